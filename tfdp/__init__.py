@@ -1,0 +1,69 @@
+"""tfdp: data-parallel training for Keras 3 on TensorFlow.
+
+Names are resolved when first used, so that `import tfdp`, the command line's help
+and the pure parts (topology, bucket plans) never load TensorFlow.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import warnings
+from typing import TYPE_CHECKING, Any
+
+from tfdp._version import __version__
+
+if TYPE_CHECKING:
+    from tfdp import callbacks, data, errors, optimizers, schedules
+    from tfdp.communication import Communication
+    from tfdp.devices import use_virtual_devices
+    from tfdp.hierarchical import HierarchicalAllReduce
+    from tfdp.strategy import DataParallelStrategy, auto_strategy
+
+# Public name -> module that defines it. A name mapped to its own module is one.
+_PUBLIC = {
+    "Communication": "tfdp.communication",
+    "DataParallelStrategy": "tfdp.strategy",
+    "HierarchicalAllReduce": "tfdp.hierarchical",
+    "auto_strategy": "tfdp.strategy",
+    "callbacks": "tfdp.callbacks",
+    "data": "tfdp.data",
+    "errors": "tfdp.errors",
+    "optimizers": "tfdp.optimizers",
+    "schedules": "tfdp.schedules",
+    "use_virtual_devices": "tfdp.devices",
+}
+# These load without TensorFlow.
+_PURE = {"Communication", "errors"}
+
+MISSING_TENSORFLOW = (
+    "tfdp needs TensorFlow: pip install 'tfdp[cpu]' (no GPU), 'tfdp[gpu]' (CUDA) "
+    "or 'tfdp[tpu]'."
+)
+
+__all__ = ["__version__", *sorted(_PUBLIC)]
+
+
+def _has_tensorflow() -> bool:
+    return importlib.util.find_spec("tensorflow") is not None
+
+
+if not _has_tensorflow():
+    warnings.warn(MISSING_TENSORFLOW, stacklevel=2)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PUBLIC:
+        raise AttributeError(f"module 'tfdp' has no attribute {name!r}")
+    if name not in _PURE and not _has_tensorflow():
+        from tfdp.errors import MissingDependencyError
+
+        raise MissingDependencyError(MISSING_TENSORFLOW) from None
+    module = importlib.import_module(_PUBLIC[name])
+    value = module if _PUBLIC[name] == f"tfdp.{name}" else getattr(module, name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_PUBLIC})

@@ -1,0 +1,46 @@
+"""Every error that tfdp raises on purpose.
+
+Each message says what came, what is allowed and what to do next. All derive from
+`TfdpError`; those that also mean a bad value derive from `ValueError` so that code
+written for Keras catches them as it always did.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "CollectiveError",
+    "ConfigurationError",
+    "DataError",
+    "DeviceError",
+    "MissingDependencyError",
+    "ScopeError",
+    "TfdpError",
+]
+
+
+class TfdpError(Exception):
+    """Base of all errors that tfdp raises on purpose."""
+
+
+class ConfigurationError(TfdpError, ValueError):
+    """An argument is out of range, of the wrong kind, or contradicts another."""
+
+
+class DeviceError(TfdpError, RuntimeError):
+    """The devices asked for do not exist, or can no longer be set up."""
+
+
+class ScopeError(TfdpError, RuntimeError):
+    """Something was made in, or used under, another strategy's scope."""
+
+
+class CollectiveError(TfdpError, RuntimeError):
+    """An exchange between replicas cannot be done as asked."""
+
+
+class DataError(TfdpError, ValueError):
+    """An input file or record is missing, corrupt or not as its index says."""
+
+
+class MissingDependencyError(TfdpError, ImportError):
+    """A package that an optional part of tfdp needs is not installed."""
