@@ -1,0 +1,84 @@
+"""What this machine is and which package versions it holds, without TensorFlow.
+
+`tfdp info` prints these facts and every benchmark stores them beside its figures.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+
+from tfdp._version import __version__
+
+__all__ = ["PACKAGES", "describe_machine", "installed_versions"]
+
+# The packages whose versions decide how tfdp behaves. The TensorFlow of the CPU and
+# the TPU extra goes by another distribution name; the first one found counts.
+PACKAGES = {
+    "tensorflow": ("tensorflow", "tensorflow-cpu", "tensorflow-tpu", "tf-nightly"),
+    "keras": ("keras",),
+    "numpy": ("numpy",),
+}
+
+
+def installed_versions() -> dict[str, str | None]:
+    """Versions of Python, tfdp and `PACKAGES`; None stands for not installed.
+
+    >>> sorted(installed_versions())
+    ['keras', 'numpy', 'python', 'tensorflow', 'tfdp']
+    """
+    versions: dict[str, str | None] = {
+        "python": platform.python_version(),
+        "tfdp": __version__,
+    }
+    for package, distributions in PACKAGES.items():
+        versions[package] = next(filter(None, map(_version, distributions)), None)
+    return versions
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def describe_machine() -> dict[str, str | int | None]:
+    """The machine: `system`, `processor`, `usable_cores` and `memory_bytes`.
+
+    `usable_cores` counts the cores that this process may run on, which a container
+    or `taskset` makes fewer than the machine has. Memory is None where the system
+    does not tell.
+    """
+    return {
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "processor": _processor_name(),
+        "usable_cores": _usable_cores(),
+        "memory_bytes": _memory_bytes(),
+    }
+
+
+def _usable_cores() -> int:
+    if hasattr(os, "sched_getaffinity"):  # Linux
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _memory_bytes() -> int | None:
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, OSError, ValueError):
+        return None
+
+
+def _processor_name() -> str:
+    # platform.processor() is empty on most Linux systems.
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as cpuinfo:
+            for line in cpuinfo:
+                if line.startswith("model name"):
+                    return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
