@@ -1,0 +1,108 @@
+"""The strategy's inside, as TensorFlow wants it: a `MirroredExtended` that never
+leaves the replica context while a graph is built.
+
+Stock MirroredStrategy stops all replicas at every reduction and update (`merge_call`),
+which cannot happen inside conditionals. Here replicas reduce and update on their own,
+so Keras' accumulation, EMA overwrite and steps_per_execution work as written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import tensorflow as tf
+
+from tfdp._tf.names import MirroredExtended, MirroredVariable, current_rank
+
+__all__ = ["DataParallelExtended", "ReplicaReducer"]
+
+
+class ReplicaReducer(Protocol):
+    """What the extended needs from the layers above to move tensors."""
+
+    def begin_run(self) -> None:
+        """Called before the replicas of one `strategy.run` are traced."""
+
+    def all_reduce(self, values: Sequence[Any], rank: int, *, mean: bool) -> list[Any]:
+        """The sum or mean of each value over the replicas, in replica context."""
+
+    def broadcast(self, value: Any, rank: int) -> Any:
+        """Replica 0's value, in replica context."""
+
+
+class ReplicaMirroredVariable(MirroredVariable):
+    """A mirrored variable whose first-replica-only updates need no `merge_call`.
+
+    Keras' counters are such variables. Stock TensorFlow goes to the cross-replica
+    context to hand replica 0's value out, which fails inside conditionals (float16
+    loss scaling, accumulation). Here the value is broadcast in replica context, or,
+    when it is a constant of the program and so the same everywhere, just used.
+    """
+
+    def _update_replica(self, update_fn: Callable, value: Any, **kwargs: Any) -> Any:
+        first_only = tf.VariableAggregation.ONLY_FIRST_REPLICA
+        if self.aggregation == first_only and not tf.executing_eagerly():
+            if tf.is_tensor(value) and tf.get_static_value(value) is None:
+                reducer = self.distribute_strategy.extended.reducer
+                value = reducer.broadcast(value, current_rank())
+            return update_fn(self._get_replica(current_rank()), value, **kwargs)
+        return super()._update_replica(update_fn, value, **kwargs)
+
+
+class DataParallelExtended(MirroredExtended):
+    """`MirroredExtended` that reduces and updates in replica context.
+
+    Args:
+      strategy: the strategy it belongs to.
+      devices: full device names, one per replica.
+      reducer: moves tensors between replicas in replica context.
+      cross_device_ops: reduces in cross-replica context, and in eager mode.
+    """
+
+    def __init__(
+        self,
+        strategy: tf.distribute.Strategy,
+        devices: Sequence[str],
+        reducer: ReplicaReducer,
+        cross_device_ops: tf.distribute.CrossDeviceOps,
+    ):
+        self.reducer = reducer
+        super().__init__(
+            strategy, devices=list(devices), cross_device_ops=cross_device_ops
+        )
+
+    def _make_collective_ops_with_fallbacks(self) -> tf.distribute.CrossDeviceOps:
+        # The stock collectives share one set of keys among all strategies of the
+        # process, which poisons the second one. Ours have keys of their own.
+        return self._cross_device_ops
+
+    def _get_cross_device_ops(self, value: Any) -> tf.distribute.CrossDeviceOps:
+        return self._cross_device_ops
+
+    def _use_merge_call(self) -> bool:
+        # Eager replicas run one after the other: nothing can be exchanged within one.
+        return tf.executing_eagerly()
+
+    def _call_for_each_replica(self, fn: Callable, args: Any, kwargs: Any) -> Any:
+        if not tf.executing_eagerly():
+            self.reducer.begin_run()
+        return super()._call_for_each_replica(fn, args, kwargs)
+
+    def _replica_ctx_all_reduce(
+        self, reduce_op: Any, value: Any, options: Any = None
+    ) -> Any:
+        if tf.executing_eagerly():
+            return super()._replica_ctx_all_reduce(reduce_op, value, options)
+        mean = reduce_op == tf.distribute.ReduceOp.MEAN
+        flat = tf.nest.flatten(value)
+        reduced = self.reducer.all_reduce(flat, current_rank(), mean=mean)
+        return tf.nest.pack_sequence_as(value, reduced)
+
+    def _create_variable(self, next_creator: Callable, **kwargs: Any) -> Any:
+        variable = super()._create_variable(next_creator, **kwargs)
+        if type(variable) is not MirroredVariable:
+            return variable
+        return ReplicaMirroredVariable(
+            variable.distribute_strategy, variable.values, variable.aggregation
+        )

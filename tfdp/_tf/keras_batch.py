@@ -1,0 +1,35 @@
+"""What Keras needs of a distributed batch to build a model: one replica's part."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+from tfdp._tf.names import PerReplica
+
+__all__ = ["representative_batch"]
+
+
+def representative_batch(batch: Any) -> Any:
+    """The part of the first replica that has samples, in the structure of `batch`.
+
+    Args:
+      batch: nested tuples, lists and dicts of per-replica values; the replicas'
+        parts may differ in length, and be empty.
+    """
+    return tf.nest.map_structure(_representative, batch, expand_composites=False)
+
+
+def _representative(value: Any) -> Any:
+    if not isinstance(value, PerReplica):
+        return value
+    return next((part for part in value.values if _rows(part) != 0), value.values[0])
+
+
+def _rows(part: Any) -> int | None:
+    if isinstance(part, tf.RaggedTensor):
+        return int(part.nrows())
+    if isinstance(part, tf.SparseTensor):
+        return int(part.dense_shape[0])
+    return part.shape[0] if part.shape.rank else None

@@ -1,0 +1,118 @@
+"""Every private TensorFlow and Keras name that tfdp uses, and what for.
+
+When a new TensorFlow or Keras version moves one of them, this file and the tests in
+`tests/devices/test_framework_contract.py` say so first.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+# Which devices values lie on, and how per-device results become one value.
+from tensorflow.python.distribute import cross_device_ops as _cross_device_ops
+from tensorflow.python.distribute import distribute_utils as _distribute_utils
+
+# The device-set of a strategy with mirrored variables: our base class.
+from tensorflow.python.distribute.mirrored_strategy import MirroredExtended
+
+# Per-replica values, and variables with one component per replica.
+from tensorflow.python.distribute.values import (
+    DistributedVariable,
+    Mirrored,
+    MirroredVariable,
+    PerReplica,
+)
+from tensorflow.python.framework.device_spec import DeviceSpecV2 as DeviceSpec
+
+# Graphs of the bodies of loops: an exchange between replicas cannot sit in one.
+from tensorflow.python.ops.control_flow_v2_func_graphs import (
+    WhileBodyFuncGraph,
+    WhileCondFuncGraph,
+)
+
+__all__ = [
+    "CHECKED_VERSIONS",
+    "DeviceSpec",
+    "DistributedVariable",
+    "MirroredExtended",
+    "MirroredVariable",
+    "PerReplica",
+    "called_from_keras_build",
+    "common_devices",
+    "current_rank",
+    "graphs_inside",
+    "is_loop_graph",
+    "regroup_mirrored",
+    "run_independently",
+]
+
+# The versions whose sources these names were read in and run with.
+CHECKED_VERSIONS = {"tensorflow": "2.21.0", "keras": "3.15.1"}
+
+KERAS_TRAINER_MODULE = "keras.src.backend.tensorflow.trainer"
+KERAS_BUILD_FUNCTION = "_maybe_symbolic_build"
+
+
+def common_devices(
+    value_destination_pairs: Sequence[tuple[Any, Any]],
+) -> tuple[str, ...] | None:
+    """The devices that all values and destinations share, or None when they differ."""
+    if not _cross_device_ops._all_devices_match(value_destination_pairs):
+        return None
+    value = value_destination_pairs[0][0]
+    return tuple(_cross_device_ops.get_devices_from(value))
+
+
+def regroup_mirrored(parts: Sequence[Any]) -> Any:
+    """One mirrored value from one equal part per replica."""
+    return _distribute_utils.regroup(tuple(parts), wrap_class=Mirrored)
+
+
+def current_rank() -> int:
+    """This replica's rank, as a Python integer, in a replica context."""
+    return int(tf.distribute.get_replica_context()._replica_id)
+
+
+def run_independently(op: tf.Operation) -> None:
+    """Frees `op` from the order that automatic control dependencies would impose.
+
+    TensorFlow chains stateful ops in program order ACROSS devices. A replica's
+    exchange would wait for the previous replica's, which waits for this one: a
+    deadlock. The op still runs before the function returns.
+    """
+    manager = tf.compat.v1.get_default_graph().experimental_acd_manager
+    if manager is not None:
+        manager.run_independently(op)
+
+
+def graphs_inside(outer: Any) -> list[Any]:
+    """The graphs being built between `outer` (left out) and the innermost one."""
+    graphs = []
+    graph = tf.compat.v1.get_default_graph()
+    while graph is not None and graph is not outer:
+        graphs.append(graph)
+        graph = getattr(graph, "outer_graph", None)
+    return graphs
+
+
+def is_loop_graph(graph: Any) -> bool:
+    """Whether `graph` is the body or the condition of a `tf.while_loop`."""
+    return isinstance(graph, (WhileBodyFuncGraph, WhileCondFuncGraph))
+
+
+def called_from_keras_build() -> bool:
+    """Whether the caller's caller is Keras' symbolic build of a model.
+
+    Keras calls `strategy.reduce("MEAN", <a real batch>)` there, only to learn shapes
+    and dtypes. It is told from a user's reduction by the calling function, because
+    the arguments look the same and a user's reduction must stay a reduction.
+    """
+    frame = sys._getframe(2)
+    return (
+        frame.f_code.co_name == KERAS_BUILD_FUNCTION
+        and frame.f_globals.get("__name__") == KERAS_TRAINER_MODULE
+    )

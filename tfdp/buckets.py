@@ -1,0 +1,136 @@
+"""The bucket plan: which gradients travel together. Pure; no framework is imported.
+
+Backprop makes the gradients of the last layers first, so buckets are filled in the
+reverse order of the variables. The first bucket is small: its exchange starts while
+almost all of backprop is still to come. Later buckets are large enough to use the
+link well. (Li et al. 2020, "PyTorch Distributed", section 3.2.3, uses the same two
+sizes.)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+
+from tfdp.errors import ConfigurationError
+
+__all__ = ["Bucket", "TensorInfo", "plan_buckets"]
+
+# Below this a message costs its latency whatever its size, so two messages cost
+# twice as much as one and there is nothing to overlap: do not split such a set.
+SMALLEST_SPLIT_BYTES = 64 * 1024
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorInfo:
+    """What the plan needs to know of a tensor.
+
+    Args:
+      size_bytes: its size, or None when its shape is not known before the step runs.
+      dtype: the name of its element type; buckets never mix types.
+    """
+
+    size_bytes: int | None
+    dtype: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Bucket:
+    """Tensors that travel as one buffer.
+
+    Args:
+      indices: places in the list that was planned, in the order of travel.
+      dtype: the element type of all of them.
+      size_bytes: their sum, or None when it holds a tensor of unknown size.
+    """
+
+    indices: tuple[int, ...]
+    dtype: str
+    size_bytes: int | None
+
+
+@dataclasses.dataclass
+class _OpenBucket:
+    indices: list[int]
+    size_bytes: int = 0
+
+
+def plan_buckets(
+    tensors: Sequence[TensorInfo],
+    *,
+    bucket_bytes: int,
+    first_bucket_bytes: int,
+    order: Iterable[int] | None = None,
+) -> tuple[Bucket, ...]:
+    """Groups tensors into buckets, in the order in which backprop makes them.
+
+    A bucket holds one dtype and at most `bucket_bytes`, unless a single tensor is
+    larger: that one travels alone. The first bucket holds at most
+    `first_bucket_bytes`, and at most half of all the bytes, so that several tensors
+    never end up as one pack of everything (sets below 64 KiB excepted, where a
+    second message costs more than it hides). Empty tensors are left out: there is
+    nothing to send. A tensor of unknown size travels alone.
+
+    Args:
+      tensors: what is known of each tensor.
+      bucket_bytes: the most bytes in one bucket, at least 1.
+      first_bucket_bytes: the most bytes in the first bucket, at least 1.
+      order: the places of `tensors` in the order in which they become ready; default
+        last to first.
+
+    Returns:
+      The buckets, in the order in which they are launched. Every place of a
+      non-empty tensor stands in exactly one of them.
+
+    Raises:
+      ConfigurationError: when a size is below 1 or `order` is not a permutation.
+
+    >>> sizes = [TensorInfo(400, "float32")] * 5
+    >>> [b.indices for b in plan_buckets(sizes, bucket_bytes=800,
+    ...                                  first_bucket_bytes=400)]
+    [(4,), (3, 2), (1, 0)]
+    """
+    if bucket_bytes < 1 or first_bucket_bytes < 1:
+        raise ConfigurationError(
+            "bucket_bytes and first_bucket_bytes must be at least 1. Received: "
+            f"bucket_bytes={bucket_bytes}, first_bucket_bytes={first_bucket_bytes}."
+        )
+    places = list(reversed(range(len(tensors)))) if order is None else list(order)
+    if sorted(places) != list(range(len(tensors))):
+        raise ConfigurationError(
+            f"order must name each of the {len(tensors)} tensors once. "
+            f"Received: {places}."
+        )
+    total_bytes = sum(t.size_bytes or 0 for t in tensors)
+    first_limit = min(first_bucket_bytes, bucket_bytes)
+    if total_bytes >= SMALLEST_SPLIT_BYTES:
+        first_limit = min(first_limit, -(-total_bytes // 2))
+
+    closed: list[Bucket] = []
+    open_buckets: dict[str, _OpenBucket] = {}
+
+    def close(dtype: str) -> None:
+        bucket = open_buckets.pop(dtype)
+        closed.append(Bucket(tuple(bucket.indices), dtype, bucket.size_bytes))
+
+    for place in places:
+        info = tensors[place]
+        if info.size_bytes == 0:
+            continue
+        if info.size_bytes is None:
+            closed.append(Bucket((place,), info.dtype, None))
+            continue
+        limit = bucket_bytes if closed else first_limit
+        bucket = open_buckets.get(info.dtype)
+        if bucket is not None and bucket.size_bytes + info.size_bytes > limit:
+            close(info.dtype)
+            bucket = None
+        if bucket is None:
+            bucket = open_buckets[info.dtype] = _OpenBucket([])
+        bucket.indices.append(place)
+        bucket.size_bytes += info.size_bytes
+        if bucket.size_bytes >= (bucket_bytes if closed else first_limit):
+            close(info.dtype)
+    for dtype in list(open_buckets):
+        close(dtype)
+    return tuple(closed)

@@ -1,0 +1,97 @@
+"""The interface that every reduction engine implements. A third is one file."""
+
+from __future__ import annotations
+
+import abc
+import itertools
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+from tfdp._tf import names
+from tfdp.errors import CollectiveError
+from tfdp.topology import Topology
+
+__all__ = ["Engine", "next_group_key"]
+
+# Group keys are unique in the process, and the same on every host that makes its
+# strategies in the same order. Stock strategies count from 1; keep well away.
+_group_keys = itertools.count(1_000_000)
+
+
+def next_group_key() -> int:
+    """A key that no other group of this process has."""
+    return next(_group_keys)
+
+
+class Engine(abc.ABC):
+    """Sums and gathers tensors over the replicas of a topology.
+
+    Each method is called once by every replica, in the same order, in a graph; the
+    calls of the replicas that belong together find each other by their number.
+
+    Args:
+      devices: one device per replica, in rank order, as full names.
+      topology: the levels to reduce over.
+    """
+
+    #: The name that `Communication(engine=...)` and `tfdp info` use.
+    name: str = ""
+    #: Whether tensors should be packed into one buffer per bucket.
+    packs: bool = True
+
+    def __init__(self, devices: Sequence[str], topology: Topology):
+        self.devices = tuple(devices)
+        self.topology = topology
+        self._run_graph: tf.Graph | None = None
+        self._call_numbers = [0] * len(self.devices)
+
+    def begin_run(self) -> None:
+        """Starts the tracing of one `strategy.run`: all replicas count alike again.
+
+        A trace that failed half-way has left some replicas ahead of others; without
+        this every later exchange would wait for a partner that never comes.
+        """
+        self._run_graph = tf.compat.v1.get_default_graph()
+        self._call_numbers = [max(self._call_numbers)] * len(self.devices)
+
+    def next_call_number(self, rank: int) -> int:
+        """The number of this exchange; the same on every replica that takes part.
+
+        Raises:
+          CollectiveError: inside a `tf.while_loop` within the replica function.
+        """
+        if any(names.is_loop_graph(g) for g in names.graphs_inside(self._run_graph)):
+            raise CollectiveError(
+                "An exchange between replicas (gradients, all_reduce, synchronized "
+                "batch normalization) was built inside a tf.while_loop of the "
+                "replica function. Each replica would run a loop of its own and "
+                "wait for the others for ever. Unroll the loop in Python, put it "
+                "around strategy.run (steps_per_execution does), or do the "
+                "exchange after it."
+            )
+        number = self._call_numbers[rank]
+        self._call_numbers[rank] += 1
+        return number
+
+    @abc.abstractmethod
+    def all_reduce(self, tensor: tf.Tensor, rank: int) -> tf.Tensor:
+        """The sum of `tensor` over all replicas, on each of them.
+
+        Args:
+          tensor: any shape, the same on all replicas; a number type.
+          rank: the calling replica.
+        """
+
+    @abc.abstractmethod
+    def all_gather(self, tensor: tf.Tensor, rank: int) -> tf.Tensor:
+        """All replicas' tensors, joined along the first axis in rank order.
+
+        Args:
+          tensor: rank 1 or more; the first dimension may differ between replicas.
+          rank: the calling replica.
+        """
+
+    @abc.abstractmethod
+    def broadcast(self, tensor: tf.Tensor, rank: int) -> tf.Tensor:
+        """Replica 0's `tensor`, on every replica."""

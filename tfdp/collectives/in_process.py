@@ -1,0 +1,195 @@
+"""Replicas of one process hand tensors to each other: no packing, no copies.
+
+On logical CPUs all replicas share the memory, so the cheapest exact sum is: one
+replica (the root) reads everybody's tensor where it lies, adds, and hands the result
+back; each reads the same buffer. `Send` and `Recv` over the step's own rendezvous do
+that without a copy and without leaving the replica context. Roots are spread over the
+replicas by size, so that all of them add.
+
+With two levels the sum is a tree: within each host to the host's leader, between the
+leaders, and back. Additions run in rank order, so results repeat bit for bit.
+
+Where the danger is: every `Send` and `Recv` must be free of TensorFlow's automatic
+order (see `names.run_independently`), and a conditional that holds them must own a
+resource of this replica, or the conditionals of two replicas would be chained and wait
+for each other; `_touch_token` gives it one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+from tfdp._tf import names
+from tfdp.collectives.engine import Engine, next_group_key
+from tfdp.collectives.wire_types import check_summable
+from tfdp.topology import Topology
+
+__all__ = ["InProcessEngine"]
+
+
+class InProcessEngine(Engine):
+    """Sums over replicas that live in one process, by handing tensors over.
+
+    Cost per replica and tensor of n bytes: the root reads N x n and writes n bytes of
+    memory; nothing is copied and nothing crosses a link on logical CPUs. Between GPUs
+    the hand-over is a device-to-device copy.
+    """
+
+    name = "in_process"
+    packs = False
+
+    def __init__(self, devices: Sequence[str], topology: Topology):
+        super().__init__(devices, topology)
+        self._key = next_group_key()
+        self._root_bytes = dict.fromkeys(topology.all_ranks, 0)
+        self._root_of_call: dict[int, int] = {}
+        with tf.init_scope():
+            self._tokens = []
+            for device in self.devices:
+                with tf.device(device):
+                    self._tokens.append(tf.Variable(0.0, trainable=False))
+
+    def begin_run(self) -> None:
+        super().begin_run()
+        self._root_bytes = dict.fromkeys(self.topology.all_ranks, 0)
+        self._root_of_call = {}
+
+    def all_reduce(self, tensor: tf.Tensor, rank: int) -> tf.Tensor:
+        check_summable(tensor.dtype)
+        call = self.next_call_number(rank)
+        self._touch_token(rank)
+        root = self._choose_root(call, tensor)
+        within = self.topology.within_host_group_of(rank)
+        # The leader of each host sits at the root's place within its host.
+        local = self.topology.local_rank_of(root)
+        leader = within[local]
+        leaders = self.topology.across_host_groups[local]
+
+        total = self._sum_at(tensor, rank, leader, within, f"{call}/within")
+        if rank == leader and len(leaders) > 1:
+            total = self._sum_at(total, rank, root, leaders, f"{call}/across")
+            total = self._share_from(total, rank, root, leaders, f"{call}/back")
+        return self._share_from(total, rank, leader, within, f"{call}/down", tensor)
+
+    def all_gather(self, tensor: tf.Tensor, rank: int) -> tf.Tensor:
+        call = self.next_call_number(rank)
+        self._touch_token(rank)
+        ranks = self.topology.all_ranks
+        for peer in ranks:
+            if peer != rank:
+                self._send(tensor, rank, peer, f"{call}/gather")
+        parts = [
+            tensor
+            if peer == rank
+            else self._receive(tensor, peer, rank, f"{call}/gather", partly=True)
+            for peer in ranks
+        ]
+        with tf.device(self.devices[rank]):
+            return tf.concat(parts, axis=0)
+
+    def broadcast(self, tensor: tf.Tensor, rank: int) -> tf.Tensor:
+        call = self.next_call_number(rank)
+        self._touch_token(rank)
+        ranks = self.topology.all_ranks
+        return self._share_from(tensor, rank, 0, ranks, f"{call}/broadcast", tensor)
+
+    def _choose_root(self, call: int, tensor: tf.Tensor) -> int:
+        """The replica with the fewest bytes to add so far; the same on all ranks.
+
+        The first replica to reach a call decides, because only the order of calls,
+        not the order of replicas, is the same in every trace.
+        """
+        if call not in self._root_of_call:
+            root = min(self._root_bytes, key=lambda r: (self._root_bytes[r], r))
+            elements = tensor.shape.num_elements() or 1
+            self._root_bytes[root] += elements * tensor.dtype.size
+            self._root_of_call[call] = root
+        return self._root_of_call[call]
+
+    def _sum_at(
+        self,
+        tensor: tf.Tensor,
+        rank: int,
+        root: int,
+        group: Sequence[int],
+        key: str,
+    ) -> tf.Tensor:
+        """The sum over `group` at its `root`; elsewhere the tensor, handed over."""
+        if len(group) == 1:
+            return tensor
+        if rank != root:
+            self._send(tensor, rank, root, key)
+            return tensor
+        parts = [
+            tensor if peer == rank else self._receive(tensor, peer, rank, key)
+            for peer in group
+        ]
+        with tf.device(self.devices[rank]):
+            return tf.add_n(parts)
+
+    def _share_from(
+        self,
+        tensor: tf.Tensor,
+        rank: int,
+        root: int,
+        group: Sequence[int],
+        key: str,
+        like: tf.Tensor | None = None,
+    ) -> tf.Tensor:
+        """The root's tensor, on every member of `group`."""
+        if len(group) == 1:
+            return tensor
+        if rank != root:
+            return self._receive(tensor if like is None else like, root, rank, key)
+        for peer in group:
+            if peer != rank:
+                self._send(tensor, rank, peer, key)
+        return tensor
+
+    def _send(self, tensor: tf.Tensor, source: int, target: int, key: str) -> None:
+        with tf.device(self.devices[source]):
+            op = tf.raw_ops.Send(
+                tensor=tensor,
+                tensor_name=self._rendezvous_name(key, source, target),
+                send_device=self.devices[source],
+                send_device_incarnation=1,
+                recv_device=self.devices[target],
+                client_terminated=False,
+            )
+        names.run_independently(op)
+
+    def _receive(
+        self,
+        like: tf.Tensor,
+        source: int,
+        target: int,
+        key: str,
+        partly: bool = False,
+    ) -> tf.Tensor:
+        """Takes over a tensor of the type and shape of `like` (but its first
+        dimension, when `partly`)."""
+        with tf.device(self.devices[target]):
+            tensor = tf.raw_ops.Recv(
+                tensor_type=like.dtype,
+                tensor_name=self._rendezvous_name(key, source, target),
+                send_device=self.devices[source],
+                send_device_incarnation=1,
+                recv_device=self.devices[target],
+                client_terminated=False,
+            )
+        names.run_independently(tensor.op)
+        shape = like.shape
+        if partly and shape.rank is not None:
+            shape = tf.TensorShape([None]).concatenate(shape[1:])
+        tensor.set_shape(shape)
+        return tensor
+
+    def _rendezvous_name(self, key: str, source: int, target: int) -> str:
+        return f"tfdp/{self._key}/{key}/{source}-{target}"
+
+    def _touch_token(self, rank: int) -> None:
+        """Gives the graph being built a resource of this replica (see the top)."""
+        with tf.device(self.devices[rank]):
+            tf.raw_ops.VarIsInitializedOp(resource=self._tokens[rank].handle)

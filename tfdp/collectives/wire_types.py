@@ -1,0 +1,84 @@
+"""Number types on the wire: which travel as they are, and exact stand-ins for others.
+
+TensorFlow's collectives add bfloat16, float16, float32, float64, int32 and int64, and
+gather all of these but bfloat16. Other types travel in a wider one that holds every
+sum modulo the narrow type's range, or as pairs of reals, and come back unchanged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import tensorflow as tf
+
+from tfdp.errors import CollectiveError
+
+__all__ = ["check_summable", "to_gather_wire", "to_sum_wire"]
+
+Restore = Callable[[tf.Tensor], tf.Tensor]
+
+SUMMED = {tf.bfloat16, tf.float16, tf.float32, tf.float64, tf.int32, tf.int64}
+# Addition wraps alike in the wider type and in the narrow one after the cast back.
+WIDENED = {
+    tf.int8: tf.int32,
+    tf.uint8: tf.int32,
+    tf.int16: tf.int32,
+    tf.uint16: tf.int32,
+    tf.uint32: tf.int64,
+    tf.uint64: tf.int64,
+}
+COMPLEX_PARTS = {tf.complex64: tf.float32, tf.complex128: tf.float64}
+GATHERED = {tf.float16, tf.float32, tf.float64, tf.int32, tf.int64}
+
+
+def check_summable(dtype: tf.DType) -> None:
+    """Refuses types that have no sum.
+
+    Raises:
+      CollectiveError: for strings, booleans and the like.
+    """
+    if dtype in SUMMED or dtype in WIDENED or dtype in COMPLEX_PARTS:
+        return
+    raise CollectiveError(
+        f"Cannot add tensors of type {dtype.name} over replicas. Allowed: "
+        f"{', '.join(sorted(t.name for t in {*SUMMED, *WIDENED, *COMPLEX_PARTS}))}. "
+        "Cast the tensor first (booleans to int32, for example)."
+    )
+
+
+def to_sum_wire(tensor: tf.Tensor) -> tuple[tf.Tensor, Restore]:
+    """`tensor` in a type that collectives can add, and the way back.
+
+    Raises:
+      CollectiveError: when the type cannot be added (strings, booleans, ...).
+    """
+    dtype = tensor.dtype
+    check_summable(dtype)
+    if dtype in WIDENED:
+        return tf.cast(tensor, WIDENED[dtype]), lambda result: tf.cast(result, dtype)
+    if dtype in COMPLEX_PARTS:
+        pairs = tf.stack([tf.math.real(tensor), tf.math.imag(tensor)], axis=-1)
+        return pairs, lambda result: tf.complex(result[..., 0], result[..., 1])
+    return tensor, lambda result: result
+
+
+def to_gather_wire(tensor: tf.Tensor) -> tuple[tf.Tensor, Restore]:
+    """`tensor` in a type that collectives can gather, and the way back.
+
+    Raises:
+      CollectiveError: when the type cannot be gathered.
+    """
+    dtype = tensor.dtype
+    if dtype in GATHERED:
+        return tensor, lambda result: result
+    if dtype == tf.bfloat16:
+        # float32 holds every bfloat16 exactly.
+        return tf.cast(tensor, tf.float32), lambda result: tf.cast(result, dtype)
+    if dtype in WIDENED:
+        return tf.cast(tensor, WIDENED[dtype]), lambda result: tf.cast(result, dtype)
+    if dtype == tf.bool:
+        return tf.cast(tensor, tf.int32), lambda result: tf.cast(result, dtype)
+    raise CollectiveError(
+        f"Cannot gather tensors of type {dtype.name} over replicas. Allowed: "
+        f"{', '.join(sorted(t.name for t in {*GATHERED, *WIDENED}))}, bfloat16, bool."
+    )

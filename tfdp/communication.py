@@ -1,0 +1,110 @@
+"""`Communication`: how replicas exchange tensors, as one frozen, checked value."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+from tfdp.errors import ConfigurationError
+from tfdp.topology import Topology
+
+__all__ = ["MIB", "Communication"]
+
+MIB = 1 << 20
+ENGINES = ("auto", "in_process", "tensorflow")
+
+
+@dataclasses.dataclass(frozen=True)
+class Communication:
+    """How replicas exchange tensors. Frozen; nonsense is refused when it is made.
+
+    Args:
+      bucket_bytes: the most bytes of gradients that travel as one buffer, at least 1.
+        A single tensor larger than that travels alone. Default 25 MiB, as PyTorch
+        DDP.
+      first_bucket_bytes: the same for the first bucket, which is small so that the
+        exchange starts early in backprop. Default 1 MiB, as PyTorch DDP.
+      hierarchy: `"auto"` takes the levels that the devices have (one on one host,
+        two on many); `"flat"` is one level always; a pair `(hosts,
+        devices_per_host)` states them, which also simulates hosts on one machine:
+        `(2, 2)` treats four devices as two hosts of two.
+      engine: `"auto"` picks by device: `"tensorflow"` (packed collectives, NCCL) on
+        physical GPUs, `"in_process"` (replicas hand tensors to each other without
+        copies) on logical CPUs and elsewhere within one process.
+      timeout_seconds: how long a collective of the `"tensorflow"` engine may wait
+        for the other replicas before it fails, above 0.
+
+    Raises:
+      ConfigurationError: when a value is out of its range.
+
+    >>> Communication(bucket_bytes=4 * MIB).bucket_bytes
+    4194304
+    >>> Communication(bucket_bytes=0)
+    Traceback (most recent call last):
+    ...
+    tfdp.errors.ConfigurationError: Communication.bucket_bytes must be an integer \
+of at least 1. Received: 0.
+    """
+
+    bucket_bytes: int = 25 * MIB
+    first_bucket_bytes: int = 1 * MIB
+    hierarchy: Literal["auto", "flat"] | tuple[int, int] = "auto"
+    engine: Literal["auto", "in_process", "tensorflow"] = "auto"
+    timeout_seconds: float = 600.0
+
+    def __post_init__(self) -> None:
+        for name in ("bucket_bytes", "first_bucket_bytes"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ConfigurationError(
+                    f"Communication.{name} must be an integer of at least 1. "
+                    f"Received: {value!r}."
+                )
+        if self.engine not in ENGINES:
+            raise ConfigurationError(
+                f"Communication.engine must be one of {', '.join(ENGINES)}. "
+                f"Received: {self.engine!r}."
+            )
+        if (
+            isinstance(self.timeout_seconds, bool)
+            or not isinstance(self.timeout_seconds, (int, float))
+            or not 0 < self.timeout_seconds < float("inf")
+        ):
+            raise ConfigurationError(
+                "Communication.timeout_seconds must be a finite number above 0. "
+                f"Received: {self.timeout_seconds!r}."
+            )
+        self._check_hierarchy()
+
+    def _check_hierarchy(self) -> None:
+        hierarchy = self.hierarchy
+        if hierarchy in ("auto", "flat"):
+            return
+        if not isinstance(hierarchy, (tuple, list)) or len(hierarchy) != 2:
+            raise ConfigurationError(
+                "Communication.hierarchy must be 'auto', 'flat' or a pair "
+                f"(hosts, devices_per_host). Received: {hierarchy!r}."
+            )
+        hosts, devices_per_host = hierarchy
+        Topology(hosts, devices_per_host)
+        # A list would make the value unhashable; frozen means that it stays as made.
+        object.__setattr__(self, "hierarchy", (hosts, devices_per_host))
+
+    def resolve_topology(self, real: Topology) -> Topology:
+        """The topology to reduce over, given the `real` one of the devices.
+
+        Raises:
+          ConfigurationError: when a stated hierarchy has another number of replicas.
+        """
+        if self.hierarchy == "auto":
+            return real
+        if self.hierarchy == "flat":
+            return Topology(1, real.num_replicas)
+        stated = Topology(*self.hierarchy)
+        if stated.num_replicas != real.num_replicas:
+            raise ConfigurationError(
+                f"Communication.hierarchy={self.hierarchy} makes "
+                f"{stated.num_replicas} replicas, but there are {real.num_replicas} "
+                f"({real}). Choose hosts x devices_per_host = {real.num_replicas}."
+            )
+        return stated

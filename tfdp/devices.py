@@ -1,0 +1,117 @@
+"""Devices: how many there are, which to train on, and logical CPUs for laptops."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+from tfdp.errors import ConfigurationError, DeviceError
+
+__all__ = ["find_devices", "use_virtual_devices"]
+
+
+def use_virtual_devices(count: int) -> list[str]:
+    """Splits the CPU into `count` logical devices, for laptops and tests.
+
+    Call it before anything else touches TensorFlow: devices are fixed when its
+    runtime starts.
+
+    Args:
+      count: number of logical CPUs, at least 1.
+
+    Returns:
+      Their names, `["CPU:0", "CPU:1", ...]`.
+
+    Raises:
+      ConfigurationError: when `count` is not a positive integer.
+      DeviceError: when TensorFlow has already started with another number.
+
+    ```python
+    import tfdp
+
+    tfdp.use_virtual_devices(2)
+    strategy = tfdp.DataParallelStrategy()
+    ```
+    """
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        raise ConfigurationError(
+            f"use_virtual_devices needs an integer of at least 1. Received: {count!r}."
+        )
+    names = [f"CPU:{i}" for i in range(count)]
+    cpu = tf.config.list_physical_devices("CPU")[0]
+    try:
+        tf.config.set_logical_device_configuration(
+            cpu, [tf.config.LogicalDeviceConfiguration() for _ in range(count)]
+        )
+    except RuntimeError as error:
+        present = len(tf.config.list_logical_devices("CPU"))
+        if present == count:
+            return names
+        raise DeviceError(
+            f"use_virtual_devices({count}) came too late: TensorFlow has already "
+            f"started with {present} logical CPU(s), and devices are fixed then. Call "
+            "it before the first tensor, model or strategy is made (right after the "
+            "imports)."
+        ) from error
+    return names
+
+
+def find_devices(devices: Sequence[str] | None = None) -> tuple[str, ...]:
+    """Full names of the devices to train on, one per replica.
+
+    Args:
+      devices: names such as "GPU:0" or "/device:CPU:1"; None takes all GPUs, or all
+        logical CPUs where there is no GPU.
+
+    Raises:
+      DeviceError: when a name is unknown, or stands there twice.
+      ConfigurationError: when `devices` is empty or not a list of names.
+    """
+    present = [
+        device
+        for kind in ("GPU", "CPU")
+        for device in tf.config.list_logical_devices(kind)
+    ]
+    if devices is None:
+        gpus = [d.name for d in present if d.device_type == "GPU"]
+        chosen = gpus or [d.name for d in present if d.device_type == "CPU"]
+        return tuple(_full_name(name) for name in chosen)
+    is_names = isinstance(devices, (list, tuple)) and all(
+        isinstance(name, str) for name in devices
+    )
+    if not is_names or not devices:
+        raise ConfigurationError(
+            "devices must be None or a non-empty list of device names such as "
+            f"['GPU:0', 'GPU:1']. Received: {devices!r}."
+        )
+    known = {_full_name(device.name) for device in present}
+    full_names = tuple(_full_name(name) for name in devices)
+    for given, name in zip(devices, full_names, strict=True):
+        if name not in known:
+            short = sorted(n.rsplit("device:", 1)[1] for n in known)
+            raise DeviceError(
+                f"There is no device {given!r}. Present: {', '.join(short)}. For more "
+                "logical CPUs call tfdp.use_virtual_devices(n) before TensorFlow "
+                "starts."
+            )
+    if len(set(full_names)) != len(full_names):
+        raise DeviceError(
+            f"A device stands twice in devices={list(devices)}. Each replica needs a "
+            "device of its own."
+        )
+    return full_names
+
+
+def _full_name(name: str) -> str:
+    try:
+        spec = tf.DeviceSpec.from_string(name if "/" in name else f"/device:{name}")
+    except (ValueError, TypeError) as error:
+        raise DeviceError(
+            f"{name!r} is not a device name. Write for example 'GPU:0' or 'CPU:1'."
+        ) from error
+    base = tf.DeviceSpec(job="localhost", replica=0, task=0)
+    kind = (spec.device_type or "CPU").upper()
+    return base.replace(
+        device_type=kind, device_index=spec.device_index or 0
+    ).to_string()

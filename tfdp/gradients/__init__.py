@@ -1,0 +1,1 @@
+"""From the replicas' gradients to their sum: plan, pack, reduce, unpack."""

@@ -1,0 +1,123 @@
+"""`DataParallelStrategy`: the one line that makes `model.fit` data-parallel."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfdp._tf import keras_batch, names
+from tfdp._tf.extended import DataParallelExtended
+from tfdp.communication import Communication
+from tfdp.devices import find_devices
+from tfdp.errors import ConfigurationError
+from tfdp.hierarchical import HierarchicalAllReduce
+from tfdp.topology import Topology
+
+__all__ = ["SHARD_STAGES", "DataParallelStrategy", "auto_strategy"]
+
+SHARD_STAGES = ("none",)
+
+
+class DataParallelStrategy(tf.distribute.MirroredStrategy):
+    """Trains one model on all devices of this host, each on its part of the batch.
+
+    With N replicas and per-replica mean losses L_r, one step computes
+
+        g = (1 / N) sum_r grad L_r(w),    w <- update(w, g)
+
+    on every replica alike. To Keras and TensorFlow it is a
+    `tf.distribute.MirroredStrategy`; gradients, though, are reduced and applied
+    within each replica, in buckets, while backprop still runs.
+
+    Args:
+      devices: names of the devices, one replica each, such as `["GPU:0", "GPU:1"]`;
+        None takes all GPUs, or all logical CPUs where there is no GPU.
+      communication: how replicas exchange tensors; None for the defaults.
+      shard: "none": every replica holds the whole model.
+
+    Raises:
+      ConfigurationError: when an argument is not as above.
+      DeviceError: when a device does not exist or is named twice.
+
+    Cost: per step and replica about 2 n (N - 1) / N bytes for n bytes of gradients.
+
+    ```python
+    import keras
+    import tfdp
+
+    strategy = tfdp.DataParallelStrategy()
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+        model.compile(optimizer="sgd", loss="mse")
+    ```
+    """
+
+    def __init__(
+        self,
+        devices: Sequence[str] | None = None,
+        *,
+        communication: Communication | None = None,
+        shard: str = "none",
+    ):
+        if shard not in SHARD_STAGES:
+            raise ConfigurationError(
+                f"shard must be one of {', '.join(map(repr, SHARD_STAGES))}. "
+                f"Received: {shard!r}."
+            )
+        names_of_devices = find_devices(devices)
+        cross_device_ops = HierarchicalAllReduce(communication)
+        self._pipeline = cross_device_ops.pipeline(names_of_devices)
+        extended = DataParallelExtended(
+            self, names_of_devices, self._pipeline, cross_device_ops
+        )
+        # MirroredStrategy's own constructor would make a stock extended.
+        tf.distribute.Strategy.__init__(self, extended)
+
+    @property
+    def communication(self) -> Communication:
+        """How replicas exchange tensors."""
+        return self._pipeline.communication
+
+    @property
+    def topology(self) -> Topology:
+        """The levels over which gradients are reduced."""
+        return self._pipeline.engine.topology
+
+    @property
+    def engine_name(self) -> str:
+        """The engine that moves tensors: "in_process" or "tensorflow"."""
+        return self._pipeline.engine.name
+
+    def reduce(self, reduce_op: Any, value: Any, axis: int | None = None) -> Any:
+        """Reduces `value` across replicas; see `tf.distribute.Strategy.reduce`.
+
+        Keras asks for the mean of a whole batch to learn its shapes and types. That
+        call gets one replica's batch instead: the mean of strings, sparse tensors or
+        parts of different length does not exist.
+        """
+        if names.called_from_keras_build():
+            return keras_batch.representative_batch(value)
+        return super().reduce(reduce_op, value, axis)
+
+
+def auto_strategy(**options: Any) -> tf.distribute.Strategy:
+    """The strategy for what this machine has.
+
+    All GPUs, or all logical CPUs where there is none, as one `DataParallelStrategy`.
+
+    Args:
+      **options: passed to the strategy.
+
+    Returns:
+      A `DataParallelStrategy`.
+
+    ```python
+    import tfdp
+
+    strategy = tfdp.auto_strategy()
+    print(strategy.num_replicas_in_sync, strategy.engine_name)
+    ```
+    """
+    return DataParallelStrategy(**options)
