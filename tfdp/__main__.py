@@ -1,0 +1,7 @@
+"""`python -m tfdp`: the same as the `tfdp` command."""
+
+import sys
+
+from tfdp.cli import main
+
+sys.exit(main())

@@ -1,0 +1,98 @@
+"""The table of benchmark cases. Adding a case is adding a row."""
+
+from __future__ import annotations
+
+import dataclasses
+
+__all__ = ["CASES", "SUITES", "Case", "select_cases"]
+
+STOCK_DEFAULT = "stock-default"
+REDUCTION_ARMS = (
+    STOCK_DEFAULT,
+    "stock-hierarchical-copy",
+    "stock-one-device",
+    "tfdp",
+)
+TRAINING_ARMS = ("one-device", STOCK_DEFAULT, "tfdp")
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One thing to measure, for several arms.
+
+    Args:
+      name: what `--case` takes.
+      suite: "allreduce" times reductions of a list of gradients, "train" times
+        training steps.
+      subject: a key of `gradient_sets.GRADIENT_SETS` or `models.MODELS`.
+      quick_subject: the small one that `--quick` takes instead.
+      arms: keys of `arms.ARMS`, in the order of the table.
+      calls: reductions or training steps per arm and repeat.
+      description: one line for `--list`.
+    """
+
+    name: str
+    suite: str
+    subject: str
+    quick_subject: str
+    arms: tuple[str, ...]
+    calls: int
+    description: str
+
+
+_ROWS = (
+    Case(
+        name="allreduce-resnet50",
+        suite="allreduce",
+        subject="resnet50",
+        quick_subject="tiny",
+        arms=REDUCTION_ARMS,
+        calls=5,
+        description="sum of ResNet-50's gradients: 214 tensors, 102 MB a replica",
+    ),
+    Case(
+        name="allreduce-bert-base",
+        suite="allreduce",
+        subject="bert-base",
+        quick_subject="tiny",
+        arms=REDUCTION_ARMS,
+        calls=3,
+        description="sum of BERT-base's gradients: 199 tensors, 438 MB a replica",
+    ),
+    Case(
+        name="train-mlp",
+        suite="train",
+        subject="mlp-20m",
+        quick_subject="mlp-tiny",
+        arms=TRAINING_ARMS,
+        calls=8,
+        description="training of a dense network of 20M parameters, batch 64 a replica",
+    ),
+    Case(
+        name="train-cnn",
+        suite="train",
+        subject="cnn-1m",
+        quick_subject="cnn-tiny",
+        arms=TRAINING_ARMS,
+        calls=12,
+        description="training of a small CNN of 1.2M parameters, batch 64 a replica",
+    ),
+)
+
+CASES = {case.name: case for case in _ROWS}
+SUITES = tuple(dict.fromkeys(case.suite for case in _ROWS))
+
+
+def select_cases(
+    suite: str | None = None, names: list[str] | None = None
+) -> list[Case]:
+    """The cases of a suite (None: of all), or those of them that `names` lists.
+
+    >>> [case.name for case in select_cases("train")]
+    ['train-mlp', 'train-cnn']
+    """
+    return [
+        case
+        for case in _ROWS
+        if (suite is None or case.suite == suite) and (not names or case.name in names)
+    ]

@@ -1,0 +1,133 @@
+"""The `tfdp bench` command."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+
+from tfdp.bench.arms import ARMS
+from tfdp.bench.cases import CASES, SUITES, select_cases
+from tfdp.bench.json_file import write_json
+from tfdp.bench.request import Request
+from tfdp.bench.results import CaseResult
+from tfdp.bench.runner import Failure, run_requests
+from tfdp.bench.table import (
+    format_cases,
+    format_failure,
+    format_heading,
+    format_result,
+)
+
+__all__ = ["add_arguments", "run"]
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"needs an integer of at least 1, not {text}")
+    return number
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the options of `tfdp bench`."""
+    parser.add_argument(
+        "suite",
+        nargs="?",
+        choices=SUITES,
+        help="allreduce: sums of gradient lists; train: training steps; default: both",
+    )
+    parser.add_argument("--list", action="store_true", help="list the cases and stop")
+    parser.add_argument(
+        "--case", nargs="+", choices=CASES, metavar="CASE", help="only these cases"
+    )
+    parser.add_argument(
+        "--arms",
+        nargs="+",
+        choices=ARMS,
+        metavar="ARM",
+        default=(),
+        help=f"compare these instead of a case's own: {', '.join(ARMS)}",
+    )
+    parser.add_argument(
+        "--devices",
+        nargs="+",
+        type=_positive,
+        metavar="N",
+        default=[2],
+        help="numbers of replicas to run each case on (default: 2)",
+    )
+    parser.add_argument(
+        "--device-type",
+        choices=("cpu", "gpu"),
+        default="cpu",
+        help="logical CPUs of this machine, or its first GPUs (default: cpu)",
+    )
+    parser.add_argument(
+        "--repeats", type=_positive, metavar="R", help="figures per arm (default: 10)"
+    )
+    parser.add_argument(
+        "--intra-op-threads",
+        type=_positive,
+        metavar="T",
+        default=1,
+        help="threads of one TensorFlow op, for all arms alike (default: 1)",
+    )
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="tiny subjects, 2 repeats: shows that it runs, tells no speed",
+    )
+    parser.add_argument("--json", metavar="PATH", help="also write all figures here")
+    parser.add_argument(
+        "--timeout-seconds",
+        type=_positive,
+        metavar="S",
+        default=900,
+        help="stop a case that takes longer (default: 900)",
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    """Runs `tfdp bench`; returns the exit code, 1 when a case failed."""
+    cases = select_cases(options.suite, options.case)
+    if not cases:
+        print(
+            f"None of {', '.join(options.case)} is in the suite {options.suite!r}. "
+            "See: tfdp bench --list",
+            file=sys.stderr,
+        )
+        return 2
+    if options.list:
+        print(format_cases(cases))
+        return 0
+    requests = [
+        Request(
+            case_name=case.name,
+            devices=devices,
+            repeats=options.repeats or (2 if options.quick else 10),
+            arms=tuple(options.arms),
+            quick=options.quick,
+            device_type=options.device_type,
+            intra_op_threads=options.intra_op_threads,
+        )
+        for case in cases
+        for devices in options.devices
+    ]
+    report = run_requests(
+        requests,
+        command=shlex.join(["tfdp", *sys.argv[1:]]),
+        timeout_seconds=options.timeout_seconds,
+        on_result=_show,
+    )
+    print(format_heading(report))
+    if options.json:
+        write_json(options.json, report.to_json())
+    return 1 if report.failures else 0
+
+
+def _show(outcome: CaseResult | Failure) -> None:
+    if isinstance(outcome, Failure):
+        print(format_failure(outcome), end="\n\n", file=sys.stderr, flush=True)
+    else:
+        print(format_result(outcome), end="\n\n", flush=True)

@@ -1,0 +1,72 @@
+"""The models that the training cases train."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import keras
+
+__all__ = ["MODELS", "BenchmarkModel"]
+
+
+@dataclasses.dataclass(frozen=True)
+class BenchmarkModel:
+    """A model to train on synthetic images.
+
+    Args:
+      build: makes the Keras model, not yet compiled.
+      input_shape: of one image, without the batch.
+      classes: number of labels.
+    """
+
+    build: Callable[[tuple[int, ...], int], keras.Model]
+    input_shape: tuple[int, ...]
+    classes: int = 10
+
+
+def _mlp(width: int) -> Callable[[tuple[int, ...], int], keras.Model]:
+    def build(input_shape: tuple[int, ...], classes: int) -> keras.Model:
+        from keras import Input, Sequential, layers
+
+        return Sequential(
+            [
+                Input(input_shape),
+                layers.Dense(width, activation="relu"),
+                layers.Dense(width, activation="relu"),
+                layers.Dense(classes),
+            ]
+        )
+
+    return build
+
+
+def _cnn(filters: int, width: int) -> Callable[[tuple[int, ...], int], keras.Model]:
+    def build(input_shape: tuple[int, ...], classes: int) -> keras.Model:
+        from keras import Input, Sequential, layers
+
+        return Sequential(
+            [
+                Input(input_shape),
+                layers.Conv2D(filters, 3, activation="relu"),
+                layers.Conv2D(2 * filters, 3, activation="relu"),
+                layers.MaxPooling2D(),
+                layers.Flatten(),
+                layers.Dense(width, activation="relu"),
+                layers.Dense(classes),
+            ]
+        )
+
+    return build
+
+
+MODELS = {
+    # 784 x 4096 + 4096 x 4096 + 4096 x 10 weights and their biases: 20,037,642.
+    "mlp-20m": BenchmarkModel(_mlp(4096), (784,)),
+    "mlp-tiny": BenchmarkModel(_mlp(16), (8,)),
+    # 32 and 64 filters of 3 x 3, then 9216 x 128: 1,199,882 with biases.
+    "cnn-1m": BenchmarkModel(_cnn(32, 128), (28, 28, 1)),
+    "cnn-tiny": BenchmarkModel(_cnn(2, 4), (8, 8, 1)),
+}

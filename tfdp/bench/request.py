@@ -1,0 +1,67 @@
+"""What the runner asks of a worker."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from tfdp.bench.cases import CASES, Case
+
+__all__ = ["Request"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """One case on one number of devices, as the command line travels to the worker.
+
+    Args:
+      case_name: a key of `cases.CASES`.
+      devices: number of replicas.
+      repeats: figures per arm.
+      arms: keys of `arms.ARMS`; empty for the case's own.
+      quick: take the case's small subject and two calls per repeat.
+      device_type: "cpu" makes `devices` logical CPUs, "gpu" takes the first GPUs.
+      intra_op_threads: threads of one TensorFlow op. One, so that a logical CPU
+        stands for one core and more devices means more hardware.
+      warmup_calls: calls per arm before anything is timed.
+    """
+
+    case_name: str
+    devices: int = 2
+    repeats: int = 10
+    arms: tuple[str, ...] = ()
+    quick: bool = False
+    device_type: str = "cpu"
+    intra_op_threads: int = 1
+    warmup_calls: int = 3
+
+    @property
+    def case(self) -> Case:
+        """The row of the table."""
+        return CASES[self.case_name]
+
+    @property
+    def arm_names(self) -> tuple[str, ...]:
+        """The arms to run."""
+        return tuple(self.arms) or self.case.arms
+
+    @property
+    def subject_name(self) -> str:
+        """The gradient set or model to run."""
+        return self.case.quick_subject if self.quick else self.case.subject
+
+    @property
+    def calls(self) -> int:
+        """Timed calls per arm and repeat."""
+        return 2 if self.quick else self.case.calls
+
+    def settings(self) -> dict[str, Any]:
+        """What decides the figures, for the record."""
+        return {
+            "repeats": self.repeats,
+            "calls_per_repeat": self.calls,
+            "warmup_calls": self.warmup_calls,
+            "device_type": self.device_type,
+            "intra_op_threads": self.intra_op_threads,
+            "quick": self.quick,
+        }

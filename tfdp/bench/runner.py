@@ -1,0 +1,116 @@
+"""Runs cases, each in a worker process, and gathers a report."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import json
+import pathlib
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from tfdp.bench.request import Request
+from tfdp.bench.results import CaseResult
+from tfdp.machine import describe_machine, installed_versions
+
+__all__ = ["Failure", "Report", "run_requests"]
+
+OUTPUT_LINES_KEPT = 15
+
+
+@dataclasses.dataclass(frozen=True)
+class Failure:
+    """A case that gave no figures, and the last lines of what its worker said."""
+
+    case: str
+    devices: int
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """All results of one command, with what is needed to repeat it."""
+
+    command: str
+    date: str
+    machine: dict[str, Any]
+    versions: dict[str, str | None]
+    results: tuple[CaseResult, ...]
+    failures: tuple[Failure, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data."""
+        return {
+            "command": self.command,
+            "date": self.date,
+            "machine": self.machine,
+            "versions": self.versions,
+            "results": [result.to_json() for result in self.results],
+            "failures": [dataclasses.asdict(failure) for failure in self.failures],
+        }
+
+
+def run_requests(
+    requests: Sequence[Request],
+    *,
+    command: str,
+    timeout_seconds: float,
+    on_result: Callable[[CaseResult | Failure], None] = lambda outcome: None,
+) -> Report:
+    """Runs each request in a process of its own, one after the other.
+
+    A case that fails does not keep the others from running.
+
+    Args:
+      requests: what to run.
+      command: the command line, for the record.
+      timeout_seconds: the most a worker may take before it is stopped.
+      on_result: called as soon as a case is done.
+    """
+    results, failures = [], []
+    for request in requests:
+        outcome = _run_worker(request, timeout_seconds)
+        on_result(outcome)
+        if isinstance(outcome, Failure):
+            failures.append(outcome)
+        else:
+            results.append(outcome)
+    return Report(
+        command=command,
+        date=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        machine=describe_machine(),
+        versions=installed_versions(),
+        results=tuple(results),
+        failures=tuple(failures),
+    )
+
+
+def _run_worker(request: Request, timeout_seconds: float) -> CaseResult | Failure:
+    with tempfile.TemporaryDirectory(prefix="tfdp-bench-") as folder:
+        result_path = pathlib.Path(folder, "result.json")
+        command = [
+            sys.executable,
+            "-m",
+            "tfdp.bench.worker",
+            json.dumps(dataclasses.asdict(request)),
+            str(result_path),
+        ]
+        try:
+            worker = subprocess.run(
+                command,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                timeout=timeout_seconds,
+            )
+        except subprocess.TimeoutExpired:
+            reason = f"no result within {timeout_seconds:g} s; the worker was stopped"
+            return Failure(request.case_name, request.devices, reason)
+        if worker.returncode != 0 or not result_path.exists():
+            tail = worker.stdout.strip().splitlines()[-OUTPUT_LINES_KEPT:]
+            reason = "\n".join([f"worker exit code {worker.returncode}", *tail])
+            return Failure(request.case_name, request.devices, reason)
+        return CaseResult.from_json(json.loads(result_path.read_text("utf-8")))

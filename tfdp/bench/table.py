@@ -1,0 +1,103 @@
+"""Results as text for the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tfdp.bench.cases import STOCK_DEFAULT, Case
+from tfdp.bench.results import CaseResult, relative_speed, spread
+from tfdp.bench.runner import Failure, Report
+
+__all__ = ["format_cases", "format_failure", "format_heading", "format_result"]
+
+
+def format_cases(cases: Sequence[Case]) -> str:
+    """The `--list` table.
+
+    >>> from tfdp.bench.cases import select_cases
+    >>> print(format_cases(select_cases("train")).splitlines()[0].split()[0])
+    case
+    """
+    rows = [("case", "what it measures", "arms")]
+    rows += [(case.name, case.description, ", ".join(case.arms)) for case in cases]
+    return _columns(rows)
+
+
+def format_heading(report: Report) -> str:
+    """Machine, versions and command: what the figures belong to."""
+    machine = report.machine
+    memory = machine["memory_bytes"]
+    memory_text = f", {memory / 2**30:.0f} GiB" if memory else ""
+    versions = ", ".join(f"{name} {text}" for name, text in report.versions.items())
+    return "\n".join(
+        [
+            f"machine   {machine['processor']}, {machine['usable_cores']} usable "
+            f"cores{memory_text}, {machine['system']}",
+            f"versions  {versions}",
+            f"command   {report.command}",
+            f"date      {report.date}",
+        ]
+    )
+
+
+def format_result(result: CaseResult) -> str:
+    """One case: a line per arm with its median, spread and ratios."""
+    if result.suite == "train":
+        unit = "images/s"
+        figures = {n: spread(arm.items_per_second) for n, arm in result.arms.items()}
+    else:
+        unit = "ms"
+        figures = {
+            name: spread([1000 * seconds for seconds in arm.seconds])
+            for name, arm in result.arms.items()
+        }
+    references = [
+        reference
+        for reference in dict.fromkeys([STOCK_DEFAULT, result.best_stock])
+        if reference is not None and reference in result.arms
+    ]
+    rows = [("arm", unit, "min .. max", *(f"times {name}" for name in references))]
+    for name, figure in figures.items():
+        ratios = [_ratio(result, name, reference) for reference in references]
+        span = f"{_number(figure.minimum)} .. {_number(figure.maximum)}"
+        rows.append((name, _number(figure.median), span, *ratios))
+    return f"{_title(result)}\n{_columns(rows)}"
+
+
+def format_failure(failure: Failure) -> str:
+    """A case that gave no figures."""
+    return f"{failure.case}, {failure.devices} devices: FAILED: {failure.reason}"
+
+
+def _title(result: CaseResult) -> str:
+    subject, settings = result.subject, result.settings
+    sizes = f"{subject['parameters']:,} parameters"
+    if "tensors" in subject:
+        megabytes = subject["bytes_per_replica"] / 1e6
+        sizes = f"{subject['tensors']} tensors, {sizes}, {megabytes:.4g} MB a replica"
+    return (
+        f"{result.case}, {result.devices} {settings['device_type'].upper()} devices: "
+        f"{subject['name']}, {sizes}; median of {settings['repeats']} repeats of "
+        f"{settings['calls_per_repeat']} calls"
+    )
+
+
+def _ratio(result: CaseResult, name: str, reference: str) -> str:
+    if name == reference:
+        return "1"
+    ratio = spread(relative_speed(result.arms[name], result.arms[reference]))
+    return f"{ratio.median:.2f} ({ratio.minimum:.2f} .. {ratio.maximum:.2f})"
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
+
+
+def _columns(rows: Sequence[tuple[str, ...]]) -> str:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) for cell, width in zip(row, widths, strict=True)
+        ).rstrip()
+        for row in rows
+    )

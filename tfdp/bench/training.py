@@ -1,0 +1,130 @@
+"""Times Keras training steps on synthetic images that lie in memory.
+
+The step is Keras' own `train_function`, as `fit` calls it, without what `fit` does
+once per epoch. Every replica gets its own part of each global batch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfdp.bench.arms import ARMS
+from tfdp.bench.interleave import time_in_turn
+from tfdp.bench.models import MODELS, BenchmarkModel
+from tfdp.bench.request import Request
+from tfdp.bench.results import ArmResult, CaseResult
+from tfdp.errors import CollectiveError
+
+__all__ = ["TrainingArm", "make_training_arm", "measure_training"]
+
+LOCAL_BATCH = 64
+BATCHES_IN_MEMORY = 8
+SEED = 1
+
+
+@dataclasses.dataclass
+class TrainingArm:
+    """One strategy with its model and data.
+
+    Args:
+      step: trains one global batch and returns the loss so far.
+      global_batch: images of one step, over all replicas.
+      parameters: trainable numbers in the model.
+    """
+
+    step: Callable[[], tf.Tensor]
+    global_batch: int
+    parameters: int
+
+
+def measure_training(request: Request, devices: list[str]) -> CaseResult:
+    """Runs a "train" case in this process.
+
+    Args:
+      request: what to run.
+      devices: names of the devices, one replica each.
+
+    Raises:
+      CollectiveError: when an arm's loss is not finite.
+    """
+    model = MODELS[request.subject_name]
+    arms = {
+        arm: make_training_arm(ARMS[arm](devices), model) for arm in request.arm_names
+    }
+    losses = {arm: _warm_up(arm, arms[arm], request) for arm in arms}
+    seconds = time_in_turn(
+        {arm: arms[arm].step for arm in arms},
+        repeats=request.repeats,
+        calls=request.calls,
+        finish=tf.test.experimental.sync_devices,
+    )
+    return CaseResult(
+        case=request.case_name,
+        suite=request.case.suite,
+        devices=len(devices),
+        subject={
+            "name": request.subject_name,
+            "parameters": next(iter(arms.values())).parameters,
+            "local_batch": LOCAL_BATCH,
+        },
+        settings=request.settings(),
+        arms={
+            arm: ArmResult(
+                seconds=tuple(seconds[arm]),
+                items_per_call=arms[arm].global_batch,
+                facts={"loss_after_warm_up": losses[arm]},
+            )
+            for arm in arms
+        },
+    )
+
+
+def make_training_arm(
+    strategy: tf.distribute.Strategy, model: BenchmarkModel
+) -> TrainingArm:
+    """The model under `strategy`, with weights and data equal for every arm."""
+    global_batch = LOCAL_BATCH * strategy.num_replicas_in_sync
+    keras.utils.set_random_seed(SEED)
+    with strategy.scope():
+        network = model.build(model.input_shape, model.classes)
+        network.compile(
+            optimizer=keras.optimizers.SGD(0.01, momentum=0.9),
+            loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        )
+        # As `fit` does before its first step: a stock strategy cannot make the slots
+        # inside the step.
+        network.optimizer.build(network.trainable_variables)
+    network.make_train_function()
+    dataset = _images(model, global_batch)
+    batches = iter(strategy.experimental_distribute_dataset(dataset))
+    return TrainingArm(
+        step=lambda: network.train_function(batches)["loss"],
+        global_batch=global_batch,
+        parameters=sum(math.prod(weight.shape) for weight in network.trainable_weights),
+    )
+
+
+def _images(model: BenchmarkModel, global_batch: int) -> tf.data.Dataset:
+    random = np.random.default_rng(SEED)
+    count = BATCHES_IN_MEMORY * global_batch
+    images = random.standard_normal((count, *model.input_shape), dtype=np.float32)
+    labels = random.integers(model.classes, size=count, dtype=np.int32)
+    dataset = tf.data.Dataset.from_tensor_slices((images, labels))
+    return dataset.batch(global_batch, drop_remainder=True).cache().repeat().prefetch(2)
+
+
+def _warm_up(arm: str, training_arm: TrainingArm, request: Request) -> float:
+    # Once through the data, so that the cache is full before the clock starts.
+    for _ in range(max(request.warmup_calls, BATCHES_IN_MEMORY)):
+        loss = training_arm.step()
+    if not math.isfinite(float(loss)):
+        raise CollectiveError(
+            f"Arm {arm!r} is not timed: its loss after the warm-up is {float(loss)}."
+        )
+    return float(loss)

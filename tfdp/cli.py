@@ -1,0 +1,60 @@
+"""The command line: `tfdp info`, `tfdp bench`.
+
+Nothing here imports TensorFlow before a command needs it, so help and lists are
+instant. `python -m tfdp` and `python -m tfdp.cli` are the same program.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from tfdp import info as info_command
+from tfdp._version import __version__
+from tfdp.bench import command as bench_command
+from tfdp.errors import TfdpError
+
+__all__ = ["main", "make_parser"]
+
+# Name -> (module with add_arguments(parser) and run(options), one line of help).
+COMMANDS = {
+    "info": (info_command, "devices, versions and what tfdp would choose, and why"),
+    "bench": (bench_command, "benchmarks against TensorFlow's own strategies"),
+}
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The parser of the whole command line."""
+    parser = argparse.ArgumentParser(
+        prog="tfdp", description="Data-parallel training for Keras 3 on TensorFlow."
+    )
+    parser.add_argument("--version", action="version", version=f"tfdp {__version__}")
+    subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
+    for name, (module, help_line) in COMMANDS.items():
+        subparser = subparsers.add_parser(
+            name, help=help_line, description=f"{help_line}."
+        )
+        module.add_arguments(subparser)
+        subparser.set_defaults(run=module.run)
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command line and returns its exit code.
+
+    Args:
+      arguments: without the program's name; None takes those of the process.
+    """
+    options = make_parser().parse_args(arguments)
+    try:
+        return options.run(options)
+    except TfdpError as error:
+        print(f"tfdp: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())
