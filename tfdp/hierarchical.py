@@ -10,6 +10,7 @@ import tensorflow as tf
 from tfdp._tf.names import common_devices, regroup_mirrored
 from tfdp.collectives.choose import make_engine
 from tfdp.communication import Communication
+from tfdp.devices import find_devices
 from tfdp.errors import ConfigurationError
 from tfdp.gradients.pipeline import GradientPipeline
 from tfdp.topology import Topology
@@ -84,6 +85,6 @@ class HierarchicalAllReduce(tf.distribute.ReductionToOneDevice):
         """What moves tensors between `devices`, made once for each set of them."""
         if devices not in self._pipelines:
             topology = self.communication.resolve_topology(Topology(1, len(devices)))
-            engine = make_engine(devices, topology, self.communication)
+            engine = make_engine(find_devices(devices), topology, self.communication)
             self._pipelines[devices] = GradientPipeline(engine, self.communication)
         return self._pipelines[devices]

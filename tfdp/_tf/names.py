@@ -34,6 +34,9 @@ from tensorflow.python.ops.control_flow_v2_func_graphs import (
     WhileCondFuncGraph,
 )
 
+# A variable of one device, whatever strategy's scope it is made in.
+from tensorflow.python.ops.resource_variable_ops import ResourceVariable
+
 __all__ = [
     "CHECKED_VERSIONS",
     "DeviceSpec",
@@ -46,6 +49,7 @@ __all__ = [
     "current_rank",
     "graphs_inside",
     "is_loop_graph",
+    "make_token",
     "regroup_mirrored",
     "run_independently",
 ]
@@ -60,11 +64,19 @@ KERAS_BUILD_FUNCTION = "_maybe_symbolic_build"
 def common_devices(
     value_destination_pairs: Sequence[tuple[Any, Any]],
 ) -> tuple[str, ...] | None:
-    """The devices that all values and destinations share, or None when they differ."""
+    """The strategy's devices, when all values lie on them and are wanted there.
+
+    Arguments of a function have no device of their own yet, so the strategy whose
+    cross-replica context this is says which devices its replicas have. None when the
+    values are other than one per replica, or are wanted elsewhere.
+    """
     if not _cross_device_ops._all_devices_match(value_destination_pairs):
         return None
-    value = value_destination_pairs[0][0]
-    return tuple(_cross_device_ops.get_devices_from(value))
+    devices = tuple(tf.distribute.get_strategy().extended.worker_devices)
+    for value, _ in value_destination_pairs:
+        if not isinstance(value, PerReplica) or len(value.values) != len(devices):
+            return None
+    return devices
 
 
 def regroup_mirrored(parts: Sequence[Any]) -> Any:
@@ -75,6 +87,12 @@ def regroup_mirrored(parts: Sequence[Any]) -> Any:
 def current_rank() -> int:
     """This replica's rank, as a Python integer, in a replica context."""
     return int(tf.distribute.get_replica_context()._replica_id)
+
+
+def make_token(device: str) -> tf.Variable:
+    """A resource that belongs to `device` alone; its value is never used."""
+    with tf.init_scope(), tf.device(device):
+        return ResourceVariable(0.0, trainable=False)
 
 
 def run_independently(op: tf.Operation) -> None:

@@ -45,11 +45,7 @@ class InProcessEngine(Engine):
         self._key = next_group_key()
         self._root_bytes = dict.fromkeys(topology.all_ranks, 0)
         self._root_of_call: dict[int, int] = {}
-        with tf.init_scope():
-            self._tokens = []
-            for device in self.devices:
-                with tf.device(device):
-                    self._tokens.append(tf.Variable(0.0, trainable=False))
+        self._tokens = [names.make_token(device) for device in self.devices]
 
     def begin_run(self) -> None:
         super().begin_run()

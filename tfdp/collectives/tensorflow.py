@@ -79,11 +79,7 @@ class TensorFlowEngine(Engine):
         # Instance keys: the n-th launch of a rank in a group meets the n-th of its
         # peers.
         self._launches: collections.Counter[tuple[int, int]] = collections.Counter()
-        with tf.init_scope():
-            self._tokens = []
-            for device in self.devices:
-                with tf.device(device):
-                    self._tokens.append(tf.Variable(0.0, trainable=False))
+        self._tokens = [names.make_token(device) for device in self.devices]
 
     def begin_run(self) -> None:
         super().begin_run()

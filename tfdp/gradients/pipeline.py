@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeAlias
 
 import tensorflow as tf
 
@@ -14,7 +15,7 @@ from tfdp.gradients.sparse import all_reduce_slices
 
 __all__ = ["GradientPipeline"]
 
-Value = tf.Tensor | tf.IndexedSlices
+Value: TypeAlias = tf.Tensor | tf.IndexedSlices
 
 
 class GradientPipeline:
