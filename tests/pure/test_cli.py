@@ -1,0 +1,120 @@
+"""The command line, as far as it goes without TensorFlow."""
+
+import json
+import re
+
+import pytest
+
+from tests.support.fresh_python import run_program, run_python
+from tfdp import cli, info
+
+PROGRAM = """
+import sys
+sys.argv = ["tfdp", *{arguments!r}]
+from tfdp.cli import main
+try:
+    code = main()
+except SystemExit as exit:
+    code = exit.code
+loaded = {{"tensorflow", "keras", "numpy"}} & set(sys.modules)
+print("loaded", sorted(loaded), "code", code)
+"""
+
+
+@pytest.mark.parametrize(
+    "arguments, expected",
+    [
+        (["--help"], "bench"),
+        (["--version"], "tfdp 0"),
+        (["bench", "--help"], "--repeats"),
+        (["bench", "--list"], "allreduce-resnet50"),
+        (["info", "--help"], "--json"),
+    ],
+)
+def test_help_and_lists_load_no_tensorflow(arguments, expected):
+    done = run_program(PROGRAM.format(arguments=arguments))
+    assert expected in done.stdout
+    assert done.stdout.endswith("loaded [] code 0\n"), done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("module", ["tfdp", "tfdp.cli"])
+def test_the_package_runs_as_a_program(module):
+    done = run_python("-m", module, "bench", "--list")
+    assert done.returncode == 0, done.stderr
+    assert "train-cnn" in done.stdout
+
+
+def test_a_suite_lists_its_own_cases(capsys):
+    assert cli.main(["bench", "train", "--list"]) == 0
+    listed = capsys.readouterr().out
+    assert "train-mlp" in listed
+    assert "allreduce" not in listed
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["bnech"],
+        ["bench", "training"],
+        ["bench", "--case", "resnet"],
+        ["bench", "--devices", "0"],
+        ["bench", "--devices", "two"],
+        ["bench", "--repeats", "-1"],
+        ["bench", "--arms", "mine"],
+    ],
+)
+def test_bad_arguments_are_refused(arguments, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(arguments)
+    assert stopped.value.code == 2
+    assert "usage: tfdp" in capsys.readouterr().err
+
+
+def test_a_case_outside_the_suite_is_refused(capsys):
+    assert cli.main(["bench", "train", "--case", "allreduce-resnet50"]) == 2
+    assert "tfdp bench --list" in capsys.readouterr().err
+
+
+def test_info_without_tensorflow_says_what_to_install():
+    done = run_program(
+        PROGRAM.format(arguments=["info", "--json"])
+        .replace("from tfdp.cli", "import tfdp.info\nfrom tfdp.cli")
+        .replace(
+            "try:",
+            "versions = dict(tfdp.info.installed_versions(), tensorflow=None)\n"
+            "tfdp.info.installed_versions = lambda: versions\n"
+            "try:",
+        ),
+        hidden=["tensorflow", "keras"],
+    )
+    facts = json.loads(done.stdout[: done.stdout.rindex("loaded")])
+    assert facts["versions"]["tensorflow"] is None
+    assert facts["strategy"] is None
+    assert re.search(r"tfdp\[cpu\]", facts["warnings"][0])
+    assert done.stdout.endswith("code 1\n")
+
+
+def version_warnings(tensorflow="2.21.0", keras="3.15.1"):
+    return info._version_warnings(
+        {"tensorflow": tensorflow, "keras": keras},
+        {"tensorflow": "2.21.0", "keras": "3.15.1"},
+    )
+
+
+def test_the_checked_versions_get_no_warning():
+    assert version_warnings() == []
+
+
+@pytest.mark.parametrize(
+    "versions, expected",
+    [
+        ({"tensorflow": "2.19.1"}, "tensorflow 2.19.1 is too old: tfdp needs 2.20"),
+        ({"keras": "3.9.0"}, "keras 3.9.0 is too old: tfdp needs 3.12"),
+        ({"keras": "3.16.0"}, "keras 3.16.0 is not the version"),
+        ({"keras": None}, "keras is not installed"),
+    ],
+)
+def test_other_versions_get_a_warning(versions, expected):
+    (warning,) = version_warnings(**versions)
+    assert warning.startswith(expected)

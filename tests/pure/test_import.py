@@ -1,0 +1,69 @@
+"""What `import tfdp` does and does not do, each in a process of its own."""
+
+import pytest
+
+from tests.support.fresh_python import run_program
+
+EXTRAS_LINE = "pip install 'tfdp[cpu]' (no GPU), 'tfdp[gpu]' (CUDA) or 'tfdp[tpu]'"
+
+
+def test_import_prints_nothing():
+    done = run_program("import tfdp; tfdp.Communication; tfdp.errors")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_import_configures_no_logger():
+    done = run_program(
+        "import logging\n"
+        "before = logging.root.level, list(logging.root.handlers)\n"
+        "import tfdp, tfdp.topology, tfdp.buckets, tfdp.communication\n"
+        "assert (logging.root.level, list(logging.root.handlers)) == before\n"
+        "for name, logger in logging.root.manager.loggerDict.items():\n"
+        "    if isinstance(logger, logging.Logger):\n"
+        "        assert not logger.handlers, name\n"
+        "        assert logger.level == logging.NOTSET, name\n"
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_import_loads_no_framework():
+    done = run_program(
+        "import sys, tfdp, tfdp.topology, tfdp.buckets, tfdp.machine\n"
+        "tfdp.Communication, tfdp.errors, dir(tfdp)\n"
+        "print(sorted({'tensorflow', 'keras', 'jax', 'torch'} & set(sys.modules)))"
+    )
+    assert done.stdout == "[]\n", done.stderr
+
+
+def test_without_tensorflow_one_line_names_the_extras():
+    done = run_program("import tfdp", hidden=["tensorflow"])
+    assert done.returncode == 0
+    assert done.stdout == ""
+    (line,) = done.stderr.splitlines()
+    assert EXTRAS_LINE in line
+
+
+def test_without_tensorflow_the_pure_parts_work():
+    done = run_program(
+        "import tfdp\nprint(tfdp.Communication().bucket_bytes)",
+        hidden=["tensorflow", "keras"],
+    )
+    assert done.stdout == "26214400\n", done.stderr
+
+
+@pytest.mark.parametrize("name", ["DataParallelStrategy", "use_virtual_devices"])
+def test_without_tensorflow_use_raises(name):
+    done = run_program(
+        "import tfdp\n"
+        "try:\n"
+        f"    tfdp.{name}\n"
+        "except tfdp.errors.MissingDependencyError as error:\n"
+        "    print(error)",
+        hidden=["tensorflow"],
+    )
+    assert EXTRAS_LINE in done.stdout, done.stderr
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    done = run_program("import tfdp; tfdp.DataParalelStrategy")
+    assert "AttributeError: module 'tfdp' has no attribute" in done.stderr
