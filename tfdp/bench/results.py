@@ -82,6 +82,7 @@ class CaseResult:
       subject: what was reduced or trained, with its sizes.
       settings: repeats, calls, threads and what else decides the figures.
       arms: name -> figures, in the order of the table.
+      left_out: name -> why a stock arm was not timed.
     """
 
     case: str
@@ -90,6 +91,7 @@ class CaseResult:
     subject: Mapping[str, Any]
     settings: Mapping[str, Any]
     arms: Mapping[str, ArmResult]
+    left_out: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @property
     def best_stock(self) -> str | None:
@@ -129,4 +131,5 @@ class CaseResult:
             subject=plain["subject"],
             settings=plain["settings"],
             arms=arms,
+            left_out=plain["left_out"],
         )

@@ -61,7 +61,8 @@ def format_result(result: CaseResult) -> str:
         ratios = [_ratio(result, name, reference) for reference in references]
         span = f"{_number(figure.minimum)} .. {_number(figure.maximum)}"
         rows.append((name, _number(figure.median), span, *ratios))
-    return f"{_title(result)}\n{_columns(rows)}"
+    left_out = [f"left out: {reason}" for reason in result.left_out.values()]
+    return "\n".join([_title(result), _columns(rows), *left_out])
 
 
 def format_failure(failure: Failure) -> str:

@@ -1,0 +1,184 @@
+"""How benchmark figures are taken, summed up, stored and shown; no TensorFlow."""
+
+import json
+import os
+
+import pytest
+
+from tests.support.fresh_python import run_program
+from tfdp.bench.arms import ARMS
+from tfdp.bench.cases import CASES, select_cases
+from tfdp.bench.gradient_sets import GRADIENT_SETS, count_parameters
+from tfdp.bench.interleave import time_in_turn
+from tfdp.bench.json_file import write_json
+from tfdp.bench.models import MODELS
+from tfdp.bench.results import ArmResult, CaseResult, relative_speed, spread
+from tfdp.bench.runner import Failure, Report
+from tfdp.bench.table import format_failure, format_heading, format_result
+
+
+class Clock:
+    """A clock that only moves when a call of an arm moves it."""
+
+    def __init__(self):
+        self.now = 0.0
+        self.calls = []
+
+    def arm(self, name, seconds):
+        def call():
+            self.calls.append(name)
+            self.now += seconds
+
+        return call
+
+    def __call__(self):
+        return self.now
+
+
+def test_arms_take_turns_and_each_starts_once():
+    clock = Clock()
+    arms = {name: clock.arm(name, 1.0) for name in "abc"}
+    time_in_turn(arms, repeats=3, calls=1, clock=clock)
+    # Two calls of each in turn, the first not timed; a repeat starts one arm later.
+    assert "".join(clock.calls) == "aabbcc" + "bbccaa" + "ccaabb"
+
+
+def test_seconds_are_per_call_and_leave_out_the_first():
+    clock = Clock()
+    arms = {"slow": clock.arm("slow", 4.0), "fast": clock.arm("fast", 0.5)}
+    seconds = time_in_turn(arms, repeats=2, calls=3, clock=clock)
+    assert seconds == {"slow": [4.0, 4.0], "fast": [0.5, 0.5]}
+
+
+def test_the_clock_stops_after_the_work_is_finished():
+    clock = Clock()
+
+    def finish():
+        clock.now += 10.0  # what the device still had to do
+
+    seconds = time_in_turn(
+        {"a": clock.arm("a", 0.0)}, repeats=1, calls=2, finish=finish, clock=clock
+    )
+    assert seconds == {"a": [5.0]}
+
+
+def test_spread_of_known_figures():
+    found = spread([5.0, 1.0, 2.0, 4.0, 3.0])
+    assert (found.minimum, found.lower_quartile, found.median) == (1.0, 2.0, 3.0)
+    assert (found.upper_quartile, found.maximum) == (4.0, 5.0)
+    assert spread([7.0]).upper_quartile == 7.0
+
+
+def result(**arms):
+    return CaseResult(
+        case="allreduce-resnet50",
+        suite="allreduce",
+        devices=2,
+        subject={
+            "name": "tiny",
+            "tensors": 6,
+            "parameters": 4503,
+            "bytes_per_replica": 18012,
+        },
+        settings={"repeats": 3, "calls_per_repeat": 2, "device_type": "cpu"},
+        arms=arms,
+    )
+
+
+# The machine slows down threefold from the first repeat to the last: the ratio of
+# neighbours is 2 throughout, that of unpaired figures would be anything from 0.67 to 6.
+STOCK = ArmResult((0.2, 0.4, 0.6))
+OURS = ArmResult((0.1, 0.2, 0.3))
+
+
+def test_ratios_are_taken_repeat_by_repeat():
+    assert relative_speed(OURS, STOCK) == pytest.approx((2.0, 2.0, 2.0))
+
+
+def test_ratios_compare_images_not_steps():
+    one = ArmResult((1.0,), items_per_call=64)
+    four = ArmResult((2.0,), items_per_call=256)
+    assert relative_speed(four, one) == (2.0,)
+
+
+def test_the_best_stock_arm_is_the_fastest_stock_one():
+    arms = {"stock-default": STOCK, "stock-one-device": OURS}
+    fastest = ArmResult((0.01, 0.01, 0.01))
+    assert result(**arms, tfdp=fastest).best_stock == "stock-one-device"
+    assert result(tfdp=fastest).best_stock is None
+
+
+def test_a_result_survives_json():
+    before = result(**{"stock-default": STOCK, "tfdp": OURS})
+    plain = json.loads(json.dumps(before.to_json()))
+    assert CaseResult.from_json(plain) == before
+    assert plain["arms"]["tfdp"]["times_as_fast_as"]["stock-default"]["median"] == 2.0
+    assert plain["arms"]["tfdp"]["seconds_spread"]["maximum"] == 0.3
+
+
+def test_the_table_shows_medians_spreads_and_ratios():
+    arms = {"stock-default": STOCK, "tfdp": OURS}
+    title, header, stock, ours = format_result(result(**arms)).splitlines()
+    assert "2 CPU devices" in title and "4,503 parameters" in title
+    assert header.split() == ["arm", "ms", "min", "..", "max", "times", "stock-default"]
+    assert ours.split() == "tfdp 200 100 .. 300 2.00 (2.00 .. 2.00)".split()
+    assert stock.split() == "stock-default 400 200 .. 600 1".split()
+
+
+def test_the_heading_says_what_the_figures_belong_to():
+    report = Report(
+        command="tfdp bench",
+        date="2026-01-01T00:00:00+00:00",
+        machine={
+            "processor": "a processor",
+            "usable_cores": 2,
+            "memory_bytes": 2**34,
+            "system": "Linux",
+        },
+        versions={"python": "3.11.7"},
+        results=(),
+        failures=(),
+    )
+    heading = format_heading(report)
+    for fact in ("a processor, 2 usable cores, 16 GiB", "python 3.11.7", "2026-01-01"):
+        assert fact in heading
+    assert "FAILED: why" in format_failure(Failure("train-mlp", 2, "why"))
+
+
+def test_every_case_names_what_exists():
+    for case in CASES.values():
+        subjects = GRADIENT_SETS if case.suite == "allreduce" else MODELS
+        assert {case.subject, case.quick_subject} <= set(subjects)
+        assert set(case.arms) <= set(ARMS)
+        assert "stock-default" in case.arms and "tfdp" in case.arms
+
+
+def test_cases_are_selected_by_suite_and_name():
+    assert len(select_cases()) == len(CASES)
+    names = ["train-cnn", "allreduce-resnet50"]
+    assert [case.name for case in select_cases("train", names)] == ["train-cnn"]
+
+
+def test_bert_base_has_the_published_size():
+    shapes = GRADIENT_SETS["bert-base"]()
+    # Devlin et al. 2018 say 110M; the exact count of the published uncased checkpoint
+    # without its pre-training heads is 109,482,240.
+    assert len(shapes) == 199
+    assert count_parameters(shapes) == 109_482_240
+
+
+def test_json_is_written_whole_or_not_at_all(tmp_path):
+    path = tmp_path / "report.json"
+    write_json(path, {"a": 1})
+    with pytest.raises(TypeError):
+        write_json(path, {"a": object()})
+    assert json.loads(path.read_text("utf-8")) == {"a": 1}
+    assert os.listdir(tmp_path) == ["report.json"]
+
+
+def test_figures_need_no_tensorflow():
+    done = run_program(
+        "import sys, tfdp.bench.command, tfdp.bench.runner, tfdp.bench.worker\n"
+        "print({'tensorflow', 'keras'} & set(sys.modules))"
+    )
+    assert done.stdout == "set()\n", done.stderr
