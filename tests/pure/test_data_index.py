@@ -1,0 +1,139 @@
+"""The index file: what it says comes back, and what a source of data means."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tfdp.data.features import FeatureSpec
+from tfdp.data.index import RecordFile, RecordIndex, find_index
+from tfdp.errors import ConfigurationError, DataError
+
+_FEATURES = {
+    "image": FeatureSpec((8, 8), "uint8"),
+    "tokens": FeatureSpec((None,), "int64"),
+}
+
+
+def _make_set(directory, name, counts=(3, 2)):
+    files = []
+    for shard, count in enumerate(counts):
+        path = directory / f"{name}-{shard:05d}-of-{len(counts):05d}.tfrecord"
+        path.write_bytes(b"x" * count)
+        files.append(RecordFile(path.name, count, count))
+    index = RecordIndex(directory, name, _FEATURES, tuple(files), "GZIP")
+    index.save()
+    return index
+
+
+def test_an_index_comes_back_as_it_was_saved(tmp_path):
+    index = _make_set(tmp_path, "train")
+    assert RecordIndex.load(index.path) == index
+    assert (index.examples, index.size_bytes) == (5, 5)
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_every_way_to_name_a_set_finds_it(tmp_path):
+    index = _make_set(tmp_path, "train")
+    for source in (
+        index,
+        tmp_path,
+        str(tmp_path),
+        index.path,
+        tmp_path / "train",
+        tmp_path / "train-*.tfrecord",
+        tmp_path / "train-*",
+        tmp_path / "*",
+    ):
+        assert find_index(source) == index
+
+
+def test_a_pattern_chooses_some_of_the_files(tmp_path):
+    index = _make_set(tmp_path, "train", (3, 2, 1))
+    chosen = find_index(tmp_path / "train-0000[02]-*")
+    assert chosen.files == (index.files[0], index.files[2])
+    assert chosen.examples == 4
+
+
+def test_two_sets_in_a_directory_must_be_told_apart(tmp_path):
+    train, test = _make_set(tmp_path, "train"), _make_set(tmp_path, "test")
+    assert find_index(tmp_path / "train*") == train
+    assert find_index(tmp_path / "test") == test
+    for source in (tmp_path, tmp_path / "t*"):
+        with pytest.raises(ConfigurationError, match="test, train"):
+            find_index(source)
+
+
+def test_a_missing_file_is_still_part_of_the_set(tmp_path):
+    index = _make_set(tmp_path, "train")
+    index.file_path(index.files[1]).unlink()
+    assert find_index(tmp_path / "train-*") == index
+
+
+def test_no_match_says_what_is_there(tmp_path):
+    with pytest.raises(DataError, match="there is no directory"):
+        find_index(tmp_path / "absent" / "train-*")
+    _make_set(tmp_path, "train")
+    with pytest.raises(DataError, match=r"no file matches .*valid-\*.*: train"):
+        find_index(tmp_path / "valid-*")
+
+
+def test_files_without_an_index_are_refused(tmp_path):
+    index = _make_set(tmp_path, "train")
+    index.path.unlink()
+    with pytest.raises(DataError, match=r"2 of the files .*never finished"):
+        find_index(tmp_path / "train-*")
+    with pytest.raises(DataError, match="never finished"):
+        find_index(tmp_path)
+    with pytest.raises(DataError, match="no index .*train.index.json"):
+        find_index(index.path)
+
+
+def test_a_file_that_the_index_does_not_know_is_refused(tmp_path):
+    _make_set(tmp_path, "train")
+    (tmp_path / "train-00007-of-00008.tfrecord").write_bytes(b"x")
+    with pytest.raises(DataError, match="train-00007-of-00008"):
+        find_index(tmp_path / "train-*")
+
+
+def test_a_url_is_refused():
+    with pytest.raises(ConfigurationError, match="gs://bucket/train is a URL"):
+        find_index("gs://bucket/train")
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda content: content.pop("files"), "files"),
+        (lambda content: content.update(format="tfdp.tfrecords/9"), "tfrecords/9"),
+        (lambda content: content.update(examples=6), "promises 6 .* add up to 5"),
+        (lambda content: content["files"][0].pop("examples"), "examples"),
+        (lambda content: content["features"]["image"].update(dtype="x"), "dtype"),
+        (lambda content: content.update(features=None), "AttributeError"),
+    ],
+)
+def test_a_damaged_index_is_refused(tmp_path, damage, message):
+    index = _make_set(tmp_path, "train")
+    content = json.loads(index.path.read_text())
+    damage(content)
+    index.path.write_text(json.dumps(content))
+    with pytest.raises(DataError, match=message):
+        RecordIndex.load(index.path)
+
+
+def test_an_index_that_is_no_json_is_refused(tmp_path):
+    (tmp_path / "train.index.json").write_text('{"format": "tfdp')
+    with pytest.raises(DataError, match="no readable index"):
+        find_index(tmp_path)
+
+
+def test_an_index_is_read_without_tensorflow(tmp_path):
+    _make_set(tmp_path, "train")
+    program = (
+        "import sys, tfdp.data\n"
+        f"index = tfdp.data.RecordIndex.load({str(tmp_path / 'train.index.json')!r})\n"
+        "assert index.examples == 5\n"
+        "assert 'tensorflow' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)

@@ -1,0 +1,123 @@
+"""What every reader does after its source: shuffle, batch, repeat, prefetch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfdp.errors import ConfigurationError
+
+__all__ = ["batch_examples", "check_batching", "finish_batches", "select_features"]
+
+VARIABLE_LENGTHS = ("ragged", "pad")
+
+
+def check_batching(
+    global_batch_size: int, seed: int, variable_length: str = "ragged"
+) -> None:
+    """Refuses what no reader can do.
+
+    Raises:
+      ConfigurationError: An argument is out of range.
+    """
+    if (
+        not isinstance(global_batch_size, int)
+        or isinstance(global_batch_size, bool)
+        or global_batch_size < 1
+    ):
+        raise ConfigurationError(
+            f"global_batch_size is {global_batch_size!r}; allowed is a whole number "
+            "from 1: the samples of all replicas together in one step"
+        )
+    if not isinstance(seed, int) or isinstance(seed, bool):
+        raise ConfigurationError(
+            f"seed is {seed!r}; allowed is a whole number. Every host needs the same "
+            "one, or their parts of a batch overlap; there is no random default"
+        )
+    if variable_length not in VARIABLE_LENGTHS:
+        raise ConfigurationError(
+            f"variable_length is {variable_length!r}; allowed are {VARIABLE_LENGTHS}"
+        )
+
+
+def count_batches(examples: int, global_batch_size: int, drop_remainder: bool) -> int:
+    """The number of batches in one epoch.
+
+    Raises:
+      ConfigurationError: There is not even one.
+    """
+    if drop_remainder:
+        batches = examples // global_batch_size
+    else:
+        batches = -(-examples // global_batch_size)
+    if batches == 0:
+        raise ConfigurationError(
+            f"global_batch_size is {global_batch_size} and there are {examples} "
+            "examples: with drop_remainder no batch is left. Use a smaller batch, or "
+            "drop_remainder=False"
+        )
+    return batches
+
+
+def select_features(
+    examples: tf.data.Dataset,
+    as_supervised: Sequence[str] | None,
+    transform: Callable[..., Any] | None,
+) -> tf.data.Dataset:
+    """Dicts to tuples, when asked; then the user's function, in parallel."""
+    if as_supervised is not None:
+        names = tuple(as_supervised)
+        examples = examples.map(lambda parts: tuple(parts[name] for name in names))
+    if transform is not None:
+        examples = examples.map(transform, num_parallel_calls=tf.data.AUTOTUNE)
+    return examples
+
+
+def batch_examples(
+    examples: tf.data.Dataset,
+    global_batch_size: int,
+    drop_remainder: bool,
+    variable_length: str,
+) -> tf.data.Dataset:
+    """Batches of examples, some of whose lengths may vary.
+
+    Returns:
+      With "ragged" a varying feature is a `tf.RaggedTensor`; with "pad" it is
+      dense, filled up with zeros to the longest of its batch.
+    """
+    shapes = tf.nest.flatten(
+        tf.nest.map_structure(lambda spec: spec.shape, examples.element_spec)
+    )
+    if all(shape.is_fully_defined() for shape in shapes):
+        return examples.batch(
+            global_batch_size,
+            drop_remainder=drop_remainder,
+            num_parallel_calls=tf.data.AUTOTUNE,
+        )
+    if variable_length == "pad":
+        return examples.padded_batch(global_batch_size, drop_remainder=drop_remainder)
+    return examples.ragged_batch(global_batch_size, drop_remainder=drop_remainder)
+
+
+def finish_batches(
+    batches: tf.data.Dataset,
+    batches_per_epoch: int,
+    *,
+    repeat: bool,
+    deterministic: bool,
+) -> tf.data.Dataset:
+    """Fixes the number of batches, repeats them, prefetches, and sets the options."""
+    batches = batches.apply(tf.data.experimental.assert_cardinality(batches_per_epoch))
+    if repeat:
+        batches = batches.repeat()
+    options = tf.data.Options()
+    options.deterministic = deterministic
+    # Several hosts: each reads all files and keeps its slice of every global batch.
+    # Sharding by file would give hosts different numbers of steps, and then one
+    # waits for ever in a reduction that the other never enters.
+    options.experimental_distribute.auto_shard_policy = (
+        tf.data.experimental.AutoShardPolicy.DATA
+    )
+    return batches.prefetch(tf.data.AUTOTUNE).with_options(options)

@@ -1,0 +1,224 @@
+"""Reads a set of TFRecord files as global batches.
+
+    files -> shuffled -> interleaved records -> shuffled -> batches -> parsed at once
+
+A damaged file is found where it costs nothing: each file yields as many records as
+its index promises, and only a file that has too few goes to the search for the fault.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfdp.data.encoding import decode_examples
+from tfdp.data.index import RecordIndex, find_index
+from tfdp.data.pipeline import (
+    batch_examples,
+    check_batching,
+    count_batches,
+    finish_batches,
+    select_features,
+)
+from tfdp.data.verify import describe_fault
+from tfdp.errors import ConfigurationError, DataError
+
+__all__ = ["read_tfrecords"]
+
+# The most that the shuffle buffer takes of a host's memory when nothing is asked.
+_SHUFFLE_BUFFER_BYTES = 256 * 1024 * 1024
+# So many records in a row from one file: fewer switches, the same order every time.
+_INTERLEAVE_RECORDS = 16
+
+
+def read_tfrecords(
+    source: str | os.PathLike[str] | RecordIndex,
+    global_batch_size: int,
+    *,
+    shuffle: bool = True,
+    seed: int = 0,
+    shuffle_buffer_examples: int | None = None,
+    drop_remainder: bool = False,
+    repeat: bool = False,
+    as_supervised: Sequence[str] | None = None,
+    transform: Callable[..., Any] | None = None,
+    variable_length: str = "ragged",
+    cycle_length: int = 16,
+    deterministic: bool = True,
+) -> tf.data.Dataset:
+    """Reads a set of TFRecord files as global batches, ready for `model.fit`.
+
+    The strategy splits each global batch over its replicas. On several hosts each
+    one reads every file and keeps its slice of every batch, so that N hosts see
+    the batches that one would.
+
+    Args:
+      source: What `write_tfrecords` returned; or a directory that holds one set; or
+        a set's path (`out/train`); or a pattern of file names
+        (`out/train-*.tfrecord`). The index beside the files is required.
+      global_batch_size: Samples of all replicas together in one step, from 1.
+      shuffle: Whether the order changes; if so, it changes every epoch.
+      seed: Decides the order, together with `keras.utils.set_random_seed` where
+        that is called. The same seed gives the same epochs in the same order.
+      shuffle_buffer_examples: How many records are mixed at a time. By default
+        the whole set where it fits 256 MiB, else as many as do.
+      drop_remainder: Whether a last batch that is not full is left out. A tfdp
+        strategy weights a short batch exactly, so it may stay.
+      repeat: Whether the dataset has no end; `fit` then needs `steps_per_epoch`.
+      as_supervised: Names of the features that make up a tuple, such as
+        ("image", "label"). By default a batch is a dict.
+      transform: Applied to each example before batching, in parallel, with the
+        calling convention of `tf.data.Dataset.map`.
+      variable_length: What a feature whose length varies becomes in a batch:
+        "ragged", a `tf.RaggedTensor`, or "pad", dense with zeros at the end.
+      cycle_length: How many files are read at a time, from 1.
+      deterministic: False lets a slow file be overtaken: faster at times, but the
+        order is another one every time. Use it on one host only.
+
+    Returns:
+      A `tf.data.Dataset` of batches whose number is known (`len(dataset)`).
+
+    Raises:
+      ConfigurationError: An argument is out of range.
+      DataError: No file, no index, or a file is missing or of another size than
+        its index says (with the number of its first bad record).
+      tf.errors.InvalidArgumentError: While iterating: a record is corrupt. The
+        message holds a `DataError` with the file and the record's number.
+
+    Example:
+      >>> import numpy as np, tempfile
+      >>> import tfdp.data
+      >>> index = tfdp.data.write_tfrecords(
+      ...     {"image": np.zeros((10, 8, 8), np.uint8), "label": np.arange(10)},
+      ...     tempfile.mkdtemp(), num_shards=4)
+      >>> batches = tfdp.data.read_tfrecords(
+      ...     index, global_batch_size=4, as_supervised=("image", "label"))
+      >>> [int(image.shape[0]) for image, label in batches]
+      [4, 4, 2]
+    """
+    check_batching(global_batch_size, seed, variable_length)
+    _check_positive("cycle_length", cycle_length)
+    if shuffle_buffer_examples is not None:
+        _check_positive("shuffle_buffer_examples", shuffle_buffer_examples)
+    index = find_index(source)
+    _check_files(index)
+    _check_names(index, as_supervised)
+    batches_per_epoch = count_batches(index.examples, global_batch_size, drop_remainder)
+
+    records = _interleaved_records(index, shuffle, seed, cycle_length, deterministic)
+    if shuffle:
+        buffer_examples = shuffle_buffer_examples or _default_buffer_examples(index)
+        records = records.shuffle(buffer_examples, seed=seed)
+    features = index.features
+    if transform is None and not any(spec.varies for spec in features.values()):
+        batches = records.batch(global_batch_size, drop_remainder=drop_remainder)
+        batches = batches.map(
+            lambda numbers, batch: decode_examples(batch, features),
+            num_parallel_calls=tf.data.AUTOTUNE,
+        )
+        batches = select_features(batches, as_supervised, None)
+    else:
+        examples = records.map(
+            lambda number, record: decode_examples(record, features),
+            num_parallel_calls=tf.data.AUTOTUNE,
+        )
+        examples = select_features(examples, as_supervised, transform)
+        batches = batch_examples(
+            examples, global_batch_size, drop_remainder, variable_length
+        )
+    return finish_batches(
+        batches, batches_per_epoch, repeat=repeat, deterministic=deterministic
+    )
+
+
+def _check_positive(name: str, value: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ConfigurationError(
+            f"{name} is {value!r}; allowed is a whole number from 1"
+        )
+
+
+def _check_names(index: RecordIndex, as_supervised: Sequence[str] | None) -> None:
+    if isinstance(as_supervised, str):
+        raise ConfigurationError(
+            f"as_supervised is the string {as_supervised!r}; allowed is a tuple of "
+            "names such as ('image', 'label')"
+        )
+    unknown = sorted(set(as_supervised or ()) - set(index.features))
+    if unknown:
+        raise ConfigurationError(
+            f"as_supervised names {unknown}; the set holds {sorted(index.features)}"
+        )
+
+
+def _check_files(index: RecordIndex) -> None:
+    """Compares names and sizes with the index: one look at each file, no reading."""
+    for file in index.files:
+        path = index.file_path(file)
+        if path.is_file() and path.stat().st_size == file.size_bytes:
+            continue
+        fault = describe_fault(path, file.examples, index.compression)
+        raise DataError(
+            fault
+            or f"{path} has {path.stat().st_size} bytes and the index says "
+            f"{file.size_bytes}, though its records are whole: it belongs to another "
+            "set. Restore the file or write the set again"
+        )
+
+
+def _default_buffer_examples(index: RecordIndex) -> int:
+    bytes_per_example = max(1, index.size_bytes // index.examples)
+    return max(1, min(index.examples, _SHUFFLE_BUFFER_BYTES // bytes_per_example))
+
+
+def _interleaved_records(
+    index: RecordIndex, shuffle: bool, seed: int, cycle_length: int, deterministic: bool
+) -> tf.data.Dataset:
+    paths = [str(index.file_path(file)) for file in index.files]
+    counts = tf.constant([file.examples for file in index.files], tf.int64)
+    files = tf.data.Dataset.from_tensor_slices((paths, counts))
+    if shuffle:
+        files = files.shuffle(len(paths), seed=seed)
+    return files.interleave(
+        lambda path, count: _records_of_file(path, count, index.compression),
+        cycle_length=min(cycle_length, len(paths)),
+        block_length=_INTERLEAVE_RECORDS,
+        num_parallel_calls=tf.data.AUTOTUNE,
+        deterministic=deterministic,
+    )
+
+
+def _records_of_file(
+    path: tf.Tensor, promised_examples: tf.Tensor, compression: str
+) -> tf.data.Dataset:
+    """As many records as the index promises, or an error that names the bad one."""
+    records = tf.data.TFRecordDataset(path, compression_type=compression)
+
+    def find_fault(path: tf.Tensor, count: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        raised = tf.numpy_function(
+            lambda path, count: _raise_fault(path, count, compression),
+            (path, count),
+            tf.string,
+            stateful=False,
+        )
+        return count, tf.ensure_shape(raised, ())
+
+    fault = tf.data.Dataset.from_tensors((path, promised_examples)).map(find_fault)
+    # `ignore_errors` ends the file at a damaged record, but tries without end to open
+    # one that cannot be opened. The numbers come first, so that every attempt uses
+    # one up and the file ends in any case.
+    numbered = tf.data.Dataset.zip(tf.data.Dataset.range(promised_examples), records)
+    # Only after an error is `take` still hungry, and the search for the fault runs.
+    return numbered.ignore_errors().concatenate(fault).take(promised_examples)
+
+
+def _raise_fault(path: bytes, promised_examples: int, compression: str) -> bytes:
+    fault = describe_fault(path.decode(), int(promised_examples), compression)
+    raise DataError(
+        fault
+        or f"{path.decode()} could not be read to its end, and now it can; "
+        "look for a failing disk or mount"
+    )

@@ -1,0 +1,187 @@
+"""Reads any TensorFlow Datasets builder as global batches."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from tfdp.data.pipeline import (
+    batch_examples,
+    check_batching,
+    count_batches,
+    finish_batches,
+    select_features,
+)
+from tfdp.errors import ConfigurationError, DataError, MissingDependencyError
+
+__all__ = ["from_tfds"]
+
+_DEFAULT_BUFFER_EXAMPLES = 10_000
+_INTERLEAVE_FILES = 16
+
+
+def from_tfds(
+    builder_or_name: Any,
+    split: str,
+    global_batch_size: int,
+    *,
+    data_dir: str | os.PathLike[str] | None = None,
+    download: bool = False,
+    shuffle: bool = True,
+    seed: int = 0,
+    shuffle_buffer_examples: int | None = None,
+    drop_remainder: bool = False,
+    repeat: bool = False,
+    as_supervised: bool = False,
+    transform: Callable[..., Any] | None = None,
+    variable_length: str = "ragged",
+    deterministic: bool = True,
+) -> tf.data.Dataset:
+    """Reads a TensorFlow Datasets builder as global batches, ready for `model.fit`.
+
+    Nothing is downloaded unless `download` says so.
+
+    Args:
+      builder_or_name: A builder; or the directory of a prepared dataset, the one
+        that holds `dataset_info.json`; or a name such as "mnist" or
+        "mnist:3.0.1" of a dataset that is prepared in `data_dir`.
+      split: A split or a slice of one: "train", "train[:80%]", "test".
+      global_batch_size: Samples of all replicas together in one step, from 1.
+      data_dir: Where prepared datasets lie, for a name; by default
+        `~/tensorflow_datasets`.
+      download: Whether a dataset that is not prepared may be fetched and prepared.
+      shuffle: Whether the order changes; if so, it changes every epoch.
+      seed: Decides the order; the same seed gives the same epochs.
+      shuffle_buffer_examples: How many examples are mixed at a time. By default
+        10,000, or the whole split where it is smaller.
+      drop_remainder: Whether a last batch that is not full is left out.
+      repeat: Whether the dataset has no end.
+      as_supervised: Whether a batch is the builder's (input, target) tuple.
+      transform: Applied to each example before batching, in parallel.
+      variable_length: "ragged" or "pad", for features whose length varies.
+      deterministic: False lets a slow file be overtaken.
+
+    Returns:
+      A `tf.data.Dataset` of batches whose number is known (`len(dataset)`).
+
+    Raises:
+      MissingDependencyError: tensorflow-datasets is not installed.
+      ConfigurationError: An argument is out of range, or there is no such split.
+      DataError: The dataset is not there, not prepared, or in a format that
+        TensorFlow cannot read.
+    """
+    check_batching(global_batch_size, seed, variable_length)
+    tfds = _import_tfds()
+    builder = _find_builder(tfds, builder_or_name, data_dir, download)
+    try:
+        count = builder.info.splits[split].num_examples
+    except (KeyError, ValueError) as error:
+        raise ConfigurationError(
+            f"split {split!r} of {builder.info.full_name}: {error}; there are "
+            f"{sorted(builder.info.splits)}"
+        ) from error
+    if count == 0:
+        raise DataError(f"split {split!r} of {builder.info.full_name} is empty")
+    batches_per_epoch = count_batches(count, global_batch_size, drop_remainder)
+    read_config = tfds.ReadConfig(
+        shuffle_seed=seed,
+        shuffle_reshuffle_each_iteration=True,
+        # A cache would keep the first epoch's order of files.
+        try_autocache=False,
+        # The library's defaults depend on the machine's number of cores.
+        interleave_cycle_length=_INTERLEAVE_FILES,
+    )
+    try:
+        examples = builder.as_dataset(
+            split=split,
+            shuffle_files=shuffle,
+            as_supervised=as_supervised,
+            read_config=read_config,
+        )
+    except (ValueError, NotImplementedError, AssertionError, OSError) as error:
+        raise DataError(
+            f"{builder.info.full_name} cannot be read as a tf.data.Dataset: {error}"
+        ) from error
+    if shuffle:
+        buffer_examples = shuffle_buffer_examples or _DEFAULT_BUFFER_EXAMPLES
+        examples = examples.shuffle(min(count, buffer_examples), seed=seed)
+    examples = select_features(examples, None, transform)
+    batches = batch_examples(
+        examples, global_batch_size, drop_remainder, variable_length
+    )
+    return finish_batches(
+        batches, batches_per_epoch, repeat=repeat, deterministic=deterministic
+    )
+
+
+def _import_tfds() -> Any:
+    try:
+        import tensorflow_datasets
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"tfdp.data.from_tfds needs tensorflow-datasets ({error}): "
+            "pip install 'tfdp[tfds]'"
+        ) from error
+    return tensorflow_datasets
+
+
+def _find_builder(
+    tfds: Any,
+    builder_or_name: Any,
+    data_dir: str | os.PathLike[str] | None,
+    download: bool,
+) -> Any:
+    """The builder, prepared."""
+    if not isinstance(builder_or_name, str | os.PathLike):
+        builder = builder_or_name
+        if not hasattr(builder, "as_dataset"):
+            raise ConfigurationError(
+                f"builder_or_name is a {type(builder).__name__}; allowed are a "
+                "tensorflow_datasets builder, the directory of a prepared dataset, "
+                "and a dataset's name"
+            )
+    elif os.path.isdir(builder_or_name):
+        builder = _builder_in_directory(tfds, os.fspath(builder_or_name))
+    else:
+        name = os.fspath(builder_or_name)
+        builder = _builder_by_name(tfds, name, data_dir, download)
+    if not builder.is_prepared():
+        if not download:
+            raise DataError(
+                f"{builder.info.full_name} is not prepared in {builder.data_dir}; call "
+                "its download_and_prepare(), or pass download=True"
+            )
+        builder.download_and_prepare()
+    return builder
+
+
+def _builder_in_directory(tfds: Any, directory: str) -> Any:
+    if not os.path.isfile(os.path.join(directory, "dataset_info.json")):
+        raise DataError(
+            f"{directory} holds no dataset_info.json; give the directory of one "
+            "version, such as ~/tensorflow_datasets/mnist/3.0.1"
+        )
+    return tfds.builder_from_directory(directory)
+
+
+def _builder_by_name(
+    tfds: Any, name: str, data_dir: str | os.PathLike[str] | None, download: bool
+) -> Any:
+    # `tfds.builder` asks a server about a dataset that is not prepared; reading from
+    # the files alone never does.
+    from tensorflow_datasets.core import read_only_builder
+
+    directory = None if data_dir is None else os.fspath(data_dir)
+    try:
+        if download:
+            return tfds.builder(name, data_dir=directory)
+        return read_only_builder.builder_from_files(name, data_dir=directory)
+    except (tfds.core.DatasetNotFoundError, ValueError) as error:
+        place = directory or "~/tensorflow_datasets"
+        raise DataError(
+            f"no prepared dataset {name!r} in {place}: give its directory or its "
+            f"data_dir, or pass download=True. ({str(error).splitlines()[0]})"
+        ) from error
