@@ -154,7 +154,13 @@ def _find_builder(
                 f"{builder.info.full_name} is not prepared in {builder.data_dir}; call "
                 "its download_and_prepare(), or pass download=True"
             )
-        builder.download_and_prepare()
+        try:
+            builder.download_and_prepare()
+        except ImportError as error:
+            raise MissingDependencyError(
+                f"preparing {builder.info.full_name} needs a package that is not "
+                f"installed: {error}"
+            ) from error
     return builder
 
 
