@@ -21,6 +21,9 @@ __all__ = [
 class TfdpError(Exception):
     """Base of all errors that tfdp raises on purpose."""
 
+    # AutoGraph re-raises an error in its own type only when it has this constructor.
+    __init__ = Exception.__init__
+
 
 class ConfigurationError(TfdpError, ValueError):
     """An argument is out of range, of the wrong kind, or contradicts another."""

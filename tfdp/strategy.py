@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from tfdp._tf import keras_batch, names
 from tfdp._tf.extended import DataParallelExtended
+from tfdp.buckets import Bucket
 from tfdp.communication import Communication
 from tfdp.devices import find_devices
 from tfdp.errors import ConfigurationError
@@ -89,6 +90,17 @@ class DataParallelStrategy(tf.distribute.MirroredStrategy):
     def engine_name(self) -> str:
         """The engine that moves tensors: "in_process" or "tensorflow"."""
         return self._pipeline.engine.name
+
+    def plan(self, gradients: Sequence[tf.Tensor]) -> tuple[Bucket, ...]:
+        """The buckets in which `gradients` travel.
+
+        Args:
+          gradients: tensors in the order of their variables; shapes and types count.
+
+        Returns:
+          One `Bucket` for each exchange, in the order of launch.
+        """
+        return self._pipeline.plan(gradients)
 
     def reduce(self, reduce_op: Any, value: Any, axis: int | None = None) -> Any:
         """Reduces `value` across replicas; see `tf.distribute.Strategy.reduce`.

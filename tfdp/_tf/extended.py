@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import tensorflow as tf
 
 from tfdp._tf.names import MirroredExtended, MirroredVariable, current_rank
+from tfdp._tf.replica_invariance import is_same_on_every_replica
 
 __all__ = ["DataParallelExtended", "ReplicaReducer"]
 
@@ -37,16 +38,17 @@ class ReplicaMirroredVariable(MirroredVariable):
     Keras' counters are such variables. Stock TensorFlow goes to the cross-replica
     context to hand replica 0's value out, which fails inside conditionals (float16
     loss scaling, accumulation). Here the value is broadcast in replica context, or,
-    when it is a constant of the program and so the same everywhere, just used.
+    when it is made of the counter itself and constants, just used.
     """
 
     def _update_replica(self, update_fn: Callable, value: Any, **kwargs: Any) -> Any:
         first_only = tf.VariableAggregation.ONLY_FIRST_REPLICA
         if self.aggregation == first_only and not tf.executing_eagerly():
-            if tf.is_tensor(value) and tf.get_static_value(value) is None:
+            component = self._get_replica(current_rank())
+            if tf.is_tensor(value) and not is_same_on_every_replica(value, component):
                 reducer = self.distribute_strategy.extended.reducer
                 value = reducer.broadcast(value, current_rank())
-            return update_fn(self._get_replica(current_rank()), value, **kwargs)
+            return update_fn(component, value, **kwargs)
         return super()._update_replica(update_fn, value, **kwargs)
 
 

@@ -17,6 +17,7 @@ for each other; `_touch_token` gives it one.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import tensorflow as tf
@@ -122,8 +123,11 @@ class InProcessEngine(Engine):
             tensor if peer == rank else self._receive(tensor, peer, rank, key)
             for peer in group
         ]
+        # Two at a time, in rank order. AddN would read each once, but it adds into
+        # whichever input nobody else holds at that moment, which changes the order
+        # of three or more and with it the last bit, from run to run.
         with tf.device(self.devices[rank]):
-            return tf.add_n(parts)
+            return functools.reduce(tf.add, parts)
 
     def _share_from(
         self,

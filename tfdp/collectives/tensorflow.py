@@ -6,7 +6,8 @@ bytes), all-reduce of that part across hosts, all-gather within. So the slow lin
 carries n/g bytes per device instead of n.
 
 The keys of an exchange are fixed while the graph is built, so that it can run inside
-conditionals and loops. Each launch carries a resource of its device (the ordering
+conditionals and loops. TensorFlow remembers the shape that a key was first used with,
+so a tensor of unknown shape gets a group of its own and its size as the instance key. Each launch carries a resource of its device (the ordering
 token) so that conditionals of two replicas are not chained, and is marked independent,
 so that several buffers are in flight: a buffer waits for nothing but its own tensors.
 Within one process NCCL launches are put in one order by TensorFlow's NcclManager.
@@ -79,6 +80,7 @@ class TensorFlowEngine(Engine):
         # Instance keys: the n-th launch of a rank in a group meets the n-th of its
         # peers.
         self._launches: collections.Counter[tuple[int, int]] = collections.Counter()
+        self._groups_by_launch: dict[tuple[int, int], int] = {}
         self._tokens = [names.make_token(device) for device in self.devices]
 
     def begin_run(self) -> None:
@@ -92,9 +94,21 @@ class TensorFlowEngine(Engine):
     def all_reduce(self, tensor: tf.Tensor, rank: int) -> tf.Tensor:
         self.next_call_number(rank)
         wire, restore = to_sum_wire(tensor)
-        if self.topology.is_two_level:
-            return restore(self._two_level_sum(wire, rank))
-        return restore(self._sum(wire, self._everyone, rank))
+        with tf.device(self.devices[rank]):
+            flat = tf.reshape(wire, [-1])
+            elements = flat.shape.num_elements()
+            if elements is None:
+                # It may turn out empty, and an empty buffer crashes TensorFlow's
+                # ring: send one element more.
+                elements = tf.size(flat)
+                flat = tf.pad(flat, [[0, 1]])
+            if self.topology.is_two_level:
+                total = self._two_level_sum(flat, rank)
+            else:
+                total = self._sum(flat, self._everyone, rank)
+            result = tf.reshape(total[:elements], tf.shape(wire))
+        result.set_shape(wire.shape)
+        return restore(result)
 
     def all_gather(self, tensor: tf.Tensor, rank: int) -> tf.Tensor:
         self.next_call_number(rank)
@@ -102,7 +116,8 @@ class TensorFlowEngine(Engine):
         with tf.device(self.devices[rank]):
             lengths = self._gather(tf.shape(wire)[:1], self._everyone, rank)
             # The collective wants equal lengths: pad to the longest, cut after.
-            longest = tf.reduce_max(lengths)
+            # An empty buffer crashes TensorFlow's ring, so send one row at least.
+            longest = tf.maximum(tf.reduce_max(lengths), 1)
             missing = longest - tf.shape(wire)[0]
             paddings = [[0, missing]] + [[0, 0]] * (wire.shape.rank - 1)
             padded = tf.pad(wire, paddings)
@@ -124,38 +139,30 @@ class TensorFlowEngine(Engine):
             return tf.cast(self.all_reduce(tf.cast(mine, tf.int32), rank), tf.bool)
         return self.all_reduce(mine, rank)
 
-    def _two_level_sum(self, tensor: tf.Tensor, rank: int) -> tf.Tensor:
+    def _two_level_sum(self, flat: tf.Tensor, rank: int) -> tf.Tensor:
+        """Reduce-scatter within the host, all-reduce across, all-gather within."""
         within = self._within[self.topology.host_of(rank)]
         across = self._across[self.topology.local_rank_of(rank)]
-        devices_per_host = self.topology.devices_per_host
-        with tf.device(self.devices[rank]):
-            flat = tf.reshape(tensor, [-1])
+        # A Python number where it is known, so that the parts' shapes are too.
+        elements = flat.shape.num_elements()
+        if elements is None:
             elements = tf.size(flat)
-            padding = -elements % devices_per_host
-            padded = tf.pad(flat, [[0, padding]])
-            part = self._reduce_scatter(padded, within, rank)
-            part = self._sum(part, across, rank)
-            whole = self._gather_same_type(part, within, rank)[:elements]
-            result = tf.reshape(whole, tf.shape(tensor))
-        result.set_shape(tensor.shape)
-        return result
+        padding = -elements % self.topology.devices_per_host
+        part = self._reduce_scatter(tf.pad(flat, [[0, padding]]), within, rank)
+        part = self._sum(part, across, rank)
+        return self._gather_same_type(part, within, rank)[:elements]
 
     def _sum(self, tensor: tf.Tensor, group: _Group, rank: int) -> tf.Tensor:
         with tf.device(self.devices[rank]):
             result = tf.raw_ops.CollectiveReduceV2(
-                input=tensor,
-                merge_op="Add",
-                final_op="Id",
-                **self._launch(group, rank),
+                merge_op="Add", final_op="Id", **self._launch(tensor, group, rank)
             )
         names.run_independently(result.op)
         return result
 
     def _gather(self, tensor: tf.Tensor, group: _Group, rank: int) -> tf.Tensor:
         with tf.device(self.devices[rank]):
-            result = tf.raw_ops.CollectiveGatherV2(
-                input=tensor, **self._launch(group, rank)
-            )
+            result = tf.raw_ops.CollectiveGatherV2(**self._launch(tensor, group, rank))
         names.run_independently(result.op)
         return result
 
@@ -172,27 +179,30 @@ class TensorFlowEngine(Engine):
         with tf.device(self.devices[rank]):
             if self._has_reduce_scatter:
                 result = tf.raw_ops.CollectiveReduceScatterV2(
-                    input=tensor,
-                    merge_op="Add",
-                    final_op="Id",
-                    **self._launch(group, rank),
+                    merge_op="Add", final_op="Id", **self._launch(tensor, group, rank)
                 )
                 names.run_independently(result.op)
                 return result
-            parts = tf.raw_ops.CollectiveAllToAllV2(
-                input=tf.reshape(tensor, [size, -1]), **self._launch(group, rank)
-            )
+            rows = tf.reshape(tensor, [size, -1])
+            parts = tf.raw_ops.CollectiveAllToAllV2(**self._launch(rows, group, rank))
             names.run_independently(parts.op)
             return tf.reduce_sum(parts, axis=0)
 
-    def _launch(self, group: _Group, rank: int) -> dict[str, object]:
+    def _launch(self, tensor: tf.Tensor, group: _Group, rank: int) -> dict[str, object]:
         """The arguments that every collective op takes, with a fresh instance key."""
-        instance = self._launches[group.key, rank]
+        launch = self._launches[group.key, rank]
         self._launches[group.key, rank] += 1
+        group_key, instance_key = group.key, launch
+        if tensor.shape.num_elements() is None:
+            group_key = self._groups_by_launch.setdefault(
+                (group.key, launch), next_group_key()
+            )
+            instance_key = tf.size(tensor)
         return {
+            "input": tensor,
             "group_size": len(group.ranks),
-            "group_key": group.key,
-            "instance_key": instance,
+            "group_key": group_key,
+            "instance_key": instance_key,
             "ordering_token": [self._tokens[rank].handle],
             "communication_hint": self._hint,
             "timeout_seconds": self._timeout_seconds,

@@ -109,5 +109,7 @@ class GradientPipeline:
 def describe(tensor: tf.Tensor) -> TensorInfo:
     """What the bucket plan needs to know of `tensor`."""
     elements = tensor.shape.num_elements()
-    size_bytes = None if elements is None else elements * tensor.dtype.size
+    # Types without a size of their own (strings) must not pass for empty tensors.
+    element_bytes = tensor.dtype.size or 1
+    size_bytes = None if elements is None else elements * element_bytes
     return TensorInfo(size_bytes, tensor.dtype.name)

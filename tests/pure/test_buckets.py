@@ -1,0 +1,105 @@
+import math
+import random
+
+import pytest
+
+from tfdp.buckets import SMALLEST_SPLIT_BYTES, TensorInfo, plan_buckets
+from tfdp.errors import ConfigurationError
+
+MIB = 1 << 20
+
+
+def infos(*sizes, dtype="float32"):
+    return [TensorInfo(size, dtype) for size in sizes]
+
+
+def test_order_is_that_of_backprop_last_first():
+    plan = plan_buckets(infos(4, 4, 4), bucket_bytes=4, first_bucket_bytes=4)
+    assert [b.indices for b in plan] == [(2,), (1,), (0,)]
+
+
+def test_first_bucket_is_small_and_the_rest_fill_up():
+    plan = plan_buckets(
+        infos(*[MIB] * 60), bucket_bytes=25 * MIB, first_bucket_bytes=MIB
+    )
+    assert [b.size_bytes // MIB for b in plan] == [1, 25, 25, 9]
+
+
+def test_several_tensors_are_never_one_pack_of_everything():
+    half = SMALLEST_SPLIT_BYTES // 2
+    plan = plan_buckets(infos(half, half), bucket_bytes=MIB, first_bucket_bytes=MIB)
+    assert len(plan) == 2
+
+
+def test_a_tiny_set_is_one_message():
+    plan = plan_buckets(infos(8, 8, 8), bucket_bytes=MIB, first_bucket_bytes=MIB)
+    assert [b.indices for b in plan] == [(2, 1, 0)]
+
+
+def test_a_tensor_above_the_limit_travels_alone():
+    plan = plan_buckets(infos(10, 1000, 10), bucket_bytes=100, first_bucket_bytes=100)
+    assert [b.indices for b in plan] == [(2,), (1,), (0,)]
+
+
+def test_types_do_not_mix():
+    mixed = [
+        TensorInfo(8, "float32"),
+        TensorInfo(8, "float16"),
+        TensorInfo(8, "float32"),
+    ]
+    plan = plan_buckets(mixed, bucket_bytes=100, first_bucket_bytes=100)
+    assert {b.dtype: b.indices for b in plan} == {
+        "float32": (2, 0),
+        "float16": (1,),
+    }
+
+
+def test_empty_tensors_stay_home_and_unknown_sizes_travel_alone():
+    plan = plan_buckets(infos(8, 0, None, 8), bucket_bytes=100, first_bucket_bytes=100)
+    assert sorted(b.indices for b in plan) == [(2,), (3, 0)]
+    assert {b.size_bytes for b in plan} == {None, 16}
+
+
+def test_a_given_order_is_followed():
+    plan = plan_buckets(
+        infos(4, 4, 4), bucket_bytes=4, first_bucket_bytes=4, order=[1, 0, 2]
+    )
+    assert [b.indices for b in plan] == [(1,), (0,), (2,)]
+
+
+def test_random_sets_keep_every_promise():
+    rng = random.Random(1)
+    for _ in range(300):
+        sizes = [rng.choice([0, 4, 400, 40_000, 4_000_000]) for _ in range(40)]
+        tensors = [TensorInfo(s, rng.choice(["float32", "float16"])) for s in sizes]
+        limit, first = rng.choice([(MIB, MIB), (5 * MIB, 1000), (100, 10**9)])
+        plan = plan_buckets(tensors, bucket_bytes=limit, first_bucket_bytes=first)
+        seen = [i for b in plan for i in b.indices]
+        assert sorted(seen) == [i for i, s in enumerate(sizes) if s]
+        for bucket in plan:
+            assert {tensors[i].dtype for i in bucket.indices} == {bucket.dtype}
+            assert bucket.size_bytes == sum(sizes[i] for i in bucket.indices)
+            assert len(bucket.indices) == 1 or bucket.size_bytes <= limit
+            assert list(bucket.indices) == sorted(bucket.indices, reverse=True)
+        if sum(sizes) >= SMALLEST_SPLIT_BYTES and len(seen) > 1:
+            assert len(plan) > 1
+
+
+def test_the_number_of_buckets_is_what_the_sizes_say():
+    sizes = [MIB] * 161
+    plan = plan_buckets(infos(*sizes), bucket_bytes=25 * MIB, first_bucket_bytes=MIB)
+    assert len(plan) == 1 + math.ceil(160 / 25)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"bucket_bytes": 0, "first_bucket_bytes": 1},
+        {"bucket_bytes": 1, "first_bucket_bytes": 0},
+        {"bucket_bytes": 1, "first_bucket_bytes": 1, "order": [0, 0]},
+        {"bucket_bytes": 1, "first_bucket_bytes": 1, "order": [0]},
+    ],
+)
+def test_nonsense_is_refused(arguments):
+    with pytest.raises(ConfigurationError, match="Received"):
+        plan_buckets(infos(4, 4), **arguments)

@@ -1,0 +1,49 @@
+import dataclasses
+
+import pytest
+
+from tfdp.communication import Communication
+from tfdp.errors import ConfigurationError
+from tfdp.topology import Topology
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"bucket_bytes": 0},
+        {"bucket_bytes": 1.5},
+        {"bucket_bytes": True},
+        {"first_bucket_bytes": -1},
+        {"engine": "mpi4"},
+        {"hierarchy": "three-level"},
+        {"hierarchy": (2,)},
+        {"hierarchy": (0, 4)},
+        {"timeout_seconds": 0},
+        {"timeout_seconds": float("inf")},
+        {"timeout_seconds": "10"},
+    ],
+)
+def test_nonsense_is_refused_when_made(arguments):
+    with pytest.raises(ConfigurationError, match="Received"):
+        Communication(**arguments)
+
+
+def test_is_frozen_and_hashable():
+    communication = Communication(hierarchy=[2, 2])
+    assert hash(communication) == hash(Communication(hierarchy=(2, 2)))
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        communication.bucket_bytes = 1
+
+
+@pytest.mark.parametrize(
+    "hierarchy, expected",
+    [("auto", (2, 2)), ("flat", (1, 4)), ((4, 1), (4, 1)), ((2, 2), (2, 2))],
+)
+def test_hierarchy_resolves_to_a_topology(hierarchy, expected):
+    topology = Communication(hierarchy=hierarchy).resolve_topology(Topology(2, 2))
+    assert (topology.hosts, topology.devices_per_host) == expected
+
+
+def test_a_hierarchy_of_other_size_is_refused_with_both_numbers():
+    with pytest.raises(ConfigurationError, match="makes 6 replicas, but there are 4"):
+        Communication(hierarchy=(2, 3)).resolve_topology(Topology(1, 4))

@@ -1,0 +1,87 @@
+"""Trains the same model on one device and on several, and compares the weights."""
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import tfdp
+
+# Rounding of float32 (unit round-off).
+UNIT_ROUND_OFF = np.finfo(np.float32).eps / 2
+
+
+def make_strategy(replicas, **communication):
+    return tfdp.DataParallelStrategy(
+        [f"CPU:{i}" for i in range(replicas)],
+        communication=tfdp.Communication(**communication),
+    )
+
+
+def classification_data(samples=96, features=12, classes=5, seed=7):
+    """Rows of very different size, so that no two replicas have alike gradients."""
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=(samples, features)).astype("float32")
+    x *= rng.uniform(0.2, 3.0, size=(samples, 1)).astype("float32")
+    return x, rng.integers(0, classes, samples)
+
+
+def dense_model(features=12, classes=5, units=33):
+    keras.utils.set_random_seed(3)
+    return keras.Sequential(
+        [
+            keras.Input((features,)),
+            keras.layers.Dense(units, activation="tanh"),
+            keras.layers.Dense(classes),
+        ]
+    )
+
+
+def train(
+    strategy,
+    build=dense_model,
+    optimizer=None,
+    data=None,
+    batch_size=24,
+    epochs=2,
+    loss=None,
+    metrics=None,
+    **compile_options,
+):
+    """Fits `build()` under `strategy` (None: one device); the model and its history."""
+    x, y = data if data is not None else classification_data()
+    with (strategy or tf.distribute.get_strategy()).scope():
+        model = build()
+        model.compile(
+            optimizer() if optimizer else keras.optimizers.SGD(0.05, momentum=0.9),
+            loss or keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+            metrics=metrics,
+            jit_compile=False,
+            **compile_options,
+        )
+    history = model.fit(
+        x, y, batch_size=batch_size, epochs=epochs, shuffle=False, verbose=0
+    )
+    return model, history.history
+
+
+def largest_difference(a, b):
+    """The largest difference between the weights of two models."""
+    return max(
+        float(np.abs(x.numpy() - y.numpy()).max())
+        for x, y in zip(a.weights, b.weights, strict=True)
+    )
+
+
+def rounding_bound(model, steps, batch_size, gradient_bound, learning_rate):
+    """How far two float32 runs may drift when only the order of summation differs.
+
+    A sum of n terms in float32 is off by at most (n - 1) u sum|t| (Higham 2002,
+    eq. 4.4), whatever the order; so two orders differ by at most twice that. The mean
+    gradient of a batch of B samples, each below G, thus differs by 2 B u G, and is
+    taken `steps` times with the learning rate (momentum m multiplies it by at most
+    1 / (1 - m): put that into `learning_rate`). The forward and backward pass repeat
+    sums of up to `width` terms, each adding as much again.
+    """
+    width = max(max(w.shape) for w in model.trainable_weights)
+    terms = 2 * (batch_size + 2 * width)
+    return steps * learning_rate * terms * UNIT_ROUND_OFF * gradient_bound

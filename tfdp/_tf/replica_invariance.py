@@ -1,0 +1,60 @@
+"""Whether a value is the same on every replica, told from the graph that makes it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+__all__ = ["is_same_on_every_replica"]
+
+# Counters are a handful of ops away from their variable; give up beyond that.
+MOST_OPS = 64
+
+
+def is_same_on_every_replica(value: tf.Tensor, own_variable: Any) -> bool:
+    """Whether `value` is made of constants and `own_variable` only.
+
+    `own_variable` is the calling replica's component of a variable that is kept the
+    same everywhere, so whatever stateless ops make of it is the same as well. Keras
+    writes `counter.assign(counter + 1)`; without this each step would broadcast it.
+
+    Args:
+      value: a tensor of the graph being built.
+      own_variable: the component of this replica.
+
+    Returns:
+      False also when it cannot be told.
+    """
+    seen: set[int] = set()
+    todo = [value]
+    while todo:
+        tensor = _outermost(todo.pop())
+        if tensor is None:
+            return False
+        if tensor is own_variable.handle or id(tensor) in seen:
+            continue
+        seen.add(id(tensor))
+        if len(seen) > MOST_OPS or isinstance(tensor, tf.__internal__.EagerTensor):
+            return False
+        op = tensor.op
+        if op.type == "ReadVariableOp" or not op.op_def.is_stateful:
+            todo.extend(op.inputs)
+            if op.type == "Placeholder":
+                return False
+        else:
+            return False
+    return True
+
+
+def _outermost(tensor: tf.Tensor) -> tf.Tensor | None:
+    """The tensor that an inner graph captured, followed outwards; None: an argument."""
+    while not isinstance(tensor, tf.__internal__.EagerTensor):
+        if tensor.op.type != "Placeholder":
+            return tensor
+        captures = getattr(tensor.graph, "captures", ())
+        outer = next((o for o, inner in captures if inner is tensor), None)
+        if outer is None:
+            return None
+        tensor = outer
+    return tensor
