@@ -1,0 +1,165 @@
+"""What LARS and LAMB share: forms, exclusions and where weight decay happens."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+
+from tfdp.errors import ConfigurationError
+from tfdp.optimizers.arguments import (
+    check_choice,
+    check_learning_rate,
+    check_number,
+)
+from tfdp.optimizers.exclusions import (
+    BIASES_AND_NORM_SCALES,
+    check_patterns,
+    is_excluded,
+    variable_path,
+)
+
+__all__ = ["LayerwiseOptimizer"]
+
+
+class LayerwiseOptimizer(keras.optimizers.Optimizer):
+    """A Keras optimizer that scales each variable's update by its own ratio.
+
+    Which variables decay and which adapt is decided once, in `build`, from the paths
+    of the Keras variables: under `tf.distribute` an update sees one replica's part of
+    a variable, which has no path, and only its index leads back.
+
+    Subclasses set `forms` and `decoupled_forms`, make their slots in `build` and write
+    `update_step` with `decay_of` and `adapts`.
+    """
+
+    # The values that `form` may take.
+    forms: tuple[str, ...] = ()
+    # The forms in which Keras decays the weights before the update, and in which
+    # `None` excludes nothing: those that copy an optimizer of Keras.
+    decoupled_forms: tuple[str, ...] = ()
+
+    def __init__(
+        self,
+        learning_rate: Any,
+        *,
+        form: str,
+        weight_decay: float | None,
+        exclude_from_weight_decay: Sequence[str] | None,
+        exclude_from_layer_adaptation: Sequence[str] | None,
+        **keras_arguments: Any,
+    ) -> None:
+        owner = type(self).__name__
+        if weight_decay is not None:
+            weight_decay = check_number(f"{owner}.weight_decay", weight_decay)
+        super().__init__(
+            learning_rate=check_learning_rate(f"{owner}.learning_rate", learning_rate),
+            weight_decay=weight_decay,
+            **keras_arguments,
+        )
+        self.form = check_choice(f"{owner}.form", form, self.forms)
+        # The base class has a method called exclude_from_weight_decay, so the list of
+        # that name lives under another one.
+        self._weight_decay_patterns = check_patterns(
+            f"{owner}.exclude_from_weight_decay", exclude_from_weight_decay
+        )
+        self._layer_adaptation_patterns = check_patterns(
+            f"{owner}.exclude_from_layer_adaptation", exclude_from_layer_adaptation
+        )
+        self._decays: tuple[bool, ...] = ()
+        self._adapts: tuple[bool, ...] = ()
+
+    def build(self, variables: Sequence[Any]) -> None:
+        """Decides what decays and what adapts; subclasses add their slots.
+
+        Args:
+          variables: the trainable variables, in the order of the gradients.
+        """
+        super().build(variables)
+        patterns = self._patterns_or_default(self._weight_decay_patterns)
+        matched = _matches("exclude_from_weight_decay", variables, patterns)
+        # `super()._use_weight_decay` knows what was excluded through the method.
+        self._decays = tuple(
+            not excluded and super(LayerwiseOptimizer, self)._use_weight_decay(variable)
+            for variable, excluded in zip(variables, matched, strict=True)
+        )
+        patterns = self._patterns_or_default(self._layer_adaptation_patterns)
+        matched = _matches("exclude_from_layer_adaptation", variables, patterns)
+        self._adapts = tuple(not excluded for excluded in matched)
+
+    def _patterns_or_default(self, patterns: Sequence[str] | None) -> Sequence[str]:
+        if patterns is not None:
+            return patterns
+        return () if self.form in self.decoupled_forms else BIASES_AND_NORM_SCALES
+
+    def decay_of(self, variable: Any) -> float:
+        """The weight decay of this variable: 0 when there is none or it is excluded."""
+        if self.weight_decay is None or not self._use_weight_decay(variable):
+            return 0.0
+        return self.weight_decay
+
+    def adapts(self, variable: Any) -> bool:
+        """Whether this variable's update is scaled by its trust ratio."""
+        return self._adapts[self._get_variable_index(variable)]
+
+    def exclude_from_weight_decay(
+        self, var_list: Sequence[Any] | None = None, var_names: Any = None
+    ) -> None:
+        """Excludes further variables from weight decay, as in every Keras optimizer.
+
+        Adds to what the constructor's list of this name excludes. As in Keras, these
+        variables are not part of the saved configuration.
+
+        Args:
+          var_list: variables to exclude.
+          var_names: regular expressions searched in the variables' names (not paths).
+
+        Raises:
+          ConfigurationError: when the optimizer is built, which is when it decides.
+        """
+        if self.built:
+            raise ConfigurationError(
+                f"{type(self).__name__}.exclude_from_weight_decay() must be called "
+                "before the optimizer is built. Call it before compile() or fit()."
+            )
+        super().exclude_from_weight_decay(var_list=var_list, var_names=var_names)
+
+    def _use_weight_decay(self, variable: Any) -> bool:
+        return self._decays[self._get_variable_index(variable)]
+
+    def _apply_weight_decay(self, variables: Sequence[Any]) -> None:
+        # Keras' decoupled decay. The other forms put the decay into the update.
+        if self.form in self.decoupled_forms:
+            super()._apply_weight_decay(variables)
+
+    def get_config(self) -> dict[str, Any]:
+        """The arguments, as plain data."""
+        weight_decay = self._weight_decay_patterns
+        adaptation = self._layer_adaptation_patterns
+        return {
+            **super().get_config(),
+            "form": self.form,
+            "exclude_from_weight_decay": (
+                None if weight_decay is None else list(weight_decay)
+            ),
+            "exclude_from_layer_adaptation": (
+                None if adaptation is None else list(adaptation)
+            ),
+        }
+
+
+def _matches(
+    argument: str, variables: Sequence[Any], patterns: Sequence[str]
+) -> list[bool]:
+    paths = [variable_path(variable) for variable in variables]
+    matched = [is_excluded(path, patterns) for path in paths]
+    # The default may well match nothing; a list that was written down should not.
+    if patterns and patterns is not BIASES_AND_NORM_SCALES and not any(matched):
+        warnings.warn(
+            f"{argument}={list(patterns)} matches no variable, so nothing is "
+            f"excluded. Paths look like {paths[0]!r} and {paths[-1]!r}.",
+            stacklevel=3,
+        )
+    return matched
