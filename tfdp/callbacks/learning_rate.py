@@ -1,0 +1,85 @@
+"""`LearningRateLogger`: the learning rate in the progress bar and in TensorBoard."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+
+from tfdp.errors import ConfigurationError
+
+__all__ = ["LearningRateLogger"]
+
+
+class LearningRateLogger(keras.callbacks.Callback):
+    """Adds `learning_rate` to the logs of every batch and epoch of `fit`.
+
+    From there the progress bar shows it, `History` and `CSVLogger` keep it, and
+    `keras.callbacks.TensorBoard` writes it: `epoch_learning_rate` always (that one
+    Keras knows by itself) and `batch_learning_rate` when its `update_freq` is not
+    `"epoch"`.
+
+    The value is `optimizer.learning_rate` when the batch or epoch ends, which is the
+    rate of the step to come: the one that Keras' own TensorBoard callback writes. It is
+    not averaged over the epoch. A `LossScaleOptimizer` is looked through; a
+    `MultiOptimizer` gives one `learning_rate_<name>` for each of its optimizers.
+
+    Place it before the callbacks that shall see it: Keras hands the logs down the list.
+    With `steps_per_execution=N` Keras ends a batch every N steps, so the value comes
+    every N steps. Like every callback that acts on batches, it makes Keras wait for
+    each batch before it starts the next.
+
+    Raises:
+      ConfigurationError: when training starts and the model has no optimizer.
+
+    ```python
+    import keras
+    import numpy as np
+    import tfdp
+
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    rate = tfdp.schedules.LinearWarmup(0.1, warmup_steps=4)
+    model.compile(keras.optimizers.SGD(rate), loss="mse")
+    history = model.fit(
+        np.ones((8, 4)), np.ones((8, 1)), batch_size=2, verbose=0,
+        callbacks=[tfdp.callbacks.LearningRateLogger()],
+    )
+    print(history.history["learning_rate"])  # about [0.1]
+    ```
+    """
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Refuses a model without an optimizer."""
+        if getattr(self.model, "optimizer", None) is None:
+            raise ConfigurationError(
+                "LearningRateLogger needs a model with an optimizer. Call "
+                "model.compile(optimizer=...) before fit."
+            )
+
+    def on_train_batch_end(
+        self, batch: int, logs: dict[str, Any] | None = None
+    ) -> None:
+        """Adds the learning rate to the logs of the batch."""
+        if logs is not None:
+            logs.update(learning_rates(self.model.optimizer))
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Adds the learning rate to the logs of the epoch."""
+        if logs is not None:
+            logs.update(learning_rates(self.model.optimizer))
+
+
+def learning_rates(optimizer: Any) -> dict[str, float]:
+    """The current learning rate of `optimizer`, or of each that it is made of."""
+    while hasattr(optimizer, "inner_optimizer"):
+        optimizer = optimizer.inner_optimizer
+    if hasattr(optimizer, "optimizers"):
+        return {
+            f"learning_rate_{inner.name}": _as_float(inner.learning_rate)
+            for inner in optimizer.optimizers
+        }
+    return {"learning_rate": _as_float(optimizer.learning_rate)}
+
+
+def _as_float(value: Any) -> float:
+    return float(keras.ops.convert_to_numpy(value))
