@@ -10,17 +10,11 @@ from tfdp.errors import CollectiveError
 SETTINGS = [
     pytest.param(2, {"engine": "in_process"}, id="in_process-2"),
     pytest.param(3, {"engine": "in_process"}, id="in_process-3"),
-    pytest.param(
-        4, {"engine": "in_process", "hierarchy": (2, 2)}, id="in_process-2x2"
-    ),
+    pytest.param(4, {"engine": "in_process", "hierarchy": (2, 2)}, id="in_process-2x2"),
     pytest.param(2, {"engine": "tensorflow"}, id="tensorflow-2"),
     pytest.param(3, {"engine": "tensorflow"}, id="tensorflow-3"),
-    pytest.param(
-        4, {"engine": "tensorflow", "hierarchy": (2, 2)}, id="tensorflow-2x2"
-    ),
-    pytest.param(
-        4, {"engine": "tensorflow", "hierarchy": (4, 1)}, id="tensorflow-4x1"
-    ),
+    pytest.param(4, {"engine": "tensorflow", "hierarchy": (2, 2)}, id="tensorflow-2x2"),
+    pytest.param(4, {"engine": "tensorflow", "hierarchy": (4, 1)}, id="tensorflow-4x1"),
 ]
 
 
@@ -112,7 +106,9 @@ def test_unknown_shapes(replicas, options):
             values = [x * (rank + 1), tf.reduce_sum(x, axis=1) * (rank + 1)]
             return context.all_reduce("SUM", values)
 
-        return [strategy.experimental_local_results(r) for r in strategy.run(replica_fn)]
+        return [
+            strategy.experimental_local_results(r) for r in strategy.run(replica_fn)
+        ]
 
     factor = sum(range(1, replicas + 1))
     for rows in (5, 2, 0):
