@@ -47,7 +47,7 @@ _ROWS = (
         subject="resnet50",
         quick_subject="tiny",
         arms=REDUCTION_ARMS,
-        calls=5,
+        calls=2,
         description="sum of ResNet-50's gradients: 214 tensors, 102 MB a replica",
     ),
     Case(
@@ -56,7 +56,7 @@ _ROWS = (
         subject="bert-base",
         quick_subject="tiny",
         arms=REDUCTION_ARMS,
-        calls=3,
+        calls=1,
         description="sum of BERT-base's gradients: 199 tensors, 438 MB a replica",
     ),
     Case(
@@ -65,7 +65,7 @@ _ROWS = (
         subject="mlp-20m",
         quick_subject="mlp-tiny",
         arms=TRAINING_ARMS,
-        calls=8,
+        calls=4,
         description="training of a dense network of 20M parameters, batch 64 a replica",
     ),
     Case(
@@ -74,7 +74,7 @@ _ROWS = (
         subject="cnn-1m",
         quick_subject="cnn-tiny",
         arms=TRAINING_ARMS,
-        calls=12,
+        calls=8,
         description="training of a small CNN of 1.2M parameters, batch 64 a replica",
     ),
 )

@@ -64,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="logical CPUs of this machine, or its first GPUs (default: cpu)",
     )
     parser.add_argument(
-        "--repeats", type=_positive, metavar="R", help="figures per arm (default: 10)"
+        "--repeats", type=_positive, metavar="R", help="figures per arm (default: 20)"
     )
     parser.add_argument(
         "--intra-op-threads",
@@ -105,7 +105,7 @@ def run(options: argparse.Namespace) -> int:
         Request(
             case_name=case.name,
             devices=devices,
-            repeats=options.repeats or (2 if options.quick else 10),
+            repeats=options.repeats or (2 if options.quick else 20),
             arms=tuple(options.arms),
             quick=options.quick,
             device_type=options.device_type,

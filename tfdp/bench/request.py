@@ -28,7 +28,7 @@ class Request:
 
     case_name: str
     devices: int = 2
-    repeats: int = 10
+    repeats: int = 20
     arms: tuple[str, ...] = ()
     quick: bool = False
     device_type: str = "cpu"

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from tfdp.bench.cases import STOCK_DEFAULT, Case
-from tfdp.bench.results import CaseResult, relative_speed, spread
+from tfdp.bench.results import CaseResult, Spread, relative_speed, spread
 from tfdp.bench.runner import Failure, Report
 
 __all__ = ["format_cases", "format_failure", "format_heading", "format_result"]
@@ -41,7 +41,10 @@ def format_heading(report: Report) -> str:
 
 
 def format_result(result: CaseResult) -> str:
-    """One case: a line per arm with its median, spread and ratios."""
+    """One case: a line per arm with its median, spread and ratios.
+
+    Brackets hold the quartiles: half of the repeats lie between them.
+    """
     if result.suite == "train":
         unit = "images/s"
         figures = {n: spread(arm.items_per_second) for n, arm in result.arms.items()}
@@ -56,11 +59,13 @@ def format_result(result: CaseResult) -> str:
         for reference in dict.fromkeys([STOCK_DEFAULT, result.best_stock])
         if reference is not None and reference in result.arms
     ]
-    rows = [("arm", unit, "min .. max", *(f"times {name}" for name in references))]
+    ratio_titles = [f"times as fast as {reference}" for reference in references]
+    rows = [("arm", unit, "min .. max", *ratio_titles)]
     for name, figure in figures.items():
         ratios = [_ratio(result, name, reference) for reference in references]
+        middle = _with_quartiles(figure, _number)
         span = f"{_number(figure.minimum)} .. {_number(figure.maximum)}"
-        rows.append((name, _number(figure.median), span, *ratios))
+        rows.append((name, middle, span, *ratios))
     left_out = [f"left out: {reason}" for reason in result.left_out.values()]
     return "\n".join([_title(result), _columns(rows), *left_out])
 
@@ -87,7 +92,12 @@ def _ratio(result: CaseResult, name: str, reference: str) -> str:
     if name == reference:
         return "1"
     ratio = spread(relative_speed(result.arms[name], result.arms[reference]))
-    return f"{ratio.median:.2f} ({ratio.minimum:.2f} .. {ratio.maximum:.2f})"
+    return _with_quartiles(ratio, "{:.2f}".format)
+
+
+def _with_quartiles(figure: Spread, show: Callable[[float], str]) -> str:
+    quartiles = f"({show(figure.lower_quartile)} .. {show(figure.upper_quartile)})"
+    return f"{show(figure.median)} {quartiles}"
 
 
 def _number(value: float) -> str:
