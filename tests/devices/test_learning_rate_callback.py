@@ -140,12 +140,15 @@ def test_a_wrapped_optimizer_shows_the_rate_of_the_inner_one(wrapped):
     np.testing.assert_allclose(history.history["learning_rate"], 0.01, rtol=1e-6)
 
 
-def test_a_multi_optimizer_gives_one_rate_each():
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_multi_optimizer_gives_one_rate_each(wrapped):
     kernels = keras.optimizers.SGD(0.01, name="kernels")
     others = keras.optimizers.SGD(0.02, name="others")
     optimizer = keras.optimizers.MultiOptimizer(
         lambda variable: kernels if variable.path.endswith("kernel") else others
     )
+    if wrapped:
+        optimizer = keras.optimizers.LossScaleOptimizer(optimizer)
     history = fit(make_model(optimizer), [LearningRateLogger()]).history
     np.testing.assert_allclose(history["learning_rate_kernels"], 0.01, rtol=1e-6)
     np.testing.assert_allclose(history["learning_rate_others"], 0.02, rtol=1e-6)

@@ -106,7 +106,7 @@ def test_default_exclusions_survive_as_none(form):
 def test_a_loaded_model_goes_on_where_it_stopped(form, tmp_path):
     x, y = make_data()
     model = make_model()
-    model.compile(FORMS[form](), loss="mse")
+    model.compile(FORMS[form](), loss="mse", jit_compile=False)
     model.fit(x, y, batch_size=4, shuffle=False, verbose=0)
     model.save(tmp_path / "model.keras")
     loaded = keras.models.load_model(tmp_path / "model.keras")
@@ -224,7 +224,9 @@ def test_compiled_by_xla_equals_eager(form):
     assert_close(result, apply_all(FORMS[form](), gradients))
 
 
-@every_form
+# Keras takes the global norm of sparse rows as they come, without summing those that
+# occur twice, so nvlamb clips a sparse gradient by another factor than a dense one.
+@pytest.mark.parametrize("form", UNCLIPPED)
 def test_sparse_gradients_equal_dense_ones(form):
     """Row 2 occurs twice: a norm over the rows as they come would be too small."""
     indices = tf.constant([2, 0, 2])
@@ -235,10 +237,6 @@ def test_sparse_gradients_equal_dense_ones(form):
     for keyword in ({}, {"gradient_accumulation_steps": 2}):
         result = apply_all(FORMS[form](**keyword), [[sparse, bias]] * 4)
         expected = apply_all(FORMS[form](**keyword), [[dense, bias]] * 4)
-        if form == "lamb-nvlamb":
-            # Keras takes the global norm of the sparse rows as they come, so the
-            # clipping differs; see docs/optimizers.md.
-            continue
         assert_close(result, expected)
 
 

@@ -139,7 +139,8 @@ class LAMB(LayerwiseOptimizer):
     def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
         """Updates one variable and its two moments."""
         weights = as_compute_tensor(variable)
-        update = self._adam_update(as_compute_tensor(gradient), variable)
+        gradient = as_compute_tensor(gradient, weights.dtype)
+        update = self._adam_update(gradient, variable)
         decay = self.decay_of(variable)
         # In the form keras the base class has already decayed the weights.
         if decay and self.form not in self.decoupled_forms:

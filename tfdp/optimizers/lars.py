@@ -140,8 +140,8 @@ class LARS(LayerwiseOptimizer):
 
     def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
         """Updates one variable and its momentum."""
-        gradient = as_compute_tensor(gradient)
         weights = as_compute_tensor(variable)
+        gradient = as_compute_tensor(gradient, weights.dtype)
         decay = self.decay_of(variable)
         decayed = gradient + decay * weights if decay else gradient
         rate = ops.cast(learning_rate, weights.dtype)

@@ -11,8 +11,8 @@ from keras import ops
 __all__ = ["as_compute_tensor", "l2_norm", "ratio_or_one"]
 
 
-def as_compute_tensor(value: Any) -> Any:
-    """`value` as a dense tensor of float32 or wider.
+def as_compute_tensor(value: Any, dtype: Any = None) -> Any:
+    """`value` as a dense tensor of `dtype`, by default of float32 or wider.
 
     The square of a float16 above 255 overflows and one below 2e-4 vanishes, and
     bfloat16 keeps 8 bits, so norms and updates are computed in float32 and only the
@@ -22,7 +22,7 @@ def as_compute_tensor(value: Any) -> Any:
     """
     if isinstance(value, tf.IndexedSlices):
         value = tf.convert_to_tensor(value)
-    dtype = keras.utils.standardize_dtype(value.dtype)
+    dtype = keras.utils.standardize_dtype(dtype or value.dtype)
     return ops.cast(value, "float32" if dtype in ("float16", "bfloat16") else dtype)
 
 
