@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from tfdp._tf import keras_batch, names
 from tfdp._tf.extended import DataParallelExtended
+from tfdp._tf.keras_losses import loss_replica_count
+from tfdp._tf.keras_optimizers import led_optimizers, optimizers_of
+from tfdp._tf.replica_run import sample_counts
 from tfdp.buckets import Bucket
 from tfdp.communication import Communication
 from tfdp.devices import find_devices
@@ -37,6 +40,9 @@ class DataParallelStrategy(tf.distribute.MirroredStrategy):
         None takes all GPUs, or all logical CPUs where there is no GPU.
       communication: how replicas exchange tensors; None for the defaults.
       shard: "none": every replica holds the whole model.
+      draws_per_replica: True: dropout, noise and augmentation layers draw differently
+        on every replica, reproducibly from their seed. False: identical draws, as
+        stock TensorFlow makes them.
 
     Raises:
       ConfigurationError: when an argument is not as above.
@@ -61,6 +67,7 @@ class DataParallelStrategy(tf.distribute.MirroredStrategy):
         *,
         communication: Communication | None = None,
         shard: str = "none",
+        draws_per_replica: bool = True,
     ):
         if shard not in SHARD_STAGES:
             raise ConfigurationError(
@@ -71,7 +78,11 @@ class DataParallelStrategy(tf.distribute.MirroredStrategy):
         cross_device_ops = HierarchicalAllReduce(communication)
         self._pipeline = cross_device_ops.pipeline(names_of_devices)
         extended = DataParallelExtended(
-            self, names_of_devices, self._pipeline, cross_device_ops
+            self,
+            names_of_devices,
+            self._pipeline,
+            cross_device_ops,
+            draws_per_replica=bool(draws_per_replica),
         )
         # MirroredStrategy's own constructor would make a stock extended.
         tf.distribute.Strategy.__init__(self, extended)
@@ -102,6 +113,42 @@ class DataParallelStrategy(tf.distribute.MirroredStrategy):
         """
         return self._pipeline.plan(gradients)
 
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """The number of replicas.
+
+        Keras' loss functions, which divide by it, get the replica's exact share of
+        the global batch instead (see `tfdp._tf.keras_losses`).
+        """
+        replicas = len(self.extended.worker_devices)
+        if replicas > 1 and not tf.distribute.in_cross_replica_context():
+            count = loss_replica_count(
+                self.extended.current_run, names.current_rank(), self._sum_scalar
+            )
+            if count is not None:
+                return count  # type: ignore[return-value]
+        return replicas
+
+    def run(
+        self,
+        fn: Callable,
+        args: Any = (),
+        kwargs: Any = None,
+        options: Any = None,
+    ) -> Any:
+        """Runs `fn` on every replica; see `tf.distribute.Strategy.run`.
+
+        Knows how many samples each replica gets, and, when `fn` is a model's method,
+        the model's optimizers: gradients are reduced before they are clipped.
+        """
+        run = sample_counts((args, kwargs or {}), len(self.extended.worker_devices))
+        outer, self.extended.current_run = self.extended.current_run, run
+        try:
+            with led_optimizers(optimizers_of(getattr(fn, "__self__", None)), run):
+                return super().run(fn, args, kwargs, options)
+        finally:
+            self.extended.current_run = outer
+
     def reduce(self, reduce_op: Any, value: Any, axis: int | None = None) -> Any:
         """Reduces `value` across replicas; see `tf.distribute.Strategy.reduce`.
 
@@ -112,6 +159,10 @@ class DataParallelStrategy(tf.distribute.MirroredStrategy):
         if names.called_from_keras_build():
             return keras_batch.representative_batch(value)
         return super().reduce(reduce_op, value, axis)
+
+    def _sum_scalar(self, value: tf.Tensor, rank: int) -> tf.Tensor:
+        context = tf.distribute.get_replica_context()
+        return context.all_reduce(tf.distribute.ReduceOp.SUM, value)
 
 
 def auto_strategy(**options: Any) -> tf.distribute.Strategy:

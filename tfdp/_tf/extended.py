@@ -13,8 +13,10 @@ from typing import Any, Protocol
 
 import tensorflow as tf
 
+from tfdp._tf.keras_optimizers import refuse_unled
 from tfdp._tf.names import MirroredExtended, MirroredVariable, current_rank
-from tfdp._tf.replica_invariance import is_same_on_every_replica
+from tfdp._tf.replica_run import ReplicaRun
+from tfdp._tf.variables import ReplicaMirroredVariable, SeedVariable, is_seed_state
 
 __all__ = ["DataParallelExtended", "ReplicaReducer"]
 
@@ -32,26 +34,6 @@ class ReplicaReducer(Protocol):
         """Replica 0's value, in replica context."""
 
 
-class ReplicaMirroredVariable(MirroredVariable):
-    """A mirrored variable whose first-replica-only updates need no `merge_call`.
-
-    Keras' counters are such variables. Stock TensorFlow goes to the cross-replica
-    context to hand replica 0's value out, which fails inside conditionals (float16
-    loss scaling, accumulation). Here the value is broadcast in replica context, or,
-    when it is made of the counter itself and constants, just used.
-    """
-
-    def _update_replica(self, update_fn: Callable, value: Any, **kwargs: Any) -> Any:
-        first_only = tf.VariableAggregation.ONLY_FIRST_REPLICA
-        if self.aggregation == first_only and not tf.executing_eagerly():
-            component = self._get_replica(current_rank())
-            if tf.is_tensor(value) and not is_same_on_every_replica(value, component):
-                reducer = self.distribute_strategy.extended.reducer
-                value = reducer.broadcast(value, current_rank())
-            return update_fn(component, value, **kwargs)
-        return super()._update_replica(update_fn, value, **kwargs)
-
-
 class DataParallelExtended(MirroredExtended):
     """`MirroredExtended` that reduces and updates in replica context.
 
@@ -60,6 +42,7 @@ class DataParallelExtended(MirroredExtended):
       devices: full device names, one per replica.
       reducer: moves tensors between replicas in replica context.
       cross_device_ops: reduces in cross-replica context, and in eager mode.
+      draws_per_replica: whether random layers draw apart on every replica.
     """
 
     def __init__(
@@ -68,8 +51,12 @@ class DataParallelExtended(MirroredExtended):
         devices: Sequence[str],
         reducer: ReplicaReducer,
         cross_device_ops: tf.distribute.CrossDeviceOps,
+        *,
+        draws_per_replica: bool = True,
     ):
         self.reducer = reducer
+        self.current_run = ReplicaRun(len(devices))
+        self._draws_per_replica = draws_per_replica
         super().__init__(
             strategy, devices=list(devices), cross_device_ops=cross_device_ops
         )
@@ -96,6 +83,7 @@ class DataParallelExtended(MirroredExtended):
     ) -> Any:
         if tf.executing_eagerly():
             return super()._replica_ctx_all_reduce(reduce_op, value, options)
+        refuse_unled(value)
         mean = reduce_op == tf.distribute.ReduceOp.MEAN
         flat = tf.nest.flatten(value)
         reduced = self.reducer.all_reduce(flat, current_rank(), mean=mean)
@@ -105,6 +93,8 @@ class DataParallelExtended(MirroredExtended):
         variable = super()._create_variable(next_creator, **kwargs)
         if type(variable) is not MirroredVariable:
             return variable
-        return ReplicaMirroredVariable(
+        own_draws = self._draws_per_replica and is_seed_state(variable)
+        variable_class = SeedVariable if own_draws else ReplicaMirroredVariable
+        return variable_class(
             variable.distribute_strategy, variable.values, variable.aggregation
         )

@@ -1,0 +1,123 @@
+"""The exact share of a replica's loss in the loss of the whole batch.
+
+Keras divides a replica's mean loss by the number of replicas R, which is right only
+when every replica has as many samples, and as much weight, as the others. It asks the
+strategy for R in two functions: `scale_loss_for_distribution`, right after a mean was
+taken, and `unscale_loss_for_distribution`, when a loss is reported. To these two, and
+to nobody else, the strategy answers with a number that knows better:
+
+    scale:    1 / R  becomes  D_r / D    D_r: what the replica's mean was divided by
+    unscale:  R      becomes  N / n_r    n_r: samples; Keras weights reports by n_r
+
+With S_r the replica's sum, scale gives S_r / D, whose sum over replicas is the loss of
+the whole batch, for masked and weighted means as well as plain ones. Unscale gives
+(S_r / D) (N / n_r), whose mean weighted by n_r is the same. The factor stands on the
+loss, before backprop: behind it, replicas that depend on each other (synchronised batch
+normalization) would get wrong gradients.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import tensorflow as tf
+
+from tfdp._tf.replica_run import ReplicaRun
+
+__all__ = ["LossReplicaCount", "loss_replica_count"]
+
+LOSS_MODULE = "keras.src.losses.loss"
+SCALE = "scale_loss_for_distribution"
+UNSCALE = "unscale_loss_for_distribution"
+
+SumOverReplicas = Callable[[tf.Tensor, int], tf.Tensor]
+
+
+# A float, because Python asks a subclass of float first when it divides 1.0 by it.
+class LossReplicaCount(float):
+    """R, which divides and casts to the exact factors of one replica's loss."""
+
+    fraction: tf.Tensor | None = None
+    report_factor: tf.Tensor | None = None
+
+    def __rtruediv__(self, other: Any) -> Any:
+        if self.fraction is None:
+            return other / float(self)
+        return other * self.fraction
+
+    def __tf_tensor__(self, dtype: Any = None, name: Any = None) -> tf.Tensor:
+        value = float(self) if self.report_factor is None else self.report_factor
+        return tf.convert_to_tensor(value, dtype=dtype, name=name)
+
+
+def loss_replica_count(
+    run: ReplicaRun, rank: int, sum_over_replicas: SumOverReplicas
+) -> LossReplicaCount | None:
+    """The answer to Keras' loss functions; None when somebody else asks.
+
+    Args:
+      run: the strategy's current run.
+      rank: the calling replica.
+      sum_over_replicas: all-reduces a scalar; called at most once per masked or
+        weighted loss, never for a plain mean.
+    """
+    asker = sys._getframe(2)
+    if asker.f_globals.get("__name__") != LOSS_MODULE:
+        return None
+    if asker.f_code.co_name == SCALE:
+        run.scaled_losses.add(rank)
+        count = LossReplicaCount(run.replicas)
+        count.fraction = _fraction(run, rank, asker.f_back, sum_over_replicas)
+        return count
+    if asker.f_code.co_name == UNSCALE:
+        count = LossReplicaCount(run.replicas)
+        if not run.is_even and _is_weighted_by_samples(asker.f_back):
+            count.report_factor = tf.math.divide_no_nan(
+                tf.cast(run.total, tf.float32), tf.cast(run.count_of(rank), tf.float32)
+            )
+        return count
+    return None
+
+
+def _fraction(
+    run: ReplicaRun,
+    rank: int,
+    reducer: FrameType | None,
+    sum_over_replicas: SumOverReplicas,
+) -> tf.Tensor | None:
+    """D_r / D, or None where it is 1 / R for sure."""
+    denominator = _weight_denominator(reducer)
+    if denominator is None:
+        return None if run.is_even else run.share_of(rank)
+    denominator = tf.stop_gradient(tf.cast(denominator, tf.float32))
+    total = sum_over_replicas(denominator, rank)
+    return tf.math.divide_no_nan(denominator, total)
+
+
+def _weight_denominator(reducer: FrameType | None) -> Any:
+    """What a mean over weights or unmasked entries was divided by; None: samples."""
+    if reducer is None or reducer.f_code.co_name != "reduce_values":
+        return None  # regularisation and add_loss: per sample
+    weights = reducer.f_locals.get("sample_weight")
+    if reducer.f_locals.get("reduction") == "mean_with_sample_weight":
+        return None if weights is None else tf.reduce_sum(weights)
+    outer = reducer.f_back
+    if outer is None or outer.f_code.co_name != "reduce_weighted_values":
+        return None
+    mask = outer.f_locals.get("mask")
+    return None if mask is None else tf.reduce_sum(tf.cast(mask, tf.float32))
+
+
+def _is_weighted_by_samples(reporter: FrameType | None) -> bool:
+    """Whether the report that follows is weighted by the replica's samples.
+
+    The model's loss always is. The loss of one of several outputs is only when the
+    prediction's batch size is known while the graph is built.
+    """
+    prediction = reporter.f_locals.get("y_p") if reporter is not None else None
+    if prediction is None:
+        return True
+    return tf.nest.flatten(prediction)[0].shape[0] is not None

@@ -1,0 +1,201 @@
+"""Stock Keras optimizers made exact: they get gradients that are already reduced.
+
+Keras clips, tests for infinities and then reduces. The other way round is right: a
+gradient is clipped, and found infinite, as a whole. While the strategy runs a step of a
+model, the model's own optimizers are led by instance attributes (no class is patched,
+and they are gone after the trace):
+
+    apply                     reduces first, then goes on with the reduced gradients
+    _all_reduce_sum_gradients returns them as they are
+
+With Keras' gradient accumulation the reduction stays where it was, once per K
+micro-steps and within a conditional; clipping is held back until after it, and the test
+for infinities agrees over the replicas, because all must take the same branch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+from keras.src.backend.common import global_state
+
+from tfdp._tf.names import current_rank
+from tfdp._tf.replica_run import ReplicaRun
+from tfdp.errors import ConfigurationError
+
+__all__ = ["led_optimizers", "optimizers_of", "refuse_unled"]
+
+CLIPPING = ("clipnorm", "global_clipnorm", "clipvalue")
+
+
+def optimizers_of(model: Any) -> list[keras.optimizers.Optimizer]:
+    """The optimizers that `model` holds: the compiled one and any of its attributes."""
+    if not isinstance(model, keras.Model):
+        return []
+    found = [getattr(model, "optimizer", None), *vars(model).values()]
+    unique: dict[int, keras.optimizers.Optimizer] = {}
+    for value in found:
+        if isinstance(value, keras.optimizers.Optimizer):
+            unique.setdefault(id(value), value)
+    return list(unique.values())
+
+
+@contextlib.contextmanager
+def led_optimizers(
+    optimizers: Sequence[keras.optimizers.Optimizer], run: ReplicaRun
+) -> Iterator[None]:
+    """While this lasts, `optimizers` reduce before they clip, test and update."""
+    with contextlib.ExitStack() as stack:
+        for optimizer in optimizers:
+            for target, attributes in _leads(optimizer, run):
+                stack.enter_context(_instance_attributes(target, attributes))
+        yield
+
+
+def refuse_unled(value: Sequence[Any]) -> None:
+    """Refuses a reduction asked by an optimizer that clips or tests before it.
+
+    Raises:
+      ConfigurationError: in a custom loop whose optimizer is not the model's own.
+    """
+    stack = global_state.get_global_attribute("name_scope_stack") or []
+    callers = [getattr(scope, "caller", None) for scope in stack]
+    optimizers = [c for c in callers if isinstance(c, keras.optimizers.Optimizer)]
+    for optimizer in optimizers:
+        if "_all_reduce_sum_gradients" in vars(optimizer) or "apply" in vars(optimizer):
+            return
+    for optimizer in optimizers:
+        set_options = [name for name in CLIPPING if getattr(optimizer, name, None)]
+        if set_options:
+            raise ConfigurationError(
+                f"The optimizer {optimizer.name!r} has {set_options[0]} set and is "
+                "used in a custom loop: Keras would clip each replica's gradient before "
+                "they are added, which is another update than on one device. Use "
+                "model.fit, or run a method of the model that owns the optimizer, or "
+                "wrap it: tfdp.DistributedOptimizer(optimizer)."
+            )
+
+
+def _leads(
+    optimizer: keras.optimizers.Optimizer, run: ReplicaRun
+) -> Iterator[tuple[Any, dict[str, Any]]]:
+    """The instance attributes that lead `optimizer`, object by object."""
+    if getattr(optimizer, "reduces_gradients", False):
+        return  # DistributedOptimizer does all of this itself
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    if inner.gradient_accumulation_steps:
+        if inner is not optimizer:
+            yield (
+                optimizer,
+                {"check_finite": functools.partial(_agree_finite, optimizer)},
+            )
+        held_back = dict.fromkeys(CLIPPING)
+        held_back["_all_reduce_sum_gradients"] = functools.partial(
+            _reduce_then_clip,
+            inner,
+            run,
+            {name: getattr(inner, name) for name in CLIPPING},
+        )
+        yield inner, held_back
+        return
+    yield optimizer, {"apply": functools.partial(_reduce_then_apply, optimizer, run)}
+    yield inner, {"_all_reduce_sum_gradients": lambda grads_and_vars: grads_and_vars}
+
+
+def _reduce_then_apply(
+    optimizer: keras.optimizers.Optimizer,
+    run: ReplicaRun,
+    gradients: Sequence[Any],
+    trainable_variables: Any = None,
+) -> Any:
+    original = type(optimizer).apply.__get__(optimizer)
+    variables = None if trainable_variables is None else list(trainable_variables)
+    gradients = list(gradients)
+    targets = variables or [None] * len(gradients)
+    # fp8 amax "gradients" are values to store, not slopes to add.
+    places = [
+        i
+        for i, (gradient, variable) in enumerate(zip(gradients, targets, strict=True))
+        if gradient is not None
+        and not getattr(variable, "overwrite_with_gradient", False)
+    ]
+    reduced = reduce_gradients([gradients[i] for i in places], run)
+    for place, gradient in zip(places, reduced, strict=True):
+        gradients[place] = gradient
+    return original(gradients, variables)
+
+
+def _reduce_then_clip(
+    optimizer: keras.optimizers.Optimizer,
+    run: ReplicaRun,
+    clipping: dict[str, Any],
+    grads_and_vars: Sequence[tuple[Any, Any]],
+) -> list[tuple[Any, Any]]:
+    pairs = list(grads_and_vars)
+    places = [i for i, (gradient, _) in enumerate(pairs) if gradient is not None]
+    reduced = reduce_gradients([pairs[i][0] for i in places], run)
+    with _instance_attributes(optimizer, clipping):
+        clipped = optimizer._clip_gradients(reduced)
+    for place, gradient in zip(places, clipped, strict=True):
+        pairs[place] = (gradient, pairs[place][1])
+    return pairs
+
+
+def reduce_gradients(gradients: Sequence[Any], run: ReplicaRun) -> list[Any]:
+    """The sum of the gradients over the replicas, with the replicas' own state.
+
+    Moving statistics that each replica updated on its own ride in the same buckets:
+    no launch of their own. They come back as the mean over all samples.
+    """
+    if not gradients:
+        return []
+    context = tf.distribute.get_replica_context()
+    rank = current_rank()
+    state = list(run.local_state.get(rank, {}).values())
+    run.local_state[rank] = {}
+    shares = [_weighted_state(variable, run, rank) for variable in state]
+    reduced = context.all_reduce(tf.distribute.ReduceOp.SUM, [*gradients, *shares])
+    for variable, value in zip(state, reduced[len(gradients) :], strict=True):
+        variable._get_replica(rank).assign(value)
+    return list(reduced[: len(gradients)])
+
+
+def _weighted_state(variable: Any, run: ReplicaRun, rank: int) -> tf.Tensor:
+    """This replica's share of a mean over samples; nothing when it has no sample."""
+    share = tf.cast(run.share_of(rank), variable.dtype)
+    value = variable._get_replica(rank).read_value()
+    # Statistics of no sample are not a number, and 0 times that is not 0.
+    return tf.where(share > 0, value * share, tf.zeros_like(value))
+
+
+def _agree_finite(
+    optimizer: keras.optimizers.Optimizer, gradients: Sequence[Any]
+) -> tf.Tensor:
+    mine = type(optimizer).check_finite(optimizer, gradients)
+    bad = tf.cast(tf.logical_not(mine), tf.float32)
+    context = tf.distribute.get_replica_context()
+    return context.all_reduce(tf.distribute.ReduceOp.SUM, bad) == 0.0
+
+
+@contextlib.contextmanager
+def _instance_attributes(target: Any, attributes: dict[str, Any]) -> Iterator[None]:
+    """Sets attributes in the instance's own dictionary, and restores it after.
+
+    The dictionary, not setattr: Keras' objects track what is set on them.
+    """
+    own = vars(target)
+    before = {name: own[name] for name in attributes if name in own}
+    own.update(attributes)
+    try:
+        yield
+    finally:
+        for name in attributes:
+            if name in before:
+                own[name] = before[name]
+            else:
+                own.pop(name, None)

@@ -1,0 +1,92 @@
+"""What one `strategy.run` knows of itself while its replicas are traced."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import tensorflow as tf
+
+from tfdp._tf.names import PerReplica
+
+__all__ = ["ReplicaRun", "rows_of", "sample_counts"]
+
+
+@dataclasses.dataclass
+class ReplicaRun:
+    """State of one call of `strategy.run`, shared by the threads of its replicas.
+
+    Args:
+      replicas: how many there are.
+      counts: the samples of each replica, as Python integers where the shapes say
+        so, else scalar int32 tensors; None when no batch was passed in.
+      total: their sum.
+    """
+
+    replicas: int
+    counts: list[Any] | None = None
+    total: Any = None
+    #: Ranks whose loss has been brought to its share of the global one.
+    scaled_losses: set[int] = dataclasses.field(default_factory=set)
+    #: By rank: mirrored float variables that the replica assigned to on its own.
+    local_state: dict[int, dict[int, Any]] = dataclasses.field(default_factory=dict)
+
+    @property
+    def is_even(self) -> bool:
+        """Whether every replica surely has the same number of samples."""
+        if self.counts is None:
+            return True
+        return (
+            all(isinstance(n, int) for n in self.counts) and len(set(self.counts)) == 1
+        )
+
+    def count_of(self, rank: int) -> Any:
+        """n_r: the samples of `rank`; 1 for each when no batch was passed in."""
+        return 1 if self.counts is None else self.counts[rank]
+
+    def share_of(self, rank: int) -> tf.Tensor:
+        """n_r / N: this replica's part of all samples, a float32 scalar."""
+        if self.is_even:
+            return tf.constant(1.0 / self.replicas)
+        return tf.math.divide_no_nan(
+            tf.cast(self.count_of(rank), tf.float32),
+            tf.cast(self.total, tf.float32),
+        )
+
+    def note_local_state(self, rank: int, variable: Any) -> None:
+        """Remembers that a replica changed its own copy of `variable`."""
+        self.local_state.setdefault(rank, {})[id(variable)] = variable
+
+
+def sample_counts(arguments: Any, replicas: int) -> ReplicaRun:
+    """A `ReplicaRun` with the samples that each replica finds in `arguments`.
+
+    All tensors of a batch have the samples as their first axis; the first one that
+    differs between replicas tells.
+    """
+    run = ReplicaRun(replicas)
+    batch = next(
+        (
+            value
+            for value in tf.nest.flatten(arguments)
+            if isinstance(value, PerReplica)
+            and all(getattr(part.shape, "rank", None) for part in value.values)
+        ),
+        None,
+    )
+    if batch is not None:
+        run.counts = [rows_of(part) for part in batch.values]
+        if all(isinstance(n, int) for n in run.counts):
+            run.total = sum(run.counts)
+        else:
+            run.total = tf.add_n([tf.cast(n, tf.int32) for n in run.counts])
+    return run
+
+
+def rows_of(part: Any) -> Any:
+    """The length of the first axis: an integer when known, else an int32 scalar."""
+    if isinstance(part, tf.RaggedTensor):
+        return tf.cast(part.nrows(), tf.int32)
+    if isinstance(part, tf.SparseTensor):
+        return tf.cast(part.dense_shape[0], tf.int32)
+    return part.shape[0] if part.shape[0] is not None else tf.shape(part)[0]

@@ -1,0 +1,89 @@
+"""Mirrored variables that are updated, and drawn from, within each replica."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from tfdp._tf.names import MirroredVariable, current_rank
+from tfdp._tf.replica_invariance import is_same_on_every_replica
+
+__all__ = ["ReplicaMirroredVariable", "SeedVariable", "is_seed_state"]
+
+# 2^32 divided by the golden ratio: multiples of it are far apart modulo 2^32.
+SEED_STRIDE = 0x9E3779B9
+
+
+class ReplicaMirroredVariable(MirroredVariable):
+    """A mirrored variable whose first-replica-only updates need no `merge_call`.
+
+    Keras' counters are such variables. Stock TensorFlow goes to the cross-replica
+    context to hand replica 0's value out, which fails inside conditionals (float16
+    loss scaling, accumulation). Here the value is broadcast in replica context, or,
+    when it is made of the counter itself and constants, just used.
+
+    Float variables that a replica assigns to on its own (moving statistics) are noted,
+    so that the replicas' values can be brought together with the gradients.
+    """
+
+    def _update_replica(self, update_fn: Callable, value: Any, **kwargs: Any) -> Any:
+        extended = self.distribute_strategy.extended
+        if self.aggregation == tf.VariableAggregation.NONE and self.dtype.is_floating:
+            extended.current_run.note_local_state(current_rank(), self)
+        first_only = tf.VariableAggregation.ONLY_FIRST_REPLICA
+        if self.aggregation == first_only and not tf.executing_eagerly():
+            component = self._get_replica(current_rank())
+            if tf.is_tensor(value) and not is_same_on_every_replica(value, component):
+                value = extended.reducer.broadcast(value, current_rank())
+            return update_fn(component, value, **kwargs)
+        return super()._update_replica(update_fn, value, **kwargs)
+
+
+class SeedVariable(ReplicaMirroredVariable):
+    """The state of a random generator: stored alike, seen apart.
+
+    Replica r reads `stored + r * SEED_STRIDE` in the first word and writes back what
+    it was given minus that, so every replica draws numbers of its own while the stored
+    state stays the same everywhere and goes into files as that of one device. Replica
+    0 draws what one device would.
+    """
+
+    def _offset(self) -> tf.Tensor | None:
+        context = tf.distribute.get_replica_context()
+        if context is None or context.strategy is not self.distribute_strategy:
+            return None
+        word = current_rank() * SEED_STRIDE % 2**32
+        return tf.constant([word, 0], dtype=self.dtype) if word else None
+
+    def _get(self) -> Any:
+        offset = self._offset()
+        stored = super()._get()
+        return stored if offset is None else stored.read_value() + offset
+
+    def value(self) -> tf.Tensor:
+        """The state as this replica sees it."""
+        return tf.identity(self._get())
+
+    read_value = value
+
+    def _dense_var_to_tensor(
+        self, dtype: Any = None, name: Any = None, as_ref: bool = False
+    ) -> tf.Tensor:
+        return tf.convert_to_tensor(self._get(), dtype=dtype, name=name)
+
+    def _update_replica(self, update_fn: Callable, value: Any, **kwargs: Any) -> Any:
+        offset = self._offset()
+        if offset is not None:
+            value = tf.cast(value, self.dtype) - offset
+        return super()._update_replica(update_fn, value, **kwargs)
+
+
+def is_seed_state(variable: MirroredVariable) -> bool:
+    """Whether `variable` is the state of a `keras.random.SeedGenerator`."""
+    return (
+        variable.dtype == tf.uint32
+        and variable.shape == (2,)
+        and "seed_generator_state" in variable.name
+    )
