@@ -14,23 +14,37 @@ from typing import TYPE_CHECKING, Any
 from tfdp._version import __version__
 
 if TYPE_CHECKING:
-    from tfdp import callbacks, data, errors, optimizers, schedules
+    from tfdp import (
+        callbacks,
+        data,
+        errors,
+        layers,
+        losses,
+        optimizers,
+        schedules,
+        testing,
+    )
     from tfdp.communication import Communication
     from tfdp.devices import use_virtual_devices
     from tfdp.hierarchical import HierarchicalAllReduce
+    from tfdp.optimizer import DistributedOptimizer
     from tfdp.strategy import DataParallelStrategy, auto_strategy
 
 # Public name -> module that defines it. A name mapped to its own module is one.
 _PUBLIC = {
     "Communication": "tfdp.communication",
     "DataParallelStrategy": "tfdp.strategy",
+    "DistributedOptimizer": "tfdp.optimizer",
     "HierarchicalAllReduce": "tfdp.hierarchical",
     "auto_strategy": "tfdp.strategy",
     "callbacks": "tfdp.callbacks",
     "data": "tfdp.data",
     "errors": "tfdp.errors",
+    "layers": "tfdp.layers",
+    "losses": "tfdp.losses",
     "optimizers": "tfdp.optimizers",
     "schedules": "tfdp.schedules",
+    "testing": "tfdp.testing",
     "use_virtual_devices": "tfdp.devices",
 }
 # These load without TensorFlow.

@@ -12,6 +12,7 @@ __all__ = [
     "ConfigurationError",
     "DataError",
     "DeviceError",
+    "LocalMeanWarning",
     "MissingDependencyError",
     "ScopeError",
     "TfdpError",
@@ -47,3 +48,7 @@ class DataError(TfdpError, ValueError):
 
 class MissingDependencyError(TfdpError, ImportError):
     """A package that an optional part of tfdp needs is not installed."""
+
+
+class LocalMeanWarning(UserWarning):
+    """A loss looks like a mean over the local batch that nobody scaled."""

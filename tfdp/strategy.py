@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from tfdp._tf import keras_batch, names
+from tfdp._tf import keras_batch, names, scope_checks
 from tfdp._tf.extended import DataParallelExtended
-from tfdp._tf.keras_losses import loss_replica_count
+from tfdp._tf.keras_losses import loss_replica_count, why_loss_seems_local
 from tfdp._tf.keras_optimizers import led_optimizers, optimizers_of
-from tfdp._tf.replica_run import sample_counts
+from tfdp._tf.replica_run import ReplicaRun, sample_counts
 from tfdp.buckets import Bucket
 from tfdp.communication import Communication
 from tfdp.devices import find_devices
-from tfdp.errors import ConfigurationError
+from tfdp.errors import ConfigurationError, LocalMeanWarning
 from tfdp.hierarchical import HierarchicalAllReduce
 from tfdp.topology import Topology
 
@@ -141,13 +143,19 @@ class DataParallelStrategy(tf.distribute.MirroredStrategy):
         Knows how many samples each replica gets, and, when `fn` is a model's method,
         the model's optimizers: gradients are reduced before they are clipped.
         """
+        model = getattr(fn, "__self__", None)
+        optimizers = optimizers_of(model)
+        scope_checks.check_model(model, optimizers, self)
         run = sample_counts((args, kwargs or {}), len(self.extended.worker_devices))
         outer, self.extended.current_run = self.extended.current_run, run
         try:
-            with led_optimizers(optimizers_of(getattr(fn, "__self__", None)), run):
-                return super().run(fn, args, kwargs, options)
+            with led_optimizers(optimizers, run):
+                result = super().run(fn, args, kwargs, options)
         finally:
             self.extended.current_run = outer
+        if optimizers:
+            self._warn_of_local_mean(model, fn, run)
+        return result
 
     def reduce(self, reduce_op: Any, value: Any, axis: int | None = None) -> Any:
         """Reduces `value` across replicas; see `tf.distribute.Strategy.reduce`.
@@ -156,9 +164,37 @@ class DataParallelStrategy(tf.distribute.MirroredStrategy):
         call gets one replica's batch instead: the mean of strings, sparse tensors or
         parts of different length does not exist.
         """
-        if names.called_from_keras_build():
+        model = names.model_built_by_caller()
+        if model is not None:
+            scope_checks.check_model(model, optimizers_of(model), self)
             return keras_batch.representative_batch(value)
         return super().reduce(reduce_op, value, axis)
+
+    def scope(self) -> contextlib.AbstractContextManager:
+        """The scope to make models in; see `tf.distribute.Strategy.scope`."""
+        scope_checks.check_not_nested(self)
+        return super().scope()
+
+    def experimental_distribute_dataset(self, dataset: Any, options: Any = None) -> Any:
+        """Splits global batches; see `tf.distribute.Strategy`."""
+        scope_checks.check_not_nested(self)
+        scope_checks.check_dataset(dataset)
+        return super().experimental_distribute_dataset(dataset, options)
+
+    def _warn_of_local_mean(self, model: Any, step: Callable, run: ReplicaRun) -> None:
+        why = why_loss_seems_local(model, step, run)
+        if why is None:
+            return
+        warnings.warn(
+            f"The loss of model {model.name!r} was not brought to its share of the "
+            f"global batch: {why}. The gradients of the {run.replicas} replicas are "
+            "added, so a mean over the local batch makes each update "
+            f"{run.replicas} times too large. If it is such a mean, take the gradient "
+            "of tfdp.losses.local_mean(loss); if it is a sum, or already divided by "
+            "the global batch, say so with tfdp.losses.local_sum(loss).",
+            LocalMeanWarning,
+            stacklevel=3,
+        )
 
     def _sum_scalar(self, value: tf.Tensor, rank: int) -> tf.Tensor:
         context = tf.distribute.get_replica_context()

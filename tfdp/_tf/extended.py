@@ -16,6 +16,7 @@ import tensorflow as tf
 from tfdp._tf.keras_optimizers import refuse_unled
 from tfdp._tf.names import MirroredExtended, MirroredVariable, current_rank
 from tfdp._tf.replica_run import ReplicaRun
+from tfdp._tf.scope_checks import check_component
 from tfdp._tf.variables import ReplicaMirroredVariable, SeedVariable, is_seed_state
 
 __all__ = ["DataParallelExtended", "ReplicaReducer"]
@@ -60,6 +61,22 @@ class DataParallelExtended(MirroredExtended):
         super().__init__(
             strategy, devices=list(devices), cross_device_ops=cross_device_ops
         )
+
+    def update(self, var: Any, fn: Callable, *args: Any, **kwargs: Any) -> Any:
+        """Updates a variable of this strategy; see `StrategyExtended.update`."""
+        check_component(var, self._container_strategy())
+        return super().update(var, fn, *args, **kwargs)
+
+    def colocate_vars_with(self, colocate_with_variable: Any) -> Any:
+        """Where slots go; see `StrategyExtended.colocate_vars_with`."""
+        check_component(colocate_with_variable, self._container_strategy())
+        return super().colocate_vars_with(colocate_with_variable)
+
+    def update_own_copy(self, variable: Any, fn: Callable, value: Any) -> None:
+        """Calls `fn(component, value)` with the calling replica's own component."""
+        component = variable._get_replica(current_rank())
+        with tf.device(component.device):
+            fn(component, value)
 
     def _make_collective_ops_with_fallbacks(self) -> tf.distribute.CrossDeviceOps:
         # The stock collectives share one set of keys among all strategies of the

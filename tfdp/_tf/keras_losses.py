@@ -23,11 +23,12 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from tfdp._tf.replica_run import ReplicaRun
 
-__all__ = ["LossReplicaCount", "loss_replica_count"]
+__all__ = ["LossReplicaCount", "loss_replica_count", "why_loss_seems_local"]
 
 LOSS_MODULE = "keras.src.losses.loss"
 SCALE = "scale_loss_for_distribution"
@@ -94,6 +95,7 @@ def _fraction(
         return None if run.is_even else run.share_of(rank)
     denominator = tf.stop_gradient(tf.cast(denominator, tf.float32))
     total = sum_over_replicas(denominator, rank)
+    run.denominators.setdefault(rank, []).append(total)
     return tf.math.divide_no_nan(denominator, total)
 
 
@@ -121,3 +123,22 @@ def _is_weighted_by_samples(reporter: FrameType | None) -> bool:
     if prediction is None:
         return True
     return tf.nest.flatten(prediction)[0].shape[0] is not None
+
+
+def why_loss_seems_local(model: Any, step: Any, run: ReplicaRun) -> str | None:
+    """Why the loss of a training step may be a mean over the local batch only.
+
+    Returns:
+      A clause for a message, or None when the loss was brought to its share, or is a
+      sum, so that adding the replicas' gradients is right.
+    """
+    if run.scaled_losses or run.replicas == 1 or step.__name__ != "train_step":
+        return None
+    if type(model).train_step is not keras.Model.train_step:
+        return "its train_step is its own and no Keras loss took a mean in it"
+    compiled = getattr(model, "_compile_loss", None)
+    losses = tf.nest.flatten(getattr(compiled, "_user_loss", None))
+    reductions = {getattr(loss, "reduction", "mean") for loss in losses if loss}
+    if reductions <= {"sum", "none", None}:
+        return None
+    return "its loss function returns a scalar, so Keras took no mean"

@@ -28,9 +28,17 @@ from tfdp._tf.names import current_rank
 from tfdp._tf.replica_run import ReplicaRun
 from tfdp.errors import ConfigurationError
 
-__all__ = ["led_optimizers", "optimizers_of", "refuse_unled"]
+__all__ = [
+    "led_optimizers",
+    "optimizers_of",
+    "reduce_gradients",
+    "refuse_unled",
+    "strategy_of",
+    "takes_reduced",
+]
 
 CLIPPING = ("clipnorm", "global_clipnorm", "clipvalue")
+ALREADY_REDUCED = {"_all_reduce_sum_gradients": lambda grads_and_vars: grads_and_vars}
 
 
 def optimizers_of(model: Any) -> list[keras.optimizers.Optimizer]:
@@ -43,6 +51,11 @@ def optimizers_of(model: Any) -> list[keras.optimizers.Optimizer]:
         if isinstance(value, keras.optimizers.Optimizer):
             unique.setdefault(id(value), value)
     return list(unique.values())
+
+
+def strategy_of(optimizer: keras.optimizers.Optimizer) -> tf.distribute.Strategy:
+    """The strategy under whose scope `optimizer` was made."""
+    return optimizer._distribution_strategy
 
 
 @contextlib.contextmanager
@@ -74,10 +87,10 @@ def refuse_unled(value: Sequence[Any]) -> None:
         if set_options:
             raise ConfigurationError(
                 f"The optimizer {optimizer.name!r} has {set_options[0]} set and is "
-                "used in a custom loop: Keras would clip each replica's gradient before "
-                "they are added, which is another update than on one device. Use "
-                "model.fit, or run a method of the model that owns the optimizer, or "
-                "wrap it: tfdp.DistributedOptimizer(optimizer)."
+                "used in a custom loop: Keras would clip each replica's gradient "
+                "before they are added, which is another update than on one device. "
+                "Use model.fit, or run a method of the model that owns the optimizer, "
+                "or wrap it: tfdp.DistributedOptimizer(optimizer)."
             )
 
 
@@ -104,7 +117,21 @@ def _leads(
         yield inner, held_back
         return
     yield optimizer, {"apply": functools.partial(_reduce_then_apply, optimizer, run)}
-    yield inner, {"_all_reduce_sum_gradients": lambda grads_and_vars: grads_and_vars}
+    yield inner, ALREADY_REDUCED
+
+
+@contextlib.contextmanager
+def takes_reduced(optimizer: keras.optimizers.Optimizer) -> Iterator[None]:
+    """While this lasts, `optimizer` does not reduce the gradients that it is given."""
+    with _instance_attributes(optimizer, ALREADY_REDUCED):
+        yield
+
+
+def _apply_as_it_is(
+    optimizer: keras.optimizers.Optimizer, run: ReplicaRun, *args: Any, **kwargs: Any
+) -> Any:
+    with run.updating():
+        return type(optimizer).apply(optimizer, *args, **kwargs)
 
 
 def _reduce_then_apply(
@@ -127,7 +154,8 @@ def _reduce_then_apply(
     reduced = reduce_gradients([gradients[i] for i in places], run)
     for place, gradient in zip(places, reduced, strict=True):
         gradients[place] = gradient
-    return original(gradients, variables)
+    with run.updating():
+        return original(gradients, variables)
 
 
 def _reduce_then_clip(

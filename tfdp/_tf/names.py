@@ -44,12 +44,12 @@ __all__ = [
     "MirroredExtended",
     "MirroredVariable",
     "PerReplica",
-    "called_from_keras_build",
     "common_devices",
     "current_rank",
     "graphs_inside",
     "is_loop_graph",
     "make_token",
+    "model_built_by_caller",
     "regroup_mirrored",
     "run_independently",
 ]
@@ -122,15 +122,17 @@ def is_loop_graph(graph: Any) -> bool:
     return isinstance(graph, (WhileBodyFuncGraph, WhileCondFuncGraph))
 
 
-def called_from_keras_build() -> bool:
-    """Whether the caller's caller is Keras' symbolic build of a model.
+def model_built_by_caller() -> Any:
+    """The model whose symbolic build is the caller's caller; None: another caller.
 
     Keras calls `strategy.reduce("MEAN", <a real batch>)` there, only to learn shapes
     and dtypes. It is told from a user's reduction by the calling function, because
     the arguments look the same and a user's reduction must stay a reduction.
     """
     frame = sys._getframe(2)
-    return (
+    if (
         frame.f_code.co_name == KERAS_BUILD_FUNCTION
         and frame.f_globals.get("__name__") == KERAS_TRAINER_MODULE
-    )
+    ):
+        return frame.f_locals.get("self")
+    return None

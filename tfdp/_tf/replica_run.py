@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 import tensorflow as tf
 
 from tfdp._tf.names import PerReplica
+from tfdp.errors import ScopeError
 
 __all__ = ["ReplicaRun", "rows_of", "sample_counts"]
 
@@ -30,6 +33,9 @@ class ReplicaRun:
     scaled_losses: set[int] = dataclasses.field(default_factory=set)
     #: By rank: mirrored float variables that the replica assigned to on its own.
     local_state: dict[int, dict[int, Any]] = dataclasses.field(default_factory=dict)
+    #: By rank: what the global batch's masked or weighted means were divided by.
+    denominators: dict[int, list[tf.Tensor]] = dataclasses.field(default_factory=dict)
+    _is_updating: bool = False
 
     @property
     def is_even(self) -> bool:
@@ -53,8 +59,30 @@ class ReplicaRun:
             tf.cast(self.total, tf.float32),
         )
 
+    @contextlib.contextmanager
+    def updating(self) -> Iterator[None]:
+        """While this lasts an optimizer updates: what it assigns is not local state."""
+        before, self._is_updating = self._is_updating, True
+        try:
+            yield
+        finally:
+            self._is_updating = before
+
+    def batch_weight(self, rank: int) -> tf.Tensor:
+        """What this global batch weighs beside others of the same accumulation.
+
+        The unmasked entries or weights where the one loss is a mean over those, else
+        the samples; 1 where nothing is known.
+        """
+        denominators = self.denominators.get(rank, [])
+        if len(denominators) == 1:
+            return denominators[0]
+        return tf.cast(1 if self.total is None else self.total, tf.float32)
+
     def note_local_state(self, rank: int, variable: Any) -> None:
         """Remembers that a replica changed its own copy of `variable`."""
+        if self._is_updating:
+            return
         self.local_state.setdefault(rank, {})[id(variable)] = variable
 
 
@@ -74,6 +102,12 @@ def sample_counts(arguments: Any, replicas: int) -> ReplicaRun:
         ),
         None,
     )
+    if batch is not None and len(batch.values) != replicas:
+        raise ScopeError(
+            f"This batch has parts for {len(batch.values)} replicas, the strategy has "
+            f"{replicas}: it was distributed by another strategy. Pass the plain "
+            "tf.data.Dataset to model.fit, or distribute it with this strategy."
+        )
     if batch is not None:
         run.counts = [rows_of(part) for part in batch.values]
         if all(isinstance(n, int) for n in run.counts):

@@ -83,7 +83,7 @@ class SeedVariable(ReplicaMirroredVariable):
 def is_seed_state(variable: MirroredVariable) -> bool:
     """Whether `variable` is the state of a `keras.random.SeedGenerator`."""
     return (
-        variable.dtype == tf.uint32
+        variable.dtype in (tf.int64, tf.uint32)
         and variable.shape == (2,)
         and "seed_generator_state" in variable.name
     )

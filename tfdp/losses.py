@@ -1,0 +1,72 @@
+"""What a hand-written loss is: a mean, or a sum, over the replica's samples.
+
+Losses of Keras say so themselves. A custom `train_step`, or a loss function that
+returns a scalar, does not; the two functions here say it.
+"""
+
+from __future__ import annotations
+
+import tensorflow as tf
+
+from tfdp._tf.current_run import current_run
+
+__all__ = ["local_mean", "local_sum"]
+
+
+def local_mean(loss: tf.Tensor) -> tf.Tensor:
+    """Brings a mean over this replica's samples to its share of the global mean.
+
+        loss * n_r / N      n_r: this replica's samples, N: those of all replicas
+
+    The gradients of all replicas are added, so their sum is then the gradient of the
+    mean over the global batch, however unevenly the samples lie. Outside a tfdp
+    strategy, and on one replica, the loss comes back as it is.
+
+    Args:
+      loss: a scalar, the mean over the samples of this replica.
+
+    Returns:
+      The scaled scalar; take its gradient.
+
+    Example, in a model's own `train_step`:
+
+    ```python
+    import keras
+    import tensorflow as tf
+    import tfdp
+
+    class Mine(keras.Model):
+        def train_step(self, data):
+            x, y = data
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean((self(x, training=True) - y) ** 2)
+                share = tfdp.losses.local_mean(loss)
+            variables = self.trainable_variables
+            self.optimizer.apply(tape.gradient(share, variables), variables)
+            return {"loss": loss}
+    ```
+    """
+    found = current_run()
+    if found is None:
+        return loss
+    run, rank = found
+    run.scaled_losses.add(rank)
+    return loss * tf.cast(run.share_of(rank), loss.dtype)
+
+
+def local_sum(loss: tf.Tensor) -> tf.Tensor:
+    """States that adding the replicas' losses gives the global one; changes nothing.
+
+    For sums over the samples, and for losses already divided by the global batch.
+
+    Args:
+      loss: a scalar.
+
+    Returns:
+      `loss`.
+    """
+    found = current_run()
+    if found is not None:
+        run, rank = found
+        run.scaled_losses.add(rank)
+    return loss
