@@ -1,0 +1,6 @@
+"""Layers whose result depends on the samples of all replicas."""
+
+from tfdp.layers.convert import convert_batch_normalization
+from tfdp.layers.sync_batch_normalization import SyncBatchNormalization
+
+__all__ = ["SyncBatchNormalization", "convert_batch_normalization"]
