@@ -23,6 +23,7 @@ LAYERS = {
     "cli": 5,
     "info": 5,
     "quiet_import": 5,
+    "report": 5,
     "": 4,
     "callbacks": 4,
     "data": 4,
