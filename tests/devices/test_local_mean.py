@@ -1,0 +1,112 @@
+"""Hand-written losses: noticed when they look local, exact when they say so."""
+
+import warnings
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfdp
+from tests.support.parity import (
+    classification_data,
+    dense_model,
+    largest_difference,
+    make_strategy,
+    train,
+)
+from tfdp.errors import LocalMeanWarning
+
+
+class HandWritten(keras.Model):
+    """A train_step of its own with a plain mean over the local batch."""
+
+    def __init__(self, state):
+        super().__init__()
+        self.inner = dense_model()
+        self.state_loss = state
+
+    def call(self, x):
+        return self.inner(x)
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            logits = self(x)
+            losses = tf.nn.sparse_softmax_cross_entropy_with_logits(y, logits)
+            loss = self.state_loss(tf.reduce_mean(losses))
+        variables = self.trainable_variables
+        self.optimizer.apply(tape.gradient(loss, variables), variables)
+        return {"loss": loss}
+
+
+def hand_written(state):
+    def build():
+        model = HandWritten(state)
+        model.build((None, 12))
+        return model
+
+    return build
+
+
+def test_a_plain_mean_is_noticed_and_names_the_remedy():
+    with pytest.warns(LocalMeanWarning, match=r"2 times too large.*local_mean"):
+        train(make_strategy(2), hand_written(lambda loss: loss), epochs=1)
+
+
+def test_a_local_mean_that_says_so_is_exact_on_uneven_batches():
+    data = classification_data(samples=53)
+    one, _ = train(None, hand_written(lambda loss: loss), data=data)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", LocalMeanWarning)
+        several, _ = train(
+            make_strategy(3), hand_written(tfdp.losses.local_mean), data=data
+        )
+    # 6 updates with a rate of 0.5 (momentum) on gradients below 3: see parity.py.
+    assert largest_difference(one, several) < 1e-5
+
+
+def test_a_loss_that_is_divided_already_is_left_alone():
+    data = classification_data(samples=48)
+    one, _ = train(None, hand_written(lambda loss: loss), data=data)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", LocalMeanWarning)
+        several, _ = train(
+            make_strategy(2),
+            hand_written(lambda loss: tfdp.losses.local_sum(loss / 2)),
+            data=data,
+        )
+        again, _ = train(None, hand_written(tfdp.losses.local_sum), data=data)
+    assert largest_difference(one, several) < 1e-5
+    assert largest_difference(one, again) == 0.0
+
+
+def scalar_loss(y_true, y_pred):
+    labels = tf.cast(tf.reshape(y_true, [-1]), tf.int32)
+    losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels, y_pred)
+    return tf.reduce_mean(losses)
+
+
+def test_a_loss_function_that_returns_a_scalar_is_noticed():
+    with pytest.warns(LocalMeanWarning, match="returns a scalar"):
+        train(make_strategy(2), loss=scalar_loss, epochs=1)
+
+
+@pytest.mark.parametrize("reduction", ["sum", None])
+def test_sums_are_not_suspected(reduction):
+    loss = keras.losses.SparseCategoricalCrossentropy(
+        from_logits=True, reduction=reduction
+    )
+    one, _ = train(None, loss=loss, optimizer=lambda: keras.optimizers.SGD(0.002))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", LocalMeanWarning)
+        several, _ = train(
+            make_strategy(2), loss=loss, optimizer=lambda: keras.optimizers.SGD(0.002)
+        )
+    # 8 updates of 0.002 * 24 rows * 3, off by 100 u or so each.
+    assert largest_difference(one, several) < 1e-5
+
+
+def test_outside_a_strategy_nothing_changes():
+    assert float(tfdp.losses.local_mean(tf.constant(3.0))) == 3.0
+    np.testing.assert_equal(float(tfdp.losses.local_sum(tf.constant(3.0))), 3.0)
