@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,6 +13,7 @@ import tensorflow as tf
 
 from tfdp._tf import keras_batch, names, scope_checks
 from tfdp._tf.extended import DataParallelExtended
+from tfdp._tf.jit_step import is_stock_train_step, jitted_train_step, take_over_jit
 from tfdp._tf.keras_losses import loss_replica_count, why_loss_seems_local
 from tfdp._tf.keras_optimizers import led_optimizers, optimizers_of
 from tfdp._tf.replica_run import ReplicaRun, sample_counts
@@ -77,6 +80,7 @@ class DataParallelStrategy(tf.distribute.MirroredStrategy):
                 f"Received: {shard!r}."
             )
         names_of_devices = find_devices(devices)
+        self._jit_models: weakref.WeakSet[Any] = weakref.WeakSet()
         cross_device_ops = HierarchicalAllReduce(communication)
         self._pipeline = cross_device_ops.pipeline(names_of_devices)
         extended = DataParallelExtended(
@@ -145,12 +149,15 @@ class DataParallelStrategy(tf.distribute.MirroredStrategy):
         """
         model = getattr(fn, "__self__", None)
         optimizers = optimizers_of(model)
+        step = fn
+        if model in self._jit_models and is_stock_train_step(fn):
+            step = functools.partial(jitted_train_step, model)
         scope_checks.check_model(model, optimizers, self)
         run = sample_counts((args, kwargs or {}), len(self.extended.worker_devices))
         outer, self.extended.current_run = self.extended.current_run, run
         try:
             with led_optimizers(optimizers, run):
-                result = super().run(fn, args, kwargs, options)
+                result = super().run(step, args, kwargs, options)
         finally:
             self.extended.current_run = outer
         if optimizers:
@@ -167,6 +174,8 @@ class DataParallelStrategy(tf.distribute.MirroredStrategy):
         model = names.model_built_by_caller()
         if model is not None:
             scope_checks.check_model(model, optimizers_of(model), self)
+            if len(self.extended.worker_devices) > 1 and take_over_jit(model):
+                self._jit_models.add(model)
             return keras_batch.representative_batch(value)
         return super().reduce(reduce_op, value, axis)
 

@@ -28,6 +28,9 @@ from tensorflow.python.distribute.values import (
 )
 from tensorflow.python.framework.device_spec import DeviceSpecV2 as DeviceSpec
 
+# Whether a graph is compiled by XLA.
+from tensorflow.python.ops import control_flow_util as _control_flow_util
+
 # Graphs of the bodies of loops: an exchange between replicas cannot sit in one.
 from tensorflow.python.ops.control_flow_v2_func_graphs import (
     WhileBodyFuncGraph,
@@ -47,6 +50,7 @@ __all__ = [
     "common_devices",
     "current_rank",
     "graphs_inside",
+    "in_compiled_function",
     "is_loop_graph",
     "make_token",
     "model_built_by_caller",
@@ -105,6 +109,12 @@ def run_independently(op: tf.Operation) -> None:
     manager = tf.compat.v1.get_default_graph().experimental_acd_manager
     if manager is not None:
         manager.run_independently(op)
+
+
+def in_compiled_function() -> bool:
+    """Whether the graph being built goes to XLA as a whole (`jit_compile=True`)."""
+    graph = tf.compat.v1.get_default_graph()
+    return bool(_control_flow_util.GraphOrParentsInXlaContext(graph))
 
 
 def graphs_inside(outer: Any) -> list[Any]:

@@ -59,8 +59,18 @@ class Engine(abc.ABC):
         """The number of this exchange; the same on every replica that takes part.
 
         Raises:
-          CollectiveError: inside a `tf.while_loop` within the replica function.
+          CollectiveError: inside a `tf.while_loop` within the replica function, or
+            inside a function that XLA compiles.
         """
+        if names.in_compiled_function():
+            raise CollectiveError(
+                "An exchange between replicas was built inside a function compiled by "
+                "XLA (jit_compile=True), where it cannot run. Masked or weighted mean "
+                "losses, synchronized batch normalization, train_on_batch and a "
+                "train_step of your own need one there: compile with "
+                "jit_compile=False, or keep the exchange outside the compiled "
+                "function."
+            )
         if any(names.is_loop_graph(g) for g in names.graphs_inside(self._run_graph)):
             raise CollectiveError(
                 "An exchange between replicas (gradients, all_reduce, synchronized "

@@ -1,0 +1,116 @@
+"""jit_compile=True: XLA compiles each replica's compute, exchanges stay outside."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tests.support.parity import (
+    classification_data,
+    dense_model,
+    make_strategy,
+)
+from tfdp.errors import CollectiveError
+
+
+def train(strategy, build=dense_model, jit_compile=True, samples=53, loss=None):
+    x, y = classification_data(samples=samples)
+    with (strategy or tf.distribute.get_strategy()).scope():
+        model = build()
+        model.compile(
+            keras.optimizers.SGD(0.05, momentum=0.9, global_clipnorm=0.5),
+            loss or keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+            metrics=["accuracy"],
+            jit_compile=jit_compile,
+        )
+    history = model.fit(x, y, batch_size=24, epochs=2, shuffle=False, verbose=0)
+    return model, history.history
+
+
+@pytest.mark.parametrize("replicas, options", [(2, {}), (4, {"hierarchy": (2, 2)})])
+def test_compiled_replicas_equal_one_device(replicas, options):
+    one, history_one = train(None, jit_compile=False)
+    several, history = train(make_strategy(replicas, **options))
+    for a, b in zip(one.weights, several.weights, strict=True):
+        # XLA fuses and so rounds elsewhere: 6 updates of 0.5 * 0.5 (clipped), with
+        # sums of up to 33 terms in each: 6 * 0.25 * 66 u.
+        np.testing.assert_allclose(a.numpy(), b.numpy(), rtol=0, atol=1e-5)
+    np.testing.assert_allclose(history["loss"], history_one["loss"], rtol=1e-5)
+    assert history["accuracy"] == pytest.approx(history_one["accuracy"])
+
+
+def test_each_replica_has_a_compiled_function_and_no_exchange_in_it():
+    strategy = make_strategy(2, engine="tensorflow")
+    model, _ = train(strategy)
+    x, y = classification_data(samples=24)
+    dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(24)
+    batch = next(iter(strategy.experimental_distribute_dataset(dataset)))
+
+    @tf.function
+    def step(data):
+        return strategy.run(model.train_step, args=(data,))
+
+    graph = step.get_concrete_function(batch).graph
+    calls = [
+        op
+        for op in graph.get_operations()
+        if op.type in ("PartitionedCall", "StatefulPartitionedCall")
+        and op.get_attr("_XlaMustCompile")
+    ]
+    assert sorted(op.device[-5:] for op in calls) == ["CPU:0", "CPU:1"]
+    for op in calls:
+        body = op.graph._get_function(op.get_attr("f").name).cached_definition
+        kinds = {node.op for node in body.node_def}
+        assert "MatMul" in kinds
+        assert not any(kind.startswith("Collective") for kind in kinds)
+
+
+def test_dropout_and_batch_normalization_compile():
+    def build():
+        keras.utils.set_random_seed(1)
+        return keras.Sequential(
+            [
+                keras.Input((12,)),
+                keras.layers.Dense(8),
+                keras.layers.BatchNormalization(),
+                keras.layers.Dropout(0.5),
+                keras.layers.Dense(5),
+            ]
+        )
+
+    model, history = train(make_strategy(2), build)
+    assert np.isfinite(history["loss"]).all()
+    for variable in model.non_trainable_variables:
+        copies = [component.numpy() for component in variable.value.values]
+        np.testing.assert_array_equal(copies[0], copies[1])
+
+
+def test_an_exchange_inside_is_refused():
+    loss = keras.losses.SparseCategoricalCrossentropy(
+        from_logits=True, reduction="mean_with_sample_weight"
+    )
+    x, y = classification_data(samples=24)
+    with make_strategy(2).scope():
+        model = dense_model()
+        model.compile("sgd", loss, jit_compile=True)
+    with pytest.raises(CollectiveError, match="jit_compile=False"):
+        model.fit(x, y, sample_weight=np.ones(24), batch_size=24, verbose=0)
+
+
+def test_activation_checkpointing_composes():
+    def build():
+        keras.utils.set_random_seed(3)
+        with keras.RematScope(mode="activations"):
+            return keras.Sequential(
+                [
+                    keras.Input((12,)),
+                    keras.layers.Dense(33, activation="tanh"),
+                    keras.layers.Dense(5),
+                ]
+            )
+
+    one, _ = train(None, build, jit_compile=False)
+    for jit_compile in (False, True):
+        several, _ = train(make_strategy(2), build, jit_compile=jit_compile)
+        for a, b in zip(one.weights, several.weights, strict=True):
+            np.testing.assert_allclose(a.numpy(), b.numpy(), rtol=0, atol=1e-5)
