@@ -7,6 +7,7 @@ instant. `python -m tfdp` and `python -m tfdp.cli` are the same program.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
@@ -48,9 +49,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     options = make_parser().parse_args(arguments)
     try:
-        return options.run(options)
+        code = options.run(options)
+        sys.stdout.flush()
+        return code
     except TfdpError as error:
         print(f"tfdp: {error}", file=sys.stderr)
+        return 1
+    except BrokenPipeError:
+        # The reader (`| head`) has left. Python would write to it once more at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except KeyboardInterrupt:
         return 130

@@ -1,11 +1,15 @@
 """The command line, as far as it goes without TensorFlow."""
 
 import json
+import os
 import re
+import subprocess
+import sys
 
 import pytest
 
 from tests.support.fresh_python import run_program, run_python
+from tests.support.package_source import REPOSITORY
 from tfdp import cli, info
 
 PROGRAM = """
@@ -74,6 +78,20 @@ def test_bad_arguments_are_refused(arguments, capsys):
 def test_a_case_outside_the_suite_is_refused(capsys):
     assert cli.main(["bench", "train", "--case", "allreduce-resnet50"]) == 2
     assert "tfdp bench --list" in capsys.readouterr().err
+
+
+def test_a_reader_that_has_left_gets_no_traceback():
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(
+        [sys.executable, "-m", "tfdp", "bench", "--list"],
+        cwd=REPOSITORY,
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (1, "")
 
 
 def test_info_without_tensorflow_says_what_to_install():

@@ -120,9 +120,9 @@ def run(options: argparse.Namespace) -> int:
         timeout_seconds=options.timeout_seconds,
         on_result=_show,
     )
-    print(format_heading(report))
     if options.json:
         write_json(options.json, report.to_json())
+    print(format_heading(report))
     return 1 if report.failures else 0
 
 
