@@ -80,6 +80,12 @@ def test_a_case_outside_the_suite_is_refused(capsys):
     assert "tfdp bench --list" in capsys.readouterr().err
 
 
+def test_a_report_that_could_not_be_written_is_refused_first(tmp_path, capsys):
+    missing = str(tmp_path / "missing" / "report.json")
+    assert cli.main(["bench", "--json", missing]) == 2
+    assert missing in capsys.readouterr().err
+
+
 def test_a_reader_that_has_left_gets_no_traceback():
     reader, writer = os.pipe()
     os.close(reader)

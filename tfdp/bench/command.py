@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import pathlib
 import shlex
 import sys
 
@@ -101,6 +102,10 @@ def run(options: argparse.Namespace) -> int:
     if options.list:
         print(format_cases(cases))
         return 0
+    # Before minutes of measuring, not after.
+    if options.json and not pathlib.Path(options.json).absolute().parent.is_dir():
+        print(f"--json {options.json}: there is no such folder", file=sys.stderr)
+        return 2
     requests = [
         Request(
             case_name=case.name,
