@@ -12,7 +12,7 @@ from tfdp.layers.moments import (
     Moments,
     at_least_one,
     broadcast_channels,
-    other_axes,
+    channel_sums,
 )
 from tfdp.layers.replica_group import ReplicaGroup
 
@@ -64,7 +64,6 @@ def normalize(
     Source: S. Ioffe, C. Szegedy, "Batch Normalization", 2015, arXiv 1502.03167,
     algorithm 1 and the equations of section 3 put together.
     """
-    axes = other_axes(x, axis)
 
     def spread(vector: tf.Tensor) -> tf.Tensor:
         return broadcast_channels(vector, x, axis)
@@ -82,8 +81,8 @@ def normalize(
             # From x again, and not kept from the forward pass: one tensor less to
             # hold, and the way on which second derivatives reach x.
             xhat = (x - spread(moments.mean)) * spread(inverse)
-            sums = [tf.reduce_sum(dy, axes), tf.reduce_sum(dy * xhat, axes)]
-            sums = [tf.ensure_shape(s, scale.shape) for s in sums]
+            channels = scale.shape[0]
+            sums = [channel_sums(part, axis, channels) for part in (dy, dy * xhat)]
             totals = group.sum_within(tf.concat(sums, axis=0))
             divisor = at_least_one(moments.count)
             mean_dy, mean_dy_xhat = (s / divisor for s in tf.split(totals, 2))
