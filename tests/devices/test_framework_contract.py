@@ -1,0 +1,67 @@
+"""What tfdp relies on inside Keras and TensorFlow: says first when a version moves it.
+
+The names themselves are imported in `tfdp/_tf`; here stand the facts about them.
+"""
+
+import inspect
+
+import keras
+import pytest
+import tensorflow as tf
+from keras.src.backend.tensorflow import trainer as keras_trainer
+from keras.src.losses import loss as keras_loss
+
+from tests.support.parity import make_strategy
+from tfdp._tf import keras_losses, keras_optimizers, names
+
+
+def test_keras_asks_for_a_batch_in_the_function_that_is_recognised():
+    assert keras_trainer.__name__ == names.KERAS_TRAINER_MODULE
+    build = getattr(keras_trainer.TensorFlowTrainer, names.KERAS_BUILD_FUNCTION)
+    assert "self.distribute_strategy.reduce" in inspect.getsource(build)
+
+
+def test_keras_scales_losses_in_the_functions_that_are_recognised():
+    assert keras_loss.__name__ == keras_losses.LOSS_MODULE
+    for name in (keras_losses.SCALE, keras_losses.UNSCALE):
+        source = inspect.getsource(getattr(keras_loss, name))
+        assert "tf.distribute.get_strategy().num_replicas_in_sync" in source
+    reduce_values = keras_loss.reduce_values.__code__
+    assert {"sample_weight", "reduction"} <= set(reduce_values.co_varnames)
+    assert keras_losses.SCALE in reduce_values.co_names
+    weighted = keras_loss.reduce_weighted_values.__code__
+    assert "mask" in weighted.co_varnames
+    assert "reduce_values" in weighted.co_names
+
+
+def test_keras_optimizers_have_what_is_led():
+    sgd = keras.optimizers.SGD()
+    for name in ("apply", "_all_reduce_sum_gradients", "_clip_gradients"):
+        assert callable(getattr(sgd, name))
+    for name in keras_optimizers.CLIPPING:
+        assert hasattr(sgd, name)
+    assert callable(keras.optimizers.LossScaleOptimizer(sgd).check_finite)
+
+
+def test_seed_generators_keep_their_state_in_a_recognised_variable():
+    from tfdp._tf.variables import SeedVariable
+
+    with make_strategy(2).scope():
+        dropout = keras.layers.Dropout(0.5)
+    assert type(dropout.seed_generator.state.value) is SeedVariable
+
+
+def test_a_float_subclass_divides_first():
+    """Python asks a subclass of float before float itself; the loss count needs it."""
+    count = keras_losses.LossReplicaCount(4)
+    count.fraction = tf.constant(0.75)
+    assert float(1.0 / count) == 0.75
+    assert count > 1
+    count.report_factor = tf.constant(3.0)
+    assert float(keras.ops.cast(count, "float32")) == 3.0
+
+
+@pytest.mark.parametrize("package", [tf, keras])
+def test_the_checked_versions_are_said(package):
+    name = package.__name__.split(".")[0]
+    assert names.CHECKED_VERSIONS[name].count(".") == 2
