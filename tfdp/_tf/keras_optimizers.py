@@ -100,30 +100,40 @@ def _leads(
     """The instance attributes that lead `optimizer`, object by object."""
     if getattr(optimizer, "reduces_gradients", False):
         return  # DistributedOptimizer does all of this itself
-    inner = getattr(optimizer, "inner_optimizer", optimizer)
-    if inner.gradient_accumulation_steps:
-        if inner is not optimizer:
-            yield (
-                optimizer,
-                {"check_finite": functools.partial(_agree_finite, optimizer)},
-            )
-        held_back = dict.fromkeys(CLIPPING)
-        held_back["_all_reduce_sum_gradients"] = functools.partial(
-            _reduce_then_clip,
-            inner,
-            run,
-            {name: getattr(inner, name) for name in CLIPPING},
+    leaves = _leaves(optimizer)
+    if not any(leaf.gradient_accumulation_steps for leaf in leaves):
+        yield (
+            optimizer,
+            {"apply": functools.partial(_reduce_then_apply, optimizer, run)},
         )
-        yield inner, held_back
+        for leaf in leaves:
+            yield leaf, ALREADY_REDUCED
         return
-    yield optimizer, {"apply": functools.partial(_reduce_then_apply, optimizer, run)}
-    yield inner, ALREADY_REDUCED
+    led: dict[str, Any] = {"apply": functools.partial(_apply_as_it_is, optimizer, run)}
+    if hasattr(optimizer, "inner_optimizer"):
+        led["check_finite"] = functools.partial(_agree_finite, optimizer)
+    yield optimizer, led
+    for leaf in leaves:
+        clipping = {name: getattr(leaf, name) for name in CLIPPING}
+        reduce = functools.partial(_reduce_then_clip, leaf, run, clipping)
+        held_back: dict[str, Any] = dict.fromkeys(CLIPPING)
+        yield leaf, held_back | {"_all_reduce_sum_gradients": reduce}
+
+
+def _leaves(
+    optimizer: keras.optimizers.Optimizer,
+) -> list[keras.optimizers.Optimizer]:
+    """The optimizers that reduce and update, within a loss scaler or a group."""
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    return list(getattr(inner, "optimizers", None) or [inner])
 
 
 @contextlib.contextmanager
 def takes_reduced(optimizer: keras.optimizers.Optimizer) -> Iterator[None]:
     """While this lasts, `optimizer` does not reduce the gradients that it is given."""
-    with _instance_attributes(optimizer, ALREADY_REDUCED):
+    with contextlib.ExitStack() as stack:
+        for leaf in _leaves(optimizer):
+            stack.enter_context(_instance_attributes(leaf, ALREADY_REDUCED))
         yield
 
 
