@@ -26,6 +26,9 @@ from tensorflow.python.distribute.values import (
     MirroredVariable,
     PerReplica,
 )
+
+# Whether op determinism is on; the switch is public, the question is not.
+from tensorflow.python.framework import config as _config
 from tensorflow.python.framework.device_spec import DeviceSpecV2 as DeviceSpec
 
 # Whether a graph is compiled by XLA.
@@ -56,6 +59,7 @@ __all__ = [
     "model_built_by_caller",
     "regroup_mirrored",
     "run_independently",
+    "wants_determinism",
 ]
 
 # The versions whose sources these names were read in and run with.
@@ -91,6 +95,11 @@ def regroup_mirrored(parts: Sequence[Any]) -> Any:
 def current_rank() -> int:
     """This replica's rank, as a Python integer, in a replica context."""
     return int(tf.distribute.get_replica_context()._replica_id)
+
+
+def wants_determinism() -> bool:
+    """Whether the user switched TensorFlow's op determinism on."""
+    return bool(_config.is_op_determinism_enabled())
 
 
 def make_token(device: str) -> tf.Variable:

@@ -7,12 +7,15 @@ that without a copy and without leaving the replica context. Roots are spread ov
 replicas by size, so that all of them add.
 
 With two levels the sum is a tree: within each host to the host's leader, between the
-leaders, and back. Additions run in rank order, so results repeat bit for bit.
+leaders, and back. All replicas get the same bits. From run to run they repeat on two
+replicas always, and on more when TensorFlow's determinism is switched on
+(`tf.config.experimental.enable_op_determinism`): additions then run in rank order, two
+at a time, which reads and writes more memory.
 
-Where the danger is: every `Send` and `Recv` must be free of TensorFlow's automatic
-order (see `names.run_independently`), and a conditional that holds them must own a
-resource of this replica, or the conditionals of two replicas would be chained and wait
-for each other; `_touch_token` gives it one.
+Where the danger is: every `Send` must be free of TensorFlow's automatic order (see
+`names.run_independently`; `Recv` is free of it anyway), and a conditional that holds
+them must own a resource of this replica, or the conditionals of two replicas would be
+chained and wait for each other; `_touch_token` gives it one.
 """
 
 from __future__ import annotations
@@ -46,12 +49,14 @@ class InProcessEngine(Engine):
         self._key = next_group_key()
         self._root_bytes = dict.fromkeys(topology.all_ranks, 0)
         self._root_of_call: dict[int, int] = {}
+        self._touched: dict[tuple[int, int], tf.Graph] = {}
         self._tokens = [names.make_token(device) for device in self.devices]
 
     def begin_run(self) -> None:
         super().begin_run()
         self._root_bytes = dict.fromkeys(self.topology.all_ranks, 0)
         self._root_of_call = {}
+        self._touched = {}
 
     def all_reduce(self, tensor: tf.Tensor, rank: int) -> tf.Tensor:
         check_summable(tensor.dtype)
@@ -123,11 +128,13 @@ class InProcessEngine(Engine):
             tensor if peer == rank else self._receive(tensor, peer, rank, key)
             for peer in group
         ]
-        # Two at a time, in rank order. AddN would read each once, but it adds into
-        # whichever input nobody else holds at that moment, which changes the order
-        # of three or more and with it the last bit, from run to run.
         with tf.device(self.devices[rank]):
-            return functools.reduce(tf.add, parts)
+            if len(parts) > 2 and names.wants_determinism():
+                return functools.reduce(tf.add, parts)
+            # One pass over all parts. AddN adds into whichever part nobody else holds
+            # at that moment, so the order of three or more, and with it the last bit,
+            # may differ from run to run (never between replicas: one sum is shared).
+            return tf.add_n(parts)
 
     def _share_from(
         self,
@@ -179,7 +186,6 @@ class InProcessEngine(Engine):
                 recv_device=self.devices[target],
                 client_terminated=False,
             )
-        names.run_independently(tensor.op)
         shape = like.shape
         if partly and shape.rank is not None:
             shape = tf.TensorShape([None]).concatenate(shape[1:])
@@ -190,6 +196,10 @@ class InProcessEngine(Engine):
         return f"tfdp/{self._key}/{key}/{source}-{target}"
 
     def _touch_token(self, rank: int) -> None:
-        """Gives the graph being built a resource of this replica (see the top)."""
+        """Gives an inner graph a resource of this replica (see the top), once."""
+        graph = tf.compat.v1.get_default_graph()
+        if graph is self._run_graph or (rank, id(graph)) in self._touched:
+            return
+        self._touched[rank, id(graph)] = graph  # kept, so that its id stays its own
         with tf.device(self.devices[rank]):
             tf.raw_ops.VarIsInitializedOp(resource=self._tokens[rank].handle)

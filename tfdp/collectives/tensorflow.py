@@ -7,9 +7,10 @@ carries n/g bytes per device instead of n.
 
 The keys of an exchange are fixed while the graph is built, so that it can run inside
 conditionals and loops. TensorFlow remembers the shape that a key was first used with,
-so a tensor of unknown shape gets a group of its own and its size as the instance key. Each launch carries a resource of its device (the ordering
-token) so that conditionals of two replicas are not chained, and is marked independent,
-so that several buffers are in flight: a buffer waits for nothing but its own tensors.
+so a tensor of unknown shape gets a group of its own and its size as the instance key.
+Each launch carries a resource of its device (the ordering token) so that conditionals
+of two replicas are not chained, and is marked independent, so that several buffers are
+in flight: a buffer waits for nothing but its own tensors.
 Within one process NCCL launches are put in one order by TensorFlow's NcclManager.
 
 On CPUs TensorFlow has no reduce-scatter; an all-to-all and a local sum stand in for it,
