@@ -14,6 +14,7 @@ __all__ = [
     "DeviceError",
     "LocalMeanWarning",
     "MissingDependencyError",
+    "ParityError",
     "ScopeError",
     "TfdpError",
 ]
@@ -48,6 +49,14 @@ class DataError(TfdpError, ValueError):
 
 class MissingDependencyError(TfdpError, ImportError):
     """A package that an optional part of tfdp needs is not installed."""
+
+
+class ParityError(TfdpError, AssertionError):
+    """A model trains differently on N replicas than on one device."""
+
+    def __init__(self, *messages: object, report: object = None):
+        super().__init__(*messages)
+        self.report = report
 
 
 class LocalMeanWarning(UserWarning):

@@ -1,0 +1,84 @@
+"""How far two trainings may drift apart when only rounding differs.
+
+N replicas compute what one device does, in another order of summation: each sums over
+its own rows, then the sums are added. What that explains is measured and bounded.
+
+Measured: the one-device training is repeated ("twins") with the rows of every batch in
+another order, so that sums over the batch are taken in another order, and with the
+initial weights moved by one rounding each. The latter stands for sums within a row: a
+computed product Wx is the exact product of a W perturbed by rounding (Higham 2002,
+section 3.5), and N replicas round it differently because kernels block small batches in
+another way. The twins' steps go through the same layers and the same optimizer, so
+whatever amplifies rounding (Adam with gradients near zero, cancellation) is in it.
+
+Bounded: with n rows, a sum of n terms in any order is off by about sqrt(n) u times
+their size (Higham and Mary 2019, section 3; the certain bound, Higham 2002 eq. 4.4, has
+n in place of sqrt(n)), and adding an update to a weight w rounds by u |w|. Both
+trainings do it, hence twice:
+
+    bound = SAFETY * spread + 2 t u |w| + 2 sqrt(n) u travel
+
+after t steps, where `spread` is the largest difference between the movements of the
+twins and of the one-device training, `|w|` the variable's largest value and `travel`
+the sum over steps of its largest change.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+__all__ = ["SAFETY", "bound", "largest", "largest_difference", "nudge"]
+
+# The spread is that of a few twins, and a twin differs from one device by one rounding
+# per weight, where a dot product of k terms rounds k times: sqrt(k) is 8 for k = 64.
+SAFETY = 8.0
+
+
+def bound(
+    *,
+    spread: float,
+    step: int,
+    largest_weight: float,
+    travel: float,
+    rows: int,
+    variable_round_off: float,
+    compute_round_off: float,
+) -> float:
+    """What rounding explains of a variable's difference; see the module.
+
+    Args:
+      spread: largest difference in movement between twins and one device.
+      step: number of steps taken, from 1.
+      largest_weight: largest magnitude of the variable.
+      travel: sum over the steps of the variable's largest change.
+      rows: rows of the largest global batch.
+      variable_round_off: u of the type in which the variable is stored.
+      compute_round_off: u of the coarsest type that the model computes in.
+    """
+    stored = 2 * step * variable_round_off * largest_weight
+    summed = 2 * math.sqrt(rows) * compute_round_off * travel
+    return SAFETY * spread + stored + summed
+
+
+def largest(values: np.ndarray) -> float:
+    """The largest magnitude; infinite when a value is not finite."""
+    if values.size == 0:
+        return 0.0
+    found = float(np.max(np.abs(values.astype(np.float64))))
+    return found if math.isfinite(found) else math.inf
+
+
+def largest_difference(a: np.ndarray, b: np.ndarray) -> float:
+    """The largest magnitude of a - b; infinite when a value is not finite."""
+    return largest(a.astype(np.float64) - b.astype(np.float64))
+
+
+def nudge(
+    values: np.ndarray, unit: float, generator: np.random.Generator
+) -> np.ndarray:
+    """`values`, each moved up or down by one rounding: w (1 +- 2 unit)."""
+    signs = generator.choice(np.array([-1.0, 1.0]), size=values.shape)
+    moved = values.astype(np.float64) * (1 + 2 * unit * signs)
+    return moved.astype(values.dtype)
