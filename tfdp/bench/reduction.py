@@ -1,10 +1,10 @@
 """Times `ReplicaContext.all_reduce` of a list of gradients.
 
-Every replica reads gradients of its own from variables on its device, and the timed
-function returns the sums of all replicas as they are. Neither costs a copy. Handing the
-gradients in as arguments would cost time: TensorFlow needs some 10 ms to take in 400 of
-them, a third of what the fastest arm needs. Variables can change and sums leave the
-function, so nothing of the reduction can be optimised away.
+Every replica reads gradients of its own from variables on its device, and reads one
+element of every sum there too, as an update would read all of them. Without that read
+TensorFlow hands out the sums of an arm that adds on one device from there, and the way
+back to the replicas, half of the work, is never measured. Handing the gradients in
+as arguments would cost time: TensorFlow needs some 10 ms to take in 400 of them.
 """
 
 from __future__ import annotations
@@ -43,14 +43,15 @@ def measure_reduction(request: Request, devices: list[str]) -> CaseResult:
     ]
     reductions, left_out = {}, {}
     for arm in request.arm_names:
-        reduction = make_reduction(ARMS[arm](devices), gradients)
+        strategy = ARMS[arm](devices)
         try:
-            check_sums(arm, reduction(), gradients)
+            check_sums(arm, make_reduction(strategy, gradients)(), gradients)
         except CollectiveError as error:
             if not arm.startswith(STOCK_PREFIX):
                 raise
             left_out[arm] = str(error)
             continue
+        reduction = make_reduction(strategy, gradients, read=True)
         for _ in range(request.warmup_calls):
             reduction()
         reductions[arm] = reduction
@@ -89,23 +90,32 @@ def make_gradients(
 
 
 def make_reduction(
-    strategy: tf.distribute.Strategy, gradients: Sequence[Sequence[tf.Variable]]
+    strategy: tf.distribute.Strategy,
+    gradients: Sequence[Sequence[tf.Variable]],
+    *,
+    read: bool = False,
 ) -> Callable[[], list[tuple[tf.Tensor, ...]]]:
     """One call that sums the gradients of all replicas.
 
     Args:
       strategy: has as many replicas as `gradients` has lists.
       gradients: per replica one list of variables, in the same order.
+      read: whether each replica reads one element of every sum and returns these,
+        which is what is timed, or returns the sums, to be checked.
 
     Returns:
-      A function of nothing; per gradient it returns the sum on every replica.
+      A function of nothing; per gradient it returns the sum on every replica, or, with
+      `read`, one vector on every replica.
     """
 
     def in_replica() -> list[tf.Tensor]:
         context = tf.distribute.get_replica_context()
         rank = int(tf.get_static_value(context.replica_id_in_sync_group))
         mine = [gradient.read_value() for gradient in gradients[rank]]
-        return context.all_reduce(tf.distribute.ReduceOp.SUM, mine)
+        sums = context.all_reduce(tf.distribute.ReduceOp.SUM, mine)
+        if not read:
+            return sums
+        return [tf.stack([value[(0,) * value.shape.rank] for value in sums])]
 
     @tf.function(autograph=False)
     def reduce_all() -> list[tuple[tf.Tensor, ...]]:
