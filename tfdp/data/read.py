@@ -1,9 +1,9 @@
 """Reads a set of TFRecord files as global batches.
 
-    files -> shuffled -> interleaved records -> shuffled -> batches -> parsed at once
+    files -> shuffled -> interleaved chunks -> records shuffled -> batches -> parsed
 
-A damaged file is found where it costs nothing: each file yields as many records as
-its index promises, and only a file that has too few goes to the search for the fault.
+A damaged file is found where it costs little: each chunk must hold as many records as
+the index promises, and only a file with a chunk that does not is searched.
 """
 
 from __future__ import annotations
@@ -30,8 +30,10 @@ __all__ = ["read_tfrecords"]
 
 # The most that the shuffle buffer takes of a host's memory when nothing is asked.
 _SHUFFLE_BUFFER_BYTES = 256 * 1024 * 1024
-# So many records in a row from one file: fewer switches, the same order every time.
-_INTERLEAVE_RECORDS = 16
+# Records come in chunks from one file after the other: what is done for each chunk
+# costs little for each record. The sizes bound the memory of the files in reading.
+_CHUNK_BYTES = 1024 * 1024
+_MOST_CHUNK_EXAMPLES = 64
 
 
 def read_tfrecords(
@@ -116,13 +118,13 @@ def read_tfrecords(
     if transform is None and not any(spec.varies for spec in features.values()):
         batches = records.batch(global_batch_size, drop_remainder=drop_remainder)
         batches = batches.map(
-            lambda numbers, batch: decode_examples(batch, features),
+            lambda batch: decode_examples(batch, features),
             num_parallel_calls=tf.data.AUTOTUNE,
         )
         batches = select_features(batches, as_supervised, None)
     else:
         examples = records.map(
-            lambda number, record: decode_examples(record, features),
+            lambda record: decode_examples(record, features),
             num_parallel_calls=tf.data.AUTOTUNE,
         )
         examples = select_features(examples, as_supervised, transform)
@@ -182,37 +184,57 @@ def _interleaved_records(
     files = tf.data.Dataset.from_tensor_slices((paths, counts))
     if shuffle:
         files = files.shuffle(len(paths), seed=seed)
-    return files.interleave(
-        lambda path, count: _records_of_file(path, count, index.compression),
+    bytes_per_example = max(1, index.size_bytes // index.examples)
+    chunk_examples = min(_MOST_CHUNK_EXAMPLES, 1 + _CHUNK_BYTES // bytes_per_example)
+    chunks = files.interleave(
+        lambda path, count: _chunks_of_file(
+            path, count, chunk_examples, index.compression
+        ),
         cycle_length=min(cycle_length, len(paths)),
-        block_length=_INTERLEAVE_RECORDS,
         num_parallel_calls=tf.data.AUTOTUNE,
         deterministic=deterministic,
     )
+    return chunks.unbatch()
 
 
-def _records_of_file(
-    path: tf.Tensor, promised_examples: tf.Tensor, compression: str
+def _chunks_of_file(
+    path: tf.Tensor, promised_examples: tf.Tensor, chunk_examples: int, compression: str
 ) -> tf.data.Dataset:
     """As many records as the index promises, or an error that names the bad one."""
-    records = tf.data.TFRecordDataset(path, compression_type=compression)
 
-    def find_fault(path: tf.Tensor, count: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        raised = tf.numpy_function(
-            lambda path, count: _raise_fault(path, count, compression),
-            (path, count),
-            tf.string,
-            stateful=False,
+    def require_complete(number: tf.Tensor, records: tf.Tensor) -> tf.Tensor:
+        before = number * chunk_examples
+        expected = tf.minimum(promised_examples - before, chunk_examples)
+        return tf.cond(
+            tf.size(records, tf.int64) == expected,
+            lambda: records,
+            lambda: _raise_in_graph(path, promised_examples, compression),
         )
-        return count, tf.ensure_shape(raised, ())
 
-    fault = tf.data.Dataset.from_tensors((path, promised_examples)).map(find_fault)
+    chunk_count = -(-promised_examples // chunk_examples)
+    records = tf.data.TFRecordDataset(path, compression_type=compression)
     # `ignore_errors` ends the file at a damaged record, but tries without end to open
     # one that cannot be opened. The numbers come first, so that every attempt uses
     # one up and the file ends in any case.
-    numbered = tf.data.Dataset.zip(tf.data.Dataset.range(promised_examples), records)
-    # Only after an error is `take` still hungry, and the search for the fault runs.
-    return numbered.ignore_errors().concatenate(fault).take(promised_examples)
+    numbered = tf.data.Dataset.zip(
+        tf.data.Dataset.range(chunk_count), records.batch(chunk_examples)
+    ).ignore_errors()
+    # Only after an error are there too few chunks; empty ones then take their place.
+    no_records = (tf.constant(0, tf.int64), tf.constant([], tf.string))
+    missing = tf.data.Dataset.from_tensors(no_records).repeat()
+    return numbered.concatenate(missing).take(chunk_count).map(require_complete)
+
+
+def _raise_in_graph(
+    path: tf.Tensor, promised_examples: tf.Tensor, compression: str
+) -> tf.Tensor:
+    raised = tf.numpy_function(
+        lambda path, count: _raise_fault(path, count, compression),
+        (path, promised_examples),
+        tf.string,
+        stateful=False,
+    )
+    return tf.ensure_shape(raised, (None,))
 
 
 def _raise_fault(path: bytes, promised_examples: int, compression: str) -> bytes:
