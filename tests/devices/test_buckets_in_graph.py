@@ -5,6 +5,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+
 from tests.support.parity import make_strategy
 
 LAYERS = 81  # kernel and bias each: 162 gradients

@@ -4,6 +4,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+
 from tests.support.parity import (
     classification_data,
     dense_model,

@@ -4,6 +4,8 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+
+import tfdp
 from tests.support.parity import (
     classification_data,
     dense_model,
@@ -12,8 +14,6 @@ from tests.support.parity import (
     rounding_bound,
     train,
 )
-
-import tfdp
 from tfdp.errors import ConfigurationError, DeviceError
 
 STRATEGIES = [
@@ -62,7 +62,7 @@ FEATURES = {
 }
 
 
-# Every feature on the plainest and on the most involved strategy; the others in between.
+# Every feature on the plainest and the most involved strategy; a few in between.
 CASES = [
     pytest.param(*strategy.values, feature, id=f"{strategy.id}-{feature}")
     for strategy in STRATEGIES
