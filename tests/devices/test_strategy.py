@@ -91,6 +91,18 @@ def test_weights_equal_one_device_on_the_whole_batch(replicas, options, feature)
     assert largest_difference(start, one) > 10 * bound
 
 
+@pytest.mark.parametrize("replicas, options", STRATEGIES)
+def test_the_replicas_copies_stay_equal_bit_for_bit(replicas, options):
+    """A difference of one bit would never be mended: no copy is ever sent."""
+    model, _ = train(
+        make_strategy(replicas, **options), optimizer=sgd(global_clipnorm=0.1)
+    )
+    for variable in model.weights:
+        first, *others = [part.numpy() for part in variable.value.values]
+        for other in others:
+            np.testing.assert_array_equal(first, other)
+
+
 def test_evaluate_and_predict_give_every_row_in_order():
     x, y = classification_data(samples=37)
     one, _ = train(None, data=(x, y), metrics=["accuracy"])

@@ -186,9 +186,14 @@ class InProcessEngine(Engine):
                 recv_device=self.devices[target],
                 client_terminated=False,
             )
-        shape = like.shape
-        if partly and shape.rank is not None:
-            shape = tf.TensorShape([None]).concatenate(shape[1:])
+            shape = like.shape
+            if partly and shape.rank is not None:
+                shape = tf.TensorShape([None]).concatenate(shape[1:])
+            if shape.is_fully_defined():
+                # An op of the graph, not `set_shape`: TensorFlow's optimizer reorders
+                # products where it knows a shape, and must do so on every replica or
+                # on none, or their weights drift apart by the last bit. No copy.
+                return tf.ensure_shape(tensor, shape)
         tensor.set_shape(shape)
         return tensor
 
