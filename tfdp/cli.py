@@ -1,4 +1,4 @@
-"""The command line: `tfdp info`, `tfdp bench`.
+"""The command line: `tfdp info`, `tfdp check`, `tfdp bench`.
 
 Nothing here imports TensorFlow before a command needs it, so help and lists are
 instant. `python -m tfdp` and `python -m tfdp.cli` are the same program.
@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from tfdp import info as info_command
 from tfdp._version import __version__
 from tfdp.bench import command as bench_command
+from tfdp.check import command as check_command
 from tfdp.errors import TfdpError
 
 __all__ = ["main", "make_parser"]
@@ -21,6 +22,7 @@ __all__ = ["main", "make_parser"]
 # Name -> (module with add_arguments(parser) and run(options), one line of help).
 COMMANDS = {
     "info": (info_command, "devices, versions and what tfdp would choose, and why"),
+    "check": (check_command, "whether a model trains on N replicas as on one device"),
     "bench": (bench_command, "benchmarks against TensorFlow's own strategies"),
 }
 

@@ -1,11 +1,11 @@
 """The parity check: holds where it should, and names the cause where it should not.
 
 TensorFlow's own strategy is the proof that the check can fail: it is known to be wrong
-in the ways of `FAULTS`. Its sums go through one device here, because its collectives
-abort when strategies of different size meet in one process.
+in the ways of `tests.support.parity_faults`.
 """
 
 import dataclasses
+import json
 
 import keras
 import numpy as np
@@ -13,216 +13,26 @@ import pytest
 import tensorflow as tf
 
 import tfdp
-from tests.support.parity import classification_data, make_strategy
+from tests.support.parity import make_strategy
+from tests.support.parity_faults import (
+    CLASSES,
+    EVEN,
+    FAULTS,
+    UNEVEN,
+    Case,
+    LocalMean,
+    PlainMean,
+    cross_entropy,
+    far_rows,
+    mlp,
+    normalised_first,
+    rows,
+    sgd,
+    stock,
+)
+from tfdp.errors import ParityError
 from tfdp.testing import check_parity
-
-EVEN, UNEVEN = 16, 13
-FEATURES, CLASSES = 6, 3
-
-
-def stock(replicas=2):
-    return tf.distribute.MirroredStrategy(
-        [f"CPU:{i}" for i in range(replicas)],
-        cross_device_ops=tf.distribute.ReductionToOneDevice(),
-    )
-
-
-def rows(count):
-    return classification_data(samples=count, features=FEATURES, classes=CLASSES)
-
-
-def cross_entropy():
-    return keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-
-
-def mlp(*layers, optimizer=None, loss=None, model_class=keras.Sequential, **options):
-    """A `build` for a small classifier with `layers` before its last one."""
-
-    def build():
-        model = model_class(
-            [
-                keras.Input((FEATURES,)),
-                keras.layers.Dense(7, activation="tanh", name="first"),
-                *[make() for make in layers],
-                keras.layers.Dense(CLASSES, name="last"),
-            ]
-        )
-        model.compile(
-            optimizer() if optimizer else keras.optimizers.SGD(0.1, momentum=0.9),
-            loss or cross_entropy(),
-            **options,
-        )
-        return model
-
-    return build
-
-
-def token_model():
-    """Sequences of different length: the loss is a mean over unmasked steps."""
-    model = keras.Sequential(
-        [
-            keras.Input((5,)),
-            keras.layers.Embedding(9, 4, mask_zero=True, name="tokens"),
-            keras.layers.Dense(9),
-        ]
-    )
-    model.compile(keras.optimizers.SGD(0.5), cross_entropy())
-    return model
-
-
-def token_rows(count=EVEN):
-    rng = np.random.default_rng(5)
-    tokens = rng.integers(1, 9, (count, 5))
-    lengths = rng.integers(1, 6, (count, 1))
-    lengths[: count // 2] = 1  # the first replica has far fewer tokens
-    tokens[np.arange(5) >= lengths] = 0
-    return tokens, rng.integers(0, 9, (count, 5))
-
-
-class PlainMean(keras.Sequential):
-    """A train_step of its own whose loss is a mean over the replica's rows."""
-
-    def train_step(self, data):
-        x, y = data
-        with tf.GradientTape() as tape:
-            losses = tf.nn.sparse_softmax_cross_entropy_with_logits(y, self(x))
-            loss = self.share_of(tf.reduce_mean(losses))
-        variables = self.trainable_variables
-        self.optimizer.apply(tape.gradient(loss, variables), variables)
-        return {"loss": loss}
-
-    def share_of(self, loss):
-        return loss
-
-
-class LocalMean(PlainMean):
-    def share_of(self, loss):
-        return tfdp.losses.local_mean(loss)
-
-
-class DividedTwice(PlainMean):
-    def share_of(self, loss):
-        return loss / tf.distribute.get_strategy().num_replicas_in_sync ** 2
-
-
-class CoupledRows(PlainMean):
-    """The loss looks at the hardest row of the batch."""
-
-    def train_step(self, data):
-        x, y = data
-        replicas = tf.distribute.get_strategy().num_replicas_in_sync
-        with tf.GradientTape() as tape:
-            losses = tf.nn.sparse_softmax_cross_entropy_with_logits(y, self(x))
-            loss = tf.reduce_max(losses) / replicas
-        variables = self.trainable_variables
-        self.optimizer.apply(tape.gradient(loss, variables), variables)
-        return {"loss": loss}
-
-
-class SignedBeforeTheSum(keras.optimizers.SGD):
-    """Takes the sign of each replica's own gradient."""
-
-    def apply(self, grads, trainable_variables=None):
-        super().apply([tf.sign(g) for g in grads], trainable_variables)
-
-
-def scalar_loss(y_true, y_pred):
-    labels = tf.cast(tf.reshape(y_true, [-1]), tf.int32)
-    return tf.reduce_mean(
-        tf.nn.sparse_softmax_cross_entropy_with_logits(labels, y_pred)
-    )
-
-
-def sgd(**options):
-    return lambda: keras.optimizers.SGD(0.1, **options)
-
-
-def batch_norm(**options):
-    return lambda: keras.layers.BatchNormalization(name="norm", **options)
-
-
-@dataclasses.dataclass
-class Case:
-    """What is trained, and the causes that must be named: (name, where)."""
-
-    build: object
-    data: object = dataclasses.field(default_factory=lambda: rows(2 * EVEN))
-    causes: tuple = ()
-    options: dict = dataclasses.field(default_factory=dict)
-    exact_with_tfdp: bool = True
-
-
-def weighted_rows(count=2 * EVEN):
-    weights = np.random.default_rng(1).uniform(0.1, 3, count).astype("float32")
-    weights[: count // 2] *= 0.1
-    return *rows(count), weights
-
-
-UNEVEN_ROWS = ("uneven batches", ("batch 2 of 13 rows",))
-PER_REPLICA_NORM = ("batch normalization per replica", ("norm",))
-SUM_OF_MEANS = "sum of local means"
-
-FAULTS = {
-    "uneven-last-batch": Case(mlp(), rows(EVEN + UNEVEN), (UNEVEN_ROWS,)),
-    "clipnorm": Case(
-        mlp(optimizer=sgd(clipnorm=0.05)),
-        causes=(("clipping before the reduction", ("clipnorm=0.05",)),),
-    ),
-    "clipping-and-uneven": Case(
-        mlp(optimizer=sgd(global_clipnorm=0.05)),
-        rows(EVEN + UNEVEN),
-        (UNEVEN_ROWS, ("clipping before the reduction", ("global_clipnorm=0.05",))),
-    ),
-    "masked-loss": Case(token_model, token_rows(), (("means of means", ("tokens",)),)),
-    "mean-with-sample-weight": Case(
-        mlp(
-            loss=keras.losses.SparseCategoricalCrossentropy(
-                from_logits=True, reduction="mean_with_sample_weight"
-            )
-        ),
-        weighted_rows(),
-        (("means of means", ("sample_weight",)),),
-    ),
-    "batch-norm": Case(
-        mlp(batch_norm()), causes=(PER_REPLICA_NORM,), exact_with_tfdp=False
-    ),
-    "train-step-with-plain-mean": Case(
-        mlp(model_class=PlainMean),
-        causes=((SUM_OF_MEANS, ("PlainMean.train_step",)),),
-        exact_with_tfdp=False,
-    ),
-    "plain-mean-with-adam": Case(
-        mlp(model_class=PlainMean, optimizer=lambda: keras.optimizers.Adam(0.01)),
-        causes=((SUM_OF_MEANS, ("PlainMean.train_step",)),),
-        exact_with_tfdp=False,
-    ),
-    "scalar-loss-function": Case(
-        mlp(loss=scalar_loss),
-        causes=((SUM_OF_MEANS, ("loss scalar_loss",)),),
-        exact_with_tfdp=False,
-    ),
-    "divided-twice": Case(
-        mlp(model_class=DividedTwice),
-        causes=(("divided by the replicas twice", ("DividedTwice.train_step",)),),
-        exact_with_tfdp=False,
-    ),
-    "coupled-rows": Case(
-        mlp(model_class=CoupledRows),
-        causes=(("rows of a batch depend on each other", ()),),
-        exact_with_tfdp=False,
-    ),
-    "optimizer-looks-before-the-sum": Case(
-        mlp(optimizer=lambda: SignedBeforeTheSum(0.01)),
-        causes=(("the optimizer", ("SignedBeforeTheSum",)),),
-        exact_with_tfdp=False,
-    ),
-    "dropout": Case(
-        mlp(lambda: keras.layers.Dropout(0.3, name="dropped")),
-        causes=(("random layers", ("dropped",)),),
-        options={"random_layers": "keep"},
-        exact_with_tfdp=False,
-    ),
-}
+from tfdp.testing.causes import COMBINATIONS, SEPARABLE
 
 
 def check(case, strategy, **options):
@@ -248,3 +58,193 @@ def test_a_known_fault_is_found_and_named(fault):
 def test_the_same_model_holds_under_tfdp(fault):
     report = check(FAULTS[fault], make_strategy(2), diagnose=False)
     assert report.ok, str(report)
+
+
+def test_every_cause_with_an_experiment_has_its_fault():
+    named = {name for case in FAULTS.values() for name, _ in case.causes}
+    causes = {cause.name for cause in SEPARABLE}
+    causes |= {cause.name for combination in COMBINATIONS for cause in combination}
+    assert causes <= named
+
+
+class Subclassed(keras.Model):
+    """Without weights until it is called; two inputs in a dict."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = [keras.layers.Dense(5), keras.layers.Dropout(0.4, name="noisy")]
+        self.last = keras.layers.Dense(CLASSES)
+
+    def call(self, inputs, training=False):
+        x = self.blocks[0](inputs["a"]) * inputs["b"]
+        return self.last(self.blocks[1](x, training=training))
+
+
+def subclassed():
+    model = Subclassed()
+    model.compile(keras.optimizers.Adam(0.01), cross_entropy())
+    return model
+
+
+def dict_rows(count):
+    x, y = rows(count)
+    return {"a": x, "b": x[:, :1]}, y
+
+
+# What holds, beside the models of FAULTS: (build, data, options).
+SOUND = {
+    "stock-on-even-batches": (mlp(), rows(2 * EVEN), {"strategy": stock}),
+    "steps-per-execution": (
+        mlp(steps_per_execution=2),
+        rows(EVEN + UNEVEN),
+        {"steps": 3},
+    ),
+    "accumulation": (
+        mlp(optimizer=sgd(gradient_accumulation_steps=2)),
+        rows(2 * EVEN),
+        {"steps": 4},
+    ),
+    "xla": (mlp(jit_compile=True), rows(2 * EVEN), {}),
+    "eagerly": (mlp(run_eagerly=True), rows(2 * EVEN), {}),
+    "adam": (
+        mlp(optimizer=lambda: keras.optimizers.Adam(0.01)),
+        rows(2 * EVEN),
+        {"steps": 6},
+    ),
+    "synchronized-batch-norm": (
+        mlp(tfdp.layers.SyncBatchNormalization),
+        rows(EVEN + UNEVEN),
+        {},
+    ),
+    "synchronized-batch-norm-far-from-zero": (
+        normalised_first(tfdp.layers.SyncBatchNormalization),
+        far_rows(EVEN + UNEVEN),
+        {},
+    ),
+    "local-mean-in-a-train-step": (
+        mlp(model_class=LocalMean),
+        rows(EVEN + UNEVEN),
+        {},
+    ),
+    "subclassed-dict-and-dropout": (subclassed, dict_rows(EVEN + UNEVEN), {}),
+    "frozen-layer": (
+        mlp(lambda: keras.layers.Dense(7, trainable=False)),
+        rows(2 * EVEN),
+        {},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SOUND)
+def test_what_is_sound_holds(name):
+    build, data, options = SOUND[name]
+    strategy = options.pop("strategy", lambda: make_strategy(2))()
+    report = check_parity(
+        build, data, strategy, **{"steps": 2, "batch_size": EVEN, **options}
+    )
+    assert report.ok, str(report)
+    assert "HOLDS" in str(report)
+    assert not report.causes
+    # Far inside the bound, so that it does not fail by chance on another machine.
+    assert max(row.ratio for row in report.rows) < 0.5
+
+
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
+def test_half_precision_gets_a_wider_bound(policy):
+    keras.config.set_dtype_policy(policy)
+    report = check(Case(mlp(), rows(EVEN + UNEVEN)), make_strategy(2))
+    assert report.ok, str(report)
+    # The kernel alone differs by more than float32 could explain.
+    assert 1e-6 < report.rows[0].largest_difference < report.rows[0].bound < 0.02
+
+
+class SlightlyTooLarge(PlainMean):
+    """Updates that are one part in a thousand too large on replicas."""
+
+    def share_of(self, loss):
+        replicas = tf.distribute.get_strategy().num_replicas_in_sync
+        return loss * 1.001 / replicas if replicas > 1 else loss
+
+
+def test_an_error_of_a_thousandth_is_seen_and_not_explained():
+    case = Case(mlp(model_class=SlightlyTooLarge))
+    report = check(case, stock())
+    # Each update is 1e-3 of itself off; rounding explains some 1e-6 of it.
+    assert len(report.exceeding) == len(report.rows) == 4
+    assert all(10 < row.ratio < 1e5 for row in report.rows)
+    assert report.rows[0].update_ratio == pytest.approx(1.001, abs=1e-5)
+    assert {row.first_step_over for row in report.rows} == {1}
+    assert [found.cause for found in report.causes] == ["unknown"]
+
+
+def test_dropout_is_switched_off_and_noted():
+    case = dataclasses.replace(FAULTS["dropout"], options={})
+    report = check(case, make_strategy(2))
+    assert report.ok, str(report)
+    assert "dropped" in report.notes[0] and "dropped" in str(report)
+
+
+class DrawsOutsideKeras(keras.layers.Layer):
+    def call(self, x):
+        return x * tf.random.uniform(tf.shape(x))
+
+
+def test_training_that_is_not_repeatable_tells_nothing():
+    report = check(Case(mlp(DrawsOutsideKeras)), make_strategy(2))
+    assert not report.ok
+    assert [found.cause for found in report.causes] == ["nothing to tell by"]
+    assert {row.verdict for row in report.rows} == {"too small to tell"}
+
+
+def test_training_that_diverges_on_one_device_is_said():
+    report = check(Case(mlp(optimizer=lambda: keras.optimizers.SGD(np.inf))), stock())
+    assert [found.cause for found in report.causes] == ["training diverges"]
+
+
+class InfiniteOnReplica1(PlainMean):
+    """Under the strategy the loss of the second half of the batch overflows."""
+
+    def share_of(self, loss):
+        context = tf.distribute.get_replica_context()
+        last = context.replica_id_in_sync_group > 0
+        return loss * tf.where(last, tf.constant(np.inf, loss.dtype), 1.0)
+
+
+def test_an_overflow_on_one_replica_only_is_named():
+    keras.config.set_dtype_policy("mixed_float16")
+    build = mlp(model_class=InfiniteOnReplica1, optimizer=sgd())
+    report = check(Case(build), stock())
+    assert [found.cause for found in report.causes] == ["overflow on one replica"]
+    assert json.dumps(report.to_json(), allow_nan=False)
+
+
+def test_an_error_under_the_strategy_is_explained_and_chained():
+    # Keras' accumulation reduces in a conditional, which stock strategies cannot.
+    case = Case(mlp(optimizer=sgd(gradient_accumulation_steps=2)))
+    with pytest.raises(ParityError, match="reduction inside a conditional") as raised:
+        check(case, stock(), raise_on_failure=True)
+    assert isinstance(raised.value.__cause__, RuntimeError)
+    report = raised.value.report
+    assert not report.ok and report.rows == ()
+    assert report.error.startswith("RuntimeError: ") and "\x1b" not in report.error
+
+
+def test_the_first_batch_of_unlike_parts_is_explained():
+    report = check(Case(mlp(), rows(UNEVEN)), stock())
+    assert [f.cause for f in report.causes] == ["mean of a batch with unlike parts"]
+    assert check(Case(mlp(), rows(UNEVEN)), make_strategy(3)).ok
+
+
+def test_an_error_on_one_device_is_the_models_own():
+    with pytest.raises(ValueError, match="incompatible"):
+        check(Case(mlp(), (np.zeros((4, 5)), np.zeros(4))), stock())
+
+
+def test_the_report_goes_through_json():
+    report = check(Case(mlp(), rows(2 * EVEN)), 2)
+    plain = json.loads(json.dumps(report.to_json(), allow_nan=False))
+    assert plain["ok"] is True
+    assert plain["replicas"] == 2 and plain["strategy"] == "DataParallelStrategy"
+    assert plain["batch_rows"] == [EVEN, EVEN]
+    assert plain["rows"][0]["shape"] == [6, 7]
+    assert plain["loss_one_device"] == pytest.approx(plain["loss_replicas"], rel=1e-5)

@@ -12,7 +12,14 @@ from collections.abc import Callable
 
 from tfdp.testing.facts import Facts
 
-__all__ = ["COMBINATIONS", "FROM_FACTS", "SEPARABLE", "UNKNOWN", "Cause"]
+__all__ = [
+    "COMBINATIONS",
+    "FROM_FACTS",
+    "NOTHING_TO_TELL",
+    "SEPARABLE",
+    "UNKNOWN",
+    "Cause",
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +57,19 @@ def _weighted_means(facts: Facts) -> tuple[str, ...] | None:
     return _if_any(facts.masking_layers + weights)
 
 
+NOTHING_TO_TELL = Cause(
+    name="nothing to tell by",
+    where=lambda facts: (
+        None if facts.moved_enough or facts.synchronized_batch_norms else ()
+    ),
+    why="Rounding alone moves the weights about as far as training does. Then the "
+    "steps are tiny, or two trainings on one device differ as well: numbers drawn "
+    "outside of keras.random.SeedGenerator (tf.random), or a result that depends "
+    "on the order of rows in a batch.",
+    instead="Check with a larger learning rate or more steps; draw with "
+    "keras.random and a SeedGenerator.",
+)
+
 # Seen without another training.
 FROM_FACTS = (
     Cause(
@@ -80,16 +100,7 @@ FROM_FACTS = (
         instead="tfdp.DataParallelStrategy tests the reduced gradients, on all "
         "replicas alike; or use mixed_bfloat16, which needs no loss scaling.",
     ),
-    Cause(
-        name="nothing to tell by",
-        where=lambda facts: None if facts.moved_enough else (),
-        why="Rounding alone moves the weights about as far as training does. Then the "
-        "steps are tiny, or two trainings on one device differ as well: numbers drawn "
-        "outside of keras.random.SeedGenerator (tf.random), or a result that depends "
-        "on the order of rows in a batch.",
-        instead="Check with a larger learning rate or more steps; draw with "
-        "keras.random and a SeedGenerator.",
-    ),
+    NOTHING_TO_TELL,
 )
 
 # Each with a change of its own, which leaves the others' effects in place.
@@ -132,8 +143,9 @@ SEPARABLE = (
     Cause(
         name="cancellation in synchronized batch normalization",
         where=lambda facts: _if_any(facts.synchronized_batch_norms),
-        why="Keras computes the variance over replicas as E[x^2] - E[x]^2, which loses "
-        "all digits when the mean is large against the deviation.",
+        why="With synchronized=True Keras computes the variance as E[x^2] - E[x]^2, "
+        "which loses all digits when the mean is large against the deviation. One "
+        "device does so as well: neither result is right.",
         instead="Use tfdp.layers.SyncBatchNormalization, which merges means and "
         "squared deviations, or normalise the input first.",
         change="freeze_synchronized_batch_norm",

@@ -8,7 +8,14 @@ import keras
 
 from tfdp._tf.keras_optimizers import optimizers_of
 from tfdp.testing.batches import row_count
-from tfdp.testing.causes import COMBINATIONS, FROM_FACTS, SEPARABLE, UNKNOWN, Cause
+from tfdp.testing.causes import (
+    COMBINATIONS,
+    FROM_FACTS,
+    NOTHING_TO_TELL,
+    SEPARABLE,
+    UNKNOWN,
+    Cause,
+)
 from tfdp.testing.changes import (
     apply_changes,
     is_local_batch_norm,
@@ -18,7 +25,7 @@ from tfdp.testing.comparison import Comparison, Setting, compare
 from tfdp.testing.crashes import explain_error
 from tfdp.testing.facts import Facts
 from tfdp.testing.model_parts import inner_optimizers, layers_of
-from tfdp.testing.report import Finding
+from tfdp.testing.report import Finding, tell_enough
 
 __all__ = ["diagnose", "read_facts"]
 
@@ -49,7 +56,7 @@ def diagnose(setting: Setting, comparison: Comparison) -> tuple[Finding, ...]:
             needed = [c for c in separable if not _holds_without(setting, causes, c)]
             found = [*needed, *combination]
             return _findings(found or separable, facts)
-    return _findings([UNKNOWN], facts)
+    return _findings([UNKNOWN if facts.moved_enough else NOTHING_TO_TELL], facts)
 
 
 def _holds(setting: Setting, causes: Sequence[Cause]) -> bool:
@@ -113,9 +120,8 @@ def read_facts(setting: Setting, comparison: Comparison) -> Facts:
         finite_on_one_device=comparison.finite_on_one_device,
         finite_on_replicas=comparison.finite_on_replicas,
         # Where a bound is exceeded there is something to tell by.
-        moved_enough=any(
-            row.tells or row.first_step_over is not None for row in comparison.rows
-        ),
+        moved_enough=tell_enough(comparison.rows)
+        or any(row.first_step_over is not None for row in comparison.rows),
     )
 
 

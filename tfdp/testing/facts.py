@@ -27,7 +27,7 @@ class Facts:
       half_precision: whether a layer computes in float16 or bfloat16.
       finite_on_one_device: whether all weights stayed finite there.
       finite_on_replicas: the same on every replica.
-      moved_enough: whether a variable moved enough for a wrong step to show.
+      moved_enough: whether the variables moved enough for a wrong step to show.
     """
 
     replicas: int

@@ -160,7 +160,8 @@ def _float32_products() -> Iterator[None]:
 def _check_arguments(
     build: Any, steps: Any, batch_size: Any, seed: Any, random_layers: Any
 ) -> None:
-    if not callable(build):
+    # A model is callable, too.
+    if not callable(build) or isinstance(build, keras.Model):
         raise ConfigurationError(
             "build must be a function without arguments that makes, compiles and "
             f"returns a model. Received: {type(build).__name__}."

@@ -5,11 +5,13 @@ its own rows, then the sums are added. What that explains is measured and bounde
 
 Measured: the one-device training is repeated ("twins") with the rows of every batch in
 another order, so that sums over the batch are taken in another order, and with the
-initial weights moved by one rounding each. The latter stands for sums within a row: a
-computed product Wx is the exact product of a W perturbed by rounding (Higham 2002,
-section 3.5), and N replicas round it differently because kernels block small batches in
-another way. The twins' steps go through the same layers and the same optimizer, so
-whatever amplifies rounding (Adam with gradients near zero, cancellation) is in it.
+inputs and the initial weights moved by one rounding each. The latter stands for the
+sums that this does not reach: a computed sum is the exact sum of terms perturbed by
+rounding (Higham 2002, section 4.2), a computed product Wx the exact product of a
+perturbed W (section 3.5), and N replicas round them differently because kernels block
+small batches in another way. The twins' steps go through the same layers and the same
+optimizer, so whatever amplifies rounding (Adam with gradients near zero, cancellation)
+is in it.
 
 Bounded: with n rows, a sum of n terms in any order is off by about sqrt(n) u times
 their size (Higham and Mary 2019, section 3; the certain bound, Higham 2002 eq. 4.4, has
@@ -29,7 +31,15 @@ import math
 
 import numpy as np
 
-__all__ = ["SAFETY", "bound", "largest", "largest_difference", "nudge"]
+__all__ = [
+    "SAFETY",
+    "bound",
+    "difference",
+    "excess",
+    "largest",
+    "largest_difference",
+    "nudge",
+]
 
 # The spread is that of a few twins, and a twin differs from one device by one rounding
 # per weight, where a dot product of k terms rounds k times: sqrt(k) is 8 for k = 64.
@@ -70,9 +80,23 @@ def largest(values: np.ndarray) -> float:
     return found if math.isfinite(found) else math.inf
 
 
+def difference(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """a - b, in float64."""
+    # Infinite weights are for `largest` to tell.
+    with np.errstate(invalid="ignore"):
+        return a.astype(np.float64) - b.astype(np.float64)
+
+
 def largest_difference(a: np.ndarray, b: np.ndarray) -> float:
     """The largest magnitude of a - b; infinite when a value is not finite."""
-    return largest(a.astype(np.float64) - b.astype(np.float64))
+    return largest(difference(a, b))
+
+
+def excess(difference: float, bound: float) -> float:
+    """Difference over bound: above 1 the bound does not hold; infinite without one."""
+    if difference == 0 and math.isfinite(bound):
+        return 0.0
+    return difference / bound if 0 < bound < math.inf else math.inf
 
 
 def nudge(

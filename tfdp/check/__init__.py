@@ -1,0 +1,1 @@
+"""The command `tfdp check`; the check itself is `tfdp.testing`."""
