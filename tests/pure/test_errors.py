@@ -3,7 +3,8 @@ from tfdp import errors
 
 def test_every_error_is_a_tfdp_error():
     for name in errors.__all__:
-        assert issubclass(getattr(errors, name), errors.TfdpError)
+        kind = getattr(errors, name)
+        assert issubclass(kind, (errors.TfdpError, UserWarning))
 
 
 def test_bad_values_are_value_errors():

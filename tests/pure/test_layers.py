@@ -20,6 +20,7 @@ from tests.support.package_source import imported_names, modules, parse
 LAYERS = {
     "__main__": 5,
     "bench": 5,
+    "check": 5,
     "cli": 5,
     "info": 5,
     "quiet_import": 5,

@@ -18,7 +18,11 @@ HOME = "tfdp._tf"
 PRIVATE_MODULES = ("tensorflow.python", "tensorflow.core", "keras.src")
 OWN_OBJECTS = {"self", "cls"}
 # (file, attribute): underscore names of tfdp's own objects, read from outside.
-ALLOWED = set()
+# The hooks are those that Keras' base optimizer gives to its subclasses to override.
+ALLOWED = {
+    ("tfdp/optimizers/layerwise.py", "_apply_weight_decay"),
+    ("tfdp/optimizers/layerwise.py", "_clip_gradients"),
+}
 REFLECTION = {"getattr", "setattr", "hasattr", "delattr"}
 MODULES = modules()
 
