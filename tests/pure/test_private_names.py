@@ -21,7 +21,7 @@ OWN_OBJECTS = {"self", "cls"}
 # The hooks are those that Keras' base optimizer gives to its subclasses to override.
 ALLOWED = {
     ("tfdp/optimizers/layerwise.py", "_apply_weight_decay"),
-    ("tfdp/optimizers/layerwise.py", "_clip_gradients"),
+    ("tfdp/optimizers/layerwise.py", "_use_weight_decay"),
 }
 REFLECTION = {"getattr", "setattr", "hasattr", "delattr"}
 MODULES = modules()
