@@ -3,12 +3,14 @@
 import dataclasses
 import json
 import math
+import re
 import string
 
 import numpy as np
 import pytest
 
 from tests.support.fresh_python import run_program
+from tests.support.package_source import REPOSITORY
 from tfdp.testing import rounding
 from tfdp.testing.causes import (
     COMBINATIONS,
@@ -220,3 +222,9 @@ def test_reports_load_without_tensorflow():
         "print({'tensorflow', 'keras'} & set(sys.modules))\n"
     )
     assert done.stdout == "set()\n", done.stderr
+
+
+def test_every_cause_is_on_the_page():
+    page = (REPOSITORY / "docs" / "checking.md").read_text("utf-8")
+    listed = re.findall(r"^\| ([a-z ]+) \|", page.split("## The causes")[1], re.M)
+    assert set(listed) - {"cause"} == set(CAUSES)
