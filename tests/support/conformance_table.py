@@ -1,0 +1,167 @@
+# ruff: noqa: E501, E741
+"""The rows and columns of the conformance table: optimizers x options x layouts x batches.
+
+Adding an optimizer, an option, a layout or a kind of batch is adding a line here.
+"""
+
+import dataclasses
+from collections.abc import Callable
+
+import keras
+
+import tfdp
+
+# Rates at which four updates move the weights by some per cent: far more than rounding,
+# little enough that the problem stays smooth. Epsilons as Keras has them, but where a
+# gradient of almost nothing would become a step of full size: there rounding decides.
+SMALL_EPSILON = {"learning_rate": 0.02, "epsilon": 1e-3}
+
+O = keras.optimizers
+
+OPTIMIZERS = {
+    "SGD": lambda **k: O.SGD(0.1, momentum=0.9, nesterov=True, **k),
+    "RMSprop": lambda **k: O.RMSprop(momentum=0.5, centered=True, **SMALL_EPSILON, **k),
+    "Adam": lambda **k: O.Adam(amsgrad=True, **SMALL_EPSILON, **k),
+    "AdamW": lambda **k: O.AdamW(**SMALL_EPSILON, **{"weight_decay": 0.05, **k}),
+    "Adadelta": lambda **k: O.Adadelta(1.0, epsilon=1e-3, **k),
+    "Adagrad": lambda **k: O.Adagrad(0.05, **k),
+    "Adamax": lambda **k: O.Adamax(**SMALL_EPSILON, **k),
+    "Adafactor": lambda **k: O.Adafactor(0.05, epsilon_1=1e-6, **k),
+    "Nadam": lambda **k: O.Nadam(**SMALL_EPSILON, **k),
+    "Ftrl": lambda **k: O.Ftrl(0.1, l1_regularization_strength=1e-3, **k),
+    "Lion": lambda **k: O.Lion(0.02, **k),
+    "Lamb": lambda **k: O.Lamb(**SMALL_EPSILON, **k),
+    "Muon": lambda **k: O.Muon(0.02, epsilon=1e-3, **k),
+    "ScheduleFreeAdamW": lambda **k: O.ScheduleFreeAdamW(
+        warmup_steps=2, **SMALL_EPSILON, **k
+    ),
+    "MultiOptimizer": lambda **k: O.MultiOptimizer(
+        O.OptimizerMap(O.SGD(0.1, **k), {".*kernel": O.Adam(**SMALL_EPSILON, **k)})
+    ),
+    "LARS": lambda **k: tfdp.optimizers.LARS(
+        0.2, trust_coefficient=0.2, **{"weight_decay": 0.01, **k}
+    ),
+    "LAMB": lambda **k: tfdp.optimizers.LAMB(
+        **SMALL_EPSILON, **{"weight_decay": 0.01, **k}
+    ),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Option:
+    """What is asked of the optimizer, and how the batches and numbers are.
+
+    Args:
+      arguments: of the Keras optimizer.
+      policy: the dtype policy of the model.
+      bad_row: the row of global batch `BAD_BATCH` that holds an infinity; None: none.
+      loss_scale: whether a dynamic loss scale stands around the optimizer.
+      accumulate_steps: of `tfdp.DistributedOptimizer`; None leaves it out.
+    """
+
+    arguments: dict = dataclasses.field(default_factory=dict)
+    policy: str = "float32"
+    bad_row: int | None = None
+    loss_scale: bool = False
+    accumulate_steps: int | None = None
+
+    @property
+    def is_half(self) -> bool:
+        return self.policy != "float32"
+
+
+def fp16(bad_row, **arguments):
+    return Option(arguments, "mixed_float16", bad_row, loss_scale=True)
+
+
+# The third batch is whole on every replica, in every kind: row 0 is always replica 0's
+# and row 7 always the last one's.
+BAD_BATCH = 2
+
+# The bounds are met by the gradients of the problem (norms 0.3 to 2, entries to 1).
+OPTIONS = {
+    "plain": Option(),
+    "clipvalue": Option({"clipvalue": 0.1}),
+    "clipnorm": Option({"clipnorm": 0.2}),
+    "global_clipnorm": Option({"global_clipnorm": 0.5}),
+    "accumulation-2": Option({"gradient_accumulation_steps": 2}),
+    "accumulation-4": Option({"gradient_accumulation_steps": 4}),
+    "accumulation-2-clipvalue": Option(
+        {"gradient_accumulation_steps": 2, "clipvalue": 0.1}
+    ),
+    "accumulation-2-global_clipnorm": Option(
+        {"gradient_accumulation_steps": 2, "global_clipnorm": 0.5}
+    ),
+    "distributed-1": Option(accumulate_steps=1),
+    "distributed-2": Option(accumulate_steps=2),
+    "distributed-4-clipnorm": Option({"clipnorm": 0.2}, accumulate_steps=4),
+    "ema": Option({"use_ema": True, "ema_momentum": 0.5}),
+    "ema-overwrite": Option(
+        {"use_ema": True, "ema_momentum": 0.5, "ema_overwrite_frequency": 2}
+    ),
+    "decay": Option({"weight_decay": 0.5}),
+    "fp16-inf-first": fp16(0),
+    "fp16-inf-last": fp16(7),
+    "fp16-inf-last-global_clipnorm": fp16(7, global_clipnorm=0.5),
+    "fp16-inf-last-accumulation-2": fp16(7, gradient_accumulation_steps=2),
+    "bf16": Option(policy="mixed_bfloat16"),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Replicas, and how they talk."""
+
+    replicas: int
+    engine: str = "in_process"
+    hierarchy: object = "flat"
+
+    @property
+    def is_two_level(self) -> bool:
+        return self.hierarchy != "flat"
+
+
+LAYOUTS = {
+    "2": Layout(2),
+    "4": Layout(4, "tensorflow"),
+    "2x2": Layout(4, hierarchy=(2, 2)),
+    "2x2-tensorflow": Layout(4, "tensorflow", (2, 2)),
+}
+
+# Rows of each replica in each of the four global batches, by number of replicas. The
+# global batches have as many rows whatever the number of replicas.
+KINDS = {
+    "even": {
+        2: [(4, 4), (4, 4), (4, 4), (4, 4)],
+        4: [(2, 2, 2, 2), (2, 2, 2, 2), (2, 2, 2, 2), (2, 2, 2, 2)],
+    },
+    "short": {
+        2: [(4, 4), (4, 2), (4, 4), (3, 2)],
+        4: [(2, 2, 2, 2), (2, 2, 1, 1), (2, 2, 2, 2), (2, 1, 1, 1)],
+    },
+    "empty": {
+        2: [(4, 4), (4, 0), (4, 4), (0, 3)],
+        4: [(2, 2, 2, 2), (2, 2, 0, 0), (2, 2, 2, 2), (0, 2, 0, 1)],
+    },
+}
+STEPS = 4
+
+
+def make_optimizer(
+    name: str, option: Option, wrap: bool = True
+) -> keras.optimizers.Optimizer:
+    """The optimizer of a row; `wrap` false leaves `DistributedOptimizer` out."""
+    optimizer = OPTIMIZERS[name](**option.arguments)
+    if option.accumulate_steps is not None and wrap:
+        return tfdp.DistributedOptimizer(
+            optimizer, accumulate_steps=option.accumulate_steps
+        )
+    if option.loss_scale:
+        # Small enough not to overflow by itself, and doubling within four steps.
+        return O.LossScaleOptimizer(
+            optimizer, initial_scale=1024.0, dynamic_growth_steps=2
+        )
+    return optimizer
+
+
+OptimizerMaker = Callable[[], keras.optimizers.Optimizer]
