@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from tfdp._tf.current_run import current_run
 from tfdp._tf.keras_optimizers import reduce_gradients, takes_reduced
+from tfdp._tf.optimizer_hooks import LossScaleHooks
 from tfdp.errors import ConfigurationError, ScopeError
 
 __all__ = ["DistributedOptimizer"]
@@ -17,7 +18,7 @@ __all__ = ["DistributedOptimizer"]
 
 # A LossScaleOptimizer, so that Keras does not wrap it in another under float16.
 @keras.saving.register_keras_serializable("tfdp")
-class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
+class DistributedOptimizer(LossScaleHooks):
     """Accumulates locally, reduces once, tests, clips and updates, in this order.
 
     For K micro-steps with global batches of weight W_k (samples, or unmasked tokens)
@@ -113,7 +114,7 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
             self.build(list(trainable_variables))
             self.built = True
         self._refuse_other_strategies()
-        variables = list(trainable_variables or self._trainable_variables)
+        variables = list(trainable_variables or self.built_variables())
         gradients = list(grads)
         if self.static_scale is not None:
             gradients = [g if g is None else g / self.static_scale for g in gradients]
@@ -148,7 +149,7 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
         found = current_run()
         run, rank = found if found is not None else (None, 0)
         weight = tf.constant(1.0) if run is None else run.batch_weight(rank)
-        indices = [self._get_variable_index(variable) for variable in variables]
+        indices = [self.variable_index(variable) for variable in variables]
         for index, gradient in zip(indices, gradients, strict=True):
             if gradient is not None:
                 dense = tf.convert_to_tensor(gradient)
@@ -189,11 +190,7 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
                 self.inner_optimizer.apply(gradients, variables)
             return
         with takes_reduced(self.inner_optimizer):
-            keras.ops.cond(
-                self.check_finite(gradients),
-                lambda: self._stateful_handle_finite_grads(gradients, variables),
-                self._stateful_handle_non_finite_grads,
-            )
+            self.update_if_finite(gradients, variables)
 
     def _add(self, variable: keras.Variable, value: tf.Tensor) -> None:
         self._on_this_replica(variable, lambda own, v: own.assign_add(v), value)

@@ -18,11 +18,7 @@ HOME = "tfdp._tf"
 PRIVATE_MODULES = ("tensorflow.python", "tensorflow.core", "keras.src")
 OWN_OBJECTS = {"self", "cls"}
 # (file, attribute): underscore names of tfdp's own objects, read from outside.
-# The hooks are those that Keras' base optimizer gives to its subclasses to override.
-ALLOWED = {
-    ("tfdp/optimizers/layerwise.py", "_apply_weight_decay"),
-    ("tfdp/optimizers/layerwise.py", "_use_weight_decay"),
-}
+ALLOWED: set[tuple[str, str]] = set()
 REFLECTION = {"getattr", "setattr", "hasattr", "delattr"}
 MODULES = modules()
 

@@ -1,9 +1,8 @@
-# ruff: noqa: E501, E741
 """Runs one row of the conformance table, on replicas and on one device.
 
-The problem is small (42 weights in three variables, one of them an embedding with sparse gradients) and
-compiled once per optimizer, option and layout; the kinds of batches run through the
-same compiled step, because its batch dimension is open.
+The problem is small (42 weights in three variables, one of them an embedding with
+sparse gradients) and compiled once per optimizer, option and layout; the kinds of
+batches run through the same compiled step, because its batch dimension is open.
 """
 
 import dataclasses

@@ -1,4 +1,3 @@
-# ruff: noqa: E501, E741
 """Loss functions and weightings, with predictions and targets that suit them."""
 
 import dataclasses
@@ -20,7 +19,8 @@ class Row:
 
     Args:
       make: the loss, given `reduction`.
-      predictions: "real", "positive", "sign", "probability", "distribution" or "logits".
+      predictions: "real", "positive", "sign", "probability", "distribution" or
+        "logits".
       targets: "real", "positive", "sign", "binary", "one_hot" or "sparse".
     """
 

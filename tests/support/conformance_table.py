@@ -1,5 +1,4 @@
-# ruff: noqa: E501, E741
-"""The rows and columns of the conformance table: optimizers x options x layouts x batches.
+"""The conformance table: optimizers x options x layouts x kinds of batches.
 
 Adding an optimizer, an option, a layout or a kind of batch is adding a line here.
 """
@@ -16,27 +15,31 @@ import tfdp
 # gradient of almost nothing would become a step of full size: there rounding decides.
 SMALL_EPSILON = {"learning_rate": 0.02, "epsilon": 1e-3}
 
-O = keras.optimizers
+KERAS = keras.optimizers
 
 OPTIMIZERS = {
-    "SGD": lambda **k: O.SGD(0.1, momentum=0.9, nesterov=True, **k),
-    "RMSprop": lambda **k: O.RMSprop(momentum=0.5, centered=True, **SMALL_EPSILON, **k),
-    "Adam": lambda **k: O.Adam(amsgrad=True, **SMALL_EPSILON, **k),
-    "AdamW": lambda **k: O.AdamW(**SMALL_EPSILON, **{"weight_decay": 0.05, **k}),
-    "Adadelta": lambda **k: O.Adadelta(1.0, epsilon=1e-3, **k),
-    "Adagrad": lambda **k: O.Adagrad(0.05, **k),
-    "Adamax": lambda **k: O.Adamax(**SMALL_EPSILON, **k),
-    "Adafactor": lambda **k: O.Adafactor(0.05, epsilon_1=1e-6, **k),
-    "Nadam": lambda **k: O.Nadam(**SMALL_EPSILON, **k),
-    "Ftrl": lambda **k: O.Ftrl(0.1, l1_regularization_strength=1e-3, **k),
-    "Lion": lambda **k: O.Lion(0.02, **k),
-    "Lamb": lambda **k: O.Lamb(**SMALL_EPSILON, **k),
-    "Muon": lambda **k: O.Muon(0.02, epsilon=1e-3, **k),
-    "ScheduleFreeAdamW": lambda **k: O.ScheduleFreeAdamW(
+    "SGD": lambda **k: KERAS.SGD(0.1, momentum=0.9, nesterov=True, **k),
+    "RMSprop": lambda **k: KERAS.RMSprop(
+        momentum=0.5, centered=True, **SMALL_EPSILON, **k
+    ),
+    "Adam": lambda **k: KERAS.Adam(amsgrad=True, **SMALL_EPSILON, **k),
+    "AdamW": lambda **k: KERAS.AdamW(**SMALL_EPSILON, **{"weight_decay": 0.05, **k}),
+    "Adadelta": lambda **k: KERAS.Adadelta(1.0, epsilon=1e-3, **k),
+    "Adagrad": lambda **k: KERAS.Adagrad(0.05, **k),
+    "Adamax": lambda **k: KERAS.Adamax(**SMALL_EPSILON, **k),
+    "Adafactor": lambda **k: KERAS.Adafactor(0.05, epsilon_1=1e-6, **k),
+    "Nadam": lambda **k: KERAS.Nadam(**SMALL_EPSILON, **k),
+    "Ftrl": lambda **k: KERAS.Ftrl(0.1, l1_regularization_strength=1e-3, **k),
+    "Lion": lambda **k: KERAS.Lion(0.02, **k),
+    "Lamb": lambda **k: KERAS.Lamb(**SMALL_EPSILON, **k),
+    "Muon": lambda **k: KERAS.Muon(0.02, epsilon=1e-3, **k),
+    "ScheduleFreeAdamW": lambda **k: KERAS.ScheduleFreeAdamW(
         warmup_steps=2, **SMALL_EPSILON, **k
     ),
-    "MultiOptimizer": lambda **k: O.MultiOptimizer(
-        O.OptimizerMap(O.SGD(0.1, **k), {".*kernel": O.Adam(**SMALL_EPSILON, **k)})
+    "MultiOptimizer": lambda **k: KERAS.MultiOptimizer(
+        KERAS.OptimizerMap(
+            KERAS.SGD(0.1, **k), {".*kernel": KERAS.Adam(**SMALL_EPSILON, **k)}
+        )
     ),
     "LARS": lambda **k: tfdp.optimizers.LARS(
         0.2, trust_coefficient=0.2, **{"weight_decay": 0.01, **k}
@@ -45,6 +48,10 @@ OPTIMIZERS = {
         **SMALL_EPSILON, **{"weight_decay": 0.01, **k}
     ),
 }
+
+for newer_than_the_oldest_keras in ("Muon", "ScheduleFreeAdamW", "MultiOptimizer"):
+    if not hasattr(KERAS, newer_than_the_oldest_keras):
+        del OPTIMIZERS[newer_than_the_oldest_keras]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,7 +165,7 @@ def make_optimizer(
         )
     if option.loss_scale:
         # Small enough not to overflow by itself, and doubling within four steps.
-        return O.LossScaleOptimizer(
+        return KERAS.LossScaleOptimizer(
             optimizer, initial_scale=1024.0, dynamic_growth_steps=2
         )
     return optimizer

@@ -20,7 +20,6 @@ chained and wait for each other; `_touch_token` gives it one.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 
 import tensorflow as tf
@@ -130,7 +129,7 @@ class InProcessEngine(Engine):
         ]
         with tf.device(self.devices[rank]):
             if len(parts) > 2 and names.wants_determinism():
-                return functools.reduce(tf.add, parts)
+                return _sum_in_order(parts)
             # One pass over all parts. AddN adds into whichever part nobody else holds
             # at that moment, so the order of three or more, and with it the last bit,
             # may differ from run to run (never between replicas: one sum is shared).
@@ -208,3 +207,16 @@ class InProcessEngine(Engine):
         self._touched[rank, id(graph)] = graph  # kept, so that its id stays its own
         with tf.device(self.devices[rank]):
             tf.raw_ops.VarIsInitializedOp(resource=self._tokens[rank].handle)
+
+
+def _sum_in_order(parts: Sequence[tf.Tensor]) -> tf.Tensor:
+    """((p0 + p1) + p2) + ... with the same bits in every run.
+
+    TensorFlow's graph optimizer would make one AddN of the chain, whose order changes
+    from run to run; it leaves alone what waits for something that is not its input.
+    """
+    total = parts[0]
+    for place, part in enumerate(parts[1:], start=1):
+        with tf.control_dependencies(parts[place + 1 : place + 2]):
+            total = tf.add(total, part)
+    return total

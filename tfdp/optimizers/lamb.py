@@ -154,7 +154,7 @@ class LAMB(LayerwiseOptimizer):
         self.assign_sub(variable, rate * update)
 
     def _adam_update(self, gradient: Any, variable: Any) -> Any:
-        index = self._get_variable_index(variable)
+        index = self.variable_index(variable)
         slots = self._momentums[index], self._velocities[index]
         momentum, velocity = (as_compute_tensor(slot) for slot in slots)
         momentum = momentum + (gradient - momentum) * (1 - self.beta_1)

@@ -148,7 +148,7 @@ class LARS(LayerwiseOptimizer):
         if self.adapts(variable):
             rate = rate * self._trust_ratio(weights, gradient, decayed, decay)
 
-        slot = self._momentums[self._get_variable_index(variable)]
+        slot = self._momentums[self.variable_index(variable)]
         previous = self.momentum * as_compute_tensor(slot)
         if self.form == "unscaled":
             velocity = previous + decayed

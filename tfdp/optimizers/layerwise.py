@@ -6,8 +6,7 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
-import keras
-
+from tfdp._tf.optimizer_hooks import DecayHooks
 from tfdp.errors import ConfigurationError
 from tfdp.optimizers.arguments import (
     check_choice,
@@ -24,7 +23,7 @@ from tfdp.optimizers.exclusions import (
 __all__ = ["LayerwiseOptimizer"]
 
 
-class LayerwiseOptimizer(keras.optimizers.Optimizer):
+class LayerwiseOptimizer(DecayHooks):
     """A Keras optimizer that scales each variable's update by its own ratio.
 
     Which variables decay and which adapt is decided once, in `build`, from the paths
@@ -80,9 +79,8 @@ class LayerwiseOptimizer(keras.optimizers.Optimizer):
         super().build(variables)
         patterns = self._patterns_or_default(self._weight_decay_patterns)
         matched = _matches("exclude_from_weight_decay", variables, patterns)
-        # `super()._use_weight_decay` knows what was excluded through the method.
         self._decays = tuple(
-            not excluded and super(LayerwiseOptimizer, self)._use_weight_decay(variable)
+            not excluded and self.decays_by_keras(variable)
             for variable, excluded in zip(variables, matched, strict=True)
         )
         patterns = self._patterns_or_default(self._layer_adaptation_patterns)
@@ -96,13 +94,13 @@ class LayerwiseOptimizer(keras.optimizers.Optimizer):
 
     def decay_of(self, variable: Any) -> float:
         """The weight decay of this variable: 0 when there is none or it is excluded."""
-        if self.weight_decay is None or not self._use_weight_decay(variable):
+        if self.weight_decay is None or not self.decays(variable):
             return 0.0
         return self.weight_decay
 
     def adapts(self, variable: Any) -> bool:
         """Whether this variable's update is scaled by its trust ratio."""
-        return self._adapts[self._get_variable_index(variable)]
+        return self._adapts[self.variable_index(variable)]
 
     def exclude_from_weight_decay(
         self, var_list: Sequence[Any] | None = None, var_names: Any = None
@@ -126,13 +124,13 @@ class LayerwiseOptimizer(keras.optimizers.Optimizer):
             )
         super().exclude_from_weight_decay(var_list=var_list, var_names=var_names)
 
-    def _use_weight_decay(self, variable: Any) -> bool:
-        return self._decays[self._get_variable_index(variable)]
+    def decays(self, variable: Any) -> bool:
+        """Whether this variable decays: neither list nor method excludes it."""
+        return self._decays[self.variable_index(variable)]
 
-    def _apply_weight_decay(self, variables: Sequence[Any]) -> None:
-        # Keras' decoupled decay. The other forms put the decay into the update.
-        if self.form in self.decoupled_forms:
-            super()._apply_weight_decay(variables)
+    def decays_before_update(self) -> bool:
+        """Whether the form has Keras' decoupled decay; else it is in the update."""
+        return self.form in self.decoupled_forms
 
     def get_config(self) -> dict[str, Any]:
         """The arguments, as plain data."""
