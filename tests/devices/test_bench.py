@@ -144,7 +144,12 @@ def test_the_command_runs_and_writes_a_whole_report(tmp_path):
     assert report["machine"]["usable_cores"] >= 1
     (result,) = report["results"]
     assert result["devices"] == 2
-    assert list(result["arms"]) == ["one-device", "stock-default", "tfdp"]
+    assert list(result["arms"]) == [
+        "one-device",
+        "stock-default",
+        "tfdp",
+        "tfdp-open-batch",
+    ]
     for name, arm in result["arms"].items():
         assert len(arm["seconds"]) == 2 and min(arm["seconds"]) > 0
         assert arm["items_per_call"] == (64 if name == "one-device" else 128)

@@ -12,9 +12,12 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import tensorflow as tf
 
-__all__ = ["ARMS", "STOCK_PREFIX"]
+__all__ = ["ARMS", "OPEN_BATCH_ARMS", "STOCK_PREFIX"]
 
 STOCK_PREFIX = "stock-"
+# Training arms whose batches may be of any length as far as the compiled step knows:
+# every replica's share of the samples is then computed in each step.
+OPEN_BATCH_ARMS = ("tfdp-open-batch",)
 
 
 def _one_device(devices: list[str]) -> tf.distribute.Strategy:
@@ -77,6 +80,7 @@ ARMS: dict[str, Callable[[list[str]], tf.distribute.Strategy]] = {
     "stock-hierarchical-copy": _stock_hierarchical_copy,
     "stock-one-device": _stock_one_device,
     "tfdp": _tfdp,
+    "tfdp-open-batch": _tfdp,
     "tfdp-tensorflow-engine": _tfdp_tensorflow_engine,
     "tfdp-cross-device-ops": _tfdp_cross_device_ops,
 }

@@ -13,7 +13,7 @@ REDUCTION_ARMS = (
     "stock-one-device",
     "tfdp",
 )
-TRAINING_ARMS = ("one-device", STOCK_DEFAULT, "tfdp")
+TRAINING_ARMS = ("one-device", STOCK_DEFAULT, "tfdp", "tfdp-open-batch")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,7 +14,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdp.bench.arms import ARMS
+from tfdp.bench.arms import ARMS, OPEN_BATCH_ARMS
 from tfdp.bench.interleave import time_in_turn
 from tfdp.bench.models import MODELS, BenchmarkModel
 from tfdp.bench.request import Request
@@ -55,7 +55,8 @@ def measure_training(request: Request, devices: list[str]) -> CaseResult:
     """
     model = MODELS[request.subject_name]
     arms = {
-        arm: make_training_arm(ARMS[arm](devices), model) for arm in request.arm_names
+        arm: make_training_arm(ARMS[arm](devices), model, arm in OPEN_BATCH_ARMS)
+        for arm in request.arm_names
     }
     losses = {arm: _warm_up(arm, arms[arm], request) for arm in arms}
     seconds = time_in_turn(
@@ -86,9 +87,15 @@ def measure_training(request: Request, devices: list[str]) -> CaseResult:
 
 
 def make_training_arm(
-    strategy: tf.distribute.Strategy, model: BenchmarkModel
+    strategy: tf.distribute.Strategy, model: BenchmarkModel, open_batch: bool = False
 ) -> TrainingArm:
-    """The model under `strategy`, with weights and data equal for every arm."""
+    """The model under `strategy`, with weights and data equal for every arm.
+
+    Args:
+      strategy: what trains it.
+      model: what is trained.
+      open_batch: whether the compiled step takes batches of any length.
+    """
     global_batch = LOCAL_BATCH * strategy.num_replicas_in_sync
     keras.utils.set_random_seed(SEED)
     with strategy.scope():
@@ -101,7 +108,7 @@ def make_training_arm(
         # inside the step.
         network.optimizer.build(network.trainable_variables)
     network.make_train_function()
-    dataset = _images(model, global_batch)
+    dataset = _images(model, global_batch, drop_remainder=not open_batch)
     batches = iter(strategy.experimental_distribute_dataset(dataset))
     return TrainingArm(
         step=lambda: network.train_function(batches)["loss"],
@@ -110,13 +117,16 @@ def make_training_arm(
     )
 
 
-def _images(model: BenchmarkModel, global_batch: int) -> tf.data.Dataset:
+def _images(
+    model: BenchmarkModel, global_batch: int, drop_remainder: bool
+) -> tf.data.Dataset:
     random = np.random.default_rng(SEED)
     count = BATCHES_IN_MEMORY * global_batch
     images = random.standard_normal((count, *model.input_shape), dtype=np.float32)
     labels = random.integers(model.classes, size=count, dtype=np.int32)
     dataset = tf.data.Dataset.from_tensor_slices((images, labels))
-    return dataset.batch(global_batch, drop_remainder=True).cache().repeat().prefetch(2)
+    batches = dataset.batch(global_batch, drop_remainder=drop_remainder)
+    return batches.cache().repeat().prefetch(2)
 
 
 def _warm_up(arm: str, training_arm: TrainingArm, request: Request) -> float:

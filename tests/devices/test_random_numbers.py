@@ -1,0 +1,110 @@
+"""Random layers draw apart on every replica, and again the same from one seed."""
+
+import itertools
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfdp
+from tests.support.parity import classification_data, dense_model, make_strategy
+
+LAYERS = {
+    "dropout": lambda: keras.layers.Dropout(0.5, seed=7),
+    "gaussian_noise": lambda: keras.layers.GaussianNoise(0.5, seed=7),
+    "gaussian_dropout": lambda: keras.layers.GaussianDropout(0.5, seed=7),
+    "alpha_dropout": lambda: keras.layers.AlphaDropout(0.5, seed=7),
+    "spatial_dropout": lambda: keras.layers.SpatialDropout1D(0.5, seed=7),
+    "random_flip": lambda: keras.layers.RandomFlip("horizontal", seed=7),
+    "random_translation": lambda: keras.layers.RandomTranslation(0.4, 0.4, seed=7),
+}
+SHAPES = {
+    "random_flip": (16, 8, 8, 1),
+    "random_translation": (16, 8, 8, 1),
+    "spatial_dropout": (16, 3, 16),
+}
+
+
+def drawn_by(strategy, name, calls=3):
+    """What each replica makes of the same input, call by call."""
+    shape = SHAPES.get(name, (16, 32))
+    inputs = np.arange(np.prod(shape), dtype="float32").reshape(shape) % 13 + 1
+    with strategy.scope():
+        layer = LAYERS[name]()
+        layer.build(shape)
+
+    @tf.function
+    def step():
+        return strategy.run(lambda: layer(tf.constant(inputs), training=True))
+
+    return [
+        [part.numpy() for part in strategy.experimental_local_results(step())]
+        for _ in range(calls)
+    ]
+
+
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("replicas", [2, 4])
+def test_every_replica_and_every_step_draws_its_own(replicas, name):
+    steps = drawn_by(make_strategy(replicas), name)
+    for a, b in itertools.combinations([part for parts in steps for part in parts], 2):
+        assert not np.array_equal(a, b)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_draws_repeat_from_one_seed_and_replica_0_draws_as_one_device(name):
+    first, again = (drawn_by(make_strategy(2), name) for _ in range(2))
+    np.testing.assert_array_equal(first, again)
+    alone = drawn_by(tf.distribute.get_strategy(), name)
+    np.testing.assert_array_equal([parts[0] for parts in first], [p[0] for p in alone])
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_identical_draws_when_asked(name):
+    strategy = tfdp.DataParallelStrategy(["CPU:0", "CPU:1"], draws_per_replica=False)
+    for a, b in drawn_by(strategy, name):
+        np.testing.assert_array_equal(a, b)
+
+
+def with_dropout():
+    hidden, logits = dense_model().layers
+    dropout = keras.layers.Dropout(0.4, seed=7)
+    return keras.Sequential([keras.Input((12,)), hidden, dropout, logits])
+
+
+def compiled(strategy):
+    with strategy.scope():
+        model = with_dropout()
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(keras.optimizers.SGD(0.05, 0.9), loss, jit_compile=False)
+    return model
+
+
+def test_training_resumed_from_a_file_repeats(tmp_path):
+    """Keras' files do not hold the states: a resumed run starts from the seed again."""
+    x, y = classification_data(32)
+    fit = {"x": x, "y": y, "batch_size": 16, "shuffle": False, "verbose": 0}
+    half = compiled(make_strategy(2))
+    half.fit(**fit, epochs=2)
+    half.save(tmp_path / "half.keras")
+
+    def resumed():
+        keras.utils.clear_session()
+        with make_strategy(2).scope():
+            model = keras.models.load_model(tmp_path / "half.keras")
+        model.fit(**fit, epochs=2)
+        return model.get_weights()
+
+    for a, b in zip(resumed(), resumed(), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_stored_seed_states_stay_equal():
+    model = compiled(make_strategy(4))
+    x, y = classification_data(32)
+    model.fit(x, y, batch_size=16, verbose=0)
+    (state,) = [v for v in model.variables if "seed_generator_state" in v.path]
+    copies = [copy.numpy().tolist() for copy in state.value.values]
+    assert copies == [copies[0]] * 4
+    assert copies[0] != [7, 0]
