@@ -8,6 +8,7 @@ written for Keras catches them as it always did.
 from __future__ import annotations
 
 __all__ = [
+    "ClusterError",
     "CollectiveError",
     "ConfigurationError",
     "DataError",
@@ -17,6 +18,7 @@ __all__ = [
     "ParityError",
     "ScopeError",
     "TfdpError",
+    "WorkerLostError",
 ]
 
 
@@ -31,6 +33,10 @@ class ConfigurationError(TfdpError, ValueError):
     """An argument is out of range, of the wrong kind, or contradicts another."""
 
 
+class ClusterError(ConfigurationError):
+    """What names the cluster of workers is incomplete, wrong or contradictory."""
+
+
 class DeviceError(TfdpError, RuntimeError):
     """The devices asked for do not exist, or can no longer be set up."""
 
@@ -41,6 +47,10 @@ class ScopeError(TfdpError, RuntimeError):
 
 class CollectiveError(TfdpError, RuntimeError):
     """An exchange between replicas cannot be done as asked."""
+
+
+class WorkerLostError(CollectiveError):
+    """Another worker has ended, is silent, or did not come to an exchange in time."""
 
 
 class DataError(TfdpError, ValueError):

@@ -1,0 +1,419 @@
+"""Cluster discovery, from variables that the real launchers set.
+
+The fixtures are environments as the launchers print them (addresses and names made
+neutral), each reduced to the launcher's own variables, for one worker that is not
+worker 0, so that a reader that mixes up rank and size, or forgets one, is seen.
+"""
+
+import dataclasses
+import json
+
+import pytest
+
+from tfdp.cluster import Cluster, find_cluster
+from tfdp.cluster.slurm import expand_hosts, slurm_port
+from tfdp.errors import ClusterError, ConfigurationError
+
+# `srun env` of Slurm 23: two nodes, two tasks each; task 3.
+SLURM = {
+    "SLURM_CLUSTER_NAME": "ada",
+    "SLURM_CPUS_ON_NODE": "4",
+    "SLURM_GTIDS": "2,3",
+    "SLURM_JOBID": "200505",
+    "SLURM_JOB_ID": "200505",
+    "SLURM_JOB_NODELIST": "gnode[10,20]",
+    "SLURM_JOB_NUM_NODES": "2",
+    "SLURM_LAUNCH_NODE_IPADDR": "10.0.205.134",
+    "SLURM_LOCALID": "1",
+    "SLURM_NNODES": "2",
+    "SLURM_NODEID": "1",
+    "SLURM_NODELIST": "gnode[10,20]",
+    "SLURM_NPROCS": "4",
+    "SLURM_NTASKS": "4",
+    "SLURM_PROCID": "3",
+    "SLURM_SRUN_COMM_HOST": "10.0.205.134",
+    "SLURM_STEPID": "0",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_LAUNCHER_PORT": "43247",
+    "SLURM_STEP_NODELIST": "gnode[10,20]",
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+    "SLURM_TASKS_PER_NODE": "2(x2)",
+    "SLURM_TASK_PID": "2288",
+}
+# `env` in the batch script of a job of four nodes: no step, and process 0 of 4.
+SLURM_BATCH = {
+    "SLURM_GTIDS": "0",
+    "SLURM_JOB_ID": "200505",
+    "SLURM_JOB_NODELIST": "gnode[10,20,25,37]",
+    "SLURM_JOB_NUM_NODES": "4",
+    "SLURM_LOCALID": "0",
+    "SLURM_NNODES": "4",
+    "SLURM_NODEID": "0",
+    "SLURM_NODELIST": "gnode[10,20,25,37]",
+    "SLURM_NPROCS": "4",
+    "SLURM_NTASKS": "4",
+    "SLURM_PROCID": "0",
+    "SLURM_TASKS_PER_NODE": "1(x4)",
+    "SLURM_TASK_PID": "16360",
+}
+# The shell of `salloc` where it is a step of its own.
+SLURM_INTERACTIVE = {
+    "SLURM_JOB_ID": "1731563",
+    "SLURM_JOB_NODELIST": "gpu71",
+    "SLURM_JOB_NUM_NODES": "1",
+    "SLURM_NNODES": "1",
+    "SLURM_PROCID": "0",
+    "SLURM_STEPID": "4294967290",
+    "SLURM_STEP_ID": "4294967290",
+    "SLURM_STEP_NODELIST": "gpu71",
+    "SLURM_STEP_NUM_NODES": "1",
+    "SLURM_STEP_NUM_TASKS": "1",
+    "SLURM_TASKS_PER_NODE": "8",
+}
+# `mpiexec -n 3 env` of Open MPI 5.0.11; rank 2.
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_LOCAL_RANK": "2",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "3",
+    "OMPI_COMM_WORLD_NODE_RANK": "2",
+    "OMPI_COMM_WORLD_RANK": "2",
+    "OMPI_COMM_WORLD_SIZE": "3",
+    "OMPI_MCA_num_procs": "3",
+    "OMPI_UNIVERSE_SIZE": "3",
+    "OMPI_VERSION": "5.0.11",
+    "PMIX_HOSTNAME": "node1",
+    "PMIX_NAMESPACE": "prterun-node1-8328@1",
+    "PMIX_RANK": "2",
+    "PMIX_SERVER_URI41": "prterun-node1-8328@0.0;tcp4://127.0.0.1:42515",
+    "PRTE_LAUNCHED": "1",
+}
+# `mpiexec -n 3 env` of MPICH 5 (Hydra); rank 2.
+MPICH = {
+    "HYDI_CONTROL_FD": "7",
+    "MPI_LOCALNRANKS": "3",
+    "MPI_LOCALRANKID": "2",
+    "PMI_FD": "16",
+    "PMI_HOSTNAME": "node1",
+    "PMI_RANK": "2",
+    "PMI_SIZE": "3",
+}
+# `torchrun --nnodes 2 --nproc-per-node 2`; also what Kubeflow's PyTorchJob sets.
+TORCHRUN = {
+    "GROUP_RANK": "1",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "node1",
+    "MASTER_PORT": "29500",
+    "RANK": "3",
+    "ROLE_RANK": "3",
+    "ROLE_WORLD_SIZE": "4",
+    "TORCHELASTIC_RESTART_COUNT": "0",
+    "TORCHELASTIC_RUN_ID": "none",
+    "WORLD_SIZE": "4",
+}
+# A pod of an Indexed Job that `tfdp launch --kubernetes` wrote.
+KUBERNETES = {
+    "HOSTNAME": "digits-2",
+    "JOB_COMPLETION_INDEX": "2",
+    "KUBERNETES_SERVICE_HOST": "10.96.0.1",
+    "KUBERNETES_SERVICE_PORT": "443",
+    "TFDP_COORDINATOR": "digits-0.digits:25000",
+    "TFDP_WORKERS": "3",
+}
+# The same as the replicated job `workers` of the JobSet `train`.
+JOBSET = {
+    "HOSTNAME": "train-workers-0-2",
+    "JOBSET_NAME": "train",
+    "JOB_COMPLETION_INDEX": "2",
+    "JOB_INDEX": "0",
+    "KUBERNETES_SERVICE_HOST": "10.96.0.1",
+    "REPLICATED_JOB_NAME": "workers",
+    "TFDP_WORKERS": "3",
+}
+TFDP = {
+    "TFDP_COORDINATOR": "127.0.0.1:23456",
+    "TFDP_RANK": "1",
+    "TFDP_WORKERS": "2",
+}
+
+
+def tf_config(cluster, kind, index, **more):
+    config = {"cluster": cluster, "task": {"type": kind, "index": index}, **more}
+    return {"TF_CONFIG": json.dumps(config)}
+
+
+# A TFJob of Kubeflow without a chief.
+KUBEFLOW = tf_config(
+    {"worker": ["mnist-worker-0.ns.svc:2222", "mnist-worker-1.ns.svc:2222"]},
+    *("worker", 1),
+    environment="cloud",
+)
+# Vertex AI: the chief's pool and the workers'.
+VERTEX = tf_config(
+    {
+        "chief": ["cmle-training-workerpool0-12ab-0:2222"],
+        "worker": [
+            "cmle-training-workerpool1-12ab-0:2222",
+            "cmle-training-workerpool1-12ab-1:2222",
+        ],
+    },
+    *("worker", 1),
+    environment="cloud",
+    job="{}",
+)
+# SageMaker with multi_worker_mirrored_strategy enabled.
+SAGEMAKER = tf_config(
+    {"worker": ["algo-1:8890", "algo-2:8890"]}, "worker", 1, environment="cloud"
+)
+SLURM_PORT = 20000 + 200505 % 10000
+
+SOURCES = [
+    (TFDP, Cluster(2, 1, "127.0.0.1:23456", "tfdp")),
+    (KUBEFLOW, Cluster(2, 1, "mnist-worker-0.ns.svc:2222", "TF_CONFIG")),
+    (VERTEX, Cluster(3, 2, "cmle-training-workerpool0-12ab-0:2222", "TF_CONFIG")),
+    (SAGEMAKER, Cluster(2, 1, "algo-1:8890", "TF_CONFIG")),
+    (SLURM, Cluster(4, 3, f"gnode10:{SLURM_PORT}", "Slurm")),
+    (KUBERNETES, Cluster(3, 2, "digits-0.digits:25000", "Kubernetes")),
+    (JOBSET, Cluster(3, 2, "train-workers-0-0.train:25000", "Kubernetes")),
+    (OPEN_MPI, Cluster(3, 2, None, "Open MPI")),
+    (MPICH, Cluster(3, 2, None, "MPICH")),
+    (TORCHRUN, Cluster(4, 3, "node1:29500", "torchrun")),
+]
+NAMES = [
+    *("tfdp", "Kubeflow", "Vertex AI", "SageMaker", "Slurm", "Kubernetes", "JobSet"),
+    *("Open MPI", "MPICH", "torchrun"),
+]
+
+
+@pytest.mark.parametrize("environment, expected", SOURCES, ids=NAMES)
+def test_every_source(environment, expected):
+    assert find_cluster({"PATH": "/bin", **environment}) == expected
+
+
+@pytest.mark.parametrize("environment, expected", SOURCES, ids=NAMES)
+def test_every_source_takes_the_launchers_devices(environment, expected):
+    found = find_cluster({**environment, "TFDP_DEVICES_PER_WORKER": "4"})
+    assert found == dataclasses.replace(expected, devices_per_worker=4)
+
+
+def test_this_process_environment_is_the_default(monkeypatch):
+    for name, value in TFDP.items():
+        monkeypatch.setenv(name, value)
+    assert find_cluster() == SOURCES[0][1]
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {},
+        {"PATH": "/bin", "HOSTNAME": "laptop"},
+        {"TF_CONFIG": ""},
+        {"TF_CONFIG": "{}"},
+        {"TF_CONFIG": '{"cluster": {}, "task": {}, "environment": "cloud"}'},
+        # Too common to mean a cluster on their own.
+        {"RANK": "3"},
+        {"MASTER_ADDR": "node1", "MASTER_PORT": "29500"},
+        {"TFDP_DEVICES_PER_WORKER": "2"},
+        # A job with eight tasks on one node, for its cores, and no srun.
+        {**SLURM_BATCH, "SLURM_JOB_NUM_NODES": "1", "SLURM_NNODES": "1"},
+    ],
+)
+def test_no_cluster(environment):
+    assert find_cluster(environment) is None
+
+
+def test_the_chief_is_rank_0_and_the_workers_follow():
+    cluster = {"chief": ["c:1"], "worker": ["a:1", "b:1"]}
+    ranks = [
+        find_cluster(tf_config(cluster, kind, index)).rank
+        for kind, index in [("chief", 0), ("worker", 0), ("worker", 1)]
+    ]
+    assert ranks == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    "text, expected",
+    [
+        ("n1", ["n1"]),
+        ("n1,n2", ["n1", "n2"]),
+        ("node[01-03,7],other", ["node01", "node02", "node03", "node7", "other"]),
+        ("n[098-101]", ["n098", "n099", "n100", "n101"]),
+        ("n[9-11]", ["n9", "n10", "n11"]),
+        ("r[1-2]n[0-1]", ["r1n0", "r1n1", "r2n0", "r2n1"]),
+        ("gpu-[3].site.org", ["gpu-3.site.org"]),
+        ("10-0-3-12", ["10-0-3-12"]),
+    ],
+)
+def test_slurm_lists_of_hosts(text, expected):
+    assert expand_hosts(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "n[", "n[1-]", "n]1[", "n[a-b]", "n[1", "a,,b"])
+def test_broken_lists_of_hosts_are_refused(text):
+    with pytest.raises(ClusterError, match="list of nodes"):
+        expand_hosts(text)
+
+
+def test_the_port_of_a_job_step():
+    ports = [slurm_port(job, step) for job in (0, 9999, 10**7) for step in (0, 1, 50)]
+    assert all(20000 <= port <= 29999 for port in ports)
+    assert slurm_port(7) != slurm_port(8) != slurm_port(7, step=1)
+    # The interactive step's number is near 2**32.
+    assert 20000 <= slurm_port(1731563, 4294967290) <= 29999
+
+
+def test_a_step_that_uses_a_part_of_the_job():
+    part = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "gnode20"}
+    found = find_cluster({**SLURM, **part, "SLURM_PROCID": "1"})
+    assert (found.workers, found.rank) == (2, 1)
+    assert found.coordinator.startswith("gnode20:")
+
+
+def test_one_task_is_a_cluster_of_one():
+    assert find_cluster(SLURM_INTERACTIVE).workers == 1
+
+
+@pytest.mark.parametrize("mpi", [OPEN_MPI, MPICH], ids=["Open MPI", "MPICH"])
+@pytest.mark.parametrize(
+    "slurm",
+    [
+        SLURM_BATCH,
+        SLURM_INTERACTIVE,
+        # What the daemons of mpiexec inherit: a step of one task on each node.
+        {**SLURM, "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1"},
+        # srun --mpi=pmi2 itself: both say the same.
+        {**SLURM, "SLURM_STEP_NUM_TASKS": "3", "SLURM_PROCID": "2"},
+    ],
+    ids=["batch", "interactive", "daemons", "same"],
+)
+def test_mpi_within_slurm(mpi, slurm):
+    found = find_cluster({**slurm, **mpi})
+    assert (found.workers, found.rank) == (3, 2)
+    # Only what Slurm says of the same processes may name the place to meet.
+    same = slurm["SLURM_PROCID"] == "2"
+    assert (found.coordinator is not None) == same
+
+
+def test_tfdp_launch_within_a_single_task():
+    assert find_cluster({**SLURM_INTERACTIVE, **TFDP}).source == "tfdp"
+    assert find_cluster({"JOB_COMPLETION_INDEX": "0", **TFDP}).rank == 1
+
+
+def test_a_coordinator_completes_and_overrides():
+    place = {"TFDP_COORDINATOR": "10.0.0.1:4000"}
+    for environment in (OPEN_MPI, SLURM, TORCHRUN, VERTEX):
+        found = find_cluster({**environment, **place})
+        assert found.coordinator == "10.0.0.1:4000"
+        assert found.source == find_cluster(environment).source
+
+
+def test_alone_on_request_whatever_else_is_set():
+    for environment in (SLURM_BATCH, SLURM, OPEN_MPI, {"JOB_COMPLETION_INDEX": "2"}):
+        found = find_cluster({**environment, "TFDP_WORKERS": "1"})
+        assert (found.workers, found.rank, found.source) == (1, 0, "tfdp")
+
+
+@pytest.mark.parametrize(
+    "first, second, named",
+    [
+        (TFDP, SLURM, ["tfdp", "Slurm", "TFDP_RANK=1", "SLURM_PROCID=3"]),
+        (VERTEX, TORCHRUN, ["TF_CONFIG", "torchrun", "WORLD_SIZE=4"]),
+        (SLURM, OPEN_MPI, ["Slurm", "Open MPI", "OMPI_COMM_WORLD_SIZE=3"]),
+        (SLURM, {"WORLD_SIZE": "8"}, ["Slurm", "torchrun", "WORLD_SIZE=8"]),
+        (TFDP, {"JOB_COMPLETION_INDEX": "3"}, ["Kubernetes", "TFDP_RANK=1"]),
+        (OPEN_MPI, {**MPICH, "PMI_RANK": "1"}, ["MPICH", "PMI_RANK=1"]),
+        (SLURM, {"TFDP_WORKERS": "5"}, ["TFDP_WORKERS=5", "SLURM_STEP_NUM_TASKS=4"]),
+    ],
+)
+def test_contradictions_are_refused_naming_both(first, second, named):
+    with pytest.raises(ClusterError, match="contradict") as refused:
+        find_cluster({**first, **second})
+    assert [text for text in named if text not in str(refused.value)] == []
+
+
+def without(environment, *names):
+    return {name: text for name, text in environment.items() if name not in names}
+
+
+@pytest.mark.parametrize(
+    "environment, found, missing",
+    [
+        (without(TFDP, "TFDP_RANK"), "TFDP_WORKERS=2", "TFDP_RANK"),
+        (without(TFDP, "TFDP_WORKERS"), "TFDP_RANK=1", "TFDP_WORKERS"),
+        (without(TFDP, "TFDP_COORDINATOR"), "TFDP_RANK=1", "TFDP_COORDINATOR"),
+        ({"JOB_COMPLETION_INDEX": "0"}, "JOB_COMPLETION_INDEX=0", "TFDP_WORKERS"),
+        (without(KUBERNETES, "TFDP_COORDINATOR"), "=2", "TFDP_COORDINATOR"),
+        (without(JOBSET, "JOBSET_NAME"), "=2", "TFDP_COORDINATOR"),
+        (without(OPEN_MPI, "OMPI_COMM_WORLD_SIZE"), "Open MPI", "WORLD_SIZE"),
+        (without(MPICH, "PMI_RANK"), "PMI_SIZE=3", "PMI_RANK"),
+        (without(TORCHRUN, "MASTER_PORT"), "RANK=3", "MASTER_PORT"),
+        (without(TORCHRUN, "RANK"), "WORLD_SIZE=4", "RANK"),
+        (without(SLURM, "SLURM_JOB_ID", "SLURM_JOBID"), "PROCID=3", "SLURM_JOB_ID"),
+        (SLURM_BATCH, "SLURM_NTASKS=4", "srun"),
+        (without(SLURM_BATCH, "SLURM_PROCID"), "SLURM_NTASKS=4", "srun"),
+    ],
+)
+def test_missing_parts_are_refused_with_what_was_found(environment, found, missing):
+    with pytest.raises(ClusterError) as refused:
+        find_cluster(environment)
+    before, after = str(refused.value).split("Missing: ")
+    assert found in before
+    assert missing in after
+
+
+@pytest.mark.parametrize(
+    "environment, message",
+    [
+        ({**TFDP, "TFDP_RANK": "2"}, "from 0 to 1.*Received: 2.*TFDP_RANK=2"),
+        ({**TFDP, "TFDP_RANK": "-1"}, "TFDP_RANK must be .*Received: '-1'"),
+        ({**TFDP, "TFDP_WORKERS": "0"}, "TFDP_WORKERS must be .*Received: '0'"),
+        ({**TFDP, "TFDP_COORDINATOR": "host"}, "'host:port'.*Received: 'host'"),
+        ({**TFDP, "TFDP_COORDINATOR": "host:99999"}, "65535.*'host:99999'"),
+        ({**TFDP, "TFDP_DEVICES_PER_WORKER": "two"}, "DEVICES_PER_WORKER.*'two'"),
+        ({**TORCHRUN, "WORLD_SIZE": "4.0"}, "WORLD_SIZE must be .*'4.0'"),
+        ({**SLURM, "SLURM_STEP_NODELIST": "n["}, "list of nodes"),
+        ({**JOBSET, "JOB_INDEX": "1"}, "JOB_INDEX=1.*replicas to 1"),
+        ({"TF_CONFIG": "worker 1"}, "TF_CONFIG is not JSON.*worker 1"),
+        ({"TF_CONFIG": "[1]"}, r"JSON object.*\[1\]"),
+        ({"TF_CONFIG": '{"cluster": {"worker": "a:1"}}'}, "lists of 'host:port'"),
+        ({"TF_CONFIG": '{"cluster": {"worker": ["a:1"]}}'}, "task must hold a type"),
+        (tf_config({"worker": ["a:1", "b:1"]}, "worker", 2), "worker 2.*lists 2"),
+        (tf_config({"worker": ["a:1"]}, "chief", 0), "chief 0.*lists 0"),
+        (tf_config({"worker": ["a:1"]}, "boss", 0), "task must hold a type"),
+        (tf_config({"worker": ["a:1"], "ps": ["p:1"]}, "ps", 0), "no parameter"),
+        (tf_config({"worker": ["a:1"], "ps": ["p:1"]}, "worker", 0), "lists param"),
+        (tf_config({"worker": ["a:1"]}, "evaluator", 0), "model.evaluate"),
+        (tf_config({"master": ["a:1"], "worker": ["a:1"]}, "worker", 0), "a:1 twice"),
+        (tf_config({"worker": ["a", "b"]}, "worker", 0), "'host:port'"),
+    ],
+)
+def test_nonsense_is_refused_with_the_value(environment, message):
+    with pytest.raises(ClusterError, match=message):
+        find_cluster(environment)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"workers": 0},
+        {"workers": True},
+        {"workers": "2"},
+        {"rank": 2},
+        {"rank": -1},
+        {"coordinator": "node1"},
+        {"coordinator": "node1:0"},
+        {"coordinator": "::1:2000"},
+        {"coordinator": ("node1", 2000)},
+        {"devices_per_worker": 0},
+    ],
+)
+def test_a_cluster_is_checked_when_made(changes):
+    facts = {"workers": 2, "rank": 1, "coordinator": "[::1]:2000", **changes}
+    with pytest.raises(ConfigurationError, match="Received"):
+        Cluster(**facts)
+
+
+def test_an_ipv6_coordinator_gets_its_brackets():
+    found = find_cluster({**TORCHRUN, "MASTER_ADDR": "fd00::1"})
+    assert found.coordinator == "[fd00::1]:29500"

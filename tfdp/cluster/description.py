@@ -1,0 +1,93 @@
+"""`Cluster`: the three facts that a worker needs, as one frozen, checked value."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+from tfdp.errors import ClusterError
+
+__all__ = ["Cluster", "join_address"]
+
+# A name, an IPv4 address, or an IPv6 address in brackets.
+ADDRESS = re.compile(r"(?P<host>\[[0-9A-Fa-f:.%\w]+\]|[^\s:\[\]/]+):(?P<port>\d{1,5})")
+
+
+@dataclasses.dataclass(frozen=True)
+class Cluster:
+    """The worker processes of one training. Frozen; checked when it is made.
+
+    Args:
+      workers: number of processes, at least 1.
+      rank: which of them this is, 0 <= rank < workers.
+      coordinator: `"host:port"` of worker 0, where all meet by TCP (an IPv6 host in
+        brackets). None where there is nobody to meet (one worker) or where only MPI
+        can tell (`mpiexec` names no addresses).
+      source: who said so: `"argument"`, `"tfdp"`, `"TF_CONFIG"`, `"Slurm"`,
+        `"Kubernetes"`, `"Open MPI"`, `"MPICH"` or `"torchrun"`.
+      devices_per_worker: devices that the launcher asked for, at least 1; None
+        leaves it to the strategy.
+
+    Raises:
+      ClusterError: when a value is out of its range.
+
+    >>> Cluster(workers=2, rank=1, coordinator="node1:20000").is_coordinator
+    False
+    >>> Cluster(workers=2, rank=2, coordinator="node1:20000")
+    Traceback (most recent call last):
+    ...
+    tfdp.errors.ClusterError: Cluster.rank must be an integer from 0 to 1 (workers=2). \
+Received: 2.
+    """
+
+    workers: int
+    rank: int
+    coordinator: str | None
+    source: str = "argument"
+    devices_per_worker: int | None = None
+
+    def __post_init__(self) -> None:
+        if not _is_integer(self.workers) or self.workers < 1:
+            raise ClusterError(
+                "Cluster.workers must be an integer of at least 1. "
+                f"Received: {self.workers!r}."
+            )
+        if not _is_integer(self.rank) or not 0 <= self.rank < self.workers:
+            raise ClusterError(
+                f"Cluster.rank must be an integer from 0 to {self.workers - 1} "
+                f"(workers={self.workers}). Received: {self.rank!r}."
+            )
+        if self.coordinator is not None and not _is_address(self.coordinator):
+            raise ClusterError(
+                "Cluster.coordinator must be 'host:port' of worker 0, with a port "
+                f"from 1 to 65535. Received: {self.coordinator!r}."
+            )
+        devices = self.devices_per_worker
+        if devices is not None and (not _is_integer(devices) or devices < 1):
+            raise ClusterError(
+                "Cluster.devices_per_worker must be an integer of at least 1, or "
+                f"None. Received: {devices!r}."
+            )
+
+    @property
+    def is_coordinator(self) -> bool:
+        """Whether this is worker 0, the one at `coordinator`."""
+        return self.rank == 0
+
+
+def join_address(host: str, port: int | str) -> str:
+    """`"host:port"`, an IPv6 host in brackets.
+
+    >>> join_address("node1", 20000), join_address("::1", 20000)
+    ('node1:20000', '[::1]:20000')
+    """
+    return f"[{host}]:{port}" if ":" in host and host[0] != "[" else f"{host}:{port}"
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_address(value: object) -> bool:
+    match = ADDRESS.fullmatch(value) if isinstance(value, str) else None
+    return match is not None and 1 <= int(match["port"]) <= 65535
