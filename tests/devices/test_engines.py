@@ -1,5 +1,8 @@
 """Both engines, one and two levels, every number type: sums equal NumPy's."""
 
+import contextlib
+import pathlib
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -246,3 +249,31 @@ def test_gradient_flows_through_all_reduce(engine):
         return strategy.experimental_local_results(strategy.run(replica_fn))
 
     assert [float(g) for g in step()] == [6.0, 6.0]
+
+
+def collective_threads():
+    names_of_threads = []
+    for task in pathlib.Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):
+            names_of_threads.append((task / "comm").read_text())
+    return sum("collective" in name for name in names_of_threads)
+
+
+@pytest.mark.skipif(not pathlib.Path("/proc/self/task").exists(), reason="needs Linux")
+def test_launches_leave_no_threads_behind():
+    """A deadline on the op would: one thread per launch, asleep until it has passed."""
+    strategy = make_strategy(2, engine="tensorflow")
+
+    @tf.function
+    def step():
+        def replica_fn():
+            context = tf.distribute.get_replica_context()
+            return context.all_reduce("SUM", tf.ones([5]))
+
+        return strategy.run(replica_fn)
+
+    step()
+    before = collective_threads()
+    for _ in range(50):
+        step()
+    assert collective_threads() < before + 10

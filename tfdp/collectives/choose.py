@@ -70,6 +70,5 @@ def make_engine(
     return TensorFlowEngine(
         devices,
         topology,
-        timeout_seconds=communication.timeout_seconds,
         hint=choice.hint,
     )

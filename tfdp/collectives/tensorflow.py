@@ -48,7 +48,6 @@ class TensorFlowEngine(Engine):
       devices: one device per replica, in rank order.
       topology: one level is a flat all-reduce; two are reduce-scatter within the
         host, all-reduce across hosts, all-gather within.
-      timeout_seconds: how long a collective may wait for the other replicas.
       hint: the implementation asked of TensorFlow: "nccl", "ring" or "auto".
 
     Cost per replica and buffer of n bytes: one launch and 2 n (N - 1) / N bytes on
@@ -64,11 +63,9 @@ class TensorFlowEngine(Engine):
         devices: Sequence[str],
         topology: Topology,
         *,
-        timeout_seconds: float,
         hint: str,
     ):
         super().__init__(devices, topology)
-        self._timeout_seconds = timeout_seconds
         self._hint = hint
         self._has_reduce_scatter = hint == "nccl"
         self._everyone = _Group(topology.all_ranks, next_group_key())
@@ -206,5 +203,8 @@ class TensorFlowEngine(Engine):
             "instance_key": instance_key,
             "ordering_token": [self._tokens[rank].handle],
             "communication_hint": self._hint,
-            "timeout_seconds": self._timeout_seconds,
+            # No deadline: TensorFlow keeps a sleeping thread for each launch until its
+            # deadline has passed, hundreds of thousands in an hour. Replicas of one
+            # process cannot lose each other; a failed one ends the whole step.
+            "timeout_seconds": 0.0,
         }
