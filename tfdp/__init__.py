@@ -24,18 +24,22 @@ if TYPE_CHECKING:
         schedules,
         testing,
     )
+    from tfdp.cluster import Cluster
     from tfdp.communication import Communication
     from tfdp.devices import use_virtual_devices
     from tfdp.hierarchical import HierarchicalAllReduce
+    from tfdp.multi_host import MultiHostDataParallelStrategy
     from tfdp.optimizer import DistributedOptimizer
     from tfdp.strategy import DataParallelStrategy, auto_strategy
 
 # Public name -> module that defines it. A name mapped to its own module is one.
 _PUBLIC = {
+    "Cluster": "tfdp.cluster",
     "Communication": "tfdp.communication",
     "DataParallelStrategy": "tfdp.strategy",
     "DistributedOptimizer": "tfdp.optimizer",
     "HierarchicalAllReduce": "tfdp.hierarchical",
+    "MultiHostDataParallelStrategy": "tfdp.multi_host",
     "auto_strategy": "tfdp.strategy",
     "callbacks": "tfdp.callbacks",
     "data": "tfdp.data",
@@ -48,7 +52,7 @@ _PUBLIC = {
     "use_virtual_devices": "tfdp.devices",
 }
 # These load without TensorFlow.
-_PURE = {"Communication", "errors"}
+_PURE = {"Cluster", "Communication", "errors"}
 
 MISSING_TENSORFLOW = (
     "tfdp needs TensorFlow: pip install 'tfdp[cpu]' (no GPU), 'tfdp[gpu]' (CUDA) "

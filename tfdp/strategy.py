@@ -79,19 +79,32 @@ class DataParallelStrategy(tf.distribute.MirroredStrategy):
                 f"shard must be one of {', '.join(map(repr, SHARD_STAGES))}. "
                 f"Received: {shard!r}."
             )
-        names_of_devices = find_devices(devices)
         self._jit_models: weakref.WeakSet[Any] = weakref.WeakSet()
         cross_device_ops = HierarchicalAllReduce(communication)
-        self._pipeline = cross_device_ops.pipeline(names_of_devices)
-        extended = DataParallelExtended(
-            self,
-            names_of_devices,
-            self._pipeline,
+        extended = self._make_extended(
+            find_devices(devices),
+            cross_device_ops.communication,
             cross_device_ops,
-            draws_per_replica=bool(draws_per_replica),
+            bool(draws_per_replica),
         )
         # MirroredStrategy's own constructor would make a stock extended.
         tf.distribute.Strategy.__init__(self, extended)
+
+    def _make_extended(
+        self,
+        devices: tuple[str, ...],
+        communication: Communication,
+        cross_device_ops: HierarchicalAllReduce,
+        draws_per_replica: bool,
+    ) -> DataParallelExtended:
+        self._pipeline = cross_device_ops.pipeline(devices)
+        return DataParallelExtended(
+            self,
+            devices,
+            self._pipeline,
+            cross_device_ops,
+            draws_per_replica=draws_per_replica,
+        )
 
     @property
     def communication(self) -> Communication:
@@ -120,13 +133,17 @@ class DataParallelStrategy(tf.distribute.MirroredStrategy):
         return self._pipeline.plan(gradients)
 
     @property
+    def _replicas(self) -> int:
+        return len(self.extended.worker_devices)
+
+    @property
     def num_replicas_in_sync(self) -> int:
         """The number of replicas.
 
         Keras' loss functions, which divide by it, get the replica's exact share of
         the global batch instead (see `tfdp._tf.keras_losses`).
         """
-        replicas = len(self.extended.worker_devices)
+        replicas = self._replicas
         if replicas > 1 and not tf.distribute.in_cross_replica_context():
             count = loss_replica_count(
                 self.extended.current_run, names.current_rank(), self._sum_scalar
@@ -154,6 +171,7 @@ class DataParallelStrategy(tf.distribute.MirroredStrategy):
             step = functools.partial(jitted_train_step, model)
         scope_checks.check_model(model, optimizers, self)
         run = sample_counts((args, kwargs or {}), len(self.extended.worker_devices))
+        self._complete_run(run)
         outer, self.extended.current_run = self.extended.current_run, run
         try:
             with led_optimizers(optimizers, run):
@@ -162,7 +180,7 @@ class DataParallelStrategy(tf.distribute.MirroredStrategy):
             self.extended.current_run = outer
         if optimizers:
             self._warn_of_local_mean(model, fn, run)
-        return result
+        return self._complete_result(fn, result)
 
     def reduce(self, reduce_op: Any, value: Any, axis: int | None = None) -> Any:
         """Reduces `value` across replicas; see `tf.distribute.Strategy.reduce`.
@@ -174,7 +192,7 @@ class DataParallelStrategy(tf.distribute.MirroredStrategy):
         model = names.model_built_by_caller()
         if model is not None:
             scope_checks.check_model(model, optimizers_of(model), self)
-            if len(self.extended.worker_devices) > 1 and take_over_jit(model):
+            if self._replicas > 1 and take_over_jit(model):
                 self._jit_models.add(model)
             return keras_batch.representative_batch(value)
         return super().reduce(reduce_op, value, axis)
@@ -189,6 +207,13 @@ class DataParallelStrategy(tf.distribute.MirroredStrategy):
         scope_checks.check_not_nested(self)
         scope_checks.check_dataset(dataset)
         return super().experimental_distribute_dataset(dataset, options)
+
+    def _complete_run(self, run: ReplicaRun) -> None:
+        """Adds what only several hosts together know; before the replicas run."""
+
+    def _complete_result(self, fn: Callable, result: Any) -> Any:
+        """Adds what only several hosts together have; after the replicas ran."""
+        return result
 
     def _warn_of_local_mean(self, model: Any, step: Callable, run: ReplicaRun) -> None:
         why = why_loss_seems_local(model, step, run)

@@ -150,8 +150,8 @@ def test_strategies_alike_and_unlike_live_in_one_process():
             strategy = make_strategy(replicas, engine=engine)
             model, _ = train(strategy)
             assert largest_difference(reference, model) < 1e-5
-    # Its default collectives have the keys of every other stock strategy of the process,
-    # and abort all collectives when they meet (tests/devices/test_defects.py has it).
+    # Its default collectives have the keys of every other stock strategy of the
+    # process, and abort all when they meet (tests/devices/test_defects.py has it).
     one_device = tf.distribute.ReductionToOneDevice()
     devices = ["CPU:0", "CPU:1"]
     stock, _ = train(tf.distribute.MirroredStrategy(devices, one_device))

@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from tfdp._tf.names import PerReplica
 
-__all__ = ["representative_batch"]
+__all__ = ["is_predict_step", "representative_batch"]
 
 
 def representative_batch(batch: Any) -> Any:
@@ -33,3 +33,8 @@ def _rows(part: Any) -> int | None:
     if isinstance(part, tf.SparseTensor):
         return int(part.dense_shape[0])
     return part.shape[0] if part.shape.rank else None
+
+
+def is_predict_step(fn: Any) -> bool:
+    """Whether Keras runs `fn` in `predict`, to join the replicas' rows."""
+    return "make_predict_function" in getattr(fn, "__qualname__", "")

@@ -28,6 +28,8 @@ from tensorflow.python.distribute.values import (
 )
 
 # Whether op determinism is on; the switch is public, the question is not.
+# The seed that `tf.random.set_seed` was given; the setter is public, the getter is not.
+from tensorflow.python.eager import context as _context
 from tensorflow.python.framework import config as _config
 from tensorflow.python.framework.device_spec import DeviceSpecV2 as DeviceSpec
 
@@ -59,6 +61,7 @@ __all__ = [
     "model_built_by_caller",
     "regroup_mirrored",
     "run_independently",
+    "global_seed",
     "wants_determinism",
 ]
 
@@ -95,6 +98,11 @@ def regroup_mirrored(parts: Sequence[Any]) -> Any:
 def current_rank() -> int:
     """This replica's rank, as a Python integer, in a replica context."""
     return int(tf.distribute.get_replica_context()._replica_id)
+
+
+def global_seed() -> int | None:
+    """What `tf.random.set_seed` was given; None when it was not called."""
+    return _context.global_seed()
 
 
 def wants_determinism() -> bool:

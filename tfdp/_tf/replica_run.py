@@ -23,12 +23,14 @@ class ReplicaRun:
       replicas: how many there are.
       counts: the samples of each replica, as Python integers where the shapes say
         so, else scalar int32 tensors; None when no batch was passed in.
-      total: their sum.
+      total: their sum, over all hosts.
+      spans_hosts: whether other hosts have replicas of this run, too.
     """
 
     replicas: int
     counts: list[Any] | None = None
     total: Any = None
+    spans_hosts: bool = False
     #: Ranks whose loss has been brought to its share of the global one.
     scaled_losses: set[int] = dataclasses.field(default_factory=set)
     #: By rank: mirrored float variables that the replica assigned to on its own.
@@ -42,8 +44,11 @@ class ReplicaRun:
         """Whether every replica surely has the same number of samples."""
         if self.counts is None:
             return True
+        # Another host's shapes are not known here.
         return (
-            all(isinstance(n, int) for n in self.counts) and len(set(self.counts)) == 1
+            not self.spans_hosts
+            and all(isinstance(n, int) for n in self.counts)
+            and len(set(self.counts)) == 1
         )
 
     def count_of(self, rank: int) -> Any:
@@ -93,6 +98,17 @@ def sample_counts(arguments: Any, replicas: int) -> ReplicaRun:
     differs between replicas tells.
     """
     run = ReplicaRun(replicas)
+    if replicas == 1:
+        # TensorFlow does not wrap the parts of a single replica.
+        parts = [
+            value
+            for value in tf.nest.flatten(arguments)
+            if tf.is_tensor(value) and value.shape.rank
+        ]
+        if parts:
+            run.counts = [rows_of(parts[0])]
+            run.total = run.counts[0]
+        return run
     batch = next(
         (
             value

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from tfdp._tf import names
+from tfdp.collectives.packing import pack, unpack
 from tfdp.errors import CollectiveError
 from tfdp.topology import Topology
 
@@ -92,6 +93,30 @@ class Engine(abc.ABC):
           tensor: any shape, the same on all replicas; a number type.
           rank: the calling replica.
         """
+
+    @property
+    def replicas(self) -> int:
+        """How many replicas there are, on all hosts."""
+        return len(self.devices)
+
+    @property
+    def reduces_buckets(self) -> bool:
+        """Whether the tensors of a bucket travel in one exchange."""
+        return self.packs
+
+    def all_reduce_bucket(
+        self, tensors: Sequence[tf.Tensor], rank: int, label: str
+    ) -> list[tf.Tensor]:
+        """The sums of several tensors of one type, in one exchange.
+
+        Args:
+          tensors: the tensors of a bucket.
+          rank: the calling replica.
+          label: names the bucket in errors.
+        """
+        if len(tensors) == 1:
+            return [self.all_reduce(tensors[0], rank)]
+        return unpack(self.all_reduce(pack(tensors), rank), tensors)
 
     @abc.abstractmethod
     def all_gather(self, tensor: tf.Tensor, rank: int) -> tf.Tensor:

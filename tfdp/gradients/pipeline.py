@@ -10,7 +10,6 @@ import tensorflow as tf
 from tfdp.buckets import Bucket, TensorInfo, plan_buckets
 from tfdp.collectives.engine import Engine
 from tfdp.communication import Communication
-from tfdp.gradients.packing import pack, unpack
 from tfdp.gradients.sparse import all_reduce_slices
 
 __all__ = ["GradientPipeline"]
@@ -36,7 +35,7 @@ class GradientPipeline:
 
     def broadcast(self, value: tf.Tensor, rank: int) -> tf.Tensor:
         """Replica 0's `value` on every replica, in replica context."""
-        if len(self.engine.devices) == 1:
+        if self.engine.replicas == 1:
             return value
         return self.engine.broadcast(value, rank)
 
@@ -65,18 +64,16 @@ class GradientPipeline:
             v if isinstance(v, tf.IndexedSlices) else tf.convert_to_tensor(v)
             for v in values
         ]
-        if len(self.engine.devices) == 1:
+        if self.engine.replicas == 1:
             return list(values)
         reduced: dict[int, Value] = {}
         dense = [i for i, v in enumerate(values) if isinstance(v, tf.Tensor)]
-        for bucket in self.plan([values[i] for i in dense]):
+        buckets = self.plan([values[i] for i in dense])
+        for number, bucket in enumerate(buckets, start=1):
             places = [dense[i] for i in bucket.indices]
             tensors = [values[place] for place in places]
-            if len(tensors) == 1:
-                results = [self.engine.all_reduce(tensors[0], rank)]
-            else:
-                buffer = pack(tensors)
-                results = unpack(self.engine.all_reduce(buffer, rank), tensors)
+            label = f"bucket {number} of {len(buckets)}"
+            results = self.engine.all_reduce_bucket(tensors, rank, label)
             reduced.update(zip(places, results, strict=True))
         for place, value in enumerate(values):
             if isinstance(value, tf.IndexedSlices):
@@ -88,7 +85,7 @@ class GradientPipeline:
     def plan(self, tensors: Sequence[tf.Tensor]) -> tuple[Bucket, ...]:
         """The buckets in which `tensors` travel with this engine."""
         infos = [describe(tensor) for tensor in tensors]
-        if self.engine.packs:
+        if self.engine.reduces_buckets:
             return plan_buckets(
                 infos,
                 bucket_bytes=self.communication.bucket_bytes,
@@ -98,7 +95,7 @@ class GradientPipeline:
         return plan_buckets(infos, bucket_bytes=1, first_bucket_bytes=1)
 
     def _mean(self, value: Value) -> Value:
-        replicas = len(self.engine.devices)
+        replicas = self.engine.replicas
         if isinstance(value, tf.IndexedSlices):
             return tf.IndexedSlices(
                 value.values / replicas, value.indices, value.dense_shape

@@ -1,0 +1,61 @@
+"""The strategy's inside on several hosts: each drives its own devices alone.
+
+TensorFlow sees a mirrored strategy on this host's devices; ranks, and the values that
+variables start from, are those of all hosts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import numpy as np
+import tensorflow as tf
+
+from tfdp._tf.extended import DataParallelExtended
+from tfdp._tf.names import MirroredVariable
+
+__all__ = ["FirstHostValue", "MultiHostExtended"]
+
+
+class FirstHostValue(Protocol):
+    """Hands the first host's array to every host."""
+
+    def __call__(self, value: np.ndarray, label: str) -> np.ndarray:
+        """The array of host 0, in the shape and type of `value`."""
+
+
+class MultiHostExtended(DataParallelExtended):
+    """`DataParallelExtended` of one host among several.
+
+    Args:
+      first_rank: the rank of this host's first replica among all.
+      first_host_value: brings variables to the value that host 0 gave them.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        first_rank: int,
+        first_host_value: FirstHostValue,
+        **kwargs: Any,
+    ):
+        self._first_rank = first_rank
+        self._first_host_value = first_host_value
+        super().__init__(*args, **kwargs)
+
+    def _get_replica_id_in_sync_group(self, replica_id: int) -> int:
+        return self._first_rank + replica_id
+
+    def _get_local_replica_id(self, replica_id_in_sync_group: int) -> int:
+        return replica_id_in_sync_group - self._first_rank
+
+    def _create_variable(self, next_creator: Callable, **kwargs: Any) -> Any:
+        variable = super()._create_variable(next_creator, **kwargs)
+        # Values that are read as sums (metrics) start at zero everywhere.
+        if isinstance(variable, MirroredVariable) and tf.executing_eagerly():
+            mine = variable.values[0].numpy()
+            first = self._first_host_value(mine, f"variable {variable.name}")
+            for component in variable.values:
+                component.assign(first)
+        return variable

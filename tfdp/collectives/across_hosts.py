@@ -1,0 +1,162 @@
+"""Two levels: replicas of this host hand tensors to each other, hosts exchange sums.
+
+Within the host the sum is `InProcessEngine`'s. Its first replica then gives a whole
+bucket to the link in one call of Python, and hands the results out. Only that replica
+exchanges, and in the order of its own trace: TensorFlow runs such calls one after the
+other, in an order that is the same on every host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import tensorflow as tf
+
+from tfdp.collectives.in_process import InProcessEngine
+from tfdp.collectives.wire_types import check_summable
+from tfdp.hosts.link import HostLink
+from tfdp.topology import Topology
+
+__all__ = ["AcrossHostsEngine"]
+
+LEADER = 0
+
+
+class AcrossHostsEngine(InProcessEngine):
+    """Sums over the replicas of several processes.
+
+    Args:
+      devices: this process's devices, one replica each.
+      link: carries arrays between the processes.
+
+    Cost per process: what `InProcessEngine` costs within it; 2 n (H - 1) / H bytes on
+    the wire for n bytes of gradients on H hosts, however many replicas a host has.
+    """
+
+    def __init__(self, devices: Sequence[str], link: HostLink):
+        super().__init__(devices, Topology(1, len(devices)))
+        self.link = link
+        self.name = link.name
+
+    @property
+    def replicas(self) -> int:
+        """On all hosts together."""
+        return len(self.devices) * self.link.workers
+
+    @property
+    def reduces_buckets(self) -> bool:
+        """One call of the link carries the tensors of a whole bucket."""
+        return True
+
+    def all_reduce(self, tensor: tf.Tensor, rank: int) -> tf.Tensor:
+        return self.all_reduce_bucket([tensor], rank, "sum")[0]
+
+    def all_reduce_bucket(
+        self, tensors: Sequence[tf.Tensor], rank: int, label: str
+    ) -> list[tf.Tensor]:
+        for tensor in tensors:
+            check_summable(tensor.dtype)
+        call = self.next_call_number(rank)
+        self._touch_token(rank)
+        everyone = self.topology.all_ranks
+        totals = [
+            self._sum_at(tensor, rank, LEADER, everyone, f"{call}/{place}/within")
+            for place, tensor in enumerate(tensors)
+        ]
+        if rank == LEADER:
+            totals = self._across(
+                lambda *arrays: self.link.sum(arrays, label), totals, totals
+            )
+        return [
+            self._share_from(
+                total, rank, LEADER, everyone, f"{call}/{place}/down", tensor
+            )
+            for place, (total, tensor) in enumerate(zip(totals, tensors, strict=True))
+        ]
+
+    def all_gather(self, tensor: tf.Tensor, rank: int) -> tf.Tensor:
+        local = super().all_gather(tensor, rank)
+        call = self.next_call_number(rank)
+        if rank == LEADER:
+            local = self.gather_rows(local)
+        everyone = self.topology.all_ranks
+        like = tf.TensorSpec([None, *tensor.shape[1:]], tensor.dtype)
+        return self._share_from(local, rank, LEADER, everyone, f"{call}/all", like)
+
+    def broadcast(self, tensor: tf.Tensor, rank: int) -> tf.Tensor:
+        call = self.next_call_number(rank)
+        self._touch_token(rank)
+        if rank == LEADER:
+            tensor = self._broadcast_across(tensor)
+        everyone = self.topology.all_ranks
+        return self._share_from(
+            tensor, rank, LEADER, everyone, f"{call}/broadcast", tensor
+        )
+
+    def gather_rows(self, rows: tf.Tensor, channel: str = "step") -> tf.Tensor:
+        """The rows of all hosts in the order of the hosts; their number may differ."""
+        with tf.device(self.devices[LEADER]):
+            blob = tf.io.serialize_tensor(rows)
+            (blobs,) = self._call(
+                lambda mine: [self.link.gather(mine, "rows", channel)],
+                [blob],
+                [tf.TensorSpec([self.link.workers], tf.string)],
+            )
+            parts = [
+                tf.io.parse_tensor(blobs[host], rows.dtype)
+                for host in range(self.link.workers)
+            ]
+            gathered = tf.concat(parts, axis=0)
+        gathered.set_shape([None, *rows.shape[1:]])
+        return gathered
+
+    def sum_scalar_of_hosts(self, value: tf.Tensor, label: str) -> tf.Tensor:
+        """The sum of each host's `value`, in cross-replica context."""
+        with tf.device(self.devices[LEADER]):
+            return self._across(
+                lambda *arrays: self.link.sum(arrays, label), [value], [value]
+            )[0]
+
+    def _broadcast_across(self, tensor: tf.Tensor) -> tf.Tensor:
+        # A sum to which only host 0 brings anything, in whole numbers: every bit
+        # pattern survives, and booleans and all float types travel alike.
+        with tf.device(self.devices[LEADER]):
+            blob = tf.io.serialize_tensor(tensor)
+
+            def first(mine: bytes) -> list[bytes]:
+                is_first = self.link.rank == 0
+                sent = mine if is_first else b""
+                return [self.link.gather(sent, "broadcast", "step")[0]]
+
+            (value,) = self._call(first, [blob], [tf.TensorSpec([], tf.string)])
+            result = tf.io.parse_tensor(value, tensor.dtype)
+        result.set_shape(tensor.shape)
+        return result
+
+    def _across(
+        self,
+        exchange: Callable[..., list[np.ndarray]],
+        tensors: Sequence[tf.Tensor],
+        like: Sequence[tf.Tensor],
+    ) -> list[tf.Tensor]:
+        with tf.device(self.devices[LEADER]):
+            specs = [tf.TensorSpec(t.shape, t.dtype) for t in like]
+            return self._call(exchange, tensors, specs)
+
+    def _call(
+        self,
+        function: Callable[..., list],
+        tensors: Sequence[tf.Tensor],
+        specs: Sequence[tf.TensorSpec],
+    ) -> list[tf.Tensor]:
+        # Stateful: TensorFlow then keeps the order of these calls, neither drops nor
+        # repeats one.
+        results = tf.numpy_function(
+            function, tensors, [spec.dtype for spec in specs], stateful=True
+        )
+        return [
+            # See InProcessEngine._receive: known shapes must be known to all replicas.
+            tf.ensure_shape(result, spec.shape)
+            for result, spec in zip(results, specs, strict=True)
+        ]

@@ -1,0 +1,1 @@
+"""Hosts that exchange arrays over sockets or MPI: no TensorFlow in here."""

@@ -1,0 +1,64 @@
+"""Memory for results that TensorFlow takes over without a copy."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Sequence
+
+import numpy as np
+
+__all__ = ["BufferPool", "views_of"]
+
+# TensorFlow uses a NumPy result where it lies only when it begins at such an address.
+ALIGNMENT_BYTES = 64
+
+
+class BufferPool:
+    """Reuses memory once nobody holds an array in it any more.
+
+    Fresh memory costs a page fault for every 4 KB, which is more than the addition
+    itself; a buffer that is reused too early would change a tensor under its reader.
+    Python's reference count of the buffer tells: every view of it counts.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: list[np.ndarray] = []
+        self._lock = threading.Lock()
+
+    def take(self, size_bytes: int) -> np.ndarray:
+        """An array of at least `size_bytes` uint8, aligned, with undefined content."""
+        with self._lock:
+            for buffer in self._buffers:
+                # The pool's list, the loop's name and getrefcount's own argument.
+                if sys.getrefcount(buffer) == 3 and fits(buffer, size_bytes):
+                    return aligned(buffer, size_bytes)
+            buffer = np.empty(size_bytes + ALIGNMENT_BYTES, np.uint8)
+            self._buffers.append(buffer)
+            return aligned(buffer, size_bytes)
+
+
+def fits(buffer: np.ndarray, size_bytes: int) -> bool:
+    """Whether `buffer` holds that many bytes and is not far too large for them."""
+    capacity = buffer.size - ALIGNMENT_BYTES
+    return size_bytes <= capacity <= 2 * size_bytes + (1 << 16)
+
+
+def aligned(buffer: np.ndarray, size_bytes: int) -> np.ndarray:
+    """The part of `buffer` that begins at an aligned address."""
+    start = -buffer.ctypes.data % ALIGNMENT_BYTES
+    return buffer[start : start + size_bytes]
+
+
+def views_of(pool: BufferPool, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Arrays shaped and typed as `arrays`, side by side in one buffer, all aligned."""
+    ends = []
+    offset = 0
+    for array in arrays:
+        ends.append(offset)
+        offset += -(-array.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+    memory = pool.take(max(offset, 1))
+    return [
+        memory[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
+        for start, array in zip(ends, arrays, strict=True)
+    ]

@@ -1,0 +1,220 @@
+"""`HostLink`: what an engine needs of the network, over sockets.
+
+Each channel is a ring with an order of its own: exchange n of one worker meets exchange
+n of all others. A header before each tells whether they are about the same thing.
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import itertools
+import struct
+import threading
+import time
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from absl import logging
+
+from tfdp.errors import CollectiveError, WorkerLostError
+from tfdp.hosts.buffers import BufferPool, views_of
+from tfdp.hosts.membership import Membership
+from tfdp.hosts.rendezvous import meet, name_workers
+from tfdp.hosts.ring import ring_sum
+from tfdp.hosts.wire import Receiver, Sender
+
+__all__ = ["CHANNELS", "HostLink", "SocketLink"]
+
+# Exchanges inside training steps, those that Python asks for, and those of the input.
+CHANNELS = ("step", "host", "input")
+# How long a failure may take to be heard after a connection has broken.
+NEWS_SECONDS = 3.0
+HEADER = struct.Struct("<8sQQ")
+
+
+class HostLink(abc.ABC):
+    """Exchanges between workers; every worker calls alike, in the same order.
+
+    Args:
+      rank: this worker.
+      workers: how many there are, at least 2.
+      timeout_seconds: how long an exchange may wait for the others.
+    """
+
+    #: The name that `Communication(engine=...)` and `tfdp info` use.
+    name: str = ""
+
+    def __init__(self, rank: int, workers: int, timeout_seconds: float):
+        self.rank = rank
+        self.workers = workers
+        self.timeout_seconds = timeout_seconds
+
+    @abc.abstractmethod
+    def sum(
+        self, arrays: Sequence[np.ndarray], label: str, channel: str = "step"
+    ) -> list[np.ndarray]:
+        """The sum of each array over all workers; the arrays are not changed.
+
+        Args:
+          arrays: of one number type, the same shapes on all workers.
+          label: names the exchange in errors.
+          channel: one of CHANNELS.
+
+        Raises:
+          WorkerLostError: when a worker has ended, is silent, or did not come in
+            time; it says which.
+          CollectiveError: when the workers are not at the same exchange.
+
+        Cost: 2 n (H - 1) / H bytes sent per worker for n bytes on H workers.
+        """
+
+    @abc.abstractmethod
+    def gather(self, blob: bytes, label: str, channel: str = "host") -> list[bytes]:
+        """Everybody's bytes, by rank; their lengths may differ."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Says goodbye and closes every connection."""
+
+
+class SocketLink(HostLink):
+    """A `HostLink` over TCP, with nothing but the standard library and NumPy.
+
+    Args:
+      rank, workers, timeout_seconds: see `HostLink`.
+      coordinator: "host:port" where worker 0 listens.
+      silence_seconds: how long a worker may send no heartbeat.
+    """
+
+    name = "sockets"
+
+    def __init__(
+        self,
+        rank: int,
+        workers: int,
+        coordinator: str,
+        timeout_seconds: float,
+        silence_seconds: float = 15.0,
+    ):
+        super().__init__(rank, workers, timeout_seconds)
+        meeting = meet(rank, workers, coordinator, len(CHANNELS), timeout_seconds)
+        self._channels = {
+            name: _Channel(
+                Sender(to_next, timeout_seconds),
+                Receiver(from_before, timeout_seconds),
+            )
+            for name, (to_next, from_before) in zip(
+                CHANNELS, meeting.rings, strict=True
+            )
+        }
+        self._pool = BufferPool()
+        self._exchange_numbers = itertools.count(1)
+        self._membership = Membership(
+            rank, meeting.control, silence_seconds, self._close_channels
+        )
+
+    def sum(
+        self, arrays: Sequence[np.ndarray], label: str, channel: str = "step"
+    ) -> list[np.ndarray]:
+        """See `HostLink.sum`."""
+        arrays = [np.asarray(array, order="C") for array in arrays]
+        outputs = views_of(self._pool, arrays)
+        with self._exchange(label, channel) as ring:
+            size_bytes = sum(array.nbytes for array in arrays)
+            self._agree(ring, "sum", size_bytes, label)
+            ring_sum(
+                [array.reshape(-1) for array in arrays],
+                [output.reshape(-1) for output in outputs],
+                self.rank,
+                self.workers,
+                ring.sender.send,
+                ring.receiver.fill,
+            )
+            # What was queued are the caller's arrays, which live until here only.
+            ring.sender.flush()
+        return outputs
+
+    def gather(self, blob: bytes, label: str, channel: str = "host") -> list[bytes]:
+        """See `HostLink.gather`."""
+        blobs = [b""] * self.workers
+        blobs[self.rank] = blob
+        with self._exchange(label, channel) as ring:
+            self._agree(ring, "gather", 0, label)
+            for step in range(self.workers - 1):
+                mine = blobs[(self.rank - step) % self.workers]
+                ring.sender.send(struct.pack("<Q", len(mine)) + mine)
+                (size,) = struct.unpack("<Q", ring.receiver.take(8))
+                source = (self.rank - step - 1) % self.workers
+                blobs[source] = bytes(ring.receiver.take(size))
+            ring.sender.flush()
+        return blobs
+
+    def close(self) -> None:
+        """See `HostLink.close`."""
+        self._membership.leave()
+        self._close_channels()
+
+    def _close_channels(self) -> None:
+        for channel in self._channels.values():
+            channel.sender.close()
+            channel.receiver.close()
+
+    @contextlib.contextmanager
+    def _exchange(self, label: str, channel: str) -> Iterator[_Channel]:
+        ring = self._channels[channel]
+        with ring.lock:
+            ring.count += 1
+            if channel == "step":
+                self._membership.arrive(ring.count)
+            start = time.monotonic()
+            try:
+                yield ring
+            except OSError as error:
+                raise self._lost(label, ring.count, start, error) from error
+
+    def _agree(self, ring: _Channel, kind: str, size_bytes: int, label: str) -> None:
+        mine = HEADER.pack(kind.encode(), ring.count, size_bytes)
+        ring.sender.send(mine)
+        theirs = bytes(ring.receiver.take(HEADER.size))
+        if theirs == mine:
+            return
+        other_kind, other_count, other_bytes = HEADER.unpack(theirs)
+        other = other_kind.rstrip(b"\0").decode(errors="replace")
+        raise CollectiveError(
+            f"Workers are out of step: worker {self.rank} is at exchange {ring.count}, "
+            f"{kind} of {size_bytes} bytes ({label}); worker "
+            f"{(self.rank - 1) % self.workers} at exchange {other_count}, {other} of "
+            f"{other_bytes} bytes. Every worker must run the same steps on the same "
+            "model: look for code that only some workers run."
+        )
+
+    def _lost(
+        self, label: str, count: int, start: float, error: OSError
+    ) -> WorkerLostError:
+        waited = time.monotonic() - start
+        is_timeout = isinstance(error, (TimeoutError, BlockingIOError))
+        reason = self._membership.wait_for_news(0.0 if is_timeout else NEWS_SECONDS)
+        if reason is None and is_timeout:
+            late = self._membership.late(count)
+            who = name_workers(late) if late else "a worker"
+            reason = f"{who} did not arrive within {self.timeout_seconds:g} seconds"
+        message = (
+            f"Worker {self.rank} waited {waited:.1f} seconds in exchange {count} "
+            f"({label}) for the others: {reason or f'a connection broke ({error})'}. "
+            "Training cannot go on without it; look at that worker's output for the "
+            "first error."
+        )
+        # TensorFlow buries the error of a Python call in its own.
+        logging.error("tfdp: %s", message)
+        return WorkerLostError(message)
+
+
+class _Channel:
+    """One ring: its two ends and how many exchanges it has had."""
+
+    def __init__(self, sender: Sender, receiver: Receiver):
+        self.sender = sender
+        self.receiver = receiver
+        self.lock = threading.Lock()
+        self.count = 0

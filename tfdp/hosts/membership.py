@@ -1,0 +1,160 @@
+"""Who is there: heartbeats between the workers, and the first failure told to all.
+
+Every worker holds one connection to worker 0, the coordinator, on which a thread sends
+a beat with the number of its current exchange. The kernel closes the connection of a
+process that dies, which is noticed at once; one that is stopped, or whose machine is
+gone, falls silent. Either way the coordinator tells everybody, and every waiting
+exchange ends with the same message.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+__all__ = ["BEAT_SECONDS", "Membership"]
+
+BEAT_SECONDS = 0.5
+
+
+class Membership:
+    """Watches the other workers from a thread of its own.
+
+    Args:
+      rank: this worker.
+      connections: to each other worker by rank (on worker 0), else to worker 0 only.
+      silence_seconds: how long a worker may be silent before it counts as lost.
+      on_failure: called once, from the thread, when a worker is lost.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        connections: dict[int, socket.socket],
+        silence_seconds: float,
+        on_failure: Callable[[], None],
+    ):
+        self.rank = rank
+        self.failure: str | None = None
+        #: By rank: the number of the exchange that it was last heard to be in.
+        self.positions: dict[int, int] = dict.fromkeys((rank, *connections), 0)
+        self._connections = connections
+        self._silence_seconds = silence_seconds
+        self._on_failure = on_failure
+        self._heard = dict.fromkeys(connections, time.monotonic())
+        self._partial = dict.fromkeys(connections, b"")
+        self._left: set[int] = set()
+        self._closing = False
+        for connection in connections.values():
+            connection.settimeout(BEAT_SECONDS)
+        self._thread = threading.Thread(
+            target=self._run, name="tfdp-membership", daemon=True
+        )
+        self._thread.start()
+
+    def arrive(self, exchange: int) -> None:
+        """Notes that this worker has come to exchange number `exchange`."""
+        self.positions[self.rank] = exchange
+
+    def late(self, exchange: int) -> list[int]:
+        """The workers that were not heard to have come to `exchange`."""
+        return sorted(r for r, at in self.positions.items() if at < exchange)
+
+    def wait_for_news(self, seconds: float) -> str | None:
+        """Why an exchange broke, which may be heard a moment after it is felt."""
+        deadline = time.monotonic() + seconds
+        while not (self.failure or self._left) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        if self.failure is None and self._left:
+            gone = ", ".join(map(str, sorted(self._left)))
+            return f"worker {gone} has come to the end of its script"
+        return self.failure
+
+    def leave(self) -> None:
+        """Says goodbye, so that the end of this process is no failure."""
+        self._closing = True
+        self._tell({"goodbye": True})
+        self._thread.join(2 * BEAT_SECONDS)
+        for connection in self._connections.values():
+            connection.close()
+
+    def _run(self) -> None:
+        selector = selectors.DefaultSelector()
+        for peer, connection in self._connections.items():
+            selector.register(connection, selectors.EVENT_READ, peer)
+        next_beat = 0.0
+        while not self._closing and self.failure is None:
+            if time.monotonic() >= next_beat:
+                self._tell({"at": self._known_positions(), "left": [*self._left]})
+                next_beat = time.monotonic() + BEAT_SECONDS
+            for key, _ in selector.select(BEAT_SECONDS / 2):
+                if not self._read(key.data):
+                    selector.unregister(key.fileobj)
+            self._check_silence()
+        selector.close()
+
+    def _known_positions(self) -> dict[int, int]:
+        # The coordinator passes on what it has heard; the others know themselves only.
+        if self.rank == 0:
+            return self.positions
+        return {self.rank: self.positions[self.rank]}
+
+    def _read(self, peer: int) -> bool:
+        """Handles what `peer` sent; false when its connection is at its end."""
+        try:
+            data = self._connections[peer].recv(1 << 16)
+        except TimeoutError:
+            return True
+        except OSError:
+            data = b""
+        if not data:
+            if peer not in self._left:
+                self._fail(f"worker {peer} has ended (its connection was closed)")
+            return False
+        self._heard[peer] = time.monotonic()
+        *lines, self._partial[peer] = (self._partial[peer] + data).split(b"\n")
+        for line in lines:
+            self._handle(peer, json.loads(line))
+        return True
+
+    def _handle(self, peer: int, message: dict[str, Any]) -> None:
+        if "goodbye" in message:
+            self._left.add(peer)
+        for rank in message.get("left", ()):
+            if rank != self.rank:
+                self._left.add(rank)
+        if "failure" in message:
+            self._fail(message["failure"])
+        for rank, position in message.get("at", {}).items():
+            if int(rank) != self.rank:
+                self.positions[int(rank)] = position
+
+    def _check_silence(self) -> None:
+        now = time.monotonic()
+        for peer, heard in self._heard.items():
+            if peer not in self._left and now - heard > self._silence_seconds:
+                self._fail(
+                    f"worker {peer} was silent for {self._silence_seconds:g} seconds "
+                    "(its process is stopped, or its machine cannot be reached)"
+                )
+
+    def _fail(self, reason: str) -> None:
+        if self.failure is not None or self._closing:
+            return
+        self.failure = reason
+        if self.rank == 0:
+            self._tell({"failure": reason})
+        self._on_failure()
+
+    def _tell(self, message: dict[str, Any]) -> None:
+        line = json.dumps(message).encode() + b"\n"
+        for peer, connection in self._connections.items():
+            if peer not in self._left:
+                with contextlib.suppress(OSError):
+                    connection.sendall(line)

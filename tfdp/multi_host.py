@@ -1,0 +1,276 @@
+"""`MultiHostDataParallelStrategy`: the same script in one process per host."""
+
+from __future__ import annotations
+
+import atexit
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfdp._tf import names
+from tfdp._tf.keras_batch import is_predict_step
+from tfdp._tf.multi_host_extended import MultiHostExtended
+from tfdp._tf.replica_run import ReplicaRun
+from tfdp.cluster import Cluster, find_cluster
+from tfdp.collectives.across_hosts import AcrossHostsEngine
+from tfdp.communication import Communication
+from tfdp.data.hosts import own_part, until_all_end
+from tfdp.devices import find_devices, use_virtual_devices
+from tfdp.errors import ConfigurationError
+from tfdp.gradients.pipeline import GradientPipeline
+from tfdp.hosts.choose import make_link
+from tfdp.strategy import DataParallelStrategy
+from tfdp.topology import Topology
+
+__all__ = ["MultiHostDataParallelStrategy"]
+
+
+class MultiHostDataParallelStrategy(DataParallelStrategy):
+    """Trains one model on the devices of several processes, one process per host.
+
+    With H hosts of D replicas each, N = H D, every step computes what one device
+    would on the whole global batch; see `DataParallelStrategy`. Every host runs the
+    same script. Each takes its rows of every global batch; gradients are summed
+    within the host first, and one sum per host crosses the network.
+
+    Args:
+      cluster: the workers; None takes what the environment says (`tfdp launch`,
+        TF_CONFIG, Slurm, Kubernetes, MPI, torchrun).
+      devices_per_host: replicas of this process: None for all GPUs, or the logical
+        CPUs; a number splits the CPU where there is no GPU. The same on all hosts.
+      communication: how replicas and hosts exchange tensors; None for the defaults.
+      shard: "none": every replica holds the whole model.
+      draws_per_replica: see `DataParallelStrategy`.
+
+    Raises:
+      ConfigurationError: when nothing names a cluster, or an argument is not as above.
+      CollectiveError: when the workers do not come together in
+        `communication.timeout_seconds`; it names who is missing.
+
+    Cost: per step and host 2 n (H - 1) / H bytes on the wire for n bytes of
+    gradients, and one exchange of a number.
+
+    ```python
+    import tfdp
+
+    cluster = tfdp.Cluster(workers=1, rank=0, coordinator=None, source="argument")
+    strategy = tfdp.MultiHostDataParallelStrategy(cluster)
+    print(strategy.num_replicas_in_sync)
+    ```
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster | None = None,
+        *,
+        devices_per_host: int | None = None,
+        communication: Communication | None = None,
+        shard: str = "none",
+        draws_per_replica: bool = True,
+    ):
+        found = cluster if cluster is not None else find_cluster()
+        if not isinstance(found, Cluster):
+            raise ConfigurationError(
+                "MultiHostDataParallelStrategy found no cluster: neither tfdp launch, "
+                "TF_CONFIG, Slurm, Kubernetes, MPI nor torchrun has set its variables. "
+                "Start the script with `tfdp launch --workers 2 script.py`, or pass a "
+                f"tfdp.Cluster. Received: {cluster!r}."
+            )
+        self.cluster = found
+        # A HostLink; None for a single worker, which exchanges nothing.
+        self._link: Any = None
+        self._requested_devices = devices_per_host or found.devices_per_worker
+        super().__init__(
+            self._own_devices(),
+            communication=communication,
+            shard=shard,
+            draws_per_replica=draws_per_replica,
+        )
+
+    def _own_devices(self) -> list[str]:
+        count = self._requested_devices
+        if count is not None and (isinstance(count, bool) or count < 1):
+            raise ConfigurationError(
+                f"devices_per_host must be at least 1. Received: {count!r}."
+            )
+        if not tf.config.list_physical_devices("GPU") and count is not None:
+            use_virtual_devices(count)
+        return list(find_devices()[:count])
+
+    def _make_extended(
+        self,
+        devices: tuple[str, ...],
+        communication: Communication,
+        cross_device_ops: tf.distribute.CrossDeviceOps,
+        draws_per_replica: bool,
+    ) -> Any:
+        if self.cluster.workers == 1:
+            return super()._make_extended(
+                devices, communication, cross_device_ops, draws_per_replica
+            )
+        self._link = make_link(self.cluster, communication)
+        # The others then hear that this script has ended, and need not wait for it.
+        atexit.register(self.close)
+        self._check_alike(devices, communication)
+        self._share_seed()
+        self._engine = AcrossHostsEngine(devices, self._link)
+        self._pipeline = GradientPipeline(self._engine, communication)
+        return MultiHostExtended(
+            self,
+            devices,
+            self._pipeline,
+            cross_device_ops,
+            draws_per_replica=draws_per_replica,
+            first_rank=self.cluster.rank * len(devices),
+            first_host_value=self._first_host_value,
+        )
+
+    @property
+    def hosts(self) -> int:
+        """How many processes train together."""
+        return self.cluster.workers
+
+    @property
+    def is_chief(self) -> bool:
+        """Whether this is worker 0, which writes files."""
+        return self.cluster.rank == 0
+
+    @property
+    def topology(self) -> Topology:
+        """Hosts x devices."""
+        return Topology(self.hosts, len(self.extended.worker_devices))
+
+    @property
+    def _replicas(self) -> int:
+        return self.hosts * super()._replicas
+
+    def barrier(self, label: str = "barrier") -> None:
+        """Waits until every host has come here."""
+        if self._link is not None:
+            self._link.gather(b"", label)
+
+    def close(self) -> None:
+        """Says goodbye to the other hosts; the process may then end or go on alone."""
+        if self._link is not None:
+            self._link.close()
+
+    def experimental_distribute_dataset(self, dataset: Any, options: Any = None) -> Any:
+        """Takes this host's rows of every global batch, and splits them."""
+        if self._link is not None and isinstance(dataset, tf.data.Dataset):
+            dataset = own_part(dataset, self.cluster.rank, self.hosts)
+        return super().experimental_distribute_dataset(dataset, options)
+
+    def distribute_datasets_from_function(
+        self, dataset_fn: Callable, options: Any = None
+    ) -> Any:
+        """As in TensorFlow; hosts that run out of data go on with empty batches."""
+        if self._link is None:
+            return super().distribute_datasets_from_function(dataset_fn, options)
+        link = self._link
+        context = tf.distribute.InputContext(
+            self.hosts, self.cluster.rank, self.num_replicas_in_sync
+        )
+        return super().distribute_datasets_from_function(
+            lambda _: until_all_end(dataset_fn(context), link), options
+        )
+
+    def reduce(self, reduce_op: Any, value: Any, axis: int | None = None) -> Any:
+        """Reduces over the replicas of all hosts; see `tf.distribute.Strategy`."""
+        if self._link is None or names.model_built_by_caller() is not None:
+            return super().reduce(reduce_op, value, axis)
+        is_mean = str(getattr(reduce_op, "value", reduce_op)).upper() == "MEAN"
+        if is_mean and axis is not None:
+            total = self.reduce("SUM", value, axis)
+            counts = tf.nest.map_structure(
+                lambda v: self._sum_of_hosts(self._local_length(v, axis)), value
+            )
+            return tf.nest.map_structure(
+                lambda t, n: t / tf.cast(n, t.dtype), total, counts
+            )
+        local = super().reduce(reduce_op, value, axis)
+        total = tf.nest.map_structure(self._sum_of_hosts, local)
+        if not is_mean:
+            return total
+        return tf.nest.map_structure(lambda t: t / self.hosts, total)
+
+    def gather(self, value: Any, axis: int) -> Any:
+        """Joins the values of all replicas by rank; see `tf.distribute.Strategy`."""
+        local = super().gather(value, axis)
+        if self._link is None:
+            return local
+        return tf.nest.map_structure(lambda t: self._gather_axis(t, axis), local)
+
+    def _gather_axis(self, tensor: tf.Tensor, axis: int) -> tf.Tensor:
+        channel = "host" if tf.executing_eagerly() else "step"
+        swapped = tf.experimental.numpy.swapaxes(tensor, 0, axis) if axis else tensor
+        rows = self._engine.gather_rows(swapped, channel)
+        return tf.experimental.numpy.swapaxes(rows, 0, axis) if axis else rows
+
+    def _sum_of_hosts(self, value: Any) -> tf.Tensor:
+        tensor = tf.convert_to_tensor(value)
+        if tf.executing_eagerly():
+            (total,) = self._link.sum([tensor.numpy()], "reduce", "host")
+            return tf.convert_to_tensor(total)
+        return self._engine.sum_scalar_of_hosts(tensor, "reduce")
+
+    def _local_length(self, value: Any, axis: int) -> tf.Tensor:
+        parts = self.experimental_local_results(value)
+        return tf.add_n([tf.cast(tf.shape(part)[axis], tf.int64) for part in parts])
+
+    def _complete_run(self, run: ReplicaRun) -> None:
+        """Counts the samples of all hosts, in cross-replica context."""
+        if self._link is None:
+            return
+        run.replicas = self.num_replicas_in_sync
+        if run.counts is not None:
+            run.spans_hosts = True
+            total = tf.cast(run.total, tf.int32)
+            run.total = (
+                self._sum_of_hosts(total)
+                if tf.executing_eagerly()
+                else self._engine.sum_scalar_of_hosts(total, "number of samples")
+            )
+
+    def _complete_result(self, fn: Callable, result: Any) -> Any:
+        """All hosts' rows where Keras is about to join those of this host."""
+        if self._link is None or not is_predict_step(fn):
+            return result
+        return tf.nest.map_structure(self._all_rows, result)
+
+    def _all_rows(self, value: Any) -> Any:
+        parts = self.experimental_local_results(value)
+        if parts[0].shape.rank == 0:
+            return value
+        channel = "host" if tf.executing_eagerly() else "step"
+        rows = self._engine.gather_rows(tf.concat(parts, axis=0), channel)
+        if len(parts) == 1:
+            return rows
+        return names.PerReplica((rows, *(part[:0] for part in parts[1:])))
+
+    def _first_host_value(self, value: np.ndarray, label: str) -> np.ndarray:
+        mine = value.tobytes() if self.is_chief else b""
+        first = self._link.gather(mine, label)[0]
+        return np.frombuffer(first, value.dtype).reshape(value.shape)
+
+    def _share_seed(self) -> None:
+        """Shuffles of `fit` are alike on all hosts: each takes its part of them."""
+        mine = np.array(names.global_seed() or np.random.default_rng().integers(2**31))
+        seed = int(self._first_host_value(mine.astype(np.int64), "seed"))
+        if names.global_seed() is None:
+            tf.random.set_seed(seed)
+
+    def _check_alike(
+        self, devices: tuple[str, ...], communication: Communication
+    ) -> None:
+        mine = f"{len(devices)} devices, {communication}"
+        everybody = [
+            blob.decode() for blob in self._link.gather(mine.encode(), "settings")
+        ]
+        for rank, settings in enumerate(everybody):
+            if settings != everybody[0]:
+                raise ConfigurationError(
+                    f"Worker {rank} has {settings}; worker 0 has {everybody[0]}. Give "
+                    "every worker as many devices and the same Communication."
+                )
