@@ -1,4 +1,4 @@
-"""The command line: `tfdp info`, `tfdp check`, `tfdp bench`.
+"""The command line: `tfdp info`, `tfdp check`, `tfdp launch`, `tfdp bench`.
 
 Nothing here imports TensorFlow before a command needs it, so help and lists are
 instant. `python -m tfdp` and `python -m tfdp.cli` are the same program.
@@ -16,6 +16,7 @@ from tfdp._version import __version__
 from tfdp.bench import command as bench_command
 from tfdp.check import command as check_command
 from tfdp.errors import TfdpError
+from tfdp.launch import command as launch_command
 
 __all__ = ["main", "make_parser"]
 
@@ -23,6 +24,7 @@ __all__ = ["main", "make_parser"]
 COMMANDS = {
     "info": (info_command, "devices, versions and what tfdp would choose, and why"),
     "check": (check_command, "whether a model trains on N replicas as on one device"),
+    "launch": (launch_command, "start the workers of one training"),
     "bench": (bench_command, "benchmarks against TensorFlow's own strategies"),
 }
 

@@ -1,0 +1,1 @@
+"""`tfdp launch`: starts the workers of one training, here or on a cluster."""

@@ -1,0 +1,110 @@
+"""Stops the workers when their launcher is killed: no worker outlives it.
+
+A launcher that is killed with SIGKILL can stop nothing any more. So it starts this
+program first, as a session of its own, and holds the only writing end of its standard
+input. Through it come lines "+GROUP" and "-GROUP", the process groups that run and that
+are gone. When the input ends, however that came about, the groups that are left get
+SIGTERM and, `grace_seconds` later, SIGKILL. Whole groups: what a worker has started
+goes with it.
+
+Linux's PR_SET_PDEATHSIG would do without a watcher, but it reaches the worker alone and
+not what the worker has started.
+
+Runs as a script, so that it imports nothing of the package and starts at once.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from types import TracebackType
+
+__all__ = ["OrphanGuard", "group_exists", "signal_group"]
+
+POLL_SECONDS = 0.05
+
+
+def signal_group(group: int, number: int) -> None:
+    """Sends a signal to a process group; a group that is gone is no error."""
+    try:
+        os.killpg(group, number)
+    except (ProcessLookupError, PermissionError):
+        pass
+
+
+def group_exists(group: int) -> bool:
+    """Whether any process of the group is left."""
+    try:
+        os.killpg(group, 0)
+    except (ProcessLookupError, PermissionError):
+        return False
+    return True
+
+
+class OrphanGuard:
+    """The launcher's side: starts the watcher and tells it of the groups."""
+
+    def __init__(self, grace_seconds: float):
+        self._process = subprocess.Popen(
+            # Isolated and without site-packages: it starts in milliseconds.
+            [sys.executable, "-I", "-S", __file__, str(grace_seconds)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+
+    def watch(self, group: int) -> None:
+        """From now on the group dies with the launcher."""
+        self._tell(f"+{group}\n")
+
+    def release(self, group: int) -> None:
+        """The group is gone; its number may belong to somebody else soon."""
+        self._tell(f"-{group}\n")
+
+    def _tell(self, line: str) -> None:
+        stdin = self._process.stdin
+        if stdin is None:
+            return
+        try:
+            stdin.write(line.encode())
+            stdin.flush()
+        except BrokenPipeError:
+            pass  # somebody killed the watcher; the workers run on
+
+    def __enter__(self) -> OrphanGuard:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+        self._process.wait()
+
+
+def _main(grace_seconds: float) -> None:
+    groups: set[int] = set()
+    for line in sys.stdin:
+        if line.startswith("+"):
+            groups.add(int(line[1:]))
+        else:
+            groups.discard(int(line[1:]))
+    for group in groups:
+        signal_group(group, signal.SIGTERM)
+        signal_group(group, signal.SIGCONT)
+    deadline = time.monotonic() + grace_seconds
+    while any(map(group_exists, groups)) and time.monotonic() < deadline:
+        time.sleep(POLL_SECONDS)
+    for group in groups:
+        signal_group(group, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    _main(float(sys.argv[1]))

@@ -1,0 +1,120 @@
+"""Workers on hosts that ssh reaches, one on each.
+
+On every host runs `python -m tfdp.launch.remote`, which stops its worker when its
+standard input ends. That is a pipe that reaches back to this launcher: whether the
+launcher ends, is killed, or the connection breaks, the remote worker goes too.
+"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+
+from tfdp.cluster.description import join_address
+from tfdp.errors import ConfigurationError
+from tfdp.launch.environment import UNBUFFERED, cluster_variables
+from tfdp.launch.program import Program
+from tfdp.launch.worker import WorkerCommand
+
+__all__ = ["parse_hosts", "ssh_commands"]
+
+SSH = (
+    "ssh",
+    *("-o", "BatchMode=yes"),  # a question for a password would wait for ever
+    *("-o", "ServerAliveInterval=5"),  # a dead connection is noticed after 15 s
+    *("-o", "ServerAliveCountMax=3"),
+)
+ONLY_HERE = ("localhost", "127.", "::1")
+
+
+def parse_hosts(text: str) -> list[str]:
+    """The hosts of `--hosts`: names or `user@name`, separated by commas.
+
+    >>> parse_hosts("node1,me@node2")
+    ['node1', 'me@node2']
+
+    Raises:
+      ConfigurationError: when a name is empty, repeated, or not one.
+    """
+    hosts = [host.strip() for host in text.split(",")]
+    for host in hosts:
+        if not host or host.startswith("-") or any(c.isspace() for c in host):
+            raise ConfigurationError(
+                "--hosts needs names separated by commas, as node1,me@node2. "
+                f"Received: {text!r}."
+            )
+        if hosts.count(host) > 1:
+            raise ConfigurationError(
+                f"--hosts names {host} twice. One worker on each host drives all its "
+                "devices; for several on one machine use --workers without --hosts."
+            )
+    if len(hosts) > 1 and _name(hosts[0]).startswith(ONLY_HERE):
+        raise ConfigurationError(
+            f"--hosts: all workers meet on the first host, and {hosts[0]!r} is another "
+            "machine on every host. Give its name in the network."
+        )
+    return hosts
+
+
+def ssh_commands(
+    program: Program,
+    environment: Mapping[str, str],
+    hosts: Sequence[str],
+    *,
+    folder: str,
+    port: int,
+    devices_per_worker: int | None,
+    grace_seconds: float,
+) -> list[WorkerCommand]:
+    """One ssh command per host; worker 0, where all meet, is on the first.
+
+    Args:
+      environment: of the ssh processes here; the workers get the one of a login
+        there, and the variables of the cluster.
+      folder: where the program runs on every host.
+    """
+    coordinator = join_address(_name(hosts[0]), port)
+    return [
+        WorkerCommand(
+            rank,
+            [
+                *SSH,
+                host,
+                remote_command(
+                    program,
+                    cluster_variables(
+                        len(hosts), rank, coordinator, devices_per_worker
+                    ),
+                    folder=folder,
+                    grace_seconds=grace_seconds,
+                ),
+            ],
+            environment,
+            keeps_stdin=True,
+        )
+        for rank, host in enumerate(hosts)
+    ]
+
+
+def remote_command(
+    program: Program,
+    variables: Mapping[str, str],
+    *,
+    folder: str,
+    grace_seconds: float,
+) -> str:
+    """The line for the remote shell, quoted: the same Python, the same folder."""
+    settings = [
+        f"{name}={value}" for name, value in {**UNBUFFERED, **variables}.items()
+    ]
+    words = [
+        *("exec", "env", *settings),
+        *(sys.executable, "-m", "tfdp.launch.remote", f"{grace_seconds:g}"),
+        *program.command(sys.executable),
+    ]
+    return f"cd {shlex.quote(folder)} && {shlex.join(words)}"
+
+
+def _name(host: str) -> str:
+    return host.rpartition("@")[2]

@@ -1,0 +1,132 @@
+"""One running worker: its process, its process group, its output."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import selectors
+import signal
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from typing import BinaryIO, cast
+
+from tfdp.launch.guard import group_exists, signal_group
+from tfdp.launch.output import LineRelay, Tail
+from tfdp.launch.signals import signal_name
+
+__all__ = ["Worker", "WorkerCommand", "read"]
+
+READ_BYTES = 1 << 16
+
+
+@dataclasses.dataclass(frozen=True)
+class WorkerCommand:
+    """How to start one worker.
+
+    Args:
+      rank: of the worker, for messages and in front of its lines.
+      command: program and arguments.
+      environment: all variables of the process.
+      keeps_stdin: hold a pipe to its standard input open for as long as the launcher
+        lives; otherwise the input is empty.
+    """
+
+    rank: int
+    command: Sequence[str]
+    environment: Mapping[str, str]
+    keeps_stdin: bool = False
+
+
+class Worker:
+    """A worker that was started, in a session and a process group of its own."""
+
+    def __init__(self, start: WorkerCommand):
+        self.rank = start.rank
+        self.tail = Tail()
+        self.stopped_by: int | None = None  # the last signal that the launcher sent
+        self.started_seconds = time.monotonic()
+        self.process = subprocess.Popen(
+            list(start.command),
+            env=dict(start.environment),
+            stdin=subprocess.PIPE if start.keeps_stdin else subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+        self.ended_seconds: float | None = None
+
+    @property
+    def group(self) -> int:
+        """The process group: the worker's own id, as it leads its session."""
+        return self.process.pid
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the process (not all of its group) was seen to run."""
+        return self.ended_seconds is None
+
+    @property
+    def exit_code(self) -> int:
+        """As a shell gives it: 128 + the signal's number for a killed process."""
+        code = self.process.returncode or 0
+        return 128 - code if code < 0 else code
+
+    def check(self) -> bool:
+        """Asks for the process; returns True when it has ended since the last time."""
+        if not self.is_running or self.process.poll() is None:
+            return False
+        self.ended_seconds = time.monotonic()
+        return True
+
+    def describe_end(self) -> str:
+        """`exit code 3`, or `killed by SIGKILL`."""
+        code = self.process.returncode
+        if code is not None and code < 0:
+            return f"killed by {signal_name(-code)}"
+        return f"exit code {code}"
+
+    @property
+    def group_is_left(self) -> bool:
+        """Whether a process of the group runs, the worker or what it has started."""
+        return self.is_running or group_exists(self.group)
+
+    def send(self, number: int) -> None:
+        """Sends a signal to the whole group, and wakes it if it was stopped."""
+        if self.is_running:
+            self.stopped_by = number
+        signal_group(self.group, number)
+        signal_group(self.group, signal.SIGCONT)
+
+    def relay(
+        self,
+        selector: selectors.BaseSelector,
+        stdout: BinaryIO,
+        stderr: BinaryIO,
+        prefix: bytes,
+    ) -> None:
+        """Registers both streams; see `read`."""
+        for stream, target in (
+            (self.process.stdout, stdout),
+            (self.process.stderr, stderr),
+        ):
+            if stream is not None:
+                selector.register(
+                    stream, selectors.EVENT_READ, LineRelay(target, prefix, self.tail)
+                )
+
+
+def read(selector: selectors.BaseSelector, timeout_seconds: float) -> bool:
+    """Passes on what has come from all workers; returns whether anything had."""
+    ready = selector.select(timeout_seconds)
+    for key, _ in ready:
+        relay = key.data
+        stream = cast(BinaryIO, key.fileobj)
+        data = os.read(stream.fileno(), READ_BYTES)
+        if data:
+            relay.feed(data)
+        else:
+            relay.close()
+            selector.unregister(stream)
+            stream.close()
+    return bool(ready)
