@@ -21,6 +21,9 @@ from tfdp.launch.worker import Worker, WorkerCommand, read
 __all__ = ["supervise"]
 
 POLL_SECONDS = 0.05
+# How long the cause of a failure may need to show after its consequence: a worker that
+# is killed closes its sockets first, and a peer may notice that and end before it.
+CAUSE_SECONDS = 0.2
 # For a process that even SIGKILL does not end at once (in a system call of a dead
 # file server), and for output that a process outside the group still holds open.
 LAST_WAIT_SECONDS = 1.0
@@ -92,7 +95,7 @@ class _Run:
         self._show_ranks = show_ranks
         self._selector = selectors.DefaultSelector()
         self._workers: list[Worker] = []
-        self._first_failure: Worker | None = None
+        self._failures: list[Worker] = []  # in the order they were seen
         self._stop_seconds: float | None = None  # when the workers were asked to end
         self._kill_seconds: float | None = None  # when they were killed
         self._signals_seen = 0
@@ -113,7 +116,7 @@ class _Run:
             read(self._selector, POLL_SECONDS)
             self._note_ends()
             self._obey_signals()
-            if self._first_failure or self._stdin.has_ended:
+            if self._cause_is_known() or self._stdin.has_ended:
                 self._stop(signal.SIGTERM)
             if not any(worker.is_running for worker in self._workers):
                 self._stop(signal.SIGTERM)  # what the workers have left behind
@@ -128,13 +131,21 @@ class _Run:
         return killed is not None and time.monotonic() - killed > LAST_WAIT_SECONDS
 
     def _note_ends(self) -> None:
-        ended = [worker for worker in self._workers if worker.check()]
-        # Of two that ended between two looks, the killed one is the cause and the
-        # other, which ends with an error about its peer, the consequence.
-        ended.sort(key=lambda worker: worker.process.returncode >= 0)
-        for worker in ended:
-            if worker.exit_code and self._stop_seconds is None:
-                self._first_failure = self._first_failure or worker
+        for worker in self._workers:
+            if worker.check() and worker.exit_code and self._stop_seconds is None:
+                self._failures.append(worker)
+
+    def _cause_is_known(self) -> bool:
+        if not self._failures:
+            return False
+        seconds = time.monotonic() - (self._failures[0].ended_seconds or 0)
+        return seconds >= CAUSE_SECONDS
+
+    def _first_failure(self) -> Worker | None:
+        # Of failures at the same time, the killed worker is the cause; the others end
+        # with an error about their peer.
+        killed = (worker for worker in self._failures if worker.was_killed)
+        return next(killed, self._failures[0] if self._failures else None)
 
     def _obey_signals(self) -> None:
         seen, self._signals_seen = self._signals_seen, len(self._received)
@@ -180,15 +191,16 @@ class _Run:
         self._selector.close()
 
     def exit_code(self) -> int:
-        if self._first_failure is not None:
-            return self._first_failure.exit_code
+        failed = self._first_failure()
+        if failed is not None:
+            return failed.exit_code
         if self._received:
             return 128 + self._received[0]
         return max((worker.exit_code for worker in self._workers), default=0)
 
     def report(self) -> None:
         """Says on stderr how it ended, when it did not end well."""
-        failed = self._first_failure
+        failed = self._first_failure()
         lines: list[str] = []
         if failed is not None:
             seconds = (failed.ended_seconds or 0) - failed.started_seconds

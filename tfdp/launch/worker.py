@@ -72,6 +72,11 @@ class Worker:
         code = self.process.returncode or 0
         return 128 - code if code < 0 else code
 
+    @property
+    def was_killed(self) -> bool:
+        """Whether a signal ended it."""
+        return (self.process.returncode or 0) < 0
+
     def check(self) -> bool:
         """Asks for the process; returns True when it has ended since the last time."""
         if not self.is_running or self.process.poll() is None:

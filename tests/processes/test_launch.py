@@ -1,0 +1,383 @@
+"""`tfdp launch` with real processes: small scripts, no TensorFlow in any of them."""
+
+import os
+import pathlib
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.support.package_source import REPOSITORY
+
+# Prepended to every script. `note` leaves a file named for a fact, `wait_for` waits for
+# one, and nothing waits for ever.
+PRELUDE = """
+import os, pathlib, signal, socket, subprocess, sys, time
+RANK, WORKERS = int(os.environ["TFDP_RANK"]), int(os.environ["TFDP_WORKERS"])
+HOST, PORT = os.environ["TFDP_COORDINATOR"].split(":")
+FOLDER = pathlib.Path(__file__).parent
+
+def note(name, text=""):
+    unfinished = FOLDER / f"{name}.unfinished"
+    unfinished.write_text(str(text))
+    unfinished.rename(FOLDER / name)
+
+def wait_for(*names):
+    for _ in range(600):
+        if all((FOLDER / name).exists() for name in names):
+            return
+        time.sleep(0.02)
+    sys.exit(99)
+"""
+# The launcher starts in about 0.3 s; the machine may be busy with something else.
+SLACK_SECONDS = 8.0
+
+
+@pytest.fixture
+def launcher(tmp_path):
+    """Starts `tfdp launch OPTIONS script.py`; kills what is left at the end."""
+    started = []
+
+    def start(script, *options, arguments=(), path=None):
+        file = tmp_path / "script.py"
+        file.write_text(PRELUDE + script, "utf-8")
+        environment = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("TFDP_", "SLURM_", "OMP_", "TF_NUM_"))
+        }
+        if path is not None:
+            environment["PATH"] = f"{path}{os.pathsep}{environment['PATH']}"
+        words = ["-m", "tfdp", "launch", *options, file, *arguments]
+        process = subprocess.Popen(
+            [sys.executable, *map(str, words)],
+            cwd=REPOSITORY,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+        process.stdout.close()
+        process.stderr.close()
+
+
+@pytest.fixture
+def launch(launcher):
+    """The same, to its end: (exit code, stdout lines, stderr lines, seconds)."""
+
+    def run(*words, **options):
+        start_seconds = time.monotonic()
+        process = launcher(*words, **options)
+        out, err = process.communicate(timeout=60)
+        seconds = time.monotonic() - start_seconds
+        return process.returncode, out.splitlines(), err.splitlines(), seconds
+
+    return run
+
+
+def wait_until(condition, seconds=SLACK_SECONDS):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def is_alive(pid):
+    """Whether a process runs; one that nobody has waited for does not."""
+    try:
+        state = pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state[0] not in "ZX"
+
+
+def pids(folder, *names):
+    assert wait_until(lambda: all((folder / name).exists() for name in names))
+    return [int((folder / name).read_text()) for name in names]
+
+
+def test_workers_meet_and_their_lines_carry_their_rank(launch):
+    script = """
+print("arguments", *sys.argv[1:])
+if RANK == 0:
+    with socket.create_server((HOST, int(PORT))) as server:
+        note("open")
+        for _ in range(WORKERS - 1):
+            peer = server.accept()[0]
+            print("met", peer.recv(9).decode())
+else:
+    wait_for("open")
+    socket.create_connection((HOST, int(PORT))).sendall(f"worker {RANK}".encode())
+    print("sent", file=sys.stderr)
+"""
+    code, out, err, _ = launch(script, "--workers", 3, arguments=["--workers", "9"])
+    assert code == 0, err
+    assert sorted(out) == [
+        "[0] arguments --workers 9",
+        "[0] met worker 1",
+        "[0] met worker 2",
+        "[1] arguments --workers 9",
+        "[2] arguments --workers 9",
+    ]
+    assert sorted(err) == ["[1] sent", "[2] sent"]
+
+
+def test_the_first_failure_is_named_and_stops_the_others(launch):
+    script = """
+if RANK != 1:
+    note(f"up{RANK}")
+    time.sleep(60)
+wait_for("up0", "up2")
+for line in range(15):
+    print("line", line)
+sys.exit(3)
+"""
+    code, _, err, seconds = launch(script, "--workers", 3)
+    report = err[-13:]
+    assert code == 3
+    assert report[0].startswith("tfdp launch: worker 1 failed first")
+    assert report[0].endswith("exit code 3. Its last lines:")
+    assert report[1:11] == [f"    line {line}" for line in range(5, 15)]
+    assert report[11:] == [
+        "tfdp launch: worker 0 was stopped: killed by SIGTERM",
+        "tfdp launch: worker 2 was stopped: killed by SIGTERM",
+    ]
+    assert seconds < SLACK_SECONDS
+
+
+def test_a_killed_worker_is_the_cause_and_not_its_peer(launch):
+    # Worker 0 fails in the very moment in which its connection to worker 1 ends.
+    script = """
+if RANK == 0:
+    with socket.create_server((HOST, int(PORT))) as server:
+        note("open")
+        peer = server.accept()[0]
+        peer.recv(1)
+        os._exit(1)
+wait_for("open")
+peer = socket.create_connection((HOST, int(PORT)))
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    code, _, err, _ = launch(script, "--workers", 2)
+    assert code == 128 + signal.SIGKILL
+    assert "worker 1 failed first" in err[0]
+    assert "killed by SIGKILL" in err[0]
+
+
+def test_a_worker_that_will_not_end_is_killed_after_the_grace_time(launch):
+    script = """
+if RANK == 0:
+    signal.signal(signal.SIGTERM, lambda *_: note("asked"))
+    note("up")
+    while True:
+        time.sleep(0.1)
+wait_for("up")
+sys.exit(7)
+"""
+    code, _, err, seconds = launch(script, "--workers", 2, "--grace-seconds", "0.5")
+    assert code == 7
+    assert err[-1] == ("tfdp launch: worker 0 did not end within 0.5 s and was killed")
+    assert 0.5 < seconds < 0.5 + SLACK_SECONDS
+
+
+def test_a_stopped_worker_is_woken_to_end(launch, tmp_path):
+    script = """
+if RANK == 0:
+    signal.signal(signal.SIGTERM, lambda *_: (note("asked"), sys.exit(5)))
+    note("up", os.getpid())
+    os.kill(os.getpid(), signal.SIGSTOP)
+    time.sleep(60)
+wait_for("up")
+time.sleep(0.2)
+sys.exit(7)
+"""
+    code, _, err, seconds = launch(script, "--workers", 2, "--grace-seconds", "20")
+    assert code == 7
+    assert err[-1] == "tfdp launch: worker 0 was stopped: exit code 5"
+    assert (tmp_path / "asked").exists()
+    assert seconds < SLACK_SECONDS
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_signals_are_passed_on(launcher, tmp_path, number):
+    script = """
+def end(number, frame):
+    print("got", signal.Signals(number).name)
+    sys.exit(0)
+
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    signal.signal(number, end)
+note(f"up{RANK}")
+time.sleep(60)
+"""
+    process = launcher(script, "--workers", 2)
+    assert wait_until(lambda: all((tmp_path / f"up{i}").exists() for i in range(2)))
+    process.send_signal(number)
+    out, err = process.communicate(timeout=SLACK_SECONDS)
+    assert process.returncode == 128 + number
+    name = signal.Signals(number).name
+    assert sorted(out.splitlines()) == [f"[0] got {name}", f"[1] got {name}"]
+    assert err.splitlines()[0] == f"tfdp launch: stopped by {name}"
+
+
+def test_a_second_signal_ends_the_patience(launcher, tmp_path):
+    script = """
+signal.signal(signal.SIGINT, lambda *_: note(f"asked{RANK}"))
+note(f"up{RANK}")
+while True:
+    time.sleep(0.1)
+"""
+    process = launcher(script, "--workers", 1, "--grace-seconds", "60")
+    assert wait_until(lambda: (tmp_path / "up0").exists())
+    process.send_signal(signal.SIGINT)
+    assert wait_until(lambda: (tmp_path / "asked0").exists())
+    assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=SLACK_SECONDS)
+    assert process.returncode == 128 + signal.SIGINT
+
+
+# A worker and a grandchild that holds on to its output; both ignore SIGTERM.
+FAMILY = """
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+note(f"worker{RANK}", os.getpid())
+note(f"child{RANK}", child.pid)
+"""
+NAMES = ["worker0", "worker1", "child0", "child1"]
+
+
+def test_no_process_outlives_a_killed_launcher(launcher, tmp_path):
+    process = launcher(
+        FAMILY + "time.sleep(60)", "--workers", 2, "--grace-seconds", "0.3"
+    )
+    family = pids(tmp_path, *NAMES)
+    assert all(map(is_alive, family))
+    process.kill()
+    process.wait()
+    assert wait_until(lambda: not any(map(is_alive, family)))
+
+
+def test_what_workers_leave_behind_is_stopped(launch, tmp_path):
+    code, _, err, seconds = launch(FAMILY, "--workers", 2, "--grace-seconds", "0.3")
+    assert (code, err) == (0, [])
+    assert not any(map(is_alive, pids(tmp_path, *NAMES)))
+    assert seconds < SLACK_SECONDS
+
+
+def test_a_reader_that_leaves_ends_the_workers(launcher, tmp_path):
+    script = FAMILY + "while True:\n    print('more')\n    time.sleep(0.01)\n"
+    process = launcher(script, "--workers", 2)
+    family = pids(tmp_path, *NAMES)
+    process.stdout.close()
+    assert process.wait(SLACK_SECONDS) != 0
+    assert wait_until(lambda: not any(map(is_alive, family)))
+
+
+def test_a_port_that_is_taken_is_refused(launch):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        code, out, err, _ = launch("print('ran')", "--port", port)
+    assert (code, out) == (1, [])
+    assert err[0].startswith(f"tfdp: --port {port}: the port is taken")
+
+
+def test_the_port_is_free_afterwards(launch):
+    script = """
+server = socket.create_server((HOST, int(PORT)))
+print(PORT)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    _, out, _, _ = launch(script)
+    port = int(out[0].removeprefix("[0] "))
+    with socket.create_server(("127.0.0.1", port)):
+        pass
+
+
+def program(folder, name, text):
+    """An executable that stands in for one of the system's."""
+    folder.mkdir(exist_ok=True)
+    path = folder / name
+    path.write_text(text, "utf-8")
+    path.chmod(0o755)
+    return path
+
+
+# Stands in for ssh: notes its arguments and runs the last of them, the command, here.
+# As with sshd the command is no part of this process group, and its input is a pipe
+# that ends with the connection.
+SSH = """#!{python}
+import os, pathlib, subprocess, sys, threading
+pathlib.Path("{folder}", f"ssh-{{os.getpid()}}").write_text(" ".join(sys.argv[1:]))
+command = subprocess.Popen(
+    ["sh", "-c", sys.argv[-1]], stdin=subprocess.PIPE, start_new_session=True
+)
+def wait_for_end_of_input():
+    sys.stdin.read()
+    command.stdin.close()
+threading.Thread(target=wait_for_end_of_input, daemon=True).start()
+os._exit(command.wait())
+"""
+
+
+def ssh(folder):
+    program(folder / "bin", "ssh", SSH.format(python=sys.executable, folder=folder))
+    return folder / "bin"
+
+
+def test_hosts_run_one_worker_each(launch, tmp_path):
+    script = """
+print(WORKERS, HOST, PORT, os.getcwd(), os.environ["TFDP_DEVICES_PER_WORKER"])
+sys.exit(4 if RANK == 1 else 0)
+"""
+    options = ["--hosts", "me@alpha,beta", "--port", "2345", "--devices-per-worker", 2]
+    code, out, err, _ = launch(script, *options, path=ssh(tmp_path))
+    assert code == 4
+    assert f"[1] 2 alpha 2345 {REPOSITORY} 2" in out
+    assert err[0].startswith("tfdp launch: worker 1 failed first")
+    called = [path.read_text() for path in tmp_path.glob("ssh-*")]
+    assert sorted(call.split()[6] for call in called) == ["beta", "me@alpha"]
+
+
+@pytest.mark.parametrize("who", ["launcher", "connection"])
+def test_a_remote_worker_ends_with_its_connection(launcher, tmp_path, who):
+    process = launcher(
+        FAMILY + "time.sleep(60)",
+        *("--hosts", "alpha", "--grace-seconds", "0.3"),
+        path=ssh(tmp_path),
+    )
+    family = pids(tmp_path, "worker0", "child0")
+    (called,) = tmp_path.glob("ssh-*")
+    connection = int(called.name.removeprefix("ssh-"))
+    if who == "launcher":
+        process.kill()
+    else:
+        os.kill(connection, signal.SIGKILL)
+    process.wait(SLACK_SECONDS)
+    assert wait_until(lambda: not any(map(is_alive, family)))
+
+
+def test_slurm_and_mpi_get_the_program(launch, tmp_path):
+    for name in ("srun", "mpiexec"):
+        program(tmp_path / "bin", name, f'#!/bin/sh\necho {name} "$@"\nexit 6\n')
+    for option, name in (("--slurm", "srun"), ("--mpi", "mpiexec")):
+        code, out, _, _ = launch(
+            "", option, "--workers", 2, arguments=["-x"], path=tmp_path / "bin"
+        )
+        assert code == 6
+        assert out[0].startswith(f"{name} -")
+        assert out[0].endswith(f"{sys.executable} {tmp_path / 'script.py'} -x")
