@@ -1,0 +1,254 @@
+"""What `tfdp launch` would start: command lines and variables, nothing is run."""
+
+import json
+import shlex
+import sys
+
+import pytest
+
+from tests.support.fresh_python import run_program
+from tfdp import cli
+from tfdp.cluster import Cluster, find_cluster
+from tfdp.errors import ConfigurationError
+from tfdp.launch import command as launch_command
+from tfdp.launch.environment import cluster_variables, local_environment
+from tfdp.launch.handover import become, mpi_command, slurm_command
+from tfdp.launch.local import local_commands
+from tfdp.launch.program import Program, parse_program
+from tfdp.launch.ssh import parse_hosts, remote_command, ssh_commands
+
+SCRIPT = Program("my train.py", ("--name", "it's"))
+MODULE = Program("package.train", ("--epochs", "3"), is_module=True)
+
+
+def parse(*arguments):
+    return cli.make_parser().parse_args(["launch", *arguments])
+
+
+@pytest.mark.parametrize(
+    "arguments, expected",
+    [
+        (["a.py"], Program("a.py")),
+        (["a.py", "-m", "--workers", "9"], Program("a.py", ("-m", "--workers", "9"))),
+        (["-m", "a.b", "--port", "1"], Program("a.b", ("--port", "1"), True)),
+        (["--", "a.py", "--help"], Program("a.py", ("--help",))),
+    ],
+)
+def test_what_follows_the_program_is_its_own(arguments, expected):
+    options = parse("--workers", "2", *arguments)
+    assert options.workers == 2
+    assert options.port is None
+    assert parse_program(options.program, options.is_module) == expected
+
+
+@pytest.mark.parametrize("words", [[], ["--"], ["--epochs", "3"]])
+def test_no_program_is_refused(words):
+    with pytest.raises(ConfigurationError, match="no program"):
+        parse_program(words, is_module=False)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--workers", "0", "a.py"],
+        ["--workers", "two", "a.py"],
+        ["--devices-per-worker", "0", "a.py"],
+        ["--port", "65536", "a.py"],
+        ["--grace-seconds", "-1", "a.py"],
+        ["--grace-seconds", "nan", "a.py"],
+        ["--slurm", "--mpi", "a.py"],
+        ["--hosts", "a,b", "--kubernetes", "image", "a.py"],
+    ],
+)
+def test_bad_options_are_refused(arguments, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        parse(*arguments)
+    assert stopped.value.code == 2
+    assert "usage: tfdp launch" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ([], "no program to launch"),
+        (["missing.py"], "there is no script 'missing.py'"),
+        (["--slurm", "--port", "2000", "a.py"], "--port has no effect with --slurm"),
+        (["--hosts", "a,b", "--workers", "3", "a.py"], "--workers 3 contradicts"),
+        (["--hosts", "a,,b", "a.py"], "separated by commas.*'a,,b'"),
+        (["--hosts=-oProxy,b", "a.py"], "separated by commas"),
+        (["--hosts", "a,b,a", "a.py"], "names a twice"),
+        (["--hosts", "localhost,b", "a.py"], "'localhost' is another machine"),
+        (["--kubernetes", "image", "a.py"], "--kubernetes needs --workers"),
+        (["--kubernetes", "an image", "--workers", "2", "a.py"], "'an image'"),
+    ],
+)
+def test_what_cannot_be_started_is_refused(arguments, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    options = parse(*arguments)
+    with pytest.raises(ConfigurationError, match=message):
+        options.run(options)
+
+
+@pytest.mark.parametrize("option, program", [("--slurm", "srun"), ("--mpi", "mpiexec")])
+def test_a_missing_scheduler_is_named(option, program, tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    options = parse(option, "a.py")
+    with pytest.raises(ConfigurationError, match=f"{program} was not found on PATH"):
+        options.run(options)
+
+
+def test_a_missing_ssh_is_named(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    options = parse("--hosts", "a,b", "a.py")
+    with pytest.raises(ConfigurationError, match="ssh was not found on PATH"):
+        options.run(options)
+
+
+def test_a_worker_does_not_launch_workers(tmp_path, monkeypatch):
+    script = tmp_path / "a.py"
+    script.write_text("")
+    for name, value in cluster_variables(3, 2, "node1:20000").items():
+        monkeypatch.setenv(name, value)
+    options = parse("--workers", "2", str(script))
+    with pytest.raises(ConfigurationError, match=r"worker 2 of 3 \(tfdp\)"):
+        options.run(options)
+
+
+def test_local_workers_find_each_other():
+    commands = local_commands(
+        SCRIPT,
+        {"PATH": "/bin", "TFDP_RANK": "7"},
+        workers=3,
+        port=20001,
+        devices_per_worker=2,
+        cores=8,
+    )
+    found = [find_cluster(start.environment) for start in commands]
+    assert found == [
+        Cluster(3, rank, "127.0.0.1:20001", "tfdp", devices_per_worker=2)
+        for rank in range(3)
+    ]
+    assert [start.rank for start in commands] == [0, 1, 2]
+    assert {start.environment["PATH"] for start in commands} == {"/bin"}
+    for start in commands:
+        assert start.command == [sys.executable, "my train.py", "--name", "it's"]
+
+
+@pytest.mark.parametrize(
+    "workers, cores, expected", [(2, 8, "4"), (3, 8, "2"), (4, 2, "1"), (1, 8, None)]
+)
+def test_workers_share_the_cores(workers, cores, expected):
+    made = local_environment({}, {}, workers=workers, rank=0, cores=cores)
+    assert made.get("OMP_NUM_THREADS") == expected
+    assert made.get("TF_NUM_INTRAOP_THREADS") == expected
+
+
+def test_what_the_user_has_set_stays():
+    own = {"OMP_NUM_THREADS": "6", "TF_CPP_MIN_LOG_LEVEL": "0", "PYTHONUNBUFFERED": ""}
+    made = local_environment(own, {}, workers=2, rank=1, cores=8)
+    assert {name: made[name] for name in own} == own
+    assert made["TF_NUM_INTRAOP_THREADS"] == "4"
+
+
+def test_only_worker_0_greets():
+    first, second = (
+        local_environment({}, {}, workers=2, rank=rank, cores=2) for rank in range(2)
+    )
+    assert "TF_CPP_MIN_LOG_LEVEL" not in first
+    assert second["TF_CPP_MIN_LOG_LEVEL"] == "1"
+
+
+def test_ssh_command_lines():
+    commands = ssh_commands(
+        SCRIPT,
+        {"HOME": "/root"},
+        parse_hosts("me@alpha, beta"),
+        folder="/data/my runs",
+        port=20001,
+        devices_per_worker=4,
+        grace_seconds=2.5,
+    )
+    assert [start.command[-2] for start in commands] == ["me@alpha", "beta"]
+    for rank, start in enumerate(commands):
+        assert start.keeps_stdin
+        assert start.command[0] == "ssh"
+        assert "BatchMode=yes" in start.command
+        # What a shell on the host makes of the line.
+        words = shlex.split(start.command[-1])
+        assert words[:5] == ["cd", "/data/my runs", "&&", "exec", "env"]
+        settings = dict(word.split("=", 1) for word in words[5:] if "=" in word)
+        assert find_cluster(settings) == Cluster(
+            2, rank, "alpha:20001", "tfdp", devices_per_worker=4
+        )
+        remote = ["-m", "tfdp.launch.remote", "2.5"]
+        assert words[-7:-4] == remote
+        assert words[-4:] == SCRIPT.command(sys.executable)
+
+
+def test_an_ipv6_host_gets_its_brackets():
+    (start,) = ssh_commands(
+        SCRIPT,
+        {},
+        ["fd00::1"],
+        folder="/",
+        port=20001,
+        devices_per_worker=None,
+        grace_seconds=5,
+    )
+    assert "'TFDP_COORDINATOR=[fd00::1]:20001'" in start.command[-1]
+
+
+def test_a_remote_module():
+    line = remote_command(MODULE, {}, folder="/data", grace_seconds=5)
+    assert line.endswith(f"{sys.executable} -m package.train --epochs 3")
+
+
+def test_slurm_command_line():
+    command = slurm_command(MODULE, workers=4, devices_per_worker=8)
+    launcher = ["srun", "--ntasks=4", "--kill-on-bad-exit=1", "--label", "env"]
+    assert command[:5] == launcher
+    assert "TFDP_DEVICES_PER_WORKER=8" in command
+    assert command[-5:] == MODULE.command(sys.executable)
+    assert "--ntasks" not in str(
+        slurm_command(MODULE, workers=None, devices_per_worker=None)
+    )
+
+
+def test_mpi_command_line():
+    command = mpi_command(SCRIPT, workers=4, devices_per_worker=2)
+    assert command[:4] == ["mpiexec", "-n", "4", "env"]
+    assert "TFDP_DEVICES_PER_WORKER=2" in command
+    assert command[-4:] == SCRIPT.command(sys.executable)
+    plain = mpi_command(SCRIPT, workers=None, devices_per_worker=None)
+    assert plain[:2] == ["mpiexec", "env"]
+    assert not any("TFDP" in word for word in plain)
+
+
+def test_become_needs_the_program():
+    with pytest.raises(ConfigurationError, match="no-such-program.*Do this"):
+        become(["no-such-program"], "Do this.")
+
+
+def test_launching_loads_no_tensorflow(tmp_path):
+    script = tmp_path / "a.py"
+    script.write_text("print('ran')")
+    done = run_program(
+        "import sys\n"
+        "from tfdp.cli import main\n"
+        f"code = main(['launch', '--workers', '2', {str(script)!r}])\n"
+        "print(code, sorted({'tensorflow', 'keras', 'numpy'} & set(sys.modules)))\n"
+    )
+    assert sorted(done.stdout.splitlines()) == ["0 []", "[0] ran", "[1] ran"]
+
+
+def test_the_manifest_is_printed_as_json(capsys):
+    options = parse("--kubernetes", "image:1", "--workers", "2", "-m", "a.train", "-x")
+    assert options.run(options) == 0
+    made = json.loads(capsys.readouterr().out)
+    (_, job) = made["items"]
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+    assert container["command"] == ["python", "-m", "a.train", "-x"]
+
+
+def test_the_default_grace_time():
+    assert parse("a.py").grace_seconds == launch_command.GRACE_SECONDS == 5.0

@@ -1,0 +1,147 @@
+"""The Kubernetes manifest, checked by hand against the API's schema and rules."""
+
+import re
+
+import pytest
+
+from tfdp.cluster import Cluster, find_cluster
+from tfdp.launch.kubernetes import job_name, manifest
+from tfdp.launch.program import Program
+
+PROGRAM = Program("examples/digits.py", ("--epochs", "3"))
+# Field -> type, or for a nested object its own table; [table] is a list of objects.
+# From the API reference of v1 Service, batch/v1 Job and v1 Pod; what is not listed here
+# is refused, so a misspelt field is seen.
+LABELS = {"tfdp-job": str}
+SERVICE = {
+    "apiVersion": str,
+    "kind": str,
+    "metadata": {"name": str, "labels": LABELS},
+    "spec": {
+        "clusterIP": str,
+        "selector": LABELS,
+        "publishNotReadyAddresses": bool,
+        "ports": [{"name": str, "port": int}],
+    },
+}
+POD = {
+    "subdomain": str,
+    "restartPolicy": str,
+    "terminationGracePeriodSeconds": int,
+    "containers": [
+        {
+            "name": str,
+            "image": str,
+            "command": [str],
+            "env": [{"name": str, "value": str}],
+            "ports": [{"name": str, "containerPort": int}],
+        }
+    ],
+}
+JOB = {
+    "apiVersion": str,
+    "kind": str,
+    "metadata": {"name": str, "labels": LABELS},
+    "spec": {
+        "completions": int,
+        "parallelism": int,
+        "completionMode": str,
+        "backoffLimit": int,
+        "template": {"metadata": {"labels": LABELS}, "spec": POD},
+    },
+}
+DNS_LABEL = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
+
+
+def mismatches(value, schema, path=""):
+    """Paths at which a value has other fields or types than the schema."""
+    if isinstance(schema, dict):
+        if not isinstance(value, dict) or value.keys() != schema.keys():
+            return [path]
+        return [
+            found
+            for name in schema
+            for found in mismatches(value[name], schema[name], f"{path}.{name}")
+        ]
+    if isinstance(schema, list):
+        if not isinstance(value, list) or not value:
+            return [path]
+        return [
+            found
+            for place, item in enumerate(value)
+            for found in mismatches(item, schema[0], f"{path}[{place}]")
+        ]
+    return [] if type(value) is schema else [path]
+
+
+def test_the_fields_are_those_of_the_api():
+    made = manifest(PROGRAM, "image:1", workers=4, devices_per_worker=2)
+    assert (made["apiVersion"], made["kind"]) == ("v1", "List")
+    service, job = made["items"]
+    assert mismatches(service, SERVICE) == []
+    assert mismatches(job, JOB) == []
+    assert (service["apiVersion"], service["kind"]) == ("v1", "Service")
+    assert (job["apiVersion"], job["kind"]) == ("batch/v1", "Job")
+
+
+def test_the_schema_check_sees_a_wrong_field():
+    _, job = manifest(PROGRAM, "image:1", workers=4)["items"]
+    job["spec"]["completions"] = "4"
+    job["spec"]["template"]["spec"]["containers"][0]["environment"] = []
+    assert mismatches(job, JOB) == [
+        ".spec.completions",
+        ".spec.template.spec.containers[0]",
+    ]
+
+
+def test_all_pods_run_at_once_and_one_failure_ends_the_job():
+    _, job = manifest(PROGRAM, "image:1", workers=4, grace_seconds=2.5)["items"]
+    spec = job["spec"]
+    assert spec["completionMode"] == "Indexed"
+    assert (spec["completions"], spec["parallelism"]) == (4, 4)
+    assert spec["backoffLimit"] == 0
+    assert spec["template"]["spec"]["restartPolicy"] == "Never"
+    assert spec["template"]["spec"]["terminationGracePeriodSeconds"] == 3
+
+
+def test_the_service_gives_the_pods_their_names():
+    service, job = manifest(PROGRAM, "image:1", workers=4, port=2345)["items"]
+    template = job["spec"]["template"]
+    assert service["spec"]["clusterIP"] == "None"
+    assert service["spec"]["selector"] == template["metadata"]["labels"]
+    assert template["spec"]["subdomain"] == service["metadata"]["name"]
+    assert service["spec"]["ports"][0]["port"] == 2345
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+def test_a_pod_finds_its_cluster(rank):
+    _, job = manifest(PROGRAM, "image:1", workers=4, devices_per_worker=2)["items"]
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+    environment = {item["name"]: item["value"] for item in container["env"]}
+    # Kubernetes adds the index, and names pod i of a Job JOB-i.SUBDOMAIN.
+    environment["JOB_COMPLETION_INDEX"] = str(rank)
+    name, subdomain = job["metadata"]["name"], job["spec"]["template"]["spec"]
+    address = f"{name}-0.{subdomain['subdomain']}"
+    port = container["ports"][0]["containerPort"]
+    assert find_cluster(environment) == Cluster(
+        4, rank, f"{address}:{port}", "Kubernetes", devices_per_worker=2
+    )
+    assert container["command"] == ["python", *PROGRAM.command("")[1:]]
+
+
+@pytest.mark.parametrize(
+    "target, is_module",
+    [
+        ("examples/My_Train.py", False),
+        ("3d.v2.py", False),
+        ("__main__.py", False),
+        ("package.train", True),
+        ("x" * 90 + ".py", False),
+        ("-" * 60 + "x.py", False),
+        ("ü.py", False),
+    ],
+)
+def test_names_are_dns_labels(target, is_module):
+    name = job_name(Program(target, (), is_module))
+    assert DNS_LABEL.fullmatch(name)
+    assert len(f"{name}-99999") <= 63

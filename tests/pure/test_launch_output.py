@@ -1,0 +1,124 @@
+"""Prefixed lines, the last lines of a worker, ports and signal names."""
+
+import io
+import random
+import signal
+import socket
+
+import pytest
+
+from tfdp.errors import ConfigurationError
+from tfdp.launch import port as port_module
+from tfdp.launch.output import MOST_BYTES, LineRelay, Tail
+from tfdp.launch.port import any_port, checked_port, free_port
+from tfdp.launch.signals import received_signals, signal_name
+
+
+def relay(*pieces, lines=10):
+    target, tail = io.BytesIO(), Tail(lines)
+    relay = LineRelay(target, b"[1] ", tail)
+    for piece in pieces:
+        relay.feed(piece)
+    relay.close()
+    return target.getvalue().decode("utf-8", "replace"), tail.text_lines()
+
+
+@pytest.mark.parametrize(
+    "pieces, expected",
+    [
+        ([], []),
+        ([b"one\ntwo\n"], ["one", "two"]),
+        ([b"no end"], ["no end"]),
+        ([b"o", b"ne\nt", b"wo", b"\n"], ["one", "two"]),
+        ([b"a\n\nb\n"], ["a", "", "b"]),
+        ([b"a\r\nb\r", b"\nc\r\n"], ["a", "b", "c"]),
+        # A progress bar.
+        ([b"1/3\r2/3\r", b"3/3\ndone\r"], ["1/3", "2/3", "3/3", "done"]),
+        # An accented letter cut in two.
+        ([b"caf\xc3", b"\xa9\n"], ["café"]),
+    ],
+)
+def test_whole_lines_with_the_rank(pieces, expected):
+    text, _ = relay(*pieces)
+    assert text == "".join(f"[1] {line}\n" for line in expected)
+
+
+def test_any_cut_gives_the_same_lines():
+    data = "".join(f"line {i} é{end}" for i in range(20) for end in ("\n", "\r\n"))
+    data = data.encode()
+    whole, _ = relay(data)
+    generator = random.Random(0)
+    for _ in range(50):
+        cuts = sorted(generator.sample(range(len(data)), 10))
+        pieces = [data[a:b] for a, b in zip([0, *cuts], [*cuts, None], strict=True)]
+        assert relay(*pieces)[0] == whole
+
+
+def test_a_line_without_end_is_not_held_back_for_ever():
+    text, _ = relay(b"x" * (MOST_BYTES + 1), b"y\n")
+    assert text.splitlines() == ["[1] " + "x" * (MOST_BYTES + 1), "[1] y"]
+
+
+def test_the_tail_keeps_the_last_lines_that_say_something():
+    _, tail = relay(b"a\nb\n\n  \nc\nd\xff\n", lines=3)
+    assert tail == ["b", "c", "d\ufffd"]
+
+
+def test_two_streams_share_a_tail():
+    tail = Tail()
+    out, err = (LineRelay(io.BytesIO(), b"", tail) for _ in range(2))
+    out.feed(b"first\n")
+    err.feed(b"second\n")
+    out.feed(b"third\n")
+    assert tail.text_lines() == ["first", "second", "third"]
+
+
+def test_a_free_port_can_be_listened_on():
+    port = free_port()
+    assert 20000 <= port <= 29999
+    with socket.create_server(("127.0.0.1", port)):
+        with pytest.raises(ConfigurationError, match=f"--port {port}"):
+            checked_port(port)
+    assert checked_port(port) == port
+
+
+def test_taken_ports_are_passed_over(monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        offered = [taken.getsockname()[1], free_port()]
+        expected = offered[1]
+        monkeypatch.setattr(port_module, "any_port", lambda: offered.pop(0))
+        assert free_port() == expected
+
+
+def test_no_free_port_is_an_error(monkeypatch):
+    monkeypatch.setattr(port_module, "_is_free", lambda port: False)
+    with pytest.raises(ConfigurationError, match="--port"):
+        free_port()
+
+
+def test_ports_differ_between_launches():
+    assert len({any_port() for _ in range(20)}) > 1
+
+
+@pytest.mark.parametrize("number, name", [(9, "SIGKILL"), (200, "signal 200")])
+def test_signal_names(number, name):
+    assert signal_name(number) == name
+
+
+def test_signals_are_noted_and_handlers_come_back():
+    before = signal.getsignal(signal.SIGTERM)
+    with received_signals() as received:
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGINT)
+        assert received == [signal.SIGTERM, signal.SIGINT]
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_an_ignored_signal_stays_ignored():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with received_signals() as received:
+            signal.raise_signal(signal.SIGHUP)
+            assert received == []
+    finally:
+        signal.signal(signal.SIGHUP, before)
