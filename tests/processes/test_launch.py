@@ -10,6 +10,7 @@ import time
 
 import pytest
 
+from tests.support.fresh_python import run_python
 from tests.support.package_source import REPOSITORY
 
 # Prepended to every script. `note` leaves a file named for a fact, `wait_for` waits for
@@ -176,6 +177,32 @@ os.kill(os.getpid(), signal.SIGKILL)
     assert code == 128 + signal.SIGKILL
     assert "worker 1 failed first" in err[0]
     assert "killed by SIGKILL" in err[0]
+
+
+def test_a_cause_that_shows_after_its_consequence_is_named(launch, tmp_path):
+    # Worker 0 has failed, and was seen to, before worker 1 is killed: with the time
+    # for that stretched from 0.2 to 1.5 s, so that a busy machine changes nothing.
+    script = """
+if RANK == 0:
+    sys.exit(1)
+time.sleep(0.5)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    program = "\n".join(
+        [
+            "import sys",
+            "from tfdp.cli import main",
+            "from tfdp.launch import supervise",
+            "supervise.CAUSE_SECONDS = 1.5",
+            "sys.exit(main(sys.argv[1:]))",
+        ]
+    )
+    file = tmp_path / "script.py"
+    file.write_text(PRELUDE + script, "utf-8")
+    done = run_python("-c", program, "launch", "--workers", 2, file)
+    assert done.returncode == 128 + signal.SIGKILL
+    assert "worker 1 failed first" in done.stderr
+    assert "worker 0 ended by itself: exit code 1" in done.stderr
 
 
 def test_a_worker_that_will_not_end_is_killed_after_the_grace_time(launch):
