@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 
+from tests.support.fresh_python import run_program
 from tests.support.launcher_environments import (
     JOBSET,
     KUBEFLOW,
@@ -274,3 +275,21 @@ def test_a_cluster_is_checked_when_made(changes):
 def test_an_ipv6_coordinator_gets_its_brackets():
     found = find_cluster({**TORCHRUN, "MASTER_ADDR": "fd00::1"})
     assert found.coordinator == "[fd00::1]:29500"
+
+
+@pytest.mark.parametrize(
+    "environment, code, expected",
+    [
+        ({}, 0, "the environment names no cluster"),
+        (TFDP, 0, "Cluster(workers=2, rank=1, coordinator='127.0.0.1:23456'"),
+        ({"TFDP_RANK": "1"}, 1, "Missing: TFDP_WORKERS, TFDP_COORDINATOR"),
+    ],
+)
+def test_the_module_prints_what_it_finds(environment, code, expected):
+    done = run_program(
+        "import os, runpy\n"
+        f"os.environ.clear(); os.environ.update({environment!r})\n"
+        "runpy.run_module('tfdp.cluster', run_name='__main__')"
+    )
+    assert done.returncode == code
+    assert expected in (done.stderr if code else done.stdout)
