@@ -11,7 +11,7 @@ from tfdp.topology import Topology
 __all__ = ["MIB", "Communication"]
 
 MIB = 1 << 20
-ENGINES = ("auto", "in_process", "tensorflow", "sockets")
+ENGINES = ("auto", "in_process", "tensorflow", "sockets", "mpi")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +30,9 @@ class Communication:
         `(2, 2)` treats four devices as two hosts of two.
       engine: `"auto"` picks by device: `"tensorflow"` (packed collectives, NCCL) on
         physical GPUs, `"in_process"` (replicas hand tensors to each other without
-        copies) on logical CPUs and elsewhere within one process.
+        copies) on logical CPUs and elsewhere within one process. Between hosts:
+        `"mpi"` where an MPI launcher started the workers and mpi4py is installed,
+        else `"sockets"`.
       timeout_seconds: how long a worker waits for the others, when they meet and in
         an exchange, before it fails and names who is missing; above 0. Replicas of
         one process do not wait for other processes and need no deadline.
@@ -50,7 +52,7 @@ of at least 1. Received: 0.
     bucket_bytes: int = 25 * MIB
     first_bucket_bytes: int = 1 * MIB
     hierarchy: Literal["auto", "flat"] | tuple[int, int] = "auto"
-    engine: Literal["auto", "in_process", "tensorflow", "sockets"] = "auto"
+    engine: Literal["auto", "in_process", "tensorflow", "sockets", "mpi"] = "auto"
     timeout_seconds: float = 600.0
 
     def __post_init__(self) -> None:

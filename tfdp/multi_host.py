@@ -125,6 +125,9 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
             draws_per_replica=draws_per_replica,
             first_rank=self.cluster.rank * len(devices),
             first_host_value=self._first_host_value,
+            sum_over_hosts=lambda arrays: [
+                self._link.sum([array], "eager sum", "host")[0] for array in arrays
+            ],
         )
 
     @property
@@ -176,20 +179,20 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
             lambda _: until_all_end(dataset_fn(context), link), options
         )
 
-    def reduce(self, reduce_op: Any, value: Any, axis: int | None = None) -> Any:
-        """Reduces over the replicas of all hosts; see `tf.distribute.Strategy`."""
-        if self._link is None or names.model_built_by_caller() is not None:
-            return super().reduce(reduce_op, value, axis)
+    def _reduce_values(self, reduce_op: Any, value: Any, axis: int | None) -> Any:
+        """Reduces over the replicas of all hosts."""
+        if self._link is None:
+            return super()._reduce_values(reduce_op, value, axis)
         is_mean = str(getattr(reduce_op, "value", reduce_op)).upper() == "MEAN"
         if is_mean and axis is not None:
-            total = self.reduce("SUM", value, axis)
+            total = self._reduce_values("SUM", value, axis)
             counts = tf.nest.map_structure(
                 lambda v: self._sum_of_hosts(self._local_length(v, axis)), value
             )
             return tf.nest.map_structure(
                 lambda t, n: t / tf.cast(n, t.dtype), total, counts
             )
-        local = super().reduce(reduce_op, value, axis)
+        local = super()._reduce_values(reduce_op, value, axis)
         total = tf.nest.map_structure(self._sum_of_hosts, local)
         if not is_mean:
             return total

@@ -93,6 +93,9 @@ class DistributedOptimizer(LossScaleHooks):
 
     def build(self, variables: Sequence[keras.Variable]) -> None:
         """Makes the accumulators; see `keras.optimizers.Optimizer.build`."""
+        # Keras' base class would build it without noting the variables that it makes
+        # besides its slots (Nadam, Adafactor): they would be in no file.
+        self.inner_optimizer.build(variables)
         super().build(variables)
         if self.accumulate_steps == 1:
             return

@@ -195,6 +195,9 @@ class DataParallelStrategy(tf.distribute.MirroredStrategy):
             if self._replicas > 1 and take_over_jit(model):
                 self._jit_models.add(model)
             return keras_batch.representative_batch(value)
+        return self._reduce_values(reduce_op, value, axis)
+
+    def _reduce_values(self, reduce_op: Any, value: Any, axis: int | None) -> Any:
         return super().reduce(reduce_op, value, axis)
 
     def scope(self) -> contextlib.AbstractContextManager:

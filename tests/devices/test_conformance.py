@@ -15,9 +15,6 @@ from tests.support.conformance import replicas_of
 from tests.support.conformance_reference import reference
 from tests.support.conformance_table import KINDS, LAYOUTS, OPTIMIZERS, OPTIONS
 
-# Not yet run as a whole: see docs/log.md.
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
-
 WITH_ALL_OPTIONS = ("SGD", "Adam")
 COVERING_LAYOUTS = ("2", "2x2")
 

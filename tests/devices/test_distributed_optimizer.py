@@ -227,3 +227,13 @@ def test_a_stock_strategy_is_refused():
             tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]),
             optimizer=distributed(2),
         )
+
+
+@pytest.mark.parametrize("inner", [keras.optimizers.Nadam, keras.optimizers.Adafactor])
+def test_variables_besides_the_slots_are_noted(inner):
+    """Keras' own loss scaler loses them: they would be in no file."""
+    plain, wrapped = inner(), tfdp.DistributedOptimizer(inner())
+    variables = dense_model().trainable_variables
+    plain.build(variables)
+    wrapped.build(variables)
+    assert len(wrapped.inner_optimizer.variables) == len(plain.variables)

@@ -18,6 +18,7 @@ from tests.support.conformance_table import (
     LAYOUTS,
     OPTIONS,
     STEPS,
+    build,
     make_optimizer,
 )
 from tests.support.parity import make_strategy
@@ -139,7 +140,7 @@ class Replicas:
                 jit_compile=False,
                 auto_scale_loss=False,
             )
-            self.model.optimizer.build(self.model.trainable_variables)
+            build(self.model.optimizer, self.model.trainable_variables)
         self.variables = [*self.model.weights, *self.model.optimizer.variables]
         self.start = [variable.numpy() for variable in self.variables]
 

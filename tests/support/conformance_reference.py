@@ -45,6 +45,7 @@ from tests.support.conformance_table import (
     OPTIONS,
     STEPS,
     Layout,
+    build,
     make_optimizer,
 )
 from tests.support.parity import UNIT_ROUND_OFF
@@ -73,7 +74,7 @@ class OneDevice:
         self.model = make_problem(self.option.policy)
         self.optimizer = make_optimizer(optimizer, self.option, wrap=False)
         # Built lazily, ScheduleFreeAdamW would copy the weights in every step.
-        self.optimizer.build(self.model.trainable_variables)
+        build(self.optimizer, self.model.trainable_variables)
         self.variables = [*self.model.weights, *self.optimizer.variables]
         self.start = [variable.numpy() for variable in self.variables]
         self.errors = gradient_errors(

@@ -4,7 +4,6 @@ Adding an optimizer, an option, a layout or a kind of batch is adding a line her
 """
 
 import dataclasses
-from collections.abc import Callable
 
 import keras
 
@@ -171,4 +170,11 @@ def make_optimizer(
     return optimizer
 
 
-OptimizerMaker = Callable[[], keras.optimizers.Optimizer]
+def build(optimizer: keras.optimizers.Optimizer, variables: list) -> None:
+    """Builds what a loss scaler wraps first.
+
+    Keras' loss scaler builds it without noting the variables that it makes besides its
+    slots (Nadam's product), and these tests set all variables back.
+    """
+    getattr(optimizer, "inner_optimizer", optimizer).build(variables)
+    optimizer.build(variables)

@@ -6,14 +6,14 @@ variables start from, are those of all hosts.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 import tensorflow as tf
 
 from tfdp._tf.extended import DataParallelExtended
-from tfdp._tf.names import MirroredVariable
+from tfdp._tf.names import MirroredVariable, regroup_mirrored
 
 __all__ = ["FirstHostValue", "MultiHostExtended"]
 
@@ -25,12 +25,16 @@ class FirstHostValue(Protocol):
         """The array of host 0, in the shape and type of `value`."""
 
 
+SumOverHosts = Callable[[Sequence[np.ndarray]], list[np.ndarray]]
+
+
 class MultiHostExtended(DataParallelExtended):
     """`DataParallelExtended` of one host among several.
 
     Args:
       first_rank: the rank of this host's first replica among all.
       first_host_value: brings variables to the value that host 0 gave them.
+      sum_over_hosts: adds lists of arrays of several types.
     """
 
     def __init__(
@@ -38,10 +42,12 @@ class MultiHostExtended(DataParallelExtended):
         *args: Any,
         first_rank: int,
         first_host_value: FirstHostValue,
+        sum_over_hosts: SumOverHosts,
         **kwargs: Any,
     ):
         self._first_rank = first_rank
         self._first_host_value = first_host_value
+        self._sum_over_hosts = sum_over_hosts
         super().__init__(*args, **kwargs)
 
     def _get_replica_id_in_sync_group(self, replica_id: int) -> int:
@@ -49,6 +55,33 @@ class MultiHostExtended(DataParallelExtended):
 
     def _get_local_replica_id(self, replica_id_in_sync_group: int) -> int:
         return replica_id_in_sync_group - self._first_rank
+
+    def _batch_reduce_to(
+        self, reduce_op: Any, value_destination_pairs: Any, options: Any = None
+    ) -> list[Any]:
+        """Eager replicas stop for each other; then the sum over hosts is taken."""
+        strategy = self._container_strategy()
+        local = [
+            np.sum(
+                [
+                    tf.convert_to_tensor(part).numpy()
+                    for part in strategy.experimental_local_results(value)
+                ],
+                axis=0,
+            )
+            for value, _ in value_destination_pairs
+        ]
+        totals = self._sum_over_hosts(local)
+        if reduce_op == tf.distribute.ReduceOp.MEAN:
+            totals = [total / strategy.num_replicas_in_sync for total in totals]
+        return [self._on_every_device(total) for total in totals]
+
+    def _on_every_device(self, value: np.ndarray) -> Any:
+        copies = []
+        for device in self.worker_devices:
+            with tf.device(device):
+                copies.append(tf.constant(value))
+        return regroup_mirrored(copies)
 
     def _create_variable(self, next_creator: Callable, **kwargs: Any) -> Any:
         variable = super()._create_variable(next_creator, **kwargs)

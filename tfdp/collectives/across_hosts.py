@@ -2,17 +2,19 @@
 
 Within the host the sum is `InProcessEngine`'s. Its first replica then gives a whole
 bucket to the link in one call of Python, and hands the results out. Only that replica
-exchanges, and in the order of its own trace: TensorFlow runs such calls one after the
-other, in an order that is the same on every host.
+exchanges, one call after the other in the order of its own trace, which is the same on
+every host.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
+from tfdp._tf import names
 from tfdp.collectives.in_process import InProcessEngine
 from tfdp.collectives.wire_types import check_summable
 from tfdp.hosts.link import HostLink
@@ -38,6 +40,7 @@ class AcrossHostsEngine(InProcessEngine):
         super().__init__(devices, Topology(1, len(devices)))
         self.link = link
         self.name = link.name
+        self._last_call: tf.Operation | None = None
 
     @property
     def replicas(self) -> int:
@@ -124,9 +127,8 @@ class AcrossHostsEngine(InProcessEngine):
         with tf.device(self.devices[LEADER]):
             blob = tf.io.serialize_tensor(tensor)
 
-            def first(mine: bytes) -> list[bytes]:
-                is_first = self.link.rank == 0
-                sent = mine if is_first else b""
+            def first(mine: Any) -> list[bytes]:
+                sent = mine if self.link.rank == 0 else b""
                 return [self.link.gather(sent, "broadcast", "step")[0]]
 
             (value,) = self._call(first, [blob], [tf.TensorSpec([], tf.string)])
@@ -150,11 +152,21 @@ class AcrossHostsEngine(InProcessEngine):
         tensors: Sequence[tf.Tensor],
         specs: Sequence[tf.TensorSpec],
     ) -> list[tf.Tensor]:
-        # Stateful: TensorFlow then keeps the order of these calls, neither drops nor
-        # repeats one.
-        results = tf.numpy_function(
-            function, tensors, [spec.dtype for spec in specs], stateful=True
-        )
+        if tf.executing_eagerly():
+            return [tf.constant(r) for r in function(*(t.numpy() for t in tensors))]
+        # Stateful: TensorFlow then neither drops a call nor merges two. But it would
+        # also chain them with every other stateful op, the other replicas' included,
+        # which wait for this call: so they get an order of their own.
+        graph = tf.compat.v1.get_default_graph()
+        before = [
+            op for op in [self._last_call] if op is not None and op.graph is graph
+        ]
+        with tf.control_dependencies(before):
+            results = tf.numpy_function(
+                function, tensors, [spec.dtype for spec in specs], stateful=True
+            )
+        self._last_call = results[0].op
+        names.run_independently(results[0].op)
         return [
             # See InProcessEngine._receive: known shapes must be known to all replicas.
             tf.ensure_shape(result, spec.shape)

@@ -1,0 +1,62 @@
+"""Real processes: several hosts train as one device does."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tests.support import host_training
+from tests.support.parity import make_strategy
+from tests.support.workers import Workers
+
+SEVERAL = {"2x2": (2, 2), "3x1": (3, 1)}
+ROWS = [
+    (layout, name)
+    for layout in SEVERAL
+    for name in host_training.SCENARIOS
+    # With one device per host Keras does not ask the strategy about the model, which
+    # is where tfdp takes the compilation over: a CollectiveError says so.
+    if (layout, name) != ("3x1", "jit")
+]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """By layout, the folder with every worker's numbers."""
+    found = {}
+    for layout, (hosts, devices) in SEVERAL.items():
+        path = tmp_path_factory.mktemp(layout) / "run"
+        variables = {"TFDP_DEVICES_PER_WORKER": str(devices)}
+        with Workers(
+            hosts,
+            "tests.support.host_training",
+            path,
+            *(name for at, name in ROWS if at == layout),
+            variables=variables,
+        ) as workers:
+            workers.succeed(timeout_seconds=300)
+        found[layout] = path
+    return found
+
+
+@pytest.mark.timeout(700)
+@pytest.mark.parametrize("layout, name", ROWS)
+def test_equals_one_device(results, layout, name):
+    # A micro-batch weighs by its samples under a strategy only: nobody else knows them.
+    counts_samples = name == "distributed-optimizer"
+    one = make_strategy(1) if counts_samples else tf.distribute.get_strategy()
+    expected = host_training.run(name, one)
+    hosts, _ = SEVERAL[layout]
+    first = None
+    for rank in range(hosts):
+        with np.load(f"{results[layout]}.{name}.{rank}.npz") as file:
+            got = dict(file)
+        assert got.keys() == expected.keys()
+        for key, value in expected.items():
+            # Six updates of at most 0.05 with gradients below 10 (rows to 9, weights
+            # to 1), each two sums of about 60 terms apart: 6 * 0.05 * 10 * 2 * 60 u
+            # = 2e-5. A part of the batch that is missing moves a weight by 1e-2.
+            np.testing.assert_allclose(got[key], value, rtol=0, atol=2e-5, err_msg=key)
+        weights = [got[key] for key in got if key.startswith("weight")]
+        first = weights if rank == 0 else first
+        for mine, theirs in zip(weights, first, strict=True):
+            np.testing.assert_array_equal(mine, theirs)

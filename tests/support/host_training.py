@@ -1,0 +1,150 @@
+"""Trainings that run on several hosts and on one device, for comparison.
+
+    python -m tests.support.host_training FILE NAME...
+
+Under TFDP_* variables every worker trains each scenario and writes its numbers to
+FILE.rank.npz.
+"""
+
+import os
+import sys
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import tfdp
+from tests.support.parity import classification_data, dense_model
+
+ROWS = 53  # in batches of 24: 24, 24 and 5, which leaves replicas without a row
+
+
+def crossentropy():
+    return keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+
+def fitted(build=dense_model, optimizer=None, data=None, epochs=2, **options):
+    """Numbers of a training: weights, losses, evaluation and predictions."""
+    keras.utils.set_random_seed(3)
+    model = build()
+    model.compile(
+        optimizer() if optimizer else keras.optimizers.SGD(0.05, 0.9),
+        options.pop("loss", None) or crossentropy(),
+        metrics=["accuracy"],
+        **{"jit_compile": False, **options},
+    )
+    x, y = data or classification_data(ROWS)
+    history = model.fit(x, y, batch_size=24, epochs=epochs, verbose=0)
+    return {
+        **{f"weight{i}": w for i, w in enumerate(model.get_weights())},
+        "losses": history.history["loss"],
+        "accuracies": history.history["accuracy"],
+        "evaluation": model.evaluate(x, y, batch_size=24, verbose=0),
+        "predictions": model.predict(x, batch_size=24, verbose=0),
+    }
+
+
+def normalized_model():
+    keras.utils.set_random_seed(3)
+    hidden, logits = dense_model().layers
+    normalize = tfdp.layers.SyncBatchNormalization()
+    return keras.Sequential([keras.Input((12,)), hidden, normalize, logits])
+
+
+def embedding_model():
+    keras.utils.set_random_seed(3)
+    tokens = keras.Input((6,), dtype="int32")
+    embedded = keras.layers.Embedding(9, 5, mask_zero=True)(tokens)
+    return keras.Model(tokens, keras.layers.Dense(4)(embedded))
+
+
+def sequences():
+    rng = np.random.default_rng(1)
+    tokens = rng.integers(1, 9, (ROWS, 6))
+    tokens[np.arange(6)[None] >= rng.integers(1, 7, ROWS)[:, None]] = 0
+    return tokens, rng.integers(0, 4, tokens.shape)
+
+
+def custom_loop():
+    """A loop of one's own over a distributed dataset, with `reduce` and `gather`."""
+    strategy = tf.distribute.get_strategy()
+    keras.utils.set_random_seed(3)
+    model = dense_model()
+    optimizer = keras.optimizers.SGD(0.05)
+    optimizer.build(model.trainable_variables)
+    x, y = classification_data(ROWS)
+    dataset = strategy.experimental_distribute_dataset(
+        tf.data.Dataset.from_tensor_slices((x, y)).batch(24)
+    )
+
+    def replica_step(features, labels):
+        with tf.GradientTape() as tape:
+            loss = tfdp.losses.local_mean(
+                tf.reduce_mean(
+                    tf.nn.sparse_softmax_cross_entropy_with_logits(
+                        labels, model(features)
+                    )
+                )
+            )
+        variables = model.trainable_variables
+        optimizer.apply(tape.gradient(loss, variables), variables)
+        # A replica without rows has no mean.
+        return tf.where(tf.math.is_nan(loss), 0.0, loss), labels
+
+    @tf.function
+    def step(batch):
+        losses, labels = strategy.run(replica_step, args=batch)
+        return strategy.reduce("SUM", losses, axis=None), strategy.gather(labels, 0)
+
+    results = [step(batch) for batch in dataset]
+    return {
+        **{f"weight{i}": w for i, w in enumerate(model.get_weights())},
+        "losses": [float(loss) for loss, _ in results],
+        "labels": np.concatenate([labels.numpy() for _, labels in results]),
+    }
+
+
+def adam(**options):
+    return lambda: keras.optimizers.Adam(0.01, epsilon=1e-3, **options)
+
+
+SCENARIOS = {
+    "sgd": fitted,
+    "accumulation": lambda: fitted(optimizer=adam(gradient_accumulation_steps=2)),
+    "clipping": lambda: fitted(optimizer=adam(global_clipnorm=0.1)),
+    "ema": lambda: fitted(optimizer=adam(use_ema=True, ema_overwrite_frequency=2)),
+    "lars": lambda: fitted(optimizer=lambda: tfdp.optimizers.LARS(0.5)),
+    "lamb": lambda: fitted(optimizer=lambda: tfdp.optimizers.LAMB(0.01)),
+    "distributed-optimizer": lambda: fitted(
+        optimizer=lambda: tfdp.DistributedOptimizer(
+            keras.optimizers.SGD(0.05, global_clipnorm=0.1), accumulate_steps=2
+        )
+    ),
+    "steps-per-execution": lambda: fitted(steps_per_execution=2),
+    "eager": lambda: fitted(epochs=1, run_eagerly=True),
+    "jit": lambda: fitted(jit_compile=True),
+    "synchronized": lambda: fitted(normalized_model),
+    "masked-embedding": lambda: fitted(embedding_model, data=sequences()),
+    "custom-loop": custom_loop,
+}
+
+
+def run(name, strategy):
+    """The numbers of one scenario, as arrays."""
+    with strategy.scope():
+        numbers = SCENARIOS[name]()
+    return {key: np.asarray(value) for key, value in numbers.items()}
+
+
+def main(path, names):
+    strategy = tfdp.MultiHostDataParallelStrategy()
+    rank = strategy.cluster.rank
+    for name in names:
+        np.savez(f"{path}.{name}.{rank}.npz", **run(name, strategy))
+        keras.utils.clear_session()
+        print(name, flush=True)
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("TFDP_DEVICES_PER_WORKER", "2")
+    main(sys.argv[1], sys.argv[2:])

@@ -1,0 +1,127 @@
+"""`MpiLink`: sums by the site's MPI, everything else over sockets.
+
+MPI moves arrays through shared memory within a machine and over the fabric that it was
+built for between machines. It cannot tell who is missing, and waits by spinning; so the
+workers first come together on the socket ring, where waiting costs nothing and has a
+deadline, and only then call MPI.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from absl import logging
+
+from tfdp.errors import ConfigurationError, MissingDependencyError
+from tfdp.hosts.buffers import views_of
+from tfdp.hosts.link import SocketLink
+
+__all__ = ["MpiLink", "mpi_is_available"]
+
+# Types that MPI adds up by itself; float16 and bfloat16 go over the sockets.
+MPI_TYPES = frozenset("fdilq") | frozenset("bBhHILQ")
+EXIT_CODE = 70
+
+
+def mpi_is_available() -> bool:
+    """Whether mpi4py is installed and this process was started by an MPI launcher."""
+    launched = {"OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK"} & os.environ.keys()
+    if not launched:
+        return False
+    try:
+        import mpi4py  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+class MpiLink(SocketLink):
+    """A `HostLink` whose sums are MPI's, array by array, without a flat buffer.
+
+    Args:
+      rank, workers: as MPI has them.
+      coordinator: "host:port" of worker 0; None: MPI tells it to the others.
+      timeout_seconds: see `HostLink`; it holds for coming together. A worker that
+        dies within an MPI call ends all others with exit code 70, because MPI's calls
+        cannot be ended otherwise.
+
+    Raises:
+      MissingDependencyError: when mpi4py or an MPI library is not there.
+      ConfigurationError: when MPI knows another rank or number of workers.
+    """
+
+    name = "mpi"
+
+    def __init__(
+        self, rank: int, workers: int, coordinator: str | None, timeout_seconds: float
+    ):
+        try:
+            from mpi4py import MPI
+        except ImportError as error:
+            raise MissingDependencyError(
+                "Communication(engine='mpi') needs mpi4py and an MPI library: pip "
+                "install 'tfdp[mpi]', and start with `mpiexec -n 2 python script.py` "
+                "or `tfdp launch --mpi`."
+            ) from error
+        self._world: Any = MPI.COMM_WORLD
+        self._sum_operation = MPI.SUM
+        if (self._world.rank, self._world.size) != (rank, workers):
+            raise ConfigurationError(
+                f"The cluster says worker {rank} of {workers}, MPI says "
+                f"{self._world.rank} of {self._world.size}. Start the workers with "
+                "mpiexec (or `tfdp launch --mpi`)."
+            )
+        self._is_in_mpi = False
+        super().__init__(
+            rank, workers, coordinator or self._share_address(), timeout_seconds
+        )
+
+    def sum(
+        self, arrays: Sequence[np.ndarray], label: str, channel: str = "step"
+    ) -> list[np.ndarray]:
+        """See `HostLink.sum`."""
+        if channel != "step" or arrays[0].dtype.char not in MPI_TYPES:
+            return super().sum(arrays, label, channel)
+        arrays = [np.asarray(array, order="C") for array in arrays]
+        outputs = views_of(self._pool, arrays)
+        with self._exchange(label, channel) as ring:
+            self._agree(ring, "mpi sum", sum(a.nbytes for a in arrays), label)
+            self._is_in_mpi = True
+            try:
+                for array, output in zip(arrays, outputs, strict=True):
+                    self._world.Allreduce(array, output, self._sum_operation)
+            finally:
+                self._is_in_mpi = False
+        return outputs
+
+    def _share_address(self) -> str:
+        address = None
+        if self._world.rank == 0:
+            with socket.socket() as free:
+                free.bind(("", 0))
+                address = f"{_own_address()}:{free.getsockname()[1]}"
+        return str(self._world.bcast(address))
+
+    def _close_channels(self) -> None:
+        super()._close_channels()
+        if self._is_in_mpi:
+            logging.error(
+                "tfdp: Worker %d was in an MPI call when %s. This process ends.",
+                self.rank,
+                self._membership.failure,
+            )
+            sys.stderr.flush()
+            os._exit(EXIT_CODE)
+
+
+def _own_address() -> str:
+    """This machine's address as others see it; loopback where it has no other."""
+    try:
+        return socket.gethostbyname(socket.gethostname())
+    except OSError:
+        return "127.0.0.1"
