@@ -37,6 +37,10 @@ class Communication:
         an exchange, before it fails and names who is missing; above 0. Replicas of
         one process do not wait for other processes and need no deadline.
 
+      silence_seconds: how long another worker may send no heartbeat (one comes every
+        half second) before it counts as lost, at least 2. A process that dies is
+        noticed at once; this is for one that is stopped and for a broken network.
+
     Raises:
       ConfigurationError: when a value is out of its range.
 
@@ -54,6 +58,7 @@ of at least 1. Received: 0.
     hierarchy: Literal["auto", "flat"] | tuple[int, int] = "auto"
     engine: Literal["auto", "in_process", "tensorflow", "sockets", "mpi"] = "auto"
     timeout_seconds: float = 600.0
+    silence_seconds: float = 15.0
 
     def __post_init__(self) -> None:
         for name in ("bucket_bytes", "first_bucket_bytes"):
@@ -68,16 +73,23 @@ of at least 1. Received: 0.
                 f"Communication.engine must be one of {', '.join(ENGINES)}. "
                 f"Received: {self.engine!r}."
             )
+        self._check_seconds("timeout_seconds", above=0.0)
+        self._check_seconds("silence_seconds", above=2.0, or_equal=True)
+        self._check_hierarchy()
+
+    def _check_seconds(self, name: str, above: float, or_equal: bool = False) -> None:
+        value = getattr(self, name)
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
         if (
-            isinstance(self.timeout_seconds, bool)
-            or not isinstance(self.timeout_seconds, (int, float))
-            or not 0 < self.timeout_seconds < float("inf")
+            not is_number
+            or not (above < value < float("inf"))
+            and not (or_equal and value == above)
         ):
             raise ConfigurationError(
-                "Communication.timeout_seconds must be a finite number above 0. "
-                f"Received: {self.timeout_seconds!r}."
+                f"Communication.{name} must be a finite number "
+                f"{'of at least' if or_equal else 'above'} {above:g}. "
+                f"Received: {value!r}."
             )
-        self._check_hierarchy()
 
     def _check_hierarchy(self) -> None:
         hierarchy = self.hierarchy

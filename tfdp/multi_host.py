@@ -10,6 +10,8 @@ import numpy as np
 import tensorflow as tf
 
 from tfdp._tf import names
+from tfdp._tf.chief_callbacks import let_only_the_chief_write, share_state
+from tfdp._tf.jit_step import take_over_jit
 from tfdp._tf.keras_batch import is_predict_step
 from tfdp._tf.multi_host_extended import MultiHostExtended
 from tfdp._tf.replica_run import ReplicaRun
@@ -163,7 +165,22 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
         """Takes this host's rows of every global batch, and splits them."""
         if self._link is not None and isinstance(dataset, tf.data.Dataset):
             dataset = own_part(dataset, self.cluster.rank, self.hosts)
+            self._lead_fit()
         return super().experimental_distribute_dataset(dataset, options)
+
+    def _lead_fit(self) -> None:
+        fit = names.fit_of_caller()
+        if fit is None:
+            return
+        model, callbacks = fit
+        let_only_the_chief_write(
+            callbacks,
+            self.is_chief,
+            lambda model: share_state(model, self._first_host_value),
+        )
+        # Keras asks `reduce` about the model only where a host has several replicas.
+        if take_over_jit(model):
+            self._jit_models.add(model)
 
     def distribute_datasets_from_function(
         self, dataset_fn: Callable, options: Any = None

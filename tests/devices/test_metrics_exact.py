@@ -68,7 +68,7 @@ ROWS = {
     "Precision": Row(M.Precision, "binary"),
     "Recall": Row(M.Recall, "binary"),
     "PrecisionAtRecall": Row(functools.partial(M.PrecisionAtRecall, 0.6), "binary"),
-    "RecallAtPrecision": Row(functools.partial(M.RecallAtPrecision, 0.8), "binary"),
+    "RecallAtPrecision": Row(functools.partial(M.RecallAtPrecision, 0.9), "binary"),
     "SensitivityAtSpecificity": Row(
         functools.partial(M.SensitivityAtSpecificity, 0.5), "binary"
     ),

@@ -26,7 +26,7 @@ class Workers:
     """
 
     def __init__(self, workers, module, *arguments, variables=None):
-        coordinator = f"127.0.0.1:{free_port()}"
+        self.coordinator = f"127.0.0.1:{free_port()}"
         self.processes = [
             subprocess.Popen(
                 [sys.executable, "-m", module, *map(str, arguments)],
@@ -36,7 +36,7 @@ class Workers:
                     "TF_CPP_MIN_LOG_LEVEL": "3",
                     "TFDP_WORKERS": str(workers),
                     "TFDP_RANK": str(rank),
-                    "TFDP_COORDINATOR": coordinator,
+                    "TFDP_COORDINATOR": self.coordinator,
                     **(variables or {}),
                 },
                 stdout=subprocess.PIPE,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from types import FrameType
 from typing import Any
 
 import tensorflow as tf
@@ -54,6 +55,8 @@ __all__ = [
     "PerReplica",
     "common_devices",
     "current_rank",
+    "fit_of_caller",
+    "global_seed",
     "graphs_inside",
     "in_compiled_function",
     "is_loop_graph",
@@ -61,7 +64,6 @@ __all__ = [
     "model_built_by_caller",
     "regroup_mirrored",
     "run_independently",
-    "global_seed",
     "wants_determinism",
 ]
 
@@ -147,6 +149,21 @@ def graphs_inside(outer: Any) -> list[Any]:
 def is_loop_graph(graph: Any) -> bool:
     """Whether `graph` is the body or the condition of a `tf.while_loop`."""
     return isinstance(graph, (WhileBodyFuncGraph, WhileCondFuncGraph))
+
+
+def fit_of_caller() -> tuple[Any, Any] | None:
+    """The model and the callbacks of the `fit` that makes its input; None: no `fit`.
+
+    Keras asks the strategy to distribute the dataset before it looks at the callbacks;
+    no public hook is told about either.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_globals.get("__name__") == KERAS_TRAINER_MODULE:
+            if frame.f_code.co_name in ("fit", "evaluate"):
+                return frame.f_locals.get("self"), frame.f_locals.get("callbacks")
+        frame = frame.f_back
+    return None
 
 
 def model_built_by_caller() -> Any:

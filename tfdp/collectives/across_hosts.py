@@ -8,6 +8,7 @@ every host.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -41,6 +42,7 @@ class AcrossHostsEngine(InProcessEngine):
         self.link = link
         self.name = link.name
         self._last_call: tf.Operation | None = None
+        self._last_graph: Callable[[], tf.Graph | None] = lambda: None
 
     @property
     def replicas(self) -> int:
@@ -158,14 +160,15 @@ class AcrossHostsEngine(InProcessEngine):
         # also chain them with every other stateful op, the other replicas' included,
         # which wait for this call: so they get an order of their own.
         graph = tf.compat.v1.get_default_graph()
-        before = [
-            op for op in [self._last_call] if op is not None and op.graph is graph
-        ]
+        # Asked of the graph, not of the op: an op outlives its graph and then points at
+        # freed memory.
+        is_same_graph = self._last_graph() is graph
+        before = [self._last_call] if is_same_graph else []
         with tf.control_dependencies(before):
             results = tf.numpy_function(
                 function, tensors, [spec.dtype for spec in specs], stateful=True
             )
-        self._last_call = results[0].op
+        self._last_graph, self._last_call = weakref.ref(graph), results[0].op
         names.run_independently(results[0].op)
         return [
             # See InProcessEngine._receive: known shapes must be known to all replicas.

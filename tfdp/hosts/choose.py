@@ -26,11 +26,21 @@ def make_link(cluster: Cluster, communication: Communication) -> HostLink:
     rank, workers = cluster.rank, cluster.workers
     if engine == "mpi" or (engine == "auto" and mpi_is_available()):
         return MpiLink(
-            rank, workers, cluster.coordinator, communication.timeout_seconds
+            rank,
+            workers,
+            cluster.coordinator,
+            communication.timeout_seconds,
+            communication.silence_seconds,
         )
     if cluster.coordinator is None:
         raise ConfigurationError(
             f"{cluster.source} tells ranks but no address of worker 0. Install "
             "'tfdp[mpi]', or set TFDP_COORDINATOR to its 'host:port' for all workers."
         )
-    return SocketLink(rank, workers, cluster.coordinator, communication.timeout_seconds)
+    return SocketLink(
+        rank,
+        workers,
+        cluster.coordinator,
+        communication.timeout_seconds,
+        communication.silence_seconds,
+    )

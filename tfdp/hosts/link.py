@@ -111,7 +111,7 @@ class SocketLink(HostLink):
         self._pool = BufferPool()
         self._exchange_numbers = itertools.count(1)
         self._membership = Membership(
-            rank, meeting.control, silence_seconds, self._close_channels
+            rank, meeting.control, silence_seconds, self.close_channels
         )
 
     def sum(
@@ -153,9 +153,10 @@ class SocketLink(HostLink):
     def close(self) -> None:
         """See `HostLink.close`."""
         self._membership.leave()
-        self._close_channels()
+        self.close_channels()
 
-    def _close_channels(self) -> None:
+    def close_channels(self) -> None:
+        """Ends every ring; whoever waits in one gets an error."""
         for channel in self._channels.values():
             channel.sender.close()
             channel.receiver.close()

@@ -49,7 +49,7 @@ class Membership:
         self._on_failure = on_failure
         self._heard = dict.fromkeys(connections, time.monotonic())
         self._partial = dict.fromkeys(connections, b"")
-        self._left: set[int] = set()
+        self._left: dict[int, None] = {}  # in the order in which they left
         self._closing = False
         for connection in connections.values():
             connection.settimeout(BEAT_SECONDS)
@@ -72,8 +72,8 @@ class Membership:
         while not (self.failure or self._left) and time.monotonic() < deadline:
             time.sleep(0.02)
         if self.failure is None and self._left:
-            gone = ", ".join(map(str, sorted(self._left)))
-            return f"worker {gone} has come to the end of its script"
+            # Others may have left since, because the first one did.
+            return f"worker {next(iter(self._left))} has come to the end of its script"
         return self.failure
 
     def leave(self) -> None:
@@ -125,10 +125,10 @@ class Membership:
 
     def _handle(self, peer: int, message: dict[str, Any]) -> None:
         if "goodbye" in message:
-            self._left.add(peer)
+            self._left.setdefault(peer)
         for rank in message.get("left", ()):
             if rank != self.rank:
-                self._left.add(rank)
+                self._left.setdefault(rank)
         if "failure" in message:
             self._fail(message["failure"])
         for rank, position in message.get("at", {}).items():

@@ -46,6 +46,7 @@ class MpiLink(SocketLink):
     Args:
       rank, workers: as MPI has them.
       coordinator: "host:port" of worker 0; None: MPI tells it to the others.
+      silence_seconds: see `SocketLink`.
       timeout_seconds: see `HostLink`; it holds for coming together. A worker that
         dies within an MPI call ends all others with exit code 70, because MPI's calls
         cannot be ended otherwise.
@@ -58,7 +59,12 @@ class MpiLink(SocketLink):
     name = "mpi"
 
     def __init__(
-        self, rank: int, workers: int, coordinator: str | None, timeout_seconds: float
+        self,
+        rank: int,
+        workers: int,
+        coordinator: str | None,
+        timeout_seconds: float,
+        silence_seconds: float = 15.0,
     ):
         try:
             from mpi4py import MPI
@@ -78,7 +84,11 @@ class MpiLink(SocketLink):
             )
         self._is_in_mpi = False
         super().__init__(
-            rank, workers, coordinator or self._share_address(), timeout_seconds
+            rank,
+            workers,
+            coordinator or self._share_address(),
+            timeout_seconds,
+            silence_seconds,
         )
 
     def sum(
@@ -107,8 +117,9 @@ class MpiLink(SocketLink):
                 address = f"{_own_address()}:{free.getsockname()[1]}"
         return str(self._world.bcast(address))
 
-    def _close_channels(self) -> None:
-        super()._close_channels()
+    def close_channels(self) -> None:
+        """See `SocketLink.close_channels`."""
+        super().close_channels()
         if self._is_in_mpi:
             logging.error(
                 "tfdp: Worker %d was in an MPI call when %s. This process ends.",

@@ -1,0 +1,57 @@
+"""Workers that die, stop, leave or are late: the others say so, soon, and end."""
+
+import re
+import socket
+
+import pytest
+
+from tests.support.workers import Workers
+
+# How the worker fails -> (what the others say, how soon in seconds). A process that is
+# stopped is told by its silence, one that is late by the deadline of the exchange.
+FAILURES = {
+    "kill": ("worker 1 has ended", 5.0),
+    "raise": ("worker 1 has (ended|come to the end of its script)", 5.0),
+    "leave": ("worker 1 has come to the end of its script", 5.0),
+    "stop": ("worker 1 was silent for 4 seconds", 4.0 + 5.0),
+    "late": ("worker 1 did not arrive within 6 seconds", 6.0 + 5.0),
+}
+
+
+def time_of(word, output):
+    return float(re.search(rf"^{word} at ([\d.]+)$", output, re.MULTILINE).group(1))
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("how", FAILURES)
+def test_the_others_name_it_and_end(how):
+    words, seconds = FAILURES[how]
+    with Workers(3, "tests.support.lost_worker", how, 4, 6) as workers:
+        survivors = {}
+        for rank in (0, 2):
+            survivors[rank] = workers.processes[rank].communicate(timeout=100)[0]
+            assert workers.processes[rank].returncode not in (0, None)
+        lost = workers.processes[1]
+        if how in ("stop", "late"):
+            lost.kill()
+        output = lost.communicate(timeout=60)[0]
+    for rank, text in survivors.items():
+        assert re.search(rf"WorkerLostError: Worker {rank} waited .*{words}", text), (
+            text
+        )
+        # Which exchange it was.
+        assert re.search(r"in exchange \d+ \((bucket|number)", text)
+        assert time_of("ended", text) - time_of("failing", output) < seconds
+
+
+def test_a_worker_that_never_comes_is_named():
+    with Workers(3, "tests.support.lost_worker", "kill", 4, 5) as workers:
+        workers.processes[2].kill()
+        output = workers.processes[0].communicate(timeout=60)[0]
+        other = workers.processes[1].communicate(timeout=60)[0]
+        assert workers.processes[0].returncode not in (0, None)
+        host, port = workers.coordinator.split(":")
+    assert "worker 2 did not arrive at worker 0 in time" in output
+    assert "worker 2 did not arrive" in other
+    with socket.socket() as probe:
+        assert probe.connect_ex((host, int(port))) != 0
