@@ -1,6 +1,7 @@
 """Trains a small convolutional net on scikit-learn's handwritten digits.
 
     python examples/digits.py
+    tfdp launch --workers 2 examples/digits.py
 
 The job of a large-batch run in small: TFRecords, one strategy line, LARS with
 warm-up, the learning rate in the progress bar, a learning curve. Runs unchanged on
@@ -48,7 +49,8 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def make_strategy(replicas: int) -> tf.distribute.Strategy:
-    if not tf.config.list_physical_devices("GPU"):
+    # `tfdp launch --devices-per-worker` says how many devices its workers have.
+    if not tf.config.list_physical_devices("GPU") and tfdp.find_cluster() is None:
         tfdp.use_virtual_devices(replicas)
     return tfdp.auto_strategy()
 
@@ -106,8 +108,9 @@ def main() -> None:
     keras.utils.set_random_seed(SEED)
     strategy = make_strategy(arguments.replicas)
     records = arguments.out / "records"
-    if not (records / "test.index.json").exists():
+    if strategy.is_chief and not (records / "test.index.json").exists():
         write_records(records)
+    strategy.barrier("records are written")
     index = tfdp.data.RecordIndex.load(records / "train.index.json")
     steps_per_epoch = math.ceil(index.examples / arguments.batch)
     features = ("image", "label")
@@ -146,14 +149,15 @@ def main() -> None:
         validation_data=test,
         callbacks=[tfdp.callbacks.LearningRateLogger(), clock],
     )
-    picture = write_learning_curve(
-        history,
-        arguments.out / "learning_curve.png",
-        title=f"digits, LARS, batch {arguments.batch}",
-    )
+    if strategy.is_chief:
+        picture = write_learning_curve(
+            history,
+            arguments.out / "learning_curve.png",
+            title=f"digits, LARS, batch {arguments.batch}",
+        )
+        print(f"learning curve: {picture}")
     # The median leaves out the first epoch, in which the graph is built.
     print(f"{index.examples / statistics.median(clock.seconds):,.0f} samples/s")
-    print(f"learning curve: {picture}")
     accuracy = model.evaluate(test, verbose=0, return_dict=True)["accuracy"]
     print(f"test accuracy: {accuracy:.4f}")
 

@@ -24,13 +24,14 @@ if TYPE_CHECKING:
         schedules,
         testing,
     )
-    from tfdp.cluster import Cluster
+    from tfdp.auto import auto_strategy
+    from tfdp.cluster import Cluster, find_cluster
     from tfdp.communication import Communication
     from tfdp.devices import use_virtual_devices
     from tfdp.hierarchical import HierarchicalAllReduce
     from tfdp.multi_host import MultiHostDataParallelStrategy
     from tfdp.optimizer import DistributedOptimizer
-    from tfdp.strategy import DataParallelStrategy, auto_strategy
+    from tfdp.strategy import DataParallelStrategy
 
 # Public name -> module that defines it. A name mapped to its own module is one.
 _PUBLIC = {
@@ -40,10 +41,11 @@ _PUBLIC = {
     "DistributedOptimizer": "tfdp.optimizer",
     "HierarchicalAllReduce": "tfdp.hierarchical",
     "MultiHostDataParallelStrategy": "tfdp.multi_host",
-    "auto_strategy": "tfdp.strategy",
+    "auto_strategy": "tfdp.auto",
     "callbacks": "tfdp.callbacks",
     "data": "tfdp.data",
     "errors": "tfdp.errors",
+    "find_cluster": "tfdp.cluster",
     "layers": "tfdp.layers",
     "losses": "tfdp.losses",
     "optimizers": "tfdp.optimizers",
@@ -52,7 +54,7 @@ _PUBLIC = {
     "use_virtual_devices": "tfdp.devices",
 }
 # These load without TensorFlow.
-_PURE = {"Cluster", "Communication", "errors"}
+_PURE = {"Cluster", "Communication", "errors", "find_cluster"}
 
 MISSING_TENSORFLOW = (
     "tfdp needs TensorFlow: pip install 'tfdp[cpu]' (no GPU), 'tfdp[gpu]' (CUDA) "

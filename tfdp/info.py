@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 from collections.abc import Mapping
 from typing import Any
 
 import tfdp
+from tfdp.errors import ClusterError
 from tfdp.machine import describe_machine, installed_versions
 from tfdp.quiet_import import import_tensorflow_quietly
 
@@ -54,6 +56,7 @@ def gather_facts(virtual_devices: int | None = None) -> dict[str, Any]:
         "machine": describe_machine(),
         "devices": None,
         "strategy": None,
+        "cluster": _cluster(),
         "warnings": [],
     }
     if facts["versions"]["tensorflow"] is None:
@@ -73,6 +76,24 @@ def gather_facts(virtual_devices: int | None = None) -> dict[str, Any]:
         *_setting_warnings(facts["strategy"]["devices"]),
     ]
     return facts
+
+
+def _cluster() -> dict[str, Any] | None:
+    """What the environment says of several workers, and how they would exchange."""
+    try:
+        cluster = tfdp.find_cluster()
+    except ClusterError as error:
+        return {"error": str(error)}
+    if cluster is None or cluster.workers == 1:
+        return None
+    from tfdp.hosts.choose import link_name
+
+    engine, reason = link_name(tfdp.Communication())
+    return {
+        **dataclasses.asdict(cluster),
+        "engine": engine,
+        "engine_reason": reason,
+    }
 
 
 def _devices() -> dict[str, list[dict[str, str]]]:
@@ -95,7 +116,8 @@ def _devices() -> dict[str, list[dict[str, str]]]:
 def _strategy() -> dict[str, Any]:
     from tfdp.collectives.choose import choose_engine
 
-    strategy = tfdp.auto_strategy()
+    # Not auto_strategy: in a cluster that would wait for the other workers.
+    strategy = tfdp.DataParallelStrategy()
     devices = list(strategy.extended.worker_devices)
     engine = choose_engine(devices, strategy.communication)
     topology = strategy.topology
@@ -169,6 +191,14 @@ def format_facts(facts: Mapping[str, Any]) -> str:
         lines.append(_line("physical devices", ", ".join(map(str.strip, names))))
         logical = [device["name"] for device in facts["devices"]["logical"]]
         lines.append(_line("logical devices", ", ".join(map(_short, logical))))
+    cluster = facts["cluster"]
+    if cluster and "error" in cluster:
+        lines.append(_line("cluster", cluster["error"]))
+    elif cluster:
+        where = f"worker {cluster['rank']} of {cluster['workers']}"
+        lines.append(_line("cluster", where, f"(from {cluster['source']})"))
+        engine = f"({cluster['engine_reason']})"
+        lines.append(_line("between hosts", cluster["engine"], engine))
     if facts["strategy"]:
         lines += _strategy_lines(facts["strategy"])
     lines += [_line("warning", warning) for warning in facts["warnings"]]

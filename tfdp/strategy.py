@@ -24,7 +24,7 @@ from tfdp.errors import ConfigurationError, LocalMeanWarning
 from tfdp.hierarchical import HierarchicalAllReduce
 from tfdp.topology import Topology
 
-__all__ = ["SHARD_STAGES", "DataParallelStrategy", "auto_strategy"]
+__all__ = ["SHARD_STAGES", "DataParallelStrategy"]
 
 SHARD_STAGES = ("none",)
 
@@ -105,6 +105,14 @@ class DataParallelStrategy(tf.distribute.MirroredStrategy):
             cross_device_ops,
             draws_per_replica=draws_per_replica,
         )
+
+    @property
+    def is_chief(self) -> bool:
+        """Whether this process writes files: always, on one host."""
+        return True
+
+    def barrier(self, label: str = "barrier") -> None:
+        """Waits until every host has come here: at once, on one host."""
 
     @property
     def communication(self) -> Communication:
@@ -236,24 +244,3 @@ class DataParallelStrategy(tf.distribute.MirroredStrategy):
     def _sum_scalar(self, value: tf.Tensor, rank: int) -> tf.Tensor:
         context = tf.distribute.get_replica_context()
         return context.all_reduce(tf.distribute.ReduceOp.SUM, value)
-
-
-def auto_strategy(**options: Any) -> tf.distribute.Strategy:
-    """The strategy for what this machine has.
-
-    All GPUs, or all logical CPUs where there is none, as one `DataParallelStrategy`.
-
-    Args:
-      **options: passed to the strategy.
-
-    Returns:
-      A `DataParallelStrategy`.
-
-    ```python
-    import tfdp
-
-    strategy = tfdp.auto_strategy()
-    print(strategy.num_replicas_in_sync, strategy.engine_name)
-    ```
-    """
-    return DataParallelStrategy(**options)

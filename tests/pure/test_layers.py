@@ -27,6 +27,7 @@ LAYERS = {
     "quiet_import": 5,
     "report": 5,
     "": 4,
+    "auto": 4,
     "callbacks": 4,
     "data": 4,
     "devices": 4,

@@ -138,6 +138,7 @@ def run(name, strategy):
 
 def main(path, names):
     strategy = tfdp.MultiHostDataParallelStrategy()
+    print("engine", strategy.engine_name, flush=True)
     rank = strategy.cluster.rank
     for name in names:
         np.savez(f"{path}.{name}.{rank}.npz", **run(name, strategy))

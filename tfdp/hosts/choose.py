@@ -8,7 +8,16 @@ from tfdp.errors import ConfigurationError
 from tfdp.hosts.link import HostLink, SocketLink
 from tfdp.hosts.mpi_link import MpiLink, mpi_is_available
 
-__all__ = ["make_link"]
+__all__ = ["link_name", "make_link"]
+
+
+def link_name(communication: Communication) -> tuple[str, str]:
+    """The link that `communication` asks for, or that suits this process, and why."""
+    if communication.engine != "auto":
+        return communication.engine, "asked for by name"
+    if mpi_is_available():
+        return "mpi", "an MPI launcher started this process, and mpi4py is installed"
+    return "sockets", "works everywhere; start with mpiexec and mpi4py for MPI"
 
 
 def make_link(cluster: Cluster, communication: Communication) -> HostLink:
@@ -17,14 +26,14 @@ def make_link(cluster: Cluster, communication: Communication) -> HostLink:
     Raises:
       ConfigurationError: when the engine cannot cross hosts, or no address is known.
     """
-    engine = communication.engine
-    if engine not in ("auto", "sockets", "mpi"):
+    engine, _ = link_name(communication)
+    if engine not in ("sockets", "mpi"):
         raise ConfigurationError(
             f"Communication(engine={engine!r}) does not cross hosts. Allowed with "
             "several workers: 'auto', 'sockets', 'mpi'."
         )
     rank, workers = cluster.rank, cluster.workers
-    if engine == "mpi" or (engine == "auto" and mpi_is_available()):
+    if engine == "mpi":
         return MpiLink(
             rank,
             workers,

@@ -1,0 +1,38 @@
+"""`auto_strategy`: the strategy for what is there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tfdp.cluster import find_cluster
+from tfdp.multi_host import MultiHostDataParallelStrategy
+from tfdp.strategy import DataParallelStrategy
+
+__all__ = ["auto_strategy"]
+
+
+def auto_strategy(**options: Any) -> DataParallelStrategy:
+    """The strategy for what this process finds.
+
+    In one of several workers (`tfdp launch`, TF_CONFIG, Slurm, Kubernetes, MPI,
+    torchrun) a `MultiHostDataParallelStrategy`; else all GPUs, or all logical CPUs
+    where there is none, as a `DataParallelStrategy`.
+
+    Args:
+      **options: passed to the strategy.
+
+    Raises:
+      ClusterError: when the environment names a cluster incompletely or contradicts
+        itself.
+
+    ```python
+    import tfdp
+
+    strategy = tfdp.auto_strategy()
+    print(strategy.num_replicas_in_sync, strategy.engine_name)
+    ```
+    """
+    cluster = find_cluster()
+    if cluster is not None and cluster.workers > 1:
+        return MultiHostDataParallelStrategy(cluster, **options)
+    return DataParallelStrategy(**options)
