@@ -1,18 +1,27 @@
 """How benchmark figures are taken, summed up, stored and shown; no TensorFlow."""
 
+import dataclasses
 import json
 import os
 
 import pytest
 
-from tests.support.fresh_python import run_program
+from tests.support.fresh_python import run_program, run_python
 from tfdp.bench.arms import ARMS
 from tfdp.bench.cases import CASES, select_cases
 from tfdp.bench.gradient_sets import GRADIENT_SETS, count_parameters
+from tfdp.bench.group_arms import GROUP_ARMS
 from tfdp.bench.interleave import time_in_turn
 from tfdp.bench.json_file import write_json
 from tfdp.bench.models import MODELS
-from tfdp.bench.results import ArmResult, CaseResult, relative_speed, spread
+from tfdp.bench.request import Request
+from tfdp.bench.results import (
+    ArmResult,
+    CaseResult,
+    efficiency,
+    relative_speed,
+    spread,
+)
 from tfdp.bench.runner import Failure, Report
 from tfdp.bench.table import format_failure, format_heading, format_result
 
@@ -101,6 +110,61 @@ def test_ratios_compare_images_not_steps():
     assert relative_speed(four, one) == (2.0,)
 
 
+def trained_by(workers, **arms):
+    settings = {
+        "workers": workers,
+        "repeats": 3,
+        "calls_per_repeat": 2,
+        "device_type": "cpu",
+        "load_before_and_after": [0.5, 2.25],
+    }
+    return dataclasses.replace(
+        result(), suite="train", devices=workers, settings=settings, arms=arms
+    )
+
+
+def test_efficiency_is_per_worker_and_repeat():
+    # Three workers, 192 images in 1.5 times the time that one needs for its 64: twice
+    # the images of one process in the same time, by three. The machine slows down.
+    one = ArmResult((0.1, 0.2, 0.4), items_per_call=64)
+    three = ArmResult((0.15, 0.3, 0.6), items_per_call=192)
+    found = trained_by(3, **{"one-process": one, "tfdp-mpi": three})
+    assert efficiency(found)["tfdp-mpi"] == pytest.approx((2 / 3,) * 3)
+    assert efficiency(found)["one-process"] == (1.0,) * 3
+    assert efficiency(result(tfdp=OURS)) == {}
+    text = format_result(found)
+    assert "3 CPU devices in 3 processes" in text
+    assert text.splitlines()[1].split()[-1] == "efficiency"
+    assert "0.67 (0.67 .. 0.67)" in text.splitlines()[3]
+    assert text.splitlines()[-1] == "load of the machine before 0.5, after 2.2"
+    plain = json.loads(json.dumps(found.to_json()))
+    assert plain["arms"]["tfdp-mpi"]["efficiency"]["median"] == pytest.approx(2 / 3)
+
+
+def test_several_workers_have_arms_of_their_own():
+    sums = Request("allreduce-resnet50", devices=1, workers=2).arm_names
+    assert sums == ("stock-multi-worker", "tfdp-sockets", "tfdp-mpi")
+    training = Request("train-mlp", devices=1, workers=2).arm_names
+    assert training == ("one-process", *sums)
+    assert GROUP_ARMS["stock-multi-worker"].why_left_out(1) is None
+    assert "one logical CPU" in GROUP_ARMS["stock-multi-worker"].why_left_out(2)
+
+
+@pytest.mark.parametrize(
+    "options, problem",
+    [
+        (["--arms", "tfdp-mpi"], "tfdp-mpi: only with --workers"),
+        (["--workers", "2", "--arms", "stock-default"], "no arm of allreduce-resnet50"),
+        (["allreduce", "--workers", "2", "--arms", "one-process"], "no arm of"),
+        (["--workers", "2", "--device-type", "gpu"], "--device-type cpu"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused_at_once(options, problem):
+    done = run_python("-m", "tfdp", "bench", *options)
+    assert done.returncode == 2
+    assert problem in done.stderr
+
+
 def test_the_best_stock_arm_is_the_fastest_stock_one():
     arms = {"stock-default": STOCK, "stock-one-device": OURS}
     fastest = ArmResult((0.01, 0.01, 0.01))
@@ -145,6 +209,8 @@ def test_the_heading_says_what_the_figures_belong_to():
     for fact in ("a processor, 2 usable cores, 16 GiB", "python 3.11.7", "2026-01-01"):
         assert fact in heading
     assert "FAILED: why" in format_failure(Failure("train-mlp", 2, "why"))
+    of_an_arm = format_failure(Failure("train-mlp", 2, "why", arm="tfdp-mpi"))
+    assert of_an_arm == "train-mlp, tfdp-mpi, 2 devices: FAILED: why"
 
 
 def test_every_case_names_what_exists():

@@ -1,0 +1,84 @@
+"""Two hosts over a real, limited link: right numbers, and no byte more than needed."""
+
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tests.support import host_training
+from tests.support.package_source import REPOSITORY
+from tests.support.two_hosts import ADDRESSES, two_hosts, why_not
+
+REASON = why_not()
+pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
+PORT = 21077
+
+
+@pytest.fixture(scope="module")
+def hosts():
+    with two_hosts("1gbit") as made:
+        yield made
+
+
+def run_on_both(hosts, *module_and_arguments, variables=None):
+    processes = [
+        subprocess.Popen(
+            hosts.command(rank, sys.executable, "-m", *module_and_arguments),
+            cwd=REPOSITORY,
+            env={
+                **os.environ,
+                "TF_CPP_MIN_LOG_LEVEL": "3",
+                "TFDP_WORKERS": "2",
+                "TFDP_RANK": str(rank),
+                "TFDP_COORDINATOR": f"{ADDRESSES[0]}:{PORT}",
+                "TFDP_DEVICES_PER_WORKER": "2",
+                **(variables or {}),
+            },
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    outputs = [process.communicate(timeout=150)[0] for process in processes]
+    assert [p.returncode for p in processes] == [0, 0], "\n".join(outputs)[-3000:]
+
+
+@pytest.mark.timeout(200)
+def test_training_equals_one_device(hosts, tmp_path):
+    path = tmp_path / "run"
+    run_on_both(hosts, "tests.support.host_training", str(path), "sgd", "accumulation")
+    for name in ("sgd", "accumulation"):
+        expected = host_training.run(name, tf.distribute.get_strategy())
+        for rank in range(2):
+            with np.load(f"{path}.{name}.{rank}.npz") as got:
+                for key, value in expected.items():
+                    # As in tests/processes/test_multi_host.py.
+                    np.testing.assert_allclose(got[key], value, rtol=0, atol=2e-5)
+
+
+def test_each_host_sends_its_share_once(hosts):
+    megabytes, repeats = 4.0, 3
+    before = [hosts.sent_bytes(host) for host in (0, 1)]
+    processes = [
+        subprocess.Popen(
+            hosts.command(
+                *(rank, sys.executable, "-m", "tests.support.link_timing"),
+                *(str(rank), "2", f"{ADDRESSES[0]}:{PORT + 1}"),
+                *(str(megabytes), str(repeats)),
+            ),
+            cwd=REPOSITORY,
+            env={**os.environ, "DEVICES": "2"},
+            stdout=subprocess.DEVNULL,
+        )
+        for rank in range(2)
+    ]
+    assert [process.wait(timeout=60) for process in processes] == [0, 0]
+    # 2 n (H - 1) / H = n bytes from each host and sum, and what TCP, heartbeats and
+    # the meeting add: below 8%.
+    for host in (0, 1):
+        sent = hosts.sent_bytes(host) - before[host]
+        assert 1.0 < sent / (megabytes * 1e6 * repeats) < 1.08

@@ -1,0 +1,45 @@
+"""One worker that sums arrays over a socket link and prints how long that took.
+
+    python -m tests.support.link_timing RANK WORKERS COORDINATOR MEGABYTES REPEATS
+
+With several devices per host the local sum is part of the time: DEVICES=2.
+"""
+
+import os
+import sys
+import time
+
+import numpy as np
+
+from tfdp.hosts.link import SocketLink
+
+
+def main(rank, workers, coordinator, megabytes, repeats):
+    devices = int(os.environ.get("DEVICES", "1"))
+    link = SocketLink(rank, workers, coordinator, timeout_seconds=120)
+    elements = int(megabytes * 250_000)
+    local = [
+        np.full(elements, rank * devices + d + 1, np.float32) for d in range(devices)
+    ]
+    replicas = workers * devices
+    for _ in range(repeats):
+        link.gather(b"", "start")
+        start = time.perf_counter()
+        own = local[0] if devices == 1 else local[0] + local[1]
+        (total,) = link.sum([own], "timing")
+        seconds = time.perf_counter() - start
+        # Whole numbers: every order of summation gives this.
+        if not (total == replicas * (replicas + 1) / 2).all():
+            raise SystemExit("the sum is wrong")
+        print(f"seconds {seconds}", flush=True)
+    link.close()
+
+
+if __name__ == "__main__":
+    main(
+        int(sys.argv[1]),
+        int(sys.argv[2]),
+        sys.argv[3],
+        float(sys.argv[4]),
+        int(sys.argv[5]),
+    )
