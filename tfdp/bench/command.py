@@ -8,7 +8,8 @@ import shlex
 import sys
 
 from tfdp.bench.arms import ARMS
-from tfdp.bench.cases import CASES, SUITES, select_cases
+from tfdp.bench.cases import CASES, SUITES, Case, select_cases
+from tfdp.bench.group_arms import GROUP_ARMS
 from tfdp.bench.json_file import write_json
 from tfdp.bench.request import Request
 from tfdp.bench.results import CaseResult
@@ -45,10 +46,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--arms",
         nargs="+",
-        choices=ARMS,
+        choices=dict.fromkeys([*ARMS, *GROUP_ARMS]),
         metavar="ARM",
         default=(),
-        help=f"compare these instead of a case's own: {', '.join(ARMS)}",
+        help=f"compare these instead of a case's own: {', '.join(ARMS)}; with "
+        f"--workers: {', '.join(GROUP_ARMS)}",
     )
     parser.add_argument(
         "--devices",
@@ -57,6 +59,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         default=[2],
         help="numbers of replicas to run each case on (default: 2)",
+    )
+    parser.add_argument(
+        "--workers",
+        type=_positive,
+        metavar="W",
+        default=1,
+        help="measure the arms of several processes, with W of them, one core each",
+    )
+    parser.add_argument(
+        "--devices-per-worker",
+        type=_positive,
+        metavar="D",
+        default=1,
+        help="with --workers: logical CPUs of each process (default: 1)",
     )
     parser.add_argument(
         "--device-type",
@@ -106,10 +122,16 @@ def run(options: argparse.Namespace) -> int:
     if options.json and not pathlib.Path(options.json).absolute().parent.is_dir():
         print(f"--json {options.json}: there is no such folder", file=sys.stderr)
         return 2
+    problem = _find_problem(options, cases)
+    if problem:
+        print(problem, file=sys.stderr)
+        return 2
+    is_one_process = options.workers == 1
     requests = [
         Request(
             case_name=case.name,
             devices=devices,
+            workers=options.workers,
             repeats=options.repeats or (2 if options.quick else 20),
             arms=tuple(options.arms),
             quick=options.quick,
@@ -117,7 +139,9 @@ def run(options: argparse.Namespace) -> int:
             intra_op_threads=options.intra_op_threads,
         )
         for case in cases
-        for devices in options.devices
+        for devices in (
+            options.devices if is_one_process else [options.devices_per_worker]
+        )
     ]
     report = run_requests(
         requests,
@@ -129,6 +153,20 @@ def run(options: argparse.Namespace) -> int:
         write_json(options.json, report.to_json())
     print(format_heading(report))
     return 1 if report.failures else 0
+
+
+def _find_problem(options: argparse.Namespace, cases: list[Case]) -> str | None:
+    """What is wrong with options that do not fit together."""
+    if options.workers == 1:
+        wrong = [arm for arm in options.arms if arm not in ARMS]
+        return f"--arms {' '.join(wrong)}: only with --workers" if wrong else None
+    if options.device_type != "cpu":
+        return "--workers compares processes on CPUs: take --device-type cpu"
+    for arm in options.arms:
+        for case in cases:
+            if arm not in GROUP_ARMS or case.suite not in GROUP_ARMS[arm].suites:
+                return f"--arms {arm}: no arm of {case.name} with --workers"
+    return None
 
 
 def _show(outcome: CaseResult | Failure) -> None:

@@ -4,9 +4,21 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
-__all__ = ["time_in_turn"]
+__all__ = ["time_in_turn", "turns"]
+
+
+def turns(names: Sequence[str], repeats: int) -> Iterator[str]:
+    """Every name once per repeat, each repeat starting one place later.
+
+    >>> " ".join(turns("ABC", 2))
+    'A B C B C A'
+    """
+    for repeat in range(repeats):
+        shift = repeat % len(names)
+        yield from names[shift:]
+        yield from names[:shift]
 
 
 def time_in_turn(
@@ -41,17 +53,15 @@ def time_in_turn(
     gc_was_enabled = gc.isenabled()
     gc.disable()
     try:
-        for repeat in range(repeats):
-            shift = repeat % len(names)
-            for name in names[shift:] + names[:shift]:
-                call = arms[name]
+        for name in turns(names, repeats):
+            call = arms[name]
+            call()
+            finish()
+            start = clock()
+            for _ in range(calls):
                 call()
-                finish()
-                start = clock()
-                for _ in range(calls):
-                    call()
-                finish()
-                seconds[name].append((clock() - start) / calls)
+            finish()
+            seconds[name].append((clock() - start) / calls)
     finally:
         if gc_was_enabled:
             gc.enable()

@@ -9,7 +9,7 @@ as arguments would cost time: TensorFlow needs some 10 ms to take in 400 of them
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import tensorflow as tf
@@ -21,7 +21,14 @@ from tfdp.bench.request import Request
 from tfdp.bench.results import ArmResult, CaseResult
 from tfdp.errors import CollectiveError
 
-__all__ = ["check_sums", "make_gradients", "make_reduction", "measure_reduction"]
+__all__ = [
+    "check_sum",
+    "check_sums",
+    "make_gradient",
+    "make_gradients",
+    "make_reduction",
+    "measure_reduction",
+]
 
 # Half the distance from 1 to the next float32: the most one addition is off, relative.
 FLOAT32_ROUNDING = 2.0**-24
@@ -84,22 +91,28 @@ def make_gradients(
     """Normal random numbers on `device`, other ones on every rank."""
     with tf.device(device):
         return [
-            tf.Variable(tf.random.stateless_normal(shape, seed=[rank, index]))
+            tf.Variable(make_gradient(shape, rank, index))
             for index, shape in enumerate(shapes)
         ]
 
 
+def make_gradient(shape: tuple[int, ...], rank: int, index: int) -> tf.Tensor:
+    """The gradient `index` of replica `rank`, which every process can make."""
+    return tf.random.stateless_normal(shape, seed=[rank, index])
+
+
 def make_reduction(
     strategy: tf.distribute.Strategy,
-    gradients: Sequence[Sequence[tf.Variable]],
+    gradients: Mapping[int, Sequence[tf.Variable]] | Sequence[Sequence[tf.Variable]],
     *,
     read: bool = False,
 ) -> Callable[[], list[tuple[tf.Tensor, ...]]]:
     """One call that sums the gradients of all replicas.
 
     Args:
-      strategy: has as many replicas as `gradients` has lists.
-      gradients: per replica one list of variables, in the same order.
+      strategy: what sums.
+      gradients: by the rank of each replica of this process a list of variables, in
+        the same order.
       read: whether each replica reads one element of every sum and returns these,
         which is what is timed, or returns the sums, to be checked.
 
@@ -132,21 +145,36 @@ def check_sums(
 ) -> None:
     """Refuses to time an arm whose sums are wrong on any replica.
 
+    Raises:
+      CollectiveError: see `check_sum`.
+    """
+    for index, on_replicas in enumerate(sums):
+        parts = [mine[index].numpy() for mine in gradients]
+        check_sum(arm, index, parts, on_replicas)
+
+
+def check_sum(
+    arm: str,
+    index: int,
+    parts: Sequence[np.ndarray],
+    on_replicas: Sequence[tf.Tensor],
+) -> None:
+    """Refuses one gradient's sum if it is wrong on any replica of this process.
+
     N float32 numbers added in any order are off by at most N - 1 roundings of the
     sum of their magnitudes; twice that is allowed.
 
     Raises:
       CollectiveError: naming the arm, the tensor and the replica.
     """
-    for index, on_replicas in enumerate(sums):
-        parts = [mine[index].numpy().astype(np.float64) for mine in gradients]
-        expected = sum(parts)
-        allowed = 2 * (len(parts) - 1) * FLOAT32_ROUNDING * sum(map(np.abs, parts))
-        for rank, value in enumerate(on_replicas):
-            error = np.abs(value.numpy() - expected)
-            if not np.all(error <= allowed):
-                raise CollectiveError(
-                    f"Arm {arm!r} is not timed: its sum of gradient {index} "
-                    f"(shape {tuple(value.shape)}) on replica {rank} is off by "
-                    f"{np.max(error):.3g}. At most {np.max(allowed):.3g} is rounding."
-                )
+    parts = [part.astype(np.float64) for part in parts]
+    expected = sum(parts)
+    allowed = 2 * (len(parts) - 1) * FLOAT32_ROUNDING * sum(map(np.abs, parts))
+    for rank, value in enumerate(on_replicas):
+        error = np.abs(value.numpy() - expected)
+        if not np.all(error <= allowed):
+            raise CollectiveError(
+                f"Arm {arm!r} is not timed: its sum of gradient {index} "
+                f"(shape {tuple(value.shape)}) on replica {rank} is off by "
+                f"{np.max(error):.3g}. At most {np.max(allowed):.3g} is rounding."
+            )

@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 from tfdp.bench.cases import CASES, Case
+from tfdp.bench.group_arms import GROUP_ARMS
 
 __all__ = ["Request"]
 
@@ -16,9 +17,11 @@ class Request:
 
     Args:
       case_name: a key of `cases.CASES`.
-      devices: number of replicas.
+      devices: number of replicas; with several workers, of each.
+      workers: processes, one core each; 1 measures within one process.
       repeats: figures per arm.
-      arms: keys of `arms.ARMS`; empty for the case's own.
+      arms: keys of `arms.ARMS`, with several workers of `group_arms.GROUP_ARMS`;
+        empty for the case's own.
       quick: take the case's small subject and two calls per repeat.
       device_type: "cpu" makes `devices` logical CPUs, "gpu" takes the first GPUs.
       intra_op_threads: threads of one TensorFlow op. One, so that a logical CPU
@@ -28,6 +31,7 @@ class Request:
 
     case_name: str
     devices: int = 2
+    workers: int = 1
     repeats: int = 20
     arms: tuple[str, ...] = ()
     quick: bool = False
@@ -43,7 +47,13 @@ class Request:
     @property
     def arm_names(self) -> tuple[str, ...]:
         """The arms to run."""
-        return tuple(self.arms) or self.case.arms
+        if self.arms:
+            return tuple(self.arms)
+        if self.workers == 1:
+            return self.case.arms
+        return tuple(
+            name for name, arm in GROUP_ARMS.items() if self.case.suite in arm.suites
+        )
 
     @property
     def subject_name(self) -> str:

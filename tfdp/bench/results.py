@@ -8,8 +8,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tfdp.bench.arms import STOCK_PREFIX
+from tfdp.bench.group_arms import ONE_PROCESS
 
-__all__ = ["ArmResult", "CaseResult", "Spread", "relative_speed", "spread"]
+__all__ = [
+    "ArmResult",
+    "CaseResult",
+    "Spread",
+    "efficiency",
+    "relative_speed",
+    "spread",
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +90,7 @@ class CaseResult:
       subject: what was reduced or trained, with its sizes.
       settings: repeats, calls, threads and what else decides the figures.
       arms: name -> figures, in the order of the table.
-      left_out: name -> why a stock arm was not timed.
+      left_out: name -> why an arm was not timed.
     """
 
     case: str
@@ -107,8 +115,11 @@ class CaseResult:
         """Plain data: the figures, and for readers the spreads and ratios."""
         plain = dataclasses.asdict(self)
         plain["best_stock"] = self.best_stock
+        efficiencies = efficiency(self)
         for name, arm in self.arms.items():
             row = plain["arms"][name]
+            if name in efficiencies:
+                row["efficiency"] = dataclasses.asdict(spread(efficiencies[name]))
             row["seconds_spread"] = dataclasses.asdict(spread(arm.seconds))
             row["times_as_fast_as"] = {
                 other: dataclasses.asdict(spread(relative_speed(arm, reference)))
@@ -133,3 +144,22 @@ class CaseResult:
             arms=arms,
             left_out=plain["left_out"],
         )
+
+
+def efficiency(result: CaseResult) -> dict[str, tuple[float, ...]]:
+    """By arm, its images/s over those of as many single processes, repeat by repeat.
+
+    W workers with the efficiency 1 are W times as fast as one process on one core.
+    Empty where the arm of one process was not run.
+    """
+    if ONE_PROCESS not in result.arms:
+        return {}
+    one = result.arms[ONE_PROCESS]
+    workers = result.settings["workers"]
+    return {
+        name: tuple(
+            ratio / (1 if name == ONE_PROCESS else workers)
+            for ratio in relative_speed(arm, one)
+        )
+        for name, arm in result.arms.items()
+    }

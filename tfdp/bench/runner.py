@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from tfdp.bench.group_runner import measure_groups
 from tfdp.bench.request import Request
 from tfdp.bench.results import CaseResult
 from tfdp.machine import describe_machine, installed_versions
@@ -23,11 +24,12 @@ OUTPUT_LINES_KEPT = 15
 
 @dataclasses.dataclass(frozen=True)
 class Failure:
-    """A case that gave no figures, and the last lines of what its worker said."""
+    """A case, or an arm of it, without figures, and the last lines of its worker."""
 
     case: str
     devices: int
     reason: str
+    arm: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,24 +62,25 @@ def run_requests(
     timeout_seconds: float,
     on_result: Callable[[CaseResult | Failure], None] = lambda outcome: None,
 ) -> Report:
-    """Runs each request in a process of its own, one after the other.
+    """Runs each request in processes of its own, one after the other.
 
-    A case that fails does not keep the others from running.
+    A case that fails does not keep the others from running; nor does an arm, where
+    each arm has processes of its own.
 
     Args:
       requests: what to run.
       command: the command line, for the record.
-      timeout_seconds: the most a worker may take before it is stopped.
+      timeout_seconds: the most a case may take before it is stopped.
       on_result: called as soon as a case is done.
     """
     results, failures = [], []
     for request in requests:
-        outcome = _run_worker(request, timeout_seconds)
-        on_result(outcome)
-        if isinstance(outcome, Failure):
-            failures.append(outcome)
-        else:
-            results.append(outcome)
+        for outcome in _run(request, timeout_seconds):
+            on_result(outcome)
+            if isinstance(outcome, Failure):
+                failures.append(outcome)
+            else:
+                results.append(outcome)
     return Report(
         command=command,
         date=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
@@ -86,6 +89,17 @@ def run_requests(
         results=tuple(results),
         failures=tuple(failures),
     )
+
+
+def _run(request: Request, timeout_seconds: float) -> list[CaseResult | Failure]:
+    if request.workers == 1:
+        return [_run_worker(request, timeout_seconds)]
+    result, failed = measure_groups(request, timeout_seconds)
+    outcomes: list[CaseResult | Failure] = [
+        Failure(request.case_name, request.workers * request.devices, reason, arm)
+        for arm, reason in failed.items()
+    ]
+    return outcomes if result is None else [*outcomes, result]
 
 
 def _run_worker(request: Request, timeout_seconds: float) -> CaseResult | Failure:

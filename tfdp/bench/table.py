@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from tfdp.bench.cases import STOCK_DEFAULT, Case
-from tfdp.bench.results import CaseResult, Spread, relative_speed, spread
+from tfdp.bench.results import (
+    CaseResult,
+    Spread,
+    efficiency,
+    relative_speed,
+    spread,
+)
 from tfdp.bench.runner import Failure, Report
 
 __all__ = ["format_cases", "format_failure", "format_heading", "format_result"]
@@ -60,19 +66,28 @@ def format_result(result: CaseResult) -> str:
         if reference is not None and reference in result.arms
     ]
     ratio_titles = [f"times as fast as {reference}" for reference in references]
+    efficiencies = efficiency(result)
+    if efficiencies:
+        ratio_titles.append("efficiency")
     rows = [("arm", unit, "min .. max", *ratio_titles)]
     for name, figure in figures.items():
         ratios = [_ratio(result, name, reference) for reference in references]
+        if efficiencies:
+            ratios.append(_with_quartiles(spread(efficiencies[name]), "{:.2f}".format))
         middle = _with_quartiles(figure, _number)
         span = f"{_number(figure.minimum)} .. {_number(figure.maximum)}"
         rows.append((name, middle, span, *ratios))
-    left_out = [f"left out: {reason}" for reason in result.left_out.values()]
-    return "\n".join([_title(result), _columns(rows), *left_out])
+    notes = [f"left out: {reason}" for reason in result.left_out.values()]
+    if "load_before_and_after" in result.settings:
+        before, after = result.settings["load_before_and_after"]
+        notes.append(f"load of the machine before {before:.1f}, after {after:.1f}")
+    return "\n".join([_title(result), _columns(rows), *notes])
 
 
 def format_failure(failure: Failure) -> str:
     """A case that gave no figures."""
-    return f"{failure.case}, {failure.devices} devices: FAILED: {failure.reason}"
+    arm = f", {failure.arm}" if failure.arm else ""
+    return f"{failure.case}{arm}, {failure.devices} devices: FAILED: {failure.reason}"
 
 
 def _title(result: CaseResult) -> str:
@@ -81,8 +96,10 @@ def _title(result: CaseResult) -> str:
     if "tensors" in subject:
         megabytes = subject["bytes_per_replica"] / 1e6
         sizes = f"{subject['tensors']} tensors, {sizes}, {megabytes:.4g} MB a replica"
+    workers = f" in {settings['workers']} processes" if "workers" in settings else ""
     return (
-        f"{result.case}, {result.devices} {settings['device_type'].upper()} devices: "
+        f"{result.case}, {result.devices} {settings['device_type'].upper()} devices"
+        f"{workers}: "
         f"{subject['name']}, {sizes}; median of {settings['repeats']} repeats of "
         f"{settings['calls_per_repeat']} calls"
     )

@@ -21,7 +21,14 @@ from tfdp.bench.request import Request
 from tfdp.bench.results import ArmResult, CaseResult
 from tfdp.errors import CollectiveError
 
-__all__ = ["TrainingArm", "make_training_arm", "measure_training"]
+__all__ = [
+    "TrainingArm",
+    "build_network",
+    "make_images",
+    "make_training_arm",
+    "measure_training",
+    "warm_up",
+]
 
 LOCAL_BATCH = 64
 BATCHES_IN_MEMORY = 8
@@ -35,12 +42,17 @@ class TrainingArm:
     Args:
       step: trains one global batch and returns the loss so far.
       global_batch: images of one step, over all replicas.
-      parameters: trainable numbers in the model.
+      network: the model.
     """
 
     step: Callable[[], tf.Tensor]
     global_batch: int
-    parameters: int
+    network: keras.Model
+
+    @property
+    def parameters(self) -> int:
+        """Trainable numbers in the model."""
+        return sum(math.prod(w.shape) for w in self.network.trainable_weights)
 
 
 def measure_training(request: Request, devices: list[str]) -> CaseResult:
@@ -58,7 +70,7 @@ def measure_training(request: Request, devices: list[str]) -> CaseResult:
         arm: make_training_arm(ARMS[arm](devices), model, arm in OPEN_BATCH_ARMS)
         for arm in request.arm_names
     }
-    losses = {arm: _warm_up(arm, arms[arm], request) for arm in arms}
+    losses = {arm: warm_up(arm, arms[arm], request) for arm in arms}
     seconds = time_in_turn(
         {arm: arms[arm].step for arm in arms},
         repeats=request.repeats,
@@ -97,6 +109,23 @@ def make_training_arm(
       open_batch: whether the compiled step takes batches of any length.
     """
     global_batch = LOCAL_BATCH * strategy.num_replicas_in_sync
+    network = build_network(strategy, model)
+    network.make_train_function()
+    images = tf.data.Dataset.from_tensor_slices(make_images(model, global_batch))
+    dataset = images.batch(global_batch, drop_remainder=not open_batch)
+    dataset = dataset.cache().repeat().prefetch(2)
+    batches = iter(strategy.experimental_distribute_dataset(dataset))
+    return TrainingArm(
+        step=lambda: network.train_function(batches)["loss"],
+        global_batch=global_batch,
+        network=network,
+    )
+
+
+def build_network(
+    strategy: tf.distribute.Strategy, model: BenchmarkModel
+) -> keras.Model:
+    """The compiled network with its optimizer's slots, the same for every arm."""
     keras.utils.set_random_seed(SEED)
     with strategy.scope():
         network = model.build(model.input_shape, model.classes)
@@ -107,29 +136,26 @@ def make_training_arm(
         # As `fit` does before its first step: a stock strategy cannot make the slots
         # inside the step.
         network.optimizer.build(network.trainable_variables)
-    network.make_train_function()
-    dataset = _images(model, global_batch, drop_remainder=not open_batch)
-    batches = iter(strategy.experimental_distribute_dataset(dataset))
-    return TrainingArm(
-        step=lambda: network.train_function(batches)["loss"],
-        global_batch=global_batch,
-        parameters=sum(math.prod(weight.shape) for weight in network.trainable_weights),
-    )
+    return network
 
 
-def _images(
-    model: BenchmarkModel, global_batch: int, drop_remainder: bool
-) -> tf.data.Dataset:
+def make_images(
+    model: BenchmarkModel, global_batch: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Images and labels of all global batches, the same for every arm."""
     random = np.random.default_rng(SEED)
     count = BATCHES_IN_MEMORY * global_batch
     images = random.standard_normal((count, *model.input_shape), dtype=np.float32)
     labels = random.integers(model.classes, size=count, dtype=np.int32)
-    dataset = tf.data.Dataset.from_tensor_slices((images, labels))
-    batches = dataset.batch(global_batch, drop_remainder=drop_remainder)
-    return batches.cache().repeat().prefetch(2)
+    return images, labels
 
 
-def _warm_up(arm: str, training_arm: TrainingArm, request: Request) -> float:
+def warm_up(arm: str, training_arm: TrainingArm, request: Request) -> float:
+    """Trains some steps that are not timed; returns the loss.
+
+    Raises:
+      CollectiveError: when it is not finite.
+    """
     # Once through the data, so that the cache is full before the clock starts.
     for _ in range(max(request.warmup_calls, BATCHES_IN_MEMORY)):
         loss = training_arm.step()

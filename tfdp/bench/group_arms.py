@@ -1,0 +1,131 @@
+"""The arms of several processes: how each is started and what trains in it.
+
+Adding an arm is adding a row to `GROUP_ARMS`. TensorFlow is imported inside the
+functions, so that the names can be listed and checked without it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import os
+import shutil
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    import tensorflow as tf
+
+__all__ = ["GROUP_ARMS", "ONE_PROCESS", "GroupArm", "Place", "find_mpiexec"]
+
+ONE_PROCESS = "one-process"
+STOCK_MULTI_WORKER = "stock-multi-worker"
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where a process stands in its group.
+
+    Args:
+      rank, workers: of this process, and how many there are.
+      addresses: "host:port" of every worker; MPI's workers find each other by MPI.
+      devices_per_worker: logical CPUs of each.
+      timeout_seconds: how long a worker waits for the others.
+    """
+
+    rank: int
+    workers: int
+    addresses: tuple[str, ...]
+    devices_per_worker: int
+    timeout_seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupArm:
+    """One way to train in several processes.
+
+    Args:
+      start: "local" starts the workers here, "mpi" through mpiexec, "single" only one.
+      suites: the suites that have this arm.
+      make_strategy: called in each process, before anything else uses TensorFlow.
+      why_left_out: from the number of devices per worker, the reason not to run it
+        here; None when it can run.
+    """
+
+    start: Literal["local", "mpi", "single"]
+    suites: tuple[str, ...]
+    make_strategy: Callable[[Place], tf.distribute.Strategy]
+    why_left_out: Callable[[int], str | None] = lambda devices_per_worker: None
+
+
+def find_mpiexec() -> str | None:
+    """Path of mpiexec, on PATH or beside this Python, where wheels put it."""
+    folders = [os.path.dirname(sys.executable), os.environ.get("PATH", "")]
+    return shutil.which("mpiexec", path=os.pathsep.join(folders))
+
+
+def _one_device(place: Place) -> tf.distribute.Strategy:
+    import tensorflow as tf
+
+    return tf.distribute.get_strategy()
+
+
+def _stock_multi_worker(place: Place) -> tf.distribute.Strategy:
+    import tensorflow as tf
+
+    # What TF_CONFIG would say.
+    resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
+        tf.train.ClusterSpec({"worker": list(place.addresses)}),
+        task_type="worker",
+        task_id=place.rank,
+        rpc_layer="grpc",
+    )
+    options = tf.distribute.experimental.CommunicationOptions(
+        implementation=tf.distribute.experimental.CommunicationImplementation.RING
+    )
+    return tf.distribute.MultiWorkerMirroredStrategy(resolver, options)
+
+
+def _tfdp(engine: Literal["sockets", "mpi"]) -> Callable:
+    def make(place: Place) -> tf.distribute.Strategy:
+        import tfdp
+
+        return tfdp.MultiHostDataParallelStrategy(
+            tfdp.Cluster(
+                workers=place.workers,
+                rank=place.rank,
+                coordinator=place.addresses[0],
+                source="argument",
+            ),
+            devices_per_host=place.devices_per_worker,
+            communication=tfdp.Communication(
+                engine=engine, timeout_seconds=place.timeout_seconds
+            ),
+        )
+
+    return make
+
+
+def _stock_is_left_out(devices_per_worker: int) -> str | None:
+    if devices_per_worker == 1:
+        return None
+    return "MultiWorkerMirroredStrategy drives one logical CPU per process"
+
+
+def _mpi_is_left_out(devices_per_worker: int) -> str | None:
+    if importlib.util.find_spec("mpi4py") is None:
+        return "mpi4py is not installed: pip install 'tfdp[mpi]'"
+    if find_mpiexec() is None:
+        return "mpiexec is neither on PATH nor beside this Python"
+    return None
+
+
+GROUP_ARMS = {
+    ONE_PROCESS: GroupArm("single", ("train",), _one_device),
+    STOCK_MULTI_WORKER: GroupArm(
+        "local", ("allreduce", "train"), _stock_multi_worker, _stock_is_left_out
+    ),
+    "tfdp-sockets": GroupArm("local", ("allreduce", "train"), _tfdp("sockets")),
+    "tfdp-mpi": GroupArm("mpi", ("allreduce", "train"), _tfdp("mpi"), _mpi_is_left_out),
+}

@@ -1,0 +1,82 @@
+"""One process of a group: `python -m tfdp.bench.group_member ORDERS`, JSON.
+
+It sets up its arm, says that it is ready, and then times as many calls as it is told
+each time that it is told.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+
+from tfdp.bench.group_arms import GROUP_ARMS, Place
+from tfdp.bench.group_control import Control
+from tfdp.bench.interleave import time_in_turn
+from tfdp.bench.request import Request
+from tfdp.cluster import find_cluster
+
+__all__ = ["Orders", "main"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Orders:
+    """What a process is told at its start, alike for all of its group.
+
+    Args:
+      request: the fields of `Request`.
+      arm: a key of `GROUP_ARMS`.
+      workers: processes of the group.
+      cores: by rank, the core that a process stays on; empty to let them move.
+      addresses: see `Place`.
+      control_path: the benchmark's socket.
+      timeout_seconds: see `Place`.
+    """
+
+    request: dict
+    arm: str
+    workers: int
+    cores: tuple[int, ...]
+    addresses: tuple[str, ...]
+    control_path: str
+    timeout_seconds: float
+
+
+def main(arguments: list[str]) -> None:
+    """Entry point of the process."""
+    # What TensorFlow prints while it starts would bury a worker's own error.
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    orders = Orders(**json.loads(arguments[0]))
+    request = Request(**orders.request)
+    cluster = find_cluster()
+    place = Place(
+        rank=cluster.rank if cluster else 0,
+        workers=orders.workers,
+        addresses=tuple(orders.addresses),
+        devices_per_worker=request.devices,
+        timeout_seconds=orders.timeout_seconds,
+    )
+    # Before TensorFlow starts its threads, which stay where their parent is.
+    if orders.cores:
+        os.sched_setaffinity(0, {orders.cores[place.rank]})
+    control = Control(orders.control_path, place.rank)
+    import tensorflow as tf
+
+    tf.config.threading.set_intra_op_parallelism_threads(request.intra_op_threads)
+    tf.config.set_visible_devices([], "GPU")
+    strategy = GROUP_ARMS[orders.arm].make_strategy(place)
+    from tfdp.bench.group_work import prepare_reduction, prepare_training
+
+    prepare = (
+        prepare_reduction if request.case.suite == "allreduce" else prepare_training
+    )
+    call, facts = prepare(request, orders.arm, strategy, place)
+    control.say(facts)
+    while calls := control.next_turn():
+        seconds = time_in_turn({orders.arm: call}, repeats=1, calls=calls)
+        control.say({"seconds": seconds[orders.arm][0]})
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
