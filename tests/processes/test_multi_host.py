@@ -9,13 +9,14 @@ from tests.support.parity import make_strategy
 from tests.support.workers import Workers
 
 SEVERAL = {"2x2": (2, 2), "3x1": (3, 1)}
+# With one device per host TensorFlow hands out plain tensors in the place of per-replica
+# values; these scenarios use all that differs by that.
+WITH_ONE_DEVICE = ("sgd", "masked-embedding", "loss-scaling", "jit", "custom-loop")
 ROWS = [
     (layout, name)
     for layout in SEVERAL
     for name in host_training.SCENARIOS
-    # With one device per host Keras does not ask the strategy about the model, which
-    # is where tfdp takes the compilation over: a CollectiveError says so.
-    if (layout, name) != ("3x1", "jit")
+    if layout == "2x2" or name in WITH_ONE_DEVICE
 ]
 
 
@@ -55,7 +56,10 @@ def test_equals_one_device(results, layout, name):
             # Six updates of at most 0.05 with gradients below 10 (rows to 9, weights
             # to 1), each two sums of about 60 terms apart: 6 * 0.05 * 10 * 2 * 60 u
             # = 2e-5. A part of the batch that is missing moves a weight by 1e-2.
-            np.testing.assert_allclose(got[key], value, rtol=0, atol=2e-5, err_msg=key)
+            # float16 activations round at 5e-4, alike on both sides; a sum in another
+            # order may differ by that share of an update.
+            bound = 2e-3 if name == "loss-scaling" else 2e-5
+            np.testing.assert_allclose(got[key], value, rtol=0, atol=bound, err_msg=key)
         weights = [got[key] for key in got if key.startswith("weight")]
         first = weights if rank == 0 else first
         for mine, theirs in zip(weights, first, strict=True):

@@ -65,6 +65,19 @@ def sequences():
     return tokens, rng.integers(0, 4, tokens.shape)
 
 
+def loss_scaling():
+    """float16, with an infinity in one row: one update of each epoch is left out."""
+    x, y = classification_data(ROWS)
+    x[23] = np.inf
+    keras.config.set_dtype_policy("mixed_float16")
+    try:
+        numbers = fitted(data=(x, y))
+    finally:
+        keras.config.set_dtype_policy("float32")
+    # Means over that row are not numbers.
+    return {key: value for key, value in numbers.items() if key.startswith("weight")}
+
+
 def custom_loop():
     """A loop of one's own over a distributed dataset, with `reduce` and `gather`."""
     strategy = tf.distribute.get_strategy()
@@ -125,6 +138,7 @@ SCENARIOS = {
     "jit": lambda: fitted(jit_compile=True),
     "synchronized": lambda: fitted(normalized_model),
     "masked-embedding": lambda: fitted(embedding_model, data=sequences()),
+    "loss-scaling": loss_scaling,
     "custom-loop": custom_loop,
 }
 
