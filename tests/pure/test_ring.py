@@ -1,0 +1,102 @@
+"""The ring all-reduce and the reuse of its buffers: no sockets, no TensorFlow."""
+
+import queue
+import threading
+
+import numpy as np
+import pytest
+
+from tfdp.hosts import ring
+from tfdp.hosts.buffers import ALIGNMENT_BYTES, BufferPool, views_of
+
+SHAPES = [(1000,), (3,), (7, 40), (), (0,)]
+
+
+def on_threads(members, work):
+    """Results of `work(rank, send, receive)` on connected threads."""
+    links = [queue.Queue() for _ in range(members)]  # into each member
+    results = [None] * members
+
+    def run(rank):
+        def send(array):
+            links[(rank + 1) % members].put(array.copy())
+
+        def receive(array):
+            array[...] = links[rank].get(timeout=10)
+
+        results[rank] = work(rank, send, receive)
+
+    threads = [threading.Thread(target=run, args=(r,)) for r in range(members)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+        assert not thread.is_alive()
+    return results
+
+
+def arrays_of(rank, dtype):
+    rng = np.random.default_rng(rank)
+    return [(rng.normal(size=shape) * 10).astype(dtype) for shape in SHAPES]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "int32", "int64"])
+@pytest.mark.parametrize("members", [2, 3, 5])
+def test_everybody_gets_the_sum(monkeypatch, members, dtype):
+    monkeypatch.setattr(ring, "BLOCK_BYTES", 64)
+
+    def work(rank, send, receive):
+        inputs = [array.reshape(-1) for array in arrays_of(rank, dtype)]
+        before = [array.copy() for array in inputs]
+        outputs = [np.full_like(array, 7) for array in inputs]
+        ring.ring_sum(inputs, outputs, rank, members, send, receive)
+        for array, unchanged in zip(inputs, before, strict=True):
+            np.testing.assert_array_equal(array, unchanged)
+        return outputs
+
+    results = on_threads(members, work)
+    expected = [
+        sum(arrays[place].reshape(-1).astype("float64") for arrays in everybody)
+        for everybody in [[arrays_of(r, dtype) for r in range(members)]]
+        for place in range(len(SHAPES))
+    ]
+    # Sums of up to five numbers below 50: each addition rounds by half a unit in the
+    # last place of at most 256.
+    exact = np.issubdtype(np.dtype(dtype), np.integer)
+    bound = 0 if exact else members * 256 * np.finfo(dtype).eps
+    for result in results:
+        for got, want in zip(result, expected, strict=True):
+            np.testing.assert_allclose(got.astype("float64"), want, rtol=0, atol=bound)
+        for got, first in zip(result, results[0], strict=True):
+            np.testing.assert_array_equal(got, first)
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3, 7])
+def test_blocks_cover_every_element_once(parts):
+    sizes = [5, 0, 1, 100, 33]
+    blocks = ring.split_into_blocks(sizes, element_bytes=4, parts=parts, block_bytes=40)
+    seen = [np.zeros(size, int) for size in sizes]
+    for part in blocks:
+        for array, start, stop in part:
+            assert 0 < stop - start <= 10
+            seen[array][start:stop] += 1
+    assert all((counts == 1).all() for counts in seen)
+    elements = [sum(stop - start for _, start, stop in part) for part in blocks]
+    assert max(elements) - min(elements) <= 1
+
+
+def test_a_buffer_is_reused_only_when_nobody_holds_it():
+    pool = BufferPool()
+    held = views_of(pool, [np.zeros(300, np.float32), np.zeros((2, 3))])
+    assert all(view.ctypes.data % ALIGNMENT_BYTES == 0 for view in held)
+    address = held[0].ctypes.data
+    other = views_of(pool, [np.zeros(300, np.float32), np.zeros((2, 3))])
+    assert other[0].ctypes.data != address
+    kept = held[1][0, :1]  # a view of a view still counts
+    del held
+    assert views_of(pool, [np.zeros(300, np.float32)])[0].ctypes.data != address
+    del kept, other
+    reused = {
+        views_of(pool, [np.zeros(300, np.float32)])[0].ctypes.data for _ in range(3)
+    }
+    assert len(reused) == 1

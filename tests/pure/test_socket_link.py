@@ -1,0 +1,130 @@
+"""Workers on threads of one process meet, exchange, and refuse what does not fit."""
+
+import concurrent.futures
+import socket
+
+import numpy as np
+import pytest
+
+from tests.support.workers import free_port
+from tfdp.errors import CollectiveError, WorkerLostError
+from tfdp.hosts.link import SocketLink
+from tfdp.hosts.rendezvous import parse_address
+
+
+def on_workers(workers, work, **options):
+    """Results, or errors, of `work(link)` on each worker."""
+    address = f"127.0.0.1:{free_port()}"
+
+    def run(rank):
+        link = SocketLink(rank, workers, address, timeout_seconds=5, **options)
+        try:
+            return work(link)
+        except CollectiveError as error:
+            return error
+        finally:
+            link.close()
+
+    with concurrent.futures.ThreadPoolExecutor(workers) as threads:
+        return list(threads.map(run, range(workers)))
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+def test_sums_and_gathers_in_order(workers):
+    def work(link):
+        gathered = link.gather(b"x" * link.rank, "names")
+        sums = link.sum([np.full(10_000, link.rank + 1.0), np.array(2.0)], "numbers")
+        return gathered, sums
+
+    for gathered, (many, one) in on_workers(workers, work):
+        assert gathered == [b"x" * rank for rank in range(workers)]
+        np.testing.assert_array_equal(many, workers * (workers + 1) / 2)
+        assert many.shape == (10_000,) and one.shape == () and one == 2.0 * workers
+
+
+def test_channels_keep_orders_of_their_own():
+    def work(link):
+        channels = ["input", "step"] if link.rank else ["step", "input"]
+        found = {}
+        with concurrent.futures.ThreadPoolExecutor(2) as threads:
+            for channel in channels:
+                value = np.array(10.0 if channel == "step" else 1.0)
+                found[channel] = threads.submit(link.sum, [value], channel, channel)
+            return {name: float(future.result()[0]) for name, future in found.items()}
+
+    assert on_workers(2, work) == [{"step": 20.0, "input": 2.0}] * 2
+
+
+def test_workers_out_of_step_are_told():
+    def work(link):
+        return link.sum([np.zeros(3 + link.rank)], "weights")
+
+    for rank, error in enumerate(on_workers(2, work)):
+        assert isinstance(error, CollectiveError)
+        assert f"out of step: worker {rank} is at exchange 1, sum of" in str(error)
+        assert "(weights)" in str(error)
+
+
+def test_a_late_worker_is_named():
+    def work(link):
+        return link.rank if link.rank == 1 else link.sum([np.zeros(2)], "first")
+
+    error, _ = on_workers(2, work)
+    assert isinstance(error, WorkerLostError)
+    assert "worker 1 has come to the end of its script" in str(error)
+
+
+@pytest.mark.parametrize(
+    "ranks, sizes, words",
+    [
+        ((0, 1, 1), (3, 3, 3), "Two workers say that they are worker 1"),
+        ((0, 1), (2, 3), "Worker 1 says workers=3, worker 0 says 2"),
+        ((0, 2), (3, 3), "worker 1 did not arrive at worker 0 in time"),
+    ],
+)
+def test_a_meeting_that_cannot_be_is_refused_everywhere(ranks, sizes, words):
+    address = f"127.0.0.1:{free_port()}"
+
+    def join(rank, workers):
+        with pytest.raises(CollectiveError) as caught:
+            SocketLink(rank, workers, address, timeout_seconds=2)
+        return str(caught.value)
+
+    with concurrent.futures.ThreadPoolExecutor(len(ranks)) as threads:
+        messages = list(threads.map(join, ranks, sizes))
+    assert words in messages[0]
+    assert any(words in message for message in messages[1:])
+
+
+def test_strangers_at_the_door_do_not_matter():
+    address = f"127.0.0.1:{free_port()}"
+
+    def stranger():
+        host, port = parse_address(address)
+        for _ in range(100):
+            try:
+                with socket.create_connection((host, port), timeout=1) as connection:
+                    connection.sendall(b"GET / HTTP/1.1\r\n\r\n")
+                return
+            except OSError:
+                continue
+
+    def worker(rank):
+        link = SocketLink(rank, 2, address, timeout_seconds=10)
+        (total,) = link.sum([np.array(rank + 1)], "total")
+        link.close()
+        return int(total)
+
+    with concurrent.futures.ThreadPoolExecutor(3) as threads:
+        first = threads.submit(worker, 0)
+        threads.submit(stranger).result()
+        second = threads.submit(worker, 1)
+        assert [first.result(), second.result()] == [3, 3]
+
+
+@pytest.mark.parametrize(
+    "address", ["", "host", "host:", ":80", "host:port", "h:70000"]
+)
+def test_addresses_are_checked(address):
+    with pytest.raises(CollectiveError, match="host:port"):
+        parse_address(address)
