@@ -164,7 +164,7 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
     def experimental_distribute_dataset(self, dataset: Any, options: Any = None) -> Any:
         """Takes this host's rows of every global batch, and splits them."""
         if self._link is not None and isinstance(dataset, tf.data.Dataset):
-            dataset = own_part(dataset, self.cluster.rank, self.hosts)
+            dataset = own_part(dataset, self._link)
             self._lead_fit()
         return super().experimental_distribute_dataset(dataset, options)
 

@@ -44,7 +44,7 @@ def test_sums_and_gathers_in_order(workers):
 
 def test_channels_keep_orders_of_their_own():
     def work(link):
-        channels = ["input", "step"] if link.rank else ["step", "input"]
+        channels = ["host", "step"] if link.rank else ["step", "host"]
         found = {}
         with concurrent.futures.ThreadPoolExecutor(2) as threads:
             for channel in channels:
@@ -52,7 +52,30 @@ def test_channels_keep_orders_of_their_own():
                 found[channel] = threads.submit(link.sum, [value], channel, channel)
             return {name: float(future.result()[0]) for name, future in found.items()}
 
-    assert on_workers(2, work) == [{"step": 20.0, "input": 2.0}] * 2
+    assert on_workers(2, work) == [{"step": 20.0, "host": 2.0}] * 2
+
+
+def test_notes_need_no_common_order():
+    def work(link):
+        keys = [f"key {i}" for i in range(20)]
+        with concurrent.futures.ThreadPoolExecutor(20) as threads:
+            asked = keys if link.rank else keys[::-1]
+            found = list(
+                threads.map(lambda k: link.share_note(k, f"{k} of {link.rank}"), asked)
+            )
+        return dict(zip(asked, found, strict=True))
+
+    for notes in on_workers(3, work):
+        assert notes["key 7"] == {rank: f"key 7 of {rank}" for rank in range(3)}
+
+
+def test_a_note_that_never_comes_is_an_error():
+    def work(link):
+        return link.share_note("only one", "x") if link.rank == 0 else link.rank
+
+    error, _ = on_workers(2, work)
+    assert isinstance(error, WorkerLostError)
+    assert "'only one'" in str(error)
 
 
 def test_workers_out_of_step_are_told():

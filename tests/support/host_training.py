@@ -117,6 +117,42 @@ def custom_loop():
     }
 
 
+def parts_of_different_length():
+    """Each host makes its own part; one has three times as many batches."""
+    strategy = tf.distribute.get_strategy()
+    keras.utils.set_random_seed(3)
+    model = dense_model()
+    model.compile(keras.optimizers.SGD(0.05), crossentropy(), jit_compile=False)
+    x, y = classification_data(ROWS)
+    seen = []
+
+    def part(context):
+        hosts, host = context.num_input_pipelines, context.input_pipeline_id
+        # The last host takes the last five rows, the first ones share the rest.
+        rows = range(ROWS) if hosts == 1 else range(48)[host :: hosts - 1]
+        if hosts > 1 and host == hosts - 1:
+            rows = range(48, ROWS)
+        mine = tf.data.Dataset.from_tensor_slices((x[list(rows)], y[list(rows)]))
+        return mine.batch(5)
+
+    dataset = strategy.distribute_datasets_from_function(part)
+
+    @tf.function
+    def count(batch):
+        def rows_of(features, labels):
+            return tf.shape(features)[0], tf.reduce_sum(labels)
+
+        return [
+            strategy.reduce("SUM", value, axis=None)
+            for value in strategy.run(rows_of, args=batch)
+        ]
+
+    for batch in dataset:
+        seen.append([int(value) for value in count(batch)])
+    model.fit(dataset, epochs=1, verbose=0)
+    return {"rows and labels": np.sum(seen, axis=0)}
+
+
 def adam(**options):
     return lambda: keras.optimizers.Adam(0.01, epsilon=1e-3, **options)
 
@@ -140,6 +176,7 @@ SCENARIOS = {
     "masked-embedding": lambda: fitted(embedding_model, data=sequences()),
     "loss-scaling": loss_scaling,
     "custom-loop": custom_loop,
+    "parts": parts_of_different_length,
 }
 
 

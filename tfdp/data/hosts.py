@@ -2,37 +2,86 @@
 
 from __future__ import annotations
 
+import itertools
+import zlib
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
+from tfdp.errors import CollectiveError
 from tfdp.hosts.link import HostLink
 
 __all__ = ["own_part", "until_all_end"]
 
 
-def own_part(dataset: tf.data.Dataset, rank: int, hosts: int) -> tf.data.Dataset:
-    """Host `rank`'s rows of every global batch: a range, in the order of the hosts.
+# Datasets are numbered in the order in which a process distributes them, iterators by
+# dataset: the same on every host.
+_dataset_numbers = itertools.count()
 
-    Of n rows host h takes those from n h // H to n (h + 1) // H. Together the hosts
-    take every row once, and they see the same global batches as one device would.
+
+def own_part(dataset: tf.data.Dataset, link: HostLink) -> tf.data.Dataset:
+    """This host's rows of every global batch: a range, in the order of the hosts.
+
+    Of n rows host h of H takes those from n h // H to n (h + 1) // H. Together the
+    hosts take every row once, and they see the same global batches as one device
+    would.
 
     Args:
       dataset: global batches, the same on every host and in the same order.
-      rank: this host.
-      hosts: how many there are.
-    """
+      link: tells the hosts from each other.
 
-    def take(*elements: Any) -> Any:
-        batch = elements if len(elements) > 1 else elements[0]
+    Raises:
+      CollectiveError: when the dataset is read and the hosts' first batches differ.
+    """
+    rank, hosts = link.rank, link.workers
+    name = f"dataset {next(_dataset_numbers)}"
+    iterators = itertools.count()
+
+    def check_first(data: np.ndarray) -> np.int64:
+        fingerprint = f"{data.shape} {zlib.crc32(data.tobytes())}"
+        notes = link.share_note(f"{name}, iterator {next(iterators)}", fingerprint)
+        for other, theirs in notes.items():
+            if theirs != notes[0]:
+                raise CollectiveError(
+                    f"Worker {other} reads another first batch than worker 0. Each "
+                    "worker takes its rows of the same global batches: give every "
+                    "shuffle the same seed (tf.random.set_seed with one number on all "
+                    "workers), or make each worker's own part with "
+                    "strategy.distribute_datasets_from_function."
+                )
+        return np.int64(0)
+
+    def checked(number: tf.Tensor, batch: Any) -> Any:
+        flat = tf.nest.flatten(batch, expand_composites=True)
+        numbers = [
+            part for part in flat if part.dtype.is_floating or part.dtype.is_integer
+        ]
+        if not numbers:
+            return batch
+        zero = tf.cond(
+            number == 0,
+            lambda: tf.ensure_shape(
+                tf.numpy_function(check_first, numbers[:1], tf.int64), []
+            ),
+            lambda: tf.constant(0, tf.int64),
+        )
+        with tf.control_dependencies([zero]):
+            return tf.nest.map_structure(tf.identity, batch, expand_composites=True)
+
+    def take(batch: Any) -> Any:
         rows = _length(tf.nest.flatten(batch, expand_composites=False)[0])
         start, stop = rows * rank // hosts, rows * (rank + 1) // hosts
         return tf.nest.map_structure(
             lambda part: _rows(part, start, stop, rank, hosts), batch
         )
 
-    return dataset.map(take, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
+    def own_rows(number: tf.Tensor, batch: Any) -> Any:
+        return take(checked(number, batch))
+
+    return dataset.enumerate().map(
+        own_rows, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True
+    )
 
 
 def _length(part: Any) -> tf.Tensor:
@@ -73,16 +122,30 @@ def until_all_end(dataset: tf.data.Dataset, link: HostLink) -> tf.data.Dataset:
     marked = dataset.map(lambda *e: (e if len(e) > 1 else e[0], True))
     padding = empty.map(lambda *e: (e if len(e) > 1 else e[0], False)).repeat()
 
-    def anybody_has_more(mine: np.ndarray) -> np.ndarray:
-        (having,) = link.sum([np.array(int(mine))], "input", "input")
-        return np.array(having > 0)
+    name = f"dataset {next(_dataset_numbers)}"
+    iterators = itertools.count()
 
-    def goes_on(_: Any, is_real: tf.Tensor) -> tf.Tensor:
-        answer = tf.numpy_function(anybody_has_more, [is_real], tf.bool, stateful=True)
+    def anybody_has_more(number: np.ndarray, iterator: np.ndarray, mine: Any) -> Any:
+        key = f"{name}, iterator {iterator}, element {number}"
+        return np.array("more" in link.share_note(key, "more" if mine else "").values())
+
+    def goes_on(number: tf.Tensor, element: tuple[Any, Any]) -> tf.Tensor:
+        iterator, (_, is_real) = element
+        answer = tf.numpy_function(
+            anybody_has_more, [number, iterator, is_real], tf.bool, stateful=True
+        )
         return tf.ensure_shape(answer, [])
 
-    joined = marked.concatenate(padding).take_while(goes_on)
-    return joined.map(lambda element, _: element)
+    def numbered() -> tf.data.Dataset:
+        # One number per iterator: made anew whenever somebody iterates.
+        return tf.data.Dataset.from_generator(
+            lambda: itertools.repeat(next(iterators)),
+            output_signature=tf.TensorSpec([], tf.int64),
+        )
+
+    joined = tf.data.Dataset.zip((numbered(), marked.concatenate(padding)))
+    kept = joined.enumerate().take_while(goes_on)
+    return kept.map(lambda number, element: element[1][0])
 
 
 def _no_rows(spec: Any) -> Any:

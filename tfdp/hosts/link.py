@@ -26,8 +26,8 @@ from tfdp.hosts.wire import Receiver, Sender
 
 __all__ = ["CHANNELS", "HostLink", "SocketLink"]
 
-# Exchanges inside training steps, those that Python asks for, and those of the input.
-CHANNELS = ("step", "host", "input")
+# Exchanges inside training steps, and those that Python asks for.
+CHANNELS = ("step", "host")
 # How long a failure may take to be heard after a connection has broken.
 NEWS_SECONDS = 3.0
 HEADER = struct.Struct("<8sQQ")
@@ -74,6 +74,18 @@ class HostLink(abc.ABC):
         """Everybody's bytes, by rank; their lengths may differ."""
 
     @abc.abstractmethod
+    def share_note(self, key: str, note: str) -> dict[int, str]:
+        """Everybody's note under `key`, by rank; in any order, from any thread.
+
+        Args:
+          key: the same on all workers, and used once.
+          note: a few words.
+
+        Raises:
+          WorkerLostError: when not all have left one in time.
+        """
+
+    @abc.abstractmethod
     def close(self) -> None:
         """Says goodbye and closes every connection."""
 
@@ -108,10 +120,11 @@ class SocketLink(HostLink):
                 CHANNELS, meeting.rings, strict=True
             )
         }
+        self._is_closed = False
         self._pool = BufferPool()
         self._exchange_numbers = itertools.count(1)
         self._membership = Membership(
-            rank, meeting.control, silence_seconds, self.close_channels
+            rank, workers, meeting.control, silence_seconds, self.close_channels
         )
 
     def sum(
@@ -150,8 +163,21 @@ class SocketLink(HostLink):
             ring.sender.flush()
         return blobs
 
+    def share_note(self, key: str, note: str) -> dict[int, str]:
+        """See `HostLink.share_note`."""
+        try:
+            return self._membership.share_note(key, note, self.timeout_seconds)
+        except OSError as error:
+            raise WorkerLostError(
+                f"Worker {self.rank} waited for a word of the others on {key!r}: "
+                f"{error}. Look at their output for the first error."
+            ) from error
+
     def close(self) -> None:
         """See `HostLink.close`."""
+        if self._is_closed:
+            return
+        self._is_closed = True
         self._membership.leave()
         self.close_channels()
 

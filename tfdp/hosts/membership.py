@@ -5,6 +5,10 @@ a beat with the number of its current exchange. The kernel closes the connection
 process that dies, which is noticed at once; one that is stopped, or whose machine is
 gone, falls silent. Either way the coordinator tells everybody, and every waiting
 exchange ends with the same message.
+
+The same connections carry notes: a few words under a key, which everybody gets to see
+once all have left one. Unlike exchanges they need no common order, so input pipelines,
+which run ahead as they like, can agree by them.
 """
 
 from __future__ import annotations
@@ -28,6 +32,7 @@ class Membership:
 
     Args:
       rank: this worker.
+      workers: how many there are.
       connections: to each other worker by rank (on worker 0), else to worker 0 only.
       silence_seconds: how long a worker may be silent before it counts as lost.
       on_failure: called once, from the thread, when a worker is lost.
@@ -36,12 +41,14 @@ class Membership:
     def __init__(
         self,
         rank: int,
+        workers: int,
         connections: dict[int, socket.socket],
         silence_seconds: float,
         on_failure: Callable[[], None],
     ):
         self.rank = rank
         self.failure: str | None = None
+        self._workers = workers
         #: By rank: the number of the exchange that it was last heard to be in.
         self.positions: dict[int, int] = dict.fromkeys((rank, *connections), 0)
         self._connections = connections
@@ -51,6 +58,9 @@ class Membership:
         self._partial = dict.fromkeys(connections, b"")
         self._left: dict[int, None] = {}  # in the order in which they left
         self._closing = False
+        self._notes: dict[str, dict[int, str]] = {}
+        self._changed = threading.Condition()
+        self._writing = threading.Lock()
         for connection in connections.values():
             connection.settimeout(BEAT_SECONDS)
         self._thread = threading.Thread(
@@ -75,6 +85,45 @@ class Membership:
             # Others may have left since, because the first one did.
             return f"worker {next(iter(self._left))} has come to the end of its script"
         return self.failure
+
+    def share_note(self, key: str, note: str, seconds: float) -> dict[int, str]:
+        """Everybody's note under `key`, by rank, once all have left one.
+
+        Args:
+          key: the same on all workers, and used once.
+          note: a few words.
+          seconds: how long to wait for the others.
+
+        Raises:
+          TimeoutError: when not all have left one by then; it names who has not.
+          ConnectionError: when a worker was lost meanwhile.
+        """
+        if self.rank == 0:
+            self._keep_note(0, key, note)
+        else:
+            self._tell({"note": [key, note]})
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self.failure or len(self._notes.get(key, ())) == self._workers,
+                seconds,
+            )
+            notes = self._notes.get(key, {})
+            if len(notes) == self._workers:
+                return self._notes.pop(key)
+        if self.failure:
+            raise ConnectionError(self.failure)
+        missing = sorted(self.positions.keys() - notes.keys()) if notes else "others"
+        raise TimeoutError(f"no word of {key} from workers {missing}")
+
+    def _keep_note(self, rank: int, key: str, note: str) -> None:
+        """On worker 0: collects, and tells everybody when all are there."""
+        with self._changed:
+            notes = self._notes.setdefault(key, {})
+            notes[rank] = note
+            complete = len(notes) == self._workers
+            self._changed.notify_all()
+        if complete:
+            self._tell({"notes": [key, notes]})
 
     def leave(self) -> None:
         """Says goodbye, so that the end of this process is no failure."""
@@ -131,6 +180,13 @@ class Membership:
                 self._left.setdefault(rank)
         if "failure" in message:
             self._fail(message["failure"])
+        if "note" in message:
+            self._keep_note(peer, *message["note"])
+        if "notes" in message:
+            key, notes = message["notes"]
+            with self._changed:
+                self._notes[key] = {int(rank): note for rank, note in notes.items()}
+                self._changed.notify_all()
         for rank, position in message.get("at", {}).items():
             if int(rank) != self.rank:
                 self.positions[int(rank)] = position
@@ -150,11 +206,14 @@ class Membership:
         self.failure = reason
         if self.rank == 0:
             self._tell({"failure": reason})
+        with self._changed:
+            self._changed.notify_all()
         self._on_failure()
 
     def _tell(self, message: dict[str, Any]) -> None:
         line = json.dumps(message).encode() + b"\n"
-        for peer, connection in self._connections.items():
-            if peer not in self._left:
-                with contextlib.suppress(OSError):
-                    connection.sendall(line)
+        with self._writing:
+            for peer, connection in self._connections.items():
+                if peer not in self._left:
+                    with contextlib.suppress(OSError):
+                        connection.sendall(line)
