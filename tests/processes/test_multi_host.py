@@ -11,7 +11,7 @@ from tests.support.workers import Workers
 SEVERAL = {"2x2": (2, 2), "3x1": (3, 1)}
 # With one device per host TensorFlow hands out plain tensors in the place of
 # per-replica values; these scenarios use all that differs by that.
-WITH_ONE_DEVICE = ("sgd", "masked-embedding", "loss-scaling", "jit", "custom-loop")
+WITH_ONE_DEVICE = ("sgd", "masked-embedding", "loss-scaling", "custom-loop")
 ROWS = [
     (layout, name)
     for layout in SEVERAL

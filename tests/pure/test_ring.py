@@ -7,7 +7,12 @@ import numpy as np
 import pytest
 
 from tfdp.hosts import ring
-from tfdp.hosts.buffers import ALIGNMENT_BYTES, BufferPool, views_of
+from tfdp.hosts.buffers import (
+    ALIGNMENT_BYTES,
+    BufferPool,
+    unaligned_copy,
+    views_of,
+)
 
 SHAPES = [(1000,), (3,), (7, 40), (), (0,)]
 
@@ -100,3 +105,12 @@ def test_a_buffer_is_reused_only_when_nobody_holds_it():
         views_of(pool, [np.zeros(300, np.float32)])[0].ctypes.data for _ in range(3)
     }
     assert len(reused) == 1
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (3, 5), (64,)])
+def test_an_unaligned_copy_is_equal_and_lies_elsewhere(shape):
+    array = np.arange(np.prod(shape), dtype=np.float64).reshape(shape)
+    copy = unaligned_copy(array)
+    np.testing.assert_array_equal(copy, array)
+    assert copy.ctypes.data % ALIGNMENT_BYTES == 8
+    assert not np.shares_memory(copy, array)

@@ -171,7 +171,6 @@ SCENARIOS = {
     ),
     "steps-per-execution": lambda: fitted(steps_per_execution=2),
     "eager": lambda: fitted(epochs=1, run_eagerly=True),
-    "jit": lambda: fitted(jit_compile=True),
     "synchronized": lambda: fitted(normalized_model),
     "masked-embedding": lambda: fitted(embedding_model, data=sequences()),
     "loss-scaling": loss_scaling,

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-__all__ = ["BufferPool", "views_of"]
+__all__ = ["BufferPool", "unaligned_copy", "views_of"]
 
 # TensorFlow uses a NumPy result where it lies only when it begins at such an address.
 ALIGNMENT_BYTES = 64
@@ -62,3 +62,16 @@ def views_of(pool: BufferPool, arrays: Sequence[np.ndarray]) -> list[np.ndarray]
         memory[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
         for start, array in zip(ends, arrays, strict=True)
     ]
+
+
+def unaligned_copy(array: np.ndarray) -> np.ndarray:
+    """`array` at an address that TensorFlow does not take over: it has to copy.
+
+    For what becomes the memory of a variable, which TensorFlow may write into and hand
+    on as its own.
+    """
+    memory = np.empty(array.nbytes + ALIGNMENT_BYTES + 8, np.uint8)
+    start = -memory.ctypes.data % ALIGNMENT_BYTES + 8
+    copy = memory[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
+    copy[...] = array
+    return copy
