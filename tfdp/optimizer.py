@@ -9,8 +9,14 @@ import keras
 import tensorflow as tf
 
 from tfdp._tf.current_run import current_run
-from tfdp._tf.keras_optimizers import reduce_gradients, takes_reduced
+from tfdp._tf.keras_optimizers import (
+    agree_finite,
+    reduce_gradients,
+    shards_of,
+    takes_reduced,
+)
 from tfdp._tf.optimizer_hooks import LossScaleHooks
+from tfdp._tf.shard_updates import ACCUMULATOR_NAME
 from tfdp.errors import ConfigurationError, ScopeError
 
 __all__ = ["DistributedOptimizer"]
@@ -100,7 +106,8 @@ class DistributedOptimizer(LossScaleHooks):
         if self.accumulate_steps == 1:
             return
         self._accumulators = [
-            self.add_variable_from_reference(v, name="accumulator") for v in variables
+            self.add_variable_from_reference(v, name=ACCUMULATOR_NAME)
+            for v in variables
         ]
         self._weight_sum = self.add_variable(shape=(), name="accumulated_weight")
         self._micro_step = self.add_variable(shape=(), dtype="int", name="micro_step")
@@ -122,7 +129,7 @@ class DistributedOptimizer(LossScaleHooks):
         if self.static_scale is not None:
             gradients = [g if g is None else g / self.static_scale for g in gradients]
         if self.accumulate_steps == 1:
-            self._reduce_and_update(gradients, variables)
+            self._update(self._reduced(gradients, variables), variables)
         else:
             self._accumulate(gradients, variables)
 
@@ -153,6 +160,8 @@ class DistributedOptimizer(LossScaleHooks):
         run, rank = found if found is not None else (None, 0)
         weight = tf.constant(1.0) if run is None else run.batch_weight(rank)
         indices = [self.variable_index(variable) for variable in variables]
+        if self._accumulates_shards():
+            gradients = self._reduced(gradients, variables)
         for index, gradient in zip(indices, gradients, strict=True):
             if gradient is not None:
                 dense = tf.convert_to_tensor(gradient)
@@ -173,27 +182,46 @@ class DistributedOptimizer(LossScaleHooks):
                 )
                 for index, gradient in zip(indices, gradients, strict=True)
             ]
-            self._reduce_and_update(means, variables)
+            if not self._accumulates_shards():
+                means = self._reduced(means, variables)
+            self._update(means, variables)
             for spent in (*self._accumulators, self._weight_sum, self._micro_step):
-                self._set(spent, tf.zeros(spent.shape, spent.dtype))
+                self._set(spent, tf.zeros_like(tf.convert_to_tensor(spent)))
 
         is_last = tf.convert_to_tensor(self._micro_step) >= self.accumulate_steps
         keras.ops.cond(is_last, update, lambda: None)
 
-    def _reduce_and_update(self, gradients: list[Any], variables: list[Any]) -> None:
+    def _accumulates_shards(self) -> bool:
+        """Whether every micro-step is reduced, so that accumulators can be shards."""
+        shards = shards_of(self)
+        return shards is not None and shards.stage > 1
+
+    def _reduced(self, gradients: list[Any], variables: list[Any]) -> list[Any]:
         found = current_run()
-        if found is not None:
-            run, _ = found
-            places = [i for i, g in enumerate(gradients) if g is not None]
-            reduced = reduce_gradients([gradients[i] for i in places], run)
-            for place, gradient in zip(places, reduced, strict=True):
-                gradients[place] = gradient
-        if not self.dynamic_loss_scale:
-            with takes_reduced(self.inner_optimizer):
-                self.inner_optimizer.apply(gradients, variables)
-            return
+        if found is None:
+            return gradients
+        run, _ = found
+        places = [i for i, g in enumerate(gradients) if g is not None]
+        reduced = reduce_gradients(
+            [gradients[i] for i in places], run, [variables[i] for i in places]
+        )
+        results = list(gradients)
+        for place, gradient in zip(places, reduced, strict=True):
+            results[place] = gradient
+        return results
+
+    def _update(self, gradients: list[Any], variables: list[Any]) -> None:
+        """Tests, clips and updates, with gradients that are reduced already."""
         with takes_reduced(self.inner_optimizer):
-            self.update_if_finite(gradients, variables)
+            if not self.dynamic_loss_scale:
+                self.inner_optimizer.apply(gradients, variables)
+            elif shards_of(self) is None:
+                is_finite = self.check_finite(gradients)
+                self.update_if_finite(gradients, variables, is_finite)
+            else:
+                # Each replica tests its own shards.
+                is_finite = agree_finite(self, gradients)
+                self.update_if_finite(gradients, variables, is_finite)
 
     def _add(self, variable: keras.Variable, value: tf.Tensor) -> None:
         self._on_this_replica(variable, lambda own, v: own.assign_add(v), value)

@@ -17,16 +17,16 @@ from tfdp._tf.jit_step import is_stock_train_step, jitted_train_step, take_over_
 from tfdp._tf.keras_losses import loss_replica_count, why_loss_seems_local
 from tfdp._tf.keras_optimizers import led_optimizers, optimizers_of
 from tfdp._tf.replica_run import ReplicaRun, sample_counts
+from tfdp._tf.shard_updates import Sharding
 from tfdp.buckets import Bucket
 from tfdp.communication import Communication
 from tfdp.devices import find_devices
 from tfdp.errors import ConfigurationError, LocalMeanWarning
 from tfdp.hierarchical import HierarchicalAllReduce
+from tfdp.shards import SHARD_STAGES, shard_stage
 from tfdp.topology import Topology
 
-__all__ = ["SHARD_STAGES", "DataParallelStrategy"]
-
-SHARD_STAGES = ("none",)
+__all__ = ["DataParallelStrategy"]
 
 
 class DataParallelStrategy(tf.distribute.MirroredStrategy):
@@ -44,7 +44,10 @@ class DataParallelStrategy(tf.distribute.MirroredStrategy):
       devices: names of the devices, one replica each, such as `["GPU:0", "GPU:1"]`;
         None takes all GPUs, or all logical CPUs where there is no GPU.
       communication: how replicas exchange tensors; None for the defaults.
-      shard: "none": every replica holds the whole model.
+      shard: what each replica holds 1 / N of only: "none" (0), "optimizer" (1: its
+        state), "gradients" (2: and gradients), "parameters" (3: and weights). The
+        numbers are the stages of ZeRO.
+      shard_min_bytes: variables below this size are not sharded.
       draws_per_replica: True: dropout, noise and augmentation layers draw differently
         on every replica, reproducibly from their seed. False: identical draws, as
         stock TensorFlow makes them.
@@ -53,7 +56,8 @@ class DataParallelStrategy(tf.distribute.MirroredStrategy):
       ConfigurationError: when an argument is not as above.
       DeviceError: when a device does not exist or is named twice.
 
-    Cost: per step and replica about 2 n (N - 1) / N bytes for n bytes of gradients.
+    Cost: per step and replica about 2 n (N - 1) / N bytes for n bytes of gradients;
+    3 n (N - 1) / N with shard="parameters".
 
     ```python
     import keras
@@ -71,14 +75,11 @@ class DataParallelStrategy(tf.distribute.MirroredStrategy):
         devices: Sequence[str] | None = None,
         *,
         communication: Communication | None = None,
-        shard: str = "none",
+        shard: str | int = "none",
+        shard_min_bytes: int = 32 * 1024,
         draws_per_replica: bool = True,
     ):
-        if shard not in SHARD_STAGES:
-            raise ConfigurationError(
-                f"shard must be one of {', '.join(map(repr, SHARD_STAGES))}. "
-                f"Received: {shard!r}."
-            )
+        self._sharding = _check_sharding(shard, shard_min_bytes)
         self._jit_models: weakref.WeakSet[Any] = weakref.WeakSet()
         cross_device_ops = HierarchicalAllReduce(communication)
         extended = self._make_extended(
@@ -104,6 +105,7 @@ class DataParallelStrategy(tf.distribute.MirroredStrategy):
             self._pipeline,
             cross_device_ops,
             draws_per_replica=draws_per_replica,
+            sharding=self._sharding,
         )
 
     @property
@@ -241,6 +243,21 @@ class DataParallelStrategy(tf.distribute.MirroredStrategy):
             stacklevel=3,
         )
 
+    @property
+    def shard(self) -> str:
+        """What is sharded: "none", "optimizer", "gradients" or "parameters"."""
+        return SHARD_STAGES[self._sharding.stage]
+
     def _sum_scalar(self, value: tf.Tensor, rank: int) -> tf.Tensor:
         context = tf.distribute.get_replica_context()
         return context.all_reduce(tf.distribute.ReduceOp.SUM, value)
+
+
+def _check_sharding(shard: str | int, shard_min_bytes: int) -> Sharding:
+    is_size = isinstance(shard_min_bytes, int) and not isinstance(shard_min_bytes, bool)
+    if not is_size or shard_min_bytes < 0:
+        raise ConfigurationError(
+            "shard_min_bytes must be an integer of at least 0. Received: "
+            f"{shard_min_bytes!r}."
+        )
+    return Sharding(shard_stage(shard), shard_min_bytes)

@@ -13,10 +13,16 @@ import pytest
 
 from tests.support.conformance import replicas_of
 from tests.support.conformance_reference import reference
-from tests.support.conformance_table import KINDS, LAYOUTS, OPTIMIZERS, OPTIONS
+from tests.support.conformance_table import (
+    KINDS,
+    LAYOUTS,
+    OPTIMIZERS,
+    OPTIONS,
+    UNSHARDABLE,
+)
 
 WITH_ALL_OPTIONS = ("SGD", "Adam")
-COVERING_LAYOUTS = ("2", "2x2")
+COVERING_LAYOUTS = ("2", "2x2", "3-parameters")
 COVERED_WITH_ALL_OPTIONS = "Adam"
 
 TINY = np.finfo("float32").tiny
@@ -28,10 +34,12 @@ EXEMPT = {}
 def is_covering(optimizer, option, layout):
     if optimizer == COVERED_WITH_ALL_OPTIONS:
         return layout in COVERING_LAYOUTS or option == "plain"
-    return option == "plain" and layout == "2x2"
+    return option == "plain" and layout in ("2x2", "3-gradients")
 
 
 def is_in_table(optimizer, option, layout):
+    if LAYOUTS[layout].shard != "none" and optimizer in UNSHARDABLE:
+        return False
     # Collectives over two levels differ from those in process by their transport only.
     return layout != "2x2-tensorflow" or optimizer in WITH_ALL_OPTIONS
 
@@ -60,7 +68,8 @@ def test_equals_one_device(optimizer, option, layout, kind, record_property):
     # In half precision the rounding of activations is far above that of the exchange:
     # one device then takes the batch in the replicas' parts.
     parts = layout if OPTIONS[option].is_half else None
-    answer, movement, bounds = reference(optimizer, option, kind, parts)
+    shards = LAYOUTS[layout].shard != "none"
+    answer, movement, bounds = reference(optimizer, option, kind, parts, shards)
     replicas = replicas_of(optimizer, option, layout)
     got = replicas.run(kind)
 

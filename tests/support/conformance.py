@@ -93,6 +93,7 @@ def strategy_of(layout):
         chosen.replicas,
         engine=chosen.engine,
         hierarchy=chosen.hierarchy,
+        shard=chosen.shard,
         bucket_bytes=100,
         first_bucket_bytes=50,
     )
@@ -164,7 +165,8 @@ class Replicas:
         return [
             variable.path
             for variable in self.variables
-            if len({copy.numpy().tobytes() for copy in variable.value.values}) > 1
+            if not is_stored_in_shards(variable)
+            and len({copy.numpy().tobytes() for copy in variable.value.values}) > 1
             and not is_accumulator(variable)
         ]
 
@@ -187,8 +189,13 @@ def is_accumulator(variable):
     return "gradient_accumulator" in variable.path
 
 
+def is_stored_in_shards(variable):
+    return hasattr(variable.value, "shard")
+
+
 def value_of(variable):
-    if is_accumulator(variable) and hasattr(variable.value, "values"):
+    is_copied = hasattr(variable.value, "values") and not is_stored_in_shards(variable)
+    if is_accumulator(variable) and is_copied:
         return sum(copy.numpy().astype("float64") for copy in variable.value.values)
     return variable.numpy().astype("float64")
 

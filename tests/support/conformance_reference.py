@@ -64,13 +64,16 @@ class OneDevice:
       parts: None takes each global batch whole. A layout takes it in the replicas'
         parts and adds their gradients in the replicas' order: what is left to compare
         is the exchange alone, where the rounding of half precision would hide it.
+      dense: the embedding's gradient is a whole tensor. Keras' sparse updates and norms
+        take each occurrence of a word by itself; accumulators and shards are dense.
     """
 
-    def __init__(self, optimizer: str, option: str, parts: Layout | None):
+    def __init__(self, optimizer: str, option: str, parts: Layout | None, dense: bool):
         self.option = OPTIONS[option]
         self.parts = parts
         self.count = 1 if parts is None else parts.replicas
         self.micro_steps = self.option.accumulate_steps or 1
+        self.dense = dense or self.micro_steps > 1
         self.model = make_problem(self.option.policy)
         self.optimizer = make_optimizer(optimizer, self.option, wrap=False)
         # Built lazily, ScheduleFreeAdamW would copy the weights in every step.
@@ -130,9 +133,7 @@ class OneDevice:
                 scaled = self.optimizer.scale_loss(loss)
             losses.append(loss)
             found = tape.gradient(scaled, self.model.trainable_variables)
-            if self.micro_steps > 1:
-                # Accumulators are dense. Keras' sparse updates and norms take each
-                # occurrence of a word by itself, on one device, too.
+            if self.dense:
                 found = [tf.convert_to_tensor(gradient) for gradient in found]
             gradients.append(found)
         total = [self._sum(terms) for terms in zip(*gradients, strict=True)]
@@ -164,7 +165,9 @@ def perturb(gradient, error, seed):
         values = perturb(gradient.values, error, seed)
         return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
     noise = tf.random.stateless_uniform(tf.shape(gradient), seed, -1.0, 1.0)
-    return gradient + error * tf.sign(noise)
+    # Where no row brought anything (a word that does not occur) the sum is exactly 0.
+    found = tf.cast(tf.not_equal(gradient, 0), gradient.dtype)
+    return gradient + error * tf.sign(noise) * found
 
 
 def gradient_errors(model, rows):
@@ -193,18 +196,19 @@ def gradient_errors(model, rows):
 
 
 @functools.lru_cache(maxsize=1)
-def _one_device(optimizer, option, layout):
-    return OneDevice(optimizer, option, LAYOUTS[layout] if layout else None)
+def _one_device(optimizer, option, layout, dense):
+    return OneDevice(optimizer, option, LAYOUTS[layout] if layout else None, dense)
 
 
 @functools.cache
-def reference(optimizer: str, option: str, kind: str, layout: str | None):
+def reference(optimizer: str, option: str, kind: str, layout: str | None, dense: bool):
     """The answer of one device, the movement, and the bound, entry by entry.
 
     Args:
       layout: takes the batches in that layout's parts; None takes them whole.
+      dense: see `OneDevice`.
     """
-    one = _one_device(optimizer, option, layout)
+    one = _one_device(optimizer, option, layout, dense)
     start = outcome_of_start(one)
     answer = one.run(kind)
     changes = [

@@ -121,6 +121,7 @@ class Layout:
     replicas: int
     engine: str = "in_process"
     hierarchy: object = "flat"
+    shard: str = "none"
 
     @property
     def is_two_level(self) -> bool:
@@ -132,21 +133,36 @@ LAYOUTS = {
     "4": Layout(4, "tensorflow"),
     "2x2": Layout(4, hierarchy=(2, 2)),
     "2x2-tensorflow": Layout(4, "tensorflow", (2, 2)),
+    "2-optimizer": Layout(2, shard="optimizer"),
+    "2-gradients": Layout(2, "tensorflow", shard="gradients"),
+    "2-parameters": Layout(2, shard="parameters"),
+    "3-gradients": Layout(3, shard="gradients"),
+    "3-parameters": Layout(3, shard="parameters"),
+    "4-optimizer": Layout(4, "tensorflow", shard="optimizer"),
+    "4-parameters": Layout(4, "tensorflow", shard="parameters"),
+    "2x2-parameters": Layout(4, hierarchy=(2, 2), shard="parameters"),
+    "2x2-tensorflow-parameters": Layout(4, "tensorflow", (2, 2), "parameters"),
 }
+
+# Their updates need whole tensors, so sharding is refused for them.
+UNSHARDABLE = ("Adafactor", "Lamb", "Muon")
 
 # Rows of each replica in each of the four global batches, by number of replicas. The
 # global batches have as many rows whatever the number of replicas.
 KINDS = {
     "even": {
         2: [(4, 4), (4, 4), (4, 4), (4, 4)],
+        3: [(3, 3, 2), (3, 3, 2), (3, 3, 2), (3, 3, 2)],
         4: [(2, 2, 2, 2), (2, 2, 2, 2), (2, 2, 2, 2), (2, 2, 2, 2)],
     },
     "short": {
         2: [(4, 4), (4, 2), (4, 4), (3, 2)],
+        3: [(3, 3, 2), (3, 2, 1), (3, 3, 2), (2, 2, 1)],
         4: [(2, 2, 2, 2), (2, 2, 1, 1), (2, 2, 2, 2), (2, 1, 1, 1)],
     },
     "empty": {
         2: [(4, 4), (4, 0), (4, 4), (0, 3)],
+        3: [(3, 3, 2), (4, 0, 0), (3, 3, 2), (0, 1, 2)],
         4: [(2, 2, 2, 2), (2, 2, 0, 0), (2, 2, 2, 2), (0, 2, 0, 1)],
     },
 }

@@ -10,10 +10,13 @@ import tfdp
 UNIT_ROUND_OFF = np.finfo(np.float32).eps / 2
 
 
-def make_strategy(replicas, **communication):
+def make_strategy(replicas, shard="none", **communication):
     return tfdp.DataParallelStrategy(
         [f"CPU:{i}" for i in range(replicas)],
         communication=tfdp.Communication(**communication),
+        shard=shard,
+        # Even the smallest variable is cut; some shards are then empty.
+        shard_min_bytes=0,
     )
 
 

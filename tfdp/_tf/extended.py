@@ -14,15 +14,25 @@ from typing import Any, Protocol
 import tensorflow as tf
 
 from tfdp._tf.keras_optimizers import refuse_unled
-from tfdp._tf.names import MirroredExtended, MirroredVariable, current_rank
+from tfdp._tf.names import (
+    MirroredExtended,
+    MirroredVariable,
+    current_rank,
+    stop_recording,
+)
 from tfdp._tf.replica_run import ReplicaRun
 from tfdp._tf.scope_checks import check_component
+from tfdp._tf.shard_updates import Sharding, ShardReducer, ShardUpdates
+from tfdp._tf.sharded_variables import ShardedVariable, ShardUpdatedVariable
 from tfdp._tf.variables import ReplicaMirroredVariable, SeedVariable, is_seed_state
+from tfdp.errors import ScopeError
 
 __all__ = ["DataParallelExtended", "ReplicaReducer"]
 
+SHARD_CLASSES = (ShardedVariable, ShardUpdatedVariable)
 
-class ReplicaReducer(Protocol):
+
+class ReplicaReducer(ShardReducer, Protocol):
     """What the extended needs from the layers above to move tensors."""
 
     def begin_run(self) -> None:
@@ -44,6 +54,7 @@ class DataParallelExtended(MirroredExtended):
       reducer: moves tensors between replicas in replica context.
       cross_device_ops: reduces in cross-replica context, and in eager mode.
       draws_per_replica: whether random layers draw apart on every replica.
+      sharding: what each replica holds a shard of only.
     """
 
     def __init__(
@@ -54,8 +65,12 @@ class DataParallelExtended(MirroredExtended):
         cross_device_ops: tf.distribute.CrossDeviceOps,
         *,
         draws_per_replica: bool = True,
+        sharding: Sharding | None = None,
     ):
         self.reducer = reducer
+        self.shards: ShardUpdates | None = None
+        if sharding is not None and sharding.stage and reducer.shard_parts > 1:
+            self.shards = ShardUpdates(strategy, devices, reducer, sharding)
         self.current_run = ReplicaRun(len(devices))
         self._draws_per_replica = draws_per_replica
         super().__init__(
@@ -78,6 +93,28 @@ class DataParallelExtended(MirroredExtended):
         with tf.device(component.device):
             fn(component, value)
 
+    def update_whole(self, variable: Any, fn: Callable, value: Any, kwargs: Any) -> Any:
+        """Assigns to all copies of a mirrored variable, in cross-replica context."""
+        return super()._update(variable, fn, (value,), kwargs, True)
+
+    def read_sharded(self, variable: ShardedVariable, rank: int) -> tf.Tensor:
+        """The whole of a sharded variable, in replica context."""
+        return _shards_of(self).read(variable, rank)
+
+    def _update(
+        self, var: Any, fn: Callable, args: Any, kwargs: Any, group: Any
+    ) -> Any:
+        if isinstance(var, SHARD_CLASSES):
+            return _shards_of(self).update_across(var, fn, args, kwargs)
+        return super()._update(var, fn, args, kwargs, group)
+
+    def _replica_ctx_update(
+        self, var: Any, fn: Callable, args: Any, kwargs: Any, group: Any
+    ) -> Any:
+        if isinstance(var, SHARD_CLASSES) and not tf.executing_eagerly():
+            return _shards_of(self).update(var, fn, args, kwargs)
+        return super()._replica_ctx_update(var, fn, args, kwargs, group)
+
     def _make_collective_ops_with_fallbacks(self) -> tf.distribute.CrossDeviceOps:
         # The stock collectives share one set of keys among all strategies of the
         # process, which poisons the second one. Ours have keys of their own.
@@ -93,6 +130,8 @@ class DataParallelExtended(MirroredExtended):
     def _call_for_each_replica(self, fn: Callable, args: Any, kwargs: Any) -> Any:
         if not tf.executing_eagerly():
             self.reducer.begin_run()
+            if self.shards is not None:
+                self.shards.forget_views()
         return super()._call_for_each_replica(fn, args, kwargs)
 
     def _replica_ctx_all_reduce(
@@ -107,11 +146,46 @@ class DataParallelExtended(MirroredExtended):
         return tf.nest.pack_sequence_as(value, reduced)
 
     def _create_variable(self, next_creator: Callable, **kwargs: Any) -> Any:
+        shards, shard_class = self.shards, None
+        if shards is not None and kwargs.get("initial_value") is not None:
+            value = self._first_value(kwargs)
+            shard_class = shards.class_of(kwargs, value)
+            if shard_class is not None:
+                value = self._common_start(value, kwargs)
+                kwargs["initial_value"] = value
+            if shard_class is not None and issubclass(shard_class, ShardedVariable):
+                return shards.make(shard_class, next_creator, kwargs, value)
         variable = super()._create_variable(next_creator, **kwargs)
         if type(variable) is not MirroredVariable:
             return variable
         own_draws = self._draws_per_replica and is_seed_state(variable)
         variable_class = SeedVariable if own_draws else ReplicaMirroredVariable
-        return variable_class(
+        made = (shard_class or variable_class)(
             variable.distribute_strategy, variable.values, variable.aggregation
         )
+        if shards is not None and isinstance(made, ShardUpdatedVariable):
+            made.layout = shards.layout_of(made)
+        return made
+
+    def _first_value(self, kwargs: dict[str, Any]) -> tf.Tensor:
+        """What the variable about to be made starts as; drawn once, and kept."""
+        initial = kwargs["initial_value"]
+        with tf.device(self.worker_devices[0]), stop_recording():
+            value = tf.convert_to_tensor(
+                initial() if callable(initial) else initial, dtype=kwargs.get("dtype")
+            )
+        kwargs["initial_value"] = value
+        return value
+
+    def _common_start(self, value: tf.Tensor, kwargs: dict[str, Any]) -> tf.Tensor:
+        """The value that a sharded variable starts as on all hosts."""
+        return value
+
+
+def _shards_of(extended: DataParallelExtended) -> ShardUpdates:
+    if extended.shards is None:
+        raise ScopeError(
+            "A sharded variable is used under a strategy that does not shard. Use it "
+            "under the strategy in whose scope it was made."
+        )
+    return extended.shards

@@ -26,13 +26,18 @@ from keras.src.backend.common import global_state
 
 from tfdp._tf.names import current_rank
 from tfdp._tf.replica_run import ReplicaRun
+from tfdp._tf.shard_updates import ShardUpdates
+from tfdp._tf.sharded_optimizers import clip_over_shards, shard_kind, shard_leads
+from tfdp._tf.sharded_variables import ShardUpdatedVariable
 from tfdp.errors import ConfigurationError
 
 __all__ = [
+    "agree_finite",
     "led_optimizers",
     "optimizers_of",
     "reduce_gradients",
     "refuse_unled",
+    "shards_of",
     "strategy_of",
     "takes_reduced",
 ]
@@ -83,6 +88,13 @@ def refuse_unled(value: Sequence[Any]) -> None:
         if "_all_reduce_sum_gradients" in vars(optimizer) or "apply" in vars(optimizer):
             return
     for optimizer in optimizers:
+        if shards_of(optimizer) is not None:
+            raise ConfigurationError(
+                f"The optimizer {optimizer.name!r} is used in a custom loop with "
+                "shard=...: it would add gradients of which each replica holds "
+                "another shard. Use model.fit, or run a method of the model that owns "
+                "the optimizer, or wrap it: tfdp.DistributedOptimizer(optimizer)."
+            )
         set_options = [name for name in CLIPPING if getattr(optimizer, name, None)]
         if set_options:
             raise ConfigurationError(
@@ -101,23 +113,26 @@ def _leads(
     if getattr(optimizer, "reduces_gradients", False):
         return  # DistributedOptimizer does all of this itself
     leaves = _leaves(optimizer)
-    if not any(leaf.gradient_accumulation_steps for leaf in leaves):
-        yield (
-            optimizer,
-            {"apply": functools.partial(_reduce_then_apply, optimizer, run)},
-        )
-        for leaf in leaves:
-            yield leaf, ALREADY_REDUCED
-        return
-    led: dict[str, Any] = {"apply": functools.partial(_apply_as_it_is, optimizer, run)}
-    if hasattr(optimizer, "inner_optimizer"):
-        led["check_finite"] = functools.partial(_agree_finite, optimizer)
-    yield optimizer, led
+    shards = shards_of(optimizer)
+    accumulates = any(leaf.gradient_accumulation_steps for leaf in leaves)
+    reduces_first = not accumulates or (shards is not None and shards.stage > 1)
+    apply = _reduce_then_apply if reduces_first else _apply_as_it_is
+    led: dict[str, Any] = {"apply": functools.partial(apply, optimizer, run)}
+    knows_only_its_own = not reduces_first or shards is not None
+    if knows_only_its_own and hasattr(optimizer, "inner_optimizer"):
+        led["check_finite"] = functools.partial(agree_finite, optimizer)
+    # Both may be for one object: an optimizer without a scaler is its own leaf.
+    leads = [(optimizer, led)]
     for leaf in leaves:
+        own = {} if shards is None else shard_leads(leaf, shards)
+        if reduces_first:
+            leads.append((leaf, own | ALREADY_REDUCED))
+            continue
         clipping = {name: getattr(leaf, name) for name in CLIPPING}
         reduce = functools.partial(_reduce_then_clip, leaf, run, clipping)
         held_back: dict[str, Any] = dict.fromkeys(CLIPPING)
-        yield leaf, held_back | {"_all_reduce_sum_gradients": reduce}
+        leads.append((leaf, own | held_back | {"_all_reduce_sum_gradients": reduce}))
+    yield from leads
 
 
 def _leaves(
@@ -131,10 +146,17 @@ def _leaves(
 @contextlib.contextmanager
 def takes_reduced(optimizer: keras.optimizers.Optimizer) -> Iterator[None]:
     """While this lasts, `optimizer` does not reduce the gradients that it is given."""
+    shards = shards_of(optimizer)
     with contextlib.ExitStack() as stack:
         for leaf in _leaves(optimizer):
-            stack.enter_context(_instance_attributes(leaf, ALREADY_REDUCED))
+            own = {} if shards is None else shard_leads(leaf, shards)
+            stack.enter_context(_instance_attributes(leaf, own | ALREADY_REDUCED))
         yield
+
+
+def shards_of(optimizer: keras.optimizers.Optimizer) -> ShardUpdates | None:
+    """What updates the shards of the strategy of `optimizer`; None: it has none."""
+    return getattr(strategy_of(optimizer).extended, "shards", None)
 
 
 def _apply_as_it_is(
@@ -161,7 +183,10 @@ def _reduce_then_apply(
         if gradient is not None
         and not getattr(variable, "overwrite_with_gradient", False)
     ]
-    reduced = reduce_gradients([gradients[i] for i in places], run)
+    built_with = variables or optimizer._trainable_variables
+    reduced = reduce_gradients(
+        [gradients[i] for i in places], run, [built_with[i] for i in places]
+    )
     for place, gradient in zip(places, reduced, strict=True):
         gradients[place] = gradient
     with run.updating():
@@ -176,31 +201,57 @@ def _reduce_then_clip(
 ) -> list[tuple[Any, Any]]:
     pairs = list(grads_and_vars)
     places = [i for i, (gradient, _) in enumerate(pairs) if gradient is not None]
-    reduced = reduce_gradients([pairs[i][0] for i in places], run)
+    variables = [pairs[i][1] for i in places]
+    reduced = reduce_gradients([pairs[i][0] for i in places], run, variables)
+    shards = shards_of(optimizer)
     with _instance_attributes(optimizer, clipping):
-        clipped = optimizer._clip_gradients(reduced)
+        if shards is None:
+            clipped = optimizer._clip_gradients(reduced)
+        else:
+            clipped = clip_over_shards(optimizer, reduced, variables, shards)
     for place, gradient in zip(places, clipped, strict=True):
         pairs[place] = (gradient, pairs[place][1])
     return pairs
 
 
-def reduce_gradients(gradients: Sequence[Any], run: ReplicaRun) -> list[Any]:
+def reduce_gradients(
+    gradients: Sequence[Any], run: ReplicaRun, variables: Sequence[Any]
+) -> list[Any]:
     """The sum of the gradients over the replicas, with the replicas' own state.
+
+    Of a variable that is updated by shards each replica gets its shard of the sum.
+    The gradient of a variable that is stored in shards is one already.
 
     Moving statistics that each replica updated on its own ride in the same buckets:
     no launch of their own. They come back as the mean over all samples.
     """
     if not gradients:
         return []
+    results = list(gradients)
+    kinds = [shard_kind(variable) for variable in variables]
+    scattered = [i for i, kind in enumerate(kinds) if kind is ShardUpdatedVariable]
+    if scattered:
+        shards = tf.distribute.get_strategy().extended.shards
+        own = shards.scatter(
+            [gradients[i] for i in scattered], [variables[i] for i in scattered]
+        )
+        for place, shard in zip(scattered, own, strict=True):
+            results[place] = shard
+    whole = [i for i, kind in enumerate(kinds) if kind is None]
     context = tf.distribute.get_replica_context()
     rank = current_rank()
     state = list(run.local_state.get(rank, {}).values())
     run.local_state[rank] = {}
     shares = [_weighted_state(variable, run, rank) for variable in state]
-    reduced = context.all_reduce(tf.distribute.ReduceOp.SUM, [*gradients, *shares])
-    for variable, value in zip(state, reduced[len(gradients) :], strict=True):
-        variable._get_replica(rank).assign(value)
-    return list(reduced[: len(gradients)])
+    if whole or shares:
+        reduced = context.all_reduce(
+            tf.distribute.ReduceOp.SUM, [*(gradients[i] for i in whole), *shares]
+        )
+        for place, value in zip(whole, reduced[: len(whole)], strict=True):
+            results[place] = value
+        for variable, value in zip(state, reduced[len(whole) :], strict=True):
+            variable._get_replica(rank).assign(value)
+    return results
 
 
 def _weighted_state(variable: Any, run: ReplicaRun, rank: int) -> tf.Tensor:
@@ -211,9 +262,10 @@ def _weighted_state(variable: Any, run: ReplicaRun, rank: int) -> tf.Tensor:
     return tf.where(share > 0, value * share, tf.zeros_like(value))
 
 
-def _agree_finite(
+def agree_finite(
     optimizer: keras.optimizers.Optimizer, gradients: Sequence[Any]
 ) -> tf.Tensor:
+    """Whether the gradients are finite on every replica; the same answer on each."""
     mine = type(optimizer).check_finite(optimizer, gradients)
     bad = tf.cast(tf.logical_not(mine), tf.float32)
     context = tf.distribute.get_replica_context()

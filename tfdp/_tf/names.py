@@ -17,6 +17,10 @@ import tensorflow as tf
 from tensorflow.python.distribute import cross_device_ops as _cross_device_ops
 from tensorflow.python.distribute import distribute_utils as _distribute_utils
 
+# Which replica's component an update in cross-replica context is about.
+from tensorflow.python.distribute.distribute_lib import UpdateContext
+from tensorflow.python.distribute.distribute_utils import select_replica
+
 # The device-set of a strategy with mirrored variables: our base class.
 from tensorflow.python.distribute.mirrored_strategy import MirroredExtended
 
@@ -31,6 +35,9 @@ from tensorflow.python.distribute.values import (
 # Whether op determinism is on; the switch is public, the question is not.
 # The seed that `tf.random.set_seed` was given; the setter is public, the getter is not.
 from tensorflow.python.eager import context as _context
+
+# Keeps what initializes a variable off the gradient tapes that are open.
+from tensorflow.python.eager.record import stop_recording
 from tensorflow.python.framework import config as _config
 from tensorflow.python.framework.device_spec import DeviceSpecV2 as DeviceSpec
 
@@ -53,6 +60,7 @@ __all__ = [
     "MirroredExtended",
     "MirroredVariable",
     "PerReplica",
+    "UpdateContext",
     "common_devices",
     "current_rank",
     "fit_of_caller",
@@ -64,6 +72,8 @@ __all__ = [
     "model_built_by_caller",
     "regroup_mirrored",
     "run_independently",
+    "select_replica",
+    "stop_recording",
     "wants_determinism",
 ]
 

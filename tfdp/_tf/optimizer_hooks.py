@@ -52,10 +52,12 @@ class LossScaleHooks(VariableIndex, keras.optimizers.LossScaleOptimizer):
         """The variables that the optimizer was built with."""
         return list(self._trainable_variables)
 
-    def update_if_finite(self, gradients: list[Any], variables: list[Any]) -> None:
+    def update_if_finite(
+        self, gradients: list[Any], variables: list[Any], is_finite: Any
+    ) -> None:
         """Updates where every gradient is finite, else only halves the scale."""
         keras.ops.cond(
-            self.check_finite(gradients),
+            is_finite,
             lambda: self._stateful_handle_finite_grads(gradients, variables),
             self._stateful_handle_non_finite_grads,
         )

@@ -16,9 +16,11 @@ import numpy as np
 import tensorflow as tf
 
 from tfdp._tf import names
+from tfdp._tf.shard_pieces import cut, pad_shard
 from tfdp.collectives.in_process import InProcessEngine
 from tfdp.collectives.wire_types import check_summable
 from tfdp.hosts.link import HostLink
+from tfdp.shards import ShardLayout
 from tfdp.topology import Topology
 
 __all__ = ["AcrossHostsEngine"]
@@ -50,6 +52,11 @@ class AcrossHostsEngine(InProcessEngine):
         return len(self.devices) * self.link.workers
 
     @property
+    def holds_first_copy(self) -> bool:
+        """Every host has all shards; those of host 0 are the first."""
+        return self.link.rank == 0
+
+    @property
     def reduces_buckets(self) -> bool:
         """One call of the link carries the tensors of a whole bucket."""
         return True
@@ -60,25 +67,68 @@ class AcrossHostsEngine(InProcessEngine):
     def all_reduce_bucket(
         self, tensors: Sequence[tf.Tensor], rank: int, label: str
     ) -> list[tf.Tensor]:
-        for tensor in tensors:
-            check_summable(tensor.dtype)
         call = self.next_call_number(rank)
-        self._touch_token(rank)
+        totals = self._totals_at_leader(tensors, rank, call, label)
         everyone = self.topology.all_ranks
-        totals = [
-            self._sum_at(tensor, rank, LEADER, everyone, f"{call}/{place}/within")
-            for place, tensor in enumerate(tensors)
-        ]
-        if rank == LEADER:
-            totals = self._across(
-                lambda *arrays: self.link.sum(arrays, label), totals, totals
-            )
         return [
             self._share_from(
                 total, rank, LEADER, everyone, f"{call}/{place}/down", tensor
             )
             for place, (total, tensor) in enumerate(zip(totals, tensors, strict=True))
         ]
+
+    def reduce_scatter_bucket(
+        self,
+        tensors: Sequence[tf.Tensor],
+        layouts: Sequence[ShardLayout],
+        rank: int,
+        label: str,
+    ) -> list[tf.Tensor]:
+        # Shards are those of the replicas of one host, so every host needs the whole
+        # sum; only its way down within the host is shorter.
+        call = self.next_call_number(rank)
+        totals = self._totals_at_leader(tensors, rank, call, label)
+        return [
+            self._hand_out(total, layout, rank, f"{call}/{place}/down")
+            for place, (total, layout) in enumerate(zip(totals, layouts, strict=True))
+        ]
+
+    def _totals_at_leader(
+        self, tensors: Sequence[tf.Tensor], rank: int, call: int, label: str
+    ) -> list[tf.Tensor]:
+        """The sums over all hosts at the leader; elsewhere whatever was there."""
+        for tensor in tensors:
+            check_summable(tensor.dtype)
+        self._touch_token(rank)
+        everyone = self.topology.all_ranks
+        totals = [
+            self._sum_at(tensor, rank, LEADER, everyone, f"{call}/{place}/within")
+            for place, tensor in enumerate(tensors)
+        ]
+        if rank != LEADER:
+            return totals
+        return self._across(
+            lambda *arrays: self.link.sum(arrays, label), totals, totals
+        )
+
+    def _hand_out(
+        self, total: tf.Tensor, layout: ShardLayout, rank: int, key: str
+    ) -> tf.Tensor:
+        """Each replica's shard of the leader's tensor."""
+        start, stop = layout.bounds(rank)
+        with tf.device(self.devices[rank]):
+            flat = tf.reshape(total, [-1])
+            own = cut(flat, layout, rank)
+        if rank != LEADER and stop > start:
+            own = self._receive(own, LEADER, rank, key)
+        if rank == LEADER:
+            for peer in self.topology.all_ranks:
+                with tf.device(self.devices[rank]):
+                    piece = cut(flat, layout, peer)
+                if peer != LEADER and piece.shape[0]:
+                    self._send(piece, LEADER, peer, key)
+        with tf.device(self.devices[rank]):
+            return pad_shard(own, layout, rank)
 
     def all_gather(self, tensor: tf.Tensor, rank: int) -> tf.Tensor:
         local = super().all_gather(tensor, rank)

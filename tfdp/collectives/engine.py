@@ -11,6 +11,7 @@ import tensorflow as tf
 from tfdp._tf import names
 from tfdp.collectives.packing import pack, unpack
 from tfdp.errors import CollectiveError
+from tfdp.shards import ShardLayout
 from tfdp.topology import Topology
 
 __all__ = ["Engine", "next_group_key"]
@@ -117,6 +118,50 @@ class Engine(abc.ABC):
         if len(tensors) == 1:
             return [self.all_reduce(tensors[0], rank)]
         return unpack(self.all_reduce(pack(tensors), rank), tensors)
+
+    @property
+    def shard_parts(self) -> int:
+        """Over how many replicas a tensor is sharded."""
+        return len(self.devices)
+
+    @property
+    def holds_first_copy(self) -> bool:
+        """Whether the shards of this process are the first of several copies."""
+        return True
+
+    @abc.abstractmethod
+    def reduce_scatter_bucket(
+        self,
+        tensors: Sequence[tf.Tensor],
+        layouts: Sequence[ShardLayout],
+        rank: int,
+        label: str,
+    ) -> list[tf.Tensor]:
+        """This replica's shards of the sums of several tensors of one type.
+
+        Args:
+          tensors: whole ones, alike on all replicas in shape and type.
+          layouts: how each is cut, into `shard_parts` parts.
+          rank: the calling replica.
+          label: names the bucket in errors.
+        """
+
+    @abc.abstractmethod
+    def all_gather_bucket(
+        self,
+        shards: Sequence[tf.Tensor],
+        layouts: Sequence[ShardLayout],
+        rank: int,
+        label: str,
+    ) -> list[tf.Tensor]:
+        """The whole tensors, on every replica, from the shards of all.
+
+        Args:
+          shards: this replica's, flat and padded.
+          layouts: how each tensor is cut.
+          rank: the calling replica.
+          label: names the bucket in errors.
+        """
 
     @abc.abstractmethod
     def all_gather(self, tensor: tf.Tensor, rank: int) -> tf.Tensor:

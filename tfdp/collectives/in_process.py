@@ -25,8 +25,10 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from tfdp._tf import names
+from tfdp._tf.shard_pieces import cut, pad_shard, whole_from_parts
 from tfdp.collectives.engine import Engine, next_group_key
 from tfdp.collectives.wire_types import check_summable
+from tfdp.shards import ShardLayout
 from tfdp.topology import Topology
 
 __all__ = ["InProcessEngine"]
@@ -62,17 +64,79 @@ class InProcessEngine(Engine):
         call = self.next_call_number(rank)
         self._touch_token(rank)
         root = self._choose_root(call, tensor)
+        within, leader, leaders = self._way_to(root, rank)
+        total = self._sum_up(tensor, rank, root, f"{call}")
+        if rank == leader and len(leaders) > 1:
+            total = self._share_from(total, rank, root, leaders, f"{call}/back")
+        return self._share_from(total, rank, leader, within, f"{call}/down", tensor)
+
+    def reduce_scatter_bucket(
+        self,
+        tensors: Sequence[tf.Tensor],
+        layouts: Sequence[ShardLayout],
+        rank: int,
+        label: str,
+    ) -> list[tf.Tensor]:
+        call = self.next_call_number(rank)
+        self._touch_token(rank)
+        results = []
+        for place, (tensor, layout) in enumerate(zip(tensors, layouts, strict=True)):
+            with tf.device(self.devices[rank]):
+                flat = tf.reshape(tensor, [-1])
+            own = None
+            for root in self.topology.all_ranks:
+                with tf.device(self.devices[rank]):
+                    piece = cut(flat, layout, root)
+                if piece.shape[0]:
+                    piece = self._sum_up(piece, rank, root, f"{call}/{place}/{root}")
+                if root == rank:
+                    own = piece
+            with tf.device(self.devices[rank]):
+                results.append(pad_shard(own, layout, rank))
+        return results
+
+    def all_gather_bucket(
+        self,
+        shards: Sequence[tf.Tensor],
+        layouts: Sequence[ShardLayout],
+        rank: int,
+        label: str,
+    ) -> list[tf.Tensor]:
+        call = self.next_call_number(rank)
+        self._touch_token(rank)
+        ranks = self.topology.all_ranks
+        wholes = []
+        for place, (shard, layout) in enumerate(zip(shards, layouts, strict=True)):
+            parts = []
+            for owner in ranks:
+                start, stop = layout.bounds(owner)
+                if owner == rank:
+                    with tf.device(self.devices[rank]):
+                        part = shard[: stop - start]
+                else:
+                    part = tf.TensorSpec([stop - start], shard.dtype)
+                if stop > start:
+                    key = f"{call}/{place}/{owner}"
+                    part = self._share_from(part, rank, owner, ranks, key)
+                parts.append(part)
+            with tf.device(self.devices[rank]):
+                wholes.append(whole_from_parts(parts, layout))
+        return wholes
+
+    def _way_to(self, root: int, rank: int) -> tuple[Sequence[int], int, Sequence[int]]:
+        """The ranks of this host, their leader, and the leaders of all hosts."""
         within = self.topology.within_host_group_of(rank)
         # The leader of each host sits at the root's place within its host.
         local = self.topology.local_rank_of(root)
-        leader = within[local]
-        leaders = self.topology.across_host_groups[local]
+        return within, within[local], self.topology.across_host_groups[local]
 
-        total = self._sum_at(tensor, rank, leader, within, f"{call}/within")
+    def _sum_up(self, tensor: tf.Tensor, rank: int, root: int, key: str) -> tf.Tensor:
+        """The sum over all replicas at `root`; a part of it, or none, elsewhere."""
+        within, leader, leaders = self._way_to(root, rank)
+        total = self._sum_at(tensor, rank, leader, within, f"{key}/within")
         if rank == leader and len(leaders) > 1:
-            total = self._sum_at(total, rank, root, leaders, f"{call}/across")
-            total = self._share_from(total, rank, root, leaders, f"{call}/back")
-        return self._share_from(total, rank, leader, within, f"{call}/down", tensor)
+            total = self._sum_at(total, rank, root, leaders, f"{key}/across")
+        return total
 
     def all_gather(self, tensor: tf.Tensor, rank: int) -> tf.Tensor:
         call = self.next_call_number(rank)

@@ -27,7 +27,9 @@ import tensorflow as tf
 
 from tfdp._tf import names
 from tfdp.collectives.engine import Engine, next_group_key
+from tfdp.collectives.shard_packing import join_rows, split_row, to_rows
 from tfdp.collectives.wire_types import to_gather_wire, to_sum_wire
+from tfdp.shards import ShardLayout
 from tfdp.topology import Topology
 
 __all__ = ["TensorFlowEngine"]
@@ -136,6 +138,52 @@ class TensorFlowEngine(Engine):
         if tensor.dtype == tf.bool:
             return tf.cast(self.all_reduce(tf.cast(mine, tf.int32), rank), tf.bool)
         return self.all_reduce(mine, rank)
+
+    def reduce_scatter_bucket(
+        self,
+        tensors: Sequence[tf.Tensor],
+        layouts: Sequence[ShardLayout],
+        rank: int,
+        label: str,
+    ) -> list[tf.Tensor]:
+        self.next_call_number(rank)
+        with tf.device(self.devices[rank]):
+            rows = tf.concat(to_rows(tensors, layouts), axis=1)
+            if not self.topology.is_two_level:
+                row = self._reduce_scatter(tf.reshape(rows, [-1]), self._everyone, rank)
+                return split_row(row, layouts)
+            # First the rows of each local place of all hosts, within the host; then
+            # the hosts' rows among those.
+            hosts, local = self.topology.hosts, self.topology.devices_per_host
+            by_place = tf.transpose(
+                tf.reshape(rows, [hosts, local, rows.shape[1]]), [1, 0, 2]
+            )
+            within = self._within[self.topology.host_of(rank)]
+            across = self._across[self.topology.local_rank_of(rank)]
+            part = self._reduce_scatter(tf.reshape(by_place, [-1]), within, rank)
+            row = self._reduce_scatter(part, across, rank)
+            return split_row(row, layouts)
+
+    def all_gather_bucket(
+        self,
+        shards: Sequence[tf.Tensor],
+        layouts: Sequence[ShardLayout],
+        rank: int,
+        label: str,
+    ) -> list[tf.Tensor]:
+        self.next_call_number(rank)
+        with tf.device(self.devices[rank]):
+            row = tf.concat(shards, axis=0)
+            if not self.topology.is_two_level:
+                rows = self._gather_same_type(row[None], self._everyone, rank)
+                return join_rows(rows, layouts)
+            hosts, local = self.topology.hosts, self.topology.devices_per_host
+            within = self._within[self.topology.host_of(rank)]
+            across = self._across[self.topology.local_rank_of(rank)]
+            of_place = self._gather_same_type(row[None], across, rank)
+            by_place = self._gather_same_type(of_place[None], within, rank)
+            rows = tf.transpose(by_place, [1, 0, 2])
+            return join_rows(tf.reshape(rows, [hosts * local, -1]), layouts)
 
     def _two_level_sum(self, flat: tf.Tensor, rank: int) -> tf.Tensor:
         """Reduce-scatter within the host, all-reduce across, all-gather within."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 import tensorflow as tf
@@ -11,6 +11,7 @@ from tfdp.buckets import Bucket, TensorInfo, plan_buckets
 from tfdp.collectives.engine import Engine
 from tfdp.communication import Communication
 from tfdp.gradients.sparse import all_reduce_slices
+from tfdp.shards import ShardLayout
 
 __all__ = ["GradientPipeline"]
 
@@ -81,6 +82,77 @@ class GradientPipeline:
         # Empty tensors are in no bucket: there is nothing to add.
         results = [reduced.get(place, value) for place, value in enumerate(values)]
         return [self._mean(value) for value in results] if mean else results
+
+    def reduce_scatter(
+        self, values: Sequence[Value], layouts: Sequence[ShardLayout], rank: int
+    ) -> list[tf.Tensor]:
+        """This replica's shard of the sum of each value, bucket by bucket.
+
+        Args:
+          values: alike on all replicas; `tf.IndexedSlices` become dense.
+          layouts: how each value is cut.
+          rank: the calling replica.
+
+        Cost: per replica n (N - 1) / N bytes on the wire for n bytes of values.
+        """
+        dense = [tf.convert_to_tensor(value) for value in values]
+        return self._by_bucket(
+            self.engine.reduce_scatter_bucket, dense, layouts, rank, "shards of"
+        )
+
+    def all_gather(
+        self, shards: Sequence[tf.Tensor], layouts: Sequence[ShardLayout], rank: int
+    ) -> list[tf.Tensor]:
+        """The whole tensors, on every replica, from everybody's shards.
+
+        Args:
+          shards: this replica's, flat and padded.
+          layouts: how each tensor is cut.
+          rank: the calling replica.
+
+        Cost: per replica n (N - 1) / N bytes on the wire for n bytes of tensors.
+        """
+        # The first layers' weights are wanted first, and plans begin at the last.
+        gathered = self._by_bucket(
+            self.engine.all_gather_bucket, shards[::-1], layouts[::-1], rank, "gathered"
+        )
+        return gathered[::-1]
+
+    @property
+    def shard_parts(self) -> int:
+        """Over how many replicas a tensor is sharded."""
+        return self.engine.shard_parts
+
+    def sum_of_shards(self, value: tf.Tensor, rank: int) -> tf.Tensor:
+        """The sum over the shards of what each replica found on its own.
+
+        Args:
+          value: small; alike in shape on all replicas.
+          rank: the calling replica.
+        """
+        if not self.engine.holds_first_copy:
+            value = tf.zeros_like(value)  # other hosts count the same shards
+        return self.engine.all_reduce(value, rank)
+
+    def _by_bucket(
+        self,
+        exchange: Callable[..., list[tf.Tensor]],
+        tensors: Sequence[tf.Tensor],
+        layouts: Sequence[ShardLayout],
+        rank: int,
+        label: str,
+    ) -> list[tf.Tensor]:
+        results: dict[int, tf.Tensor] = {}
+        buckets = self.plan(tensors)
+        for number, bucket in enumerate(buckets, start=1):
+            exchanged = exchange(
+                [tensors[i] for i in bucket.indices],
+                [layouts[i] for i in bucket.indices],
+                rank,
+                f"{label} bucket {number} of {len(buckets)}",
+            )
+            results.update(zip(bucket.indices, exchanged, strict=True))
+        return [results[place] for place in range(len(tensors))]
 
     def plan(self, tensors: Sequence[tf.Tensor]) -> tuple[Bucket, ...]:
         """The buckets in which `tensors` travel with this engine."""

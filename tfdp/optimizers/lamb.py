@@ -10,8 +10,12 @@ from keras import ops
 
 from tfdp.errors import ConfigurationError
 from tfdp.optimizers.arguments import check_number
-from tfdp.optimizers.layerwise import LayerwiseOptimizer
-from tfdp.optimizers.trust_ratio import as_compute_tensor, l2_norm, ratio_or_one
+from tfdp.optimizers.layerwise import LayerwiseOptimizer, UpdatePhases
+from tfdp.optimizers.trust_ratio import (
+    as_compute_tensor,
+    ratio_or_one,
+    sum_of_squares,
+)
 
 __all__ = ["LAMB"]
 
@@ -136,8 +140,10 @@ class LAMB(LayerwiseOptimizer):
             variables, ["momentum", "velocity"]
         )
 
-    def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
-        """Updates one variable and its two moments."""
+    def update_phases(
+        self, gradient: Any, variable: Any, learning_rate: Any
+    ) -> UpdatePhases:
+        """Updates one variable and its two moments; see `LayerwiseOptimizer`."""
         weights = as_compute_tensor(variable)
         gradient = as_compute_tensor(gradient, weights.dtype)
         update = self._adam_update(gradient, variable)
@@ -146,9 +152,12 @@ class LAMB(LayerwiseOptimizer):
         if decay and self.form not in self.decoupled_forms:
             update = update + decay * weights
         rate = ops.cast(learning_rate, weights.dtype)
-        if self.adapts(variable):
-            update_norm = l2_norm(update)
-            ratio = ratio_or_one(l2_norm(weights), update_norm, update_norm)
+        if not self.adapts(variable):
+            yield ()
+        else:
+            squares = yield sum_of_squares(weights), sum_of_squares(update)
+            weight_norm, update_norm = map(ops.sqrt, squares)
+            ratio = ratio_or_one(weight_norm, update_norm, update_norm)
             # Keras multiplies in this order, and the form keras has its very bits.
             rate = ratio * rate
         self.assign_sub(variable, rate * update)

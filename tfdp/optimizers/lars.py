@@ -9,8 +9,12 @@ import keras
 from keras import ops
 
 from tfdp.optimizers.arguments import check_number
-from tfdp.optimizers.layerwise import LayerwiseOptimizer
-from tfdp.optimizers.trust_ratio import as_compute_tensor, l2_norm, ratio_or_one
+from tfdp.optimizers.layerwise import LayerwiseOptimizer, UpdatePhases
+from tfdp.optimizers.trust_ratio import (
+    as_compute_tensor,
+    ratio_or_one,
+    sum_of_squares,
+)
 
 __all__ = ["LARS"]
 
@@ -138,15 +142,22 @@ class LARS(LayerwiseOptimizer):
         super().build(variables)
         self._momentums = self.add_optimizer_variables(variables, "momentum")
 
-    def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
-        """Updates one variable and its momentum."""
+    def update_phases(
+        self, gradient: Any, variable: Any, learning_rate: Any
+    ) -> UpdatePhases:
+        """Updates one variable and its momentum; see `LayerwiseOptimizer`."""
         weights = as_compute_tensor(variable)
         gradient = as_compute_tensor(gradient, weights.dtype)
         decay = self.decay_of(variable)
         decayed = gradient + decay * weights if decay else gradient
         rate = ops.cast(learning_rate, weights.dtype)
-        if self.adapts(variable):
-            rate = rate * self._trust_ratio(weights, gradient, decayed, decay)
+        if not self.adapts(variable):
+            yield ()
+        else:
+            slope = gradient if self.form == "mlperf" else decayed
+            squares = yield sum_of_squares(weights), sum_of_squares(slope)
+            weight_norm, slope_norm = map(ops.sqrt, squares)
+            rate = rate * self._trust_ratio(weight_norm, slope_norm, decay)
 
         slot = self._momentums[self.variable_index(variable)]
         previous = self.momentum * as_compute_tensor(slot)
@@ -161,18 +172,12 @@ class LARS(LayerwiseOptimizer):
         self.assign(slot, velocity)
         self.assign_sub(variable, update)
 
-    def _trust_ratio(
-        self, weights: Any, gradient: Any, decayed: Any, decay: float
-    ) -> Any:
-        weight_norm = l2_norm(weights)
+    def _trust_ratio(self, weight_norm: Any, slope_norm: Any, decay: float) -> Any:
+        denominator = slope_norm + self.epsilon
         if self.form == "mlperf":
-            update_norm = l2_norm(gradient)
-            denominator = update_norm + decay * weight_norm + self.epsilon
-        else:
-            update_norm = l2_norm(decayed)
-            denominator = update_norm + self.epsilon
+            denominator = slope_norm + decay * weight_norm + self.epsilon
         return ratio_or_one(
-            weight_norm, update_norm, denominator / self.trust_coefficient
+            weight_norm, slope_norm, denominator / self.trust_coefficient
         )
 
     def get_config(self) -> dict[str, Any]:

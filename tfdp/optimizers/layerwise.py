@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Generator, Sequence
+from typing import Any, TypeAlias
 
 from tfdp._tf.optimizer_hooks import DecayHooks
 from tfdp.errors import ConfigurationError
@@ -20,7 +21,9 @@ from tfdp.optimizers.exclusions import (
     variable_path,
 )
 
-__all__ = ["LayerwiseOptimizer"]
+__all__ = ["LayerwiseOptimizer", "UpdatePhases"]
+
+UpdatePhases: TypeAlias = Generator[tuple[Any, ...], tuple[Any, ...], None]
 
 
 class LayerwiseOptimizer(DecayHooks):
@@ -31,7 +34,7 @@ class LayerwiseOptimizer(DecayHooks):
     a variable, which has no path, and only its index leads back.
 
     Subclasses set `forms` and `decoupled_forms`, make their slots in `build` and write
-    `update_step` with `decay_of` and `adapts`.
+    `update_phases` with `decay_of` and `adapts`.
     """
 
     # The values that `form` may take.
@@ -86,6 +89,30 @@ class LayerwiseOptimizer(DecayHooks):
         patterns = self._patterns_or_default(self._layer_adaptation_patterns)
         matched = _matches("exclude_from_layer_adaptation", variables, patterns)
         self._adapts = tuple(not excluded for excluded in matched)
+
+    def update_phases(
+        self, gradient: Any, variable: Any, learning_rate: Any
+    ) -> UpdatePhases:
+        """Updates one variable in two phases, between which norms are made whole.
+
+        Args:
+          gradient: dense or `tf.IndexedSlices`, of the variable's shape; a shard of it
+            when the variable is one.
+          variable: the variable, or this replica's shard of it.
+          learning_rate: a scalar.
+
+        Yields:
+          Once: the sums of squares of what it has of the variable, as a tuple; none
+          when no norm is needed. It is sent those of the whole variable.
+        """
+        raise NotImplementedError
+
+    def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
+        """Updates one whole variable."""
+        phases = self.update_phases(gradient, variable, learning_rate)
+        squares = next(phases)
+        with contextlib.suppress(StopIteration):
+            phases.send(squares)
 
     def _patterns_or_default(self, patterns: Sequence[str] | None) -> Sequence[str]:
         if patterns is not None:

@@ -8,7 +8,7 @@ import keras
 import tensorflow as tf
 from keras import ops
 
-__all__ = ["as_compute_tensor", "l2_norm", "ratio_or_one"]
+__all__ = ["as_compute_tensor", "ratio_or_one", "sum_of_squares"]
 
 
 def as_compute_tensor(value: Any, dtype: Any = None) -> Any:
@@ -26,11 +26,11 @@ def as_compute_tensor(value: Any, dtype: Any = None) -> Any:
     return ops.cast(value, "float32" if dtype in ("float16", "bfloat16") else dtype)
 
 
-def l2_norm(tensor: Any) -> Any:
-    """The Euclidean norm over all elements: a scalar of the tensor's dtype."""
+def sum_of_squares(tensor: Any) -> Any:
+    """The sum of the squares of all elements: a scalar of the tensor's dtype."""
     # `power`, not `square`, as Keras' Lamb has it: run eagerly the two may differ in
     # the last bit. A compiled graph turns this power into a square.
-    return ops.sqrt(ops.sum(ops.power(tensor, 2)))
+    return ops.sum(ops.power(tensor, 2))
 
 
 def ratio_or_one(weight_norm: Any, update_norm: Any, denominator: Any) -> Any:

@@ -1,0 +1,44 @@
+"""Tensors cut into shards, and put together again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+from tfdp.shards import ShardLayout
+
+__all__ = ["cut", "pad_shard", "piece_of", "whole_from_parts", "whole_from_shards"]
+
+
+def cut(flat: tf.Tensor, layout: ShardLayout, part: int) -> tf.Tensor:
+    """The elements of shard `part`, without its padding: a view where it is aligned."""
+    start, stop = layout.bounds(part)
+    return flat[start:stop]
+
+
+def pad_shard(piece: tf.Tensor, layout: ShardLayout, part: int) -> tf.Tensor:
+    """The shard from its elements: zeros are added where it is a short one."""
+    start, stop = layout.bounds(part)
+    missing = layout.shard_elements - (stop - start)
+    return tf.pad(piece, [[0, missing]]) if missing else piece
+
+
+def piece_of(whole: tf.Tensor, layout: ShardLayout, part: int) -> tf.Tensor:
+    """Shard `part` of `whole`, flat and padded."""
+    return pad_shard(cut(tf.reshape(whole, [-1]), layout, part), layout, part)
+
+
+def whole_from_parts(parts: Sequence[tf.Tensor], layout: ShardLayout) -> tf.Tensor:
+    """The tensor from the elements of all its shards, without their padding."""
+    bounds = [layout.bounds(part) for part in range(layout.parts)]
+    filled = [
+        part for part, (start, stop) in zip(parts, bounds, strict=True) if stop > start
+    ]
+    return tf.reshape(tf.concat(filled, axis=0), layout.shape)
+
+
+def whole_from_shards(shards: Sequence[tf.Tensor], layout: ShardLayout) -> tf.Tensor:
+    """The tensor from all its shards, flat and padded."""
+    flat = tf.concat(shards, axis=0)
+    return tf.reshape(flat[: layout.elements], layout.shape)

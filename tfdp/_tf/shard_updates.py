@@ -1,0 +1,253 @@
+"""Where sharded variables come from, and how a replica reads and updates them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import keras
+import tensorflow as tf
+
+from tfdp._tf.names import (
+    DistributedVariable,
+    UpdateContext,
+    current_rank,
+    select_replica,
+    stop_recording,
+)
+from tfdp._tf.shard_pieces import piece_of, whole_from_shards
+from tfdp._tf.sharded_variables import (
+    LocalShardVariable,
+    ShardedVariable,
+    ShardUpdatedVariable,
+    ShardView,
+    shard_update,
+)
+from tfdp.shards import ShardLayout
+
+__all__ = ["ACCUMULATOR_NAME", "ShardReducer", "ShardUpdates", "Sharding"]
+
+# Keras calls its accumulators so, and DistributedOptimizer does, too.
+ACCUMULATOR_NAME = "gradient_accumulator"
+
+
+@dataclasses.dataclass(frozen=True)
+class Sharding:
+    """What is sharded.
+
+    Args:
+      stage: of ZeRO, 0 to 3.
+      min_bytes: variables below this size stay mirrored.
+    """
+
+    stage: int = 0
+    min_bytes: int = 0
+
+
+class ShardReducer(Protocol):
+    """What moves shards between replicas, in replica context."""
+
+    @property
+    def shard_parts(self) -> int:
+        """Over how many replicas a tensor is sharded."""
+
+    def reduce_scatter(
+        self, values: Sequence[Any], layouts: Sequence[ShardLayout], rank: int
+    ) -> list[tf.Tensor]:
+        """This replica's shard of the sum of each value."""
+
+    def all_gather(
+        self, shards: Sequence[tf.Tensor], layouts: Sequence[ShardLayout], rank: int
+    ) -> list[tf.Tensor]:
+        """The whole tensors from everybody's shards."""
+
+    def sum_of_shards(self, value: tf.Tensor, rank: int) -> tf.Tensor:
+        """The sum over the shards of what each replica found on its own."""
+
+
+class ShardUpdates:
+    """Makes, reads and updates the sharded variables of one strategy.
+
+    Args:
+      strategy: the strategy.
+      devices: one per replica of this process.
+      reducer: moves shards.
+      sharding: what is sharded.
+    """
+
+    def __init__(
+        self,
+        strategy: tf.distribute.Strategy,
+        devices: Sequence[str],
+        reducer: ShardReducer,
+        sharding: Sharding,
+    ):
+        self.stage = sharding.stage
+        self.reducer = reducer
+        self._strategy = strategy
+        self._devices = devices
+        self._min_bytes = sharding.min_bytes
+        self._views: list[dict[int, ShardView]] = [{} for _ in devices]
+
+    def class_of(self, kwargs: dict[str, Any], value: tf.Tensor) -> type | None:
+        """The class of a variable about to be made; None: not a sharded one."""
+        reference = kwargs.get("colocate_with")
+        if isinstance(reference, (ShardedVariable, ShardUpdatedVariable)):
+            same = value.dtype.is_floating and value.shape == reference.shape
+            if not same:
+                return None
+            if ACCUMULATOR_NAME not in (kwargs.get("name") or ""):
+                return ShardedVariable
+            return LocalShardVariable if self.stage > 1 else None
+        is_weight = reference is None and kwargs.get("trainable") is not False
+        read_as_sum = kwargs.get("synchronization") == (
+            tf.VariableSynchronization.ON_READ
+        )
+        if not is_weight or read_as_sum or not value.dtype.is_floating:
+            return None
+        elements = value.shape.num_elements()
+        # Numbers that an optimizer keeps for itself pass for weights in Keras.
+        if (
+            value.shape.rank == 0
+            or not elements
+            or elements * value.dtype.size < self._min_bytes
+        ):
+            return None
+        return ShardedVariable if self.stage == 3 else ShardUpdatedVariable
+
+    def layout_of(self, value: tf.Tensor) -> ShardLayout:
+        """How a tensor is cut."""
+        return ShardLayout(tuple(value.shape.as_list()), self.reducer.shard_parts)
+
+    def make(
+        self,
+        variable_class: type[ShardedVariable],
+        next_creator: Callable[..., tf.Variable],
+        kwargs: dict[str, Any],
+        value: tf.Tensor,
+    ) -> ShardedVariable:
+        """A sharded variable that starts as `value`, a shard on each device."""
+        layout = self.layout_of(value)
+        common = {
+            key: given
+            for key, given in kwargs.items()
+            if key not in ("colocate_with", "shape", "synchronization", "aggregation")
+        }
+        shards: list[tf.Variable] = []
+        for part, device in enumerate(self._devices):
+            if part:
+                first = shards[0].name.split(":")[0]
+                # The slash makes it an absolute name, outside all name scopes.
+                common["name"] = f"{first}/replica_{part}/"
+            with tf.device(device), stop_recording():
+                common["initial_value"] = tf.identity(piece_of(value, layout, part))
+                shards.append(next_creator(**common))
+        none = tf.VariableAggregation.NONE
+        return variable_class(self._strategy, shards, none, layout)
+
+    def read(self, variable: ShardedVariable, rank: int) -> tf.Tensor:
+        """The whole variable in a replica; the gradient is this replica's shard."""
+        layout, own = variable.layout, variable.shard(rank)
+
+        @tf.custom_gradient
+        def gather(shard: tf.Tensor) -> tuple[tf.Tensor, Callable]:
+            return self._gathered(variable, shard, rank), scatter
+
+        def scatter(upstream: Any) -> tf.Tensor:
+            if not tf.executing_eagerly():
+                return self.reducer.reduce_scatter([upstream], [layout], rank)[0]
+            context = tf.distribute.get_replica_context()
+            total = context.all_reduce("SUM", tf.convert_to_tensor(upstream))
+            return piece_of(total, layout, rank)
+
+        with tf.device(own.device):
+            return gather(own.read_value())
+
+    def scatter(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+        """This replica's shards of the sums of `gradients`, in replica context."""
+        rank = current_rank()
+        layouts = [_stored(variable).layout for variable in variables]
+        if not tf.executing_eagerly():
+            return self.reducer.reduce_scatter(gradients, layouts, rank)
+        context = tf.distribute.get_replica_context()
+        dense = [tf.convert_to_tensor(gradient) for gradient in gradients]
+        totals = context.all_reduce("SUM", dense)
+        return [
+            piece_of(total, layout, rank)
+            for total, layout in zip(totals, layouts, strict=True)
+        ]
+
+    def _gathered(
+        self, variable: ShardedVariable, shard: tf.Tensor, rank: int
+    ) -> tf.Tensor:
+        if not tf.executing_eagerly():
+            return self.reducer.all_gather([shard], [variable.layout], rank)[0]
+        # Eager replicas run one after the other: nothing can be exchanged within one.
+        shards = [tf.convert_to_tensor(variable.shard(r)) for r in self._ranks]
+        return whole_from_shards(shards, variable.layout)
+
+    @property
+    def _ranks(self) -> range:
+        return range(len(self._devices))
+
+    def update(
+        self, variable: DistributedVariable, fn: Callable, args: Any, kwargs: Any
+    ) -> Any:
+        """Calls `fn` in a replica with what it may update: its shard of `variable`."""
+        rank = current_rank()
+        target = self._target(variable, rank)
+        with tf.device(target.device), shard_update(rank):
+            return fn(target, *args, **(kwargs or {}))
+
+    def _target(self, variable: DistributedVariable, rank: int) -> Any:
+        if isinstance(variable, ShardedVariable):
+            return variable.shard(rank)
+        views, graph = self._views[rank], tf.compat.v1.get_default_graph()
+        view = views.get(id(variable))
+        if view is None or (view.graph is not graph and not view.is_assigned):
+            view = ShardView(variable, rank, variable.values[rank])
+            views[id(variable)] = view
+        return view
+
+    def gather_updated(self) -> None:
+        """Brings what the replicas assigned to their shards into all copies."""
+        rank = current_rank()
+        views = [view for view in self._views[rank].values() if view.is_assigned]
+        self._views[rank] = {}
+        if not views:
+            return
+        wholes = self.reducer.all_gather(
+            [view.value() for view in views], [view.layout for view in views], rank
+        )
+        for view, whole in zip(views, wholes, strict=True):
+            with tf.device(view.device):
+                view.copy.assign(whole, read_value=False)
+
+    def forget_views(self) -> None:
+        """Drops what a trace that failed half-way has left."""
+        self._views = [{} for _ in self._devices]
+
+    def update_across(
+        self, variable: DistributedVariable, fn: Callable, args: Any, kwargs: Any
+    ) -> None:
+        """As `update`, for all replicas at once, in cross-replica context."""
+        targets = []
+        for rank in self._ranks:
+            if isinstance(variable, ShardedVariable):
+                target = variable.shard(rank)
+            else:
+                target = ShardView(variable, rank, variable.values[rank])
+            targets.append(target)
+            with tf.device(target.device), UpdateContext(rank), shard_update(rank):
+                own_args, own_kwargs = select_replica(rank, (args, kwargs or {}))
+                fn(target, *own_args, **own_kwargs)
+        if isinstance(variable, ShardUpdatedVariable):
+            whole = whole_from_shards([t.value() for t in targets], variable.layout)
+            for target in targets:
+                with tf.device(target.device):
+                    target.copy.assign(whole)
+
+
+def _stored(variable: Any) -> Any:
+    return variable.value if isinstance(variable, keras.Variable) else variable

@@ -1,0 +1,310 @@
+"""Variables of which every replica holds, or updates, a shard only.
+
+`ShardedVariable` has the whole shape outside and one flat shard per replica inside:
+optimizer slots, and with ZeRO stage 3 the weights. `ShardUpdatedVariable` is a mirrored
+weight whose update each replica computes for its shard only (stages 1 and 2).
+
+What a read gives depends on where it stands:
+
+    within `shard_update`     the replica's own shard: an elementwise optimizer works on
+                              1 / N of the state without knowing it
+    in a replica              the whole tensor: an all-gather, whose gradient is a
+                              reduce-scatter (ShardedVariable), or the own copy
+    anywhere else             the whole tensor
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfdp._tf.names import DistributedVariable, current_rank
+from tfdp._tf.shard_pieces import piece_of, whole_from_shards
+from tfdp._tf.variables import ReplicaMirroredVariable
+from tfdp.errors import ConfigurationError
+from tfdp.shards import ShardLayout
+
+__all__ = [
+    "LocalShardVariable",
+    "ShardUpdatedVariable",
+    "ShardView",
+    "ShardedVariable",
+    "shard_update",
+]
+
+_local = threading.local()
+
+
+@contextlib.contextmanager
+def shard_update(part: int) -> Iterator[None]:
+    """While this lasts, sharded variables read and assign shard `part`."""
+    before = _current_part()
+    _local.part = part
+    try:
+        yield
+    finally:
+        _local.part = before
+
+
+def _current_part() -> int | None:
+    return getattr(_local, "part", None)
+
+
+def _checked(value: Any, dtype: tf.DType, layout: ShardLayout) -> tf.Tensor:
+    if isinstance(value, tf.IndexedSlices):
+        value = tf.convert_to_tensor(value)
+    tensor = tf.cast(value, dtype)
+    if not tensor.shape.is_compatible_with(layout.shape):
+        raise ValueError(
+            f"Cannot assign a value of shape {tensor.shape} to a variable of shape "
+            f"{layout.shape}."
+        )
+    return tensor
+
+
+class ShardedVariable(DistributedVariable):
+    """A variable of which each replica stores one flat shard.
+
+    Args:
+      strategy: the strategy it belongs to.
+      values: one shard per replica, variables of `layout.shard_elements` elements.
+      aggregation: as of every distributed variable.
+      layout: how the whole is cut.
+    """
+
+    def __init__(
+        self,
+        strategy: tf.distribute.Strategy,
+        values: Sequence[tf.Variable],
+        aggregation: tf.VariableAggregation,
+        layout: ShardLayout,
+    ):
+        self.layout = layout
+        super().__init__(strategy, values, aggregation)
+
+    @property
+    def shape(self) -> tf.TensorShape:
+        """Of the whole variable."""
+        return tf.TensorShape(self.layout.shape)
+
+    def get_shape(self) -> tf.TensorShape:
+        """Of the whole variable."""
+        return self.shape
+
+    def shard(self, part: int) -> tf.Variable:
+        """What one replica stores, flat and padded."""
+        return self._values[part]
+
+    def _get(self) -> Any:
+        part = _current_part()
+        if part is not None:
+            return self._values[part]
+        if self._is_in_replica():
+            return self._read_in_replica()
+        shards = [tf.convert_to_tensor(shard) for shard in self._values]
+        return whole_from_shards(shards, self.layout)
+
+    def _read_in_replica(self) -> tf.Tensor:
+        return self.distribute_strategy.extended.read_sharded(self, current_rank())
+
+    def value(self) -> tf.Tensor:
+        """The shard or the whole; see the top of this file."""
+        return tf.convert_to_tensor(self._get())
+
+    read_value = value
+
+    def numpy(self) -> Any:
+        """The whole variable as an array."""
+        return self.value().numpy()
+
+    def _dense_var_to_tensor(
+        self, dtype: Any = None, name: Any = None, as_ref: bool = False
+    ) -> tf.Tensor:
+        return tf.convert_to_tensor(self._get(), dtype=dtype, name=name)
+
+    def _update(self, update_fn: Callable, value: Any, **kwargs: Any) -> Any:
+        part = _current_part()
+        if part is not None:
+            return update_fn(self._values[part], value, **kwargs)
+        whole = _checked(value, self.dtype, self.layout)
+        for part in self._parts_here():
+            with tf.device(self._values[part].device):
+                own = piece_of(whole, self.layout, part)
+                update_fn(self._values[part], own, **kwargs)
+        return self
+
+    def _is_in_replica(self) -> bool:
+        # Outside all scopes TensorFlow has a replica context, too: another strategy's.
+        context = tf.distribute.get_replica_context()
+        return context is not None and context.strategy is self.distribute_strategy
+
+    def _parts_here(self) -> Sequence[int]:
+        return [current_rank()] if self._is_in_replica() else range(len(self._values))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedVariable:
+        shards = []
+        for value in self._values:
+            with tf.device(value.device):
+                shards.append(copy.deepcopy(value, memo))
+        copied = type(self)(
+            self.distribute_strategy, shards, self.aggregation, self.layout
+        )
+        memo[id(self)] = copied
+        return copied
+
+    # Files hold the whole variable, so any number of replicas, and none, can read them.
+    def _serialize_to_tensors(self) -> dict[str, tf.Tensor]:
+        return {"VARIABLE_VALUE": self.value()}
+
+    def _restore_from_tensors(self, restored_tensors: dict[str, tf.Tensor]) -> Any:
+        return self.assign(restored_tensors["VARIABLE_VALUE"])
+
+
+class LocalShardVariable(ShardedVariable):
+    """A sharded variable that a replica always sees as its own shard.
+
+    Gradient accumulators: what is added to them, and made of them, are shards.
+    """
+
+    def _read_in_replica(self) -> tf.Tensor:
+        return tf.convert_to_tensor(self._values[current_rank()])
+
+    def _update(self, update_fn: Callable, value: Any, **kwargs: Any) -> Any:
+        tensor = tf.cast(value, self.dtype)
+        if (
+            not self._is_in_replica()
+            # Keras sets accumulators back to zeros of the whole shape.
+            or tensor.shape != (self.layout.shard_elements,)
+        ):
+            return super()._update(update_fn, tensor, **kwargs)
+        return update_fn(self._values[current_rank()], tensor, **kwargs)
+
+
+class ShardUpdatedVariable(ReplicaMirroredVariable):
+    """A mirrored variable of which each replica updates its shard; see the top."""
+
+    layout: ShardLayout
+
+    def _get(self) -> Any:
+        part = _current_part()
+        if part is None:
+            return super()._get()
+        return piece_of(self._values[part].read_value(), self.layout, part)
+
+    def value(self) -> tf.Tensor:
+        """The shard or the whole; see the top of this file."""
+        if _current_part() is None:
+            return super().value()
+        return self._get()
+
+    def _dense_var_to_tensor(
+        self, dtype: Any = None, name: Any = None, as_ref: bool = False
+    ) -> tf.Tensor:
+        if _current_part() is None:
+            return super()._dense_var_to_tensor(dtype, name, as_ref)
+        return tf.convert_to_tensor(self._get(), dtype=dtype, name=name)
+
+    def _update_cross_replica(
+        self, update_fn: Callable, value: Any, **kwargs: Any
+    ) -> Any:
+        extended = self.distribute_strategy.extended
+        return extended.update_whole(self, update_fn, value, kwargs)
+
+
+class ShardView:
+    """Shard `part` of one replica's copy of a mirrored weight, while it is updated.
+
+    Looks like a variable to an optimizer. What is assigned stays here, as a tensor,
+    until the shards of all replicas are gathered into the copies.
+    """
+
+    def __init__(self, variable: ShardUpdatedVariable, part: int, copy_: tf.Variable):
+        self.variable = variable
+        self.copy = copy_
+        self.layout = variable.layout
+        self.graph = tf.compat.v1.get_default_graph()
+        self.is_assigned = False
+        self._value = piece_of(copy_.read_value(), variable.layout, part)
+
+    def _distributed_container(self) -> ShardUpdatedVariable:
+        # By this Keras finds the slots that belong to the variable.
+        return self.variable
+
+    @property
+    def dtype(self) -> tf.DType:
+        """The variable's."""
+        return self._value.dtype
+
+    @property
+    def shape(self) -> tf.TensorShape:
+        """The shard's: flat."""
+        return self._value.shape
+
+    @property
+    def device(self) -> str:
+        """The replica's."""
+        return self.copy.device
+
+    @property
+    def name(self) -> str:
+        """The variable's."""
+        return self.variable.name
+
+    def value(self) -> tf.Tensor:
+        """The shard as it is by now."""
+        return self._value
+
+    read_value = value
+
+    def __tf_tensor__(self, dtype: Any = None, name: Any = None) -> tf.Tensor:
+        return tf.convert_to_tensor(self._value, dtype=dtype, name=name)
+
+    def assign(self, value: Any, **kwargs: Any) -> ShardView:
+        """Sets the shard."""
+        if tf.compat.v1.get_default_graph() is not self.graph:
+            raise ConfigurationError(
+                f"An optimizer updates {self.name!r} inside a conditional of its own, "
+                "which does not work with shard=...: use shard='none', or an optimizer "
+                "of Keras or tfdp."
+            )
+        value = tf.cast(value, self.dtype)
+        self._value = tf.ensure_shape(tf.reshape(value, [-1]), self.shape)
+        self.is_assigned = True
+        return self
+
+    def assign_add(self, value: Any, **kwargs: Any) -> ShardView:
+        """Adds to the shard."""
+        return self.assign(self._value + tf.cast(value, self.dtype))
+
+    def assign_sub(self, value: Any, **kwargs: Any) -> ShardView:
+        """Subtracts from the shard."""
+        return self.assign(self._value - tf.cast(value, self.dtype))
+
+    def __add__(self, other: Any) -> tf.Tensor:
+        return self._value + other
+
+    def __radd__(self, other: Any) -> tf.Tensor:
+        return other + self._value
+
+    def __sub__(self, other: Any) -> tf.Tensor:
+        return self._value - other
+
+    def __rsub__(self, other: Any) -> tf.Tensor:
+        return other - self._value
+
+    def __mul__(self, other: Any) -> tf.Tensor:
+        return self._value * other
+
+    def __rmul__(self, other: Any) -> tf.Tensor:
+        return other * self._value
+
+    def __truediv__(self, other: Any) -> tf.Tensor:
+        return self._value / other
+
+    def __neg__(self) -> tf.Tensor:
+        return -self._value
