@@ -9,6 +9,7 @@ from __future__ import annotations
 import tensorflow as tf
 
 from tfdp._tf.current_run import current_run
+from tfdp._tf.replica_run import trace_of
 
 __all__ = ["local_mean", "local_sum"]
 
@@ -50,7 +51,7 @@ def local_mean(loss: tf.Tensor) -> tf.Tensor:
     if found is None:
         return loss
     run, rank = found
-    run.scaled_losses.add(rank)
+    run.scaled_losses.add(trace_of(rank))
     return loss * tf.cast(run.share_of(rank), loss.dtype)
 
 
@@ -68,5 +69,5 @@ def local_sum(loss: tf.Tensor) -> tf.Tensor:
     found = current_run()
     if found is not None:
         run, rank = found
-        run.scaled_losses.add(rank)
+        run.scaled_losses.add(trace_of(rank))
     return loss

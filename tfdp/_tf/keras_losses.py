@@ -26,7 +26,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdp._tf.replica_run import ReplicaRun
+from tfdp._tf.replica_run import ReplicaRun, trace_of
 
 __all__ = ["LossReplicaCount", "loss_replica_count", "why_loss_seems_local"]
 
@@ -34,7 +34,7 @@ LOSS_MODULE = "keras.src.losses.loss"
 SCALE = "scale_loss_for_distribution"
 UNSCALE = "unscale_loss_for_distribution"
 
-SumOverReplicas = Callable[[tf.Tensor, int], tf.Tensor]
+SumOverReplicas = Callable[[tf.Tensor, Any], tf.Tensor]
 
 
 # A float, because Python asks a subclass of float first when it divides 1.0 by it.
@@ -55,7 +55,7 @@ class LossReplicaCount(float):
 
 
 def loss_replica_count(
-    run: ReplicaRun, rank: int, sum_over_replicas: SumOverReplicas
+    run: ReplicaRun, rank: Any, sum_over_replicas: SumOverReplicas
 ) -> LossReplicaCount | None:
     """The answer to Keras' loss functions; None when somebody else asks.
 
@@ -69,7 +69,7 @@ def loss_replica_count(
     if asker.f_globals.get("__name__") != LOSS_MODULE:
         return None
     if asker.f_code.co_name == SCALE:
-        run.scaled_losses.add(rank)
+        run.scaled_losses.add(trace_of(rank))
         count = LossReplicaCount(run.replicas)
         count.fraction = _fraction(run, rank, asker.f_back, sum_over_replicas)
         return count
@@ -85,7 +85,7 @@ def loss_replica_count(
 
 def _fraction(
     run: ReplicaRun,
-    rank: int,
+    rank: Any,
     reducer: FrameType | None,
     sum_over_replicas: SumOverReplicas,
 ) -> tf.Tensor | None:
@@ -95,7 +95,7 @@ def _fraction(
         return None if run.is_even else run.share_of(rank)
     denominator = tf.stop_gradient(tf.cast(denominator, tf.float32))
     total = sum_over_replicas(denominator, rank)
-    run.denominators.setdefault(rank, []).append(total)
+    run.denominators.setdefault(trace_of(rank), []).append(total)
     return tf.math.divide_no_nan(denominator, total)
 
 

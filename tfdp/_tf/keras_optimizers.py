@@ -24,7 +24,7 @@ import keras
 import tensorflow as tf
 from keras.src.backend.common import global_state
 
-from tfdp._tf.names import current_rank
+from tfdp._tf.names import current_rank, own_copy
 from tfdp._tf.replica_run import ReplicaRun
 from tfdp.errors import ConfigurationError
 
@@ -194,19 +194,19 @@ def reduce_gradients(gradients: Sequence[Any], run: ReplicaRun) -> list[Any]:
         return []
     context = tf.distribute.get_replica_context()
     rank = current_rank()
-    state = list(run.local_state.get(rank, {}).values())
-    run.local_state[rank] = {}
+    state = run.take_local_state(rank)
     shares = [_weighted_state(variable, run, rank) for variable in state]
     reduced = context.all_reduce(tf.distribute.ReduceOp.SUM, [*gradients, *shares])
     for variable, value in zip(state, reduced[len(gradients) :], strict=True):
-        variable._get_replica(rank).assign(value)
+        extended = variable.distribute_strategy.extended
+        extended.update_own_copy(variable, lambda own, v: own.assign(v), value)
     return list(reduced[: len(gradients)])
 
 
-def _weighted_state(variable: Any, run: ReplicaRun, rank: int) -> tf.Tensor:
+def _weighted_state(variable: Any, run: ReplicaRun, rank: Any) -> tf.Tensor:
     """This replica's share of a mean over samples; nothing when it has no sample."""
     share = tf.cast(run.share_of(rank), variable.dtype)
-    value = variable._get_replica(rank).read_value()
+    value = own_copy(variable, rank).read_value()
     # Statistics of no sample are not a number, and 0 times that is not 0.
     return tf.where(share > 0, value * share, tf.zeros_like(value))
 

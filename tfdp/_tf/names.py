@@ -62,6 +62,7 @@ __all__ = [
     "is_loop_graph",
     "make_token",
     "model_built_by_caller",
+    "own_copy",
     "regroup_mirrored",
     "run_independently",
     "wants_determinism",
@@ -97,9 +98,24 @@ def regroup_mirrored(parts: Sequence[Any]) -> Any:
     return _distribute_utils.regroup(tuple(parts), wrap_class=Mirrored)
 
 
-def current_rank() -> int:
-    """This replica's rank, as a Python integer, in a replica context."""
-    return int(tf.distribute.get_replica_context()._replica_id)
+def current_rank() -> Any:
+    """This replica's rank, in a replica context.
+
+    A Python integer where each replica's graph is built on its own; a scalar int32
+    tensor where one graph serves all of them, as on TPU.
+    """
+    rank = tf.distribute.get_replica_context()._replica_id
+    if tf.is_tensor(rank) and tf.get_static_value(rank) is None:
+        return rank
+    return int(rank)
+
+
+def own_copy(variable: Any, rank: Any) -> Any:
+    """The copy of a distributed `variable` that the replica `rank` updates.
+
+    Where one graph serves all replicas the variable itself stands for it.
+    """
+    return variable._get_replica(rank) if isinstance(rank, int) else variable
 
 
 def global_seed() -> int | None:
