@@ -13,16 +13,35 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from tfdp._tf import keras_batch, names, scope_checks
 from tfdp._tf.jit_step import is_stock_train_step, jitted_train_step, take_over_jit
+from tfdp._tf.keras_build import builds_from_plain_batch
 from tfdp._tf.keras_losses import loss_replica_count, why_loss_seems_local
 from tfdp._tf.keras_optimizers import led_optimizers, optimizers_of
-from tfdp._tf.replica_run import ReplicaRun, sample_counts
-from tfdp.errors import LocalMeanWarning
+from tfdp._tf.keras_padding import check_step_weighs, weighs_rows
+from tfdp._tf.padded_batch import Padding, find_padded, trim_rows, without_padding
+from tfdp._tf.replica_run import ReplicaRun, sample_counts, trace_of
+from tfdp.data.padding import distribute_padded, global_batch_rows, is_of_one_size
+from tfdp.errors import ConfigurationError, LocalMeanWarning
 
-__all__ = ["ReplicaContextStrategy"]
+__all__ = ["ReplicaContextStrategy", "check_pad_batches"]
+
+
+def check_pad_batches(value: Any) -> bool | int:
+    """`value`, when it can be the argument `pad_batches` of a strategy.
+
+    Raises:
+      ConfigurationError: when it is neither a switch nor a size.
+    """
+    if isinstance(value, bool) or (isinstance(value, int) and value >= 1):
+        return value
+    raise ConfigurationError(
+        "pad_batches must be True, False, or the global batch size (at least 1). "
+        f"Received: {value!r}."
+    )
 
 
 class ReplicaContextStrategy(tf.distribute.Strategy):
@@ -34,6 +53,13 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
 
     #: Whether the strategy compiles the replicas' steps itself, all of them.
     compiles_steps = False
+    #: Whether short batches are filled up; a number is the size of a whole batch.
+    pad_batches: bool | int = False
+
+    @property
+    def _stated_rows(self) -> int | None:
+        is_number = not isinstance(self.pad_batches, bool)
+        return self.pad_batches if is_number else None
 
     @functools.cached_property
     def _jit_models(self) -> weakref.WeakSet[Any]:
@@ -52,10 +78,11 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
         the global batch instead (see `tfdp._tf.keras_losses`).
         """
         replicas = self._replicas
-        if replicas > 1 and not tf.distribute.in_cross_replica_context():
-            count = loss_replica_count(
-                self.extended.current_run, names.current_rank(), self._sum_scalar
-            )
+        run = self.extended.current_run
+        if (
+            replicas > 1 or run.padding
+        ) and not tf.distribute.in_cross_replica_context():
+            count = loss_replica_count(run, names.current_rank(), self._sum_scalar)
             if count is not None:
                 return count  # type: ignore[return-value]
         return replicas
@@ -79,6 +106,9 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
             step = functools.partial(jitted_train_step, model)
         scope_checks.check_model(model, optimizers, self)
         run = sample_counts((args, kwargs or {}), len(self.extended.worker_devices))
+        padded = find_padded((args, kwargs))
+        if padded is not None:
+            step = self._step_of_padded(fn, step, model, run)
         self._complete_run(run)
         outer, self.extended.current_run = self.extended.current_run, run
         try:
@@ -88,7 +118,42 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
             self.extended.current_run = outer
         if optimizers:
             self._warn_of_local_mean(model, fn, run)
+        if padded is not None and keras_batch.is_predict_step(fn):
+            result = trim_rows(result, padded.rows)
         return self._complete_result(fn, result)
+
+    def _step_of_padded(
+        self, fn: Callable, step: Callable, model: Any, run: ReplicaRun
+    ) -> Callable:
+        """`step` for a batch that was filled up, which it gets without its marks.
+
+        Args:
+          fn: the user's or Keras' step.
+          step: what runs in its place.
+          model: whose method it is; None: nobody's.
+          run: to note in which rows are real.
+        """
+        is_prediction = keras_batch.is_predict_step(fn)
+        if not isinstance(model, keras.Model) and not is_prediction:
+            raise ConfigurationError(
+                "This batch was filled up to a fixed size, and the step is not a "
+                "method of a Keras model, so nothing would leave the filling out. "
+                "Give batches of one size (drop_remainder=True) that the "
+                f"{self._replicas} replicas divide, which are not filled up."
+            )
+
+        @tf.autograph.experimental.do_not_convert
+        def padded_step(*args: Any, **kwargs: Any) -> Any:
+            batch = find_padded((args, kwargs))
+            padding = Padding.of(batch.rows)  # type: ignore[union-attr]
+            run.padding[trace_of(names.current_rank())] = padding
+            plain, named = without_padding(args), without_padding(kwargs)
+            with weighs_rows(model, padding):
+                result = step(*plain, **named)
+            check_step_weighs(fn, padding)
+            return result
+
+        return padded_step
 
     def reduce(self, reduce_op: Any, value: Any, axis: int | None = None) -> Any:
         """Reduces `value` across replicas; see `tf.distribute.Strategy.reduce`.
@@ -100,10 +165,8 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
         model = names.model_built_by_caller()
         if model is not None:
             scope_checks.check_model(model, optimizers_of(model), self)
-            if (self._replicas > 1 or self.compiles_steps) and take_over_jit(model):
-                if not self.compiles_steps:
-                    self._jit_models.add(model)
-            return keras_batch.representative_batch(value)
+            self._take_over_jit(model)
+            return keras_batch.representative_batch(without_padding(value))
         return self._reduce_values(reduce_op, value, axis)
 
     def _reduce_values(self, reduce_op: Any, value: Any, axis: int | None) -> Any:
@@ -112,12 +175,25 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
     def scope(self) -> contextlib.AbstractContextManager:
         """The scope to make models in; see `tf.distribute.Strategy.scope`."""
         scope_checks.check_not_nested(self)
+        model = names.model_built_by_caller()
+        if model is not None:
+            self._take_over_jit(model)
+            builds_from_plain_batch(model)
         return super().scope()
+
+    def _take_over_jit(self, model: Any) -> None:
+        is_taken = (self._replicas > 1 or self.compiles_steps) and take_over_jit(model)
+        if is_taken and not self.compiles_steps:
+            self._jit_models.add(model)
 
     def experimental_distribute_dataset(self, dataset: Any, options: Any = None) -> Any:
         """Splits global batches; see `tf.distribute.Strategy`."""
         scope_checks.check_not_nested(self)
         scope_checks.check_dataset(dataset)
+        if self.pad_batches and not is_of_one_size(dataset, self._replicas):
+            return distribute_padded(
+                self, dataset, global_batch_rows(dataset, self._stated_rows)
+            )
         return super().experimental_distribute_dataset(dataset, options)
 
     def _complete_run(self, run: ReplicaRun) -> None:

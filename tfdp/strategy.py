@@ -12,7 +12,7 @@ from tfdp.communication import Communication
 from tfdp.devices import find_devices
 from tfdp.errors import ConfigurationError
 from tfdp.hierarchical import HierarchicalAllReduce
-from tfdp.replica_strategy import ReplicaContextStrategy
+from tfdp.replica_strategy import ReplicaContextStrategy, check_pad_batches
 from tfdp.topology import Topology
 
 __all__ = ["SHARD_STAGES", "DataParallelStrategy"]
@@ -39,6 +39,9 @@ class DataParallelStrategy(ReplicaContextStrategy, tf.distribute.MirroredStrateg
       draws_per_replica: True: dropout, noise and augmentation layers draw differently
         on every replica, reproducibly from their seed. False: identical draws, as
         stock TensorFlow makes them.
+      pad_batches: True: short batches are filled up with rows that count for nothing,
+        so that all have one size and `jit_compile=True` compiles once. A number is the
+        global batch size, for data that do not tell it.
 
     Raises:
       ConfigurationError: when an argument is not as above.
@@ -64,12 +67,14 @@ class DataParallelStrategy(ReplicaContextStrategy, tf.distribute.MirroredStrateg
         communication: Communication | None = None,
         shard: str = "none",
         draws_per_replica: bool = True,
+        pad_batches: bool | int = False,
     ):
         if shard not in SHARD_STAGES:
             raise ConfigurationError(
                 f"shard must be one of {', '.join(map(repr, SHARD_STAGES))}. "
                 f"Received: {shard!r}."
             )
+        self.pad_batches = check_pad_batches(pad_batches)
         cross_device_ops = HierarchicalAllReduce(communication)
         extended = self._make_extended(
             find_devices(devices),

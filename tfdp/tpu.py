@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from tfdp._tf.tpu_extended import TPUDataParallelExtended
 from tfdp.collectives.cross_replica import CrossReplicaReducer
-from tfdp.replica_strategy import ReplicaContextStrategy
+from tfdp.replica_strategy import ReplicaContextStrategy, check_pad_batches
 from tfdp.tpu_system import connect
 
 __all__ = ["TPUDataParallelStrategy"]
@@ -24,7 +24,9 @@ class TPUDataParallelStrategy(ReplicaContextStrategy, tf.distribute.TPUStrategy)
         tpu: Any = "local",
         *,
         draws_per_replica: bool = True,
+        pad_batches: bool | int = True,
     ):
+        self.pad_batches = check_pad_batches(pad_batches)
         extended = self._make_extended(tpu, bool(draws_per_replica))
         # TPUStrategy's own constructor would make a stock extended.
         tf.distribute.Strategy.__init__(self, extended)

@@ -24,6 +24,7 @@ import keras
 import tensorflow as tf
 from keras.src.backend.common import global_state
 
+from tfdp._tf.instance_attributes import instance_attributes
 from tfdp._tf.names import current_rank, own_copy
 from tfdp._tf.replica_run import ReplicaRun
 from tfdp.errors import ConfigurationError
@@ -66,7 +67,7 @@ def led_optimizers(
     with contextlib.ExitStack() as stack:
         for optimizer in optimizers:
             for target, attributes in _leads(optimizer, run):
-                stack.enter_context(_instance_attributes(target, attributes))
+                stack.enter_context(instance_attributes(target, attributes))
         yield
 
 
@@ -133,7 +134,7 @@ def takes_reduced(optimizer: keras.optimizers.Optimizer) -> Iterator[None]:
     """While this lasts, `optimizer` does not reduce the gradients that it is given."""
     with contextlib.ExitStack() as stack:
         for leaf in _leaves(optimizer):
-            stack.enter_context(_instance_attributes(leaf, ALREADY_REDUCED))
+            stack.enter_context(instance_attributes(leaf, ALREADY_REDUCED))
         yield
 
 
@@ -177,7 +178,7 @@ def _reduce_then_clip(
     pairs = list(grads_and_vars)
     places = [i for i, (gradient, _) in enumerate(pairs) if gradient is not None]
     reduced = reduce_gradients([pairs[i][0] for i in places], run)
-    with _instance_attributes(optimizer, clipping):
+    with instance_attributes(optimizer, clipping):
         clipped = optimizer._clip_gradients(reduced)
     for place, gradient in zip(places, clipped, strict=True):
         pairs[place] = (gradient, pairs[place][1])
@@ -218,22 +219,3 @@ def _agree_finite(
     bad = tf.cast(tf.logical_not(mine), tf.float32)
     context = tf.distribute.get_replica_context()
     return context.all_reduce(tf.distribute.ReduceOp.SUM, bad) == 0.0
-
-
-@contextlib.contextmanager
-def _instance_attributes(target: Any, attributes: dict[str, Any]) -> Iterator[None]:
-    """Sets attributes in the instance's own dictionary, and restores it after.
-
-    The dictionary, not setattr: Keras' objects track what is set on them.
-    """
-    own = vars(target)
-    before = {name: own[name] for name in attributes if name in own}
-    own.update(attributes)
-    try:
-        yield
-    finally:
-        for name in attributes:
-            if name in before:
-                own[name] = before[name]
-            else:
-                own.pop(name, None)

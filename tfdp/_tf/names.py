@@ -53,6 +53,7 @@ __all__ = [
     "MirroredExtended",
     "MirroredVariable",
     "PerReplica",
+    "batch_size_of_caller",
     "common_devices",
     "current_rank",
     "fit_of_caller",
@@ -180,6 +181,23 @@ def fit_of_caller() -> tuple[Any, Any] | None:
                 return frame.f_locals.get("self"), frame.f_locals.get("callbacks")
         frame = frame.f_back
     return None
+
+
+def batch_size_of_caller() -> tuple[str | None, int | None]:
+    """What the Keras loop that makes its input knows of the size of its batches.
+
+    Returns:
+      The name of the class of its data adapter, and the size; None for what is not
+      known.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_globals.get("__name__") == KERAS_TRAINER_MODULE:
+            adapter = getattr(frame.f_locals.get("self"), "data_adapter", None)
+            if adapter is not None:
+                return type(adapter).__name__, adapter.batch_size
+        frame = frame.f_back
+    return None, None
 
 
 def model_built_by_caller() -> Any:

@@ -10,6 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdp._tf.names import PerReplica
+from tfdp._tf.padded_batch import Padding
 from tfdp.errors import ScopeError
 
 __all__ = ["ReplicaRun", "rows_of", "sample_counts", "trace_of"]
@@ -37,11 +38,15 @@ class ReplicaRun:
     local_state: dict[int, dict[int, Any]] = dataclasses.field(default_factory=dict)
     #: By trace: what the global batch's masked or weighted means were divided by.
     denominators: dict[int, list[tf.Tensor]] = dataclasses.field(default_factory=dict)
+    #: By trace: which rows are real, of batches filled up to a fixed size.
+    padding: dict[int, Padding] = dataclasses.field(default_factory=dict)
     _is_updating: bool = False
 
     @property
     def is_even(self) -> bool:
         """Whether every replica surely has the same number of samples."""
+        if self.padding:
+            return False
         if self.counts is None:
             return True
         # Another host's shapes are not known here.
@@ -53,11 +58,23 @@ class ReplicaRun:
 
     def count_of(self, rank: Any) -> Any:
         """n_r: the samples of `rank`; 1 for each when no batch was passed in."""
+        padding = self.padding_of(rank)
+        if padding is not None:
+            return padding.count
         if self.counts is None:
             return 1
         if isinstance(rank, int):
             return self.counts[rank]
         return tf.gather(tf.stack(self.counts), rank)
+
+    def total_of(self, rank: Any) -> Any:
+        """N: the samples of all replicas; None when no batch was passed in."""
+        padding = self.padding_of(rank)
+        return self.total if padding is None else padding.total
+
+    def padding_of(self, rank: Any) -> Padding | None:
+        """What fills up the part of `rank`; None for a batch as it came."""
+        return self.padding.get(trace_of(rank))
 
     def share_of(self, rank: Any) -> tf.Tensor:
         """n_r / N: this replica's part of all samples, a float32 scalar."""
@@ -65,7 +82,7 @@ class ReplicaRun:
             return tf.constant(1.0 / self.replicas)
         return tf.math.divide_no_nan(
             tf.cast(self.count_of(rank), tf.float32),
-            tf.cast(self.total, tf.float32),
+            tf.cast(self.total_of(rank), tf.float32),
         )
 
     @contextlib.contextmanager
@@ -86,7 +103,8 @@ class ReplicaRun:
         denominators = self.denominators.get(trace_of(rank), [])
         if len(denominators) == 1:
             return denominators[0]
-        return tf.cast(1 if self.total is None else self.total, tf.float32)
+        total = self.total_of(rank)
+        return tf.cast(1 if total is None else total, tf.float32)
 
     def note_local_state(self, rank: Any, variable: Any) -> None:
         """Remembers that a replica changed its own copy of `variable`."""

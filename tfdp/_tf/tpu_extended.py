@@ -52,7 +52,7 @@ class TPUDataParallelExtended(TPUExtended):
         self._use_var_policy = False
         self.current_run = ReplicaRun(self._num_replicas_in_sync)
         self.reducer = make_reducer(self._num_replicas_in_sync)
-        # As stock TPUStrategy: a function takes one handle for all copies of a variable.
+        # As in stock TPUStrategy: one handle for all copies of a variable.
         strategy._enable_packed_variable_in_eager_mode = True
 
     def update(self, var: Any, fn: Callable, *args: Any, **kwargs: Any) -> Any:
