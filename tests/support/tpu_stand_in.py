@@ -7,11 +7,15 @@ program for all cores. What stands in: that call traces the function once, as on
 variable), and calls what came out once on each logical CPU; and the sum over cores is a
 CPU collective. `merge_call` raises, and so does a batch of unknown size.
 
-What it is not: nothing here goes through XLA (`xla_step` does that, for one replica),
-and neither the TPU runtime nor its memory is there.
+With `compiled=True` XLA compiles each replica's call, as it does on a TPU; a CPU has no
+XLA kernel for the sum over cores, which then changes nothing: the numbers are right for
+one replica only.
+
+What it is not: the TPU's runtime, memory, compiler and arithmetic are not there.
 """
 
 import contextlib
+import functools
 import itertools
 import types
 from unittest import mock
@@ -81,6 +85,10 @@ def collective_sum(group_key):
             )
 
     return add
+
+
+def no_sum(tensor, replicas):
+    return tf.identity(tensor)
 
 
 class SharedTrace(tpu_replication.TPUReplicateContext):
@@ -164,7 +172,11 @@ def trace_once(computation, inputs):
     )
 
 
-def replicate(computation, inputs, **options):
+def call_with(function, captured, *arguments):
+    return function._call_flat(list(arguments), captured)
+
+
+def replicate(computation, inputs, *, compiled=False, **options):
     """In the place of `tpu.replicate`: one trace, called once on each CPU."""
     traced = trace_once(computation, inputs)
     TRACES.append(traced)
@@ -179,8 +191,11 @@ def replicate(computation, inputs, **options):
         ]
         graph = tf.compat.v1.get_default_graph()
         before = len(graph.get_operations())
+        call = functools.partial(call_with, traced.function, captured)
+        if compiled:
+            call = tf.function(call, jit_compile=True, autograph=False)
         with tf.device(device_name(replica)):
-            result = traced.function._call_flat(list(arguments), captured)
+            result = call(*arguments)
         for op in graph.get_operations()[before:]:
             if op.type.endswith("PartitionedCall"):
                 manager.run_independently(op)
@@ -204,9 +219,10 @@ def refuse_merge_call(*args, **kwargs):
 
 
 @contextlib.contextmanager
-def stand_in_for_replicate():
+def stand_in_for_replicate(compiled):
+    stand_in = functools.partial(replicate, compiled=compiled)
     with (
-        mock.patch.object(tpu_strategy.tpu, "replicate", replicate),
+        mock.patch.object(tpu_strategy.tpu, "replicate", stand_in),
         mock.patch.object(
             tpu_strategy._TPUReplicaContext, "merge_call", refuse_merge_call
         ),
@@ -217,22 +233,26 @@ def stand_in_for_replicate():
 class StandInStrategy(tfdp.TPUDataParallelStrategy):
     """`TPUDataParallelStrategy` on the first N logical CPUs."""
 
-    def __init__(self, replicas, **options):
+    def __init__(self, replicas, compiled=False, **options):
         self.replicas_wanted = replicas
+        self.compiled = compiled
         super().__init__(**options)
         # Copies behind one handle are what a TPU has; CPUs have a handle for each.
         self._enable_packed_variable_in_eager_mode = False
 
-    def _make_extended(self, tpu, draws_per_replica):
+    def _make_extended(self, tpu, draws_per_replica, wire_dtype):
         add = collective_sum(group_key=next(_KEYS))
+        if self.compiled:
+            add = no_sum
         return TPUDataParallelExtended(
             self,
             Resolver(self.replicas_wanted),
             lambda replicas: CrossReplicaReducer(replicas, add),
             draws_per_replica=draws_per_replica,
+            wire_dtype=wire_dtype,
             device_assignment=Assignment(self.replicas_wanted),
         )
 
     def run(self, fn, args=(), kwargs=None, options=None):
-        with stand_in_for_replicate():
+        with stand_in_for_replicate(self.compiled):
             return super().run(fn, args, kwargs, options)

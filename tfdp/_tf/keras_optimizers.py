@@ -27,6 +27,7 @@ from keras.src.backend.common import global_state
 from tfdp._tf.instance_attributes import instance_attributes
 from tfdp._tf.names import current_rank, own_copy
 from tfdp._tf.replica_run import ReplicaRun
+from tfdp._tf.wire_dtype import from_wire, to_wire
 from tfdp.errors import ConfigurationError
 
 __all__ = [
@@ -197,11 +198,12 @@ def reduce_gradients(gradients: Sequence[Any], run: ReplicaRun) -> list[Any]:
     rank = current_rank()
     state = run.take_local_state(rank)
     shares = [_weighted_state(variable, run, rank) for variable in state]
-    reduced = context.all_reduce(tf.distribute.ReduceOp.SUM, [*gradients, *shares])
+    sent = [*to_wire(gradients), *shares]
+    reduced = context.all_reduce(tf.distribute.ReduceOp.SUM, sent)
     for variable, value in zip(state, reduced[len(gradients) :], strict=True):
         extended = variable.distribute_strategy.extended
         extended.update_own_copy(variable, lambda own, v: own.assign(v), value)
-    return list(reduced[: len(gradients)])
+    return from_wire(reduced[: len(gradients)], gradients)
 
 
 def _weighted_state(variable: Any, run: ReplicaRun, rank: Any) -> tf.Tensor:

@@ -34,9 +34,15 @@ def weighs_rows(model: Any, padding: Padding) -> Iterator[None]:
         (model, "compute_loss", _weighted_loss),
         (model, "compute_metrics", _weighted_metrics),
     ]
-    trackers = [getattr(model, "_loss_tracker", None)]
-    trackers += getattr(getattr(model, "_compile_loss", None), "metrics", [])
-    leads += [(t, "update_state", _count_real_rows) for t in trackers if t is not None]
+    if getattr(model, "_loss_tracker", None) is not None:
+        leads.append((model._loss_tracker, "update_state", _count_real_rows))
+    for tracker in getattr(getattr(model, "_compile_loss", None), "metrics", []):
+        leads.append((tracker, "update_state", _count_batches))
+    leads += [
+        (layer, "call", _leave_filling_out)
+        for layer in model._flatten_layers()
+        if isinstance(layer, keras.layers.BatchNormalization)
+    ]
     if getattr(model, "_compile_metrics", None) is not None:
         leads.append((model._compile_metrics, "update_state", _weigh_each_metric))
     with contextlib.ExitStack() as stack:
@@ -75,6 +81,7 @@ def _weighted_loss(compute: Callable, padding: Padding, model: Any) -> Callable:
     ) -> Any:
         padding.has_user_weights = sample_weight is not None
         padding.loss_is_weighted = True
+        _refuse_added_losses(model)
         if sample_weight is None:
             weights = keras.tree.map_structure(
                 lambda leaf: padding.weights(_rank_of_values(leaf)), y_pred
@@ -126,6 +133,42 @@ def _count_real_rows(update: Callable, padding: Padding, metric: Any) -> Callabl
         return update(value, sample_weight=padding.count)
 
     return update_state
+
+
+def _count_batches(update: Callable, padding: Padding, metric: Any) -> Callable:
+    """Keras gives the loss of one of several outputs the same weight in each batch.
+
+    It gives it the size of the batch where that is fixed; then batches are not short.
+    """
+
+    def update_state(value: Any, sample_weight: Any = None) -> Any:
+        return update(value, sample_weight=padding.count / padding.total)
+
+    return update_state
+
+
+def _leave_filling_out(call: Callable, padding: Padding, layer: Any) -> Callable:
+    """Statistics of a batch are those of its real rows."""
+
+    def masked_call(inputs: Any, *args: Any, mask: Any = None, **options: Any) -> Any:
+        if inputs.shape[0] == padding.rows:
+            real = padding.weights(len(inputs.shape) - 1) > 0
+            mask = real if mask is None else tf.logical_and(mask, real)
+            mask = tf.broadcast_to(mask, inputs.shape[:-1])
+        return call(inputs, *args, mask=mask, **options)
+
+    return masked_call
+
+
+def _refuse_added_losses(model: Any) -> None:
+    """Refuses losses that layers took of their inputs: they count the filling."""
+    adding = [layer.name for layer in model._flatten_layers() if layer._losses]
+    if adding:
+        raise ConfigurationError(
+            f"The layer {adding[0]!r} adds a loss of its own (add_loss or an activity "
+            "regularizer), in which the rows that fill a short batch up would count. "
+            "Give batches of one size (drop_remainder=True), which are not filled up."
+        )
 
 
 def _weigh_each_metric(update: Callable, padding: Padding, metrics: Any) -> Callable:

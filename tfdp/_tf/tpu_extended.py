@@ -32,6 +32,7 @@ class TPUDataParallelExtended(TPUExtended):
       resolver: a `tf.distribute.cluster_resolver.TPUClusterResolver`.
       make_reducer: makes what moves tensors between N replicas, from N.
       draws_per_replica: whether random layers draw apart on every replica.
+      wire_dtype: the type in which gradients travel; None for their own.
       device_assignment: see `tf.distribute.TPUStrategy`; None for all cores.
     """
 
@@ -42,8 +43,10 @@ class TPUDataParallelExtended(TPUExtended):
         make_reducer: Callable[[int], ReplicaReducer],
         *,
         draws_per_replica: bool = True,
+        wire_dtype: str | None = None,
         device_assignment: Any = None,
     ):
+        self.wire_dtype = wire_dtype
         self._draws_per_replica = draws_per_replica
         #: Whether an update of one variable is being built: assignments are final.
         self.is_updating_own_copy = False
