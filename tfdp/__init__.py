@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from tfdp.multi_host import MultiHostDataParallelStrategy
     from tfdp.optimizer import DistributedOptimizer
     from tfdp.strategy import DataParallelStrategy
+    from tfdp.tpu import TPUDataParallelStrategy
 
 # Public name -> module that defines it. A name mapped to its own module is one.
 _PUBLIC = {
@@ -41,6 +42,7 @@ _PUBLIC = {
     "DistributedOptimizer": "tfdp.optimizer",
     "HierarchicalAllReduce": "tfdp.hierarchical",
     "MultiHostDataParallelStrategy": "tfdp.multi_host",
+    "TPUDataParallelStrategy": "tfdp.tpu",
     "auto_strategy": "tfdp.auto",
     "callbacks": "tfdp.callbacks",
     "data": "tfdp.data",

@@ -17,6 +17,7 @@ __all__ = [
     "MissingDependencyError",
     "ParityError",
     "ScopeError",
+    "TPUError",
     "TfdpError",
     "WorkerLostError",
 ]
@@ -39,6 +40,10 @@ class ClusterError(ConfigurationError):
 
 class DeviceError(TfdpError, RuntimeError):
     """The devices asked for do not exist, or can no longer be set up."""
+
+
+class TPUError(DeviceError):
+    """There is no TPU, or it cannot be used as this process is set up."""
 
 
 class ScopeError(TfdpError, RuntimeError):

@@ -6,9 +6,13 @@ returns a scalar, does not; the two functions here say it.
 
 from __future__ import annotations
 
+from typing import Any
+
 import tensorflow as tf
 
 from tfdp._tf.current_run import current_run
+from tfdp._tf.replica_run import trace_of
+from tfdp.errors import ConfigurationError
 
 __all__ = ["local_mean", "local_sum"]
 
@@ -50,7 +54,8 @@ def local_mean(loss: tf.Tensor) -> tf.Tensor:
     if found is None:
         return loss
     run, rank = found
-    run.scaled_losses.add(rank)
+    _refuse_padding(run.padding_of(rank))
+    run.scaled_losses.add(trace_of(rank))
     return loss * tf.cast(run.share_of(rank), loss.dtype)
 
 
@@ -68,5 +73,15 @@ def local_sum(loss: tf.Tensor) -> tf.Tensor:
     found = current_run()
     if found is not None:
         run, rank = found
-        run.scaled_losses.add(rank)
+        _refuse_padding(run.padding_of(rank))
+        run.scaled_losses.add(trace_of(rank))
     return loss
+
+
+def _refuse_padding(padding: Any) -> None:
+    if padding is not None:
+        raise ConfigurationError(
+            "This batch was filled up to a fixed size, and a loss taken by hand counts "
+            "the filling. Take it with self.compute_loss(x=x, y=y, y_pred=y_pred), "
+            "which leaves it out, or give batches of one size (drop_remainder=True)."
+        )

@@ -33,8 +33,11 @@ LAYERS = {
     "devices": 4,
     "hierarchical": 4,
     "multi_host": 4,
+    "replica_strategy": 4,
     "strategy": 4,
     "testing": 4,
+    "tpu": 4,
+    "tpu_system": 4,
     "layers": 3,
     "losses": 3,
     "optimizer": 3,
@@ -51,6 +54,7 @@ LAYERS = {
     "errors": 0,
     "machine": 0,
     "schedule_formulas": 0,
+    "shards": 0,
     "topology": 0,
 }
 FRAMEWORKS = {"tensorflow", "keras"}

@@ -32,7 +32,7 @@ __all__ = ["DataParallelExtended", "ReplicaReducer"]
 SHARD_CLASSES = (ShardedVariable, ShardUpdatedVariable)
 
 
-class ReplicaReducer(ShardReducer, Protocol):
+class ReplicaReducer(Protocol):
     """What the extended needs from the layers above to move tensors."""
 
     def begin_run(self) -> None:
@@ -43,6 +43,10 @@ class ReplicaReducer(ShardReducer, Protocol):
 
     def broadcast(self, value: Any, rank: int) -> Any:
         """Replica 0's value, in replica context."""
+
+
+class ShardingReducer(ReplicaReducer, ShardReducer, Protocol):
+    """One that moves shards, too."""
 
 
 class DataParallelExtended(MirroredExtended):
@@ -61,7 +65,7 @@ class DataParallelExtended(MirroredExtended):
         self,
         strategy: tf.distribute.Strategy,
         devices: Sequence[str],
-        reducer: ReplicaReducer,
+        reducer: ShardingReducer,
         cross_device_ops: tf.distribute.CrossDeviceOps,
         *,
         draws_per_replica: bool = True,

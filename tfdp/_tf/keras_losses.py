@@ -26,7 +26,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdp._tf.replica_run import ReplicaRun
+from tfdp._tf.padded_batch import Padding
+from tfdp._tf.replica_run import ReplicaRun, trace_of
 
 __all__ = ["LossReplicaCount", "loss_replica_count", "why_loss_seems_local"]
 
@@ -34,7 +35,7 @@ LOSS_MODULE = "keras.src.losses.loss"
 SCALE = "scale_loss_for_distribution"
 UNSCALE = "unscale_loss_for_distribution"
 
-SumOverReplicas = Callable[[tf.Tensor, int], tf.Tensor]
+SumOverReplicas = Callable[[tf.Tensor, Any], tf.Tensor]
 
 
 # A float, because Python asks a subclass of float first when it divides 1.0 by it.
@@ -55,7 +56,7 @@ class LossReplicaCount(float):
 
 
 def loss_replica_count(
-    run: ReplicaRun, rank: int, sum_over_replicas: SumOverReplicas
+    run: ReplicaRun, rank: Any, sum_over_replicas: SumOverReplicas
 ) -> LossReplicaCount | None:
     """The answer to Keras' loss functions; None when somebody else asks.
 
@@ -69,34 +70,87 @@ def loss_replica_count(
     if asker.f_globals.get("__name__") != LOSS_MODULE:
         return None
     if asker.f_code.co_name == SCALE:
-        run.scaled_losses.add(rank)
-        count = LossReplicaCount(run.replicas)
+        run.scaled_losses.add(trace_of(rank))
+        count = _replica_count(run)
         count.fraction = _fraction(run, rank, asker.f_back, sum_over_replicas)
         return count
     if asker.f_code.co_name == UNSCALE:
-        count = LossReplicaCount(run.replicas)
+        count = _replica_count(run)
         if not run.is_even and _is_weighted_by_samples(asker.f_back):
             count.report_factor = tf.math.divide_no_nan(
-                tf.cast(run.total, tf.float32), tf.cast(run.count_of(rank), tf.float32)
+                tf.cast(run.total_of(rank), tf.float32),
+                tf.cast(run.count_of(rank), tf.float32),
             )
         return count
     return None
 
 
+def _replica_count(run: ReplicaRun) -> LossReplicaCount:
+    """R; at least 2 for a padded batch, because Keras scales only from 2 on.
+
+    The number itself is then not used: `fraction` and `report_factor` are set.
+    """
+    return LossReplicaCount(max(run.replicas, 2) if run.padding else run.replicas)
+
+
 def _fraction(
     run: ReplicaRun,
-    rank: int,
+    rank: Any,
     reducer: FrameType | None,
     sum_over_replicas: SumOverReplicas,
 ) -> tf.Tensor | None:
     """D_r / D, or None where it is 1 / R for sure."""
+    padding = run.padding_of(rank)
     denominator = _weight_denominator(reducer)
+    if padding is not None and not _is_global(denominator, reducer, padding):
+        return _fraction_of_rows(reducer, padding)
     if denominator is None:
         return None if run.is_even else run.share_of(rank)
     denominator = tf.stop_gradient(tf.cast(denominator, tf.float32))
-    total = sum_over_replicas(denominator, rank)
-    run.denominators.setdefault(rank, []).append(total)
+    counted = denominator
+    if padding is not None and _reduction(reducer) != "mean_with_sample_weight":
+        mask = tf.cast(_mask_of(reducer), tf.float32)
+        counted = tf.reduce_sum(mask * padding.weights(mask.shape.rank))
+    total = sum_over_replicas(counted, rank)
+    run.denominators.setdefault(trace_of(rank), []).append(total)
     return tf.math.divide_no_nan(denominator, total)
+
+
+def _is_global(denominator: Any, reducer: FrameType | None, padding: Padding) -> bool:
+    """Whether D must be asked of all replicas: it is not a number of rows."""
+    if denominator is None:
+        return False
+    if _reduction(reducer) != "mean_with_sample_weight" or padding.has_user_weights:
+        return True
+    return _mask_of(reducer) is not None
+
+
+def _fraction_of_rows(reducer: FrameType | None, padding: Padding) -> tf.Tensor:
+    """D_r / D where both are rows, of which some only fill the batch up.
+
+    Keras divided the sum of the real rows' losses by all rows, or, where the rows'
+    weights were asked to divide, by their sum; by nothing for a regularisation.
+    """
+    if reducer is None or reducer.f_code.co_name != "reduce_values":
+        return padding.count / padding.total
+    if _reduction(reducer) != "mean_with_sample_weight":
+        return padding.rows / padding.total
+    entries = tf.size(reducer.f_locals["values"]) // padding.rows
+    return padding.count / (padding.total * tf.cast(entries, tf.float32))
+
+
+def _reduction(reducer: FrameType | None) -> Any:
+    if reducer is None or reducer.f_code.co_name != "reduce_values":
+        return None
+    return reducer.f_locals.get("reduction")
+
+
+def _mask_of(reducer: FrameType | None) -> Any:
+    """The mask of the predictions that `reduce_values` was called for."""
+    outer = reducer.f_back if reducer is not None else None
+    if outer is None or outer.f_code.co_name != "reduce_weighted_values":
+        return None
+    return outer.f_locals.get("mask")
 
 
 def _weight_denominator(reducer: FrameType | None) -> Any:
@@ -106,10 +160,7 @@ def _weight_denominator(reducer: FrameType | None) -> Any:
     weights = reducer.f_locals.get("sample_weight")
     if reducer.f_locals.get("reduction") == "mean_with_sample_weight":
         return None if weights is None else tf.reduce_sum(weights)
-    outer = reducer.f_back
-    if outer is None or outer.f_code.co_name != "reduce_weighted_values":
-        return None
-    mask = outer.f_locals.get("mask")
+    mask = _mask_of(reducer)
     return None if mask is None else tf.reduce_sum(tf.cast(mask, tf.float32))
 
 

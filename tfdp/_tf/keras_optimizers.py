@@ -24,11 +24,13 @@ import keras
 import tensorflow as tf
 from keras.src.backend.common import global_state
 
-from tfdp._tf.names import current_rank
+from tfdp._tf.instance_attributes import instance_attributes
+from tfdp._tf.names import current_rank, own_copy
 from tfdp._tf.replica_run import ReplicaRun
 from tfdp._tf.shard_updates import ShardUpdates
 from tfdp._tf.sharded_optimizers import clip_over_shards, shard_kind, shard_leads
 from tfdp._tf.sharded_variables import ShardUpdatedVariable
+from tfdp._tf.wire_dtype import from_wire, to_wire
 from tfdp.errors import ConfigurationError
 
 __all__ = [
@@ -71,7 +73,7 @@ def led_optimizers(
     with contextlib.ExitStack() as stack:
         for optimizer in optimizers:
             for target, attributes in _leads(optimizer, run):
-                stack.enter_context(_instance_attributes(target, attributes))
+                stack.enter_context(instance_attributes(target, attributes))
         yield
 
 
@@ -150,7 +152,7 @@ def takes_reduced(optimizer: keras.optimizers.Optimizer) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for leaf in _leaves(optimizer):
             own = {} if shards is None else shard_leads(leaf, shards)
-            stack.enter_context(_instance_attributes(leaf, own | ALREADY_REDUCED))
+            stack.enter_context(instance_attributes(leaf, own | ALREADY_REDUCED))
         yield
 
 
@@ -204,7 +206,7 @@ def _reduce_then_clip(
     variables = [pairs[i][1] for i in places]
     reduced = reduce_gradients([pairs[i][0] for i in places], run, variables)
     shards = shards_of(optimizer)
-    with _instance_attributes(optimizer, clipping):
+    with instance_attributes(optimizer, clipping):
         if shards is None:
             clipped = optimizer._clip_gradients(reduced)
         else:
@@ -240,24 +242,25 @@ def reduce_gradients(
     whole = [i for i, kind in enumerate(kinds) if kind is None]
     context = tf.distribute.get_replica_context()
     rank = current_rank()
-    state = list(run.local_state.get(rank, {}).values())
-    run.local_state[rank] = {}
+    state = run.take_local_state(rank)
     shares = [_weighted_state(variable, run, rank) for variable in state]
     if whole or shares:
-        reduced = context.all_reduce(
-            tf.distribute.ReduceOp.SUM, [*(gradients[i] for i in whole), *shares]
-        )
-        for place, value in zip(whole, reduced[: len(whole)], strict=True):
+        dense = [gradients[i] for i in whole]
+        sent = [*to_wire(dense), *shares]
+        reduced = context.all_reduce(tf.distribute.ReduceOp.SUM, sent)
+        totals = from_wire(reduced[: len(whole)], dense)
+        for place, value in zip(whole, totals, strict=True):
             results[place] = value
         for variable, value in zip(state, reduced[len(whole) :], strict=True):
-            variable._get_replica(rank).assign(value)
+            extended = variable.distribute_strategy.extended
+            extended.update_own_copy(variable, lambda own, v: own.assign(v), value)
     return results
 
 
-def _weighted_state(variable: Any, run: ReplicaRun, rank: int) -> tf.Tensor:
+def _weighted_state(variable: Any, run: ReplicaRun, rank: Any) -> tf.Tensor:
     """This replica's share of a mean over samples; nothing when it has no sample."""
     share = tf.cast(run.share_of(rank), variable.dtype)
-    value = variable._get_replica(rank).read_value()
+    value = own_copy(variable, rank).read_value()
     # Statistics of no sample are not a number, and 0 times that is not 0.
     return tf.where(share > 0, value * share, tf.zeros_like(value))
 
@@ -270,22 +273,3 @@ def agree_finite(
     bad = tf.cast(tf.logical_not(mine), tf.float32)
     context = tf.distribute.get_replica_context()
     return context.all_reduce(tf.distribute.ReduceOp.SUM, bad) == 0.0
-
-
-@contextlib.contextmanager
-def _instance_attributes(target: Any, attributes: dict[str, Any]) -> Iterator[None]:
-    """Sets attributes in the instance's own dictionary, and restores it after.
-
-    The dictionary, not setattr: Keras' objects track what is set on them.
-    """
-    own = vars(target)
-    before = {name: own[name] for name in attributes if name in own}
-    own.update(attributes)
-    try:
-        yield
-    finally:
-        for name in attributes:
-            if name in before:
-                own[name] = before[name]
-            else:
-                own.pop(name, None)

@@ -61,6 +61,7 @@ __all__ = [
     "MirroredVariable",
     "PerReplica",
     "UpdateContext",
+    "batch_size_of_caller",
     "common_devices",
     "current_rank",
     "fit_of_caller",
@@ -70,6 +71,7 @@ __all__ = [
     "is_loop_graph",
     "make_token",
     "model_built_by_caller",
+    "own_copy",
     "regroup_mirrored",
     "run_independently",
     "select_replica",
@@ -107,9 +109,24 @@ def regroup_mirrored(parts: Sequence[Any]) -> Any:
     return _distribute_utils.regroup(tuple(parts), wrap_class=Mirrored)
 
 
-def current_rank() -> int:
-    """This replica's rank, as a Python integer, in a replica context."""
-    return int(tf.distribute.get_replica_context()._replica_id)
+def current_rank() -> Any:
+    """This replica's rank, in a replica context.
+
+    A Python integer where each replica's graph is built on its own; a scalar int32
+    tensor where one graph serves all of them, as on TPU.
+    """
+    rank = tf.distribute.get_replica_context()._replica_id
+    if tf.is_tensor(rank) and tf.get_static_value(rank) is None:
+        return rank
+    return int(rank)
+
+
+def own_copy(variable: Any, rank: Any) -> Any:
+    """The copy of a distributed `variable` that the replica `rank` updates.
+
+    Where one graph serves all replicas the variable itself stands for it.
+    """
+    return variable._get_replica(rank) if isinstance(rank, int) else variable
 
 
 def global_seed() -> int | None:
@@ -174,6 +191,23 @@ def fit_of_caller() -> tuple[Any, Any] | None:
                 return frame.f_locals.get("self"), frame.f_locals.get("callbacks")
         frame = frame.f_back
     return None
+
+
+def batch_size_of_caller() -> tuple[str | None, int | None]:
+    """What the Keras loop that makes its input knows of the size of its batches.
+
+    Returns:
+      The name of the class of its data adapter, and the size; None for what is not
+      known.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_globals.get("__name__") == KERAS_TRAINER_MODULE:
+            adapter = getattr(frame.f_locals.get("self"), "data_adapter", None)
+            if adapter is not None:
+                return type(adapter).__name__, adapter.batch_size
+        frame = frame.f_back
+    return None, None
 
 
 def model_built_by_caller() -> Any:

@@ -28,11 +28,12 @@ def is_same_on_every_replica(value: tf.Tensor, own_variable: Any) -> bool:
     """
     seen: set[int] = set()
     todo = [value]
+    own_handle = _outermost(own_variable.handle)
     while todo:
         tensor = _outermost(todo.pop())
         if tensor is None:
             return False
-        if tensor is own_variable.handle or id(tensor) in seen:
+        if tensor is own_handle or id(tensor) in seen:
             continue
         seen.add(id(tensor))
         if len(seen) > MOST_OPS or isinstance(tensor, tf.__internal__.EagerTensor):

@@ -10,9 +10,10 @@ from typing import Any
 import tensorflow as tf
 
 from tfdp._tf.names import PerReplica
+from tfdp._tf.padded_batch import Padding
 from tfdp.errors import ScopeError
 
-__all__ = ["ReplicaRun", "rows_of", "sample_counts"]
+__all__ = ["ReplicaRun", "rows_of", "sample_counts", "trace_of"]
 
 
 @dataclasses.dataclass
@@ -31,17 +32,21 @@ class ReplicaRun:
     counts: list[Any] | None = None
     total: Any = None
     spans_hosts: bool = False
-    #: Ranks whose loss has been brought to its share of the global one.
+    #: Traces (see `trace_of`) whose loss was brought to its share of the global one.
     scaled_losses: set[int] = dataclasses.field(default_factory=set)
-    #: By rank: mirrored float variables that the replica assigned to on its own.
+    #: By trace: mirrored float variables that the replica assigned to on its own.
     local_state: dict[int, dict[int, Any]] = dataclasses.field(default_factory=dict)
-    #: By rank: what the global batch's masked or weighted means were divided by.
+    #: By trace: what the global batch's masked or weighted means were divided by.
     denominators: dict[int, list[tf.Tensor]] = dataclasses.field(default_factory=dict)
+    #: By trace: which rows are real, of batches filled up to a fixed size.
+    padding: dict[int, Padding] = dataclasses.field(default_factory=dict)
     _is_updating: bool = False
 
     @property
     def is_even(self) -> bool:
         """Whether every replica surely has the same number of samples."""
+        if self.padding:
+            return False
         if self.counts is None:
             return True
         # Another host's shapes are not known here.
@@ -51,17 +56,33 @@ class ReplicaRun:
             and len(set(self.counts)) == 1
         )
 
-    def count_of(self, rank: int) -> Any:
+    def count_of(self, rank: Any) -> Any:
         """n_r: the samples of `rank`; 1 for each when no batch was passed in."""
-        return 1 if self.counts is None else self.counts[rank]
+        padding = self.padding_of(rank)
+        if padding is not None:
+            return padding.count
+        if self.counts is None:
+            return 1
+        if isinstance(rank, int):
+            return self.counts[rank]
+        return tf.gather(tf.stack(self.counts), rank)
 
-    def share_of(self, rank: int) -> tf.Tensor:
+    def total_of(self, rank: Any) -> Any:
+        """N: the samples of all replicas; None when no batch was passed in."""
+        padding = self.padding_of(rank)
+        return self.total if padding is None else padding.total
+
+    def padding_of(self, rank: Any) -> Padding | None:
+        """What fills up the part of `rank`; None for a batch as it came."""
+        return self.padding.get(trace_of(rank))
+
+    def share_of(self, rank: Any) -> tf.Tensor:
         """n_r / N: this replica's part of all samples, a float32 scalar."""
         if self.is_even:
             return tf.constant(1.0 / self.replicas)
         return tf.math.divide_no_nan(
             tf.cast(self.count_of(rank), tf.float32),
-            tf.cast(self.total, tf.float32),
+            tf.cast(self.total_of(rank), tf.float32),
         )
 
     @contextlib.contextmanager
@@ -73,22 +94,36 @@ class ReplicaRun:
         finally:
             self._is_updating = before
 
-    def batch_weight(self, rank: int) -> tf.Tensor:
+    def batch_weight(self, rank: Any) -> tf.Tensor:
         """What this global batch weighs beside others of the same accumulation.
 
         The unmasked entries or weights where the one loss is a mean over those, else
         the samples; 1 where nothing is known.
         """
-        denominators = self.denominators.get(rank, [])
+        denominators = self.denominators.get(trace_of(rank), [])
         if len(denominators) == 1:
             return denominators[0]
-        return tf.cast(1 if self.total is None else self.total, tf.float32)
+        total = self.total_of(rank)
+        return tf.cast(1 if total is None else total, tf.float32)
 
-    def note_local_state(self, rank: int, variable: Any) -> None:
+    def note_local_state(self, rank: Any, variable: Any) -> None:
         """Remembers that a replica changed its own copy of `variable`."""
         if self._is_updating:
             return
-        self.local_state.setdefault(rank, {})[id(variable)] = variable
+        self.local_state.setdefault(trace_of(rank), {})[id(variable)] = variable
+
+    def take_local_state(self, rank: Any) -> list[Any]:
+        """What the replica changed on its own since it was last asked."""
+        return list(self.local_state.pop(trace_of(rank), {}).values())
+
+
+def trace_of(rank: Any) -> int:
+    """Which of the graphs that are built for a run is that of `rank`.
+
+    Each replica has its own, but for TPU: there one graph serves all, and the rank is
+    a tensor.
+    """
+    return rank if isinstance(rank, int) else 0
 
 
 def sample_counts(arguments: Any, replicas: int) -> ReplicaRun:

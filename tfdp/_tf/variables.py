@@ -10,7 +10,12 @@ import tensorflow as tf
 from tfdp._tf.names import MirroredVariable, current_rank
 from tfdp._tf.replica_invariance import is_same_on_every_replica
 
-__all__ = ["ReplicaMirroredVariable", "SeedVariable", "is_seed_state"]
+__all__ = [
+    "ReplicaMirroredVariable",
+    "SeedVariable",
+    "is_seed_state",
+    "seed_offset",
+]
 
 # 2^32 divided by the golden ratio: multiples of it are far apart modulo 2^32.
 SEED_STRIDE = 0x9E3779B9
@@ -54,8 +59,7 @@ class SeedVariable(ReplicaMirroredVariable):
         context = tf.distribute.get_replica_context()
         if context is None or context.strategy is not self.distribute_strategy:
             return None
-        word = current_rank() * SEED_STRIDE % 2**32
-        return tf.constant([word, 0], dtype=self.dtype) if word else None
+        return seed_offset(current_rank(), self.dtype)
 
     def _get(self) -> Any:
         offset = self._offset()
@@ -78,6 +82,21 @@ class SeedVariable(ReplicaMirroredVariable):
         if offset is not None:
             value = tf.cast(value, self.dtype) - offset
         return super()._update_replica(update_fn, value, **kwargs)
+
+
+def seed_offset(rank: Any, dtype: tf.DType) -> tf.Tensor | None:
+    """What replica `rank` adds to a stored seed; None for nothing.
+
+    Args:
+      rank: an integer, or a scalar int32 tensor.
+      dtype: that of the seed, tf.int64 or tf.uint32.
+    """
+    if isinstance(rank, int):
+        word = rank * SEED_STRIDE % 2**32
+        return tf.constant([word, 0], dtype) if word else None
+    # The product of two numbers of 32 bits, without its high half.
+    words = tf.cast(rank, tf.uint32) * tf.constant(SEED_STRIDE, tf.uint32)
+    return tf.stack([tf.cast(words, dtype), tf.zeros([], dtype)])
 
 
 def is_seed_state(variable: MirroredVariable) -> bool:

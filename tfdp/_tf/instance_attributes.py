@@ -1,0 +1,28 @@
+"""Attributes that an object has for a while, in the place of its class' methods."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+__all__ = ["instance_attributes"]
+
+
+@contextlib.contextmanager
+def instance_attributes(target: Any, attributes: dict[str, Any]) -> Iterator[None]:
+    """Sets attributes in the instance's own dictionary, and restores it after.
+
+    The dictionary, not setattr: Keras' objects track what is set on them.
+    """
+    own = vars(target)
+    before = {name: own[name] for name in attributes if name in own}
+    own.update(attributes)
+    try:
+        yield
+    finally:
+        for name in attributes:
+            if name in before:
+                own[name] = before[name]
+            else:
+                own.pop(name, None)

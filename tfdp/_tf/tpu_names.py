@@ -1,0 +1,42 @@
+"""The private TensorFlow names of the TPU strategy, and what for.
+
+None of them needs a TPU to be imported.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+# A whole step for all TPU cores: our base class.
+from tensorflow.python.distribute.tpu_strategy import TPUExtended
+
+# Whether code runs in the graph of the TPU replicas; assignment with its read after it.
+from tensorflow.python.distribute.tpu_util import (
+    enclosing_tpu_context,
+    make_raw_assign_fn,
+)
+
+# Variables with one component per TPU core.
+from tensorflow.python.distribute.tpu_values import TPUMirroredVariable
+
+__all__ = [
+    "TPUExtended",
+    "TPUMirroredVariable",
+    "assign_in_replica",
+    "in_tpu_replica",
+]
+
+
+def in_tpu_replica() -> bool:
+    """Whether the graph being built is that of TPU replicas."""
+    return enclosing_tpu_context() is not None
+
+
+def _assign(handle: tf.Tensor, value: tf.Tensor, name: Any = None) -> tf.Operation:
+    return tf.raw_ops.AssignVariableOp(resource=handle, value=value, name=name)
+
+
+#: `assign_in_replica(variable, value, use_locking, name, read_value)`
+assign_in_replica = make_raw_assign_fn(_assign)

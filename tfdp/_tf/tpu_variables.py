@@ -1,0 +1,106 @@
+"""Variables of TPU replicas: assigned by each replica, in the one graph of all.
+
+The rules are those of `tfdp._tf.variables`; stock TPU variables would leave the replica
+context to aggregate, and keep moving statistics of each core to itself.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+from tfdp._tf.names import current_rank
+from tfdp._tf.replica_invariance import is_same_on_every_replica
+from tfdp._tf.tpu_names import (
+    TPUMirroredVariable,
+    assign_in_replica,
+    in_tpu_replica,
+)
+from tfdp._tf.variables import seed_offset
+
+__all__ = ["TPUReplicaVariable", "TPUSeedVariable"]
+
+
+class TPUReplicaVariable(TPUMirroredVariable):
+    """A variable with a copy on every TPU core, which each replica assigns to."""
+
+    def assign(
+        self,
+        value: Any,
+        use_locking: bool = False,
+        name: str | None = None,
+        read_value: bool = True,
+    ) -> Any:
+        """Assigns `value`, brought together over the replicas as `aggregation` says."""
+        if not in_tpu_replica():
+            return super().assign(value, use_locking, name, read_value)
+        return self._assign_replica(value, name, read_value)
+
+    def assign_add(
+        self,
+        delta: Any,
+        use_locking: bool = False,
+        name: str | None = None,
+        read_value: bool = True,
+    ) -> Any:
+        """Adds `delta`; see `assign`."""
+        if not in_tpu_replica():
+            return super().assign_add(delta, use_locking, name, read_value)
+        stored = TPUMirroredVariable._read_variable_op(self)
+        delta = self._together(tf.convert_to_tensor(delta, self.dtype))
+        return assign_in_replica(self, stored + delta, False, name, read_value)
+
+    def assign_sub(
+        self,
+        delta: Any,
+        use_locking: bool = False,
+        name: str | None = None,
+        read_value: bool = True,
+    ) -> Any:
+        """Subtracts `delta`; see `assign`."""
+        if not in_tpu_replica():
+            return super().assign_sub(delta, use_locking, name, read_value)
+        delta = tf.convert_to_tensor(delta, self.dtype)
+        return self.assign_add(-delta, use_locking, name, read_value)
+
+    def _assign_replica(self, value: Any, name: str | None, read_value: bool) -> Any:
+        value = self._together(tf.convert_to_tensor(value, self.dtype))
+        return assign_in_replica(self, value, False, name, read_value)
+
+    def _together(self, value: tf.Tensor) -> tf.Tensor:
+        """`value` as all replicas assign it."""
+        extended = self.distribute_strategy.extended
+        if extended.is_updating_own_copy:
+            return value
+        if self.aggregation == tf.VariableAggregation.NONE:
+            if self.dtype.is_floating:
+                extended.current_run.note_local_state(current_rank(), self)
+            return value
+        if self.aggregation == tf.VariableAggregation.ONLY_FIRST_REPLICA:
+            if is_same_on_every_replica(value, self):
+                return value
+            return extended.reducer.broadcast(value, current_rank())
+        mean = self.aggregation == tf.VariableAggregation.MEAN
+        return extended.reducer.all_reduce([value], current_rank(), mean=mean)[0]
+
+
+class TPUSeedVariable(TPUReplicaVariable):
+    """The state of a random generator: stored alike, seen apart.
+
+    See `tfdp._tf.variables.SeedVariable`; the numbers drawn are the same.
+    """
+
+    def _read_variable_op(self) -> tf.Tensor:
+        stored = super()._read_variable_op()
+        if not in_tpu_replica():
+            return stored
+        offset = seed_offset(current_rank(), self.dtype)
+        return stored if offset is None else stored + offset
+
+    def _assign_replica(self, value: Any, name: str | None, read_value: bool) -> Any:
+        offset = seed_offset(current_rank(), self.dtype)
+        value = tf.convert_to_tensor(value, self.dtype)
+        if offset is not None:
+            value = value - offset
+        return super()._assign_replica(value, name, read_value)

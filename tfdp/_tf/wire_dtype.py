@@ -1,0 +1,35 @@
+"""Gradients in fewer bytes on the way, where the strategy asks for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+__all__ = ["from_wire", "to_wire"]
+
+
+def to_wire(gradients: Sequence[Any]) -> list[Any]:
+    """The gradients as they travel: in the `wire_dtype` of the strategy, if any."""
+    wire_dtype = getattr(tf.distribute.get_strategy().extended, "wire_dtype", None)
+    if wire_dtype is None:
+        return list(gradients)
+    return [_cast(gradient, wire_dtype) for gradient in gradients]
+
+
+def from_wire(reduced: Sequence[Any], gradients: Sequence[Any]) -> list[Any]:
+    """What came, in the types of the `gradients` that were sent."""
+    pairs = zip(reduced, gradients, strict=True)
+    return [
+        value if value.dtype == gradient.dtype else tf.cast(value, gradient.dtype)
+        for value, gradient in pairs
+    ]
+
+
+def _cast(gradient: Any, wire_dtype: str) -> Any:
+    """Wider floats only; a scalar costs nothing and may be a count."""
+    dtype = tf.as_dtype(wire_dtype)
+    tensor = tf.convert_to_tensor(gradient)
+    is_wider = tensor.dtype.is_floating and tensor.dtype.size > dtype.size
+    return tf.cast(tensor, dtype) if is_wider and tensor.shape.rank else tensor

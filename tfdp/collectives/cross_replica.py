@@ -1,0 +1,98 @@
+"""Sums over TPU cores: an op of XLA's, within the program that all cores run.
+
+XLA packs neighbouring sums into one exchange (its all-reduce combiner) and starts each
+as soon as its inputs are there, so nothing is packed here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfdp.errors import CollectiveError
+
+__all__ = ["CrossReplicaReducer", "cross_replica_sum"]
+
+# What XLA's sum takes (tpu_strategy.py, _DTYPES_SUPPORTED_BY_CROSS_REPLICA_SUM).
+SUMMABLE = (
+    tf.bfloat16,
+    tf.float16,
+    tf.float32,
+    tf.float64,
+    tf.int32,
+    tf.uint32,
+)
+
+SumOverReplicas = Callable[[tf.Tensor, int], tf.Tensor]
+
+
+def cross_replica_sum(tensor: tf.Tensor, replicas: int) -> tf.Tensor:
+    """The sum of `tensor` over all of the `replicas` cores, on each of them."""
+    return tf.raw_ops.CrossReplicaSum(
+        input=tensor, group_assignment=[list(range(replicas))]
+    )
+
+
+class CrossReplicaReducer:
+    """Sums values over the replicas of one program.
+
+    Args:
+      replicas: N, how many run the program.
+      sum_over_replicas: the sum of one tensor; another one where there is no TPU.
+
+    Cost: 2 n (N - 1) / N bytes per replica for n bytes, on the links between cores.
+    """
+
+    def __init__(
+        self, replicas: int, sum_over_replicas: SumOverReplicas = cross_replica_sum
+    ):
+        self.replicas = replicas
+        self._sum_over_replicas = sum_over_replicas
+
+    def begin_run(self) -> None:
+        """Called before the replicas of one `strategy.run` are traced: nothing."""
+
+    def all_reduce(
+        self, values: Sequence[Any], rank: Any, *, mean: bool = False
+    ) -> list[tf.Tensor]:
+        """The sum (or mean) of each value over the replicas.
+
+        Sparse gradients (`tf.IndexedSlices`) become dense ones: their number of rows
+        is not known when XLA compiles.
+        """
+        return [self._reduce(tf.convert_to_tensor(value), mean) for value in values]
+
+    def broadcast(self, value: tf.Tensor, rank: Any) -> tf.Tensor:
+        """Replica 0's `value` on every replica."""
+        value = tf.convert_to_tensor(value)
+        if self.replicas == 1:
+            return value
+        # Not value * (rank == 0): another replica's value may not be a number.
+        mine = tf.where(tf.equal(rank, 0), value, tf.zeros_like(value))
+        if value.dtype in (tf.int64, tf.uint64):
+            return self._broadcast_long(mine)
+        if value.dtype == tf.bool:
+            return self._sum(tf.cast(mine, tf.int32)) > 0
+        return self._sum(mine)
+
+    def _broadcast_long(self, mine: tf.Tensor) -> tf.Tensor:
+        """64 bits in two halves: the others' are zero, so no sum carries."""
+        halves = tf.bitcast(mine, tf.int32)
+        return tf.bitcast(self._sum(halves), mine.dtype)
+
+    def _reduce(self, value: tf.Tensor, mean: bool) -> tf.Tensor:
+        if self.replicas == 1 or value.shape.num_elements() == 0:
+            return value
+        total = self._sum(value)
+        return total / self.replicas if mean else total
+
+    def _sum(self, value: tf.Tensor) -> tf.Tensor:
+        if value.dtype not in SUMMABLE:
+            raise CollectiveError(
+                f"TPU replicas cannot add tensors of type {value.dtype.name}; they add "
+                f"{', '.join(dtype.name for dtype in SUMMABLE)}. Cast before the "
+                "reduction."
+            )
+        return self._sum_over_replicas(value, self.replicas)

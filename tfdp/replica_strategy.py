@@ -1,0 +1,223 @@
+"""What every strategy of tfdp shares: `run`, `reduce` and the checks around them.
+
+The replicas' own part of a step stays Keras'; these methods tell it how many samples
+each replica has, and lead the model's optimizers (`tfdp._tf.keras_optimizers`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdp._tf import keras_batch, names, scope_checks
+from tfdp._tf.jit_step import is_stock_train_step, jitted_train_step, take_over_jit
+from tfdp._tf.keras_build import builds_from_plain_batch
+from tfdp._tf.keras_losses import loss_replica_count, why_loss_seems_local
+from tfdp._tf.keras_optimizers import led_optimizers, optimizers_of
+from tfdp._tf.keras_padding import check_step_weighs, weighs_rows
+from tfdp._tf.padded_batch import Padding, find_padded, trim_rows, without_padding
+from tfdp._tf.replica_run import ReplicaRun, sample_counts, trace_of
+from tfdp.data.padding import distribute_padded, global_batch_rows, is_of_one_size
+from tfdp.errors import ConfigurationError, LocalMeanWarning
+
+__all__ = ["ReplicaContextStrategy", "check_pad_batches"]
+
+
+def check_pad_batches(value: Any) -> bool | int:
+    """`value`, when it can be the argument `pad_batches` of a strategy.
+
+    Raises:
+      ConfigurationError: when it is neither a switch nor a size.
+    """
+    if isinstance(value, bool) or (isinstance(value, int) and value >= 1):
+        return value
+    raise ConfigurationError(
+        "pad_batches must be True, False, or the global batch size (at least 1). "
+        f"Received: {value!r}."
+    )
+
+
+class ReplicaContextStrategy(tf.distribute.Strategy):
+    """A strategy whose replicas reduce and update on their own; a mixin.
+
+    It stands before the TensorFlow strategy among the bases. The strategy's extended
+    has `current_run` (a `ReplicaRun`) and reduces in replica context.
+    """
+
+    #: Whether the strategy compiles the replicas' steps itself, all of them.
+    compiles_steps = False
+    #: Whether short batches are filled up; a number is the size of a whole batch.
+    pad_batches: bool | int = False
+
+    @property
+    def _stated_rows(self) -> int | None:
+        is_number = not isinstance(self.pad_batches, bool)
+        return self.pad_batches if is_number else None
+
+    @functools.cached_property
+    def _jit_models(self) -> weakref.WeakSet[Any]:
+        """The models whose steps are compiled replica by replica."""
+        return weakref.WeakSet()
+
+    @property
+    def _replicas(self) -> int:
+        return len(self.extended.worker_devices)
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """The number of replicas.
+
+        Keras' loss functions, which divide by it, get the replica's exact share of
+        the global batch instead (see `tfdp._tf.keras_losses`).
+        """
+        replicas = self._replicas
+        run = self.extended.current_run
+        if (
+            replicas > 1 or run.padding
+        ) and not tf.distribute.in_cross_replica_context():
+            count = loss_replica_count(run, names.current_rank(), self._sum_scalar)
+            if count is not None:
+                return count  # type: ignore[return-value]
+        return replicas
+
+    def run(
+        self,
+        fn: Callable,
+        args: Any = (),
+        kwargs: Any = None,
+        options: Any = None,
+    ) -> Any:
+        """Runs `fn` on every replica; see `tf.distribute.Strategy.run`.
+
+        Knows how many samples each replica gets, and, when `fn` is a model's method,
+        the model's optimizers: gradients are reduced before they are clipped.
+        """
+        model = getattr(fn, "__self__", None)
+        optimizers = optimizers_of(model)
+        step = fn
+        if model in self._jit_models and is_stock_train_step(fn):
+            step = functools.partial(jitted_train_step, model)
+        scope_checks.check_model(model, optimizers, self)
+        run = sample_counts((args, kwargs or {}), len(self.extended.worker_devices))
+        padded = find_padded((args, kwargs))
+        if padded is not None:
+            step = self._step_of_padded(fn, step, model, run)
+        self._complete_run(run)
+        outer, self.extended.current_run = self.extended.current_run, run
+        try:
+            with led_optimizers(optimizers, run):
+                result = super().run(step, args, kwargs, options)
+        finally:
+            self.extended.current_run = outer
+        if optimizers:
+            self._warn_of_local_mean(model, fn, run)
+        if padded is not None and keras_batch.is_predict_step(fn):
+            result = trim_rows(result, padded.rows)
+        return self._complete_result(fn, result)
+
+    def _step_of_padded(
+        self, fn: Callable, step: Callable, model: Any, run: ReplicaRun
+    ) -> Callable:
+        """`step` for a batch that was filled up, which it gets without its marks.
+
+        Args:
+          fn: the user's or Keras' step.
+          step: what runs in its place.
+          model: whose method it is; None: nobody's.
+          run: to note in which rows are real.
+        """
+        is_prediction = keras_batch.is_predict_step(fn)
+        if not isinstance(model, keras.Model) and not is_prediction:
+            raise ConfigurationError(
+                "This batch was filled up to a fixed size, and the step is not a "
+                "method of a Keras model, so nothing would leave the filling out. "
+                "Give batches of one size (drop_remainder=True) that the "
+                f"{self._replicas} replicas divide, which are not filled up."
+            )
+
+        @tf.autograph.experimental.do_not_convert
+        def padded_step(*args: Any, **kwargs: Any) -> Any:
+            batch = find_padded((args, kwargs))
+            padding = Padding.of(batch.rows)  # type: ignore[union-attr]
+            run.padding[trace_of(names.current_rank())] = padding
+            plain, named = without_padding(args), without_padding(kwargs)
+            with weighs_rows(model, padding):
+                result = step(*plain, **named)
+            check_step_weighs(fn, padding)
+            return result
+
+        return padded_step
+
+    def reduce(self, reduce_op: Any, value: Any, axis: int | None = None) -> Any:
+        """Reduces `value` across replicas; see `tf.distribute.Strategy.reduce`.
+
+        Keras asks for the mean of a whole batch to learn its shapes and types. That
+        call gets one replica's batch instead: the mean of strings, sparse tensors or
+        parts of different length does not exist.
+        """
+        model = names.model_built_by_caller()
+        if model is not None:
+            scope_checks.check_model(model, optimizers_of(model), self)
+            self._take_over_jit(model)
+            return keras_batch.representative_batch(without_padding(value))
+        return self._reduce_values(reduce_op, value, axis)
+
+    def _reduce_values(self, reduce_op: Any, value: Any, axis: int | None) -> Any:
+        return super().reduce(reduce_op, value, axis)
+
+    def scope(self) -> contextlib.AbstractContextManager:
+        """The scope to make models in; see `tf.distribute.Strategy.scope`."""
+        scope_checks.check_not_nested(self)
+        model = names.model_built_by_caller()
+        if model is not None:
+            self._take_over_jit(model)
+            builds_from_plain_batch(model)
+        return super().scope()
+
+    def _take_over_jit(self, model: Any) -> None:
+        is_taken = (self._replicas > 1 or self.compiles_steps) and take_over_jit(model)
+        if is_taken and not self.compiles_steps:
+            self._jit_models.add(model)
+
+    def experimental_distribute_dataset(self, dataset: Any, options: Any = None) -> Any:
+        """Splits global batches; see `tf.distribute.Strategy`."""
+        scope_checks.check_not_nested(self)
+        scope_checks.check_dataset(dataset)
+        if self.pad_batches and not is_of_one_size(dataset, self._replicas):
+            return distribute_padded(
+                self, dataset, global_batch_rows(dataset, self._stated_rows)
+            )
+        return super().experimental_distribute_dataset(dataset, options)
+
+    def _complete_run(self, run: ReplicaRun) -> None:
+        """Adds what only several hosts together know; before the replicas run."""
+
+    def _complete_result(self, fn: Callable, result: Any) -> Any:
+        """Adds what only several hosts together have; after the replicas ran."""
+        return result
+
+    def _warn_of_local_mean(self, model: Any, step: Callable, run: ReplicaRun) -> None:
+        why = why_loss_seems_local(model, step, run)
+        if why is None:
+            return
+        warnings.warn(
+            f"The loss of model {model.name!r} was not brought to its share of the "
+            f"global batch: {why}. The gradients of the {run.replicas} replicas are "
+            "added, so a mean over the local batch makes each update "
+            f"{run.replicas} times too large. If it is such a mean, take the gradient "
+            "of tfdp.losses.local_mean(loss); if it is a sum, or already divided by "
+            "the global batch, say so with tfdp.losses.local_sum(loss).",
+            LocalMeanWarning,
+            stacklevel=3,
+        )
+
+    def _sum_scalar(self, value: tf.Tensor, rank: Any) -> tf.Tensor:
+        context = tf.distribute.get_replica_context()
+        return context.all_reduce(tf.distribute.ReduceOp.SUM, value)
