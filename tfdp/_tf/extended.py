@@ -164,12 +164,9 @@ class DataParallelExtended(MirroredExtended):
             return variable
         own_draws = self._draws_per_replica and is_seed_state(variable)
         variable_class = SeedVariable if own_draws else ReplicaMirroredVariable
-        made = (shard_class or variable_class)(
+        return (shard_class or variable_class)(
             variable.distribute_strategy, variable.values, variable.aggregation
         )
-        if shards is not None and isinstance(made, ShardUpdatedVariable):
-            made.layout = shards.layout_of(made)
-        return made
 
     def _first_value(self, kwargs: dict[str, Any]) -> tf.Tensor:
         """What the variable about to be made starts as; drawn once, and kept."""

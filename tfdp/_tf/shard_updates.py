@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -13,6 +14,8 @@ from tfdp._tf.names import (
     DistributedVariable,
     UpdateContext,
     current_rank,
+    graphs_inside,
+    is_loop_graph,
     select_replica,
     stop_recording,
 )
@@ -51,6 +54,10 @@ class ShardReducer(Protocol):
     @property
     def shard_parts(self) -> int:
         """Over how many replicas a tensor is sharded."""
+
+    @property
+    def run_graph(self) -> tf.Graph | None:
+        """The graph of the replica function that is being built."""
 
     def reduce_scatter(
         self, values: Sequence[Any], layouts: Sequence[ShardLayout], rank: int
@@ -116,8 +123,8 @@ class ShardUpdates:
             return None
         return ShardedVariable if self.stage == 3 else ShardUpdatedVariable
 
-    def layout_of(self, value: tf.Tensor) -> ShardLayout:
-        """How a tensor is cut."""
+    def layout_of(self, value: Any) -> ShardLayout:
+        """How a tensor or variable is cut."""
         return ShardLayout(tuple(value.shape.as_list()), self.reducer.shard_parts)
 
     def make(
@@ -161,8 +168,20 @@ class ShardUpdates:
             total = context.all_reduce("SUM", tf.convert_to_tensor(upstream))
             return piece_of(total, layout, rank)
 
-        with tf.device(own.device):
+        with self._outside_loops(), tf.device(own.device):
             return gather(own.read_value())
+
+    def _outside_loops(self) -> contextlib.AbstractContextManager:
+        """The graph of the replica function, when a loop in it is being built.
+
+        Replicas cannot exchange anything inside a loop, and need not: the weights of
+        a recurrent layer are the same in every turn.
+        """
+        run_graph = self.reducer.run_graph
+        inner = graphs_inside(run_graph)
+        if run_graph is None or not any(is_loop_graph(graph) for graph in inner):
+            return contextlib.nullcontext()
+        return run_graph.as_default()
 
     def scatter(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         """This replica's shards of the sums of `gradients`, in replica context."""
@@ -184,7 +203,13 @@ class ShardUpdates:
         if not tf.executing_eagerly():
             return self.reducer.all_gather([shard], [variable.layout], rank)[0]
         # Eager replicas run one after the other: nothing can be exchanged within one.
-        shards = [tf.convert_to_tensor(variable.shard(r)) for r in self._ranks]
+        # Read below the tapes: the gradient is that of the own shard alone.
+        shards = [
+            tf.raw_ops.ReadVariableOp(
+                resource=variable.shard(rank).handle, dtype=variable.dtype
+            )
+            for rank in self._ranks
+        ]
         return whole_from_shards(shards, variable.layout)
 
     @property

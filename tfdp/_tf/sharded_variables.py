@@ -157,6 +157,16 @@ class ShardedVariable(DistributedVariable):
         memo[id(self)] = copied
         return copied
 
+    def __len__(self) -> int:
+        return int(self.shape[0])
+
+    def _export_to_saved_model_graph(self, *args: Any, **kwargs: Any) -> Any:
+        raise ConfigurationError(
+            f"The variable {self.name!r} is stored in shards, which a SavedModel "
+            "cannot hold. Save the model (model.save('model.keras')), load it outside "
+            "the strategy's scope and export that."
+        )
+
     # Files hold the whole variable, so any number of replicas, and none, can read them.
     def _serialize_to_tensors(self) -> dict[str, tf.Tensor]:
         return {"VARIABLE_VALUE": self.value()}
@@ -188,7 +198,10 @@ class LocalShardVariable(ShardedVariable):
 class ShardUpdatedVariable(ReplicaMirroredVariable):
     """A mirrored variable of which each replica updates its shard; see the top."""
 
-    layout: ShardLayout
+    @property
+    def layout(self) -> ShardLayout:
+        """How its updates are cut."""
+        return self.distribute_strategy.extended.shards.layout_of(self)
 
     def _get(self) -> Any:
         part = _current_part()

@@ -45,7 +45,7 @@ class Engine(abc.ABC):
     def __init__(self, devices: Sequence[str], topology: Topology):
         self.devices = tuple(devices)
         self.topology = topology
-        self._run_graph: tf.Graph | None = None
+        self.run_graph: tf.Graph | None = None
         self._call_numbers = [0] * len(self.devices)
 
     def begin_run(self) -> None:
@@ -54,7 +54,7 @@ class Engine(abc.ABC):
         A trace that failed half-way has left some replicas ahead of others; without
         this every later exchange would wait for a partner that never comes.
         """
-        self._run_graph = tf.compat.v1.get_default_graph()
+        self.run_graph = tf.compat.v1.get_default_graph()
         self._call_numbers = [max(self._call_numbers)] * len(self.devices)
 
     def next_call_number(self, rank: int) -> int:
@@ -68,12 +68,13 @@ class Engine(abc.ABC):
             raise CollectiveError(
                 "An exchange between replicas was built inside a function compiled by "
                 "XLA (jit_compile=True), where it cannot run. Masked or weighted mean "
-                "losses, synchronized batch normalization, train_on_batch and a "
-                "train_step of your own need one there: compile with "
+                "losses, synchronized batch normalization, shard='parameters', "
+                "train_on_batch and a train_step of your own need one there: compile "
+                "with "
                 "jit_compile=False, or keep the exchange outside the compiled "
                 "function."
             )
-        if any(names.is_loop_graph(g) for g in names.graphs_inside(self._run_graph)):
+        if any(names.is_loop_graph(g) for g in names.graphs_inside(self.run_graph)):
             raise CollectiveError(
                 "An exchange between replicas (gradients, all_reduce, synchronized "
                 "batch normalization) was built inside a tf.while_loop of the "

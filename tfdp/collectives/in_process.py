@@ -266,7 +266,7 @@ class InProcessEngine(Engine):
     def _touch_token(self, rank: int) -> None:
         """Gives an inner graph a resource of this replica (see the top), once."""
         graph = tf.compat.v1.get_default_graph()
-        if graph is self._run_graph or (rank, id(graph)) in self._touched:
+        if graph is self.run_graph or (rank, id(graph)) in self._touched:
             return
         self._touched[rank, id(graph)] = graph  # kept, so that its id stays its own
         with tf.device(self.devices[rank]):

@@ -123,6 +123,11 @@ class GradientPipeline:
         """Over how many replicas a tensor is sharded."""
         return self.engine.shard_parts
 
+    @property
+    def run_graph(self) -> tf.Graph | None:
+        """The graph of the replica function that is being built."""
+        return self.engine.run_graph
+
     def sum_of_shards(self, value: tf.Tensor, rank: int) -> tf.Tensor:
         """The sum over the shards of what each replica found on its own.
 
