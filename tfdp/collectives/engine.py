@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from tfdp._tf import names
 from tfdp.collectives.packing import pack, unpack
+from tfdp.collectives.traffic import TrafficCount
 from tfdp.errors import CollectiveError
 from tfdp.shards import ShardLayout
 from tfdp.topology import Topology
@@ -46,6 +47,7 @@ class Engine(abc.ABC):
         self.devices = tuple(devices)
         self.topology = topology
         self.run_graph: tf.Graph | None = None
+        self.traffic = TrafficCount(len(self.devices))
         self._call_numbers = [0] * len(self.devices)
 
     def begin_run(self) -> None:
@@ -56,6 +58,22 @@ class Engine(abc.ABC):
         """
         self.run_graph = tf.compat.v1.get_default_graph()
         self._call_numbers = [max(self._call_numbers)] * len(self.devices)
+        self.traffic.begin()
+
+    def sent_bytes(self, rank: int) -> int | None:
+        """What a replica sends to others in one run of the step that was traced last.
+
+        Each `strategy.run` that is traced starts the count again: `model.evaluate`
+        after `model.fit` leaves the traffic of evaluation here. Tensors that are
+        handed over within shared memory count as sent.
+
+        Args:
+          rank: the replica.
+
+        Returns:
+          Bytes, or None when a size is known only while the step runs.
+        """
+        return self.traffic.of(rank)
 
     def next_call_number(self, rank: int) -> int:
         """The number of this exchange; the same on every replica that takes part.

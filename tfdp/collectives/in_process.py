@@ -87,7 +87,7 @@ class InProcessEngine(Engine):
             for root in self.topology.all_ranks:
                 with tf.device(self.devices[rank]):
                     piece = cut(flat, layout, root)
-                if piece.shape[0]:
+                if layout.length(root):
                     piece = self._sum_up(piece, rank, root, f"{call}/{place}/{root}")
                 if root == rank:
                     own = piece
@@ -109,13 +109,13 @@ class InProcessEngine(Engine):
         for place, (shard, layout) in enumerate(zip(shards, layouts, strict=True)):
             parts = []
             for owner in ranks:
-                start, stop = layout.bounds(owner)
+                length = layout.length(owner)
                 if owner == rank:
                     with tf.device(self.devices[rank]):
-                        part = shard[: stop - start]
+                        part = shard[:length]
                 else:
-                    part = tf.TensorSpec([stop - start], shard.dtype)
-                if stop > start:
+                    part = tf.TensorSpec([length], shard.dtype)
+                if length:
                     key = f"{call}/{place}/{owner}"
                     part = self._share_from(part, rank, owner, ranks, key)
                 parts.append(part)
@@ -219,6 +219,7 @@ class InProcessEngine(Engine):
         return tensor
 
     def _send(self, tensor: tf.Tensor, source: int, target: int, key: str) -> None:
+        self.traffic.add(source, tensor)
         with tf.device(self.devices[source]):
             op = tf.raw_ops.Send(
                 tensor=tensor,

@@ -28,6 +28,7 @@ import tensorflow as tf
 from tfdp._tf import names
 from tfdp.collectives.engine import Engine, next_group_key
 from tfdp.collectives.shard_packing import join_rows, split_row, to_rows
+from tfdp.collectives.traffic import ring_bytes, tensor_bytes
 from tfdp.collectives.wire_types import to_gather_wire, to_sum_wire
 from tfdp.shards import ShardLayout
 from tfdp.topology import Topology
@@ -199,6 +200,8 @@ class TensorFlowEngine(Engine):
         return self._gather_same_type(part, within, rank)[:elements]
 
     def _sum(self, tensor: tf.Tensor, group: _Group, rank: int) -> tf.Tensor:
+        # A reduce-scatter and an all-gather of the same chunks.
+        self._count_ring(tensor, group, rank, rounds=2)
         with tf.device(self.devices[rank]):
             result = tf.raw_ops.CollectiveReduceV2(
                 merge_op="Add", final_op="Id", **self._launch(tensor, group, rank)
@@ -207,6 +210,10 @@ class TensorFlowEngine(Engine):
         return result
 
     def _gather(self, tensor: tf.Tensor, group: _Group, rank: int) -> tf.Tensor:
+        # Each replica's tensor goes round: everybody sends all of them but one.
+        mine = tensor_bytes(tensor)
+        others = len(group.ranks) - 1
+        self.traffic.add_bytes(rank, None if mine is None else others * mine)
         with tf.device(self.devices[rank]):
             result = tf.raw_ops.CollectiveGatherV2(**self._launch(tensor, group, rank))
         names.run_independently(result.op)
@@ -222,6 +229,8 @@ class TensorFlowEngine(Engine):
     def _reduce_scatter(self, tensor: tf.Tensor, group: _Group, rank: int) -> tf.Tensor:
         """This rank's part of the group's sum; the length must divide evenly."""
         size = len(group.ranks)
+        # By a ring or by an all-to-all: all chunks but the own one.
+        self._count_ring(tensor, group, rank, rounds=1)
         with tf.device(self.devices[rank]):
             if self._has_reduce_scatter:
                 result = tf.raw_ops.CollectiveReduceScatterV2(
@@ -233,6 +242,12 @@ class TensorFlowEngine(Engine):
             parts = tf.raw_ops.CollectiveAllToAllV2(**self._launch(rows, group, rank))
             names.run_independently(parts.op)
             return tf.reduce_sum(parts, axis=0)
+
+    def _count_ring(
+        self, tensor: tf.Tensor, group: _Group, rank: int, rounds: int
+    ) -> None:
+        once = ring_bytes(tensor, group.ranks.index(rank), len(group.ranks))
+        self.traffic.add_bytes(rank, None if once is None else rounds * once)
 
     def _launch(self, tensor: tf.Tensor, group: _Group, rank: int) -> dict[str, object]:
         """The arguments that every collective op takes, with a fresh instance key."""

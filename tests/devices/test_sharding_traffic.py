@@ -1,0 +1,170 @@
+"""What the replicas send in one step: counted by the code, in the graph, by formula.
+
+A reduction sends n bytes to a place and n back, a reduce-scatter and an all-gather go
+one way each, and nobody sends to itself. So with P bytes of sharded weights and M bytes
+of mirrored ones, N replicas send in one step, all together,
+
+    stage 0        2 (P + M) (N - 1)    all-reduce
+    stages 1, 2    2 (P + M) (N - 1)    reduce-scatter gradients, all-gather weights
+    stage 3        2 (P + M) (N - 1)    all-gather weights, reduce-scatter gradients
+                   + P (N - 1)          each time that weights are gathered once more
+
+and each replica 1 / N of it. P counts the padding where it travels: TensorFlow's
+collectives want shards of one length.
+"""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfdp
+from tests.support.parity import classification_data, dense_model
+from tfdp.collectives.traffic import TrafficCount, ring_bytes
+from tfdp.shards import ShardLayout
+
+# Of the weights (12 x 33, 33, 33 x 5, 5) all but the last are large enough.
+MIN_BYTES = 100
+MIRRORED_BYTES = 5 * 4
+
+
+class GathersOnceMore(keras.Sequential):
+    """Reads its weights once before the step, for nothing."""
+
+    def train_step(self, data):
+        for variable in self.trainable_variables:
+            tf.convert_to_tensor(variable)
+        return super().train_step(data)
+
+
+def make(replicas, stage, engine, hierarchy="flat", model_class=keras.Sequential):
+    strategy = tfdp.DataParallelStrategy(
+        [f"CPU:{i}" for i in range(replicas)],
+        communication=tfdp.Communication(engine=engine, hierarchy=hierarchy),
+        shard=stage,
+        shard_min_bytes=MIN_BYTES,
+    )
+    with strategy.scope():
+        model = model_class([keras.Input((12,)), *dense_model().layers])
+        model.compile(
+            keras.optimizers.Adam(0.01),
+            keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+            jit_compile=False,
+        )
+        model.optimizer.build(model.trainable_variables)
+    return strategy, model
+
+
+def trace(strategy, replica_step):
+    """The graph of one step on different rows for every replica."""
+    x, y = classification_data(samples=24)
+    dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(24, drop_remainder=True)
+    batch = next(iter(strategy.experimental_distribute_dataset(dataset)))
+
+    @tf.function(autograph=False)
+    def step(batch):
+        strategy.run(replica_step, args=(batch,))
+
+    return step.get_concrete_function(batch).graph
+
+
+def counted(strategy):
+    engine = strategy._pipeline.engine
+    return [engine.sent_bytes(rank) for rank in range(engine.replicas)]
+
+
+def sharded_bytes(model, replicas, padded):
+    layouts = [
+        ShardLayout(tuple(v.shape), replicas)
+        for v in model.trainable_variables
+        if np.prod(v.shape) * 4 >= MIN_BYTES
+    ]
+    if padded:
+        return 4 * sum(replicas * layout.shard_elements for layout in layouts)
+    return 4 * sum(layout.elements for layout in layouts)
+
+
+ENGINES = [
+    pytest.param(2, "in_process", "flat", id="2"),
+    pytest.param(3, "in_process", "flat", id="3"),
+    pytest.param(4, "in_process", (2, 2), id="2x2"),
+    pytest.param(2, "tensorflow", "flat", id="2-tensorflow"),
+    pytest.param(3, "tensorflow", "flat", id="3-tensorflow"),
+]
+
+
+@pytest.mark.parametrize("replicas, engine, hierarchy", ENGINES)
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_step_sends_what_the_formula_says(replicas, engine, hierarchy, stage):
+    strategy, model = make(replicas, stage, engine, hierarchy)
+    trace(strategy, model.train_step)
+    # Unsharded tensors are not padded, and in process shards travel without padding.
+    padded = stage > 0 and engine == "tensorflow"
+    weight_bytes = sharded_bytes(model, replicas, padded)
+    expected = 2 * (weight_bytes + MIRRORED_BYTES) * (replicas - 1)
+    assert sum(counted(strategy)) == expected
+    if padded:
+        # Three tensors, each lengthened by fewer elements than there are replicas.
+        without = sharded_bytes(model, replicas, padded=False)
+        assert without <= weight_bytes < without + 3 * replicas * 4
+
+
+@pytest.mark.parametrize("engine", ["in_process", "tensorflow"])
+def test_weights_that_are_gathered_once_more_cost_their_bytes_once_more(engine):
+    """As when activations are recomputed: 3 P (N - 1) / N for each replica."""
+    strategy, model = make(3, 3, engine, model_class=GathersOnceMore)
+    trace(strategy, model.train_step)
+    weight_bytes = sharded_bytes(model, 3, padded=engine == "tensorflow")
+    assert sum(counted(strategy)) == (3 * weight_bytes + 2 * MIRRORED_BYTES) * 2
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize("replicas", [2, 3])
+def test_the_graph_holds_what_was_counted(replicas, stage):
+    """The second route: the `Send` operations of the graph and their inputs."""
+    strategy, model = make(replicas, stage, "in_process")
+    graph = trace(strategy, model.train_step)
+    sent = [0] * replicas
+    for operation in graph.get_operations():
+        if operation.type == "Send":
+            (tensor,) = operation.inputs
+            rank = tf.DeviceSpec.from_string(operation.device).device_index
+            sent[rank] += tensor.shape.num_elements() * tensor.dtype.size
+    assert sent == counted(strategy)
+
+
+def test_the_count_starts_again_with_every_trace():
+    strategy, model = make(2, 1, "in_process")
+    trace(strategy, model.train_step)
+    once = counted(strategy)
+    trace(strategy, model.train_step)
+    assert counted(strategy) == once != [0, 0]
+    trace(strategy, model.test_step)
+    assert counted(strategy) == [0, 0]  # the weights are mirrored
+
+
+def test_evaluation_of_sharded_parameters_gathers_them_once():
+    strategy, model = make(3, 3, "in_process")
+    trace(strategy, model.test_step)
+    assert sum(counted(strategy)) == 2 * sharded_bytes(model, 3, padded=False)
+
+
+def test_what_has_no_size_before_the_step_is_not_known():
+    count = TrafficCount(2)
+    count.add(0, tf.zeros([3], tf.int64))
+    count.add(1, tf.constant(["a string"]))
+    assert (count.of(0), count.of(1)) == (24, None)
+    count.add(1, tf.zeros([3]))
+    assert count.of(1) is None
+    count.begin()
+    assert (count.of(0), count.of(1)) == (0, 0)
+
+
+@pytest.mark.parametrize("elements", [0, 1, 2, 7, 12, 13])
+@pytest.mark.parametrize("parts", [1, 2, 3, 5])
+def test_a_ring_sends_all_chunks_but_one_from_every_place(elements, parts):
+    tensor = tf.zeros([elements])
+    sent = [ring_bytes(tensor, place, parts) for place in range(parts)]
+    assert sum(sent) == 4 * elements * (parts - 1)
+    # The one that is kept is no longer than a chunk of ceil(elements / parts).
+    assert min(sent) >= 4 * (elements - -(-elements // parts))
