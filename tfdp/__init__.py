@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from tfdp.hierarchical import HierarchicalAllReduce
     from tfdp.multi_host import MultiHostDataParallelStrategy
     from tfdp.optimizer import DistributedOptimizer
+    from tfdp.rematerialization import remat
     from tfdp.strategy import DataParallelStrategy
     from tfdp.tpu import TPUDataParallelStrategy
 
@@ -51,6 +52,7 @@ _PUBLIC = {
     "layers": "tfdp.layers",
     "losses": "tfdp.losses",
     "optimizers": "tfdp.optimizers",
+    "remat": "tfdp.rematerialization",
     "schedules": "tfdp.schedules",
     "testing": "tfdp.testing",
     "use_virtual_devices": "tfdp.devices",

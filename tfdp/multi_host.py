@@ -43,7 +43,9 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
       devices_per_host: replicas of this process: None for all GPUs, or the logical
         CPUs; a number splits the CPU where there is no GPU. The same on all hosts.
       communication: how replicas and hosts exchange tensors; None for the defaults.
-      shard: "none": every replica holds the whole model.
+      shard: see `DataParallelStrategy`. The replicas of a host share the shards; every
+        host has all of them, so the network carries what it carries without.
+      shard_min_bytes: see `DataParallelStrategy`.
       draws_per_replica: see `DataParallelStrategy`.
 
     Raises:
@@ -69,7 +71,8 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
         *,
         devices_per_host: int | None = None,
         communication: Communication | None = None,
-        shard: str = "none",
+        shard: str | int = "none",
+        shard_min_bytes: int = 32 * 1024,
         draws_per_replica: bool = True,
     ):
         found = cluster if cluster is not None else find_cluster()
@@ -88,6 +91,7 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
             self._own_devices(),
             communication=communication,
             shard=shard,
+            shard_min_bytes=shard_min_bytes,
             draws_per_replica=draws_per_replica,
         )
 
@@ -112,6 +116,13 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
             return super()._make_extended(
                 devices, communication, cross_device_ops, draws_per_replica
             )
+        if self._sharding.stage and len(devices) == 1:
+            raise ConfigurationError(
+                f"shard={self.shard!r} shards over the replicas of a host, and this "
+                "host has one. Give every process several devices "
+                "(devices_per_host=4, or tfdp launch --devices-per-worker 4), or use "
+                "shard='none'."
+            )
         self._link = make_link(self.cluster, communication)
         # The others then hear that this script has ended, and need not wait for it.
         atexit.register(self.close)
@@ -125,6 +136,7 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
             self._pipeline,
             cross_device_ops,
             draws_per_replica=draws_per_replica,
+            sharding=self._sharding,
             first_rank=self.cluster.rank * len(devices),
             first_host_value=self._first_host_value,
             sum_over_hosts=lambda arrays: [
@@ -288,7 +300,7 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
     def _check_alike(
         self, devices: tuple[str, ...], communication: Communication
     ) -> None:
-        mine = f"{len(devices)} devices, {communication}"
+        mine = f"{len(devices)} devices, shard={self.shard!r}, {communication}"
         everybody = [
             blob.decode() for blob in self._link.gather(mine.encode(), "settings")
         ]
@@ -296,5 +308,5 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
             if settings != everybody[0]:
                 raise ConfigurationError(
                     f"Worker {rank} has {settings}; worker 0 has {everybody[0]}. Give "
-                    "every worker as many devices and the same Communication."
+                    "every worker as many devices, the same shard and Communication."
                 )

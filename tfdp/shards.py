@@ -76,3 +76,8 @@ class ShardLayout:
         """Where shard `part` begins and ends in the flat tensor, padding left out."""
         start = min(part * self.shard_elements, self.elements)
         return start, min(start + self.shard_elements, self.elements)
+
+    def length(self, part: int) -> int:
+        """Elements of shard `part`, padding left out."""
+        start, stop = self.bounds(part)
+        return stop - start

@@ -8,30 +8,43 @@ from tests.support import host_training
 from tests.support.parity import make_strategy
 from tests.support.workers import Workers
 
-SEVERAL = {"2x2": (2, 2), "3x1": (3, 1)}
+SEVERAL = {
+    "2x2": (2, 2, "none"),
+    "3x1": (3, 1, "none"),
+    "2x2-optimizer": (2, 2, "optimizer"),
+    "2x2-parameters": (2, 2, "parameters"),
+}
 # With one device per host TensorFlow hands out plain tensors in the place of
 # per-replica values; these scenarios use all that differs by that.
 WITH_ONE_DEVICE = ("sgd", "masked-embedding", "loss-scaling", "custom-loop")
-ROWS = [
-    (layout, name)
-    for layout in SEVERAL
-    for name in host_training.SCENARIOS
-    if layout == "2x2" or name in WITH_ONE_DEVICE
-]
+WITH_SHARDS = ("accumulation", "clipping", "distributed-optimizer", "eager", "ema") + (
+    "lamb",
+    "loss-scaling",
+    "recurrent",
+    "synchronized",
+)
+NAMES = {
+    "2x2": tuple(host_training.SCENARIOS),
+    "3x1": WITH_ONE_DEVICE,
+    "2x2-optimizer": ("accumulation", "lamb"),
+    "2x2-parameters": WITH_SHARDS,
+}
+ROWS = [(layout, name) for layout, names in NAMES.items() for name in names]
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     """By layout, the folder with every worker's numbers."""
     found = {}
-    for layout, (hosts, devices) in SEVERAL.items():
+    for layout, (hosts, devices, shard) in SEVERAL.items():
         path = tmp_path_factory.mktemp(layout) / "run"
         variables = {"TFDP_DEVICES_PER_WORKER": str(devices)}
         with Workers(
             hosts,
             "tests.support.host_training",
             path,
-            *(name for at, name in ROWS if at == layout),
+            shard,
+            *NAMES[layout],
             variables=variables,
         ) as workers:
             workers.succeed(timeout_seconds=300)
@@ -46,7 +59,7 @@ def test_equals_one_device(results, layout, name):
     counts_samples = name == "distributed-optimizer"
     one = make_strategy(1) if counts_samples else tf.distribute.get_strategy()
     expected = host_training.run(name, one)
-    hosts, _ = SEVERAL[layout]
+    hosts, _, _ = SEVERAL[layout]
     first = None
     for rank in range(hosts):
         with np.load(f"{results[layout]}.{name}.{rank}.npz") as file:

@@ -41,6 +41,7 @@ LAYERS = {
     "layers": 3,
     "losses": 3,
     "optimizer": 3,
+    "rematerialization": 3,
     "optimizers": 3,
     "schedules": 3,
     "gradients": 2,

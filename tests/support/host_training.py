@@ -1,6 +1,6 @@
 """Trainings that run on several hosts and on one device, for comparison.
 
-    python -m tests.support.host_training FILE NAME...
+    python -m tests.support.host_training FILE SHARD NAME...
 
 Under TFDP_* variables every worker trains each scenario and writes its numbers to
 FILE.rank.npz.
@@ -56,6 +56,15 @@ def embedding_model():
     tokens = keras.Input((6,), dtype="int32")
     embedded = keras.layers.Embedding(9, 5, mask_zero=True)(tokens)
     return keras.Model(tokens, keras.layers.Dense(4)(embedded))
+
+
+def recurrent_model():
+    keras.utils.set_random_seed(3)
+    tokens = keras.Input((6,), dtype="int32")
+    # Dense gradients: an embedding's would square repeated words one by one.
+    one_hot = keras.layers.CategoryEncoding(9, output_mode="one_hot")(tokens)
+    states = keras.layers.LSTM(5, return_sequences=True)(one_hot)
+    return keras.Model(tokens, keras.layers.Dense(4)(states))
 
 
 def sequences():
@@ -173,6 +182,7 @@ SCENARIOS = {
     "eager": lambda: fitted(epochs=1, run_eagerly=True),
     "synchronized": lambda: fitted(normalized_model),
     "masked-embedding": lambda: fitted(embedding_model, data=sequences()),
+    "recurrent": lambda: fitted(recurrent_model, data=sequences(), optimizer=adam()),
     "loss-scaling": loss_scaling,
     "custom-loop": custom_loop,
     "parts": parts_of_different_length,
@@ -186,8 +196,8 @@ def run(name, strategy):
     return {key: np.asarray(value) for key, value in numbers.items()}
 
 
-def main(path, names):
-    strategy = tfdp.MultiHostDataParallelStrategy()
+def main(path, shard, names):
+    strategy = tfdp.MultiHostDataParallelStrategy(shard=shard, shard_min_bytes=0)
     print("engine", strategy.engine_name, flush=True)
     rank = strategy.cluster.rank
     for name in names:
@@ -198,4 +208,4 @@ def main(path, names):
 
 if __name__ == "__main__":
     os.environ.setdefault("TFDP_DEVICES_PER_WORKER", "2")
-    main(sys.argv[1], sys.argv[2:])
+    main(sys.argv[1], sys.argv[2], sys.argv[3:])

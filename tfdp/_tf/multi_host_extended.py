@@ -83,6 +83,10 @@ class MultiHostExtended(DataParallelExtended):
                 copies.append(tf.constant(value))
         return regroup_mirrored(copies)
 
+    def _common_start(self, value: tf.Tensor, kwargs: dict[str, Any]) -> tf.Tensor:
+        label = f"variable {kwargs.get('name')}"
+        return tf.constant(self._first_host_value(value.numpy(), label))
+
     def _create_variable(self, next_creator: Callable, **kwargs: Any) -> Any:
         variable = super()._create_variable(next_creator, **kwargs)
         # Values that are read as sums (metrics) start at zero everywhere.

@@ -36,8 +36,9 @@ from tensorflow.python.distribute.values import (
 # The seed that `tf.random.set_seed` was given; the setter is public, the getter is not.
 from tensorflow.python.eager import context as _context
 
-# Keeps what initializes a variable off the gradient tapes that are open.
-from tensorflow.python.eager.record import stop_recording
+# The open gradient tapes: what they do not see, and what they are told.
+from tensorflow.python.eager.record import record_operation, stop_recording
+from tensorflow.python.eager.tape import variable_accessed
 from tensorflow.python.framework import config as _config
 from tensorflow.python.framework.device_spec import DeviceSpecV2 as DeviceSpec
 
@@ -72,10 +73,12 @@ __all__ = [
     "make_token",
     "model_built_by_caller",
     "own_copy",
+    "record_operation",
     "regroup_mirrored",
     "run_independently",
     "select_replica",
     "stop_recording",
+    "variable_accessed",
     "wants_determinism",
 ]
 

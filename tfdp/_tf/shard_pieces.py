@@ -19,8 +19,7 @@ def cut(flat: tf.Tensor, layout: ShardLayout, part: int) -> tf.Tensor:
 
 def pad_shard(piece: tf.Tensor, layout: ShardLayout, part: int) -> tf.Tensor:
     """The shard from its elements: zeros are added where it is a short one."""
-    start, stop = layout.bounds(part)
-    missing = layout.shard_elements - (stop - start)
+    missing = layout.shard_elements - layout.length(part)
     return tf.pad(piece, [[0, missing]]) if missing else piece
 
 
@@ -31,10 +30,7 @@ def piece_of(whole: tf.Tensor, layout: ShardLayout, part: int) -> tf.Tensor:
 
 def whole_from_parts(parts: Sequence[tf.Tensor], layout: ShardLayout) -> tf.Tensor:
     """The tensor from the elements of all its shards, without their padding."""
-    bounds = [layout.bounds(part) for part in range(layout.parts)]
-    filled = [
-        part for part, (start, stop) in zip(parts, bounds, strict=True) if stop > start
-    ]
+    filled = [part for place, part in enumerate(parts) if layout.length(place)]
     return tf.reshape(tf.concat(filled, axis=0), layout.shape)
 
 

@@ -115,17 +115,16 @@ class AcrossHostsEngine(InProcessEngine):
         self, total: tf.Tensor, layout: ShardLayout, rank: int, key: str
     ) -> tf.Tensor:
         """Each replica's shard of the leader's tensor."""
-        start, stop = layout.bounds(rank)
         with tf.device(self.devices[rank]):
             flat = tf.reshape(total, [-1])
             own = cut(flat, layout, rank)
-        if rank != LEADER and stop > start:
+        if rank != LEADER and layout.length(rank):
             own = self._receive(own, LEADER, rank, key)
         if rank == LEADER:
             for peer in self.topology.all_ranks:
                 with tf.device(self.devices[rank]):
                     piece = cut(flat, layout, peer)
-                if peer != LEADER and piece.shape[0]:
+                if peer != LEADER and layout.length(peer):
                     self._send(piece, LEADER, peer, key)
         with tf.device(self.devices[rank]):
             return pad_shard(own, layout, rank)

@@ -95,7 +95,11 @@ class GradientPipeline:
 
         Cost: per replica n (N - 1) / N bytes on the wire for n bytes of values.
         """
-        dense = [tf.convert_to_tensor(value) for value in values]
+        # A gradient may not know its shape (tf.tensordot's does not); its shards must.
+        dense = [
+            tf.ensure_shape(tf.convert_to_tensor(value), layout.shape)
+            for value, layout in zip(values, layouts, strict=True)
+        ]
         return self._by_bucket(
             self.engine.reduce_scatter_bucket, dense, layouts, rank, "shards of"
         )
