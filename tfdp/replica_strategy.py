@@ -108,7 +108,11 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
         run = sample_counts((args, kwargs or {}), len(self.extended.worker_devices))
         padded = find_padded((args, kwargs))
         if padded is not None:
-            step = self._step_of_padded(fn, step, model, run)
+            padded.set_shapes()
+            if tf.nest.flatten(padded.rows):
+                step = self._step_of_padded(fn, step, model, run)
+            else:
+                args, kwargs = without_padding(args), without_padding(kwargs)
         self._complete_run(run)
         outer, self.extended.current_run = self.extended.current_run, run
         try:
@@ -118,8 +122,8 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
             self.extended.current_run = outer
         if optimizers:
             self._warn_of_local_mean(model, fn, run)
-        if padded is not None and keras_batch.is_predict_step(fn):
-            result = trim_rows(result, padded.rows)
+        if run.padding and keras_batch.is_predict_step(fn):
+            result = trim_rows(result, padded.rows)  # type: ignore[union-attr]
         return self._complete_result(fn, result)
 
     def _step_of_padded(
@@ -190,7 +194,8 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
         """Splits global batches; see `tf.distribute.Strategy`."""
         scope_checks.check_not_nested(self)
         scope_checks.check_dataset(dataset)
-        if self.pad_batches and not is_of_one_size(dataset, self._replicas):
+        is_odd = not is_of_one_size(dataset, self._replicas)
+        if self.pad_batches and (is_odd or self.compiles_steps):
             return distribute_padded(
                 self, dataset, global_batch_rows(dataset, self._stated_rows)
             )

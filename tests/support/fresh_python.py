@@ -1,5 +1,6 @@
 """Runs Python in a process of its own: imports, output and devices start afresh."""
 
+import os
 import subprocess
 import sys
 
@@ -24,14 +25,18 @@ sys.meta_path.insert(0, Hidden())
 """
 
 
-def run_python(*arguments, cwd=REPOSITORY, timeout_seconds=120):
-    """`python ARGUMENTS`, started in the repository; its output as text."""
+def run_python(*arguments, cwd=REPOSITORY, timeout_seconds=120, environment=None):
+    """`python ARGUMENTS`, started in the repository; its output as text.
+
+    `environment` adds to the variables of this process.
+    """
     return subprocess.run(
         [sys.executable, *map(str, arguments)],
         cwd=cwd,
         capture_output=True,
         text=True,
         timeout=timeout_seconds,
+        env={**os.environ, **(environment or {})},
     )
 
 

@@ -8,7 +8,6 @@ and metrics. What a mean is divided by is put right in `keras_losses`.
 from __future__ import annotations
 
 import contextlib
-import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -185,14 +184,6 @@ def _weigh_each_metric(update: Callable, padding: Padding, metrics: Any) -> Call
 
 
 def _weigh_rows_of_metric(update: Callable, padding: Padding, metric: Any) -> Callable:
-    if "sample_weight" not in inspect.signature(update).parameters:
-        raise ConfigurationError(
-            f"The metric {metric.name!r} ({type(metric).__name__}) takes no "
-            "sample_weight, so the rows that fill a short batch up would count. Give "
-            "its update_state that argument, or give batches of one size "
-            "(drop_remainder=True), which are not filled up."
-        )
-
     def update_state(y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
         if sample_weight is None:
             sample_weight = padding.weights(1)

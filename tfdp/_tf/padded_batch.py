@@ -21,15 +21,37 @@ __all__ = ["PaddedBatch", "Padding", "find_padded", "trim_rows", "without_paddin
 
 
 class PaddedBatch(NamedTuple):
-    """A batch, and +n or -n for each of its rows.
+    """A batch of fixed size, and +n or -n for each of its rows.
 
     Args:
-      data: what Keras takes as a batch.
-      rows: int32, one for each row.
+      sized: `{"<rows of one replica's part>": batch}`, the batch as Keras takes it.
+        TensorFlow forgets the length of the first axes, where a loop takes several
+        batches or a function has met two sizes; the key is part of the structure,
+        which it keeps.
+      rows: int32, one for each row; () when all are real.
     """
 
-    data: Any
+    sized: dict[str, Any]
     rows: Any
+
+    @classmethod
+    def of(cls, batch: Any, rows: Any, size: int) -> PaddedBatch:
+        """From a batch whose replicas' parts have `size` rows each."""
+        return cls({str(size): batch}, rows)
+
+    @property
+    def batch(self) -> Any:
+        """The batch as Keras takes it."""
+        (batch,) = self.sized.values()
+        return batch
+
+    def set_shapes(self) -> None:
+        """Tells every tensor, in cross-replica context, how many rows it has."""
+        (size,) = map(int, self.sized)
+        for value in tf.nest.flatten(self):
+            parts = value.values if isinstance(value, PerReplica) else (value,)
+            for part in parts:
+                part.set_shape([size, *part.shape[1:]])
 
 
 @dataclasses.dataclass
@@ -83,7 +105,7 @@ def find_padded(arguments: Any) -> PaddedBatch | None:
 def without_padding(arguments: Any) -> Any:
     """`arguments` with the plain batch in the place of a padded one."""
     if isinstance(arguments, PaddedBatch):
-        return arguments.data
+        return arguments.batch
     if isinstance(arguments, dict):
         return {name: without_padding(part) for name, part in arguments.items()}
     if type(arguments) in (tuple, list):

@@ -51,8 +51,8 @@ def pad_parts(
 ) -> tf.data.Dataset:
     """One element for each replica of each batch, all of the same size.
 
-    A batch is filled up to the next multiple of `replicas` from `rows` with copies of
-    its own rows (values that the model can take, unlike zeros).
+    Others than whole ones are filled up to the next multiple of `replicas` from `rows`
+    with copies of their own rows: values that the model can take, unlike zeros.
 
     Args:
       dataset: of batches of 1 to `rows` rows: nested dense tensors with a first axis.
@@ -70,6 +70,16 @@ def pad_parts(
     _check_elements(dataset)
     per_replica = -(-rows // replicas)
     size = per_replica * replicas
+    is_whole = _static_rows(dataset) == size
+
+    def split(tensor: tf.Tensor) -> tf.Tensor:
+        return tf.reshape(tensor, [replicas, per_replica, *tensor.shape[1:]])[
+            host::hosts
+        ]
+
+    def mark(*parts: Any) -> PaddedBatch:
+        batch = parts[0] if len(parts) == 1 else parts
+        return PaddedBatch.of(tf.nest.map_structure(split, batch), (), per_replica)
 
     def pad(*parts: Any) -> PaddedBatch:
         batch = parts[0] if len(parts) == 1 else parts
@@ -81,15 +91,14 @@ def pad_parts(
             places = tf.range(size)
         order = places % tf.maximum(count, 1)
         signed = tf.where(places < count, count, -count)
-
-        def split(tensor: tf.Tensor) -> tf.Tensor:
-            shape = [replicas, per_replica, *tensor.shape[1:]]
-            return tf.reshape(tensor, shape)[host::hosts]
-
         data = tf.nest.map_structure(lambda t: split(tf.gather(t, order)), batch)
-        return PaddedBatch(data, split(signed))
+        return PaddedBatch.of(data, split(signed), per_replica)
 
-    padded = dataset.map(pad, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
+    padded = dataset.map(
+        mark if is_whole else pad,
+        num_parallel_calls=tf.data.AUTOTUNE,
+        deterministic=True,
+    )
     return padded.unbatch().prefetch(2 * replicas // hosts)
 
 
