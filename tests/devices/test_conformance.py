@@ -22,7 +22,7 @@ from tests.support.conformance_table import (
 )
 
 WITH_ALL_OPTIONS = ("SGD", "Adam")
-COVERING_LAYOUTS = ("2", "2x2", "3-parameters")
+COVERING_LAYOUTS = ("2", "2x2", "3-parameters", "tpu-2")
 COVERED_WITH_ALL_OPTIONS = "Adam"
 
 TINY = np.finfo("float32").tiny
@@ -34,7 +34,7 @@ EXEMPT = {}
 def is_covering(optimizer, option, layout):
     if optimizer == COVERED_WITH_ALL_OPTIONS:
         return layout in COVERING_LAYOUTS or option == "plain"
-    return option == "plain" and layout in ("2x2", "3-gradients")
+    return option == "plain" and layout in ("2x2", "3-gradients", "tpu-2")
 
 
 def is_in_table(optimizer, option, layout):

@@ -16,12 +16,14 @@ from tests.support.conformance_table import (
     BAD_BATCH,
     KINDS,
     LAYOUTS,
+    MOST_ROWS,
     OPTIONS,
     STEPS,
     build,
     make_optimizer,
 )
 from tests.support.parity import make_strategy
+from tests.support.tpu_stand_in import StandInStrategy
 
 FEATURES, WORDS, OUTPUTS = 4, 6, 3
 
@@ -88,6 +90,8 @@ def global_batches(kind, bad_row):
 @functools.cache
 def strategy_of(layout):
     chosen = LAYOUTS[layout]
+    if chosen.engine == "tpu":
+        return StandInStrategy(chosen.replicas, pad_batches=MOST_ROWS)
     # A hundred bytes in a bucket: several buckets even for this problem.
     return make_strategy(
         chosen.replicas,
@@ -103,6 +107,14 @@ def strategy_of(layout):
 def distributed_batches(layout, bad_row):
     """By kind, the batches as the replicas get them; and their common type."""
     replicas = LAYOUTS[layout].replicas
+    signature = (
+        tf.TensorSpec((None, FEATURES + 1)),
+        tf.TensorSpec((None, OUTPUTS)),
+    )
+
+    def whole():
+        for kind in KINDS:
+            yield from global_batches(kind, bad_row)
 
     def parts():
         for kind, counts in KINDS.items():
@@ -111,19 +123,22 @@ def distributed_batches(layout, bad_row):
                 ends = np.cumsum(rows)[:-1]
                 yield from zip(np.split(x, ends), np.split(y, ends), strict=True)
 
-    signature = (
-        tf.TensorSpec((None, FEATURES + 1)),
-        tf.TensorSpec((None, OUTPUTS)),
-    )
+    if LAYOUTS[layout].engine == "tpu":
+        dataset = strategy_of(layout).experimental_distribute_dataset(
+            tf.data.Dataset.from_generator(whole, output_signature=signature)
+        )
+        return by_kind(list(dataset)), dataset.element_spec
     dataset = strategy_of(layout).distribute_datasets_from_function(
         # Replicas take elements in turn: each element is one replica's part.
         lambda context: tf.data.Dataset.from_generator(
             parts, output_signature=signature
         )
     )
-    found = list(dataset)
-    by_kind = {kind: found[i * STEPS : (i + 1) * STEPS] for i, kind in enumerate(KINDS)}
-    return by_kind, dataset.element_spec
+    return by_kind(list(dataset)), dataset.element_spec
+
+
+def by_kind(found):
+    return {kind: found[i * STEPS : (i + 1) * STEPS] for i, kind in enumerate(KINDS)}
 
 
 class Replicas:

@@ -40,7 +40,6 @@ from tests.support.conformance import (
     outcome,
 )
 from tests.support.conformance_table import (
-    KINDS,
     LAYOUTS,
     OPTIONS,
     STEPS,
@@ -117,7 +116,7 @@ class OneDevice:
             x, y = (np.concatenate(arrays) for arrays in zip(*group, strict=True))
             counts = [len(x)]
             if self.parts is not None:
-                counts = KINDS[kind][self.parts.replicas][first]
+                counts = self.parts.rows(kind)[first]
             yield x, y, counts
 
     def _step(self, x, y, counts, seed, size):

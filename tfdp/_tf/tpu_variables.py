@@ -6,6 +6,7 @@ context to aggregate, and keep moving statistics of each core to itself.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
@@ -18,6 +19,7 @@ from tfdp._tf.tpu_names import (
     in_tpu_replica,
 )
 from tfdp._tf.variables import seed_offset
+from tfdp.errors import CollectiveError
 
 __all__ = ["TPUReplicaVariable", "TPUSeedVariable"]
 
@@ -63,6 +65,42 @@ class TPUReplicaVariable(TPUMirroredVariable):
             return super().assign_sub(delta, use_locking, name, read_value)
         delta = tf.convert_to_tensor(delta, self.dtype)
         return self.assign_add(-delta, use_locking, name, read_value)
+
+    def scatter_add(
+        self, sparse_delta: Any, use_locking: bool = False, name: str | None = None
+    ) -> Any:
+        """Adds slices that every replica has alike; stock TPU variables cannot."""
+        if not in_tpu_replica():
+            return super().scatter_add(sparse_delta, use_locking, name)
+        return self._scatter(tf.raw_ops.ResourceScatterAdd, sparse_delta)
+
+    def scatter_sub(
+        self, sparse_delta: Any, use_locking: bool = False, name: str | None = None
+    ) -> Any:
+        """Subtracts slices; see `scatter_add`."""
+        if not in_tpu_replica():
+            return super().scatter_sub(sparse_delta, use_locking, name)
+        return self._scatter(tf.raw_ops.ResourceScatterSub, sparse_delta)
+
+    def scatter_update(
+        self, sparse_delta: Any, use_locking: bool = False, name: str | None = None
+    ) -> Any:
+        """Assigns slices; see `scatter_add`."""
+        if not in_tpu_replica():
+            return super().scatter_update(sparse_delta, use_locking, name)
+        return self._scatter(tf.raw_ops.ResourceScatterUpdate, sparse_delta)
+
+    def _scatter(self, op: Callable, slices: tf.IndexedSlices) -> tf.Tensor:
+        if not self.distribute_strategy.extended.is_updating_own_copy:
+            raise CollectiveError(
+                f"Slices of the variable {self.name!r} are assigned outside of an "
+                "optimizer's update; on a TPU they would differ between replicas. "
+                "Assign the whole variable."
+            )
+        updates = tf.cast(slices.values, self.dtype)
+        done = op(resource=self.handle, indices=slices.indices, updates=updates)
+        with tf.control_dependencies([done]):
+            return self._read_variable_op()
 
     def _assign_replica(self, value: Any, name: str | None, read_value: bool) -> Any:
         value = self._together(tf.convert_to_tensor(value, self.dtype))

@@ -22,7 +22,7 @@ def from_wire(reduced: Sequence[Any], gradients: Sequence[Any]) -> list[Any]:
     """What came, in the types of the `gradients` that were sent."""
     pairs = zip(reduced, gradients, strict=True)
     return [
-        value if value.dtype == gradient.dtype else tf.cast(value, gradient.dtype)
+        value if value.dtype == gradient.dtype else _back(value, gradient.dtype)
         for value, gradient in pairs
     ]
 
@@ -30,6 +30,17 @@ def from_wire(reduced: Sequence[Any], gradients: Sequence[Any]) -> list[Any]:
 def _cast(gradient: Any, wire_dtype: str) -> Any:
     """Wider floats only; a scalar costs nothing and may be a count."""
     dtype = tf.as_dtype(wire_dtype)
+    if isinstance(gradient, tf.IndexedSlices):
+        return tf.IndexedSlices(
+            _cast(gradient.values, wire_dtype), gradient.indices, gradient.dense_shape
+        )
     tensor = tf.convert_to_tensor(gradient)
     is_wider = tensor.dtype.is_floating and tensor.dtype.size > dtype.size
     return tf.cast(tensor, dtype) if is_wider and tensor.shape.rank else tensor
+
+
+def _back(value: Any, dtype: tf.DType) -> Any:
+    if isinstance(value, tf.IndexedSlices):
+        values = tf.cast(value.values, dtype)
+        return tf.IndexedSlices(values, value.indices, value.dense_shape)
+    return tf.cast(value, dtype)

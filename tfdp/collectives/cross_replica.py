@@ -56,13 +56,20 @@ class CrossReplicaReducer:
 
     def all_reduce(
         self, values: Sequence[Any], rank: Any, *, mean: bool = False
-    ) -> list[tf.Tensor]:
+    ) -> list[Any]:
         """The sum (or mean) of each value over the replicas.
 
-        Sparse gradients (`tf.IndexedSlices`) become dense ones: their number of rows
-        is not known when XLA compiles.
+        Sparse gradients (`tf.IndexedSlices`) stay sparse, with the slices of all
+        replicas in rank order, because optimizers treat them otherwise than dense ones.
+
+        Cost of slices: N times their own size; XLA has no other gather.
         """
-        return [self._reduce(tf.convert_to_tensor(value), mean) for value in values]
+        return [
+            self._join_slices(value, rank, mean)
+            if isinstance(value, tf.IndexedSlices)
+            else self._reduce(tf.convert_to_tensor(value), mean)
+            for value in values
+        ]
 
     def broadcast(self, value: tf.Tensor, rank: Any) -> tf.Tensor:
         """Replica 0's `value` on every replica."""
@@ -81,6 +88,27 @@ class CrossReplicaReducer:
         """64 bits in two halves: the others' are zero, so no sum carries."""
         halves = tf.bitcast(mine, tf.int32)
         return tf.bitcast(self._sum(halves), mine.dtype)
+
+    def _join_slices(
+        self, slices: tf.IndexedSlices, rank: Any, mean: bool
+    ) -> tf.IndexedSlices:
+        if self.replicas == 1:
+            return slices
+        values = self._gather(slices.values, rank)
+        # A row of a table: 32 bits are enough, and 64 are not added.
+        indices = self._gather(tf.cast(slices.indices, tf.int32), rank)
+        return tf.IndexedSlices(
+            values / self.replicas if mean else values,
+            tf.cast(indices, slices.indices.dtype),
+            slices.dense_shape,
+        )
+
+    def _gather(self, rows: tf.Tensor, rank: Any) -> tf.Tensor:
+        """All replicas' `rows`, joined by rank: a sum of one part each and zeros."""
+        slot = tf.one_hot(rank, self.replicas, on_value=True, off_value=False)
+        slot = tf.reshape(slot, [self.replicas] + [1] * rows.shape.rank)
+        parts = tf.where(slot, rows[tf.newaxis], tf.zeros([], rows.dtype))
+        return tf.reshape(self._sum(parts), [-1, *rows.shape[1:]])
 
     def _reduce(self, value: tf.Tensor, mean: bool) -> tf.Tensor:
         if self.replicas == 1 or value.shape.num_elements() == 0:
