@@ -145,7 +145,10 @@ def test_dropout_and_several_steps_in_one_call(steps_per_execution):
     assert model.predict(x, batch_size=BATCH_SIZE, verbose=0).shape == (ROWS, CLASSES)
 
 
-def test_a_recurrent_and_an_embedding_layer_compile():
+@pytest.mark.parametrize("optimizer", ["sgd", "adam", "adagrad"])
+def test_a_recurrent_and_an_embedding_layer_compile(optimizer):
+    """Sparse gradients: updates by slices, in each way that optimizers have."""
+
     def build():
         keras.utils.set_random_seed(0)
         return keras.Sequential(
@@ -162,7 +165,7 @@ def test_a_recurrent_and_an_embedding_layer_compile():
     with StandInStrategy(2, compiled=True).scope():
         model = build()
         model.compile(
-            keras.optimizers.Adam(),
+            optimizer,
             keras.losses.SparseCategoricalCrossentropy(from_logits=True),
         )
     history = model.fit(tokens, data()[1], batch_size=BATCH_SIZE, verbose=0)
