@@ -17,6 +17,7 @@ __all__ = [
     "MissingDependencyError",
     "ParityError",
     "ScopeError",
+    "SlowInputWarning",
     "TPUError",
     "TfdpError",
     "WorkerLostError",
@@ -76,3 +77,7 @@ class ParityError(TfdpError, AssertionError):
 
 class LocalMeanWarning(UserWarning):
     """A loss looks like a mean over the local batch that nobody scaled."""
+
+
+class SlowInputWarning(UserWarning):
+    """Training waits for its input."""

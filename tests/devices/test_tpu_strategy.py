@@ -197,6 +197,28 @@ def test_moving_statistics_are_those_of_all_samples():
         assert len(copies) == 1
 
 
+def test_moving_statistics_of_each_replica_are_brought_together():
+    """Plain batch normalization: each replica has statistics of its own rows."""
+
+    def build():
+        keras.utils.set_random_seed(1)
+        return keras.Sequential(
+            [
+                keras.Input((12,)),
+                keras.layers.BatchNormalization(momentum=0.5),
+                keras.layers.Dense(5),
+            ]
+        )
+
+    data = classification_data(samples=48)  # whole batches: the same rows on both
+    mirrored, _ = train(make_strategy(2), build, data=data, epochs=1)
+    on_tpu, _ = train(StandInStrategy(2), build, data=data, epochs=1)
+    for a, b in zip(mirrored.weights, on_tpu.weights, strict=True):
+        # The same numbers, added by another engine: two terms for each sum.
+        np.testing.assert_allclose(b.numpy(), a.numpy(), atol=40 * UNIT_ROUND_OFF)
+        assert len({copy.numpy().tobytes() for copy in b.value.values}) == 1
+
+
 def test_gradients_travel_in_bfloat16_on_request():
     exact, _ = train(StandInStrategy(2), epochs=1)
     rounded, _ = train(StandInStrategy(2, wire_dtype="bfloat16"), epochs=1)
