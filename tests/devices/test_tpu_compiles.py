@@ -54,6 +54,8 @@ def fit(strategy, optimizer, build=image_model, epochs=2, **options):
             jit_compile=False,
             **options,
         )
+        # Built in a step, as on one device, ScheduleFreeAdamW copies weights too late.
+        model.optimizer.build(model.trainable_variables)
     history = model.fit(
         x, y, batch_size=BATCH_SIZE, epochs=epochs, shuffle=False, verbose=0
     )
