@@ -37,7 +37,19 @@ class GathersOnceMore(keras.Sequential):
         return super().train_step(data)
 
 
-def make(replicas, stage, engine, hierarchy="flat", model_class=keras.Sequential):
+def recomputed(model_layers):
+    """Gathers the weights of each layer again for its backward pass."""
+    return tfdp.remat(keras.Sequential(model_layers))
+
+
+def make(
+    replicas,
+    stage,
+    engine,
+    hierarchy="flat",
+    model_class=keras.Sequential,
+    **optimizer_options,
+):
     strategy = tfdp.DataParallelStrategy(
         [f"CPU:{i}" for i in range(replicas)],
         communication=tfdp.Communication(engine=engine, hierarchy=hierarchy),
@@ -47,7 +59,7 @@ def make(replicas, stage, engine, hierarchy="flat", model_class=keras.Sequential
     with strategy.scope():
         model = model_class([keras.Input((12,)), *dense_model().layers])
         model.compile(
-            keras.optimizers.Adam(0.01),
+            keras.optimizers.Adam(0.01, **optimizer_options),
             keras.losses.SparseCategoricalCrossentropy(from_logits=True),
             jit_compile=False,
         )
@@ -109,13 +121,27 @@ def test_a_step_sends_what_the_formula_says(replicas, engine, hierarchy, stage):
         assert without <= weight_bytes < without + 3 * replicas * 4
 
 
+@pytest.mark.parametrize("model_class", [GathersOnceMore, recomputed])
 @pytest.mark.parametrize("engine", ["in_process", "tensorflow"])
-def test_weights_that_are_gathered_once_more_cost_their_bytes_once_more(engine):
-    """As when activations are recomputed: 3 P (N - 1) / N for each replica."""
-    strategy, model = make(3, 3, engine, model_class=GathersOnceMore)
+def test_weights_that_are_gathered_once_more_cost_their_bytes_once_more(
+    engine, model_class
+):
+    """3 P (N - 1) / N for each replica, as when activations are recomputed."""
+    strategy, model = make(3, 3, engine, model_class=model_class)
     trace(strategy, model.train_step)
     weight_bytes = sharded_bytes(model, 3, padded=engine == "tensorflow")
     assert sum(counted(strategy)) == (3 * weight_bytes + 2 * MIRRORED_BYTES) * 2
+
+
+def sent_in_graph(graph, replicas):
+    """By replica, the bytes of the `Send` operations outside of conditionals."""
+    sent = [0] * replicas
+    for operation in graph.get_operations():
+        if operation.type == "Send":
+            (tensor,) = operation.inputs
+            rank = tf.DeviceSpec.from_string(operation.device).device_index
+            sent[rank] += tensor.shape.num_elements() * tensor.dtype.size
+    return sent
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
@@ -124,13 +150,40 @@ def test_the_graph_holds_what_was_counted(replicas, stage):
     """The second route: the `Send` operations of the graph and their inputs."""
     strategy, model = make(replicas, stage, "in_process")
     graph = trace(strategy, model.train_step)
-    sent = [0] * replicas
-    for operation in graph.get_operations():
-        if operation.type == "Send":
-            (tensor,) = operation.inputs
-            rank = tf.DeviceSpec.from_string(operation.device).device_index
-            sent[rank] += tensor.shape.num_elements() * tensor.dtype.size
-    assert sent == counted(strategy)
+    assert sent_in_graph(graph, replicas) == counted(strategy)
+
+
+@pytest.mark.parametrize(
+    "stage, in_every_micro_step, in_an_update",
+    [(0, 0, 2), (1, 0, 2), (2, 1, 1), (3, 2, 0)],
+)
+def test_what_accumulation_sends_and_when(stage, in_every_micro_step, in_an_update):
+    """In units of P (N - 1): so K steps send (K + 1) P at stage 2, 2 K P at 3."""
+    strategy, model = make(3, stage, "in_process", gradient_accumulation_steps=2)
+    always = sum(sent_in_graph(trace(strategy, model.train_step), 3))
+    at_last = sum(counted(strategy)) - always
+    weight_bytes = sharded_bytes(model, 3, padded=False)
+    # The small rest is reduced with the others: at once, or in an update.
+    rest = 2 * MIRRORED_BYTES * 2
+    rests = (rest, 0) if stage > 1 else (0, rest)
+    assert always == in_every_micro_step * weight_bytes * 2 + rests[0]
+    assert at_last == in_an_update * weight_bytes * 2 + rests[1]
+
+
+@pytest.mark.parametrize("uses", [1, 2, 3])
+def test_every_use_of_a_weight_gathers_and_scatters_it(uses):
+    strategy = tfdp.DataParallelStrategy(["CPU:0", "CPU:1"], shard=3, shard_min_bytes=0)
+    with strategy.scope():
+        inputs = outputs = keras.Input((12,))
+        layer = keras.layers.Dense(12, use_bias=False)
+        for _ in range(uses):
+            outputs = layer(outputs)
+        model = keras.Model(inputs, outputs)
+        model.compile(
+            "sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        )
+    trace(strategy, model.train_step)
+    assert sum(counted(strategy)) == 2 * uses * 12 * 12 * 4
 
 
 def test_the_count_starts_again_with_every_trace():

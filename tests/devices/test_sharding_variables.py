@@ -268,6 +268,22 @@ def test_an_unwrapped_optimizer_in_a_custom_loop_is_refused(stage):
         tf.function(lambda: strategy.run(replica_step))()
 
 
+@pytest.mark.parametrize("stage", [1, 2])
+def test_xla_compiles_what_stays_whole(stage):
+    x, y = classification_data()
+
+    def run(stage):
+        with make_strategy(2, stage).scope():
+            model = dense_model()
+            loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+            model.compile(keras.optimizers.Adam(0.01), loss, jit_compile=True)
+        model.fit(x, y, batch_size=24, shuffle=False, verbose=0)
+        return model.get_weights()
+
+    for got, expected in zip(run(stage), run(0), strict=True):
+        np.testing.assert_array_equal(got, expected)
+
+
 def test_xla_cannot_gather_parameters_and_says_what_to_do():
     x, _ = classification_data()
     with make_strategy(2, shard=3).scope():
