@@ -113,6 +113,19 @@ def embedding_model():
     return model_of(embedding, layers.GlobalAveragePooling1D, shape=(6,))()
 
 
+class Branches(layers.Layer):
+    """One of two matrices; which one, the rows of the replica decide."""
+
+    def build(self, shape):
+        self.upper = self.add_weight(shape=(shape[-1], 9))
+        self.lower = self.add_weight(shape=(shape[-1], 9))
+
+    def call(self, x):
+        return tf.cond(
+            tf.reduce_sum(x) > 0, lambda: x @ self.upper, lambda: x @ self.lower
+        )
+
+
 def lstm_model():
     return model_of(functools.partial(layers.LSTM, 7), shape=(4, 3))()
 
@@ -123,6 +136,8 @@ CASES = {
     "batch-norm": case(dense_and_batch_norm),
     # The weights are gathered outside of the loop over time.
     "lstm": case(lstm_model, data=sequences()),
+    # So are those of a conditional: each replica may take another branch.
+    "conditional": case(model_of(Branches)),
     "ema": case(optimizer=adam(use_ema=True, ema_momentum=0.5)),
     "ema-overwrite": case(
         optimizer=adam(use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=3)
@@ -150,6 +165,13 @@ CASES = {
         optimizer=lambda: tfdp.DistributedOptimizer(sgd()(), accumulate_steps=2),
         batch_size=12,
         reordered=(2, 3),
+    ),
+    # Within the conditional of an update the constraint wants the updated weight.
+    "distributed-constraint": case(
+        dense_with(kernel_constraint=keras.constraints.MaxNorm(0.5)),
+        lambda: tfdp.DistributedOptimizer(sgd()(), accumulate_steps=2),
+        batch_size=12,
+        reordered=STAGES,
     ),
     # Norms are sums over the shards, then over the replicas.
     "clipnorm": case(optimizer=sgd(clipnorm=0.1), reordered=STAGES),

@@ -150,6 +150,9 @@ def takes_reduced(optimizer: keras.optimizers.Optimizer) -> Iterator[None]:
     """While this lasts, `optimizer` does not reduce the gradients that it is given."""
     shards = shards_of(optimizer)
     with contextlib.ExitStack() as stack:
+        if shards is not None:
+            run = strategy_of(optimizer).extended.current_run
+            stack.enter_context(run.updating())
         for leaf in _leaves(optimizer):
             own = {} if shards is None else shard_leads(leaf, shards)
             stack.enter_context(instance_attributes(leaf, own | ALREADY_REDUCED))

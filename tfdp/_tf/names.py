@@ -47,6 +47,7 @@ from tensorflow.python.ops import control_flow_util as _control_flow_util
 
 # Graphs of the bodies of loops: an exchange between replicas cannot sit in one.
 from tensorflow.python.ops.control_flow_v2_func_graphs import (
+    CondBranchFuncGraph,
     WhileBodyFuncGraph,
     WhileCondFuncGraph,
 )
@@ -179,6 +180,11 @@ def graphs_inside(outer: Any) -> list[Any]:
 def is_loop_graph(graph: Any) -> bool:
     """Whether `graph` is the body or the condition of a `tf.while_loop`."""
     return isinstance(graph, (WhileBodyFuncGraph, WhileCondFuncGraph))
+
+
+def is_branch_graph(graph: Any) -> bool:
+    """Whether `graph` is a branch of a `tf.cond`."""
+    return isinstance(graph, CondBranchFuncGraph)
 
 
 def fit_of_caller() -> tuple[Any, Any] | None:

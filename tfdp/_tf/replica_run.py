@@ -85,6 +85,11 @@ class ReplicaRun:
             tf.cast(self.total_of(rank), tf.float32),
         )
 
+    @property
+    def is_updating(self) -> bool:
+        """Whether an optimizer is at work."""
+        return self._is_updating
+
     @contextlib.contextmanager
     def updating(self) -> Iterator[None]:
         """While this lasts an optimizer updates: what it assigns is not local state."""

@@ -15,6 +15,7 @@ from tfdp._tf.names import (
     UpdateContext,
     current_rank,
     graphs_inside,
+    is_branch_graph,
     is_loop_graph,
     select_replica,
     stop_recording,
@@ -172,16 +173,23 @@ class ShardUpdates:
             return gather(own.read_value())
 
     def _outside_loops(self) -> contextlib.AbstractContextManager:
-        """The graph of the replica function, when a loop in it is being built.
+        """The graph of the replica function, while a loop or branch in it is built.
 
         Replicas cannot exchange anything inside a loop, and need not: the weights of
-        a recurrent layer are the same in every turn.
+        a recurrent layer are the same in every turn. In a conditional of a layer each
+        replica may take another branch. The conditionals around an update are alike on
+        all replicas, and what is read there is newer than what was before them.
         """
         run_graph = self.reducer.run_graph
-        inner = graphs_inside(run_graph)
-        if run_graph is None or not any(is_loop_graph(graph) for graph in inner):
+        if run_graph is None:
             return contextlib.nullcontext()
-        return run_graph.as_default()
+        inner = graphs_inside(run_graph)
+        is_in_loop = any(map(is_loop_graph, inner))
+        is_in_branch = any(map(is_branch_graph, inner))
+        is_updating = self._strategy.extended.current_run.is_updating
+        if is_in_loop or (is_in_branch and not is_updating):
+            return run_graph.as_default()
+        return contextlib.nullcontext()
 
     def scatter(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         """This replica's shards of the sums of `gradients`, in replica context."""
