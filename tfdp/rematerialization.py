@@ -171,7 +171,16 @@ def _gradients(
             [*inputs, *variables],
             output_gradients=[gradient for _, gradient in used],
         )
-    return list(found)
+    # An update must not overtake what still reads the old weights. TensorFlow says so
+    # by control edges from reads to updates, but its graph optimizer takes one away
+    # where it sees a path beside it, and then the path (shapes of what is computed
+    # again).
+    with tf.control_dependencies([g for g in found if g is not None]):
+        of_variables = [
+            None if gradient is None else tf.identity(gradient)
+            for gradient in found[len(inputs) :]
+        ]
+    return [*found[: len(inputs)], *of_variables]
 
 
 def _after_block(tensors: Sequence[tf.Tensor], way: str, prefetch: int) -> Any:

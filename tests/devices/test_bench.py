@@ -182,6 +182,20 @@ def test_a_worker_that_takes_too_long_is_stopped():
     assert "no result within 0.5 s" in report.failures[0].reason
 
 
+def test_the_memory_of_each_stage_is_measured(tmp_path):
+    path = tmp_path / "memory.json"
+    options = ["memory", "--quick", "--devices", "2", "--json", str(path)]
+    done = run_python("-m", "tfdp", "bench", *options)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(path.read_text())["rows"]
+    assert [row["stage"] for row in rows] == [0, 1, 2, 3]
+    for row in rows:
+        for key in ("weights", "slots"):
+            # Besides the slots there are two numbers: iterations and learning rate.
+            excess = row["measured"][key] - row["expected"][key]
+            assert 0 <= excess <= 16
+
+
 def test_info_tells_what_would_be_chosen():
     done = run_python("-m", "tfdp", "info", "--json", "--virtual-devices", 3)
     assert done.returncode == 0, done.stderr

@@ -8,7 +8,14 @@ import tensorflow as tf
 
 from tfdp.shards import ShardLayout
 
-__all__ = ["cut", "pad_shard", "piece_of", "whole_from_parts", "whole_from_shards"]
+__all__ = [
+    "cut",
+    "own_piece",
+    "pad_shard",
+    "piece_of",
+    "whole_from_parts",
+    "whole_from_shards",
+]
 
 
 def cut(flat: tf.Tensor, layout: ShardLayout, part: int) -> tf.Tensor:
@@ -26,6 +33,15 @@ def pad_shard(piece: tf.Tensor, layout: ShardLayout, part: int) -> tf.Tensor:
 def piece_of(whole: tf.Tensor, layout: ShardLayout, part: int) -> tf.Tensor:
     """Shard `part` of `whole`, flat and padded."""
     return pad_shard(cut(tf.reshape(whole, [-1]), layout, part), layout, part)
+
+
+def own_piece(whole: tf.Tensor, layout: ShardLayout, part: int) -> tf.Tensor:
+    """Shard `part` of `whole` in memory of its own.
+
+    An aligned piece is a view. A variable that takes it over, and updates it in place,
+    would keep the memory of the whole for ever.
+    """
+    return tf.raw_ops.DeepCopy(x=piece_of(whole, layout, part))
 
 
 def whole_from_parts(parts: Sequence[tf.Tensor], layout: ShardLayout) -> tf.Tensor:

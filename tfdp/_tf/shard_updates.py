@@ -20,7 +20,7 @@ from tfdp._tf.names import (
     select_replica,
     stop_recording,
 )
-from tfdp._tf.shard_pieces import piece_of, whole_from_shards
+from tfdp._tf.shard_pieces import own_piece, piece_of, whole_from_shards
 from tfdp._tf.sharded_variables import (
     LocalShardVariable,
     ShardedVariable,
@@ -149,7 +149,7 @@ class ShardUpdates:
                 # The slash makes it an absolute name, outside all name scopes.
                 common["name"] = f"{first}/replica_{part}/"
             with tf.device(device), stop_recording():
-                common["initial_value"] = tf.identity(piece_of(value, layout, part))
+                common["initial_value"] = own_piece(value, layout, part)
                 shards.append(next_creator(**common))
         none = tf.VariableAggregation.NONE
         return variable_class(self._strategy, shards, none, layout)

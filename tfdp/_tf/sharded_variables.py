@@ -24,7 +24,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdp._tf.names import DistributedVariable, current_rank
-from tfdp._tf.shard_pieces import piece_of, whole_from_shards
+from tfdp._tf.shard_pieces import own_piece, piece_of, whole_from_shards
 from tfdp._tf.variables import ReplicaMirroredVariable
 from tfdp.errors import ConfigurationError
 from tfdp.shards import ShardLayout
@@ -134,7 +134,7 @@ class ShardedVariable(DistributedVariable):
         whole = _checked(value, self.dtype, self.layout)
         for part in self._parts_here():
             with tf.device(self._values[part].device):
-                own = piece_of(whole, self.layout, part)
+                own = own_piece(whole, self.layout, part)
                 update_fn(self._values[part], own, **kwargs)
         return self
 

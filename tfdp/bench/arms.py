@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from tfdp.shards import SHARD_STAGES
+
 if TYPE_CHECKING:
     import tensorflow as tf
 
@@ -55,6 +57,17 @@ def _tfdp(devices: list[str]) -> tf.distribute.Strategy:
     return tfdp.DataParallelStrategy(devices)
 
 
+def _tfdp_sharded(
+    stage: int,
+) -> Callable[[list[str]], tf.distribute.Strategy]:
+    def make(devices: list[str]) -> tf.distribute.Strategy:
+        import tfdp
+
+        return tfdp.DataParallelStrategy(devices, shard=stage)
+
+    return make
+
+
 def _tfdp_tensorflow_engine(devices: list[str]) -> tf.distribute.Strategy:
     import tfdp
 
@@ -81,6 +94,7 @@ ARMS: dict[str, Callable[[list[str]], tf.distribute.Strategy]] = {
     "stock-one-device": _stock_one_device,
     "tfdp": _tfdp,
     "tfdp-open-batch": _tfdp,
+    **{f"tfdp-{name}": _tfdp_sharded(i) for i, name in enumerate(SHARD_STAGES) if i},
     "tfdp-tensorflow-engine": _tfdp_tensorflow_engine,
     "tfdp-cross-device-ops": _tfdp_cross_device_ops,
 }

@@ -11,6 +11,7 @@ from tfdp.bench.arms import ARMS
 from tfdp.bench.cases import CASES, SUITES, Case, select_cases
 from tfdp.bench.group_arms import GROUP_ARMS
 from tfdp.bench.json_file import write_json
+from tfdp.bench.memory import MEMORY_SUITE, run_memory
 from tfdp.bench.request import Request
 from tfdp.bench.results import CaseResult
 from tfdp.bench.runner import Failure, run_requests
@@ -36,8 +37,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "suite",
         nargs="?",
-        choices=SUITES,
-        help="allreduce: sums of gradient lists; train: training steps; default: both",
+        choices=(*SUITES, MEMORY_SUITE),
+        help="allreduce: sums of gradient lists; train: training steps; memory: bytes "
+        "per replica at every shard stage; default: the first two",
     )
     parser.add_argument("--list", action="store_true", help="list the cases and stop")
     parser.add_argument(
@@ -107,6 +109,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Runs `tfdp bench`; returns the exit code, 1 when a case failed."""
+    if options.suite == MEMORY_SUITE and not options.list:
+        return run_memory(
+            options.devices,
+            quick=options.quick,
+            json_path=options.json,
+            timeout_seconds=options.timeout_seconds,
+        )
     cases = select_cases(options.suite, options.case)
     if not cases:
         print(

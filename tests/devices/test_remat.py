@@ -1,0 +1,152 @@
+"""Blocks that are computed twice train as those that are computed once."""
+
+import contextlib
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfdp
+from tests.support.parity import classification_data, make_strategy
+from tfdp.errors import ConfigurationError
+
+
+def network():
+    keras.utils.set_random_seed(3)
+    layers = keras.layers
+    return keras.Sequential(
+        [
+            keras.Input((12,)),
+            layers.Dense(33, "gelu"),
+            layers.Dropout(0.3, seed=4),
+            layers.BatchNormalization(),
+            keras.Sequential([layers.Dense(21, "tanh"), layers.Dropout(0.2, seed=5)]),
+            layers.Dense(5),
+        ]
+    )
+
+
+def trained(change, replicas=1, shard="none", **options):
+    strategy = None if replicas == 1 else make_strategy(replicas, shard)
+    with strategy.scope() if strategy else contextlib.nullcontext():
+        model = network()
+        change(model)
+        model.compile(
+            keras.optimizers.SGD(0.05, 0.9),
+            keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+            **{"jit_compile": False, **options},
+        )
+    x, y = classification_data(53)
+    model.fit(x, y, batch_size=24, epochs=2, shuffle=False, verbose=0)
+    return model, model.evaluate(x, y, verbose=0)
+
+
+@pytest.mark.parametrize(
+    "replicas, shard, options",
+    [
+        (1, "none", {}),
+        (1, "none", {"run_eagerly": True}),
+        (1, "none", {"jit_compile": True}),
+        (2, "none", {}),
+        (2, "none", {"jit_compile": True}),
+        (2, "optimizer", {}),
+        (3, "parameters", {}),
+        (2, "parameters", {"run_eagerly": True}),
+    ],
+)
+@pytest.mark.parametrize(
+    "arguments", [{}, {"policy": "whole"}, {"prefetch": 0}], ids=str
+)
+def test_trains_to_the_same_weights(replicas, shard, options, arguments):
+    once, loss_once = trained(lambda model: None, replicas, shard, **options)
+    twice, loss_twice = trained(
+        lambda model: tfdp.remat(model, **arguments), replicas, shard, **options
+    )
+    for variable, other in zip(once.weights, twice.weights, strict=True):
+        # The same sums; the graph optimizer may fuse one pass otherwise than the other.
+        # Six updates of at most 0.05 / (1 - 0.9), gradients below 10 after about 60
+        # terms: 6 * 0.5 * 10 * 60 u = 1e-4. Another dropout mask moves weights by 1e-1.
+        np.testing.assert_allclose(
+            variable.numpy(), other.numpy(), rtol=0, atol=1e-4, err_msg=variable.path
+        )
+    assert abs(loss_once - loss_twice) < 1e-4
+
+
+def test_the_backward_pass_computes_again():
+    calls = []
+
+    class Counted(keras.layers.Dense):
+        def call(self, inputs):
+            calls.append(1)
+            return super().call(inputs)
+
+    layer = tfdp.remat(Counted(3))
+    x = tf.ones((2, 4))
+    layer(x)
+    calls.clear()
+    with tf.GradientTape() as tape:
+        result = layer(x)
+    assert len(calls) == 1
+    tape.gradient(result, layer.trainable_variables[0].value)
+    assert len(calls) == 2
+
+
+def test_moving_statistics_are_updated_once():
+    layer = tfdp.remat(keras.layers.BatchNormalization(momentum=0.5))
+    x = tf.constant([[1.0], [3.0]])
+    layer.build((2, 1))
+    with tf.GradientTape() as tape:
+        result = layer(x, training=True)
+    tape.gradient(result, layer.gamma.value)
+    # Once: 0.5 * 0 + 0.5 * 2; twice would be 1.5.
+    np.testing.assert_array_equal(layer.moving_mean.numpy(), [1.0])
+
+
+def test_several_inputs_and_a_mask():
+    def build():
+        keras.utils.set_random_seed(3)
+        return keras.layers.MultiHeadAttention(2, 3)
+
+    query = tf.random.stateless_normal((2, 4, 6), [1, 2])
+    value = tf.random.stateless_normal((2, 5, 6), [3, 4])
+    mask = tf.constant([[True] * 5, [True, True, False, False, True]])[:, None, :]
+    gradients = []
+    for change in (lambda layer: layer, tfdp.remat):
+        layer = change(build())
+        layer(query, value)
+        with tf.GradientTape() as tape:
+            tape.watch([query, value])
+            result = layer(query, value, attention_mask=mask)
+        variables = [v.value for v in layer.trainable_variables]
+        gradients.append(tape.gradient(result, [query, value, *variables]))
+    for one, other in zip(*gradients, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_a_function_chooses():
+    model = tfdp.remat(network(), lambda layer: isinstance(layer, keras.Sequential))
+    chosen = [hasattr(layer.call, "is_rematerialized") for layer in model.layers]
+    assert chosen == [False, False, False, True, False]
+
+
+def test_a_loss_within_a_block_is_refused():
+    layer = tfdp.remat(
+        keras.Sequential([keras.layers.Dense(3, activity_regularizer="l2")]), "whole"
+    )
+    with pytest.raises(ConfigurationError, match="add_loss"):
+        layer(tf.ones((2, 4)))
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (("a layer",), "takes a Keras layer"),
+        ((keras.layers.Dense(1), "all"), "policy must be one of 'each', 'whole'"),
+    ],
+)
+def test_wrong_arguments(arguments, message):
+    with pytest.raises(ConfigurationError, match=message):
+        tfdp.remat(*arguments)
+    with pytest.raises(ConfigurationError, match="prefetch must be"):
+        tfdp.remat(keras.layers.Dense(1), prefetch=-1)
