@@ -51,7 +51,7 @@ class DataParallelStrategy(ReplicaContextStrategy, tf.distribute.MirroredStrateg
       DeviceError: when a device does not exist or is named twice.
 
     Cost: per step and replica about 2 n (N - 1) / N bytes for n bytes of gradients;
-    3 n (N - 1) / N with shard="parameters".
+    3 n (N - 1) / N with shard="parameters" and `tfdp.remat`.
 
     ```python
     import keras

@@ -79,7 +79,7 @@ def test_equals_one_device(optimizer, option, layout, kind, record_property):
         np.max(np.abs(a - b) / np.maximum(bound, TINY), initial=0.0)
         for a, b, bound in zip(got.state, answer.state, bounds, strict=True)
     ]
-    record_property("worst_ratio_to_bound", max(ratios))
+    record_property("worst_ratio_to_bound", float(max(ratios)))
     assert max(ratios) <= 1.0
     # A mean over all rows: one rounding each, and those of the outputs.
     np.testing.assert_allclose(got.loss, answer.loss, rtol=1e-5)

@@ -170,6 +170,19 @@ def test_what_accumulation_sends_and_when(stage, in_every_micro_step, in_an_upda
     assert at_last == in_an_update * weight_bytes * 2 + rests[1]
 
 
+@pytest.mark.parametrize("engine", ["in_process", "tensorflow"])
+def test_weights_are_gathered_in_the_type_that_a_layer_computes_in(engine):
+    """Half the bytes of the gather; gradients are summed in float32 as ever."""
+    keras.config.set_dtype_policy("mixed_bfloat16")
+    try:
+        strategy, model = make(3, 3, engine)
+    finally:
+        keras.config.set_dtype_policy("float32")
+    trace(strategy, model.train_step)
+    weight_bytes = sharded_bytes(model, 3, padded=engine == "tensorflow")
+    assert sum(counted(strategy)) == (1.5 * weight_bytes + 2 * MIRRORED_BYTES) * 2
+
+
 @pytest.mark.parametrize("uses", [1, 2, 3])
 def test_every_use_of_a_weight_gathers_and_scatters_it(uses):
     strategy = tfdp.DataParallelStrategy(["CPU:0", "CPU:1"], shard=3, shard_min_bytes=0)

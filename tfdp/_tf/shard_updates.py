@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import keras
 import tensorflow as tf
 
+from tfdp._tf.keras_autocast import autocast_dtype, is_made_for_autocast
 from tfdp._tf.names import (
     DistributedVariable,
     UpdateContext,
@@ -152,21 +153,30 @@ class ShardUpdates:
                 common["initial_value"] = own_piece(value, layout, part)
                 shards.append(next_creator(**common))
         none = tf.VariableAggregation.NONE
-        return variable_class(self._strategy, shards, none, layout)
+        variable = variable_class(self._strategy, shards, none, layout)
+        variable.autocasts = is_made_for_autocast()
+        return variable
 
     def read(self, variable: ShardedVariable, rank: int) -> tf.Tensor:
         """The whole variable in a replica; the gradient is this replica's shard."""
         layout, own = variable.layout, variable.shard(rank)
+        # What the layer would cast after the gather is cast before it: half the bytes,
+        # the same numbers. Gradients are summed in the variable's own type.
+        dtype = autocast_dtype() if variable.autocasts else None
+        if dtype is None or dtype.size > variable.dtype.size:
+            dtype = variable.dtype
 
         @tf.custom_gradient
         def gather(shard: tf.Tensor) -> tuple[tf.Tensor, Callable]:
-            return self._gathered(variable, shard, rank), scatter
+            whole = self._gathered(variable, tf.cast(shard, dtype), rank)
+            return tf.cast(whole, dtype), scatter
 
         def scatter(upstream: Any) -> tf.Tensor:
+            upstream = tf.cast(tf.convert_to_tensor(upstream), variable.dtype)
             if not tf.executing_eagerly():
                 return self.reducer.reduce_scatter([upstream], [layout], rank)[0]
             context = tf.distribute.get_replica_context()
-            total = context.all_reduce("SUM", tf.convert_to_tensor(upstream))
+            total = context.all_reduce("SUM", upstream)
             return piece_of(total, layout, rank)
 
         with self._outside_loops(), tf.device(own.device):

@@ -77,6 +77,9 @@ class ShardedVariable(DistributedVariable):
       layout: how the whole is cut.
     """
 
+    #: Whether layers see it in the type that they compute in.
+    autocasts = False
+
     def __init__(
         self,
         strategy: tf.distribute.Strategy,
@@ -154,6 +157,7 @@ class ShardedVariable(DistributedVariable):
         copied = type(self)(
             self.distribute_strategy, shards, self.aggregation, self.layout
         )
+        copied.autocasts = self.autocasts
         memo[id(self)] = copied
         return copied
 

@@ -72,8 +72,8 @@ def to_gather_wire(tensor: tf.Tensor) -> tuple[tf.Tensor, Restore]:
     if dtype in GATHERED:
         return tensor, lambda result: result
     if dtype == tf.bfloat16:
-        # float32 holds every bfloat16 exactly.
-        return tf.cast(tensor, tf.float32), lambda result: tf.cast(result, dtype)
+        # Nothing is computed on the way, so any type of as many bits carries its bits.
+        return tf.bitcast(tensor, tf.float16), lambda result: tf.bitcast(result, dtype)
     if dtype in WIDENED:
         return tf.cast(tensor, WIDENED[dtype]), lambda result: tf.cast(result, dtype)
     if dtype == tf.bool:
