@@ -124,6 +124,9 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
             self._warn_of_local_mean(model, fn, run)
         if run.padding and keras_batch.is_predict_step(fn):
             result = trim_rows(result, padded.rows)  # type: ignore[union-attr]
+        is_whole_batch_everywhere = run.counts is None and self._replicas > 1
+        if is_whole_batch_everywhere and keras_batch.is_predict_step(fn):
+            return keras_batch.rows_of_first_replica(result)
         return self._complete_result(fn, result)
 
     def _step_of_padded(

@@ -150,3 +150,31 @@ def test_wrong_arguments(arguments, message):
         tfdp.remat(*arguments)
     with pytest.raises(ConfigurationError, match="prefetch must be"):
         tfdp.remat(keras.layers.Dense(1), prefetch=-1)
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 2])
+def test_weights_are_gathered_so_many_blocks_ahead(prefetch):
+    """In the graph: what a block's weights wait for before they are gathered."""
+    strategy = make_strategy(2, "parameters")
+    with strategy.scope():
+        blocks = [keras.layers.Dense(12, name=f"block{i}") for i in range(5)]
+        model = keras.Sequential([keras.Input((12,)), *blocks])
+        tfdp.remat(model, prefetch=prefetch)
+
+    @tf.function(autograph=False)
+    def step(x):
+        return strategy.run(model, args=(x,))
+
+    graph = step.get_concrete_function(tf.ones((4, 12))).graph
+    waits = {}
+    for operation in graph.get_operations():
+        if operation.type == "ReadVariableOp" and "replica_1" not in operation.name:
+            block = int(operation.name.split("/block")[1][0])
+            for earlier in operation.control_inputs:
+                made_by = earlier.name.split("/block")
+                found = int(made_by[1][0]) if len(made_by) > 1 else -1
+                waits.setdefault(block, set()).add(found)
+    # A block begins when its input is there: the output of the one before it.
+    assert waits == {
+        block: {max(block - 1 - prefetch, -1)} for block in range(len(blocks))
+    }

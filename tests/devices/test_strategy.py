@@ -122,6 +122,23 @@ def test_evaluate_and_predict_give_every_row_in_order():
         )
 
 
+@pytest.mark.parametrize("run_eagerly", [False, True])
+def test_one_batch_at_a_time_equals_one_device(run_eagerly):
+    x, y = classification_data(samples=37)
+    models = []
+    for strategy in (None, make_strategy(3)):
+        model, _ = train(strategy, data=(x, y), epochs=1, run_eagerly=run_eagerly)
+        model.train_on_batch(x[:10], y[:10])
+        models.append(model)
+    one, several = models
+    # Three updates of at most 0.05 with gradients below 10, about 60 terms each:
+    # 3 * 0.05 * 10 * 60 u = 5e-6.
+    assert largest_difference(one, several) < 5e-6
+    expected = one.predict_on_batch(x)
+    np.testing.assert_allclose(several.predict_on_batch(x), expected, atol=4e-5)
+    assert abs(one.test_on_batch(x, y) - several.test_on_batch(x, y)) < 1e-5
+
+
 def test_save_and_load_between_one_device_and_several(tmp_path):
     several, _ = train(make_strategy(2))
     several.save(tmp_path / "model.keras")

@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from tfdp._tf.names import PerReplica
 
-__all__ = ["is_predict_step", "representative_batch"]
+__all__ = ["is_predict_step", "representative_batch", "rows_of_first_replica"]
 
 
 def representative_batch(batch: Any) -> Any:
@@ -38,3 +38,19 @@ def _rows(part: Any) -> int | None:
 def is_predict_step(fn: Any) -> bool:
     """Whether Keras runs `fn` in `predict`, to join the replicas' rows."""
     return "make_predict_function" in getattr(fn, "__qualname__", "")
+
+
+def rows_of_first_replica(result: Any) -> Any:
+    """`result` with the rows of replica 0 only.
+
+    `predict_on_batch` gives every replica the whole batch, and would return its rows as
+    often as there are replicas.
+    """
+
+    def first_rows(value: Any) -> Any:
+        if not isinstance(value, PerReplica) or not value.values[0].shape.rank:
+            return value
+        first, *others = value.values
+        return PerReplica((first, *(part[:0] for part in others)))
+
+    return tf.nest.map_structure(first_rows, result)

@@ -26,6 +26,9 @@ __all__ = ["MpiLink", "mpi_is_available"]
 # Types that MPI adds up by itself; float16 and bfloat16 go over the sockets.
 MPI_TYPES = frozenset("fdilq") | frozenset("bBhHILQ")
 EXIT_CODE = 70
+# Open MPI takes scratch memory of the size of half an array. Above 32 MiB the C library
+# gets it from the system anew for every call, a page fault for every 4 KB.
+PIECE_BYTES = 4 * 2**20
 
 
 def mpi_is_available() -> bool:
@@ -104,10 +107,16 @@ class MpiLink(SocketLink):
             self._is_in_mpi = True
             try:
                 for array, output in zip(arrays, outputs, strict=True):
-                    self._world.Allreduce(array, output, self._sum_operation)
+                    self._sum_in_pieces(array.reshape(-1), output.reshape(-1))
             finally:
                 self._is_in_mpi = False
         return outputs
+
+    def _sum_in_pieces(self, array: np.ndarray, output: np.ndarray) -> None:
+        elements = max(PIECE_BYTES // array.itemsize, 1)
+        for start in range(0, array.size, elements):
+            piece = slice(start, start + elements)
+            self._world.Allreduce(array[piece], output[piece], self._sum_operation)
 
     def _share_address(self) -> str:
         address = None
