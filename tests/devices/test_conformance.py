@@ -22,7 +22,9 @@ from tests.support.conformance_table import (
 )
 
 WITH_ALL_OPTIONS = ("SGD", "Adam")
-COVERING_LAYOUTS = ("2", "2x2", "3-parameters", "tpu-2")
+# Every option on one layout, and on one with shards; every optimizer on one of either.
+COVERING_LAYOUTS = ("2x2", "3-parameters")
+COVERING_SHARDS = ("2-gradients", "4-optimizer", "2x2-tensorflow-parameters")
 COVERED_WITH_ALL_OPTIONS = "Adam"
 
 TINY = np.finfo("float32").tiny
@@ -32,9 +34,15 @@ EXEMPT = {}
 
 
 def is_covering(optimizer, option, layout):
+    if optimizer == COVERED_WITH_ALL_OPTIONS and layout in COVERING_LAYOUTS:
+        return True
+    if option != "plain":
+        return False
     if optimizer == COVERED_WITH_ALL_OPTIONS:
-        return layout in COVERING_LAYOUTS or option == "plain"
-    return option == "plain" and layout in ("2x2", "3-gradients", "tpu-2")
+        return layout in (*COVERING_SHARDS, "2", "4", "2x2-tensorflow", "tpu-2")
+    if optimizer in ("LAMB", "SGD"):
+        return layout in ("2x2", "3-gradients", "tpu-2")
+    return layout == "2x2"
 
 
 def is_in_table(optimizer, option, layout):

@@ -42,21 +42,24 @@ def trained(change, replicas=1, shard="none", **options):
     return model, model.evaluate(x, y, verbose=0)
 
 
+WHOLE, NO_PREFETCH = {"policy": "whole"}, {"prefetch": 0}
+
+
 @pytest.mark.parametrize(
-    "replicas, shard, options",
+    "replicas, shard, options, arguments",
     [
-        (1, "none", {}),
-        (1, "none", {"run_eagerly": True}),
-        (1, "none", {"jit_compile": True}),
-        (2, "none", {}),
-        (2, "none", {"jit_compile": True}),
-        (2, "optimizer", {}),
-        (3, "parameters", {}),
-        (2, "parameters", {"run_eagerly": True}),
+        (1, "none", {}, {}),
+        (1, "none", {}, NO_PREFETCH),
+        (1, "none", {"run_eagerly": True}, WHOLE),
+        (1, "none", {"jit_compile": True}, {}),
+        (2, "none", {}, WHOLE),
+        (2, "none", {"jit_compile": True}, NO_PREFETCH),
+        (2, "optimizer", {}, {}),
+        (3, "parameters", {}, {}),
+        (3, "parameters", {}, WHOLE),
+        (3, "parameters", {}, NO_PREFETCH),
+        (2, "parameters", {"run_eagerly": True}, {}),
     ],
-)
-@pytest.mark.parametrize(
-    "arguments", [{}, {"policy": "whole"}, {"prefetch": 0}], ids=str
 )
 def test_trains_to_the_same_weights(replicas, shard, options, arguments):
     once, loss_once = trained(lambda model: None, replicas, shard, **options)
