@@ -8,6 +8,9 @@ from tests.support import host_training
 from tests.support.parity import make_strategy
 from tests.support.workers import Workers
 
+# The first test starts four groups of processes.
+pytestmark = pytest.mark.timeout(900)
+
 SEVERAL = {
     "2x2": (2, 2, "none"),
     "3x1": (3, 1, "none"),
