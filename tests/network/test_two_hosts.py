@@ -50,8 +50,9 @@ def run_on_both(hosts, *module_and_arguments, variables=None):
 @pytest.mark.timeout(200)
 def test_training_equals_one_device(hosts, tmp_path):
     path = tmp_path / "run"
-    run_on_both(hosts, "tests.support.host_training", str(path), "sgd", "accumulation")
-    for name in ("sgd", "accumulation"):
+    names = ("sgd", "accumulation")
+    run_on_both(hosts, "tests.support.host_training", str(path), "none", *names)
+    for name in names:
         expected = host_training.run(name, tf.distribute.get_strategy())
         for rank in range(2):
             with np.load(f"{path}.{name}.{rank}.npz") as got:

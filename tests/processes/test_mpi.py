@@ -25,7 +25,13 @@ def test_sums_by_mpi_equal_one_device(tmp_path):
     done = subprocess.run(
         [
             *(MPIEXEC, "-n", "2", "--bind-to", "none", sys.executable),
-            *("-m", "tests.support.host_training", str(tmp_path / "run"), *SCENARIOS),
+            *(
+                "-m",
+                "tests.support.host_training",
+                str(tmp_path / "run"),
+                "none",
+                *SCENARIOS,
+            ),
         ],
         cwd=REPOSITORY,
         env={
