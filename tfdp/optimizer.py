@@ -215,13 +215,12 @@ class DistributedOptimizer(LossScaleHooks):
         with takes_reduced(self.inner_optimizer):
             if not self.dynamic_loss_scale:
                 self.inner_optimizer.apply(gradients, variables)
-            elif shards_of(self) is None:
+                return
+            if shards_of(self) is None:
                 is_finite = self.check_finite(gradients)
-                self.update_if_finite(gradients, variables, is_finite)
-            else:
-                # Each replica tests its own shards.
+            else:  # each replica tests its own shards
                 is_finite = agree_finite(self, gradients)
-                self.update_if_finite(gradients, variables, is_finite)
+            self.update_if_finite(gradients, variables, is_finite)
 
     def _add(self, variable: keras.Variable, value: tf.Tensor) -> None:
         self._on_this_replica(variable, lambda own, v: own.assign_add(v), value)

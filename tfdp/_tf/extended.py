@@ -154,10 +154,8 @@ class DataParallelExtended(MirroredExtended):
         if shards is not None and kwargs.get("initial_value") is not None:
             value = self._first_value(kwargs)
             shard_class = shards.class_of(kwargs, value)
-            if shard_class is not None:
-                value = self._common_start(value, kwargs)
-                kwargs["initial_value"] = value
             if shard_class is not None and issubclass(shard_class, ShardedVariable):
+                value = self._common_start(value, kwargs)
                 return shards.make(shard_class, next_creator, kwargs, value)
         variable = super()._create_variable(next_creator, **kwargs)
         if type(variable) is not MirroredVariable:
@@ -179,7 +177,7 @@ class DataParallelExtended(MirroredExtended):
         return value
 
     def _common_start(self, value: tf.Tensor, kwargs: dict[str, Any]) -> tf.Tensor:
-        """The value that a sharded variable starts as on all hosts."""
+        """The value that a variable stored in shards starts as on all hosts."""
         return value
 
 
