@@ -76,10 +76,45 @@ def test_everybody_gets_the_sum(monkeypatch, members, dtype):
             np.testing.assert_array_equal(got, first)
 
 
+@pytest.mark.parametrize("members", [2, 3, 5])
+def test_parts_of_the_sum_are_scattered_and_gathered(monkeypatch, members):
+    monkeypatch.setattr(ring, "BLOCK_BYTES", 64)
+    sizes = [array.size for array in arrays_of(0, "float32")]
+    # Uneven: the last member gets what is left, of short arrays nothing.
+    ranges = [
+        [
+            (array, min(member * step, size), min((member + 1) * step, size))
+            for array, size in enumerate(sizes)
+            for step in [-(-size // members) + 1]
+        ]
+        for member in range(members)
+    ]
+
+    def work(rank, send, receive):
+        # Whole numbers: the order of adding does not matter.
+        inputs = [np.rint(array.reshape(-1)) for array in arrays_of(rank, "float32")]
+        outputs = [np.full_like(array, 7) for array in inputs]
+        ring.ring_reduce_scatter(inputs, outputs, ranges, rank, send, receive)
+        wholes = [np.full_like(array, 7) for array in inputs]
+        for array, start, stop in ranges[rank]:
+            wholes[array][start:stop] = outputs[array][start:stop]
+        ring.ring_all_gather(wholes, ranges, rank, send, receive)
+        return inputs, wholes
+
+    results = on_threads(members, work)
+    for place in range(len(SHAPES)):
+        total = sum(inputs[place] for inputs, _ in results)
+        for _, wholes in results:
+            np.testing.assert_array_equal(wholes[place], total)
+
+
 @pytest.mark.parametrize("parts", [1, 2, 3, 7])
 def test_blocks_cover_every_element_once(parts):
     sizes = [5, 0, 1, 100, 33]
-    blocks = ring.split_into_blocks(sizes, element_bytes=4, parts=parts, block_bytes=40)
+    blocks = [
+        ring.blocks_of(part, element_bytes=4, block_bytes=40)
+        for part in ring.split_evenly(sizes, parts)
+    ]
     seen = [np.zeros(size, int) for size in sizes]
     for part in blocks:
         for array, start, stop in part:

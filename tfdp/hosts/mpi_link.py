@@ -1,4 +1,4 @@
-"""`MpiLink`: sums by the site's MPI, everything else over sockets.
+"""`MpiLink`: tensors by the site's MPI, everything else over sockets.
 
 MPI moves arrays through shared memory within a machine and over the fabric that it was
 built for between machines. It cannot tell who is missing, and waits by spinning; so the
@@ -8,10 +8,11 @@ deadline, and only then call MPI.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from absl import logging
 
 from tfdp.errors import ConfigurationError, MissingDependencyError
 from tfdp.hosts.buffers import views_of
-from tfdp.hosts.link import SocketLink
+from tfdp.hosts.link import Ranges, SocketLink
 
 __all__ = ["MpiLink", "mpi_is_available"]
 
@@ -44,7 +45,7 @@ def mpi_is_available() -> bool:
 
 
 class MpiLink(SocketLink):
-    """A `HostLink` whose sums are MPI's, array by array, without a flat buffer.
+    """A `HostLink` whose exchanges are MPI's, array by array, without a flat buffer.
 
     Args:
       rank, workers: as MPI has them.
@@ -79,6 +80,7 @@ class MpiLink(SocketLink):
             ) from error
         self._world: Any = MPI.COMM_WORLD
         self._sum_operation = MPI.SUM
+        self._in_place = MPI.IN_PLACE
         if (self._world.rank, self._world.size) != (rank, workers):
             raise ConfigurationError(
                 f"The cluster says worker {rank} of {workers}, MPI says "
@@ -102,15 +104,57 @@ class MpiLink(SocketLink):
             return super().sum(arrays, label, channel)
         arrays = [np.asarray(array, order="C") for array in arrays]
         outputs = views_of(self._pool, arrays)
-        with self._exchange(label, channel) as ring:
-            self._agree(ring, "mpi sum", sum(a.nbytes for a in arrays), label)
+        with self._in_mpi("mpi sum", arrays, label):
+            for array, output in zip(arrays, outputs, strict=True):
+                self._sum_in_pieces(array.reshape(-1), output.reshape(-1))
+        return outputs
+
+    def reduce_scatter(
+        self, arrays: Sequence[np.ndarray], ranges: Ranges, label: str
+    ) -> list[np.ndarray]:
+        """See `HostLink.reduce_scatter`."""
+        if arrays[0].dtype.char not in MPI_TYPES:
+            return super().reduce_scatter(arrays, ranges, label)
+        arrays = [np.asarray(array, order="C") for array in arrays]
+        own = [
+            array[slice(*of_array[self.rank])]
+            for array, of_array in zip(arrays, ranges, strict=True)
+        ]
+        outputs = views_of(self._pool, own)
+        with self._in_mpi("mpi scat", arrays, label):
+            for array, output, of_array in zip(arrays, outputs, ranges, strict=True):
+                counts = [stop - start for start, stop in of_array]
+                self._world.Reduce_scatter(array, output, counts, self._sum_operation)
+        return outputs
+
+    def all_gather(
+        self,
+        pieces: Sequence[np.ndarray],
+        ranges: Ranges,
+        label: str,
+        channel: str = "step",
+    ) -> list[np.ndarray]:
+        """See `HostLink.all_gather`."""
+        if channel != "step" or pieces[0].dtype.char not in MPI_TYPES:
+            return super().all_gather(pieces, ranges, label, channel)
+        wholes = self._wholes_with_own(pieces, ranges)
+        with self._in_mpi("mpi shar", wholes, label):
+            for whole, of_array in zip(wholes, ranges, strict=True):
+                counts = [stop - start for start, stop in of_array]
+                self._world.Allgatherv(self._in_place, [whole, counts])
+        return wholes
+
+    @contextlib.contextmanager
+    def _in_mpi(
+        self, kind: str, arrays: Sequence[np.ndarray], label: str
+    ) -> Iterator[None]:
+        with self._exchange(label, "step") as ring:
+            self._agree(ring, kind, sum(a.nbytes for a in arrays), label)
             self._is_in_mpi = True
             try:
-                for array, output in zip(arrays, outputs, strict=True):
-                    self._sum_in_pieces(array.reshape(-1), output.reshape(-1))
+                yield
             finally:
                 self._is_in_mpi = False
-        return outputs
 
     def _sum_in_pieces(self, array: np.ndarray, output: np.ndarray) -> None:
         elements = max(PIECE_BYTES // array.itemsize, 1)

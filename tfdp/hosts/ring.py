@@ -1,8 +1,9 @@
-"""The ring all-reduce over lists of arrays: pure arithmetic and order, no sockets.
+"""The ring exchanges over lists of arrays: pure arithmetic and order, no sockets.
 
 Patarasuk and Yuan (2009): N members, N parts. N - 1 times everyone passes a part on and
 adds its own to the one that comes (reduce-scatter); then N - 1 times the finished parts
-go round (all-gather). Each member sends 2 n (N - 1) / N bytes, the least possible.
+go round (all-gather). Each member sends n (N - 1) / N bytes in either half, the least
+possible.
 
 The arrays are never joined into one: parts and blocks are ranges within them. Blocks
 are small enough to stay in the cache between being received and being added, and a
@@ -15,35 +16,56 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-__all__ = ["BLOCK_BYTES", "ring_sum", "split_into_blocks"]
+__all__ = [
+    "BLOCK_BYTES",
+    "blocks_of",
+    "ring_all_gather",
+    "ring_reduce_scatter",
+    "ring_sum",
+    "split_evenly",
+]
 
 BLOCK_BYTES = 1 << 18
 
 Block = tuple[int, int, int]  # array, first element, end
+Send = Callable[[np.ndarray], None]
+Receive = Callable[[np.ndarray], None]
 
 
-def split_into_blocks(
-    sizes: Sequence[int], element_bytes: int, parts: int, block_bytes: int = BLOCK_BYTES
-) -> list[list[Block]]:
-    """By part, the blocks (array, start, stop) of arrays with these element counts.
+def split_evenly(sizes: Sequence[int], parts: int) -> list[list[Block]]:
+    """By part, the ranges (array, start, stop) of arrays with these element counts.
 
-    >>> split_into_blocks([5, 3], element_bytes=4, parts=2, block_bytes=12)
-    [[(0, 0, 3), (0, 3, 4)], [(0, 4, 5), (1, 0, 3)]]
+    >>> split_evenly([5, 3], parts=2)
+    [[(0, 0, 4)], [(0, 4, 5), (1, 0, 3)]]
     """
     total = sum(sizes)
     edges = [total * part // parts for part in range(parts + 1)]
-    block_elements = max(block_bytes // element_bytes, 1)
-    blocks: list[list[Block]] = [[] for _ in range(parts)]
+    ranges: list[list[Block]] = [[] for _ in range(parts)]
     first = 0
     for array, size in enumerate(sizes):
         for part in range(parts):
             start = max(edges[part] - first, 0)
             stop = min(edges[part + 1] - first, size)
-            for begin in range(start, stop, block_elements):
-                end = min(begin + block_elements, stop)
-                blocks[part].append((array, begin, end))
+            if start < stop:
+                ranges[part].append((array, start, stop))
         first += size
-    return blocks
+    return ranges
+
+
+def blocks_of(
+    ranges: Sequence[Block], element_bytes: int, block_bytes: int
+) -> list[Block]:
+    """The ranges cut into blocks of at most `block_bytes`, in their order.
+
+    >>> blocks_of([(0, 0, 4), (1, 2, 3)], element_bytes=4, block_bytes=12)
+    [(0, 0, 3), (0, 3, 4), (1, 2, 3)]
+    """
+    step = max(block_bytes // element_bytes, 1)
+    return [
+        (array, begin, min(begin + step, stop))
+        for array, start, stop in ranges
+        for begin in range(start, stop, step)
+    ]
 
 
 def ring_sum(
@@ -51,8 +73,8 @@ def ring_sum(
     outputs: Sequence[np.ndarray],
     rank: int,
     members: int,
-    send: Callable[[np.ndarray], None],
-    receive: Callable[[np.ndarray], None],
+    send: Send,
+    receive: Receive,
 ) -> None:
     """Writes the sum of everybody's `inputs` into `outputs`.
 
@@ -67,21 +89,88 @@ def ring_sum(
         array must not change any more.
       receive: fills an array from the member before.
     """
-    parts = split_into_blocks(
-        [array.size for array in inputs], inputs[0].dtype.itemsize, members
-    )
+    ranges = split_evenly([array.size for array in inputs], members)
+    parts = [blocks_of(part, inputs[0].dtype.itemsize, BLOCK_BYTES) for part in ranges]
+    # In the last round a part is finished, and passing it on starts the all-gather.
+    _pass_and_add(inputs, outputs, parts, rank, members, send, receive)
+    _pass_round(outputs, parts, rank, members - 1, send, receive)
+
+
+def ring_reduce_scatter(
+    inputs: Sequence[np.ndarray],
+    outputs: Sequence[np.ndarray],
+    ranges: Sequence[Sequence[Block]],
+    rank: int,
+    send: Send,
+    receive: Receive,
+) -> None:
+    """Writes part `rank` of the sum of everybody's `inputs` into `outputs`.
+
+    Args:
+      inputs, rank, send, receive: see `ring_sum`.
+      outputs: the same shapes; outside of this member's part they hold partial sums.
+      ranges: by member, the part that it gets.
+    """
+    parts = [blocks_of(part, inputs[0].dtype.itemsize, BLOCK_BYTES) for part in ranges]
+    rounds = len(parts) - 1
+    _pass_and_add(inputs, outputs, parts, rank - 1, rounds, send, receive)
+
+
+def ring_all_gather(
+    arrays: Sequence[np.ndarray],
+    ranges: Sequence[Sequence[Block]],
+    rank: int,
+    send: Send,
+    receive: Receive,
+) -> None:
+    """Fills `arrays`, of which each member brings its part.
+
+    Args:
+      arrays: flat contiguous arrays of one dtype; part `rank` of them is filled.
+      ranges: by member, the part that it brings.
+      rank, send, receive: see `ring_sum`.
+    """
+    parts = [blocks_of(part, arrays[0].dtype.itemsize, BLOCK_BYTES) for part in ranges]
     for array, start, stop in parts[rank]:
+        send(arrays[array][start:stop])
+    _pass_round(arrays, parts, rank - 1, len(parts) - 1, send, receive)
+
+
+def _pass_and_add(
+    inputs: Sequence[np.ndarray],
+    outputs: Sequence[np.ndarray],
+    parts: Sequence[Sequence[Block]],
+    first: int,
+    sends: int,
+    send: Send,
+    receive: Receive,
+) -> None:
+    """Sends part `first`, adds to each part that comes, passes `sends` on."""
+    members = len(parts)
+    for array, start, stop in parts[first % members]:
         send(inputs[array][start:stop])
     for step in range(1, members):
-        for array, start, stop in parts[(rank - step) % members]:
+        for array, start, stop in parts[(first - step) % members]:
             block = outputs[array][start:stop]
             receive(block)
             np.add(block, inputs[array][start:stop], out=block)
-            # In the last round the block is finished, and this starts the all-gather.
-            send(block)
-    for step in range(members - 1):
-        for array, start, stop in parts[(rank - step) % members]:
-            block = outputs[array][start:stop]
+            if step < sends:
+                send(block)
+
+
+def _pass_round(
+    arrays: Sequence[np.ndarray],
+    parts: Sequence[Sequence[Block]],
+    first: int,
+    rounds: int,
+    send: Send,
+    receive: Receive,
+) -> None:
+    """Receives the parts before `first`, that one included, and passes on all but the
+    last."""
+    for step in range(rounds):
+        for array, start, stop in parts[(first - step) % len(parts)]:
+            block = arrays[array][start:stop]
             receive(block)
-            if step < members - 2:
+            if step < rounds - 1:
                 send(block)
