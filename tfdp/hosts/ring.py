@@ -75,6 +75,7 @@ def ring_sum(
     members: int,
     send: Send,
     receive: Receive,
+    pass_on: Send | None = None,
 ) -> None:
     """Writes the sum of everybody's `inputs` into `outputs`.
 
@@ -88,12 +89,16 @@ def ring_sum(
       send: passes an array to the next member; may return before it is sent, so the
         array must not change any more.
       receive: fills an array from the member before.
+      pass_on: sends a block of `outputs`, and may round it: what the others get is
+        then what this member keeps. `send` by default.
     """
     ranges = split_evenly([array.size for array in inputs], members)
     parts = [blocks_of(part, inputs[0].dtype.itemsize, BLOCK_BYTES) for part in ranges]
     # In the last round a part is finished, and passing it on starts the all-gather.
-    _pass_and_add(inputs, outputs, parts, rank, members, send, receive)
-    _pass_round(outputs, parts, rank, members - 1, send, receive)
+    pass_on = pass_on or send
+    _send(inputs, parts[rank], send)
+    _add_and_pass(inputs, outputs, parts, rank, members, pass_on, receive)
+    _pass_round(outputs, parts, rank, members - 1, pass_on, receive)
 
 
 def ring_reduce_scatter(
@@ -103,17 +108,19 @@ def ring_reduce_scatter(
     rank: int,
     send: Send,
     receive: Receive,
+    pass_on: Send | None = None,
 ) -> None:
     """Writes part `rank` of the sum of everybody's `inputs` into `outputs`.
 
     Args:
-      inputs, rank, send, receive: see `ring_sum`.
+      inputs, rank, send, receive, pass_on: see `ring_sum`.
       outputs: the same shapes; outside of this member's part they hold partial sums.
       ranges: by member, the part that it gets.
     """
     parts = [blocks_of(part, inputs[0].dtype.itemsize, BLOCK_BYTES) for part in ranges]
-    rounds = len(parts) - 1
-    _pass_and_add(inputs, outputs, parts, rank - 1, rounds, send, receive)
+    first, rounds = rank - 1, len(parts) - 1
+    _send(inputs, parts[first], send)
+    _add_and_pass(inputs, outputs, parts, first, rounds, pass_on or send, receive)
 
 
 def ring_all_gather(
@@ -131,31 +138,34 @@ def ring_all_gather(
       rank, send, receive: see `ring_sum`.
     """
     parts = [blocks_of(part, arrays[0].dtype.itemsize, BLOCK_BYTES) for part in ranges]
-    for array, start, stop in parts[rank]:
-        send(arrays[array][start:stop])
+    _send(arrays, parts[rank], send)
     _pass_round(arrays, parts, rank - 1, len(parts) - 1, send, receive)
 
 
-def _pass_and_add(
+def _send(arrays: Sequence[np.ndarray], blocks: Sequence[Block], send: Send) -> None:
+    for array, start, stop in blocks:
+        send(arrays[array][start:stop])
+
+
+def _add_and_pass(
     inputs: Sequence[np.ndarray],
     outputs: Sequence[np.ndarray],
     parts: Sequence[Sequence[Block]],
     first: int,
-    sends: int,
-    send: Send,
+    rounds: int,
+    pass_on: Send,
     receive: Receive,
 ) -> None:
-    """Sends part `first`, adds to each part that comes, passes `sends` on."""
+    """After part `first` was sent: adds to each part that comes, and passes it on
+    before round `rounds`."""
     members = len(parts)
-    for array, start, stop in parts[first % members]:
-        send(inputs[array][start:stop])
     for step in range(1, members):
         for array, start, stop in parts[(first - step) % members]:
             block = outputs[array][start:stop]
             receive(block)
             np.add(block, inputs[array][start:stop], out=block)
-            if step < sends:
-                send(block)
+            if step < rounds:
+                pass_on(block)
 
 
 def _pass_round(
@@ -163,14 +173,13 @@ def _pass_round(
     parts: Sequence[Sequence[Block]],
     first: int,
     rounds: int,
-    send: Send,
+    pass_on: Send,
     receive: Receive,
 ) -> None:
-    """Receives the parts before `first`, that one included, and passes on all but the
-    last."""
+    """Takes in part `first` and those before it; passes all but the last one on."""
     for step in range(rounds):
         for array, start, stop in parts[(first - step) % len(parts)]:
             block = arrays[array][start:stop]
             receive(block)
             if step < rounds - 1:
-                send(block)
+                pass_on(block)
