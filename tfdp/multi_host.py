@@ -16,6 +16,7 @@ from tfdp._tf.multi_host_extended import MultiHostExtended
 from tfdp._tf.replica_run import ReplicaRun
 from tfdp.cluster import Cluster, find_cluster
 from tfdp.collectives.across_hosts import AcrossHostsEngine
+from tfdp.collectives.shards_across_hosts import ShardsAcrossHostsEngine
 from tfdp.communication import Communication
 from tfdp.data.hosts import own_part, until_all_end
 from tfdp.devices import find_devices, use_virtual_devices
@@ -43,8 +44,11 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
       devices_per_host: replicas of this process: None for all GPUs, or the logical
         CPUs; a number splits the CPU where there is no GPU. The same on all hosts.
       communication: how replicas and hosts exchange tensors; None for the defaults.
-      shard: see `DataParallelStrategy`. The replicas of a host share the shards; every
-        host has all of them, so the network carries what it carries without.
+      shard: see `DataParallelStrategy`.
+      shard_group: who shares the shards: "all" replicas of all hosts, which then need
+        each other to read a variable as a whole (to save it, too); or those of each
+        "host", so that every host has all shards and the network carries what it
+        carries without.
       shard_min_bytes: see `DataParallelStrategy`.
       draws_per_replica: see `DataParallelStrategy`.
 
@@ -72,6 +76,7 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
         devices_per_host: int | None = None,
         communication: Communication | None = None,
         shard: str | int = "none",
+        shard_group: str = "all",
         shard_min_bytes: int = 32 * 1024,
         draws_per_replica: bool = True,
     ):
@@ -84,6 +89,11 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
                 f"tfdp.Cluster. Received: {cluster!r}."
             )
         self.cluster = found
+        if shard_group not in ("all", "host"):
+            raise ConfigurationError(
+                f"shard_group must be 'all' or 'host'. Received: {shard_group!r}."
+            )
+        self.shard_group = shard_group
         # A HostLink; None for a single worker, which exchanges nothing.
         self._link: Any = None
         self._requested_devices = devices_per_host or found.devices_per_worker
@@ -116,19 +126,20 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
             return super()._make_extended(
                 devices, communication, cross_device_ops, draws_per_replica
             )
-        if self._sharding.stage and len(devices) == 1:
+        shards_over_hosts = self._sharding.stage and self.shard_group == "all"
+        if self._sharding.stage and not shards_over_hosts and len(devices) == 1:
             raise ConfigurationError(
-                f"shard={self.shard!r} shards over the replicas of a host, and this "
-                "host has one. Give every process several devices "
-                "(devices_per_host=4, or tfdp launch --devices-per-worker 4), or use "
-                "shard='none'."
+                "shard_group='host' shards over the replicas of a host, and this host "
+                "has one. Give every process several devices (devices_per_host=4, or "
+                "tfdp launch --devices-per-worker 4), or use shard_group='all'."
             )
         self._link = make_link(self.cluster, communication)
         # The others then hear that this script has ended, and need not wait for it.
         atexit.register(self.close)
         self._check_alike(devices, communication)
         self._share_seed()
-        self._engine = AcrossHostsEngine(devices, self._link, communication.wire_dtype)
+        engine = ShardsAcrossHostsEngine if shards_over_hosts else AcrossHostsEngine
+        self._engine = engine(devices, self._link, communication.wire_dtype)
         self._pipeline = GradientPipeline(self._engine, communication)
         return MultiHostExtended(
             self,
@@ -300,7 +311,10 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
     def _check_alike(
         self, devices: tuple[str, ...], communication: Communication
     ) -> None:
-        mine = f"{len(devices)} devices, shard={self.shard!r}, {communication}"
+        mine = (
+            f"{len(devices)} devices, shard={self.shard!r}, "
+            f"shard_group={self.shard_group!r}, {communication}"
+        )
         everybody = [
             blob.decode() for blob in self._link.gather(mine.encode(), "settings")
         ]

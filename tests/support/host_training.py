@@ -3,7 +3,7 @@
     python -m tests.support.host_training FILE SHARD NAME...
 
 Under TFDP_* variables every worker trains each scenario and writes its numbers to
-FILE.rank.npz.
+FILE.rank.npz. SHARD is a stage, or a stage and its group: optimizer/host.
 """
 
 import os
@@ -197,7 +197,10 @@ def run(name, strategy):
 
 
 def main(path, shard, names):
-    strategy = tfdp.MultiHostDataParallelStrategy(shard=shard, shard_min_bytes=0)
+    stage, _, group = shard.partition("/")
+    strategy = tfdp.MultiHostDataParallelStrategy(
+        shard=stage, shard_group=group or "all", shard_min_bytes=0
+    )
     print("engine", strategy.engine_name, flush=True)
     rank = strategy.cluster.rank
     for name in names:

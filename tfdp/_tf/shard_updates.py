@@ -21,7 +21,7 @@ from tfdp._tf.names import (
     select_replica,
     stop_recording,
 )
-from tfdp._tf.shard_pieces import own_piece, piece_of, whole_from_shards
+from tfdp._tf.shard_pieces import own_piece, piece_of
 from tfdp._tf.sharded_variables import (
     LocalShardVariable,
     ShardedVariable,
@@ -56,6 +56,15 @@ class ShardReducer(Protocol):
     @property
     def shard_parts(self) -> int:
         """Over how many replicas a tensor is sharded."""
+
+    @property
+    def first_part(self) -> int:
+        """The shard of this process's first replica."""
+
+    def join_shards(
+        self, shards: Sequence[tf.Tensor], layout: ShardLayout, label: str
+    ) -> tf.Tensor:
+        """The whole tensor from the shards of this process, outside of replicas."""
 
     @property
     def run_graph(self) -> tf.Graph | None:
@@ -129,6 +138,20 @@ class ShardUpdates:
         """How a tensor or variable is cut."""
         return ShardLayout(tuple(value.shape.as_list()), self.reducer.shard_parts)
 
+    def part_of(self, rank: int) -> int:
+        """The shard that a replica of this process holds."""
+        return self.reducer.first_part + rank
+
+    def whole(
+        self, shards: Sequence[tf.Tensor], layout: ShardLayout, name: str
+    ) -> tf.Tensor:
+        """The whole of a variable from the shards of this process's replicas.
+
+        Where other hosts hold shards it is an exchange: all of them must ask.
+        """
+        label = f"the whole of {name!r}, of which every host reads and holds a part"
+        return self.reducer.join_shards(shards, layout, label)
+
     def make(
         self,
         variable_class: type[ShardedVariable],
@@ -144,13 +167,13 @@ class ShardUpdates:
             if key not in ("colocate_with", "shape", "synchronization", "aggregation")
         }
         shards: list[tf.Variable] = []
-        for part, device in enumerate(self._devices):
-            if part:
+        for rank, device in enumerate(self._devices):
+            if rank:
                 first = shards[0].name.split(":")[0]
                 # The slash makes it an absolute name, outside all name scopes.
-                common["name"] = f"{first}/replica_{part}/"
+                common["name"] = f"{first}/replica_{rank}/"
             with tf.device(device), stop_recording():
-                common["initial_value"] = own_piece(value, layout, part)
+                common["initial_value"] = own_piece(value, layout, self.part_of(rank))
                 shards.append(next_creator(**common))
         none = tf.VariableAggregation.NONE
         variable = variable_class(self._strategy, shards, none, layout)
@@ -177,7 +200,7 @@ class ShardUpdates:
                 return self.reducer.reduce_scatter([upstream], [layout], rank)[0]
             context = tf.distribute.get_replica_context()
             total = context.all_reduce("SUM", upstream)
-            return piece_of(total, layout, rank)
+            return piece_of(total, layout, self.part_of(rank))
 
         with self._outside_loops(), tf.device(own.device):
             return gather(own.read_value())
@@ -211,7 +234,7 @@ class ShardUpdates:
         dense = [tf.convert_to_tensor(gradient) for gradient in gradients]
         totals = context.all_reduce("SUM", dense)
         return [
-            piece_of(total, layout, rank)
+            piece_of(total, layout, self.part_of(rank))
             for total, layout in zip(totals, layouts, strict=True)
         ]
 
@@ -228,7 +251,7 @@ class ShardUpdates:
             )
             for rank in self._ranks
         ]
-        return whole_from_shards(shards, variable.layout)
+        return self.whole(shards, variable.layout, variable.name)
 
     @property
     def _ranks(self) -> range:
@@ -249,7 +272,7 @@ class ShardUpdates:
         views, graph = self._views[rank], tf.compat.v1.get_default_graph()
         view = views.get(id(variable))
         if view is None or (view.graph is not graph and not view.is_assigned):
-            view = ShardView(variable, rank, variable.values[rank])
+            view = ShardView(variable, self.part_of(rank), variable.values[rank])
             views[id(variable)] = view
         return view
 
@@ -280,13 +303,15 @@ class ShardUpdates:
             if isinstance(variable, ShardedVariable):
                 target = variable.shard(rank)
             else:
-                target = ShardView(variable, rank, variable.values[rank])
+                part, copy = self.part_of(rank), variable.values[rank]
+                target = ShardView(variable, part, copy)
             targets.append(target)
             with tf.device(target.device), UpdateContext(rank), shard_update(rank):
                 own_args, own_kwargs = select_replica(rank, (args, kwargs or {}))
                 fn(target, *own_args, **own_kwargs)
         if isinstance(variable, ShardUpdatedVariable):
-            whole = whole_from_shards([t.value() for t in targets], variable.layout)
+            updated = [target.value() for target in targets]
+            whole = self.whole(updated, variable.layout, variable.name)
             for target in targets:
                 with tf.device(target.device):
                     target.copy.assign(whole)

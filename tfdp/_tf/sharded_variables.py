@@ -24,7 +24,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdp._tf.names import DistributedVariable, current_rank
-from tfdp._tf.shard_pieces import own_piece, piece_of, whole_from_shards
+from tfdp._tf.shard_pieces import own_piece, piece_of
 from tfdp._tf.variables import ReplicaMirroredVariable
 from tfdp.errors import ConfigurationError
 from tfdp.shards import ShardLayout
@@ -41,18 +41,19 @@ _local = threading.local()
 
 
 @contextlib.contextmanager
-def shard_update(part: int) -> Iterator[None]:
-    """While this lasts, sharded variables read and assign shard `part`."""
-    before = _current_part()
-    _local.part = part
+def shard_update(rank: int) -> Iterator[None]:
+    """While this lasts, sharded variables read and assign the shard of replica `rank`
+    of this process."""
+    before = _updating_rank()
+    _local.rank = rank
     try:
         yield
     finally:
-        _local.part = before
+        _local.rank = before
 
 
-def _current_part() -> int | None:
-    return getattr(_local, "part", None)
+def _updating_rank() -> int | None:
+    return getattr(_local, "rank", None)
 
 
 def _checked(value: Any, dtype: tf.DType, layout: ShardLayout) -> tf.Tensor:
@@ -99,18 +100,18 @@ class ShardedVariable(DistributedVariable):
         """Of the whole variable."""
         return self.shape
 
-    def shard(self, part: int) -> tf.Variable:
-        """What one replica stores, flat and padded."""
-        return self._values[part]
+    def shard(self, rank: int) -> tf.Variable:
+        """What a replica of this process stores, flat and padded."""
+        return self._values[rank]
 
     def _get(self) -> Any:
-        part = _current_part()
-        if part is not None:
-            return self._values[part]
+        rank = _updating_rank()
+        if rank is not None:
+            return self._values[rank]
         if self._is_in_replica():
             return self._read_in_replica()
         shards = [tf.convert_to_tensor(shard) for shard in self._values]
-        return whole_from_shards(shards, self.layout)
+        return self._shards.whole(shards, self.layout, self.name)
 
     def _read_in_replica(self) -> tf.Tensor:
         return self.distribute_strategy.extended.read_sharded(self, current_rank())
@@ -131,14 +132,14 @@ class ShardedVariable(DistributedVariable):
         return tf.convert_to_tensor(self._get(), dtype=dtype, name=name)
 
     def _update(self, update_fn: Callable, value: Any, **kwargs: Any) -> Any:
-        part = _current_part()
-        if part is not None:
-            return update_fn(self._values[part], value, **kwargs)
+        rank = _updating_rank()
+        if rank is not None:
+            return update_fn(self._values[rank], value, **kwargs)
         whole = _checked(value, self.dtype, self.layout)
-        for part in self._parts_here():
-            with tf.device(self._values[part].device):
-                own = own_piece(whole, self.layout, part)
-                update_fn(self._values[part], own, **kwargs)
+        for rank in self._ranks_here():
+            with tf.device(self._values[rank].device):
+                own = own_piece(whole, self.layout, self._shards.part_of(rank))
+                update_fn(self._values[rank], own, **kwargs)
         return self
 
     def _is_in_replica(self) -> bool:
@@ -146,7 +147,11 @@ class ShardedVariable(DistributedVariable):
         context = tf.distribute.get_replica_context()
         return context is not None and context.strategy is self.distribute_strategy
 
-    def _parts_here(self) -> Sequence[int]:
+    @property
+    def _shards(self) -> Any:
+        return self.distribute_strategy.extended.shards
+
+    def _ranks_here(self) -> Sequence[int]:
         return [current_rank()] if self._is_in_replica() else range(len(self._values))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedVariable:
@@ -208,21 +213,22 @@ class ShardUpdatedVariable(ReplicaMirroredVariable):
         return self.distribute_strategy.extended.shards.layout_of(self)
 
     def _get(self) -> Any:
-        part = _current_part()
-        if part is None:
+        rank = _updating_rank()
+        if rank is None:
             return super()._get()
-        return piece_of(self._values[part].read_value(), self.layout, part)
+        part = self.distribute_strategy.extended.shards.part_of(rank)
+        return piece_of(self._values[rank].read_value(), self.layout, part)
 
     def value(self) -> tf.Tensor:
         """The shard or the whole; see the top of this file."""
-        if _current_part() is None:
+        if _updating_rank() is None:
             return super().value()
         return self._get()
 
     def _dense_var_to_tensor(
         self, dtype: Any = None, name: Any = None, as_ref: bool = False
     ) -> tf.Tensor:
-        if _current_part() is None:
+        if _updating_rank() is None:
             return super()._dense_var_to_tensor(dtype, name, as_ref)
         return tf.convert_to_tensor(self._get(), dtype=dtype, name=name)
 

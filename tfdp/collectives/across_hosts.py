@@ -121,14 +121,7 @@ class AcrossHostsEngine(InProcessEngine):
         wire_dtype: str | None,
     ) -> list[tf.Tensor]:
         """The sums over all hosts at the leader; elsewhere whatever was there."""
-        for tensor in tensors:
-            check_summable(tensor.dtype)
-        self._touch_token(rank)
-        everyone = self.topology.all_ranks
-        totals = [
-            self._sum_at(tensor, rank, LEADER, everyone, f"{call}/{place}/within")
-            for place, tensor in enumerate(tensors)
-        ]
+        totals = self._sums_at_leader(tensors, rank, call)
         if rank != LEADER:
             return totals
         if not all(is_wider_float(t.dtype, wire_dtype) for t in totals):
@@ -138,6 +131,19 @@ class AcrossHostsEngine(InProcessEngine):
             totals,
             totals,
         )
+
+    def _sums_at_leader(
+        self, tensors: Sequence[tf.Tensor], rank: int, call: int
+    ) -> list[tf.Tensor]:
+        """The sums over this host at the leader; elsewhere whatever was there."""
+        for tensor in tensors:
+            check_summable(tensor.dtype)
+        self._touch_token(rank)
+        everyone = self.topology.all_ranks
+        return [
+            self._sum_at(tensor, rank, LEADER, everyone, f"{call}/{place}/within")
+            for place, tensor in enumerate(tensors)
+        ]
 
     def _hand_out(
         self, total: tf.Tensor, layout: ShardLayout, rank: int, key: str

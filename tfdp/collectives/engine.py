@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from tfdp._tf import names
+from tfdp._tf.shard_pieces import whole_from_shards
 from tfdp.collectives.packing import pack, unpack
 from tfdp.collectives.traffic import TrafficCount
 from tfdp.errors import CollectiveError
@@ -153,6 +154,11 @@ class Engine(abc.ABC):
         return len(self.devices)
 
     @property
+    def first_part(self) -> int:
+        """The shard of this process's first replica."""
+        return 0
+
+    @property
     def holds_first_copy(self) -> bool:
         """Whether the shards of this process are the first of several copies."""
         return True
@@ -190,6 +196,18 @@ class Engine(abc.ABC):
           rank: the calling replica.
           label: names the bucket in errors.
         """
+
+    def join_shards(
+        self, shards: Sequence[tf.Tensor], layout: ShardLayout, label: str
+    ) -> tf.Tensor:
+        """The whole tensor, in cross-replica context.
+
+        Args:
+          shards: of the replicas of this process, flat and padded.
+          layout: how the tensor is cut.
+          label: names the exchange in errors, where there is one.
+        """
+        return whole_from_shards(shards, layout)
 
     @abc.abstractmethod
     def all_gather(self, tensor: tf.Tensor, rank: int) -> tf.Tensor:

@@ -144,6 +144,17 @@ class GradientPipeline:
         return self.engine.shard_parts
 
     @property
+    def first_part(self) -> int:
+        """The shard of this process's first replica."""
+        return self.engine.first_part
+
+    def join_shards(
+        self, shards: Sequence[tf.Tensor], layout: ShardLayout, label: str
+    ) -> tf.Tensor:
+        """The whole tensor from the shards of this process; see `Engine`."""
+        return self.engine.join_shards(shards, layout, label)
+
+    @property
     def run_graph(self) -> tf.Graph | None:
         """The graph of the replica function that is being built."""
         return self.engine.run_graph

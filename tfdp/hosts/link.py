@@ -84,7 +84,11 @@ class HostLink(abc.ABC):
 
     @abc.abstractmethod
     def reduce_scatter(
-        self, arrays: Sequence[np.ndarray], ranges: Ranges, label: str
+        self,
+        arrays: Sequence[np.ndarray],
+        ranges: Ranges,
+        label: str,
+        wire_dtype: str | None = None,
     ) -> list[np.ndarray]:
         """This worker's range of the sum of each array over all workers.
 
@@ -93,6 +97,7 @@ class HostLink(abc.ABC):
           ranges: for each array the range that each worker gets, by rank: one after
             the other, together the whole array.
           label: names the exchange in errors.
+          wire_dtype: see `sum`.
 
         Raises:
           As `sum`.
@@ -207,23 +212,28 @@ class SocketLink(HostLink):
         return outputs
 
     def reduce_scatter(
-        self, arrays: Sequence[np.ndarray], ranges: Ranges, label: str
+        self,
+        arrays: Sequence[np.ndarray],
+        ranges: Ranges,
+        label: str,
+        wire_dtype: str | None = None,
     ) -> list[np.ndarray]:
         """See `HostLink.reduce_scatter`."""
         arrays = [np.asarray(array, order="C") for array in arrays]
         # Whole arrays: what is outside of this worker's range passes through it.
         outputs = views_of(self._pool, arrays)
         with self._exchange(label, "step") as ring:
-            size_bytes = sum(array.nbytes for array in arrays)
-            self._agree(ring, "scatter", size_bytes, label)
-            ring_reduce_scatter(
-                arrays,
-                outputs,
-                by_worker(ranges),
-                self.rank,
-                ring.sender.send,
-                ring.receiver.fill,
-            )
+            place = (by_worker(ranges), self.rank)
+            send, receive = ring.sender.send, ring.receiver.fill
+            if wire_dtype is None:
+                self._agree(ring, "scatter", sum(a.nbytes for a in arrays), label)
+                ring_reduce_scatter(arrays, outputs, *place, send, receive)
+            else:
+                wire = RoundedWire(wire_type(wire_dtype), send, receive)
+                self._agree(ring, "scatter", 2 * sum(a.size for a in arrays), label)
+                ring_reduce_scatter(
+                    arrays, outputs, *place, wire.send, wire.receive, wire.pass_on
+                )
             ring.sender.flush()
         return [
             output[slice(*of_array[self.rank])]

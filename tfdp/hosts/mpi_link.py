@@ -118,11 +118,15 @@ class MpiLink(SocketLink):
         return outputs
 
     def reduce_scatter(
-        self, arrays: Sequence[np.ndarray], ranges: Ranges, label: str
+        self,
+        arrays: Sequence[np.ndarray],
+        ranges: Ranges,
+        label: str,
+        wire_dtype: str | None = None,
     ) -> list[np.ndarray]:
-        """See `HostLink.reduce_scatter`."""
-        if arrays[0].dtype.char not in MPI_TYPES:
-            return super().reduce_scatter(arrays, ranges, label)
+        """See `HostLink.reduce_scatter`; 16 bits travel over the sockets."""
+        if arrays[0].dtype.char not in MPI_TYPES or wire_dtype is not None:
+            return super().reduce_scatter(arrays, ranges, label, wire_dtype)
         arrays = [np.asarray(array, order="C") for array in arrays]
         own = [
             array[slice(*of_array[self.rank])]
