@@ -126,8 +126,7 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
             return super()._make_extended(
                 devices, communication, cross_device_ops, draws_per_replica
             )
-        shards_over_hosts = self._sharding.stage and self.shard_group == "all"
-        if self._sharding.stage and not shards_over_hosts and len(devices) == 1:
+        if self._sharding.stage and self.shard_group == "host" and len(devices) == 1:
             raise ConfigurationError(
                 "shard_group='host' shards over the replicas of a host, and this host "
                 "has one. Give every process several devices (devices_per_host=4, or "
@@ -138,7 +137,8 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
         atexit.register(self.close)
         self._check_alike(devices, communication)
         self._share_seed()
-        engine = ShardsAcrossHostsEngine if shards_over_hosts else AcrossHostsEngine
+        over_hosts = self._shards_over_hosts
+        engine = ShardsAcrossHostsEngine if over_hosts else AcrossHostsEngine
         self._engine = engine(devices, self._link, communication.wire_dtype)
         self._pipeline = GradientPipeline(self._engine, communication)
         return MultiHostExtended(
@@ -159,6 +159,11 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
     def hosts(self) -> int:
         """How many processes train together."""
         return self.cluster.workers
+
+    @property
+    def _shards_over_hosts(self) -> bool:
+        is_sharded = bool(self._sharding.stage) and self._link is not None
+        return is_sharded and self.shard_group == "all"
 
     @property
     def is_chief(self) -> bool:
@@ -199,7 +204,10 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
         let_only_the_chief_write(
             callbacks,
             self.is_chief,
-            lambda model: share_state(model, self._first_host_value),
+            lambda model, restored: share_state(
+                model, restored, self.is_chief, self._first_host_value
+            ),
+            all_must_read=self._shards_over_hosts,
         )
         if model.jit_compile:
             raise ConfigurationError(

@@ -8,14 +8,15 @@ from tests.support import host_training
 from tests.support.parity import make_strategy
 from tests.support.workers import Workers
 
-# The first test starts four groups of processes.
+# The first test starts five groups of processes.
 pytestmark = pytest.mark.timeout(900)
 
 SEVERAL = {
     "2x2": (2, 2, "none"),
     "3x1": (3, 1, "none"),
     "2x2-optimizer": (2, 2, "optimizer"),
-    "2x2-parameters": (2, 2, "parameters"),
+    "3x1-parameters": (3, 1, "parameters"),
+    "2x2-parameters-host": (2, 2, "parameters/host"),
 }
 # With one device per host TensorFlow hands out plain tensors in the place of
 # per-replica values; these scenarios use all that differs by that.
@@ -30,7 +31,8 @@ NAMES = {
     "2x2": tuple(host_training.SCENARIOS),
     "3x1": WITH_ONE_DEVICE,
     "2x2-optimizer": ("accumulation", "lamb"),
-    "2x2-parameters": WITH_SHARDS,
+    "3x1-parameters": WITH_SHARDS,
+    "2x2-parameters-host": ("clipping", "distributed-optimizer", "ema", "lamb"),
 }
 ROWS = [(layout, name) for layout, names in NAMES.items() for name in names]
 

@@ -21,6 +21,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from tfdp._tf.names import DistributedVariable, current_rank
@@ -34,6 +35,7 @@ __all__ = [
     "ShardUpdatedVariable",
     "ShardView",
     "ShardedVariable",
+    "noted_assignments",
     "shard_update",
 ]
 
@@ -54,6 +56,17 @@ def shard_update(rank: int) -> Iterator[None]:
 
 def _updating_rank() -> int | None:
     return getattr(_local, "rank", None)
+
+
+@contextlib.contextmanager
+def noted_assignments() -> Iterator[dict[int, np.ndarray]]:
+    """Notes the whole values that sharded variables are given, by the variable's id."""
+    assigned: dict[int, np.ndarray] = {}
+    _local.assigned = assigned
+    try:
+        yield assigned
+    finally:
+        _local.assigned = None
 
 
 def _checked(value: Any, dtype: tf.DType, layout: ShardLayout) -> tf.Tensor:
@@ -136,6 +149,9 @@ class ShardedVariable(DistributedVariable):
         if rank is not None:
             return update_fn(self._values[rank], value, **kwargs)
         whole = _checked(value, self.dtype, self.layout)
+        assigned = getattr(_local, "assigned", None)
+        if assigned is not None:
+            assigned[id(self)] = whole.numpy()
         for rank in self._ranks_here():
             with tf.device(self._values[rank].device):
                 own = own_piece(whole, self.layout, self._shards.part_of(rank))
