@@ -16,6 +16,7 @@ from tfdp._version import __version__
 if TYPE_CHECKING:
     from tfdp import (
         callbacks,
+        checkpoint,
         data,
         errors,
         layers,
@@ -46,6 +47,7 @@ _PUBLIC = {
     "TPUDataParallelStrategy": "tfdp.tpu",
     "auto_strategy": "tfdp.auto",
     "callbacks": "tfdp.callbacks",
+    "checkpoint": "tfdp.checkpoint",
     "data": "tfdp.data",
     "errors": "tfdp.errors",
     "find_cluster": "tfdp.cluster",

@@ -1,4 +1,5 @@
-"""The command line: `tfdp info`, `tfdp check`, `tfdp launch`, `tfdp bench`.
+"""The command line: `tfdp info`, `tfdp check`, `tfdp launch`, `tfdp merge`,
+`tfdp bench`.
 
 Nothing here imports TensorFlow before a command needs it, so help and lists are
 instant. `python -m tfdp` and `python -m tfdp.cli` are the same program.
@@ -12,6 +13,7 @@ import sys
 from collections.abc import Sequence
 
 from tfdp import info as info_command
+from tfdp import merge_command
 from tfdp._version import __version__
 from tfdp.bench import command as bench_command
 from tfdp.check import command as check_command
@@ -25,6 +27,7 @@ COMMANDS = {
     "info": (info_command, "devices, versions and what tfdp would choose, and why"),
     "check": (check_command, "whether a model trains on N replicas as on one device"),
     "launch": (launch_command, "start the workers of one training"),
+    "merge": (merge_command, "one file from the parts that several hosts have saved"),
     "bench": (bench_command, "benchmarks against TensorFlow's own strategies"),
 }
 

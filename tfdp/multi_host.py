@@ -149,7 +149,7 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
             draws_per_replica=draws_per_replica,
             sharding=self._sharding,
             first_rank=self.cluster.rank * len(devices),
-            first_host_value=self._first_host_value,
+            first_host_value=self.from_chief,
             sum_over_hosts=lambda arrays: [
                 self._link.sum([array], "eager sum", "host")[0] for array in arrays
             ],
@@ -205,7 +205,7 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
             callbacks,
             self.is_chief,
             lambda model, restored: share_state(
-                model, restored, self.is_chief, self._first_host_value
+                model, restored, self.is_chief, self.from_chief
             ),
             all_must_read=self._shards_over_hosts,
         )
@@ -303,7 +303,10 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
             return rows
         return names.PerReplica((rows, *(part[:0] for part in parts[1:])))
 
-    def _first_host_value(self, value: np.ndarray, label: str) -> np.ndarray:
+    def from_chief(self, value: np.ndarray, label: str = "value") -> np.ndarray:
+        """Worker 0's array, on every host; see `DataParallelStrategy.from_chief`."""
+        if self._link is None:
+            return value
         mine = value.tobytes() if self.is_chief else b""
         first = self._link.gather(mine, label)[0]
         received = np.frombuffer(first, value.dtype).reshape(value.shape)
@@ -312,7 +315,7 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
     def _share_seed(self) -> None:
         """Shuffles of `fit` are alike on all hosts: each takes its part of them."""
         mine = np.array(names.global_seed() or np.random.default_rng().integers(2**31))
-        seed = int(self._first_host_value(mine.astype(np.int64), "seed"))
+        seed = int(self.from_chief(mine.astype(np.int64), "seed"))
         if names.global_seed() is None:
             tf.random.set_seed(seed)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import tensorflow as tf
 
 from tfdp._tf.extended import DataParallelExtended
@@ -110,6 +111,15 @@ class DataParallelStrategy(ReplicaContextStrategy, tf.distribute.MirroredStrateg
 
     def barrier(self, label: str = "barrier") -> None:
         """Waits until every host has come here: at once, on one host."""
+
+    def from_chief(self, value: np.ndarray, label: str = "value") -> np.ndarray:
+        """The first host's `value`, on every host, which all must ask for.
+
+        Args:
+          value: an array of numbers, of one shape and type on all hosts.
+          label: names the exchange in errors.
+        """
+        return value
 
     @property
     def communication(self) -> Communication:

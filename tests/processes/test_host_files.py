@@ -4,6 +4,7 @@ import keras
 import numpy as np
 import pytest
 
+import tfdp
 from tests.support import host_files
 from tests.support.parity import classification_data
 from tests.support.workers import Workers
@@ -19,6 +20,10 @@ def trained(folder, epochs, devices, shard):
         with np.load(folder / f"weights.{rank}.npz") as file:
             weights.append([file[name] for name in file.files])
     return outputs, weights
+
+
+def variables_of(model):
+    return [v.numpy() for v in [*model.variables, *model.optimizer.variables]]
 
 
 @pytest.mark.timeout(400)
@@ -44,6 +49,15 @@ def test_one_worker_writes_and_a_restart_goes_on(tmp_path, devices, shard):
 
     # A header and one line per epoch: nobody else has written.
     assert len((tmp_path / "log.csv").read_text().splitlines()) == 5
+    # What all hosts have written in parts is the same model with its optimizer.
+    parts = 1 if shard == "none" else 2
+    assert len(list((tmp_path / "parts").glob("part-*"))) == parts
+    tfdp.checkpoint.merge_parts(tmp_path / "parts", tmp_path / "merged.keras")
+    merged = keras.models.load_model(tmp_path / "merged.keras")
+    whole = keras.models.load_model(tmp_path / "model.keras")
+    for mine, stored in zip(variables_of(merged), variables_of(whole), strict=True):
+        np.testing.assert_array_equal(mine, stored)
+
     saved = keras.models.load_model(tmp_path / "model.keras")
     for mine, stored in zip(weights[0], saved.get_weights(), strict=True):
         np.testing.assert_array_equal(mine, stored)

@@ -45,6 +45,7 @@ def main(folder, epochs, shard):
             keras.callbacks.TensorBoard(folder / "board", histogram_freq=1),
         ],
     )
+    tfdp.checkpoint.save_parts(model, folder / "parts")
     np.savez(folder / f"weights.{strategy.cluster.rank}.npz", *model.get_weights())
     print("epochs", len(history.epoch), flush=True)
 

@@ -22,15 +22,18 @@ from tfdp._tf.names import (
 )
 from tfdp._tf.replica_run import ReplicaRun
 from tfdp._tf.scope_checks import check_component
-from tfdp._tf.shard_updates import Sharding, ShardReducer, ShardUpdates
-from tfdp._tf.sharded_variables import ShardedVariable, ShardUpdatedVariable
+from tfdp._tf.shard_updates import (
+    SHARD_CLASSES,
+    Sharding,
+    ShardReducer,
+    ShardUpdates,
+)
+from tfdp._tf.sharded_variables import ShardedVariable
 from tfdp._tf.variables import ReplicaMirroredVariable, SeedVariable, is_seed_state
 from tfdp._tf.wire_dtype import are_gradients
 from tfdp.errors import ScopeError
 
 __all__ = ["DataParallelExtended", "ReplicaReducer"]
-
-SHARD_CLASSES = (ShardedVariable, ShardUpdatedVariable)
 
 
 class ReplicaReducer(Protocol):

@@ -31,7 +31,15 @@ from tfdp._tf.sharded_variables import (
 )
 from tfdp.shards import ShardLayout
 
-__all__ = ["ACCUMULATOR_NAME", "ShardReducer", "ShardUpdates", "Sharding"]
+__all__ = [
+    "ACCUMULATOR_NAME",
+    "SHARD_CLASSES",
+    "ShardReducer",
+    "ShardUpdates",
+    "Sharding",
+]
+
+SHARD_CLASSES = (ShardedVariable, ShardUpdatedVariable)
 
 # Keras calls its accumulators so, and DistributedOptimizer does, too.
 ACCUMULATOR_NAME = "gradient_accumulator"
@@ -111,7 +119,7 @@ class ShardUpdates:
     def class_of(self, kwargs: dict[str, Any], value: tf.Tensor) -> type | None:
         """The class of a variable about to be made; None: not a sharded one."""
         reference = kwargs.get("colocate_with")
-        if isinstance(reference, (ShardedVariable, ShardUpdatedVariable)):
+        if isinstance(reference, SHARD_CLASSES):
             same = value.dtype.is_floating and value.shape == reference.shape
             if not same:
                 return None
@@ -151,6 +159,22 @@ class ShardUpdates:
         """
         label = f"the whole of {name!r}, of which every host reads and holds a part"
         return self.reducer.join_shards(shards, layout, label)
+
+    def own_range(self, variable: Any) -> tf.Tensor:
+        """What the replicas of this process hold of a variable, or update: flat."""
+        ranks = self._ranks
+        layout = variable.layout
+        if isinstance(variable, ShardUpdatedVariable):
+            start, _ = layout.bounds(self.part_of(ranks[0]))
+            _, stop = layout.bounds(self.part_of(ranks[-1]))
+            return tf.reshape(variable.values[0].read_value(), [-1])[start:stop]
+        pieces = [
+            tf.convert_to_tensor(variable.shard(rank))[
+                : layout.length(self.part_of(rank))
+            ]
+            for rank in ranks
+        ]
+        return tf.concat(pieces, axis=0)
 
     def make(
         self,

@@ -36,6 +36,7 @@ __all__ = [
     "ShardView",
     "ShardedVariable",
     "noted_assignments",
+    "read_instead",
     "shard_update",
 ]
 
@@ -56,6 +57,21 @@ def shard_update(rank: int) -> Iterator[None]:
 
 def _updating_rank() -> int | None:
     return getattr(_local, "rank", None)
+
+
+@contextlib.contextmanager
+def read_instead(read: Callable[[Any], tf.Tensor]) -> Iterator[None]:
+    """While this lasts, `read(variable)` is what is read of sharded variables outside
+    of replicas: a file can then be written of something else than the whole."""
+    _local.read = read
+    try:
+        yield
+    finally:
+        _local.read = None
+
+
+def _other_read() -> Callable[[Any], tf.Tensor] | None:
+    return getattr(_local, "read", None)
 
 
 @contextlib.contextmanager
@@ -123,6 +139,9 @@ class ShardedVariable(DistributedVariable):
             return self._values[rank]
         if self._is_in_replica():
             return self._read_in_replica()
+        read = _other_read()
+        if read is not None:
+            return read(self)
         shards = [tf.convert_to_tensor(shard) for shard in self._values]
         return self._shards.whole(shards, self.layout, self.name)
 
@@ -229,22 +248,29 @@ class ShardUpdatedVariable(ReplicaMirroredVariable):
         return self.distribute_strategy.extended.shards.layout_of(self)
 
     def _get(self) -> Any:
-        rank = _updating_rank()
+        rank, read = _updating_rank(), _other_read()
         if rank is None:
-            return super()._get()
+            return super()._get() if read is None else read(self)
         part = self.distribute_strategy.extended.shards.part_of(rank)
         return piece_of(self._values[rank].read_value(), self.layout, part)
 
     def value(self) -> tf.Tensor:
         """The shard or the whole; see the top of this file."""
-        if _updating_rank() is None:
+        if self._is_read_as_stored():
             return super().value()
         return self._get()
+
+    def numpy(self) -> Any:
+        """The whole variable as an array."""
+        return self.value().numpy()
+
+    def _is_read_as_stored(self) -> bool:
+        return _updating_rank() is None and _other_read() is None
 
     def _dense_var_to_tensor(
         self, dtype: Any = None, name: Any = None, as_ref: bool = False
     ) -> tf.Tensor:
-        if _updating_rank() is None:
+        if self._is_read_as_stored():
             return super()._dense_var_to_tensor(dtype, name, as_ref)
         return tf.convert_to_tensor(self._get(), dtype=dtype, name=name)
 

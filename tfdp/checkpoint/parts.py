@@ -1,0 +1,164 @@
+"""`save_parts`: every host writes what it holds, none gathers the whole.
+
+A part is a `.keras` file in which each sharded variable is this host's range of it,
+flat. Which of the numbers in the file these are, and how they fit together, stands in
+an index that the first host writes last: without it, or with a part missing, there is
+no checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfdp._tf.sharded_variables import read_instead
+from tfdp.errors import ConfigurationError
+from tfdp.shards import ShardLayout
+
+__all__ = ["INDEX_NAME", "WEIGHTS_NAME", "save_parts"]
+
+INDEX_NAME = "parts.json"
+# Keras' name for the numbers within a .keras file.
+WEIGHTS_NAME = "model.weights.h5"
+# Nobody's weights: two whole numbers that say "variable k stands here".
+MARK = 0x7F4A7C15F39CC060
+
+
+def save_parts(model: keras.Model, directory: str | os.PathLike[str]) -> Path:
+    """Writes a model, optimizer state included, one file for each host.
+
+    Call it on every host. `tfdp merge DIRECTORY model.keras` (or `merge_parts`) makes
+    one ordinary file of the parts, which any number of replicas, and plain Keras, can
+    load. What an earlier call has written to the directory stays valid until all parts
+    are there, and is then deleted.
+
+    Args:
+      model: a built model, made in the scope of a strategy of tfdp.
+      directory: made when it is not there; one that all hosts see, or whose files
+        are brought together before they are merged.
+
+    Returns:
+      The directory.
+
+    Raises:
+      ConfigurationError: when the model was not made in such a scope.
+
+    Cost: each host writes n / H bytes of the n bytes in shards over H hosts, and what
+    is not sharded. No host holds more than it does in training. With
+    `shard_group="host"` the first host has everything and writes alone.
+
+    ```python
+    import pathlib
+    import tempfile
+
+    import keras
+    import tfdp
+
+    strategy = tfdp.DataParallelStrategy(shard="parameters", shard_min_bytes=0)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
+    folder = pathlib.Path(tempfile.mkdtemp())
+    tfdp.checkpoint.save_parts(model, folder / "parts")
+    tfdp.checkpoint.merge_parts(folder / "parts", folder / "model.keras")
+    model = keras.models.load_model(folder / "model.keras")
+    ```
+    """
+    strategy = _strategy_of(model)
+    folder = Path(directory)
+    folder.mkdir(parents=True, exist_ok=True)
+    shards = strategy.extended.shards
+    local = len(strategy.extended.worker_devices)
+    parts, mine = 1, 0
+    if shards is not None:
+        parts = shards.reducer.shard_parts // local
+        mine = shards.part_of(0) // local
+    # A name of its own for each call: parts of two calls cannot be taken for one.
+    key = int(strategy.from_chief(np.array(secrets.randbits(60)), "name of the parts"))
+    names = [f"part-{i + 1}-of-{parts}-{key:015x}.keras" for i in range(parts)]
+    if strategy.is_chief or parts > 1:
+        with read_instead(lambda variable: shards.own_range(variable)):
+            _save(model, folder / names[mine])
+    strategy.barrier("all parts of the checkpoint")
+    if strategy.is_chief:
+        before = _listed(folder)
+        index = {"parts": names, "sharded": _places(model, folder, local, parts)}
+        _write(folder / INDEX_NAME, json.dumps(index, indent=1))
+        for name in before:
+            (folder / name).unlink(missing_ok=True)
+    strategy.barrier("the index of the checkpoint")
+    return folder
+
+
+def _strategy_of(model: keras.Model) -> Any:
+    variables = model.variables
+    strategy = getattr(variables[0].value, "distribute_strategy", None)
+    if not hasattr(strategy, "from_chief"):
+        raise ConfigurationError(
+            "save_parts needs a built model that was made in the scope of "
+            "DataParallelStrategy or MultiHostDataParallelStrategy. Use model.save for "
+            f"others. Received: {model!r}."
+        )
+    return strategy
+
+
+def _save(model: keras.Model, path: Path) -> None:
+    half_written = path.with_name(f"writing-{path.name}")
+    model.save(half_written)
+    os.replace(half_written, path)
+
+
+def _write(path: Path, text: str) -> None:
+    half_written = path.with_name(f"writing-{path.name}")
+    half_written.write_text(text)
+    os.replace(half_written, path)
+
+
+def _listed(folder: Path) -> Sequence[str]:
+    index = folder / INDEX_NAME
+    return json.loads(index.read_text())["parts"] if index.exists() else []
+
+
+def _places(model: keras.Model, folder: Path, local: int, parts: int) -> dict[str, Any]:
+    """By place in the file: the whole's shape, and the elements of each part.
+
+    Keras alone knows where it puts a variable: so the model is saved once more with a
+    mark in the place of each.
+    """
+    import h5py
+
+    layouts: list[ShardLayout] = []
+
+    def mark(variable: Any) -> tf.Tensor:
+        layouts.append(variable.layout)
+        return tf.constant([MARK, len(layouts) - 1], tf.int64)
+
+    marked = folder / f"writing-{INDEX_NAME}.keras"
+    with read_instead(mark):
+        model.save(marked)
+    places: dict[str, Any] = {}
+
+    def note(path: str, item: Any) -> None:
+        if not isinstance(item, h5py.Dataset) or item.dtype != np.int64:
+            return
+        if item.shape == (2,) and item[0] == MARK:
+            layout = layouts[int(item[1])]
+            edges = [layout.bounds(part * local)[0] for part in range(parts)]
+            lengths = np.diff([*edges, layout.elements]).tolist()
+            places[path] = {"shape": layout.shape, "lengths": lengths}
+
+    try:
+        with zipfile.ZipFile(marked) as archive, archive.open(WEIGHTS_NAME) as file:
+            with h5py.File(file, "r") as weights:
+                weights.visititems(note)
+    finally:
+        marked.unlink()
+    return places
