@@ -97,11 +97,6 @@ def test_a_file_that_the_index_does_not_know_is_refused(tmp_path):
         find_index(tmp_path / "train-*")
 
 
-def test_a_url_is_refused():
-    with pytest.raises(ConfigurationError, match="gs://bucket/train is a URL"):
-        find_index("gs://bucket/train")
-
-
 @pytest.mark.parametrize(
     ("damage", "message"),
     [

@@ -4,8 +4,8 @@ What is TensorFlow's own here: `TPUExtended` with its variables, input and
 `strategy.run`, up to `tpu.replicate`, which would turn one traced function into a
 program for all cores. What stands in: that call traces the function once, as on a TPU
 (in a `TPUReplicateContext`, the rank a tensor, one handle for all copies of a
-variable), and calls what came out once on each logical CPU; and the sum over cores is a
-CPU collective. `merge_call` raises, and so does a batch of unknown size.
+variable), and calls what came out once on each logical CPU; and the sum over cores goes
+through queues. `merge_call` raises, and so does a batch of unknown size.
 
 With `compiled=True` XLA compiles each replica's call, as it does on a TPU; a CPU has no
 XLA kernel for the sum over cores, which then changes nothing: the numbers are right for
@@ -16,19 +16,18 @@ What it is not: the TPU's runtime, memory, compiler and arithmetic are not there
 
 import contextlib
 import functools
-import itertools
 import types
 from unittest import mock
 
 import tensorflow as tf
 from tensorflow.python.distribute import tpu_strategy
+from tensorflow.python.ops import control_flow_util_v2
 from tensorflow.python.tpu import tpu_replication
 
 import tfdp
+from tests.support.queue_exchange import QueueExchange
 from tfdp._tf.tpu_extended import TPUDataParallelExtended
 from tfdp.collectives.cross_replica import CrossReplicaReducer
-
-_KEYS = itertools.count(1_000_000)
 
 
 class Assignment:
@@ -68,25 +67,6 @@ def device_name(replica):
     return f"/job:localhost/replica:0/task:0/device:CPU:{replica}"
 
 
-def collective_sum(group_key):
-    """The sum over replicas as a CPU collective; one trace serves all replicas."""
-
-    def add(tensor, replicas):
-        with tf.device("CPU"):
-            return tf.raw_ops.CollectiveReduceV2(
-                input=tensor,
-                group_size=replicas,
-                group_key=group_key,
-                instance_key=next(_KEYS),
-                ordering_token=[],
-                merge_op="Add",
-                final_op="Id",
-                timeout_seconds=30.0,
-            )
-
-    return add
-
-
 def no_sum(tensor, replicas):
     return tf.identity(tensor)
 
@@ -103,12 +83,18 @@ class SharedTrace(tpu_replication.TPUReplicateContext):
     ):
         handle = self._replicated_vars.get(handle_id)
         if handle is None:
-            handles = [variable.handle for variable in vars_]
-            self.copies[id(handles[0])] = handles
             _, graph = tpu_replication._enclosing_tpu_context_and_graph()
-            handle = graph.capture(handles[0])
+            handle = self.capture_own(graph, [variable.handle for variable in vars_])
             self._replicated_vars[handle_id] = handle
         return handle
+
+    def capture_own(self, graph, handles):
+        """A handle for the trace, which is `handles[r]` when replica r is called."""
+        with tf.init_scope():
+            # A tensor of its own: the same handle may have several meanings.
+            own = tf.identity(handles[0])
+        self.copies[id(own)] = handles
+        return graph.capture(own)
 
     def AddOp(self, op):  # noqa: N802 (TensorFlow's name)
         """Leaves the op as it is: the CPU would refuse the mark of a TPU program."""
@@ -119,7 +105,19 @@ class SharedTrace(tpu_replication.TPUReplicateContext):
         return True
 
 
-def trace_once(computation, inputs):
+set_lowering = control_flow_util_v2.maybe_set_lowering_attr
+
+
+def lower(op, lower_using_switch_merge=None):
+    """Opens conditionals and loops, which an `XLAControlFlowContext` leaves closed.
+
+    A closed one has all its inputs on one device, and queues are on the first.
+    """
+    wanted = lower_using_switch_merge
+    set_lowering(op, True if wanted is None else wanted)
+
+
+def trace_once(computation, inputs, compiled):
     """Traces `computation` for the shapes of replica 0.
 
     Returns:
@@ -162,7 +160,9 @@ def trace_once(computation, inputs):
     specifications = [
         tf.TensorSpec(flat[0][place].shape, flat[0][place].dtype) for place in tensors
     ]
-    concrete = body.get_concrete_function(*specifications)
+    lowering = set_lowering if compiled else lower
+    with mock.patch.object(control_flow_util_v2, "maybe_set_lowering_attr", lowering):
+        concrete = body.get_concrete_function(*specifications)
     arguments = [[part[place] for place in tensors] for part in flat]
     return types.SimpleNamespace(
         function=concrete,
@@ -178,7 +178,7 @@ def call_with(function, captured, *arguments):
 
 def replicate(computation, inputs, *, compiled=False, **options):
     """In the place of `tpu.replicate`: one trace, called once on each CPU."""
-    traced = trace_once(computation, inputs)
+    traced = trace_once(computation, inputs, compiled)
     TRACES.append(traced)
     manager = tf.compat.v1.get_default_graph().experimental_acd_manager
     outputs = []
@@ -241,9 +241,7 @@ class StandInStrategy(tfdp.TPUDataParallelStrategy):
         self._enable_packed_variable_in_eager_mode = False
 
     def _make_extended(self, tpu, draws_per_replica, wire_dtype):
-        add = collective_sum(group_key=next(_KEYS))
-        if self.compiled:
-            add = no_sum
+        add = no_sum if self.compiled else QueueExchange().sum
         return TPUDataParallelExtended(
             self,
             Resolver(self.replicas_wanted),

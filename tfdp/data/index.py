@@ -1,7 +1,8 @@
 """The index of a set of TFRecord files: what is in them, and how much.
 
 `name.index.json` lies beside its files and is written last: a set without an index
-is a set that was never finished. Nothing here needs TensorFlow.
+is a set that was never finished. Nothing here needs TensorFlow, unless they lie behind
+a URL such as `gs://bucket/folder`.
 """
 
 from __future__ import annotations
@@ -11,10 +12,10 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from tfdp.data.features import FeatureSpec
+from tfdp.data.places import Place, RemotePath, place_of
 from tfdp.errors import ConfigurationError, DataError
 
 __all__ = ["COMPRESSIONS", "RecordFile", "RecordIndex", "find_index"]
@@ -38,7 +39,7 @@ class RecordIndex:
     """What a set of TFRecord files holds.
 
     Args:
-      directory: Where the files and `name.index.json` lie.
+      directory: Where the files and `name.index.json` lie: a local path or a URL.
       name: The set's name, such as "train".
       features: Name to `FeatureSpec`, the same for every example.
       files: The files in order; example i was written to file i modulo their
@@ -46,7 +47,7 @@ class RecordIndex:
       compression: "", "GZIP" or "ZLIB", as TensorFlow names them.
     """
 
-    directory: Path
+    directory: Place
     name: str
     features: Mapping[str, FeatureSpec]
     files: tuple[RecordFile, ...]
@@ -63,15 +64,15 @@ class RecordIndex:
         return sum(file.size_bytes for file in self.files)
 
     @property
-    def path(self) -> Path:
+    def path(self) -> Place:
         """Where the index itself lies."""
         return self.directory / f"{self.name}{SUFFIX}"
 
-    def file_path(self, file: RecordFile) -> Path:
+    def file_path(self, file: RecordFile) -> Place:
         """Where one of the files lies."""
         return self.directory / file.name
 
-    def save(self) -> Path:
+    def save(self) -> Place:
         """Writes the index beside its files in one step, and returns its path."""
         content = {
             "format": _FORMAT,
@@ -83,7 +84,7 @@ class RecordIndex:
         }
         temporary = self.directory / f".{self.path.name}.{os.getpid()}.tmp"
         temporary.write_text(json.dumps(content, indent=2) + "\n")
-        os.replace(temporary, self.path)
+        temporary.replace(self.path)  # type: ignore[arg-type]
         return self.path
 
     @classmethod
@@ -96,7 +97,7 @@ class RecordIndex:
         Raises:
           DataError: There is none, or it is not one that `save` wrote.
         """
-        path = Path(path)
+        path = place_of(path)
         try:
             content = json.loads(path.read_text())
         except FileNotFoundError as error:
@@ -111,7 +112,7 @@ class RecordIndex:
         return cls._from_json(path, content)
 
     @classmethod
-    def _from_json(cls, path: Path, content: Any) -> RecordIndex:
+    def _from_json(cls, path: Place, content: Any) -> RecordIndex:
         try:
             found_format = content["format"]
             if found_format != _FORMAT:
@@ -154,33 +155,32 @@ def find_index(source: str | os.PathLike[str] | RecordIndex) -> RecordIndex:
     Args:
       source: An index; or the path of one; or a directory that holds one; or a
         set's path without an ending (`out/train`); or a pattern of file names
-        (`out/train-*.tfrecord`).
+        (`out/train-*.tfrecord`). URLs that `tf.io.gfile` opens are paths, too.
 
     Raises:
       DataError: Nothing is there, no index is there, or a file that the pattern
         matches is in no index.
-      ConfigurationError: Several indexes fit, or the path is a URL.
+      ConfigurationError: Several indexes fit, or TensorFlow opens no such URL.
     """
     if isinstance(source, RecordIndex):
         return source
     text = os.fspath(source)
-    if "://" in text:
-        raise ConfigurationError(
-            f"{text} is a URL; allowed are paths of a local or mounted file system. "
-            "Mount the bucket, or copy the files"
-        )
-    path = Path(text)
+    path = place_of(source)
     if text.endswith(SUFFIX):
         return RecordIndex.load(path)
+    of_set = path.with_name(path.name + SUFFIX)
+    # Behind a URL the start of a file's name may pass for a folder.
+    if isinstance(path, RemotePath) and of_set.is_file():
+        return RecordIndex.load(of_set)
     if path.is_dir():
         return RecordIndex.load(_single_index(path))
-    if path.with_name(path.name + SUFFIX).is_file():
-        return RecordIndex.load(path.with_name(path.name + SUFFIX))
+    if of_set.is_file():
+        return RecordIndex.load(of_set)
     return _index_of_pattern(path)
 
 
-def _single_index(directory: Path) -> Path:
-    found = sorted(directory.glob(f"*{SUFFIX}"))
+def _single_index(directory: Place) -> Place:
+    found: list[Place] = sorted(directory.glob(f"*{SUFFIX}"))
     if len(found) > 1:
         names = ", ".join(path.name.removesuffix(SUFFIX) for path in found)
         raise ConfigurationError(
@@ -195,12 +195,11 @@ def _single_index(directory: Path) -> Path:
     return found[0]
 
 
-def _index_of_pattern(pattern: Path) -> RecordIndex:
+def _index_of_pattern(pattern: Place) -> RecordIndex:
     matched = {path.name for path in pattern.parent.glob(pattern.name)}
     matched = {name for name in matched if not name.endswith(SUFFIX)}
-    indexes = [
-        RecordIndex.load(path) for path in sorted(pattern.parent.glob(f"*{SUFFIX}"))
-    ]
+    beside: list[Place] = sorted(pattern.parent.glob(f"*{SUFFIX}"))
+    indexes = [RecordIndex.load(path) for path in beside]
     fitting = [index for index in indexes if index.select(pattern.name).files]
     if len(fitting) > 1:
         names = ", ".join(index.name for index in fitting)
@@ -222,7 +221,7 @@ def _index_of_pattern(pattern: Path) -> RecordIndex:
     return fitting[0].select(pattern.name)
 
 
-def _sets_beside(directory: Path, indexes: list[RecordIndex]) -> str:
+def _sets_beside(directory: Place, indexes: list[RecordIndex]) -> str:
     if not directory.is_dir():
         return f"there is no directory {directory}"
     names = ", ".join(index.name for index in indexes) or "none"

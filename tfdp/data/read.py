@@ -60,7 +60,8 @@ def read_tfrecords(
     Args:
       source: What `write_tfrecords` returned; or a directory that holds one set; or
         a set's path (`out/train`); or a pattern of file names
-        (`out/train-*.tfrecord`). The index beside the files is required.
+        (`out/train-*.tfrecord`). A path may be a URL that `tf.io.gfile` opens, such
+        as `gs://bucket/train`. The index beside the files is required.
       global_batch_size: Samples of all replicas together in one step, from 1.
       shuffle: Whether the order changes; if so, it changes every epoch.
       seed: Decides the order, together with `keras.utils.set_random_seed` where

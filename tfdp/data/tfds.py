@@ -15,6 +15,7 @@ from tfdp.data.pipeline import (
     finish_batches,
     select_features,
 )
+from tfdp.data.places import place_of
 from tfdp.errors import ConfigurationError, DataError, MissingDependencyError
 
 __all__ = ["from_tfds"]
@@ -50,7 +51,7 @@ def from_tfds(
         "mnist:3.0.1" of a dataset that is prepared in `data_dir`.
       split: A split or a slice of one: "train", "train[:80%]", "test".
       global_batch_size: Samples of all replicas together in one step, from 1.
-      data_dir: Where prepared datasets lie, for a name; by default
+      data_dir: Where prepared datasets lie, for a name, `gs://` too; by default
         `~/tensorflow_datasets`.
       download: Whether a dataset that is not prepared may be fetched and prepared.
       shuffle: Whether the order changes; if so, it changes every epoch.
@@ -143,7 +144,7 @@ def _find_builder(
                 "tensorflow_datasets builder, the directory of a prepared dataset, "
                 "and a dataset's name"
             )
-    elif os.path.isdir(builder_or_name):
+    elif place_of(builder_or_name).is_dir():
         builder = _builder_in_directory(tfds, os.fspath(builder_or_name))
     else:
         name = os.fspath(builder_or_name)
@@ -165,7 +166,7 @@ def _find_builder(
 
 
 def _builder_in_directory(tfds: Any, directory: str) -> Any:
-    if not os.path.isfile(os.path.join(directory, "dataset_info.json")):
+    if not (place_of(directory) / "dataset_info.json").is_file():
         raise DataError(
             f"{directory} holds no dataset_info.json; give the directory of one "
             "version, such as ~/tensorflow_datasets/mnist/3.0.1"

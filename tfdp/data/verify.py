@@ -5,17 +5,16 @@ TensorFlow's own message for a damaged file gives a byte offset and no file name
 
 from __future__ import annotations
 
-import glob
 import os
 import re
 from collections.abc import Mapping
-from pathlib import Path
 
 import tensorflow as tf
 
 from tfdp.data.encoding import decode_examples
 from tfdp.data.features import FeatureSpec
 from tfdp.data.index import COMPRESSIONS, SUFFIX, RecordFile, RecordIndex, find_index
+from tfdp.data.places import Place, matching_files, place_of
 from tfdp.errors import ConfigurationError, DataError
 
 __all__ = ["describe_fault", "index_tfrecords", "verify_tfrecords"]
@@ -58,7 +57,7 @@ def describe_fault(
       One sentence, or None for a file that holds what was promised.
     """
     path = os.fspath(path)
-    if not os.path.isfile(path):
+    if not place_of(path).is_file():
         return f"{path} is missing; {_REMEDY}"
     sound = _count_sound_records(path, compression)
     error = _read_error(path, compression, sound)
@@ -74,7 +73,7 @@ def describe_fault(
 
 
 def _describe_content_fault(
-    path: Path, features: Mapping[str, FeatureSpec], compression: str
+    path: Place, features: Mapping[str, FeatureSpec], compression: str
 ) -> str | None:
     records = tf.data.TFRecordDataset(str(path), compression_type=compression)
     parsed = records.map(
@@ -136,7 +135,7 @@ def index_tfrecords(
 
     Args:
       pattern: A pattern of file names in one directory, such as
-        `/data/imagenet/train-*`.
+        `/data/imagenet/train-*` or `gs://bucket/imagenet/train-*`.
       features: Name to `FeatureSpec` of the features to read; a record may hold
         more. Encoded images are `FeatureSpec((), "string")`.
       name: The set's name: the index is `name.index.json` beside the files.
@@ -156,8 +155,7 @@ def index_tfrecords(
     if not features:
         raise ConfigurationError("features is empty; name at least one feature")
     text = os.fspath(pattern)
-    paths = sorted(Path(path) for path in glob.glob(text) if os.path.isfile(path))
-    paths = [path for path in paths if not path.name.endswith(SUFFIX)]
+    paths = [p for p in matching_files(pattern) if not p.name.endswith(SUFFIX)]
     if not paths:
         raise DataError(f"no file matches {text}")
     if len({path.parent for path in paths}) > 1:

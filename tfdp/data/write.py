@@ -6,7 +6,6 @@ import itertools
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +14,7 @@ import tensorflow as tf
 from tfdp.data.encoding import encode_example
 from tfdp.data.features import FeatureSpec, check_example, infer_features
 from tfdp.data.index import COMPRESSIONS, SUFFIX, RecordFile, RecordIndex
+from tfdp.data.places import Place, place_of
 from tfdp.errors import ConfigurationError, DataError
 
 __all__ = ["write_tfrecords"]
@@ -44,7 +44,8 @@ def write_tfrecords(
         such arrays, named by `feature_names`; an iterable of dicts of arrays,
         numbers, bytes or text; or an unbatched `tf.data.Dataset` of dicts or
         tuples.
-      directory: Where the files go; it is made when it does not exist.
+      directory: Where the files go; it is made when it does not exist. A URL that
+        `tf.io.gfile` opens, such as `gs://bucket/folder`, is one, too.
       num_shards: The number of files, from 1. Some 100 MB in each reads fast.
       name: The set's name, the start of every file's name.
       feature_names: The names of a tuple's parts, in order.
@@ -76,9 +77,9 @@ def write_tfrecords(
     if first is None:
         raise DataError("there are no examples to write; a set holds at least one")
     spec = infer_features(first, {**declared, **(features or {})})
-    directory = Path(directory)
+    directory = place_of(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    final = [
+    final: list[Place] = [
         directory / f"{name}-{shard:05d}-of-{num_shards:05d}.tfrecord"
         for shard in range(num_shards)
     ]
@@ -190,7 +191,7 @@ def _dataset_stream(
 def _write_shards(
     examples: Iterable[Any],
     features: Mapping[str, FeatureSpec],
-    paths: Sequence[Path],
+    paths: Sequence[Place],
     compression: str,
 ) -> list[int]:
     counts = [0] * len(paths)
@@ -212,20 +213,20 @@ def _write_shards(
     return counts
 
 
-def _publish(index: RecordIndex, temporary: Sequence[Path]) -> None:
+def _publish(index: RecordIndex, temporary: Sequence[Place]) -> None:
     """Puts a complete set in the place of the one before it."""
     previous = _files_of(index.path)
     # From here until the new index is there, a reader finds no index, hence no mix
     # of two sets.
     index.path.unlink(missing_ok=True)
     for part, file in zip(temporary, index.files, strict=True):
-        os.replace(part, index.file_path(file))
+        part.replace(index.file_path(file))  # type: ignore[arg-type]
     index.save()
     for stale in previous - {file.name for file in index.files}:
         (index.directory / stale).unlink(missing_ok=True)
 
 
-def _files_of(index_path: Path) -> set[str]:
+def _files_of(index_path: Place) -> set[str]:
     if not index_path.name.endswith(SUFFIX) or not index_path.is_file():
         return set()
     try:
