@@ -128,7 +128,7 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
         atexit.register(self.close)
         self._check_alike(devices, communication)
         self._share_seed()
-        self._engine = AcrossHostsEngine(devices, self._link)
+        self._engine = AcrossHostsEngine(devices, self._link, communication.wire_dtype)
         self._pipeline = GradientPipeline(self._engine, communication)
         return MultiHostExtended(
             self,

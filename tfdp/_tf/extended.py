@@ -25,6 +25,7 @@ from tfdp._tf.scope_checks import check_component
 from tfdp._tf.shard_updates import Sharding, ShardReducer, ShardUpdates
 from tfdp._tf.sharded_variables import ShardedVariable, ShardUpdatedVariable
 from tfdp._tf.variables import ReplicaMirroredVariable, SeedVariable, is_seed_state
+from tfdp._tf.wire_dtype import are_gradients
 from tfdp.errors import ScopeError
 
 __all__ = ["DataParallelExtended", "ReplicaReducer"]
@@ -46,7 +47,17 @@ class ReplicaReducer(Protocol):
 
 
 class ShardingReducer(ReplicaReducer, ShardReducer, Protocol):
-    """One that moves shards, too."""
+    """One that moves shards, too, and knows gradients from other values."""
+
+    def all_reduce(
+        self,
+        values: Sequence[Any],
+        rank: int,
+        *,
+        mean: bool,
+        are_gradients: bool = False,
+    ) -> list[Any]:
+        """The sum or mean of each value over the replicas, in replica context."""
 
 
 class DataParallelExtended(MirroredExtended):
@@ -143,10 +154,15 @@ class DataParallelExtended(MirroredExtended):
     ) -> Any:
         if tf.executing_eagerly():
             return super()._replica_ctx_all_reduce(reduce_op, value, options)
-        refuse_unled(value)
+        is_optimizer = refuse_unled(value)
         mean = reduce_op == tf.distribute.ReduceOp.MEAN
         flat = tf.nest.flatten(value)
-        reduced = self.reducer.all_reduce(flat, current_rank(), mean=mean)
+        reduced = self.reducer.all_reduce(
+            flat,
+            current_rank(),
+            mean=mean,
+            are_gradients=is_optimizer or are_gradients(),
+        )
         return tf.nest.pack_sequence_as(value, reduced)
 
     def _create_variable(self, next_creator: Callable, **kwargs: Any) -> Any:

@@ -30,7 +30,7 @@ from tfdp._tf.replica_run import ReplicaRun
 from tfdp._tf.shard_updates import ShardUpdates
 from tfdp._tf.sharded_optimizers import clip_over_shards, shard_kind, shard_leads
 from tfdp._tf.sharded_variables import ShardUpdatedVariable
-from tfdp._tf.wire_dtype import from_wire, to_wire
+from tfdp._tf.wire_dtype import sum_gradients_and_state
 from tfdp.errors import ConfigurationError
 
 __all__ = [
@@ -77,8 +77,11 @@ def led_optimizers(
         yield
 
 
-def refuse_unled(value: Sequence[Any]) -> None:
+def refuse_unled(value: Sequence[Any]) -> bool:
     """Refuses a reduction asked by an optimizer that clips or tests before it.
+
+    Returns:
+      Whether an optimizer that nobody leads asks: for the sum of its gradients.
 
     Raises:
       ConfigurationError: in a custom loop whose optimizer is not the model's own.
@@ -88,7 +91,7 @@ def refuse_unled(value: Sequence[Any]) -> None:
     optimizers = [c for c in callers if isinstance(c, keras.optimizers.Optimizer)]
     for optimizer in optimizers:
         if "_all_reduce_sum_gradients" in vars(optimizer) or "apply" in vars(optimizer):
-            return
+            return False
     for optimizer in optimizers:
         if shards_of(optimizer) is not None:
             raise ConfigurationError(
@@ -106,6 +109,8 @@ def refuse_unled(value: Sequence[Any]) -> None:
                 "Use model.fit, or run a method of the model that owns the optimizer, "
                 "or wrap it: tfdp.DistributedOptimizer(optimizer)."
             )
+    is_led = any(getattr(o, "reduces_gradients", False) for o in optimizers)
+    return bool(optimizers) and not is_led
 
 
 def _leads(
@@ -243,18 +248,15 @@ def reduce_gradients(
         for place, shard in zip(scattered, own, strict=True):
             results[place] = shard
     whole = [i for i, kind in enumerate(kinds) if kind is None]
-    context = tf.distribute.get_replica_context()
     rank = current_rank()
     state = run.take_local_state(rank)
     shares = [_weighted_state(variable, run, rank) for variable in state]
     if whole or shares:
         dense = [gradients[i] for i in whole]
-        sent = [*to_wire(dense), *shares]
-        reduced = context.all_reduce(tf.distribute.ReduceOp.SUM, sent)
-        totals = from_wire(reduced[: len(whole)], dense)
+        totals, means = sum_gradients_and_state(dense, shares)
         for place, value in zip(whole, totals, strict=True):
             results[place] = value
-        for variable, value in zip(state, reduced[len(whole) :], strict=True):
+        for variable, value in zip(state, means, strict=True):
             extended = variable.distribute_strategy.extended
             extended.update_own_copy(variable, lambda own, v: own.assign(v), value)
     return results

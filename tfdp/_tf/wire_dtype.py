@@ -2,12 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import contextvars
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
 
-__all__ = ["from_wire", "to_wire"]
+__all__ = ["are_gradients", "sum_gradients_and_state"]
+
+_gradients_travel = contextvars.ContextVar("gradients_travel", default=False)
+
+
+def are_gradients() -> bool:
+    """Whether the exchange that is being built carries gradients alone."""
+    return _gradients_travel.get()
+
+
+def sum_gradients_and_state(
+    gradients: Sequence[Any], state: Sequence[tf.Tensor]
+) -> tuple[list[Any], list[tf.Tensor]]:
+    """The sums over the replicas of gradients, and of other values, in their types.
+
+    Both ride in the same buckets, unless the strategy rounds gradients on the way.
+    """
+    context = tf.distribute.get_replica_context()
+    total = tf.distribute.ReduceOp.SUM
+    reducer = getattr(tf.distribute.get_strategy().extended, "reducer", None)
+    if getattr(reducer, "rounds_gradients", False):
+        with _sending_gradients():
+            sums = context.all_reduce(total, list(gradients)) if gradients else []
+        return sums, context.all_reduce(total, list(state)) if state else []
+    reduced = context.all_reduce(total, [*to_wire(gradients), *state])
+    count = len(gradients)
+    return from_wire(reduced[:count], gradients), reduced[count:]
+
+
+@contextlib.contextmanager
+def _sending_gradients() -> Iterator[None]:
+    token = _gradients_travel.set(True)
+    try:
+        yield
+    finally:
+        _gradients_travel.reset(token)
 
 
 def to_wire(gradients: Sequence[Any]) -> list[Any]:

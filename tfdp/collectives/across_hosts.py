@@ -18,7 +18,7 @@ import tensorflow as tf
 from tfdp._tf import names
 from tfdp._tf.shard_pieces import cut, pad_shard
 from tfdp.collectives.in_process import InProcessEngine
-from tfdp.collectives.wire_types import check_summable
+from tfdp.collectives.wire_types import check_summable, is_wider_float
 from tfdp.hosts.link import HostLink
 from tfdp.shards import ShardLayout
 from tfdp.topology import Topology
@@ -34,15 +34,19 @@ class AcrossHostsEngine(InProcessEngine):
     Args:
       devices: this process's devices, one replica each.
       link: carries arrays between the processes.
+      wire_dtype: see `Communication`.
 
     Cost per process: what `InProcessEngine` costs within it; 2 n (H - 1) / H bytes on
     the wire for n bytes of gradients on H hosts, however many replicas a host has.
     """
 
-    def __init__(self, devices: Sequence[str], link: HostLink):
+    def __init__(
+        self, devices: Sequence[str], link: HostLink, wire_dtype: str | None = None
+    ):
         super().__init__(devices, Topology(1, len(devices)))
         self.link = link
         self.name = link.name
+        self.wire_dtype = wire_dtype
         self._last_call: tf.Operation | None = None
         self._last_graph: Callable[[], tf.Graph | None] = lambda: None
 
@@ -67,8 +71,22 @@ class AcrossHostsEngine(InProcessEngine):
     def all_reduce_bucket(
         self, tensors: Sequence[tf.Tensor], rank: int, label: str
     ) -> list[tf.Tensor]:
+        return self._all_reduce(tensors, rank, label, None)
+
+    def all_reduce_gradients(
+        self, tensors: Sequence[tf.Tensor], rank: int, label: str
+    ) -> list[tf.Tensor]:
+        return self._all_reduce(tensors, rank, label, self.wire_dtype)
+
+    def _all_reduce(
+        self,
+        tensors: Sequence[tf.Tensor],
+        rank: int,
+        label: str,
+        wire_dtype: str | None,
+    ) -> list[tf.Tensor]:
         call = self.next_call_number(rank)
-        totals = self._totals_at_leader(tensors, rank, call, label)
+        totals = self._totals_at_leader(tensors, rank, call, label, wire_dtype)
         everyone = self.topology.all_ranks
         return [
             self._share_from(
@@ -87,14 +105,20 @@ class AcrossHostsEngine(InProcessEngine):
         # Shards are those of the replicas of one host, so every host needs the whole
         # sum; only its way down within the host is shorter.
         call = self.next_call_number(rank)
-        totals = self._totals_at_leader(tensors, rank, call, label)
+        # What is scattered are gradients.
+        totals = self._totals_at_leader(tensors, rank, call, label, self.wire_dtype)
         return [
             self._hand_out(total, layout, rank, f"{call}/{place}/down")
             for place, (total, layout) in enumerate(zip(totals, layouts, strict=True))
         ]
 
     def _totals_at_leader(
-        self, tensors: Sequence[tf.Tensor], rank: int, call: int, label: str
+        self,
+        tensors: Sequence[tf.Tensor],
+        rank: int,
+        call: int,
+        label: str,
+        wire_dtype: str | None,
     ) -> list[tf.Tensor]:
         """The sums over all hosts at the leader; elsewhere whatever was there."""
         for tensor in tensors:
@@ -107,8 +131,12 @@ class AcrossHostsEngine(InProcessEngine):
         ]
         if rank != LEADER:
             return totals
+        if not all(is_wider_float(t.dtype, wire_dtype) for t in totals):
+            wire_dtype = None
         return self._across(
-            lambda *arrays: self.link.sum(arrays, label), totals, totals
+            lambda *arrays: self.link.sum(arrays, label, wire_dtype=wire_dtype),
+            totals,
+            totals,
         )
 
     def _hand_out(

@@ -138,6 +138,15 @@ class Engine(abc.ABC):
             return [self.all_reduce(tensors[0], rank)]
         return unpack(self.all_reduce(pack(tensors), rank), tensors)
 
+    #: The type in which `all_reduce_gradients` sends; None for the gradients' own.
+    wire_dtype: str | None = None
+
+    def all_reduce_gradients(
+        self, tensors: Sequence[tf.Tensor], rank: int, label: str
+    ) -> list[tf.Tensor]:
+        """As `all_reduce_bucket`, of gradients, which may be rounded on the way."""
+        return self.all_reduce_bucket(tensors, rank, label)
+
     @property
     def shard_parts(self) -> int:
         """Over how many replicas a tensor is sharded."""

@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from tfdp.errors import CollectiveError
 
-__all__ = ["check_summable", "to_gather_wire", "to_sum_wire"]
+__all__ = ["check_summable", "is_wider_float", "to_gather_wire", "to_sum_wire"]
 
 Restore = Callable[[tf.Tensor], tf.Tensor]
 
@@ -44,6 +44,13 @@ def check_summable(dtype: tf.DType) -> None:
         f"{', '.join(sorted(t.name for t in {*SUMMED, *WIDENED, *COMPLEX_PARTS}))}. "
         "Cast the tensor first (booleans to int32, for example)."
     )
+
+
+def is_wider_float(dtype: tf.DType, wire_dtype: str | None) -> bool:
+    """Whether numbers of this type are smaller as `wire_dtype`."""
+    if wire_dtype is None or not dtype.is_floating:
+        return False
+    return dtype.size > tf.as_dtype(wire_dtype).size
 
 
 def to_sum_wire(tensor: tf.Tensor) -> tuple[tf.Tensor, Restore]:

@@ -41,7 +41,12 @@ class GradientPipeline:
         return self.engine.broadcast(value, rank)
 
     def all_reduce(
-        self, values: Sequence[Value], rank: int, *, mean: bool = False
+        self,
+        values: Sequence[Value],
+        rank: int,
+        *,
+        mean: bool = False,
+        are_gradients: bool = False,
     ) -> list[Value]:
         """The sum (or mean) of each value over all replicas, on each of them.
 
@@ -54,6 +59,7 @@ class GradientPipeline:
             number of slices.
           rank: the calling replica.
           mean: divide by the number of replicas.
+          are_gradients: they may travel in `Communication.wire_dtype`.
 
         Returns:
           The reduced values, in the order in which they came.
@@ -68,17 +74,22 @@ class GradientPipeline:
         if self.engine.replicas == 1:
             return list(values)
         reduced: dict[int, Value] = {}
+        engine = self.engine
+        exchange = (
+            engine.all_reduce_gradients if are_gradients else engine.all_reduce_bucket
+        )
+        wire_dtype = engine.wire_dtype if are_gradients else None
         dense = [i for i, v in enumerate(values) if isinstance(v, tf.Tensor)]
         buckets = self.plan([values[i] for i in dense])
         for number, bucket in enumerate(buckets, start=1):
             places = [dense[i] for i in bucket.indices]
             tensors = [values[place] for place in places]
             label = f"bucket {number} of {len(buckets)}"
-            results = self.engine.all_reduce_bucket(tensors, rank, label)
+            results = exchange(tensors, rank, label)
             reduced.update(zip(places, results, strict=True))
         for place, value in enumerate(values):
             if isinstance(value, tf.IndexedSlices):
-                reduced[place] = all_reduce_slices(self.engine, value, rank)
+                reduced[place] = all_reduce_slices(engine, value, rank, wire_dtype)
         # Empty tensors are in no bucket: there is nothing to add.
         results = [reduced.get(place, value) for place, value in enumerate(values)]
         return [self._mean(value) for value in results] if mean else results
@@ -121,6 +132,11 @@ class GradientPipeline:
             self.engine.all_gather_bucket, shards[::-1], layouts[::-1], rank, "gathered"
         )
         return gathered[::-1]
+
+    @property
+    def rounds_gradients(self) -> bool:
+        """Whether gradients travel in a smaller type than other values."""
+        return self.engine.wire_dtype is not None
 
     @property
     def shard_parts(self) -> int:

@@ -22,6 +22,7 @@ from tfdp.hosts.buffers import BufferPool, views_of
 from tfdp.hosts.membership import Membership
 from tfdp.hosts.rendezvous import meet, name_workers
 from tfdp.hosts.ring import ring_sum
+from tfdp.hosts.rounded_wire import RoundedWire, wire_type
 from tfdp.hosts.wire import Receiver, Sender
 
 __all__ = ["CHANNELS", "HostLink", "SocketLink"]
@@ -52,7 +53,11 @@ class HostLink(abc.ABC):
 
     @abc.abstractmethod
     def sum(
-        self, arrays: Sequence[np.ndarray], label: str, channel: str = "step"
+        self,
+        arrays: Sequence[np.ndarray],
+        label: str,
+        channel: str = "step",
+        wire_dtype: str | None = None,
     ) -> list[np.ndarray]:
         """The sum of each array over all workers; the arrays are not changed.
 
@@ -60,13 +65,17 @@ class HostLink(abc.ABC):
           arrays: of one number type, the same shapes on all workers.
           label: names the exchange in errors.
           channel: one of CHANNELS.
+          wire_dtype: the smaller float type in which wider floats travel, all workers
+            alike; None for their own. They are added in their own, and every worker
+            gets the same bits.
 
         Raises:
           WorkerLostError: when a worker has ended, is silent, or did not come in
             time; it says which.
           CollectiveError: when the workers are not at the same exchange.
 
-        Cost: 2 n (H - 1) / H bytes sent per worker for n bytes on H workers.
+        Cost: 2 n (H - 1) / H bytes sent per worker for n bytes on H workers
+        (as they travel).
         """
 
     @abc.abstractmethod
@@ -128,22 +137,27 @@ class SocketLink(HostLink):
         )
 
     def sum(
-        self, arrays: Sequence[np.ndarray], label: str, channel: str = "step"
+        self,
+        arrays: Sequence[np.ndarray],
+        label: str,
+        channel: str = "step",
+        wire_dtype: str | None = None,
     ) -> list[np.ndarray]:
         """See `HostLink.sum`."""
         arrays = [np.asarray(array, order="C") for array in arrays]
         outputs = views_of(self._pool, arrays)
         with self._exchange(label, channel) as ring:
-            size_bytes = sum(array.nbytes for array in arrays)
-            self._agree(ring, "sum", size_bytes, label)
-            ring_sum(
-                [array.reshape(-1) for array in arrays],
-                [output.reshape(-1) for output in outputs],
-                self.rank,
-                self.workers,
-                ring.sender.send,
-                ring.receiver.fill,
-            )
+            flat = [array.reshape(-1) for array in arrays]
+            results = [output.reshape(-1) for output in outputs]
+            place = (self.rank, self.workers)
+            send, receive = ring.sender.send, ring.receiver.fill
+            if wire_dtype is None:
+                self._agree(ring, "sum", sum(a.nbytes for a in arrays), label)
+                ring_sum(flat, results, *place, send, receive)
+            else:
+                wire = RoundedWire(wire_type(wire_dtype), send, receive)
+                self._agree(ring, "sum", 2 * sum(a.size for a in arrays), label)
+                ring_sum(flat, results, *place, wire.send, wire.receive, wire.pass_on)
             # What was queued are the caller's arrays, which live until here only.
             ring.sender.flush()
         return outputs

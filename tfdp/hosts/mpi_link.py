@@ -20,6 +20,7 @@ from absl import logging
 from tfdp.errors import ConfigurationError, MissingDependencyError
 from tfdp.hosts.buffers import views_of
 from tfdp.hosts.link import SocketLink
+from tfdp.hosts.rounded_wire import part_edges, round_to, wire_type
 
 __all__ = ["MpiLink", "mpi_is_available"]
 
@@ -95,22 +96,66 @@ class MpiLink(SocketLink):
         )
 
     def sum(
-        self, arrays: Sequence[np.ndarray], label: str, channel: str = "step"
+        self,
+        arrays: Sequence[np.ndarray],
+        label: str,
+        channel: str = "step",
+        wire_dtype: str | None = None,
     ) -> list[np.ndarray]:
         """See `HostLink.sum`."""
         if channel != "step" or arrays[0].dtype.char not in MPI_TYPES:
-            return super().sum(arrays, label, channel)
+            return super().sum(arrays, label, channel, wire_dtype)
         arrays = [np.asarray(array, order="C") for array in arrays]
         outputs = views_of(self._pool, arrays)
         with self._exchange(label, channel) as ring:
             self._agree(ring, "mpi sum", sum(a.nbytes for a in arrays), label)
             self._is_in_mpi = True
             try:
-                for array, output in zip(arrays, outputs, strict=True):
-                    self._sum_in_pieces(array.reshape(-1), output.reshape(-1))
+                if wire_dtype is None:
+                    for array, output in zip(arrays, outputs, strict=True):
+                        self._sum_in_pieces(array.reshape(-1), output.reshape(-1))
+                else:
+                    self._sum_rounded(arrays, outputs, wire_type(wire_dtype))
             finally:
                 self._is_in_mpi = False
         return outputs
+
+    def _sum_rounded(
+        self,
+        arrays: Sequence[np.ndarray],
+        outputs: Sequence[np.ndarray],
+        wire: np.dtype,
+    ) -> None:
+        """The sums of numbers that were rounded to 16 bits before they travelled.
+
+        MPI has no 16-bit floats to add: it carries the bits, and each worker adds a
+        part of every piece, in the order of the ranks. All arrays go in one.
+        """
+        flat = np.concatenate([round_to(wire, array.reshape(-1)) for array in arrays])
+        elements = PIECE_BYTES // wire.itemsize
+        for start in range(0, flat.size, elements):
+            self._sum_piece(flat[start : start + elements], arrays[0].dtype)
+        start = 0
+        for output in outputs:
+            output[...] = flat[start : start + output.size].reshape(output.shape)
+            start += output.size
+
+    def _sum_piece(self, piece: np.ndarray, dtype: np.dtype) -> None:
+        edges = part_edges(piece.size, self.workers)
+        counts = np.diff(edges)
+        own = int(counts[self.rank])
+        parts = np.empty((self.workers, own), piece.dtype)
+        places = [own * rank for rank in range(self.workers)]
+        bits, all_bits = piece.view(np.uint16), parts.view(np.uint16)
+        self._world.Alltoallv(
+            [bits, (counts, edges[:-1])],
+            [all_bits, ([own] * self.workers, places)],
+        )
+        total = parts[0].astype(dtype)
+        for part in parts[1:]:
+            total += part.astype(dtype)
+        mine = round_to(piece.dtype, total).view(np.uint16)
+        self._world.Allgatherv(mine, [bits, (counts, edges[:-1])])
 
     def _sum_in_pieces(self, array: np.ndarray, output: np.ndarray) -> None:
         elements = max(PIECE_BYTES // array.itemsize, 1)

@@ -53,6 +53,7 @@ def ring_sum(
     members: int,
     send: Callable[[np.ndarray], None],
     receive: Callable[[np.ndarray], None],
+    pass_on: Callable[[np.ndarray], None] | None = None,
 ) -> None:
     """Writes the sum of everybody's `inputs` into `outputs`.
 
@@ -66,7 +67,10 @@ def ring_sum(
       send: passes an array to the next member; may return before it is sent, so the
         array must not change any more.
       receive: fills an array from the member before.
+      pass_on: sends a block of `outputs`, and may round it: what the others get is
+        then what this member keeps. `send` by default.
     """
+    pass_on = pass_on or send
     parts = split_into_blocks(
         [array.size for array in inputs], inputs[0].dtype.itemsize, members
     )
@@ -78,10 +82,10 @@ def ring_sum(
             receive(block)
             np.add(block, inputs[array][start:stop], out=block)
             # In the last round the block is finished, and this starts the all-gather.
-            send(block)
+            pass_on(block)
     for step in range(members - 1):
         for array, start, stop in parts[(rank - step) % members]:
             block = outputs[array][start:stop]
             receive(block)
             if step < members - 2:
-                send(block)
+                pass_on(block)
