@@ -80,7 +80,9 @@ def ring_sum(
         for array, start, stop in parts[(rank - step) % members]:
             block = outputs[array][start:stop]
             receive(block)
-            np.add(block, inputs[array][start:stop], out=block)
+            # Loss scaling looks for infinities; a warning for each would bury others.
+            with np.errstate(over="ignore", invalid="ignore"):
+                np.add(block, inputs[array][start:stop], out=block)
             # In the last round the block is finished, and this starts the all-gather.
             pass_on(block)
     for step in range(members - 1):
