@@ -42,7 +42,7 @@ def check(path, model, saved, wire_dtype):
         factor = (1 + ROUND_OFF[wire_dtype]) ** 2 - 1
         bound = factor * sum(sent[place] for sent in magnitudes) + 3.5e-5
         error = np.abs(steps[0][place] - expected)
-        assert (error <= bound).all()
+        assert (error <= bound).all(), (saved, place, error.max())
         largest = max(largest, error.max())
     assert largest > 1e-5  # rounded indeed: in float32 it is 1e-7
     return steps[0][len(before) :]
