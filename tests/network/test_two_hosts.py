@@ -1,5 +1,6 @@
 """Two hosts over a real, limited link: right numbers, and no byte more than needed."""
 
+import json
 import os
 import subprocess
 import sys
@@ -10,9 +11,9 @@ import tensorflow as tf
 
 from tests.support import host_training
 from tests.support.package_source import REPOSITORY
-from tests.support.two_hosts import ADDRESSES, two_hosts, why_not
+from tfdp.bench.two_hosts import ADDRESSES, two_hosts, why_no_hosts
 
-REASON = why_not()
+REASON = why_no_hosts()
 pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
 PORT = 21077
 
@@ -61,7 +62,8 @@ def test_training_equals_one_device(hosts, tmp_path):
                     np.testing.assert_allclose(got[key], value, rtol=0, atol=2e-5)
 
 
-def test_each_host_sends_its_share_once(hosts):
+@pytest.mark.parametrize("wire_dtype, share", [("", 1.0), ("bfloat16", 0.5)])
+def test_each_host_sends_its_share_once(hosts, wire_dtype, share):
     megabytes, repeats = 4.0, 3
     before = [hosts.sent_bytes(host) for host in (0, 1)]
     processes = [
@@ -72,14 +74,41 @@ def test_each_host_sends_its_share_once(hosts):
                 *(str(megabytes), str(repeats)),
             ),
             cwd=REPOSITORY,
-            env={**os.environ, "DEVICES": "2"},
+            env={**os.environ, "DEVICES": "2", "WIRE_DTYPE": wire_dtype},
             stdout=subprocess.DEVNULL,
         )
         for rank in range(2)
     ]
     assert [process.wait(timeout=60) for process in processes] == [0, 0]
-    # 2 n (H - 1) / H = n bytes from each host and sum, and what TCP, heartbeats and
-    # the meeting add: below 8%.
+    # 2 n (H - 1) / H = n bytes from each host and sum, half of them in 16 bits, and
+    # what TCP, heartbeats and the meeting add: below 8%.
     for host in (0, 1):
         sent = hosts.sent_bytes(host) - before[host]
-        assert 1.0 < sent / (megabytes * 1e6 * repeats) < 1.08
+        assert share < sent / (megabytes * 1e6 * repeats) < 1.08 * share
+
+
+@pytest.mark.timeout(200)
+def test_the_benchmark_counts_two_levels_and_one(tmp_path):
+    path = tmp_path / "report.json"
+    arms = ["tfdp-sockets-flat", "tfdp-sockets"]
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "tfdp", "bench", "network", "--arms", *arms),
+            *("--case", "network-allreduce-100mbit", "--repeats", "1"),
+            *("--json", str(path), "--timeout-seconds", "150"),
+        ],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=180,
+    )
+    assert done.returncode == 0, done.stderr
+    (result,) = json.loads(path.read_text("utf-8"))["results"]
+    flat, two_level = (
+        result["arms"][arm]["facts"]["sent_bytes_per_call"][0] for arm in arms
+    )
+    # One ring of 4 sends 2 n 3/4 = 1.5 n over the link each way, two levels n, of n =
+    # 4 x 1,199,882 bytes; frames, acknowledgements and heartbeats add below 8%.
+    assert 1.0 < two_level / (4 * 1_199_882) < 1.08
+    assert 1.0 < flat / (1.5 * 4 * 1_199_882) < 1.08
+    assert result["settings"]["link_rate"] == "100mbit"

@@ -42,8 +42,13 @@ def test_every_arm_sums_right_on_every_worker(tmp_path):
     arms = result["arms"]
     left_out = set(result["left_out"])
     # A worker that finds a wrong sum fails its arm, and the command with it.
-    assert arms.keys() | left_out == GROUP_ARMS.keys() - {"one-process"}
-    assert left_out <= {"tfdp-mpi"}
+    ours = {
+        name
+        for name, arm in GROUP_ARMS.items()
+        if arm.by_default and "allreduce" in arm.works
+    }
+    assert arms.keys() | left_out == ours
+    assert left_out <= {"tfdp-mpi", "torch-gloo"}
     for arm in arms.values():
         assert [worker["sums_checked"] for worker in arm["facts"]["workers"]] == [6, 6]
         assert len(arm["seconds"]) == 1 and arm["seconds"][0] > 0
@@ -73,6 +78,42 @@ def test_arms_train_the_same_weights_on_every_worker(tmp_path):
     assert result["arms"]["tfdp-sockets"]["items_per_call"] == 128
     assert result["arms"]["one-process"]["efficiency"]["median"] == 1.0
     assert "efficiency" in text
+
+
+@pytest.mark.timeout(120)
+def test_one_bucket_and_16_bits_train_as_the_others_do(tmp_path):
+    arms = ["tfdp-sockets", "tfdp-sockets-one-bucket", "tfdp-sockets-bfloat16"]
+    report, _ = bench(tmp_path / "report.json", "--case", "train-mlp", "--arms", *arms)
+    (result,) = report["results"]
+    norms = [
+        [
+            w["weight_norm_after_warm_up"]
+            for w in result["arms"][arm]["facts"]["workers"]
+        ]
+        for arm in arms
+    ]
+    assert all(mine == theirs for mine, theirs in norms)
+    (ours, one_bucket, rounded) = (mine for mine, _ in norms)
+    # Two numbers added are the same in any bucket.
+    assert one_bucket == ours
+    # Eight steps of 0.01 move the norm by some 0.1; each is off by 2^-8 at most.
+    assert rounded != ours
+    assert rounded == pytest.approx(ours, abs=0.1 * 2**-8)
+
+
+@pytest.mark.timeout(120)
+def test_pytorch_sums_and_trains_alike_on_every_worker(tmp_path):
+    pytest.importorskip("torch")
+    arms = ["torch-one-process", "torch-gloo"]
+    report, _ = bench(tmp_path / "report.json", "--case", "train-cnn", "--arms", *arms)
+    (result,) = report["results"]
+    norms = [
+        w["weight_norm_after_warm_up"]
+        for w in result["arms"]["torch-gloo"]["facts"]["workers"]
+    ]
+    assert norms[0] == norms[1]
+    assert result["arms"]["torch-one-process"]["efficiency"]["median"] == 1.0
+    assert result["arms"]["torch-gloo"]["items_per_call"] == 128
 
 
 def test_an_arm_that_takes_too_long_is_stopped():

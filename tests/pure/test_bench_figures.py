@@ -1,12 +1,15 @@
 """How benchmark figures are taken, summed up, stored and shown; no TensorFlow."""
 
 import dataclasses
+import importlib.util
 import json
 import os
+import subprocess
 
 import pytest
 
 from tests.support.fresh_python import run_program, run_python
+from tfdp.bench import two_hosts as two_hosts_module
 from tfdp.bench.arms import ARMS
 from tfdp.bench.cases import CASES, select_cases
 from tfdp.bench.gradient_sets import GRADIENT_SETS, count_parameters
@@ -22,8 +25,9 @@ from tfdp.bench.results import (
     relative_speed,
     spread,
 )
-from tfdp.bench.runner import Failure, Report
+from tfdp.bench.runner import Failure, Report, run_requests
 from tfdp.bench.table import format_failure, format_heading, format_result
+from tfdp.bench.torch_models import TORCH_MODELS
 
 
 class Clock:
@@ -110,6 +114,15 @@ def test_ratios_compare_images_not_steps():
     assert relative_speed(four, one) == (2.0,)
 
 
+LINK_SETTINGS = {
+    "workers": 2,
+    "repeats": 2,
+    "calls_per_repeat": 1,
+    "device_type": "cpu",
+    "link_rate": "1gbit",
+}
+
+
 def trained_by(workers, **arms):
     settings = {
         "workers": workers,
@@ -143,9 +156,11 @@ def test_efficiency_is_per_worker_and_repeat():
 
 def test_several_workers_have_arms_of_their_own():
     sums = Request("allreduce-resnet50", devices=1, workers=2).arm_names
-    assert sums == ("stock-multi-worker", "tfdp-sockets", "tfdp-mpi")
+    ours = ("stock-multi-worker", "tfdp-sockets", "tfdp-mpi")
+    assert sums == (*ours, "torch-gloo")
     training = Request("train-mlp", devices=1, workers=2).arm_names
-    assert training == ("one-process", *sums)
+    theirs = ("torch-one-process", "torch-gloo")
+    assert training == ("one-process", *ours, *theirs, "tfdp-sockets-one-bucket")
     assert GROUP_ARMS["stock-multi-worker"].why_left_out(1) is None
     assert "one logical CPU" in GROUP_ARMS["stock-multi-worker"].why_left_out(2)
 
@@ -157,6 +172,8 @@ def test_several_workers_have_arms_of_their_own():
         (["--workers", "2", "--arms", "stock-default"], "no arm of allreduce-resnet50"),
         (["allreduce", "--workers", "2", "--arms", "one-process"], "no arm of"),
         (["--workers", "2", "--device-type", "gpu"], "--device-type cpu"),
+        (["network", "--workers", "3"], "leave out --workers"),
+        (["network", "--arms", "one-process"], "no arm of network-allreduce-100mbit"),
     ],
 )
 def test_options_that_do_not_fit_are_refused_at_once(options, problem):
@@ -215,14 +232,73 @@ def test_the_heading_says_what_the_figures_belong_to():
 
 def test_every_case_names_what_exists():
     for case in CASES.values():
-        subjects = GRADIENT_SETS if case.suite == "allreduce" else MODELS
+        subjects = GRADIENT_SETS if case.work == "allreduce" else MODELS
         assert {case.subject, case.quick_subject} <= set(subjects)
-        assert set(case.arms) <= set(ARMS)
-        assert "stock-default" in case.arms and "tfdp" in case.arms
+        if case.link:
+            assert all(case.work in GROUP_ARMS[arm].works for arm in case.arms)
+            assert "tfdp-sockets" in case.arms
+        else:
+            assert set(case.arms) <= set(ARMS)
+            assert "stock-default" in case.arms and "tfdp" in case.arms
+
+
+def test_pytorch_has_every_model_that_its_arms_may_be_asked_for():
+    assert TORCH_MODELS.keys() == MODELS.keys()
+
+
+def test_pytorch_is_named_where_it_is_missing(monkeypatch):
+    row = GROUP_ARMS["torch-gloo"]
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert "pip install 'tfdp[bench-torch]'" in row.why_left_out(1)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: "somewhere")
+    assert row.why_left_out(1) is None
+    assert "one replica per process" in row.why_left_out(2)
+
+
+def test_pytorch_is_compared_with_one_process_of_its_own():
+    # Two workers, twice the images in the same time: 1 of PyTorch's own speed, though
+    # it is half as fast as the other.
+    figures = {
+        "one-process": ArmResult((0.1,), items_per_call=64),
+        "torch-one-process": ArmResult((0.2,), items_per_call=64),
+        "torch-gloo": ArmResult((0.2,), items_per_call=128),
+    }
+    assert efficiency(trained_by(2, **figures))["torch-gloo"] == (1.0,)
+    del figures["torch-one-process"]
+    found = trained_by(2, **figures)
+    assert "torch-gloo" not in efficiency(found)
+    assert "torch-gloo" in format_result(found)
+
+
+@pytest.mark.parametrize("reason", ["is no root", None])
+def test_hosts_that_cannot_be_made_fail_the_case_with_the_reason(monkeypatch, reason):
+    def refused(*words):
+        raise subprocess.CalledProcessError(1, words, stderr="not permitted\n")
+
+    monkeypatch.setattr(two_hosts_module, "why_no_hosts", lambda: reason)
+    monkeypatch.setattr(two_hosts_module, "_run", refused)
+    request = Request("network-allreduce-1gbit", devices=2, workers=2, quick=True)
+    report = run_requests([request], command="", timeout_seconds=10)
+    (failure,) = report.failures
+    assert failure.devices == 4
+    assert (reason or "'not permitted'") in failure.reason
+
+
+def test_bytes_on_the_link_stand_in_the_table():
+    sent = {"sent_bytes_per_call": [2.5e6, 3.0e6]}
+    arms = {"tfdp-sockets": dataclasses.replace(OURS, facts=sent)}
+    found = dataclasses.replace(result(**arms), settings=LINK_SETTINGS)
+    text = format_result(found)
+    assert "on 2 hosts, a link of 1gbit" in text
+    assert text.splitlines()[2].split()[-1] == "3"
 
 
 def test_cases_are_selected_by_suite_and_name():
-    assert len(select_cases()) == len(CASES)
+    defaults = [case.name for case in select_cases()]
+    assert defaults == [case.name for case in CASES.values() if not case.link]
+    network = [case.name for case in select_cases("network")]
+    assert network == [case.name for case in CASES.values() if case.link]
+    assert [case.name for case in select_cases(names=network[:1])] == network[:1]
     names = ["train-cnn", "allreduce-resnet50"]
     assert [case.name for case in select_cases("train", names)] == ["train-cnn"]
 

@@ -18,6 +18,8 @@ from tfdp.topology import Topology
         {"hierarchy": "three-level"},
         {"hierarchy": (2,)},
         {"hierarchy": (0, 4)},
+        {"wire_dtype": "int8"},
+        {"wire_dtype": "float32"},
         {"timeout_seconds": 0},
         {"timeout_seconds": float("inf")},
         {"timeout_seconds": "10"},

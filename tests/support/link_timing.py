@@ -2,7 +2,8 @@
 
     python -m tests.support.link_timing RANK WORKERS COORDINATOR MEGABYTES REPEATS
 
-With several devices per host the local sum is part of the time: DEVICES=2.
+With several devices per host the local sum is part of the time: DEVICES=2. WIRE_DTYPE
+is the type in which the numbers travel.
 """
 
 import os
@@ -22,11 +23,12 @@ def main(rank, workers, coordinator, megabytes, repeats):
         np.full(elements, rank * devices + d + 1, np.float32) for d in range(devices)
     ]
     replicas = workers * devices
+    wire_dtype = os.environ.get("WIRE_DTYPE") or None
     for _ in range(repeats):
         link.gather(b"", "start")
         start = time.perf_counter()
         own = local[0] if devices == 1 else local[0] + local[1]
-        (total,) = link.sum([own], "timing")
+        (total,) = link.sum([own], "timing", wire_dtype=wire_dtype)
         seconds = time.perf_counter() - start
         # Whole numbers: every order of summation gives this.
         if not (total == replicas * (replicas + 1) / 2).all():

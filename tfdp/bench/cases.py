@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-__all__ = ["CASES", "SUITES", "Case", "select_cases"]
+__all__ = ["CASES", "DEFAULT_SUITES", "SUITES", "Case", "Link", "select_cases"]
 
 STOCK_DEFAULT = "stock-default"
 REDUCTION_ARMS = (
@@ -13,7 +13,29 @@ REDUCTION_ARMS = (
     "stock-one-device",
     "tfdp",
 )
+TWO_LEVEL_ARMS = ("tfdp-sockets-flat", "tfdp-sockets", "torch-gloo-flat")
+OVERLAP_ARMS = (
+    "tfdp-sockets-one-bucket",
+    "tfdp-sockets",
+    "tfdp-sockets-bfloat16",
+    "torch-gloo",
+)
 TRAINING_ARMS = ("one-device", STOCK_DEFAULT, "tfdp", "tfdp-open-batch")
+
+
+@dataclasses.dataclass(frozen=True)
+class Link:
+    """Two hosts, joined by a link of limited rate.
+
+    Args:
+      rate: each way, in the words of `tc`.
+      work: "allreduce" or "train", as the suites of these names.
+      devices_per_host: replicas of each.
+    """
+
+    rate: str
+    work: str
+    devices_per_host: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,12 +45,14 @@ class Case:
     Args:
       name: what `--case` takes.
       suite: "allreduce" times reductions of a list of gradients, "train" times
-        training steps.
+        training steps, "network" either over a link of limited rate.
       subject: a key of `gradient_sets.GRADIENT_SETS` or `models.MODELS`.
       quick_subject: the small one that `--quick` takes instead.
-      arms: keys of `arms.ARMS`, in the order of the table.
+      arms: keys of `arms.ARMS`, in the order of the table; with a link, of
+        `group_arms.GROUP_ARMS`.
       calls: reductions or training steps per arm and repeat.
       description: one line for `--list`.
+      link: what joins the hosts, for cases that make some.
     """
 
     name: str
@@ -38,9 +62,15 @@ class Case:
     arms: tuple[str, ...]
     calls: int
     description: str
+    link: Link | None = None
+
+    @property
+    def work(self) -> str:
+        """What is timed: "allreduce" or "train"."""
+        return self.link.work if self.link else self.suite
 
 
-_ROWS = (
+_ROWS: tuple[Case, ...] = (
     Case(
         name="allreduce-resnet50",
         suite="allreduce",
@@ -77,16 +107,58 @@ _ROWS = (
         calls=8,
         description="training of a small CNN of 1.2M parameters, batch 64 a replica",
     ),
+    Case(
+        name="network-allreduce-100mbit",
+        suite="network",
+        subject="cnn-1m",
+        quick_subject="tiny",
+        arms=TWO_LEVEL_ARMS,
+        calls=1,
+        description="sum of a CNN's gradients, 4.8 MB, over a link of 100 Mbit/s",
+        link=Link("100mbit", "allreduce", devices_per_host=2),
+    ),
+    Case(
+        name="network-allreduce-1gbit",
+        suite="network",
+        subject="resnet50",
+        quick_subject="tiny",
+        arms=TWO_LEVEL_ARMS,
+        calls=1,
+        description="sum of ResNet-50's gradients, 102 MB, over a link of 1 Gbit/s",
+        link=Link("1gbit", "allreduce", devices_per_host=2),
+    ),
+    Case(
+        name="network-train-cnn-1gbit",
+        suite="network",
+        subject="cnn-1m",
+        quick_subject="cnn-tiny",
+        arms=OVERLAP_ARMS,
+        calls=8,
+        description="training of the small CNN over 1 Gbit/s, with overlap and without",
+        link=Link("1gbit", "train", devices_per_host=1),
+    ),
+    Case(
+        name="network-train-mlp-1gbit",
+        suite="network",
+        subject="mlp-20m",
+        quick_subject="mlp-tiny",
+        arms=OVERLAP_ARMS,
+        calls=2,
+        description="training of the dense network over 1 Gbit/s, the same way",
+        link=Link("1gbit", "train", devices_per_host=1),
+    ),
 )
 
 CASES = {case.name: case for case in _ROWS}
 SUITES = tuple(dict.fromkeys(case.suite for case in _ROWS))
+# The others make network namespaces, which needs root: by name only.
+DEFAULT_SUITES = ("allreduce", "train")
 
 
 def select_cases(
     suite: str | None = None, names: list[str] | None = None
 ) -> list[Case]:
-    """The cases of a suite (None: of all), or those of them that `names` lists.
+    """The cases of a suite (None: of the default ones), or those that `names` lists.
 
     >>> [case.name for case in select_cases("train")]
     ['train-mlp', 'train-cnn']
@@ -94,5 +166,6 @@ def select_cases(
     return [
         case
         for case in _ROWS
-        if (suite is None or case.suite == suite) and (not names or case.name in names)
+        if (not names or case.name in names)
+        and (case.suite == suite if suite else names or case.suite in DEFAULT_SUITES)
     ]

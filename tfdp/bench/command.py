@@ -38,8 +38,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "suite",
         nargs="?",
         choices=(*SUITES, MEMORY_SUITE),
-        help="allreduce: sums of gradient lists; train: training steps; memory: bytes "
-        "per replica at every shard stage; default: the first two",
+        help="allreduce: sums of gradient lists; train: training steps; network: both "
+        "over a link of limited rate (root); memory: bytes per replica at every shard "
+        "stage; default: the first two",
     )
     parser.add_argument("--list", action="store_true", help="list the cases and stop")
     parser.add_argument(
@@ -135,23 +136,7 @@ def run(options: argparse.Namespace) -> int:
     if problem:
         print(problem, file=sys.stderr)
         return 2
-    is_one_process = options.workers == 1
-    requests = [
-        Request(
-            case_name=case.name,
-            devices=devices,
-            workers=options.workers,
-            repeats=options.repeats or (2 if options.quick else 20),
-            arms=tuple(options.arms),
-            quick=options.quick,
-            device_type=options.device_type,
-            intra_op_threads=options.intra_op_threads,
-        )
-        for case in cases
-        for devices in (
-            options.devices if is_one_process else [options.devices_per_worker]
-        )
-    ]
+    requests = [request for case in cases for request in _requests(options, case)]
     report = run_requests(
         requests,
         command=shlex.join(["tfdp", *sys.argv[1:]]),
@@ -164,16 +149,41 @@ def run(options: argparse.Namespace) -> int:
     return 1 if report.failures else 0
 
 
+def _requests(options: argparse.Namespace, case: Case) -> list[Request]:
+    """What is asked of `case`: once for each number of devices."""
+    workers, numbers = options.workers, options.devices
+    if case.link is not None:
+        workers, numbers = 2, [case.link.devices_per_host]
+    elif workers > 1:
+        numbers = [options.devices_per_worker]
+    return [
+        Request(
+            case_name=case.name,
+            devices=devices,
+            workers=workers,
+            repeats=options.repeats or (2 if options.quick else 20),
+            arms=tuple(options.arms),
+            quick=options.quick,
+            device_type=options.device_type,
+            intra_op_threads=options.intra_op_threads,
+        )
+        for devices in numbers
+    ]
+
+
 def _find_problem(options: argparse.Namespace, cases: list[Case]) -> str | None:
     """What is wrong with options that do not fit together."""
-    if options.workers == 1:
+    links = [case.name for case in cases if case.link]
+    if links and (options.workers > 2 or options.devices_per_worker > 1):
+        return f"{links[0]}: two hosts with their devices; leave out --workers"
+    if options.workers == 1 and not links:
         wrong = [arm for arm in options.arms if arm not in ARMS]
         return f"--arms {' '.join(wrong)}: only with --workers" if wrong else None
     if options.device_type != "cpu":
         return "--workers compares processes on CPUs: take --device-type cpu"
     for arm in options.arms:
         for case in cases:
-            if arm not in GROUP_ARMS or case.suite not in GROUP_ARMS[arm].suites:
+            if arm not in GROUP_ARMS or case.work not in GROUP_ARMS[arm].works:
                 return f"--arms {arm}: no arm of {case.name} with --workers"
     return None
 

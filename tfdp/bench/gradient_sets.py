@@ -33,6 +33,12 @@ def _resnet50() -> Shapes:
     return [tuple(weight.shape) for weight in model.trainable_weights]
 
 
+def _small_cnn() -> Shapes:
+    """Those of the model "cnn-1m": 8 tensors, 1,199,882 numbers."""
+    convolutions: Shapes = [(3, 3, 1, 32), (32,), (3, 3, 32, 64), (64,)]
+    return [*convolutions, (9216, 128), (128,), (128, 10), (10,)]
+
+
 def _bert_base() -> Shapes:
     """BERT-base, uncased: 199 tensors, 109,482,240 numbers.
 
@@ -59,5 +65,6 @@ def _bert_base() -> Shapes:
 GRADIENT_SETS: dict[str, Callable[[], Shapes]] = {
     "resnet50": _resnet50,
     "bert-base": _bert_base,
+    "cnn-1m": _small_cnn,
     "tiny": _tiny,
 }

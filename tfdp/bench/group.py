@@ -11,6 +11,7 @@ import select
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 import time
 from typing import Any
@@ -18,9 +19,10 @@ from typing import Any
 from tfdp.bench.group_arms import GROUP_ARMS, find_mpiexec
 from tfdp.bench.group_member import Orders
 from tfdp.bench.request import Request
+from tfdp.bench.two_hosts import ADDRESSES, TwoHosts
 from tfdp.errors import CollectiveError
+from tfdp.launch.environment import cluster_variables, local_environment
 from tfdp.launch.handover import mpi_command
-from tfdp.launch.local import local_commands
 from tfdp.launch.port import LOOPBACK, free_port
 from tfdp.launch.program import Program
 
@@ -29,6 +31,7 @@ __all__ = ["Group"]
 OUTPUT_LINES_KEPT = 15
 LEAVE_SECONDS = 5.0
 POLL_SECONDS = 0.2
+GLOO_CARD = "GLOO_SOCKET_IFNAME"
 
 
 class Group:
@@ -38,13 +41,26 @@ class Group:
       request: what they measure.
       arm: a key of `GROUP_ARMS`.
       budget_seconds: how long they may take for everything together.
+      hosts: where the processes live, shared out host by host; None: here.
     """
 
-    def __init__(self, request: Request, arm: str, budget_seconds: float):
+    def __init__(
+        self,
+        request: Request,
+        arm: str,
+        budget_seconds: float,
+        hosts: TwoHosts | None = None,
+    ):
         self.arm = arm
         self._calls = request.calls
         self._budget_seconds = self._left_seconds = budget_seconds
-        self.workers = 1 if GROUP_ARMS[arm].start == "single" else request.workers
+        replicas = request.workers * request.devices
+        row = GROUP_ARMS[arm]
+        self.workers = replicas if row.is_flat else request.workers
+        if row.start == "single":
+            self.workers = 1
+        self._devices_per_worker = 1 if row.is_flat else request.devices
+        self._network = hosts
         self._folder = tempfile.TemporaryDirectory(prefix="tfdp-bench-")
         self._server = socket.socket(socket.AF_UNIX)
         self._server.bind(f"{self._folder.name}/control")
@@ -107,14 +123,19 @@ class Group:
         self._folder.cleanup()
 
     def _commands(self) -> list[tuple[list[str], dict[str, str]]]:
-        request = self._request
-        addresses = tuple(f"{LOOPBACK}:{free_port()}" for _ in range(self.workers))
+        addresses = tuple(
+            f"{self._address_of(rank)}:{free_port()}" for rank in range(self.workers)
+        )
         cores = sorted(os.sched_getaffinity(0))
+        has_core_each = len(cores) >= self._request.workers
         orders = Orders(
-            request=dataclasses.asdict(request),
+            request=dataclasses.asdict(self._request),
             arm=self.arm,
             workers=self.workers,
-            cores=tuple(cores) if len(cores) >= request.workers else (),
+            devices_per_worker=self._devices_per_worker,
+            cores=tuple(cores[self._host_of(rank)] for rank in range(self.workers))
+            if has_core_each
+            else (),
             addresses=addresses,
             control_path=f"{self._folder.name}/control",
             timeout_seconds=self._budget_seconds,
@@ -123,18 +144,39 @@ class Group:
         program = Program("tfdp.bench.group_member", words, is_module=True)
         if GROUP_ARMS[self.arm].start == "mpi":
             _, *rest = mpi_command(
-                program, workers=self.workers, devices_per_worker=request.devices
+                program,
+                workers=self.workers,
+                devices_per_worker=self._devices_per_worker,
             )
             return [([find_mpiexec() or "mpiexec", *rest], dict(os.environ))]
-        commands = local_commands(
-            program,
-            os.environ,
-            workers=self.workers,
-            port=int(addresses[0].rpartition(":")[2]),
-            devices_per_worker=request.devices,
-            cores=len(cores),
+        return [
+            self._command(program, rank, addresses[0], len(cores))
+            for rank in range(self.workers)
+        ]
+
+    def _command(
+        self, program: Program, rank: int, coordinator: str, cores: int
+    ) -> tuple[list[str], dict[str, str]]:
+        variables = cluster_variables(
+            self.workers, rank, coordinator, self._devices_per_worker
         )
-        return [(list(c.command), dict(c.environment)) for c in commands]
+        environment = local_environment(
+            os.environ, variables, workers=self.workers, rank=rank, cores=cores
+        )
+        command = program.command(sys.executable)
+        if self._network is None:
+            # gloo would look for the card that the machine's name belongs to.
+            return list(command), {**environment, GLOO_CARD: "lo"}
+        host = self._host_of(rank)
+        environment[GLOO_CARD] = self._network.cards[host]
+        return self._network.command(host, *command), environment
+
+    def _host_of(self, rank: int) -> int:
+        """Hosts hold as many workers each; without a network each is one's own."""
+        return rank * self._request.workers // max(self.workers, self._request.workers)
+
+    def _address_of(self, rank: int) -> str:
+        return ADDRESSES[self._host_of(rank)] if self._network else LOOPBACK
 
     def _accept(self, start: float) -> None:
         self._server.settimeout(POLL_SECONDS)

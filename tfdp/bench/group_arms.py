@@ -12,15 +12,26 @@ import os
 import shutil
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     import tensorflow as tf
 
-__all__ = ["GROUP_ARMS", "ONE_PROCESS", "GroupArm", "Place", "find_mpiexec"]
+__all__ = [
+    "GROUP_ARMS",
+    "ONE_PROCESS",
+    "GroupArm",
+    "Place",
+    "find_mpiexec",
+    "one_process_arm",
+]
 
 ONE_PROCESS = "one-process"
 STOCK_MULTI_WORKER = "stock-multi-worker"
+TORCH_PREFIX = "torch-"
+# More than any model has.
+ONE_BUCKET_BYTES = 1 << 60
+BOTH = ("allreduce", "train")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,16 +58,21 @@ class GroupArm:
 
     Args:
       start: "local" starts the workers here, "mpi" through mpiexec, "single" only one.
-      suites: the suites that have this arm.
-      make_strategy: called in each process, before anything else uses TensorFlow.
+      works: what it can do: "allreduce" sums, "train" steps.
+      make_strategy: called in each process, before anything else uses TensorFlow;
+        None for arms of PyTorch.
       why_left_out: from the number of devices per worker, the reason not to run it
         here; None when it can run.
+      by_default: whether it runs when no arms are named.
+      is_flat: one process per replica, with no level within the hosts.
     """
 
     start: Literal["local", "mpi", "single"]
-    suites: tuple[str, ...]
-    make_strategy: Callable[[Place], tf.distribute.Strategy]
+    works: tuple[str, ...]
+    make_strategy: Callable[[Place], tf.distribute.Strategy] | None
     why_left_out: Callable[[int], str | None] = lambda devices_per_worker: None
+    by_default: bool = True
+    is_flat: bool = False
 
 
 def find_mpiexec() -> str | None:
@@ -87,7 +103,7 @@ def _stock_multi_worker(place: Place) -> tf.distribute.Strategy:
     return tf.distribute.MultiWorkerMirroredStrategy(resolver, options)
 
 
-def _tfdp(engine: Literal["sockets", "mpi"]) -> Callable:
+def _tfdp(engine: Literal["sockets", "mpi"], **options: Any) -> Callable:
     def make(place: Place) -> tf.distribute.Strategy:
         import tfdp
 
@@ -100,7 +116,7 @@ def _tfdp(engine: Literal["sockets", "mpi"]) -> Callable:
             ),
             devices_per_host=place.devices_per_worker,
             communication=tfdp.Communication(
-                engine=engine, timeout_seconds=place.timeout_seconds
+                engine=engine, timeout_seconds=place.timeout_seconds, **options
             ),
         )
 
@@ -121,11 +137,59 @@ def _mpi_is_left_out(devices_per_worker: int) -> str | None:
     return None
 
 
+def _torch_is_left_out(devices_per_worker: int) -> str | None:
+    if importlib.util.find_spec("torch") is None:
+        return "torch is not installed: pip install 'tfdp[bench-torch]'"
+    if devices_per_worker == 1:
+        return None
+    return "PyTorch has one replica per process"
+
+
+def one_process_arm(arm: str) -> str:
+    """The arm of one process whose speed the efficiency of `arm` is measured by.
+
+    >>> one_process_arm("tfdp-mpi")
+    'one-process'
+    """
+    return TORCH_ONE_PROCESS if arm.startswith(TORCH_PREFIX) else ONE_PROCESS
+
+
+ONE_BUCKET = {
+    "bucket_bytes": ONE_BUCKET_BYTES,
+    "first_bucket_bytes": ONE_BUCKET_BYTES,
+}
+TORCH_ONE_PROCESS = f"{TORCH_PREFIX}one-process"
+
 GROUP_ARMS = {
     ONE_PROCESS: GroupArm("single", ("train",), _one_device),
     STOCK_MULTI_WORKER: GroupArm(
-        "local", ("allreduce", "train"), _stock_multi_worker, _stock_is_left_out
+        "local", BOTH, _stock_multi_worker, _stock_is_left_out
     ),
-    "tfdp-sockets": GroupArm("local", ("allreduce", "train"), _tfdp("sockets")),
-    "tfdp-mpi": GroupArm("mpi", ("allreduce", "train"), _tfdp("mpi"), _mpi_is_left_out),
+    "tfdp-sockets": GroupArm("local", BOTH, _tfdp("sockets")),
+    "tfdp-mpi": GroupArm("mpi", BOTH, _tfdp("mpi"), _mpi_is_left_out),
+    TORCH_ONE_PROCESS: GroupArm("single", ("train",), None, _torch_is_left_out),
+    "torch-gloo": GroupArm("local", BOTH, None, _torch_is_left_out),
+    # All gradients in one bucket, which leaves when backprop has ended: no overlap.
+    "tfdp-sockets-one-bucket": GroupArm(
+        "local", ("train",), _tfdp("sockets", **ONE_BUCKET)
+    ),
+    "tfdp-sockets-bfloat16": GroupArm(
+        "local", ("train",), _tfdp("sockets", wire_dtype="bfloat16"), by_default=False
+    ),
+    "tfdp-sockets-float16": GroupArm(
+        "local", ("train",), _tfdp("sockets", wire_dtype="float16"), by_default=False
+    ),
+    "tfdp-mpi-bfloat16": GroupArm(
+        "mpi",
+        ("train",),
+        _tfdp("mpi", wire_dtype="bfloat16"),
+        _mpi_is_left_out,
+        by_default=False,
+    ),
+    "tfdp-sockets-flat": GroupArm(
+        "local", BOTH, _tfdp("sockets"), by_default=False, is_flat=True
+    ),
+    "torch-gloo-flat": GroupArm(
+        "local", BOTH, None, _torch_is_left_out, by_default=False, is_flat=True
+    ),
 }

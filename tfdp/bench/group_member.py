@@ -10,6 +10,8 @@ import dataclasses
 import json
 import os
 import sys
+from collections.abc import Callable
+from typing import Any
 
 from tfdp.bench.group_arms import GROUP_ARMS, Place
 from tfdp.bench.group_control import Control
@@ -28,6 +30,7 @@ class Orders:
       request: the fields of `Request`.
       arm: a key of `GROUP_ARMS`.
       workers: processes of the group.
+      devices_per_worker: logical CPUs of each.
       cores: by rank, the core that a process stays on; empty to let them move.
       addresses: see `Place`.
       control_path: the benchmark's socket.
@@ -37,6 +40,7 @@ class Orders:
     request: dict
     arm: str
     workers: int
+    devices_per_worker: int
     cores: tuple[int, ...]
     addresses: tuple[str, ...]
     control_path: str
@@ -54,28 +58,38 @@ def main(arguments: list[str]) -> None:
         rank=cluster.rank if cluster else 0,
         workers=orders.workers,
         addresses=tuple(orders.addresses),
-        devices_per_worker=request.devices,
+        devices_per_worker=orders.devices_per_worker,
         timeout_seconds=orders.timeout_seconds,
     )
     # Before TensorFlow starts its threads, which stay where their parent is.
     if orders.cores:
         os.sched_setaffinity(0, {orders.cores[place.rank]})
     control = Control(orders.control_path, place.rank)
-    import tensorflow as tf
-
-    tf.config.threading.set_intra_op_parallelism_threads(request.intra_op_threads)
-    tf.config.set_visible_devices([], "GPU")
-    strategy = GROUP_ARMS[orders.arm].make_strategy(place)
-    from tfdp.bench.group_work import prepare_reduction, prepare_training
-
-    prepare = (
-        prepare_reduction if request.case.suite == "allreduce" else prepare_training
-    )
-    call, facts = prepare(request, orders.arm, strategy, place)
+    call, facts = _prepare(request, orders.arm, place)
     control.say(facts)
     while calls := control.next_turn():
         seconds = time_in_turn({orders.arm: call}, repeats=1, calls=calls)
         control.say({"seconds": seconds[orders.arm][0]})
+
+
+def _prepare(
+    request: Request, arm: str, place: Place
+) -> tuple[Callable[[], object], dict[str, Any]]:
+    make_strategy = GROUP_ARMS[arm].make_strategy
+    if make_strategy is None:
+        from tfdp.bench.torch_work import prepare_torch
+
+        return prepare_torch(request, arm, place)
+    import tensorflow as tf
+
+    tf.config.threading.set_intra_op_parallelism_threads(request.intra_op_threads)
+    tf.config.set_visible_devices([], "GPU")
+    strategy = make_strategy(place)
+    from tfdp.bench.group_work import prepare_reduction, prepare_training
+
+    is_reduction = request.case.work == "allreduce"
+    prepare = prepare_reduction if is_reduction else prepare_training
+    return prepare(request, arm, strategy, place)
 
 
 if __name__ == "__main__":

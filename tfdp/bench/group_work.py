@@ -13,20 +13,18 @@ import tensorflow as tf
 
 from tfdp.bench.gradient_sets import FLOAT32_BYTES, GRADIENT_SETS, count_parameters
 from tfdp.bench.group_arms import STOCK_MULTI_WORKER, Place
-from tfdp.bench.models import MODELS, BenchmarkModel
-from tfdp.bench.reduction import (
-    check_sum,
-    make_gradient,
-    make_gradients,
-    make_reduction,
-)
-from tfdp.bench.request import Request
-from tfdp.bench.training import (
-    BATCHES_IN_MEMORY,
+from tfdp.bench.images import (
     LOCAL_BATCH,
+    make_images,
+    own_rows,
+)
+from tfdp.bench.models import MODELS, BenchmarkModel
+from tfdp.bench.reduction import make_gradient, make_gradients, make_reduction
+from tfdp.bench.request import Request
+from tfdp.bench.sum_check import check_sum
+from tfdp.bench.training import (
     TrainingArm,
     build_network,
-    make_images,
     make_training_arm,
     warm_up,
 )
@@ -135,7 +133,7 @@ def make_hand_written_arm(
         # Of one replica per worker: its own loss, without another exchange.
         return strategy.run(in_replica, args=next(batches))
 
-    dataset = own_rows(make_images(model, LOCAL_BATCH * replicas), place)
+    dataset = own_dataset(make_images(model, LOCAL_BATCH * replicas), place)
     batches = iter(strategy.distribute_datasets_from_function(lambda _: dataset))
     return TrainingArm(
         step=lambda: strategy.experimental_local_results(step(batches))[0],
@@ -144,15 +142,11 @@ def make_hand_written_arm(
     )
 
 
-def own_rows(images: tuple[np.ndarray, np.ndarray], place: Place) -> tf.data.Dataset:
+def own_dataset(images: tuple[np.ndarray, np.ndarray], place: Place) -> tf.data.Dataset:
     """This worker's rows of every global batch, for ever."""
 
-    def mine(array: np.ndarray) -> np.ndarray:
-        shape = (BATCHES_IN_MEMORY, place.workers, LOCAL_BATCH, *array.shape[1:])
-        rows = array.reshape(shape)[:, place.rank]
-        return rows.reshape(-1, *array.shape[1:])
-
-    dataset = tf.data.Dataset.from_tensor_slices(tuple(map(mine, images)))
+    mine = tuple(own_rows(array, place.rank, place.workers) for array in images)
+    dataset = tf.data.Dataset.from_tensor_slices(mine)
     batches = dataset.batch(LOCAL_BATCH, drop_remainder=True)
     return batches.cache().repeat().prefetch(2)
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-import numpy as np
 import tensorflow as tf
 
 from tfdp.bench.arms import ARMS, STOCK_PREFIX
@@ -19,19 +18,16 @@ from tfdp.bench.gradient_sets import FLOAT32_BYTES, GRADIENT_SETS, count_paramet
 from tfdp.bench.interleave import time_in_turn
 from tfdp.bench.request import Request
 from tfdp.bench.results import ArmResult, CaseResult
+from tfdp.bench.sum_check import check_sum
 from tfdp.errors import CollectiveError
 
 __all__ = [
-    "check_sum",
     "check_sums",
     "make_gradient",
     "make_gradients",
     "make_reduction",
     "measure_reduction",
 ]
-
-# Half the distance from 1 to the next float32: the most one addition is off, relative.
-FLOAT32_ROUNDING = 2.0**-24
 
 
 def measure_reduction(request: Request, devices: list[str]) -> CaseResult:
@@ -151,30 +147,3 @@ def check_sums(
     for index, on_replicas in enumerate(sums):
         parts = [mine[index].numpy() for mine in gradients]
         check_sum(arm, index, parts, on_replicas)
-
-
-def check_sum(
-    arm: str,
-    index: int,
-    parts: Sequence[np.ndarray],
-    on_replicas: Sequence[tf.Tensor],
-) -> None:
-    """Refuses one gradient's sum if it is wrong on any replica of this process.
-
-    N float32 numbers added in any order are off by at most N - 1 roundings of the
-    sum of their magnitudes; twice that is allowed.
-
-    Raises:
-      CollectiveError: naming the arm, the tensor and the replica.
-    """
-    parts = [part.astype(np.float64) for part in parts]
-    expected = sum(parts)
-    allowed = 2 * (len(parts) - 1) * FLOAT32_ROUNDING * sum(map(np.abs, parts))
-    for rank, value in enumerate(on_replicas):
-        error = np.abs(value.numpy() - expected)
-        if not np.all(error <= allowed):
-            raise CollectiveError(
-                f"Arm {arm!r} is not timed: its sum of gradient {index} "
-                f"(shape {tuple(value.shape)}) on replica {rank} is off by "
-                f"{np.max(error):.3g}. At most {np.max(allowed):.3g} is rounding."
-            )

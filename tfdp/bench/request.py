@@ -49,10 +49,12 @@ class Request:
         """The arms to run."""
         if self.arms:
             return tuple(self.arms)
-        if self.workers == 1:
+        if self.workers == 1 or self.case.link:
             return self.case.arms
         return tuple(
-            name for name, arm in GROUP_ARMS.items() if self.case.suite in arm.suites
+            name
+            for name, arm in GROUP_ARMS.items()
+            if arm.by_default and self.case.work in arm.works
         )
 
     @property

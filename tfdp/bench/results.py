@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tfdp.bench.arms import STOCK_PREFIX
-from tfdp.bench.group_arms import ONE_PROCESS
+from tfdp.bench.group_arms import one_process_arm
 
 __all__ = [
     "ArmResult",
@@ -150,16 +150,14 @@ def efficiency(result: CaseResult) -> dict[str, tuple[float, ...]]:
     """By arm, its images/s over those of as many single processes, repeat by repeat.
 
     W workers with the efficiency 1 are W times as fast as one process on one core.
-    Empty where the arm of one process was not run.
+    PyTorch's arms are compared with one process of PyTorch. Without the arms whose
+    one process was not run.
     """
-    if ONE_PROCESS not in result.arms:
-        return {}
-    one = result.arms[ONE_PROCESS]
-    workers = result.settings["workers"]
-    return {
-        name: tuple(
-            ratio / (1 if name == ONE_PROCESS else workers)
-            for ratio in relative_speed(arm, one)
-        )
-        for name, arm in result.arms.items()
-    }
+    found = {}
+    for name, arm in result.arms.items():
+        one = one_process_arm(name)
+        if one in result.arms:
+            workers = 1 if name == one else result.settings["workers"]
+            ratios = relative_speed(arm, result.arms[one])
+            found[name] = tuple(ratio / workers for ratio in ratios)
+    return found

@@ -15,6 +15,7 @@ from typing import Any
 from tfdp.bench.group_runner import measure_groups
 from tfdp.bench.request import Request
 from tfdp.bench.results import CaseResult
+from tfdp.errors import DeviceError
 from tfdp.machine import describe_machine, installed_versions
 
 __all__ = ["Failure", "Report", "run_requests"]
@@ -94,7 +95,11 @@ def run_requests(
 def _run(request: Request, timeout_seconds: float) -> list[CaseResult | Failure]:
     if request.workers == 1:
         return [_run_worker(request, timeout_seconds)]
-    result, failed = measure_groups(request, timeout_seconds)
+    try:
+        result, failed = measure_groups(request, timeout_seconds)
+    except DeviceError as error:
+        replicas = request.workers * request.devices
+        return [Failure(request.case_name, replicas, str(error))]
     outcomes: list[CaseResult | Failure] = [
         Failure(request.case_name, request.workers * request.devices, reason, arm)
         for arm, reason in failed.items()

@@ -51,7 +51,7 @@ def format_result(result: CaseResult) -> str:
 
     Brackets hold the quartiles: half of the repeats lie between them.
     """
-    if result.suite == "train":
+    if "local_batch" in result.subject:
         unit = "images/s"
         figures = {n: spread(arm.items_per_second) for n, arm in result.arms.items()}
     else:
@@ -62,18 +62,35 @@ def format_result(result: CaseResult) -> str:
         }
     references = [
         reference
-        for reference in dict.fromkeys([STOCK_DEFAULT, result.best_stock])
+        for reference in dict.fromkeys(
+            [
+                STOCK_DEFAULT,
+                result.best_stock,
+                *result.settings.get("reference_arms", ()),
+            ]
+        )
         if reference is not None and reference in result.arms
     ]
     ratio_titles = [f"times as fast as {reference}" for reference in references]
     efficiencies = efficiency(result)
     if efficiencies:
         ratio_titles.append("efficiency")
+    is_counted = any("sent_bytes_per_call" in arm.facts for arm in result.arms.values())
+    if is_counted:
+        ratio_titles.append("MB sent per host")
     rows = [("arm", unit, "min .. max", *ratio_titles)]
     for name, figure in figures.items():
         ratios = [_ratio(result, name, reference) for reference in references]
         if efficiencies:
-            ratios.append(_with_quartiles(spread(efficiencies[name]), "{:.2f}".format))
+            figures_of_one = efficiencies.get(name)
+            ratios.append(
+                _with_quartiles(spread(figures_of_one), "{:.2f}".format)
+                if figures_of_one
+                else ""
+            )
+        if is_counted:
+            sent = result.arms[name].facts["sent_bytes_per_call"]
+            ratios.append(_number(max(sent) / 1e6))
         middle = _with_quartiles(figure, _number)
         span = f"{_number(figure.minimum)} .. {_number(figure.maximum)}"
         rows.append((name, middle, span, *ratios))
@@ -97,6 +114,8 @@ def _title(result: CaseResult) -> str:
         megabytes = subject["bytes_per_replica"] / 1e6
         sizes = f"{subject['tensors']} tensors, {sizes}, {megabytes:.4g} MB a replica"
     workers = f" in {settings['workers']} processes" if "workers" in settings else ""
+    if "link_rate" in settings:
+        workers = f" on {settings['workers']} hosts, a link of {settings['link_rate']}"
     return (
         f"{result.case}, {result.devices} {settings['device_type'].upper()} devices"
         f"{workers}: "

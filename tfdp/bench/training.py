@@ -11,10 +11,10 @@ import math
 from collections.abc import Callable
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 from tfdp.bench.arms import ARMS, OPEN_BATCH_ARMS
+from tfdp.bench.images import BATCHES_IN_MEMORY, LOCAL_BATCH, SEED, make_images
 from tfdp.bench.interleave import time_in_turn
 from tfdp.bench.models import MODELS, BenchmarkModel
 from tfdp.bench.request import Request
@@ -24,15 +24,10 @@ from tfdp.errors import CollectiveError
 __all__ = [
     "TrainingArm",
     "build_network",
-    "make_images",
     "make_training_arm",
     "measure_training",
     "warm_up",
 ]
-
-LOCAL_BATCH = 64
-BATCHES_IN_MEMORY = 8
-SEED = 1
 
 
 @dataclasses.dataclass
@@ -137,17 +132,6 @@ def build_network(
         # inside the step.
         network.optimizer.build(network.trainable_variables)
     return network
-
-
-def make_images(
-    model: BenchmarkModel, global_batch: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """Images and labels of all global batches, the same for every arm."""
-    random = np.random.default_rng(SEED)
-    count = BATCHES_IN_MEMORY * global_batch
-    images = random.standard_normal((count, *model.input_shape), dtype=np.float32)
-    labels = random.integers(model.classes, size=count, dtype=np.int32)
-    return images, labels
 
 
 def warm_up(arm: str, training_arm: TrainingArm, request: Request) -> float:

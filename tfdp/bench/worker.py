@@ -29,7 +29,7 @@ def run_request(request: Request) -> CaseResult:
 
     tf.config.threading.set_intra_op_parallelism_threads(request.intra_op_threads)
     devices = _set_up_devices(request)
-    if request.case.suite == "allreduce":
+    if request.case.work == "allreduce":
         from tfdp.bench.reduction import measure_reduction
 
         return measure_reduction(request, devices)

@@ -200,8 +200,9 @@ class MpiLink(SocketLink):
             [all_bits, ([own] * self.workers, places)],
         )
         total = parts[0].astype(dtype)
-        for part in parts[1:]:
-            total += part.astype(dtype)
+        with np.errstate(invalid="ignore"):  # infinities are for loss scaling to find
+            for part in parts[1:]:
+                total += part.astype(dtype)
         mine = round_to(piece.dtype, total).view(np.uint16)
         self._world.Allgatherv(mine, [bits, (counts, edges[:-1])])
 

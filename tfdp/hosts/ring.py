@@ -163,7 +163,9 @@ def _add_and_pass(
         for array, start, stop in parts[(first - step) % members]:
             block = outputs[array][start:stop]
             receive(block)
-            np.add(block, inputs[array][start:stop], out=block)
+            # Loss scaling looks for infinities; a warning for each would bury others.
+            with np.errstate(over="ignore", invalid="ignore"):
+                np.add(block, inputs[array][start:stop], out=block)
             if step < rounds:
                 pass_on(block)
 

@@ -1,0 +1,45 @@
+"""Refuses sums that are wrong before anything is timed. No TensorFlow."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from tfdp.errors import CollectiveError
+
+__all__ = ["check_sum"]
+
+# Half the distance from 1 to the next float32: the most one addition is off, relative.
+FLOAT32_ROUNDING = 2.0**-24
+
+
+def check_sum(
+    arm: str, index: int, parts: Sequence[np.ndarray], on_replicas: Sequence[Any]
+) -> None:
+    """Refuses one gradient's sum if it is wrong on any replica of this process.
+
+    N float32 numbers added in any order are off by at most N - 1 roundings of the
+    sum of their magnitudes; twice that is allowed.
+
+    Args:
+      arm: whose sum it is.
+      index: of the gradient.
+      parts: each replica's own.
+      on_replicas: tensors of TensorFlow or PyTorch.
+
+    Raises:
+      CollectiveError: naming the arm, the tensor and the replica.
+    """
+    parts = [part.astype(np.float64) for part in parts]
+    expected = sum(parts)
+    allowed = 2 * (len(parts) - 1) * FLOAT32_ROUNDING * sum(map(np.abs, parts))
+    for rank, value in enumerate(on_replicas):
+        error = np.abs(value.numpy() - expected)
+        if not np.all(error <= allowed):
+            raise CollectiveError(
+                f"Arm {arm!r} is not timed: its sum of gradient {index} "
+                f"(shape {tuple(value.shape)}) on replica {rank} is off by "
+                f"{np.max(error):.3g}. At most {np.max(allowed):.3g} is rounding."
+            )

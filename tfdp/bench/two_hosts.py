@@ -1,0 +1,114 @@
+"""Two hosts on one machine: network namespaces joined by a link of limited rate.
+
+The kernel's own TCP runs between them, over a pair of virtual cards whose sending side
+a token bucket (`tc ... tbf`) slows down to the rate. Needs root and iproute2.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+
+from tfdp.errors import DeviceError
+
+__all__ = ["ADDRESSES", "TwoHosts", "two_hosts", "why_no_hosts"]
+
+ADDRESSES = ("10.77.31.1", "10.77.31.2")
+TOOLS = ("ip", "tc")
+
+
+def why_no_hosts() -> str | None:
+    """Why namespaces cannot be made here; None where they can."""
+    if not hasattr(os, "geteuid") or os.geteuid() != 0:
+        return "network namespaces need root"
+    for tool in TOOLS:
+        if shutil.which(tool) is None:
+            return f"there is no `{tool}` on PATH (the package iproute2)"
+    name = f"tfdp-probe-{os.getpid()}"
+    if subprocess.run(["ip", "netns", "add", name], capture_output=True).returncode:
+        return "this kernel or container allows no network namespaces"
+    subprocess.run(["ip", "netns", "del", name], check=False)
+    return None
+
+
+class TwoHosts:
+    """The two namespaces; `remove` takes them away.
+
+    Args:
+      rate: of the link, each way, in the words of `tc`: "100mbit".
+    """
+
+    def __init__(self, rate: str):
+        self.names = [f"tfdp{os.getpid()}-{host}" for host in (0, 1)]
+        self.cards = [f"tf{os.getpid()}v{host}" for host in (0, 1)]
+        try:
+            self._make(rate)
+        except BaseException:
+            self.remove()
+            raise
+
+    def _make(self, rate: str) -> None:
+        for name in self.names:
+            _run("ip", "netns", "add", name)
+            _run("ip", "-n", name, "link", "set", "lo", "up")
+        _run(
+            *("ip", "link", "add", self.cards[0], "netns", self.names[0]),
+            *("type", "veth", "peer", "name", self.cards[1], "netns", self.names[1]),
+        )
+        for name, card, address in zip(self.names, self.cards, ADDRESSES, strict=True):
+            _run("ip", "-n", name, "addr", "add", f"{address}/24", "dev", card)
+            _run("ip", "-n", name, "link", "set", card, "up")
+            _run(
+                *("tc", "-n", name, "qdisc", "add", "dev", card, "root", "tbf"),
+                *("rate", rate, "burst", "256kb", "latency", "50ms"),
+            )
+
+    def command(self, host: int, *words: str) -> list[str]:
+        """`words`, to be run on `host`."""
+        return ["ip", "netns", "exec", self.names[host], *words]
+
+    def sent_bytes(self, host: int) -> int:
+        """What `host` has put on the link since it exists."""
+        path = f"/sys/class/net/{self.cards[host]}/statistics/tx_bytes"
+        return int(_run(*self.command(host, "cat", path)))
+
+    def remove(self) -> None:
+        """Takes the namespaces away, and with them the link."""
+        for name in self.names:
+            subprocess.run(["ip", "netns", "del", name], capture_output=True)
+
+
+@contextlib.contextmanager
+def two_hosts(rate: str) -> Iterator[TwoHosts]:
+    """The hosts, taken away again at the end.
+
+    Raises:
+      DeviceError: where they cannot be made; it says why.
+    """
+    reason = why_no_hosts()
+    if reason:
+        raise DeviceError(
+            f"Two hosts with a link of {rate} cannot be made here: {reason}. They are "
+            "network namespaces: run as root on Linux, with iproute2 (ip, tc), in a "
+            "container with the right to make them (NET_ADMIN, SYS_ADMIN)."
+        )
+    hosts: TwoHosts | None = None
+    try:
+        hosts = TwoHosts(rate)
+        yield hosts
+    except subprocess.CalledProcessError as error:
+        raise DeviceError(
+            f"A link of {rate} cannot be made here: `{' '.join(error.cmd)}` says "
+            f"{error.stderr.strip()!r}."
+        ) from error
+    finally:
+        if hosts is not None:
+            hosts.remove()
+
+
+def _run(*words: str) -> str:
+    done = subprocess.run(words, check=True, capture_output=True, text=True)
+    return done.stdout
