@@ -8,7 +8,6 @@ import pytest
 import tensorflow as tf
 
 from tests.support.parity import UNIT_ROUND_OFF, make_strategy
-from tfdp._tf import names
 from tfdp.errors import CollectiveError
 
 SETTINGS = [
@@ -213,9 +212,7 @@ def test_types_without_a_sum_are_refused(engine, value):
         reduce_lists(strategy, [[value], [value]])
 
 
-def test_in_process_sums_repeat_bit_for_bit_when_asked(monkeypatch):
-    # The switch itself is for the whole process and cannot be undone.
-    monkeypatch.setattr(names, "wants_determinism", lambda: True)
+def test_in_process_sums_repeat_bit_for_bit():
     rng = np.random.default_rng(3)
     per_rank = [[tf.constant(rng.normal(size=4096), tf.float32)] for _ in range(4)]
     strategy = make_strategy(4, engine="in_process")

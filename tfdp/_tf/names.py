@@ -32,14 +32,12 @@ from tensorflow.python.distribute.values import (
     PerReplica,
 )
 
-# Whether op determinism is on; the switch is public, the question is not.
 # The seed that `tf.random.set_seed` was given; the setter is public, the getter is not.
 from tensorflow.python.eager import context as _context
 
 # The open gradient tapes: what they do not see, and what they are told.
 from tensorflow.python.eager.record import record_operation, stop_recording
 from tensorflow.python.eager.tape import variable_accessed
-from tensorflow.python.framework import config as _config
 from tensorflow.python.framework.device_spec import DeviceSpecV2 as DeviceSpec
 
 # Whether a graph is compiled by XLA.
@@ -80,7 +78,6 @@ __all__ = [
     "select_replica",
     "stop_recording",
     "variable_accessed",
-    "wants_determinism",
 ]
 
 # The versions whose sources these names were read in and run with.
@@ -136,11 +133,6 @@ def own_copy(variable: Any, rank: Any) -> Any:
 def global_seed() -> int | None:
     """What `tf.random.set_seed` was given; None when it was not called."""
     return _context.global_seed()
-
-
-def wants_determinism() -> bool:
-    """Whether the user switched TensorFlow's op determinism on."""
-    return bool(_config.is_op_determinism_enabled())
 
 
 def make_token(device: str) -> tf.Variable:

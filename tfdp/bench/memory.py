@@ -24,9 +24,10 @@ LAYERS, WIDTH = 12, 2896
 QUICK_LAYERS, QUICK_WIDTH = 3, 256
 FLOAT_BYTES = 4
 # TensorFlow then returns what it frees to the system, so that resident memory tells
-# what lives: no pool of its own (it has one with oneDNN), no pool of the C library's.
+# what lives: no pool of its own (its oneDNN build has one, with oneDNN off as well), no
+# pool of the C library.
 ENVIRONMENT = {
-    "TF_ENABLE_ONEDNN_OPTS": "0",
+    "TF_ONEDNN_USE_SYSTEM_ALLOCATOR": "1",
     "MALLOC_MMAP_THRESHOLD_": "131072",
     "MALLOC_TRIM_THRESHOLD_": "131072",
 }

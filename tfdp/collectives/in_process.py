@@ -7,10 +7,8 @@ that without a copy and without leaving the replica context. Roots are spread ov
 replicas by size, so that all of them add.
 
 With two levels the sum is a tree: within each host to the host's leader, between the
-leaders, and back. All replicas get the same bits. From run to run they repeat on two
-replicas always, and on more when TensorFlow's determinism is switched on
-(`tf.config.experimental.enable_op_determinism`): additions then run in rank order, two
-at a time, which reads and writes more memory.
+leaders, and back. All replicas get the same bits, the same in every run: additions run
+in rank order, two at a time.
 
 Where the danger is: every `Send` must be free of TensorFlow's automatic order (see
 `names.run_independently`; `Recv` is free of it anyway), and a conditional that holds
@@ -192,12 +190,7 @@ class InProcessEngine(Engine):
             for peer in group
         ]
         with tf.device(self.devices[rank]):
-            if len(parts) > 2 and names.wants_determinism():
-                return _sum_in_order(parts)
-            # One pass over all parts. AddN adds into whichever part nobody else holds
-            # at that moment, so the order of three or more, and with it the last bit,
-            # may differ from run to run (never between replicas: one sum is shared).
-            return tf.add_n(parts)
+            return _sum_in_order(parts)
 
     def _share_from(
         self,
@@ -277,8 +270,14 @@ class InProcessEngine(Engine):
 def _sum_in_order(parts: Sequence[tf.Tensor]) -> tf.Tensor:
     """((p0 + p1) + p2) + ... with the same bits in every run.
 
-    TensorFlow's graph optimizer would make one AddN of the chain, whose order changes
-    from run to run; it leaves alone what waits for something that is not its input.
+    Not by AddN, which would look at each part once: it adds into whichever part nobody
+    else holds at that moment, so that the order, and the last bit, changes from run to
+    run. And where TensorFlow's memory optimizer knows the shape, it replaces an AddN of
+    three or more by a variable that starts as zeros, to which each part is added; the
+    zeros, as large as all gradients together, stay in memory as long as the graph.
+
+    The graph optimizer would make an AddN of this chain, too; it leaves alone what
+    waits for something that is not its input.
     """
     total = parts[0]
     for place, part in enumerate(parts[1:], start=1):
