@@ -237,10 +237,9 @@ def reduce_gradients(
     scattered = [i for i, kind in enumerate(kinds) if kind is ShardUpdatedVariable]
     if scattered:
         shards = tf.distribute.get_strategy().extended.shards
-        own = shards.scatter(
-            [gradients[i] for i in scattered], [variables[i] for i in scattered]
-        )
-        for place, shard in zip(scattered, own, strict=True):
+        sent = [gradients[i] for i in scattered]
+        own = shards.scatter(to_wire(sent), [variables[i] for i in scattered])
+        for place, shard in zip(scattered, from_wire(own, sent), strict=True):
             results[place] = shard
     whole = [i for i, kind in enumerate(kinds) if kind is None]
     context = tf.distribute.get_replica_context()

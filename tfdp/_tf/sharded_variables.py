@@ -34,6 +34,7 @@ __all__ = [
     "ShardUpdatedVariable",
     "ShardView",
     "ShardedVariable",
+    "current_part",
     "shard_update",
 ]
 
@@ -41,9 +42,12 @@ _local = threading.local()
 
 
 @contextlib.contextmanager
-def shard_update(part: int) -> Iterator[None]:
-    """While this lasts, sharded variables read and assign shard `part`."""
-    before = _current_part()
+def shard_update(part: Any) -> Iterator[None]:
+    """While this lasts, sharded variables read and assign shard `part`.
+
+    Where one graph serves all replicas `part` is a tensor.
+    """
+    before = current_part()
     _local.part = part
     try:
         yield
@@ -51,7 +55,8 @@ def shard_update(part: int) -> Iterator[None]:
         _local.part = before
 
 
-def _current_part() -> int | None:
+def current_part() -> Any:
+    """The shard that is read and assigned; None outside of `shard_update`."""
     return getattr(_local, "part", None)
 
 
@@ -77,6 +82,8 @@ class ShardedVariable(DistributedVariable):
       layout: how the whole is cut.
     """
 
+    #: Where whole tensors are cut; None: on the device of each shard.
+    cutting_device: str | None = None
     #: Whether layers see it in the type that they compute in.
     autocasts = False
 
@@ -99,12 +106,16 @@ class ShardedVariable(DistributedVariable):
         """Of the whole variable."""
         return self.shape
 
-    def shard(self, part: int) -> tf.Variable:
+    def shard(self, part: Any) -> Any:
         """What one replica stores, flat and padded."""
         return self._values[part]
 
+    def read_shard(self, part: Any) -> tf.Tensor:
+        """The value of one shard, flat and padded."""
+        return self.shard(part).read_value()
+
     def _get(self) -> Any:
-        part = _current_part()
+        part = current_part()
         if part is not None:
             return self._values[part]
         if self._is_in_replica():
@@ -131,13 +142,15 @@ class ShardedVariable(DistributedVariable):
         return tf.convert_to_tensor(self._get(), dtype=dtype, name=name)
 
     def _update(self, update_fn: Callable, value: Any, **kwargs: Any) -> Any:
-        part = _current_part()
+        part = current_part()
         if part is not None:
             return update_fn(self._values[part], value, **kwargs)
         whole = _checked(value, self.dtype, self.layout)
         for part in self._parts_here():
-            with tf.device(self._values[part].device):
+            device = self._values[part].device
+            with tf.device(self.cutting_device or device):
                 own = own_piece(whole, self.layout, part)
+            with tf.device(device):
                 update_fn(self._values[part], own, **kwargs)
         return self
 
@@ -208,21 +221,21 @@ class ShardUpdatedVariable(ReplicaMirroredVariable):
         return self.distribute_strategy.extended.shards.layout_of(self)
 
     def _get(self) -> Any:
-        part = _current_part()
+        part = current_part()
         if part is None:
             return super()._get()
         return piece_of(self._values[part].read_value(), self.layout, part)
 
     def value(self) -> tf.Tensor:
         """The shard or the whole; see the top of this file."""
-        if _current_part() is None:
+        if current_part() is None:
             return super().value()
         return self._get()
 
     def _dense_var_to_tensor(
         self, dtype: Any = None, name: Any = None, as_ref: bool = False
     ) -> tf.Tensor:
-        if _current_part() is None:
+        if current_part() is None:
             return super()._dense_var_to_tensor(dtype, name, as_ref)
         return tf.convert_to_tensor(self._get(), dtype=dtype, name=name)
 
@@ -240,7 +253,7 @@ class ShardView:
     until the shards of all replicas are gathered into the copies.
     """
 
-    def __init__(self, variable: ShardUpdatedVariable, part: int, copy_: tf.Variable):
+    def __init__(self, variable: ShardUpdatedVariable, part: Any, copy_: Any):
         self.variable = variable
         self.copy = copy_
         self.layout = variable.layout
