@@ -44,6 +44,12 @@ def image_model(dropout=0.0):
     )
 
 
+def small_model():
+    keras.utils.set_random_seed(5)
+    layers = [keras.layers.Flatten(), keras.layers.Dense(CLASSES)]
+    return keras.Sequential([keras.Input((8, 8, 1)), *layers])
+
+
 def fit(strategy, optimizer, build=image_model, epochs=2, **options):
     x, y = data()
     with (strategy or tf.distribute.get_strategy()).scope():
@@ -91,7 +97,7 @@ def test_the_step_of_each_optimizer(name):
     assert_compiled_equals_one_device(OPTIMIZERS[name])
     fit(StandInStrategy(2, compiled=True), OPTIMIZERS[name], epochs=1)
     if name not in UNSHARDABLE:
-        fit(sharded(), OPTIMIZERS[name], epochs=1)
+        fit(sharded(), OPTIMIZERS[name], small_model, epochs=1)
 
 
 OPTIONS = {
@@ -117,7 +123,7 @@ def test_the_step_of_each_option(name):
         assert_compiled_equals_one_device(optimizer)
     # Keras' accumulation weighs a short batch as a whole one, another one filled up.
     fit(StandInStrategy(2, compiled=True), optimizer, epochs=1)
-    fit(sharded(), optimizer, epochs=1)
+    fit(sharded(), optimizer, small_model, epochs=1)
 
 
 def test_distributed_optimizer_with_a_schedule_and_a_loss_scale():
@@ -129,7 +135,7 @@ def test_distributed_optimizer_with_a_schedule_and_a_loss_scale():
     # Without a strategy it would not know how many rows a batch has.
     assert_compiled_equals_one_device(optimizer, tfdp.DataParallelStrategy(["CPU:0"]))
     fit(StandInStrategy(2, compiled=True), optimizer, epochs=1)
-    fit(sharded(), optimizer, epochs=1)
+    fit(sharded(), optimizer, small_model, epochs=1)
 
 
 def test_float16_with_a_dynamic_loss_scale():
