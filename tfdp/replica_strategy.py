@@ -24,10 +24,12 @@ from tfdp._tf.keras_optimizers import led_optimizers, optimizers_of
 from tfdp._tf.keras_padding import check_step_weighs, weighs_rows
 from tfdp._tf.padded_batch import Padding, find_padded, trim_rows, without_padding
 from tfdp._tf.replica_run import ReplicaRun, sample_counts, trace_of
+from tfdp._tf.shard_updates import Sharding
 from tfdp.data.padding import distribute_padded, global_batch_rows, is_of_one_size
 from tfdp.errors import ConfigurationError, LocalMeanWarning
+from tfdp.shards import shard_stage
 
-__all__ = ["ReplicaContextStrategy", "check_pad_batches"]
+__all__ = ["ReplicaContextStrategy", "check_pad_batches", "check_sharding"]
 
 
 def check_pad_batches(value: Any) -> bool | int:
@@ -42,6 +44,21 @@ def check_pad_batches(value: Any) -> bool | int:
         "pad_batches must be True, False, or the global batch size (at least 1). "
         f"Received: {value!r}."
     )
+
+
+def check_sharding(shard: str | int, shard_min_bytes: int) -> Sharding:
+    """What the arguments `shard` and `shard_min_bytes` of a strategy ask for.
+
+    Raises:
+      ConfigurationError: when one of them is out of range.
+    """
+    is_size = isinstance(shard_min_bytes, int) and not isinstance(shard_min_bytes, bool)
+    if not is_size or shard_min_bytes < 0:
+        raise ConfigurationError(
+            "shard_min_bytes must be an integer of at least 0. Received: "
+            f"{shard_min_bytes!r}."
+        )
+    return Sharding(shard_stage(shard), shard_min_bytes)
 
 
 class ReplicaContextStrategy(tf.distribute.Strategy):

@@ -8,14 +8,16 @@ import numpy as np
 import tensorflow as tf
 
 from tfdp._tf.extended import DataParallelExtended
-from tfdp._tf.shard_updates import Sharding
 from tfdp.buckets import Bucket
 from tfdp.communication import Communication
 from tfdp.devices import find_devices
-from tfdp.errors import ConfigurationError
 from tfdp.hierarchical import HierarchicalAllReduce
-from tfdp.replica_strategy import ReplicaContextStrategy, check_pad_batches
-from tfdp.shards import SHARD_STAGES, shard_stage
+from tfdp.replica_strategy import (
+    ReplicaContextStrategy,
+    check_pad_batches,
+    check_sharding,
+)
+from tfdp.shards import SHARD_STAGES
 from tfdp.topology import Topology
 
 __all__ = ["DataParallelStrategy"]
@@ -75,7 +77,7 @@ class DataParallelStrategy(ReplicaContextStrategy, tf.distribute.MirroredStrateg
         draws_per_replica: bool = True,
         pad_batches: bool | int = False,
     ):
-        self._sharding = _check_sharding(shard, shard_min_bytes)
+        self._sharding = check_sharding(shard, shard_min_bytes)
         self.pad_batches = check_pad_batches(pad_batches)
         cross_device_ops = HierarchicalAllReduce(communication)
         extended = self._make_extended(
@@ -151,13 +153,3 @@ class DataParallelStrategy(ReplicaContextStrategy, tf.distribute.MirroredStrateg
     def shard(self) -> str:
         """What is sharded: "none", "optimizer", "gradients" or "parameters"."""
         return SHARD_STAGES[self._sharding.stage]
-
-
-def _check_sharding(shard: str | int, shard_min_bytes: int) -> Sharding:
-    is_size = isinstance(shard_min_bytes, int) and not isinstance(shard_min_bytes, bool)
-    if not is_size or shard_min_bytes < 0:
-        raise ConfigurationError(
-            "shard_min_bytes must be an integer of at least 0. Received: "
-            f"{shard_min_bytes!r}."
-        )
-    return Sharding(shard_stage(shard), shard_min_bytes)

@@ -12,7 +12,12 @@ from tfdp._tf.tpu_extended import TPUDataParallelExtended
 from tfdp.collectives.cross_replica import CrossReplicaReducer
 from tfdp.communication import Communication
 from tfdp.errors import ConfigurationError
-from tfdp.replica_strategy import ReplicaContextStrategy, check_pad_batches
+from tfdp.replica_strategy import (
+    ReplicaContextStrategy,
+    check_pad_batches,
+    check_sharding,
+)
+from tfdp.shards import SHARD_STAGES
 from tfdp.tpu_system import connect
 
 __all__ = ["TPUDataParallelStrategy"]
@@ -49,7 +54,9 @@ class TPUDataParallelStrategy(ReplicaContextStrategy, tf.distribute.TPUStrategy)
         `grpc://host:port`, or a `TPUClusterResolver`. Connected and started once.
       communication: None, or the defaults: what a `Communication` says otherwise has
         no meaning here and is refused.
-      shard: "none": every core holds the whole model.
+      shard: "optimizer" (1): each core holds, and updates, 1 / N of the optimizer's
+        state, as ZeRO stage 1 does. "none" (0): all of it. See docs/sharding.md.
+      shard_min_bytes: variables below this size are not sharded.
       draws_per_replica: see `DataParallelStrategy`.
       pad_batches: True: short batches are filled up with rows that count for nothing,
         because the program has fixed shapes. A number is the global batch size, for
@@ -78,16 +85,20 @@ class TPUDataParallelStrategy(ReplicaContextStrategy, tf.distribute.TPUStrategy)
         tpu: Any = "local",
         *,
         communication: Communication | None = None,
-        shard: str = "none",
+        shard: str | int = "none",
+        shard_min_bytes: int = 32 * 1024,
         draws_per_replica: bool = True,
         pad_batches: bool | int = True,
         wire_dtype: str | None = None,
     ):
         check_communication(communication)
-        if shard != "none":
+        self._sharding = check_sharding(shard, shard_min_bytes)
+        if self._sharding.stage > 1:
             raise ConfigurationError(
-                "shard must be 'none' on a TPU: sharding is not there yet. "
-                f"Received: {shard!r}."
+                "shard must be 'none' or 'optimizer' on a TPU. Stages 2 and 3 give "
+                "each replica gradients and weights of its own, and the accumulators "
+                "and layers that read them need a graph for each replica: a TPU has "
+                f"one for all. Received: {shard!r}."
             )
         if wire_dtype not in WIRE_DTYPES:
             raise ConfigurationError(
@@ -99,6 +110,11 @@ class TPUDataParallelStrategy(ReplicaContextStrategy, tf.distribute.TPUStrategy)
         # TPUStrategy's own constructor would make a stock extended.
         tf.distribute.Strategy.__init__(self, extended)
 
+    @property
+    def shard(self) -> str:
+        """What is sharded: "none" or "optimizer"."""
+        return SHARD_STAGES[self._sharding.stage]
+
     def _make_extended(
         self, tpu: Any, draws_per_replica: bool, wire_dtype: str | None
     ) -> TPUDataParallelExtended:
@@ -108,6 +124,7 @@ class TPUDataParallelStrategy(ReplicaContextStrategy, tf.distribute.TPUStrategy)
             CrossReplicaReducer,
             draws_per_replica=draws_per_replica,
             wire_dtype=wire_dtype,
+            sharding=self._sharding,
         )
 
     @property

@@ -39,7 +39,10 @@ def is_covering(optimizer, option, layout):
     if option != "plain":
         return False
     if optimizer == COVERED_WITH_ALL_OPTIONS:
-        return layout in (*COVERING_SHARDS, "2", "4", "2x2-tensorflow", "tpu-2")
+        return layout in (
+            *COVERING_SHARDS,
+            *("2", "4", "2x2-tensorflow", "tpu-2", "tpu-4-optimizer"),
+        )
     if optimizer in ("LAMB", "SGD"):
         return layout in ("2x2", "3-gradients", "tpu-2")
     return layout == "2x2"

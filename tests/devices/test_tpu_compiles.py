@@ -11,8 +11,9 @@ import pytest
 import tensorflow as tf
 
 import tfdp
-from tests.support.conformance_table import OPTIMIZERS
+from tests.support.conformance_table import OPTIMIZERS, UNSHARDABLE
 from tests.support.tpu_stand_in import StandInStrategy
+from tfdp.collectives.cross_replica_ops import CrossReplicaOps
 
 ROWS, BATCH_SIZE, CLASSES = 13, 5, 4  # the last batch has 3 rows
 COVERING = ("SGD", "AdamW", "LARS", "LAMB")
@@ -43,6 +44,12 @@ def image_model(dropout=0.0):
     )
 
 
+def small_model():
+    keras.utils.set_random_seed(5)
+    layers = [keras.layers.Flatten(), keras.layers.Dense(CLASSES)]
+    return keras.Sequential([keras.Input((8, 8, 1)), *layers])
+
+
 def fit(strategy, optimizer, build=image_model, epochs=2, **options):
     x, y = data()
     with (strategy or tf.distribute.get_strategy()).scope():
@@ -60,6 +67,10 @@ def fit(strategy, optimizer, build=image_model, epochs=2, **options):
         x, y, batch_size=BATCH_SIZE, epochs=epochs, shuffle=False, verbose=0
     )
     return model, history.history
+
+
+def sharded():
+    return StandInStrategy(2, compiled=True, shard="optimizer", shard_min_bytes=0)
 
 
 def assert_compiled_equals_one_device(optimizer, strategy=None):
@@ -85,6 +96,8 @@ def assert_compiled_equals_one_device(optimizer, strategy=None):
 def test_the_step_of_each_optimizer(name):
     assert_compiled_equals_one_device(OPTIMIZERS[name])
     fit(StandInStrategy(2, compiled=True), OPTIMIZERS[name], epochs=1)
+    if name not in UNSHARDABLE:
+        fit(sharded(), OPTIMIZERS[name], small_model, epochs=1)
 
 
 OPTIONS = {
@@ -110,6 +123,7 @@ def test_the_step_of_each_option(name):
         assert_compiled_equals_one_device(optimizer)
     # Keras' accumulation weighs a short batch as a whole one, another one filled up.
     fit(StandInStrategy(2, compiled=True), optimizer, epochs=1)
+    fit(sharded(), optimizer, small_model, epochs=1)
 
 
 def test_distributed_optimizer_with_a_schedule_and_a_loss_scale():
@@ -121,6 +135,7 @@ def test_distributed_optimizer_with_a_schedule_and_a_loss_scale():
     # Without a strategy it would not know how many rows a batch has.
     assert_compiled_equals_one_device(optimizer, tfdp.DataParallelStrategy(["CPU:0"]))
     fit(StandInStrategy(2, compiled=True), optimizer, epochs=1)
+    fit(sharded(), optimizer, small_model, epochs=1)
 
 
 def test_float16_with_a_dynamic_loss_scale():
@@ -172,6 +187,19 @@ def test_a_recurrent_and_an_embedding_layer_compile(optimizer):
         )
     history = model.fit(tokens, data()[1], batch_size=BATCH_SIZE, verbose=0)
     assert np.isfinite(history.history["loss"]).all()
+
+
+def test_the_scattered_sum_is_known_to_xla():
+    """Translated only: a CPU could not run it for two replicas."""
+    ops = CrossReplicaOps(2)
+
+    @tf.function(jit_compile=True, autograph=False)
+    def scatter(rows):
+        return ops.scatter_sum(rows, tf.constant(0))
+
+    program = scatter.experimental_get_compiler_ir(tf.ones((2, 3)))(stage="hlo")
+    assert "f32[1,3]{1,0} reduce-scatter(" in program
+    assert "replica_groups={{0,1}}" in program
 
 
 class SortsByText(keras.layers.Layer):

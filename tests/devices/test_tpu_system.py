@@ -120,7 +120,8 @@ def test_every_setting_of_communication_has_its_reason():
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"shard": "optimizer"}, "not there yet"),
+        ({"shard": "gradients"}, "'none' or 'optimizer' on a TPU"),
+        ({"shard_min_bytes": -1}, "shard_min_bytes"),
         ({"wire_dtype": "int8"}, "wire_dtype"),
         ({"pad_batches": 0}, "pad_batches"),
         ({"pad_batches": "yes"}, "pad_batches"),

@@ -15,7 +15,12 @@ import pytest
 from tests.support.package_source import REPOSITORY, imported_names, modules, parse
 
 HOME = "tfdp._tf"
-PRIVATE_MODULES = ("tensorflow.python", "tensorflow.core", "keras.src")
+PRIVATE_MODULES = (
+    "tensorflow.compiler",
+    "tensorflow.core",
+    "tensorflow.python",
+    "keras.src",
+)
 OWN_OBJECTS = {"self", "cls"}
 # (file, attribute): underscore names of tfdp's own objects, read from outside.
 # `os._exit` is the documented way to end a process without its handlers.

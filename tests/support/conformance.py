@@ -91,7 +91,12 @@ def global_batches(kind, bad_row):
 def strategy_of(layout):
     chosen = LAYOUTS[layout]
     if chosen.engine == "tpu":
-        return StandInStrategy(chosen.replicas, pad_batches=MOST_ROWS)
+        return StandInStrategy(
+            chosen.replicas,
+            pad_batches=MOST_ROWS,
+            shard=chosen.shard,
+            shard_min_bytes=0,
+        )
     # A hundred bytes in a bucket: several buckets even for this problem.
     return make_strategy(
         chosen.replicas,

@@ -159,6 +159,8 @@ LAYOUTS = {
     # KINDS says, of the same global batches.
     "tpu-2": Layout(2, "tpu"),
     "tpu-4": Layout(4, "tpu"),
+    "tpu-2-optimizer": Layout(2, "tpu", shard="optimizer"),
+    "tpu-4-optimizer": Layout(4, "tpu", shard="optimizer"),
 }
 
 # Their updates need whole tensors, so sharding is refused for them.

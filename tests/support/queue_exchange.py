@@ -13,17 +13,21 @@ CAPACITY = 2
 
 
 class QueueExchange:
-    """Hands every replica's tensor to all, in a function traced once for all of them.
+    """In the place of `CrossReplicaOps`: hands every replica's tensor to all.
+
+    It stands in a function that is traced once for all replicas.
 
     Each exchange of a trace has a queue for each pair of replicas, so neither another
     exchange nor the same one in the next turn of a loop can come in between.
     """
 
-    def __init__(self):
+    def __init__(self, replicas):
+        self.replicas = replicas
         self._queues = []
 
-    def gather(self, tensor, replicas):
+    def _all(self, tensor):
         """All replicas' `tensor`, in rank order."""
+        replicas = self.replicas
         with tf.init_scope(), tf.device("CPU:0"):
             queues = [
                 [
@@ -48,6 +52,14 @@ class QueueExchange:
             received.append(part)
         return received
 
-    def sum(self, tensor, replicas):
+    def sum(self, tensor):
         """The sum of all replicas' `tensor`: the same bits on each."""
-        return tf.add_n(self.gather(tensor, replicas))
+        return tf.add_n(self._all(tensor))
+
+    def scatter_sum(self, rows, rank):
+        """Row `rank` of the sum of all replicas' `rows`."""
+        return tf.gather(self.sum(rows), rank)
+
+    def gather(self, row):
+        """All replicas' `row`, stacked in rank order."""
+        return tf.stack(self._all(row))

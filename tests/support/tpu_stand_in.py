@@ -67,8 +67,20 @@ def device_name(replica):
     return f"/job:localhost/replica:0/task:0/device:CPU:{replica}"
 
 
-def no_sum(tensor, replicas):
-    return tf.identity(tensor)
+class NoExchange:
+    """In the place of `CrossReplicaOps` where XLA has no exchange: the same shapes."""
+
+    def __init__(self, replicas):
+        self.replicas = replicas
+
+    def sum(self, tensor):
+        return tf.identity(tensor)
+
+    def scatter_sum(self, rows, rank):
+        return tf.gather(rows, rank)
+
+    def gather(self, row):
+        return tf.tile(row[tf.newaxis], [self.replicas, 1])
 
 
 class SharedTrace(tpu_replication.TPUReplicateContext):
@@ -241,13 +253,14 @@ class StandInStrategy(tfdp.TPUDataParallelStrategy):
         self._enable_packed_variable_in_eager_mode = False
 
     def _make_extended(self, tpu, draws_per_replica, wire_dtype):
-        add = no_sum if self.compiled else QueueExchange().sum
+        exchange = NoExchange if self.compiled else QueueExchange
         return TPUDataParallelExtended(
             self,
             Resolver(self.replicas_wanted),
-            lambda replicas: CrossReplicaReducer(replicas, add),
+            lambda replicas: CrossReplicaReducer(replicas, exchange(replicas)),
             draws_per_replica=draws_per_replica,
             wire_dtype=wire_dtype,
+            sharding=self._sharding,
             device_assignment=Assignment(self.replicas_wanted),
         )
 

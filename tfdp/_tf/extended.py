@@ -33,7 +33,13 @@ from tfdp._tf.variables import ReplicaMirroredVariable, SeedVariable, is_seed_st
 from tfdp._tf.wire_dtype import are_gradients
 from tfdp.errors import ScopeError
 
-__all__ = ["DataParallelExtended", "ReplicaReducer"]
+__all__ = [
+    "SHARD_CLASSES",
+    "DataParallelExtended",
+    "ReplicaReducer",
+    "ShardingReducer",
+    "shards_of_extended",
+]
 
 
 class ReplicaReducer(Protocol):
@@ -50,7 +56,11 @@ class ReplicaReducer(Protocol):
 
 
 class ShardingReducer(ReplicaReducer, ShardReducer, Protocol):
-    """One that moves shards, too, and knows gradients from other values."""
+    """One that moves shards, too."""
+
+
+class BucketReducer(ShardingReducer, Protocol):
+    """One that knows gradients from other values, too."""
 
     def all_reduce(
         self,
@@ -79,7 +89,7 @@ class DataParallelExtended(MirroredExtended):
         self,
         strategy: tf.distribute.Strategy,
         devices: Sequence[str],
-        reducer: ShardingReducer,
+        reducer: BucketReducer,
         cross_device_ops: tf.distribute.CrossDeviceOps,
         *,
         draws_per_replica: bool = True,
@@ -117,20 +127,20 @@ class DataParallelExtended(MirroredExtended):
 
     def read_sharded(self, variable: ShardedVariable, rank: int) -> tf.Tensor:
         """The whole of a sharded variable, in replica context."""
-        return _shards_of(self).read(variable, rank)
+        return shards_of_extended(self).read(variable, rank)
 
     def _update(
         self, var: Any, fn: Callable, args: Any, kwargs: Any, group: Any
     ) -> Any:
         if isinstance(var, SHARD_CLASSES):
-            return _shards_of(self).update_across(var, fn, args, kwargs)
+            return shards_of_extended(self).update_across(var, fn, args, kwargs)
         return super()._update(var, fn, args, kwargs, group)
 
     def _replica_ctx_update(
         self, var: Any, fn: Callable, args: Any, kwargs: Any, group: Any
     ) -> Any:
         if isinstance(var, SHARD_CLASSES) and not tf.executing_eagerly():
-            return _shards_of(self).update(var, fn, args, kwargs)
+            return shards_of_extended(self).update(var, fn, args, kwargs)
         return super()._replica_ctx_update(var, fn, args, kwargs, group)
 
     def _make_collective_ops_with_fallbacks(self) -> tf.distribute.CrossDeviceOps:
@@ -200,7 +210,12 @@ class DataParallelExtended(MirroredExtended):
         return value
 
 
-def _shards_of(extended: DataParallelExtended) -> ShardUpdates:
+def shards_of_extended(extended: Any) -> ShardUpdates:
+    """What updates the shards of a strategy with this `extended`.
+
+    Raises:
+      ScopeError: when it does not shard.
+    """
     if extended.shards is None:
         raise ScopeError(
             "A sharded variable is used under a strategy that does not shard. Use it "

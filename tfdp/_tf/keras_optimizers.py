@@ -30,7 +30,7 @@ from tfdp._tf.replica_run import ReplicaRun
 from tfdp._tf.shard_updates import ShardUpdates
 from tfdp._tf.sharded_optimizers import clip_over_shards, shard_kind, shard_leads
 from tfdp._tf.sharded_variables import ShardUpdatedVariable
-from tfdp._tf.wire_dtype import sum_gradients_and_state
+from tfdp._tf.wire_dtype import from_wire, sum_gradients_and_state, to_wire
 from tfdp.errors import ConfigurationError
 
 __all__ = [
@@ -242,10 +242,9 @@ def reduce_gradients(
     scattered = [i for i, kind in enumerate(kinds) if kind is ShardUpdatedVariable]
     if scattered:
         shards = tf.distribute.get_strategy().extended.shards
-        own = shards.scatter(
-            [gradients[i] for i in scattered], [variables[i] for i in scattered]
-        )
-        for place, shard in zip(scattered, own, strict=True):
+        sent = [gradients[i] for i in scattered]
+        own = shards.scatter(to_wire(sent), [variables[i] for i in scattered])
+        for place, shard in zip(scattered, from_wire(own, sent), strict=True):
             results[place] = shard
     whole = [i for i, kind in enumerate(kinds) if kind is None]
     rank = current_rank()

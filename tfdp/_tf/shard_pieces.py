@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import tensorflow as tf
 
@@ -30,8 +31,13 @@ def pad_shard(piece: tf.Tensor, layout: ShardLayout, part: int) -> tf.Tensor:
     return tf.pad(piece, [[0, missing]]) if missing else piece
 
 
-def piece_of(whole: tf.Tensor, layout: ShardLayout, part: int) -> tf.Tensor:
-    """Shard `part` of `whole`, flat and padded."""
+def piece_of(whole: tf.Tensor, layout: ShardLayout, part: Any) -> tf.Tensor:
+    """Shard `part` of `whole`, flat and padded; `part` is a tensor on a TPU."""
+    if not isinstance(part, int):
+        size = layout.shard_elements
+        missing = layout.parts * size - layout.elements
+        flat = tf.pad(tf.reshape(whole, [-1]), [[0, missing]])
+        return tf.ensure_shape(tf.slice(flat, [part * size], [size]), [size])
     return pad_shard(cut(tf.reshape(whole, [-1]), layout, part), layout, part)
 
 

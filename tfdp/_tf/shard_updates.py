@@ -18,9 +18,11 @@ from tfdp._tf.names import (
     graphs_inside,
     is_branch_graph,
     is_loop_graph,
+    own_copy,
     select_replica,
     stop_recording,
 )
+from tfdp._tf.replica_run import trace_of
 from tfdp._tf.shard_pieces import own_piece, piece_of
 from tfdp._tf.sharded_variables import (
     LocalShardVariable,
@@ -40,6 +42,11 @@ __all__ = [
 ]
 
 SHARD_CLASSES = (ShardedVariable, ShardUpdatedVariable)
+
+# What a variable is made with, and its shards are not.
+NOT_OF_A_SHARD = frozenset(
+    ("aggregation", "colocate_with", "initial_value", "shape", "synchronization")
+)
 
 # Keras calls its accumulators so, and DistributedOptimizer does, too.
 ACCUMULATOR_NAME = "gradient_accumulator"
@@ -79,16 +86,16 @@ class ShardReducer(Protocol):
         """The graph of the replica function that is being built."""
 
     def reduce_scatter(
-        self, values: Sequence[Any], layouts: Sequence[ShardLayout], rank: int
+        self, values: Sequence[Any], layouts: Sequence[ShardLayout], rank: Any
     ) -> list[tf.Tensor]:
         """This replica's shard of the sum of each value."""
 
     def all_gather(
-        self, shards: Sequence[tf.Tensor], layouts: Sequence[ShardLayout], rank: int
+        self, shards: Sequence[tf.Tensor], layouts: Sequence[ShardLayout], rank: Any
     ) -> list[tf.Tensor]:
         """The whole tensors from everybody's shards."""
 
-    def sum_of_shards(self, value: tf.Tensor, rank: int) -> tf.Tensor:
+    def sum_of_shards(self, value: tf.Tensor, rank: Any) -> tf.Tensor:
         """The sum over the shards of what each replica found on its own."""
 
 
@@ -114,7 +121,8 @@ class ShardUpdates:
         self._strategy = strategy
         self._devices = devices
         self._min_bytes = sharding.min_bytes
-        self._views: list[dict[int, ShardView]] = [{} for _ in devices]
+        # By graph: replicas may share one, and each of them its views.
+        self._views: dict[int, dict[int, ShardView]] = {}
 
     def class_of(self, kwargs: dict[str, Any], value: tf.Tensor) -> type | None:
         """The class of a variable about to be made; None: not a sharded one."""
@@ -186,9 +194,7 @@ class ShardUpdates:
         """A sharded variable that starts as `value`, a shard on each device."""
         layout = self.layout_of(value)
         common = {
-            key: given
-            for key, given in kwargs.items()
-            if key not in ("colocate_with", "shape", "synchronization", "aggregation")
+            key: given for key, given in kwargs.items() if key not in NOT_OF_A_SHARD
         }
         shards: list[tf.Variable] = []
         for rank, device in enumerate(self._devices):
@@ -196,15 +202,17 @@ class ShardUpdates:
                 first = shards[0].name.split(":")[0]
                 # The slash makes it an absolute name, outside all name scopes.
                 common["name"] = f"{first}/replica_{rank}/"
-            with tf.device(device), stop_recording():
-                common["initial_value"] = own_piece(value, layout, self.part_of(rank))
-                shards.append(next_creator(**common))
+            with stop_recording():
+                with tf.device(variable_class.cutting_device or device):
+                    own = own_piece(value, layout, self.part_of(rank))
+                with tf.device(device):
+                    shards.append(next_creator(**common, initial_value=own))
         none = tf.VariableAggregation.NONE
         variable = variable_class(self._strategy, shards, none, layout)
         variable.autocasts = is_made_for_autocast()
         return variable
 
-    def read(self, variable: ShardedVariable, rank: int) -> tf.Tensor:
+    def read(self, variable: ShardedVariable, rank: Any) -> tf.Tensor:
         """The whole variable in a replica; the gradient is this replica's shard."""
         layout, own = variable.layout, variable.shard(rank)
         # What the layer would cast after the gather is cast before it: half the bytes,
@@ -227,7 +235,7 @@ class ShardUpdates:
             return piece_of(total, layout, self.part_of(rank))
 
         with self._outside_loops(), tf.device(own.device):
-            return gather(own.read_value())
+            return gather(variable.read_shard(rank))
 
     def _outside_loops(self) -> contextlib.AbstractContextManager:
         """The graph of the replica function, while a loop or branch in it is built.
@@ -263,7 +271,7 @@ class ShardUpdates:
         ]
 
     def _gathered(
-        self, variable: ShardedVariable, shard: tf.Tensor, rank: int
+        self, variable: ShardedVariable, shard: tf.Tensor, rank: Any
     ) -> tf.Tensor:
         if not tf.executing_eagerly():
             return self.reducer.all_gather([shard], [variable.layout], rank)[0]
@@ -290,33 +298,33 @@ class ShardUpdates:
         with tf.device(target.device), shard_update(rank):
             return fn(target, *args, **(kwargs or {}))
 
-    def _target(self, variable: DistributedVariable, rank: int) -> Any:
+    def _target(self, variable: DistributedVariable, rank: Any) -> Any:
         if isinstance(variable, ShardedVariable):
             return variable.shard(rank)
-        views, graph = self._views[rank], tf.compat.v1.get_default_graph()
+        graph = tf.compat.v1.get_default_graph()
+        views = self._views.setdefault(trace_of(rank), {})
         view = views.get(id(variable))
         if view is None or (view.graph is not graph and not view.is_assigned):
-            view = ShardView(variable, self.part_of(rank), variable.values[rank])
+            view = ShardView(variable, self.part_of(rank), own_copy(variable, rank))
             views[id(variable)] = view
         return view
 
     def gather_updated(self) -> None:
         """Brings what the replicas assigned to their shards into all copies."""
         rank = current_rank()
-        views = [view for view in self._views[rank].values() if view.is_assigned]
-        self._views[rank] = {}
+        seen = self._views.pop(trace_of(rank), {})
+        views = [view for view in seen.values() if view.is_assigned]
         if not views:
             return
         wholes = self.reducer.all_gather(
             [view.value() for view in views], [view.layout for view in views], rank
         )
         for view, whole in zip(views, wholes, strict=True):
-            with tf.device(view.device):
-                view.copy.assign(whole, read_value=False)
+            self._strategy.extended.update_own_copy(view.variable, _assign, whole)
 
     def forget_views(self) -> None:
         """Drops what a trace that failed half-way has left."""
-        self._views = [{} for _ in self._devices]
+        self._views = {}
 
     def update_across(
         self, variable: DistributedVariable, fn: Callable, args: Any, kwargs: Any
@@ -339,6 +347,10 @@ class ShardUpdates:
             for target in targets:
                 with tf.device(target.device):
                     target.copy.assign(whole)
+
+
+def _assign(own: Any, value: tf.Tensor) -> None:
+    own.assign(value, read_value=False)
 
 
 def _stored(variable: Any) -> Any:

@@ -37,6 +37,7 @@ __all__ = [
     "ShardedVariable",
     "noted_assignments",
     "read_instead",
+    "updating_rank",
     "shard_update",
 ]
 
@@ -44,10 +45,13 @@ _local = threading.local()
 
 
 @contextlib.contextmanager
-def shard_update(rank: int) -> Iterator[None]:
+def shard_update(rank: Any) -> Iterator[None]:
     """While this lasts, sharded variables read and assign the shard of replica `rank`
-    of this process."""
-    before = _updating_rank()
+    of this process.
+
+    Where one graph serves all replicas it is a tensor.
+    """
+    before = updating_rank()
     _local.rank = rank
     try:
         yield
@@ -55,7 +59,8 @@ def shard_update(rank: int) -> Iterator[None]:
         _local.rank = before
 
 
-def _updating_rank() -> int | None:
+def updating_rank() -> Any:
+    """The replica whose shard is read and assigned; None outside of `shard_update`."""
     return getattr(_local, "rank", None)
 
 
@@ -107,6 +112,8 @@ class ShardedVariable(DistributedVariable):
       layout: how the whole is cut.
     """
 
+    #: Where whole tensors are cut; None: on the device of each shard.
+    cutting_device: str | None = None
     #: Whether layers see it in the type that they compute in.
     autocasts = False
 
@@ -129,12 +136,16 @@ class ShardedVariable(DistributedVariable):
         """Of the whole variable."""
         return self.shape
 
-    def shard(self, rank: int) -> tf.Variable:
+    def shard(self, rank: Any) -> Any:
         """What a replica of this process stores, flat and padded."""
         return self._values[rank]
 
+    def read_shard(self, rank: Any) -> tf.Tensor:
+        """The value of a replica's shard, flat and padded."""
+        return self.shard(rank).read_value()
+
     def _get(self) -> Any:
-        rank = _updating_rank()
+        rank = updating_rank()
         if rank is not None:
             return self._values[rank]
         if self._is_in_replica():
@@ -164,7 +175,7 @@ class ShardedVariable(DistributedVariable):
         return tf.convert_to_tensor(self._get(), dtype=dtype, name=name)
 
     def _update(self, update_fn: Callable, value: Any, **kwargs: Any) -> Any:
-        rank = _updating_rank()
+        rank = updating_rank()
         if rank is not None:
             return update_fn(self._values[rank], value, **kwargs)
         whole = _checked(value, self.dtype, self.layout)
@@ -172,8 +183,10 @@ class ShardedVariable(DistributedVariable):
         if assigned is not None:
             assigned[id(self)] = whole.numpy()
         for rank in self._ranks_here():
-            with tf.device(self._values[rank].device):
+            device = self._values[rank].device
+            with tf.device(self.cutting_device or device):
                 own = own_piece(whole, self.layout, self._shards.part_of(rank))
+            with tf.device(device):
                 update_fn(self._values[rank], own, **kwargs)
         return self
 
@@ -248,7 +261,7 @@ class ShardUpdatedVariable(ReplicaMirroredVariable):
         return self.distribute_strategy.extended.shards.layout_of(self)
 
     def _get(self) -> Any:
-        rank, read = _updating_rank(), _other_read()
+        rank, read = updating_rank(), _other_read()
         if rank is None:
             return super()._get() if read is None else read(self)
         part = self.distribute_strategy.extended.shards.part_of(rank)
@@ -265,7 +278,7 @@ class ShardUpdatedVariable(ReplicaMirroredVariable):
         return self.value().numpy()
 
     def _is_read_as_stored(self) -> bool:
-        return _updating_rank() is None and _other_read() is None
+        return updating_rank() is None and _other_read() is None
 
     def _dense_var_to_tensor(
         self, dtype: Any = None, name: Any = None, as_ref: bool = False
@@ -288,7 +301,7 @@ class ShardView:
     until the shards of all replicas are gathered into the copies.
     """
 
-    def __init__(self, variable: ShardUpdatedVariable, part: int, copy_: tf.Variable):
+    def __init__(self, variable: ShardUpdatedVariable, part: Any, copy_: Any):
         self.variable = variable
         self.copy = copy_
         self.layout = variable.layout

@@ -12,12 +12,15 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdp._tf.extended import ReplicaReducer
+from tfdp._tf.extended import SHARD_CLASSES, ShardingReducer, shards_of_extended
 from tfdp._tf.keras_optimizers import refuse_unled
-from tfdp._tf.names import current_rank
+from tfdp._tf.names import current_rank, stop_recording
 from tfdp._tf.replica_run import ReplicaRun
 from tfdp._tf.scope_checks import check_component
+from tfdp._tf.shard_updates import Sharding, ShardUpdates
+from tfdp._tf.sharded_variables import ShardedVariable
 from tfdp._tf.tpu_names import TPUExtended, TPUMirroredVariable
+from tfdp._tf.tpu_sharded_variables import tpu_shard_class
 from tfdp._tf.tpu_variables import TPUReplicaVariable, TPUSeedVariable
 from tfdp._tf.variables import is_seed_state
 
@@ -33,6 +36,7 @@ class TPUDataParallelExtended(TPUExtended):
       make_reducer: makes what moves tensors between N replicas, from N.
       draws_per_replica: whether random layers draw apart on every replica.
       wire_dtype: the type in which gradients travel; None for their own.
+      sharding: what each replica holds a shard of only.
       device_assignment: see `tf.distribute.TPUStrategy`; None for all cores.
     """
 
@@ -40,21 +44,27 @@ class TPUDataParallelExtended(TPUExtended):
         self,
         strategy: tf.distribute.Strategy,
         resolver: Any,
-        make_reducer: Callable[[int], ReplicaReducer],
+        make_reducer: Callable[[int], ShardingReducer],
         *,
         draws_per_replica: bool = True,
         wire_dtype: str | None = None,
+        sharding: Sharding | None = None,
         device_assignment: Any = None,
     ):
         self.wire_dtype = wire_dtype
         self._draws_per_replica = draws_per_replica
         #: Whether an update of one variable is being built: assignments are final.
         self.is_updating_own_copy = False
+        self.shards: ShardUpdates | None = None
         super().__init__(strategy, resolver, device_assignment=device_assignment)
         # Classes of variables, not policies, say how a variable behaves: ours are such.
         self._use_var_policy = False
         self.current_run = ReplicaRun(self._num_replicas_in_sync)
         self.reducer = make_reducer(self._num_replicas_in_sync)
+        if sharding is not None and sharding.stage and self.reducer.shard_parts > 1:
+            self.shards = ShardUpdates(
+                strategy, self.worker_devices, self.reducer, sharding
+            )
         # As in stock TPUStrategy: one handle for all copies of a variable.
         strategy._enable_packed_variable_in_eager_mode = True
 
@@ -73,6 +83,21 @@ class TPUDataParallelExtended(TPUExtended):
         with self._updating_own_copy():
             fn(variable, value)
 
+    def update_whole(self, variable: Any, fn: Callable, value: Any, kwargs: Any) -> Any:
+        """Assigns to all copies of a variable, in cross-replica context."""
+        return super()._update(variable, fn, (value,), kwargs, True)
+
+    def read_sharded(self, variable: ShardedVariable, rank: Any) -> tf.Tensor:
+        """The whole of a sharded variable, in replica context."""
+        return shards_of_extended(self).read(variable, rank)
+
+    def _update(
+        self, var: Any, fn: Callable, args: Any, kwargs: Any, group: bool
+    ) -> Any:
+        if isinstance(var, SHARD_CLASSES):
+            return shards_of_extended(self).update_across(var, fn, args, kwargs)
+        return super()._update(var, fn, args, kwargs, group)
+
     @contextlib.contextmanager
     def _updating_own_copy(self) -> Iterator[None]:
         before, self.is_updating_own_copy = self.is_updating_own_copy, True
@@ -87,6 +112,8 @@ class TPUDataParallelExtended(TPUExtended):
     def tpu_run(self, fn: Callable, args: Any, kwargs: Any, options: Any = None) -> Any:
         """Traces `fn` once and runs it on every core."""
         self.reducer.begin_run()
+        if self.shards is not None:
+            self.shards.forget_views()
         return super().tpu_run(fn, args, kwargs, options)
 
     def _replica_ctx_all_reduce(
@@ -107,15 +134,34 @@ class TPUDataParallelExtended(TPUExtended):
         group: bool = True,
     ) -> Any:
         with self._updating_own_copy():
-            result = fn(var, *args, **(kwargs or {}))
+            if isinstance(var, SHARD_CLASSES):
+                result = shards_of_extended(self).update(var, fn, args, kwargs)
+            else:
+                result = fn(var, *args, **(kwargs or {}))
         return result if group else (result,)
 
     def _create_variable(self, next_creator: Callable, **kwargs: Any) -> Any:
+        shards, shard_class = self.shards, None
+        if shards is not None and kwargs.get("initial_value") is not None:
+            kwargs["initial_value"] = value = self._first_value(kwargs)
+            shard_class = shards.class_of(kwargs, value)
+            if shard_class is not None:
+                shard_class = tpu_shard_class(shard_class)
+            if shard_class is not None and issubclass(shard_class, ShardedVariable):
+                return shards.make(shard_class, next_creator, kwargs, value)
         variable = super()._create_variable(next_creator, **kwargs)
         if type(variable) is not TPUMirroredVariable:
             return variable
         own_draws = self._draws_per_replica and is_seed_state(variable)
         variable_class = TPUSeedVariable if own_draws else TPUReplicaVariable
-        return variable_class(
+        return (shard_class or variable_class)(
             variable.distribute_strategy, variable.values, variable.aggregation
         )
+
+    def _first_value(self, kwargs: dict[str, Any]) -> tf.Tensor:
+        """What the variable about to be made starts as: drawn once, on the host."""
+        initial = kwargs["initial_value"]
+        with tf.device("CPU:0"), stop_recording():
+            return tf.convert_to_tensor(
+                initial() if callable(initial) else initial, dtype=kwargs.get("dtype")
+            )

@@ -9,6 +9,9 @@ from typing import Any
 
 import tensorflow as tf
 
+# The sum of which each replica gets its part; `tf.raw_ops` does not have it.
+from tensorflow.compiler.tf2xla.ops.gen_xla_ops import xla_reduce_scatter
+
 # A whole step for all TPU cores: our base class.
 from tensorflow.python.distribute.tpu_strategy import TPUExtended
 
@@ -19,13 +22,18 @@ from tensorflow.python.distribute.tpu_util import (
 )
 
 # Variables with one component per TPU core.
-from tensorflow.python.distribute.tpu_values import TPUMirroredVariable
+from tensorflow.python.distribute.tpu_values import (
+    TPUMirroredVariable,
+    TPUVariableMixin,
+)
 
 __all__ = [
     "TPUExtended",
     "TPUMirroredVariable",
+    "TPUVariableMixin",
     "assign_in_replica",
     "in_tpu_replica",
+    "xla_reduce_scatter",
 ]
 
 

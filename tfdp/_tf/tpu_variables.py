@@ -15,17 +15,30 @@ from tfdp._tf.names import current_rank
 from tfdp._tf.replica_invariance import is_same_on_every_replica
 from tfdp._tf.tpu_names import (
     TPUMirroredVariable,
+    TPUVariableMixin,
     assign_in_replica,
     in_tpu_replica,
 )
 from tfdp._tf.variables import seed_offset
 from tfdp.errors import CollectiveError
 
-__all__ = ["TPUReplicaVariable", "TPUSeedVariable"]
+__all__ = ["AssignedInReplica", "TPUReplicaVariable", "TPUSeedVariable"]
 
 
-class TPUReplicaVariable(TPUMirroredVariable):
-    """A variable with a copy on every TPU core, which each replica assigns to."""
+class AssignedInReplica(TPUVariableMixin):
+    """Assignments that a replica makes on its own; a mixin for TPU variables."""
+
+    def _stored(self) -> tf.Tensor:
+        """What is stored for the calling replica."""
+        raise NotImplementedError
+
+    def _together(self, value: tf.Tensor) -> tf.Tensor:
+        """`value` as all replicas assign it."""
+        raise NotImplementedError
+
+    def _assign_replica(self, value: Any, name: str | None, read_value: bool) -> Any:
+        """Assigns in the calling replica."""
+        raise NotImplementedError
 
     def assign(
         self,
@@ -49,8 +62,8 @@ class TPUReplicaVariable(TPUMirroredVariable):
         """Adds `delta`; see `assign`."""
         if not in_tpu_replica():
             return super().assign_add(delta, use_locking, name, read_value)
-        stored = TPUMirroredVariable._read_variable_op(self)
-        delta = self._together(tf.convert_to_tensor(delta, self.dtype))
+        stored = self._stored()
+        delta = self._together(tf.convert_to_tensor(delta, stored.dtype))
         return assign_in_replica(self, stored + delta, False, name, read_value)
 
     def assign_sub(
@@ -65,6 +78,13 @@ class TPUReplicaVariable(TPUMirroredVariable):
             return super().assign_sub(delta, use_locking, name, read_value)
         delta = tf.convert_to_tensor(delta, self.dtype)
         return self.assign_add(-delta, use_locking, name, read_value)
+
+
+class TPUReplicaVariable(AssignedInReplica, TPUMirroredVariable):
+    """A variable with a copy on every TPU core, which each replica assigns to."""
+
+    def _stored(self) -> tf.Tensor:
+        return TPUMirroredVariable._read_variable_op(self)
 
     def scatter_add(
         self, sparse_delta: Any, use_locking: bool = False, name: str | None = None

@@ -9,7 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
-__all__ = ["are_gradients", "sum_gradients_and_state"]
+__all__ = ["are_gradients", "from_wire", "sum_gradients_and_state", "to_wire"]
 
 _gradients_travel = contextvars.ContextVar("gradients_travel", default=False)
 

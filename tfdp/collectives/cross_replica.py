@@ -6,14 +6,18 @@ as soon as its inputs are there, so nothing is packed here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
 
+from tfdp._tf.shard_pieces import whole_from_shards
+from tfdp.collectives.cross_replica_ops import CrossReplicaOps
+from tfdp.collectives.shard_packing import join_rows, to_rows
 from tfdp.errors import CollectiveError
+from tfdp.shards import ShardLayout
 
-__all__ = ["CrossReplicaReducer", "cross_replica_sum"]
+__all__ = ["CrossReplicaReducer"]
 
 # What XLA's sum takes (tpu_strategy.py, _DTYPES_SUPPORTED_BY_CROSS_REPLICA_SUM).
 SUMMABLE = (
@@ -25,31 +29,39 @@ SUMMABLE = (
     tf.uint32,
 )
 
-SumOverReplicas = Callable[[tf.Tensor, int], tf.Tensor]
-
-
-def cross_replica_sum(tensor: tf.Tensor, replicas: int) -> tf.Tensor:
-    """The sum of `tensor` over all of the `replicas` cores, on each of them."""
-    return tf.raw_ops.CrossReplicaSum(
-        input=tensor, group_assignment=[list(range(replicas))]
-    )
-
 
 class CrossReplicaReducer:
-    """Sums values over the replicas of one program.
+    """Sums values, and moves shards, over the replicas of one program.
 
     Args:
       replicas: N, how many run the program.
-      sum_over_replicas: the sum of one tensor; another one where there is no TPU.
+      ops: the exchanges of one tensor; others where there is no TPU.
 
     Cost: 2 n (N - 1) / N bytes per replica for n bytes, on the links between cores.
     """
 
-    def __init__(
-        self, replicas: int, sum_over_replicas: SumOverReplicas = cross_replica_sum
-    ):
+    #: The graph in which replicas exchange: whichever is being built.
+    run_graph: tf.Graph | None = None
+
+    def __init__(self, replicas: int, ops: CrossReplicaOps | None = None):
         self.replicas = replicas
-        self._sum_over_replicas = sum_over_replicas
+        self._ops = CrossReplicaOps(replicas) if ops is None else ops
+
+    @property
+    def shard_parts(self) -> int:
+        """Over how many replicas a tensor is sharded."""
+        return self.replicas
+
+    @property
+    def first_part(self) -> int:
+        """The shard of the first replica."""
+        return 0
+
+    def join_shards(
+        self, shards: Sequence[tf.Tensor], layout: ShardLayout, label: str
+    ) -> tf.Tensor:
+        """The whole tensor from all its shards, outside of replicas."""
+        return whole_from_shards(shards, layout)
 
     def begin_run(self) -> None:
         """Called before the replicas of one `strategy.run` are traced: nothing."""
@@ -83,6 +95,49 @@ class CrossReplicaReducer:
         if value.dtype == tf.bool:
             return self._sum(tf.cast(mine, tf.int32)) > 0
         return self._sum(mine)
+
+    def reduce_scatter(
+        self, values: Sequence[Any], layouts: Sequence[ShardLayout], rank: Any
+    ) -> list[tf.Tensor]:
+        """This replica's shard of the sum of each value.
+
+        Args:
+          values: alike on all replicas; `tf.IndexedSlices` become dense.
+          layouts: how each value is cut.
+          rank: the calling replica.
+
+        Cost: n (N - 1) / N bytes per replica for n bytes of values.
+        """
+        dense = [
+            tf.ensure_shape(tf.convert_to_tensor(value), layout.shape)
+            for value, layout in zip(values, layouts, strict=True)
+        ]
+        # One exchange each: XLA starts it as soon as the gradient is there.
+        return [self._ops.scatter_sum(rows, rank) for rows in to_rows(dense, layouts)]
+
+    def all_gather(
+        self, shards: Sequence[tf.Tensor], layouts: Sequence[ShardLayout], rank: Any
+    ) -> list[tf.Tensor]:
+        """The whole tensors from everybody's shards: one exchange for each type.
+
+        Args:
+          shards: this replica's, flat and padded.
+          layouts: how each tensor is cut.
+          rank: the calling replica.
+
+        Cost: n (N - 1) / N bytes per replica for n bytes of tensors.
+        """
+        wholes: dict[int, tf.Tensor] = {}
+        for dtype in dict.fromkeys(shard.dtype for shard in shards):
+            places = [i for i, shard in enumerate(shards) if shard.dtype == dtype]
+            own = [layouts[i] for i in places]
+            rows = self._ops.gather(tf.concat([shards[i] for i in places], axis=0))
+            wholes.update(zip(places, join_rows(rows, own), strict=True))
+        return [wholes[place] for place in range(len(shards))]
+
+    def sum_of_shards(self, value: tf.Tensor, rank: Any) -> tf.Tensor:
+        """The sum over the shards of what each replica found on its own."""
+        return self._sum(value)
 
     def _broadcast_long(self, mine: tf.Tensor) -> tf.Tensor:
         """64 bits in two halves: the others' are zero, so no sum carries."""
@@ -123,4 +178,4 @@ class CrossReplicaReducer:
                 f"{', '.join(dtype.name for dtype in SUMMABLE)}. Cast before the "
                 "reduction."
             )
-        return self._sum_over_replicas(value, self.replicas)
+        return self._ops.sum(value)

@@ -71,7 +71,7 @@ class RemotePath:
         return f"RemotePath({self._url!r})"
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, RemotePath) and self._url == other._url
+        return isinstance(other, RemotePath) and self._url == str(other)
 
     def __hash__(self) -> int:
         return hash(self._url)
@@ -80,7 +80,7 @@ class RemotePath:
         return RemotePath(f"{self._url}/{name}")
 
     def __lt__(self, other: RemotePath) -> bool:
-        return self._url < other._url
+        return self._url < str(other)
 
     @property
     def name(self) -> str:
