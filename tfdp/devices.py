@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 from collections.abc import Sequence
 
 import tensorflow as tf
 
 from tfdp.errors import ConfigurationError, DeviceError
 
-__all__ = ["find_devices", "use_virtual_devices"]
+__all__ = ["add_waiting_thread", "find_devices", "use_virtual_devices"]
 
 
 def use_virtual_devices(count: int) -> list[str]:
@@ -55,6 +57,27 @@ def use_virtual_devices(count: int) -> list[str]:
             "imports)."
         ) from error
     return names
+
+
+def add_waiting_thread() -> None:
+    """Gives TensorFlow one thread more than cores to run operations on.
+
+    An exchange between hosts holds one while it waits for the network. On a single
+    core there is no other by default, and backprop would wait as well. Nothing is
+    changed where the number was set, or TensorFlow has started already.
+    """
+    threading = tf.config.threading
+    is_set = threading.get_inter_op_parallelism_threads() != 0
+    if is_set or "TF_NUM_INTEROP_THREADS" in os.environ:
+        return
+    with contextlib.suppress(RuntimeError):
+        threading.set_inter_op_parallelism_threads(_usable_cores() + 1)
+
+
+def _usable_cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def find_devices(devices: Sequence[str] | None = None) -> tuple[str, ...]:

@@ -19,7 +19,7 @@ from tfdp.collectives.across_hosts import AcrossHostsEngine
 from tfdp.collectives.shards_across_hosts import ShardsAcrossHostsEngine
 from tfdp.communication import Communication
 from tfdp.data.hosts import own_part, until_all_end
-from tfdp.devices import find_devices, use_virtual_devices
+from tfdp.devices import add_waiting_thread, find_devices, use_virtual_devices
 from tfdp.errors import ConfigurationError
 from tfdp.gradients.pipeline import GradientPipeline
 from tfdp.hosts.buffers import unaligned_copy
@@ -111,6 +111,8 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
             raise ConfigurationError(
                 f"devices_per_host must be at least 1. Received: {count!r}."
             )
+        if self.cluster.workers > 1:
+            add_waiting_thread()
         if not tf.config.list_physical_devices("GPU") and count is not None:
             use_virtual_devices(count)
         return list(find_devices()[:count])

@@ -32,6 +32,7 @@ NOT_ON_TPU = {
     "engine": "the sum is an op of the program that XLA compiles for all cores",
     "timeout_seconds": "the cores run one program, in lockstep",
     "silence_seconds": "the cores run one program, in lockstep",
+    "wire_dtype": "it is an argument of TPUDataParallelStrategy itself",
 }
 
 

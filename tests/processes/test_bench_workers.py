@@ -81,8 +81,13 @@ def test_arms_train_the_same_weights_on_every_worker(tmp_path):
 
 
 @pytest.mark.timeout(120)
-def test_one_bucket_and_16_bits_train_as_the_others_do(tmp_path):
-    arms = ["tfdp-sockets", "tfdp-sockets-one-bucket", "tfdp-sockets-bfloat16"]
+def test_bucket_sizes_and_16_bits_train_as_the_default_does(tmp_path):
+    arms = [
+        "tfdp-sockets",
+        "tfdp-sockets-large-buckets",
+        "tfdp-sockets-small-buckets",
+        "tfdp-sockets-bfloat16",
+    ]
     report, _ = bench(tmp_path / "report.json", "--case", "train-mlp", "--arms", *arms)
     (result,) = report["results"]
     norms = [
@@ -93,9 +98,9 @@ def test_one_bucket_and_16_bits_train_as_the_others_do(tmp_path):
         for arm in arms
     ]
     assert all(mine == theirs for mine, theirs in norms)
-    (ours, one_bucket, rounded) = (mine for mine, _ in norms)
+    ours, large, small, rounded = (mine for mine, _ in norms)
     # Two numbers added are the same in any bucket.
-    assert one_bucket == ours
+    assert large == small == ours
     # Eight steps of 0.01 move the norm by some 0.1; each is off by 2^-8 at most.
     assert rounded != ours
     assert rounded == pytest.approx(ours, abs=0.1 * 2**-8)

@@ -160,7 +160,7 @@ def test_several_workers_have_arms_of_their_own():
     assert sums == (*ours, "torch-gloo")
     training = Request("train-mlp", devices=1, workers=2).arm_names
     theirs = ("torch-one-process", "torch-gloo")
-    assert training == ("one-process", *ours, *theirs, "tfdp-sockets-one-bucket")
+    assert training == ("one-process", *ours, *theirs, "tfdp-sockets-large-buckets")
     assert GROUP_ARMS["stock-multi-worker"].why_left_out(1) is None
     assert "one logical CPU" in GROUP_ARMS["stock-multi-worker"].why_left_out(2)
 

@@ -15,8 +15,9 @@ REDUCTION_ARMS = (
 )
 TWO_LEVEL_ARMS = ("tfdp-sockets-flat", "tfdp-sockets", "torch-gloo-flat")
 OVERLAP_ARMS = (
-    "tfdp-sockets-one-bucket",
+    "tfdp-sockets-large-buckets",
     "tfdp-sockets",
+    "tfdp-sockets-small-buckets",
     "tfdp-sockets-bfloat16",
     "torch-gloo",
 )

@@ -29,8 +29,9 @@ __all__ = [
 ONE_PROCESS = "one-process"
 STOCK_MULTI_WORKER = "stock-multi-worker"
 TORCH_PREFIX = "torch-"
-# More than any model has.
-ONE_BUCKET_BYTES = 1 << 60
+# More than any model has: the plan keeps a first bucket of at most half of it apart.
+LARGEST_BUCKET_BYTES = 1 << 60
+SMALL_BUCKET_BYTES = 1 << 20
 BOTH = ("allreduce", "train")
 
 
@@ -154,9 +155,9 @@ def one_process_arm(arm: str) -> str:
     return TORCH_ONE_PROCESS if arm.startswith(TORCH_PREFIX) else ONE_PROCESS
 
 
-ONE_BUCKET = {
-    "bucket_bytes": ONE_BUCKET_BYTES,
-    "first_bucket_bytes": ONE_BUCKET_BYTES,
+LARGE_BUCKETS = {
+    "bucket_bytes": LARGEST_BUCKET_BYTES,
+    "first_bucket_bytes": LARGEST_BUCKET_BYTES,
 }
 TORCH_ONE_PROCESS = f"{TORCH_PREFIX}one-process"
 
@@ -169,9 +170,15 @@ GROUP_ARMS = {
     "tfdp-mpi": GroupArm("mpi", BOTH, _tfdp("mpi"), _mpi_is_left_out),
     TORCH_ONE_PROCESS: GroupArm("single", ("train",), None, _torch_is_left_out),
     "torch-gloo": GroupArm("local", BOTH, None, _torch_is_left_out),
-    # All gradients in one bucket, which leaves when backprop has ended: no overlap.
-    "tfdp-sockets-one-bucket": GroupArm(
-        "local", ("train",), _tfdp("sockets", **ONE_BUCKET)
+    # Of the models here all but the last layer travels when backprop has ended.
+    "tfdp-sockets-large-buckets": GroupArm(
+        "local", ("train",), _tfdp("sockets", **LARGE_BUCKETS)
+    ),
+    "tfdp-sockets-small-buckets": GroupArm(
+        "local",
+        ("train",),
+        _tfdp("sockets", bucket_bytes=SMALL_BUCKET_BYTES),
+        by_default=False,
     ),
     "tfdp-sockets-bfloat16": GroupArm(
         "local", ("train",), _tfdp("sockets", wire_dtype="bfloat16"), by_default=False

@@ -1,0 +1,31 @@
+"""One thread more than cores, where a worker may still set the number."""
+
+import os
+
+import pytest
+
+from tests.support.fresh_python import run_program
+
+PROGRAM = """
+import tensorflow as tf
+from tfdp.devices import add_waiting_thread
+{before}
+add_waiting_thread()
+print(tf.config.threading.get_inter_op_parallelism_threads())
+"""
+CORES = len(os.sched_getaffinity(0))
+
+
+@pytest.mark.parametrize(
+    "before, expected",
+    [
+        ("", CORES + 1),
+        ("import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})", 2),
+        ("tf.config.threading.set_inter_op_parallelism_threads(7)", 7),
+        ("import os; os.environ['TF_NUM_INTEROP_THREADS'] = '5'", 0),
+        ("tf.zeros([1])", 0),  # too late
+    ],
+)
+def test_only_an_open_number_is_set(before, expected):
+    done = run_program(PROGRAM.format(before=before))
+    assert done.stdout.strip() == str(expected), done.stderr
