@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import collections
 import itertools
 import zlib
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -14,6 +16,9 @@ from tfdp.hosts.link import HostLink
 
 __all__ = ["own_part", "until_all_end"]
 
+
+# Said by a host, behind the number of its elements, when no more of them will come.
+OVER = "over"
 
 # Datasets are numbered in the order in which a process distributes them, iterators by
 # dataset: the same on every host.
@@ -112,7 +117,7 @@ def until_all_end(dataset: tf.data.Dataset, link: HostLink) -> tf.data.Dataset:
       dataset: this host's elements; the hosts may have different numbers of them.
       link: tells the hosts from each other.
 
-    Cost: one exchange of a number per element, ahead of the training steps.
+    Cost: one word to the others per element, ahead of the training steps.
     """
     empty = tf.data.Dataset.from_tensors(0).map(
         lambda _: tf.nest.map_structure(
@@ -125,27 +130,62 @@ def until_all_end(dataset: tf.data.Dataset, link: HostLink) -> tf.data.Dataset:
     name = f"dataset {next(_dataset_numbers)}"
     iterators = itertools.count()
 
-    def anybody_has_more(number: np.ndarray, iterator: np.ndarray, mine: Any) -> Any:
-        key = f"{name}, iterator {iterator}, element {number}"
-        return np.array("more" in link.share_note(key, "more" if mine else "").values())
+    own_elements: collections.Counter[str] = collections.Counter()
+
+    def is_element(number: np.ndarray, iterator: np.ndarray, mine: Any) -> np.ndarray:
+        key = f"{name}, iterator {iterator}"
+        if mine:
+            # Never waits: this may be an element read ahead, in an iterator that is
+            # about to be dropped, while another host waits for this one elsewhere.
+            own_elements[key] += 1
+            link.leave_note(key, str(own_elements[key]))
+            return np.array(True)
+        link.leave_note(key, f"{own_elements[key]} {OVER}")
+        return np.array(_others_have(link, key, int(number)))
 
     def goes_on(number: tf.Tensor, element: tuple[Any, Any]) -> tf.Tensor:
         iterator, (_, is_real) = element
         answer = tf.numpy_function(
-            anybody_has_more, [number, iterator, is_real], tf.bool, stateful=True
+            is_element, [number, iterator, is_real], tf.bool, stateful=True
         )
         return tf.ensure_shape(answer, [])
 
+    def number_of_iterator() -> Iterator[int]:
+        """The same number again and again, for as long as somebody iterates."""
+        number = next(iterators)
+        try:
+            yield from itertools.repeat(number)
+        finally:
+            # Others may wait to hear how far this iterator comes.
+            key = f"{name}, iterator {number}"
+            link.leave_note(key, f"{own_elements.pop(key, 0)} {OVER}")
+
     def numbered() -> tf.data.Dataset:
-        # One number per iterator: made anew whenever somebody iterates.
         return tf.data.Dataset.from_generator(
-            lambda: itertools.repeat(next(iterators)),
-            output_signature=tf.TensorSpec([], tf.int64),
+            number_of_iterator, output_signature=tf.TensorSpec([], tf.int64)
         )
 
     joined = tf.data.Dataset.zip((numbered(), marked.concatenate(padding)))
     kept = joined.enumerate().take_while(goes_on)
     return kept.map(lambda number, element: element[1][0])
+
+
+def _others_have(link: HostLink, key: str, number: int) -> bool:
+    """Whether another host has element `number` of an iterator.
+
+    Waits until one has come as far, or all have ended or dropped the iterator.
+    """
+
+    def reached(note: str) -> bool:
+        return int(note.split()[0]) > number
+
+    def is_known(notes: dict[int, str]) -> bool:
+        others = [note for rank, note in notes.items() if rank != link.rank]
+        all_over = sum(note.endswith(OVER) for note in others) == link.workers - 1
+        return all_over or any(map(reached, others))
+
+    notes = link.wait_for_notes(key, is_known)
+    return any(reached(note) for rank, note in notes.items() if rank != link.rank)
 
 
 def _no_rows(spec: Any) -> Any:

@@ -12,7 +12,7 @@ import itertools
 import struct
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeAlias
 
 import numpy as np
@@ -141,6 +141,20 @@ class HostLink(abc.ABC):
 
         Raises:
           WorkerLostError: when not all have left one in time.
+        """
+
+    @abc.abstractmethod
+    def leave_note(self, key: str, note: str) -> None:
+        """Lets all workers read `note`, in the place of an earlier one; no waiting."""
+
+    @abc.abstractmethod
+    def wait_for_notes(
+        self, key: str, enough: Callable[[dict[int, str]], bool]
+    ) -> dict[int, str]:
+        """The notes under `key`, by rank, once they are `enough`.
+
+        Raises:
+          WorkerLostError: when they are not in time.
         """
 
     @abc.abstractmethod
@@ -291,8 +305,24 @@ class SocketLink(HostLink):
 
     def share_note(self, key: str, note: str) -> dict[int, str]:
         """See `HostLink.share_note`."""
-        try:
+        with self._waiting_for_word(key):
             return self._membership.share_note(key, note, self.timeout_seconds)
+
+    def leave_note(self, key: str, note: str) -> None:
+        """See `HostLink.leave_note`."""
+        self._membership.leave_note(key, note)
+
+    def wait_for_notes(
+        self, key: str, enough: Callable[[dict[int, str]], bool]
+    ) -> dict[int, str]:
+        """See `HostLink.wait_for_notes`."""
+        with self._waiting_for_word(key):
+            return self._membership.wait_for_notes(key, enough, self.timeout_seconds)
+
+    @contextlib.contextmanager
+    def _waiting_for_word(self, key: str) -> Iterator[None]:
+        try:
+            yield
         except OSError as error:
             raise WorkerLostError(
                 f"Worker {self.rank} waited for a word of the others on {key!r}: "

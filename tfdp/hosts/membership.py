@@ -98,32 +98,52 @@ class Membership:
           TimeoutError: when not all have left one by then; it names who has not.
           ConnectionError: when a worker was lost meanwhile.
         """
+        self.leave_note(key, note)
+        notes = self.wait_for_notes(
+            key, lambda notes: len(notes) == self._workers, seconds
+        )
+        self.forget_notes(key)
+        return notes
+
+    def leave_note(self, key: str, note: str) -> None:
+        """Lets all workers read `note`, in the place of an earlier one; no waiting."""
         if self.rank == 0:
             self._keep_note(0, key, note)
         else:
             self._tell({"note": [key, note]})
+
+    def wait_for_notes(
+        self, key: str, enough: Callable[[dict[int, str]], bool], seconds: float
+    ) -> dict[int, str]:
+        """The notes under `key`, by rank, once they are `enough`.
+
+        Raises:
+          As `share_note`.
+        """
         with self._changed:
             self._changed.wait_for(
-                lambda: self.failure or len(self._notes.get(key, ())) == self._workers,
-                seconds,
+                lambda: self.failure or enough(self._notes.get(key, {})), seconds
             )
-            notes = self._notes.get(key, {})
-            if len(notes) == self._workers:
-                return self._notes.pop(key)
+            notes = dict(self._notes.get(key, {}))
+        if enough(notes):
+            return notes
         if self.failure:
             raise ConnectionError(self.failure)
-        missing = sorted(self.positions.keys() - notes.keys()) if notes else "others"
+        missing = sorted(self.positions.keys() - notes.keys()) or "others"
         raise TimeoutError(f"no word of {key} from workers {missing}")
 
-    def _keep_note(self, rank: int, key: str, note: str) -> None:
-        """On worker 0: collects, and tells everybody when all are there."""
+    def forget_notes(self, key: str) -> None:
+        """Drops the notes under a key that nobody will use again."""
         with self._changed:
-            notes = self._notes.setdefault(key, {})
-            notes[rank] = note
-            complete = len(notes) == self._workers
+            self._notes.pop(key, None)
+
+    def _keep_note(self, rank: int, key: str, note: str) -> None:
+        """On worker 0: collects, and tells everybody."""
+        with self._changed:
+            self._notes.setdefault(key, {})[rank] = note
+            notes = dict(self._notes[key])
             self._changed.notify_all()
-        if complete:
-            self._tell({"notes": [key, notes]})
+        self._tell({"notes": [key, notes]})
 
     def leave(self) -> None:
         """Says goodbye, so that the end of this process is no failure."""
