@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import itertools
+import time
 
 import pytest
 import tensorflow as tf
@@ -46,9 +47,16 @@ def test_the_shorter_part_goes_on_without_rows(parts):
 
 
 def test_a_dropped_iterator_lets_nobody_wait(parts):
-    # Keras looks at the first batch and drops the iterator, which may read ahead.
+    # Keras looks at the first batch and drops the iterator, which may have read ahead.
     threads, (short, long) = parts
-    ahead = short.prefetch(2)
-    first = [threads.submit(lambda d: rows(d.take(1)), d) for d in (ahead, long)]
-    assert [future.result(5) for future in first] == [[[0]], [[1]]]
-    assert [*map(len, threads.map(rows, (ahead, long)))] == [4, 4]
+
+    def look(dataset, seconds):
+        iterator = iter(dataset)
+        first = next(iterator).numpy().tolist()
+        time.sleep(seconds)
+        return first
+
+    # The short part's second element waits for the long one's, which never comes.
+    looks = threads.submit(look, short.prefetch(2), 0.5), threads.submit(look, long, 1)
+    assert [future.result(5) for future in looks] == [[0], [1]]
+    assert [*map(len, threads.map(rows, (short, long)))] == [4, 4]
