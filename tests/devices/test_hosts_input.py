@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from tests.support.workers import free_port
 from tfdp.data import hosts
-from tfdp.hosts.link import SocketLink
+from tfdp.hosts.socket_link import SocketLink
 
 pytestmark = pytest.mark.timeout(60)
 

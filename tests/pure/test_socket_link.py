@@ -8,8 +8,8 @@ import pytest
 
 from tests.support.workers import free_port
 from tfdp.errors import CollectiveError, WorkerLostError
-from tfdp.hosts.link import SocketLink
 from tfdp.hosts.rendezvous import parse_address
+from tfdp.hosts.socket_link import SocketLink
 
 
 def on_workers(workers, work, **options):

@@ -12,7 +12,7 @@ import time
 
 import numpy as np
 
-from tfdp.hosts.link import SocketLink
+from tfdp.hosts.socket_link import SocketLink
 
 
 def main(rank, workers, coordinator, megabytes, repeats):

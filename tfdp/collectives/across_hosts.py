@@ -19,7 +19,7 @@ from tfdp._tf import names
 from tfdp._tf.shard_pieces import cut, pad_shard
 from tfdp.collectives.in_process import InProcessEngine
 from tfdp.collectives.wire_types import check_summable, is_wider_float
-from tfdp.hosts.link import HostLink
+from tfdp.hosts.host_link import HostLink
 from tfdp.shards import ShardLayout
 from tfdp.topology import Topology
 

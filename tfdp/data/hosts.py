@@ -12,7 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdp.errors import CollectiveError
-from tfdp.hosts.link import HostLink
+from tfdp.hosts.host_link import HostLink
 
 __all__ = ["own_part", "until_all_end"]
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from tfdp.cluster import Cluster
 from tfdp.communication import Communication
 from tfdp.errors import ConfigurationError
-from tfdp.hosts.link import HostLink, SocketLink
+from tfdp.hosts.host_link import HostLink
 from tfdp.hosts.mpi_link import MpiLink, mpi_is_available
+from tfdp.hosts.socket_link import SocketLink
 
 __all__ = ["link_name", "make_link"]
 

@@ -20,8 +20,9 @@ from absl import logging
 
 from tfdp.errors import ConfigurationError, MissingDependencyError
 from tfdp.hosts.buffers import views_of
-from tfdp.hosts.link import Ranges, SocketLink
+from tfdp.hosts.host_link import Ranges
 from tfdp.hosts.rounded_wire import part_edges, round_to, wire_type
+from tfdp.hosts.socket_link import SocketLink
 
 __all__ = ["MpiLink", "mpi_is_available"]
 

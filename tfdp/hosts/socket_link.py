@@ -1,4 +1,4 @@
-"""`HostLink`: what an engine needs of the network, over sockets.
+"""`SocketLink`: what an engine needs of the network, over sockets.
 
 Each channel is a ring with an order of its own: exchange n of one worker meets exchange
 n of all others. A header before each tells whether they are about the same thing.
@@ -6,160 +6,30 @@ n of all others. A header before each tells whether they are about the same thin
 
 from __future__ import annotations
 
-import abc
 import contextlib
 import itertools
 import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypeAlias
 
 import numpy as np
 from absl import logging
 
 from tfdp.errors import CollectiveError, WorkerLostError
 from tfdp.hosts.buffers import BufferPool, views_of
+from tfdp.hosts.host_link import CHANNELS, HostLink, Ranges
 from tfdp.hosts.membership import Membership
 from tfdp.hosts.rendezvous import meet, name_workers
 from tfdp.hosts.ring import Block, ring_all_gather, ring_reduce_scatter, ring_sum
 from tfdp.hosts.rounded_wire import RoundedWire, wire_type
 from tfdp.hosts.wire import Receiver, Sender
 
-__all__ = ["CHANNELS", "HostLink", "SocketLink"]
+__all__ = ["SocketLink"]
 
-# Exchanges inside training steps, and those that Python asks for.
-CHANNELS = ("step", "host")
 # How long a failure may take to be heard after a connection has broken.
 NEWS_SECONDS = 3.0
 HEADER = struct.Struct("<8sQQ")
-
-# For each array, by worker: first element, end.
-Ranges: TypeAlias = Sequence[Sequence[tuple[int, int]]]
-
-
-class HostLink(abc.ABC):
-    """Exchanges between workers; every worker calls alike, in the same order.
-
-    Args:
-      rank: this worker.
-      workers: how many there are, at least 2.
-      timeout_seconds: how long an exchange may wait for the others.
-    """
-
-    #: The name that `Communication(engine=...)` and `tfdp info` use.
-    name: str = ""
-
-    def __init__(self, rank: int, workers: int, timeout_seconds: float):
-        self.rank = rank
-        self.workers = workers
-        self.timeout_seconds = timeout_seconds
-
-    @abc.abstractmethod
-    def sum(
-        self,
-        arrays: Sequence[np.ndarray],
-        label: str,
-        channel: str = "step",
-        wire_dtype: str | None = None,
-    ) -> list[np.ndarray]:
-        """The sum of each array over all workers; the arrays are not changed.
-
-        Args:
-          arrays: of one number type, the same shapes on all workers.
-          label: names the exchange in errors.
-          channel: one of CHANNELS.
-          wire_dtype: the smaller float type in which wider floats travel, all workers
-            alike; None for their own. They are added in their own, and every worker
-            gets the same bits.
-
-        Raises:
-          WorkerLostError: when a worker has ended, is silent, or did not come in
-            time; it says which.
-          CollectiveError: when the workers are not at the same exchange.
-
-        Cost: 2 n (H - 1) / H bytes sent per worker for n bytes on H workers
-        (as they travel).
-        """
-
-    @abc.abstractmethod
-    def reduce_scatter(
-        self,
-        arrays: Sequence[np.ndarray],
-        ranges: Ranges,
-        label: str,
-        wire_dtype: str | None = None,
-    ) -> list[np.ndarray]:
-        """This worker's range of the sum of each array over all workers.
-
-        Args:
-          arrays: flat, of one number type, the same sizes on all workers.
-          ranges: for each array the range that each worker gets, by rank: one after
-            the other, together the whole array.
-          label: names the exchange in errors.
-          wire_dtype: see `sum`.
-
-        Raises:
-          As `sum`.
-
-        Cost: n (H - 1) / H bytes sent per worker for n bytes in equal ranges.
-        """
-
-    @abc.abstractmethod
-    def all_gather(
-        self,
-        pieces: Sequence[np.ndarray],
-        ranges: Ranges,
-        label: str,
-        channel: str = "step",
-    ) -> list[np.ndarray]:
-        """The whole arrays, of which each worker has a range.
-
-        Args:
-          pieces: this worker's, flat, of one type.
-          ranges: see `reduce_scatter`.
-          label: names the exchange in errors.
-          channel: one of CHANNELS.
-
-        Raises:
-          As `sum`.
-
-        Cost: n (H - 1) / H bytes sent per worker for n bytes in equal ranges.
-        """
-
-    @abc.abstractmethod
-    def gather(self, blob: bytes, label: str, channel: str = "host") -> list[bytes]:
-        """Everybody's bytes, by rank; their lengths may differ."""
-
-    @abc.abstractmethod
-    def share_note(self, key: str, note: str) -> dict[int, str]:
-        """Everybody's note under `key`, by rank; in any order, from any thread.
-
-        Args:
-          key: the same on all workers, and used once.
-          note: a few words.
-
-        Raises:
-          WorkerLostError: when not all have left one in time.
-        """
-
-    @abc.abstractmethod
-    def leave_note(self, key: str, note: str) -> None:
-        """Lets all workers read `note`, in the place of an earlier one; no waiting."""
-
-    @abc.abstractmethod
-    def wait_for_notes(
-        self, key: str, enough: Callable[[dict[int, str]], bool]
-    ) -> dict[int, str]:
-        """The notes under `key`, by rank, once they are `enough`.
-
-        Raises:
-          WorkerLostError: when they are not in time.
-        """
-
-    @abc.abstractmethod
-    def close(self) -> None:
-        """Says goodbye and closes every connection."""
 
 
 class SocketLink(HostLink):
