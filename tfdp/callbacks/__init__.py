@@ -2,5 +2,6 @@
 
 from tfdp.callbacks.input_watch import InputWatch
 from tfdp.callbacks.learning_rate import LearningRateLogger
+from tfdp.callbacks.step_timeline import StepTimeline
 
-__all__ = ["InputWatch", "LearningRateLogger"]
+__all__ = ["InputWatch", "LearningRateLogger", "StepTimeline"]

@@ -85,7 +85,8 @@ class GradientPipeline:
             places = [dense[i] for i in bucket.indices]
             tensors = [values[place] for place in places]
             label = f"bucket {number} of {len(buckets)}"
-            results = exchange(tensors, rank, label)
+            with tf.name_scope("tfdp_all_reduce"):
+                results = exchange(tensors, rank, label)
             reduced.update(zip(places, results, strict=True))
         for place, value in enumerate(values):
             if isinstance(value, tf.IndexedSlices):
@@ -112,7 +113,7 @@ class GradientPipeline:
             for value, layout in zip(values, layouts, strict=True)
         ]
         return self._by_bucket(
-            self.engine.reduce_scatter_bucket, dense, layouts, rank, "shards of"
+            self.engine.reduce_scatter_bucket, dense, layouts, rank, "reduce_scatter"
         )
 
     def all_gather(
@@ -129,7 +130,11 @@ class GradientPipeline:
         """
         # The first layers' weights are wanted first, and plans begin at the last.
         gathered = self._by_bucket(
-            self.engine.all_gather_bucket, shards[::-1], layouts[::-1], rank, "gathered"
+            self.engine.all_gather_bucket,
+            shards[::-1],
+            layouts[::-1],
+            rank,
+            "all_gather",
         )
         return gathered[::-1]
 
@@ -176,17 +181,18 @@ class GradientPipeline:
         tensors: Sequence[tf.Tensor],
         layouts: Sequence[ShardLayout],
         rank: int,
-        label: str,
+        kind: str,
     ) -> list[tf.Tensor]:
         results: dict[int, tf.Tensor] = {}
         buckets = self.plan(tensors)
         for number, bucket in enumerate(buckets, start=1):
-            exchanged = exchange(
-                [tensors[i] for i in bucket.indices],
-                [layouts[i] for i in bucket.indices],
-                rank,
-                f"{label} bucket {number} of {len(buckets)}",
-            )
+            with tf.name_scope(f"tfdp_{kind}"):
+                exchanged = exchange(
+                    [tensors[i] for i in bucket.indices],
+                    [layouts[i] for i in bucket.indices],
+                    rank,
+                    f"{kind} of bucket {number} of {len(buckets)}",
+                )
             results.update(zip(bucket.indices, exchanged, strict=True))
         return [results[place] for place in range(len(tensors))]
 

@@ -1,0 +1,157 @@
+"""A step as a picture: a lane for each thread, a box for each op. One HTML page."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+__all__ = ["KINDS", "draw_timeline", "hidden_share", "kind_of"]
+
+# Part of an op's name -> what it is, its colour.
+KINDS = {
+    "tfdp_all_gather": ("gather of weights", "#c2571a"),
+    "tfdp_reduce_scatter": ("scatter of gradients", "#2f7d4f"),
+    "tfdp_all_reduce": ("sum of gradients", "#7a4fa0"),
+    "": ("computing", "#9dbbdb"),
+}
+_WIDTH, _LANE, _GAP, _LEFT, _TOP = 1100, 26, 8, 80, 30
+_MOST_TICKS = 10
+# Boxes thinner than this part of a pixel are left out.
+_THINNEST = 0.02
+
+_PAGE = """<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<title>{title}</title>
+<style>
+body {{ font: 14px sans-serif; margin: 24px; color: #222; background: #fff; }}
+svg text {{ font: 12px sans-serif; fill: #222; }}
+</style>
+</head>
+<body>
+<h1>{title}</h1>
+<p>{legend}</p>
+{picture}
+<p>Point at a box to see the op.</p>
+</body>
+</html>
+"""
+
+
+class Event(Protocol):
+    """An op: where, what, when."""
+
+    @property
+    def thread(self) -> str:
+        """Which thread ran it."""
+
+    @property
+    def name(self) -> str:
+        """The op's."""
+
+    @property
+    def start_us(self) -> float:
+        """When it began."""
+
+    @property
+    def duration_us(self) -> float:
+        """How long it ran."""
+
+
+def kind_of(name: str) -> str:
+    """The key in KINDS of an op with this name."""
+    return next(key for key in KINDS if key in name)
+
+
+def hidden_share(events: Sequence[Event]) -> float | None:
+    """The share of the exchanges' time in which another thread computed.
+
+    None without exchanges.
+    """
+    computing = [e for e in events if not kind_of(e.name)]
+    total = hidden = 0.0
+    for exchange in events:
+        if not kind_of(exchange.name):
+            continue
+        start, stop = exchange.start_us, exchange.start_us + exchange.duration_us
+        others = (
+            (max(start, e.start_us), min(stop, e.start_us + e.duration_us))
+            for e in computing
+            if e.thread != exchange.thread
+        )
+        total += stop - start
+        hidden += _covered(others)
+    return hidden / total if total else None
+
+
+def _covered(spans: Iterable[tuple[float, float]]) -> float:
+    """The length of the union of spans; those that end before they begin are empty."""
+    covered, reached = 0.0, float("-inf")
+    for start, stop in sorted(spans):
+        if stop > max(start, reached):
+            covered += stop - max(start, reached)
+            reached = stop
+    return covered
+
+
+def draw_timeline(events: Sequence[Event], title: str) -> str:
+    """The page.
+
+    Args:
+      events: of one step; at least one.
+      title: above the picture.
+    """
+    first = min(e.start_us for e in events)
+    last = max(e.start_us + e.duration_us for e in events)
+    scale = (_WIDTH - _LEFT - 10) / max(last - first, 1e-9)
+    threads = list(dict.fromkeys(e.thread for e in events))
+    height = _TOP + len(threads) * (_LANE + _GAP) + 20
+    parts = [
+        f'<svg width="{_WIDTH}" height="{height}" viewBox="0 0 {_WIDTH} {height}">',
+        *_axis((last - first) / 1e3, scale * 1e3, height),
+    ]
+    for lane, thread in enumerate(threads):
+        y = _TOP + lane * (_LANE + _GAP)
+        parts.append(f'<text x="4" y="{y + 17}">thread {lane + 1}</text>')
+        for event in events:
+            if event.thread == thread and event.duration_us * scale >= _THINNEST:
+                x = _LEFT + (event.start_us - first) * scale
+                parts.append(_box(event, x, y, event.duration_us * scale))
+    parts.append("</svg>")
+    return _PAGE.format(
+        title=html.escape(title), legend=_legend(), picture="\n".join(parts)
+    )
+
+
+def _box(event: Event, x: float, y: float, width: float) -> str:
+    _, colour = KINDS[kind_of(event.name)]
+    text = html.escape(f"{event.name}: {event.duration_us / 1e3:.3f} ms")
+    return (
+        f'<rect x="{x:.2f}" y="{y}" width="{max(width, 0.4):.2f}" height="{_LANE}" '
+        f'fill="{colour}"><title>{text}</title></rect>'
+    )
+
+
+def _axis(total_ms: float, scale: float, height: int) -> list[str]:
+    step = next(
+        s * 10.0**p
+        for p in range(-3, 7)
+        for s in (1, 2, 5)
+        if total_ms / (s * 10.0**p) <= _MOST_TICKS
+    )
+    ticks = [n * step for n in range(int(total_ms / step) + 1)]
+    return [
+        f'<line x1="{_LEFT + t * scale:.1f}" x2="{_LEFT + t * scale:.1f}" '
+        f'y1="{_TOP - 6}" y2="{height - 16}" stroke="#ddd"/>'
+        f'<text x="{_LEFT + t * scale:.1f}" y="16" text-anchor="middle">{t:g} ms</text>'
+        for t in ticks
+    ]
+
+
+def _legend() -> str:
+    return " &nbsp; ".join(
+        f'<span style="color: {colour}">&#9632;</span> {label}'
+        for label, colour in KINDS.values()
+    )
