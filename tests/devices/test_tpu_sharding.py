@@ -29,6 +29,11 @@ from tfdp.errors import ConfigurationError
 
 STAGE_1 = {"shard": "optimizer", "shard_min_bytes": 0}
 # A run without a graph is none of a TPU's; the others ask another engine or layout.
+# What goes through code of its own; the rest is slow.
+COVERING = (
+    *("accumulation", "distributed-accumulation", "ema-overwrite", "global_clipnorm"),
+    *("lamb", "loss-scaling", "three-replicas"),
+)
 ELSEWHERE = ("run_eagerly", "adam-tensorflow")
 
 
@@ -49,7 +54,14 @@ def unsharded(name):
     return [v.numpy() for v in model.weights], history["loss"]
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name not in ELSEWHERE])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in COVERING else pytest.mark.slow)
+        for name in CASES
+        if name not in ELSEWHERE
+    ],
+)
 def test_trains_to_the_weights_of_stage_0(name):
     expected, expected_loss = unsharded(name)
     model, history = trained(name, **STAGE_1)
