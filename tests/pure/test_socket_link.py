@@ -42,6 +42,30 @@ def test_sums_and_gathers_in_order(workers):
         assert many.shape == (10_000,) and one.shape == () and one == 2.0 * workers
 
 
+@pytest.mark.parametrize("workers", [2, 3])
+def test_each_half_of_a_sum_sends_its_share_of_the_bytes(workers):
+    sizes = [3000, 60]
+    ranges = [
+        [(n * r // workers, n * (r + 1) // workers) for r in range(workers)]
+        for n in sizes
+    ]
+    header = 24
+
+    def work(link):
+        arrays = [np.arange(n) * (link.rank + 1.0) for n in sizes]
+        pieces = link.reduce_scatter(arrays, ranges, "scatter")
+        scattered = link.sent_bytes()
+        wholes = link.all_gather(pieces, ranges, "gather")
+        return scattered, link.sent_bytes() - scattered, wholes
+
+    share = sum(sizes) * 8 * (workers - 1) // workers
+    for scattered, gathered, wholes in on_workers(workers, work):
+        assert scattered == gathered == share + header
+        for n, whole in zip(sizes, wholes, strict=True):
+            factor = workers * (workers + 1) / 2
+            np.testing.assert_array_equal(whole, np.arange(n) * factor)
+
+
 def test_channels_keep_orders_of_their_own():
     def work(link):
         channels = ["host", "step"] if link.rank else ["step", "host"]

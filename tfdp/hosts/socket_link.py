@@ -199,6 +199,14 @@ class SocketLink(HostLink):
                 f"{error}. Look at their output for the first error."
             ) from error
 
+    def sent_bytes(self, channel: str = "step") -> int:
+        """What this worker has sent over its sockets so far, headers included.
+
+        Args:
+          channel: one of CHANNELS.
+        """
+        return self._channels[channel].sender.sent_bytes
+
     def close(self) -> None:
         """See `HostLink.close`."""
         if self._is_closed:

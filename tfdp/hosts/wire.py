@@ -119,6 +119,8 @@ class Sender:
         self._connection = connection
         self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._failure: OSError | None = None
+        #: What the kernel has taken so far.
+        self.sent_bytes = 0
         set_timeout(connection, socket.SO_SNDTIMEO, timeout_seconds)
         self._thread = threading.Thread(
             target=self._run, name="tfdp-sender", daemon=True
@@ -156,7 +158,9 @@ class Sender:
                 item.set()
             elif self._failure is None:
                 try:
-                    self._connection.sendall(as_bytes(item))
+                    data = as_bytes(item)
+                    self._connection.sendall(data)
+                    self.sent_bytes += len(data)
                 except OSError as error:
                     self._failure = error
 
