@@ -1,5 +1,7 @@
 """Four logical CPUs for every test of this folder."""
 
+import gc
+
 import pytest
 import tensorflow as tf
 
@@ -14,6 +16,13 @@ def _clean_session():
     import keras
 
     keras.config.set_dtype_policy("float32")
-    keras.utils.clear_session()
+    # Not the garbage: TensorFlow keeps so much that looking for it takes a second.
+    keras.utils.clear_session(free_memory=False)
     yield
     keras.config.set_dtype_policy("float32")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _no_garbage():
+    yield
+    gc.collect()
