@@ -22,6 +22,8 @@ MEMORY_SUITE = "memory"
 # 12 layers of 2,896 x 2,896: 100.6 million weights.
 LAYERS, WIDTH = 12, 2896
 QUICK_LAYERS, QUICK_WIDTH = 3, 256
+# Of a model that takes what its graph takes, and next to nothing else.
+NARROW = 96
 FLOAT_BYTES = 4
 # TensorFlow then returns what it frees to the system, so that resident memory tells
 # what lives: no pool of its own (its oneDNN build has one, with oneDNN off as well), no
@@ -31,6 +33,10 @@ ENVIRONMENT = {
     "MALLOC_MMAP_THRESHOLD_": "131072",
     "MALLOC_TRIM_THRESHOLD_": "131072",
 }
+
+
+class BenchmarkError(Exception):
+    """A measurement that gave no figures."""
 
 
 def expected_bytes(request: MemoryRequest) -> MemoryFigures:
@@ -81,26 +87,33 @@ def run_memory(
     rows, failed = [], 0
     print(
         f"Adam on {layers * width**2 / 1e6:.1f}M float32 weights, {layers} layers; MB "
-        "per replica, and as a share of what the formula says\n\n"
+        "per replica, and as a share of what the formula says; the graph's own memory, "
+        "in the last column, is taken off\n\n"
         f"{'N':>2} {'shard':>11} {'weights':>8} {'slots':>8} {'at rest':>15} "
-        f"{'peak of a step':>17}",
+        f"{'peak of a step':>17} {'graph':>6}",
         flush=True,
     )
     for number in devices:
         for stage, name in enumerate(SHARD_STAGES):
             request = MemoryRequest(number, stage, layers, width)
-            found = _measure(request, timeout_seconds)
-            if isinstance(found, str):
+            try:
+                graph = _graph_bytes(request, timeout_seconds)
+                found = _measure(request, timeout_seconds)
+            except BenchmarkError as error:
                 failed = 1
-                print(f"{number:>2} {name:>11} failed: {found}", file=sys.stderr)
+                print(f"{number:>2} {name:>11} failed: {error}", file=sys.stderr)
                 continue
+            found = dataclasses.replace(
+                found, at_rest=found.at_rest - graph, peak=found.peak - graph
+            )
             expected = expected_bytes(request)
-            print(_format_row(number, name, found, expected), flush=True)
+            print(_format_row(number, name, found, expected, graph), flush=True)
             rows.append(
                 {
                     **dataclasses.asdict(request),
                     "measured": dataclasses.asdict(found),
                     "expected": dataclasses.asdict(expected),
+                    "graph_bytes": graph,
                 }
             )
     if json_path:
@@ -109,7 +122,11 @@ def run_memory(
 
 
 def _format_row(
-    devices: int, name: str, found: MemoryFigures, expected: MemoryFigures
+    devices: int,
+    name: str,
+    found: MemoryFigures,
+    expected: MemoryFigures,
+    graph_bytes: float,
 ) -> str:
     def compared(key: str) -> str:
         measured, formula = getattr(found, key), getattr(expected, key)
@@ -117,12 +134,23 @@ def _format_row(
 
     return (
         f"{devices:>2} {name:>11} {found.weights / 1e6:>8,.0f} "
-        f"{found.slots / 1e6:>8,.0f} {compared('at_rest'):>15} {compared('peak'):>17}"
+        f"{found.slots / 1e6:>8,.0f} {compared('at_rest'):>15} {compared('peak'):>17} "
+        f"{graph_bytes / 1e6:>6,.0f}"
     )
 
 
-def _measure(request: MemoryRequest, timeout_seconds: float) -> MemoryFigures | str:
-    """The figures, or why there are none."""
+def _graph_bytes(request: MemoryRequest, timeout_seconds: float) -> float:
+    """What the graph of such a model takes per replica, whatever its width."""
+    narrow = _measure(dataclasses.replace(request, width=NARROW), timeout_seconds)
+    return narrow.at_rest - narrow.weights - narrow.slots
+
+
+def _measure(request: MemoryRequest, timeout_seconds: float) -> MemoryFigures:
+    """The figures.
+
+    Raises:
+      BenchmarkError: saying why there are none.
+    """
     with tempfile.TemporaryDirectory(prefix="tfdp-bench-") as folder:
         result = pathlib.Path(folder, "result.json")
         arguments: list[Any] = [json.dumps(dataclasses.asdict(request)), str(result)]
@@ -136,8 +164,8 @@ def _measure(request: MemoryRequest, timeout_seconds: float) -> MemoryFigures | 
                 env={**os.environ, **ENVIRONMENT},
             )
         except subprocess.TimeoutExpired:
-            return f"no result within {timeout_seconds:g} s"
+            raise BenchmarkError(f"no result within {timeout_seconds:g} s") from None
         if worker.returncode != 0 or not result.exists():
             last = worker.stdout.strip().splitlines()[-1:] or ["no output"]
-            return f"exit code {worker.returncode}: {last[0]}"
+            raise BenchmarkError(f"exit code {worker.returncode}: {last[0]}")
         return MemoryFigures(**json.loads(result.read_text("utf-8")))
