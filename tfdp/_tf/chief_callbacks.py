@@ -58,10 +58,10 @@ def let_only_the_chief_write(
       all_must_read: whether no worker can read the model's variables alone.
     """
     for callback in tf.nest.flatten(callbacks):
-        own = vars(callback)
         kind = next((k for k in WRITERS if isinstance(callback, k)), None)
-        if kind is None or "_tfdp_led" in own:
+        if kind is None or "_tfdp_led" in vars(callback):
             continue
+        own = vars(callback)
         own["_tfdp_led"] = True
         if not is_chief and all_must_read:
             _write_elsewhere(callback, WRITERS[kind])
