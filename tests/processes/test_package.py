@@ -62,7 +62,16 @@ def test_the_wheel_states_what_it_needs(wheel):
     assert "Requires-Python: <3.14,>=3.10" in lines
     assert "License-Expression: Apache-2.0" in lines
     extras = {line.split()[1] for line in lines if line.startswith("Provides-Extra")}
-    assert extras == {"cpu", "gpu", "tpu", "tfds", "mpi", "examples", "dev"}
+    assert extras == {
+        "cpu",
+        "gpu",
+        "tpu",
+        "tfds",
+        "mpi",
+        "bench-torch",
+        "examples",
+        "dev",
+    }
     plain = {
         line.split()[1].split(">=")[0]
         for line in lines
