@@ -293,7 +293,9 @@ DEFECTS = {
     # most for a merge of means; the square of the mean would be off by 0.06.
     "D12-synchronized-variance": Defect(synchronized_variance, tolerance=1e-3),
     "D13-equal-dropout": Defect(equal_dropout, tolerance=0.0),
-    "D14-strategies-in-turn": Defect(strategies_in_turn, r"group|[Cc]ollective|shape|[Cc]ancelled"),
+    "D14-strategies-in-turn": Defect(
+        strategies_in_turn, r"group|[Cc]ollective|shape|[Cc]ancelled"
+    ),
     "D15-two-types": Defect(two_types, "float64", tolerance=3e-5),
     "D16-ema-overwrite": Defect(
         lambda w: w.fit(sgd(use_ema=True, ema_overwrite_frequency=2)),
