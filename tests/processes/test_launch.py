@@ -37,6 +37,12 @@ def wait_for(*names):
 SLACK_SECONDS = 8.0
 
 
+def listen_to_signals():
+    """Whoever runs the tests may ignore signals (nohup, a background job)."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+
+
 @pytest.fixture
 def launcher(tmp_path):
     """Starts `tfdp launch OPTIONS script.py`; kills what is left at the end."""
@@ -61,6 +67,7 @@ def launcher(tmp_path):
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
+            preexec_fn=listen_to_signals,
         )
         started.append(process)
         return process
