@@ -51,6 +51,7 @@ LAYERS = {
     "hosts": 1,
     "collectives": 1,
     "_version": 0,
+    "atomic_files": 0,
     "buckets": 0,
     "cluster": 0,
     "communication": 0,

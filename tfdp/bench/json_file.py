@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import pathlib
-import tempfile
 from typing import Any
+
+from tfdp.atomic_files import replaced
 
 __all__ = ["write_json"]
 
@@ -17,15 +17,5 @@ def write_json(path: str | os.PathLike[str], value: Any) -> None:
     Raises:
       OSError: when the folder does not exist or cannot be written to.
     """
-    target = pathlib.Path(path)
-    descriptor, temporary = tempfile.mkstemp(
-        dir=target.parent, prefix=f".{target.name}.", suffix=".part"
-    )
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            json.dump(value, file, indent=1)
-            file.write("\n")
-        os.replace(temporary, target)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+    with replaced(path) as half_written:
+        half_written.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")

@@ -9,6 +9,7 @@ from typing import Any
 import keras
 
 from tfdp._tf.step_trace import StepTrace
+from tfdp.atomic_files import replaced
 from tfdp.callbacks.timeline_page import draw_timeline, hidden_share
 from tfdp.errors import ConfigurationError
 
@@ -80,11 +81,9 @@ class StepTimeline(keras.callbacks.Callback):
         if not events:
             return
         self.hidden_share = hidden_share(events)
-        half_written = self.path.with_name(f"writing-{self.path.name}")
-        half_written.write_text(
-            draw_timeline(events, f"Training step {self.step}"), encoding="utf-8"
-        )
-        os.replace(half_written, self.path)
+        page = draw_timeline(events, f"Training step {self.step}")
+        with replaced(self.path) as half_written:
+            half_written.write_text(page, encoding="utf-8")
         share = self.hidden_share
         hidden = "" if share is None else f"; {share:.0%} of the exchanges are hidden"
         print(f"\ntimeline of step {self.step}: {self.path}{hidden}")

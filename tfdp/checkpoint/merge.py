@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from tfdp.atomic_files import replaced
 from tfdp.checkpoint.parts import INDEX_NAME, WEIGHTS_NAME
 from tfdp.errors import DataError
 
@@ -44,7 +45,6 @@ def merge_parts(
             f"Parts are merged into a .keras or a .weights.h5 file. Received: {target}."
         )
     index = _read_index(folder)
-    half_written = target.with_name(f"writing-{target.name}")
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
         weights = Path(scratch) / WEIGHTS_NAME
         with contextlib.ExitStack() as stack:
@@ -56,8 +56,8 @@ def merge_parts(
         if target.name.endswith(".weights.h5"):
             os.replace(weights, target)
             return target
-        _pack(folder / index["parts"][0], weights, half_written)
-    os.replace(half_written, target)
+        with replaced(target) as half_written:
+            _pack(folder / index["parts"][0], weights, half_written)
     return target
 
 

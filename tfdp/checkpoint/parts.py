@@ -21,6 +21,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdp._tf.sharded_variables import read_instead
+from tfdp.atomic_files import replaced
 from tfdp.errors import ConfigurationError
 from tfdp.shards import ShardLayout
 
@@ -86,12 +87,14 @@ def save_parts(model: keras.Model, directory: str | os.PathLike[str]) -> Path:
     names = [f"part-{i + 1}-of-{parts}-{key:015x}.keras" for i in range(parts)]
     if strategy.is_chief or parts > 1:
         with read_instead(lambda variable: shards.own_range(variable)):
-            _save(model, folder / names[mine])
+            with replaced(folder / names[mine]) as half_written:
+                model.save(half_written)
     strategy.barrier("all parts of the checkpoint")
     if strategy.is_chief:
         before = _listed(folder)
         index = {"parts": names, "sharded": _places(model, folder, local, parts)}
-        _write(folder / INDEX_NAME, json.dumps(index, indent=1))
+        with replaced(folder / INDEX_NAME) as half_written:
+            half_written.write_text(json.dumps(index, indent=1))
         for name in before:
             (folder / name).unlink(missing_ok=True)
     strategy.barrier("the index of the checkpoint")
@@ -108,18 +111,6 @@ def _strategy_of(model: keras.Model) -> Any:
             f"others. Received: {model!r}."
         )
     return strategy
-
-
-def _save(model: keras.Model, path: Path) -> None:
-    half_written = path.with_name(f"writing-{path.name}")
-    model.save(half_written)
-    os.replace(half_written, path)
-
-
-def _write(path: Path, text: str) -> None:
-    half_written = path.with_name(f"writing-{path.name}")
-    half_written.write_text(text)
-    os.replace(half_written, path)
 
 
 def _listed(folder: Path) -> Sequence[str]:

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tfdp.atomic_files import replaced
 from tfdp.errors import ConfigurationError
 from tfdp.report.curve_page import draw_page
 
@@ -62,15 +63,11 @@ def write_learning_curve(
     if path.suffix == ".png" and importlib.util.find_spec("matplotlib") is None:
         path = path.with_suffix(".html")
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
+    with replaced(path) as half_written:
         if path.suffix == ".png":
-            _draw_png(panels, title, temporary)
+            _draw_png(panels, title, half_written)
         else:
-            temporary.write_text(draw_page(panels, title), "utf-8")
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+            half_written.write_text(draw_page(panels, title), "utf-8")
     return path
 
 
