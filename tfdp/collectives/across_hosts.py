@@ -18,7 +18,7 @@ import tensorflow as tf
 from tfdp._tf import names
 from tfdp._tf.shard_pieces import cut, pad_shard
 from tfdp.collectives.in_process import InProcessEngine
-from tfdp.collectives.wire_types import check_summable, is_wider_float
+from tfdp.collectives.wire_types import check_summable, fitting_wire_dtype
 from tfdp.hosts.host_link import HostLink
 from tfdp.shards import ShardLayout
 from tfdp.topology import Topology
@@ -124,8 +124,7 @@ class AcrossHostsEngine(InProcessEngine):
         totals = self._sums_at_leader(tensors, rank, call)
         if rank != LEADER:
             return totals
-        if not all(is_wider_float(t.dtype, wire_dtype) for t in totals):
-            wire_dtype = None
+        wire_dtype = fitting_wire_dtype(totals, wire_dtype)
         return self._across(
             lambda *arrays: self.link.sum(arrays, label, wire_dtype=wire_dtype),
             totals,

@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from tfdp._tf.shard_pieces import pad_shard
 from tfdp.collectives.across_hosts import LEADER, AcrossHostsEngine
-from tfdp.collectives.wire_types import is_wider_float
+from tfdp.collectives.wire_types import fitting_wire_dtype
 from tfdp.shards import ShardLayout
 
 __all__ = ["ShardsAcrossHostsEngine"]
@@ -68,9 +68,7 @@ class ShardsAcrossHostsEngine(AcrossHostsEngine):
     ) -> list[tf.Tensor]:
         """This host's range of the sum of each tensor over all hosts."""
         ranges = [self._ranges_of_hosts(layout) for layout in layouts]
-        wire_dtype = self.wire_dtype
-        if not all(is_wider_float(t.dtype, wire_dtype) for t in sums):
-            wire_dtype = None
+        wire_dtype = fitting_wire_dtype(sums, self.wire_dtype)
         with tf.device(self.devices[LEADER]):
             flat = [tf.reshape(total, [-1]) for total in sums]
             like = [

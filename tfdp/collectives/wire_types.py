@@ -7,13 +7,19 @@ sum modulo the narrow type's range, or as pairs of reals, and come back unchange
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import tensorflow as tf
 
 from tfdp.errors import CollectiveError
 
-__all__ = ["check_summable", "is_wider_float", "to_gather_wire", "to_sum_wire"]
+__all__ = [
+    "check_summable",
+    "fitting_wire_dtype",
+    "is_wider_float",
+    "to_gather_wire",
+    "to_sum_wire",
+]
 
 Restore = Callable[[tf.Tensor], tf.Tensor]
 
@@ -51,6 +57,14 @@ def is_wider_float(dtype: tf.DType, wire_dtype: str | None) -> bool:
     if wire_dtype is None or not dtype.is_floating:
         return False
     return dtype.size > tf.as_dtype(wire_dtype).size
+
+
+def fitting_wire_dtype(
+    tensors: Sequence[tf.Tensor], wire_dtype: str | None
+) -> str | None:
+    """`wire_dtype` where it makes all of these tensors smaller, else None."""
+    fits = all(is_wider_float(tensor.dtype, wire_dtype) for tensor in tensors)
+    return wire_dtype if fits else None
 
 
 def to_sum_wire(tensor: tf.Tensor) -> tuple[tf.Tensor, Restore]:

@@ -21,7 +21,14 @@ from tfdp.hosts.buffers import BufferPool, views_of
 from tfdp.hosts.host_link import CHANNELS, HostLink, Ranges
 from tfdp.hosts.membership import Membership
 from tfdp.hosts.rendezvous import meet, name_workers
-from tfdp.hosts.ring import Block, ring_all_gather, ring_reduce_scatter, ring_sum
+from tfdp.hosts.ring import (
+    Block,
+    Receive,
+    Send,
+    ring_all_gather,
+    ring_reduce_scatter,
+    ring_sum,
+)
 from tfdp.hosts.rounded_wire import RoundedWire, wire_type
 from tfdp.hosts.wire import Receiver, Sender
 
@@ -80,17 +87,14 @@ class SocketLink(HostLink):
         arrays = [np.asarray(array, order="C") for array in arrays]
         outputs = views_of(self._pool, arrays)
         with self._exchange(label, channel) as ring:
-            flat = [array.reshape(-1) for array in arrays]
-            results = [output.reshape(-1) for output in outputs]
-            place = (self.rank, self.workers)
-            send, receive = ring.sender.send, ring.receiver.fill
-            if wire_dtype is None:
-                self._agree(ring, "sum", sum(a.nbytes for a in arrays), label)
-                ring_sum(flat, results, *place, send, receive)
-            else:
-                wire = RoundedWire(wire_type(wire_dtype), send, receive)
-                self._agree(ring, "sum", 2 * sum(a.size for a in arrays), label)
-                ring_sum(flat, results, *place, wire.send, wire.receive, wire.pass_on)
+            self._agree(ring, "sum", _wire_bytes(arrays, wire_dtype), label)
+            ring_sum(
+                [array.reshape(-1) for array in arrays],
+                [output.reshape(-1) for output in outputs],
+                self.rank,
+                self.workers,
+                *_ends(ring, wire_dtype),
+            )
             # What was queued are the caller's arrays, which live until here only.
             ring.sender.flush()
         return outputs
@@ -107,17 +111,14 @@ class SocketLink(HostLink):
         # Whole arrays: what is outside of this worker's range passes through it.
         outputs = views_of(self._pool, arrays)
         with self._exchange(label, "step") as ring:
-            place = (by_worker(ranges), self.rank)
-            send, receive = ring.sender.send, ring.receiver.fill
-            if wire_dtype is None:
-                self._agree(ring, "scatter", sum(a.nbytes for a in arrays), label)
-                ring_reduce_scatter(arrays, outputs, *place, send, receive)
-            else:
-                wire = RoundedWire(wire_type(wire_dtype), send, receive)
-                self._agree(ring, "scatter", 2 * sum(a.size for a in arrays), label)
-                ring_reduce_scatter(
-                    arrays, outputs, *place, wire.send, wire.receive, wire.pass_on
-                )
+            self._agree(ring, "scatter", _wire_bytes(arrays, wire_dtype), label)
+            ring_reduce_scatter(
+                arrays,
+                outputs,
+                by_worker(ranges),
+                self.rank,
+                *_ends(ring, wire_dtype),
+            )
             ring.sender.flush()
         return [
             output[slice(*of_array[self.rank])]
@@ -277,6 +278,22 @@ def by_worker(ranges: Ranges) -> list[list[Block]]:
         [(array, start, stop) for array, (start, stop) in enumerate(of_worker)]
         for of_worker in zip(*ranges, strict=True)
     ]
+
+
+def _wire_bytes(arrays: Sequence[np.ndarray], wire_dtype: str | None) -> int:
+    """The size of the arrays as they travel."""
+    if wire_dtype is None:
+        return sum(array.nbytes for array in arrays)
+    return wire_type(wire_dtype).itemsize * sum(array.size for array in arrays)
+
+
+def _ends(ring: _Channel, wire_dtype: str | None) -> tuple[Send, Receive, Send]:
+    """What sends, receives and passes on the blocks of an exchange; see `ring_sum`."""
+    send, receive = ring.sender.send, ring.receiver.fill
+    if wire_dtype is None:
+        return send, receive, send
+    wire = RoundedWire(wire_type(wire_dtype), send, receive)
+    return wire.send, wire.receive, wire.pass_on
 
 
 class _Channel:
