@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "GROUP_ARMS",
+    "NO_EXCHANGE",
     "ONE_PROCESS",
     "GroupArm",
     "Place",
@@ -27,6 +28,7 @@ __all__ = [
 ]
 
 ONE_PROCESS = "one-process"
+NO_EXCHANGE = "no-exchange"
 STOCK_MULTI_WORKER = "stock-multi-worker"
 TORCH_PREFIX = "torch-"
 # More than any model has: the plan keeps a first bucket of at most half of it apart.
@@ -163,6 +165,8 @@ TORCH_ONE_PROCESS = f"{TORCH_PREFIX}one-process"
 
 GROUP_ARMS = {
     ONE_PROCESS: GroupArm("single", ("train",), _one_device),
+    # As many models as workers: no exchange can be faster than none.
+    NO_EXCHANGE: GroupArm("local", ("train",), _one_device),
     STOCK_MULTI_WORKER: GroupArm(
         "local", BOTH, _stock_multi_worker, _stock_is_left_out
     ),

@@ -12,7 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdp.bench.gradient_sets import FLOAT32_BYTES, GRADIENT_SETS, count_parameters
-from tfdp.bench.group_arms import STOCK_MULTI_WORKER, Place
+from tfdp.bench.group_arms import NO_EXCHANGE, STOCK_MULTI_WORKER, Place
 from tfdp.bench.images import (
     LOCAL_BATCH,
     make_images,
@@ -91,9 +91,10 @@ def prepare_training(
     else:
         training = make_training_arm(strategy, model)
     warm_up(arm, training, request)
+    models = place.workers if arm == NO_EXCHANGE else 1
     peak_bytes = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return lambda: float(training.step()), {
-        "items_per_call": training.global_batch,
+        "items_per_call": models * training.global_batch,
         "facts": {
             "weight_norm_after_warm_up": _norm(training.network),
             "peak_bytes": peak_bytes,

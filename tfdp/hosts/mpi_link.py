@@ -29,9 +29,12 @@ __all__ = ["MpiLink", "mpi_is_available"]
 # Types that MPI adds up by itself; float16 and bfloat16 go over the sockets.
 MPI_TYPES = frozenset("fdilq") | frozenset("bBhHILQ")
 EXIT_CODE = 70
-# Open MPI takes scratch memory of the size of half an array. Above 32 MiB the C library
-# gets it from the system anew for every call, a page fault for every 4 KB.
-PIECE_BYTES = 4 * 2**20
+# Open MPI takes scratch memory of half an array for every call, and the C library gives
+# what is above 128 KiB back to the system each time: then every 4 KB cost a page fault
+# again. Within one machine small pieces also stay in the cache from the addition to the
+# next reader; over a network each call costs round trips, so that pieces are larger.
+ONE_MACHINE_PIECE_BYTES = 192 * 2**10
+NETWORK_PIECE_BYTES = 4 * 2**20
 
 
 def mpi_is_available() -> bool:
@@ -89,6 +92,13 @@ class MpiLink(SocketLink):
                 f"{self._world.rank} of {self._world.size}. Start the workers with "
                 "mpiexec (or `tfdp launch --mpi`)."
             )
+        neighbours = self._world.Split_type(MPI.COMM_TYPE_SHARED)
+        self._piece_bytes = (
+            ONE_MACHINE_PIECE_BYTES
+            if neighbours.size == workers
+            else NETWORK_PIECE_BYTES
+        )
+        neighbours.Free()
         self._is_in_mpi = False
         super().__init__(
             rank,
@@ -181,7 +191,7 @@ class MpiLink(SocketLink):
         part of every piece, in the order of the ranks. All arrays go in one.
         """
         flat = np.concatenate([round_to(wire, array.reshape(-1)) for array in arrays])
-        elements = PIECE_BYTES // wire.itemsize
+        elements = NETWORK_PIECE_BYTES // wire.itemsize
         for start in range(0, flat.size, elements):
             self._sum_piece(flat[start : start + elements], arrays[0].dtype)
         start = 0
@@ -208,7 +218,7 @@ class MpiLink(SocketLink):
         self._world.Allgatherv(mine, [bits, (counts, edges[:-1])])
 
     def _sum_in_pieces(self, array: np.ndarray, output: np.ndarray) -> None:
-        elements = max(PIECE_BYTES // array.itemsize, 1)
+        elements = self._piece_bytes // array.itemsize
         for start in range(0, array.size, elements):
             piece = slice(start, start + elements)
             self._world.Allreduce(array[piece], output[piece], self._sum_operation)
