@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import tensorflow as tf
 
 from tfdp._tf.keras_optimizers import refuse_unled
+from tfdp._tf.lasting_input import LastingInput
 from tfdp._tf.names import (
     MirroredExtended,
     MirroredVariable,
@@ -73,7 +74,7 @@ class BucketReducer(ShardingReducer, Protocol):
         """The sum or mean of each value over the replicas, in replica context."""
 
 
-class DataParallelExtended(MirroredExtended):
+class DataParallelExtended(LastingInput, MirroredExtended):
     """`MirroredExtended` that reduces and updates in replica context.
 
     Args:

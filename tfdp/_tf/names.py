@@ -7,11 +7,14 @@ When a new TensorFlow or Keras version moves one of them, this file and the test
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
 
 import tensorflow as tf
+
+# A dataset whose elements are those of another one.
+from tensorflow.python.data.ops.dataset_ops import UnaryUnchangedStructureDataset
 
 # Which devices values lie on, and how per-device results become one value.
 from tensorflow.python.distribute import cross_device_ops as _cross_device_ops
@@ -60,6 +63,7 @@ __all__ = [
     "MirroredExtended",
     "MirroredVariable",
     "PerReplica",
+    "UnaryUnchangedStructureDataset",
     "UpdateContext",
     "batch_size_of_caller",
     "common_devices",
@@ -78,6 +82,8 @@ __all__ = [
     "select_replica",
     "stop_recording",
     "variable_accessed",
+    "variant_of",
+    "with_host_datasets",
 ]
 
 # The versions whose sources these names were read in and run with.
@@ -133,6 +139,22 @@ def own_copy(variable: Any, rank: Any) -> Any:
 def global_seed() -> int | None:
     """What `tf.random.set_seed` was given; None when it was not called."""
     return _context.global_seed()
+
+
+def variant_of(dataset: tf.data.Dataset) -> tf.Tensor:
+    """The tensor that is the dataset."""
+    return dataset._variant_tensor
+
+
+def with_host_datasets(
+    distributed: Any, change: Callable[[tf.data.Dataset], tf.data.Dataset]
+) -> Any:
+    """A distributed dataset whose iterators read `change(dataset)` of each host's."""
+    # The attribute differs between datasets and functions that make them.
+    for name in ("_cloned_datasets", "_datasets"):
+        if hasattr(distributed, name):
+            setattr(distributed, name, [change(d) for d in getattr(distributed, name)])
+    return distributed
 
 
 def make_token(device: str) -> tf.Variable:

@@ -14,6 +14,7 @@ import tensorflow as tf
 
 from tfdp._tf.extended import SHARD_CLASSES, ShardingReducer, shards_of_extended
 from tfdp._tf.keras_optimizers import refuse_unled
+from tfdp._tf.lasting_input import LastingInput
 from tfdp._tf.names import current_rank, stop_recording
 from tfdp._tf.replica_run import ReplicaRun
 from tfdp._tf.scope_checks import check_component
@@ -27,7 +28,7 @@ from tfdp._tf.variables import is_seed_state
 __all__ = ["TPUDataParallelExtended"]
 
 
-class TPUDataParallelExtended(TPUExtended):
+class TPUDataParallelExtended(LastingInput, TPUExtended):
     """`TPUExtended` that reduces and updates in replica context.
 
     Args:
