@@ -133,7 +133,8 @@ def _full_name(name: str) -> str:
         raise DeviceError(
             f"{name!r} is not a device name. Write for example 'GPU:0' or 'CPU:1'."
         ) from error
-    base = tf.DeviceSpec(job="localhost", replica=0, task=0)
+    # This process has another name than "localhost" among TensorFlow's collectives.
+    base = tf.DeviceSpec.from_string(tf.config.list_logical_devices("CPU")[0].name)
     kind = (spec.device_type or "CPU").upper()
     return base.replace(
         device_type=kind, device_index=spec.device_index or 0

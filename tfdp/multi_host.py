@@ -16,7 +16,12 @@ from tfdp._tf.multi_host_extended import MultiHostExtended
 from tfdp._tf.replica_run import ReplicaRun
 from tfdp.cluster import Cluster, find_cluster
 from tfdp.collectives.across_hosts import AcrossHostsEngine
+from tfdp.collectives.choose import choose_engine
 from tfdp.collectives.shards_across_hosts import ShardsAcrossHostsEngine
+from tfdp.collectives.tensorflow_across_hosts import (
+    TensorFlowAcrossHostsEngine,
+    meet_by_collectives,
+)
 from tfdp.communication import Communication
 from tfdp.data.hosts import own_part, until_all_end
 from tfdp.devices import add_waiting_thread, find_devices, use_virtual_devices
@@ -24,6 +29,7 @@ from tfdp.errors import ConfigurationError
 from tfdp.gradients.pipeline import GradientPipeline
 from tfdp.hosts.buffers import unaligned_copy
 from tfdp.hosts.choose import make_link
+from tfdp.shards import shard_stage
 from tfdp.strategy import DataParallelStrategy
 from tfdp.topology import Topology
 
@@ -98,14 +104,14 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
         self._link: Any = None
         self._requested_devices = devices_per_host or found.devices_per_worker
         super().__init__(
-            self._own_devices(),
+            self._own_devices(communication or Communication(), shard_stage(shard)),
             communication=communication,
             shard=shard,
             shard_min_bytes=shard_min_bytes,
             draws_per_replica=draws_per_replica,
         )
 
-    def _own_devices(self) -> list[str]:
+    def _own_devices(self, communication: Communication, stage: int) -> list[str]:
         count = self._requested_devices
         if count is not None and (isinstance(count, bool) or count < 1):
             raise ConfigurationError(
@@ -115,6 +121,15 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
             add_waiting_thread()
         if not tf.config.list_physical_devices("GPU") and count is not None:
             use_virtual_devices(count)
+        if self.cluster.workers > 1 and communication.engine == "tensorflow":
+            if stage and self.shard_group == "all":
+                raise ConfigurationError(
+                    "Communication(engine='tensorflow') carries no shards between "
+                    "hosts. Use shard_group='host', which shards within each host, or "
+                    "another engine."
+                )
+            self._link = make_link(self.cluster, communication)
+            meet_by_collectives(self._link)
         return list(find_devices()[:count])
 
     def _make_extended(
@@ -134,14 +149,12 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
                 "has one. Give every process several devices (devices_per_host=4, or "
                 "tfdp launch --devices-per-worker 4), or use shard_group='all'."
             )
-        self._link = make_link(self.cluster, communication)
+        self._link = self._link or make_link(self.cluster, communication)
         # The others then hear that this script has ended, and need not wait for it.
         atexit.register(self.close)
         self._check_alike(devices, communication)
         self._share_seed()
-        over_hosts = self._shards_over_hosts
-        engine = ShardsAcrossHostsEngine if over_hosts else AcrossHostsEngine
-        self._engine = engine(devices, self._link, communication.wire_dtype)
+        self._engine = self._make_engine(devices, communication)
         self._pipeline = GradientPipeline(self._engine, communication)
         return MultiHostExtended(
             self,
@@ -156,6 +169,17 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
                 self._link.sum([array], "eager sum", "host")[0] for array in arrays
             ],
         )
+
+    def _make_engine(
+        self, devices: tuple[str, ...], communication: Communication
+    ) -> AcrossHostsEngine:
+        wire_dtype = communication.wire_dtype
+        if communication.engine == "tensorflow":
+            hint = choose_engine(devices, communication).hint
+            return TensorFlowAcrossHostsEngine(devices, self._link, hint, wire_dtype)
+        over_hosts = self._shards_over_hosts
+        engine = ShardsAcrossHostsEngine if over_hosts else AcrossHostsEngine
+        return engine(devices, self._link, wire_dtype)
 
     @property
     def hosts(self) -> int:

@@ -156,11 +156,12 @@ def test_efficiency_is_per_worker_and_repeat():
 
 def test_several_workers_have_arms_of_their_own():
     sums = Request("allreduce-resnet50", devices=1, workers=2).arm_names
-    ours = ("stock-multi-worker", "tfdp-sockets", "tfdp-mpi")
+    ours = ("stock-multi-worker", "tfdp-sockets", "tfdp-mpi", "tfdp-tensorflow")
     assert sums == (*ours, "torch-gloo")
     training = Request("train-mlp", devices=1, workers=2).arm_names
     theirs = ("torch-one-process", "torch-gloo")
-    assert training == ("one-process", *ours, *theirs, "tfdp-sockets-large-buckets")
+    bounds = ("one-process", "no-exchange")
+    assert training == (*bounds, *ours, *theirs, "tfdp-sockets-large-buckets")
     assert GROUP_ARMS["stock-multi-worker"].why_left_out(1) is None
     assert "one logical CPU" in GROUP_ARMS["stock-multi-worker"].why_left_out(2)
 

@@ -3,7 +3,8 @@
     python -m tests.support.host_training FILE SHARD NAME...
 
 Under TFDP_* variables every worker trains each scenario and writes its numbers to
-FILE.rank.npz. SHARD is a stage, or a stage and its group: optimizer/host.
+FILE.rank.npz. SHARD is a stage, its group and the engine, as far as they matter:
+optimizer/host, none/all/tensorflow.
 """
 
 import os
@@ -15,6 +16,7 @@ import tensorflow as tf
 
 import tfdp
 from tests.support.parity import classification_data, dense_model
+from tfdp.collectives import tensorflow_across_hosts
 
 ROWS = 53  # in batches of 24: 24, 24 and 5, which leaves replicas without a row
 
@@ -197,9 +199,16 @@ def run(name, strategy):
 
 
 def main(path, shard, names):
-    stage, _, group = shard.partition("/")
+    stage, group, engine, *_ = [*shard.split("/"), "", ""]
+    if engine == "tensorflow":
+        # The models here are small; so that all of it takes this way, in pieces.
+        tensorflow_across_hosts.SMALLEST_BYTES = 0
+        tensorflow_across_hosts.PIECE_BYTES = 256
     strategy = tfdp.MultiHostDataParallelStrategy(
-        shard=stage, shard_group=group or "all", shard_min_bytes=0
+        shard=stage,
+        shard_group=group or "all",
+        shard_min_bytes=0,
+        communication=tfdp.Communication(engine=engine or "auto"),
     )
     print("engine", strategy.engine_name, flush=True)
     rank = strategy.cluster.rank

@@ -36,7 +36,7 @@ from tensorflow.python.distribute.values import (
 )
 
 # The seed that `tf.random.set_seed` was given; the setter is public, the getter is not.
-from tensorflow.python.eager import context as _context
+from tensorflow.python.eager import context as eager_context
 
 # The open gradient tapes: what they do not see, and what they are told.
 from tensorflow.python.eager.record import record_operation, stop_recording
@@ -68,6 +68,7 @@ __all__ = [
     "batch_size_of_caller",
     "common_devices",
     "current_rank",
+    "eager_context",
     "fit_of_caller",
     "global_seed",
     "graphs_inside",
@@ -138,7 +139,7 @@ def own_copy(variable: Any, rank: Any) -> Any:
 
 def global_seed() -> int | None:
     """What `tf.random.set_seed` was given; None when it was not called."""
-    return _context.global_seed()
+    return eager_context.global_seed()
 
 
 def variant_of(dataset: tf.data.Dataset) -> tf.Tensor:

@@ -106,7 +106,7 @@ def _stock_multi_worker(place: Place) -> tf.distribute.Strategy:
     return tf.distribute.MultiWorkerMirroredStrategy(resolver, options)
 
 
-def _tfdp(engine: Literal["sockets", "mpi"], **options: Any) -> Callable:
+def _tfdp(engine: Literal["sockets", "mpi", "tensorflow"], **options: Any) -> Callable:
     def make(place: Place) -> tf.distribute.Strategy:
         import tfdp
 
@@ -172,6 +172,7 @@ GROUP_ARMS = {
     ),
     "tfdp-sockets": GroupArm("local", BOTH, _tfdp("sockets")),
     "tfdp-mpi": GroupArm("mpi", BOTH, _tfdp("mpi"), _mpi_is_left_out),
+    "tfdp-tensorflow": GroupArm("local", BOTH, _tfdp("tensorflow")),
     TORCH_ONE_PROCESS: GroupArm("single", ("train",), None, _torch_is_left_out),
     "torch-gloo": GroupArm("local", BOTH, None, _torch_is_left_out),
     # Of the models here all but the last layer travels when backprop has ended.

@@ -71,14 +71,14 @@ class AcrossHostsEngine(InProcessEngine):
     def all_reduce_bucket(
         self, tensors: Sequence[tf.Tensor], rank: int, label: str
     ) -> list[tf.Tensor]:
-        return self._all_reduce(tensors, rank, label, None)
+        return self.sum_everywhere(tensors, rank, label, None)
 
     def all_reduce_gradients(
         self, tensors: Sequence[tf.Tensor], rank: int, label: str
     ) -> list[tf.Tensor]:
-        return self._all_reduce(tensors, rank, label, self.wire_dtype)
+        return self.sum_everywhere(tensors, rank, label, self.wire_dtype)
 
-    def _all_reduce(
+    def sum_everywhere(
         self,
         tensors: Sequence[tf.Tensor],
         rank: int,
@@ -86,7 +86,7 @@ class AcrossHostsEngine(InProcessEngine):
         wire_dtype: str | None,
     ) -> list[tf.Tensor]:
         call = self.next_call_number(rank)
-        totals = self._totals_at_leader(tensors, rank, call, label, wire_dtype)
+        totals = self.totals_at_leader(tensors, rank, call, label, wire_dtype)
         everyone = self.topology.all_ranks
         return [
             self._share_from(
@@ -106,13 +106,13 @@ class AcrossHostsEngine(InProcessEngine):
         # sum; only its way down within the host is shorter.
         call = self.next_call_number(rank)
         # What is scattered are gradients.
-        totals = self._totals_at_leader(tensors, rank, call, label, self.wire_dtype)
+        totals = self.totals_at_leader(tensors, rank, call, label, self.wire_dtype)
         return [
             self._hand_out(total, layout, rank, f"{call}/{place}/down")
             for place, (total, layout) in enumerate(zip(totals, layouts, strict=True))
         ]
 
-    def _totals_at_leader(
+    def totals_at_leader(
         self,
         tensors: Sequence[tf.Tensor],
         rank: int,

@@ -28,10 +28,10 @@ def make_link(cluster: Cluster, communication: Communication) -> HostLink:
       ConfigurationError: when the engine cannot cross hosts, or no address is known.
     """
     engine, _ = link_name(communication)
-    if engine not in ("sockets", "mpi"):
+    if engine not in ("sockets", "mpi", "tensorflow"):
         raise ConfigurationError(
             f"Communication(engine={engine!r}) does not cross hosts. Allowed with "
-            "several workers: 'auto', 'sockets', 'mpi'."
+            "several workers: 'auto', 'sockets', 'mpi', 'tensorflow'."
         )
     rank, workers = cluster.rank, cluster.workers
     if engine == "mpi":

@@ -28,6 +28,8 @@ class HostLink(abc.ABC):
 
     #: The name that `Communication(engine=...)` and `tfdp info` use.
     name: str = ""
+    #: Where this worker reaches each other one, by rank: names or addresses.
+    hosts: list[str]
 
     def __init__(self, rank: int, workers: int, timeout_seconds: float):
         self.rank = rank
@@ -135,6 +137,17 @@ class HostLink(abc.ABC):
         Raises:
           WorkerLostError: when they are not in time.
         """
+
+    @abc.abstractmethod
+    def on_failure(self, listener: Callable[[str], None]) -> None:
+        """Calls `listener` with the reason, once, when a worker is lost.
+
+        From another thread, which must not wait.
+        """
+
+    @abc.abstractmethod
+    def news(self) -> str | None:
+        """Why exchanges cannot go on: who was lost, or has left; None while all can."""
 
     @abc.abstractmethod
     def close(self) -> None:

@@ -24,10 +24,12 @@ class Meeting:
     Args:
       control: to every other worker by rank (on worker 0), else to worker 0.
       rings: for each channel, (to the next worker, from the worker before).
+      hosts: where this worker reaches each of the others, by rank.
     """
 
     control: dict[int, socket.socket]
     rings: list[tuple[socket.socket, socket.socket]]
+    hosts: list[str]
 
 
 def parse_address(address: str) -> tuple[str, int]:
@@ -74,7 +76,7 @@ def meet(
         else:
             control, addresses = _join(me, (host, port), deadline)
         rings = _form_rings(rank, addresses, channels, data_listener, deadline)
-    return Meeting(control, rings)
+    return Meeting(control, rings, [host for host, _ in addresses])
 
 
 def _receive_all(

@@ -69,11 +69,13 @@ class SocketLink(HostLink):
                 CHANNELS, meeting.rings, strict=True
             )
         }
+        self.hosts = meeting.hosts
+        self._failure_listeners: list[Callable[[str], None]] = []
         self._is_closed = False
         self._pool = BufferPool()
         self._exchange_numbers = itertools.count(1)
         self._membership = Membership(
-            rank, workers, meeting.control, silence_seconds, self.close_channels
+            rank, workers, meeting.control, silence_seconds, self._fail
         )
 
     def sum(
@@ -207,6 +209,19 @@ class SocketLink(HostLink):
           channel: one of CHANNELS.
         """
         return self._channels[channel].sender.sent_bytes
+
+    def on_failure(self, listener: Callable[[str], None]) -> None:
+        """See `HostLink.on_failure`."""
+        self._failure_listeners.append(listener)
+
+    def news(self) -> str | None:
+        """See `HostLink.news`."""
+        return self._membership.wait_for_news(0.0)
+
+    def _fail(self) -> None:
+        self.close_channels()
+        for listener in self._failure_listeners:
+            listener(self._membership.failure or "a worker was lost")
 
     def close(self) -> None:
         """See `HostLink.close`."""

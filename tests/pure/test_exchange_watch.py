@@ -1,0 +1,120 @@
+"""Exchanges beside the link: their deadline, and who is said to be missing."""
+
+import re
+import threading
+
+import pytest
+
+from tfdp.errors import WorkerLostError
+from tfdp.hosts.exchange_watch import ExchangeWatch
+
+SOON_SECONDS = 5.0
+
+
+class Link:
+    """What the watch asks of a link; three workers, this is worker 0."""
+
+    rank, workers, timeout_seconds = 0, 3, 0.5
+
+    def __init__(self, notes=None, news=None):
+        self.notes = notes or {}
+        self.is_news = news
+        self.listeners = []
+        self.left = []
+
+    def on_failure(self, listener):
+        self.listeners.append(listener)
+
+    def leave_note(self, key, note):
+        self.left.append(note)
+
+    def wait_for_notes(self, key, enough):
+        assert enough(self.notes)
+        return self.notes
+
+    def news(self):
+        return self.is_news
+
+
+@pytest.fixture
+def watched():
+    def make(**options):
+        link, given_up = Link(**options), threading.Event()
+        messages = []
+
+        def give_up(message):
+            messages.append(message)
+            given_up.set()
+
+        return ExchangeWatch(link, give_up), link, given_up, messages
+
+    return make
+
+
+def test_after_the_deadline_those_are_named_who_have_begun_fewer(watched):
+    watch, link, given_up, messages = watched(notes={0: "2", 1: "1", 2: "2"})
+    watch.end(watch.begin("bucket 1 of 2"))
+    watch.begin("bucket 2 of 2")
+    assert given_up.wait(SOON_SECONDS)
+    assert re.search(r"Worker 0 waited 0\.[5-9] seconds in an exchange", messages[0])
+    assert "(bucket 2 of 2)" in messages[0]
+    assert "worker 1 did not arrive within 0.5 seconds" in messages[0]
+    assert link.left[-1] == "2"
+
+
+def test_who_has_said_nothing_is_missing(watched):
+    watch, _, given_up, messages = watched(notes={0: "1", 2: "1"})
+    watch.begin("bucket 1 of 1")
+    assert given_up.wait(SOON_SECONDS)
+    assert "worker 1 did not arrive" in messages[0]
+
+
+def test_when_all_are_there_it_is_the_network(watched):
+    watch, _, given_up, messages = watched(notes={0: "1", 1: "1", 2: "7"})
+    watch.begin("bucket 1 of 1")
+    assert given_up.wait(SOON_SECONDS)
+    assert "all workers are there" in messages[0]
+
+
+def test_exchanges_that_end_have_no_deadline(watched):
+    watch, _, given_up, _ = watched()
+    for _ in range(8):
+        number = watch.begin("bucket 1 of 1")
+        assert not given_up.wait(0.15)
+        watch.end(number)
+    assert not given_up.wait(0.8)
+
+
+def test_a_worker_that_left_ends_the_wait_before_the_deadline(watched):
+    watch, link, given_up, messages = watched(news="worker 2 has come to the end")
+    link.timeout_seconds = 100.0
+    watch.begin("bucket 1 of 1")
+    assert given_up.wait(SOON_SECONDS)
+    assert "worker 2 has come to the end" in messages[0]
+
+
+def test_a_lost_worker_ends_all_exchanges_once(watched):
+    watch, link, given_up, messages = watched()
+    (listener,) = link.listeners
+    watch.begin("bucket 1 of 1")
+    listener("worker 1 has ended")
+    listener("worker 2 has ended")
+    assert given_up.is_set()
+    assert len(messages) == 1
+    assert "for the others: worker 1 has ended" in messages[0]
+
+
+def test_a_link_that_breaks_while_it_is_asked_is_no_end_of_the_watch(watched):
+    watch, link, given_up, messages = watched(notes={0: "1", 1: "0", 2: "1"})
+    answers = iter([WorkerLostError("gone"), None])
+
+    def wait_for_notes(key, enough):
+        answer = next(answers, None)
+        if answer:
+            raise answer
+        return link.notes
+
+    link.wait_for_notes = wait_for_notes
+    watch.begin("bucket 1 of 1")
+    assert given_up.wait(SOON_SECONDS)
+    assert "worker 1 did not arrive" in messages[0]

@@ -1,0 +1,111 @@
+"""`ExchangeWatch`: a deadline for exchanges that do not go through a link.
+
+TensorFlow's collectives have a deadline of their own, which keeps a sleeping thread for
+every launch until it has passed: hundreds of thousands in an hour. One thread looks at
+all exchanges here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import threading
+import time
+from collections.abc import Callable
+
+from absl import logging
+
+from tfdp.errors import WorkerLostError
+from tfdp.hosts.host_link import HostLink
+from tfdp.hosts.rendezvous import name_workers
+
+__all__ = ["ExchangeWatch"]
+
+LOOK_SECONDS = 0.2
+WORD_SECONDS = 1.0
+NOTE_KEY = "exchanges begun"
+
+
+class ExchangeWatch:
+    """Gives up when an exchange has been open for too long, and says who is missing.
+
+    Args:
+      link: tells the workers how far the others are, and when one is lost.
+      give_up: ends all exchanges with a message; called from another thread.
+
+    All workers begin the same exchanges, so a worker that has begun fewer than this
+    one is one that it waits for.
+    """
+
+    def __init__(self, link: HostLink, give_up: Callable[[str], None]):
+        self._link = link
+        self._give_up = give_up
+        self._numbers = itertools.count(1)
+        self._open: dict[int, tuple[float, str]] = {}
+        self._begun = 0
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(
+            target=self._look, name="tfdp-exchange-watch", daemon=True
+        )
+        self._is_over = threading.Event()
+        link.on_failure(self._end)
+
+    def begin(self, label: str) -> int:
+        """Notes that an exchange has begun; returns its number on this worker."""
+        with self._lock:
+            number = self._begun = next(self._numbers)
+            self._open[number] = (time.monotonic(), label)
+            if number == 1:
+                self._thread.start()
+        return number
+
+    def end(self, number: int) -> None:
+        """Notes that it has ended."""
+        with self._lock:
+            self._open.pop(number, None)
+
+    def _look(self) -> None:
+        told, next_word = 0, 0.0
+        while not self._is_over.wait(LOOK_SECONDS):
+            now = time.monotonic()
+            with self._lock:
+                begun = self._begun
+                since = min((start for start, _ in self._open.values()), default=now)
+            with contextlib.suppress(WorkerLostError, OSError):
+                if begun != told and now > next_word:
+                    self._link.leave_note(NOTE_KEY, str(begun))
+                    told, next_word = begun, now + WORD_SECONDS
+                if now - since > self._link.timeout_seconds:
+                    self._end(self._who_is_missing(begun))
+                elif now - since > LOOK_SECONDS and (news := self._link.news()):
+                    self._end(news)
+
+    def _who_is_missing(self, begun: int) -> str:
+        notes = self._link.wait_for_notes(NOTE_KEY, lambda notes: True)
+        others = [r for r in range(self._link.workers) if r != self._link.rank]
+        late = [r for r in others if int(notes.get(r, 0)) < begun]
+        seconds = f"within {self._link.timeout_seconds:g} seconds"
+        if not late:
+            return f"all workers are there, but nothing came {seconds}: the network"
+        return f"{name_workers(late)} did not arrive {seconds}"
+
+    def _end(self, reason: str) -> None:
+        with self._lock:
+            if self._is_over.is_set():
+                return
+            self._is_over.set()
+            waiting = min(self._open.values(), default=None)
+        if waiting is None:
+            # Nobody waits here; whoever begins another exchange hears it at once.
+            self._give_up(f"Worker {self._link.rank} cannot go on: {reason}.")
+            return
+        start, label = waiting
+        waited = time.monotonic() - start
+        message = (
+            f"Worker {self._link.rank} waited {waited:.1f} seconds in "
+            f"an exchange ({label}) for the others: {reason}. Training cannot go on "
+            "without it; look at that worker's output for the first error."
+        )
+        # TensorFlow buries the message in its own.
+        logging.error("tfdp: %s", message)
+        self._give_up(message)
