@@ -102,6 +102,7 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
         self.shard_group = shard_group
         # A HostLink; None for a single worker, which exchanges nothing.
         self._link: Any = None
+        self._host_engine: AcrossHostsEngine | None = None
         self._requested_devices = devices_per_host or found.devices_per_worker
         super().__init__(
             self._own_devices(communication or Communication(), shard_stage(shard)),
@@ -154,7 +155,7 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
         atexit.register(self.close)
         self._check_alike(devices, communication)
         self._share_seed()
-        self._engine = self._make_engine(devices, communication)
+        self._engine = self._host_engine = self._make_engine(devices, communication)
         self._pipeline = GradientPipeline(self._engine, communication)
         return MultiHostExtended(
             self,
@@ -213,6 +214,8 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
     def close(self) -> None:
         """Says goodbye to the other hosts; the process may then end or go on alone."""
         if self._link is not None:
+            if self._host_engine is not None:
+                self._host_engine.close()
             self._link.close()
 
     def experimental_distribute_dataset(self, dataset: Any, options: Any = None) -> Any:
@@ -235,12 +238,6 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
             ),
             all_must_read=self._shards_over_hosts,
         )
-        if model.jit_compile:
-            raise ConfigurationError(
-                "jit_compile=True does not work on several hosts yet: in tests a "
-                "process crashed now and then, and the cause is not known. Compile "
-                "with jit_compile=False."
-            )
 
     def distribute_datasets_from_function(
         self, dataset_fn: Callable, options: Any = None

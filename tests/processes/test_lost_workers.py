@@ -44,6 +44,27 @@ def test_the_others_name_it_and_end(how):
         assert time_of("ended", text) - time_of("failing", output) < seconds
 
 
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("how", ["late", "leave"])
+def test_who_waits_in_a_collective_of_tensorflow_is_told(how):
+    words, seconds = FAILURES[how]
+    with Workers(3, "tests.support.lost_worker", how, 4, 6, "tensorflow") as workers:
+        survivors = {}
+        for rank in (0, 2):
+            survivors[rank] = workers.processes[rank].communicate(timeout=100)[0]
+            assert workers.processes[rank].returncode not in (0, None)
+        lost = workers.processes[1]
+        if how == "late":
+            lost.kill()
+        output = lost.communicate(timeout=60)[0]
+    for rank, text in survivors.items():
+        said = (
+            rf"tfdp: Worker {rank} waited .* seconds in an exchange \(bucket.*{words}"
+        )
+        assert re.search(said, text), text
+        assert time_of("ended", text) - time_of("failing", output) < seconds
+
+
 def test_a_worker_that_never_comes_is_named():
     with Workers(3, "tests.support.lost_worker", "kill", 4, 5) as workers:
         workers.processes[2].kill()

@@ -8,7 +8,7 @@ from tests.support import host_training
 from tests.support.parity import make_strategy
 from tests.support.workers import Workers
 
-# The first test starts five groups of processes.
+# The first test starts seven groups of processes.
 pytestmark = pytest.mark.timeout(900)
 
 SEVERAL = {
@@ -17,10 +17,12 @@ SEVERAL = {
     "2x2-optimizer": (2, 2, "optimizer"),
     "3x1-parameters": (3, 1, "parameters"),
     "2x2-parameters-host": (2, 2, "parameters/host"),
+    "2x2-tensorflow": (2, 2, "none/all/tensorflow"),
+    "2x2-tensorflow-host": (2, 2, "gradients/host/tensorflow"),
 }
 # With one device per host TensorFlow hands out plain tensors in the place of
 # per-replica values; these scenarios use all that differs by that.
-WITH_ONE_DEVICE = ("sgd", "masked-embedding", "loss-scaling", "custom-loop")
+WITH_ONE_DEVICE = ("sgd", "masked-embedding", "loss-scaling", "jit", "custom-loop")
 WITH_SHARDS = ("accumulation", "clipping", "distributed-optimizer", "eager", "ema") + (
     "lamb",
     "loss-scaling",
@@ -33,6 +35,9 @@ NAMES = {
     "2x2-optimizer": ("accumulation", "lamb"),
     "3x1-parameters": WITH_SHARDS,
     "2x2-parameters-host": ("clipping", "distributed-optimizer", "ema", "lamb"),
+    "2x2-tensorflow": ("accumulation", "clipping", "custom-loop", "eager")
+    + ("loss-scaling", "masked-embedding", "parts", "sgd", "steps-per-execution"),
+    "2x2-tensorflow-host": ("accumulation", "lamb"),
 }
 ROWS = [(layout, name) for layout, names in NAMES.items() for name in names]
 

@@ -2,6 +2,7 @@
 
 import re
 import threading
+import time
 
 import pytest
 
@@ -91,6 +92,24 @@ def test_a_worker_that_left_ends_the_wait_before_the_deadline(watched):
     watch.begin("bucket 1 of 1")
     assert given_up.wait(SOON_SECONDS)
     assert "worker 2 has come to the end" in messages[0]
+
+
+def test_who_leaves_after_a_failed_exchange_hears_why_first(watched):
+    watch, link, given_up, messages = watched()
+    watch.begin("bucket 1 of 1")
+    link.is_news = "worker 2 has ended"
+    watch.close()
+    assert given_up.is_set()
+    assert "worker 2 has ended" in messages[0]
+
+
+def test_who_leaves_in_peace_does_not_wait(watched):
+    watch, link, given_up, _ = watched()
+    watch.end(watch.begin("bucket 1 of 1"))
+    start = time.monotonic()
+    watch.close()
+    assert time.monotonic() - start < 0.1
+    assert not given_up.is_set()
 
 
 def test_a_lost_worker_ends_all_exchanges_once(watched):

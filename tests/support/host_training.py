@@ -181,6 +181,7 @@ SCENARIOS = {
         )
     ),
     "steps-per-execution": lambda: fitted(steps_per_execution=2),
+    "jit": lambda: fitted(jit_compile=True),
     "eager": lambda: fitted(epochs=1, run_eagerly=True),
     "synchronized": lambda: fitted(normalized_model),
     "masked-embedding": lambda: fitted(embedding_model, data=sequences()),

@@ -49,6 +49,9 @@ class FailInStep:
     def __call__(self, features):
         self.calls += 1
         if self.calls == 4 and self.is_failing:
+            # The number of samples crosses by the link meanwhile; who waits afterwards
+            # waits in a collective.
+            time.sleep(1.0)
             fail(sys.argv[1])
         return features
 

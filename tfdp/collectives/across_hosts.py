@@ -50,6 +50,9 @@ class AcrossHostsEngine(InProcessEngine):
         self._last_call: tf.Operation | None = None
         self._last_graph: Callable[[], tf.Graph | None] = lambda: None
 
+    def close(self) -> None:
+        """Before the link is closed."""
+
     @property
     def replicas(self) -> int:
         """On all hosts together."""

@@ -103,6 +103,9 @@ class TensorFlowAcrossHostsEngine(AcrossHostsEngine):
         self._places = [0] * len(self.devices)
         self._watch = ExchangeWatch(link, abort_collectives)
 
+    def close(self) -> None:
+        self._watch.close()
+
     def begin_run(self) -> None:
         super().begin_run()
         self._places = [0] * len(self.devices)

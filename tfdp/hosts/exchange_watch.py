@@ -23,6 +23,7 @@ __all__ = ["ExchangeWatch"]
 
 LOOK_SECONDS = 0.2
 WORD_SECONDS = 1.0
+NEWS_SECONDS = 3.0
 NOTE_KEY = "exchanges begun"
 
 
@@ -63,6 +64,17 @@ class ExchangeWatch:
         """Notes that it has ended."""
         with self._lock:
             self._open.pop(number, None)
+
+    def close(self) -> None:
+        """Before this worker leaves: hears why an exchange of its own failed.
+
+        TensorFlow feels that a connection is gone before the link says whose. Leaving
+        at once would make this worker the first that the others miss.
+        """
+        with self._lock:
+            has_failed = bool(self._open)
+        if has_failed:
+            self._is_over.wait(NEWS_SECONDS)
 
     def _look(self) -> None:
         told, next_word = 0, 0.0

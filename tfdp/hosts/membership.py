@@ -148,7 +148,8 @@ class Membership:
     def leave(self) -> None:
         """Says goodbye, so that the end of this process is no failure."""
         self._closing = True
-        self._tell({"goodbye": True})
+        # Those who left before come first: perhaps this one leaves because of them.
+        self._tell({"left": [*self._left], "goodbye": True})
         self._thread.join(2 * BEAT_SECONDS)
         for connection in self._connections.values():
             connection.close()
@@ -193,11 +194,11 @@ class Membership:
         return True
 
     def _handle(self, peer: int, message: dict[str, Any]) -> None:
-        if "goodbye" in message:
-            self._left.setdefault(peer)
         for rank in message.get("left", ()):
             if rank != self.rank:
                 self._left.setdefault(rank)
+        if "goodbye" in message:
+            self._left.setdefault(peer)
         if "failure" in message:
             self._fail(message["failure"])
         if "note" in message:
