@@ -33,7 +33,8 @@ class Communication:
         physical GPUs, `"in_process"` (replicas hand tensors to each other without
         copies) on logical CPUs and elsewhere within one process. Between hosts:
         `"mpi"` where an MPI launcher started the workers and mpi4py is installed,
-        else `"sockets"`.
+        else `"sockets"`; `"tensorflow"`, by name only, lets gradients cross by
+        TensorFlow's collectives (NCCL on GPUs, not run on one; its ring on CPUs).
       timeout_seconds: how long a worker waits for the others, when they meet and in
         an exchange, before it fails and names who is missing; above 0. Replicas of
         one process do not wait for other processes and need no deadline.
@@ -41,7 +42,8 @@ class Communication:
         half second) before it counts as lost, at least 2. A process that dies is
         noticed at once; this is for one that is stopped and for a broken network.
       wire_dtype: `"bfloat16"` or `"float16"` sends gradients between hosts in 16
-        bits, rounded to 8 or 11 significant ones; they are added in their own type.
+        bits, rounded to 8 or 11 significant ones; they are added in their own type,
+        except by the engine `"tensorflow"`, which adds what it sends.
         float16 cannot hold 65,520 or more (which become infinite) nor less than
         3e-8 (zero): use it with loss scaling. None sends them as they are. Nothing
         is rounded within a host, nor what is no gradient.
