@@ -12,6 +12,7 @@ from tfdp.cluster import Cluster, find_cluster
 from tfdp.errors import ConfigurationError
 from tfdp.launch import command as launch_command
 from tfdp.launch.environment import cluster_variables, local_environment
+from tfdp.launch.gpus import own_gpus, share_of_gpus
 from tfdp.launch.handover import become, mpi_command, slurm_command
 from tfdp.launch.local import local_commands
 from tfdp.launch.program import Program, parse_program
@@ -148,6 +149,39 @@ def test_what_the_user_has_set_stays():
     made = local_environment(own, {}, workers=2, rank=1, cores=8)
     assert {name: made[name] for name in own} == own
     assert made["TF_NUM_INTRAOP_THREADS"] == "4"
+
+
+@pytest.mark.parametrize(
+    "visible, expected",
+    [("", []), ("-1", []), ("3", ["3"]), ("0, 2", ["0", "2"]), ("1,-1,0", ["1"])],
+)
+def test_gpus_are_those_that_the_user_names(visible, expected):
+    assert own_gpus({"CUDA_VISIBLE_DEVICES": visible}) == expected
+
+
+def test_gpus_are_asked_of_the_driver(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert own_gpus({}) == []
+    query = tmp_path / "nvidia-smi"
+    query.write_text("#!/bin/sh\necho GPU-1\necho GPU-2\n")
+    query.chmod(0o755)
+    assert own_gpus({}) == ["GPU-1", "GPU-2"]
+    query.write_text("#!/bin/sh\nexit 9\n")
+    assert own_gpus({}) == []
+
+
+def test_workers_share_the_gpus():
+    environment = {"CUDA_VISIBLE_DEVICES": "4,5,6,7"}
+    commands = local_commands(
+        SCRIPT, environment, workers=2, port=1, devices_per_worker=None, cores=2
+    )
+    visible = [start.environment["CUDA_VISIBLE_DEVICES"] for start in commands]
+    assert visible == ["4,5", "6,7"]
+    assert share_of_gpus(["0", "1"], workers=1, rank=0) == {}
+    assert share_of_gpus([], workers=3, rank=2) == {}
+    for gpus in (["0"], ["0", "1", "2"]):
+        with pytest.raises(ConfigurationError, match="share . GPUs evenly"):
+            share_of_gpus(gpus, workers=2, rank=0)
 
 
 def test_only_worker_0_greets():

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Mapping
 
 from tfdp.launch.environment import cluster_variables, local_environment
+from tfdp.launch.gpus import own_gpus, share_of_gpus
 from tfdp.launch.port import LOOPBACK
 from tfdp.launch.program import Program
 from tfdp.launch.worker import WorkerCommand
@@ -22,15 +23,21 @@ def local_commands(
     devices_per_worker: int | None,
     cores: int,
 ) -> list[WorkerCommand]:
-    """One command per worker; they meet on the loopback interface."""
+    """One command per worker; they meet on the loopback interface.
+
+    Raises:
+      ConfigurationError: when the machine's GPUs do not go round evenly.
+    """
     coordinator = f"{LOOPBACK}:{port}"
+    gpus = own_gpus(environment)
     return [
         WorkerCommand(
             rank,
             program.command(sys.executable),
             local_environment(
                 environment,
-                cluster_variables(workers, rank, coordinator, devices_per_worker),
+                cluster_variables(workers, rank, coordinator, devices_per_worker)
+                | share_of_gpus(gpus, workers, rank),
                 workers=workers,
                 rank=rank,
                 cores=cores,
