@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 
 from tfdp.errors import ConfigurationError
 
-__all__ = ["Bucket", "TensorInfo", "plan_buckets"]
+__all__ = ["Bucket", "TensorInfo", "plan_buckets", "predecessors"]
 
 # Below this a message costs its latency whatever its size, so two messages cost
 # twice as much as one and there is nothing to overlap: do not split such a set.
@@ -134,3 +134,33 @@ def plan_buckets(
     for dtype in list(open_buckets):
         close(dtype)
     return tuple(closed)
+
+
+def predecessors(
+    buckets: Sequence[Bucket], *, between_bytes: int
+) -> tuple[int | None, ...]:
+    """For each bucket the one that must be away before its tensors are made.
+
+    So that at any time the tensors of few buckets are in memory: the one that is being
+    made, and those after its predecessor, which hold `between_bytes` or little more.
+
+    Args:
+      buckets: in the order in which they are launched.
+      between_bytes: the least bytes of the buckets between one and its predecessor.
+
+    Returns:
+      A place in `buckets` for each of them; None for those that wait for nothing.
+
+    >>> sizes = [TensorInfo(400, "float32")] * 4
+    >>> plan = plan_buckets(sizes, bucket_bytes=400, first_bucket_bytes=400)
+    >>> predecessors(plan, between_bytes=400)
+    (None, None, 0, 1)
+    """
+    found: list[int | None] = []
+    for number in range(len(buckets)):
+        total_bytes, place = 0, number - 1
+        while place >= 0 and total_bytes < between_bytes:
+            total_bytes += buckets[place].size_bytes or 0
+            place -= 1
+        found.append(place if place >= 0 and total_bytes >= between_bytes else None)
+    return tuple(found)

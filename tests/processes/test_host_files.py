@@ -3,6 +3,7 @@
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import tfdp
 from tests.support import host_files
@@ -61,3 +62,11 @@ def test_one_worker_writes_and_a_restart_goes_on(tmp_path, devices, shard):
     saved = keras.models.load_model(tmp_path / "model.keras")
     for mine, stored in zip(weights[0], saved.get_weights(), strict=True):
         np.testing.assert_array_equal(mine, stored)
+
+    # Exported by every host to a folder of its own.
+    for rank in range(2):
+        served = tf.saved_model.load(tmp_path / f"served.{rank}")
+        for mine, stored in zip(served.variables, saved.weights, strict=True):
+            np.testing.assert_array_equal(mine.numpy(), stored.numpy())
+        # The same program on the same rows, maybe with another order of 33 terms.
+        np.testing.assert_allclose(served.serve(x), saved(x), rtol=0, atol=4e-5)

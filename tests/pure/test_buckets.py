@@ -3,7 +3,7 @@ import random
 
 import pytest
 
-from tfdp.buckets import SMALLEST_SPLIT_BYTES, TensorInfo, plan_buckets
+from tfdp.buckets import SMALLEST_SPLIT_BYTES, TensorInfo, plan_buckets, predecessors
 from tfdp.errors import ConfigurationError
 
 MIB = 1 << 20
@@ -103,3 +103,21 @@ def test_the_number_of_buckets_is_what_the_sizes_say():
 def test_nonsense_is_refused(arguments):
     with pytest.raises(ConfigurationError, match="Received"):
         plan_buckets(infos(4, 4), **arguments)
+
+
+@pytest.mark.parametrize(
+    "sizes, between_bytes, expected",
+    [
+        ([4, 4, 4, 4], 1, (None, None, 0, 1)),
+        ([4, 4, 4, 4], 5, (None, None, None, 0)),
+        # Every second one is small: two large ones are there at once, and no third.
+        ([8, 1, 8, 1, 8], 8, (None, None, None, 1, 1)),
+        ([4, 4], 9, (None, None)),
+        ([], 1, ()),
+    ],
+)
+def test_a_bucket_waits_for_the_one_so_many_bytes_ahead(sizes, between_bytes, expected):
+    # The plan begins at the last tensor.
+    plan = plan_buckets(infos(*sizes[::-1]), bucket_bytes=1, first_bucket_bytes=1)
+    assert [bucket.size_bytes for bucket in plan] == sizes
+    assert predecessors(plan, between_bytes=between_bytes) == expected

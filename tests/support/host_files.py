@@ -47,6 +47,7 @@ def main(folder, epochs, shard):
     )
     tfdp.checkpoint.save_parts(model, folder / "parts")
     np.savez(folder / f"weights.{strategy.cluster.rank}.npz", *model.get_weights())
+    model.export(folder / f"served.{strategy.cluster.rank}", verbose=False)
     print("epochs", len(history.epoch), flush=True)
 
 

@@ -53,8 +53,15 @@ from tensorflow.python.ops.control_flow_v2_func_graphs import (
     WhileCondFuncGraph,
 )
 
-# A variable of one device, whatever strategy's scope it is made in.
-from tensorflow.python.ops.resource_variable_ops import ResourceVariable
+# A variable of one device, whatever strategy's scope it is made in; and one that holds
+# nothing.
+from tensorflow.python.ops.resource_variable_ops import (
+    ResourceVariable,
+    UninitializedVariable,
+)
+
+# Whether a SavedModel is being written, whose functions are traced once more for it.
+from tensorflow.python.saved_model.save_context import in_save_context
 
 __all__ = [
     "CHECKED_VERSIONS",
@@ -64,6 +71,7 @@ __all__ = [
     "MirroredVariable",
     "PerReplica",
     "UnaryUnchangedStructureDataset",
+    "UninitializedVariable",
     "UpdateContext",
     "batch_size_of_caller",
     "common_devices",
@@ -73,6 +81,7 @@ __all__ = [
     "global_seed",
     "graphs_inside",
     "in_compiled_function",
+    "in_save_context",
     "is_loop_graph",
     "make_token",
     "model_built_by_caller",

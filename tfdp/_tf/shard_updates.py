@@ -86,9 +86,17 @@ class ShardReducer(Protocol):
         """The graph of the replica function that is being built."""
 
     def reduce_scatter(
-        self, values: Sequence[Any], layouts: Sequence[ShardLayout], rank: Any
+        self,
+        values: Sequence[Any],
+        layouts: Sequence[ShardLayout],
+        rank: Any,
+        *,
+        in_turn: bool = False,
     ) -> list[tf.Tensor]:
-        """This replica's shard of the sum of each value."""
+        """This replica's shard of the sum of each value.
+
+        `in_turn`: few of the whole values are to be in memory at once.
+        """
 
     def all_gather(
         self, shards: Sequence[tf.Tensor], layouts: Sequence[ShardLayout], rank: Any
@@ -261,7 +269,9 @@ class ShardUpdates:
         rank = current_rank()
         layouts = [_stored(variable).layout for variable in variables]
         if not tf.executing_eagerly():
-            return self.reducer.reduce_scatter(gradients, layouts, rank)
+            return self.reducer.reduce_scatter(
+                gradients, layouts, rank, in_turn=self.stage >= 2
+            )
         context = tf.distribute.get_replica_context()
         dense = [tf.convert_to_tensor(gradient) for gradient in gradients]
         totals = context.all_reduce("SUM", dense)

@@ -25,6 +25,12 @@ import numpy as np
 import tensorflow as tf
 
 from tfdp._tf.names import DistributedVariable, current_rank
+from tfdp._tf.saved_model_stand_ins import (
+    export_stand_in,
+    is_tracing_saved_model,
+    read_shards,
+    read_stand_in,
+)
 from tfdp._tf.shard_pieces import own_piece, piece_of
 from tfdp._tf.variables import ReplicaMirroredVariable
 from tfdp.errors import ConfigurationError
@@ -116,6 +122,8 @@ class ShardedVariable(DistributedVariable):
     cutting_device: str | None = None
     #: Whether layers see it in the type that they compute in.
     autocasts = False
+    #: What functions read of it that are traced for a SavedModel.
+    saved_model_stand_in: Any = None
 
     def __init__(
         self,
@@ -153,7 +161,9 @@ class ShardedVariable(DistributedVariable):
         read = _other_read()
         if read is not None:
             return read(self)
-        shards = [tf.convert_to_tensor(shard) for shard in self._values]
+        if is_tracing_saved_model():
+            return read_stand_in(self)
+        shards = read_shards(self._values)
         return self._shards.whole(shards, self.layout, self.name)
 
     def _read_in_replica(self) -> tf.Tensor:
@@ -217,12 +227,10 @@ class ShardedVariable(DistributedVariable):
     def __len__(self) -> int:
         return int(self.shape[0])
 
-    def _export_to_saved_model_graph(self, *args: Any, **kwargs: Any) -> Any:
-        raise ConfigurationError(
-            f"The variable {self.name!r} is stored in shards, which a SavedModel "
-            "cannot hold. Save the model (model.save('model.keras')), load it outside "
-            "the strategy's scope and export that."
-        )
+    def _export_to_saved_model_graph(
+        self, object_map: Any, tensor_map: Any, options: Any, **kwargs: Any
+    ) -> list[Any]:
+        return export_stand_in(self, object_map, tensor_map)
 
     # Files hold the whole variable, so any number of replicas, and none, can read them.
     def _serialize_to_tensors(self) -> dict[str, tf.Tensor]:

@@ -97,7 +97,12 @@ class CrossReplicaReducer:
         return self._sum(mine)
 
     def reduce_scatter(
-        self, values: Sequence[Any], layouts: Sequence[ShardLayout], rank: Any
+        self,
+        values: Sequence[Any],
+        layouts: Sequence[ShardLayout],
+        rank: Any,
+        *,
+        in_turn: bool = False,
     ) -> list[tf.Tensor]:
         """This replica's shard of the sum of each value.
 
@@ -105,6 +110,7 @@ class CrossReplicaReducer:
           values: alike on all replicas; `tf.IndexedSlices` become dense.
           layouts: how each value is cut.
           rank: the calling replica.
+          in_turn: not looked at: XLA orders what it compiles.
 
         Cost: n (N - 1) / N bytes per replica for n bytes of values.
         """

@@ -7,7 +7,8 @@ from typing import TypeAlias
 
 import tensorflow as tf
 
-from tfdp.buckets import Bucket, TensorInfo, plan_buckets
+from tfdp._tf.delayed_tensors import delay
+from tfdp.buckets import Bucket, TensorInfo, plan_buckets, predecessors
 from tfdp.collectives.engine import Engine
 from tfdp.communication import Communication
 from tfdp.gradients.sparse import all_reduce_slices
@@ -96,7 +97,12 @@ class GradientPipeline:
         return [self._mean(value) for value in results] if mean else results
 
     def reduce_scatter(
-        self, values: Sequence[Value], layouts: Sequence[ShardLayout], rank: int
+        self,
+        values: Sequence[Value],
+        layouts: Sequence[ShardLayout],
+        rank: int,
+        *,
+        in_turn: bool = False,
     ) -> list[tf.Tensor]:
         """This replica's shard of the sum of each value, bucket by bucket.
 
@@ -104,6 +110,9 @@ class GradientPipeline:
           values: alike on all replicas; `tf.IndexedSlices` become dense.
           layouts: how each value is cut.
           rank: the calling replica.
+          in_turn: values are computed only when those of earlier buckets are sums, but
+            for `Communication.bucket_bytes` of them, or little more: few whole values
+            are there at once, however far one replica is ahead of the others.
 
         Cost: per replica n (N - 1) / N bytes on the wire for n bytes of values.
         """
@@ -113,7 +122,12 @@ class GradientPipeline:
             for value, layout in zip(values, layouts, strict=True)
         ]
         return self._by_bucket(
-            self.engine.reduce_scatter_bucket, dense, layouts, rank, "reduce_scatter"
+            self.engine.reduce_scatter_bucket,
+            dense,
+            layouts,
+            rank,
+            "reduce_scatter",
+            in_turn,
         )
 
     def all_gather(
@@ -182,10 +196,17 @@ class GradientPipeline:
         layouts: Sequence[ShardLayout],
         rank: int,
         kind: str,
+        in_turn: bool = False,
     ) -> list[tf.Tensor]:
         results: dict[int, tf.Tensor] = {}
         buckets = self.plan(tensors)
+        waits_for = predecessors(buckets, between_bytes=self.communication.bucket_bytes)
         for number, bucket in enumerate(buckets, start=1):
+            earlier = waits_for[number - 1]
+            if in_turn and earlier is not None:
+                until = [results[i] for i in buckets[earlier].indices]
+                for place in bucket.indices:
+                    delay(tensors[place], until)
             with tf.name_scope(f"tfdp_{kind}"):
                 exchanged = exchange(
                     [tensors[i] for i in bucket.indices],
