@@ -49,6 +49,7 @@ class ExchangeWatch:
             target=self._look, name="tfdp-exchange-watch", daemon=True
         )
         self._is_over = threading.Event()
+        self._has_told = threading.Event()
         link.on_failure(self._end)
 
     def begin(self, label: str) -> int:
@@ -74,7 +75,7 @@ class ExchangeWatch:
         with self._lock:
             has_failed = bool(self._open)
         if has_failed:
-            self._is_over.wait(NEWS_SECONDS)
+            self._has_told.wait(NEWS_SECONDS)
 
     def _look(self) -> None:
         told, next_word = 0, 0.0
@@ -110,6 +111,7 @@ class ExchangeWatch:
         if waiting is None:
             # Nobody waits here; whoever begins another exchange hears it at once.
             self._give_up(f"Worker {self._link.rank} cannot go on: {reason}.")
+            self._has_told.set()
             return
         start, label = waiting
         waited = time.monotonic() - start
@@ -121,3 +123,4 @@ class ExchangeWatch:
         # TensorFlow buries the message in its own.
         logging.error("tfdp: %s", message)
         self._give_up(message)
+        self._has_told.set()
