@@ -141,9 +141,10 @@ class Membership:
         """On worker 0: collects, and tells everybody."""
         with self._changed:
             self._notes.setdefault(key, {})[rank] = note
-            notes = dict(self._notes[key])
+            # Told before anybody here can read it: whoever has all that it waited for
+            # may leave, and the others would wait for a note that was never passed on.
+            self._tell({"notes": [key, dict(self._notes[key])]})
             self._changed.notify_all()
-        self._tell({"notes": [key, notes]})
 
     def leave(self) -> None:
         """Says goodbye, so that the end of this process is no failure."""
