@@ -9,6 +9,7 @@ optimizer/host, none/all/tensorflow.
 
 import os
 import sys
+import tempfile
 
 import keras
 import numpy as np
@@ -128,6 +129,22 @@ def custom_loop():
     }
 
 
+def rows_and_labels(strategy, dataset):
+    """How many rows all hosts together see in an epoch, and the sum of their labels."""
+
+    @tf.function
+    def count(batch):
+        def rows_of(features, labels):
+            return tf.shape(features)[0], tf.reduce_sum(tf.cast(labels, tf.int32))
+
+        return [
+            strategy.reduce("SUM", value, axis=None)
+            for value in strategy.run(rows_of, args=batch)
+        ]
+
+    return np.sum([[int(n) for n in count(batch)] for batch in dataset], axis=0)
+
+
 def parts_of_different_length():
     """Each host makes its own part; one has three times as many batches."""
     strategy = tf.distribute.get_strategy()
@@ -135,7 +152,6 @@ def parts_of_different_length():
     model = dense_model()
     model.compile(keras.optimizers.SGD(0.05), crossentropy(), jit_compile=False)
     x, y = classification_data(ROWS)
-    seen = []
 
     def part(context):
         hosts, host = context.num_input_pipelines, context.input_pipeline_id
@@ -148,20 +164,31 @@ def parts_of_different_length():
 
     dataset = strategy.distribute_datasets_from_function(part)
 
-    @tf.function
-    def count(batch):
-        def rows_of(features, labels):
-            return tf.shape(features)[0], tf.reduce_sum(labels)
-
-        return [
-            strategy.reduce("SUM", value, axis=None)
-            for value in strategy.run(rows_of, args=batch)
-        ]
-
-    for batch in dataset:
-        seen.append([int(value) for value in count(batch)])
+    seen = rows_and_labels(strategy, dataset)
     model.fit(dataset, epochs=1, verbose=0)
-    return {"rows and labels": np.sum(seen, axis=0)}
+    return {"rows and labels": seen}
+
+
+def own_files():
+    """Each host reads its own files: the rows of an epoch, and a training on them."""
+    strategy = tf.distribute.get_strategy()
+    keras.utils.set_random_seed(3)
+    model = dense_model()
+    model.compile(keras.optimizers.SGD(0.05), crossentropy(), jit_compile=False)
+    x, y = classification_data(ROWS)
+    with tempfile.TemporaryDirectory() as folder:
+        index = tfdp.data.write_tfrecords({"x": x, "y": y}, folder, num_shards=3)
+
+        def own(context):
+            return tfdp.data.read_tfrecords(
+                index, 24, as_supervised=("x", "y"), input_context=context
+            )
+
+        dataset = strategy.distribute_datasets_from_function(own)
+        seen = rows_and_labels(strategy, dataset)
+        model.fit(dataset, epochs=2, verbose=0)
+        loss = model.evaluate(dataset, verbose=0)
+    return {"rows and labels": seen, "loss is finite": float(np.isfinite(loss))}
 
 
 def adam(**options):
@@ -189,6 +216,7 @@ SCENARIOS = {
     "loss-scaling": loss_scaling,
     "custom-loop": custom_loop,
     "parts": parts_of_different_length,
+    "own-files": own_files,
 }
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdp.data.encoding import decode_examples
+from tfdp.data.host_share import share_of_host
 from tfdp.data.index import RecordIndex, find_index
 from tfdp.data.pipeline import (
     batch_examples,
@@ -50,12 +51,14 @@ def read_tfrecords(
     variable_length: str = "ragged",
     cycle_length: int = 16,
     deterministic: bool = True,
+    input_context: tf.distribute.InputContext | None = None,
 ) -> tf.data.Dataset:
     """Reads a set of TFRecord files as global batches, ready for `model.fit`.
 
     The strategy splits each global batch over its replicas. On several hosts each
     one reads every file and keeps its slice of every batch, so that N hosts see
-    the batches that one would.
+    the batches that one would. With `input_context` each reads its own files only,
+    which is less reading, and batches are other ones than one host's.
 
     Args:
       source: What `write_tfrecords` returned; or a directory that holds one set; or
@@ -80,6 +83,13 @@ def read_tfrecords(
       cycle_length: How many files are read at a time, from 1.
       deterministic: False lets a slow file be overtaken: faster at times, but the
         order is another one every time. Use it on one host only.
+
+      input_context: What `strategy.distribute_datasets_from_function` hands to its
+        function. Then the dataset is this host's share, in batches of
+        global_batch_size / replicas: whole files where there are as many files as
+        hosts or more, else every H-th record of all; a line on standard error says
+        which. Over all hosts every record is read once in an epoch; hosts whose
+        shares differ in length all finish under a tfdp strategy.
 
     Returns:
       A `tf.data.Dataset` of batches whose number is known (`len(dataset)`).
@@ -107,17 +117,21 @@ def read_tfrecords(
     if shuffle_buffer_examples is not None:
         _check_positive("shuffle_buffer_examples", shuffle_buffer_examples)
     index = find_index(source)
-    _check_files(index)
     _check_names(index, as_supervised)
-    batches_per_epoch = count_batches(index.examples, global_batch_size, drop_remainder)
+    share = share_of_host(index, global_batch_size, input_context, deterministic)
+    index, batch_size = share.index, share.batch_size
+    _check_files(index)
+    batches_per_epoch = count_batches(share.examples, batch_size, drop_remainder)
 
     records = _interleaved_records(index, shuffle, seed, cycle_length, deterministic)
+    if share.hosts > 1:
+        records = records.shard(share.hosts, share.host)
     if shuffle:
         buffer_examples = shuffle_buffer_examples or _default_buffer_examples(index)
         records = records.shuffle(buffer_examples, seed=seed)
     features = index.features
     if transform is None and not any(spec.varies for spec in features.values()):
-        batches = records.batch(global_batch_size, drop_remainder=drop_remainder)
+        batches = records.batch(batch_size, drop_remainder=drop_remainder)
         batches = batches.map(
             lambda batch: decode_examples(batch, features),
             num_parallel_calls=tf.data.AUTOTUNE,
@@ -129,9 +143,7 @@ def read_tfrecords(
             num_parallel_calls=tf.data.AUTOTUNE,
         )
         examples = select_features(examples, as_supervised, transform)
-        batches = batch_examples(
-            examples, global_batch_size, drop_remainder, variable_length
-        )
+        batches = batch_examples(examples, batch_size, drop_remainder, variable_length)
     return finish_batches(
         batches, batches_per_epoch, repeat=repeat, deterministic=deterministic
     )
