@@ -122,7 +122,9 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
             add_waiting_thread()
         if not tf.config.list_physical_devices("GPU") and count is not None:
             use_virtual_devices(count)
-        if self.cluster.workers > 1 and communication.engine == "tensorflow":
+        # What else may be wrong with `communication` is said when it is used.
+        engine = getattr(communication, "engine", None)
+        if self.cluster.workers > 1 and engine == "tensorflow":
             if stage and self.shard_group == "all":
                 raise ConfigurationError(
                     "Communication(engine='tensorflow') carries no shards between "

@@ -87,3 +87,11 @@ def test_equals_one_device(results, layout, name):
         first = weights if rank == 0 else first
         for mine, theirs in zip(weights, first, strict=True):
             np.testing.assert_array_equal(mine, theirs)
+
+
+def test_collectives_have_to_come_before_tensorflow():
+    with Workers(2, "tests.support.late_collectives") as workers:
+        for process in workers.processes:
+            output = process.communicate(timeout=100)[0]
+            assert "make the strategy before anything else uses TensorFlow" in output
+            assert process.returncode == 1

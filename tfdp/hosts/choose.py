@@ -18,7 +18,7 @@ def link_name(communication: Communication) -> tuple[str, str]:
         return communication.engine, "asked for by name"
     if mpi_is_available():
         return "mpi", "an MPI launcher started this process, and mpi4py is installed"
-    return "sockets", "works everywhere; start with mpiexec and mpi4py for MPI"
+    return "sockets", "works everywhere; mpiexec with mpi4py: MPI; by name: NCCL"
 
 
 def make_link(cluster: Cluster, communication: Communication) -> HostLink:
