@@ -35,8 +35,8 @@ NAMES = {
     "2x2-optimizer": ("accumulation", "lamb"),
     "3x1-parameters": WITH_SHARDS,
     "2x2-parameters-host": ("clipping", "distributed-optimizer", "ema", "lamb"),
-    "2x2-tensorflow": ("accumulation", "clipping", "custom-loop", "eager")
-    + ("loss-scaling", "masked-embedding", "parts", "sgd", "steps-per-execution"),
+    "2x2-tensorflow": ("accumulation", "custom-loop", "loss-scaling")
+    + ("masked-embedding", "parts", "steps-per-execution"),
     "2x2-tensorflow-host": ("accumulation", "lamb"),
 }
 ROWS = [(layout, name) for layout, names in NAMES.items() for name in names]
