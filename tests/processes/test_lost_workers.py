@@ -22,11 +22,9 @@ def time_of(word, output):
     return float(re.search(rf"^{word} at ([\d.]+)$", output, re.MULTILINE).group(1))
 
 
-@pytest.mark.timeout(200)
-@pytest.mark.parametrize("how", FAILURES)
-def test_the_others_name_it_and_end(how):
-    words, seconds = FAILURES[how]
-    with Workers(3, "tests.support.lost_worker", how, 4, 6) as workers:
+def lose_a_worker(how, *engine):
+    """What the others said, by rank, and what the failing one said."""
+    with Workers(3, "tests.support.lost_worker", how, 4, 6, *engine) as workers:
         survivors = {}
         for rank in (0, 2):
             survivors[rank] = workers.processes[rank].communicate(timeout=100)[0]
@@ -34,7 +32,14 @@ def test_the_others_name_it_and_end(how):
         lost = workers.processes[1]
         if how in ("stop", "late"):
             lost.kill()
-        output = lost.communicate(timeout=60)[0]
+        return survivors, lost.communicate(timeout=60)[0]
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("how", FAILURES)
+def test_the_others_name_it_and_end(how):
+    words, seconds = FAILURES[how]
+    survivors, output = lose_a_worker(how)
     for rank, text in survivors.items():
         assert re.search(rf"WorkerLostError: Worker {rank} waited .*{words}", text), (
             text
@@ -48,15 +53,7 @@ def test_the_others_name_it_and_end(how):
 @pytest.mark.parametrize("how", ["late", "leave"])
 def test_who_waits_in_a_collective_of_tensorflow_is_told(how):
     words, seconds = FAILURES[how]
-    with Workers(3, "tests.support.lost_worker", how, 4, 6, "tensorflow") as workers:
-        survivors = {}
-        for rank in (0, 2):
-            survivors[rank] = workers.processes[rank].communicate(timeout=100)[0]
-            assert workers.processes[rank].returncode not in (0, None)
-        lost = workers.processes[1]
-        if how == "late":
-            lost.kill()
-        output = lost.communicate(timeout=60)[0]
+    survivors, output = lose_a_worker(how, "tensorflow")
     for rank, text in survivors.items():
         said = (
             rf"tfdp: Worker {rank} waited .* seconds in an exchange \(bucket.*{words}"

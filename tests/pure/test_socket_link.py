@@ -2,12 +2,14 @@
 
 import concurrent.futures
 import socket
+import time
 
 import numpy as np
 import pytest
 
 from tests.support.workers import free_port
 from tfdp.errors import CollectiveError, WorkerLostError
+from tfdp.hosts import rendezvous
 from tfdp.hosts.rendezvous import parse_address
 from tfdp.hosts.socket_link import SocketLink
 
@@ -141,6 +143,32 @@ def test_a_meeting_that_cannot_be_is_refused_everywhere(ranks, sizes, words):
         messages = list(threads.map(join, ranks, sizes))
     assert words in messages[0]
     assert any(words in message for message in messages[1:])
+
+
+@pytest.mark.parametrize("comes", [True, False])
+def test_who_came_first_waits_as_long_as_worker_0(comes, monkeypatch):
+    monkeypatch.setattr(rendezvous, "HANDSHAKE_SECONDS", 0.5)
+    address = f"127.0.0.1:{free_port()}"
+
+    def join(rank, timeout_seconds, starts_after):
+        time.sleep(starts_after)
+        if rank == 2 and not comes:
+            return None
+        try:
+            link = SocketLink(rank, 3, address, timeout_seconds=timeout_seconds)
+        except CollectiveError as error:
+            return str(error)
+        link.close()
+        return "met"
+
+    # Worker 1's own time is over long before worker 0's.
+    with concurrent.futures.ThreadPoolExecutor(3) as threads:
+        words = list(threads.map(join, range(3), (4, 0.7, 4), (0, 0, 2.5)))
+    if comes:
+        assert words == ["met"] * 3
+    else:
+        assert "worker 2 did not arrive at worker 0 in time" in words[0]
+        assert words[1] == words[0]
 
 
 def test_strangers_at_the_door_do_not_matter():

@@ -129,6 +129,13 @@ def custom_loop():
     }
 
 
+def compiled_model():
+    keras.utils.set_random_seed(3)
+    model = dense_model()
+    model.compile(keras.optimizers.SGD(0.05), crossentropy(), jit_compile=False)
+    return model
+
+
 def rows_and_labels(strategy, dataset):
     """How many rows all hosts together see in an epoch, and the sum of their labels."""
 
@@ -148,9 +155,7 @@ def rows_and_labels(strategy, dataset):
 def parts_of_different_length():
     """Each host makes its own part; one has three times as many batches."""
     strategy = tf.distribute.get_strategy()
-    keras.utils.set_random_seed(3)
-    model = dense_model()
-    model.compile(keras.optimizers.SGD(0.05), crossentropy(), jit_compile=False)
+    model = compiled_model()
     x, y = classification_data(ROWS)
 
     def part(context):
@@ -163,7 +168,6 @@ def parts_of_different_length():
         return mine.batch(5)
 
     dataset = strategy.distribute_datasets_from_function(part)
-
     seen = rows_and_labels(strategy, dataset)
     model.fit(dataset, epochs=1, verbose=0)
     return {"rows and labels": seen}
@@ -172,9 +176,7 @@ def parts_of_different_length():
 def own_files():
     """Each host reads its own files: the rows of an epoch, and a training on them."""
     strategy = tf.distribute.get_strategy()
-    keras.utils.set_random_seed(3)
-    model = dense_model()
-    model.compile(keras.optimizers.SGD(0.05), crossentropy(), jit_compile=False)
+    model = compiled_model()
     x, y = classification_data(ROWS)
     with tempfile.TemporaryDirectory() as folder:
         index = tfdp.data.write_tfrecords({"x": x, "y": y}, folder, num_shards=3)

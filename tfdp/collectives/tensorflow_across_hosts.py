@@ -17,7 +17,6 @@ the size.
 
 from __future__ import annotations
 
-import socket
 import zlib
 from collections.abc import Sequence
 
@@ -34,6 +33,7 @@ from tfdp.collectives.wire_types import fitting_wire_dtype
 from tfdp.errors import ConfigurationError
 from tfdp.hosts.exchange_watch import ExchangeWatch
 from tfdp.hosts.host_link import HostLink
+from tfdp.hosts.wire import free_port
 
 __all__ = ["TensorFlowAcrossHostsEngine", "meet_by_collectives"]
 
@@ -54,10 +54,8 @@ def meet_by_collectives(link: HostLink) -> None:
       ConfigurationError: when TensorFlow has started already, or a worker has
         another engine.
     """
-    with socket.socket() as free:
-        free.bind(("", 0))
-        port = free.getsockname()[1]
-    ports = link.gather(str(port).encode(), "ports of TensorFlow's collectives")
+    port = str(free_port()).encode()
+    ports = link.gather(port, "ports of TensorFlow's collectives")
     for rank, other in enumerate(ports):
         if not other.isdigit():
             raise ConfigurationError(

@@ -18,7 +18,7 @@ def link_name(communication: Communication) -> tuple[str, str]:
         return communication.engine, "asked for by name"
     if mpi_is_available():
         return "mpi", "an MPI launcher started this process, and mpi4py is installed"
-    return "sockets", "works everywhere; mpiexec with mpi4py: MPI; by name: NCCL"
+    return "sockets", "works everywhere; MPI under mpiexec with mpi4py"
 
 
 def make_link(cluster: Cluster, communication: Communication) -> HostLink:

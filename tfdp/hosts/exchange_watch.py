@@ -8,15 +8,13 @@ all exchanges here.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import threading
 import time
 from collections.abc import Callable
 
-from absl import logging
-
 from tfdp.errors import WorkerLostError
 from tfdp.hosts.host_link import HostLink
+from tfdp.hosts.lost_worker import late_words, say_lost
 from tfdp.hosts.rendezvous import name_workers
 
 __all__ = ["ExchangeWatch"]
@@ -41,7 +39,6 @@ class ExchangeWatch:
     def __init__(self, link: HostLink, give_up: Callable[[str], None]):
         self._link = link
         self._give_up = give_up
-        self._numbers = itertools.count(1)
         self._open: dict[int, tuple[float, str]] = {}
         self._begun = 0
         self._lock = threading.Lock()
@@ -55,7 +52,8 @@ class ExchangeWatch:
     def begin(self, label: str) -> int:
         """Notes that an exchange has begun; returns its number on this worker."""
         with self._lock:
-            number = self._begun = next(self._numbers)
+            self._begun += 1
+            number = self._begun
             self._open[number] = (time.monotonic(), label)
             if number == 1:
                 self._thread.start()
@@ -97,10 +95,12 @@ class ExchangeWatch:
         notes = self._link.wait_for_notes(NOTE_KEY, lambda notes: True)
         others = [r for r in range(self._link.workers) if r != self._link.rank]
         late = [r for r in others if int(notes.get(r, 0)) < begun]
-        seconds = f"within {self._link.timeout_seconds:g} seconds"
-        if not late:
-            return f"all workers are there, but nothing came {seconds}: the network"
-        return f"{name_workers(late)} did not arrive {seconds}"
+        if late:
+            return late_words(name_workers(late), self._link.timeout_seconds)
+        return (
+            "all workers are there, but nothing came within "
+            f"{self._link.timeout_seconds:g} seconds: the network"
+        )
 
     def _end(self, reason: str) -> None:
         with self._lock:
@@ -110,17 +110,12 @@ class ExchangeWatch:
             waiting = min(self._open.values(), default=None)
         if waiting is None:
             # Nobody waits here; whoever begins another exchange hears it at once.
-            self._give_up(f"Worker {self._link.rank} cannot go on: {reason}.")
-            self._has_told.set()
-            return
-        start, label = waiting
-        waited = time.monotonic() - start
-        message = (
-            f"Worker {self._link.rank} waited {waited:.1f} seconds in "
-            f"an exchange ({label}) for the others: {reason}. Training cannot go on "
-            "without it; look at that worker's output for the first error."
-        )
-        # TensorFlow buries the message in its own.
-        logging.error("tfdp: %s", message)
+            message = f"Worker {self._link.rank} cannot go on: {reason}."
+        else:
+            start, label = waiting
+            waited = time.monotonic() - start
+            message = say_lost(
+                self._link.rank, waited, f"an exchange ({label})", reason
+            )
         self._give_up(message)
         self._has_told.set()

@@ -23,6 +23,7 @@ from tfdp.hosts.buffers import views_of
 from tfdp.hosts.host_link import Ranges
 from tfdp.hosts.rounded_wire import part_edges, round_to, wire_type
 from tfdp.hosts.socket_link import SocketLink
+from tfdp.hosts.wire import free_port
 
 __all__ = ["MpiLink", "mpi_is_available"]
 
@@ -226,9 +227,7 @@ class MpiLink(SocketLink):
     def _share_address(self) -> str:
         address = None
         if self._world.rank == 0:
-            with socket.socket() as free:
-                free.bind(("", 0))
-                address = f"{_own_address()}:{free.getsockname()[1]}"
+            address = f"{_own_address()}:{free_port()}"
         return str(self._world.bcast(address))
 
     def close_channels(self) -> None:

@@ -75,6 +75,8 @@ def meet(
             control, addresses = _receive_all(me, port, deadline)
         else:
             control, addresses = _join(me, (host, port), deadline)
+        # Who came first may have used up its time while it waited for the others.
+        deadline = max(deadline, time.monotonic() + HANDSHAKE_SECONDS)
         rings = _form_rings(rank, addresses, channels, data_listener, deadline)
     return Meeting(control, rings, [host for host, _ in addresses])
 
@@ -101,6 +103,11 @@ def _receive_all(
                 with contextlib.suppress(OSError):
                     write_line(connection, {"refused": reason})
                 _refuse_all(control, reason)
+            # Worker 0 may have begun later than this one: it says until when it waits,
+            # so that the other is still there to be told who was missing.
+            with contextlib.suppress(OSError):
+                remaining = max(deadline - time.monotonic(), 0.0)
+                write_line(connection, {"wait_seconds": remaining})
             control[hello["rank"]] = connection
             addresses[hello["rank"]] = (peer_host, hello["port"])
     for peer, connection in control.items():
@@ -177,9 +184,13 @@ def _join(
             "0, and check the address and the firewall."
         ) from error
     try:
-        connection.settimeout(max(deadline - time.monotonic(), 0.01) + 1.0)
+        remaining = max(deadline - time.monotonic(), 0.0)
+        connection.settimeout(remaining + HANDSHAKE_SECONDS)
         write_line(connection, me)
         answer = read_line(connection)
+        if "wait_seconds" in answer:
+            connection.settimeout(answer["wait_seconds"] + HANDSHAKE_SECONDS)
+            answer = read_line(connection)
     except (OSError, ValueError) as error:
         connection.close()
         raise CollectiveError(

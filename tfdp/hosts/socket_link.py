@@ -14,11 +14,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
-from absl import logging
 
 from tfdp.errors import CollectiveError, WorkerLostError
 from tfdp.hosts.buffers import BufferPool, views_of
 from tfdp.hosts.host_link import CHANNELS, HostLink, Ranges
+from tfdp.hosts.lost_worker import late_words, say_lost
 from tfdp.hosts.membership import Membership
 from tfdp.hosts.rendezvous import meet, name_workers
 from tfdp.hosts.ring import (
@@ -275,16 +275,11 @@ class SocketLink(HostLink):
         if reason is None and is_timeout:
             late = self._membership.late(count)
             who = name_workers(late) if late else "a worker"
-            reason = f"{who} did not arrive within {self.timeout_seconds:g} seconds"
-        message = (
-            f"Worker {self.rank} waited {waited:.1f} seconds in exchange {count} "
-            f"({label}) for the others: {reason or f'a connection broke ({error})'}. "
-            "Training cannot go on without it; look at that worker's output for the "
-            "first error."
+            reason = late_words(who, self.timeout_seconds)
+        reason = reason or f"a connection broke ({error})"
+        return WorkerLostError(
+            say_lost(self.rank, waited, f"exchange {count} ({label})", reason)
         )
-        # TensorFlow buries the error of a Python call in its own.
-        logging.error("tfdp: %s", message)
-        return WorkerLostError(message)
 
 
 def by_worker(ranges: Ranges) -> list[list[Block]]:

@@ -29,6 +29,12 @@ RETRY_SECONDS = 0.05
 LONGEST_LINE_BYTES = 1 << 20
 
 
+def free_port() -> int:
+    """A port of this machine that nobody listens on, for whoever binds it soon."""
+    with listen("", 0) as listener:
+        return int(listener.getsockname()[1])
+
+
 def listen(host: str, port: int) -> socket.socket:
     """A listening socket; port 0 takes any free one.
 
