@@ -56,6 +56,7 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
         "host", so that every host has all shards and the network carries what it
         carries without.
       shard_min_bytes: see `DataParallelStrategy`.
+      offload: see `DataParallelStrategy`.
       draws_per_replica: see `DataParallelStrategy`.
 
     Raises:
@@ -84,6 +85,7 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
         shard: str | int = "none",
         shard_group: str = "all",
         shard_min_bytes: int = 32 * 1024,
+        offload: str = "none",
         draws_per_replica: bool = True,
     ):
         found = cluster if cluster is not None else find_cluster()
@@ -109,6 +111,7 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
             communication=communication,
             shard=shard,
             shard_min_bytes=shard_min_bytes,
+            offload=offload,
             draws_per_replica=draws_per_replica,
         )
 

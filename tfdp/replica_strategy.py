@@ -46,8 +46,10 @@ def check_pad_batches(value: Any) -> bool | int:
     )
 
 
-def check_sharding(shard: str | int, shard_min_bytes: int) -> Sharding:
-    """What the arguments `shard` and `shard_min_bytes` of a strategy ask for.
+def check_sharding(
+    shard: str | int, shard_min_bytes: int, offload: str = "none"
+) -> Sharding:
+    """What the arguments `shard...` and `offload` of a strategy ask for.
 
     Raises:
       ConfigurationError: when one of them is out of range.
@@ -58,7 +60,18 @@ def check_sharding(shard: str | int, shard_min_bytes: int) -> Sharding:
             "shard_min_bytes must be an integer of at least 0. Received: "
             f"{shard_min_bytes!r}."
         )
-    return Sharding(shard_stage(shard), shard_min_bytes)
+    if offload not in ("none", "optimizer"):
+        raise ConfigurationError(
+            f"offload must be 'none' or 'optimizer'. Received: {offload!r}."
+        )
+    stage = shard_stage(shard)
+    if offload == "optimizer" and not stage:
+        raise ConfigurationError(
+            "offload='optimizer' keeps each replica's shard of the optimizer's state "
+            "in the memory of the host, and with shard='none' there are no shards. Add "
+            "shard='optimizer', also on one device; see docs/sharding.md."
+        )
+    return Sharding(stage, shard_min_bytes, offload == "optimizer")
 
 
 class ReplicaContextStrategy(tf.distribute.Strategy):

@@ -42,6 +42,8 @@ class DataParallelStrategy(ReplicaContextStrategy, tf.distribute.MirroredStrateg
         state), "gradients" (2: and gradients), "parameters" (3: and weights). The
         numbers are the stages of ZeRO.
       shard_min_bytes: variables below this size are not sharded.
+      offload: "optimizer": the sharded state of the optimizer stays in the memory of
+        the host, whose CPU updates it; see docs/sharding.md. "none": on the devices.
       draws_per_replica: True: dropout, noise and augmentation layers draw differently
         on every replica, reproducibly from their seed. False: identical draws, as
         stock TensorFlow makes them.
@@ -74,10 +76,11 @@ class DataParallelStrategy(ReplicaContextStrategy, tf.distribute.MirroredStrateg
         communication: Communication | None = None,
         shard: str | int = "none",
         shard_min_bytes: int = 32 * 1024,
+        offload: str = "none",
         draws_per_replica: bool = True,
         pad_batches: bool | int = False,
     ):
-        self._sharding = check_sharding(shard, shard_min_bytes)
+        self._sharding = check_sharding(shard, shard_min_bytes, offload)
         self.pad_batches = check_pad_batches(pad_batches)
         cross_device_ops = HierarchicalAllReduce(communication)
         extended = self._make_extended(
@@ -153,3 +156,8 @@ class DataParallelStrategy(ReplicaContextStrategy, tf.distribute.MirroredStrateg
     def shard(self) -> str:
         """What is sharded: "none", "optimizer", "gradients" or "parameters"."""
         return SHARD_STAGES[self._sharding.stage]
+
+    @property
+    def offload(self) -> str:
+        """What the host keeps for the devices: "none" or "optimizer"."""
+        return "optimizer" if self._sharding.offload else "none"

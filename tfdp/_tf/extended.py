@@ -98,7 +98,7 @@ class DataParallelExtended(LastingInput, MirroredExtended):
     ):
         self.reducer = reducer
         self.shards: ShardUpdates | None = None
-        if sharding is not None and sharding.stage and reducer.shard_parts > 1:
+        if sharding is not None and sharding.is_needed(reducer.shard_parts):
             self.shards = ShardUpdates(strategy, devices, reducer, sharding)
         self.current_run = ReplicaRun(len(devices))
         self._draws_per_replica = draws_per_replica

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import keras
@@ -59,10 +59,16 @@ class Sharding:
     Args:
       stage: of ZeRO, 0 to 3.
       min_bytes: variables below this size stay mirrored.
+      offload: whether the state of optimizers is kept, and updated, by the host.
     """
 
     stage: int = 0
     min_bytes: int = 0
+    offload: bool = False
+
+    def is_needed(self, parts: int) -> bool:
+        """Whether there is anything to do with `parts` replicas."""
+        return bool(self.stage) and (parts > 1 or self.offload)
 
 
 class ShardReducer(Protocol):
@@ -129,6 +135,7 @@ class ShardUpdates:
         self._strategy = strategy
         self._devices = devices
         self._min_bytes = sharding.min_bytes
+        self._offload = sharding.offload
         # By graph: replicas may share one, and each of them its views.
         self._views: dict[int, dict[int, ShardView]] = {}
 
@@ -205,7 +212,11 @@ class ShardUpdates:
             key: given for key, given in kwargs.items() if key not in NOT_OF_A_SHARD
         }
         shards: list[tf.Variable] = []
+        is_state = kwargs.get("colocate_with") is not None
+        is_offloaded = is_state and variable_class is not LocalShardVariable
         for rank, device in enumerate(self._devices):
+            if is_offloaded:
+                device = self._device_of_update(device)
             if rank:
                 first = shards[0].name.split(":")[0]
                 # The slash makes it an absolute name, outside all name scopes.
@@ -305,8 +316,22 @@ class ShardUpdates:
         """Calls `fn` in a replica with what it may update: its shard of `variable`."""
         rank = current_rank()
         target = self._target(variable, rank)
-        with tf.device(target.device), shard_update(rank):
+        device = self._device_of_update(target.device)
+        with tf.device(device), shard_update(rank):
             return fn(target, *args, **(kwargs or {}))
+
+    @contextlib.contextmanager
+    def updating_on_devices(self) -> Iterator[None]:
+        """While this lasts, updates that touch no state stay on the devices."""
+        offload, self._offload = self._offload, False
+        try:
+            yield
+        finally:
+            self._offload = offload
+
+    def _device_of_update(self, device: str) -> str:
+        """Where an optimizer's state is, and its arithmetic is done."""
+        return host_of(device) if self._offload else device
 
     def _target(self, variable: DistributedVariable, rank: Any) -> Any:
         if isinstance(variable, ShardedVariable):
@@ -348,7 +373,8 @@ class ShardUpdates:
                 part, copy = self.part_of(rank), variable.values[rank]
                 target = ShardView(variable, part, copy)
             targets.append(target)
-            with tf.device(target.device), UpdateContext(rank), shard_update(rank):
+            device = self._device_of_update(target.device)
+            with tf.device(device), UpdateContext(rank), shard_update(rank):
                 own_args, own_kwargs = select_replica(rank, (args, kwargs or {}))
                 fn(target, *own_args, **own_kwargs)
         if isinstance(variable, ShardUpdatedVariable):
@@ -357,6 +383,16 @@ class ShardUpdates:
             for target in targets:
                 with tf.device(target.device):
                     target.copy.assign(whole)
+
+
+def host_of(device: str) -> str:
+    """The CPU of the process that drives `device`.
+
+    >>> host_of("/job:localhost/replica:0/task:0/device:GPU:3")
+    '/job:localhost/replica:0/task:0/device:CPU:0'
+    """
+    spec = tf.DeviceSpec.from_string(device)
+    return spec.replace(device_type="CPU", device_index=0).to_string()
 
 
 def _assign(own: Any, value: tf.Tensor) -> None:

@@ -95,6 +95,7 @@ def shard_leads(
         "_update_model_variables_moving_average": functools.partial(
             _average_shards, optimizer
         ),
+        "_apply_weight_decay": functools.partial(_decay_on_devices, optimizer, shards),
     }
     for method in (
         "_backend_update_step",
@@ -180,6 +181,16 @@ def _then_gather(
     if not tf.executing_eagerly():
         shards.gather_updated()
     return result
+
+
+def _decay_on_devices(
+    optimizer: keras.optimizers.Optimizer,
+    shards: ShardUpdates,
+    variables: Sequence[Any],
+) -> None:
+    """Keras' decay of the weights, which needs no state that is on the host."""
+    with shards.updating_on_devices():
+        type(optimizer)._apply_weight_decay(optimizer, variables)
 
 
 def _average_shards(

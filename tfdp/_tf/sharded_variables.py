@@ -273,7 +273,9 @@ class ShardUpdatedVariable(ReplicaMirroredVariable):
         if rank is None:
             return super()._get() if read is None else read(self)
         part = self.distribute_strategy.extended.shards.part_of(rank)
-        return piece_of(self._values[rank].read_value(), self.layout, part)
+        # An update on the host asks for the piece, not for the whole.
+        with tf.device(self._values[rank].device):
+            return piece_of(self._values[rank].read_value(), self.layout, part)
 
     def value(self) -> tf.Tensor:
         """The shard or the whole; see the top of this file."""
@@ -305,8 +307,8 @@ class ShardUpdatedVariable(ReplicaMirroredVariable):
 class ShardView:
     """Shard `part` of one replica's copy of a mirrored weight, while it is updated.
 
-    Looks like a variable to an optimizer. What is assigned stays here, as a tensor,
-    until the shards of all replicas are gathered into the copies.
+    Looks like a variable to an optimizer. What is assigned stays here, as a tensor on
+    the replica's device, until the shards of all replicas are gathered into the copies.
     """
 
     def __init__(self, variable: ShardUpdatedVariable, part: Any, copy_: Any):
@@ -315,7 +317,8 @@ class ShardView:
         self.layout = variable.layout
         self.graph = tf.compat.v1.get_default_graph()
         self.is_assigned = False
-        self._value = piece_of(copy_.read_value(), variable.layout, part)
+        with tf.device(copy_.device):
+            self._value = piece_of(copy_.read_value(), variable.layout, part)
 
     def _distributed_container(self) -> ShardUpdatedVariable:
         # By this Keras finds the slots that belong to the variable.
@@ -358,18 +361,21 @@ class ShardView:
                 "which does not work with shard=...: use shard='none', or an optimizer "
                 "of Keras or tfdp."
             )
-        value = tf.cast(value, self.dtype)
-        self._value = tf.ensure_shape(tf.reshape(value, [-1]), self.shape)
+        with tf.device(self.device):
+            value = tf.cast(value, self.dtype)
+            self._value = tf.ensure_shape(tf.reshape(value, [-1]), self.shape)
         self.is_assigned = True
         return self
 
     def assign_add(self, value: Any, **kwargs: Any) -> ShardView:
         """Adds to the shard."""
-        return self.assign(self._value + tf.cast(value, self.dtype))
+        with tf.device(self.device):
+            return self.assign(self._value + tf.cast(value, self.dtype))
 
     def assign_sub(self, value: Any, **kwargs: Any) -> ShardView:
         """Subtracts from the shard."""
-        return self.assign(self._value - tf.cast(value, self.dtype))
+        with tf.device(self.device):
+            return self.assign(self._value - tf.cast(value, self.dtype))
 
     def __add__(self, other: Any) -> tf.Tensor:
         return self._value + other

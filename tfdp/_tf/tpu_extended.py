@@ -62,7 +62,7 @@ class TPUDataParallelExtended(LastingInput, TPUExtended):
         self._use_var_policy = False
         self.current_run = ReplicaRun(self._num_replicas_in_sync)
         self.reducer = make_reducer(self._num_replicas_in_sync)
-        if sharding is not None and sharding.stage and self.reducer.shard_parts > 1:
+        if sharding is not None and sharding.is_needed(self.reducer.shard_parts):
             self.shards = ShardUpdates(
                 strategy, self.worker_devices, self.reducer, sharding
             )

@@ -1,0 +1,194 @@
+"""offload="optimizer": the host keeps the state and updates it; the numbers stay.
+
+The replicas are CPU:1 and CPU:2, the host is CPU:0: what a graph sends from one to
+another is what would cross between a GPU and the host's memory.
+"""
+
+import functools
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from tensorflow.python.eager import context
+
+import tfdp
+from tests.support.parity import (
+    classification_data,
+    dense_model,
+    largest_difference,
+    train,
+)
+from tfdp.errors import ConfigurationError
+
+HOST, DEVICES = "CPU:0", ("CPU:1", "CPU:2")
+
+
+def offloading(stage, devices=DEVICES, offload="optimizer"):
+    return tfdp.DataParallelStrategy(
+        list(devices), shard=stage, shard_min_bytes=0, offload=offload
+    )
+
+
+def short_name(device):
+    return device.split("device:")[-1]
+
+
+adam = functools.partial(keras.optimizers.Adam, 0.01, epsilon=1e-3)
+OPTIMIZERS = {
+    "adam": adam,
+    "adamw": functools.partial(
+        keras.optimizers.AdamW,
+        0.01,
+        weight_decay=0.1,
+        use_ema=True,
+        ema_overwrite_frequency=3,
+    ),
+    "clipped": functools.partial(
+        keras.optimizers.SGD, 0.05, momentum=0.9, global_clipnorm=0.1
+    ),
+    "accumulated": functools.partial(adam, gradient_accumulation_steps=2),
+    "scaled": lambda: keras.optimizers.LossScaleOptimizer(adam(), 2.0**10),
+    "lamb": functools.partial(tfdp.optimizers.LAMB, 0.01),
+}
+
+
+@pytest.fixture
+def products_as_written():
+    """TensorFlow reorders (a * b) * c, but not across devices: the last bit differs."""
+    tf.config.optimizer.set_experimental_options({"arithmetic_optimization": False})
+    yield
+    tf.config.optimizer.set_experimental_options({"arithmetic_optimization": True})
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("stage", (1, 2, 3))
+def test_trains_as_without(stage, name, request):
+    if name == "clipped":
+        request.getfixturevalue("products_as_written")
+    options = {"optimizer": OPTIMIZERS[name], "steps_per_execution": 2}
+    model, history = train(offloading(stage), **options)
+    expected, plain_history = train(offloading(stage, offload="none"), **options)
+    # The same operations in the same order, elsewhere.
+    assert largest_difference(model, expected) == 0.0
+    assert history == plain_history
+    assert largest_difference(model, dense_model()) > 1e-3
+    for mine, other in zip(
+        model.optimizer.variables, expected.optimizer.variables, strict=True
+    ):
+        np.testing.assert_array_equal(mine.numpy(), other.numpy())
+
+
+@pytest.mark.parametrize("stage", (1, 2, 3))
+@pytest.mark.parametrize("devices", (DEVICES, DEVICES[:1]))
+def test_the_state_is_on_the_host_and_the_rest_is_not(stage, devices):
+    model, _ = train(
+        offloading(stage, devices),
+        optimizer=functools.partial(adam, gradient_accumulation_steps=2),
+    )
+    state = [*model.optimizer._momentums, *model.optimizer._velocities]
+    for variable in state:
+        places = [short_name(shard.device) for shard in variable.value.values]
+        assert places == [HOST] * len(devices)
+    # Gradients are no state.
+    for variable in (*model.weights, *model.optimizer._accumulated_gradients):
+        places = [short_name(copy.device) for copy in variable.value.values]
+        assert places == list(devices)
+
+
+def test_one_device_trains_as_an_ordinary_one():
+    options = {"optimizer": adam}
+    model, _ = train(offloading(1, DEVICES[:1]), **options)
+    expected, _ = train(None, **options)
+    assert largest_difference(model, expected) == 0.0
+
+
+def transfers(fit):
+    """By (from, to): what a step sends, but for rates, counters and signals."""
+    context.enable_run_metadata()
+    try:
+        fit()
+        metadata = context.export_run_metadata()
+    finally:
+        context.disable_run_metadata()
+    sent = {}
+    for function in metadata.function_graphs:
+        for graph in function.partition_graphs:
+            for node in graph.node:
+                name = node.input[0] if node.op == "_Send" else ""
+                is_step = "StatefulPartitionedCall/" in name and "^" not in name
+                if is_step and "NoOp" not in name and "ReadVariableOp" not in name:
+                    ends = [
+                        short_name(node.attr[end].s.decode())
+                        for end in ("send_device", "recv_device")
+                    ]
+                    sent.setdefault(tuple(ends), []).append(name)
+    return sent
+
+
+@pytest.mark.parametrize("stage", (1, 2, 3))
+def test_gradients_go_to_the_host_and_changes_come_back(stage):
+    x, y = classification_data(samples=24)
+    with offloading(stage).scope():
+        model = dense_model()
+        model.compile(
+            adam(),
+            keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+            jit_compile=False,
+        )
+        model.optimizer.build(model.trainable_variables)
+    sent = transfers(lambda: model.fit(x, y, batch_size=24, verbose=0))
+    for device in DEVICES:
+        # The loss is read by the host.
+        down = [n for n in sent[device, HOST] if not n.endswith("div_no_nan")]
+        up = sent[HOST, device]
+        # One of each for every weight: no weight goes down, no state comes up.
+        assert len(down) == len(up) == len(model.weights), (down, up)
+        assert all("reduce_scatter" in name for name in down), down
+        assert all("/adam/" in name for name in up), up
+
+
+def test_what_it_saves_anybody_loads(tmp_path):
+    data = classification_data()
+    model, _ = train(offloading(3), optimizer=adam, data=data)
+    path = str(tmp_path / "model.keras")
+    model.save(path)
+    models = [model]
+    for strategy in (offloading(1), tf.distribute.get_strategy()):
+        with strategy.scope():
+            models.append(keras.models.load_model(path))
+    for loaded in models[1:]:
+        for mine, other in zip(
+            loaded.optimizer.variables, model.optimizer.variables, strict=True
+        ):
+            np.testing.assert_array_equal(mine.numpy(), other.numpy())
+    for each in models[:2]:
+        each.fit(*data, batch_size=24, shuffle=False, verbose=0)
+    assert largest_difference(models[0], models[1]) == 0.0
+
+
+def test_jit_compiles_what_the_devices_compute():
+    def run(offload):
+        x, y = classification_data()
+        with offloading(1, offload=offload).scope():
+            model = dense_model()
+            model.compile(adam(), "mse", jit_compile=True)
+        model.fit(x, keras.ops.one_hot(y, 5), batch_size=24, shuffle=False, verbose=0)
+        return model
+
+    assert largest_difference(run("optimizer"), run("none")) == 0.0
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        ({"offload": "optimizer"}, "with shard='none' there are no shards"),
+        ({"shard": 1, "offload": "weights"}, "must be 'none' or 'optimizer'.*weights"),
+        ({"shard": 1, "offload": True}, "must be 'none' or 'optimizer'.*True"),
+    ],
+)
+def test_what_cannot_be_is_refused(options, words):
+    with pytest.raises(ConfigurationError, match=words):
+        tfdp.DataParallelStrategy(list(DEVICES), **options)
+    assert offloading(1).offload == "optimizer"
+    assert offloading(1, offload="none").offload == "none"
