@@ -2,9 +2,10 @@
 
 Backprop makes the gradients of the last layers first, so buckets are filled in the
 reverse order of the variables. The first bucket is small: its exchange starts while
-almost all of backprop is still to come. Later buckets are large enough to use the
-link well. (Li et al. 2020, "PyTorch Distributed", section 3.2.3, uses the same two
-sizes.)
+almost all of backprop is still to come. So is the last: nothing is left to compute
+while it travels. Those between are large enough to use the link well. (Li et al. 2020,
+"PyTorch Distributed", section 3.2.3, uses the same two sizes; its last bucket is not
+kept small.)
 """
 
 from __future__ import annotations
@@ -65,16 +66,18 @@ def plan_buckets(
     """Groups tensors into buckets, in the order in which backprop makes them.
 
     A bucket holds one dtype and at most `bucket_bytes`, unless a single tensor is
-    larger: that one travels alone. The first bucket holds at most
-    `first_bucket_bytes`, and at most half of all the bytes, so that several tensors
-    never end up as one pack of everything (sets below 64 KiB excepted, where a
-    second message costs more than it hides). Empty tensors are left out: there is
-    nothing to send. A tensor of unknown size travels alone.
+    larger: that one travels alone. The first bucket leaves with the tensor that brings
+    it to `first_bucket_bytes`, or to half of all the bytes. The last one holds
+    `first_bucket_bytes` at most, or one tensor. Several tensors never end up as one
+    pack of everything (sets below 64 KiB excepted, where a second message costs more
+    than it hides). Empty tensors are left out: there is nothing to send. A tensor of
+    unknown size travels alone.
 
     Args:
       tensors: what is known of each tensor.
       bucket_bytes: the most bytes in one bucket, at least 1.
-      first_bucket_bytes: the most bytes in the first bucket, at least 1.
+      first_bucket_bytes: what the first bucket leaves with and the last one holds at
+        most, at least 1.
       order: the places of `tensors` in the order in which they become ready; default
         last to first.
 
@@ -88,7 +91,7 @@ def plan_buckets(
     >>> sizes = [TensorInfo(400, "float32")] * 5
     >>> [b.indices for b in plan_buckets(sizes, bucket_bytes=800,
     ...                                  first_bucket_bytes=400)]
-    [(4,), (3, 2), (1, 0)]
+    [(4,), (3, 2), (1,), (0,)]
     """
     if bucket_bytes < 1 or first_bucket_bytes < 1:
         raise ConfigurationError(
@@ -113,14 +116,17 @@ def plan_buckets(
         bucket = open_buckets.pop(dtype)
         closed.append(Bucket(tuple(bucket.indices), dtype, bucket.size_bytes))
 
-    for place in places:
+    sent = [place for place in places if tensors[place].size_bytes != 0]
+    for place in sent:
         info = tensors[place]
-        if info.size_bytes == 0:
-            continue
         if info.size_bytes is None:
             closed.append(Bucket((place,), info.dtype, None))
             continue
-        limit = bucket_bytes if closed else first_limit
+        # The first bucket takes the tensor that fills it, unless that is the last of
+        # all. In a bucket with the layers that follow it would wait for them, and a
+        # model's first layers often take most of the time.
+        fills = not closed and place != sent[-1]
+        limit = bucket_bytes if closed or fills else first_limit
         bucket = open_buckets.get(info.dtype)
         if bucket is not None and bucket.size_bytes + info.size_bytes > limit:
             close(info.dtype)
@@ -133,7 +139,28 @@ def plan_buckets(
             close(info.dtype)
     for dtype in list(open_buckets):
         close(dtype)
+    if closed:
+        closed[-1:] = _with_small_end(closed[-1], tensors, first_bucket_bytes)
     return tuple(closed)
+
+
+def _with_small_end(
+    bucket: Bucket, tensors: Sequence[TensorInfo], most_bytes: int
+) -> list[Bucket]:
+    """The bucket, or two: the second of at most `most_bytes`, or of one tensor."""
+    all_bytes = bucket.size_bytes or 0
+    if len(bucket.indices) == 1 or all_bytes <= most_bytes:
+        return [bucket]
+    start, end_bytes = len(bucket.indices), 0
+    while start > 1:
+        size_bytes = tensors[bucket.indices[start - 1]].size_bytes or 0
+        if end_bytes and end_bytes + size_bytes > most_bytes:
+            break
+        start, end_bytes = start - 1, end_bytes + size_bytes
+    return [
+        Bucket(bucket.indices[:start], bucket.dtype, all_bytes - end_bytes),
+        Bucket(bucket.indices[start:], bucket.dtype, end_bytes),
+    ]
 
 
 def predecessors(

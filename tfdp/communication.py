@@ -8,7 +8,7 @@ from typing import Literal
 from tfdp.errors import ConfigurationError
 from tfdp.topology import Topology
 
-__all__ = ["MIB", "Communication"]
+__all__ = ["MIB", "Communication", "checked_communication"]
 
 MIB = 1 << 20
 ENGINES = ("auto", "in_process", "tensorflow", "sockets", "mpi")
@@ -23,8 +23,9 @@ class Communication:
       bucket_bytes: the most bytes of gradients that travel as one buffer, at least 1.
         A single tensor larger than that travels alone. Default 25 MiB, as PyTorch
         DDP.
-      first_bucket_bytes: the same for the first bucket, which is small so that the
-        exchange starts early in backprop. Default 1 MiB, as PyTorch DDP.
+      first_bucket_bytes: the first bucket leaves when it holds as much, so that the
+        exchange starts early in backprop; the last, which nothing hides, holds that
+        at most, or one tensor. Default 1 MiB, as PyTorch DDP for its first.
       hierarchy: `"auto"` takes the levels that the devices have (one on one host,
         two on many); `"flat"` is one level always; a pair `(hosts,
         devices_per_host)` states them, which also simulates hosts on one machine:
@@ -136,3 +137,18 @@ of at least 1. Received: 0.
                 f"({real}). Choose hosts x devices_per_host = {real.num_replicas}."
             )
         return stated
+
+
+def checked_communication(given: Communication | None) -> Communication:
+    """What the argument `communication` of a strategy asks for: None, the defaults.
+
+    Raises:
+      ConfigurationError: when it is something else.
+    """
+    if given is None:
+        return Communication()
+    if not isinstance(given, Communication):
+        raise ConfigurationError(
+            f"communication must be None or a tfdp.Communication. Received: {given!r}."
+        )
+    return given

@@ -9,9 +9,8 @@ import tensorflow as tf
 
 from tfdp._tf.names import common_devices, regroup_mirrored
 from tfdp.collectives.choose import make_engine
-from tfdp.communication import Communication
+from tfdp.communication import Communication, checked_communication
 from tfdp.devices import find_devices
-from tfdp.errors import ConfigurationError
 from tfdp.gradients.pipeline import GradientPipeline
 from tfdp.topology import Topology
 
@@ -49,14 +48,7 @@ class HierarchicalAllReduce(tf.distribute.ReductionToOneDevice):
 
     def __init__(self, communication: Communication | None = None):
         super().__init__()
-        if communication is None:
-            communication = Communication()
-        if not isinstance(communication, Communication):
-            raise ConfigurationError(
-                "HierarchicalAllReduce takes a tfdp.Communication. Received: "
-                f"{communication!r}."
-            )
-        self.communication = communication
+        self.communication = checked_communication(communication)
         self._pipelines: dict[tuple[str, ...], GradientPipeline] = {}
 
     def batch_reduce_implementation(

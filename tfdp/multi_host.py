@@ -22,7 +22,7 @@ from tfdp.collectives.tensorflow_across_hosts import (
     TensorFlowAcrossHostsEngine,
     meet_by_collectives,
 )
-from tfdp.communication import Communication
+from tfdp.communication import Communication, checked_communication
 from tfdp.data.hosts import own_part, until_all_end
 from tfdp.devices import add_waiting_thread, find_devices, use_virtual_devices
 from tfdp.errors import ConfigurationError
@@ -105,9 +105,12 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
         # A HostLink; None for a single worker, which exchanges nothing.
         self._link: Any = None
         self._host_engine: AcrossHostsEngine | None = None
-        self._requested_devices = devices_per_host or found.devices_per_worker
+        if devices_per_host is None:
+            devices_per_host = found.devices_per_worker
+        self._requested_devices = devices_per_host
+        communication = checked_communication(communication)
         super().__init__(
-            self._own_devices(communication or Communication(), shard_stage(shard)),
+            self._own_devices(communication, shard_stage(shard)),
             communication=communication,
             shard=shard,
             shard_min_bytes=shard_min_bytes,
@@ -117,7 +120,8 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
 
     def _own_devices(self, communication: Communication, stage: int) -> list[str]:
         count = self._requested_devices
-        if count is not None and (isinstance(count, bool) or count < 1):
+        is_count = isinstance(count, int) and not isinstance(count, bool)
+        if count is not None and not (is_count and count >= 1):
             raise ConfigurationError(
                 f"devices_per_host must be at least 1. Received: {count!r}."
             )
@@ -125,9 +129,7 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
             add_waiting_thread()
         if not tf.config.list_physical_devices("GPU") and count is not None:
             use_virtual_devices(count)
-        # What else may be wrong with `communication` is said when it is used.
-        engine = getattr(communication, "engine", None)
-        if self.cluster.workers > 1 and engine == "tensorflow":
+        if self.cluster.workers > 1 and communication.engine == "tensorflow":
             if stage and self.shard_group == "all":
                 raise ConfigurationError(
                     "Communication(engine='tensorflow') carries no shards between "

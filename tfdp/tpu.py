@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from tfdp._tf.tpu_extended import TPUDataParallelExtended
 from tfdp.collectives.cross_replica import CrossReplicaReducer
-from tfdp.communication import Communication
+from tfdp.communication import Communication, checked_communication
 from tfdp.errors import ConfigurationError
 from tfdp.replica_strategy import (
     ReplicaContextStrategy,
@@ -168,13 +168,7 @@ def check_communication(communication: Communication | None) -> None:
     Raises:
       ConfigurationError: naming the first and why.
     """
-    if communication is None:
-        return
-    if not isinstance(communication, Communication):
-        raise ConfigurationError(
-            "communication must be None or a tfdp.Communication. "
-            f"Received: {communication!r}."
-        )
+    communication = checked_communication(communication)
     for field in dataclasses.fields(Communication):
         value = getattr(communication, field.name)
         if value != field.default:

@@ -36,7 +36,7 @@ def distributed(steps, **options):
 
 
 @pytest.mark.parametrize("options", INNER_OPTIONS.values(), ids=INNER_OPTIONS)
-@pytest.mark.parametrize("steps", [1, 4])
+@pytest.mark.parametrize("steps", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_equals_the_inner_optimizer_on_the_whole_batch(options, steps):
     one, _ = train(None, optimizer=lambda: sgd(**options), batch_size=24)
     several, _ = train(

@@ -17,6 +17,7 @@ from tests.support.conformance_fits import (
     rows,
 )
 from tests.support.parity import make_strategy
+from tests.support.slow_rows import covering
 
 
 def fit_and_evaluate(strategy, build, loss, data, options):
@@ -39,13 +40,7 @@ COVERING_FITS = (
 )
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=() if name in COVERING_FITS else pytest.mark.slow)
-        for name in FITS
-    ],
-)
+@pytest.mark.parametrize("name", covering(FITS, COVERING_FITS))
 def test_fit_and_evaluate_equal_one_device(name):
     start, one, history_one, report_one = fit_and_evaluate(None, *FITS[name])
     _, several, history, report = fit_and_evaluate(make_strategy(2), *FITS[name])

@@ -63,11 +63,20 @@ FEATURES = {
 
 
 # Every feature on the plainest and the most involved strategy; a few in between.
+IN_BETWEEN = ("plain", "accumulation")
+MOST_INVOLVED = ("accumulation-in-executions", "ema-overwrite", "lamb", "plain")
 CASES = [
-    pytest.param(*strategy.values, feature, id=f"{strategy.id}-{feature}")
+    pytest.param(
+        *strategy.values,
+        feature,
+        id=f"{strategy.id}-{feature}",
+        marks=()
+        if strategy.id != "2x2-tensorflow" or feature in MOST_INVOLVED
+        else pytest.mark.slow,
+    )
     for strategy in STRATEGIES
     for feature in FEATURES
-    if strategy.id in ("2", "2x2-tensorflow") or feature in ("plain", "accumulation")
+    if strategy.id in ("2", "2x2-tensorflow") or feature in IN_BETWEEN
 ]
 
 

@@ -12,11 +12,17 @@ import tensorflow as tf
 
 import tfdp
 from tests.support.conformance_table import OPTIMIZERS, UNSHARDABLE
+from tests.support.slow_rows import covering
 from tests.support.tpu_stand_in import StandInStrategy
 from tfdp.collectives.cross_replica_ops import CrossReplicaOps
 
 ROWS, BATCH_SIZE, CLASSES = 13, 5, 4  # the last batch has 3 rows
-COVERING = ("SGD", "AdamW", "LARS", "LAMB")
+# An elementwise optimizer, one with norms of layers, and the options that add graphs of
+# their own; the rest is slow.
+COVERING = (
+    *("AdamW", "LAMB"),
+    *("accumulation-global_clipnorm", "ema", "global_clipnorm"),
+)
 
 
 def data(seed=2):
@@ -86,13 +92,7 @@ def assert_compiled_equals_one_device(optimizer, strategy=None):
     assert history["accuracy"] == pytest.approx(history_one["accuracy"])
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=() if name in COVERING else pytest.mark.slow)
-        for name in OPTIMIZERS
-    ],
-)
+@pytest.mark.parametrize("name", covering(OPTIMIZERS, COVERING))
 def test_the_step_of_each_optimizer(name):
     assert_compiled_equals_one_device(OPTIMIZERS[name])
     fit(StandInStrategy(2, compiled=True), OPTIMIZERS[name], epochs=1)
@@ -114,7 +114,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("name", covering(OPTIONS, COVERING))
 def test_the_step_of_each_option(name):
     def optimizer():
         return keras.optimizers.SGD(0.1, momentum=0.5, **OPTIONS[name])
@@ -148,7 +148,9 @@ def test_float16_with_a_dynamic_loss_scale():
     assert np.isfinite(history["loss"]).all()
 
 
-@pytest.mark.parametrize("steps_per_execution", [1, 2])
+@pytest.mark.parametrize(
+    "steps_per_execution", [pytest.param(1, marks=pytest.mark.slow), 2]
+)
 def test_dropout_and_several_steps_in_one_call(steps_per_execution):
     model, history = fit(
         StandInStrategy(2, compiled=True),

@@ -22,6 +22,7 @@ from tests.support.parity import (
     rounding_bound,
     train,
 )
+from tests.support.slow_rows import covering
 from tests.support.tpu_stand_in import StandInStrategy
 from tfdp._tf.tpu_extended import TPUDataParallelExtended
 from tfdp.collectives.cross_replica import CrossReplicaReducer
@@ -55,12 +56,7 @@ def unsharded(name):
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=() if name in COVERING else pytest.mark.slow)
-        for name in CASES
-        if name not in ELSEWHERE
-    ],
+    "name", covering([name for name in CASES if name not in ELSEWHERE], COVERING)
 )
 def test_trains_to_the_weights_of_stage_0(name):
     expected, expected_loss = unsharded(name)

@@ -8,15 +8,14 @@ from tests.support import host_training
 from tests.support.parity import make_strategy
 from tests.support.workers import Workers
 
-# The first test starts seven groups of processes.
+# The first test starts six groups of processes.
 pytestmark = pytest.mark.timeout(900)
 
 SEVERAL = {
     "2x2": (2, 2, "none"),
     "3x1": (3, 1, "none"),
-    "2x2-optimizer": (2, 2, "optimizer"),
     "3x1-parameters": (3, 1, "parameters"),
-    "2x2-parameters-host": (2, 2, "parameters/host"),
+    "2x2-parameters-host-offload": (2, 2, "parameters/host/auto/optimizer"),
     "2x2-tensorflow": (2, 2, "none/all/tensorflow"),
     "2x2-tensorflow-host": (2, 2, "gradients/host/tensorflow"),
 }
@@ -32,9 +31,8 @@ WITH_SHARDS = ("accumulation", "clipping", "distributed-optimizer", "eager", "em
 NAMES = {
     "2x2": tuple(host_training.SCENARIOS),
     "3x1": WITH_ONE_DEVICE,
-    "2x2-optimizer": ("accumulation", "lamb"),
     "3x1-parameters": WITH_SHARDS,
-    "2x2-parameters-host": ("clipping", "distributed-optimizer", "ema", "lamb"),
+    "2x2-parameters-host-offload": ("clipping", "distributed-optimizer", "ema", "lamb"),
     "2x2-tensorflow": ("accumulation", "custom-loop", "loss-scaling")
     + ("masked-embedding", "parts", "steps-per-execution"),
     "2x2-tensorflow-host": ("accumulation", "lamb"),

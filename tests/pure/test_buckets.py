@@ -18,11 +18,31 @@ def test_order_is_that_of_backprop_last_first():
     assert [b.indices for b in plan] == [(2,), (1,), (0,)]
 
 
-def test_first_bucket_is_small_and_the_rest_fill_up():
+def test_the_first_and_the_last_bucket_are_small_and_the_rest_fill_up():
     plan = plan_buckets(
         infos(*[MIB] * 60), bucket_bytes=25 * MIB, first_bucket_bytes=MIB
     )
-    assert [b.size_bytes // MIB for b in plan] == [1, 25, 25, 9]
+    assert [b.size_bytes // MIB for b in plan] == [1, 25, 25, 8, 1]
+
+
+@pytest.mark.parametrize(
+    "sizes, expected",
+    [
+        # A small classifier behind a large layer, and convolutions, which take long.
+        ([74_000, 5_000_000, 6_000], [5_006_000, 74_000]),
+        # The large layer is all there is to hide: it does not join.
+        ([5_000_000, 6_000], [6_000, 5_000_000]),
+        # Above the limit it travels alone.
+        ([74_000, 30_000_000, 6_000], [6_000, 30_000_000, 74_000]),
+        # The end is one tensor, where that is larger than the first bucket.
+        ([3_000_000, 5_000_000, 2_000_000], [2_000_000, 5_000_000, 3_000_000]),
+        # Many small ones at the end are one bucket.
+        ([400_000] * 5 + [9_000_000] * 2, [9_000_000, 10_200_000, 800_000]),
+    ],
+)
+def test_large_layers_do_not_wait_for_small_ones(sizes, expected):
+    plan = plan_buckets(infos(*sizes), bucket_bytes=25 * MIB, first_bucket_bytes=MIB)
+    assert [b.size_bytes for b in plan] == expected
 
 
 def test_several_tensors_are_never_one_pack_of_everything():
@@ -83,12 +103,13 @@ def test_random_sets_keep_every_promise():
             assert list(bucket.indices) == sorted(bucket.indices, reverse=True)
         if sum(sizes) >= SMALLEST_SPLIT_BYTES and len(seen) > 1:
             assert len(plan) > 1
+        assert len(plan[-1].indices) == 1 or plan[-1].size_bytes <= first
 
 
 def test_the_number_of_buckets_is_what_the_sizes_say():
     sizes = [MIB] * 161
     plan = plan_buckets(infos(*sizes), bucket_bytes=25 * MIB, first_bucket_bytes=MIB)
-    assert len(plan) == 1 + math.ceil(160 / 25)
+    assert len(plan) == 2 + math.ceil(159 / 25)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
     python -m tests.support.host_training FILE SHARD NAME...
 
 Under TFDP_* variables every worker trains each scenario and writes its numbers to
-FILE.rank.npz. SHARD is a stage, its group and the engine, as far as they matter:
+FILE.rank.npz. SHARD is stage/group/engine/offload, as far as they matter:
 optimizer/host, none/all/tensorflow.
 """
 
@@ -230,7 +230,7 @@ def run(name, strategy):
 
 
 def main(path, shard, names):
-    stage, group, engine, *_ = [*shard.split("/"), "", ""]
+    stage, group, engine, offload, *_ = [*shard.split("/"), "", "", ""]
     if engine == "tensorflow":
         # The models here are small; so that all of it takes this way, in pieces.
         tensorflow_across_hosts.SMALLEST_BYTES = 0
@@ -239,6 +239,7 @@ def main(path, shard, names):
         shard=stage,
         shard_group=group or "all",
         shard_min_bytes=0,
+        offload=offload or "none",
         communication=tfdp.Communication(engine=engine or "auto"),
     )
     print("engine", strategy.engine_name, flush=True)

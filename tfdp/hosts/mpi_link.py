@@ -30,6 +30,9 @@ __all__ = ["MpiLink", "mpi_is_available"]
 # Types that MPI adds up by itself; float16 and bfloat16 go over the sockets.
 MPI_TYPES = frozenset("fdilq") | frozenset("bBhHILQ")
 EXIT_CODE = 70
+# Open MPI asks for the next message again and again. Told this before it starts, it
+# gives way to other threads in between: backprop runs on while a bucket travels.
+GIVES_WAY = "OMPI_MCA_mpi_yield_when_idle"
 # Open MPI takes scratch memory of half an array for every call, and the C library gives
 # what is above 128 KiB back to the system each time: then every 4 KB cost a page fault
 # again. Within one machine small pieces also stay in the cache from the addition to the
@@ -76,6 +79,7 @@ class MpiLink(SocketLink):
         timeout_seconds: float,
         silence_seconds: float = 15.0,
     ):
+        os.environ.setdefault(GIVES_WAY, "1")
         try:
             from mpi4py import MPI
         except ImportError as error:
