@@ -69,9 +69,9 @@ def plan_buckets(
     larger: that one travels alone. The first bucket leaves with the tensor that brings
     it to `first_bucket_bytes`, or to half of all the bytes. The last one holds
     `first_bucket_bytes` at most, or one tensor. Several tensors never end up as one
-    pack of everything (sets below 64 KiB excepted, where a second message costs more
-    than it hides). Empty tensors are left out: there is nothing to send. A tensor of
-    unknown size travels alone.
+    pack of everything. What has less than 64 KiB is not split for this: there a
+    second message costs more than it hides. Empty tensors are left out: there is
+    nothing to send. A tensor of unknown size travels alone.
 
     Args:
       tensors: what is known of each tensor.
@@ -91,7 +91,7 @@ def plan_buckets(
     >>> sizes = [TensorInfo(400, "float32")] * 5
     >>> [b.indices for b in plan_buckets(sizes, bucket_bytes=800,
     ...                                  first_bucket_bytes=400)]
-    [(4,), (3, 2), (1,), (0,)]
+    [(4,), (3, 2), (1, 0)]
     """
     if bucket_bytes < 1 or first_bucket_bytes < 1:
         raise ConfigurationError(
@@ -139,6 +139,9 @@ def plan_buckets(
             close(info.dtype)
     for dtype in list(open_buckets):
         close(dtype)
+    # Those of a rare type have waited for more of it while others were ready.
+    turn = {place: number for number, place in enumerate(sent)}
+    closed.sort(key=lambda bucket: turn[bucket.indices[-1]])
     if closed:
         closed[-1:] = _with_small_end(closed[-1], tensors, first_bucket_bytes)
     return tuple(closed)
@@ -149,7 +152,8 @@ def _with_small_end(
 ) -> list[Bucket]:
     """The bucket, or two: the second of at most `most_bytes`, or of one tensor."""
     all_bytes = bucket.size_bytes or 0
-    if len(bucket.indices) == 1 or all_bytes <= most_bytes:
+    is_small = all_bytes <= max(most_bytes, SMALLEST_SPLIT_BYTES)
+    if len(bucket.indices) == 1 or is_small:
         return [bucket]
     start, end_bytes = len(bucket.indices), 0
     while start > 1:

@@ -123,7 +123,7 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
         is_count = isinstance(count, int) and not isinstance(count, bool)
         if count is not None and not (is_count and count >= 1):
             raise ConfigurationError(
-                f"devices_per_host must be at least 1. Received: {count!r}."
+                f"devices_per_host must be an int of at least 1. Received: {count!r}."
             )
         if self.cluster.workers > 1:
             add_waiting_thread()
@@ -151,7 +151,8 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
             return super()._make_extended(
                 devices, communication, cross_device_ops, draws_per_replica
             )
-        if self._sharding.stage and self.shard_group == "host" and len(devices) == 1:
+        is_alone = self.shard_group == "host" and len(devices) == 1
+        if self._sharding.stage and is_alone and not self._sharding.offload:
             raise ConfigurationError(
                 "shard_group='host' shards over the replicas of a host, and this host "
                 "has one. Give every process several devices (devices_per_host=4, or "
@@ -354,7 +355,8 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
     ) -> None:
         mine = (
             f"{len(devices)} devices, shard={self.shard!r}, "
-            f"shard_group={self.shard_group!r}, {communication}"
+            f"shard_group={self.shard_group!r}, offload={self.offload!r}, "
+            f"{communication}"
         )
         everybody = [
             blob.decode() for blob in self._link.gather(mine.encode(), "settings")
@@ -363,5 +365,6 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
             if settings != everybody[0]:
                 raise ConfigurationError(
                     f"Worker {rank} has {settings}; worker 0 has {everybody[0]}. Give "
-                    "every worker as many devices, the same shard and Communication."
+                    "every worker as many devices, the same shard, shard_group, "
+                    "offload and Communication."
                 )

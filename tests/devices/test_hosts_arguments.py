@@ -14,8 +14,8 @@ TWO = tfdp.Cluster(rank=0, workers=2, coordinator="127.0.0.1:1")
         ({"cluster": "host:1"}, "found no cluster.*'host:1'"),
         ({"cluster": None}, "found no cluster.*None"),
         ({"shard_group": "rack"}, "shard_group must be.*'rack'"),
-        ({"devices_per_host": 0}, "at least 1. Received: 0"),
-        ({"devices_per_host": "2"}, "at least 1. Received: '2'"),
+        ({"devices_per_host": 0}, "an int of at least 1. Received: 0"),
+        ({"devices_per_host": "2"}, "an int of at least 1. Received: '2'"),
         ({"communication": "nccl"}, "a tfdp.Communication. Received: 'nccl'"),
         ({"offload": "optimizer"}, "with shard='none' there are no shards"),
         (

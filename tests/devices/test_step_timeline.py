@@ -4,10 +4,16 @@ import dataclasses
 
 import keras
 import pytest
+import tensorflow as tf
 
 import tfdp
 from tests.support.parity import classification_data, dense_model, make_strategy
-from tfdp.callbacks.timeline_page import draw_timeline, hidden_share
+from tfdp.callbacks.timeline_page import (
+    draw_timeline,
+    hidden_share,
+    kind_of,
+    seconds_by_kind,
+)
 from tfdp.errors import ConfigurationError
 
 
@@ -46,6 +52,11 @@ def test_a_step_is_drawn_with_its_exchanges(tmp_path, capsys, shard, drawn, abse
         assert f"tfdp_{marks[kind]}/" not in text
     assert 0 <= timeline.hidden_share <= 1
     assert str(page) in capsys.readouterr().out
+    assert timeline.seconds["update of weights"] > 0
+    assert timeline.seconds["computing"] > 0
+    for kind in ("gather of weights", "scatter of gradients", "sum of gradients"):
+        is_there = any(kind.startswith(word) for word in drawn)
+        assert (timeline.seconds[kind] > 0) == is_there
 
 
 def test_the_hidden_share_counts_other_threads_once():
@@ -57,6 +68,63 @@ def test_the_hidden_share_counts_other_threads_once():
     ]
     assert hidden_share(ops) == pytest.approx(0.6)
     assert hidden_share(ops[1:]) is None
+
+
+def scaled():
+    return keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam())
+
+
+class OwnOptimizers(keras.Model):
+    """As a GAN's: nothing is given to compile."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = keras.layers.Dense(5)
+        self.adam = keras.optimizers.Adam()
+
+    def call(self, x):
+        return self.layer(x)
+
+    def train_step(self, data):
+        x, _ = data
+        with tf.GradientTape() as tape:
+            loss = tfdp.losses.local_mean(tf.square(self(x)))
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.adam.apply(gradients, self.trainable_variables)
+        return {"loss": loss}
+
+
+@pytest.mark.parametrize(
+    "build, optimizer",
+    [
+        (dense_model, scaled),
+        (dense_model, lambda: tfdp.DistributedOptimizer(keras.optimizers.Adam())),
+        (OwnOptimizers, lambda: None),
+    ],
+)
+def test_the_update_of_any_optimizer_is_timed(tmp_path, build, optimizer):
+    with make_strategy(2).scope():
+        model = build()
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(optimizer(), loss, jit_compile=False)
+    timeline = tfdp.callbacks.StepTimeline(tmp_path / "step.html", step=3)
+    x, y = classification_data(96)
+    model.fit(x, y, batch_size=24, verbose=0, callbacks=[timeline])
+    assert timeline.seconds["update of weights"] > 0
+
+
+@pytest.mark.parametrize(
+    "name, kind",
+    [
+        ("StatefulPartitionedCall/adam/update_0/Mul_3:Mul", "update of weights"),
+        ("StatefulPartitionedCall/replica_1/adam_2/Sub_28:Sub", "update of weights"),
+        ("StatefulPartitionedCall/adam/tfdp_all_gather/concat", "gather of weights"),
+        ("gradient_tape/model/adamant/MatMul:MatMul", "computing"),
+    ],
+)
+def test_ops_are_known_by_their_scopes(name, kind):
+    assert kind_of(name, ["adam"]) == kind
+    assert seconds_by_kind([Op("a", name, 0, 2e6)], ["adam"])[kind] == 2.0
 
 
 def test_names_are_text_in_the_page():

@@ -84,7 +84,7 @@ def test_arms_train_the_same_weights_on_every_worker(tmp_path):
 def test_bucket_sizes_and_16_bits_train_as_the_default_does(tmp_path):
     arms = [
         "tfdp-sockets",
-        "tfdp-sockets-large-buckets",
+        "tfdp-sockets-no-overlap",
         "tfdp-sockets-small-buckets",
         "tfdp-sockets-bfloat16",
     ]

@@ -1,5 +1,7 @@
 """Real processes: several hosts train as one device does."""
 
+import functools
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -8,14 +10,13 @@ from tests.support import host_training
 from tests.support.parity import make_strategy
 from tests.support.workers import Workers
 
-# The first test starts six groups of processes.
-pytestmark = pytest.mark.timeout(900)
-
 SEVERAL = {
     "2x2": (2, 2, "none"),
     "3x1": (3, 1, "none"),
+    "2x2-optimizer": (2, 2, "optimizer"),
     "3x1-parameters": (3, 1, "parameters"),
     "2x2-parameters-host-offload": (2, 2, "parameters/host/auto/optimizer"),
+    "2x1-optimizer-host-offload": (2, 1, "optimizer/host/tensorflow/optimizer"),
     "2x2-tensorflow": (2, 2, "none/all/tensorflow"),
     "2x2-tensorflow-host": (2, 2, "gradients/host/tensorflow"),
 }
@@ -31,20 +32,35 @@ WITH_SHARDS = ("accumulation", "clipping", "distributed-optimizer", "eager", "em
 NAMES = {
     "2x2": tuple(host_training.SCENARIOS),
     "3x1": WITH_ONE_DEVICE,
+    "2x2-optimizer": ("accumulation", "lamb"),
     "3x1-parameters": WITH_SHARDS,
     "2x2-parameters-host-offload": ("clipping", "distributed-optimizer", "ema", "lamb"),
+    "2x1-optimizer-host-offload": ("accumulation", "lamb"),
     "2x2-tensorflow": ("accumulation", "custom-loop", "loss-scaling")
     + ("masked-embedding", "parts", "steps-per-execution"),
     "2x2-tensorflow-host": ("accumulation", "lamb"),
 }
-ROWS = [(layout, name) for layout, names in NAMES.items() for name in names]
+# What others cover, each with a group of processes of its own.
+SLOW = ("2x2-optimizer", "2x2-tensorflow-host")
+ROWS = [
+    pytest.param(
+        layout,
+        name,
+        id=f"{layout}-{name}",
+        marks=pytest.mark.slow if layout in SLOW else (),
+    )
+    for layout, names in NAMES.items()
+    for name in names
+]
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    """By layout, the folder with every worker's numbers."""
-    found = {}
-    for layout, (hosts, devices, shard) in SEVERAL.items():
+    """From a layout, the files with every worker's numbers."""
+
+    @functools.cache
+    def results_of(layout):
+        hosts, devices, shard = SEVERAL[layout]
         path = tmp_path_factory.mktemp(layout) / "run"
         variables = {"TFDP_DEVICES_PER_WORKER": str(devices)}
         with Workers(
@@ -56,21 +72,27 @@ def results(tmp_path_factory):
             variables=variables,
         ) as workers:
             workers.succeed(timeout_seconds=300)
-        found[layout] = path
-    return found
+        return path
+
+    return results_of
+
+
+@functools.cache
+def on_one_device(name):
+    # A micro-batch weighs by its samples under a strategy only: nobody else knows them.
+    counts_samples = name == "distributed-optimizer"
+    one = make_strategy(1) if counts_samples else tf.distribute.get_strategy()
+    return host_training.run(name, one)
 
 
 @pytest.mark.timeout(700)
 @pytest.mark.parametrize("layout, name", ROWS)
 def test_equals_one_device(results, layout, name):
-    # A micro-batch weighs by its samples under a strategy only: nobody else knows them.
-    counts_samples = name == "distributed-optimizer"
-    one = make_strategy(1) if counts_samples else tf.distribute.get_strategy()
-    expected = host_training.run(name, one)
+    expected = on_one_device(name)
     hosts, _, _ = SEVERAL[layout]
     first = None
     for rank in range(hosts):
-        with np.load(f"{results[layout]}.{name}.{rank}.npz") as file:
+        with np.load(f"{results(layout)}.{name}.{rank}.npz") as file:
             got = dict(file)
         assert got.keys() == expected.keys()
         for key, value in expected.items():

@@ -161,7 +161,7 @@ def test_several_workers_have_arms_of_their_own():
     training = Request("train-mlp", devices=1, workers=2).arm_names
     theirs = ("torch-one-process", "torch-gloo")
     bounds = ("one-process", "no-exchange")
-    assert training == (*bounds, *ours, *theirs, "tfdp-sockets-large-buckets")
+    assert training == (*bounds, *ours, *theirs, "tfdp-sockets-no-overlap")
     assert GROUP_ARMS["stock-multi-worker"].why_left_out(1) is None
     assert "one logical CPU" in GROUP_ARMS["stock-multi-worker"].why_left_out(2)
 

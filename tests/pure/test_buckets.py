@@ -56,6 +56,17 @@ def test_a_tiny_set_is_one_message():
     assert [b.indices for b in plan] == [(2, 1, 0)]
 
 
+def test_what_is_ready_last_travels_last_whatever_its_type():
+    tensors = infos(*[MIB] * 6) + infos(MIB // 4, dtype="float16") + infos(*[MIB] * 5)
+    plan = plan_buckets(tensors, bucket_bytes=25 * MIB, first_bucket_bytes=MIB)
+    assert [(b.dtype, b.size_bytes / MIB) for b in plan] == [
+        ("float32", 1),
+        ("float16", 0.25),
+        ("float32", 9),
+        ("float32", 1),
+    ]
+
+
 def test_a_tensor_above_the_limit_travels_alone():
     plan = plan_buckets(infos(10, 1000, 10), bucket_bytes=100, first_bucket_bytes=100)
     assert [b.indices for b in plan] == [(2,), (1,), (0,)]
@@ -103,7 +114,10 @@ def test_random_sets_keep_every_promise():
             assert list(bucket.indices) == sorted(bucket.indices, reverse=True)
         if sum(sizes) >= SMALLEST_SPLIT_BYTES and len(seen) > 1:
             assert len(plan) > 1
-        assert len(plan[-1].indices) == 1 or plan[-1].size_bytes <= first
+        last = plan[-1]
+        assert min(seen) in last.indices or tensors[min(seen)].size_bytes is None
+        small = max(first, SMALLEST_SPLIT_BYTES)
+        assert len(last.indices) == 1 or last.size_bytes <= small
 
 
 def test_the_number_of_buckets_is_what_the_sizes_say():

@@ -142,6 +142,11 @@ def _leads(
     yield from leads
 
 
+def names_of_updates(model: Any) -> list[str]:
+    """The scopes in which the optimizers that `model` holds update its weights."""
+    return [leaf.name for owner in optimizers_of(model) for leaf in _leaves(owner)]
+
+
 def _leaves(
     optimizer: keras.optimizers.Optimizer,
 ) -> list[keras.optimizers.Optimizer]:

@@ -135,7 +135,8 @@ class ShardUpdates:
         self._strategy = strategy
         self._devices = devices
         self._min_bytes = sharding.min_bytes
-        self._offload = sharding.offload
+        self._is_offloading = sharding.offload
+        self._updates_on_host = sharding.offload
         # By graph: replicas may share one, and each of them its views.
         self._views: dict[int, dict[int, ShardView]] = {}
 
@@ -213,10 +214,11 @@ class ShardUpdates:
         }
         shards: list[tf.Variable] = []
         is_state = kwargs.get("colocate_with") is not None
-        is_offloaded = is_state and variable_class is not LocalShardVariable
+        is_gradient = issubclass(variable_class, LocalShardVariable)
+        is_offloaded = self._is_offloading and is_state and not is_gradient
         for rank, device in enumerate(self._devices):
             if is_offloaded:
-                device = self._device_of_update(device)
+                device = host_of(device)
             if rank:
                 first = shards[0].name.split(":")[0]
                 # The slash makes it an absolute name, outside all name scopes.
@@ -316,22 +318,25 @@ class ShardUpdates:
         """Calls `fn` in a replica with what it may update: its shard of `variable`."""
         rank = current_rank()
         target = self._target(variable, rank)
-        device = self._device_of_update(target.device)
+        device = self._device_of_update(variable, target.device)
         with tf.device(device), shard_update(rank):
             return fn(target, *args, **(kwargs or {}))
 
     @contextlib.contextmanager
     def updating_on_devices(self) -> Iterator[None]:
         """While this lasts, updates that touch no state stay on the devices."""
-        offload, self._offload = self._offload, False
+        self._updates_on_host = False
         try:
             yield
         finally:
-            self._offload = offload
+            # Not what was there before: eager replicas come here in turn, and each
+            # would find what the last one had set.
+            self._updates_on_host = self._is_offloading
 
-    def _device_of_update(self, device: str) -> str:
-        """Where an optimizer's state is, and its arithmetic is done."""
-        return host_of(device) if self._offload else device
+    def _device_of_update(self, variable: Any, device: str) -> str:
+        """Where the arithmetic of an update is done: where the state is."""
+        is_gradient = isinstance(variable, LocalShardVariable)
+        return host_of(device) if self._updates_on_host and not is_gradient else device
 
     def _target(self, variable: DistributedVariable, rank: Any) -> Any:
         if isinstance(variable, ShardedVariable):
@@ -373,7 +378,7 @@ class ShardUpdates:
                 part, copy = self.part_of(rank), variable.values[rank]
                 target = ShardView(variable, part, copy)
             targets.append(target)
-            device = self._device_of_update(target.device)
+            device = self._device_of_update(variable, target.device)
             with tf.device(device), UpdateContext(rank), shard_update(rank):
                 own_args, own_kwargs = select_replica(rank, (args, kwargs or {}))
                 fn(target, *own_args, **own_kwargs)

@@ -15,7 +15,7 @@ REDUCTION_ARMS = (
 )
 TWO_LEVEL_ARMS = ("tfdp-sockets-flat", "tfdp-sockets", "torch-gloo-flat")
 OVERLAP_ARMS = (
-    "tfdp-sockets-large-buckets",
+    "tfdp-sockets-no-overlap",
     "tfdp-sockets",
     "tfdp-sockets-small-buckets",
     "tfdp-sockets-bfloat16",

@@ -31,8 +31,6 @@ ONE_PROCESS = "one-process"
 NO_EXCHANGE = "no-exchange"
 STOCK_MULTI_WORKER = "stock-multi-worker"
 TORCH_PREFIX = "torch-"
-# More than any model has: the plan keeps a first bucket of at most half of it apart.
-LARGEST_BUCKET_BYTES = 1 << 60
 SMALL_BUCKET_BYTES = 1 << 20
 BOTH = ("allreduce", "train")
 
@@ -126,6 +124,27 @@ def _tfdp(engine: Literal["sockets", "mpi", "tensorflow"], **options: Any) -> Ca
     return make
 
 
+def _without_overlap(make: Callable) -> Callable:
+    """Strategies whose exchanges wait for the whole of backprop."""
+
+    def make_waiting(place: Place) -> tf.distribute.Strategy:
+        import tensorflow as tf
+
+        strategy = make(place)
+        reducer = strategy.extended.reducer
+        all_reduce = reducer.all_reduce
+
+        def after_all(values: Any, rank: int, **options: Any) -> Any:
+            # The models here have no sparse gradients.
+            with tf.control_dependencies(values):
+                return all_reduce([tf.identity(v) for v in values], rank, **options)
+
+        reducer.all_reduce = after_all
+        return strategy
+
+    return make_waiting
+
+
 def _stock_is_left_out(devices_per_worker: int) -> str | None:
     if devices_per_worker == 1:
         return None
@@ -157,10 +176,6 @@ def one_process_arm(arm: str) -> str:
     return TORCH_ONE_PROCESS if arm.startswith(TORCH_PREFIX) else ONE_PROCESS
 
 
-LARGE_BUCKETS = {
-    "bucket_bytes": LARGEST_BUCKET_BYTES,
-    "first_bucket_bytes": LARGEST_BUCKET_BYTES,
-}
 TORCH_ONE_PROCESS = f"{TORCH_PREFIX}one-process"
 
 GROUP_ARMS = {
@@ -175,9 +190,8 @@ GROUP_ARMS = {
     "tfdp-tensorflow": GroupArm("local", BOTH, _tfdp("tensorflow")),
     TORCH_ONE_PROCESS: GroupArm("single", ("train",), None, _torch_is_left_out),
     "torch-gloo": GroupArm("local", BOTH, None, _torch_is_left_out),
-    # Of the models here all but the last layer travels when backprop has ended.
-    "tfdp-sockets-large-buckets": GroupArm(
-        "local", ("train",), _tfdp("sockets", **LARGE_BUCKETS)
+    "tfdp-sockets-no-overlap": GroupArm(
+        "local", ("train",), _without_overlap(_tfdp("sockets"))
     ),
     "tfdp-sockets-small-buckets": GroupArm(
         "local",

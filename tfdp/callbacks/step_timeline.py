@@ -8,19 +8,21 @@ from typing import Any
 
 import keras
 
+from tfdp._tf.keras_optimizers import names_of_updates
 from tfdp._tf.step_trace import StepTrace
 from tfdp.atomic_files import replaced
-from tfdp.callbacks.timeline_page import draw_timeline, hidden_share
+from tfdp.callbacks.timeline_page import draw_timeline, hidden_share, seconds_by_kind
 from tfdp.errors import ConfigurationError
 
 __all__ = ["StepTimeline"]
 
 
 class StepTimeline(keras.callbacks.Callback):
-    """Draws what every thread did in one training step, exchanges in colour.
+    """Draws what every thread did in one training step: exchanges, update, the rest.
 
     Shows whether gradients and weights travel while the model computes. Prints the path
-    of the page, and how much of the exchanges' time was hidden behind computing.
+    of the page, how much of the exchanges' time was hidden behind computing, and how
+    long the weights' update took on all threads together.
 
     Args:
       path: of the HTML page to write.
@@ -63,6 +65,9 @@ class StepTimeline(keras.callbacks.Callback):
         #: The share of the exchanges' time in which another thread computed; None
         #: before the step, and without exchanges.
         self.hidden_share: float | None = None
+        #: Seconds on all threads together by kind of op; empty before the step. On
+        #: GPUs the host's: what launches took, not kernels.
+        self.seconds: dict[str, float] = {}
         self._trace: StepTrace | None = None
         self._steps = 0
 
@@ -81,9 +86,15 @@ class StepTimeline(keras.callbacks.Callback):
         if not events:
             return
         self.hidden_share = hidden_share(events)
-        page = draw_timeline(events, f"Training step {self.step}")
+        optimizers = names_of_updates(self.model)
+        self.seconds = seconds_by_kind(events, optimizers)
+        page = draw_timeline(events, f"Training step {self.step}", optimizers)
         with replaced(self.path) as half_written:
             half_written.write_text(page, encoding="utf-8")
         share = self.hidden_share
         hidden = "" if share is None else f"; {share:.0%} of the exchanges are hidden"
-        print(f"\ntimeline of step {self.step}: {self.path}{hidden}")
+        update_ms = self.seconds["update of weights"] * 1e3
+        print(
+            f"\ntimeline of step {self.step}: {self.path}{hidden}; update of weights: "
+            f"{update_ms:.1f} ms on all threads together"
+        )

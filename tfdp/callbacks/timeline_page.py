@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import html
+import re
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
-__all__ = ["KINDS", "draw_timeline", "hidden_share", "kind_of"]
+__all__ = ["draw_timeline", "hidden_share", "kind_of", "seconds_by_kind"]
 
-# Part of an op's name -> what it is, its colour.
-KINDS = {
-    "tfdp_all_gather": ("gather of weights", "#c2571a"),
-    "tfdp_reduce_scatter": ("scatter of gradients", "#2f7d4f"),
-    "tfdp_all_reduce": ("sum of gradients", "#7a4fa0"),
-    "": ("computing", "#9dbbdb"),
+# Part of an op's name -> what it is.
+EXCHANGES = {
+    "tfdp_all_gather": "gather of weights",
+    "tfdp_reduce_scatter": "scatter of gradients",
+    "tfdp_all_reduce": "sum of gradients",
+}
+COLOURS = {
+    "gather of weights": "#c2571a",
+    "scatter of gradients": "#2f7d4f",
+    "sum of gradients": "#7a4fa0",
+    "update of weights": "#d9a521",
+    "computing": "#9dbbdb",
 }
 _WIDTH, _LANE, _GAP, _LEFT, _TOP = 1100, 26, 8, 80, 30
 _MOST_TICKS = 10
@@ -60,9 +67,26 @@ class Event(Protocol):
         """How long it ran."""
 
 
-def kind_of(name: str) -> str:
-    """The key in KINDS of an op with this name."""
-    return next(key for key in KINDS if key in name)
+def kind_of(name: str, optimizers: Iterable[str] = ()) -> str:
+    """What an op with this name does, where the optimizers have these names."""
+    for part, kind in EXCHANGES.items():
+        if part in name:
+            return kind
+    # TensorFlow numbers the scopes of one name.
+    is_update = any(
+        re.search(rf"/{re.escape(optimizer)}(_\d+)?/", name) for optimizer in optimizers
+    )
+    return "update of weights" if is_update else "computing"
+
+
+def seconds_by_kind(
+    events: Iterable[Event], optimizers: Sequence[str]
+) -> dict[str, float]:
+    """How long ops of each kind ran, on all threads together."""
+    seconds = dict.fromkeys(COLOURS, 0.0)
+    for event in events:
+        seconds[kind_of(event.name, optimizers)] += event.duration_us / 1e6
+    return seconds
 
 
 def hidden_share(events: Sequence[Event]) -> float | None:
@@ -70,10 +94,11 @@ def hidden_share(events: Sequence[Event]) -> float | None:
 
     None without exchanges.
     """
-    computing = [e for e in events if not kind_of(e.name)]
+    exchanges = frozenset(EXCHANGES.values())
+    computing = [e for e in events if kind_of(e.name) not in exchanges]
     total = hidden = 0.0
     for exchange in events:
-        if not kind_of(exchange.name):
+        if kind_of(exchange.name) not in exchanges:
             continue
         start, stop = exchange.start_us, exchange.start_us + exchange.duration_us
         others = (
@@ -96,12 +121,15 @@ def _covered(spans: Iterable[tuple[float, float]]) -> float:
     return covered
 
 
-def draw_timeline(events: Sequence[Event], title: str) -> str:
+def draw_timeline(
+    events: Sequence[Event], title: str, optimizers: Sequence[str] = ()
+) -> str:
     """The page.
 
     Args:
       events: of one step; at least one.
       title: above the picture.
+      optimizers: what the optimizers are called.
     """
     first = min(e.start_us for e in events)
     last = max(e.start_us + e.duration_us for e in events)
@@ -118,15 +146,15 @@ def draw_timeline(events: Sequence[Event], title: str) -> str:
         for event in events:
             if event.thread == thread and event.duration_us * scale >= _THINNEST:
                 x = _LEFT + (event.start_us - first) * scale
-                parts.append(_box(event, x, y, event.duration_us * scale))
+                colour = COLOURS[kind_of(event.name, optimizers)]
+                parts.append(_box(event, colour, x, y, event.duration_us * scale))
     parts.append("</svg>")
     return _PAGE.format(
         title=html.escape(title), legend=_legend(), picture="\n".join(parts)
     )
 
 
-def _box(event: Event, x: float, y: float, width: float) -> str:
-    _, colour = KINDS[kind_of(event.name)]
+def _box(event: Event, colour: str, x: float, y: float, width: float) -> str:
     text = html.escape(f"{event.name}: {event.duration_us / 1e3:.3f} ms")
     return (
         f'<rect x="{x:.2f}" y="{y}" width="{max(width, 0.4):.2f}" height="{_LANE}" '
@@ -153,5 +181,5 @@ def _axis(total_ms: float, scale: float, height: int) -> list[str]:
 def _legend() -> str:
     return " &nbsp; ".join(
         f'<span style="color: {colour}">&#9632;</span> {label}'
-        for label, colour in KINDS.values()
+        for label, colour in COLOURS.items()
     )
