@@ -16,7 +16,7 @@ from tfdp._tf.keras_optimizers import (
     takes_reduced,
 )
 from tfdp._tf.optimizer_hooks import LossScaleHooks
-from tfdp._tf.shard_updates import ACCUMULATOR_NAME
+from tfdp._tf.sharding.updates import ACCUMULATOR_NAME
 from tfdp.errors import ConfigurationError, ScopeError
 
 __all__ = ["DistributedOptimizer"]

@@ -24,10 +24,9 @@ from tfdp._tf.keras_optimizers import led_optimizers, optimizers_of
 from tfdp._tf.keras_padding import check_step_weighs, weighs_rows
 from tfdp._tf.padded_batch import Padding, find_padded, trim_rows, without_padding
 from tfdp._tf.replica_run import ReplicaRun, sample_counts, trace_of
-from tfdp._tf.shard_updates import Sharding
 from tfdp.data.padding import distribute_padded, global_batch_rows, is_of_one_size
 from tfdp.errors import ConfigurationError, LocalMeanWarning
-from tfdp.shards import shard_stage
+from tfdp.shards import Sharding, shard_stage
 
 __all__ = ["ReplicaContextStrategy", "check_pad_batches", "check_sharding"]
 

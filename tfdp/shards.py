@@ -11,7 +11,7 @@ import math
 
 from tfdp.errors import ConfigurationError
 
-__all__ = ["SHARD_STAGES", "ShardLayout", "shard_stage"]
+__all__ = ["SHARD_STAGES", "ShardLayout", "Sharding", "shard_stage"]
 
 #: What `shard=` takes; the place in the list is the stage.
 SHARD_STAGES = ("none", "optimizer", "gradients", "parameters")
@@ -41,6 +41,25 @@ def shard_stage(shard: str | int) -> int:
         f"shard must be one of {', '.join(map(repr, SHARD_STAGES))}, or the ZeRO stage "
         f"0 to 3. Received: {shard!r}."
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class Sharding:
+    """What is sharded.
+
+    Args:
+      stage: of ZeRO, 0 to 3.
+      min_bytes: variables below this size stay mirrored.
+      offload: whether the state of optimizers is kept, and updated, by the host.
+    """
+
+    stage: int = 0
+    min_bytes: int = 0
+    offload: bool = False
+
+    def is_needed(self, parts: int) -> bool:
+        """Whether there is anything to do with `parts` replicas."""
+        return bool(self.stage) and (parts > 1 or self.offload)
 
 
 @dataclasses.dataclass(frozen=True)

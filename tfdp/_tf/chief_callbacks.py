@@ -19,7 +19,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdp._tf.sharded_variables import ShardedVariable, noted_assignments
+from tfdp._tf.sharding.variables import ShardedVariable, noted_assignments
 
 __all__ = ["let_only_the_chief_write", "share_state"]
 

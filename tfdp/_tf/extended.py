@@ -23,16 +23,16 @@ from tfdp._tf.names import (
 )
 from tfdp._tf.replica_run import ReplicaRun
 from tfdp._tf.scope_checks import check_component
-from tfdp._tf.shard_updates import (
+from tfdp._tf.sharding.reducer import ShardReducer
+from tfdp._tf.sharding.updates import (
     SHARD_CLASSES,
-    Sharding,
-    ShardReducer,
     ShardUpdates,
 )
-from tfdp._tf.sharded_variables import ShardedVariable
+from tfdp._tf.sharding.variables import ShardedVariable
 from tfdp._tf.variables import ReplicaMirroredVariable, SeedVariable, is_seed_state
 from tfdp._tf.wire_dtype import are_gradients
 from tfdp.errors import ScopeError
+from tfdp.shards import Sharding
 
 __all__ = [
     "SHARD_CLASSES",

@@ -27,9 +27,9 @@ from keras.src.backend.common import global_state
 from tfdp._tf.instance_attributes import instance_attributes
 from tfdp._tf.names import current_rank, own_copy
 from tfdp._tf.replica_run import ReplicaRun
-from tfdp._tf.shard_updates import ShardUpdates
-from tfdp._tf.sharded_optimizers import clip_over_shards, shard_kind, shard_leads
-from tfdp._tf.sharded_variables import ShardUpdatedVariable
+from tfdp._tf.sharding.optimizers import clip_over_shards, shard_kind, shard_leads
+from tfdp._tf.sharding.updates import ShardUpdates
+from tfdp._tf.sharding.variables import ShardUpdatedVariable
 from tfdp._tf.wire_dtype import from_wire, sum_gradients_and_state, to_wire
 from tfdp.errors import ConfigurationError
 

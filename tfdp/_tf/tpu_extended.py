@@ -18,12 +18,13 @@ from tfdp._tf.lasting_input import LastingInput
 from tfdp._tf.names import current_rank, stop_recording
 from tfdp._tf.replica_run import ReplicaRun
 from tfdp._tf.scope_checks import check_component
-from tfdp._tf.shard_updates import Sharding, ShardUpdates
-from tfdp._tf.sharded_variables import ShardedVariable
+from tfdp._tf.sharding.tpu_variables import tpu_shard_class
+from tfdp._tf.sharding.updates import ShardUpdates
+from tfdp._tf.sharding.variables import ShardedVariable
 from tfdp._tf.tpu_names import TPUExtended, TPUMirroredVariable
-from tfdp._tf.tpu_sharded_variables import tpu_shard_class
 from tfdp._tf.tpu_variables import TPUReplicaVariable, TPUSeedVariable
 from tfdp._tf.variables import is_seed_state
+from tfdp.shards import Sharding
 
 __all__ = ["TPUDataParallelExtended"]
 

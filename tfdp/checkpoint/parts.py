@@ -20,7 +20,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdp._tf.sharded_variables import read_instead
+from tfdp._tf.sharding.variables import read_instead
 from tfdp.atomic_files import replaced
 from tfdp.errors import ConfigurationError
 from tfdp.shards import ShardLayout

@@ -16,7 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdp._tf import names
-from tfdp._tf.shard_pieces import cut, pad_shard
+from tfdp._tf.sharding.pieces import cut, pad_shard
 from tfdp.collectives.in_process import InProcessEngine
 from tfdp.collectives.wire_types import check_summable, fitting_wire_dtype
 from tfdp.hosts.host_link import HostLink

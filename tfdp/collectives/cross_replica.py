@@ -11,7 +11,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdp._tf.shard_pieces import whole_from_shards
+from tfdp._tf.sharding.pieces import whole_from_shards
 from tfdp.collectives.cross_replica_ops import CrossReplicaOps
 from tfdp.collectives.shard_packing import join_rows, to_rows
 from tfdp.errors import CollectiveError

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from tfdp._tf import names
-from tfdp._tf.shard_pieces import whole_from_shards
+from tfdp._tf.sharding.pieces import whole_from_shards
 from tfdp.collectives.packing import pack, unpack
 from tfdp.collectives.traffic import TrafficCount
 from tfdp.errors import CollectiveError

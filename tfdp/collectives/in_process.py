@@ -23,7 +23,7 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from tfdp._tf import names
-from tfdp._tf.shard_pieces import cut, pad_shard, whole_from_parts
+from tfdp._tf.sharding.pieces import cut, pad_shard, whole_from_parts
 from tfdp.collectives.engine import Engine, next_group_key
 from tfdp.collectives.wire_types import check_summable
 from tfdp.shards import ShardLayout

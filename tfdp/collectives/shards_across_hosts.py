@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 import tensorflow as tf
 
-from tfdp._tf.shard_pieces import pad_shard
+from tfdp._tf.sharding.pieces import pad_shard
 from tfdp.collectives.across_hosts import LEADER, AcrossHostsEngine
 from tfdp.collectives.wire_types import fitting_wire_dtype
 from tfdp.shards import ShardLayout

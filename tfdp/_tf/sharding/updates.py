@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -23,22 +22,21 @@ from tfdp._tf.names import (
     stop_recording,
 )
 from tfdp._tf.replica_run import trace_of
-from tfdp._tf.shard_pieces import own_piece, piece_of
-from tfdp._tf.sharded_variables import (
+from tfdp._tf.sharding.pieces import own_piece, piece_of
+from tfdp._tf.sharding.reducer import ShardReducer
+from tfdp._tf.sharding.variables import (
     LocalShardVariable,
     ShardedVariable,
     ShardUpdatedVariable,
-    ShardView,
     shard_update,
 )
-from tfdp.shards import ShardLayout
+from tfdp._tf.sharding.views import ShardView
+from tfdp.shards import Sharding, ShardLayout
 
 __all__ = [
     "ACCUMULATOR_NAME",
     "SHARD_CLASSES",
-    "ShardReducer",
     "ShardUpdates",
-    "Sharding",
 ]
 
 SHARD_CLASSES = (ShardedVariable, ShardUpdatedVariable)
@@ -50,67 +48,6 @@ NOT_OF_A_SHARD = frozenset(
 
 # Keras calls its accumulators so, and DistributedOptimizer does, too.
 ACCUMULATOR_NAME = "gradient_accumulator"
-
-
-@dataclasses.dataclass(frozen=True)
-class Sharding:
-    """What is sharded.
-
-    Args:
-      stage: of ZeRO, 0 to 3.
-      min_bytes: variables below this size stay mirrored.
-      offload: whether the state of optimizers is kept, and updated, by the host.
-    """
-
-    stage: int = 0
-    min_bytes: int = 0
-    offload: bool = False
-
-    def is_needed(self, parts: int) -> bool:
-        """Whether there is anything to do with `parts` replicas."""
-        return bool(self.stage) and (parts > 1 or self.offload)
-
-
-class ShardReducer(Protocol):
-    """What moves shards between replicas, in replica context."""
-
-    @property
-    def shard_parts(self) -> int:
-        """Over how many replicas a tensor is sharded."""
-
-    @property
-    def first_part(self) -> int:
-        """The shard of this process's first replica."""
-
-    def join_shards(
-        self, shards: Sequence[tf.Tensor], layout: ShardLayout, label: str
-    ) -> tf.Tensor:
-        """The whole tensor from the shards of this process, outside of replicas."""
-
-    @property
-    def run_graph(self) -> tf.Graph | None:
-        """The graph of the replica function that is being built."""
-
-    def reduce_scatter(
-        self,
-        values: Sequence[Any],
-        layouts: Sequence[ShardLayout],
-        rank: Any,
-        *,
-        in_turn: bool = False,
-    ) -> list[tf.Tensor]:
-        """This replica's shard of the sum of each value.
-
-        `in_turn`: few of the whole values are to be in memory at once.
-        """
-
-    def all_gather(
-        self, shards: Sequence[tf.Tensor], layouts: Sequence[ShardLayout], rank: Any
-    ) -> list[tf.Tensor]:
-        """The whole tensors from everybody's shards."""
-
-    def sum_of_shards(self, value: tf.Tensor, rank: Any) -> tf.Tensor:
-        """The sum over the shards of what each replica found on its own."""
 
 
 class ShardUpdates:

@@ -1,6 +1,6 @@
 """Variables of TPU replicas of which each stores, or updates, a shard only.
 
-As `tfdp._tf.sharded_variables`, in the one graph of all replicas: a handle stands for
+As `tfdp._tf.sharding.variables`, in the one graph of all replicas: a handle stands for
 the shards of all of them, and the rank is a tensor.
 """
 
@@ -11,8 +11,8 @@ from typing import Any
 import tensorflow as tf
 
 from tfdp._tf.names import current_rank
-from tfdp._tf.shard_pieces import piece_of
-from tfdp._tf.sharded_variables import (
+from tfdp._tf.sharding.pieces import piece_of
+from tfdp._tf.sharding.variables import (
     ShardedVariable,
     ShardUpdatedVariable,
     updating_rank,

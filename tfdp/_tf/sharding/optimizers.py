@@ -20,8 +20,8 @@ import keras
 import tensorflow as tf
 
 from tfdp._tf.names import current_rank
-from tfdp._tf.shard_updates import ShardUpdates
-from tfdp._tf.sharded_variables import ShardedVariable, ShardUpdatedVariable
+from tfdp._tf.sharding.updates import ShardUpdates
+from tfdp._tf.sharding.variables import ShardedVariable, ShardUpdatedVariable
 from tfdp.errors import ConfigurationError
 
 __all__ = ["clip_over_shards", "shard_kind", "shard_leads"]
