@@ -109,6 +109,23 @@ def plan_buckets(
     if total_bytes >= SMALLEST_SPLIT_BYTES:
         first_limit = min(first_limit, -(-total_bytes // 2))
 
+    sent = [place for place in places if tensors[place].size_bytes != 0]
+    closed = _filled(sent, tensors, bucket_bytes, first_limit)
+    # Those of a rare type have waited for more of it while others were ready.
+    turn = {place: number for number, place in enumerate(sent)}
+    closed.sort(key=lambda bucket: turn[bucket.indices[-1]])
+    if closed:
+        closed[-1:] = _with_small_end(closed[-1], tensors, first_bucket_bytes)
+    return tuple(closed)
+
+
+def _filled(
+    sent: Sequence[int],
+    tensors: Sequence[TensorInfo],
+    bucket_bytes: int,
+    first_limit: int,
+) -> list[Bucket]:
+    """Buckets of one type each, in the order in which they are full."""
     closed: list[Bucket] = []
     open_buckets: dict[str, _OpenBucket] = {}
 
@@ -116,7 +133,6 @@ def plan_buckets(
         bucket = open_buckets.pop(dtype)
         closed.append(Bucket(tuple(bucket.indices), dtype, bucket.size_bytes))
 
-    sent = [place for place in places if tensors[place].size_bytes != 0]
     for place in sent:
         info = tensors[place]
         if info.size_bytes is None:
@@ -139,12 +155,7 @@ def plan_buckets(
             close(info.dtype)
     for dtype in list(open_buckets):
         close(dtype)
-    # Those of a rare type have waited for more of it while others were ready.
-    turn = {place: number for number, place in enumerate(sent)}
-    closed.sort(key=lambda bucket: turn[bucket.indices[-1]])
-    if closed:
-        closed[-1:] = _with_small_end(closed[-1], tensors, first_bucket_bytes)
-    return tuple(closed)
+    return closed
 
 
 def _with_small_end(

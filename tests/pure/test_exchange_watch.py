@@ -63,18 +63,19 @@ def test_after_the_deadline_those_are_named_who_have_begun_fewer(watched):
     assert link.left[-1] == "2"
 
 
-def test_who_has_said_nothing_is_missing(watched):
-    watch, _, given_up, messages = watched(notes={0: "1", 2: "1"})
+@pytest.mark.parametrize(
+    "notes, words",
+    [
+        # Who has said nothing is missing; when all are there it is the network.
+        ({0: "1", 2: "1"}, "worker 1 did not arrive"),
+        ({0: "1", 1: "1", 2: "7"}, "all workers are there"),
+    ],
+)
+def test_what_is_missing_is_named(watched, notes, words):
+    watch, _, given_up, messages = watched(notes=notes)
     watch.begin("bucket 1 of 1")
     assert given_up.wait(SOON_SECONDS)
-    assert "worker 1 did not arrive" in messages[0]
-
-
-def test_when_all_are_there_it_is_the_network(watched):
-    watch, _, given_up, messages = watched(notes={0: "1", 1: "1", 2: "7"})
-    watch.begin("bucket 1 of 1")
-    assert given_up.wait(SOON_SECONDS)
-    assert "all workers are there" in messages[0]
+    assert words in messages[0]
 
 
 def test_exchanges_that_end_have_no_deadline(watched):

@@ -12,7 +12,8 @@ from typing import Any
 
 import keras
 import tensorflow as tf
-from keras.src.losses.loss import unscale_loss_for_distribution
+
+from tfdp._tf.names import unscale_loss_for_distribution
 
 __all__ = ["is_stock_train_step", "jitted_train_step", "take_over_jit"]
 

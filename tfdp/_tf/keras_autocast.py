@@ -7,7 +7,8 @@ from types import FrameType
 
 import keras
 import tensorflow as tf
-from keras.src.backend.common.variables import get_autocast_scope
+
+from tfdp._tf.names import get_autocast_scope
 
 __all__ = ["autocast_dtype", "is_made_for_autocast"]
 

@@ -22,10 +22,9 @@ from typing import Any
 
 import keras
 import tensorflow as tf
-from keras.src.backend.common import global_state
 
 from tfdp._tf.instance_attributes import instance_attributes
-from tfdp._tf.names import current_rank, own_copy
+from tfdp._tf.names import current_rank, keras_state, own_copy
 from tfdp._tf.replica_run import ReplicaRun
 from tfdp._tf.sharding.optimizers import clip_over_shards, shard_kind, shard_leads
 from tfdp._tf.sharding.updates import ShardUpdates
@@ -86,7 +85,7 @@ def refuse_unled(value: Sequence[Any]) -> bool:
     Raises:
       ConfigurationError: in a custom loop whose optimizer is not the model's own.
     """
-    stack = global_state.get_global_attribute("name_scope_stack") or []
+    stack = keras_state.get_global_attribute("name_scope_stack") or []
     callers = [getattr(scope, "caller", None) for scope in stack]
     optimizers = [c for c in callers if isinstance(c, keras.optimizers.Optimizer)]
     for optimizer in optimizers:

@@ -13,6 +13,13 @@ from typing import Any
 
 import tensorflow as tf
 
+# What Keras keeps for each thread: the open name scopes; the open scope of autocasting.
+from keras.src.backend.common import global_state as keras_state
+from keras.src.backend.common.variables import get_autocast_scope
+
+# What the loss is divided by for the replicas, taken back.
+from keras.src.losses.loss import unscale_loss_for_distribution
+
 # A dataset whose elements are those of another one.
 from tensorflow.python.data.ops.dataset_ops import UnaryUnchangedStructureDataset
 
@@ -78,11 +85,13 @@ __all__ = [
     "current_rank",
     "eager_context",
     "fit_of_caller",
+    "get_autocast_scope",
     "global_seed",
     "graphs_inside",
     "in_compiled_function",
     "in_save_context",
     "is_loop_graph",
+    "keras_state",
     "make_token",
     "model_built_by_caller",
     "own_copy",
@@ -91,6 +100,7 @@ __all__ = [
     "run_independently",
     "select_replica",
     "stop_recording",
+    "unscale_loss_for_distribution",
     "variable_accessed",
     "variant_of",
     "with_host_datasets",
