@@ -103,7 +103,9 @@ def test_moving_average_on_two_replicas(form, two_replicas):
     assert_equal_to_one_device(two_replicas, make_optimizer, epochs=2)
 
 
-@pytest.mark.parametrize("form", ["lars-classic", "lamb-keras"])
+@pytest.mark.parametrize(
+    "form", [pytest.param("lars-classic", marks=pytest.mark.slow), "lamb-keras"]
+)
 def test_exclusions_reach_the_replicas(form, two_replicas):
     """An update sees a replica's variable, which has no path to look up."""
     results = []

@@ -164,7 +164,7 @@ def test_dropout_and_several_steps_in_one_call(steps_per_execution):
     assert model.predict(x, batch_size=BATCH_SIZE, verbose=0).shape == (ROWS, CLASSES)
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adam", "adagrad"])
+@pytest.mark.parametrize("optimizer", covering(["sgd", "adam", "adagrad"], ["adam"]))
 def test_a_recurrent_and_an_embedding_layer_compile(optimizer):
     """Sparse gradients: updates by slices, in each way that optimizers have."""
 
