@@ -9,12 +9,18 @@ import os
 
 import pytest
 
+from tests.support import slow_rows
+
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 os.environ.setdefault("KERAS_BACKEND", "tensorflow")
 
 
 def pytest_addoption(parser):
     parser.addoption("--slow", action="store_true", help="also run slow tests")
+
+
+def pytest_configure(config):
+    slow_rows.wanted = config.getoption("--slow")
 
 
 def pytest_collection_modifyitems(config, items):

@@ -182,6 +182,7 @@ def test_a_worker_that_takes_too_long_is_stopped():
     assert "no result within 0.5 s" in report.failures[0].reason
 
 
+@pytest.mark.slow
 def test_the_memory_of_each_stage_is_measured(tmp_path):
     path = tmp_path / "memory.json"
     options = ["memory", "--quick", "--devices", "2", "--json", str(path)]

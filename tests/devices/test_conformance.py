@@ -20,6 +20,7 @@ from tests.support.conformance_table import (
     OPTIONS,
     UNSHARDABLE,
 )
+from tests.support.slow_rows import made
 
 WITH_ALL_OPTIONS = ("SGD", "Adam")
 # Every option on one layout, and on one with shards; every optimizer on one of either.
@@ -56,7 +57,7 @@ def is_in_table(optimizer, option, layout):
 
 
 # Kinds last: they share the compiled step.
-ROWS = [
+ROWS = made(
     pytest.param(
         *row,
         kind,
@@ -66,7 +67,7 @@ ROWS = [
     for row in itertools.product(OPTIMIZERS, OPTIONS, LAYOUTS)
     if is_in_table(*row)
     for kind in KINDS
-]
+)
 
 
 @pytest.fixture(autouse=True)

@@ -9,6 +9,7 @@ import tensorflow as tf
 
 import tfdp
 from tests.support.parity import classification_data, make_strategy
+from tests.support.slow_rows import made
 from tfdp.errors import ConfigurationError
 
 
@@ -49,15 +50,20 @@ WHOLE, NO_PREFETCH = {"policy": "whole"}, {"prefetch": 0}
     "replicas, shard, options, arguments",
     [
         (1, "none", {}, {}),
-        (1, "none", {}, NO_PREFETCH),
         (1, "none", {"run_eagerly": True}, WHOLE),
         (2, "none", {"jit_compile": True}, {}),
         (2, "none", {}, WHOLE),
-        (2, "optimizer", {}, {}),
         (3, "parameters", {}, {}),
-        (3, "parameters", {}, WHOLE),
         (3, "parameters", {}, NO_PREFETCH),
-        (2, "parameters", {"run_eagerly": True}, {}),
+        *made(
+            pytest.param(*row, marks=pytest.mark.slow)
+            for row in (
+                (1, "none", {}, NO_PREFETCH),
+                (2, "optimizer", {}, {}),
+                (3, "parameters", {}, WHOLE),
+                (2, "parameters", {"run_eagerly": True}, {}),
+            )
+        ),
     ],
 )
 def test_trains_to_the_same_weights(replicas, shard, options, arguments):

@@ -172,7 +172,7 @@ def test_strategies_alike_and_unlike_live_in_one_process():
     """Stock strategies share collective keys; the second one poisons the process."""
     reference, _ = train(None)
     for engine in ("tensorflow", "in_process"):
-        for replicas in (2, 3, 4, 2, 4):
+        for replicas in (2, 4, 2):
             strategy = make_strategy(replicas, engine=engine)
             model, _ = train(strategy)
             assert largest_difference(reference, model) < 1e-5
