@@ -1,7 +1,7 @@
 """The other end of `tfdp launch --hosts`: one worker, for as long as stdin is open.
 
-`python -m tfdp.launch.remote GRACE_SECONDS COMMAND...`; the first line of standard input
-is the job's key.
+`python -m tfdp.launch.remote GRACE_SECONDS COMMAND...`; the first line of standard
+input is the job's key.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 On every host runs `python -m tfdp.launch.remote`, which stops its worker when its
 standard input ends. That is a pipe that reaches back to this launcher: whether the
-launcher ends, is killed, or the connection breaks, the remote worker goes too. The job's
-key is the first line in it: everybody on either host can read a command line.
+launcher ends, is killed, or the connection breaks, the remote worker goes too. The
+job's key is the first line in it: everybody on either host can read a command line.
 """
 
 from __future__ import annotations
