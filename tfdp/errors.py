@@ -13,6 +13,7 @@ __all__ = [
     "ConfigurationError",
     "DataError",
     "DeviceError",
+    "JobKeyWarning",
     "LocalMeanWarning",
     "MissingDependencyError",
     "ParityError",
@@ -73,6 +74,10 @@ class ParityError(TfdpError, AssertionError):
     def __init__(self, *messages: object, report: object = None):
         super().__init__(*messages)
         self.report = report
+
+
+class JobKeyWarning(UserWarning):
+    """Workers on several machines have no key: strangers can join them."""
 
 
 class LocalMeanWarning(UserWarning):

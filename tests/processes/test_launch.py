@@ -121,6 +121,7 @@ def pids(folder, *names):
 def test_workers_meet_and_their_lines_carry_their_rank(launch):
     script = """
 print("arguments", *sys.argv[1:])
+print("key", os.environ["TFDP_JOB_KEY"])
 if RANK == 0:
     with socket.create_server((HOST, int(PORT))) as server:
         note("open")
@@ -134,7 +135,9 @@ else:
 """
     code, out, err, _ = launch(script, "--workers", 3, arguments=["--workers", "9"])
     assert code == 0, err
-    assert sorted(out) == [
+    keys = {line.split()[2] for line in out if line[3:].startswith(" key ")}
+    assert len(keys) == 1 and len(keys.pop()) == 64
+    assert sorted(line for line in out if line[3:8] != " key ") == [
         "[0] arguments --workers 9",
         "[0] met worker 1",
         "[0] met worker 2",
@@ -360,10 +363,12 @@ pathlib.Path("{folder}", f"ssh-{{os.getpid()}}").write_text(" ".join(sys.argv[1:
 command = subprocess.Popen(
     ["sh", "-c", sys.argv[-1]], stdin=subprocess.PIPE, start_new_session=True
 )
-def wait_for_end_of_input():
-    sys.stdin.read()
+def pass_on_input():
+    while data := os.read(0, 1 << 16):
+        command.stdin.write(data)
+        command.stdin.flush()
     command.stdin.close()
-threading.Thread(target=wait_for_end_of_input, daemon=True).start()
+threading.Thread(target=pass_on_input, daemon=True).start()
 os._exit(command.wait())
 """
 
@@ -376,6 +381,7 @@ def ssh(folder):
 def test_hosts_run_one_worker_each(launch, tmp_path):
     script = """
 print(WORKERS, HOST, PORT, os.getcwd(), os.environ["TFDP_DEVICES_PER_WORKER"])
+print("key", os.environ["TFDP_JOB_KEY"])
 sys.exit(4 if RANK == 1 else 0)
 """
     options = ["--hosts", "me@alpha,beta", "--port", "2345", "--devices-per-worker", 2]
@@ -385,6 +391,9 @@ sys.exit(4 if RANK == 1 else 0)
     assert err[0].startswith("tfdp launch: worker 1 failed first")
     called = [path.read_text() for path in tmp_path.glob("ssh-*")]
     assert sorted(call.split()[6] for call in called) == ["beta", "me@alpha"]
+    # Both have the same key, which is on nobody's command line.
+    (key,) = {line.split()[2] for line in out if line[3:].startswith(" key ")}
+    assert len(key) == 64 and not any(key in call for call in called)
 
 
 @pytest.mark.parametrize("who", ["launcher", "connection"])
@@ -407,7 +416,8 @@ def test_a_remote_worker_ends_with_its_connection(launcher, tmp_path, who):
 
 def test_slurm_and_mpi_get_the_program(launch, tmp_path):
     for name in ("srun", "mpiexec"):
-        program(tmp_path / "bin", name, f'#!/bin/sh\necho {name} "$@"\nexit 6\n')
+        text = f'#!/bin/sh\necho {name} "$@"\necho "$TFDP_JOB_KEY"\nexit 6\n'
+        program(tmp_path / "bin", name, text)
     for option, name in (("--slurm", "srun"), ("--mpi", "mpiexec")):
         code, out, _, _ = launch(
             "", option, "--workers", 2, arguments=["-x"], path=tmp_path / "bin"
@@ -415,3 +425,5 @@ def test_slurm_and_mpi_get_the_program(launch, tmp_path):
         assert code == 6
         assert out[0].startswith(f"{name} -")
         assert out[0].endswith(f"{sys.executable} {tmp_path / 'script.py'} -x")
+        # srun hands variables on to its tasks; MPI brings a key itself.
+        assert len(out[1]) == {"srun": 64, "mpiexec": 0}[name]

@@ -19,6 +19,7 @@ from tfdp.launch.program import Program, parse_program
 from tfdp.launch.ssh import parse_hosts, remote_command, ssh_commands
 
 SCRIPT = Program("my train.py", ("--name", "it's"))
+KEY = "0123456789abcdef"
 MODULE = Program("package.train", ("--epochs", "3"), is_module=True)
 
 
@@ -123,12 +124,14 @@ def test_local_workers_find_each_other():
         port=20001,
         devices_per_worker=2,
         cores=8,
+        job_key=KEY,
     )
     found = [find_cluster(start.environment) for start in commands]
     assert found == [
         Cluster(3, rank, "127.0.0.1:20001", "tfdp", devices_per_worker=2)
         for rank in range(3)
     ]
+    assert {cluster.job_key for cluster in found} == {KEY}
     assert [start.rank for start in commands] == [0, 1, 2]
     assert {start.environment["PATH"] for start in commands} == {"/bin"}
     for start in commands:
@@ -173,7 +176,9 @@ def test_gpus_are_asked_of_the_driver(tmp_path, monkeypatch):
 def test_workers_share_the_gpus():
     environment = {"CUDA_VISIBLE_DEVICES": "4,5,6,7"}
     commands = local_commands(
-        SCRIPT, environment, workers=2, port=1, devices_per_worker=None, cores=2
+        *(SCRIPT, environment),
+        **{"workers": 2, "port": 1, "devices_per_worker": None, "cores": 2},
+        job_key=KEY,
     )
     visible = [start.environment["CUDA_VISIBLE_DEVICES"] for start in commands]
     assert visible == ["4,5", "6,7"]
@@ -201,10 +206,12 @@ def test_ssh_command_lines():
         port=20001,
         devices_per_worker=4,
         grace_seconds=2.5,
+        job_key=KEY,
     )
     assert [start.command[-2] for start in commands] == ["me@alpha", "beta"]
     for rank, start in enumerate(commands):
-        assert start.keeps_stdin
+        assert start.keeps_stdin and start.first_input == f"{KEY}\n".encode()
+        assert KEY not in repr(start)  # its command line is in it
         assert start.command[0] == "ssh"
         assert "BatchMode=yes" in start.command
         # What a shell on the host makes of the line.
@@ -228,6 +235,7 @@ def test_an_ipv6_host_gets_its_brackets():
         port=20001,
         devices_per_worker=None,
         grace_seconds=5,
+        job_key=KEY,
     )
     assert "'TFDP_COORDINATOR=[fd00::1]:20001'" in start.command[-1]
 
@@ -279,7 +287,7 @@ def test_the_manifest_is_printed_as_json(capsys):
     options = parse("--kubernetes", "image:1", "--workers", "2", "-m", "a.train", "-x")
     assert options.run(options) == 0
     made = json.loads(capsys.readouterr().out)
-    (_, job) = made["items"]
+    (_, _, job) = made["items"]
     (container,) = job["spec"]["template"]["spec"]["containers"]
     assert container["command"] == ["python", "-m", "a.train", "-x"]
 

@@ -8,6 +8,7 @@ from tfdp.cluster import Cluster, find_cluster
 from tfdp.launch.kubernetes import job_name, manifest
 from tfdp.launch.program import Program
 
+KEY = "0123456789abcdef"
 PROGRAM = Program("examples/digits.py", ("--epochs", "3"))
 # Field -> type, or for a nested object its own table; [table] is a list of objects.
 # From the API reference of v1 Service, batch/v1 Job and v1 Pod; what is not listed here
@@ -24,6 +25,15 @@ SERVICE = {
         "ports": [{"name": str, "port": int}],
     },
 }
+SECRET = {
+    "apiVersion": str,
+    "kind": str,
+    "metadata": {"name": str, "labels": LABELS},
+    "type": str,
+    "stringData": {"job-key": str},
+}
+# The last of `env`; the others hold a value.
+KEY_VARIABLE = {"name": str, "valueFrom": {"secretKeyRef": {"name": str, "key": str}}}
 POD = {
     "subdomain": str,
     "restartPolicy": str,
@@ -75,17 +85,21 @@ def mismatches(value, schema, path=""):
 
 
 def test_the_fields_are_those_of_the_api():
-    made = manifest(PROGRAM, "image:1", workers=4, devices_per_worker=2)
+    made = manifest(PROGRAM, "image:1", workers=4, devices_per_worker=2, job_key=KEY)
     assert (made["apiVersion"], made["kind"]) == ("v1", "List")
-    service, job = made["items"]
+    service, secret, job = made["items"]
     assert mismatches(service, SERVICE) == []
+    assert mismatches(secret, SECRET) == []
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+    assert mismatches(container["env"].pop(), KEY_VARIABLE) == []
     assert mismatches(job, JOB) == []
+    assert (secret["apiVersion"], secret["kind"]) == ("v1", "Secret")
     assert (service["apiVersion"], service["kind"]) == ("v1", "Service")
     assert (job["apiVersion"], job["kind"]) == ("batch/v1", "Job")
 
 
 def test_the_schema_check_sees_a_wrong_field():
-    _, job = manifest(PROGRAM, "image:1", workers=4)["items"]
+    _, _, job = manifest(PROGRAM, "image:1", workers=4, job_key=KEY)["items"]
     job["spec"]["completions"] = "4"
     job["spec"]["template"]["spec"]["containers"][0]["environment"] = []
     assert mismatches(job, JOB) == [
@@ -95,7 +109,9 @@ def test_the_schema_check_sees_a_wrong_field():
 
 
 def test_all_pods_run_at_once_and_one_failure_ends_the_job():
-    _, job = manifest(PROGRAM, "image:1", workers=4, grace_seconds=2.5)["items"]
+    _, _, job = manifest(PROGRAM, "image:1", workers=4, grace_seconds=2.5, job_key=KEY)[
+        "items"
+    ]
     spec = job["spec"]
     assert spec["completionMode"] == "Indexed"
     assert (spec["completions"], spec["parallelism"]) == (4, 4)
@@ -105,7 +121,9 @@ def test_all_pods_run_at_once_and_one_failure_ends_the_job():
 
 
 def test_the_service_gives_the_pods_their_names():
-    service, job = manifest(PROGRAM, "image:1", workers=4, port=2345)["items"]
+    service, _, job = manifest(PROGRAM, "image:1", workers=4, port=2345, job_key=KEY)[
+        "items"
+    ]
     template = job["spec"]["template"]
     assert service["spec"]["clusterIP"] == "None"
     assert service["spec"]["selector"] == template["metadata"]["labels"]
@@ -115,9 +133,15 @@ def test_the_service_gives_the_pods_their_names():
 
 @pytest.mark.parametrize("rank", [0, 3])
 def test_a_pod_finds_its_cluster(rank):
-    _, job = manifest(PROGRAM, "image:1", workers=4, devices_per_worker=2)["items"]
+    _, secret, job = manifest(
+        PROGRAM, "image:1", workers=4, devices_per_worker=2, job_key=KEY
+    )["items"]
     (container,) = job["spec"]["template"]["spec"]["containers"]
-    environment = {item["name"]: item["value"] for item in container["env"]}
+    *plain, key = container["env"]
+    environment = {item["name"]: item["value"] for item in plain}
+    place = key["valueFrom"]["secretKeyRef"]
+    assert place["name"] == secret["metadata"]["name"]
+    environment[key["name"]] = secret["stringData"][place["key"]]
     # Kubernetes adds the index, and names pod i of a Job JOB-i.SUBDOMAIN.
     environment["JOB_COMPLETION_INDEX"] = str(rank)
     name, subdomain = job["metadata"]["name"], job["spec"]["template"]["spec"]
@@ -126,6 +150,8 @@ def test_a_pod_finds_its_cluster(rank):
     assert find_cluster(environment) == Cluster(
         4, rank, f"{address}:{port}", "Kubernetes", devices_per_worker=2
     )
+    assert find_cluster(environment).job_key == KEY
+    assert KEY not in str(job)
     assert container["command"] == ["python", *PROGRAM.command("")[1:]]
 
 

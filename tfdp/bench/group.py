@@ -20,6 +20,7 @@ from tfdp.bench.group_arms import GROUP_ARMS, find_mpiexec
 from tfdp.bench.group_member import Orders
 from tfdp.bench.request import Request
 from tfdp.bench.two_hosts import ADDRESSES, TwoHosts
+from tfdp.cluster.job_key import JOB_KEY, make_job_key
 from tfdp.errors import CollectiveError
 from tfdp.launch.environment import cluster_variables, local_environment
 from tfdp.launch.handover import mpi_command
@@ -69,6 +70,7 @@ class Group:
         self._processes: list[subprocess.Popen] = []
         self._request = request
         self._is_closed = self._has_failed = False
+        self._job_key = make_job_key()
 
     def start(self) -> list[dict[str, Any]]:
         """What each worker says once it is ready to be timed, by rank.
@@ -160,6 +162,7 @@ class Group:
         variables = cluster_variables(
             self.workers, rank, coordinator, self._devices_per_worker
         )
+        variables[JOB_KEY] = self._job_key
         environment = local_environment(
             os.environ, variables, workers=self.workers, rank=rank, cores=cores
         )

@@ -21,6 +21,7 @@ class Claim:
       missing: what a complete claim would hold besides, for messages.
       one_task_per_node: True for a Slurm step that may be an MPI launcher's daemons.
       needs_coordinator: False for MPI, which brings its processes together itself.
+      job: as in `Cluster`.
     """
 
     source: str
@@ -31,6 +32,7 @@ class Claim:
     missing: Sequence[str] = ()
     one_task_per_node: bool = False
     needs_coordinator: bool = True
+    job: str = ""
 
     @property
     def variables(self) -> str:

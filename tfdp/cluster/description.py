@@ -5,12 +5,16 @@ from __future__ import annotations
 import dataclasses
 import re
 
+from tfdp.cluster.job_key import checked_job_key
 from tfdp.errors import ClusterError
 
-__all__ = ["Cluster", "join_address"]
+__all__ = ["Cluster", "join_address", "split_address"]
 
 # A name, an IPv4 address, or an IPv6 address in brackets.
-ADDRESS = re.compile(r"(?P<host>\[[0-9A-Fa-f:.%\w]+\]|[^\s:\[\]/]+):(?P<port>\d{1,5})")
+ADDRESS = re.compile(
+    r"(?:\[(?P<ipv6>[0-9A-Fa-f:.]+(?:%\w+)?)\]|(?P<host>[^\s:\[\]/]+))"
+    r":(?P<port>[0-9]{1,5})"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,6 +31,11 @@ class Cluster:
         `"Kubernetes"`, `"Open MPI"`, `"MPICH"` or `"torchrun"`.
       devices_per_worker: devices that the launcher asked for, at least 1; None
         leaves it to the strategy.
+      job_key: what all workers of this job know and strangers do not, 16 to 256
+        printable characters; None takes the variable TFDP_JOB_KEY, where it is set.
+        Not printed, and not compared.
+      job: what the launcher calls this job, the same in all its workers and another
+        in the next job; "" where it has no name. Not compared.
 
     Raises:
       ClusterError: when a value is out of its range.
@@ -45,6 +54,8 @@ Received: 2.
     coordinator: str | None
     source: str = "argument"
     devices_per_worker: int | None = None
+    job_key: str | None = dataclasses.field(default=None, repr=False, compare=False)
+    job: str = dataclasses.field(default="", repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not _is_integer(self.workers) or self.workers < 1:
@@ -68,6 +79,10 @@ Received: 2.
                 "Cluster.devices_per_worker must be an integer of at least 1, or "
                 f"None. Received: {devices!r}."
             )
+        if self.job_key is not None:
+            checked_job_key(self.job_key, "Cluster.job_key")
+        if not isinstance(self.job, str):
+            raise ClusterError(f"Cluster.job must be a str. Received: {self.job!r}.")
 
     @property
     def is_coordinator(self) -> bool:
@@ -84,10 +99,22 @@ def join_address(host: str, port: int | str) -> str:
     return f"[{host}]:{port}" if ":" in host and host[0] != "[" else f"{host}:{port}"
 
 
+def split_address(address: str) -> tuple[str, int] | None:
+    """Host, without brackets, and port; None when it is not such an address.
+
+    >>> split_address("node1:20000"), split_address("[::1]:20000")
+    (('node1', 20000), ('::1', 20000))
+    >>> split_address("::1:20000")  # where does the port begin?
+    """
+    match = ADDRESS.fullmatch(address)
+    if match is None or not 1 <= int(match["port"]) <= 65535:
+        return None
+    return match["ipv6"] or match["host"], int(match["port"])
+
+
 def _is_integer(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _is_address(value: object) -> bool:
-    match = ADDRESS.fullmatch(value) if isinstance(value, str) else None
-    return match is not None and 1 <= int(match["port"]) <= 65535
+    return isinstance(value, str) and split_address(value) is not None

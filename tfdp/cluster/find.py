@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from tfdp.cluster.claim import Claim, integer, present
 from tfdp.cluster.description import Cluster
+from tfdp.cluster.job_key import find_job_key
 from tfdp.cluster.launchers import (
     read_kubernetes,
     read_mpich,
@@ -38,7 +39,8 @@ def find_cluster(environment: Mapping[str, str] | None = None) -> Cluster | None
 
     Looked for in this order: `tfdp launch` (TFDP_WORKERS, TFDP_RANK,
     TFDP_COORDINATOR), TF_CONFIG, Slurm, Kubernetes, Open MPI, MPICH, torchrun.
-    TFDP_COORDINATOR and TFDP_WORKERS also complete what another launcher leaves out.
+    TFDP_COORDINATOR and TFDP_WORKERS also complete what another launcher leaves out;
+    TFDP_JOB_KEY is the job's key, whoever started it.
     A launcher of one process around another launcher, as a Slurm allocation with one
     task (or one per node) around `mpiexec`, is no contradiction. TFDP_WORKERS=1 means
     alone, whatever else is set.
@@ -67,7 +69,7 @@ def find_cluster(environment: Mapping[str, str] | None = None) -> Cluster | None
     if not claims:
         return None
     _refuse_contradictions(claims)
-    return _combine(claims, devices)
+    return _combine(claims, devices, find_job_key(environment))
 
 
 def _without_surroundings(claims: Sequence[Claim]) -> list[Claim]:
@@ -105,7 +107,9 @@ def _refuse_contradictions(claims: Sequence[Claim]) -> None:
                 )
 
 
-def _combine(claims: Sequence[Claim], devices: int | None) -> Cluster:
+def _combine(
+    claims: Sequence[Claim], devices: int | None, job_key: str | None
+) -> Cluster:
     chosen = next((claim for claim in claims if claim.rank is not None), claims[0])
     # TFDP_COORDINATOR is for the user to set, so it comes before the chosen one's.
     by_preference = [
@@ -122,7 +126,7 @@ def _combine(claims: Sequence[Claim], devices: int | None) -> Cluster:
             f"{'; '.join(f'{c.variables} ({c.source})' for c in claims)}. "
             f"Missing: {', '.join(chosen.missing)}."
         )
-    return _checked(chosen, workers, coordinator, devices, claims)
+    return _checked(chosen, workers, coordinator, devices, job_key, claims)
 
 
 def _checked(
@@ -130,6 +134,7 @@ def _checked(
     workers: int,
     coordinator: str | None,
     devices: int | None,
+    job_key: str | None,
     claims: Sequence[Claim],
 ) -> Cluster:
     try:
@@ -139,6 +144,8 @@ def _checked(
             coordinator=coordinator,
             source=chosen.source,
             devices_per_worker=devices,
+            job_key=job_key,
+            job=chosen.job,
         )
     except ClusterError as error:
         found = "; ".join(f"{claim.variables} ({claim.source})" for claim in claims)

@@ -125,6 +125,7 @@ def read_torchrun(environment: Mapping[str, str]) -> Claim | None:
         rank=0 if workers == 1 else integer(found, "RANK", least=0),
         coordinator=coordinator,
         missing=_missing(found, *names),
+        job=environment.get("TORCHELASTIC_RUN_ID", ""),
     )
 
 

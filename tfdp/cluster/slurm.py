@@ -59,9 +59,10 @@ def read_slurm(environment: Mapping[str, str]) -> Claim | None:
         )
         if value is None
     )
-    coordinator = None
+    coordinator, name = None, ""
     if hosts is not None and job is not None:
         step = _first_integer(found, STEP, least=0) or 0
+        name = f"Slurm {job}.{step}"
         coordinator = join_address(expand_hosts(hosts)[0], slurm_port(job, step))
     return Claim(
         source="Slurm",
@@ -71,6 +72,7 @@ def read_slurm(environment: Mapping[str, str]) -> Claim | None:
         coordinator=coordinator,
         missing=missing,
         one_task_per_node=workers is not None and workers == nodes,
+        job=name,
     )
 
 

@@ -22,9 +22,14 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from tfdp.hosts.messages import checked_integer, checked_text, parse_object
+
 __all__ = ["BEAT_SECONDS", "Membership"]
 
 BEAT_SECONDS = 0.5
+# Beats and notes are short; a table of what many workers have noted is longer.
+LONGEST_LINE_BYTES = 1 << 20
+MOST_EXCHANGES = 1 << 63
 
 
 class Membership:
@@ -189,29 +194,54 @@ class Membership:
                 self._fail(f"worker {peer} has ended (its connection was closed)")
             return False
         self._heard[peer] = time.monotonic()
-        *lines, self._partial[peer] = (self._partial[peer] + data).split(b"\n")
-        for line in lines:
-            self._handle(peer, json.loads(line))
+        *lines, rest = (self._partial[peer] + data).split(b"\n")
+        self._partial[peer] = rest
+        try:
+            if len(rest) > LONGEST_LINE_BYTES:
+                raise ValueError("a line without an end")
+            for line in lines:
+                self._handle(peer, parse_object(line))
+        except (ValueError, TypeError, AttributeError) as error:
+            self._fail(f"worker {peer} sent what no worker sends ({error})")
+            return False
         return True
 
     def _handle(self, peer: int, message: dict[str, Any]) -> None:
-        for rank in message.get("left", ()):
+        """Does what a message says.
+
+        Raises:
+          ValueError, TypeError, AttributeError: when it is not one of a worker.
+        """
+        for rank in map(self._checked_rank, message.get("left", ())):
             if rank != self.rank:
                 self._left.setdefault(rank)
         if "goodbye" in message:
             self._left.setdefault(peer)
         if "failure" in message:
-            self._fail(message["failure"])
+            self._fail(checked_text(message["failure"], LONGEST_LINE_BYTES))
         if "note" in message:
-            self._keep_note(peer, *message["note"])
+            key, note = message["note"]
+            self._keep_note(peer, *map(self._checked_note, (key, note)))
         if "notes" in message:
             key, notes = message["notes"]
+            checked = {
+                self._checked_rank(int(rank)): self._checked_note(note)
+                for rank, note in notes.items()
+            }
             with self._changed:
-                self._notes[key] = {int(rank): note for rank, note in notes.items()}
+                self._notes[self._checked_note(key)] = checked
                 self._changed.notify_all()
-        for rank, position in message.get("at", {}).items():
-            if int(rank) != self.rank:
-                self.positions[int(rank)] = position
+        for text, position in message.get("at", {}).items():
+            rank = self._checked_rank(int(text))
+            position = checked_integer(position, 0, MOST_EXCHANGES)
+            if rank != self.rank:
+                self.positions[rank] = position
+
+    def _checked_rank(self, rank: object) -> int:
+        return checked_integer(rank, 0, self._workers - 1)
+
+    def _checked_note(self, text: object) -> str:
+        return checked_text(text, LONGEST_LINE_BYTES)
 
     def _check_silence(self) -> None:
         now = time.monotonic()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import socket
 import sys
 from collections.abc import Iterator, Sequence
@@ -18,8 +19,10 @@ from typing import Any
 import numpy as np
 from absl import logging
 
+from tfdp.cluster.description import join_address
 from tfdp.errors import ConfigurationError, MissingDependencyError
 from tfdp.hosts.buffers import views_of
+from tfdp.hosts.handshake import session_secret
 from tfdp.hosts.host_link import Ranges
 from tfdp.hosts.rounded_wire import part_edges, round_to, wire_type
 from tfdp.hosts.socket_link import SocketLink
@@ -30,6 +33,8 @@ __all__ = ["MpiLink", "mpi_is_available"]
 # Types that MPI adds up by itself; float16 and bfloat16 go over the sockets.
 MPI_TYPES = frozenset("fdilq") | frozenset("bBhHILQ")
 EXIT_CODE = 70
+LOOPBACK = "127.0.0.1"
+SESSION_BYTES = 32
 # Open MPI asks for the next message again and again. Told this before it starts, it
 # gives way to other threads in between: backprop runs on while a bucket travels.
 GIVES_WAY = "OMPI_MCA_mpi_yield_when_idle"
@@ -59,7 +64,7 @@ class MpiLink(SocketLink):
     Args:
       rank, workers: as MPI has them.
       coordinator: "host:port" of worker 0; None: MPI tells it to the others.
-      silence_seconds: see `SocketLink`.
+      silence_seconds, secret: see `SocketLink`; MPI brings a key of its own besides.
       timeout_seconds: see `HostLink`; it holds for coming together. A worker that
         dies within an MPI call ends all others with exit code 70, because MPI's calls
         cannot be ended otherwise.
@@ -78,6 +83,7 @@ class MpiLink(SocketLink):
         coordinator: str | None,
         timeout_seconds: float,
         silence_seconds: float = 15.0,
+        secret: bytes = b"",
     ):
         os.environ.setdefault(GIVES_WAY, "1")
         try:
@@ -98,10 +104,9 @@ class MpiLink(SocketLink):
                 "mpiexec (or `tfdp launch --mpi`)."
             )
         neighbours = self._world.Split_type(MPI.COMM_TYPE_SHARED)
+        self._shares_machine = neighbours.size == workers
         self._piece_bytes = (
-            ONE_MACHINE_PIECE_BYTES
-            if neighbours.size == workers
-            else NETWORK_PIECE_BYTES
+            ONE_MACHINE_PIECE_BYTES if self._shares_machine else NETWORK_PIECE_BYTES
         )
         neighbours.Free()
         self._is_in_mpi = False
@@ -111,6 +116,7 @@ class MpiLink(SocketLink):
             coordinator or self._share_address(),
             timeout_seconds,
             silence_seconds,
+            session_secret(secret, self._share_session()),
         )
 
     def sum(
@@ -231,8 +237,14 @@ class MpiLink(SocketLink):
     def _share_address(self) -> str:
         address = None
         if self._world.rank == 0:
-            address = f"{_own_address()}:{free_port()}"
+            host = LOOPBACK if self._shares_machine else _own_address()
+            address = join_address(host, free_port())
         return str(self._world.bcast(address))
+
+    def _share_session(self) -> bytes:
+        """A secret of this run that MPI has brought to every worker."""
+        own = secrets.token_bytes(SESSION_BYTES) if self._world.rank == 0 else None
+        return bytes(self._world.bcast(own))
 
     def close_channels(self) -> None:
         """See `SocketLink.close_channels`."""

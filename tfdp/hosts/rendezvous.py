@@ -1,20 +1,47 @@
-"""The workers meet at worker 0, learn each other's addresses and form rings."""
+"""The workers meet at worker 0, learn each other's addresses and form rings.
+
+    worker r   dials worker 0, proves the job's secret, says its rank and data port
+    worker 0   "until when I wait"; once all are there, the table of data ports and a
+               random number, the session, which nobody else is told
+    all        dial the data port of the next worker, with the session's secret
+
+Whoever fails at a door is ignored (`tfdp.hosts.door`); a worker of the job that does
+not fit (another tfdp, another number of workers, a rank that is taken) ends the
+meeting, with the reason on all sides.
+"""
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import dataclasses
+import secrets
 import socket
+import threading
 import time
 from typing import Any
 
 from tfdp._version import __version__
+from tfdp.cluster.description import join_address, split_address
 from tfdp.errors import CollectiveError
-from tfdp.hosts.wire import connect, listen, read_line, tuned, write_line
+from tfdp.hosts.dial import HANDSHAKE_SECONDS, dial
+from tfdp.hosts.door import Door
+from tfdp.hosts.handshake import StrangerError, session_secret
+from tfdp.hosts.listeners import listen, listen_at, local_address
+from tfdp.hosts.messages import checked_integer, checked_seconds, checked_text
+from tfdp.hosts.wire import read_line, write_line
 
-__all__ = ["Meeting", "meet", "parse_address"]
+__all__ = ["Meeting", "meet", "name_workers", "parse_address"]
 
-HANDSHAKE_SECONDS = 5.0
+MOST_WORKERS = 1 << 20
+MOST_PORT = 65535
+# Of a name in the network, of a version, of a reason.
+MOST_CHARACTERS = 255
+MOST_REASON_CHARACTERS = 4096
+MOST_WAIT_SECONDS = 7 * 24 * 3600.0
+SESSION_BYTES = 32
+
+Address = tuple[str, int]
 
 
 @dataclasses.dataclass
@@ -32,22 +59,48 @@ class Meeting:
     hosts: list[str]
 
 
-def parse_address(address: str) -> tuple[str, int]:
-    """Host and port of "host:port".
+@dataclasses.dataclass(frozen=True)
+class _Hello:
+    """What a worker says of itself to worker 0."""
+
+    rank: int
+    workers: int
+    version: str
+    port: int
+
+
+@dataclasses.dataclass
+class _Party:
+    """What a worker has before the rings are formed."""
+
+    control: dict[int, socket.socket]
+    addresses: list[Address]
+    listener: socket.socket
+    session: bytes
+
+
+def parse_address(address: str) -> Address:
+    """Host and port of "host:port", or of "[host]:port" for an IPv6 address.
 
     Raises:
       CollectiveError: when it is not of that form.
     """
-    host, separator, port = address.rpartition(":")
-    if not separator or not host or not port.isdigit() or not 0 < int(port) < 65536:
+    found = split_address(address)
+    if found is None:
         raise CollectiveError(
-            f"A coordinator address is 'host:port'. Received: {address!r}."
+            "A coordinator address is 'host:port', with an IPv6 host in brackets. "
+            f"Received: {address!r}."
         )
-    return host, int(port)
+    return found
 
 
 def meet(
-    rank: int, workers: int, coordinator: str, channels: int, timeout_seconds: float
+    rank: int,
+    workers: int,
+    coordinator: str,
+    channels: int,
+    timeout_seconds: float,
+    secret: bytes = b"",
 ) -> Meeting:
     """Connects this worker with all others.
 
@@ -57,96 +110,95 @@ def meet(
       coordinator: "host:port" where worker 0 listens.
       channels: how many rings to form; each keeps an order of its own.
       timeout_seconds: how long to wait for the others.
+      secret: what all workers of the job know; see `job_secret`.
 
     Raises:
       CollectiveError: when not all came in time (it names who was missing), or when
         one has another number of workers, another tfdp, or a rank that is taken.
     """
     deadline = time.monotonic() + timeout_seconds
-    host, port = parse_address(coordinator)
-    with listen("", 0) as data_listener:
-        me = {
-            "rank": rank,
-            "workers": workers,
-            "version": __version__,
-            "port": data_listener.getsockname()[1],
-        }
+    address = parse_address(coordinator)
+    with contextlib.ExitStack() as on_failure:
         if rank == 0:
-            control, addresses = _receive_all(me, port, deadline)
+            party = _receive_all(workers, address, secret, deadline, on_failure)
         else:
-            control, addresses = _join(me, (host, port), deadline)
+            party = _join(rank, workers, address, secret, deadline, on_failure)
         # Who came first may have used up its time while it waited for the others.
         deadline = max(deadline, time.monotonic() + HANDSHAKE_SECONDS)
-        rings = _form_rings(rank, addresses, channels, data_listener, deadline)
-    return Meeting(control, rings, [host for host, _ in addresses])
+        rings = _form_rings(rank, party, channels, secret, deadline)
+        on_failure.pop_all()
+    return Meeting(party.control, rings, [host for host, _ in party.addresses])
 
 
 def _receive_all(
-    me: dict[str, Any], port: int, deadline: float
-) -> tuple[dict[int, socket.socket], list[tuple[str, int]]]:
-    workers = me["workers"]
+    workers: int,
+    address: Address,
+    secret: bytes,
+    deadline: float,
+    on_failure: contextlib.ExitStack,
+) -> _Party:
     control: dict[int, socket.socket] = {}
-    addresses: dict[int, tuple[str, int]] = {}
-    with listen("", port) as listener:
+    addresses: dict[int, Address] = {}
+    on_failure.callback(lambda: _close_all(control.values()))
+    with Door(listen_at(*address), secret, "meeting", _parse_hello) as door:
         while len(control) < workers - 1:
             try:
-                listener.settimeout(max(deadline - time.monotonic(), 0.01))
-                connection, (peer_host, _) = listener.accept()
+                connection, host, hello = door.next_worker(deadline)
             except TimeoutError:
                 missing = sorted(set(range(1, workers)) - control.keys())
-                _refuse_all(control, _who_is_missing(missing, workers))
-            hello = _read_hello(connection)
-            if hello is None:
-                continue  # not a worker: a port scanner, a health check
-            reason = _why_refused(hello, me, control)
+                _refuse_all(control, _who_is_missing(missing, workers) + door.words())
+            # Who has left may come again: started anew, or too late the first time.
+            _drop_ended(control)
+            reason = _why_refused(hello, workers, control)
             if reason is not None:
-                with contextlib.suppress(OSError):
-                    write_line(connection, {"refused": reason})
+                _tell(connection, {"refused": reason})
+                connection.close()
                 _refuse_all(control, reason)
             # Worker 0 may have begun later than this one: it says until when it waits,
             # so that the other is still there to be told who was missing.
-            with contextlib.suppress(OSError):
-                remaining = max(deadline - time.monotonic(), 0.0)
-                write_line(connection, {"wait_seconds": remaining})
-            control[hello["rank"]] = connection
-            addresses[hello["rank"]] = (peer_host, hello["port"])
-    for peer, connection in control.items():
+            _tell(connection, {"wait_seconds": max(deadline - time.monotonic(), 0.0)})
+            control[hello.rank] = connection
+            addresses[hello.rank] = (host, hello.port)
+            _drop_ended(control)
+    # On the interface on which the one came who will dial it.
+    at = local_address(control[workers - 1])
+    listener = on_failure.enter_context(listen(at))
+    port = listener.getsockname()[1]
+    session = secrets.token_bytes(SESSION_BYTES)
+    table = [addresses[rank] for rank in range(1, workers)]
+    for connection in control.values():
         # Worker 0 itself is where the others found it.
-        table = [None, *(addresses[r] for r in range(1, workers))]
-        write_line(connection, {"addresses": table, "port_of_0": me["port"]})
-        control[peer] = tuned(connection)
-    return control, [
-        ("127.0.0.1", me["port"]),
-        *(addresses[r] for r in sorted(addresses)),
-    ]
+        message = {"addresses": table, "port_of_0": port, "session": session.hex()}
+        _tell(connection, message)
+    return _Party(control, [(at[0], port), *table], listener, session)
 
 
-def _read_hello(connection: socket.socket) -> dict[str, Any] | None:
-    connection.settimeout(HANDSHAKE_SECONDS)
-    try:
-        hello = read_line(connection)
-        if {"rank", "workers", "version", "port"} <= hello.keys():
-            return hello
-    except (OSError, ValueError):
-        pass
-    connection.close()
-    return None
+def _parse_hello(words: dict[str, Any]) -> _Hello:
+    workers = checked_integer(words.get("workers"), 2, MOST_WORKERS)
+    return _Hello(
+        rank=checked_integer(words.get("rank"), 1, workers - 1),
+        workers=workers,
+        version=checked_text(words.get("version"), MOST_CHARACTERS),
+        port=checked_integer(words.get("port"), 1, MOST_PORT),
+    )
 
 
 def _why_refused(
-    hello: dict[str, Any], me: dict[str, Any], present: dict[int, Any]
+    hello: _Hello, workers: int, present: dict[int, socket.socket]
 ) -> str | None:
-    for key, words in (("workers", "workers"), ("version", "the tfdp version")):
-        if hello[key] != me[key]:
+    for theirs, mine, words in (
+        (hello.workers, workers, "workers"),
+        (hello.version, __version__, "the tfdp version"),
+    ):
+        if theirs != mine:
             return (
-                f"Worker {hello['rank']} says {words}={hello[key]}, worker 0 says "
-                f"{me[key]}. Start all workers with the same settings and the same "
-                "tfdp."
+                f"Worker {hello.rank} says {words}={theirs}, worker 0 says {mine}. "
+                "Start all workers with the same settings and the same tfdp."
             )
-    if hello["rank"] in present or not 0 < hello["rank"] < me["workers"]:
+    if hello.rank in present:
         return (
-            f"Two workers say that they are worker {hello['rank']} of "
-            f"{me['workers']}. Give each process a rank of its own."
+            f"Two workers say that they are worker {hello.rank} of {workers}. Give "
+            "each process a rank of its own."
         )
     return None
 
@@ -166,72 +218,158 @@ def name_workers(ranks: list[int]) -> str:
 
 def _refuse_all(control: dict[int, socket.socket], reason: str) -> None:
     for connection in control.values():
-        with contextlib.suppress(OSError):
-            write_line(connection, {"refused": reason})
-            connection.close()
+        _tell(connection, {"refused": reason})
     raise CollectiveError(reason)
 
 
-def _join(
-    me: dict[str, Any], coordinator: tuple[str, int], deadline: float
-) -> tuple[dict[int, socket.socket], list[tuple[str, int]]]:
-    where = f"{coordinator[0]}:{coordinator[1]}"
+def _tell(connection: socket.socket, message: dict[str, Any]) -> None:
+    connection.settimeout(HANDSHAKE_SECONDS)
+    # Whoever is gone is missed where it is needed.
+    with contextlib.suppress(OSError):
+        write_line(connection, message)
+
+
+def _drop_ended(control: dict[int, socket.socket]) -> None:
+    for rank in [rank for rank, end in control.items() if _has_ended(end)]:
+        control.pop(rank).close()
+
+
+def _has_ended(connection: socket.socket) -> bool:
+    connection.setblocking(False)
     try:
-        connection = connect(coordinator, deadline)
+        return not connection.recv(1, socket.MSG_PEEK)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+
+
+def _join(
+    rank: int,
+    workers: int,
+    coordinator: Address,
+    secret: bytes,
+    deadline: float,
+    on_failure: contextlib.ExitStack,
+) -> _Party:
+    listener: socket.socket | None = None
+
+    def hello(connection: socket.socket) -> dict[str, Any]:
+        nonlocal listener
+        if listener is not None:
+            listener.close()
+        # On the interface that leads to worker 0.
+        listener = on_failure.enter_context(listen(local_address(connection)))
+        port = listener.getsockname()[1]
+        return dataclasses.asdict(_Hello(rank, workers, __version__, port))
+
+    where = join_address(*coordinator)
+    try:
+        connection = dial(coordinator, secret, "meeting", hello, deadline)
+    except StrangerError as error:
+        raise CollectiveError(
+            f"Worker {rank} reached {where}, but did not find worker 0 of its job "
+            f"there: {error}. Give all workers the same TFDP_JOB_KEY; see whether "
+            "another job or another program listens there."
+        ) from error
     except OSError as error:
         raise CollectiveError(
-            f"Worker {me['rank']} found no worker 0 at {where}: {error}. Start worker "
-            "0, and check the address and the firewall."
+            f"Worker {rank} found no worker 0 at {where}: {error}. Start worker 0, "
+            "and check the address and the firewall."
         ) from error
+    on_failure.callback(connection.close)
     try:
-        remaining = max(deadline - time.monotonic(), 0.0)
-        connection.settimeout(remaining + HANDSHAKE_SECONDS)
-        write_line(connection, me)
-        answer = read_line(connection)
+        remaining = max(deadline, time.monotonic()) + HANDSHAKE_SECONDS
+        answer = read_line(connection, remaining)
         if "wait_seconds" in answer:
-            connection.settimeout(answer["wait_seconds"] + HANDSHAKE_SECONDS)
-            answer = read_line(connection)
+            wait_seconds = checked_seconds(answer["wait_seconds"], MOST_WAIT_SECONDS)
+            until = time.monotonic() + wait_seconds + HANDSHAKE_SECONDS
+            answer = read_line(connection, until)
+        if "refused" in answer:
+            reason = checked_text(answer["refused"], MOST_REASON_CHARACTERS)
+            raise CollectiveError(reason)
+        own_host = connection.getpeername()[0]
+        addresses, session = _parse_table(answer, workers, own_host)
     except (OSError, ValueError) as error:
-        connection.close()
         raise CollectiveError(
-            f"Worker {me['rank']} reached {where}, but worker 0 did not answer in "
-            "time: not all workers came, or another program listens there."
+            f"Worker {rank} reached worker 0 at {where}, which did not answer in time: "
+            f"not all workers came, or it has ended ({error}). See its output."
         ) from error
-    if "refused" in answer:
-        connection.close()
-        raise CollectiveError(answer["refused"])
-    table = answer["addresses"]
-    table[0] = (connection.getpeername()[0], answer["port_of_0"])
-    return {0: connection}, [(host, port) for host, port in table]
+    if listener is None:
+        raise CollectiveError(f"Worker {rank} does not listen.")
+    return _Party({0: connection}, addresses, listener, session)
+
+
+def _parse_table(
+    answer: dict[str, Any], workers: int, host_of_0: str
+) -> tuple[list[Address], bytes]:
+    table = answer.get("addresses")
+    if not isinstance(table, list) or len(table) != workers - 1:
+        raise ValueError("no table of addresses")
+    addresses = [(host_of_0, checked_integer(answer.get("port_of_0"), 1, MOST_PORT))]
+    for entry in table:
+        if not isinstance(entry, list) or len(entry) != 2:
+            raise ValueError("no address")
+        host, port = entry
+        addresses.append(
+            (checked_text(host, MOST_CHARACTERS), checked_integer(port, 1, MOST_PORT))
+        )
+    session = bytes.fromhex(checked_text(answer.get("session"), 2 * SESSION_BYTES))
+    return addresses, session
 
 
 def _form_rings(
-    rank: int,
-    addresses: list[tuple[str, int]],
-    channels: int,
-    listener: socket.socket,
-    deadline: float,
+    rank: int, party: _Party, channels: int, secret: bytes, deadline: float
 ) -> list[tuple[socket.socket, socket.socket]]:
-    workers = len(addresses)
+    """Dials the next worker, from a thread, while the one before dials this one."""
+    workers = len(party.addresses)
     after, before = (rank + 1) % workers, (rank - 1) % workers
+    secret = session_secret(secret, party.session)
     to_next: list[socket.socket] = []
     from_before: dict[int, socket.socket] = {}
-    try:
+    given_up = threading.Event()
+
+    def dial_channel(channel: int) -> socket.socket:
+        hello = {"rank": rank, "channel": channel}
+        address = party.addresses[after]
+        return dial(address, secret, "ring", lambda _: hello, deadline, given_up)
+
+    def dial_next() -> None:
         for channel in range(channels):
-            connection = connect(addresses[after], deadline)
-            write_line(connection, {"rank": rank, "channel": channel})
-            to_next.append(connection)
-        while len(from_before) < channels:
-            listener.settimeout(max(deadline - time.monotonic(), 0.01))
-            connection, _ = listener.accept()
-            connection.settimeout(HANDSHAKE_SECONDS)
-            hello = read_line(connection)
-            if hello.get("rank") == before:
-                from_before[hello["channel"]] = tuned(connection)
-    except (OSError, ValueError) as error:
-        raise CollectiveError(
-            f"Worker {rank} could not connect with its neighbours, workers {before} "
-            f"and {after} at {addresses[after][0]}:{addresses[after][1]}: {error}. "
-            "Workers must reach each other directly; check firewalls between them."
-        ) from error
+            to_next.append(dial_channel(channel))
+
+    def parse(words: dict[str, Any]) -> int:
+        checked_integer(words.get("rank"), before, before)
+        return checked_integer(words.get("channel"), 0, channels - 1)
+
+    door = Door([party.listener], secret, "ring", parse)
+    with concurrent.futures.ThreadPoolExecutor(1) as dialing, door:
+        dialed = dialing.submit(dial_next)
+        try:
+            while len(from_before) < channels:
+                connection, _, channel = door.next_worker(deadline)
+                earlier = from_before.get(channel)
+                if earlier is not None and not _has_ended(earlier):
+                    connection.close()
+                    continue
+                from_before[channel] = connection
+            door.close()
+            dialed.result()
+        except BaseException as error:
+            given_up.set()
+            concurrent.futures.wait([dialed])
+            _close_all([*to_next, *from_before.values()])
+            if not isinstance(error, OSError):
+                raise
+            where = join_address(*party.addresses[after])
+            raise CollectiveError(
+                f"Worker {rank} could not connect with its neighbours, workers "
+                f"{before} and {after} at {where}: {error}.{door.words()} Workers must "
+                "reach each other directly; check firewalls between them."
+            ) from error
     return [(to_next[channel], from_before[channel]) for channel in range(channels)]
+
+
+def _close_all(connections: Any) -> None:
+    for connection in connections:
+        connection.close()

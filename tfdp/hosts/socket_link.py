@@ -46,6 +46,7 @@ class SocketLink(HostLink):
       rank, workers, timeout_seconds: see `HostLink`.
       coordinator: "host:port" where worker 0 listens.
       silence_seconds: how long a worker may send no heartbeat.
+      secret: what all workers of the job know; see `job_secret`.
     """
 
     name = "sockets"
@@ -57,9 +58,12 @@ class SocketLink(HostLink):
         coordinator: str,
         timeout_seconds: float,
         silence_seconds: float = 15.0,
+        secret: bytes = b"",
     ):
         super().__init__(rank, workers, timeout_seconds)
-        meeting = meet(rank, workers, coordinator, len(CHANNELS), timeout_seconds)
+        meeting = meet(
+            rank, workers, coordinator, len(CHANNELS), timeout_seconds, secret
+        )
         self._channels = {
             name: _Channel(
                 Sender(to_next, timeout_seconds),

@@ -13,67 +13,25 @@ from typing import Any
 
 import numpy as np
 
-from tfdp.errors import CollectiveError
+from tfdp.hosts.listeners import listen
+from tfdp.hosts.messages import parse_object
 
 __all__ = [
     "Receiver",
     "Sender",
-    "connect",
-    "listen",
     "read_line",
+    "receive_exactly",
     "write_line",
 ]
 
 SOCKET_BUFFER_BYTES = 4 << 20
-RETRY_SECONDS = 0.05
 LONGEST_LINE_BYTES = 1 << 20
 
 
 def free_port() -> int:
     """A port of this machine that nobody listens on, for whoever binds it soon."""
-    with listen("", 0) as listener:
+    with listen(("", 0)) as listener:
         return int(listener.getsockname()[1])
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """A listening socket; port 0 takes any free one.
-
-    Raises:
-      CollectiveError: when the address is taken or not of this machine.
-    """
-    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host, port))
-    except OSError as error:
-        listener.close()
-        raise CollectiveError(
-            f"Cannot listen on {host or '*'}:{port}: {error.strerror}. Another program "
-            "may use the port: choose another coordinator port."
-        ) from error
-    listener.listen(128)
-    return listener
-
-
-def connect(address: tuple[str, int], deadline: float) -> socket.socket:
-    """A connection to `address`, tried again until `deadline` (`time.monotonic`).
-
-    Raises:
-      OSError: the last reason, when nobody listened there in time.
-    """
-    while True:
-        try:
-            remaining = max(deadline - time.monotonic(), RETRY_SECONDS)
-            connection = socket.create_connection(address, timeout=min(remaining, 5.0))
-            if connection.getsockname() == connection.getpeername():
-                # On a free local port Linux can connect a socket to itself.
-                connection.close()
-                raise ConnectionRefusedError(111, "Connection refused")
-            return tuned(connection)
-        except OSError:
-            if time.monotonic() >= deadline:
-                raise
-            time.sleep(RETRY_SECONDS)
 
 
 def tuned(connection: socket.socket) -> socket.socket:
@@ -89,25 +47,43 @@ def write_line(connection: socket.socket, message: dict[str, Any]) -> None:
     connection.sendall(json.dumps(message).encode() + b"\n")
 
 
-def read_line(connection: socket.socket) -> dict[str, Any]:
+def read_line(connection: socket.socket, deadline: float) -> dict[str, Any]:
     """Reads one line, byte by byte so that nothing of what follows is taken.
 
+    Args:
+      deadline: for the whole line (`time.monotonic`).
+
     Raises:
+      TimeoutError: when it has not come by then.
       ConnectionError: when the other side has closed.
-      ValueError: when what comes is not a line of JSON.
+      ValueError: when what comes is not a line of JSON, or is too long.
     """
     line = bytearray()
     while not line.endswith(b"\n"):
-        byte = connection.recv(1)
-        if not byte:
-            raise ConnectionError("closed")
-        line += byte
+        line += receive_exactly(connection, 1, deadline)
         if len(line) > LONGEST_LINE_BYTES:
             raise ValueError("line too long")
-    message = json.loads(line)
-    if not isinstance(message, dict):
-        raise ValueError("not an object")
-    return message
+    return parse_object(line)
+
+
+def receive_exactly(connection: socket.socket, size: int, deadline: float) -> bytes:
+    """The next `size` bytes, few.
+
+    Raises:
+      TimeoutError: when they have not come by `deadline` (`time.monotonic`).
+      ConnectionError: when the other side has closed.
+    """
+    data = b""
+    while len(data) < size:
+        remaining = deadline - time.monotonic()
+        if remaining <= 0:
+            raise TimeoutError("timed out")
+        connection.settimeout(remaining)
+        part = connection.recv(size - len(data))
+        if not part:
+            raise ConnectionError("closed")
+        data += part
+    return data
 
 
 def set_timeout(connection: socket.socket, option: int, seconds: float) -> None:

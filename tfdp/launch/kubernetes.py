@@ -1,7 +1,8 @@
-"""The manifest of an Indexed Job and its headless Service, for `kubectl apply -f -`.
+"""The manifest of an Indexed Job, its Service and its Secret, for `kubectl apply -f -`.
 
 Pod i of the Job is worker i: Kubernetes gives it JOB_COMPLETION_INDEX=i and the name
-`JOB-i.SERVICE`, so that worker 0 has an address before it runs. JSON, which kubectl
+`JOB-i.SERVICE`, so that worker 0 has an address before it runs. The Secret holds the
+job's key. JSON, which kubectl
 reads as well as YAML.
 """
 
@@ -11,6 +12,7 @@ import math
 import re
 from typing import Any
 
+from tfdp.cluster.job_key import JOB_KEY
 from tfdp.cluster.launchers import DEFAULT_PORT
 from tfdp.errors import ConfigurationError
 from tfdp.launch.environment import UNBUFFERED, device_variables
@@ -21,6 +23,7 @@ __all__ = ["job_name", "manifest"]
 # A pod's name, the Job's with "-INDEX", is a DNS label of at most 63 characters.
 MOST_NAME_CHARACTERS = 52
 LABEL = "tfdp-job"
+SECRET_ENTRY = "job-key"
 
 
 def manifest(
@@ -31,13 +34,15 @@ def manifest(
     devices_per_worker: int | None = None,
     port: int | None = None,
     grace_seconds: float = 5.0,
+    job_key: str,
 ) -> dict[str, Any]:
-    """A List of the Service and the Job.
+    """A List of the Service, the Secret and the Job.
 
     Args:
       image: container image that holds Python, tfdp and the program.
       workers: pods, at least 1, all running at the same time.
       port: of worker 0, in its pod.
+      job_key: see `Cluster`.
 
     Raises:
       ConfigurationError: when the image's name is empty or holds spaces.
@@ -54,11 +59,15 @@ def manifest(
         "TFDP_COORDINATOR": f"{name}-0.{name}:{port}",
         **device_variables(devices_per_worker),
     }
+    secret_place = {"name": name, "key": SECRET_ENTRY}
     container = {
         "name": "worker",
         "image": image,
         "command": program.command("python"),
-        "env": [{"name": key, "value": value} for key, value in variables.items()],
+        "env": [
+            *({"name": key, "value": value} for key, value in variables.items()),
+            {"name": JOB_KEY, "valueFrom": {"secretKeyRef": secret_place}},
+        ],
         "ports": [{"name": "coordinator", "containerPort": port}],
     }
     pod = {
@@ -70,7 +79,11 @@ def manifest(
     return {
         "apiVersion": "v1",
         "kind": "List",
-        "items": [_service(name, port), _job(name, workers, pod)],
+        "items": [
+            _service(name, port),
+            _secret(name, job_key),
+            _job(name, workers, pod),
+        ],
     }
 
 
@@ -86,6 +99,16 @@ def _service(name: str, port: int) -> dict[str, Any]:
             "publishNotReadyAddresses": True,
             "ports": [{"name": "coordinator", "port": port}],
         },
+    }
+
+
+def _secret(name: str, job_key: str) -> dict[str, Any]:
+    return {
+        "apiVersion": "v1",
+        "kind": "Secret",
+        "metadata": {"name": name, "labels": {LABEL: name}},
+        "type": "Opaque",
+        "stringData": {SECRET_ENTRY: job_key},
     }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 
+from tfdp.cluster.job_key import JOB_KEY
 from tfdp.launch.environment import cluster_variables, local_environment
 from tfdp.launch.gpus import own_gpus, share_of_gpus
 from tfdp.launch.port import LOOPBACK
@@ -22,6 +23,7 @@ def local_commands(
     port: int,
     devices_per_worker: int | None,
     cores: int,
+    job_key: str,
 ) -> list[WorkerCommand]:
     """One command per worker; they meet on the loopback interface.
 
@@ -37,7 +39,8 @@ def local_commands(
             local_environment(
                 environment,
                 cluster_variables(workers, rank, coordinator, devices_per_worker)
-                | share_of_gpus(gpus, workers, rank),
+                | share_of_gpus(gpus, workers, rank)
+                | {JOB_KEY: job_key},
                 workers=workers,
                 rank=rank,
                 cores=cores,

@@ -2,7 +2,8 @@
 
 On every host runs `python -m tfdp.launch.remote`, which stops its worker when its
 standard input ends. That is a pipe that reaches back to this launcher: whether the
-launcher ends, is killed, or the connection breaks, the remote worker goes too.
+launcher ends, is killed, or the connection breaks, the remote worker goes too. The
+job's key is the first line in it: everybody on either host can read a command line.
 """
 
 from __future__ import annotations
@@ -66,6 +67,7 @@ def ssh_commands(
     port: int,
     devices_per_worker: int | None,
     grace_seconds: float,
+    job_key: str,
 ) -> list[WorkerCommand]:
     """One ssh command per host; worker 0, where all meet, is on the first.
 
@@ -73,6 +75,7 @@ def ssh_commands(
       environment: of the ssh processes here; the workers get the one of a login
         there, and the variables of the cluster.
       folder: where the program runs on every host.
+      job_key: goes to the workers by their standard input.
     """
     coordinator = join_address(_name(hosts[0]), port)
     return [
@@ -92,6 +95,7 @@ def ssh_commands(
             ],
             environment,
             keeps_stdin=True,
+            first_input=f"{job_key}\n".encode(),
         )
         for rank, host in enumerate(hosts)
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import selectors
@@ -30,12 +31,14 @@ class WorkerCommand:
       environment: all variables of the process.
       keeps_stdin: hold a pipe to its standard input open for as long as the launcher
         lives; otherwise the input is empty.
+      first_input: what goes into that pipe first, some bytes.
     """
 
     rank: int
     command: Sequence[str]
     environment: Mapping[str, str]
     keeps_stdin: bool = False
+    first_input: bytes = dataclasses.field(default=b"", repr=False)
 
 
 class Worker:
@@ -55,6 +58,10 @@ class Worker:
             start_new_session=True,
         )
         self.ended_seconds: float | None = None
+        if self.process.stdin is not None:
+            with contextlib.suppress(BrokenPipeError):  # it has ended; see `check`
+                self.process.stdin.write(start.first_input)
+                self.process.stdin.flush()
 
     @property
     def group(self) -> int:

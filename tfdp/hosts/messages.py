@@ -1,0 +1,61 @@
+"""What comes in a message is what it must be, or a ValueError: never used unchecked."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+__all__ = ["checked_integer", "checked_seconds", "checked_text", "parse_object"]
+
+
+def parse_object(line: bytes | bytearray) -> dict[str, Any]:
+    """A JSON object.
+
+    Raises:
+      ValueError: when it is not one, or nested too deeply.
+
+    >>> parse_object(b'{"rank": 1}')
+    {'rank': 1}
+    """
+    try:
+        message = json.loads(line)
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
+    if not isinstance(message, dict):
+        raise ValueError("not an object")
+    return message
+
+
+def checked_integer(value: object, least: int, most: int) -> int:
+    """The value, if it is an integer from `least` to `most`.
+
+    Raises:
+      ValueError: when it is not; True is no integer.
+    """
+    is_integer = isinstance(value, int) and not isinstance(value, bool)
+    if not is_integer or not least <= value <= most:  # type: ignore[operator]
+        raise ValueError(f"not an integer from {least} to {most}")
+    return value  # type: ignore[return-value]
+
+
+def checked_text(value: object, most_characters: int) -> str:
+    """The value, if it is a text of at most so many characters.
+
+    Raises:
+      ValueError: when it is not.
+    """
+    if not isinstance(value, str) or len(value) > most_characters:
+        raise ValueError(f"not a text of at most {most_characters} characters")
+    return value
+
+
+def checked_seconds(value: object, most: float) -> float:
+    """The value, if it is a number from 0 to `most`.
+
+    Raises:
+      ValueError: when it is not.
+    """
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or not 0 <= value <= most:  # type: ignore[operator]
+        raise ValueError(f"not a number from 0 to {most:g}")
+    return float(value)  # type: ignore[arg-type]
