@@ -4,7 +4,11 @@ Every worker holds one connection to worker 0, the coordinator, on which a threa
 a beat with the number of its current exchange. The kernel closes the connection of a
 process that dies, which is noticed at once; one that is stopped, or whose machine is
 gone, falls silent. Either way the coordinator tells everybody, and every waiting
-exchange ends with the same message.
+exchange ends with the same message. A worker that gives up an exchange for another
+reason says so in the same way, so that nobody waits for it.
+
+A worker that did not run itself for a while (stopped, or its machine slept) has heard
+of nobody, and accuses nobody of that: it says that it stood still.
 
 The same connections carry notes: a few words under a key, which everybody gets to see
 once all have left one. Unlike exchanges they need no common order, so input pipelines,
@@ -23,6 +27,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tfdp.hosts.messages import checked_integer, checked_text, parse_object
+from tfdp.hosts.standstill import Standstill, boot_seconds
 
 __all__ = ["BEAT_SECONDS", "Membership"]
 
@@ -30,6 +35,8 @@ BEAT_SECONDS = 0.5
 # Beats and notes are short; a table of what many workers have noted is longer.
 LONGEST_LINE_BYTES = 1 << 20
 MOST_EXCHANGES = 1 << 63
+# The thread looks several times in a second; on a busy machine it may come late.
+USUAL_LOOK_SECONDS = 2 * BEAT_SECONDS
 
 
 class Membership:
@@ -40,7 +47,10 @@ class Membership:
       workers: how many there are.
       connections: to each other worker by rank (on worker 0), else to worker 0 only.
       silence_seconds: how long a worker may be silent before it counts as lost.
-      on_failure: called once, from the thread, when a worker is lost.
+      on_failure: called once, when a worker is lost or has given up; from the thread,
+        or from that of `give_up`.
+      on_look: called several times in a second, from the thread, with the seconds that
+        this process did not run before, while nobody is lost.
     """
 
     def __init__(
@@ -50,6 +60,7 @@ class Membership:
         connections: dict[int, socket.socket],
         silence_seconds: float,
         on_failure: Callable[[], None],
+        on_look: Callable[[float], None] = lambda missed_seconds: None,
     ):
         self.rank = rank
         self.failure: str | None = None
@@ -59,7 +70,9 @@ class Membership:
         self._connections = connections
         self._silence_seconds = silence_seconds
         self._on_failure = on_failure
-        self._heard = dict.fromkeys(connections, time.monotonic())
+        self._on_look = on_look
+        self._standstill = Standstill(USUAL_LOOK_SECONDS)
+        self._heard = dict.fromkeys(connections, boot_seconds())
         self._partial = dict.fromkeys(connections, b"")
         self._left: dict[int, None] = {}  # in the order in which they left
         self._closing = False
@@ -80,6 +93,29 @@ class Membership:
     def late(self, exchange: int) -> list[int]:
         """The workers that were not heard to have come to `exchange`."""
         return sorted(r for r, at in self.positions.items() if at < exchange)
+
+    def left_before(self, exchange: int) -> list[int]:
+        """Those that have left and will never come to `exchange`."""
+        return [rank for rank in [*self._left] if self.positions[rank] < exchange]
+
+    def give_up(self, reason: str) -> None:
+        """Ends the exchanges of all workers, as the loss of a worker does."""
+        reason = self.with_standstill(reason, self._silence_seconds)
+        if self.rank != 0 and self.failure is None:
+            self._tell({"failure": reason})
+        self._fail(reason)
+
+    def with_standstill(self, reason: str, recent_seconds: float) -> str:
+        """`reason`, and that this worker itself stood still, if it did lately."""
+        seconds = self._standstill.seconds_within(recent_seconds)
+        itself = f"worker {self.rank} itself did not run"
+        if seconds < self._silence_seconds / 2 or reason.startswith(itself):
+            return reason
+        return (
+            f"{itself} for {seconds:.1f} seconds (its process was stopped, or its "
+            "machine slept), so that the others may have given it up; on waking it "
+            f"found: {reason}"
+        )
 
     def wait_for_news(self, seconds: float) -> str | None:
         """Why an exchange broke, which may be heard a moment after it is felt."""
@@ -127,15 +163,19 @@ class Membership:
         """
         with self._changed:
             self._changed.wait_for(
-                lambda: self.failure or enough(self._notes.get(key, {})), seconds
+                lambda: (
+                    self.failure or self._closing or enough(self._notes.get(key, {}))
+                ),
+                seconds,
             )
             notes = dict(self._notes.get(key, {}))
         if enough(notes):
             return notes
-        if self.failure:
-            raise ConnectionError(self.failure)
+        if self.failure or self._closing:
+            raise ConnectionError(self.failure or "closed here")
         missing = sorted(self.positions.keys() - notes.keys()) or "others"
-        raise TimeoutError(f"no word of {key} from workers {missing}")
+        reason = f"no word of {key} from workers {missing}"
+        raise TimeoutError(self.with_standstill(reason, seconds))
 
     def forget_notes(self, key: str) -> None:
         """Drops the notes under a key that nobody will use again."""
@@ -153,9 +193,13 @@ class Membership:
 
     def leave(self) -> None:
         """Says goodbye, so that the end of this process is no failure."""
-        self._closing = True
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
         # Those who left before come first: perhaps this one leaves because of them.
-        self._tell({"left": [*self._left], "goodbye": True})
+        # And how far everybody was: who waits in a call of MPI must know who will come.
+        at = self._known_positions()
+        self._tell({"at": at, "left": [*self._left], "goodbye": True})
         self._thread.join(2 * BEAT_SECONDS)
         for connection in self._connections.values():
             connection.close()
@@ -169,11 +213,23 @@ class Membership:
             if time.monotonic() >= next_beat:
                 self._tell({"at": self._known_positions(), "left": [*self._left]})
                 next_beat = time.monotonic() + BEAT_SECONDS
-            for key, _ in selector.select(BEAT_SECONDS / 2):
+            ready = selector.select(BEAT_SECONDS / 2)
+            missed_seconds = self._look()
+            for key, _ in ready:
                 if not self._read(key.data):
                     selector.unregister(key.fileobj)
+            missed_seconds += self._look()
             self._check_silence()
+            self._on_look(missed_seconds)
         selector.close()
+
+    def _look(self) -> float:
+        """Notes how long this thread did not run; nobody is silent meanwhile."""
+        missed_seconds = self._standstill.look()
+        if missed_seconds:
+            for peer in self._heard:
+                self._heard[peer] += missed_seconds
+        return missed_seconds
 
     def _known_positions(self) -> dict[int, int]:
         # The coordinator passes on what it has heard; the others know themselves only.
@@ -193,7 +249,7 @@ class Membership:
             if peer not in self._left:
                 self._fail(f"worker {peer} has ended (its connection was closed)")
             return False
-        self._heard[peer] = time.monotonic()
+        self._heard[peer] = boot_seconds()
         *lines, rest = (self._partial[peer] + data).split(b"\n")
         self._partial[peer] = rest
         try:
@@ -244,22 +300,24 @@ class Membership:
         return checked_text(text, LONGEST_LINE_BYTES)
 
     def _check_silence(self) -> None:
-        now = time.monotonic()
+        now = boot_seconds()
         for peer, heard in self._heard.items():
             if peer not in self._left and now - heard > self._silence_seconds:
                 self._fail(
                     f"worker {peer} was silent for {self._silence_seconds:g} seconds "
-                    "(its process is stopped, or its machine cannot be reached)"
+                    "(its process is stopped, or its machine sleeps or cannot be "
+                    "reached)"
                 )
 
     def _fail(self, reason: str) -> None:
-        if self.failure is not None or self._closing:
-            return
-        self.failure = reason
+        with self._changed:
+            if self.failure is not None or self._closing:
+                return
+            reason = self.with_standstill(reason, self._silence_seconds)
+            self.failure = reason
+            self._changed.notify_all()
         if self.rank == 0:
             self._tell({"failure": reason})
-        with self._changed:
-            self._changed.notify_all()
         self._on_failure()
 
     def _tell(self, message: dict[str, Any]) -> None:

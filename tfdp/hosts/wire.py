@@ -99,8 +99,13 @@ class Sender:
 
     def __init__(self, connection: socket.socket, timeout_seconds: float):
         self._connection = connection
-        self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[memoryview | threading.Event | None] = (
+            queue.SimpleQueue()
+        )
         self._failure: OSError | None = None
+        # Nothing is queued behind the end of the thread: nobody would ever take it.
+        self._queueing = threading.Lock()
+        self._is_closed = False
         #: What the kernel has taken so far.
         self.sent_bytes = 0
         set_timeout(connection, socket.SO_SNDTIMEO, timeout_seconds)
@@ -113,38 +118,52 @@ class Sender:
         """Queues `data`, which must stay as it is until it is sent.
 
         Raises:
-          OSError: when an earlier send has failed.
+          OSError: when an earlier send has failed, or this end was closed.
         """
-        if self._failure is not None:
-            raise self._failure
-        self._queue.put(data)
+        self._put(as_bytes(data))
 
     def flush(self) -> None:
-        """Waits until everything is with the kernel."""
+        """Waits until everything is with the kernel.
+
+        Raises:
+          OSError: when it never will be.
+        """
         done = threading.Event()
-        self._queue.put(done)
+        self._put(done)
         done.wait()
         if self._failure is not None:
             raise self._failure
 
     def close(self) -> None:
         """Ends the thread and the connection, sent or not."""
-        with contextlib.suppress(OSError):
-            self._connection.shutdown(socket.SHUT_RDWR)
-        self._queue.put(None)
-        self._connection.close()
+        with self._queueing:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            self._failure = self._failure or ConnectionAbortedError("closed here")
+            with contextlib.suppress(OSError):
+                self._connection.shutdown(socket.SHUT_RDWR)
+            self._queue.put(None)
+
+    def _put(self, item: memoryview | threading.Event) -> None:
+        with self._queueing:
+            if self._failure is not None:
+                raise self._failure
+            self._queue.put(item)
 
     def _run(self) -> None:
-        while (item := self._queue.get()) is not None:
-            if isinstance(item, threading.Event):
-                item.set()
-            elif self._failure is None:
-                try:
-                    data = as_bytes(item)
-                    self._connection.sendall(data)
-                    self.sent_bytes += len(data)
-                except OSError as error:
-                    self._failure = error
+        # The thread that sends is the one that closes: the number of a descriptor that
+        # another one closed could meanwhile be that of another file.
+        with self._connection:
+            while (item := self._queue.get()) is not None:
+                if isinstance(item, threading.Event):
+                    item.set()
+                elif self._failure is None:
+                    try:
+                        self._connection.sendall(item)
+                        self.sent_bytes += len(item)
+                    except OSError as error:
+                        self._failure = self._failure or error
 
 
 class Receiver:
@@ -152,6 +171,7 @@ class Receiver:
 
     def __init__(self, connection: socket.socket, timeout_seconds: float):
         self._connection = connection
+        self._receiving = threading.Lock()
         set_timeout(connection, socket.SO_RCVTIMEO, timeout_seconds)
 
     def fill(self, array: np.ndarray) -> None:
@@ -160,16 +180,18 @@ class Receiver:
         Raises:
           TimeoutError: when nothing came for the timeout.
           ConnectionError: when the other side has closed.
+          OSError: when this end was closed.
         """
         view = as_bytes(array)
-        while view.nbytes:
-            try:
-                got = self._connection.recv_into(view, 0, socket.MSG_WAITALL)
-            except BlockingIOError as error:
-                raise TimeoutError("nothing came") from error
-            if got == 0:
-                raise ConnectionError("closed")
-            view = view[got:]
+        with self._receiving:
+            while view.nbytes:
+                try:
+                    got = self._connection.recv_into(view, 0, socket.MSG_WAITALL)
+                except BlockingIOError as error:
+                    raise TimeoutError("nothing came") from error
+                if got == 0:
+                    raise ConnectionError("closed")
+                view = view[got:]
 
     def take(self, size_bytes: int) -> bytearray:
         """The next `size_bytes` bytes."""
@@ -181,7 +203,8 @@ class Receiver:
         """Ends the connection."""
         with contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
-        self._connection.close()
+        with self._receiving:  # see Sender; whoever receives has been woken
+            self._connection.close()
 
 
 def as_bytes(data: np.ndarray | bytes) -> memoryview:
