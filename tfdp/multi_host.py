@@ -7,7 +7,6 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-import keras
 import numpy as np
 import tensorflow as tf
 
@@ -40,6 +39,7 @@ from tfdp.hosts.choose import make_link
 from tfdp.shards import shard_stage
 from tfdp.strategy import DataParallelStrategy
 from tfdp.topology import Topology
+from tfdp.worker_settings import policies_of, settings_of
 
 __all__ = ["MultiHostDataParallelStrategy"]
 
@@ -139,7 +139,7 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
             communication = dataclasses.replace(
                 communication, engine="auto", wire_dtype=None
             )
-        return super()._make_cross_device_ops(communication)
+        return HierarchicalAllReduce(communication)
 
     def _own_devices(self, communication: Communication, stage: int) -> list[str]:
         count = self._requested_devices
@@ -192,7 +192,7 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
         # The others then hear that this script has ended, and need not wait for it.
         atexit.register(self.close)
         refuse_differences(
-            self._link, self._settings(devices, communication, draws_per_replica)
+            self._link, settings_of(self, devices, communication, draws_per_replica)
         )
         self._share_seed()
         self._engine = self._host_engine = self._make_engine(devices, communication)
@@ -261,12 +261,13 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
     def experimental_distribute_dataset(self, dataset: Any, options: Any = None) -> Any:
         """Takes this host's rows of every global batch, and splits them."""
         if self._link is not None and isinstance(dataset, tf.data.Dataset):
-            dataset = own_part(dataset, self._link)
-            self._lead_fit()
+            fit = names.fit_of_caller()
+            policies = policies_of(fit[0]) if fit is not None else ""
+            dataset = own_part(dataset, self._link, policies)
+            self._lead_fit(fit)
         return super().experimental_distribute_dataset(dataset, options)
 
-    def _lead_fit(self) -> None:
-        fit = names.fit_of_caller()
+    def _lead_fit(self, fit: tuple[Any, Any] | None) -> None:
         if fit is None:
             return
         model, callbacks = fit
@@ -381,25 +382,3 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
         seed = int(self.from_chief(mine.astype(np.int64), "seed"))
         if names.global_seed() is None:
             tf.random.set_seed(seed)
-
-    def _settings(
-        self,
-        devices: tuple[str, ...],
-        communication: Communication,
-        draws_per_replica: bool,
-    ) -> dict[str, Any]:
-        """What has to be the same on every worker, by the names of the options."""
-        return {
-            "devices_per_host": len(devices),
-            "shard": self.shard,
-            "shard_group": self.shard_group,
-            "shard_min_bytes": self._sharding.min_bytes,
-            "offload": self.offload,
-            "draws_per_replica": draws_per_replica,
-            "keras.config.dtype_policy()": keras.config.dtype_policy().name,
-            "keras.config.floatx()": keras.config.floatx(),
-            **{
-                f"Communication.{name}": value
-                for name, value in dataclasses.asdict(communication).items()
-            },
-        }

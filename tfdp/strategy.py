@@ -173,6 +173,11 @@ class DataParallelStrategy(ReplicaContextStrategy, tf.distribute.MirroredStrateg
         return SHARD_STAGES[self._sharding.stage]
 
     @property
+    def shard_min_bytes(self) -> int:
+        """Variables below this size are not sharded."""
+        return self._sharding.min_bytes
+
+    @property
     def offload(self) -> str:
         """What the host keeps for the devices: "none" or "optimizer"."""
         return "optimizer" if self._sharding.offload else "none"

@@ -25,6 +25,7 @@ from typing import Any
 __all__ = ["BEAT_SECONDS", "Membership"]
 
 BEAT_SECONDS = 0.5
+NoteListener = Callable[[dict[int, str]], None]
 
 
 class Membership:
@@ -59,6 +60,7 @@ class Membership:
         self._left: dict[int, None] = {}  # in the order in which they left
         self._closing = False
         self._notes: dict[str, dict[int, str]] = {}
+        self._note_listeners: dict[str, NoteListener] = {}
         self._changed = threading.Condition()
         self._writing = threading.Lock()
         for connection in connections.values():
@@ -132,6 +134,30 @@ class Membership:
         missing = sorted(self.positions.keys() - notes.keys()) or "others"
         raise TimeoutError(f"no word of {key} from workers {missing}")
 
+    def on_note(self, key: str, listener: NoteListener) -> None:
+        """Calls `listener` with the notes under `key` now and whenever one comes.
+
+        Until all workers have left one, which then are forgotten.
+        """
+        with self._changed:
+            self._note_listeners[key] = listener
+        self._tell_listener(key)
+
+    def _tell_listener(self, key: str) -> None:
+        with self._changed:
+            listener = self._note_listeners.get(key)
+            notes = dict(self._notes.get(key, {}))
+            if listener is not None and len(notes) == self._workers:
+                del self._note_listeners[key], self._notes[key]
+        if listener is not None and notes:
+            listener(notes)
+
+    def give_up(self, reason: str) -> None:
+        """Ends what every worker waits for, with this reason."""
+        if self.rank != 0:
+            self._tell({"failure": reason})  # the coordinator passes it on
+        self._fail(reason)
+
     def forget_notes(self, key: str) -> None:
         """Drops the notes under a key that nobody will use again."""
         with self._changed:
@@ -145,6 +171,7 @@ class Membership:
             # may leave, and the others would wait for a note that was never passed on.
             self._tell({"notes": [key, dict(self._notes[key])]})
             self._changed.notify_all()
+        self._tell_listener(key)
 
     def leave(self) -> None:
         """Says goodbye, so that the end of this process is no failure."""
@@ -209,6 +236,7 @@ class Membership:
             with self._changed:
                 self._notes[key] = {int(rank): note for rank, note in notes.items()}
                 self._changed.notify_all()
+            self._tell_listener(key)
         for rank, position in message.get("at", {}).items():
             if int(rank) != self.rank:
                 self.positions[int(rank)] = position
