@@ -8,11 +8,31 @@ from typing import Literal
 from tfdp.errors import ConfigurationError
 from tfdp.topology import Topology
 
-__all__ = ["MIB", "Communication", "checked_communication"]
+__all__ = [
+    "MIB",
+    "Communication",
+    "checked_communication",
+    "refuse_idle_options",
+]
 
 MIB = 1 << 20
 ENGINES = ("auto", "in_process", "tensorflow", "sockets", "mpi")
 WIRE_DTYPES = (None, "bfloat16", "float16")
+# By option: what can act, and why the rest cannot. See `refuse_idle_options`.
+ON_ONE_HOST = {
+    "engine": (
+        ("auto", "in_process", "tensorflow"),
+        "it carries sums between processes, and there is one",
+    ),
+    "wire_dtype": ((None,), "gradients are rounded between hosts only"),
+}
+ON_SEVERAL_HOSTS = {
+    "engine": (
+        ("auto", "sockets", "mpi", "tensorflow"),
+        "it does not cross hosts",
+    ),
+    "hierarchy": (("auto",), "the hosts and their devices are the levels"),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,6 +157,26 @@ of at least 1. Received: 0.
                 f"({real}). Choose hosts x devices_per_host = {real.num_replicas}."
             )
         return stated
+
+
+def refuse_idle_options(communication: Communication, hosts: int) -> None:
+    """Refuses what asks for something that cannot happen on as many hosts.
+
+    Bounds (bucket sizes, seconds) are kept where nothing comes near them; the other
+    options would be ignored. docs/options.md has the table.
+
+    Raises:
+      ConfigurationError: naming the first such option, and why.
+    """
+    reasons = ON_ONE_HOST if hosts == 1 else ON_SEVERAL_HOSTS
+    for name, (allowed, why) in reasons.items():
+        value = getattr(communication, name)
+        if value not in allowed:
+            raise ConfigurationError(
+                f"Communication({name}={value!r}) cannot act on "
+                f"{'one host' if hosts == 1 else f'{hosts} hosts'}: {why}. Allowed "
+                f"here: {', '.join(map(repr, allowed))}."
+            )
 
 
 def checked_communication(given: Communication | None) -> Communication:

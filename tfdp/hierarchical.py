@@ -9,7 +9,11 @@ import tensorflow as tf
 
 from tfdp._tf.names import common_devices, regroup_mirrored
 from tfdp.collectives.choose import make_engine
-from tfdp.communication import Communication, checked_communication
+from tfdp.communication import (
+    Communication,
+    checked_communication,
+    refuse_idle_options,
+)
 from tfdp.devices import find_devices
 from tfdp.gradients.pipeline import GradientPipeline
 from tfdp.topology import Topology
@@ -30,8 +34,9 @@ class HierarchicalAllReduce(tf.distribute.ReductionToOneDevice):
       communication: bucket sizes, levels and engine; None for the defaults.
 
     Raises:
-      ConfigurationError: when `communication` is not a `tfdp.Communication`, or, at
-        the first reduction, when its hierarchy does not fit the devices.
+      ConfigurationError: when `communication` is not a `tfdp.Communication`, when an
+        option of it cannot act on one host (docs/options.md), or, at the first
+        reduction, when its hierarchy does not fit the devices.
 
     Cost: as `DataParallelStrategy`; about 2 n (N - 1) / N bytes per replica for n
     bytes of gradients on N replicas.
@@ -49,6 +54,7 @@ class HierarchicalAllReduce(tf.distribute.ReductionToOneDevice):
     def __init__(self, communication: Communication | None = None):
         super().__init__()
         self.communication = checked_communication(communication)
+        refuse_idle_options(self.communication, hosts=1)
         self._pipelines: dict[tuple[str, ...], GradientPipeline] = {}
 
     def batch_reduce_implementation(

@@ -117,7 +117,7 @@ def _strategy() -> dict[str, Any]:
     from tfdp.collectives.choose import choose_engine
 
     # Not auto_strategy: in a cluster that would wait for the other workers.
-    strategy = tfdp.DataParallelStrategy()
+    strategy = tfdp.DataParallelStrategy(alone=True)
     devices = list(strategy.extended.worker_devices)
     engine = choose_engine(devices, strategy.communication)
     topology = strategy.topology

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -22,16 +23,23 @@ from tfdp.collectives.tensorflow_across_hosts import (
     TensorFlowAcrossHostsEngine,
     meet_by_collectives,
 )
-from tfdp.communication import Communication, checked_communication
+from tfdp.communication import (
+    Communication,
+    checked_communication,
+    refuse_idle_options,
+)
 from tfdp.data.hosts import own_part, until_all_end
 from tfdp.devices import add_waiting_thread, find_devices, use_virtual_devices
-from tfdp.errors import ConfigurationError
+from tfdp.errors import ConfigurationError, DeviceError
 from tfdp.gradients.pipeline import GradientPipeline
+from tfdp.hierarchical import HierarchicalAllReduce
+from tfdp.hosts.alike import refuse_differences
 from tfdp.hosts.buffers import unaligned_copy
 from tfdp.hosts.choose import make_link
 from tfdp.shards import shard_stage
 from tfdp.strategy import DataParallelStrategy
 from tfdp.topology import Topology
+from tfdp.worker_settings import policies_of, settings_of
 
 __all__ = ["MultiHostDataParallelStrategy"]
 
@@ -60,7 +68,10 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
       draws_per_replica: see `DataParallelStrategy`.
 
     Raises:
-      ConfigurationError: when nothing names a cluster, or an argument is not as above.
+      ConfigurationError: when nothing names a cluster, when an argument is not as
+        above or cannot act on so many hosts (docs/options.md), or when the workers
+        were given different ones; it says which worker has what.
+      DeviceError: when there are fewer GPUs than `devices_per_host`.
       CollectiveError: when the workers do not come together in
         `communication.timeout_seconds`; it names who is missing.
 
@@ -109,6 +120,7 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
             devices_per_host = found.devices_per_worker
         self._requested_devices = devices_per_host
         communication = checked_communication(communication)
+        refuse_idle_options(communication, found.workers)
         super().__init__(
             self._own_devices(communication, shard_stage(shard)),
             communication=communication,
@@ -116,7 +128,18 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
             shard_min_bytes=shard_min_bytes,
             offload=offload,
             draws_per_replica=draws_per_replica,
+            alone=True,  # the others are known, and met below
         )
+
+    def _make_cross_device_ops(
+        self, communication: Communication
+    ) -> HierarchicalAllReduce:
+        if self.cluster.workers > 1:
+            # It reduces within this host only; what is between hosts is not for it.
+            communication = dataclasses.replace(
+                communication, engine="auto", wire_dtype=None
+            )
+        return HierarchicalAllReduce(communication)
 
     def _own_devices(self, communication: Communication, stage: int) -> list[str]:
         count = self._requested_devices
@@ -138,7 +161,14 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
                 )
             self._link = make_link(self.cluster, communication)
             meet_by_collectives(self._link)
-        return list(find_devices()[:count])
+        found = find_devices()
+        if count is not None and len(found) < count:
+            raise DeviceError(
+                f"devices_per_host={count}, but this host has {len(found)}: "
+                f"{', '.join(found)}. Ask for as many as there are, or leave it out to "
+                "use all."
+            )
+        return list(found[:count])
 
     def _make_extended(
         self,
@@ -161,7 +191,9 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
         self._link = self._link or make_link(self.cluster, communication)
         # The others then hear that this script has ended, and need not wait for it.
         atexit.register(self.close)
-        self._check_alike(devices, communication)
+        refuse_differences(
+            self._link, settings_of(self, devices, communication, draws_per_replica)
+        )
         self._share_seed()
         self._engine = self._host_engine = self._make_engine(devices, communication)
         self._pipeline = GradientPipeline(self._engine, communication)
@@ -229,12 +261,13 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
     def experimental_distribute_dataset(self, dataset: Any, options: Any = None) -> Any:
         """Takes this host's rows of every global batch, and splits them."""
         if self._link is not None and isinstance(dataset, tf.data.Dataset):
-            dataset = own_part(dataset, self._link)
-            self._lead_fit()
+            fit = names.fit_of_caller()
+            policies = policies_of(fit[0]) if fit is not None else ""
+            dataset = own_part(dataset, self._link, policies)
+            self._lead_fit(fit)
         return super().experimental_distribute_dataset(dataset, options)
 
-    def _lead_fit(self) -> None:
-        fit = names.fit_of_caller()
+    def _lead_fit(self, fit: tuple[Any, Any] | None) -> None:
         if fit is None:
             return
         model, callbacks = fit
@@ -349,22 +382,3 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
         seed = int(self.from_chief(mine.astype(np.int64), "seed"))
         if names.global_seed() is None:
             tf.random.set_seed(seed)
-
-    def _check_alike(
-        self, devices: tuple[str, ...], communication: Communication
-    ) -> None:
-        mine = (
-            f"{len(devices)} devices, shard={self.shard!r}, "
-            f"shard_group={self.shard_group!r}, offload={self.offload!r}, "
-            f"{communication}"
-        )
-        everybody = [
-            blob.decode() for blob in self._link.gather(mine.encode(), "settings")
-        ]
-        for rank, settings in enumerate(everybody):
-            if settings != everybody[0]:
-                raise ConfigurationError(
-                    f"Worker {rank} has {settings}; worker 0 has {everybody[0]}. Give "
-                    "every worker as many devices, the same shard, shard_group, "
-                    "offload and Communication."
-                )

@@ -9,8 +9,10 @@ import tensorflow as tf
 
 from tfdp._tf.extended import DataParallelExtended
 from tfdp.buckets import Bucket
-from tfdp.communication import Communication
+from tfdp.cluster import find_cluster
+from tfdp.communication import Communication, checked_communication
 from tfdp.devices import find_devices
+from tfdp.errors import ClusterError, ConfigurationError
 from tfdp.hierarchical import HierarchicalAllReduce
 from tfdp.replica_strategy import (
     ReplicaContextStrategy,
@@ -50,9 +52,13 @@ class DataParallelStrategy(ReplicaContextStrategy, tf.distribute.MirroredStrateg
       pad_batches: True: short batches are filled up with rows that count for nothing,
         so that all have one size and `jit_compile=True` compiles once. A number is the
         global batch size, for data that do not tell it.
+      alone: True: trains without the others where a launcher has started several
+        workers. False: such a process is refused, because each worker would train a
+        model of its own; `tfdp.auto_strategy` joins them.
 
     Raises:
-      ConfigurationError: when an argument is not as above.
+      ConfigurationError: when an argument is not as above or cannot act on one host
+        (docs/options.md), or in one of several workers.
       DeviceError: when a device does not exist or is named twice.
 
     Cost: per step and replica about 2 n (N - 1) / N bytes for n bytes of gradients;
@@ -79,18 +85,27 @@ class DataParallelStrategy(ReplicaContextStrategy, tf.distribute.MirroredStrateg
         offload: str = "none",
         draws_per_replica: bool = True,
         pad_batches: bool | int = False,
+        alone: bool = False,
     ):
+        if not alone:
+            refuse_among_workers()
         self._sharding = check_sharding(shard, shard_min_bytes, offload)
         self.pad_batches = check_pad_batches(pad_batches)
-        cross_device_ops = HierarchicalAllReduce(communication)
+        communication = checked_communication(communication)
+        cross_device_ops = self._make_cross_device_ops(communication)
         extended = self._make_extended(
             find_devices(devices),
-            cross_device_ops.communication,
+            communication,
             cross_device_ops,
             bool(draws_per_replica),
         )
         # MirroredStrategy's own constructor would make a stock extended.
         tf.distribute.Strategy.__init__(self, extended)
+
+    def _make_cross_device_ops(
+        self, communication: Communication
+    ) -> HierarchicalAllReduce:
+        return HierarchicalAllReduce(communication)
 
     def _make_extended(
         self,
@@ -158,6 +173,32 @@ class DataParallelStrategy(ReplicaContextStrategy, tf.distribute.MirroredStrateg
         return SHARD_STAGES[self._sharding.stage]
 
     @property
+    def shard_min_bytes(self) -> int:
+        """Variables below this size are not sharded."""
+        return self._sharding.min_bytes
+
+    @property
     def offload(self) -> str:
         """What the host keeps for the devices: "none" or "optimizer"."""
         return "optimizer" if self._sharding.offload else "none"
+
+
+def refuse_among_workers() -> None:
+    """Refuses a strategy of one process where a launcher has started several.
+
+    Raises:
+      ConfigurationError: with what to use in its place.
+    """
+    try:
+        cluster = find_cluster()
+    except ClusterError:
+        return  # nobody knows of others: a batch script without its job step, perhaps
+    if cluster is not None and cluster.workers > 1:
+        raise ConfigurationError(
+            f"This process is worker {cluster.rank} of {cluster.workers} "
+            f"({cluster.source}), and a DataParallelStrategy trains on one host alone: "
+            "each worker would train a model of its own, and they would never meet. "
+            "Use tfdp.auto_strategy(), which takes all workers, or "
+            "tfdp.MultiHostDataParallelStrategy(). For a model of each worker's own: "
+            "DataParallelStrategy(alone=True)."
+        )

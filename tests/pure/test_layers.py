@@ -39,6 +39,7 @@ LAYERS = {
     "testing": 4,
     "tpu": 4,
     "tpu_system": 4,
+    "worker_settings": 4,
     "checkpoint": 3,
     "layers": 3,
     "losses": 3,

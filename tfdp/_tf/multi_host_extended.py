@@ -14,6 +14,7 @@ import tensorflow as tf
 
 from tfdp._tf.extended import DataParallelExtended
 from tfdp._tf.names import MirroredVariable, regroup_mirrored
+from tfdp.collectives.wire_types import check_summable
 
 __all__ = ["FirstHostValue", "MultiHostExtended"]
 
@@ -62,17 +63,17 @@ class MultiHostExtended(DataParallelExtended):
         """Eager replicas stop for each other; then the sum over hosts is taken."""
         strategy = self._container_strategy()
         local = [
-            np.sum(
+            _sum_of(
                 [
                     tf.convert_to_tensor(part).numpy()
                     for part in strategy.experimental_local_results(value)
-                ],
-                axis=0,
+                ]
             )
             for value, _ in value_destination_pairs
         ]
         totals = self._sum_over_hosts(local)
         if reduce_op == tf.distribute.ReduceOp.MEAN:
+            # As in a graph, where the mean of whole numbers is a float64.
             totals = [total / strategy.num_replicas_in_sync for total in totals]
         return [self._on_every_device(total) for total in totals]
 
@@ -96,3 +97,9 @@ class MultiHostExtended(DataParallelExtended):
             for component in variable.values:
                 component.assign(first)
         return variable
+
+
+def _sum_of(parts: Sequence[np.ndarray]) -> np.ndarray:
+    check_summable(tf.as_dtype(parts[0].dtype))
+    # np.sum would make int64 of every smaller whole number.
+    return np.sum(parts, axis=0, dtype=parts[0].dtype)

@@ -54,7 +54,7 @@ def _stock_one_device(devices: list[str]) -> tf.distribute.Strategy:
 def _tfdp(devices: list[str]) -> tf.distribute.Strategy:
     import tfdp
 
-    return tfdp.DataParallelStrategy(devices)
+    return tfdp.DataParallelStrategy(devices, alone=True)
 
 
 def _tfdp_sharded(
@@ -63,7 +63,7 @@ def _tfdp_sharded(
     def make(devices: list[str]) -> tf.distribute.Strategy:
         import tfdp
 
-        return tfdp.DataParallelStrategy(devices, shard=stage)
+        return tfdp.DataParallelStrategy(devices, shard=stage, alone=True)
 
     return make
 
@@ -72,7 +72,7 @@ def _tfdp_tensorflow_engine(devices: list[str]) -> tf.distribute.Strategy:
     import tfdp
 
     return tfdp.DataParallelStrategy(
-        devices, communication=tfdp.Communication(engine="tensorflow")
+        devices, communication=tfdp.Communication(engine="tensorflow"), alone=True
     )
 
 

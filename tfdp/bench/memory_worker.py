@@ -107,7 +107,7 @@ def _train(
 
     import tfdp
 
-    strategy = tfdp.DataParallelStrategy(devices, shard=request.stage)
+    strategy = tfdp.DataParallelStrategy(devices, shard=request.stage, alone=True)
     with strategy.scope():
         network = keras.Sequential(
             [

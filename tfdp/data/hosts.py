@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import collections
 import itertools
-import zlib
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from tfdp.errors import CollectiveError
+from tfdp.data.same_batches import new_dataset_name, no_rows, same_batches
 from tfdp.hosts.host_link import HostLink
 
 __all__ = ["own_part", "until_all_end"]
@@ -20,12 +19,10 @@ __all__ = ["own_part", "until_all_end"]
 # Said by a host, behind the number of its elements, when no more of them will come.
 OVER = "over"
 
-# Datasets are numbered in the order in which a process distributes them, iterators by
-# dataset: the same on every host.
-_dataset_numbers = itertools.count()
 
-
-def own_part(dataset: tf.data.Dataset, link: HostLink) -> tf.data.Dataset:
+def own_part(
+    dataset: tf.data.Dataset, link: HostLink, policies: str = ""
+) -> tf.data.Dataset:
     """This host's rows of every global batch: a range, in the order of the hosts.
 
     Of n rows host h of H takes those from n h // H to n (h + 1) // H. Together the
@@ -35,57 +32,28 @@ def own_part(dataset: tf.data.Dataset, link: HostLink) -> tf.data.Dataset:
     Args:
       dataset: global batches, the same on every host and in the same order.
       link: tells the hosts from each other.
+      policies: the dtype policies of the model that reads it.
 
     Raises:
-      CollectiveError: when the dataset is read and the hosts' first batches differ.
+      CollectiveError: when the dataset is read and the hosts' first batches, numbers
+        of batches or policies differ; see `same_batches`.
     """
     rank, hosts = link.rank, link.workers
-    name = f"dataset {next(_dataset_numbers)}"
-    iterators = itertools.count()
-
-    def check_first(data: np.ndarray) -> np.int64:
-        fingerprint = f"{data.shape} {zlib.crc32(data.tobytes())}"
-        notes = link.share_note(f"{name}, iterator {next(iterators)}", fingerprint)
-        for other, theirs in notes.items():
-            if theirs != notes[0]:
-                raise CollectiveError(
-                    f"Worker {other} reads another first batch than worker 0. Each "
-                    "worker takes its rows of the same global batches: give every "
-                    "shuffle the same seed (tf.random.set_seed with one number on all "
-                    "workers), or make each worker's own part with "
-                    "strategy.distribute_datasets_from_function."
-                )
-        return np.int64(0)
-
-    def checked(number: tf.Tensor, batch: Any) -> Any:
-        flat = tf.nest.flatten(batch, expand_composites=True)
-        numbers = [
-            part for part in flat if part.dtype.is_floating or part.dtype.is_integer
-        ]
-        if not numbers:
-            return batch
-        zero = tf.cond(
-            number == 0,
-            lambda: tf.ensure_shape(
-                tf.numpy_function(check_first, numbers[:1], tf.int64), []
-            ),
-            lambda: tf.constant(0, tf.int64),
-        )
-        with tf.control_dependencies([zero]):
-            return tf.nest.map_structure(tf.identity, batch, expand_composites=True)
 
     def take(batch: Any) -> Any:
-        rows = _length(tf.nest.flatten(batch, expand_composites=False)[0])
+        parts = tf.nest.flatten(batch, expand_composites=False)
+        rows = _length(next(part for part in parts if part is not None))
         start, stop = rows * rank // hosts, rows * (rank + 1) // hosts
         return tf.nest.map_structure(
             lambda part: _rows(part, start, stop, rank, hosts), batch
         )
 
-    def own_rows(number: tf.Tensor, batch: Any) -> Any:
-        return take(checked(number, batch))
-
-    return dataset.enumerate().map(
-        own_rows, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True
+    # A map hands the parts of a tuple over one by one.
+    is_tuple = isinstance(dataset.element_spec, tuple)
+    return same_batches(dataset, link, policies).map(
+        lambda *parts: take(parts if is_tuple else parts[0]),
+        num_parallel_calls=tf.data.AUTOTUNE,
+        deterministic=True,
     )
 
 
@@ -98,6 +66,8 @@ def _length(part: Any) -> tf.Tensor:
 
 
 def _rows(part: Any, start: tf.Tensor, stop: tf.Tensor, rank: int, hosts: int) -> Any:
+    if part is None:
+        return None
     if isinstance(part, tf.SparseTensor):
         first = tf.concat([[start], tf.zeros_like(part.dense_shape[1:])], axis=0)
         size = tf.concat([[stop - start], part.dense_shape[1:]], axis=0)
@@ -121,13 +91,13 @@ def until_all_end(dataset: tf.data.Dataset, link: HostLink) -> tf.data.Dataset:
     """
     empty = tf.data.Dataset.from_tensors(0).map(
         lambda _: tf.nest.map_structure(
-            _no_rows, dataset.element_spec, expand_composites=False
+            no_rows, dataset.element_spec, expand_composites=False
         )
     )
     marked = dataset.map(lambda *e: (e if len(e) > 1 else e[0], True))
     padding = empty.map(lambda *e: (e if len(e) > 1 else e[0], False)).repeat()
 
-    name = f"dataset {next(_dataset_numbers)}"
+    name = new_dataset_name()
     iterators = itertools.count()
 
     own_elements: collections.Counter[str] = collections.Counter()
@@ -186,16 +156,3 @@ def _others_have(link: HostLink, key: str, number: int) -> bool:
 
     notes = link.wait_for_notes(key, is_known)
     return any(reached(note) for rank, note in notes.items() if rank != link.rank)
-
-
-def _no_rows(spec: Any) -> Any:
-    if isinstance(spec, tf.RaggedTensorSpec):
-        return tf.RaggedTensor.from_row_splits(
-            tf.zeros([0], spec.dtype), tf.zeros([1], spec.row_splits_dtype)
-        )
-    if isinstance(spec, tf.SparseTensorSpec):
-        shape = [0, *(size or 1 for size in spec.shape[1:])]
-        return tf.SparseTensor(
-            tf.zeros([0, len(shape)], tf.int64), tf.zeros([0], spec.dtype), shape
-        )
-    return tf.zeros([0, *(size or 1 for size in spec.shape[1:])], spec.dtype)

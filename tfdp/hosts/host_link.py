@@ -139,6 +139,17 @@ class HostLink(abc.ABC):
         """
 
     @abc.abstractmethod
+    def on_note(self, key: str, listener: Callable[[dict[int, str]], None]) -> None:
+        """Calls `listener` with the notes under `key` whenever one is left, or was.
+
+        From another thread, which must not wait; until all workers have left one.
+        """
+
+    @abc.abstractmethod
+    def give_up(self, reason: str) -> None:
+        """Ends what every worker waits for, on all of them, with this reason."""
+
+    @abc.abstractmethod
     def on_failure(self, listener: Callable[[str], None]) -> None:
         """Calls `listener` with the reason, once, when a worker is lost.
 

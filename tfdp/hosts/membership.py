@@ -37,6 +37,7 @@ LONGEST_LINE_BYTES = 1 << 20
 MOST_EXCHANGES = 1 << 63
 # The thread looks several times in a second; on a busy machine it may come late.
 USUAL_LOOK_SECONDS = 2 * BEAT_SECONDS
+NoteListener = Callable[[dict[int, str]], None]
 
 
 class Membership:
@@ -77,6 +78,7 @@ class Membership:
         self._left: dict[int, None] = {}  # in the order in which they left
         self._closing = False
         self._notes: dict[str, dict[int, str]] = {}
+        self._note_listeners: dict[str, NoteListener] = {}
         self._changed = threading.Condition()
         self._writing = threading.Lock()
         for connection in connections.values():
@@ -177,6 +179,24 @@ class Membership:
         reason = f"no word of {key} from workers {missing}"
         raise TimeoutError(self.with_standstill(reason, seconds))
 
+    def on_note(self, key: str, listener: NoteListener) -> None:
+        """Calls `listener` with the notes under `key` now and whenever one comes.
+
+        Until all workers have left one, which then are forgotten.
+        """
+        with self._changed:
+            self._note_listeners[key] = listener
+        self._tell_listener(key)
+
+    def _tell_listener(self, key: str) -> None:
+        with self._changed:
+            listener = self._note_listeners.get(key)
+            notes = dict(self._notes.get(key, {}))
+            if listener is not None and len(notes) == self._workers:
+                del self._note_listeners[key], self._notes[key]
+        if listener is not None and notes:
+            listener(notes)
+
     def forget_notes(self, key: str) -> None:
         """Drops the notes under a key that nobody will use again."""
         with self._changed:
@@ -190,6 +210,7 @@ class Membership:
             # may leave, and the others would wait for a note that was never passed on.
             self._tell({"notes": [key, dict(self._notes[key])]})
             self._changed.notify_all()
+        self._tell_listener(key)
 
     def leave(self) -> None:
         """Says goodbye, so that the end of this process is no failure."""
@@ -287,6 +308,7 @@ class Membership:
             with self._changed:
                 self._notes[self._checked_note(key)] = checked
                 self._changed.notify_all()
+            self._tell_listener(key)
         for text, position in message.get("at", {}).items():
             rank = self._checked_rank(int(text))
             position = checked_integer(position, 0, MOST_EXCHANGES)

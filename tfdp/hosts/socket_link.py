@@ -214,6 +214,14 @@ class SocketLink(HostLink):
         """
         return self._channels[channel].sender.sent_bytes
 
+    def on_note(self, key: str, listener: Callable[[dict[int, str]], None]) -> None:
+        """See `HostLink.on_note`."""
+        self._membership.on_note(key, listener)
+
+    def give_up(self, reason: str) -> None:
+        """See `HostLink.give_up`."""
+        self._membership.give_up(reason)
+
     def on_failure(self, listener: Callable[[str], None]) -> None:
         """See `HostLink.on_failure`."""
         self._failure_listeners.append(listener)

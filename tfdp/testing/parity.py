@@ -188,7 +188,7 @@ def _check_arguments(
 
 def _choose_strategy(strategy: Any) -> tf.distribute.Strategy:
     if strategy is None:
-        strategy = DataParallelStrategy()
+        strategy = DataParallelStrategy(alone=True)
     elif isinstance(strategy, int) and not isinstance(strategy, bool):
         strategy = _strategy_of(strategy)
     if not isinstance(strategy, tf.distribute.Strategy):
@@ -226,4 +226,4 @@ def _strategy_of(replicas: int) -> DataParallelStrategy:
             f"{replicas} replicas need as many devices, and there are {len(devices)}. "
             f"Call tfdp.use_virtual_devices({replicas}) before TensorFlow starts."
         )
-    return DataParallelStrategy(devices[:replicas])
+    return DataParallelStrategy(devices[:replicas], alone=True)

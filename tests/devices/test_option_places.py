@@ -1,0 +1,207 @@
+"""docs/options.md, row by row: where each option works, and where it is refused."""
+
+import dataclasses
+import inspect
+import re
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfdp
+from tests.support.package_source import REPOSITORY
+from tests.support.stand_in_link import StandInLink
+from tests.support.tpu_stand_in import StandInStrategy
+from tfdp import multi_host
+from tfdp.errors import ConfigurationError
+
+PAGE = (REPOSITORY / "docs" / "options.md").read_text("utf-8")
+ROW = re.compile(r"^\| `(\w+=.*?)` \| (.*) \|$", re.MULTILINE)
+WORDS = {"works", "bound", "refused", "-"}
+
+
+def one_process(**options):
+    return tfdp.DataParallelStrategy(**{"devices": ["CPU:0", "CPU:1"], **options})
+
+
+def hosts(workers):
+    def make(**options):
+        cluster = tfdp.Cluster(workers=workers, rank=0, coordinator="127.0.0.1:1")
+        return tfdp.MultiHostDataParallelStrategy(
+            cluster, **{"devices_per_host": 2, **options}
+        )
+
+    return make
+
+
+def tpu(**options):
+    return StandInStrategy(2, **options)
+
+
+COLUMNS = {"one": one_process, "several": hosts(2), "one of": hosts(1), "tpu": tpu}
+ROWS = [(row[1], row[2].split(" | ")) for row in ROW.finditer(PAGE)]
+CELLS = [
+    pytest.param(arguments, column, word, id=f"{arguments}-{column}-{word}")
+    for arguments, words in ROWS
+    for column, word in zip(COLUMNS, words, strict=True)
+]
+
+
+@pytest.fixture(autouse=True)
+def nobody_else(monkeypatch):
+    """Workers of their own: the others are this one, as far as the link tells."""
+    monkeypatch.setattr(multi_host, "make_link", StandInLink)
+    monkeypatch.setattr(multi_host, "meet_by_collectives", lambda link: None)
+    monkeypatch.setattr(multi_host, "use_virtual_devices", lambda count: None)
+    monkeypatch.setattr(multi_host.atexit, "register", lambda function: None)
+
+
+@pytest.mark.parametrize("arguments, column, word", CELLS)
+def test_every_cell(arguments, column, word):
+    assert word in WORDS
+    names = {"Communication": tfdp.Communication}
+    options = eval(f"dict({arguments})", names)  # written in our own page
+    make = COLUMNS[column]
+    if word == "-":
+        with pytest.raises(TypeError, match="unexpected keyword"):
+            make(**options)
+    elif word == "refused":
+        with pytest.raises(ConfigurationError):
+            make(**options)
+    else:
+        assert make(**options).num_replicas_in_sync >= 2
+
+
+def test_the_table_has_every_option():
+    """Each option of the public constructors stands in some row."""
+    text = " ".join(arguments for arguments, _ in ROWS)
+    fields = [field.name for field in dataclasses.fields(tfdp.Communication)]
+    strategies = (
+        tfdp.DataParallelStrategy,
+        tfdp.MultiHostDataParallelStrategy,
+        tfdp.TPUDataParallelStrategy,
+    )
+    for strategy in strategies:
+        fields += inspect.signature(strategy.__init__).parameters
+    # Which devices, and which workers, is no option of how.
+    for name in set(fields) - {"self", "cluster", "tpu"}:
+        assert f"{name}=" in text, name
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        ({"engine": "sockets"}, "engine='sockets'.*on one host: it carries sums"),
+        ({"wire_dtype": "float16"}, "wire_dtype='float16'.*on one host"),
+    ],
+)
+@pytest.mark.parametrize(
+    "make", [tfdp.DataParallelStrategy, tfdp.HierarchicalAllReduce]
+)
+def test_the_refusal_says_why(make, options, words):
+    with pytest.raises(ConfigurationError, match=words):
+        make(communication=tfdp.Communication(**options))
+
+
+def test_fewer_gpus_than_asked_for_are_no_smaller_training(monkeypatch):
+    gpu = "/job:localhost/replica:0/task:0/device:GPU:0"
+    monkeypatch.setattr(
+        multi_host.tf.config, "list_physical_devices", lambda kind=None: [gpu]
+    )
+    monkeypatch.setattr(multi_host, "find_devices", lambda: (gpu,))
+    with pytest.raises(tfdp.errors.DeviceError, match="=2, but this host has 1: .*GPU"):
+        hosts(1)(devices_per_host=2)
+
+
+ALIKE = [
+    ({"shard_min_bytes": 1}, "shard_min_bytes is 1 on worker 0, 32768 on worker 1"),
+    ({"draws_per_replica": False}, "draws_per_replica is False on worker 0, True on"),
+    (
+        {"communication": tfdp.Communication(timeout_seconds=7)},
+        "Communication.timeout_seconds is 7 on worker 0, 600.0 on worker 1",
+    ),
+]
+
+
+@pytest.mark.parametrize("options, words", ALIKE)
+def test_another_option_on_one_worker_is_named(monkeypatch, options, words):
+    other = hosts(2)()._link.settings
+    monkeypatch.setattr(StandInLink, "settings_of_others", other)
+    hosts(2)()
+    with pytest.raises(ConfigurationError, match=words):
+        hosts(2)(**options)
+
+
+def test_another_dtype_policy_on_one_worker_is_named(monkeypatch):
+    other = hosts(2)()._link.settings
+    monkeypatch.setattr(StandInLink, "settings_of_others", other)
+    keras.config.set_dtype_policy("mixed_float16")
+    with pytest.raises(
+        ConfigurationError, match="is 'mixed_float16' on worker 0, 'float32' on"
+    ):
+        hosts(2)()
+
+
+def test_settings_of_another_engine_are_named(monkeypatch):
+    monkeypatch.setattr(StandInLink, "settings_of_others", b"23456")
+    with pytest.raises(ConfigurationError, match="Worker 1 has another Communication"):
+        hosts(2)()
+
+
+LAUNCHERS = {
+    "tfdp": {"TFDP_WORKERS": "2", "TFDP_RANK": "1", "TFDP_COORDINATOR": "h:1"},
+    "TF_CONFIG": {
+        "TF_CONFIG": '{"cluster": {"worker": ["a:1", "b:1"]}, '
+        '"task": {"type": "worker", "index": 1}}'
+    },
+}
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_one_of_several_workers_does_not_train_alone(monkeypatch, launcher):
+    for name, value in LAUNCHERS[launcher].items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(
+        ConfigurationError, match=rf"worker 1 of 2 \({launcher}\).*auto_strategy"
+    ):
+        tfdp.DataParallelStrategy()
+    assert tfdp.DataParallelStrategy(alone=True).num_replicas_in_sync == 4
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        # One worker; and a cluster that nobody knows whole.
+        {"TFDP_WORKERS": "1", "TFDP_RANK": "0"},
+        {"RANK": "1", "WORLD_SIZE": "2"},
+    ],
+)
+def test_a_lone_process_does(monkeypatch, variables):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert tfdp.DataParallelStrategy().num_replicas_in_sync == 4
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int32", "int64", "float16", "float32"])
+def test_an_eager_sum_keeps_its_type(dtype):
+    strategy = hosts(2)()
+    values = [np.array([3, 5], dtype), np.array([4, 7], dtype)]
+
+    def step():
+        context = tf.distribute.get_replica_context()
+        mine = tf.constant(values[context.replica_id_in_sync_group])
+        return context.all_reduce("SUM", mine)
+
+    for total in strategy.experimental_local_results(strategy.run(step)):
+        assert total.dtype == dtype
+        # The stand-in's other host has what this one has.
+        np.testing.assert_array_equal(total, np.array([14, 24], dtype))
+
+
+def test_an_eager_sum_of_booleans_is_refused():
+    def step():
+        return tf.distribute.get_replica_context().all_reduce("SUM", tf.constant(True))
+
+    with pytest.raises(tfdp.errors.CollectiveError, match="booleans to int32"):
+        hosts(2)().run(step)

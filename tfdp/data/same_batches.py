@@ -1,0 +1,283 @@
+"""Global batches that every host must read alike: the first ones and their number.
+
+Hosts compare a fingerprint of the first batch, and how many there are where they know
+it. Otherwise whoever comes to the end says so, and a host that goes on ends the
+exchange in which it would wait for rows that nobody has.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import threading
+import zlib
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfdp.errors import CollectiveError
+from tfdp.hosts.host_link import HostLink
+
+__all__ = ["new_dataset_name", "no_rows", "same_batches"]
+
+# Datasets are numbered in the order in which a process distributes them, iterators by
+# dataset: the same on every host.
+_dataset_numbers = itertools.count()
+
+
+def new_dataset_name() -> str:
+    """The name of the dataset that is distributed next, alike on every host."""
+    return f"dataset {next(_dataset_numbers)}"
+
+
+def same_batches(
+    dataset: tf.data.Dataset, link: HostLink, policies: str
+) -> tf.data.Dataset:
+    """`dataset`, as long as the other hosts read the same.
+
+    Args:
+      dataset: global batches.
+      link: tells the hosts from each other.
+      policies: what the model computes in; the same on all hosts.
+
+    Raises:
+      CollectiveError: on all hosts, when the dataset is read and first batches,
+        numbers of batches or policies differ.
+
+    Cost: one word to the others per iterator; where a host does not know the number of
+    its batches, a call of Python per batch and one more word at the end.
+    """
+    length = int(dataset.cardinality())
+    comparison = _Comparison(link, length if length != UNKNOWN else None, policies)
+    spec = dataset.element_spec
+    is_real = tf.data.Dataset.from_tensors(True).repeat()
+    marked = tf.data.Dataset.zip((dataset, is_real))
+    if length != tf.data.INFINITE_CARDINALITY:
+        marked = marked.concatenate(
+            tf.data.Dataset.from_tensors(0).map(
+                lambda _: (tf.nest.map_structure(no_rows, spec), False)
+            )
+        )
+
+    def look(state: Any, element: Any) -> Any:
+        (iterator, count), (batch, is_batch) = state, element
+        iterator = tf.cond(
+            (iterator < 0) | tf.logical_not(is_batch) | (length == UNKNOWN),
+            lambda: _ask(comparison, iterator, count, is_batch, batch),
+            lambda: iterator,
+        )
+        return (iterator, count + 1), element
+
+    start = (tf.constant(-1, tf.int64), tf.constant(0, tf.int64))
+    kept = marked.scan(start, look).take_while(lambda _, is_batch: is_batch)
+    alike = kept.map(lambda batch, _: tf.nest.map_structure(_shaped, batch, spec))
+    if length == UNKNOWN:
+        return alike
+    return alike.apply(tf.data.experimental.assert_cardinality(length))
+
+
+UNKNOWN = int(tf.data.UNKNOWN_CARDINALITY)
+
+
+def _ask(
+    comparison: _Comparison,
+    iterator: tf.Tensor,
+    count: tf.Tensor,
+    is_batch: tf.Tensor,
+    batch: Any,
+) -> tf.Tensor:
+    flat = tf.nest.flatten(batch, expand_composites=True)
+    numbers = [
+        part
+        for part in flat
+        if part is not None and (part.dtype.is_floating or part.dtype.is_integer)
+    ]
+    first = numbers[0] if numbers else tf.zeros([0])
+    answer = tf.numpy_function(
+        comparison.look, [iterator, count, is_batch, first], tf.int64, stateful=True
+    )
+    return tf.ensure_shape(answer, [])
+
+
+class _Comparison:
+    """What this host knows of a dataset's iterators here and on the other hosts.
+
+    Args:
+      link: to the others.
+      length: the number of batches, -1 without an end; None: not known before the end.
+      policies: see `same_batches`.
+    """
+
+    def __init__(self, link: HostLink, length: int | None, policies: str):
+        self._link = link
+        self._length = length
+        self._policies = policies
+        self._name = new_dataset_name()
+        self._iterators = itertools.count()
+        self._lock = threading.Lock()
+        #: By iterator: how many batches were read here, and whether that was all.
+        self._read: dict[int, tuple[int, bool]] = {}
+        #: By iterator: how many batches other hosts had when they came to the end.
+        self._ends: dict[int, dict[int, int]] = {}
+        self._error: Exception | None = None
+
+    def look(
+        self, iterator: np.ndarray, count: np.ndarray, is_batch: Any, data: np.ndarray
+    ) -> np.int64:
+        """Called at first batches and ends, and at all where the length is unknown.
+
+        Args:
+          iterator: its number; negative: a new one.
+          count: how many batches came before.
+          is_batch: whether there is one more.
+          data: some numbers of it.
+
+        Returns:
+          The iterator's number.
+        """
+        # A map that reads ahead asks again behind an error, and would wait again.
+        if self._error is not None:
+            raise self._error
+        try:
+            return self._look(int(iterator), int(count), bool(is_batch), data)
+        except Exception as error:
+            self._error = error
+            raise
+
+    def _look(
+        self, place: int, count: int, is_batch: bool, data: np.ndarray
+    ) -> np.int64:
+        if place < 0:
+            place = next(self._iterators)
+            self._compare_first(place, data if is_batch else None)
+        with self._lock:
+            watched = place in self._read
+            if watched:
+                self._read[place] = (count + is_batch, not is_batch)
+        if watched:
+            if not is_batch:
+                self._link.leave_note(self._end_of(place), str(count))
+            difference = self._difference(place)
+            if difference is not None:
+                self._link.give_up(difference)
+                raise CollectiveError(_sentence(difference))
+        return np.int64(place)
+
+    def _end_of(self, place: int) -> str:
+        return f"{self._name}, iterator {place}, end"
+
+    def _compare_first(self, place: int, data: np.ndarray | None) -> None:
+        said = {
+            "policies": self._policies,
+            "batches": 0 if data is None else self._length,
+            "first": None if data is None else f"{data.shape} {_checksum(data)}",
+        }
+        notes = self._link.share_note(
+            f"{self._name}, iterator {place}", json.dumps(said)
+        )
+        everybody = {rank: json.loads(note) for rank, note in sorted(notes.items())}
+        for rank, theirs in everybody.items():
+            _refuse_others(rank, theirs, everybody[0])
+        if all(theirs["batches"] is not None for theirs in everybody.values()):
+            return
+        with self._lock:
+            self._read[place] = (0, False)
+        self._link.on_note(
+            self._end_of(place), lambda notes: self._hear_of_ends(place, notes)
+        )
+
+    def _hear_of_ends(self, place: int, notes: Mapping[int, str]) -> None:
+        """Called from the link's thread whenever a host comes to its end."""
+        others = {r: int(note) for r, note in notes.items() if r != self._link.rank}
+        with self._lock:
+            self._ends[place] = others
+        difference = self._difference(place)
+        if difference is not None:
+            # This host may wait in an exchange by now, which nothing else would end.
+            self._link.give_up(difference)
+
+    def _difference(self, place: int) -> str | None:
+        with self._lock:
+            read, is_all = self._read[place]
+            ends = dict(self._ends.get(place, {}))
+        for rank, end in ends.items():
+            if self._length is not None and self._length != end:
+                return _other_number(
+                    rank, end, self._link.rank, _in_words(self._length)
+                )
+            if read > end or (is_all and read < end):
+                has = f"{read}" if is_all else f"at least {read}"
+                return _other_number(rank, end, self._link.rank, has)
+        return None
+
+
+def _refuse_others(rank: int, theirs: dict[str, Any], first: dict[str, Any]) -> None:
+    if theirs["policies"] != first["policies"]:
+        raise CollectiveError(
+            f"The model computes in {theirs['policies']} on worker {rank} and in "
+            f"{first['policies']} on worker 0. Set the same keras.config."
+            "set_dtype_policy on all workers, before the model is made."
+        )
+    counts = (theirs["batches"], first["batches"])
+    is_empty = [said["first"] is None for said in (theirs, first)]
+    if (None not in counts and counts[0] != counts[1]) or is_empty[0] != is_empty[1]:
+        mine, others = map(_in_words, counts)
+        raise CollectiveError(_sentence(_other_number(rank, mine, 0, others)))
+    if theirs["first"] != first["first"]:
+        raise CollectiveError(
+            f"Worker {rank} reads another first batch than worker 0. Each "
+            "worker takes its rows of the same global batches: give every "
+            "shuffle the same seed (tf.random.set_seed with one number on all "
+            "workers), or make each worker's own part with "
+            "strategy.distribute_datasets_from_function."
+        )
+
+
+def _other_number(rank: int, number: Any, other_rank: int, other: Any) -> str:
+    by_rank = sorted({rank: number, other_rank: other}.items())
+    has = " and ".join(f"{n} on worker {worker}" for worker, n in by_rank)
+    return (
+        f"the workers have different numbers of batches: {has}. Each worker takes its "
+        "rows of the same global batches: give all of them the same data, or make each "
+        "worker's own part, of any length, with "
+        "strategy.distribute_datasets_from_function"
+    )
+
+
+def _sentence(reason: str) -> str:
+    return f"{reason[0].upper()}{reason[1:]}."
+
+
+def _in_words(batches: int | None) -> str:
+    if batches is None:
+        return "some"
+    return "no end of them" if batches < 0 else str(batches)
+
+
+def _checksum(data: np.ndarray) -> int:
+    return zlib.crc32(data.tobytes())
+
+
+def _shaped(part: Any, spec: Any) -> Any:
+    # The end that was put behind them has no rows, so the batches lost theirs.
+    return tf.ensure_shape(part, spec.shape) if isinstance(part, tf.Tensor) else part
+
+
+def no_rows(spec: Any) -> Any:
+    """A batch of no rows of what `spec` describes."""
+    if isinstance(spec, tf.RaggedTensorSpec):
+        return tf.RaggedTensor.from_row_splits(
+            tf.zeros([0], spec.dtype), tf.zeros([1], spec.row_splits_dtype)
+        )
+    if not hasattr(spec, "shape"):
+        return None  # the place of sample weights that are not there
+    if spec.shape.rank is None:
+        return tf.zeros([0], spec.dtype)
+    if isinstance(spec, tf.SparseTensorSpec):
+        shape = [0, *(size or 1 for size in spec.shape[1:])]
+        return tf.SparseTensor(
+            tf.zeros([0, len(shape)], tf.int64), tf.zeros([0], spec.dtype), shape
+        )
+    return tf.zeros([0, *(size or 1 for size in spec.shape[1:])], spec.dtype)
