@@ -11,6 +11,10 @@ __all__ = ["Cluster", "join_address"]
 
 # A name, an IPv4 address, or an IPv6 address in brackets.
 ADDRESS = re.compile(r"(?P<host>\[[0-9A-Fa-f:.%\w]+\]|[^\s:\[\]/]+):(?P<port>\d{1,5})")
+# What is kept for each worker must fit into memory: more cannot be meant.
+MOST_WORKERS = 1_000_000
+# Of a name in the domain name system, and of each of its parts (RFC 1035, 2.3.4).
+LONGEST_HOST, LONGEST_LABEL = 253, 63
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,7 +22,7 @@ class Cluster:
     """The worker processes of one training. Frozen; checked when it is made.
 
     Args:
-      workers: number of processes, at least 1.
+      workers: number of processes, from 1 to 1,000,000.
       rank: which of them this is, 0 <= rank < workers.
       coordinator: `"host:port"` of worker 0, where all meet by TCP (an IPv6 host in
         brackets). None where there is nobody to meet (one worker) or where only MPI
@@ -47,26 +51,27 @@ Received: 2.
     devices_per_worker: int | None = None
 
     def __post_init__(self) -> None:
-        if not _is_integer(self.workers) or self.workers < 1:
+        if not _is_integer(self.workers) or not 1 <= self.workers <= MOST_WORKERS:
             raise ClusterError(
-                "Cluster.workers must be an integer of at least 1. "
-                f"Received: {self.workers!r}."
+                "Cluster.workers must be an integer of at least 1, and at most "
+                f"{MOST_WORKERS}. Received: {_quoted(self.workers)}."
             )
         if not _is_integer(self.rank) or not 0 <= self.rank < self.workers:
             raise ClusterError(
                 f"Cluster.rank must be an integer from 0 to {self.workers - 1} "
-                f"(workers={self.workers}). Received: {self.rank!r}."
+                f"(workers={self.workers}). Received: {_quoted(self.rank)}."
             )
         if self.coordinator is not None and not _is_address(self.coordinator):
             raise ClusterError(
                 "Cluster.coordinator must be 'host:port' of worker 0, with a port "
-                f"from 1 to 65535. Received: {self.coordinator!r}."
+                f"from 1 to 65535, and a host of at most {LONGEST_HOST} characters, "
+                f"{LONGEST_LABEL} between dots. Received: {_quoted(self.coordinator)}."
             )
         devices = self.devices_per_worker
         if devices is not None and (not _is_integer(devices) or devices < 1):
             raise ClusterError(
                 "Cluster.devices_per_worker must be an integer of at least 1, or "
-                f"None. Received: {devices!r}."
+                f"None. Received: {_quoted(devices)}."
             )
 
     @property
@@ -88,6 +93,20 @@ def _is_integer(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
+def _quoted(value: object) -> str:
+    """`repr`, cut where it is long: Python refuses to write thousands of digits."""
+    if isinstance(value, int) and abs(value) > 2**64:
+        return f"a number of {value.bit_length()} bits"
+    text = repr(value)
+    return text if len(text) <= 300 else f"{text[:300]}... ({len(text)} characters)"
+
+
 def _is_address(value: object) -> bool:
     match = ADDRESS.fullmatch(value) if isinstance(value, str) else None
-    return match is not None and 1 <= int(match["port"]) <= 65535
+    if match is None or not 1 <= int(match["port"]) <= 65535:
+        return False
+    # Python's resolver raises a UnicodeError for what is longer.
+    labels = match["host"].split(".")
+    longest = max(map(len, labels))
+    is_ipv6 = match["host"].startswith("[")
+    return len(match["host"]) <= LONGEST_HOST and (is_ipv6 or longest <= LONGEST_LABEL)
