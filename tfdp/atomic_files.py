@@ -1,9 +1,9 @@
 """Files that a reader never meets half written. Pure; no framework is imported.
 
-A file is written under a temporary name, brought to the disk, and renamed. A writer that
-dies leaves the temporary file; the next writer to the folder removes it. Dead is who ran
-here and runs no more; of one that ran elsewhere nobody here can tell, so what it left is
-removed a day after its last change.
+A file is written under a temporary name, brought to the disk, and renamed. A writer
+that dies leaves the temporary file; the next writer to the folder removes it. Dead is
+who ran here and runs no more; of one that ran elsewhere nobody here can tell, so what
+it left is removed a day after its last change.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Files appear whole, last, and what dead writers left is removed; a live one's is not."""
+"""Files appear whole; what dead writers left is removed, a live one's is not."""
 
 import os
 import signal
