@@ -107,7 +107,19 @@ def test_slurm_lists_of_hosts(text, expected):
     assert expand_hosts(text) == expected
 
 
-@pytest.mark.parametrize("text", ["", "n[", "n[1-]", "n]1[", "n[a-b]", "n[1", "a,,b"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "n[", "n[1-]", "n]1[", "n[a-b]", "n[1", "a,,b", "n[5-3]", "n[5-3,7]"),
+        # Some 10^10 hosts, from one pair of brackets, from several, from many items.
+        "n[1-9999999999]",
+        "n[1-9999][1-9999][1-99]",
+        ",".join(["n[1-99999]"] * 100_000),
+        pytest.param("n" + "[1-2]" * 5000, id="5000 brackets"),
+        pytest.param(f"n[1-1{'0' * 5000}]", id="a number of 5001 digits"),
+    ],
+    ids=lambda text: text[:30],
+)
 def test_broken_lists_of_hosts_are_refused(text):
     with pytest.raises(ClusterError, match="list of nodes"):
         expand_hosts(text)
@@ -244,16 +256,46 @@ def test_missing_parts_are_refused_with_what_was_found(environment, found, missi
         (tf_config({"worker": ["a:1"]}, "evaluator", 0), "model.evaluate"),
         (tf_config({"master": ["a:1"], "worker": ["a:1"]}, "worker", 0), "a:1 twice"),
         (tf_config({"worker": ["a", "b"]}, "worker", 0), "'host:port'"),
+        ({**SLURM, "SLURM_STEP_NODELIST": "n[1-9999999999]"}, "9999999999 hosts"),
+        (tf_config({"worker": ["a:1"] * 10**6}, "worker", 0), "a:1 twice"),
+        (tf_config({"worker": ["a:1"]}, "worker", "9" * 5000), "task index must be"),
+        ({"TF_CONFIG": "[" * 100_000}, "nested too deeply"),
+        ({"TF_CONFIG": "9" * 5000}, "not JSON"),
+        ({**TORCHRUN, "MASTER_ADDR": "a" * 64}, "63 between dots"),
+        ({**TORCHRUN, "MASTER_ADDR": ".".join("a" * 200)}, "at most 253 characters"),
     ],
+    ids=range(28),
 )
 def test_nonsense_is_refused_with_the_value(environment, message):
     with pytest.raises(ClusterError, match=message):
         find_cluster(environment)
 
 
+HUGE = [str(10**30), str(2**63), "9" * 5000, "9" * 10**6]
+
+
+@pytest.mark.parametrize("value", HUGE, ids=lambda value: f"{len(value)} digits")
+@pytest.mark.parametrize("environment, expected", SOURCES, ids=NAMES)
+def test_huge_numbers_are_refused_wherever_they_stand(environment, expected, value):
+    """Every variable of every launcher in turn: some are names, some are not read."""
+    for name in (*environment, "TFDP_DEVICES_PER_WORKER"):
+        try:
+            found = find_cluster({**environment, name: value})
+        except ClusterError as error:
+            assert len(str(error)) < 5000
+        else:
+            changed = dataclasses.replace(found, coordinator=expected.coordinator)
+            assert changed == expected
+
+
 @pytest.mark.parametrize(
     "changes",
     [
+        {"workers": 10**30},
+        {"workers": 10**5000},
+        {"workers": 10**9, "rank": 10**8},
+        {"rank": 10**5000},
+        {"coordinator": "a" * 10**6 + ":2000"},
         {"workers": 0},
         {"workers": True},
         {"workers": "2"},

@@ -54,6 +54,7 @@ LAYERS = {
     "_version": 0,
     "atomic_files": 0,
     "buckets": 0,
+    "checked_json": 0,
     "cluster": 0,
     "communication": 0,
     "errors": 0,

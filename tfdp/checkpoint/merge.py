@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
-import tempfile
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from tfdp.atomic_files import replaced
-from tfdp.checkpoint.parts import INDEX_NAME, WEIGHTS_NAME
-from tfdp.errors import DataError
+from tfdp.atomic_files import replaced, temporary
+from tfdp.checkpoint.part_files import (
+    IDENTITY_NAME,
+    WEIGHTS_NAME,
+    PartsIndex,
+    checked_part,
+    damage_named,
+    read_index,
+)
+from tfdp.errors import ConfigurationError, DataError
 
 __all__ = ["merge_parts"]
 
@@ -34,105 +39,136 @@ def merge_parts(
       The path.
 
     Raises:
-      DataError: when the index or a part is missing, or a part is not what the index
-        says; naming it.
+      DataError: when the index or a part is missing or damaged, or a part is of another
+        call of `save_parts`; naming it and what it is.
+      ConfigurationError: when there is no folder to write to.
 
-    Cost: reads every part once; holds one variable at a time in memory.
+    Cost: reads every part twice, once for its checksum; holds one variable at a time in
+    memory.
     """
     folder, target = Path(directory), Path(path)
     if not target.name.endswith((".keras", ".weights.h5")):
         raise DataError(
             f"Parts are merged into a .keras or a .weights.h5 file. Received: {target}."
         )
-    index = _read_index(folder)
-    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
-        weights = Path(scratch) / WEIGHTS_NAME
-        with contextlib.ExitStack() as stack:
-            parts = [
-                stack.enter_context(_open_weights(folder / name))
-                for name in index["parts"]
-            ]
-            _join(parts, index, weights)
+    _check_target(target)
+    index = read_index(folder)
+    with contextlib.ExitStack() as stack:
+        parts = [
+            stack.enter_context(_open_part(folder / name, index, number))
+            for number, name in enumerate(index.names, 1)
+        ]
         if target.name.endswith(".weights.h5"):
-            os.replace(weights, target)
+            with replaced(target) as half_written:
+                _join(parts, index, half_written)
             return target
+        weights = stack.enter_context(temporary(target.with_name(WEIGHTS_NAME)))
+        _join(parts, index, weights)
         with replaced(target) as half_written:
-            _pack(folder / index["parts"][0], weights, half_written)
+            _pack(parts[0], weights, half_written)
     return target
 
 
-def _read_index(folder: Path) -> dict[str, Any]:
+def _check_target(target: Path) -> None:
     try:
-        index = json.loads((folder / INDEX_NAME).read_text())
-    except FileNotFoundError as error:
-        raise DataError(
-            f"{folder} has no {INDEX_NAME}: tfdp.checkpoint.save_parts, which writes "
-            "it last, has not ended there on the first host."
-        ) from error
-    missing = [name for name in index["parts"] if not (folder / name).exists()]
-    if missing:
-        raise DataError(
-            f"{folder} lacks {', '.join(missing)} of {len(index['parts'])} parts. "
-            "Bring the files of all hosts into one directory."
+        is_there = target.parent.is_dir()
+        target.exists()  # Raises for a name that is too long.
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(f"Nothing can be written there: {error}.") from error
+    if not is_there:
+        raise ConfigurationError(
+            f"There is no folder {target.parent} to write {target.name} to. Make it."
         )
-    return index
+
+
+class _Part:
+    """One part, open, checked: its archive and the numbers in it."""
+
+    def __init__(self, path: Path, archive: zipfile.ZipFile, weights: Any):
+        self.path, self.archive, self.weights = path, archive, weights
+        self.size_bytes = path.stat().st_size
+
+    def value(self, place: str) -> np.ndarray:
+        """The numbers at a place.
+
+        Raises:
+          DataError: there are none, or they are not within the part.
+        """
+        import h5py
+
+        with damage_named(self.path):
+            item = self.weights[place]
+            if not isinstance(item, h5py.Dataset):
+                raise ValueError(f"{place!r} holds no numbers")
+            # HDF5 can name other files, and sizes that nothing was written for.
+            if item.external or item.is_virtual or item.nbytes > self.size_bytes:
+                raise ValueError(
+                    f"{place!r} claims {item.nbytes} bytes that are not in the part"
+                )
+            return item[()]
 
 
 @contextlib.contextmanager
-def _open_weights(path: Path) -> Any:
+def _open_part(path: Path, index: PartsIndex, number: int) -> Iterator[_Part]:
     import h5py
 
-    # Stored, not packed: the file can be read where it lies in the archive.
-    with (
-        zipfile.ZipFile(path) as archive,
-        archive.open(WEIGHTS_NAME) as file,
-        h5py.File(file, "r") as weights,
-    ):
-        yield weights
+    with contextlib.ExitStack() as stack:
+        archive = stack.enter_context(
+            checked_part(path, index.write, number, index.parts)
+        )
+        with damage_named(path):
+            # Stored, not packed: it can be read where it lies in the archive.
+            file = stack.enter_context(archive.open(WEIGHTS_NAME))
+            weights = stack.enter_context(h5py.File(file, "r"))
+        yield _Part(path, archive, weights)
 
 
-def _join(parts: Sequence[Any], index: dict[str, Any], path: Path) -> None:
+def _join(parts: list[_Part], index: PartsIndex, path: Path) -> None:
     """Writes the first part's numbers, those of all parts where they are sharded."""
     import h5py
 
-    sharded = index["sharded"]
-
-    def copy(place: str, item: Any) -> None:
-        if not isinstance(item, h5py.Dataset):
-            group = whole.require_group(place)
-            group.attrs.update(item.attrs)
-            return
-        value = item[()]
-        if place in sharded:
-            pieces = [part[place][()] for part in parts]
-            value = _whole(place, pieces, sharded[place], index["parts"])
-        whole.create_dataset(place, data=value).attrs.update(item.attrs)
-
+    first = parts[0]
+    found: list[tuple[str, Any]] = []
+    with damage_named(first.path):
+        first.weights.visititems(lambda place, item: found.append((place, item)))
+    numbers = {place for place, item in found if isinstance(item, h5py.Dataset)}
+    absent = sorted(set(index.sharded) - numbers)
+    if absent:
+        raise DataError(
+            f"{first.path.name} has no numbers at {absent[0]!r}, which the index lists."
+        )
     with h5py.File(path, "w") as whole:
-        whole.attrs.update(parts[0].attrs)
-        parts[0].visititems(copy)
+        whole.attrs.update(first.weights.attrs)
+        for place, item in found:
+            if not isinstance(item, h5py.Dataset):
+                whole.require_group(place).attrs.update(item.attrs)
+                continue
+            if place in index.sharded:
+                value = _whole(place, parts, index.sharded[place])
+            else:
+                value = first.value(place)
+            whole.create_dataset(place, data=value).attrs.update(item.attrs)
 
 
-def _whole(
-    place: str, pieces: Sequence[np.ndarray], entry: Any, names: Sequence[str]
-) -> np.ndarray:
-    for piece, length, name in zip(pieces, entry["lengths"], names, strict=True):
-        if piece.shape != (length,):
+def _whole(place: str, parts: list[_Part], entry: Any) -> np.ndarray:
+    pieces = [part.value(place) for part in parts]
+    for piece, length, part in zip(pieces, entry["lengths"], parts, strict=True):
+        if piece.shape != (length,) or piece.dtype != pieces[0].dtype:
             raise DataError(
-                f"{name} holds {piece.shape} at {place!r} where the index says "
-                f"({length},): it is not a part of this checkpoint."
+                f"{part.path.name} holds {piece.dtype} {piece.shape} at {place!r} "
+                f"where the index says ({length},) of one type: it is not a part of "
+                "this checkpoint."
             )
     return np.concatenate(pieces).reshape(entry["shape"])
 
 
-def _pack(first_part: Path, weights: Path, path: Path) -> None:
+def _pack(first: _Part, weights: Path, path: Path) -> None:
     """The first part with other weights."""
-    with (
-        zipfile.ZipFile(first_part) as source,
-        zipfile.ZipFile(path, "w") as target,
-    ):
-        for entry in source.infolist():
+    with zipfile.ZipFile(path, "w") as target:
+        for entry in first.archive.infolist():
             if entry.filename == WEIGHTS_NAME:
                 target.write(weights, WEIGHTS_NAME)
-            else:
-                target.writestr(entry, source.read(entry))
+            elif entry.filename != IDENTITY_NAME:
+                with damage_named(first.path):
+                    content = first.archive.read(entry)
+                target.writestr(entry, content)

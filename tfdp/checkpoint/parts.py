@@ -8,11 +8,9 @@ no checkpoint.
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
 import zipfile
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +19,19 @@ import numpy as np
 import tensorflow as tf
 
 from tfdp._tf.sharding.variables import read_instead
-from tfdp.atomic_files import replaced
+from tfdp.atomic_files import replaced, temporary
+from tfdp.checkpoint.part_files import (
+    INDEX_NAME,
+    WEIGHTS_NAME,
+    PartsIndex,
+    note_identity,
+    other_parts,
+)
 from tfdp.errors import ConfigurationError
 from tfdp.shards import ShardLayout
 
-__all__ = ["INDEX_NAME", "WEIGHTS_NAME", "save_parts"]
+__all__ = ["save_parts"]
 
-INDEX_NAME = "parts.json"
-# Keras' name for the numbers within a .keras file.
-WEIGHTS_NAME = "model.weights.h5"
 # Nobody's weights: two whole numbers that say "variable k stands here".
 MARK = 0x7F4A7C15F39CC060
 
@@ -40,7 +42,7 @@ def save_parts(model: keras.Model, directory: str | os.PathLike[str]) -> Path:
     Call it on every host. `tfdp merge DIRECTORY model.keras` (or `merge_parts`) makes
     one ordinary file of the parts, which any number of replicas, and plain Keras, can
     load. What an earlier call has written to the directory stays valid until all parts
-    are there, and is then deleted.
+    are there, and on the disk; then the parts of all earlier calls are deleted.
 
     Args:
       model: a built model, made in the scope of a strategy of tfdp.
@@ -51,11 +53,13 @@ def save_parts(model: keras.Model, directory: str | os.PathLike[str]) -> Path:
       The directory.
 
     Raises:
-      ConfigurationError: when the model was not made in such a scope.
+      ConfigurationError: when the model was not made in such a scope, or the directory
+        cannot be made.
 
     Cost: each host writes n / H bytes of the n bytes in shards over H hosts, and what
-    is not sharded. No host holds more than it does in training. With
-    `shard_group="host"` the first host has everything and writes alone.
+    is not sharded, and reads them once for their checksum. No host holds more than it
+    does in training. With `shard_group="host"` the first host has everything and writes
+    alone.
 
     ```python
     import pathlib
@@ -74,36 +78,51 @@ def save_parts(model: keras.Model, directory: str | os.PathLike[str]) -> Path:
     ```
     """
     strategy = _strategy_of(model)
-    folder = Path(directory)
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = _made(directory)
     shards = strategy.extended.shards
     local = len(strategy.extended.worker_devices)
     parts, mine = 1, 0
     if shards is not None:
         parts = shards.reducer.shard_parts // local
         mine = shards.part_of(0) // local
-    # A name of its own for each call: parts of two calls cannot be taken for one.
+    # An identity for each call: parts of two calls cannot be taken for one.
     key = int(strategy.from_chief(np.array(secrets.randbits(60)), "name of the parts"))
-    names = [f"part-{i + 1}-of-{parts}-{key:015x}.keras" for i in range(parts)]
+    write = f"{key:015x}"
+    # Noted before anybody can have begun the next call.
+    before = other_parts(folder, write)
+    index = PartsIndex(write, {}, parts)
     if strategy.is_chief or parts > 1:
         with read_instead(lambda variable: shards.own_range(variable)):
-            with replaced(folder / names[mine]) as half_written:
+            with replaced(folder / index.names[mine]) as half_written:
                 model.save(half_written)
+                note_identity(half_written, write, mine + 1, parts)
     strategy.barrier("all parts of the checkpoint")
     if strategy.is_chief:
-        before = _listed(folder)
-        index = {"parts": names, "sharded": _places(model, folder, local, parts)}
+        index = PartsIndex(write, _places(model, folder, local, parts), parts)
         with replaced(folder / INDEX_NAME) as half_written:
-            half_written.write_text(json.dumps(index, indent=1))
-        for name in before:
-            (folder / name).unlink(missing_ok=True)
+            half_written.write_text(index.text())
     strategy.barrier("the index of the checkpoint")
+    for path in before:
+        path.unlink(missing_ok=True)
+    return folder
+
+
+def _made(directory: str | os.PathLike[str]) -> Path:
+    folder = Path(directory)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(
+            f"The directory for the parts cannot be made: {error}. Received: "
+            f"{str(directory)[:300]!r}."
+        ) from error
     return folder
 
 
 def _strategy_of(model: keras.Model) -> Any:
-    variables = model.variables
-    strategy = getattr(variables[0].value, "distribute_strategy", None)
+    first = next(iter(model.variables), None)
+    value = None if first is None else first.value
+    strategy = getattr(value, "distribute_strategy", None)
     if not hasattr(strategy, "from_chief"):
         raise ConfigurationError(
             "save_parts needs a built model that was made in the scope of "
@@ -111,11 +130,6 @@ def _strategy_of(model: keras.Model) -> Any:
             f"others. Received: {model!r}."
         )
     return strategy
-
-
-def _listed(folder: Path) -> Sequence[str]:
-    index = folder / INDEX_NAME
-    return json.loads(index.read_text())["parts"] if index.exists() else []
 
 
 def _places(model: keras.Model, folder: Path, local: int, parts: int) -> dict[str, Any]:
@@ -132,9 +146,6 @@ def _places(model: keras.Model, folder: Path, local: int, parts: int) -> dict[st
         layouts.append(variable.layout)
         return tf.constant([MARK, len(layouts) - 1], tf.int64)
 
-    marked = folder / f"writing-{INDEX_NAME}.keras"
-    with read_instead(mark):
-        model.save(marked)
     places: dict[str, Any] = {}
 
     def note(path: str, item: Any) -> None:
@@ -144,12 +155,12 @@ def _places(model: keras.Model, folder: Path, local: int, parts: int) -> dict[st
             layout = layouts[int(item[1])]
             edges = [layout.bounds(part * local)[0] for part in range(parts)]
             lengths = np.diff([*edges, layout.elements]).tolist()
-            places[path] = {"shape": layout.shape, "lengths": lengths}
+            places[path] = {"shape": list(layout.shape), "lengths": lengths}
 
-    try:
+    with temporary(folder / "marked.keras") as marked:
+        with read_instead(mark):
+            model.save(marked)
         with zipfile.ZipFile(marked) as archive, archive.open(WEIGHTS_NAME) as file:
             with h5py.File(file, "r") as weights:
                 weights.visititems(note)
-    finally:
-        marked.unlink()
     return places

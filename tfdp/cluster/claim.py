@@ -7,7 +7,12 @@ from collections.abc import Mapping, Sequence
 
 from tfdp.errors import ClusterError
 
-__all__ = ["Claim", "integer", "present"]
+__all__ = ["Claim", "integer", "present", "shortened"]
+
+# Ids of jobs are larger than any number of workers.
+LARGEST = 2**63 - 1
+# A message quotes as much of a variable.
+QUOTED_CHARACTERS = 300
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +42,8 @@ class Claim:
     @property
     def variables(self) -> str:
         """`NAME=value, NAME=value`, for messages."""
-        return ", ".join(f"{name}={value}" for name, value in self.found.items())
+        pairs = self.found.items()
+        return ", ".join(f"{name}={shortened(value)}" for name, value in pairs)
 
     def contradicts(self, other: Claim) -> bool:
         """Whether both state a rank or a number of workers, and not the same one."""
@@ -51,12 +57,27 @@ def present(environment: Mapping[str, str], *names: str) -> dict[str, str]:
 
 
 def integer(found: Mapping[str, str], name: str, least: int) -> int | None:
-    """The variable as an integer of at least `least`; None when it is not set."""
+    """The variable as an integer of at least `least`; None when it is not set.
+
+    Raises:
+      ClusterError: when it is none, or larger than 63 bits hold.
+    """
     text = found.get(name)
     if text is None:
         return None
-    if not text.strip().isdecimal() or int(text) < least:
+    digits = text.strip()
+    # The length first: Python refuses to read a number of thousands of digits.
+    is_number = digits.isdecimal() and len(digits) <= len(str(LARGEST))
+    if not is_number or not least <= int(digits) <= LARGEST:
         raise ClusterError(
-            f"{name} must be an integer of at least {least}. Received: {text!r}."
+            f"{name} must be an integer of at least {least} (and at most {LARGEST}). "
+            f"Received: {shortened(text)!r}."
         )
-    return int(text)
+    return int(digits)
+
+
+def shortened(text: str) -> str:
+    """`text`, or its start and its length where it is too long for a message."""
+    if len(text) <= QUOTED_CHARACTERS:
+        return text
+    return f"{text[:QUOTED_CHARACTERS]}... ({len(text)} characters)"

@@ -15,6 +15,10 @@ ADDRESS = re.compile(
     r"(?:\[(?P<ipv6>[0-9A-Fa-f:.]+(?:%\w+)?)\]|(?P<host>[^\s:\[\]/]+))"
     r":(?P<port>[0-9]{1,5})"
 )
+# What is kept for each worker must fit into memory: more cannot be meant.
+MOST_WORKERS = 1_000_000
+# Of a name in the domain name system, and of each of its parts (RFC 1035, 2.3.4).
+LONGEST_HOST, LONGEST_LABEL = 253, 63
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,7 +26,7 @@ class Cluster:
     """The worker processes of one training. Frozen; checked when it is made.
 
     Args:
-      workers: number of processes, at least 1.
+      workers: number of processes, from 1 to 1,000,000.
       rank: which of them this is, 0 <= rank < workers.
       coordinator: `"host:port"` of worker 0, where all meet by TCP (an IPv6 host in
         brackets). None where there is nobody to meet (one worker) or where only MPI
@@ -58,26 +62,27 @@ Received: 2.
     job: str = dataclasses.field(default="", repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        if not _is_integer(self.workers) or self.workers < 1:
+        if not _is_integer(self.workers) or not 1 <= self.workers <= MOST_WORKERS:
             raise ClusterError(
-                "Cluster.workers must be an integer of at least 1. "
-                f"Received: {self.workers!r}."
+                "Cluster.workers must be an integer of at least 1, and at most "
+                f"{MOST_WORKERS}. Received: {_quoted(self.workers)}."
             )
         if not _is_integer(self.rank) or not 0 <= self.rank < self.workers:
             raise ClusterError(
                 f"Cluster.rank must be an integer from 0 to {self.workers - 1} "
-                f"(workers={self.workers}). Received: {self.rank!r}."
+                f"(workers={self.workers}). Received: {_quoted(self.rank)}."
             )
         if self.coordinator is not None and not _is_address(self.coordinator):
             raise ClusterError(
                 "Cluster.coordinator must be 'host:port' of worker 0, with a port "
-                f"from 1 to 65535. Received: {self.coordinator!r}."
+                f"from 1 to 65535, and a host of at most {LONGEST_HOST} characters, "
+                f"{LONGEST_LABEL} between dots. Received: {_quoted(self.coordinator)}."
             )
         devices = self.devices_per_worker
         if devices is not None and (not _is_integer(devices) or devices < 1):
             raise ClusterError(
                 "Cluster.devices_per_worker must be an integer of at least 1, or "
-                f"None. Received: {devices!r}."
+                f"None. Received: {_quoted(devices)}."
             )
         if self.job_key is not None:
             checked_job_key(self.job_key, "Cluster.job_key")
@@ -109,11 +114,26 @@ def split_address(address: str) -> tuple[str, int] | None:
     match = ADDRESS.fullmatch(address)
     if match is None or not 1 <= int(match["port"]) <= 65535:
         return None
-    return match["ipv6"] or match["host"], int(match["port"])
+    host = match["ipv6"] or match["host"]
+    # Python's resolver raises a UnicodeError for what is longer.
+    longest_label = max(map(len, host.split(".")))
+    if len(host) > LONGEST_HOST or (
+        not match["ipv6"] and longest_label > LONGEST_LABEL
+    ):
+        return None
+    return host, int(match["port"])
 
 
 def _is_integer(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _quoted(value: object) -> str:
+    """`repr`, cut where it is long: Python refuses to write thousands of digits."""
+    if isinstance(value, int) and abs(value) > 2**64:
+        return f"a number of {value.bit_length()} bits"
+    text = repr(value)
+    return text if len(text) <= 300 else f"{text[:300]}... ({len(text)} characters)"
 
 
 def _is_address(value: object) -> bool:

@@ -7,10 +7,12 @@ SLURM_PROCID=0 or none at all, but are one process: only a step names a cluster.
 
 from __future__ import annotations
 
+import itertools
+import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
-from tfdp.cluster.claim import Claim, integer, present
+from tfdp.cluster.claim import Claim, integer, present, shortened
 from tfdp.cluster.description import join_address
 from tfdp.errors import ClusterError
 
@@ -23,6 +25,10 @@ NODE_COUNTS: _Names = ("SLURM_STEP_NUM_NODES", "SLURM_JOB_NUM_NODES", "SLURM_NNO
 JOB: _Names = ("SLURM_JOB_ID", "SLURM_JOBID")
 STEP: _Names = ("SLURM_STEP_ID", "SLURM_STEPID")
 FIRST_PORT, PORTS = 20000, 10000
+# More than Slurm manages in one cluster (65,533): a list that names more is no list.
+MOST_HOSTS = 100_000
+MOST_BRACKETS = 8
+MOST_DIGITS = 12
 
 
 def read_slurm(environment: Mapping[str, str]) -> Claim | None:
@@ -98,39 +104,65 @@ def expand_hosts(text: str) -> list[str]:
     ['rack1n0-ib', 'rack1n1-ib', 'rack2n0-ib', 'rack2n1-ib']
 
     Raises:
-      ClusterError: when the text is not such a list.
+      ClusterError: when the text is not such a list, or names over 100,000 hosts.
     """
     # A comma separates hosts only outside of brackets.
     items = re.findall(r"(?:[^,\[\]\s]|\[[^\[\]\s]*\])+", text)
     if not items or ",".join(items) != text.strip():
         raise _bad_list(text)
-    return [host for item in items for host in _expand_item(item, text)]
+    parsed = [_parse_item(item, text) for item in items]
+    count = sum(
+        math.prod(sum(len(numbers) for _, numbers in ranges) for ranges in brackets)
+        for _, brackets in parsed
+    )
+    if count > MOST_HOSTS:
+        raise ClusterError(
+            f"Slurm's list of nodes names {count} hosts; at most {MOST_HOSTS} can be "
+            f"meant. Received: {shortened(text)!r}."
+        )
+    return [host for names, ranges in parsed for host in _expand(names, ranges)]
 
 
-def _expand_item(item: str, text: str) -> list[str]:
-    before, bracket, rest = item.partition("[")
-    if not bracket:
-        return [item]
-    ranges, _, after = rest.partition("]")
-    numbers: list[str] = []
-    for part in ranges.split(","):
-        match = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
-        if not match:
-            raise _bad_list(text)
-        first, last = match[1], match[2] or match[1]
-        # The width of the first number holds for all: 01-03, 098-102.
-        numbers += [
-            str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)
-        ]
-    if not numbers:
+# The width and the numbers of one part of what stands in brackets.
+_Part = tuple[int, range]
+
+
+def _parse_item(item: str, text: str) -> tuple[list[str], list[list[_Part]]]:
+    """What stands around the brackets, and what each of them names."""
+    pieces = re.split(r"\[([^\]]*)\]", item)
+    if len(pieces) > 2 * MOST_BRACKETS + 1:
         raise _bad_list(text)
-    tails = _expand_item(after, text) if after else [""]
-    return [f"{before}{number}{tail}" for number in numbers for tail in tails]
+    brackets = []
+    for ranges in pieces[1::2]:
+        parts = []
+        for part in ranges.split(","):
+            match = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
+            if not match:
+                raise _bad_list(text)
+            first, last = match[1], match[2] or match[1]
+            if max(len(first), len(last)) > MOST_DIGITS or int(last) < int(first):
+                raise _bad_list(text)
+            # The width of the first number holds for all: 01-03, 098-102.
+            parts.append((len(first), range(int(first), int(last) + 1)))
+        brackets.append(parts)
+    return pieces[::2], brackets
+
+
+def _expand(names: Sequence[str], brackets: Sequence[Sequence[_Part]]) -> list[str]:
+    numbers = [
+        [str(number).zfill(width) for width, numbers in parts for number in numbers]
+        for parts in brackets
+    ]
+    return [
+        "".join(itertools.chain(*zip(names, chosen, strict=False), names[-1:]))
+        for chosen in itertools.product(*numbers)
+    ]
 
 
 def _bad_list(text: str) -> ClusterError:
     return ClusterError(
-        f"Slurm's list of nodes must look like node[01-03,7],other. Received: {text!r}."
+        "Slurm's list of nodes must look like node[01-03,7],other. "
+        f"Received: {shortened(text)!r}."
     )
 
 

@@ -10,11 +10,12 @@ The chief is rank 0 and the workers follow; without a chief, worker 0 is.
 
 from __future__ import annotations
 
-import json
+import collections
 from collections.abc import Mapping
 from typing import Any
 
-from tfdp.cluster.claim import Claim, present
+from tfdp.checked_json import parse_json
+from tfdp.cluster.claim import Claim, integer, present, shortened
 from tfdp.errors import ClusterError
 
 __all__ = ["read_tf_config"]
@@ -39,8 +40,8 @@ def read_tf_config(environment: Mapping[str, str]) -> Claim | None:
     found = present(environment, "TF_CONFIG")
     if not found:
         return None
-    text = found["TF_CONFIG"]
-    config = _parse(text)
+    config = _parse(found["TF_CONFIG"])
+    text = shortened(found["TF_CONFIG"])
     addresses = _addresses(config.get("cluster") or {}, text)
     if not any(addresses.values()):
         return None  # a service that trains on one machine sets it without a cluster
@@ -76,13 +77,15 @@ def read_tf_config(environment: Mapping[str, str]) -> Claim | None:
 
 def _parse(text: str) -> dict[str, Any]:
     try:
-        config = json.loads(text)
+        config = parse_json(text)
     except ValueError as error:
         raise ClusterError(
-            f"TF_CONFIG is not JSON: {error}. Received: {text}"
+            f"TF_CONFIG is not JSON: {error}. Received: {shortened(text)}"
         ) from None
     if not isinstance(config, dict):
-        raise ClusterError(f"TF_CONFIG must be a JSON object. Received: {text}")
+        raise ClusterError(
+            f"TF_CONFIG must be a JSON object. Received: {shortened(text)}"
+        )
     return config
 
 
@@ -96,11 +99,13 @@ def _addresses(cluster: Any, text: str) -> dict[str, list[str]]:
             f"Received: {text}"
         )
     training = [item for kind in TRAINING_TASKS for item in cluster.get(kind, ())]
-    twice = sorted({item for item in training if training.count(item) > 1})
+    counts = collections.Counter(training)
+    twice = sorted(item for item, count in counts.items() if count > 1)
     if twice:
         raise ClusterError(
-            f"TF_CONFIG lists {', '.join(twice)} twice, so that more workers are "
-            f"counted than started. List every process once. Received: {text}"
+            f"TF_CONFIG lists {shortened(', '.join(twice))} twice, so that more "
+            "workers are counted than started. List every process once. "
+            f"Received: {text}"
         )
     return cluster
 
@@ -113,4 +118,5 @@ def _task(task: Any, text: str) -> tuple[str, int]:
             "TF_CONFIG's task must hold a type (chief or worker) and an index of at "
             f"least 0. Received: {text}"
         )
-    return kind, int(index)
+    number = integer({"TF_CONFIG's task index": index}, "TF_CONFIG's task index", 0)
+    return kind, number or 0
