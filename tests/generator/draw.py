@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from tests.generator import outputs
 from tests.generator.calls import CALLBACKS
-from tests.generator.layers import INPUTS, LAYERS, RANDOM
+from tests.generator.layers import INPUTS, LAYERS, RANDOM, RECURRENT
 from tests.generator.optimizers import OPTIMIZERS, OPTIONS
 from tests.generator.program import (
     Branch,
@@ -27,13 +27,15 @@ def mostly(first, *others, times=3):
 
 
 def layers_that(takes, gives, random):
-    return [
+    """The names, the costly ones half as often."""
+    found = [
         name
         for name, layer in LAYERS.items()
         if layer.takes == takes
         and layer.gives == gives
         and (random or name not in RANDOM)
     ]
+    return [*found, *(name for name in found if name not in RECURRENT)]
 
 
 @st.composite

@@ -157,3 +157,41 @@ def has_empty_replica(program):
     if "fit-validate" in program.calls:
         batches.append(program.data.validation_rows)
     return any(leaves_a_replica_empty(n, program.layout.replicas) for n in batches)
+
+
+def features(program):
+    """What is special about the program: names, and fields not as by default."""
+    found = {f"layer {name}" for name in layer_names(program)}
+    found |= {f"input {branch.kind}" for branch in program.branches}
+    found |= {f"option {option}" for option in program.optimizer.options}
+    found |= {f"call {call}" for call in program.calls}
+    found |= {f"callback {callback}" for callback in program.callbacks}
+    found |= {"several inputs"} if len(program.branches) > 1 else set()
+    found |= {"several outputs"} if len(program.outputs) > 1 else set()
+    for part in (*program.outputs, program.optimizer, program.data, program.layout):
+        found |= _changed(part, leave_out=("batches", "seed", "options", "replicas"))
+    found |= _changed(program, leave_out=_TOLD_ABOVE)
+    replicas = program.layout.replicas
+    if any(rows % replicas for rows in program.data.batches):
+        found.add("uneven batch")
+    if replicas != 2:
+        found.add("one replica" if replicas == 1 else "three replicas or more")
+    if program.epochs > 1:
+        found.add("several epochs")
+    if has_empty_replica(program):
+        found.add("empty replica")
+    return frozenset(found - {"input vector", "call fit"})
+
+
+_TOLD_ABOVE = (
+    *("branches", "trunk", "outputs", "optimizer", "data", "layout", "calls"),
+    *("callbacks", "epochs"),
+)
+
+
+def _changed(part, leave_out):
+    return {
+        f"{type(part).__name__}.{field.name}={getattr(part, field.name)!r}"
+        for field in dataclasses.fields(part)
+        if field.name not in leave_out and getattr(part, field.name) != field.default
+    }

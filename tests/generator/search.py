@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, Phase, Verbosity, settings
 from tests.generator.child import Child
 from tests.generator.draw import programs
 from tests.generator.known import is_documented, is_known
+from tests.generator.program import features
 
 REPLAY = """\
 from tests.generator.__main__ import replay
@@ -36,17 +37,17 @@ class Finding:
     Args:
       seed: of the round that drew it.
       program, verdict: see `compare.judge`.
-      count: how many programs had the same signature.
+      programs: the others that it explains; see `Search.is_explained`.
     """
 
     seed: int
     program: object
     verdict: object
-    count: int = 1
+    programs: set = dataclasses.field(default_factory=set)
 
     def __str__(self):
         return (
-            f"--- finding, seed {self.seed}, seen {self.count} times: "
+            f"--- finding of seed {self.seed}, met by {len(self.programs)} more: "
             f"{self.verdict.kind}: {self.verdict.signature}\n{self.verdict.text}\n\n"
             f"{REPLAY.format(program=self.program)}"
         )
@@ -83,10 +84,11 @@ class Search:
         self.counts = collections.Counter()
         self.refusals = collections.Counter()
         self.skipped = collections.Counter()
-        self.findings = {}
+        self.findings = []
+        self.verdicts = {}
 
     def run(self, stop_at_first=False):
-        """Draws until the time is over; the findings by signature."""
+        """Draws until the time is over; the findings."""
         self._end = time.monotonic() + self._seconds
         try:
             while time.monotonic() < self._end:
@@ -123,16 +125,32 @@ class Search:
         """The verdict, counted; refusals that are documented count as such."""
         began = time.monotonic()
         verdict = self._child.judge(program)
-        took = f"{time.monotonic() - began:.0f} s"
-        self.say(f"{verdict.kind} {verdict.signature} ({took}): {program!r}")
         if verdict.kind == "refused":
             self.refusals[verdict.signature] += 1
             if not is_documented(program, verdict.text):
-                return dataclasses.replace(verdict, kind="crash")
+                verdict = dataclasses.replace(verdict, kind="crash")
+        self.verdicts[program] = verdict
+        self.counts[verdict.kind] += 1
+        took = f"{time.monotonic() - began:.0f} s"
+        self.say(f"{verdict.kind} {verdict.signature} ({took}): {program!r}")
+        if verdict.kind == "skipped":
+            if verdict.signature not in self.skipped:
+                self.say(verdict.text)
+            self.skipped[verdict.signature] += 1
         return verdict
 
+    def is_explained(self, program, verdict):
+        """Whether a finding of this kind has nothing that the program has not."""
+        for finding in self.findings:
+            if finding.verdict.is_like(verdict) and (
+                features(finding.program) <= features(program)
+            ):
+                finding.programs.add(program)
+                return True
+        return False
+
     def _note(self, finding):
-        self.findings[finding.verdict.signature] = finding
+        self.findings.append(finding)
         self.say(str(finding))
         if self.folder is None:
             return
@@ -150,7 +168,7 @@ class Search:
         lines = [f"programs by verdict: {dict(self.counts)}"]
         lines += [f"refused {n} times: {text}" for text, n in self.refusals.items()]
         lines += [f"skipped {n} times: {text}" for text, n in self.skipped.items()]
-        lines += [str(finding) for finding in self.findings.values()]
+        lines += [str(finding) for finding in self.findings]
         lines.append(f"{len(self.findings)} findings")
         return "\n".join(lines)
 
@@ -160,8 +178,6 @@ class _Round:
 
     def __init__(self, search, seed):
         self._search, self._seed = search, seed
-        self._verdicts = {}
-        self._signature = None
         self._shrunk_by = None
         self.smallest = self.verdict = None
 
@@ -169,27 +185,17 @@ class _Round:
         search = self._search
         if is_known(program, search._switched_on):
             hypothesis.reject()
-        verdict = self._verdicts.get(program)
+        verdict = search.verdicts.get(program)
         if verdict is None:
             if self._is_over():
                 # What was judged stays as it was: nothing flaky for hypothesis.
                 return
-            verdict = self._verdicts[program] = search.judge(program)
-            search.counts[verdict.kind] += 1
-            if verdict.kind == "skipped":
-                search.skipped[verdict.signature] += 1
-                if search.skipped[verdict.signature] == 1:
-                    search.say(verdict.text)
-        if not verdict.is_finding:
+            verdict = search.judge(program)
+        if not verdict.is_finding or search.is_explained(program, verdict):
             return
-        if verdict.signature in search.findings:
-            search.findings[verdict.signature].count += 1
-            return
-        if self._signature is None:
-            self._signature = verdict.signature
+        if self.verdict is None:
             self._shrunk_by = time.monotonic() + search._shrink_seconds
-            search.say(f"found {verdict.kind} {verdict.signature}: {program!r}")
-        if verdict.signature == self._signature:
+        if self.verdict is None or self.verdict.is_like(verdict):
             self.smallest, self.verdict = program, verdict
             raise Found(verdict.signature)
 
