@@ -5,10 +5,9 @@ import numpy as np
 import tensorflow as tf
 
 import tfdp
-from tests.generator import outputs
+from tests.generator import outputs, train_steps
 from tests.generator.layers import INPUTS, LAYERS, TIMES, WIDTH
 from tests.generator.optimizers import make_optimizer
-from tests.generator.train_steps import TRAIN_STEPS
 
 
 def make_strategy(layout, devices=None):
@@ -41,12 +40,8 @@ def make_model(program):
 
 
 def _compiled(program):
-    made = TRAIN_STEPS[program.train_step]
     inputs, results = _tensors(program)
-    if program.form == "functional":
-        model = made(inputs, results)
-    else:
-        model = _own_call(made)(keras.Model(inputs, results))
+    model = train_steps.make_model(program, inputs, results)
     several = len(program.outputs) > 1
     losses = [outputs.make_loss(output) for output in program.outputs]
     weights = [output.loss_weight for output in program.outputs]
@@ -73,18 +68,6 @@ def _metrics(program, field):
     if not any(found):
         return None
     return found if len(found) > 1 else found[0]
-
-
-def _own_call(base):
-    class OwnCall(base):
-        def __init__(self, inner):
-            super().__init__()
-            self.inner = inner
-
-        def call(self, inputs, training=None):
-            return self.inner(inputs, training=training)
-
-    return OwnCall
 
 
 def _tensors(program):

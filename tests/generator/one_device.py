@@ -22,6 +22,7 @@ from tests.generator.build import Rows, make_model
 from tests.generator.calls import Caller
 from tests.generator.layers import RANDOM
 from tests.generator.program import layer_names
+from tests.generator.train_steps import halves
 from tfdp.testing import rounding
 from tfdp.testing.model_parts import compute_round_off, unit_round_off
 
@@ -48,10 +49,7 @@ def optimizers_of(model):
 
 def build_optimizers(model):
     """Before the first step, so that the run can be repeated from the start."""
-    halves = [model.trainable_variables]
-    if hasattr(model, "second_optimizer"):
-        halves = list(model.halves())
-    for optimizer, variables in zip(optimizers_of(model), halves, strict=True):
+    for optimizer, variables in zip(optimizers_of(model), halves(model), strict=True):
         # Keras' loss scaler does not note what the optimizer inside makes for itself.
         getattr(optimizer, "inner_optimizer", optimizer).build(variables)
         if not optimizer.built:
@@ -191,11 +189,12 @@ def bounds(program, one, answer, twins):
         moved = [rounding.difference(twin[key], value) for twin in twins]
         spread = np.max([_finite_largest(m) for m in moved], initial=0.0)
         if ": " in key:
-            stored = 2 * math.sqrt(n) * one.unit * size
+            # Metrics are float32 whatever the policy.
+            unit = max(one.unit, unit_round_off("float32"))
+            stored = 2 * math.sqrt(n) * unit * size
         else:
-            unit = max(unit_round_off("float32"), 0.0)
-            if program.policy == "float64":
-                unit = unit_round_off("float64")
+            is_double = program.policy == "float64"
+            unit = unit_round_off("float64" if is_double else "float32")
             stored = 2 * (steps + 1) * unit * _finite_largest(value)
         found[key] = rounding.SAFETY * spread + stored
     return found
