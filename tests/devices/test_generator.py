@@ -1,0 +1,98 @@
+"""The generator of programs: its verdicts on single programs, good and with a fault."""
+
+import numpy as np
+import pytest
+
+from tests.generator.compare import Verdict, _compared, judge
+from tests.generator.known import is_documented, is_known
+from tests.generator.planted import FAULTS
+from tests.generator.program import (
+    Branch,
+    Data,
+    Layout,
+    Optimizer,
+    Output,
+    Program,
+)
+
+UNEVEN = Program(data=Data((8, 3)), layout=Layout(3))
+
+
+def test_a_program_prints_what_makes_it_again():
+    program = Program(
+        branches=(Branch("words", ("gru",)), Branch()),
+        outputs=(Output("Huber", metrics=("mae",)),),
+        optimizer=Optimizer("Adam", ("clipnorm",)),
+    )
+    assert eval(repr(program)) == program
+    assert repr(UNEVEN) == (
+        "Program(data=Data(batches=(8, 3)), layout=Layout(replicas=3))"
+    )
+
+
+def test_a_program_that_is_right():
+    assert judge(UNEVEN) == Verdict("same")
+
+
+@pytest.mark.parametrize("fault", ["equal_shares", "a_replica_dropped", "not_a_number"])
+def test_a_planted_fault(fault, monkeypatch):
+    from tfdp._tf.replica_run import ReplicaRun
+    from tfdp.collectives import in_process
+
+    monkeypatch.setattr(ReplicaRun, "share_of", ReplicaRun.share_of)
+    monkeypatch.setattr(in_process, "_sum_in_order", in_process._sum_in_order)
+    FAULTS[fault]()
+    verdict = judge(UNEVEN)
+    assert verdict.kind == "differs"
+    assert "weight" in verdict.signature
+
+
+def test_a_program_that_one_device_refuses():
+    two_predictions = Program(outputs=(Output("Dice"),))  # wants time steps
+    assert judge(two_predictions).kind == "skipped"
+
+
+def test_a_refusal_is_documented_for_some_programs_only():
+    refused = Program(optimizer=Optimizer("Muon"), layout=Layout(shard=1))
+    verdict = judge(refused)
+    assert verdict.kind == "refused"
+    assert is_documented(refused, verdict.text)
+    assert not is_documented(Program(layout=Layout(shard=1)), verdict.text)
+
+
+NAN = float("nan")
+
+
+@pytest.mark.parametrize(
+    "expected, got, kind",
+    [
+        ([1.0, 2.0], [1.0, 2.0], "same"),
+        ([1.0, 2.0], [1.0, 2.05], "same"),
+        ([1.0, 2.0], [1.0, 2.2], "differs"),
+        ([1.0, 2.0], [NAN, 2.0], "differs"),
+        ([1.0, NAN], [1.0, 2.0], "differs"),
+        ([1.0, NAN], [1.0, NAN], "same"),
+        ([np.inf], [np.inf], "same"),
+        ([np.inf], [-np.inf], "differs"),
+        ([1.0], [1.0, 1.0], "differs"),
+    ],
+)
+def test_what_counts_as_a_difference(expected, got, kind):
+    expected, got = {"a": np.array(expected)}, {"a": np.array(got)}
+    assert _compared(expected, {}, got, {}, {"a": 0.1}).kind == kind
+
+
+def test_counters_must_agree_exactly():
+    assert _compared({}, {"n": np.array(2)}, {}, {"n": np.array(2)}, {}).kind == "same"
+    verdict = _compared({}, {"n": np.array(2)}, {}, {"n": np.array(1)}, {})
+    assert verdict.kind == "differs"
+
+
+def test_known_faults_can_be_switched_on():
+    from tests.generator.known import KNOWN
+
+    logged = Program(train_step="logged_loss")
+    for name, meets in KNOWN.items():
+        if meets(logged):
+            assert is_known(logged) and not is_known(logged, switched_on=(name,))
+    assert not is_known(Program())

@@ -1,0 +1,46 @@
+"""Draws Keras programs and compares each with one device on the whole batch.
+
+python -m tests.generator --minutes 60 --seed 1 --folder out
+python -m tests.generator --from-file out/finding_1_0123456789.py
+"""
+
+import argparse
+import random
+import runpy
+import sys
+
+from tests.generator.child import Child
+from tests.generator.search import Search
+
+
+def main(arguments=None):
+    """0: nothing found; 1: something."""
+    parser = argparse.ArgumentParser(prog="python -m tests.generator")
+    parser.add_argument("--minutes", type=float, default=5.0)
+    parser.add_argument("--seed", type=int, help="of the first round; else drawn")
+    parser.add_argument("--folder", help="where findings are written")
+    parser.add_argument("--shrink-seconds", type=float, default=240.0)
+    parser.add_argument("--from-file", help="runs the program of a finding's file")
+    chosen = parser.parse_args(arguments)
+    if chosen.from_file:
+        return replay(runpy.run_path(chosen.from_file)["program"])
+    seed = random.randrange(10**6) if chosen.seed is None else chosen.seed
+    search = Search(chosen.minutes, seed, chosen.folder, chosen.shrink_seconds)
+    findings = search.run()
+    print(search.summary())
+    return 1 if findings else 0
+
+
+def replay(program):
+    """Runs one program in a process of its own and prints the verdict."""
+    child = Child()
+    verdict = child.judge(program)
+    child.close()
+    print(program)
+    print(verdict.kind, verdict.signature)
+    print(verdict.text)
+    return 1 if verdict.is_finding else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,194 @@
+"""Runs a program on one device and on replicas; a verdict."""
+
+import dataclasses
+import re
+import traceback
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tests.generator.build import make_model, make_strategy
+from tests.generator.calls import Caller
+from tests.generator.one_device import (
+    TWINS,
+    OneDevice,
+    bounds,
+    is_random,
+    make_rows,
+    optimizers_of,
+    state_of,
+)
+from tfdp.errors import TfdpError
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """What came of a program.
+
+    Args:
+      kind: "same", "skipped" (one device refuses it), "refused" (a typed error of
+        tfdp), "differs", "crash", "hang" or "died".
+      signature: the same for the same mechanism, as far as can be told.
+      text: for people.
+    """
+
+    kind: str
+    signature: str = ""
+    text: str = ""
+
+    @property
+    def is_finding(self) -> bool:
+        return self.kind in ("differs", "crash", "hang", "died")
+
+    def is_like(self, other):
+        """Whether both may have one mechanism: errors must be the same."""
+        if self.kind != other.kind:
+            return False
+        return self.kind != "crash" or self.signature == other.signature
+
+
+def judge(program, make_strategy=make_strategy):
+    """The verdict on a program that ends; the process must have enough devices."""
+    failed = None
+    keras.utils.clear_session(free_memory=False)
+    try:
+        found, found_exact, unequal = run_replicas(program, make_strategy)
+    except Exception as error:
+        if _typed(error):
+            return Verdict("refused", *_tell(error))
+        failed = Verdict("crash", *_tell(error))
+    keras.utils.clear_session(free_memory=False)
+    try:
+        one = OneDevice(program)
+        answer, exact = one.run()
+    except Exception as error:
+        return Verdict("skipped", *_tell(error))
+    if failed:
+        return failed
+    if unequal:
+        return Verdict("differs", "copies differ", f"copies differ: {unequal}")
+    if is_random(program):
+        return _random_verdict(answer, found)
+    # Most programs keep to what the last roundings explain: no twins are needed.
+    for twins in (0, TWINS):
+        nudged = [one.run(1 + i)[0] for i in range(twins)]
+        limits = bounds(program, one, answer, nudged)
+        verdict = _compared(answer, exact, found, found_exact, limits)
+        if verdict.kind == "same":
+            break
+    return verdict
+
+
+def run_replicas(program, make_strategy):
+    """What the program gives under the strategy; weights whose copies differ."""
+    strategy = make_strategy(program.layout)
+    rows, validation = make_rows(program)
+    with strategy.scope():
+        model = make_model(program)
+    values = Caller(program, model, rows, validation).call_all()
+    state, exact = state_of(model)
+    return values | state, exact, unequal_copies(model)
+
+
+def unequal_copies(model):
+    """Weights and slots whose copies differ between replicas in any bit."""
+    slots = [v for o in optimizers_of(model) for v in o.variables]
+    return [
+        variable.path
+        for variable in [*model.weights, *slots]
+        if "seed_generator" not in variable.path
+        and "accumulator" not in variable.path
+        and not hasattr(variable.value, "shard")  # each replica has another part
+        and hasattr(variable.value, "values")
+        and getattr(variable.value, "synchronization", None)
+        != tf.VariableSynchronization.ON_READ
+        and len({copy.numpy().tobytes() for copy in variable.value.values}) > 1
+    ]
+
+
+def _random_verdict(answer, found):
+    if sorted(answer) != sorted(found):
+        return _names_differ(answer, found)
+    broken = [
+        key
+        for key, value in found.items()
+        if not np.isfinite(value).all() and np.isfinite(answer[key]).all()
+    ]
+    if broken:
+        return Verdict("differs", "not finite", f"not finite: {broken}")
+    return Verdict("same")
+
+
+def _names_differ(answer, found):
+    text = (
+        f"only on one device: {sorted(set(answer) - set(found))}; "
+        f"only on replicas: {sorted(set(found) - set(answer))}"
+    )
+    return Verdict("differs", "names differ", text)
+
+
+def _compared(answer, exact, found, found_exact, limits):
+    if sorted(answer) != sorted(found):
+        return _names_differ(answer, found)
+    lines = []
+    for key, value in answer.items():
+        if value.shape != found[key].shape:
+            lines.append(
+                (np.inf, f"{key}: shape {found[key].shape}, not {value.shape}")
+            )
+            continue
+        ratio, text = _excess(value, found[key], limits[key])
+        if ratio > 1:
+            lines.append((ratio, f"{key}: {text}"))
+    for key, value in exact.items():
+        if key not in found_exact or not np.array_equal(value, found_exact[key]):
+            lines.append((np.inf, f"{key}: {found_exact.get(key)}, not {value}"))
+    if not lines:
+        return Verdict("same")
+    lines.sort(key=lambda line: -line[0])
+    where = sorted({_place(text) for _, text in lines})
+    return Verdict("differs", " ".join(where), "\n".join(text for _, text in lines))
+
+
+def _place(text):
+    """ "weight", "optimizer" or the call and log: no numbers, no paths."""
+    head = text.split(": shape")[0]
+    if head.startswith(("weight", "optimizer")):
+        return head.split()[0]
+    return re.sub(r"^\d+-|: -?\d.*|\d+", "", head.rsplit(": ", 1)[0])
+
+
+def _excess(expected, got, limit):
+    """The largest difference over its limit; what is not finite must agree exactly."""
+    plain = np.isfinite(expected) & np.isfinite(got)
+    odd = ~plain & ~((np.isnan(expected) & np.isnan(got)) | (expected == got))
+    if odd.any():
+        place = tuple(np.argwhere(odd)[0])
+        return np.inf, f"one device {expected[place]}, replicas {got[place]}"
+    difference = np.abs(np.where(plain, expected, 0.0) - np.where(plain, got, 0.0))
+    if not difference.size or difference.max() == 0:
+        return 0.0, ""
+    place = np.unravel_index(np.argmax(difference), difference.shape)
+    text = (
+        f"one device {expected[place]:.9g}, replicas {got[place]:.9g}, off by "
+        f"{difference[place]:.2g}, rounding explains {limit:.2g}"
+    )
+    return difference[place] / max(limit, np.finfo("float32").tiny), text
+
+
+def _typed(error):
+    while error is not None:
+        if isinstance(error, TfdpError):
+            return True
+        error = error.__cause__
+    return False
+
+
+def _tell(error):
+    """A signature and the whole text."""
+    message = re.sub(r"\d+|0x\w+|'[^']*'", "#", str(error).strip())
+    # The first line that says something.
+    line = next((line for line in message.splitlines() if len(line) > 15), message)
+    text = "".join(traceback.format_exception(error))
+    return f"{type(error).__name__}: {line.strip()[:120]}", text[-6000:]

@@ -1,0 +1,220 @@
+"""How a program is drawn: hypothesis strategies, the simplest choice first."""
+
+import dataclasses
+
+from hypothesis import strategies as st
+
+from tests.generator import outputs
+from tests.generator.calls import CALLBACKS
+from tests.generator.layers import INPUTS, LAYERS, RANDOM, RECURRENT
+from tests.generator.optimizers import OPTIMIZERS, OPTIONS
+from tests.generator.program import (
+    Branch,
+    Data,
+    Layout,
+    Optimizer,
+    Output,
+    Program,
+)
+from tests.generator.train_steps import TRAIN_STEPS
+
+MOST_LAYERS = 2
+
+
+def mostly(first, *others, times=3):
+    """`first` so many times as often as one of the others."""
+    return st.sampled_from([first] * max(times, times * len(others) // 2) + [*others])
+
+
+def layers_that(takes, gives, random):
+    """The names, the costly ones half as often."""
+    found = [
+        name
+        for name, layer in LAYERS.items()
+        if layer.takes == takes
+        and layer.gives == gives
+        and (random or name not in RANDOM)
+    ]
+    return [*found, *(name for name in found if name not in RECURRENT)]
+
+
+@st.composite
+def branches(draw, random, kinds=tuple(INPUTS)):
+    kind = draw(st.sampled_from(kinds))
+    at = INPUTS[kind].gives
+    names = list(
+        draw(st.lists(st.sampled_from(layers_that(at, at, random)), max_size=1))
+    )
+    if at != "vector":
+        names.append(draw(st.sampled_from(layers_that(at, "vector", random))))
+    return Branch(kind, tuple(names))
+
+
+@st.composite
+def output(draw, per_step):
+    losses = [
+        name
+        for name in outputs.LOSSES
+        if per_step or not outputs.needs_time_steps(name)
+    ]
+    loss = draw(mostly("MeanSquaredError", *losses, times=1))
+    named = outputs.metric_names(loss)
+    reductions = ("sum", "mean_with_sample_weight", "mean", "none")
+    return Output(
+        loss=loss,
+        reduction=draw(mostly("sum_over_batch_size", *reductions)),
+        per_step=per_step,
+        loss_weight=draw(mostly(None, 0.3, 2.0)),
+        metrics=draw(mostly((), *((name,) for name in named), times=1)),
+        weighted_metrics=draw(mostly((), *((name,) for name in named))),
+    )
+
+
+@st.composite
+def optimizer(draw):
+    name = draw(st.sampled_from(list(OPTIMIZERS)))
+    chosen, groups = [], set()
+    for option in draw(mostly((), *_pairs(), times=1)):
+        if OPTIONS[option][0] not in groups:
+            groups.add(OPTIONS[option][0])
+            chosen.append(option)
+    wrapper = draw(mostly("none", "distributed", "loss_scale", times=4))
+    if wrapper == "distributed" and "accumulation" in groups:
+        chosen = [o for o in chosen if OPTIONS[o][0] != "accumulation"]
+    steps = draw(st.sampled_from([1, 2, 3])) if wrapper == "distributed" else 1
+    return Optimizer(name, tuple(chosen), wrapper, steps)
+
+
+def _pairs():
+    return [
+        *((option,) for option in OPTIONS),
+        *((a, b) for a in OPTIONS for b in OPTIONS if OPTIONS[a][0] < OPTIONS[b][0]),
+    ]
+
+
+@st.composite
+def data(draw, program):
+    source = draw(st.sampled_from(["arrays", "dataset", "generator"]))
+    if source == "arrays":
+        size = draw(st.sampled_from([8, 4, 6, 5, 7, 12, 3, 2, 1]))
+        last = draw(st.integers(1, size))
+        batches = (*[size] * draw(st.integers(1, 3)), last)
+    else:
+        batches = draw(
+            st.lists(
+                st.sampled_from([8, 4, 6, 3, 5, 1, 2, 7, 11]), min_size=1, max_size=4
+            )
+        )
+    weightings = ["sample_weight", "zero_weights"]
+    if _may_weigh_classes(program, source):
+        weightings.append("class_weight")
+    return Data(
+        tuple(batches),
+        source,
+        draw(mostly("none", *weightings)),
+        draw(st.sampled_from([8, 5, 3, 1, 9])),
+        draw(st.integers(0, 3)),
+    )
+
+
+def _may_weigh_classes(program, source):
+    only = program.outputs[0]
+    return (
+        len(program.outputs) == 1
+        and not only.per_step
+        and outputs.LOSSES[only.loss].targets in ("sparse", "one_hot")
+    )
+
+
+@st.composite
+def layout(draw):
+    replicas, hierarchy = draw(
+        st.sampled_from(
+            [
+                *[(2, "flat")] * 4,
+                *[(3, "flat")] * 3,
+                *((4, "flat"), (4, (2, 2)), (1, "flat")),
+            ]
+        )
+    )
+    return Layout(
+        replicas,
+        draw(mostly("in_process", "tensorflow")),
+        hierarchy,
+        draw(mostly(0, 1, 2, 3, times=2)),
+        draw(mostly(25 * 2**20, 100, 1, 1000, times=1)),
+        draw(mostly(False, True)),
+        draw(mostly(True, False)),
+    )
+
+
+CALL_LISTS = [
+    ("fit",),
+    ("fit", "predict"),
+    ("fit-validate",),
+    ("fit", "evaluate"),
+    ("train_on_batch",),
+    ("evaluate", "fit"),
+    ("predict", "fit", "fit-validate"),
+    ("fit", "test_on_batch", "predict_on_batch"),
+    ("train_on_batch", "predict"),
+]
+
+
+@st.composite
+def programs(draw):
+    random = draw(mostly(False, True, times=7))
+    kinds = tuple(INPUTS)
+    first = draw(branches(random, kinds))
+    more = draw(mostly((), (1,), times=4))
+    found = (first, *(draw(branches(random)) for _ in more))
+    is_sequence = INPUTS[first.kind].gives == "sequence"
+    train_step = draw(mostly("keras", *TRAIN_STEPS, times=1))
+    results = [draw(output(is_sequence and draw(st.booleans())))]
+    if draw(mostly(False, True, times=4)):
+        results.append(draw(output(is_sequence and draw(st.booleans()))))
+    if train_step == "local_mean":
+        results = [Output(metrics=results[0].metrics and ("mae",))]
+    program = Program(
+        branches=found,
+        join=draw(st.sampled_from(["concat", "add"])) if more else "concat",
+        trunk=tuple(
+            draw(
+                st.lists(
+                    st.sampled_from(layers_that("vector", "vector", random)),
+                    max_size=MOST_LAYERS,
+                )
+            )
+        ),
+        outputs=tuple(results),
+        form=draw(mostly("functional", "subclass")),
+        train_step=train_step,
+        optimizer=draw(optimizer()),
+        policy=draw(
+            mostly("float32", "float64", "mixed_float16", "mixed_bfloat16", times=4)
+        ),
+        layout=draw(layout()),
+        calls=draw(mostly(*CALL_LISTS, times=1)),
+        callbacks=draw(mostly((), *((name,) for name in CALLBACKS), times=1)),
+        epochs=draw(mostly(1, 2, 3, times=2)),
+        jit=draw(mostly(False, True, times=12)),
+        eagerly=draw(mostly(False, True, times=12)),
+        steps_per_execution=draw(mostly(1, 2, 3)),
+    )
+    return sensible(dataclasses.replace(program, data=draw(data(program))))
+
+
+def sensible(program):
+    """The program without what one device refuses or what nothing is said about."""
+    changes = {}
+    if program.train_step == "local_mean":
+        changes["data"] = dataclasses.replace(program.data, weighting="none")
+    if program.jit and program.eagerly:
+        changes["jit"] = False
+    if "swap-ema" in program.callbacks and not any(
+        "ema" in option for option in program.optimizer.options
+    ):
+        changes["callbacks"] = ()
+    if "subclass" == program.form and program.train_step == "two_optimizers":
+        changes["form"] = "functional"
+    return dataclasses.replace(program, **changes)

@@ -1,0 +1,80 @@
+"""What the draw leaves out for now, and which refusals are documented.
+
+`KNOWN` are faults that are written down and not mended yet: taking a line out switches
+what it leaves out on again. `REFUSED` are tfdp's typed errors and the programs that
+they are documented for: the same error elsewhere is a finding.
+"""
+
+from tests.generator.layers import ADDS_LOSS, CONVOLUTIONS, RECURRENT
+from tests.generator.optimizers import UNSHARDABLE
+from tests.generator.program import has_empty_replica, layer_names
+
+
+def _uses(program, names):
+    return any(name in names for name in layer_names(program))
+
+
+def _predicts(program):
+    return any(call.startswith("predict") for call in program.calls)
+
+
+def _adds(program):
+    return _uses(program, ("residual",)) or (
+        program.join == "add" and len(program.branches) > 1
+    )
+
+
+def _embeds(program):
+    return any("word" in branch.kind for branch in program.branches)
+
+
+# What is wrong: the programs that meet it.
+KNOWN = {
+    "the reported loss is 1/N where a train_step hands compute_loss' result to a "
+    "metric": lambda p: p.train_step == "logged_loss",
+    "NaN in the reported loss with an empty replica and run_eagerly": lambda p: (
+        p.eagerly and has_empty_replica(p)
+    ),
+    "the same with reduction='none'": lambda p: (
+        has_empty_replica(p) and any(o.reduction == "none" for o in p.outputs)
+    ),
+    "predict of fewer rows than replicas with a recurrent layer or a sum of two": (
+        lambda p: (
+            _predicts(p) and has_empty_replica(p) and (_uses(p, RECURRENT) or _adds(p))
+        )
+    ),
+    "convolutions where a replica has no rows": lambda p: (
+        has_empty_replica(p) and _uses(p, CONVOLUTIONS)
+    ),
+    "loss_scale_factor with an embedding": lambda p: (
+        "loss_scale_factor" in p.optimizer.options and _embeds(p)
+    ),
+}
+
+# What the message holds: the programs that it is documented for.
+REFUSED = {
+    "cannot update shards": lambda p: (
+        p.layout.shard > 0 and p.optimizer.name in UNSHARDABLE
+    ),
+    "adds a loss of its own": lambda p: p.layout.pad_batches and _uses(p, ADDS_LOSS),
+    "This batch was filled up to a fixed size": lambda p: (
+        p.layout.pad_batches and p.train_step == "local_mean"
+    ),
+    "takes its loss without": lambda p: (
+        p.layout.pad_batches and p.train_step == "local_mean"
+    ),
+}
+
+
+def is_known(program, switched_on=()):
+    """Whether a written fault stands in the program's way."""
+    return any(
+        meets(program) for name, meets in KNOWN.items() if name not in switched_on
+    )
+
+
+def is_documented(program, message):
+    """Whether the refusal of `message` is documented for such a program."""
+    return any(
+        text in message and applies(program) for text, applies in REFUSED.items()
+    )

@@ -1,0 +1,56 @@
+"""Faults to plant into tfdp, which the generator must find."""
+
+import os
+import time
+
+import tensorflow as tf
+
+
+def equal_shares():
+    """Every replica's loss counts alike, however many rows it has."""
+    from tfdp._tf.replica_run import ReplicaRun
+
+    ReplicaRun.share_of = lambda run, rank: tf.constant(1.0 / run.replicas)
+
+
+def a_replica_dropped():
+    """The sum leaves the last replica of three or more out."""
+    from tfdp.collectives import in_process
+
+    whole = in_process._sum_in_order
+    in_process._sum_in_order = lambda parts: whole(parts[:2])
+
+
+def not_a_number():
+    """The sums are not numbers where a weight is large."""
+    from tfdp.collectives import in_process
+
+    whole = in_process._sum_in_order
+
+    def broken(parts):
+        total = whole(parts)
+        if not total.dtype.is_floating:
+            return total
+        return tf.where(tf.abs(total) > 0.05, tf.cast(float("nan"), total.dtype), total)
+
+    in_process._sum_in_order = broken
+
+
+def an_end():
+    """The process ends by itself while a program runs."""
+    from tests.generator import compare
+
+    compare.run_replicas = lambda *arguments: os.abort()
+
+
+def a_wait():
+    """The program waits for ever."""
+    from tests.generator import compare
+
+    compare.run_replicas = lambda *arguments: time.sleep(10**6)
+
+
+FAULTS = {
+    fault.__name__: fault
+    for fault in (equal_shares, a_replica_dropped, not_a_number, an_end, a_wait)
+}

@@ -1,0 +1,204 @@
+"""Draws programs for some time, shrinks what differs, and tells."""
+
+import collections
+import dataclasses
+import functools
+import hashlib
+import pathlib
+import time
+
+import hypothesis
+from hypothesis import HealthCheck, Phase, Verbosity, settings
+
+from tests.generator.child import Child
+from tests.generator.draw import programs
+from tests.generator.known import is_documented, is_known
+from tests.generator.program import features
+
+REPLAY = """\
+from tests.generator.__main__ import replay
+from tests.generator.program import *
+
+program = {program!r}
+
+if __name__ == "__main__":
+    raise SystemExit(replay(program))
+"""
+
+
+class Found(AssertionError):
+    """A program differs; hypothesis looks for a smaller one."""
+
+
+@dataclasses.dataclass
+class Finding:
+    """A program that differs, the smallest that was seen.
+
+    Args:
+      seed: of the round that drew it.
+      program, verdict: see `compare.judge`.
+      programs: the others that it explains; see `Search.is_explained`.
+    """
+
+    seed: int
+    program: object
+    verdict: object
+    programs: set = dataclasses.field(default_factory=set)
+
+    def __str__(self):
+        return (
+            f"--- finding of seed {self.seed}, met by {len(self.programs)} more: "
+            f"{self.verdict.kind}: {self.verdict.signature}\n{self.verdict.text}\n\n"
+            f"{REPLAY.format(program=self.program)}"
+        )
+
+
+class Search:
+    """Programs for `minutes`, in rounds with seeds of their own.
+
+    Args:
+      minutes: how long programs are drawn; the last one is finished.
+      seed: of the first round; the others follow.
+      folder: where each finding is written, as a file that runs; None: nowhere.
+      shrink_seconds: how long a finding is made smaller, at most.
+      switched_on: lines of `known.KNOWN` that are drawn all the same.
+      plant: see `child.Child`.
+    """
+
+    def __init__(
+        self,
+        minutes,
+        seed,
+        folder=None,
+        shrink_seconds=240.0,
+        switched_on=(),
+        plant=None,
+        say=None,
+    ):
+        self.seed, self.folder = seed, folder
+        self.say = say or functools.partial(print, flush=True)
+        self._seconds = 60 * minutes
+        self._shrink_seconds = shrink_seconds
+        self._switched_on = switched_on
+        self._child = Child(plant)
+        self.counts = collections.Counter()
+        self.refusals = collections.Counter()
+        self.skipped = collections.Counter()
+        self.findings = []
+        self.verdicts = {}
+
+    def run(self, stop_at_first=False):
+        """Draws until the time is over; the findings."""
+        self._end = time.monotonic() + self._seconds
+        try:
+            while time.monotonic() < self._end:
+                self.say(f"round with seed {self.seed}")
+                self._round(self.seed)
+                self.seed += 1
+                if stop_at_first and self.findings:
+                    break
+        finally:
+            self._child.close()
+        return self.findings
+
+    def _round(self, seed):
+        """One seed: until something new differs, or a hundred programs."""
+        round_ = _Round(self, seed)
+        test = hypothesis.seed(seed)(
+            settings(
+                max_examples=100,
+                database=None,
+                deadline=None,
+                phases=[Phase.generate, Phase.shrink],
+                suppress_health_check=list(HealthCheck),
+                verbosity=Verbosity.quiet,
+                report_multiple_bugs=False,
+                print_blob=False,
+            )(hypothesis.given(programs())(round_.meet))
+        )
+        try:
+            test()
+        except Found:
+            self._note(Finding(seed, round_.smallest, round_.verdict))
+
+    def judge(self, program):
+        """The verdict, counted; refusals that are documented count as such."""
+        began = time.monotonic()
+        verdict = self._child.judge(program)
+        if verdict.kind == "refused":
+            self.refusals[verdict.signature] += 1
+            if not is_documented(program, verdict.text):
+                verdict = dataclasses.replace(verdict, kind="crash")
+        self.verdicts[program] = verdict
+        self.counts[verdict.kind] += 1
+        took = f"{time.monotonic() - began:.0f} s"
+        self.say(f"{verdict.kind} {verdict.signature} ({took}): {program!r}")
+        if verdict.kind == "skipped":
+            if verdict.signature not in self.skipped:
+                self.say(verdict.text)
+            self.skipped[verdict.signature] += 1
+        return verdict
+
+    def is_explained(self, program, verdict):
+        """Whether a finding of this kind has nothing that the program has not."""
+        for finding in self.findings:
+            if finding.verdict.is_like(verdict) and (
+                features(finding.program) <= features(program)
+            ):
+                finding.programs.add(program)
+                return True
+        return False
+
+    def _note(self, finding):
+        self.findings.append(finding)
+        self.say(str(finding))
+        if self.folder is None:
+            return
+        folder = pathlib.Path(self.folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        digest = hashlib.sha256(repr(finding.program).encode()).hexdigest()[:10]
+        comment = "".join(
+            f"# {line}\n" for line in str(finding.verdict.text).splitlines()
+        )
+        text = comment + REPLAY.format(program=finding.program)
+        (folder / f"finding_{finding.seed}_{digest}.py").write_text(text)
+
+    def summary(self):
+        """What was run, refused and found."""
+        lines = [f"programs by verdict: {dict(self.counts)}"]
+        lines += [f"refused {n} times: {text}" for text, n in self.refusals.items()]
+        lines += [f"skipped {n} times: {text}" for text, n in self.skipped.items()]
+        lines += [str(finding) for finding in self.findings]
+        lines.append(f"{len(self.findings)} findings")
+        return "\n".join(lines)
+
+
+class _Round:
+    """What one run of hypothesis meets: it calls `meet` with program after program."""
+
+    def __init__(self, search, seed):
+        self._search, self._seed = search, seed
+        self._shrunk_by = None
+        self.smallest = self.verdict = None
+
+    def meet(self, program):
+        search = self._search
+        if is_known(program, search._switched_on):
+            hypothesis.reject()
+        verdict = search.verdicts.get(program)
+        if verdict is None:
+            if self._is_over():
+                # What was judged stays as it was: nothing flaky for hypothesis.
+                return
+            verdict = search.judge(program)
+        if not verdict.is_finding or search.is_explained(program, verdict):
+            return
+        if self.verdict is None:
+            self._shrunk_by = time.monotonic() + search._shrink_seconds
+        if self.verdict is None or self.verdict.is_like(verdict):
+            self.smallest, self.verdict = program, verdict
+            raise Found(verdict.signature)
+
+    def _is_over(self):
+        limit = self._search._end if self._shrunk_by is None else self._shrunk_by
+        return time.monotonic() > limit
