@@ -11,7 +11,7 @@ import sys
 import tfdp
 from tfdp.hosts import server_door
 
-# On loopback any address of 127.0.0.0/8 can be a sender, as another machine's elsewhere.
+# On loopback any address of 127.0.0.0/8 can be a sender, as other machines elsewhere.
 STRANGER, WORKER = "127.0.0.2", "127.0.0.1"
 DROPPED_SECONDS = 0.5
 
