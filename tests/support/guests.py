@@ -291,6 +291,10 @@ class GuestedDoors:
             monkeypatch.setattr(rendezvous, name, self._with_guests(listen, place))
         monkeypatch.setattr(rendezvous, "session_secret", self._noted_secret)
 
+    def note_secret(self, secret):
+        """Tells the guests what the door of the meeting asks for."""
+        self._secrets["meeting"] = secret
+
     def _noted_secret(self, secret, session):
         self._secrets["ring"] = session_secret(secret, session)
         self._has_session.set()

@@ -20,7 +20,7 @@ JOB = "worker"
 _started: list[tuple[int, int]] = []
 
 
-def start_collectives(rank: int, addresses: Sequence[str]) -> None:
+def start_collectives(rank: int, addresses: Sequence[str]) -> bool:
     """Lets collective ops of this process meet those of the others.
 
     Once per process: a later strategy of the same workers goes on with it.
@@ -28,6 +28,9 @@ def start_collectives(rank: int, addresses: Sequence[str]) -> None:
     Args:
       rank: this process.
       addresses: "host:port" of every process, by rank; the port of this one is free.
+
+    Returns:
+      Whether they were started now: a server of this process listens at its port.
 
     Raises:
       ConfigurationError: when TensorFlow has started already, or with other workers.
@@ -40,7 +43,7 @@ def start_collectives(rank: int, addresses: Sequence[str]) -> None:
                 f"{_started[0][0]} of {_started[0][1]}, and cannot become worker "
                 f"{rank} of {len(addresses)}: use one cluster in a process."
             )
-        return
+        return False
     runtime = eager_context.context()
     try:
         runtime.configure_collective_ops(
@@ -63,7 +66,10 @@ def start_collectives(rank: int, addresses: Sequence[str]) -> None:
             "before anything else uses TensorFlow (tensors, variables, models, lists "
             f"of logical devices). TensorFlow says: {error}"
         ) from error
+    # Starts the server.
+    tf.config.list_logical_devices()
     _started.append(place)
+    return True
 
 
 def abort_collectives(message: str) -> None:

@@ -25,6 +25,7 @@ import tensorflow as tf
 
 from tfdp._tf import names
 from tfdp._tf.collective_runtime import abort_collectives, start_collectives
+from tfdp.cluster.description import join_address
 from tfdp.collectives.across_hosts import LEADER, AcrossHostsEngine
 from tfdp.collectives.engine import next_group_key
 from tfdp.collectives.packing import pack, unpack
@@ -33,6 +34,7 @@ from tfdp.collectives.wire_types import fitting_wire_dtype
 from tfdp.errors import ConfigurationError
 from tfdp.hosts.exchange_watch import ExchangeWatch
 from tfdp.hosts.host_link import HostLink
+from tfdp.hosts.server_door import keep_to_workers
 from tfdp.hosts.wire import free_port
 
 __all__ = ["TensorFlowAcrossHostsEngine", "meet_by_collectives"]
@@ -63,10 +65,11 @@ def meet_by_collectives(link: HostLink) -> None:
                 "whose engine is 'tensorflow'. Give every worker the same."
             )
     addresses = [
-        f"{host}:{other.decode()}"
+        join_address(host, int(other))
         for host, other in zip(link.hosts, ports, strict=True)
     ]
-    start_collectives(link.rank, addresses)
+    if start_collectives(link.rank, addresses):
+        keep_to_workers(link, [int(other) for other in ports])
 
 
 class TensorFlowAcrossHostsEngine(AcrossHostsEngine):

@@ -1,0 +1,45 @@
+"""`make_link` hands the job's secret on, and worker 0 warns where there is no key."""
+
+import warnings
+
+import pytest
+
+from tfdp.cluster import Cluster
+from tfdp.communication import Communication
+from tfdp.errors import JobKeyWarning
+from tfdp.hosts import choose
+from tfdp.hosts.handshake import job_secret
+
+KEY = "0123456789abcdef"
+SOCKETS = Communication(engine="sockets")
+
+
+@pytest.fixture(autouse=True)
+def no_network(monkeypatch):
+    monkeypatch.delenv("TFDP_JOB_KEY", raising=False)
+    monkeypatch.setattr(choose, "SocketLink", lambda *arguments: arguments)
+
+
+@pytest.mark.parametrize("host", ["node1", "10.0.0.1", "[fd00::1]"])
+def test_no_key_on_several_machines_is_said_by_worker_0(host):
+    with pytest.warns(JobKeyWarning, match="same secret in the variable TFDP_JOB_KEY"):
+        choose.make_link(Cluster(2, 0, f"{host}:1"), SOCKETS)
+
+
+@pytest.mark.parametrize(
+    "cluster, variable",
+    [
+        (Cluster(2, 0, "node1:1", job_key=KEY), ""),
+        (Cluster(2, 0, "node1:1"), KEY),
+        (Cluster(2, 1, "node1:1"), ""),
+        (Cluster(2, 0, "127.0.0.1:1"), ""),
+        (Cluster(2, 0, "[::1]:1"), ""),
+        (Cluster(2, 0, "localhost:1"), ""),
+    ],
+)
+def test_nothing_is_said_elsewhere(monkeypatch, cluster, variable):
+    monkeypatch.setenv("TFDP_JOB_KEY", variable)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        link = choose.make_link(cluster, SOCKETS)
+    assert link[-1] == job_secret(cluster)
