@@ -109,14 +109,19 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
             devices_per_host = found.devices_per_worker
         self._requested_devices = devices_per_host
         communication = checked_communication(communication)
-        super().__init__(
-            self._own_devices(communication, shard_stage(shard)),
-            communication=communication,
-            shard=shard,
-            shard_min_bytes=shard_min_bytes,
-            offload=offload,
-            draws_per_replica=draws_per_replica,
-        )
+        try:
+            super().__init__(
+                self._own_devices(communication, shard_stage(shard)),
+                communication=communication,
+                shard=shard,
+                shard_min_bytes=shard_min_bytes,
+                offload=offload,
+                draws_per_replica=draws_per_replica,
+            )
+        except BaseException:
+            # The others then hear that this worker will not come.
+            self.close()
+            raise
 
     def _own_devices(self, communication: Communication, stage: int) -> list[str]:
         count = self._requested_devices
@@ -225,6 +230,7 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
             if self._host_engine is not None:
                 self._host_engine.close()
             self._link.close()
+        atexit.unregister(self.close)
 
     def experimental_distribute_dataset(self, dataset: Any, options: Any = None) -> Any:
         """Takes this host's rows of every global batch, and splits them."""
@@ -339,7 +345,9 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
         if self._link is None:
             return value
         mine = value.tobytes() if self.is_chief else b""
-        first = self._link.gather(mine, label)[0]
+        # What has the same bytes need not be the same.
+        told = f"{label}: {value.dtype.name} {list(value.shape)}"
+        first = self._link.gather(mine, told)[0]
         received = np.frombuffer(first, value.dtype).reshape(value.shape)
         return unaligned_copy(received)
 
