@@ -121,15 +121,20 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
         self._requested_devices = devices_per_host
         communication = checked_communication(communication)
         refuse_idle_options(communication, found.workers)
-        super().__init__(
-            self._own_devices(communication, shard_stage(shard)),
-            communication=communication,
-            shard=shard,
-            shard_min_bytes=shard_min_bytes,
-            offload=offload,
-            draws_per_replica=draws_per_replica,
-            alone=True,  # the others are known, and met below
-        )
+        try:
+            super().__init__(
+                self._own_devices(communication, shard_stage(shard)),
+                communication=communication,
+                shard=shard,
+                shard_min_bytes=shard_min_bytes,
+                offload=offload,
+                draws_per_replica=draws_per_replica,
+                alone=True,  # the others are known, and met below
+            )
+        except BaseException:
+            # The others then hear that this worker will not come.
+            self.close()
+            raise
 
     def _make_cross_device_ops(
         self, communication: Communication
@@ -257,6 +262,7 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
             if self._host_engine is not None:
                 self._host_engine.close()
             self._link.close()
+        atexit.unregister(self.close)
 
     def experimental_distribute_dataset(self, dataset: Any, options: Any = None) -> Any:
         """Takes this host's rows of every global batch, and splits them."""
@@ -372,7 +378,9 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
         if self._link is None:
             return value
         mine = value.tobytes() if self.is_chief else b""
-        first = self._link.gather(mine, label)[0]
+        # What has the same bytes need not be the same.
+        told = f"{label}: {value.dtype.name} {list(value.shape)}"
+        first = self._link.gather(mine, told)[0]
         received = np.frombuffer(first, value.dtype).reshape(value.shape)
         return unaligned_copy(received)
 

@@ -1,9 +1,11 @@
 """What `MultiHostDataParallelStrategy` refuses before it looks for anybody."""
 
+import numpy as np
 import pytest
 
 import tfdp
-from tfdp.errors import ConfigurationError
+from tests.pure.test_socket_link import on_workers
+from tfdp.errors import CollectiveError, ConfigurationError
 
 TWO = tfdp.Cluster(rank=0, workers=2, coordinator="127.0.0.1:1")
 
@@ -35,3 +37,28 @@ def test_nonsense_is_refused(options, words):
 def test_communication_is_checked_elsewhere_too(make):
     with pytest.raises(ConfigurationError, match="a tfdp.Communication. Received: 25"):
         make(communication=25)
+
+
+class Strategy:
+    """What `from_chief` needs of one."""
+
+    def __init__(self, link):
+        self._link = link
+        self.is_chief = link.rank == 0
+
+
+@pytest.mark.parametrize(
+    "others", [np.array([3, 4], "int32"), np.array([[1.0], [2.0]], "float32")]
+)
+def test_an_array_of_another_kind_than_the_chiefs_is_refused(others):
+    """Equal bytes: they were taken for numbers of the own type and shape."""
+    chiefs = np.array([1, 2], "float32")
+
+    def work(link):
+        value = others if link.rank else chiefs
+        from_chief = tfdp.MultiHostDataParallelStrategy.from_chief
+        return from_chief(Strategy(link), value, "weights")
+
+    for error in on_workers(2, work):
+        assert isinstance(error, CollectiveError)
+        assert "gather of 0 bytes (weights: float32 [2])" in str(error)

@@ -6,8 +6,10 @@ import time
 
 import pytest
 
-from tfdp.errors import WorkerLostError
+from tfdp.errors import CollectiveError, WorkerLostError
+from tfdp.hosts import exchange_watch as module
 from tfdp.hosts.exchange_watch import ExchangeWatch
+from tfdp.hosts.standstill import Standstill
 
 SOON_SECONDS = 5.0
 
@@ -139,4 +141,46 @@ def test_a_link_that_breaks_while_it_is_asked_is_no_end_of_the_watch(watched):
     link.wait_for_notes = wait_for_notes
     watch.begin("bucket 1 of 1")
     assert given_up.wait(SOON_SECONDS)
+    assert "worker 1 did not arrive" in messages[0]
+
+
+def test_after_close_nothing_begins_and_the_thread_ends(watched):
+    watch, _, given_up, _ = watched()
+    watch.end(watch.begin("bucket 1 of 1"))
+    watch.close()
+    watch.close()
+    watch._thread.join(60)
+    assert not watch._thread.is_alive()
+    with pytest.raises(CollectiveError, match=r"\(bucket 2 of 2\) was begun after"):
+        watch.begin("bucket 2 of 2")
+    assert not given_up.is_set()
+
+
+def test_who_did_not_run_itself_does_not_call_the_others_late(watched, monkeypatch):
+    class Clock:
+        seconds = 0.0
+
+        def __call__(self):
+            return self.seconds
+
+    clock = Clock()
+    standstill = Standstill(1.0, clock)
+    monkeypatch.setattr(module, "boot_seconds", clock)
+    monkeypatch.setattr(module, "Standstill", lambda usual_seconds: standstill)
+    looks = threading.Semaphore(0)
+    look = standstill.look
+    standstill.look = lambda: (looks.release(), look())[1]
+    watch, link, given_up, messages = watched(notes={0: "1", 1: "0", 2: "1"})
+    link.timeout_seconds = 5.0
+    watch.begin("bucket 1 of 1")
+    for seconds in (100.0, *[0.9] * 3):
+        clock.seconds += seconds
+        for _ in range(2):
+            assert looks.acquire(timeout=60)
+    assert not given_up.is_set()
+    # Its own time does count.
+    while not given_up.is_set():
+        assert clock.seconds < 120.0
+        clock.seconds += 0.9
+        looks.acquire(timeout=1)
     assert "worker 1 did not arrive" in messages[0]

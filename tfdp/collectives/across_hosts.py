@@ -220,8 +220,8 @@ class AcrossHostsEngine(InProcessEngine):
 
             (value,) = self._call(first, [blob], [tf.TensorSpec([], tf.string)])
             result = tf.io.parse_tensor(value, tensor.dtype)
-        result.set_shape(tensor.shape)
-        return result
+            # Not `set_shape`, which believes it of what another host has sent.
+            return tf.ensure_shape(result, tensor.shape)
 
     def _across(
         self,

@@ -17,7 +17,6 @@ the size.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Sequence
 
 import numpy as np
@@ -27,6 +26,7 @@ from tfdp._tf import names
 from tfdp._tf.collective_runtime import abort_collectives, start_collectives
 from tfdp.cluster.description import join_address
 from tfdp.collectives.across_hosts import LEADER, AcrossHostsEngine
+from tfdp.collectives.collective_keys import CollectiveKeys
 from tfdp.collectives.engine import next_group_key
 from tfdp.collectives.packing import pack, unpack
 from tfdp.collectives.pieces import cut_pieces, join_pieces, plan_pieces
@@ -102,6 +102,7 @@ class TensorFlowAcrossHostsEngine(AcrossHostsEngine):
         self._group_key = next_group_key()
         self._tokens = [names.make_token(device) for device in self.devices]
         self._places = [0] * len(self.devices)
+        self._keys = CollectiveKeys()
         self._watch = ExchangeWatch(link, abort_collectives)
 
     def close(self) -> None:
@@ -181,8 +182,8 @@ class TensorFlowAcrossHostsEngine(AcrossHostsEngine):
     def _next_key(self, wire: tf.Tensor, rank: int) -> int:
         place = self._places[rank]
         self._places[rank] += 1
-        text = f"{place} {wire.shape.num_elements()} {wire.dtype.name}"
-        return zlib.crc32(text.encode()) & 0x7FFFFFFF
+        exchange = f"{place} {wire.shape.num_elements()} {wire.dtype.name}"
+        return self._keys.key_of(exchange)
 
     def _begin(self, buffers: Sequence[tf.Tensor], label: str) -> tf.Tensor:
         def begin() -> np.ndarray:

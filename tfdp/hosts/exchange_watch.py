@@ -9,17 +9,19 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 from collections.abc import Callable
 
-from tfdp.errors import WorkerLostError
+from tfdp.errors import CollectiveError, WorkerLostError
 from tfdp.hosts.host_link import HostLink
 from tfdp.hosts.lost_worker import late_words, say_lost
 from tfdp.hosts.rendezvous import name_workers
+from tfdp.hosts.standstill import Standstill, boot_seconds
 
 __all__ = ["ExchangeWatch"]
 
 LOOK_SECONDS = 0.2
+# A busy machine may let the thread look later.
+USUAL_LOOK_SECONDS = 1.0
 WORD_SECONDS = 1.0
 NEWS_SECONDS = 3.0
 NOTE_KEY = "exchanges begun"
@@ -45,16 +47,27 @@ class ExchangeWatch:
         self._thread = threading.Thread(
             target=self._look, name="tfdp-exchange-watch", daemon=True
         )
+        self._is_closed = False
         self._is_over = threading.Event()
         self._has_told = threading.Event()
         link.on_failure(self._end)
 
     def begin(self, label: str) -> int:
-        """Notes that an exchange has begun; returns its number on this worker."""
+        """Notes that an exchange has begun; returns its number on this worker.
+
+        Raises:
+          CollectiveError: when the watch was closed.
+        """
         with self._lock:
+            if self._is_closed:
+                raise CollectiveError(
+                    f"An exchange ({label}) was begun after `close()` of the strategy. "
+                    "Close a strategy after its last exchange, and make a new one to "
+                    "go on."
+                )
             self._begun += 1
             number = self._begun
-            self._open[number] = (time.monotonic(), label)
+            self._open[number] = (boot_seconds(), label)
             if number == 1:
                 self._thread.start()
         return number
@@ -71,15 +84,25 @@ class ExchangeWatch:
         at once would make this worker the first that the others miss.
         """
         with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
             has_failed = bool(self._open)
         if has_failed:
             self._has_told.wait(NEWS_SECONDS)
+        self._is_over.set()
 
     def _look(self) -> None:
         told, next_word = 0, 0.0
+        standstill = Standstill(USUAL_LOOK_SECONDS)
         while not self._is_over.wait(LOOK_SECONDS):
-            now = time.monotonic()
+            now, missed_seconds = boot_seconds(), standstill.look()
             with self._lock:
+                if missed_seconds:  # nobody was late while this process did not run
+                    self._open = {
+                        number: (start + missed_seconds, label)
+                        for number, (start, label) in self._open.items()
+                    }
                 begun = self._begun
                 since = min((start for start, _ in self._open.values()), default=now)
             with contextlib.suppress(WorkerLostError, OSError):
@@ -113,7 +136,7 @@ class ExchangeWatch:
             message = f"Worker {self._link.rank} cannot go on: {reason}."
         else:
             start, label = waiting
-            waited = time.monotonic() - start
+            waited = boot_seconds() - start
             message = say_lost(
                 self._link.rank, waited, f"an exchange ({label})", reason
             )

@@ -126,7 +126,10 @@ class Membership:
             time.sleep(0.02)
         if self.failure is None and self._left:
             # Others may have left since, because the first one did.
-            return f"worker {next(iter(self._left))} has come to the end of its script"
+            reason = (
+                f"worker {next(iter(self._left))} has come to the end of its script"
+            )
+            return self.with_standstill(reason, self._silence_seconds)
         return self.failure
 
     def share_note(self, key: str, note: str, seconds: float) -> dict[int, str]:

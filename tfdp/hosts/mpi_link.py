@@ -4,6 +4,10 @@ MPI moves arrays through shared memory within a machine and over the fabric that
 built for between machines. It cannot tell who is missing, and waits by spinning; so the
 workers first come together on the socket ring, where waiting costs nothing and has a
 deadline, and only then call MPI.
+
+A call of MPI cannot be ended from outside, and neither can the wait for the others
+with which a process leaves MPI. So whoever is in a call that will not end, and whoever
+leaves after an exchange that failed, says why and aborts the job.
 """
 
 from __future__ import annotations
@@ -13,6 +17,8 @@ import os
 import secrets
 import socket
 import sys
+import threading
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -20,10 +26,17 @@ import numpy as np
 from absl import logging
 
 from tfdp.cluster.description import join_address
-from tfdp.errors import ConfigurationError, MissingDependencyError
+from tfdp.errors import (
+    CollectiveError,
+    ConfigurationError,
+    MissingDependencyError,
+)
 from tfdp.hosts.buffers import views_of
+from tfdp.hosts.channel import Channel
 from tfdp.hosts.handshake import session_secret
 from tfdp.hosts.host_link import Ranges
+from tfdp.hosts.own_address import own_address
+from tfdp.hosts.rendezvous import name_workers
 from tfdp.hosts.rounded_wire import part_edges, round_to, wire_type
 from tfdp.hosts.socket_link import SocketLink
 from tfdp.hosts.wire import free_port
@@ -35,6 +48,7 @@ MPI_TYPES = frozenset("fdilq") | frozenset("bBhHILQ")
 EXIT_CODE = 70
 LOOPBACK = "127.0.0.1"
 SESSION_BYTES = 32
+ABORT_SECONDS = 5.0
 # Open MPI asks for the next message again and again. Told this before it starts, it
 # gives way to other threads in between: backprop runs on while a bucket travels.
 GIVES_WAY = "OMPI_MCA_mpi_yield_when_idle"
@@ -65,9 +79,10 @@ class MpiLink(SocketLink):
       rank, workers: as MPI has them.
       coordinator: "host:port" of worker 0; None: MPI tells it to the others.
       silence_seconds, secret: see `SocketLink`; MPI brings a key of its own besides.
-      timeout_seconds: see `HostLink`; it holds for coming together. A worker that
-        dies within an MPI call ends all others with exit code 70, because MPI's calls
-        cannot be ended otherwise.
+      timeout_seconds: see `HostLink`; it holds for coming together, and for each call
+        of MPI. Who is in a call that cannot end any more (a worker has died, left or
+        given up) says so and aborts the job with exit code 70, because MPI's calls
+        cannot be ended otherwise; so does, at its end, whoever had an error.
 
     Raises:
       MissingDependencyError: when mpi4py or an MPI library is not there.
@@ -88,6 +103,7 @@ class MpiLink(SocketLink):
         os.environ.setdefault(GIVES_WAY, "1")
         try:
             from mpi4py import MPI
+            from mpi4py.run import set_abort_status
         except ImportError as error:
             raise MissingDependencyError(
                 "Communication(engine='mpi') needs mpi4py and an MPI library: pip "
@@ -97,6 +113,8 @@ class MpiLink(SocketLink):
         self._world: Any = MPI.COMM_WORLD
         self._sum_operation = MPI.SUM
         self._in_place = MPI.IN_PLACE
+        self._mpi_error = MPI.Exception
+        self._set_abort_status = set_abort_status
         if (self._world.rank, self._world.size) != (rank, workers):
             raise ConfigurationError(
                 f"The cluster says worker {rank} of {workers}, MPI says "
@@ -104,12 +122,16 @@ class MpiLink(SocketLink):
                 "mpiexec (or `tfdp launch --mpi`)."
             )
         neighbours = self._world.Split_type(MPI.COMM_TYPE_SHARED)
-        self._shares_machine = neighbours.size == workers
-        self._piece_bytes = (
-            ONE_MACHINE_PIECE_BYTES if self._shares_machine else NETWORK_PIECE_BYTES
-        )
+        self._is_one_machine = neighbours.size == workers
         neighbours.Free()
-        self._is_in_mpi = False
+        self._piece_bytes = (
+            ONE_MACHINE_PIECE_BYTES if self._is_one_machine else NETWORK_PIECE_BYTES
+        )
+        # Number and label of the exchange that is in MPI, and when MPI last answered.
+        self._mpi_exchange: tuple[int, str] | None = None
+        self._mpi_answered = 0.0
+        self._cannot_enter: str | None = None
+        self._mpi_state = threading.Condition()
         super().__init__(
             rank,
             workers,
@@ -131,7 +153,7 @@ class MpiLink(SocketLink):
             return super().sum(arrays, label, channel, wire_dtype)
         arrays = [np.asarray(array, order="C") for array in arrays]
         outputs = views_of(self._pool, arrays)
-        with self._in_mpi("mpi sum", arrays, label):
+        with self._in_mpi("mpi sum", arrays, label, wire_dtype):
             if wire_dtype is None:
                 for array, output in zip(arrays, outputs, strict=True):
                     self._sum_in_pieces(array.reshape(-1), output.reshape(-1))
@@ -155,10 +177,11 @@ class MpiLink(SocketLink):
             for array, of_array in zip(arrays, ranges, strict=True)
         ]
         outputs = views_of(self._pool, own)
-        with self._in_mpi("mpi scat", arrays, label):
+        with self._in_mpi("mpi scatter", arrays, label, None, ranges):
             for array, output, of_array in zip(arrays, outputs, ranges, strict=True):
                 counts = [stop - start for start, stop in of_array]
                 self._world.Reduce_scatter(array, output, counts, self._sum_operation)
+                self._note_answer()
         return outputs
 
     def all_gather(
@@ -172,23 +195,49 @@ class MpiLink(SocketLink):
         if channel != "step" or pieces[0].dtype.char not in MPI_TYPES:
             return super().all_gather(pieces, ranges, label, channel)
         wholes = self._wholes_with_own(pieces, ranges)
-        with self._in_mpi("mpi shar", wholes, label):
+        with self._in_mpi("mpi shards", wholes, label, None, ranges):
             for whole, of_array in zip(wholes, ranges, strict=True):
                 counts = [stop - start for start, stop in of_array]
                 self._world.Allgatherv(self._in_place, [whole, counts])
+                self._note_answer()
         return wholes
 
     @contextlib.contextmanager
     def _in_mpi(
-        self, kind: str, arrays: Sequence[np.ndarray], label: str
+        self,
+        kind: str,
+        arrays: Sequence[np.ndarray],
+        label: str,
+        wire_dtype: str | None,
+        ranges: Ranges = (),
     ) -> Iterator[None]:
-        with self._exchange(label, "step") as ring:
-            self._agree(ring, kind, sum(a.nbytes for a in arrays), label)
-            self._is_in_mpi = True
+        exchange = self._exchange(kind, arrays, label, "step", wire_dtype, ranges)
+        with exchange as ring:
+            self._enter_mpi(ring.count, label)
             try:
                 yield
+            except self._mpi_error as error:
+                raise CollectiveError(
+                    f"MPI failed in {ring.words} on worker {self.rank}: {error}. See "
+                    "the output of the other workers and of the MPI library."
+                ) from error
             finally:
-                self._is_in_mpi = False
+                with self._mpi_state:
+                    self._mpi_exchange = None
+                    self._mpi_state.notify_all()
+
+    def _enter_mpi(self, number: int, label: str) -> None:
+        # In one piece with the question whether all can still come: a loss that is
+        # heard before it keeps this worker out, one that is heard later finds it here.
+        with self._mpi_state:
+            gone = self._membership.left_before(number)
+            if self._cannot_enter is not None or gone:
+                raise ConnectionAbortedError(self._cannot_enter or f"{gone} left")
+            self._note_answer()
+            self._mpi_exchange = (number, label)
+
+    def _note_answer(self) -> None:
+        self._mpi_answered = time.monotonic()
 
     def _sum_rounded(
         self,
@@ -227,19 +276,73 @@ class MpiLink(SocketLink):
                 total += part.astype(dtype)
         mine = round_to(piece.dtype, total).view(np.uint16)
         self._world.Allgatherv(mine, [bits, (counts, edges[:-1])])
+        self._note_answer()
 
     def _sum_in_pieces(self, array: np.ndarray, output: np.ndarray) -> None:
         elements = self._piece_bytes // array.itemsize
         for start in range(0, array.size, elements):
             piece = slice(start, start + elements)
             self._world.Allreduce(array[piece], output[piece], self._sum_operation)
+            self._note_answer()
 
     def _share_address(self) -> str:
+        """Where worker 0 will listen; it tells the others through MPI.
+
+        Raises:
+          ConfigurationError: when it finds no address that the others can reach; on
+            all workers, so that nobody waits.
+        """
+        names = self._world.gather(socket.gethostname())
         address = None
-        if self._world.rank == 0:
-            host = LOOPBACK if self._shares_machine else _own_address()
-            address = join_address(host, free_port())
-        return str(self._world.bcast(address))
+        if names is not None:
+            host = LOOPBACK if self._is_one_machine else own_address(names[1:])
+            address = join_address(host, free_port()) if host else ""
+        address = str(self._world.bcast(address))
+        if not address:
+            raise ConfigurationError(
+                "Worker 0 finds no address by which the other machines reach it: their "
+                "names cannot be looked up, and it has no route but loopback. Set "
+                "TFDP_COORDINATOR to 'host:port' of worker 0 for all workers."
+            )
+        return address
+
+    def _look(self, missed_seconds: float) -> None:
+        """Ends this process when its call of MPI will not end, or has not in time."""
+        with self._mpi_state:
+            if self._mpi_exchange is None:
+                return
+            self._mpi_answered += missed_seconds  # nobody ran, so nobody was late
+            waited = time.monotonic() - self._mpi_answered
+            gone = self._membership.left_before(self._mpi_exchange[0])
+        if gone:
+            self._abort(f"{name_workers(gone)} had come to the end of the script")
+        elif waited > self.timeout_seconds:
+            self._abort(f"{self.timeout_seconds:g} seconds had passed in one call")
+
+    def _finish_exchange(self) -> None:
+        """Lets a call of MPI end, which others take part in; no other one begins."""
+        with self._mpi_state:
+            self._cannot_enter = "closed here"
+            self._mpi_state.wait_for(
+                lambda: self._mpi_exchange is None, self.timeout_seconds
+            )
+
+    def _fail(self) -> None:
+        self._let_exit_abort()
+        super()._fail()
+
+    def _end_ring(
+        self, ring: Channel, channel: str, error: BaseException
+    ) -> BaseException:
+        self._let_exit_abort()
+        return super()._end_ring(ring, channel, error)
+
+    def _let_exit_abort(self) -> None:
+        """At the end of this process MPI aborts instead of waiting for the others.
+
+        That is after everything else: the error is printed by then.
+        """
+        self._set_abort_status(EXIT_CODE)
 
     def _share_session(self) -> bytes:
         """A secret of this run that MPI has brought to every worker."""
@@ -249,19 +352,29 @@ class MpiLink(SocketLink):
     def close_channels(self) -> None:
         """See `SocketLink.close_channels`."""
         super().close_channels()
-        if self._is_in_mpi:
-            logging.error(
-                "tfdp: Worker %d was in an MPI call when %s. This process ends.",
-                self.rank,
-                self._membership.failure,
-            )
-            sys.stderr.flush()
-            os._exit(EXIT_CODE)
+        with self._mpi_state:
+            self._cannot_enter = self._cannot_enter or "the exchanges have ended"
+            is_in_mpi = self._mpi_exchange is not None
+        if is_in_mpi:
+            self._abort(self._membership.failure or "its strategy was closed")
 
-
-def _own_address() -> str:
-    """This machine's address as others see it; loopback where it has no other."""
-    try:
-        return socket.gethostbyname(socket.gethostname())
-    except OSError:
-        return "127.0.0.1"
+    def _abort(self, reason: str) -> None:
+        """Ends this process, which is in a call of MPI, and the job with it."""
+        number, label = self._mpi_exchange or (0, "none")
+        logging.error(
+            "tfdp: Worker %d was in an MPI call of exchange %d (%s) when %s. This "
+            "process ends, and the job with it.",
+            self.rank,
+            number,
+            label,
+            reason,
+        )
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # From a thread of its own: MPI may not answer while a call is under way.
+        abort = threading.Thread(
+            target=self._world.Abort, args=(EXIT_CODE,), daemon=True
+        )
+        abort.start()
+        abort.join(ABORT_SECONDS)
+        os._exit(EXIT_CODE)

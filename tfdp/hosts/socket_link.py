@@ -2,12 +2,15 @@
 
 Each channel is a ring with an order of its own: exchange n of one worker meets exchange
 n of all others. A header before each tells whether they are about the same thing.
+
+An exchange that fails, for whatever reason, ends its ring: what is under way in it
+would be taken for the next one. The worker tells the others why, and those that wait
+for it fail as well, instead of waiting.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import struct
 import threading
 import time
@@ -16,7 +19,9 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from tfdp.errors import CollectiveError, WorkerLostError
+from tfdp.hosts.agreement import Disagreement, difference, terms_of
 from tfdp.hosts.buffers import BufferPool, views_of
+from tfdp.hosts.channel import Channel
 from tfdp.hosts.host_link import CHANNELS, HostLink, Ranges
 from tfdp.hosts.lost_worker import late_words, say_lost
 from tfdp.hosts.membership import Membership
@@ -36,7 +41,6 @@ __all__ = ["SocketLink"]
 
 # How long a failure may take to be heard after a connection has broken.
 NEWS_SECONDS = 3.0
-HEADER = struct.Struct("<8sQQ")
 
 
 class SocketLink(HostLink):
@@ -65,7 +69,7 @@ class SocketLink(HostLink):
             rank, workers, coordinator, len(CHANNELS), timeout_seconds, secret
         )
         self._channels = {
-            name: _Channel(
+            name: Channel(
                 Sender(to_next, timeout_seconds),
                 Receiver(from_before, timeout_seconds),
             )
@@ -76,10 +80,10 @@ class SocketLink(HostLink):
         self.hosts = meeting.hosts
         self._failure_listeners: list[Callable[[str], None]] = []
         self._is_closed = False
+        self._closing = threading.Lock()
         self._pool = BufferPool()
-        self._exchange_numbers = itertools.count(1)
         self._membership = Membership(
-            rank, workers, meeting.control, silence_seconds, self._fail
+            rank, workers, meeting.control, silence_seconds, self._fail, self._look
         )
 
     def sum(
@@ -92,8 +96,7 @@ class SocketLink(HostLink):
         """See `HostLink.sum`."""
         arrays = [np.asarray(array, order="C") for array in arrays]
         outputs = views_of(self._pool, arrays)
-        with self._exchange(label, channel) as ring:
-            self._agree(ring, "sum", _wire_bytes(arrays, wire_dtype), label)
+        with self._exchange("sum", arrays, label, channel, wire_dtype) as ring:
             ring_sum(
                 [array.reshape(-1) for array in arrays],
                 [output.reshape(-1) for output in outputs],
@@ -116,8 +119,9 @@ class SocketLink(HostLink):
         arrays = [np.asarray(array, order="C") for array in arrays]
         # Whole arrays: what is outside of this worker's range passes through it.
         outputs = views_of(self._pool, arrays)
-        with self._exchange(label, "step") as ring:
-            self._agree(ring, "scatter", _wire_bytes(arrays, wire_dtype), label)
+        with self._exchange(
+            "scatter", arrays, label, "step", wire_dtype, ranges
+        ) as ring:
             ring_reduce_scatter(
                 arrays,
                 outputs,
@@ -140,9 +144,7 @@ class SocketLink(HostLink):
     ) -> list[np.ndarray]:
         """See `HostLink.all_gather`."""
         wholes = self._wholes_with_own(pieces, ranges)
-        with self._exchange(label, channel) as ring:
-            size_bytes = sum(whole.nbytes for whole in wholes)
-            self._agree(ring, "shards", size_bytes, label)
+        with self._exchange("shards", wholes, label, channel, None, ranges) as ring:
             ring_all_gather(
                 wholes,
                 by_worker(ranges),
@@ -169,8 +171,7 @@ class SocketLink(HostLink):
         """See `HostLink.gather`."""
         blobs = [b""] * self.workers
         blobs[self.rank] = blob
-        with self._exchange(label, channel) as ring:
-            self._agree(ring, "gather", 0, label)
+        with self._exchange("gather", (), label, channel) as ring:
             for step in range(self.workers - 1):
                 mine = blobs[(self.rank - step) % self.workers]
                 ring.sender.send(struct.pack("<Q", len(mine)) + mine)
@@ -201,6 +202,8 @@ class SocketLink(HostLink):
         try:
             yield
         except OSError as error:
+            if self._is_closed:
+                raise self._closed(f"it waited for a word on {key!r}") from error
             raise WorkerLostError(
                 f"Worker {self.rank} waited for a word of the others on {key!r}: "
                 f"{error}. Look at their output for the first error."
@@ -230,6 +233,9 @@ class SocketLink(HostLink):
         """See `HostLink.news`."""
         return self._membership.wait_for_news(0.0)
 
+    def _look(self, missed_seconds: float) -> None:
+        """Several times in a second, from another thread, while nobody is lost."""
+
     def _fail(self) -> None:
         self.close_channels()
         for listener in self._failure_listeners:
@@ -237,61 +243,111 @@ class SocketLink(HostLink):
 
     def close(self) -> None:
         """See `HostLink.close`."""
-        if self._is_closed:
-            return
-        self._is_closed = True
+        with self._closing:
+            if self._is_closed:
+                return
+            self._is_closed = True
+        self._finish_exchange()
         self._membership.leave()
         self.close_channels()
+
+    def _finish_exchange(self) -> None:
+        """Waits for what cannot be broken off; nothing, over sockets."""
 
     def close_channels(self) -> None:
         """Ends every ring; whoever waits in one gets an error."""
         for channel in self._channels.values():
-            channel.sender.close()
-            channel.receiver.close()
+            channel.close()
 
     @contextlib.contextmanager
-    def _exchange(self, label: str, channel: str) -> Iterator[_Channel]:
+    def _exchange(
+        self,
+        kind: str,
+        arrays: Sequence[np.ndarray],
+        label: str,
+        channel: str,
+        wire_dtype: str | None = None,
+        ranges: Ranges = (),
+    ) -> Iterator[Channel]:
+        """An exchange that all workers have come to, of the same arrays."""
         ring = self._channels[channel]
         with ring.lock:
+            if self._is_closed:
+                raise self._closed(f"an exchange ({label}) was begun")
+            if ring.failure is not None:
+                raise type(ring.failure)(
+                    f"After an exchange that failed there is no other ({label}). It "
+                    f"said: {ring.failure}"
+                )
             ring.count += 1
+            ring.begin(terms_of(kind, ring.count, arrays, label, wire_dtype, ranges))
             if channel == "step":
                 self._membership.arrive(ring.count)
-            start = time.monotonic()
             try:
+                ring.agree()
                 yield ring
-            except OSError as error:
-                raise self._lost(label, ring.count, start, error) from error
+            except BaseException as error:
+                failure = self._end_ring(ring, channel, error)
+                if failure is error:
+                    raise
+                raise failure from error
 
-    def _agree(self, ring: _Channel, kind: str, size_bytes: int, label: str) -> None:
-        mine = HEADER.pack(kind.encode(), ring.count, size_bytes)
-        ring.sender.send(mine)
-        theirs = bytes(ring.receiver.take(HEADER.size))
-        if theirs == mine:
-            return
-        other_kind, other_count, other_bytes = HEADER.unpack(theirs)
-        other = other_kind.rstrip(b"\0").decode(errors="replace")
-        raise CollectiveError(
-            f"Workers are out of step: worker {self.rank} is at exchange {ring.count}, "
-            f"{kind} of {size_bytes} bytes ({label}); worker "
-            f"{(self.rank - 1) % self.workers} at exchange {other_count}, {other} of "
-            f"{other_bytes} bytes. Every worker must run the same steps on the same "
-            "model: look for code that only some workers run."
+    def _end_ring(
+        self, ring: Channel, channel: str, error: BaseException
+    ) -> BaseException:
+        """Ends a ring whose exchange failed; returns what that is to be raised as."""
+        ring.close()
+        if self._is_closed:
+            failure: BaseException = self._closed(f"{ring.words} was under way")
+            ring.fail_with(failure)
+            return failure
+        # The worker after may ask what this one was at.
+        note_key = f"last exchange of {channel}"
+        self._membership.leave_note(note_key, ring.terms.note)
+        failure, reason = error, f"{type(error).__name__} {error}".rstrip()
+        if isinstance(error, Disagreement):
+            failure = self._out_of_step(error, note_key)
+            reason = str(failure).rstrip(".")
+        if isinstance(error, OSError):
+            reason = self._reason(ring, error)
+            waited = time.monotonic() - ring.start
+            failure = WorkerLostError(say_lost(self.rank, waited, ring.words, reason))
+        else:
+            reason = f"worker {self.rank} gave up {ring.words}: {reason}"
+        ring.fail_with(failure)
+        self._membership.give_up(reason)
+        return failure
+
+    def _closed(self, what: str) -> CollectiveError:
+        return CollectiveError(
+            f"The connections of worker {self.rank} were closed (by `close()` of the "
+            f"strategy, or at the end of the script) when {what}. Close a strategy "
+            "after its last exchange, and make a new one to go on."
         )
 
-    def _lost(
-        self, label: str, count: int, start: float, error: OSError
-    ) -> WorkerLostError:
-        waited = time.monotonic() - start
+    def _out_of_step(self, found: Disagreement, note_key: str) -> CollectiveError:
+        other = (self.rank - 1) % self.workers
+        notes: dict[int, str] = {}
+        with contextlib.suppress(OSError):
+            notes = self._membership.wait_for_notes(
+                note_key, lambda notes: other in notes, NEWS_SECONDS
+            )
+        both = difference(self.rank, other, found, notes.get(other))
+        return CollectiveError(
+            f"Workers are out of step: {both}. Every worker must run the same steps on "
+            "the same model: look for code that only some workers run."
+        )
+
+    def _reason(self, ring: Channel, error: OSError) -> str:
+        """Why a connection of the ring broke, or nothing came."""
         is_timeout = isinstance(error, (TimeoutError, BlockingIOError))
         reason = self._membership.wait_for_news(0.0 if is_timeout else NEWS_SECONDS)
         if reason is None and is_timeout:
-            late = self._membership.late(count)
+            late = self._membership.late(ring.count)
             who = name_workers(late) if late else "a worker"
             reason = late_words(who, self.timeout_seconds)
-        reason = reason or f"a connection broke ({error})"
-        return WorkerLostError(
-            say_lost(self.rank, waited, f"exchange {count} ({label})", reason)
-        )
+            return self._membership.with_standstill(reason, self.timeout_seconds)
+        return reason or f"a connection of worker {self.rank} broke ({error})"
 
 
 def by_worker(ranges: Ranges) -> list[list[Block]]:
@@ -302,27 +358,10 @@ def by_worker(ranges: Ranges) -> list[list[Block]]:
     ]
 
 
-def _wire_bytes(arrays: Sequence[np.ndarray], wire_dtype: str | None) -> int:
-    """The size of the arrays as they travel."""
-    if wire_dtype is None:
-        return sum(array.nbytes for array in arrays)
-    return wire_type(wire_dtype).itemsize * sum(array.size for array in arrays)
-
-
-def _ends(ring: _Channel, wire_dtype: str | None) -> tuple[Send, Receive, Send]:
+def _ends(ring: Channel, wire_dtype: str | None) -> tuple[Send, Receive, Send]:
     """What sends, receives and passes on the blocks of an exchange; see `ring_sum`."""
     send, receive = ring.sender.send, ring.receiver.fill
     if wire_dtype is None:
         return send, receive, send
     wire = RoundedWire(wire_type(wire_dtype), send, receive)
     return wire.send, wire.receive, wire.pass_on
-
-
-class _Channel:
-    """One ring: its two ends and how many exchanges it has had."""
-
-    def __init__(self, sender: Sender, receiver: Receiver):
-        self.sender = sender
-        self.receiver = receiver
-        self.lock = threading.Lock()
-        self.count = 0

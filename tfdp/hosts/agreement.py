@@ -1,0 +1,157 @@
+"""What the workers of one exchange must have alike, in a header of 24 bytes.
+
+A kind, a number and a size are told in full, so that an error can name the other
+worker's. Label, types, shapes, ranges and the wire's type are told by their digest:
+equal sizes do not make float32 [2] and int32 [2] the same.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import re
+import struct
+from collections.abc import Sequence
+
+import numpy as np
+
+from tfdp.hosts.rounded_wire import wire_type
+
+__all__ = ["HEADER", "Disagreement", "Terms", "difference", "terms_of"]
+
+KINDS = ("sum", "scatter", "shards", "gather", "mpi sum", "mpi scatter", "mpi shards")
+# Place of the kind, number modulo 2^32, bytes, digest.
+DIGEST_BYTES = 11
+HEADER = struct.Struct(f"<BIQ{DIGEST_BYTES}s")
+NUMBERS = 2**32
+# A note is for a person: of very many arrays it tells the first ones.
+MOST_ARRAYS_IN_NOTE = 500
+MOST_ARRAYS_IN_WORDS = 3
+# Keras numbers the names of layers by what a process has made before ("dense_1"): a
+# model that only one worker looks at moves the numbers of all that it makes later.
+NUMBER_OF_NAME = re.compile(r"_\d+(?![0-9A-Za-z])")
+
+
+@dataclasses.dataclass(frozen=True)
+class Terms:
+    """What one worker brings to an exchange.
+
+    Args:
+      kind: one of KINDS.
+      number: which exchange of its channel it is, from 1.
+      size_bytes: what travels of it.
+      label: names it in errors.
+      arrays: type, shape and ranges of each, in words.
+      wire_dtype: the type in which the numbers travel; None for their own.
+    """
+
+    kind: str
+    number: int
+    size_bytes: int
+    label: str
+    arrays: tuple[str, ...] = ()
+    wire_dtype: str | None = None
+
+    @property
+    def header(self) -> bytes:
+        """What is compared."""
+        label = NUMBER_OF_NAME.sub("", self.label)
+        told = "\0".join((label, str(self.wire_dtype), *self.arrays))
+        digest = hashlib.blake2b(told.encode(), digest_size=DIGEST_BYTES).digest()
+        number = self.number % NUMBERS
+        return HEADER.pack(KINDS.index(self.kind), number, self.size_bytes, digest)
+
+    @property
+    def note(self) -> str:
+        """What another worker needs to tell the difference."""
+        fields = dataclasses.asdict(self)
+        fields["arrays"] = self.arrays[:MOST_ARRAYS_IN_NOTE]
+        return json.dumps(fields)
+
+    @classmethod
+    def from_note(cls, note: str) -> Terms | None:
+        """The terms that the note tells; None when it tells none."""
+        try:
+            fields = json.loads(note)
+            return cls(**{**fields, "arrays": tuple(map(str, fields["arrays"]))})
+        except (ValueError, TypeError, KeyError):
+            return None
+
+
+class Disagreement(Exception):
+    """The worker before sent another header."""
+
+    def __init__(self, mine: Terms, their_header: bytes):
+        super().__init__("out of step")
+        self.mine = mine
+        self.their_header = their_header
+
+
+def terms_of(
+    kind: str,
+    number: int,
+    arrays: Sequence[np.ndarray],
+    label: str,
+    wire_dtype: str | None = None,
+    ranges: Sequence[object] = (),
+) -> Terms:
+    """The terms of an exchange of `arrays`.
+
+    Args:
+      kind, number, label, wire_dtype: see `Terms`.
+      arrays: of one type.
+      ranges: of each array; see `HostLink.reduce_scatter`.
+    """
+    told = [f"{array.dtype.name} {list(array.shape)}" for array in arrays]
+    if ranges:
+        told = [f"{t} in {r}" for t, r in zip(told, ranges, strict=True)]
+    own = arrays[0].itemsize if arrays else 0
+    item_bytes = wire_type(wire_dtype).itemsize if wire_dtype else own
+    size = item_bytes * sum(array.size for array in arrays)
+    return Terms(kind, number, size, label, tuple(told), wire_dtype)
+
+
+def difference(rank: int, other: int, found: Disagreement, note: str | None) -> str:
+    """What both sides had, as far as it is known.
+
+    Args:
+      rank: this worker.
+      other: the worker whose header differed.
+      found: what this worker has, and that header.
+      note: the other's last `Terms.note`, where it came.
+    """
+    mine, header = found.mine, found.their_header
+    kind, number, size_bytes, _ = HEADER.unpack(header)
+    theirs = Terms.from_note(note) if note is not None else None
+    if theirs is not None and theirs.number % NUMBERS != number:
+        theirs = None  # of another exchange
+    if theirs is None:
+        name = KINDS[kind] if kind < len(KINDS) else "an unknown kind"
+        told = f"exchange {number}, {name} of {size_bytes} bytes"
+        if mine.header[:-DIGEST_BYTES] == header[:-DIGEST_BYTES]:
+            told += ", with another label, types or shapes"
+        return f"worker {rank} is at {_words(mine, None)}; worker {other} at {told}"
+    return (
+        f"worker {rank} is at {_words(mine, theirs)}; worker {other} at "
+        f"{_words(theirs, mine)}"
+    )
+
+
+def _words(terms: Terms, other: Terms | None) -> str:
+    arrays = _arrays_in_words(terms.arrays, other.arrays if other else ())
+    wire = f" as {terms.wire_dtype}" if terms.wire_dtype else ""
+    return (
+        f"exchange {terms.number}, {terms.kind} of {terms.size_bytes} bytes"
+        f"{wire}{arrays} ({terms.label})"
+    )
+
+
+def _arrays_in_words(arrays: Sequence[str], others: Sequence[str]) -> str:
+    if not arrays:
+        return ""
+    if len(arrays) <= MOST_ARRAYS_IN_WORDS:
+        return f": {', '.join(arrays)}"
+    pairs = zip(arrays, others, strict=False)
+    first = next((i for i, (a, b) in enumerate(pairs) if a != b), 0)
+    return f": {len(arrays)} arrays, number {first + 1} of them {arrays[first]}"
