@@ -322,6 +322,46 @@ def test_a_reader_that_leaves_ends_the_workers(launcher, tmp_path):
     assert wait_until(lambda: not any(map(is_alive, family)))
 
 
+# Notes when nobody has taken anything from its output for a while.
+TALKING = """
+import select
+note(f"up{RANK}", os.getpid())
+while True:
+    while not select.select([], [1], [], 3.0)[1]:
+        note(f"full{RANK}")
+    os.write(1, b"more and more" * 100 + b"\\n")
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_launcher_that_nobody_reads_obeys(launcher, tmp_path, number):
+    process = launcher(TALKING, "--workers", 2)
+    family = pids(tmp_path, "up0", "up1")
+    assert wait_until(lambda: all((tmp_path / f"full{i}").exists() for i in (0, 1)), 60)
+    process.send_signal(number)
+    assert process.wait(60) == 128 + number
+    assert not any(map(is_alive, family))
+
+
+def test_every_line_comes_to_a_slow_reader(launcher, tmp_path):
+    # More than pipes hold and than the launcher keeps.
+    script = """
+for line in range(3000):
+    print(line, "x" * 1000)
+    note("begun")
+print("the last one", file=sys.stderr)
+sys.exit(3)
+"""
+    process = launcher(script)
+    assert wait_until(lambda: (tmp_path / "begun").exists(), 60)
+    time.sleep(1.0)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 3
+    assert out.splitlines() == [f"[0] {line} {'x' * 1000}" for line in range(3000)]
+    assert "[0] the last one" in err
+    assert "worker 0 failed first" in err
+
+
 def test_a_port_that_is_taken_is_refused(launch):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

@@ -4,15 +4,25 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from typing import BinaryIO
+from typing import Protocol
 
-__all__ = ["TAIL_LINES", "LineRelay", "Tail"]
+__all__ = ["TAIL_LINES", "LineRelay", "Tail", "Target"]
 
 TAIL_LINES = 10
 # A line without an end is passed on when it gets this long.
 MOST_BYTES = 1 << 16
 # Progress bars end their lines with a carriage return.
 LINE_END = re.compile(rb"\r\n|\n|\r")
+
+
+class Target(Protocol):
+    """Where lines go."""
+
+    def write(self, data: bytes, /) -> object:
+        """Takes whole lines."""
+
+    def flush(self) -> None:
+        """Writes them, if that needs no waiting."""
 
 
 class Tail:
@@ -45,7 +55,7 @@ class LineRelay:
     b'[1] one\\n[1] two\\n[1] three\\n'
     """
 
-    def __init__(self, target: BinaryIO, prefix: bytes, tail: Tail):
+    def __init__(self, target: Target, prefix: bytes, tail: Tail):
         self._target = target
         self._prefix = prefix
         self._tail = tail

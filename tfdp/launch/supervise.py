@@ -15,6 +15,7 @@ import time
 from collections.abc import Sequence
 
 from tfdp.launch.guard import OrphanGuard
+from tfdp.launch.outlet import Outlet
 from tfdp.launch.signals import received_signals, signal_name
 from tfdp.launch.worker import Worker, WorkerCommand, read
 
@@ -59,10 +60,11 @@ def supervise(
                 run.watch_stdin()
             run.until_all_have_ended()
         finally:
-            # Also when the launcher itself fails, say because nobody reads its output.
+            # Also when the launcher itself fails, say because its reader has left.
             run.clean_up()
-    if show_ranks:
-        run.report()
+        if show_ranks:
+            run.report()
+        run.write_the_rest()
     return run.exit_code()
 
 
@@ -94,6 +96,11 @@ class _Run:
         self._received = received
         self._show_ranks = show_ranks
         self._selector = selectors.DefaultSelector()
+        self._control = selectors.DefaultSelector()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self._stdout = Outlet(sys.stdout.fileno())
+        self._stderr = Outlet(sys.stderr.fileno())
         self._workers: list[Worker] = []
         self._failures: list[Worker] = []  # in the order they were seen
         self._stop_seconds: float | None = None  # when the workers were asked to end
@@ -106,14 +113,14 @@ class _Run:
         self._guard.watch(worker.group)
         self._workers.append(worker)
         prefix = f"[{worker.rank}] ".encode() if self._show_ranks else b""
-        worker.relay(self._selector, sys.stdout.buffer, sys.stderr.buffer, prefix)
+        worker.relay(self._selector, self._stdout, self._stderr, prefix)
 
     def watch_stdin(self) -> None:
-        self._selector.register(sys.stdin.buffer, selectors.EVENT_READ, self._stdin)
+        self._control.register(sys.stdin.buffer, selectors.EVENT_READ, self._stdin)
 
     def until_all_have_ended(self) -> None:
         while not self._is_over():
-            read(self._selector, POLL_SECONDS)
+            self._pass_lines_on()
             self._note_ends()
             self._obey_signals()
             if self._cause_is_known() or self._stdin.has_ended:
@@ -123,6 +130,21 @@ class _Run:
             if self._stop_seconds is not None and self._kill_seconds is None:
                 if time.monotonic() - self._stop_seconds >= self._grace_seconds:
                     self._kill()
+
+    @property
+    def _outlets(self) -> tuple[Outlet, Outlet]:
+        return self._stdout, self._stderr
+
+    def _pass_lines_on(self) -> None:
+        if self._control.get_map():
+            read(self._control, 0.0)
+        for outlet in self._outlets:
+            outlet.flush()
+        full = next((outlet for outlet in self._outlets if outlet.is_full), None)
+        if full is None or full.drops:
+            read(self._selector, POLL_SECONDS)
+        else:
+            full.wait(POLL_SECONDS)
 
     def _is_over(self) -> bool:
         if not any(worker.group_is_left for worker in self._workers):
@@ -159,6 +181,9 @@ class _Run:
     def _stop(self, number: int) -> None:
         if self._stop_seconds is None:
             self._stop_seconds = time.monotonic()
+            for outlet in self._outlets:
+                # A worker that waits to be read would not come to its end.
+                outlet.drops = True
             self._send(number)
 
     def _kill(self) -> None:
@@ -189,6 +214,18 @@ class _Run:
             if not read(self._selector, POLL_SECONDS):
                 break
         self._selector.close()
+        self._control.close()
+
+    def write_the_rest(self) -> None:
+        """Waits for whoever reads the output; after a signal, not for long."""
+        asked_seconds: float | None = None
+        while any(outlet.has_pending for outlet in self._outlets):
+            for outlet in self._outlets:
+                outlet.wait(POLL_SECONDS)
+            if self._received:
+                asked_seconds = asked_seconds or time.monotonic()
+                if time.monotonic() - asked_seconds > LAST_WAIT_SECONDS:
+                    break
 
     def exit_code(self) -> int:
         failed = self._first_failure()
@@ -218,7 +255,8 @@ class _Run:
                 lines.append(
                     f"tfdp launch: worker {worker.rank} {self._describe(worker)}"
                 )
-        print("\n".join(lines), file=sys.stderr, flush=True)
+        self._stderr.drops = False
+        self._stderr.write("".join(f"{line}\n" for line in lines).encode())
 
     def _describe(self, worker: Worker) -> str:
         if worker.stopped_by is None:

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import BinaryIO, cast
 
 from tfdp.launch.guard import group_exists, signal_group
-from tfdp.launch.output import LineRelay, Tail
+from tfdp.launch.output import LineRelay, Tail, Target
 from tfdp.launch.signals import signal_name
 
 __all__ = ["Worker", "WorkerCommand", "read"]
@@ -106,8 +106,8 @@ class Worker:
     def relay(
         self,
         selector: selectors.BaseSelector,
-        stdout: BinaryIO,
-        stderr: BinaryIO,
+        stdout: Target,
+        stderr: Target,
         prefix: bytes,
     ) -> None:
         """Registers both streams; see `read`."""
