@@ -22,10 +22,14 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from tfdp.hosts.last_words import words_of_now
+
 __all__ = ["BEAT_SECONDS", "Membership"]
 
 BEAT_SECONDS = 0.5
 NoteListener = Callable[[dict[int, str]], None]
+# The error that a worker left with, if any, and whether another worker caused it.
+Goodbye = tuple[str | None, bool]
 
 
 class Membership:
@@ -57,7 +61,7 @@ class Membership:
         self._on_failure = on_failure
         self._heard = dict.fromkeys(connections, time.monotonic())
         self._partial = dict.fromkeys(connections, b"")
-        self._left: dict[int, None] = {}  # in the order in which they left
+        self._left: dict[int, Goodbye] = {}  # in the order in which they left
         self._closing = False
         self._notes: dict[str, dict[int, str]] = {}
         self._note_listeners: dict[str, NoteListener] = {}
@@ -84,9 +88,16 @@ class Membership:
         while not (self.failure or self._left) and time.monotonic() < deadline:
             time.sleep(0.02)
         if self.failure is None and self._left:
-            # Others may have left since, because the first one did.
-            return f"worker {next(iter(self._left))} has come to the end of its script"
+            return self._who_left()
         return self.failure
+
+    def _who_left(self) -> str:
+        left = list(self._left.items())
+        # Others may have left since, because the first one did.
+        rank, (error, _) = next((entry for entry in left if not entry[1][1]), left[0])
+        if error is None:
+            return f"worker {rank} has come to the end of its script"
+        return f"worker {rank} has raised {error}"
 
     def share_note(self, key: str, note: str, seconds: float) -> dict[int, str]:
         """Everybody's note under `key`, by rank, once all have left one.
@@ -174,10 +185,15 @@ class Membership:
         self._tell_listener(key)
 
     def leave(self) -> None:
-        """Says goodbye, so that the end of this process is no failure."""
+        """Says goodbye, so that the end of this process is no failure.
+
+        And why, when an error ends it.
+        """
         self._closing = True
+        words = words_of_now()
+        goodbye = (words.error, words.is_consequence) if words else (None, False)
         # Those who left before come first: perhaps this one leaves because of them.
-        self._tell({"left": [*self._left], "goodbye": True})
+        self._tell({"left": dict(self._left), "goodbye": goodbye})
         self._thread.join(2 * BEAT_SECONDS)
         for connection in self._connections.values():
             connection.close()
@@ -189,7 +205,7 @@ class Membership:
         next_beat = 0.0
         while not self._closing and self.failure is None:
             if time.monotonic() >= next_beat:
-                self._tell({"at": self._known_positions(), "left": [*self._left]})
+                self._tell({"at": self._known_positions(), "left": dict(self._left)})
                 next_beat = time.monotonic() + BEAT_SECONDS
             for key, _ in selector.select(BEAT_SECONDS / 2):
                 if not self._read(key.data):
@@ -222,11 +238,11 @@ class Membership:
         return True
 
     def _handle(self, peer: int, message: dict[str, Any]) -> None:
-        for rank in message.get("left", ()):
-            if rank != self.rank:
-                self._left.setdefault(rank)
+        for rank, goodbye in message.get("left", {}).items():
+            if int(rank) != self.rank:
+                self._left.setdefault(int(rank), _checked(goodbye))
         if "goodbye" in message:
-            self._left.setdefault(peer)
+            self._left.setdefault(peer, _checked(message["goodbye"]))
         if "failure" in message:
             self._fail(message["failure"])
         if "note" in message:
@@ -267,3 +283,8 @@ class Membership:
                 if peer not in self._left:
                     with contextlib.suppress(OSError):
                         connection.sendall(line)
+
+
+def _checked(goodbye: Any) -> Goodbye:
+    error, is_consequence = goodbye
+    return None if error is None else str(error), bool(is_consequence)

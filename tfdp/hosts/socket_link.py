@@ -18,6 +18,7 @@ import numpy as np
 from tfdp.errors import CollectiveError, WorkerLostError
 from tfdp.hosts.buffers import BufferPool, views_of
 from tfdp.hosts.host_link import CHANNELS, HostLink, Ranges
+from tfdp.hosts.last_words import lost_another
 from tfdp.hosts.lost_worker import late_words, say_lost
 from tfdp.hosts.membership import Membership
 from tfdp.hosts.rendezvous import meet, name_workers
@@ -197,6 +198,7 @@ class SocketLink(HostLink):
         try:
             yield
         except OSError as error:
+            lost_another()
             raise WorkerLostError(
                 f"Worker {self.rank} waited for a word of the others on {key!r}: "
                 f"{error}. Look at their output for the first error."

@@ -11,20 +11,25 @@ import selectors
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 
+from tfdp.launch.cause import (
+    cause_is_known,
+    describe_others,
+    first_failure,
+    report_of,
+)
 from tfdp.launch.guard import OrphanGuard
 from tfdp.launch.outlet import Outlet
+from tfdp.launch.output import LAST_WORDS_MARK
 from tfdp.launch.signals import received_signals, signal_name
 from tfdp.launch.worker import Worker, WorkerCommand, read
 
 __all__ = ["supervise"]
 
 POLL_SECONDS = 0.05
-# How long the cause of a failure may need to show after its consequence: a worker that
-# is killed closes its sockets first, and a peer may notice that and end before it.
-CAUSE_SECONDS = 0.2
 # For a process that even SIGKILL does not end at once (in a system call of a dead
 # file server), and for output that a process outside the group still holds open.
 LAST_WAIT_SECONDS = 1.0
@@ -51,8 +56,12 @@ def supervise(
       where a worker killed by signal s counts as 128 + s; 128 + s, too, when the
       launcher was stopped by a signal s.
     """
-    with received_signals() as received, OrphanGuard(grace_seconds) as guard:
-        run = _Run(guard, grace_seconds, received, show_ranks)
+    with (
+        received_signals() as received,
+        tempfile.TemporaryDirectory(prefix="tfdp-launch-") as folder,
+        OrphanGuard(grace_seconds, folder) as guard,
+    ):
+        run = _Run(guard, folder, grace_seconds, received, show_ranks)
         try:
             for command in commands:
                 run.start(command)
@@ -64,8 +73,10 @@ def supervise(
             run.clean_up()
         if show_ranks:
             run.report()
+        else:
+            run.tell_last_words()
         run.write_the_rest()
-    return run.exit_code()
+        return run.exit_code()
 
 
 class _Input:
@@ -87,11 +98,13 @@ class _Run:
     def __init__(
         self,
         guard: OrphanGuard,
+        folder: str,
         grace_seconds: float,
         received: list[int],
         show_ranks: bool,
     ):
         self._guard = guard
+        self._folder = folder
         self._grace_seconds = grace_seconds
         self._received = received
         self._show_ranks = show_ranks
@@ -102,14 +115,13 @@ class _Run:
         self._stdout = Outlet(sys.stdout.fileno())
         self._stderr = Outlet(sys.stderr.fileno())
         self._workers: list[Worker] = []
-        self._failures: list[Worker] = []  # in the order they were seen
         self._stop_seconds: float | None = None  # when the workers were asked to end
         self._kill_seconds: float | None = None  # when they were killed
         self._signals_seen = 0
         self._stdin = _Input()
 
     def start(self, command: WorkerCommand) -> None:
-        worker = Worker(command)
+        worker = Worker(command, self._folder)
         self._guard.watch(worker.group)
         self._workers.append(worker)
         prefix = f"[{worker.rank}] ".encode() if self._show_ranks else b""
@@ -121,9 +133,10 @@ class _Run:
     def until_all_have_ended(self) -> None:
         while not self._is_over():
             self._pass_lines_on()
-            self._note_ends()
+            for worker in self._workers:
+                worker.check()
             self._obey_signals()
-            if self._cause_is_known() or self._stdin.has_ended:
+            if cause_is_known(self._workers) or self._stdin.has_ended:
                 self._stop(signal.SIGTERM)
             if not any(worker.is_running for worker in self._workers):
                 self._stop(signal.SIGTERM)  # what the workers have left behind
@@ -151,23 +164,6 @@ class _Run:
             return True
         killed = self._kill_seconds
         return killed is not None and time.monotonic() - killed > LAST_WAIT_SECONDS
-
-    def _note_ends(self) -> None:
-        for worker in self._workers:
-            if worker.check() and worker.exit_code and self._stop_seconds is None:
-                self._failures.append(worker)
-
-    def _cause_is_known(self) -> bool:
-        if not self._failures:
-            return False
-        seconds = time.monotonic() - (self._failures[0].ended_seconds or 0)
-        return seconds >= CAUSE_SECONDS
-
-    def _first_failure(self) -> Worker | None:
-        # Of failures at the same time, the killed worker is the cause; the others end
-        # with an error about their peer.
-        killed = (worker for worker in self._failures if worker.was_killed)
-        return next(killed, self._failures[0] if self._failures else None)
 
     def _obey_signals(self) -> None:
         seen, self._signals_seen = self._signals_seen, len(self._received)
@@ -228,7 +224,7 @@ class _Run:
                     break
 
     def exit_code(self) -> int:
-        failed = self._first_failure()
+        failed = first_failure(self._workers)
         if failed is not None:
             return failed.exit_code
         if self._received:
@@ -237,30 +233,24 @@ class _Run:
 
     def report(self) -> None:
         """Says on stderr how it ended, when it did not end well."""
-        failed = self._first_failure()
+        failed = first_failure(self._workers)
         lines: list[str] = []
         if failed is not None:
-            seconds = (failed.ended_seconds or 0) - failed.started_seconds
-            lines.append(
-                f"tfdp launch: worker {failed.rank} failed first, {seconds:.1f} s "
-                f"after its start: {failed.describe_end()}. Its last lines:"
-            )
-            lines += [f"    {line}" for line in failed.tail.text_lines()]
+            lines += report_of(failed)
         elif self._received:
             lines.append(f"tfdp launch: stopped by {signal_name(self._received[0])}")
         else:
             return
         for worker in self._workers:
             if worker is not failed:
-                lines.append(
-                    f"tfdp launch: worker {worker.rank} {self._describe(worker)}"
-                )
+                end = describe_others(worker, self._grace_seconds)
+                lines.append(f"tfdp launch: worker {worker.rank} {end}")
         self._stderr.drops = False
         self._stderr.write("".join(f"{line}\n" for line in lines).encode())
 
-    def _describe(self, worker: Worker) -> str:
-        if worker.stopped_by is None:
-            return f"ended by itself: {worker.describe_end()}"
-        if worker.stopped_by == signal.SIGKILL:
-            return f"did not end within {self._grace_seconds:g} s and was killed"
-        return f"was stopped: {worker.describe_end()}"
+    def tell_last_words(self) -> None:
+        """Passes on what the worker died of, to the launcher on another machine."""
+        for worker in self._workers:
+            if worker.last_words is not None:
+                text = worker.last_words.to_json().encode()
+                self._stderr.write(b"\n" + LAST_WORDS_MARK + text + b"\n")
