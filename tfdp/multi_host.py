@@ -33,6 +33,7 @@ from tfdp.devices import add_waiting_thread, find_devices, use_virtual_devices
 from tfdp.errors import ConfigurationError, DeviceError
 from tfdp.gradients.pipeline import GradientPipeline
 from tfdp.hierarchical import HierarchicalAllReduce
+from tfdp.hosts import last_words
 from tfdp.hosts.alike import refuse_differences
 from tfdp.hosts.buffers import unaligned_copy
 from tfdp.hosts.choose import make_link
@@ -108,6 +109,8 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
                 f"tfdp.Cluster. Received: {cluster!r}."
             )
         self.cluster = found
+        if found.workers > 1:
+            last_words.listen()
         if shard_group not in ("all", "host"):
             raise ConfigurationError(
                 f"shard_group must be 'all' or 'host'. Received: {shard_group!r}."

@@ -19,7 +19,7 @@ def settings_of(
     communication: Communication,
     draws_per_replica: bool,
 ) -> dict[str, Any]:
-    """The options of a `MultiHostDataParallelStrategy` and Keras' types, by the names that users give them."""
+    """A strategy's options and Keras' types, by the names that users give them."""
     return {
         "devices_per_host": len(devices),
         "shard": strategy.shard,

@@ -56,6 +56,8 @@ def launcher(tmp_path):
             for name, value in os.environ.items()
             if not name.startswith(("TFDP_", "SLURM_", "OMP_", "TF_NUM_"))
         }
+        (tmp_path / "own").mkdir(exist_ok=True)
+        environment["TMPDIR"] = str(tmp_path / "own")
         if path is not None:
             environment["PATH"] = f"{path}{os.pathsep}{environment['PATH']}"
         words = ["-m", "tfdp", "launch", *options, file, *arguments]
@@ -202,8 +204,8 @@ os.kill(os.getpid(), signal.SIGKILL)
         [
             "import sys",
             "from tfdp.cli import main",
-            "from tfdp.launch import supervise",
-            "supervise.CAUSE_SECONDS = 1.5",
+            "from tfdp.launch import cause",
+            "cause.CAUSE_SECONDS = 1.5",
             "sys.exit(main(sys.argv[1:]))",
         ]
     )
@@ -213,6 +215,61 @@ os.kill(os.getpid(), signal.SIGKILL)
     assert done.returncode == 128 + signal.SIGKILL
     assert "worker 1 failed first" in done.stderr
     assert "worker 0 ended by itself: exit code 1" in done.stderr
+
+
+# Worker 1 fails, worker 0 because of it, and worker 0 is the first to end.
+LOSING = """
+import atexit
+from tfdp.errors import WorkerLostError
+from tfdp.hosts import last_words
+
+last_words.listen()
+if RANK == 0:
+    wait_for("raised")
+    atexit.register(note, "lost")
+    raise WorkerLostError("Worker 0 waited for the others: worker 1 has raised")
+"""
+RAISING = """
+def late_end():
+    note("raised")
+    wait_for("lost")
+    time.sleep(1.0)
+
+atexit.register(late_end)
+raise ValueError("the first\\nerror")
+"""
+SILENT = """
+note("raised")
+wait_for("lost")
+time.sleep(1.0)
+os._exit(7)
+"""
+
+
+@pytest.mark.parametrize("where", ["here", "ssh"])
+@pytest.mark.parametrize("how", ["raises", "dies silently"])
+def test_who_lost_another_is_not_the_cause(launch, tmp_path, where, how):
+    raises = how == "raises"
+    options, path = ["--workers", 2], None
+    if where == "ssh":
+        options, path = ["--hosts", "alpha,beta"], ssh(tmp_path)
+    script = LOSING + (RAISING if raises else SILENT)
+    code, _, err, _ = launch(script, *options, path=path)
+    start = next(n for n, line in enumerate(err) if line.startswith("tfdp launch"))
+    report = err[start:]
+    assert report[0].startswith("tfdp launch: worker 1 failed first")
+    assert report[-1] == (
+        "tfdp launch: worker 0 ended by itself: exit code 1, as it had lost another"
+    )
+    if raises:
+        assert code == 1
+        assert "ValueError: the first error (exit code 1). Its traceback" in report[0]
+        assert report[-3:-1] == ["    ValueError: the first", "    error"]
+        # As Python prints it, and once: what travels by ssh is not shown.
+        assert [line for line in err if "last words" in line] == []
+    else:
+        assert code == 7
+        assert report[0].endswith("exit code 7. Its last lines:")
 
 
 def test_a_worker_that_will_not_end_is_killed_after_the_grace_time(launch):
@@ -307,6 +364,8 @@ def test_no_process_outlives_a_killed_launcher(launcher, tmp_path):
     process.kill()
     process.wait()
     assert wait_until(lambda: not any(map(is_alive, family)))
+    # Nor anything of its own.
+    assert wait_until(lambda: not any((tmp_path / "own").iterdir()))
 
 
 def test_what_workers_leave_behind_is_stopped(launch, tmp_path):
@@ -323,6 +382,46 @@ def test_a_reader_that_leaves_ends_the_workers(launcher, tmp_path):
     process.stdout.close()
     assert process.wait(SLACK_SECONDS) != 0
     assert wait_until(lambda: not any(map(is_alive, family)))
+
+
+# Notes when nobody has taken anything from its output for a while.
+TALKING = """
+import select
+note(f"up{RANK}", os.getpid())
+while True:
+    while not select.select([], [1], [], 3.0)[1]:
+        note(f"full{RANK}")
+    os.write(1, b"more and more" * 100 + b"\\n")
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_launcher_that_nobody_reads_obeys(launcher, tmp_path, number):
+    process = launcher(TALKING, "--workers", 2)
+    family = pids(tmp_path, "up0", "up1")
+    assert wait_until(lambda: all((tmp_path / f"full{i}").exists() for i in (0, 1)), 60)
+    process.send_signal(number)
+    assert process.wait(60) == 128 + number
+    assert not any(map(is_alive, family))
+
+
+def test_every_line_comes_to_a_slow_reader(launcher, tmp_path):
+    # More than pipes hold and than the launcher keeps.
+    script = """
+for line in range(3000):
+    print(line, "x" * 1000)
+    note("begun")
+print("the last one", file=sys.stderr)
+sys.exit(3)
+"""
+    process = launcher(script)
+    assert wait_until(lambda: (tmp_path / "begun").exists(), 60)
+    time.sleep(1.0)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 3
+    assert out.splitlines() == [f"[0] {line} {'x' * 1000}" for line in range(3000)]
+    assert "[0] the last one" in err
+    assert "worker 0 failed first" in err
 
 
 def test_a_port_that_is_taken_is_refused(launch):

@@ -11,7 +11,7 @@ from tests.support.workers import Workers
 # stopped is told by its silence, one that is late by the deadline of the exchange.
 FAILURES = {
     "kill": ("worker 1 has ended", 5.0),
-    "raise": ("worker 1 has (ended|come to the end of its script)", 5.0),
+    "raise": ("worker 1 has raised ValueError: the first error", 5.0),
     "leave": ("worker 1 has come to the end of its script", 5.0),
     "stop": ("worker 1 was silent for 4 seconds", 4.0 + 5.0),
     "late": ("worker 1 did not arrive within 6 seconds", 6.0 + 5.0),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from absl import logging
 
+from tfdp.hosts.last_words import lost_another
+
 __all__ = ["late_words", "say_lost"]
 
 
@@ -17,6 +19,7 @@ def say_lost(rank: int, waited_seconds: float, exchange: str, reason: str) -> st
 
     TensorFlow buries the error of a Python call, or of a collective, in its own.
     """
+    lost_another()
     message = (
         f"Worker {rank} waited {waited_seconds:.1f} seconds in {exchange} for the "
         f"others: {reason}. Training cannot go on without it; look at that worker's "

@@ -26,6 +26,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from tfdp.hosts.last_words import words_of_now
 from tfdp.hosts.messages import checked_integer, checked_text, parse_object
 from tfdp.hosts.standstill import Standstill, boot_seconds
 
@@ -38,6 +39,8 @@ MOST_EXCHANGES = 1 << 63
 # The thread looks several times in a second; on a busy machine it may come late.
 USUAL_LOOK_SECONDS = 2 * BEAT_SECONDS
 NoteListener = Callable[[dict[int, str]], None]
+# The error that a worker left with, if any, and whether another worker caused it.
+Goodbye = tuple[str | None, bool]
 
 
 class Membership:
@@ -75,7 +78,7 @@ class Membership:
         self._standstill = Standstill(USUAL_LOOK_SECONDS)
         self._heard = dict.fromkeys(connections, boot_seconds())
         self._partial = dict.fromkeys(connections, b"")
-        self._left: dict[int, None] = {}  # in the order in which they left
+        self._left: dict[int, Goodbye] = {}  # in the order in which they left
         self._closing = False
         self._notes: dict[str, dict[int, str]] = {}
         self._note_listeners: dict[str, NoteListener] = {}
@@ -125,12 +128,16 @@ class Membership:
         while not (self.failure or self._left) and time.monotonic() < deadline:
             time.sleep(0.02)
         if self.failure is None and self._left:
-            # Others may have left since, because the first one did.
-            reason = (
-                f"worker {next(iter(self._left))} has come to the end of its script"
-            )
-            return self.with_standstill(reason, self._silence_seconds)
+            return self.with_standstill(self._who_left(), self._silence_seconds)
         return self.failure
+
+    def _who_left(self) -> str:
+        left = list(self._left.items())
+        # Others may have left since, because the first one did.
+        rank, (error, _) = next((entry for entry in left if not entry[1][1]), left[0])
+        if error is None:
+            return f"worker {rank} has come to the end of its script"
+        return f"worker {rank} has raised {error}"
 
     def share_note(self, key: str, note: str, seconds: float) -> dict[int, str]:
         """Everybody's note under `key`, by rank, once all have left one.
@@ -216,14 +223,19 @@ class Membership:
         self._tell_listener(key)
 
     def leave(self) -> None:
-        """Says goodbye, so that the end of this process is no failure."""
+        """Says goodbye, so that the end of this process is no failure.
+
+        And why, when an error ends it.
+        """
         with self._changed:
             self._closing = True
             self._changed.notify_all()
+        words = words_of_now()
+        goodbye = (words.error, words.is_consequence) if words else (None, False)
         # Those who left before come first: perhaps this one leaves because of them.
         # And how far everybody was: who waits in a call of MPI must know who will come.
         at = self._known_positions()
-        self._tell({"at": at, "left": [*self._left], "goodbye": True})
+        self._tell({"at": at, "left": dict(self._left), "goodbye": goodbye})
         self._thread.join(2 * BEAT_SECONDS)
         for connection in self._connections.values():
             connection.close()
@@ -235,7 +247,7 @@ class Membership:
         next_beat = 0.0
         while not self._closing and self.failure is None:
             if time.monotonic() >= next_beat:
-                self._tell({"at": self._known_positions(), "left": [*self._left]})
+                self._tell({"at": self._known_positions(), "left": dict(self._left)})
                 next_beat = time.monotonic() + BEAT_SECONDS
             ready = selector.select(BEAT_SECONDS / 2)
             missed_seconds = self._look()
@@ -292,11 +304,12 @@ class Membership:
         Raises:
           ValueError, TypeError, AttributeError: when it is not one of a worker.
         """
-        for rank in map(self._checked_rank, message.get("left", ())):
+        for text, goodbye in message.get("left", {}).items():
+            rank = self._checked_rank(int(text))
             if rank != self.rank:
-                self._left.setdefault(rank)
+                self._left.setdefault(rank, _checked(goodbye))
         if "goodbye" in message:
-            self._left.setdefault(peer)
+            self._left.setdefault(peer, _checked(message["goodbye"]))
         if "failure" in message:
             self._fail(checked_text(message["failure"], LONGEST_LINE_BYTES))
         if "note" in message:
@@ -352,3 +365,10 @@ class Membership:
                 if peer not in self._left:
                     with contextlib.suppress(OSError):
                         connection.sendall(line)
+
+
+def _checked(goodbye: Any) -> Goodbye:
+    error, is_consequence = goodbye
+    if error is not None:
+        checked_text(error, LONGEST_LINE_BYTES)
+    return error, bool(is_consequence)

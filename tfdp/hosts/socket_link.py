@@ -23,6 +23,7 @@ from tfdp.hosts.agreement import Disagreement, difference, terms_of
 from tfdp.hosts.buffers import BufferPool, views_of
 from tfdp.hosts.channel import Channel
 from tfdp.hosts.host_link import CHANNELS, HostLink, Ranges
+from tfdp.hosts.last_words import lost_another
 from tfdp.hosts.lost_worker import late_words, say_lost
 from tfdp.hosts.membership import Membership
 from tfdp.hosts.rendezvous import meet, name_workers
@@ -204,6 +205,7 @@ class SocketLink(HostLink):
         except OSError as error:
             if self._is_closed:
                 raise self._closed(f"it waited for a word on {key!r}") from error
+            lost_another()
             raise WorkerLostError(
                 f"Worker {self.rank} waited for a word of the others on {key!r}: "
                 f"{error}. Look at their output for the first error."

@@ -5,7 +5,7 @@ program first, as a session of its own, and holds the only writing end of its st
 input. Through it come lines "+GROUP" and "-GROUP", the process groups that run and that
 are gone. When the input ends, however that came about, the groups that are left get
 SIGTERM and, `grace_seconds` later, SIGKILL. Whole groups: what a worker has started
-goes with it.
+goes with it. The launcher's own folder goes last.
 
 Linux's PR_SET_PDEATHSIG would do without a watcher, but it reaches the worker alone and
 not what the worker has started.
@@ -16,6 +16,7 @@ Runs as a script, so that it imports nothing of the package and starts at once.
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -47,10 +48,10 @@ def group_exists(group: int) -> bool:
 class OrphanGuard:
     """The launcher's side: starts the watcher and tells it of the groups."""
 
-    def __init__(self, grace_seconds: float):
+    def __init__(self, grace_seconds: float, folder: str):
         self._process = subprocess.Popen(
             # Isolated and without site-packages: it starts in milliseconds.
-            [sys.executable, "-I", "-S", __file__, str(grace_seconds)],
+            [sys.executable, "-I", "-S", __file__, str(grace_seconds), folder],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -89,7 +90,7 @@ class OrphanGuard:
         self._process.wait()
 
 
-def _main(grace_seconds: float) -> None:
+def _main(grace_seconds: float, folder: str) -> None:
     groups: set[int] = set()
     for line in sys.stdin:
         if line.startswith("+"):
@@ -104,7 +105,8 @@ def _main(grace_seconds: float) -> None:
         time.sleep(POLL_SECONDS)
     for group in groups:
         signal_group(group, signal.SIGKILL)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 if __name__ == "__main__":
-    _main(float(sys.argv[1]))
+    _main(float(sys.argv[1]), sys.argv[2])

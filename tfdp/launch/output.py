@@ -4,15 +4,28 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from typing import BinaryIO
+from collections.abc import Callable
+from typing import Protocol
 
-__all__ = ["TAIL_LINES", "LineRelay", "Tail"]
+__all__ = ["LAST_WORDS_MARK", "TAIL_LINES", "LineRelay", "Tail", "Target"]
 
 TAIL_LINES = 10
 # A line without an end is passed on when it gets this long.
 MOST_BYTES = 1 << 16
+# In front of the last words of a worker on another machine, on its standard error.
+LAST_WORDS_MARK = b"\x1etfdp last words "
 # Progress bars end their lines with a carriage return.
 LINE_END = re.compile(rb"\r\n|\n|\r")
+
+
+class Target(Protocol):
+    """Where lines go."""
+
+    def write(self, data: bytes, /) -> object:
+        """Takes whole lines."""
+
+    def flush(self) -> None:
+        """Writes them, if that needs no waiting."""
 
 
 class Tail:
@@ -45,7 +58,14 @@ class LineRelay:
     b'[1] one\\n[1] two\\n[1] three\\n'
     """
 
-    def __init__(self, target: BinaryIO, prefix: bytes, tail: Tail):
+    def __init__(
+        self,
+        target: Target,
+        prefix: bytes,
+        tail: Tail,
+        hear_last_words: Callable[[bytes], None] | None = None,
+    ):
+        self._hear_last_words = hear_last_words
         self._target = target
         self._prefix = prefix
         self._tail = tail
@@ -70,6 +90,11 @@ class LineRelay:
             self._write([rest])
 
     def _write(self, lines: list[bytes]) -> None:
+        if self._hear_last_words is not None:
+            for line in lines:
+                if line.startswith(LAST_WORDS_MARK):
+                    self._hear_last_words(line.removeprefix(LAST_WORDS_MARK))
+            lines = [line for line in lines if not line.startswith(LAST_WORDS_MARK)]
         if not lines:
             return
         for line in lines:

@@ -11,19 +11,25 @@ import selectors
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 
+from tfdp.launch.cause import (
+    cause_is_known,
+    describe_others,
+    first_failure,
+    report_of,
+)
 from tfdp.launch.guard import OrphanGuard
+from tfdp.launch.outlet import Outlet
+from tfdp.launch.output import LAST_WORDS_MARK
 from tfdp.launch.signals import received_signals, signal_name
 from tfdp.launch.worker import Worker, WorkerCommand, read
 
 __all__ = ["supervise"]
 
 POLL_SECONDS = 0.05
-# How long the cause of a failure may need to show after its consequence: a worker that
-# is killed closes its sockets first, and a peer may notice that and end before it.
-CAUSE_SECONDS = 0.2
 # For a process that even SIGKILL does not end at once (in a system call of a dead
 # file server), and for output that a process outside the group still holds open.
 LAST_WAIT_SECONDS = 1.0
@@ -50,8 +56,12 @@ def supervise(
       where a worker killed by signal s counts as 128 + s; 128 + s, too, when the
       launcher was stopped by a signal s.
     """
-    with received_signals() as received, OrphanGuard(grace_seconds) as guard:
-        run = _Run(guard, grace_seconds, received, show_ranks)
+    with (
+        received_signals() as received,
+        tempfile.TemporaryDirectory(prefix="tfdp-launch-") as folder,
+        OrphanGuard(grace_seconds, folder) as guard,
+    ):
+        run = _Run(guard, folder, grace_seconds, received, show_ranks)
         try:
             for command in commands:
                 run.start(command)
@@ -59,11 +69,14 @@ def supervise(
                 run.watch_stdin()
             run.until_all_have_ended()
         finally:
-            # Also when the launcher itself fails, say because nobody reads its output.
+            # Also when the launcher itself fails, say because its reader has left.
             run.clean_up()
-    if show_ranks:
-        run.report()
-    return run.exit_code()
+        if show_ranks:
+            run.report()
+        else:
+            run.tell_last_words()
+        run.write_the_rest()
+        return run.exit_code()
 
 
 class _Input:
@@ -85,38 +98,45 @@ class _Run:
     def __init__(
         self,
         guard: OrphanGuard,
+        folder: str,
         grace_seconds: float,
         received: list[int],
         show_ranks: bool,
     ):
         self._guard = guard
+        self._folder = folder
         self._grace_seconds = grace_seconds
         self._received = received
         self._show_ranks = show_ranks
         self._selector = selectors.DefaultSelector()
+        self._control = selectors.DefaultSelector()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self._stdout = Outlet(sys.stdout.fileno())
+        self._stderr = Outlet(sys.stderr.fileno())
         self._workers: list[Worker] = []
-        self._failures: list[Worker] = []  # in the order they were seen
         self._stop_seconds: float | None = None  # when the workers were asked to end
         self._kill_seconds: float | None = None  # when they were killed
         self._signals_seen = 0
         self._stdin = _Input()
 
     def start(self, command: WorkerCommand) -> None:
-        worker = Worker(command)
+        worker = Worker(command, self._folder)
         self._guard.watch(worker.group)
         self._workers.append(worker)
         prefix = f"[{worker.rank}] ".encode() if self._show_ranks else b""
-        worker.relay(self._selector, sys.stdout.buffer, sys.stderr.buffer, prefix)
+        worker.relay(self._selector, self._stdout, self._stderr, prefix)
 
     def watch_stdin(self) -> None:
-        self._selector.register(sys.stdin.buffer, selectors.EVENT_READ, self._stdin)
+        self._control.register(sys.stdin.buffer, selectors.EVENT_READ, self._stdin)
 
     def until_all_have_ended(self) -> None:
         while not self._is_over():
-            read(self._selector, POLL_SECONDS)
-            self._note_ends()
+            self._pass_lines_on()
+            for worker in self._workers:
+                worker.check()
             self._obey_signals()
-            if self._cause_is_known() or self._stdin.has_ended:
+            if cause_is_known(self._workers) or self._stdin.has_ended:
                 self._stop(signal.SIGTERM)
             if not any(worker.is_running for worker in self._workers):
                 self._stop(signal.SIGTERM)  # what the workers have left behind
@@ -124,28 +144,26 @@ class _Run:
                 if time.monotonic() - self._stop_seconds >= self._grace_seconds:
                     self._kill()
 
+    @property
+    def _outlets(self) -> tuple[Outlet, Outlet]:
+        return self._stdout, self._stderr
+
+    def _pass_lines_on(self) -> None:
+        if self._control.get_map():
+            read(self._control, 0.0)
+        for outlet in self._outlets:
+            outlet.flush()
+        full = next((outlet for outlet in self._outlets if outlet.is_full), None)
+        if full is None or full.drops:
+            read(self._selector, POLL_SECONDS)
+        else:
+            full.wait(POLL_SECONDS)
+
     def _is_over(self) -> bool:
         if not any(worker.group_is_left for worker in self._workers):
             return True
         killed = self._kill_seconds
         return killed is not None and time.monotonic() - killed > LAST_WAIT_SECONDS
-
-    def _note_ends(self) -> None:
-        for worker in self._workers:
-            if worker.check() and worker.exit_code and self._stop_seconds is None:
-                self._failures.append(worker)
-
-    def _cause_is_known(self) -> bool:
-        if not self._failures:
-            return False
-        seconds = time.monotonic() - (self._failures[0].ended_seconds or 0)
-        return seconds >= CAUSE_SECONDS
-
-    def _first_failure(self) -> Worker | None:
-        # Of failures at the same time, the killed worker is the cause; the others end
-        # with an error about their peer.
-        killed = (worker for worker in self._failures if worker.was_killed)
-        return next(killed, self._failures[0] if self._failures else None)
 
     def _obey_signals(self) -> None:
         seen, self._signals_seen = self._signals_seen, len(self._received)
@@ -159,6 +177,9 @@ class _Run:
     def _stop(self, number: int) -> None:
         if self._stop_seconds is None:
             self._stop_seconds = time.monotonic()
+            for outlet in self._outlets:
+                # A worker that waits to be read would not come to its end.
+                outlet.drops = True
             self._send(number)
 
     def _kill(self) -> None:
@@ -189,9 +210,21 @@ class _Run:
             if not read(self._selector, POLL_SECONDS):
                 break
         self._selector.close()
+        self._control.close()
+
+    def write_the_rest(self) -> None:
+        """Waits for whoever reads the output; after a signal, not for long."""
+        asked_seconds: float | None = None
+        while any(outlet.has_pending for outlet in self._outlets):
+            for outlet in self._outlets:
+                outlet.wait(POLL_SECONDS)
+            if self._received:
+                asked_seconds = asked_seconds or time.monotonic()
+                if time.monotonic() - asked_seconds > LAST_WAIT_SECONDS:
+                    break
 
     def exit_code(self) -> int:
-        failed = self._first_failure()
+        failed = first_failure(self._workers)
         if failed is not None:
             return failed.exit_code
         if self._received:
@@ -200,29 +233,24 @@ class _Run:
 
     def report(self) -> None:
         """Says on stderr how it ended, when it did not end well."""
-        failed = self._first_failure()
+        failed = first_failure(self._workers)
         lines: list[str] = []
         if failed is not None:
-            seconds = (failed.ended_seconds or 0) - failed.started_seconds
-            lines.append(
-                f"tfdp launch: worker {failed.rank} failed first, {seconds:.1f} s "
-                f"after its start: {failed.describe_end()}. Its last lines:"
-            )
-            lines += [f"    {line}" for line in failed.tail.text_lines()]
+            lines += report_of(failed)
         elif self._received:
             lines.append(f"tfdp launch: stopped by {signal_name(self._received[0])}")
         else:
             return
         for worker in self._workers:
             if worker is not failed:
-                lines.append(
-                    f"tfdp launch: worker {worker.rank} {self._describe(worker)}"
-                )
-        print("\n".join(lines), file=sys.stderr, flush=True)
+                end = describe_others(worker, self._grace_seconds)
+                lines.append(f"tfdp launch: worker {worker.rank} {end}")
+        self._stderr.drops = False
+        self._stderr.write("".join(f"{line}\n" for line in lines).encode())
 
-    def _describe(self, worker: Worker) -> str:
-        if worker.stopped_by is None:
-            return f"ended by itself: {worker.describe_end()}"
-        if worker.stopped_by == signal.SIGKILL:
-            return f"did not end within {self._grace_seconds:g} s and was killed"
-        return f"was stopped: {worker.describe_end()}"
+    def tell_last_words(self) -> None:
+        """Passes on what the worker died of, to the launcher on another machine."""
+        for worker in self._workers:
+            if worker.last_words is not None:
+                text = worker.last_words.to_json().encode()
+                self._stderr.write(b"\n" + LAST_WORDS_MARK + text + b"\n")

@@ -12,8 +12,14 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import BinaryIO, cast
 
+from tfdp.hosts.last_words import (
+    FOLDER_VARIABLE,
+    LastWords,
+    parse_last_words,
+    read_last_words,
+)
 from tfdp.launch.guard import group_exists, signal_group
-from tfdp.launch.output import LineRelay, Tail
+from tfdp.launch.output import LineRelay, Tail, Target
 from tfdp.launch.signals import signal_name
 
 __all__ = ["Worker", "WorkerCommand", "read"]
@@ -29,8 +35,9 @@ class WorkerCommand:
       rank: of the worker, for messages and in front of its lines.
       command: program and arguments.
       environment: all variables of the process.
-      keeps_stdin: hold a pipe to its standard input open for as long as the launcher
-        lives; otherwise the input is empty.
+      keeps_stdin: it runs behind a `tfdp.launch.remote`: hold a pipe to its standard
+        input open for as long as the launcher lives (otherwise the input is empty),
+        and take its last words from a line of its standard error.
       first_input: what goes into that pipe first, some bytes.
     """
 
@@ -42,16 +49,26 @@ class WorkerCommand:
 
 
 class Worker:
-    """A worker that was started, in a session and a process group of its own."""
+    """A worker that was started, in a session and a process group of its own.
 
-    def __init__(self, start: WorkerCommand):
+    Args:
+      start: how.
+      folder: where workers on this machine leave their last words.
+    """
+
+    def __init__(self, start: WorkerCommand, folder: str):
         self.rank = start.rank
+        self._folder = folder
+        self._is_remote = start.keeps_stdin
+        self._last_words: LastWords | None = None
+        #: By the clock of last words, when the launcher asked it to end.
+        self._asked_seconds: float | None = None
         self.tail = Tail()
         self.stopped_by: int | None = None  # the last signal that the launcher sent
         self.started_seconds = time.monotonic()
         self.process = subprocess.Popen(
             list(start.command),
-            env=dict(start.environment),
+            env={**start.environment, FOLDER_VARIABLE: folder},
             stdin=subprocess.PIPE if start.keeps_stdin else subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -69,6 +86,41 @@ class Worker:
         return self.process.pid
 
     @property
+    def last_words(self) -> LastWords | None:
+        """What it died of, if it said so before it was asked to end."""
+        words = self._last_words
+        if words is None and not self._is_remote:
+            words = self._last_words = read_last_words(self._folder, self.process.pid)
+        if words is None or self._asked_seconds is None:
+            return words
+        # The clock of another machine is not this one's.
+        was_asked_before = (
+            self.stopped_by is not None
+            if self._is_remote
+            else words.time_seconds > self._asked_seconds
+        )
+        return None if was_asked_before else words
+
+    def hear(self, text: bytes) -> None:
+        """Takes the last words that came from another machine."""
+        self._last_words = parse_last_words(text)
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether it came to a bad end, or is about to, before it was asked to."""
+        if self.last_words is not None:
+            return True
+        return not self.is_running and self.stopped_by is None and bool(self.exit_code)
+
+    @property
+    def failed_seconds(self) -> float:
+        """When it failed, by the launcher's monotonic clock."""
+        words = self.last_words
+        if words is None or self._is_remote:
+            return self.ended_seconds or time.monotonic()
+        return time.monotonic() - (time.time() - words.time_seconds)
+
+    @property
     def is_running(self) -> bool:
         """Whether the process (not all of its group) was seen to run."""
         return self.ended_seconds is None
@@ -77,6 +129,8 @@ class Worker:
     def exit_code(self) -> int:
         """As a shell gives it: 128 + the signal's number for a killed process."""
         code = self.process.returncode or 0
+        if self.stopped_by is not None and self.last_words is not None:
+            return 1  # it was on its way; Python's own code for an error
         return 128 - code if code < 0 else code
 
     @property
@@ -107,25 +161,26 @@ class Worker:
         """Sends a signal to the whole group, and wakes it if it was stopped."""
         if self.is_running:
             self.stopped_by = number
+            self._asked_seconds = self._asked_seconds or time.time()
         signal_group(self.group, number)
         signal_group(self.group, signal.SIGCONT)
 
     def relay(
         self,
         selector: selectors.BaseSelector,
-        stdout: BinaryIO,
-        stderr: BinaryIO,
+        stdout: Target,
+        stderr: Target,
         prefix: bytes,
     ) -> None:
         """Registers both streams; see `read`."""
-        for stream, target in (
-            (self.process.stdout, stdout),
-            (self.process.stderr, stderr),
+        hear = self.hear if self._is_remote else None
+        for stream, target, listener in (
+            (self.process.stdout, stdout, None),
+            (self.process.stderr, stderr, hear),
         ):
             if stream is not None:
-                selector.register(
-                    stream, selectors.EVENT_READ, LineRelay(target, prefix, self.tail)
-                )
+                relay = LineRelay(target, prefix, self.tail, listener)
+                selector.register(stream, selectors.EVENT_READ, relay)
 
 
 def read(selector: selectors.BaseSelector, timeout_seconds: float) -> bool:

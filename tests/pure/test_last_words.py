@@ -1,0 +1,85 @@
+"""What a worker leaves for its launcher, and what the launcher makes of it."""
+
+import json
+
+import pytest
+
+from tests.support.fresh_python import run_program
+from tfdp.hosts.last_words import LastWords, parse_last_words, read_last_words
+
+WORDS = LastWords("ValueError: no", "Traceback\n", 12.5, False)
+
+
+def test_words_come_back():
+    assert parse_last_words(WORDS.to_json().encode()) == WORDS
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"",
+        b"[" * 100_000,
+        b"3",
+        b"\xff\xfe",
+        json.dumps({"error": "E"}).encode(),
+        json.dumps({**json.loads(WORDS.to_json()), "error": 3}).encode(),
+        json.dumps({**json.loads(WORDS.to_json()), "time_seconds": "x"}).encode(),
+        json.dumps({**json.loads(WORDS.to_json()), "is_consequence": 1}).encode(),
+    ],
+)
+def test_nonsense_is_no_word(text, tmp_path):
+    assert parse_last_words(text) is None
+    (tmp_path / "7.json").write_bytes(text)
+    assert read_last_words(str(tmp_path), 7) is None
+    assert read_last_words(str(tmp_path), 8) is None
+
+
+PROGRAM = """
+import os
+from tfdp.errors import WorkerLostError
+from tfdp.hosts import last_words, lost_worker
+
+last_words.listen()
+last_words.listen()
+print(os.getpid(), flush=True)
+"""
+ENDINGS = {
+    "raise ValueError('é\\n' + 'x' * 1000)": ("ValueError: é xxx", False),
+    "raise WorkerLostError('gone')": ("WorkerLostError: gone", True),
+    # As TensorFlow buries it.
+    "raise RuntimeError('2 root errors: WorkerLostError: gone')": (
+        "RuntimeError",
+        True,
+    ),
+    "lost_worker.say_lost(0, 1.0, 'x', 'y'); raise OSError('end')": ("OSError", True),
+    "print(1 / 0)": ("ZeroDivisionError: division by zero", False),
+}
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_an_error_is_noted(ending, tmp_path):
+    error, is_consequence = ENDINGS[ending]
+    done = run_program(PROGRAM + ending, environment={"TFDP_LAST_WORDS": str(tmp_path)})
+    assert done.returncode == 1
+    words = read_last_words(str(tmp_path), int(done.stdout.split()[0]))
+    assert words.error.startswith(error)
+    assert len(words.error) <= 300
+    assert words.is_consequence == is_consequence
+    # Python's own report comes as ever, once.
+    assert done.stderr.count("Traceback") == 1
+    assert [path.suffix for path in tmp_path.iterdir()] == [".json"]
+
+
+@pytest.mark.parametrize("folder", ["", "/nowhere/at/all"])
+def test_without_a_folder_errors_are_as_ever(folder):
+    done = run_program(
+        PROGRAM + "raise ValueError('plain')", environment={"TFDP_LAST_WORDS": folder}
+    )
+    assert done.returncode == 1
+    assert done.stderr.strip().endswith("ValueError: plain")
+
+
+def test_who_comes_to_the_end_says_nothing(tmp_path):
+    done = run_program(PROGRAM, environment={"TFDP_LAST_WORDS": str(tmp_path)})
+    assert done.returncode == 0
+    assert list(tmp_path.iterdir()) == []

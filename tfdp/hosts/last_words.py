@@ -1,0 +1,147 @@
+"""What a process died of: for its launcher, and for the workers that wait for it.
+
+A worker that raises takes its peers with it: they fail because of it, and may well end
+before it does. So each notes the error that ends it, and whether another worker's end
+was the cause. The note goes into the folder that `tfdp launch` names, under the id of
+the process; processes that the worker has started have other ids.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from tfdp.atomic_files import replaced
+from tfdp.errors import WorkerLostError
+
+__all__ = [
+    "FOLDER_VARIABLE",
+    "LastWords",
+    "listen",
+    "lost_another",
+    "parse_last_words",
+    "read_last_words",
+    "words_of_now",
+]
+
+FOLDER_VARIABLE = "TFDP_LAST_WORDS"
+MOST_CHARACTERS = 300
+MOST_TRACEBACK_CHARACTERS = 20_000
+MOST_BYTES = 200_000
+
+
+@dataclasses.dataclass(frozen=True)
+class LastWords:
+    """Why a process ends.
+
+    Args:
+      error: type and message, in one line.
+      traceback: as Python prints it.
+      time_seconds: when, by this machine's clock.
+      is_consequence: whether it ends because another worker was lost.
+    """
+
+    error: str
+    traceback: str
+    time_seconds: float
+    is_consequence: bool
+
+    def to_json(self) -> str:
+        """One line, for `parse_last_words`."""
+        return json.dumps(dataclasses.asdict(self))
+
+
+class _State:
+    said: LastWords | None = None
+    has_lost_another = False
+    is_listening = False
+
+
+def listen() -> None:
+    """From now on an error that ends this process is noted."""
+    if _State.is_listening:
+        return
+    _State.is_listening = True
+    before = sys.excepthook
+
+    def note(
+        kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        # Whatever goes wrong here, the error itself must be printed.
+        with contextlib.suppress(Exception):
+            _State.said = _words_of(error)
+            _leave(_State.said)
+        before(kind, error, trace)
+
+    sys.excepthook = note
+
+
+def lost_another() -> None:
+    """Notes that a worker was lost: what ends this process now follows from it."""
+    _State.has_lost_another = True
+
+
+def words_of_now() -> LastWords | None:
+    """What ends this process, or is being handled; None: it comes to its end."""
+    handled = sys.exc_info()[1]
+    if _State.said is None and isinstance(handled, Exception):
+        return _words_of(handled)
+    return _State.said
+
+
+def _words_of(error: BaseException) -> LastWords:
+    text = f"{type(error).__name__}: {error}"
+    trace = "".join(traceback.format_exception(error))
+    # TensorFlow puts the text of our error into one of its own.
+    names_loss = WorkerLostError.__name__ in text or isinstance(error, WorkerLostError)
+    return LastWords(
+        error=" ".join(text.split())[:MOST_CHARACTERS],
+        traceback=trace[-MOST_TRACEBACK_CHARACTERS:],
+        time_seconds=time.time(),
+        is_consequence=_State.has_lost_another or names_loss,
+    )
+
+
+def _leave(words: LastWords) -> None:
+    folder = os.environ.get(FOLDER_VARIABLE)
+    if folder:
+        with replaced(Path(folder, f"{os.getpid()}.json")) as unfinished:
+            unfinished.write_text(words.to_json(), "utf-8")
+
+
+def read_last_words(folder: str, process: int) -> LastWords | None:
+    """What the process with this id has left in the folder; None: nothing of sense."""
+    try:
+        with open(Path(folder, f"{process}.json"), "rb") as file:
+            return parse_last_words(file.read(MOST_BYTES))
+    except OSError:
+        return None
+
+
+def parse_last_words(text: bytes) -> LastWords | None:
+    """The words in a line of `LastWords.to_json`; None where they make no sense."""
+    try:
+        found: Any = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(found, Mapping):
+        return None
+    values: dict[str, Any] = {
+        field.name: found.get(field.name) for field in dataclasses.fields(LastWords)
+    }
+    if not all(isinstance(values[name], str) for name in ("error", "traceback")):
+        return None
+    if not isinstance(values["is_consequence"], bool):
+        return None
+    if not isinstance(values["time_seconds"], float):
+        return None
+    return LastWords(**values)

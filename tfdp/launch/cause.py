@@ -1,0 +1,92 @@
+"""Which of several workers failed first, and of what.
+
+Workers end together: one raises, and its peers fail because they lost it, often before
+it has ended itself. So a worker whose last words speak of another one is never the
+cause while another is there.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Sequence
+
+from tfdp.launch.worker import Worker
+
+__all__ = ["cause_is_known", "describe_others", "first_failure", "report_of"]
+
+# How long the cause of a failure may need to show after its consequence: a worker that
+# is killed closes its sockets first, and a peer may notice that and end before it.
+CAUSE_SECONDS = 0.2
+# The same where all that have failed say that they have lost another, which must be
+# somewhere; and how long one that has said its last words may take to end.
+LOST_ONE_SECONDS = 5.0
+TRACEBACK_LINES = 20
+
+
+def first_failure(workers: Sequence[Worker]) -> Worker | None:
+    """The cause, as far as it is known; None: nobody has failed.
+
+    Args:
+      workers: all of them. One has failed when it ended by itself, with another exit
+        code than 0, or has said its last words before it was asked to end.
+    """
+    failed = [worker for worker in workers if worker.has_failed]
+    # The kernel closes the connections of a killed process before anybody can see
+    # that it is gone; whoever ends without a word at that moment may be its peer.
+    was_killed = any(worker.was_killed and not worker.last_words for worker in failed)
+
+    def order(worker: Worker) -> tuple[bool, bool, float]:
+        words = worker.last_words
+        unexplained = words is None and not worker.was_killed
+        return (
+            words is not None and words.is_consequence,
+            was_killed and unexplained,
+            worker.failed_seconds,
+        )
+
+    return min(failed, key=order, default=None)
+
+
+def cause_is_known(workers: Sequence[Worker]) -> bool:
+    """Whether there is nothing to wait for any more before all are stopped."""
+    ended = [w.ended_seconds for w in workers if w.has_failed and w.ended_seconds]
+    first = first_failure(workers)
+    if first is None or not ended:
+        return False
+    seconds = time.monotonic() - min(ended)
+    words = first.last_words
+    is_consequence = words is not None and words.is_consequence
+    if is_consequence or first.is_running:
+        return seconds >= LOST_ONE_SECONDS
+    return seconds >= CAUSE_SECONDS
+
+
+def report_of(failed: Worker) -> list[str]:
+    """How the first failure ended, for the launcher's last lines."""
+    seconds = failed.failed_seconds - failed.started_seconds
+    words = failed.last_words
+    if words is None:
+        end, lines = (
+            f"{failed.describe_end()}. Its last lines",
+            failed.tail.text_lines(),
+        )
+    else:
+        end = f"{words.error} ({failed.describe_end()}). Its traceback"
+        lines = words.traceback.splitlines()[-TRACEBACK_LINES:]
+    return [
+        f"tfdp launch: worker {failed.rank} failed first, {seconds:.1f} s after its "
+        f"start: {end}:",
+        *(f"    {line}" for line in lines),
+    ]
+
+
+def describe_others(worker: Worker, grace_seconds: float) -> str:
+    """How a worker ended that did not fail first."""
+    words = worker.last_words
+    if worker.stopped_by is None:
+        why = ", as it had lost another" if words and words.is_consequence else ""
+        return f"ended by itself: {worker.describe_end()}{why}"
+    if worker.stopped_by == signal.SIGKILL:
+        return f"did not end within {grace_seconds:g} s and was killed"
+    return f"was stopped: {worker.describe_end()}"
