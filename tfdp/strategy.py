@@ -12,6 +12,7 @@ from tfdp.buckets import Bucket
 from tfdp.communication import Communication
 from tfdp.devices import find_devices
 from tfdp.hierarchical import HierarchicalAllReduce
+from tfdp.keras_backend import check_keras_backend
 from tfdp.replica_strategy import (
     ReplicaContextStrategy,
     check_pad_batches,
@@ -52,7 +53,8 @@ class DataParallelStrategy(ReplicaContextStrategy, tf.distribute.MirroredStrateg
         global batch size, for data that do not tell it.
 
     Raises:
-      ConfigurationError: when an argument is not as above.
+      ConfigurationError: when an argument is not as above, or Keras' backend is not
+        TensorFlow.
       DeviceError: when a device does not exist or is named twice.
 
     Cost: per step and replica about 2 n (N - 1) / N bytes for n bytes of gradients;
@@ -80,6 +82,7 @@ class DataParallelStrategy(ReplicaContextStrategy, tf.distribute.MirroredStrateg
         draws_per_replica: bool = True,
         pad_batches: bool | int = False,
     ):
+        check_keras_backend()
         self._sharding = check_sharding(shard, shard_min_bytes, offload)
         self.pad_batches = check_pad_batches(pad_batches)
         cross_device_ops = HierarchicalAllReduce(communication)
