@@ -59,6 +59,13 @@ _PUBLIC = {
     "testing": "tfdp.testing",
     "use_virtual_devices": "tfdp.devices",
 }
+# These load Keras, which may not even be able to load another backend.
+_STRATEGIES = {
+    "DataParallelStrategy",
+    "MultiHostDataParallelStrategy",
+    "TPUDataParallelStrategy",
+    "auto_strategy",
+}
 # These load without TensorFlow.
 _PURE = {"Cluster", "Communication", "errors", "find_cluster"}
 
@@ -85,6 +92,10 @@ def __getattr__(name: str) -> Any:
         from tfdp.errors import MissingDependencyError
 
         raise MissingDependencyError(MISSING_TENSORFLOW) from None
+    if name in _STRATEGIES:
+        from tfdp.keras_backend import check_keras_backend
+
+        check_keras_backend()
     module = importlib.import_module(_PUBLIC[name])
     value = module if _PUBLIC[name] == f"tfdp.{name}" else getattr(module, name)
     globals()[name] = value

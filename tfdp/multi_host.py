@@ -37,6 +37,7 @@ from tfdp.hosts import last_words
 from tfdp.hosts.alike import refuse_differences
 from tfdp.hosts.buffers import unaligned_copy
 from tfdp.hosts.choose import make_link
+from tfdp.keras_backend import check_keras_backend
 from tfdp.shards import shard_stage
 from tfdp.strategy import DataParallelStrategy
 from tfdp.topology import Topology
@@ -100,6 +101,7 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
         offload: str = "none",
         draws_per_replica: bool = True,
     ):
+        check_keras_backend()
         found = cluster if cluster is not None else find_cluster()
         if not isinstance(found, Cluster):
             raise ConfigurationError(

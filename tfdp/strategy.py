@@ -14,6 +14,7 @@ from tfdp.communication import Communication, checked_communication
 from tfdp.devices import find_devices
 from tfdp.errors import ClusterError, ConfigurationError
 from tfdp.hierarchical import HierarchicalAllReduce
+from tfdp.keras_backend import check_keras_backend
 from tfdp.replica_strategy import (
     ReplicaContextStrategy,
     check_pad_batches,
@@ -58,7 +59,8 @@ class DataParallelStrategy(ReplicaContextStrategy, tf.distribute.MirroredStrateg
 
     Raises:
       ConfigurationError: when an argument is not as above or cannot act on one host
-        (docs/options.md), or in one of several workers.
+        (docs/options.md), in one of several workers, or when Keras' backend is not
+        TensorFlow.
       DeviceError: when a device does not exist or is named twice.
 
     Cost: per step and replica about 2 n (N - 1) / N bytes for n bytes of gradients;
@@ -87,6 +89,7 @@ class DataParallelStrategy(ReplicaContextStrategy, tf.distribute.MirroredStrateg
         pad_batches: bool | int = False,
         alone: bool = False,
     ):
+        check_keras_backend()
         if not alone:
             refuse_among_workers()
         self._sharding = check_sharding(shard, shard_min_bytes, offload)

@@ -12,6 +12,7 @@ from tfdp._tf.tpu_extended import TPUDataParallelExtended
 from tfdp.collectives.cross_replica import CrossReplicaReducer
 from tfdp.communication import Communication, checked_communication
 from tfdp.errors import ConfigurationError
+from tfdp.keras_backend import check_keras_backend
 from tfdp.replica_strategy import (
     ReplicaContextStrategy,
     check_pad_batches,
@@ -66,7 +67,8 @@ class TPUDataParallelStrategy(ReplicaContextStrategy, tf.distribute.TPUStrategy)
         None sends them as they are.
 
     Raises:
-      ConfigurationError: when an argument is not as above.
+      ConfigurationError: when an argument is not as above, or Keras' backend is not
+        TensorFlow.
       TPUError: when the TPU cannot be used; it says why and what to do.
 
     Cost: per step and core 2 n (N - 1) / N bytes for n bytes of gradients.
@@ -92,6 +94,7 @@ class TPUDataParallelStrategy(ReplicaContextStrategy, tf.distribute.TPUStrategy)
         pad_batches: bool | int = True,
         wire_dtype: str | None = None,
     ):
+        check_keras_backend()
         check_communication(communication)
         self._sharding = check_sharding(shard, shard_min_bytes)
         if self._sharding.stage > 1:

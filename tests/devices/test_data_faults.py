@@ -5,7 +5,11 @@ the payload's checksum. With one int64 feature and equal payloads the place of e
 record is known.
 """
 
+import dataclasses
+import gzip
+import json
 import re
+import struct
 
 import keras
 import numpy as np
@@ -13,6 +17,7 @@ import pytest
 import tensorflow as tf
 
 from tfdp import data
+from tfdp.atomic_files import temporary_name
 from tfdp.errors import ConfigurationError, DataError
 
 _EXAMPLES = 40
@@ -62,8 +67,8 @@ def _names_record(index, number):
 @pytest.mark.parametrize("part", ["length", "payload"])
 def test_a_corrupt_record_is_named_while_iterating(index, number, part):
     offset = {"length": 0, "payload": 14}[part]
-    _flip_byte(_second_file(index), number * _record_bytes(index) + offset)
     batches = data.read_tfrecords(index, 8)
+    _flip_byte(_second_file(index), number * _record_bytes(index) + offset)
     with pytest.raises(tf.errors.InvalidArgumentError) as caught:
         list(batches)
     assert "DataError" in str(caught.value)
@@ -71,20 +76,20 @@ def test_a_corrupt_record_is_named_while_iterating(index, number, part):
 
 
 def test_a_corrupt_record_is_named_in_fit(index):
-    _flip_byte(_second_file(index), 7 * _record_bytes(index) + 14)
     strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
     with strategy.scope():
         model = keras.Sequential([keras.Input(()), keras.layers.Reshape((1,))])
         model.compile(optimizer=None, loss="mse")
     batches = data.read_tfrecords(index, 8, as_supervised=("x", "x"))
+    _flip_byte(_second_file(index), 7 * _record_bytes(index) + 14)
     with pytest.raises(tf.errors.InvalidArgumentError) as caught:
         model.evaluate(batches, verbose=0)
     assert re.search(_names_record(index, 7), str(caught.value))
 
 
 def test_a_corrupt_record_is_named_when_examples_are_transformed(index):
-    _flip_byte(_second_file(index), 7 * _record_bytes(index) + 14)
     batches = data.read_tfrecords(index, 8, transform=lambda parts: parts["x"])
+    _flip_byte(_second_file(index), 7 * _record_bytes(index) + 14)
     with pytest.raises(tf.errors.InvalidArgumentError) as caught:
         list(batches)
     assert re.search(_names_record(index, 7), str(caught.value))
@@ -236,3 +241,152 @@ def test_bad_arguments_of_the_index_are_refused(tmp_path):
         data.index_tfrecords(
             tmp_path / "other-*", features, name="other", compression="x"
         )
+
+
+def _swap(first, second):
+    contents = first.read_bytes(), second.read_bytes()
+    for path, content in zip((second, first), contents, strict=True):
+        path.write_bytes(content)
+
+
+def test_files_in_each_others_place_are_refused(index):
+    """Of one size, with as many records, all of them sound."""
+    batches = data.read_tfrecords(index, 8)
+    first, second = (index.file_path(file) for file in index.files)
+    assert first.stat().st_size == second.stat().st_size
+    _swap(first, second)
+    for attempt in (
+        lambda: data.read_tfrecords(index, 8),
+        lambda: data.verify_tfrecords(index),
+    ):
+        with pytest.raises(DataError, match=f"{first} holds 20 .*another file"):
+            attempt()
+    # Opened before they were swapped: seen before the first record is handed on.
+    with pytest.raises(tf.errors.InvalidArgumentError, match="another file"):
+        next(iter(batches))
+
+
+def test_a_file_of_another_write_is_refused(tmp_path, compressed_index):
+    """Of the same size, and its first and last 4 KiB are the same."""
+    compression = compressed_index.compression
+    values = np.zeros(4000, np.float32)
+    one = data.write_tfrecords(
+        {"x": values}, tmp_path / "one", num_shards=1, compression=compression
+    )
+    values[2000] = 1
+    other = data.write_tfrecords(
+        {"x": values}, tmp_path / "other", num_shards=1, compression=compression
+    )
+    path = one.file_path(one.files[0])
+    path.write_bytes(other.file_path(other.files[0]).read_bytes())
+    with pytest.raises((DataError, tf.errors.InvalidArgumentError)) as caught:
+        list(data.read_tfrecords(one, 8))
+    assert "another set" in str(caught.value)
+
+
+def test_records_in_each_others_place_are_refused(index):
+    path, size = _second_file(index), _record_bytes(index)
+    content = path.read_bytes()
+    records = [content[i * size : (i + 1) * size] for i in range(_PER_FILE)]
+    records[8], records[9] = records[9], records[8]
+    path.write_bytes(b"".join(records))
+    with pytest.raises(DataError, match="not in the order"):
+        data.read_tfrecords(index, 8)
+
+
+@pytest.mark.parametrize("length", [2**34, 2**40, 2**60, 2**63, 2**64 - 1])
+def test_a_length_beyond_the_file_is_refused(compressed_index, length):
+    """TensorFlow takes memory for it; where there is too little the process ends."""
+    index = compressed_index
+    opener = gzip.open if index.compression else open
+    with opener(_second_file(index), "rb") as file:
+        content = bytearray(file.read())
+    size = len(content) // _PER_FILE
+    header = struct.pack("<Q", length)
+    content[7 * size : 7 * size + 12] = header + struct.pack(
+        "<I", masked_crc32c(header)
+    )
+    with opener(_second_file(index), "wb") as file:
+        file.write(content)
+    for attempt in (
+        lambda: data.read_tfrecords(index, 8),
+        lambda: data.verify_tfrecords(index),
+        lambda: data.index_tfrecords(
+            index.directory / "*.tfrecord",
+            index.features,
+            name="again",
+            compression=index.compression,
+        ),
+    ):
+        with pytest.raises(DataError, match=_names_record(index, 7) + ": truncated"):
+            attempt()
+
+
+def masked_crc32c(content):
+    """Bit by bit, as RFC 3720 defines it; then TFRecord's mask."""
+    value = 0xFFFFFFFF
+    for byte in content:
+        value ^= byte
+        for _ in range(8):
+            value = (value >> 1) ^ (0x82F63B78 if value & 1 else 0)
+    value ^= 0xFFFFFFFF
+    return (((value >> 15) | (value << 17)) + 0xA282EAD8) & 0xFFFFFFFF
+
+
+def test_an_index_without_checksums_is_read_as_it_always_was(index):
+    files = tuple(
+        data.RecordFile(file.name, file.examples, file.size_bytes)
+        for file in index.files
+    )
+    old = dataclasses.replace(index, files=files)
+    assert len(list(data.read_tfrecords(old, 8))) == 5
+    batches = data.read_tfrecords(old, 8)
+    _cut(_second_file(index), 7 * _record_bytes(index))
+    with pytest.raises(tf.errors.InvalidArgumentError, match="record 7 "):
+        list(batches)
+    _write(index.directory, "")
+    # Made anew, it has them.
+    pattern = index.directory / "train-*"
+    new = data.index_tfrecords(pattern, index.features, name="train")
+    assert new == index == data.verify_tfrecords(index.path)
+
+
+def test_writing_deletes_its_own_files_only(tmp_path):
+    outside = tmp_path / "outside.tfrecord"
+    outside.write_text("mine")
+    folder = tmp_path / "set"
+    folder.mkdir()
+    (folder / "notes.txt").write_text("mine")
+    for names in (["../outside.tfrecord", str(outside)], ["notes.txt"]):
+        content = {
+            "format": "tfdp.tfrecords/1",
+            "name": "train",
+            "examples": 0,
+            "compression": "",
+            "features": {"x": {"shape": [], "dtype": "float32"}},
+            "files": [{"name": n, "examples": 0, "size_bytes": 4} for n in names],
+        }
+        (folder / "train.index.json").write_text(json.dumps(content))
+        (folder / leftover_of_another_start()).write_text("half")
+        _write(folder, "")
+        assert outside.read_text() == (folder / "notes.txt").read_text() == "mine"
+        assert len(list(folder.iterdir())) == 4
+    # A smaller set of the same name: the files of the larger one go.
+    data.write_tfrecords({"x": np.arange(3.0)}, folder, num_shards=1)
+    assert len(list(folder.iterdir())) == 3
+
+
+def leftover_of_another_start():
+    """What an earlier process with this process' number left."""
+    start, place, pid, began, *rest = temporary_name("train.tfrecord").split("-")
+    return "-".join([start, place, pid, str(int(began) - 1), *rest])
+
+
+def test_names_that_no_file_can_have_are_refused(tmp_path):
+    for name in ("n" * 232, "n" * 10_000, "a/b", "..", "a\0b", "a:b"):
+        with pytest.raises(ConfigurationError, match="name is"):
+            data.write_tfrecords({"x": np.arange(3)}, tmp_path, num_shards=1, name=name)
+    data.write_tfrecords({"x": np.arange(3)}, tmp_path, num_shards=1, name="n" * 231)
+    assert len(list(data.read_tfrecords(tmp_path, 3))) == 1
+    with pytest.raises(ConfigurationError, match="cannot be made"):
+        data.write_tfrecords({"x": np.arange(3)}, tmp_path / ("n" * 300), num_shards=1)

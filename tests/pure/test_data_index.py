@@ -6,6 +6,8 @@ import sys
 
 import pytest
 
+from tfdp.atomic_files import temporary_name
+from tfdp.checked_json import with_checksum
 from tfdp.data.features import FeatureSpec
 from tfdp.data.index import RecordFile, RecordIndex, find_index
 from tfdp.errors import ConfigurationError, DataError
@@ -97,6 +99,18 @@ def test_a_file_that_the_index_does_not_know_is_refused(tmp_path):
         find_index(tmp_path / "train-*")
 
 
+def first(content):
+    return content["files"][0]
+
+
+def same_name(content):
+    content["files"][0]["name"] = content["files"][1]["name"]
+
+
+def image(content):
+    return content["features"]["image"]
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
@@ -106,21 +120,92 @@ def test_a_file_that_the_index_does_not_know_is_refused(tmp_path):
         (lambda content: content["files"][0].pop("examples"), "examples"),
         (lambda content: content["features"]["image"].update(dtype="x"), "dtype"),
         (lambda content: content.update(features=None), "AttributeError"),
+        (lambda content: content.update(files=7), "TypeError"),
+        (lambda content: content.update(compression="LZ4"), "compression is"),
+        (lambda content: content.update(compression=[]), "compression is"),
+        (lambda content: content.update(name="../train"), "no plain names"),
+        (lambda content: content.update(name="n" * 300), "no plain names"),
+        (lambda content: content.update(name=5), "no plain names"),
+        *(
+            (lambda content, name=name: first(content).update(name=name), "no plain")
+            for name in ("../other", "/etc/passwd", "..", "a\0b", "\ud800", 7, [])
+        ),
+        (lambda content: content["files"].reverse() or same_name(content), "no plain"),
+        *(
+            (lambda content, size=size: first(content).update(size_bytes=size), "sizes")
+            for size in (-1, True, "3", 3.0, 10**30, None)
+        ),
+        (lambda content: first(content).update(examples=10**30), "sizes"),
+        (lambda content: first(content).update(examples=10**18), "cannot hold"),
+        (lambda content: first(content).update(records_digest=5), "digests"),
+        (lambda content: image(content).update(shape=[10**30]), "shape"),
+        (lambda content: image(content).update(shape=[2**40]), "no record can hold"),
+        (lambda content: image(content).update(shape=[2.5]), "shape"),
+        (lambda content: image(content).update(shape=5), "TypeError"),
+        (lambda content: image(content).update(encoding=["x"]), "encoding"),
+        (lambda content: content.update(examples=5.0), "examples"),
+        (lambda content: content.update(examples="9" * 5000), "promises 9{100} "),
     ],
 )
 def test_a_damaged_index_is_refused(tmp_path, damage, message):
     index = _make_set(tmp_path, "train")
     content = json.loads(index.path.read_text())
     damage(content)
-    index.path.write_text(json.dumps(content))
+    index.path.write_text(with_checksum(content))
     with pytest.raises(DataError, match=message):
         RecordIndex.load(index.path)
 
 
-def test_an_index_that_is_no_json_is_refused(tmp_path):
-    (tmp_path / "train.index.json").write_text('{"format": "tfdp')
+@pytest.mark.parametrize(
+    "text", ['{"format": "tfdp', "[" * 100_000, "9" * 5000, b"\xff\xfe{}"], ids=range(4)
+)
+def test_an_index_that_is_no_json_is_refused(tmp_path, text):
+    content = text if isinstance(text, bytes) else text.encode()
+    (tmp_path / "train.index.json").write_bytes(content)
     with pytest.raises(DataError, match="no readable index"):
         find_index(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["7", "[]", "null", '"text"', "{}"])
+def test_an_index_that_is_other_json_is_refused(tmp_path, text):
+    (tmp_path / "train.index.json").write_text(text)
+    with pytest.raises(DataError, match="lacks a field"):
+        find_index(tmp_path)
+
+
+def test_an_index_that_was_changed_is_refused(tmp_path):
+    """A shape of as many elements would be read as sound, and be wrong."""
+    index = _make_set(tmp_path, "train")
+    content = json.loads(index.path.read_text())
+    content["features"]["image"]["shape"] = [4, 16]
+    index.path.write_text(json.dumps(content))
+    with pytest.raises(DataError, match="changed after it was written"):
+        RecordIndex.load(index.path)
+
+
+def test_an_index_without_checksums_is_read(tmp_path):
+    """As earlier versions wrote it."""
+    index = _make_set(tmp_path, "train")
+    content = json.loads(index.path.read_text())
+    content["format"] = "tfdp.tfrecords/1"
+    del content["checksum"]
+    for file in content["files"]:
+        del file["records_digest"], file["ends_digest"]
+    index.path.write_text(json.dumps(content))
+    assert RecordIndex.load(index.path) == index
+
+
+@pytest.mark.parametrize("name", ["n" * 300, "n" * 5000])
+def test_a_name_that_is_too_long_is_refused(tmp_path, name):
+    for source in (tmp_path / name, f"{tmp_path}/{name}.index.json"):
+        with pytest.raises(DataError, match=r"nothing can be read|no readable index"):
+            find_index(source)
+
+
+def test_what_is_being_written_is_no_part_of_a_set(tmp_path):
+    index = _make_set(tmp_path, "train")
+    (tmp_path / temporary_name("train-00000-of-00002.tfrecord")).write_bytes(b"x")
+    assert find_index(tmp_path / "*") == index
 
 
 def test_an_index_is_read_without_tensorflow(tmp_path):

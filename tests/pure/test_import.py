@@ -67,3 +67,16 @@ def test_without_tensorflow_use_raises(name):
 def test_an_unknown_name_is_an_attribute_error():
     done = run_program("import tfdp; tfdp.DataParalelStrategy")
     assert "AttributeError: module 'tfdp' has no attribute" in done.stderr
+
+
+@pytest.mark.parametrize("backend", ["jax", "torch", "nonsense"])
+def test_another_backend_of_keras_is_refused(backend):
+    """Keras itself cannot load a backend that is not installed."""
+    done = run_program(
+        "import tfdp\ntfdp.data.FeatureSpec, tfdp.find_cluster\n"
+        "try:\n    tfdp.DataParallelStrategy()\n"
+        "except tfdp.errors.ConfigurationError as error:\n    print(error)\n",
+        environment={"KERAS_BACKEND": backend},
+    )
+    assert f"KERAS_BACKEND={backend}: a strategy of tfdp works with" in done.stdout
+    assert "Set KERAS_BACKEND=tensorflow before" in done.stdout

@@ -58,6 +58,7 @@ LAYERS = {
     "cluster": 0,
     "communication": 0,
     "errors": 0,
+    "keras_backend": 0,
     "machine": 0,
     "schedule_formulas": 0,
     "shards": 0,

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from tfdp.checked_json import is_count
 from tfdp.errors import ConfigurationError, DataError
 
 __all__ = ["ENCODINGS", "FeatureSpec", "as_array", "check_example", "infer_features"]
@@ -66,7 +67,7 @@ class FeatureSpec:
                 f"a feature has dtype {self.dtype!r}; allowed are {', '.join(DTYPES)}"
             )
         for length in self.shape:
-            if length is not None and (not isinstance(length, int) or length < 0):
+            if length is not None and not is_count(length):
                 raise ConfigurationError(
                     f"a feature has shape {self.shape}; every length is a whole "
                     "number from 0, or None where it varies"

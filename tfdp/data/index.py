@@ -1,19 +1,29 @@
 """The index of a set of TFRecord files: what is in them, and how much.
 
 `name.index.json` lies beside its files and is written last: a set without an index
-is a set that was never finished. Nothing here needs TensorFlow, unless they lie behind
-a URL such as `gs://bucket/folder`.
+is a set that was never finished. It holds a checksum of each file's records and one of
+itself. Nothing here needs TensorFlow, unless they lie behind a URL such as
+`gs://bucket/folder`.
 """
 
 from __future__ import annotations
 
 import fnmatch
-import json
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
+from tfdp.atomic_files import PREFIX, sync_file, sync_folder, temporary_name
+from tfdp.checked_json import (
+    checksum_of,
+    is_count,
+    is_plain_name,
+    parse_json,
+    with_checksum,
+)
 from tfdp.data.features import FeatureSpec
 from tfdp.data.places import Place, RemotePath, place_of
 from tfdp.errors import ConfigurationError, DataError
@@ -21,17 +31,32 @@ from tfdp.errors import ConfigurationError, DataError
 __all__ = ["COMPRESSIONS", "RecordFile", "RecordIndex", "find_index"]
 
 SUFFIX = ".index.json"
-_FORMAT = "tfdp.tfrecords/1"
+_FORMAT = "tfdp.tfrecords/2"
+# The first format had no checksums.
+_FORMATS = ("tfdp.tfrecords/1", _FORMAT)
 COMPRESSIONS = ("", "GZIP", "ZLIB")
+# What a record takes besides its content, and the most that deflate makes of a byte.
+_LEAST_RECORD_BYTES, _MOST_INFLATION = 16, 1040
 
 
 @dataclass(frozen=True)
 class RecordFile:
-    """One file of a set: its name, its number of examples, its size in bytes."""
+    """One file of a set.
+
+    Args:
+      name: its name in the set's directory.
+      examples: how many it holds.
+      size_bytes: its size.
+      records_digest: 32 hexadecimal digits for all records in their order (of their
+        lengths and checksums); "" where nobody has taken them.
+      ends_digest: 16 for its first and last 4 KiB; "" likewise.
+    """
 
     name: str
     examples: int
     size_bytes: int
+    records_digest: str = ""
+    ends_digest: str = ""
 
 
 @dataclass(frozen=True)
@@ -82,9 +107,16 @@ class RecordIndex:
             "features": {name: asdict(spec) for name, spec in self.features.items()},
             "files": [asdict(file) for file in self.files],
         }
-        temporary = self.directory / f".{self.path.name}.{os.getpid()}.tmp"
-        temporary.write_text(json.dumps(content, indent=2) + "\n")
-        temporary.replace(self.path)  # type: ignore[arg-type]
+        temporary = self.directory / temporary_name(self.path.name)
+        try:
+            temporary.write_text(with_checksum(content))
+            if isinstance(temporary, Path):
+                sync_file(temporary)
+            temporary.replace(self.path)  # type: ignore[arg-type]
+        finally:
+            temporary.unlink(missing_ok=True)
+        if isinstance(self.directory, Path):
+            sync_folder(self.directory)
         return self.path
 
     @classmethod
@@ -95,17 +127,19 @@ class RecordIndex:
           path: A file `name.index.json`.
 
         Raises:
-          DataError: There is none, or it is not one that `save` wrote.
+          DataError: There is none, it is not one that `save` wrote, or it was changed
+            since, or names files that are not beside it.
         """
         path = place_of(path)
         try:
-            content = json.loads(path.read_text())
+            content = parse_json(path.read_text())
         except FileNotFoundError as error:
             raise DataError(
                 f"no index {path}: either the set was never finished (write it "
                 "again) or another tool wrote it (run tfdp.data.index_tfrecords once)"
             ) from error
         except (ValueError, OSError) as error:
+            # A `DataError` of the store is a ValueError, too, and says as much.
             raise DataError(
                 f"{path} is no readable index ({error}); write the set again"
             ) from error
@@ -115,10 +149,15 @@ class RecordIndex:
     def _from_json(cls, path: Place, content: Any) -> RecordIndex:
         try:
             found_format = content["format"]
-            if found_format != _FORMAT:
+            if found_format not in _FORMATS:
                 raise DataError(
-                    f"{path} has format {found_format!r}; this version of tfdp reads "
-                    f"{_FORMAT!r}. Write the set again"
+                    f"{path} has format {str(found_format)[:100]!r}; this version of "
+                    f"tfdp reads {' and '.join(_FORMATS)}. Write the set again"
+                )
+            if found_format == _FORMAT and content["checksum"] != checksum_of(content):
+                raise DataError(
+                    f"{path} was changed after it was written: its checksum is another "
+                    "one. Restore it, or make it anew with tfdp.data.index_tfrecords"
                 )
             index = cls(
                 directory=path.parent,
@@ -130,16 +169,19 @@ class RecordIndex:
                 files=tuple(RecordFile(**file) for file in content["files"]),
                 compression=content["compression"],
             )
+            _check_values(index)
             promised = content["examples"]
-        except (KeyError, TypeError, AttributeError, ConfigurationError) as error:
+        except DataError:
+            raise
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise DataError(
                 f"{path} lacks a field of an index or has a wrong one "
-                f"({type(error).__name__}: {error}); write the set again"
+                f"({type(error).__name__}: {str(error)[:300]}); write the set again"
             ) from error
-        if promised != index.examples:
+        if promised != index.examples or not is_count(promised):
             raise DataError(
-                f"{path} promises {promised} examples, its files' counts add up to "
-                f"{index.examples}; write the set again"
+                f"{path} promises {str(promised)[:100]} examples, its files' counts "
+                f"add up to {index.examples}; write the set again"
             )
         return index
 
@@ -147,6 +189,34 @@ class RecordIndex:
         """The same index with only the files whose names match a pattern."""
         chosen = (f for f in self.files if fnmatch.fnmatchcase(f.name, pattern))
         return replace(self, files=tuple(chosen))
+
+
+def _check_values(index: RecordIndex) -> None:
+    """Refuses what would open, delete or allocate something that no set is.
+
+    Raises:
+      ValueError: saying what.
+    """
+    if index.compression not in COMPRESSIONS:
+        raise ValueError(f"compression is {index.compression!r}")
+    names = [f"{index.name}{SUFFIX}", *(file.name for file in index.files)]
+    strange = [name for name in names if not is_plain_name(name)]
+    if strange or not isinstance(index.name, str) or len(set(names)) < len(names):
+        raise ValueError(f"names are no plain names of files: {strange[:3]}")
+    inflation = _MOST_INFLATION if index.compression else 1
+    for file in index.files:
+        digests = (file.records_digest, file.ends_digest)
+        if not all(isinstance(digest, str) for digest in digests):
+            raise ValueError(f"the digests of {file.name} are no text")
+        if not is_count(file.examples) or not is_count(file.size_bytes):
+            raise ValueError(f"the sizes of {file.name} are no whole numbers")
+        if file.examples * _LEAST_RECORD_BYTES > file.size_bytes * inflation:
+            raise ValueError(f"{file.name} cannot hold {file.examples} records")
+    largest = max((file.size_bytes for file in index.files), default=0) * inflation
+    for name, spec in index.features.items():
+        # Memory for a batch is taken by the shape before a record is looked at.
+        if math.prod(length or 0 for length in spec.shape) > largest:
+            raise ValueError(f"no record can hold {name!r} of shape {spec.shape}")
 
 
 def find_index(source: str | os.PathLike[str] | RecordIndex) -> RecordIndex:
@@ -164,8 +234,14 @@ def find_index(source: str | os.PathLike[str] | RecordIndex) -> RecordIndex:
     """
     if isinstance(source, RecordIndex):
         return source
-    text = os.fspath(source)
-    path = place_of(source)
+    try:
+        return _find(os.fspath(source), place_of(source))
+    except OSError as error:
+        # Too long a name, no right to look.
+        raise DataError(f"nothing can be read there: {error}") from error
+
+
+def _find(text: str, path: Place) -> RecordIndex:
     if text.endswith(SUFFIX):
         return RecordIndex.load(path)
     of_set = path.with_name(path.name + SUFFIX)
@@ -197,7 +273,10 @@ def _single_index(directory: Place) -> Place:
 
 def _index_of_pattern(pattern: Place) -> RecordIndex:
     matched = {path.name for path in pattern.parent.glob(pattern.name)}
-    matched = {name for name in matched if not name.endswith(SUFFIX)}
+    # Nor what a writer has under its hands.
+    matched = {
+        name for name in matched if not name.endswith(SUFFIX) and PREFIX not in name
+    }
     beside: list[Place] = sorted(pattern.parent.glob(f"*{SUFFIX}"))
     indexes = [RecordIndex.load(path) for path in beside]
     fitting = [index for index in indexes if index.select(pattern.name).files]

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from tfdp.errors import ConfigurationError, DataError
 
-__all__ = ["Place", "RemotePath", "matching_files", "place_of"]
+__all__ = ["Place", "RemotePath", "matching_files", "open_binary", "place_of"]
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -25,13 +25,14 @@ class Size(NamedTuple):
     """What `stat` tells of a file."""
 
     st_size: int
+    st_mtime: float
 
 
 def _in_plain_words(method: Method) -> Method:
     """TensorFlow's errors as those that a local path would raise, or a `DataError`."""
 
     @functools.wraps(method)
-    def checked(self: RemotePath, *args: Any, **kwargs: Any) -> Any:
+    def checked(self: RemotePath | RemoteFile, *args: Any, **kwargs: Any) -> Any:
         import tensorflow as tf
 
         try:
@@ -131,8 +132,16 @@ class RemotePath:
 
     @_in_plain_words
     def stat(self) -> Size:
-        """Its size in bytes, as `st_size`."""
-        return Size(_gfile().stat(self._url).length)
+        """Its size in bytes, as `st_size`, and when it was written, as `st_mtime`.
+
+        The time is in seconds; 0 where the store does not know.
+        """
+        found = _gfile().stat(self._url)
+        return Size(found.length, found.mtime_nsec / 1e9)
+
+    def open(self) -> RemoteFile:
+        """The file, to read bytes of."""
+        return RemoteFile(self._url)
 
     @_in_plain_words
     def replace(self, target: str | os.PathLike[str]) -> None:
@@ -157,7 +166,38 @@ class RemotePath:
         _gfile().remove(self._url)
 
 
+class RemoteFile:
+    """A file behind a URL, to read bytes of; a store answers when it is asked."""
+
+    def __init__(self, url: str):
+        self._url, self._file = url, _gfile().GFile(url, "rb")
+
+    def __str__(self) -> str:
+        return self._url
+
+    @_in_plain_words
+    def read(self, count: int) -> bytes:
+        """The next bytes; fewer at the end."""
+        return self._file.read(count)
+
+    @_in_plain_words
+    def seek(self, position: int) -> None:
+        """Goes to a byte."""
+        self._file.seek(position)
+
+    def __enter__(self) -> RemoteFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+
 Place = Path | RemotePath
+
+
+def open_binary(place: Place) -> Any:
+    """A file to read bytes of, with `read` and `seek`; close it."""
+    return place.open() if isinstance(place, RemotePath) else place.open("rb")
 
 
 def _gfile() -> Any:

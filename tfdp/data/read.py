@@ -2,8 +2,9 @@
 
     files -> shuffled -> interleaved chunks -> records shuffled -> batches -> parsed
 
-A damaged file is found where it costs little: each chunk must hold as many records as
-the index promises, and only a file with a chunk that does not is searched.
+Of every file the size and the ends are compared with the index before anything else,
+its checksums when it is opened, and each chunk must hold as many records as the index
+promises. Only a file that differs is searched for the record.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from tfdp.data.pipeline import (
     finish_batches,
     select_features,
 )
-from tfdp.data.verify import describe_fault
-from tfdp.errors import ConfigurationError, DataError
+from tfdp.data.verify import FileCheck, check_before_reading
+from tfdp.errors import ConfigurationError
 
 __all__ = ["read_tfrecords"]
 
@@ -96,10 +97,12 @@ def read_tfrecords(
 
     Raises:
       ConfigurationError: An argument is out of range.
-      DataError: No file, no index, or a file is missing or of another size than
-        its index says (with the number of its first bad record).
-      tf.errors.InvalidArgumentError: While iterating: a record is corrupt. The
-        message holds a `DataError` with the file and the record's number.
+      DataError: No file, no index, or a file is missing, or its size, its beginning
+        or its end are not what its index says (with the number of its first bad
+        record).
+      tf.errors.InvalidArgumentError: While iterating: a record is corrupt, or the
+        file holds other records than its index says. The message holds a `DataError`
+        with the file and the record's number.
 
     Example:
       >>> import numpy as np, tempfile
@@ -120,7 +123,8 @@ def read_tfrecords(
     _check_names(index, as_supervised)
     share = share_of_host(index, global_batch_size, input_context, deterministic)
     index, batch_size = share.index, share.batch_size
-    _check_files(index)
+    for file in index.files:
+        check_before_reading(index.file_path(file), file, index.compression)
     batches_per_epoch = count_batches(share.examples, batch_size, drop_remainder)
 
     records = _interleaved_records(index, shuffle, seed, cycle_length, deterministic)
@@ -169,21 +173,6 @@ def _check_names(index: RecordIndex, as_supervised: Sequence[str] | None) -> Non
         )
 
 
-def _check_files(index: RecordIndex) -> None:
-    """Compares names and sizes with the index: one look at each file, no reading."""
-    for file in index.files:
-        path = index.file_path(file)
-        if path.is_file() and path.stat().st_size == file.size_bytes:
-            continue
-        fault = describe_fault(path, file.examples, index.compression)
-        raise DataError(
-            fault
-            or f"{path} has {path.stat().st_size} bytes and the index says "
-            f"{file.size_bytes}, though its records are whole: it belongs to another "
-            "set. Restore the file or write the set again"
-        )
-
-
 def _default_buffer_examples(index: RecordIndex) -> int:
     bytes_per_example = max(1, index.size_bytes // index.examples)
     return max(1, min(index.examples, _SHUFFLE_BUFFER_BYTES // bytes_per_example))
@@ -197,11 +186,13 @@ def _interleaved_records(
     files = tf.data.Dataset.from_tensor_slices((paths, counts))
     if shuffle:
         files = files.shuffle(len(paths), seed=seed)
+    check = FileCheck(index)
+    files = files.map(lambda path, count: (_checked_in_graph(check, path), count))
     bytes_per_example = max(1, index.size_bytes // index.examples)
     chunk_examples = min(_MOST_CHUNK_EXAMPLES, 1 + _CHUNK_BYTES // bytes_per_example)
     chunks = files.interleave(
         lambda path, count: _chunks_of_file(
-            path, count, chunk_examples, index.compression
+            check, path, count, chunk_examples, index.compression
         ),
         cycle_length=min(cycle_length, len(paths)),
         num_parallel_calls=tf.data.AUTOTUNE,
@@ -211,7 +202,11 @@ def _interleaved_records(
 
 
 def _chunks_of_file(
-    path: tf.Tensor, promised_examples: tf.Tensor, chunk_examples: int, compression: str
+    check: FileCheck,
+    path: tf.Tensor,
+    promised_examples: tf.Tensor,
+    chunk_examples: int,
+    compression: str,
 ) -> tf.data.Dataset:
     """As many records as the index promises, or an error that names the bad one."""
 
@@ -221,7 +216,7 @@ def _chunks_of_file(
         return tf.cond(
             tf.size(records, tf.int64) == expected,
             lambda: records,
-            lambda: _raise_in_graph(path, promised_examples, compression),
+            lambda: _raise_in_graph(check, path),
         )
 
     chunk_count = -(-promised_examples // chunk_examples)
@@ -238,22 +233,18 @@ def _chunks_of_file(
     return numbered.concatenate(missing).take(chunk_count).map(require_complete)
 
 
-def _raise_in_graph(
-    path: tf.Tensor, promised_examples: tf.Tensor, compression: str
-) -> tf.Tensor:
+def _checked_in_graph(check: FileCheck, path: tf.Tensor) -> tf.Tensor:
+    def checked(text: bytes) -> bytes:
+        check(text.decode())
+        return text
+
+    return tf.ensure_shape(
+        tf.numpy_function(checked, (path,), tf.string, stateful=False), ()
+    )
+
+
+def _raise_in_graph(check: FileCheck, path: tf.Tensor) -> tf.Tensor:
     raised = tf.numpy_function(
-        lambda path, count: _raise_fault(path, count, compression),
-        (path, promised_examples),
-        tf.string,
-        stateful=False,
+        lambda text: check.fail(text.decode()), (path,), tf.string, stateful=False
     )
     return tf.ensure_shape(raised, (None,))
-
-
-def _raise_fault(path: bytes, promised_examples: int, compression: str) -> bytes:
-    fault = describe_fault(path.decode(), int(promised_examples), compression)
-    raise DataError(
-        fault
-        or f"{path.decode()} could not be read to its end, and now it can; "
-        "look for a failing disk or mount"
-    )

@@ -8,16 +8,27 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
+from pathlib import Path
+from typing import NoReturn
 
 import tensorflow as tf
 
+from tfdp.atomic_files import PREFIX
+from tfdp.checked_json import is_plain_name
 from tfdp.data.encoding import decode_examples
 from tfdp.data.features import FeatureSpec
+from tfdp.data.framing import FramingFault, digest_of_ends, scan_records
 from tfdp.data.index import COMPRESSIONS, SUFFIX, RecordFile, RecordIndex, find_index
 from tfdp.data.places import Place, matching_files, place_of
 from tfdp.errors import ConfigurationError, DataError
 
-__all__ = ["describe_fault", "index_tfrecords", "verify_tfrecords"]
+__all__ = [
+    "FileCheck",
+    "check_before_reading",
+    "describe_fault",
+    "index_tfrecords",
+    "verify_tfrecords",
+]
 
 _RECORDS_PER_READ = 1024
 _REMEDY = "restore the file or write the set again"
@@ -43,33 +54,127 @@ def _read_error(path: str, compression: str, after_records: int) -> str | None:
     return None
 
 
-def describe_fault(
-    path: str | os.PathLike[str], promised_examples: int, compression: str = ""
-) -> str | None:
+def describe_fault(path: Place, file: RecordFile, compression: str = "") -> str | None:
     """What is wrong with a file, with its name and the record's number.
 
     Args:
       path: A TFRecord file.
-      promised_examples: How many records its index promises.
+      file: What its index promises.
       compression: "", "GZIP" or "ZLIB".
 
     Returns:
       One sentence, or None for a file that holds what was promised.
     """
-    path = os.fspath(path)
-    if not place_of(path).is_file():
-        return f"{path} is missing; {_REMEDY}"
-    sound = _count_sound_records(path, compression)
-    error = _read_error(path, compression, sound)
-    place = f"{path}, record {sound} (counted from 0)"
-    promise = f"the index promises {promised_examples} records; {_REMEDY}"
-    if error:
-        return f"{place}: {error}; {promise}"
-    if sound < promised_examples:
-        return f"{place}: the file ends before it; {promise}"
-    if sound > promised_examples:
-        return f"{path} holds {sound} records; {promise}"
-    return None
+    damage, digest = _damage(path, file, compression)
+    return damage or _describe_stranger(path, file, digest)
+
+
+def _describe_stranger(path: Place, file: RecordFile, digest: str) -> str | None:
+    if not file.records_digest or digest == file.records_digest:
+        return None
+    return (
+        f"{path} holds {file.examples} sound records, but not those, or not in the "
+        "order, of which its index has a checksum: it is another file of this set, or "
+        f"belongs to another set; {_REMEDY}"
+    )
+
+
+def _damage(path: Place, file: RecordFile, compression: str) -> tuple[str | None, str]:
+    """What is wrong with a file by itself, and the digest of its records."""
+    if not path.is_file():
+        return f"{path} is missing; {_REMEDY}", ""
+    promise = f"the index promises {file.examples} records; {_REMEDY}"
+    digest = ""
+    try:
+        digest = scan_records(path, compression, check_lengths=True).digest
+    except FramingFault as fault:
+        if fault.is_claim:
+            # TensorFlow must not see it: it takes memory for any length.
+            return _at(path, fault.record, fault.reason, promise), ""
+    except OSError as error:
+        return f"{path} cannot be read ({error}); {_REMEDY}", ""
+    sound = _count_sound_records(str(path), compression)
+    error_text = _read_error(str(path), compression, sound)
+    if error_text:
+        return _at(path, sound, error_text, promise), ""
+    if sound < file.examples:
+        return _at(path, sound, "the file ends before it", promise), ""
+    if sound > file.examples:
+        return f"{path} holds {sound} records; {promise}", ""
+    return None, digest
+
+
+def _at(path: Place, record: int, what: str, promise: str) -> str:
+    return f"{path}, record {record} (counted from 0): {what}; {promise}"
+
+
+def check_before_reading(path: Place, file: RecordFile, compression: str) -> None:
+    """Looks at a file's size and at its ends, which costs little.
+
+    Raises:
+      DataError: they are not what the index says.
+    """
+    try:
+        if path.is_file() and path.stat().st_size == file.size_bytes:
+            if file.ends_digest in ("", digest_of_ends(path)):
+                return
+        fault = describe_fault(path, file, compression)
+    except OSError as error:
+        raise DataError(f"{path} cannot be read ({error}); {_REMEDY}") from error
+    raise DataError(
+        fault
+        or f"{path} has not the {file.size_bytes} bytes that the index says, or its "
+        "first or last bytes are others, though its records are whole: it belongs to "
+        f"another set; {_REMEDY}"
+    )
+
+
+class FileCheck:
+    """Compares each file of a set with the index when a reader opens it.
+
+    Files behind a URL are not read twice: of them, size, ends, number of records and
+    each record's own checksum are compared.
+
+    Args:
+      index: What the files hold.
+
+    Cost: reads a file once before TensorFlow does, which then finds it in memory; in
+    later epochs nothing, unless the file has changed.
+    """
+
+    def __init__(self, index: RecordIndex):
+        self._index = index
+        self._files = {str(index.file_path(file)): file for file in index.files}
+        self._seen: dict[str, tuple[int, int]] = {}
+
+    def __call__(self, path: str) -> None:
+        """Raises a `DataError` for a file that is not as its index says."""
+        place, file = place_of(path), self._files[path]
+        if not isinstance(place, Path):
+            return
+        try:
+            found = place.stat()
+            version = found.st_size, found.st_mtime_ns
+            if self._seen.get(path) == version:
+                return
+            framing = scan_records(place, self._index.compression)
+            is_known = file.records_digest in ("", framing.digest)
+            if is_known and framing.records == file.examples:
+                self._seen[path] = version
+                return
+        except (OSError, FramingFault):
+            # Said below, more exactly.
+            pass
+        self.fail(path)
+
+    def fail(self, path: str) -> NoReturn:
+        """Raises the `DataError` for a file that could not be read as promised."""
+        place, file = place_of(path), self._files[path]
+        raise DataError(
+            describe_fault(place, file, self._index.compression)
+            or f"{path} could not be read to its end, and now it can; look for a "
+            "failing disk or mount"
+        )
 
 
 def _describe_content_fault(
@@ -112,9 +217,10 @@ def verify_tfrecords(source: str | os.PathLike[str] | RecordIndex) -> RecordInde
     faults = []
     for file in index.files:
         path = index.file_path(file)
-        fault = describe_fault(path, file.examples, index.compression)
+        fault, digest = _damage(path, file, index.compression)
         if fault is None:
             fault = _describe_content_fault(path, index.features, index.compression)
+        fault = fault or _describe_stranger(path, file, digest)
         if fault is not None:
             faults.append(fault)
     if faults:
@@ -145,17 +251,25 @@ def index_tfrecords(
       The index.
 
     Raises:
-      ConfigurationError: `compression` or `features` is not allowed.
+      ConfigurationError: `compression`, `features` or `name` is not allowed.
       DataError: No file matches, or one is damaged or holds something else.
     """
     if compression not in COMPRESSIONS:
         raise ConfigurationError(
             f"compression is {compression!r}; allowed are {COMPRESSIONS}"
         )
+    if not is_plain_name(f"{name}{SUFFIX}"):
+        raise ConfigurationError(
+            f"name is {str(name)[:300]!r}; it begins a file name beside the files"
+        )
     if not features:
         raise ConfigurationError("features is empty; name at least one feature")
     text = os.fspath(pattern)
-    paths = [p for p in matching_files(pattern) if not p.name.endswith(SUFFIX)]
+    paths = [
+        path
+        for path in matching_files(pattern)
+        if not path.name.endswith(SUFFIX) and PREFIX not in path.name
+    ]
     if not paths:
         raise DataError(f"no file matches {text}")
     if len({path.parent for path in paths}) > 1:
@@ -165,13 +279,24 @@ def index_tfrecords(
         )
     files = []
     for path in paths:
-        count = _count_sound_records(str(path), compression)
-        fault = describe_fault(path, count, compression)
+        file = _file_as_found(path, compression)
+        fault = describe_fault(path, file, compression)
         fault = fault or _describe_content_fault(path, features, compression)
         if fault:
             raise DataError(fault)
-        files.append(RecordFile(path.name, count, path.stat().st_size))
+        files.append(file)
     directory = paths[0].parent
     index = RecordIndex(directory, name, dict(features), tuple(files), compression)
     index.save()
     return index
+
+
+def _file_as_found(path: Place, compression: str) -> RecordFile:
+    """What an index would say of a file; of the part before it is damaged, if it is."""
+    size_bytes = path.stat().st_size
+    try:
+        framing = scan_records(path, compression, check_lengths=True)
+    except FramingFault as fault:
+        return RecordFile(path.name, fault.record, size_bytes)
+    ends = digest_of_ends(path)
+    return RecordFile(path.name, framing.records, size_bytes, framing.digest, ends)

@@ -4,16 +4,26 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
+from tfdp.atomic_files import (
+    remove_leftovers,
+    sync_file,
+    sync_folder,
+    temporary_name,
+)
+from tfdp.checked_json import is_plain_name
 from tfdp.data.encoding import encode_example
 from tfdp.data.features import FeatureSpec, check_example, infer_features
-from tfdp.data.index import COMPRESSIONS, SUFFIX, RecordFile, RecordIndex
+from tfdp.data.framing import digest_of_ends, scan_records
+from tfdp.data.index import COMPRESSIONS, RecordFile, RecordIndex
 from tfdp.data.places import Place, place_of
 from tfdp.errors import ConfigurationError, DataError
 
@@ -34,10 +44,10 @@ def write_tfrecords(
 
     The files are `name-00000-of-00008.tfrecord` and so on; example i goes to file
     i modulo `num_shards`. The index `name.index.json` holds the counts and the
-    feature spec. Everything is first written under temporary names: a run that is
-    cut short leaves the set that was there before, or, for the moment of renaming,
-    a set without an index, which no reader takes. An older set of the same name is
-    replaced.
+    feature spec, and checksums. Everything is first written under temporary names: a
+    run that is cut short leaves the set that was there before, or, for the moment of
+    renaming, a set without an index, which no reader takes. An older set of the same
+    name is replaced; what a run that was cut short has left is removed.
 
     Args:
       examples: A dict of arrays whose first axis counts the examples; a tuple of
@@ -77,19 +87,19 @@ def write_tfrecords(
     if first is None:
         raise DataError("there are no examples to write; a set holds at least one")
     spec = infer_features(first, {**declared, **(features or {})})
-    directory = place_of(directory)
-    directory.mkdir(parents=True, exist_ok=True)
+    directory = _made(directory)
+    remove_leftovers(directory)
     final: list[Place] = [
         directory / f"{name}-{shard:05d}-of-{num_shards:05d}.tfrecord"
         for shard in range(num_shards)
     ]
-    temporary = [path.with_name(f".{path.name}.{os.getpid()}.tmp") for path in final]
+    temporary = [path.with_name(temporary_name(path.name)) for path in final]
     try:
         counts = _write_shards(
             itertools.chain([first], stream), spec, temporary, compression
         )
         files = tuple(
-            RecordFile(path.name, count, part.stat().st_size)
+            _record_file(path.name, count, part, compression)
             for path, part, count in zip(final, temporary, counts, strict=True)
         )
         index = RecordIndex(directory, name, spec, files, compression)
@@ -100,15 +110,40 @@ def write_tfrecords(
     return index
 
 
+def _made(directory: str | os.PathLike[str]) -> Place:
+    place = place_of(directory)
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(
+            f"the directory cannot be made ({error}): {str(directory)[:300]!r}"
+        ) from error
+    return place
+
+
+def _record_file(name: str, count: int, part: Place, compression: str) -> RecordFile:
+    """What the index says of a file that was just written, read back from it."""
+    framing = scan_records(part, compression)
+    if framing.records != count:
+        raise DataError(
+            f"{name} holds {framing.records} records though {count} were written; look "
+            "for a failing disk or mount"
+        )
+    size_bytes = part.stat().st_size
+    return RecordFile(name, count, size_bytes, framing.digest, digest_of_ends(part))
+
+
 def _check_arguments(num_shards: int, name: str, compression: str) -> None:
     if not isinstance(num_shards, int) or not 1 <= num_shards <= 99_999:
         raise ConfigurationError(
             f"num_shards is {num_shards!r}; allowed is a whole number from 1 to 99999"
         )
-    if not name or name.startswith(".") or any(sign in name for sign in "/\\*?["):
+    longest = f"{name}-00000-of-00000.tfrecord"
+    is_odd = not name or name.startswith(".") or any(sign in name for sign in "*?[")
+    if is_odd or not is_plain_name(longest):
         raise ConfigurationError(
-            f"name is {name!r}; it begins file names, so it may not be empty, begin "
-            "with a dot, or hold / \\ * ? ["
+            f"name is {name[:300]!r}; it begins file names, so it may not be empty, "
+            "begin with a dot, hold / \\ * ? [ : or be longer than 231 bytes"
         )
     if compression not in COMPRESSIONS:
         raise ConfigurationError(
@@ -215,22 +250,38 @@ def _write_shards(
 
 def _publish(index: RecordIndex, temporary: Sequence[Place]) -> None:
     """Puts a complete set in the place of the one before it."""
-    previous = _files_of(index.path)
+    previous = _files_of(index)
+    for part in temporary:
+        if isinstance(part, Path):
+            sync_file(part)
     # From here until the new index is there, a reader finds no index, hence no mix
-    # of two sets.
+    # of two sets. In that order on the disk, too.
     index.path.unlink(missing_ok=True)
+    _sync(index.directory)
     for part, file in zip(temporary, index.files, strict=True):
         part.replace(index.file_path(file))  # type: ignore[arg-type]
+    _sync(index.directory)
     index.save()
     for stale in previous - {file.name for file in index.files}:
         (index.directory / stale).unlink(missing_ok=True)
 
 
-def _files_of(index_path: Place) -> set[str]:
-    if not index_path.name.endswith(SUFFIX) or not index_path.is_file():
+def _sync(directory: Place) -> None:
+    if isinstance(directory, Path):
+        sync_folder(directory)
+
+
+def _files_of(index: RecordIndex) -> set[str]:
+    """The files of the set before it that this function has written.
+
+    An index may name others, of another tool or of nobody's: they stay.
+    """
+    if not index.path.is_file():
         return set()
     try:
-        return {file.name for file in RecordIndex.load(index_path).files}
+        names = {file.name for file in RecordIndex.load(index.path).files}
     except DataError:
         # An index that cannot be read claims no files.
         return set()
+    own = re.compile(rf"{re.escape(index.name)}-\d{{5}}-of-\d{{5}}\.tfrecord")
+    return {name for name in names if own.fullmatch(name)}
