@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from tests.generator import outputs
 from tests.generator.calls import CALLBACKS
-from tests.generator.layers import INPUTS, LAYERS, RANDOM, RECURRENT
+from tests.generator.layers import INPUTS, LAYERS, NEEDS_LENGTH, RANDOM, RECURRENT
 from tests.generator.optimizers import OPTIMIZERS, OPTIONS
 from tests.generator.program import (
     Branch,
@@ -46,7 +46,10 @@ def branches(draw, random, kinds=tuple(INPUTS)):
         draw(st.lists(st.sampled_from(layers_that(at, at, random)), max_size=1))
     )
     if at != "vector":
-        names.append(draw(st.sampled_from(layers_that(at, "vector", random))))
+        found = layers_that(at, "vector", random)
+        if INPUTS[kind].is_ragged:
+            found = [name for name in found if name not in NEEDS_LENGTH]
+        names.append(draw(st.sampled_from(found)))
     return Branch(kind, tuple(names))
 
 
@@ -168,7 +171,8 @@ def programs(draw):
     first = draw(branches(random, kinds))
     more = draw(mostly((), (1,), times=4))
     found = (first, *(draw(branches(random)) for _ in more))
-    is_sequence = INPUTS[first.kind].gives == "sequence"
+    kind = INPUTS[first.kind]
+    is_sequence = kind.gives == "sequence" and not kind.is_ragged
     train_step = draw(mostly("keras", *TRAIN_STEPS, times=1))
     results = [draw(output(is_sequence and draw(st.booleans())))]
     if draw(mostly(False, True, times=4)):
@@ -215,6 +219,10 @@ def sensible(program):
         "ema" in option for option in program.optimizer.options
     ):
         changes["callbacks"] = ()
+    if "schedule" in program.optimizer.options:
+        # Callbacks cannot set the rate of a schedule.
+        left = [c for c in program.callbacks if c not in ("plateau", "scheduler")]
+        changes["callbacks"] = tuple(left)
     if "subclass" == program.form and program.train_step == "two_optimizers":
         changes["form"] = "functional"
     return dataclasses.replace(program, **changes)
