@@ -107,7 +107,7 @@ class Search:
         return self.findings
 
     def _round(self, seed):
-        """One seed: until something new differs, or a hundred programs."""
+        """One seed: until something new differs, or thirty programs."""
 
         def meet(program):
             if is_known(program, self._switched_on):
@@ -120,7 +120,8 @@ class Search:
 
         test = hypothesis.seed(seed)(
             settings(
-                max_examples=100,
+                # A tenth of them is small, whatever is asked for.
+                max_examples=30,
                 database=None,
                 deadline=None,
                 phases=[Phase.generate],
@@ -168,7 +169,7 @@ class Search:
         self.say(f"{verdict.kind} {verdict.signature} ({took}): {program!r}")
         if verdict.kind == "skipped":
             if verdict.signature not in self.skipped:
-                self.say(verdict.text)
+                self.say(verdict.text[-500:])
             self.skipped[verdict.signature] += 1
         return verdict
 
