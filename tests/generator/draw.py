@@ -146,7 +146,8 @@ def layout(draw):
         hierarchy,
         draw(mostly(0, 1, 2, 3)),
         draw(mostly(25 * 2**20, 100, 1, 1000)),
-        draw(mostly(False, True, times=3)),
+        # A number is for data that do not tell the size of their batches.
+        draw(mostly(False, 12, True, times=1.5)),
         draw(mostly(True, False, times=3)),
     )
 
@@ -217,7 +218,9 @@ def sensible(program):
         changes["jit"] = False
     if program.optimizer.name in UNSHARDABLE and program.data.seed:
         # Three in four, so that the refusal is seen but takes little time.
-        changes["layout"] = dataclasses.replace(program.layout, shard=0)
+        program = _with_layout(program, shard=0)
+    if program.layout.pad_batches is True and program.data.source != "arrays":
+        program = _with_layout(program, pad_batches=12)
     if "swap-ema" in program.callbacks and not any(
         "ema" in option for option in program.optimizer.options
     ):
@@ -229,3 +232,8 @@ def sensible(program):
     if "subclass" == program.form and program.train_step == "two_optimizers":
         changes["form"] = "functional"
     return dataclasses.replace(program, **changes)
+
+
+def _with_layout(program, **changes):
+    layout = dataclasses.replace(program.layout, **changes)
+    return dataclasses.replace(program, layout=layout)
