@@ -14,6 +14,7 @@ from tests.generator.program import (
     Output,
     Program,
 )
+from tests.generator.reduce import changes_of, reduce, with_changes
 
 UNEVEN = Program(data=Data((8, 3)), layout=Layout(3))
 
@@ -96,3 +97,28 @@ def test_known_faults_can_be_switched_on():
         if meets(logged):
             assert is_known(logged) and not is_known(logged, switched_on=(name,))
     assert not is_known(Program())
+
+
+def test_a_program_is_made_smaller():
+    large = Program(
+        branches=(Branch("words", ("conv1d", "gru")), Branch()),
+        trunk=("dense", "layer-norm", "gate"),
+        outputs=(Output("Huber", metrics=("mae",)), Output()),
+        optimizer=Optimizer("Adam", ("clipnorm", "ema")),
+        layout=Layout(3, shard=2),
+        epochs=3,
+    )
+    asked = []
+
+    def differs(program):
+        asked.append(program)
+        return "layer-norm" in program.trunk and "ema" in program.optimizer.options
+
+    smallest = reduce(large, differs)
+    assert smallest == Program(
+        trunk=("layer-norm",),
+        optimizer=Optimizer(options=("ema",)),
+        data=Data((8,)),
+    )
+    assert len(asked) < 30
+    assert with_changes(changes_of(large)) == large

@@ -19,13 +19,13 @@ def main(arguments=None):
     parser.add_argument("--minutes", type=float, default=5.0)
     parser.add_argument("--seed", type=int, help="of the first round; else drawn")
     parser.add_argument("--folder", help="where findings are written")
-    parser.add_argument("--shrink-seconds", type=float, default=240.0)
+    parser.add_argument("--reduce-seconds", type=float, default=240.0)
     parser.add_argument("--from-file", help="runs the program of a finding's file")
     chosen = parser.parse_args(arguments)
     if chosen.from_file:
         return replay(runpy.run_path(chosen.from_file)["program"])
     seed = random.randrange(10**6) if chosen.seed is None else chosen.seed
-    search = Search(chosen.minutes, seed, chosen.folder, chosen.shrink_seconds)
+    search = Search(chosen.minutes, seed, chosen.folder, chosen.reduce_seconds)
     findings = search.run()
     print(search.summary())
     return 1 if findings else 0

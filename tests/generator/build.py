@@ -109,6 +109,7 @@ class Rows:
 
     def __init__(self, program, rows, seed):
         rng = np.random.default_rng([program.data.seed, seed])
+        self._branches = program.branches
         self.x = [INPUTS[b.kind].draw(rng, rows) for b in program.branches]
         self.y = [outputs.targets(o, rng, rows) for o in program.outputs]
         self.weights = None
@@ -129,6 +130,7 @@ class Rows:
     def changed(self, order, nudge):
         """The same rows in another `order`, inputs moved by `nudge`."""
         other = object.__new__(Rows)
+        other._branches = self._branches
         other.x = [_nudged(array[order], nudge) for array in self.x]
         other.y = [array[order] for array in self.y]
         other.weights = self.weights and [array[order] for array in self.weights]
@@ -138,10 +140,18 @@ class Rows:
         """(x, y, weights) as Keras takes them, of the rows from first to last."""
         cut = slice(first, last)
         x, y, weights = (
-            arrays and _single([array[cut] for array in arrays])
+            arrays and [array[cut] for array in arrays]
             for arrays in (self.x, self.y, self.weights)
         )
-        return x, y, weights
+        if first is not None:
+            x = [self._trimmed(place, array) for place, array in enumerate(x)]
+        return _single(x), _single(y), weights and _single(weights)
+
+    def _trimmed(self, place, array):
+        """A batch of ragged rows, as long as the longest."""
+        if not INPUTS[self._branches[place].kind].is_ragged:
+            return array
+        return array[:, : max(1, (array != 0).sum(axis=1).max())]
 
 
 def _weighs_steps(output):
@@ -163,11 +173,18 @@ def as_dataset(batches):
     """A `tf.data.Dataset` of `batches`: (x, y) or (x, y, weights), of any size."""
     trimmed = [batch if batch[2] is not None else batch[:2] for batch in batches]
     signature = tf.nest.map_structure(
-        lambda array: tf.TensorSpec((None, *array.shape[1:]), array.dtype), trimmed[0]
+        lambda *arrays: tf.TensorSpec(_shape_of(arrays), arrays[0].dtype), *trimmed
     )
     return tf.data.Dataset.from_generator(
         lambda: iter(trimmed), output_signature=signature
     )
+
+
+def _shape_of(arrays):
+    """The common shape of a batch: None where batches differ, and for the rows."""
+    sizes = zip(*(array.shape for array in arrays), strict=True)
+    whole = [size[0] if len(set(size)) == 1 else None for size in sizes]
+    return (None, *whole[1:])
 
 
 class Batches(keras.utils.PyDataset):

@@ -56,6 +56,9 @@ REFUSED = {
     "cannot update shards": lambda p: (
         p.layout.shard > 0 and p.optimizer.name in UNSHARDABLE
     ),
+    "The size of the batches is not known": lambda p: (
+        p.layout.pad_batches is True and p.data.source != "arrays"
+    ),
     "adds a loss of its own": lambda p: p.layout.pad_batches and _uses(p, ADDS_LOSS),
     "This batch was filled up to a fixed size": lambda p: (
         p.layout.pad_batches and p.train_step == "local_mean"

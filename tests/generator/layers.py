@@ -207,6 +207,7 @@ RANDOM = (
 CONVOLUTIONS = (
     *("conv", "conv-strided", "conv-transposed", "depthwise", "separable", "conv1d"),
 )
+NEEDS_LENGTH = ("flatten", "gru-unrolled")
 RECURRENT = (
     *("lstm", "lstm-sequence", "bidirectional", "gru", "gru-unrolled", "simple-rnn"),
     "lstm-recurrent-dropout",
@@ -222,11 +223,13 @@ class InputKind:
       gives: what the layers behind get.
       make: called when the model is built; a `keras.Input` and a function of it.
       draw: the rows, of a NumPy generator and their number.
+      is_ragged: batches of a dataset are as long as their longest row.
     """
 
     gives: str
     make: Callable
     draw: Callable
+    is_ragged: bool = False
 
 
 def real_rows(*shape):
@@ -266,6 +269,10 @@ def embedded(mask_zero):
     )
 
 
+def ragged():
+    return keras.Input((None,), dtype="int32"), L.Embedding(WORDS, 4, mask_zero=True)
+
+
 def one_word():
     embedding, flat = L.Embedding(WORDS, 4), L.Flatten()
     return keras.Input((1,), dtype="int32"), lambda x: flat(embedding(x))
@@ -284,6 +291,7 @@ INPUTS = {
     "masked-sequence": InputKind("sequence", masked, padded_sequences),
     "words": InputKind("sequence", embedded(False), word_rows),
     "masked-words": InputKind("sequence", embedded(True), padded_words),
+    "ragged-words": InputKind("sequence", ragged, padded_words, is_ragged=True),
     "image": InputKind(
         "image", whole((SIDE, SIDE, CHANNELS)), real_rows(SIDE, SIDE, CHANNELS)
     ),

@@ -20,6 +20,8 @@ OPTIONS = {
     "decay": ("decay", {"weight_decay": 0.05}),
     "accumulation-2": ("accumulation", {"gradient_accumulation_steps": 2}),
     "accumulation-3": ("accumulation", {"gradient_accumulation_steps": 3}),
+    # Of the rate: see `make_optimizer`.
+    "schedule": ("rate", {}),
     "loss_scale_factor": ("scale", {"loss_scale_factor": 64.0}),
 }
 
@@ -30,6 +32,11 @@ def make_optimizer(chosen):
     for option in chosen.options:
         arguments.update(OPTIONS[option][1])
     optimizer = OPTIMIZERS[chosen.name](**arguments)
+    if "schedule" in chosen.options:
+        rate = float(optimizer.learning_rate)
+        optimizer.learning_rate = keras.optimizers.schedules.ExponentialDecay(
+            rate, decay_steps=1, decay_rate=0.7
+        )
     if chosen.wrapper == "distributed":
         return tfdp.DistributedOptimizer(
             optimizer, accumulate_steps=chosen.accumulate_steps

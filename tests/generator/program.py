@@ -100,7 +100,7 @@ class Layout(Plain):
     hierarchy: object = "flat"
     shard: int = 0
     bucket_bytes: int = 25 * 2**20
-    pad_batches: bool = False
+    pad_batches: bool | int = False
     draws_per_replica: bool = True
 
 

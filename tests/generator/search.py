@@ -1,4 +1,4 @@
-"""Draws programs for some time, shrinks what differs, and tells."""
+"""Draws programs for some time, makes what differs smaller, and tells."""
 
 import collections
 import dataclasses
@@ -14,6 +14,7 @@ from tests.generator.child import Child
 from tests.generator.draw import programs
 from tests.generator.known import is_documented, is_known
 from tests.generator.program import features
+from tests.generator.reduce import reduce
 
 REPLAY = """\
 from tests.generator.__main__ import replay
@@ -27,7 +28,11 @@ if __name__ == "__main__":
 
 
 class Found(AssertionError):
-    """A program differs; hypothesis looks for a smaller one."""
+    """A program differs: the round ends."""
+
+    def __init__(self, program, verdict):
+        super().__init__(verdict.signature)
+        self.program, self.verdict = program, verdict
 
 
 @dataclasses.dataclass
@@ -60,7 +65,7 @@ class Search:
       minutes: how long programs are drawn; the last one is finished.
       seed: of the first round; the others follow.
       folder: where each finding is written, as a file that runs; None: nowhere.
-      shrink_seconds: how long a finding is made smaller, at most.
+      reduce_seconds: how long a smaller program is looked for, at most.
       switched_on: lines of `known.KNOWN` that are drawn all the same.
       plant: see `child.Child`.
     """
@@ -70,7 +75,7 @@ class Search:
         minutes,
         seed,
         folder=None,
-        shrink_seconds=240.0,
+        reduce_seconds=240.0,
         switched_on=(),
         plant=None,
         say=None,
@@ -78,7 +83,7 @@ class Search:
         self.seed, self.folder = seed, folder
         self.say = say or functools.partial(print, flush=True)
         self._seconds = 60 * minutes
-        self._shrink_seconds = shrink_seconds
+        self._reduce_seconds = reduce_seconds
         self._switched_on = switched_on
         self._child = Child(plant)
         self.counts = collections.Counter()
@@ -102,27 +107,56 @@ class Search:
         return self.findings
 
     def _round(self, seed):
-        """One seed: until something new differs, or a hundred programs."""
-        round_ = _Round(self, seed)
+        """One seed: until something new differs, or thirty programs."""
+
+        def meet(program):
+            if is_known(program, self._switched_on):
+                hypothesis.reject()
+            if time.monotonic() > self._end:
+                return
+            verdict = self.judge(program)
+            if verdict.is_finding and not self.is_explained(program, verdict):
+                raise Found(program, verdict)
+
         test = hypothesis.seed(seed)(
             settings(
-                max_examples=100,
+                # A tenth of them is small, whatever is asked for.
+                max_examples=30,
                 database=None,
                 deadline=None,
-                phases=[Phase.generate, Phase.shrink],
+                phases=[Phase.generate],
                 suppress_health_check=list(HealthCheck),
                 verbosity=Verbosity.quiet,
                 report_multiple_bugs=False,
                 print_blob=False,
-            )(hypothesis.given(programs())(round_.meet))
+            )(hypothesis.given(programs())(meet))
         )
         try:
             test()
-        except Found:
-            self._note(Finding(seed, round_.smallest, round_.verdict))
+        except Found as found:
+            self._note(Finding(seed, *self._reduced(found.program, found.verdict)))
+
+    def _reduced(self, program, verdict):
+        """The smallest program with a verdict like this that is found in time."""
+        end = time.monotonic() + self._reduce_seconds
+        smallest = [verdict]
+
+        def differs(candidate):
+            if time.monotonic() > end or is_known(candidate, self._switched_on):
+                return False
+            found = self.judge(candidate)
+            if found.is_finding and found.is_like(verdict):
+                smallest[0] = found
+                return True
+            return False
+
+        self.say("looking for a smaller program")
+        return reduce(program, differs), smallest[0]
 
     def judge(self, program):
         """The verdict, counted; refusals that are documented count as such."""
+        if program in self.verdicts:
+            return self.verdicts[program]
         began = time.monotonic()
         verdict = self._child.judge(program)
         if verdict.kind == "refused":
@@ -135,7 +169,7 @@ class Search:
         self.say(f"{verdict.kind} {verdict.signature} ({took}): {program!r}")
         if verdict.kind == "skipped":
             if verdict.signature not in self.skipped:
-                self.say(verdict.text)
+                self.say(verdict.text[-500:])
             self.skipped[verdict.signature] += 1
         return verdict
 
@@ -171,34 +205,3 @@ class Search:
         lines += [str(finding) for finding in self.findings]
         lines.append(f"{len(self.findings)} findings")
         return "\n".join(lines)
-
-
-class _Round:
-    """What one run of hypothesis meets: it calls `meet` with program after program."""
-
-    def __init__(self, search, seed):
-        self._search, self._seed = search, seed
-        self._shrunk_by = None
-        self.smallest = self.verdict = None
-
-    def meet(self, program):
-        search = self._search
-        if is_known(program, search._switched_on):
-            hypothesis.reject()
-        verdict = search.verdicts.get(program)
-        if verdict is None:
-            if self._is_over():
-                # What was judged stays as it was: nothing flaky for hypothesis.
-                return
-            verdict = search.judge(program)
-        if not verdict.is_finding or search.is_explained(program, verdict):
-            return
-        if self.verdict is None:
-            self._shrunk_by = time.monotonic() + search._shrink_seconds
-        if self.verdict is None or self.verdict.is_like(verdict):
-            self.smallest, self.verdict = program, verdict
-            raise Found(verdict.signature)
-
-    def _is_over(self):
-        limit = self._search._end if self._shrunk_by is None else self._shrunk_by
-        return time.monotonic() > limit

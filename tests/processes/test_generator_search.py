@@ -26,7 +26,7 @@ def test_a_program_that_ends_its_process_or_waits(fault, kind):
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("fault", ["equal_shares", "a_replica_dropped"])
 def test_finds_a_planted_fault(fault, tmp_path):
-    search = Search(20, 1, tmp_path, shrink_seconds=120.0, plant=fault)
+    search = Search(20, 1, tmp_path, reduce_seconds=120.0, plant=fault)
     (finding,) = search.run(stop_at_first=True)
     assert finding.verdict.kind == "differs"
     # The smallest program has it still, and its file makes it again.
