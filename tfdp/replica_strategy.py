@@ -17,6 +17,12 @@ import keras
 import tensorflow as tf
 
 from tfdp._tf import keras_batch, names, scope_checks
+from tfdp._tf.borrowed_rows import (
+    borrow_rows,
+    leaves_borrowed_out,
+    return_rows,
+    takes_own_rows_only,
+)
 from tfdp._tf.jit_step import is_stock_train_step, jitted_train_step, take_over_jit
 from tfdp._tf.keras_build import builds_from_plain_batch
 from tfdp._tf.keras_losses import loss_replica_count, why_loss_seems_local
@@ -142,10 +148,19 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
                 step = self._step_of_padded(fn, step, model, run)
             else:
                 args, kwargs = without_padding(args), without_padding(kwargs)
+        elif not self.compiles_steps and (
+            takes_own_rows_only(fn) or keras_batch.is_predict_step(fn)
+        ):
+            args, kwargs = borrow_rows(
+                (args, kwargs), run, self.extended.worker_devices
+            )
         self._complete_run(run)
         outer, self.extended.current_run = self.extended.current_run, run
         try:
-            with led_optimizers(optimizers, run):
+            with (
+                led_optimizers(optimizers, run),
+                leaves_borrowed_out(fn, optimizers, run),
+            ):
                 result = super().run(step, args, kwargs, options)
         finally:
             self.extended.current_run = outer
@@ -153,6 +168,8 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
             self._warn_of_local_mean(model, fn, run)
         if run.padding and keras_batch.is_predict_step(fn):
             result = trim_rows(result, padded.rows)  # type: ignore[union-attr]
+        if keras_batch.is_predict_step(fn):
+            result = return_rows(result, run)
         is_whole_batch_everywhere = run.counts is None and self._replicas > 1
         if is_whole_batch_everywhere and keras_batch.is_predict_step(fn):
             return keras_batch.rows_of_first_replica(result)
@@ -256,5 +273,7 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
         )
 
     def _sum_scalar(self, value: tf.Tensor, rank: Any) -> tf.Tensor:
-        context = tf.distribute.get_replica_context()
-        return context.all_reduce(tf.distribute.ReduceOp.SUM, value)
+        context, run = tf.distribute.get_replica_context(), self.extended.current_run
+        value = run.own_part(rank, value)
+        with run.summing_own_parts():
+            return context.all_reduce(tf.distribute.ReduceOp.SUM, value)

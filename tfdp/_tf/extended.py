@@ -18,6 +18,7 @@ from tfdp._tf.lasting_input import LastingInput
 from tfdp._tf.names import (
     MirroredExtended,
     MirroredVariable,
+    SyncOnReadVariable,
     current_rank,
     stop_recording,
 )
@@ -29,7 +30,12 @@ from tfdp._tf.sharding.updates import (
     ShardUpdates,
 )
 from tfdp._tf.sharding.variables import ShardedVariable
-from tfdp._tf.variables import ReplicaMirroredVariable, SeedVariable, is_seed_state
+from tfdp._tf.variables import (
+    ReplicaMirroredVariable,
+    ReplicaOnReadVariable,
+    SeedVariable,
+    is_seed_state,
+)
 from tfdp._tf.wire_dtype import are_gradients
 from tfdp.errors import ScopeError
 from tfdp.shards import Sharding
@@ -166,6 +172,8 @@ class DataParallelExtended(LastingInput, MirroredExtended):
     def _replica_ctx_all_reduce(
         self, reduce_op: Any, value: Any, options: Any = None
     ) -> Any:
+        if reduce_op == tf.distribute.ReduceOp.SUM:
+            value = self.current_run.parts_to_sum(current_rank(), value)
         if tf.executing_eagerly():
             return super()._replica_ctx_all_reduce(reduce_op, value, options)
         is_optimizer = refuse_unled(value)
@@ -188,6 +196,10 @@ class DataParallelExtended(LastingInput, MirroredExtended):
                 value = self._common_start(value, kwargs)
                 return shards.make(shard_class, next_creator, kwargs, value)
         variable = super()._create_variable(next_creator, **kwargs)
+        if type(variable) is SyncOnReadVariable:
+            return ReplicaOnReadVariable(
+                variable.distribute_strategy, variable.values, variable.aggregation
+            )
         if type(variable) is not MirroredVariable:
             return variable
         own_draws = self._draws_per_replica and is_seed_state(variable)

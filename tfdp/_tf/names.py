@@ -40,6 +40,7 @@ from tensorflow.python.distribute.values import (
     Mirrored,
     MirroredVariable,
     PerReplica,
+    SyncOnReadVariable,
 )
 
 # The seed that `tf.random.set_seed` was given; the setter is public, the getter is not.
@@ -77,6 +78,7 @@ __all__ = [
     "MirroredExtended",
     "MirroredVariable",
     "PerReplica",
+    "SyncOnReadVariable",
     "UnaryUnchangedStructureDataset",
     "UninitializedVariable",
     "UpdateContext",

@@ -40,7 +40,16 @@ class ReplicaRun:
     denominators: dict[int, list[tf.Tensor]] = dataclasses.field(default_factory=dict)
     #: By trace: which rows are real, of batches filled up to a fixed size.
     padding: dict[int, Padding] = dataclasses.field(default_factory=dict)
+    #: By replica: whether it has rows of its own, or a borrowed one (see
+    #: `borrowed_rows`); None when nobody borrows.
+    owns_rows: list[Any] | None = None
+    #: Whether the loss is 0 where rows are borrowed, and with it its gradients.
+    loss_is_own: bool = False
+    #: Traces in which layers summed over replicas, so that what one replica computes
+    #: gets gradients from the others' losses.
+    mixed: set[int] = dataclasses.field(default_factory=set)
     _is_updating: bool = False
+    _sums_own_parts: bool = False
 
     @property
     def is_even(self) -> bool:
@@ -84,6 +93,49 @@ class ReplicaRun:
             tf.cast(self.count_of(rank), tf.float32),
             tf.cast(self.total_of(rank), tf.float32),
         )
+
+    def has_own_rows(self, rank: Any) -> Any:
+        """Whether `rank` computes on rows of its own; a boolean, or a scalar tensor."""
+        return True if self.owns_rows is None else self.owns_rows[rank]
+
+    def own_part(self, rank: Any, value: Any) -> Any:
+        """`value`, or 0 (or no slices) where it was computed from a borrowed row."""
+        own = self.has_own_rows(rank)
+        if own is True:
+            return value
+        if isinstance(value, tf.IndexedSlices):
+            count = tf.shape(value.indices)[0] * tf.cast(own, tf.int32)
+            return tf.IndexedSlices(
+                value.values[:count], value.indices[:count], value.dense_shape
+            )
+        value = tf.convert_to_tensor(value)
+        # Not times 0: what a borrowed row gives may be infinite.
+        return tf.where(own, value, tf.zeros_like(value))
+
+    def own_gradient(self, rank: Any, gradient: Any) -> Any:
+        """The part of `gradient` that own rows have; mostly it is just that."""
+        is_dense = not isinstance(gradient, tf.IndexedSlices)
+        if is_dense and self.loss_is_own and trace_of(rank) not in self.mixed:
+            return gradient
+        return self.own_part(rank, gradient)
+
+    def parts_to_sum(self, rank: Any, values: Any) -> Any:
+        """`values` that a layer or a loss is about to sum over the replicas."""
+        if self.owns_rows is None or self._sums_own_parts:
+            return values
+        self.mixed.add(trace_of(rank))
+        return tf.nest.map_structure(
+            lambda value: self.own_part(rank, value), values, expand_composites=False
+        )
+
+    @contextlib.contextmanager
+    def summing_own_parts(self) -> Iterator[None]:
+        """While this lasts, what is summed has nothing of borrowed rows in it."""
+        before, self._sums_own_parts = self._sums_own_parts, True
+        try:
+            yield
+        finally:
+            self._sums_own_parts = before
 
     @property
     def is_updating(self) -> bool:

@@ -7,11 +7,12 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdp._tf.names import MirroredVariable, current_rank
+from tfdp._tf.names import MirroredVariable, SyncOnReadVariable, current_rank
 from tfdp._tf.replica_invariance import is_same_on_every_replica
 
 __all__ = [
     "ReplicaMirroredVariable",
+    "ReplicaOnReadVariable",
     "SeedVariable",
     "is_seed_state",
     "seed_offset",
@@ -44,6 +45,35 @@ class ReplicaMirroredVariable(MirroredVariable):
                 value = extended.reducer.broadcast(value, current_rank())
             return update_fn(component, value, **kwargs)
         return super()._update_replica(update_fn, value, **kwargs)
+
+
+class ReplicaOnReadVariable(SyncOnReadVariable):
+    """The sums of a metric, to which a borrowed row (`borrowed_rows`) adds nothing."""
+
+    def assign(self, value: Any, *args: Any, **kwargs: Any) -> Any:
+        """Assigns what a replica found on rows of its own."""
+        return super().assign(self._own_or(self._get, value), *args, **kwargs)
+
+    def assign_add(self, value: Any, *args: Any, **kwargs: Any) -> Any:
+        """Adds what a replica found on rows of its own."""
+        return super().assign_add(self._own_or(self._zero, value), *args, **kwargs)
+
+    def assign_sub(self, value: Any, *args: Any, **kwargs: Any) -> Any:
+        """Subtracts what a replica found on rows of its own."""
+        return super().assign_sub(self._own_or(self._zero, value), *args, **kwargs)
+
+    def _zero(self) -> tf.Tensor:
+        return tf.zeros(self.shape, self.dtype)
+
+    def _own_or(self, otherwise: Callable[[], Any], value: Any) -> Any:
+        context = tf.distribute.get_replica_context()
+        if context is None or context.strategy is not self.distribute_strategy:
+            return value
+        own = context.strategy.extended.current_run.has_own_rows(current_rank())
+        if own is True:
+            return value
+        value = tf.convert_to_tensor(value, self.dtype)
+        return tf.where(own, value, tf.convert_to_tensor(otherwise()))
 
 
 class SeedVariable(ReplicaMirroredVariable):

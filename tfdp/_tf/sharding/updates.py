@@ -186,6 +186,8 @@ class ShardUpdates:
 
         def scatter(upstream: Any) -> tf.Tensor:
             upstream = tf.cast(tf.convert_to_tensor(upstream), variable.dtype)
+            run = self._strategy.extended.current_run
+            upstream = run.own_gradient(rank, upstream)
             if not tf.executing_eagerly():
                 return self.reducer.reduce_scatter([upstream], [layout], rank)[0]
             context = tf.distribute.get_replica_context()
