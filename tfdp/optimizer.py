@@ -35,9 +35,8 @@ class DistributedOptimizer(LossScaleHooks):
     which is the gradient of one step on all K batches together. `iterations` counts
     updates, so schedules mean what they say.
 
-    Stock optimizers are exact under `DataParallelStrategy` in `model.fit` as they are;
-    this wrapper is for accumulation weighted by samples or tokens, and for clipping
-    and float16 in custom loops.
+    Stock optimizers are exact under `DataParallelStrategy` as they are, in `model.fit`
+    and in custom loops; this wrapper is for accumulation weighted by samples or tokens.
 
     Args:
       optimizer: any Keras optimizer, with its own clipping, decay, EMA, schedule and

@@ -125,8 +125,8 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
     ) -> Any:
         """Runs `fn` on every replica; see `tf.distribute.Strategy.run`.
 
-        Knows how many samples each replica gets, and, when `fn` is a model's method,
-        the model's optimizers: gradients are reduced before they are clipped.
+        Knows how many samples each replica gets, and the optimizers that were made
+        under the strategy: gradients are reduced before they are clipped.
         """
         model = getattr(fn, "__self__", None)
         optimizers = optimizers_of(model)
@@ -134,6 +134,7 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
         if model in self._jit_models and is_stock_train_step(fn):
             step = functools.partial(jitted_train_step, model)
         scope_checks.check_model(model, optimizers, self)
+        known = self.extended.made_optimizers.together_with(optimizers)
         run = sample_counts((args, kwargs or {}), len(self.extended.worker_devices))
         padded = find_padded((args, kwargs))
         if padded is not None:
@@ -145,7 +146,7 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
         self._complete_run(run)
         outer, self.extended.current_run = self.extended.current_run, run
         try:
-            with led_optimizers(optimizers, run):
+            with led_optimizers(known, run):
                 result = super().run(step, args, kwargs, options)
         finally:
             self.extended.current_run = outer

@@ -15,6 +15,7 @@ import tensorflow as tf
 
 from tfdp._tf.keras_optimizers import refuse_unled
 from tfdp._tf.lasting_input import LastingInput
+from tfdp._tf.made_optimizers import MadeOptimizers
 from tfdp._tf.names import (
     MirroredExtended,
     MirroredVariable,
@@ -101,6 +102,7 @@ class DataParallelExtended(LastingInput, MirroredExtended):
         if sharding is not None and sharding.is_needed(reducer.shard_parts):
             self.shards = ShardUpdates(strategy, devices, reducer, sharding)
         self.current_run = ReplicaRun(len(devices))
+        self.made_optimizers = MadeOptimizers()
         self._draws_per_replica = draws_per_replica
         super().__init__(
             strategy, devices=list(devices), cross_device_ops=cross_device_ops
@@ -180,6 +182,7 @@ class DataParallelExtended(LastingInput, MirroredExtended):
         return tf.nest.pack_sequence_as(value, reduced)
 
     def _create_variable(self, next_creator: Callable, **kwargs: Any) -> Any:
+        self.made_optimizers.note_maker()
         shards, shard_class = self.shards, None
         if shards is not None and kwargs.get("initial_value") is not None:
             value = self._first_value(kwargs)

@@ -90,6 +90,7 @@ __all__ = [
     "graphs_inside",
     "in_compiled_function",
     "in_save_context",
+    "is_branch_graph",
     "is_loop_graph",
     "keras_state",
     "make_token",

@@ -9,7 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdp._tf.names import PerReplica
+from tfdp._tf.names import PerReplica, current_rank
 from tfdp._tf.padded_batch import Padding
 from tfdp.errors import ScopeError
 
@@ -40,7 +40,9 @@ class ReplicaRun:
     denominators: dict[int, list[tf.Tensor]] = dataclasses.field(default_factory=dict)
     #: By trace: which rows are real, of batches filled up to a fixed size.
     padding: dict[int, Padding] = dataclasses.field(default_factory=dict)
-    _is_updating: bool = False
+    #: By trace: the optimizers at work, outermost first, and whether they still reduce.
+    #: By trace, because eager replicas, and those that make variables, take turns.
+    updates: dict[int, list[bool]] = dataclasses.field(default_factory=dict)
 
     @property
     def is_even(self) -> bool:
@@ -87,17 +89,27 @@ class ReplicaRun:
 
     @property
     def is_updating(self) -> bool:
-        """Whether an optimizer is at work."""
-        return self._is_updating
+        """Whether an optimizer is at work on the calling replica."""
+        return bool(self.updates.get(trace_of(current_rank())))
+
+    @property
+    def reduces_in_update(self) -> bool:
+        """Whether the optimizer at work got gradients that are not reduced yet."""
+        return any(self.updates.get(trace_of(current_rank()), []))
 
     @contextlib.contextmanager
-    def updating(self) -> Iterator[None]:
-        """While this lasts an optimizer updates: what it assigns is not local state."""
-        before, self._is_updating = self._is_updating, True
+    def updating(self, *, reduces: bool = False) -> Iterator[None]:
+        """While this lasts an optimizer updates: what it assigns is not local state.
+
+        Args:
+          reduces: whether it is yet to reduce its gradients.
+        """
+        mine = self.updates.setdefault(trace_of(current_rank()), [])
+        mine.append(reduces)
         try:
             yield
         finally:
-            self._is_updating = before
+            mine.pop()
 
     def batch_weight(self, rank: Any) -> tf.Tensor:
         """What this global batch weighs beside others of the same accumulation.
@@ -113,7 +125,7 @@ class ReplicaRun:
 
     def note_local_state(self, rank: Any, variable: Any) -> None:
         """Remembers that a replica changed its own copy of `variable`."""
-        if self._is_updating:
+        if self.updates.get(trace_of(rank)):
             return
         self.local_state.setdefault(trace_of(rank), {})[id(variable)] = variable
 
