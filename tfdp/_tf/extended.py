@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import tensorflow as tf
 
+from tfdp._tf.global_seed import with_global_seed
 from tfdp._tf.keras_optimizers import refuse_unled
 from tfdp._tf.lasting_input import LastingInput
 from tfdp._tf.made_optimizers import MadeOptimizers
@@ -163,6 +164,9 @@ class DataParallelExtended(LastingInput, MirroredExtended):
             self.reducer.begin_run()
             if self.shards is not None:
                 self.shards.forget_views()
+        # TensorFlow takes a tf.function apart to call what is in it.
+        if not hasattr(fn, "get_concrete_function"):
+            fn = with_global_seed(fn)
         return super()._call_for_each_replica(fn, args, kwargs)
 
     def _replica_ctx_all_reduce(

@@ -13,6 +13,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdp._tf.extended import SHARD_CLASSES, ShardingReducer, shards_of_extended
+from tfdp._tf.global_seed import with_global_seed
 from tfdp._tf.keras_optimizers import refuse_unled
 from tfdp._tf.lasting_input import LastingInput
 from tfdp._tf.made_optimizers import MadeOptimizers
@@ -118,7 +119,7 @@ class TPUDataParallelExtended(LastingInput, TPUExtended):
         self.reducer.begin_run()
         if self.shards is not None:
             self.shards.forget_views()
-        return super().tpu_run(fn, args, kwargs, options)
+        return super().tpu_run(with_global_seed(fn), args, kwargs, options)
 
     def _replica_ctx_all_reduce(
         self, reduce_op: Any, value: Any, options: Any = None
