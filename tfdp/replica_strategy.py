@@ -17,12 +17,14 @@ import keras
 import tensorflow as tf
 
 from tfdp._tf import keras_batch, names, scope_checks
+from tfdp._tf.autograph import library_code
 from tfdp._tf.jit_step import is_stock_train_step, jitted_train_step, take_over_jit
 from tfdp._tf.keras_build import builds_from_plain_batch
 from tfdp._tf.keras_losses import loss_replica_count, why_loss_seems_local
 from tfdp._tf.keras_optimizers import led_optimizers, optimizers_of
 from tfdp._tf.keras_padding import check_step_weighs, weighs_rows
 from tfdp._tf.padded_batch import Padding, find_padded, trim_rows, without_padding
+from tfdp._tf.reduced_parts import parts_of_one_shape
 from tfdp._tf.replica_run import ReplicaRun, sample_counts, trace_of
 from tfdp.data.padding import distribute_padded, global_batch_rows, is_of_one_size
 from tfdp.errors import ConfigurationError, LocalMeanWarning
@@ -116,6 +118,7 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
                 return count  # type: ignore[return-value]
         return replicas
 
+    @library_code
     def run(
         self,
         fn: Callable,
@@ -192,6 +195,7 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
 
         return padded_step
 
+    @library_code
     def reduce(self, reduce_op: Any, value: Any, axis: int | None = None) -> Any:
         """Reduces `value` across replicas; see `tf.distribute.Strategy.reduce`.
 
@@ -204,11 +208,14 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
             scope_checks.check_model(model, optimizers_of(model), self)
             self._take_over_jit(model)
             return keras_batch.representative_batch(without_padding(value))
+        if axis is None:
+            value = parts_of_one_shape(value, self._replicas)
         return self._reduce_values(reduce_op, value, axis)
 
     def _reduce_values(self, reduce_op: Any, value: Any, axis: int | None) -> Any:
         return super().reduce(reduce_op, value, axis)
 
+    @library_code
     def scope(self) -> contextlib.AbstractContextManager:
         """The scope to make models in; see `tf.distribute.Strategy.scope`."""
         scope_checks.check_not_nested(self)
@@ -223,6 +230,7 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
         if is_taken and not self.compiles_steps:
             self._jit_models.add(model)
 
+    @library_code
     def experimental_distribute_dataset(self, dataset: Any, options: Any = None) -> Any:
         """Splits global batches; see `tf.distribute.Strategy`."""
         scope_checks.check_not_nested(self)
