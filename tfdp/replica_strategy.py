@@ -17,6 +17,7 @@ import keras
 import tensorflow as tf
 
 from tfdp._tf import keras_batch, names, scope_checks
+from tfdp._tf.adopted_state import adopt_state
 from tfdp._tf.autograph import library_code
 from tfdp._tf.jit_step import is_stock_train_step, jitted_train_step, take_over_jit
 from tfdp._tf.keras_build import builds_from_plain_batch
@@ -136,7 +137,7 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
         step = fn
         if model in self._jit_models and is_stock_train_step(fn):
             step = functools.partial(jitted_train_step, model)
-        scope_checks.check_model(model, optimizers, self)
+        self._adopt_and_check(model, optimizers)
         known = self.extended.made_optimizers.together_with(optimizers)
         run = sample_counts((args, kwargs or {}), len(self.extended.worker_devices))
         padded = find_padded((args, kwargs))
@@ -161,6 +162,10 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
         if is_whole_batch_everywhere and keras_batch.is_predict_step(fn):
             return keras_batch.rows_of_first_replica(result)
         return self._complete_result(fn, result)
+
+    def _adopt_and_check(self, model: Any, optimizers: list[Any]) -> None:
+        adopt_state(model, optimizers, self)
+        scope_checks.check_model(model, optimizers, self)
 
     def _step_of_padded(
         self, fn: Callable, step: Callable, model: Any, run: ReplicaRun
@@ -205,7 +210,7 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
         """
         model = names.model_built_by_caller()
         if model is not None:
-            scope_checks.check_model(model, optimizers_of(model), self)
+            self._adopt_and_check(model, optimizers_of(model))
             self._take_over_jit(model)
             return keras_batch.representative_batch(without_padding(value))
         if axis is None:
@@ -221,6 +226,7 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
         scope_checks.check_not_nested(self)
         model = names.model_built_by_caller()
         if model is not None:
+            adopt_state(model, optimizers_of(model), self)
             self._take_over_jit(model)
             builds_from_plain_batch(model)
         return super().scope()
