@@ -10,6 +10,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdp._tf.autograph import library_code
 from tfdp._tf.current_run import current_run
 from tfdp._tf.replica_run import trace_of
 from tfdp.errors import ConfigurationError
@@ -17,6 +18,7 @@ from tfdp.errors import ConfigurationError
 __all__ = ["local_mean", "local_sum"]
 
 
+@library_code
 def local_mean(loss: tf.Tensor) -> tf.Tensor:
     """Brings a mean over this replica's samples to its share of the global mean.
 
@@ -59,6 +61,7 @@ def local_mean(loss: tf.Tensor) -> tf.Tensor:
     return loss * tf.cast(run.share_of(rank), loss.dtype)
 
 
+@library_code
 def local_sum(loss: tf.Tensor) -> tf.Tensor:
     """States that adding the replicas' losses gives the global one; changes nothing.
 

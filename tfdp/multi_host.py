@@ -11,6 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdp._tf import names
+from tfdp._tf.autograph import library_code
 from tfdp._tf.chief_callbacks import let_only_the_chief_write, share_state
 from tfdp._tf.keras_batch import is_predict_step
 from tfdp._tf.multi_host_extended import MultiHostExtended
@@ -324,6 +325,7 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
             return total
         return tf.nest.map_structure(lambda t: t / self.hosts, total)
 
+    @library_code
     def gather(self, value: Any, axis: int) -> Any:
         """Joins the values of all replicas by rank; see `tf.distribute.Strategy`."""
         local = super().gather(value, axis)

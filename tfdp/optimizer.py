@@ -8,6 +8,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdp._tf.autograph import library_code
 from tfdp._tf.current_run import current_run
 from tfdp._tf.keras_optimizers import (
     agree_finite,
@@ -35,9 +36,8 @@ class DistributedOptimizer(LossScaleHooks):
     which is the gradient of one step on all K batches together. `iterations` counts
     updates, so schedules mean what they say.
 
-    Stock optimizers are exact under `DataParallelStrategy` in `model.fit` as they are;
-    this wrapper is for accumulation weighted by samples or tokens, and for clipping
-    and float16 in custom loops.
+    Stock optimizers are exact under `DataParallelStrategy` as they are, in `model.fit`
+    and in custom loops; this wrapper is for accumulation weighted by samples or tokens.
 
     Args:
       optimizer: any Keras optimizer, with its own clipping, decay, EMA, schedule and
@@ -112,12 +112,14 @@ class DistributedOptimizer(LossScaleHooks):
         self._weight_sum = self.add_variable(shape=(), name="accumulated_weight")
         self._micro_step = self.add_variable(shape=(), dtype="int", name="micro_step")
 
+    @library_code
     def scale_loss(self, loss: tf.Tensor) -> tf.Tensor:
         """Multiplies the loss before the gradient is taken; `apply` divides."""
         if self.dynamic_loss_scale:
             loss = super().scale_loss(loss)
         return loss if self.static_scale is None else loss * self.static_scale
 
+    @library_code
     def apply(self, grads: Sequence[Any], trainable_variables: Any = None) -> None:
         """One micro-step; every `accumulate_steps`-th updates the variables."""
         if not self.built:
@@ -127,7 +129,10 @@ class DistributedOptimizer(LossScaleHooks):
         variables = list(trainable_variables or self.built_variables())
         gradients = list(grads)
         if self.static_scale is not None:
-            gradients = [g if g is None else g / self.static_scale for g in gradients]
+            gradients = [
+                g if g is None else keras.ops.divide(g, self.static_scale)
+                for g in gradients
+            ]
         if self.accumulate_steps == 1:
             self._update(self._reduced(gradients, variables), variables)
         else:

@@ -17,6 +17,8 @@ import keras
 import tensorflow as tf
 
 from tfdp._tf import keras_batch, names, scope_checks
+from tfdp._tf.adopted_state import adopt_state
+from tfdp._tf.autograph import library_code
 from tfdp._tf.borrowed_rows import (
     borrow_rows,
     leaves_borrowed_out,
@@ -29,6 +31,7 @@ from tfdp._tf.keras_losses import loss_replica_count, why_loss_seems_local
 from tfdp._tf.keras_optimizers import led_optimizers, optimizers_of
 from tfdp._tf.keras_padding import check_step_weighs, weighs_rows
 from tfdp._tf.padded_batch import Padding, find_padded, trim_rows, without_padding
+from tfdp._tf.reduced_parts import parts_of_one_shape
 from tfdp._tf.replica_run import ReplicaRun, sample_counts, trace_of
 from tfdp.data.padding import distribute_padded, global_batch_rows, is_of_one_size
 from tfdp.errors import ConfigurationError, LocalMeanWarning
@@ -122,6 +125,7 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
                 return count  # type: ignore[return-value]
         return replicas
 
+    @library_code
     def run(
         self,
         fn: Callable,
@@ -131,15 +135,16 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
     ) -> Any:
         """Runs `fn` on every replica; see `tf.distribute.Strategy.run`.
 
-        Knows how many samples each replica gets, and, when `fn` is a model's method,
-        the model's optimizers: gradients are reduced before they are clipped.
+        Knows how many samples each replica gets, and the optimizers that were made
+        under the strategy: gradients are reduced before they are clipped.
         """
         model = getattr(fn, "__self__", None)
         optimizers = optimizers_of(model)
         step = fn
         if model in self._jit_models and is_stock_train_step(fn):
             step = functools.partial(jitted_train_step, model)
-        scope_checks.check_model(model, optimizers, self)
+        self._adopt_and_check(model, optimizers)
+        known = self.extended.made_optimizers.together_with(optimizers)
         run = sample_counts((args, kwargs or {}), len(self.extended.worker_devices))
         padded = find_padded((args, kwargs))
         if padded is not None:
@@ -158,8 +163,8 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
         outer, self.extended.current_run = self.extended.current_run, run
         try:
             with (
-                led_optimizers(optimizers, run),
-                leaves_borrowed_out(fn, optimizers, run),
+                led_optimizers(known, run),
+                leaves_borrowed_out(fn, known, run),
             ):
                 result = super().run(step, args, kwargs, options)
         finally:
@@ -174,6 +179,10 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
         if is_whole_batch_everywhere and keras_batch.is_predict_step(fn):
             return keras_batch.rows_of_first_replica(result)
         return self._complete_result(fn, result)
+
+    def _adopt_and_check(self, model: Any, optimizers: list[Any]) -> None:
+        adopt_state(model, optimizers, self)
+        scope_checks.check_model(model, optimizers, self)
 
     def _step_of_padded(
         self, fn: Callable, step: Callable, model: Any, run: ReplicaRun
@@ -208,6 +217,7 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
 
         return padded_step
 
+    @library_code
     def reduce(self, reduce_op: Any, value: Any, axis: int | None = None) -> Any:
         """Reduces `value` across replicas; see `tf.distribute.Strategy.reduce`.
 
@@ -217,19 +227,23 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
         """
         model = names.model_built_by_caller()
         if model is not None:
-            scope_checks.check_model(model, optimizers_of(model), self)
+            self._adopt_and_check(model, optimizers_of(model))
             self._take_over_jit(model)
             return keras_batch.representative_batch(without_padding(value))
+        if axis is None:
+            value = parts_of_one_shape(value, self._replicas)
         return self._reduce_values(reduce_op, value, axis)
 
     def _reduce_values(self, reduce_op: Any, value: Any, axis: int | None) -> Any:
         return super().reduce(reduce_op, value, axis)
 
+    @library_code
     def scope(self) -> contextlib.AbstractContextManager:
         """The scope to make models in; see `tf.distribute.Strategy.scope`."""
         scope_checks.check_not_nested(self)
         model = names.model_built_by_caller()
         if model is not None:
+            adopt_state(model, optimizers_of(model), self)
             self._take_over_jit(model)
             builds_from_plain_batch(model)
         return super().scope()
@@ -239,6 +253,7 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
         if is_taken and not self.compiles_steps:
             self._jit_models.add(model)
 
+    @library_code
     def experimental_distribute_dataset(self, dataset: Any, options: Any = None) -> Any:
         """Splits global batches; see `tf.distribute.Strategy`."""
         scope_checks.check_not_nested(self)

@@ -8,6 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdp._tf.autograph import library_code
 from tfdp._tf.tpu_extended import TPUDataParallelExtended
 from tfdp.collectives.cross_replica import CrossReplicaReducer
 from tfdp.communication import Communication, checked_communication
@@ -144,6 +145,7 @@ class TPUDataParallelStrategy(ReplicaContextStrategy, tf.distribute.TPUStrategy)
         """What adds gradients: "cross_replica_sum"."""
         return "cross_replica_sum"
 
+    @library_code
     def run(
         self,
         fn: Callable,

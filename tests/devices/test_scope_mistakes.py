@@ -4,7 +4,13 @@ import keras
 import pytest
 import tensorflow as tf
 
-from tests.support.parity import classification_data, dense_model, make_strategy
+import tfdp
+from tests.support.parity import (
+    classification_data,
+    dense_model,
+    largest_difference,
+    make_strategy,
+)
 from tfdp.errors import ScopeError
 
 X, Y = classification_data(samples=24)
@@ -28,19 +34,53 @@ def test_model_made_outside(optimizer):
         model.fit(X, Y, verbose=0)
 
 
-def test_compiled_outside():
-    with make_strategy(2).scope():
+def compiled_within(strategy, make_optimizer):
+    with strategy.scope():
+        return compile_model(dense_model(), make_optimizer())
+
+
+@pytest.mark.parametrize(
+    "make_optimizer",
+    [
+        lambda: "adam",
+        lambda: keras.optimizers.SGD(0.1, momentum=0.9),
+        lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1), 8.0),
+        lambda: tfdp.DistributedOptimizer(keras.optimizers.SGD(0.1)),
+    ],
+)
+def test_compiled_outside_trains_with_that_very_optimizer(make_optimizer):
+    """Not built yet, it is nobody's; so are metrics."""
+    strategy = make_strategy(2)
+    optimizer = keras.optimizers.get(make_optimizer())
+    accuracy = keras.metrics.SparseCategoricalAccuracy(name="accuracy")
+    rate, counter = optimizer.learning_rate, optimizer.iterations
+    with strategy.scope():
         model = dense_model()
-    compile_model(model)
-    with pytest.raises(ScopeError, match="compile was called outside the scope"):
-        model.fit(X, Y, verbose=0)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(optimizer, loss, metrics=[accuracy], jit_compile=False)
+    history = model.fit(X, Y, batch_size=7, shuffle=False, verbose=0).history
+    assert model.optimizer is optimizer
+    assert optimizer.learning_rate is rate and optimizer.iterations is counter
+    assert int(counter) == 4
+
+    expected = compiled_within(tf.distribute.get_strategy(), make_optimizer)
+    expected.fit(X, Y, batch_size=7, shuffle=False, verbose=0)
+    # Four updates of at most 0.1 with gradients below 10, each two sums of about 60
+    # terms apart: 4 * 0.1 * 10 * 2 * 60 u.
+    assert largest_difference(model, expected) < 3e-5
+    copies = [c.numpy().tolist() for c in model.layers[0].kernel.value.values]
+    assert copies[0] == copies[1]
+    # The metrics' variables count every replica's rows once.
+    assert history["accuracy"] == [float(accuracy.result())]
+    assert accuracy.count.numpy() == len(X)
 
 
-def test_optimizer_made_outside():
+def test_a_built_optimizer_made_outside():
     optimizer = keras.optimizers.SGD(0.1)
+    optimizer.build(dense_model().trainable_variables)
     with make_strategy(2).scope():
         model = compile_model(dense_model(), optimizer)
-    with pytest.raises(ScopeError, match="made under no strategy"):
+    with pytest.raises(ScopeError, match="made under no strategy.*is built already"):
         model.fit(X, Y, verbose=0)
 
 

@@ -59,6 +59,34 @@ def test_a_step_is_drawn_with_its_exchanges(tmp_path, capsys, shard, drawn, abse
         assert (timeline.seconds[kind] > 0) == is_there
 
 
+@pytest.mark.parametrize(
+    "step, drawn",
+    [
+        (2, (4, 6)),  # TensorFlow traces in the execution of steps 1 to 3
+        (5, (4, 6)),
+        (8, (7, 8)),  # an epoch has 8 steps: its last execution has 2
+        (9, (9, 11)),
+    ],
+)
+def test_steps_that_run_together_are_drawn_together(tmp_path, capsys, step, drawn):
+    page = tmp_path / "step.html"
+    with make_strategy(1).scope():
+        model = dense_model()
+        model.compile(
+            keras.optimizers.SGD(0.05),
+            keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+            jit_compile=False,
+            steps_per_execution=3,
+        )
+    timeline = tfdp.callbacks.StepTimeline(page, step=step)
+    x, y = classification_data(32)
+    model.fit(x, y, batch_size=4, epochs=2, verbose=0, callbacks=[timeline])
+    assert timeline.drawn_steps == drawn
+    words = f"steps {drawn[0]} to {drawn[1]}"
+    assert f"Training {words}" in page.read_text()
+    assert f"timeline of {words}" in capsys.readouterr().out
+
+
 def test_the_hidden_share_counts_other_threads_once():
     ops = [
         Op("a", "x/tfdp_all_gather/Recv", 0, 10),

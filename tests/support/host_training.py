@@ -16,6 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 import tfdp
+from tests.support import kept_optimizers
 from tests.support.parity import classification_data, dense_model
 from tfdp.collectives import tensorflow_across_hosts
 
@@ -217,6 +218,7 @@ SCENARIOS = {
     "recurrent": lambda: fitted(recurrent_model, data=sequences(), optimizer=adam()),
     "loss-scaling": loss_scaling,
     "custom-loop": custom_loop,
+    "optimizer-in-a-dictionary": kept_optimizers.in_a_dictionary,
     "parts": parts_of_different_length,
     "own-files": own_files,
 }

@@ -108,7 +108,7 @@ def leaves_borrowed_out(
 
     Args:
       step: of a model, or a prediction.
-      optimizers: of the model.
+      optimizers: whichever the step may call.
       run: the strategy's current run.
     """
     if run.owns_rows is None or not takes_own_rows_only(step):
@@ -143,9 +143,11 @@ def _apply(
     gradients: Sequence[Any],
     trainable_variables: Any = None,
 ) -> Any:
+    if run.is_updating:  # another optimizer calls it, with what all replicas share
+        return apply(gradients, trainable_variables)
     rank = current_rank()
     own = [None if g is None else run.own_gradient(rank, g) for g in gradients]
-    with run.summing_own_parts():
+    with run.summing_own_parts(rank):
         return apply(own, trainable_variables)
 
 

@@ -13,8 +13,10 @@ from typing import Any, Protocol
 
 import tensorflow as tf
 
+from tfdp._tf.global_seed import with_global_seed
 from tfdp._tf.keras_optimizers import refuse_unled
 from tfdp._tf.lasting_input import LastingInput
+from tfdp._tf.made_optimizers import MadeOptimizers
 from tfdp._tf.names import (
     MirroredExtended,
     MirroredVariable,
@@ -107,6 +109,7 @@ class DataParallelExtended(LastingInput, MirroredExtended):
         if sharding is not None and sharding.is_needed(reducer.shard_parts):
             self.shards = ShardUpdates(strategy, devices, reducer, sharding)
         self.current_run = ReplicaRun(len(devices))
+        self.made_optimizers = MadeOptimizers()
         self._draws_per_replica = draws_per_replica
         super().__init__(
             strategy, devices=list(devices), cross_device_ops=cross_device_ops
@@ -167,6 +170,9 @@ class DataParallelExtended(LastingInput, MirroredExtended):
             self.reducer.begin_run()
             if self.shards is not None:
                 self.shards.forget_views()
+        # TensorFlow takes a tf.function apart to call what is in it.
+        if not hasattr(fn, "get_concrete_function"):
+            fn = with_global_seed(fn)
         return super()._call_for_each_replica(fn, args, kwargs)
 
     def _replica_ctx_all_reduce(
@@ -188,6 +194,7 @@ class DataParallelExtended(LastingInput, MirroredExtended):
         return tf.nest.pack_sequence_as(value, reduced)
 
     def _create_variable(self, next_creator: Callable, **kwargs: Any) -> Any:
+        self.made_optimizers.note_maker()
         shards, shard_class = self.shards, None
         if shards is not None and kwargs.get("initial_value") is not None:
             value = self._first_value(kwargs)

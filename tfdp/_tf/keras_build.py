@@ -1,8 +1,17 @@
-"""Keras builds a model from its first batch: from the plain one."""
+"""Keras builds a model from its first batch: from the plain one, and where it can.
+
+Under a strategy Keras calls a model on the shapes of its first batch before it trains.
+On one device it leaves that out, so that a model of which only `train_step` says what
+to do with a batch trains there as it is. Such a model is left to its `train_step` here,
+too: what is not built yet is built while that is traced.
+"""
 
 from __future__ import annotations
 
+import logging
 from typing import Any
+
+import keras
 
 from tfdp._tf.padded_batch import without_padding
 
@@ -18,7 +27,23 @@ def builds_from_plain_batch(model: Any) -> None:
 
     def symbolic_build(iterator: Any = None, data_batch: Any = None) -> None:
         vars(model).pop("_symbolic_build", None)
-        model._symbolic_build(iterator=iterator, data_batch=without_padding(data_batch))
+        if not has_call(model):
+            return
+        try:
+            model._symbolic_build(
+                iterator=iterator, data_batch=without_padding(data_batch)
+            )
+        except Exception as error:
+            if type(model).train_step is keras.Model.train_step:
+                raise
+            logging.getLogger("tfdp").debug(
+                "model %s is left to its train_step: %s", model.name, error
+            )
 
     # The dictionary, not setattr: Keras' objects track what is set on them.
     vars(model)["_symbolic_build"] = symbolic_build
+
+
+def has_call(model: Any) -> bool:
+    """Whether `model` can be called on a batch."""
+    return type(model).call is not keras.Model.call

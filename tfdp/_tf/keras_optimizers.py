@@ -1,9 +1,9 @@
 """Stock Keras optimizers made exact: they get gradients that are already reduced.
 
 Keras clips, tests for infinities and then reduces. The other way round is right: a
-gradient is clipped, and found infinite, as a whole. While the strategy runs a step of a
-model, the model's own optimizers are led by instance attributes (no class is patched,
-and they are gone after the trace):
+gradient is clipped, and found infinite, as a whole. While a strategy runs, every
+optimizer that was made under it is led by instance attributes (no class is patched, and
+they are gone after the trace), whoever calls it and wherever it is kept:
 
     apply                     reduces first, then goes on with the reduced gradients
     _all_reduce_sum_gradients returns them as they are
@@ -17,20 +17,26 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
+from tfdp._tf.current_run import current_run
 from tfdp._tf.instance_attributes import instance_attributes
-from tfdp._tf.names import current_rank, keras_state, own_copy
+from tfdp._tf.names import current_rank, is_branch_graph, keras_state, own_copy
 from tfdp._tf.replica_run import ReplicaRun
-from tfdp._tf.sharding.optimizers import clip_over_shards, shard_kind, shard_leads
+from tfdp._tf.sharding.optimizers import (
+    check_shardable,
+    clip_over_shards,
+    shard_kind,
+    shard_leads,
+)
 from tfdp._tf.sharding.updates import ShardUpdates
 from tfdp._tf.sharding.variables import ShardUpdatedVariable
 from tfdp._tf.wire_dtype import from_wire, sum_gradients_and_state, to_wire
-from tfdp.errors import ConfigurationError
+from tfdp.errors import ConfigurationError, ScopeError
 
 __all__ = [
     "agree_finite",
@@ -48,14 +54,20 @@ ALREADY_REDUCED = {"_all_reduce_sum_gradients": lambda grads_and_vars: grads_and
 
 
 def optimizers_of(model: Any) -> list[keras.optimizers.Optimizer]:
-    """The optimizers that `model` holds: the compiled one and any of its attributes."""
+    """The optimizers that `model` holds: the compiled one, and those of its attributes,
+    also in lists and dictionaries."""
     if not isinstance(model, keras.Model):
         return []
-    found = [getattr(model, "optimizer", None), *vars(model).values()]
     unique: dict[int, keras.optimizers.Optimizer] = {}
-    for value in found:
+    values = [getattr(model, "optimizer", None), *vars(model).values()]
+    seen: set[int] = set()
+    while values:
+        value = values.pop(0)
         if isinstance(value, keras.optimizers.Optimizer):
             unique.setdefault(id(value), value)
+        elif isinstance(value, (list, tuple, Mapping)) and id(value) not in seen:
+            seen.add(id(value))
+            values += value.values() if isinstance(value, Mapping) else value
     return list(unique.values())
 
 
@@ -66,84 +78,34 @@ def strategy_of(optimizer: keras.optimizers.Optimizer) -> tf.distribute.Strategy
 
 @contextlib.contextmanager
 def led_optimizers(
-    optimizers: Sequence[keras.optimizers.Optimizer], run: ReplicaRun
+    optimizers: Iterable[keras.optimizers.Optimizer], run: ReplicaRun
 ) -> Iterator[None]:
-    """While this lasts, `optimizers` reduce before they clip, test and update."""
+    """While this lasts, `optimizers` reduce before they clip, test and update.
+
+    One that another one holds (a loss scaler's, a group's) is led as well: called from
+    there it gets reduced gradients; called by itself it reduces them.
+    """
     with contextlib.ExitStack() as stack:
         for optimizer in optimizers:
-            for target, attributes in _leads(optimizer, run):
-                stack.enter_context(instance_attributes(target, attributes))
+            stack.enter_context(instance_attributes(optimizer, _leads(optimizer, run)))
         yield
 
 
-def refuse_unled(value: Sequence[Any]) -> bool:
-    """Refuses a reduction asked by an optimizer that clips or tests before it.
-
-    Returns:
-      Whether an optimizer that nobody leads asks: for the sum of its gradients.
-
-    Raises:
-      ConfigurationError: in a custom loop whose optimizer is not the model's own.
-    """
-    stack = keras_state.get_global_attribute("name_scope_stack") or []
-    callers = [getattr(scope, "caller", None) for scope in stack]
-    optimizers = [c for c in callers if isinstance(c, keras.optimizers.Optimizer)]
-    for optimizer in optimizers:
-        if "_all_reduce_sum_gradients" in vars(optimizer) or "apply" in vars(optimizer):
-            return False
-    for optimizer in optimizers:
-        if shards_of(optimizer) is not None:
-            raise ConfigurationError(
-                f"The optimizer {optimizer.name!r} is used in a custom loop with "
-                "shard=...: it would add gradients of which each replica holds "
-                "another shard. Use model.fit, or run a method of the model that owns "
-                "the optimizer, or wrap it: tfdp.DistributedOptimizer(optimizer)."
-            )
-        set_options = [name for name in CLIPPING if getattr(optimizer, name, None)]
-        if set_options:
-            raise ConfigurationError(
-                f"The optimizer {optimizer.name!r} has {set_options[0]} set and is "
-                "used in a custom loop: Keras would clip each replica's gradient "
-                "before they are added, which is another update than on one device. "
-                "Use model.fit, or run a method of the model that owns the optimizer, "
-                "or wrap it: tfdp.DistributedOptimizer(optimizer)."
-            )
-    is_led = any(getattr(o, "reduces_gradients", False) for o in optimizers)
-    return bool(optimizers) and not is_led
-
-
-def _leads(
-    optimizer: keras.optimizers.Optimizer, run: ReplicaRun
-) -> Iterator[tuple[Any, dict[str, Any]]]:
-    """The instance attributes that lead `optimizer`, object by object."""
+def _leads(optimizer: keras.optimizers.Optimizer, run: ReplicaRun) -> dict[str, Any]:
+    """The instance attributes that lead `optimizer`."""
     if getattr(optimizer, "reduces_gradients", False):
-        return  # DistributedOptimizer does all of this itself
-    leaves = _leaves(optimizer)
+        return {}  # DistributedOptimizer does all of this itself
+    leads: dict[str, Any] = {"apply": functools.partial(_apply, optimizer, run)}
+    if hasattr(optimizer, "inner_optimizer"):
+        leads["check_finite"] = functools.partial(_check_finite, optimizer)
+        return leads
     shards = shards_of(optimizer)
-    accumulates = any(leaf.gradient_accumulation_steps for leaf in leaves)
-    reduces_first = not accumulates or (shards is not None and shards.stage > 1)
-    apply = _reduce_then_apply if reduces_first else _apply_as_it_is
-    led: dict[str, Any] = {"apply": functools.partial(apply, optimizer, run)}
-    knows_only_its_own = not reduces_first or shards is not None
-    if knows_only_its_own and hasattr(optimizer, "inner_optimizer"):
-        led["check_finite"] = functools.partial(agree_finite, optimizer)
-    # Both may be for one object: an optimizer without a scaler is its own leaf.
-    leads = [(optimizer, led)]
-    for leaf in leaves:
-        own = {} if shards is None else shard_leads(leaf, shards)
-        if reduces_first:
-            leads.append((leaf, own | ALREADY_REDUCED))
-            continue
-        clipping = {name: getattr(leaf, name) for name in CLIPPING}
-        reduce = functools.partial(_reduce_then_clip, leaf, run, clipping)
-        held_back: dict[str, Any] = dict.fromkeys(CLIPPING)
-        leads.append((leaf, own | held_back | {"_all_reduce_sum_gradients": reduce}))
-    yield from leads
-
-
-def names_of_updates(model: Any) -> list[str]:
-    """The scopes in which the optimizers that `model` holds update its weights."""
-    return [leaf.name for owner in optimizers_of(model) for leaf in _leaves(owner)]
+    own = {} if shards is None else shard_leads(optimizer, shards)
+    stock_clip = functools.partial(type(optimizer)._clip_gradients, optimizer)
+    clip = own.get("_clip_gradients", stock_clip)
+    own["_clip_gradients"] = functools.partial(_clip_unless_held_back, run, clip)
+    own["_all_reduce_sum_gradients"] = functools.partial(_reduce, optimizer, run)
+    return own | leads
 
 
 def _leaves(
@@ -154,41 +116,42 @@ def _leaves(
     return list(getattr(inner, "optimizers", None) or [inner])
 
 
-@contextlib.contextmanager
-def takes_reduced(optimizer: keras.optimizers.Optimizer) -> Iterator[None]:
-    """While this lasts, `optimizer` does not reduce the gradients that it is given."""
+def _reduces_first(optimizer: keras.optimizers.Optimizer) -> bool:
+    """Whether gradients are reduced before `optimizer` looks at them."""
     shards = shards_of(optimizer)
-    with contextlib.ExitStack() as stack:
-        if shards is not None:
-            run = strategy_of(optimizer).extended.current_run
-            stack.enter_context(run.updating())
-        for leaf in _leaves(optimizer):
-            own = {} if shards is None else shard_leads(leaf, shards)
-            stack.enter_context(instance_attributes(leaf, own | ALREADY_REDUCED))
-        yield
+    accumulates = any(leaf.gradient_accumulation_steps for leaf in _leaves(optimizer))
+    return not accumulates or (shards is not None and shards.stage > 1)
 
 
-def shards_of(optimizer: keras.optimizers.Optimizer) -> ShardUpdates | None:
-    """What updates the shards of the strategy of `optimizer`; None: it has none."""
-    return getattr(strategy_of(optimizer).extended, "shards", None)
-
-
-def _apply_as_it_is(
-    optimizer: keras.optimizers.Optimizer, run: ReplicaRun, *args: Any, **kwargs: Any
-) -> Any:
-    with run.updating():
-        return type(optimizer).apply(optimizer, *args, **kwargs)
-
-
-def _reduce_then_apply(
+def _apply(
     optimizer: keras.optimizers.Optimizer,
     run: ReplicaRun,
     gradients: Sequence[Any],
     trainable_variables: Any = None,
 ) -> Any:
+    """Keras' `apply`, with gradients that are reduced when they must be."""
     original = type(optimizer).apply.__get__(optimizer)
+    is_given_reduced = tf.distribute.in_cross_replica_context() or run.is_updating
+    if is_given_reduced:
+        return original(gradients, trainable_variables)
+    if shards_of(optimizer) is not None:
+        for leaf in _leaves(optimizer):
+            check_shardable(leaf)
+    if not _reduces_first(optimizer):
+        with run.updating(reduces=True):
+            return original(gradients, trainable_variables)
     variables = None if trainable_variables is None else list(trainable_variables)
-    gradients = list(gradients)
+    reduced = _reduce_before(optimizer, run, list(gradients), variables)
+    with run.updating():
+        return original(reduced, variables)
+
+
+def _reduce_before(
+    optimizer: keras.optimizers.Optimizer,
+    run: ReplicaRun,
+    gradients: list[Any],
+    variables: list[Any] | None,
+) -> list[Any]:
     targets = variables or [None] * len(gradients)
     # fp8 amax "gradients" are values to store, not slopes to add.
     places = [
@@ -203,29 +166,126 @@ def _reduce_then_apply(
     )
     for place, gradient in zip(places, reduced, strict=True):
         gradients[place] = gradient
-    with run.updating():
-        return original(gradients, variables)
+    return gradients
 
 
-def _reduce_then_clip(
+def _check_finite(
+    optimizer: keras.optimizers.Optimizer, gradients: Sequence[Any]
+) -> tf.Tensor:
+    """Keras' test, on what all replicas have alike; else they agree on its answer."""
+    is_alike = _reduces_first(optimizer) and shards_of(optimizer) is None
+    if is_alike or tf.distribute.in_cross_replica_context():
+        return type(optimizer).check_finite(optimizer, gradients)
+    return agree_finite(optimizer, gradients)
+
+
+def _clip_unless_held_back(
+    run: ReplicaRun, clip: Callable[[Sequence[Any]], Any], gradients: Sequence[Any]
+) -> Any:
+    is_replica = not tf.distribute.in_cross_replica_context()
+    return gradients if is_replica and run.reduces_in_update else clip(gradients)
+
+
+def _reduce(
     optimizer: keras.optimizers.Optimizer,
     run: ReplicaRun,
-    clipping: dict[str, Any],
     grads_and_vars: Sequence[tuple[Any, Any]],
 ) -> list[tuple[Any, Any]]:
+    """Reduces, and then clips, what was not reduced before."""
     pairs = list(grads_and_vars)
+    if tf.distribute.in_cross_replica_context() or not run.reduces_in_update:
+        return pairs
     places = [i for i, (gradient, _) in enumerate(pairs) if gradient is not None]
     variables = [pairs[i][1] for i in places]
     reduced = reduce_gradients([pairs[i][0] for i in places], run, variables)
     shards = shards_of(optimizer)
-    with instance_attributes(optimizer, clipping):
-        if shards is None:
-            clipped = optimizer._clip_gradients(reduced)
-        else:
-            clipped = clip_over_shards(optimizer, reduced, variables, shards)
+    if shards is None:
+        clipped = type(optimizer)._clip_gradients(optimizer, reduced)
+    else:
+        clipped = clip_over_shards(optimizer, reduced, variables, shards)
     for place, gradient in zip(places, clipped, strict=True):
         pairs[place] = (gradient, pairs[place][1])
     return pairs
+
+
+def refuse_unled(value: Sequence[Any]) -> bool:
+    """Refuses a reduction that an unknown optimizer asks for, where it is not exact.
+
+    Returns:
+      Whether an optimizer that nobody leads asks: for the sum of its gradients.
+
+    Raises:
+      ScopeError: when it was made elsewhere.
+      ConfigurationError: when it would clip, test or update by shards before.
+    """
+    stack = keras_state.get_global_attribute("name_scope_stack") or []
+    callers = [getattr(scope, "caller", None) for scope in stack]
+    optimizers = [c for c in callers if isinstance(c, keras.optimizers.Optimizer)]
+    for optimizer in optimizers:
+        if "_all_reduce_sum_gradients" in vars(optimizer) or "apply" in vars(optimizer):
+            return False
+    for optimizer in optimizers:
+        if strategy_of(optimizer) is not tf.distribute.get_strategy():
+            raise ScopeError(
+                f"The optimizer {optimizer.name!r} updates weights in strategy.run, "
+                "but was not made under this strategy. Make it in `with "
+                "strategy.scope():`, once and before strategy.run."
+            )
+        why = _why_not_exact(optimizer)
+        if why is not None:
+            raise ConfigurationError(
+                f"The optimizer {optimizer.name!r} was made within strategy.run, or "
+                f"copied, so the strategy does not know it, and {why}. Make it in "
+                "`with strategy.scope():`, once and before strategy.run, or wrap it: "
+                "tfdp.DistributedOptimizer(optimizer)."
+            )
+    is_led = any(getattr(o, "reduces_gradients", False) for o in optimizers)
+    return bool(optimizers) and not is_led
+
+
+def _why_not_exact(optimizer: keras.optimizers.Optimizer) -> str | None:
+    """Why adding the gradients of an unknown optimizer is not enough."""
+    if shards_of(optimizer) is not None:
+        return "with shard=... each replica would add another shard of its gradients"
+    set_options = [name for name in CLIPPING if getattr(optimizer, name, None)]
+    if set_options:
+        return (
+            f"has {set_options[0]} set: Keras would clip each replica's gradient "
+            "before they are added, which is another update than on one device"
+        )
+    graph = tf.compat.v1.get_default_graph()
+    if is_branch_graph(graph) and not optimizer.gradient_accumulation_steps:
+        return (
+            "is called within a conditional, such as a loss scaler's, whose branch "
+            "each replica would choose by its own gradients: the replicas would wait "
+            "for each other for ever"
+        )
+    return None
+
+
+def names_of_updates(model: Any) -> list[str]:
+    """The scopes in which the optimizers that `model` holds update its weights."""
+    return [leaf.name for owner in optimizers_of(model) for leaf in _leaves(owner)]
+
+
+@contextlib.contextmanager
+def takes_reduced(optimizer: keras.optimizers.Optimizer) -> Iterator[None]:
+    """While this lasts, `optimizer` does not reduce the gradients that it is given."""
+    shards, found = shards_of(optimizer), current_run()
+    with contextlib.ExitStack() as stack:
+        if found is not None:
+            stack.enter_context(found[0].updating())
+        for leaf in _leaves(optimizer):
+            if shards is not None:
+                check_shardable(leaf)
+            own = {} if shards is None else shard_leads(leaf, shards)
+            stack.enter_context(instance_attributes(leaf, own | ALREADY_REDUCED))
+        yield
+
+
+def shards_of(optimizer: keras.optimizers.Optimizer) -> ShardUpdates | None:
+    """What updates the shards of the strategy of `optimizer`; None: it has none."""
+    return getattr(strategy_of(optimizer).extended, "shards", None)
 
 
 def reduce_gradients(

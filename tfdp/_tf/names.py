@@ -20,6 +20,9 @@ from keras.src.backend.common.variables import get_autocast_scope
 # What the loss is divided by for the replicas, taken back.
 from keras.src.losses.loss import unscale_loss_for_distribution
 
+# What AutoGraph calls as it is, and looks through to the functions that it is given.
+from tensorflow.python.autograph.impl.api import autograph_artifact
+
 # A dataset whose elements are those of another one.
 from tensorflow.python.data.ops.dataset_ops import UnaryUnchangedStructureDataset
 
@@ -27,8 +30,12 @@ from tensorflow.python.data.ops.dataset_ops import UnaryUnchangedStructureDatase
 from tensorflow.python.distribute import cross_device_ops as _cross_device_ops
 from tensorflow.python.distribute import distribute_utils as _distribute_utils
 
+# What stands for no strategy.
 # Which replica's component an update in cross-replica context is about.
-from tensorflow.python.distribute.distribute_lib import UpdateContext
+from tensorflow.python.distribute.distribute_lib import (
+    UpdateContext,
+    _DefaultDistributionStrategy,
+)
 from tensorflow.python.distribute.distribute_utils import select_replica
 
 # The device-set of a strategy with mirrored variables: our base class.
@@ -82,6 +89,7 @@ __all__ = [
     "UnaryUnchangedStructureDataset",
     "UninitializedVariable",
     "UpdateContext",
+    "autograph_artifact",
     "batch_size_of_caller",
     "common_devices",
     "current_rank",
@@ -92,6 +100,8 @@ __all__ = [
     "graphs_inside",
     "in_compiled_function",
     "in_save_context",
+    "is_branch_graph",
+    "is_default_strategy",
     "is_loop_graph",
     "keras_state",
     "make_token",
@@ -156,6 +166,11 @@ def own_copy(variable: Any, rank: Any) -> Any:
     Where one graph serves all replicas the variable itself stands for it.
     """
     return variable._get_replica(rank) if isinstance(rank, int) else variable
+
+
+def is_default_strategy(strategy: tf.distribute.Strategy) -> bool:
+    """Whether this is what `tf.distribute.get_strategy()` says outside of any scope."""
+    return isinstance(strategy, _DefaultDistributionStrategy)
 
 
 def global_seed() -> int | None:

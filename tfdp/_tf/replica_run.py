@@ -9,7 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdp._tf.names import PerReplica
+from tfdp._tf.names import PerReplica, current_rank
 from tfdp._tf.padded_batch import Padding
 from tfdp.errors import ScopeError
 
@@ -48,8 +48,11 @@ class ReplicaRun:
     #: Traces in which layers summed over replicas, so that what one replica computes
     #: gets gradients from the others' losses.
     mixed: set[int] = dataclasses.field(default_factory=set)
-    _is_updating: bool = False
-    _sums_own_parts: bool = False
+    #: Traces in which an optimizer sums what has nothing of borrowed rows in it. By
+    #: trace, because eager replicas, and those that make variables, take turns.
+    sums_own_parts: set[int] = dataclasses.field(default_factory=set)
+    #: By trace: the optimizers at work, outermost first, and whether they still reduce.
+    updates: dict[int, list[bool]] = dataclasses.field(default_factory=dict)
 
     @property
     def is_even(self) -> bool:
@@ -121,7 +124,7 @@ class ReplicaRun:
 
     def parts_to_sum(self, rank: Any, values: Any) -> Any:
         """`values` that a layer or a loss is about to sum over the replicas."""
-        if self.owns_rows is None or self._sums_own_parts:
+        if self.owns_rows is None or trace_of(rank) in self.sums_own_parts:
             return values
         self.mixed.add(trace_of(rank))
         return tf.nest.map_structure(
@@ -129,27 +132,37 @@ class ReplicaRun:
         )
 
     @contextlib.contextmanager
-    def summing_own_parts(self) -> Iterator[None]:
-        """While this lasts, what is summed has nothing of borrowed rows in it."""
-        before, self._sums_own_parts = self._sums_own_parts, True
+    def summing_own_parts(self, rank: Any) -> Iterator[None]:
+        """While this lasts, what `rank` sums has nothing of borrowed rows in it."""
+        self.sums_own_parts.add(trace_of(rank))
         try:
             yield
         finally:
-            self._sums_own_parts = before
+            self.sums_own_parts.discard(trace_of(rank))
 
     @property
     def is_updating(self) -> bool:
-        """Whether an optimizer is at work."""
-        return self._is_updating
+        """Whether an optimizer is at work on the calling replica."""
+        return bool(self.updates.get(trace_of(current_rank())))
+
+    @property
+    def reduces_in_update(self) -> bool:
+        """Whether the optimizer at work got gradients that are not reduced yet."""
+        return any(self.updates.get(trace_of(current_rank()), []))
 
     @contextlib.contextmanager
-    def updating(self) -> Iterator[None]:
-        """While this lasts an optimizer updates: what it assigns is not local state."""
-        before, self._is_updating = self._is_updating, True
+    def updating(self, *, reduces: bool = False) -> Iterator[None]:
+        """While this lasts an optimizer updates: what it assigns is not local state.
+
+        Args:
+          reduces: whether it is yet to reduce its gradients.
+        """
+        mine = self.updates.setdefault(trace_of(current_rank()), [])
+        mine.append(reduces)
         try:
             yield
         finally:
-            self._is_updating = before
+            mine.pop()
 
     def batch_weight(self, rank: Any) -> tf.Tensor:
         """What this global batch weighs beside others of the same accumulation.
@@ -165,7 +178,7 @@ class ReplicaRun:
 
     def note_local_state(self, rank: Any, variable: Any) -> None:
         """Remembers that a replica changed its own copy of `variable`."""
-        if self._is_updating:
+        if self.updates.get(trace_of(rank)):
             return
         self.local_state.setdefault(trace_of(rank), {})[id(variable)] = variable
 

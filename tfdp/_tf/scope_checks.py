@@ -13,7 +13,7 @@ import keras
 import tensorflow as tf
 
 from tfdp._tf.keras_optimizers import strategy_of
-from tfdp._tf.names import DistributedVariable
+from tfdp._tf.names import DistributedVariable, is_default_strategy
 from tfdp.errors import ScopeError
 
 __all__ = ["check_component", "check_dataset", "check_model", "check_not_nested"]
@@ -45,8 +45,8 @@ def check_model(
             raise ScopeError(
                 f"The optimizer {optimizer.name!r} of model {model.name!r} was made "
                 f"under {_name(strategy_of(optimizer))}, but the model trains under "
-                f"{_name(strategy)}: compile was called outside the scope, or the "
-                f"optimizer was made before it. {ADVICE}"
+                f"{_name(strategy)}: compile was called in another scope, or the "
+                f"optimizer is built already, for other variables. {ADVICE}"
             )
     for variable in model.trainable_variables:
         value = variable.value
@@ -111,9 +111,10 @@ def check_not_nested(strategy: tf.distribute.Strategy) -> None:
 
 
 def _name(strategy: tf.distribute.Strategy) -> str:
-    if not isinstance(strategy, tf.distribute.Strategy):
+    if not isinstance(strategy, tf.distribute.Strategy) or is_default_strategy(
+        strategy
+    ):
         return "no strategy"
     if strategy.num_replicas_in_sync == 1 and not tf.distribute.has_strategy():
-        kind = type(strategy).__name__
-        return "no strategy" if kind.startswith("_Default") else kind
+        return type(strategy).__name__
     return f"{type(strategy).__name__} at {id(strategy):#x}"

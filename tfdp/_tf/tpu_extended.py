@@ -13,8 +13,10 @@ from typing import Any
 import tensorflow as tf
 
 from tfdp._tf.extended import SHARD_CLASSES, ShardingReducer, shards_of_extended
+from tfdp._tf.global_seed import with_global_seed
 from tfdp._tf.keras_optimizers import refuse_unled
 from tfdp._tf.lasting_input import LastingInput
+from tfdp._tf.made_optimizers import MadeOptimizers
 from tfdp._tf.names import current_rank, stop_recording
 from tfdp._tf.replica_run import ReplicaRun
 from tfdp._tf.scope_checks import check_component
@@ -57,6 +59,7 @@ class TPUDataParallelExtended(LastingInput, TPUExtended):
         self._draws_per_replica = draws_per_replica
         #: Whether an update of one variable is being built: assignments are final.
         self.is_updating_own_copy = False
+        self.made_optimizers = MadeOptimizers()
         self.shards: ShardUpdates | None = None
         super().__init__(strategy, resolver, device_assignment=device_assignment)
         # Classes of variables, not policies, say how a variable behaves: ours are such.
@@ -116,7 +119,7 @@ class TPUDataParallelExtended(LastingInput, TPUExtended):
         self.reducer.begin_run()
         if self.shards is not None:
             self.shards.forget_views()
-        return super().tpu_run(fn, args, kwargs, options)
+        return super().tpu_run(with_global_seed(fn), args, kwargs, options)
 
     def _replica_ctx_all_reduce(
         self, reduce_op: Any, value: Any, options: Any = None
@@ -143,6 +146,7 @@ class TPUDataParallelExtended(LastingInput, TPUExtended):
         return result if group else (result,)
 
     def _create_variable(self, next_creator: Callable, **kwargs: Any) -> Any:
+        self.made_optimizers.note_maker()
         shards, shard_class = self.shards, None
         if shards is not None and kwargs.get("initial_value") is not None:
             kwargs["initial_value"] = value = self._first_value(kwargs)

@@ -19,7 +19,7 @@ from tfdp._tf.tpu_names import (
     assign_in_replica,
     in_tpu_replica,
 )
-from tfdp._tf.variables import seed_offset
+from tfdp._tf.variables import PythonNumber, seed_offset
 from tfdp.errors import CollectiveError
 
 __all__ = ["AssignedInReplica", "TPUReplicaVariable", "TPUSeedVariable"]
@@ -80,7 +80,7 @@ class AssignedInReplica(TPUVariableMixin):
         return self.assign_add(-delta, use_locking, name, read_value)
 
 
-class TPUReplicaVariable(AssignedInReplica, TPUMirroredVariable):
+class TPUReplicaVariable(PythonNumber, AssignedInReplica, TPUMirroredVariable):
     """A variable with a copy on every TPU core, which each replica assigns to."""
 
     def _stored(self) -> tf.Tensor:

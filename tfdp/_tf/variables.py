@@ -11,6 +11,7 @@ from tfdp._tf.names import MirroredVariable, SyncOnReadVariable, current_rank
 from tfdp._tf.replica_invariance import is_same_on_every_replica
 
 __all__ = [
+    "PythonNumber",
     "ReplicaMirroredVariable",
     "ReplicaOnReadVariable",
     "SeedVariable",
@@ -22,7 +23,17 @@ __all__ = [
 SEED_STRIDE = 0x9E3779B9
 
 
-class ReplicaMirroredVariable(MirroredVariable):
+class PythonNumber:
+    """`int()` and `float()` of a scalar variable, as of one device's; a mixin."""
+
+    def __int__(self) -> int:
+        return int(self.numpy())  # type: ignore[attr-defined]
+
+    def __float__(self) -> float:
+        return float(self.numpy())  # type: ignore[attr-defined]
+
+
+class ReplicaMirroredVariable(PythonNumber, MirroredVariable):
     """A mirrored variable whose first-replica-only updates need no `merge_call`.
 
     Keras' counters are such variables. Stock TensorFlow goes to the cross-replica
@@ -85,14 +96,15 @@ class SeedVariable(ReplicaMirroredVariable):
     0 draws what one device would.
     """
 
-    def _offset(self) -> tf.Tensor | None:
+    def own_offset(self) -> tf.Tensor | None:
+        """What this replica adds to what is stored; None: nothing."""
         context = tf.distribute.get_replica_context()
         if context is None or context.strategy is not self.distribute_strategy:
             return None
         return seed_offset(current_rank(), self.dtype)
 
     def _get(self) -> Any:
-        offset = self._offset()
+        offset = self.own_offset()
         stored = super()._get()
         return stored if offset is None else stored.read_value() + offset
 
@@ -108,7 +120,7 @@ class SeedVariable(ReplicaMirroredVariable):
         return tf.convert_to_tensor(self._get(), dtype=dtype, name=name)
 
     def _update_replica(self, update_fn: Callable, value: Any, **kwargs: Any) -> Any:
-        offset = self._offset()
+        offset = self.own_offset()
         if offset is not None:
             value = tf.cast(value, self.dtype) - offset
         return super()._update_replica(update_fn, value, **kwargs)

@@ -1,4 +1,4 @@
-"""`StepTimeline`: one step of `fit` as a picture."""
+"""`StepTimeline`: a step of `fit` as a picture."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ class StepTimeline(keras.callbacks.Callback):
     Args:
       path: of the HTML page to write.
       step: the training step to draw, counted from 1; the first ones are slower than
-        the rest, because TensorFlow traces and warms up. At least 2.
+        the rest, because TensorFlow traces and warms up. At least 2. With
+        `steps_per_execution=K` the K steps are drawn that run together with it; if
+        those are the very first, in which TensorFlow traces, the K steps after them.
 
     Raises:
       ConfigurationError: when `step` is below 2.
@@ -65,36 +67,55 @@ class StepTimeline(keras.callbacks.Callback):
         #: The share of the exchanges' time in which another thread computed; None
         #: before the step, and without exchanges.
         self.hidden_share: float | None = None
-        #: Seconds on all threads together by kind of op; empty before the step. On
-        #: GPUs the host's: what launches took, not kernels.
+        #: Seconds per step on all threads together by kind of op; empty before the
+        #: step. On GPUs the host's: what launches took, not kernels.
         self.seconds: dict[str, float] = {}
+        #: The steps that were drawn, the first and the last; None before.
+        self.drawn_steps: tuple[int, int] | None = None
         self._trace: StepTrace | None = None
-        self._steps = 0
+        self._steps_before = 0
+        self._steps_together = 1
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         """Starts the trace before its step."""
-        self._steps += 1
-        if self._steps == self.step:
+        self._steps_together = self._steps_of_execution(batch)
+        reached = self._steps_before + self._steps_together
+        is_first = self._steps_before == 0
+        if not is_first and reached >= self.step and self.drawn_steps is None:
+            self.drawn_steps = (self._steps_before + 1, reached)
             self._trace = StepTrace()
             self._trace.start()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Draws the step that was traced."""
-        if self._trace is None:
+        """Draws the steps that were traced."""
+        self._steps_before += self._steps_together
+        if self._trace is None or self.drawn_steps is None:
             return
         events, self._trace = self._trace.stop(), None
         if not events:
             return
         self.hidden_share = hidden_share(events)
         optimizers = names_of_updates(self.model)
-        self.seconds = seconds_by_kind(events, optimizers)
-        page = draw_timeline(events, f"Training step {self.step}", optimizers)
+        first, last = self.drawn_steps
+        together = last - first + 1
+        self.seconds = {
+            kind: seconds / together
+            for kind, seconds in seconds_by_kind(events, optimizers).items()
+        }
+        steps = f"step {first}" if together == 1 else f"steps {first} to {last}"
+        page = draw_timeline(events, f"Training {steps}", optimizers)
         with replaced(self.path) as half_written:
             half_written.write_text(page, encoding="utf-8")
         share = self.hidden_share
         hidden = "" if share is None else f"; {share:.0%} of the exchanges are hidden"
         update_ms = self.seconds["update of weights"] * 1e3
         print(
-            f"\ntimeline of step {self.step}: {self.path}{hidden}; update of weights: "
-            f"{update_ms:.1f} ms on all threads together"
+            f"\ntimeline of {steps}: {self.path}{hidden}; update of weights: "
+            f"{update_ms:.1f} ms per step on all threads together"
         )
+
+    def _steps_of_execution(self, batch: int) -> int:
+        """How many steps run until the next end; the last ones may be fewer."""
+        together = self.model.steps_per_execution
+        steps = (self.params or {}).get("steps")
+        return together if steps is None else max(1, min(together, steps - batch))

@@ -24,7 +24,7 @@ from tfdp._tf.sharding.updates import ShardUpdates
 from tfdp._tf.sharding.variables import ShardedVariable, ShardUpdatedVariable
 from tfdp.errors import ConfigurationError
 
-__all__ = ["clip_over_shards", "shard_kind", "shard_leads"]
+__all__ = ["check_shardable", "clip_over_shards", "shard_kind", "shard_leads"]
 
 # Those whose update of an element needs that element only.
 ELEMENTWISE = (
@@ -74,12 +74,7 @@ def check_shardable(optimizer: keras.optimizers.Optimizer) -> None:
 def shard_leads(
     optimizer: keras.optimizers.Optimizer, shards: ShardUpdates
 ) -> dict[str, Any]:
-    """The instance attributes with which `optimizer` updates shards rightly.
-
-    Raises:
-      ConfigurationError: when it cannot.
-    """
-    check_shardable(optimizer)
+    """The instance attributes with which a shardable `optimizer` updates shards."""
     known: list[Any] = []
 
     def apply_gradients(gradients: Sequence[Any], variables: Sequence[Any]) -> Any:

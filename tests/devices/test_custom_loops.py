@@ -1,0 +1,129 @@
+"""Loops of one's own: what stands around `strategy.run`."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfdp
+from tests.support.fresh_python import run_python
+from tests.support.package_source import REPOSITORY
+from tests.support.parity import classification_data, dense_model, make_strategy
+from tfdp.errors import ConfigurationError
+
+# Warnings come once in a process.
+CONVERTED = """
+import keras
+import tensorflow as tf
+import tfdp
+
+tfdp.use_virtual_devices(2)
+strategy = tfdp.DataParallelStrategy()
+with strategy.scope():
+    optimizer = tfdp.DistributedOptimizer(keras.optimizers.SGD(1.0))
+    weight = keras.Variable(1.0)
+
+@tf.function
+def step(x):
+    def replica_step(x):
+        total = tfdp.losses.local_mean(tf.reduce_mean(x))
+        if total > 1:  # AutoGraph has to make a tf.cond of it
+            total = total * 2
+        scaled = optimizer.scale_loss(total)
+        optimizer.apply([scaled], [weight])
+        return total
+    totals = strategy.run(replica_step, args=(x,))
+    if strategy.reduce("SUM", totals, axis=None) > 100:
+        return tf.constant(-1.0)
+    return strategy.reduce("MEAN", totals, axis=None)
+
+print("results", float(step(tf.constant([1.0, 2.0]))), float(step(tf.constant([4.0]))))
+"""
+
+
+def test_autograph_converts_the_users_functions_and_warns_of_none(tmp_path):
+    """Half of 1.5 is below 1; half of 4 is 2, doubled."""
+    program = tmp_path / "program.py"  # AutoGraph reads the source
+    program.write_text(CONVERTED)
+    paths = {"PYTHONPATH": str(REPOSITORY)}
+    finished = run_python(program, environment=paths, timeout_seconds=250)
+    assert "results 0.75 4.0" in finished.stdout, finished.stderr
+    assert "AutoGraph" not in finished.stderr
+
+
+@pytest.mark.parametrize("reduction", ["sum_over_batch_size", "none"])
+def test_the_losses_of_a_replica_without_rows_are_reduced(reduction):
+    strategy = make_strategy(3)
+    loss = keras.losses.MeanAbsoluteError(reduction)
+    x = np.arange(1, 5, dtype="float32")[:, None]
+    # Three rows and one; a row on its own leaves two replicas without any.
+    dataset = tf.data.Dataset.from_tensor_slices((x, 0 * x)).batch(3)
+    axis = 0 if reduction == "none" else None
+
+    @tf.function
+    def step(batch):
+        losses = strategy.run(loss, args=batch)
+        return [strategy.reduce(kind, losses, axis=axis) for kind in ("SUM", "MEAN")]
+
+    batches = strategy.experimental_distribute_dataset(dataset)
+    sums, means = zip(*(map(float, step(batch)) for batch in batches), strict=True)
+    if reduction == "none":
+        assert sums == (6.0, 4.0) and means == (2.0, 4.0)
+    else:  # shares of the mean, one for each replica
+        assert sums == (2.0, 4.0)
+        assert means == pytest.approx((2 / 3, 4 / 3))
+
+
+def test_values_by_row_are_not_added_row_by_row():
+    strategy = make_strategy(2)
+    dataset = tf.data.Dataset.from_tensor_slices(tf.ones([3])).batch(3)
+    for batch in strategy.experimental_distribute_dataset(dataset):
+        with pytest.raises(ConfigurationError, match=r"\(2,\), \(1,\).*axis=0"):
+            strategy.reduce("SUM", batch, axis=None)
+        assert float(strategy.reduce("SUM", batch, axis=0)) == 3.0
+
+
+@pytest.mark.parametrize("shard", ["none", "parameters"])
+def test_scalar_variables_are_numbers(shard):
+    """As one device's: a callback may ask for them at any time."""
+    seen = []
+
+    class Watch(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            optimizer = self.model.optimizer
+            seen.append((int(optimizer.iterations), float(optimizer.learning_rate)))
+
+    with make_strategy(2, shard=shard).scope():
+        model = dense_model()
+        model.compile(keras.optimizers.SGD(0.5), "mse", jit_compile=False)
+    x, _ = classification_data(24)
+    model.fit(x, x[:, :5], batch_size=12, verbose=0, callbacks=[Watch()])
+    assert seen == [(1, 0.5), (2, 0.5)]
+    with pytest.raises(TypeError):
+        int(model.weights[0])
+
+
+def test_a_static_loss_scale_divides_the_gradients_of_an_embedding():
+    """They are slices, which Python cannot divide; stock Keras stops at that."""
+
+    def trained(strategy, scale):
+        with strategy.scope():
+            keras.utils.set_random_seed(3)
+            model = keras.Sequential(
+                [
+                    keras.Input((3,), dtype="int32"),
+                    keras.layers.Embedding(5, 2),
+                    keras.layers.Flatten(),
+                    keras.layers.Dense(1),
+                ]
+            )
+            inner = keras.optimizers.SGD(0.1, loss_scale_factor=scale)
+            model.compile(tfdp.DistributedOptimizer(inner), "mse", jit_compile=False)
+        x = np.random.default_rng(1).integers(0, 5, (7, 3))
+        model.fit(x, x[:, :1] * 1.0, batch_size=4, shuffle=False, verbose=0)
+        return model.get_weights()
+
+    one = trained(tf.distribute.get_strategy(), None)
+    # A power of two changes no bit; sums of four rows: 2 * 0.1 * 2 * 16 u * 10 in all.
+    for mine, theirs in zip(trained(make_strategy(2), 8.0), one, strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=0, atol=4e-6)

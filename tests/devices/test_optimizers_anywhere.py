@@ -1,0 +1,151 @@
+"""Optimizers that the model does not show: in dictionaries, in loops, within others.
+
+Each is exact wherever it is called: gradients are added over the replicas before they
+are clipped, and before a loss scaler decides whether to leave out the step.
+"""
+
+import functools
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tests.support.kept_optimizers import Keeper, data, fit, loop, one_step, scaled
+from tests.support.parity import dense_model, make_strategy
+from tfdp.errors import ConfigurationError, ScopeError
+
+# A hang must not last: each row takes seconds.
+pytestmark = pytest.mark.timeout(250)
+
+SGD = functools.partial(keras.optimizers.SGD, 0.05)
+# What is asked -> the optimizer, whether a row is infinite, rows (K micro-batches of
+# Keras' own accumulation weigh alike, so they are of one size).
+ASKED = {
+    "scaled": (scaled, True, 53),
+    "scaled-clipped": (functools.partial(scaled, global_clipnorm=0.1), True, 53),
+    "scaled-accumulated": (
+        functools.partial(scaled, gradient_accumulation_steps=2, clipnorm=0.1),
+        True,
+        48,
+    ),
+    "clipped": (functools.partial(SGD, clipvalue=0.01), False, 53),
+    "accumulated-clipped": (
+        functools.partial(SGD, gradient_accumulation_steps=2, global_clipnorm=0.1),
+        False,
+        48,
+    ),
+}
+# Six updates of at most 0.05 with gradients below 10, each two sums of about 60 terms
+# apart: 6 * 0.05 * 10 * 2 * 60 u = 2e-5. Clipping before the sum: 1e-3 and more.
+BOUND = 2e-5
+
+
+def train(strategy, place, asked):
+    optimizer, is_infinite, rows = ASKED[asked]
+    x, y = data(is_infinite, rows)
+    if place == "loop":
+        return loop(strategy, optimizer, x, y)
+    options = {"run_eagerly": True} if place == "eager" else {}
+    place = "dictionary" if place == "eager" else place
+    return fit(strategy, place, optimizer, x, y, **options)
+
+
+@functools.cache
+def on_one_device(asked):
+    return train(tf.distribute.get_strategy(), "dictionary", asked)
+
+
+ROWS = [
+    (2, "dictionary", "scaled"),
+    (3, "dictionary", "accumulated-clipped"),
+    (3, "loop", "scaled"),
+    (3, "loop", "clipped"),
+]
+SLOW = [
+    (3, "dictionary", "scaled-accumulated"),
+    (3, "list", "scaled-clipped"),
+    (2, "nested", "scaled"),
+    (2, "eager", "scaled-clipped"),
+    (3, "loop", "scaled-accumulated"),
+    (2, "loop", "accumulated-clipped"),
+]
+ROWS += [pytest.param(*row, marks=pytest.mark.slow) for row in SLOW]
+
+
+@pytest.mark.parametrize("replicas, place, asked", ROWS)
+def test_equals_one_device(replicas, place, asked):
+    expected = on_one_device(asked)
+    got = train(make_strategy(replicas), place, asked)
+    assert got.keys() == expected.keys()
+    for key, value in expected.items():
+        np.testing.assert_allclose(got[key], value, rtol=0, atol=BOUND, err_msg=key)
+    if asked.startswith("scaled"):
+        assert got["scale"] == 2.0  # halved by the infinity, once in each epoch
+
+
+def replica_losses(strategy, optimizer, net):
+    loss = keras.losses.SparseCategoricalCrossentropy(True)
+
+    @tf.function
+    def step(batch):
+        return strategy.run(lambda x, y: one_step(net, optimizer, loss, x, y), batch)
+
+    batches = tf.data.Dataset.from_tensor_slices(data(False, 8)).batch(8)
+    for batch in strategy.experimental_distribute_dataset(batches):
+        step(batch)
+
+
+def test_an_optimizer_within_another_may_be_called_by_itself():
+    """A scaler's inner optimizer then reduces, as any other."""
+
+    def weights(strategy):
+        with strategy.scope():
+            net, outer = dense_model(), scaled(clipnorm=0.1)
+        replica_losses(strategy, outer.inner_optimizer, net)
+        return net.get_weights()
+
+    @tf.function
+    def step(net, optimizer, x, y):
+        one_step(net, optimizer, keras.losses.SparseCategoricalCrossentropy(True), x, y)
+
+    net, outer = dense_model(), scaled(clipnorm=0.1)
+    step(net, outer.inner_optimizer, *map(tf.constant, data(False, 8)))
+    several = weights(make_strategy(2))
+    for mine, theirs in zip(net.get_weights(), several, strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=0, atol=BOUND)
+
+
+def test_one_that_was_made_elsewhere_is_refused_where_it_is_used():
+    strategy = make_strategy(2)
+    optimizer = scaled()
+    with strategy.scope():
+        net = dense_model()
+    with pytest.raises(ScopeError, match=r"made|scope"):
+        replica_losses(strategy, optimizer, net)
+
+
+@pytest.mark.parametrize(
+    "optimizer, words",
+    [(scaled, "conditional"), (lambda: SGD(clipnorm=0.1), "has clipnorm set")],
+)
+def test_one_that_the_strategy_does_not_know_is_refused(optimizer, words):
+    strategy = make_strategy(2)
+    with strategy.scope():
+        net, unknown = dense_model(), optimizer()
+    # As if it were a copy, or made where no scope is open.
+    strategy.extended.made_optimizers = type(strategy.extended.made_optimizers)()
+    unknown.build(net.trainable_variables)
+    strategy.extended.made_optimizers = type(strategy.extended.made_optimizers)()
+    with pytest.raises(ConfigurationError, match=words):
+        replica_losses(strategy, unknown, net)
+
+
+def test_an_optimizer_in_a_list_is_checked_before_training():
+    optimizer = scaled()
+    with make_strategy(2).scope():
+        model = Keeper("list", optimizer)
+        model.compile(jit_compile=False)
+    optimizer.build(model.net.trainable_variables[:0])
+    with pytest.raises(ScopeError, match="was made under no strategy"):
+        model.fit(*data(False), batch_size=24, verbose=0)
