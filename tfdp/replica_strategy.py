@@ -290,5 +290,5 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
     def _sum_scalar(self, value: tf.Tensor, rank: Any) -> tf.Tensor:
         context, run = tf.distribute.get_replica_context(), self.extended.current_run
         value = run.own_part(rank, value)
-        with run.summing_own_parts():
+        with run.summing_own_parts(rank):
             return context.all_reduce(tf.distribute.ReduceOp.SUM, value)
