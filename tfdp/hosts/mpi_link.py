@@ -32,7 +32,6 @@ from tfdp.errors import (
     MissingDependencyError,
 )
 from tfdp.hosts.buffers import views_of
-from tfdp.hosts.channel import Channel
 from tfdp.hosts.handshake import session_secret
 from tfdp.hosts.host_link import Ranges
 from tfdp.hosts.own_address import own_address
@@ -327,17 +326,7 @@ class MpiLink(SocketLink):
                 lambda: self._mpi_exchange is None, self.timeout_seconds
             )
 
-    def _fail(self) -> None:
-        self._let_exit_abort()
-        super()._fail()
-
-    def _end_ring(
-        self, ring: Channel, channel: str, error: BaseException
-    ) -> BaseException:
-        self._let_exit_abort()
-        return super()._end_ring(ring, channel, error)
-
-    def _let_exit_abort(self) -> None:
+    def _note_failure(self) -> None:
         """At the end of this process MPI aborts instead of waiting for the others.
 
         That is after everything else: the error is printed by then.

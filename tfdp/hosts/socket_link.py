@@ -238,7 +238,11 @@ class SocketLink(HostLink):
     def _look(self, missed_seconds: float) -> None:
         """Several times in a second, from another thread, while nobody is lost."""
 
+    def _note_failure(self) -> None:
+        """Once an exchange has failed, or a worker is lost, here or elsewhere."""
+
     def _fail(self) -> None:
+        self._note_failure()
         self.close_channels()
         for listener in self._failure_listeners:
             listener(self._membership.failure or "a worker was lost")
@@ -299,6 +303,7 @@ class SocketLink(HostLink):
     ) -> BaseException:
         """Ends a ring whose exchange failed; returns what that is to be raised as."""
         ring.close()
+        self._note_failure()
         if self._is_closed:
             failure: BaseException = self._closed(f"{ring.words} was under way")
             ring.fail_with(failure)
