@@ -19,6 +19,7 @@ from tests.support.guests import (
     MOST_TOLD_BYTES,
     SLOW,
     GuestedDoors,
+    can_use_ipv6,
     hello_of,
     recorded_hello,
 )
@@ -314,14 +315,6 @@ def test_no_file_is_left_open_when_workers_do_not_meet():
         with pytest.raises(CollectiveError):
             meet(rank, 3, f"127.0.0.1:{free_port()}", 2, 0.2, SECRET)
     assert open_files() == before
-
-
-def can_use_ipv6():
-    try:
-        with socket.create_server(("::1", 0), family=socket.AF_INET6):
-            return True
-    except OSError:
-        return False
 
 
 @pytest.mark.parametrize("host", ["[::1]", "localhost", "127.0.0.1"])

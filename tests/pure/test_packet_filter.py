@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from tests.pure.test_guests import can_use_ipv6
+from tests.support.guests import can_use_ipv6
 from tfdp.hosts.packet_filter import (
     admit_all,
     admit_only,

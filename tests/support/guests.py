@@ -324,3 +324,12 @@ class GuestedDoors:
     def __exit__(self, *_):
         for guest in self.guests:
             guest.leave()
+
+
+def can_use_ipv6():
+    """Whether this machine has an IPv6 loopback."""
+    try:
+        with socket.create_server(("::1", 0), family=socket.AF_INET6):
+            return True
+    except OSError:
+        return False
