@@ -16,6 +16,7 @@ from tfdp._tf.chief_callbacks import let_only_the_chief_write, share_state
 from tfdp._tf.keras_batch import is_predict_step
 from tfdp._tf.multi_host_extended import MultiHostExtended
 from tfdp._tf.replica_run import ReplicaRun
+from tfdp._tf.seeds import agree_on_seed, seed_to_share
 from tfdp.cluster import Cluster, find_cluster
 from tfdp.collectives.across_hosts import AcrossHostsEngine
 from tfdp.collectives.choose import choose_engine
@@ -393,7 +394,4 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
 
     def _share_seed(self) -> None:
         """Shuffles of `fit` are alike on all hosts: each takes its part of them."""
-        mine = np.array(names.global_seed() or np.random.default_rng().integers(2**31))
-        seed = int(self.from_chief(mine.astype(np.int64), "seed"))
-        if names.global_seed() is None:
-            tf.random.set_seed(seed)
+        agree_on_seed(self.from_chief(seed_to_share(), "seed"))

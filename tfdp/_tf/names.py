@@ -107,6 +107,7 @@ __all__ = [
     "make_token",
     "model_built_by_caller",
     "own_copy",
+    "put_global_seed",
     "record_operation",
     "regroup_mirrored",
     "run_independently",
@@ -176,6 +177,14 @@ def is_default_strategy(strategy: tf.distribute.Strategy) -> bool:
 def global_seed() -> int | None:
     """What `tf.random.set_seed` was given; None when it was not called."""
     return eager_context.global_seed()
+
+
+def put_global_seed(seed: int | None) -> None:
+    """Sets what `global_seed` returns, and nothing else.
+
+    `tf.random.set_seed` would also begin the draws of unseeded operations anew.
+    """
+    eager_context.context()._seed = seed
 
 
 def variant_of(dataset: tf.data.Dataset) -> tf.Tensor:

@@ -15,6 +15,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdp._tf.seeds import seeds_of_program
 from tfdp.data.encoding import decode_examples
 from tfdp.data.host_share import share_of_host
 from tfdp.data.index import RecordIndex, find_index
@@ -132,7 +133,8 @@ def read_tfrecords(
         records = records.shard(share.hosts, share.host)
     if shuffle:
         buffer_examples = shuffle_buffer_examples or _default_buffer_examples(index)
-        records = records.shuffle(buffer_examples, seed=seed)
+        with seeds_of_program():
+            records = records.shuffle(buffer_examples, seed=seed)
     features = index.features
     if transform is None and not any(spec.varies for spec in features.values()):
         batches = records.batch(batch_size, drop_remainder=drop_remainder)
@@ -185,7 +187,8 @@ def _interleaved_records(
     counts = tf.constant([file.examples for file in index.files], tf.int64)
     files = tf.data.Dataset.from_tensor_slices((paths, counts))
     if shuffle:
-        files = files.shuffle(len(paths), seed=seed)
+        with seeds_of_program():
+            files = files.shuffle(len(paths), seed=seed)
     check = FileCheck(index)
     files = files.map(lambda path, count: (_checked_in_graph(check, path), count))
     bytes_per_example = max(1, index.size_bytes // index.examples)

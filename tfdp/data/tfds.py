@@ -8,6 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdp._tf.seeds import seeds_of_program
 from tfdp.data.pipeline import (
     batch_examples,
     check_batching,
@@ -96,19 +97,21 @@ def from_tfds(
         interleave_cycle_length=_INTERLEAVE_FILES,
     )
     try:
-        examples = builder.as_dataset(
-            split=split,
-            shuffle_files=shuffle,
-            as_supervised=as_supervised,
-            read_config=read_config,
-        )
+        with seeds_of_program():
+            examples = builder.as_dataset(
+                split=split,
+                shuffle_files=shuffle,
+                as_supervised=as_supervised,
+                read_config=read_config,
+            )
     except (ValueError, NotImplementedError, AssertionError, OSError) as error:
         raise DataError(
             f"{builder.info.full_name} cannot be read as a tf.data.Dataset: {error}"
         ) from error
     if shuffle:
         buffer_examples = shuffle_buffer_examples or _DEFAULT_BUFFER_EXAMPLES
-        examples = examples.shuffle(min(count, buffer_examples), seed=seed)
+        with seeds_of_program():
+            examples = examples.shuffle(min(count, buffer_examples), seed=seed)
     examples = select_features(examples, None, transform)
     batches = batch_examples(
         examples, global_batch_size, drop_remainder, variable_length
