@@ -96,7 +96,7 @@ class OneDevice:
         self.unit = compute_round_off(self.model)
         self.size = tf.Variable(0.0, trainable=False)
         self.seed = tf.Variable(0, trainable=False, dtype=tf.int64)
-        n = max(program.data.batches) + WIDEST
+        n = max(program.data.sizes) + WIDEST
         for optimizer in optimizers_of(self.model):
             self._perturb(optimizer, 2 * math.sqrt(n) * self.unit)
         self.variables = list({id(v): v for v in self._variables()}.values())
@@ -156,7 +156,7 @@ class OneDevice:
 
     def _moved(self, rng):
         """The rows of each batch in another order, but where layers draw numbers."""
-        sizes = self.program.data.batches
+        sizes = self.program.data.sizes
         ends = np.cumsum(sizes)
         self.order = np.concatenate(
             [
@@ -185,7 +185,7 @@ def bounds(program, one, answer, twins):
     The stored part is that of `rounding.bound`: each update rounds. A mean of n terms
     of the size of the largest that the program tells rounds n times at most.
     """
-    steps = len(program.data.batches) * program.epochs * len(program.calls)
+    steps = len(program.data.sizes) * program.epochs * len(program.calls)
     terms = [np.abs(v) for key, v in answer.items() if ": " in key and v.size]
     size = max([1.0, *(float(np.nanmax(t)) for t in terms if np.isfinite(t).any())])
     n = sum(program.data.batches) + WIDEST
