@@ -35,6 +35,17 @@ def is_random(program):
     return any(name in RANDOM for name in layer_names(program))
 
 
+def may_overflow(program):
+    """Whether sums may leave float16: those of replicas, which are smaller, may not.
+
+    Keras' and tfdp's first loss scale is 2^15; `optimizers.make_optimizer` takes 2^10.
+    """
+    chosen = program.optimizer
+    return program.policy == "mixed_float16" and (
+        chosen.wrapper != "loss_scale" or "loss_scale_factor" in chosen.options
+    )
+
+
 def make_rows(program):
     return (
         Rows(program, sum(program.data.batches), seed=1),
