@@ -225,7 +225,7 @@ def sensible(program):
         "ema" in option for option in program.optimizer.options
     ):
         changes["callbacks"] = ()
-    if program.policy == "float64":
+    if program.policy != "float32":
         # TensorFlow's in_top_k takes float32 only.
         changes["outputs"] = tuple(
             dataclasses.replace(

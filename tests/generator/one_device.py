@@ -78,11 +78,12 @@ def state_of(model):
         # Keras builds the compiled one for all variables under a strategy, and for
         # those that it is given on one device.
         return found, exact
-    for number, optimizer in enumerate(chosen):
-        for place, variable in enumerate(inner_variables(optimizer)):
-            key = f"optimizer {number} variable {place} {variable.path.split('/')[-1]}"
-            is_float = variable.dtype.startswith(("float", "bfloat"))
-            (found if is_float else exact)[key] = value_of(variable)
+    for variable in inner_variables(chosen[0]):
+        key = f"optimizer {variable.path.split('/')[-1]}"
+        is_float = variable.dtype.startswith(("float", "bfloat"))
+        # `MultiOptimizer` has several variables of a name.
+        same = found if is_float else exact
+        same[f"{key} {len(same)}" if key in same else key] = value_of(variable)
     return found, exact
 
 
