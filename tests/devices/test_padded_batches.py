@@ -113,6 +113,23 @@ def test_confusion_metrics_count_real_rows_once():
     assert_equal_to_one_device(StandInStrategy(2), fit)
 
 
+def test_confusion_metrics_of_sequences_count_real_rows_once():
+    """As many time steps as a replica has rows: weights along either axis fit."""
+    steps = BATCH_SIZE // 2
+
+    def build():
+        keras.utils.set_random_seed(0)
+        inputs = keras.Input((steps, 3))
+        return keras.Model(inputs, keras.layers.Dense(2, "sigmoid")(inputs))
+
+    rng = np.random.default_rng(3)
+    x = rng.normal(size=(ROWS_OF_FIT, steps, 3)).astype("float32")
+    y = (rng.uniform(size=(ROWS_OF_FIT, steps, 2)) > 0.5).astype("float32")
+    options = {"metrics": ["auc", "recall", "binary_accuracy"]}
+    fit = (build, "binary_crossentropy", {"x": x, "y": y}, options)
+    assert_equal_to_one_device(StandInStrategy(2), fit)
+
+
 @pytest.mark.parametrize(
     "reduction", ["sum_over_batch_size", "mean_with_sample_weight", "sum"]
 )

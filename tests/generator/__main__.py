@@ -10,6 +10,7 @@ import runpy
 import sys
 
 from tests.generator.child import Child
+from tests.generator.known import KNOWN
 from tests.generator.search import Search
 
 
@@ -20,12 +21,24 @@ def main(arguments=None):
     parser.add_argument("--seed", type=int, help="of the first round; else drawn")
     parser.add_argument("--folder", help="where findings are written")
     parser.add_argument("--reduce-seconds", type=float, default=240.0)
+    parser.add_argument(
+        "--with-known",
+        nargs="*",
+        default=(),
+        metavar="WORDS",
+        help="draws what known.py leaves out, too: lines that hold these words",
+    )
     parser.add_argument("--from-file", help="runs the program of a finding's file")
     chosen = parser.parse_args(arguments)
     if chosen.from_file:
         return replay(runpy.run_path(chosen.from_file)["program"])
     seed = random.randrange(10**6) if chosen.seed is None else chosen.seed
-    search = Search(chosen.minutes, seed, chosen.folder, chosen.reduce_seconds)
+    switched_on = [
+        line for line in KNOWN if any(words in line for words in chosen.with_known)
+    ]
+    search = Search(
+        chosen.minutes, seed, chosen.folder, chosen.reduce_seconds, switched_on
+    )
     findings = search.run()
     print(search.summary())
     return 1 if findings else 0

@@ -60,10 +60,11 @@ class Caller:
         return self.found
 
     def batches(self):
-        ends = np.cumsum(self.program.data.batches)
+        sizes = self.program.data.sizes
+        ends = np.cumsum(sizes)
         return [
             self.rows.arrays(end - rows, end)
-            for end, rows in zip(ends, self.program.data.batches, strict=True)
+            for end, rows in zip(ends, sizes, strict=True)
         ]
 
     def source(self, with_targets=True):

@@ -225,6 +225,16 @@ def sensible(program):
         "ema" in option for option in program.optimizer.options
     ):
         changes["callbacks"] = ()
+    if program.policy != "float32":
+        # TensorFlow's in_top_k takes float32 only.
+        changes["outputs"] = tuple(
+            dataclasses.replace(
+                output,
+                metrics=_without_top(output.metrics),
+                weighted_metrics=_without_top(output.weighted_metrics),
+            )
+            for output in program.outputs
+        )
     if "schedule" in program.optimizer.options:
         # Callbacks cannot set the rate of a schedule.
         left = [c for c in program.callbacks if c not in ("plateau", "scheduler")]
@@ -232,6 +242,10 @@ def sensible(program):
     if "subclass" == program.form and program.train_step == "two_optimizers":
         changes["form"] = "functional"
     return dataclasses.replace(program, **changes)
+
+
+def _without_top(names):
+    return tuple(name for name in names if "top" not in name)
 
 
 def _with_layout(program, **changes):

@@ -35,6 +35,17 @@ def is_random(program):
     return any(name in RANDOM for name in layer_names(program))
 
 
+def may_overflow(program):
+    """Whether sums may leave float16: those of replicas, which are smaller, may not.
+
+    Keras' and tfdp's first loss scale is 2^15; `optimizers.make_optimizer` takes 2^10.
+    """
+    chosen = program.optimizer
+    return program.policy == "mixed_float16" and (
+        chosen.wrapper != "loss_scale" or "loss_scale_factor" in chosen.options
+    )
+
+
 def make_rows(program):
     return (
         Rows(program, sum(program.data.batches), seed=1),
@@ -67,11 +78,12 @@ def state_of(model):
         # Keras builds the compiled one for all variables under a strategy, and for
         # those that it is given on one device.
         return found, exact
-    for number, optimizer in enumerate(chosen):
-        for place, variable in enumerate(inner_variables(optimizer)):
-            key = f"optimizer {number} variable {place} {variable.path.split('/')[-1]}"
-            is_float = variable.dtype.startswith(("float", "bfloat"))
-            (found if is_float else exact)[key] = value_of(variable)
+    for variable in inner_variables(chosen[0]):
+        key = f"optimizer {variable.path.split('/')[-1]}"
+        is_float = variable.dtype.startswith(("float", "bfloat"))
+        # `MultiOptimizer` has several variables of a name.
+        same = found if is_float else exact
+        same[f"{key} {len(same)}" if key in same else key] = value_of(variable)
     return found, exact
 
 
@@ -96,7 +108,7 @@ class OneDevice:
         self.unit = compute_round_off(self.model)
         self.size = tf.Variable(0.0, trainable=False)
         self.seed = tf.Variable(0, trainable=False, dtype=tf.int64)
-        n = max(program.data.batches) + WIDEST
+        n = max(program.data.sizes) + WIDEST
         for optimizer in optimizers_of(self.model):
             self._perturb(optimizer, 2 * math.sqrt(n) * self.unit)
         self.variables = list({id(v): v for v in self._variables()}.values())
@@ -156,7 +168,7 @@ class OneDevice:
 
     def _moved(self, rng):
         """The rows of each batch in another order, but where layers draw numbers."""
-        sizes = self.program.data.batches
+        sizes = self.program.data.sizes
         ends = np.cumsum(sizes)
         self.order = np.concatenate(
             [
@@ -185,7 +197,7 @@ def bounds(program, one, answer, twins):
     The stored part is that of `rounding.bound`: each update rounds. A mean of n terms
     of the size of the largest that the program tells rounds n times at most.
     """
-    steps = len(program.data.batches) * program.epochs * len(program.calls)
+    steps = len(program.data.sizes) * program.epochs * len(program.calls)
     terms = [np.abs(v) for key, v in answer.items() if ": " in key and v.size]
     size = max([1.0, *(float(np.nanmax(t)) for t in terms if np.isfinite(t).any())])
     n = sum(program.data.batches) + WIDEST

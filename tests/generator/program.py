@@ -75,9 +75,9 @@ class Data(Plain):
     """What is trained on.
 
     Args:
-      batches: the rows of each global batch of an epoch.
-      source: "arrays" (all batches but the last have one size), "dataset" (batches
-        of any size) or "generator" (the same from a Python generator).
+      batches: the rows of each global batch of an epoch; see `sizes`.
+      source: "arrays" (all batches but the last are as large as the first), "dataset"
+        (batches of any size) or "generator" (the same from a Python generator).
       weighting: "none", "sample_weight", "zero_weights" (some rows weigh nothing) or
         "class_weight".
       validation_rows: of the one batch that "fit-validate" validates with.
@@ -89,6 +89,14 @@ class Data(Plain):
     weighting: str = "none"
     validation_rows: int = 8
     seed: int = 0
+
+    @property
+    def sizes(self):
+        """The rows of each global batch, as Keras makes them of this source."""
+        if self.source != "arrays":
+            return self.batches
+        whole, rest = divmod(sum(self.batches), self.batches[0])
+        return (*[self.batches[0]] * whole, *([rest] if rest else []))
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -153,7 +161,7 @@ def leaves_a_replica_empty(rows, replicas):
 
 def has_empty_replica(program):
     """Whether any batch of the program leaves a replica without rows."""
-    batches = list(program.data.batches)
+    batches = list(program.data.sizes)
     if "fit-validate" in program.calls:
         batches.append(program.data.validation_rows)
     return any(leaves_a_replica_empty(n, program.layout.replicas) for n in batches)
@@ -172,7 +180,7 @@ def features(program):
         found |= _changed(part, leave_out=("batches", "seed", "options", "replicas"))
     found |= _changed(program, leave_out=_TOLD_ABOVE)
     replicas = program.layout.replicas
-    if any(rows % replicas for rows in program.data.batches):
+    if any(rows % replicas for rows in program.data.sizes):
         found.add("uneven batch")
     if replicas != 2:
         found.add("one replica" if replicas == 1 else "three replicas or more")

@@ -16,6 +16,9 @@ from tests.generator.known import is_documented, is_known
 from tests.generator.program import features
 from tests.generator.reduce import reduce
 
+# Plainer programs are what all other tests are made of, and cost as much time.
+LEAST_FEATURES = 6
+
 REPLAY = """\
 from tests.generator.__main__ import replay
 from tests.generator.program import *
@@ -110,6 +113,8 @@ class Search:
         """One seed: until something new differs, or thirty programs."""
 
         def meet(program):
+            if len(features(program)) < LEAST_FEATURES:
+                hypothesis.reject()
             if is_known(program, self._switched_on):
                 hypothesis.reject()
             if time.monotonic() > self._end:

@@ -186,7 +186,11 @@ def _weigh_each_metric(update: Callable, padding: Padding, metrics: Any) -> Call
 def _weigh_rows_of_metric(update: Callable, padding: Padding, metric: Any) -> Callable:
     def update_state(y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
         if sample_weight is None:
-            sample_weight = padding.weights(1)
+            # Means take a weight per row. Others (AUC, Recall) count every entry, and
+            # Keras spreads a weight per row along the wrong axis of more than two.
+            axes = len(y_pred.shape)
+            by_row = isinstance(metric, keras.metrics.Mean) or axes <= 2
+            sample_weight = padding.weights(1 if by_row else axes)
             mask = _mask_of(y_pred)
             if mask is not None:
                 ones = tf.ones_like(mask, sample_weight.dtype)
