@@ -123,6 +123,25 @@ def test_a_late_worker_is_named():
     assert "worker 1 has come to the end of its script" in str(error)
 
 
+@pytest.mark.parametrize("workers", [2, 3])
+@pytest.mark.parametrize("raises", [True, False])
+def test_who_leaves_is_not_waited_for_in_a_note(workers, raises):
+    def work(link):
+        if link.rank != 1:
+            link.share_note("dataset 0", "here")
+        elif raises:
+            try:
+                raise ValueError("the first error")
+            except ValueError:
+                link.close()
+
+    errors = on_workers(workers, work)
+    word = "raised ValueError: the first error" if raises else "come to the end"
+    assert f"worker 1 has {word}" in str(errors[0])
+    # Perhaps they have heard of worker 0 by then, which closed its link in turn.
+    assert all(isinstance(error, WorkerLostError) for error in errors[2:])
+
+
 @pytest.mark.parametrize(
     "ranks, sizes, words",
     [

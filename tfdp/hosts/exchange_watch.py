@@ -16,6 +16,7 @@ from tfdp.errors import WorkerLostError
 from tfdp.hosts.host_link import HostLink
 from tfdp.hosts.lost_worker import late_words, say_lost
 from tfdp.hosts.rendezvous import name_workers
+from tfdp.hosts.waits import NOTICE_SECONDS, say_waiting
 
 __all__ = ["ExchangeWatch"]
 
@@ -76,25 +77,31 @@ class ExchangeWatch:
             self._has_told.wait(NEWS_SECONDS)
 
     def _look(self) -> None:
-        told, next_word = 0, 0.0
+        told, next_word, said_since = 0, 0.0, 0.0
         while not self._is_over.wait(LOOK_SECONDS):
             now = time.monotonic()
             with self._lock:
                 begun = self._begun
-                since = min((start for start, _ in self._open.values()), default=now)
+                since, label = min(self._open.values(), default=(now, ""))
             with contextlib.suppress(WorkerLostError, OSError):
                 if begun != told and now > next_word:
                     self._link.leave_note(NOTE_KEY, str(begun))
                     told, next_word = begun, now + WORD_SECONDS
+                if now - since > NOTICE_SECONDS and since != said_since:
+                    said_since, what = since, f"an exchange ({label})"
+                    say_waiting(self._link.rank, now - since, what, self._late(begun))
                 if now - since > self._link.timeout_seconds:
                     self._end(self._who_is_missing(begun))
                 elif now - since > LOOK_SECONDS and (news := self._link.news()):
                     self._end(news)
 
-    def _who_is_missing(self, begun: int) -> str:
+    def _late(self, begun: int) -> list[int]:
         notes = self._link.wait_for_notes(NOTE_KEY, lambda notes: True)
         others = [r for r in range(self._link.workers) if r != self._link.rank]
-        late = [r for r in others if int(notes.get(r, 0)) < begun]
+        return [r for r in others if int(notes.get(r, 0)) < begun]
+
+    def _who_is_missing(self, begun: int) -> str:
+        late = self._late(begun)
         if late:
             return late_words(name_workers(late), self._link.timeout_seconds)
         return (

@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from tfdp.hosts.host_link import CHANNELS
 from tfdp.hosts.last_words import words_of_now
 
 __all__ = ["BEAT_SECONDS", "Membership"]
@@ -41,6 +42,7 @@ class Membership:
       connections: to each other worker by rank (on worker 0), else to worker 0 only.
       silence_seconds: how long a worker may be silent before it counts as lost.
       on_failure: called once, from the thread, when a worker is lost.
+      on_look: called again and again from the thread; must not wait.
     """
 
     def __init__(
@@ -50,15 +52,19 @@ class Membership:
         connections: dict[int, socket.socket],
         silence_seconds: float,
         on_failure: Callable[[], None],
+        on_look: Callable[[], None] = lambda: None,
     ):
         self.rank = rank
         self.failure: str | None = None
         self._workers = workers
-        #: By rank: the number of the exchange that it was last heard to be in.
-        self.positions: dict[int, int] = dict.fromkeys((rank, *connections), 0)
+        #: By channel and rank: the exchange that it was last heard to be in.
+        self.positions: dict[str, dict[int, int]] = {
+            channel: dict.fromkeys((rank, *connections), 0) for channel in CHANNELS
+        }
         self._connections = connections
         self._silence_seconds = silence_seconds
         self._on_failure = on_failure
+        self._on_look = on_look
         self._heard = dict.fromkeys(connections, time.monotonic())
         self._partial = dict.fromkeys(connections, b"")
         self._left: dict[int, Goodbye] = {}  # in the order in which they left
@@ -74,13 +80,20 @@ class Membership:
         )
         self._thread.start()
 
-    def arrive(self, exchange: int) -> None:
+    def arrive(self, exchange: int, channel: str) -> None:
         """Notes that this worker has come to exchange number `exchange`."""
-        self.positions[self.rank] = exchange
+        self.positions[channel][self.rank] = exchange
 
-    def late(self, exchange: int) -> list[int]:
+    def late(self, exchange: int, channel: str) -> list[int]:
         """The workers that were not heard to have come to `exchange`."""
-        return sorted(r for r, at in self.positions.items() if at < exchange)
+        positions = self.positions[channel].copy()
+        return sorted(r for r, at in positions.items() if at < exchange)
+
+    def without_note(self, key: str) -> list[int]:
+        """The workers that have left no note under `key`."""
+        with self._changed:
+            notes = self._notes.get(key, {}).keys()
+            return sorted(set(range(self._workers)) - notes)
 
     def wait_for_news(self, seconds: float) -> str | None:
         """Why an exchange broke, which may be heard a moment after it is felt."""
@@ -135,15 +148,29 @@ class Membership:
         """
         with self._changed:
             self._changed.wait_for(
-                lambda: self.failure or enough(self._notes.get(key, {})), seconds
+                lambda: (
+                    self.failure
+                    or enough(self._notes.get(key, {}))
+                    or self._lacks_word_of_who_left(key)
+                ),
+                seconds,
             )
+            is_in_vain = self._lacks_word_of_who_left(key)
             notes = dict(self._notes.get(key, {}))
         if enough(notes):
             return notes
-        if self.failure:
-            raise ConnectionError(self.failure)
-        missing = sorted(self.positions.keys() - notes.keys()) or "others"
+        if self.failure or is_in_vain:
+            raise ConnectionError(self.failure or self._who_left())
+        missing = sorted(set(range(self._workers)) - notes.keys()) or "others"
         raise TimeoutError(f"no word of {key} from workers {missing}")
+
+    def _lacks_word_of_who_left(self, key: str) -> bool:
+        # Notes come before the goodbye, on the same connection.
+        notes = self._notes.get(key, {})
+        return any(
+            error is not None or rank not in notes
+            for rank, (error, _) in list(self._left.items())
+        )
 
     def on_note(self, key: str, listener: NoteListener) -> None:
         """Calls `listener` with the notes under `key` now and whenever one comes.
@@ -211,13 +238,14 @@ class Membership:
                 if not self._read(key.data):
                     selector.unregister(key.fileobj)
             self._check_silence()
+            self._on_look()
         selector.close()
 
-    def _known_positions(self) -> dict[int, int]:
+    def _known_positions(self) -> dict[str, dict[int, int]]:
         # The coordinator passes on what it has heard; the others know themselves only.
         if self.rank == 0:
-            return self.positions
-        return {self.rank: self.positions[self.rank]}
+            return {name: at.copy() for name, at in self.positions.items()}
+        return {name: {self.rank: at[self.rank]} for name, at in self.positions.items()}
 
     def _read(self, peer: int) -> bool:
         """Handles what `peer` sent; false when its connection is at its end."""
@@ -243,6 +271,9 @@ class Membership:
                 self._left.setdefault(int(rank), _checked(goodbye))
         if "goodbye" in message:
             self._left.setdefault(peer, _checked(message["goodbye"]))
+        if message.get("left") or "goodbye" in message:
+            with self._changed:
+                self._changed.notify_all()
         if "failure" in message:
             self._fail(message["failure"])
         if "note" in message:
@@ -253,9 +284,10 @@ class Membership:
                 self._notes[key] = {int(rank): note for rank, note in notes.items()}
                 self._changed.notify_all()
             self._tell_listener(key)
-        for rank, position in message.get("at", {}).items():
-            if int(rank) != self.rank:
-                self.positions[int(rank)] = position
+        for channel, positions in message.get("at", {}).items():
+            for rank, position in positions.items():
+                if int(rank) != self.rank:
+                    self.positions[channel][int(rank)] = position
 
     def _check_silence(self) -> None:
         now = time.monotonic()

@@ -47,7 +47,12 @@ def parse_address(address: str) -> tuple[str, int]:
 
 
 def meet(
-    rank: int, workers: int, coordinator: str, channels: int, timeout_seconds: float
+    rank: int,
+    workers: int,
+    coordinator: str,
+    channels: int,
+    timeout_seconds: float,
+    present: set[int] | None = None,
 ) -> Meeting:
     """Connects this worker with all others.
 
@@ -57,6 +62,7 @@ def meet(
       coordinator: "host:port" where worker 0 listens.
       channels: how many rings to form; each keeps an order of its own.
       timeout_seconds: how long to wait for the others.
+      present: gets the rank of everybody who comes, on worker 0.
 
     Raises:
       CollectiveError: when not all came in time (it names who was missing), or when
@@ -72,7 +78,7 @@ def meet(
             "port": data_listener.getsockname()[1],
         }
         if rank == 0:
-            control, addresses = _receive_all(me, port, deadline)
+            control, addresses = _receive_all(me, port, deadline, present)
         else:
             control, addresses = _join(me, (host, port), deadline)
         # Who came first may have used up its time while it waited for the others.
@@ -82,7 +88,7 @@ def meet(
 
 
 def _receive_all(
-    me: dict[str, Any], port: int, deadline: float
+    me: dict[str, Any], port: int, deadline: float, present: set[int] | None
 ) -> tuple[dict[int, socket.socket], list[tuple[str, int]]]:
     workers = me["workers"]
     control: dict[int, socket.socket] = {}
@@ -109,6 +115,8 @@ def _receive_all(
                 remaining = max(deadline - time.monotonic(), 0.0)
                 write_line(connection, {"wait_seconds": remaining})
             control[hello["rank"]] = connection
+            if present is not None:
+                present.add(hello["rank"])
             addresses[hello["rank"]] = (peer_host, hello["port"])
     for peer, connection in control.items():
         # Worker 0 itself is where the others found it.

@@ -7,6 +7,7 @@ n of all others. A header before each tells whether they are about the same thin
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import struct
 import threading
@@ -31,6 +32,7 @@ from tfdp.hosts.ring import (
     ring_sum,
 )
 from tfdp.hosts.rounded_wire import RoundedWire, wire_type
+from tfdp.hosts.waits import NOTICE_SECONDS, Waits, say_waiting
 from tfdp.hosts.wire import Receiver, Sender
 
 __all__ = ["SocketLink"]
@@ -60,7 +62,10 @@ class SocketLink(HostLink):
         silence_seconds: float = 15.0,
     ):
         super().__init__(rank, workers, timeout_seconds)
-        meeting = meet(rank, workers, coordinator, len(CHANNELS), timeout_seconds)
+        with _says_that_it_waits(rank, workers, coordinator) as present:
+            meeting = meet(
+                rank, workers, coordinator, len(CHANNELS), timeout_seconds, present
+            )
         self._channels = {
             name: _Channel(
                 Sender(to_next, timeout_seconds),
@@ -73,10 +78,16 @@ class SocketLink(HostLink):
         self.hosts = meeting.hosts
         self._failure_listeners: list[Callable[[str], None]] = []
         self._is_closed = False
+        self._waits = Waits(rank)
         self._pool = BufferPool()
         self._exchange_numbers = itertools.count(1)
         self._membership = Membership(
-            rank, workers, meeting.control, silence_seconds, self._fail
+            rank,
+            workers,
+            meeting.control,
+            silence_seconds,
+            self._fail,
+            self._waits.look,
         )
 
     def sum(
@@ -179,7 +190,11 @@ class SocketLink(HostLink):
 
     def share_note(self, key: str, note: str) -> dict[int, str]:
         """See `HostLink.share_note`."""
-        with self._waiting_for_word(key):
+        missing = functools.partial(self._membership.without_note, key)
+        with (
+            self._waiting_for_word(key),
+            self._waits.waiting(f"a comparison ({key})", missing),
+        ):
             return self._membership.share_note(key, note, self.timeout_seconds)
 
     def leave_note(self, key: str, note: str) -> None:
@@ -252,13 +267,16 @@ class SocketLink(HostLink):
         ring = self._channels[channel]
         with ring.lock:
             ring.count += 1
-            if channel == "step":
-                self._membership.arrive(ring.count)
+            self._membership.arrive(ring.count, channel)
             start = time.monotonic()
-            try:
-                yield ring
-            except OSError as error:
-                raise self._lost(label, ring.count, start, error) from error
+            late = functools.partial(self._membership.late, ring.count, channel)
+            with self._waits.waiting(f"exchange {ring.count} ({label})", late):
+                try:
+                    yield ring
+                except OSError as error:
+                    raise self._lost(
+                        label, ring.count, channel, start, error
+                    ) from error
 
     def _agree(self, ring: _Channel, kind: str, size_bytes: int, label: str) -> None:
         mine = HEADER.pack(kind.encode(), ring.count, size_bytes)
@@ -277,19 +295,41 @@ class SocketLink(HostLink):
         )
 
     def _lost(
-        self, label: str, count: int, start: float, error: OSError
+        self, label: str, count: int, channel: str, start: float, error: OSError
     ) -> WorkerLostError:
         waited = time.monotonic() - start
         is_timeout = isinstance(error, (TimeoutError, BlockingIOError))
         reason = self._membership.wait_for_news(0.0 if is_timeout else NEWS_SECONDS)
         if reason is None and is_timeout:
-            late = self._membership.late(count)
+            late = self._membership.late(count, channel)
             who = name_workers(late) if late else "a worker"
             reason = late_words(who, self.timeout_seconds)
         reason = reason or f"a connection broke ({error})"
         return WorkerLostError(
             say_lost(self.rank, waited, f"exchange {count} ({label})", reason)
         )
+
+
+@contextlib.contextmanager
+def _says_that_it_waits(
+    rank: int, workers: int, coordinator: str
+) -> Iterator[set[int]]:
+    """While the workers meet: a set for those that have come, as worker 0 knows."""
+    present = {rank}
+
+    def say() -> None:
+        missing = sorted(set(range(workers)) - present)
+        # The others hear of nobody before all have come.
+        known = missing if rank == 0 else []
+        say_waiting(rank, NOTICE_SECONDS, f"the meeting at {coordinator}", known)
+
+    timer = threading.Timer(NOTICE_SECONDS, say)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield present
+    finally:
+        timer.cancel()
 
 
 def by_worker(ranges: Ranges) -> list[list[Block]]:
