@@ -19,7 +19,7 @@ def on_workers(workers, work, **options):
     address = f"127.0.0.1:{free_port()}"
 
     def run(rank):
-        link = SocketLink(rank, workers, address, timeout_seconds=5, **options)
+        link = SocketLink(rank, workers, address, **{"timeout_seconds": 5, **options})
         try:
             return work(link)
         except CollectiveError as error:
@@ -135,7 +135,9 @@ def test_who_leaves_is_not_waited_for_in_a_note(workers, raises):
             except ValueError:
                 link.close()
 
-    errors = on_workers(workers, work)
+    start = time.monotonic()
+    errors = on_workers(workers, work, timeout_seconds=120)
+    assert time.monotonic() - start < 100  # not the links' own deadline
     word = "raised ValueError: the first error" if raises else "come to the end"
     assert f"worker 1 has {word}" in str(errors[0])
     # Perhaps they have heard of worker 0 by then, which closed its link in turn.
