@@ -16,6 +16,7 @@ from tfdp._tf.keras_batch import is_predict_step
 from tfdp._tf.multi_host_extended import MultiHostExtended
 from tfdp._tf.replica_run import ReplicaRun
 from tfdp.cluster import Cluster, find_cluster
+from tfdp.cluster_resolver import resolver_of
 from tfdp.collectives.across_hosts import AcrossHostsEngine
 from tfdp.collectives.choose import choose_engine
 from tfdp.collectives.shards_across_hosts import ShardsAcrossHostsEngine
@@ -133,6 +134,10 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
             draws_per_replica=draws_per_replica,
             alone=True,  # the others are known, and met below
         )
+        names_of_hosts = ["localhost"] if self._link is None else self._link.hosts
+        self._cluster_resolver = resolver_of(
+            found, names_of_hosts, self.extended.worker_devices
+        )
 
     def _make_cross_device_ops(
         self, communication: Communication
@@ -224,6 +229,11 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
         over_hosts = self._shards_over_hosts
         engine = ShardsAcrossHostsEngine if over_hosts else AcrossHostsEngine
         return engine(devices, self._link, wire_dtype)
+
+    @property
+    def cluster_resolver(self) -> tf.distribute.cluster_resolver.ClusterResolver:
+        """This worker's `task_type` and `task_id`, as TensorFlow's programs ask."""
+        return self._cluster_resolver
 
     @property
     def hosts(self) -> int:
