@@ -18,6 +18,7 @@ from tfdp._tf.multi_host_extended import MultiHostExtended
 from tfdp._tf.replica_run import ReplicaRun
 from tfdp._tf.seeds import agree_on_seed, seed_to_share
 from tfdp.cluster import Cluster, find_cluster
+from tfdp.cluster_resolver import resolver_of
 from tfdp.collectives.across_hosts import AcrossHostsEngine
 from tfdp.collectives.choose import choose_engine
 from tfdp.collectives.shards_across_hosts import ShardsAcrossHostsEngine
@@ -138,6 +139,11 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
                 draws_per_replica=draws_per_replica,
                 alone=True,  # the others are known, and met below
             )
+            self._cluster_resolver = resolver_of(
+                found,
+                ["localhost"] if self._link is None else self._link.hosts,
+                self.extended.worker_devices,
+            )
         except BaseException:
             # The others then hear that this worker will not come.
             self.close()
@@ -233,6 +239,11 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
         over_hosts = self._shards_over_hosts
         engine = ShardsAcrossHostsEngine if over_hosts else AcrossHostsEngine
         return engine(devices, self._link, wire_dtype)
+
+    @property
+    def cluster_resolver(self) -> tf.distribute.cluster_resolver.ClusterResolver:
+        """This worker's `task_type` and `task_id`, as TensorFlow's programs ask."""
+        return self._cluster_resolver
 
     @property
     def hosts(self) -> int:

@@ -1,10 +1,14 @@
 """What `MultiHostDataParallelStrategy` refuses before it looks for anybody."""
 
+import json
+
 import numpy as np
 import pytest
 
 import tfdp
 from tests.pure.test_socket_link import on_workers
+from tests.support.stand_in_link import StandInLink
+from tfdp import multi_host
 from tfdp.errors import CollectiveError, ConfigurationError
 
 TWO = tfdp.Cluster(rank=0, workers=2, coordinator="127.0.0.1:1")
@@ -62,3 +66,55 @@ def test_an_array_of_another_kind_than_the_chiefs_is_refused(others):
     for error in on_workers(2, work):
         assert isinstance(error, CollectiveError)
         assert "gather of 0 bytes (weights: float32 [2])" in str(error)
+
+
+@pytest.fixture
+def nobody_else(monkeypatch):
+    monkeypatch.setattr(multi_host, "make_link", StandInLink)
+    monkeypatch.setattr(multi_host.atexit, "register", lambda function: None)
+
+
+# As TensorFlow's tutorials for several workers have it.
+def is_chief(resolver):
+    task_type, task_id = resolver.task_type, resolver.task_id
+    has_chief = "chief" in resolver.cluster_spec().as_dict()
+    return task_type == "chief" or (
+        task_type == "worker" and task_id == 0 and not has_chief
+    )
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_resolver_tells_the_place(nobody_else, rank):
+    cluster = tfdp.Cluster(workers=2, rank=rank, coordinator="node1:2345")
+    strategy = tfdp.MultiHostDataParallelStrategy(cluster)
+    resolver = strategy.cluster_resolver
+    assert (resolver.task_type, resolver.task_id) == ("worker", rank)
+    assert resolver.cluster_spec().as_dict() == {"worker": ["node1:2345", "host1"]}
+    assert resolver.num_accelerators() == {"GPU": 0}
+    assert is_chief(resolver) == strategy.is_chief
+
+
+@pytest.mark.parametrize(
+    "jobs, task, rank",
+    [
+        ({"worker": ["a:1", "b:1"]}, {"type": "worker", "index": 1}, 1),
+        ({"chief": ["c:1"], "worker": ["a:1"]}, {"type": "chief", "index": 0}, 0),
+        ({"chief": ["c:1"], "worker": ["a:1"]}, {"type": "worker", "index": 0}, 1),
+    ],
+)
+def test_the_resolver_tells_what_tf_config_says(
+    nobody_else, monkeypatch, jobs, task, rank
+):
+    monkeypatch.setenv("TF_CONFIG", json.dumps({"cluster": jobs, "task": task}))
+    strategy = tfdp.MultiHostDataParallelStrategy()
+    resolver = strategy.cluster_resolver
+    assert strategy.cluster.rank == rank
+    assert (resolver.task_type, resolver.task_id) == (task["type"], task["index"])
+    assert resolver.cluster_spec().as_dict() == jobs
+    assert is_chief(resolver) == strategy.is_chief
+
+
+def test_the_resolver_of_a_lone_worker():
+    cluster = tfdp.Cluster(workers=1, rank=0, coordinator=None)
+    resolver = tfdp.MultiHostDataParallelStrategy(cluster).cluster_resolver
+    assert (resolver.task_type, resolver.task_id) == ("worker", 0)

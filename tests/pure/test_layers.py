@@ -30,6 +30,7 @@ LAYERS = {
     "": 4,
     "auto": 4,
     "callbacks": 4,
+    "cluster_resolver": 4,
     "data": 4,
     "devices": 4,
     "hierarchical": 4,

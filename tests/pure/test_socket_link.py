@@ -19,7 +19,7 @@ def on_workers(workers, work, **options):
     address = f"127.0.0.1:{free_port()}"
 
     def run(rank):
-        link = SocketLink(rank, workers, address, timeout_seconds=5, **options)
+        link = SocketLink(rank, workers, address, **{"timeout_seconds": 5, **options})
         try:
             return work(link)
         except CollectiveError as error:
@@ -121,6 +121,27 @@ def test_a_late_worker_is_named():
     error, _ = on_workers(2, work)
     assert isinstance(error, WorkerLostError)
     assert "worker 1 has come to the end of its script" in str(error)
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+@pytest.mark.parametrize("raises", [True, False])
+def test_who_leaves_is_not_waited_for_in_a_note(workers, raises):
+    def work(link):
+        if link.rank != 1:
+            link.share_note("dataset 0", "here")
+        elif raises:
+            try:
+                raise ValueError("the first error")
+            except ValueError:
+                link.close()
+
+    start = time.monotonic()
+    errors = on_workers(workers, work, timeout_seconds=120)
+    assert time.monotonic() - start < 100  # not the links' own deadline
+    word = "raised ValueError: the first error" if raises else "come to the end"
+    assert f"worker 1 has {word}" in str(errors[0])
+    # Perhaps they have heard of worker 0 by then, which closed its link in turn.
+    assert all(isinstance(error, WorkerLostError) for error in errors[2:])
 
 
 @pytest.mark.parametrize(

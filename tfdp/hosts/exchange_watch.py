@@ -16,6 +16,7 @@ from tfdp.hosts.host_link import HostLink
 from tfdp.hosts.lost_worker import late_words, say_lost
 from tfdp.hosts.rendezvous import name_workers
 from tfdp.hosts.standstill import Standstill, boot_seconds
+from tfdp.hosts.waits import NOTICE_SECONDS, say_waiting
 
 __all__ = ["ExchangeWatch"]
 
@@ -93,7 +94,7 @@ class ExchangeWatch:
         self._is_over.set()
 
     def _look(self) -> None:
-        told, next_word = 0, 0.0
+        told, next_word, said_of = 0, 0.0, 0
         standstill = Standstill(USUAL_LOOK_SECONDS)
         while not self._is_over.wait(LOOK_SECONDS):
             now, missed_seconds = boot_seconds(), standstill.look()
@@ -104,20 +105,27 @@ class ExchangeWatch:
                         for number, (start, label) in self._open.items()
                     }
                 begun = self._begun
-                since = min((start for start, _ in self._open.values()), default=now)
+                # Numbers grow, and dictionaries keep their order.
+                oldest, (since, label) = next(iter(self._open.items()), (0, (now, "")))
             with contextlib.suppress(WorkerLostError, OSError):
                 if begun != told and now > next_word:
                     self._link.leave_note(NOTE_KEY, str(begun))
                     told, next_word = begun, now + WORD_SECONDS
+                if now - since > NOTICE_SECONDS and oldest != said_of:
+                    said_of, what = oldest, f"an exchange ({label})"
+                    say_waiting(self._link.rank, now - since, what, self._late(begun))
                 if now - since > self._link.timeout_seconds:
                     self._end(self._who_is_missing(begun))
                 elif now - since > LOOK_SECONDS and (news := self._link.news()):
                     self._end(news)
 
-    def _who_is_missing(self, begun: int) -> str:
+    def _late(self, begun: int) -> list[int]:
         notes = self._link.wait_for_notes(NOTE_KEY, lambda notes: True)
         others = [r for r in range(self._link.workers) if r != self._link.rank]
-        late = [r for r in others if int(notes.get(r, 0)) < begun]
+        return [r for r in others if int(notes.get(r, 0)) < begun]
+
+    def _who_is_missing(self, begun: int) -> str:
+        late = self._late(begun)
         if late:
             return late_words(name_workers(late), self._link.timeout_seconds)
         return (

@@ -26,6 +26,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from tfdp.hosts.host_link import CHANNELS
 from tfdp.hosts.last_words import words_of_now
 from tfdp.hosts.messages import checked_integer, checked_text, parse_object
 from tfdp.hosts.standstill import Standstill, boot_seconds
@@ -69,8 +70,10 @@ class Membership:
         self.rank = rank
         self.failure: str | None = None
         self._workers = workers
-        #: By rank: the number of the exchange that it was last heard to be in.
-        self.positions: dict[int, int] = dict.fromkeys((rank, *connections), 0)
+        #: By channel and rank: the exchange that it was last heard to be in.
+        self.positions: dict[str, dict[int, int]] = {
+            channel: dict.fromkeys((rank, *connections), 0) for channel in CHANNELS
+        }
         self._connections = connections
         self._silence_seconds = silence_seconds
         self._on_failure = on_failure
@@ -91,17 +94,25 @@ class Membership:
         )
         self._thread.start()
 
-    def arrive(self, exchange: int) -> None:
+    def arrive(self, exchange: int, channel: str) -> None:
         """Notes that this worker has come to exchange number `exchange`."""
-        self.positions[self.rank] = exchange
+        self.positions[channel][self.rank] = exchange
 
-    def late(self, exchange: int) -> list[int]:
+    def late(self, exchange: int, channel: str) -> list[int]:
         """The workers that were not heard to have come to `exchange`."""
-        return sorted(r for r, at in self.positions.items() if at < exchange)
+        positions = self.positions[channel].copy()
+        return sorted(r for r, at in positions.items() if at < exchange)
 
-    def left_before(self, exchange: int) -> list[int]:
+    def without_note(self, key: str) -> list[int]:
+        """The workers that have left no note under `key`."""
+        with self._changed:
+            notes = self._notes.get(key, {}).keys()
+            return sorted(set(range(self._workers)) - notes)
+
+    def left_before(self, exchange: int, channel: str) -> list[int]:
         """Those that have left and will never come to `exchange`."""
-        return [rank for rank in [*self._left] if self.positions[rank] < exchange]
+        positions = self.positions[channel]
+        return [rank for rank in [*self._left] if positions[rank] < exchange]
 
     def give_up(self, reason: str) -> None:
         """Ends the exchanges of all workers, as the loss of a worker does."""
@@ -176,18 +187,32 @@ class Membership:
         with self._changed:
             self._changed.wait_for(
                 lambda: (
-                    self.failure or self._closing or enough(self._notes.get(key, {}))
+                    self.failure
+                    or self._closing
+                    or enough(self._notes.get(key, {}))
+                    or self._lacks_word_of_who_left(key)
                 ),
                 seconds,
             )
+            is_in_vain = self._lacks_word_of_who_left(key)
             notes = dict(self._notes.get(key, {}))
         if enough(notes):
             return notes
         if self.failure or self._closing:
             raise ConnectionError(self.failure or "closed here")
-        missing = sorted(self.positions.keys() - notes.keys()) or "others"
+        if is_in_vain:
+            raise ConnectionError(self._who_left())
+        missing = sorted(set(range(self._workers)) - notes.keys()) or "others"
         reason = f"no word of {key} from workers {missing}"
         raise TimeoutError(self.with_standstill(reason, seconds))
+
+    def _lacks_word_of_who_left(self, key: str) -> bool:
+        # Notes come before the goodbye, on the same connection.
+        notes = self._notes.get(key, {})
+        return any(
+            error is not None or rank not in notes
+            for rank, (error, _) in list(self._left.items())
+        )
 
     def on_note(self, key: str, listener: NoteListener) -> None:
         """Calls `listener` with the notes under `key` now and whenever one comes.
@@ -267,11 +292,11 @@ class Membership:
                 self._heard[peer] += missed_seconds
         return missed_seconds
 
-    def _known_positions(self) -> dict[int, int]:
+    def _known_positions(self) -> dict[str, dict[int, int]]:
         # The coordinator passes on what it has heard; the others know themselves only.
         if self.rank == 0:
-            return self.positions
-        return {self.rank: self.positions[self.rank]}
+            return {name: at.copy() for name, at in self.positions.items()}
+        return {name: {self.rank: at[self.rank]} for name, at in self.positions.items()}
 
     def _read(self, peer: int) -> bool:
         """Handles what `peer` sent; false when its connection is at its end."""
@@ -310,6 +335,9 @@ class Membership:
                 self._left.setdefault(rank, _checked(goodbye))
         if "goodbye" in message:
             self._left.setdefault(peer, _checked(message["goodbye"]))
+        if message.get("left") or "goodbye" in message:
+            with self._changed:
+                self._changed.notify_all()
         if "failure" in message:
             self._fail(checked_text(message["failure"], LONGEST_LINE_BYTES))
         if "note" in message:
@@ -325,11 +353,17 @@ class Membership:
                 self._notes[self._checked_note(key)] = checked
                 self._changed.notify_all()
             self._tell_listener(key)
-        for text, position in message.get("at", {}).items():
+        for channel, positions in message.get("at", {}).items():
+            self._take_positions(channel, positions)
+
+    def _take_positions(self, channel: str, positions: dict[str, Any]) -> None:
+        if channel not in CHANNELS:
+            raise ValueError("a channel that there is not")
+        for text, position in positions.items():
             rank = self._checked_rank(int(text))
             position = checked_integer(position, 0, MOST_EXCHANGES)
             if rank != self.rank:
-                self.positions[rank] = position
+                self.positions[channel][rank] = position
 
     def _checked_rank(self, rank: object) -> int:
         return checked_integer(rank, 0, self._workers - 1)

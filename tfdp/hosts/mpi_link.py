@@ -229,7 +229,7 @@ class MpiLink(SocketLink):
         # In one piece with the question whether all can still come: a loss that is
         # heard before it keeps this worker out, one that is heard later finds it here.
         with self._mpi_state:
-            gone = self._membership.left_before(number)
+            gone = self._membership.left_before(number, "step")
             if self._cannot_enter is not None or gone:
                 raise ConnectionAbortedError(self._cannot_enter or f"{gone} left")
             self._note_answer()
@@ -307,12 +307,13 @@ class MpiLink(SocketLink):
 
     def _look(self, missed_seconds: float) -> None:
         """Ends this process when its call of MPI will not end, or has not in time."""
+        super()._look(missed_seconds)
         with self._mpi_state:
             if self._mpi_exchange is None:
                 return
             self._mpi_answered += missed_seconds  # nobody ran, so nobody was late
             waited = time.monotonic() - self._mpi_answered
-            gone = self._membership.left_before(self._mpi_exchange[0])
+            gone = self._membership.left_before(self._mpi_exchange[0], "step")
         if gone:
             self._abort(f"{name_workers(gone)} had come to the end of the script")
         elif waited > self.timeout_seconds:

@@ -101,6 +101,7 @@ def meet(
     channels: int,
     timeout_seconds: float,
     secret: bytes = b"",
+    present: set[int] | None = None,
 ) -> Meeting:
     """Connects this worker with all others.
 
@@ -111,6 +112,7 @@ def meet(
       channels: how many rings to form; each keeps an order of its own.
       timeout_seconds: how long to wait for the others.
       secret: what all workers of the job know; see `job_secret`.
+      present: is given the ranks of those who have come, on worker 0.
 
     Raises:
       CollectiveError: when not all came in time (it names who was missing), or when
@@ -120,7 +122,10 @@ def meet(
     address = parse_address(coordinator)
     with contextlib.ExitStack() as on_failure:
         if rank == 0:
-            party = _receive_all(workers, address, secret, deadline, on_failure)
+            present = set() if present is None else present
+            party = _receive_all(
+                workers, address, secret, deadline, present, on_failure
+            )
         else:
             party = _join(rank, workers, address, secret, deadline, on_failure)
         # Who came first may have used up its time while it waited for the others.
@@ -135,6 +140,7 @@ def _receive_all(
     address: Address,
     secret: bytes,
     deadline: float,
+    present: set[int],
     on_failure: contextlib.ExitStack,
 ) -> _Party:
     control: dict[int, socket.socket] = {}
@@ -160,6 +166,8 @@ def _receive_all(
             control[hello.rank] = connection
             addresses[hello.rank] = (host, hello.port)
             _drop_ended(control)
+            present &= {0, *control}
+            present |= {0, *control}
     # On the interface on which the one came who will dial it.
     at = local_address(control[workers - 1])
     listener = on_failure.enter_context(listen(at))

@@ -11,6 +11,7 @@ for it fail as well, instead of waiting.
 from __future__ import annotations
 
 import contextlib
+import functools
 import struct
 import threading
 import time
@@ -36,6 +37,7 @@ from tfdp.hosts.ring import (
     ring_sum,
 )
 from tfdp.hosts.rounded_wire import RoundedWire, wire_type
+from tfdp.hosts.waits import Waits, says_that_it_waits_to_meet
 from tfdp.hosts.wire import Receiver, Sender
 
 __all__ = ["SocketLink"]
@@ -66,9 +68,16 @@ class SocketLink(HostLink):
         secret: bytes = b"",
     ):
         super().__init__(rank, workers, timeout_seconds)
-        meeting = meet(
-            rank, workers, coordinator, len(CHANNELS), timeout_seconds, secret
-        )
+        with says_that_it_waits_to_meet(rank, workers, coordinator) as present:
+            meeting = meet(
+                rank,
+                workers,
+                coordinator,
+                len(CHANNELS),
+                timeout_seconds,
+                secret,
+                present,
+            )
         self._channels = {
             name: Channel(
                 Sender(to_next, timeout_seconds),
@@ -82,6 +91,7 @@ class SocketLink(HostLink):
         self._failure_listeners: list[Callable[[str], None]] = []
         self._is_closed = False
         self._closing = threading.Lock()
+        self._waits = Waits(rank)
         self._pool = BufferPool()
         self._membership = Membership(
             rank, workers, meeting.control, silence_seconds, self._fail, self._look
@@ -184,7 +194,11 @@ class SocketLink(HostLink):
 
     def share_note(self, key: str, note: str) -> dict[int, str]:
         """See `HostLink.share_note`."""
-        with self._waiting_for_word(key):
+        missing = functools.partial(self._membership.without_note, key)
+        with (
+            self._waiting_for_word(key),
+            self._waits.waiting(f"a comparison ({key})", missing),
+        ):
             return self._membership.share_note(key, note, self.timeout_seconds)
 
     def leave_note(self, key: str, note: str) -> None:
@@ -237,6 +251,7 @@ class SocketLink(HostLink):
 
     def _look(self, missed_seconds: float) -> None:
         """Several times in a second, from another thread, while nobody is lost."""
+        self._waits.look()
 
     def _note_failure(self) -> None:
         """Once an exchange has failed, or a worker is lost, here or elsewhere."""
@@ -287,11 +302,12 @@ class SocketLink(HostLink):
                 )
             ring.count += 1
             ring.begin(terms_of(kind, ring.count, arrays, label, wire_dtype, ranges))
-            if channel == "step":
-                self._membership.arrive(ring.count)
+            self._membership.arrive(ring.count, channel)
+            late = functools.partial(self._membership.late, ring.count, channel)
             try:
-                ring.agree()
-                yield ring
+                with self._waits.waiting(f"exchange {ring.count} ({label})", late):
+                    ring.agree()
+                    yield ring
             except BaseException as error:
                 failure = self._end_ring(ring, channel, error)
                 if failure is error:
@@ -316,7 +332,7 @@ class SocketLink(HostLink):
             failure = self._out_of_step(error, note_key)
             reason = str(failure).rstrip(".")
         if isinstance(error, OSError):
-            reason = self._reason(ring, error)
+            reason = self._reason(ring, channel, error)
             waited = time.monotonic() - ring.start
             failure = WorkerLostError(say_lost(self.rank, waited, ring.words, reason))
         else:
@@ -345,12 +361,12 @@ class SocketLink(HostLink):
             "the same model: look for code that only some workers run."
         )
 
-    def _reason(self, ring: Channel, error: OSError) -> str:
+    def _reason(self, ring: Channel, channel: str, error: OSError) -> str:
         """Why a connection of the ring broke, or nothing came."""
         is_timeout = isinstance(error, (TimeoutError, BlockingIOError))
         reason = self._membership.wait_for_news(0.0 if is_timeout else NEWS_SECONDS)
         if reason is None and is_timeout:
-            late = self._membership.late(ring.count)
+            late = self._membership.late(ring.count, channel)
             who = name_workers(late) if late else "a worker"
             reason = late_words(who, self.timeout_seconds)
             return self._membership.with_standstill(reason, self.timeout_seconds)
