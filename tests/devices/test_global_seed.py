@@ -7,6 +7,7 @@ import tensorflow as tf
 
 import tfdp
 from tests.support.parity import make_strategy
+from tests.support.tpu_stand_in import StandInStrategy
 
 
 class Noise(keras.layers.Layer):
@@ -82,8 +83,13 @@ def test_strategies_and_one_device_go_on_in_one_process():
             np.testing.assert_array_equal(a, b)
 
 
-def test_stored_states_stay_equal():
-    strategy = make_strategy(3)
+def test_on_tpu_the_draws_are_those_of_mirrored_replicas():
+    np.testing.assert_array_equal(noises(StandInStrategy(2)), noises(make_strategy(2)))
+
+
+@pytest.mark.parametrize("make", [make_strategy, StandInStrategy])
+def test_stored_states_stay_equal(make):
+    strategy = make(3)
     noises(strategy)
     generator = keras.src.random.seed_generator.global_seed_generator()
     with strategy.scope():

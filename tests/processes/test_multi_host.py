@@ -23,6 +23,7 @@ SEVERAL = {
 # With one device per host TensorFlow hands out plain tensors in the place of
 # per-replica values; these scenarios use all that differs by that.
 WITH_ONE_DEVICE = ("sgd", "masked-embedding", "loss-scaling", "jit", "custom-loop") + (
+    "built-while-traced",
     "optimizer-in-a-dictionary",
 )
 WITH_SHARDS = ("accumulation", "clipping", "distributed-optimizer", "eager", "ema") + (

@@ -16,7 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 import tfdp
-from tests.support import kept_optimizers
+from tests.support import kept_optimizers, programs
 from tests.support.parity import classification_data, dense_model
 from tfdp.collectives import tensorflow_across_hosts
 
@@ -219,6 +219,7 @@ SCENARIOS = {
     "loss-scaling": loss_scaling,
     "custom-loop": custom_loop,
     "optimizer-in-a-dictionary": kept_optimizers.in_a_dictionary,
+    "built-while-traced": programs.built_while_traced,
     "parts": parts_of_different_length,
     "own-files": own_files,
 }

@@ -84,11 +84,27 @@ class MultiHostExtended(DataParallelExtended):
                 copies.append(tf.constant(value))
         return regroup_mirrored(copies)
 
+    def _start_in_a_trace(self, kwargs: dict[str, Any]) -> Callable[[], tf.Tensor]:
+        """The first host's start of a variable that is made while a step is traced.
+
+        Hosts draw it apart, and what a trace assigns no host can ask another for.
+        """
+        with tf.init_scope():
+            mine = tf.convert_to_tensor(
+                kwargs["initial_value"](), dtype=kwargs.get("dtype")
+            )
+            first = self._first_host_value(
+                mine.numpy(), f"variable {kwargs.get('name')}"
+            )
+        return lambda: tf.constant(first)
+
     def _common_start(self, value: tf.Tensor, kwargs: dict[str, Any]) -> tf.Tensor:
         label = f"variable {kwargs.get('name')}"
         return tf.constant(self._first_host_value(value.numpy(), label))
 
     def _create_variable(self, next_creator: Callable, **kwargs: Any) -> Any:
+        if not tf.executing_eagerly() and callable(kwargs.get("initial_value")):
+            kwargs["initial_value"] = self._start_in_a_trace(kwargs)
         variable = super()._create_variable(next_creator, **kwargs)
         # Values that are read as sums (metrics) start at zero everywhere.
         if isinstance(variable, MirroredVariable) and tf.executing_eagerly():

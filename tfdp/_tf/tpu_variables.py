@@ -149,15 +149,17 @@ class TPUSeedVariable(TPUReplicaVariable):
     See `tfdp._tf.variables.SeedVariable`; the numbers drawn are the same.
     """
 
+    def own_offset(self) -> tf.Tensor | None:
+        """What this replica adds to what is stored; None: nothing."""
+        return seed_offset(current_rank(), self.dtype) if in_tpu_replica() else None
+
     def _read_variable_op(self) -> tf.Tensor:
         stored = super()._read_variable_op()
-        if not in_tpu_replica():
-            return stored
-        offset = seed_offset(current_rank(), self.dtype)
+        offset = self.own_offset()
         return stored if offset is None else stored + offset
 
     def _assign_replica(self, value: Any, name: str | None, read_value: bool) -> Any:
-        offset = seed_offset(current_rank(), self.dtype)
+        offset = self.own_offset()
         value = tf.convert_to_tensor(value, self.dtype)
         if offset is not None:
             value = value - offset
