@@ -226,12 +226,12 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
                 self._host_engine.close()
             self._link.close()
 
-    def experimental_distribute_dataset(self, dataset: Any, options: Any = None) -> Any:
-        """Takes this host's rows of every global batch, and splits them."""
-        if self._link is not None and isinstance(dataset, tf.data.Dataset):
-            dataset = own_part(dataset, self._link)
-            self._lead_fit()
-        return super().experimental_distribute_dataset(dataset, options)
+    def _part_of_host(self, dataset: Any) -> Any:
+        """This host's rows of every global batch."""
+        if self._link is None or not isinstance(dataset, tf.data.Dataset):
+            return dataset
+        self._lead_fit()
+        return own_part(dataset, self._link)
 
     def _lead_fit(self) -> None:
         fit = names.fit_of_caller()

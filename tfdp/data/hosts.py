@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tfdp.data.split import rows_between, rows_of_batch
 from tfdp.errors import CollectiveError
 from tfdp.hosts.host_link import HostLink
 
@@ -75,7 +76,7 @@ def own_part(dataset: tf.data.Dataset, link: HostLink) -> tf.data.Dataset:
             return tf.nest.map_structure(tf.identity, batch, expand_composites=True)
 
     def take(batch: Any) -> Any:
-        rows = _length(tf.nest.flatten(batch, expand_composites=False)[0])
+        rows = rows_of_batch(batch)
         start, stop = rows * rank // hosts, rows * (rank + 1) // hosts
         return tf.nest.map_structure(
             lambda part: _rows(part, start, stop, rank, hosts), batch
@@ -89,20 +90,8 @@ def own_part(dataset: tf.data.Dataset, link: HostLink) -> tf.data.Dataset:
     )
 
 
-def _length(part: Any) -> tf.Tensor:
-    if isinstance(part, tf.RaggedTensor):
-        return tf.cast(part.nrows(), tf.int64)
-    if isinstance(part, tf.SparseTensor):
-        return tf.cast(part.dense_shape[0], tf.int64)
-    return tf.shape(part, out_type=tf.int64)[0]
-
-
 def _rows(part: Any, start: tf.Tensor, stop: tf.Tensor, rank: int, hosts: int) -> Any:
-    if isinstance(part, tf.SparseTensor):
-        first = tf.concat([[start], tf.zeros_like(part.dense_shape[1:])], axis=0)
-        size = tf.concat([[stop - start], part.dense_shape[1:]], axis=0)
-        return tf.sparse.slice(part, first, size)
-    taken = part[start:stop]
+    taken = rows_between(part, start, stop)
     if isinstance(part, tf.Tensor) and part.shape[0] is not None:
         rows = part.shape[0]
         own = rows * (rank + 1) // hosts - rows * rank // hosts
