@@ -282,14 +282,14 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
             self._link.close()
         atexit.unregister(self.close)
 
-    def experimental_distribute_dataset(self, dataset: Any, options: Any = None) -> Any:
-        """Takes this host's rows of every global batch, and splits them."""
-        if self._link is not None and isinstance(dataset, tf.data.Dataset):
-            fit = names.fit_of_caller()
-            policies = policies_of(fit[0]) if fit is not None else ""
-            dataset = own_part(dataset, self._link, policies)
-            self._lead_fit(fit)
-        return super().experimental_distribute_dataset(dataset, options)
+    def _part_of_host(self, dataset: Any) -> Any:
+        """This host's rows of every global batch."""
+        if self._link is None or not isinstance(dataset, tf.data.Dataset):
+            return dataset
+        fit = names.fit_of_caller()
+        policies = policies_of(fit[0]) if fit is not None else ""
+        self._lead_fit(fit)
+        return own_part(dataset, self._link, policies)
 
     def _lead_fit(self, fit: tuple[Any, Any] | None) -> None:
         if fit is None:

@@ -27,6 +27,7 @@ from tfdp._tf.borrowed_rows import (
 )
 from tfdp._tf.jit_step import is_stock_train_step, jitted_train_step, take_over_jit
 from tfdp._tf.keras_build import builds_from_plain_batch
+from tfdp._tf.keras_input import keras_input, with_none
 from tfdp._tf.keras_losses import loss_replica_count, why_loss_seems_local
 from tfdp._tf.keras_optimizers import led_optimizers, optimizers_of
 from tfdp._tf.keras_padding import check_step_weighs, weighs_rows
@@ -34,6 +35,7 @@ from tfdp._tf.padded_batch import Padding, find_padded, trim_rows, without_paddi
 from tfdp._tf.reduced_parts import parts_of_one_shape
 from tfdp._tf.replica_run import ReplicaRun, sample_counts, trace_of
 from tfdp.data.padding import distribute_padded, global_batch_rows, is_of_one_size
+from tfdp.data.split import has_sparse, parts, splittable
 from tfdp.errors import ConfigurationError, LocalMeanWarning
 from tfdp.shards import Sharding, shard_stage
 
@@ -145,6 +147,7 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
             step = functools.partial(jitted_train_step, model)
         self._adopt_and_check(model, optimizers)
         known = self.extended.made_optimizers.together_with(optimizers)
+        args, kwargs = with_none(args), with_none(kwargs)
         run = sample_counts((args, kwargs or {}), len(self.extended.worker_devices))
         padded = find_padded((args, kwargs))
         if padded is not None:
@@ -229,7 +232,7 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
         if model is not None:
             self._adopt_and_check(model, optimizers_of(model))
             self._take_over_jit(model)
-            return keras_batch.representative_batch(without_padding(value))
+            return keras_batch.representative_batch(with_none(without_padding(value)))
         if axis is None:
             value = parts_of_one_shape(value, self._replicas)
         return self._reduce_values(reduce_op, value, axis)
@@ -243,7 +246,7 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
         scope_checks.check_not_nested(self)
         model = names.model_built_by_caller()
         if model is not None:
-            adopt_state(model, optimizers_of(model), self)
+            self._adopt_and_check(model, optimizers_of(model))
             self._take_over_jit(model)
             builds_from_plain_batch(model)
         return super().scope()
@@ -258,12 +261,27 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
         """Splits global batches; see `tf.distribute.Strategy`."""
         scope_checks.check_not_nested(self)
         scope_checks.check_dataset(dataset)
+        element_spec = dataset.element_spec
+        if self._replicas > 1:
+            dataset = splittable(dataset, names.batch_size_of_caller()[0])
+        dataset = self._part_of_host(dataset)
         is_odd = not is_of_one_size(dataset, self._replicas)
         if self.pad_batches and (is_odd or self.compiles_steps):
-            return distribute_padded(
+            distributed = distribute_padded(
                 self, dataset, global_batch_rows(dataset, self._stated_rows)
             )
-        return super().experimental_distribute_dataset(dataset, options)
+        elif self._replicas > 1 and has_sparse(dataset):
+            split = parts(dataset, len(self.extended.worker_devices))
+            distributed = tf.distribute.Strategy.distribute_datasets_from_function(
+                self, lambda _: split, options
+            )
+        else:
+            distributed = super().experimental_distribute_dataset(dataset, options)
+        return keras_input(element_spec, distributed)
+
+    def _part_of_host(self, dataset: Any) -> Any:
+        """What this host's replicas split among them."""
+        return dataset
 
     def _complete_run(self, run: ReplicaRun) -> None:
         """Adds what only several hosts together know; before the replicas run."""

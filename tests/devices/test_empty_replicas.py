@@ -75,13 +75,14 @@ def broadcast(x):
     return layers.Add()([x, layers.GlobalAveragePooling1D()(x)])
 
 
-def of_rank(rank, kinds):
-    return [
-        chain(lambda kind=kind: getattr(layers, f"{kind}{rank}D")()) for kind in kinds
-    ]
+def pools_of_rank(rank):
+    """Every kind of pooling of images of `rank` axes."""
+    kinds = "MaxPooling", "AveragePooling"
+    whole = [getattr(layers, f"Global{kind}{rank}D") for kind in kinds]
+    windows = [lambda kind=kind: getattr(layers, f"{kind}{rank}D")(2) for kind in kinds]
+    return [chain(make) for make in (*whole, *windows)]
 
 
-POOLS = ["MaxPooling", "AveragePooling", "GlobalMaxPooling", "GlobalAveragePooling"]
 IMAGE, VOLUME, SEQUENCE, FRAMES, VECTOR = (
     (8, 8, 3),
     (4, 4, 4, 2),
@@ -142,7 +143,7 @@ SLOW = {
         [
             chain(lambda: layers.Conv3D(4, 2), lambda: layers.Conv3D(2, 2)),
             chain(lambda: layers.Conv3D(2, 2), lambda: layers.Conv3DTranspose(2, 2)),
-            *of_rank(3, POOLS),
+            *pools_of_rank(3),
         ],
     ),
     "convolutions of sequences": (
@@ -153,13 +154,13 @@ SLOW = {
             chain(lambda: layers.DepthwiseConv1D(3)),
             chain(lambda: layers.SeparableConv1D(4, 3)),
             chain(lambda: layers.TimeDistributed(layers.Dense(3))),
-            *of_rank(1, POOLS),
+            *pools_of_rank(1),
         ],
     ),
     "pooling and images": (
         IMAGE,
         [
-            *of_rank(2, POOLS),
+            *pools_of_rank(2),
             chain(lambda: layers.Resizing(4, 4), lambda: layers.Conv2D(2, 3)),
             chain(lambda: layers.CenterCrop(4, 4)),
             chain(lambda: layers.Rescaling(0.5)),
@@ -196,9 +197,9 @@ SLOW = {
             chain(lambda: layers.GroupNormalization(2)),
             chain(layers.RMSNormalization),
             chain(layers.UnitNormalization),
-            chain(lambda: layers.EinsumDense("abc,cd->abd", output_shape=(None, 4))),
+            chain(lambda: layers.EinsumDense("abc,cd->abd", output_shape=(6, 4))),
             chain(layers.PReLU),
-            chain(lambda: layers.Permute((2, 1)), lambda: layers.Reshape((-1, 2))),
+            chain(lambda: layers.Permute((2, 1)), lambda: layers.Reshape((12, 2))),
         ],
     ),
     "vectors and lookups": (
@@ -246,8 +247,8 @@ def everything(strategy, make, x, y, **compile_options):
     """Predictions, evaluation, reported losses and weights of a model of `make()`."""
     with (strategy or tf.distribute.get_strategy()).scope():
         model = make()
-        options = {"loss": "mse", "metrics": ["mae"], **compile_options}
-        model.compile(keras.optimizers.SGD(0.05), jit_compile=False, **options)
+        options = {"loss": "mse", "metrics": ["mae"], "jit_compile": False}
+        model.compile(keras.optimizers.SGD(0.05), **{**options, **compile_options})
     results = {
         "predict one row": model.predict(x[:1], verbose=0),
         "predict": model.predict(x, batch_size=BATCH, verbose=0),
@@ -278,4 +279,93 @@ def test_layers_do_not_notice_replicas_without_rows(name):
     x, y = data(shape)
     one = everything(None, lambda: build(shape, branches), x, y)
     several = everything(make_strategy(REPLICAS), lambda: build(shape, branches), x, y)
+    assert_alike(several, one)
+
+
+class OwnStep(keras.Model):
+    """A `train_step` of its own, which adds up losses: nothing scales them."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = layers.Dense(3)
+        self.rows_seen = keras.metrics.Sum(name="rows_seen")
+
+    def call(self, x):
+        return self.head(x)
+
+    @property
+    def metrics(self):
+        return [self.rows_seen]
+
+    def train_step(self, batch):
+        x, y = batch
+        with tf.GradientTape() as tape:
+            loss = tfdp.losses.local_sum(tf.reduce_sum(tf.square(self(x) - y)))
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply_gradients(
+            zip(gradients, self.trainable_variables, strict=True)
+        )
+        self.rows_seen.update_state(tf.ones(tf.shape(x)[0]))
+        return self.get_metrics_result()
+
+
+def plain_sgd():
+    return keras.optimizers.SGD(0.01)
+
+
+def accumulating_sgd():
+    return keras.optimizers.SGD(0.01, gradient_accumulation_steps=2)
+
+
+def wrapped_sgd():
+    is_several = tf.distribute.has_strategy()
+    return tfdp.DistributedOptimizer(plain_sgd()) if is_several else plain_sgd()
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "options", "shard"),
+    [
+        (plain_sgd, {}, "none"),
+        pytest.param(plain_sgd, {}, "parameters", marks=pytest.mark.slow),
+        pytest.param(accumulating_sgd, {}, "none", marks=pytest.mark.slow),
+        pytest.param(wrapped_sgd, {}, "none", marks=pytest.mark.slow),
+        pytest.param(plain_sgd, {"run_eagerly": True}, "none", marks=pytest.mark.slow),
+    ],
+)
+def test_steps_of_ones_own_learn_nothing_from_borrowed_rows(optimizer, options, shard):
+    x, y = data(VECTOR)
+
+    def run(strategy):
+        with (strategy or tf.distribute.get_strategy()).scope():
+            keras.utils.set_random_seed(3)
+            model = OwnStep()
+            model.build((None, *VECTOR))
+            model.compile(optimizer(), jit_compile=False, **options)
+        history = model.fit(x, y, batch_size=BATCH, epochs=2, shuffle=False, verbose=0)
+        return {"fit": history.history, "weights": model.get_weights()}
+
+    one, several = run(None), run(make_strategy(REPLICAS, shard))
+    assert one["fit"]["rows_seen"] == [ROWS, ROWS]
+    assert_alike(several, one)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"run_eagerly": True},
+        {"jit_compile": True},
+        {"steps_per_execution": 2},
+        {"loss": keras.losses.MeanSquaredError(reduction="mean_with_sample_weight")},
+    ],
+    ids=["eager", "jit", "two steps", "weights"],
+)
+def test_ways_to_run_do_not_notice_replicas_without_rows(options):
+    x, y = data(SEQUENCE)
+
+    def make():
+        return build(SEQUENCE, [chain(lambda: layers.LSTM(3)), MeanSquare()])
+
+    one = everything(None, make, x, y, **options)
+    several = everything(make_strategy(REPLICAS), make, x, y, **options)
     assert_alike(several, one)

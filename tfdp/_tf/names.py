@@ -102,6 +102,7 @@ __all__ = [
     "in_save_context",
     "is_branch_graph",
     "is_default_strategy",
+    "is_building_model",
     "is_loop_graph",
     "keras_state",
     "make_token",
@@ -277,6 +278,17 @@ def batch_size_of_caller() -> tuple[str | None, int | None]:
                 return type(adapter).__name__, adapter.batch_size
         frame = frame.f_back
     return None, None
+
+
+def is_building_model() -> bool:
+    """Whether Keras is about to build a model from the first batch of its input."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        is_trainer = frame.f_globals.get("__name__") == KERAS_TRAINER_MODULE
+        if is_trainer and frame.f_code.co_name == KERAS_BUILD_FUNCTION:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def model_built_by_caller() -> Any:

@@ -11,6 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdp.data.same_batches import new_dataset_name, no_rows, same_batches
+from tfdp.data.split import rows_between, rows_of_batch
 from tfdp.hosts.host_link import HostLink
 
 __all__ = ["own_part", "until_all_end"]
@@ -41,8 +42,7 @@ def own_part(
     rank, hosts = link.rank, link.workers
 
     def take(batch: Any) -> Any:
-        parts = tf.nest.flatten(batch, expand_composites=False)
-        rows = _length(next(part for part in parts if part is not None))
+        rows = rows_of_batch(batch)
         start, stop = rows * rank // hosts, rows * (rank + 1) // hosts
         return tf.nest.map_structure(
             lambda part: _rows(part, start, stop, rank, hosts), batch
@@ -57,22 +57,8 @@ def own_part(
     )
 
 
-def _length(part: Any) -> tf.Tensor:
-    if isinstance(part, tf.RaggedTensor):
-        return tf.cast(part.nrows(), tf.int64)
-    if isinstance(part, tf.SparseTensor):
-        return tf.cast(part.dense_shape[0], tf.int64)
-    return tf.shape(part, out_type=tf.int64)[0]
-
-
 def _rows(part: Any, start: tf.Tensor, stop: tf.Tensor, rank: int, hosts: int) -> Any:
-    if part is None:
-        return None
-    if isinstance(part, tf.SparseTensor):
-        first = tf.concat([[start], tf.zeros_like(part.dense_shape[1:])], axis=0)
-        size = tf.concat([[stop - start], part.dense_shape[1:]], axis=0)
-        return tf.sparse.slice(part, first, size)
-    taken = part[start:stop]
+    taken = rows_between(part, start, stop)
     if isinstance(part, tf.Tensor) and part.shape[0] is not None:
         rows = part.shape[0]
         own = rows * (rank + 1) // hosts - rows * rank // hosts

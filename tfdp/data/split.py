@@ -1,0 +1,147 @@
+"""Batches as strategies can split them: every element along its first axis.
+
+TensorFlow splits each element of a batch by itself. Where it does not know the size of
+the batches it splits elements of different lengths in different places, or leaves the
+rest of one out, silently; a scalar, None and a sparse element without rows end in
+errors of its inside.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdp._tf.keras_input import NoElement
+from tfdp.errors import DataError
+
+__all__ = ["has_sparse", "parts", "rows_between", "rows_of_batch", "splittable"]
+
+ADVICE = (
+    "A strategy splits every element of a batch along its first axis. Repeat what is "
+    "the same for all rows once for each row (tf.repeat), or make it a part of the "
+    "model."
+)
+
+
+def splittable(dataset: tf.data.Dataset, reader: str | None) -> tf.data.Dataset:
+    """`dataset`, made sure to have elements of one length in each batch.
+
+    Args:
+      dataset: of global batches.
+      reader: the class of Keras' data adapter, when a Keras loop is to read it. Then
+        None is `NoElement` until `strategy.run`.
+
+    Raises:
+      DataError: when an element is a scalar, or of another length by its shape, or
+        None outside of Keras. Where shapes leave lengths open, the error comes with the
+        batch (`tf.errors.InvalidArgumentError`).
+
+    Cost: none where the shapes tell, or Keras has looked; else a comparison per batch.
+    """
+    spec = dataset.element_spec
+    leaves = keras.tree.flatten_with_path(spec)
+    lengths: dict[int | None, str] = {}
+    for path, leaf in leaves:
+        name = ".".join(map(str, path)) or "of the batch"
+        if isinstance(leaf, tf.NoneTensorSpec) and reader is None:
+            raise DataError(
+                f"The element {name} of each batch is None. Leave it out "
+                "(dataset.map) before the strategy distributes the dataset."
+            )
+        shape = getattr(leaf, "shape", None)
+        if not isinstance(leaf, (tf.NoneTensorSpec, tf.OptionalSpec)) and shape == []:
+            raise DataError(f"The element {name} of each batch is a scalar. {ADVICE}")
+        if shape is not None and shape.rank:
+            lengths.setdefault(shape[0], name)
+    known = [length for length in lengths if length is not None]
+    if len(known) > 1:
+        raise DataError(
+            f"The elements {lengths[known[0]]} and {lengths[known[1]]} of each batch "
+            f"have {known[0]} and {known[1]} rows. {ADVICE}"
+        )
+    if any(isinstance(leaf, tf.NoneTensorSpec) for _, leaf in leaves):
+        dataset = dataset.map(_without_none)
+    if None not in lengths or len(leaves) == 1 or reader == "ArrayDataAdapter":
+        return dataset
+    # A filter, because TensorFlow looks through it for the size of the batches.
+    checked = dataset.filter(_are_of_one_length)
+    rows = dataset.cardinality()
+    return checked.apply(tf.data.experimental.assert_cardinality(rows))
+
+
+def _without_none(*batch: Any) -> Any:
+    marked = [NoElement() if part is None else part for part in tf.nest.flatten(batch)]
+    structure = tf.nest.pack_sequence_as(batch, range(len(marked)))
+    marked_batch = tf.nest.map_structure(lambda place: marked[place], structure)
+    return marked_batch if len(marked_batch) > 1 else marked_batch[0]
+
+
+def _are_of_one_length(*batch: Any) -> tf.Tensor:
+    parts = [part for part in tf.nest.flatten(batch) if _has_rows(part)]
+    lengths = [_length(part) for part in parts]
+    message = f"The elements of a batch have different numbers of rows. {ADVICE}"
+    checks = [
+        tf.debugging.assert_equal(length, lengths[0], message=message)
+        for length in lengths[1:]
+    ]
+    with tf.control_dependencies(checks):
+        return tf.constant(True)
+
+
+def has_sparse(dataset: tf.data.Dataset) -> bool:
+    """Whether batches have sparse elements: TensorFlow cannot split off no rows."""
+    leaves = tf.nest.flatten(dataset.element_spec)
+    return any(isinstance(leaf, tf.SparseTensorSpec) for leaf in leaves)
+
+
+def parts(dataset: tf.data.Dataset, replicas: int) -> tf.data.Dataset:
+    """The parts of each batch, one for each replica and behind each other.
+
+    Of n rows replica r of N gets those from n r / N to n (r + 1) / N, rounded up.
+    """
+
+    def split(*batch: Any) -> tf.data.Dataset:
+        elements = batch if len(batch) > 1 else batch[0]
+        rows = rows_of_batch(elements)
+
+        def part_of(rank: tf.Tensor) -> Any:
+            start, stop = (-((-rows * place) // replicas) for place in (rank, rank + 1))
+            return tf.nest.map_structure(
+                lambda part: rows_between(part, start, stop), elements
+            )
+
+        return tf.data.Dataset.range(replicas).map(part_of)
+
+    return dataset.flat_map(split).prefetch(replicas)
+
+
+def rows_of_batch(batch: Any) -> tf.Tensor:
+    """How many rows the elements of `batch` have, a scalar of type int64."""
+    return next(_length(part) for part in tf.nest.flatten(batch) if _has_rows(part))
+
+
+def _length(part: Any) -> tf.Tensor:
+    """The length of the first axis, a scalar of type int64."""
+    if isinstance(part, tf.RaggedTensor):
+        return tf.cast(part.nrows(), tf.int64)
+    if isinstance(part, tf.SparseTensor):
+        return tf.cast(part.dense_shape[0], tf.int64)
+    return tf.shape(part, out_type=tf.int64)[0]
+
+
+def rows_between(part: Any, start: tf.Tensor, stop: tf.Tensor) -> Any:
+    """The rows from `start` to `stop`; what has no rows as it is."""
+    if not _has_rows(part):
+        return part
+    if not isinstance(part, tf.SparseTensor):
+        return part[start:stop]
+    first = tf.concat([[start], tf.zeros_like(part.dense_shape[1:])], axis=0)
+    size = tf.concat([[stop - start], part.dense_shape[1:]], axis=0)
+    return tf.sparse.slice(part, first, size)
+
+
+def _has_rows(part: Any) -> bool:
+    """Whether `part` is an element that is split: not Keras' mark for None."""
+    return tf.is_tensor(part) and not isinstance(part, tf.experimental.Optional)
