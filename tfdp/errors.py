@@ -14,6 +14,7 @@ __all__ = [
     "DataError",
     "DeviceError",
     "LocalMeanWarning",
+    "LocalStateWarning",
     "MissingDependencyError",
     "ParityError",
     "ScopeError",
@@ -77,6 +78,10 @@ class ParityError(TfdpError, AssertionError):
 
 class LocalMeanWarning(UserWarning):
     """A loss looks like a mean over the local batch that nobody scaled."""
+
+
+class LocalStateWarning(UserWarning):
+    """What a layer stores looks like something that is no mean over rows."""
 
 
 class SlowInputWarning(UserWarning):

@@ -19,13 +19,16 @@ import tensorflow as tf
 from tfdp._tf import keras_batch, names, scope_checks
 from tfdp._tf.jit_step import is_stock_train_step, jitted_train_step, take_over_jit
 from tfdp._tf.keras_build import builds_from_plain_batch
-from tfdp._tf.keras_losses import loss_replica_count, why_loss_seems_local
+from tfdp._tf.keras_losses import loss_replica_count
 from tfdp._tf.keras_optimizers import led_optimizers, optimizers_of
 from tfdp._tf.keras_padding import check_step_weighs, weighs_rows
+from tfdp._tf.keras_reports import led_reports, recorded, whole_logs
+from tfdp._tf.layer_state import check_no_row_state
+from tfdp._tf.loss_suspicions import why_loss_seems_local
 from tfdp._tf.padded_batch import Padding, find_padded, trim_rows, without_padding
 from tfdp._tf.replica_run import ReplicaRun, sample_counts, trace_of
 from tfdp.data.padding import distribute_padded, global_batch_rows, is_of_one_size
-from tfdp.errors import ConfigurationError, LocalMeanWarning
+from tfdp.errors import ConfigurationError, LocalMeanWarning, LocalStateWarning
 from tfdp.shards import Sharding, shard_stage
 
 __all__ = ["ReplicaContextStrategy", "check_pad_batches", "check_sharding"]
@@ -128,12 +131,15 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
         Knows how many samples each replica gets, and, when `fn` is a model's method,
         the model's optimizers: gradients are reduced before they are clipped.
         """
+        is_logging = names.is_step_of_keras_loop(fn)
         model = getattr(fn, "__self__", None)
         optimizers = optimizers_of(model)
         step = fn
         if model in self._jit_models and is_stock_train_step(fn):
             step = functools.partial(jitted_train_step, model)
         scope_checks.check_model(model, optimizers, self)
+        if self._replicas > 1:
+            check_no_row_state(model)
         run = sample_counts((args, kwargs or {}), len(self.extended.worker_devices))
         padded = find_padded((args, kwargs))
         if padded is not None:
@@ -145,10 +151,16 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
         self._complete_run(run)
         outer, self.extended.current_run = self.extended.current_run, run
         try:
-            with led_optimizers(optimizers, run):
+            with led_optimizers(optimizers, run), led_reports(model, run) as noted:
+                if tf.executing_eagerly():
+                    step = recorded(step, run)
                 result = super().run(step, args, kwargs, options)
         finally:
             self.extended.current_run = outer
+        if is_logging and run.replicas > 1 and not self.compiles_steps:
+            result = whole_logs(
+                result, run, noted, self.experimental_local_results, self._sum_of_logs
+            )
         if optimizers:
             self._warn_of_local_mean(model, fn, run)
         if run.padding and keras_batch.is_predict_step(fn):
@@ -201,6 +213,8 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
         model = names.model_built_by_caller()
         if model is not None:
             scope_checks.check_model(model, optimizers_of(model), self)
+            if self._replicas > 1:
+                check_no_row_state(model)
             self._take_over_jit(model)
             return keras_batch.representative_batch(without_padding(value))
         return self._reduce_values(reduce_op, value, axis)
@@ -233,6 +247,11 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
             )
         return super().experimental_distribute_dataset(dataset, options)
 
+    @property
+    def _sum_of_logs(self) -> Callable[[tf.Tensor], tf.Tensor] | None:
+        """Adds up a vector of the numbers that a step reports; None: on one host."""
+        return None
+
     def _complete_run(self, run: ReplicaRun) -> None:
         """Adds what only several hosts together know; before the replicas run."""
 
@@ -241,6 +260,13 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
         return result
 
     def _warn_of_local_mean(self, model: Any, step: Callable, run: ReplicaRun) -> None:
+        for category, clauses in (
+            (LocalMeanWarning, run.suspicions),
+            (LocalStateWarning, run.state_suspicions),
+        ):
+            for clause in sorted(clauses):
+                message = f"In a step of model {model.name!r} {clause}."
+                warnings.warn(message, category, stacklevel=3)
         why = why_loss_seems_local(model, step, run)
         if why is None:
             return

@@ -91,6 +91,7 @@ __all__ = [
     "in_compiled_function",
     "in_save_context",
     "is_loop_graph",
+    "is_step_of_keras_loop",
     "keras_state",
     "make_token",
     "model_built_by_caller",
@@ -110,6 +111,7 @@ __all__ = [
 CHECKED_VERSIONS = {"tensorflow": "2.21.0", "keras": "3.15.1"}
 
 KERAS_TRAINER_MODULE = "keras.src.backend.tensorflow.trainer"
+KERAS_STEP_FUNCTION = "one_step_on_data"
 KERAS_BUILD_FUNCTION = "_maybe_symbolic_build"
 
 
@@ -251,6 +253,20 @@ def batch_size_of_caller() -> tuple[str | None, int | None]:
                 return type(adapter).__name__, adapter.batch_size
         frame = frame.f_back
     return None, None
+
+
+def is_step_of_keras_loop(step: Any) -> bool:
+    """Whether the caller's caller is Keras' `fit` or `evaluate`, about to report.
+
+    Keras averages what `step` returns on each replica; a user who runs the step in a
+    loop of their own gets each replica's own.
+    """
+    frame = sys._getframe(2)
+    return (
+        getattr(step, "__name__", "") in ("train_step", "test_step")
+        and frame.f_code.co_name == KERAS_STEP_FUNCTION
+        and frame.f_globals.get("__name__") == KERAS_TRAINER_MODULE
+    )
 
 
 def model_built_by_caller() -> Any:
