@@ -15,6 +15,7 @@ __all__ = [
     "DeviceError",
     "JobKeyWarning",
     "LocalMeanWarning",
+    "LocalStateWarning",
     "MissingDependencyError",
     "ParityError",
     "ScopeError",
@@ -82,6 +83,10 @@ class JobKeyWarning(UserWarning):
 
 class LocalMeanWarning(UserWarning):
     """A loss looks like a mean over the local batch that nobody scaled."""
+
+
+class LocalStateWarning(UserWarning):
+    """What a layer stores looks like something that is no mean over rows."""
 
 
 class SlowInputWarning(UserWarning):

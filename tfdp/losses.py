@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from tfdp._tf.autograph import library_code
 from tfdp._tf.current_run import current_run
+from tfdp._tf.loss_suspicions import is_share
 from tfdp._tf.replica_run import trace_of
 from tfdp.errors import ConfigurationError
 
@@ -58,7 +59,10 @@ def local_mean(loss: tf.Tensor) -> tf.Tensor:
     run, rank = found
     _refuse_padding(run.padding_of(rank))
     run.scaled_losses.add(trace_of(rank))
-    return loss * tf.cast(run.share_of(rank), loss.dtype)
+    shares = run.shares[trace_of(rank)]
+    if is_share(shares, loss, "local_mean"):
+        return loss
+    return loss * shares.factor(run.share_of(rank), loss.dtype)
 
 
 @library_code
@@ -74,11 +78,12 @@ def local_sum(loss: tf.Tensor) -> tf.Tensor:
       `loss`.
     """
     found = current_run()
-    if found is not None:
-        run, rank = found
-        _refuse_padding(run.padding_of(rank))
-        run.scaled_losses.add(trace_of(rank))
-    return loss
+    if found is None:
+        return loss
+    run, rank = found
+    _refuse_padding(run.padding_of(rank))
+    run.scaled_losses.add(trace_of(rank))
+    return loss * run.shares[trace_of(rank)].factor(1.0, loss.dtype)
 
 
 def _refuse_padding(padding: Any) -> None:

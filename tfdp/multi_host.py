@@ -351,6 +351,10 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
         rows = self._engine.gather_rows(swapped, channel)
         return tf.experimental.numpy.swapaxes(rows, 0, axis) if axis else rows
 
+    @property
+    def _sum_of_logs(self) -> Callable[[tf.Tensor], tf.Tensor] | None:
+        return None if self._link is None else self._sum_of_hosts
+
     def _sum_of_hosts(self, value: Any) -> tf.Tensor:
         tensor = tf.convert_to_tensor(value)
         if tf.executing_eagerly():

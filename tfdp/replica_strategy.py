@@ -28,15 +28,18 @@ from tfdp._tf.borrowed_rows import (
 from tfdp._tf.jit_step import is_stock_train_step, jitted_train_step, take_over_jit
 from tfdp._tf.keras_build import builds_from_plain_batch
 from tfdp._tf.keras_input import keras_input, with_none
-from tfdp._tf.keras_losses import loss_replica_count, why_loss_seems_local
+from tfdp._tf.keras_losses import loss_replica_count
 from tfdp._tf.keras_optimizers import led_optimizers, optimizers_of
 from tfdp._tf.keras_padding import check_step_weighs, weighs_rows
+from tfdp._tf.keras_reports import led_reports, recorded, whole_logs
+from tfdp._tf.layer_state import check_no_row_state
+from tfdp._tf.loss_suspicions import why_loss_seems_local
 from tfdp._tf.padded_batch import Padding, find_padded, trim_rows, without_padding
 from tfdp._tf.reduced_parts import parts_of_one_shape
 from tfdp._tf.replica_run import ReplicaRun, sample_counts, trace_of
 from tfdp.data.padding import distribute_padded, global_batch_rows, is_of_one_size
 from tfdp.data.split import has_sparse, parts, splittable
-from tfdp.errors import ConfigurationError, LocalMeanWarning
+from tfdp.errors import ConfigurationError, LocalMeanWarning, LocalStateWarning
 from tfdp.shards import Sharding, shard_stage
 
 __all__ = ["ReplicaContextStrategy", "check_pad_batches", "check_sharding"]
@@ -140,6 +143,7 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
         Knows how many samples each replica gets, and the optimizers that were made
         under the strategy: gradients are reduced before they are clipped.
         """
+        is_logging = names.is_step_of_keras_loop(fn)
         model = getattr(fn, "__self__", None)
         optimizers = optimizers_of(model)
         step = fn
@@ -167,11 +171,18 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
         try:
             with (
                 led_optimizers(known, run),
+                led_reports(model, run) as noted,
                 leaves_borrowed_out(fn, known, run),
             ):
+                if tf.executing_eagerly():
+                    step = recorded(step, run)
                 result = super().run(step, args, kwargs, options)
         finally:
             self.extended.current_run = outer
+        if is_logging and run.replicas > 1 and not self.compiles_steps:
+            result = whole_logs(
+                result, run, noted, self.experimental_local_results, self._sum_of_logs
+            )
         if optimizers:
             self._warn_of_local_mean(model, fn, run)
         if run.padding and keras_batch.is_predict_step(fn):
@@ -186,6 +197,8 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
     def _adopt_and_check(self, model: Any, optimizers: list[Any]) -> None:
         adopt_state(model, optimizers, self)
         scope_checks.check_model(model, optimizers, self)
+        if self._replicas > 1:
+            check_no_row_state(model)
 
     def _step_of_padded(
         self, fn: Callable, step: Callable, model: Any, run: ReplicaRun
@@ -283,6 +296,11 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
         """What this host's replicas split among them."""
         return dataset
 
+    @property
+    def _sum_of_logs(self) -> Callable[[tf.Tensor], tf.Tensor] | None:
+        """Adds up a vector of the numbers that a step reports; None: on one host."""
+        return None
+
     def _complete_run(self, run: ReplicaRun) -> None:
         """Adds what only several hosts together know; before the replicas run."""
 
@@ -291,6 +309,13 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
         return result
 
     def _warn_of_local_mean(self, model: Any, step: Callable, run: ReplicaRun) -> None:
+        for category, clauses in (
+            (LocalMeanWarning, run.suspicions),
+            (LocalStateWarning, run.state_suspicions),
+        ):
+            for clause in sorted(clauses):
+                message = f"In a step of model {model.name!r} {clause}."
+                warnings.warn(message, category, stacklevel=3)
         why = why_loss_seems_local(model, step, run)
         if why is None:
             return

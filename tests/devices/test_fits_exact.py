@@ -67,7 +67,6 @@ def test_a_local_mean_of_no_rows_spoils_no_weight():
         np.testing.assert_allclose(b, a, rtol=0, atol=2e-5)
 
 
-@pytest.mark.xfail(strict=True, reason="the mean of no rows is reported as it is: nan")
 def test_a_local_mean_of_no_rows_is_reported_right():
     row = penalised_model, crossentropy(), rows(), {}
     _, _, _, expected = fit_and_evaluate(None, *row)

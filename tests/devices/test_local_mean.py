@@ -15,7 +15,7 @@ from tests.support.parity import (
     make_strategy,
     train,
 )
-from tfdp.errors import LocalMeanWarning
+from tfdp.errors import ConfigurationError, LocalMeanWarning
 
 
 class HandWritten(keras.Model):
@@ -110,3 +110,117 @@ def test_sums_are_not_suspected(reduction):
 def test_outside_a_strategy_nothing_changes():
     assert float(tfdp.losses.local_mean(tf.constant(3.0))) == 3.0
     np.testing.assert_equal(float(tfdp.losses.local_sum(tf.constant(3.0))), 3.0)
+
+
+class Adding(keras.layers.Layer):
+    """Adds `take(inputs)` to the loss."""
+
+    def __init__(self, take):
+        super().__init__()
+        self.take = take
+
+    def call(self, inputs):
+        self.add_loss(self.take(inputs))
+        return inputs
+
+
+def with_added(take):
+    def build():
+        model = dense_model()
+        return keras.Sequential([keras.Input((12,)), Adding(take), *model.layers])
+
+    return build
+
+
+def kl_like(inputs):
+    """As in variational autoencoders: a sum over the rows, or over all entries."""
+    return -0.5 * tf.reduce_sum(1 - tf.square(inputs))
+
+
+@pytest.mark.parametrize(
+    "take",
+    [
+        kl_like,
+        lambda inputs: kl_like(inputs) / 24.0,  # by a constant, not by the rows
+        lambda inputs: tf.reduce_sum(tf.square(inputs), axis=-1),  # Keras adds them
+    ],
+    ids=["sum", "over-constant", "by-row"],
+)
+def test_a_layers_sum_over_rows_is_noticed_beside_a_compiled_loss(take):
+    with pytest.warns(LocalMeanWarning, match=r"add_loss.*local_sum"):
+        train(make_strategy(2), with_added(take), epochs=1)
+
+
+@pytest.mark.parametrize(
+    "take",
+    [
+        lambda inputs: kl_like(inputs) / tf.cast(tf.shape(inputs)[0], tf.float32),
+        lambda inputs: tf.reduce_mean(tf.reduce_sum(tf.square(inputs), axis=-1)),
+        lambda inputs: tfdp.losses.local_sum(kl_like(inputs)),
+    ],
+    ids=["over-rows", "mean-of-sums", "said"],
+)
+@pytest.mark.parametrize("samples", [48, 53])
+def test_means_over_rows_and_what_says_so_are_not_suspected(take, samples):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", LocalMeanWarning)
+        data = classification_data(samples=samples)
+        train(make_strategy(2), with_added(take), epochs=1, data=data)
+
+
+def test_a_scalar_loss_is_noticed_beside_a_penalty():
+    def build():
+        model = dense_model()
+        model.layers[0].kernel_regularizer = keras.regularizers.L2(0.01)
+        return model
+
+    with pytest.warns(LocalMeanWarning, match="returns a scalar"):
+        train(make_strategy(2), build, loss=scalar_loss, epochs=1)
+
+
+class Mixing(HandWritten):
+    """Adds what was taken by hand to a Keras loss, which is a share already."""
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            logits = self(x)
+            shared = self.compute_loss(y=y, y_pred=logits)
+            loss = self.state_loss(shared, tf.reduce_mean(tf.square(logits)))
+        variables = self.trainable_variables
+        self.optimizer.apply(tape.gradient(loss, variables), variables)
+        return {"loss": loss}
+
+
+def mixing(mix):
+    def build():
+        model = Mixing(mix)
+        model.build((None, 12))
+        return model
+
+    return build
+
+
+@pytest.mark.parametrize("run_eagerly", [False, True])
+@pytest.mark.parametrize(
+    "mix",
+    [
+        lambda shared, by_hand: shared + by_hand,
+        lambda shared, by_hand: tf.sqrt(shared),
+        lambda shared, by_hand: shared * shared,
+    ],
+    ids=["sum", "root", "square"],
+)
+def test_local_mean_of_what_is_partly_a_share_is_refused(mix, run_eagerly):
+    def state(shared, by_hand):
+        return tfdp.losses.local_mean(mix(shared, by_hand))
+
+    with pytest.raises(ConfigurationError, match="taken by hand alone"):
+        train(make_strategy(2), mixing(state), epochs=1, run_eagerly=run_eagerly)
+
+
+def test_a_share_plus_something_else_is_noticed_where_it_is_reported():
+    with pytest.warns(LocalMeanWarning, match=r"counts once for each replica"):
+        train(
+            make_strategy(2), mixing(lambda shared, by_hand: shared + by_hand), epochs=1
+        )

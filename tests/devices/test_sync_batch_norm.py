@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.support.parity import make_strategy
+from tests.support.parity import largest_distance, make_strategy
 from tests.support.replica_steps import (
     STRATEGIES,
     assert_replicas_agree,
@@ -70,7 +70,7 @@ def compare(strategy, options, x, mask=None, eager=False, reference=BN):
     actual += layer.get_weights()
     expected = [*expected, *one.get_weights()]
     assert_replicas_agree(layer)
-    return max(np.abs(a - b).max() for a, b in zip(actual, expected, strict=True))
+    return largest_distance(actual, expected)
 
 
 @every_strategy
@@ -216,8 +216,7 @@ def weights_of_one_device():
 
 
 def difference_from_one_device(model):
-    pairs = zip(weights_of_one_device(), model.get_weights(), strict=True)
-    return max(np.abs(a - b).max() for a, b in pairs)
+    return largest_distance(weights_of_one_device(), model.get_weights())
 
 
 @every_strategy

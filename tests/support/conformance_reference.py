@@ -49,6 +49,7 @@ from tests.support.conformance_table import (
 )
 from tests.support.parity import UNIT_ROUND_OFF
 
+TINY = np.finfo("float32").tiny
 REPETITIONS = 8
 # The update itself rounds as well: some ten operations on numbers of the size of the
 # weights and slots, in each step.
@@ -222,6 +223,16 @@ def reference(optimizer: str, option: str, kind: str, layout: str | None, dense:
         bounds.append(2 * np.sqrt(perturbed_entries) * rms + rounding)
     movement = [np.abs(a - b) for a, b in zip(answer.state, start.state, strict=True)]
     return answer, movement, bounds
+
+
+def worst_ratio(got, answer, bounds):
+    """The largest |got - answer| / bound of lists of arrays; NaN where one is NaN."""
+    ratios = [
+        np.max(np.abs(a - b) / np.maximum(bound, TINY), initial=0.0)
+        for a, b, bound in zip(got, answer, bounds, strict=True)
+    ]
+    # Python's max would pass over a NaN that does not come first.
+    return float(np.max(ratios))
 
 
 def outcome_of_start(one):

@@ -69,10 +69,17 @@ def train(
 
 def largest_difference(a, b):
     """The largest difference between the weights of two models."""
-    return max(
-        float(np.abs(x.numpy() - y.numpy()).max())
-        for x, y in zip(a.weights, b.weights, strict=True)
-    )
+    return largest_distance(*([w.numpy() for w in m.weights] for m in (a, b)))
+
+
+def largest_distance(a, b):
+    """The largest difference between two lists of arrays; NaN where one is NaN.
+
+    Python's `max` would pass over a NaN that does not come first, and every comparison
+    with the result would hold.
+    """
+    pairs = zip(a, b, strict=True)
+    return float(np.max([np.max(np.abs(x - y), initial=0.0) for x, y in pairs]))
 
 
 def rounding_bound(model, steps, batch_size, gradient_bound, learning_rate):

@@ -9,6 +9,10 @@ to nobody else, the strategy answers with a number that knows better:
     scale:    1 / R  becomes  D_r / D    D_r: what the replica's mean was divided by
     unscale:  R      becomes  N / n_r    n_r: samples; Keras weights reports by n_r
 
+D is N or asked of all replicas: the graph tells whether D_r goes with the rows of the
+batch (`batch_rows`). A loss that is a share already (`loss_shares`) is not scaled once
+more: Keras adds a Keras loss that a layer took and gave to `add_loss` to the model's.
+
 With S_r the replica's sum, scale gives S_r / D, whose sum over replicas is the loss of
 the whole batch, for masked and weighted means as well as plain ones. Unscale gives
 (S_r / D) (N / n_r), whose mean weighted by n_r is the same. The factor stands on the
@@ -23,13 +27,14 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-import keras
 import tensorflow as tf
 
+from tfdp._tf.batch_rows import goes_with_rows
+from tfdp._tf.loss_suspicions import is_share, suspect_added_sum
 from tfdp._tf.padded_batch import Padding
 from tfdp._tf.replica_run import ReplicaRun, trace_of
 
-__all__ = ["LossReplicaCount", "loss_replica_count", "why_loss_seems_local"]
+__all__ = ["LossReplicaCount", "loss_replica_count"]
 
 LOSS_MODULE = "keras.src.losses.loss"
 SCALE = "scale_loss_for_distribution"
@@ -40,19 +45,19 @@ SumOverReplicas = Callable[[tf.Tensor, Any], tf.Tensor]
 
 # A float, because Python asks a subclass of float first when it divides 1.0 by it.
 class LossReplicaCount(float):
-    """R, which divides and casts to the exact factors of one replica's loss."""
+    """R, which divides and casts to the exact factors of one replica's loss.
 
-    fraction: tf.Tensor | None = None
-    report_factor: tf.Tensor | None = None
+    The factors are in the loss' own type: casting them makes no other tensor of them.
+    """
+
+    fraction: tf.Tensor
+    report_factor: tf.Tensor
 
     def __rtruediv__(self, other: Any) -> Any:
-        if self.fraction is None:
-            return other / float(self)
-        return other * self.fraction
+        return self.fraction
 
     def __tf_tensor__(self, dtype: Any = None, name: Any = None) -> tf.Tensor:
-        value = float(self) if self.report_factor is None else self.report_factor
-        return tf.convert_to_tensor(value, dtype=dtype, name=name)
+        return self.report_factor
 
 
 def loss_replica_count(
@@ -69,20 +74,21 @@ def loss_replica_count(
     asker = sys._getframe(2)
     if asker.f_globals.get("__name__") != LOSS_MODULE:
         return None
+    if asker.f_code.co_name not in (SCALE, UNSCALE):
+        return None
+    value, shares = asker.f_locals["value"], run.shares[trace_of(rank)]
+    count = _replica_count(run)
     if asker.f_code.co_name == SCALE:
-        run.scaled_losses.add(trace_of(rank))
-        count = _replica_count(run)
-        count.fraction = _fraction(run, rank, asker.f_back, sum_over_replicas)
-        return count
-    if asker.f_code.co_name == UNSCALE:
-        count = _replica_count(run)
-        if not run.is_even and _is_weighted_by_samples(asker.f_back):
-            count.report_factor = tf.math.divide_no_nan(
-                tf.cast(run.total_of(rank), tf.float32),
-                tf.cast(run.count_of(rank), tf.float32),
-            )
-        return count
-    return None
+        fraction = _fraction(run, rank, value, asker.f_back, sum_over_replicas)
+        count.fraction = shares.factor(fraction, value.dtype)
+        if _name_of(asker.f_back) == "reduce_values":
+            run.scaled_losses.add(trace_of(rank))
+        else:
+            run.added_losses.add(trace_of(rank))
+    else:
+        factor = _report_factor(run, rank, value, asker.f_back)
+        count.report_factor = shares.report_factor(factor, value.dtype)
+    return count
 
 
 def _replica_count(run: ReplicaRun) -> LossReplicaCount:
@@ -93,19 +99,39 @@ def _replica_count(run: ReplicaRun) -> LossReplicaCount:
     return LossReplicaCount(max(run.replicas, 2) if run.padding else run.replicas)
 
 
+def _report_factor(
+    run: ReplicaRun, rank: Any, value: Any, reporter: FrameType | None
+) -> Any:
+    """N / n_r, R, or 1: what makes of a share the number that is reported."""
+    if value.shape.rank:
+        return 1.0  # the losses of single rows: none was scaled
+    if run.is_even or not _is_weighted_by_samples(reporter):
+        return float(run.replicas)
+    return tf.math.divide_no_nan(
+        tf.cast(run.total_of(rank), tf.float32), tf.cast(run.count_of(rank), tf.float32)
+    )
+
+
 def _fraction(
     run: ReplicaRun,
     rank: Any,
+    value: Any,
     reducer: FrameType | None,
     sum_over_replicas: SumOverReplicas,
-) -> tf.Tensor | None:
-    """D_r / D, or None where it is 1 / R for sure."""
+) -> Any:
+    """D_r / D, or 1 for what is a share already."""
     padding = run.padding_of(rank)
+    if _name_of(reducer) == "_aggregate_additional_loss":
+        if is_share(run.shares[trace_of(rank)], value, "add_loss"):
+            return 1.0
+        suspect_added_sum(run, rank, value)
     denominator = _weight_denominator(reducer)
     if padding is not None and not _is_global(denominator, reducer, padding):
         return _fraction_of_rows(reducer, padding)
+    if denominator is None and not _goes_with_rows(run, rank, reducer):
+        denominator = reducer.f_locals["divisor"]  # type: ignore[union-attr]
     if denominator is None:
-        return None if run.is_even else run.share_of(rank)
+        return run.even_share if run.is_even else run.share_of(rank)
     denominator = tf.stop_gradient(tf.cast(denominator, tf.float32))
     counted = denominator
     if padding is not None and _reduction(reducer) != "mean_with_sample_weight":
@@ -139,8 +165,19 @@ def _fraction_of_rows(reducer: FrameType | None, padding: Padding) -> tf.Tensor:
     return padding.count / (padding.total * tf.cast(entries, tf.float32))
 
 
+def _goes_with_rows(run: ReplicaRun, rank: Any, reducer: FrameType | None) -> bool:
+    """Whether D_r is in proportion to the replica's rows of the batch."""
+    if reducer is None or _name_of(reducer) != "reduce_values":
+        return True
+    return goes_with_rows(run, rank, reducer.f_locals["values"])
+
+
+def _name_of(frame: FrameType | None) -> str:
+    return "" if frame is None else frame.f_code.co_name
+
+
 def _reduction(reducer: FrameType | None) -> Any:
-    if reducer is None or reducer.f_code.co_name != "reduce_values":
+    if reducer is None or _name_of(reducer) != "reduce_values":
         return None
     return reducer.f_locals.get("reduction")
 
@@ -174,22 +211,3 @@ def _is_weighted_by_samples(reporter: FrameType | None) -> bool:
     if prediction is None:
         return True
     return tf.nest.flatten(prediction)[0].shape[0] is not None
-
-
-def why_loss_seems_local(model: Any, step: Any, run: ReplicaRun) -> str | None:
-    """Why the loss of a training step may be a mean over the local batch only.
-
-    Returns:
-      A clause for a message, or None when the loss was brought to its share, or is a
-      sum, so that adding the replicas' gradients is right.
-    """
-    if run.scaled_losses or run.replicas == 1 or step.__name__ != "train_step":
-        return None
-    if type(model).train_step is not keras.Model.train_step:
-        return "its train_step is its own and no Keras loss took a mean in it"
-    compiled = getattr(model, "_compile_loss", None)
-    losses = tf.nest.flatten(getattr(compiled, "_user_loss", None))
-    reductions = {getattr(loss, "reduction", "mean") for loss in losses if loss}
-    if reductions <= {"sum", "none", None}:
-        return None
-    return "its loss function returns a scalar, so Keras took no mean"

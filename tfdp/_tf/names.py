@@ -104,6 +104,7 @@ __all__ = [
     "is_default_strategy",
     "is_building_model",
     "is_loop_graph",
+    "is_step_of_keras_loop",
     "keras_state",
     "make_token",
     "model_built_by_caller",
@@ -124,6 +125,7 @@ __all__ = [
 CHECKED_VERSIONS = {"tensorflow": "2.21.0", "keras": "3.15.1"}
 
 KERAS_TRAINER_MODULE = "keras.src.backend.tensorflow.trainer"
+KERAS_STEP_FUNCTION = "one_step_on_data"
 KERAS_BUILD_FUNCTION = "_maybe_symbolic_build"
 
 
@@ -289,6 +291,20 @@ def is_building_model() -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+def is_step_of_keras_loop(step: Any) -> bool:
+    """Whether the caller's caller is Keras' `fit` or `evaluate`, about to report.
+
+    Keras averages what `step` returns on each replica; a user who runs the step in a
+    loop of their own gets each replica's own.
+    """
+    frame = sys._getframe(2)
+    return (
+        getattr(step, "__name__", "") in ("train_step", "test_step")
+        and frame.f_code.co_name == KERAS_STEP_FUNCTION
+        and frame.f_globals.get("__name__") == KERAS_TRAINER_MODULE
+    )
 
 
 def model_built_by_caller() -> Any:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
 
-__all__ = ["is_same_on_every_replica"]
+__all__ = ["is_same_on_every_replica", "outermost"]
 
 # Counters are a handful of ops away from their variable; give up beyond that.
 MOST_OPS = 64
@@ -28,9 +29,9 @@ def is_same_on_every_replica(value: tf.Tensor, own_variable: Any) -> bool:
     """
     seen: set[int] = set()
     todo = [value]
-    own_handle = _outermost(own_variable.handle)
+    own_handle = outermost(own_variable.handle)
     while todo:
-        tensor = _outermost(todo.pop())
+        tensor = outermost(todo.pop())
         if tensor is None:
             return False
         if tensor is own_handle or id(tensor) in seen:
@@ -48,10 +49,17 @@ def is_same_on_every_replica(value: tf.Tensor, own_variable: Any) -> bool:
     return True
 
 
-def _outermost(tensor: tf.Tensor) -> tf.Tensor | None:
-    """The tensor that an inner graph captured, followed outwards; None: an argument."""
+def outermost(
+    tensor: tf.Tensor, is_found: Callable[[tf.Tensor], bool] = lambda tensor: False
+) -> tf.Tensor | None:
+    """The tensor that an inner graph captured, followed outwards; None: an argument.
+
+    Args:
+      tensor: where to begin.
+      is_found: ends the way at an argument that is looked for.
+    """
     while not isinstance(tensor, tf.__internal__.EagerTensor):
-        if tensor.op.type != "Placeholder":
+        if tensor.op.type != "Placeholder" or is_found(tensor):
             return tensor
         captures = getattr(tensor.graph, "captures", ())
         outer = next((o for o, inner in captures if inner is tensor), None)

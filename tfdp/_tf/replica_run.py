@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 from collections.abc import Iterator
@@ -9,6 +10,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdp._tf.loss_shares import LossShares
 from tfdp._tf.names import PerReplica, current_rank
 from tfdp._tf.padded_batch import Padding
 from tfdp.errors import ScopeError
@@ -34,6 +36,20 @@ class ReplicaRun:
     spans_hosts: bool = False
     #: Traces (see `trace_of`) whose loss was brought to its share of the global one.
     scaled_losses: set[int] = dataclasses.field(default_factory=set)
+    #: By trace: which numbers are shares of the global loss already.
+    shares: dict[int, LossShares] = dataclasses.field(
+        default_factory=lambda: collections.defaultdict(LossShares)
+    )
+    #: Traces that added losses of layers (penalties, `add_loss`) to the model's.
+    added_losses: set[int] = dataclasses.field(default_factory=set)
+    #: Whether the replicas were given any tensor.
+    has_tensors: bool = False
+    #: By trace: the tensors of the batch that the replica was given.
+    batches: dict[int, list[tf.Tensor]] = dataclasses.field(default_factory=dict)
+    #: Clauses for a warning: why a loss may be a mean over the local batch only.
+    suspicions: set[str] = dataclasses.field(default_factory=set)
+    #: The same of what layers store: why it may be no mean over rows.
+    state_suspicions: set[str] = dataclasses.field(default_factory=set)
     #: By trace: mirrored float variables that the replica assigned to on its own.
     local_state: dict[int, dict[int, Any]] = dataclasses.field(default_factory=dict)
     #: By trace: what the global batch's masked or weighted means were divided by.
@@ -96,6 +112,11 @@ class ReplicaRun:
             tf.cast(self.count_of(rank), tf.float32),
             tf.cast(self.total_of(rank), tf.float32),
         )
+
+    @property
+    def even_share(self) -> float:
+        """1 / R."""
+        return 1.0 / self.replicas
 
     def has_own_rows(self, rank: Any) -> Any:
         """Whether `rank` computes on rows of its own; a boolean, or a scalar tensor."""
@@ -176,11 +197,16 @@ class ReplicaRun:
         total = self.total_of(rank)
         return tf.cast(1 if total is None else total, tf.float32)
 
-    def note_local_state(self, rank: Any, variable: Any) -> None:
-        """Remembers that a replica changed its own copy of `variable`."""
+    def note_local_state(self, rank: Any, variable: Any) -> bool:
+        """Remembers that a replica changed its own copy of `variable`.
+
+        Returns:
+          False while an optimizer updates: then all replicas do alike.
+        """
         if self.updates.get(trace_of(rank)):
-            return
+            return False
         self.local_state.setdefault(trace_of(rank), {})[id(variable)] = variable
+        return True
 
     def take_local_state(self, rank: Any) -> list[Any]:
         """What the replica changed on its own since it was last asked."""
@@ -203,6 +229,7 @@ def sample_counts(arguments: Any, replicas: int) -> ReplicaRun:
     differs between replicas tells.
     """
     run = ReplicaRun(replicas)
+    run.has_tensors = any(map(tf.is_tensor, tf.nest.flatten(arguments)))
     if replicas == 1:
         # TensorFlow does not wrap the parts of a single replica.
         parts = [
@@ -211,6 +238,7 @@ def sample_counts(arguments: Any, replicas: int) -> ReplicaRun:
             if tf.is_tensor(value) and value.shape.rank
         ]
         if parts:
+            run.batches = {0: [part for part in parts if isinstance(part, tf.Tensor)]}
             run.counts = [rows_of(parts[0])]
             run.total = run.counts[0]
         return run
@@ -230,12 +258,27 @@ def sample_counts(arguments: Any, replicas: int) -> ReplicaRun:
             "tf.data.Dataset to model.fit, or distribute it with this strategy."
         )
     if batch is not None:
+        run.batches = _parts_by_replica(arguments, replicas)
         run.counts = [rows_of(part) for part in batch.values]
         if all(isinstance(n, int) for n in run.counts):
             run.total = sum(run.counts)
         else:
             run.total = tf.add_n([tf.cast(n, tf.int32) for n in run.counts])
     return run
+
+
+def _parts_by_replica(arguments: Any, replicas: int) -> dict[int, list[tf.Tensor]]:
+    values = [v for v in tf.nest.flatten(arguments) if isinstance(v, PerReplica)]
+    return {
+        rank: [
+            part
+            for value in values
+            # Of ragged and sparse tensors the inner values have other rows.
+            for part in tf.nest.flatten(value.values[rank])
+            if isinstance(part, tf.Tensor) and part.shape.rank
+        ]
+        for rank in range(replicas)
+    }
 
 
 def rows_of(part: Any) -> Any:

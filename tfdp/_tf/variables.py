@@ -7,8 +7,9 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdp._tf.layer_state import suspect_own_state, term_added_to
 from tfdp._tf.names import MirroredVariable, SyncOnReadVariable, current_rank
-from tfdp._tf.replica_invariance import is_same_on_every_replica
+from tfdp._tf.replica_invariance import is_same_on_every_replica, outermost
 
 __all__ = [
     "PythonNumber",
@@ -48,7 +49,17 @@ class ReplicaMirroredVariable(PythonNumber, MirroredVariable):
     def _update_replica(self, update_fn: Callable, value: Any, **kwargs: Any) -> Any:
         extended = self.distribute_strategy.extended
         if self.aggregation == tf.VariableAggregation.NONE and self.dtype.is_floating:
-            extended.current_run.note_local_state(current_rank(), self)
+            run, rank = extended.current_run, current_rank()
+            if run.note_local_state(rank, self):
+                suspect_own_state(run, rank, self, value)
+        if tf.is_tensor(value) and isinstance(current_rank(), int):
+            if (
+                self.aggregation == tf.VariableAggregation.MEAN
+                and value.dtype.is_floating
+            ):
+                value = self._weighted_by_rows(value)
+            elif self.aggregation == tf.VariableAggregation.SUM:
+                update_fn, value = self._of_what_is_added(update_fn, value)
         first_only = tf.VariableAggregation.ONLY_FIRST_REPLICA
         if self.aggregation == first_only and not tf.executing_eagerly():
             component = self._get_replica(current_rank())
@@ -56,6 +67,37 @@ class ReplicaMirroredVariable(PythonNumber, MirroredVariable):
                 value = extended.reducer.broadcast(value, current_rank())
             return update_fn(component, value, **kwargs)
         return super()._update_replica(update_fn, value, **kwargs)
+
+    def _weighted_by_rows(self, value: tf.Tensor) -> tf.Tensor:
+        """R n_r / N times the value: the mean of these is the mean over all rows."""
+        run = self.distribute_strategy.extended.current_run
+        share = tf.cast(run.share_of(current_rank()), value.dtype)
+        # The mean of no row is not a number, and 0 times that is not 0.
+        return tf.where(share > 0, run.replicas * share * value, tf.zeros_like(value))
+
+    def _of_what_is_added(
+        self, update_fn: Callable, value: tf.Tensor
+    ) -> tuple[Callable, tf.Tensor]:
+        """An update by the sum of d in the place of one by the sum of v + d.
+
+        Keras writes `assign_add(d)` as `assign(v + d)`, whose sum holds v R times.
+        """
+        if isinstance(value, tf.__internal__.EagerTensor):
+            return update_fn, value
+        component = self._get_replica(current_rank())
+        added = term_added_to(outermost(component.handle), value)
+        if added is None:
+            return update_fn, value
+        replicas = self.distribute_strategy.extended.current_run.replicas
+        before = component.read_value()
+        if self.dtype.is_floating:
+            return update_fn, added + before / replicas
+        too_many = (replicas - 1) * before
+
+        def update_by_sum(own: Any, total: tf.Tensor, **kwargs: Any) -> Any:
+            return update_fn(own, total - too_many, **kwargs)
+
+        return update_by_sum, value
 
 
 class ReplicaOnReadVariable(SyncOnReadVariable):

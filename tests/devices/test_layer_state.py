@@ -1,0 +1,97 @@
+"""What layers store: one device's value where there is a rule, else a warning."""
+
+import warnings
+
+import keras
+import numpy as np
+import pytest
+
+from tests.support.conformance_fits import rows
+from tests.support.parity import make_strategy, train
+from tfdp.errors import ConfigurationError, LocalStateWarning
+
+ops = keras.ops
+UPDATES = {
+    "mean": lambda v, x: v.assign(0.9 * v + 0.1 * ops.mean(ops.square(x))),
+    "sum": lambda v, x: v.assign_add(ops.sum(ops.square(x))),
+    "rows": lambda v, x: v.assign_add(ops.cast(ops.sum(x[:, 0] > 0), v.dtype)),
+    "batches": lambda v, x: v.assign_add(1.0),
+    "maximum": lambda v, x: v.assign(ops.maximum(v, ops.max(x))),
+}
+
+
+class Storing(keras.layers.Layer):
+    def __init__(self, update, **options):
+        super().__init__()
+        self.update, self.options = UPDATES[update], options
+
+    def build(self, shape):
+        self.stored = self.add_weight(
+            shape=(), initializer="zeros", trainable=False, **self.options
+        )
+
+    def call(self, inputs, training=False):
+        if training:
+            self.update(self.stored, inputs)
+        return inputs
+
+
+def stored(strategy, update, options):
+    def build():
+        layers = [keras.Input((12,)), Storing(update, **options)]
+        return keras.Sequential([*layers, keras.layers.Dense(5)])
+
+    data = rows()
+    # Three batches; the last leaves one replica without a row.
+    model, _ = train(
+        strategy, build, data=(data["x"], data["y"]), batch_size=7, epochs=1
+    )
+    copies = model.layers[0].stored.value
+    return [copy.numpy() for copy in getattr(copies, "values", [copies])]
+
+
+@pytest.mark.parametrize(
+    "update, options",
+    [
+        ("mean", {}),
+        ("mean", {"aggregation": "mean"}),
+        ("sum", {"aggregation": "sum"}),
+        ("rows", {"aggregation": "sum", "dtype": "int32"}),
+        ("batches", {}),
+        ("batches", {"aggregation": "only_first_replica"}),
+    ],
+    ids=[
+        "mean-none",
+        "mean-mean",
+        "sum-sum",
+        "rows-sum",
+        "batches-none",
+        "batches-first",
+    ],
+)
+def test_has_one_devices_value(update, options):
+    (one,) = stored(None, update, options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", LocalStateWarning)
+        copies = stored(make_strategy(2), update, options)
+    assert copies[0] == copies[1]
+    # 15 rows of 12 squares: 180 u.
+    np.testing.assert_allclose(copies[0], one, rtol=2e-5)
+
+
+@pytest.mark.parametrize(
+    "update, remedy", [("sum", "aggregation='sum'"), ("maximum", "over all replicas")]
+)
+def test_what_is_no_mean_over_rows_is_told(update, remedy):
+    with pytest.warns(LocalStateWarning, match=remedy):
+        stored(make_strategy(2), update, {})
+
+
+def test_state_of_single_rows_is_refused():
+    def build():
+        layers = [keras.layers.Reshape((1, 12)), keras.layers.GRU(3, stateful=True)]
+        return keras.Sequential([keras.Input(batch_shape=(8, 12)), *layers])
+
+    data = rows(16)
+    with pytest.raises(ConfigurationError, match="return_state"):
+        train(make_strategy(2), build, data=(data["x"], data["y"]), batch_size=8)
