@@ -111,7 +111,7 @@ def unequal_copies(model):
         variable.path
         for variable in [*model.weights, *slots]
         if "seed_generator" not in variable.path
-        and "accumulator" not in variable.path
+        and "gradient_accumulator" not in variable.path
         and not hasattr(variable.value, "shard")  # each replica has another part
         and hasattr(variable.value, "values")
         and getattr(variable.value, "synchronization", None)

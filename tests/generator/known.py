@@ -51,11 +51,26 @@ KNOWN = {
     ),
 }
 
+
+def _exchanges_within_a_step(program):
+    """What `jit_compile=True` is refused for, as the error says."""
+    return program.jit and (
+        any("mask" in b.kind or "ragged" in b.kind for b in program.branches)
+        or any(o.reduction == "mean_with_sample_weight" for o in program.outputs)
+        or any("sync-batch-norm" in name for name in layer_names(program))
+        or "masking" in layer_names(program)
+        or program.layout.shard == 3
+        or "train_on_batch" in program.calls
+        or program.train_step != "keras"
+    )
+
+
 # What the message holds: the programs that it is documented for.
 REFUSED = {
     "cannot update shards": lambda p: (
         p.layout.shard > 0 and p.optimizer.name in UNSHARDABLE
     ),
+    "inside a function compiled by XLA": _exchanges_within_a_step,
     "The size of the batches is not known": lambda p: (
         p.layout.pad_batches is True and p.data.source != "arrays"
     ),

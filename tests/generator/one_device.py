@@ -90,7 +90,7 @@ def state_of(model):
 def inner_variables(optimizer):
     """Those of the optimizer that updates; accumulators are each replica's own."""
     inner = getattr(optimizer, "inner_optimizer", optimizer)
-    return [v for v in inner.variables if "accumulator" not in v.path.split("/")[-1]]
+    return [v for v in inner.variables if "gradient_accumulator" not in v.path]
 
 
 def value_of(variable):

@@ -114,7 +114,7 @@ def test_one_deadline_holds_for_a_whole_handshake(monkeypatch):
     def drip(guest):
         # A byte in every 0.1 s: each alone is in time.
         with contextlib.suppress(OSError):
-            for byte in MAGIC + bytes(NONCE_BYTES):
+            for byte in MAGIC + bytes(NONCE_BYTES + PROOF_BYTES):
                 guest.sendall(bytes([byte]))
                 time.sleep(0.1)
 
@@ -172,16 +172,45 @@ def test_jobs_with_names_are_told_apart_without_a_key(monkeypatch):
     assert job_secret(Cluster(2, 0, "h:1")) == made["k" * 16, ""]
 
 
-def test_a_worker_that_was_started_again_takes_its_place():
+@pytest.mark.parametrize("place", ["first", "last"])
+def test_a_worker_that_was_started_again_takes_its_place(monkeypatch, place):
+    let_in, go_on = threading.Semaphore(0), threading.Event()
+    tell = rendezvous._tell
+
+    def noting_tell(connection, message):
+        tell(connection, message)
+        if "wait_seconds" in message:
+            let_in.release()
+            go_on.wait(TIMEOUT_SECONDS)
+
+    monkeypatch.setattr(rendezvous, "_tell", noting_tell)
     address = f"127.0.0.1:{free_port()}"
+    where = rendezvous.parse_address(address)
+    options = (3, address, 1, TIMEOUT_SECONDS, SECRET)
     with concurrent.futures.ThreadPoolExecutor(3) as threads:
-        options = (3, address, 1, TIMEOUT_SECONDS, SECRET)
+
+        def come(rank):
+            met = threads.submit(meet, rank, *options)
+            assert let_in.acquire(timeout=TIMEOUT_SECONDS)
+            return met
+
         first = threads.submit(meet, 0, *options)
+        go_on.set()
+        if place == "last":
+            other = come(2)
+            go_on.clear()
         until = time.monotonic() + TIMEOUT_SECONDS
-        where = rendezvous.parse_address(address)
-        dial(where, SECRET, "meeting", lambda _: hello_of("meeting"), until).close()
-        others = [threads.submit(meet, rank, *options) for rank in (1, 2)]
-        close_all(first.result(), *(other.result() for other in others))
+        gone = dial(where, SECRET, "meeting", lambda _: hello_of("meeting"), until)
+        assert let_in.acquire(timeout=TIMEOUT_SECONDS)
+        # As the first it leaves while worker 0 waits for others already (or nearly);
+        # as the last before worker 0 does anything else.
+        time.sleep(0.2 if place == "first" else 0.0)
+        gone.close()
+        go_on.set()
+        again = come(1)
+        if place == "first":
+            other = come(2)
+        close_all(first.result(), again.result(), other.result())
 
 
 def test_the_right_key_twice_takes_no_place_in_a_ring(monkeypatch):

@@ -166,7 +166,8 @@ def wrong_key(guest, connection, purpose):
 
 def another_purpose(guest, connection, purpose):
     other = "ring" if purpose == "meeting" else "meeting"
-    guest.heard += run_steps(introduce(guest.secret, other, {}), connection)
+    hello = hello_of(purpose)
+    guest.heard += run_steps(introduce(guest.secret, other, hello), connection)
 
 
 def long_hello(guest, connection, purpose):
