@@ -30,6 +30,8 @@ import tensorflow as tf
 from tfdp._tf.instance_attributes import instance_attributes
 from tfdp._tf.names import PerReplica, current_rank
 from tfdp._tf.replica_run import ReplicaRun
+from tfdp._tf.sharding.optimizers import shard_kind
+from tfdp._tf.sharding.variables import ShardedVariable
 
 __all__ = ["borrow_rows", "leaves_borrowed_out", "return_rows", "takes_own_rows_only"]
 
@@ -146,7 +148,13 @@ def _apply(
     if run.is_updating:  # another optimizer calls it, with what all replicas share
         return apply(gradients, trainable_variables)
     rank = current_rank()
-    own = [None if g is None else run.own_gradient(rank, g) for g in gradients]
+    own = list(gradients)
+    variables = list(trainable_variables or [None] * len(own))
+    for place, (gradient, variable) in enumerate(zip(own, variables, strict=True)):
+        # What is stored in shards has been summed already, of own parts.
+        is_sum = variable is not None and shard_kind(variable) is ShardedVariable
+        if gradient is not None and not is_sum:
+            own[place] = run.own_gradient(rank, gradient)
     with run.summing_own_parts(rank):
         return apply(own, trainable_variables)
 
