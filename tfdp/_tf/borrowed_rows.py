@@ -121,7 +121,7 @@ def leaves_borrowed_out(
         keras.Model, step.__name__
     )
     leads: list[tuple[Any, str, Callable]] = [
-        (optimizer, "apply", functools.partial(_apply, optimizer.apply, run))
+        (optimizer, "apply", functools.partial(_apply, optimizer, optimizer.apply, run))
         for optimizer in optimizers
     ]
     run.loss_is_own = is_stock
@@ -140,6 +140,7 @@ def _own_loss(compute: Callable, run: ReplicaRun, *args: Any, **kwargs: Any) -> 
 
 
 def _apply(
+    optimizer: Any,
     apply: Callable,
     run: ReplicaRun,
     gradients: Sequence[Any],
@@ -149,7 +150,8 @@ def _apply(
         return apply(gradients, trainable_variables)
     rank = current_rank()
     own = list(gradients)
-    variables = list(trainable_variables or [None] * len(own))
+    built_with = trainable_variables or optimizer._trainable_variables
+    variables = list(built_with or [None] * len(own))
     for place, (gradient, variable) in enumerate(zip(own, variables, strict=True)):
         # What is stored in shards has been summed already, of own parts.
         is_sum = variable is not None and shard_kind(variable) is ShardedVariable
