@@ -19,18 +19,23 @@ GARBAGE = {
     "nested": b"[" * 10_000 + b"\n",
     "nested within": b'{"at": ' + b"[" * 10_000 + b"\n",
     "left is a number": {"left": 1},
-    "left names a text": {"left": ["1"]},
-    "left names nobody": {"left": [7]},
+    "left is a list": {"left": ["1"]},
+    "left names a text": {"left": {"x": [None, False]}},
+    "left names nobody": {"left": {"7": [None, False]}},
+    "a goodbye of one": {"goodbye": 1},
+    "a goodbye of a number": {"goodbye": [1, False]},
     "failure is a list": {"failure": ["x"]},
     "note of three": {"note": ["a", "b", "c"]},
     "note of a number": {"note": ["a", 1]},
     "notes of nobody": {"notes": ["a", {"9": "b"}]},
     "notes of a list": {"notes": ["a", ["b"]]},
-    "at a text": {"at": {"0": "1"}},
-    "at true": {"at": {"0": True}},
-    "at nobody": {"at": {"1e400": 1}},
+    "at a text": {"at": {"step": {"0": "1"}}},
+    "at true": {"at": {"step": {"0": True}}},
+    "at nobody": {"at": {"step": {"1e400": 1}}},
+    "at no channel": {"at": {"walk": {"0": 1}}},
+    "at a channel of none": {"at": {"step": [1]}},
     "at a list": {"at": [1]},
-    "a large number": b'{"at": {"0": ' + b"9" * 5000 + b"}}\n",
+    "a large number": b'{"at": {"step": {"0": ' + b"9" * 5000 + b"}}}\n",
 }
 
 
@@ -79,7 +84,7 @@ def test_what_workers_send_is_none():
     ]
     with concurrent.futures.ThreadPoolExecutor(3) as threads:
         for member in members:
-            member.arrive(5)
+            member.arrive(5, "step")
         found = threads.map(
             lambda member: member.share_note("k", f"of {member.rank}", SECONDS), members
         )

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.support.workers import free_port
-from tfdp.hosts import exchange_watch, socket_link, waits
+from tfdp.hosts import exchange_watch, waits
 from tfdp.hosts.exchange_watch import ExchangeWatch
 from tfdp.hosts.socket_link import SocketLink
 
@@ -38,7 +38,7 @@ def said(monkeypatch):
 
     said = Said()
     monkeypatch.setattr(waits.logging, "warning", said.note)
-    for module in (waits, socket_link, exchange_watch):
+    for module in (waits, exchange_watch):
         monkeypatch.setattr(module, "NOTICE_SECONDS", 1.5)
     return said
 

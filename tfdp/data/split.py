@@ -67,8 +67,10 @@ def splittable(dataset: tf.data.Dataset, reader: str | None) -> tf.data.Dataset:
         return dataset
     # A filter, because TensorFlow looks through it for the size of the batches.
     checked = dataset.filter(_are_of_one_length)
-    rows = dataset.cardinality()
-    return checked.apply(tf.data.experimental.assert_cardinality(rows))
+    batches = dataset.cardinality()
+    if batches == tf.data.UNKNOWN_CARDINALITY:
+        return checked
+    return checked.apply(tf.data.experimental.assert_cardinality(batches))
 
 
 def _without_none(*batch: Any) -> Any:

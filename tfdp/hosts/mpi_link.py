@@ -305,9 +305,9 @@ class MpiLink(SocketLink):
             )
         return address
 
-    def _look(self, missed_seconds: float) -> None:
+    def look_around(self, missed_seconds: float) -> None:
         """Ends this process when its call of MPI will not end, or has not in time."""
-        super()._look(missed_seconds)
+        super().look_around(missed_seconds)
         with self._mpi_state:
             if self._mpi_exchange is None:
                 return

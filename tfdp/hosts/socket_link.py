@@ -94,7 +94,12 @@ class SocketLink(HostLink):
         self._waits = Waits(rank)
         self._pool = BufferPool()
         self._membership = Membership(
-            rank, workers, meeting.control, silence_seconds, self._fail, self._look
+            rank,
+            workers,
+            meeting.control,
+            silence_seconds,
+            self._fail,
+            self.look_around,
         )
 
     def sum(
@@ -249,7 +254,7 @@ class SocketLink(HostLink):
         """See `HostLink.news`."""
         return self._membership.wait_for_news(0.0)
 
-    def _look(self, missed_seconds: float) -> None:
+    def look_around(self, missed_seconds: float) -> None:
         """Several times in a second, from another thread, while nobody is lost."""
         self._waits.look()
 
