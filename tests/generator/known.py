@@ -24,6 +24,12 @@ def _adds(program):
     )
 
 
+def _has_masks(program):
+    return "masking" in layer_names(program) or any(
+        "mask" in branch.kind or "ragged" in branch.kind for branch in program.branches
+    )
+
+
 def _embeds(program):
     return any("word" in branch.kind for branch in program.branches)
 
@@ -46,6 +52,15 @@ KNOWN = {
     "convolutions where a replica has no rows": lambda p: (
         has_empty_replica(p) and _uses(p, CONVOLUTIONS)
     ),
+    "DistributedOptimizer without a strategy takes all batches of an accumulation for "
+    "equally large": lambda p: (
+        p.optimizer.accumulate_steps > 1
+        and (
+            len(set(p.data.sizes)) > 1
+            or _has_masks(p)
+            or any(o.reduction == "mean_with_sample_weight" for o in p.outputs)
+        )
+    ),
     "loss_scale_factor with an embedding": lambda p: (
         "loss_scale_factor" in p.optimizer.options and _embeds(p)
     ),
@@ -55,10 +70,9 @@ KNOWN = {
 def _exchanges_within_a_step(program):
     """What `jit_compile=True` is refused for, as the error says."""
     return program.jit and (
-        any("mask" in b.kind or "ragged" in b.kind for b in program.branches)
+        _has_masks(program)
         or any(o.reduction == "mean_with_sample_weight" for o in program.outputs)
         or any("sync-batch-norm" in name for name in layer_names(program))
-        or "masking" in layer_names(program)
         or program.layout.shard == 3
         or "train_on_batch" in program.calls
         or program.train_step != "keras"
