@@ -52,6 +52,12 @@ KNOWN = {
     "convolutions where a replica has no rows": lambda p: (
         has_empty_replica(p) and _uses(p, CONVOLUTIONS)
     ),
+    "train_on_batch, where each replica sees the whole batch, clips an embedding's "
+    "gradient by another norm": lambda p: (
+        "train_on_batch" in p.calls
+        and _embeds(p)
+        and any(option.endswith("clipnorm") for option in p.optimizer.options)
+    ),
     "DistributedOptimizer without a strategy takes all batches of an accumulation for "
     "equally large": lambda p: (
         p.optimizer.accumulate_steps > 1
