@@ -58,6 +58,11 @@ KNOWN = {
         and _embeds(p)
         and any(option.endswith("clipnorm") for option in p.optimizer.options)
     ),
+    "Keras builds the compiled optimizer for the variables of the second one, too, and "
+    "sets them back to averages that nothing updates": lambda p: (
+        p.train_step == "two_optimizers"
+        and any("ema" in option for option in p.optimizer.options)
+    ),
     "DistributedOptimizer without a strategy takes all batches of an accumulation for "
     "equally large": lambda p: (
         p.optimizer.accumulate_steps > 1
