@@ -71,7 +71,7 @@ def judge(program, make_strategy=make_strategy):
         return Verdict("differs", "copies differ", f"copies differ: {unequal}")
     if is_random(program) or may_overflow(program):
         return _finite_verdict(answer, found)
-    answer, found = _noted_by_both(program, answer, found)
+    answer, found = _noted_by_both(answer, found)
     # Most programs keep to what the last roundings explain: no twins are needed.
     for twins in (0, TWINS):
         nudged = [one.run(1 + i)[0] for i in range(twins)]
@@ -93,10 +93,11 @@ def run_replicas(program, make_strategy):
     return values | state, exact, unequal_copies(model)
 
 
-def _noted_by_both(program, answer, found):
-    """Without what one optimizer has not noted: Keras' loss scaler leaves some out."""
-    if program.optimizer.wrapper != "loss_scale":
-        return answer, found
+def _noted_by_both(answer, found):
+    """Without what one optimizer has not noted.
+
+    Keras' loss scaler leaves some out, and without a training step nothing is built.
+    """
     apart = {key for key in set(answer) ^ set(found) if key.startswith("optimizer")}
     return tuple(
         {key: value for key, value in state.items() if key not in apart}

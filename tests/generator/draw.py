@@ -42,14 +42,15 @@ def layers_that(takes, gives, random):
 def branches(draw, random, kinds=tuple(INPUTS)):
     kind = draw(st.sampled_from(kinds))
     at = INPUTS[kind].gives
-    names = list(
-        draw(st.lists(st.sampled_from(layers_that(at, at, random)), max_size=1))
-    )
+    left_out = NEEDS_LENGTH if INPUTS[kind].is_ragged else ()
+
+    def found(gives):
+        names = layers_that(at, gives, random)
+        return st.sampled_from([name for name in names if name not in left_out])
+
+    names = list(draw(st.lists(found(at), max_size=1)))
     if at != "vector":
-        found = layers_that(at, "vector", random)
-        if INPUTS[kind].is_ragged:
-            found = [name for name in found if name not in NEEDS_LENGTH]
-        names.append(draw(st.sampled_from(found)))
+        names.append(draw(found("vector")))
     return Branch(kind, tuple(names))
 
 

@@ -24,6 +24,12 @@ def _adds(program):
     )
 
 
+def _has_masks(program):
+    return "masking" in layer_names(program) or any(
+        "mask" in branch.kind or "ragged" in branch.kind for branch in program.branches
+    )
+
+
 def _embeds(program):
     return any("word" in branch.kind for branch in program.branches)
 
@@ -46,6 +52,26 @@ KNOWN = {
     "convolutions where a replica has no rows": lambda p: (
         has_empty_replica(p) and _uses(p, CONVOLUTIONS)
     ),
+    "train_on_batch, where each replica sees the whole batch, clips an embedding's "
+    "gradient by another norm": lambda p: (
+        "train_on_batch" in p.calls
+        and _embeds(p)
+        and any(option.endswith("clipnorm") for option in p.optimizer.options)
+    ),
+    "Keras builds the compiled optimizer for the variables of the second one, too, and "
+    "sets them back to averages that nothing updates": lambda p: (
+        p.train_step == "two_optimizers"
+        and any("ema" in option for option in p.optimizer.options)
+    ),
+    "DistributedOptimizer without a strategy takes all batches of an accumulation for "
+    "equally large": lambda p: (
+        p.optimizer.accumulate_steps > 1
+        and (
+            len(set(p.data.sizes)) > 1
+            or _has_masks(p)
+            or any(o.reduction == "mean_with_sample_weight" for o in p.outputs)
+        )
+    ),
     "loss_scale_factor with an embedding": lambda p: (
         "loss_scale_factor" in p.optimizer.options and _embeds(p)
     ),
@@ -55,10 +81,9 @@ KNOWN = {
 def _exchanges_within_a_step(program):
     """What `jit_compile=True` is refused for, as the error says."""
     return program.jit and (
-        any("mask" in b.kind or "ragged" in b.kind for b in program.branches)
+        _has_masks(program)
         or any(o.reduction == "mean_with_sample_weight" for o in program.outputs)
         or any("sync-batch-norm" in name for name in layer_names(program))
-        or "masking" in layer_names(program)
         or program.layout.shard == 3
         or "train_on_batch" in program.calls
         or program.train_step != "keras"
@@ -76,7 +101,11 @@ REFUSED = {
     ),
     "adds a loss of its own": lambda p: p.layout.pad_batches and _uses(p, ADDS_LOSS),
     "This batch was filled up to a fixed size": lambda p: (
-        p.layout.pad_batches and p.train_step == "local_mean"
+        p.layout.pad_batches
+        and (p.train_step == "local_mean" or _uses(p, ("add-loss-local-mean",)))
+    ),
+    "Batches can be filled up when their tensors are dense and of known shape": (
+        lambda p: p.layout.pad_batches and any("ragged" in b.kind for b in p.branches)
     ),
     "takes its loss without": lambda p: (
         p.layout.pad_batches and p.train_step == "local_mean"

@@ -207,7 +207,7 @@ RANDOM = (
 CONVOLUTIONS = (
     *("conv", "conv-strided", "conv-transposed", "depthwise", "separable", "conv1d"),
 )
-NEEDS_LENGTH = ("flatten", "gru-unrolled")
+NEEDS_LENGTH = ("flatten", "gru-unrolled", "time-dense")
 RECURRENT = (
     *("lstm", "lstm-sequence", "bidirectional", "gru", "gru-unrolled", "simple-rnn"),
     "lstm-recurrent-dropout",
