@@ -38,7 +38,7 @@ from tfdp._tf.padded_batch import Padding, find_padded, trim_rows, without_paddi
 from tfdp._tf.reduced_parts import parts_of_one_shape
 from tfdp._tf.replica_run import ReplicaRun, sample_counts, trace_of
 from tfdp.data.padding import distribute_padded, global_batch_rows, is_of_one_size
-from tfdp.data.split import has_sparse, parts, splittable
+from tfdp.data.split import has_sparse, in_parts, parts, splittable
 from tfdp.errors import ConfigurationError, LocalMeanWarning, LocalStateWarning
 from tfdp.shards import Sharding, shard_stage
 
@@ -152,7 +152,10 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
         self._adopt_and_check(model, optimizers)
         known = self.extended.made_optimizers.together_with(optimizers)
         args, kwargs = with_none(args), with_none(kwargs)
-        run = sample_counts((args, kwargs or {}), len(self.extended.worker_devices))
+        devices = self.extended.worker_devices
+        if is_logging and len(devices) > 1 and not self.compiles_steps:
+            args = in_parts(args, devices)
+        run = sample_counts((args, kwargs or {}), len(devices))
         padded = find_padded((args, kwargs))
         if padded is not None:
             padded.set_shapes()
@@ -163,9 +166,7 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
         elif not self.compiles_steps and (
             takes_own_rows_only(fn) or keras_batch.is_predict_step(fn)
         ):
-            args, kwargs = borrow_rows(
-                (args, kwargs), run, self.extended.worker_devices
-            )
+            args, kwargs = borrow_rows((args, kwargs), run, devices)
         self._complete_run(run)
         outer, self.extended.current_run = self.extended.current_run, run
         try:

@@ -6,7 +6,7 @@ import pytest
 import tensorflow as tf
 
 from tests.support.parity import classification_data, make_strategy
-from tfdp.data.split import parts
+from tfdp.data.split import in_parts, parts
 from tfdp.errors import DataError
 
 # 4 steps at rate 0.05 (0.5 with momentum 0.9) with gradients below 1, sums of less than
@@ -176,3 +176,45 @@ def test_parts_of_a_batch(rows, expected):
     np.testing.assert_array_equal(
         tf.sparse.to_dense(joined), tf.sparse.to_dense(sparse)
     )
+
+
+def words_model(strategy, reduction):
+    with (strategy or tf.distribute.get_strategy()).scope():
+        keras.utils.set_random_seed(3)
+        model = keras.Sequential(
+            [
+                keras.Input((4,), dtype="int32"),
+                keras.layers.Embedding(6, 5),
+                keras.layers.GlobalAveragePooling1D(),
+                keras.layers.Dense(5),
+            ]
+        )
+        loss = keras.losses.SparseCategoricalCrossentropy(
+            from_logits=True, reduction=reduction
+        )
+        optimizer = keras.optimizers.SGD(0.05, global_clipnorm=0.1)
+        model.compile(optimizer, loss, weighted_metrics=["accuracy"], jit_compile=False)
+    return model
+
+
+@pytest.mark.parametrize("reduction", ["sum", "sum_over_batch_size"])
+def test_one_batch_is_split_like_those_of_fit(reduction):
+    """A sum over the whole batch on every replica is N times too large, and the rows of
+    an embedding's gradient that all replicas have enter its norm N times."""
+    words = np.random.default_rng(5).integers(0, 6, (9, 4))
+    weights = np.linspace(0.2, 2.0, 9)
+
+    def run(strategy):
+        model = words_model(strategy, reduction)
+        logs = [
+            model.train_on_batch(
+                words[:rows], y[:rows], sample_weight=weights[:rows], return_dict=True
+            )
+            for rows in (9, 5, 1)
+        ]
+        logs.append(model.test_on_batch(words[:5], y[:5], return_dict=True))
+        return logs, model.predict_on_batch(words[:5]), model.get_weights()
+
+    assert_alike(*both(run))
+    with pytest.raises(DataError, match="scalar"):
+        in_parts((words, np.float32(1)), ["CPU:0", "CPU:1"])

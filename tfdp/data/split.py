@@ -8,15 +8,24 @@ errors of its inside.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
 from tfdp._tf.keras_input import NoElement
+from tfdp._tf.names import PerReplica
 from tfdp.errors import DataError
 
-__all__ = ["has_sparse", "parts", "rows_between", "rows_of_batch", "splittable"]
+__all__ = [
+    "has_sparse",
+    "in_parts",
+    "parts",
+    "rows_between",
+    "rows_of_batch",
+    "splittable",
+]
 
 ADVICE = (
     "A strategy splits every element of a batch along its first axis. Repeat what is "
@@ -117,6 +126,54 @@ def parts(dataset: tf.data.Dataset, replicas: int) -> tf.data.Dataset:
         return tf.data.Dataset.range(replicas).map(part_of)
 
     return dataset.flat_map(split).prefetch(replicas)
+
+
+def in_parts(batch: Any, devices: Sequence[str]) -> Any:
+    """A batch that nobody distributed, as per-replica values; else `batch` as it is.
+
+    `train_on_batch` and `test_on_batch` give every replica the whole batch. A mean over
+    it is the same on each, but not a sum, nor the square of a sparse gradient's rows.
+
+    Args:
+      batch: nested tuples, lists and dicts of tensors or None, of n rows each.
+      devices: of the replicas; replica r of N gets the rows from n r / N to
+        n (r + 1) / N, rounded up.
+
+    Raises:
+      DataError: when an element is a scalar.
+    """
+    elements = [part for part in tf.nest.flatten(batch) if part is not None]
+    if not elements or any(isinstance(part, PerReplica) for part in elements):
+        return batch
+    tensors = [
+        part
+        if isinstance(part, (tf.RaggedTensor, tf.SparseTensor))
+        else tf.convert_to_tensor(part)
+        for part in elements
+    ]
+    if any(part.shape.rank == 0 for part in tensors):
+        raise DataError(f"An element of this batch is a scalar. {ADVICE}")
+    known = tensors[0].shape[0]
+    rows = _length(tensors[0]) if known is None else known
+    message = f"The elements of a batch have different numbers of rows. {ADVICE}"
+    for part in tensors[1:]:
+        tf.debugging.assert_equal(
+            _length(part), tf.cast(rows, tf.int64), message=message
+        )
+    replicas = len(devices)
+    places = [-((-rows * rank) // replicas) for rank in range(replicas + 1)]
+
+    def split(part: Any) -> Any:
+        values = []
+        for start, stop, device in zip(places, places[1:], devices, strict=False):
+            with tf.device(device):
+                values.append(rows_between(part, start, stop))
+        return PerReplica(values)
+
+    remaining = iter(tensors)
+    return tf.nest.map_structure(
+        lambda part: None if part is None else split(next(remaining)), batch
+    )
 
 
 def rows_of_batch(batch: Any) -> tf.Tensor:
