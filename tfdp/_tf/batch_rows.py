@@ -112,9 +112,15 @@ def _of_same_rows(tensor: tf.Tensor) -> list[tf.Tensor]:
     """The inputs whose first axis is that of `tensor`."""
     op, inputs = tensor.op, list(tensor.op.inputs)
     if op.type in ELEMENTWISE:
-        # Others are stretched to the rows.
+        # Others are stretched to the rows; where there is one row, nothing tells, and
+        # what is stretched elsewhere does not lead to the batch here either.
         rank = tensor.shape.rank
-        return [t for t in inputs if t.shape.rank == rank and t.shape[0] != 1]
+        is_one_row = tensor.shape[0] == 1
+        return [
+            t
+            for t in inputs
+            if t.shape.rank == rank and (is_one_row or t.shape[0] != 1)
+        ]
     if op.type in CROSSENTROPIES:
         return inputs[::-1]  # the labels are nearer to the batch
     if op.type in FIRST_INPUT:
