@@ -27,6 +27,8 @@ __all__ = ["AcrossHostsEngine"]
 
 LEADER = 0
 
+CONDITIONALS = ("If", "StatelessIf", "Case", "StatelessCase")
+
 
 class AcrossHostsEngine(InProcessEngine):
     """Sums over the replicas of several processes.
@@ -248,7 +250,7 @@ class AcrossHostsEngine(InProcessEngine):
         # Asked of the graph, not of the op: an op outlives its graph and then points at
         # freed memory.
         is_same_graph = self._last_graph() is graph
-        before = [self._last_call] if is_same_graph else []
+        before = [self._last_call] if is_same_graph else _conditionals_in(graph)
         with tf.control_dependencies(before):
             results = tf.numpy_function(
                 function, tensors, [spec.dtype for spec in specs], stateful=True
@@ -260,3 +262,12 @@ class AcrossHostsEngine(InProcessEngine):
             tf.ensure_shape(result, spec.shape)
             for result, spec in zip(results, specs, strict=True)
         ]
+
+
+def _conditionals_in(graph: tf.Graph) -> list[tf.Operation]:
+    """What may hold the call before this one: an accumulating optimizer's reduction.
+
+    Nothing else orders a call behind one within a conditional, and the hosts would make
+    the two in different orders.
+    """
+    return [op for op in graph.get_operations() if op.type in CONDITIONALS]
