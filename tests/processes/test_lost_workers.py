@@ -35,8 +35,13 @@ def lose_a_worker(how, *engine):
         return survivors, lost.communicate(timeout=60)[0]
 
 
+# Slow: now and then a process whose exchange has failed does not come to its end while
+# the interpreter shuts down; see docs/log.md, 2026-11-22.
+LEAVE = pytest.param("leave", marks=pytest.mark.slow)
+
+
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("how", FAILURES)
+@pytest.mark.parametrize("how", [*(how for how in FAILURES if how != "leave"), LEAVE])
 def test_the_others_name_it_and_end(how):
     words, seconds = FAILURES[how]
     survivors, output = lose_a_worker(how)
@@ -50,9 +55,11 @@ def test_the_others_name_it_and_end(how):
 
 
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("how", ["late", "leave"])
+@pytest.mark.parametrize("how", ["late", LEAVE])
 def test_who_waits_in_a_collective_of_tensorflow_is_told(how):
     words, seconds = FAILURES[how]
+    if how == "leave":  # TensorFlow makes an error of a script that ends in its call
+        words = "worker 1 has raised UnknownError"
     survivors, output = lose_a_worker(how, "tensorflow")
     for rank, text in survivors.items():
         said = (
