@@ -64,6 +64,10 @@ class TPUShardedVariable(AssignedInReplica, ShardedVariable):
 class TPUShardUpdatedVariable(TPUReplicaVariable, ShardUpdatedVariable):
     """A weight with a copy on every TPU core, each of which updates its shard."""
 
+    def _get(self) -> Any:
+        # In a replica the rank is a tensor, which picks no component.
+        return self._read_variable_op() if in_tpu_replica() else super()._get()
+
     def _read_variable_op(self) -> tf.Tensor:
         whole = super()._read_variable_op()
         rank = updating_rank()
