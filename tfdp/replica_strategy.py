@@ -34,6 +34,7 @@ from tfdp._tf.keras_padding import check_step_weighs, weighs_rows
 from tfdp._tf.keras_reports import led_reports, recorded, whole_logs
 from tfdp._tf.layer_state import check_no_row_state
 from tfdp._tf.loss_suspicions import why_loss_seems_local
+from tfdp._tf.own_losses import own_losses
 from tfdp._tf.padded_batch import Padding, find_padded, trim_rows, without_padding
 from tfdp._tf.reduced_parts import parts_of_one_shape
 from tfdp._tf.replica_run import ReplicaRun, sample_counts, trace_of
@@ -174,6 +175,7 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
                 led_optimizers(known, run),
                 led_reports(model, run) as noted,
                 leaves_borrowed_out(fn, known, run),
+                own_losses(model if self._replicas > 1 else None),
             ):
                 if tf.executing_eagerly():
                     step = recorded(step, run)

@@ -15,7 +15,7 @@ from tests.support.conformance_fits import BATCH_SIZE
 from tests.support.conformance_steps import STEPS
 from tests.support.parity import make_strategy
 from tests.support.slow_rows import covering
-from tfdp.errors import ConfigurationError, LocalMeanWarning
+from tfdp.errors import LocalMeanWarning
 
 
 class Logs(keras.callbacks.Callback):
@@ -88,7 +88,10 @@ COVERING = (
     *("adversarial", "added-local-sum", "both-kinds", "endpoint", "loss-masks-rows"),
     *("reduction-none", "returned", "stock", "tokens-taken-apart", "tracker"),
 )
-COVERING_IN_EAGER_MODE = ("both-kinds", "endpoint", "returned", "stock")
+COVERING_IN_EAGER_MODE = (
+    *("added-and-synchronized", "adversarial", "both-kinds", "endpoint", "returned"),
+    "stock",
+)
 
 
 @pytest.mark.parametrize("name", covering(STEPS, COVERING))
@@ -102,9 +105,3 @@ EAGER = [name for name, step in STEPS.items() if step.in_eager_mode]
 @pytest.mark.parametrize("name", covering(EAGER, COVERING_IN_EAGER_MODE))
 def test_eager_mode_equals_one_device(name):
     assert_same(name, make_strategy(2), run_eagerly=True)
-
-
-def test_rows_that_nobody_can_count_are_refused():
-    """In eager mode Keras asks nothing on an empty replica, so the others cannot."""
-    with pytest.raises(ConfigurationError, match="run_eagerly=False"):
-        fit_and_evaluate(make_strategy(2), STEPS["adversarial"], run_eagerly=True)

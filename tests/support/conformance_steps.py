@@ -277,6 +277,19 @@ def all_tokens():
     return sequence_model(mask=False)
 
 
+def synchronized_model():
+    """Replicas wait for each other after a layer has added its loss."""
+    keras.utils.set_random_seed(0)
+    return keras.Sequential(
+        [
+            keras.Input((12,)),
+            keras.layers.Dense(6, "tanh", activity_regularizer="l2"),
+            keras.layers.BatchNormalization(synchronized=True),
+            keras.layers.Dense(5),
+        ]
+    )
+
+
 STEPS = {
     "stock": Step(
         dense_model,
@@ -288,8 +301,9 @@ STEPS = {
     "tracker-by-rows": Step(own(ByRows)),
     "tracker-sum": Step(own(Summed)),
     "returned": Step(own(Returned)),
-    "rows-masked": Step(own(RowsMasked), in_eager_mode=False),
-    "rows-twice": Step(own(RowsTwice), in_eager_mode=False),
+    "rows-masked": Step(own(RowsMasked)),
+    "rows-twice": Step(own(RowsTwice)),
+    # In eager mode Keras takes no mean of no tokens, on one device neither.
     "tokens-taken-apart": Step(
         own(TokensTakenApart, all_tokens), data=tokens(), in_eager_mode=False
     ),
@@ -297,8 +311,7 @@ STEPS = {
     "local-mean-of-keras-loss": Step(own(LocalMeanOfKerasLoss)),
     "both-kinds": Step(own(BothKinds)),
     "sum-by-hand": Step(own(SumByHand)),
-    # With an empty replica eager mode refuses rows of the step's own making.
-    "adversarial": Step(own(Adversarial), in_eager_mode=False),
+    "adversarial": Step(own(Adversarial)),
     "endpoint": Step(endpoint_model, None, endpoint_rows()),
     "endpoint-sum": Step(
         lambda: endpoint_model(
@@ -310,12 +323,13 @@ STEPS = {
     "endpoint-local-mean": Step(
         lambda: endpoint_model(state=tfdp.losses.local_mean), None, endpoint_rows()
     ),
+    "added-and-synchronized": Step(synchronized_model),
     "added-mean": Step(adding(lambda x: 0.1 * ops.mean(ops.square(x)))),
     "added-local-mean": Step(
         adding(lambda x: tfdp.losses.local_mean(ops.mean(ops.square(x))))
     ),
     "added-local-sum": Step(adding(lambda x: tfdp.losses.local_sum(sum_of_squares(x)))),
-    "loss-masks-rows": Step(dense_model, masked_by_itself, in_eager_mode=False),
+    "loss-masks-rows": Step(dense_model, masked_by_itself),
     "scalar-loss": Step(dense_model, scalar_that_says_so),
     "reduction-none": Step(dense_model, crossentropy(reduction="none")),
     "reduction-sum": Step(dense_model, crossentropy(reduction="sum")),

@@ -18,7 +18,8 @@ class StandInLink(HostLink):
         self.settings = None
 
     def gather(self, blob, label, channel="host"):
-        other = blob or bytes(8)  # worker 0's number, where only it says one
+        # Worker 0's numbers, where only it says some: at most two of 8 bytes.
+        other = blob or bytes(16 if label.startswith("seed") else 8)
         if label == "settings":
             self.settings = blob
             other = self.settings_of_others or blob

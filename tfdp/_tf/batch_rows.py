@@ -71,7 +71,8 @@ def goes_with_rows(run: ReplicaRun, rank: Any, values: tf.Tensor) -> bool:
     some_are_empty = run.counts is not None and 0 in [
         n for n in run.counts if isinstance(n, int)
     ]
-    if values.shape.rank == 1 and (some_are_empty or (eager and run.spans_hosts)):
+    may_be_alone = some_are_empty or (eager and run.spans_hosts)
+    if values.shape.rank == 1 and may_be_alone and not run.lends_rows:
         # Keras asks nothing on a replica that has no row: nobody can wait for it.
         if values.shape[0] == run.count_of(rank):
             return True

@@ -29,7 +29,7 @@ import tensorflow as tf
 
 from tfdp._tf.instance_attributes import instance_attributes
 from tfdp._tf.names import PerReplica, current_rank
-from tfdp._tf.replica_run import ReplicaRun
+from tfdp._tf.replica_run import ReplicaRun, parts_by_replica
 from tfdp._tf.sharding.optimizers import shard_kind
 from tfdp._tf.sharding.variables import ShardedVariable
 
@@ -49,12 +49,13 @@ def borrow_rows(arguments: Any, run: ReplicaRun, devices: Sequence[str]) -> Any:
 
     Args:
       arguments: nested per-replica values, of `run.counts` rows each.
-      run: to note in who has rows of its own.
+      run: to note in who has rows of its own, and what the replicas get.
       devices: of the replicas.
 
     Cost: where the shapes leave open who has rows, replica 0 sends each other replica
     its first row.
     """
+    run.lends_rows = True
     counts = run.counts
     if counts is None or len(counts) == 1:
         return arguments
@@ -76,7 +77,9 @@ def borrow_rows(arguments: Any, run: ReplicaRun, devices: Sequence[str]) -> Any:
             ]
         )
 
-    return tf.nest.map_structure(fill, arguments, expand_composites=False)
+    filled = tf.nest.map_structure(fill, arguments, expand_composites=False)
+    run.batches = parts_by_replica(filled, len(counts))
+    return filled
 
 
 def return_rows(outputs: Any, run: ReplicaRun) -> Any:

@@ -105,7 +105,10 @@ def _report_factor(
     """N / n_r, R, or 1: what makes of a share the number that is reported."""
     if value.shape.rank:
         return 1.0  # the losses of single rows: none was scaled
-    if run.is_even or not _is_weighted_by_samples(reporter):
+    # On TPU one graph serves all replicas, and reports are updated as Keras does it;
+    # elsewhere each is weighted by the replica's rows (`keras_reports`).
+    is_weighted = isinstance(rank, int) or _is_weighted_by_samples(reporter)
+    if run.is_even or not is_weighted:
         return float(run.replicas)
     return tf.math.divide_no_nan(
         tf.cast(run.total_of(rank), tf.float32), tf.cast(run.count_of(rank), tf.float32)
@@ -133,6 +136,8 @@ def _fraction(
     if denominator is None:
         return run.even_share if run.is_even else run.share_of(rank)
     denominator = tf.stop_gradient(tf.cast(denominator, tf.float32))
+    # A borrowed row is nobody's loss: neither above the line nor below it.
+    denominator = run.own_part(rank, denominator)
     counted = denominator
     if padding is not None and _reduction(reducer) != "mean_with_sample_weight":
         mask = tf.cast(_mask_of(reducer), tf.float32)
@@ -202,7 +207,7 @@ def _weight_denominator(reducer: FrameType | None) -> Any:
 
 
 def _is_weighted_by_samples(reporter: FrameType | None) -> bool:
-    """Whether the report that follows is weighted by the replica's samples.
+    """Whether Keras weights the report that follows by the replica's samples.
 
     The model's loss always is. The loss of one of several outputs is only when the
     prediction's batch size is known while the graph is built.

@@ -120,7 +120,7 @@ def _update_mean(
         value = tf.math.divide_no_nan(value, share)
     elif standing is Standing.MIXED:
         _suspect_mixture(run, f"the metric {metric.name!r} was given")
-    if sample_weight is None and standing is not Standing.REPORTED:
+    if sample_weight is None:
         sample_weight = share
     value = tf.where(share > 0, value, tf.zeros_like(value))
     return update(value, sample_weight=sample_weight)
@@ -219,7 +219,7 @@ def _bring(value: tf.Tensor, run: ReplicaRun, rank: int) -> tf.Tensor:
         return tf.zeros([], value.dtype)
     standing = run.shares[trace_of(rank)].standing_of(value)
     if standing is Standing.SHARE:
-        return value
+        return run.own_part(rank, value)
     if standing is Standing.MIXED:
         _suspect_mixture(run, "the step returned")
     share = tf.cast(run.share_of(rank), value.dtype)

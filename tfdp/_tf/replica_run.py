@@ -15,7 +15,7 @@ from tfdp._tf.names import PerReplica, current_rank
 from tfdp._tf.padded_batch import Padding
 from tfdp.errors import ScopeError
 
-__all__ = ["ReplicaRun", "rows_of", "sample_counts", "trace_of"]
+__all__ = ["ReplicaRun", "parts_by_replica", "rows_of", "sample_counts", "trace_of"]
 
 
 @dataclasses.dataclass
@@ -56,6 +56,8 @@ class ReplicaRun:
     denominators: dict[int, list[tf.Tensor]] = dataclasses.field(default_factory=dict)
     #: By trace: which rows are real, of batches filled up to a fixed size.
     padding: dict[int, Padding] = dataclasses.field(default_factory=dict)
+    #: Whether a replica without rows would borrow one, on every host.
+    lends_rows: bool = False
     #: By replica: whether it has rows of its own, or a borrowed one (see
     #: `borrowed_rows`); None when nobody borrows.
     owns_rows: list[Any] | None = None
@@ -258,7 +260,7 @@ def sample_counts(arguments: Any, replicas: int) -> ReplicaRun:
             "tf.data.Dataset to model.fit, or distribute it with this strategy."
         )
     if batch is not None:
-        run.batches = _parts_by_replica(arguments, replicas)
+        run.batches = parts_by_replica(arguments, replicas)
         run.counts = [rows_of(part) for part in batch.values]
         if all(isinstance(n, int) for n in run.counts):
             run.total = sum(run.counts)
@@ -267,7 +269,8 @@ def sample_counts(arguments: Any, replicas: int) -> ReplicaRun:
     return run
 
 
-def _parts_by_replica(arguments: Any, replicas: int) -> dict[int, list[tf.Tensor]]:
+def parts_by_replica(arguments: Any, replicas: int) -> dict[int, list[tf.Tensor]]:
+    """The tensors in nested `arguments` that each replica gets, by replica."""
     values = [v for v in tf.nest.flatten(arguments) if isinstance(v, PerReplica)]
     return {
         rank: [

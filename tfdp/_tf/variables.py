@@ -48,11 +48,11 @@ class ReplicaMirroredVariable(PythonNumber, MirroredVariable):
 
     def _update_replica(self, update_fn: Callable, value: Any, **kwargs: Any) -> Any:
         extended = self.distribute_strategy.extended
+        run, rank = extended.current_run, current_rank()
         if self.aggregation == tf.VariableAggregation.NONE and self.dtype.is_floating:
-            run, rank = extended.current_run, current_rank()
             if run.note_local_state(rank, self):
                 suspect_own_state(run, rank, self, value)
-        if tf.is_tensor(value) and isinstance(current_rank(), int):
+        if tf.is_tensor(value) and isinstance(rank, int):
             if (
                 self.aggregation == tf.VariableAggregation.MEAN
                 and value.dtype.is_floating
@@ -62,11 +62,12 @@ class ReplicaMirroredVariable(PythonNumber, MirroredVariable):
                 update_fn, value = self._of_what_is_added(update_fn, value)
         first_only = tf.VariableAggregation.ONLY_FIRST_REPLICA
         if self.aggregation == first_only and not tf.executing_eagerly():
-            component = self._get_replica(current_rank())
+            component = self._get_replica(rank)
             if tf.is_tensor(value) and not is_same_on_every_replica(value, component):
-                value = extended.reducer.broadcast(value, current_rank())
+                value = extended.reducer.broadcast(value, rank)
             return update_fn(component, value, **kwargs)
-        return super()._update_replica(update_fn, value, **kwargs)
+        with run.summing_own_parts(rank):
+            return super()._update_replica(update_fn, value, **kwargs)
 
     def _weighted_by_rows(self, value: tf.Tensor) -> tf.Tensor:
         """R n_r / N times the value: the mean of these is the mean over all rows."""
@@ -80,19 +81,20 @@ class ReplicaMirroredVariable(PythonNumber, MirroredVariable):
     ) -> tuple[Callable, tf.Tensor]:
         """An update by the sum of d in the place of one by the sum of v + d.
 
-        Keras writes `assign_add(d)` as `assign(v + d)`, whose sum holds v R times.
+        Keras writes `assign_add(d)` as `assign(v + d)`, whose sum holds v R times. Of
+        a borrowed row nothing is added.
         """
+        run, rank = self.distribute_strategy.extended.current_run, current_rank()
         if isinstance(value, tf.__internal__.EagerTensor):
-            return update_fn, value
-        component = self._get_replica(current_rank())
+            return update_fn, run.own_part(rank, value)
+        component = self._get_replica(rank)
         added = term_added_to(outermost(component.handle), value)
         if added is None:
-            return update_fn, value
-        replicas = self.distribute_strategy.extended.current_run.replicas
-        before = component.read_value()
+            return update_fn, run.own_part(rank, value)
+        added, before = run.own_part(rank, added), component.read_value()
         if self.dtype.is_floating:
-            return update_fn, added + before / replicas
-        too_many = (replicas - 1) * before
+            return update_fn, added + before / run.replicas
+        value, too_many = before + added, (run.replicas - 1) * before
 
         def update_by_sum(own: Any, total: tf.Tensor, **kwargs: Any) -> Any:
             return update_fn(own, total - too_many, **kwargs)
