@@ -5,23 +5,13 @@ what it leaves out on again. `REFUSED` are tfdp's typed errors and the programs 
 they are documented for: the same error elsewhere is a finding.
 """
 
-from tests.generator.layers import ADDS_LOSS, CONVOLUTIONS, RECURRENT
+from tests.generator.layers import ADDS_LOSS
 from tests.generator.optimizers import UNSHARDABLE
-from tests.generator.program import has_empty_replica, layer_names
+from tests.generator.program import layer_names
 
 
 def _uses(program, names):
     return any(name in names for name in layer_names(program))
-
-
-def _predicts(program):
-    return any(call.startswith("predict") for call in program.calls)
-
-
-def _adds(program):
-    return _uses(program, ("residual",)) or (
-        program.join == "add" and len(program.branches) > 1
-    )
 
 
 def _has_masks(program):
@@ -36,28 +26,6 @@ def _embeds(program):
 
 # What is wrong: the programs that meet it.
 KNOWN = {
-    "the reported loss is 1/N where a train_step hands compute_loss' result to a "
-    "metric": lambda p: p.train_step == "logged_loss",
-    "NaN in the reported loss with an empty replica and run_eagerly": lambda p: (
-        p.eagerly and has_empty_replica(p)
-    ),
-    "the reported loss with reduction='none': N times too large, or NaN": lambda p: any(
-        o.reduction == "none" for o in p.outputs
-    ),
-    "predict of fewer rows than replicas with a recurrent layer or a sum of two": (
-        lambda p: (
-            _predicts(p) and has_empty_replica(p) and (_uses(p, RECURRENT) or _adds(p))
-        )
-    ),
-    "convolutions where a replica has no rows": lambda p: (
-        has_empty_replica(p) and _uses(p, CONVOLUTIONS)
-    ),
-    "train_on_batch, where each replica sees the whole batch, clips an embedding's "
-    "gradient by another norm": lambda p: (
-        "train_on_batch" in p.calls
-        and _embeds(p)
-        and any(option.endswith("clipnorm") for option in p.optimizer.options)
-    ),
     "Keras builds the compiled optimizer for the variables of the second one, too, and "
     "sets them back to averages that nothing updates": lambda p: (
         p.train_step == "two_optimizers"

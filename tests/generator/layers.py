@@ -204,9 +204,6 @@ RANDOM = (
     *("dropout", "gaussian-noise", "sequence-dropout", "lstm-recurrent-dropout"),
     "image-flip",
 )
-CONVOLUTIONS = (
-    *("conv", "conv-strided", "conv-transposed", "depthwise", "separable", "conv1d"),
-)
 NEEDS_LENGTH = ("flatten", "gru-unrolled", "time-dense")
 RECURRENT = (
     *("lstm", "lstm-sequence", "bidirectional", "gru", "gru-unrolled", "simple-rnn"),
