@@ -19,12 +19,7 @@ import tensorflow as tf
 from tfdp._tf import keras_batch, names, scope_checks
 from tfdp._tf.adopted_state import adopt_state
 from tfdp._tf.autograph import library_code
-from tfdp._tf.borrowed_rows import (
-    borrow_rows,
-    leaves_borrowed_out,
-    return_rows,
-    takes_own_rows_only,
-)
+from tfdp._tf.borrowed_rows import borrow_rows, leaves_borrowed_out, return_rows
 from tfdp._tf.jit_step import is_stock_train_step, jitted_train_step, take_over_jit
 from tfdp._tf.keras_build import builds_from_plain_batch
 from tfdp._tf.keras_input import keras_input, with_none
@@ -144,7 +139,7 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
         Knows how many samples each replica gets, and the optimizers that were made
         under the strategy: gradients are reduced before they are clipped.
         """
-        is_logging = names.is_step_of_keras_loop(fn)
+        is_logging = names.is_called_by_keras_loop() and keras_batch.name_of_step(fn)
         model = getattr(fn, "__self__", None)
         optimizers = optimizers_of(model)
         step = fn
@@ -165,7 +160,7 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
             else:
                 args, kwargs = without_padding(args), without_padding(kwargs)
         elif not self.compiles_steps and (
-            takes_own_rows_only(fn) or keras_batch.is_predict_step(fn)
+            keras_batch.name_of_step(fn) or keras_batch.is_predict_step(fn)
         ):
             args, kwargs = borrow_rows((args, kwargs), run, devices)
         self._complete_run(run)

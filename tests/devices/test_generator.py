@@ -53,8 +53,40 @@ def test_a_program_that_one_device_refuses():
     assert judge(two_predictions).kind == "skipped"
 
 
-def test_a_refusal_is_documented_for_some_programs_only():
-    refused = Program(optimizer=Optimizer("Muon"), layout=Layout(shard=1))
+# What the generator has found, as it has made it smaller.
+FOUND = {
+    # A function with another name, and a replica without rows.
+    "step-of-another-name": Program(train_step="logged_loss", data=Data((1,))),
+    # Keras built the compiled optimizer for the variables of both.
+    "two-optimizers": Program(
+        train_step="two_optimizers",
+        optimizer=Optimizer("Adam", ("ema",)),
+        data=Data((8, 3)),
+    ),
+    # Shards of as many elements as the last axis: `ops.add` took one for a bias.
+    "state-as-a-matrix": Program(
+        branches=(Branch("word"),),
+        optimizer=Optimizer("Ftrl"),
+        data=Data((8,)),
+        layout=Layout(4, shard=1),
+    ),
+}
+
+
+@pytest.mark.parametrize("program", FOUND.values(), ids=FOUND)
+def test_what_was_found_is_mended(program):
+    assert judge(program) == Verdict("same")
+
+
+MIXED = Program(outputs=(Output(), Output(reduction="none")), data=Data((8,)))
+
+
+@pytest.mark.parametrize(
+    "refused",
+    [Program(optimizer=Optimizer("Muon"), layout=Layout(shard=1)), MIXED],
+    ids=["optimizer", "reductions"],
+)
+def test_a_refusal_is_documented_for_some_programs_only(refused):
     verdict = judge(refused)
     assert verdict.kind == "refused"
     assert is_documented(refused, verdict.text)

@@ -26,11 +26,6 @@ def _embeds(program):
 
 # What is wrong: the programs that meet it.
 KNOWN = {
-    "Keras builds the compiled optimizer for the variables of the second one, too, and "
-    "sets them back to averages that nothing updates": lambda p: (
-        p.train_step == "two_optimizers"
-        and any("ema" in option for option in p.optimizer.options)
-    ),
     "DistributedOptimizer without a strategy takes all batches of an accumulation for "
     "equally large": lambda p: (
         p.optimizer.accumulate_steps > 1
@@ -74,6 +69,9 @@ REFUSED = {
     ),
     "Batches can be filled up when their tensors are dense and of known shape": (
         lambda p: p.layout.pad_batches and any("ragged" in b.kind for b in p.branches)
+    ),
+    "A loss with reduction='none' was added to another one": lambda p: any(
+        o.reduction == "none" for o in p.outputs
     ),
     "takes its loss without": lambda p: (
         p.layout.pad_batches and p.train_step == "local_mean"

@@ -109,8 +109,11 @@ class OneDevice:
         self.size = tf.Variable(0.0, trainable=False)
         self.seed = tf.Variable(0, trainable=False, dtype=tf.int64)
         n = max(program.data.sizes) + WIDEST
+        # Keras takes losses in float32 whatever the policy: each row's gradient is
+        # scaled there, on one device by one number, on replicas by two.
+        unit = max(self.unit, unit_round_off("float32"))
         for optimizer in optimizers_of(self.model):
-            self._perturb(optimizer, 2 * math.sqrt(n) * self.unit)
+            self._perturb(optimizer, 2 * math.sqrt(n) * unit)
         self.variables = list({id(v): v for v in self._variables()}.values())
         self.start = [variable.numpy() for variable in self.variables]
 
@@ -125,6 +128,10 @@ class OneDevice:
 
         def perturbed(grads, trainable_variables=None):
             step = tf.cast(optimizer.iterations, tf.int64)
+            if self.program.layout.shard:
+                # Behind shards the rows of a word that occurs twice are added first
+                # (docs/sharding.md), and then squared.
+                grads = [g if g is None else tf.convert_to_tensor(g) for g in grads]
             changed = [
                 gradient
                 if gradient is None

@@ -28,20 +28,13 @@ import keras
 import tensorflow as tf
 
 from tfdp._tf.instance_attributes import instance_attributes
+from tfdp._tf.keras_batch import name_of_step
 from tfdp._tf.names import PerReplica, current_rank
 from tfdp._tf.replica_run import ReplicaRun, parts_by_replica
 from tfdp._tf.sharding.optimizers import shard_kind
 from tfdp._tf.sharding.variables import ShardedVariable
 
-__all__ = ["borrow_rows", "leaves_borrowed_out", "return_rows", "takes_own_rows_only"]
-
-STEPS = ("train_step", "test_step")
-
-
-def takes_own_rows_only(step: Any) -> bool:
-    """Whether `step` is a training or test step of a Keras model."""
-    is_step = getattr(step, "__name__", "") in STEPS
-    return is_step and isinstance(getattr(step, "__self__", None), keras.Model)
+__all__ = ["borrow_rows", "leaves_borrowed_out", "return_rows"]
 
 
 def borrow_rows(arguments: Any, run: ReplicaRun, devices: Sequence[str]) -> Any:
@@ -116,13 +109,12 @@ def leaves_borrowed_out(
       optimizers: whichever the step may call.
       run: the strategy's current run.
     """
-    if run.owns_rows is None or not takes_own_rows_only(step):
+    name = name_of_step(step)
+    if run.owns_rows is None or not name:
         yield
         return
     model = step.__self__
-    is_stock = getattr(type(model), step.__name__) is getattr(
-        keras.Model, step.__name__
-    )
+    is_stock = getattr(step, "__func__", None) is getattr(keras.Model, name)
     leads: list[tuple[Any, str, Callable]] = [
         (optimizer, "apply", functools.partial(_apply, optimizer, optimizer.apply, run))
         for optimizer in optimizers

@@ -1,14 +1,22 @@
-"""What Keras needs of a distributed batch to build a model: one replica's part."""
+"""What Keras does with a distributed batch: builds a model, runs a step of it."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from tfdp._tf.names import PerReplica
 
-__all__ = ["is_predict_step", "representative_batch", "rows_of_first_replica"]
+__all__ = [
+    "is_predict_step",
+    "name_of_step",
+    "representative_batch",
+    "rows_of_first_replica",
+]
+
+STEPS = ("train_step", "test_step")
 
 
 def representative_batch(batch: Any) -> Any:
@@ -33,6 +41,15 @@ def _rows(part: Any) -> int | None:
     if isinstance(part, tf.SparseTensor):
         return int(part.dense_shape[0])
     return part.shape[0] if part.shape.rank else None
+
+
+def name_of_step(fn: Any) -> str:
+    """ "train_step" or "test_step" where a Keras model has `fn` as that; else ""."""
+    model = getattr(fn, "__self__", None)
+    if not isinstance(model, keras.Model):
+        return ""
+    # Not by its own name: a class may take a function, or a decorated one, for it.
+    return next((name for name in STEPS if getattr(model, name) == fn), "")
 
 
 def is_predict_step(fn: Any) -> bool:

@@ -3,7 +3,9 @@
 Under a strategy Keras calls a model on the shapes of its first batch before it trains.
 On one device it leaves that out, so that a model of which only `train_step` says what
 to do with a batch trains there as it is. Such a model is left to its `train_step` here,
-too: what is not built yet is built while that is traced.
+too: what is not built yet is built while that is traced. So are optimizers of which a
+model of its own `train_step` has several: Keras would build the compiled one, which may
+be its default, for the variables of all of them.
 """
 
 from __future__ import annotations
@@ -13,6 +15,8 @@ from typing import Any
 
 import keras
 
+from tfdp._tf.instance_attributes import instance_attributes
+from tfdp._tf.keras_optimizers import optimizers_of
 from tfdp._tf.padded_batch import without_padding
 
 __all__ = ["builds_from_plain_batch"]
@@ -29,12 +33,16 @@ def builds_from_plain_batch(model: Any) -> None:
         vars(model).pop("_symbolic_build", None)
         if not has_call(model):
             return
+        is_stock = type(model).train_step is keras.Model.train_step
+        is_one_of_several = not is_stock and len(optimizers_of(model)) > 1
+        leads = {"built": True} if is_one_of_several and model.optimizer else {}
         try:
-            model._symbolic_build(
-                iterator=iterator, data_batch=without_padding(data_batch)
-            )
+            with instance_attributes(model.optimizer or model, leads):
+                model._symbolic_build(
+                    iterator=iterator, data_batch=without_padding(data_batch)
+                )
         except Exception as error:
-            if type(model).train_step is keras.Model.train_step:
+            if is_stock:
                 raise
             logging.getLogger("tfdp").debug(
                 "model %s is left to its train_step: %s", model.name, error

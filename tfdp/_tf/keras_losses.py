@@ -30,9 +30,11 @@ from typing import Any
 import tensorflow as tf
 
 from tfdp._tf.batch_rows import goes_with_rows
+from tfdp._tf.loss_shares import LossShares, Standing
 from tfdp._tf.loss_suspicions import is_share, suspect_added_sum
 from tfdp._tf.padded_batch import Padding
 from tfdp._tf.replica_run import ReplicaRun, trace_of
+from tfdp.errors import ConfigurationError
 
 __all__ = ["LossReplicaCount", "loss_replica_count"]
 
@@ -86,6 +88,7 @@ def loss_replica_count(
         else:
             run.added_losses.add(trace_of(rank))
     else:
+        _refuse_sum_with_rows(value, shares)
         factor = _report_factor(run, rank, value, asker.f_back)
         count.report_factor = shares.report_factor(factor, value.dtype)
     return count
@@ -97,6 +100,23 @@ def _replica_count(run: ReplicaRun) -> LossReplicaCount:
     The number itself is then not used: `fraction` and `report_factor` are set.
     """
     return LossReplicaCount(max(run.replicas, 2) if run.padding else run.replicas)
+
+
+def _refuse_sum_with_rows(value: Any, shares: LossShares) -> None:
+    """Refuses losses of rows to which a mean was added.
+
+    Keras adds it to each row's, so that one device counts it once for each row of the
+    global batch. A replica has other rows, and knew none of that at the mean.
+
+    Raises:
+      ConfigurationError: when `value` is such a sum.
+    """
+    if value.shape.rank and shares.standing_of(value) is not Standing.LOCAL:
+        raise ConfigurationError(
+            "A loss with reduction='none' was added to another one that is a mean "
+            "over the batch, which then counts once for each row. Give every loss "
+            "reduction='sum_over_batch_size', or 'sum'."
+        )
 
 
 def _report_factor(

@@ -15,12 +15,11 @@ import keras
 import tensorflow as tf
 
 from tfdp._tf.instance_attributes import instance_attributes
+from tfdp._tf.keras_batch import name_of_step
 from tfdp._tf.padded_batch import Padding
 from tfdp.errors import ConfigurationError
 
 __all__ = ["check_step_weighs", "weighs_rows"]
-
-STEPS = ("train_step", "test_step")
 
 
 @contextlib.contextmanager
@@ -57,9 +56,8 @@ def check_step_weighs(step: Any, padding: Padding) -> None:
     Raises:
       ConfigurationError: when it never called `compute_loss`.
     """
-    name = getattr(step, "__name__", "")
-    stock = getattr(keras.Model, name, None)
-    if name not in STEPS or getattr(step, "__func__", None) is stock:
+    name = name_of_step(step)
+    if not name or getattr(step, "__func__", None) is getattr(keras.Model, name):
         return
     if not padding.loss_is_weighted:
         raise ConfigurationError(

@@ -8,6 +8,7 @@ import keras
 import tensorflow as tf
 
 from tfdp._tf.batch_rows import reduced_axes
+from tfdp._tf.keras_batch import name_of_step
 from tfdp._tf.loss_shares import LossShares, Standing, ancestors, key_of
 from tfdp._tf.replica_invariance import outermost
 from tfdp._tf.replica_run import ReplicaRun, trace_of
@@ -106,7 +107,7 @@ def why_loss_seems_local(model: Any, step: Any, run: ReplicaRun) -> str | None:
       A clause for a message, or None when the loss was brought to its share, or is a
       sum, so that adding the replicas' gradients is right.
     """
-    if run.replicas == 1 or step.__name__ != "train_step" or run.scaled_losses:
+    if run.replicas == 1 or name_of_step(step) != "train_step" or run.scaled_losses:
         return None
     if type(model).train_step is not keras.Model.train_step:
         if run.added_losses:

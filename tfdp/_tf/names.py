@@ -104,7 +104,7 @@ __all__ = [
     "is_default_strategy",
     "is_building_model",
     "is_loop_graph",
-    "is_step_of_keras_loop",
+    "is_called_by_keras_loop",
     "keras_state",
     "make_token",
     "model_built_by_caller",
@@ -293,16 +293,15 @@ def is_building_model() -> bool:
     return False
 
 
-def is_step_of_keras_loop(step: Any) -> bool:
+def is_called_by_keras_loop() -> bool:
     """Whether the caller's caller is Keras' `fit` or `evaluate`, about to report.
 
-    Keras averages what `step` returns on each replica; a user who runs the step in a
+    Keras averages what the step returns on each replica; a user who runs the step in a
     loop of their own gets each replica's own.
     """
     frame = sys._getframe(2)
     return (
-        getattr(step, "__name__", "") in ("train_step", "test_step")
-        and frame.f_code.co_name == KERAS_STEP_FUNCTION
+        frame.f_code.co_name == KERAS_STEP_FUNCTION
         and frame.f_globals.get("__name__") == KERAS_TRAINER_MODULE
     )
 

@@ -4,6 +4,7 @@ An elementwise update needs no help: it works on shards as it stands. What looks
 whole tensors does, and gets it from instance attributes while a step is traced:
 
     _clip_gradients           norms are taken over the shards of all replicas
+    update_step               state is as flat as the shard: Keras' sums ask for shapes
     _backend_update_step      the updated shards are gathered into the mirrored weights
     moving averages           are updated, and written back, shard by shard
 
@@ -12,6 +13,7 @@ LARS and LAMB offer `update_phases`: the norms of all layers travel in one small
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -19,6 +21,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdp._tf.instance_attributes import instance_attributes
 from tfdp._tf.names import current_rank
 from tfdp._tf.sharding.updates import ShardUpdates
 from tfdp._tf.sharding.variables import ShardedVariable, ShardUpdatedVariable
@@ -91,6 +94,7 @@ def shard_leads(
             _average_shards, optimizer
         ),
         "_apply_weight_decay": functools.partial(_decay_on_devices, optimizer, shards),
+        "update_step": functools.partial(_update_flat, optimizer),
     }
     for method in (
         "_backend_update_step",
@@ -176,6 +180,25 @@ def _then_gather(
     if not tf.executing_eagerly():
         shards.gather_updated()
     return result
+
+
+def _update_flat(
+    optimizer: keras.optimizers.Optimizer, gradient: Any, variable: Any, *args: Any
+) -> Any:
+    """`update_step` of a shard, whose state is as flat as what is read of it.
+
+    `keras.ops.add` takes what fits the last axis of a matrix for a bias: a shard of as
+    many elements would be added to the whole that the state's shape told of.
+    """
+    place = optimizer._get_variable_index(variable)
+    slots = [value for value in vars(optimizer).values() if isinstance(value, list)]
+    with contextlib.ExitStack() as stack:
+        for slot in slots:
+            state = slot[place] if place < len(slot) else None
+            if state is not None and shard_kind(state) is ShardedVariable:
+                flat = {"_shape": (state.value.layout.shard_elements,)}
+                stack.enter_context(instance_attributes(state, flat))
+        return type(optimizer).update_step(optimizer, gradient, variable, *args)
 
 
 def _decay_on_devices(
