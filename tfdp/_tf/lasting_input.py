@@ -19,6 +19,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdp._tf import names
+from tfdp._tf.owned_input import owned
 
 __all__ = ["LastingInput"]
 
@@ -26,13 +27,14 @@ EVERYTHING = -1
 
 
 class LastingInput:
-    """For an extended strategy: makes the datasets that it distributes last."""
+    """For an extended strategy: makes the datasets that it distributes last, in memory
+    of their own."""
 
     def _experimental_distribute_dataset(self, dataset: Any, options: Any) -> Any:
         distributed = super()._experimental_distribute_dataset(  # type: ignore[misc]
             dataset, options
         )
-        return names.with_host_datasets(distributed, _Lasting)
+        return names.with_host_datasets(distributed, _lasting)
 
     def _distribute_datasets_from_function(
         self, dataset_fn: Callable, options: Any
@@ -40,7 +42,11 @@ class LastingInput:
         distributed = super()._distribute_datasets_from_function(  # type: ignore[misc]
             dataset_fn, options
         )
-        return names.with_host_datasets(distributed, _Lasting)
+        return names.with_host_datasets(distributed, _lasting)
+
+
+def _lasting(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    return _Lasting(owned(dataset))
 
 
 class _Lasting(names.UnaryUnchangedStructureDataset):

@@ -95,16 +95,18 @@ __all__ = [
     "current_rank",
     "eager_context",
     "fit_of_caller",
+    "functions_of",
     "get_autocast_scope",
     "global_seed",
     "graphs_inside",
     "in_compiled_function",
     "in_save_context",
+    "inputs_of",
     "is_branch_graph",
-    "is_default_strategy",
     "is_building_model",
-    "is_loop_graph",
     "is_called_by_keras_loop",
+    "is_default_strategy",
+    "is_loop_graph",
     "keras_state",
     "make_token",
     "model_built_by_caller",
@@ -193,6 +195,16 @@ def put_global_seed(seed: int | None) -> None:
 def variant_of(dataset: tf.data.Dataset) -> tf.Tensor:
     """The tensor that is the dataset."""
     return dataset._variant_tensor
+
+
+def inputs_of(dataset: tf.data.Dataset) -> list[tf.data.Dataset]:
+    """The datasets that `dataset` reads."""
+    return list(dataset._inputs())
+
+
+def functions_of(dataset: tf.data.Dataset) -> list[Any]:
+    """The traced functions that `dataset` itself calls."""
+    return [wrapper.function for wrapper in dataset._functions()]
 
 
 def with_host_datasets(
