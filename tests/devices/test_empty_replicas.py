@@ -11,6 +11,7 @@ from keras import layers
 
 import tfdp
 from tests.support.parity import make_strategy
+from tfdp._tf.replica_run import ReplicaRun
 
 ROWS = 9
 BATCH = 8
@@ -369,3 +370,13 @@ def test_ways_to_run_do_not_notice_replicas_without_rows(options):
     one = everything(None, make, x, y, **options)
     several = everything(make_strategy(REPLICAS), make, x, y, **options)
     assert_alike(several, one)
+
+
+def test_a_sum_within_a_sum_of_own_parts_does_not_end_it():
+    """An optimizer that sums own parts assigns variables, which do so, too."""
+    run, value = ReplicaRun(2, owns_rows=[True, False]), tf.ones([2])
+    with run.summing_own_parts(1):
+        with run.summing_own_parts(1):
+            pass
+        assert run.parts_to_sum(1, value) is value
+    np.testing.assert_array_equal(run.parts_to_sum(1, value), [0, 0])

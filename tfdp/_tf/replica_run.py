@@ -157,11 +157,14 @@ class ReplicaRun:
     @contextlib.contextmanager
     def summing_own_parts(self, rank: Any) -> Iterator[None]:
         """While this lasts, what `rank` sums has nothing of borrowed rows in it."""
-        self.sums_own_parts.add(trace_of(rank))
+        trace = trace_of(rank)
+        is_outermost = trace not in self.sums_own_parts
+        self.sums_own_parts.add(trace)
         try:
             yield
         finally:
-            self.sums_own_parts.discard(trace_of(rank))
+            if is_outermost:
+                self.sums_own_parts.discard(trace)
 
     @property
     def is_updating(self) -> bool:
