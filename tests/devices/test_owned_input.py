@@ -70,6 +70,8 @@ print("written:", written(stock, from_generator(arrays), arrays))
 """
 
 
+# Slow: whether a kernel finds its input unused is a matter of time in TensorFlow.
+@pytest.mark.slow
 def test_a_stock_strategy_writes_over_the_targets():
     """When it does no more, `owned_input` can go.
 
