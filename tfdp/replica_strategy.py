@@ -139,7 +139,8 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
         Knows how many samples each replica gets, and the optimizers that were made
         under the strategy: gradients are reduced before they are clipped.
         """
-        is_logging = names.is_called_by_keras_loop() and keras_batch.name_of_step(fn)
+        is_step = bool(keras_batch.name_of_step(fn))
+        is_logging = is_step and names.is_called_by_keras_loop()
         model = getattr(fn, "__self__", None)
         optimizers = optimizers_of(model)
         step = fn
@@ -159,9 +160,7 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
                 step = self._step_of_padded(fn, step, model, run)
             else:
                 args, kwargs = without_padding(args), without_padding(kwargs)
-        elif not self.compiles_steps and (
-            keras_batch.name_of_step(fn) or keras_batch.is_predict_step(fn)
-        ):
+        elif not self.compiles_steps and (is_step or keras_batch.is_predict_step(fn)):
             args, kwargs = borrow_rows((args, kwargs), run, devices)
         self._complete_run(run)
         outer, self.extended.current_run = self.extended.current_run, run

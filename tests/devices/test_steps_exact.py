@@ -15,7 +15,7 @@ from tests.support.conformance_fits import BATCH_SIZE
 from tests.support.conformance_steps import STEPS
 from tests.support.parity import make_strategy
 from tests.support.slow_rows import covering
-from tfdp.errors import LocalMeanWarning
+from tfdp.errors import ConfigurationError, LocalMeanWarning
 
 
 class Logs(keras.callbacks.Callback):
@@ -105,3 +105,18 @@ EAGER = [name for name, step in STEPS.items() if step.in_eager_mode]
 @pytest.mark.parametrize("name", covering(EAGER, COVERING_IN_EAGER_MODE))
 def test_eager_mode_equals_one_device(name):
     assert_same(name, make_strategy(2), run_eagerly=True)
+
+
+def test_rows_that_nobody_can_count_are_refused():
+    """In an eager loop of one's own a replica may have no row: Keras asks nothing
+    there, so the others cannot."""
+    strategy, loss = make_strategy(2), keras.losses.MeanSquaredError()
+    one_row = tf.data.Dataset.from_tensors(tf.ones([1, 3]))
+    (batch,) = strategy.experimental_distribute_dataset(one_row)
+
+    def step(x):
+        twice = tf.concat([x, x], 0)
+        return loss(twice, 2 * twice)
+
+    with pytest.raises(ConfigurationError, match="run_eagerly=False"):
+        strategy.run(step, args=(batch,))

@@ -80,7 +80,8 @@ def goes_with_rows(run: ReplicaRun, rank: Any, values: tf.Tensor) -> bool:
             f"A Keras loss took the mean of {values.shape[0]} losses on a replica that "
             f"has {run.count_of(rank)} rows, while another one may have none, so the "
             "replicas cannot agree on what to divide by. Compile with "
-            "run_eagerly=False, or give batches that leave no replica without a row."
+            "run_eagerly=False (call strategy.run within a tf.function), or give "
+            "batches that leave no replica without a row."
         )
     return False
 

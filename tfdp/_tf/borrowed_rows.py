@@ -24,11 +24,10 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import keras
 import tensorflow as tf
 
 from tfdp._tf.instance_attributes import instance_attributes
-from tfdp._tf.keras_batch import name_of_step
+from tfdp._tf.keras_batch import is_stock_step, name_of_step
 from tfdp._tf.names import PerReplica, current_rank
 from tfdp._tf.replica_run import ReplicaRun, parts_by_replica
 from tfdp._tf.sharding.optimizers import shard_kind
@@ -109,18 +108,16 @@ def leaves_borrowed_out(
       optimizers: whichever the step may call.
       run: the strategy's current run.
     """
-    name = name_of_step(step)
-    if run.owns_rows is None or not name:
+    if run.owns_rows is None or not name_of_step(step):
         yield
         return
     model = step.__self__
-    is_stock = getattr(step, "__func__", None) is getattr(keras.Model, name)
     leads: list[tuple[Any, str, Callable]] = [
         (optimizer, "apply", functools.partial(_apply, optimizer, optimizer.apply, run))
         for optimizer in optimizers
     ]
-    run.loss_is_own = is_stock
-    if is_stock:
+    run.loss_is_own = is_stock_step(step)
+    if run.loss_is_own:
         compute = functools.partial(_own_loss, model.compute_loss, run)
         leads.append((model, "compute_loss", compute))
     with contextlib.ExitStack() as stack:

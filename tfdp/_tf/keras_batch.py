@@ -11,6 +11,7 @@ from tfdp._tf.names import PerReplica
 
 __all__ = [
     "is_predict_step",
+    "is_stock_step",
     "name_of_step",
     "representative_batch",
     "rows_of_first_replica",
@@ -50,6 +51,12 @@ def name_of_step(fn: Any) -> str:
         return ""
     # Not by its own name: a class may take a function, or a decorated one, for it.
     return next((name for name in STEPS if getattr(model, name) == fn), "")
+
+
+def is_stock_step(fn: Any) -> bool:
+    """Whether `fn` is a model's step as Keras wrote it."""
+    name = name_of_step(fn)
+    return bool(name) and getattr(fn, "__func__", None) is getattr(keras.Model, name)
 
 
 def is_predict_step(fn: Any) -> bool:

@@ -10,12 +10,14 @@ be its default, for the variables of all of them.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from typing import Any
 
 import keras
 
 from tfdp._tf.instance_attributes import instance_attributes
+from tfdp._tf.keras_batch import is_stock_step
 from tfdp._tf.keras_optimizers import optimizers_of
 from tfdp._tf.padded_batch import without_padding
 
@@ -33,11 +35,9 @@ def builds_from_plain_batch(model: Any) -> None:
         vars(model).pop("_symbolic_build", None)
         if not has_call(model):
             return
-        is_stock = type(model).train_step is keras.Model.train_step
-        is_one_of_several = not is_stock and len(optimizers_of(model)) > 1
-        leads = {"built": True} if is_one_of_several and model.optimizer else {}
+        is_stock = is_stock_step(model.train_step)
         try:
-            with instance_attributes(model.optimizer or model, leads):
+            with contextlib.nullcontext() if is_stock else _without_optimizer(model):
                 model._symbolic_build(
                     iterator=iterator, data_batch=without_padding(data_batch)
                 )
@@ -50,6 +50,14 @@ def builds_from_plain_batch(model: Any) -> None:
 
     # The dictionary, not setattr: Keras' objects track what is set on them.
     vars(model)["_symbolic_build"] = symbolic_build
+
+
+def _without_optimizer(model: Any) -> contextlib.AbstractContextManager:
+    """While this lasts, Keras takes one of several optimizers for built."""
+    is_one_of_several = model.optimizer and len(optimizers_of(model)) > 1
+    if not is_one_of_several:
+        return contextlib.nullcontext()
+    return instance_attributes(model.optimizer, {"built": True})
 
 
 def has_call(model: Any) -> bool:

@@ -15,7 +15,7 @@ import keras
 import tensorflow as tf
 
 from tfdp._tf.instance_attributes import instance_attributes
-from tfdp._tf.keras_batch import name_of_step
+from tfdp._tf.keras_batch import is_stock_step, name_of_step
 from tfdp._tf.padded_batch import Padding
 from tfdp.errors import ConfigurationError
 
@@ -57,7 +57,7 @@ def check_step_weighs(step: Any, padding: Padding) -> None:
       ConfigurationError: when it never called `compute_loss`.
     """
     name = name_of_step(step)
-    if not name or getattr(step, "__func__", None) is getattr(keras.Model, name):
+    if not name or is_stock_step(step):
         return
     if not padding.loss_is_weighted:
         raise ConfigurationError(

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import keras
 import tensorflow as tf
 
 from tfdp._tf.batch_rows import reduced_axes
-from tfdp._tf.keras_batch import name_of_step
+from tfdp._tf.keras_batch import is_stock_step, name_of_step
 from tfdp._tf.loss_shares import LossShares, Standing, ancestors, key_of
 from tfdp._tf.replica_invariance import outermost
 from tfdp._tf.replica_run import ReplicaRun, trace_of
@@ -109,7 +108,7 @@ def why_loss_seems_local(model: Any, step: Any, run: ReplicaRun) -> str | None:
     """
     if run.replicas == 1 or name_of_step(step) != "train_step" or run.scaled_losses:
         return None
-    if type(model).train_step is not keras.Model.train_step:
+    if not is_stock_step(step):
         if run.added_losses:
             return None
         return "its train_step is its own and no Keras loss took a mean in it"

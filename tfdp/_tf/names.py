@@ -7,7 +7,7 @@ When a new TensorFlow or Keras version moves one of them, this file and the test
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import Any
 
@@ -95,7 +95,6 @@ __all__ = [
     "current_rank",
     "eager_context",
     "fit_of_caller",
-    "functions_of",
     "get_autocast_scope",
     "global_seed",
     "graphs_inside",
@@ -110,6 +109,7 @@ __all__ = [
     "keras_state",
     "make_token",
     "model_built_by_caller",
+    "operations_of",
     "own_copy",
     "put_global_seed",
     "record_operation",
@@ -202,9 +202,13 @@ def inputs_of(dataset: tf.data.Dataset) -> list[tf.data.Dataset]:
     return list(dataset._inputs())
 
 
-def functions_of(dataset: tf.data.Dataset) -> list[Any]:
-    """The traced functions that `dataset` itself calls."""
-    return [wrapper.function for wrapper in dataset._functions()]
+def operations_of(dataset: tf.data.Dataset) -> Iterator[str]:
+    """The types of the operations in the functions that `dataset` itself calls."""
+    for wrapper in dataset._functions():
+        graph = wrapper.function.graph
+        # Not by their definitions, which hold a copy of each constant.
+        for inner in (graph, *(f.graph for f in graph._functions.values())):
+            yield from (op.type for op in inner.get_operations())
 
 
 def with_host_datasets(

@@ -50,17 +50,7 @@ def _reads_python(dataset: tf.data.Dataset) -> bool:
     todo = [dataset]
     while todo:
         stage = todo.pop()
-        if any(map(_calls_python, names.functions_of(stage))):
+        if any(kind in PYTHON for kind in names.operations_of(stage)):
             return True
         todo += names.inputs_of(stage)
     return False
-
-
-def _calls_python(function: Any) -> bool:
-    graphs = [function.graph.as_graph_def()]
-    return any(
-        node.op in PYTHON
-        for graph in graphs
-        for nodes in (graph.node, *(f.node_def for f in graph.library.function))
-        for node in nodes
-    )
