@@ -28,8 +28,8 @@ import numpy as np
 import tensorflow as tf
 
 import tfdp
+from tfdp.plan.shards import SHARD_STAGES, ShardLayout
 from tfdp.report import write_learning_curve
-from tfdp.shards import SHARD_STAGES, ShardLayout
 
 SEED = 7
 HEADS = 4

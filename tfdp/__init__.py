@@ -25,27 +25,27 @@ if TYPE_CHECKING:
         schedules,
         testing,
     )
-    from tfdp.auto import auto_strategy
     from tfdp.cluster import Cluster, find_cluster
-    from tfdp.communication import Communication
-    from tfdp.devices import use_virtual_devices
-    from tfdp.hierarchical import HierarchicalAllReduce
-    from tfdp.multi_host import MultiHostDataParallelStrategy
-    from tfdp.optimizer import DistributedOptimizer
-    from tfdp.rematerialization import remat
-    from tfdp.strategy import DataParallelStrategy
-    from tfdp.tpu import TPUDataParallelStrategy
+    from tfdp.layers.rematerialization import remat
+    from tfdp.optimizers.distributed import DistributedOptimizer
+    from tfdp.plan.communication import Communication
+    from tfdp.strategies.auto import auto_strategy
+    from tfdp.strategies.data_parallel import DataParallelStrategy
+    from tfdp.strategies.devices import use_virtual_devices
+    from tfdp.strategies.hierarchical import HierarchicalAllReduce
+    from tfdp.strategies.multi_host import MultiHostDataParallelStrategy
+    from tfdp.strategies.tpu import TPUDataParallelStrategy
 
 # Public name -> module that defines it. A name mapped to its own module is one.
 _PUBLIC = {
     "Cluster": "tfdp.cluster",
-    "Communication": "tfdp.communication",
-    "DataParallelStrategy": "tfdp.strategy",
-    "DistributedOptimizer": "tfdp.optimizer",
-    "HierarchicalAllReduce": "tfdp.hierarchical",
-    "MultiHostDataParallelStrategy": "tfdp.multi_host",
-    "TPUDataParallelStrategy": "tfdp.tpu",
-    "auto_strategy": "tfdp.auto",
+    "Communication": "tfdp.plan.communication",
+    "DataParallelStrategy": "tfdp.strategies.data_parallel",
+    "DistributedOptimizer": "tfdp.optimizers.distributed",
+    "HierarchicalAllReduce": "tfdp.strategies.hierarchical",
+    "MultiHostDataParallelStrategy": "tfdp.strategies.multi_host",
+    "TPUDataParallelStrategy": "tfdp.strategies.tpu",
+    "auto_strategy": "tfdp.strategies.auto",
     "callbacks": "tfdp.callbacks",
     "checkpoint": "tfdp.checkpoint",
     "data": "tfdp.data",
@@ -54,10 +54,10 @@ _PUBLIC = {
     "layers": "tfdp.layers",
     "losses": "tfdp.losses",
     "optimizers": "tfdp.optimizers",
-    "remat": "tfdp.rematerialization",
+    "remat": "tfdp.layers.rematerialization",
     "schedules": "tfdp.schedules",
     "testing": "tfdp.testing",
-    "use_virtual_devices": "tfdp.devices",
+    "use_virtual_devices": "tfdp.strategies.devices",
 }
 # These load Keras, which may not even be able to load another backend.
 _STRATEGIES = {
@@ -93,7 +93,7 @@ def __getattr__(name: str) -> Any:
 
         raise MissingDependencyError(MISSING_TENSORFLOW) from None
     if name in _STRATEGIES:
-        from tfdp.keras_backend import check_keras_backend
+        from tfdp.strategies.keras_backend import check_keras_backend
 
         check_keras_backend()
     module = importlib.import_module(_PUBLIC[name])

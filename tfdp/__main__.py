@@ -2,6 +2,6 @@
 
 import sys
 
-from tfdp.cli import main
+from tfdp.commands.cli import main
 
 sys.exit(main())

@@ -10,11 +10,11 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdp._tf.autograph import library_code
-from tfdp._tf.current_run import current_run
-from tfdp._tf.loss_suspicions import is_share
-from tfdp._tf.replica_run import trace_of
+from tfdp._private.autograph import library_code
 from tfdp.errors import ConfigurationError
+from tfdp.tracing.current_run import current_run
+from tfdp.tracing.loss_suspicions import is_share
+from tfdp.tracing.run import trace_of
 
 __all__ = ["local_mean", "local_sum"]
 

@@ -12,7 +12,7 @@ import keras
 from keras import ops
 
 from tfdp.errors import ConfigurationError
-from tfdp.schedule_formulas import (
+from tfdp.plan.schedule_formulas import (
     check_rate,
     check_steps,
     interpolate,

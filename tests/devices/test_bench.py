@@ -10,16 +10,20 @@ import pytest
 import tensorflow as tf
 
 from tests.support.fresh_python import run_python
-from tfdp import info
-from tfdp.bench.arms import ARMS
 from tfdp.bench.cases import REDUCTION_ARMS
-from tfdp.bench.gradient_sets import GRADIENT_SETS, count_parameters
-from tfdp.bench.models import MODELS
-from tfdp.bench.reduction import check_sums, make_reduction, measure_reduction
+from tfdp.bench.one_process.arms import ARMS
+from tfdp.bench.one_process.reduction import (
+    check_sums,
+    make_reduction,
+    measure_reduction,
+)
+from tfdp.bench.one_process.runner import Failure, run_requests
+from tfdp.bench.one_process.training import make_training_arm
 from tfdp.bench.request import Request
-from tfdp.bench.runner import Failure, run_requests
+from tfdp.bench.subjects.gradient_sets import GRADIENT_SETS, count_parameters
+from tfdp.bench.subjects.models import MODELS
 from tfdp.bench.table import format_result
-from tfdp.bench.training import make_training_arm
+from tfdp.commands import info
 from tfdp.errors import CollectiveError, DeviceError
 
 DEVICES = ["CPU:0", "CPU:1", "CPU:2", "CPU:3"]

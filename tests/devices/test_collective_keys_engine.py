@@ -3,7 +3,7 @@
 import pytest
 import tensorflow as tf
 
-from tfdp.collectives.tensorflow_across_hosts import TensorFlowAcrossHostsEngine
+from tfdp.exchange.two_level_collectives import TensorFlowAcrossHostsEngine
 
 
 class Link:

@@ -17,9 +17,10 @@ import tensorflow as tf
 import tfdp
 from tests.support import mutations
 from tests.support.two_parts import content_of, saved_model, write_parts
-from tfdp import checked_json, data
+from tfdp import data
 from tfdp.data.verify import check_before_reading
 from tfdp.errors import DataError
+from tfdp.files import checked_json
 
 SEED = 20261122
 SLOW = [pytest.mark.slow, pytest.mark.timeout(7200)]

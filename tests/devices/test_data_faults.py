@@ -17,8 +17,8 @@ import pytest
 import tensorflow as tf
 
 from tfdp import data
-from tfdp.atomic_files import temporary_name
 from tfdp.errors import ConfigurationError, DataError
+from tfdp.files.atomic import temporary_name
 
 _EXAMPLES = 40
 _PER_FILE = 20

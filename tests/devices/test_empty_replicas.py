@@ -11,7 +11,7 @@ from keras import layers
 
 import tfdp
 from tests.support.parity import make_strategy
-from tfdp._tf.replica_run import ReplicaRun
+from tfdp.tracing.run import ReplicaRun
 
 ROWS = 9
 BATCH = 8

@@ -12,7 +12,8 @@ from keras.src.backend.tensorflow import trainer as keras_trainer
 from keras.src.losses import loss as keras_loss
 
 from tests.support.parity import make_strategy
-from tfdp._tf import keras_losses, keras_optimizers, names
+from tfdp._private import names
+from tfdp.step import losses, optimizers
 
 
 def test_keras_asks_for_a_batch_in_the_function_that_is_recognised():
@@ -22,13 +23,13 @@ def test_keras_asks_for_a_batch_in_the_function_that_is_recognised():
 
 
 def test_keras_scales_losses_in_the_functions_that_are_recognised():
-    assert keras_loss.__name__ == keras_losses.LOSS_MODULE
-    for name in (keras_losses.SCALE, keras_losses.UNSCALE):
+    assert keras_loss.__name__ == losses.LOSS_MODULE
+    for name in (losses.SCALE, losses.UNSCALE):
         source = inspect.getsource(getattr(keras_loss, name))
         assert "tf.distribute.get_strategy().num_replicas_in_sync" in source
     reduce_values = keras_loss.reduce_values.__code__
     assert {"sample_weight", "reduction"} <= set(reduce_values.co_varnames)
-    assert keras_losses.SCALE in reduce_values.co_names
+    assert losses.SCALE in reduce_values.co_names
     weighted = keras_loss.reduce_weighted_values.__code__
     assert "mask" in weighted.co_varnames
     assert "reduce_values" in weighted.co_names
@@ -38,13 +39,13 @@ def test_keras_optimizers_have_what_is_led():
     sgd = keras.optimizers.SGD()
     for name in ("apply", "_all_reduce_sum_gradients", "_clip_gradients"):
         assert callable(getattr(sgd, name))
-    for name in keras_optimizers.CLIPPING:
+    for name in optimizers.CLIPPING:
         assert hasattr(sgd, name)
     assert callable(keras.optimizers.LossScaleOptimizer(sgd).check_finite)
 
 
 def test_seed_generators_keep_their_state_in_a_recognised_variable():
-    from tfdp._tf.variables import SeedVariable
+    from tfdp.variables.mirrored import SeedVariable
 
     with make_strategy(2).scope():
         dropout = keras.layers.Dropout(0.5)
@@ -53,7 +54,7 @@ def test_seed_generators_keep_their_state_in_a_recognised_variable():
 
 def test_a_float_subclass_divides_first():
     """Python asks a subclass of float before float itself; the loss count needs it."""
-    count = keras_losses.LossReplicaCount(4)
+    count = losses.LossReplicaCount(4)
     count.fraction = tf.constant(0.75)
     assert float(1.0 / count) == 0.75
     assert count > 1

@@ -37,8 +37,8 @@ def test_a_program_that_is_right():
 
 @pytest.mark.parametrize("fault", ["equal_shares", "a_replica_dropped", "not_a_number"])
 def test_a_planted_fault(fault, monkeypatch):
-    from tfdp._tf.replica_run import ReplicaRun
-    from tfdp.collectives import in_process
+    from tfdp.exchange import in_process
+    from tfdp.tracing.run import ReplicaRun
 
     monkeypatch.setattr(ReplicaRun, "share_of", ReplicaRun.share_of)
     monkeypatch.setattr(in_process, "_sum_in_order", in_process._sum_in_order)

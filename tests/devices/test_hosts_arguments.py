@@ -8,8 +8,8 @@ import pytest
 import tfdp
 from tests.pure.test_socket_link import on_workers
 from tests.support.stand_in_link import StandInLink
-from tfdp import multi_host
 from tfdp.errors import CollectiveError, ConfigurationError
+from tfdp.strategies import multi_host
 
 TWO = tfdp.Cluster(rank=0, workers=2, coordinator="127.0.0.1:1")
 

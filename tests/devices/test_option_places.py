@@ -13,8 +13,8 @@ import tfdp
 from tests.support.package_source import REPOSITORY
 from tests.support.stand_in_link import StandInLink
 from tests.support.tpu_stand_in import StandInStrategy
-from tfdp import multi_host
 from tfdp.errors import ConfigurationError
+from tfdp.strategies import multi_host
 
 PAGE = (REPOSITORY / "docs" / "options.md").read_text("utf-8")
 ROW = re.compile(r"^\| `(\w+=.*?)` \| (.*) \|$", re.MULTILINE)

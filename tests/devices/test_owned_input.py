@@ -7,7 +7,7 @@ import tensorflow as tf
 
 from tests.support.fresh_python import run_program
 from tests.support.parity import make_strategy
-from tfdp._tf.owned_input import owned
+from tfdp.data.owned_input import owned
 
 ALIGNMENT = 64  # bytes: what TensorFlow takes as it lies in memory
 SPECS = (tf.TensorSpec((8, 5)), tf.TensorSpec((8, 3)))

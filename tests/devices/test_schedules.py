@@ -6,8 +6,8 @@ import pytest
 import tensorflow as tf
 
 from tfdp.errors import ConfigurationError
-from tfdp.schedule_formulas import linear_warmup, polynomial_decay
-from tfdp.schedule_formulas import scale_learning_rate as pure_scale_learning_rate
+from tfdp.plan.schedule_formulas import linear_warmup, polynomial_decay
+from tfdp.plan.schedule_formulas import scale_learning_rate as pure_scale_learning_rate
 from tfdp.schedules import LinearWarmup, PolynomialDecay, scale_learning_rate
 
 # A rate is a handful of float32 operations, each with relative error 2**-24, and the

@@ -6,7 +6,8 @@ import tensorflow as tf
 
 from tests.support.seed_order import order_of
 from tfdp import data
-from tfdp._tf import names, seeds
+from tfdp._private import names
+from tfdp.data import seeds
 
 
 @pytest.fixture(autouse=True)

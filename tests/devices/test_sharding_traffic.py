@@ -20,8 +20,8 @@ import tensorflow as tf
 
 import tfdp
 from tests.support.parity import classification_data, dense_model
-from tfdp.collectives.traffic import TrafficCount, ring_bytes
-from tfdp.shards import ShardLayout
+from tfdp.exchange.traffic import TrafficCount, ring_bytes
+from tfdp.plan.shards import ShardLayout
 
 # Of the weights (12 x 33, 33, 33 x 5, 5) all but the last are large enough.
 MIN_BYTES = 100

@@ -11,7 +11,7 @@ import tensorflow as tf
 import tfdp
 from tests.support.parity import classification_data, dense_model, make_strategy, train
 from tfdp.errors import CollectiveError, ConfigurationError
-from tfdp.shards import ShardLayout
+from tfdp.plan.shards import ShardLayout
 
 STAGES = (1, 2, 3)
 SHAPE = (5, 3)

@@ -25,9 +25,9 @@ from tests.support.parity import (
 )
 from tests.support.slow_rows import covering
 from tests.support.tpu_stand_in import StandInStrategy
-from tfdp._tf.tpu_extended import TPUDataParallelExtended
-from tfdp.collectives.cross_replica import CrossReplicaReducer
 from tfdp.errors import ConfigurationError
+from tfdp.exchange.tpu import CrossReplicaReducer
+from tfdp.strategies.tpu_extended import TPUDataParallelExtended
 
 STAGE_1 = {"shard": "optimizer", "shard_min_bytes": 0}
 # A run without a graph is none of a TPU's; the others ask another engine or layout.

@@ -23,9 +23,9 @@ from tests.support.parity import (
     train,
 )
 from tests.support.tpu_stand_in import StandInStrategy
-from tfdp._tf.tpu_extended import TPUDataParallelExtended
-from tfdp.collectives.cross_replica import CrossReplicaReducer
 from tfdp.errors import CollectiveError, ConfigurationError, ScopeError
+from tfdp.exchange.tpu import CrossReplicaReducer
+from tfdp.strategies.tpu_extended import TPUDataParallelExtended
 
 
 def test_keras_sees_a_tpu_strategy():

@@ -6,9 +6,9 @@ import pytest
 import tensorflow as tf
 
 import tfdp
-import tfdp.tpu_system
+import tfdp.strategies.tpu_system
 from tfdp.errors import ConfigurationError, DeviceError, TPUError
-from tfdp.tpu import check_communication
+from tfdp.strategies.tpu import check_communication
 
 
 def test_this_machine_without_a_tpu_is_explained():
@@ -32,7 +32,7 @@ def test_auto_strategy_passes_address_and_options(monkeypatch):
     seen = []
     monkeypatch.setenv("TPU_NAME", "my-tpu")
     monkeypatch.setattr(
-        "tfdp.auto.TPUDataParallelStrategy",
+        "tfdp.strategies.auto.TPUDataParallelStrategy",
         lambda tpu, **options: seen.append((tpu, options)),
     )
     tfdp.auto_strategy(wire_dtype="bfloat16")
@@ -56,7 +56,7 @@ def system(monkeypatch):
         def master(self):
             return "" if self.tpu == "local" else self.tpu
 
-    monkeypatch.setattr(tfdp.tpu_system, "_CONNECTED", {})
+    monkeypatch.setattr(tfdp.strategies.tpu_system, "_CONNECTED", {})
     monkeypatch.setattr(tf.distribute.cluster_resolver, "TPUClusterResolver", Resolver)
     monkeypatch.setattr(
         tf.config, "experimental_connect_to_cluster", state.connected.append
@@ -66,22 +66,22 @@ def system(monkeypatch):
 
 
 def test_a_tpu_is_started_once(system):
-    first = tfdp.tpu_system.connect("local")
-    assert tfdp.tpu_system.connect("local") is first
+    first = tfdp.strategies.tpu_system.connect("local")
+    assert tfdp.strategies.tpu_system.connect("local") is first
     assert system.started == system.connected == [first]
-    other = tfdp.tpu_system.connect("grpc://10.0.0.2:8470")
+    other = tfdp.strategies.tpu_system.connect("grpc://10.0.0.2:8470")
     assert system.started == [first, other]
     # A resolver of one's own for the same TPU starts nothing again.
     resolver = tf.distribute.cluster_resolver.TPUClusterResolver(tpu="local")
-    assert tfdp.tpu_system.connect(resolver) is first
+    assert tfdp.strategies.tpu_system.connect(resolver) is first
 
 
 def test_after_a_failure_it_can_be_tried_again(system):
     system.error = tf.errors.UnavailableError(None, None, "failed to connect")
     with pytest.raises(TPUError, match="does not answer"):
-        tfdp.tpu_system.connect("local")
+        tfdp.strategies.tpu_system.connect("local")
     system.error = None
-    assert tfdp.tpu_system.connect("local") in system.started
+    assert tfdp.strategies.tpu_system.connect("local") in system.started
 
 
 @pytest.mark.parametrize("tpu", [None, 3, "", ["local"]])
@@ -109,7 +109,7 @@ def test_settings_without_a_meaning_are_refused(setting, reason):
 def test_every_setting_of_communication_has_its_reason():
     import dataclasses
 
-    from tfdp.tpu import NOT_ON_TPU
+    from tfdp.strategies.tpu import NOT_ON_TPU
 
     check_communication(tfdp.Communication())
     check_communication(None)

@@ -8,14 +8,14 @@ import tensorflow as tf
 
 def equal_shares():
     """Every replica's loss counts alike, however many rows it has."""
-    from tfdp._tf.replica_run import ReplicaRun
+    from tfdp.tracing.run import ReplicaRun
 
     ReplicaRun.share_of = lambda run, rank: tf.constant(1.0 / run.replicas)
 
 
 def a_replica_dropped():
     """The sum leaves the last replica of three or more out."""
-    from tfdp.collectives import in_process
+    from tfdp.exchange import in_process
 
     whole = in_process._sum_in_order
     in_process._sum_in_order = lambda parts: whole(parts[:2])
@@ -23,7 +23,7 @@ def a_replica_dropped():
 
 def not_a_number():
     """The sums are not numbers where a weight is large."""
-    from tfdp.collectives import in_process
+    from tfdp.exchange import in_process
 
     whole = in_process._sum_in_order
 

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from tests.support import host_training
 from tests.support.package_source import REPOSITORY
-from tfdp.bench.two_hosts import ADDRESSES, two_hosts, why_no_hosts
+from tfdp.bench.processes.two_hosts import ADDRESSES, two_hosts, why_no_hosts
 
 REASON = why_no_hosts()
 pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))

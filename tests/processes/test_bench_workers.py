@@ -8,8 +8,8 @@ import sys
 import pytest
 
 from tests.support.package_source import REPOSITORY
-from tfdp.bench.group import Group
-from tfdp.bench.group_arms import GROUP_ARMS
+from tfdp.bench.processes.arms import GROUP_ARMS
+from tfdp.bench.processes.group import Group
 from tfdp.bench.request import Request
 from tfdp.errors import CollectiveError
 

@@ -203,7 +203,7 @@ os.kill(os.getpid(), signal.SIGKILL)
     program = "\n".join(
         [
             "import sys",
-            "from tfdp.cli import main",
+            "from tfdp.commands.cli import main",
             "from tfdp.launch import cause",
             "cause.CAUSE_SECONDS = 1.5",
             "sys.exit(main(sys.argv[1:]))",

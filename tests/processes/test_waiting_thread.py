@@ -8,7 +8,7 @@ from tests.support.fresh_python import run_program
 
 PROGRAM = """
 import tensorflow as tf
-from tfdp.devices import add_waiting_thread
+from tfdp.strategies.devices import add_waiting_thread
 {before}
 add_waiting_thread()
 print(tf.config.threading.get_inter_op_parallelism_threads())

@@ -8,12 +8,12 @@ import time
 
 import pytest
 
-from tfdp import atomic_files
-from tfdp.atomic_files import remove_leftovers, replaced, temporary_name
+from tfdp.files import atomic
+from tfdp.files.atomic import remove_leftovers, replaced, temporary_name
 
 WRITER = """
 import sys, pathlib
-from tfdp.atomic_files import temporary_name
+from tfdp.files.atomic import temporary_name
 folder = pathlib.Path(sys.argv[1])
 (folder / temporary_name("model.keras")).write_text("half")
 print("written", flush=True)
@@ -118,7 +118,7 @@ def test_a_file_is_on_the_disk_before_it_is_renamed(tmp_path, monkeypatch):
 
 
 def test_without_proc_the_age_decides(tmp_path, monkeypatch):
-    monkeypatch.setattr(atomic_files, "_start_of", lambda pid: None)
+    monkeypatch.setattr(atomic, "_start_of", lambda pid: None)
     mine = temporary_name("a.json")
     (tmp_path / mine).write_text("half")
     remove_leftovers(tmp_path)

@@ -9,14 +9,13 @@ import subprocess
 import pytest
 
 from tests.support.fresh_python import run_program, run_python
-from tfdp.bench import two_hosts as two_hosts_module
-from tfdp.bench.arms import ARMS
 from tfdp.bench.cases import CASES, select_cases
-from tfdp.bench.gradient_sets import GRADIENT_SETS, count_parameters
-from tfdp.bench.group_arms import GROUP_ARMS
-from tfdp.bench.interleave import time_in_turn
 from tfdp.bench.json_file import write_json
-from tfdp.bench.models import MODELS
+from tfdp.bench.one_process.arms import ARMS
+from tfdp.bench.one_process.interleave import time_in_turn
+from tfdp.bench.one_process.runner import Failure, Report, run_requests
+from tfdp.bench.processes import two_hosts as two_hosts_module
+from tfdp.bench.processes.arms import GROUP_ARMS
 from tfdp.bench.request import Request
 from tfdp.bench.results import (
     ArmResult,
@@ -25,9 +24,10 @@ from tfdp.bench.results import (
     relative_speed,
     spread,
 )
-from tfdp.bench.runner import Failure, Report, run_requests
+from tfdp.bench.subjects.gradient_sets import GRADIENT_SETS, count_parameters
+from tfdp.bench.subjects.models import MODELS
+from tfdp.bench.subjects.torch_models import TORCH_MODELS
 from tfdp.bench.table import format_failure, format_heading, format_result
-from tfdp.bench.torch_models import TORCH_MODELS
 
 
 class Clock:
@@ -323,7 +323,8 @@ def test_json_is_written_whole_or_not_at_all(tmp_path):
 
 def test_figures_need_no_tensorflow():
     done = run_program(
-        "import sys, tfdp.bench.command, tfdp.bench.runner, tfdp.bench.worker\n"
+        "import sys, tfdp.bench.command\n"
+        "import tfdp.bench.one_process.runner, tfdp.bench.one_process.worker\n"
         "print({'tensorflow', 'keras'} & set(sys.modules))"
     )
     assert done.stdout == "set()\n", done.stderr

@@ -2,8 +2,8 @@
 
 import pytest
 
-from tfdp.bench.memory import expected_bytes
-from tfdp.bench.memory_worker import MemoryRequest
+from tfdp.bench.memory.command import expected_bytes
+from tfdp.bench.memory.worker import MemoryRequest
 
 
 @pytest.mark.parametrize("devices", [2, 4, 8])

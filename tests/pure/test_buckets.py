@@ -3,8 +3,13 @@ import random
 
 import pytest
 
-from tfdp.buckets import SMALLEST_SPLIT_BYTES, TensorInfo, plan_buckets, predecessors
 from tfdp.errors import ConfigurationError
+from tfdp.plan.buckets import (
+    SMALLEST_SPLIT_BYTES,
+    TensorInfo,
+    plan_buckets,
+    predecessors,
+)
 
 MIB = 1 << 20
 

@@ -10,12 +10,12 @@ import pytest
 
 from tests.support.fresh_python import run_program, run_python
 from tests.support.package_source import REPOSITORY
-from tfdp import cli, info
+from tfdp.commands import cli, info
 
 PROGRAM = """
 import sys
 sys.argv = ["tfdp", *{arguments!r}]
-from tfdp.cli import main
+from tfdp.commands.cli import main
 try:
     code = main()
 except SystemExit as exit:
@@ -41,7 +41,7 @@ def test_help_and_lists_load_no_tensorflow(arguments, expected):
     assert done.stdout.endswith("loaded [] code 0\n"), done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("module", ["tfdp", "tfdp.cli"])
+@pytest.mark.parametrize("module", ["tfdp", "tfdp.commands.cli"])
 def test_the_package_runs_as_a_program(module):
     done = run_python("-m", module, "bench", "--list")
     assert done.returncode == 0, done.stderr
@@ -103,11 +103,15 @@ def test_a_reader_that_has_left_gets_no_traceback():
 def test_info_without_tensorflow_says_what_to_install():
     done = run_program(
         PROGRAM.format(arguments=["info", "--json"])
-        .replace("from tfdp.cli", "import tfdp.info\nfrom tfdp.cli")
+        .replace(
+            "from tfdp.commands.cli",
+            "import tfdp.commands.info\nfrom tfdp.commands.cli",
+        )
         .replace(
             "try:",
-            "versions = dict(tfdp.info.installed_versions(), tensorflow=None)\n"
-            "tfdp.info.installed_versions = lambda: versions\n"
+            "info = tfdp.commands.info\n"
+            "versions = dict(info.installed_versions(), tensorflow=None)\n"
+            "info.installed_versions = lambda: versions\n"
             "try:",
         ),
         hidden=["tensorflow", "keras"],

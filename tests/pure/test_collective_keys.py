@@ -1,6 +1,6 @@
 """Two exchanges never share the number by which TensorFlow finds partners."""
 
-from tfdp.collectives.collective_keys import KEYS, CollectiveKeys, first_choice
+from tfdp.exchange.collective_keys import KEYS, CollectiveKeys, first_choice
 
 # Found by trying 130,000 of them.
 SAME_CHOICE = ("193 873842 float32", "99 1544612 float32")
@@ -31,7 +31,7 @@ def test_a_number_does_not_follow_from_the_order():
 
 
 def test_the_last_number_is_followed_by_the_first(monkeypatch):
-    from tfdp.collectives import collective_keys
+    from tfdp.exchange import collective_keys
 
     monkeypatch.setattr(collective_keys, "first_choice", lambda exchange: KEYS - 1)
     keys = CollectiveKeys()

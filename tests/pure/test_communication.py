@@ -2,9 +2,9 @@ import dataclasses
 
 import pytest
 
-from tfdp.communication import Communication
 from tfdp.errors import ConfigurationError
-from tfdp.topology import Topology
+from tfdp.plan.communication import Communication
+from tfdp.plan.topology import Topology
 
 
 @pytest.mark.parametrize(

@@ -6,11 +6,11 @@ import sys
 
 import pytest
 
-from tfdp.atomic_files import temporary_name
-from tfdp.checked_json import with_checksum
 from tfdp.data.features import FeatureSpec
 from tfdp.data.index import RecordFile, RecordIndex, find_index
 from tfdp.errors import ConfigurationError, DataError
+from tfdp.files.atomic import temporary_name
+from tfdp.files.checked_json import with_checksum
 
 _FEATURES = {
     "image": FeatureSpec((8, 8), "uint8"),

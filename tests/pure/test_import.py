@@ -16,7 +16,7 @@ def test_import_configures_no_logger():
     done = run_program(
         "import logging\n"
         "before = logging.root.level, list(logging.root.handlers)\n"
-        "import tfdp, tfdp.topology, tfdp.buckets, tfdp.communication\n"
+        "import tfdp, tfdp.plan.topology, tfdp.plan.buckets, tfdp.plan.communication\n"
         "assert (logging.root.level, list(logging.root.handlers)) == before\n"
         "for name, logger in logging.root.manager.loggerDict.items():\n"
         "    if isinstance(logger, logging.Logger):\n"
@@ -28,7 +28,8 @@ def test_import_configures_no_logger():
 
 def test_import_loads_no_framework():
     done = run_program(
-        "import sys, tfdp, tfdp.topology, tfdp.buckets, tfdp.machine\n"
+        "import sys, tfdp, tfdp.cluster.machine\n"
+        "import tfdp.plan.topology, tfdp.plan.buckets\n"
         "tfdp.Communication, tfdp.errors, dir(tfdp)\n"
         "print(sorted({'tensorflow', 'keras', 'jax', 'torch'} & set(sys.modules)))"
     )

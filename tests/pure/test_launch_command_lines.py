@@ -7,8 +7,8 @@ import sys
 import pytest
 
 from tests.support.fresh_python import run_program
-from tfdp import cli
 from tfdp.cluster import Cluster, find_cluster
+from tfdp.commands import cli
 from tfdp.errors import ConfigurationError
 from tfdp.launch import command as launch_command
 from tfdp.launch.environment import cluster_variables, local_environment
@@ -276,7 +276,7 @@ def test_launching_loads_no_tensorflow(tmp_path):
     script.write_text("print('ran')")
     done = run_program(
         "import sys\n"
-        "from tfdp.cli import main\n"
+        "from tfdp.commands.cli import main\n"
         f"code = main(['launch', '--workers', '2', {str(script)!r}])\n"
         "print(code, sorted({'tensorflow', 'keras', 'numpy'} & set(sys.modules)))\n"
     )

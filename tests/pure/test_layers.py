@@ -80,7 +80,7 @@ def imported_modules(module):
     """(line, name) of the tfdp modules that a module imports.
 
     `from tfdp.errors import DataError` is an import of tfdp.errors, and
-    `from tfdp import strategy` one of tfdp.strategy.
+    `from tfdp import strategy` one of tfdp.strategies.data_parallel.
     """
     found = []
     for line, name in imported_names(module):
@@ -136,12 +136,18 @@ def test_imports_have_no_cycle():
 @pytest.mark.parametrize(
     "name, source",
     [
-        ("tfdp.errors", "from tfdp.strategy import DataParallelStrategy"),
+        (
+            "tfdp.errors",
+            "from tfdp.strategies.data_parallel import DataParallelStrategy",
+        ),
         ("tfdp.errors", "from tfdp import strategy"),
         ("tfdp.errors", "def late():\n    import tensorflow as tf"),
-        ("tfdp.topology", "from keras import ops"),
-        ("tfdp.gradients.pipeline", "from ..strategy import DataParallelStrategy"),
-        ("tfdp.strategy", "def late():\n    from tfdp.cli import main"),
+        ("tfdp.plan.topology", "from keras import ops"),
+        ("tfdp.exchange.pipeline", "from ..strategy import DataParallelStrategy"),
+        (
+            "tfdp.strategies.data_parallel",
+            "def late():\n    from tfdp.commands.cli import main",
+        ),
     ],
 )
 def test_the_rule_sees_an_import_that_points_up(name, source):

@@ -5,10 +5,10 @@ import warnings
 import pytest
 
 from tfdp.cluster import Cluster
-from tfdp.communication import Communication
 from tfdp.errors import JobKeyWarning
-from tfdp.hosts import choose
+from tfdp.hosts import choose_link
 from tfdp.hosts.handshake import job_secret
+from tfdp.plan.communication import Communication
 
 KEY = "0123456789abcdef"
 SOCKETS = Communication(engine="sockets")
@@ -17,13 +17,13 @@ SOCKETS = Communication(engine="sockets")
 @pytest.fixture(autouse=True)
 def no_network(monkeypatch):
     monkeypatch.delenv("TFDP_JOB_KEY", raising=False)
-    monkeypatch.setattr(choose, "SocketLink", lambda *arguments: arguments)
+    monkeypatch.setattr(choose_link, "SocketLink", lambda *arguments: arguments)
 
 
 @pytest.mark.parametrize("host", ["node1", "10.0.0.1", "[fd00::1]"])
 def test_no_key_on_several_machines_is_said_by_worker_0(host):
     with pytest.warns(JobKeyWarning, match="same secret in the variable TFDP_JOB_KEY"):
-        choose.make_link(Cluster(2, 0, f"{host}:1"), SOCKETS)
+        choose_link.make_link(Cluster(2, 0, f"{host}:1"), SOCKETS)
 
 
 @pytest.mark.parametrize(
@@ -41,5 +41,5 @@ def test_nothing_is_said_elsewhere(monkeypatch, cluster, variable):
     monkeypatch.setenv("TFDP_JOB_KEY", variable)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        link = choose.make_link(cluster, SOCKETS)
+        link = choose_link.make_link(cluster, SOCKETS)
     assert link[-1] == job_secret(cluster)

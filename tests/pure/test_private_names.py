@@ -25,11 +25,11 @@ OWN_OBJECTS = {"self", "cls"}
 # (file, attribute): underscore names of tfdp's own objects, read from outside.
 # `os._exit` is the documented way to end a process without its handlers.
 ALLOWED = {
-    ("tfdp/bench/group_control.py", "_exit"),
+    ("tfdp/bench/processes/control.py", "_exit"),
     ("tfdp/hosts/mpi_link.py", "_exit"),
-    ("tfdp/multi_host.py", "_make_extended"),
-    ("tfdp/multi_host.py", "_reduce_values"),
-    ("tfdp/multi_host.py", "_replicas"),
+    ("tfdp/strategies/multi_host.py", "_make_extended"),
+    ("tfdp/strategies/multi_host.py", "_reduce_values"),
+    ("tfdp/strategies/multi_host.py", "_replicas"),
 }
 REFLECTION = {"getattr", "setattr", "hasattr", "delattr"}
 MODULES = modules()
@@ -88,7 +88,9 @@ def test_each_private_name_is_imported_in_one_file_only():
 
 
 def test_the_checked_versions_are_the_tested_ones():
-    tree = ast.parse(pathlib.Path(REPOSITORY, "tfdp/_tf/names.py").read_text("utf-8"))
+    tree = ast.parse(
+        pathlib.Path(REPOSITORY, "tfdp/_private/names.py").read_text("utf-8")
+    )
     checked = next(
         ast.literal_eval(node.value)
         for node in tree.body

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from tfdp.errors import ConfigurationError
-from tfdp.schedule_formulas import (
+from tfdp.plan.schedule_formulas import (
     check_rate,
     check_steps,
     interpolate,
@@ -127,7 +127,7 @@ def test_checks_return_plain_python_numbers():
 
 def test_the_module_does_not_load_tensorflow():
     code = (
-        "import sys, tfdp.schedule_formulas;"
+        "import sys, tfdp.plan.schedule_formulas;"
         "sys.exit('tensorflow' in sys.modules or 'keras' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

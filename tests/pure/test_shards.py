@@ -7,7 +7,7 @@ import re
 import pytest
 
 from tfdp.errors import ConfigurationError
-from tfdp.shards import (
+from tfdp.plan.shards import (
     ALIGNED_ELEMENTS,
     MOST_PADDING,
     SHARD_STAGES,

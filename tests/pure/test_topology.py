@@ -1,7 +1,7 @@
 import pytest
 
 from tfdp.errors import ConfigurationError
-from tfdp.topology import Topology
+from tfdp.plan.topology import Topology
 
 
 def test_groups_are_host_major():

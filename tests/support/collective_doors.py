@@ -27,9 +27,9 @@ def main(mode):
     def noting_keep(link, ports):
         seen.append((keep(link, ports), ports))
 
-    from tfdp.collectives import tensorflow_across_hosts
+    from tfdp.exchange import two_level_collectives
 
-    tensorflow_across_hosts.keep_to_workers = noting_keep
+    two_level_collectives.keep_to_workers = noting_keep
     strategy = tfdp.MultiHostDataParallelStrategy(
         communication=tfdp.Communication(engine="tensorflow", timeout_seconds=120)
     )

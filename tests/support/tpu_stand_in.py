@@ -26,8 +26,8 @@ from tensorflow.python.tpu import tpu_replication
 
 import tfdp
 from tests.support.queue_exchange import QueueExchange
-from tfdp._tf.tpu_extended import TPUDataParallelExtended
-from tfdp.collectives.cross_replica import CrossReplicaReducer
+from tfdp.exchange.tpu import CrossReplicaReducer
+from tfdp.strategies.tpu_extended import TPUDataParallelExtended
 
 
 class Assignment:

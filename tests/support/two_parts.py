@@ -6,13 +6,13 @@ import h5py
 import keras
 import numpy as np
 
-from tfdp.atomic_files import replaced
 from tfdp.checkpoint.part_files import (
     INDEX_NAME,
     WEIGHTS_NAME,
     PartsIndex,
     note_identity,
 )
+from tfdp.files.atomic import replaced
 
 
 def saved_model(path, seed):

@@ -7,14 +7,14 @@ import pathlib
 import shlex
 import sys
 
-from tfdp.bench.arms import ARMS
 from tfdp.bench.cases import CASES, SUITES, Case, select_cases
-from tfdp.bench.group_arms import GROUP_ARMS
 from tfdp.bench.json_file import write_json
-from tfdp.bench.memory import MEMORY_SUITE, run_memory
+from tfdp.bench.memory.command import MEMORY_SUITE, run_memory
+from tfdp.bench.one_process.arms import ARMS
+from tfdp.bench.one_process.runner import Failure, run_requests
+from tfdp.bench.processes.arms import GROUP_ARMS
 from tfdp.bench.request import Request
 from tfdp.bench.results import CaseResult
-from tfdp.bench.runner import Failure, run_requests
 from tfdp.bench.table import (
     format_cases,
     format_failure,

@@ -6,7 +6,7 @@ import json
 import os
 from typing import Any
 
-from tfdp.atomic_files import replaced
+from tfdp.files.atomic import replaced
 
 __all__ = ["write_json"]
 

@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 from tfdp.bench.cases import CASES, Case
-from tfdp.bench.group_arms import GROUP_ARMS
+from tfdp.bench.processes.arms import GROUP_ARMS
 
 __all__ = ["Request"]
 

@@ -7,8 +7,8 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tfdp.bench.arms import STOCK_PREFIX
-from tfdp.bench.group_arms import one_process_arm
+from tfdp.bench.one_process.arms import STOCK_PREFIX
+from tfdp.bench.processes.arms import one_process_arm
 
 __all__ = [
     "ArmResult",

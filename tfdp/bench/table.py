@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from tfdp.bench.cases import STOCK_DEFAULT, Case
+from tfdp.bench.one_process.runner import Failure, Report
 from tfdp.bench.results import (
     CaseResult,
     Spread,
@@ -12,7 +13,6 @@ from tfdp.bench.results import (
     relative_speed,
     spread,
 )
-from tfdp.bench.runner import Failure, Report
 
 __all__ = ["format_cases", "format_failure", "format_heading", "format_result"]
 

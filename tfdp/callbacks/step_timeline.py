@@ -8,11 +8,11 @@ from typing import Any
 
 import keras
 
-from tfdp._tf.keras_optimizers import names_of_updates
-from tfdp._tf.step_trace import StepTrace
-from tfdp.atomic_files import replaced
+from tfdp._private.step_trace import StepTrace
 from tfdp.callbacks.timeline_page import draw_timeline, hidden_share, seconds_by_kind
 from tfdp.errors import ConfigurationError
+from tfdp.files.atomic import replaced
+from tfdp.step.optimizers import names_of_updates
 
 __all__ = ["StepTimeline"]
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from tfdp.atomic_files import replaced, temporary
 from tfdp.checkpoint.part_files import (
     IDENTITY_NAME,
     WEIGHTS_NAME,
@@ -21,6 +20,7 @@ from tfdp.checkpoint.part_files import (
     read_index,
 )
 from tfdp.errors import ConfigurationError, DataError
+from tfdp.files.atomic import replaced, temporary
 
 __all__ = ["merge_parts"]
 

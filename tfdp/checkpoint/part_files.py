@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tfdp.checked_json import checksum_of, is_count, parse_json, with_checksum
 from tfdp.errors import DataError, TfdpError
+from tfdp.files.checked_json import checksum_of, is_count, parse_json, with_checksum
 
 __all__ = [
     "IDENTITY_NAME",

@@ -18,8 +18,6 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdp._tf.sharding.variables import read_instead
-from tfdp.atomic_files import replaced, temporary
 from tfdp.checkpoint.part_files import (
     INDEX_NAME,
     WEIGHTS_NAME,
@@ -28,7 +26,9 @@ from tfdp.checkpoint.part_files import (
     other_parts,
 )
 from tfdp.errors import ConfigurationError
-from tfdp.shards import ShardLayout
+from tfdp.files.atomic import replaced, temporary
+from tfdp.plan.shards import ShardLayout
+from tfdp.sharding.variables import read_instead
 
 __all__ = ["save_parts"]
 

@@ -14,9 +14,9 @@ import collections
 from collections.abc import Mapping
 from typing import Any
 
-from tfdp.checked_json import parse_json
 from tfdp.cluster.claim import Claim, integer, present, shortened
 from tfdp.errors import ClusterError
+from tfdp.files.checked_json import parse_json
 
 __all__ = ["read_tf_config"]
 

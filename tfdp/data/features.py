@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from tfdp.checked_json import is_count
 from tfdp.errors import ConfigurationError, DataError
+from tfdp.files.checked_json import is_count
 
 __all__ = ["ENCODINGS", "FeatureSpec", "as_array", "check_example", "infer_features"]
 

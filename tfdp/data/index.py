@@ -16,17 +16,17 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tfdp.atomic_files import PREFIX, sync_file, sync_folder, temporary_name
-from tfdp.checked_json import (
+from tfdp.data.features import FeatureSpec
+from tfdp.data.places import Place, RemotePath, place_of
+from tfdp.errors import ConfigurationError, DataError
+from tfdp.files.atomic import PREFIX, sync_file, sync_folder, temporary_name
+from tfdp.files.checked_json import (
     checksum_of,
     is_count,
     is_plain_name,
     parse_json,
     with_checksum,
 )
-from tfdp.data.features import FeatureSpec
-from tfdp.data.places import Place, RemotePath, place_of
-from tfdp.errors import ConfigurationError, DataError
 
 __all__ = ["COMPRESSIONS", "RecordFile", "RecordIndex", "find_index"]
 

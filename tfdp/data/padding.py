@@ -6,9 +6,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdp._tf.names import batch_size_of_caller
-from tfdp._tf.padded_batch import PaddedBatch
+from tfdp._private.names import batch_size_of_caller
 from tfdp.errors import ConfigurationError, DataError
+from tfdp.tracing.padded_batch import PaddedBatch
 
 __all__ = ["distribute_padded", "global_batch_rows", "is_of_one_size", "pad_parts"]
 

@@ -15,7 +15,6 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdp._tf.seeds import seeds_of_program
 from tfdp.data.encoding import decode_examples
 from tfdp.data.host_share import share_of_host
 from tfdp.data.index import RecordIndex, find_index
@@ -26,6 +25,7 @@ from tfdp.data.pipeline import (
     finish_batches,
     select_features,
 )
+from tfdp.data.seeds import seeds_of_program
 from tfdp.data.verify import FileCheck, check_before_reading
 from tfdp.errors import ConfigurationError
 

@@ -14,8 +14,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdp._tf.keras_input import NoElement
-from tfdp._tf.names import PerReplica
+from tfdp._private.names import PerReplica
+from tfdp.data.keras_input import NoElement
 from tfdp.errors import DataError
 
 __all__ = [

@@ -8,7 +8,6 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdp._tf.seeds import seeds_of_program
 from tfdp.data.pipeline import (
     batch_examples,
     check_batching,
@@ -17,6 +16,7 @@ from tfdp.data.pipeline import (
     select_features,
 )
 from tfdp.data.places import place_of
+from tfdp.data.seeds import seeds_of_program
 from tfdp.errors import ConfigurationError, DataError, MissingDependencyError
 
 __all__ = ["from_tfds"]

@@ -13,14 +13,14 @@ from typing import NoReturn
 
 import tensorflow as tf
 
-from tfdp.atomic_files import PREFIX
-from tfdp.checked_json import is_plain_name
 from tfdp.data.encoding import decode_examples
 from tfdp.data.features import FeatureSpec
 from tfdp.data.framing import FramingFault, digest_of_ends, scan_records
 from tfdp.data.index import COMPRESSIONS, SUFFIX, RecordFile, RecordIndex, find_index
 from tfdp.data.places import Place, matching_files, place_of
 from tfdp.errors import ConfigurationError, DataError
+from tfdp.files.atomic import PREFIX
+from tfdp.files.checked_json import is_plain_name
 
 __all__ = [
     "FileCheck",

@@ -13,19 +13,19 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdp.atomic_files import (
-    remove_leftovers,
-    sync_file,
-    sync_folder,
-    temporary_name,
-)
-from tfdp.checked_json import is_plain_name
 from tfdp.data.encoding import encode_example
 from tfdp.data.features import FeatureSpec, check_example, infer_features
 from tfdp.data.framing import digest_of_ends, scan_records
 from tfdp.data.index import COMPRESSIONS, RecordFile, RecordIndex
 from tfdp.data.places import Place, place_of
 from tfdp.errors import ConfigurationError, DataError
+from tfdp.files.atomic import (
+    remove_leftovers,
+    sync_file,
+    sync_folder,
+    temporary_name,
+)
+from tfdp.files.checked_json import is_plain_name
 
 __all__ = ["write_tfrecords"]
 

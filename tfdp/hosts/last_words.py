@@ -20,8 +20,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from tfdp.atomic_files import replaced
 from tfdp.errors import WorkerLostError
+from tfdp.files.atomic import replaced
 
 __all__ = [
     "FOLDER_VARIABLE",

@@ -7,8 +7,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdp._tf.current_run import current_run
 from tfdp.layers.moments import Moments, at_least_one
+from tfdp.tracing.current_run import current_run
 
 __all__ = ["mean_over_groups", "renormalized", "update_moving_statistics"]
 

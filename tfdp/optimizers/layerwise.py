@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Generator, Sequence
 from typing import Any, TypeAlias
 
-from tfdp._tf.optimizer_hooks import DecayHooks
+from tfdp._private.optimizer_hooks import DecayHooks
 from tfdp.errors import ConfigurationError
 from tfdp.optimizers.arguments import (
     check_choice,

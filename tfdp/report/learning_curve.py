@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tfdp.atomic_files import replaced
 from tfdp.errors import ConfigurationError
+from tfdp.files.atomic import replaced
 from tfdp.report.curve_page import draw_page
 
 __all__ = ["write_learning_curve"]

@@ -9,9 +9,9 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdp.devices import find_devices
 from tfdp.errors import ConfigurationError, DeviceError, ParityError, ScopeError
-from tfdp.strategy import DataParallelStrategy
+from tfdp.strategies.data_parallel import DataParallelStrategy
+from tfdp.strategies.devices import find_devices
 from tfdp.testing.batches import collect_batches, row_count
 from tfdp.testing.comparison import Comparison, Setting, compare
 from tfdp.testing.crashes import describe_error

@@ -1,0 +1,135 @@
+"""Runs cases, each in a worker process, and gathers a report."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import json
+import pathlib
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from tfdp.bench.processes.runner import measure_groups
+from tfdp.bench.request import Request
+from tfdp.bench.results import CaseResult
+from tfdp.cluster.machine import describe_machine, installed_versions
+from tfdp.errors import DeviceError
+
+__all__ = ["Failure", "Report", "run_requests"]
+
+OUTPUT_LINES_KEPT = 15
+
+
+@dataclasses.dataclass(frozen=True)
+class Failure:
+    """A case, or an arm of it, without figures, and the last lines of its worker."""
+
+    case: str
+    devices: int
+    reason: str
+    arm: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """All results of one command, with what is needed to repeat it."""
+
+    command: str
+    date: str
+    machine: dict[str, Any]
+    versions: dict[str, str | None]
+    results: tuple[CaseResult, ...]
+    failures: tuple[Failure, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data."""
+        return {
+            "command": self.command,
+            "date": self.date,
+            "machine": self.machine,
+            "versions": self.versions,
+            "results": [result.to_json() for result in self.results],
+            "failures": [dataclasses.asdict(failure) for failure in self.failures],
+        }
+
+
+def run_requests(
+    requests: Sequence[Request],
+    *,
+    command: str,
+    timeout_seconds: float,
+    on_result: Callable[[CaseResult | Failure], None] = lambda outcome: None,
+) -> Report:
+    """Runs each request in processes of its own, one after the other.
+
+    A case that fails does not keep the others from running; nor does an arm, where
+    each arm has processes of its own.
+
+    Args:
+      requests: what to run.
+      command: the command line, for the record.
+      timeout_seconds: the most a case may take before it is stopped.
+      on_result: called as soon as a case is done.
+    """
+    results, failures = [], []
+    for request in requests:
+        for outcome in _run(request, timeout_seconds):
+            on_result(outcome)
+            if isinstance(outcome, Failure):
+                failures.append(outcome)
+            else:
+                results.append(outcome)
+    return Report(
+        command=command,
+        date=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        machine=describe_machine(),
+        versions=installed_versions(),
+        results=tuple(results),
+        failures=tuple(failures),
+    )
+
+
+def _run(request: Request, timeout_seconds: float) -> list[CaseResult | Failure]:
+    if request.workers == 1:
+        return [_run_worker(request, timeout_seconds)]
+    try:
+        result, failed = measure_groups(request, timeout_seconds)
+    except DeviceError as error:
+        replicas = request.workers * request.devices
+        return [Failure(request.case_name, replicas, str(error))]
+    outcomes: list[CaseResult | Failure] = [
+        Failure(request.case_name, request.workers * request.devices, reason, arm)
+        for arm, reason in failed.items()
+    ]
+    return outcomes if result is None else [*outcomes, result]
+
+
+def _run_worker(request: Request, timeout_seconds: float) -> CaseResult | Failure:
+    with tempfile.TemporaryDirectory(prefix="tfdp-bench-") as folder:
+        result_path = pathlib.Path(folder, "result.json")
+        command = [
+            sys.executable,
+            "-m",
+            "tfdp.bench.one_process.worker",
+            json.dumps(dataclasses.asdict(request)),
+            str(result_path),
+        ]
+        try:
+            worker = subprocess.run(
+                command,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                timeout=timeout_seconds,
+            )
+        except subprocess.TimeoutExpired:
+            reason = f"no result within {timeout_seconds:g} s; the worker was stopped"
+            return Failure(request.case_name, request.devices, reason)
+        if worker.returncode != 0 or not result_path.exists():
+            tail = worker.stdout.strip().splitlines()[-OUTPUT_LINES_KEPT:]
+            reason = "\n".join([f"worker exit code {worker.returncode}", *tail])
+            return Failure(request.case_name, request.devices, reason)
+        return CaseResult.from_json(json.loads(result_path.read_text("utf-8")))

@@ -1,0 +1,96 @@
+"""One process of a group: `python -m tfdp.bench.processes.member ORDERS`, JSON.
+
+It sets up its arm, says that it is ready, and then times as many calls as it is told
+each time that it is told.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from tfdp.bench.one_process.interleave import time_in_turn
+from tfdp.bench.processes.arms import GROUP_ARMS, Place
+from tfdp.bench.processes.control import Control
+from tfdp.bench.request import Request
+from tfdp.cluster import find_cluster
+
+__all__ = ["Orders", "main"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Orders:
+    """What a process is told at its start, alike for all of its group.
+
+    Args:
+      request: the fields of `Request`.
+      arm: a key of `GROUP_ARMS`.
+      workers: processes of the group.
+      devices_per_worker: logical CPUs of each.
+      cores: by rank, the core that a process stays on; empty to let them move.
+      addresses: see `Place`.
+      control_path: the benchmark's socket.
+      timeout_seconds: see `Place`.
+    """
+
+    request: dict
+    arm: str
+    workers: int
+    devices_per_worker: int
+    cores: tuple[int, ...]
+    addresses: tuple[str, ...]
+    control_path: str
+    timeout_seconds: float
+
+
+def main(arguments: list[str]) -> None:
+    """Entry point of the process."""
+    # What TensorFlow prints while it starts would bury a worker's own error.
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    orders = Orders(**json.loads(arguments[0]))
+    request = Request(**orders.request)
+    cluster = find_cluster()
+    place = Place(
+        rank=cluster.rank if cluster else 0,
+        workers=orders.workers,
+        addresses=tuple(orders.addresses),
+        devices_per_worker=orders.devices_per_worker,
+        timeout_seconds=orders.timeout_seconds,
+    )
+    # Before TensorFlow starts its threads, which stay where their parent is.
+    if orders.cores:
+        os.sched_setaffinity(0, {orders.cores[place.rank]})
+    control = Control(orders.control_path, place.rank)
+    call, facts = _prepare(request, orders.arm, place)
+    control.say(facts)
+    while calls := control.next_turn():
+        seconds = time_in_turn({orders.arm: call}, repeats=1, calls=calls)
+        control.say({"seconds": seconds[orders.arm][0]})
+
+
+def _prepare(
+    request: Request, arm: str, place: Place
+) -> tuple[Callable[[], object], dict[str, Any]]:
+    make_strategy = GROUP_ARMS[arm].make_strategy
+    if make_strategy is None:
+        from tfdp.bench.processes.torch_work import prepare_torch
+
+        return prepare_torch(request, arm, place)
+    import tensorflow as tf
+
+    tf.config.threading.set_intra_op_parallelism_threads(request.intra_op_threads)
+    tf.config.set_visible_devices([], "GPU")
+    strategy = make_strategy(place)
+    from tfdp.bench.processes.work import prepare_reduction, prepare_training
+
+    is_reduction = request.case.work == "allreduce"
+    prepare = prepare_reduction if is_reduction else prepare_training
+    return prepare(request, arm, strategy, place)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

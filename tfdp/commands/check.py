@@ -1,0 +1,159 @@
+"""The `tfdp check` command: N replicas against one device, on the user's model."""
+
+from __future__ import annotations
+
+import argparse
+import pathlib
+import sys
+import textwrap
+import traceback
+from typing import Any
+
+from tfdp.bench.json_file import write_json
+from tfdp.cluster.machine import installed_versions
+from tfdp.commands.check_target import FORMS, RETURNS, Target, load_target, parse_target
+from tfdp.commands.quiet_import import import_tensorflow_quietly
+from tfdp.errors import ConfigurationError, TfdpError
+
+__all__ = ["add_arguments", "run"]
+
+HOLDS, FAILS, NOT_CHECKED = 0, 1, 2
+STRATEGIES = ("tfdp", "mirrored")
+EPILOG = "\n".join(
+    textwrap.fill(text, 80)
+    for text in (
+        f"TARGET is {FORMS}.",
+        f"A function returns {RETURNS}.",
+        "Exit status: 0 the check holds, 1 it does not, 2 nothing was checked.",
+    )
+)
+
+
+def _at_least(least: int) -> Any:
+    def integer(text: str) -> int:
+        number = int(text)
+        if number < least:
+            raise argparse.ArgumentTypeError(
+                f"needs an integer of at least {least}, not {text}"
+            )
+        return number
+
+    return integer
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the options of `tfdp check`."""
+    parser.epilog = EPILOG
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("target", metavar="TARGET", help="what to check; see below")
+    parser.add_argument(
+        "--replicas",
+        type=_at_least(2),
+        metavar="N",
+        default=2,
+        help="replicas, on as many GPUs or else logical CPUs (default: 2)",
+    )
+    parser.add_argument(
+        "--strategy",
+        choices=STRATEGIES,
+        default="tfdp",
+        help="tfdp.DataParallelStrategy or tf.distribute.MirroredStrategy "
+        "(default: tfdp)",
+    )
+    parser.add_argument(
+        "--steps", type=_at_least(1), metavar="S", help="training steps (default: 4)"
+    )
+    parser.add_argument(
+        "--batch-size",
+        type=_at_least(1),
+        metavar="B",
+        help="rows of a global batch, for arrays (default: 32)",
+    )
+    parser.add_argument(
+        "--seed", type=_at_least(0), metavar="SEED", help="of the build (default: 0)"
+    )
+    parser.add_argument(
+        "--keep-random-layers",
+        action="store_true",
+        help="leave dropout and noise on, which draw differently on every replica",
+    )
+    parser.add_argument("--json", metavar="PATH", help="also write the report here")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Runs `tfdp check`; returns the exit status: 0 holds, 1 fails, 2 not checked."""
+    try:
+        target = parse_target(options.target)
+        _refuse_missing_folder(options.json)
+        report = _check(target, options)
+    except TfdpError as error:
+        print(f"tfdp check: {error}", file=sys.stderr)
+        return NOT_CHECKED
+    except Exception:
+        # The target's own code, on one device: its traceback says where.
+        traceback.print_exc()
+        print("tfdp check: the target failed on one device", file=sys.stderr)
+        return NOT_CHECKED
+    if options.json:
+        write_json(
+            options.json,
+            {
+                "target": options.target,
+                "versions": installed_versions(),
+                **report.to_json(),
+            },
+        )
+    print(report)
+    return HOLDS if report.ok else FAILS
+
+
+def _check(target: Target, options: argparse.Namespace) -> Any:
+    strategy = _make_devices(options.replicas)
+    from tfdp.testing import check_parity
+
+    found = load_target(target)
+    given = {
+        "steps": options.steps,
+        "batch_size": options.batch_size,
+        "seed": options.seed,
+        "random_layers": "keep" if options.keep_random_layers else None,
+    }
+    chosen = {name: value for name, value in given.items() if value is not None}
+    return check_parity(
+        found.build,
+        found.data,
+        strategy(options.strategy),
+        **{**found.options, **chosen},
+    )
+
+
+def _make_devices(replicas: int) -> Any:
+    """Sets the devices up before the target can start TensorFlow's runtime.
+
+    Returns:
+      A function from the strategy's name to the strategy, for after that.
+    """
+    import tfdp
+
+    import_tensorflow_quietly()
+    import tensorflow as tf
+
+    if len(tf.config.list_physical_devices("GPU")) < replicas:
+        tfdp.use_virtual_devices(replicas)
+        devices = [f"CPU:{i}" for i in range(replicas)]
+    else:
+        devices = [f"GPU:{i}" for i in range(replicas)]
+
+    def make_strategy(name: str) -> Any:
+        kinds = {
+            "tfdp": tfdp.DataParallelStrategy,
+            "mirrored": tf.distribute.MirroredStrategy,
+        }
+        return kinds[name](devices)
+
+    return make_strategy
+
+
+def _refuse_missing_folder(path: str | None) -> None:
+    if path and not pathlib.Path(path).absolute().parent.is_dir():
+        raise ConfigurationError(f"--json {path}: there is no such folder")

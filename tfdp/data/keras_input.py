@@ -1,0 +1,83 @@
+"""What Keras' loops read: distributed datasets of which builds of models read nothing.
+
+Under a strategy Keras takes a batch off the input before it trains or evaluates, only
+to learn shapes and types, and then begins anew. A Python generator cannot begin anew:
+what was read, and read ahead, is lost. Input without a batch ends there with a
+`StopIteration`. One device does neither. Here the build gets the shapes and types that
+the dataset states.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from tfdp._private import names
+
+__all__ = ["KerasInput", "NoElement", "keras_input", "with_none"]
+
+
+class NoElement(NamedTuple):
+    """Stands for None in a batch: without tensors, there is nothing to be split."""
+
+
+def with_none(arguments: Any) -> Any:
+    """`arguments` with None in the place of `NoElement`."""
+    if isinstance(arguments, NoElement):
+        return None
+    if isinstance(arguments, dict):
+        return {name: with_none(part) for name, part in arguments.items()}
+    if type(arguments) in (tuple, list):
+        return type(arguments)(with_none(part) for part in arguments)
+    return arguments
+
+
+class KerasInput:
+    """The distributed dataset, for a Keras loop.
+
+    Args:
+      distributed: what the strategy made of the dataset.
+      element_spec: of the dataset; it stands for a batch where a model is built.
+    """
+
+    def __init__(self, distributed: Any, element_spec: Any):
+        self._distributed = distributed
+        self._element_spec = element_spec
+
+    def __iter__(self) -> Iterator[Any]:
+        if names.is_building_model():
+            return iter([self._element_spec])
+        return iter(self._distributed)
+
+
+def keras_input(element_spec: Any, distributed: Any) -> Any:
+    """`distributed`, as the caller's Keras loop may read it; else as it is.
+
+    Shapes with more unknown axes than the first one cannot always stand for a batch.
+    There one is read, as Keras does; but not from a generator, which one device, too,
+    builds the model for by these shapes.
+
+    Args:
+      element_spec: of the dataset that was distributed.
+      distributed: what the strategy made of it.
+    """
+    source, _ = names.batch_size_of_caller()
+    if source is None:
+        return distributed
+    leaves = tf.nest.flatten(element_spec)
+    if source != "GeneratorDataAdapter" and not all(map(_tells_shape, leaves)):
+        return distributed
+    stated = [None if _is_none(leaf) else leaf for leaf in leaves]
+    return KerasInput(distributed, tf.nest.pack_sequence_as(element_spec, stated))
+
+
+def _is_none(spec: Any) -> bool:
+    """Whether Keras takes what `spec` is of for None."""
+    return isinstance(spec, (tf.OptionalSpec, tf.NoneTensorSpec))
+
+
+def _tells_shape(spec: Any) -> bool:
+    shape = getattr(spec, "shape", tf.TensorShape(None))
+    return _is_none(spec) or bool(shape.rank and shape[1:].is_fully_defined())

@@ -1,0 +1,61 @@
+"""Input that lives as long as a thread still reads it.
+
+An iterator over several devices reads ahead in a thread of its own. TensorFlow puts a
+dataset with options on top of the pipeline, and lets go of it before it waits for that
+thread. Where the pipeline is not rewritten (Python generators, optimizations switched
+off), nothing else holds that dataset: the thread's iterator is the one of the dataset
+below. A read that ends in between asks a dataset that is gone for its types: now and
+then a segmentation fault when an iterator is dropped, as Keras does after `fit` and
+`evaluate`. Stock strategies have it too (TensorFlow 2.21).
+
+With another dataset on top the thread's iterator is that dataset's own, and holds it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from tfdp._private import names
+from tfdp.data.owned_input import owned
+
+__all__ = ["LastingInput"]
+
+EVERYTHING = -1
+
+
+class LastingInput:
+    """For an extended strategy: makes the datasets that it distributes last, in memory
+    of their own."""
+
+    def _experimental_distribute_dataset(self, dataset: Any, options: Any) -> Any:
+        distributed = super()._experimental_distribute_dataset(  # type: ignore[misc]
+            dataset, options
+        )
+        return names.with_host_datasets(distributed, _lasting)
+
+    def _distribute_datasets_from_function(
+        self, dataset_fn: Callable, options: Any
+    ) -> Any:
+        distributed = super()._distribute_datasets_from_function(  # type: ignore[misc]
+            dataset_fn, options
+        )
+        return names.with_host_datasets(distributed, _lasting)
+
+
+def _lasting(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    return _Lasting(owned(dataset))
+
+
+class _Lasting(names.UnaryUnchangedStructureDataset):
+    """The same dataset; what gives it options puts another one on top of them."""
+
+    def __init__(self, dataset: tf.data.Dataset):
+        super().__init__(dataset, names.variant_of(dataset))
+
+    def with_options(
+        self, options: tf.data.Options, name: str | None = None
+    ) -> tf.data.Dataset:
+        return super().with_options(options, name=name).take(EVERYTHING)

@@ -1,0 +1,74 @@
+"""Which engine suits which devices, and why."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+from tfdp.exchange.collectives import TensorFlowEngine
+from tfdp.exchange.engine import Engine
+from tfdp.exchange.in_process import InProcessEngine
+from tfdp.plan.communication import Communication
+from tfdp.plan.topology import Topology
+
+__all__ = ["EngineChoice", "choose_engine", "make_engine"]
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineChoice:
+    """The engine for a set of devices.
+
+    Args:
+      name: "in_process" or "tensorflow".
+      hint: the implementation asked of TensorFlow's collectives.
+      reason: one sentence for `tfdp info`.
+    """
+
+    name: str
+    hint: str
+    reason: str
+
+
+def choose_engine(devices: Sequence[str], communication: Communication) -> EngineChoice:
+    """The engine that `communication` names, or the one that suits `devices`.
+
+    Args:
+      devices: full device names, one per replica.
+      communication: its `engine` decides unless it is "auto".
+    """
+    kinds = {tf.DeviceSpec.from_string(device).device_type for device in devices}
+    physical_gpus = tf.config.list_physical_devices("GPU")
+    split_gpus = len(tf.config.list_logical_devices("GPU")) > len(physical_gpus)
+    nccl = kinds == {"GPU"} and not split_gpus
+    hint = "nccl" if nccl else "ring"
+    if communication.engine != "auto":
+        return EngineChoice(communication.engine, hint, "asked for by name")
+    if nccl and len(devices) > 1:
+        return EngineChoice(
+            "tensorflow", hint, "physical GPUs: packed buckets over NCCL"
+        )
+    if len(devices) == 1:
+        return EngineChoice("in_process", hint, "one replica: nothing to exchange")
+    if kinds == {"CPU"}:
+        reason = "logical CPUs share memory: tensors are handed over without copies"
+    elif split_gpus:
+        reason = "logical GPUs share a GPU, which NCCL does not allow"
+    else:
+        reason = "mixed device types, which NCCL does not join"
+    return EngineChoice("in_process", hint, reason)
+
+
+def make_engine(
+    devices: Sequence[str], topology: Topology, communication: Communication
+) -> Engine:
+    """The engine of `choose_engine`, set up for `devices` and `topology`."""
+    choice = choose_engine(devices, communication)
+    if choice.name == "in_process":
+        return InProcessEngine(devices, topology)
+    return TensorFlowEngine(
+        devices,
+        topology,
+        hint=choice.hint,
+    )

@@ -1,0 +1,273 @@
+"""TensorFlow's own collectives: NCCL on GPUs, its ring on CPUs.
+
+One level: one all-reduce per buffer. Two levels, for a buffer of n bytes on g devices
+per host: reduce-scatter within the host (each device then holds the host's sum of n/g
+bytes), all-reduce of that part across hosts, all-gather within. So the slow link
+carries n/g bytes per device instead of n.
+
+The keys of an exchange are fixed while the graph is built, so that it can run inside
+conditionals and loops. TensorFlow remembers the shape that a key was first used with,
+so a tensor of unknown shape gets a group of its own and its size as the instance key.
+Each launch carries a resource of its device (the ordering token) so that conditionals
+of two replicas are not chained, and is marked independent, so that several buffers are
+in flight: a buffer waits for nothing but its own tensors.
+Within one process NCCL launches are put in one order by TensorFlow's NcclManager.
+
+On CPUs TensorFlow has no reduce-scatter; an all-to-all and a local sum stand in for it,
+with the same bytes on the wire. The NCCL path was not run on a GPU.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+from tfdp._private import names
+from tfdp.exchange.engine import Engine, next_group_key
+from tfdp.exchange.shard_packing import join_rows, split_row, to_rows
+from tfdp.exchange.traffic import ring_bytes, tensor_bytes
+from tfdp.exchange.wire_types import to_gather_wire, to_sum_wire
+from tfdp.plan.shards import ShardLayout
+from tfdp.plan.topology import Topology
+
+__all__ = ["TensorFlowEngine"]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Group:
+    """The ranks of one collective and the key that names them to TensorFlow."""
+
+    ranks: tuple[int, ...]
+    key: int
+
+
+class TensorFlowEngine(Engine):
+    """Packed all-reduces by TensorFlow's collective ops, over one or two levels.
+
+    Args:
+      devices: one device per replica, in rank order.
+      topology: one level is a flat all-reduce; two are reduce-scatter within the
+        host, all-reduce across hosts, all-gather within.
+      hint: the implementation asked of TensorFlow: "nccl", "ring" or "auto".
+
+    Cost per replica and buffer of n bytes: one launch and 2 n (N - 1) / N bytes on
+    one level; three launches, 2 n (g - 1) / g bytes within the host and
+    2 (n / g) (H - 1) / H across on two (g devices on each of H hosts).
+    """
+
+    name = "tensorflow"
+    packs = True
+
+    def __init__(
+        self,
+        devices: Sequence[str],
+        topology: Topology,
+        *,
+        hint: str,
+    ):
+        super().__init__(devices, topology)
+        self._hint = hint
+        self._has_reduce_scatter = hint == "nccl"
+        self._everyone = _Group(topology.all_ranks, next_group_key())
+        self._within = [
+            _Group(g, next_group_key()) for g in topology.within_host_groups
+        ]
+        self._across = [
+            _Group(g, next_group_key()) for g in topology.across_host_groups
+        ]
+        # Instance keys: the n-th launch of a rank in a group meets the n-th of its
+        # peers.
+        self._launches: collections.Counter[tuple[int, int]] = collections.Counter()
+        self._groups_by_launch: dict[tuple[int, int], int] = {}
+        self._tokens = [names.make_token(device) for device in self.devices]
+
+    def begin_run(self) -> None:
+        super().begin_run()
+        # See Engine.begin_run: a failed trace must not leave ranks out of step.
+        most = max(self._launches.values(), default=0)
+        for group in (self._everyone, *self._within, *self._across):
+            for rank in group.ranks:
+                self._launches[group.key, rank] = most
+
+    def all_reduce(self, tensor: tf.Tensor, rank: int) -> tf.Tensor:
+        self.next_call_number(rank)
+        wire, restore = to_sum_wire(tensor)
+        with tf.device(self.devices[rank]):
+            flat = tf.reshape(wire, [-1])
+            elements = flat.shape.num_elements()
+            if elements is None:
+                # It may turn out empty, and an empty buffer crashes TensorFlow's
+                # ring: send one element more.
+                elements = tf.size(flat)
+                flat = tf.pad(flat, [[0, 1]])
+            if self.topology.is_two_level:
+                total = self._two_level_sum(flat, rank)
+            else:
+                total = self._sum(flat, self._everyone, rank)
+            result = tf.reshape(total[:elements], tf.shape(wire))
+        result.set_shape(wire.shape)
+        return restore(result)
+
+    def all_gather(self, tensor: tf.Tensor, rank: int) -> tf.Tensor:
+        self.next_call_number(rank)
+        wire, restore = to_gather_wire(tensor)
+        with tf.device(self.devices[rank]):
+            lengths = self._gather(tf.shape(wire)[:1], self._everyone, rank)
+            # The collective wants equal lengths: pad to the longest, cut after.
+            # An empty buffer crashes TensorFlow's ring, so send one row at least.
+            longest = tf.maximum(tf.reduce_max(lengths), 1)
+            missing = longest - tf.shape(wire)[0]
+            paddings = [[0, missing]] + [[0, 0]] * (wire.shape.rank - 1)
+            padded = tf.pad(wire, paddings)
+            gathered = self._gather(padded, self._everyone, rank)
+            parts = [
+                gathered[i * longest : i * longest + lengths[i]]
+                for i in range(len(self.devices))
+            ]
+            result = tf.concat(parts, axis=0)
+        result.set_shape(tf.TensorShape([None]).concatenate(wire.shape[1:]))
+        return restore(result)
+
+    def broadcast(self, tensor: tf.Tensor, rank: int) -> tf.Tensor:
+        # A sum in which only replica 0 brings anything: exact for every finite or
+        # infinite value, and the all-reduce is the one op that every backend has.
+        with tf.device(self.devices[rank]):
+            mine = tensor if rank == 0 else tf.zeros_like(tensor)
+        if tensor.dtype == tf.bool:
+            return tf.cast(self.all_reduce(tf.cast(mine, tf.int32), rank), tf.bool)
+        return self.all_reduce(mine, rank)
+
+    def reduce_scatter_bucket(
+        self,
+        tensors: Sequence[tf.Tensor],
+        layouts: Sequence[ShardLayout],
+        rank: int,
+        label: str,
+    ) -> list[tf.Tensor]:
+        self.next_call_number(rank)
+        with tf.device(self.devices[rank]):
+            rows = tf.concat(to_rows(tensors, layouts), axis=1)
+            if not self.topology.is_two_level:
+                row = self._reduce_scatter(tf.reshape(rows, [-1]), self._everyone, rank)
+                return split_row(row, layouts)
+            # First the rows of each local place of all hosts, within the host; then
+            # the hosts' rows among those.
+            hosts, local = self.topology.hosts, self.topology.devices_per_host
+            by_place = tf.transpose(
+                tf.reshape(rows, [hosts, local, rows.shape[1]]), [1, 0, 2]
+            )
+            within = self._within[self.topology.host_of(rank)]
+            across = self._across[self.topology.local_rank_of(rank)]
+            part = self._reduce_scatter(tf.reshape(by_place, [-1]), within, rank)
+            row = self._reduce_scatter(part, across, rank)
+            return split_row(row, layouts)
+
+    def all_gather_bucket(
+        self,
+        shards: Sequence[tf.Tensor],
+        layouts: Sequence[ShardLayout],
+        rank: int,
+        label: str,
+    ) -> list[tf.Tensor]:
+        self.next_call_number(rank)
+        with tf.device(self.devices[rank]):
+            row = tf.concat(shards, axis=0)
+            if not self.topology.is_two_level:
+                rows = self._gather_same_type(row[None], self._everyone, rank)
+                return join_rows(rows, layouts)
+            hosts, local = self.topology.hosts, self.topology.devices_per_host
+            within = self._within[self.topology.host_of(rank)]
+            across = self._across[self.topology.local_rank_of(rank)]
+            of_place = self._gather_same_type(row[None], across, rank)
+            by_place = self._gather_same_type(of_place[None], within, rank)
+            rows = tf.transpose(by_place, [1, 0, 2])
+            return join_rows(tf.reshape(rows, [hosts * local, -1]), layouts)
+
+    def _two_level_sum(self, flat: tf.Tensor, rank: int) -> tf.Tensor:
+        """Reduce-scatter within the host, all-reduce across, all-gather within."""
+        within = self._within[self.topology.host_of(rank)]
+        across = self._across[self.topology.local_rank_of(rank)]
+        # A Python number where it is known, so that the parts' shapes are too.
+        elements = flat.shape.num_elements()
+        if elements is None:
+            elements = tf.size(flat)
+        padding = -elements % self.topology.devices_per_host
+        part = self._reduce_scatter(tf.pad(flat, [[0, padding]]), within, rank)
+        part = self._sum(part, across, rank)
+        return self._gather_same_type(part, within, rank)[:elements]
+
+    def _sum(self, tensor: tf.Tensor, group: _Group, rank: int) -> tf.Tensor:
+        # A reduce-scatter and an all-gather of the same chunks.
+        self._count_ring(tensor, group, rank, rounds=2)
+        with tf.device(self.devices[rank]):
+            result = tf.raw_ops.CollectiveReduceV2(
+                merge_op="Add", final_op="Id", **self._launch(tensor, group, rank)
+            )
+        names.run_independently(result.op)
+        return result
+
+    def _gather(self, tensor: tf.Tensor, group: _Group, rank: int) -> tf.Tensor:
+        # Each replica's tensor goes round: everybody sends all of them but one.
+        mine = tensor_bytes(tensor)
+        others = len(group.ranks) - 1
+        self.traffic.add_bytes(rank, None if mine is None else others * mine)
+        with tf.device(self.devices[rank]):
+            result = tf.raw_ops.CollectiveGatherV2(**self._launch(tensor, group, rank))
+        names.run_independently(result.op)
+        return result
+
+    def _gather_same_type(
+        self, tensor: tf.Tensor, group: _Group, rank: int
+    ) -> tf.Tensor:
+        """As `_gather`, for a type that sums but may not gather (bfloat16)."""
+        wire, restore = to_gather_wire(tensor)
+        return restore(self._gather(wire, group, rank))
+
+    def _reduce_scatter(self, tensor: tf.Tensor, group: _Group, rank: int) -> tf.Tensor:
+        """This rank's part of the group's sum; the length must divide evenly."""
+        size = len(group.ranks)
+        # By a ring or by an all-to-all: all chunks but the own one.
+        self._count_ring(tensor, group, rank, rounds=1)
+        with tf.device(self.devices[rank]):
+            if self._has_reduce_scatter:
+                result = tf.raw_ops.CollectiveReduceScatterV2(
+                    merge_op="Add", final_op="Id", **self._launch(tensor, group, rank)
+                )
+                names.run_independently(result.op)
+                return result
+            rows = tf.reshape(tensor, [size, -1])
+            parts = tf.raw_ops.CollectiveAllToAllV2(**self._launch(rows, group, rank))
+            names.run_independently(parts.op)
+            return tf.reduce_sum(parts, axis=0)
+
+    def _count_ring(
+        self, tensor: tf.Tensor, group: _Group, rank: int, rounds: int
+    ) -> None:
+        once = ring_bytes(tensor, group.ranks.index(rank), len(group.ranks))
+        self.traffic.add_bytes(rank, None if once is None else rounds * once)
+
+    def _launch(self, tensor: tf.Tensor, group: _Group, rank: int) -> dict[str, object]:
+        """The arguments that every collective op takes, with a fresh instance key."""
+        launch = self._launches[group.key, rank]
+        self._launches[group.key, rank] += 1
+        group_key, instance_key = group.key, launch
+        if tensor.shape.num_elements() is None:
+            group_key = self._groups_by_launch.setdefault(
+                (group.key, launch), next_group_key()
+            )
+            instance_key = tf.size(tensor)
+        return {
+            "input": tensor,
+            "group_size": len(group.ranks),
+            "group_key": group_key,
+            "instance_key": instance_key,
+            "ordering_token": [self._tokens[rank].handle],
+            "communication_hint": self._hint,
+            # No deadline: TensorFlow keeps a sleeping thread for each launch until its
+            # deadline has passed, hundreds of thousands in an hour. Replicas of one
+            # process cannot lose each other; a failed one ends the whole step.
+            "timeout_seconds": 0.0,
+        }

@@ -1,0 +1,223 @@
+"""The interface that every reduction engine implements. A third is one file."""
+
+from __future__ import annotations
+
+import abc
+import itertools
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+from tfdp._private import names
+from tfdp.errors import CollectiveError
+from tfdp.exchange.packing import pack, unpack
+from tfdp.exchange.shard_pieces import whole_from_shards
+from tfdp.exchange.traffic import TrafficCount
+from tfdp.plan.shards import ShardLayout
+from tfdp.plan.topology import Topology
+
+__all__ = ["Engine", "next_group_key"]
+
+# Group keys are unique in the process, and the same on every host that makes its
+# strategies in the same order. Stock strategies count from 1; keep well away.
+_group_keys = itertools.count(1_000_000)
+
+
+def next_group_key() -> int:
+    """A key that no other group of this process has."""
+    return next(_group_keys)
+
+
+class Engine(abc.ABC):
+    """Sums and gathers tensors over the replicas of a topology.
+
+    Each method is called once by every replica, in the same order, in a graph; the
+    calls of the replicas that belong together find each other by their number.
+
+    Args:
+      devices: one device per replica, in rank order, as full names.
+      topology: the levels to reduce over.
+    """
+
+    #: The name that `Communication(engine=...)` and `tfdp info` use.
+    name: str = ""
+    #: Whether tensors should be packed into one buffer per bucket.
+    packs: bool = True
+
+    def __init__(self, devices: Sequence[str], topology: Topology):
+        self.devices = tuple(devices)
+        self.topology = topology
+        self.run_graph: tf.Graph | None = None
+        self.traffic = TrafficCount(len(self.devices))
+        self._call_numbers = [0] * len(self.devices)
+
+    def begin_run(self) -> None:
+        """Starts the tracing of one `strategy.run`: all replicas count alike again.
+
+        A trace that failed half-way has left some replicas ahead of others; without
+        this every later exchange would wait for a partner that never comes.
+        """
+        self.run_graph = tf.compat.v1.get_default_graph()
+        self._call_numbers = [max(self._call_numbers)] * len(self.devices)
+        self.traffic.begin()
+
+    def sent_bytes(self, rank: int) -> int | None:
+        """What a replica sends to others in one run of the step that was traced last.
+
+        Each `strategy.run` that is traced starts the count again: `model.evaluate`
+        after `model.fit` leaves the traffic of evaluation here. Tensors that are
+        handed over within shared memory count as sent.
+
+        Args:
+          rank: the replica.
+
+        Returns:
+          Bytes, or None when a size is known only while the step runs.
+        """
+        return self.traffic.of(rank)
+
+    def next_call_number(self, rank: int) -> int:
+        """The number of this exchange; the same on every replica that takes part.
+
+        Raises:
+          CollectiveError: inside a `tf.while_loop` within the replica function, or
+            inside a function that XLA compiles.
+        """
+        if names.in_compiled_function():
+            raise CollectiveError(
+                "An exchange between replicas was built inside a function compiled by "
+                "XLA (jit_compile=True), where it cannot run. Masked or weighted mean "
+                "losses, synchronized batch normalization, shard='parameters', "
+                "train_on_batch and a train_step of your own need one there: compile "
+                "with "
+                "jit_compile=False, or keep the exchange outside the compiled "
+                "function."
+            )
+        if any(names.is_loop_graph(g) for g in names.graphs_inside(self.run_graph)):
+            raise CollectiveError(
+                "An exchange between replicas (gradients, all_reduce, synchronized "
+                "batch normalization) was built inside a tf.while_loop of the "
+                "replica function. Each replica would run a loop of its own and "
+                "wait for the others for ever. Unroll the loop in Python, put it "
+                "around strategy.run (steps_per_execution does), or do the "
+                "exchange after it."
+            )
+        number = self._call_numbers[rank]
+        self._call_numbers[rank] += 1
+        return number
+
+    @abc.abstractmethod
+    def all_reduce(self, tensor: tf.Tensor, rank: int) -> tf.Tensor:
+        """The sum of `tensor` over all replicas, on each of them.
+
+        Args:
+          tensor: any shape, the same on all replicas; a number type.
+          rank: the calling replica.
+        """
+
+    @property
+    def replicas(self) -> int:
+        """How many replicas there are, on all hosts."""
+        return len(self.devices)
+
+    @property
+    def reduces_buckets(self) -> bool:
+        """Whether the tensors of a bucket travel in one exchange."""
+        return self.packs
+
+    def all_reduce_bucket(
+        self, tensors: Sequence[tf.Tensor], rank: int, label: str
+    ) -> list[tf.Tensor]:
+        """The sums of several tensors of one type, in one exchange.
+
+        Args:
+          tensors: the tensors of a bucket.
+          rank: the calling replica.
+          label: names the bucket in errors.
+        """
+        if len(tensors) == 1:
+            return [self.all_reduce(tensors[0], rank)]
+        return unpack(self.all_reduce(pack(tensors), rank), tensors)
+
+    #: The type in which `all_reduce_gradients` sends; None for the gradients' own.
+    wire_dtype: str | None = None
+
+    def all_reduce_gradients(
+        self, tensors: Sequence[tf.Tensor], rank: int, label: str
+    ) -> list[tf.Tensor]:
+        """As `all_reduce_bucket`, of gradients, which may be rounded on the way."""
+        return self.all_reduce_bucket(tensors, rank, label)
+
+    @property
+    def shard_parts(self) -> int:
+        """Over how many replicas a tensor is sharded."""
+        return len(self.devices)
+
+    @property
+    def first_part(self) -> int:
+        """The shard of this process's first replica."""
+        return 0
+
+    @property
+    def holds_first_copy(self) -> bool:
+        """Whether the shards of this process are the first of several copies."""
+        return True
+
+    @abc.abstractmethod
+    def reduce_scatter_bucket(
+        self,
+        tensors: Sequence[tf.Tensor],
+        layouts: Sequence[ShardLayout],
+        rank: int,
+        label: str,
+    ) -> list[tf.Tensor]:
+        """This replica's shards of the sums of several tensors of one type.
+
+        Args:
+          tensors: whole ones, alike on all replicas in shape and type.
+          layouts: how each is cut, into `shard_parts` parts.
+          rank: the calling replica.
+          label: names the bucket in errors.
+        """
+
+    @abc.abstractmethod
+    def all_gather_bucket(
+        self,
+        shards: Sequence[tf.Tensor],
+        layouts: Sequence[ShardLayout],
+        rank: int,
+        label: str,
+    ) -> list[tf.Tensor]:
+        """The whole tensors, on every replica, from the shards of all.
+
+        Args:
+          shards: this replica's, flat and padded.
+          layouts: how each tensor is cut.
+          rank: the calling replica.
+          label: names the bucket in errors.
+        """
+
+    def join_shards(
+        self, shards: Sequence[tf.Tensor], layout: ShardLayout, label: str
+    ) -> tf.Tensor:
+        """The whole tensor, in cross-replica context.
+
+        Args:
+          shards: of the replicas of this process, flat and padded.
+          layout: how the tensor is cut.
+          label: names the exchange in errors, where there is one.
+        """
+        return whole_from_shards(shards, layout)
+
+    @abc.abstractmethod
+    def all_gather(self, tensor: tf.Tensor, rank: int) -> tf.Tensor:
+        """All replicas' tensors, joined along the first axis in rank order.
+
+        Args:
+          tensor: rank 1 or more; the first dimension may differ between replicas.
+          rank: the calling replica.
+        """
+
+    @abc.abstractmethod
+    def broadcast(self, tensor: tf.Tensor, rank: int) -> tf.Tensor:
+        """Replica 0's `tensor`, on every replica."""

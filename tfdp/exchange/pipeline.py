@@ -1,0 +1,247 @@
+"""The way of the gradients through one step. Read `GradientPipeline.all_reduce`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+import tensorflow as tf
+
+from tfdp._private.delayed_tensors import delay
+from tfdp.exchange.engine import Engine
+from tfdp.exchange.sparse import all_reduce_slices
+from tfdp.plan.buckets import Bucket, TensorInfo, plan_buckets, predecessors
+from tfdp.plan.communication import Communication
+from tfdp.plan.shards import ShardLayout
+
+__all__ = ["GradientPipeline"]
+
+Value: TypeAlias = tf.Tensor | tf.IndexedSlices
+
+
+class GradientPipeline:
+    """Sums lists of tensors over the replicas, bucket by bucket.
+
+    Args:
+      engine: what carries the buckets.
+      communication: the bucket sizes.
+    """
+
+    def __init__(self, engine: Engine, communication: Communication):
+        self.engine = engine
+        self.communication = communication
+
+    def begin_run(self) -> None:
+        """Called before the replicas of one `strategy.run` are traced."""
+        self.engine.begin_run()
+
+    def broadcast(self, value: tf.Tensor, rank: int) -> tf.Tensor:
+        """Replica 0's `value` on every replica, in replica context."""
+        if self.engine.replicas == 1:
+            return value
+        return self.engine.broadcast(value, rank)
+
+    def all_reduce(
+        self,
+        values: Sequence[Value],
+        rank: int,
+        *,
+        mean: bool = False,
+        are_gradients: bool = False,
+    ) -> list[Value]:
+        """The sum (or mean) of each value over all replicas, on each of them.
+
+        Called once per replica, in replica context, while a graph is built. A
+        bucket's exchange depends on the bucket's own tensors only, so it starts as
+        soon as backprop has made them.
+
+        Args:
+          values: tensors and `tf.IndexedSlices`, alike on all replicas but for the
+            number of slices.
+          rank: the calling replica.
+          mean: divide by the number of replicas.
+          are_gradients: they may travel in `Communication.wire_dtype`.
+
+        Returns:
+          The reduced values, in the order in which they came.
+
+        Cost: per replica about 2 n (N - 1) / N bytes on the wire for n bytes of
+        dense gradients; slices cost (N - 1) times their own size.
+        """
+        values = [
+            v if isinstance(v, tf.IndexedSlices) else tf.convert_to_tensor(v)
+            for v in values
+        ]
+        if self.engine.replicas == 1:
+            return list(values)
+        reduced: dict[int, Value] = {}
+        engine = self.engine
+        exchange = (
+            engine.all_reduce_gradients if are_gradients else engine.all_reduce_bucket
+        )
+        wire_dtype = engine.wire_dtype if are_gradients else None
+        dense = [i for i, v in enumerate(values) if isinstance(v, tf.Tensor)]
+        buckets = self.plan([values[i] for i in dense])
+        for number, bucket in enumerate(buckets, start=1):
+            places = [dense[i] for i in bucket.indices]
+            tensors = [values[place] for place in places]
+            label = f"bucket {number} of {len(buckets)}"
+            with tf.name_scope("tfdp_all_reduce"):
+                results = exchange(tensors, rank, label)
+            reduced.update(zip(places, results, strict=True))
+        for place, value in enumerate(values):
+            if isinstance(value, tf.IndexedSlices):
+                reduced[place] = all_reduce_slices(engine, value, rank, wire_dtype)
+        # Empty tensors are in no bucket: there is nothing to add.
+        results = [reduced.get(place, value) for place, value in enumerate(values)]
+        return [self._mean(value) for value in results] if mean else results
+
+    def reduce_scatter(
+        self,
+        values: Sequence[Value],
+        layouts: Sequence[ShardLayout],
+        rank: int,
+        *,
+        in_turn: bool = False,
+    ) -> list[tf.Tensor]:
+        """This replica's shard of the sum of each value, bucket by bucket.
+
+        Args:
+          values: alike on all replicas; `tf.IndexedSlices` become dense.
+          layouts: how each value is cut.
+          rank: the calling replica.
+          in_turn: values are computed only when those of earlier buckets are sums, but
+            for `Communication.bucket_bytes` of them, or little more: few whole values
+            are there at once, however far one replica is ahead of the others.
+
+        Cost: per replica n (N - 1) / N bytes on the wire for n bytes of values.
+        """
+        # A gradient may not know its shape (tf.tensordot's does not); its shards must.
+        dense = [
+            tf.ensure_shape(tf.convert_to_tensor(value), layout.shape)
+            for value, layout in zip(values, layouts, strict=True)
+        ]
+        return self._by_bucket(
+            self.engine.reduce_scatter_bucket,
+            dense,
+            layouts,
+            rank,
+            "reduce_scatter",
+            in_turn,
+        )
+
+    def all_gather(
+        self, shards: Sequence[tf.Tensor], layouts: Sequence[ShardLayout], rank: int
+    ) -> list[tf.Tensor]:
+        """The whole tensors, on every replica, from everybody's shards.
+
+        Args:
+          shards: this replica's, flat and padded.
+          layouts: how each tensor is cut.
+          rank: the calling replica.
+
+        Cost: per replica n (N - 1) / N bytes on the wire for n bytes of tensors.
+        """
+        # The first layers' weights are wanted first, and plans begin at the last.
+        gathered = self._by_bucket(
+            self.engine.all_gather_bucket,
+            shards[::-1],
+            layouts[::-1],
+            rank,
+            "all_gather",
+        )
+        return gathered[::-1]
+
+    @property
+    def rounds_gradients(self) -> bool:
+        """Whether gradients travel in a smaller type than other values."""
+        return self.engine.wire_dtype is not None
+
+    @property
+    def shard_parts(self) -> int:
+        """Over how many replicas a tensor is sharded."""
+        return self.engine.shard_parts
+
+    @property
+    def first_part(self) -> int:
+        """The shard of this process's first replica."""
+        return self.engine.first_part
+
+    def join_shards(
+        self, shards: Sequence[tf.Tensor], layout: ShardLayout, label: str
+    ) -> tf.Tensor:
+        """The whole tensor from the shards of this process; see `Engine`."""
+        return self.engine.join_shards(shards, layout, label)
+
+    @property
+    def run_graph(self) -> tf.Graph | None:
+        """The graph of the replica function that is being built."""
+        return self.engine.run_graph
+
+    def sum_of_shards(self, value: tf.Tensor, rank: int) -> tf.Tensor:
+        """The sum over the shards of what each replica found on its own.
+
+        Args:
+          value: small; alike in shape on all replicas.
+          rank: the calling replica.
+        """
+        if not self.engine.holds_first_copy:
+            value = tf.zeros_like(value)  # other hosts count the same shards
+        return self.engine.all_reduce(value, rank)
+
+    def _by_bucket(
+        self,
+        exchange: Callable[..., list[tf.Tensor]],
+        tensors: Sequence[tf.Tensor],
+        layouts: Sequence[ShardLayout],
+        rank: int,
+        kind: str,
+        in_turn: bool = False,
+    ) -> list[tf.Tensor]:
+        results: dict[int, tf.Tensor] = {}
+        buckets = self.plan(tensors)
+        waits_for = predecessors(buckets, between_bytes=self.communication.bucket_bytes)
+        for number, bucket in enumerate(buckets, start=1):
+            earlier = waits_for[number - 1]
+            if in_turn and earlier is not None:
+                until = [results[i] for i in buckets[earlier].indices]
+                for place in bucket.indices:
+                    delay(tensors[place], until)
+            with tf.name_scope(f"tfdp_{kind}"):
+                exchanged = exchange(
+                    [tensors[i] for i in bucket.indices],
+                    [layouts[i] for i in bucket.indices],
+                    rank,
+                    f"{kind} of bucket {number} of {len(buckets)}",
+                )
+            results.update(zip(bucket.indices, exchanged, strict=True))
+        return [results[place] for place in range(len(tensors))]
+
+    def plan(self, tensors: Sequence[tf.Tensor]) -> tuple[Bucket, ...]:
+        """The buckets in which `tensors` travel with this engine."""
+        infos = [describe(tensor) for tensor in tensors]
+        if self.engine.reduces_buckets:
+            return plan_buckets(
+                infos,
+                bucket_bytes=self.communication.bucket_bytes,
+                first_bucket_bytes=self.communication.first_bucket_bytes,
+            )
+        # Packing would cost two copies and buy nothing: a bucket for each tensor.
+        return plan_buckets(infos, bucket_bytes=1, first_bucket_bytes=1)
+
+    def _mean(self, value: Value) -> Value:
+        replicas = self.engine.replicas
+        if isinstance(value, tf.IndexedSlices):
+            return tf.IndexedSlices(
+                value.values / replicas, value.indices, value.dense_shape
+            )
+        return value / replicas
+
+
+def describe(tensor: tf.Tensor) -> TensorInfo:
+    """What the bucket plan needs to know of `tensor`."""
+    elements = tensor.shape.num_elements()
+    # Types without a size of their own (strings) must not pass for empty tensors.
+    element_bytes = tensor.dtype.size or 1
+    size_bytes = None if elements is None else elements * element_bytes
+    return TensorInfo(size_bytes, tensor.dtype.name)

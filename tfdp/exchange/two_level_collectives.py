@@ -1,0 +1,216 @@
+"""Gradients between hosts by TensorFlow's collectives: NCCL on GPUs, its ring on CPUs.
+
+Only what is large and of known size goes this way: gradients, mostly. Everything else
+(numbers of samples, metrics, first values, what has another size on each host) crosses
+by the link, which also tells who is missing.
+
+On GPUs a bucket is one all-reduce over all GPUs of all hosts; NCCL finds the levels
+itself. On CPUs the replicas of a host hand their sum to the first, and the hosts' first
+replicas exchange it in pieces, all in flight at once: TensorFlow's ring passes each
+message through fresh memory, which is slow above some MB.
+
+TensorFlow finds the partners of a collective by a key, and remembers the size that it
+was first used with. Hosts may trace a step at different times (their last batches
+differ), so a key is made of what is the same on all of them: the place in the run, and
+the size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import tensorflow as tf
+
+from tfdp._private import names
+from tfdp._private.collective_runtime import abort_collectives, start_collectives
+from tfdp.cluster.description import join_address
+from tfdp.errors import ConfigurationError
+from tfdp.exchange.collective_keys import CollectiveKeys
+from tfdp.exchange.engine import next_group_key
+from tfdp.exchange.packing import pack, unpack
+from tfdp.exchange.pieces import cut_pieces, join_pieces, plan_pieces
+from tfdp.exchange.two_level import LEADER, AcrossHostsEngine
+from tfdp.exchange.wire_types import fitting_wire_dtype
+from tfdp.hosts.exchange_watch import ExchangeWatch
+from tfdp.hosts.host_link import HostLink
+from tfdp.hosts.server_door import keep_to_workers
+from tfdp.hosts.wire import free_port
+
+__all__ = ["TensorFlowAcrossHostsEngine", "meet_by_collectives"]
+
+# Smaller ones take as long by the ring as a round trip of the link, or longer.
+SMALLEST_BYTES = 64 * 2**10
+PIECE_BYTES = 6 * 2**20
+SUMMABLE = frozenset(
+    {tf.bfloat16, tf.float16, tf.float32, tf.float64, tf.int32, tf.int64}
+)
+
+
+def meet_by_collectives(link: HostLink) -> None:
+    """Lets TensorFlow's collectives of this worker meet those of the others.
+
+    Before TensorFlow starts: the names of its devices change.
+
+    Raises:
+      ConfigurationError: when TensorFlow has started already, or a worker has
+        another engine.
+    """
+    port = str(free_port()).encode()
+    ports = link.gather(port, "ports of TensorFlow's collectives")
+    for rank, other in enumerate(ports):
+        if not other.isdigit():
+            raise ConfigurationError(
+                f"Worker {rank} has another Communication than worker {link.rank}, "
+                "whose engine is 'tensorflow'. Give every worker the same."
+            )
+    addresses = [
+        join_address(host, int(other))
+        for host, other in zip(link.hosts, ports, strict=True)
+    ]
+    if start_collectives(link.rank, addresses):
+        keep_to_workers(link, [int(other) for other in ports])
+
+
+class TensorFlowAcrossHostsEngine(AcrossHostsEngine):
+    """Sums over the replicas of several processes, by TensorFlow's collectives.
+
+    Args:
+      devices: this process's devices, one replica each, with the process in their
+        names: see `start_collectives`.
+      link: carries what is small, and says who is missing.
+      hint: the implementation asked of TensorFlow: "nccl" or "ring".
+      wire_dtype: see `Communication`. Differs from the link: the sums are made in
+        this type as well.
+
+    Cost: with "nccl" one launch per bucket and replica and 2 n (N - 1) / N bytes for
+    n bytes on N replicas; with "ring" a launch per 6 MiB and 2 n (H - 1) / H bytes
+    per host. Two calls of Python per bucket and host, without data. The NCCL path was
+    not run on a GPU.
+    """
+
+    def __init__(
+        self,
+        devices: Sequence[str],
+        link: HostLink,
+        hint: str,
+        wire_dtype: str | None = None,
+    ):
+        super().__init__(devices, link, wire_dtype)
+        self.name = "tensorflow"
+        self._hint = hint
+        self._group_key = next_group_key()
+        self._tokens = [names.make_token(device) for device in self.devices]
+        self._places = [0] * len(self.devices)
+        self._keys = CollectiveKeys()
+        self._watch = ExchangeWatch(link, abort_collectives)
+
+    def close(self) -> None:
+        self._watch.close()
+
+    def begin_run(self) -> None:
+        super().begin_run()
+        self._places = [0] * len(self.devices)
+
+    def sum_everywhere(
+        self,
+        tensors: Sequence[tf.Tensor],
+        rank: int,
+        label: str,
+        wire_dtype: str | None,
+    ) -> list[tf.Tensor]:
+        if self._hint != "nccl" or not _are_large(tensors):
+            return super().sum_everywhere(tensors, rank, label, wire_dtype)
+        self.next_call_number(rank)
+        with tf.device(self.devices[rank]):
+            packed = pack(tensors)
+            [total] = self._sums([packed], rank, label, wire_dtype)
+            return unpack(total, tensors)
+
+    def totals_at_leader(
+        self,
+        tensors: Sequence[tf.Tensor],
+        rank: int,
+        call: int,
+        label: str,
+        wire_dtype: str | None,
+    ) -> list[tf.Tensor]:
+        if self._hint == "nccl" or not _are_large(tensors):
+            return super().totals_at_leader(tensors, rank, call, label, wire_dtype)
+        totals = self._sums_at_leader(tensors, rank, call)
+        if rank != LEADER:
+            return totals
+        with tf.device(self.devices[LEADER]):
+            elements = [total.shape.num_elements() for total in totals]
+            plan = plan_pieces(elements, PIECE_BYTES // totals[0].dtype.size)
+            pieces = cut_pieces(totals, plan)
+            sums = self._sums(pieces, LEADER, label, wire_dtype)
+            return join_pieces(sums, plan, totals)
+
+    def _sums(
+        self,
+        buffers: Sequence[tf.Tensor],
+        rank: int,
+        label: str,
+        wire_dtype: str | None,
+    ) -> list[tf.Tensor]:
+        """The sums of flat buffers over the group, each by a launch of its own."""
+        number = self._begin(buffers, label) if rank == LEADER else None
+        sums = []
+        for buffer in buffers:
+            small = fitting_wire_dtype([buffer], wire_dtype)
+            wire = tf.cast(buffer, small) if small else buffer
+            total = tf.raw_ops.CollectiveReduceV2(
+                input=wire,
+                merge_op="Add",
+                final_op="Id",
+                group_size=self._group_size,
+                group_key=self._group_key,
+                instance_key=self._next_key(wire, rank),
+                ordering_token=[self._tokens[rank].handle],
+                communication_hint=self._hint,
+                timeout_seconds=0.0,  # see ExchangeWatch
+            )
+            names.run_independently(total.op)
+            sums.append(tf.cast(total, buffer.dtype))
+        return sums if number is None else self._end(number, sums)
+
+    @property
+    def _group_size(self) -> int:
+        return self.replicas if self._hint == "nccl" else self.link.workers
+
+    def _next_key(self, wire: tf.Tensor, rank: int) -> int:
+        place = self._places[rank]
+        self._places[rank] += 1
+        exchange = f"{place} {wire.shape.num_elements()} {wire.dtype.name}"
+        return self._keys.key_of(exchange)
+
+    def _begin(self, buffers: Sequence[tf.Tensor], label: str) -> tf.Tensor:
+        def begin() -> np.ndarray:
+            return np.int64(self._watch.begin(label))
+
+        with tf.control_dependencies(buffers), tf.device("CPU:0"):
+            number = tf.numpy_function(begin, [], tf.int64, stateful=True)
+        names.run_independently(number.op)
+        return number
+
+    def _end(self, number: tf.Tensor, sums: list[tf.Tensor]) -> list[tf.Tensor]:
+        def end(number: np.ndarray) -> np.ndarray:
+            self._watch.end(int(number))
+            return number
+
+        with tf.control_dependencies(sums), tf.device("CPU:0"):
+            ended = tf.numpy_function(end, [number], tf.int64, stateful=True)
+        names.run_independently(ended.op)
+        with tf.control_dependencies([ended]):
+            return [tf.identity(total) for total in sums]
+
+
+def _are_large(tensors: Sequence[tf.Tensor]) -> bool:
+    """Whether they are worth a collective, which needs a graph and known sizes."""
+    if tf.executing_eagerly():
+        return False
+    elements = [tensor.shape.num_elements() for tensor in tensors]
+    if None in elements or tensors[0].dtype not in SUMMABLE:
+        return False
+    return sum(elements) * tensors[0].dtype.size >= SMALLEST_BYTES

@@ -1,0 +1,208 @@
+"""Shards over the replicas of all hosts: each host stores the shards of its own ones.
+
+Within a host the tensors meet at its first replica, as everywhere; that one scatters
+and gathers with the other hosts, of each tensor one range for all replicas of a host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import tensorflow as tf
+
+from tfdp.exchange.shard_pieces import pad_shard
+from tfdp.exchange.two_level import LEADER, AcrossHostsEngine
+from tfdp.exchange.wire_types import fitting_wire_dtype
+from tfdp.plan.shards import ShardLayout
+
+__all__ = ["ShardsAcrossHostsEngine"]
+
+
+class ShardsAcrossHostsEngine(AcrossHostsEngine):
+    """`AcrossHostsEngine` whose shards are those of all replicas of all hosts.
+
+    Args:
+      devices, link, wire_dtype: see `AcrossHostsEngine`.
+
+    Cost per host on the wire: n (H - 1) / H bytes to scatter the sums of n bytes of
+    gradients, and as much to gather n bytes of weights.
+    """
+
+    @property
+    def shard_parts(self) -> int:
+        """As many as there are replicas."""
+        return self.replicas
+
+    @property
+    def first_part(self) -> int:
+        """The shard of this host's first replica."""
+        return self.link.rank * len(self.devices)
+
+    @property
+    def holds_first_copy(self) -> bool:
+        """There is one copy of each shard."""
+        return True
+
+    def reduce_scatter_bucket(
+        self,
+        tensors: Sequence[tf.Tensor],
+        layouts: Sequence[ShardLayout],
+        rank: int,
+        label: str,
+    ) -> list[tf.Tensor]:
+        call = self.next_call_number(rank)
+        sums = self._sums_at_leader(tensors, rank, call)
+        own: Sequence[tf.Tensor | None] = [None] * len(sums)
+        if rank == LEADER:
+            own = self._scatter_sums(sums, layouts, label)
+        return [
+            self._give_shard(ours, tensor.dtype, layout, rank, f"{call}/{place}/down")
+            for place, (ours, tensor, layout) in enumerate(
+                zip(own, tensors, layouts, strict=True)
+            )
+        ]
+
+    def _scatter_sums(
+        self, sums: Sequence[tf.Tensor], layouts: Sequence[ShardLayout], label: str
+    ) -> list[tf.Tensor]:
+        """This host's range of the sum of each tensor over all hosts."""
+        ranges = [self._ranges_of_hosts(layout) for layout in layouts]
+        wire_dtype = fitting_wire_dtype(sums, self.wire_dtype)
+        with tf.device(self.devices[LEADER]):
+            flat = [tf.reshape(total, [-1]) for total in sums]
+            like = [
+                tf.TensorSpec([self._host_elements(layout)], total.dtype)
+                for total, layout in zip(sums, layouts, strict=True)
+            ]
+            return self._call(
+                lambda *arrays: self.link.reduce_scatter(
+                    arrays, ranges, label, wire_dtype
+                ),
+                flat,
+                like,
+            )
+
+    def _give_shard(
+        self,
+        ours: tf.Tensor | None,
+        dtype: tf.DType,
+        layout: ShardLayout,
+        rank: int,
+        key: str,
+    ) -> tf.Tensor:
+        """Each replica's shard of this host's range, which the leader has."""
+        part = self.first_part + rank
+        if ours is not None:
+            begin, _ = layout.bounds(self.first_part)
+            for peer in self.topology.all_ranks[::-1]:
+                start, stop = layout.bounds(self.first_part + peer)
+                with tf.device(self.devices[rank]):
+                    own = ours[start - begin : stop - begin]
+                if peer != LEADER and start < stop:
+                    self._send(own, LEADER, peer, key)
+        elif layout.length(part):
+            like = tf.TensorSpec([layout.length(part)], dtype)
+            own = self._receive(like, LEADER, rank, key)
+        else:
+            with tf.device(self.devices[rank]):
+                own = tf.zeros([0], dtype)
+        with tf.device(self.devices[rank]):
+            return pad_shard(own, layout, part)
+
+    def all_gather_bucket(
+        self,
+        shards: Sequence[tf.Tensor],
+        layouts: Sequence[ShardLayout],
+        rank: int,
+        label: str,
+    ) -> list[tf.Tensor]:
+        call = self.next_call_number(rank)
+        self._touch_token(rank)
+        ranges_at_leader = [
+            self._range_at_leader(shard, layout, rank, f"{call}/{place}/up")
+            for place, (shard, layout) in enumerate(zip(shards, layouts, strict=True))
+        ]
+        like = [
+            tf.TensorSpec(layout.shape, shard.dtype)
+            for shard, layout in zip(shards, layouts, strict=True)
+        ]
+        wholes: Sequence[tf.Tensor | tf.TensorSpec] = like
+        if rank == LEADER:
+            wholes = self._gather_ranges(ranges_at_leader, layouts, label)
+        everyone = self.topology.all_ranks
+        return [
+            self._share_from(whole, rank, LEADER, everyone, f"{call}/{place}/down")
+            for place, whole in enumerate(wholes)
+        ]
+
+    def join_shards(
+        self, shards: Sequence[tf.Tensor], layout: ShardLayout, label: str
+    ) -> tf.Tensor:
+        lengths = [
+            layout.length(self.first_part + rank) for rank in self.topology.all_ranks
+        ]
+        with tf.device(self.devices[LEADER]):
+            own = [shard[:n] for shard, n in zip(shards, lengths, strict=True)]
+            ours = tf.concat(own, axis=0)
+        channel = "host" if tf.executing_eagerly() else "step"
+        return self._gather_ranges([ours], [layout], label, channel)[0]
+
+    def _gather_ranges(
+        self,
+        ranges_of_host: Sequence[tf.Tensor],
+        layouts: Sequence[ShardLayout],
+        label: str,
+        channel: str = "step",
+    ) -> list[tf.Tensor]:
+        """The whole tensors, of which each host brings its range, flat."""
+        ranges = [self._ranges_of_hosts(layout) for layout in layouts]
+
+        def gather(*arrays: np.ndarray) -> list[np.ndarray]:
+            wholes = self.link.all_gather(arrays, ranges, label, channel)
+            return [
+                whole.reshape(layout.shape)
+                for whole, layout in zip(wholes, layouts, strict=True)
+            ]
+
+        with tf.device(self.devices[LEADER]):
+            like = [
+                tf.TensorSpec(layout.shape, tensor.dtype)
+                for tensor, layout in zip(ranges_of_host, layouts, strict=True)
+            ]
+            return self._call(gather, list(ranges_of_host), like)
+
+    def _range_at_leader(
+        self, shard: tf.Tensor, layout: ShardLayout, rank: int, key: str
+    ) -> tf.Tensor:
+        """This host's range at the leader; elsewhere this replica's part of it."""
+        length = layout.length(self.first_part + rank)
+        with tf.device(self.devices[rank]):
+            own = shard[:length]
+        if rank != LEADER:
+            if length:
+                self._send(own, rank, LEADER, key)
+            return own
+        parts = [own]
+        for peer in self.topology.all_ranks[1:]:
+            length = layout.length(self.first_part + peer)
+            if length:
+                like = tf.TensorSpec([length], shard.dtype)
+                parts.append(self._receive(like, peer, LEADER, key))
+        with tf.device(self.devices[rank]):
+            return tf.concat(parts, axis=0) if len(parts) > 1 else own
+
+    def _ranges_of_hosts(self, layout: ShardLayout) -> list[tuple[int, int]]:
+        """Where the shards of each host begin and end."""
+        local = len(self.devices)
+        return [
+            (
+                layout.bounds(host * local)[0],
+                layout.bounds((host + 1) * local - 1)[1],
+            )
+            for host in range(self.link.workers)
+        ]
+
+    def _host_elements(self, layout: ShardLayout) -> int:
+        start, stop = self._ranges_of_hosts(layout)[self.link.rank]
+        return stop - start

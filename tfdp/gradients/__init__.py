@@ -1,1 +1,0 @@
-"""From the replicas' gradients to their sum: plan, pack, reduce, unpack."""

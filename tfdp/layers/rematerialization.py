@@ -1,0 +1,200 @@
+"""Activation checkpointing: layers compute twice instead of keeping what they computed.
+
+T. Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost", arXiv 1604.06174.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import keras
+import tensorflow as tf
+
+from tfdp.errors import ConfigurationError
+from tfdp.layers.recompute import (
+    RandomDraws,
+    count_losses,
+    own_copies,
+    record_gradient,
+    stop_recording,
+    without_updates,
+)
+
+__all__ = ["remat"]
+
+LayerOrModel = TypeVar("LayerOrModel", bound=keras.layers.Layer)
+POLICIES = ("each", "whole")
+
+_local = threading.local()
+
+
+def remat(
+    layer: LayerOrModel,
+    policy: str | Callable[[keras.layers.Layer], bool] = "each",
+    *,
+    prefetch: int = 1,
+) -> LayerOrModel:
+    """Keeps only the inputs of blocks of layers; backprop computes the rest again.
+
+    The gradient is the same: dropout and noise repeat their draws, and moving
+    statistics are updated once. With `shard="parameters"` the weights of a block are
+    gathered for its forward pass, dropped, and gathered again for its backward pass.
+
+    Args:
+      layer: a built or unbuilt layer or model; changed in place.
+      policy: what is a block. "each": every layer that a model calls, and a layer that
+        is no model itself; "whole": the model as one block; a function: those of the
+        model's layers for which it returns True.
+      prefetch: for how many blocks ahead weights may be gathered, at least 0, which
+        takes the least memory.
+
+    Returns:
+      `layer`.
+
+    Raises:
+      ConfigurationError: when an argument is not as above, and, when it runs, for a
+        block that calls `add_loss`, whose gradient would be lost.
+
+    Cost: one more forward pass. Not saved with the model: call it again after loading.
+
+    Differs from `keras.RematScope`: its modes "full" and "larger_than" raise on this
+    backend, and its "activations" covers activation functions only.
+
+    ```python
+    import keras
+    import tfdp
+
+    model = tfdp.remat(
+        keras.Sequential([keras.Input((8,)), keras.layers.Dense(64, "gelu")])
+    )
+    ```
+    """
+    if not isinstance(layer, keras.layers.Layer):
+        raise ConfigurationError(
+            f"tfdp.remat takes a Keras layer or model. Received: {layer!r}."
+        )
+    if not callable(policy) and policy not in POLICIES:
+        raise ConfigurationError(
+            f"policy must be one of {', '.join(map(repr, POLICIES))}, or a function of "
+            f"a layer. Received: {policy!r}."
+        )
+    if isinstance(prefetch, bool) or not isinstance(prefetch, int) or prefetch < 0:
+        raise ConfigurationError(
+            f"prefetch must be an integer of at least 0. Received: {prefetch!r}."
+        )
+    for block in _blocks(layer, policy):
+        if not getattr(block.call, "is_rematerialized", False):
+            # Past Keras' own __setattr__, which refuses changes after the build.
+            vars(block)["call"] = _twice(block, block.call, prefetch)
+    return layer
+
+
+def _blocks(
+    layer: keras.layers.Layer, policy: str | Callable[[keras.layers.Layer], bool]
+) -> Sequence[keras.layers.Layer]:
+    if policy == "whole" or not isinstance(layer, keras.Model):
+        return [layer]
+    layers = [
+        sublayer
+        for sublayer in layer.layers
+        if not isinstance(sublayer, keras.layers.InputLayer)
+    ]
+    if callable(policy):
+        return [sublayer for sublayer in layers if policy(sublayer)]
+    return layers
+
+
+def _twice(block: keras.layers.Layer, call: Callable, prefetch: int) -> Callable:
+    """`call`, which keeps nothing but its inputs for its gradient."""
+
+    def rematerialized(*args: Any, **kwargs: Any) -> Any:
+        flat = keras.tree.flatten((args, kwargs))
+        places = [i for i, value in enumerate(flat) if tf.is_tensor(value)]
+        draws = RandomDraws(block)
+
+        def compute(tensors: Sequence[tf.Tensor]) -> Any:
+            filled = list(flat)
+            for place, tensor in zip(places, tensors, strict=True):
+                filled[place] = tensor
+            own_args, own_kwargs = keras.tree.pack_sequence_as((args, kwargs), filled)
+            return call(*own_args, **own_kwargs)
+
+        tensors = [flat[place] for place in places]
+        losses = count_losses(block)
+        with (
+            stop_recording(),
+            _after_block(tensors, "forward", prefetch),
+            draws.recording(),
+        ):
+            result = compute(tensors)
+            outputs = [tf.identity(output) for output in keras.tree.flatten(result)]
+        if count_losses(block) != losses:
+            raise ConfigurationError(
+                f"The layer {block.name!r} calls add_loss, whose gradient would be "
+                "lost in a block that is computed again. Leave it out: "
+                "tfdp.remat(model, policy=lambda layer: layer is not ...)."
+            )
+        variables = own_copies(block.trainable_variables)
+
+        def backward(*upstream: Any) -> list[Any]:
+            return _gradients(compute, tensors, upstream, variables, draws, prefetch)
+
+        record_gradient(outputs, tensors, variables, backward)
+        return keras.tree.pack_sequence_as(result, outputs)
+
+    rematerialized.is_rematerialized = True  # type: ignore[attr-defined]
+    return rematerialized
+
+
+def _gradients(
+    compute: Callable,
+    tensors: Sequence[tf.Tensor],
+    upstream: Sequence[Any],
+    variables: Sequence[Any],
+    draws: RandomDraws,
+    prefetch: int,
+) -> list[Any]:
+    """Those of a block's inputs and variables, from its inputs alone."""
+    arrived = [gradient for gradient in upstream if gradient is not None]
+    with _after_block(arrived, "backward", prefetch):
+        with tf.GradientTape() as tape, without_updates(), draws.replaying():
+            # Copies in name: TensorFlow would find that the results exist already.
+            inputs = [tf.identity(tensor) for tensor in tensors]
+            tape.watch([t for t in inputs if t.dtype.is_floating])
+            outputs = keras.tree.flatten(compute(inputs))
+        used = [(o, u) for o, u in zip(outputs, upstream, strict=True) if u is not None]
+        found = tape.gradient(
+            [output for output, _ in used],
+            [*inputs, *variables],
+            output_gradients=[gradient for _, gradient in used],
+        )
+    # An update must not overtake what still reads the old weights. TensorFlow says so
+    # by control edges from reads to updates, but its graph optimizer takes one away
+    # where it sees a path beside it, and then the path (shapes of what is computed
+    # again).
+    with tf.control_dependencies([g for g in found if g is not None]):
+        of_variables = [
+            None if gradient is None else tf.identity(gradient)
+            for gradient in found[len(inputs) :]
+        ]
+    return [*found[: len(inputs)], *of_variables]
+
+
+def _after_block(tensors: Sequence[tf.Tensor], way: str, prefetch: int) -> Any:
+    """Nothing within begins before the block `prefetch` blocks earlier began.
+
+    Weights would else be gathered as soon as the step begins, all of them at once.
+    """
+    if tf.executing_eagerly():
+        return tf.control_dependencies(None)
+    graph = tf.compat.v1.get_default_graph()
+    begun: Any = getattr(_local, way, None)
+    if begun is None or begun[0]() is not graph:
+        begun = (weakref.ref(graph), [])
+        setattr(_local, way, begun)
+    begun[1].append(list(tensors))
+    earlier = begun[1][max(len(begun[1]) - 1 - prefetch, 0)]
+    return tf.control_dependencies(earlier)

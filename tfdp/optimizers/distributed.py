@@ -1,0 +1,281 @@
+"""`DistributedOptimizer`: what Keras has no words for, around any Keras optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdp._private.autograph import library_code
+from tfdp._private.optimizer_hooks import LossScaleHooks
+from tfdp.errors import ConfigurationError, ScopeError
+from tfdp.sharding.updates import ACCUMULATOR_NAME
+from tfdp.step.optimizers import (
+    agree_finite,
+    reduce_gradients,
+    shards_of,
+    takes_reduced,
+)
+from tfdp.tracing.current_run import current_run
+
+__all__ = ["DistributedOptimizer"]
+
+
+# A LossScaleOptimizer, so that Keras does not wrap it in another under float16.
+@keras.saving.register_keras_serializable("tfdp")
+class DistributedOptimizer(LossScaleHooks):
+    """Accumulates locally, reduces once, tests, clips and updates, in this order.
+
+    For K micro-steps with global batches of weight W_k (samples, or unmasked tokens)
+    and gradients g_kr of replica r, one update uses
+
+        g = sum_k W_k sum_r g_kr / sum_k W_k
+
+    which is the gradient of one step on all K batches together. `iterations` counts
+    updates, so schedules mean what they say.
+
+    Stock optimizers are exact under `DataParallelStrategy` as they are, in `model.fit`
+    and in custom loops; this wrapper is for accumulation weighted by samples or tokens.
+
+    Args:
+      optimizer: any Keras optimizer, with its own clipping, decay, EMA, schedule and
+        `loss_scale_factor`; without `gradient_accumulation_steps`.
+      accumulate_steps: micro-steps per update, an integer of at least 1.
+      dynamic_loss_scale: True scales the loss up and skips updates with gradients that
+        are not finite on any replica; None does so when the dtype policy is
+        `mixed_float16` at this moment.
+      initial_scale: the first loss scale, above 0.
+      dynamic_growth_steps: finite updates until the scale doubles.
+      name: the optimizer's name.
+
+    Raises:
+      ConfigurationError: when an argument is not as above.
+      ScopeError: at the first update, under a strategy other than tfdp's.
+
+    Cost: one reduction of the gradients per `accumulate_steps` micro-steps; one
+    accumulator per variable when that is above 1.
+
+    ```python
+    import keras
+    import tfdp
+
+    strategy = tfdp.DataParallelStrategy()
+    with strategy.scope():
+        optimizer = tfdp.DistributedOptimizer(
+            keras.optimizers.Adam(1e-3, global_clipnorm=1.0), accumulate_steps=4
+        )
+    ```
+    """
+
+    reduces_gradients = True  # see tfdp.step.optimizers
+    built: bool
+
+    def __init__(
+        self,
+        optimizer: keras.optimizers.Optimizer,
+        *,
+        accumulate_steps: int = 1,
+        dynamic_loss_scale: bool | None = None,
+        initial_scale: float = 2.0**15,
+        dynamic_growth_steps: int = 2000,
+        name: str | None = None,
+    ):
+        _check_arguments(optimizer, accumulate_steps, initial_scale)
+        # Keras' base class takes it away from the inner optimizer.
+        static_scale = optimizer.loss_scale_factor
+        super().__init__(
+            optimizer,
+            initial_scale=initial_scale,
+            dynamic_growth_steps=dynamic_growth_steps,
+            name=name,
+        )
+        self.accumulate_steps = accumulate_steps
+        self.static_scale = static_scale
+        if dynamic_loss_scale is None:
+            dynamic_loss_scale = keras.config.dtype_policy().name == "mixed_float16"
+        self.dynamic_loss_scale = bool(dynamic_loss_scale)
+
+    def build(self, variables: Sequence[keras.Variable]) -> None:
+        """Makes the accumulators; see `keras.optimizers.Optimizer.build`."""
+        # Keras' base class would build it without noting the variables that it makes
+        # besides its slots (Nadam, Adafactor): they would be in no file.
+        self.inner_optimizer.build(variables)
+        super().build(variables)
+        if self.accumulate_steps == 1:
+            return
+        self._accumulators = [
+            self.add_variable_from_reference(v, name=ACCUMULATOR_NAME)
+            for v in variables
+        ]
+        self._weight_sum = self.add_variable(shape=(), name="accumulated_weight")
+        self._micro_step = self.add_variable(shape=(), dtype="int", name="micro_step")
+
+    @library_code
+    def scale_loss(self, loss: tf.Tensor) -> tf.Tensor:
+        """Multiplies the loss before the gradient is taken; `apply` divides."""
+        if self.dynamic_loss_scale:
+            loss = super().scale_loss(loss)
+        return loss if self.static_scale is None else loss * self.static_scale
+
+    @library_code
+    def apply(self, grads: Sequence[Any], trainable_variables: Any = None) -> None:
+        """One micro-step; every `accumulate_steps`-th updates the variables."""
+        if not self.built:
+            self.build(list(trainable_variables))
+            self.built = True
+        self._refuse_other_strategies()
+        variables = list(trainable_variables or self.built_variables())
+        gradients = list(grads)
+        if self.static_scale is not None:
+            gradients = [
+                g if g is None else keras.ops.divide(g, self.static_scale)
+                for g in gradients
+            ]
+        if self.accumulate_steps == 1:
+            self._update(self._reduced(gradients, variables), variables)
+        else:
+            self._accumulate(gradients, variables)
+
+    def get_config(self) -> dict[str, Any]:
+        """The arguments, for serialisation."""
+        config = super().get_config()
+        config["optimizer"] = config.pop("inner_optimizer")
+        config.update(
+            accumulate_steps=self.accumulate_steps,
+            dynamic_loss_scale=self.dynamic_loss_scale,
+        )
+        config["optimizer"]["config"]["loss_scale_factor"] = self.static_scale
+        return config
+
+    @classmethod
+    def from_config(
+        cls, config: dict[str, Any], custom_objects: Any = None
+    ) -> DistributedOptimizer:
+        """The inverse of `get_config`."""
+        config = dict(config)
+        config["optimizer"] = keras.saving.deserialize_keras_object(
+            config.pop("optimizer"), custom_objects=custom_objects
+        )
+        return cls(**config)
+
+    def _accumulate(self, gradients: list[Any], variables: list[Any]) -> None:
+        found = current_run()
+        run, rank = found if found is not None else (None, 0)
+        weight = tf.constant(1.0) if run is None else run.batch_weight(rank)
+        indices = [self.variable_index(variable) for variable in variables]
+        if self._accumulates_shards():
+            gradients = self._reduced(gradients, variables)
+        for index, gradient in zip(indices, gradients, strict=True):
+            if gradient is not None:
+                dense = tf.convert_to_tensor(gradient)
+                self._add(
+                    self._accumulators[index], dense * tf.cast(weight, dense.dtype)
+                )
+        self._add(self._weight_sum, weight)
+        self._add(self._micro_step, tf.constant(1, self._micro_step.dtype))
+
+        def update() -> None:
+            total = tf.convert_to_tensor(self._weight_sum)
+            means = [
+                None
+                if gradient is None
+                else tf.math.divide_no_nan(
+                    tf.convert_to_tensor(self._accumulators[index]),
+                    tf.cast(total, self._accumulators[index].dtype),
+                )
+                for index, gradient in zip(indices, gradients, strict=True)
+            ]
+            if not self._accumulates_shards():
+                means = self._reduced(means, variables)
+            self._update(means, variables)
+            for spent in (*self._accumulators, self._weight_sum, self._micro_step):
+                self._set(spent, tf.zeros_like(tf.convert_to_tensor(spent)))
+
+        is_last = tf.convert_to_tensor(self._micro_step) >= self.accumulate_steps
+        keras.ops.cond(is_last, update, lambda: None)
+
+    def _accumulates_shards(self) -> bool:
+        """Whether every micro-step is reduced, so that accumulators can be shards."""
+        shards = shards_of(self)
+        return shards is not None and shards.stage > 1
+
+    def _reduced(self, gradients: list[Any], variables: list[Any]) -> list[Any]:
+        found = current_run()
+        if found is None:
+            return gradients
+        run, _ = found
+        places = [i for i, g in enumerate(gradients) if g is not None]
+        reduced = reduce_gradients(
+            [gradients[i] for i in places], run, [variables[i] for i in places]
+        )
+        results = list(gradients)
+        for place, gradient in zip(places, reduced, strict=True):
+            results[place] = gradient
+        return results
+
+    def _update(self, gradients: list[Any], variables: list[Any]) -> None:
+        """Tests, clips and updates, with gradients that are reduced already."""
+        with takes_reduced(self.inner_optimizer):
+            if not self.dynamic_loss_scale:
+                self.inner_optimizer.apply(gradients, variables)
+                return
+            if shards_of(self) is None:
+                is_finite = self.check_finite(gradients)
+            else:  # each replica tests its own shards
+                is_finite = agree_finite(self, gradients)
+            self.update_if_finite(gradients, variables, is_finite)
+
+    def _add(self, variable: keras.Variable, value: tf.Tensor) -> None:
+        self._on_this_replica(variable, lambda own, v: own.assign_add(v), value)
+
+    def _set(self, variable: keras.Variable, value: tf.Tensor) -> None:
+        self._on_this_replica(variable, lambda own, v: own.assign(v), value)
+
+    def _on_this_replica(self, variable: keras.Variable, fn: Any, value: Any) -> None:
+        """Updates this replica's own copy: accumulators differ between replicas."""
+        if current_run() is None:
+            fn(variable.value, value)
+        else:
+            extended = tf.distribute.get_strategy().extended
+            extended.update_own_copy(variable.value, fn, value)
+
+    def _refuse_other_strategies(self) -> None:
+        strategy = tf.distribute.get_strategy()
+        if strategy.num_replicas_in_sync > 1 and current_run() is None:
+            raise ScopeError(
+                f"DistributedOptimizer {self.name!r} is used under "
+                f"{type(strategy).__name__}, which stops all replicas at every "
+                "reduction and so cannot accumulate or test within one. Use "
+                "tfdp.DataParallelStrategy() in its place."
+            )
+
+
+def _check_arguments(optimizer: Any, accumulate_steps: Any, initial_scale: Any) -> None:
+    if not isinstance(optimizer, keras.optimizers.Optimizer):
+        raise ConfigurationError(
+            "DistributedOptimizer wraps a keras.optimizers.Optimizer, not a name. "
+            f"Received: {optimizer!r}."
+        )
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        raise ConfigurationError(
+            "DistributedOptimizer scales the loss itself: pass the optimizer inside "
+            f"{optimizer.name!r} (its inner_optimizer) instead."
+        )
+    if optimizer.gradient_accumulation_steps:
+        raise ConfigurationError(
+            "Accumulation is asked for twice: use DistributedOptimizer("
+            f"accumulate_steps={optimizer.gradient_accumulation_steps}) and leave "
+            "gradient_accumulation_steps of the inner optimizer out."
+        )
+    whole = isinstance(accumulate_steps, int) and not isinstance(accumulate_steps, bool)
+    if not whole or accumulate_steps < 1:
+        raise ConfigurationError(
+            "accumulate_steps must be an integer of at least 1. Received: "
+            f"{accumulate_steps!r}."
+        )
+    if not isinstance(initial_scale, (int, float)) or not initial_scale > 0:
+        raise ConfigurationError(
+            f"initial_scale must be a number above 0. Received: {initial_scale!r}."
+        )

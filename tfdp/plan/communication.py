@@ -1,0 +1,194 @@
+"""`Communication`: how replicas exchange tensors, as one frozen, checked value."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+from tfdp.errors import ConfigurationError
+from tfdp.plan.topology import Topology
+
+__all__ = [
+    "MIB",
+    "Communication",
+    "checked_communication",
+    "refuse_idle_options",
+]
+
+MIB = 1 << 20
+ENGINES = ("auto", "in_process", "tensorflow", "sockets", "mpi")
+WIRE_DTYPES = (None, "bfloat16", "float16")
+# By option: what can act, and why the rest cannot. See `refuse_idle_options`.
+ON_ONE_HOST = {
+    "engine": (
+        ("auto", "in_process", "tensorflow"),
+        "it carries sums between processes, and there is one",
+    ),
+    "wire_dtype": ((None,), "gradients are rounded between hosts only"),
+}
+ON_SEVERAL_HOSTS = {
+    "engine": (
+        ("auto", "sockets", "mpi", "tensorflow"),
+        "it does not cross hosts",
+    ),
+    "hierarchy": (("auto",), "the hosts and their devices are the levels"),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Communication:
+    """How replicas exchange tensors. Frozen; nonsense is refused when it is made.
+
+    Args:
+      bucket_bytes: the most bytes of gradients that travel as one buffer, at least 1.
+        A single tensor larger than that travels alone. Default 25 MiB, as PyTorch
+        DDP.
+      first_bucket_bytes: the first bucket leaves when it holds as much, so that the
+        exchange starts early in backprop; the last, which nothing hides, holds that
+        at most, or one tensor. Default 1 MiB, as PyTorch DDP for its first.
+      hierarchy: `"auto"` takes the levels that the devices have (one on one host,
+        two on many); `"flat"` is one level always; a pair `(hosts,
+        devices_per_host)` states them, which also simulates hosts on one machine:
+        `(2, 2)` treats four devices as two hosts of two.
+      engine: `"auto"` picks by device: `"tensorflow"` (packed collectives, NCCL) on
+        physical GPUs, `"in_process"` (replicas hand tensors to each other without
+        copies) on logical CPUs and elsewhere within one process. Between hosts:
+        `"mpi"` where an MPI launcher started the workers and mpi4py is installed,
+        else `"sockets"`; `"tensorflow"`, by name only, lets gradients cross by
+        TensorFlow's collectives (NCCL on GPUs, not run on one; its ring on CPUs).
+      timeout_seconds: how long a worker waits for the others, when they meet and in
+        an exchange, before it fails and names who is missing; above 0. Replicas of
+        one process do not wait for other processes and need no deadline.
+      silence_seconds: how long another worker may send no heartbeat (one comes every
+        half second) before it counts as lost, at least 2. A process that dies is
+        noticed at once; this is for one that is stopped and for a broken network.
+      wire_dtype: `"bfloat16"` or `"float16"` sends gradients between hosts in 16
+        bits, rounded to 8 or 11 significant ones; they are added in their own type,
+        except by the engine `"tensorflow"`, which adds what it sends.
+        float16 cannot hold 65,520 or more (which become infinite) nor less than
+        3e-8 (zero): use it with loss scaling. None sends them as they are. Nothing
+        is rounded within a host, nor what is no gradient.
+
+    Raises:
+      ConfigurationError: when a value is out of its range.
+
+    >>> Communication(bucket_bytes=4 * MIB).bucket_bytes
+    4194304
+    >>> Communication(bucket_bytes=0)
+    Traceback (most recent call last):
+    ...
+    tfdp.errors.ConfigurationError: Communication.bucket_bytes must be an integer \
+of at least 1. Received: 0.
+    """
+
+    bucket_bytes: int = 25 * MIB
+    first_bucket_bytes: int = 1 * MIB
+    hierarchy: Literal["auto", "flat"] | tuple[int, int] = "auto"
+    engine: Literal["auto", "in_process", "tensorflow", "sockets", "mpi"] = "auto"
+    timeout_seconds: float = 600.0
+    silence_seconds: float = 15.0
+    wire_dtype: Literal["bfloat16", "float16"] | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("bucket_bytes", "first_bucket_bytes"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ConfigurationError(
+                    f"Communication.{name} must be an integer of at least 1. "
+                    f"Received: {value!r}."
+                )
+        if self.engine not in ENGINES:
+            raise ConfigurationError(
+                f"Communication.engine must be one of {', '.join(ENGINES)}. "
+                f"Received: {self.engine!r}."
+            )
+        if self.wire_dtype not in WIRE_DTYPES:
+            raise ConfigurationError(
+                "Communication.wire_dtype must be 'bfloat16', 'float16' or None. "
+                f"Received: {self.wire_dtype!r}."
+            )
+        self._check_seconds("timeout_seconds", above=0.0)
+        self._check_seconds("silence_seconds", above=2.0, or_equal=True)
+        self._check_hierarchy()
+
+    def _check_seconds(self, name: str, above: float, or_equal: bool = False) -> None:
+        value = getattr(self, name)
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if (
+            not is_number
+            or not (above < value < float("inf"))
+            and not (or_equal and value == above)
+        ):
+            raise ConfigurationError(
+                f"Communication.{name} must be a finite number "
+                f"{'of at least' if or_equal else 'above'} {above:g}. "
+                f"Received: {value!r}."
+            )
+
+    def _check_hierarchy(self) -> None:
+        hierarchy = self.hierarchy
+        if hierarchy in ("auto", "flat"):
+            return
+        if not isinstance(hierarchy, (tuple, list)) or len(hierarchy) != 2:
+            raise ConfigurationError(
+                "Communication.hierarchy must be 'auto', 'flat' or a pair "
+                f"(hosts, devices_per_host). Received: {hierarchy!r}."
+            )
+        hosts, devices_per_host = hierarchy
+        Topology(hosts, devices_per_host)
+        # A list would make the value unhashable; frozen means that it stays as made.
+        object.__setattr__(self, "hierarchy", (hosts, devices_per_host))
+
+    def resolve_topology(self, real: Topology) -> Topology:
+        """The topology to reduce over, given the `real` one of the devices.
+
+        Raises:
+          ConfigurationError: when a stated hierarchy has another number of replicas.
+        """
+        if self.hierarchy == "auto":
+            return real
+        if self.hierarchy == "flat":
+            return Topology(1, real.num_replicas)
+        stated = Topology(*self.hierarchy)
+        if stated.num_replicas != real.num_replicas:
+            raise ConfigurationError(
+                f"Communication.hierarchy={self.hierarchy} makes "
+                f"{stated.num_replicas} replicas, but there are {real.num_replicas} "
+                f"({real}). Choose hosts x devices_per_host = {real.num_replicas}."
+            )
+        return stated
+
+
+def refuse_idle_options(communication: Communication, hosts: int) -> None:
+    """Refuses what asks for something that cannot happen on as many hosts.
+
+    Bounds (bucket sizes, seconds) are kept where nothing comes near them; the other
+    options would be ignored. docs/options.md has the table.
+
+    Raises:
+      ConfigurationError: naming the first such option, and why.
+    """
+    reasons = ON_ONE_HOST if hosts == 1 else ON_SEVERAL_HOSTS
+    for name, (allowed, why) in reasons.items():
+        value = getattr(communication, name)
+        if value not in allowed:
+            raise ConfigurationError(
+                f"Communication({name}={value!r}) cannot act on "
+                f"{'one host' if hosts == 1 else f'{hosts} hosts'}: {why}. Allowed "
+                f"here: {', '.join(map(repr, allowed))}."
+            )
+
+
+def checked_communication(given: Communication | None) -> Communication:
+    """What the argument `communication` of a strategy asks for: None, the defaults.
+
+    Raises:
+      ConfigurationError: when it is something else.
+    """
+    if given is None:
+        return Communication()
+    if not isinstance(given, Communication):
+        raise ConfigurationError(
+            f"communication must be None or a tfdp.Communication. Received: {given!r}."
+        )
+    return given

@@ -1,0 +1,278 @@
+"""Keras optimizers whose state is sharded: what they do besides their own arithmetic.
+
+An elementwise update needs no help: it works on shards as it stands. What looks at
+whole tensors does, and gets it from instance attributes while a step is traced:
+
+    _clip_gradients           norms are taken over the shards of all replicas
+    update_step               state is as flat as the shard: Keras' sums ask for shapes
+    _backend_update_step      the updated shards are gathered into the mirrored weights
+    moving averages           are updated, and written back, shard by shard
+
+LARS and LAMB offer `update_phases`: the norms of all layers travel in one small sum.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdp._private.instance_attributes import instance_attributes
+from tfdp._private.names import current_rank
+from tfdp.errors import ConfigurationError
+from tfdp.sharding.updates import ShardUpdates
+from tfdp.sharding.variables import ShardedVariable, ShardUpdatedVariable
+
+__all__ = ["check_shardable", "clip_over_shards", "shard_kind", "shard_leads"]
+
+# Those whose update of an element needs that element only.
+ELEMENTWISE = (
+    "SGD RMSprop Adam Adadelta Adagrad Adamax Nadam Ftrl Lion ScheduleFreeAdamW"
+).split()
+ADVICE = {
+    "Lamb": "Take tfdp.optimizers.LAMB(form='keras'), which is the same to the bit.",
+    "Adafactor": "It needs the rows and columns of whole matrices.",
+    "Muon": "It needs whole matrices.",
+}
+
+
+def shard_kind(variable: Any) -> type | None:
+    """How `variable` is sharded, as a class; None: replicas update the whole."""
+    value = variable.value if isinstance(variable, keras.Variable) else variable
+    for kind in (ShardedVariable, ShardUpdatedVariable):
+        if isinstance(value, kind):
+            return kind
+    return None
+
+
+def check_shardable(optimizer: keras.optimizers.Optimizer) -> None:
+    """Refuses an optimizer whose update of a shard would not be that of the whole.
+
+    Raises:
+      ConfigurationError: naming the optimizer and what to do.
+    """
+    if hasattr(optimizer, "update_phases") or getattr(
+        optimizer, "is_elementwise", False
+    ):
+        return
+    owner = next(c for c in type(optimizer).__mro__ if "update_step" in vars(c))
+    if owner.__module__.startswith("keras.") and owner.__name__ in ELEMENTWISE:
+        return
+    advice = ADVICE.get(
+        owner.__name__,
+        "If its update of an element needs that element only, say so with the class "
+        "attribute is_elementwise = True.",
+    )
+    raise ConfigurationError(
+        f"The optimizer {type(optimizer).__name__} cannot update shards: its "
+        f"update_step may need whole tensors. {advice} Or use shard='none'. Allowed: "
+        f"{', '.join(ELEMENTWISE)}, AdamW, tfdp.optimizers.LARS and LAMB."
+    )
+
+
+def shard_leads(
+    optimizer: keras.optimizers.Optimizer, shards: ShardUpdates
+) -> dict[str, Any]:
+    """The instance attributes with which a shardable `optimizer` updates shards."""
+    known: list[Any] = []
+
+    def apply_gradients(gradients: Sequence[Any], variables: Sequence[Any]) -> Any:
+        known[:] = variables
+        return type(optimizer)._backend_apply_gradients(optimizer, gradients, variables)
+
+    def clip(gradients: Sequence[Any]) -> list[Any]:
+        return clip_over_shards(optimizer, gradients, known, shards)
+
+    leads: dict[str, Any] = {
+        "_backend_apply_gradients": apply_gradients,
+        "_clip_gradients": clip,
+        "_update_model_variables_moving_average": functools.partial(
+            _average_shards, optimizer
+        ),
+        "_apply_weight_decay": functools.partial(_decay_on_devices, optimizer, shards),
+        "update_step": functools.partial(_update_flat, optimizer),
+    }
+    for method in (
+        "_backend_update_step",
+        "_overwrite_model_variables_with_average_value",
+    ):
+        leads[method] = functools.partial(_then_gather, optimizer, method, shards)
+    if hasattr(optimizer, "update_phases"):
+        leads["_distributed_tf_update_step"] = functools.partial(
+            _update_in_phases, optimizer, shards
+        )
+    return leads
+
+
+def clip_over_shards(
+    optimizer: keras.optimizers.Optimizer,
+    gradients: Sequence[Any],
+    variables: Sequence[Any],
+    shards: ShardUpdates,
+) -> list[Any]:
+    """Keras' clipping, with norms over whole gradients of which shards are here.
+
+    Cost: one sum of a number per sharded variable, when there is a norm to take.
+    """
+    stock = functools.partial(type(optimizer)._clip_gradients, optimizer)
+    if not (optimizer.clipnorm or optimizer.global_clipnorm):
+        return stock(gradients)
+    places = [
+        i
+        for i, (gradient, variable) in enumerate(zip(gradients, variables, strict=True))
+        if gradient is not None and shard_kind(variable)
+    ]
+    if not places:
+        return stock(gradients)
+    squares = sum_squares([gradients[i] for i in places], shards)
+    clipped = list(gradients)
+    if optimizer.clipnorm:
+        others = [i for i in range(len(gradients)) if i not in places]
+        by_keras = stock([gradients[i] for i in others])
+        for place, gradient in zip(others, by_keras, strict=True):
+            clipped[place] = gradient
+        for place, square in zip(places, squares, strict=True):
+            gradient, bound = gradients[place], optimizer.clipnorm
+            larger = tf.maximum(tf.sqrt(square), bound)
+            clipped[place] = gradient * bound / tf.cast(larger, gradient.dtype)
+        return clipped
+    whole = [
+        tf.reduce_sum(tf.square(tf.cast(tf.convert_to_tensor(g), tf.float32)))
+        for i, g in enumerate(gradients)
+        if g is not None and i not in places
+    ]
+    norm = tf.sqrt(tf.add_n([*whole, *squares]))
+    bound = optimizer.global_clipnorm
+    # Adding 0, or nan where the norm is infinite: as Keras, everything is then nan.
+    scale = bound * tf.minimum(1.0 / norm, 1.0 / bound) + (norm - norm)
+    return [None if g is None else g * tf.cast(scale, g.dtype) for g in gradients]
+
+
+def sum_squares(pieces: Sequence[tf.Tensor], shards: ShardUpdates) -> list[tf.Tensor]:
+    """For each whole tensor the sum of its squares, from its shards; in one sum."""
+    own = [tf.reduce_sum(tf.square(tf.cast(p, tf.float32))) for p in pieces]
+    return total_over_shards(own, shards)
+
+
+def total_over_shards(
+    own: Sequence[tf.Tensor], shards: ShardUpdates
+) -> list[tf.Tensor]:
+    """The sums of scalars over the replicas that hold the shards."""
+    stacked = tf.stack([tf.cast(value, tf.float32) for value in own])
+    if tf.executing_eagerly():
+        context = tf.distribute.get_replica_context()
+        return tf.unstack(context.all_reduce("SUM", stacked))
+    return tf.unstack(shards.reducer.sum_of_shards(stacked, current_rank()))
+
+
+def _then_gather(
+    optimizer: keras.optimizers.Optimizer,
+    method: str,
+    shards: ShardUpdates,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    result = getattr(type(optimizer), method)(optimizer, *args, **kwargs)
+    if not tf.executing_eagerly():
+        shards.gather_updated()
+    return result
+
+
+def _update_flat(
+    optimizer: keras.optimizers.Optimizer, gradient: Any, variable: Any, *args: Any
+) -> Any:
+    """`update_step` of a shard, whose state is as flat as what is read of it.
+
+    `keras.ops.add` takes what fits the last axis of a matrix for a bias: a shard of as
+    many elements would be added to the whole that the state's shape told of.
+    """
+    place = optimizer._get_variable_index(variable)
+    slots = [value for value in vars(optimizer).values() if isinstance(value, list)]
+    with contextlib.ExitStack() as stack:
+        for slot in slots:
+            state = slot[place] if place < len(slot) else None
+            if state is not None and shard_kind(state) is ShardedVariable:
+                flat = {"_shape": (state.value.layout.shard_elements,)}
+                stack.enter_context(instance_attributes(state, flat))
+        return type(optimizer).update_step(optimizer, gradient, variable, *args)
+
+
+def _decay_on_devices(
+    optimizer: keras.optimizers.Optimizer,
+    shards: ShardUpdates,
+    variables: Sequence[Any],
+) -> None:
+    """Keras' decay of the weights, which needs no state that is on the host."""
+    with shards.updating_on_devices():
+        type(optimizer)._apply_weight_decay(optimizer, variables)
+
+
+def _average_shards(
+    optimizer: keras.optimizers.Optimizer, variables: Sequence[Any]
+) -> None:
+    """Keras' moving average of the weights, each replica its shards."""
+    first = tf.equal(tf.convert_to_tensor(optimizer.iterations), 0)
+    averages = optimizer._model_variables_moving_average
+    for variable, average in zip(variables, averages, strict=True):
+        if average is None:
+            continue
+        momentum = tf.where(first, 0.0, optimizer.ema_momentum)
+        momentum = tf.cast(momentum, variable.dtype)
+
+        def update(
+            own: Any, variable: Any = variable, momentum: Any = momentum
+        ) -> None:
+            weights = tf.convert_to_tensor(variable)
+            own.assign(momentum * own + (1 - momentum) * weights)
+
+        optimizer._distribution_strategy.extended.update(
+            average.value, update, group=False
+        )
+
+
+def _update_in_phases(
+    optimizer: Any,
+    shards: ShardUpdates,
+    strategy: tf.distribute.Strategy,
+    gradients_and_variables: Sequence[tuple[Any, Any]],
+    learning_rate: Any,
+) -> None:
+    """First every layer's norms, then one sum for all of them, then every update."""
+    running: list[Any] = []
+    found: list[tuple[tf.Tensor, ...]] = []
+
+    def begin(target: Any, gradient: Any, learning_rate: Any) -> None:
+        phases = optimizer.update_phases(gradient, target, learning_rate)
+        running.append(phases)
+        found.append(next(phases))
+
+    pairs = list(gradients_and_variables)
+    for gradient, variable in pairs:
+        strategy.extended.update(
+            variable, begin, args=(gradient, learning_rate), group=False
+        )
+    places = [
+        (layer, norm)
+        for layer, (_, variable) in enumerate(pairs)
+        if shard_kind(variable)
+        for norm in range(len(found[layer]))
+    ]
+    totals = [list(squares) for squares in found]
+    if places:
+        own = [found[layer][norm] for layer, norm in places]
+        sums = total_over_shards(own, shards)
+        for (layer, norm), total in zip(places, sums, strict=True):
+            totals[layer][norm] = tf.cast(total, found[layer][norm].dtype)
+    for layer, (_, variable) in enumerate(pairs):
+
+        def finish(target: Any, layer: int = layer) -> None:
+            try:
+                running[layer].send(tuple(totals[layer]))
+            except StopIteration:
+                return
+
+        strategy.extended.update(variable, finish, group=False)

@@ -1,0 +1,82 @@
+"""Variables of TPU replicas of which each stores, or updates, a shard only.
+
+As `tfdp.sharding.variables`, in the one graph of all replicas: a handle stands for
+the shards of all of them, and the rank is a tensor.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+from tfdp._private.names import current_rank
+from tfdp._private.tpu_names import TPUVariableMixin, assign_in_replica, in_tpu_replica
+from tfdp.exchange.shard_pieces import piece_of
+from tfdp.sharding.variables import (
+    ShardedVariable,
+    ShardUpdatedVariable,
+    updating_rank,
+)
+from tfdp.variables.tpu import AssignedInReplica, TPUReplicaVariable
+
+__all__ = ["TPUShardUpdatedVariable", "TPUShardedVariable", "tpu_shard_class"]
+
+
+class TPUShardedVariable(AssignedInReplica, ShardedVariable):
+    """A variable of which each TPU core stores one flat shard."""
+
+    # TPU cores have no op that copies a piece; the host has, and hands it over.
+    cutting_device = "CPU:0"
+
+    def shard(self, rank: Any) -> Any:
+        """What one replica stores; in a replica the variable itself stands for it."""
+        return super().shard(rank) if isinstance(rank, int) else self
+
+    def read_shard(self, rank: Any) -> tf.Tensor:
+        """The value of a replica's shard, flat and padded."""
+        return self._own_shard() if in_tpu_replica() else super().read_shard(rank)
+
+    def _own_shard(self) -> tf.Tensor:
+        value = TPUVariableMixin._read_variable_op(self)
+        return tf.ensure_shape(value, [self.layout.shard_elements])
+
+    def _read_variable_op(self) -> tf.Tensor:
+        """The shard while it is updated, the whole elsewhere."""
+        if updating_rank() is not None:
+            return self._own_shard()
+        return self._read_in_replica()
+
+    def _stored(self) -> tf.Tensor:
+        return self._read_variable_op()
+
+    def _together(self, value: tf.Tensor) -> tf.Tensor:
+        return value
+
+    def _assign_replica(self, value: Any, name: str | None, read_value: bool) -> Any:
+        value = tf.cast(value, self.dtype)
+        if updating_rank() is None:
+            value = piece_of(value, self.layout, current_rank())
+        value = tf.ensure_shape(value, [self.layout.shard_elements])
+        return assign_in_replica(self, value, False, name, read_value)
+
+
+class TPUShardUpdatedVariable(TPUReplicaVariable, ShardUpdatedVariable):
+    """A weight with a copy on every TPU core, each of which updates its shard."""
+
+    def _get(self) -> Any:
+        # In a replica the rank is a tensor, which picks no component.
+        return self._read_variable_op() if in_tpu_replica() else super()._get()
+
+    def _read_variable_op(self) -> tf.Tensor:
+        whole = super()._read_variable_op()
+        rank = updating_rank()
+        if rank is None or not in_tpu_replica():
+            return whole
+        return piece_of(whole, self.layout, rank)
+
+
+def tpu_shard_class(shard_class: type) -> type:
+    """The class for TPU replicas that behaves like `shard_class` elsewhere."""
+    is_stored = issubclass(shard_class, ShardedVariable)
+    return TPUShardedVariable if is_stored else TPUShardUpdatedVariable

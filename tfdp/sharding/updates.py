@@ -1,0 +1,347 @@
+"""Where sharded variables come from, and how a replica reads and updates them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdp._private.keras_autocast import autocast_dtype, is_made_for_autocast
+from tfdp._private.names import (
+    DistributedVariable,
+    UpdateContext,
+    current_rank,
+    graphs_inside,
+    is_branch_graph,
+    is_loop_graph,
+    own_copy,
+    select_replica,
+    stop_recording,
+)
+from tfdp.exchange.reducer import ShardReducer
+from tfdp.exchange.shard_pieces import own_piece, piece_of
+from tfdp.plan.shards import Sharding, ShardLayout
+from tfdp.sharding.variables import (
+    LocalShardVariable,
+    ShardedVariable,
+    ShardUpdatedVariable,
+    shard_update,
+)
+from tfdp.sharding.views import ShardView
+from tfdp.tracing.run import trace_of
+
+__all__ = [
+    "ACCUMULATOR_NAME",
+    "SHARD_CLASSES",
+    "ShardUpdates",
+]
+
+SHARD_CLASSES = (ShardedVariable, ShardUpdatedVariable)
+
+# What a variable is made with, and its shards are not.
+NOT_OF_A_SHARD = frozenset(
+    ("aggregation", "colocate_with", "initial_value", "shape", "synchronization")
+)
+
+# Keras calls its accumulators so, and DistributedOptimizer does, too.
+ACCUMULATOR_NAME = "gradient_accumulator"
+
+
+class ShardUpdates:
+    """Makes, reads and updates the sharded variables of one strategy.
+
+    Args:
+      strategy: the strategy.
+      devices: one per replica of this process.
+      reducer: moves shards.
+      sharding: what is sharded.
+    """
+
+    def __init__(
+        self,
+        strategy: tf.distribute.Strategy,
+        devices: Sequence[str],
+        reducer: ShardReducer,
+        sharding: Sharding,
+    ):
+        self.stage = sharding.stage
+        self.reducer = reducer
+        self._strategy = strategy
+        self._devices = devices
+        self._min_bytes = sharding.min_bytes
+        self._is_offloading = sharding.offload
+        self._updates_on_host = sharding.offload
+        # By graph: replicas may share one, and each of them its views.
+        self._views: dict[int, dict[int, ShardView]] = {}
+
+    def class_of(self, kwargs: dict[str, Any], value: tf.Tensor) -> type | None:
+        """The class of a variable about to be made; None: not a sharded one."""
+        reference = kwargs.get("colocate_with")
+        if isinstance(reference, SHARD_CLASSES):
+            same = value.dtype.is_floating and value.shape == reference.shape
+            if not same:
+                return None
+            if ACCUMULATOR_NAME not in (kwargs.get("name") or ""):
+                return ShardedVariable
+            return LocalShardVariable if self.stage > 1 else None
+        is_weight = reference is None and kwargs.get("trainable") is not False
+        read_as_sum = kwargs.get("synchronization") == (
+            tf.VariableSynchronization.ON_READ
+        )
+        if not is_weight or read_as_sum or not value.dtype.is_floating:
+            return None
+        elements = value.shape.num_elements()
+        # Numbers that an optimizer keeps for itself pass for weights in Keras.
+        if (
+            value.shape.rank == 0
+            or not elements
+            or elements * value.dtype.size < self._min_bytes
+        ):
+            return None
+        return ShardedVariable if self.stage == 3 else ShardUpdatedVariable
+
+    def layout_of(self, value: Any) -> ShardLayout:
+        """How a tensor or variable is cut."""
+        return ShardLayout(tuple(value.shape.as_list()), self.reducer.shard_parts)
+
+    def part_of(self, rank: int) -> int:
+        """The shard that a replica of this process holds."""
+        return self.reducer.first_part + rank
+
+    def whole(
+        self, shards: Sequence[tf.Tensor], layout: ShardLayout, name: str
+    ) -> tf.Tensor:
+        """The whole of a variable from the shards of this process's replicas.
+
+        Where other hosts hold shards it is an exchange: all of them must ask.
+        """
+        label = f"the whole of {name!r}, of which every host reads and holds a part"
+        return self.reducer.join_shards(shards, layout, label)
+
+    def own_range(self, variable: Any) -> tf.Tensor:
+        """What the replicas of this process hold of a variable, or update: flat."""
+        ranks = self._ranks
+        layout = variable.layout
+        if isinstance(variable, ShardUpdatedVariable):
+            start, _ = layout.bounds(self.part_of(ranks[0]))
+            _, stop = layout.bounds(self.part_of(ranks[-1]))
+            return tf.reshape(variable.values[0].read_value(), [-1])[start:stop]
+        pieces = [
+            tf.convert_to_tensor(variable.shard(rank))[
+                : layout.length(self.part_of(rank))
+            ]
+            for rank in ranks
+        ]
+        return tf.concat(pieces, axis=0)
+
+    def make(
+        self,
+        variable_class: type[ShardedVariable],
+        next_creator: Callable[..., tf.Variable],
+        kwargs: dict[str, Any],
+        value: tf.Tensor,
+    ) -> ShardedVariable:
+        """A sharded variable that starts as `value`, a shard on each device."""
+        layout = self.layout_of(value)
+        common = {
+            key: given for key, given in kwargs.items() if key not in NOT_OF_A_SHARD
+        }
+        shards: list[tf.Variable] = []
+        is_state = kwargs.get("colocate_with") is not None
+        is_gradient = issubclass(variable_class, LocalShardVariable)
+        is_offloaded = self._is_offloading and is_state and not is_gradient
+        for rank, device in enumerate(self._devices):
+            if is_offloaded:
+                device = host_of(device)
+            if rank:
+                first = shards[0].name.split(":")[0]
+                # The slash makes it an absolute name, outside all name scopes.
+                common["name"] = f"{first}/replica_{rank}/"
+            with stop_recording():
+                with tf.device(variable_class.cutting_device or device):
+                    own = own_piece(value, layout, self.part_of(rank))
+                with tf.device(device):
+                    shards.append(next_creator(**common, initial_value=own))
+        none = tf.VariableAggregation.NONE
+        variable = variable_class(self._strategy, shards, none, layout)
+        variable.autocasts = is_made_for_autocast()
+        return variable
+
+    def read(self, variable: ShardedVariable, rank: Any) -> tf.Tensor:
+        """The whole variable in a replica; the gradient is this replica's shard."""
+        layout, own = variable.layout, variable.shard(rank)
+        # What the layer would cast after the gather is cast before it: half the bytes,
+        # the same numbers. Gradients are summed in the variable's own type.
+        dtype = autocast_dtype() if variable.autocasts else None
+        if dtype is None or dtype.size > variable.dtype.size:
+            dtype = variable.dtype
+
+        @tf.custom_gradient
+        def gather(shard: tf.Tensor) -> tuple[tf.Tensor, Callable]:
+            whole = self._gathered(variable, tf.cast(shard, dtype), rank)
+            return tf.cast(whole, dtype), scatter
+
+        def scatter(upstream: Any) -> tf.Tensor:
+            upstream = tf.cast(tf.convert_to_tensor(upstream), variable.dtype)
+            run = self._strategy.extended.current_run
+            upstream = run.own_gradient(rank, upstream)
+            if not tf.executing_eagerly():
+                return self.reducer.reduce_scatter([upstream], [layout], rank)[0]
+            context = tf.distribute.get_replica_context()
+            total = context.all_reduce("SUM", upstream)
+            return piece_of(total, layout, self.part_of(rank))
+
+        with self._outside_loops(), tf.device(own.device):
+            return gather(variable.read_shard(rank))
+
+    def _outside_loops(self) -> contextlib.AbstractContextManager:
+        """The graph of the replica function, while a loop or branch in it is built.
+
+        Replicas cannot exchange anything inside a loop, and need not: the weights of
+        a recurrent layer are the same in every turn. In a conditional of a layer each
+        replica may take another branch. The conditionals around an update are alike on
+        all replicas, and what is read there is newer than what was before them.
+        """
+        run_graph = self.reducer.run_graph
+        if run_graph is None:
+            return contextlib.nullcontext()
+        inner = graphs_inside(run_graph)
+        is_in_loop = any(map(is_loop_graph, inner))
+        is_in_branch = any(map(is_branch_graph, inner))
+        is_updating = self._strategy.extended.current_run.is_updating
+        if is_in_loop or (is_in_branch and not is_updating):
+            return run_graph.as_default()
+        return contextlib.nullcontext()
+
+    def scatter(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+        """This replica's shards of the sums of `gradients`, in replica context."""
+        rank = current_rank()
+        layouts = [_stored(variable).layout for variable in variables]
+        if not tf.executing_eagerly():
+            return self.reducer.reduce_scatter(
+                gradients, layouts, rank, in_turn=self.stage >= 2
+            )
+        context = tf.distribute.get_replica_context()
+        dense = [tf.convert_to_tensor(gradient) for gradient in gradients]
+        totals = context.all_reduce("SUM", dense)
+        return [
+            piece_of(total, layout, self.part_of(rank))
+            for total, layout in zip(totals, layouts, strict=True)
+        ]
+
+    def _gathered(
+        self, variable: ShardedVariable, shard: tf.Tensor, rank: Any
+    ) -> tf.Tensor:
+        if not tf.executing_eagerly():
+            return self.reducer.all_gather([shard], [variable.layout], rank)[0]
+        # Eager replicas run one after the other: nothing can be exchanged within one.
+        # Read below the tapes: the gradient is that of the own shard alone.
+        shards = [
+            tf.raw_ops.ReadVariableOp(
+                resource=variable.shard(rank).handle, dtype=variable.dtype
+            )
+            for rank in self._ranks
+        ]
+        return self.whole(shards, variable.layout, variable.name)
+
+    @property
+    def _ranks(self) -> range:
+        return range(len(self._devices))
+
+    def update(
+        self, variable: DistributedVariable, fn: Callable, args: Any, kwargs: Any
+    ) -> Any:
+        """Calls `fn` in a replica with what it may update: its shard of `variable`."""
+        rank = current_rank()
+        target = self._target(variable, rank)
+        device = self._device_of_update(variable, target.device)
+        with tf.device(device), shard_update(rank):
+            return fn(target, *args, **(kwargs or {}))
+
+    @contextlib.contextmanager
+    def updating_on_devices(self) -> Iterator[None]:
+        """While this lasts, updates that touch no state stay on the devices."""
+        self._updates_on_host = False
+        try:
+            yield
+        finally:
+            # Not what was there before: eager replicas come here in turn, and each
+            # would find what the last one had set.
+            self._updates_on_host = self._is_offloading
+
+    def _device_of_update(self, variable: Any, device: str) -> str:
+        """Where the arithmetic of an update is done: where the state is."""
+        is_gradient = isinstance(variable, LocalShardVariable)
+        return host_of(device) if self._updates_on_host and not is_gradient else device
+
+    def _target(self, variable: DistributedVariable, rank: Any) -> Any:
+        if isinstance(variable, ShardedVariable):
+            return variable.shard(rank)
+        graph = tf.compat.v1.get_default_graph()
+        views = self._views.setdefault(trace_of(rank), {})
+        view = views.get(id(variable))
+        if view is None or (view.graph is not graph and not view.is_assigned):
+            view = ShardView(variable, self.part_of(rank), own_copy(variable, rank))
+            views[id(variable)] = view
+        return view
+
+    def gather_updated(self) -> None:
+        """Brings what the replicas assigned to their shards into all copies."""
+        rank = current_rank()
+        seen = self._views.pop(trace_of(rank), {})
+        views = [view for view in seen.values() if view.is_assigned]
+        if not views:
+            return
+        wholes = self.reducer.all_gather(
+            [view.value() for view in views], [view.layout for view in views], rank
+        )
+        for view, whole in zip(views, wholes, strict=True):
+            self._strategy.extended.update_own_copy(view.variable, _assign, whole)
+
+    def forget_views(self) -> None:
+        """Drops what a trace that failed half-way has left."""
+        self._views = {}
+
+    def update_across(
+        self, variable: DistributedVariable, fn: Callable, args: Any, kwargs: Any
+    ) -> None:
+        """As `update`, for all replicas at once, in cross-replica context."""
+        targets = []
+        for rank in self._ranks:
+            if isinstance(variable, ShardedVariable):
+                target = variable.shard(rank)
+            else:
+                part, copy = self.part_of(rank), variable.values[rank]
+                target = ShardView(variable, part, copy)
+            targets.append(target)
+            device = self._device_of_update(variable, target.device)
+            with tf.device(device), UpdateContext(rank), shard_update(rank):
+                own_args, own_kwargs = select_replica(rank, (args, kwargs or {}))
+                fn(target, *own_args, **own_kwargs)
+        if isinstance(variable, ShardUpdatedVariable):
+            updated = [target.value() for target in targets]
+            whole = self.whole(updated, variable.layout, variable.name)
+            for target in targets:
+                with tf.device(target.device):
+                    target.copy.assign(whole)
+
+
+def host_of(device: str) -> str:
+    """The CPU of the process that drives `device`.
+
+    >>> host_of("/job:localhost/replica:0/task:0/device:GPU:3")
+    '/job:localhost/replica:0/task:0/device:CPU:0'
+    """
+    spec = tf.DeviceSpec.from_string(device)
+    return spec.replace(device_type="CPU", device_index=0).to_string()
+
+
+def _assign(own: Any, value: tf.Tensor) -> None:
+    own.assign(value, read_value=False)
+
+
+def _stored(variable: Any) -> Any:
+    return variable.value if isinstance(variable, keras.Variable) else variable

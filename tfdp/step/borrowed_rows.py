@@ -1,0 +1,202 @@
+"""A replica without rows computes on a borrowed one, which counts for nothing.
+
+A short batch leaves replicas without rows. Zero rows are what programs are not made
+for: kernels refuse them (oneDNN's convolutions), Keras takes a first axis of 0 for no
+axis, and a mean over them is not a number. So while a step of a Keras model runs, such
+a replica gets the first row of replica 0: a value that the model can take. It stays
+without rows in all that counts (`ReplicaRun.counts`), and what it computes is left out:
+
+    loss                its gradients are 0
+    sums over replicas  it adds 0: denominators, synchronised statistics
+    metrics             its sums stay as they are
+    state of layers     has a weight of 0 in the mean that comes with the gradients
+    predictions         the row is cut off again
+
+The alternative, rows of weight 0 (`padded_batch`), has each loss, metric and layer
+weigh rows in every batch, and must refuse losses that layers add. Here one boolean per
+replica tells; where the shapes tell already, nothing is added to the graph.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfdp._private.instance_attributes import instance_attributes
+from tfdp._private.names import PerReplica, current_rank
+from tfdp.sharding.optimizers import shard_kind
+from tfdp.sharding.variables import ShardedVariable
+from tfdp.tracing.keras_steps import is_stock_step, name_of_step
+from tfdp.tracing.run import ReplicaRun, parts_by_replica
+
+__all__ = ["borrow_rows", "leaves_borrowed_out", "return_rows"]
+
+
+def borrow_rows(arguments: Any, run: ReplicaRun, devices: Sequence[str]) -> Any:
+    """`arguments` with at least one row for every replica, in cross-replica context.
+
+    Args:
+      arguments: nested per-replica values, of `run.counts` rows each.
+      run: to note in who has rows of its own, and what the replicas get.
+      devices: of the replicas.
+
+    Cost: where the shapes leave open who has rows, replica 0 sends each other replica
+    its first row.
+    """
+    run.lends_rows = True
+    counts = run.counts
+    if counts is None or len(counts) == 1:
+        return arguments
+    owns = [n > 0 for n in counts]
+    if all(own is True for own in owns):
+        return arguments
+    run.owns_rows = owns
+
+    def fill(value: Any) -> Any:
+        if not isinstance(value, PerReplica) or not _have_rows(value.values):
+            return value
+        first = value.values[0]
+        with tf.device(devices[0]):
+            row = _either(owns[0], lambda: _first_rows(first, 1), lambda: _row(first))
+        return PerReplica(
+            [
+                _part_or(row, own, part, device)
+                for own, part, device in zip(owns, value.values, devices, strict=True)
+            ]
+        )
+
+    filled = tf.nest.map_structure(fill, arguments, expand_composites=False)
+    run.batches = parts_by_replica(filled, len(counts))
+    return filled
+
+
+def return_rows(outputs: Any, run: ReplicaRun) -> Any:
+    """The replicas' `outputs` without borrowed rows, in cross-replica context."""
+    if run.owns_rows is None:
+        return outputs
+    owns = run.owns_rows
+
+    def cut(value: Any) -> Any:
+        if not isinstance(value, PerReplica) or not _have_rows(value.values):
+            return value
+        return PerReplica(
+            [
+                _part_or_nothing(own, part)
+                for own, part in zip(owns, value.values, strict=True)
+            ]
+        )
+
+    return tf.nest.map_structure(cut, outputs, expand_composites=False)
+
+
+@contextlib.contextmanager
+def leaves_borrowed_out(
+    step: Any, optimizers: Sequence[Any], run: ReplicaRun
+) -> Iterator[None]:
+    """While this lasts, borrowed rows count for nothing in what a model learns.
+
+    Keras' own `train_step` takes the gradient of what `compute_loss` returns, so it is
+    enough that this is 0. What another one takes the gradient of is not known; there
+    the gradients are made 0 when the optimizer gets them.
+
+    Args:
+      step: of a model, or a prediction.
+      optimizers: whichever the step may call.
+      run: the strategy's current run.
+    """
+    if run.owns_rows is None or not name_of_step(step):
+        yield
+        return
+    model = step.__self__
+    leads: list[tuple[Any, str, Callable]] = [
+        (optimizer, "apply", functools.partial(_apply, optimizer, optimizer.apply, run))
+        for optimizer in optimizers
+    ]
+    run.loss_is_own = is_stock_step(step)
+    if run.loss_is_own:
+        compute = functools.partial(_own_loss, model.compute_loss, run)
+        leads.append((model, "compute_loss", compute))
+    with contextlib.ExitStack() as stack:
+        for target, name, led in leads:
+            stack.enter_context(instance_attributes(target, {name: led}))
+        yield
+
+
+def _own_loss(compute: Callable, run: ReplicaRun, *args: Any, **kwargs: Any) -> Any:
+    loss = compute(*args, **kwargs)
+    return loss if loss is None else run.own_part(current_rank(), loss)
+
+
+def _apply(
+    optimizer: Any,
+    apply: Callable,
+    run: ReplicaRun,
+    gradients: Sequence[Any],
+    trainable_variables: Any = None,
+) -> Any:
+    if run.is_updating:  # another optimizer calls it, with what all replicas share
+        return apply(gradients, trainable_variables)
+    rank = current_rank()
+    own = list(gradients)
+    built_with = trainable_variables or optimizer._trainable_variables
+    variables = list(built_with or [None] * len(own))
+    for place, (gradient, variable) in enumerate(zip(own, variables, strict=True)):
+        # What is stored in shards has been summed already, of own parts.
+        is_sum = variable is not None and shard_kind(variable) is ShardedVariable
+        if gradient is not None and not is_sum:
+            own[place] = run.own_gradient(rank, gradient)
+    with run.summing_own_parts(rank):
+        return apply(own, trainable_variables)
+
+
+def _either(condition: Any, yes: Callable[[], Any], no: Callable[[], Any]) -> Any:
+    """`yes()` or `no()`; decided now where `condition` is known now."""
+    if isinstance(condition, bool):
+        return yes() if condition else no()
+    return tf.cond(condition, yes, no)
+
+
+def _part_or(row: Any, own: Any, part: Any, device: str) -> Any:
+    with tf.device(device):
+        return _either(own, lambda: part, lambda: row)
+
+
+def _part_or_nothing(own: Any, part: Any) -> Any:
+    return _either(own, lambda: part, lambda: _first_rows(part, 0))
+
+
+def _have_rows(parts: Sequence[Any]) -> bool:
+    return all(tf.is_tensor(part) and part.shape.rank for part in parts)
+
+
+def _first_rows(part: Any, rows: int) -> Any:
+    if not isinstance(part, tf.SparseTensor):
+        return part[:rows]
+    size = tf.concat([[rows], part.dense_shape[1:]], axis=0)
+    return tf.sparse.slice(part, tf.zeros_like(part.dense_shape), size)
+
+
+def _row(part: Any) -> Any:
+    """One row like those of `part`, on a host where no replica has any."""
+    if isinstance(part, tf.SparseTensor):
+        shape = tf.concat([[1], tf.maximum(part.dense_shape[1:], 1)], axis=0)
+        none = tf.zeros([0, part.shape.rank], tf.int64)
+        return tf.SparseTensor(
+            none, tf.zeros([0], part.dtype), tf.cast(shape, tf.int64)
+        )
+    if isinstance(part, tf.RaggedTensor):
+        splits = tf.zeros([2], part.row_splits.dtype)
+        return tf.RaggedTensor.from_row_splits(part.values[:0], splits, validate=False)
+    shape = tf.concat([[1], tf.maximum(tf.shape(part)[1:], 1)], axis=0)
+    if not part.dtype.is_floating:
+        row = tf.zeros(shape, part.dtype)
+    else:
+        # Between 0 and 1 and no two alike: logarithms, roots and deviations exist.
+        places = tf.cast(tf.range(1, tf.reduce_prod(shape) + 1), tf.float32)
+        spread = places / tf.cast(tf.reduce_prod(shape) + 1, tf.float32)
+        row = tf.cast(tf.reshape(spread, shape), part.dtype)
+    return tf.ensure_shape(row, [1, *part.shape[1:]])

@@ -1,0 +1,65 @@
+"""Keras builds a model from its first batch: from the plain one, and where it can.
+
+Under a strategy Keras calls a model on the shapes of its first batch before it trains.
+On one device it leaves that out, so that a model of which only `train_step` says what
+to do with a batch trains there as it is. Such a model is left to its `train_step` here,
+too: what is not built yet is built while that is traced. So are optimizers of which a
+model of its own `train_step` has several: Keras would build the compiled one, which may
+be its default, for the variables of all of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from typing import Any
+
+import keras
+
+from tfdp._private.instance_attributes import instance_attributes
+from tfdp.step.optimizers import optimizers_of
+from tfdp.tracing.keras_steps import is_stock_step
+from tfdp.tracing.padded_batch import without_padding
+
+__all__ = ["builds_from_plain_batch"]
+
+
+def builds_from_plain_batch(model: Any) -> None:
+    """Lets the symbolic build that `model` is about to do see a batch without marks.
+
+    Keras takes the strategy's scope right before it. With one replica it does not ask
+    the strategy for the batch, which may be a `PaddedBatch`.
+    """
+
+    def symbolic_build(iterator: Any = None, data_batch: Any = None) -> None:
+        vars(model).pop("_symbolic_build", None)
+        if not has_call(model):
+            return
+        is_stock = is_stock_step(model.train_step)
+        try:
+            with contextlib.nullcontext() if is_stock else _without_optimizer(model):
+                model._symbolic_build(
+                    iterator=iterator, data_batch=without_padding(data_batch)
+                )
+        except Exception as error:
+            if is_stock:
+                raise
+            logging.getLogger("tfdp").debug(
+                "model %s is left to its train_step: %s", model.name, error
+            )
+
+    # The dictionary, not setattr: Keras' objects track what is set on them.
+    vars(model)["_symbolic_build"] = symbolic_build
+
+
+def _without_optimizer(model: Any) -> contextlib.AbstractContextManager:
+    """While this lasts, Keras takes one of several optimizers for built."""
+    is_one_of_several = model.optimizer and len(optimizers_of(model)) > 1
+    if not is_one_of_several:
+        return contextlib.nullcontext()
+    return instance_attributes(model.optimizer, {"built": True})
+
+
+def has_call(model: Any) -> bool:
+    """Whether `model` can be called on a batch."""
+    return type(model).call is not keras.Model.call

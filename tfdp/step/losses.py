@@ -1,0 +1,238 @@
+"""The exact share of a replica's loss in the loss of the whole batch.
+
+Keras divides a replica's mean loss by the number of replicas R, which is right only
+when every replica has as many samples, and as much weight, as the others. It asks the
+strategy for R in two functions: `scale_loss_for_distribution`, right after a mean was
+taken, and `unscale_loss_for_distribution`, when a loss is reported. To these two, and
+to nobody else, the strategy answers with a number that knows better:
+
+    scale:    1 / R  becomes  D_r / D    D_r: what the replica's mean was divided by
+    unscale:  R      becomes  N / n_r    n_r: samples; Keras weights reports by n_r
+
+D is N or asked of all replicas: the graph tells whether D_r goes with the rows of the
+batch (`batch_rows`). A loss that is a share already (`loss_shares`) is not scaled once
+more: Keras adds a Keras loss that a layer took and gave to `add_loss` to the model's.
+
+With S_r the replica's sum, scale gives S_r / D, whose sum over replicas is the loss of
+the whole batch, for masked and weighted means as well as plain ones. Unscale gives
+(S_r / D) (N / n_r), whose mean weighted by n_r is the same. The factor stands on the
+loss, before backprop: behind it, replicas that depend on each other (synchronised batch
+normalization) would get wrong gradients.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import tensorflow as tf
+
+from tfdp.errors import ConfigurationError
+from tfdp.tracing.batch_rows import goes_with_rows
+from tfdp.tracing.loss_shares import LossShares, Standing
+from tfdp.tracing.loss_suspicions import is_share, suspect_added_sum
+from tfdp.tracing.padded_batch import Padding
+from tfdp.tracing.run import ReplicaRun, trace_of
+
+__all__ = ["LossReplicaCount", "loss_replica_count"]
+
+LOSS_MODULE = "keras.src.losses.loss"
+SCALE = "scale_loss_for_distribution"
+UNSCALE = "unscale_loss_for_distribution"
+
+SumOverReplicas = Callable[[tf.Tensor, Any], tf.Tensor]
+
+
+# A float, because Python asks a subclass of float first when it divides 1.0 by it.
+class LossReplicaCount(float):
+    """R, which divides and casts to the exact factors of one replica's loss.
+
+    The factors are in the loss' own type: casting them makes no other tensor of them.
+    """
+
+    fraction: tf.Tensor
+    report_factor: tf.Tensor
+
+    def __rtruediv__(self, other: Any) -> Any:
+        return self.fraction
+
+    def __tf_tensor__(self, dtype: Any = None, name: Any = None) -> tf.Tensor:
+        return self.report_factor
+
+
+def loss_replica_count(
+    run: ReplicaRun, rank: Any, sum_over_replicas: SumOverReplicas
+) -> LossReplicaCount | None:
+    """The answer to Keras' loss functions; None when somebody else asks.
+
+    Args:
+      run: the strategy's current run.
+      rank: the calling replica.
+      sum_over_replicas: all-reduces a scalar; called at most once per masked or
+        weighted loss, never for a plain mean.
+    """
+    asker = sys._getframe(2)
+    if asker.f_globals.get("__name__") != LOSS_MODULE:
+        return None
+    if asker.f_code.co_name not in (SCALE, UNSCALE):
+        return None
+    value, shares = asker.f_locals["value"], run.shares[trace_of(rank)]
+    count = _replica_count(run)
+    if asker.f_code.co_name == SCALE:
+        fraction = _fraction(run, rank, value, asker.f_back, sum_over_replicas)
+        count.fraction = shares.factor(fraction, value.dtype)
+        if _name_of(asker.f_back) == "reduce_values":
+            run.scaled_losses.add(trace_of(rank))
+        else:
+            run.added_losses.add(trace_of(rank))
+    else:
+        _refuse_sum_with_rows(value, shares)
+        factor = _report_factor(run, rank, value, asker.f_back)
+        count.report_factor = shares.report_factor(factor, value.dtype)
+    return count
+
+
+def _replica_count(run: ReplicaRun) -> LossReplicaCount:
+    """R; at least 2 for a padded batch, because Keras scales only from 2 on.
+
+    The number itself is then not used: `fraction` and `report_factor` are set.
+    """
+    return LossReplicaCount(max(run.replicas, 2) if run.padding else run.replicas)
+
+
+def _refuse_sum_with_rows(value: Any, shares: LossShares) -> None:
+    """Refuses losses of rows to which a mean was added.
+
+    Keras adds it to each row's, so that one device counts it once for each row of the
+    global batch. A replica has other rows, and knew none of that at the mean.
+
+    Raises:
+      ConfigurationError: when `value` is such a sum.
+    """
+    if value.shape.rank and shares.standing_of(value) is not Standing.LOCAL:
+        raise ConfigurationError(
+            "A loss with reduction='none' was added to another one that is a mean "
+            "over the batch, which then counts once for each row. Give every loss "
+            "reduction='sum_over_batch_size', or 'sum'."
+        )
+
+
+def _report_factor(
+    run: ReplicaRun, rank: Any, value: Any, reporter: FrameType | None
+) -> Any:
+    """N / n_r, R, or 1: what makes of a share the number that is reported."""
+    if value.shape.rank:
+        return 1.0  # the losses of single rows: none was scaled
+    # On TPU one graph serves all replicas, and reports are updated as Keras does it;
+    # elsewhere each is weighted by the replica's rows (`keras_reports`).
+    is_weighted = isinstance(rank, int) or _is_weighted_by_samples(reporter)
+    if run.is_even or not is_weighted:
+        return float(run.replicas)
+    return tf.math.divide_no_nan(
+        tf.cast(run.total_of(rank), tf.float32), tf.cast(run.count_of(rank), tf.float32)
+    )
+
+
+def _fraction(
+    run: ReplicaRun,
+    rank: Any,
+    value: Any,
+    reducer: FrameType | None,
+    sum_over_replicas: SumOverReplicas,
+) -> Any:
+    """D_r / D, or 1 for what is a share already."""
+    padding = run.padding_of(rank)
+    if _name_of(reducer) == "_aggregate_additional_loss":
+        if is_share(run.shares[trace_of(rank)], value, "add_loss"):
+            return 1.0
+        suspect_added_sum(run, rank, value)
+    denominator = _weight_denominator(reducer)
+    if padding is not None and not _is_global(denominator, reducer, padding):
+        return _fraction_of_rows(reducer, padding)
+    if denominator is None and not _goes_with_rows(run, rank, reducer):
+        denominator = reducer.f_locals["divisor"]  # type: ignore[union-attr]
+    if denominator is None:
+        return run.even_share if run.is_even else run.share_of(rank)
+    denominator = tf.stop_gradient(tf.cast(denominator, tf.float32))
+    # A borrowed row is nobody's loss: neither above the line nor below it.
+    denominator = run.own_part(rank, denominator)
+    counted = denominator
+    if padding is not None and _reduction(reducer) != "mean_with_sample_weight":
+        mask = tf.cast(_mask_of(reducer), tf.float32)
+        counted = tf.reduce_sum(mask * padding.weights(mask.shape.rank))
+    total = sum_over_replicas(counted, rank)
+    run.denominators.setdefault(trace_of(rank), []).append(total)
+    return tf.math.divide_no_nan(denominator, total)
+
+
+def _is_global(denominator: Any, reducer: FrameType | None, padding: Padding) -> bool:
+    """Whether D must be asked of all replicas: it is not a number of rows."""
+    if denominator is None:
+        return False
+    if _reduction(reducer) != "mean_with_sample_weight" or padding.has_user_weights:
+        return True
+    return _mask_of(reducer) is not None
+
+
+def _fraction_of_rows(reducer: FrameType | None, padding: Padding) -> tf.Tensor:
+    """D_r / D where both are rows, of which some only fill the batch up.
+
+    Keras divided the sum of the real rows' losses by all rows, or, where the rows'
+    weights were asked to divide, by their sum; by nothing for a regularisation.
+    """
+    if reducer is None or reducer.f_code.co_name != "reduce_values":
+        return padding.count / padding.total
+    if _reduction(reducer) != "mean_with_sample_weight":
+        return padding.rows / padding.total
+    entries = tf.size(reducer.f_locals["values"]) // padding.rows
+    return padding.count / (padding.total * tf.cast(entries, tf.float32))
+
+
+def _goes_with_rows(run: ReplicaRun, rank: Any, reducer: FrameType | None) -> bool:
+    """Whether D_r is in proportion to the replica's rows of the batch."""
+    if reducer is None or _name_of(reducer) != "reduce_values":
+        return True
+    return goes_with_rows(run, rank, reducer.f_locals["values"])
+
+
+def _name_of(frame: FrameType | None) -> str:
+    return "" if frame is None else frame.f_code.co_name
+
+
+def _reduction(reducer: FrameType | None) -> Any:
+    if reducer is None or _name_of(reducer) != "reduce_values":
+        return None
+    return reducer.f_locals.get("reduction")
+
+
+def _mask_of(reducer: FrameType | None) -> Any:
+    """The mask of the predictions that `reduce_values` was called for."""
+    outer = reducer.f_back if reducer is not None else None
+    if outer is None or outer.f_code.co_name != "reduce_weighted_values":
+        return None
+    return outer.f_locals.get("mask")
+
+
+def _weight_denominator(reducer: FrameType | None) -> Any:
+    """What a mean over weights or unmasked entries was divided by; None: samples."""
+    if reducer is None or reducer.f_code.co_name != "reduce_values":
+        return None  # regularisation and add_loss: per sample
+    weights = reducer.f_locals.get("sample_weight")
+    if reducer.f_locals.get("reduction") == "mean_with_sample_weight":
+        return None if weights is None else tf.reduce_sum(weights)
+    mask = _mask_of(reducer)
+    return None if mask is None else tf.reduce_sum(tf.cast(mask, tf.float32))
+
+
+def _is_weighted_by_samples(reporter: FrameType | None) -> bool:
+    """Whether Keras weights the report that follows by the replica's samples.
+
+    The model's loss always is. The loss of one of several outputs is only when the
+    prediction's batch size is known while the graph is built.
+    """
+    prediction = reporter.f_locals.get("y_p") if reporter is not None else None
+    if prediction is None:
+        return True
+    return tf.nest.flatten(prediction)[0].shape[0] is not None

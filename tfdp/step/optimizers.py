@@ -1,0 +1,343 @@
+"""Stock Keras optimizers made exact: they get gradients that are already reduced.
+
+Keras clips, tests for infinities and then reduces. The other way round is right: a
+gradient is clipped, and found infinite, as a whole. While a strategy runs, every
+optimizer that was made under it is led by instance attributes (no class is patched, and
+they are gone after the trace), whoever calls it and wherever it is kept:
+
+    apply                     reduces first, then goes on with the reduced gradients
+    _all_reduce_sum_gradients returns them as they are
+
+With Keras' gradient accumulation the reduction stays where it was, once per K
+micro-steps and within a conditional; clipping is held back until after it, and the test
+for infinities agrees over the replicas, because all must take the same branch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdp._private.instance_attributes import instance_attributes
+from tfdp._private.names import current_rank, is_branch_graph, keras_state, own_copy
+from tfdp.errors import ConfigurationError, ScopeError
+from tfdp.exchange.wire_dtype import from_wire, sum_gradients_and_state, to_wire
+from tfdp.sharding.optimizers import (
+    check_shardable,
+    clip_over_shards,
+    shard_kind,
+    shard_leads,
+)
+from tfdp.sharding.updates import ShardUpdates
+from tfdp.sharding.variables import ShardUpdatedVariable
+from tfdp.tracing.current_run import current_run
+from tfdp.tracing.run import ReplicaRun
+
+__all__ = [
+    "agree_finite",
+    "led_optimizers",
+    "optimizers_of",
+    "reduce_gradients",
+    "refuse_unled",
+    "shards_of",
+    "strategy_of",
+    "takes_reduced",
+]
+
+CLIPPING = ("clipnorm", "global_clipnorm", "clipvalue")
+ALREADY_REDUCED = {"_all_reduce_sum_gradients": lambda grads_and_vars: grads_and_vars}
+
+
+def optimizers_of(model: Any) -> list[keras.optimizers.Optimizer]:
+    """The optimizers that `model` holds: the compiled one, and those of its attributes,
+    also in lists and dictionaries."""
+    if not isinstance(model, keras.Model):
+        return []
+    unique: dict[int, keras.optimizers.Optimizer] = {}
+    values = [getattr(model, "optimizer", None), *vars(model).values()]
+    seen: set[int] = set()
+    while values:
+        value = values.pop(0)
+        if isinstance(value, keras.optimizers.Optimizer):
+            unique.setdefault(id(value), value)
+        elif isinstance(value, (list, tuple, Mapping)) and id(value) not in seen:
+            seen.add(id(value))
+            values += value.values() if isinstance(value, Mapping) else value
+    return list(unique.values())
+
+
+def strategy_of(optimizer: keras.optimizers.Optimizer) -> tf.distribute.Strategy:
+    """The strategy under whose scope `optimizer` was made."""
+    return optimizer._distribution_strategy
+
+
+@contextlib.contextmanager
+def led_optimizers(
+    optimizers: Iterable[keras.optimizers.Optimizer], run: ReplicaRun
+) -> Iterator[None]:
+    """While this lasts, `optimizers` reduce before they clip, test and update.
+
+    One that another one holds (a loss scaler's, a group's) is led as well: called from
+    there it gets reduced gradients; called by itself it reduces them.
+    """
+    with contextlib.ExitStack() as stack:
+        for optimizer in optimizers:
+            stack.enter_context(instance_attributes(optimizer, _leads(optimizer, run)))
+        yield
+
+
+def _leads(optimizer: keras.optimizers.Optimizer, run: ReplicaRun) -> dict[str, Any]:
+    """The instance attributes that lead `optimizer`."""
+    if getattr(optimizer, "reduces_gradients", False):
+        return {}  # DistributedOptimizer does all of this itself
+    leads: dict[str, Any] = {"apply": functools.partial(_apply, optimizer, run)}
+    if hasattr(optimizer, "inner_optimizer"):
+        leads["check_finite"] = functools.partial(_check_finite, optimizer)
+        return leads
+    shards = shards_of(optimizer)
+    own = {} if shards is None else shard_leads(optimizer, shards)
+    stock_clip = functools.partial(type(optimizer)._clip_gradients, optimizer)
+    clip = own.get("_clip_gradients", stock_clip)
+    own["_clip_gradients"] = functools.partial(_clip_unless_held_back, run, clip)
+    own["_all_reduce_sum_gradients"] = functools.partial(_reduce, optimizer, run)
+    return own | leads
+
+
+def _leaves(
+    optimizer: keras.optimizers.Optimizer,
+) -> list[keras.optimizers.Optimizer]:
+    """The optimizers that reduce and update, within a loss scaler or a group."""
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    return list(getattr(inner, "optimizers", None) or [inner])
+
+
+def _reduces_first(optimizer: keras.optimizers.Optimizer) -> bool:
+    """Whether gradients are reduced before `optimizer` looks at them."""
+    shards = shards_of(optimizer)
+    accumulates = any(leaf.gradient_accumulation_steps for leaf in _leaves(optimizer))
+    return not accumulates or (shards is not None and shards.stage > 1)
+
+
+def _apply(
+    optimizer: keras.optimizers.Optimizer,
+    run: ReplicaRun,
+    gradients: Sequence[Any],
+    trainable_variables: Any = None,
+) -> Any:
+    """Keras' `apply`, with gradients that are reduced when they must be."""
+    original = type(optimizer).apply.__get__(optimizer)
+    is_given_reduced = tf.distribute.in_cross_replica_context() or run.is_updating
+    if is_given_reduced:
+        return original(gradients, trainable_variables)
+    if shards_of(optimizer) is not None:
+        for leaf in _leaves(optimizer):
+            check_shardable(leaf)
+    if not _reduces_first(optimizer):
+        with run.updating(reduces=True):
+            return original(gradients, trainable_variables)
+    variables = None if trainable_variables is None else list(trainable_variables)
+    reduced = _reduce_before(optimizer, run, list(gradients), variables)
+    with run.updating():
+        return original(reduced, variables)
+
+
+def _reduce_before(
+    optimizer: keras.optimizers.Optimizer,
+    run: ReplicaRun,
+    gradients: list[Any],
+    variables: list[Any] | None,
+) -> list[Any]:
+    targets = variables or [None] * len(gradients)
+    # fp8 amax "gradients" are values to store, not slopes to add.
+    places = [
+        i
+        for i, (gradient, variable) in enumerate(zip(gradients, targets, strict=True))
+        if gradient is not None
+        and not getattr(variable, "overwrite_with_gradient", False)
+    ]
+    built_with = variables or optimizer._trainable_variables
+    reduced = reduce_gradients(
+        [gradients[i] for i in places], run, [built_with[i] for i in places]
+    )
+    for place, gradient in zip(places, reduced, strict=True):
+        gradients[place] = gradient
+    return gradients
+
+
+def _check_finite(
+    optimizer: keras.optimizers.Optimizer, gradients: Sequence[Any]
+) -> tf.Tensor:
+    """Keras' test, on what all replicas have alike; else they agree on its answer."""
+    is_alike = _reduces_first(optimizer) and shards_of(optimizer) is None
+    if is_alike or tf.distribute.in_cross_replica_context():
+        return type(optimizer).check_finite(optimizer, gradients)
+    return agree_finite(optimizer, gradients)
+
+
+def _clip_unless_held_back(
+    run: ReplicaRun, clip: Callable[[Sequence[Any]], Any], gradients: Sequence[Any]
+) -> Any:
+    is_replica = not tf.distribute.in_cross_replica_context()
+    return gradients if is_replica and run.reduces_in_update else clip(gradients)
+
+
+def _reduce(
+    optimizer: keras.optimizers.Optimizer,
+    run: ReplicaRun,
+    grads_and_vars: Sequence[tuple[Any, Any]],
+) -> list[tuple[Any, Any]]:
+    """Reduces, and then clips, what was not reduced before."""
+    pairs = list(grads_and_vars)
+    if tf.distribute.in_cross_replica_context() or not run.reduces_in_update:
+        return pairs
+    places = [i for i, (gradient, _) in enumerate(pairs) if gradient is not None]
+    variables = [pairs[i][1] for i in places]
+    reduced = reduce_gradients([pairs[i][0] for i in places], run, variables)
+    shards = shards_of(optimizer)
+    if shards is None:
+        clipped = type(optimizer)._clip_gradients(optimizer, reduced)
+    else:
+        clipped = clip_over_shards(optimizer, reduced, variables, shards)
+    for place, gradient in zip(places, clipped, strict=True):
+        pairs[place] = (gradient, pairs[place][1])
+    return pairs
+
+
+def refuse_unled(value: Sequence[Any]) -> bool:
+    """Refuses a reduction that an unknown optimizer asks for, where it is not exact.
+
+    Returns:
+      Whether an optimizer that nobody leads asks: for the sum of its gradients.
+
+    Raises:
+      ScopeError: when it was made elsewhere.
+      ConfigurationError: when it would clip, test or update by shards before.
+    """
+    stack = keras_state.get_global_attribute("name_scope_stack") or []
+    callers = [getattr(scope, "caller", None) for scope in stack]
+    optimizers = [c for c in callers if isinstance(c, keras.optimizers.Optimizer)]
+    for optimizer in optimizers:
+        if "_all_reduce_sum_gradients" in vars(optimizer) or "apply" in vars(optimizer):
+            return False
+    for optimizer in optimizers:
+        if strategy_of(optimizer) is not tf.distribute.get_strategy():
+            raise ScopeError(
+                f"The optimizer {optimizer.name!r} updates weights in strategy.run, "
+                "but was not made under this strategy. Make it in `with "
+                "strategy.scope():`, once and before strategy.run."
+            )
+        why = _why_not_exact(optimizer)
+        if why is not None:
+            raise ConfigurationError(
+                f"The optimizer {optimizer.name!r} was made within strategy.run, or "
+                f"copied, so the strategy does not know it, and {why}. Make it in "
+                "`with strategy.scope():`, once and before strategy.run, or wrap it: "
+                "tfdp.DistributedOptimizer(optimizer)."
+            )
+    is_led = any(getattr(o, "reduces_gradients", False) for o in optimizers)
+    return bool(optimizers) and not is_led
+
+
+def _why_not_exact(optimizer: keras.optimizers.Optimizer) -> str | None:
+    """Why adding the gradients of an unknown optimizer is not enough."""
+    if shards_of(optimizer) is not None:
+        return "with shard=... each replica would add another shard of its gradients"
+    set_options = [name for name in CLIPPING if getattr(optimizer, name, None)]
+    if set_options:
+        return (
+            f"has {set_options[0]} set: Keras would clip each replica's gradient "
+            "before they are added, which is another update than on one device"
+        )
+    graph = tf.compat.v1.get_default_graph()
+    if is_branch_graph(graph) and not optimizer.gradient_accumulation_steps:
+        return (
+            "is called within a conditional, such as a loss scaler's, whose branch "
+            "each replica would choose by its own gradients: the replicas would wait "
+            "for each other for ever"
+        )
+    return None
+
+
+def names_of_updates(model: Any) -> list[str]:
+    """The scopes in which the optimizers that `model` holds update its weights."""
+    return [leaf.name for owner in optimizers_of(model) for leaf in _leaves(owner)]
+
+
+@contextlib.contextmanager
+def takes_reduced(optimizer: keras.optimizers.Optimizer) -> Iterator[None]:
+    """While this lasts, `optimizer` does not reduce the gradients that it is given."""
+    shards, found = shards_of(optimizer), current_run()
+    with contextlib.ExitStack() as stack:
+        if found is not None:
+            stack.enter_context(found[0].updating())
+        for leaf in _leaves(optimizer):
+            if shards is not None:
+                check_shardable(leaf)
+            own = {} if shards is None else shard_leads(leaf, shards)
+            stack.enter_context(instance_attributes(leaf, own | ALREADY_REDUCED))
+        yield
+
+
+def shards_of(optimizer: keras.optimizers.Optimizer) -> ShardUpdates | None:
+    """What updates the shards of the strategy of `optimizer`; None: it has none."""
+    return getattr(strategy_of(optimizer).extended, "shards", None)
+
+
+def reduce_gradients(
+    gradients: Sequence[Any], run: ReplicaRun, variables: Sequence[Any]
+) -> list[Any]:
+    """The sum of the gradients over the replicas, with the replicas' own state.
+
+    Of a variable that is updated by shards each replica gets its shard of the sum.
+    The gradient of a variable that is stored in shards is one already.
+
+    Moving statistics that each replica updated on its own ride in the same buckets:
+    no launch of their own. They come back as the mean over all samples.
+    """
+    if not gradients:
+        return []
+    results = list(gradients)
+    kinds = [shard_kind(variable) for variable in variables]
+    scattered = [i for i, kind in enumerate(kinds) if kind is ShardUpdatedVariable]
+    if scattered:
+        shards = tf.distribute.get_strategy().extended.shards
+        sent = [gradients[i] for i in scattered]
+        own = shards.scatter(to_wire(sent), [variables[i] for i in scattered])
+        for place, shard in zip(scattered, from_wire(own, sent), strict=True):
+            results[place] = shard
+    whole = [i for i, kind in enumerate(kinds) if kind is None]
+    rank = current_rank()
+    state = run.take_local_state(rank)
+    shares = [_weighted_state(variable, run, rank) for variable in state]
+    if whole or shares:
+        dense = [gradients[i] for i in whole]
+        totals, means = sum_gradients_and_state(dense, shares)
+        for place, value in zip(whole, totals, strict=True):
+            results[place] = value
+        for variable, value in zip(state, means, strict=True):
+            extended = variable.distribute_strategy.extended
+            extended.update_own_copy(variable, lambda own, v: own.assign(v), value)
+    return results
+
+
+def _weighted_state(variable: Any, run: ReplicaRun, rank: Any) -> tf.Tensor:
+    """This replica's share of a mean over samples; nothing when it has no sample."""
+    share = tf.cast(run.share_of(rank), variable.dtype)
+    value = own_copy(variable, rank).read_value()
+    # Statistics of no sample are not a number, and 0 times that is not 0.
+    return tf.where(share > 0, value * share, tf.zeros_like(value))
+
+
+def agree_finite(
+    optimizer: keras.optimizers.Optimizer, gradients: Sequence[Any]
+) -> tf.Tensor:
+    """Whether the gradients are finite on every replica; the same answer on each."""
+    mine = type(optimizer).check_finite(optimizer, gradients)
+    bad = tf.cast(tf.logical_not(mine), tf.float32)
+    context = tf.distribute.get_replica_context()
+    return context.all_reduce(tf.distribute.ReduceOp.SUM, bad) == 0.0

@@ -1,0 +1,198 @@
+"""Keras' losses and metrics without the rows of filling.
+
+While a step of a padded batch is built, the model is led by instance attributes, as the
+optimizers are (`keras_optimizers`): the rows of filling get the weight 0 in its loss
+and metrics. What a mean is divided by is put right in `keras_losses`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdp._private.instance_attributes import instance_attributes
+from tfdp.errors import ConfigurationError
+from tfdp.tracing.keras_steps import is_stock_step, name_of_step
+from tfdp.tracing.padded_batch import Padding
+
+__all__ = ["check_step_weighs", "weighs_rows"]
+
+
+@contextlib.contextmanager
+def weighs_rows(model: Any, padding: Padding) -> Iterator[None]:
+    """While this lasts, `model` leaves the filling out of its loss and metrics."""
+    if not isinstance(model, keras.Model):
+        yield
+        return
+    leads: list[tuple[Any, str, Callable]] = [
+        (model, "compute_loss", _weighted_loss),
+        (model, "compute_metrics", _weighted_metrics),
+    ]
+    if getattr(model, "_loss_tracker", None) is not None:
+        leads.append((model._loss_tracker, "update_state", _count_real_rows))
+    for tracker in getattr(getattr(model, "_compile_loss", None), "metrics", []):
+        leads.append((tracker, "update_state", _count_batches))
+    leads += [
+        (layer, "call", _leave_filling_out)
+        for layer in model._flatten_layers()
+        if isinstance(layer, keras.layers.BatchNormalization)
+    ]
+    if getattr(model, "_compile_metrics", None) is not None:
+        leads.append((model._compile_metrics, "update_state", _weigh_each_metric))
+    with contextlib.ExitStack() as stack:
+        for target, name, lead in leads:
+            led = lead(getattr(target, name), padding, target)
+            stack.enter_context(instance_attributes(target, {name: led}))
+        yield
+
+
+def check_step_weighs(step: Any, padding: Padding) -> None:
+    """Refuses a model's own step whose loss would count the filling.
+
+    Raises:
+      ConfigurationError: when it never called `compute_loss`.
+    """
+    name = name_of_step(step)
+    if not name or is_stock_step(step):
+        return
+    if not padding.loss_is_weighted:
+        raise ConfigurationError(
+            f"{name} of {type(step.__self__).__name__} takes its loss without "
+            "self.compute_loss(x=x, y=y, y_pred=y_pred), so the rows that fill a short "
+            "batch up would count. Call it, or give batches of one size "
+            "(drop_remainder=True), which are not filled up."
+        )
+
+
+def _weighted_loss(compute: Callable, padding: Padding, model: Any) -> Callable:
+    def compute_loss(
+        x: Any = None,
+        y: Any = None,
+        y_pred: Any = None,
+        sample_weight: Any = None,
+        **options: Any,
+    ) -> Any:
+        padding.has_user_weights = sample_weight is not None
+        padding.loss_is_weighted = True
+        _refuse_added_losses(model)
+        if sample_weight is None:
+            weights = keras.tree.map_structure(
+                lambda leaf: padding.weights(_rank_of_values(leaf)), y_pred
+            )
+        else:
+            weights = _times_rows(sample_weight, padding)
+        return compute(x=x, y=y, y_pred=y_pred, sample_weight=weights, **options)
+
+    return compute_loss
+
+
+def _rank_of_values(y_pred: Any) -> int:
+    """The rank of the losses that are computed from `y_pred`, as most losses do."""
+    mask = _mask_of(y_pred)
+    return len(mask.shape) if mask is not None else max(1, len(y_pred.shape) - 1)
+
+
+def _mask_of(y_pred: Any) -> Any:
+    return getattr(y_pred, "_keras_mask", None)
+
+
+def _times_rows(sample_weight: Any, padding: Padding) -> Any:
+    def product(weight: Any) -> Any:
+        if weight is None:
+            return padding.weights(1)
+        weight = tf.convert_to_tensor(weight)
+        if not weight.dtype.is_floating:
+            weight = tf.cast(weight, tf.float32)
+        return weight * padding.weights(weight.shape.rank, weight.dtype)
+
+    return keras.tree.map_structure(product, sample_weight)
+
+
+def _weighted_metrics(compute: Callable, padding: Padding, model: Any) -> Callable:
+    def compute_metrics(
+        x: Any, y: Any, y_pred: Any, sample_weight: Any = None
+    ) -> dict[str, Any]:
+        if sample_weight is not None:
+            sample_weight = _times_rows(sample_weight, padding)
+        return compute(x, y, y_pred, sample_weight)
+
+    return compute_metrics
+
+
+def _count_real_rows(update: Callable, padding: Padding, metric: Any) -> Callable:
+    """Keras gives a reported loss the weight of all rows of the replica."""
+
+    def update_state(value: Any, sample_weight: Any = None) -> Any:
+        return update(value, sample_weight=padding.count)
+
+    return update_state
+
+
+def _count_batches(update: Callable, padding: Padding, metric: Any) -> Callable:
+    """Keras gives the loss of one of several outputs the same weight in each batch.
+
+    It gives it the size of the batch where that is fixed; then batches are not short.
+    """
+
+    def update_state(value: Any, sample_weight: Any = None) -> Any:
+        return update(value, sample_weight=padding.count / padding.total)
+
+    return update_state
+
+
+def _leave_filling_out(call: Callable, padding: Padding, layer: Any) -> Callable:
+    """Statistics of a batch are those of its real rows."""
+
+    def masked_call(inputs: Any, *args: Any, mask: Any = None, **options: Any) -> Any:
+        if inputs.shape[0] == padding.rows:
+            real = padding.weights(len(inputs.shape) - 1) > 0
+            mask = real if mask is None else tf.logical_and(mask, real)
+            mask = tf.broadcast_to(mask, inputs.shape[:-1])
+        return call(inputs, *args, mask=mask, **options)
+
+    return masked_call
+
+
+def _refuse_added_losses(model: Any) -> None:
+    """Refuses losses that layers took of their inputs: they count the filling."""
+    adding = [layer.name for layer in model._flatten_layers() if layer._losses]
+    if adding:
+        raise ConfigurationError(
+            f"The layer {adding[0]!r} adds a loss of its own (add_loss or an activity "
+            "regularizer), in which the rows that fill a short batch up would count. "
+            "Give batches of one size (drop_remainder=True), which are not filled up."
+        )
+
+
+def _weigh_each_metric(update: Callable, padding: Padding, metrics: Any) -> Callable:
+    def update_state(y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+        if not metrics.built:
+            metrics.build(y_true, y_pred)
+        with contextlib.ExitStack() as stack:
+            for metric in metrics.metrics:
+                led = _weigh_rows_of_metric(metric.update_state, padding, metric)
+                stack.enter_context(instance_attributes(metric, {"update_state": led}))
+            return update(y_true, y_pred, sample_weight)
+
+    return update_state
+
+
+def _weigh_rows_of_metric(update: Callable, padding: Padding, metric: Any) -> Callable:
+    def update_state(y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+        if sample_weight is None:
+            # Means take a weight per row. Others (AUC, Recall) count every entry, and
+            # Keras spreads a weight per row along the wrong axis of more than two.
+            axes = len(y_pred.shape)
+            by_row = isinstance(metric, keras.metrics.Mean) or axes <= 2
+            sample_weight = padding.weights(1 if by_row else axes)
+            mask = _mask_of(y_pred)
+            if mask is not None:
+                ones = tf.ones_like(mask, sample_weight.dtype)
+                sample_weight = ones * padding.weights(len(mask.shape))
+        return update(y_true, y_pred, sample_weight=sample_weight)
+
+    return update_state

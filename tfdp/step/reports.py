@@ -1,0 +1,248 @@
+"""What a model reports: one device's numbers, from what each replica knows.
+
+Keras averages what the replicas' steps return, and its running means count what each
+replica brings once, whatever its rows. With n_r of the n rows on replica r:
+
+    a share of the loss (`loss_shares`)     the sum over the replicas
+    a number of the replica's own rows      the sum of n_r / n times it
+    a metric's result                       taken anew from the sums of its state
+
+A replica without a row brings nothing, not the mean of nothing, which is no number.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdp._private.instance_attributes import instance_attributes
+from tfdp._private.names import DistributedVariable, current_rank
+from tfdp.tracing.loss_shares import Standing, key_of
+from tfdp.tracing.run import ReplicaRun, trace_of
+
+__all__ = ["NotedResults", "led_reports", "recorded", "whole_logs"]
+
+# The shape of a Keras loss of an empty replica in eager mode: it takes no mean.
+NO_LOSSES = (0,)
+
+SumOverHosts = Callable[[tf.Tensor], tf.Tensor]
+
+
+class NotedResults:
+    """Which tensors of which replica are the result of which metric."""
+
+    def __init__(self) -> None:
+        self._by_key: dict[Any, tuple[tf.Tensor, Any, str | None]] = {}
+
+    def note(self, result: Any, metric: Any) -> None:
+        """Notes that `result`, a tensor or a dictionary of them, is of `metric`."""
+        parts = result if isinstance(result, dict) else {None: result}
+        for name, value in parts.items():
+            if tf.is_tensor(value):
+                # The tensor is kept, so that its key stays its own.
+                self._by_key[key_of(value)] = value, metric, name
+
+    def find(self, value: tf.Tensor) -> tuple[Any, str | None] | None:
+        """The metric, and the name of the part, that `value` is the result of."""
+        found = self._by_key.get(key_of(value))
+        return None if found is None else found[1:]
+
+
+@contextlib.contextmanager
+def led_reports(model: Any, run: ReplicaRun) -> Iterator[NotedResults]:
+    """While this lasts, the means that `model` reports take in the replicas' shares."""
+    noted = NotedResults()
+    with contextlib.ExitStack() as stack:
+        if isinstance(model, keras.Model) and run.replicas > 1:
+            for metric in _metrics_of(model):
+                led = {"result": functools.partial(_result, metric, noted)}
+                if type(metric).update_state is keras.metrics.Mean.update_state:
+                    led["update_state"] = functools.partial(_update_mean, metric, run)
+                stack.enter_context(instance_attributes(metric, led))
+        yield noted
+
+
+def recorded(step: Callable, run: ReplicaRun) -> Callable:
+    """`step`, for eager mode: what it makes of its losses' factors is recorded."""
+
+    @functools.wraps(step)
+    def recorded_step(*args: Any, **kwargs: Any) -> Any:
+        shares = run.shares[trace_of(current_rank())]
+        with shares.recording():
+            return step(*args, **kwargs)
+
+    return recorded_step
+
+
+def _metrics_of(model: keras.Model) -> Iterator[keras.metrics.Metric]:
+    # Before it is compiled a model's list of metrics may fail.
+    if not getattr(model, "compiled", False):
+        return
+    for metric in model.metrics:
+        inner = getattr(metric, "metrics", None)  # those given to `compile`
+        yield from [metric] if inner is None else inner
+
+
+def _result(metric: Any, noted: NotedResults) -> Any:
+    result = type(metric).result(metric)
+    noted.note(result, metric)
+    return result
+
+
+def _update_mean(
+    metric: Any, run: ReplicaRun, values: Any, sample_weight: Any = None
+) -> Any:
+    """`keras.metrics.Mean.update_state` of one replica, as its part of one device's."""
+    update = keras.metrics.Mean.update_state.__get__(metric)
+    if tf.distribute.in_cross_replica_context():
+        return update(values, sample_weight=sample_weight)
+    rank = current_rank()
+    value = values if tf.is_tensor(values) else tf.convert_to_tensor(values)
+    value = tf.cast(value, metric.dtype)
+    if not isinstance(rank, int) or value.shape.rank is None:
+        return update(values, sample_weight=sample_weight)
+    is_number = not value.shape.rank
+    if not is_number and (sample_weight is None or _rank_of(sample_weight)):
+        return update(values, sample_weight=sample_weight)  # row by row
+    share = tf.cast(run.share_of(rank), value.dtype)
+    standing = Standing.REPORTED
+    if is_number:
+        standing = run.shares[trace_of(rank)].standing_of(values)
+    else:
+        size = tf.cast(tf.size(value), value.dtype)
+        value = tf.math.divide_no_nan(tf.reduce_sum(value), size)
+    if standing is Standing.SHARE:
+        value = tf.math.divide_no_nan(value, share)
+    elif standing is Standing.MIXED:
+        _suspect_mixture(run, f"the metric {metric.name!r} was given")
+    if sample_weight is None:
+        sample_weight = share
+    value = tf.where(share > 0, value, tf.zeros_like(value))
+    return update(value, sample_weight=sample_weight)
+
+
+def _rank_of(weights: Any) -> int | None:
+    return tf.convert_to_tensor(weights).shape.rank
+
+
+def _suspect_mixture(run: ReplicaRun, who: str) -> None:
+    run.suspicions.add(
+        f"{who} a loss of which one part is the replica's share of the global loss (a "
+        "Keras loss took its mean) and another part is not, such as a mean that was "
+        "taken by hand, or sum(self.losses). If gradients are taken of it, that part "
+        "counts once for each replica: bring it to its share with "
+        "tfdp.losses.local_mean(...)"
+    )
+
+
+def whole_logs(
+    logs: Any,
+    run: ReplicaRun,
+    noted: NotedResults,
+    parts_of: Callable[[Any], Sequence[Any]],
+    sum_over_hosts: SumOverHosts | None,
+) -> Any:
+    """What a step returned on each replica, as one device would have returned it.
+
+    Args:
+      logs: nested per-replica values, in cross-replica context.
+      run: the run that they are of, and `noted` the results of metrics in it.
+      parts_of: the values of this host's replicas.
+      sum_over_hosts: adds a vector up; None: there is one host.
+
+    Returns:
+      The same structure with plain numbers, but for what is no number.
+    """
+    leaves = tf.nest.flatten(logs)
+    sums: dict[Any, tf.Tensor] = {}
+    for place, leaf in enumerate(leaves):
+        parts = parts_of(leaf)
+        found = _metric_of(parts, noted)
+        if found is not None:
+            for variable in found[0].variables:
+                if id(variable) not in sums:
+                    sums[id(variable)] = _sum(_copies(variable))
+        elif _are_numbers(parts, run):
+            sums[place] = _sum([_bring(part, run, r) for r, part in enumerate(parts)])
+    if sum_over_hosts is not None:
+        sums = _summed_over_hosts(sums, sum_over_hosts)
+    for place, leaf in enumerate(leaves):
+        found = _metric_of(parts_of(leaf), noted)
+        if place in sums:
+            leaves[place] = sums[place]
+        elif found is not None:
+            metric, name = found
+            result = metric.stateless_result([sums[id(v)] for v in metric.variables])
+            leaves[place] = result if name is None else result[name]
+    return tf.nest.pack_sequence_as(logs, leaves)
+
+
+def _metric_of(parts: Sequence[Any], noted: NotedResults) -> Any:
+    if not tf.is_tensor(parts[0]):
+        return None
+    found = noted.find(parts[0])
+    if found is None or not all(map(_is_summed, found[0].variables)):
+        return None
+    return found
+
+
+def _is_summed(variable: keras.Variable) -> bool:
+    value = variable.value
+    return (
+        isinstance(value, DistributedVariable)
+        and value.aggregation == tf.VariableAggregation.SUM
+    )
+
+
+def _copies(variable: keras.Variable) -> list[tf.Tensor]:
+    return [copy.read_value() for copy in variable.value.values]
+
+
+def _are_numbers(parts: Sequence[Any], run: ReplicaRun) -> bool:
+    # One value for all replicas is nobody's own.
+    is_own = len(parts) == (run.replicas if run.counts is None else len(run.counts))
+    if not is_own or not all(isinstance(p, tf.Tensor) for p in parts):
+        return False
+    shapes = {tuple(p.shape) for p in parts if p.shape.rank is not None}
+    is_float = all(p.dtype.is_floating for p in parts)
+    return is_float and () in shapes and shapes <= {(), NO_LOSSES}
+
+
+def _bring(value: tf.Tensor, run: ReplicaRun, rank: int) -> tf.Tensor:
+    """What a replica's number adds to the number of the whole batch."""
+    if tuple(value.shape) == NO_LOSSES:
+        return tf.zeros([], value.dtype)
+    standing = run.shares[trace_of(rank)].standing_of(value)
+    if standing is Standing.SHARE:
+        return run.own_part(rank, value)
+    if standing is Standing.MIXED:
+        _suspect_mixture(run, "the step returned")
+    share = tf.cast(run.share_of(rank), value.dtype)
+    return tf.where(share > 0, value * share, tf.zeros_like(value))
+
+
+def _sum(parts: Sequence[tf.Tensor]) -> tf.Tensor:
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    return total
+
+
+def _summed_over_hosts(
+    sums: dict[Any, tf.Tensor], sum_over_hosts: SumOverHosts
+) -> dict[Any, tf.Tensor]:
+    """`sums` added up over the hosts, in one exchange for each type."""
+    totals: dict[Any, tf.Tensor] = {}
+    for dtype in sorted({value.dtype.name for value in sums.values()}):
+        keys = [key for key, value in sums.items() if value.dtype.name == dtype]
+        flat = [tf.reshape(sums[key], [-1]) for key in keys]
+        lengths = [part.shape[0] for part in flat]
+        pieces = tf.split(sum_over_hosts(tf.concat(flat, 0)), lengths)
+        for key, piece in zip(keys, pieces, strict=True):
+            totals[key] = tf.reshape(piece, sums[key].shape)
+    return totals

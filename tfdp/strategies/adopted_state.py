@@ -1,0 +1,78 @@
+"""Optimizers and metrics that were made outside of the scope, before any use.
+
+`model.compile("sgd")` outside of `strategy.scope()` makes an optimizer, and metrics,
+with plain variables. Until an optimizer is built these are a counter and a rate: they
+are made anew under the strategy, within the same objects, so that what a program holds
+on to stays what trains.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdp._private.names import DistributedVariable, is_default_strategy
+from tfdp.step.optimizers import strategy_of
+
+__all__ = ["adopt_state"]
+
+
+def adopt_state(
+    model: Any,
+    optimizers: Sequence[keras.optimizers.Optimizer],
+    strategy: tf.distribute.Strategy,
+) -> None:
+    """Takes under `strategy` what `model` is to train with and no strategy has."""
+    if not isinstance(model, keras.Model):
+        return
+    for optimizer in optimizers:
+        parts = list(_parts(optimizer))
+        if any(part.built or not _is_nobodys(part) for part in parts):
+            continue
+        for part in parts:
+            vars(part)["_distribution_strategy"] = strategy
+            _make_anew(part.variables, strategy)
+            strategy.extended.made_optimizers.note(part)
+    for metric in _metrics(model):
+        _make_anew(metric.variables, strategy)
+
+
+def _is_nobodys(optimizer: keras.optimizers.Optimizer) -> bool:
+    return is_default_strategy(strategy_of(optimizer))
+
+
+def _parts(
+    optimizer: keras.optimizers.Optimizer,
+) -> Iterator[keras.optimizers.Optimizer]:
+    """`optimizer`, and those that it holds."""
+    yield optimizer
+    inner = getattr(optimizer, "inner_optimizer", None)
+    for part in [inner] if inner is not None else getattr(optimizer, "optimizers", []):
+        yield from _parts(part)
+
+
+def _metrics(model: keras.Model) -> Iterator[keras.metrics.Metric]:
+    """Those that `model` reports, and those that compile is yet to build."""
+    if not model.compiled:
+        return  # a program's own `metrics` may name what its compile makes
+    yield from model.metrics
+    compiled = getattr(model, "_compile_metrics", None)
+    for name in ("_user_metrics", "_user_weighted_metrics"):
+        for metric in tf.nest.flatten(getattr(compiled, name, None)):
+            if isinstance(metric, keras.metrics.Metric):
+                yield metric
+
+
+def _make_anew(
+    variables: Iterable[keras.Variable], strategy: tf.distribute.Strategy
+) -> None:
+    for variable in variables:
+        if isinstance(variable.value, DistributedVariable):
+            continue
+        with tf.init_scope():
+            value = variable.numpy()
+            with strategy.scope():
+                variable._initialize(value)

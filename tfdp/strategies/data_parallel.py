@@ -1,0 +1,207 @@
+"""`DataParallelStrategy`: the one line that makes `model.fit` data-parallel."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import tensorflow as tf
+
+from tfdp.cluster import find_cluster
+from tfdp.errors import ClusterError, ConfigurationError
+from tfdp.plan.buckets import Bucket
+from tfdp.plan.communication import Communication, checked_communication
+from tfdp.plan.shards import SHARD_STAGES
+from tfdp.plan.topology import Topology
+from tfdp.strategies.devices import find_devices
+from tfdp.strategies.extended import DataParallelExtended
+from tfdp.strategies.hierarchical import HierarchicalAllReduce
+from tfdp.strategies.keras_backend import check_keras_backend
+from tfdp.strategies.replica_strategy import (
+    ReplicaContextStrategy,
+    check_pad_batches,
+    check_sharding,
+)
+
+__all__ = ["DataParallelStrategy"]
+
+
+class DataParallelStrategy(ReplicaContextStrategy, tf.distribute.MirroredStrategy):
+    """Trains one model on all devices of this host, each on its part of the batch.
+
+    With N replicas and per-replica mean losses L_r, one step computes
+
+        g = (1 / N) sum_r grad L_r(w),    w <- update(w, g)
+
+    on every replica alike. To Keras and TensorFlow it is a
+    `tf.distribute.MirroredStrategy`; gradients, though, are reduced and applied
+    within each replica, in buckets, while backprop still runs.
+
+    Args:
+      devices: names of the devices, one replica each, such as `["GPU:0", "GPU:1"]`;
+        None takes all GPUs, or all logical CPUs where there is no GPU.
+      communication: how replicas exchange tensors; None for the defaults.
+      shard: what each replica holds 1 / N of only: "none" (0), "optimizer" (1: its
+        state), "gradients" (2: and gradients), "parameters" (3: and weights). The
+        numbers are the stages of ZeRO.
+      shard_min_bytes: variables below this size are not sharded.
+      offload: "optimizer": the sharded state of the optimizer stays in the memory of
+        the host, whose CPU updates it; see docs/sharding.md. "none": on the devices.
+      draws_per_replica: True: dropout, noise and augmentation layers draw differently
+        on every replica, reproducibly from their seed. False: identical draws, as
+        stock TensorFlow makes them.
+      pad_batches: True: short batches are filled up with rows that count for nothing,
+        so that all have one size and `jit_compile=True` compiles once. A number is the
+        global batch size, for data that do not tell it.
+      alone: True: trains without the others where a launcher has started several
+        workers. False: such a process is refused, because each worker would train a
+        model of its own; `tfdp.auto_strategy` joins them.
+
+    Raises:
+      ConfigurationError: when an argument is not as above or cannot act on one host
+        (docs/options.md), in one of several workers, or when Keras' backend is not
+        TensorFlow.
+      DeviceError: when a device does not exist or is named twice.
+
+    Cost: per step and replica about 2 n (N - 1) / N bytes for n bytes of gradients;
+    3 n (N - 1) / N with shard="parameters" and `tfdp.remat`.
+
+    ```python
+    import keras
+    import tfdp
+
+    strategy = tfdp.DataParallelStrategy()
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+        model.compile(optimizer="sgd", loss="mse")
+    ```
+    """
+
+    def __init__(
+        self,
+        devices: Sequence[str] | None = None,
+        *,
+        communication: Communication | None = None,
+        shard: str | int = "none",
+        shard_min_bytes: int = 32 * 1024,
+        offload: str = "none",
+        draws_per_replica: bool = True,
+        pad_batches: bool | int = False,
+        alone: bool = False,
+    ):
+        check_keras_backend()
+        if not alone:
+            refuse_among_workers()
+        self._sharding = check_sharding(shard, shard_min_bytes, offload)
+        self.pad_batches = check_pad_batches(pad_batches)
+        communication = checked_communication(communication)
+        cross_device_ops = self._make_cross_device_ops(communication)
+        extended = self._make_extended(
+            find_devices(devices),
+            communication,
+            cross_device_ops,
+            bool(draws_per_replica),
+        )
+        # MirroredStrategy's own constructor would make a stock extended.
+        tf.distribute.Strategy.__init__(self, extended)
+
+    def _make_cross_device_ops(
+        self, communication: Communication
+    ) -> HierarchicalAllReduce:
+        return HierarchicalAllReduce(communication)
+
+    def _make_extended(
+        self,
+        devices: tuple[str, ...],
+        communication: Communication,
+        cross_device_ops: HierarchicalAllReduce,
+        draws_per_replica: bool,
+    ) -> DataParallelExtended:
+        self._pipeline = cross_device_ops.pipeline(devices)
+        return DataParallelExtended(
+            self,
+            devices,
+            self._pipeline,
+            cross_device_ops,
+            draws_per_replica=draws_per_replica,
+            sharding=self._sharding,
+        )
+
+    @property
+    def is_chief(self) -> bool:
+        """Whether this process writes files: always, on one host."""
+        return True
+
+    def barrier(self, label: str = "barrier") -> None:
+        """Waits until every host has come here: at once, on one host."""
+
+    def from_chief(self, value: np.ndarray, label: str = "value") -> np.ndarray:
+        """The first host's `value`, on every host, which all must ask for.
+
+        Args:
+          value: an array of numbers, of one shape and type on all hosts.
+          label: names the exchange in errors.
+        """
+        return value
+
+    @property
+    def communication(self) -> Communication:
+        """How replicas exchange tensors."""
+        return self._pipeline.communication
+
+    @property
+    def topology(self) -> Topology:
+        """The levels over which gradients are reduced."""
+        return self._pipeline.engine.topology
+
+    @property
+    def engine_name(self) -> str:
+        """The engine that moves tensors: "in_process" or "tensorflow"."""
+        return self._pipeline.engine.name
+
+    def plan(self, gradients: Sequence[tf.Tensor]) -> tuple[Bucket, ...]:
+        """The buckets in which `gradients` travel.
+
+        Args:
+          gradients: tensors in the order of their variables; shapes and types count.
+
+        Returns:
+          One `Bucket` for each exchange, in the order of launch.
+        """
+        return self._pipeline.plan(gradients)
+
+    @property
+    def shard(self) -> str:
+        """What is sharded: "none", "optimizer", "gradients" or "parameters"."""
+        return SHARD_STAGES[self._sharding.stage]
+
+    @property
+    def shard_min_bytes(self) -> int:
+        """Variables below this size are not sharded."""
+        return self._sharding.min_bytes
+
+    @property
+    def offload(self) -> str:
+        """What the host keeps for the devices: "none" or "optimizer"."""
+        return "optimizer" if self._sharding.offload else "none"
+
+
+def refuse_among_workers() -> None:
+    """Refuses a strategy of one process where a launcher has started several.
+
+    Raises:
+      ConfigurationError: with what to use in its place.
+    """
+    try:
+        cluster = find_cluster()
+    except ClusterError:
+        return  # nobody knows of others: a batch script without its job step, perhaps
+    if cluster is not None and cluster.workers > 1:
+        raise ConfigurationError(
+            f"This process is worker {cluster.rank} of {cluster.workers} "
+            f"({cluster.source}), and a DataParallelStrategy trains on one host alone: "
+            "each worker would train a model of its own, and they would never meet. "
+            "Use tfdp.auto_strategy(), which takes all workers, or "
+            "tfdp.MultiHostDataParallelStrategy(). For a model of each worker's own: "
+            "DataParallelStrategy(alone=True)."
+        )

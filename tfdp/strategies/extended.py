@@ -1,0 +1,244 @@
+"""The strategy's inside, as TensorFlow wants it: a `MirroredExtended` that never
+leaves the replica context while a graph is built.
+
+Stock MirroredStrategy stops all replicas at every reduction and update (`merge_call`),
+which cannot happen inside conditionals. Here replicas reduce and update on their own,
+so Keras' accumulation, EMA overwrite and steps_per_execution work as written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import tensorflow as tf
+
+from tfdp._private.names import (
+    MirroredExtended,
+    MirroredVariable,
+    SyncOnReadVariable,
+    current_rank,
+    stop_recording,
+)
+from tfdp.data.lasting_input import LastingInput
+from tfdp.errors import ScopeError
+from tfdp.exchange.reducer import ShardReducer
+from tfdp.exchange.wire_dtype import are_gradients
+from tfdp.plan.shards import Sharding
+from tfdp.sharding.updates import (
+    SHARD_CLASSES,
+    ShardUpdates,
+)
+from tfdp.sharding.variables import ShardedVariable
+from tfdp.step.optimizers import refuse_unled
+from tfdp.strategies.global_seed import with_global_seed
+from tfdp.strategies.made_optimizers import MadeOptimizers
+from tfdp.strategies.scope_checks import check_component
+from tfdp.tracing.run import ReplicaRun
+from tfdp.variables.mirrored import (
+    ReplicaMirroredVariable,
+    ReplicaOnReadVariable,
+    SeedVariable,
+    is_seed_state,
+)
+
+__all__ = [
+    "SHARD_CLASSES",
+    "DataParallelExtended",
+    "ReplicaReducer",
+    "ShardingReducer",
+    "shards_of_extended",
+]
+
+
+class ReplicaReducer(Protocol):
+    """What the extended needs from the layers above to move tensors."""
+
+    def begin_run(self) -> None:
+        """Called before the replicas of one `strategy.run` are traced."""
+
+    def all_reduce(self, values: Sequence[Any], rank: int, *, mean: bool) -> list[Any]:
+        """The sum or mean of each value over the replicas, in replica context."""
+
+    def broadcast(self, value: Any, rank: int) -> Any:
+        """Replica 0's value, in replica context."""
+
+
+class ShardingReducer(ReplicaReducer, ShardReducer, Protocol):
+    """One that moves shards, too."""
+
+
+class BucketReducer(ShardingReducer, Protocol):
+    """One that knows gradients from other values, too."""
+
+    def all_reduce(
+        self,
+        values: Sequence[Any],
+        rank: int,
+        *,
+        mean: bool,
+        are_gradients: bool = False,
+    ) -> list[Any]:
+        """The sum or mean of each value over the replicas, in replica context."""
+
+
+class DataParallelExtended(LastingInput, MirroredExtended):
+    """`MirroredExtended` that reduces and updates in replica context.
+
+    Args:
+      strategy: the strategy it belongs to.
+      devices: full device names, one per replica.
+      reducer: moves tensors between replicas in replica context.
+      cross_device_ops: reduces in cross-replica context, and in eager mode.
+      draws_per_replica: whether random layers draw apart on every replica.
+      sharding: what each replica holds a shard of only.
+    """
+
+    def __init__(
+        self,
+        strategy: tf.distribute.Strategy,
+        devices: Sequence[str],
+        reducer: BucketReducer,
+        cross_device_ops: tf.distribute.CrossDeviceOps,
+        *,
+        draws_per_replica: bool = True,
+        sharding: Sharding | None = None,
+    ):
+        self.reducer = reducer
+        self.shards: ShardUpdates | None = None
+        if sharding is not None and sharding.is_needed(reducer.shard_parts):
+            self.shards = ShardUpdates(strategy, devices, reducer, sharding)
+        self.current_run = ReplicaRun(len(devices))
+        self.made_optimizers = MadeOptimizers()
+        self._draws_per_replica = draws_per_replica
+        super().__init__(
+            strategy, devices=list(devices), cross_device_ops=cross_device_ops
+        )
+
+    def update(self, var: Any, fn: Callable, *args: Any, **kwargs: Any) -> Any:
+        """Updates a variable of this strategy; see `StrategyExtended.update`."""
+        check_component(var, self._container_strategy())
+        return super().update(var, fn, *args, **kwargs)
+
+    def colocate_vars_with(self, colocate_with_variable: Any) -> Any:
+        """Where slots go; see `StrategyExtended.colocate_vars_with`."""
+        check_component(colocate_with_variable, self._container_strategy())
+        return super().colocate_vars_with(colocate_with_variable)
+
+    def update_own_copy(self, variable: Any, fn: Callable, value: Any) -> None:
+        """Calls `fn(component, value)` with the calling replica's own component."""
+        component = variable._get_replica(current_rank())
+        with tf.device(component.device):
+            fn(component, value)
+
+    def update_whole(self, variable: Any, fn: Callable, value: Any, kwargs: Any) -> Any:
+        """Assigns to all copies of a mirrored variable, in cross-replica context."""
+        return super()._update(variable, fn, (value,), kwargs, True)
+
+    def read_sharded(self, variable: ShardedVariable, rank: int) -> tf.Tensor:
+        """The whole of a sharded variable, in replica context."""
+        return shards_of_extended(self).read(variable, rank)
+
+    def _update(
+        self, var: Any, fn: Callable, args: Any, kwargs: Any, group: Any
+    ) -> Any:
+        if isinstance(var, SHARD_CLASSES):
+            return shards_of_extended(self).update_across(var, fn, args, kwargs)
+        return super()._update(var, fn, args, kwargs, group)
+
+    def _replica_ctx_update(
+        self, var: Any, fn: Callable, args: Any, kwargs: Any, group: Any
+    ) -> Any:
+        if isinstance(var, SHARD_CLASSES) and not tf.executing_eagerly():
+            return shards_of_extended(self).update(var, fn, args, kwargs)
+        return super()._replica_ctx_update(var, fn, args, kwargs, group)
+
+    def _make_collective_ops_with_fallbacks(self) -> tf.distribute.CrossDeviceOps:
+        # The stock collectives share one set of keys among all strategies of the
+        # process, which poisons the second one. Ours have keys of their own.
+        return self._cross_device_ops
+
+    def _get_cross_device_ops(self, value: Any) -> tf.distribute.CrossDeviceOps:
+        return self._cross_device_ops
+
+    def _use_merge_call(self) -> bool:
+        # Eager replicas run one after the other: nothing can be exchanged within one.
+        return tf.executing_eagerly()
+
+    def _call_for_each_replica(self, fn: Callable, args: Any, kwargs: Any) -> Any:
+        if not tf.executing_eagerly():
+            self.reducer.begin_run()
+            if self.shards is not None:
+                self.shards.forget_views()
+        # TensorFlow takes a tf.function apart to call what is in it.
+        if not hasattr(fn, "get_concrete_function"):
+            fn = with_global_seed(fn)
+        return super()._call_for_each_replica(fn, args, kwargs)
+
+    def _replica_ctx_all_reduce(
+        self, reduce_op: Any, value: Any, options: Any = None
+    ) -> Any:
+        if reduce_op == tf.distribute.ReduceOp.SUM:
+            value = self.current_run.parts_to_sum(current_rank(), value)
+        if tf.executing_eagerly():
+            return super()._replica_ctx_all_reduce(reduce_op, value, options)
+        is_optimizer = refuse_unled(value)
+        mean = reduce_op == tf.distribute.ReduceOp.MEAN
+        flat = tf.nest.flatten(value)
+        reduced = self.reducer.all_reduce(
+            flat,
+            current_rank(),
+            mean=mean,
+            are_gradients=is_optimizer or are_gradients(),
+        )
+        return tf.nest.pack_sequence_as(value, reduced)
+
+    def _create_variable(self, next_creator: Callable, **kwargs: Any) -> Any:
+        self.made_optimizers.note_maker()
+        shards, shard_class = self.shards, None
+        if shards is not None and kwargs.get("initial_value") is not None:
+            value = self._first_value(kwargs)
+            shard_class = shards.class_of(kwargs, value)
+            if shard_class is not None and issubclass(shard_class, ShardedVariable):
+                value = self._common_start(value, kwargs)
+                return shards.make(shard_class, next_creator, kwargs, value)
+        variable = super()._create_variable(next_creator, **kwargs)
+        if type(variable) is SyncOnReadVariable:
+            return ReplicaOnReadVariable(
+                variable.distribute_strategy, variable.values, variable.aggregation
+            )
+        if type(variable) is not MirroredVariable:
+            return variable
+        own_draws = self._draws_per_replica and is_seed_state(variable)
+        variable_class = SeedVariable if own_draws else ReplicaMirroredVariable
+        return (shard_class or variable_class)(
+            variable.distribute_strategy, variable.values, variable.aggregation
+        )
+
+    def _first_value(self, kwargs: dict[str, Any]) -> tf.Tensor:
+        """What the variable about to be made starts as; drawn once, and kept."""
+        initial = kwargs["initial_value"]
+        with tf.device(self.worker_devices[0]), stop_recording():
+            value = tf.convert_to_tensor(
+                initial() if callable(initial) else initial, dtype=kwargs.get("dtype")
+            )
+        kwargs["initial_value"] = value
+        return value
+
+    def _common_start(self, value: tf.Tensor, kwargs: dict[str, Any]) -> tf.Tensor:
+        """The value that a variable stored in shards starts as on all hosts."""
+        return value
+
+
+def shards_of_extended(extended: Any) -> ShardUpdates:
+    """What updates the shards of a strategy with this `extended`.
+
+    Raises:
+      ScopeError: when it does not shard.
+    """
+    if extended.shards is None:
+        raise ScopeError(
+            "A sharded variable is used under a strategy that does not shard. Use it "
+            "under the strategy in whose scope it was made."
+        )
+    return extended.shards

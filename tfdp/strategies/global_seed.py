@@ -1,0 +1,110 @@
+"""Keras' global generator of seeds, under a strategy.
+
+`keras.random.normal(shape)` without a seed draws from a generator that Keras makes when
+it is first asked, one for each thread. The replicas of a step are traced in threads
+that are new every time, and a trace may make variables once at most: one device runs
+such a layer, replicas would not. They are given the generator of the thread that called
+`strategy.run`, whose state is a variable of the strategy, made outside of the trace.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import functools
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdp._private.autograph import library_code
+from tfdp._private.names import keras_state
+
+__all__ = ["with_global_seed"]
+
+# What Keras calls it.
+ATTRIBUTE = "global_seed_generator"
+
+
+class GlobalSeed(keras.random.SeedGenerator):
+    """A global generator with a state for each strategy; made when first asked.
+
+    Not earlier: a generator takes its seed from Python's `random`, and one device
+    would have it take it at the first draw.
+
+    Args:
+      plain: the generator that was there before; None: none was.
+    """
+
+    # Keras' own constructor would draw a seed and make a variable.
+    def __init__(self, plain: keras.random.SeedGenerator | None):
+        self.name = "global_seed"
+        self._initial_seed = None
+        self._plain = plain
+        self._under: weakref.WeakKeyDictionary[Any, keras.random.SeedGenerator] = (
+            weakref.WeakKeyDictionary()
+        )
+
+    @property
+    def state(self) -> keras.Variable:
+        """That of the strategy in whose replica, or scope, the caller is."""
+        return self._current().state
+
+    def next(self, ordered: bool = True) -> Any:
+        """The next seed."""
+        generator = self._current()
+        variable = generator.state.value
+        if ordered or not isinstance(variable, tf.distribute.DistributedValues):
+            return generator.next(ordered)
+        # Keras' sequence, on what is stored: every replica sees that plus an offset of
+        # its own, which the sequence would not leave alone.
+        seen = tf.identity(variable)
+        offset = getattr(variable, "own_offset", lambda: None)()
+        stored = seen if offset is None else seen - offset
+        following = (stored + 1) * 5387 % 933199
+        variable.assign(following if offset is None else following + offset)
+        return seen
+
+    def _current(self) -> keras.random.SeedGenerator:
+        if not tf.distribute.has_strategy():
+            if self._plain is None:
+                with tf.init_scope():
+                    self._plain = keras.random.SeedGenerator()
+            return self._plain
+        strategy = tf.distribute.get_strategy()
+        if strategy not in self._under:
+            # A thread of its own is in no replica and builds no graph.
+            with concurrent.futures.ThreadPoolExecutor(max_workers=1) as thread:
+                self._under[strategy] = thread.submit(self._made, strategy).result()
+        return self._under[strategy]
+
+    def _made(self, strategy: tf.distribute.Strategy) -> keras.random.SeedGenerator:
+        """A generator that goes on where the one without a strategy stands."""
+        with strategy.scope():
+            if self._plain is None:
+                return keras.random.SeedGenerator()
+            state = self._plain.state.numpy()
+            made = keras.random.SeedGenerator(int(state[0]))
+            made.state.assign(state)
+            return made
+
+
+def with_global_seed(function: Callable) -> Callable:
+    """`function` as the replicas run it, with the global generator of this thread."""
+    generator = keras_state.get_global_attribute(ATTRIBUTE)
+    if not isinstance(generator, GlobalSeed):
+        generator = GlobalSeed(generator)
+        keras_state.set_global_attribute(ATTRIBUTE, generator)
+
+    @library_code
+    @functools.wraps(function)
+    def seeded(*args: Any, **kwargs: Any) -> Any:
+        before = keras_state.get_global_attribute(ATTRIBUTE)
+        keras_state.set_global_attribute(ATTRIBUTE, generator)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            keras_state.set_global_attribute(ATTRIBUTE, before)
+
+    return seeded

@@ -1,0 +1,416 @@
+"""`MultiHostDataParallelStrategy`: the same script in one process per host."""
+
+from __future__ import annotations
+
+import atexit
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfdp._private import names
+from tfdp._private.autograph import library_code
+from tfdp.cluster import Cluster, find_cluster
+from tfdp.data.hosts import own_part, until_all_end
+from tfdp.data.seeds import agree_on_seed, seed_to_share
+from tfdp.errors import ConfigurationError, DeviceError
+from tfdp.exchange.choose_engine import choose_engine
+from tfdp.exchange.pipeline import GradientPipeline
+from tfdp.exchange.two_level import AcrossHostsEngine
+from tfdp.exchange.two_level_collectives import (
+    TensorFlowAcrossHostsEngine,
+    meet_by_collectives,
+)
+from tfdp.exchange.two_level_shards import ShardsAcrossHostsEngine
+from tfdp.hosts import last_words
+from tfdp.hosts.alike import refuse_differences
+from tfdp.hosts.buffers import unaligned_copy
+from tfdp.hosts.choose_link import make_link
+from tfdp.plan.communication import (
+    Communication,
+    checked_communication,
+    refuse_idle_options,
+)
+from tfdp.plan.shards import shard_stage
+from tfdp.plan.topology import Topology
+from tfdp.strategies.chief_callbacks import let_only_the_chief_write, share_state
+from tfdp.strategies.cluster_resolver import resolver_of
+from tfdp.strategies.data_parallel import DataParallelStrategy
+from tfdp.strategies.devices import (
+    add_waiting_thread,
+    find_devices,
+    use_virtual_devices,
+)
+from tfdp.strategies.hierarchical import HierarchicalAllReduce
+from tfdp.strategies.keras_backend import check_keras_backend
+from tfdp.strategies.multi_host_extended import MultiHostExtended
+from tfdp.strategies.worker_settings import policies_of, settings_of
+from tfdp.tracing.keras_steps import is_predict_step
+from tfdp.tracing.run import ReplicaRun
+
+__all__ = ["MultiHostDataParallelStrategy"]
+
+
+class MultiHostDataParallelStrategy(DataParallelStrategy):
+    """Trains one model on the devices of several processes, one process per host.
+
+    With H hosts of D replicas each, N = H D, every step computes what one device
+    would on the whole global batch; see `DataParallelStrategy`. Every host runs the
+    same script. Each takes its rows of every global batch; gradients are summed
+    within the host first, and one sum per host crosses the network.
+
+    Args:
+      cluster: the workers; None takes what the environment says (`tfdp launch`,
+        TF_CONFIG, Slurm, Kubernetes, MPI, torchrun).
+      devices_per_host: replicas of this process: None for all GPUs, or the logical
+        CPUs; a number splits the CPU where there is no GPU. The same on all hosts.
+      communication: how replicas and hosts exchange tensors; None for the defaults.
+      shard: see `DataParallelStrategy`.
+      shard_group: who shares the shards: "all" replicas of all hosts, which then need
+        each other to read a variable as a whole (to save it, too); or those of each
+        "host", so that every host has all shards and the network carries what it
+        carries without.
+      shard_min_bytes: see `DataParallelStrategy`.
+      offload: see `DataParallelStrategy`.
+      draws_per_replica: see `DataParallelStrategy`.
+
+    Raises:
+      ConfigurationError: when nothing names a cluster, when an argument is not as
+        above or cannot act on so many hosts (docs/options.md), or when the workers
+        were given different ones; it says which worker has what.
+      DeviceError: when there are fewer GPUs than `devices_per_host`.
+      CollectiveError: when the workers do not come together in
+        `communication.timeout_seconds`; it names who is missing.
+
+    Cost: per step and host 2 n (H - 1) / H bytes on the wire for n bytes of
+    gradients, and one exchange of a number.
+
+    ```python
+    import tfdp
+
+    cluster = tfdp.Cluster(workers=1, rank=0, coordinator=None, source="argument")
+    strategy = tfdp.MultiHostDataParallelStrategy(cluster)
+    print(strategy.num_replicas_in_sync)
+    ```
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster | None = None,
+        *,
+        devices_per_host: int | None = None,
+        communication: Communication | None = None,
+        shard: str | int = "none",
+        shard_group: str = "all",
+        shard_min_bytes: int = 32 * 1024,
+        offload: str = "none",
+        draws_per_replica: bool = True,
+    ):
+        check_keras_backend()
+        found = cluster if cluster is not None else find_cluster()
+        if not isinstance(found, Cluster):
+            raise ConfigurationError(
+                "MultiHostDataParallelStrategy found no cluster: neither tfdp launch, "
+                "TF_CONFIG, Slurm, Kubernetes, MPI nor torchrun has set its variables. "
+                "Start the script with `tfdp launch --workers 2 script.py`, or pass a "
+                f"tfdp.Cluster. Received: {cluster!r}."
+            )
+        self.cluster = found
+        if found.workers > 1:
+            last_words.listen()
+        if shard_group not in ("all", "host"):
+            raise ConfigurationError(
+                f"shard_group must be 'all' or 'host'. Received: {shard_group!r}."
+            )
+        self.shard_group = shard_group
+        # A HostLink; None for a single worker, which exchanges nothing.
+        self._link: Any = None
+        self._host_engine: AcrossHostsEngine | None = None
+        if devices_per_host is None:
+            devices_per_host = found.devices_per_worker
+        self._requested_devices = devices_per_host
+        communication = checked_communication(communication)
+        refuse_idle_options(communication, found.workers)
+        try:
+            super().__init__(
+                self._own_devices(communication, shard_stage(shard)),
+                communication=communication,
+                shard=shard,
+                shard_min_bytes=shard_min_bytes,
+                offload=offload,
+                draws_per_replica=draws_per_replica,
+                alone=True,  # the others are known, and met below
+            )
+            self._cluster_resolver = resolver_of(
+                found,
+                ["localhost"] if self._link is None else self._link.hosts,
+                self.extended.worker_devices,
+            )
+        except BaseException:
+            # The others then hear that this worker will not come.
+            self.close()
+            raise
+
+    def _make_cross_device_ops(
+        self, communication: Communication
+    ) -> HierarchicalAllReduce:
+        if self.cluster.workers > 1:
+            # It reduces within this host only; what is between hosts is not for it.
+            communication = dataclasses.replace(
+                communication, engine="auto", wire_dtype=None
+            )
+        return HierarchicalAllReduce(communication)
+
+    def _own_devices(self, communication: Communication, stage: int) -> list[str]:
+        count = self._requested_devices
+        is_count = isinstance(count, int) and not isinstance(count, bool)
+        if count is not None and not (is_count and count >= 1):
+            raise ConfigurationError(
+                f"devices_per_host must be an int of at least 1. Received: {count!r}."
+            )
+        if self.cluster.workers > 1:
+            add_waiting_thread()
+        if not tf.config.list_physical_devices("GPU") and count is not None:
+            use_virtual_devices(count)
+        if self.cluster.workers > 1 and communication.engine == "tensorflow":
+            if stage and self.shard_group == "all":
+                raise ConfigurationError(
+                    "Communication(engine='tensorflow') carries no shards between "
+                    "hosts. Use shard_group='host', which shards within each host, or "
+                    "another engine."
+                )
+            self._link = make_link(self.cluster, communication)
+            meet_by_collectives(self._link)
+        found = find_devices()
+        if count is not None and len(found) < count:
+            raise DeviceError(
+                f"devices_per_host={count}, but this host has {len(found)}: "
+                f"{', '.join(found)}. Ask for as many as there are, or leave it out to "
+                "use all."
+            )
+        return list(found[:count])
+
+    def _make_extended(
+        self,
+        devices: tuple[str, ...],
+        communication: Communication,
+        cross_device_ops: tf.distribute.CrossDeviceOps,
+        draws_per_replica: bool,
+    ) -> Any:
+        if self.cluster.workers == 1:
+            return super()._make_extended(
+                devices, communication, cross_device_ops, draws_per_replica
+            )
+        is_alone = self.shard_group == "host" and len(devices) == 1
+        if self._sharding.stage and is_alone and not self._sharding.offload:
+            raise ConfigurationError(
+                "shard_group='host' shards over the replicas of a host, and this host "
+                "has one. Give every process several devices (devices_per_host=4, or "
+                "tfdp launch --devices-per-worker 4), or use shard_group='all'."
+            )
+        self._link = self._link or make_link(self.cluster, communication)
+        # The others then hear that this script has ended, and need not wait for it.
+        atexit.register(self.close)
+        refuse_differences(
+            self._link, settings_of(self, devices, communication, draws_per_replica)
+        )
+        self._share_seed()
+        self._engine = self._host_engine = self._make_engine(devices, communication)
+        self._pipeline = GradientPipeline(self._engine, communication)
+        return MultiHostExtended(
+            self,
+            devices,
+            self._pipeline,
+            cross_device_ops,
+            draws_per_replica=draws_per_replica,
+            sharding=self._sharding,
+            first_rank=self.cluster.rank * len(devices),
+            first_host_value=self.from_chief,
+            sum_over_hosts=lambda arrays: [
+                self._link.sum([array], "eager sum", "host")[0] for array in arrays
+            ],
+        )
+
+    def _make_engine(
+        self, devices: tuple[str, ...], communication: Communication
+    ) -> AcrossHostsEngine:
+        wire_dtype = communication.wire_dtype
+        if communication.engine == "tensorflow":
+            hint = choose_engine(devices, communication).hint
+            return TensorFlowAcrossHostsEngine(devices, self._link, hint, wire_dtype)
+        over_hosts = self._shards_over_hosts
+        engine = ShardsAcrossHostsEngine if over_hosts else AcrossHostsEngine
+        return engine(devices, self._link, wire_dtype)
+
+    @property
+    def cluster_resolver(self) -> tf.distribute.cluster_resolver.ClusterResolver:
+        """This worker's `task_type` and `task_id`, as TensorFlow's programs ask."""
+        return self._cluster_resolver
+
+    @property
+    def hosts(self) -> int:
+        """How many processes train together."""
+        return self.cluster.workers
+
+    @property
+    def _shards_over_hosts(self) -> bool:
+        is_sharded = bool(self._sharding.stage) and self._link is not None
+        return is_sharded and self.shard_group == "all"
+
+    @property
+    def is_chief(self) -> bool:
+        """Whether this is worker 0, which writes files."""
+        return self.cluster.rank == 0
+
+    @property
+    def topology(self) -> Topology:
+        """Hosts x devices."""
+        return Topology(self.hosts, len(self.extended.worker_devices))
+
+    @property
+    def _replicas(self) -> int:
+        return self.hosts * super()._replicas
+
+    def barrier(self, label: str = "barrier") -> None:
+        """Waits until every host has come here."""
+        if self._link is not None:
+            self._link.gather(b"", label)
+
+    def close(self) -> None:
+        """Says goodbye to the other hosts; the process may then end or go on alone."""
+        if self._link is not None:
+            if self._host_engine is not None:
+                self._host_engine.close()
+            self._link.close()
+        atexit.unregister(self.close)
+
+    def _part_of_host(self, dataset: Any) -> Any:
+        """This host's rows of every global batch."""
+        if self._link is None or not isinstance(dataset, tf.data.Dataset):
+            return dataset
+        fit = names.fit_of_caller()
+        policies = policies_of(fit[0]) if fit is not None else ""
+        self._lead_fit(fit)
+        return own_part(dataset, self._link, policies)
+
+    def _lead_fit(self, fit: tuple[Any, Any] | None) -> None:
+        if fit is None:
+            return
+        model, callbacks = fit
+        let_only_the_chief_write(
+            callbacks,
+            self.is_chief,
+            lambda model, restored: share_state(
+                model, restored, self.is_chief, self.from_chief
+            ),
+            all_must_read=self._shards_over_hosts,
+        )
+
+    def distribute_datasets_from_function(
+        self, dataset_fn: Callable, options: Any = None
+    ) -> Any:
+        """As in TensorFlow; hosts that run out of data go on with empty batches."""
+        if self._link is None:
+            return super().distribute_datasets_from_function(dataset_fn, options)
+        link = self._link
+        context = tf.distribute.InputContext(
+            self.hosts, self.cluster.rank, self.num_replicas_in_sync
+        )
+        return super().distribute_datasets_from_function(
+            lambda _: until_all_end(dataset_fn(context), link), options
+        )
+
+    def _reduce_values(self, reduce_op: Any, value: Any, axis: int | None) -> Any:
+        """Reduces over the replicas of all hosts."""
+        if self._link is None:
+            return super()._reduce_values(reduce_op, value, axis)
+        is_mean = str(getattr(reduce_op, "value", reduce_op)).upper() == "MEAN"
+        if is_mean and axis is not None:
+            total = self._reduce_values("SUM", value, axis)
+            counts = tf.nest.map_structure(
+                lambda v: self._sum_of_hosts(self._local_length(v, axis)), value
+            )
+            return tf.nest.map_structure(
+                lambda t, n: t / tf.cast(n, t.dtype), total, counts
+            )
+        local = super()._reduce_values(reduce_op, value, axis)
+        total = tf.nest.map_structure(self._sum_of_hosts, local)
+        if not is_mean:
+            return total
+        return tf.nest.map_structure(lambda t: t / self.hosts, total)
+
+    @library_code
+    def gather(self, value: Any, axis: int) -> Any:
+        """Joins the values of all replicas by rank; see `tf.distribute.Strategy`."""
+        local = super().gather(value, axis)
+        if self._link is None:
+            return local
+        return tf.nest.map_structure(lambda t: self._gather_axis(t, axis), local)
+
+    def _gather_axis(self, tensor: tf.Tensor, axis: int) -> tf.Tensor:
+        channel = "host" if tf.executing_eagerly() else "step"
+        swapped = tf.experimental.numpy.swapaxes(tensor, 0, axis) if axis else tensor
+        rows = self._engine.gather_rows(swapped, channel)
+        return tf.experimental.numpy.swapaxes(rows, 0, axis) if axis else rows
+
+    @property
+    def _sum_of_logs(self) -> Callable[[tf.Tensor], tf.Tensor] | None:
+        return None if self._link is None else self._sum_of_hosts
+
+    def _sum_of_hosts(self, value: Any) -> tf.Tensor:
+        tensor = tf.convert_to_tensor(value)
+        if tf.executing_eagerly():
+            (total,) = self._link.sum([tensor.numpy()], "reduce", "host")
+            return tf.convert_to_tensor(unaligned_copy(total))
+        return self._engine.sum_scalar_of_hosts(tensor, "reduce")
+
+    def _local_length(self, value: Any, axis: int) -> tf.Tensor:
+        parts = self.experimental_local_results(value)
+        return tf.add_n([tf.cast(tf.shape(part)[axis], tf.int64) for part in parts])
+
+    def _complete_run(self, run: ReplicaRun) -> None:
+        """Counts the samples of all hosts, in cross-replica context."""
+        if self._link is None:
+            return
+        run.replicas = self.num_replicas_in_sync
+        if run.counts is not None:
+            run.spans_hosts = True
+            total = tf.cast(run.total, tf.int32)
+            run.total = (
+                self._sum_of_hosts(total)
+                if tf.executing_eagerly()
+                else self._engine.sum_scalar_of_hosts(total, "number of samples")
+            )
+
+    def _complete_result(self, fn: Callable, result: Any) -> Any:
+        """All hosts' rows where Keras is about to join those of this host."""
+        if self._link is None or not is_predict_step(fn):
+            return result
+        return tf.nest.map_structure(self._all_rows, result)
+
+    def _all_rows(self, value: Any) -> Any:
+        parts = self.experimental_local_results(value)
+        if parts[0].shape.rank == 0:
+            return value
+        channel = "host" if tf.executing_eagerly() else "step"
+        rows = self._engine.gather_rows(tf.concat(parts, axis=0), channel)
+        if len(parts) == 1:
+            return rows
+        return names.PerReplica((rows, *(part[:0] for part in parts[1:])))
+
+    def from_chief(self, value: np.ndarray, label: str = "value") -> np.ndarray:
+        """Worker 0's array, on every host; see `DataParallelStrategy.from_chief`."""
+        if self._link is None:
+            return value
+        mine = value.tobytes() if self.is_chief else b""
+        # What has the same bytes need not be the same.
+        told = f"{label}: {value.dtype.name} {list(value.shape)}"
+        first = self._link.gather(mine, told)[0]
+        received = np.frombuffer(first, value.dtype).reshape(value.shape)
+        return unaligned_copy(received)
+
+    def _share_seed(self) -> None:
+        """Shuffles of `fit` are alike on all hosts: each takes its part of them."""
+        agree_on_seed(self.from_chief(seed_to_share(), "seed"))

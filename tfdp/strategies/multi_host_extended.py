@@ -1,0 +1,121 @@
+"""The strategy's inside on several hosts: each drives its own devices alone.
+
+TensorFlow sees a mirrored strategy on this host's devices; ranks, and the values that
+variables start from, are those of all hosts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import tensorflow as tf
+
+from tfdp._private.names import MirroredVariable, regroup_mirrored
+from tfdp.exchange.wire_types import check_summable
+from tfdp.strategies.extended import DataParallelExtended
+
+__all__ = ["FirstHostValue", "MultiHostExtended"]
+
+
+class FirstHostValue(Protocol):
+    """Hands the first host's array to every host."""
+
+    def __call__(self, value: np.ndarray, label: str) -> np.ndarray:
+        """The array of host 0, in the shape and type of `value`."""
+
+
+SumOverHosts = Callable[[Sequence[np.ndarray]], list[np.ndarray]]
+
+
+class MultiHostExtended(DataParallelExtended):
+    """`DataParallelExtended` of one host among several.
+
+    Args:
+      first_rank: the rank of this host's first replica among all.
+      first_host_value: brings variables to the value that host 0 gave them.
+      sum_over_hosts: adds lists of arrays of several types.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        first_rank: int,
+        first_host_value: FirstHostValue,
+        sum_over_hosts: SumOverHosts,
+        **kwargs: Any,
+    ):
+        self._first_rank = first_rank
+        self._first_host_value = first_host_value
+        self._sum_over_hosts = sum_over_hosts
+        super().__init__(*args, **kwargs)
+
+    def _get_replica_id_in_sync_group(self, replica_id: int) -> int:
+        return self._first_rank + replica_id
+
+    def _get_local_replica_id(self, replica_id_in_sync_group: int) -> int:
+        return replica_id_in_sync_group - self._first_rank
+
+    def _batch_reduce_to(
+        self, reduce_op: Any, value_destination_pairs: Any, options: Any = None
+    ) -> list[Any]:
+        """Eager replicas stop for each other; then the sum over hosts is taken."""
+        strategy = self._container_strategy()
+        local = [
+            _sum_of(
+                [
+                    tf.convert_to_tensor(part).numpy()
+                    for part in strategy.experimental_local_results(value)
+                ]
+            )
+            for value, _ in value_destination_pairs
+        ]
+        totals = self._sum_over_hosts(local)
+        if reduce_op == tf.distribute.ReduceOp.MEAN:
+            # As in a graph, where the mean of whole numbers is a float64.
+            totals = [total / strategy.num_replicas_in_sync for total in totals]
+        return [self._on_every_device(total) for total in totals]
+
+    def _on_every_device(self, value: np.ndarray) -> Any:
+        copies = []
+        for device in self.worker_devices:
+            with tf.device(device):
+                copies.append(tf.constant(value))
+        return regroup_mirrored(copies)
+
+    def _start_in_a_trace(self, kwargs: dict[str, Any]) -> Callable[[], tf.Tensor]:
+        """The first host's start of a variable that is made while a step is traced.
+
+        Hosts draw it apart, and what a trace assigns no host can ask another for.
+        """
+        with tf.init_scope():
+            mine = tf.convert_to_tensor(
+                kwargs["initial_value"](), dtype=kwargs.get("dtype")
+            )
+            first = self._first_host_value(
+                mine.numpy(), f"variable {kwargs.get('name')}"
+            )
+        return lambda: tf.constant(first)
+
+    def _common_start(self, value: tf.Tensor, kwargs: dict[str, Any]) -> tf.Tensor:
+        label = f"variable {kwargs.get('name')}"
+        return tf.constant(self._first_host_value(value.numpy(), label))
+
+    def _create_variable(self, next_creator: Callable, **kwargs: Any) -> Any:
+        if not tf.executing_eagerly() and callable(kwargs.get("initial_value")):
+            kwargs["initial_value"] = self._start_in_a_trace(kwargs)
+        variable = super()._create_variable(next_creator, **kwargs)
+        # Values that are read as sums (metrics) start at zero everywhere.
+        if isinstance(variable, MirroredVariable) and tf.executing_eagerly():
+            mine = variable.values[0].numpy()
+            first = self._first_host_value(mine, f"variable {variable.name}")
+            for component in variable.values:
+                component.assign(first)
+        return variable
+
+
+def _sum_of(parts: Sequence[np.ndarray]) -> np.ndarray:
+    check_summable(tf.as_dtype(parts[0].dtype))
+    # np.sum would make int64 of every smaller whole number.
+    return np.sum(parts, axis=0, dtype=parts[0].dtype)

@@ -1,0 +1,336 @@
+"""What every strategy of tfdp shares: `run`, `reduce` and the checks around them.
+
+The replicas' own part of a step stays Keras'; these methods tell it how many samples
+each replica has, and lead the model's optimizers (`tfdp.step.optimizers`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdp._private import names
+from tfdp._private.autograph import library_code
+from tfdp.data.keras_input import keras_input, with_none
+from tfdp.data.padding import distribute_padded, global_batch_rows, is_of_one_size
+from tfdp.data.split import has_sparse, in_parts, parts, splittable
+from tfdp.errors import ConfigurationError, LocalMeanWarning, LocalStateWarning
+from tfdp.plan.shards import Sharding, shard_stage
+from tfdp.step.borrowed_rows import borrow_rows, leaves_borrowed_out, return_rows
+from tfdp.step.build import builds_from_plain_batch
+from tfdp.step.jit import is_stock_train_step, jitted_train_step, take_over_jit
+from tfdp.step.losses import loss_replica_count
+from tfdp.step.optimizers import led_optimizers, optimizers_of
+from tfdp.step.own_losses import own_losses
+from tfdp.step.padding import check_step_weighs, weighs_rows
+from tfdp.step.reduced_parts import parts_of_one_shape
+from tfdp.step.reports import led_reports, recorded, whole_logs
+from tfdp.strategies import scope_checks
+from tfdp.strategies.adopted_state import adopt_state
+from tfdp.tracing import keras_steps
+from tfdp.tracing.loss_suspicions import why_loss_seems_local
+from tfdp.tracing.padded_batch import Padding, find_padded, trim_rows, without_padding
+from tfdp.tracing.run import ReplicaRun, sample_counts, trace_of
+from tfdp.variables.layer_state import check_no_row_state
+
+__all__ = ["ReplicaContextStrategy", "check_pad_batches", "check_sharding"]
+
+
+def check_pad_batches(value: Any) -> bool | int:
+    """`value`, when it can be the argument `pad_batches` of a strategy.
+
+    Raises:
+      ConfigurationError: when it is neither a switch nor a size.
+    """
+    if isinstance(value, bool) or (isinstance(value, int) and value >= 1):
+        return value
+    raise ConfigurationError(
+        "pad_batches must be True, False, or the global batch size (at least 1). "
+        f"Received: {value!r}."
+    )
+
+
+def check_sharding(
+    shard: str | int, shard_min_bytes: int, offload: str = "none"
+) -> Sharding:
+    """What the arguments `shard...` and `offload` of a strategy ask for.
+
+    Raises:
+      ConfigurationError: when one of them is out of range.
+    """
+    is_size = isinstance(shard_min_bytes, int) and not isinstance(shard_min_bytes, bool)
+    if not is_size or shard_min_bytes < 0:
+        raise ConfigurationError(
+            "shard_min_bytes must be an integer of at least 0. Received: "
+            f"{shard_min_bytes!r}."
+        )
+    if offload not in ("none", "optimizer"):
+        raise ConfigurationError(
+            f"offload must be 'none' or 'optimizer'. Received: {offload!r}."
+        )
+    stage = shard_stage(shard)
+    if offload == "optimizer" and not stage:
+        raise ConfigurationError(
+            "offload='optimizer' keeps each replica's shard of the optimizer's state "
+            "in the memory of the host, and with shard='none' there are no shards. Add "
+            "shard='optimizer', also on one device; see docs/sharding.md."
+        )
+    return Sharding(stage, shard_min_bytes, offload == "optimizer")
+
+
+class ReplicaContextStrategy(tf.distribute.Strategy):
+    """A strategy whose replicas reduce and update on their own; a mixin.
+
+    It stands before the TensorFlow strategy among the bases. The strategy's extended
+    has `current_run` (a `ReplicaRun`) and reduces in replica context.
+    """
+
+    #: Whether the strategy compiles the replicas' steps itself, all of them.
+    compiles_steps = False
+    #: Whether short batches are filled up; a number is the size of a whole batch.
+    pad_batches: bool | int = False
+
+    @property
+    def _stated_rows(self) -> int | None:
+        is_number = not isinstance(self.pad_batches, bool)
+        return self.pad_batches if is_number else None
+
+    @functools.cached_property
+    def _jit_models(self) -> weakref.WeakSet[Any]:
+        """The models whose steps are compiled replica by replica."""
+        return weakref.WeakSet()
+
+    @property
+    def _replicas(self) -> int:
+        return len(self.extended.worker_devices)
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """The number of replicas.
+
+        Keras' loss functions, which divide by it, get the replica's exact share of
+        the global batch instead (see `tfdp.step.losses`).
+        """
+        replicas = self._replicas
+        run = self.extended.current_run
+        if (
+            replicas > 1 or run.padding
+        ) and not tf.distribute.in_cross_replica_context():
+            count = loss_replica_count(run, names.current_rank(), self._sum_scalar)
+            if count is not None:
+                return count  # type: ignore[return-value]
+        return replicas
+
+    @library_code
+    def run(
+        self,
+        fn: Callable,
+        args: Any = (),
+        kwargs: Any = None,
+        options: Any = None,
+    ) -> Any:
+        """Runs `fn` on every replica; see `tf.distribute.Strategy.run`.
+
+        Knows how many samples each replica gets, and the optimizers that were made
+        under the strategy: gradients are reduced before they are clipped.
+        """
+        is_step = bool(keras_steps.name_of_step(fn))
+        is_logging = is_step and names.is_called_by_keras_loop()
+        model = getattr(fn, "__self__", None)
+        optimizers = optimizers_of(model)
+        step = fn
+        if model in self._jit_models and is_stock_train_step(fn):
+            step = functools.partial(jitted_train_step, model)
+        self._adopt_and_check(model, optimizers)
+        known = self.extended.made_optimizers.together_with(optimizers)
+        args, kwargs = with_none(args), with_none(kwargs)
+        devices = self.extended.worker_devices
+        if is_logging and len(devices) > 1 and not self.compiles_steps:
+            args = in_parts(args, devices)
+        run = sample_counts((args, kwargs or {}), len(devices))
+        padded = find_padded((args, kwargs))
+        if padded is not None:
+            padded.set_shapes()
+            if tf.nest.flatten(padded.rows):
+                step = self._step_of_padded(fn, step, model, run)
+            else:
+                args, kwargs = without_padding(args), without_padding(kwargs)
+        elif not self.compiles_steps and (is_step or keras_steps.is_predict_step(fn)):
+            args, kwargs = borrow_rows((args, kwargs), run, devices)
+        self._complete_run(run)
+        outer, self.extended.current_run = self.extended.current_run, run
+        try:
+            with (
+                led_optimizers(known, run),
+                led_reports(model, run) as noted,
+                leaves_borrowed_out(fn, known, run),
+                own_losses(model if self._replicas > 1 else None),
+            ):
+                if tf.executing_eagerly():
+                    step = recorded(step, run)
+                result = super().run(step, args, kwargs, options)
+        finally:
+            self.extended.current_run = outer
+        if is_logging and run.replicas > 1 and not self.compiles_steps:
+            result = whole_logs(
+                result, run, noted, self.experimental_local_results, self._sum_of_logs
+            )
+        if optimizers:
+            self._warn_of_local_mean(model, fn, run)
+        if run.padding and keras_steps.is_predict_step(fn):
+            result = trim_rows(result, padded.rows)  # type: ignore[union-attr]
+        if keras_steps.is_predict_step(fn):
+            result = return_rows(result, run)
+        is_whole_batch_everywhere = run.counts is None and self._replicas > 1
+        if is_whole_batch_everywhere and keras_steps.is_predict_step(fn):
+            return keras_steps.rows_of_first_replica(result)
+        return self._complete_result(fn, result)
+
+    def _adopt_and_check(self, model: Any, optimizers: list[Any]) -> None:
+        adopt_state(model, optimizers, self)
+        scope_checks.check_model(model, optimizers, self)
+        if self._replicas > 1:
+            check_no_row_state(model)
+
+    def _step_of_padded(
+        self, fn: Callable, step: Callable, model: Any, run: ReplicaRun
+    ) -> Callable:
+        """`step` for a batch that was filled up, which it gets without its marks.
+
+        Args:
+          fn: the user's or Keras' step.
+          step: what runs in its place.
+          model: whose method it is; None: nobody's.
+          run: to note in which rows are real.
+        """
+        is_prediction = keras_steps.is_predict_step(fn)
+        if not isinstance(model, keras.Model) and not is_prediction:
+            raise ConfigurationError(
+                "This batch was filled up to a fixed size, and the step is not a "
+                "method of a Keras model, so nothing would leave the filling out. "
+                "Give batches of one size (drop_remainder=True) that the "
+                f"{self._replicas} replicas divide, which are not filled up."
+            )
+
+        @tf.autograph.experimental.do_not_convert
+        def padded_step(*args: Any, **kwargs: Any) -> Any:
+            batch = find_padded((args, kwargs))
+            padding = Padding.of(batch.rows)  # type: ignore[union-attr]
+            run.padding[trace_of(names.current_rank())] = padding
+            plain, named = without_padding(args), without_padding(kwargs)
+            with weighs_rows(model, padding):
+                result = step(*plain, **named)
+            check_step_weighs(fn, padding)
+            return result
+
+        return padded_step
+
+    @library_code
+    def reduce(self, reduce_op: Any, value: Any, axis: int | None = None) -> Any:
+        """Reduces `value` across replicas; see `tf.distribute.Strategy.reduce`.
+
+        Keras asks for the mean of a whole batch to learn its shapes and types. That
+        call gets one replica's batch instead: the mean of strings, sparse tensors or
+        parts of different length does not exist.
+        """
+        model = names.model_built_by_caller()
+        if model is not None:
+            self._adopt_and_check(model, optimizers_of(model))
+            self._take_over_jit(model)
+            return keras_steps.representative_batch(with_none(without_padding(value)))
+        if axis is None:
+            value = parts_of_one_shape(value, self._replicas)
+        return self._reduce_values(reduce_op, value, axis)
+
+    def _reduce_values(self, reduce_op: Any, value: Any, axis: int | None) -> Any:
+        return super().reduce(reduce_op, value, axis)
+
+    @library_code
+    def scope(self) -> contextlib.AbstractContextManager:
+        """The scope to make models in; see `tf.distribute.Strategy.scope`."""
+        scope_checks.check_not_nested(self)
+        model = names.model_built_by_caller()
+        if model is not None:
+            self._adopt_and_check(model, optimizers_of(model))
+            self._take_over_jit(model)
+            builds_from_plain_batch(model)
+        return super().scope()
+
+    def _take_over_jit(self, model: Any) -> None:
+        is_taken = (self._replicas > 1 or self.compiles_steps) and take_over_jit(model)
+        if is_taken and not self.compiles_steps:
+            self._jit_models.add(model)
+
+    @library_code
+    def experimental_distribute_dataset(self, dataset: Any, options: Any = None) -> Any:
+        """Splits global batches; see `tf.distribute.Strategy`."""
+        scope_checks.check_not_nested(self)
+        scope_checks.check_dataset(dataset)
+        element_spec = dataset.element_spec
+        if self._replicas > 1:
+            dataset = splittable(dataset, names.batch_size_of_caller()[0])
+        dataset = self._part_of_host(dataset)
+        is_odd = not is_of_one_size(dataset, self._replicas)
+        if self.pad_batches and (is_odd or self.compiles_steps):
+            distributed = distribute_padded(
+                self, dataset, global_batch_rows(dataset, self._stated_rows)
+            )
+        elif self._replicas > 1 and has_sparse(dataset):
+            split = parts(dataset, len(self.extended.worker_devices))
+            distributed = tf.distribute.Strategy.distribute_datasets_from_function(
+                self, lambda _: split, options
+            )
+        else:
+            distributed = super().experimental_distribute_dataset(dataset, options)
+        return keras_input(element_spec, distributed)
+
+    def _part_of_host(self, dataset: Any) -> Any:
+        """What this host's replicas split among them."""
+        return dataset
+
+    @property
+    def _sum_of_logs(self) -> Callable[[tf.Tensor], tf.Tensor] | None:
+        """Adds up a vector of the numbers that a step reports; None: on one host."""
+        return None
+
+    def _complete_run(self, run: ReplicaRun) -> None:
+        """Adds what only several hosts together know; before the replicas run."""
+
+    def _complete_result(self, fn: Callable, result: Any) -> Any:
+        """Adds what only several hosts together have; after the replicas ran."""
+        return result
+
+    def _warn_of_local_mean(self, model: Any, step: Callable, run: ReplicaRun) -> None:
+        for category, clauses in (
+            (LocalMeanWarning, run.suspicions),
+            (LocalStateWarning, run.state_suspicions),
+        ):
+            for clause in sorted(clauses):
+                message = f"In a step of model {model.name!r} {clause}."
+                warnings.warn(message, category, stacklevel=3)
+        why = why_loss_seems_local(model, step, run)
+        if why is None:
+            return
+        warnings.warn(
+            f"The loss of model {model.name!r} was not brought to its share of the "
+            f"global batch: {why}. The gradients of the {run.replicas} replicas are "
+            "added, so a mean over the local batch makes each update "
+            f"{run.replicas} times too large. If it is such a mean, take the gradient "
+            "of tfdp.losses.local_mean(loss); if it is a sum, or already divided by "
+            "the global batch, say so with tfdp.losses.local_sum(loss).",
+            LocalMeanWarning,
+            stacklevel=3,
+        )
+
+    def _sum_scalar(self, value: tf.Tensor, rank: Any) -> tf.Tensor:
+        context, run = tf.distribute.get_replica_context(), self.extended.current_run
+        value = run.own_part(rank, value)
+        with run.summing_own_parts(rank):
+            return context.all_reduce(tf.distribute.ReduceOp.SUM, value)

@@ -1,0 +1,231 @@
+"""Whether a tensor has one row for each row of the batch, told from the graph.
+
+A replica's mean is shared out by its rows of the batch. That is right for what has the
+rows of the batch, and wrong where a step masks rows out, takes tokens apart, or puts
+real and made-up rows together: there the replicas must tell each other what they
+divided by. All replicas must decide alike, or some would wait for the others; hence the
+graph is asked, which is the same on each, and never the shapes, which are not.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import tensorflow as tf
+
+from tfdp._private.names import graphs_inside, in_compiled_function, is_loop_graph
+from tfdp.errors import ConfigurationError
+from tfdp.tracing.loss_shares import key_of
+from tfdp.tracing.replica_invariance import outermost
+from tfdp.tracing.run import ReplicaRun, trace_of
+
+__all__ = ["goes_with_rows", "has_rows_of", "reduced_axes"]
+
+# A loss is a few operations away from its labels; give up beyond that.
+MOST_OPS = 500
+
+ELEMENTWISE = set(
+    "Abs Acos Add AddN AddV2 Atan Cast CheckNumerics ClipByValue Cos Cosh Digamma Div "
+    "DivNoNan Elu EnsureShape Equal Erf Exp Expm1 Floor FloorDiv FloorMod Greater "
+    "GreaterEqual Identity IsFinite IsInf IsNan LeakyRelu Less LessEqual Lgamma Log "
+    "Log1p LogicalAnd LogicalNot LogicalOr LogSoftmax Maximum Minimum Mul MulNoNan Neg "
+    "NotEqual OnesLike Pow PreventGradient RealDiv Reciprocal Relu Relu6 Round Rsqrt "
+    "Select SelectV2 Selu Sigmoid Sign Sin Sinh Softmax Softplus Softsign Sqrt Square "
+    "SquaredDifference StopGradient Sub Tan Tanh Xdivy Xlog1py Xlogy ZerosLike".split()
+)
+CROSSENTROPIES = {
+    "SoftmaxCrossEntropyWithLogits",
+    "SparseSoftmaxCrossEntropyWithLogits",
+}
+REDUCTIONS = {"All", "Any", "ArgMax", "ArgMin", "Max", "Mean", "Min", "Prod", "Sum"}
+FIRST_INPUT = {"BatchMatMulV2", "BiasAdd", "Cumsum"}
+
+
+def goes_with_rows(run: ReplicaRun, rank: Any, values: tf.Tensor) -> bool:
+    """Whether there are as many `values` as rows of the batch, times a constant.
+
+    All replicas answer alike: where it is not so, they tell each other how many.
+
+    Raises:
+      ConfigurationError: when it is not so, and they cannot.
+    """
+    if not isinstance(rank, int) or in_compiled_function():
+        return True  # one program of fixed shapes for all replicas
+    eager = isinstance(values, tf.__internal__.EagerTensor)
+    if not eager:
+        batch = run.batches.get(trace_of(rank), [])
+        if has_rows_of(values, batch) and values.shape[1:].is_fully_defined():
+            return True
+        if any(map(is_loop_graph, graphs_inside(None))):
+            run.suspicions.add(
+                "within a tf.while_loop a Keras loss was weighted by the rows of the "
+                "batch, because replicas cannot tell each other there how many losses "
+                "they took a mean of. Take such losses outside of the loop, or bring "
+                "them to their share with tfdp.losses.local_sum"
+            )
+            return True
+    if run.counts is None and run.has_tensors:
+        return True  # every replica was given the same
+    some_are_empty = run.counts is not None and 0 in [
+        n for n in run.counts if isinstance(n, int)
+    ]
+    may_be_alone = some_are_empty or (eager and run.spans_hosts)
+    if values.shape.rank == 1 and may_be_alone and not run.lends_rows:
+        # Keras asks nothing on a replica that has no row: nobody can wait for it.
+        if values.shape[0] == run.count_of(rank):
+            return True
+        raise ConfigurationError(
+            f"A Keras loss took the mean of {values.shape[0]} losses on a replica that "
+            f"has {run.count_of(rank)} rows, while another one may have none, so the "
+            "replicas cannot agree on what to divide by. Compile with "
+            "run_eagerly=False (call strategy.run within a tf.function), or give "
+            "batches that leave no replica without a row."
+        )
+    return False
+
+
+def has_rows_of(value: tf.Tensor, batch: Iterable[tf.Tensor]) -> bool:
+    """Whether the first axis of `value` is surely that of a tensor of `batch`.
+
+    Args:
+      value: a tensor of the graph being built, of one axis or more.
+      batch: what the replica was given.
+
+    Returns:
+      False also when it cannot be told.
+    """
+    keys = {key_of(tensor) for tensor in batch}
+    todo, seen = collections.deque([value]), set[Any]()
+    while todo and len(seen) < MOST_OPS:
+        tensor = outermost(todo.popleft(), lambda found: key_of(found) in keys)
+        if tensor is None or isinstance(tensor, tf.__internal__.EagerTensor):
+            continue
+        if key_of(tensor) in keys:
+            return True
+        if tensor.shape.rank and key_of(tensor) not in seen:
+            seen.add(key_of(tensor))
+            todo.extend(_of_same_rows(tensor))
+    return False
+
+
+def _of_same_rows(tensor: tf.Tensor) -> list[tf.Tensor]:
+    """The inputs whose first axis is that of `tensor`."""
+    op, inputs = tensor.op, list(tensor.op.inputs)
+    if op.type in ELEMENTWISE:
+        # Others are stretched to the rows; where there is one row, nothing tells, and
+        # what is stretched elsewhere does not lead to the batch here either.
+        rank = tensor.shape.rank
+        is_one_row = tensor.shape[0] == 1
+        return [
+            t
+            for t in inputs
+            if t.shape.rank == rank and (is_one_row or t.shape[0] != 1)
+        ]
+    if op.type in CROSSENTROPIES:
+        return inputs[::-1]  # the labels are nearer to the batch
+    if op.type in FIRST_INPUT:
+        return inputs[:1]
+    rule = RULES.get(op.type)
+    return rule(op, inputs) if rule is not None else []
+
+
+def _reduction(op: tf.Operation, inputs: list[tf.Tensor]) -> list[tf.Tensor]:
+    reduced = reduced_axes(inputs)
+    return [] if reduced is None or 0 in reduced else inputs[:1]
+
+
+def reduced_axes(inputs: list[tf.Tensor]) -> set[int] | None:
+    """The axes over which an operation with these inputs reduces; None: not known."""
+    axes, rank = tf.get_static_value(inputs[1]), inputs[0].shape.rank
+    if axes is None or rank is None:
+        return None
+    return {int(axis) % rank for axis in axes.reshape(-1)} if rank else set()
+
+
+def _axis_in(op: tf.Operation, inputs: list[tf.Tensor]) -> list[tf.Tensor]:
+    """ExpandDims: the axis is an input."""
+    axis = tf.get_static_value(inputs[1])
+    rank = inputs[0].shape.rank
+    is_behind = axis is not None and rank and int(axis) % (rank + 1) != 0
+    return inputs[:1] if is_behind else []
+
+
+def _squeeze(op: tf.Operation, inputs: list[tf.Tensor]) -> list[tf.Tensor]:
+    axes, rank = op.get_attr("squeeze_dims"), inputs[0].shape.rank
+    if not axes or rank is None or 0 in {axis % rank for axis in axes}:
+        return []
+    return inputs[:1]
+
+
+def _one_hot(op: tf.Operation, inputs: list[tf.Tensor]) -> list[tf.Tensor]:
+    return inputs[:1] if op.get_attr("axis") != 0 else []
+
+
+def _mat_mul(op: tf.Operation, inputs: list[tf.Tensor]) -> list[tf.Tensor]:
+    return [] if op.get_attr("transpose_a") else inputs[:1]
+
+
+def _transpose(op: tf.Operation, inputs: list[tf.Tensor]) -> list[tf.Tensor]:
+    order = tf.get_static_value(inputs[1])
+    return inputs[:1] if order is not None and order[0] == 0 else []
+
+
+def _concat(op: tf.Operation, inputs: list[tf.Tensor]) -> list[tf.Tensor]:
+    axis, rank = tf.get_static_value(inputs[-1]), inputs[0].shape.rank
+    is_behind = axis is not None and rank and int(axis) % rank != 0
+    return inputs[:-1] if is_behind else []
+
+
+def _stack(op: tf.Operation, inputs: list[tf.Tensor]) -> list[tf.Tensor]:
+    return inputs if op.get_attr("axis") != 0 else []
+
+
+def _gather(op: tf.Operation, inputs: list[tf.Tensor]) -> list[tf.Tensor]:
+    """Of rows chosen by number there are as many as numbers."""
+    axis = tf.get_static_value(inputs[2])
+    if axis is None or op.get_attr("batch_dims"):
+        return []
+    return inputs[1:2] if int(axis) == 0 else inputs[:1] if int(axis) > 0 else []
+
+
+def _slice(op: tf.Operation, inputs: list[tf.Tensor]) -> list[tf.Tensor]:
+    """`x[:, ...]`: the whole first axis."""
+    masks = [op.get_attr(f"{name}_mask") for name in ("begin", "end")]
+    others = [
+        op.get_attr(f"{name}_mask") for name in ("ellipsis", "new_axis", "shrink_axis")
+    ]
+    strides = tf.get_static_value(inputs[3])
+    is_whole = all(mask & 1 for mask in masks) and not any(m & 1 for m in others)
+    return inputs[:1] if is_whole and strides is not None and strides[0] == 1 else []
+
+
+def _reshape(op: tf.Operation, inputs: list[tf.Tensor]) -> list[tf.Tensor]:
+    """To the shape, or the rows, of another tensor."""
+    shape = inputs[1]
+    if shape.op.type == "Pack":  # (rows, ...)
+        length = shape.op.inputs[0]
+        if length.op.type != "StridedSlice" or length.shape.rank != 0:
+            return []
+        place = tf.get_static_value(length.op.inputs[1])
+        if place is None or place.tolist() != [0]:
+            return []
+        shape = length.op.inputs[0]
+    return [shape.op.inputs[0]] if shape.op.type == "Shape" else []
+
+
+RULES: dict[str, Callable[[tf.Operation, list[tf.Tensor]], list[tf.Tensor]]] = {
+    **dict.fromkeys(REDUCTIONS, _reduction),
+    "ConcatV2": _concat,
+    "ExpandDims": _axis_in,
+    "GatherV2": _gather,
+    "MatMul": _mat_mul,
+    "OneHot": _one_hot,
+    "Pack": _stack,
+    "Reshape": _reshape,
+    "ResourceGather": lambda op, inputs: inputs[1:],
+    "Squeeze": _squeeze,
+    "StridedSlice": _slice,
+    "Transpose": _transpose,
+}

@@ -1,0 +1,80 @@
+"""What Keras does with a distributed batch: builds a model, runs a step of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdp._private.names import PerReplica
+
+__all__ = [
+    "is_predict_step",
+    "is_stock_step",
+    "name_of_step",
+    "representative_batch",
+    "rows_of_first_replica",
+]
+
+STEPS = ("train_step", "test_step")
+
+
+def representative_batch(batch: Any) -> Any:
+    """The part of the first replica that has samples, in the structure of `batch`.
+
+    Args:
+      batch: nested tuples, lists and dicts of per-replica values; the replicas'
+        parts may differ in length, and be empty.
+    """
+    return tf.nest.map_structure(_representative, batch, expand_composites=False)
+
+
+def _representative(value: Any) -> Any:
+    if not isinstance(value, PerReplica):
+        return value
+    return next((part for part in value.values if _rows(part) != 0), value.values[0])
+
+
+def _rows(part: Any) -> int | None:
+    if isinstance(part, tf.RaggedTensor):
+        return int(part.nrows())
+    if isinstance(part, tf.SparseTensor):
+        return int(part.dense_shape[0])
+    return part.shape[0] if part.shape.rank else None
+
+
+def name_of_step(fn: Any) -> str:
+    """ "train_step" or "test_step" where a Keras model has `fn` as that; else ""."""
+    model = getattr(fn, "__self__", None)
+    if not isinstance(model, keras.Model):
+        return ""
+    # Not by its own name: a class may take a function, or a decorated one, for it.
+    return next((name for name in STEPS if getattr(model, name) == fn), "")
+
+
+def is_stock_step(fn: Any) -> bool:
+    """Whether `fn` is a model's step as Keras wrote it."""
+    name = name_of_step(fn)
+    return bool(name) and getattr(fn, "__func__", None) is getattr(keras.Model, name)
+
+
+def is_predict_step(fn: Any) -> bool:
+    """Whether Keras runs `fn` in `predict`, to join the replicas' rows."""
+    return "make_predict_function" in getattr(fn, "__qualname__", "")
+
+
+def rows_of_first_replica(result: Any) -> Any:
+    """`result` with the rows of replica 0 only.
+
+    `predict_on_batch` gives every replica the whole batch, and would return its rows as
+    often as there are replicas.
+    """
+
+    def first_rows(value: Any) -> Any:
+        if not isinstance(value, PerReplica) or not value.values[0].shape.rank:
+            return value
+        first, *others = value.values
+        return PerReplica((first, *(part[:0] for part in others)))
+
+    return tf.nest.map_structure(first_rows, result)

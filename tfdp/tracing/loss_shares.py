@@ -1,0 +1,219 @@
+"""Which numbers are a replica's share of the global loss already.
+
+Wherever a replica's loss is brought to its share, it is multiplied by a factor that is
+noted here: n_r / N, D_r / D, or 1 for a sum. A number that is made of such products, by
+linear operations only, is a share: it must not be scaled again, its sum over the
+replicas is the global number, and where it is reported the factor is taken back.
+
+In a graph this is read off the operations; in eager mode a tape records what is made of
+the factors.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import enum
+from collections.abc import Callable, Collection, Iterator
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfdp.tracing.replica_invariance import outermost
+
+__all__ = ["LossShares", "Standing", "ancestors", "key_of"]
+
+LINEAR = {
+    *("AddN", "AddV2", "Add", "Cast", "ConcatV2", "EnsureShape", "ExpandDims"),
+    *("Identity", "IdentityN", "Mean", "Neg", "Pack", "Reshape", "Squeeze", "Sub"),
+    *("StopGradient", "Sum"),
+}
+QUOTIENTS = {"RealDiv", "DivNoNan", "Div"}
+# What they compute is not seen from outside.
+CALLS = {
+    *("PartitionedCall", "StatefulPartitionedCall", "If", "StatelessIf", "Case"),
+    *("StatelessCase", "While", "StatelessWhile"),
+}
+# Their other inputs are axes and shapes.
+FIRST_INPUT_ONLY = {"EnsureShape", "ExpandDims", "Mean", "Reshape", "Sum"}
+
+
+class Standing(enum.Enum):
+    """What a number is to the global loss.
+
+    LOCAL: of this replica's rows, or of none. SHARE: this replica's part of a sum over
+    replicas. REPORTED: a share of which the factor was taken back. MIXED: made of
+    shares and of other numbers, or not linear in the shares, or it cannot be told.
+    """
+
+    LOCAL = "local"
+    SHARE = "share"
+    REPORTED = "reported"
+    MIXED = "mixed"
+
+
+class LossShares:
+    """The factors that one replica's trace multiplied losses by."""
+
+    def __init__(self) -> None:
+        self._factors: dict[Any, tf.Tensor] = {}
+        self._reports: dict[Any, tf.Tensor] = {}
+        self._free: set[Any] = set()
+        # Records what is made of the factors, in eager mode.
+        self._tape: tf.GradientTape | None = None
+        self._is_recording = False
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[None]:
+        """While this lasts in eager mode, what is made of the factors is recorded."""
+        tape = tf.GradientTape(persistent=True, watch_accessed_variables=False)
+        self._tape, self._is_recording = tape, True
+        try:
+            with tape:
+                yield
+        finally:
+            self._is_recording = False
+
+    def factor(self, value: Any, dtype: tf.DType) -> tf.Tensor:
+        """`value` as a factor that brings a loss to its share."""
+        return self._note(self._factors, value, dtype)
+
+    def report_factor(self, value: Any, dtype: tf.DType) -> tf.Tensor:
+        """`value` as a factor that takes a share back, for a report."""
+        return self._note(self._reports, value, dtype)
+
+    def __bool__(self) -> bool:
+        return bool(self._factors)
+
+    def standing_of(self, value: Any) -> Standing:
+        """What `value`, a tensor of the trace, is to the global loss."""
+        if not tf.is_tensor(value) or not (self._factors or self._reports):
+            return Standing.LOCAL
+        if isinstance(value, tf.__internal__.EagerTensor):
+            return self._standing_in_eager_mode(value)
+        if self._is_made_of(value, self._reports):
+            return Standing.REPORTED
+        kinds = set(self._kinds_of_terms(value))
+        if not kinds:
+            return Standing.LOCAL
+        return kinds.pop() if len(kinds) == 1 else Standing.MIXED
+
+    def _note(
+        self, noted: dict[Any, tf.Tensor], value: Any, dtype: tf.DType
+    ) -> tf.Tensor:
+        # A tensor of its own: what is multiplied by it is told by it.
+        tensor = tf.identity(tf.cast(value, dtype))
+        noted[key_of(tensor)] = tensor
+        if self._is_recording and isinstance(tensor, tf.__internal__.EagerTensor):
+            self._tape.watch(tensor)  # type: ignore[union-attr]
+        return tensor
+
+    def _kinds_of_terms(self, value: tf.Tensor) -> Iterator[Standing]:
+        todo, seen = [value], set()
+        while todo:
+            tensor = outermost(todo.pop())
+            if tensor is None:
+                yield Standing.LOCAL
+                continue
+            if key_of(tensor) in seen:
+                continue
+            seen.add(key_of(tensor))
+            op, inputs = tensor.op, list(tensor.op.inputs)
+            if op.type == "Const":
+                continue  # moves no weight
+            if op.type in QUOTIENTS and not self._is_share_made(inputs[1]):
+                todo.append(inputs[0])
+            elif op.type == "Mul":
+                if any(key_of(factor) in self._factors for factor in inputs):
+                    yield Standing.SHARE
+                    continue
+                made = [t for t in inputs if self._is_share_made(t)]
+                if len(made) == 1:
+                    todo += made
+                else:
+                    yield Standing.MIXED if made else Standing.LOCAL
+            elif op.type in LINEAR:
+                todo += inputs[:1] if op.type in FIRST_INPUT_ONLY else inputs
+            else:
+                made_of_shares = self._is_share_made(tensor)
+                yield Standing.MIXED if made_of_shares else Standing.LOCAL
+
+    def _is_share_made(self, value: tf.Tensor) -> bool:
+        """Whether any factor stands somewhere in `value`."""
+        key = key_of(value)
+        if key in self._free:
+            return False
+        visited = set()
+        graphs = {id(factor.graph) for factor in self._factors.values()}
+        for tensor in ancestors(value, self._free):
+            if key_of(tensor) in self._factors:
+                return True
+            if tensor.op.type in CALLS and graphs - {id(tensor.graph)}:
+                return True  # perhaps: the call may hold the factor
+            visited.add(key_of(tensor))
+        self._free |= visited
+        return False
+
+    def _is_made_of(self, value: tf.Tensor, noted: dict[Any, tf.Tensor]) -> bool:
+        """Whether `value` is a product with one of `noted`, perhaps reshaped."""
+        tensor = outermost(value)
+        while tensor is not None and tensor.op.type in ("Cast", "Identity", "Reshape"):
+            tensor = outermost(tensor.op.inputs[0])
+        if tensor is None or tensor.op.type != "Mul":
+            return False
+        return any(key_of(factor) in noted for factor in tensor.op.inputs)
+
+    def _standing_in_eager_mode(self, value: tf.Tensor) -> Standing:
+        if self._tape is None:
+            return Standing.LOCAL
+        total = tf.reduce_sum(value)
+        paused = self._tape.stop_recording if self._is_recording else None
+        with paused() if paused else contextlib.nullcontext():
+            reports = self._slopes(value, self._reports)
+            if reports:
+                return Standing.REPORTED
+            slopes = self._slopes(value, self._factors)
+        if not slopes:
+            return Standing.LOCAL
+        shares = sum(float(f) * float(slope) for f, slope in slopes)
+        # What is linear in the factors and has no other term is the sum of its slopes.
+        size = sum(abs(float(f) * float(slope)) for f, slope in slopes)
+        is_share = not np.isfinite(shares) or abs(shares - float(total)) <= 1e-5 * size
+        return Standing.SHARE if is_share else Standing.MIXED
+
+    def _slopes(
+        self, value: tf.Tensor, noted: dict[Any, tf.Tensor]
+    ) -> list[tuple[tf.Tensor, tf.Tensor]]:
+        factors = list(noted.values())
+        slopes = self._tape.gradient(value, factors)  # type: ignore[union-attr]
+        pairs = zip(factors, slopes, strict=True)
+        return [(factor, slope) for factor, slope in pairs if slope is not None]
+
+
+def key_of(tensor: tf.Tensor) -> Any:
+    """What tells a tensor from all others of the trace."""
+    if isinstance(tensor, tf.__internal__.EagerTensor):
+        return id(tensor)
+    return id(tensor.graph), tensor.name
+
+
+def ancestors(
+    value: tf.Tensor,
+    known: Collection[Any] = (),
+    is_found: Callable[[tf.Tensor], bool] = lambda tensor: False,
+) -> Iterator[tf.Tensor]:
+    """`value` and every tensor that it is made of, the nearest first, but for `known`.
+
+    Arguments of an inner graph end the way unless it captured them.
+    """
+    seen, todo = set(), collections.deque([value])
+    while todo:
+        tensor = outermost(todo.popleft(), is_found)
+        if tensor is None or isinstance(tensor, tf.__internal__.EagerTensor):
+            continue
+        if key_of(tensor) in seen or key_of(tensor) in known:
+            continue
+        seen.add(key_of(tensor))
+        yield tensor
+        todo.extend(tensor.op.inputs)

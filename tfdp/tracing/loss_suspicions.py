@@ -1,0 +1,120 @@
+"""Losses that look as if nobody brought them to their share, told from the graph."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+from tfdp.errors import ConfigurationError
+from tfdp.tracing.batch_rows import reduced_axes
+from tfdp.tracing.keras_steps import is_stock_step, name_of_step
+from tfdp.tracing.loss_shares import LossShares, Standing, ancestors, key_of
+from tfdp.tracing.replica_invariance import outermost
+from tfdp.tracing.run import ReplicaRun, trace_of
+
+__all__ = ["is_share", "is_sum_over_rows", "suspect_added_sum", "why_loss_seems_local"]
+
+# What a sum is followed by on its way to `add_loss`: none of it divides by the rows.
+PASSING = {
+    *("AddN", "AddV2", "Cast", "Identity", "Mul", "Neg", "Pack", "Reshape", "Squeeze"),
+    "Sub",
+}
+QUOTIENTS = {"RealDiv", "DivNoNan", "Div"}
+
+
+def is_share(shares: LossShares, loss: Any, caller: str) -> bool:
+    """Whether `loss` is this replica's share of the global loss already.
+
+    Raises:
+      ConfigurationError: when one part of it is and another is not.
+    """
+    standing = shares.standing_of(loss)
+    if standing is Standing.MIXED:
+        raise ConfigurationError(
+            f"{caller} was given a loss of which one part is this replica's share of "
+            "the global loss already (a Keras loss took its mean, or local_mean or "
+            "local_sum was called), and another part is not, or that is not a plain "
+            "sum of such parts. Call tfdp.losses.local_mean(...) on the part that was "
+            "taken by hand alone, and add the Keras loss to its result."
+        )
+    return standing is Standing.SHARE
+
+
+def suspect_added_sum(run: ReplicaRun, rank: Any, loss: tf.Tensor) -> None:
+    """Notes a loss for `add_loss` that seems to be a sum over the replica's rows."""
+    if run.replicas == 1 or isinstance(loss, tf.__internal__.EagerTensor):
+        return
+    keys = {key_of(tensor) for tensor in run.batches.get(trace_of(rank), [])}
+    if keys and is_sum_over_rows(loss, keys):
+        run.suspicions.add(
+            "a layer gave add_loss what looks like a sum over its rows, which was "
+            "taken for their mean. Give it the mean, or, to add the replicas' sums, "
+            "tfdp.losses.local_sum(loss)"
+        )
+
+
+def is_sum_over_rows(loss: tf.Tensor, batch: set[Any]) -> bool:
+    """Whether a term of `loss` is a sum over rows that nothing divides by their number.
+
+    Args:
+      loss: a tensor of the graph being built.
+      batch: the keys (`key_of`) of the tensors that the replica was given.
+    """
+    todo = [loss]
+    while todo:
+        tensor = outermost(todo.pop())
+        if tensor is None or isinstance(tensor, tf.__internal__.EagerTensor):
+            continue
+        op, inputs = tensor.op, list(tensor.op.inputs)
+        if op.type in QUOTIENTS:
+            if not _is_number_of_rows(inputs[1], inputs[0]):
+                todo.append(inputs[0])
+        elif op.type == "Sum":
+            is_stack = inputs[0].op.type == "Pack"  # of terms, not of rows
+            is_over_rows = 0 in (reduced_axes(inputs) or ()) and not is_stack
+            if is_over_rows and _is_made_of(inputs[0], batch):
+                return True
+            todo.append(inputs[0])
+        elif op.type in PASSING:
+            todo += inputs
+    return False
+
+
+def _is_made_of(value: tf.Tensor, batch: set[Any]) -> bool:
+    def is_batch(tensor: tf.Tensor) -> bool:
+        return key_of(tensor) in batch
+
+    return any(is_batch(tensor) for tensor in ancestors(value, is_found=is_batch))
+
+
+def _is_number_of_rows(divisor: tf.Tensor, total: tf.Tensor) -> bool:
+    """Whether it is taken from data, or from the shape of what was added up."""
+    number = tf.get_static_value(divisor)
+    if number is None:
+        return True
+    while total.op.type in PASSING and len(total.op.inputs) == 1:
+        total = total.op.inputs[0]
+    shape = total.op.inputs[0].shape if total.op.type == "Sum" else tf.TensorShape([])
+    return bool(shape.rank) and number in (shape[0], shape.num_elements())
+
+
+def why_loss_seems_local(model: Any, step: Any, run: ReplicaRun) -> str | None:
+    """Why the loss of a training step may be a mean over the local batch only.
+
+    Returns:
+      A clause for a message, or None when the loss was brought to its share, or is a
+      sum, so that adding the replicas' gradients is right.
+    """
+    if run.replicas == 1 or name_of_step(step) != "train_step" or run.scaled_losses:
+        return None
+    if not is_stock_step(step):
+        if run.added_losses:
+            return None
+        return "its train_step is its own and no Keras loss took a mean in it"
+    compiled = getattr(model, "_compile_loss", None)
+    losses = tf.nest.flatten(getattr(compiled, "_user_loss", None))
+    reductions = {getattr(loss, "reduction", "mean") for loss in losses if loss}
+    if reductions <= {"sum", "none", None}:
+        return None
+    return "its loss function returns a scalar, so Keras took no mean"

@@ -1,0 +1,296 @@
+"""What one `strategy.run` knows of itself while its replicas are traced."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import tensorflow as tf
+
+from tfdp._private.names import PerReplica, current_rank
+from tfdp.errors import ScopeError
+from tfdp.tracing.loss_shares import LossShares
+from tfdp.tracing.padded_batch import Padding
+
+__all__ = ["ReplicaRun", "parts_by_replica", "rows_of", "sample_counts", "trace_of"]
+
+
+@dataclasses.dataclass
+class ReplicaRun:
+    """State of one call of `strategy.run`, shared by the threads of its replicas.
+
+    Args:
+      replicas: how many there are.
+      counts: the samples of each replica, as Python integers where the shapes say
+        so, else scalar int32 tensors; None when no batch was passed in.
+      total: their sum, over all hosts.
+      spans_hosts: whether other hosts have replicas of this run, too.
+    """
+
+    replicas: int
+    counts: list[Any] | None = None
+    total: Any = None
+    spans_hosts: bool = False
+    #: Traces (see `trace_of`) whose loss was brought to its share of the global one.
+    scaled_losses: set[int] = dataclasses.field(default_factory=set)
+    #: By trace: which numbers are shares of the global loss already.
+    shares: dict[int, LossShares] = dataclasses.field(
+        default_factory=lambda: collections.defaultdict(LossShares)
+    )
+    #: Traces that added losses of layers (penalties, `add_loss`) to the model's.
+    added_losses: set[int] = dataclasses.field(default_factory=set)
+    #: Whether the replicas were given any tensor.
+    has_tensors: bool = False
+    #: By trace: the tensors of the batch that the replica was given.
+    batches: dict[int, list[tf.Tensor]] = dataclasses.field(default_factory=dict)
+    #: Clauses for a warning: why a loss may be a mean over the local batch only.
+    suspicions: set[str] = dataclasses.field(default_factory=set)
+    #: The same of what layers store: why it may be no mean over rows.
+    state_suspicions: set[str] = dataclasses.field(default_factory=set)
+    #: By trace: mirrored float variables that the replica assigned to on its own.
+    local_state: dict[int, dict[int, Any]] = dataclasses.field(default_factory=dict)
+    #: By trace: what the global batch's masked or weighted means were divided by.
+    denominators: dict[int, list[tf.Tensor]] = dataclasses.field(default_factory=dict)
+    #: By trace: which rows are real, of batches filled up to a fixed size.
+    padding: dict[int, Padding] = dataclasses.field(default_factory=dict)
+    #: Whether a replica without rows would borrow one, on every host.
+    lends_rows: bool = False
+    #: By replica: whether it has rows of its own, or a borrowed one (see
+    #: `borrowed_rows`); None when nobody borrows.
+    owns_rows: list[Any] | None = None
+    #: Whether the loss is 0 where rows are borrowed, and with it its gradients.
+    loss_is_own: bool = False
+    #: Traces in which layers summed over replicas, so that what one replica computes
+    #: gets gradients from the others' losses.
+    mixed: set[int] = dataclasses.field(default_factory=set)
+    #: Traces in which an optimizer sums what has nothing of borrowed rows in it. By
+    #: trace, because eager replicas, and those that make variables, take turns.
+    sums_own_parts: set[int] = dataclasses.field(default_factory=set)
+    #: By trace: the optimizers at work, outermost first, and whether they still reduce.
+    updates: dict[int, list[bool]] = dataclasses.field(default_factory=dict)
+
+    @property
+    def is_even(self) -> bool:
+        """Whether every replica surely has the same number of samples."""
+        if self.padding:
+            return False
+        if self.counts is None:
+            return True
+        # Another host's shapes are not known here.
+        return (
+            not self.spans_hosts
+            and all(isinstance(n, int) for n in self.counts)
+            and len(set(self.counts)) == 1
+        )
+
+    def count_of(self, rank: Any) -> Any:
+        """n_r: the samples of `rank`; 1 for each when no batch was passed in."""
+        padding = self.padding_of(rank)
+        if padding is not None:
+            return padding.count
+        if self.counts is None:
+            return 1
+        if isinstance(rank, int):
+            return self.counts[rank]
+        return tf.gather(tf.stack(self.counts), rank)
+
+    def total_of(self, rank: Any) -> Any:
+        """N: the samples of all replicas; None when no batch was passed in."""
+        padding = self.padding_of(rank)
+        return self.total if padding is None else padding.total
+
+    def padding_of(self, rank: Any) -> Padding | None:
+        """What fills up the part of `rank`; None for a batch as it came."""
+        return self.padding.get(trace_of(rank))
+
+    def share_of(self, rank: Any) -> tf.Tensor:
+        """n_r / N: this replica's part of all samples, a float32 scalar."""
+        if self.is_even:
+            return tf.constant(1.0 / self.replicas)
+        return tf.math.divide_no_nan(
+            tf.cast(self.count_of(rank), tf.float32),
+            tf.cast(self.total_of(rank), tf.float32),
+        )
+
+    @property
+    def even_share(self) -> float:
+        """1 / R."""
+        return 1.0 / self.replicas
+
+    def has_own_rows(self, rank: Any) -> Any:
+        """Whether `rank` computes on rows of its own; a boolean, or a scalar tensor."""
+        return True if self.owns_rows is None else self.owns_rows[rank]
+
+    def own_part(self, rank: Any, value: Any) -> Any:
+        """`value`, or 0 (or no slices) where it was computed from a borrowed row."""
+        own = self.has_own_rows(rank)
+        if own is True:
+            return value
+        if isinstance(value, tf.IndexedSlices):
+            count = tf.shape(value.indices)[0] * tf.cast(own, tf.int32)
+            return tf.IndexedSlices(
+                value.values[:count], value.indices[:count], value.dense_shape
+            )
+        value = tf.convert_to_tensor(value)
+        # Not times 0: what a borrowed row gives may be infinite.
+        return tf.where(own, value, tf.zeros_like(value))
+
+    def own_gradient(self, rank: Any, gradient: Any) -> Any:
+        """The part of `gradient` that own rows have; mostly it is just that."""
+        is_dense = not isinstance(gradient, tf.IndexedSlices)
+        if is_dense and self.loss_is_own and trace_of(rank) not in self.mixed:
+            return gradient
+        return self.own_part(rank, gradient)
+
+    def parts_to_sum(self, rank: Any, values: Any) -> Any:
+        """`values` that a layer or a loss is about to sum over the replicas."""
+        if self.owns_rows is None or trace_of(rank) in self.sums_own_parts:
+            return values
+        self.mixed.add(trace_of(rank))
+        return tf.nest.map_structure(
+            lambda value: self.own_part(rank, value), values, expand_composites=False
+        )
+
+    @contextlib.contextmanager
+    def summing_own_parts(self, rank: Any) -> Iterator[None]:
+        """While this lasts, what `rank` sums has nothing of borrowed rows in it."""
+        trace = trace_of(rank)
+        is_outermost = trace not in self.sums_own_parts
+        self.sums_own_parts.add(trace)
+        try:
+            yield
+        finally:
+            if is_outermost:
+                self.sums_own_parts.discard(trace)
+
+    @property
+    def is_updating(self) -> bool:
+        """Whether an optimizer is at work on the calling replica."""
+        return bool(self.updates.get(trace_of(current_rank())))
+
+    @property
+    def reduces_in_update(self) -> bool:
+        """Whether the optimizer at work got gradients that are not reduced yet."""
+        return any(self.updates.get(trace_of(current_rank()), []))
+
+    @contextlib.contextmanager
+    def updating(self, *, reduces: bool = False) -> Iterator[None]:
+        """While this lasts an optimizer updates: what it assigns is not local state.
+
+        Args:
+          reduces: whether it is yet to reduce its gradients.
+        """
+        mine = self.updates.setdefault(trace_of(current_rank()), [])
+        mine.append(reduces)
+        try:
+            yield
+        finally:
+            mine.pop()
+
+    def batch_weight(self, rank: Any) -> tf.Tensor:
+        """What this global batch weighs beside others of the same accumulation.
+
+        The unmasked entries or weights where the one loss is a mean over those, else
+        the samples; 1 where nothing is known.
+        """
+        denominators = self.denominators.get(trace_of(rank), [])
+        if len(denominators) == 1:
+            return denominators[0]
+        total = self.total_of(rank)
+        return tf.cast(1 if total is None else total, tf.float32)
+
+    def note_local_state(self, rank: Any, variable: Any) -> bool:
+        """Remembers that a replica changed its own copy of `variable`.
+
+        Returns:
+          False while an optimizer updates: then all replicas do alike.
+        """
+        if self.updates.get(trace_of(rank)):
+            return False
+        self.local_state.setdefault(trace_of(rank), {})[id(variable)] = variable
+        return True
+
+    def take_local_state(self, rank: Any) -> list[Any]:
+        """What the replica changed on its own since it was last asked."""
+        return list(self.local_state.pop(trace_of(rank), {}).values())
+
+
+def trace_of(rank: Any) -> int:
+    """Which of the graphs that are built for a run is that of `rank`.
+
+    Each replica has its own, but for TPU: there one graph serves all, and the rank is
+    a tensor.
+    """
+    return rank if isinstance(rank, int) else 0
+
+
+def sample_counts(arguments: Any, replicas: int) -> ReplicaRun:
+    """A `ReplicaRun` with the samples that each replica finds in `arguments`.
+
+    All tensors of a batch have the samples as their first axis; the first one that
+    differs between replicas tells.
+    """
+    run = ReplicaRun(replicas)
+    run.has_tensors = any(map(tf.is_tensor, tf.nest.flatten(arguments)))
+    if replicas == 1:
+        # TensorFlow does not wrap the parts of a single replica.
+        parts = [
+            value
+            for value in tf.nest.flatten(arguments)
+            if tf.is_tensor(value) and value.shape.rank
+        ]
+        if parts:
+            run.batches = {0: [part for part in parts if isinstance(part, tf.Tensor)]}
+            run.counts = [rows_of(parts[0])]
+            run.total = run.counts[0]
+        return run
+    batch = next(
+        (
+            value
+            for value in tf.nest.flatten(arguments)
+            if isinstance(value, PerReplica)
+            and all(getattr(part.shape, "rank", None) for part in value.values)
+        ),
+        None,
+    )
+    if batch is not None and len(batch.values) != replicas:
+        raise ScopeError(
+            f"This batch has parts for {len(batch.values)} replicas, the strategy has "
+            f"{replicas}: it was distributed by another strategy. Pass the plain "
+            "tf.data.Dataset to model.fit, or distribute it with this strategy."
+        )
+    if batch is not None:
+        run.batches = parts_by_replica(arguments, replicas)
+        run.counts = [rows_of(part) for part in batch.values]
+        if all(isinstance(n, int) for n in run.counts):
+            run.total = sum(run.counts)
+        else:
+            run.total = tf.add_n([tf.cast(n, tf.int32) for n in run.counts])
+    return run
+
+
+def parts_by_replica(arguments: Any, replicas: int) -> dict[int, list[tf.Tensor]]:
+    """The tensors in nested `arguments` that each replica gets, by replica."""
+    values = [v for v in tf.nest.flatten(arguments) if isinstance(v, PerReplica)]
+    return {
+        rank: [
+            part
+            for value in values
+            # Of ragged and sparse tensors the inner values have other rows.
+            for part in tf.nest.flatten(value.values[rank])
+            if isinstance(part, tf.Tensor) and part.shape.rank
+        ]
+        for rank in range(replicas)
+    }
+
+
+def rows_of(part: Any) -> Any:
+    """The length of the first axis: an integer when known, else an int32 scalar."""
+    if isinstance(part, tf.RaggedTensor):
+        return tf.cast(part.nrows(), tf.int32)
+    if isinstance(part, tf.SparseTensor):
+        return tf.cast(part.dense_shape[0], tf.int32)
+    return part.shape[0] if part.shape[0] is not None else tf.shape(part)[0]

@@ -1,0 +1,194 @@
+"""Mirrored variables that are updated, and drawn from, within each replica."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from tfdp._private.names import MirroredVariable, SyncOnReadVariable, current_rank
+from tfdp.tracing.replica_invariance import is_same_on_every_replica, outermost
+from tfdp.variables.layer_state import suspect_own_state, term_added_to
+
+__all__ = [
+    "PythonNumber",
+    "ReplicaMirroredVariable",
+    "ReplicaOnReadVariable",
+    "SeedVariable",
+    "is_seed_state",
+    "seed_offset",
+]
+
+# 2^32 divided by the golden ratio: multiples of it are far apart modulo 2^32.
+SEED_STRIDE = 0x9E3779B9
+
+
+class PythonNumber:
+    """`int()` and `float()` of a scalar variable, as of one device's; a mixin."""
+
+    def __int__(self) -> int:
+        return int(self.numpy())  # type: ignore[attr-defined]
+
+    def __float__(self) -> float:
+        return float(self.numpy())  # type: ignore[attr-defined]
+
+
+class ReplicaMirroredVariable(PythonNumber, MirroredVariable):
+    """A mirrored variable whose first-replica-only updates need no `merge_call`.
+
+    Keras' counters are such variables. Stock TensorFlow goes to the cross-replica
+    context to hand replica 0's value out, which fails inside conditionals (float16
+    loss scaling, accumulation). Here the value is broadcast in replica context, or,
+    when it is made of the counter itself and constants, just used.
+
+    Float variables that a replica assigns to on its own (moving statistics) are noted,
+    so that the replicas' values can be brought together with the gradients.
+    """
+
+    def _update_replica(self, update_fn: Callable, value: Any, **kwargs: Any) -> Any:
+        extended = self.distribute_strategy.extended
+        run, rank = extended.current_run, current_rank()
+        if self.aggregation == tf.VariableAggregation.NONE and self.dtype.is_floating:
+            if run.note_local_state(rank, self):
+                suspect_own_state(run, rank, self, value)
+        if tf.is_tensor(value) and isinstance(rank, int):
+            if (
+                self.aggregation == tf.VariableAggregation.MEAN
+                and value.dtype.is_floating
+            ):
+                value = self._weighted_by_rows(value)
+            elif self.aggregation == tf.VariableAggregation.SUM:
+                update_fn, value = self._of_what_is_added(update_fn, value)
+        first_only = tf.VariableAggregation.ONLY_FIRST_REPLICA
+        if self.aggregation == first_only and not tf.executing_eagerly():
+            component = self._get_replica(rank)
+            if tf.is_tensor(value) and not is_same_on_every_replica(value, component):
+                value = extended.reducer.broadcast(value, rank)
+            return update_fn(component, value, **kwargs)
+        with run.summing_own_parts(rank):
+            return super()._update_replica(update_fn, value, **kwargs)
+
+    def _weighted_by_rows(self, value: tf.Tensor) -> tf.Tensor:
+        """R n_r / N times the value: the mean of these is the mean over all rows."""
+        run = self.distribute_strategy.extended.current_run
+        share = tf.cast(run.share_of(current_rank()), value.dtype)
+        # The mean of no row is not a number, and 0 times that is not 0.
+        return tf.where(share > 0, run.replicas * share * value, tf.zeros_like(value))
+
+    def _of_what_is_added(
+        self, update_fn: Callable, value: tf.Tensor
+    ) -> tuple[Callable, tf.Tensor]:
+        """An update by the sum of d in the place of one by the sum of v + d.
+
+        Keras writes `assign_add(d)` as `assign(v + d)`, whose sum holds v R times. Of
+        a borrowed row nothing is added.
+        """
+        run, rank = self.distribute_strategy.extended.current_run, current_rank()
+        if isinstance(value, tf.__internal__.EagerTensor):
+            return update_fn, run.own_part(rank, value)
+        component = self._get_replica(rank)
+        added = term_added_to(outermost(component.handle), value)
+        if added is None:
+            return update_fn, run.own_part(rank, value)
+        added, before = run.own_part(rank, added), component.read_value()
+        if self.dtype.is_floating:
+            return update_fn, added + before / run.replicas
+        value, too_many = before + added, (run.replicas - 1) * before
+
+        def update_by_sum(own: Any, total: tf.Tensor, **kwargs: Any) -> Any:
+            return update_fn(own, total - too_many, **kwargs)
+
+        return update_by_sum, value
+
+
+class ReplicaOnReadVariable(SyncOnReadVariable):
+    """The sums of a metric, to which a borrowed row (`borrowed_rows`) adds nothing."""
+
+    def assign(self, value: Any, *args: Any, **kwargs: Any) -> Any:
+        """Assigns what a replica found on rows of its own."""
+        return super().assign(self._own_or(self._get, value), *args, **kwargs)
+
+    def assign_add(self, value: Any, *args: Any, **kwargs: Any) -> Any:
+        """Adds what a replica found on rows of its own."""
+        return super().assign_add(self._own_or(self._zero, value), *args, **kwargs)
+
+    def assign_sub(self, value: Any, *args: Any, **kwargs: Any) -> Any:
+        """Subtracts what a replica found on rows of its own."""
+        return super().assign_sub(self._own_or(self._zero, value), *args, **kwargs)
+
+    def _zero(self) -> tf.Tensor:
+        return tf.zeros(self.shape, self.dtype)
+
+    def _own_or(self, otherwise: Callable[[], Any], value: Any) -> Any:
+        context = tf.distribute.get_replica_context()
+        if context is None or context.strategy is not self.distribute_strategy:
+            return value
+        own = context.strategy.extended.current_run.has_own_rows(current_rank())
+        if own is True:
+            return value
+        value = tf.convert_to_tensor(value, self.dtype)
+        return tf.where(own, value, tf.convert_to_tensor(otherwise()))
+
+
+class SeedVariable(ReplicaMirroredVariable):
+    """The state of a random generator: stored alike, seen apart.
+
+    Replica r reads `stored + r * SEED_STRIDE` in the first word and writes back what
+    it was given minus that, so every replica draws numbers of its own while the stored
+    state stays the same everywhere and goes into files as that of one device. Replica
+    0 draws what one device would.
+    """
+
+    def own_offset(self) -> tf.Tensor | None:
+        """What this replica adds to what is stored; None: nothing."""
+        context = tf.distribute.get_replica_context()
+        if context is None or context.strategy is not self.distribute_strategy:
+            return None
+        return seed_offset(current_rank(), self.dtype)
+
+    def _get(self) -> Any:
+        offset = self.own_offset()
+        stored = super()._get()
+        return stored if offset is None else stored.read_value() + offset
+
+    def value(self) -> tf.Tensor:
+        """The state as this replica sees it."""
+        return tf.identity(self._get())
+
+    read_value = value
+
+    def _dense_var_to_tensor(
+        self, dtype: Any = None, name: Any = None, as_ref: bool = False
+    ) -> tf.Tensor:
+        return tf.convert_to_tensor(self._get(), dtype=dtype, name=name)
+
+    def _update_replica(self, update_fn: Callable, value: Any, **kwargs: Any) -> Any:
+        offset = self.own_offset()
+        if offset is not None:
+            value = tf.cast(value, self.dtype) - offset
+        return super()._update_replica(update_fn, value, **kwargs)
+
+
+def seed_offset(rank: Any, dtype: tf.DType) -> tf.Tensor | None:
+    """What replica `rank` adds to a stored seed; None for nothing.
+
+    Args:
+      rank: an integer, or a scalar int32 tensor.
+      dtype: that of the seed, tf.int64 or tf.uint32.
+    """
+    if isinstance(rank, int):
+        word = rank * SEED_STRIDE % 2**32
+        return tf.constant([word, 0], dtype) if word else None
+    # The product of two numbers of 32 bits, without its high half.
+    words = tf.cast(rank, tf.uint32) * tf.constant(SEED_STRIDE, tf.uint32)
+    return tf.stack([tf.cast(words, dtype), tf.zeros([], dtype)])
+
+
+def is_seed_state(variable: MirroredVariable) -> bool:
+    """Whether `variable` is the state of a `keras.random.SeedGenerator`."""
+    return (
+        variable.dtype in (tf.int64, tf.uint32)
+        and variable.shape == (2,)
+        and "seed_generator_state" in variable.name
+    )

@@ -1,0 +1,166 @@
+"""Variables of TPU replicas: assigned by each replica, in the one graph of all.
+
+The rules are those of `tfdp.variables.mirrored`; stock TPU variables would leave the replica
+context to aggregate, and keep moving statistics of each core to itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from tfdp._private.names import current_rank
+from tfdp._private.tpu_names import (
+    TPUMirroredVariable,
+    TPUVariableMixin,
+    assign_in_replica,
+    in_tpu_replica,
+)
+from tfdp.errors import CollectiveError
+from tfdp.tracing.replica_invariance import is_same_on_every_replica
+from tfdp.variables.mirrored import PythonNumber, seed_offset
+
+__all__ = ["AssignedInReplica", "TPUReplicaVariable", "TPUSeedVariable"]
+
+
+class AssignedInReplica(TPUVariableMixin):
+    """Assignments that a replica makes on its own; a mixin for TPU variables."""
+
+    def _stored(self) -> tf.Tensor:
+        """What is stored for the calling replica."""
+        raise NotImplementedError
+
+    def _together(self, value: tf.Tensor) -> tf.Tensor:
+        """`value` as all replicas assign it."""
+        raise NotImplementedError
+
+    def _assign_replica(self, value: Any, name: str | None, read_value: bool) -> Any:
+        """Assigns in the calling replica."""
+        raise NotImplementedError
+
+    def assign(
+        self,
+        value: Any,
+        use_locking: bool = False,
+        name: str | None = None,
+        read_value: bool = True,
+    ) -> Any:
+        """Assigns `value`, brought together over the replicas as `aggregation` says."""
+        if not in_tpu_replica():
+            return super().assign(value, use_locking, name, read_value)
+        return self._assign_replica(value, name, read_value)
+
+    def assign_add(
+        self,
+        delta: Any,
+        use_locking: bool = False,
+        name: str | None = None,
+        read_value: bool = True,
+    ) -> Any:
+        """Adds `delta`; see `assign`."""
+        if not in_tpu_replica():
+            return super().assign_add(delta, use_locking, name, read_value)
+        stored = self._stored()
+        delta = self._together(tf.convert_to_tensor(delta, stored.dtype))
+        return assign_in_replica(self, stored + delta, False, name, read_value)
+
+    def assign_sub(
+        self,
+        delta: Any,
+        use_locking: bool = False,
+        name: str | None = None,
+        read_value: bool = True,
+    ) -> Any:
+        """Subtracts `delta`; see `assign`."""
+        if not in_tpu_replica():
+            return super().assign_sub(delta, use_locking, name, read_value)
+        delta = tf.convert_to_tensor(delta, self.dtype)
+        return self.assign_add(-delta, use_locking, name, read_value)
+
+
+class TPUReplicaVariable(PythonNumber, AssignedInReplica, TPUMirroredVariable):
+    """A variable with a copy on every TPU core, which each replica assigns to."""
+
+    def _stored(self) -> tf.Tensor:
+        return TPUMirroredVariable._read_variable_op(self)
+
+    def scatter_add(
+        self, sparse_delta: Any, use_locking: bool = False, name: str | None = None
+    ) -> Any:
+        """Adds slices that every replica has alike; stock TPU variables cannot."""
+        if not in_tpu_replica():
+            return super().scatter_add(sparse_delta, use_locking, name)
+        return self._scatter(tf.raw_ops.ResourceScatterAdd, sparse_delta)
+
+    def scatter_sub(
+        self, sparse_delta: Any, use_locking: bool = False, name: str | None = None
+    ) -> Any:
+        """Subtracts slices; see `scatter_add`."""
+        if not in_tpu_replica():
+            return super().scatter_sub(sparse_delta, use_locking, name)
+        return self._scatter(tf.raw_ops.ResourceScatterSub, sparse_delta)
+
+    def scatter_update(
+        self, sparse_delta: Any, use_locking: bool = False, name: str | None = None
+    ) -> Any:
+        """Assigns slices; see `scatter_add`."""
+        if not in_tpu_replica():
+            return super().scatter_update(sparse_delta, use_locking, name)
+        return self._scatter(tf.raw_ops.ResourceScatterUpdate, sparse_delta)
+
+    def _scatter(self, op: Callable, slices: tf.IndexedSlices) -> tf.Tensor:
+        if not self.distribute_strategy.extended.is_updating_own_copy:
+            raise CollectiveError(
+                f"Slices of the variable {self.name!r} are assigned outside of an "
+                "optimizer's update; on a TPU they would differ between replicas. "
+                "Assign the whole variable."
+            )
+        updates = tf.cast(slices.values, self.dtype)
+        done = op(resource=self.handle, indices=slices.indices, updates=updates)
+        with tf.control_dependencies([done]):
+            return self._read_variable_op()
+
+    def _assign_replica(self, value: Any, name: str | None, read_value: bool) -> Any:
+        value = self._together(tf.convert_to_tensor(value, self.dtype))
+        return assign_in_replica(self, value, False, name, read_value)
+
+    def _together(self, value: tf.Tensor) -> tf.Tensor:
+        """`value` as all replicas assign it."""
+        extended = self.distribute_strategy.extended
+        if extended.is_updating_own_copy:
+            return value
+        if self.aggregation == tf.VariableAggregation.NONE:
+            if self.dtype.is_floating:
+                extended.current_run.note_local_state(current_rank(), self)
+            return value
+        if self.aggregation == tf.VariableAggregation.ONLY_FIRST_REPLICA:
+            if is_same_on_every_replica(value, self):
+                return value
+            return extended.reducer.broadcast(value, current_rank())
+        mean = self.aggregation == tf.VariableAggregation.MEAN
+        return extended.reducer.all_reduce([value], current_rank(), mean=mean)[0]
+
+
+class TPUSeedVariable(TPUReplicaVariable):
+    """The state of a random generator: stored alike, seen apart.
+
+    See `tfdp.variables.mirrored.SeedVariable`; the numbers drawn are the same.
+    """
+
+    def own_offset(self) -> tf.Tensor | None:
+        """What this replica adds to what is stored; None: nothing."""
+        return seed_offset(current_rank(), self.dtype) if in_tpu_replica() else None
+
+    def _read_variable_op(self) -> tf.Tensor:
+        stored = super()._read_variable_op()
+        offset = self.own_offset()
+        return stored if offset is None else stored + offset
+
+    def _assign_replica(self, value: Any, name: str | None, read_value: bool) -> Any:
+        offset = self.own_offset()
+        value = tf.convert_to_tensor(value, self.dtype)
+        if offset is not None:
+            value = value - offset
+        return super()._assign_replica(value, name, read_value)
