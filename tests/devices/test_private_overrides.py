@@ -1,4 +1,4 @@
-"""Classes of tfdp outside `tfdp/_tf` neither override nor read a framework's privates.
+"""Classes outside `tfdp/_private` touch no private name but the hooks listed there.
 
 The source alone does not tell whether `self._x` is tfdp's own name or that of a Keras
 or TensorFlow base class; the loaded classes do.
@@ -13,6 +13,7 @@ import keras
 import pytest
 
 from tests.support.package_source import modules
+from tfdp._private.hooks import HOOKS
 
 FRAMEWORKS = ("tensorflow", "keras")
 
@@ -20,7 +21,7 @@ FRAMEWORKS = ("tensorflow", "keras")
 def classes_with_a_framework_base():
     found = {}
     for module in modules():
-        if module.name.startswith("tfdp._tf") or module.name.endswith("__main__"):
+        if module.name.startswith("tfdp._private") or module.name.endswith("__main__"):
             continue
         for value in vars(importlib.import_module(module.name)).values():
             if inspect.isclass(value) and value.__module__ == module.name:
@@ -72,8 +73,25 @@ CLASSES = classes_with_a_framework_base()
 
 
 @pytest.mark.parametrize("name", CLASSES)
-def test_no_private_framework_name(name):
-    assert private_framework_names(CLASSES[name]) == set()
+def test_no_private_framework_name_but_hooks(name):
+    assert private_framework_names(CLASSES[name]) - HOOKS.keys() == set()
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+def test_a_hook_is_overridden_and_still_one_of_its_base(hook):
+    """A method by that name that no base class has would never run."""
+    overriding = [
+        (name, part)
+        for name, cls in CLASSES.items()
+        for part in cls.__mro__
+        if part.__module__.startswith("tfdp.") and hook in vars(part)
+    ]
+    reading = [
+        cls for cls in CLASSES.values() if hook in self_attributes(cls, ast.Load)
+    ]
+    assert overriding or reading
+    for name, _ in overriding:
+        assert any(hook in vars(base) for base in framework_bases(CLASSES[name])), name
 
 
 class Overrides(keras.layers.Layer):

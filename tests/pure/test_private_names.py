@@ -1,4 +1,6 @@
-"""Private TensorFlow and Keras names are used in `tfdp/_tf` and nowhere else.
+"""Private TensorFlow and Keras names are used in `tfdp/_private` and nowhere else.
+
+But for the hooks of `tfdp._private.hooks`, which a class calls on `super()`.
 
 Held on the source text: imports of private modules, attributes with a leading
 underscore on anything but the object itself, and such names handed to `getattr`.
@@ -13,8 +15,9 @@ import re
 import pytest
 
 from tests.support.package_source import REPOSITORY, imported_names, modules, parse
+from tfdp._private.hooks import HOOKS
 
-HOME = "tfdp._tf"
+HOME = "tfdp._private"
 PRIVATE_MODULES = (
     "tensorflow.compiler",
     "tensorflow.core",
@@ -43,6 +46,14 @@ def is_private(attribute):
     return attribute.startswith("_") and not attribute.endswith("__")
 
 
+def is_super(owner):
+    return (
+        isinstance(owner, ast.Call)
+        and isinstance(owner.func, ast.Name)
+        and owner.func.id == "super"
+    )
+
+
 def private_imports(module):
     return [
         (line, name)
@@ -57,7 +68,8 @@ def private_attributes(module):
     for node in ast.walk(module.tree):
         if isinstance(node, ast.Attribute) and is_private(node.attr):
             owner = node.value
-            if not (isinstance(owner, ast.Name) and owner.id in OWN_OBJECTS):
+            is_own = isinstance(owner, ast.Name) and owner.id in OWN_OBJECTS
+            if not is_own and not (is_super(owner) and node.attr in HOOKS):
                 found.append((node.lineno, node.attr))
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
             if node.func.id in REFLECTION and len(node.args) > 1:

@@ -6,9 +6,7 @@ When a new TensorFlow or Keras version moves one of them, this file and the test
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
-from types import FrameType
 from typing import Any
 
 import tensorflow as tf
@@ -90,11 +88,9 @@ __all__ = [
     "UninitializedVariable",
     "UpdateContext",
     "autograph_artifact",
-    "batch_size_of_caller",
     "common_devices",
     "current_rank",
     "eager_context",
-    "fit_of_caller",
     "get_autocast_scope",
     "global_seed",
     "graphs_inside",
@@ -102,13 +98,10 @@ __all__ = [
     "in_save_context",
     "inputs_of",
     "is_branch_graph",
-    "is_building_model",
-    "is_called_by_keras_loop",
     "is_default_strategy",
     "is_loop_graph",
     "keras_state",
     "make_token",
-    "model_built_by_caller",
     "operations_of",
     "own_copy",
     "put_global_seed",
@@ -120,15 +113,12 @@ __all__ = [
     "unscale_loss_for_distribution",
     "variable_accessed",
     "variant_of",
+    "whole_of",
     "with_host_datasets",
 ]
 
 # The versions whose sources these names were read in and run with.
 CHECKED_VERSIONS = {"tensorflow": "2.21.0", "keras": "3.15.1"}
-
-KERAS_TRAINER_MODULE = "keras.src.backend.tensorflow.trainer"
-KERAS_STEP_FUNCTION = "one_step_on_data"
-KERAS_BUILD_FUNCTION = "_maybe_symbolic_build"
 
 
 def common_devices(
@@ -172,6 +162,12 @@ def own_copy(variable: Any, rank: Any) -> Any:
     Where one graph serves all replicas the variable itself stands for it.
     """
     return variable._get_replica(rank) if isinstance(rank, int) else variable
+
+
+def whole_of(component: Any) -> Any:
+    """The distributed variable that `component` is one device's part of; None: none."""
+    container = getattr(component, "_distributed_container", None)
+    return None if container is None else container()
 
 
 def is_default_strategy(strategy: tf.distribute.Strategy) -> bool:
@@ -264,75 +260,3 @@ def is_loop_graph(graph: Any) -> bool:
 def is_branch_graph(graph: Any) -> bool:
     """Whether `graph` is a branch of a `tf.cond`."""
     return isinstance(graph, CondBranchFuncGraph)
-
-
-def fit_of_caller() -> tuple[Any, Any] | None:
-    """The model and the callbacks of the `fit` that makes its input; None: no `fit`.
-
-    Keras asks the strategy to distribute the dataset before it looks at the callbacks;
-    no public hook is told about either.
-    """
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_globals.get("__name__") == KERAS_TRAINER_MODULE:
-            if frame.f_code.co_name in ("fit", "evaluate"):
-                return frame.f_locals.get("self"), frame.f_locals.get("callbacks")
-        frame = frame.f_back
-    return None
-
-
-def batch_size_of_caller() -> tuple[str | None, int | None]:
-    """What the Keras loop that makes its input knows of the size of its batches.
-
-    Returns:
-      The name of the class of its data adapter, and the size; None for what is not
-      known.
-    """
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_globals.get("__name__") == KERAS_TRAINER_MODULE:
-            adapter = getattr(frame.f_locals.get("self"), "data_adapter", None)
-            if adapter is not None:
-                return type(adapter).__name__, adapter.batch_size
-        frame = frame.f_back
-    return None, None
-
-
-def is_building_model() -> bool:
-    """Whether Keras is about to build a model from the first batch of its input."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        is_trainer = frame.f_globals.get("__name__") == KERAS_TRAINER_MODULE
-        if is_trainer and frame.f_code.co_name == KERAS_BUILD_FUNCTION:
-            return True
-        frame = frame.f_back
-    return False
-
-
-def is_called_by_keras_loop() -> bool:
-    """Whether the caller's caller is Keras' `fit` or `evaluate`, about to report.
-
-    Keras averages what the step returns on each replica; a user who runs the step in a
-    loop of their own gets each replica's own.
-    """
-    frame = sys._getframe(2)
-    return (
-        frame.f_code.co_name == KERAS_STEP_FUNCTION
-        and frame.f_globals.get("__name__") == KERAS_TRAINER_MODULE
-    )
-
-
-def model_built_by_caller() -> Any:
-    """The model whose symbolic build is the caller's caller; None: another caller.
-
-    Keras calls `strategy.reduce("MEAN", <a real batch>)` there, only to learn shapes
-    and dtypes. It is told from a user's reduction by the calling function, because
-    the arguments look the same and a user's reduction must stay a reduction.
-    """
-    frame = sys._getframe(2)
-    if (
-        frame.f_code.co_name == KERAS_BUILD_FUNCTION
-        and frame.f_globals.get("__name__") == KERAS_TRAINER_MODULE
-    ):
-        return frame.f_locals.get("self")
-    return None

@@ -6,12 +6,75 @@ subclass, its own included, though their names begin with an underscore.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
+import tensorflow as tf
 
-__all__ = ["DecayHooks", "LossScaleHooks", "VariableIndex"]
+__all__ = [
+    "APPLY_GRADIENTS",
+    "AVERAGE",
+    "CLIP",
+    "DECAY",
+    "OVERWRITE_WITH_AVERAGE",
+    "REDUCE",
+    "UPDATE_OF_STRATEGY",
+    "UPDATE_STEP",
+    "DecayHooks",
+    "LossScaleHooks",
+    "VariableIndex",
+    "averages_of",
+    "by_keras",
+    "put_under",
+    "strategy_of",
+    "variable_index",
+    "variables_built_with",
+]
+
+# The methods by which an optimizer's `apply` takes its way, in this order.
+REDUCE = "_all_reduce_sum_gradients"
+CLIP = "_clip_gradients"
+DECAY = "_apply_weight_decay"
+APPLY_GRADIENTS = "_backend_apply_gradients"
+UPDATE_STEP = "_backend_update_step"
+UPDATE_OF_STRATEGY = "_distributed_tf_update_step"
+AVERAGE = "_update_model_variables_moving_average"
+OVERWRITE_WITH_AVERAGE = "_overwrite_model_variables_with_average_value"
+
+
+def by_keras(optimizer: keras.optimizers.Optimizer, method: str) -> Callable[..., Any]:
+    """One of the methods above as the optimizer's class has it, led or not."""
+    return functools.partial(getattr(type(optimizer), method), optimizer)
+
+
+def strategy_of(optimizer: keras.optimizers.Optimizer) -> tf.distribute.Strategy:
+    """The strategy under whose scope `optimizer` was made."""
+    return optimizer._distribution_strategy
+
+
+def put_under(
+    optimizer: keras.optimizers.Optimizer, strategy: tf.distribute.Strategy
+) -> None:
+    """Makes `strategy` the one under whose scope `optimizer` was made."""
+    # The dictionary, not setattr: Keras' objects track what is set on them.
+    vars(optimizer)["_distribution_strategy"] = strategy
+
+
+def variables_built_with(optimizer: keras.optimizers.Optimizer) -> list[Any]:
+    """The variables that `optimizer` updates when it is given none."""
+    return optimizer._trainable_variables
+
+
+def variable_index(optimizer: keras.optimizers.Optimizer, variable: Any) -> int:
+    """The place of `variable` among those that `optimizer` was built with."""
+    return int(optimizer._get_variable_index(variable))
+
+
+def averages_of(optimizer: keras.optimizers.Optimizer) -> list[Any]:
+    """The moving average of each of those variables; None for what is not averaged."""
+    return optimizer._model_variables_moving_average
 
 
 class VariableIndex:
@@ -19,7 +82,7 @@ class VariableIndex:
 
     def variable_index(self, variable: Any) -> int:
         """The place of `variable` among those that the optimizer was built with."""
-        return int(self._get_variable_index(variable))  # type: ignore[attr-defined]
+        return variable_index(self, variable)
 
 
 class DecayHooks(VariableIndex, keras.optimizers.Optimizer):

@@ -33,6 +33,8 @@ __all__ = [
     "TPUVariableMixin",
     "assign_in_replica",
     "in_tpu_replica",
+    "pack_variables",
+    "read_stored",
     "xla_reduce_scatter",
 ]
 
@@ -40,6 +42,16 @@ __all__ = [
 def in_tpu_replica() -> bool:
     """Whether the graph being built is that of TPU replicas."""
     return enclosing_tpu_context() is not None
+
+
+def pack_variables(strategy: tf.distribute.Strategy) -> None:
+    """One handle for all copies of a variable, as in stock TPUStrategy."""
+    strategy._enable_packed_variable_in_eager_mode = True
+
+
+def read_stored(variable: TPUVariableMixin) -> tf.Tensor:
+    """What is stored for the calling replica, whatever the variable's class shows."""
+    return TPUVariableMixin._read_variable_op(variable)
 
 
 def _assign(handle: tf.Tensor, value: tf.Tensor, name: Any = None) -> tf.Operation:

@@ -1,1 +1,1 @@
-"""The command `tfdp check`; the check itself is `tfdp.testing`."""
+"""What `tfdp X` calls: info, check, merge; bench and launch have rooms of their own."""

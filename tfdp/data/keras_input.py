@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from tfdp._private import names
+from tfdp._private import frames
 
 __all__ = ["KerasInput", "NoElement", "keras_input", "with_none"]
 
@@ -47,7 +47,7 @@ class KerasInput:
         self._element_spec = element_spec
 
     def __iter__(self) -> Iterator[Any]:
-        if names.is_building_model():
+        if frames.is_building_model():
             return iter([self._element_spec])
         return iter(self._distributed)
 
@@ -63,7 +63,7 @@ def keras_input(element_spec: Any, distributed: Any) -> Any:
       element_spec: of the dataset that was distributed.
       distributed: what the strategy made of it.
     """
-    source, _ = names.batch_size_of_caller()
+    source, _ = frames.batch_size_of_caller()
     if source is None:
         return distributed
     leaves = tf.nest.flatten(element_spec)

@@ -6,7 +6,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdp._private.names import batch_size_of_caller
+from tfdp._private.frames import batch_size_of_caller
 from tfdp.errors import ConfigurationError, DataError
 from tfdp.tracing.padded_batch import PaddedBatch
 

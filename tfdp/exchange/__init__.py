@@ -1,5 +1,22 @@
-"""The wire: engines that sum and gather tensors between replicas.
+"""From the replicas' gradients to their sums: buckets in flight, engines, wire types.
 
-`engine` is the interface; `in_process` and `tensorflow` implement it. All calls are
-made once per replica, in replica context, while a graph is built.
+pipeline              the way of the gradients through one step: read it first
+reducer               what sharded variables ask of it
+sparse                gradients of embeddings
+wire_dtype            gradients in fewer bytes
+engine                the interface of an engine; a third is one file
+in_process            replicas of one process hand tensors to each other
+collectives           TensorFlow's collectives: NCCL on GPUs
+two_level             replicas of a host first, then hosts over a link
+two_level_shards      the same, to shards
+two_level_collectives hosts over TensorFlow's collectives
+tpu, tpu_ops          sums over TPU cores
+choose_engine         which engine suits which devices
+packing, pieces       several tensors in one buffer; large ones cut
+shard_packing, shard_pieces  the same for shards
+wire_types            number types on the wire
+collective_keys       by which TensorFlow finds the partners of a collective
+traffic               how many bytes a step sends
+
+All calls are made once per replica, in replica context, while a graph is built.
 """

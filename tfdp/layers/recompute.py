@@ -14,6 +14,11 @@ import keras
 import tensorflow as tf
 
 from tfdp._private.instance_attributes import instance_attributes
+from tfdp._private.keras_models import (
+    layers_within,
+    losses_added_in,
+    seed_generators_of,
+)
 from tfdp._private.names import (
     DistributedVariable,
     current_rank,
@@ -39,8 +44,8 @@ class RandomDraws:
     def __init__(self, layer: keras.layers.Layer):
         self._generators = [
             generator
-            for sublayer in layer._flatten_layers()
-            for generator in sublayer._seed_generators
+            for sublayer in layers_within(layer)
+            for generator in seed_generators_of(sublayer)
         ]
         self._drawn: list[Any] = []
 
@@ -88,7 +93,7 @@ def without_updates() -> contextlib.AbstractContextManager:
 
 def count_losses(layer: keras.layers.Layer) -> int:
     """How many losses `add_loss` has left in `layer` and the layers within it."""
-    return sum(len(sublayer._losses) for sublayer in layer._flatten_layers())
+    return sum(len(losses_added_in(sublayer)) for sublayer in layers_within(layer))
 
 
 def own_copies(variables: Sequence[keras.Variable]) -> list[tf.Variable]:

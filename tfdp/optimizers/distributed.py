@@ -134,7 +134,7 @@ class DistributedOptimizer(LossScaleHooks):
                 for g in gradients
             ]
         if self.accumulate_steps == 1:
-            self._update(self._reduced(gradients, variables), variables)
+            self._update_weights(self._reduced(gradients, variables), variables)
         else:
             self._accumulate(gradients, variables)
 
@@ -189,7 +189,7 @@ class DistributedOptimizer(LossScaleHooks):
             ]
             if not self._accumulates_shards():
                 means = self._reduced(means, variables)
-            self._update(means, variables)
+            self._update_weights(means, variables)
             for spent in (*self._accumulators, self._weight_sum, self._micro_step):
                 self._set(spent, tf.zeros_like(tf.convert_to_tensor(spent)))
 
@@ -215,7 +215,7 @@ class DistributedOptimizer(LossScaleHooks):
             results[place] = gradient
         return results
 
-    def _update(self, gradients: list[Any], variables: list[Any]) -> None:
+    def _update_weights(self, gradients: list[Any], variables: list[Any]) -> None:
         """Tests, clips and updates, with gradients that are reduced already."""
         with takes_reduced(self.inner_optimizer):
             if not self.dynamic_loss_scale:

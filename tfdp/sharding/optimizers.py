@@ -23,6 +23,19 @@ import tensorflow as tf
 
 from tfdp._private.instance_attributes import instance_attributes
 from tfdp._private.names import current_rank
+from tfdp._private.optimizer_hooks import (
+    APPLY_GRADIENTS,
+    AVERAGE,
+    CLIP,
+    DECAY,
+    OVERWRITE_WITH_AVERAGE,
+    UPDATE_OF_STRATEGY,
+    UPDATE_STEP,
+    averages_of,
+    by_keras,
+    strategy_of,
+    variable_index,
+)
 from tfdp.errors import ConfigurationError
 from tfdp.sharding.updates import ShardUpdates
 from tfdp.sharding.variables import ShardedVariable, ShardUpdatedVariable
@@ -82,27 +95,22 @@ def shard_leads(
 
     def apply_gradients(gradients: Sequence[Any], variables: Sequence[Any]) -> Any:
         known[:] = variables
-        return type(optimizer)._backend_apply_gradients(optimizer, gradients, variables)
+        return by_keras(optimizer, APPLY_GRADIENTS)(gradients, variables)
 
     def clip(gradients: Sequence[Any]) -> list[Any]:
         return clip_over_shards(optimizer, gradients, known, shards)
 
     leads: dict[str, Any] = {
-        "_backend_apply_gradients": apply_gradients,
-        "_clip_gradients": clip,
-        "_update_model_variables_moving_average": functools.partial(
-            _average_shards, optimizer
-        ),
-        "_apply_weight_decay": functools.partial(_decay_on_devices, optimizer, shards),
+        APPLY_GRADIENTS: apply_gradients,
+        CLIP: clip,
+        AVERAGE: functools.partial(_average_shards, optimizer),
+        DECAY: functools.partial(_decay_on_devices, optimizer, shards),
         "update_step": functools.partial(_update_flat, optimizer),
     }
-    for method in (
-        "_backend_update_step",
-        "_overwrite_model_variables_with_average_value",
-    ):
+    for method in (UPDATE_STEP, OVERWRITE_WITH_AVERAGE):
         leads[method] = functools.partial(_then_gather, optimizer, method, shards)
     if hasattr(optimizer, "update_phases"):
-        leads["_distributed_tf_update_step"] = functools.partial(
+        leads[UPDATE_OF_STRATEGY] = functools.partial(
             _update_in_phases, optimizer, shards
         )
     return leads
@@ -118,7 +126,7 @@ def clip_over_shards(
 
     Cost: one sum of a number per sharded variable, when there is a norm to take.
     """
-    stock = functools.partial(type(optimizer)._clip_gradients, optimizer)
+    stock = by_keras(optimizer, CLIP)
     if not (optimizer.clipnorm or optimizer.global_clipnorm):
         return stock(gradients)
     places = [
@@ -132,8 +140,8 @@ def clip_over_shards(
     clipped = list(gradients)
     if optimizer.clipnorm:
         others = [i for i in range(len(gradients)) if i not in places]
-        by_keras = stock([gradients[i] for i in others])
-        for place, gradient in zip(others, by_keras, strict=True):
+        clipped_by_keras = stock([gradients[i] for i in others])
+        for place, gradient in zip(others, clipped_by_keras, strict=True):
             clipped[place] = gradient
         for place, square in zip(places, squares, strict=True):
             gradient, bound = gradients[place], optimizer.clipnorm
@@ -190,7 +198,7 @@ def _update_flat(
     `keras.ops.add` takes what fits the last axis of a matrix for a bias: a shard of as
     many elements would be added to the whole that the state's shape told of.
     """
-    place = optimizer._get_variable_index(variable)
+    place = variable_index(optimizer, variable)
     slots = [value for value in vars(optimizer).values() if isinstance(value, list)]
     with contextlib.ExitStack() as stack:
         for slot in slots:
@@ -208,7 +216,7 @@ def _decay_on_devices(
 ) -> None:
     """Keras' decay of the weights, which needs no state that is on the host."""
     with shards.updating_on_devices():
-        type(optimizer)._apply_weight_decay(optimizer, variables)
+        by_keras(optimizer, DECAY)(variables)
 
 
 def _average_shards(
@@ -216,7 +224,7 @@ def _average_shards(
 ) -> None:
     """Keras' moving average of the weights, each replica its shards."""
     first = tf.equal(tf.convert_to_tensor(optimizer.iterations), 0)
-    averages = optimizer._model_variables_moving_average
+    averages = averages_of(optimizer)
     for variable, average in zip(variables, averages, strict=True):
         if average is None:
             continue
@@ -229,9 +237,7 @@ def _average_shards(
             weights = tf.convert_to_tensor(variable)
             own.assign(momentum * own + (1 - momentum) * weights)
 
-        optimizer._distribution_strategy.extended.update(
-            average.value, update, group=False
-        )
+        strategy_of(optimizer).extended.update(average.value, update, group=False)
 
 
 def _update_in_phases(

@@ -11,7 +11,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdp._private.names import current_rank
-from tfdp._private.tpu_names import TPUVariableMixin, assign_in_replica, in_tpu_replica
+from tfdp._private.tpu_names import assign_in_replica, in_tpu_replica, read_stored
 from tfdp.exchange.shard_pieces import piece_of
 from tfdp.sharding.variables import (
     ShardedVariable,
@@ -38,7 +38,7 @@ class TPUShardedVariable(AssignedInReplica, ShardedVariable):
         return self._own_shard() if in_tpu_replica() else super().read_shard(rank)
 
     def _own_shard(self) -> tf.Tensor:
-        value = TPUVariableMixin._read_variable_op(self)
+        value = read_stored(self)
         return tf.ensure_shape(value, [self.layout.shard_elements])
 
     def _read_variable_op(self) -> tf.Tensor:
@@ -53,7 +53,7 @@ class TPUShardedVariable(AssignedInReplica, ShardedVariable):
     def _together(self, value: tf.Tensor) -> tf.Tensor:
         return value
 
-    def _assign_replica(self, value: Any, name: str | None, read_value: bool) -> Any:
+    def assign_here(self, value: Any, name: str | None, read_value: bool) -> Any:
         value = tf.cast(value, self.dtype)
         if updating_rank() is None:
             value = piece_of(value, self.layout, current_rank())

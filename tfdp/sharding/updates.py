@@ -9,7 +9,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdp._private.keras_autocast import autocast_dtype, is_made_for_autocast
+from tfdp._private.frames import is_made_for_autocast
+from tfdp._private.keras_autocast import autocast_dtype
 from tfdp._private.names import (
     DistributedVariable,
     UpdateContext,

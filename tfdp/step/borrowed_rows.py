@@ -28,6 +28,7 @@ import tensorflow as tf
 
 from tfdp._private.instance_attributes import instance_attributes
 from tfdp._private.names import PerReplica, current_rank
+from tfdp._private.optimizer_hooks import variables_built_with
 from tfdp.sharding.optimizers import shard_kind
 from tfdp.sharding.variables import ShardedVariable
 from tfdp.tracing.keras_steps import is_stock_step, name_of_step
@@ -142,7 +143,7 @@ def _apply(
         return apply(gradients, trainable_variables)
     rank = current_rank()
     own = list(gradients)
-    built_with = trainable_variables or optimizer._trainable_variables
+    built_with = trainable_variables or variables_built_with(optimizer)
     variables = list(built_with or [None] * len(own))
     for place, (gradient, variable) in enumerate(zip(own, variables, strict=True)):
         # What is stored in shards has been summed already, of own parts.

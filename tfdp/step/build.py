@@ -17,6 +17,7 @@ from typing import Any
 import keras
 
 from tfdp._private.instance_attributes import instance_attributes
+from tfdp._private.keras_models import BUILD, build_symbolically
 from tfdp.step.optimizers import optimizers_of
 from tfdp.tracing.keras_steps import is_stock_step
 from tfdp.tracing.padded_batch import without_padding
@@ -32,13 +33,13 @@ def builds_from_plain_batch(model: Any) -> None:
     """
 
     def symbolic_build(iterator: Any = None, data_batch: Any = None) -> None:
-        vars(model).pop("_symbolic_build", None)
+        vars(model).pop(BUILD, None)
         if not has_call(model):
             return
         is_stock = is_stock_step(model.train_step)
         try:
             with contextlib.nullcontext() if is_stock else _without_optimizer(model):
-                model._symbolic_build(
+                build_symbolically(model)(
                     iterator=iterator, data_batch=without_padding(data_batch)
                 )
         except Exception as error:
@@ -49,7 +50,7 @@ def builds_from_plain_batch(model: Any) -> None:
             )
 
     # The dictionary, not setattr: Keras' objects track what is set on them.
-    vars(model)["_symbolic_build"] = symbolic_build
+    vars(model)[BUILD] = symbolic_build
 
 
 def _without_optimizer(model: Any) -> contextlib.AbstractContextManager:

@@ -13,6 +13,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdp._private.keras_models import compute_loss, loss_trackers, takes_training
 from tfdp._private.names import unscale_loss_for_distribution
 
 __all__ = ["is_stock_train_step", "jitted_train_step", "take_over_jit"]
@@ -47,17 +48,22 @@ def jitted_train_step(model: keras.Model, data: Any) -> dict[str, Any]:
     @tf.function(jit_compile=True, autograph=False)
     def compute(x: Any, y: Any, sample_weight: Any) -> tuple[Any, Any, Any]:
         with tf.GradientTape() as tape:
-            training = {"training": True} if model._call_has_training_arg else {}
+            training = {"training": True} if takes_training(model) else {}
             y_pred = model(x, **training)
-            loss = model._compute_loss(
-                x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=True
+            loss = compute_loss(
+                model,
+                x=x,
+                y=y,
+                y_pred=y_pred,
+                sample_weight=sample_weight,
+                training=True,
             )
             scaled = model.optimizer.scale_loss(loss)
         return loss, y_pred, tape.gradient(scaled, variables)
 
     loss, y_pred, gradients = compute(x, y, sample_weight)
     first = next(part for part in tf.nest.flatten(x) if part is not None)
-    model._loss_tracker.update_state(
+    loss_trackers(model)[0].update_state(
         unscale_loss_for_distribution(loss), sample_weight=tf.shape(first)[0]
     )
     model.optimizer.apply_gradients(zip(gradients, variables, strict=True))

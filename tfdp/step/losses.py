@@ -22,13 +22,13 @@ normalization) would get wrong gradients.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
 import tensorflow as tf
 
+from tfdp._private.frames import frame_of_caller
 from tfdp.errors import ConfigurationError
 from tfdp.tracing.batch_rows import goes_with_rows
 from tfdp.tracing.loss_shares import LossShares, Standing
@@ -73,7 +73,7 @@ def loss_replica_count(
       sum_over_replicas: all-reduces a scalar; called at most once per masked or
         weighted loss, never for a plain mean.
     """
-    asker = sys._getframe(2)
+    asker = frame_of_caller()
     if asker.f_globals.get("__name__") != LOSS_MODULE:
         return None
     if asker.f_code.co_name not in (SCALE, UNSCALE):

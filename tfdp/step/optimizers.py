@@ -25,6 +25,13 @@ import tensorflow as tf
 
 from tfdp._private.instance_attributes import instance_attributes
 from tfdp._private.names import current_rank, is_branch_graph, keras_state, own_copy
+from tfdp._private.optimizer_hooks import (
+    CLIP,
+    REDUCE,
+    by_keras,
+    strategy_of,
+    variables_built_with,
+)
 from tfdp.errors import ConfigurationError, ScopeError
 from tfdp.exchange.wire_dtype import from_wire, sum_gradients_and_state, to_wire
 from tfdp.sharding.optimizers import (
@@ -50,7 +57,7 @@ __all__ = [
 ]
 
 CLIPPING = ("clipnorm", "global_clipnorm", "clipvalue")
-ALREADY_REDUCED = {"_all_reduce_sum_gradients": lambda grads_and_vars: grads_and_vars}
+ALREADY_REDUCED = {REDUCE: lambda grads_and_vars: grads_and_vars}
 
 
 def optimizers_of(model: Any) -> list[keras.optimizers.Optimizer]:
@@ -69,11 +76,6 @@ def optimizers_of(model: Any) -> list[keras.optimizers.Optimizer]:
             seen.add(id(value))
             values += value.values() if isinstance(value, Mapping) else value
     return list(unique.values())
-
-
-def strategy_of(optimizer: keras.optimizers.Optimizer) -> tf.distribute.Strategy:
-    """The strategy under whose scope `optimizer` was made."""
-    return optimizer._distribution_strategy
 
 
 @contextlib.contextmanager
@@ -101,10 +103,9 @@ def _leads(optimizer: keras.optimizers.Optimizer, run: ReplicaRun) -> dict[str, 
         return leads
     shards = shards_of(optimizer)
     own = {} if shards is None else shard_leads(optimizer, shards)
-    stock_clip = functools.partial(type(optimizer)._clip_gradients, optimizer)
-    clip = own.get("_clip_gradients", stock_clip)
-    own["_clip_gradients"] = functools.partial(_clip_unless_held_back, run, clip)
-    own["_all_reduce_sum_gradients"] = functools.partial(_reduce, optimizer, run)
+    clip = own.get(CLIP, by_keras(optimizer, CLIP))
+    own[CLIP] = functools.partial(_clip_unless_held_back, run, clip)
+    own[REDUCE] = functools.partial(_reduce, optimizer, run)
     return own | leads
 
 
@@ -160,7 +161,7 @@ def _reduce_before(
         if gradient is not None
         and not getattr(variable, "overwrite_with_gradient", False)
     ]
-    built_with = variables or optimizer._trainable_variables
+    built_with = variables or variables_built_with(optimizer)
     reduced = reduce_gradients(
         [gradients[i] for i in places], run, [built_with[i] for i in places]
     )
@@ -200,7 +201,7 @@ def _reduce(
     reduced = reduce_gradients([pairs[i][0] for i in places], run, variables)
     shards = shards_of(optimizer)
     if shards is None:
-        clipped = type(optimizer)._clip_gradients(optimizer, reduced)
+        clipped = by_keras(optimizer, CLIP)(reduced)
     else:
         clipped = clip_over_shards(optimizer, reduced, variables, shards)
     for place, gradient in zip(places, clipped, strict=True):
@@ -222,7 +223,7 @@ def refuse_unled(value: Sequence[Any]) -> bool:
     callers = [getattr(scope, "caller", None) for scope in stack]
     optimizers = [c for c in callers if isinstance(c, keras.optimizers.Optimizer)]
     for optimizer in optimizers:
-        if "_all_reduce_sum_gradients" in vars(optimizer) or "apply" in vars(optimizer):
+        if REDUCE in vars(optimizer) or "apply" in vars(optimizer):
             return False
     for optimizer in optimizers:
         if strategy_of(optimizer) is not tf.distribute.get_strategy():

@@ -15,6 +15,7 @@ from typing import Any
 import keras
 
 from tfdp._private.instance_attributes import instance_attributes
+from tfdp._private.keras_models import LOSSES, layers_within
 from tfdp._private.names import current_rank
 from tfdp.tracing.run import trace_of
 
@@ -53,8 +54,6 @@ def own_losses(model: Any) -> Iterator[None]:
     """While this lasts, each replica has its own losses of the layers of `model`."""
     with contextlib.ExitStack() as stack:
         if isinstance(model, keras.Model):
-            for layer in model._flatten_layers():
-                stack.enter_context(
-                    instance_attributes(layer, {"_losses": OwnLosses()})
-                )
+            for layer in layers_within(model):
+                stack.enter_context(instance_attributes(layer, {LOSSES: OwnLosses()}))
         yield

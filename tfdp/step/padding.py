@@ -15,6 +15,13 @@ import keras
 import tensorflow as tf
 
 from tfdp._private.instance_attributes import instance_attributes
+from tfdp._private.keras_models import (
+    layers_within,
+    loss_trackers,
+    losses_added_in,
+    mask_of,
+    metrics_as_compiled,
+)
 from tfdp.errors import ConfigurationError
 from tfdp.tracing.keras_steps import is_stock_step, name_of_step
 from tfdp.tracing.padded_batch import Padding
@@ -32,17 +39,19 @@ def weighs_rows(model: Any, padding: Padding) -> Iterator[None]:
         (model, "compute_loss", _weighted_loss),
         (model, "compute_metrics", _weighted_metrics),
     ]
-    if getattr(model, "_loss_tracker", None) is not None:
-        leads.append((model._loss_tracker, "update_state", _count_real_rows))
-    for tracker in getattr(getattr(model, "_compile_loss", None), "metrics", []):
+    of_whole_loss, of_outputs = loss_trackers(model)
+    if of_whole_loss is not None:
+        leads.append((of_whole_loss, "update_state", _count_real_rows))
+    for tracker in of_outputs:
         leads.append((tracker, "update_state", _count_batches))
     leads += [
         (layer, "call", _leave_filling_out)
-        for layer in model._flatten_layers()
+        for layer in layers_within(model)
         if isinstance(layer, keras.layers.BatchNormalization)
     ]
-    if getattr(model, "_compile_metrics", None) is not None:
-        leads.append((model._compile_metrics, "update_state", _weigh_each_metric))
+    metrics = metrics_as_compiled(model)
+    if metrics is not None:
+        leads.append((metrics, "update_state", _weigh_each_metric))
     with contextlib.ExitStack() as stack:
         for target, name, lead in leads:
             led = lead(getattr(target, name), padding, target)
@@ -92,12 +101,8 @@ def _weighted_loss(compute: Callable, padding: Padding, model: Any) -> Callable:
 
 def _rank_of_values(y_pred: Any) -> int:
     """The rank of the losses that are computed from `y_pred`, as most losses do."""
-    mask = _mask_of(y_pred)
+    mask = mask_of(y_pred)
     return len(mask.shape) if mask is not None else max(1, len(y_pred.shape) - 1)
-
-
-def _mask_of(y_pred: Any) -> Any:
-    return getattr(y_pred, "_keras_mask", None)
 
 
 def _times_rows(sample_weight: Any, padding: Padding) -> Any:
@@ -159,7 +164,7 @@ def _leave_filling_out(call: Callable, padding: Padding, layer: Any) -> Callable
 
 def _refuse_added_losses(model: Any) -> None:
     """Refuses losses that layers took of their inputs: they count the filling."""
-    adding = [layer.name for layer in model._flatten_layers() if layer._losses]
+    adding = [layer.name for layer in layers_within(model) if losses_added_in(layer)]
     if adding:
         raise ConfigurationError(
             f"The layer {adding[0]!r} adds a loss of its own (add_loss or an activity "
@@ -189,7 +194,7 @@ def _weigh_rows_of_metric(update: Callable, padding: Padding, metric: Any) -> Ca
             axes = len(y_pred.shape)
             by_row = isinstance(metric, keras.metrics.Mean) or axes <= 2
             sample_weight = padding.weights(1 if by_row else axes)
-            mask = _mask_of(y_pred)
+            mask = mask_of(y_pred)
             if mask is not None:
                 ones = tf.ones_like(mask, sample_weight.dtype)
                 sample_weight = ones * padding.weights(len(mask.shape))

@@ -14,8 +14,9 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdp._private.keras_models import given_metrics, start_anew
 from tfdp._private.names import DistributedVariable, is_default_strategy
-from tfdp.step.optimizers import strategy_of
+from tfdp._private.optimizer_hooks import put_under, strategy_of
 
 __all__ = ["adopt_state"]
 
@@ -33,7 +34,7 @@ def adopt_state(
         if any(part.built or not _is_nobodys(part) for part in parts):
             continue
         for part in parts:
-            vars(part)["_distribution_strategy"] = strategy
+            put_under(part, strategy)
             _make_anew(part.variables, strategy)
             strategy.extended.made_optimizers.note(part)
     for metric in _metrics(model):
@@ -59,11 +60,7 @@ def _metrics(model: keras.Model) -> Iterator[keras.metrics.Metric]:
     if not model.compiled:
         return  # a program's own `metrics` may name what its compile makes
     yield from model.metrics
-    compiled = getattr(model, "_compile_metrics", None)
-    for name in ("_user_metrics", "_user_weighted_metrics"):
-        for metric in tf.nest.flatten(getattr(compiled, name, None)):
-            if isinstance(metric, keras.metrics.Metric):
-                yield metric
+    yield from given_metrics(model)
 
 
 def _make_anew(
@@ -75,4 +72,4 @@ def _make_anew(
         with tf.init_scope():
             value = variable.numpy()
             with strategy.scope():
-                variable._initialize(value)
+                start_anew(variable, value)

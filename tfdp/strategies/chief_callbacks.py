@@ -19,6 +19,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdp._private.keras_models import initial_epoch, set_initial_epoch
 from tfdp.sharding.variables import ShardedVariable, noted_assignments
 
 __all__ = ["let_only_the_chief_write", "share_state"]
@@ -75,7 +76,7 @@ def let_only_the_chief_write(
 
 def _write_elsewhere(callback: Any, attributes: tuple[str, ...]) -> None:
     # The folder goes when the callback does.
-    callback._tfdp_folder = folder = tempfile.TemporaryDirectory(prefix="tfdp_")
+    callback.tfdp_folder = folder = tempfile.TemporaryDirectory(prefix="tfdp_")
     given, *inside = attributes
     root = os.path.join(folder.name, os.path.basename(getattr(callback, given)))
     for attribute in inside:
@@ -98,9 +99,9 @@ def share_state(
       is_chief: whether this is worker 0.
       first_host_value: hands worker 0's array to every worker.
     """
-    epoch = np.array(model._initial_epoch or 0, np.int64)
-    model._initial_epoch = int(first_host_value(epoch, "first epoch"))
-    if model._initial_epoch and not model.optimizer.built:
+    epoch = np.array(initial_epoch(model), np.int64)
+    set_initial_epoch(model, int(first_host_value(epoch, "first epoch")))
+    if initial_epoch(model) and not model.optimizer.built:
         # Worker 0 has built it, to restore its slots.
         model.optimizer.build(model.trainable_variables)
     for variable in [*model.weights, *model.optimizer.variables]:

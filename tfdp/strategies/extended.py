@@ -18,6 +18,7 @@ from tfdp._private.names import (
     MirroredVariable,
     SyncOnReadVariable,
     current_rank,
+    own_copy,
     stop_recording,
 )
 from tfdp.data.lasting_input import LastingInput
@@ -127,7 +128,7 @@ class DataParallelExtended(LastingInput, MirroredExtended):
 
     def update_own_copy(self, variable: Any, fn: Callable, value: Any) -> None:
         """Calls `fn(component, value)` with the calling replica's own component."""
-        component = variable._get_replica(current_rank())
+        component = own_copy(variable, current_rank())
         with tf.device(component.device):
             fn(component, value)
 

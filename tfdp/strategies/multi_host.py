@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdp._private import names
+from tfdp._private import frames, names
 from tfdp._private.autograph import library_code
 from tfdp.cluster import Cluster, find_cluster
 from tfdp.data.hosts import own_part, until_all_end
@@ -290,7 +290,7 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
         """This host's rows of every global batch."""
         if self._link is None or not isinstance(dataset, tf.data.Dataset):
             return dataset
-        fit = names.fit_of_caller()
+        fit = frames.fit_of_caller()
         policies = policies_of(fit[0]) if fit is not None else ""
         self._lead_fit(fit)
         return own_part(dataset, self._link, policies)

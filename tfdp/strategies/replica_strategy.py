@@ -16,7 +16,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdp._private import names
+from tfdp._private import frames, names
 from tfdp._private.autograph import library_code
 from tfdp.data.keras_input import keras_input, with_none
 from tfdp.data.padding import distribute_padded, global_batch_rows, is_of_one_size
@@ -142,7 +142,7 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
         under the strategy: gradients are reduced before they are clipped.
         """
         is_step = bool(keras_steps.name_of_step(fn))
-        is_logging = is_step and names.is_called_by_keras_loop()
+        is_logging = is_step and frames.is_called_by_keras_loop()
         model = getattr(fn, "__self__", None)
         optimizers = optimizers_of(model)
         step = fn
@@ -240,7 +240,7 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
         call gets one replica's batch instead: the mean of strings, sparse tensors or
         parts of different length does not exist.
         """
-        model = names.model_built_by_caller()
+        model = frames.model_built_by_caller()
         if model is not None:
             self._adopt_and_check(model, optimizers_of(model))
             self._take_over_jit(model)
@@ -256,7 +256,7 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
     def scope(self) -> contextlib.AbstractContextManager:
         """The scope to make models in; see `tf.distribute.Strategy.scope`."""
         scope_checks.check_not_nested(self)
-        model = names.model_built_by_caller()
+        model = frames.model_built_by_caller()
         if model is not None:
             self._adopt_and_check(model, optimizers_of(model))
             self._take_over_jit(model)
@@ -275,7 +275,7 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
         scope_checks.check_dataset(dataset)
         element_spec = dataset.element_spec
         if self._replicas > 1:
-            dataset = splittable(dataset, names.batch_size_of_caller()[0])
+            dataset = splittable(dataset, frames.batch_size_of_caller()[0])
         dataset = self._part_of_host(dataset)
         is_odd = not is_of_one_size(dataset, self._replicas)
         if self.pad_batches and (is_odd or self.compiles_steps):

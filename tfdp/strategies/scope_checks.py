@@ -12,9 +12,9 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdp._private.names import DistributedVariable, is_default_strategy
+from tfdp._private.names import DistributedVariable, is_default_strategy, whole_of
+from tfdp._private.optimizer_hooks import strategy_of
 from tfdp.errors import ScopeError
-from tfdp.step.optimizers import strategy_of
 
 __all__ = ["check_component", "check_dataset", "check_model", "check_not_nested"]
 
@@ -68,9 +68,9 @@ def check_component(variable: Any, strategy: tf.distribute.Strategy) -> None:
       ScopeError: naming the variable.
     """
     owner = getattr(variable, "distribute_strategy", None)
-    container = getattr(variable, "_distributed_container", None)
-    if owner is None and container is not None:
-        owner = container().distribute_strategy
+    whole = whole_of(variable)
+    if owner is None and whole is not None:
+        owner = whole.distribute_strategy
     if owner is not strategy:
         name = getattr(variable, "name", variable)
         raise ScopeError(

@@ -13,7 +13,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdp._private.names import current_rank, stop_recording
-from tfdp._private.tpu_names import TPUExtended, TPUMirroredVariable
+from tfdp._private.tpu_names import TPUExtended, TPUMirroredVariable, pack_variables
 from tfdp.data.lasting_input import LastingInput
 from tfdp.plan.shards import Sharding
 from tfdp.sharding.tpu_variables import tpu_shard_class
@@ -70,8 +70,7 @@ class TPUDataParallelExtended(LastingInput, TPUExtended):
             self.shards = ShardUpdates(
                 strategy, self.worker_devices, self.reducer, sharding
             )
-        # As in stock TPUStrategy: one handle for all copies of a variable.
-        strategy._enable_packed_variable_in_eager_mode = True
+        pack_variables(strategy)
 
     def update(self, var: Any, fn: Callable, *args: Any, **kwargs: Any) -> Any:
         """Updates a variable of this strategy; see `StrategyExtended.update`."""

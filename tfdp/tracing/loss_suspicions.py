@@ -6,6 +6,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdp._private.keras_models import given_losses
 from tfdp.errors import ConfigurationError
 from tfdp.tracing.batch_rows import reduced_axes
 from tfdp.tracing.keras_steps import is_stock_step, name_of_step
@@ -112,9 +113,8 @@ def why_loss_seems_local(model: Any, step: Any, run: ReplicaRun) -> str | None:
         if run.added_losses:
             return None
         return "its train_step is its own and no Keras loss took a mean in it"
-    compiled = getattr(model, "_compile_loss", None)
-    losses = tf.nest.flatten(getattr(compiled, "_user_loss", None))
-    reductions = {getattr(loss, "reduction", "mean") for loss in losses if loss}
+    losses = filter(None, given_losses(model))
+    reductions = {getattr(loss, "reduction", "mean") for loss in losses}
     if reductions <= {"sum", "none", None}:
         return None
     return "its loss function returns a scalar, so Keras took no mean"

@@ -12,6 +12,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdp._private.keras_models import layers_within
 from tfdp._private.names import own_copy
 from tfdp.errors import ConfigurationError
 from tfdp.tracing.loss_shares import key_of
@@ -32,7 +33,7 @@ def check_no_row_state(model: Any) -> None:
     """
     if not isinstance(model, keras.Model):
         return
-    for layer in model._flatten_layers():
+    for layer in layers_within(model):
         if isinstance(layer, keras.layers.RNN) and layer.stateful:
             raise ConfigurationError(
                 f"The layer {layer.name!r} has stateful=True: it stores a state for "

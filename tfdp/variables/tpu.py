@@ -1,7 +1,7 @@
 """Variables of TPU replicas: assigned by each replica, in the one graph of all.
 
-The rules are those of `tfdp.variables.mirrored`; stock TPU variables would leave the replica
-context to aggregate, and keep moving statistics of each core to itself.
+The rules are those of `tfdp.variables.mirrored`; stock TPU variables would leave the
+replica context to aggregate, and keep moving statistics of each core to itself.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from tfdp._private.tpu_names import (
     TPUVariableMixin,
     assign_in_replica,
     in_tpu_replica,
+    read_stored,
 )
 from tfdp.errors import CollectiveError
 from tfdp.tracing.replica_invariance import is_same_on_every_replica
@@ -36,7 +37,7 @@ class AssignedInReplica(TPUVariableMixin):
         """`value` as all replicas assign it."""
         raise NotImplementedError
 
-    def _assign_replica(self, value: Any, name: str | None, read_value: bool) -> Any:
+    def assign_here(self, value: Any, name: str | None, read_value: bool) -> Any:
         """Assigns in the calling replica."""
         raise NotImplementedError
 
@@ -50,7 +51,7 @@ class AssignedInReplica(TPUVariableMixin):
         """Assigns `value`, brought together over the replicas as `aggregation` says."""
         if not in_tpu_replica():
             return super().assign(value, use_locking, name, read_value)
-        return self._assign_replica(value, name, read_value)
+        return self.assign_here(value, name, read_value)
 
     def assign_add(
         self,
@@ -84,7 +85,7 @@ class TPUReplicaVariable(PythonNumber, AssignedInReplica, TPUMirroredVariable):
     """A variable with a copy on every TPU core, which each replica assigns to."""
 
     def _stored(self) -> tf.Tensor:
-        return TPUMirroredVariable._read_variable_op(self)
+        return read_stored(self)
 
     def scatter_add(
         self, sparse_delta: Any, use_locking: bool = False, name: str | None = None
@@ -122,7 +123,7 @@ class TPUReplicaVariable(PythonNumber, AssignedInReplica, TPUMirroredVariable):
         with tf.control_dependencies([done]):
             return self._read_variable_op()
 
-    def _assign_replica(self, value: Any, name: str | None, read_value: bool) -> Any:
+    def assign_here(self, value: Any, name: str | None, read_value: bool) -> Any:
         value = self._together(tf.convert_to_tensor(value, self.dtype))
         return assign_in_replica(self, value, False, name, read_value)
 
@@ -158,9 +159,9 @@ class TPUSeedVariable(TPUReplicaVariable):
         offset = self.own_offset()
         return stored if offset is None else stored + offset
 
-    def _assign_replica(self, value: Any, name: str | None, read_value: bool) -> Any:
+    def assign_here(self, value: Any, name: str | None, read_value: bool) -> Any:
         offset = self.own_offset()
         value = tf.convert_to_tensor(value, self.dtype)
         if offset is not None:
             value = value - offset
-        return super()._assign_replica(value, name, read_value)
+        return super().assign_here(value, name, read_value)

@@ -1,0 +1,114 @@
+"""What Keras' models, layers and variables keep to themselves, under public names.
+
+Checked against Keras 3.12 and 3.15.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+__all__ = [
+    "BUILD",
+    "LOSSES",
+    "build_symbolically",
+    "compute_loss",
+    "given_losses",
+    "given_metrics",
+    "initial_epoch",
+    "layers_within",
+    "loss_trackers",
+    "losses_added_in",
+    "mask_of",
+    "metrics_as_compiled",
+    "seed_generators_of",
+    "set_initial_epoch",
+    "start_anew",
+    "takes_training",
+]
+
+#: The attribute of a layer that holds what its calls gave `add_loss`.
+LOSSES = "_losses"
+#: The method of a model that builds it from the first batch.
+BUILD = "_symbolic_build"
+
+
+def layers_within(layer: keras.layers.Layer) -> list[keras.layers.Layer]:
+    """`layer`, a model too, and every layer that it holds at any depth."""
+    return list(layer._flatten_layers())
+
+
+def losses_added_in(layer: keras.layers.Layer) -> list[Any]:
+    """What the calls of this very layer gave `add_loss`."""
+    return layer._losses
+
+
+def seed_generators_of(layer: keras.layers.Layer) -> list[keras.random.SeedGenerator]:
+    """Those that this very layer draws from."""
+    return layer._seed_generators
+
+
+def loss_trackers(model: keras.Model) -> tuple[Any, list[Any]]:
+    """The metric of the whole loss, and those of each output; None before compile."""
+    return (
+        getattr(model, "_loss_tracker", None),
+        getattr(getattr(model, "_compile_loss", None), "metrics", []),
+    )
+
+
+def metrics_as_compiled(model: keras.Model) -> Any:
+    """What updates all metrics that `compile` was given; None: it was given none."""
+    return getattr(model, "_compile_metrics", None)
+
+
+def given_metrics(model: keras.Model) -> Iterator[keras.metrics.Metric]:
+    """The metrics among what `compile` was given, built or not."""
+    compiled = metrics_as_compiled(model)
+    for name in ("_user_metrics", "_user_weighted_metrics"):
+        for metric in tf.nest.flatten(getattr(compiled, name, None)):
+            if isinstance(metric, keras.metrics.Metric):
+                yield metric
+
+
+def given_losses(model: keras.Model) -> list[Any]:
+    """The losses that `compile` was given: objects, functions and names."""
+    compiled = getattr(model, "_compile_loss", None)
+    return tf.nest.flatten(getattr(compiled, "_user_loss", None))
+
+
+def takes_training(model: keras.Model) -> bool:
+    """Whether the model's `call` has the argument `training`."""
+    return bool(model._call_has_training_arg)
+
+
+def compute_loss(model: keras.Model, **arguments: Any) -> tf.Tensor:
+    """`model.compute_loss`, whether or not it has the argument `training`."""
+    return model._compute_loss(**arguments)
+
+
+def build_symbolically(model: keras.Model) -> Callable[..., None]:
+    """Builds `model` from a batch, or an iterator's first; as Keras' loops do."""
+    return model._symbolic_build
+
+
+def initial_epoch(model: keras.Model) -> int:
+    """The epoch at which `fit` begins when a callback has restored one; else 0."""
+    return int(model._initial_epoch or 0)
+
+
+def set_initial_epoch(model: keras.Model, epoch: int) -> None:
+    """Lets `fit` begin at `epoch`."""
+    model._initial_epoch = epoch
+
+
+def mask_of(tensor: Any) -> Any:
+    """The mask that the layer which made `tensor` left with it; None: no mask."""
+    return getattr(tensor, "_keras_mask", None)
+
+
+def start_anew(variable: keras.Variable, value: Any) -> None:
+    """Gives `variable` a TensorFlow variable made here and now, of `value`."""
+    variable._initialize(value)

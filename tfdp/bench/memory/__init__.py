@@ -1,0 +1,1 @@
+"""`tfdp bench memory`: what each replica holds, beside what formulas say."""

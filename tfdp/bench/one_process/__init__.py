@@ -1,0 +1,1 @@
+"""Cases whose replicas share one process, each case in a process of its own."""

@@ -1,0 +1,1 @@
+"""Cases of several worker processes, all alive, which get turns."""

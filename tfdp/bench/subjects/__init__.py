@@ -1,0 +1,1 @@
+"""What is measured: models, gradient lists, images; alike for every arm."""

@@ -1,0 +1,1 @@
+"""Plain values that say what will be done: topology, buckets, shards, formulas."""

@@ -1,0 +1,1 @@
+"""What a program makes: a strategy, and what TensorFlow asks of its inside."""
