@@ -1,6 +1,6 @@
 """What tfdp relies on inside Keras and TensorFlow: says first when a version moves it.
 
-The names themselves are imported in `tfdp/_tf`; here stand the facts about them.
+The names themselves are imported in `tfdp/_private`; here stand the facts about them.
 """
 
 import inspect
@@ -12,13 +12,13 @@ from keras.src.backend.tensorflow import trainer as keras_trainer
 from keras.src.losses import loss as keras_loss
 
 from tests.support.parity import make_strategy
-from tfdp._private import names
+from tfdp._private import frames, names
 from tfdp.step import losses, optimizers
 
 
 def test_keras_asks_for_a_batch_in_the_function_that_is_recognised():
-    assert keras_trainer.__name__ == names.KERAS_TRAINER_MODULE
-    build = getattr(keras_trainer.TensorFlowTrainer, names.KERAS_BUILD_FUNCTION)
+    assert keras_trainer.__name__ == frames.KERAS_TRAINER_MODULE
+    build = getattr(keras_trainer.TensorFlowTrainer, frames.KERAS_BUILD_FUNCTION)
     assert "self.distribute_strategy.reduce" in inspect.getsource(build)
 
 

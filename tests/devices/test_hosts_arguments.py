@@ -9,6 +9,7 @@ import tfdp
 from tests.pure.test_socket_link import on_workers
 from tests.support.stand_in_link import StandInLink
 from tfdp.errors import CollectiveError, ConfigurationError
+from tfdp.exchange.host_group import HostGroup
 from tfdp.strategies import multi_host
 
 TWO = tfdp.Cluster(rank=0, workers=2, coordinator="127.0.0.1:1")
@@ -43,14 +44,6 @@ def test_communication_is_checked_elsewhere_too(make):
         make(communication=25)
 
 
-class Strategy:
-    """What `from_chief` needs of one."""
-
-    def __init__(self, link):
-        self._link = link
-        self.is_chief = link.rank == 0
-
-
 @pytest.mark.parametrize(
     "others", [np.array([3, 4], "int32"), np.array([[1.0], [2.0]], "float32")]
 )
@@ -60,8 +53,7 @@ def test_an_array_of_another_kind_than_the_chiefs_is_refused(others):
 
     def work(link):
         value = others if link.rank else chiefs
-        from_chief = tfdp.MultiHostDataParallelStrategy.from_chief
-        return from_chief(Strategy(link), value, "weights")
+        return HostGroup(link).from_chief(value, "weights")
 
     for error in on_workers(2, work):
         assert isinstance(error, CollectiveError)

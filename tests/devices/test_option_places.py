@@ -126,7 +126,7 @@ ALIKE = [
 
 @pytest.mark.parametrize("options, words", ALIKE)
 def test_another_option_on_one_worker_is_named(monkeypatch, options, words):
-    other = hosts(2)()._link.settings
+    other = hosts(2)()._group.link.settings
     monkeypatch.setattr(StandInLink, "settings_of_others", other)
     hosts(2)()
     with pytest.raises(ConfigurationError, match=words):
@@ -134,7 +134,7 @@ def test_another_option_on_one_worker_is_named(monkeypatch, options, words):
 
 
 def test_another_dtype_policy_on_one_worker_is_named(monkeypatch):
-    other = hosts(2)()._link.settings
+    other = hosts(2)()._group.link.settings
     monkeypatch.setattr(StandInLink, "settings_of_others", other)
     keras.config.set_dtype_policy("mixed_float16")
     with pytest.raises(

@@ -43,7 +43,7 @@ def main(shard):
             tfdp.remat(model)
         model.compile(keras.optimizers.Adam(1e-4), "mse", jit_compile=False)
     x = np.random.default_rng(0).normal(size=(32, WIDTH)).astype("float32")
-    sent = NoteSentBytes(strategy._link)
+    sent = NoteSentBytes(strategy._group.link)
     model.fit(x, x, batch_size=8, verbose=0, callbacks=[sent])
     print("sent", *np.diff(sent.counts)[-2:], 3 * WIDTH * WIDTH * 4, flush=True)
 

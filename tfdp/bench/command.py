@@ -34,6 +34,11 @@ def _positive(text: str) -> int:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the options of `tfdp bench`."""
+    _add_what_is_measured(parser)
+    _add_how_it_is_measured(parser)
+
+
+def _add_what_is_measured(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "suite",
         nargs="?",
@@ -83,6 +88,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="cpu",
         help="logical CPUs of this machine, or its first GPUs (default: cpu)",
     )
+
+
+def _add_how_it_is_measured(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--repeats", type=_positive, metavar="R", help="figures per arm (default: 20)"
     )

@@ -26,6 +26,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from tfdp.hosts.goodbyes import Goodbyes
 from tfdp.hosts.host_link import CHANNELS
 from tfdp.hosts.last_words import words_of_now
 from tfdp.hosts.messages import checked_integer, checked_text, parse_object
@@ -40,8 +41,6 @@ MOST_EXCHANGES = 1 << 63
 # The thread looks several times in a second; on a busy machine it may come late.
 USUAL_LOOK_SECONDS = 2 * BEAT_SECONDS
 NoteListener = Callable[[dict[int, str]], None]
-# The error that a worker left with, if any, and whether another worker caused it.
-Goodbye = tuple[str | None, bool]
 
 
 class Membership:
@@ -81,7 +80,7 @@ class Membership:
         self._standstill = Standstill(USUAL_LOOK_SECONDS)
         self._heard = dict.fromkeys(connections, boot_seconds())
         self._partial = dict.fromkeys(connections, b"")
-        self._left: dict[int, Goodbye] = {}  # in the order in which they left
+        self._left = Goodbyes()
         self._closing = False
         self._notes: dict[str, dict[int, str]] = {}
         self._note_listeners: dict[str, NoteListener] = {}
@@ -112,7 +111,7 @@ class Membership:
     def left_before(self, exchange: int, channel: str) -> list[int]:
         """Those that have left and will never come to `exchange`."""
         positions = self.positions[channel]
-        return [rank for rank in [*self._left] if positions[rank] < exchange]
+        return [rank for rank in self._left if positions[rank] < exchange]
 
     def give_up(self, reason: str) -> None:
         """Ends the exchanges of all workers, as the loss of a worker does."""
@@ -139,16 +138,8 @@ class Membership:
         while not (self.failure or self._left) and time.monotonic() < deadline:
             time.sleep(0.02)
         if self.failure is None and self._left:
-            return self.with_standstill(self._who_left(), self._silence_seconds)
+            return self.with_standstill(self._left.reason(), self._silence_seconds)
         return self.failure
-
-    def _who_left(self) -> str:
-        left = list(self._left.items())
-        # Others may have left since, because the first one did.
-        rank, (error, _) = next((entry for entry in left if not entry[1][1]), left[0])
-        if error is None:
-            return f"worker {rank} has come to the end of its script"
-        return f"worker {rank} has raised {error}"
 
     def share_note(self, key: str, note: str, seconds: float) -> dict[int, str]:
         """Everybody's note under `key`, by rank, once all have left one.
@@ -201,18 +192,14 @@ class Membership:
         if self.failure or self._closing:
             raise ConnectionError(self.failure or "closed here")
         if is_in_vain:
-            raise ConnectionError(self._who_left())
+            raise ConnectionError(self._left.reason())
         missing = sorted(set(range(self._workers)) - notes.keys()) or "others"
         reason = f"no word of {key} from workers {missing}"
         raise TimeoutError(self.with_standstill(reason, seconds))
 
     def _lacks_word_of_who_left(self, key: str) -> bool:
         # Notes come before the goodbye, on the same connection.
-        notes = self._notes.get(key, {})
-        return any(
-            error is not None or rank not in notes
-            for rank, (error, _) in list(self._left.items())
-        )
+        return self._left.lack_word(self._notes.get(key, {}))
 
     def on_note(self, key: str, listener: NoteListener) -> None:
         """Calls `listener` with the notes under `key` now and whenever one comes.
@@ -260,7 +247,7 @@ class Membership:
         # Those who left before come first: perhaps this one leaves because of them.
         # And how far everybody was: who waits in a call of MPI must know who will come.
         at = self._known_positions()
-        self._tell({"at": at, "left": dict(self._left), "goodbye": goodbye})
+        self._tell({"at": at, "left": self._left.as_told(), "goodbye": goodbye})
         self._thread.join(2 * BEAT_SECONDS)
         for connection in self._connections.values():
             connection.close()
@@ -272,7 +259,9 @@ class Membership:
         next_beat = 0.0
         while not self._closing and self.failure is None:
             if time.monotonic() >= next_beat:
-                self._tell({"at": self._known_positions(), "left": dict(self._left)})
+                self._tell(
+                    {"at": self._known_positions(), "left": self._left.as_told()}
+                )
                 next_beat = time.monotonic() + BEAT_SECONDS
             ready = selector.select(BEAT_SECONDS / 2)
             missed_seconds = self._look()
@@ -332,9 +321,9 @@ class Membership:
         for text, goodbye in message.get("left", {}).items():
             rank = self._checked_rank(int(text))
             if rank != self.rank:
-                self._left.setdefault(rank, _checked(goodbye))
+                self._left.note(rank, goodbye)
         if "goodbye" in message:
-            self._left.setdefault(peer, _checked(message["goodbye"]))
+            self._left.note(peer, message["goodbye"])
         if message.get("left") or "goodbye" in message:
             with self._changed:
                 self._changed.notify_all()
@@ -399,10 +388,3 @@ class Membership:
                 if peer not in self._left:
                     with contextlib.suppress(OSError):
                         connection.sendall(line)
-
-
-def _checked(goodbye: Any) -> Goodbye:
-    error, is_consequence = goodbye
-    if error is not None:
-        checked_text(error, LONGEST_LINE_BYTES)
-    return error, bool(is_consequence)

@@ -17,6 +17,7 @@ from tfdp.data.hosts import own_part, until_all_end
 from tfdp.data.seeds import agree_on_seed, seed_to_share
 from tfdp.errors import ConfigurationError, DeviceError
 from tfdp.exchange.choose_engine import choose_engine
+from tfdp.exchange.host_group import HostGroup
 from tfdp.exchange.pipeline import GradientPipeline
 from tfdp.exchange.two_level import AcrossHostsEngine
 from tfdp.exchange.two_level_collectives import (
@@ -26,8 +27,8 @@ from tfdp.exchange.two_level_collectives import (
 from tfdp.exchange.two_level_shards import ShardsAcrossHostsEngine
 from tfdp.hosts import last_words
 from tfdp.hosts.alike import refuse_differences
-from tfdp.hosts.buffers import unaligned_copy
 from tfdp.hosts.choose_link import make_link
+from tfdp.hosts.host_link import HostLink
 from tfdp.plan.communication import (
     Communication,
     checked_communication,
@@ -125,9 +126,8 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
                 f"shard_group must be 'all' or 'host'. Received: {shard_group!r}."
             )
         self.shard_group = shard_group
-        # A HostLink; None for a single worker, which exchanges nothing.
-        self._link: Any = None
-        self._host_engine: AcrossHostsEngine | None = None
+        # None for a single worker, which exchanges nothing.
+        self._group: HostGroup | None = None
         if devices_per_host is None:
             devices_per_host = found.devices_per_worker
         self._requested_devices = devices_per_host
@@ -145,7 +145,7 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
             )
             self._cluster_resolver = resolver_of(
                 found,
-                ["localhost"] if self._link is None else self._link.hosts,
+                ["localhost"] if self._group is None else self._group.link.hosts,
                 self.extended.worker_devices,
             )
         except BaseException:
@@ -181,8 +181,8 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
                     "hosts. Use shard_group='host', which shards within each host, or "
                     "another engine."
                 )
-            self._link = make_link(self.cluster, communication)
-            meet_by_collectives(self._link)
+            self._group = HostGroup(make_link(self.cluster, communication))
+            meet_by_collectives(self._group.link)
         found = find_devices()
         if count is not None and len(found) < count:
             raise DeviceError(
@@ -210,14 +210,16 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
                 "has one. Give every process several devices (devices_per_host=4, or "
                 "tfdp launch --devices-per-worker 4), or use shard_group='all'."
             )
-        self._link = self._link or make_link(self.cluster, communication)
+        group = self._group or HostGroup(make_link(self.cluster, communication))
+        self._group = group
         # The others then hear that this script has ended, and need not wait for it.
         atexit.register(self.close)
         refuse_differences(
-            self._link, settings_of(self, devices, communication, draws_per_replica)
+            group.link, settings_of(self, devices, communication, draws_per_replica)
         )
         self._share_seed()
-        self._engine = self._host_engine = self._make_engine(devices, communication)
+        self._engine = self._make_engine(group.link, devices, communication)
+        group.use(self._engine)
         self._pipeline = GradientPipeline(self._engine, communication)
         return MultiHostExtended(
             self,
@@ -228,21 +230,19 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
             sharding=self._sharding,
             first_rank=self.cluster.rank * len(devices),
             first_host_value=self.from_chief,
-            sum_over_hosts=lambda arrays: [
-                self._link.sum([array], "eager sum", "host")[0] for array in arrays
-            ],
+            sum_over_hosts=lambda arrays: group.sum_arrays(arrays, "eager sum"),
         )
 
     def _make_engine(
-        self, devices: tuple[str, ...], communication: Communication
+        self, link: HostLink, devices: tuple[str, ...], communication: Communication
     ) -> AcrossHostsEngine:
         wire_dtype = communication.wire_dtype
         if communication.engine == "tensorflow":
             hint = choose_engine(devices, communication).hint
-            return TensorFlowAcrossHostsEngine(devices, self._link, hint, wire_dtype)
+            return TensorFlowAcrossHostsEngine(devices, link, hint, wire_dtype)
         over_hosts = self._shards_over_hosts
         engine = ShardsAcrossHostsEngine if over_hosts else AcrossHostsEngine
-        return engine(devices, self._link, wire_dtype)
+        return engine(devices, link, wire_dtype)
 
     @property
     def cluster_resolver(self) -> tf.distribute.cluster_resolver.ClusterResolver:
@@ -256,7 +256,7 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
 
     @property
     def _shards_over_hosts(self) -> bool:
-        is_sharded = bool(self._sharding.stage) and self._link is not None
+        is_sharded = bool(self._sharding.stage) and self._group is not None
         return is_sharded and self.shard_group == "all"
 
     @property
@@ -275,25 +275,23 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
 
     def barrier(self, label: str = "barrier") -> None:
         """Waits until every host has come here."""
-        if self._link is not None:
-            self._link.gather(b"", label)
+        if self._group is not None:
+            self._group.barrier(label)
 
     def close(self) -> None:
         """Says goodbye to the other hosts; the process may then end or go on alone."""
-        if self._link is not None:
-            if self._host_engine is not None:
-                self._host_engine.close()
-            self._link.close()
+        if self._group is not None:
+            self._group.close()
         atexit.unregister(self.close)
 
     def _part_of_host(self, dataset: Any) -> Any:
         """This host's rows of every global batch."""
-        if self._link is None or not isinstance(dataset, tf.data.Dataset):
+        if self._group is None or not isinstance(dataset, tf.data.Dataset):
             return dataset
         fit = frames.fit_of_caller()
         policies = policies_of(fit[0]) if fit is not None else ""
         self._lead_fit(fit)
-        return own_part(dataset, self._link, policies)
+        return own_part(dataset, self._group.link, policies)
 
     def _lead_fit(self, fit: tuple[Any, Any] | None) -> None:
         if fit is None:
@@ -312,9 +310,9 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
         self, dataset_fn: Callable, options: Any = None
     ) -> Any:
         """As in TensorFlow; hosts that run out of data go on with empty batches."""
-        if self._link is None:
+        if self._group is None:
             return super().distribute_datasets_from_function(dataset_fn, options)
-        link = self._link
+        link = self._group.link
         context = tf.distribute.InputContext(
             self.hosts, self.cluster.rank, self.num_replicas_in_sync
         )
@@ -324,19 +322,22 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
 
     def _reduce_values(self, reduce_op: Any, value: Any, axis: int | None) -> Any:
         """Reduces over the replicas of all hosts."""
-        if self._link is None:
+        group = self._group
+        if group is None:
             return super()._reduce_values(reduce_op, value, axis)
         is_mean = str(getattr(reduce_op, "value", reduce_op)).upper() == "MEAN"
         if is_mean and axis is not None:
             total = self._reduce_values("SUM", value, axis)
             counts = tf.nest.map_structure(
-                lambda v: self._sum_of_hosts(self._local_length(v, axis)), value
+                lambda v: group.sum(self._local_length(v, axis)), value
             )
             return tf.nest.map_structure(
                 lambda t, n: t / tf.cast(n, t.dtype), total, counts
             )
         local = super()._reduce_values(reduce_op, value, axis)
-        total = tf.nest.map_structure(self._sum_of_hosts, local)
+        total = tf.nest.map_structure(
+            lambda v: group.sum(tf.convert_to_tensor(v)), local
+        )
         if not is_mean:
             return total
         return tf.nest.map_structure(lambda t: t / self.hosts, total)
@@ -345,26 +346,14 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
     def gather(self, value: Any, axis: int) -> Any:
         """Joins the values of all replicas by rank; see `tf.distribute.Strategy`."""
         local = super().gather(value, axis)
-        if self._link is None:
+        group = self._group
+        if group is None:
             return local
-        return tf.nest.map_structure(lambda t: self._gather_axis(t, axis), local)
-
-    def _gather_axis(self, tensor: tf.Tensor, axis: int) -> tf.Tensor:
-        channel = "host" if tf.executing_eagerly() else "step"
-        swapped = tf.experimental.numpy.swapaxes(tensor, 0, axis) if axis else tensor
-        rows = self._engine.gather_rows(swapped, channel)
-        return tf.experimental.numpy.swapaxes(rows, 0, axis) if axis else rows
+        return tf.nest.map_structure(lambda t: group.gather(t, axis), local)
 
     @property
     def _sum_of_logs(self) -> Callable[[tf.Tensor], tf.Tensor] | None:
-        return None if self._link is None else self._sum_of_hosts
-
-    def _sum_of_hosts(self, value: Any) -> tf.Tensor:
-        tensor = tf.convert_to_tensor(value)
-        if tf.executing_eagerly():
-            (total,) = self._link.sum([tensor.numpy()], "reduce", "host")
-            return tf.convert_to_tensor(unaligned_copy(total))
-        return self._engine.sum_scalar_of_hosts(tensor, "reduce")
+        return None if self._group is None else self._group.sum
 
     def _local_length(self, value: Any, axis: int) -> tf.Tensor:
         parts = self.experimental_local_results(value)
@@ -372,44 +361,33 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
 
     def _complete_run(self, run: ReplicaRun) -> None:
         """Counts the samples of all hosts, in cross-replica context."""
-        if self._link is None:
+        if self._group is None:
             return
         run.replicas = self.num_replicas_in_sync
         if run.counts is not None:
             run.spans_hosts = True
             total = tf.cast(run.total, tf.int32)
-            run.total = (
-                self._sum_of_hosts(total)
-                if tf.executing_eagerly()
-                else self._engine.sum_scalar_of_hosts(total, "number of samples")
-            )
+            run.total = self._group.sum(total, "number of samples")
 
     def _complete_result(self, fn: Callable, result: Any) -> Any:
         """All hosts' rows where Keras is about to join those of this host."""
-        if self._link is None or not is_predict_step(fn):
+        group = self._group
+        if group is None or not is_predict_step(fn):
             return result
-        return tf.nest.map_structure(self._all_rows, result)
+        return tf.nest.map_structure(lambda v: self._all_rows(v, group), result)
 
-    def _all_rows(self, value: Any) -> Any:
+    def _all_rows(self, value: Any, group: HostGroup) -> Any:
         parts = self.experimental_local_results(value)
         if parts[0].shape.rank == 0:
             return value
-        channel = "host" if tf.executing_eagerly() else "step"
-        rows = self._engine.gather_rows(tf.concat(parts, axis=0), channel)
+        rows = group.gather(tf.concat(parts, axis=0))
         if len(parts) == 1:
             return rows
         return names.PerReplica((rows, *(part[:0] for part in parts[1:])))
 
     def from_chief(self, value: np.ndarray, label: str = "value") -> np.ndarray:
         """Worker 0's array, on every host; see `DataParallelStrategy.from_chief`."""
-        if self._link is None:
-            return value
-        mine = value.tobytes() if self.is_chief else b""
-        # What has the same bytes need not be the same.
-        told = f"{label}: {value.dtype.name} {list(value.shape)}"
-        first = self._link.gather(mine, told)[0]
-        received = np.frombuffer(first, value.dtype).reshape(value.shape)
-        return unaligned_copy(received)
+        return value if self._group is None else self._group.from_chief(value, label)
 
     def _share_seed(self) -> None:
         """Shuffles of `fit` are alike on all hosts: each takes its part of them."""

@@ -6,7 +6,9 @@ An idle group waits on its connection and takes no core.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
+from collections.abc import Sequence
 from typing import Any
 
 from tfdp.bench.one_process.interleave import turns
@@ -42,43 +44,15 @@ def measure_groups(
     }
     names = [arm for arm in request.arm_names if arm not in left_out]
     load_before = os.getloadavg()[0]
-    answers: dict[str, list[dict[str, Any]]] = {}
-    seconds: dict[str, list[float]] = {}
-    sent: dict[str, list[float]] = {}
-    failed: dict[str, str] = {}
-    with contextlib.ExitStack() as stack:
-        link = request.case.link
-        hosts = stack.enter_context(two_hosts(link.rate)) if link else None
-        groups: dict[str, Group] = {}
-        for arm in names:
-            group = Group(request, arm, timeout_seconds / len(names), hosts)
-            stack.callback(group.close)
-            groups[arm] = group
-            try:
-                answers[arm] = group.start()
-            except CollectiveError as error:
-                failed[arm] = str(error)
-                group.close()
-        for arm in turns(names, request.repeats):
-            if arm not in failed:
-                try:
-                    before = _sent_bytes(hosts)
-                    seconds.setdefault(arm, []).append(groups[arm].turn())
-                    # One more call than is timed; see `time_in_turn`.
-                    share = (_sent_bytes(hosts) - before) / (request.calls + 1)
-                    sent.setdefault(arm, []).append(share)
-                except (CollectiveError, OSError) as error:
-                    failed[arm] = str(error)
-                    # It may spin in a collective, beside the arms that are timed.
-                    groups[arm].close()
-    measured = [arm for arm in names if arm not in failed]
-    if not measured:
-        return None, failed
+    figures = _take_turns(request, names, timeout_seconds)
+    if not figures.measured(names):
+        return None, figures.failed
+    arms = {arm: figures.result_of(arm, request) for arm in figures.measured(names)}
     result = CaseResult(
         case=request.case_name,
         suite=request.case.suite,
         devices=request.workers * request.devices,
-        subject=answers[measured[0]][0]["subject"],
+        subject=next(iter(figures.answers.values()))[0]["subject"],
         settings={
             **request.settings(),
             "workers": request.workers,
@@ -88,20 +62,74 @@ def measure_groups(
             "reference_arms": _reference_arms(request),
             **({"link_rate": request.case.link.rate} if request.case.link else {}),
         },
-        arms={
-            arm: ArmResult(
-                tuple(seconds[arm]),
-                answers[arm][0]["items_per_call"],
-                {
-                    "workers": [answer["facts"] for answer in answers[arm]],
-                    **({"sent_bytes_per_call": sent[arm]} if request.case.link else {}),
-                },
-            )
-            for arm in measured
-        },
+        arms=arms,
         left_out=left_out,
     )
-    return result, failed
+    return result, figures.failed
+
+
+@dataclasses.dataclass
+class _Figures:
+    """What the arms gave, by their names.
+
+    Args:
+      answers: what each process of the arm said when it was ready.
+      seconds: of each turn.
+      sent: bytes of a call that a host sent; 0 without a link.
+      failed: why an arm has no part any more.
+    """
+
+    answers: dict[str, list[dict[str, Any]]] = dataclasses.field(default_factory=dict)
+    seconds: dict[str, list[float]] = dataclasses.field(default_factory=dict)
+    sent: dict[str, list[float]] = dataclasses.field(default_factory=dict)
+    failed: dict[str, str] = dataclasses.field(default_factory=dict)
+
+    def measured(self, names: Sequence[str]) -> list[str]:
+        """Those of `names` that did not fail."""
+        return [arm for arm in names if arm not in self.failed]
+
+    def result_of(self, arm: str, request: Request) -> ArmResult:
+        """The figures of one arm."""
+        sent = {"sent_bytes_per_call": self.sent[arm]} if request.case.link else {}
+        workers = [answer["facts"] for answer in self.answers[arm]]
+        return ArmResult(
+            tuple(self.seconds[arm]),
+            self.answers[arm][0]["items_per_call"],
+            {"workers": workers, **sent},
+        )
+
+
+def _take_turns(
+    request: Request, names: Sequence[str], timeout_seconds: float
+) -> _Figures:
+    """Starts the processes of all arms, and gives one arm after the other a turn."""
+    figures = _Figures()
+    with contextlib.ExitStack() as stack:
+        link = request.case.link
+        hosts = stack.enter_context(two_hosts(link.rate)) if link else None
+        groups: dict[str, Group] = {}
+        for arm in names:
+            group = Group(request, arm, timeout_seconds / len(names), hosts)
+            stack.callback(group.close)
+            groups[arm] = group
+            try:
+                figures.answers[arm] = group.start()
+            except CollectiveError as error:
+                figures.failed[arm] = str(error)
+                group.close()
+        for arm in turns(names, request.repeats):
+            if arm not in figures.failed:
+                try:
+                    before = _sent_bytes(hosts)
+                    figures.seconds.setdefault(arm, []).append(groups[arm].turn())
+                    # One more call than is timed; see `time_in_turn`.
+                    share = (_sent_bytes(hosts) - before) / (request.calls + 1)
+                    figures.sent.setdefault(arm, []).append(share)
+                except (CollectiveError, OSError) as error:
+                    figures.failed[arm] = str(error)
+                    # It may spin in a collective, beside the arms that are timed.
+                    groups[arm].close()
+    return figures
 
 
 def _why_left_out(arm: str, devices_per_worker: int) -> str | None:

@@ -1,0 +1,73 @@
+"""`docs/house.md` tells of the rooms as they are, and the rooms keep their measures."""
+
+import ast
+import graphlib
+import re
+
+import pytest
+
+from tests.pure.test_layers import LAYERS, imported_modules, unit_of
+from tests.support.package_source import PACKAGE, REPOSITORY, modules
+
+PAGE = REPOSITORY.joinpath("docs", "house.md").read_text("utf-8")
+ROOMS = sorted(path.parent.name for path in PACKAGE.glob("*/__init__.py"))
+MODULES = modules()
+MOST_LINES = 400
+MOST_CODE_LINES = 60
+
+
+def first_line(room):
+    tree = ast.parse(PACKAGE.joinpath(room, "__init__.py").read_text("utf-8"))
+    return ast.get_docstring(tree).splitlines()[0]
+
+
+def test_the_table_holds_each_room_with_its_layer_and_its_first_line():
+    rows = re.findall(r"^\| (\d) \| `(\w+)` \| (.+) \|$", PAGE, re.M)
+    told = {room: (int(layer), line) for layer, room, line in rows}
+    assert told == {room: (LAYERS[room], first_line(room)) for room in ROOMS}
+
+
+def test_the_files_in_no_room_are_named():
+    loose = {path.name for path in PACKAGE.glob("*.py")}
+    text = PAGE[PAGE.index("In no room") : PAGE.index("## Three walks")]
+    assert set(re.findall(r"tfdp/(\w+\.py)", text)) == loose
+    assert len(loose) <= 8
+
+
+def test_every_file_that_is_named_is_there():
+    named = re.findall(r"`((?:tfdp|tests)/[\w/]+\.py)`", PAGE)
+    assert [path for path in named if not REPOSITORY.joinpath(path).exists()] == []
+    assert len(named) > 20
+
+
+def test_rooms_have_no_circle():
+    graph = {room: set() for room in ROOMS}
+    for module in MODULES:
+        room = unit_of(module.name)
+        for _, name in imported_modules(module):
+            if room in graph and unit_of(name) in graph and unit_of(name) != room:
+                graph[room].add(unit_of(name))
+    assert len(list(graphlib.TopologicalSorter(graph).static_order())) == len(ROOMS)
+
+
+def test_folders_are_two_deep_at_most():
+    depths = [len(path.relative_to(PACKAGE).parts) for path in PACKAGE.rglob("*.py")]
+    assert max(depths) == 3
+
+
+@pytest.mark.parametrize("module", MODULES, ids=lambda module: module.name)
+def test_a_file_holds_one_idea(module):
+    lines = REPOSITORY.joinpath(module.path).read_text("utf-8").count("\n")
+    assert lines <= MOST_LINES
+    long = [name for name, count in functions(module.tree) if count > MOST_CODE_LINES]
+    assert long == []
+
+
+def functions(tree):
+    """(name, lines without the docstring) of each function."""
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            first = node.body[0]
+            is_documented = ast.get_docstring(node) is not None
+            start = first.end_lineno if is_documented else node.lineno - 1
+            yield node.name, node.end_lineno - start

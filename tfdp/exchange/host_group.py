@@ -1,0 +1,77 @@
+"""`HostGroup`: the hosts that train together, as a strategy makes use of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import tensorflow as tf
+
+from tfdp.exchange.two_level import AcrossHostsEngine
+from tfdp.hosts.buffers import unaligned_copy
+from tfdp.hosts.host_link import HostLink
+
+__all__ = ["HostGroup"]
+
+
+class HostGroup:
+    """Sums, rows and words over hosts: in graphs by the engine, else by the link.
+
+    Args:
+      link: to the other hosts.
+    """
+
+    def __init__(self, link: HostLink):
+        self.link = link
+        self._engine: AcrossHostsEngine | None = None
+
+    @property
+    def is_chief(self) -> bool:
+        """Whether this is host 0."""
+        return self.link.rank == 0
+
+    def use(self, engine: AcrossHostsEngine) -> None:
+        """Lets `engine` do what graphs ask for; it is closed with the group."""
+        self._engine = engine
+
+    def close(self) -> None:
+        """Says goodbye to the other hosts."""
+        if self._engine is not None:
+            self._engine.close()
+        self.link.close()
+
+    def barrier(self, label: str) -> None:
+        """Waits until every host has come here."""
+        self.link.gather(b"", label)
+
+    def from_chief(self, value: np.ndarray, label: str) -> np.ndarray:
+        """Host 0's array, on every host. Cost: its bytes, to each host."""
+        mine = value.tobytes() if self.is_chief else b""
+        # What has the same bytes need not be the same.
+        told = f"{label}: {value.dtype.name} {list(value.shape)}"
+        first = self.link.gather(mine, told)[0]
+        received = np.frombuffer(first, value.dtype).reshape(value.shape)
+        return unaligned_copy(received)
+
+    def sum_arrays(self, arrays: Sequence[np.ndarray], label: str) -> list[np.ndarray]:
+        """The sums over the hosts, one exchange each; outside of graphs."""
+        return [self.link.sum([array], label, "host")[0] for array in arrays]
+
+    def sum(self, value: tf.Tensor, label: str = "reduce") -> tf.Tensor:
+        """The sum of each host's `value`, in cross-replica context."""
+        if tf.executing_eagerly():
+            (total,) = self.sum_arrays([value.numpy()], label)
+            return tf.convert_to_tensor(unaligned_copy(total))
+        return self._in_graphs().sum_scalar_of_hosts(value, label)
+
+    def gather(self, tensor: tf.Tensor, axis: int = 0) -> tf.Tensor:
+        """The hosts' tensors side by side, in their order; lengths may differ."""
+        channel = "host" if tf.executing_eagerly() else "step"
+        swapped = tf.experimental.numpy.swapaxes(tensor, 0, axis) if axis else tensor
+        rows = self._in_graphs().gather_rows(swapped, channel)
+        return tf.experimental.numpy.swapaxes(rows, 0, axis) if axis else rows
+
+    def _in_graphs(self) -> AcrossHostsEngine:
+        if self._engine is None:
+            raise RuntimeError("HostGroup.use was not called")
+        return self._engine
