@@ -7,26 +7,59 @@ happens in `tests/devices/conftest.py`.
 
 import os
 
-import pytest
-
-from tests.support import slow_rows
+from tests.support import slow_rows, tiers
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 os.environ.setdefault("KERAS_BACKEND", "tensorflow")
 
 
 def pytest_addoption(parser):
-    parser.addoption("--slow", action="store_true", help="also run slow tests")
+    parser.addoption(
+        "--tier",
+        choices=tiers.TIERS,
+        default="test",
+        help="how much of the tests: see tests/support/tiers.py. Files and tests that "
+        "are named run whole, but for the rows marked slow",
+    )
+    parser.addoption(
+        "--piece", default="1/1", metavar="K/N", help="every N-th row, from the K-th"
+    )
 
 
 def pytest_configure(config):
-    slow_rows.wanted = config.getoption("--slow")
+    slow_rows.wanted = config.getoption("--tier") == "all"
 
 
 def pytest_collection_modifyitems(config, items):
-    if config.getoption("--slow"):
+    number, of = map(int, config.getoption("--piece").split("/"))
+    keep(config, items, {item.nodeid for item in items[number - 1 :: of]})
+    tier = config.getoption("--tier")
+    if tier == "all":
         return
-    skip = pytest.mark.skip(reason="slow; run with --slow")
-    for item in items:
-        if "slow" in item.keywords:
-            item.add_marker(skip)
+    named = {arg.partition("::")[0] for arg in config.args if ".py" in arg}
+    named = {os.path.abspath(path) for path in named}
+    fast = [item for item in items if "slow" not in item.keywords]
+    if tier == "quick":
+        wanted = {
+            item.nodeid
+            for item in fast
+            if "quick" in item.keywords or item.nodeid.startswith("tests/pure/")
+        }
+    else:
+        worth = {
+            item.nodeid: mark.args[0]
+            for item in fast
+            for mark in item.iter_markers("worth_seconds")
+        }
+        names = [item.nodeid for item in fast]
+        wanted = tiers.rows_that_fit(names, tiers.read_durations(), worth)
+        wanted |= {item.nodeid for item in fast if str(item.path) in named}
+    keep(config, items, wanted)
+
+
+def keep(config, items, wanted):
+    """Leaves all items out but those that are wanted, by their names."""
+    left_out = [item for item in items if item.nodeid not in wanted]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item.nodeid in wanted]

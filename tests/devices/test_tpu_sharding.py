@@ -56,6 +56,7 @@ def unsharded(name):
     return [v.numpy() for v in model.weights], history["loss"]
 
 
+@pytest.mark.worth_seconds(10)
 @pytest.mark.parametrize(
     "name", covering([name for name in CASES if name not in ELSEWHERE], COVERING)
 )

@@ -1,0 +1,163 @@
+"""Runs every row of every test, file by file, and goes on where it was stopped.
+
+python -m tests.all_rows                  all of it; hours on two cores
+python -m tests.all_rows --part 2/4      the second quarter, for four machines
+python -m tests.all_rows --record        also writes tests/durations.json anew
+
+Each file's result is kept under `out/test-all/COMMIT/`: a second run does what is not
+there yet. The last line is made for docs/log.md.
+"""
+
+import argparse
+import concurrent.futures
+import dataclasses
+import datetime
+import pathlib
+import subprocess
+import sys
+import time
+import xml.etree.ElementTree as ElementTree
+
+from tests.support import tiers
+
+REPOSITORY = pathlib.Path(__file__).parents[1]
+#: Tables that take longer than everything else together, cut into so many pieces.
+PIECES = {
+    "tests/devices/test_conformance.py": 60,
+    "tests/devices/test_losses_exact.py": 8,
+    "tests/devices/test_metrics_exact.py": 4,
+    "tests/devices/test_sharding.py": 4,
+}
+#: These start processes of their own, which have deadlines: one file at a time.
+ALONE = ("tests/processes", "tests/network")
+OUTCOMES = ("failure", "error", "skipped")
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """A file, or every n-th of its rows."""
+
+    file: str
+    number: int = 1
+    of: int = 1
+
+    def __str__(self) -> str:
+        return self.file + (f" {self.number}/{self.of}" if self.of > 1 else "")
+
+    def result(self, folder: pathlib.Path) -> pathlib.Path:
+        name = self.file.replace("/", ".").removesuffix(".py")
+        return folder / f"{name}.{self.number}-{self.of}.xml"
+
+    def run(self, folder: pathlib.Path) -> pathlib.Path:
+        """Runs the rows; the result appears under its name when all have ended."""
+        result = self.result(folder)
+        unfinished = result.with_suffix(".unfinished")
+        command = [
+            *(sys.executable, "-m", "pytest", self.file, "--tier", "all"),
+            *("--piece", f"{self.number}/{self.of}", f"--junitxml={unfinished}"),
+            *("-q", "--tb=short", "-p", "no:cacheprovider"),
+        ]
+        with open(result.with_suffix(".txt"), "w") as output:
+            done = subprocess.run(
+                command, cwd=REPOSITORY, stdout=output, stderr=subprocess.STDOUT
+            )
+        # 0: passed; 1: some failed; 5: no row in this piece. Else it was broken off.
+        if done.returncode not in (0, 1, 5):
+            raise RuntimeError(f"{self}: pytest ended with {done.returncode}")
+        unfinished.replace(result)
+        return result
+
+
+def all_pieces() -> list[Piece]:
+    files = sorted(REPOSITORY.joinpath("tests").rglob("test_*.py"))
+    names = [path.relative_to(REPOSITORY).as_posix() for path in files]
+    return [
+        Piece(name, number, PIECES.get(name, 1))
+        for name in names
+        for number in range(1, PIECES.get(name, 1) + 1)
+    ]
+
+
+@dataclasses.dataclass
+class Total:
+    """What some pieces gave."""
+
+    passed: int = 0
+    skipped: int = 0
+    failed: list[str] = dataclasses.field(default_factory=list)
+    seconds: dict[str, float] = dataclasses.field(default_factory=dict)
+
+    def add(self, result: pathlib.Path) -> None:
+        """Adds a result file of pytest."""
+        for case in ElementTree.parse(result).getroot().iter("testcase"):
+            file = case.get("classname", "").replace(".", "/") + ".py"
+            name = f"{file}::{case.get('name')}"
+            ended = [outcome for outcome in OUTCOMES if case.find(outcome) is not None]
+            if not ended:
+                self.passed += 1
+                self.seconds[name] = float(case.get("time", 0))
+            elif ended == ["skipped"]:
+                self.skipped += 1
+            else:
+                self.failed.append(name)
+
+    def __str__(self) -> str:
+        text = f"{self.passed:,} passed, {self.skipped:,} skipped"
+        return f"{text}, {len(self.failed)} failed" + "".join(
+            f"\n  FAILED {name}" for name in self.failed
+        )
+
+
+def commit() -> str:
+    """The commit that is checked out; with what was changed since."""
+
+    def git(*arguments: str) -> str:
+        done = subprocess.run(
+            ["git", *arguments], cwd=REPOSITORY, capture_output=True, text=True
+        )
+        return done.stdout.strip()
+
+    changed = "-changed" if git("status", "--porcelain") else ""
+    return (git("rev-parse", "--short", "HEAD") or "unknown") + changed
+
+
+def main(arguments=None) -> int:
+    """0: every row that ran has passed."""
+    parser = argparse.ArgumentParser(prog="python -m tests.all_rows")
+    parser.add_argument("--part", default="1/1", metavar="K/N")
+    parser.add_argument("--jobs", type=int, default=2, metavar="N")
+    parser.add_argument("--record", action="store_true")
+    options = parser.parse_args(arguments)
+    part, parts = map(int, options.part.split("/"))
+    checked_out = commit()
+    folder = REPOSITORY / "out" / "test-all" / checked_out
+    folder.mkdir(parents=True, exist_ok=True)
+    pieces = all_pieces()[part - 1 :: parts]
+    total, began = Total(), time.monotonic()
+    for piece in pieces:
+        if piece.result(folder).exists():
+            total.add(piece.result(folder))
+    left = [piece for piece in pieces if not piece.result(folder).exists()]
+    print(f"{len(pieces)} pieces, {len(pieces) - len(left)} of them done; {folder}")
+    alone = [piece for piece in left if piece.file.startswith(ALONE)]
+    for jobs, group in (
+        (options.jobs, [piece for piece in left if piece not in alone]),
+        (1, alone),
+    ):
+        with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
+            running = {pool.submit(piece.run, folder): piece for piece in group}
+            for future in concurrent.futures.as_completed(running):
+                own = Total()
+                own.add(future.result())
+                total.add(future.result())
+                minutes = (time.monotonic() - began) / 60
+                print(f"{minutes:6.1f} min  {running[future]}: {own}", flush=True)
+    if options.record:
+        tiers.write_durations({**tiers.read_durations(), **total.seconds})
+    today = datetime.date.today().isoformat()
+    print(f"{today}: every row of {checked_out}, part {options.part}: {total}")
+    return 1 if total.failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
