@@ -1,5 +1,8 @@
 # make train   set up, then train examples/digits.py on two virtual devices
-# make test    set up, then run the tests (--slow ones too: make test PYTEST="--slow")
+# make quick   set up, then what is pure and a tour of the rest: two minutes
+# make test    set up, then every test function that is not long: twelve minutes
+# make test PYTEST="tests/pure -q"   these files, or folders, only
+# make test-all   every row there is: hours; goes on where it was stopped
 # make lint    ruff check, ruff format --check, mypy
 # make bench   every benchmark case on 2 and 4 virtual devices
 #
@@ -8,20 +11,35 @@
 
 EXTRA ?= cpu
 PYTHON ?= python3
+# Test processes at a time, of 3 GB each. Files stay whole, their tests share fixtures.
+JOBS ?= 2
+PARALLEL := -n $(JOBS) --dist loadfile --max-worker-restart 0
 VENV := .venv
 BIN := $(VENV)/bin
 # Made last, and named for the extra: a second run, or one after a failed install,
 # does what is missing and no more.
 STAMP := $(VENV)/.installed-$(EXTRA)
 
-.PHONY: train test lint bench clean
+.PHONY: train quick test test-all lint bench clean
 .DELETE_ON_ERROR:
 
 train: $(STAMP)
 	$(BIN)/python examples/digits.py
 
+quick: $(STAMP)
+	$(BIN)/python -m pytest --tier quick $(PARALLEL) tests/pure tests/devices
+
+# Tests with processes of their own have the cores to themselves.
 test: $(STAMP)
+ifeq ($(PYTEST),)
+	$(BIN)/python -m pytest $(PARALLEL) tests/pure tests/devices
+	$(BIN)/python -m pytest tests/processes tests/network
+else
 	$(BIN)/python -m pytest $(PYTEST)
+endif
+
+test-all: $(STAMP)
+	$(BIN)/python -m tests.all_rows --jobs $(JOBS) $(ALL_ROWS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

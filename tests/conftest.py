@@ -39,21 +39,18 @@ def pytest_collection_modifyitems(config, items):
     named = {arg.partition("::")[0] for arg in config.args if ".py" in arg}
     named = {os.path.abspath(path) for path in named}
     fast = [item for item in items if "slow" not in item.keywords]
+    names = [item.nodeid for item in fast]
+    worth = {
+        item.nodeid: mark.args[0]
+        for item in fast
+        for mark in item.iter_markers("worth_seconds")
+    }
     if tier == "quick":
-        wanted = {
-            item.nodeid
-            for item in fast
-            if "quick" in item.keywords or item.nodeid.startswith("tests/pure/")
-        }
-    else:
-        worth = {
-            item.nodeid: mark.args[0]
-            for item in fast
-            for mark in item.iter_markers("worth_seconds")
-        }
-        names = [item.nodeid for item in fast]
-        wanted = tiers.rows_that_fit(names, tiers.read_durations(), worth)
-        wanted |= {item.nodeid for item in fast if str(item.path) in named}
+        pure = [name for name in names if name.startswith("tests/pure/")]
+        toured = [item.nodeid for item in fast if "quick" in item.keywords]
+        names, worth = [*pure, *toured], {}
+    wanted = tiers.rows_that_fit(names, tiers.read_durations(), worth)
+    wanted |= {item.nodeid for item in fast if str(item.path) in named}
     keep(config, items, wanted)
 
 

@@ -70,6 +70,7 @@ def _clean_session():
     """In the place of the folder's, which would throw the compiled steps away."""
 
 
+@pytest.mark.quick
 @pytest.mark.worth_seconds(60)
 @pytest.mark.parametrize("optimizer, option, layout, kind", ROWS)
 def test_equals_one_device(optimizer, option, layout, kind, record_property):

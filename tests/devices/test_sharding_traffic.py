@@ -105,6 +105,7 @@ ENGINES = [
 ]
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("replicas, engine, hierarchy", ENGINES)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_step_sends_what_the_formula_says(replicas, engine, hierarchy, stage):

@@ -94,6 +94,7 @@ COVERING_IN_EAGER_MODE = (
 )
 
 
+@pytest.mark.quick
 @pytest.mark.worth_seconds(10)
 @pytest.mark.parametrize("name", covering(STEPS, COVERING))
 def test_fit_and_evaluate_equal_one_device(name):

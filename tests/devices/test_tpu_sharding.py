@@ -56,6 +56,7 @@ def unsharded(name):
     return [v.numpy() for v in model.weights], history["loss"]
 
 
+@pytest.mark.quick
 @pytest.mark.worth_seconds(10)
 @pytest.mark.parametrize(
     "name", covering([name for name in CASES if name not in ELSEWHERE], COVERING)
@@ -208,7 +209,6 @@ class TensorFlowsOwn(StandInStrategy):
             tpu_stand_in.Resolver(2),
             CrossReplicaReducer,
             draws_per_replica=draws_per_replica,
-            wire_dtype=wire_dtype,
             sharding=self._sharding,
             device_assignment=tpu_stand_in.Assignment(2),
         )

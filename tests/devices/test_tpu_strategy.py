@@ -42,6 +42,7 @@ def test_keras_sees_a_tpu_strategy():
     assert logs["loss"].numpy() == 0.0  # the first replica's
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("replicas", [1, 2, 4])
 @pytest.mark.parametrize("samples", [96, 53, 25], ids=lambda n: f"{n} samples")
 def test_training_equals_one_device(replicas, samples):

@@ -257,9 +257,10 @@ class StandInStrategy(tfdp.TPUDataParallelStrategy):
         return TPUDataParallelExtended(
             self,
             Resolver(self.replicas_wanted),
-            lambda replicas: CrossReplicaReducer(replicas, exchange(replicas)),
+            lambda replicas: CrossReplicaReducer(
+                replicas, exchange(replicas), wire_dtype
+            ),
             draws_per_replica=draws_per_replica,
-            wire_dtype=wire_dtype,
             sharding=self._sharding,
             device_assignment=Assignment(self.replicas_wanted),
         )

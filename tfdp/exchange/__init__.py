@@ -1,9 +1,10 @@
 """From the replicas' gradients to their sums: buckets in flight, engines, wire types.
 
 pipeline              the way of the gradients through one step: read it first
-reducer               what sharded variables ask of it
+reducer               the one contract between a step and what moves its tensors
 sparse                gradients of embeddings
-wire_dtype            gradients in fewer bytes
+wire_dtype            gradients in a smaller type, and back
+host_group            the hosts that train together
 engine                the interface of an engine; a third is one file
 in_process            replicas of one process hand tensors to each other
 collectives           TensorFlow's collectives: NCCL on GPUs

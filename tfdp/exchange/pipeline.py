@@ -41,13 +41,24 @@ class GradientPipeline:
             return value
         return self.engine.broadcast(value, rank)
 
+    def sum_gradients(
+        self, gradients: Sequence[Value], state: Sequence[tf.Tensor], rank: int
+    ) -> tuple[list[Value], list[tf.Tensor]]:
+        """The sums of gradients, and of other small values; see `all_reduce`.
+
+        Both ride in the same buckets, unless gradients are rounded on the way
+        (`Communication.wire_dtype`).
+        """
+        if self.engine.wire_dtype is None:
+            sums = self.all_reduce([*gradients, *state], rank)
+            return sums[: len(gradients)], sums[len(gradients) :]
+        rounded = self._by_buckets(
+            gradients, rank, self.engine.all_reduce_gradients, self.engine.wire_dtype
+        )
+        return rounded, self.all_reduce(state, rank)
+
     def all_reduce(
-        self,
-        values: Sequence[Value],
-        rank: int,
-        *,
-        mean: bool = False,
-        are_gradients: bool = False,
+        self, values: Sequence[Value], rank: int, *, mean: bool = False
     ) -> list[Value]:
         """The sum (or mean) of each value over all replicas, on each of them.
 
@@ -60,7 +71,6 @@ class GradientPipeline:
             number of slices.
           rank: the calling replica.
           mean: divide by the number of replicas.
-          are_gradients: they may travel in `Communication.wire_dtype`.
 
         Returns:
           The reduced values, in the order in which they came.
@@ -68,6 +78,18 @@ class GradientPipeline:
         Cost: per replica about 2 n (N - 1) / N bytes on the wire for n bytes of
         dense gradients; slices cost (N - 1) times their own size.
         """
+        sums = self._by_buckets(values, rank, self.engine.all_reduce_bucket)
+        is_mean = mean and self.engine.replicas > 1
+        return [self._mean(value) for value in sums] if is_mean else sums
+
+    def _by_buckets(
+        self,
+        values: Sequence[Value],
+        rank: int,
+        exchange: Callable[..., list[tf.Tensor]],
+        wire_dtype: str | None = None,
+    ) -> list[Value]:
+        """The sums: dense values bucket by bucket through `exchange`, then slices."""
         values = [
             v if isinstance(v, tf.IndexedSlices) else tf.convert_to_tensor(v)
             for v in values
@@ -75,11 +97,6 @@ class GradientPipeline:
         if self.engine.replicas == 1:
             return list(values)
         reduced: dict[int, Value] = {}
-        engine = self.engine
-        exchange = (
-            engine.all_reduce_gradients if are_gradients else engine.all_reduce_bucket
-        )
-        wire_dtype = engine.wire_dtype if are_gradients else None
         dense = [i for i, v in enumerate(values) if isinstance(v, tf.Tensor)]
         buckets = self.plan([values[i] for i in dense])
         for number, bucket in enumerate(buckets, start=1):
@@ -91,37 +108,36 @@ class GradientPipeline:
             reduced.update(zip(places, results, strict=True))
         for place, value in enumerate(values):
             if isinstance(value, tf.IndexedSlices):
-                reduced[place] = all_reduce_slices(engine, value, rank, wire_dtype)
+                reduced[place] = all_reduce_slices(self.engine, value, rank, wire_dtype)
         # Empty tensors are in no bucket: there is nothing to add.
-        results = [reduced.get(place, value) for place, value in enumerate(values)]
-        return [self._mean(value) for value in results] if mean else results
+        return [reduced.get(place, value) for place, value in enumerate(values)]
 
     def reduce_scatter(
         self,
-        values: Sequence[Value],
+        gradients: Sequence[Value],
         layouts: Sequence[ShardLayout],
         rank: int,
         *,
         in_turn: bool = False,
     ) -> list[tf.Tensor]:
-        """This replica's shard of the sum of each value, bucket by bucket.
+        """This replica's shard of the sum of each gradient, bucket by bucket.
 
         Args:
-          values: alike on all replicas; `tf.IndexedSlices` become dense.
-          layouts: how each value is cut.
+          gradients: alike on all replicas; `tf.IndexedSlices` become dense.
+          layouts: how each gradient is cut.
           rank: the calling replica.
-          in_turn: values are computed only when those of earlier buckets are sums, but
-            for `Communication.bucket_bytes` of them, or little more: few whole values
+          in_turn: gradients are computed only when those of earlier buckets are sums,
+            but for `Communication.bucket_bytes` of them, or little more: few whole ones
             are there at once, however far one replica is ahead of the others.
 
-        Cost: per replica n (N - 1) / N bytes on the wire for n bytes of values.
+        Cost: per replica n (N - 1) / N bytes on the wire for n bytes of gradients.
         """
         # A gradient may not know its shape (tf.tensordot's does not); its shards must.
         dense = [
             tf.ensure_shape(tf.convert_to_tensor(value), layout.shape)
-            for value, layout in zip(values, layouts, strict=True)
+            for value, layout in zip(gradients, layouts, strict=True)
         ]
-        return self._by_bucket(
+        return self._cut_by_bucket(
             self.engine.reduce_scatter_bucket,
             dense,
             layouts,
@@ -143,7 +159,7 @@ class GradientPipeline:
         Cost: per replica n (N - 1) / N bytes on the wire for n bytes of tensors.
         """
         # The first layers' weights are wanted first, and plans begin at the last.
-        gathered = self._by_bucket(
+        gathered = self._cut_by_bucket(
             self.engine.all_gather_bucket,
             shards[::-1],
             layouts[::-1],
@@ -151,11 +167,6 @@ class GradientPipeline:
             "all_gather",
         )
         return gathered[::-1]
-
-    @property
-    def rounds_gradients(self) -> bool:
-        """Whether gradients travel in a smaller type than other values."""
-        return self.engine.wire_dtype is not None
 
     @property
     def shard_parts(self) -> int:
@@ -189,7 +200,7 @@ class GradientPipeline:
             value = tf.zeros_like(value)  # other hosts count the same shards
         return self.engine.all_reduce(value, rank)
 
-    def _by_bucket(
+    def _cut_by_bucket(
         self,
         exchange: Callable[..., list[tf.Tensor]],
         tensors: Sequence[tf.Tensor],

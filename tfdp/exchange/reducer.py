@@ -1,4 +1,10 @@
-"""What sharded variables need of the code that moves tensors."""
+"""`Reducer`: the one contract between a step and what moves its tensors.
+
+`GradientPipeline` keeps it on CPUs and GPUs, on one host and several, and
+`CrossReplicaReducer` on TPUs. All calls but `join_shards` are made once per replica, in
+replica context, while a graph is built; eager replicas run one after the other, and
+exchange by what TensorFlow offers them.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +15,33 @@ import tensorflow as tf
 
 from tfdp.plan.shards import ShardLayout
 
-__all__ = ["ShardReducer"]
+__all__ = ["Reducer"]
 
 
-class ShardReducer(Protocol):
-    """What moves shards between replicas, in replica context."""
+class Reducer(Protocol):
+    """Moves tensors between the replicas of a step."""
+
+    def begin_run(self) -> None:
+        """Called before the replicas of one `strategy.run` are traced."""
+
+    @property
+    def run_graph(self) -> tf.Graph | None:
+        """The graph of the replica function that is being built."""
+
+    def sum_gradients(
+        self, gradients: Sequence[Any], state: Sequence[tf.Tensor], rank: Any
+    ) -> tuple[list[Any], list[tf.Tensor]]:
+        """The sums over the replicas of gradients, and of other small values.
+
+        Gradients may be `tf.IndexedSlices`, and may travel in fewer bits than they
+        have; `state` travels as it is, in the same buckets where it can.
+        """
+
+    def all_reduce(self, values: Sequence[Any], rank: Any, *, mean: bool) -> list[Any]:
+        """The sum or mean of each value over the replicas, bit for bit as they are."""
+
+    def broadcast(self, value: Any, rank: Any) -> Any:
+        """Replica 0's value."""
 
     @property
     def shard_parts(self) -> int:
@@ -23,26 +51,17 @@ class ShardReducer(Protocol):
     def first_part(self) -> int:
         """The shard of this process's first replica."""
 
-    def join_shards(
-        self, shards: Sequence[tf.Tensor], layout: ShardLayout, label: str
-    ) -> tf.Tensor:
-        """The whole tensor from the shards of this process, outside of replicas."""
-
-    @property
-    def run_graph(self) -> tf.Graph | None:
-        """The graph of the replica function that is being built."""
-
     def reduce_scatter(
         self,
-        values: Sequence[Any],
+        gradients: Sequence[Any],
         layouts: Sequence[ShardLayout],
         rank: Any,
         *,
         in_turn: bool = False,
     ) -> list[tf.Tensor]:
-        """This replica's shard of the sum of each value.
+        """This replica's shard of the sum of each gradient.
 
-        `in_turn`: few of the whole values are to be in memory at once.
+        `in_turn`: few of the whole gradients are to be in memory at once.
         """
 
     def all_gather(
@@ -52,3 +71,8 @@ class ShardReducer(Protocol):
 
     def sum_of_shards(self, value: tf.Tensor, rank: Any) -> tf.Tensor:
         """The sum over the shards of what each replica found on its own."""
+
+    def join_shards(
+        self, shards: Sequence[tf.Tensor], layout: ShardLayout, label: str
+    ) -> tf.Tensor:
+        """The whole tensor from the shards of this process, outside of replicas."""

@@ -15,6 +15,7 @@ from tfdp.errors import CollectiveError
 from tfdp.exchange.shard_packing import join_rows, to_rows
 from tfdp.exchange.shard_pieces import whole_from_shards
 from tfdp.exchange.tpu_ops import CrossReplicaOps
+from tfdp.exchange.wire_dtype import from_wire, to_wire
 from tfdp.plan.shards import ShardLayout
 
 __all__ = ["CrossReplicaReducer"]
@@ -36,6 +37,7 @@ class CrossReplicaReducer:
     Args:
       replicas: N, how many run the program.
       ops: the exchanges of one tensor; others where there is no TPU.
+      wire_dtype: the type in which gradients travel, and are added; None: their own.
 
     Cost: 2 n (N - 1) / N bytes per replica for n bytes, on the links between cores.
     """
@@ -43,8 +45,14 @@ class CrossReplicaReducer:
     #: The graph in which replicas exchange: whichever is being built.
     run_graph: tf.Graph | None = None
 
-    def __init__(self, replicas: int, ops: CrossReplicaOps | None = None):
+    def __init__(
+        self,
+        replicas: int,
+        ops: CrossReplicaOps | None = None,
+        wire_dtype: str | None = None,
+    ):
         self.replicas = replicas
+        self.wire_dtype = wire_dtype
         self._ops = CrossReplicaOps(replicas) if ops is None else ops
 
     @property
@@ -65,6 +73,15 @@ class CrossReplicaReducer:
 
     def begin_run(self) -> None:
         """Called before the replicas of one `strategy.run` are traced: nothing."""
+
+    def sum_gradients(
+        self, gradients: Sequence[Any], state: Sequence[tf.Tensor], rank: Any
+    ) -> tuple[list[Any], list[tf.Tensor]]:
+        """The sums of gradients, and of other small values; see `all_reduce`."""
+        sent = to_wire(gradients, self.wire_dtype)
+        sums = self.all_reduce([*sent, *state], rank)
+        count = len(gradients)
+        return from_wire(sums[:count], gradients), sums[count:]
 
     def all_reduce(
         self, values: Sequence[Any], rank: Any, *, mean: bool = False
@@ -98,28 +115,30 @@ class CrossReplicaReducer:
 
     def reduce_scatter(
         self,
-        values: Sequence[Any],
+        gradients: Sequence[Any],
         layouts: Sequence[ShardLayout],
         rank: Any,
         *,
         in_turn: bool = False,
     ) -> list[tf.Tensor]:
-        """This replica's shard of the sum of each value.
+        """This replica's shard of the sum of each gradient.
 
         Args:
-          values: alike on all replicas; `tf.IndexedSlices` become dense.
-          layouts: how each value is cut.
+          gradients: alike on all replicas; `tf.IndexedSlices` become dense.
+          layouts: how each gradient is cut.
           rank: the calling replica.
           in_turn: not looked at: XLA orders what it compiles.
 
-        Cost: n (N - 1) / N bytes per replica for n bytes of values.
+        Cost: n (N - 1) / N bytes per replica for n bytes of gradients.
         """
         dense = [
             tf.ensure_shape(tf.convert_to_tensor(value), layout.shape)
-            for value, layout in zip(values, layouts, strict=True)
+            for value, layout in zip(gradients, layouts, strict=True)
         ]
+        sent = to_wire(dense, self.wire_dtype)
         # One exchange each: XLA starts it as soon as the gradient is there.
-        return [self._ops.scatter_sum(rows, rank) for rows in to_rows(dense, layouts)]
+        shards = [self._ops.scatter_sum(rows, rank) for rows in to_rows(sent, layouts)]
+        return from_wire(shards, dense)
 
     def all_gather(
         self, shards: Sequence[tf.Tensor], layouts: Sequence[ShardLayout], rank: Any

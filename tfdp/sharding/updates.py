@@ -22,7 +22,7 @@ from tfdp._private.names import (
     select_replica,
     stop_recording,
 )
-from tfdp.exchange.reducer import ShardReducer
+from tfdp.exchange.reducer import Reducer
 from tfdp.exchange.shard_pieces import own_piece, piece_of
 from tfdp.plan.shards import Sharding, ShardLayout
 from tfdp.sharding.variables import (
@@ -65,7 +65,7 @@ class ShardUpdates:
         self,
         strategy: tf.distribute.Strategy,
         devices: Sequence[str],
-        reducer: ShardReducer,
+        reducer: Reducer,
         sharding: Sharding,
     ):
         self.stage = sharding.stage

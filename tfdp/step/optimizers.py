@@ -33,7 +33,7 @@ from tfdp._private.optimizer_hooks import (
     variables_built_with,
 )
 from tfdp.errors import ConfigurationError, ScopeError
-from tfdp.exchange.wire_dtype import from_wire, sum_gradients_and_state, to_wire
+from tfdp.exchange.reducer import Reducer
 from tfdp.sharding.optimizers import (
     check_shardable,
     clip_over_shards,
@@ -308,8 +308,8 @@ def reduce_gradients(
     if scattered:
         shards = tf.distribute.get_strategy().extended.shards
         sent = [gradients[i] for i in scattered]
-        own = shards.scatter(to_wire(sent), [variables[i] for i in scattered])
-        for place, shard in zip(scattered, from_wire(own, sent), strict=True):
+        own = shards.scatter(sent, [variables[i] for i in scattered])
+        for place, shard in zip(scattered, own, strict=True):
             results[place] = shard
     whole = [i for i, kind in enumerate(kinds) if kind is None]
     rank = current_rank()
@@ -317,13 +317,31 @@ def reduce_gradients(
     shares = [_weighted_state(variable, run, rank) for variable in state]
     if whole or shares:
         dense = [gradients[i] for i in whole]
-        totals, means = sum_gradients_and_state(dense, shares)
+        totals, means = _sum_gradients(dense, shares, rank)
         for place, value in zip(whole, totals, strict=True):
             results[place] = value
         for variable, value in zip(state, means, strict=True):
             extended = variable.distribute_strategy.extended
             extended.update_own_copy(variable, lambda own, v: own.assign(v), value)
     return results
+
+
+def _sum_gradients(
+    gradients: Sequence[Any], state: Sequence[tf.Tensor], rank: Any
+) -> tuple[list[Any], list[tf.Tensor]]:
+    reducer = _reducer()
+    if reducer is not None:
+        return reducer.sum_gradients(gradients, state, rank)
+    context = tf.distribute.get_replica_context()
+    sums = context.all_reduce(tf.distribute.ReduceOp.SUM, [*gradients, *state])
+    return sums[: len(gradients)], sums[len(gradients) :]
+
+
+def _reducer() -> Reducer | None:
+    """The calling replica's; None: it is eager, or a stock strategy's."""
+    if tf.executing_eagerly():
+        return None
+    return getattr(tf.distribute.get_strategy().extended, "reducer", None)
 
 
 def _weighted_state(variable: Any, run: ReplicaRun, rank: Any) -> tf.Tensor:
@@ -340,5 +358,5 @@ def agree_finite(
     """Whether the gradients are finite on every replica; the same answer on each."""
     mine = type(optimizer).check_finite(optimizer, gradients)
     bad = tf.cast(tf.logical_not(mine), tf.float32)
-    context = tf.distribute.get_replica_context()
-    return context.all_reduce(tf.distribute.ReduceOp.SUM, bad) == 0.0
+    _, [total] = _sum_gradients([], [bad], current_rank())
+    return total == 0.0

@@ -9,7 +9,7 @@ so Keras' accumulation, EMA overwrite and steps_per_execution work as written.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import tensorflow as tf
 
@@ -23,8 +23,7 @@ from tfdp._private.names import (
 )
 from tfdp.data.lasting_input import LastingInput
 from tfdp.errors import ScopeError
-from tfdp.exchange.reducer import ShardReducer
-from tfdp.exchange.wire_dtype import are_gradients
+from tfdp.exchange.reducer import Reducer
 from tfdp.plan.shards import Sharding
 from tfdp.sharding.updates import (
     SHARD_CLASSES,
@@ -46,41 +45,9 @@ from tfdp.variables.mirrored import (
 __all__ = [
     "SHARD_CLASSES",
     "DataParallelExtended",
-    "ReplicaReducer",
-    "ShardingReducer",
+    "reduced_by",
     "shards_of_extended",
 ]
-
-
-class ReplicaReducer(Protocol):
-    """What the extended needs from the layers above to move tensors."""
-
-    def begin_run(self) -> None:
-        """Called before the replicas of one `strategy.run` are traced."""
-
-    def all_reduce(self, values: Sequence[Any], rank: int, *, mean: bool) -> list[Any]:
-        """The sum or mean of each value over the replicas, in replica context."""
-
-    def broadcast(self, value: Any, rank: int) -> Any:
-        """Replica 0's value, in replica context."""
-
-
-class ShardingReducer(ReplicaReducer, ShardReducer, Protocol):
-    """One that moves shards, too."""
-
-
-class BucketReducer(ShardingReducer, Protocol):
-    """One that knows gradients from other values, too."""
-
-    def all_reduce(
-        self,
-        values: Sequence[Any],
-        rank: int,
-        *,
-        mean: bool,
-        are_gradients: bool = False,
-    ) -> list[Any]:
-        """The sum or mean of each value over the replicas, in replica context."""
 
 
 class DataParallelExtended(LastingInput, MirroredExtended):
@@ -99,7 +66,7 @@ class DataParallelExtended(LastingInput, MirroredExtended):
         self,
         strategy: tf.distribute.Strategy,
         devices: Sequence[str],
-        reducer: BucketReducer,
+        reducer: Reducer,
         cross_device_ops: tf.distribute.CrossDeviceOps,
         *,
         draws_per_replica: bool = True,
@@ -183,16 +150,7 @@ class DataParallelExtended(LastingInput, MirroredExtended):
             value = self.current_run.parts_to_sum(current_rank(), value)
         if tf.executing_eagerly():
             return super()._replica_ctx_all_reduce(reduce_op, value, options)
-        is_optimizer = refuse_unled(value)
-        mean = reduce_op == tf.distribute.ReduceOp.MEAN
-        flat = tf.nest.flatten(value)
-        reduced = self.reducer.all_reduce(
-            flat,
-            current_rank(),
-            mean=mean,
-            are_gradients=is_optimizer or are_gradients(),
-        )
-        return tf.nest.pack_sequence_as(value, reduced)
+        return reduced_by(self.reducer, reduce_op, value)
 
     def _create_variable(self, next_creator: Callable, **kwargs: Any) -> Any:
         self.made_optimizers.note_maker()
@@ -229,6 +187,20 @@ class DataParallelExtended(LastingInput, MirroredExtended):
     def _common_start(self, value: tf.Tensor, kwargs: dict[str, Any]) -> tf.Tensor:
         """The value that a variable stored in shards starts as on all hosts."""
         return value
+
+
+def reduced_by(reducer: Reducer, reduce_op: Any, value: Any) -> Any:
+    """What a replica gets that asks TensorFlow for a sum or a mean, in a graph.
+
+    Optimizers that the strategy leads do not ask TensorFlow; see `step.optimizers`.
+    """
+    flat, rank = tf.nest.flatten(value), current_rank()
+    if refuse_unled(value):
+        reduced, _ = reducer.sum_gradients(flat, [], rank)
+    else:
+        mean = reduce_op == tf.distribute.ReduceOp.MEAN
+        reduced = reducer.all_reduce(flat, rank, mean=mean)
+    return tf.nest.pack_sequence_as(value, reduced)
 
 
 def shards_of_extended(extended: Any) -> ShardUpdates:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -126,9 +127,8 @@ class TPUDataParallelStrategy(ReplicaContextStrategy, tf.distribute.TPUStrategy)
         return TPUDataParallelExtended(
             self,
             connect(tpu),
-            CrossReplicaReducer,
+            functools.partial(CrossReplicaReducer, wire_dtype=wire_dtype),
             draws_per_replica=draws_per_replica,
-            wire_dtype=wire_dtype,
             sharding=self._sharding,
         )
 

@@ -12,15 +12,15 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdp._private.names import current_rank, stop_recording
+from tfdp._private.names import stop_recording
 from tfdp._private.tpu_names import TPUExtended, TPUMirroredVariable, pack_variables
 from tfdp.data.lasting_input import LastingInput
+from tfdp.exchange.reducer import Reducer
 from tfdp.plan.shards import Sharding
 from tfdp.sharding.tpu_variables import tpu_shard_class
 from tfdp.sharding.updates import ShardUpdates
 from tfdp.sharding.variables import ShardedVariable
-from tfdp.step.optimizers import refuse_unled
-from tfdp.strategies.extended import SHARD_CLASSES, ShardingReducer, shards_of_extended
+from tfdp.strategies.extended import SHARD_CLASSES, reduced_by, shards_of_extended
 from tfdp.strategies.global_seed import with_global_seed
 from tfdp.strategies.made_optimizers import MadeOptimizers
 from tfdp.strategies.scope_checks import check_component
@@ -39,7 +39,6 @@ class TPUDataParallelExtended(LastingInput, TPUExtended):
       resolver: a `tf.distribute.cluster_resolver.TPUClusterResolver`.
       make_reducer: makes what moves tensors between N replicas, from N.
       draws_per_replica: whether random layers draw apart on every replica.
-      wire_dtype: the type in which gradients travel; None for their own.
       sharding: what each replica holds a shard of only.
       device_assignment: see `tf.distribute.TPUStrategy`; None for all cores.
     """
@@ -48,14 +47,12 @@ class TPUDataParallelExtended(LastingInput, TPUExtended):
         self,
         strategy: tf.distribute.Strategy,
         resolver: Any,
-        make_reducer: Callable[[int], ShardingReducer],
+        make_reducer: Callable[[int], Reducer],
         *,
         draws_per_replica: bool = True,
-        wire_dtype: str | None = None,
         sharding: Sharding | None = None,
         device_assignment: Any = None,
     ):
-        self.wire_dtype = wire_dtype
         self._draws_per_replica = draws_per_replica
         #: Whether an update of one variable is being built: assignments are final.
         self.is_updating_own_copy = False
@@ -123,11 +120,7 @@ class TPUDataParallelExtended(LastingInput, TPUExtended):
     def _replica_ctx_all_reduce(
         self, reduce_op: Any, value: Any, options: Any = None
     ) -> Any:
-        refuse_unled(value)
-        mean = reduce_op == tf.distribute.ReduceOp.MEAN
-        flat = tf.nest.flatten(value)
-        reduced = self.reducer.all_reduce(flat, current_rank(), mean=mean)
-        return tf.nest.pack_sequence_as(value, reduced)
+        return reduced_by(self.reducer, reduce_op, value)
 
     def _replica_ctx_update(
         self,
