@@ -22,15 +22,17 @@ from tfdp._private.keras_models import (
     mask_of,
     metrics_as_compiled,
 )
+from tfdp._private.names import current_rank
 from tfdp.errors import ConfigurationError
-from tfdp.tracing.keras_steps import is_stock_step, name_of_step
-from tfdp.tracing.padded_batch import Padding
+from tfdp.tracing.keras_steps import is_predict_step, is_stock_step, name_of_step
+from tfdp.tracing.padded_batch import Padding, find_padded, without_padding
+from tfdp.tracing.run import ReplicaRun, trace_of
 
-__all__ = ["check_step_weighs", "weighs_rows"]
+__all__ = ["step_without_filling"]
 
 
 @contextlib.contextmanager
-def weighs_rows(model: Any, padding: Padding) -> Iterator[None]:
+def _weighs_rows(model: Any, padding: Padding) -> Iterator[None]:
     """While this lasts, `model` leaves the filling out of its loss and metrics."""
     if not isinstance(model, keras.Model):
         yield
@@ -59,7 +61,43 @@ def weighs_rows(model: Any, padding: Padding) -> Iterator[None]:
         yield
 
 
-def check_step_weighs(step: Any, padding: Padding) -> None:
+def step_without_filling(
+    fn: Callable, step: Callable, model: Any, run: ReplicaRun
+) -> Callable:
+    """`step` for a batch that was filled up, which it gets without its marks.
+
+    Args:
+      fn: the user's or Keras' step.
+      step: what runs in its place.
+      model: whose method it is; None: nobody's.
+      run: to note in which rows are real.
+
+    Raises:
+      ConfigurationError: when nothing would leave the filling out.
+    """
+    if not isinstance(model, keras.Model) and not is_predict_step(fn):
+        raise ConfigurationError(
+            "This batch was filled up to a fixed size, and the step is not a method of "
+            "a Keras model, so nothing would leave the filling out. Give batches of "
+            "one size (drop_remainder=True) that the replicas divide, which are not "
+            "filled up."
+        )
+
+    @tf.autograph.experimental.do_not_convert
+    def step_on_rows(*args: Any, **kwargs: Any) -> Any:
+        batch = find_padded((args, kwargs))
+        padding = Padding.of(batch.rows)  # type: ignore[union-attr]
+        run.padding[trace_of(current_rank())] = padding
+        plain, named = without_padding(args), without_padding(kwargs)
+        with _weighs_rows(model, padding):
+            result = step(*plain, **named)
+        _check_step_weighs(fn, padding)
+        return result
+
+    return step_on_rows
+
+
+def _check_step_weighs(step: Any, padding: Padding) -> None:
     """Refuses a model's own step whose loss would count the filling.
 
     Raises:

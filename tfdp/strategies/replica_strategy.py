@@ -10,34 +10,31 @@ import contextlib
 import functools
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
-import keras
 import tensorflow as tf
 
 from tfdp._private import frames, names
 from tfdp._private.autograph import library_code
 from tfdp.data.keras_input import keras_input, with_none
 from tfdp.data.padding import distribute_padded, global_batch_rows, is_of_one_size
-from tfdp.data.split import has_sparse, in_parts, parts, splittable
+from tfdp.data.split import has_sparse, parts, splittable
 from tfdp.errors import ConfigurationError, LocalMeanWarning, LocalStateWarning
 from tfdp.plan.shards import Sharding, shard_stage
-from tfdp.step.borrowed_rows import borrow_rows, leaves_borrowed_out, return_rows
 from tfdp.step.build import builds_from_plain_batch
-from tfdp.step.jit import is_stock_train_step, jitted_train_step, take_over_jit
+from tfdp.step.call import StepCall
+from tfdp.step.jit import take_over_jit
 from tfdp.step.losses import loss_replica_count
-from tfdp.step.optimizers import led_optimizers, optimizers_of
-from tfdp.step.own_losses import own_losses
-from tfdp.step.padding import check_step_weighs, weighs_rows
+from tfdp.step.optimizers import optimizers_of
 from tfdp.step.reduced_parts import parts_of_one_shape
-from tfdp.step.reports import led_reports, recorded, whole_logs
+from tfdp.step.reports import whole_logs
 from tfdp.strategies import scope_checks
 from tfdp.strategies.adopted_state import adopt_state
 from tfdp.tracing import keras_steps
 from tfdp.tracing.loss_suspicions import why_loss_seems_local
-from tfdp.tracing.padded_batch import Padding, find_padded, trim_rows, without_padding
-from tfdp.tracing.run import ReplicaRun, sample_counts, trace_of
+from tfdp.tracing.padded_batch import without_padding
+from tfdp.tracing.run import ReplicaRun
 from tfdp.variables.layer_state import check_no_row_state
 
 __all__ = ["ReplicaContextStrategy", "check_pad_batches", "check_sharding"]
@@ -141,96 +138,49 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
         Knows how many samples each replica gets, and the optimizers that were made
         under the strategy: gradients are reduced before they are clipped.
         """
-        is_step = bool(keras_steps.name_of_step(fn))
-        is_logging = is_step and frames.is_called_by_keras_loop()
-        model = getattr(fn, "__self__", None)
-        optimizers = optimizers_of(model)
-        step = fn
-        if model in self._jit_models and is_stock_train_step(fn):
-            step = functools.partial(jitted_train_step, model)
-        self._adopt_and_check(model, optimizers)
-        known = self.extended.made_optimizers.together_with(optimizers)
-        args, kwargs = with_none(args), with_none(kwargs)
-        devices = self.extended.worker_devices
-        if is_logging and len(devices) > 1 and not self.compiles_steps:
-            args = in_parts(args, devices)
-        run = sample_counts((args, kwargs or {}), len(devices))
-        padded = find_padded((args, kwargs))
-        if padded is not None:
-            padded.set_shapes()
-            if tf.nest.flatten(padded.rows):
-                step = self._step_of_padded(fn, step, model, run)
-            else:
-                args, kwargs = without_padding(args), without_padding(kwargs)
-        elif not self.compiles_steps and (is_step or keras_steps.is_predict_step(fn)):
-            args, kwargs = borrow_rows((args, kwargs), run, devices)
+        call = StepCall(
+            fn,
+            args,
+            kwargs,
+            self.extended.worker_devices,
+            is_compiled=self.compiles_steps,
+            is_reported=frames.is_called_by_keras_loop(),
+        )
+        self._adopt_and_check(call.model, call.optimizers)
+        optimizers = self.extended.made_optimizers.together_with(call.optimizers)
+        if call.model in self._jit_models:
+            call.compile_replicas()
+        run = call.take_batch()
         self._complete_run(run)
-        outer, self.extended.current_run = self.extended.current_run, run
-        try:
-            with (
-                led_optimizers(known, run),
-                led_reports(model, run) as noted,
-                leaves_borrowed_out(fn, known, run),
-                own_losses(model if self._replicas > 1 else None),
-            ):
-                if tf.executing_eagerly():
-                    step = recorded(step, run)
-                result = super().run(step, args, kwargs, options)
-        finally:
-            self.extended.current_run = outer
-        if is_logging and run.replicas > 1 and not self.compiles_steps:
+        with (
+            self._as_current(run),
+            call.leading(optimizers, self._replicas) as noted,
+        ):
+            result = super().run(call.step, call.args, call.kwargs, options)
+        if call.is_reported and run.replicas > 1:
             result = whole_logs(
                 result, run, noted, self.experimental_local_results, self._sum_of_logs
             )
-        if optimizers:
-            self._warn_of_local_mean(model, fn, run)
-        if run.padding and keras_steps.is_predict_step(fn):
-            result = trim_rows(result, padded.rows)  # type: ignore[union-attr]
-        if keras_steps.is_predict_step(fn):
-            result = return_rows(result, run)
-        is_whole_batch_everywhere = run.counts is None and self._replicas > 1
-        if is_whole_batch_everywhere and keras_steps.is_predict_step(fn):
-            return keras_steps.rows_of_first_replica(result)
+        if call.optimizers:
+            self._warn_of_local_mean(call.model, fn, run)
+        result = call.own_rows_of(result)
+        if call.is_prediction and run.counts is None and self._replicas > 1:
+            return call.of_first_replica(result)
         return self._complete_result(fn, result)
+
+    @contextlib.contextmanager
+    def _as_current(self, run: ReplicaRun) -> Iterator[None]:
+        outer, self.extended.current_run = self.extended.current_run, run
+        try:
+            yield
+        finally:
+            self.extended.current_run = outer
 
     def _adopt_and_check(self, model: Any, optimizers: list[Any]) -> None:
         adopt_state(model, optimizers, self)
         scope_checks.check_model(model, optimizers, self)
         if self._replicas > 1:
             check_no_row_state(model)
-
-    def _step_of_padded(
-        self, fn: Callable, step: Callable, model: Any, run: ReplicaRun
-    ) -> Callable:
-        """`step` for a batch that was filled up, which it gets without its marks.
-
-        Args:
-          fn: the user's or Keras' step.
-          step: what runs in its place.
-          model: whose method it is; None: nobody's.
-          run: to note in which rows are real.
-        """
-        is_prediction = keras_steps.is_predict_step(fn)
-        if not isinstance(model, keras.Model) and not is_prediction:
-            raise ConfigurationError(
-                "This batch was filled up to a fixed size, and the step is not a "
-                "method of a Keras model, so nothing would leave the filling out. "
-                "Give batches of one size (drop_remainder=True) that the "
-                f"{self._replicas} replicas divide, which are not filled up."
-            )
-
-        @tf.autograph.experimental.do_not_convert
-        def padded_step(*args: Any, **kwargs: Any) -> Any:
-            batch = find_padded((args, kwargs))
-            padding = Padding.of(batch.rows)  # type: ignore[union-attr]
-            run.padding[trace_of(names.current_rank())] = padding
-            plain, named = without_padding(args), without_padding(kwargs)
-            with weighs_rows(model, padding):
-                result = step(*plain, **named)
-            check_step_weighs(fn, padding)
-            return result
-
-        return padded_step
 
     @library_code
     def reduce(self, reduce_op: Any, value: Any, axis: int | None = None) -> Any:

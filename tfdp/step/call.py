@@ -1,0 +1,130 @@
+"""One `strategy.run`, stage by stage; `ReplicaContextStrategy.run` is the list of them.
+
+take_batch   the rows of each replica: parts, counts, filling or borrowed rows
+leading      while replicas run: optimizers, reports and losses of this step
+own_rows_of  of what a prediction returns, the rows that came in
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdp.data.keras_input import with_none
+from tfdp.data.split import in_parts
+from tfdp.step.borrowed_rows import borrow_rows, leaves_borrowed_out, return_rows
+from tfdp.step.jit import is_stock_train_step, jitted_train_step
+from tfdp.step.optimizers import led_optimizers, optimizers_of
+from tfdp.step.own_losses import own_losses
+from tfdp.step.padding import step_without_filling
+from tfdp.step.reports import led_reports, recorded
+from tfdp.tracing.keras_steps import (
+    is_predict_step,
+    name_of_step,
+    rows_of_first_replica,
+)
+from tfdp.tracing.padded_batch import find_padded, trim_rows, without_padding
+from tfdp.tracing.run import ReplicaRun, sample_counts
+
+__all__ = ["StepCall"]
+
+
+class StepCall:
+    """What runs on every replica, on which batch, and what is known of it.
+
+    Args:
+      fn: what the program, or Keras, runs on every replica.
+      args, kwargs: what `fn` is called with: per-replica values.
+      devices: of this process's replicas.
+      is_compiled: whether XLA compiles the step as a whole, as on TPUs.
+      is_reported: whether Keras' loop reports what `fn` returns.
+    """
+
+    def __init__(
+        self,
+        fn: Callable,
+        args: Any,
+        kwargs: Any,
+        devices: Sequence[str],
+        *,
+        is_compiled: bool,
+        is_reported: bool,
+    ):
+        self.fn = self.step = fn
+        self.args, self.kwargs = with_none(args), with_none(kwargs)
+        self.model = getattr(fn, "__self__", None)
+        self.optimizers = optimizers_of(self.model)
+        self.is_step = bool(name_of_step(fn))
+        self.is_prediction = is_predict_step(fn)
+        #: Whether replicas are reported together, and not each by itself.
+        self.is_reported = (
+            is_reported and self.is_step and len(devices) > 1 and not is_compiled
+        )
+        self._devices, self._is_compiled = devices, is_compiled
+        self._filled_rows: Any = None
+
+    def compile_replicas(self) -> None:
+        """Lets XLA compile what each replica computes, where the step is Keras' own."""
+        if is_stock_train_step(self.fn):
+            self.step = functools.partial(jitted_train_step, self.model)
+
+    def take_batch(self) -> ReplicaRun:
+        """Sees to it that every replica has rows; and what is known of them."""
+        if self.is_reported:
+            self.args = in_parts(self.args, self._devices)
+        arguments = (self.args, self.kwargs or {})
+        self.run = run = sample_counts(arguments, len(self._devices))
+        padded = find_padded((self.args, self.kwargs))
+        if padded is not None:
+            padded.set_shapes()
+            if tf.nest.flatten(padded.rows):
+                self._filled_rows = padded.rows
+                self.step = step_without_filling(self.fn, self.step, self.model, run)
+            else:
+                self.args = without_padding(self.args)
+                self.kwargs = without_padding(self.kwargs)
+        elif not self._is_compiled and (self.is_step or self.is_prediction):
+            self.args, self.kwargs = borrow_rows(
+                (self.args, self.kwargs), run, self._devices
+            )
+        return run
+
+    @contextlib.contextmanager
+    def leading(
+        self, optimizers: Sequence[keras.optimizers.Optimizer], replicas: int
+    ) -> Iterator[Any]:
+        """While this lasts, optimizers reduce first, and losses count by their rows.
+
+        Args:
+          optimizers: all that the step may use.
+          replicas: on all hosts.
+
+        Yields:
+          What the replicas report is noted here; see `reports.whole_logs`.
+        """
+        with (
+            led_optimizers(optimizers, self.run),
+            led_reports(self.model, self.run) as noted,
+            leaves_borrowed_out(self.fn, optimizers, self.run),
+            own_losses(self.model if replicas > 1 else None),
+        ):
+            if tf.executing_eagerly():
+                self.step = recorded(self.step, self.run)
+            yield noted
+
+    def own_rows_of(self, result: Any) -> Any:
+        """`result` without what was computed of filling and of borrowed rows."""
+        if not self.is_prediction:
+            return result
+        if self.run.padding:
+            result = trim_rows(result, self._filled_rows)
+        return return_rows(result, self.run)
+
+    def of_first_replica(self, result: Any) -> Any:
+        """`result` where every replica was given the whole batch, once."""
+        return rows_of_first_replica(result)
