@@ -22,6 +22,7 @@ __all__ = [
     "SlowInputWarning",
     "TPUError",
     "TfdpError",
+    "UncheckedVersionWarning",
     "WorkerLostError",
 ]
 
@@ -91,3 +92,7 @@ class LocalStateWarning(UserWarning):
 
 class SlowInputWarning(UserWarning):
     """Training waits for its input."""
+
+
+class UncheckedVersionWarning(UserWarning):
+    """TensorFlow or Keras is of a version that tfdp was not checked with."""

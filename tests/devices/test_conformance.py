@@ -3,7 +3,7 @@
 {optimizers} x {options} x {layouts} x {kinds of batches}; see
 `tests/support/conformance_table.py` for the rows and `conformance_reference.py` for the
 bound. The rows without the mark `slow` cover every optimizer, every option, every
-layout and every kind; `--slow` runs them all.
+layout and every kind; the tier `all` runs every one.
 """
 
 import itertools

@@ -1,7 +1,7 @@
 """Random damage to every file that tfdp reads: a typed error, or the right data.
 
 Each row damages one kind of file again and again and prints its seed and what came of
-it. A row of 100 (of record files 16) is run always, one of 3,000 with `--slow`.
+it. A row of 100 (of record files 16) is run always, one of 3,000 in the tier `all`.
 """
 
 import collections

@@ -22,6 +22,7 @@ from tfdp.strategies.replica_strategy import (
     check_pad_batches,
     check_sharding,
 )
+from tfdp.strategies.versions import warn_of_unchecked_versions
 
 __all__ = ["DataParallelStrategy"]
 
@@ -90,6 +91,7 @@ class DataParallelStrategy(ReplicaContextStrategy, tf.distribute.MirroredStrateg
         alone: bool = False,
     ):
         check_keras_backend()
+        warn_of_unchecked_versions()
         if not alone:
             refuse_among_workers()
         self._sharding = check_sharding(shard, shard_min_bytes, offload)

@@ -47,6 +47,7 @@ from tfdp.strategies.devices import (
 from tfdp.strategies.hierarchical import HierarchicalAllReduce
 from tfdp.strategies.keras_backend import check_keras_backend
 from tfdp.strategies.multi_host_extended import MultiHostExtended
+from tfdp.strategies.versions import warn_of_unchecked_versions
 from tfdp.strategies.worker_settings import policies_of, settings_of
 from tfdp.tracing.keras_steps import is_predict_step
 from tfdp.tracing.run import ReplicaRun
@@ -110,6 +111,7 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
         draws_per_replica: bool = True,
     ):
         check_keras_backend()
+        warn_of_unchecked_versions()
         found = cluster if cluster is not None else find_cluster()
         if not isinstance(found, Cluster):
             raise ConfigurationError(

@@ -22,6 +22,7 @@ from tfdp.strategies.replica_strategy import (
 )
 from tfdp.strategies.tpu_extended import TPUDataParallelExtended
 from tfdp.strategies.tpu_system import connect
+from tfdp.strategies.versions import warn_of_unchecked_versions
 
 __all__ = ["TPUDataParallelStrategy"]
 
@@ -97,6 +98,7 @@ class TPUDataParallelStrategy(ReplicaContextStrategy, tf.distribute.TPUStrategy)
         wire_dtype: str | None = None,
     ):
         check_keras_backend()
+        warn_of_unchecked_versions()
         check_communication(communication)
         self._sharding = check_sharding(shard, shard_min_bytes)
         if self._sharding.stage > 1:
