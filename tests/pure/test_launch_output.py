@@ -7,10 +7,10 @@ import socket
 
 import pytest
 
+from tfdp.cluster import ports as port_module
+from tfdp.cluster.ports import any_port, checked_port, free_port
 from tfdp.errors import ConfigurationError
-from tfdp.launch import port as port_module
 from tfdp.launch.output import MOST_BYTES, LineRelay, Tail
-from tfdp.launch.port import any_port, checked_port, free_port
 from tfdp.launch.signals import received_signals, signal_name
 
 

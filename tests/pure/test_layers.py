@@ -48,11 +48,22 @@ LAYERS = {
     "plan": 1,
     "schedules": 1,
     "_version": 0,
+    "checks": 0,
     "errors": 0,
     "files": 0,
 }
 # Rooms that load no framework.
-PURE = {"_version", "cluster", "errors", "files", "hosts", "launch", "plan", "report"}
+PURE = {
+    "checks",
+    "_version",
+    "cluster",
+    "errors",
+    "files",
+    "hosts",
+    "launch",
+    "plan",
+    "report",
+}
 FRAMEWORKS = {"tensorflow", "keras"}
 MODULES = modules()
 MODULE_NAMES = {module.name for module in MODULES}

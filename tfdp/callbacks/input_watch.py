@@ -9,6 +9,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdp.checks import is_whole
 from tfdp.errors import ConfigurationError, SlowInputWarning
 
 __all__ = ["InputWatch"]
@@ -61,7 +62,7 @@ class InputWatch(keras.callbacks.Callback):
                 "InputWatch needs the tf.data.Dataset that is given to fit. "
                 f"Received: {type(dataset).__name__}."
             )
-        if isinstance(batches, bool) or not isinstance(batches, int) or batches < 2:
+        if not is_whole(batches, least=2):
             raise ConfigurationError(
                 f"batches must be an integer of at least 2. Received: {batches!r}."
             )

@@ -10,6 +10,7 @@ import keras
 
 from tfdp._private.step_trace import StepTrace
 from tfdp.callbacks.timeline_page import draw_timeline, hidden_share, seconds_by_kind
+from tfdp.checks import is_whole
 from tfdp.errors import ConfigurationError
 from tfdp.files.atomic import replaced
 from tfdp.step.optimizers import names_of_updates
@@ -57,7 +58,7 @@ class StepTimeline(keras.callbacks.Callback):
 
     def __init__(self, path: str | os.PathLike[str] = "timeline.html", step: int = 5):
         super().__init__()
-        if isinstance(step, bool) or not isinstance(step, int) or step < 2:
+        if not is_whole(step, least=2):
             raise ConfigurationError(
                 "step must be a whole number of at least 2: in the first step "
                 f"TensorFlow traces the model. Received: {step!r}."

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 
+from tfdp.checks import is_whole
 from tfdp.cluster.job_key import checked_job_key
 from tfdp.errors import ClusterError
 
@@ -62,12 +63,12 @@ Received: 2.
     job: str = dataclasses.field(default="", repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        if not _is_integer(self.workers) or not 1 <= self.workers <= MOST_WORKERS:
+        if not is_whole(self.workers) or not 1 <= self.workers <= MOST_WORKERS:
             raise ClusterError(
                 "Cluster.workers must be an integer of at least 1, and at most "
                 f"{MOST_WORKERS}. Received: {_quoted(self.workers)}."
             )
-        if not _is_integer(self.rank) or not 0 <= self.rank < self.workers:
+        if not is_whole(self.rank) or not 0 <= self.rank < self.workers:
             raise ClusterError(
                 f"Cluster.rank must be an integer from 0 to {self.workers - 1} "
                 f"(workers={self.workers}). Received: {_quoted(self.rank)}."
@@ -79,7 +80,7 @@ Received: 2.
                 f"{LONGEST_LABEL} between dots. Received: {_quoted(self.coordinator)}."
             )
         devices = self.devices_per_worker
-        if devices is not None and (not _is_integer(devices) or devices < 1):
+        if devices is not None and (not is_whole(devices) or devices < 1):
             raise ClusterError(
                 "Cluster.devices_per_worker must be an integer of at least 1, or "
                 f"None. Received: {_quoted(devices)}."
@@ -122,10 +123,6 @@ def split_address(address: str) -> tuple[str, int] | None:
     ):
         return None
     return host, int(match["port"])
-
-
-def _is_integer(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _quoted(value: object) -> str:

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 
 from tfdp.cluster.claim import Claim, integer, present, shortened
 from tfdp.cluster.description import join_address
+from tfdp.cluster.ports import FIRST_PORT, LAST_PORT
 from tfdp.errors import ClusterError
 
 __all__ = ["expand_hosts", "read_slurm", "slurm_port"]
@@ -24,7 +25,6 @@ NODES: _Names = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
 NODE_COUNTS: _Names = ("SLURM_STEP_NUM_NODES", "SLURM_JOB_NUM_NODES", "SLURM_NNODES")
 JOB: _Names = ("SLURM_JOB_ID", "SLURM_JOBID")
 STEP: _Names = ("SLURM_STEP_ID", "SLURM_STEPID")
-FIRST_PORT, PORTS = 20000, 10000
 # More than Slurm manages in one cluster (65,533): a list that names more is no list.
 MOST_HOSTS = 100_000
 MOST_BRACKETS = 8
@@ -92,7 +92,7 @@ def slurm_port(job: int, step: int = 0) -> int:
     >>> slurm_port(200505), slurm_port(200505, step=1)
     (20505, 20606)
     """
-    return FIRST_PORT + (job + 101 * step) % PORTS
+    return FIRST_PORT + (job + 101 * step) % (LAST_PORT + 1 - FIRST_PORT)
 
 
 def expand_hosts(text: str) -> list[str]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdp.checks import is_whole
 from tfdp.errors import ConfigurationError
 
 __all__ = ["batch_examples", "check_batching", "finish_batches", "select_features"]
@@ -22,16 +23,12 @@ def check_batching(
     Raises:
       ConfigurationError: An argument is out of range.
     """
-    if (
-        not isinstance(global_batch_size, int)
-        or isinstance(global_batch_size, bool)
-        or global_batch_size < 1
-    ):
+    if not is_whole(global_batch_size, least=1):
         raise ConfigurationError(
             f"global_batch_size is {global_batch_size!r}; allowed is a whole number "
             "from 1: the samples of all replicas together in one step"
         )
-    if not isinstance(seed, int) or isinstance(seed, bool):
+    if not is_whole(seed):
         raise ConfigurationError(
             f"seed is {seed!r}; allowed is a whole number. Every host needs the same "
             "one, or their parts of a batch overlap; there is no random default"

@@ -15,6 +15,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdp.checks import is_whole
 from tfdp.data.encoding import decode_examples
 from tfdp.data.host_share import share_of_host
 from tfdp.data.index import RecordIndex, find_index
@@ -156,7 +157,7 @@ def read_tfrecords(
 
 
 def _check_positive(name: str, value: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+    if not is_whole(value, least=1):
         raise ConfigurationError(
             f"{name} is {value!r}; allowed is a whole number from 1"
         )

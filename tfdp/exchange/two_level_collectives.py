@@ -25,6 +25,7 @@ import tensorflow as tf
 from tfdp._private import names
 from tfdp._private.collective_runtime import abort_collectives, start_collectives
 from tfdp.cluster.description import join_address
+from tfdp.cluster.ports import free_port
 from tfdp.errors import ConfigurationError
 from tfdp.exchange.collective_keys import CollectiveKeys
 from tfdp.exchange.engine import next_group_key
@@ -35,7 +36,6 @@ from tfdp.exchange.wire_types import fitting_wire_dtype
 from tfdp.hosts.exchange_watch import ExchangeWatch
 from tfdp.hosts.host_link import HostLink
 from tfdp.hosts.server_door import keep_to_workers
-from tfdp.hosts.wire import free_port
 
 __all__ = ["TensorFlowAcrossHostsEngine", "meet_by_collectives"]
 

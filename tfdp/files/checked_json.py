@@ -10,6 +10,8 @@ import hashlib
 import json
 from typing import Any
 
+from tfdp.checks import is_whole
+
 __all__ = ["checksum_of", "is_count", "is_plain_name", "parse_json", "with_checksum"]
 
 # What a file system takes as one name, in bytes.
@@ -74,5 +76,4 @@ def is_plain_name(name: object) -> bool:
 
 def is_count(value: object, least: int = 0) -> bool:
     """Whether it is a whole number from `least` that 63 bits hold, and no bool."""
-    is_whole = isinstance(value, int) and not isinstance(value, bool)
-    return is_whole and least <= value <= LARGEST_COUNT  # type: ignore[operator]
+    return is_whole(value, least, LARGEST_COUNT)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from tfdp.checks import is_number, is_whole
+
 __all__ = ["checked_integer", "checked_seconds", "checked_text", "parse_object"]
 
 
@@ -32,10 +34,9 @@ def checked_integer(value: object, least: int, most: int) -> int:
     Raises:
       ValueError: when it is not; True is no integer.
     """
-    is_integer = isinstance(value, int) and not isinstance(value, bool)
-    if not is_integer or not least <= value <= most:  # type: ignore[operator]
+    if not is_whole(value, least, most):
         raise ValueError(f"not an integer from {least} to {most}")
-    return value  # type: ignore[return-value]
+    return value
 
 
 def checked_text(value: object, most_characters: int) -> str:
@@ -55,7 +56,6 @@ def checked_seconds(value: object, most: float) -> float:
     Raises:
       ValueError: when it is not.
     """
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not is_number or not 0 <= value <= most:  # type: ignore[operator]
+    if not is_number(value) or not 0 <= value <= most:
         raise ValueError(f"not a number from 0 to {most:g}")
-    return float(value)  # type: ignore[arg-type]
+    return float(value)

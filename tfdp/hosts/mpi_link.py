@@ -26,6 +26,7 @@ import numpy as np
 from absl import logging
 
 from tfdp.cluster.description import join_address
+from tfdp.cluster.ports import LOOPBACK, free_port
 from tfdp.errors import (
     CollectiveError,
     ConfigurationError,
@@ -38,14 +39,12 @@ from tfdp.hosts.own_address import own_address
 from tfdp.hosts.rendezvous import name_workers
 from tfdp.hosts.rounded_wire import part_edges, round_to, wire_type
 from tfdp.hosts.socket_link import SocketLink
-from tfdp.hosts.wire import free_port
 
 __all__ = ["MpiLink", "mpi_is_available"]
 
 # Types that MPI adds up by itself; float16 and bfloat16 go over the sockets.
 MPI_TYPES = frozenset("fdilq") | frozenset("bBhHILQ")
 EXIT_CODE = 70
-LOOPBACK = "127.0.0.1"
 SESSION_BYTES = 32
 ABORT_SECONDS = 5.0
 # Open MPI asks for the next message again and again. Told this before it starts, it

@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from tfdp.hosts.listeners import listen
 from tfdp.hosts.messages import parse_object
 
 __all__ = [
@@ -26,12 +25,6 @@ __all__ = [
 
 SOCKET_BUFFER_BYTES = 4 << 20
 LONGEST_LINE_BYTES = 1 << 20
-
-
-def free_port() -> int:
-    """A port of this machine that nobody listens on, for whoever binds it soon."""
-    with listen(("", 0)) as listener:
-        return int(listener.getsockname()[1])
 
 
 def tuned(connection: socket.socket) -> socket.socket:

@@ -12,11 +12,11 @@ from collections.abc import Callable
 from tfdp.cluster import find_cluster
 from tfdp.cluster.job_key import JOB_KEY, find_job_key, make_job_key
 from tfdp.cluster.machine import describe_machine
+from tfdp.cluster.ports import any_port, checked_port, free_port
 from tfdp.errors import ClusterError, ConfigurationError
 from tfdp.launch.handover import become, mpi_command, slurm_command
 from tfdp.launch.kubernetes import manifest
 from tfdp.launch.local import local_commands
-from tfdp.launch.port import any_port, checked_port, free_port
 from tfdp.launch.program import Program, parse_program
 from tfdp.launch.ssh import parse_hosts, ssh_commands
 from tfdp.launch.supervise import supervise

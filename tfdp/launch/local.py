@@ -6,9 +6,9 @@ import sys
 from collections.abc import Mapping
 
 from tfdp.cluster.job_key import JOB_KEY
+from tfdp.cluster.ports import LOOPBACK
 from tfdp.launch.environment import cluster_variables, local_environment
 from tfdp.launch.gpus import own_gpus, share_of_gpus
-from tfdp.launch.port import LOOPBACK
 from tfdp.launch.program import Program
 from tfdp.launch.worker import WorkerCommand
 

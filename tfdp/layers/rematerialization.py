@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import keras
 import tensorflow as tf
 
+from tfdp.checks import is_whole
 from tfdp.errors import ConfigurationError
 from tfdp.layers.recompute import (
     RandomDraws,
@@ -81,7 +82,7 @@ def remat(
             f"policy must be one of {', '.join(map(repr, POLICIES))}, or a function of "
             f"a layer. Received: {policy!r}."
         )
-    if isinstance(prefetch, bool) or not isinstance(prefetch, int) or prefetch < 0:
+    if not is_whole(prefetch, least=0):
         raise ConfigurationError(
             f"prefetch must be an integer of at least 0. Received: {prefetch!r}."
         )

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-import numbers
 from collections.abc import Sequence
 from typing import Any
 
 import keras
 
+from tfdp.checks import is_number
 from tfdp.errors import ConfigurationError
 
 __all__ = ["check_choice", "check_learning_rate", "check_number"]
@@ -29,8 +29,7 @@ def check_number(
 ) -> float:
     """`value` as a float, refused unless 0 <= value < below (0 < value < below)."""
     if (
-        isinstance(value, bool)
-        or not isinstance(value, numbers.Real)
+        not is_number(value)
         or not 0 <= float(value) < below
         or (above_zero and value == 0)
     ):

@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from tfdp._private.autograph import library_code
 from tfdp._private.optimizer_hooks import LossScaleHooks
+from tfdp.checks import is_whole
 from tfdp.errors import ConfigurationError, ScopeError
 from tfdp.sharding.updates import ACCUMULATOR_NAME
 from tfdp.step.optimizers import (
@@ -269,8 +270,7 @@ def _check_arguments(optimizer: Any, accumulate_steps: Any, initial_scale: Any) 
             f"accumulate_steps={optimizer.gradient_accumulation_steps}) and leave "
             "gradient_accumulation_steps of the inner optimizer out."
         )
-    whole = isinstance(accumulate_steps, int) and not isinstance(accumulate_steps, bool)
-    if not whole or accumulate_steps < 1:
+    if not is_whole(accumulate_steps, least=1):
         raise ConfigurationError(
             "accumulate_steps must be an integer of at least 1. Received: "
             f"{accumulate_steps!r}."

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
+from tfdp.checks import is_number, is_whole
 from tfdp.errors import ConfigurationError
 from tfdp.plan.topology import Topology
 
@@ -92,7 +93,7 @@ of at least 1. Received: 0.
     def __post_init__(self) -> None:
         for name in ("bucket_bytes", "first_bucket_bytes"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            if not is_whole(value, least=1):
                 raise ConfigurationError(
                     f"Communication.{name} must be an integer of at least 1. "
                     f"Received: {value!r}."
@@ -113,9 +114,8 @@ of at least 1. Received: 0.
 
     def _check_seconds(self, name: str, above: float, or_equal: bool = False) -> None:
         value = getattr(self, name)
-        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
         if (
-            not is_number
+            not is_number(value)
             or not (above < value < float("inf"))
             and not (or_equal and value == above)
         ):

@@ -12,6 +12,7 @@ import numbers
 from collections.abc import Callable
 from typing import Any
 
+from tfdp.checks import is_number
 from tfdp.errors import ConfigurationError
 
 __all__ = [
@@ -32,8 +33,7 @@ def check_rate(name: str, value: Any, *, above_zero: bool = False) -> float:
     """`value` as a float, refused unless a finite number of at least (above) 0."""
     allowed = "above 0" if above_zero else "of at least 0"
     if (
-        isinstance(value, bool)
-        or not isinstance(value, numbers.Real)
+        not is_number(value)
         or not math.isfinite(value)
         or value < 0
         or (above_zero and value == 0)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
+from tfdp.checks import is_whole
 from tfdp.errors import ConfigurationError
 
 __all__ = ["SHARD_STAGES", "ShardLayout", "Sharding", "shard_stage"]
@@ -34,9 +35,8 @@ def shard_stage(shard: str | int) -> int:
     """
     if shard in SHARD_STAGES:
         return SHARD_STAGES.index(str(shard))
-    is_number = isinstance(shard, int) and not isinstance(shard, bool)
-    if is_number and 0 <= int(shard) < len(SHARD_STAGES):
-        return int(shard)
+    if is_whole(shard, 0, len(SHARD_STAGES) - 1):
+        return shard
     raise ConfigurationError(
         f"shard must be one of {', '.join(map(repr, SHARD_STAGES))}, or the ZeRO stage "
         f"0 to 3. Received: {shard!r}."

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from tfdp.checks import is_whole
 from tfdp.errors import ConfigurationError
 
 __all__ = ["Topology"]
@@ -37,7 +38,7 @@ class Topology:
     def __post_init__(self) -> None:
         for name in ("hosts", "devices_per_host"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            if not is_whole(value, least=1):
                 raise ConfigurationError(
                     f"Topology.{name} must be an integer of at least 1. "
                     f"Received: {value!r}."

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
+from tfdp.checks import is_whole
 from tfdp.errors import ConfigurationError, DeviceError
 
 __all__ = ["add_waiting_thread", "find_devices", "use_virtual_devices"]
@@ -36,7 +37,7 @@ def use_virtual_devices(count: int) -> list[str]:
     strategy = tfdp.DataParallelStrategy()
     ```
     """
-    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+    if not is_whole(count, least=1):
         raise ConfigurationError(
             f"use_virtual_devices needs an integer of at least 1. Received: {count!r}."
         )

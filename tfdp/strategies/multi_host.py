@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from tfdp._private import frames, names
 from tfdp._private.autograph import library_code
+from tfdp.checks import is_whole
 from tfdp.cluster import Cluster, find_cluster
 from tfdp.data.hosts import own_part, until_all_end
 from tfdp.data.seeds import agree_on_seed, seed_to_share
@@ -167,8 +168,7 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
 
     def _own_devices(self, communication: Communication, stage: int) -> list[str]:
         count = self._requested_devices
-        is_count = isinstance(count, int) and not isinstance(count, bool)
-        if count is not None and not (is_count and count >= 1):
+        if count is not None and not is_whole(count, least=1):
             raise ConfigurationError(
                 f"devices_per_host must be an int of at least 1. Received: {count!r}."
             )

@@ -17,6 +17,7 @@ import tensorflow as tf
 
 from tfdp._private import frames, names
 from tfdp._private.autograph import library_code
+from tfdp.checks import is_whole
 from tfdp.data.keras_input import keras_input, with_none
 from tfdp.data.padding import distribute_padded, global_batch_rows, is_of_one_size
 from tfdp.data.split import has_sparse, parts, splittable
@@ -46,7 +47,7 @@ def check_pad_batches(value: Any) -> bool | int:
     Raises:
       ConfigurationError: when it is neither a switch nor a size.
     """
-    if isinstance(value, bool) or (isinstance(value, int) and value >= 1):
+    if isinstance(value, bool) or is_whole(value, least=1):
         return value
     raise ConfigurationError(
         "pad_batches must be True, False, or the global batch size (at least 1). "
@@ -62,8 +63,7 @@ def check_sharding(
     Raises:
       ConfigurationError: when one of them is out of range.
     """
-    is_size = isinstance(shard_min_bytes, int) and not isinstance(shard_min_bytes, bool)
-    if not is_size or shard_min_bytes < 0:
+    if not is_whole(shard_min_bytes, least=0):
         raise ConfigurationError(
             "shard_min_bytes must be an integer of at least 0. Received: "
             f"{shard_min_bytes!r}."

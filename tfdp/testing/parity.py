@@ -9,6 +9,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdp.checks import is_whole
 from tfdp.errors import ConfigurationError, DeviceError, ParityError, ScopeError
 from tfdp.strategies.data_parallel import DataParallelStrategy
 from tfdp.strategies.devices import find_devices
@@ -171,7 +172,7 @@ def _check_arguments(
         ("batch_size", batch_size, 1),
         ("seed", seed, 0),
     ]:
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        if not is_whole(value, least):
             raise ConfigurationError(
                 f"{name} must be an integer of at least {least}. Received: {value!r}."
             )
@@ -189,7 +190,7 @@ def _check_arguments(
 def _choose_strategy(strategy: Any) -> tf.distribute.Strategy:
     if strategy is None:
         strategy = DataParallelStrategy(alone=True)
-    elif isinstance(strategy, int) and not isinstance(strategy, bool):
+    elif is_whole(strategy):
         strategy = _strategy_of(strategy)
     if not isinstance(strategy, tf.distribute.Strategy):
         raise ConfigurationError(

@@ -21,10 +21,10 @@ from tfdp.bench.processes.member import Orders
 from tfdp.bench.processes.two_hosts import ADDRESSES, TwoHosts
 from tfdp.bench.request import Request
 from tfdp.cluster.job_key import JOB_KEY, make_job_key
+from tfdp.cluster.ports import LOOPBACK, free_port
 from tfdp.errors import CollectiveError
 from tfdp.launch.environment import cluster_variables, local_environment
 from tfdp.launch.handover import mpi_command
-from tfdp.launch.port import LOOPBACK, free_port
 from tfdp.launch.program import Program
 
 __all__ = ["Group"]

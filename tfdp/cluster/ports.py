@@ -1,4 +1,4 @@
-"""A TCP port for the coordinator of local workers."""
+"""TCP ports: one that is free here, one by chance, the one that was asked for."""
 
 from __future__ import annotations
 
@@ -8,7 +8,14 @@ import socket
 
 from tfdp.errors import ConfigurationError
 
-__all__ = ["any_port", "checked_port", "free_port"]
+__all__ = [
+    "FIRST_PORT",
+    "LAST_PORT",
+    "LOOPBACK",
+    "any_port",
+    "checked_port",
+    "free_port",
+]
 
 # Below the ports that systems give to outgoing connections (Linux: 32768 and up), so
 # that none of these takes it while worker 0 is still importing TensorFlow.
@@ -32,7 +39,8 @@ def free_port() -> int:
         if _is_free(port):
             return port
     raise ConfigurationError(
-        f"no free port was found from {FIRST_PORT} to {LAST_PORT}; name one with --port"
+        f"no free port was found from {FIRST_PORT} to {LAST_PORT}; end what has them, "
+        "or name another with --port"
     )
 
 
