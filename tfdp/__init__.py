@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from tfdp.layers.rematerialization import remat
     from tfdp.optimizers.distributed import DistributedOptimizer
     from tfdp.plan.communication import Communication
+    from tfdp.plan.shards import Sharding
     from tfdp.strategies.auto import auto_strategy
     from tfdp.strategies.data_parallel import DataParallelStrategy
     from tfdp.strategies.devices import use_virtual_devices
@@ -44,6 +45,7 @@ _PUBLIC = {
     "DistributedOptimizer": "tfdp.optimizers.distributed",
     "HierarchicalAllReduce": "tfdp.strategies.hierarchical",
     "MultiHostDataParallelStrategy": "tfdp.strategies.multi_host",
+    "Sharding": "tfdp.plan.shards",
     "TPUDataParallelStrategy": "tfdp.strategies.tpu",
     "auto_strategy": "tfdp.strategies.auto",
     "callbacks": "tfdp.callbacks",
@@ -67,7 +69,7 @@ _STRATEGIES = {
     "auto_strategy",
 }
 # These load without TensorFlow.
-_PURE = {"Cluster", "Communication", "errors", "find_cluster"}
+_PURE = {"Cluster", "Communication", "Sharding", "errors", "find_cluster"}
 
 MISSING_TENSORFLOW = (
     "tfdp needs TensorFlow: pip install 'tfdp[cpu]' (no GPU), 'tfdp[gpu]' (CUDA) "

@@ -60,7 +60,7 @@ def nobody_else(monkeypatch):
 @pytest.mark.parametrize("arguments, column, word", CELLS)
 def test_every_cell(arguments, column, word):
     assert word in WORDS
-    names = {"Communication": tfdp.Communication}
+    names = {"Communication": tfdp.Communication, "Sharding": tfdp.Sharding}
     options = eval(f"dict({arguments})", names)  # written in our own page
     make = COLUMNS[column]
     if word == "-":
@@ -76,7 +76,12 @@ def test_every_cell(arguments, column, word):
 def test_the_table_has_every_option():
     """Each option of the public constructors stands in some row."""
     text = " ".join(arguments for arguments, _ in ROWS)
-    fields = [field.name for field in dataclasses.fields(tfdp.Communication)]
+    fields = [
+        field.name
+        for value in (tfdp.Communication, tfdp.Sharding)
+        for field in dataclasses.fields(value)
+        if field.name != "what"  # the first, which stands without its name
+    ]
     strategies = (
         tfdp.DataParallelStrategy,
         tfdp.MultiHostDataParallelStrategy,

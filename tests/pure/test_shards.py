@@ -11,8 +11,10 @@ from tfdp.plan.shards import (
     ALIGNED_ELEMENTS,
     MOST_PADDING,
     SHARD_STAGES,
+    Sharding,
     ShardLayout,
     shard_stage,
+    sharding_of,
 )
 
 
@@ -99,3 +101,47 @@ def test_by_hand(shape, parts, shard_elements):
     layout = ShardLayout(shape, parts)
     assert layout.elements == math.prod(shape)
     assert layout.shard_elements == shard_elements
+
+
+def test_a_sharding_is_what_words_and_numbers_beside_each_other_say():
+    said = sharding_of("gradients", min_bytes=5, offload="optimizer")
+    assert said == Sharding(2, min_bytes=5, offload="optimizer")
+    assert (said.what, said.stage, said.offloads) == ("gradients", 2, True)
+    assert sharding_of(said, min_bytes=32 * 1024, offload="none") is said
+
+
+@pytest.mark.parametrize(
+    "beside", [{"min_bytes": 0}, {"offload": "optimizer"}, {"group": "host"}]
+)
+def test_what_a_sharding_says_is_not_said_beside_it(beside):
+    with pytest.raises(ConfigurationError, match="Give it once"):
+        sharding_of(Sharding("optimizer"), **beside)
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        ({"what": "weights"}, "shard must be one of"),
+        ({"group": "rack"}, "'all' or 'host'. Received: 'rack'"),
+        ({"min_bytes": -1}, "at least 0. Received: -1"),
+        ({"min_bytes": True}, "Received: True"),
+        ({"offload": True}, "'none' or 'optimizer'. Received: True"),
+        ({"offload": "optimizer"}, "there are no shards"),
+    ],
+)
+def test_a_sharding_is_checked_when_it_is_made(options, words):
+    with pytest.raises(ConfigurationError, match=words):
+        Sharding(**options)
+
+
+@pytest.mark.parametrize(
+    "sharding, parts, needed",
+    [
+        (Sharding(), 4, False),
+        (Sharding("optimizer"), 1, False),
+        (Sharding("optimizer"), 2, True),
+        (Sharding("optimizer", offload="optimizer"), 1, True),
+    ],
+)
+def test_where_there_is_nothing_to_share_nothing_is_sharded(sharding, parts, needed):
+    assert sharding.is_needed(parts) is needed

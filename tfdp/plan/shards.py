@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 from tfdp.checks import is_whole
 from tfdp.errors import ConfigurationError
 
-__all__ = ["SHARD_STAGES", "ShardLayout", "Sharding", "shard_stage"]
+__all__ = ["SHARD_STAGES", "ShardLayout", "Sharding", "shard_stage", "sharding_of"]
 
 #: What `shard=` takes; the place in the list is the stage.
 SHARD_STAGES = ("none", "optimizer", "gradients", "parameters")
@@ -45,21 +46,95 @@ def shard_stage(shard: str | int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Sharding:
-    """What is sharded.
+    """What is sharded, how and by whom: the arguments `shard...` as one value.
+
+    A strategy takes it as `shard=`, in the place of a word and the arguments beside it.
 
     Args:
-      stage: of ZeRO, 0 to 3.
-      min_bytes: variables below this size stay mirrored.
-      offload: whether the state of optimizers is kept, and updated, by the host.
+      what: "none" (0), "optimizer" (1: its state), "gradients" (2: and gradients) or
+        "parameters" (3: and weights); the numbers are the stages of ZeRO.
+      group: who shares the shards: "all" replicas, or those of each "host".
+      min_bytes: variables below this size stay whole.
+      offload: "optimizer": the state of optimizers is kept, and updated, by the host.
+
+    Raises:
+      ConfigurationError: when one of them is out of range, or asks for nothing.
+
+    ```python
+    import tfdp
+
+    sharding = tfdp.Sharding("optimizer", min_bytes=0)
+    strategy = tfdp.DataParallelStrategy(shard=sharding)
+    print(strategy.shard, strategy.shard_min_bytes)
+    ```
+
+    Source: Rajbhandari et al. 2020 (arXiv 1910.02054), section 5.
     """
 
-    stage: int = 0
-    min_bytes: int = 0
-    offload: bool = False
+    what: str | int = "none"
+    group: str = "all"
+    min_bytes: int = 32 * 1024
+    offload: str = "none"
+
+    def __post_init__(self) -> None:
+        # One spelling, so that equal values are equal.
+        object.__setattr__(self, "what", SHARD_STAGES[shard_stage(self.what)])
+        if self.group not in ("all", "host"):
+            raise ConfigurationError(
+                f"shard_group must be 'all' or 'host'. Received: {self.group!r}."
+            )
+        if not is_whole(self.min_bytes, least=0):
+            raise ConfigurationError(
+                "shard_min_bytes must be an integer of at least 0. Received: "
+                f"{self.min_bytes!r}."
+            )
+        if self.offload not in ("none", "optimizer"):
+            raise ConfigurationError(
+                f"offload must be 'none' or 'optimizer'. Received: {self.offload!r}."
+            )
+        if self.offloads and not self.stage:
+            raise ConfigurationError(
+                "offload='optimizer' keeps each replica's shard of the optimizer's "
+                "state in the memory of the host, and with shard='none' there are no "
+                "shards. Add shard='optimizer', also on one device; see "
+                "docs/sharding.md."
+            )
+
+    @property
+    def stage(self) -> int:
+        """Of ZeRO, 0 to 3."""
+        return shard_stage(self.what)
+
+    @property
+    def offloads(self) -> bool:
+        """Whether the state of optimizers is kept by the host."""
+        return self.offload == "optimizer"
 
     def is_needed(self, parts: int) -> bool:
         """Whether there is anything to do with `parts` replicas."""
-        return bool(self.stage) and (parts > 1 or self.offload)
+        return bool(self.stage) and (parts > 1 or self.offloads)
+
+
+def sharding_of(shard: str | int | Sharding, **beside: Any) -> Sharding:
+    """What the argument `shard` of a strategy, and those beside it, ask for.
+
+    Args:
+      shard: a word, a stage, or all in one value.
+      **beside: `group`, `min_bytes` and `offload`, as the strategy was given them.
+
+    Raises:
+      ConfigurationError: when one is out of range, or is given twice.
+    """
+    if not isinstance(shard, Sharding):
+        return Sharding(shard, **beside)
+    defaults = {field.name: field.default for field in dataclasses.fields(Sharding)}
+    for name, value in beside.items():
+        if value != defaults[name]:
+            raise ConfigurationError(
+                f"shard={shard!r} says {name}={getattr(shard, name)!r}, and the "
+                f"argument beside it says {value!r}. Give it once, in the Sharding."
+            )
+    return shard
 
 
 @dataclasses.dataclass(frozen=True)

@@ -73,8 +73,8 @@ class ShardUpdates:
         self._strategy = strategy
         self._devices = devices
         self._min_bytes = sharding.min_bytes
-        self._is_offloading = sharding.offload
-        self._updates_on_host = sharding.offload
+        self._is_offloading = sharding.offloads
+        self._updates_on_host = sharding.offloads
         # By graph: replicas may share one, and each of them its views.
         self._views: dict[int, dict[int, ShardView]] = {}
 

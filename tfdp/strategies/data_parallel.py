@@ -11,7 +11,7 @@ from tfdp.cluster import find_cluster
 from tfdp.errors import ClusterError, ConfigurationError
 from tfdp.plan.buckets import Bucket
 from tfdp.plan.communication import Communication, checked_communication
-from tfdp.plan.shards import SHARD_STAGES
+from tfdp.plan.shards import Sharding, sharding_of
 from tfdp.plan.topology import Topology
 from tfdp.strategies.devices import find_devices
 from tfdp.strategies.extended import DataParallelExtended
@@ -20,7 +20,6 @@ from tfdp.strategies.keras_backend import check_keras_backend
 from tfdp.strategies.replica_strategy import (
     ReplicaContextStrategy,
     check_pad_batches,
-    check_sharding,
 )
 from tfdp.strategies.versions import warn_of_unchecked_versions
 
@@ -44,7 +43,7 @@ class DataParallelStrategy(ReplicaContextStrategy, tf.distribute.MirroredStrateg
       communication: how replicas exchange tensors; None for the defaults.
       shard: what each replica holds 1 / N of only: "none" (0), "optimizer" (1: its
         state), "gradients" (2: and gradients), "parameters" (3: and weights). The
-        numbers are the stages of ZeRO.
+        numbers are the stages of ZeRO. A `tfdp.Sharding` says it all in one value.
       shard_min_bytes: variables below this size are not sharded.
       offload: "optimizer": the sharded state of the optimizer stays in the memory of
         the host, whose CPU updates it; see docs/sharding.md. "none": on the devices.
@@ -83,7 +82,7 @@ class DataParallelStrategy(ReplicaContextStrategy, tf.distribute.MirroredStrateg
         devices: Sequence[str] | None = None,
         *,
         communication: Communication | None = None,
-        shard: str | int = "none",
+        shard: str | int | Sharding = "none",
         shard_min_bytes: int = 32 * 1024,
         offload: str = "none",
         draws_per_replica: bool = True,
@@ -94,7 +93,7 @@ class DataParallelStrategy(ReplicaContextStrategy, tf.distribute.MirroredStrateg
         warn_of_unchecked_versions()
         if not alone:
             refuse_among_workers()
-        self._sharding = check_sharding(shard, shard_min_bytes, offload)
+        self._sharding = self._sharding_of(shard, shard_min_bytes, offload)
         self.pad_batches = check_pad_batches(pad_batches)
         communication = checked_communication(communication)
         cross_device_ops = self._make_cross_device_ops(communication)
@@ -106,6 +105,18 @@ class DataParallelStrategy(ReplicaContextStrategy, tf.distribute.MirroredStrateg
         )
         # MirroredStrategy's own constructor would make a stock extended.
         tf.distribute.Strategy.__init__(self, extended)
+
+    def _sharding_of(
+        self, shard: str | int | Sharding, min_bytes: int, offload: str
+    ) -> Sharding:
+        sharding = sharding_of(shard, min_bytes=min_bytes, offload=offload)
+        if sharding.group == "host":
+            raise ConfigurationError(
+                "Sharding(group='host') keeps shards within each of several hosts, and "
+                "a DataParallelStrategy is one host alone. Leave group out, or use "
+                "tfdp.MultiHostDataParallelStrategy."
+            )
+        return sharding
 
     def _make_cross_device_ops(
         self, communication: Communication
@@ -175,7 +186,7 @@ class DataParallelStrategy(ReplicaContextStrategy, tf.distribute.MirroredStrateg
     @property
     def shard(self) -> str:
         """What is sharded: "none", "optimizer", "gradients" or "parameters"."""
-        return SHARD_STAGES[self._sharding.stage]
+        return str(self._sharding.what)
 
     @property
     def shard_min_bytes(self) -> int:
@@ -185,7 +196,7 @@ class DataParallelStrategy(ReplicaContextStrategy, tf.distribute.MirroredStrateg
     @property
     def offload(self) -> str:
         """What the host keeps for the devices: "none" or "optimizer"."""
-        return "optimizer" if self._sharding.offload else "none"
+        return self._sharding.offload
 
 
 def refuse_among_workers() -> None:

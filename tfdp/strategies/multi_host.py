@@ -35,7 +35,7 @@ from tfdp.plan.communication import (
     checked_communication,
     refuse_idle_options,
 )
-from tfdp.plan.shards import shard_stage
+from tfdp.plan.shards import Sharding, sharding_of
 from tfdp.plan.topology import Topology
 from tfdp.strategies.chief_callbacks import let_only_the_chief_write, share_state
 from tfdp.strategies.cluster_resolver import resolver_of
@@ -105,7 +105,7 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
         *,
         devices_per_host: int | None = None,
         communication: Communication | None = None,
-        shard: str | int = "none",
+        shard: str | int | Sharding = "none",
         shard_group: str = "all",
         shard_min_bytes: int = 32 * 1024,
         offload: str = "none",
@@ -124,11 +124,9 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
         self.cluster = found
         if found.workers > 1:
             last_words.listen()
-        if shard_group not in ("all", "host"):
-            raise ConfigurationError(
-                f"shard_group must be 'all' or 'host'. Received: {shard_group!r}."
-            )
-        self.shard_group = shard_group
+        sharding = sharding_of(
+            shard, group=shard_group, min_bytes=shard_min_bytes, offload=offload
+        )
         # None for a single worker, which exchanges nothing.
         self._group: HostGroup | None = None
         if devices_per_host is None:
@@ -138,11 +136,9 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
         refuse_idle_options(communication, found.workers)
         try:
             super().__init__(
-                self._own_devices(communication, shard_stage(shard)),
+                self._own_devices(communication, sharding),
                 communication=communication,
-                shard=shard,
-                shard_min_bytes=shard_min_bytes,
-                offload=offload,
+                shard=sharding,
                 draws_per_replica=draws_per_replica,
                 alone=True,  # the others are known, and met below
             )
@@ -166,7 +162,12 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
             )
         return HierarchicalAllReduce(communication)
 
-    def _own_devices(self, communication: Communication, stage: int) -> list[str]:
+    def _sharding_of(self, shard: Any, min_bytes: int, offload: str) -> Sharding:
+        return shard  # it was put together, and checked, before devices were made
+
+    def _own_devices(
+        self, communication: Communication, sharding: Sharding
+    ) -> list[str]:
         count = self._requested_devices
         if count is not None and not is_whole(count, least=1):
             raise ConfigurationError(
@@ -177,7 +178,7 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
         if not tf.config.list_physical_devices("GPU") and count is not None:
             use_virtual_devices(count)
         if self.cluster.workers > 1 and communication.engine == "tensorflow":
-            if stage and self.shard_group == "all":
+            if sharding.stage and sharding.group == "all":
                 raise ConfigurationError(
                     "Communication(engine='tensorflow') carries no shards between "
                     "hosts. Use shard_group='host', which shards within each host, or "
@@ -206,7 +207,7 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
                 devices, communication, cross_device_ops, draws_per_replica
             )
         is_alone = self.shard_group == "host" and len(devices) == 1
-        if self._sharding.stage and is_alone and not self._sharding.offload:
+        if self._sharding.stage and is_alone and not self._sharding.offloads:
             raise ConfigurationError(
                 "shard_group='host' shards over the replicas of a host, and this host "
                 "has one. Give every process several devices (devices_per_host=4, or "
@@ -219,7 +220,8 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
         refuse_differences(
             group.link, settings_of(self, devices, communication, draws_per_replica)
         )
-        self._share_seed()
+        # Shuffles of `fit` are alike on all hosts: each takes its part of them.
+        agree_on_seed(self.from_chief(seed_to_share(), "seed"))
         self._engine = self._make_engine(group.link, devices, communication)
         group.use(self._engine)
         self._pipeline = GradientPipeline(self._engine, communication)
@@ -255,6 +257,11 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
     def hosts(self) -> int:
         """How many processes train together."""
         return self.cluster.workers
+
+    @property
+    def shard_group(self) -> str:
+        """Who shares the shards: "all" replicas, or those of each "host"."""
+        return self._sharding.group
 
     @property
     def _shards_over_hosts(self) -> bool:
@@ -390,7 +397,3 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
     def from_chief(self, value: np.ndarray, label: str = "value") -> np.ndarray:
         """Worker 0's array, on every host; see `DataParallelStrategy.from_chief`."""
         return value if self._group is None else self._group.from_chief(value, label)
-
-    def _share_seed(self) -> None:
-        """Shuffles of `fit` are alike on all hosts: each takes its part of them."""
-        agree_on_seed(self.from_chief(seed_to_share(), "seed"))

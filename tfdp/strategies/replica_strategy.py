@@ -22,7 +22,6 @@ from tfdp.data.keras_input import keras_input, with_none
 from tfdp.data.padding import distribute_padded, global_batch_rows, is_of_one_size
 from tfdp.data.split import has_sparse, parts, splittable
 from tfdp.errors import ConfigurationError, LocalMeanWarning, LocalStateWarning
-from tfdp.plan.shards import Sharding, shard_stage
 from tfdp.step.build import builds_from_plain_batch
 from tfdp.step.call import StepCall
 from tfdp.step.jit import take_over_jit
@@ -38,7 +37,7 @@ from tfdp.tracing.padded_batch import without_padding
 from tfdp.tracing.run import ReplicaRun
 from tfdp.variables.layer_state import check_no_row_state
 
-__all__ = ["ReplicaContextStrategy", "check_pad_batches", "check_sharding"]
+__all__ = ["ReplicaContextStrategy", "check_pad_batches"]
 
 
 def check_pad_batches(value: Any) -> bool | int:
@@ -53,33 +52,6 @@ def check_pad_batches(value: Any) -> bool | int:
         "pad_batches must be True, False, or the global batch size (at least 1). "
         f"Received: {value!r}."
     )
-
-
-def check_sharding(
-    shard: str | int, shard_min_bytes: int, offload: str = "none"
-) -> Sharding:
-    """What the arguments `shard...` and `offload` of a strategy ask for.
-
-    Raises:
-      ConfigurationError: when one of them is out of range.
-    """
-    if not is_whole(shard_min_bytes, least=0):
-        raise ConfigurationError(
-            "shard_min_bytes must be an integer of at least 0. Received: "
-            f"{shard_min_bytes!r}."
-        )
-    if offload not in ("none", "optimizer"):
-        raise ConfigurationError(
-            f"offload must be 'none' or 'optimizer'. Received: {offload!r}."
-        )
-    stage = shard_stage(shard)
-    if offload == "optimizer" and not stage:
-        raise ConfigurationError(
-            "offload='optimizer' keeps each replica's shard of the optimizer's state "
-            "in the memory of the host, and with shard='none' there are no shards. Add "
-            "shard='optimizer', also on one device; see docs/sharding.md."
-        )
-    return Sharding(stage, shard_min_bytes, offload == "optimizer")
 
 
 class ReplicaContextStrategy(tf.distribute.Strategy):

@@ -13,12 +13,11 @@ from tfdp._private.autograph import library_code
 from tfdp.errors import ConfigurationError
 from tfdp.exchange.tpu import CrossReplicaReducer
 from tfdp.plan.communication import Communication, checked_communication
-from tfdp.plan.shards import SHARD_STAGES
+from tfdp.plan.shards import Sharding, sharding_of
 from tfdp.strategies.keras_backend import check_keras_backend
 from tfdp.strategies.replica_strategy import (
     ReplicaContextStrategy,
     check_pad_batches,
-    check_sharding,
 )
 from tfdp.strategies.tpu_extended import TPUDataParallelExtended
 from tfdp.strategies.tpu_system import connect
@@ -91,7 +90,7 @@ class TPUDataParallelStrategy(ReplicaContextStrategy, tf.distribute.TPUStrategy)
         tpu: Any = "local",
         *,
         communication: Communication | None = None,
-        shard: str | int = "none",
+        shard: str | int | Sharding = "none",
         shard_min_bytes: int = 32 * 1024,
         draws_per_replica: bool = True,
         pad_batches: bool | int = True,
@@ -100,7 +99,13 @@ class TPUDataParallelStrategy(ReplicaContextStrategy, tf.distribute.TPUStrategy)
         check_keras_backend()
         warn_of_unchecked_versions()
         check_communication(communication)
-        self._sharding = check_sharding(shard, shard_min_bytes)
+        self._sharding = sharding_of(shard, min_bytes=shard_min_bytes)
+        if self._sharding.offloads or self._sharding.group == "host":
+            raise ConfigurationError(
+                "A TPUDataParallelStrategy takes a Sharding without offload and group: "
+                "one process drives all cores, and each keeps its own state. "
+                f"Received: {shard!r}."
+            )
         if self._sharding.stage > 1:
             raise ConfigurationError(
                 "shard must be 'none' or 'optimizer' on a TPU. Stages 2 and 3 give "
@@ -121,7 +126,7 @@ class TPUDataParallelStrategy(ReplicaContextStrategy, tf.distribute.TPUStrategy)
     @property
     def shard(self) -> str:
         """What is sharded: "none" or "optimizer"."""
-        return SHARD_STAGES[self._sharding.stage]
+        return str(self._sharding.what)
 
     def _make_extended(
         self, tpu: Any, draws_per_replica: bool, wire_dtype: str | None
