@@ -33,7 +33,8 @@ import numpy as np
 from tests.support.package_source import REPOSITORY
 from tests.support.workers import free_port
 from tfdp.errors import CollectiveError
-from tfdp.hosts.socket_link import NEWS_SECONDS, SocketLink
+from tfdp.hosts.broken_exchange import NEWS_SECONDS
+from tfdp.hosts.socket_link import SocketLink
 
 SILENCE_SECONDS = 2.0
 TIMEOUT_SECONDS = 4.0

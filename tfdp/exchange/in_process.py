@@ -45,6 +45,7 @@ class InProcessEngine(Engine):
 
     def __init__(self, devices: Sequence[str], topology: Topology):
         super().__init__(devices, topology)
+        # Strategies of one process share TensorFlow's rendezvous: each has its names.
         self._key = next_group_key()
         self._root_bytes = dict.fromkeys(topology.all_ranks, 0)
         self._root_of_call: dict[int, int] = {}
@@ -54,6 +55,7 @@ class InProcessEngine(Engine):
     def begin_run(self) -> None:
         super().begin_run()
         self._root_bytes = dict.fromkeys(self.topology.all_ranks, 0)
+        # Each trace begins anew, so that two traces of one step choose alike.
         self._root_of_call = {}
         self._touched = {}
 
@@ -82,9 +84,11 @@ class InProcessEngine(Engine):
             with tf.device(self.devices[rank]):
                 flat = tf.reshape(tensor, [-1])
             own = None
+            # Every replica is the root of its own shard: all of them add at once.
             for root in self.topology.all_ranks:
                 with tf.device(self.devices[rank]):
                     piece = cut(flat, layout, root)
+                # A shard that is all padding is nobody's: no empty hand-over.
                 if layout.length(root):
                     piece = self._sum_up(piece, rank, root, f"{call}/{place}/{root}")
                 if root == rank:
@@ -140,6 +144,7 @@ class InProcessEngine(Engine):
         call = self.next_call_number(rank)
         self._touch_token(rank)
         ranks = self.topology.all_ranks
+        # All sends before the first receive: none of them waits for another.
         for peer in ranks:
             if peer != rank:
                 self._send(tensor, rank, peer, f"{call}/gather")
@@ -185,6 +190,7 @@ class InProcessEngine(Engine):
         if rank != root:
             self._send(tensor, rank, root, key)
             return tensor
+        # By rank, and not as they come: float addition depends on the order.
         parts = [
             tensor if peer == rank else self._receive(tensor, peer, rank, key)
             for peer in group
@@ -218,6 +224,7 @@ class InProcessEngine(Engine):
                 tensor=tensor,
                 tensor_name=self._rendezvous_name(key, source, target),
                 send_device=self.devices[source],
+                # Both ends are of this process: any number does that both have.
                 send_device_incarnation=1,
                 recv_device=self.devices[target],
                 client_terminated=False,

@@ -19,15 +19,16 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from tfdp.errors import CollectiveError, WorkerLostError
-from tfdp.hosts.agreement import Disagreement, difference, terms_of
+from tfdp.errors import WorkerLostError
+from tfdp.hosts.agreement import Disagreement, terms_of
+from tfdp.hosts.broken_exchange import closed, out_of_step, why_it_broke
 from tfdp.hosts.buffers import BufferPool, views_of
 from tfdp.hosts.channel import Channel
 from tfdp.hosts.host_link import CHANNELS, HostLink, Ranges
 from tfdp.hosts.last_words import lost_another
-from tfdp.hosts.lost_worker import late_words, say_lost
+from tfdp.hosts.lost_worker import say_lost
 from tfdp.hosts.membership import Membership
-from tfdp.hosts.rendezvous import meet, name_workers
+from tfdp.hosts.rendezvous import meet
 from tfdp.hosts.ring import (
     Block,
     Receive,
@@ -41,9 +42,6 @@ from tfdp.hosts.waits import Waits, says_that_it_waits_to_meet
 from tfdp.hosts.wire import Receiver, Sender
 
 __all__ = ["SocketLink"]
-
-# How long a failure may take to be heard after a connection has broken.
-NEWS_SECONDS = 3.0
 
 
 class SocketLink(HostLink):
@@ -78,6 +76,7 @@ class SocketLink(HostLink):
                 secret,
                 present,
             )
+        # A ring each: a step that waits must not hold up what the host itself asks.
         self._channels = {
             name: Channel(
                 Sender(to_next, timeout_seconds),
@@ -90,6 +89,7 @@ class SocketLink(HostLink):
         self.hosts = meeting.hosts
         self._failure_listeners: list[Callable[[str], None]] = []
         self._is_closed = False
+        # `close` runs twice at the end of a script: by the program, and at exit.
         self._closing = threading.Lock()
         self._waits = Waits(rank)
         self._pool = BufferPool()
@@ -110,7 +110,10 @@ class SocketLink(HostLink):
         wire_dtype: str | None = None,
     ) -> list[np.ndarray]:
         """See `HostLink.sum`."""
+        # The ring cuts flat memory; a transposed array has none.
         arrays = [np.asarray(array, order="C") for array in arrays]
+        # From a pool: TensorFlow lets go of results late, and fresh pages cost as much
+        # as the sum.
         outputs = views_of(self._pool, arrays)
         with self._exchange("sum", arrays, label, channel, wire_dtype) as ring:
             ring_sum(
@@ -146,6 +149,7 @@ class SocketLink(HostLink):
                 *_ends(ring, wire_dtype),
             )
             ring.sender.flush()
+        # Views: what is beside them holds partial sums, and nobody reads it.
         return [
             output[slice(*of_array[self.rank])]
             for output, of_array in zip(outputs, ranges, strict=True)
@@ -174,6 +178,7 @@ class SocketLink(HostLink):
     def _wholes_with_own(
         self, pieces: Sequence[np.ndarray], ranges: Ranges
     ) -> list[np.ndarray]:
+        # An array of the whole shape that takes no memory: only its shape is read.
         likes = [
             np.broadcast_to(np.zeros((), piece.dtype), (of_array[-1][1],))
             for piece, of_array in zip(pieces, ranges, strict=True)
@@ -189,6 +194,7 @@ class SocketLink(HostLink):
         blobs[self.rank] = blob
         with self._exchange("gather", (), label, channel) as ring:
             for step in range(self.workers - 1):
+                # In each turn the blob goes on that came in the turn before.
                 mine = blobs[(self.rank - step) % self.workers]
                 ring.sender.send(struct.pack("<Q", len(mine)) + mine)
                 (size,) = struct.unpack("<Q", ring.receiver.take(8))
@@ -223,7 +229,7 @@ class SocketLink(HostLink):
             yield
         except OSError as error:
             if self._is_closed:
-                raise self._closed(f"it waited for a word on {key!r}") from error
+                raise closed(self.rank, f"it waited for a word on {key!r}") from error
             lost_another()
             raise WorkerLostError(
                 f"Worker {self.rank} waited for a word of the others on {key!r}: "
@@ -274,6 +280,7 @@ class SocketLink(HostLink):
                 return
             self._is_closed = True
         self._finish_exchange()
+        # The goodbye goes before the rings: a ring that breaks without one is a crash.
         self._membership.leave()
         self.close_channels()
 
@@ -297,14 +304,18 @@ class SocketLink(HostLink):
     ) -> Iterator[Channel]:
         """An exchange that all workers have come to, of the same arrays."""
         ring = self._channels[channel]
+        # Threads of one worker take turns; which comes first must be alike on all.
         with ring.lock:
             if self._is_closed:
-                raise self._closed(f"an exchange ({label}) was begun")
+                raise closed(self.rank, f"an exchange ({label}) was begun")
+            # Half an exchange may still be under way: the next would read its rest.
             if ring.failure is not None:
                 raise type(ring.failure)(
                     f"After an exchange that failed there is no other ({label}). It "
                     f"said: {ring.failure}"
                 )
+            # Counted before anything is sent: heartbeats tell how far this worker is,
+            # and others accuse those who are behind.
             ring.count += 1
             ring.begin(terms_of(kind, ring.count, arrays, label, wire_dtype, ranges))
             self._membership.arrive(ring.count, channel)
@@ -313,6 +324,7 @@ class SocketLink(HostLink):
                 with self._waits.waiting(f"exchange {ring.count} ({label})", late):
                     ring.agree()
                     yield ring
+            # Ctrl-C and SystemExit, too: the others must not wait for who is gone.
             except BaseException as error:
                 failure = self._end_ring(ring, channel, error)
                 if failure is error:
@@ -323,10 +335,12 @@ class SocketLink(HostLink):
         self, ring: Channel, channel: str, error: BaseException
     ) -> BaseException:
         """Ends a ring whose exchange failed; returns what that is to be raised as."""
+        # First of all: who waits on the other end wakes up now, and not when the
+        # reason has been found.
         ring.close()
         self._note_failure()
         if self._is_closed:
-            failure: BaseException = self._closed(f"{ring.words} was under way")
+            failure: BaseException = closed(self.rank, f"{ring.words} was under way")
             ring.fail_with(failure)
             return failure
         # The worker after may ask what this one was at.
@@ -334,10 +348,13 @@ class SocketLink(HostLink):
         self._membership.leave_note(note_key, ring.terms.note)
         failure, reason = error, f"{type(error).__name__} {error}".rstrip()
         if isinstance(error, Disagreement):
-            failure = self._out_of_step(error, note_key)
+            failure = out_of_step(self._membership, self.workers, error, note_key)
             reason = str(failure).rstrip(".")
+        # Another error is this worker's own, raised in the middle of an exchange.
         if isinstance(error, OSError):
-            reason = self._reason(ring, channel, error)
+            reason = why_it_broke(
+                self._membership, ring, channel, error, self.timeout_seconds
+            )
             waited = time.monotonic() - ring.start
             failure = WorkerLostError(say_lost(self.rank, waited, ring.words, reason))
         else:
@@ -345,37 +362,6 @@ class SocketLink(HostLink):
         ring.fail_with(failure)
         self._membership.give_up(reason)
         return failure
-
-    def _closed(self, what: str) -> CollectiveError:
-        return CollectiveError(
-            f"The connections of worker {self.rank} were closed (by `close()` of the "
-            f"strategy, or at the end of the script) when {what}. Close a strategy "
-            "after its last exchange, and make a new one to go on."
-        )
-
-    def _out_of_step(self, found: Disagreement, note_key: str) -> CollectiveError:
-        other = (self.rank - 1) % self.workers
-        notes: dict[int, str] = {}
-        with contextlib.suppress(OSError):
-            notes = self._membership.wait_for_notes(
-                note_key, lambda notes: other in notes, NEWS_SECONDS
-            )
-        both = difference(self.rank, other, found, notes.get(other))
-        return CollectiveError(
-            f"Workers are out of step: {both}. Every worker must run the same steps on "
-            "the same model: look for code that only some workers run."
-        )
-
-    def _reason(self, ring: Channel, channel: str, error: OSError) -> str:
-        """Why a connection of the ring broke, or nothing came."""
-        is_timeout = isinstance(error, (TimeoutError, BlockingIOError))
-        reason = self._membership.wait_for_news(0.0 if is_timeout else NEWS_SECONDS)
-        if reason is None and is_timeout:
-            late = self._membership.late(ring.count, channel)
-            who = name_workers(late) if late else "a worker"
-            reason = late_words(who, self.timeout_seconds)
-            return self._membership.with_standstill(reason, self.timeout_seconds)
-        return reason or f"a connection of worker {self.rank} broke ({error})"
 
 
 def by_worker(ranges: Ranges) -> list[list[Block]]:

@@ -81,6 +81,8 @@ def receive_exactly(connection: socket.socket, size: int, deadline: float) -> by
 
 def set_timeout(connection: socket.socket, option: int, seconds: float) -> None:
     """A timeout that the kernel keeps, so that one call can move a whole buffer."""
+    # Python's own timeout would make the socket non-blocking: each call would then
+    # move what fits in the kernel's buffer and poll in between.
     connection.settimeout(None)
     whole = int(seconds)
     value = struct.pack("ll", whole, int((seconds - whole) * 1e6))
@@ -134,6 +136,7 @@ class Sender:
                 return
             self._is_closed = True
             self._failure = self._failure or ConnectionAbortedError("closed here")
+            # Not `close`: it would not wake a thread that is inside `sendall`.
             with contextlib.suppress(OSError):
                 self._connection.shutdown(socket.SHUT_RDWR)
             self._queue.put(None)
@@ -149,6 +152,7 @@ class Sender:
         # another one closed could meanwhile be that of another file.
         with self._connection:
             while (item := self._queue.get()) is not None:
+                # Set after a failure as well: who flushes looks at it then.
                 if isinstance(item, threading.Event):
                     item.set()
                 elif self._failure is None:
