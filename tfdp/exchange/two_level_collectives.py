@@ -56,6 +56,8 @@ def meet_by_collectives(link: HostLink) -> None:
       ConfigurationError: when TensorFlow has started already, or a worker has
         another engine.
     """
+    # Over the link, which is there before TensorFlow is: its own way of meeting needs
+    # addresses that are known beforehand, and waits for ever for who never comes.
     port = str(free_port()).encode()
     ports = link.gather(port, "ports of TensorFlow's collectives")
     for rank, other in enumerate(ports):
@@ -68,6 +70,7 @@ def meet_by_collectives(link: HostLink) -> None:
         join_address(host, int(other))
         for host, other in zip(link.hosts, ports, strict=True)
     ]
+    # Its server lets everybody in who reaches the port; see docs/security.md.
     if start_collectives(link.rank, addresses):
         keep_to_workers(link, [int(other) for other in ports])
 
@@ -101,8 +104,12 @@ class TensorFlowAcrossHostsEngine(AcrossHostsEngine):
         self._hint = hint
         self._group_key = next_group_key()
         self._tokens = [names.make_token(device) for device in self.devices]
+        # The place in the trace names a collective: replicas trace the same ones, in
+        # the same order, though each on its own.
         self._places = [0] * len(self.devices)
         self._keys = CollectiveKeys()
+        # Collectives know no deadline that says who is missing, and an abort is for
+        # good: from then on every one of this process fails.
         self._watch = ExchangeWatch(link, abort_collectives)
 
     def close(self) -> None:
@@ -119,6 +126,7 @@ class TensorFlowAcrossHostsEngine(AcrossHostsEngine):
         label: str,
         wire_dtype: str | None,
     ) -> list[tf.Tensor]:
+        # NCCL knows both levels itself; on CPUs the replicas of a host sum first.
         if self._hint != "nccl" or not _are_large(tensors):
             return super().sum_everywhere(tensors, rank, label, wire_dtype)
         self.next_call_number(rank)
@@ -141,6 +149,7 @@ class TensorFlowAcrossHostsEngine(AcrossHostsEngine):
         if rank != LEADER:
             return totals
         with tf.device(self.devices[LEADER]):
+            # The ring of TensorFlow waits for memory on large buffers; see docs/log.md.
             elements = [total.shape.num_elements() for total in totals]
             plan = plan_pieces(elements, PIECE_BYTES // totals[0].dtype.size)
             pieces = cut_pieces(totals, plan)
@@ -171,6 +180,7 @@ class TensorFlowAcrossHostsEngine(AcrossHostsEngine):
                 communication_hint=self._hint,
                 timeout_seconds=0.0,  # see ExchangeWatch
             )
+            # Or the collective of one replica would wait for that of another one.
             names.run_independently(total.op)
             sums.append(tf.cast(total, buffer.dtype))
         return sums if number is None else self._end(number, sums)
@@ -182,6 +192,8 @@ class TensorFlowAcrossHostsEngine(AcrossHostsEngine):
     def _next_key(self, wire: tf.Tensor, rank: int) -> int:
         place = self._places[rank]
         self._places[rank] += 1
+        # Workers that trace other steps get other keys: they wait and are told who is
+        # missing, where equal keys would add up unlike tensors.
         exchange = f"{place} {wire.shape.num_elements()} {wire.dtype.name}"
         return self._keys.key_of(exchange)
 

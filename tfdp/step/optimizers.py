@@ -65,6 +65,7 @@ def optimizers_of(model: Any) -> list[keras.optimizers.Optimizer]:
     also in lists and dictionaries."""
     if not isinstance(model, keras.Model):
         return []
+    # By identity: a GAN may hold two optimizers that compare equal.
     unique: dict[int, keras.optimizers.Optimizer] = {}
     values = [getattr(model, "optimizer", None), *vars(model).values()]
     seen: set[int] = set()
@@ -73,7 +74,7 @@ def optimizers_of(model: Any) -> list[keras.optimizers.Optimizer]:
         if isinstance(value, keras.optimizers.Optimizer):
             unique.setdefault(id(value), value)
         elif isinstance(value, (list, tuple, Mapping)) and id(value) not in seen:
-            seen.add(id(value))
+            seen.add(id(value))  # a list may hold itself
             values += value.values() if isinstance(value, Mapping) else value
     return list(unique.values())
 
@@ -98,11 +99,15 @@ def _leads(optimizer: keras.optimizers.Optimizer, run: ReplicaRun) -> dict[str, 
     if getattr(optimizer, "reduces_gradients", False):
         return {}  # DistributedOptimizer does all of this itself
     leads: dict[str, Any] = {"apply": functools.partial(_apply, optimizer, run)}
+    # A loss scaler chooses a branch by its test. Replicas that chose apart would wait
+    # for each other for ever, so they agree on the answer first.
     if hasattr(optimizer, "inner_optimizer"):
         leads["check_finite"] = functools.partial(_check_finite, optimizer)
         return leads
     shards = shards_of(optimizer)
     own = {} if shards is None else shard_leads(optimizer, shards)
+    # Keras clips before it accumulates and before it reduces. Gradients that are yet
+    # to be reduced are held back here, and clipped right after (`_reduce`).
     clip = own.get(CLIP, by_keras(optimizer, CLIP))
     own[CLIP] = functools.partial(_clip_unless_held_back, run, clip)
     own[REDUCE] = functools.partial(_reduce, optimizer, run)
@@ -119,6 +124,8 @@ def _leaves(
 
 def _reduces_first(optimizer: keras.optimizers.Optimizer) -> bool:
     """Whether gradients are reduced before `optimizer` looks at them."""
+    # Who accumulates reduces once for all its batches, within Keras' conditional; but
+    # from stage 2 on what is accumulated are shards, of sums.
     shards = shards_of(optimizer)
     accumulates = any(leaf.gradient_accumulation_steps for leaf in _leaves(optimizer))
     return not accumulates or (shards is not None and shards.stage > 1)
@@ -132,6 +139,7 @@ def _apply(
 ) -> Any:
     """Keras' `apply`, with gradients that are reduced when they must be."""
     original = type(optimizer).apply.__get__(optimizer)
+    # An optimizer that another one holds is called with what that one has reduced.
     is_given_reduced = tf.distribute.in_cross_replica_context() or run.is_updating
     if is_given_reduced:
         return original(gradients, trainable_variables)
@@ -141,6 +149,7 @@ def _apply(
     if not _reduces_first(optimizer):
         with run.updating(reduces=True):
             return original(gradients, trainable_variables)
+    # Lists, because Keras gives zips, which end with the first who reads them.
     variables = None if trainable_variables is None else list(trainable_variables)
     reduced = _reduce_before(optimizer, run, list(gradients), variables)
     with run.updating():
@@ -219,6 +228,7 @@ def refuse_unled(value: Sequence[Any]) -> bool:
       ScopeError: when it was made elsewhere.
       ConfigurationError: when it would clip, test or update by shards before.
     """
+    # TensorFlow's reduction is not told who asks; Keras' open name scopes tell.
     stack = keras_state.get_global_attribute("name_scope_stack") or []
     callers = [getattr(scope, "caller", None) for scope in stack]
     optimizers = [c for c in callers if isinstance(c, keras.optimizers.Optimizer)]
@@ -300,6 +310,7 @@ def reduce_gradients(
     Moving statistics that each replica updated on its own ride in the same buckets:
     no launch of their own. They come back as the mean over all samples.
     """
+    # No gradients, no exchange: replicas trace alike, so all of them come here.
     if not gradients:
         return []
     results = list(gradients)
@@ -311,6 +322,7 @@ def reduce_gradients(
         own = shards.scatter(sent, [variables[i] for i in scattered])
         for place, shard in zip(scattered, own, strict=True):
             results[place] = shard
+    # What is stored in shards was reduced when the layer's read was differentiated.
     whole = [i for i, kind in enumerate(kinds) if kind is None]
     rank = current_rank()
     state = run.take_local_state(rank)
@@ -320,6 +332,7 @@ def reduce_gradients(
         totals, means = _sum_gradients(dense, shares, rank)
         for place, value in zip(whole, totals, strict=True):
             results[place] = value
+        # Assigned in this replica and not by `assign`, which would reduce once more.
         for variable, value in zip(state, means, strict=True):
             extended = variable.distribute_strategy.extended
             extended.update_own_copy(variable, lambda own, v: own.assign(v), value)
@@ -356,6 +369,7 @@ def agree_finite(
     optimizer: keras.optimizers.Optimizer, gradients: Sequence[Any]
 ) -> tf.Tensor:
     """Whether the gradients are finite on every replica; the same answer on each."""
+    # A count of replicas that say no, because a sum is exact and needs no other op.
     mine = type(optimizer).check_finite(optimizer, gradients)
     bad = tf.cast(tf.logical_not(mine), tf.float32)
     _, [total] = _sum_gradients([], [bad], current_rank())
