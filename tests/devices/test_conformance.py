@@ -71,7 +71,7 @@ def _clean_session():
 
 
 @pytest.mark.quick
-@pytest.mark.worth_seconds(60)
+@pytest.mark.worth_seconds(36)
 @pytest.mark.parametrize("optimizer, option, layout, kind", ROWS)
 def test_equals_one_device(optimizer, option, layout, kind, record_property):
     # In half precision the rounding of activations is far above that of the exchange:

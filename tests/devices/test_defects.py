@@ -48,7 +48,7 @@ def largest_difference(a, b):
 SLOW = ("D6-clipnorm", "D6-clipvalue", "D10-bool")
 
 
-@pytest.mark.worth_seconds(20)
+@pytest.mark.worth_seconds(12)
 @pytest.mark.timeout(60 * len(defects.DEFECTS))
 @pytest.mark.parametrize(
     "name", covering(defects.DEFECTS, defects.DEFECTS.keys() - SLOW)

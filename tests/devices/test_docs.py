@@ -62,7 +62,7 @@ def name_of(page):
 WITH_CODE = [page for page in PAGES if BLOCK.search(page.read_text("utf-8"))]
 
 
-@pytest.mark.worth_seconds(60)
+@pytest.mark.worth_seconds(40)
 @pytest.mark.parametrize("page", WITH_CODE, ids=name_of)
 def test_the_code_of_a_page_runs(page, tmp_path):
     program = tmp_path / "program" / page.with_suffix(".py").name

@@ -81,7 +81,7 @@ CASES = [
 
 
 @pytest.mark.quick
-@pytest.mark.worth_seconds(12)
+@pytest.mark.worth_seconds(8)
 @pytest.mark.parametrize("replicas, options, feature", CASES)
 def test_weights_equal_one_device_on_the_whole_batch(replicas, options, feature):
     if feature == "run_eagerly" and replicas > 2:
