@@ -64,7 +64,8 @@ class FeatureSpec:
         object.__setattr__(self, "shape", tuple(self.shape))
         if self.dtype not in DTYPES:
             raise ConfigurationError(
-                f"a feature has dtype {self.dtype!r}; allowed are {', '.join(DTYPES)}"
+                f"The dtype of a feature must be one of {', '.join(DTYPES)}. "
+                f"Received: {self.dtype!r}."
             )
         for length in self.shape:
             if length is not None and not is_count(length):

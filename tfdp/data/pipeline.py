@@ -25,17 +25,18 @@ def check_batching(
     """
     if not is_whole(global_batch_size, least=1):
         raise ConfigurationError(
-            f"global_batch_size is {global_batch_size!r}; allowed is a whole number "
-            "from 1: the samples of all replicas together in one step"
+            "global_batch_size must be an integer of at least 1: the samples of all "
+            f"replicas together in one step. Received: {global_batch_size!r}."
         )
     if not is_whole(seed):
         raise ConfigurationError(
-            f"seed is {seed!r}; allowed is a whole number. Every host needs the same "
-            "one, or their parts of a batch overlap; there is no random default"
+            "seed must be an integer. Every host needs the same one, or their parts of "
+            f"a batch overlap; there is no random default. Received: {seed!r}."
         )
     if variable_length not in VARIABLE_LENGTHS:
         raise ConfigurationError(
-            f"variable_length is {variable_length!r}; allowed are {VARIABLE_LENGTHS}"
+            f"variable_length must be one of {VARIABLE_LENGTHS}. Received: "
+            f"{variable_length!r}."
         )
 
 

@@ -159,15 +159,15 @@ def read_tfrecords(
 def _check_positive(name: str, value: int) -> None:
     if not is_whole(value, least=1):
         raise ConfigurationError(
-            f"{name} is {value!r}; allowed is a whole number from 1"
+            f"{name} must be an integer of at least 1. Received: {value!r}."
         )
 
 
 def _check_names(index: RecordIndex, as_supervised: Sequence[str] | None) -> None:
     if isinstance(as_supervised, str):
         raise ConfigurationError(
-            f"as_supervised is the string {as_supervised!r}; allowed is a tuple of "
-            "names such as ('image', 'label')"
+            "as_supervised must be a tuple of names such as ('image', 'label'). "
+            f"Received: {as_supervised!r}."
         )
     unknown = sorted(set(as_supervised or ()) - set(index.features))
     if unknown:

@@ -143,9 +143,9 @@ def _find_builder(
         builder = builder_or_name
         if not hasattr(builder, "as_dataset"):
             raise ConfigurationError(
-                f"builder_or_name is a {type(builder).__name__}; allowed are a "
-                "tensorflow_datasets builder, the directory of a prepared dataset, "
-                "and a dataset's name"
+                "builder_or_name must be a tensorflow_datasets builder, the directory "
+                "of a prepared dataset, or a dataset's name. Received: a "
+                f"{type(builder).__name__}."
             )
     elif place_of(builder_or_name).is_dir():
         builder = _builder_in_directory(tfds, os.fspath(builder_or_name))

@@ -256,7 +256,7 @@ def index_tfrecords(
     """
     if compression not in COMPRESSIONS:
         raise ConfigurationError(
-            f"compression is {compression!r}; allowed are {COMPRESSIONS}"
+            f"compression must be one of {COMPRESSIONS}. Received: {compression!r}."
         )
     if not is_plain_name(f"{name}{SUFFIX}"):
         raise ConfigurationError(

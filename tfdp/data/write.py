@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tfdp.checks import is_whole
 from tfdp.data.encoding import encode_example
 from tfdp.data.features import FeatureSpec, check_example, infer_features
 from tfdp.data.framing import digest_of_ends, scan_records
@@ -134,9 +135,9 @@ def _record_file(name: str, count: int, part: Place, compression: str) -> Record
 
 
 def _check_arguments(num_shards: int, name: str, compression: str) -> None:
-    if not isinstance(num_shards, int) or not 1 <= num_shards <= 99_999:
+    if not is_whole(num_shards, 1, 99_999):
         raise ConfigurationError(
-            f"num_shards is {num_shards!r}; allowed is a whole number from 1 to 99999"
+            f"num_shards must be an integer from 1 to 99999. Received: {num_shards!r}."
         )
     longest = f"{name}-00000-of-00000.tfrecord"
     is_odd = not name or name.startswith(".") or any(sign in name for sign in "*?[")
@@ -147,7 +148,7 @@ def _check_arguments(num_shards: int, name: str, compression: str) -> None:
         )
     if compression not in COMPRESSIONS:
         raise ConfigurationError(
-            f"compression is {compression!r}; allowed are {COMPRESSIONS}"
+            f"compression must be one of {COMPRESSIONS}. Received: {compression!r}."
         )
 
 
@@ -168,8 +169,8 @@ def _example_stream(
         return _column_stream(examples), {}
     if not isinstance(examples, Iterable):
         raise ConfigurationError(
-            f"examples is a {type(examples).__name__}; allowed are a dict or tuple of "
-            "arrays, an iterable of dicts, and a tf.data.Dataset"
+            "examples must be a dict or tuple of arrays, an iterable of dicts, or a "
+            f"tf.data.Dataset. Received: a {type(examples).__name__}."
         )
     return iter(examples), {}
 
