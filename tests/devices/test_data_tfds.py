@@ -138,7 +138,7 @@ def test_transform_is_applied_to_examples(builder):
     [
         ("builder", "valid", {}, ConfigurationError, r"'valid'.*\['test', 'train'\]"),
         ("builder", "train", {"seed": None}, ConfigurationError, "seed"),
-        (7, "train", {}, ConfigurationError, "builder_or_name must be .* Received: a int"),
+        (7, "train", {}, ConfigurationError, "builder_or_name .* Received: a int"),
         ("absent_dataset", "train", {}, DataError, "no prepared dataset"),
         ("mnist", "train", {}, DataError, "download=True"),
         ("directory above", "train", {}, DataError, "no dataset_info.json"),

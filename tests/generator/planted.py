@@ -15,17 +15,17 @@ def equal_shares():
 
 def a_replica_dropped():
     """The sum leaves the last replica of three or more out."""
-    from tfdp.exchange import in_process
+    from tfdp.exchange import hand_over
 
-    whole = in_process._sum_in_order
-    in_process._sum_in_order = lambda parts: whole(parts[:2])
+    whole = hand_over.sum_in_order
+    hand_over.sum_in_order = lambda parts: whole(parts[:2])
 
 
 def not_a_number():
     """The sums are not numbers where a weight is large."""
-    from tfdp.exchange import in_process
+    from tfdp.exchange import hand_over
 
-    whole = in_process._sum_in_order
+    whole = hand_over.sum_in_order
 
     def broken(parts):
         total = whole(parts)
@@ -33,7 +33,7 @@ def not_a_number():
             return total
         return tf.where(tf.abs(total) > 0.05, tf.cast(float("nan"), total.dtype), total)
 
-    in_process._sum_in_order = broken
+    hand_over.sum_in_order = broken
 
 
 def an_end():

@@ -7,8 +7,10 @@ wire_dtype            gradients in a smaller type, and back
 host_group            the hosts that train together
 engine                the interface of an engine; a third is one file
 in_process            replicas of one process hand tensors to each other
+hand_over             how they do that, without a copy
 collectives           TensorFlow's collectives: NCCL on GPUs
 two_level             replicas of a host first, then hosts over a link
+link_calls            calls of Python from a graph, in one order on all hosts
 two_level_shards      the same, to shards
 two_level_collectives hosts over TensorFlow's collectives
 tpu, tpu_ops          sums over TPU cores

@@ -1,22 +1,23 @@
 """Two levels: replicas of this host hand tensors to each other, hosts exchange sums.
 
-Within the host the sum is `InProcessEngine`'s. Its first replica then gives a whole
-bucket to the link in one call of Python, and hands the results out. Only that replica
-exchanges, one call after the other in the order of its own trace, which is the same on
-every host.
+Within the host replicas hand tensors to the first one (`hand_over`), which adds. It
+gives a whole bucket to the link in one call of Python (`link_calls`), and hands the
+results out. Only that replica exchanges, one call after the other in the order of its
+own trace, which is the same on every host.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from tfdp._private import names
+from tfdp.exchange.engine import Engine, next_group_key
+from tfdp.exchange.hand_over import HandOver
 from tfdp.exchange.in_process import InProcessEngine
+from tfdp.exchange.link_calls import LinkCalls
 from tfdp.exchange.shard_pieces import cut, pad_shard
 from tfdp.exchange.wire_types import check_summable, fitting_wire_dtype
 from tfdp.hosts.host_link import HostLink
@@ -27,10 +28,8 @@ __all__ = ["AcrossHostsEngine"]
 
 LEADER = 0
 
-CONDITIONALS = ("If", "StatelessIf", "Case", "StatelessCase")
 
-
-class AcrossHostsEngine(InProcessEngine):
+class AcrossHostsEngine(Engine):
     """Sums over the replicas of several processes.
 
     Args:
@@ -42,15 +41,26 @@ class AcrossHostsEngine(InProcessEngine):
     the wire for n bytes of gradients on H hosts, however many replicas a host has.
     """
 
+    packs = False
+
     def __init__(
         self, devices: Sequence[str], link: HostLink, wire_dtype: str | None = None
     ):
-        super().__init__(devices, Topology(1, len(devices)))
+        super().__init__(devices, Topology(link.workers, len(devices)))
         self.link = link
         self.name = link.name
         self.wire_dtype = wire_dtype
-        self._last_call: tf.Operation | None = None
-        self._last_graph: Callable[[], tf.Graph | None] = lambda: None
+        #: The replicas of this host, which its shards are cut for.
+        self.within = InProcessEngine(devices, Topology(1, len(devices)))
+        self.traffic = self.within.traffic
+        self._here = self.within.topology.all_ranks
+        self._hand = HandOver(devices, next_group_key(), self.traffic)
+        self._calls = LinkCalls()
+
+    def begin_run(self) -> None:
+        super().begin_run()
+        self.within.begin_run()
+        self._hand.begin_run(tf.compat.v1.get_default_graph())
 
     def close(self) -> None:
         """Before the link is closed."""
@@ -92,9 +102,9 @@ class AcrossHostsEngine(InProcessEngine):
     ) -> list[tf.Tensor]:
         call = self.next_call_number(rank)
         totals = self.totals_at_leader(tensors, rank, call, label, wire_dtype)
-        everyone = self.topology.all_ranks
+        everyone = self._here
         return [
-            self._share_from(
+            self._hand.share_from(
                 total, rank, LEADER, everyone, f"{call}/{place}/down", tensor
             )
             for place, (total, tensor) in enumerate(zip(totals, tensors, strict=True))
@@ -142,10 +152,10 @@ class AcrossHostsEngine(InProcessEngine):
         """The sums over this host at the leader; elsewhere whatever was there."""
         for tensor in tensors:
             check_summable(tensor.dtype)
-        self._touch_token(rank)
-        everyone = self.topology.all_ranks
+        self._hand.touch_token(rank)
+        everyone = self._here
         return [
-            self._sum_at(tensor, rank, LEADER, everyone, f"{call}/{place}/within")
+            self._hand.sum_at(tensor, rank, LEADER, everyone, f"{call}/{place}/within")
             for place, tensor in enumerate(tensors)
         ]
 
@@ -157,32 +167,41 @@ class AcrossHostsEngine(InProcessEngine):
             flat = tf.reshape(total, [-1])
             own = cut(flat, layout, rank)
         if rank != LEADER and layout.length(rank):
-            own = self._receive(own, LEADER, rank, key)
+            own = self._hand.receive(own, LEADER, rank, key)
         if rank == LEADER:
-            for peer in self.topology.all_ranks:
+            for peer in self._here:
                 with tf.device(self.devices[rank]):
                     piece = cut(flat, layout, peer)
                 if peer != LEADER and layout.length(peer):
-                    self._send(piece, LEADER, peer, key)
+                    self._hand.send(piece, LEADER, peer, key)
         with tf.device(self.devices[rank]):
             return pad_shard(own, layout, rank)
 
+    def all_gather_bucket(
+        self,
+        shards: Sequence[tf.Tensor],
+        layouts: Sequence[ShardLayout],
+        rank: int,
+        label: str,
+    ) -> list[tf.Tensor]:
+        return self.within.all_gather_bucket(shards, layouts, rank, label)
+
     def all_gather(self, tensor: tf.Tensor, rank: int) -> tf.Tensor:
-        local = super().all_gather(tensor, rank)
+        local = self.within.all_gather(tensor, rank)
         call = self.next_call_number(rank)
         if rank == LEADER:
             local = self.gather_rows(local)
-        everyone = self.topology.all_ranks
+        everyone = self._here
         like = tf.TensorSpec([None, *tensor.shape[1:]], tensor.dtype)
-        return self._share_from(local, rank, LEADER, everyone, f"{call}/all", like)
+        return self._hand.share_from(local, rank, LEADER, everyone, f"{call}/all", like)
 
     def broadcast(self, tensor: tf.Tensor, rank: int) -> tf.Tensor:
         call = self.next_call_number(rank)
-        self._touch_token(rank)
+        self._hand.touch_token(rank)
         if rank == LEADER:
             tensor = self._broadcast_across(tensor)
-        everyone = self.topology.all_ranks
-        return self._share_from(
+        everyone = self._here
+        return self._hand.share_from(
             tensor, rank, LEADER, everyone, f"{call}/broadcast", tensor
         )
 
@@ -190,7 +209,7 @@ class AcrossHostsEngine(InProcessEngine):
         """The rows of all hosts in the order of the hosts; their number may differ."""
         with tf.device(self.devices[LEADER]):
             blob = tf.io.serialize_tensor(rows)
-            (blobs,) = self._call(
+            (blobs,) = self._calls.call(
                 lambda mine: [self.link.gather(mine, "rows", channel)],
                 [blob],
                 [tf.TensorSpec([self.link.workers], tf.string)],
@@ -220,7 +239,7 @@ class AcrossHostsEngine(InProcessEngine):
                 sent = mine if self.link.rank == 0 else b""
                 return [self.link.gather(sent, "broadcast", "step")[0]]
 
-            (value,) = self._call(first, [blob], [tf.TensorSpec([], tf.string)])
+            (value,) = self._calls.call(first, [blob], [tf.TensorSpec([], tf.string)])
             result = tf.io.parse_tensor(value, tensor.dtype)
             # Not `set_shape`, which believes it of what another host has sent.
             return tf.ensure_shape(result, tensor.shape)
@@ -233,41 +252,4 @@ class AcrossHostsEngine(InProcessEngine):
     ) -> list[tf.Tensor]:
         with tf.device(self.devices[LEADER]):
             specs = [tf.TensorSpec(t.shape, t.dtype) for t in like]
-            return self._call(exchange, tensors, specs)
-
-    def _call(
-        self,
-        function: Callable[..., list],
-        tensors: Sequence[tf.Tensor],
-        specs: Sequence[tf.TensorSpec],
-    ) -> list[tf.Tensor]:
-        if tf.executing_eagerly():
-            return [tf.constant(r) for r in function(*(t.numpy() for t in tensors))]
-        # Stateful: TensorFlow then neither drops a call nor merges two. But it would
-        # also chain them with every other stateful op, the other replicas' included,
-        # which wait for this call: so they get an order of their own.
-        graph = tf.compat.v1.get_default_graph()
-        # Asked of the graph, not of the op: an op outlives its graph and then points at
-        # freed memory.
-        is_same_graph = self._last_graph() is graph
-        before = [self._last_call] if is_same_graph else _conditionals_in(graph)
-        with tf.control_dependencies(before):
-            results = tf.numpy_function(
-                function, tensors, [spec.dtype for spec in specs], stateful=True
-            )
-        self._last_graph, self._last_call = weakref.ref(graph), results[0].op
-        names.run_independently(results[0].op)
-        return [
-            # See InProcessEngine._receive: known shapes must be known to all replicas.
-            tf.ensure_shape(result, spec.shape)
-            for result, spec in zip(results, specs, strict=True)
-        ]
-
-
-def _conditionals_in(graph: tf.Graph) -> list[tf.Operation]:
-    """What may hold the call before this one: an accumulating optimizer's reduction.
-
-    Nothing else orders a call behind one within a conditional, and the hosts would make
-    the two in different orders.
-    """
-    return [op for op in graph.get_operations() if op.type in CONDITIONALS]
+            return self._calls.call(exchange, tensors, specs)

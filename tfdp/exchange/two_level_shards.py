@@ -75,7 +75,7 @@ class ShardsAcrossHostsEngine(AcrossHostsEngine):
                 tf.TensorSpec([self._host_elements(layout)], total.dtype)
                 for total, layout in zip(sums, layouts, strict=True)
             ]
-            return self._call(
+            return self._calls.call(
                 lambda *arrays: self.link.reduce_scatter(
                     arrays, ranges, label, wire_dtype
                 ),
@@ -95,15 +95,15 @@ class ShardsAcrossHostsEngine(AcrossHostsEngine):
         part = self.first_part + rank
         if ours is not None:
             begin, _ = layout.bounds(self.first_part)
-            for peer in self.topology.all_ranks[::-1]:
+            for peer in self._here[::-1]:
                 start, stop = layout.bounds(self.first_part + peer)
                 with tf.device(self.devices[rank]):
                     own = ours[start - begin : stop - begin]
                 if peer != LEADER and start < stop:
-                    self._send(own, LEADER, peer, key)
+                    self._hand.send(own, LEADER, peer, key)
         elif layout.length(part):
             like = tf.TensorSpec([layout.length(part)], dtype)
-            own = self._receive(like, LEADER, rank, key)
+            own = self._hand.receive(like, LEADER, rank, key)
         else:
             with tf.device(self.devices[rank]):
                 own = tf.zeros([0], dtype)
@@ -118,7 +118,7 @@ class ShardsAcrossHostsEngine(AcrossHostsEngine):
         label: str,
     ) -> list[tf.Tensor]:
         call = self.next_call_number(rank)
-        self._touch_token(rank)
+        self._hand.touch_token(rank)
         ranges_at_leader = [
             self._range_at_leader(shard, layout, rank, f"{call}/{place}/up")
             for place, (shard, layout) in enumerate(zip(shards, layouts, strict=True))
@@ -130,18 +130,16 @@ class ShardsAcrossHostsEngine(AcrossHostsEngine):
         wholes: Sequence[tf.Tensor | tf.TensorSpec] = like
         if rank == LEADER:
             wholes = self._gather_ranges(ranges_at_leader, layouts, label)
-        everyone = self.topology.all_ranks
+        everyone = self._here
         return [
-            self._share_from(whole, rank, LEADER, everyone, f"{call}/{place}/down")
+            self._hand.share_from(whole, rank, LEADER, everyone, f"{call}/{place}/down")
             for place, whole in enumerate(wholes)
         ]
 
     def join_shards(
         self, shards: Sequence[tf.Tensor], layout: ShardLayout, label: str
     ) -> tf.Tensor:
-        lengths = [
-            layout.length(self.first_part + rank) for rank in self.topology.all_ranks
-        ]
+        lengths = [layout.length(self.first_part + rank) for rank in self._here]
         with tf.device(self.devices[LEADER]):
             own = [shard[:n] for shard, n in zip(shards, lengths, strict=True)]
             ours = tf.concat(own, axis=0)
@@ -170,7 +168,7 @@ class ShardsAcrossHostsEngine(AcrossHostsEngine):
                 tf.TensorSpec(layout.shape, tensor.dtype)
                 for tensor, layout in zip(ranges_of_host, layouts, strict=True)
             ]
-            return self._call(gather, list(ranges_of_host), like)
+            return self._calls.call(gather, list(ranges_of_host), like)
 
     def _range_at_leader(
         self, shard: tf.Tensor, layout: ShardLayout, rank: int, key: str
@@ -181,14 +179,14 @@ class ShardsAcrossHostsEngine(AcrossHostsEngine):
             own = shard[:length]
         if rank != LEADER:
             if length:
-                self._send(own, rank, LEADER, key)
+                self._hand.send(own, rank, LEADER, key)
             return own
         parts = [own]
-        for peer in self.topology.all_ranks[1:]:
+        for peer in self._here[1:]:
             length = layout.length(self.first_part + peer)
             if length:
                 like = tf.TensorSpec([length], shard.dtype)
-                parts.append(self._receive(like, peer, LEADER, key))
+                parts.append(self._hand.receive(like, peer, LEADER, key))
         with tf.device(self.devices[rank]):
             return tf.concat(parts, axis=0) if len(parts) > 1 else own
 

@@ -36,7 +36,6 @@ from tfdp.plan.communication import (
     refuse_idle_options,
 )
 from tfdp.plan.shards import Sharding, sharding_of
-from tfdp.plan.topology import Topology
 from tfdp.strategies.chief_callbacks import let_only_the_chief_write, share_state
 from tfdp.strategies.cluster_resolver import resolver_of
 from tfdp.strategies.data_parallel import DataParallelStrategy
@@ -272,11 +271,6 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
     def is_chief(self) -> bool:
         """Whether this is worker 0, which writes files."""
         return self.cluster.rank == 0
-
-    @property
-    def topology(self) -> Topology:
-        """Hosts x devices."""
-        return Topology(self.hosts, len(self.extended.worker_devices))
 
     @property
     def _replicas(self) -> int:

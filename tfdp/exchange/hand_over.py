@@ -1,0 +1,180 @@
+"""Tensors from one replica of this process to another, without a copy.
+
+`Send` and `Recv` over the step's own rendezvous hand a tensor over within a graph, and
+without leaving the replica context.
+
+Where the danger is: every `Send` must be free of TensorFlow's automatic order (see
+`names.run_independently`; `Recv` is free of it anyway), and a conditional that holds
+them must own a resource of this replica, or the conditionals of two replicas would be
+chained and wait for each other; `touch_token` gives it one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+from tfdp._private import names
+from tfdp.exchange.traffic import TrafficCount
+
+__all__ = ["HandOver", "sum_in_order"]
+
+
+class HandOver:
+    """Sums and shares tensors among replicas of one process, over keys.
+
+    A key names a hand-over; both ends of it use the same one, and each once in a trace.
+
+    Args:
+      devices: one per replica, as full names.
+      group_key: no other one of this process has it.
+      traffic: counts what is handed over.
+    """
+
+    def __init__(self, devices: Sequence[str], group_key: int, traffic: TrafficCount):
+        self.devices = tuple(devices)
+        # Strategies of one process share TensorFlow's rendezvous: each has its names.
+        self._key = group_key
+        self._traffic = traffic
+        self._tokens = [names.make_token(device) for device in self.devices]
+        self._touched: dict[tuple[int, int], tf.Graph] = {}
+        self._run_graph: tf.Graph | None = None
+
+    def begin_run(self, run_graph: tf.Graph) -> None:
+        """Before the replicas of one `strategy.run` are traced, within `run_graph`."""
+        self._run_graph = run_graph
+        self._touched = {}
+
+    def sum_at(
+        self,
+        tensor: tf.Tensor,
+        rank: int,
+        root: int,
+        group: Sequence[int],
+        key: str,
+    ) -> tf.Tensor:
+        """The sum over `group` at its `root`; elsewhere the tensor, handed over."""
+        if len(group) == 1:
+            return tensor
+        if rank != root:
+            self.send(tensor, rank, root, key)
+            return tensor
+        # By rank, and not as they come: float addition depends on the order.
+        parts = [
+            tensor if peer == rank else self.receive(tensor, peer, rank, key)
+            for peer in group
+        ]
+        with tf.device(self.devices[rank]):
+            return sum_in_order(parts)
+
+    def share_from(
+        self,
+        tensor: tf.Tensor,
+        rank: int,
+        root: int,
+        group: Sequence[int],
+        key: str,
+        like: tf.Tensor | None = None,
+    ) -> tf.Tensor:
+        """The root's tensor, on every member of `group`."""
+        if len(group) == 1:
+            return tensor
+        if rank != root:
+            return self.receive(tensor if like is None else like, root, rank, key)
+        for peer in group:
+            if peer != rank:
+                self.send(tensor, rank, peer, key)
+        return tensor
+
+    def all_gather(self, tensor: tf.Tensor, rank: int, key: str) -> tf.Tensor:
+        """All replicas' tensors, joined along the first axis in rank order."""
+        ranks = range(len(self.devices))
+        # All sends before the first receive: none of them waits for another.
+        for peer in ranks:
+            if peer != rank:
+                self.send(tensor, rank, peer, key)
+        parts = [
+            tensor
+            if peer == rank
+            else self.receive(tensor, peer, rank, key, partly=True)
+            for peer in ranks
+        ]
+        with tf.device(self.devices[rank]):
+            return tf.concat(parts, axis=0)
+
+    def send(self, tensor: tf.Tensor, source: int, target: int, key: str) -> None:
+        """Hands `tensor` of the replica `source` to `target`, who receives it."""
+        self._traffic.add(source, tensor)
+        with tf.device(self.devices[source]):
+            op = tf.raw_ops.Send(
+                tensor=tensor,
+                tensor_name=self._rendezvous_name(key, source, target),
+                send_device=self.devices[source],
+                # Both ends are of this process: any number does that both have.
+                send_device_incarnation=1,
+                recv_device=self.devices[target],
+                client_terminated=False,
+            )
+        names.run_independently(op)
+
+    def receive(
+        self,
+        like: tf.Tensor,
+        source: int,
+        target: int,
+        key: str,
+        partly: bool = False,
+    ) -> tf.Tensor:
+        """Takes over a tensor of the type and shape of `like` (but its first
+        dimension, when `partly`)."""
+        with tf.device(self.devices[target]):
+            tensor = tf.raw_ops.Recv(
+                tensor_type=like.dtype,
+                tensor_name=self._rendezvous_name(key, source, target),
+                send_device=self.devices[source],
+                send_device_incarnation=1,
+                recv_device=self.devices[target],
+                client_terminated=False,
+            )
+            shape = like.shape
+            if partly and shape.rank is not None:
+                shape = tf.TensorShape([None]).concatenate(shape[1:])
+            if shape.is_fully_defined():
+                # An op of the graph, not `set_shape`: TensorFlow's optimizer reorders
+                # products where it knows a shape, and must do so on every replica or
+                # on none, or their weights drift apart by the last bit. No copy.
+                return tf.ensure_shape(tensor, shape)
+        tensor.set_shape(shape)
+        return tensor
+
+    def _rendezvous_name(self, key: str, source: int, target: int) -> str:
+        return f"tfdp/{self._key}/{key}/{source}-{target}"
+
+    def touch_token(self, rank: int) -> None:
+        """Gives an inner graph a resource of this replica (see the top), once."""
+        graph = tf.compat.v1.get_default_graph()
+        if graph is self._run_graph or (rank, id(graph)) in self._touched:
+            return
+        self._touched[rank, id(graph)] = graph  # kept, so that its id stays its own
+        with tf.device(self.devices[rank]):
+            tf.raw_ops.VarIsInitializedOp(resource=self._tokens[rank].handle)
+
+
+def sum_in_order(parts: Sequence[tf.Tensor]) -> tf.Tensor:
+    """((p0 + p1) + p2) + ... with the same bits in every run.
+
+    Not by AddN, which would look at each part once: it adds into whichever part nobody
+    else holds at that moment, so that the order, and the last bit, changes from run to
+    run. And where TensorFlow's memory optimizer knows the shape, it replaces an AddN of
+    three or more by a variable that starts as zeros, to which each part is added; the
+    zeros, as large as all gradients together, stay in memory as long as the graph.
+
+    The graph optimizer would make an AddN of this chain, too; it leaves alone what
+    waits for something that is not its input.
+    """
+    total = parts[0]
+    for place, part in enumerate(parts[1:], start=1):
+        with tf.control_dependencies(parts[place + 1 : place + 2]):
+            total = tf.add(total, part)
+    return total
