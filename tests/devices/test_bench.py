@@ -168,7 +168,6 @@ def test_a_failing_case_is_told_and_the_rest_still_runs():
             Request("allreduce-resnet50", quick=True, repeats=1),
         ],
         command="",
-        timeout_seconds=120,
         on_result=outcomes.append,
     )
     (failure,) = report.failures

@@ -39,7 +39,6 @@ def test_cells_run_top_to_bottom_and_learn(tmp_path):
     done = run_python(
         program,
         cwd=tmp_path,
-        timeout_seconds=240,
         environment={"MPLBACKEND": "Agg", "PYTHONPATH": str(REPOSITORY)},
     )
     assert done.returncode == 0, done.stderr

@@ -46,7 +46,7 @@ def test_autograph_converts_the_users_functions_and_warns_of_none(tmp_path):
     program = tmp_path / "program.py"  # AutoGraph reads the source
     program.write_text(CONVERTED)
     paths = {"PYTHONPATH": str(REPOSITORY)}
-    finished = run_python(program, environment=paths, timeout_seconds=250)
+    finished = run_python(program, environment=paths)
     assert "results 0.75 4.0" in finished.stdout, finished.stderr
     assert "AutoGraph" not in finished.stderr
 

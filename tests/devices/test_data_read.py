@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from tests.support.workers import LONGEST_SECONDS
 from tfdp import data
 from tfdp.errors import ConfigurationError
 
@@ -70,7 +71,7 @@ def test_the_order_is_the_same_in_another_process(index):
     printed = subprocess.run(
         [sys.executable, "-c", program],
         check=True,
-        timeout=120,
+        timeout=LONGEST_SECONDS,
         capture_output=True,
         text=True,
     ).stdout

@@ -17,6 +17,7 @@ import pytest
 from tests.support import defects
 from tests.support.package_source import REPOSITORY
 from tests.support.slow_rows import covering
+from tests.support.workers import LONGEST_SECONDS
 
 
 @functools.cache
@@ -28,7 +29,7 @@ def stock_results():
         env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"},
         capture_output=True,
         text=True,
-        timeout=60 * len(defects.DEFECTS),
+        timeout=LONGEST_SECONDS,
     )
     lines = [json.loads(line) for line in done.stdout.splitlines() if line[:1] == "{"]
     assert len(lines) == len(defects.DEFECTS), done.stderr[-2000:]

@@ -70,7 +70,7 @@ def test_the_code_of_a_page_runs(page, tmp_path):
     program.write_text(program_of(page.read_text("utf-8")), "utf-8")
     folder = tmp_path / "empty"
     folder.mkdir()
-    done = run_python(program, cwd=folder, timeout_seconds=240)
+    done = run_python(program, cwd=folder)
     assert done.returncode == 0, f"{name_of(page)}:\n{done.stdout}\n{done.stderr}"
 
 

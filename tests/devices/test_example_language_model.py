@@ -29,9 +29,7 @@ def text(tmp_path_factory):
 
 
 def run(folder, text, *arguments):
-    return run_python(
-        EXAMPLE, *SMALL, "--text", text, *arguments, cwd=folder, timeout_seconds=200
-    )
+    return run_python(EXAMPLE, *SMALL, "--text", text, *arguments, cwd=folder)
 
 
 def trained(folder, text, *arguments):

@@ -14,7 +14,7 @@ DIGITS = REPOSITORY / "examples" / "digits.py"
 
 
 def _run_digits(folder, *arguments):
-    done = run_python(DIGITS, *arguments, cwd=folder, timeout_seconds=240)
+    done = run_python(DIGITS, *arguments, cwd=folder)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip().splitlines()
 

@@ -246,7 +246,6 @@ def test_jit_compile_of_replicas_compiles_once(tmp_path):
             program,
             mode,
             cwd=tmp_path,
-            timeout_seconds=200,
             environment={
                 "PYTHONPATH": str(REPOSITORY),
                 "XLA_FLAGS": f"--xla_dump_to={dump} --xla_dump_hlo_as_text",

@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from tests.support.package_source import REPOSITORY
+from tests.support.workers import LONGEST_SECONDS
 from tfdp.bench.processes.two_hosts import ADDRESSES, two_hosts, why_no_hosts
 
 REASON = why_no_hosts()
@@ -30,7 +31,7 @@ def test_ports_are_open_where_the_workers_are():
             )
             for rank, host in enumerate(HOSTS)
         ]
-        ends = [process.communicate(timeout=150) for process in processes]
+        ends = [process.communicate(timeout=LONGEST_SECONDS) for process in processes]
     assert [p.returncode for p in processes] == [0, 0, 0], ends
     expected = [ADDRESSES[host] for host in HOSTS]
     for rank, (output, _) in enumerate(ends):

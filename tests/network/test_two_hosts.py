@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from tests.support import host_training
 from tests.support.package_source import REPOSITORY
+from tests.support.workers import LONGEST_SECONDS
 from tfdp.bench.processes.two_hosts import ADDRESSES, two_hosts, why_no_hosts
 
 REASON = why_no_hosts()
@@ -44,11 +45,10 @@ def run_on_both(hosts, *module_and_arguments, variables=None):
         )
         for rank in range(2)
     ]
-    outputs = [process.communicate(timeout=150)[0] for process in processes]
+    outputs = [process.communicate(timeout=LONGEST_SECONDS)[0] for process in processes]
     assert [p.returncode for p in processes] == [0, 0], "\n".join(outputs)[-3000:]
 
 
-@pytest.mark.timeout(200)
 def test_training_equals_one_device(hosts, tmp_path):
     path = tmp_path / "run"
     names = ("sgd", "accumulation")
@@ -79,7 +79,7 @@ def test_each_host_sends_its_share_once(hosts, wire_dtype, share):
         )
         for rank in range(2)
     ]
-    assert [process.wait(timeout=60) for process in processes] == [0, 0]
+    assert [process.wait(timeout=LONGEST_SECONDS) for process in processes] == [0, 0]
     # 2 n (H - 1) / H = n bytes from each host and sum, half of them in 16 bits, and
     # what TCP, heartbeats and the meeting add: below 8%.
     for host in (0, 1):
@@ -87,7 +87,6 @@ def test_each_host_sends_its_share_once(hosts, wire_dtype, share):
         assert share < sent / (megabytes * 1e6 * repeats) < 1.08 * share
 
 
-@pytest.mark.timeout(200)
 def test_the_benchmark_counts_two_levels_and_one(tmp_path):
     path = tmp_path / "report.json"
     arms = ["tfdp-sockets-flat", "tfdp-sockets"]
@@ -100,7 +99,7 @@ def test_the_benchmark_counts_two_levels_and_one(tmp_path):
         cwd=REPOSITORY,
         capture_output=True,
         text=True,
-        timeout=180,
+        timeout=LONGEST_SECONDS,
     )
     assert done.returncode == 0, done.stderr
     (result,) = json.loads(path.read_text("utf-8"))["results"]

@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from tests.support.package_source import REPOSITORY
+from tests.support.workers import LONGEST_SECONDS
 from tfdp.bench.processes.arms import GROUP_ARMS
 from tfdp.bench.processes.group import Group
 from tfdp.bench.request import Request
@@ -29,13 +30,12 @@ def bench(path, *arguments):
         env={**os.environ, **MAY_RUN_AS_ROOT},
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=LONGEST_SECONDS,
     )
     assert done.returncode == 0, done.stderr
     return json.loads(path.read_text("utf-8")), done.stdout
 
 
-@pytest.mark.timeout(120)
 def test_every_arm_sums_right_on_every_worker(tmp_path):
     report, text = bench(tmp_path / "report.json", "--case", "allreduce-resnet50")
     (result,) = report["results"]
@@ -56,7 +56,6 @@ def test_every_arm_sums_right_on_every_worker(tmp_path):
     assert "times as fast as stock-multi-worker" in text
 
 
-@pytest.mark.timeout(120)
 def test_arms_train_the_same_weights_on_every_worker(tmp_path):
     arms = ["one-process", "stock-multi-worker", "tfdp-sockets"]
     report, text = bench(
@@ -80,7 +79,6 @@ def test_arms_train_the_same_weights_on_every_worker(tmp_path):
     assert "efficiency" in text
 
 
-@pytest.mark.timeout(120)
 def test_bucket_sizes_and_16_bits_train_as_the_default_does(tmp_path):
     arms = [
         "tfdp-sockets",
@@ -106,7 +104,6 @@ def test_bucket_sizes_and_16_bits_train_as_the_default_does(tmp_path):
     assert rounded == pytest.approx(ours, abs=0.1 * 2**-8)
 
 
-@pytest.mark.timeout(120)
 def test_pytorch_sums_and_trains_alike_on_every_worker(tmp_path):
     pytest.importorskip("torch")
     arms = ["torch-one-process", "torch-gloo"]

@@ -5,13 +5,12 @@ import pytest
 from tests.support.workers import Workers
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     "engine", ["sockets", pytest.param("tensorflow", marks=pytest.mark.slow)]
 )
 def test_a_closed_strategy_says_so_and_leaves_no_thread(engine):
     with Workers(2, "tests.support.closed_strategy", engine) as workers:
-        outputs = workers.succeed(timeout_seconds=280)
+        outputs = workers.succeed()
     for output in outputs:
         lines = dict(
             line.split(": ", 1) for line in output.splitlines() if ": " in line

@@ -31,7 +31,6 @@ def run(engine, tries):
     assert f"seed {SEED}: " in done.stdout
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("engine", ["sockets", "mpi"])
 def test_the_steps_that_have_hung(engine):
     run(engine, "fixed")

@@ -15,7 +15,7 @@ def trained(folder, epochs, devices, shard):
     variables = {"TFDP_DEVICES_PER_WORKER": str(devices)}
     arguments = ("tests.support.host_files", folder, epochs, shard)
     with Workers(2, *arguments, variables=variables) as workers:
-        outputs = workers.succeed(timeout_seconds=120)
+        outputs = workers.succeed()
     weights = []
     for rank in range(2):
         with np.load(folder / f"weights.{rank}.npz") as file:
@@ -27,7 +27,6 @@ def variables_of(model):
     return [v.numpy() for v in [*model.variables, *model.optimizer.variables]]
 
 
-@pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     "devices, shard", [(1, "none"), (2, "none"), (1, "parameters"), (2, "optimizer")]
 )

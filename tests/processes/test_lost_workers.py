@@ -5,17 +5,20 @@ import socket
 
 import pytest
 
-from tests.support.workers import Workers
+from tests.support.workers import LONGEST_SECONDS, Workers
 
-# How the worker fails -> (what the others say, how soon in seconds). A process that is
-# stopped is told by its silence, one that is late by the deadline of the exchange.
+# How the worker fails -> what the others say. A process that is stopped is told by its
+# silence, one that is late by the deadline of the exchange.
 FAILURES = {
-    "kill": ("worker 1 has ended", 5.0),
-    "raise": ("worker 1 has raised ValueError: the first error", 5.0),
-    "leave": ("worker 1 has come to the end of its script", 5.0),
-    "stop": ("worker 1 was silent for 4 seconds", 4.0 + 5.0),
-    "late": ("worker 1 did not arrive within 6 seconds", 6.0 + 5.0),
+    "kill": "worker 1 has ended",
+    "raise": "worker 1 has raised ValueError: the first error",
+    "leave": "worker 1 has come to the end of its script",
+    "stop": "worker 1 was silent for 4 seconds",
+    "late": "worker 1 did not arrive within 6 seconds",
 }
+# They end within a second or two of that; a busy machine takes longer. Who waited in vain
+# would be there after ten minutes.
+SOON_SECONDS = 120.0
 
 
 def time_of(word, output):
@@ -27,12 +30,14 @@ def lose_a_worker(how, *engine):
     with Workers(3, "tests.support.lost_worker", how, 4, 6, *engine) as workers:
         survivors = {}
         for rank in (0, 2):
-            survivors[rank] = workers.processes[rank].communicate(timeout=100)[0]
+            survivors[rank] = workers.processes[rank].communicate(
+                timeout=LONGEST_SECONDS
+            )[0]
             assert workers.processes[rank].returncode not in (0, None)
         lost = workers.processes[1]
         if how in ("stop", "late"):
             lost.kill()
-        return survivors, lost.communicate(timeout=60)[0]
+        return survivors, lost.communicate(timeout=LONGEST_SECONDS)[0]
 
 
 # Slow: now and then a process whose exchange has failed does not come to its end while
@@ -40,10 +45,9 @@ def lose_a_worker(how, *engine):
 LEAVE = pytest.param("leave", marks=pytest.mark.slow)
 
 
-@pytest.mark.timeout(200)
 @pytest.mark.parametrize("how", [*(how for how in FAILURES if how != "leave"), LEAVE])
 def test_the_others_name_it_and_end(how):
-    words, seconds = FAILURES[how]
+    words = FAILURES[how]
     survivors, output = lose_a_worker(how)
     for rank, text in survivors.items():
         assert re.search(rf"WorkerLostError: Worker {rank} waited .*{words}", text), (
@@ -51,13 +55,12 @@ def test_the_others_name_it_and_end(how):
         )
         # Which exchange it was.
         assert re.search(r"in exchange \d+ \((bucket|number)", text)
-        assert time_of("ended", text) - time_of("failing", output) < seconds
+        assert time_of("ended", text) - time_of("failing", output) < SOON_SECONDS
 
 
-@pytest.mark.timeout(200)
 @pytest.mark.parametrize("how", ["late", LEAVE])
 def test_who_waits_in_a_collective_of_tensorflow_is_told(how):
-    words, seconds = FAILURES[how]
+    words = FAILURES[how]
     if how == "leave":  # TensorFlow makes an error of a script that ends in its call
         words = "worker 1 has raised UnknownError"
     survivors, output = lose_a_worker(how, "tensorflow")
@@ -66,14 +69,14 @@ def test_who_waits_in_a_collective_of_tensorflow_is_told(how):
             rf"tfdp: Worker {rank} waited .* seconds in an exchange \(bucket.*{words}"
         )
         assert re.search(said, text), text
-        assert time_of("ended", text) - time_of("failing", output) < seconds
+        assert time_of("ended", text) - time_of("failing", output) < SOON_SECONDS
 
 
 def test_a_worker_that_never_comes_is_named():
     with Workers(3, "tests.support.lost_worker", "kill", 4, 5) as workers:
         workers.processes[2].kill()
-        output = workers.processes[0].communicate(timeout=60)[0]
-        other = workers.processes[1].communicate(timeout=60)[0]
+        output = workers.processes[0].communicate(timeout=LONGEST_SECONDS)[0]
+        other = workers.processes[1].communicate(timeout=LONGEST_SECONDS)[0]
         assert workers.processes[0].returncode not in (0, None)
         host, port = workers.coordinator.split(":")
     assert "worker 2 did not arrive at worker 0 in time" in output

@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from tests.support import host_training
 from tests.support.package_source import REPOSITORY
+from tests.support.workers import LONGEST_SECONDS
 
 pytest.importorskip("mpi4py")
 BESIDE_PYTHON = pathlib.Path(sys.executable).with_name("mpiexec")
@@ -46,7 +47,7 @@ def test_sums_by_mpi_equal_one_device(tmp_path):
         },
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=LONGEST_SECONDS,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert "engine mpi" in done.stdout

@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from tests.support.package_source import REPOSITORY
+from tests.support.workers import LONGEST_SECONDS
 
 pytest.importorskip("mpi4py")
 BESIDE_PYTHON = pathlib.Path(sys.executable).with_name("mpiexec")
@@ -34,7 +35,7 @@ def test_guests_change_nothing_and_learn_nothing():
         },
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=LONGEST_SECONDS,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert "42 visits" in done.stdout

@@ -1,5 +1,6 @@
 """Real processes: several hosts train as one device does."""
 
+import collections
 import functools
 
 import numpy as np
@@ -8,7 +9,7 @@ import tensorflow as tf
 
 from tests.support import host_training
 from tests.support.parity import make_strategy
-from tests.support.workers import Workers
+from tests.support.workers import LONGEST_SECONDS, Workers
 
 SEVERAL = {
     "2x2": (2, 2, "none"),
@@ -43,14 +44,20 @@ NAMES = {
     + ("masked-embedding", "parts", "steps-per-execution"),
     "2x2-tensorflow-host": ("accumulation", "lamb"),
 }
-# What others cover, each with a group of processes of its own.
-SLOW = ("2x2-optimizer", "2x2-tensorflow-host")
+# The rows of the tier `test`: each layout is a group of processes, and takes as long as
+# what it is asked to train.
+IN_TEST = {
+    "2x2": ("accumulation", "clipping", "custom-loop", "lamb", "loss-scaling")
+    + ("masked-embedding", "parts", "recurrent", "sgd"),
+    "3x1-parameters": ("accumulation", "lamb"),
+    "2x2-tensorflow": ("accumulation", "parts"),
+}
 ROWS = [
     pytest.param(
         layout,
         name,
         id=f"{layout}-{name}",
-        marks=pytest.mark.slow if layout in SLOW else (),
+        marks=() if name in IN_TEST.get(layout, ()) else pytest.mark.slow,
     )
     for layout, names in NAMES.items()
     for name in names
@@ -58,8 +65,12 @@ ROWS = [
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory):
-    """From a layout, the files with every worker's numbers."""
+def results(request, tmp_path_factory):
+    """From a layout, the files with every worker's numbers, of the rows that run."""
+    wanted = collections.defaultdict(list)
+    for item in request.session.items:
+        if item.function is test_equals_one_device:
+            wanted[item.callspec.params["layout"]].append(item.callspec.params["name"])
 
     @functools.cache
     def results_of(layout):
@@ -71,10 +82,10 @@ def results(tmp_path_factory):
             "tests.support.host_training",
             path,
             shard,
-            *NAMES[layout],
+            *wanted[layout],
             variables=variables,
         ) as workers:
-            workers.succeed(timeout_seconds=300)
+            workers.succeed()
         return path
 
     return results_of
@@ -88,7 +99,7 @@ def on_one_device(name):
     return host_training.run(name, one)
 
 
-@pytest.mark.timeout(700)
+@pytest.mark.worth_seconds(1000)
 @pytest.mark.parametrize("layout, name", ROWS)
 def test_equals_one_device(results, layout, name):
     expected = on_one_device(name)
@@ -115,6 +126,6 @@ def test_equals_one_device(results, layout, name):
 def test_collectives_have_to_come_before_tensorflow():
     with Workers(2, "tests.support.late_collectives") as workers:
         for process in workers.processes:
-            output = process.communicate(timeout=100)[0]
+            output = process.communicate(timeout=LONGEST_SECONDS)[0]
             assert "make the strategy before anything else uses TensorFlow" in output
             assert process.returncode == 1

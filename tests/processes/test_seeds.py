@@ -3,7 +3,6 @@
 import json
 
 import numpy as np
-import pytest
 
 import tfdp
 from tests.support.fresh_python import run_program
@@ -23,14 +22,13 @@ def orders_in(output):
     return json.loads(line.removeprefix("ORDERS "))
 
 
-@pytest.mark.timeout(400)
 def test_two_hosts_read_in_the_order_of_one(tmp_path):
     tfdp.data.write_tfrecords({"x": np.arange(40)}, tmp_path, num_shards=2)
     program = ONE_HOST.format(folder=str(tmp_path), seeds=SEEDS)
-    expected = orders_in(run_program(program, timeout_seconds=180).stdout)
+    expected = orders_in(run_program(program).stdout)
     arguments = ("tests.support.seed_order", tmp_path, ",".join(map(str, SEEDS)))
     with Workers(2, *arguments) as workers:
-        outputs = workers.succeed(timeout_seconds=180)
+        outputs = workers.succeed()
     (first, first_unseeded), (second, second_unseeded) = map(orders_in, outputs)
     assert first == second == expected
     assert expected["0"] != expected["7"]

@@ -8,8 +8,6 @@ import os
 import subprocess
 import sys
 
-import pytest
-
 from tests.support.package_source import REPOSITORY
 from tests.support.workers import free_port
 
@@ -47,7 +45,6 @@ def trained(bad_worker):
     return outputs
 
 
-@pytest.mark.timeout(200)
 def test_stock_locks_where_one_worker_meets_an_infinity():
     assert ["done" in output for output in trained(-1)] == [True, True]
     mended = "D3 seems to be mended in the stock strategy"

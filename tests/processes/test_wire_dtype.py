@@ -65,7 +65,7 @@ def check_all(path, wire_dtype, by_hand=True):
 def test_over_sockets(tmp_path, shard, wire_dtype):
     path = tmp_path / "step"
     with Workers(HOSTS, MODULE, path, shard, wire_dtype) as workers:
-        outputs = workers.succeed(timeout_seconds=200)
+        outputs = workers.succeed()
     assert "engine sockets" in outputs[0]
     check_all(path, wire_dtype, by_hand=shard == "none")
 

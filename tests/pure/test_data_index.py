@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from tests.support.workers import LONGEST_SECONDS
 from tfdp.data.features import FeatureSpec
 from tfdp.data.index import RecordFile, RecordIndex, find_index
 from tfdp.errors import ConfigurationError, DataError
@@ -216,4 +217,4 @@ def test_an_index_is_read_without_tensorflow(tmp_path):
         "assert index.examples == 5\n"
         "assert 'tensorflow' not in sys.modules\n"
     )
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=LONGEST_SECONDS)

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from tests.support.workers import LONGEST_SECONDS
 from tfdp.errors import ConfigurationError
 from tfdp.plan.schedule_formulas import (
     check_rate,
@@ -130,4 +131,4 @@ def test_the_module_does_not_load_tensorflow():
         "import sys, tfdp.plan.schedule_formulas;"
         "sys.exit('tensorflow' in sys.modules or 'keras' in sys.modules)"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=LONGEST_SECONDS)

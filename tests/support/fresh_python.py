@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 from tests.support.package_source import REPOSITORY
+from tests.support.workers import LONGEST_SECONDS
 
 # Put before a program, it hides packages as if they were not installed.
 HIDE = """
@@ -25,7 +26,9 @@ sys.meta_path.insert(0, Hidden())
 """
 
 
-def run_python(*arguments, cwd=REPOSITORY, timeout_seconds=120, environment=None):
+def run_python(
+    *arguments, cwd=REPOSITORY, timeout_seconds=LONGEST_SECONDS, environment=None
+):
     """`python ARGUMENTS`, started in the repository; its output as text.
 
     `environment` adds to the variables of this process.

@@ -8,6 +8,9 @@ import sys
 
 from tests.support.package_source import REPOSITORY
 
+#: Only there to end a hang. Nothing takes so long, on any machine under any load.
+LONGEST_SECONDS = 900
+
 
 def free_port():
     with socket.socket() as probe:
@@ -57,11 +60,11 @@ class Workers:
             process.wait()
             process.stdout.close()
 
-    def outputs(self, timeout_seconds):
+    def outputs(self, timeout_seconds=LONGEST_SECONDS):
         """What each printed, after all have ended."""
         return [p.communicate(timeout=timeout_seconds)[0] for p in self.processes]
 
-    def succeed(self, timeout_seconds):
+    def succeed(self, timeout_seconds=LONGEST_SECONDS):
         """The outputs; an error with all of them when one failed."""
         outputs = self.outputs(timeout_seconds)
         codes = [process.returncode for process in self.processes]
