@@ -24,7 +24,7 @@ def bench(path, *arguments):
         [
             *(sys.executable, "-m", "tfdp", "bench", *arguments, "--workers", "2"),
             *("--quick", "--repeats", "1", "--json", str(path)),
-            *("--timeout-seconds", "100"),
+            *("--timeout-seconds", "800"),
         ],
         cwd=REPOSITORY,
         env={**os.environ, **MAY_RUN_AS_ROOT},

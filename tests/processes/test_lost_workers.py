@@ -16,8 +16,8 @@ FAILURES = {
     "stop": "worker 1 was silent for 4 seconds",
     "late": "worker 1 did not arrive within 6 seconds",
 }
-# They end within a second or two of that; a busy machine takes longer. Who waited in vain
-# would be there after ten minutes.
+# They end within a second or two of that; a busy machine takes longer. Who waited in
+# vain would be there after ten minutes.
 SOON_SECONDS = 120.0
 
 
