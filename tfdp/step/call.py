@@ -19,6 +19,7 @@ from tfdp.data.keras_input import with_none
 from tfdp.data.split import in_parts
 from tfdp.step.borrowed_rows import borrow_rows, leaves_borrowed_out, return_rows
 from tfdp.step.jit import is_stock_train_step, jitted_train_step
+from tfdp.step.layer_state import suspect_stored
 from tfdp.step.optimizers import led_optimizers, optimizers_of
 from tfdp.step.own_losses import own_losses
 from tfdp.step.padding import step_without_filling
@@ -116,6 +117,7 @@ class StepCall:
             if tf.executing_eagerly():
                 self.step = recorded(self.step, self.run)
             yield noted
+        suspect_stored(self.run)
 
     def own_rows_of(self, result: Any) -> Any:
         """`result` without what was computed of filling and of borrowed rows."""

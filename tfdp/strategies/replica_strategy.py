@@ -25,6 +25,7 @@ from tfdp.errors import ConfigurationError, LocalMeanWarning, LocalStateWarning
 from tfdp.step.build import builds_from_plain_batch
 from tfdp.step.call import StepCall
 from tfdp.step.jit import take_over_jit
+from tfdp.step.layer_state import check_no_row_state
 from tfdp.step.losses import loss_replica_count
 from tfdp.step.optimizers import optimizers_of
 from tfdp.step.reduced_parts import parts_of_one_shape
@@ -35,7 +36,6 @@ from tfdp.tracing import keras_steps
 from tfdp.tracing.loss_suspicions import why_loss_seems_local
 from tfdp.tracing.padded_batch import without_padding
 from tfdp.tracing.run import ReplicaRun
-from tfdp.variables.layer_state import check_no_row_state
 
 __all__ = ["ReplicaContextStrategy", "check_pad_batches"]
 

@@ -52,6 +52,8 @@ class ReplicaRun:
     state_suspicions: set[str] = dataclasses.field(default_factory=set)
     #: By trace: mirrored float variables that the replica assigned to on its own.
     local_state: dict[int, dict[int, Any]] = dataclasses.field(default_factory=dict)
+    #: What was assigned to them in graphs: the rank, the variable, the value.
+    stored: list[tuple[int, Any, tf.Tensor]] = dataclasses.field(default_factory=list)
     #: By trace: what the global batch's masked or weighted means were divided by.
     denominators: dict[int, list[tf.Tensor]] = dataclasses.field(default_factory=dict)
     #: By trace: which rows are real, of batches filled up to a fixed size.
@@ -202,16 +204,17 @@ class ReplicaRun:
         total = self.total_of(rank)
         return tf.cast(1 if total is None else total, tf.float32)
 
-    def note_local_state(self, rank: Any, variable: Any) -> bool:
-        """Remembers that a replica changed its own copy of `variable`.
+    def note_local_state(self, rank: Any, variable: Any, value: Any = None) -> None:
+        """Remembers that a replica changed its own copy of `variable` to `value`.
 
-        Returns:
-          False while an optimizer updates: then all replicas do alike.
+        But while an optimizer updates: then all replicas do alike.
         """
         if self.updates.get(trace_of(rank)):
-            return False
+            return
         self.local_state.setdefault(trace_of(rank), {})[id(variable)] = variable
-        return True
+        is_of_graph = tf.is_tensor(value) and not tf.executing_eagerly()
+        if isinstance(rank, int) and is_of_graph:
+            self.stored.append((rank, variable, value))
 
     def take_local_state(self, rank: Any) -> list[Any]:
         """What the replica changed on its own since it was last asked."""

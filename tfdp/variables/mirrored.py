@@ -8,8 +8,8 @@ from typing import Any
 import tensorflow as tf
 
 from tfdp._private.names import MirroredVariable, SyncOnReadVariable, current_rank
+from tfdp.tracing.assigned_terms import term_added_to
 from tfdp.tracing.replica_invariance import is_same_on_every_replica, outermost
-from tfdp.variables.layer_state import suspect_own_state, term_added_to
 
 __all__ = [
     "PythonNumber",
@@ -50,8 +50,7 @@ class ReplicaMirroredVariable(PythonNumber, MirroredVariable):
         extended = self.distribute_strategy.extended
         run, rank = extended.current_run, current_rank()
         if self.aggregation == tf.VariableAggregation.NONE and self.dtype.is_floating:
-            if run.note_local_state(rank, self):
-                suspect_own_state(run, rank, self, value)
+            run.note_local_state(rank, self, value)
         if tf.is_tensor(value) and isinstance(rank, int):
             if (
                 self.aggregation == tf.VariableAggregation.MEAN
