@@ -5,6 +5,7 @@ shapes; the replicas never leave their context.
 """
 
 import collections
+import functools
 
 import keras
 import numpy as np
@@ -254,9 +255,8 @@ class TensorFlowsOwn(StandInStrategy):
         extended = TPUDataParallelExtended(
             self,
             tpu_stand_in.Resolver(2),
-            CrossReplicaReducer,
+            functools.partial(CrossReplicaReducer, wire_dtype=wire_dtype),
             draws_per_replica=draws_per_replica,
-            wire_dtype=wire_dtype,
             device_assignment=tpu_stand_in.Assignment(2),
         )
         extended._device_assignment = None
