@@ -48,8 +48,12 @@ class Piece:
         name = self.file.replace("/", ".").removesuffix(".py")
         return folder / f"{name}.{self.number}-{self.of}.xml"
 
-    def run(self, folder: pathlib.Path) -> pathlib.Path:
-        """Runs the rows; the result appears under its name when all have ended."""
+    def run(self, folder: pathlib.Path) -> int:
+        """Runs the rows; the result appears under its name when all have ended.
+
+        Returns:
+          What pytest ended with.
+        """
         result = self.result(folder)
         unfinished = result.with_suffix(".unfinished")
         command = [
@@ -61,11 +65,11 @@ class Piece:
             done = subprocess.run(
                 command, cwd=REPOSITORY, stdout=output, stderr=subprocess.STDOUT
             )
-        # 0: passed; 1: some failed; 5: no row in this piece. Else it was broken off.
-        if done.returncode not in (0, 1, 5):
-            raise RuntimeError(f"{self}: pytest ended with {done.returncode}")
-        unfinished.replace(result)
-        return result
+        # 0: passed; 1: some failed; 5: no row, as may be in a piece of a file. Else it
+        # was broken off, or the file could not be read: no result, so it runs again.
+        if done.returncode in (0, 1) or (done.returncode == 5 and self.of > 1):
+            unfinished.replace(result)
+        return done.returncode
 
 
 def all_pieces() -> list[Piece]:
@@ -109,7 +113,7 @@ class Total:
 
 
 def commit() -> str:
-    """The commit that is checked out; with what was changed since."""
+    """The commit that is checked out; another name where something was changed."""
 
     def git(*arguments: str) -> str:
         done = subprocess.run(
@@ -117,8 +121,11 @@ def commit() -> str:
         )
         return done.stdout.strip()
 
-    changed = "-changed" if git("status", "--porcelain") else ""
-    return (git("rev-parse", "--short", "HEAD") or "unknown") + changed
+    head = git("rev-parse", "--short", "HEAD")
+    if head and not git("status", "--porcelain"):
+        return head
+    # Nobody knows what will be changed next: such a result is never used again.
+    return f"{head or 'unknown'}-changed-{time.time_ns()}"
 
 
 def main(arguments=None) -> int:
@@ -129,6 +136,8 @@ def main(arguments=None) -> int:
     parser.add_argument("--record", action="store_true")
     options = parser.parse_args(arguments)
     part, parts = map(int, options.part.split("/"))
+    if not 1 <= part <= parts:
+        parser.error(f"--part must be K/N with K from 1 to N. Received: {options.part}")
     checked_out = commit()
     folder = REPOSITORY / "out" / "test-all" / checked_out
     folder.mkdir(parents=True, exist_ok=True)
@@ -147,11 +156,16 @@ def main(arguments=None) -> int:
         with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
             running = {pool.submit(piece.run, folder): piece for piece in group}
             for future in concurrent.futures.as_completed(running):
+                piece, code = running[future], future.result()
                 own = Total()
-                own.add(future.result())
-                total.add(future.result())
+                if piece.result(folder).exists():
+                    own.add(piece.result(folder))
+                    total.add(piece.result(folder))
+                else:
+                    own.failed.append(f"{piece} (pytest ended with {code})")
+                    total.failed += own.failed
                 minutes = (time.monotonic() - began) / 60
-                print(f"{minutes:6.1f} min  {running[future]}: {own}", flush=True)
+                print(f"{minutes:6.1f} min  {piece}: {own}", flush=True)
     if options.record:
         tiers.write_durations({**tiers.read_durations(), **total.seconds})
     today = datetime.date.today().isoformat()

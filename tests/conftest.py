@@ -7,6 +7,8 @@ happens in `tests/devices/conftest.py`.
 
 import os
 
+import pytest
+
 from tests.support import slow_rows, tiers
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
@@ -32,6 +34,8 @@ def pytest_configure(config):
 
 def pytest_collection_modifyitems(config, items):
     number, of = map(int, config.getoption("--piece").split("/"))
+    if not 1 <= number <= of:
+        raise pytest.UsageError("--piece must be K/N with K from 1 to N")
     keep(config, items, {item.nodeid for item in items[number - 1 :: of]})
     tier = config.getoption("--tier")
     if tier == "all":

@@ -127,3 +127,75 @@ def test_a_static_loss_scale_divides_the_gradients_of_an_embedding():
     # A power of two changes no bit; sums of four rows: 2 * 0.1 * 2 * 16 u * 10 in all.
     for mine, theirs in zip(trained(make_strategy(2), 8.0), one, strict=True):
         np.testing.assert_allclose(mine, theirs, rtol=0, atol=4e-6)
+
+
+def test_a_variable_is_assigned_to_another_one():
+    """As target networks do; what is assigned is looked at when the step is traced."""
+    strategy = make_strategy(2)
+    with strategy.scope():
+        target, source = (tf.Variable(v, trainable=False) for v in (0.0, 3.0))
+
+    @tf.function
+    def step():
+        strategy.run(lambda: target.assign(source))
+
+    step()
+    assert float(target) == 3.0
+
+
+class AsksForTheMean(keras.optimizers.SGD):
+    """As some programs have it that divide by the replicas themselves elsewhere."""
+
+    def _all_reduce_sum_gradients(self, grads_and_vars):
+        gradients, variables = zip(*grads_and_vars, strict=True)
+        context = tf.distribute.get_replica_context()
+        means = context.all_reduce(tf.distribute.ReduceOp.MEAN, list(gradients))
+        return zip(means, variables, strict=True)
+
+
+def test_a_mean_that_an_unknown_optimizer_asks_for_is_a_mean():
+    strategy = make_strategy(2)
+    made = []
+    with strategy.scope():
+        weight = keras.Variable(0.0)
+
+    @tf.function
+    def step():
+        def replica_step():
+            if not made:
+                made.append(AsksForTheMean(1.0))
+                made[0].build([weight])
+            made[0].apply([tf.ones([])], [weight])
+
+        strategy.run(replica_step)
+
+    step()
+    assert float(weight.value) == -1.0
+
+
+class MakesItsOptimizer(keras.Model):
+    """Its step makes the optimizer when it is first traced, and adds up its loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = self.add_weight(shape=(), initializer="zeros")
+        self.made = []
+
+    def train_step(self, data):
+        with tf.GradientTape() as tape:
+            loss = tfdp.losses.local_sum(-tf.reduce_sum(data * self.weight))
+        if not self.made:
+            optimizer = tfdp.DistributedOptimizer(keras.optimizers.SGD(1.0))
+            optimizer.build([self.weight])
+            self.made.append(optimizer)
+        self.made[0].apply(tape.gradient(loss, [self.weight]), [self.weight])
+        return {"loss": loss}
+
+
+def test_the_row_that_an_empty_replica_borrows_counts_for_no_optimizer():
+    """Not for one either that was made in the step, so that nobody leads it."""
+    with make_strategy(2).scope():
+        model = MakesItsOptimizer()
+        model.compile(jit_compile=False)
+    model.fit(np.array([[1.0]], "float32"), batch_size=2, verbose=0)
+    assert float(model.weight.value) == 1.0

@@ -241,7 +241,7 @@ RUNS = [
 
 
 @pytest.mark.quick
-@pytest.mark.worth_seconds(12)
+@pytest.mark.worth_seconds(100)
 @pytest.mark.filterwarnings("ignore:You are passing weight as `float`")
 @pytest.mark.parametrize("weighted, layout", RUNS)
 @pytest.mark.parametrize("name", ROWS)

@@ -76,7 +76,7 @@ COVERING = ("adam-1", "adam-2", "adam-3", "adamw-1", "accumulated-2") + (
 CASES = [f"{name}-{stage}" for name in OPTIMIZERS for stage in (1, 2, 3)]
 
 
-@pytest.mark.quick
+@pytest.mark.worth_seconds(6)
 @pytest.mark.parametrize("case", covering(CASES, COVERING))
 def test_trains_as_without(case, request):
     name, stage = case.split("-")[0], int(case[-1])

@@ -91,8 +91,8 @@ def test_taken_ports_are_passed_over(monkeypatch):
 
 
 def test_no_free_port_is_an_error(monkeypatch):
-    monkeypatch.setattr(port_module, "_is_free", lambda port: False)
-    with pytest.raises(ConfigurationError, match="--port"):
+    monkeypatch.setattr(port_module, "_is_free", lambda port, address: False)
+    with pytest.raises(ConfigurationError, match="no free port"):
         free_port()
 
 

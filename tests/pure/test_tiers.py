@@ -1,9 +1,11 @@
 """Which rows a tier runs: as many as fit, of every test function one if it is quick."""
 
 import json
+import re
 
 from tests.all_rows import Piece, Total, all_pieces
 from tests.support import tiers
+from tests.support.package_source import REPOSITORY
 from tests.support.tiers import (
     QUICKEST_ROW_SECONDS,
     ROWS_SECONDS,
@@ -87,3 +89,21 @@ def test_a_result_is_counted(tmp_path):
     assert (total.passed, total.skipped) == (1, 1)
     assert total.failed == ["tests/pure/test_a.py::test_c"]
     assert total.seconds == {"tests/pure/test_a.py::test_b[1]": 1.5}
+
+
+def test_every_function_marked_quick_has_a_row_in_make_quick():
+    """Its quickest row must fit, or the mark would select nothing."""
+    seconds = read_durations()
+    marked = [
+        f"{path.relative_to(REPOSITORY).as_posix()}::{name}"
+        for path in REPOSITORY.joinpath("tests", "devices").glob("test_*.py")
+        for name in re.findall(
+            r"^@pytest.mark.quick\n(?:@.*\n(?:[ )\]].*\n)*)*def (\w+)",
+            path.read_text("utf-8"),
+            re.M,
+        )
+    ]
+    assert len(marked) > 8
+    for function in marked:
+        rows = [row for row in seconds if row.partition("[")[0] == function]
+        assert rows_that_fit(rows, seconds) or not rows, function

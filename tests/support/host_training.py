@@ -38,10 +38,17 @@ def fitted(build=dense_model, optimizer=None, data=None, epochs=2, **options):
         **{"jit_compile": False, **options},
     )
     x, y = data or classification_data(ROWS)
-    history = model.fit(x, y, batch_size=24, epochs=epochs, verbose=0)
+    batch_losses = []
+    note_batch = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda batch, logs: batch_losses.append(logs["loss"])
+    )
+    history = model.fit(
+        x, y, batch_size=24, epochs=epochs, verbose=0, callbacks=[note_batch]
+    )
     return {
         **{f"weight{i}": w for i, w in enumerate(model.get_weights())},
         "losses": history.history["loss"],
+        "batch_losses": batch_losses,
         "accuracies": history.history["accuracy"],
         "evaluation": model.evaluate(x, y, batch_size=24, verbose=0),
         "predictions": model.predict(x, batch_size=24, verbose=0),

@@ -4,7 +4,7 @@ quick  what is pure, and the rows marked `quick`
 test   every test function that is not long, of a table a sample
 all    everything, the rows marked `slow` too
 
-`tests/durations.json` holds what each row took; `make durations` writes it anew. A row
+`tests/durations.json` holds what each row took; tests/all_rows.py writes it anew. A row
 that it does not hold takes no time worth speaking of, or is new: it runs.
 """
 

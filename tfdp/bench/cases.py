@@ -50,7 +50,7 @@ class Case:
       subject: a key of `gradient_sets.GRADIENT_SETS` or `models.MODELS`.
       quick_subject: the small one that `--quick` takes instead.
       arms: keys of `arms.ARMS`, in the order of the table; with a link, of
-        `group_arms.GROUP_ARMS`.
+        `processes.arms.GROUP_ARMS`.
       calls: reductions or training steps per arm and repeat.
       description: one line for `--list`.
       link: what joins the hosts, for cases that make some.

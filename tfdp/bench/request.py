@@ -20,7 +20,7 @@ class Request:
       devices: number of replicas; with several workers, of each.
       workers: processes, one core each; 1 measures within one process.
       repeats: figures per arm.
-      arms: keys of `arms.ARMS`, with several workers of `group_arms.GROUP_ARMS`;
+      arms: keys of `arms.ARMS`, with several workers of `processes.arms.GROUP_ARMS`;
         empty for the case's own.
       quick: take the case's small subject and two calls per repeat.
       device_type: "cpu" makes `devices` logical CPUs, "gpu" takes the first GPUs.

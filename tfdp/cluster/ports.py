@@ -28,19 +28,22 @@ def any_port() -> int:
     return random.SystemRandom().randint(FIRST_PORT, LAST_PORT)
 
 
-def free_port() -> int:
+def free_port(address: str = LOOPBACK) -> int:
     """A port from 20000 to 29999 that nobody listens on here.
+
+    Args:
+      address: where it is to be free; "" at all addresses of this machine.
 
     Raises:
       ConfigurationError: when a hundred of them are taken.
     """
     for _ in range(100):
         port = any_port()
-        if _is_free(port):
+        if _is_free(port, address):
             return port
     raise ConfigurationError(
-        f"no free port was found from {FIRST_PORT} to {LAST_PORT}; end what has them, "
-        "or name another with --port"
+        f"no free port was found from {FIRST_PORT} to {LAST_PORT}; end what has "
+        "them, or name another one"
     )
 
 
@@ -58,12 +61,12 @@ def checked_port(port: int) -> int:
     return port
 
 
-def _is_free(port: int) -> bool:
+def _is_free(port: int, address: str = LOOPBACK) -> bool:
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         # As servers do: a port whose last connection is only waiting out is free.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind((LOOPBACK, port))
+            probe.bind((address, port))
         except OSError as error:
             if error.errno in (errno.EADDRINUSE, errno.EACCES):
                 return False

@@ -3,7 +3,7 @@
 pipeline              the way of the gradients through one step: read it first
 reducer               the one contract between a step and what moves its tensors
 sparse                gradients of embeddings
-wire_dtype            gradients in a smaller type, and back
+wire_dtype            gradients in a smaller type, and back, between TPU cores
 host_group            the hosts that train together
 engine                the interface of an engine; a third is one file
 in_process            replicas of one process hand tensors to each other

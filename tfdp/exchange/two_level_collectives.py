@@ -58,7 +58,7 @@ def meet_by_collectives(link: HostLink) -> None:
     """
     # Over the link, which is there before TensorFlow is: its own way of meeting needs
     # addresses that are known beforehand, and waits for ever for who never comes.
-    port = str(free_port()).encode()
+    port = str(free_port("")).encode()
     ports = link.gather(port, "ports of TensorFlow's collectives")
     for rank, other in enumerate(ports):
         if not other.isdigit():

@@ -294,7 +294,7 @@ class MpiLink(SocketLink):
         address = None
         if names is not None:
             host = LOOPBACK if self._is_one_machine else own_address(names[1:])
-            address = join_address(host, free_port()) if host else ""
+            address = join_address(host, free_port("")) if host else ""
         address = str(self._world.bcast(address))
         if not address:
             raise ConfigurationError(

@@ -124,6 +124,8 @@ of at least 1. Received: 0.
                 f"{'of at least' if or_equal else 'above'} {above:g}. "
                 f"Received: {value!r}."
             )
+        # NumPy's numbers, too; but what workers compare goes over the wire as JSON.
+        object.__setattr__(self, name, float(value))
 
     def _check_hierarchy(self) -> None:
         hierarchy = self.hierarchy

@@ -62,10 +62,8 @@ class StepCall:
         self.optimizers = optimizers_of(self.model)
         self.is_step = bool(name_of_step(fn))
         self.is_prediction = is_predict_step(fn)
-        #: Whether replicas are reported together, and not each by itself.
-        self.is_reported = (
-            is_reported and self.is_step and len(devices) > 1 and not is_compiled
-        )
+        #: Whether replicas are reported together, those of other hosts too.
+        self.is_reported = is_reported and self.is_step and not is_compiled
         self._devices, self._is_compiled = devices, is_compiled
         self._filled_rows: Any = None
 
@@ -76,7 +74,7 @@ class StepCall:
 
     def take_batch(self) -> ReplicaRun:
         """Sees to it that every replica has rows; and what is known of them."""
-        if self.is_reported:
+        if self.is_reported and len(self._devices) > 1:
             self.args = in_parts(self.args, self._devices)
         arguments = (self.args, self.kwargs or {})
         self.run = run = sample_counts(arguments, len(self._devices))

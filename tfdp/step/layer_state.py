@@ -47,8 +47,6 @@ def suspect_stored(run: ReplicaRun) -> None:
     if run.replicas == 1:
         return
     for rank, variable, value in run.stored:
-        if isinstance(value, tf.__internal__.EagerTensor):
-            continue  # a constant of the program's, in a graph
         what = _what_it_looks_like(run, rank, variable, value)
         if what is not None:
             name = variable.name.split(":")[0]

@@ -126,7 +126,7 @@ def _report_factor(
     if value.shape.rank:
         return 1.0  # the losses of single rows: none was scaled
     # On TPU one graph serves all replicas, and reports are updated as Keras does it;
-    # elsewhere each is weighted by the replica's rows (`keras_reports`).
+    # elsewhere each is weighted by the replica's rows (`step.reports`).
     is_weighted = isinstance(rank, int) or _is_weighted_by_samples(reporter)
     if run.is_even or not is_weighted:
         return float(run.replicas)

@@ -342,8 +342,12 @@ def reduce_gradients(
 def _sum_gradients(
     gradients: Sequence[Any], state: Sequence[tf.Tensor], rank: Any
 ) -> tuple[list[Any], list[tf.Tensor]]:
-    reducer = _reducer()
+    reducer, found = _reducer(), current_run()
     if reducer is not None:
+        if found is not None:  # an optimizer that nobody leads has not left them out
+            run, rank = found
+            gradients = run.parts_to_sum(rank, list(gradients))
+            state = run.parts_to_sum(rank, list(state))
         return reducer.sum_gradients(gradients, state, rank)
     context = tf.distribute.get_replica_context()
     sums = context.all_reduce(tf.distribute.ReduceOp.SUM, [*gradients, *state])

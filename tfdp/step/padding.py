@@ -1,8 +1,8 @@
 """Keras' losses and metrics without the rows of filling.
 
 While a step of a padded batch is built, the model is led by instance attributes, as the
-optimizers are (`keras_optimizers`): the rows of filling get the weight 0 in its loss
-and metrics. What a mean is divided by is put right in `keras_losses`.
+optimizers are (`step.optimizers`): the rows of filling get the weight 0 in its loss
+and metrics. What a mean is divided by is put right in `step.losses`.
 """
 
 from __future__ import annotations

@@ -195,10 +195,10 @@ def reduced_by(reducer: Reducer, reduce_op: Any, value: Any) -> Any:
     Optimizers that the strategy leads do not ask TensorFlow; see `step.optimizers`.
     """
     flat, rank = tf.nest.flatten(value), current_rank()
-    if refuse_unled(value):
+    mean = reduce_op == tf.distribute.ReduceOp.MEAN
+    if refuse_unled(value) and not mean:
         reduced, _ = reducer.sum_gradients(flat, [], rank)
     else:
-        mean = reduce_op == tf.distribute.ReduceOp.MEAN
         reduced = reducer.all_reduce(flat, rank, mean=mean)
     return tf.nest.pack_sequence_as(value, reduced)
 

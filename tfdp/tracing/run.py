@@ -212,7 +212,10 @@ class ReplicaRun:
         if self.updates.get(trace_of(rank)):
             return
         self.local_state.setdefault(trace_of(rank), {})[id(variable)] = variable
-        is_of_graph = tf.is_tensor(value) and not tf.executing_eagerly()
+        # A variable may be assigned, too, and an eager tensor within a graph.
+        is_of_graph = isinstance(value, tf.Tensor) and not isinstance(
+            value, tf.__internal__.EagerTensor
+        )
         if isinstance(rank, int) and is_of_graph:
             self.stored.append((rank, variable, value))
 
