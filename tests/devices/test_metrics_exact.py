@@ -240,7 +240,6 @@ RUNS = [
 ]
 
 
-@pytest.mark.quick
 @pytest.mark.worth_seconds(100)
 @pytest.mark.filterwarnings("ignore:You are passing weight as `float`")
 @pytest.mark.parametrize("weighted, layout", RUNS)
