@@ -52,7 +52,7 @@ def pytest_collection_modifyitems(config, items):
     if tier == "quick":
         pure = [name for name in names if name.startswith("tests/pure/")]
         toured = [item.nodeid for item in fast if "quick" in item.keywords]
-        names, worth = [*pure, *toured], {}
+        names, worth = [*pure, *toured], dict.fromkeys(toured, tiers.TOUR_SECONDS)
     wanted = tiers.rows_that_fit(names, tiers.read_durations(), worth)
     wanted |= {item.nodeid for item in fast if str(item.path) in named}
     keep(config, items, wanted)

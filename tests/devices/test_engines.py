@@ -68,6 +68,7 @@ def test_sums_of_every_number_type_are_exact(replicas, options, dtype):
         )
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("replicas, options", SETTINGS)
 def test_lists_with_empty_odd_and_scalar_tensors(replicas, options):
     rng = np.random.default_rng(1)
@@ -87,6 +88,7 @@ def test_lists_with_empty_odd_and_scalar_tensors(replicas, options):
             assert tensor.shape == shapes[i]
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("replicas, options", SETTINGS)
 def test_mean_divides_by_the_replicas(replicas, options):
     per_rank = [[tf.constant([1.0, 2.0]) * 2.0**rank] for rank in range(replicas)]
