@@ -199,7 +199,6 @@ ROWS = [
 ]
 
 
-@pytest.mark.quick
 @pytest.mark.worth_seconds(12)
 @pytest.mark.parametrize("weighting, loss, layout", ROWS)
 def test_gradient_and_report_equal_one_device(weighting, loss, layout):

@@ -219,7 +219,6 @@ def difference_from_one_device(model):
     return largest_distance(weights_of_one_device(), model.get_weights())
 
 
-@pytest.mark.quick
 @every_strategy
 def test_several_steps_equal_one_device(name):
     several = train(STRATEGIES[name](), SyncBatchNormalization)
