@@ -47,8 +47,8 @@ NAMES = {
 # The rows of the tier `test`: each layout is a group of processes, and takes as long as
 # what it is asked to train.
 IN_TEST = {
-    "2x2": ("accumulation", "clipping", "custom-loop", "lamb", "loss-scaling")
-    + ("masked-embedding", "parts", "recurrent", "sgd"),
+    "2x2": ("accumulation", "custom-loop", "loss-scaling")
+    + ("masked-embedding", "parts", "sgd"),
     "3x1-parameters": ("accumulation", "lamb"),
     "2x2-tensorflow": ("accumulation", "parts"),
 }
