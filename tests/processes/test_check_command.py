@@ -50,6 +50,7 @@ def check(target, *options):
     return run_python("-m", "tfdp", "check", target, *options)
 
 
+@pytest.mark.worth_seconds(20)
 def test_a_script_that_holds(script, tmp_path):
     report_path = tmp_path / "report.json"
     options = ["--steps", 2, "--batch-size", 16, "--json", report_path]

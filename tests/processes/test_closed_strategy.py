@@ -5,6 +5,7 @@ import pytest
 from tests.support.workers import Workers
 
 
+@pytest.mark.worth_seconds(20)
 @pytest.mark.parametrize(
     "engine", ["sockets", pytest.param("tensorflow", marks=pytest.mark.slow)]
 )

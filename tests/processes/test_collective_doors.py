@@ -9,6 +9,7 @@ from tests.support.workers import Workers
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="a filter of Linux")
 
 
+@pytest.mark.worth_seconds(20)
 @pytest.mark.parametrize(
     "mode",
     [

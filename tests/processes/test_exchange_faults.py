@@ -31,6 +31,7 @@ def run(engine, tries):
     assert f"seed {SEED}: " in done.stdout
 
 
+@pytest.mark.worth_seconds(30)
 @pytest.mark.parametrize("engine", ["sockets", "mpi"])
 def test_the_steps_that_have_hung(engine):
     run(engine, "fixed")

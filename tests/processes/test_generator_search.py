@@ -12,6 +12,7 @@ from tests.generator.search import Search
 MINUTES = 5
 
 
+@pytest.mark.worth_seconds(6)
 @pytest.mark.parametrize("fault, kind", [("an_end", "died"), ("a_wait", "hang")])
 def test_a_program_that_ends_its_process_or_waits(fault, kind):
     # Idle for so long because of a loaded machine is a wait, too, for this test.

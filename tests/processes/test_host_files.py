@@ -27,6 +27,7 @@ def variables_of(model):
     return [v.numpy() for v in [*model.variables, *model.optimizer.variables]]
 
 
+@pytest.mark.worth_seconds(25)
 @pytest.mark.parametrize(
     "devices, shard", [(1, "none"), (2, "none"), (1, "parameters"), (2, "optimizer")]
 )

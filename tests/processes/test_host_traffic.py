@@ -8,6 +8,7 @@ from tests.support.workers import Workers
 MOST_OTHER_BYTES = 400
 
 
+@pytest.mark.worth_seconds(12)
 @pytest.mark.parametrize(
     "shard, devices, ways", [("optimizer", 1, 2), ("parameters", 2, 3)]
 )

@@ -45,6 +45,7 @@ def lose_a_worker(how, *engine):
 LEAVE = pytest.param("leave", marks=pytest.mark.slow)
 
 
+@pytest.mark.worth_seconds(15)
 @pytest.mark.parametrize("how", [*(how for how in FAILURES if how != "leave"), LEAVE])
 def test_the_others_name_it_and_end(how):
     words = FAILURES[how]

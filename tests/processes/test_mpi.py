@@ -22,6 +22,7 @@ pytestmark = pytest.mark.skipif(not MPIEXEC, reason="no mpiexec")
 SCENARIOS = ("sgd", "accumulation", "masked-embedding")
 
 
+@pytest.mark.worth_seconds(200)
 def test_sums_by_mpi_equal_one_device(tmp_path):
     done = subprocess.run(
         [

@@ -59,6 +59,7 @@ def check_all(path, wire_dtype, by_hand=True):
     np.testing.assert_allclose(mean, expected, rtol=0, atol=24 * 4 * 2.0**-24)
 
 
+@pytest.mark.worth_seconds(17)
 @pytest.mark.parametrize(
     "shard, wire_dtype", [("none", "bfloat16"), ("optimizer", "float16")]
 )
