@@ -1,5 +1,6 @@
 import dataclasses
 
+import numpy as np
 import pytest
 
 from tfdp.errors import ConfigurationError
@@ -49,3 +50,10 @@ def test_hierarchy_resolves_to_a_topology(hierarchy, expected):
 def test_a_hierarchy_of_other_size_is_refused_with_both_numbers():
     with pytest.raises(ConfigurationError, match="makes 6 replicas, but there are 4"):
         Communication(hierarchy=(2, 3)).resolve_topology(Topology(1, 4))
+
+
+def test_seconds_may_be_numpys_and_are_plain_numbers_then():
+    """Workers compare their settings as JSON."""
+    given = Communication(timeout_seconds=np.float32(60), silence_seconds=np.int64(30))
+    assert type(given.timeout_seconds) is type(given.silence_seconds) is float
+    assert given == Communication(timeout_seconds=60, silence_seconds=30)

@@ -18,11 +18,11 @@ DURATIONS = pathlib.Path(__file__).parents[1] / "durations.json"
 TIERS = ("quick", "test", "all")
 #: What the rows of one test function may take together, in the tier `test`; the mark
 #: `worth_seconds` says another number.
-ROWS_SECONDS = 2.0
+ROWS_SECONDS = 1.5
 #: What the rows of a function marked `quick` may take together, in that tier.
 TOUR_SECONDS = 6.0
 #: What a single row may take where none fits.
-QUICKEST_ROW_SECONDS = 4.0
+QUICKEST_ROW_SECONDS = 3.0
 #: Shorter ones are not written down.
 LEAST_SECONDS = 0.1
 

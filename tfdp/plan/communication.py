@@ -124,8 +124,9 @@ of at least 1. Received: 0.
                 f"{'of at least' if or_equal else 'above'} {above:g}. "
                 f"Received: {value!r}."
             )
-        # NumPy's numbers, too; but what workers compare goes over the wire as JSON.
-        object.__setattr__(self, name, float(value))
+        if not isinstance(value, (int, float)):
+            # What workers compare goes over the wire as JSON, which has no NumPy.
+            object.__setattr__(self, name, float(value))
 
     def _check_hierarchy(self) -> None:
         hierarchy = self.hierarchy
