@@ -19,10 +19,7 @@ from tfdp._private.names import (
     SyncOnReadVariable,
     current_rank,
     own_copy,
-    stop_recording,
 )
-from tfdp.data.lasting_input import LastingInput
-from tfdp.errors import ScopeError
 from tfdp.exchange.reducer import Reducer
 from tfdp.plan.shards import Sharding
 from tfdp.sharding.updates import (
@@ -30,27 +27,20 @@ from tfdp.sharding.updates import (
     ShardUpdates,
 )
 from tfdp.sharding.variables import ShardedVariable
-from tfdp.step.optimizers import refuse_unled
 from tfdp.strategies.global_seed import with_global_seed
 from tfdp.strategies.made_optimizers import MadeOptimizers
-from tfdp.strategies.scope_checks import check_component
+from tfdp.strategies.replica_extended import ReplicaExtended
 from tfdp.tracing.run import ReplicaRun
 from tfdp.variables.mirrored import (
     ReplicaMirroredVariable,
     ReplicaOnReadVariable,
     SeedVariable,
-    is_seed_state,
 )
 
-__all__ = [
-    "SHARD_CLASSES",
-    "DataParallelExtended",
-    "reduced_by",
-    "shards_of_extended",
-]
+__all__ = ["DataParallelExtended"]
 
 
-class DataParallelExtended(LastingInput, MirroredExtended):
+class DataParallelExtended(ReplicaExtended, MirroredExtended):
     """`MirroredExtended` that reduces and updates in replica context.
 
     Args:
@@ -83,42 +73,17 @@ class DataParallelExtended(LastingInput, MirroredExtended):
             strategy, devices=list(devices), cross_device_ops=cross_device_ops
         )
 
-    def update(self, var: Any, fn: Callable, *args: Any, **kwargs: Any) -> Any:
-        """Updates a variable of this strategy; see `StrategyExtended.update`."""
-        check_component(var, self._container_strategy())
-        return super().update(var, fn, *args, **kwargs)
-
-    def colocate_vars_with(self, colocate_with_variable: Any) -> Any:
-        """Where slots go; see `StrategyExtended.colocate_vars_with`."""
-        check_component(colocate_with_variable, self._container_strategy())
-        return super().colocate_vars_with(colocate_with_variable)
-
     def update_own_copy(self, variable: Any, fn: Callable, value: Any) -> None:
         """Calls `fn(component, value)` with the calling replica's own component."""
         component = own_copy(variable, current_rank())
         with tf.device(component.device):
             fn(component, value)
 
-    def update_whole(self, variable: Any, fn: Callable, value: Any, kwargs: Any) -> Any:
-        """Assigns to all copies of a mirrored variable, in cross-replica context."""
-        return super()._update(variable, fn, (value,), kwargs, True)
-
-    def read_sharded(self, variable: ShardedVariable, rank: int) -> tf.Tensor:
-        """The whole of a sharded variable, in replica context."""
-        return shards_of_extended(self).read(variable, rank)
-
-    def _update(
-        self, var: Any, fn: Callable, args: Any, kwargs: Any, group: Any
-    ) -> Any:
-        if isinstance(var, SHARD_CLASSES):
-            return shards_of_extended(self).update_across(var, fn, args, kwargs)
-        return super()._update(var, fn, args, kwargs, group)
-
     def _replica_ctx_update(
         self, var: Any, fn: Callable, args: Any, kwargs: Any, group: Any
     ) -> Any:
         if isinstance(var, SHARD_CLASSES) and not tf.executing_eagerly():
-            return shards_of_extended(self).update(var, fn, args, kwargs)
+            return self.shards_in_use().update(var, fn, args, kwargs)
         return super()._replica_ctx_update(var, fn, args, kwargs, group)
 
     def _make_collective_ops_with_fallbacks(self) -> tf.distribute.CrossDeviceOps:
@@ -135,9 +100,7 @@ class DataParallelExtended(LastingInput, MirroredExtended):
 
     def _call_for_each_replica(self, fn: Callable, args: Any, kwargs: Any) -> Any:
         if not tf.executing_eagerly():
-            self.reducer.begin_run()
-            if self.shards is not None:
-                self.shards.forget_views()
+            self.begin_run()
         # TensorFlow takes a tf.function apart to call what is in it.
         if not hasattr(fn, "get_concrete_function"):
             fn = with_global_seed(fn)
@@ -150,13 +113,13 @@ class DataParallelExtended(LastingInput, MirroredExtended):
             value = self.current_run.parts_to_sum(current_rank(), value)
         if tf.executing_eagerly():
             return super()._replica_ctx_all_reduce(reduce_op, value, options)
-        return reduced_by(self.reducer, reduce_op, value)
+        return self.reduced(reduce_op, value)
 
     def _create_variable(self, next_creator: Callable, **kwargs: Any) -> Any:
         self.made_optimizers.note_maker()
         shards, shard_class = self.shards, None
         if shards is not None and kwargs.get("initial_value") is not None:
-            value = self._first_value(kwargs)
+            value = self.draw_start(kwargs, self.worker_devices[0])
             shard_class = shards.class_of(kwargs, value)
             if shard_class is not None and issubclass(shard_class, ShardedVariable):
                 value = self._common_start(value, kwargs)
@@ -168,50 +131,10 @@ class DataParallelExtended(LastingInput, MirroredExtended):
             )
         if type(variable) is not MirroredVariable:
             return variable
-        own_draws = self._draws_per_replica and is_seed_state(variable)
-        variable_class = SeedVariable if own_draws else ReplicaMirroredVariable
-        return (shard_class or variable_class)(
-            variable.distribute_strategy, variable.values, variable.aggregation
+        return self.made_for_replicas(
+            variable, shard_class, ReplicaMirroredVariable, SeedVariable
         )
-
-    def _first_value(self, kwargs: dict[str, Any]) -> tf.Tensor:
-        """What the variable about to be made starts as; drawn once, and kept."""
-        initial = kwargs["initial_value"]
-        with tf.device(self.worker_devices[0]), stop_recording():
-            value = tf.convert_to_tensor(
-                initial() if callable(initial) else initial, dtype=kwargs.get("dtype")
-            )
-        kwargs["initial_value"] = value
-        return value
 
     def _common_start(self, value: tf.Tensor, kwargs: dict[str, Any]) -> tf.Tensor:
         """The value that a variable stored in shards starts as on all hosts."""
         return value
-
-
-def reduced_by(reducer: Reducer, reduce_op: Any, value: Any) -> Any:
-    """What a replica gets that asks TensorFlow for a sum or a mean, in a graph.
-
-    Optimizers that the strategy leads do not ask TensorFlow; see `step.optimizers`.
-    """
-    flat, rank = tf.nest.flatten(value), current_rank()
-    mean = reduce_op == tf.distribute.ReduceOp.MEAN
-    if refuse_unled(value) and not mean:
-        reduced, _ = reducer.sum_gradients(flat, [], rank)
-    else:
-        reduced = reducer.all_reduce(flat, rank, mean=mean)
-    return tf.nest.pack_sequence_as(value, reduced)
-
-
-def shards_of_extended(extended: Any) -> ShardUpdates:
-    """What updates the shards of a strategy with this `extended`.
-
-    Raises:
-      ScopeError: when it does not shard.
-    """
-    if extended.shards is None:
-        raise ScopeError(
-            "A sharded variable is used under a strategy that does not shard. Use it "
-            "under the strategy in whose scope it was made."
-        )
-    return extended.shards

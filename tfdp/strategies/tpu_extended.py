@@ -12,26 +12,22 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdp._private.names import stop_recording
 from tfdp._private.tpu_names import TPUExtended, TPUMirroredVariable, pack_variables
-from tfdp.data.lasting_input import LastingInput
 from tfdp.exchange.reducer import Reducer
 from tfdp.plan.shards import Sharding
 from tfdp.sharding.tpu_variables import tpu_shard_class
-from tfdp.sharding.updates import ShardUpdates
+from tfdp.sharding.updates import SHARD_CLASSES, ShardUpdates
 from tfdp.sharding.variables import ShardedVariable
-from tfdp.strategies.extended import SHARD_CLASSES, reduced_by, shards_of_extended
 from tfdp.strategies.global_seed import with_global_seed
 from tfdp.strategies.made_optimizers import MadeOptimizers
-from tfdp.strategies.scope_checks import check_component
+from tfdp.strategies.replica_extended import ReplicaExtended
 from tfdp.tracing.run import ReplicaRun
-from tfdp.variables.mirrored import is_seed_state
 from tfdp.variables.tpu import TPUReplicaVariable, TPUSeedVariable
 
 __all__ = ["TPUDataParallelExtended"]
 
 
-class TPUDataParallelExtended(LastingInput, TPUExtended):
+class TPUDataParallelExtended(ReplicaExtended, TPUExtended):
     """`TPUExtended` that reduces and updates in replica context.
 
     Args:
@@ -69,35 +65,10 @@ class TPUDataParallelExtended(LastingInput, TPUExtended):
             )
         pack_variables(strategy)
 
-    def update(self, var: Any, fn: Callable, *args: Any, **kwargs: Any) -> Any:
-        """Updates a variable of this strategy; see `StrategyExtended.update`."""
-        check_component(var, self._container_strategy())
-        return super().update(var, fn, *args, **kwargs)
-
-    def colocate_vars_with(self, colocate_with_variable: Any) -> Any:
-        """Where slots go; see `StrategyExtended.colocate_vars_with`."""
-        check_component(colocate_with_variable, self._container_strategy())
-        return super().colocate_vars_with(colocate_with_variable)
-
     def update_own_copy(self, variable: Any, fn: Callable, value: Any) -> None:
         """Calls `fn` with the calling replica's copy of `variable`, and `value`."""
         with self._updating_own_copy():
             fn(variable, value)
-
-    def update_whole(self, variable: Any, fn: Callable, value: Any, kwargs: Any) -> Any:
-        """Assigns to all copies of a variable, in cross-replica context."""
-        return super()._update(variable, fn, (value,), kwargs, True)
-
-    def read_sharded(self, variable: ShardedVariable, rank: Any) -> tf.Tensor:
-        """The whole of a sharded variable, in replica context."""
-        return shards_of_extended(self).read(variable, rank)
-
-    def _update(
-        self, var: Any, fn: Callable, args: Any, kwargs: Any, group: bool
-    ) -> Any:
-        if isinstance(var, SHARD_CLASSES):
-            return shards_of_extended(self).update_across(var, fn, args, kwargs)
-        return super()._update(var, fn, args, kwargs, group)
 
     @contextlib.contextmanager
     def _updating_own_copy(self) -> Iterator[None]:
@@ -112,15 +83,13 @@ class TPUDataParallelExtended(LastingInput, TPUExtended):
 
     def tpu_run(self, fn: Callable, args: Any, kwargs: Any, options: Any = None) -> Any:
         """Traces `fn` once and runs it on every core."""
-        self.reducer.begin_run()
-        if self.shards is not None:
-            self.shards.forget_views()
+        self.begin_run()
         return super().tpu_run(with_global_seed(fn), args, kwargs, options)
 
     def _replica_ctx_all_reduce(
         self, reduce_op: Any, value: Any, options: Any = None
     ) -> Any:
-        return reduced_by(self.reducer, reduce_op, value)
+        return self.reduced(reduce_op, value)
 
     def _replica_ctx_update(
         self,
@@ -132,7 +101,7 @@ class TPUDataParallelExtended(LastingInput, TPUExtended):
     ) -> Any:
         with self._updating_own_copy():
             if isinstance(var, SHARD_CLASSES):
-                result = shards_of_extended(self).update(var, fn, args, kwargs)
+                result = self.shards_in_use().update(var, fn, args, kwargs)
             else:
                 result = fn(var, *args, **(kwargs or {}))
         return result if group else (result,)
@@ -141,7 +110,7 @@ class TPUDataParallelExtended(LastingInput, TPUExtended):
         self.made_optimizers.note_maker()
         shards, shard_class = self.shards, None
         if shards is not None and kwargs.get("initial_value") is not None:
-            kwargs["initial_value"] = value = self._first_value(kwargs)
+            value = self.draw_start(kwargs, "CPU:0")
             shard_class = shards.class_of(kwargs, value)
             if shard_class is not None:
                 shard_class = tpu_shard_class(shard_class)
@@ -150,16 +119,6 @@ class TPUDataParallelExtended(LastingInput, TPUExtended):
         variable = super()._create_variable(next_creator, **kwargs)
         if type(variable) is not TPUMirroredVariable:
             return variable
-        own_draws = self._draws_per_replica and is_seed_state(variable)
-        variable_class = TPUSeedVariable if own_draws else TPUReplicaVariable
-        return (shard_class or variable_class)(
-            variable.distribute_strategy, variable.values, variable.aggregation
+        return self.made_for_replicas(
+            variable, shard_class, TPUReplicaVariable, TPUSeedVariable
         )
-
-    def _first_value(self, kwargs: dict[str, Any]) -> tf.Tensor:
-        """What the variable about to be made starts as: drawn once, on the host."""
-        initial = kwargs["initial_value"]
-        with tf.device("CPU:0"), stop_recording():
-            return tf.convert_to_tensor(
-                initial() if callable(initial) else initial, dtype=kwargs.get("dtype")
-            )
