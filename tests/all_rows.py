@@ -112,6 +112,17 @@ class Total:
         )
 
 
+def total_of(pieces: list[Piece], folder: pathlib.Path) -> Total:
+    """What the pieces gave; one without a result has failed."""
+    total = Total()
+    for piece in pieces:
+        if piece.result(folder).exists():
+            total.add(piece.result(folder))
+        else:
+            total.failed.append(f"{piece}: no result")
+    return total
+
+
 def commit() -> str:
     """The commit that is checked out; another name where something was changed."""
 
@@ -142,10 +153,7 @@ def main(arguments=None) -> int:
     folder = REPOSITORY / "out" / "test-all" / checked_out
     folder.mkdir(parents=True, exist_ok=True)
     pieces = all_pieces()[part - 1 :: parts]
-    total, began = Total(), time.monotonic()
-    for piece in pieces:
-        if piece.result(folder).exists():
-            total.add(piece.result(folder))
+    began = time.monotonic()
     left = [piece for piece in pieces if not piece.result(folder).exists()]
     print(f"{len(pieces)} pieces, {len(pieces) - len(left)} of them done; {folder}")
     alone = [piece for piece in left if piece.file.startswith(ALONE)]
@@ -157,15 +165,10 @@ def main(arguments=None) -> int:
             running = {pool.submit(piece.run, folder): piece for piece in group}
             for future in concurrent.futures.as_completed(running):
                 piece, code = running[future], future.result()
-                own = Total()
-                if piece.result(folder).exists():
-                    own.add(piece.result(folder))
-                    total.add(piece.result(folder))
-                else:
-                    own.failed.append(f"{piece} (pytest ended with {code})")
-                    total.failed += own.failed
                 minutes = (time.monotonic() - began) / 60
+                own = f"{total_of([piece], folder)} (pytest ended with {code})"
                 print(f"{minutes:6.1f} min  {piece}: {own}", flush=True)
+    total = total_of(pieces, folder)
     if options.record:
         tiers.write_durations({**tiers.read_durations(), **total.seconds})
     today = datetime.date.today().isoformat()
