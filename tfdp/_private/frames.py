@@ -6,7 +6,9 @@ from which it asks. Checked against Keras 3.12 and 3.15.
 
 from __future__ import annotations
 
+import itertools
 import sys
+from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
@@ -41,12 +43,9 @@ def fit_of_caller() -> tuple[Any, Any] | None:
     Keras asks the strategy to distribute the dataset before it looks at the callbacks;
     no public hook is told about either.
     """
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_globals.get("__name__") == KERAS_TRAINER_MODULE:
-            if frame.f_code.co_name in ("fit", "evaluate"):
-                return frame.f_locals.get("self"), frame.f_locals.get("callbacks")
-        frame = frame.f_back
+    for frame in _frames_of_trainer():
+        if frame.f_code.co_name in ("fit", "evaluate"):
+            return frame.f_locals.get("self"), frame.f_locals.get("callbacks")
     return None
 
 
@@ -57,25 +56,18 @@ def batch_size_of_caller() -> tuple[str | None, int | None]:
       The name of the class of its data adapter, and the size; None for what is not
       known.
     """
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_globals.get("__name__") == KERAS_TRAINER_MODULE:
-            adapter = getattr(frame.f_locals.get("self"), "data_adapter", None)
-            if adapter is not None:
-                return type(adapter).__name__, adapter.batch_size
-        frame = frame.f_back
+    for frame in _frames_of_trainer():
+        adapter = getattr(frame.f_locals.get("self"), "data_adapter", None)
+        if adapter is not None:
+            return type(adapter).__name__, adapter.batch_size
     return None, None
 
 
 def is_building_model() -> bool:
     """Whether Keras is about to build a model from the first batch of its input."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        is_trainer = frame.f_globals.get("__name__") == KERAS_TRAINER_MODULE
-        if is_trainer and frame.f_code.co_name == KERAS_BUILD_FUNCTION:
-            return True
-        frame = frame.f_back
-    return False
+    return any(
+        frame.f_code.co_name == KERAS_BUILD_FUNCTION for frame in _frames_of_trainer()
+    )
 
 
 def is_called_by_keras_loop() -> bool:
@@ -85,10 +77,7 @@ def is_called_by_keras_loop() -> bool:
     loop of their own gets each replica's own.
     """
     frame = sys._getframe(2)
-    return (
-        frame.f_code.co_name == KERAS_STEP_FUNCTION
-        and frame.f_globals.get("__name__") == KERAS_TRAINER_MODULE
-    )
+    return frame.f_code.co_name == KERAS_STEP_FUNCTION and _is_of_trainer(frame)
 
 
 def model_built_by_caller() -> Any:
@@ -99,10 +88,7 @@ def model_built_by_caller() -> Any:
     the arguments look the same and a user's reduction must stay a reduction.
     """
     frame = sys._getframe(2)
-    if (
-        frame.f_code.co_name == KERAS_BUILD_FUNCTION
-        and frame.f_globals.get("__name__") == KERAS_TRAINER_MODULE
-    ):
+    if frame.f_code.co_name == KERAS_BUILD_FUNCTION and _is_of_trainer(frame):
         return frame.f_locals.get("self")
     return None
 
@@ -112,12 +98,24 @@ def is_made_for_autocast() -> bool:
 
     `layer.add_weight(autocast=False)` makes one that does not.
     """
-    frame: FrameType | None = sys._getframe(1)
-    for _ in range(MOST_FRAMES):
-        if frame is None:
-            return False
+    for frame in itertools.islice(_frames(), MOST_FRAMES):
         owner = frame.f_locals.get("self")
         if frame.f_code.co_name == "_initialize" and isinstance(owner, keras.Variable):
             return bool(owner._autocast)
-        frame = frame.f_back
     return False
+
+
+def _frames() -> Iterator[FrameType]:
+    """Those below the one that iterates, innermost first."""
+    frame = sys._getframe(1).f_back
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _frames_of_trainer() -> Iterator[FrameType]:
+    return filter(_is_of_trainer, _frames())
+
+
+def _is_of_trainer(frame: FrameType) -> bool:
+    return frame.f_globals.get("__name__") == KERAS_TRAINER_MODULE
