@@ -5,7 +5,7 @@ Checked against Keras 3.12 and 3.15.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import keras
@@ -89,9 +89,9 @@ def compute_loss(model: keras.Model, **arguments: Any) -> tf.Tensor:
     return model._compute_loss(**arguments)
 
 
-def build_symbolically(model: keras.Model) -> Callable[..., None]:
+def build_symbolically(model: keras.Model, **arguments: Any) -> None:
     """Builds `model` from a batch, or an iterator's first; as Keras' loops do."""
-    return model._symbolic_build
+    model._symbolic_build(**arguments)
 
 
 def initial_epoch(model: keras.Model) -> int:

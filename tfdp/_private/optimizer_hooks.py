@@ -24,7 +24,6 @@ __all__ = [
     "UPDATE_STEP",
     "DecayHooks",
     "LossScaleHooks",
-    "VariableIndex",
     "averages_of",
     "by_keras",
     "put_under",
@@ -77,15 +76,7 @@ def averages_of(optimizer: keras.optimizers.Optimizer) -> list[Any]:
     return optimizer._model_variables_moving_average
 
 
-class VariableIndex:
-    """Finds the slots of a variable; a mixin for Keras optimizers."""
-
-    def variable_index(self, variable: Any) -> int:
-        """The place of `variable` among those that the optimizer was built with."""
-        return variable_index(self, variable)
-
-
-class DecayHooks(VariableIndex, keras.optimizers.Optimizer):
+class DecayHooks(keras.optimizers.Optimizer):
     """A Keras optimizer whose subclass decides what decays, and where."""
 
     def decays(self, variable: Any) -> bool:
@@ -108,12 +99,8 @@ class DecayHooks(VariableIndex, keras.optimizers.Optimizer):
             super()._apply_weight_decay(variables)
 
 
-class LossScaleHooks(VariableIndex, keras.optimizers.LossScaleOptimizer):
+class LossScaleHooks(keras.optimizers.LossScaleOptimizer):
     """Keras' loss scaler, with its decision apart from its `apply`."""
-
-    def built_variables(self) -> list[keras.Variable]:
-        """The variables that the optimizer was built with."""
-        return list(self._trainable_variables)
 
     def update_if_finite(
         self, gradients: list[Any], variables: list[Any], is_finite: Any

@@ -9,7 +9,11 @@ import keras
 import tensorflow as tf
 
 from tfdp._private.autograph import library_code
-from tfdp._private.optimizer_hooks import LossScaleHooks
+from tfdp._private.optimizer_hooks import (
+    LossScaleHooks,
+    variable_index,
+    variables_built_with,
+)
 from tfdp.checks import is_whole
 from tfdp.errors import ConfigurationError, ScopeError
 from tfdp.sharding.updates import ACCUMULATOR_NAME
@@ -127,7 +131,7 @@ class DistributedOptimizer(LossScaleHooks):
             self.build(list(trainable_variables))
             self.built = True
         self._refuse_other_strategies()
-        variables = list(trainable_variables or self.built_variables())
+        variables = list(trainable_variables or variables_built_with(self))
         gradients = list(grads)
         if self.static_scale is not None:
             gradients = [
@@ -165,7 +169,7 @@ class DistributedOptimizer(LossScaleHooks):
         found = current_run()
         run, rank = found if found is not None else (None, 0)
         weight = tf.constant(1.0) if run is None else run.batch_weight(rank)
-        indices = [self.variable_index(variable) for variable in variables]
+        indices = [variable_index(self, variable) for variable in variables]
         if self._accumulates_shards():
             gradients = self._reduced(gradients, variables)
         for index, gradient in zip(indices, gradients, strict=True):

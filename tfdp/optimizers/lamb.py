@@ -8,6 +8,7 @@ from typing import Any
 import keras
 from keras import ops
 
+from tfdp._private.optimizer_hooks import variable_index
 from tfdp.errors import ConfigurationError
 from tfdp.optimizers.arguments import check_number
 from tfdp.optimizers.layerwise import LayerwiseOptimizer, UpdatePhases
@@ -163,7 +164,7 @@ class LAMB(LayerwiseOptimizer):
         self.assign_sub(variable, rate * update)
 
     def _adam_update(self, gradient: Any, variable: Any) -> Any:
-        index = self.variable_index(variable)
+        index = variable_index(self, variable)
         slots = self._momentums[index], self._velocities[index]
         momentum, velocity = (as_compute_tensor(slot) for slot in slots)
         momentum = momentum + (gradient - momentum) * (1 - self.beta_1)

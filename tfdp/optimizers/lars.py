@@ -8,6 +8,7 @@ from typing import Any
 import keras
 from keras import ops
 
+from tfdp._private.optimizer_hooks import variable_index
 from tfdp.optimizers.arguments import check_number
 from tfdp.optimizers.layerwise import LayerwiseOptimizer, UpdatePhases
 from tfdp.optimizers.trust_ratio import (
@@ -159,7 +160,7 @@ class LARS(LayerwiseOptimizer):
             weight_norm, slope_norm = map(ops.sqrt, squares)
             rate = rate * self._trust_ratio(weight_norm, slope_norm, decay)
 
-        slot = self._momentums[self.variable_index(variable)]
+        slot = self._momentums[variable_index(self, variable)]
         previous = self.momentum * as_compute_tensor(slot)
         if self.form == "unscaled":
             velocity = previous + decayed

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Generator, Sequence
 from typing import Any, TypeAlias
 
-from tfdp._private.optimizer_hooks import DecayHooks
+from tfdp._private.optimizer_hooks import DecayHooks, variable_index
 from tfdp.errors import ConfigurationError
 from tfdp.optimizers.arguments import (
     check_choice,
@@ -127,7 +127,7 @@ class LayerwiseOptimizer(DecayHooks):
 
     def adapts(self, variable: Any) -> bool:
         """Whether this variable's update is scaled by its trust ratio."""
-        return self._adapts[self.variable_index(variable)]
+        return self._adapts[variable_index(self, variable)]
 
     def exclude_from_weight_decay(
         self, var_list: Sequence[Any] | None = None, var_names: Any = None
@@ -153,7 +153,7 @@ class LayerwiseOptimizer(DecayHooks):
 
     def decays(self, variable: Any) -> bool:
         """Whether this variable decays: neither list nor method excludes it."""
-        return self._decays[self.variable_index(variable)]
+        return self._decays[variable_index(self, variable)]
 
     def decays_before_update(self) -> bool:
         """Whether the form has Keras' decoupled decay; else it is in the update."""

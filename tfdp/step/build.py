@@ -39,8 +39,8 @@ def builds_from_plain_batch(model: Any) -> None:
         is_stock = is_stock_step(model.train_step)
         try:
             with contextlib.nullcontext() if is_stock else _without_optimizer(model):
-                build_symbolically(model)(
-                    iterator=iterator, data_batch=without_padding(data_batch)
+                build_symbolically(
+                    model, iterator=iterator, data_batch=without_padding(data_batch)
                 )
         except Exception as error:
             if is_stock:
