@@ -66,7 +66,8 @@ def private_framework_names(cls):
         if base.__module__.split(".")[0] == "tfdp":
             inherited_from_tfdp |= vars(base).keys() | self_attributes(base, ast.Store)
     foreign = self_attributes(cls, ast.Load) - defined - stored - inherited_from_tfdp
-    return ((defined | stored) & from_framework) | foreign
+    # Python's own, of every abstract base class.
+    return (((defined | stored) & from_framework) | foreign) - {"_abc_impl"}
 
 
 CLASSES = classes_with_a_framework_base()

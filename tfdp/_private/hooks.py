@@ -40,6 +40,4 @@ HOOKS = {
     "_update_cross_replica": "a mirrored variable is assigned to outside of replicas",
     "_update_replica": "a replica assigns to a variable",
     "_values": "the components of a variable",
-    # Python's own, of an abstract base class.
-    "_abc_impl": "never: every such class has it",
 }

@@ -25,11 +25,6 @@ class HostGroup:
         self.link = link
         self._engine: AcrossHostsEngine | None = None
 
-    @property
-    def is_chief(self) -> bool:
-        """Whether this is host 0."""
-        return self.link.rank == 0
-
     def use(self, engine: AcrossHostsEngine) -> None:
         """Lets `engine` do what graphs ask for; it is closed with the group."""
         self._engine = engine
@@ -46,7 +41,7 @@ class HostGroup:
 
     def from_chief(self, value: np.ndarray, label: str) -> np.ndarray:
         """Host 0's array, on every host. Cost: its bytes, to each host."""
-        mine = value.tobytes() if self.is_chief else b""
+        mine = value.tobytes() if self.link.rank == 0 else b""
         # What has the same bytes need not be the same.
         told = f"{label}: {value.dtype.name} {list(value.shape)}"
         first = self.link.gather(mine, told)[0]

@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from tfdp._private.delayed_tensors import delay
 from tfdp.exchange.engine import Engine
+from tfdp.exchange.shard_packing import of_known_shape
 from tfdp.exchange.sparse import all_reduce_slices
 from tfdp.plan.buckets import Bucket, TensorInfo, plan_buckets, predecessors
 from tfdp.plan.communication import Communication
@@ -132,14 +133,9 @@ class GradientPipeline:
 
         Cost: per replica n (N - 1) / N bytes on the wire for n bytes of gradients.
         """
-        # A gradient may not know its shape (tf.tensordot's does not); its shards must.
-        dense = [
-            tf.ensure_shape(tf.convert_to_tensor(value), layout.shape)
-            for value, layout in zip(gradients, layouts, strict=True)
-        ]
         return self._cut_by_bucket(
             self.engine.reduce_scatter_bucket,
-            dense,
+            of_known_shape(gradients, layouts),
             layouts,
             rank,
             "reduce_scatter",

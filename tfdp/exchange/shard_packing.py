@@ -7,12 +7,26 @@ rows gives each replica its shards of all tensors, and an all-gather of them the
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import tensorflow as tf
 
 from tfdp.plan.shards import ShardLayout
 
-__all__ = ["join_rows", "split_row", "to_rows"]
+__all__ = ["join_rows", "of_known_shape", "split_row", "to_rows"]
+
+
+def of_known_shape(
+    gradients: Sequence[Any], layouts: Sequence[ShardLayout]
+) -> list[tf.Tensor]:
+    """The gradients as dense tensors that know what they are cut by.
+
+    A gradient may not know its shape (tf.tensordot's does not); its shards must.
+    """
+    return [
+        tf.ensure_shape(tf.convert_to_tensor(gradient), layout.shape)
+        for gradient, layout in zip(gradients, layouts, strict=True)
+    ]
 
 
 def to_rows(

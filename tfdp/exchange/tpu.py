@@ -12,7 +12,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdp.errors import CollectiveError
-from tfdp.exchange.shard_packing import join_rows, to_rows
+from tfdp.exchange.shard_packing import join_rows, of_known_shape, to_rows
 from tfdp.exchange.shard_pieces import whole_from_shards
 from tfdp.exchange.tpu_ops import CrossReplicaOps
 from tfdp.exchange.wire_dtype import from_wire, to_wire
@@ -131,10 +131,7 @@ class CrossReplicaReducer:
 
         Cost: n (N - 1) / N bytes per replica for n bytes of gradients.
         """
-        dense = [
-            tf.ensure_shape(tf.convert_to_tensor(value), layout.shape)
-            for value, layout in zip(gradients, layouts, strict=True)
-        ]
+        dense = of_known_shape(gradients, layouts)
         sent = to_wire(dense, self.wire_dtype)
         # One exchange each: XLA starts it as soon as the gradient is there.
         shards = [self._ops.scatter_sum(rows, rank) for rows in to_rows(sent, layouts)]

@@ -13,8 +13,17 @@ from typing import Any
 from tfdp.checks import is_whole
 from tfdp.errors import ConfigurationError
 
-__all__ = ["SHARD_STAGES", "ShardLayout", "Sharding", "shard_stage", "sharding_of"]
+__all__ = [
+    "SHARD_GROUPS",
+    "SHARD_STAGES",
+    "ShardLayout",
+    "Sharding",
+    "shard_stage",
+    "sharding_of",
+]
 
+#: Who may share shards: all replicas, or those of each host.
+SHARD_GROUPS = ("all", "host")
 #: What `shard=` takes; the place in the list is the stage.
 SHARD_STAGES = ("none", "optimizer", "gradients", "parameters")
 
@@ -79,7 +88,7 @@ class Sharding:
     def __post_init__(self) -> None:
         # One spelling, so that equal values are equal.
         object.__setattr__(self, "what", SHARD_STAGES[shard_stage(self.what)])
-        if self.group not in ("all", "host"):
+        if self.group not in SHARD_GROUPS:
             raise ConfigurationError(
                 f"shard_group must be 'all' or 'host'. Received: {self.group!r}."
             )

@@ -27,7 +27,6 @@ from tfdp.step.reports import led_reports, recorded
 from tfdp.tracing.keras_steps import (
     is_predict_step,
     name_of_step,
-    rows_of_first_replica,
 )
 from tfdp.tracing.padded_batch import find_padded, trim_rows, without_padding
 from tfdp.tracing.run import ReplicaRun, sample_counts
@@ -124,7 +123,3 @@ class StepCall:
         if self.run.padding:
             result = trim_rows(result, self._filled_rows)
         return return_rows(result, self.run)
-
-    def of_first_replica(self, result: Any) -> Any:
-        """`result` where every replica was given the whole batch, once."""
-        return rows_of_first_replica(result)

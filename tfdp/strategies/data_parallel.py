@@ -77,6 +77,9 @@ class DataParallelStrategy(ReplicaContextStrategy, tf.distribute.MirroredStrateg
     ```
     """
 
+    #: Who may share shards here; see `Sharding.group`.
+    shard_groups: tuple[str, ...] = ("all",)
+
     def __init__(
         self,
         devices: Sequence[str] | None = None,
@@ -93,7 +96,13 @@ class DataParallelStrategy(ReplicaContextStrategy, tf.distribute.MirroredStrateg
         warn_of_unchecked_versions()
         if not alone:
             refuse_among_workers()
-        self._sharding = self._sharding_of(shard, shard_min_bytes, offload)
+        self._sharding = sharding_of(shard, min_bytes=shard_min_bytes, offload=offload)
+        if self._sharding.group not in self.shard_groups:
+            raise ConfigurationError(
+                "Sharding(group='host') keeps shards within each of several hosts, and "
+                "a DataParallelStrategy is one host alone. Leave group out, or use "
+                "tfdp.MultiHostDataParallelStrategy."
+            )
         self.pad_batches = check_pad_batches(pad_batches)
         communication = checked_communication(communication)
         cross_device_ops = self._make_cross_device_ops(communication)
@@ -105,18 +114,6 @@ class DataParallelStrategy(ReplicaContextStrategy, tf.distribute.MirroredStrateg
         )
         # MirroredStrategy's own constructor would make a stock extended.
         tf.distribute.Strategy.__init__(self, extended)
-
-    def _sharding_of(
-        self, shard: str | int | Sharding, min_bytes: int, offload: str
-    ) -> Sharding:
-        sharding = sharding_of(shard, min_bytes=min_bytes, offload=offload)
-        if sharding.group == "host":
-            raise ConfigurationError(
-                "Sharding(group='host') keeps shards within each of several hosts, and "
-                "a DataParallelStrategy is one host alone. Leave group out, or use "
-                "tfdp.MultiHostDataParallelStrategy."
-            )
-        return sharding
 
     def _make_cross_device_ops(
         self, communication: Communication
@@ -139,14 +136,6 @@ class DataParallelStrategy(ReplicaContextStrategy, tf.distribute.MirroredStrateg
             draws_per_replica=draws_per_replica,
             sharding=self._sharding,
         )
-
-    @property
-    def is_chief(self) -> bool:
-        """Whether this process writes files: always, on one host."""
-        return True
-
-    def barrier(self, label: str = "barrier") -> None:
-        """Waits until every host has come here: at once, on one host."""
 
     def from_chief(self, value: np.ndarray, label: str = "value") -> np.ndarray:
         """The first host's `value`, on every host, which all must ask for.
@@ -182,11 +171,6 @@ class DataParallelStrategy(ReplicaContextStrategy, tf.distribute.MirroredStrateg
           One `Bucket` for each exchange, in the order of launch.
         """
         return self._pipeline.plan(gradients)
-
-    @property
-    def shard(self) -> str:
-        """What is sharded: "none", "optimizer", "gradients" or "parameters"."""
-        return str(self._sharding.what)
 
     @property
     def shard_min_bytes(self) -> int:

@@ -35,7 +35,7 @@ from tfdp.plan.communication import (
     checked_communication,
     refuse_idle_options,
 )
-from tfdp.plan.shards import Sharding, sharding_of
+from tfdp.plan.shards import SHARD_GROUPS, Sharding, sharding_of
 from tfdp.strategies.chief_callbacks import let_only_the_chief_write, share_state
 from tfdp.strategies.cluster_resolver import resolver_of
 from tfdp.strategies.data_parallel import DataParallelStrategy
@@ -97,6 +97,8 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
     print(strategy.num_replicas_in_sync)
     ```
     """
+
+    shard_groups = SHARD_GROUPS
 
     def __init__(
         self,
@@ -160,9 +162,6 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
                 communication, engine="auto", wire_dtype=None
             )
         return HierarchicalAllReduce(communication)
-
-    def _sharding_of(self, shard: Any, min_bytes: int, offload: str) -> Sharding:
-        return shard  # it was put together, and checked, before devices were made
 
     def _own_devices(
         self, communication: Communication, sharding: Sharding

@@ -22,6 +22,7 @@ from tfdp.data.keras_input import keras_input, with_none
 from tfdp.data.padding import distribute_padded, global_batch_rows, is_of_one_size
 from tfdp.data.split import has_sparse, parts, splittable
 from tfdp.errors import ConfigurationError, LocalMeanWarning, LocalStateWarning
+from tfdp.plan.shards import Sharding
 from tfdp.step.build import builds_from_plain_batch
 from tfdp.step.call import StepCall
 from tfdp.step.jit import take_over_jit
@@ -65,6 +66,20 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
     compiles_steps = False
     #: Whether short batches are filled up; a number is the size of a whole batch.
     pad_batches: bool | int = False
+    _sharding: Sharding
+
+    @property
+    def is_chief(self) -> bool:
+        """Whether this process writes files: always, where there is one."""
+        return True
+
+    def barrier(self, label: str = "barrier") -> None:
+        """Waits until every host has come here: at once, where there is one."""
+
+    @property
+    def shard(self) -> str:
+        """What is sharded: "none", "optimizer", "gradients" or "parameters"."""
+        return str(self._sharding.what)
 
     @property
     def _stated_rows(self) -> int | None:
@@ -137,7 +152,7 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
             self._warn_of_local_mean(call.model, fn, run)
         result = call.own_rows_of(result)
         if call.is_prediction and run.counts is None and self._replicas > 1:
-            return call.of_first_replica(result)
+            return keras_steps.rows_of_first_replica(result)
         return self._complete_result(fn, result)
 
     @contextlib.contextmanager

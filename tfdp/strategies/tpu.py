@@ -123,11 +123,6 @@ class TPUDataParallelStrategy(ReplicaContextStrategy, tf.distribute.TPUStrategy)
         # TPUStrategy's own constructor would make a stock extended.
         tf.distribute.Strategy.__init__(self, extended)
 
-    @property
-    def shard(self) -> str:
-        """What is sharded: "none" or "optimizer"."""
-        return str(self._sharding.what)
-
     def _make_extended(
         self, tpu: Any, draws_per_replica: bool, wire_dtype: str | None
     ) -> TPUDataParallelExtended:
@@ -138,14 +133,6 @@ class TPUDataParallelStrategy(ReplicaContextStrategy, tf.distribute.TPUStrategy)
             draws_per_replica=draws_per_replica,
             sharding=self._sharding,
         )
-
-    @property
-    def is_chief(self) -> bool:
-        """Whether this process writes files: always, one drives all cores."""
-        return True
-
-    def barrier(self, label: str = "barrier") -> None:
-        """Waits until every host has come here: at once."""
 
     @property
     def engine_name(self) -> str:

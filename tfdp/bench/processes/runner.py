@@ -45,14 +45,14 @@ def measure_groups(
     names = [arm for arm in request.arm_names if arm not in left_out]
     load_before = os.getloadavg()[0]
     figures = _take_turns(request, names, timeout_seconds)
-    if not figures.measured(names):
+    measured = [arm for arm in names if arm not in figures.failed]
+    if not measured:
         return None, figures.failed
-    arms = {arm: figures.result_of(arm, request) for arm in figures.measured(names)}
     result = CaseResult(
         case=request.case_name,
         suite=request.case.suite,
         devices=request.workers * request.devices,
-        subject=next(iter(figures.answers.values()))[0]["subject"],
+        subject=figures.answers[measured[0]][0]["subject"],
         settings={
             **request.settings(),
             "workers": request.workers,
@@ -62,7 +62,7 @@ def measure_groups(
             "reference_arms": _reference_arms(request),
             **({"link_rate": request.case.link.rate} if request.case.link else {}),
         },
-        arms=arms,
+        arms={arm: figures.result_of(arm, request) for arm in measured},
         left_out=left_out,
     )
     return result, figures.failed
@@ -83,10 +83,6 @@ class _Figures:
     seconds: dict[str, list[float]] = dataclasses.field(default_factory=dict)
     sent: dict[str, list[float]] = dataclasses.field(default_factory=dict)
     failed: dict[str, str] = dataclasses.field(default_factory=dict)
-
-    def measured(self, names: Sequence[str]) -> list[str]:
-        """Those of `names` that did not fail."""
-        return [arm for arm in names if arm not in self.failed]
 
     def result_of(self, arm: str, request: Request) -> ArmResult:
         """The figures of one arm."""
