@@ -66,7 +66,7 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
     compiles_steps = False
     #: Whether short batches are filled up; a number is the size of a whole batch.
     pad_batches: bool | int = False
-    _sharding: Sharding
+    _sharding = Sharding()
 
     @property
     def is_chief(self) -> bool:
