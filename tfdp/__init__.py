@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from tfdp import (
         callbacks,
         checkpoint,
+        compression,
         data,
         errors,
         layers,
@@ -50,6 +51,7 @@ _PUBLIC = {
     "auto_strategy": "tfdp.strategies.auto",
     "callbacks": "tfdp.callbacks",
     "checkpoint": "tfdp.checkpoint",
+    "compression": "tfdp.compression",
     "data": "tfdp.data",
     "errors": "tfdp.errors",
     "find_cluster": "tfdp.cluster",

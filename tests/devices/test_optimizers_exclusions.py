@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from tfdp.errors import ConfigurationError
 from tfdp.optimizers import LAMB, LARS
-from tfdp.optimizers.exclusions import BIASES_AND_NORM_SCALES, is_excluded
+from tfdp.plan.exclusions import BIASES_AND_NORM_SCALES, is_excluded
 
 FORMS = {
     "lars": LARS,

@@ -43,6 +43,7 @@ LAYERS = {
     "exchange": 3,
     "tracing": 3,
     "_private": 2,
+    "compression": 2,
     "hosts": 2,
     "cluster": 1,
     "plan": 1,

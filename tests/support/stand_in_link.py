@@ -41,5 +41,7 @@ class StandInLink(HostLink):
     def _nothing(self, *arguments, **options):
         raise NotImplementedError
 
-    reduce_scatter = all_gather = share_note = leave_note = wait_for_notes = _nothing
+    reduce_scatter = all_gather = all_to_all = share_note = leave_note = (
+        wait_for_notes
+    ) = _nothing
     on_note = give_up = _nothing

@@ -131,6 +131,24 @@ class TensorFlowEngine(Engine):
         result.set_shape(tf.TensorShape([None]).concatenate(wire.shape[1:]))
         return restore(result)
 
+    def all_gather_alike(self, tensor: tf.Tensor, rank: int) -> tf.Tensor:
+        if tensor.shape.num_elements() is None:
+            return super().all_gather_alike(tensor, rank)
+        self.next_call_number(rank)
+        whole = self._gather_same_type(tensor[None], self._everyone, rank)
+        return tf.ensure_shape(whole, [self.replicas, *tensor.shape])
+
+    def all_to_all(self, rows: tf.Tensor, rank: int) -> tf.Tensor:
+        self.next_call_number(rank)
+        # All rows but the own one.
+        self._count_ring(rows, self._everyone, rank, rounds=1)
+        with tf.device(self.devices[rank]):
+            result = tf.raw_ops.CollectiveAllToAllV2(
+                **self._launch(rows, self._everyone, rank)
+            )
+        names.run_independently(result.op)
+        return tf.ensure_shape(result, rows.shape)
+
     def broadcast(self, tensor: tf.Tensor, rank: int) -> tf.Tensor:
         # A sum in which only replica 0 brings anything: exact for every finite or
         # infinite value, and the all-reduce is the one op that every backend has.

@@ -218,6 +218,28 @@ class Engine(abc.ABC):
           rank: the calling replica.
         """
 
+    def all_gather_alike(self, tensor: tf.Tensor, rank: int) -> tf.Tensor:
+        """All replicas' tensors, which have one shape, as [replicas, ...].
+
+        Args:
+          tensor: int32; the sizes that are not known may differ from step to step.
+          rank: the calling replica.
+        """
+        whole = self.all_gather(tensor[None], rank)
+        return tf.ensure_shape(whole, [self.replicas, *tensor.shape])
+
+    def all_to_all(self, rows: tf.Tensor, rank: int) -> tf.Tensor:
+        """Row i goes to replica i; what comes back is by sender.
+
+        Args:
+          rows: int32, [replicas, ...], of one shape on all replicas, which is known.
+          rank: the calling replica.
+
+        Raises:
+          CollectiveError: where there is no such exchange.
+        """
+        raise CollectiveError(f"The engine {self.name!r} has no all-to-all.")
+
     @abc.abstractmethod
     def broadcast(self, tensor: tf.Tensor, rank: int) -> tf.Tensor:
         """Replica 0's `tensor`, on every replica."""

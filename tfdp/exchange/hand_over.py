@@ -103,6 +103,28 @@ class HandOver:
         with tf.device(self.devices[rank]):
             return tf.concat(parts, axis=0)
 
+    def all_to_all(
+        self, outgoing: Sequence[tf.Tensor], rank: int, group: Sequence[int], key: str
+    ) -> tf.Tensor:
+        """What every member of `group` has for this one, stacked by sender.
+
+        Args:
+          outgoing: for each member, alike in shape but for lengths not known.
+          rank: the calling replica, one of them.
+          group: the replicas.
+          key: see the class.
+        """
+        pairs = list(zip(group, outgoing, strict=True))
+        for peer, tensor in pairs:
+            if peer != rank:
+                self.send(tensor, rank, peer, key)
+        parts = [
+            tensor if peer == rank else self.receive(tensor, peer, rank, key)
+            for peer, tensor in pairs
+        ]
+        with tf.device(self.devices[rank]):
+            return tf.stack(parts)
+
     def send(self, tensor: tf.Tensor, source: int, target: int, key: str) -> None:
         """Hands `tensor` of the replica `source` to `target`, who receives it."""
         self._traffic.add(source, tensor)

@@ -138,6 +138,41 @@ class InProcessEngine(Engine):
         self._hand.touch_token(rank)
         return self._hand.all_gather(tensor, rank, f"{call}/gather")
 
+    def all_to_all(self, rows: tf.Tensor, rank: int) -> tf.Tensor:
+        with tf.device(self.devices[rank]):
+            outgoing = tf.unstack(rows, self.replicas)
+        return self.swap_among(outgoing, rank, self.topology.all_ranks)
+
+    def swap_among(
+        self, outgoing: Sequence[tf.Tensor], rank: int, group: Sequence[int]
+    ) -> tf.Tensor:
+        """What the members of `group` have for this one; all of them call."""
+        call = self.next_call_number(rank)
+        self._hand.touch_token(rank)
+        return self._hand.all_to_all(outgoing, rank, group, f"{call}/swap")
+
+    def sum_at_first(self, tensors: Sequence[tf.Tensor], rank: int) -> list[tf.Tensor]:
+        """The sums over the replica's host, at its first replica; all of them call."""
+        call = self.next_call_number(rank)
+        self._hand.touch_token(rank)
+        group = self.topology.within_host_group_of(rank)
+        return [
+            self._hand.sum_at(tensor, rank, group[0], group, f"{call}/{place}/first")
+            for place, tensor in enumerate(tensors)
+        ]
+
+    def share_from_first(
+        self, tensors: Sequence[tf.Tensor], rank: int
+    ) -> list[tf.Tensor]:
+        """The tensors of the host's first replica, on all of it; others give alike."""
+        call = self.next_call_number(rank)
+        self._hand.touch_token(rank)
+        group = self.topology.within_host_group_of(rank)
+        return [
+            self._hand.share_from(tensor, rank, group[0], group, f"{call}/{place}/all")
+            for place, tensor in enumerate(tensors)
+        ]
+
     def broadcast(self, tensor: tf.Tensor, rank: int) -> tf.Tensor:
         call = self.next_call_number(rank)
         self._hand.touch_token(rank)

@@ -8,6 +8,8 @@ from typing import TypeAlias
 import tensorflow as tf
 
 from tfdp._private.delayed_tensors import delay
+from tfdp.exchange.choose_peers import peer_group
+from tfdp.exchange.compressed import CompressedSums
 from tfdp.exchange.engine import Engine
 from tfdp.exchange.shard_packing import of_known_shape
 from tfdp.exchange.sparse import all_reduce_slices
@@ -25,12 +27,20 @@ class GradientPipeline:
 
     Args:
       engine: what carries the buckets.
-      communication: the bucket sizes.
+      communication: the bucket sizes, and how gradients are compressed.
     """
 
     def __init__(self, engine: Engine, communication: Communication):
         self.engine = engine
         self.communication = communication
+        #: See `Reducer`.
+        self.compressed: CompressedSums | None = None
+        method = communication.method
+        if method is not None and engine.replicas > 1:
+            group = peer_group(engine, communication.compression_across)
+            self.compressed = CompressedSums(
+                method, group, engine.devices, communication
+            )
 
     def begin_run(self) -> None:
         """Called before the replicas of one `strategy.run` are traced."""

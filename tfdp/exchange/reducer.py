@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import tensorflow as tf
 
+from tfdp.exchange.compressed import CompressedSums
 from tfdp.plan.shards import ShardLayout
 
 __all__ = ["Reducer"]
@@ -20,6 +21,10 @@ __all__ = ["Reducer"]
 
 class Reducer(Protocol):
     """Moves tensors between the replicas of a step."""
+
+    @property
+    def compressed(self) -> CompressedSums | None:
+        """What sums gradients in fewer bytes than they have; None: nothing does."""
 
     def begin_run(self) -> None:
         """Called before the replicas of one `strategy.run` are traced."""

@@ -44,6 +44,8 @@ class CrossReplicaReducer:
 
     #: The graph in which replicas exchange: whichever is being built.
     run_graph: tf.Graph | None = None
+    #: XLA sends what it adds.
+    compressed = None
 
     def __init__(
         self,

@@ -102,12 +102,20 @@ class AcrossHostsEngine(Engine):
     ) -> list[tf.Tensor]:
         call = self.next_call_number(rank)
         totals = self.totals_at_leader(tensors, rank, call, label, wire_dtype)
-        everyone = self._here
+        return self._shared(totals, rank, call)
+
+    def from_leader(self, tensors: Sequence[tf.Tensor], rank: int) -> list[tf.Tensor]:
+        """The leader's tensors on all replicas of this host; others give like ones."""
+        call = self.next_call_number(rank)
+        self._hand.touch_token(rank)
+        return self._shared(tensors, rank, call)
+
+    def _shared(
+        self, tensors: Sequence[tf.Tensor], rank: int, call: int
+    ) -> list[tf.Tensor]:
         return [
-            self._hand.share_from(
-                total, rank, LEADER, everyone, f"{call}/{place}/down", tensor
-            )
-            for place, (total, tensor) in enumerate(zip(totals, tensors, strict=True))
+            self._hand.share_from(tensor, rank, LEADER, self._here, f"{call}/{n}/down")
+            for n, tensor in enumerate(tensors)
         ]
 
     def reduce_scatter_bucket(
@@ -136,17 +144,17 @@ class AcrossHostsEngine(Engine):
         wire_dtype: str | None,
     ) -> list[tf.Tensor]:
         """The sums over all hosts at the leader; elsewhere whatever was there."""
-        totals = self._sums_at_leader(tensors, rank, call)
+        totals = self.sums_at_leader(tensors, rank, call)
         if rank != LEADER:
             return totals
         wire_dtype = fitting_wire_dtype(totals, wire_dtype)
-        return self._across(
+        return self.at_leader(
             lambda *arrays: self.link.sum(arrays, label, wire_dtype=wire_dtype),
             totals,
             totals,
         )
 
-    def _sums_at_leader(
+    def sums_at_leader(
         self, tensors: Sequence[tf.Tensor], rank: int, call: int
     ) -> list[tf.Tensor]:
         """The sums over this host at the leader; elsewhere whatever was there."""
@@ -225,7 +233,7 @@ class AcrossHostsEngine(Engine):
     def sum_scalar_of_hosts(self, value: tf.Tensor, label: str) -> tf.Tensor:
         """The sum of each host's `value`, in cross-replica context."""
         with tf.device(self.devices[LEADER]):
-            return self._across(
+            return self.at_leader(
                 lambda *arrays: self.link.sum(arrays, label), [value], [value]
             )[0]
 
@@ -244,12 +252,13 @@ class AcrossHostsEngine(Engine):
             # Not `set_shape`, which believes it of what another host has sent.
             return tf.ensure_shape(result, tensor.shape)
 
-    def _across(
+    def at_leader(
         self,
         exchange: Callable[..., list[np.ndarray]],
         tensors: Sequence[tf.Tensor],
         like: Sequence[tf.Tensor],
     ) -> list[tf.Tensor]:
+        """What `exchange` makes of the arrays, in calls of one order on all hosts."""
         with tf.device(self.devices[LEADER]):
             specs = [tf.TensorSpec(t.shape, t.dtype) for t in like]
             return self._calls.call(exchange, tensors, specs)

@@ -145,7 +145,7 @@ class TensorFlowAcrossHostsEngine(AcrossHostsEngine):
     ) -> list[tf.Tensor]:
         if self._hint == "nccl" or not _are_large(tensors):
             return super().totals_at_leader(tensors, rank, call, label, wire_dtype)
-        totals = self._sums_at_leader(tensors, rank, call)
+        totals = self.sums_at_leader(tensors, rank, call)
         if rank != LEADER:
             return totals
         with tf.device(self.devices[LEADER]):

@@ -52,7 +52,7 @@ class ShardsAcrossHostsEngine(AcrossHostsEngine):
         label: str,
     ) -> list[tf.Tensor]:
         call = self.next_call_number(rank)
-        sums = self._sums_at_leader(tensors, rank, call)
+        sums = self.sums_at_leader(tensors, rank, call)
         own: Sequence[tf.Tensor | None] = [None] * len(sums)
         if rank == LEADER:
             own = self._scatter_sums(sums, layouts, label)

@@ -20,7 +20,17 @@ from tfdp.hosts.rounded_wire import wire_type
 
 __all__ = ["HEADER", "Disagreement", "Terms", "difference", "terms_of"]
 
-KINDS = ("sum", "scatter", "shards", "gather", "mpi sum", "mpi scatter", "mpi shards")
+KINDS = (
+    "sum",
+    "scatter",
+    "shards",
+    "gather",
+    "all to all",
+    "mpi sum",
+    "mpi scatter",
+    "mpi shards",
+    "mpi all to all",
+)
 # Place of the kind, number modulo 2^32, bytes, digest.
 DIGEST_BYTES = 11
 HEADER = struct.Struct(f"<BIQ{DIGEST_BYTES}s")

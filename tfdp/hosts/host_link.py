@@ -109,6 +109,21 @@ class HostLink(abc.ABC):
         """
 
     @abc.abstractmethod
+    def all_to_all(self, rows: np.ndarray, label: str) -> np.ndarray:
+        """Row i of this worker's goes to worker i; what comes back is by sender.
+
+        Args:
+          rows: [workers, ...], of one shape and type on all workers.
+          label: names the exchange in errors.
+
+        Raises:
+          As `sum`.
+
+        Cost: n (H - 1) / H bytes sent per worker for n bytes over MPI; n (H - 1) / 2
+        over sockets, where what is not for the next worker is passed on by it.
+        """
+
+    @abc.abstractmethod
     def gather(self, blob: bytes, label: str, channel: str = "host") -> list[bytes]:
         """Everybody's bytes, by rank; their lengths may differ."""
 

@@ -200,6 +200,17 @@ class MpiLink(SocketLink):
                 self._note_answer()
         return wholes
 
+    def all_to_all(self, rows: np.ndarray, label: str) -> np.ndarray:
+        """See `HostLink.all_to_all`."""
+        if rows.dtype.char not in MPI_TYPES:
+            return super().all_to_all(rows, label)
+        rows = np.asarray(rows, order="C")
+        (output,) = views_of(self._pool, [rows])
+        with self._in_mpi("mpi all to all", [rows], label, None):
+            self._world.Alltoall(rows, output)
+            self._note_answer()
+        return output
+
     @contextlib.contextmanager
     def _in_mpi(
         self,

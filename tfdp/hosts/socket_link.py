@@ -34,6 +34,7 @@ from tfdp.hosts.ring import (
     Receive,
     Send,
     ring_all_gather,
+    ring_all_to_all,
     ring_reduce_scatter,
     ring_sum,
 )
@@ -187,6 +188,17 @@ class SocketLink(HostLink):
         for whole, piece, of_array in zip(wholes, pieces, ranges, strict=True):
             whole[slice(*of_array[self.rank])] = piece
         return wholes
+
+    def all_to_all(self, rows: np.ndarray, label: str) -> np.ndarray:
+        """See `HostLink.all_to_all`."""
+        rows = np.asarray(rows, order="C")
+        (output,) = views_of(self._pool, [rows])
+        with self._exchange("all to all", [rows], label, "step") as ring:
+            ring_all_to_all(
+                rows, output, self.rank, ring.sender.send, ring.receiver.fill
+            )
+            ring.sender.flush()
+        return output
 
     def gather(self, blob: bytes, label: str, channel: str = "host") -> list[bytes]:
         """See `HostLink.gather`."""

@@ -213,7 +213,7 @@ class DistributedOptimizer(LossScaleHooks):
         run, _ = found
         places = [i for i, g in enumerate(gradients) if g is not None]
         reduced = reduce_gradients(
-            [gradients[i] for i in places], run, [variables[i] for i in places]
+            [gradients[i] for i in places], run, [variables[i] for i in places], self
         )
         results = list(gradients)
         for place, gradient in zip(places, reduced, strict=True):

@@ -14,7 +14,7 @@ from tfdp.optimizers.arguments import (
     check_learning_rate,
     check_number,
 )
-from tfdp.optimizers.exclusions import (
+from tfdp.plan.exclusions import (
     BIASES_AND_NORM_SCALES,
     check_patterns,
     is_excluded,

@@ -7,18 +7,22 @@ from typing import Literal
 
 from tfdp.checks import is_number, is_whole
 from tfdp.errors import ConfigurationError
+from tfdp.plan.compression import CAST_DTYPES, Compression
 from tfdp.plan.topology import Topology
 
 __all__ = [
     "MIB",
     "Communication",
     "checked_communication",
+    "refuse_compressed_shards",
     "refuse_idle_options",
+    "uncompressed",
 ]
 
 MIB = 1 << 20
 ENGINES = ("auto", "in_process", "tensorflow", "sockets", "mpi")
-WIRE_DTYPES = (None, "bfloat16", "float16")
+WIRE_DTYPES = (None, *CAST_DTYPES)
+ACROSS = ("hosts", "replicas")
 # By option: what can act, and why the rest cannot. See `refuse_idle_options`.
 ON_ONE_HOST = {
     "engine": (
@@ -26,6 +30,11 @@ ON_ONE_HOST = {
         "it carries sums between processes, and there is one",
     ),
     "wire_dtype": ((None,), "gradients are rounded between hosts only"),
+    "compression": (
+        (None,),
+        "gradients are compressed between hosts only, unless "
+        "compression_across='replicas'",
+    ),
 }
 ON_SEVERAL_HOSTS = {
     "engine": (
@@ -33,6 +42,10 @@ ON_SEVERAL_HOSTS = {
         "it does not cross hosts",
     ),
     "hierarchy": (("auto",), "the hosts and their devices are the levels"),
+    "compression_across": (
+        ("hosts",),
+        "within a host nothing is gained by sending less, and much is lost",
+    ),
 }
 
 
@@ -68,7 +81,16 @@ class Communication:
         except by the engine `"tensorflow"`, which adds what it sends.
         float16 cannot hold 65,520 or more (which become infinite) nor less than
         3e-8 (zero): use it with loss scaling. None sends them as they are. Nothing
-        is rounded within a host, nor what is no gradient.
+        is rounded within a host, nor what is no gradient. Short for
+        `compression=tfdp.compression.Cast(...)`.
+      compression: one of `tfdp.compression`, by which gradients are sent in fewer
+        bytes; None for none. Integers, float64, slices of embeddings, biases and
+        scales, and what is no gradient are sent as they are. docs/communication.md
+        says which one pays where.
+      compression_across: `"hosts"`: replicas of a host add as always, exactly, and
+        what a host sends to others is compressed. `"replicas"`: what each replica of
+        this process sends is, which shows on one machine what a method does to
+        training.
 
     Raises:
       ConfigurationError: when a value is out of its range.
@@ -89,6 +111,8 @@ of at least 1. Received: 0.
     timeout_seconds: float = 600.0
     silence_seconds: float = 15.0
     wire_dtype: Literal["bfloat16", "float16"] | None = None
+    compression: Compression | None = None
+    compression_across: Literal["hosts", "replicas"] = "hosts"
 
     def __post_init__(self) -> None:
         for name in ("bucket_bytes", "first_bucket_bytes"):
@@ -111,6 +135,47 @@ of at least 1. Received: 0.
         self._check_seconds("timeout_seconds", above=0.0)
         self._check_seconds("silence_seconds", above=2.0, or_equal=True)
         self._check_hierarchy()
+        self._check_compression()
+
+    def _check_compression(self) -> None:
+        method = self.compression
+        if method is not None and not isinstance(method, Compression):
+            raise ConfigurationError(
+                "Communication.compression must be None or a value of "
+                "tfdp.compression, such as tfdp.compression.Int8(). Received: "
+                f"{method!r}."
+            )
+        if self.compression_across not in ACROSS:
+            raise ConfigurationError(
+                "Communication.compression_across must be 'hosts' or 'replicas'. "
+                f"Received: {self.compression_across!r}."
+            )
+        if method is None and self.compression_across != "hosts":
+            raise ConfigurationError(
+                "Communication(compression_across='replicas') says where gradients are "
+                "compressed, and compression=None that they are not. Give a method, "
+                "such as compression=tfdp.compression.Int8(), or leave it out."
+            )
+        if method is not None and self.wire_dtype is not None:
+            raise ConfigurationError(
+                f"Communication(wire_dtype={self.wire_dtype!r}) is short for "
+                f"compression=tfdp.compression.Cast({self.wire_dtype!r}), and "
+                f"compression={method!r} is given, too. Leave one of them out."
+            )
+        if self.link_dtype is not None and method is not None:
+            method.refuse_selection()
+
+    @property
+    def link_dtype(self) -> str | None:
+        """The type in which links between hosts send gradients; None for their own."""
+        if self.compression is None or self.compression_across != "hosts":
+            return self.wire_dtype
+        return self.compression.wire_dtype
+
+    @property
+    def method(self) -> Compression | None:
+        """What makes gradients small before a link or an engine gets them, if any."""
+        return None if self.link_dtype is not None else self.compression
 
     def _check_seconds(self, name: str, above: float, or_equal: bool = False) -> None:
         value = getattr(self, name)
@@ -171,7 +236,11 @@ def refuse_idle_options(communication: Communication, hosts: int) -> None:
     Raises:
       ConfigurationError: naming the first such option, and why.
     """
-    reasons = ON_ONE_HOST if hosts == 1 else ON_SEVERAL_HOSTS
+    reasons = dict(ON_ONE_HOST if hosts == 1 else ON_SEVERAL_HOSTS)
+    if communication.compression_across == "replicas" or _simulates_hosts(
+        communication
+    ):
+        reasons.pop("compression", None)
     for name, (allowed, why) in reasons.items():
         value = getattr(communication, name)
         if value not in allowed:
@@ -180,6 +249,32 @@ def refuse_idle_options(communication: Communication, hosts: int) -> None:
                 f"{'one host' if hosts == 1 else f'{hosts} hosts'}: {why}. Allowed "
                 f"here: {', '.join(map(repr, allowed))}."
             )
+
+
+def _simulates_hosts(communication: Communication) -> bool:
+    hierarchy = communication.hierarchy
+    return isinstance(hierarchy, tuple) and hierarchy[0] > 1
+
+
+def refuse_compressed_shards(communication: Communication, shard: str) -> None:
+    """Refuses shards of gradients that are compressed, but for what a link rounds.
+
+    Raises:
+      ConfigurationError: then.
+    """
+    if communication.method is not None and shard != "none":
+        raise ConfigurationError(
+            f"Communication(compression={communication.method!r}) sums whole "
+            f"gradients, and with shard={shard!r} each replica gets a part of the sum "
+            "only. Use shard='none', or wire_dtype='bfloat16', which goes with shards."
+        )
+
+
+def uncompressed(communication: Communication) -> Communication:
+    """The same without compression."""
+    return dataclasses.replace(
+        communication, wire_dtype=None, compression=None, compression_across="hosts"
+    )
 
 
 def checked_communication(given: Communication | None) -> Communication:

@@ -42,6 +42,7 @@ from tfdp.sharding.optimizers import (
 )
 from tfdp.sharding.updates import ShardUpdates
 from tfdp.sharding.variables import ShardUpdatedVariable
+from tfdp.step.compression import refuse_eager_compression, sum_compressed
 from tfdp.tracing.current_run import current_run
 from tfdp.tracing.run import ReplicaRun
 
@@ -172,7 +173,7 @@ def _reduce_before(
     ]
     built_with = variables or variables_built_with(optimizer)
     reduced = reduce_gradients(
-        [gradients[i] for i in places], run, [built_with[i] for i in places]
+        [gradients[i] for i in places], run, [built_with[i] for i in places], optimizer
     )
     for place, gradient in zip(places, reduced, strict=True):
         gradients[place] = gradient
@@ -207,7 +208,7 @@ def _reduce(
         return pairs
     places = [i for i, (gradient, _) in enumerate(pairs) if gradient is not None]
     variables = [pairs[i][1] for i in places]
-    reduced = reduce_gradients([pairs[i][0] for i in places], run, variables)
+    reduced = reduce_gradients([pairs[i][0] for i in places], run, variables, optimizer)
     shards = shards_of(optimizer)
     if shards is None:
         clipped = by_keras(optimizer, CLIP)(reduced)
@@ -300,7 +301,10 @@ def shards_of(optimizer: keras.optimizers.Optimizer) -> ShardUpdates | None:
 
 
 def reduce_gradients(
-    gradients: Sequence[Any], run: ReplicaRun, variables: Sequence[Any]
+    gradients: Sequence[Any],
+    run: ReplicaRun,
+    variables: Sequence[Any],
+    optimizer: keras.optimizers.Optimizer,
 ) -> list[Any]:
     """The sum of the gradients over the replicas, with the replicas' own state.
 
@@ -328,8 +332,13 @@ def reduce_gradients(
     state = run.take_local_state(rank)
     shares = [_weighted_state(variable, run, rank) for variable in state]
     if whole or shares:
-        dense = [gradients[i] for i in whole]
-        totals, means = _sum_gradients(dense, shares, rank)
+        totals, means = _sum_gradients(
+            [gradients[i] for i in whole],
+            shares,
+            rank,
+            [variables[i] for i in whole],
+            optimizer,
+        )
         for place, value in zip(whole, totals, strict=True):
             results[place] = value
         # Assigned in this replica and not by `assign`, which would reduce once more.
@@ -340,7 +349,11 @@ def reduce_gradients(
 
 
 def _sum_gradients(
-    gradients: Sequence[Any], state: Sequence[tf.Tensor], rank: Any
+    gradients: Sequence[Any],
+    state: Sequence[tf.Tensor],
+    rank: Any,
+    variables: Sequence[Any],
+    optimizer: keras.optimizers.Optimizer,
 ) -> tuple[list[Any], list[tf.Tensor]]:
     reducer, found = _reducer(), current_run()
     if reducer is not None:
@@ -348,7 +361,13 @@ def _sum_gradients(
             run, rank = found
             gradients = run.parts_to_sum(rank, list(gradients))
             state = run.parts_to_sum(rank, list(state))
-        return reducer.sum_gradients(gradients, state, rank)
+        if reducer.compressed is None:
+            return reducer.sum_gradients(gradients, state, rank)
+        plain_sums = functools.partial(reducer.sum_gradients, rank=rank)
+        return sum_compressed(
+            reducer.compressed, gradients, state, rank, variables, optimizer, plain_sums
+        )
+    refuse_eager_compression()
     context = tf.distribute.get_replica_context()
     sums = context.all_reduce(tf.distribute.ReduceOp.SUM, [*gradients, *state])
     return sums[: len(gradients)], sums[len(gradients) :]
@@ -376,5 +395,5 @@ def agree_finite(
     # A count of replicas that say no, because a sum is exact and needs no other op.
     mine = type(optimizer).check_finite(optimizer, gradients)
     bad = tf.cast(tf.logical_not(mine), tf.float32)
-    _, [total] = _sum_gradients([], [bad], current_rank())
+    _, [total] = _sum_gradients([], [bad], current_rank(), [], optimizer)
     return total == 0.0

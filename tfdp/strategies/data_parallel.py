@@ -9,8 +9,15 @@ import tensorflow as tf
 
 from tfdp.cluster import find_cluster
 from tfdp.errors import ClusterError, ConfigurationError
+from tfdp.exchange.pipeline import GradientPipeline
 from tfdp.plan.buckets import Bucket
-from tfdp.plan.communication import Communication, checked_communication
+from tfdp.plan.communication import (
+    Communication,
+    checked_communication,
+    refuse_compressed_shards,
+    refuse_idle_options,
+    uncompressed,
+)
 from tfdp.plan.shards import Sharding, sharding_of
 from tfdp.plan.topology import Topology
 from tfdp.strategies.devices import find_devices
@@ -118,7 +125,9 @@ class DataParallelStrategy(ReplicaContextStrategy, tf.distribute.MirroredStrateg
     def _make_cross_device_ops(
         self, communication: Communication
     ) -> HierarchicalAllReduce:
-        return HierarchicalAllReduce(communication)
+        refuse_idle_options(communication, hosts=1)
+        # What is reduced outside of replicas is no gradient.
+        return HierarchicalAllReduce(uncompressed(communication))
 
     def _make_extended(
         self,
@@ -127,7 +136,11 @@ class DataParallelStrategy(ReplicaContextStrategy, tf.distribute.MirroredStrateg
         cross_device_ops: HierarchicalAllReduce,
         draws_per_replica: bool,
     ) -> DataParallelExtended:
+        refuse_compressed_shards(communication, self.shard)
         self._pipeline = cross_device_ops.pipeline(devices)
+        if communication.compression is not None:
+            engine = self._pipeline.engine
+            self._pipeline = GradientPipeline(engine, communication)
         return DataParallelExtended(
             self,
             devices,

@@ -8,6 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdp._private.names import common_devices, regroup_mirrored
+from tfdp.errors import ConfigurationError
 from tfdp.exchange.choose_engine import make_engine
 from tfdp.exchange.pipeline import GradientPipeline
 from tfdp.plan.communication import (
@@ -34,9 +35,10 @@ class HierarchicalAllReduce(tf.distribute.ReductionToOneDevice):
       communication: bucket sizes, levels and engine; None for the defaults.
 
     Raises:
-      ConfigurationError: when `communication` is not a `tfdp.Communication`, when an
-        option of it cannot act on one host (docs/options.md), or, at the first
-        reduction, when its hierarchy does not fit the devices.
+      ConfigurationError: when `communication` is not a `tfdp.Communication`, when it
+        asks for compression, when an option of it cannot act on one host
+        (docs/options.md), or, at the first reduction, when its hierarchy does not fit
+        the devices.
 
     Cost: as `DataParallelStrategy`; about 2 n (N - 1) / N bytes per replica for n
     bytes of gradients on N replicas.
@@ -55,6 +57,12 @@ class HierarchicalAllReduce(tf.distribute.ReductionToOneDevice):
         super().__init__()
         self.communication = checked_communication(communication)
         refuse_idle_options(self.communication, hosts=1)
+        if self.communication.compression is not None:
+            raise ConfigurationError(
+                "HierarchicalAllReduce does not know whose gradients it adds, and so "
+                "cannot compress them. Use tfdp.DataParallelStrategy(communication="
+                "...), or leave compression out."
+            )
         self._pipelines: dict[tuple[str, ...], GradientPipeline] = {}
 
     def batch_reduce_implementation(

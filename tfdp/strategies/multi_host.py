@@ -33,7 +33,9 @@ from tfdp.hosts.host_link import HostLink
 from tfdp.plan.communication import (
     Communication,
     checked_communication,
+    refuse_compressed_shards,
     refuse_idle_options,
+    uncompressed,
 )
 from tfdp.plan.shards import SHARD_GROUPS, Sharding, sharding_of
 from tfdp.strategies.chief_callbacks import let_only_the_chief_write, share_state
@@ -159,7 +161,7 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
         if self.cluster.workers > 1:
             # It reduces within this host only; what is between hosts is not for it.
             communication = dataclasses.replace(
-                communication, engine="auto", wire_dtype=None
+                uncompressed(communication), engine="auto"
             )
         return HierarchicalAllReduce(communication)
 
@@ -211,6 +213,7 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
                 "has one. Give every process several devices (devices_per_host=4, or "
                 "tfdp launch --devices-per-worker 4), or use shard_group='all'."
             )
+        refuse_compressed_shards(communication, self.shard)
         group = self._group or HostGroup(make_link(self.cluster, communication))
         self._group = group
         # The others then hear that this script has ended, and need not wait for it.
@@ -238,7 +241,7 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
     def _make_engine(
         self, link: HostLink, devices: tuple[str, ...], communication: Communication
     ) -> AcrossHostsEngine:
-        wire_dtype = communication.wire_dtype
+        wire_dtype = communication.link_dtype
         if communication.engine == "tensorflow":
             hint = choose_engine(devices, communication).hint
             return TensorFlowAcrossHostsEngine(devices, link, hint, wire_dtype)

@@ -9,6 +9,7 @@ from typing import Any
 import keras
 
 from tfdp.plan.communication import Communication
+from tfdp.plan.compression import Compression
 
 __all__ = ["policies_of", "settings_of"]
 
@@ -30,10 +31,15 @@ def settings_of(
         "keras.config.dtype_policy()": keras.config.dtype_policy().name,
         "keras.config.floatx()": keras.config.floatx(),
         **{
-            f"Communication.{name}": value
-            for name, value in dataclasses.asdict(communication).items()
+            f"Communication.{field.name}": _plain(getattr(communication, field.name))
+            for field in dataclasses.fields(communication)
         },
     }
+
+
+def _plain(value: Any) -> Any:
+    """What JSON can hold: a compression by its name and arguments."""
+    return repr(value) if isinstance(value, Compression) else value
 
 
 def policies_of(model: Any) -> str:

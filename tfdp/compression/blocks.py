@@ -1,0 +1,153 @@
+"""Values in blocks of fixed size, each in a few bits and a scale of its own.
+
+A variable is filled up with zeros to whole blocks, so that none holds numbers of two
+variables, which may differ in size by orders of magnitude.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfdp.compression.method import Exchanged, Method, Peers, Slots
+
+__all__ = ["Blockwise", "block_option"]
+
+# Up to so many peers everybody's message goes to everybody. Among more, each adds up a
+# part for all and sends the sum, rounded again.
+MOST_THAT_GATHER = 2
+
+
+def block_option(least: int) -> Callable[[Any], bool]:
+    """Whether a block size is a multiple of `least` elements, one word or more."""
+    return lambda size: type(size) is int and size >= least and size % least == 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Blockwise(Method):
+    """Blocks of `block_size` numbers, as rows of words: the scale, then the codes."""
+
+    @property
+    @abc.abstractmethod
+    def elements_of_block(self) -> int:
+        """The numbers in a block."""
+
+    @abc.abstractmethod
+    def encode_rows(self, rows: tf.Tensor) -> tf.Tensor:
+        """float32 [blocks, elements] as int32 [blocks, words]."""
+
+    @abc.abstractmethod
+    def decode_rows(self, words: tf.Tensor) -> tf.Tensor:
+        """int32 [..., blocks, words] as float32 [..., blocks, elements]."""
+
+    def encode(
+        self, values: Sequence[tf.Tensor], slots: Sequence[Slots], step: tf.Tensor
+    ) -> tf.Tensor:
+        """See `Method.encode`."""
+        return self._encoded(self.rows_of(values))
+
+    def decode(
+        self, message: tf.Tensor, like: Sequence[tf.Tensor], step: tf.Tensor
+    ) -> list[tf.Tensor]:
+        """See `Method.decode`."""
+        return self.values_of(self._decoded(message), like)
+
+    def exchange(
+        self,
+        values: Sequence[tf.Tensor],
+        slots: Sequence[Slots],
+        peers: Peers,
+        step: tf.Tensor,
+    ) -> Exchanged:
+        """See `Method.exchange`.
+
+        Among more than two peers each one gets one part of all values, adds it up and
+        sends the sum to all, rounded a second time; what that loses is left with the
+        one that rounded.
+
+        Cost: two peers: the message, one launch. p peers: 2 (p - 1) / p times the
+        message, two launches, as an all-reduce.
+        """
+        rows = self.rows_of(values)
+        if peers.size <= MOST_THAT_GATHER:
+            message = self._encoded(rows)
+            totals = self._summed(peers.gather(message))
+            left = rows - self._decoded(message)
+        else:
+            totals, left = self._exchange_parts(rows, peers)
+        return Exchanged(
+            self.values_of(totals, values), self.values_of(left, values), list(slots)
+        )
+
+    def _exchange_parts(
+        self, rows: tf.Tensor, peers: Peers
+    ) -> tuple[tf.Tensor, tf.Tensor]:
+        """The sums of `rows`, and what of this peer's is not in them."""
+        blocks = rows.shape[0]
+        padded = tf.pad(rows, [[0, -blocks % peers.size], [0, 0]])
+        message = self._encoded(padded)
+        by_peer = tf.reshape(message, [peers.size, -1, message.shape[-1]])
+        own_sum = self._summed(peers.all_to_all(by_peer))
+        again = self._encoded(own_sum)
+        everybody = peers.gather(again)
+        totals = tf.reshape(self._decoded(everybody), padded.shape)
+        left = tf.reshape(padded - self._decoded(message), [peers.size, -1])
+        # The second rounding was of a sum, so it is lost to all but kept by one.
+        lost = tf.reshape(own_sum - self._decoded(again), [1, -1])
+        mine = tf.one_hot([peers.place], peers.size, axis=0)
+        left = tf.reshape(left + mine * lost, padded.shape)
+        return totals[:blocks], left[:blocks]
+
+    def rows_of(self, values: Sequence[tf.Tensor]) -> tf.Tensor:
+        """The values in blocks, [blocks, elements]."""
+        size = self.elements_of_block
+        parts = []
+        for value in values:
+            flat = tf.reshape(value, [-1])
+            missing = -flat.shape[0] % size
+            parts.append(tf.pad(flat, [[0, missing]]) if missing else flat)
+        flat = parts[0] if len(parts) == 1 else tf.concat(parts, 0)
+        return tf.reshape(flat, [-1, size])
+
+    def values_of(self, rows: tf.Tensor, like: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """The inverse of `rows_of`."""
+        size = self.elements_of_block
+        counts = [value.shape.num_elements() for value in like]
+        blocks = [-(-count // size) for count in counts]
+        parts = tf.split(rows, blocks) if len(blocks) > 1 else [rows]
+        return [
+            tf.reshape(tf.reshape(part, [-1])[:count], value.shape)
+            for part, count, value in zip(parts, counts, like, strict=True)
+        ]
+
+    def _encoded(self, rows: tf.Tensor) -> tf.Tensor:
+        return _compiled(self, "encode_rows")(rows)
+
+    def _decoded(self, words: tf.Tensor) -> tf.Tensor:
+        return _compiled(self, "decode_rows")(words)
+
+    def _summed(self, messages: tf.Tensor) -> tf.Tensor:
+        """The sum of everybody's rows, in the order of the peers."""
+        return _compiled(self, "sum_rows")(messages)
+
+    def sum_rows(self, messages: tf.Tensor) -> tf.Tensor:
+        """int32 [peers, blocks, words] as the float32 sum of the rows."""
+        total = self.decode_rows(messages[0])
+        for place in range(1, messages.shape[0]):
+            total += self.decode_rows(messages[place])
+        return total
+
+
+_functions: dict[tuple[Blockwise, str], Any] = {}
+
+
+def _compiled(method: Blockwise, name: str) -> Any:
+    """A method's kernel, compiled by XLA: one pass over memory where ops take six."""
+    key = (method, name)
+    if key not in _functions:
+        _functions[key] = tf.function(getattr(method, name), jit_compile=True)
+    return _functions[key]

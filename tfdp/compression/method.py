@@ -1,0 +1,143 @@
+"""`Method`: the interface of a compression. A tenth is one file that implements it."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import ClassVar, Protocol, TypeAlias
+
+import tensorflow as tf
+
+from tfdp.plan.compression import Compression
+
+__all__ = ["Exchanged", "Method", "Peers", "Slots"]
+
+# What a method keeps of a variable from step to step, by name.
+Slots: TypeAlias = Mapping[str, tf.Tensor]
+
+
+class Peers(Protocol):
+    """Those who exchange what is compressed, as one of them sees them.
+
+    Every one of them makes the same calls in the same order, with tensors of the same
+    shapes.
+    """
+
+    #: How many there are, at least 2.
+    size: int
+    #: Which one this is, 0 to `size` - 1.
+    place: int
+
+    def sum(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """The sums over all, alike on all; float32."""
+
+    def gather(self, words: tf.Tensor) -> tf.Tensor:
+        """Everybody's int32 tensor, side by side: [size, ...]."""
+
+    def all_to_all(self, rows: tf.Tensor) -> tf.Tensor:
+        """Row i goes to peer i; what comes back are the rows that are for this one.
+
+        Args:
+          rows: int32, [size, ...].
+        """
+
+
+@dataclasses.dataclass(frozen=True)
+class Exchanged:
+    """What one exchange made of the values of several variables.
+
+    Args:
+      sums: over all peers, alike on all of them, bit for bit.
+      left: what of this peer's values is not in the sums. Over all peers and variables
+        the sums and what is left are the values, to the rounding of float32.
+      slots: what the method keeps of each variable for the next step.
+    """
+
+    sums: list[tf.Tensor]
+    left: list[tf.Tensor]
+    slots: list[Slots]
+
+
+@dataclasses.dataclass(frozen=True)
+class Method(Compression, abc.ABC):
+    """How values are made small, exchanged and made values again.
+
+    Values are float32 tensors of a variable's shape: its gradient, with what earlier
+    steps have left. A method makes TensorFlow ops of all that it does, so that it runs
+    where the gradients are.
+    """
+
+    #: The slots that all peers have alike at all times. Others are numbers of the
+    #: peer's own, in units of its gradients.
+    alike_slots: ClassVar[frozenset[str]] = frozenset()
+
+    @property
+    def plain_steps(self) -> int:
+        """In how many steps, the first ones, gradients are sent as they are."""
+        return 0
+
+    def slots(self, shape: Sequence[int]) -> dict[str, tuple[int, ...]]:
+        """The shapes of what is kept of a variable of this `shape`; they start as 0."""
+        return {}
+
+    def values(
+        self, gradients: Sequence[tf.Tensor], slots: Sequence[Slots]
+    ) -> tuple[list[tf.Tensor], list[Slots]]:
+        """What is to be sent but for what is left; and what is kept then."""
+        return list(gradients), list(slots)
+
+    @abc.abstractmethod
+    def encode(
+        self, values: Sequence[tf.Tensor], slots: Sequence[Slots], step: tf.Tensor
+    ) -> tf.Tensor:
+        """The values as one message.
+
+        Args:
+          values: float32, of the variables' shapes.
+          slots: what is kept of each.
+          step: how many exchanges there were, int64.
+
+        Returns:
+          int32: TensorFlow's collectives carry no smaller numbers.
+        """
+
+    @abc.abstractmethod
+    def decode(
+        self, message: tf.Tensor, like: Sequence[tf.Tensor], step: tf.Tensor
+    ) -> list[tf.Tensor]:
+        """The values in a message, float32; `like` has their shapes."""
+
+    def exchange(
+        self,
+        values: Sequence[tf.Tensor],
+        slots: Sequence[Slots],
+        peers: Peers,
+        step: tf.Tensor,
+    ) -> Exchanged:
+        """The sums of what all peers send of their values.
+
+        Everybody's message goes to everybody, who adds in the order of the peers: all
+        get the same bits.
+
+        Cost: (peers - 1) times the bytes of a message, one launch.
+        """
+        message = self.encode(values, slots, step)
+        everybody = peers.gather(message)
+        sums = self.decode(everybody[0], values, step)
+        for place in range(1, peers.size):
+            sent = self.decode(everybody[place], values, step)
+            sums = [total + part for total, part in zip(sums, sent, strict=True)]
+        own = self.decode(message, values, step)
+        left = [value - part for value, part in zip(values, own, strict=True)]
+        return Exchanged(sums, left, list(slots))
+
+    def message_bytes(self, shapes: Sequence[Sequence[int]]) -> int:
+        """The bytes of one message for values of these shapes."""
+        values = [tf.zeros(shape) for shape in shapes]
+        slots = [
+            {name: tf.zeros(size) for name, size in self.slots(shape).items()}
+            for shape in shapes
+        ]
+        message = self.encode(values, slots, tf.constant(2**62, tf.int64))
+        return int(tf.size(message)) * message.dtype.size

@@ -1,0 +1,209 @@
+"""The sums of gradients that are sent in fewer bytes. Read `CompressedSums.sums`.
+
+One flag, how many replicas have numbers that are not finite, goes with the gradients
+that are sent as they are. Where it is not 0 every replica gets sums that are not
+finite, as without compression, and keeps what it kept: a loss scaler leaves this step
+out, and what was sent in it is lost.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import tensorflow as tf
+
+from tfdp.compression.method import Method, Slots
+from tfdp.exchange.peers import PeerGroup
+from tfdp.plan.buckets import TensorInfo, plan_buckets
+from tfdp.plan.communication import Communication
+
+__all__ = ["CompressedSums", "Kept"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Kept:
+    """What is kept of one variable from step to step, by a replica that speaks.
+
+    Args:
+      residual: what is left to be sent, float32; None without error feedback.
+      slots: the method's own.
+    """
+
+    residual: tf.Tensor | None
+    slots: Slots
+
+
+class CompressedSums:
+    """Sums lists of gradients over a group, bucket by bucket, by one method.
+
+    Args:
+      method: what makes gradients small.
+      group: who exchanges.
+      devices: of this process's replicas.
+      communication: the bucket sizes.
+    """
+
+    def __init__(
+        self,
+        method: Method,
+        group: PeerGroup,
+        devices: Sequence[str],
+        communication: Communication,
+    ):
+        self.method = method
+        self.group = group
+        self.devices = tuple(devices)
+        self._communication = communication
+
+    def sums(
+        self,
+        gradients: Sequence[tf.Tensor],
+        kept: Sequence[Kept],
+        step: tf.Tensor,
+        rank: int,
+        count_bad: Callable[[tf.Tensor], tf.Tensor],
+    ) -> tuple[list[tf.Tensor], list[Kept]]:
+        """The sums of gradients over all replicas, and what is kept then.
+
+        Args:
+          gradients: floats of known shapes, alike on all replicas.
+          kept: of each, where the replica speaks; else nothing.
+          step: how many exchanges there were, int64.
+          rank: the calling replica.
+          count_bad: the sum over all replicas of a number that each has.
+        """
+        if not self.method.plain_steps:
+            sums, after = self._bucket_by_bucket(gradients, kept, step, rank)
+        else:
+            sums, after = self._later(gradients, kept, step, rank)
+        # Last: the flag waits for all gradients, and a host's exchanges for it.
+        is_good = tf.equal(count_bad(_is_bad(gradients)), 0.0)
+        results = [
+            # Not a number, whatever the method made of what was none.
+            tf.cast(tf.where(is_good, total, float("nan")), gradient.dtype)
+            for total, gradient in zip(sums, gradients, strict=True)
+        ]
+        return results, [
+            _either(is_good, new, old) for new, old in zip(after, kept, strict=True)
+        ]
+
+    def _later(
+        self,
+        gradients: Sequence[tf.Tensor],
+        kept: Sequence[Kept],
+        step: tf.Tensor,
+        rank: int,
+    ) -> tuple[list[tf.Tensor], list[Kept]]:
+        """As `_bucket_by_bucket`, but sent as they are in the first steps.
+
+        Cost: a conditional begins when all gradients are there: nothing is sent while
+        others are still computed.
+        """
+
+        def plain() -> tuple[list[tf.Tensor], list[Kept]]:
+            values = [tf.cast(gradient, tf.float32) for gradient in gradients]
+            values = self.group.collect(values, rank)
+            if self.group.speaks(rank):
+                values = self.group.of(rank, "gradients before compression").sum(values)
+            return self.group.hand_out(values, rank), list(kept)
+
+        def small() -> tuple[list[tf.Tensor], list[Kept]]:
+            return self._bucket_by_bucket(gradients, kept, step, rank)
+
+        return cond_of_kept(step < self.method.plain_steps, plain, small, kept)
+
+    def _bucket_by_bucket(
+        self,
+        gradients: Sequence[tf.Tensor],
+        kept: Sequence[Kept],
+        step: tf.Tensor,
+        rank: int,
+    ) -> tuple[list[tf.Tensor], list[Kept]]:
+        infos = [
+            TensorInfo(4 * gradient.shape.num_elements(), "float32")
+            for gradient in gradients
+        ]
+        buckets = plan_buckets(
+            infos,
+            bucket_bytes=self._communication.bucket_bytes,
+            first_bucket_bytes=self._communication.first_bucket_bytes,
+        )
+        sums: dict[int, tf.Tensor] = {}
+        left: dict[int, Kept] = {}
+        for number, bucket in enumerate(buckets, start=1):
+            with tf.name_scope("tfdp_compressed_sum"):
+                label = f"compressed bucket {number} of {len(buckets)}"
+                mine = [gradients[place] for place in bucket.indices]
+                values = self.group.collect(
+                    [tf.cast(g, tf.float32) for g in mine], rank
+                )
+                if self.group.speaks(rank):
+                    before = [kept[place] for place in bucket.indices]
+                    values, after = self._exchanged(values, before, step, rank, label)
+                    left.update(zip(bucket.indices, after, strict=True))
+                totals = self.group.hand_out(values, rank)
+            sums.update(zip(bucket.indices, totals, strict=True))
+        in_order = range(len(gradients))
+        return [sums[i] for i in in_order], [left[i] for i in in_order if left]
+
+    def _exchanged(
+        self,
+        gradients: Sequence[tf.Tensor],
+        kept: Sequence[Kept],
+        step: tf.Tensor,
+        rank: int,
+        label: str,
+    ) -> tuple[list[tf.Tensor], list[Kept]]:
+        values, slots = self.method.values(gradients, [k.slots for k in kept])
+        values = [
+            value if k.residual is None else value + k.residual
+            for value, k in zip(values, kept, strict=True)
+        ]
+        exchanged = self.method.exchange(
+            values, slots, self.group.of(rank, label), step
+        )
+        after = [
+            Kept(None if before.residual is None else left, slots)
+            for before, left, slots in zip(
+                kept, exchanged.left, exchanged.slots, strict=True
+            )
+        ]
+        return exchanged.sums, after
+
+
+def cond_of_kept(
+    condition: tf.Tensor,
+    first: Callable[[], tuple[list[tf.Tensor], list[Kept]]],
+    second: Callable[[], tuple[list[tf.Tensor], list[Kept]]],
+    kept: Sequence[Kept],
+) -> tuple[list[tf.Tensor], list[Kept]]:
+    """A conditional of functions that return sums, and what is kept like `kept`."""
+
+    def flat(function: Callable[[], tuple[list[tf.Tensor], list[Kept]]]) -> list:
+        sums, after = function()
+        parts = [(k.residual, dict(k.slots)) for k in after]
+        return tf.nest.flatten((sums, parts))
+
+    parts = [(k.residual, dict(k.slots)) for k in kept]
+    results = tf.cond(condition, lambda: flat(first), lambda: flat(second))
+    count = len(results) - len(tf.nest.flatten(parts))
+    after = tf.nest.pack_sequence_as(parts, results[count:])
+    return list(results[:count]), [Kept(residual, slots) for residual, slots in after]
+
+
+def _is_bad(gradients: Sequence[tf.Tensor]) -> tf.Tensor:
+    """1 when a number is not finite, else 0."""
+    finite = [tf.reduce_all(tf.math.is_finite(g)) for g in gradients]
+    return tf.where(tf.reduce_all(tf.stack(finite)), 0.0, 1.0)
+
+
+def _either(is_good: tf.Tensor, after: Kept, before: Kept) -> Kept:
+    residual = None
+    if before.residual is not None:
+        residual = tf.where(is_good, after.residual, before.residual)
+    slots = {
+        name: tf.where(is_good, value, before.slots[name])
+        for name, value in after.slots.items()
+    }
+    return Kept(residual, slots)

@@ -1,0 +1,69 @@
+"""One replica of each host speaks for it, over the link between the hosts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import tensorflow as tf
+
+from tfdp.exchange.peers import PeerGroup
+from tfdp.exchange.two_level import LEADER, AcrossHostsEngine
+
+__all__ = ["HostLeaders"]
+
+
+class HostLeaders(PeerGroup):
+    """The first replica of each host, with the sums over its host.
+
+    Args:
+      engine: of several processes.
+    """
+
+    def __init__(self, engine: AcrossHostsEngine):
+        self._engine = engine
+        self._link = engine.link
+        self.size = engine.link.workers
+
+    def speaks(self, rank: int) -> bool:
+        """See `PeerGroup`."""
+        return rank == LEADER
+
+    def place(self, rank: int) -> int:
+        """See `PeerGroup`."""
+        return self._link.rank
+
+    def collect(self, tensors: Sequence[tf.Tensor], rank: int) -> list[tf.Tensor]:
+        """See `PeerGroup`."""
+        call = self._engine.next_call_number(rank)
+        return self._engine.sums_at_leader(tensors, rank, call)
+
+    def sum(
+        self, tensors: Sequence[tf.Tensor], rank: int, label: str
+    ) -> list[tf.Tensor]:
+        """See `PeerGroup`."""
+        return self._engine.at_leader(
+            lambda *arrays: self._link.sum(arrays, label), tensors, tensors
+        )
+
+    def gather(self, words: tf.Tensor, rank: int, label: str) -> tf.Tensor:
+        """See `PeerGroup`."""
+
+        def gather(mine: np.ndarray) -> list[np.ndarray]:
+            size = mine.size
+            ranges = [(place * size, (place + 1) * size) for place in range(self.size)]
+            (whole,) = self._link.all_gather([mine.reshape(-1)], [ranges], label)
+            return [whole.reshape(self.size, *mine.shape)]
+
+        like = tf.TensorSpec([self.size, *words.shape], words.dtype)
+        return self._engine.at_leader(gather, [words], [like])[0]
+
+    def all_to_all(self, rows: tf.Tensor, rank: int, label: str) -> tf.Tensor:
+        """See `PeerGroup`."""
+        return self._engine.at_leader(
+            lambda mine: [self._link.all_to_all(mine, label)], [rows], [rows]
+        )[0]
+
+    def hand_out(self, tensors: Sequence[tf.Tensor], rank: int) -> list[tf.Tensor]:
+        """See `PeerGroup`."""
+        return self._engine.from_leader(tensors, rank)

@@ -1,0 +1,221 @@
+"""Gradients that are sent in fewer bytes: which ones, and what is kept of them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdp.errors import ConfigurationError
+from tfdp.exchange.compressed import CompressedSums, Kept
+from tfdp.plan.exclusions import variable_path
+from tfdp.variables.of_ranks import OfRanks
+
+__all__ = ["CompressionState", "refuse_eager_compression", "sum_compressed"]
+
+STATE = "compression_state"
+PlainSums = Callable[[list[Any], list[tf.Tensor]], tuple[list[Any], list[tf.Tensor]]]
+
+
+@dataclasses.dataclass
+class _Seen:
+    """What a checkpoint need not know: variables and their places, by identity."""
+
+    compressed: CompressedSums
+    devices: Sequence[str]
+    places: dict[int, tuple[int, Any]] = dataclasses.field(default_factory=dict)
+
+
+class CompressionState(tf.Module):
+    """What an optimizer's gradients leave from step to step, on each replica.
+
+    Args:
+      compressed: how its gradients are exchanged.
+      devices: of the replicas of this process.
+    """
+
+    def __init__(self, compressed: CompressedSums, devices: Sequence[str]):
+        super().__init__()
+        self._seen = _Seen(compressed, tuple(devices))
+        self.steps = OfRanks([], devices, tf.int64, is_alike=True)
+        # In the order in which variables were first seen: their names change with what
+        # a process has made before.
+        self.of_variables: list[OfVariable] = []
+
+    def of(self, variable: Any) -> OfVariable:
+        """What is kept of a variable, made when it is asked for first."""
+        seen = self._seen
+        if id(variable) not in seen.places:
+            group = seen.compressed.group
+            devices = [d for rank, d in enumerate(seen.devices) if group.speaks(rank)]
+            # The variable is kept, so that its identity stays its own.
+            seen.places[id(variable)] = (len(self.of_variables), variable)
+            self.of_variables.append(
+                OfVariable(seen.compressed.method, variable.shape, devices)
+            )
+        return self.of_variables[seen.places[id(variable)][0]]
+
+
+class OfVariable(tf.Module):
+    """The residual and the method's slots of one variable, on those who speak."""
+
+    def __init__(self, method: Any, shape: Sequence[int], devices: Sequence[str]):
+        super().__init__()
+        self.residual = OfRanks(shape, devices) if method.error_feedback else None
+        self.slots = {
+            name: OfRanks(slot, devices, is_alike=name in method.alike_slots)
+            for name, slot in method.slots(shape).items()
+        }
+
+    def read(self, place: int, unit: tf.Tensor | None) -> Kept:
+        """What is kept, in units of the gradients of this step."""
+        residual = None
+        if self.residual is not None:
+            residual = _times(self.residual.copies[place].read_value(), unit)
+        slots = {
+            name: _times(slot.copies[place].read_value(), _unit_of(slot, unit))
+            for name, slot in self.slots.items()
+        }
+        return Kept(residual, slots)
+
+    def write(self, place: int, kept: Kept, unit: tf.Tensor | None) -> None:
+        """Keeps it for the next step."""
+        inverse = None if unit is None else 1.0 / unit
+        if self.residual is not None:
+            self.residual.copies[place].assign(_times(kept.residual, inverse))
+        for name, slot in self.slots.items():
+            value = _times(kept.slots[name], _unit_of(slot, inverse))
+            slot.copies[place].assign(value)
+
+
+def sum_compressed(
+    compressed: CompressedSums,
+    gradients: Sequence[Any],
+    state: Sequence[tf.Tensor],
+    rank: int,
+    variables: Sequence[Any],
+    optimizer: keras.optimizers.Optimizer,
+    plain_sums: PlainSums,
+) -> tuple[list[Any], list[tf.Tensor]]:
+    """The sums over the replicas of gradients, compressed, and of other small values.
+
+    Args:
+      compressed: by which method, and among whom.
+      gradients: of `variables`; those that the method does not take are sent as they
+        are.
+      state: sent as it is.
+      rank: the calling replica.
+      variables: what the gradients are of.
+      optimizer: whose they are; it holds what is kept from step to step.
+      plain_sums: the sums of what is sent as it is.
+    """
+    taken = [
+        place
+        for place, (gradient, variable) in enumerate(
+            zip(gradients, variables, strict=True)
+        )
+        if _is_taken(compressed, gradient, variable)
+    ]
+    if not taken:
+        return plain_sums(list(gradients), list(state))
+    _refuse_momentum(compressed, optimizer)
+    rest = [place for place in range(len(gradients)) if place not in set(taken)]
+    kept_by = _state_of(optimizer, compressed)
+    kept_of = [kept_by.of(variables[place]) for place in taken]
+    unit = _loss_scale(optimizer)
+    steps = kept_by.steps.copies[rank]
+    step = steps.read_value()
+    before, speaks = [], compressed.group.speaks(rank)
+    speaker = sum(map(compressed.group.speaks, range(rank)))
+    if speaks:
+        before = [kept.read(speaker, unit) for kept in kept_of]
+    others: list[Any] = []
+
+    def count_bad(mine: tf.Tensor) -> tf.Tensor:
+        plain = [gradients[place] for place in rest]
+        sums, totals = plain_sums(plain, [*state, mine])
+        others.extend([sums, totals[:-1]])
+        return totals[-1]
+
+    sums, after = compressed.sums(
+        [gradients[place] for place in taken], before, step, rank, count_bad
+    )
+    for kept, value in zip(kept_of if speaks else [], after, strict=True):
+        kept.write(speaker, value, unit)
+    steps.assign_add(1)
+    results = list(gradients)
+    for place, value in zip([*taken, *rest], [*sums, *others[0]], strict=True):
+        results[place] = value
+    return results, others[1]
+
+
+def _is_taken(compressed: CompressedSums, gradient: Any, variable: Any) -> bool:
+    if isinstance(gradient, tf.IndexedSlices):
+        return False
+    path, shape = variable_path(variable), gradient.shape
+    if shape.rank is None:
+        return False
+    return compressed.method.takes(path, shape.as_list(), gradient.dtype.name)
+
+
+def _state_of(
+    optimizer: keras.optimizers.Optimizer, compressed: CompressedSums
+) -> CompressionState:
+    state = getattr(optimizer, STATE, None)
+    if state is None:
+        # As an attribute, so that checkpoints have it; what a checkpoint that was read
+        # before had of it is then taken over.
+        state = CompressionState(compressed, compressed.devices)
+        setattr(optimizer, STATE, state)
+    return state
+
+
+def _refuse_momentum(
+    compressed: CompressedSums, optimizer: keras.optimizers.Optimizer
+) -> None:
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    momentum = getattr(compressed.method, "momentum_correction", None)
+    if not momentum or not (getattr(inner, "momentum", 0) or hasattr(inner, "beta_1")):
+        return
+    raise ConfigurationError(
+        f"TopK(momentum_correction={momentum}) gives the gradients their momentum "
+        f"before they are sent, and {inner.name!r} ({type(inner).__name__}) would give "
+        "them another. Use keras.optimizers.SGD(learning_rate) without momentum, or "
+        "leave momentum_correction out."
+    )
+
+
+def refuse_eager_compression() -> None:
+    """Refuses an exchange of eager replicas where gradients should be compressed.
+
+    Raises:
+      ConfigurationError: always then.
+    """
+    extended = tf.distribute.get_strategy().extended
+    compressed = getattr(getattr(extended, "reducer", None), "compressed", None)
+    if tf.executing_eagerly() and compressed is not None:
+        raise ConfigurationError(
+            f"Communication(compression={compressed.method!r}) acts in graphs, and "
+            "this step runs eagerly, replica by replica. Compile the model with "
+            "run_eagerly=False, or put strategy.run into a tf.function."
+        )
+
+
+def _loss_scale(optimizer: keras.optimizers.Optimizer) -> tf.Tensor | None:
+    """What the gradients of this step are multiplied by, where that changes."""
+    if not getattr(optimizer, "dynamic_loss_scale", True):
+        return None
+    scale = getattr(optimizer, "dynamic_scale", None)
+    return None if scale is None else tf.convert_to_tensor(scale)
+
+
+def _unit_of(slot: OfRanks, unit: tf.Tensor | None) -> tf.Tensor | None:
+    """What all have alike are directions, which have no unit."""
+    return None if slot.is_alike else unit
+
+
+def _times(value: Any, unit: tf.Tensor | None) -> Any:
+    return value if unit is None else value * unit
