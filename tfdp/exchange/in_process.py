@@ -42,11 +42,13 @@ class InProcessEngine(Engine):
         self._hand = HandOver(self.devices, next_group_key(), self.traffic)
         self._root_bytes = dict.fromkeys(topology.all_ranks, 0)
         self._root_of_call: dict[int, int] = {}
+        self._swap_numbers = [0] * len(self.devices)
 
     def begin_run(self) -> None:
         super().begin_run()
         self._hand.begin_run(tf.compat.v1.get_default_graph())
         self._root_bytes = dict.fromkeys(self.topology.all_ranks, 0)
+        self._swap_numbers = [max(self._swap_numbers)] * len(self.devices)
         # Each trace begins anew, so that two traces of one step choose alike.
         self._root_of_call = {}
 
@@ -139,6 +141,7 @@ class InProcessEngine(Engine):
         return self._hand.all_gather(tensor, rank, f"{call}/gather")
 
     def all_to_all(self, rows: tf.Tensor, rank: int) -> tf.Tensor:
+        self.next_call_number(rank)
         with tf.device(self.devices[rank]):
             outgoing = tf.unstack(rows, self.replicas)
         return self.swap_among(outgoing, rank, self.topology.all_ranks)
@@ -147,9 +150,11 @@ class InProcessEngine(Engine):
         self, outgoing: Sequence[tf.Tensor], rank: int, group: Sequence[int]
     ) -> tf.Tensor:
         """What the members of `group` have for this one; all of them call."""
-        call = self.next_call_number(rank)
+        # Numbers of their own: the replicas outside of the group do not count on.
+        number = self._swap_numbers[rank]
+        self._swap_numbers[rank] += 1
         self._hand.touch_token(rank)
-        return self._hand.all_to_all(outgoing, rank, group, f"{call}/swap")
+        return self._hand.all_to_all(outgoing, rank, group, f"swap {number}")
 
     def sum_at_first(self, tensors: Sequence[tf.Tensor], rank: int) -> list[tf.Tensor]:
         """The sums over the replica's host, at its first replica; all of them call."""
