@@ -83,6 +83,13 @@ class Blockwise(Method):
             self.values_of(totals, values), self.values_of(left, values), list(slots)
         )
 
+    def sent_bytes(self, shapes: Sequence[Sequence[int]], peers: int) -> float:
+        """See `Method.sent_bytes`."""
+        message = self.message_bytes(shapes)
+        if peers <= MOST_THAT_GATHER:
+            return message * (peers - 1)
+        return 2 * message * (peers - 1) / peers
+
     def _exchange_parts(
         self, rows: tf.Tensor, peers: Peers
     ) -> tuple[tf.Tensor, tf.Tensor]:

@@ -108,6 +108,11 @@ class FP8(Blockwise):
         left = [v / s for v, s in zip(exchanged.left, scales, strict=True)]
         return Exchanged(sums, left, exchanged.slots)
 
+    def sent_bytes(self, shapes: Sequence[Sequence[int]], peers: int) -> float:
+        """See `Method.sent_bytes`."""
+        scales = 0 if self.scale is not None else 4 * len(shapes) * (peers - 1)
+        return super().sent_bytes(shapes, peers) + scales
+
     def _scales(self, values: Sequence[tf.Tensor], peers: Peers) -> list[tf.Tensor]:
         if self.scale is not None:
             return [tf.constant(float(self.scale))] * len(values)

@@ -132,6 +132,14 @@ class Method(Compression, abc.ABC):
         left = [value - part for value, part in zip(values, own, strict=True)]
         return Exchanged(sums, left, list(slots))
 
+    def sent_bytes(self, shapes: Sequence[Sequence[int]], peers: int) -> float:
+        """What each of so many peers sends in one exchange of values of these shapes.
+
+        Bytes of the compressed gradients alone; as in a ring, where an all-reduce of n
+        bytes sends 2 n (p - 1) / p.
+        """
+        return self.message_bytes(shapes) * (peers - 1)
+
     def message_bytes(self, shapes: Sequence[Sequence[int]]) -> int:
         """The bytes of one message for values of these shapes."""
         values = [tf.zeros(shape) for shape in shapes]

@@ -116,6 +116,10 @@ class PowerSGD(Method):
             )
         ]
 
+    def sent_bytes(self, shapes: Sequence[Sequence[int]], peers: int) -> float:
+        """See `Method.sent_bytes`; numbers are added on the way."""
+        return 2 * self.message_bytes(shapes) * (peers - 1) / peers
+
     def exchange(
         self,
         values: Sequence[tf.Tensor],
@@ -172,7 +176,9 @@ def _second_half(
 
 def _basis(products: tf.Tensor) -> tf.Tensor:
     """An orthonormal basis of the columns; of zeros any one, which does nothing."""
-    return tf.linalg.qr(products).q
+    # By their size, which the basis does not have: its square would leave float32.
+    largest = tf.reduce_max(tf.abs(products))
+    return tf.linalg.qr(tf.math.divide_no_nan(products, largest)).q
 
 
 def _product(basis: tf.Tensor, q: tf.Tensor, like: tf.Tensor) -> tf.Tensor:

@@ -69,6 +69,10 @@ class RandomK(Method):
         """See `Method.decode`."""
         return self._spread(tf.bitcast(message, tf.float32), like, step)
 
+    def sent_bytes(self, shapes: Sequence[Sequence[int]], peers: int) -> float:
+        """See `Method.sent_bytes`; numbers are added on the way."""
+        return 2 * self.message_bytes(shapes) * (peers - 1) / peers
+
     def exchange(
         self,
         values: Sequence[tf.Tensor],
@@ -118,8 +122,13 @@ class RandomK(Method):
 
     def _places(self, value: tf.Tensor, number: int, step: tf.Tensor) -> tf.Tensor:
         """The chosen places: no two alike, without a list of all of them."""
+        elements = value.shape.num_elements()
         own_seed = (self.seed + 1_000_003 * number) % 2**31
         seed = tf.stack([tf.cast(step, tf.int32), own_seed])
-        return tf.random.experimental.index_shuffle(
-            tf.range(self._count(value)), seed, value.shape.num_elements() - 1
+        places = tf.random.experimental.index_shuffle(
+            tf.range(self._count(value)), seed, elements - 1
         )
+        # Some places come thrice as often as chance allows in that. Turned by a random
+        # distance every place is as likely as any other.
+        turn = tf.random.stateless_uniform([], seed, 0, elements, tf.int32)
+        return tf.math.floormod(places + turn, elements)

@@ -7,6 +7,7 @@ an attribute of the optimizer.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import tensorflow as tf
@@ -14,6 +15,13 @@ import tensorflow as tf
 from tfdp._private.names import ResourceVariable
 
 __all__ = ["OfRanks"]
+
+
+@dataclasses.dataclass
+class _Copies:
+    """Out of a checkpoint's sight: it would have each of them as well as all."""
+
+    variables: list[tf.Variable]
 
 
 class OfRanks(tf.Module):
@@ -39,13 +47,18 @@ class OfRanks(tf.Module):
     ):
         super().__init__()
         self.is_alike = is_alike
-        self.copies = []
+        self._copies = _Copies([])
         # Out of the graph that is being built, and of every strategy.
         with tf.init_scope():
             for device in devices:
                 with tf.device(device):
                     start = tf.zeros(shape, dtype)
                     self.copies.append(ResourceVariable(start, trainable=False))
+
+    @property
+    def copies(self) -> list[tf.Variable]:
+        """One for each device, in their order."""
+        return self._copies.variables
 
     def _serialize_to_tensors(self) -> dict[str, tf.Tensor]:
         return {"of_ranks": tf.stack([copy.read_value() for copy in self.copies])}
