@@ -10,7 +10,6 @@ from tests.support.compression_table import IDENTITIES, LOSSY, METHODS
 from tests.support.parity import classification_data, dense_model, rounding_bound
 from tfdp.compression import Int8, PowerSGD, SignSGD, TopK
 from tfdp.errors import ConfigurationError
-from tfdp.variables.of_ranks import OfRanks
 
 #: Replicas, engine and hierarchy; of simulated hosts the sums within are exact.
 LAYOUTS = {
@@ -173,14 +172,25 @@ def test_residuals_are_dealt_out_to_another_number_of_replicas(layout, tmp_path)
         assert np.abs(before.sum(axis=0)).max() > 1.0
 
 
-def test_one_replica_sends_what_two_had_left(tmp_path):
-    variable = OfRanks([3], ["CPU:0", "CPU:1"])
-    for number, copy in enumerate(variable.copies):
-        copy.assign([1.0 + number, 2.0, 4.0])
-    path = tf.train.Checkpoint(kept=variable).save(str(tmp_path / "c"))
-    one = OfRanks([3], ["CPU:0"])
-    tf.train.Checkpoint(kept=one).restore(path).assert_consumed()
-    np.testing.assert_array_equal(one.copies[0], [3.0, 4.0, 8.0])
+def test_one_replica_sends_at_once_what_two_had_left(tmp_path):
+    method = SignSGD(32, min_bytes=0)
+    first = Linear(strategy_for(method))
+    for of_step in draw(2):
+        first.step(of_step)
+    path = tf.train.Checkpoint(optimizer=first.optimizer).save(str(tmp_path / "c"))
+    communication = tfdp.Communication(
+        compression=method, compression_across="replicas"
+    )
+    then = Linear(tfdp.DataParallelStrategy(["CPU:0"], communication=communication))
+    tf.train.Checkpoint(optimizer=then.optimizer).restore(path)
+    before = first.values()
+    (own,) = draw(1, steps=1)
+    then.step(own)
+    for place, weight in enumerate(then.weights):
+        moved = before[place] - weight.numpy()
+        expected = first.residuals()[place].sum(axis=0) + own[0][place]
+        np.testing.assert_allclose(moved, expected, rtol=0, atol=bound(2))
+        assert not then.residuals()[place].any()
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ HOOKS = {
     "_cross_device_ops": "what reduces in cross-replica context, as it was given",
     "_distribute_datasets_from_function": "input is made by a function",
     "_experimental_distribute_dataset": "a dataset is distributed",
+    "_experimental_distribute_values_from_function": "values are made by a function",
     "_get_cross_device_ops": "what reduces a certain value is asked for",
     "_get_local_replica_id": "a replica's place on this host is asked for",
     "_get_replica_id_in_sync_group": "a replica's place among all is asked for",

@@ -24,10 +24,13 @@ class Peers(Protocol):
     shapes.
     """
 
-    #: How many there are, at least 2.
-    size: int
-    #: Which one this is, 0 to `size` - 1.
-    place: int
+    @property
+    def size(self) -> int:
+        """How many there are, at least 2."""
+
+    @property
+    def place(self) -> int:
+        """Which one this is, 0 to `size` - 1."""
 
     def sum(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """The sums over all, alike on all; float32."""
@@ -54,9 +57,9 @@ class Exchanged:
       slots: what the method keeps of each variable for the next step.
     """
 
-    sums: list[tf.Tensor]
-    left: list[tf.Tensor]
-    slots: list[Slots]
+    sums: Sequence[tf.Tensor]
+    left: Sequence[tf.Tensor]
+    slots: Sequence[Slots]
 
 
 @dataclasses.dataclass(frozen=True)

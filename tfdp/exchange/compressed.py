@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 import tensorflow as tf
 
-from tfdp.compression.method import Method, Slots
+from tfdp.compression.method import Exchanged, Method, Slots
 from tfdp.exchange.peers import PeerGroup
 from tfdp.plan.buckets import TensorInfo, plan_buckets
 from tfdp.plan.communication import Communication
@@ -160,16 +160,19 @@ class CompressedSums:
             value if k.residual is None else value + k.residual
             for value, k in zip(values, kept, strict=True)
         ]
-        exchanged = self.method.exchange(
-            values, slots, self.group.of(rank, label), step
-        )
+        if self.group.size == 1:
+            # Nobody to send to: what more replicas had left is used at once.
+            exchanged = Exchanged(values, [tf.zeros_like(v) for v in values], slots)
+        else:
+            peers = self.group.of(rank, label)
+            exchanged = self.method.exchange(values, slots, peers, step)
         after = [
             Kept(None if before.residual is None else left, slots)
             for before, left, slots in zip(
                 kept, exchanged.left, exchanged.slots, strict=True
             )
         ]
-        return exchanged.sums, after
+        return list(exchanged.sums), after
 
 
 def cond_of_kept(

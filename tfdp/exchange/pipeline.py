@@ -8,6 +8,7 @@ from typing import TypeAlias
 import tensorflow as tf
 
 from tfdp._private.delayed_tensors import delay
+from tfdp.compression.method import Method
 from tfdp.exchange.choose_peers import peer_group
 from tfdp.exchange.compressed import CompressedSums
 from tfdp.exchange.engine import Engine
@@ -36,7 +37,7 @@ class GradientPipeline:
         #: See `Reducer`.
         self.compressed: CompressedSums | None = None
         method = communication.method
-        if method is not None and engine.replicas > 1:
+        if isinstance(method, Method):
             group = peer_group(engine, communication.compression_across)
             self.compressed = CompressedSums(
                 method, group, engine.devices, communication

@@ -54,6 +54,18 @@ class MultiHostExtended(DataParallelExtended):
     def _get_replica_id_in_sync_group(self, replica_id: int) -> int:
         return self._first_rank + replica_id
 
+    def _experimental_distribute_values_from_function(self, value_fn: Callable) -> Any:
+        # TensorFlow's own counts the replicas of this host only.
+        def value_of(local: tf.distribute.experimental.ValueContext) -> Any:
+            rank = self._first_rank + local.replica_id_in_sync_group
+            return value_fn(
+                tf.distribute.experimental.ValueContext(
+                    rank, self._num_replicas_in_sync
+                )
+            )
+
+        return super()._experimental_distribute_values_from_function(value_of)
+
     def _get_local_replica_id(self, replica_id_in_sync_group: int) -> int:
         return replica_id_in_sync_group - self._first_rank
 

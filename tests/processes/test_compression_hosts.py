@@ -1,0 +1,103 @@
+"""Compressed gradients between hosts: real processes, every link."""
+
+import importlib.util
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from tests.support import compressed_hosts
+from tests.support.compression_table import IDENTITIES, METHODS
+from tests.support.package_source import REPOSITORY
+from tests.support.workers import Workers
+
+MODULE = "tests.support.compressed_hosts"
+BESIDE_PYTHON = pathlib.Path(sys.executable).with_name("mpiexec")
+MPIEXEC = shutil.which("mpiexec") or (BESIDE_PYTHON.exists() and str(BESIDE_PYTHON))
+SOME = ["top-k", "int8", "power-sgd-start", "random-k-all"]
+
+
+def check(path, name, hosts, devices):
+    """All hosts have one result, and it and what is left are the gradients."""
+    found = []
+    for rank in range(hosts):
+        with np.load(f"{path}.{name}.{rank}.npz") as file:
+            arrays = [file[f"arr_{n}"] for n in range(len(file.files) - 1)]
+            found.append((arrays[:2], arrays[2:], float(file["sent"])))
+    for place, value in enumerate(found[0][0]):
+        for weights, _, _ in found[1:]:
+            np.testing.assert_array_equal(value, weights[place])
+        total = sum(
+            of_replica[place].astype(float)
+            for of_step in compressed_hosts.draw(hosts * devices)
+            for of_replica in of_step
+        )
+        left = sum(of_host[1][place].astype(float) for of_host in found)
+        # As tests/devices/test_compression.py, with products that are sums of 64.
+        replicas, steps = hosts * devices, compressed_hosts.STEPS
+        bound = steps * (4 * replicas + 130) * 8 * replicas * steps * 2.0**-24
+        np.testing.assert_allclose(left - value, total, rtol=0, atol=bound)
+        if name in IDENTITIES:
+            np.testing.assert_allclose(-value, total, rtol=0, atol=bound)
+    return found[0][2]
+
+
+def run(path, engine, devices, names, hosts=2):
+    with Workers(hosts, MODULE, path, engine, devices, *names) as workers:
+        workers.succeed()
+    return {name: check(path, name, hosts, devices) for name in names}
+
+
+@pytest.mark.worth_seconds(40)
+@pytest.mark.parametrize("devices", [2, pytest.param(1, marks=pytest.mark.slow)])
+def test_over_sockets(tmp_path, devices):
+    sent = run(tmp_path / "w", "sockets", devices, SOME)
+    dense = 4 * sum(np.prod(shape) for shape in compressed_hosts.SHAPES)
+    # Headers, and the flag of what is not finite, are below 400 bytes.
+    assert sent["int8"] < dense * (1 + 4 / 32) / 4 + 400
+    assert sent["top-k"] < dense * 2 * 0.1 + 400
+    assert sent["random-k-all"] > dense
+
+
+@pytest.mark.slow
+def test_every_method_over_sockets(tmp_path):
+    """Three hosts: sums are rounded again, and passed on by others."""
+    run(tmp_path / "w", "sockets", 1, METHODS, hosts=3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method_over_tensorflow(tmp_path, name):
+    run(tmp_path / "w", "tensorflow", 2, [name])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not MPIEXEC or importlib.util.find_spec("mpi4py") is None, reason="no MPI"
+)
+@pytest.mark.parametrize("name", [*SOME, "sign"])
+def test_over_mpi(tmp_path, name):
+    path, hosts = tmp_path / "w", 3
+    done = subprocess.run(
+        [
+            *(MPIEXEC, "-n", str(hosts), "--bind-to", "none", sys.executable),
+            *("-m", MODULE, path, "mpi", "1", name),
+        ],
+        cwd=REPOSITORY,
+        env={
+            **os.environ,
+            "TF_CPP_MIN_LOG_LEVEL": "3",
+            "OMPI_ALLOW_RUN_AS_ROOT": "1",
+            "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+            "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+        },
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    check(path, name, hosts, 1)
