@@ -8,6 +8,7 @@ import shlex
 import sys
 
 from tfdp.bench.cases import CASES, SUITES, Case, select_cases
+from tfdp.bench.compression.command import COMPRESSION_SUITE, run_compression
 from tfdp.bench.json_file import write_json
 from tfdp.bench.memory.command import MEMORY_SUITE, run_memory
 from tfdp.bench.one_process.arms import ARMS
@@ -42,10 +43,10 @@ def _add_what_is_measured(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "suite",
         nargs="?",
-        choices=(*SUITES, MEMORY_SUITE),
+        choices=(*SUITES, MEMORY_SUITE, COMPRESSION_SUITE),
         help="allreduce: sums of gradient lists; train: training steps; network: both "
         "over a link of limited rate (root); memory: bytes per replica at every shard "
-        "stage; default: the first two",
+        "stage; compression: what each method costs and saves; default: the first two",
     )
     parser.add_argument("--list", action="store_true", help="list the cases and stop")
     parser.add_argument(
@@ -124,6 +125,12 @@ def run(options: argparse.Namespace) -> int:
             quick=options.quick,
             json_path=options.json,
             timeout_seconds=options.timeout_seconds,
+        )
+    if options.suite == COMPRESSION_SUITE and not options.list:
+        return run_compression(
+            repeats=options.repeats or (2 if options.quick else 20),
+            quick=options.quick,
+            json_path=options.json,
         )
     cases = select_cases(options.suite, options.case)
     if not cases:

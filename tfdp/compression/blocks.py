@@ -74,9 +74,8 @@ class Blockwise(Method):
         """
         rows = self.rows_of(values)
         if peers.size <= MOST_THAT_GATHER:
-            message = self._encoded(rows)
+            message, left = _compiled(self, "encode_with_left")(rows)
             totals = self._summed(peers.gather(message))
-            left = rows - self._decoded(message)
         else:
             totals, left = self._exchange_parts(rows, peers)
         return Exchanged(
@@ -96,15 +95,14 @@ class Blockwise(Method):
         """The sums of `rows`, and what of this peer's is not in them."""
         blocks = rows.shape[0]
         padded = tf.pad(rows, [[0, -blocks % peers.size], [0, 0]])
-        message = self._encoded(padded)
+        message, left = _compiled(self, "encode_with_left")(padded)
         by_peer = tf.reshape(message, [peers.size, -1, message.shape[-1]])
         own_sum = self._summed(peers.all_to_all(by_peer))
-        again = self._encoded(own_sum)
-        everybody = peers.gather(again)
-        totals = tf.reshape(self._decoded(everybody), padded.shape)
-        left = tf.reshape(padded - self._decoded(message), [peers.size, -1])
+        again, lost = _compiled(self, "encode_with_left")(own_sum)
+        totals = tf.reshape(self._decoded(peers.gather(again)), padded.shape)
+        left = tf.reshape(left, [peers.size, -1])
         # The second rounding was of a sum, so it is lost to all but kept by one.
-        lost = tf.reshape(own_sum - self._decoded(again), [1, -1])
+        lost = tf.reshape(lost, [1, -1])
         mine = tf.one_hot([peers.place], peers.size, axis=0)
         left = tf.reshape(left + mine * lost, padded.shape)
         return totals[:blocks], left[:blocks]
@@ -140,6 +138,11 @@ class Blockwise(Method):
     def _summed(self, messages: tf.Tensor) -> tf.Tensor:
         """The sum of everybody's rows, in the order of the peers."""
         return _compiled(self, "sum_rows")(messages)
+
+    def encode_with_left(self, rows: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        """The rows as words, and what of them the words do not have."""
+        words = self.encode_rows(rows)
+        return words, rows - self.decode_rows(words)
 
     def sum_rows(self, messages: tf.Tensor) -> tf.Tensor:
         """int32 [peers, blocks, words] as the float32 sum of the rows."""

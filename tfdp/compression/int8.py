@@ -39,9 +39,8 @@ class _Integers(Blockwise):
         scale = largest / most
         # A product, and not a quotient for each number. What is below 1e-38 times
         # `most` has no inverse, and is sent as 0.
+        # In a block with an infinity any code does: its scale tells.
         codes = tf.round(rows * tf.math.divide_no_nan(1.0, scale))
-        # An infinity has no code; its scale tells of it.
-        codes = tf.where(tf.abs(codes) <= most, codes, 1.0)
         words = _packed(tf.cast(codes, tf.int8), self.bits)
         return tf.concat([tf.bitcast(scale, tf.int32), words], axis=1)
 

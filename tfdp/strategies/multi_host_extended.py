@@ -58,11 +58,8 @@ class MultiHostExtended(DataParallelExtended):
         # TensorFlow's own counts the replicas of this host only.
         def value_of(local: tf.distribute.experimental.ValueContext) -> Any:
             rank = self._first_rank + local.replica_id_in_sync_group
-            return value_fn(
-                tf.distribute.experimental.ValueContext(
-                    rank, self._num_replicas_in_sync
-                )
-            )
+            replicas = self._container_strategy().num_replicas_in_sync
+            return value_fn(tf.distribute.experimental.ValueContext(rank, replicas))
 
         return super()._experimental_distribute_values_from_function(value_of)
 

@@ -1,0 +1,1 @@
+"""`tfdp bench compression`: what each way to compress gradients costs, and saves."""
