@@ -140,7 +140,8 @@ def _table(subject: str, repeats: int, figures: dict[str, _Figures]) -> str:
     lines = [
         f"Gradients of {subject}, two peers, one core; {repeats} repeats in turn, "
         "median (least to most)",
-        f"{'method':18s} {'GB/s':>22s} {'of the bytes':>13s} {'pays below Gbit/s':>18s}",
+        f"{'method':18s} {'GB/s':>22s} {'of the bytes':>13s} "
+        f"{'pays below Gbit/s':>18s}",
     ]
     for name, found in figures.items():
         rates = [found.dense_bytes / seconds / 1e9 for seconds in found.seconds]
