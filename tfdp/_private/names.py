@@ -103,6 +103,7 @@ __all__ = [
     "is_loop_graph",
     "keras_state",
     "make_counter",
+    "make_note",
     "make_token",
     "operations_of",
     "own_copy",
@@ -227,9 +228,14 @@ def make_token(device: str) -> tf.Variable:
 
 
 def make_counter() -> tf.Variable:
-    """A whole number that graphs count in: of this process, and of no strategy."""
+    """A whole number that graphs count in."""
+    return make_note(0, tf.int64)
+
+
+def make_note(value: Any, dtype: tf.DType) -> tf.Variable:
+    """A variable of this process, and of no strategy, that graphs leave notes in."""
     with tf.init_scope(), tf.device("CPU:0"):
-        return ResourceVariable(0, dtype=tf.int64, trainable=False)
+        return ResourceVariable(value, dtype=dtype, trainable=False)
 
 
 def count_in_graph(counter: tf.Variable, amount: tf.Tensor) -> None:

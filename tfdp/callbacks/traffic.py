@@ -186,4 +186,3 @@ def _engine_of(model: keras.Model) -> Engine | None:
             "run_eagerly=False, or leave the callback out."
         )
     return reducer.engine
-

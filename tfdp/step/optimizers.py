@@ -327,9 +327,14 @@ def reduce_gradients(
     rank = current_rank()
     state = run.take_local_state(rank)
     shares = [_weighted_state(variable, run, rank) for variable in state]
+    # What asks for the norms of gradients; in no training but those that it is in.
+    probe = getattr(tf.distribute.get_strategy().extended, "noise_probe", None)
+    dense = [gradients[i] for i in whole]
+    norms = [] if probe is None else probe.before(dense, run, rank)
     if whole or shares:
-        dense = [gradients[i] for i in whole]
-        totals, means = _sum_gradients(dense, shares, rank)
+        totals, means = _sum_gradients(dense, [*norms, *shares], rank)
+        if probe is not None:
+            probe.after(totals, means.pop(0), run, rank)
         for place, value in zip(whole, totals, strict=True):
             results[place] = value
         # Assigned in this replica and not by `assign`, which would reduce once more.
