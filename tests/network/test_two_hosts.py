@@ -90,9 +90,9 @@ def test_each_host_sends_its_share_once(hosts, wire_dtype, share):
 
 @pytest.mark.parametrize("engine", ["sockets", "tensorflow"])
 def test_the_callback_counts_what_the_link_carries(hosts, engine):
-    """The kernel counts the cards' bytes: with TCP's headers (66 bytes to at most 1,448),
-    acknowledgements (66 to two such segments of the other direction) and heartbeats
-    (under 1 kB a second)."""
+    """The kernel counts the cards' bytes, with TCP's headers (66 bytes to at most
+    1,448), acknowledgements (66 to two such segments of the other direction) and
+    heartbeats (under 1 kB a second)."""
     outputs = run_on_both(hosts, "tests.support.traffic_workers", "512", engine)
     for output in outputs:
         (line,) = [line for line in output.splitlines() if line.startswith("counts ")]

@@ -3,9 +3,9 @@
     python -m tests.support.traffic_workers WIDTH ENGINE
 
 Prints, in one line of JSON, what the callback said of each epoch in whole bytes, and by
-how much the kernel's own counts grew in it: of the sockets of the rings (what was handed
-to TCP) and of the network cards (all that was sent, with headers). A card of another
-process would count, too: that is for network namespaces.
+how much the kernel's own counts grew in it: of the sockets of the rings (what was
+handed to TCP) and of the network cards (all that was sent, with headers). A card of
+another process would count, too: that is for network namespaces.
 """
 
 import json

@@ -23,43 +23,44 @@ class GradientNoiseScale(keras.callbacks.Callback):
 
         B_simple = tr(S) / |G|^2
 
-    Batches well below it waste no rows, batches well above it save no steps: with B rows
-    training takes about (1 + B_simple / B) times the fewest steps and (1 + B / B_simple)
-    times the fewest rows. Every step has gradients of two batch sizes, those of single
-    replicas and their sum, which tell both unknowns without bias, of unequal parts, too
-    (`tfdp.plan.noise_scale`). Numerator and denominator are averaged over steps, and then
-    divided.
+    Batches well below it waste no rows, batches well above it save no steps: with B
+    rows training takes about (1 + B_simple / B) times the fewest steps and (1 + B /
+    B_simple) times the fewest rows. Every step has gradients of two batch sizes, those
+    of single replicas and their sum, which tell both unknowns without bias, of unequal
+    parts, too (`tfdp.plan.noise_scale`). Numerator and denominator are averaged over
+    steps, and then divided.
 
-    Adds `gradient_noise_scale` to the logs of each epoch, the same number on all workers:
-    infinite where no gradient stands out from the noise, and left out while there are
-    fewer than three steps. `estimate` holds it with its 95% interval, and `summary()`
-    says it in words. Steps whose norms are not finite (loss scaling finds them), and
-    those in which one replica alone has rows, are left out.
+    Adds `gradient_noise_scale` to the logs of each epoch, the same number on all
+    workers: infinite where no gradient stands out from the noise, and left out while
+    there are fewer than three steps. `estimate` holds it with its 95% interval, and
+    `summary()` says it in words. Steps whose norms are not finite (loss scaling finds
+    them), and those in which one replica alone has rows, are left out.
 
     Norms are those of the gradient of the loss: without loss scale, before clipping and
     without decoupled weight decay. A row is one of the batch: of masked sequences, a
     sequence. The interval takes steps as independent draws and holds the spread among
     them, not that the noise scale grows in the course of training, often tenfold: see
-    `decay`. B_simple is the critical batch size of plain gradient descent on a loss that
-    is alike curved in all directions; in practice it tells its order of magnitude. Layers
-    that mix the rows of several replicas (`SyncBatchNormalization`) make the gradients of
-    replicas dependent, and the estimate too small.
+    `decay`. B_simple is the critical batch size of plain gradient descent on a loss
+    that is alike curved in all directions; in practice it tells its order of magnitude.
+    Layers that mix the rows of several replicas (`SyncBatchNormalization`) make their
+    gradients dependent, and the estimate wrong by as much.
 
     Args:
-      decay: of the weight of a step with every later one, above 0, at most 1. 0.99: about
-        the last 200 steps count. 1: all that this callback has seen weigh the same.
+      decay: of the weight of a step with every later one, above 0, at most 1. 0.99:
+        about the last 200 steps count. 1: all that this callback has seen weigh the
+        same.
 
     Raises:
       ConfigurationError: when `decay` is not as above; when training starts: on one
-        replica, which has no smaller batch to compare with, under a strategy that is not
-        tfdp's or of a TPU, with `shard=`, where no replica has the whole sum, with
+        replica, which has no smaller batch to compare with, under a strategy that is
+        not tfdp's or of a TPU, with `shard=`, where no replica has the whole sum, with
         gradient accumulation, and with `run_eagerly=True`; in the first step: with two
         updates in one step.
 
-    Cost: two passes over the gradients of each replica, and two numbers more in a bucket
-    that travels anyway (with `wire_dtype`, in an exchange of their own). The training
-    step is traced once more, when training begins and after it has ended; Keras waits
-    for each batch before it starts the next. Nothing in a `fit` without it.
+    Cost: two passes over the gradients of each replica, and two numbers more in a
+    bucket that travels anyway (with `wire_dtype`, in an exchange of their own). The
+    training step is traced once more, when training begins and after it has ended;
+    Keras waits for each batch before it starts the next. Nothing in a `fit` without it.
 
     ```python
     import keras
@@ -109,6 +110,7 @@ class GradientNoiseScale(keras.callbacks.Callback):
         strategy = self.model.distribute_strategy
         self._probe = NoiseProbe(
             self.model.optimizer,
+            self.model.trainable_variables,
             len(strategy.extended.worker_devices),
             self.model.steps_per_execution,
         )
@@ -143,11 +145,11 @@ class GradientNoiseScale(keras.callbacks.Callback):
                 "gradient noise scale: not known, from fewer than three steps "
                 f"({self.skipped_steps} left out)"
             )
-        rows = self._rows / self._steps
+        rows, part_rows = self._rows / self._steps, self._part_rows / self._steps
         if math.isinf(estimate.noise_scale):
             advice = (
-                "No gradient stands out from the noise: look over more steps (decay), or "
-                "train in larger batches."
+                "No gradient stands out from the noise: look over more steps (decay), "
+                "or train in larger batches."
             )
         else:
             ratio = estimate.noise_scale / rows
@@ -159,8 +161,8 @@ class GradientNoiseScale(keras.callbacks.Callback):
         return (
             f"gradient noise scale: {estimate.noise_scale:.4g} rows (95%: "
             f"{estimate.low:.4g} to {estimate.high:.4g}), from about "
-            f"{estimate.steps:.0f} steps with parts of {self._part_rows / self._steps:.4g} "
-            f"rows ({self.skipped_steps} left out). {advice}"
+            f"{estimate.steps:.0f} steps with parts of {part_rows:.4g} rows "
+            f"({self.skipped_steps} left out). {advice}"
         )
 
     def _take(self, norms: NormsOfStep) -> None:
@@ -187,8 +189,9 @@ def _refuse_what_cannot_tell(model: keras.Model) -> None:
         )
     elif pipeline.engine.replicas == 1:
         why = (
-            "compares the gradients of single replicas with their sum, and there is one "
-            "replica. Train on several: tfdp.use_virtual_devices(2) makes two of a CPU"
+            "compares the gradients of single replicas with their sum, and there is "
+            "one replica. Train on several: tfdp.use_virtual_devices(2) makes two of a "
+            "CPU"
         )
     elif strategy.shard != "none":
         why = (

@@ -56,11 +56,11 @@ class Traffic(keras.callbacks.Callback):
     From there the progress bar shows them, `History` and `CSVLogger` keep them, and
     `keras.callbacks.TensorBoard` writes them. Validation within `fit` is left out.
 
-    Within a host each tensor that one replica hands to another counts with its size, also
-    where memory is shared and nothing is copied, or what TensorFlow's ring sends; in steps
-    that leave a conditional's exchange out (gradient accumulation) it does not count.
-    Simulated hosts (`Communication(hierarchy=...)`) are one. What comes back to `fit`
-    (metrics, predictions) does not count.
+    Within a host each tensor that one replica hands to another counts with its size,
+    also where memory is shared and nothing is copied, or what TensorFlow's ring sends;
+    in steps that leave a conditional's exchange out (gradient accumulation) it does not
+    count. Simulated hosts (`Communication(hierarchy=...)`) are one. What comes back to
+    `fit` (metrics, predictions) does not count.
 
     Between hosts it is what the link has sent: gradients, numbers of samples, sums of
     metrics, and the header of each exchange; not heartbeats, nor what TCP adds. MPI and
@@ -70,11 +70,13 @@ class Traffic(keras.callbacks.Callback):
     A number that nobody knows is left out of the logs: between hosts with NCCL, and
     within where strings travel.
 
-    Without a strategy, and on one replica, both are 0. Place it before the callbacks that
-    shall see it, and note that Keras waits for each batch before it starts the next.
+    Without a strategy, and on one replica, both are 0. Place it before the callbacks
+    that shall see it, and note that Keras waits for each batch before it starts the
+    next.
 
     Raises:
-      ConfigurationError: when training starts: under a strategy of several replicas that
+      ConfigurationError: when training starts: under a strategy of several replicas
+      that
         is not tfdp's, or is of a TPU, whose exchanges nobody counts; and with
         `run_eagerly=True`, where TensorFlow exchanges in its own way.
 

@@ -47,7 +47,7 @@ class TrafficCount:
     def add_ring(
         self, rank: int, tensor: tf.Tensor, place: int, parts: int, rounds: int
     ) -> None:
-        """Notes that `rank` takes part in as many rounds of a ring; see `ring_bytes`."""
+        """Notes that `rank` takes part in so many rounds of a ring; `ring_bytes`."""
         once = ring_bytes(tensor, place, parts)
         self._add_bytes(
             rank,

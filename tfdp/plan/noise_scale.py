@@ -32,9 +32,9 @@ def split_norms(
         tr(S) = (small - big) / (1 / B_small - 1 / B_big)
 
     Args:
-      small: the mean of |g_r|^2 over the rows of the batch, g_r the mean gradient of the
-        part that a row is in. Parts of n_r rows may differ in size: each weighs n_r /
-        rows and has the noise tr(S) / n_r, together parts / rows.
+      small: the mean of |g_r|^2 over the rows of the batch, g_r the mean gradient of
+        the part that a row is in. Parts of n_r rows may differ in size: each weighs n_r
+        / rows and has the noise tr(S) / n_r, together parts / rows.
       big: |g|^2 of the mean gradient of all rows.
       parts: how many have rows, at least 2.
       rows: of all parts.
@@ -54,7 +54,8 @@ class NoiseEstimate:
       low, high: the ends of its 95% interval, from 0 to infinity.
       squared_norm: the estimate of |G|^2.
       trace: the estimate of tr(S).
-      steps: how many it is from, all of equal weight; fewer count where older ones fade.
+      steps: how many it is from, all of equal weight; fewer count where older ones
+      fade.
     """
 
     noise_scale: float
@@ -69,8 +70,8 @@ class NoiseAverage:
     """The noise scale from many steps: averages of tr(S) and |G|^2, then their ratio.
 
     A ratio in each step would be biased, and its mean need not exist. With the weights
-    w_t = decay^(T - t) that add up to 1 and the averages y of tr(S) and x of |G|^2, their
-    covariances are estimated by (for x and y)
+    w_t = decay^(T - t) that add up to 1 and the averages y of tr(S) and x of |G|^2,
+    their covariances are estimated by (for x and y)
 
         v_xy = n / (n - 1) sum_t w_t^2 (x_t - x) (y_t - y),    n = 1 / sum_t w_t^2
 
@@ -143,11 +144,13 @@ def fieller_interval(
     a = bottom**2 - square * bottom_variance
     b = top * bottom - square * covariance
     c = top**2 - square * top_variance
-    # The roots of a p^2 - 2 b p + c; rounding may leave less than nothing under the root.
+    # The roots of a p^2 - 2 b p + c; rounding may leave less than nothing under the
+    # root.
     root = math.sqrt(max(b * b - a * c, 0.0))
     if a > 0 and bottom > 0:
         return max((b - root) / a, 0.0), max((b + root) / a, 0.0)
-    # The bottom may be 0. Where the top cannot, small ratios are ruled out all the same.
+    # The bottom may be 0. Where the top cannot, small ratios are ruled out all the
+    # same.
     if c <= 0 or top <= 0:
         return 0.0, math.inf
     # c / (b + root) is (b - root) / a without the division by what may be 0.

@@ -1,8 +1,8 @@
 """`NoiseProbe`: squared norms of the gradients of one step, before and after their sum.
 
 With the gradient g_r of each replica (its share of the global mean), n_r of the n rows
-on it and m replicas that have any, a replica's own mean gradient is g_r n / n_r, and the
-mean of its square over the rows of the batch
+on it and m replicas that have any, a replica's own mean gradient is g_r n / n_r, and
+the mean of its square over the rows of the batch
 
     sum_r (n_r / n) |g_r n / n_r|^2 = sum_r (n / n_r) |g_r|^2
 
@@ -41,14 +41,18 @@ class NoiseProbe:
 
     Args:
       optimizer: the model's own; tells by what the loss was scaled.
+      variables: of the model. The gradients of others are not looked at.
       replicas: of this process.
       steps: that run between two readings, at most.
 
     Cost: two passes over the gradients of a replica, two more numbers in a bucket.
     """
 
-    def __init__(self, optimizer: Any, replicas: int, steps: int):
+    def __init__(
+        self, optimizer: Any, variables: Sequence[Any], replicas: int, steps: int
+    ):
         self._optimizer = optimizer
+        self._variables = list(variables)
         # All replicas note alike, and one is read: with other graphs TensorFlow might
         # order their products otherwise, and their weights would drift apart.
         self._notes = [
@@ -57,6 +61,12 @@ class NoiseProbe:
         self._counts = [make_note(0, tf.int64) for _ in range(replicas)]
         self._read = 0
         self._last: tuple[ReplicaRun, set[int]] | None = None
+
+    def is_about(self, variables: Sequence[Any]) -> bool:
+        """Whether these gradients are the model's: an interrupted `fit` leaves the
+        probe where it is, and another model may train next."""
+        own = set(map(id, self._variables))
+        return any(id(variable) in own for variable in variables)
 
     def before(
         self, gradients: Sequence[Any], run: ReplicaRun, rank: int

@@ -329,6 +329,8 @@ def reduce_gradients(
     shares = [_weighted_state(variable, run, rank) for variable in state]
     # What asks for the norms of gradients; in no training but those that it is in.
     probe = getattr(tf.distribute.get_strategy().extended, "noise_probe", None)
+    if probe is not None and not probe.is_about(variables):
+        probe = None
     dense = [gradients[i] for i in whole]
     norms = [] if probe is None else probe.before(dense, run, rank)
     if whole or shares:
