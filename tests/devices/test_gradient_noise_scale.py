@@ -192,7 +192,7 @@ def test_steps_that_are_not_finite_are_left_out():
     model = compiled(strategy, loss_scaled)
     fit(model, (x, y), callback, epochs=3)
     assert callback.skipped_steps == 3
-    assert math.isfinite(callback.estimate.noise_scale)
+    assert math.isfinite(callback.estimate.trace)
     assert callback.estimate.steps == 6
     # The scale was halved three times meanwhile, which the norms do not show.
     np.testing.assert_allclose(callback.norms[0], callback.norms[-3], rtol=1e-5)
