@@ -117,15 +117,15 @@ class TensorFlowAcrossHostsEngine(AcrossHostsEngine):
     def close(self) -> None:
         self._watch.close()
 
+    def begin_run(self) -> None:
+        super().begin_run()
+        self._places = [0] * len(self.devices)
+
     def sent_between_hosts(self) -> int | None:
         # NCCL chooses its own way over all GPUs, and does not tell.
         if self._hint == "nccl":
             return None
         return self.link.sent_bytes() + self._sent_bytes
-
-    def begin_run(self) -> None:
-        super().begin_run()
-        self._places = [0] * len(self.devices)
 
     def sum_everywhere(
         self,

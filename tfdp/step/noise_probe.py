@@ -127,6 +127,12 @@ class NoiseProbe:
         self._last[1].add(rank)
 
 
+def probe_of(variables: Sequence[Any]) -> NoiseProbe | None:
+    """What looks at the gradients of `variables`; None in most trainings: nobody."""
+    probe = getattr(tf.distribute.get_strategy().extended, "noise_probe", None)
+    return probe if probe is not None and probe.is_about(variables) else None
+
+
 def scale_when_summed(optimizer: Any) -> Any:
     """What the gradients of `optimizer` are multiplied by when they are summed."""
     if not hasattr(optimizer, "inner_optimizer"):

@@ -42,6 +42,7 @@ from tfdp.sharding.optimizers import (
 )
 from tfdp.sharding.updates import ShardUpdates
 from tfdp.sharding.variables import ShardUpdatedVariable
+from tfdp.step.noise_probe import probe_of
 from tfdp.tracing.current_run import current_run
 from tfdp.tracing.run import ReplicaRun
 
@@ -327,18 +328,15 @@ def reduce_gradients(
     rank = current_rank()
     state = run.take_local_state(rank)
     shares = [_weighted_state(variable, run, rank) for variable in state]
-    # What asks for the norms of gradients; in no training but those that it is in.
-    probe = getattr(tf.distribute.get_strategy().extended, "noise_probe", None)
-    if probe is not None and not probe.is_about(variables):
-        probe = None
-    dense = [gradients[i] for i in whole]
-    norms = [] if probe is None else probe.before(dense, run, rank)
+    probe = probe_of(variables)
+    shares += [] if probe is None else probe.before(gradients, run, rank)
     if whole or shares:
-        totals, means = _sum_gradients(dense, [*norms, *shares], rank)
-        if probe is not None:
-            probe.after(totals, means.pop(0), run, rank)
+        dense = [gradients[i] for i in whole]
+        totals, means = _sum_gradients(dense, shares, rank)
         for place, value in zip(whole, totals, strict=True):
             results[place] = value
+        if probe is not None:
+            probe.after(totals, means.pop(), run, rank)
         # Assigned in this replica and not by `assign`, which would reduce once more.
         for variable, value in zip(state, means, strict=True):
             extended = variable.distribute_strategy.extended
