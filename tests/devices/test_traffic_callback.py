@@ -112,6 +112,13 @@ def test_accumulation_sends_in_the_last_of_its_steps_only():
     assert history["bytes_within_hosts"] == [2 * update / 5, 3 * update / 5]
 
 
+class Evaluates(keras.callbacks.Callback):
+    """In the middle of an epoch, which has no callback that would tell."""
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.model.evaluate(*data(), batch_size=BATCH, verbose=0)
+
+
 @pytest.mark.parametrize("steps_per_execution", [1, 2])
 def test_validation_is_left_out(steps_per_execution):
     """At stage 3 an evaluation gathers the weights, as a step does."""
@@ -125,7 +132,11 @@ def test_validation_is_left_out(steps_per_execution):
     )
     batches = Batches()
     beside = fit(
-        model, epochs=3, validation_data=data(), validation_freq=2, callbacks=[batches]
+        model,
+        epochs=3,
+        validation_data=data(),
+        validation_freq=2,
+        callbacks=[batches, Evaluates()],
     )
     assert beside["bytes_within_hosts"] == alone == [4 * GRADIENT_BYTES] * 3
     assert set(batches.within) == set(alone)

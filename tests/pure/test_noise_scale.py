@@ -68,6 +68,17 @@ def test_where_no_gradient_stands_out_there_is_no_upper_end():
     assert np.median([e.low for e in ends]) > 8
 
 
+def test_what_varies_together_leaves_the_ratio_sharp():
+    """tr(S) = 2 |G|^2 in every step: no spread of either makes the ratio less sure."""
+    average, rng = NoiseAverage(0.99), np.random.default_rng(4)
+    for norm in 5 + rng.normal(size=100):
+        average.add(norm, 2 * norm)
+    estimate = average.estimate()
+    # What is left is the root of the rounding of numbers near 1.
+    assert estimate.low == pytest.approx(2.0, abs=1e-6)
+    assert estimate.high == pytest.approx(2.0, abs=1e-6)
+
+
 def test_old_steps_fade():
     average = NoiseAverage(0.9)
     for trace in (100.0,) * 200 + (1.0,) * 200:

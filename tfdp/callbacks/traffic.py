@@ -54,7 +54,8 @@ class Traffic(keras.callbacks.Callback):
         bytes_between_hosts    what it sends to other workers
 
     From there the progress bar shows them, `History` and `CSVLogger` keep them, and
-    `keras.callbacks.TensorBoard` writes them. Validation within `fit` is left out.
+    `keras.callbacks.TensorBoard` writes them. What comes between batches is left out:
+    validation, and what other callbacks do.
 
     Within a host each tensor that one replica hands to another counts with its size,
     also where memory is shared and nothing is copied, or what TensorFlow's ring sends;
@@ -104,7 +105,7 @@ class Traffic(keras.callbacks.Callback):
         super().__init__()
         self._engine: Engine | None = None
         self._meter = TrafficMeter()
-        self._last = self._epoch = _NOTHING
+        self._before = self._epoch = _NOTHING
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Begins to count: in graphs, which are therefore built anew.
@@ -121,24 +122,25 @@ class Traffic(keras.callbacks.Callback):
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Starts the epoch's sums."""
-        self._last, self._epoch = self._read(), _NOTHING
+        self._epoch = _NOTHING
+
+    def on_train_batch_begin(
+        self, batch: int, logs: dict[str, Any] | None = None
+    ) -> None:
+        """Leaves out what came since the last batch: validation, other callbacks'."""
+        self._before = self._read()
 
     def on_train_batch_end(
         self, batch: int, logs: dict[str, Any] | None = None
     ) -> None:
         """Adds what the batch's steps have sent."""
-        now = self._read()
-        passed, self._last = now.plus(self._last, sign=-1), now
+        passed = self._read().plus(self._before, sign=-1)
         self._epoch = self._epoch.plus(passed)
         if logs is not None:
             logs.update(self._means(passed))
 
-    def on_test_end(self, logs: dict[str, Any] | None = None) -> None:
-        """Leaves out what validation within `fit` has sent."""
-        self._last = self._read()
-
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Adds what the steps of the epoch have sent, without validation."""
+        """Adds what the steps of the epoch have sent."""
         if logs is not None:
             logs.update(self._means(self._epoch))
 
