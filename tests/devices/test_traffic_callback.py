@@ -119,6 +119,7 @@ class Evaluates(keras.callbacks.Callback):
         self.model.evaluate(*data(), batch_size=BATCH, verbose=0)
 
 
+@pytest.mark.worth_seconds(5)
 @pytest.mark.parametrize("steps_per_execution", [1, 2])
 def test_validation_is_left_out(steps_per_execution):
     """At stage 3 an evaluation gathers the weights, as a step does."""
@@ -171,6 +172,7 @@ def test_slices_count_by_the_rows_that_a_step_has(engine):
     ]
 
 
+@pytest.mark.worth_seconds(5)
 def test_the_next_training_counts_nothing():
     model = make()
     fit(model, epochs=1)

@@ -88,6 +88,7 @@ def test_each_host_sends_its_share_once(hosts, wire_dtype, share):
         assert share < sent / (megabytes * 1e6 * repeats) < 1.08 * share
 
 
+@pytest.mark.worth_seconds(15)
 @pytest.mark.parametrize("engine", ["sockets", "tensorflow"])
 def test_the_callback_counts_what_the_link_carries(hosts, engine):
     """The kernel counts the cards' bytes, with TCP's headers (66 bytes to at most
