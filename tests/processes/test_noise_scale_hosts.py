@@ -7,12 +7,12 @@ import pytest
 
 from tests.support.workers import Workers
 
+PROGRAM = "tests.support.noise_workers"
 
-def found_by(workers, devices):
+
+def found_by(workers, devices, *arguments):
     variables = {"TFDP_DEVICES_PER_WORKER": str(devices)}
-    with Workers(
-        workers, "tests.support.noise_workers", variables=variables
-    ) as started:
+    with Workers(workers, PROGRAM, *arguments, variables=variables) as started:
         outputs = started.succeed()
     return [
         json.loads(line.partition(" ")[2])
@@ -34,3 +34,13 @@ def test_two_hosts_find_what_one_finds():
     np.testing.assert_allclose(hosts[0]["norms"], expected["norms"], rtol=1e-4)
     finite = [np.nan_to_num(f["estimate"]) for f in (hosts[0], expected)]
     np.testing.assert_allclose(*finite, rtol=1e-3)
+
+
+@pytest.mark.worth_seconds(20)
+def test_rounded_gradients_leave_the_local_norms_as_they_are():
+    exact, rounded = (found_by(2, 1, *wire)[0] for wire in ((), ("bfloat16",)))
+    first, other = exact["norms"][0], rounded["norms"][0]
+    # Of the first step: later ones have other weights.
+    assert [first[i] for i in (0, 2, 3)] == [other[i] for i in (0, 2, 3)]
+    # Each gradient is rounded twice, by 2^-9 of itself at most, and then squared.
+    assert 0 < abs(other[1] / first[1] - 1) < 2 * 2 * 2**-9

@@ -1,12 +1,13 @@
 """A training with `callbacks.GradientNoiseScale`, on one host or several.
 
-    python -m tests.support.noise_workers
+    python -m tests.support.noise_workers [WIRE_DTYPE]
 
 Prints, in one line of JSON, what each step gave and the estimate.
 """
 
 import dataclasses
 import json
+import sys
 
 import keras
 
@@ -26,8 +27,10 @@ class NotesNorms(tfdp.callbacks.GradientNoiseScale):
         super()._take(norms)
 
 
-def main():
-    strategy = tfdp.MultiHostDataParallelStrategy()
+def main(wire_dtype=None):
+    strategy = tfdp.MultiHostDataParallelStrategy(
+        communication=tfdp.Communication(wire_dtype=wire_dtype)
+    )
     with strategy.scope():
         model = dense_model()
         model.compile(
@@ -50,4 +53,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])
