@@ -57,9 +57,9 @@ class GradientNoiseScale(keras.callbacks.Callback):
         gradient accumulation, and with `run_eagerly=True`; in the first step: with two
         updates in one step.
 
-    Cost: two passes over the gradients of each replica, and two numbers more in a
-    bucket that travels anyway (with `wire_dtype`, in an exchange of their own). The
-    training step is traced once more, when training begins and after it has ended;
+    Cost: two passes over the gradients of each replica, and two numbers more in the
+    first bucket (with `wire_dtype`, in an exchange of their own), which then waits for
+    all gradients where engines pack. The training step is traced once more, when training begins and after it has ended;
     Keras waits for each batch before it starts the next. Nothing in a `fit` without it.
 
     ```python

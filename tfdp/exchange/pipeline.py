@@ -48,12 +48,11 @@ class GradientPipeline:
         """The sums of gradients, and of other small values; see `all_reduce`.
 
         Both ride in the same buckets, unless gradients are rounded on the way
-        (`Communication.wire_dtype`). Buckets begin at the end, and the first one must
-        not wait for `state`, which may be there after all gradients only.
+        (`Communication.wire_dtype`).
         """
         if self.engine.wire_dtype is None:
-            sums = self.all_reduce([*state, *gradients], rank)
-            return sums[len(state) :], sums[: len(state)]
+            sums = self.all_reduce([*gradients, *state], rank)
+            return sums[: len(gradients)], sums[len(gradients) :]
         rounded = self._by_buckets(
             gradients, rank, self.engine.all_reduce_gradients, self.engine.wire_dtype
         )
