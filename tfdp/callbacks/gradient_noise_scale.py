@@ -58,9 +58,10 @@ class GradientNoiseScale(keras.callbacks.Callback):
         updates in one step.
 
     Cost: two passes over the gradients of each replica, and two numbers more in the
-    first bucket (with `wire_dtype`, in an exchange of their own), which then waits for
-    all gradients where engines pack. The training step is traced once more, when training begins and after it has ended;
-    Keras waits for each batch before it starts the next. Nothing in a `fit` without it.
+    first bucket (with `wire_dtype`, in an exchange of their own), which waits for all
+    gradients then: exchanges hide less behind backprop. The training step is traced
+    once more, when training begins and after it has ended; Keras waits for each batch
+    before it starts the next. Nothing in a `fit` without it.
 
     ```python
     import keras
