@@ -47,6 +47,7 @@ def run_on_both(hosts, *module_and_arguments, variables=None):
     ]
     outputs = [process.communicate(timeout=LONGEST_SECONDS)[0] for process in processes]
     assert [p.returncode for p in processes] == [0, 0], "\n".join(outputs)[-3000:]
+    return outputs
 
 
 def test_training_equals_one_device(hosts, tmp_path):
@@ -85,6 +86,22 @@ def test_each_host_sends_its_share_once(hosts, wire_dtype, share):
     for host in (0, 1):
         sent = hosts.sent_bytes(host) - before[host]
         assert share < sent / (megabytes * 1e6 * repeats) < 1.08 * share
+
+
+@pytest.mark.worth_seconds(15)
+@pytest.mark.parametrize("engine", ["sockets", "tensorflow"])
+def test_the_callback_counts_what_the_link_carries(hosts, engine):
+    """The kernel counts the cards' bytes, with TCP's headers (66 bytes to at most
+    1,448), acknowledgements (66 to two such segments of the other direction) and
+    heartbeats (under 1 kB a second)."""
+    outputs = run_on_both(hosts, "tests.support.traffic_workers", "512", engine)
+    for output in outputs:
+        (line,) = [line for line in output.splitlines() if line.startswith("counts ")]
+        counts = json.loads(line.partition(" ")[2])
+        for sent, by_card in zip(counts["between"], counts["cards"], strict=True):
+            # Two replicas to a host, and 2 n (H - 1) / H = n bytes.
+            assert 1.0 < sent / counts["gradients"] < 1.001
+            assert 1.0 < by_card / sent < 1.08
 
 
 def test_the_benchmark_counts_two_levels_and_one(tmp_path):

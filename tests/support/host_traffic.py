@@ -24,7 +24,7 @@ class NoteSentBytes(keras.callbacks.Callback):
         self.counts = []
 
     def on_train_batch_end(self, batch, logs=None):
-        self.counts.append(self.link.sent_bytes())
+        self.counts.append(self.link.sent_bytes("step"))
 
 
 def main(shard):

@@ -89,6 +89,7 @@ __all__ = [
     "UpdateContext",
     "autograph_artifact",
     "common_devices",
+    "count_in_graph",
     "current_rank",
     "eager_context",
     "get_autocast_scope",
@@ -101,6 +102,8 @@ __all__ = [
     "is_default_strategy",
     "is_loop_graph",
     "keras_state",
+    "make_counter",
+    "make_note",
     "make_token",
     "operations_of",
     "own_copy",
@@ -222,6 +225,26 @@ def make_token(device: str) -> tf.Variable:
     """A resource that belongs to `device` alone; its value is never used."""
     with tf.init_scope(), tf.device(device):
         return ResourceVariable(0.0, trainable=False)
+
+
+def make_counter() -> tf.Variable:
+    """A whole number that graphs count in."""
+    return make_note(0, tf.int64)
+
+
+def make_note(value: Any, dtype: tf.DType) -> tf.Variable:
+    """A variable of this process, and of no strategy, that graphs leave notes in."""
+    with tf.init_scope(), tf.device("CPU:0"):
+        return ResourceVariable(value, dtype=dtype, trainable=False)
+
+
+def count_in_graph(counter: tf.Variable, amount: tf.Tensor) -> None:
+    """Adds `amount` to `counter` whenever the graph runs that is being built."""
+    with tf.device("CPU:0"):
+        op = tf.raw_ops.AssignAddVariableOp(resource=counter.handle, value=amount)
+    if op is not None:
+        # Adding takes no order: nothing need wait for it, nor it for anything.
+        run_independently(op)
 
 
 def run_independently(op: tf.Operation) -> None:

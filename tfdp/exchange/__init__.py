@@ -20,6 +20,7 @@ shard_packing, shard_pieces  the same for shards
 wire_types            number types on the wire
 collective_keys       by which TensorFlow finds the partners of a collective
 traffic               how many bytes a step sends
+traffic_meter         how many the steps that ran have sent
 
 All calls are made once per replica, in replica context, while a graph is built.
 """

@@ -28,7 +28,6 @@ import tensorflow as tf
 from tfdp._private import names
 from tfdp.exchange.engine import Engine, next_group_key
 from tfdp.exchange.shard_packing import join_rows, split_row, to_rows
-from tfdp.exchange.traffic import ring_bytes, tensor_bytes
 from tfdp.exchange.wire_types import to_gather_wire, to_sum_wire
 from tfdp.plan.shards import ShardLayout
 from tfdp.plan.topology import Topology
@@ -229,9 +228,7 @@ class TensorFlowEngine(Engine):
 
     def _gather(self, tensor: tf.Tensor, group: _Group, rank: int) -> tf.Tensor:
         # Each replica's tensor goes round: everybody sends all of them but one.
-        mine = tensor_bytes(tensor)
-        others = len(group.ranks) - 1
-        self.traffic.add_bytes(rank, None if mine is None else others * mine)
+        self.traffic.add(rank, tensor, times=len(group.ranks) - 1)
         with tf.device(self.devices[rank]):
             result = tf.raw_ops.CollectiveGatherV2(**self._launch(tensor, group, rank))
         names.run_independently(result.op)
@@ -264,8 +261,8 @@ class TensorFlowEngine(Engine):
     def _count_ring(
         self, tensor: tf.Tensor, group: _Group, rank: int, rounds: int
     ) -> None:
-        once = ring_bytes(tensor, group.ranks.index(rank), len(group.ranks))
-        self.traffic.add_bytes(rank, None if once is None else rounds * once)
+        place, parts = group.ranks.index(rank), len(group.ranks)
+        self.traffic.add_ring(rank, tensor, place, parts, rounds)
 
     def _launch(self, tensor: tf.Tensor, group: _Group, rank: int) -> dict[str, object]:
         """The arguments that every collective op takes, with a fresh instance key."""

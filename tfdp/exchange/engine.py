@@ -76,6 +76,13 @@ class Engine(abc.ABC):
         """
         return self.traffic.of(rank)
 
+    def sent_between_hosts(self) -> int | None:
+        """The bytes that this process has sent to other hosts so far.
+
+        None: nobody counts them. Simulated hosts are within one process: 0.
+        """
+        return 0
+
     def next_call_number(self, rank: int) -> int:
         """The number of this exchange; the same on every replica that takes part.
 

@@ -1,12 +1,18 @@
 """How many bytes each replica sends in one step, counted while its graph is built.
 
 The shapes are known then, so the count costs the step nothing. An exchange inside a
-conditional counts whether or not a step takes that branch.
+conditional counts whether or not a step takes that branch; what the steps that ran have
+sent is for a `TrafficMeter` to say, where one is in use.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import tensorflow as tf
+
+from tfdp.exchange.traffic_meter import TrafficMeter
 
 __all__ = ["TrafficCount", "ring_bytes", "tensor_bytes"]
 
@@ -20,17 +26,45 @@ class TrafficCount:
 
     def __init__(self, replicas: int):
         self._sent: list[int | None] = [0] * replicas
+        #: Is told of everything that is added; None: nobody asks what steps have sent.
+        self.meter: TrafficMeter | None = None
 
     def begin(self) -> None:
         """Counts from nothing again: another step is about to be traced."""
         self._sent = [0] * len(self._sent)
+        if self.meter is not None:
+            self.meter.begin()
 
-    def add(self, rank: int, tensor: tf.Tensor) -> None:
-        """Notes that `rank` sends the whole of `tensor` to one other replica."""
-        self.add_bytes(rank, tensor_bytes(tensor))
+    def add(self, rank: int, tensor: tf.Tensor, times: int = 1) -> None:
+        """Notes that `rank` sends the whole of `tensor`, to so many others."""
+        size = tensor_bytes(tensor)
+        self._add_bytes(
+            rank,
+            None if size is None else times * size,
+            lambda: _running_bytes(tensor, lambda elements: times * elements),
+        )
 
-    def add_bytes(self, rank: int, size_bytes: int | None) -> None:
-        """Notes bytes that `rank` sends; None: nobody knows before the step runs."""
+    def add_ring(
+        self, rank: int, tensor: tf.Tensor, place: int, parts: int, rounds: int
+    ) -> None:
+        """Notes that `rank` takes part in so many rounds of a ring; `ring_bytes`."""
+        once = ring_bytes(tensor, place, parts)
+        self._add_bytes(
+            rank,
+            None if once is None else rounds * once,
+            lambda: _running_bytes(
+                tensor, lambda n: rounds * (n - _kept_of_ring(n, place, parts))
+            ),
+        )
+
+    def _add_bytes(
+        self,
+        rank: int,
+        size_bytes: int | None,
+        in_step: Callable[[], tf.Tensor | None],
+    ) -> None:
+        if self.meter is not None:
+            self.meter.add(rank, size_bytes, in_step)
         before = self._sent[rank]
         if before is None or size_bytes is None:
             self._sent[rank] = None
@@ -67,6 +101,21 @@ def ring_bytes(tensor: tf.Tensor, place: int, parts: int) -> int | None:
     if size_bytes is None:
         return None
     elements = size_bytes // tensor.dtype.size
+    return size_bytes - _kept_of_ring(elements, place, parts) * tensor.dtype.size
+
+
+def _kept_of_ring(elements: Any, place: int, parts: int) -> Any:
+    """The elements of the chunk that `place` ends with; a tensor where they are one."""
     chunk = -(-elements // parts)
-    kept = min((place + 1) * chunk, elements) - min(place * chunk, elements)
-    return size_bytes - kept * tensor.dtype.size
+    low = tf.minimum if tf.is_tensor(elements) else min
+    return low((place + 1) * chunk, elements) - low(place * chunk, elements)
+
+
+def _running_bytes(
+    tensor: tf.Tensor, share: Callable[[tf.Tensor], tf.Tensor]
+) -> tf.Tensor | None:
+    """The bytes of a share of `tensor`'s elements, in a running step; None: strings."""
+    if not tensor.dtype.size:
+        return None
+    with tf.device(tensor.device):  # where it lies: asking must not move it
+        return share(tf.size(tensor, tf.int64)) * tensor.dtype.size

@@ -62,6 +62,9 @@ class AcrossHostsEngine(Engine):
         self.within.begin_run()
         self._hand.begin_run(tf.compat.v1.get_default_graph())
 
+    def sent_between_hosts(self) -> int | None:
+        return self.link.sent_bytes()
+
     def close(self) -> None:
         """Before the link is closed."""
 

@@ -31,6 +31,7 @@ from tfdp.exchange.collective_keys import CollectiveKeys
 from tfdp.exchange.engine import next_group_key
 from tfdp.exchange.packing import pack, unpack
 from tfdp.exchange.pieces import cut_pieces, join_pieces, plan_pieces
+from tfdp.exchange.traffic import ring_bytes
 from tfdp.exchange.two_level import LEADER, AcrossHostsEngine
 from tfdp.exchange.wire_types import fitting_wire_dtype
 from tfdp.hosts.exchange_watch import ExchangeWatch
@@ -108,6 +109,7 @@ class TensorFlowAcrossHostsEngine(AcrossHostsEngine):
         # the same order, though each on its own.
         self._places = [0] * len(self.devices)
         self._keys = CollectiveKeys()
+        self._sent_bytes = 0
         # Collectives know no deadline that says who is missing, and an abort is for
         # good: from then on every one of this process fails.
         self._watch = ExchangeWatch(link, abort_collectives)
@@ -118,6 +120,12 @@ class TensorFlowAcrossHostsEngine(AcrossHostsEngine):
     def begin_run(self) -> None:
         super().begin_run()
         self._places = [0] * len(self.devices)
+
+    def sent_between_hosts(self) -> int | None:
+        # NCCL chooses its own way over all GPUs, and does not tell.
+        if self._hint == "nccl":
+            return None
+        return self.link.sent_bytes() + self._sent_bytes
 
     def sum_everywhere(
         self,
@@ -164,11 +172,10 @@ class TensorFlowAcrossHostsEngine(AcrossHostsEngine):
         wire_dtype: str | None,
     ) -> list[tf.Tensor]:
         """The sums of flat buffers over the group, each by a launch of its own."""
-        number = self._begin(buffers, label) if rank == LEADER else None
+        wires = [_on_wire(buffer, wire_dtype) for buffer in buffers]
+        number = self._begin(wires, label) if rank == LEADER else None
         sums = []
-        for buffer in buffers:
-            small = fitting_wire_dtype([buffer], wire_dtype)
-            wire = tf.cast(buffer, small) if small else buffer
+        for buffer, wire in zip(buffers, wires, strict=True):
             total = tf.raw_ops.CollectiveReduceV2(
                 input=wire,
                 merge_op="Add",
@@ -197,11 +204,16 @@ class TensorFlowAcrossHostsEngine(AcrossHostsEngine):
         exchange = f"{place} {wire.shape.num_elements()} {wire.dtype.name}"
         return self._keys.key_of(exchange)
 
-    def _begin(self, buffers: Sequence[tf.Tensor], label: str) -> tf.Tensor:
+    def _begin(self, wires: Sequence[tf.Tensor], label: str) -> tf.Tensor:
+        # A ring's; of known sizes, because others do not go this way.
+        place, hosts = self.link.rank, self.link.workers
+        sent = 2 * sum(ring_bytes(wire, place, hosts) or 0 for wire in wires)
+
         def begin() -> np.ndarray:
+            self._sent_bytes += sent
             return np.int64(self._watch.begin(label))
 
-        with tf.control_dependencies(buffers), tf.device("CPU:0"):
+        with tf.control_dependencies(wires), tf.device("CPU:0"):
             number = tf.numpy_function(begin, [], tf.int64, stateful=True)
         names.run_independently(number.op)
         return number
@@ -216,6 +228,11 @@ class TensorFlowAcrossHostsEngine(AcrossHostsEngine):
         names.run_independently(ended.op)
         with tf.control_dependencies([ended]):
             return [tf.identity(total) for total in sums]
+
+
+def _on_wire(buffer: tf.Tensor, wire_dtype: str | None) -> tf.Tensor:
+    small = fitting_wire_dtype([buffer], wire_dtype)
+    return tf.cast(buffer, small) if small else buffer
 
 
 def _are_large(tensors: Sequence[tf.Tensor]) -> bool:

@@ -128,6 +128,16 @@ class HostLink(abc.ABC):
         """Everybody's bytes, by rank; their lengths may differ."""
 
     @abc.abstractmethod
+    def sent_bytes(self, channel: str | None = None) -> int:
+        """What this worker has sent in exchanges so far, their headers included.
+
+        Without notes, heartbeats and what the network adds.
+
+        Args:
+          channel: one of CHANNELS; None: all.
+        """
+
+    @abc.abstractmethod
     def share_note(self, key: str, note: str) -> dict[int, str]:
         """Everybody's note under `key`, by rank; in any order, from any thread.
 

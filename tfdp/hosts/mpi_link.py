@@ -130,6 +130,7 @@ class MpiLink(SocketLink):
         self._mpi_answered = 0.0
         self._cannot_enter: str | None = None
         self._mpi_state = threading.Condition()
+        self._mpi_sent_bytes = 0
         super().__init__(
             rank,
             workers,
@@ -179,7 +180,7 @@ class MpiLink(SocketLink):
             for array, output, of_array in zip(arrays, outputs, ranges, strict=True):
                 counts = [stop - start for start, stop in of_array]
                 self._world.Reduce_scatter(array, output, counts, self._sum_operation)
-                self._note_answer()
+                self._note_answer(array.nbytes)
         return outputs
 
     def all_gather(
@@ -197,7 +198,7 @@ class MpiLink(SocketLink):
             for whole, of_array in zip(wholes, ranges, strict=True):
                 counts = [stop - start for start, stop in of_array]
                 self._world.Allgatherv(self._in_place, [whole, counts])
-                self._note_answer()
+                self._note_answer(whole.nbytes)
         return wholes
 
     def all_to_all(self, rows: np.ndarray, label: str) -> np.ndarray:
@@ -245,8 +246,16 @@ class MpiLink(SocketLink):
             self._note_answer()
             self._mpi_exchange = (number, label)
 
-    def _note_answer(self) -> None:
+    def _note_answer(self, round_bytes: int = 0) -> None:
+        """Notes that MPI answered, after as many bytes went round among all workers."""
         self._mpi_answered = time.monotonic()
+        # What a ring sends, and no other algorithm less; MPI does not tell its own.
+        self._mpi_sent_bytes += round_bytes * (self.workers - 1) // self.workers
+
+    def sent_bytes(self, channel: str | None = None) -> int:
+        """See `HostLink.sent_bytes`; of MPI's calls what a ring sends."""
+        of_mpi = 0 if channel == "host" else self._mpi_sent_bytes
+        return super().sent_bytes(channel) + of_mpi
 
     def _sum_rounded(
         self,
@@ -285,14 +294,14 @@ class MpiLink(SocketLink):
                 total += part.astype(dtype)
         mine = round_to(piece.dtype, total).view(np.uint16)
         self._world.Allgatherv(mine, [bits, (counts, edges[:-1])])
-        self._note_answer()
+        self._note_answer(2 * piece.nbytes)
 
     def _sum_in_pieces(self, array: np.ndarray, output: np.ndarray) -> None:
         elements = self._piece_bytes // array.itemsize
         for start in range(0, array.size, elements):
             piece = slice(start, start + elements)
             self._world.Allreduce(array[piece], output[piece], self._sum_operation)
-            self._note_answer()
+            self._note_answer(2 * array[piece].nbytes)
 
     def _share_address(self) -> str:
         """Where worker 0 will listen; it tells the others through MPI.

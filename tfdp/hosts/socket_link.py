@@ -248,13 +248,10 @@ class SocketLink(HostLink):
                 f"{error}. Look at their output for the first error."
             ) from error
 
-    def sent_bytes(self, channel: str = "step") -> int:
-        """What this worker has sent over its sockets so far, headers included.
-
-        Args:
-          channel: one of CHANNELS.
-        """
-        return self._channels[channel].sender.sent_bytes
+    def sent_bytes(self, channel: str | None = None) -> int:
+        """See `HostLink.sent_bytes`."""
+        channels = CHANNELS if channel is None else (channel,)
+        return sum(self._channels[name].sender.sent_bytes for name in channels)
 
     def on_note(self, key: str, listener: Callable[[dict[int, str]], None]) -> None:
         """See `HostLink.on_note`."""

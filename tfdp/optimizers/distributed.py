@@ -17,12 +17,8 @@ from tfdp._private.optimizer_hooks import (
 from tfdp.checks import is_whole
 from tfdp.errors import ConfigurationError, ScopeError
 from tfdp.sharding.updates import ACCUMULATOR_NAME
-from tfdp.step.optimizers import (
-    agree_finite,
-    reduce_gradients,
-    shards_of,
-    takes_reduced,
-)
+from tfdp.step.optimizers import shards_of, takes_reduced
+from tfdp.step.sums import agree_finite, reduce_gradients
 from tfdp.tracing.current_run import current_run
 
 __all__ = ["DistributedOptimizer"]

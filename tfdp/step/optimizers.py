@@ -24,7 +24,7 @@ import keras
 import tensorflow as tf
 
 from tfdp._private.instance_attributes import instance_attributes
-from tfdp._private.names import current_rank, is_branch_graph, keras_state, own_copy
+from tfdp._private.names import is_branch_graph, keras_state
 from tfdp._private.optimizer_hooks import (
     CLIP,
     REDUCE,
@@ -33,24 +33,19 @@ from tfdp._private.optimizer_hooks import (
     variables_built_with,
 )
 from tfdp.errors import ConfigurationError, ScopeError
-from tfdp.exchange.reducer import Reducer
 from tfdp.sharding.optimizers import (
     check_shardable,
     clip_over_shards,
-    shard_kind,
     shard_leads,
 )
 from tfdp.sharding.updates import ShardUpdates
-from tfdp.sharding.variables import ShardUpdatedVariable
-from tfdp.step.compression import refuse_eager_compression, sum_compressed
+from tfdp.step.sums import agree_finite, reduce_gradients
 from tfdp.tracing.current_run import current_run
 from tfdp.tracing.run import ReplicaRun
 
 __all__ = [
-    "agree_finite",
     "led_optimizers",
     "optimizers_of",
-    "reduce_gradients",
     "refuse_unled",
     "shards_of",
     "strategy_of",
@@ -298,102 +293,3 @@ def takes_reduced(optimizer: keras.optimizers.Optimizer) -> Iterator[None]:
 def shards_of(optimizer: keras.optimizers.Optimizer) -> ShardUpdates | None:
     """What updates the shards of the strategy of `optimizer`; None: it has none."""
     return getattr(strategy_of(optimizer).extended, "shards", None)
-
-
-def reduce_gradients(
-    gradients: Sequence[Any],
-    run: ReplicaRun,
-    variables: Sequence[Any],
-    optimizer: keras.optimizers.Optimizer,
-) -> list[Any]:
-    """The sum of the gradients over the replicas, with the replicas' own state.
-
-    Of a variable that is updated by shards each replica gets its shard of the sum.
-    The gradient of a variable that is stored in shards is one already.
-
-    Moving statistics that each replica updated on its own ride in the same buckets:
-    no launch of their own. They come back as the mean over all samples.
-    """
-    # No gradients, no exchange: replicas trace alike, so all of them come here.
-    if not gradients:
-        return []
-    results = list(gradients)
-    kinds = [shard_kind(variable) for variable in variables]
-    scattered = [i for i, kind in enumerate(kinds) if kind is ShardUpdatedVariable]
-    if scattered:
-        shards = tf.distribute.get_strategy().extended.shards
-        sent = [gradients[i] for i in scattered]
-        own = shards.scatter(sent, [variables[i] for i in scattered])
-        for place, shard in zip(scattered, own, strict=True):
-            results[place] = shard
-    # What is stored in shards was reduced when the layer's read was differentiated.
-    whole = [i for i, kind in enumerate(kinds) if kind is None]
-    rank = current_rank()
-    state = run.take_local_state(rank)
-    shares = [_weighted_state(variable, run, rank) for variable in state]
-    if whole or shares:
-        totals, means = _sum_gradients(
-            [gradients[i] for i in whole],
-            shares,
-            rank,
-            [variables[i] for i in whole],
-            optimizer,
-        )
-        for place, value in zip(whole, totals, strict=True):
-            results[place] = value
-        # Assigned in this replica and not by `assign`, which would reduce once more.
-        for variable, value in zip(state, means, strict=True):
-            extended = variable.distribute_strategy.extended
-            extended.update_own_copy(variable, lambda own, v: own.assign(v), value)
-    return results
-
-
-def _sum_gradients(
-    gradients: Sequence[Any],
-    state: Sequence[tf.Tensor],
-    rank: Any,
-    variables: Sequence[Any],
-    optimizer: keras.optimizers.Optimizer,
-) -> tuple[list[Any], list[tf.Tensor]]:
-    reducer, found = _reducer(), current_run()
-    if reducer is not None:
-        if found is not None:  # an optimizer that nobody leads has not left them out
-            run, rank = found
-            gradients = run.parts_to_sum(rank, list(gradients))
-            state = run.parts_to_sum(rank, list(state))
-        if reducer.compressed is None:
-            return reducer.sum_gradients(gradients, state, rank)
-        plain_sums = functools.partial(reducer.sum_gradients, rank=rank)
-        return sum_compressed(
-            reducer.compressed, gradients, state, rank, variables, optimizer, plain_sums
-        )
-    refuse_eager_compression()
-    context = tf.distribute.get_replica_context()
-    sums = context.all_reduce(tf.distribute.ReduceOp.SUM, [*gradients, *state])
-    return sums[: len(gradients)], sums[len(gradients) :]
-
-
-def _reducer() -> Reducer | None:
-    """The calling replica's; None: it is eager, or a stock strategy's."""
-    if tf.executing_eagerly():
-        return None
-    return getattr(tf.distribute.get_strategy().extended, "reducer", None)
-
-
-def _weighted_state(variable: Any, run: ReplicaRun, rank: Any) -> tf.Tensor:
-    """This replica's share of a mean over samples; nothing when it has no sample."""
-    share = tf.cast(run.share_of(rank), variable.dtype)
-    value = own_copy(variable, rank).read_value()
-    # Statistics of no sample are not a number, and 0 times that is not 0.
-    return tf.where(share > 0, value * share, tf.zeros_like(value))
-
-
-def agree_finite(
-    optimizer: keras.optimizers.Optimizer, gradients: Sequence[Any]
-) -> tf.Tensor:
-    """Whether the gradients are finite on every replica; the same answer on each."""
-    # A count of replicas that say no, because a sum is exact and needs no other op.
-    mine = type(optimizer).check_finite(optimizer, gradients)
-    bad = tf.cast(tf.logical_not(mine), tf.float32)
-    _, [total] = _sum_gradients([], [bad], current_rank(), [], optimizer)
-    return total == 0.0

@@ -1,0 +1,97 @@
+"""A training with `callbacks.Traffic` on several hosts, beside the kernel's counts.
+
+    python -m tests.support.traffic_workers WIDTH ENGINE
+
+Prints, in one line of JSON, what the callback said of each epoch in whole bytes, and by
+how much the kernel's own counts grew in it: of the sockets of the rings (what was
+handed to TCP) and of the network cards (all that was sent, with headers). A card of
+another process would count, too: that is for network namespaces.
+"""
+
+import json
+import pathlib
+import socket
+import struct
+import sys
+
+import keras
+import numpy as np
+
+import tfdp
+from tfdp.hosts.host_link import CHANNELS
+
+BATCHES, EPOCHS = 4, 3
+# Of the kernel's `struct tcp_info` (include/uapi/linux/tcp.h).
+NOT_SENT, BYTES_SENT = 144, 200
+
+
+def handed_to_tcp(connection):
+    """The bytes that a socket was given to send, by the kernel's count."""
+    info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+    (waiting,) = struct.unpack_from("I", info, NOT_SENT)
+    # The first counts what was sent a second time, too, which the second is.
+    sent, again = struct.unpack_from("QQ", info, BYTES_SENT)
+    return sent - again + waiting
+
+
+def sent_by_cards():
+    """What the network cards of this namespace have sent, headers included."""
+    lines = pathlib.Path("/proc/net/dev").read_text("utf-8").splitlines()[2:]
+    return sum(int(line.partition(":")[2].split()[8]) for line in lines)
+
+
+class KernelCounts(keras.callbacks.Callback):
+    """Notes the kernel's counts where `Traffic` takes its own."""
+
+    def __init__(self, link):
+        super().__init__()
+        self.link = link
+        self.at_begin, self.grown = None, []
+
+    def read(self):
+        rings = [self.link._channels[channel].sender for channel in CHANNELS]
+        sockets = sum(handed_to_tcp(ring._connection) for ring in rings)
+        return np.array([sockets, sent_by_cards()])
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.at_begin = self.read()
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.at_end = self.read()
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.grown.append((self.at_end - self.at_begin).tolist())
+
+
+def main(width, engine):
+    strategy = tfdp.MultiHostDataParallelStrategy(
+        communication=tfdp.Communication(engine=engine)
+    )
+    with strategy.scope():
+        layers = [keras.layers.Dense(width, use_bias=False) for _ in range(2)]
+        model = keras.Sequential([keras.Input((width,)), *layers])
+        model.compile("sgd", "mse", jit_compile=False)
+    x = np.random.default_rng(0).normal(size=(8 * BATCHES, width)).astype("float32")
+    link = strategy._group.link if strategy._group else None
+    kernel = KernelCounts(link)
+    history = model.fit(
+        x,
+        x,
+        batch_size=8,
+        epochs=EPOCHS,
+        validation_data=(x, x),
+        verbose=0,
+        callbacks=[tfdp.callbacks.Traffic(), kernel],
+    ).history
+    counts = {
+        "within": [n * BATCHES for n in history["bytes_within_hosts"]],
+        "between": [n * BATCHES for n in history["bytes_between_hosts"]],
+        "sockets": [grown[0] for grown in kernel.grown],
+        "cards": [grown[1] for grown in kernel.grown],
+        "gradients": BATCHES * sum(w.nbytes for w in model.get_weights()),
+    }
+    print("counts", json.dumps(counts), flush=True)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2])

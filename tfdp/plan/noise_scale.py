@@ -1,0 +1,175 @@
+"""The gradient noise scale from squared norms of gradients, with its uncertainty. Pure.
+
+With B rows in a batch and rows drawn on their own, the mean gradient g of the batch has
+
+    E |g|^2 = |G|^2 + tr(S) / B
+
+(G the gradient of the whole distribution, S the covariance of one row's gradient). Two
+sizes of batches give both unknowns, McCandlish et al. 2018, appendix A.1.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+__all__ = ["NoiseAverage", "NoiseEstimate", "split_norms", "student_quantile"]
+
+# Of a standard normal: 95% lie within.
+NORMAL_QUANTILE = 1.959963984540054
+# Fewer tell nothing of their own spread.
+FEWEST_STEPS = 3.0
+
+
+def split_norms(
+    small: float, big: float, parts: float, rows: float
+) -> tuple[float, float]:
+    """|G|^2 and tr(S), each without bias, from one step.
+
+    With B_big = `rows` and B_small = rows / parts:
+
+        |G|^2 = (B_big big - B_small small) / (B_big - B_small)
+        tr(S) = (small - big) / (1 / B_small - 1 / B_big)
+
+    Args:
+      small: the mean of |g_r|^2 over the rows of the batch, g_r the mean gradient of
+        the part that a row is in. Parts of n_r rows may differ in size: each weighs n_r
+        / rows and has the noise tr(S) / n_r, together parts / rows.
+      big: |g|^2 of the mean gradient of all rows.
+      parts: how many have rows, at least 2.
+      rows: of all parts.
+
+    >>> split_norms(small=5.0, big=2.0, parts=4, rows=32)
+    (1.0, 32.0)
+    """
+    return (parts * big - small) / (parts - 1), rows * (small - big) / (parts - 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class NoiseEstimate:
+    """What is known of the noise scale tr(S) / |G|^2, in rows.
+
+    Args:
+      noise_scale: the estimate; infinite when no gradient stands out from the noise.
+      low, high: the ends of its 95% interval, from 0 to infinity.
+      squared_norm: the estimate of |G|^2.
+      trace: the estimate of tr(S).
+      steps: how many it is from, all of equal weight; fewer count where older ones
+      fade.
+    """
+
+    noise_scale: float
+    low: float
+    high: float
+    squared_norm: float
+    trace: float
+    steps: float
+
+
+class NoiseAverage:
+    """The noise scale from many steps: averages of tr(S) and |G|^2, then their ratio.
+
+    A ratio in each step would be biased, and its mean need not exist. With the weights
+    w_t = decay^(T - t) that add up to 1 and the averages y of tr(S) and x of |G|^2,
+    their covariances are estimated by (for x and y)
+
+        v_xy = n / (n - 1) sum_t w_t^2 (x_t - x) (y_t - y),    n = 1 / sum_t w_t^2
+
+    and the interval is Fieller's: all p >= 0 for which y - p x is within t standard
+    errors of 0, (y - p x)^2 <= t^2 (v_yy - 2 p v_xy + p^2 v_xx), with the quantile t of
+    Student's distribution of n - 1 degrees. Where x does not stand out from 0, which no
+    delta method would notice, it has no upper end.
+
+    Args:
+      decay: of a step's weight with every later one, above 0; 1: all weigh the same.
+
+    Source: E. C. Fieller, 1954, J. R. Stat. Soc. B 16(2).
+    """
+
+    def __init__(self, decay: float):
+        self._decay = decay
+        # Sums of w, w x, w y; and of w^2 times 1, x, y, x^2, xy, y^2.
+        self._first = [0.0] * 3
+        self._second = [0.0] * 6
+
+    def add(self, squared_norm: float, trace: float) -> None:
+        """Takes in what one step tells; see `split_norms`."""
+        x, y = squared_norm, trace
+        news = ((1.0, x, y), (1.0, x, y, x * x, x * y, y * y))
+        decay = self._decay
+        self._first = [
+            decay * old + new for old, new in zip(self._first, news[0], strict=True)
+        ]
+        self._second = [
+            decay**2 * old + new for old, new in zip(self._second, news[1], strict=True)
+        ]
+
+    def estimate(self) -> NoiseEstimate | None:
+        """The noise scale; None while there are fewer than three steps."""
+        weight, x, y = self._first
+        if not weight or (steps := weight**2 / self._second[0]) < FEWEST_STEPS:
+            return None
+        x, y = x / weight, y / weight
+        squares, of_x, of_y, xx, xy, yy = (
+            value / weight**2 * steps / (steps - 1) for value in self._second
+        )
+        low, high = fieller_interval(
+            y,
+            x,
+            yy - 2 * y * of_y + y * y * squares,
+            xy - x * of_y - y * of_x + x * y * squares,
+            xx - 2 * x * of_x + x * x * squares,
+            student_quantile(steps - 1),
+        )
+        scale = max(y, 0.0) / x if x > 0 else math.inf
+        return NoiseEstimate(scale, low, high, x, y, steps)
+
+
+def fieller_interval(
+    top: float,
+    bottom: float,
+    top_variance: float,
+    covariance: float,
+    bottom_variance: float,
+    quantile: float,
+) -> tuple[float, float]:
+    """The ratios top / bottom, from 0 up, that are within `quantile` standard errors.
+
+    >>> fieller_interval(10.0, 5.0, 0.0, 0.0, 0.0, 2.0)
+    (2.0, 2.0)
+    >>> fieller_interval(10.0, 1.0, 0.0, 0.0, 1.0, 2.0)[1]
+    inf
+    """
+    square = quantile**2
+    a = bottom**2 - square * bottom_variance
+    b = top * bottom - square * covariance
+    c = top**2 - square * top_variance
+    # The roots of a p^2 - 2 b p + c; rounding may leave less than nothing under the
+    # root.
+    root = math.sqrt(max(b * b - a * c, 0.0))
+    if a > 0 and bottom > 0:
+        return max((b - root) / a, 0.0), max((b + root) / a, 0.0)
+    # The bottom may be 0. Where the top cannot, small ratios are ruled out all the
+    # same.
+    if c <= 0 or top <= 0:
+        return 0.0, math.inf
+    # c / (b + root) is (b - root) / a without the division by what may be 0.
+    return (c / (b + root) if b + root > 0 else 0.0), math.inf
+
+
+def student_quantile(degrees: float) -> float:
+    """Of Student's distribution, 95% within: to 1% from 3 degrees on.
+
+    Source: Abramowitz and Stegun, 1964, 26.7.5.
+
+    >>> round(student_quantile(10.0), 2), round(student_quantile(1e9), 2)
+    (2.23, 1.96)
+    """
+    z = NORMAL_QUANTILE
+    terms = (
+        (z**3 + z) / 4,
+        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
+        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
+        (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160,
+    )
+    return z + sum(term / degrees**n for n, term in enumerate(terms, start=1))
