@@ -47,6 +47,7 @@ LAYERS = {
     "cluster": 1,
     "plan": 1,
     "schedules": 1,
+    "sync": 1,
     "_version": 0,
     "checks": 0,
     "errors": 0,
@@ -63,6 +64,7 @@ PURE = {
     "launch",
     "plan",
     "report",
+    "sync",
 }
 FRAMEWORKS = {"tensorflow", "keras"}
 MODULES = modules()
