@@ -3,6 +3,7 @@
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import tfdp
 from tests.support.apart import (
@@ -102,3 +103,161 @@ def test_short_batches_count_groups_and_not_rows():
         each.fit(x, y, batch_size=5, shuffle=False, verbose=0)
     difference = vector_of(model.get_weights()) - vector_of(plain.get_weights())
     assert np.max(np.abs(difference)) > 100 * BOUND
+
+
+def test_everybody_but_a_training_step_sees_the_outer_weights(tmp_path):
+    """After 4 updates of rounds of 3: the weights of the third."""
+    sync = DILOCO(every=3, across="replicas")
+    model = compiled(make_strategy(4), sync, metrics=["mae"])
+    x, y = regression_data(96)
+    by_hand = ByHand(sync, vector_of(model.get_weights()), 4)
+    seen = []
+    note = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda batch, logs: seen.append(
+            vector_of(model.get_weights())
+        )
+    )
+    logs = model.fit(
+        x,
+        y,
+        validation_data=(x, y),
+        callbacks=[note],
+        batch_size=24,
+        shuffle=False,
+        verbose=0,
+    ).history
+    expected = []
+    for parts in parts_of(x, y, 24, 4, 4):
+        by_hand.update(parts)
+        expected.append(by_hand.outer)
+    assert compare(model, by_hand, 4) < BOUND
+    np.testing.assert_allclose(seen, expected, rtol=0, atol=BOUND)
+    np.testing.assert_array_equal(seen[0], seen[1])
+    predicted = model.predict(x, batch_size=24, verbose=0)
+    by_outer = x @ by_hand.outer[:-1, None] + by_hand.outer[-1]
+    # A prediction adds up six terms below 20 of weights within BOUND.
+    assert np.max(np.abs(predicted - by_outer)) < 120 * BOUND
+    loss = np.mean((by_outer - y) ** 2)
+    assert model.evaluate(x, y, verbose=0)[0] == pytest.approx(loss, rel=1e-3)
+    assert logs["val_loss"][0] == pytest.approx(loss, rel=1e-3)
+    model.save(tmp_path / "model.keras")
+    loaded = keras.models.load_model(tmp_path / "model.keras")
+    for ours, theirs in zip(model.get_weights(), loaded.get_weights(), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    assert loaded.optimizer.sync == sync
+    model.export(tmp_path / "exported", verbose=False)
+    exported = tf.saved_model.load(tmp_path / "exported")
+    np.testing.assert_allclose(exported.serve(x[:3]), predicted[:3], rtol=1e-5)
+
+
+def normalized_model():
+    keras.utils.set_random_seed(3)
+    return keras.Sequential(
+        [
+            keras.Input((5,)),
+            keras.layers.Dense(6, activation="tanh"),
+            keras.layers.BatchNormalization(),
+            keras.layers.Dense(1),
+        ]
+    )
+
+
+def adam(**options):
+    return keras.optimizers.Adam(0.01, **options)
+
+
+RESUMED = {
+    "local": (LOCAL_SGD(3, across="replicas"), {}),
+    "diloco": (DILOCO(3, start_step=2, across="replicas"), {}),
+    "accumulated": (DILOCO(2, across="replicas"), {"accumulate_steps": 3}),
+    "float16": (DILOCO(3, across="replicas"), {"dynamic_loss_scale": True}),
+    "hosts": (DILOCO(3), {}),
+}
+
+
+def everything(model):
+    """All that a training holds, of every replica."""
+    variables = [v.value for v in (*model.variables, *model.optimizer.variables)]
+    mirrored = [v for v in variables if hasattr(v, "outer_copy")]
+    values = [v.outer_copy(rank).numpy() for v in mirrored for rank in range(4)]
+    apart = [v for v in mirrored if v.has_local]
+    assert len(apart) == 8  # two layers of two, and four of the normalization
+    return values + [v.local_copy(rank).numpy() for v in apart for rank in range(4)]
+
+
+@pytest.mark.worth_seconds(15)
+@pytest.mark.parametrize("sync, wrap", RESUMED.values(), ids=RESUMED)
+def test_a_checkpoint_resumes_bit_for_bit(tmp_path, sync, wrap):
+    """Taken after 5 micro-steps: within a round, and within an accumulation."""
+    x, y = regression_data(24 * 12)
+    first, rest = slice(0, 24 * 5), slice(24 * 5, 24 * 12)
+
+    def made(strategy, seed):
+        model = compiled(
+            strategy,
+            sync,
+            normalized_model,
+            lambda: adam(clipnorm=0.5),
+            {"initial_scale": 2.0**4, "dynamic_growth_steps": 2, **wrap},
+        )
+        keras.utils.set_random_seed(seed)
+        return model
+
+    def fit(model, rows):
+        model.fit(x[rows], y[rows], batch_size=24, shuffle=False, verbose=0)
+
+    model = made(make_strategy(4, hierarchy=(2, 2)), 1)
+    fit(model, first)
+    path = tf.train.Checkpoint(model=model).save(tmp_path / "checkpoint")
+    at_checkpoint = everything(model)
+    fit(model, rest)
+    expected = everything(model)
+    other = made(make_strategy(4, hierarchy=(2, 2)), 2)
+    fit(other, slice(0, 24))
+    tf.train.Checkpoint(model=other).restore(path).assert_existing_objects_matched()
+    for one, two in zip(everything(other), at_checkpoint, strict=True):
+        np.testing.assert_array_equal(one, two)
+    fit(other, rest)
+    for one, two in zip(everything(other), expected, strict=True):
+        np.testing.assert_array_equal(one, two)
+
+
+def test_other_weights_from_outside_start_the_replicas_again(tmp_path):
+    """`set_weights`, and a checkpoint of the model alone, in the middle of a round."""
+    sync = LOCAL_SGD(3, across="replicas")
+    model = compiled(make_strategy(2), sync)
+    x, y = regression_data(48)
+    path = tf.train.Checkpoint(weights=model.layers[-1]).save(tmp_path / "weights")
+    start = model.get_weights()
+
+    def apart_after_a_step():
+        model.fit(x[:24], y[:24], batch_size=24, shuffle=False, verbose=0)
+        mine = [vector_of(local_weights(model, rank)) for rank in range(2)]
+        return mine, vector_of(model.get_weights())
+
+    def expected_from(weights):
+        """One more step of each from `weights`, with the velocities that it has."""
+        velocities = model.optimizer.inner_optimizer.momentums
+        by_hand = ByHand(sync, vector_of(weights), 2)
+        by_hand.velocity = [
+            vector_of([v.value.outer_copy(rank).numpy() for v in velocities])
+            for rank in range(2)
+        ]
+        for parts in parts_of(x[:24], y[:24], 24, 2, 2):
+            by_hand.update(parts)
+        return by_hand.local
+
+    apart_after_a_step()
+    others = [w + 1 for w in start]
+    expected = expected_from(others)
+    model.set_weights(others)
+    mine, outer = apart_after_a_step()
+    np.testing.assert_allclose(mine, expected, rtol=0, atol=BOUND)
+    np.testing.assert_array_equal(outer, vector_of(others))
+
+    model.fit(x[:24], y[:24], batch_size=24, shuffle=False, verbose=0)  # they meet
+    expected = expected_from(start)
+    tf.train.Checkpoint(weights=model.layers[-1]).restore(path)
+    mine, outer = apart_after_a_step()
+    np.testing.assert_allclose(mine, expected, rtol=0, atol=BOUND)
+    np.testing.assert_array_equal(outer, vector_of(start))
