@@ -32,6 +32,19 @@ def test_hosts_meet_once_in_a_round_and_send_nothing_in_between(tmp_path, device
         check(path, name, devices)
 
 
+def parts_on_hosts(x, y, devices, groups):
+    """Batch by batch the rows of each group, of which each host has `groups`: a host
+    takes its range of the batch (`tfdp.data.hosts.own_part`), and deals it out."""
+    for start in range(0, len(x), apart_training.BATCH):
+        rows = min(apart_training.BATCH, len(x) - start)
+        parts = []
+        for host in range(2):
+            mine = slice(start + rows * host // 2, start + rows * (host + 1) // 2)
+            (own,) = parts_of(x[mine], y[mine], rows, devices, groups)
+            parts += own
+        yield parts
+
+
 def check(path, name, devices):
     sync = apart_training.SYNCS[name]
     groups = 2 * devices if sync.across == "replicas" else 2
@@ -39,7 +52,7 @@ def check(path, name, devices):
     by_hand = ByHand(sync, vector_of(linear_model().get_weights()), groups)
     talks = []
     for _ in range(apart_training.EPOCHS):
-        for parts in parts_of(x, y, apart_training.BATCH, 2 * devices, groups):
+        for parts in parts_on_hosts(x, y, devices, groups // 2):
             by_hand.update(parts)
             in_round = (by_hand.updates - sync.start_step) % sync.every
             talks.append(by_hand.updates <= sync.start_step or not in_round)
