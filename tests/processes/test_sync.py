@@ -54,7 +54,8 @@ def check(path, name, devices):
     for _ in range(apart_training.EPOCHS):
         for parts in parts_on_hosts(x, y, devices, groups // 2):
             by_hand.update(parts)
-            in_round = (by_hand.updates - sync.start_step) % sync.every
+            each = sync.every // by_hand.fragments
+            in_round = (by_hand.updates - sync.start_step) % each
             talks.append(by_hand.updates <= sync.start_step or not in_round)
     losses = []
     for rank in range(2):

@@ -8,6 +8,7 @@ import pytest
 import tfdp
 from tfdp.errors import ConfigurationError
 from tfdp.sync.checked import checked_sync
+from tfdp.sync.fragments import fragments_of, meeting_of
 
 DILOCO, LOCAL_SGD = tfdp.sync.DiLoCo, tfdp.sync.LocalSGD
 
@@ -29,7 +30,8 @@ DILOCO, LOCAL_SGD = tfdp.sync.DiLoCo, tfdp.sync.LocalSGD
         (lambda: DILOCO(outer_momentum=1), "from 0 to below 1"),
         (lambda: DILOCO(outer_momentum="0.9"), "Received: '0.9'"),
         (lambda: DILOCO(fragments=0), "DiLoCo.fragments"),
-        (lambda: DILOCO(fragments=2), "is not there yet"),
+        (lambda: DILOCO(every=50, fragments=3), "must be a multiple of fragments"),
+        (lambda: fragments_of([4, 4], 3), "cannot part 2 variables"),
         (lambda: DILOCO(overlap_steps=1), "is not there yet"),
         (lambda: DILOCO(mixing=0.25), "is not there yet"),
         (lambda: DILOCO(compression="int8"), "Received: 'int8'"),
@@ -65,3 +67,19 @@ def test_values_are_frozen():
 def test_the_papers_values_are_the_defaults():
     assert (DILOCO().outer_learning_rate, DILOCO().outer_momentum) == (0.7, 0.9)
     assert (DILOCO().every, DILOCO().start_step, DILOCO().across) == (500, 0, "hosts")
+
+
+def test_fragments_hold_every_variable_once_and_are_even():
+    sizes = [7, 300, 20, 100, 100, 90, 3, 3]
+    parts = fragments_of(sizes, 3)
+    assert sorted(place for part in parts for place in part) == list(range(8))
+    filled = [sum(sizes[place] for place in part) for part in parts]
+    assert max(filled) == 300  # the largest variable alone
+    assert fragments_of(sizes, 1) == (tuple(range(8)),)
+    assert all(fragments_of([0, 0, 0], 3))
+
+
+def test_fragments_meet_in_turn_and_once_in_a_round():
+    meetings = [meeting_of(p, 4, 12) for p in range(4)]
+    assert meetings == [3, 6, 9, 0]
+    assert [meeting_of(0, 1, every) for every in (1, 7)] == [0, 0]

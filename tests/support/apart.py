@@ -60,18 +60,35 @@ class ByHand:
             self.local[i] = self.local[i] + self.velocity[i]
         if is_synchronous:
             self.outer = self.local[0].copy()
-        elif (self.updates - self.sync.start_step) % self.sync.every == 0:
-            self.meet()
+            return
+        each = self.sync.every // self.fragments
+        place = (self.updates - self.sync.start_step) % self.sync.every
+        if not is_synchronous and place % each == 0:
+            self.meet((place // each - 1) % self.fragments)
 
-    def meet(self):
+    @property
+    def fragments(self):
+        return getattr(self.sync, "fragments", 1)
+
+    def meet(self, number):
+        """Of two fragments the first is the kernel, the second the bias."""
+        which = (
+            [slice(None)] if self.fragments == 1 else [slice(0, -1), slice(-1, None)]
+        )
+        own = which[number]
+        local = [w[own] for w in self.local]
         if isinstance(self.sync, tfdp.sync.DiLoCo):
-            moved = np.mean([self.outer - w for w in self.local], axis=0)
+            moved = np.mean([self.outer[own] - w for w in local], axis=0)
             mu, rate = self.sync.outer_momentum, self.sync.outer_learning_rate
-            self.momentum = mu * self.momentum + moved
-            self.outer = self.outer - rate * (moved + mu * self.momentum)
+            momentum = mu * self.momentum[own] + moved
+            outer = self.outer[own] - rate * (moved + mu * momentum)
+            self.momentum[own] = momentum
         else:
-            self.outer = np.mean(self.local, axis=0)
-        self.local = [self.outer.copy() for _ in range(self.groups)]
+            outer = np.mean(local, axis=0)
+        self.outer = self.outer.copy()
+        self.outer[own] = outer
+        for weights in self.local:
+            weights[own] = outer
 
 
 def gradient_of(weights, x, y):

@@ -20,6 +20,7 @@ SYNCS = {
     "local": tfdp.sync.LocalSGD(3),
     "post-local": tfdp.sync.LocalSGD(3, start_step=2),
     "diloco": tfdp.sync.DiLoCo(every=4, start_step=1),
+    "fragments": tfdp.sync.DiLoCo(every=4, fragments=2, outer_learning_rate=0.4),
     "diloco-replicas": tfdp.sync.DiLoCo(every=4, across="replicas"),
 }
 

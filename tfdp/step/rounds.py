@@ -7,12 +7,12 @@ depends on its number, which is the same on all replicas:
                            the local values, alike everywhere, become the outer ones
     later                  gradients are summed within the group, and nothing is sent
     every `every`-th       then the outer values move, and the local ones start again
-    of those               from there
+    of those               from there: all of them, or one fragment after the other
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -22,6 +22,7 @@ from tfdp.errors import ConfigurationError
 from tfdp.exchange.reducer import Reducer
 from tfdp.step.local_values import LocalValues
 from tfdp.step.outer_update import mean_over_groups, outer_update
+from tfdp.sync.fragments import fragments_of, meeting_of
 from tfdp.sync.rounds import Sync
 from tfdp.tracing.run import ReplicaRun
 from tfdp.variables.local_view import LocalView
@@ -61,6 +62,8 @@ class Rounds:
         self.values = LocalValues(strategy.extended.worker_devices)
         for weight in weights:
             self.values.make(weight)
+        sizes = [weight.shape.num_elements() * weight.dtype.size for weight in weights]
+        self._fragments = fragments_of(sizes, getattr(sync, "fragments", 1))
 
     def keep_layer_state(self, variables: Sequence[Any]) -> None:
         """Gives what layers store (moving statistics) local values, too."""
@@ -139,8 +142,13 @@ class Rounds:
         own_copy(self._updates, rank).assign(count)
 
         def in_round() -> tf.Tensor:
-            is_last = tf.equal((count - start) % self.sync.every, 0)
-            return tf.cond(is_last, lambda: self._meet(count, rank), lambda: False)
+            place = (count - start) % self.sync.every
+            fragments = len(self._fragments)
+            for number in range(fragments):
+                is_due = tf.equal(place, meeting_of(number, fragments, self.sync.every))
+                # At most one of them is: no two wait for each other's exchange.
+                tf.cond(is_due, self._meeting(number, count, rank), lambda: False)
+            return tf.constant(True)
 
         if start == 0:
             in_round()
@@ -152,43 +160,61 @@ class Rounds:
         for variable in (*self._weights, *self._layer_state):
             local = variable.local_copy(rank).read_value()
             variable.outer_copy(rank).assign(local)
-        return self._average(count, rank)
+        return self._average(count, rank, range(len(self._weights)))
 
-    def _meet(self, count: tf.Tensor, rank: int) -> tf.Tensor:
-        outer = [v.outer_copy(rank).read_value() for v in self._weights]
-        local = [v.local_copy(rank).read_value() for v in self._weights]
-        momenta = [own_copy(v, rank) for v in self._momenta]
-        before = [momentum.read_value() for momentum in momenta]
-        state = [v.local_copy(rank).read_value() for v in self._layer_state]
+    def _meeting(
+        self, number: int, count: tf.Tensor, rank: int
+    ) -> Callable[[], tf.Tensor]:
+        return lambda: self._meet(number, count, rank)
+
+    def _meet(self, number: int, count: tf.Tensor, rank: int) -> tf.Tensor:
+        """Moves the outer weights of one fragment, and starts the local ones there."""
+        places = self._fragments[number]
+        fragment = [self._weights[place] for place in places]
+        momenta = [own_copy(self._momenta[p], rank) for p in places if self._momenta]
         weights, after = outer_update(
-            self.sync, outer, local, before, self._reducer, rank
+            self.sync,
+            [v.outer_copy(rank).read_value() for v in fragment],
+            [v.local_copy(rank).read_value() for v in fragment],
+            [momentum.read_value() for momentum in momenta],
+            self._reducer,
+            rank,
         )
         for momentum, value in zip(momenta, after, strict=True):
             momentum.assign(value)
-        if state:
-            state = mean_over_groups(state, self._reducer, rank)
-        variables = (*self._weights, *self._layer_state)
-        for variable, value in zip(variables, [*weights, *state], strict=True):
+        # What layers store goes with the last one, which ends the round.
+        is_last = number == len(self._fragments) - 1
+        state = self._layer_state if is_last else []
+        local = [v.local_copy(rank).read_value() for v in state]
+        means = mean_over_groups(local, self._reducer, rank) if state else []
+        for variable, value in zip(
+            [*fragment, *state], [*weights, *means], strict=True
+        ):
             variable.outer_copy(rank).assign(value)
             variable.local_copy(rank).assign(value)
-        return self._average(count, rank)
+        return self._average(count, rank, places)
 
-    def _average(self, count: tf.Tensor, rank: int) -> tf.Tensor:
-        """Moves the averages towards the outer weights; the first time, onto them."""
-        first = 1 if self.sync.start_step else self.sync.every
-        for variable, average in zip(self._weights, self._averages, strict=False):
+    def _average(self, count: tf.Tensor, rank: int, places: Sequence[int]) -> tf.Tensor:
+        """Moves averages towards the outer weights; the first time, onto them."""
+        first = self._first_meeting
+        for place in places if self._averages else ():
+            average = self._averages[place]
             if average is not None:
                 own = own_copy(average, rank)
-                kept = tf.where(tf.equal(count, first), 0.0, self._average_momentum)
+                kept = tf.where(count <= first, 0.0, self._average_momentum)
                 kept = tf.cast(kept, own.dtype)
-                value = variable.outer_copy(rank).read_value()
+                value = self._weights[place].outer_copy(rank).read_value()
                 own.assign(kept * own.read_value() + (1 - kept) * value)
         return tf.constant(True)
 
+    @property
+    def _first_meeting(self) -> int:
+        """The update after which every weight has met for the first time."""
+        return 1 if self.sync.start_step else self.sync.every
+
     def have_met(self) -> bool:
         """Whether there were outer weights since the start, outside of replicas."""
-        first = 1 if self.sync.start_step else self.sync.every
-        return int(self._updates.numpy()) >= first
+        return int(self._updates.numpy()) >= self._first_meeting
 
     def _count(self, rank: int) -> tf.Tensor:
         return own_copy(self._updates, rank).read_value()

@@ -29,7 +29,10 @@ class DiLoCo(Sync):
       every: updates in a round, at least 1.
       outer_learning_rate: lr, at least 0.
       outer_momentum: mu, from 0 to below 1.
-      fragments: parts of the weights that meet in turn. Only 1 for now.
+      fragments: parts of the weights, as even in bytes as whole variables can be, that
+        meet in turn: part p of P after (p + 1) every / P updates and then after every
+        `every` (streaming DiLoCo). `every` must be a multiple; the most that a step
+        sends falls to about 1 / P. No more than there are variables.
       overlap_steps: updates that go on while a part travels. Only 0 for now.
       mixing: the share of the local weights in what comes back late. Only 0.5, its
         default, for now.
@@ -42,15 +45,21 @@ class DiLoCo(Sync):
       ConfigurationError: when a value is out of its range.
 
     Cost: for n bytes of weights on H hosts 2 n (H - 1) / H bytes on the wire per host
-    and round, nothing in between; 2 n bytes more memory on each device.
+    and round, in `fragments` exchanges, and nothing in between; 2 n bytes more memory
+    on each device.
 
     >>> DiLoCo(every=50, start_step=500).outer_momentum
     0.9
 
-    Source: Douillard et al. 2023, "DiLoCo: distributed low-communication training of
-    language models", Algorithm 1, with its outer values 0.7 and 0.9. Differs from the
-    paper: `start_step` makes the synchronous updates that the paper has done before, in
-    the same training.
+    Sources: Douillard et al. 2023, "DiLoCo: distributed low-communication training of
+    language models", Algorithm 1, with its outer values 0.7 and 0.9. Douillard et al.
+    2025, "Streaming DiLoCo with overlapping communication", section 2.1 (fragments; its
+    outer learning rate is 0.4).
+
+    Differs from the papers: `start_step` makes the synchronous updates that they have
+    done before, in the same training. Fragments are of variables and not of transformer
+    blocks, and training waits for each of them, so that what comes back replaces the
+    local weights.
     """
 
     every: int = 500
@@ -70,12 +79,18 @@ class DiLoCo(Sync):
         check_fraction(self, "mixing", below_one=True)
         check_whole(self, "fragments", 1)
         check_whole(self, "overlap_steps", 0)
-        if self.fragments > 1 or self.overlap_steps > 0 or self.mixing != 0.5:
+        if self.every % self.fragments:
             raise ConfigurationError(
-                "DiLoCo with fragments above 1, overlap_steps above 0 or a mixing "
-                "of its own (streaming DiLoCo) is not there yet: all weights meet at "
-                "the end of a round, and training waits. Leave these out. Received: "
-                f"fragments={self.fragments}, overlap_steps={self.overlap_steps}, "
+                "DiLoCo.every must be a multiple of fragments, which meet at even "
+                f"distances. Received: every={self.every}, "
+                f"fragments={self.fragments}."
+            )
+        if self.overlap_steps > 0 or self.mixing != 0.5:
+            raise ConfigurationError(
+                "DiLoCo with overlap_steps above 0, or a mixing of its own, is not "
+                "there yet: training waits for what is on the way, and takes it as it "
+                "comes. Leave both out (fragments make a step's exchange smaller). "
+                f"Received: overlap_steps={self.overlap_steps}, "
                 f"mixing={self.mixing}."
             )
         if self.compression is not None:
