@@ -68,10 +68,11 @@ def test_rounds_are_those_of_the_equations(sync, rows):
     x, y = regression_data(rows)
     by_hand = ByHand(sync, vector_of(model.get_weights()), 2 if hosts else 4)
     for _ in range(3):
-        model.fit(x, y, batch_size=24, shuffle=False, verbose=0)
+        logs = model.fit(x, y, batch_size=24, shuffle=False, verbose=0).history
         for parts in parts_of(x, y, 24, 4, by_hand.groups):
             by_hand.update(parts)
         assert compare(model, by_hand, 4) < BOUND
+        assert logs["loss"][0] == pytest.approx(by_hand.mean_loss(), rel=1e-4)
     assert by_hand.updates in (9, 12)
     is_in_round = (by_hand.updates - sync.start_step) % sync.every
     # The bias, which is the last of two fragments: a round ends with it.
@@ -170,7 +171,8 @@ def adam(**options):
 
 @pytest.mark.parametrize("across", ["replicas", "hosts"])
 def test_a_round_is_the_mean_of_models_that_were_trained_alone(across):
-    """With Adam, clipping and batch normalization, whose statistics are averaged, too.
+    """With Adam, clipping, rows that weigh unequally, and batch normalization, whose
+    statistics are averaged, too.
 
     Each group is one more training, on its rows only, without `sync`.
     """
@@ -180,9 +182,12 @@ def test_a_round_is_the_mean_of_models_that_were_trained_alone(across):
         LOCAL_SGD(2, across=across),
         normalized_model,
         lambda: adam(clipnorm=0.5),
+        loss=keras.losses.MeanSquaredError(reduction="mean_with_sample_weight"),
     )
     x, y = regression_data(48)
-    model.fit(x, y, batch_size=24, shuffle=False, verbose=0)
+    weights = np.random.default_rng(5).uniform(0.1, 3.0, 48)
+    options = {"shuffle": False, "verbose": 0}
+    model.fit(x, y, sample_weight=weights, batch_size=24, **options)
     alone = []
     for group in range(groups):
         rows = np.arange(48).reshape(2, groups, -1)[:, group].ravel()
@@ -191,8 +196,10 @@ def test_a_round_is_the_mean_of_models_that_were_trained_alone(across):
             None,
             normalized_model,
             lambda: adam(clipnorm=0.5),
+            loss=keras.losses.MeanSquaredError(reduction="mean_with_sample_weight"),
         )
-        one.fit(x[rows], y[rows], batch_size=24 // groups, shuffle=False, verbose=0)
+        mine = x[rows], y[rows], 24 // groups
+        one.fit(*mine, sample_weight=weights[rows], **options)
         alone.append(one.get_weights())
     for ours, theirs in zip(model.get_weights(), zip(*alone, strict=True), strict=True):
         # Two steps of Adam of 0.01, in which sums of 24 terms may differ by u each;
@@ -200,6 +207,27 @@ def test_a_round_is_the_mean_of_models_that_were_trained_alone(across):
         # more than 1e-3 apart.
         np.testing.assert_allclose(ours, np.mean(theirs, axis=0), rtol=0, atol=2e-6)
         assert np.ptp(theirs, axis=0).max() > 1e-3
+
+
+def test_synchronous_updates_weigh_groups_by_their_weights():
+    """Before `start_step`: rows that weigh unequally, a batch without some groups."""
+    x, y = regression_data(53)
+    weights = np.random.default_rng(5).uniform(0.1, 3.0, 53)
+
+    def trained(sync):
+        model = compiled(
+            make_strategy(4),
+            sync,
+            normalized_model,
+            loss=keras.losses.MeanSquaredError(reduction="mean_with_sample_weight"),
+        )
+        options = {"batch_size": 24, "shuffle": False, "verbose": 0}
+        model.fit(x, y, sample_weight=weights, **options)
+        return model.get_weights()
+
+    plain, first = trained(None), trained(LOCAL_SGD(9, 9, across="replicas"))
+    for ours, theirs in zip(first, plain, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=BOUND)
 
 
 RESUMED = {

@@ -50,13 +50,14 @@ def check(path, name, devices):
     groups = 2 * devices if sync.across == "replicas" else 2
     x, y = regression_data(apart_training.ROWS)
     by_hand = ByHand(sync, vector_of(linear_model().get_weights()), groups)
-    talks = []
+    talks, expected_losses = [], []
     for _ in range(apart_training.EPOCHS):
         for parts in parts_on_hosts(x, y, devices, groups // 2):
             by_hand.update(parts)
             each = sync.every // by_hand.fragments
             in_round = (by_hand.updates - sync.start_step) % each
             talks.append(by_hand.updates <= sync.start_step or not in_round)
+        expected_losses.append(by_hand.mean_loss())
     losses = []
     for rank in range(2):
         with np.load(f"{path}.{name}.{rank}.npz") as file:
@@ -67,6 +68,7 @@ def check(path, name, devices):
             assert np.max(np.abs(mine - by_hand.local[group])) < BOUND
         assert [sent > 0 for sent in got["sent"]] == talks, (name, got["sent"])
         losses.append(got["losses"])
+        np.testing.assert_allclose(got["losses"], expected_losses, rtol=1e-4)
         predicted = x @ by_hand.outer[:-1, None] + by_hand.outer[-1]
         expected = np.mean((predicted - y) ** 2)
         assert got["evaluation"][0] == pytest.approx(expected, rel=1e-3)

@@ -46,9 +46,13 @@ class ByHand:
         self.velocity = [np.zeros_like(self.outer) for _ in range(self.groups)]
         self.momentum = np.zeros_like(self.outer)
         self.updates = 0
+        self.losses = []  # of each group in each update: its rows, and their mean
 
     def update(self, parts):
         """One update; `parts` has the (x, y) of each group, perhaps without rows."""
+        for w, (x, y) in zip(self.local, parts, strict=True):
+            loss = np.mean((x @ w[:-1, None] + w[-1] - y) ** 2) if len(x) else 0.0
+            self.losses.append((len(x), loss))
         gradients = [gradient_of(w, *p) for w, p in zip(self.local, parts, strict=True)]
         self.updates += 1
         is_synchronous = self.updates <= self.sync.start_step
@@ -65,6 +69,12 @@ class ByHand:
         place = (self.updates - self.sync.start_step) % self.sync.every
         if not is_synchronous and place % each == 0:
             self.meet((place // each - 1) % self.fragments)
+
+    def mean_loss(self):
+        """Over all rows since it was last asked: what an epoch reports."""
+        rows, losses = zip(*self.losses, strict=True)
+        self.losses = []
+        return np.average(losses, weights=rows)
 
     @property
     def fragments(self):

@@ -67,10 +67,11 @@ class Rounds:
 
     def keep_layer_state(self, variables: Sequence[Any]) -> None:
         """Gives what layers store (moving statistics) local values, too."""
+        known = set(map(id, self.values.variables))
         for variable in variables:
             if (
                 isinstance(variable, LocalView)
-                and not variable.has_local
+                and id(variable) not in known
                 and variable.dtype.is_floating
                 and variable.aggregation == tf.VariableAggregation.NONE
             ):
@@ -126,14 +127,17 @@ class Rounds:
         So no group needs to know the others' samples before its loss is taken.
         """
         rows = tf.cast(run.count_of(rank), tf.float32)
-        own = [g * tf.cast(weight, g.dtype) for g in gradients]
-        small = [weight / run.group_size, rows, *(_share(v, rows, rank) for v in state)]
-        sums, (weights, all_rows, *stored) = self._reducer.sum_gradients(
-            own, small, rank
-        )
-        means = [tf.math.divide_no_nan(v, tf.cast(all_rows, v.dtype)) for v in stored]
+        # A weight is its group's, which has several replicas.
+        counts = [weight / run.group_size, rows]
+        all_weights, all_rows = self._reducer.all_reduce(counts, rank, mean=False)
+        # Before they are summed, so that a 16-bit wire has no larger numbers to carry.
+        part = tf.math.divide_no_nan(weight, all_weights)
+        own = [g * tf.cast(part, g.dtype) for g in gradients]
+        share = tf.math.divide_no_nan(rows, all_rows)
+        shares = [_share(variable, share, rank) for variable in state]
+        sums, means = self._reducer.sum_gradients(own, shares, rank)
         _assign(state, means, rank)
-        return [tf.math.divide_no_nan(g, tf.cast(weights, g.dtype)) for g in sums]
+        return sums
 
     def after_update(self, rank: int) -> None:
         """Counts an update of this replica's weights, and meets when it is time."""
