@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         losses,
         optimizers,
         schedules,
+        sync,
         testing,
     )
     from tfdp.cluster import Cluster, find_cluster
@@ -60,6 +61,7 @@ _PUBLIC = {
     "optimizers": "tfdp.optimizers",
     "remat": "tfdp.layers.rematerialization",
     "schedules": "tfdp.schedules",
+    "sync": "tfdp.sync",
     "testing": "tfdp.testing",
     "use_virtual_devices": "tfdp.strategies.devices",
 }
@@ -71,7 +73,7 @@ _STRATEGIES = {
     "auto_strategy",
 }
 # These load without TensorFlow.
-_PURE = {"Cluster", "Communication", "Sharding", "errors", "find_cluster"}
+_PURE = {"Cluster", "Communication", "Sharding", "errors", "find_cluster", "sync"}
 
 MISSING_TENSORFLOW = (
     "tfdp needs TensorFlow: pip install 'tfdp[cpu]' (no GPU), 'tfdp[gpu]' (CUDA) "

@@ -62,7 +62,7 @@ def local_mean(loss: tf.Tensor) -> tf.Tensor:
     shares = run.shares[trace_of(rank)]
     if is_share(shares, loss, "local_mean"):
         return loss
-    return loss * shares.factor(run.share_of(rank), loss.dtype)
+    return loss * shares.factor(run.share_in_group(rank), loss.dtype)
 
 
 @library_code

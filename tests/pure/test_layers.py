@@ -48,6 +48,7 @@ LAYERS = {
     "cluster": 1,
     "plan": 1,
     "schedules": 1,
+    "sync": 1,
     "_version": 0,
     "checks": 0,
     "errors": 0,
@@ -64,6 +65,7 @@ PURE = {
     "launch",
     "plan",
     "report",
+    "sync",
 }
 FRAMEWORKS = {"tensorflow", "keras"}
 MODULES = modules()

@@ -156,6 +156,16 @@ class Engine(abc.ABC):
         return self.all_reduce_bucket(tensors, rank, label)
 
     @property
+    def host_groups(self) -> tuple[tuple[int, ...], ...] | None:
+        """The replicas of this process, host by host; None: `all_reduce_within` is not
+        there, or there is one host."""
+        return None
+
+    def all_reduce_within(self, tensor: tf.Tensor, rank: int) -> tf.Tensor:
+        """The sum of `tensor` over the replicas of the calling replica's host."""
+        raise CollectiveError(f"The engine {self.name!r} has no sums within a host.")
+
+    @property
     def shard_parts(self) -> int:
         """Over how many replicas a tensor is sharded."""
         return len(self.devices)

@@ -65,6 +65,21 @@ class InProcessEngine(Engine):
             total, rank, leader, within, f"{call}/down", tensor
         )
 
+    @property
+    def host_groups(self) -> tuple[tuple[int, ...], ...] | None:
+        """The simulated hosts."""
+        groups = self.topology.within_host_groups
+        return groups if len(groups) > 1 else None
+
+    def all_reduce_within(self, tensor: tf.Tensor, rank: int) -> tf.Tensor:
+        check_summable(tensor.dtype)
+        call = self.next_call_number(rank)
+        self._hand.touch_token(rank)
+        group = self.topology.within_host_group_of(rank)
+        root = group[call % len(group)]
+        total = self._hand.sum_at(tensor, rank, root, group, f"{call}/within")
+        return self._hand.share_from(total, rank, root, group, f"{call}/down", tensor)
+
     def reduce_scatter_bucket(
         self,
         tensors: Sequence[tf.Tensor],

@@ -94,6 +94,15 @@ class GradientPipeline:
         is_mean = mean and self.engine.replicas > 1
         return [self._mean(value) for value in sums] if is_mean else sums
 
+    @property
+    def host_groups(self) -> tuple[tuple[int, ...], ...] | None:
+        """The replicas of this process, host by host; see `Engine`."""
+        return self.engine.host_groups
+
+    def sum_within(self, value: tf.Tensor, rank: int) -> tf.Tensor:
+        """The sum of `value` over the replicas of this host, which sends nothing."""
+        return self.engine.all_reduce_within(tf.convert_to_tensor(value), rank)
+
     def _by_buckets(
         self,
         values: Sequence[Value],

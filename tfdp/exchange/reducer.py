@@ -45,6 +45,14 @@ class Reducer(Protocol):
     def all_reduce(self, values: Sequence[Any], rank: Any, *, mean: bool) -> list[Any]:
         """The sum or mean of each value over the replicas, bit for bit as they are."""
 
+    @property
+    def host_groups(self) -> tuple[tuple[int, ...], ...] | None:
+        """The replicas of this process, host by host; None: hosts cannot be told apart
+        here, or there is one."""
+
+    def sum_within(self, value: tf.Tensor, rank: Any) -> tf.Tensor:
+        """The sum of `value` over the replicas of the calling replica's host."""
+
     def broadcast(self, value: Any, rank: Any) -> Any:
         """Replica 0's value."""
 

@@ -58,6 +58,15 @@ class CrossReplicaReducer:
         self._ops = CrossReplicaOps(replicas) if ops is None else ops
 
     @property
+    def host_groups(self) -> tuple[tuple[int, ...], ...] | None:
+        """One program runs on all cores, which cannot step apart."""
+        return None
+
+    def sum_within(self, value: tf.Tensor, rank: Any) -> tf.Tensor:
+        """Not on TPUs; see `host_groups`."""
+        raise CollectiveError("TPU cores have no sums within a host.")
+
+    @property
     def shard_parts(self) -> int:
         """Over how many replicas a tensor is sharded."""
         return self.replicas

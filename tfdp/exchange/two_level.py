@@ -83,6 +83,14 @@ class AcrossHostsEngine(Engine):
         """One call of the link carries the tensors of a whole bucket."""
         return True
 
+    @property
+    def host_groups(self) -> tuple[tuple[int, ...], ...] | None:
+        """This host."""
+        return (tuple(self._here),)
+
+    def all_reduce_within(self, tensor: tf.Tensor, rank: int) -> tf.Tensor:
+        return self.within.all_reduce(tensor, rank)
+
     def all_reduce(self, tensor: tf.Tensor, rank: int) -> tf.Tensor:
         return self.all_reduce_bucket([tensor], rank, "sum")[0]
 

@@ -117,6 +117,11 @@ class TensorFlowAcrossHostsEngine(AcrossHostsEngine):
     def close(self) -> None:
         self._watch.close()
 
+    @property
+    def host_groups(self) -> tuple[tuple[int, ...], ...] | None:
+        """None: replicas that train apart were not tried with these collectives."""
+        return None
+
     def begin_run(self) -> None:
         super().begin_run()
         self._places = [0] * len(self.devices)

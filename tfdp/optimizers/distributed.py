@@ -9,6 +9,7 @@ import keras
 import tensorflow as tf
 
 from tfdp._private.autograph import library_code
+from tfdp._private.names import current_rank
 from tfdp._private.optimizer_hooks import (
     LossScaleHooks,
     variable_index,
@@ -16,9 +17,18 @@ from tfdp._private.optimizer_hooks import (
 )
 from tfdp.checks import is_whole
 from tfdp.errors import ConfigurationError, ScopeError
+from tfdp.optimizers.apart import (
+    averages_wait,
+    make_rounds,
+    refuse_outside_of_fit,
+    refuse_with_sync,
+)
 from tfdp.sharding.updates import ACCUMULATOR_NAME
 from tfdp.step.optimizers import shards_of, takes_reduced
+from tfdp.step.rounds import Rounds
 from tfdp.step.sums import agree_finite, reduce_gradients
+from tfdp.sync.checked import checked_sync
+from tfdp.sync.rounds import Sync
 from tfdp.tracing.current_run import current_run
 
 __all__ = ["DistributedOptimizer"]
@@ -49,6 +59,8 @@ class DistributedOptimizer(LossScaleHooks):
         `mixed_float16` at this moment.
       initial_scale: the first loss scale, above 0.
       dynamic_growth_steps: finite updates until the scale doubles.
+      sync: `tfdp.sync.LocalSGD` or `tfdp.sync.DiLoCo`: replicas make many updates on
+        their own before they meet; see docs/communication.md. None: in every update.
       name: the optimizer's name.
 
     Raises:
@@ -81,6 +93,7 @@ class DistributedOptimizer(LossScaleHooks):
         dynamic_loss_scale: bool | None = None,
         initial_scale: float = 2.0**15,
         dynamic_growth_steps: int = 2000,
+        sync: Sync | None = None,
         name: str | None = None,
     ):
         _check_arguments(optimizer, accumulate_steps, initial_scale)
@@ -97,6 +110,10 @@ class DistributedOptimizer(LossScaleHooks):
         if dynamic_loss_scale is None:
             dynamic_loss_scale = keras.config.dtype_policy().name == "mixed_float16"
         self.dynamic_loss_scale = bool(dynamic_loss_scale)
+        self.sync = checked_sync(sync)
+        if self.sync is not None:
+            refuse_with_sync(optimizer)
+        self._rounds: Rounds | None = None
 
     def build(self, variables: Sequence[keras.Variable]) -> None:
         """Makes the accumulators; see `keras.optimizers.Optimizer.build`."""
@@ -104,14 +121,40 @@ class DistributedOptimizer(LossScaleHooks):
         # besides its slots (Nadam, Adafactor): they would be in no file.
         self.inner_optimizer.build(variables)
         super().build(variables)
-        if self.accumulate_steps == 1:
-            return
-        self._accumulators = [
-            self.add_variable_from_reference(v, name=ACCUMULATOR_NAME)
-            for v in variables
-        ]
-        self._weight_sum = self.add_variable(shape=(), name="accumulated_weight")
-        self._micro_step = self.add_variable(shape=(), dtype="int", name="micro_step")
+        if self.accumulate_steps > 1:
+            self._accumulators = [
+                self.add_variable_from_reference(v, name=ACCUMULATOR_NAME)
+                for v in variables
+            ]
+            self._weight_sum = self.add_variable(shape=(), name="accumulated_weight")
+            self._micro_step = self.add_variable(
+                shape=(), dtype="int", name="micro_step"
+            )
+        if self.sync is not None:
+            self._rounds = make_rounds(self, self.sync, variables)
+            # Tracked, so that checkpoints hold it.
+            self._local_values = self._rounds and self._rounds.values.stored
+
+    def train_apart(self, layer_state: Sequence[Any]) -> None:
+        """Before the replicas of a training step run; see `tfdp.step.local_run`.
+
+        Args:
+          layer_state: variables of the model that no optimizer updates.
+        """
+        if self._rounds is None:
+            raise ConfigurationError(
+                f"The optimizer {self.name!r} has sync={self.sync!r} and is not built, "
+                "and a step that reads the weights before would not see the replicas' "
+                "own. Call optimizer.build(model.trainable_variables) under the "
+                "strategy's scope first."
+            )
+        self._rounds.keep_layer_state(layer_state)
+        self._rounds.values.settle()
+
+    def finalize_variable_values(self, var_list: Sequence[Any]) -> None:
+        """Gives the model the average of its weights, where it has one (`use_ema`)."""
+        if self._rounds is None or self._rounds.have_met():
+            super().finalize_variable_values(var_list)
 
     @library_code
     def scale_loss(self, loss: tf.Tensor) -> tf.Tensor:
@@ -127,6 +170,8 @@ class DistributedOptimizer(LossScaleHooks):
             self.build(list(trainable_variables))
             self.built = True
         self._refuse_other_strategies()
+        if self.sync is not None:
+            refuse_outside_of_fit(self)
         variables = list(trainable_variables or variables_built_with(self))
         gradients = list(grads)
         if self.static_scale is not None:
@@ -135,7 +180,10 @@ class DistributedOptimizer(LossScaleHooks):
                 for g in gradients
             ]
         if self.accumulate_steps == 1:
-            self._update_weights(self._reduced(gradients, variables), variables)
+            found = current_run()
+            weight = None if found is None else found[0].batch_weight(found[1])
+            reduced = self._reduced(gradients, variables, weight)
+            self._update_weights(reduced, variables)
         else:
             self._accumulate(gradients, variables)
 
@@ -146,6 +194,7 @@ class DistributedOptimizer(LossScaleHooks):
         config.update(
             accumulate_steps=self.accumulate_steps,
             dynamic_loss_scale=self.dynamic_loss_scale,
+            sync=None if self.sync is None else self.sync.get_config(),
         )
         config["optimizer"]["config"]["loss_scale_factor"] = self.static_scale
         return config
@@ -167,7 +216,7 @@ class DistributedOptimizer(LossScaleHooks):
         weight = tf.constant(1.0) if run is None else run.batch_weight(rank)
         indices = [variable_index(self, variable) for variable in variables]
         if self._accumulates_shards():
-            gradients = self._reduced(gradients, variables)
+            gradients = self._reduced(gradients, variables, weight)
         for index, gradient in zip(indices, gradients, strict=True):
             if gradient is not None:
                 dense = tf.convert_to_tensor(gradient)
@@ -189,7 +238,7 @@ class DistributedOptimizer(LossScaleHooks):
                 for index, gradient in zip(indices, gradients, strict=True)
             ]
             if not self._accumulates_shards():
-                means = self._reduced(means, variables)
+                means = self._reduced(means, variables, total)
             self._update_weights(means, variables)
             for spent in (*self._accumulators, self._weight_sum, self._micro_step):
                 self._set(spent, tf.zeros_like(tf.convert_to_tensor(spent)))
@@ -202,15 +251,21 @@ class DistributedOptimizer(LossScaleHooks):
         shards = shards_of(self)
         return shards is not None and shards.stage > 1
 
-    def _reduced(self, gradients: list[Any], variables: list[Any]) -> list[Any]:
+    def _reduced(
+        self, gradients: list[Any], variables: list[Any], weight: Any
+    ) -> list[Any]:
+        """The sums over those who step together; `weight` is that of their batches."""
         found = current_run()
         if found is None:
             return gradients
-        run, _ = found
+        run, rank = found
         places = [i for i, g in enumerate(gradients) if g is not None]
-        reduced = reduce_gradients(
-            [gradients[i] for i in places], run, [variables[i] for i in places], self
-        )
+        own = [gradients[i] for i in places]
+        if self._rounds is None:
+            of = [variables[i] for i in places]
+            reduced = reduce_gradients(own, run, of, self)
+        else:
+            reduced = self._rounds.reduced(own, weight, run, rank)
         results = list(gradients)
         for place, gradient in zip(places, reduced, strict=True):
             results[place] = gradient
@@ -218,6 +273,14 @@ class DistributedOptimizer(LossScaleHooks):
 
     def _update_weights(self, gradients: list[Any], variables: list[Any]) -> None:
         """Tests, clips and updates, with gradients that are reduced already."""
+        if self._rounds is not None:
+            with averages_wait(self.inner_optimizer):
+                self._update_tested(gradients, variables)
+            self._rounds.after_update(current_rank())
+        else:
+            self._update_tested(gradients, variables)
+
+    def _update_tested(self, gradients: list[Any], variables: list[Any]) -> None:
         with takes_reduced(self.inner_optimizer):
             if not self.dynamic_loss_scale:
                 self.inner_optimizer.apply(gradients, variables)

@@ -129,9 +129,9 @@ def _report_factor(
     # elsewhere each is weighted by the replica's rows (`step.reports`).
     is_weighted = isinstance(rank, int) or _is_weighted_by_samples(reporter)
     if run.is_even or not is_weighted:
-        return float(run.replicas)
+        return float(run.group_size)
     return tf.math.divide_no_nan(
-        tf.cast(run.total_of(rank), tf.float32), tf.cast(run.count_of(rank), tf.float32)
+        run.total_in_group(rank), tf.cast(run.count_of(rank), tf.float32)
     )
 
 
@@ -154,7 +154,7 @@ def _fraction(
     if denominator is None and not _goes_with_rows(run, rank, reducer):
         denominator = reducer.f_locals["divisor"]  # type: ignore[union-attr]
     if denominator is None:
-        return run.even_share if run.is_even else run.share_of(rank)
+        return run.even_share if run.is_even else run.share_in_group(rank)
     denominator = tf.stop_gradient(tf.cast(denominator, tf.float32))
     # A borrowed row is nobody's loss: neither above the line nor below it.
     denominator = run.own_part(rank, denominator)

@@ -117,7 +117,8 @@ def _update_mean(
         size = tf.cast(tf.size(value), value.dtype)
         value = tf.math.divide_no_nan(tf.reduce_sum(value), size)
     if standing is Standing.SHARE:
-        value = tf.math.divide_no_nan(value, share)
+        in_group = tf.cast(run.share_in_group(rank), value.dtype)
+        value = tf.math.divide_no_nan(value, in_group)
     elif standing is Standing.MIXED:
         _suspect_mixture(run, f"the metric {metric.name!r} was given")
     if sample_weight is None:
@@ -219,7 +220,10 @@ def _bring(value: tf.Tensor, run: ReplicaRun, rank: int) -> tf.Tensor:
         return tf.zeros([], value.dtype)
     standing = run.shares[trace_of(rank)].standing_of(value)
     if standing is Standing.SHARE:
-        return run.own_part(rank, value)
+        own = run.own_part(rank, value)
+        return (
+            own * tf.cast(run.share_of_group(rank), own.dtype) if run.is_local else own
+        )
     if standing is Standing.MIXED:
         _suspect_mixture(run, "the step returned")
     share = tf.cast(run.share_of(rank), value.dtype)

@@ -27,6 +27,7 @@ from tfdp.sharding.updates import (
     ShardUpdates,
 )
 from tfdp.sharding.variables import ShardedVariable
+from tfdp.step.local_run import refuse_in_local_run
 from tfdp.strategies.global_seed import with_global_seed
 from tfdp.strategies.made_optimizers import MadeOptimizers
 from tfdp.strategies.replica_extended import ReplicaExtended
@@ -113,6 +114,7 @@ class DataParallelExtended(ReplicaExtended, MirroredExtended):
             value = self.current_run.parts_to_sum(current_rank(), value)
         if tf.executing_eagerly():
             return super()._replica_ctx_all_reduce(reduce_op, value, options)
+        refuse_in_local_run(self.current_run)
         return self.reduced(reduce_op, value)
 
     def _create_variable(self, next_creator: Callable, **kwargs: Any) -> Any:

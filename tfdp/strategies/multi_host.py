@@ -366,7 +366,8 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
 
     def _complete_run(self, run: ReplicaRun) -> None:
         """Counts the samples of all hosts, in cross-replica context."""
-        if self._group is None:
+        # Where hosts train apart, the others' samples do not matter.
+        if self._group is None or run.is_local:
             return
         run.replicas = self.num_replicas_in_sync
         if run.counts is not None:

@@ -27,6 +27,7 @@ from tfdp.step.build import builds_from_plain_batch
 from tfdp.step.call import StepCall
 from tfdp.step.jit import take_over_jit
 from tfdp.step.layer_state import check_no_row_state
+from tfdp.step.local_run import begin_local_run
 from tfdp.step.losses import loss_replica_count
 from tfdp.step.optimizers import optimizers_of
 from tfdp.step.reduced_parts import parts_of_one_shape
@@ -138,6 +139,8 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
         if call.model in self._jit_models:
             call.compile_replicas()
         run = call.take_batch()
+        is_jitted = call.model in self._jit_models
+        begin_local_run(fn, call.optimizers, run, self, is_jitted=is_jitted)
         self._complete_run(run)
         with (
             self._as_current(run),
@@ -145,8 +148,10 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
         ):
             result = super().run(call.step, call.args, call.kwargs, options)
         if call.is_reported and run.replicas > 1:
+            # Where hosts train apart, a step's numbers are of this host.
+            over_hosts = None if run.is_local else self._sum_of_logs
             result = whole_logs(
-                result, run, noted, self.experimental_local_results, self._sum_of_logs
+                result, run, noted, self.experimental_local_results, over_hosts
             )
         if call.optimizers:
             self._warn_of_local_mean(call.model, fn, run)
@@ -269,5 +274,8 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
     def _sum_scalar(self, value: tf.Tensor, rank: Any) -> tf.Tensor:
         context, run = tf.distribute.get_replica_context(), self.extended.current_run
         value = run.own_part(rank, value)
+        if run.is_local:
+            alone = run.group_size == 1
+            return value if alone else self.extended.reducer.sum_within(value, rank)
         with run.summing_own_parts(rank):
             return context.all_reduce(tf.distribute.ReduceOp.SUM, value)

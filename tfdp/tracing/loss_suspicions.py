@@ -44,7 +44,7 @@ def is_share(shares: LossShares, loss: Any, caller: str) -> bool:
 
 def suspect_added_sum(run: ReplicaRun, rank: Any, loss: tf.Tensor) -> None:
     """Notes a loss for `add_loss` that seems to be a sum over the replica's rows."""
-    if run.replicas == 1 or isinstance(loss, tf.__internal__.EagerTensor):
+    if run.group_size == 1 or isinstance(loss, tf.__internal__.EagerTensor):
         return
     keys = {key_of(tensor) for tensor in run.batches.get(trace_of(rank), [])}
     if keys and is_sum_over_rows(loss, keys):
@@ -107,7 +107,7 @@ def why_loss_seems_local(model: Any, step: Any, run: ReplicaRun) -> str | None:
       A clause for a message, or None when the loss was brought to its share, or is a
       sum, so that adding the replicas' gradients is right.
     """
-    if run.replicas == 1 or name_of_step(step) != "train_step" or run.scaled_losses:
+    if run.group_size == 1 or name_of_step(step) != "train_step" or run.scaled_losses:
         return None
     if not is_stock_step(step):
         if run.added_losses:

@@ -73,6 +73,20 @@ class ReplicaRun:
     sums_own_parts: set[int] = dataclasses.field(default_factory=set)
     #: By trace: the optimizers at work, outermost first, and whether they still reduce.
     updates: dict[int, list[bool]] = dataclasses.field(default_factory=dict)
+    #: The replicas of this process that step together while others train apart
+    #: (`tfdp.sync`); None: all replicas do.
+    groups: tuple[tuple[int, ...], ...] | None = None
+
+    @property
+    def is_local(self) -> bool:
+        """Whether replicas train apart: steps read and update local weights."""
+        return self.groups is not None
+
+    def group_of(self, rank: int) -> tuple[int, ...]:
+        """The replicas of this process that `rank` steps together with."""
+        if self.groups is None:
+            return tuple(range(self.replicas))
+        return next(group for group in self.groups if rank in group)
 
     @property
     def is_even(self) -> bool:
@@ -117,10 +131,41 @@ class ReplicaRun:
             tf.cast(self.total_of(rank), tf.float32),
         )
 
+    def share_in_group(self, rank: Any) -> tf.Tensor:
+        """n_r / N_g: this replica's part of the samples of its group.
+
+        The group of a plain step are all replicas.
+        """
+        if self.groups is None:
+            return self.share_of(rank)
+        if self.is_even:
+            return tf.constant(self.even_share)
+        return tf.math.divide_no_nan(
+            tf.cast(self.count_of(rank), tf.float32), self.total_in_group(rank)
+        )
+
+    def share_of_group(self, rank: Any) -> tf.Tensor:
+        """N_g / N: the group's part of this process's samples; 1 in a plain step."""
+        if self.groups is None:
+            return tf.constant(1.0)
+        return tf.add_n([self.share_of(peer) for peer in self.group_of(rank)])
+
+    def total_in_group(self, rank: Any) -> tf.Tensor:
+        """N_g: the samples of the group of `rank`, a float32 scalar."""
+        if self.groups is None:
+            return tf.cast(self.total_of(rank), tf.float32)
+        counts = [self.count_of(peer) for peer in self.group_of(rank)]
+        return tf.add_n([tf.cast(count, tf.float32) for count in counts])
+
     @property
     def even_share(self) -> float:
-        """1 / R."""
-        return 1.0 / self.replicas
+        """1 / R, of the R replicas that step together."""
+        return 1.0 / self.group_size
+
+    @property
+    def group_size(self) -> int:
+        """How many replicas step together."""
+        return self.replicas if self.groups is None else len(self.groups[0])
 
     def has_own_rows(self, rank: Any) -> Any:
         """Whether `rank` computes on rows of its own; a boolean, or a scalar tensor."""
@@ -201,8 +246,9 @@ class ReplicaRun:
         denominators = self.denominators.get(trace_of(rank), [])
         if len(denominators) == 1:
             return denominators[0]
-        total = self.total_of(rank)
-        return tf.cast(1 if total is None else total, tf.float32)
+        if self.total_of(rank) is None:
+            return tf.constant(1.0)
+        return self.total_in_group(rank)
 
     def note_local_state(self, rank: Any, variable: Any, value: Any = None) -> None:
         """Remembers that a replica changed its own copy of `variable` to `value`.

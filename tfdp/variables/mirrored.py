@@ -8,8 +8,10 @@ from typing import Any
 import tensorflow as tf
 
 from tfdp._private.names import MirroredVariable, SyncOnReadVariable, current_rank
+from tfdp.errors import ConfigurationError
 from tfdp.tracing.assigned_terms import term_added_to
 from tfdp.tracing.replica_invariance import is_same_on_every_replica, outermost
+from tfdp.variables.local_view import LocalView
 
 __all__ = [
     "PythonNumber",
@@ -34,7 +36,7 @@ class PythonNumber:
         return float(self.numpy())  # type: ignore[attr-defined]
 
 
-class ReplicaMirroredVariable(PythonNumber, MirroredVariable):
+class ReplicaMirroredVariable(PythonNumber, LocalView):
     """A mirrored variable whose first-replica-only updates need no `merge_call`.
 
     Keras' counters are such variables. Stock TensorFlow goes to the cross-replica
@@ -63,10 +65,23 @@ class ReplicaMirroredVariable(PythonNumber, MirroredVariable):
         if self.aggregation == first_only and not tf.executing_eagerly():
             component = self._get_replica(rank)
             if tf.is_tensor(value) and not is_same_on_every_replica(value, component):
-                value = extended.reducer.broadcast(value, rank)
+                value = self._of_first_replica(value, rank)
             return update_fn(component, value, **kwargs)
         with run.summing_own_parts(rank):
             return super()._update_replica(update_fn, value, **kwargs)
+
+    def _of_first_replica(self, value: tf.Tensor, rank: Any) -> tf.Tensor:
+        extended = self.distribute_strategy.extended
+        run = extended.current_run
+        if not run.is_local:
+            return extended.reducer.broadcast(value, rank)
+        if run.is_updating:
+            return value  # the state of an optimizer, of which each group has its own
+        raise ConfigurationError(
+            f"{self.name!r} takes the value of the first replica in every step, which "
+            "is an exchange, and with sync=... replicas train apart. Make the variable "
+            "with aggregation='none', or leave sync out."
+        )
 
     def _weighted_by_rows(self, value: tf.Tensor) -> tf.Tensor:
         """R n_r / N times the value: the mean of these is the mean over all rows."""

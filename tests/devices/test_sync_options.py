@@ -1,0 +1,264 @@
+"""Replicas that train apart, together with everything else, and what is refused."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfdp
+from tests.devices.test_sync import (
+    BOUND,
+    DILOCO,
+    LOCAL_SGD,
+    compare,
+    compiled,
+    local_weights,
+)
+from tests.support.apart import (
+    ByHand,
+    linear_model,
+    parts_of,
+    regression_data,
+    sgd,
+    vector_of,
+)
+from tests.support.parity import make_strategy
+from tfdp.errors import ConfigurationError
+
+APART = LOCAL_SGD(2, across="replicas")
+
+
+def fit(model, x, y, batch_size=24, **options):
+    options = {"shuffle": False, "verbose": 0, **options}
+    return model.fit(x, y, batch_size=batch_size, **options)
+
+
+def by_hand_after(sync, model, x, y, groups, replicas=None):
+    by_hand = ByHand(sync, vector_of(model.get_weights()), groups)
+    for parts in parts_of(x, y, 24, replicas or groups, groups):
+        by_hand.update(parts)
+    return by_hand
+
+
+PLACES = {
+    "one-replica": (1, {}),
+    "tensorflow-engine": (4, {"engine": "tensorflow", "hierarchy": (2, 2)}),
+    "several-steps-per-call": (4, {}),
+}
+
+
+@pytest.mark.worth_seconds(10)
+@pytest.mark.parametrize("place", PLACES)
+def test_rounds_elsewhere(place):
+    replicas, communication = PLACES[place]
+    sync = DILOCO(every=2, start_step=1, across="replicas")
+    options = {"steps_per_execution": 3} if place.startswith("several") else {}
+    model = compiled(make_strategy(replicas, **communication), sync, **options)
+    x, y = regression_data(24 * 4)
+    by_hand = by_hand_after(sync, model, x, y, replicas)
+    fit(model, x, y)
+    assert compare(model, by_hand, replicas) < BOUND
+
+
+@pytest.mark.parametrize("start_step", [0, 1])
+def test_rounds_count_updates_and_not_micro_steps(start_step):
+    sync = LOCAL_SGD(2, start_step=start_step, across="replicas")
+    x, y = regression_data(24 * 4)
+    wrap = {"accumulate_steps": 2}
+    model = compiled(make_strategy(2), sync, wrap=wrap)
+    by_hand = by_hand_after(sync, model, x, y, 2)
+    # Each replica's twelve rows of an update, as six in each of two micro-steps.
+    order = np.arange(len(x)).reshape(4, 2, 2, 6).swapaxes(1, 2).ravel()
+    fit(model, x[order], y[order], batch_size=12)
+    assert compare(model, by_hand, 2) < BOUND
+
+
+def test_a_replica_that_overflows_leaves_its_update_out_alone():
+    sync = LOCAL_SGD(3, across="replicas")
+    x, y = regression_data(24 * 4)
+    x[30] = np.inf  # the second batch, the first of two replicas
+    wrap = {"dynamic_loss_scale": True, "initial_scale": 8.0}
+    model = compiled(make_strategy(2), sync, wrap=wrap)
+    by_hand = ByHand(sync, vector_of(model.get_weights()), 2)
+    for parts in parts_of(x, y, 24, 2, 2):
+        kept = by_hand.local[0], by_hand.velocity[0]
+        is_bad = not np.isfinite(parts[0][0]).all()
+        by_hand.update([(x[:0], y[:0]) if is_bad else parts[0], parts[1]])
+        if is_bad:
+            by_hand.local[0], by_hand.velocity[0] = kept
+    fit(model, x, y)
+    assert compare(model, by_hand, 2) < BOUND
+    scale = model.optimizer.dynamic_scale.value
+    assert [scale.outer_copy(rank).numpy() for rank in range(2)] == [4.0, 8.0]
+
+
+def test_the_average_is_of_the_outer_weights():
+    sync = LOCAL_SGD(2, across="replicas")
+    x, y = regression_data(24 * 5)
+    model = compiled(
+        make_strategy(2), sync, inner=lambda: sgd(use_ema=True, ema_momentum=0.75)
+    )
+    by_hand, average = ByHand(sync, vector_of(model.get_weights()), 2), None
+    for parts in parts_of(x, y, 24, 2, 2):
+        before = by_hand.outer
+        by_hand.update(parts)
+        if by_hand.outer is not before:
+            new = by_hand.outer
+            average = new if average is None else 0.75 * average + 0.25 * new
+    fit(model, x, y)
+    # fit takes the average at its end.
+    assert np.max(np.abs(vector_of(model.get_weights()) - average)) < BOUND
+    assert np.max(np.abs(by_hand.outer - average)) > 100 * BOUND
+
+
+def test_an_average_before_the_first_meeting_changes_nothing():
+    sync = LOCAL_SGD(20, across="replicas")
+    model = compiled(make_strategy(2), sync, inner=lambda: sgd(use_ema=True))
+    before = vector_of(model.get_weights())
+    fit(model, *regression_data(48))
+    np.testing.assert_array_equal(vector_of(model.get_weights()), before)
+
+
+class OwnStep(keras.Sequential):
+    """A mean taken by hand, and two embeddings' worth of slices."""
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((self(x, training=True) - y) ** 2)
+            share = tfdp.losses.local_mean(loss)
+        variables = self.trainable_variables
+        self.optimizer.apply(tape.gradient(share, variables), variables)
+        return {"loss": loss}
+
+
+@pytest.mark.parametrize("across", ["hosts", "replicas"])
+def test_a_train_step_of_ones_own(across):
+    def build():
+        keras.utils.set_random_seed(3)
+        return OwnStep(linear_model().layers)
+
+    sync = LOCAL_SGD(2, across=across)
+    model = compiled(make_strategy(4, hierarchy=(2, 2)), sync, build)
+    x, y = regression_data(72)
+    by_hand = by_hand_after(sync, model, x, y, 2 if across == "hosts" else 4, 4)
+    fit(model, x, y)
+    assert compare(model, by_hand, 4) < BOUND
+
+
+def test_slices_of_embeddings_stay_with_their_replica():
+    def build():
+        keras.utils.set_random_seed(3)
+        return keras.Sequential(
+            [
+                keras.Input((1,), dtype="int32"),
+                keras.layers.Embedding(4, 1, embeddings_initializer="zeros"),
+                keras.layers.Flatten(),
+            ]
+        )
+
+    model = compiled(make_strategy(2), APART, build, lambda: keras.optimizers.SGD(0.25))
+    words, targets = np.array([[0], [1], [2], [2]]), np.array([[1.0], [2], [3], [5]])
+    fit(model, words, targets, batch_size=4)
+    # w <- w - 0.25 * 2 * (w - y) / 2 for each of two rows: a quarter of the way.
+    one, two = (local_weights(model, rank)[0][:, 0] for rank in range(2))
+    np.testing.assert_allclose(one, [0.25, 0.5, 0, 0], rtol=1e-6)
+    np.testing.assert_allclose(two, [0, 0, 2.0, 0], rtol=1e-6)
+    np.testing.assert_array_equal(model.get_weights()[0], 0)
+
+
+def synchronized_model():
+    model = linear_model()
+    normalize = tfdp.layers.SyncBatchNormalization()
+    return keras.Sequential([keras.Input((5,)), normalize, *model.layers])
+
+
+def padded_strategy():
+    return tfdp.DataParallelStrategy(["CPU:0", "CPU:1"], pad_batches=True)
+
+
+REFUSED = {
+    "one host": (lambda: make_strategy(2), LOCAL_SGD(2), {}, "across='replicas'"),
+    "tensorflow's engine": (
+        lambda: make_strategy(4, engine="tensorflow", hierarchy=(2, 2)),
+        LOCAL_SGD(2),
+        {},
+        "engine='tensorflow'",
+    ),
+    "shards": (lambda: make_strategy(2, "optimizer"), APART, {}, "shard='optimizer'"),
+    "filled batches": (padded_strategy, APART, {}, "pad_batches"),
+    "eager": (
+        lambda: make_strategy(2),
+        APART,
+        {"run_eagerly": True},
+        "run_eagerly=True",
+    ),
+    "XLA": (lambda: make_strategy(2), APART, {"jit_compile": True}, "jit_compile"),
+    "sums of layers": (
+        lambda: make_strategy(2),
+        APART,
+        {"build": synchronized_model},
+        "sums over all replicas",
+    ),
+    "overwriting averages": (
+        lambda: make_strategy(2),
+        APART,
+        {"inner": lambda: sgd(use_ema=True, ema_overwrite_frequency=2)},
+        "ema_overwrite_frequency",
+    ),
+    "a stock strategy": (
+        lambda: tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]),
+        APART,
+        {},
+        "MirroredStrategy",
+    ),
+    "no strategy": (
+        tf.distribute.get_strategy,
+        APART,
+        {},
+        "under a strategy of tfdp",
+    ),
+}
+
+
+@pytest.mark.worth_seconds(10)
+@pytest.mark.parametrize("make, sync, options, words", REFUSED.values(), ids=REFUSED)
+def test_what_was_not_shown_is_refused(make, sync, options, words):
+    options = {"jit_compile": False, **options}
+    with pytest.raises(ConfigurationError, match=words):
+        with make().scope():
+            model = options.pop("build", linear_model)()
+            inner = options.pop("inner", sgd)()
+            optimizer = tfdp.DistributedOptimizer(inner, sync=sync)
+            model.compile(optimizer, "mse", **options)
+        fit(model, *regression_data(24))
+
+
+def test_a_loop_of_ones_own_is_refused():
+    strategy = make_strategy(2)
+    with strategy.scope():
+        model = linear_model()
+        optimizer = tfdp.DistributedOptimizer(sgd(), sync=APART)
+        optimizer.build(model.trainable_variables)
+
+    @tf.function
+    def step(x):
+        def replica_step(x):
+            with tf.GradientTape() as tape:
+                loss = tfdp.losses.local_mean(tf.reduce_mean(model(x) ** 2))
+            variables = model.trainable_variables
+            optimizer.apply(tape.gradient(loss, variables), variables)
+
+        strategy.run(replica_step, args=(x,))
+
+    with pytest.raises(ConfigurationError, match="a loop of your own"):
+        step(tf.ones([4, 5]))
+
+
+def test_a_config_carries_sync():
+    sync = DILOCO(every=20, outer_momentum=0.5, across="replicas")
+    optimizer = tfdp.DistributedOptimizer(sgd(), sync=sync)
+    again = tfdp.DistributedOptimizer.from_config(optimizer.get_config())
+    assert again.sync == sync
+    plain = tfdp.DistributedOptimizer(sgd())
+    assert tfdp.DistributedOptimizer.from_config(plain.get_config()).sync is None

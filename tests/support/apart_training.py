@@ -1,0 +1,81 @@
+"""Hosts that train apart: numbers of every worker, and what it sent in every step.
+
+    python -m tests.support.apart_training FILE NAME...
+
+Under TFDP_* variables every worker trains each scenario and writes FILE.NAME.rank.npz.
+"""
+
+import sys
+
+import keras
+import numpy as np
+
+import tfdp
+from tests.support.apart import linear_model, regression_data, sgd, vector_of
+from tfdp.hosts.host_link import CHANNELS
+
+ROWS, BATCH, EPOCHS = 53, 24, 3  # 24, 24 and 5: nine steps
+
+SYNCS = {
+    "local": tfdp.sync.LocalSGD(3),
+    "post-local": tfdp.sync.LocalSGD(3, start_step=2),
+    "diloco": tfdp.sync.DiLoCo(every=4, start_step=1),
+    "fragments": tfdp.sync.DiLoCo(every=4, fragments=2, outer_learning_rate=0.4),
+    "diloco-replicas": tfdp.sync.DiLoCo(every=4, across="replicas"),
+}
+
+
+class SentBytes(keras.callbacks.Callback):
+    """What this host has sent in each step."""
+
+    def __init__(self, link):
+        super().__init__()
+        self.link, self.counts = link, []
+
+    def _all(self):
+        return sum(self.link.sent_bytes(channel) for channel in CHANNELS)
+
+    def on_train_batch_begin(self, batch, logs=None):
+        self.before = self._all()
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.counts.append(self._all() - self.before)
+
+
+def main(path, names):
+    strategy = tfdp.MultiHostDataParallelStrategy()
+    x, y = regression_data(ROWS)
+    rank, link = strategy.cluster.rank, strategy.extended.reducer.engine.link
+    for name in names:
+        with strategy.scope():
+            model = linear_model()
+            optimizer = tfdp.DistributedOptimizer(sgd(), sync=SYNCS[name])
+            model.compile(optimizer, "mse", metrics=["mae"], jit_compile=False)
+        sent = SentBytes(link)
+        history = model.fit(
+            x,
+            y,
+            batch_size=BATCH,
+            epochs=EPOCHS,
+            shuffle=False,
+            verbose=0,
+            callbacks=[sent],
+        ).history
+        variables = [v.value for v in model.trainable_variables]
+        local = [
+            vector_of([v.local_copy(place).numpy() for v in variables])
+            for place in range(len(strategy.extended.worker_devices))
+        ]
+        np.savez(
+            f"{path}.{name}.{rank}.npz",
+            outer=vector_of(model.get_weights()),
+            local=local,
+            sent=sent.counts,
+            losses=history["loss"],
+            evaluation=model.evaluate(x, y, batch_size=BATCH, verbose=0),
+        )
+        print(name, flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2:])

@@ -1,0 +1,99 @@
+"""What `DistributedOptimizer(sync=...)` asks of the optimizer that it wraps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import keras
+
+from tfdp._private.instance_attributes import instance_attributes
+from tfdp._private.names import is_default_strategy
+from tfdp._private.optimizer_hooks import AVERAGE, averages_of, strategy_of
+from tfdp.errors import ConfigurationError
+from tfdp.step.local_run import groups_across
+from tfdp.step.rounds import Rounds
+from tfdp.sync.diloco import DiLoCo
+from tfdp.sync.rounds import Sync
+from tfdp.tracing.current_run import current_run
+from tfdp.variables.local_view import LocalView, keep_all_copies
+
+__all__ = ["averages_wait", "make_rounds", "refuse_outside_of_fit", "refuse_with_sync"]
+
+
+def refuse_with_sync(optimizer: keras.optimizers.Optimizer) -> None:
+    """Refuses an inner optimizer that cannot train apart.
+
+    Raises:
+      ConfigurationError: with the reason.
+    """
+    if optimizer.use_ema and optimizer.ema_overwrite_frequency:
+        raise ConfigurationError(
+            f"The optimizer {optimizer.name!r} has ema_overwrite_frequency="
+            f"{optimizer.ema_overwrite_frequency}, and with sync=... the average is "
+            "that of the outer weights, which a step between two meetings must not "
+            "overwrite. Leave it out: fit then takes the average at its end."
+        )
+
+
+def make_rounds(
+    optimizer: keras.optimizers.Optimizer, sync: Sync, variables: Sequence[Any]
+) -> Rounds | None:
+    """The rounds of `optimizer`, whose own variables are made already.
+
+    None where it has no strategy: a model that was read from a file, perhaps, and is
+    not trained any more.
+    """
+    own = [variable.value for variable in optimizer.variables]
+    updates = optimizer.add_variable(shape=(), dtype="int", name="sync_updates")
+    momenta = []
+    if isinstance(sync, DiLoCo):
+        momenta = [
+            optimizer.add_variable_from_reference(v, name="outer_momentum")
+            for v in variables
+        ]
+    strategy = strategy_of(optimizer)
+    if is_default_strategy(strategy):
+        return None
+    groups = groups_across(strategy, sync.across)
+    if len(groups) > 1:
+        for variable in own:
+            if isinstance(variable, LocalView):
+                keep_all_copies(variable)
+    inner = optimizer.inner_optimizer
+    averages = averages_of(inner) if inner.use_ema else []
+    return Rounds(
+        sync,
+        strategy,
+        [variable.value for variable in variables],
+        momenta=[momentum.value for momentum in momenta],
+        averages=[None if a is None else a.value for a in averages],
+        average_momentum=inner.ema_momentum if inner.use_ema else None,
+        updates=updates.value,
+    )
+
+
+def averages_wait(
+    optimizer: keras.optimizers.Optimizer,
+) -> AbstractContextManager[None]:
+    """While this lasts, `optimizer` does not average its weights: the next meeting
+    does, with the outer ones."""
+    return instance_attributes(optimizer, {AVERAGE: lambda variables: None})
+
+
+def refuse_outside_of_fit(optimizer: keras.optimizers.Optimizer) -> None:
+    """Refuses an update where replicas do not train apart.
+
+    Raises:
+      ConfigurationError: with what to do.
+    """
+    found = current_run()
+    if found is None or not found[0].is_local:
+        raise ConfigurationError(
+            f"The optimizer {optimizer.name!r} has sync=..., and its update is called "
+            "outside of a Keras model's train_step under a strategy of tfdp: a loop of "
+            "your own has read the outer weights before. Train with model.fit or "
+            "train_on_batch (a train_step of your own may do the same), or leave sync "
+            "out."
+        )

@@ -1,0 +1,122 @@
+"""A training step in which groups of replicas train apart (`tfdp.sync`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdp.errors import ConfigurationError
+from tfdp.sync.rounds import Sync
+from tfdp.tracing.keras_steps import name_of_step
+from tfdp.tracing.run import ReplicaRun
+
+__all__ = ["begin_local_run", "groups_across", "refuse_in_local_run"]
+
+Groups = tuple[tuple[int, ...], ...]
+
+
+def groups_across(strategy: tf.distribute.Strategy, across: str) -> Groups:
+    """The replicas of this process that step together, group by group.
+
+    Raises:
+      ConfigurationError: when this strategy's replicas cannot train apart so.
+    """
+    extended = strategy.extended
+    if getattr(strategy, "compiles_steps", True):
+        raise ConfigurationError(
+            f"sync=... lets replicas train apart, which {type(strategy).__name__} "
+            "cannot. Use tfdp.DataParallelStrategy or "
+            "tfdp.MultiHostDataParallelStrategy, or leave sync out."
+        )
+    if extended.shards is not None:
+        raise ConfigurationError(
+            "sync=... keeps weights and optimizer state of each replica's own, and "
+            f"shard={strategy.shard!r} spreads one copy over the replicas. Leave one "
+            "of the two out."
+        )
+    if strategy.pad_batches:
+        raise ConfigurationError(
+            "sync=... does not go with pad_batches: its rows are counted over all "
+            "replicas. Leave one of the two out."
+        )
+    if across == "replicas":
+        return tuple((rank,) for rank in range(len(extended.worker_devices)))
+    groups = extended.reducer.host_groups
+    if groups is None:
+        raise ConfigurationError(
+            "sync with across='hosts' lets hosts train apart, and here is one host, or "
+            "an engine without sums within a host (engine='tensorflow'). Say "
+            "across='replicas' to let each replica train apart, or use several hosts "
+            "(tfdp.MultiHostDataParallelStrategy with engine='sockets' or 'mpi', or "
+            "Communication(hierarchy=(2, 2)), which simulates them)."
+        )
+    return groups
+
+
+def begin_local_run(
+    step: Any,
+    optimizers: Sequence[keras.optimizers.Optimizer],
+    run: ReplicaRun,
+    strategy: tf.distribute.Strategy,
+    *,
+    is_jitted: bool,
+) -> None:
+    """Lets the replicas of `run` train apart, where `step` is a model's training step
+    and one of its optimizers says so.
+
+    Args:
+      step: what runs on each replica.
+      optimizers: those of the model that `step` is of.
+      run: the strategy's run, before the replicas are traced.
+      strategy: the strategy.
+      is_jitted: whether XLA compiles the step.
+
+    Raises:
+      ConfigurationError: when such a step cannot be.
+    """
+    syncs = {o: o.sync for o in optimizers if isinstance(_sync_of(o), Sync)}
+    if not syncs or name_of_step(step) != "train_step":
+        return
+    across = {sync.across for sync in syncs.values()}
+    if len(across) > 1:
+        raise ConfigurationError(
+            "One model is trained by optimizers whose sync=... says across='hosts' and "
+            "across='replicas'. Say the same for all."
+        )
+    if tf.executing_eagerly():
+        raise ConfigurationError(
+            "sync=... needs graphs: eager replicas run one after the other and stop "
+            "for each other at every update. Leave out run_eagerly=True."
+        )
+    if is_jitted or step.__self__.jit_compile:
+        raise ConfigurationError(
+            "sync=... has not been shown to work with jit_compile=True. Compile the "
+            "model with jit_compile=False."
+        )
+    run.groups = groups_across(strategy, across.pop())
+    for place, optimizer in enumerate(syncs):
+        # What layers store belongs to the model; one optimizer sees to it.
+        state = step.__self__.non_trainable_variables if place == 0 else ()
+        optimizer.train_apart([variable.value for variable in state])
+
+
+def _sync_of(optimizer: keras.optimizers.Optimizer) -> Any:
+    return getattr(optimizer, "sync", None)
+
+
+def refuse_in_local_run(run: ReplicaRun) -> None:
+    """Refuses a sum over replicas that train apart.
+
+    Raises:
+      ConfigurationError: within a step in which they do.
+    """
+    if run.is_local:
+        raise ConfigurationError(
+            "A layer, a loss or a step of your own sums over all replicas "
+            "(all_reduce, synchronized batch normalization, a variable with "
+            "aggregation 'mean' or 'sum'), and with sync=... replicas train apart: "
+            "most steps exchange nothing. Leave that sum out, or sync."
+        )

@@ -1,0 +1,101 @@
+"""The local values of one optimizer's weights, as checkpoints hold them.
+
+Somebody may give the model other weights between two steps: `set_weights`, a callback
+that restores the best ones, a checkpoint of the model alone. The local values must then
+start again from them; but not when a checkpoint brought both. Whoever assigns to outer
+values leaves a note (`note_change`), and `settle` looks into it before the next step. A
+checkpoint holds a mark, a number made of the outer values that its local values belong
+to: where it fits what is stored now, the local values stay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+from tfdp._private.checkpoint_hooks import checkpoint_as
+from tfdp._private.names import ResourceVariable
+from tfdp.variables.local_view import LocalView
+
+__all__ = ["LocalValues"]
+
+#: The mark of nothing; others are not negative.
+NO_MARK = -1
+# A prime near 2^20: neighbouring elements weigh differently, so a permutation shows.
+PLACES = 1_048_573
+
+
+class LocalValues:
+    """Local values of mirrored variables, on each replica of this process.
+
+    Args:
+      devices: of the replicas.
+    """
+
+    def __init__(self, devices: Sequence[str]):
+        self.variables: list[LocalView] = []
+        #: What checkpoints hold.
+        self.stored = tf.Module()
+        self.stored.local = []
+        self.stored.mark = _on_devices(devices[:1], NO_MARK, tf.int64)[0]
+        self._changed = _on_devices(devices, False, tf.bool)
+        checkpoint_as(self.stored.mark, self._write_mark, self._read_mark)
+
+    def make(self, variable: LocalView) -> None:
+        """Makes local values of one more variable, which start as its own."""
+        self.variables.append(variable)
+        self.stored.local.append(variable.make_local(self._note_change))
+
+    def settle(self) -> None:
+        """Before a step, outside of replicas: starts again where others assigned."""
+        expected = self.stored.mark.read_value()
+        for rank, changed in enumerate(self._changed):
+
+            def start_again(rank: int = rank) -> tf.Tensor:
+                is_other = tf.not_equal(self._mark_of_outer(rank), expected)
+                return tf.cond(is_other, lambda: self._restart(rank), lambda: False)
+
+            with tf.device(changed.device):
+                tf.cond(changed, start_again, lambda: False)
+                changed.assign(False)
+        with tf.device(self.stored.mark.device):
+            self.stored.mark.assign(tf.constant(NO_MARK, tf.int64))
+
+    def _restart(self, rank: int) -> tf.Tensor:
+        for variable in self.variables:
+            variable.local_copy(rank).assign(variable.outer_copy(rank).read_value())
+        return tf.constant(True)
+
+    def _note_change(self) -> None:
+        for changed in self._changed:
+            with tf.device(changed.device):
+                changed.assign(True)
+
+    def _mark_of_outer(self, rank: int) -> tf.Tensor:
+        mark = tf.constant(0, tf.int64)
+        for place, variable in enumerate(self.variables, start=1):
+            value = variable.outer_copy(rank).read_value()
+            bits = tf.cast(tf.bitcast(tf.cast(value, tf.float32), tf.int32), tf.int64)
+            weights = tf.range(1, tf.size(bits, tf.int64) + 1) % PLACES + 1
+            mark += place * tf.reduce_sum(tf.reshape(bits, [-1]) * weights)
+        return mark & tf.constant(2**62 - 1, tf.int64)
+
+    def _write_mark(self) -> tf.Tensor:
+        mark = self._mark_of_outer(0)
+        # What was assigned since the last step has no local values yet.
+        is_known = ~self._changed[0].read_value() | (mark == self.stored.mark)
+        return tf.where(is_known, mark, tf.constant(NO_MARK, tf.int64))
+
+    def _read_mark(self, mark: tf.Tensor) -> None:
+        self.stored.mark.assign(mark)
+        self._note_change()
+
+
+def _on_devices(devices: Sequence[str], value: object, dtype: tf.DType) -> list:
+    variables = []
+    for device in devices:
+        with tf.init_scope(), tf.device(device):
+            start = tf.constant(value, dtype)
+            variables.append(ResourceVariable(start, trainable=False))
+    return variables

@@ -1,0 +1,249 @@
+"""The rounds of one optimizer: local weights, their updates, and when they meet.
+
+A training step works on local values (`tfdp.variables.local_view`). What an update is
+depends on its number, which is the same on all replicas:
+
+    up to `start_step`     gradients are summed over all groups, as without `sync`; then
+                           the local values, alike everywhere, become the outer ones
+    later                  gradients are summed within the group, and nothing is sent
+    every `every`-th       then the outer values move, and the local ones start again
+    of those               from there: all of them, or one fragment after the other
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfdp._private.names import own_copy
+from tfdp.errors import ConfigurationError
+from tfdp.exchange.reducer import Reducer
+from tfdp.step.local_values import LocalValues
+from tfdp.step.outer_update import mean_over_groups, outer_update
+from tfdp.sync.fragments import fragments_of, meeting_of
+from tfdp.sync.rounds import Sync
+from tfdp.tracing.run import ReplicaRun
+from tfdp.variables.local_view import LocalView
+
+__all__ = ["Rounds"]
+
+
+class Rounds:
+    """Lets the replicas that one optimizer updates train apart, and meet.
+
+    Args:
+      sync: when they meet, and how.
+      strategy: the optimizer's.
+      weights: the variables that it updates.
+      momenta: the outer momentum of each; empty for none.
+      averages: the moving average of each weight; None, or empty, for none.
+      average_momentum: how much of an average stays.
+      updates: counts updates, alike on all replicas.
+    """
+
+    def __init__(
+        self,
+        sync: Sync,
+        strategy: tf.distribute.Strategy,
+        weights: Sequence[LocalView],
+        *,
+        momenta: Sequence[LocalView],
+        averages: Sequence[LocalView | None],
+        average_momentum: float | None,
+        updates: LocalView,
+    ):
+        self.sync = sync
+        self._reducer: Reducer = strategy.extended.reducer
+        self._weights, self._momenta, self._updates = weights, momenta, updates
+        self._averages, self._average_momentum = averages, average_momentum
+        self._layer_state: list[LocalView] = []
+        self.values = LocalValues(strategy.extended.worker_devices)
+        for weight in weights:
+            self.values.make(weight)
+        sizes = [weight.shape.num_elements() * weight.dtype.size for weight in weights]
+        self._fragments = fragments_of(sizes, getattr(sync, "fragments", 1))
+
+    def keep_layer_state(self, variables: Sequence[Any]) -> None:
+        """Gives what layers store (moving statistics) local values, too."""
+        known = set(map(id, self.values.variables))
+        for variable in variables:
+            if (
+                isinstance(variable, LocalView)
+                and id(variable) not in known
+                and variable.dtype.is_floating
+                and variable.aggregation == tf.VariableAggregation.NONE
+            ):
+                self.values.make(variable)
+                self._layer_state.append(variable)
+
+    def reduced(
+        self, gradients: Sequence[Any], weight: tf.Tensor, run: ReplicaRun, rank: int
+    ) -> list[Any]:
+        """The gradient of the mean over whoever steps together, for the next update.
+
+        Args:
+          gradients: this replica's part of the gradient of its group's mean.
+          weight: what the group's mean weighs beside those of other groups.
+          run: the run.
+          rank: the calling replica.
+        """
+        state = run.take_local_state(rank)
+        self._refuse_unknown(state)
+        start, alone = self.sync.start_step, run.group_size == 1
+        if start == 0 and alone:
+            return list(gradients)  # slices of embeddings, too, as they are
+        dense = [tf.convert_to_tensor(gradient) for gradient in gradients]
+
+        def within() -> list[tf.Tensor]:
+            if alone:
+                return dense
+            shares = [_share(v, run.share_in_group(rank), rank) for v in state]
+            sums = [self._reducer.sum_within(v, rank) for v in [*dense, *shares]]
+            _assign(state, sums[len(dense) :], rank)
+            return sums[: len(dense)]
+
+        if start == 0:
+            return within()
+        return list(
+            tf.cond(
+                self._count(rank) < start,
+                lambda: self._everywhere(dense, weight, state, run, rank),
+                within,
+            )
+        )
+
+    def _everywhere(
+        self,
+        gradients: Sequence[tf.Tensor],
+        weight: tf.Tensor,
+        state: Sequence[LocalView],
+        run: ReplicaRun,
+        rank: int,
+    ) -> list[tf.Tensor]:
+        """One device's gradient: sum of W_g g_g over the groups, by the sum of W_g.
+
+        So no group needs to know the others' samples before its loss is taken.
+        """
+        rows = tf.cast(run.count_of(rank), tf.float32)
+        # A weight is its group's, which has several replicas.
+        counts = [weight / run.group_size, rows]
+        all_weights, all_rows = self._reducer.all_reduce(counts, rank, mean=False)
+        # Before they are summed, so that a 16-bit wire has no larger numbers to carry.
+        part = tf.math.divide_no_nan(weight, all_weights)
+        own = [g * tf.cast(part, g.dtype) for g in gradients]
+        share = tf.math.divide_no_nan(rows, all_rows)
+        shares = [_share(variable, share, rank) for variable in state]
+        sums, means = self._reducer.sum_gradients(own, shares, rank)
+        _assign(state, means, rank)
+        return sums
+
+    def after_update(self, rank: int) -> None:
+        """Counts an update of this replica's weights, and meets when it is time."""
+        start = self.sync.start_step
+        count = self._count(rank) + 1
+        own_copy(self._updates, rank).assign(count)
+
+        def in_round() -> tf.Tensor:
+            place = (count - start) % self.sync.every
+            fragments = len(self._fragments)
+            for number in range(fragments):
+                is_due = tf.equal(place, meeting_of(number, fragments, self.sync.every))
+                # At most one of them is: no two wait for each other's exchange.
+                tf.cond(is_due, self._meeting(number, count, rank), lambda: False)
+            return tf.constant(True)
+
+        if start == 0:
+            in_round()
+        else:
+            tf.cond(count <= start, lambda: self._publish(count, rank), in_round)
+
+    def _publish(self, count: tf.Tensor, rank: int) -> tf.Tensor:
+        """The local values, which are alike everywhere, become the outer ones."""
+        for variable in (*self._weights, *self._layer_state):
+            local = variable.local_copy(rank).read_value()
+            variable.outer_copy(rank).assign(local)
+        return self._average(count, rank, range(len(self._weights)))
+
+    def _meeting(
+        self, number: int, count: tf.Tensor, rank: int
+    ) -> Callable[[], tf.Tensor]:
+        return lambda: self._meet(number, count, rank)
+
+    def _meet(self, number: int, count: tf.Tensor, rank: int) -> tf.Tensor:
+        """Moves the outer weights of one fragment, and starts the local ones there."""
+        places = self._fragments[number]
+        fragment = [self._weights[place] for place in places]
+        momenta = [own_copy(self._momenta[p], rank) for p in places if self._momenta]
+        weights, after = outer_update(
+            self.sync,
+            [v.outer_copy(rank).read_value() for v in fragment],
+            [v.local_copy(rank).read_value() for v in fragment],
+            [momentum.read_value() for momentum in momenta],
+            self._reducer,
+            rank,
+        )
+        for momentum, value in zip(momenta, after, strict=True):
+            momentum.assign(value)
+        # What layers store goes with the last one, which ends the round.
+        is_last = number == len(self._fragments) - 1
+        state = self._layer_state if is_last else []
+        local = [v.local_copy(rank).read_value() for v in state]
+        means = mean_over_groups(local, self._reducer, rank) if state else []
+        for variable, value in zip(
+            [*fragment, *state], [*weights, *means], strict=True
+        ):
+            variable.outer_copy(rank).assign(value)
+            variable.local_copy(rank).assign(value)
+        return self._average(count, rank, places)
+
+    def _average(self, count: tf.Tensor, rank: int, places: Sequence[int]) -> tf.Tensor:
+        """Moves averages towards the outer weights; the first time, onto them."""
+        first = self._first_meeting
+        for place in places if self._averages else ():
+            average = self._averages[place]
+            if average is not None:
+                own = own_copy(average, rank)
+                kept = tf.where(count <= first, 0.0, self._average_momentum)
+                kept = tf.cast(kept, own.dtype)
+                value = self._weights[place].outer_copy(rank).read_value()
+                own.assign(kept * own.read_value() + (1 - kept) * value)
+        return tf.constant(True)
+
+    @property
+    def _first_meeting(self) -> int:
+        """The update after which every weight has met for the first time."""
+        return 1 if self.sync.start_step else self.sync.every
+
+    def have_met(self) -> bool:
+        """Whether there were outer weights since the start, outside of replicas."""
+        return int(self._updates.numpy()) >= self._first_meeting
+
+    def _count(self, rank: int) -> tf.Tensor:
+        return own_copy(self._updates, rank).read_value()
+
+    def _refuse_unknown(self, state: Sequence[Any]) -> None:
+        known = set(map(id, self._layer_state))
+        for variable in state:
+            if id(variable) not in known:
+                raise ConfigurationError(
+                    f"A step stores into {variable.name!r}, which is none of the "
+                    "model's variables, and with sync=... replicas train apart: each "
+                    "would store another value. Make it a weight of a layer "
+                    "(add_weight(trainable=False)), or leave sync out."
+                )
+
+
+def _share(variable: LocalView, share: tf.Tensor, rank: int) -> tf.Tensor:
+    value = variable.local_copy(rank).read_value()
+    share = tf.cast(share, value.dtype)
+    # Statistics of no sample are not a number, and 0 times that is not 0.
+    return tf.where(share > 0, value * share, tf.zeros_like(value))
+
+
+def _assign(
+    variables: Sequence[LocalView], values: Sequence[tf.Tensor], rank: int
+) -> None:
+    for variable, value in zip(variables, values, strict=True):
+        variable.local_copy(rank).assign(value)

@@ -1,0 +1,63 @@
+"""What all ways of meeting have: rounds of so many updates, from a first one on."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from tfdp.checks import is_number, is_whole
+from tfdp.errors import ConfigurationError
+
+__all__ = ["Sync", "check_fraction", "check_whole"]
+
+ACROSS = ("hosts", "replicas")
+
+
+class Sync:
+    """Rounds of updates that groups of replicas make on their own..
+
+    every       updates in a round, at least 1
+    start_step  plain synchronous updates before the first round, at least 0
+    across      who trains apart: the "hosts", or all "replicas"
+    """
+
+    every: int
+    start_step: int
+    across: str
+
+    def __post_init__(self) -> None:
+        check_whole(self, "every", 1)
+        check_whole(self, "start_step", 0)
+        if self.across not in ACROSS:
+            raise ConfigurationError(
+                f"{type(self).__name__}.across must be 'hosts' (replicas of a host "
+                "step together, hosts meet once in a round) or 'replicas' (each "
+                f"trains apart). Received: {self.across!r}."
+            )
+
+    def get_config(self) -> dict[str, Any]:
+        """The values, with the name of their class, as JSON can hold them."""
+        return {"method": type(self).__name__, **dataclasses.asdict(self)}  # type: ignore[call-overload]
+
+
+def check_whole(sync: Sync, name: str, least: int) -> None:
+    """Refuses a field that is no integer of at least `least`."""
+    value = getattr(sync, name)
+    if not is_whole(value, least=least):
+        raise ConfigurationError(
+            f"{type(sync).__name__}.{name} must be an integer of at least {least}. "
+            f"Received: {value!r}."
+        )
+
+
+def check_fraction(sync: Sync, name: str, *, below_one: bool) -> None:
+    """Refuses a field that is no finite number of at least 0, or not below 1."""
+    value = getattr(sync, name)
+    most = 1.0 if below_one else float("inf")
+    if not is_number(value) or not 0.0 <= value < most:
+        rule = "from 0 to below 1" if below_one else "of at least 0, and finite"
+        raise ConfigurationError(
+            f"{type(sync).__name__}.{name} must be a number {rule}. "
+            f"Received: {value!r}."
+        )
+    object.__setattr__(sync, name, float(value))  # a file has no NumPy

@@ -1,0 +1,117 @@
+"""Variables in whose place a training step may see one of each replica's own.
+
+Where replicas train apart (`tfdp.sync`), what is stored in a model's variable are the
+outer values: those of the last meeting, alike on all replicas. `evaluate`, `predict`,
+`save` and callbacks read them and need to know nothing. Only a training step reads and
+assigns, in the same places, the local values.
+
+    in a replica of a training step     the replica's local value
+    anywhere else                       the outer value
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from tfdp._private.checkpoint_hooks import assign_each, checkpoint_as, note_restored
+from tfdp._private.local_copies import local_copy_of
+from tfdp._private.names import MirroredVariable, current_rank
+from tfdp.errors import ConfigurationError
+
+__all__ = ["LocalView", "keep_all_copies"]
+
+
+class LocalView(MirroredVariable):
+    """A mirrored variable that may have a local value on each replica, too."""
+
+    #: The local variables, by replica; None: there are none.
+    _local: list[tf.Variable] | None = None
+    _note_change: Callable[[], None] | None = None
+
+    # All of TensorFlow's ways to a component within a replica (reads, assignments,
+    # updates, gradients) go over these two, so that none of them sees the other value.
+    def _get_replica(self, replica_id: int) -> tf.Variable:
+        if self._local is not None and self._is_in_local_step():
+            return self._local[replica_id]
+        return super()._get_replica(replica_id)
+
+    @property
+    def handle(self) -> tf.Tensor:
+        """The resource of the component that is meant here."""
+        if self._local is not None and self._is_in_local_step():
+            return self._local[current_rank()].handle
+        return super().handle
+
+    def _is_in_local_step(self) -> bool:
+        context = tf.distribute.get_replica_context()
+        if context is None or context.strategy is not self.distribute_strategy:
+            return False
+        return bool(context.strategy.extended.current_run.is_local)
+
+    def make_local(self, note_change: Callable[[], None]) -> list[tf.Variable]:
+        """Makes a variable for each replica, which starts as the outer value.
+
+        Args:
+          note_change: called when anybody has assigned to the outer value outside of
+            training steps, or read a checkpoint into it.
+
+        Returns:
+          The variables, by replica of this process.
+        """
+        local = [local_copy_of(stored, self) for stored in self.values]
+        self._local, self._note_change = local, note_change
+        note_restored(self, self.values, note_change)
+        return local
+
+    @property
+    def has_local(self) -> bool:
+        """Whether a training step sees local values."""
+        return self._local is not None
+
+    def outer_copy(self, rank: int) -> tf.Variable:
+        """The copy on a replica of this process that all replicas have alike."""
+        return self.values[rank]
+
+    def local_copy(self, rank: int) -> tf.Variable:
+        """The variable of that replica's own."""
+        if self._local is None:
+            raise RuntimeError(f"The variable {self.name!r} has no local values.")
+        return self._local[rank]
+
+    def _update_cross_replica(
+        self, update_fn: Callable, value: Any, **kwargs: Any
+    ) -> Any:
+        result = super()._update_cross_replica(update_fn, value, **kwargs)
+        if self._note_change is not None:
+            self._note_change()
+        return result
+
+
+def keep_all_copies(variable: LocalView) -> None:
+    """Makes checkpoints hold the copies of all replicas of this process, side by side.
+
+    For what each replica has its own of: the state of an optimizer that trains apart.
+    A checkpoint with one value gives it to all.
+    """
+    copies = [variable.outer_copy(rank) for rank in range(len(variable.values))]
+
+    def write() -> tf.Tensor:
+        return tf.stack([copy.read_value() for copy in copies])
+
+    def read(value: tf.Tensor) -> None:
+        if value.shape == variable.shape:
+            assign_each(copies, [value] * len(copies))
+            return
+        if value.shape[0] != len(copies):
+            raise ConfigurationError(
+                f"The checkpoint holds {variable.name!r} as {value.shape[0]} replicas "
+                f"had it that trained apart, and here are {len(copies)} in this "
+                "process. Restore with as many, or read the weights alone "
+                "(tf.train.Checkpoint(model=model))."
+            )
+        assign_each(copies, tf.unstack(value))
+
+    checkpoint_as(variable, write, read)
