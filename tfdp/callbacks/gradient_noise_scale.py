@@ -208,6 +208,16 @@ def _refuse_what_cannot_tell(model: keras.Model) -> None:
             "of several. Estimate without accumulation: the noise scale of the rows is "
             "the same"
         )
+    elif getattr(strategy.extended.reducer, "compressed", None) is not None:
+        why = (
+            "needs whole sums of gradients, and Communication(compression=...) makes "
+            "others of them. Estimate without compression: the noise scale is the same"
+        )
+    elif getattr(optimizer, "sync", None) is not None:
+        why = (
+            "needs the sums of all replicas' gradients, and with sync=... each trains "
+            "apart. Estimate without sync: the noise scale is the same"
+        )
     elif model.run_eagerly:
         why = "looks at gradients in graphs. Compile with run_eagerly=False"
     if why is not None:

@@ -5,12 +5,48 @@ blocks      what methods share that cut numbers into blocks
 cast, int8, fp8, sign_sgd, top_k, random_k, power_sgd   a method each
 """
 
+from typing import Any
+
 from tfdp.compression.cast import Cast
 from tfdp.compression.fp8 import FP8
 from tfdp.compression.int8 import Int4, Int8
+from tfdp.compression.method import Method
 from tfdp.compression.power_sgd import PowerSGD
 from tfdp.compression.random_k import RandomK
 from tfdp.compression.sign_sgd import SignSGD
 from tfdp.compression.top_k import TopK
+from tfdp.errors import ConfigurationError
 
-__all__ = ["FP8", "Cast", "Int4", "Int8", "PowerSGD", "RandomK", "SignSGD", "TopK"]
+_METHODS: dict[str, type[Method]] = {
+    method.__name__: method
+    for method in (Cast, FP8, Int4, Int8, PowerSGD, RandomK, SignSGD, TopK)
+}
+
+
+def from_config(config: dict[str, Any]) -> Method:
+    """The method whose `get_config` gave this.
+
+    Raises:
+      ConfigurationError: when it is not of a known method.
+    """
+    values = dict(config)
+    name = values.pop("method", None)
+    if name not in _METHODS:
+        raise ConfigurationError(
+            f"No method of tfdp.compression is called {name!r}. Known: "
+            f"{', '.join(sorted(_METHODS))}."
+        )
+    return _METHODS[name](**values)
+
+
+__all__ = [
+    "FP8",
+    "Cast",
+    "Int4",
+    "Int8",
+    "PowerSGD",
+    "RandomK",
+    "SignSGD",
+    "TopK",
+    "from_config",
+]

@@ -75,11 +75,6 @@ class Method(Compression, abc.ABC):
     #: peer's own, in units of its gradients.
     alike_slots: ClassVar[frozenset[str]] = frozenset()
 
-    @property
-    def plain_steps(self) -> int:
-        """In how many steps, the first ones, gradients are sent as they are."""
-        return 0
-
     def slots(self, shape: Sequence[int]) -> dict[str, tuple[int, ...]]:
         """The shapes of what is kept of a variable of this `shape`; they start as 0."""
         return {}

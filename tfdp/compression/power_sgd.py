@@ -76,7 +76,7 @@ class PowerSGD(Method):
 
     @property
     def plain_steps(self) -> int:
-        """See `Method.plain_steps`."""
+        """See `Compression.plain_steps`."""
         return self.start_step
 
     def takes(self, path: str, shape: Sequence[int | None], dtype: str) -> bool:

@@ -16,6 +16,7 @@ from tfdp.exchange.shard_packing import of_known_shape
 from tfdp.exchange.sparse import all_reduce_slices
 from tfdp.plan.buckets import Bucket, TensorInfo, plan_buckets, predecessors
 from tfdp.plan.communication import Communication
+from tfdp.plan.compression import Compression
 from tfdp.plan.shards import ShardLayout
 
 __all__ = ["GradientPipeline"]
@@ -36,12 +37,17 @@ class GradientPipeline:
         self.communication = communication
         #: See `Reducer`.
         self.compressed: CompressedSums | None = None
-        method = communication.method
-        if isinstance(method, Method):
-            group = peer_group(engine, communication.compression_across)
-            self.compressed = CompressedSums(
-                method, group, engine.devices, communication
+        if communication.method is not None:
+            self.compressed = self.compressed_by(
+                communication.method, communication.compression_across
             )
+
+    def compressed_by(self, method: Compression, across: str) -> CompressedSums:
+        """Sums of what `method` makes small; see `Reducer`."""
+        if not isinstance(method, Method):
+            raise TypeError(f"not a method of tfdp.compression: {method!r}")
+        group = peer_group(self.engine, across)
+        return CompressedSums(method, group, self.engine.devices, self.communication)
 
     def begin_run(self) -> None:
         """Called before the replicas of one `strategy.run` are traced."""

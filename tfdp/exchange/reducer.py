@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import tensorflow as tf
 
 from tfdp.exchange.compressed import CompressedSums
+from tfdp.plan.compression import Compression
 from tfdp.plan.shards import ShardLayout
 
 __all__ = ["Reducer"]
@@ -25,6 +26,14 @@ class Reducer(Protocol):
     @property
     def compressed(self) -> CompressedSums | None:
         """What sums gradients in fewer bytes than they have; None: nothing does."""
+
+    def compressed_by(self, method: Compression, across: str) -> CompressedSums:
+        """Sums of values that `method` makes small, over replicas or hosts.
+
+        Args:
+          method: one of `tfdp.compression`.
+          across: "hosts" or "replicas"; see `Communication.compression_across`.
+        """
 
     def begin_run(self) -> None:
         """Called before the replicas of one `strategy.run` are traced."""

@@ -12,10 +12,12 @@ from typing import Any
 import tensorflow as tf
 
 from tfdp.errors import CollectiveError
+from tfdp.exchange.compressed import CompressedSums
 from tfdp.exchange.shard_packing import join_rows, of_known_shape, to_rows
 from tfdp.exchange.shard_pieces import whole_from_shards
 from tfdp.exchange.tpu_ops import CrossReplicaOps
 from tfdp.exchange.wire_dtype import from_wire, to_wire
+from tfdp.plan.compression import Compression
 from tfdp.plan.shards import ShardLayout
 
 __all__ = ["CrossReplicaReducer"]
@@ -46,6 +48,10 @@ class CrossReplicaReducer:
     run_graph: tf.Graph | None = None
     #: XLA sends what it adds.
     compressed = None
+
+    def compressed_by(self, method: Compression, across: str) -> CompressedSums:
+        """There is none on TPUs; strategies refuse it before."""
+        raise CollectiveError("TPU cores send nothing compressed.")
 
     def __init__(
         self,

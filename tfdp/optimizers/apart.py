@@ -56,6 +56,13 @@ def make_rounds(
     strategy = strategy_of(optimizer)
     if is_default_strategy(strategy):
         return None
+    reducer = strategy.extended.reducer
+    if reducer.compressed is not None:
+        raise ConfigurationError(
+            f"Communication(compression={reducer.compressed.method!r}) and sync=... "
+            "both decide what hosts send. Leave one of them out; "
+            "tfdp.sync.DiLoCo(compression=...) compresses what is sent at a meeting."
+        )
     groups = groups_across(strategy, sync.across)
     if len(groups) > 1:
         for variable in own:
@@ -71,6 +78,7 @@ def make_rounds(
         averages=[None if a is None else a.value for a in averages],
         average_momentum=inner.ema_momentum if inner.use_ema else None,
         updates=updates.value,
+        optimizer=optimizer,
     )
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdp import compression
 from tfdp._private.autograph import library_code
 from tfdp._private.names import current_rank
 from tfdp._private.optimizer_hooks import (
@@ -205,6 +206,10 @@ class DistributedOptimizer(LossScaleHooks):
     ) -> DistributedOptimizer:
         """The inverse of `get_config`."""
         config = dict(config)
+        sync = dict(config.get("sync") or {})
+        if sync.get("compression") is not None:
+            sync["compression"] = compression.from_config(sync["compression"])
+            config["sync"] = sync
         config["optimizer"] = keras.saving.deserialize_keras_object(
             config.pop("optimizer"), custom_objects=custom_objects
         )

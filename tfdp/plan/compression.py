@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 from tfdp.checks import is_whole
 from tfdp.errors import ConfigurationError
@@ -50,6 +51,16 @@ class Compression:
     def wire_dtype(self) -> str | None:
         """The type in which a link itself sends what this method sends, if it can."""
         return None
+
+    @property
+    def plain_steps(self) -> int:
+        """In how many steps, the first ones, gradients are sent as they are."""
+        return 0
+
+    def get_config(self) -> dict[str, Any]:
+        """The values, with the name of their class, as JSON can hold them."""
+        values = dataclasses.asdict(self)
+        return {"method": type(self).__name__, **values, "exclude": [*self.exclude]}
 
     def refuse_selection(self) -> None:
         """Refuses a choice of gradients where all of them are treated alike.

@@ -14,7 +14,13 @@ from tfdp.exchange.compressed import CompressedSums, Kept
 from tfdp.plan.exclusions import variable_path
 from tfdp.variables.of_ranks import OfRanks
 
-__all__ = ["CompressionState", "refuse_eager_compression", "sum_compressed"]
+__all__ = [
+    "CompressionState",
+    "loss_scale_of",
+    "refuse_eager_compression",
+    "refuse_momentum",
+    "sum_compressed",
+]
 
 STATE = "compression_state"
 PlainSums = Callable[[list[Any], list[tf.Tensor]], tuple[list[Any], list[tf.Tensor]]]
@@ -99,6 +105,7 @@ def sum_compressed(
     variables: Sequence[Any],
     optimizer: keras.optimizers.Optimizer,
     plain_sums: PlainSums,
+    unit: tf.Tensor | None = None,
 ) -> tuple[list[Any], list[tf.Tensor]]:
     """The sums over the replicas of gradients, compressed, and of other small values.
 
@@ -111,6 +118,7 @@ def sum_compressed(
       variables: what the gradients are of.
       optimizer: whose they are; it holds what is kept from step to step.
       plain_sums: the sums of what is sent as it is.
+      unit: what the gradients of this step are multiplied by; None for nothing.
     """
     taken = [
         place
@@ -121,11 +129,9 @@ def sum_compressed(
     ]
     if not taken:
         return plain_sums(list(gradients), list(state))
-    _refuse_momentum(compressed, optimizer)
     rest = [place for place in range(len(gradients)) if place not in set(taken)]
     kept_by = _state_of(optimizer, compressed)
     kept_of = [kept_by.of(variables[place]) for place in taken]
-    unit = _loss_scale(optimizer)
     steps = kept_by.steps.copies[rank]
     step = steps.read_value()
     before, speaks = [], compressed.group.speaks(rank)
@@ -173,9 +179,14 @@ def _state_of(
     return state
 
 
-def _refuse_momentum(
+def refuse_momentum(
     compressed: CompressedSums, optimizer: keras.optimizers.Optimizer
 ) -> None:
+    """Refuses an optimizer that gives its gradients momentum, where they have some.
+
+    Raises:
+      ConfigurationError: then.
+    """
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     momentum = getattr(compressed.method, "momentum_correction", None)
     if not momentum or not (getattr(inner, "momentum", 0) or hasattr(inner, "beta_1")):
@@ -204,7 +215,7 @@ def refuse_eager_compression() -> None:
         )
 
 
-def _loss_scale(optimizer: keras.optimizers.Optimizer) -> tf.Tensor | None:
+def loss_scale_of(optimizer: keras.optimizers.Optimizer) -> tf.Tensor | None:
     """What the gradients of this step are multiplied by, where that changes."""
     if not getattr(optimizer, "dynamic_loss_scale", True):
         return None

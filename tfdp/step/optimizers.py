@@ -260,6 +260,9 @@ def _why_not_exact(optimizer: keras.optimizers.Optimizer) -> str | None:
             f"has {set_options[0]} set: Keras would clip each replica's gradient "
             "before they are added, which is another update than on one device"
         )
+    reducer = tf.distribute.get_strategy().extended.reducer
+    if reducer.compressed is not None:
+        return "its gradients would be sent without Communication(compression=...)"
     graph = tf.compat.v1.get_default_graph()
     if is_branch_graph(graph) and not optimizer.gradient_accumulation_steps:
         return (

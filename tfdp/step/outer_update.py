@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import keras
 import tensorflow as tf
 
+from tfdp.exchange.compressed import CompressedSums
 from tfdp.exchange.reducer import Reducer
+from tfdp.step.compression import sum_compressed
 from tfdp.sync.diloco import DiLoCo
 from tfdp.sync.rounds import Sync
 
-__all__ = ["mean_over_groups", "outer_update"]
+__all__ = ["compressed_mean_over_groups", "mean_over_groups", "outer_update"]
+
+
+Means = Callable[[Sequence[tf.Tensor]], list[tf.Tensor]]
 
 
 def mean_over_groups(
@@ -19,13 +25,43 @@ def mean_over_groups(
 ) -> list[tf.Tensor]:
     """The plain mean of each value over all groups, on every replica.
 
-    The one place where local weights, or outer gradients, cross. All groups have as
-    many replicas, and the replicas of a group the same values, so it is the mean over
-    replicas. It counts no rows, as in the papers.
+    All groups have as many replicas, and the replicas of a group the same values, so it
+    is the mean over replicas. It counts no rows, as in the papers.
 
     Cost: 2 n (H - 1) / H bytes on the wire for n bytes on H hosts.
     """
     return reducer.all_reduce(values, rank, mean=True)
+
+
+def compressed_mean_over_groups(
+    compressed: CompressedSums,
+    optimizer: keras.optimizers.Optimizer,
+    replicas: int,
+    reducer: Reducer,
+    rank: Any,
+    values: Sequence[tf.Tensor],
+    variables: Sequence[Any],
+) -> list[tf.Tensor]:
+    """The same of outer gradients that are sent in fewer bytes.
+
+    Args:
+      compressed: by which method, and among whom.
+      optimizer: it holds what is kept from meeting to meeting.
+      replicas: on all hosts.
+      reducer: what is not compressed goes this way.
+      rank: the calling replica.
+      values: outer gradients.
+      variables: whose they are.
+    """
+
+    def plain_sums(values: list[Any], state: list[tf.Tensor]) -> tuple[list, list]:
+        sums = reducer.all_reduce([*values, *state], rank, mean=False)
+        return sums[: len(values)], sums[len(values) :]
+
+    sums, _ = sum_compressed(
+        compressed, values, [], rank, variables, optimizer, plain_sums
+    )
+    return [total / replicas for total in sums]
 
 
 def outer_update(
@@ -33,8 +69,7 @@ def outer_update(
     outer: Sequence[tf.Tensor],
     local: Sequence[tf.Tensor],
     momenta: Sequence[tf.Tensor],
-    reducer: Reducer,
-    rank: Any,
+    mean: Means,
 ) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
     """The next outer weights w_(t+1), and the next outer momenta.
 
@@ -44,13 +79,12 @@ def outer_update(
       outer: w_t, the weights that all groups had after the last meeting.
       local: w_i, this replica's.
       momenta: b; empty for `LocalSGD`.
-      reducer: exchanges.
-      rank: the calling replica.
+      mean: of local weights, or of outer gradients, over all groups.
     """
     if not isinstance(sync, DiLoCo):
-        return mean_over_groups(local, reducer, rank), []
+        return mean(local), []
     movements = [before - after for before, after in zip(outer, local, strict=True)]
-    means = mean_over_groups(movements, reducer, rank)
+    means = mean(movements)
     rate, mu = sync.outer_learning_rate, sync.outer_momentum
     momenta = [mu * b + d for b, d in zip(momenta, means, strict=True)]
     weights = [

@@ -12,16 +12,23 @@ depends on its number, which is the same on all replicas:
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from tfdp._private.names import own_copy
 from tfdp.errors import ConfigurationError
+from tfdp.exchange.compressed import CompressedSums
 from tfdp.exchange.reducer import Reducer
 from tfdp.step.local_values import LocalValues
-from tfdp.step.outer_update import mean_over_groups, outer_update
+from tfdp.step.outer_update import (
+    compressed_mean_over_groups,
+    mean_over_groups,
+    outer_update,
+)
 from tfdp.sync.fragments import fragments_of, meeting_of
 from tfdp.sync.rounds import Sync
 from tfdp.tracing.run import ReplicaRun
@@ -41,6 +48,7 @@ class Rounds:
       averages: the moving average of each weight; None, or empty, for none.
       average_momentum: how much of an average stays.
       updates: counts updates, alike on all replicas.
+      optimizer: whose they are; holds what compressed outer gradients leave.
     """
 
     def __init__(
@@ -53,11 +61,18 @@ class Rounds:
         averages: Sequence[LocalView | None],
         average_momentum: float | None,
         updates: LocalView,
+        optimizer: keras.optimizers.Optimizer,
     ):
         self.sync = sync
         self._reducer: Reducer = strategy.extended.reducer
         self._weights, self._momenta, self._updates = weights, momenta, updates
         self._averages, self._average_momentum = averages, average_momentum
+        self._optimizer = optimizer
+        self._replicas = strategy.num_replicas_in_sync
+        method = getattr(sync, "compression", None)
+        self._compressed: CompressedSums | None = None
+        if method is not None:
+            self._compressed = self._reducer.compressed_by(method, sync.across)
         self._layer_state: list[LocalView] = []
         self.values = LocalValues(strategy.extended.worker_devices)
         for weight in weights:
@@ -176,13 +191,24 @@ class Rounds:
         places = self._fragments[number]
         fragment = [self._weights[place] for place in places]
         momenta = [own_copy(self._momenta[p], rank) for p in places if self._momenta]
+        if self._compressed is None:
+            mean = functools.partial(mean_over_groups, reducer=self._reducer, rank=rank)
+        else:
+            mean = functools.partial(
+                compressed_mean_over_groups,
+                self._compressed,
+                self._optimizer,
+                self._replicas,
+                self._reducer,
+                rank,
+                variables=fragment,
+            )
         weights, after = outer_update(
             self.sync,
             [v.outer_copy(rank).read_value() for v in fragment],
             [v.local_copy(rank).read_value() for v in fragment],
             [momentum.read_value() for momentum in momenta],
-            self._reducer,
-            rank,
+            mean,
         )
         for momentum, value in zip(momenta, after, strict=True):
             momentum.assign(value)

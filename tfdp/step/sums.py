@@ -13,7 +13,12 @@ from tfdp._private.names import current_rank, own_copy
 from tfdp.exchange.reducer import Reducer
 from tfdp.sharding.optimizers import shard_kind
 from tfdp.sharding.variables import ShardUpdatedVariable
-from tfdp.step.compression import refuse_eager_compression, sum_compressed
+from tfdp.step.compression import (
+    loss_scale_of,
+    refuse_eager_compression,
+    refuse_momentum,
+    sum_compressed,
+)
 from tfdp.step.noise_probe import probe_of
 from tfdp.tracing.current_run import current_run
 from tfdp.tracing.run import ReplicaRun
@@ -88,9 +93,17 @@ def _sum_gradients(
             state = run.parts_to_sum(rank, list(state))
         if reducer.compressed is None:
             return reducer.sum_gradients(gradients, state, rank)
+        refuse_momentum(reducer.compressed, optimizer)
         plain_sums = functools.partial(reducer.sum_gradients, rank=rank)
         return sum_compressed(
-            reducer.compressed, gradients, state, rank, variables, optimizer, plain_sums
+            reducer.compressed,
+            gradients,
+            state,
+            rank,
+            variables,
+            optimizer,
+            plain_sums,
+            loss_scale_of(optimizer),
         )
     refuse_eager_compression()
     context = tf.distribute.get_replica_context()

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 from tfdp.errors import ConfigurationError
+from tfdp.plan.compression import Compression
 from tfdp.sync.rounds import Sync, check_fraction, check_whole
 
 __all__ = ["DiLoCo"]
@@ -36,7 +36,8 @@ class DiLoCo(Sync):
       overlap_steps: updates that go on while a part travels. Only 0 for now.
       mixing: the share of the local weights in what comes back late. Only 0.5, its
         default, for now.
-      compression: of the outer gradients d. Only None for now.
+      compression: of the outer gradients d: one of `tfdp.compression`, such as
+        `Int8()` or `Int4()`; None for none.
       across: "hosts": replicas of a host exchange gradients in every step, hosts meet
         once in a round. "replicas": each replica trains apart, also within a host.
       start_step: plain synchronous updates before the first round, at least 0.
@@ -68,7 +69,7 @@ class DiLoCo(Sync):
     fragments: int = 1
     overlap_steps: int = 0
     mixing: float = 0.5
-    compression: Any = None
+    compression: Compression | None = None
     across: str = "hosts"
     start_step: int = 0
 
@@ -93,9 +94,20 @@ class DiLoCo(Sync):
                 f"Received: overlap_steps={self.overlap_steps}, "
                 f"mixing={self.mixing}."
             )
-        if self.compression is not None:
+        self._check_compression()
+
+    def _check_compression(self) -> None:
+        method = self.compression
+        if method is not None and not isinstance(method, Compression):
             raise ConfigurationError(
-                "DiLoCo(compression=...) is not there yet: outer gradients travel in "
-                f"the type of the weights. Leave it out. Received: "
-                f"{self.compression!r}."
+                "DiLoCo.compression must be None or a value of tfdp.compression, such "
+                f"as tfdp.compression.Int8(). Received: {method!r}."
+            )
+        has_momentum = getattr(method, "momentum_correction", None)
+        if method is not None and (method.plain_steps or has_momentum):
+            raise ConfigurationError(
+                "DiLoCo.compression cannot begin later (start_step) nor bring a "
+                "momentum of its own (momentum_correction): outer gradients are few, "
+                "and have outer_momentum. Pass PowerSGD(..., start_step=0), or TopK "
+                f"without it. Received: {method!r}."
             )

@@ -37,7 +37,13 @@ class Sync:
 
     def get_config(self) -> dict[str, Any]:
         """The values, with the name of their class, as JSON can hold them."""
-        return {"method": type(self).__name__, **dataclasses.asdict(self)}  # type: ignore[call-overload]
+        values = {
+            field.name: getattr(self, field.name)
+            for field in dataclasses.fields(self)  # type: ignore[arg-type]
+        }
+        if values.get("compression") is not None:
+            values["compression"] = values["compression"].get_config()
+        return {"method": type(self).__name__, **values}
 
 
 def check_whole(sync: Sync, name: str, least: int) -> None:
