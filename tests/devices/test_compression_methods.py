@@ -11,7 +11,18 @@ import pytest
 import tensorflow as tf
 
 from tests.support.compression_table import IDENTITIES, LOSSY, METHODS
-from tfdp.compression import FP8, Int4, Int8, PowerSGD, RandomK, SignSGD, TopK
+from tfdp.compression import (
+    FP8,
+    Cast,
+    Int4,
+    Int8,
+    PowerSGD,
+    RandomK,
+    SignSGD,
+    TopK,
+    from_config,
+)
+from tfdp.errors import ConfigurationError
 
 # Sizes that are no multiple of any block, and matrices that are high and wide.
 SHAPES = [(37, 5), (3, 3, 4, 7), (2, 61)]
@@ -285,3 +296,37 @@ def test_messages_are_as_small_as_they_say(method, factor):
     dense = 4 * sum(rows * columns for rows, columns in shapes)
     sent = method.sent_bytes(shapes, 4)
     assert 2 * dense * 3 / 4 / sent >= factor * (2 if isinstance(method, TopK) else 1)
+
+
+@pytest.mark.parametrize(
+    "make, words",
+    [
+        (lambda: Int8(30), "multiple of 4"),
+        (lambda: Int4(12), "multiple of 8"),
+        (lambda: SignSGD(True), "multiple of 32"),
+        (lambda: FP8("e3m4"), "'e4m3' or 'e5m2'"),
+        (lambda: FP8(scale=0.0), "finite number above 0"),
+        (lambda: Cast("float32"), "'bfloat16' or 'float16'"),
+        (lambda: TopK(0.0), "above 0, to 1"),
+        (lambda: TopK(0.1, momentum_correction=1.0), "from 0 to below 1"),
+        (
+            lambda: TopK(0.1, momentum_correction=0.9, error_feedback=False),
+            "None without error_feedback",
+        ),
+        (lambda: TopK(0.1, warmup_steps=-1), "integer of at least 0"),
+        (lambda: RandomK(1.5), "above 0, to 1"),
+        (lambda: RandomK(seed=-1), "from 0 to"),
+        (lambda: PowerSGD(0), "at least 1"),
+        (lambda: PowerSGD(1, start_step=1.5), "integer of at least 0"),
+        (lambda: PowerSGD(min_compression_rate=0), "above 0"),
+        (lambda: from_config({"method": "Zip"}), "Known: Cast, FP8"),
+    ],
+)
+def test_nonsense_is_refused(make, words):
+    with pytest.raises(ConfigurationError, match=words):
+        make()
+
+
+@pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
+def test_a_config_makes_the_same_method(method):
+    assert from_config(method.get_config()) == method

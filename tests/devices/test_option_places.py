@@ -60,7 +60,8 @@ def nobody_else(monkeypatch):
 @pytest.mark.parametrize("arguments, column, word", CELLS)
 def test_every_cell(arguments, column, word):
     assert word in WORDS
-    names = {"Communication": tfdp.Communication, "Sharding": tfdp.Sharding}
+    methods = {name: getattr(tfdp.compression, name) for name in ("Cast", "Int8")}
+    names = {"Communication": tfdp.Communication, "Sharding": tfdp.Sharding, **methods}
     options = eval(f"dict({arguments})", names)  # written in our own page
     make = COLUMNS[column]
     if word == "-":

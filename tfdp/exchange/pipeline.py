@@ -37,9 +37,11 @@ class GradientPipeline:
         self.communication = communication
         #: See `Reducer`.
         self.compressed: CompressedSums | None = None
-        if communication.method is not None:
+        method = communication.compression
+        # Rounding is what links between hosts can do themselves.
+        if method is not None and engine.wire_dtype is None:
             self.compressed = self.compressed_by(
-                communication.method, communication.compression_across
+                method, communication.compression_across
             )
 
     def compressed_by(self, method: Compression, across: str) -> CompressedSums:

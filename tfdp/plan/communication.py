@@ -172,11 +172,6 @@ of at least 1. Received: 0.
             return self.wire_dtype
         return self.compression.wire_dtype
 
-    @property
-    def method(self) -> Compression | None:
-        """What makes gradients small before a link or an engine gets them, if any."""
-        return None if self.link_dtype is not None else self.compression
-
     def _check_seconds(self, name: str, above: float, or_equal: bool = False) -> None:
         value = getattr(self, name)
         if (
@@ -256,15 +251,18 @@ def _simulates_hosts(communication: Communication) -> bool:
     return isinstance(hierarchy, tuple) and hierarchy[0] > 1
 
 
-def refuse_compressed_shards(communication: Communication, shard: str) -> None:
+def refuse_compressed_shards(
+    communication: Communication, shard: str, hosts: int
+) -> None:
     """Refuses shards of gradients that are compressed, but for what a link rounds.
 
     Raises:
       ConfigurationError: then.
     """
-    if communication.method is not None and shard != "none":
+    is_rounded = hosts > 1 and communication.link_dtype is not None
+    if communication.compression and not is_rounded and shard != "none":
         raise ConfigurationError(
-            f"Communication(compression={communication.method!r}) sums whole "
+            f"Communication(compression={communication.compression!r}) sums whole "
             f"gradients, and with shard={shard!r} each replica gets a part of the sum "
             "only. Use shard='none', or wire_dtype='bfloat16', which goes with shards."
         )

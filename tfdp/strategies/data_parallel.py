@@ -136,7 +136,7 @@ class DataParallelStrategy(ReplicaContextStrategy, tf.distribute.MirroredStrateg
         cross_device_ops: HierarchicalAllReduce,
         draws_per_replica: bool,
     ) -> DataParallelExtended:
-        refuse_compressed_shards(communication, self.shard)
+        refuse_compressed_shards(communication, self.shard, hosts=1)
         self._pipeline = cross_device_ops.pipeline(devices)
         if communication.compression is not None:
             engine = self._pipeline.engine

@@ -158,12 +158,12 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
     def _make_cross_device_ops(
         self, communication: Communication
     ) -> HierarchicalAllReduce:
-        if self.cluster.workers > 1:
-            # It reduces within this host only; what is between hosts is not for it.
-            communication = dataclasses.replace(
-                uncompressed(communication), engine="auto"
-            )
-        return HierarchicalAllReduce(communication)
+        if self.cluster.workers == 1:
+            return super()._make_cross_device_ops(communication)
+        # It reduces within this host only; what is between hosts is not for it.
+        return HierarchicalAllReduce(
+            dataclasses.replace(uncompressed(communication), engine="auto")
+        )
 
     def _own_devices(
         self, communication: Communication, sharding: Sharding
@@ -213,7 +213,7 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
                 "has one. Give every process several devices (devices_per_host=4, or "
                 "tfdp launch --devices-per-worker 4), or use shard_group='all'."
             )
-        refuse_compressed_shards(communication, self.shard)
+        refuse_compressed_shards(communication, self.shard, self.hosts)
         group = self._group or HostGroup(make_link(self.cluster, communication))
         self._group = group
         # The others then hear that this script has ended, and need not wait for it.
