@@ -80,6 +80,7 @@ def test_rounds_are_those_of_the_equations(sync, rows):
     assert (apart > 100 * BOUND) == bool(is_in_round)
 
 
+@pytest.mark.worth_seconds(6)
 @pytest.mark.parametrize("across", ["replicas", "hosts"])
 def test_meeting_in_every_step_is_plain_training(across):
     """For SGD without momentum the mean of the weights is the step of the mean
@@ -108,6 +109,7 @@ def test_short_batches_count_groups_and_not_rows():
     assert np.max(np.abs(difference)) > 100 * BOUND
 
 
+@pytest.mark.worth_seconds(10)
 def test_everybody_but_a_training_step_sees_the_outer_weights(tmp_path):
     """After 4 updates of rounds of 3: the weights of the third."""
     sync = DILOCO(every=3, across="replicas")
@@ -169,6 +171,7 @@ def adam(**options):
     return keras.optimizers.Adam(0.01, **options)
 
 
+@pytest.mark.worth_seconds(9)
 @pytest.mark.parametrize("across", ["replicas", "hosts"])
 def test_a_round_is_the_mean_of_models_that_were_trained_alone(across):
     """With Adam, clipping, rows that weigh unequally, and batch normalization, whose
@@ -209,6 +212,7 @@ def test_a_round_is_the_mean_of_models_that_were_trained_alone(across):
         assert np.ptp(theirs, axis=0).max() > 1e-3
 
 
+@pytest.mark.worth_seconds(10)
 def test_synchronous_updates_weigh_groups_by_their_weights():
     """Before `start_step`: rows that weigh unequally, a batch without some groups."""
     x, y = regression_data(53)

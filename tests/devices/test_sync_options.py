@@ -20,6 +20,7 @@ from tests.support.apart import (
     parts_of,
     regression_data,
     sgd,
+    synchronous_slices,
     vector_of,
 )
 from tests.support.parity import make_strategy
@@ -165,6 +166,15 @@ def test_slices_of_embeddings_stay_with_their_replica():
     np.testing.assert_allclose(one, [0.25, 0.5, 0, 0], rtol=1e-6)
     np.testing.assert_allclose(two, [0, 0, 2.0, 0], rtol=1e-6)
     np.testing.assert_array_equal(model.get_weights()[0], 0)
+
+
+def test_synchronous_updates_keep_the_slices_of_embeddings():
+    syncs = [None, LOCAL_SGD(9, 9, across="replicas"), LOCAL_SGD(9, across="replicas")]
+    plain, first, apart = synchronous_slices(syncs, make_strategy(2))
+    # Three updates of 0.01; sums of 20 rows differ by 20 u of that, and the quotient
+    # of Adam multiplies it by 32.
+    np.testing.assert_allclose(first, plain, rtol=0, atol=2e-6)
+    assert np.max(np.abs(apart - plain)) > 1e-3
 
 
 def synchronized_model():

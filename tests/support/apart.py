@@ -24,6 +24,39 @@ def linear_model():
     return keras.Sequential([keras.Input((FEATURES,)), keras.layers.Dense(1)])
 
 
+def embedding_model():
+    keras.utils.set_random_seed(3)
+    return keras.Sequential(
+        [
+            keras.Input((3,), dtype="int32"),
+            keras.layers.Embedding(4, 2),
+            keras.layers.Flatten(),
+            keras.layers.Dense(1),
+        ]
+    )
+
+
+def synchronous_slices(syncs, strategy):
+    """The weights of an embedding whose words repeat, trained with each of `syncs`.
+
+    Adam squares each slice of a repeated word by itself: dense gradients, or slices
+    added up, would be another update.
+    """
+    rng = np.random.default_rng(5)
+    words, targets = rng.integers(0, 4, (48, 3)), rng.normal(size=(48, 1))
+    results = []
+    for sync in syncs:
+        with strategy.scope():
+            model = embedding_model()
+            adam = keras.optimizers.Adam(0.01)
+            optimizer = tfdp.DistributedOptimizer(adam, sync=sync)
+            model.compile(optimizer, "mse", jit_compile=False)
+        options = {"batch_size": 20, "shuffle": False, "verbose": 0}
+        model.fit(words, targets, **options)
+        results.append(np.concatenate([np.ravel(w) for w in model.get_weights()]))
+    return results
+
+
 def sgd(**options):
     return keras.optimizers.SGD(RATE, momentum=MOMENTUM, **options)
 

@@ -11,7 +11,13 @@ import keras
 import numpy as np
 
 import tfdp
-from tests.support.apart import linear_model, regression_data, sgd, vector_of
+from tests.support.apart import (
+    linear_model,
+    regression_data,
+    sgd,
+    synchronous_slices,
+    vector_of,
+)
 from tfdp.hosts.host_link import CHANNELS
 
 ROWS, BATCH, EPOCHS = 53, 24, 3  # 24, 24 and 5: nine steps
@@ -75,6 +81,9 @@ def main(path, names):
             evaluation=model.evaluate(x, y, batch_size=BATCH, verbose=0),
         )
         print(name, flush=True)
+    syncs = [None, tfdp.sync.LocalSGD(9, start_step=9)]
+    plain, first = synchronous_slices(syncs, strategy)
+    np.savez(f"{path}.slices.{rank}.npz", plain=plain, first=first)
 
 
 if __name__ == "__main__":

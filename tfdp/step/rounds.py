@@ -99,7 +99,8 @@ class Rounds:
         """The gradient of the mean over whoever steps together, for the next update.
 
         Args:
-          gradients: this replica's part of the gradient of its group's mean.
+          gradients: this replica's part of the gradient of its group's mean. Slices of
+            embeddings become dense where a group has several replicas.
           weight: what the group's mean weighs beside those of other groups.
           run: the run.
           rank: the calling replica.
@@ -107,36 +108,39 @@ class Rounds:
         state = run.take_local_state(rank)
         self._refuse_unknown(state)
         start, alone = self.sync.start_step, run.group_size == 1
-        if start == 0 and alone:
-            return list(gradients)  # slices of embeddings, too, as they are
-        dense = [tf.convert_to_tensor(gradient) for gradient in gradients]
+        if not alone:
+            gradients = [tf.convert_to_tensor(gradient) for gradient in gradients]
 
-        def within() -> list[tf.Tensor]:
+        def within() -> list[Any]:
             if alone:
-                return dense
+                return list(gradients)  # slices of embeddings, too, as they are
             shares = [_share(v, run.share_in_group(rank), rank) for v in state]
-            sums = [self._reducer.sum_within(v, rank) for v in [*dense, *shares]]
-            _assign(state, sums[len(dense) :], rank)
-            return sums[: len(dense)]
+            sums = [self._reducer.sum_within(v, rank) for v in [*gradients, *shares]]
+            _assign(state, sums[len(gradients) :], rank)
+            return sums[: len(gradients)]
 
         if start == 0:
             return within()
-        return list(
-            tf.cond(
-                self._count(rank) < start,
-                lambda: self._everywhere(dense, weight, state, run, rank),
-                within,
-            )
+        parts = tf.cond(
+            self._count(rank) < start,
+            lambda: _parts(self._everywhere(gradients, weight, state, run, rank)),
+            lambda: _parts(within()),
         )
+        return [
+            tf.IndexedSlices(*part, gradient.dense_shape)
+            if isinstance(gradient, tf.IndexedSlices)
+            else part[0]
+            for part, gradient in zip(parts, gradients, strict=True)
+        ]
 
     def _everywhere(
         self,
-        gradients: Sequence[tf.Tensor],
+        gradients: Sequence[Any],
         weight: tf.Tensor,
         state: Sequence[LocalView],
         run: ReplicaRun,
         rank: int,
-    ) -> list[tf.Tensor]:
+    ) -> list[Any]:
         """One device's gradient: sum of W_g g_g over the groups, by the sum of W_g.
 
         So no group needs to know the others' samples before its loss is taken.
@@ -147,7 +151,7 @@ class Rounds:
         all_weights, all_rows = self._reducer.all_reduce(counts, rank, mean=False)
         # Before they are summed, so that a 16-bit wire has no larger numbers to carry.
         part = tf.math.divide_no_nan(weight, all_weights)
-        own = [g * tf.cast(part, g.dtype) for g in gradients]
+        own = [_times(gradient, part) for gradient in gradients]
         share = tf.math.divide_no_nan(rows, all_rows)
         shares = [_share(variable, share, rank) for variable in state]
         sums, means = self._reducer.sum_gradients(own, shares, rank)
@@ -259,6 +263,22 @@ class Rounds:
                     "would store another value. Make it a weight of a layer "
                     "(add_weight(trainable=False)), or leave sync out."
                 )
+
+
+def _parts(gradients: Sequence[Any]) -> list[list[tf.Tensor]]:
+    """Tensors that a conditional can return: of slices their values and indices."""
+    return [
+        [g.values, g.indices] if isinstance(g, tf.IndexedSlices) else [g]
+        for g in gradients
+    ]
+
+
+def _times(gradient: Any, factor: tf.Tensor) -> Any:
+    factor = tf.cast(factor, gradient.dtype)
+    if not isinstance(gradient, tf.IndexedSlices):
+        return gradient * factor
+    values = gradient.values * factor
+    return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
 
 
 def _share(variable: LocalView, share: tf.Tensor, rank: int) -> tf.Tensor:
