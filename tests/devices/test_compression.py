@@ -139,6 +139,7 @@ def test_fit_with_nothing_lost_is_plain_training(method):
             model.compile(
                 keras.optimizers.SGD(0.05, momentum=0.9, global_clipnorm=0.5),
                 keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+                steps_per_execution=3,
             )
         x, y = classification_data(samples=53)
         model.fit(x, y, batch_size=16, epochs=2, verbose=0, shuffle=False)
