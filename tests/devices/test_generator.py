@@ -70,6 +70,17 @@ FOUND = {
         data=Data((8,)),
         layout=Layout(4, shard=1),
     ),
+    # The end of a dataset without a length: counters of replicas were apart.
+    "end-of-input": Program(
+        outputs=(Output(), Output()),
+        optimizer=Optimizer(options=("decay",)),
+        data=Data((8, 5), "dataset"),
+        layout=Layout(pad_batches=12),
+    ),
+    # Whole numbers, too, that Keras' loss scaler does not note under a strategy.
+    "not-noted": Program(
+        optimizer=Optimizer("Adafactor", wrapper="loss_scale"), data=Data((8,))
+    ),
 }
 
 

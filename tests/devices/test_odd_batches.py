@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+import tfdp
 from tests.support.parity import classification_data, make_strategy
 from tfdp.data.split import in_parts, parts
 from tfdp.errors import DataError
@@ -218,3 +219,69 @@ def test_one_batch_is_split_like_those_of_fit(reduction):
     assert_alike(*both(run))
     with pytest.raises(DataError, match="scalar"):
         in_parts((words, np.float32(1)), ["CPU:0", "CPU:1"])
+
+
+def from_generator(batches):
+    """A dataset of unknown length: its end is found by a step that fails."""
+    spec = tf.nest.map_structure(
+        lambda part: tf.TensorSpec([None, *part.shape[1:]], part.dtype), batches[0]
+    )
+    return tf.data.Dataset.from_generator(lambda: iter(batches), output_signature=spec)
+
+
+def copies(variable):
+    value = variable.value if isinstance(variable, keras.Variable) else variable
+    return [copy.numpy() for copy in getattr(value, "values", [value])]
+
+
+@pytest.mark.parametrize("pad_batches", [False, 8])
+def test_a_step_that_got_no_batch_changes_nothing(pad_batches):
+    """Counters, decay, seeds and the weight of a report need nothing of a batch.
+
+    One device that knows the length makes no such step.
+    """
+
+    def run(strategy):
+        with (strategy or tf.distribute.get_strategy()).scope():
+            keras.utils.set_random_seed(3)
+            inputs = keras.Input((12,))
+            seeded = keras.layers.Dropout(1e-7, seed=1)(inputs)
+            first = keras.layers.Dense(5, name="first")(seeded)
+            second = keras.layers.Dense(5, name="second")(inputs)
+            model = keras.Model(inputs, [first, second])
+            optimizer = keras.optimizers.SGD(0.05, weight_decay=0.1)
+            loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+            model.compile(optimizer, [loss, loss], jit_compile=False)
+        batches = from_generator([(x[:8], (y[:8], y[:8]))])
+        if strategy is None:
+            batches = batches.apply(tf.data.experimental.assert_cardinality(1))
+        history = model.fit(batches, epochs=2, verbose=0).history
+        state = [*model.variables, *optimizer.variables]
+        for variable in state:
+            assert len({copy.tobytes() for copy in copies(variable)}) == 1, variable
+        return history, [copies(variable)[0] for variable in state]
+
+    devices = ["CPU:0", "CPU:1"]
+    strategy = tfdp.DataParallelStrategy(devices, pad_batches=pad_batches)
+    assert_alike(run(strategy), run(None))
+
+
+@pytest.mark.parametrize("wrap", [lambda step: step, tf.function], ids=["plain", "tf"])
+def test_a_loop_of_your_own_that_got_no_batch_changes_nothing(wrap):
+    strategy = make_strategy(2)
+    with strategy.scope():
+        steps = tf.Variable(0, aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA)
+
+    @wrap
+    def step(batch):
+        steps.assign(steps + 1)
+
+    @tf.function
+    def train(batches):
+        strategy.run(step, args=(next(batches),))
+
+    batches = iter(strategy.experimental_distribute_dataset(from_generator([x, x])))
+    with pytest.raises(tf.errors.OutOfRangeError):
+        while True:
+            train(batches)
+    assert copies(steps) == [2, 2]

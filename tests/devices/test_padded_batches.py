@@ -147,6 +147,23 @@ def test_losses_of_sequences(reduction):
     assert_equal_to_one_device(StandInStrategy(2), (build, loss, data, {}))
 
 
+@pytest.mark.parametrize("strategy", ["tpu-2", "mirrored-1", "mirrored-4"])
+def test_reports_of_losses_of_single_rows(strategy):
+    """Keras takes no mean of them in the loss, but where it is reported."""
+
+    def build():
+        keras.utils.set_random_seed(0)
+        inputs = keras.Input((12,))
+        heads = {name: keras.layers.Dense(5, name=name)(inputs) for name in "ab"}
+        return keras.Model(inputs, heads)
+
+    x, y = classification_data(samples=ROWS_OF_FIT)
+    loss = dict.fromkeys("ab", crossentropy(reduction="none"))
+    # Sums over 6 rows move weights as far as means do of rows that are 6 times less.
+    data = {"x": x / 6, "y": {"a": y, "b": y}}
+    assert_equal_to_one_device(STRATEGIES[strategy](), (build, loss, data, {}))
+
+
 @pytest.mark.parametrize(
     "layer, strategy",
     [

@@ -2,6 +2,7 @@
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 from tests.generator.build import Batches, as_dataset
 
@@ -45,11 +46,13 @@ class Caller:
       program: the `Program`.
       model: compiled.
       rows, validation: `Rows` to train on and to validate with.
+      tells_length: whether datasets say how many batches they have.
     """
 
-    def __init__(self, program, model, rows, validation):
+    def __init__(self, program, model, rows, validation, tells_length=False):
         self.program, self.model = program, model
         self.rows, self.validation = rows, validation
+        self.tells_length = tells_length
         self.found = {}
 
     def call_all(self):
@@ -76,11 +79,15 @@ class Caller:
             if not with_targets:
                 return (x,), arguments
             return (x, y), arguments | {"sample_weight": weights}
-        make = as_dataset if data.source == "dataset" else Batches
         batches = self.batches()
         if not with_targets:
             batches = [(x, y, None) for x, y, _ in batches]
-        return (make(batches),), {}
+        if data.source == "generator":
+            return (Batches(batches),), {}
+        dataset, length = as_dataset(batches), len(batches)
+        if self.tells_length:
+            dataset = dataset.apply(tf.data.experimental.assert_cardinality(length))
+        return (dataset,), {}
 
 
 def fit(caller, validate=False):

@@ -72,6 +72,7 @@ def judge(program, make_strategy=make_strategy):
     if is_random(program) or may_overflow(program):
         return _finite_verdict(answer, found)
     answer, found = _noted_by_both(answer, found)
+    exact, found_exact = _noted_by_both(exact, found_exact)
     # Most programs keep to what the last roundings explain: no twins are needed.
     for twins in (0, TWINS):
         nudged = [one.run(1 + i)[0] for i in range(twins)]

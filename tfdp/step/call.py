@@ -1,7 +1,7 @@
 """One `strategy.run`, stage by stage; `ReplicaContextStrategy.run` is the list of them.
 
 take_batch   the rows of each replica: parts, counts, filling or borrowed rows
-leading      while replicas run: optimizers, reports and losses of this step
+leading      while replicas run: the batch comes first; optimizers, reports, losses
 own_rows_of  of what a prediction returns, the rows that came in
 """
 
@@ -17,6 +17,7 @@ import tensorflow as tf
 
 from tfdp.data.keras_input import with_none
 from tfdp.data.split import in_parts
+from tfdp.step.batch_first import batch_first
 from tfdp.step.borrowed_rows import borrow_rows, leaves_borrowed_out, return_rows
 from tfdp.step.jit import is_stock_train_step, jitted_train_step
 from tfdp.step.layer_state import suspect_stored
@@ -105,14 +106,15 @@ class StepCall:
         Yields:
           What the replicas report is noted here; see `reports.whole_logs`.
         """
+        arguments = (self.args, self.kwargs)
         with (
             led_optimizers(optimizers, self.run),
             led_reports(self.model, self.run) as noted,
             leaves_borrowed_out(self.fn, optimizers, self.run),
             own_losses(self.model if replicas > 1 else None),
+            batch_first(self.step, None if self._is_compiled else arguments) as step,
         ):
-            if tf.executing_eagerly():
-                self.step = recorded(self.step, self.run)
+            self.step = recorded(step, self.run) if tf.executing_eagerly() else step
             yield noted
         suspect_stored(self.run)
 

@@ -170,6 +170,11 @@ def _count_real_rows(update: Callable, padding: Padding, metric: Any) -> Callabl
     """Keras gives a reported loss the weight of all rows of the replica."""
 
     def update_state(value: Any, sample_weight: Any = None) -> Any:
+        if len(value.shape):
+            # With reduction="none" the mean is taken here, of rows of filling as well.
+            rows = tf.cast(padding.rows, value.dtype)
+            count = tf.cast(padding.count, value.dtype)
+            value = value * tf.math.divide_no_nan(rows, count)
         return update(value, sample_weight=padding.count)
 
     return update_state
@@ -179,9 +184,12 @@ def _count_batches(update: Callable, padding: Padding, metric: Any) -> Callable:
     """Keras gives the loss of one of several outputs the same weight in each batch.
 
     It gives it the size of the batch where that is fixed; then batches are not short.
+    The losses of single rows (reduction="none") have the same weight each.
     """
 
     def update_state(value: Any, sample_weight: Any = None) -> Any:
+        if len(value.shape):
+            return update(value, sample_weight=padding.weights(1))
         return update(value, sample_weight=padding.count / padding.total)
 
     return update_state
