@@ -86,6 +86,8 @@ def main():
     parser.add_argument("--every", type=int, default=50)
     parser.add_argument("--rate", type=float, default=1e-3)
     parser.add_argument("--outer-rate", type=float, default=0.7)
+    parser.add_argument("--fragments", type=int, default=1)
+    parser.add_argument("--int8", action="store_true", help="outer gradients")
     parser.add_argument("--scratch", action="store_true")
     parser.add_argument("--only", choices=("both", "rounds"), default="both")
     arguments = parser.parse_args()
@@ -98,6 +100,8 @@ def main():
         every=arguments.every,
         outer_learning_rate=arguments.outer_rate,
         start_step=start,
+        fragments=arguments.fragments,
+        compression=tfdp.compression.Int8() if arguments.int8 else None,
         across="replicas",
     )
     syncs = {"rounds": sync}
