@@ -8,7 +8,7 @@ import tensorflow as tf
 import tfdp
 from tests.support.compression_table import IDENTITIES, LOSSY, METHODS
 from tests.support.parity import classification_data, dense_model, rounding_bound
-from tfdp.compression import Int8, PowerSGD, SignSGD, TopK
+from tfdp.compression import FP8, Cast, Int8, PowerSGD, SignSGD, TopK
 from tfdp.errors import ConfigurationError
 
 #: Replicas, engine and hierarchy; of simulated hosts the sums within are exact.
@@ -82,7 +82,7 @@ class Linear:
         """By variable, those of all who send, stacked."""
         return [
             np.stack([copy.numpy() for copy in kept.residual.copies])
-            for kept in self.optimizer.compression_state.of_variables
+            for kept in self.optimizer.compression_state.of_variables.values()
         ]
 
 
@@ -334,3 +334,119 @@ def test_momentum_twice_is_refused(optimizer):
     model = Linear(strategy_for(method), make)
     with pytest.raises(ConfigurationError, match="momentum_correction"):
         model.step(draw(2)[0])
+
+
+def loss_scaled(scale=1.0):
+    return lambda: keras.optimizers.LossScaleOptimizer(
+        keras.optimizers.SGD(1.0), initial_scale=scale
+    )
+
+
+OVERFLOWS = {
+    "value-and-residual": (FP8(scale=1.0, min_bytes=0), "2-in_process", 1000.0),
+    "float16": (Cast("float16", error_feedback=True, min_bytes=0), "2-in_process", 1e5),
+    "sum-of-a-host": (
+        Cast("float16", error_feedback=True, min_bytes=0),
+        "2x2-in_process",
+        4e4,
+    ),
+    "sum": (Int8(32, min_bytes=0), "2-in_process", 2e38),
+    "mean": (SignSGD(32, min_bytes=0), "2-in_process", 3e37),
+}
+
+
+@pytest.mark.parametrize("method, layout, much", OVERFLOWS.values(), ids=OVERFLOWS)
+def test_an_overflow_on_the_way_is_seen_and_forgotten(method, layout, much):
+    """No gradient is infinite, but what is made of them is: the step is left out."""
+    replicas = LAYOUTS[layout][0]
+    model = Linear(strategy_for(method, layout), loss_scaled())
+    gradients = draw(replicas)
+    model.step(gradients[0])
+    before, left = model.values(), model.residuals()
+    model.step([[np.full(s, much, "float32") for s in SHAPES]] * replicas)
+    for one, other in zip(before, model.values(), strict=True):
+        np.testing.assert_array_equal(one, other)
+    for one, other in zip(left, model.residuals(), strict=True):
+        np.testing.assert_array_equal(one, other)
+    model.step([[g / 2 for g in of_replica] for of_replica in gradients[1]])
+    assert all(np.isfinite(value).all() for value in model.values())
+    moved = [np.abs(v - b).max() for v, b in zip(model.values(), before, strict=True)]
+    assert min(moved) > 0.1
+
+
+@pytest.mark.parametrize("method", [TopK(0.1), Int8()], ids=["top-k", "int8"])
+def test_an_infinity_beside_the_compressed_ones_is_seen(method):
+    """The kernel is taken, the second variable is too small."""
+    model = Linear(strategy_for(method), loss_scaled())
+    with model.strategy.scope():
+        model.weights = [
+            keras.Variable(tf.zeros([64, 64])),
+            keras.Variable(tf.zeros([8])),
+        ]
+        model.optimizer = loss_scaled()()
+        model.optimizer.build(model.weights)
+    rng = np.random.default_rng(0)
+
+    def one_step(last):
+        parts = [
+            [rng.standard_normal((64, 64)).astype("float32"), np.ones(8, "float32")]
+            for _ in range(2)
+        ]
+        parts[0][1][3] = last
+        model.step(parts)
+
+    one_step(1.0)
+    left = model.residuals()
+    one_step(np.inf)
+    np.testing.assert_array_equal(left[0], model.residuals()[0])
+
+
+@pytest.mark.parametrize("replicas", [3, 4])
+def test_a_scale_that_all_agree_on_holds_the_sum(replicas):
+    """Each rounds up before the sum is rounded again."""
+    devices = [f"CPU:{n}" for n in range(replicas)]
+    for form in ("e4m3", "e5m2"):
+        communication = tfdp.Communication(
+            compression=FP8(form, min_bytes=0), compression_across="replicas"
+        )
+        strategy = tfdp.DataParallelStrategy(devices, communication=communication)
+        model = Linear(strategy)
+        for size in (1.07, 1.14, 1.39, 1.9):
+            same = [np.full(s, size, "float32") for s in SHAPES]
+            model.step([same] * replicas)
+        assert all(np.isfinite(value).all() for value in model.values())
+
+
+def test_signs_of_an_odd_size_have_the_size_of_the_numbers():
+    """10 x 33 numbers are no whole block: the rest is not taken for smaller."""
+    model = Linear(strategy_for(SignSGD(min_bytes=0, error_feedback=False)))
+    ones = [np.ones(shape, "float32") for shape in SHAPES]
+    model.step([ones, ones])
+    for value in model.values():
+        np.testing.assert_allclose(value, -2.0, rtol=1024 * 2.0**-24)
+
+
+def test_what_is_left_belongs_to_a_variable_and_not_to_an_order(tmp_path):
+    """Only the second variable is trained at first."""
+    method = SignSGD(32, min_bytes=0)
+
+    def only_second(model):
+        model._step = tf.function(
+            lambda inputs: model.strategy.run(
+                lambda parts: model.optimizer.apply([parts[1]], [model.weights[1]]),
+                (inputs,),
+            )
+        )
+        return model
+
+    first = only_second(Linear(strategy_for(method)))
+    first.step(draw(2)[0])
+    path = tf.train.Checkpoint(o=first.optimizer).save(str(tmp_path / "c"))
+    then = only_second(Linear(strategy_for(method)))
+    tf.train.Checkpoint(o=then.optimizer).restore(path)
+    both = Linear(strategy_for(method))
+    tf.train.Checkpoint(o=both.optimizer).restore(path)
+    nothing = [[np.zeros(s, "float32") for s in SHAPES]] * 2
+    both.step(nothing)
+    assert not both.residuals()[0].any()
+    assert both.residuals()[1].any()

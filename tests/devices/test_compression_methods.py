@@ -152,7 +152,7 @@ def test_zeros_and_numbers_at_the_ends_of_float32(method, size):
     values = draw(2, size=size)
     for sums, left in exchange(method, values):
         for total, part, value in zip(sums, left, values[0], strict=True):
-            if "float16" not in str(method) and "e5m2" not in str(method):
+            if "'float16'" not in str(method) or size < 1:
                 assert np.isfinite(total).all() and np.isfinite(part).all()
             if size == 0:
                 np.testing.assert_array_equal(total, np.zeros_like(value))

@@ -272,3 +272,73 @@ def test_a_config_carries_sync():
     assert again.sync == sync
     plain = tfdp.DistributedOptimizer(sgd())
     assert tfdp.DistributedOptimizer.from_config(plain.get_config()).sync is None
+
+
+def rounds(sync, **inner):
+    return tfdp.DistributedOptimizer(keras.optimizers.SGD(0.1, **inner), sync=sync)
+
+
+def test_two_optimizers_of_which_one_trains_apart_are_refused():
+    """The other one's loss would be that of one replica, and its sum that of all."""
+
+    class Two(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = keras.layers.Dense(1), keras.layers.Dense(1)
+
+        def call(self, x):
+            return self.second(self.first(x))
+
+        def train_step(self, data):
+            x, y = data
+            with tf.GradientTape() as tape:
+                loss = self.compute_loss(y=y, y_pred=self(x, training=True))
+            weights = self.trainable_variables
+            gradients = tape.gradient(loss, weights)
+            self.optimizer.apply(gradients[:2], weights[:2])
+            self.other.apply(gradients[2:], weights[2:])
+            return {"loss": loss}
+
+    strategy = tfdp.DataParallelStrategy(["CPU:0", "CPU:1"])
+    with strategy.scope():
+        model = Two()
+        model.other = keras.optimizers.SGD(0.1)
+        model.compile(
+            rounds(tfdp.sync.LocalSGD(2, across="replicas")), "mse", jit_compile=False
+        )
+        model(np.ones((1, 3), "float32"))
+        model.optimizer.build(model.trainable_variables[:2])
+    x = np.ones((8, 3), "float32")
+    with pytest.raises(ConfigurationError, match="Give all optimizers"):
+        model.fit(x, x[:, :1], verbose=0)
+
+
+def test_what_another_optimizer_has_trained_meanwhile_is_kept():
+    strategy = tfdp.DataParallelStrategy(["CPU:0", "CPU:1"])
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+        apart = rounds(tfdp.sync.LocalSGD(2, across="replicas"))
+        again = rounds(tfdp.sync.LocalSGD(2, across="replicas"))
+        plain = keras.optimizers.SGD(0.1)
+    x = np.random.default_rng(0).standard_normal((16, 3)).astype("float32")
+    y = x[:, :1]
+
+    def fit(optimizer, rate, epochs=2):
+        with strategy.scope():
+            model.compile(optimizer, "mse", jit_compile=False)
+        optimizer.inner_optimizer.learning_rate = rate
+        model.fit(x, y, batch_size=8, epochs=epochs, verbose=0)
+
+    fit(apart, 0.1)
+    with strategy.scope():
+        model.compile(plain, "mse", jit_compile=False)
+    model.fit(x, y, batch_size=8, epochs=10, verbose=0)
+    trained = model.get_weights()
+    fit(apart, 0.0)
+    for before, after in zip(trained, model.get_weights(), strict=True):
+        np.testing.assert_allclose(after, before, rtol=0, atol=1e-6)
+    fit(again, 0.1)
+    model.set_weights([np.zeros_like(weight) for weight in trained])
+    fit(apart, 0.0)
+    for weight in model.get_weights():
+        np.testing.assert_array_equal(weight, np.zeros_like(weight))

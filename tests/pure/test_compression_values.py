@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from tfdp.errors import ConfigurationError
-from tfdp.plan.communication import Communication
+from tfdp.plan.communication import Communication, refuse_idle_options
 from tfdp.plan.compression import Compression
 
 
@@ -45,12 +45,17 @@ def test_what_all_methods_refuse(options, words):
         ({"compression": Other(), "compression_across": "racks"}, "'hosts' or"),
         ({"compression_across": "replicas"}, "Give a method"),
         ({"compression": Other(), "wire_dtype": "bfloat16"}, "Leave one of them"),
-        ({"compression": Rounding(min_bytes=5)}, "rounds every gradient"),
     ],
 )
 def test_what_communication_refuses(options, words):
     with pytest.raises(ConfigurationError, match=words):
         Communication(**options)
+
+
+def test_a_link_rounds_all_gradients_alike():
+    communication = Communication(compression=Rounding(min_bytes=5))
+    with pytest.raises(ConfigurationError, match="rounds every gradient"):
+        refuse_idle_options(communication, hosts=2)
 
 
 def test_what_a_link_does_itself():

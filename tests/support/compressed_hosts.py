@@ -55,7 +55,11 @@ def train(name, engine, devices, path):
         before = link.sent_bytes() if before is None else before
     sent = (link.sent_bytes() - before) / (STEPS - 1)
     kept = getattr(optimizer, "compression_state", None)
-    left = [k.residual.copies[0].numpy() for k in kept.of_variables] if kept else []
+    left = (
+        [k.residual.copies[0].numpy() for k in kept.of_variables.values()]
+        if kept
+        else []
+    )
     np.savez(
         f"{path}.{name}.{strategy.cluster.rank}.npz",
         *[weight.numpy() for weight in weights],

@@ -47,7 +47,7 @@ class FP8(Blockwise):
     s = 2^floor(log2(M / a)), with a = max |x| over all numbers of a variable and over
     all who exchange, and M the largest number of the format; s x is rounded to the
     nearest that the format has, sums are made in float32 and divided by s. Nothing
-    overflows, then. Among p > 2, who round the sum again, it is M / (p a).
+    overflows, then. Among p > 2, who round the sum again, it is M / (2 p a).
 
     Args:
       format: "e4m3" has four binary digits and spans 2^17, "e5m2" three and 2^31.
@@ -119,7 +119,8 @@ class FP8(Blockwise):
         own = tf.stack([tf.reduce_max(tf.abs(value)) for value in values])
         everybody = peers.gather(tf.bitcast(own, tf.int32))
         largest = tf.reduce_max(tf.bitcast(everybody, tf.float32), axis=0)
-        added = peers.size if peers.size > MOST_THAT_GATHER else 1
+        # A sum that is rounded again is of numbers that were rounded up before.
+        added = 2 * peers.size if peers.size > MOST_THAT_GATHER else 1
         ratio = FORMATS[self.format].largest / (added * largest)
         # Of zeros, and of what is not finite, the scale is nobody's business.
         is_usable = tf.logical_and(largest > 0, tf.math.is_finite(ratio))

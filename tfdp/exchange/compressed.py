@@ -18,7 +18,7 @@ from tfdp.exchange.peers import PeerGroup
 from tfdp.plan.buckets import TensorInfo, plan_buckets
 from tfdp.plan.communication import Communication
 
-__all__ = ["CompressedSums", "Kept"]
+__all__ = ["CompressedSums", "Kept", "are_finite"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,8 +77,11 @@ class CompressedSums:
             sums, after = self._bucket_by_bucket(gradients, kept, step, rank)
         else:
             sums, after = self._later(gradients, kept, step, rank)
-        # Last: the flag waits for all gradients, and a host's exchanges for it.
-        is_good = tf.equal(count_bad(_is_bad(gradients)), 0.0)
+        # Sums over a host may be infinite where no gradient is, and what is left, too.
+        # Last, for the flag waits for all of them.
+        kept_numbers = [value for k in after for value in _parts_of(k)]
+        bad = count_bad(_is_bad([*gradients, *kept_numbers]))
+        is_good = tf.equal(bad, 0.0) & are_finite(sums)
         results = [
             # Not a number, whatever the method made of what was none.
             tf.cast(tf.where(is_good, total, float("nan")), gradient.dtype)
@@ -195,10 +198,20 @@ def cond_of_kept(
     return list(results[:count]), [Kept(residual, slots) for residual, slots in after]
 
 
-def _is_bad(gradients: Sequence[tf.Tensor]) -> tf.Tensor:
+def are_finite(values: Sequence[tf.Tensor]) -> tf.Tensor:
+    """Whether every number is."""
+    finite = [tf.reduce_all(tf.math.is_finite(value)) for value in values]
+    return tf.reduce_all(tf.stack(finite)) if finite else tf.constant(True)
+
+
+def _is_bad(values: Sequence[tf.Tensor]) -> tf.Tensor:
     """1 when a number is not finite, else 0."""
-    finite = [tf.reduce_all(tf.math.is_finite(g)) for g in gradients]
-    return tf.where(tf.reduce_all(tf.stack(finite)), 0.0, 1.0)
+    return tf.where(are_finite(values), 0.0, 1.0)
+
+
+def _parts_of(kept: Kept) -> list[tf.Tensor]:
+    left = [] if kept.residual is None else [kept.residual]
+    return [*left, *kept.slots.values()]
 
 
 def _either(is_good: tf.Tensor, after: Kept, before: Kept) -> Kept:

@@ -209,7 +209,7 @@ class MpiLink(SocketLink):
         (output,) = views_of(self._pool, [rows])
         with self._in_mpi("mpi all to all", [rows], label, None):
             self._world.Alltoall(rows, output)
-            self._note_answer()
+            self._note_answer(rows.nbytes)
         return output
 
     @contextlib.contextmanager

@@ -162,8 +162,6 @@ of at least 1. Received: 0.
                 f"compression=tfdp.compression.Cast({self.wire_dtype!r}), and "
                 f"compression={method!r} is given, too. Leave one of them out."
             )
-        if self.link_dtype is not None and method is not None:
-            method.refuse_selection()
 
     @property
     def link_dtype(self) -> str | None:
@@ -231,6 +229,8 @@ def refuse_idle_options(communication: Communication, hosts: int) -> None:
     Raises:
       ConfigurationError: naming the first such option, and why.
     """
+    if hosts > 1 and communication.compression and communication.link_dtype:
+        communication.compression.refuse_selection()
     reasons = dict(ON_ONE_HOST if hosts == 1 else ON_SEVERAL_HOSTS)
     if communication.compression_across == "replicas" or _simulates_hosts(
         communication

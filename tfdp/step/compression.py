@@ -9,8 +9,10 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdp._private.autograph import library_code
+from tfdp._private.optimizer_hooks import variable_index
 from tfdp.errors import ConfigurationError
-from tfdp.exchange.compressed import CompressedSums, Kept
+from tfdp.exchange.compressed import CompressedSums, Kept, are_finite
 from tfdp.plan.exclusions import variable_path
 from tfdp.variables.of_ranks import OfRanks
 
@@ -28,11 +30,10 @@ PlainSums = Callable[[list[Any], list[tf.Tensor]], tuple[list[Any], list[tf.Tens
 
 @dataclasses.dataclass
 class _Seen:
-    """What a checkpoint need not know: variables and their places, by identity."""
+    """What a checkpoint need not know."""
 
     compressed: CompressedSums
     devices: Sequence[str]
-    places: dict[int, tuple[int, Any]] = dataclasses.field(default_factory=dict)
 
 
 class CompressionState(tf.Module):
@@ -47,22 +48,25 @@ class CompressionState(tf.Module):
         super().__init__()
         self._seen = _Seen(compressed, tuple(devices))
         self.steps = OfRanks([], devices, tf.int64, is_alike=True)
-        # In the order in which variables were first seen: their names change with what
-        # a process has made before.
-        self.of_variables: list[OfVariable] = []
+        # By their places: names change with what a process has made before.
+        self.of_variables: dict[str, OfVariable] = {}
 
-    def of(self, variable: Any) -> OfVariable:
-        """What is kept of a variable, made when it is asked for first."""
-        seen = self._seen
-        if id(variable) not in seen.places:
+    def of(self, variable: Any, place: int) -> OfVariable:
+        """What is kept of a variable, made when it is asked for first.
+
+        Args:
+          variable: that is trained.
+          place: among all that the optimizer was built with.
+        """
+        name = f"variable_{place}"
+        if name not in self.of_variables:
+            seen = self._seen
             group = seen.compressed.group
             devices = [d for rank, d in enumerate(seen.devices) if group.speaks(rank)]
-            # The variable is kept, so that its identity stays its own.
-            seen.places[id(variable)] = (len(self.of_variables), variable)
-            self.of_variables.append(
-                OfVariable(seen.compressed.method, variable.shape, devices)
+            self.of_variables[name] = OfVariable(
+                seen.compressed.method, variable.shape, devices
             )
-        return self.of_variables[seen.places[id(variable)][0]]
+        return self.of_variables[name]
 
 
 class OfVariable(tf.Module):
@@ -97,6 +101,7 @@ class OfVariable(tf.Module):
             slot.copies[place].assign(value)
 
 
+@library_code
 def sum_compressed(
     compressed: CompressedSums,
     gradients: Sequence[Any],
@@ -131,20 +136,30 @@ def sum_compressed(
         return plain_sums(list(gradients), list(state))
     rest = [place for place in range(len(gradients)) if place not in set(taken)]
     kept_by = _state_of(optimizer, compressed)
-    kept_of = [kept_by.of(variables[place]) for place in taken]
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    kept_of = [
+        kept_by.of(variables[place], variable_index(inner, variables[place]))
+        for place in taken
+    ]
     steps = kept_by.steps.copies[rank]
     step = steps.read_value()
     before, speaks = [], compressed.group.speaks(rank)
     speaker = sum(map(compressed.group.speaks, range(rank)))
     if speaks:
         before = [kept.read(speaker, unit) for kept in kept_of]
-    others: list[Any] = []
+    others = []
 
     def count_bad(mine: tf.Tensor) -> tf.Tensor:
         plain = [gradients[place] for place in rest]
         sums, totals = plain_sums(plain, [*state, mine])
         others.extend([sums, totals[:-1]])
-        return totals[-1]
+        # The sums are alike on all replicas, and so is the answer.
+        numbers = [
+            total.values if isinstance(total, tf.IndexedSlices) else total
+            for total in sums
+        ]
+        floats = [number for number in numbers if number.dtype.is_floating]
+        return totals[-1] + tf.where(are_finite(floats), 0.0, 1.0)
 
     sums, after = compressed.sums(
         [gradients[place] for place in taken], before, step, rank, count_bad

@@ -67,8 +67,10 @@ class LocalValues:
             variable.local_copy(rank).assign(variable.outer_copy(rank).read_value())
         return tf.constant(True)
 
-    def _note_change(self) -> None:
-        for changed in self._changed:
+    def _note_change(self, rank: int | None = None) -> None:
+        # A replica notes it for itself: others' notes would chain the replicas.
+        changes = self._changed if rank is None else [self._changed[rank]]
+        for changed in changes:
             with tf.device(changed.device):
                 changed.assign(True)
 

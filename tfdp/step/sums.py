@@ -10,6 +10,7 @@ import keras
 import tensorflow as tf
 
 from tfdp._private.names import current_rank, own_copy
+from tfdp.errors import ConfigurationError
 from tfdp.exchange.reducer import Reducer
 from tfdp.sharding.optimizers import shard_kind
 from tfdp.sharding.variables import ShardUpdatedVariable
@@ -86,6 +87,12 @@ def _sum_gradients(
     optimizer: keras.optimizers.Optimizer,
 ) -> tuple[list[Any], list[tf.Tensor]]:
     reducer, found = _reducer(), current_run()
+    if found is not None and found[0].is_local:
+        raise ConfigurationError(
+            f"The optimizer {optimizer.name!r} has no sync=..., and another one of "
+            "this model has: in such a step each replica's loss is the mean over its "
+            "own rows. Give all optimizers of a model a sync, or none."
+        )
     if reducer is not None:
         if found is not None:  # an optimizer that nobody leads has not left them out
             run, rank = found

@@ -32,6 +32,7 @@ from tfdp.strategies.global_seed import with_global_seed
 from tfdp.strategies.made_optimizers import MadeOptimizers
 from tfdp.strategies.replica_extended import ReplicaExtended
 from tfdp.tracing.run import ReplicaRun
+from tfdp.variables.local_view import LocalView
 from tfdp.variables.mirrored import (
     ReplicaMirroredVariable,
     ReplicaOnReadVariable,
@@ -85,7 +86,10 @@ class DataParallelExtended(ReplicaExtended, MirroredExtended):
     ) -> Any:
         if isinstance(var, SHARD_CLASSES) and not tf.executing_eagerly():
             return self.shards_in_use().update(var, fn, args, kwargs)
-        return super()._replica_ctx_update(var, fn, args, kwargs, group)
+        result = super()._replica_ctx_update(var, fn, args, kwargs, group)
+        if isinstance(var, LocalView):
+            var.note_update()
+        return result
 
     def _make_collective_ops_with_fallbacks(self) -> tf.distribute.CrossDeviceOps:
         # The stock collectives share one set of keys among all strategies of the

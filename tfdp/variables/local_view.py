@@ -12,7 +12,7 @@ assigns, in the same places, the local values.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import tensorflow as tf
 
@@ -23,13 +23,15 @@ from tfdp.errors import ConfigurationError
 
 __all__ = ["LocalView", "keep_all_copies"]
 
+NoteChange: TypeAlias = Callable[[int | None], None]
+
 
 class LocalView(MirroredVariable):
     """A mirrored variable that may have a local value on each replica, too."""
 
     #: The local variables, by replica; None: there are none.
     _local: list[tf.Variable] | None = None
-    _note_change: Callable[[], None] | None = None
+    _listeners: tuple[NoteChange, ...] = ()
 
     # All of TensorFlow's ways to a component within a replica (reads, assignments,
     # updates, gradients) go over these two, so that none of them sees the other value.
@@ -51,19 +53,29 @@ class LocalView(MirroredVariable):
             return False
         return bool(context.strategy.extended.current_run.is_local)
 
-    def make_local(self, note_change: Callable[[], None]) -> list[tf.Variable]:
+    def make_local(
+        self, note_change: Callable[[int | None], None]
+    ) -> list[tf.Variable]:
         """Makes a variable for each replica, which starts as the outer value.
 
         Args:
           note_change: called when anybody has assigned to the outer value outside of
-            training steps, or read a checkpoint into it.
+            these steps, or read a checkpoint into it; with the replica that has, or
+            None for all.
 
         Returns:
           The variables, by replica of this process.
         """
-        local = [local_copy_of(stored, self) for stored in self.values]
-        self._local, self._note_change = local, note_change
-        note_restored(self, self.values, note_change)
+        if self._local is None:
+            self._local = [local_copy_of(stored, self) for stored in self.values]
+        else:
+            # Another optimizer has made them: both share them, and hear of changes.
+            with tf.init_scope():
+                self._tell()
+                note_change(None)
+        local = self._local
+        self._listeners = (*self._listeners, note_change)
+        note_restored(self, self.values, self._tell)
         return local
 
     @property
@@ -85,9 +97,17 @@ class LocalView(MirroredVariable):
         self, update_fn: Callable, value: Any, **kwargs: Any
     ) -> Any:
         result = super()._update_cross_replica(update_fn, value, **kwargs)
-        if self._note_change is not None:
-            self._note_change()
+        self._tell()
         return result
+
+    def note_update(self) -> None:
+        """After a replica has updated what it sees; nothing, in a step of its own."""
+        if self._listeners and not self._is_in_local_step():
+            self._tell(current_rank())
+
+    def _tell(self, rank: int | None = None) -> None:
+        for note_change in self._listeners:
+            note_change(rank)
 
 
 def keep_all_copies(variable: LocalView) -> None:

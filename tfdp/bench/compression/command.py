@@ -119,9 +119,14 @@ def _prepare(
         for shape in taken
     ]
 
+    # Variables: what hangs on constants alone TensorFlow computes once.
+    steps = tf.Variable(0, dtype=tf.int64)
+    held = [tf.Variable(value) for value in values]
+
     @tf.function(autograph=False)
     def exchange() -> list[tf.Tensor]:
-        found = method.exchange(values, slots, _Echo(), tf.constant(1, tf.int64))
+        now = [value.read_value() for value in held]
+        found = method.exchange(now, slots, _Echo(), steps.assign_add(1))
         # One number of each, so that all are made and few are handed out.
         made = [*found.sums, *found.left]
         return [tf.reduce_sum(tf.reshape(value, [-1])[:1]) for value in made]
