@@ -8,7 +8,6 @@ import shlex
 import sys
 
 from tfdp.bench.cases import CASES, SUITES, Case, select_cases
-from tfdp.bench.compression.command import COMPRESSION_SUITE, run_compression
 from tfdp.bench.json_file import write_json
 from tfdp.bench.memory.command import MEMORY_SUITE, run_memory
 from tfdp.bench.one_process.arms import ARMS
@@ -24,6 +23,9 @@ from tfdp.bench.table import (
 )
 
 __all__ = ["add_arguments", "run"]
+
+
+COMPRESSION_SUITE = "compression"
 
 
 def _positive(text: str) -> int:
@@ -127,6 +129,9 @@ def run(options: argparse.Namespace) -> int:
             timeout_seconds=options.timeout_seconds,
         )
     if options.suite == COMPRESSION_SUITE and not options.list:
+        # Only here: lists and help load no TensorFlow.
+        from tfdp.bench.compression.command import run_compression
+
         return run_compression(
             repeats=options.repeats or (2 if options.quick else 20),
             quick=options.quick,

@@ -158,12 +158,11 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
     def _make_cross_device_ops(
         self, communication: Communication
     ) -> HierarchicalAllReduce:
-        if self.cluster.workers == 1:
-            return super()._make_cross_device_ops(communication)
-        # It reduces within this host only; what is between hosts is not for it.
-        return HierarchicalAllReduce(
-            dataclasses.replace(uncompressed(communication), engine="auto")
-        )
+        communication = uncompressed(communication)
+        if self.cluster.workers > 1:
+            # It reduces within this host only; what is between hosts is not for it.
+            communication = dataclasses.replace(communication, engine="auto")
+        return HierarchicalAllReduce(communication)
 
     def _own_devices(
         self, communication: Communication, sharding: Sharding

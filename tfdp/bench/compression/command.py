@@ -21,9 +21,8 @@ from tfdp.bench.subjects.gradient_sets import FLOAT32_BYTES, GRADIENT_SETS
 from tfdp.compression import FP8, Cast, Int4, Int8, PowerSGD, RandomK, SignSGD, TopK
 from tfdp.compression.method import Method
 
-__all__ = ["COMPRESSION_SUITE", "run_compression"]
+__all__ = ["run_compression"]
 
-COMPRESSION_SUITE = "compression"
 METHODS: dict[str, Method] = {
     "Cast('bfloat16')": Cast("bfloat16"),
     "Int8()": Int8(),
