@@ -56,6 +56,7 @@ def make_rounds(
     strategy = strategy_of(optimizer)
     if is_default_strategy(strategy):
         return None
+    groups = groups_across(strategy, sync.across)
     reducer = strategy.extended.reducer
     if reducer.compressed is not None:
         raise ConfigurationError(
@@ -63,7 +64,6 @@ def make_rounds(
             "both decide what hosts send. Leave one of them out; "
             "tfdp.sync.DiLoCo(compression=...) compresses what is sent at a meeting."
         )
-    groups = groups_across(strategy, sync.across)
     if len(groups) > 1:
         for variable in own:
             if isinstance(variable, LocalView):
