@@ -450,3 +450,17 @@ def test_what_is_left_belongs_to_a_variable_and_not_to_an_order(tmp_path):
     both.step(nothing)
     assert not both.residuals()[0].any()
     assert both.residuals()[1].any()
+
+
+@pytest.mark.parametrize("wrap", [None, "loss-scale"])
+def test_an_optimizer_that_its_first_step_builds(wrap):
+    """A loop of one's own, as most are written: nobody calls `build`."""
+    model = Linear(strategy_for(TopK(1.0, min_bytes=0)))
+    with model.strategy.scope():
+        model.optimizer = keras.optimizers.SGD(1.0) if wrap is None else loss_scaled()()
+    gradients = draw(2, steps=2)
+    for of_step in gradients:
+        model.step(of_step)
+    for place, value in enumerate(model.values()):
+        total = sum(of_replica[place] for s in gradients for of_replica in s)
+        np.testing.assert_allclose(-value, total, rtol=0, atol=bound(2))

@@ -147,6 +147,11 @@ def _apply(
             return original(gradients, trainable_variables)
     # Lists, because Keras gives zips, which end with the first who reads them.
     variables = None if trainable_variables is None else list(trainable_variables)
+    if variables is not None and not optimizer.built:
+        # As Keras does next; what compression leaves goes by an optimizer's variables.
+        with run.updating(), keras.name_scope(optimizer.name, caller=optimizer):
+            optimizer.build(variables)
+        optimizer.built = True
     reduced = _reduce_before(optimizer, run, list(gradients), variables)
     with run.updating():
         return original(reduced, variables)
