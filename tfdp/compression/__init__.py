@@ -1,6 +1,6 @@
 """Ways to send fewer bytes of a gradient: `Communication(compression=...)`.
 
-method      the interface: what is kept, encode, exchange, decode
+method      the interface: what is taken, what is kept, the exchange, its bytes
 blocks      what methods share that cut numbers into blocks
 cast, int8, fp8, sign_sgd, top_k, random_k, power_sgd   a method each
 """

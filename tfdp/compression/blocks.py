@@ -8,23 +8,31 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from tfdp.compression.method import Exchanged, Method, Peers, Slots
+from tfdp.checks import is_whole
+from tfdp.compression.method import (
+    Exchanged,
+    Method,
+    Peers,
+    Slots,
+    all_reduce_bytes,
+)
 
-__all__ = ["Blockwise", "block_option"]
+__all__ = ["Blockwise", "is_block"]
 
 # Up to so many peers everybody's message goes to everybody. Among more, each adds up a
 # part for all and sends the sum, rounded again.
 MOST_THAT_GATHER = 2
 
 
-def block_option(least: int) -> Callable[[Any], bool]:
-    """Whether a block size is a multiple of `least` elements, one word or more."""
-    return lambda size: type(size) is int and size >= least and size % least == 0
+def is_block(size: object, least: int) -> bool:
+    """Whether it is a size of blocks: a multiple of `least`, the numbers of a word."""
+    return is_whole(size, least=least) and size % least == 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,18 +51,6 @@ class Blockwise(Method):
     @abc.abstractmethod
     def decode_rows(self, words: tf.Tensor) -> tf.Tensor:
         """int32 [..., blocks, words] as float32 [..., blocks, elements]."""
-
-    def encode(
-        self, values: Sequence[tf.Tensor], slots: Sequence[Slots], step: tf.Tensor
-    ) -> tf.Tensor:
-        """See `Method.encode`."""
-        return self._encoded(self.rows_of(values))
-
-    def decode(
-        self, message: tf.Tensor, like: Sequence[tf.Tensor], step: tf.Tensor
-    ) -> list[tf.Tensor]:
-        """See `Method.decode`."""
-        return self.values_of(self._decoded(message), like)
 
     def exchange(
         self,
@@ -88,7 +84,13 @@ class Blockwise(Method):
         message = self.message_bytes(shapes)
         if peers <= MOST_THAT_GATHER:
             return message * (peers - 1)
-        return 2 * message * (peers - 1) / peers
+        return all_reduce_bytes(message, peers)
+
+    def message_bytes(self, shapes: Sequence[Sequence[int]]) -> int:
+        """See `Method.message_bytes`."""
+        size = self.elements_of_block
+        words = self.encode_rows(tf.zeros([1, size])).shape[-1]
+        return sum(-(-math.prod(shape) // size) * words * 4 for shape in shapes)
 
     def _exchange_parts(
         self, rows: tf.Tensor, peers: Peers
@@ -136,9 +138,6 @@ class Blockwise(Method):
             tf.reshape(tf.reshape(part, [-1])[:count], value.shape)
             for part, count, value in zip(parts, counts, like, strict=True)
         ]
-
-    def _encoded(self, rows: tf.Tensor) -> tf.Tensor:
-        return _compiled(self, "encode_rows")(rows)
 
     def _decoded(self, words: tf.Tensor) -> tf.Tensor:
         return _compiled(self, "decode_rows")(words)

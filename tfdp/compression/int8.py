@@ -6,7 +6,7 @@ import dataclasses
 
 import tensorflow as tf
 
-from tfdp.compression.blocks import Blockwise, block_option
+from tfdp.compression.blocks import Blockwise, is_block
 
 __all__ = ["Int4", "Int8"]
 
@@ -18,9 +18,8 @@ class _Integers(Blockwise):
     def __post_init__(self) -> None:
         super().__post_init__()
         least = 32 // self.bits
-        self.require(
-            block_option(least)(self.block_size), "block_size", f"a multiple of {least}"
-        )
+        is_size = is_block(self.block_size, least)
+        self.require(is_size, "block_size", f"a multiple of {least}")
 
     @property
     def bits(self) -> int:

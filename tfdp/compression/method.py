@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from tfdp.plan.compression import Compression
 
-__all__ = ["Exchanged", "Method", "Peers", "Slots"]
+__all__ = ["Exchanged", "Method", "Peers", "Slots", "all_reduce_bytes"]
 
 # What a method keeps of a variable from step to step, by name.
 Slots: TypeAlias = Mapping[str, tf.Tensor]
@@ -86,26 +86,6 @@ class Method(Compression, abc.ABC):
         return list(gradients), list(slots)
 
     @abc.abstractmethod
-    def encode(
-        self, values: Sequence[tf.Tensor], slots: Sequence[Slots], step: tf.Tensor
-    ) -> tf.Tensor:
-        """The values as one message.
-
-        Args:
-          values: float32, of the variables' shapes.
-          slots: what is kept of each.
-          step: how many exchanges there were, int64.
-
-        Returns:
-          int32: TensorFlow's collectives carry no smaller numbers.
-        """
-
-    @abc.abstractmethod
-    def decode(
-        self, message: tf.Tensor, like: Sequence[tf.Tensor], step: tf.Tensor
-    ) -> list[tf.Tensor]:
-        """The values in a message, float32; `like` has their shapes."""
-
     def exchange(
         self,
         values: Sequence[tf.Tensor],
@@ -113,22 +93,14 @@ class Method(Compression, abc.ABC):
         peers: Peers,
         step: tf.Tensor,
     ) -> Exchanged:
-        """The sums of what all peers send of their values.
+        """The sums of what all peers send of their values, and what they do not send.
 
-        Everybody's message goes to everybody, who adds in the order of the peers: all
-        get the same bits.
-
-        Cost: (peers - 1) times the bytes of a message, one launch.
+        Args:
+          values: float32, of the variables' shapes.
+          slots: what is kept of each.
+          peers: who exchanges.
+          step: how many exchanges there were, int64.
         """
-        message = self.encode(values, slots, step)
-        everybody = peers.gather(message)
-        sums = self.decode(everybody[0], values, step)
-        for place in range(1, peers.size):
-            sent = self.decode(everybody[place], values, step)
-            sums = [total + part for total, part in zip(sums, sent, strict=True)]
-        own = self.decode(message, values, step)
-        left = [value - part for value, part in zip(values, own, strict=True)]
-        return Exchanged(sums, left, list(slots))
 
     def sent_bytes(self, shapes: Sequence[Sequence[int]], peers: int) -> float:
         """What each of so many peers sends in one exchange of values of these shapes.
@@ -138,12 +110,11 @@ class Method(Compression, abc.ABC):
         """
         return self.message_bytes(shapes) * (peers - 1)
 
+    @abc.abstractmethod
     def message_bytes(self, shapes: Sequence[Sequence[int]]) -> int:
         """The bytes of one message for values of these shapes."""
-        values = [tf.zeros(shape) for shape in shapes]
-        slots = [
-            {name: tf.zeros(size) for name, size in self.slots(shape).items()}
-            for shape in shapes
-        ]
-        message = self.encode(values, slots, tf.constant(2**62, tf.int64))
-        return int(tf.size(message)) * message.dtype.size
+
+
+def all_reduce_bytes(message_bytes: float, peers: int) -> float:
+    """What each of so many peers sends of a message in an all-reduce by a ring."""
+    return 2 * message_bytes * (peers - 1) / peers

@@ -10,7 +10,13 @@ from typing import ClassVar
 import tensorflow as tf
 
 from tfdp.checks import is_number, is_whole
-from tfdp.compression.method import Exchanged, Method, Peers, Slots
+from tfdp.compression.method import (
+    Exchanged,
+    Method,
+    Peers,
+    Slots,
+    all_reduce_bytes,
+)
 
 __all__ = ["PowerSGD"]
 
@@ -91,34 +97,14 @@ class PowerSGD(Method):
         _, columns, rank = self._sizes(shape)
         return {"q": (columns, rank)}
 
-    def encode(
-        self, values: Sequence[tf.Tensor], slots: Sequence[Slots], step: tf.Tensor
-    ) -> tf.Tensor:
-        """See `Method.encode`: what one peer alone would send, P and Q."""
-        matrices = self._matrices(values)
-        bases = [_basis(p) for p in self._first_half(matrices, slots)]
-        parts = [tf.reshape(p, [-1]) for p in bases]
-        parts += [tf.reshape(q, [-1]) for q in _second_half(matrices, bases)]
-        return tf.bitcast(tf.concat(parts, 0), tf.int32)
-
-    def decode(
-        self, message: tf.Tensor, like: Sequence[tf.Tensor], step: tf.Tensor
-    ) -> list[tf.Tensor]:
-        """See `Method.decode`."""
-        sizes = [self._sizes(value.shape) for value in like]
-        lengths = [rows * rank for rows, _, rank in sizes]
-        lengths += [columns * rank for _, columns, rank in sizes]
-        parts = tf.split(tf.bitcast(message, tf.float32), lengths)
-        return [
-            _product(tf.reshape(p, [-1, rank]), tf.reshape(q, [-1, rank]), value)
-            for p, q, (_, _, rank), value in zip(
-                parts[: len(sizes)], parts[len(sizes) :], sizes, like, strict=True
-            )
-        ]
-
     def sent_bytes(self, shapes: Sequence[Sequence[int]], peers: int) -> float:
         """See `Method.sent_bytes`; numbers are added on the way."""
-        return 2 * self.message_bytes(shapes) * (peers - 1) / peers
+        return all_reduce_bytes(self.message_bytes(shapes), peers)
+
+    def message_bytes(self, shapes: Sequence[Sequence[int]]) -> int:
+        """See `Method.message_bytes`: P and Q of each."""
+        sizes = map(self._sizes, shapes)
+        return sum(4 * rank * (rows + columns) for rows, columns, rank in sizes)
 
     def exchange(
         self,

@@ -9,7 +9,14 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from tfdp.checks import is_number, is_whole
-from tfdp.compression.method import Exchanged, Method, Peers, Slots
+from tfdp.compression.method import (
+    Exchanged,
+    Method,
+    Peers,
+    Slots,
+    all_reduce_bytes,
+)
+from tfdp.compression.top_k import count_of
 
 __all__ = ["RandomK"]
 
@@ -57,21 +64,13 @@ class RandomK(Method):
         is_seed = is_whole(self.seed, least=0, most=2**31 - 1)
         self.require(is_seed, "seed", "an integer from 0 to 2**31 - 1")
 
-    def encode(
-        self, values: Sequence[tf.Tensor], slots: Sequence[Slots], step: tf.Tensor
-    ) -> tf.Tensor:
-        """See `Method.encode`: the chosen numbers."""
-        return tf.bitcast(self._chosen(values, step), tf.int32)
-
-    def decode(
-        self, message: tf.Tensor, like: Sequence[tf.Tensor], step: tf.Tensor
-    ) -> list[tf.Tensor]:
-        """See `Method.decode`."""
-        return self._spread(tf.bitcast(message, tf.float32), like, step)
-
     def sent_bytes(self, shapes: Sequence[Sequence[int]], peers: int) -> float:
         """See `Method.sent_bytes`; numbers are added on the way."""
-        return 2 * self.message_bytes(shapes) * (peers - 1) / peers
+        return all_reduce_bytes(self.message_bytes(shapes), peers)
+
+    def message_bytes(self, shapes: Sequence[Sequence[int]]) -> int:
+        """See `Method.message_bytes`."""
+        return sum(4 * count_of(self.ratio, math.prod(shape)) for shape in shapes)
 
     def exchange(
         self,
@@ -81,44 +80,20 @@ class RandomK(Method):
         step: tf.Tensor,
     ) -> Exchanged:
         """See `Method.exchange`: the chosen numbers are added on the way."""
-        (total,) = peers.sum([self._chosen(values, step)])
-        sums = self._spread(total, values, step)
-        left = []
-        for number, value in enumerate(values):
-            places = self._places(value, number, step)
-            nothing = tf.zeros([places.shape[0]])
-            flat = tf.tensor_scatter_nd_update(
-                tf.reshape(value, [-1]), places[:, None], nothing
-            )
-            left.append(tf.reshape(flat, value.shape))
-        return Exchanged(sums, left, list(slots))
-
-    def _chosen(self, values: Sequence[tf.Tensor], step: tf.Tensor) -> tf.Tensor:
-        return tf.concat(
-            [
-                tf.gather(tf.reshape(value, [-1]), self._places(value, number, step))
-                for number, value in enumerate(values)
-            ],
-            0,
-        )
-
-    def _spread(
-        self, numbers: tf.Tensor, like: Sequence[tf.Tensor], step: tf.Tensor
-    ) -> list[tf.Tensor]:
-        parts = tf.split(numbers, [self._count(value) for value in like])
-        spread = []
-        for number, (part, value) in enumerate(zip(parts, like, strict=True)):
-            places = self._places(value, number, step)
-            elements = value.shape.num_elements()
+        places = [self._places(v, n, step)[:, None] for n, v in enumerate(values)]
+        flat = [tf.reshape(value, [-1]) for value in values]
+        chosen = [tf.gather_nd(f, p) for f, p in zip(flat, places, strict=True)]
+        (total,) = peers.sum([tf.concat(chosen, 0)])
+        totals = tf.split(total, [part.shape[0] for part in chosen])
+        sums, left = [], []
+        for value, own, at, summed in zip(values, flat, places, totals, strict=True):
             if not self.error_feedback:
-                part = part * (elements / self._count(value))
-            flat = tf.scatter_nd(places[:, None], part, [elements])
-            spread.append(tf.reshape(flat, value.shape))
-        return spread
-
-    def _count(self, value: tf.Tensor) -> int:
-        elements = value.shape.num_elements()
-        return min(elements, max(1, math.ceil(self.ratio * elements)))
+                summed = summed * (own.shape[0] / at.shape[0])
+            spread = tf.scatter_nd(at, summed, own.shape)
+            rest = tf.tensor_scatter_nd_update(own, at, tf.zeros([at.shape[0]]))
+            sums.append(tf.reshape(spread, value.shape))
+            left.append(tf.reshape(rest, value.shape))
+        return Exchanged(sums, left, list(slots))
 
     def _places(self, value: tf.Tensor, number: int, step: tf.Tensor) -> tf.Tensor:
         """The chosen places: no two alike, without a list of all of them."""
@@ -126,7 +101,7 @@ class RandomK(Method):
         own_seed = (self.seed + 1_000_003 * number) % 2**31
         seed = tf.stack([tf.cast(step, tf.int32), own_seed])
         places = tf.random.experimental.index_shuffle(
-            tf.range(self._count(value)), seed, elements - 1
+            tf.range(count_of(self.ratio, elements)), seed, elements - 1
         )
         # Some places come thrice as often as chance allows in that. Turned by a random
         # distance every place is as likely as any other.

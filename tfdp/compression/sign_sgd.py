@@ -6,7 +6,7 @@ import dataclasses
 
 import tensorflow as tf
 
-from tfdp.compression.blocks import Blockwise, block_option
+from tfdp.compression.blocks import Blockwise, is_block
 
 __all__ = ["SignSGD"]
 
@@ -48,9 +48,8 @@ class SignSGD(Blockwise):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.require(
-            block_option(32)(self.block_size), "block_size", "a multiple of 32"
-        )
+        is_size = is_block(self.block_size, 32)
+        self.require(is_size, "block_size", "a multiple of 32")
 
     @property
     def elements_of_block(self) -> int:

@@ -11,7 +11,7 @@ import tensorflow as tf
 from tfdp.checks import is_number, is_whole
 from tfdp.compression.method import Exchanged, Method, Peers, Slots
 
-__all__ = ["TopK"]
+__all__ = ["TopK", "count_of"]
 
 FIRST_RATIO = 0.25
 
@@ -93,10 +93,8 @@ class TopK(Method):
         ]
         return momenta, [{"momentum": momentum} for momentum in momenta]
 
-    def encode(
-        self, values: Sequence[tf.Tensor], slots: Sequence[Slots], step: tf.Tensor
-    ) -> tf.Tensor:
-        """See `Method.encode`: places, then numbers."""
+    def _message(self, values: Sequence[tf.Tensor], step: tf.Tensor) -> tf.Tensor:
+        """The largest numbers of all values: their places, then the numbers."""
         places, first = [], 0
         for value in values:
             flat = tf.reshape(value, [-1])
@@ -110,12 +108,6 @@ class TopK(Method):
         numbers = tf.gather(_flat(values), indices)
         return tf.concat([indices, tf.bitcast(numbers, tf.int32)], 0)
 
-    def decode(
-        self, message: tf.Tensor, like: Sequence[tf.Tensor], step: tf.Tensor
-    ) -> list[tf.Tensor]:
-        """See `Method.decode`."""
-        return _split(self._spread(message, like), like)
-
     def exchange(
         self,
         values: Sequence[tf.Tensor],
@@ -124,7 +116,7 @@ class TopK(Method):
         step: tf.Tensor,
     ) -> Exchanged:
         """See `Method.exchange`."""
-        message = self.encode(values, slots, step)
+        message = self._message(values, step)
         everybody = peers.gather(message)
         total = self._spread(everybody[0], values)
         for place in range(1, peers.size):
@@ -142,8 +134,12 @@ class TopK(Method):
             kept = [{"momentum": part} for part in _split(momenta, values)]
         return Exchanged(_split(total, values), _split(flat, values), kept)
 
+    def message_bytes(self, shapes: Sequence[Sequence[int]]) -> int:
+        """See `Method.message_bytes`; after the warm-up."""
+        return sum(8 * count_of(self.ratio, math.prod(shape)) for shape in shapes)
+
     def _count(self, elements: int, step: tf.Tensor) -> int | tf.Tensor:
-        least = min(elements, max(1, math.ceil(self.ratio * elements)))
+        least = count_of(self.ratio, elements)
         first = max(FIRST_RATIO, self.ratio)
         if not self.warmup_steps or first == self.ratio:
             return least
@@ -156,6 +152,11 @@ class TopK(Method):
         indices, numbers = _halves(message)
         elements = sum(value.shape.num_elements() for value in like)
         return tf.scatter_nd(indices, numbers, [elements])
+
+
+def count_of(ratio: float, elements: int) -> int:
+    """How many of so many numbers are sent, one at least."""
+    return min(elements, max(1, math.ceil(ratio * elements)))
 
 
 def _halves(message: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
