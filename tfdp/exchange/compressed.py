@@ -8,8 +8,8 @@ out, and what was sent in it is lost.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import tensorflow as tf
 
@@ -21,8 +21,7 @@ from tfdp.plan.communication import Communication
 __all__ = ["CompressedSums", "Kept", "are_finite"]
 
 
-@dataclasses.dataclass(frozen=True)
-class Kept:
+class Kept(NamedTuple):
     """What is kept of one variable from step to step, by a replica that speaks.
 
     Args:
@@ -114,7 +113,9 @@ class CompressedSums:
         def small() -> tuple[list[tf.Tensor], list[Kept]]:
             return self._bucket_by_bucket(gradients, kept, step, rank)
 
-        return cond_of_kept(step < self.method.plain_steps, plain, small, kept)
+        is_early = step < self.method.plain_steps
+        sums, after = tf.cond(is_early, plain, small)
+        return sums, after
 
     def _bucket_by_bucket(
         self,
@@ -176,26 +177,6 @@ class CompressedSums:
             )
         ]
         return list(exchanged.sums), after
-
-
-def cond_of_kept(
-    condition: tf.Tensor,
-    first: Callable[[], tuple[list[tf.Tensor], list[Kept]]],
-    second: Callable[[], tuple[list[tf.Tensor], list[Kept]]],
-    kept: Sequence[Kept],
-) -> tuple[list[tf.Tensor], list[Kept]]:
-    """A conditional of functions that return sums, and what is kept like `kept`."""
-
-    def flat(function: Callable[[], tuple[list[tf.Tensor], list[Kept]]]) -> list:
-        sums, after = function()
-        parts = [(k.residual, dict(k.slots)) for k in after]
-        return tf.nest.flatten((sums, parts))
-
-    parts = [(k.residual, dict(k.slots)) for k in kept]
-    results = tf.cond(condition, lambda: flat(first), lambda: flat(second))
-    count = len(results) - len(tf.nest.flatten(parts))
-    after = tf.nest.pack_sequence_as(parts, results[count:])
-    return list(results[:count]), [Kept(residual, slots) for residual, slots in after]
 
 
 def are_finite(values: Sequence[tf.Tensor]) -> tf.Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,7 +17,6 @@ from tfdp.variables.of_ranks import OfRanks
 
 __all__ = [
     "CompressionState",
-    "loss_scale_of",
     "refuse_eager_compression",
     "refuse_momentum",
     "sum_compressed",
@@ -28,26 +26,17 @@ STATE = "compression_state"
 PlainSums = Callable[[list[Any], list[tf.Tensor]], tuple[list[Any], list[tf.Tensor]]]
 
 
-@dataclasses.dataclass
-class _Seen:
-    """What a checkpoint need not know."""
-
-    compressed: CompressedSums
-    devices: Sequence[str]
-
-
 class CompressionState(tf.Module):
     """What an optimizer's gradients leave from step to step, on each replica.
 
     Args:
       compressed: how its gradients are exchanged.
-      devices: of the replicas of this process.
     """
 
-    def __init__(self, compressed: CompressedSums, devices: Sequence[str]):
+    def __init__(self, compressed: CompressedSums):
         super().__init__()
-        self._seen = _Seen(compressed, tuple(devices))
-        self.steps = OfRanks([], devices, tf.int64, is_alike=True)
+        self._compressed = compressed
+        self.steps = OfRanks([], compressed.devices, tf.int64, is_alike=True)
         # By their places: names change with what a process has made before.
         self.of_variables: dict[str, OfVariable] = {}
 
@@ -60,12 +49,9 @@ class CompressionState(tf.Module):
         """
         name = f"variable_{place}"
         if name not in self.of_variables:
-            seen = self._seen
-            group = seen.compressed.group
-            devices = [d for rank, d in enumerate(seen.devices) if group.speaks(rank)]
-            self.of_variables[name] = OfVariable(
-                seen.compressed.method, variable.shape, devices
-            )
+            of = self._compressed
+            devices = [d for r, d in enumerate(of.devices) if of.group.speaks(r)]
+            self.of_variables[name] = OfVariable(of.method, variable.shape, devices)
         return self.of_variables[name]
 
 
@@ -110,7 +96,7 @@ def sum_compressed(
     variables: Sequence[Any],
     optimizer: keras.optimizers.Optimizer,
     plain_sums: PlainSums,
-    unit: tf.Tensor | None = None,
+    unit: Any = None,
 ) -> tuple[list[Any], list[tf.Tensor]]:
     """The sums over the replicas of gradients, compressed, and of other small values.
 
@@ -135,6 +121,7 @@ def sum_compressed(
     if not taken:
         return plain_sums(list(gradients), list(state))
     rest = [place for place in range(len(gradients)) if place not in set(taken)]
+    unit = None if unit is None else tf.convert_to_tensor(unit, tf.float32)
     kept_by = _state_of(optimizer, compressed)
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     kept_of = [
@@ -189,7 +176,7 @@ def _state_of(
     if state is None:
         # As an attribute, so that checkpoints have it; what a checkpoint that was read
         # before had of it is then taken over.
-        state = CompressionState(compressed, compressed.devices)
+        state = CompressionState(compressed)
         setattr(optimizer, STATE, state)
     return state
 
@@ -228,14 +215,6 @@ def refuse_eager_compression() -> None:
             "this step runs eagerly, replica by replica. Compile the model with "
             "run_eagerly=False, or put strategy.run into a tf.function."
         )
-
-
-def loss_scale_of(optimizer: keras.optimizers.Optimizer) -> tf.Tensor | None:
-    """What the gradients of this step are multiplied by, where that changes."""
-    if not getattr(optimizer, "dynamic_loss_scale", True):
-        return None
-    scale = getattr(optimizer, "dynamic_scale", None)
-    return None if scale is None else tf.convert_to_tensor(scale)
 
 
 def _unit_of(slot: OfRanks, unit: tf.Tensor | None) -> tf.Tensor | None:

@@ -19,6 +19,7 @@ import tensorflow as tf
 
 from tfdp._private.names import make_note
 from tfdp.errors import ConfigurationError
+from tfdp.step.loss_scale import scale_when_summed
 from tfdp.tracing.run import ReplicaRun
 
 __all__ = ["NoiseProbe", "NormsOfStep"]
@@ -131,16 +132,6 @@ def probe_of(variables: Sequence[Any]) -> NoiseProbe | None:
     """What looks at the gradients of `variables`; None in most trainings: nobody."""
     probe = getattr(tf.distribute.get_strategy().extended, "noise_probe", None)
     return probe if probe is not None and probe.is_about(variables) else None
-
-
-def scale_when_summed(optimizer: Any) -> Any:
-    """What the gradients of `optimizer` are multiplied by when they are summed."""
-    if not hasattr(optimizer, "inner_optimizer"):
-        return optimizer.loss_scale_factor
-    # A DistributedOptimizer undoes the fixed scale before it sums.
-    if not getattr(optimizer, "dynamic_loss_scale", True):
-        return None
-    return optimizer.dynamic_scale if optimizer.built else optimizer.initial_scale
 
 
 def squared_norm(gradients: Sequence[Any], factor: tf.Tensor | None) -> tf.Tensor:

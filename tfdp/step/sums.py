@@ -15,11 +15,11 @@ from tfdp.exchange.reducer import Reducer
 from tfdp.sharding.optimizers import shard_kind
 from tfdp.sharding.variables import ShardUpdatedVariable
 from tfdp.step.compression import (
-    loss_scale_of,
     refuse_eager_compression,
     refuse_momentum,
     sum_compressed,
 )
+from tfdp.step.loss_scale import scale_when_summed
 from tfdp.step.noise_probe import probe_of
 from tfdp.tracing.current_run import current_run
 from tfdp.tracing.run import ReplicaRun
@@ -110,7 +110,7 @@ def _sum_gradients(
             variables,
             optimizer,
             plain_sums,
-            loss_scale_of(optimizer),
+            scale_when_summed(optimizer),
         )
     refuse_eager_compression()
     context = tf.distribute.get_replica_context()
