@@ -1,23 +1,14 @@
 """Compressed gradients between hosts: real processes, every link."""
 
-import importlib.util
-import os
-import pathlib
-import shutil
-import subprocess
-import sys
-
 import numpy as np
 import pytest
 
 from tests.support import compressed_hosts
 from tests.support.compression_table import IDENTITIES, METHODS
-from tests.support.package_source import REPOSITORY
+from tests.support.mpi import needs_mpi, run_by_mpi
 from tests.support.workers import Workers
 
 MODULE = "tests.support.compressed_hosts"
-BESIDE_PYTHON = pathlib.Path(sys.executable).with_name("mpiexec")
-MPIEXEC = shutil.which("mpiexec") or (BESIDE_PYTHON.exists() and str(BESIDE_PYTHON))
 SOME = ["top-k", "int8", "power-sgd-start", "random-k-all"]
 
 
@@ -76,28 +67,9 @@ def test_every_method_over_tensorflow(tmp_path, name):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    not MPIEXEC or importlib.util.find_spec("mpi4py") is None, reason="no MPI"
-)
+@needs_mpi
 @pytest.mark.parametrize("name", [*SOME, "sign"])
 def test_over_mpi(tmp_path, name):
     path, hosts = tmp_path / "w", 3
-    done = subprocess.run(
-        [
-            *(MPIEXEC, "-n", str(hosts), "--bind-to", "none", sys.executable),
-            *("-m", MODULE, path, "mpi", "1", name),
-        ],
-        cwd=REPOSITORY,
-        env={
-            **os.environ,
-            "TF_CPP_MIN_LOG_LEVEL": "3",
-            "OMPI_ALLOW_RUN_AS_ROOT": "1",
-            "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-            "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
-        },
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_by_mpi(hosts, MODULE, path, "mpi", 1, name)
     check(path, name, hosts, 1)

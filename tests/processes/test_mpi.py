@@ -1,57 +1,28 @@
 """The MPI link: several processes under a real MPI launcher equal one device."""
 
-import os
-import pathlib
-import shutil
-import subprocess
-import sys
-
 import numpy as np
 import pytest
 import tensorflow as tf
 
 from tests.support import host_training
-from tests.support.package_source import REPOSITORY
-from tests.support.workers import LONGEST_SECONDS
+from tests.support.mpi import needs_mpi, run_by_mpi
 
-pytest.importorskip("mpi4py")
-BESIDE_PYTHON = pathlib.Path(sys.executable).with_name("mpiexec")
-MPIEXEC = shutil.which("mpiexec") or (BESIDE_PYTHON.exists() and str(BESIDE_PYTHON))
-pytestmark = pytest.mark.skipif(not MPIEXEC, reason="no mpiexec")
+pytestmark = needs_mpi
 
 SCENARIOS = ("sgd", "accumulation", "masked-embedding")
 
 
 @pytest.mark.worth_seconds(200)
 def test_sums_by_mpi_equal_one_device(tmp_path):
-    done = subprocess.run(
-        [
-            *(MPIEXEC, "-n", "2", "--bind-to", "none", sys.executable),
-            *(
-                "-m",
-                "tests.support.host_training",
-                str(tmp_path / "run"),
-                "none",
-                *SCENARIOS,
-            ),
-        ],
-        cwd=REPOSITORY,
-        env={
-            **os.environ,
-            "TF_CPP_MIN_LOG_LEVEL": "3",
-            "TFDP_DEVICES_PER_WORKER": "2",
-            # Open MPI refuses both by default: root, as in containers, and more
-            # processes than cores.
-            "OMPI_ALLOW_RUN_AS_ROOT": "1",
-            "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-            "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
-        },
-        capture_output=True,
-        text=True,
-        timeout=LONGEST_SECONDS,
+    printed = run_by_mpi(
+        2,
+        "tests.support.host_training",
+        tmp_path / "run",
+        "none",
+        *SCENARIOS,
+        TFDP_DEVICES_PER_WORKER="2",
     )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "engine mpi" in done.stdout
+    assert "engine mpi" in printed
     for name in SCENARIOS:
         expected = host_training.run(name, tf.distribute.get_strategy())
         for rank in range(2):

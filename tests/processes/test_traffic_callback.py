@@ -6,17 +6,12 @@ tests/network.
 """
 
 import json
-import os
-import pathlib
-import shutil
-import subprocess
-import sys
 
 import pytest
 
-from tests.support.package_source import REPOSITORY
+from tests.support.mpi import needs_mpi, run_by_mpi
 from tests.support.traffic_workers import BATCHES
-from tests.support.workers import LONGEST_SECONDS, Workers
+from tests.support.workers import Workers
 
 PROGRAM = "tests.support.traffic_workers"
 WIDTH = 128
@@ -61,32 +56,10 @@ def test_rings_of_tensorflow_count_by_formula():
         assert counts["between"] == rest
 
 
-BESIDE_PYTHON = pathlib.Path(sys.executable).with_name("mpiexec")
-MPIEXEC = shutil.which("mpiexec") or (BESIDE_PYTHON.exists() and str(BESIDE_PYTHON))
-
-
 @pytest.mark.worth_seconds(15)
-@pytest.mark.skipif(not MPIEXEC, reason="no mpiexec")
+@needs_mpi
 def test_sums_of_mpi_count_by_formula():
-    pytest.importorskip("mpi4py")
-    words = [MPIEXEC, "-n", "2", "--bind-to", "none", sys.executable, "-m", PROGRAM]
-    done = subprocess.run(
-        [*words, str(WIDTH), "mpi"],
-        cwd=REPOSITORY,
-        env={
-            **os.environ,
-            "TF_CPP_MIN_LOG_LEVEL": "3",
-            # As in test_mpi.py.
-            "OMPI_ALLOW_RUN_AS_ROOT": "1",
-            "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-            "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
-        },
-        capture_output=True,
-        text=True,
-        timeout=LONGEST_SECONDS,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    workers = counts_in(done.stdout)
+    workers = counts_in(run_by_mpi(2, PROGRAM, WIDTH, "mpi"))
     assert len(workers) == 2
     for counts in workers:
         for sent in counts["between"]:

@@ -1,25 +1,16 @@
 """Gradients that cross hosts in 16 bits: real processes, sockets and MPI."""
 
-import importlib.util
-import os
-import pathlib
-import shutil
-import subprocess
-import sys
-
 import numpy as np
 import pytest
 
 from tests.support import wire_training
-from tests.support.package_source import REPOSITORY
+from tests.support.mpi import needs_mpi, run_by_mpi
 from tests.support.workers import Workers
 
 HOSTS = 2
 MODULE = "tests.support.wire_training"
 # Half a unit in the last place of 8 and 11 significant bits.
 ROUND_OFF = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
-BESIDE_PYTHON = pathlib.Path(sys.executable).with_name("mpiexec")
-MPIEXEC = shutil.which("mpiexec") or (BESIDE_PYTHON.exists() and str(BESIDE_PYTHON))
 
 
 def check(path, model, saved, wire_dtype):
@@ -71,30 +62,12 @@ def test_over_sockets(tmp_path, shard, wire_dtype):
     check_all(path, wire_dtype, by_hand=shard == "none")
 
 
-@pytest.mark.skipif(
-    not MPIEXEC or importlib.util.find_spec("mpi4py") is None, reason="no MPI"
-)
+@needs_mpi
 @pytest.mark.parametrize("wire_dtype", ["bfloat16", "float16"])
 def test_over_mpi(tmp_path, wire_dtype):
     path = str(tmp_path / "step")
-    done = subprocess.run(
-        [
-            *(MPIEXEC, "-n", str(HOSTS), "--bind-to", "none", sys.executable),
-            *("-m", MODULE, path, "none", wire_dtype),
-        ],
-        cwd=REPOSITORY,
-        env={
-            **os.environ,
-            "TF_CPP_MIN_LOG_LEVEL": "3",
-            "TFDP_DEVICES_PER_WORKER": "2",
-            "OMPI_ALLOW_RUN_AS_ROOT": "1",
-            "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-            "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
-        },
-        capture_output=True,
-        text=True,
-        timeout=200,
+    printed = run_by_mpi(
+        HOSTS, MODULE, path, "none", wire_dtype, TFDP_DEVICES_PER_WORKER="2"
     )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "engine mpi" in done.stdout
+    assert "engine mpi" in printed
     check_all(path, wire_dtype)
