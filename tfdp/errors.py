@@ -8,6 +8,7 @@ written for Keras catches them as it always did.
 from __future__ import annotations
 
 __all__ = [
+    "CheckpointWarning",
     "ClusterError",
     "CollectiveError",
     "ConfigurationError",
@@ -76,6 +77,10 @@ class ParityError(TfdpError, AssertionError):
     def __init__(self, *messages: object, report: object = None):
         super().__init__(*messages)
         self.report = report
+
+
+class CheckpointWarning(UserWarning):
+    """A checkpoint is damaged, was not written, or does not tell all."""
 
 
 class JobKeyWarning(UserWarning):

@@ -1,6 +1,7 @@
-"""Files of sharded models: each host writes its part, one command merges them."""
+"""Files of trainings: all of one, to go on from, and models in parts, to be merged."""
 
+from tfdp.checkpoint.checkpoint import Checkpoint, Restored
 from tfdp.checkpoint.merge import merge_parts
 from tfdp.checkpoint.parts import save_parts
 
-__all__ = ["merge_parts", "save_parts"]
+__all__ = ["Checkpoint", "Restored", "merge_parts", "save_parts"]

@@ -25,6 +25,7 @@ from tfdp.optimizers.apart import (
     refuse_with_sync,
 )
 from tfdp.sharding.updates import ACCUMULATOR_NAME
+from tfdp.step.local_values import LocalValues
 from tfdp.step.optimizers import shards_of, takes_reduced
 from tfdp.step.rounds import Rounds
 from tfdp.step.sums import agree_finite, reduce_gradients
@@ -151,6 +152,22 @@ class DistributedOptimizer(LossScaleHooks):
             )
         self._rounds.keep_layer_state(layer_state)
         self._rounds.values.settle()
+
+    @property
+    def rounds(self) -> Rounds | None:
+        """Those of replicas that train apart; None: they do not, or it is not built."""
+        return self._rounds
+
+    def local_values(self, layer_state: Sequence[Any]) -> LocalValues | None:
+        """What replicas that train apart have of their own; None: they do not.
+
+        Args:
+          layer_state: see `train_apart`.
+        """
+        if self._rounds is None:
+            return None
+        self._rounds.keep_layer_state(layer_state)
+        return self._rounds.values
 
     def finalize_variable_values(self, var_list: Sequence[Any]) -> None:
         """Gives the model the average of its weights, where it has one (`use_ema`)."""

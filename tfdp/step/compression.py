@@ -9,7 +9,11 @@ import keras
 import tensorflow as tf
 
 from tfdp._private.autograph import library_code
-from tfdp._private.optimizer_hooks import variable_index
+from tfdp._private.optimizer_hooks import (
+    strategy_of,
+    variable_index,
+    variables_built_with,
+)
 from tfdp.errors import ConfigurationError
 from tfdp.exchange.compressed import CompressedSums, Kept, are_finite
 from tfdp.plan.exclusions import variable_path
@@ -17,12 +21,15 @@ from tfdp.variables.of_ranks import OfRanks
 
 __all__ = [
     "CompressionState",
+    "compression_entries",
+    "make_compression_entries",
     "refuse_eager_compression",
     "refuse_momentum",
     "sum_compressed",
 ]
 
 STATE = "compression_state"
+STEPS, VARIABLE = "steps", "variable_"
 PlainSums = Callable[[list[Any], list[tf.Tensor]], tuple[list[Any], list[tf.Tensor]]]
 
 
@@ -47,7 +54,7 @@ class CompressionState(tf.Module):
           variable: that is trained.
           place: among all that the optimizer was built with.
         """
-        name = f"variable_{place}"
+        name = f"{VARIABLE}{place}"
         if name not in self.of_variables:
             of = self._compressed
             devices = [d for r, d in enumerate(of.devices) if of.group.speaks(r)]
@@ -179,6 +186,42 @@ def _state_of(
         state = CompressionState(compressed)
         setattr(optimizer, STATE, state)
     return state
+
+
+def compression_entries(optimizer: keras.optimizers.Optimizer) -> dict[str, OfRanks]:
+    """What an optimizer's compressed gradients have left so far, by name."""
+    state = getattr(optimizer, STATE, None)
+    if state is None:
+        return {}
+    entries = {STEPS: state.steps}
+    for name, kept in state.of_variables.items():
+        if kept.residual is not None:
+            entries[f"{name}/residual"] = kept.residual
+        entries |= {f"{name}/{slot}": rows for slot, rows in kept.slots.items()}
+    return entries
+
+
+def make_compression_entries(
+    optimizer: keras.optimizers.Optimizer, names: Sequence[str]
+) -> None:
+    """Makes what a checkpoint has of `compression_entries`, before the first step.
+
+    Args:
+      optimizer: built.
+      names: in the checkpoint. Nothing happens where gradients are not compressed.
+    """
+    rounds = getattr(optimizer, "rounds", None)
+    strategy = strategy_of(optimizer)
+    reducer = getattr(strategy.extended, "reducer", None)
+    compressed = getattr(rounds or reducer, "compressed", None)
+    if compressed is None or not names:
+        return
+    state = _state_of(optimizer, compressed)
+    variables = variables_built_with(getattr(optimizer, "inner_optimizer", optimizer))
+    places = {name.partition("/")[0].removeprefix(VARIABLE) for name in names}
+    for place in sorted(int(text) for text in places if text.isdecimal()):
+        if place < len(variables):
+            state.of(variables[place], place)
 
 
 def refuse_momentum(

@@ -40,7 +40,7 @@ class LocalValues:
         self.stored.local = []
         self.stored.mark = _on_devices(devices[:1], NO_MARK, tf.int64)[0]
         self._changed = _on_devices(devices, False, tf.bool)
-        checkpoint_as(self.stored.mark, self._write_mark, self._read_mark)
+        checkpoint_as(self.stored.mark, self.write_mark, self.read_mark)
 
     def make(self, variable: LocalView) -> None:
         """Makes local values of one more variable, which start as its own."""
@@ -83,14 +83,18 @@ class LocalValues:
             mark += place * tf.reduce_sum(tf.reshape(bits, [-1]) * weights)
         return mark & tf.constant(2**62 - 1, tf.int64)
 
-    def _write_mark(self) -> tf.Tensor:
+    def write_mark(self) -> tf.Tensor:
+        """The mark of the outer values that the local ones belong to."""
         mark = self._mark_of_outer(0)
         # What was assigned since the last step has no local values yet.
         is_known = ~self._changed[0].read_value() | (mark == self.stored.mark)
         return tf.where(is_known, mark, tf.constant(NO_MARK, tf.int64))
 
-    def _read_mark(self, mark: tf.Tensor) -> None:
-        self.stored.mark.assign(mark)
+    def read_mark(self, mark: tf.Tensor | None) -> None:
+        """Keeps the local values if it is that of the outer ones; None: never."""
+        self.stored.mark.assign(
+            tf.constant(NO_MARK, tf.int64) if mark is None else mark
+        )
         self._note_change()
 
 

@@ -70,9 +70,9 @@ class Rounds:
         self._optimizer = optimizer
         self._replicas = strategy.num_replicas_in_sync
         method = getattr(sync, "compression", None)
-        self._compressed: CompressedSums | None = None
+        self.compressed: CompressedSums | None = None
         if method is not None:
-            self._compressed = self._reducer.compressed_by(method, sync.across)
+            self.compressed = self._reducer.compressed_by(method, sync.across)
         self._layer_state: list[LocalView] = []
         self.values = LocalValues(strategy.extended.worker_devices)
         for weight in weights:
@@ -195,12 +195,12 @@ class Rounds:
         places = self._fragments[number]
         fragment = [self._weights[place] for place in places]
         momenta = [own_copy(self._momenta[p], rank) for p in places if self._momenta]
-        if self._compressed is None:
+        if self.compressed is None:
             mean = functools.partial(mean_over_groups, reducer=self._reducer, rank=rank)
         else:
             mean = functools.partial(
                 compressed_mean_over_groups,
-                self._compressed,
+                self.compressed,
                 self._optimizer,
                 self._replicas,
                 self._reducer,

@@ -277,6 +277,11 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
     def _replicas(self) -> int:
         return self.hosts * super()._replicas
 
+    @property
+    def link(self) -> HostLink | None:
+        """To the other hosts; None where there are none."""
+        return None if self._group is None else self._group.link
+
     def barrier(self, label: str = "barrier") -> None:
         """Waits until every host has come here."""
         if self._group is not None:

@@ -32,6 +32,8 @@ class LocalView(MirroredVariable):
     #: The local variables, by replica; None: there are none.
     _local: list[tf.Variable] | None = None
     _listeners: tuple[NoteChange, ...] = ()
+    #: Whether each replica has its own value here: state of who trains apart.
+    keeps_all_copies = False
 
     # All of TensorFlow's ways to a component within a replica (reads, assignments,
     # updates, gradients) go over these two, so that none of them sees the other value.
@@ -117,6 +119,7 @@ def keep_all_copies(variable: LocalView) -> None:
     A checkpoint with one value gives it to all.
     """
     copies = [variable.outer_copy(rank) for rank in range(len(variable.values))]
+    variable.keeps_all_copies = True
 
     def write() -> tf.Tensor:
         return tf.stack([copy.read_value() for copy in copies])

@@ -1,0 +1,306 @@
+"""`Checkpoint`: all that a training is, whole or not at all."""
+
+from __future__ import annotations
+
+import math
+import os
+import secrets
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfdp.checkpoint.entries import Entry, entries_of
+from tfdp.checkpoint.hosts import Hosts, hosts_of
+from tfdp.checkpoint.manifest import (
+    UNFINISHED,
+    Manifest,
+    Noted,
+    folders_newest_first,
+    read_manifest,
+)
+from tfdp.checkpoint.restored import check_parts, give_back, open_parts
+from tfdp.checkpoint.writer import Writer
+from tfdp.checks import is_whole
+from tfdp.data.places import Place, place_of
+from tfdp.errors import CheckpointWarning, ConfigurationError, DataError
+from tfdp.step.optimizers import optimizers_of
+
+__all__ = ["Checkpoint", "Restored"]
+
+MOST_STEPS = 10**18 - 1
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What was restored.
+
+    Args:
+      step: how many training steps came before.
+      directory: of the checkpoint that it came from.
+      program: what `save` was given beside the model.
+      damaged: newer ones that could not be used, and why.
+    """
+
+    step: int
+    directory: str
+    program: Mapping[str, Any] = field(default_factory=dict)
+    damaged: tuple[str, ...] = ()
+
+
+class Checkpoint:
+    """Saves all that a training is, and gives it back to any number of replicas.
+
+    Model, optimizers with their averages, accumulators, loss scale and schedule, seeds,
+    the sums of metrics, what compressed gradients have still to send, and the weights
+    of replicas that train apart (`tfdp.sync`). Each host writes its part; worker 0 makes
+    a checkpoint of the parts, by a file that it writes last, once all of them are on
+    the disk. One that was not finished, or was damaged, is never taken for one that is
+    whole: `restore` names it and takes the one before.
+
+    `tfdp.callbacks.Checkpoint` calls it in `fit`, and knows the place in the data.
+
+    Args:
+      directory: of the checkpoints, made when it is not there; one that all hosts see.
+        A URL that `tf.io.gfile` opens (`gs://bucket/run`) as well. For one training at
+        a time.
+      keep: how many whole checkpoints are left there, from 1.
+
+    Raises:
+      ConfigurationError: when an argument is not as above.
+
+    Cost: of the n bytes that all replicas have alike each of H hosts writes n / H, of
+    shards its own. Training waits for a copy of these bytes within the host's memory,
+    and, on several hosts, for the exchange of one number; writing runs beside it.
+
+    ```python
+    import tempfile
+
+    import keras
+    import numpy as np
+    import tfdp
+
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    model.fit(np.ones((8, 4)), np.ones((8, 1)), verbose=0)
+    checkpoint = tfdp.checkpoint.Checkpoint(tempfile.mkdtemp())
+    checkpoint.save(model, step=1)
+    checkpoint.wait()
+    print(checkpoint.restore(model).step)  # 1
+    ```
+    """
+
+    def __init__(self, directory: str | os.PathLike[str], keep: int = 2):
+        if not is_whole(keep, least=1):
+            raise ConfigurationError(
+                f"keep must be an int of at least 1. Received: {keep!r}."
+            )
+        if not isinstance(directory, str | os.PathLike) or not os.fspath(directory):
+            raise ConfigurationError(
+                f"directory must be a path or a URL. Received: {directory!r}."
+            )
+        self._directory: Place = place_of(directory)
+        self._writer = Writer(self._directory, keep)
+        self._looked = 0
+
+    @property
+    def directory(self) -> str:
+        """Where the checkpoints are."""
+        return str(self._directory)
+
+    def save(
+        self,
+        model: keras.Model,
+        *,
+        step: int,
+        program: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Takes a copy, and begins to write it.
+
+        Call it on all hosts after the same step. While an earlier one is still being
+        written, it waits for that first.
+
+        Args:
+          model: built and compiled.
+          step: how many training steps came before, from 0.
+          program: what else shall be there after `restore`: what JSON can hold.
+
+        Raises:
+          ConfigurationError: the model is not built, or `step` is no such number.
+          DataError: the checkpoint before could not be written.
+        """
+        if not is_whole(step, least=0, most=MOST_STEPS):
+            raise ConfigurationError(
+                f"step must be an int from 0 to {MOST_STEPS}. Received: {step!r}."
+            )
+        self.wait()
+        hosts = hosts_of(_built(model, "saved"))
+        # An identity for each call: parts of two calls cannot be taken for one.
+        number = hosts.number_of_chief(secrets.randbits(32), "name of the checkpoint")
+        entries = entries_of(model)
+        noted, mine = _deal_out(entries, hosts)
+        arrays = {name: np.asarray(entries[name].read()) for name in mine}
+        manifest = Manifest(
+            f"{number:08x}",
+            step,
+            (),
+            (_local_replicas(model),),
+            noted,
+            dict(program or {}),
+        )
+        self._writer.start(manifest, arrays, hosts)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether something is still being written."""
+        return self._writer.is_busy
+
+    def wait(self) -> None:
+        """Waits until what was saved is on the disk, on all hosts.
+
+        Raises:
+          DataError: it could not be written; the checkpoints before are as they were.
+          CollectiveError: another host was lost meanwhile.
+        """
+        self._writer.wait()
+
+    def steps(self) -> list[int]:
+        """The steps of the whole checkpoints, newest first; nothing is read but their
+        manifests."""
+        steps = []
+        for folder in folders_newest_first(self._directory):
+            try:
+                steps.append(read_manifest(folder).step)
+            except DataError:
+                continue
+        return steps
+
+    def restore(
+        self, model: keras.Model, *, weights_only: bool = False
+    ) -> Restored | None:
+        """Gives a model what the newest checkpoint that is whole and undamaged holds.
+
+        Call it on all hosts. The number of hosts and replicas, and `shard=`, may be
+        other ones than when it was saved, none for plain Keras: see
+        `tfdp.checkpoint.entries` for what replicas have of their own.
+
+        Args:
+          model: built, and alike to the one that was saved.
+          weights_only: leave optimizer, metrics and all else as they are: for a model
+            that shall predict, or start another training.
+
+        Returns:
+          What was restored; None: there is no checkpoint.
+
+        Raises:
+          ConfigurationError: the model, or its optimizer, is another one.
+          DataError: there are checkpoints, and none of them can be used.
+
+        Warns:
+          CheckpointWarning: for each newer one that could not be used, with the reason.
+
+        Cost: reads what was written twice, the first time to see that it is undamaged.
+        """
+        self.wait()
+        hosts = hosts_of(_built(model, "restored"))
+        # All go by what worker 0 sees: a file system may show others less, for a while.
+        found = folders_newest_first(self._directory) if hosts.is_chief else []
+        names = hosts.text_of_chief(" ".join(path.name for path in found))
+        damaged: list[str] = []
+        for name in names.split():
+            folder = self._directory / name
+            manifest = self._usable(folder, hosts, damaged)
+            if manifest is None:
+                continue
+            with open_parts(folder, manifest) as files:
+                give_back(model, files, manifest, hosts, weights_only=weights_only)
+            return Restored(
+                manifest.step, str(folder), manifest.program, tuple(damaged)
+            )
+        whole = [why for why in damaged if UNFINISHED not in why]
+        if whole:
+            raise DataError(
+                f"No checkpoint in {self._directory} can be used: {' '.join(whole)} "
+                "Bring them again from where they were copied, or give another "
+                "directory to begin anew."
+            )
+        return None
+
+    def _usable(
+        self, folder: Place, hosts: Hosts, damaged: list[str]
+    ) -> Manifest | None:
+        """The manifest, if no host has found anything wrong; else notes why."""
+        why, manifest = "", None
+        try:
+            manifest = read_manifest(folder)
+            check_parts(folder, manifest, hosts)
+        except DataError as error:
+            why = str(error)
+        self._looked += 1
+        notes = hosts.share_note(f"checkpoint {self._looked} {folder.name}", why)
+        reasons = [
+            f"{note} (seen by worker {rank})" if hosts.count > 1 else note
+            for rank, note in sorted(notes.items())
+            if note
+        ]
+        if not reasons:
+            return manifest
+        damaged.append(reasons[0])
+        if UNFINISHED not in reasons[0]:
+            warnings.warn(
+                f"A checkpoint cannot be used, and the one before is taken: "
+                f"{reasons[0]}",
+                CheckpointWarning,
+                stacklevel=4,
+            )
+        return None
+
+
+def _built(model: Any, what: str) -> tf.distribute.Strategy:
+    """The strategy of a model that is built, and its optimizers as well.
+
+    Raises:
+      ConfigurationError: it is not.
+    """
+    if not isinstance(model, keras.Model) or not model.built:
+        raise ConfigurationError(
+            f"A model is {what} when it is built: give it an Input, call it on a batch "
+            f"or build(shape). Received: {model!r}."
+        )
+    for optimizer in optimizers_of(model):
+        if not optimizer.built:
+            # As Keras does before the first step: its slots are part of the training.
+            with model.distribute_strategy.scope():
+                optimizer.build(model.trainable_variables)
+    return model.distribute_strategy
+
+
+def _deal_out(
+    entries: Mapping[str, Entry], hosts: Hosts
+) -> tuple[dict[str, Noted], list[str]]:
+    """What the manifest says of the entries, and the names of those of this host."""
+    noted, mine = {}, []
+    filled = [0] * hosts.count
+    for name, entry in entries.items():
+        parts = entry.lengths
+        has_some = True
+        if entry.kind == "whole":
+            # All have it: the least loaded one writes it.
+            part = filled.index(min(filled))
+            filled[part] += math.prod(entry.shape)
+            parts, has_some = (part,), part == hosts.rank
+        elif entry.kind == "shards":
+            has_some = bool(parts[hosts.rank])
+        noted[name] = Noted(entry.path, entry.kind, entry.shape, entry.dtype, parts)
+        if has_some:
+            mine.append(name)
+    return noted, mine
+
+
+def _local_replicas(model: keras.Model) -> int:
+    strategy = model.distribute_strategy
+    return int(strategy.num_replicas_in_sync) // getattr(strategy, "hosts", 1)

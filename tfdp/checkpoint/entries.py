@@ -1,0 +1,268 @@
+"""What a training is, by name: each value with how it is read, and given back.
+
+Three kinds. What is alike on all replicas is in one part. Of what is sharded, each part
+has its host's range. What each replica has of its own is a row for each; given back to
+the same replicas each gets its own again, bit for bit, and to others by a rule:
+
+    residuals, slots of compression    the sum over all rows, an equal part to each
+    sums of metrics                    the sum to the first replica, 0 to the others
+    optimizers that train apart        the mean over all rows (counters: the first)
+    weights that train apart           the outer weights, as after a meeting
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfdp._private.names import SyncOnReadVariable, keras_state
+from tfdp.sharding.variables import ShardedVariable
+from tfdp.step.compression import compression_entries
+from tfdp.step.optimizers import optimizers_of
+from tfdp.variables.local_view import LocalView
+from tfdp.variables.of_ranks import OfRanks
+
+__all__ = ["Entry", "Rows", "entries_of"]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What replicas had of their own.
+
+    Args:
+      all: [replicas, ...], of all hosts, by rank.
+      own: [local replicas, ...], this process' rows where the same replicas train
+        again; else None.
+      first_rank: of this process' replicas.
+      replicas: how many train now.
+    """
+
+    all: np.ndarray
+    own: np.ndarray | None
+    first_rank: int
+    replicas: int
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One value of a training.
+
+    Args:
+      path: for people.
+      kind: "whole", "shards" or "ranks"; see `manifest.KINDS`.
+      shape: of the whole, or of one replica's.
+      dtype: its name.
+      read: the whole; this host's range of it, flat; or [local replicas, ...].
+      give: takes the whole, or `Rows`.
+      lengths: of "shards", the elements in each host's part.
+    """
+
+    path: str
+    kind: str
+    shape: tuple[int, ...]
+    dtype: str
+    read: Callable[[], np.ndarray]
+    give: Callable[[Any], None]
+    lengths: tuple[int, ...] = ()
+
+
+def entries_of(model: keras.Model) -> dict[str, Entry]:
+    """All that `model` and its training are, by name: by place, as names of layers
+    change with what a process has made before.
+
+    Args:
+      model: built, and its optimizers as well.
+    """
+    entries: dict[str, Entry] = {}
+    seen: set[int] = set()
+
+    def add(group: str, variables: Any) -> None:
+        for place, variable in enumerate(variables):
+            if id(variable) not in seen:
+                seen.add(id(variable))
+                entries[f"{group}/{place}"] = _entry_of(variable)
+
+    add("model", model.variables)
+    for number, optimizer in enumerate(optimizers_of(model)):
+        group = f"optimizer{number}"
+        add(group, optimizer.variables)
+        add_apart = getattr(optimizer, "local_values", None)
+        local = add_apart(_layer_state(model, number)) if add_apart else None
+        if local is not None:
+            _add_local(entries, group, local)
+        for name, of_ranks in compression_entries(optimizer).items():
+            entries[f"{group}/compression/{name}"] = _of_ranks(name, of_ranks)
+    add("metrics", model.metrics_variables)
+    add("seeds", _global_seed())
+    return entries
+
+
+def _layer_state(model: keras.Model, number: int) -> list[Any]:
+    """What layers store belongs to the model; one optimizer sees to it."""
+    state = model.non_trainable_variables if number == 0 else ()
+    return [variable.value for variable in state]
+
+
+def _global_seed() -> list[keras.Variable]:
+    """The state of Keras' generator for draws without a seed, where there is one."""
+    generator = keras_state.get_global_attribute("global_seed_generator")
+    return [] if generator is None else [generator.state]
+
+
+def _entry_of(variable: keras.Variable) -> Entry:
+    value, path = variable.value, variable.path
+    if isinstance(value, ShardedVariable):
+        return _sharded(variable, value)
+    shape, dtype = tuple(value.shape), variable.dtype
+    if isinstance(value, LocalView) and value.keeps_all_copies:
+        copies = [value.outer_copy(rank) for rank in range(len(value.values))]
+        return Entry(path, "ranks", shape, dtype, _stacked(copies), _mean_to(copies))
+    if isinstance(value, SyncOnReadVariable):
+        copies = list(value.values)
+        aggregation = value.aggregation
+        return Entry(
+            path,
+            "ranks",
+            shape,
+            dtype,
+            _stacked(copies),
+            _sum_to_first(copies, aggregation),
+        )
+    return Entry(
+        path, "whole", shape, dtype, lambda: _copied(variable), variable.assign
+    )
+
+
+def _sharded(variable: keras.Variable, value: ShardedVariable) -> Entry:
+    shards = value.distribute_strategy.extended.shards
+    local = len(value.distribute_strategy.extended.worker_devices)
+    parts = shards.reducer.shard_parts // local
+    shape = tuple(value.layout.shape)
+    if parts == 1:
+        return Entry(
+            variable.path,
+            "whole",
+            shape,
+            variable.dtype,
+            lambda: _copied(variable),
+            variable.assign,
+        )
+    edges = [value.layout.bounds(part * local)[0] for part in range(parts)]
+    lengths = tuple(np.diff([*edges, value.layout.elements]).tolist())
+    return Entry(
+        variable.path,
+        "shards",
+        shape,
+        variable.dtype,
+        lambda: np.array(shards.own_range(value)),
+        variable.assign,
+        lengths,
+    )
+
+
+def _add_local(entries: dict[str, Entry], group: str, local: Any) -> None:
+    """The weights of replicas that train apart, and the mark that says of what."""
+    for place, (variable, copies) in enumerate(
+        zip(local.variables, local.stored.local, strict=True)
+    ):
+        entries[f"{group}/local/{place}"] = Entry(
+            variable.name,
+            "ranks",
+            tuple(variable.shape),
+            variable.dtype.name,
+            _stacked(copies),
+            _own_or_nothing(copies),
+        )
+    entries[f"{group}/local/mark"] = Entry(
+        "mark of the local weights",
+        "ranks",
+        (),
+        "int64",
+        lambda: np.array(local.write_mark())[None],
+        # Other replicas' weights do not fit these: they start from the outer ones.
+        lambda rows: local.read_mark(None if rows.own is None else rows.own[0]),
+    )
+
+
+def _of_ranks(name: str, of_ranks: OfRanks) -> Entry:
+    shape = tuple(of_ranks.copies[0].shape)
+    return Entry(
+        name,
+        "ranks",
+        shape,
+        of_ranks.copies[0].dtype.name,
+        _stacked(of_ranks.copies),
+        lambda rows: _deal(of_ranks, rows),
+    )
+
+
+def _deal(of_ranks: OfRanks, rows: Rows) -> None:
+    if rows.own is not None:
+        _assign_each(of_ranks.copies, rows.own)
+    elif of_ranks.is_alike:
+        _assign_each(of_ranks.copies, [rows.all[0]] * len(of_ranks.copies))
+    else:
+        # All of it is still to be sent, whoever sends it.
+        part = rows.all.sum(axis=0) / np.asarray(rows.replicas, rows.all.dtype)
+        _assign_each(of_ranks.copies, [part] * len(of_ranks.copies))
+
+
+def _mean_to(copies: list[tf.Variable]) -> Callable[[Rows], None]:
+    def give(rows: Rows) -> None:
+        if rows.own is not None:
+            _assign_each(copies, rows.own)
+            return
+        is_float = copies[0].dtype.is_floating
+        value = rows.all.astype("float64").mean(axis=0) if is_float else rows.all[0]
+        value = np.asarray(value).astype(rows.all.dtype)
+        _assign_each(copies, [value] * len(copies))
+
+    return give
+
+
+def _sum_to_first(
+    copies: list[tf.Variable], aggregation: tf.VariableAggregation
+) -> Callable[[Rows], None]:
+    def give(rows: Rows) -> None:
+        if rows.own is not None:
+            _assign_each(copies, rows.own)
+        elif aggregation == tf.VariableAggregation.SUM:
+            total = rows.all.sum(axis=0, dtype=rows.all.dtype)
+            for place, copy in enumerate(copies):
+                is_first = rows.first_rank + place == 0
+                copy.assign(total if is_first else np.zeros_like(total))
+        elif aggregation == tf.VariableAggregation.MEAN:
+            mean = rows.all.mean(axis=0).astype(rows.all.dtype)
+            _assign_each(copies, [mean] * len(copies))
+        else:
+            _assign_each(copies, [rows.all[0]] * len(copies))
+
+    return give
+
+
+def _own_or_nothing(copies: list[tf.Variable]) -> Callable[[Rows], None]:
+    def give(rows: Rows) -> None:
+        if rows.own is not None:
+            _assign_each(copies, rows.own)
+
+    return give
+
+
+def _stacked(copies: Any) -> Callable[[], np.ndarray]:
+    return lambda: np.stack([copy.numpy() for copy in copies])
+
+
+def _assign_each(copies: Any, values: Any) -> None:
+    for copy, value in zip(copies, values, strict=True):
+        with tf.device(copy.device):
+            copy.assign(value)
+
+
+def _copied(variable: keras.Variable) -> np.ndarray:
+    # Not a view: the next step writes into the variable's memory.
+    return np.array(variable.numpy(), copy=True)

@@ -1,0 +1,87 @@
+"""The hosts that write and read a checkpoint together; one may be alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfdp.errors import ConfigurationError
+
+__all__ = ["Hosts", "hosts_of"]
+
+
+class Hosts:
+    """Those that train a model.
+
+    Args:
+      rank: this one.
+      count: how many there are.
+      link: to the others; None where there are none.
+      from_chief: see `DataParallelStrategy.from_chief`.
+    """
+
+    def __init__(
+        self, rank: int, count: int, link: Any, from_chief: Callable[..., np.ndarray]
+    ):
+        self.rank, self.count = rank, count
+        self.link = link
+        self._from_chief = from_chief
+
+    @property
+    def is_chief(self) -> bool:
+        """Whether this is worker 0."""
+        return self.rank == 0
+
+    def number_of_chief(self, number: int, label: str) -> int:
+        """Worker 0's number, on every host; an exchange, in the common order."""
+        if self.link is None:
+            return number
+        return int(self._from_chief(np.array(number, np.int64), label))
+
+    def text_of_chief(self, text: str) -> str:
+        """Worker 0's text, on every host; two exchanges."""
+        if self.link is None:
+            return text
+        data = np.frombuffer(text.encode(), np.uint8).astype(np.int64)
+        length = self.number_of_chief(len(data), "length of a text")
+        if not length:
+            return ""
+        if not self.is_chief:
+            data = np.zeros(length, np.int64)
+        return bytes(self._from_chief(data, "text").astype(np.uint8)).decode()
+
+    def share_note(self, key: str, note: str) -> dict[int, str]:
+        """Everybody's note, by rank; from any thread, in no common order.
+
+        Raises:
+          CollectiveError: a host was lost, or said nothing in time.
+        """
+        if self.link is None:
+            return {0: note}
+        return self.link.share_note(key, note)
+
+
+def hosts_of(strategy: tf.distribute.Strategy) -> Hosts:
+    """Those of a strategy.
+
+    Raises:
+      ConfigurationError: it spans processes that tfdp does not know of.
+    """
+    link = getattr(strategy, "link", None)
+    if link is not None:
+        return Hosts(link.rank, link.workers, link, strategy.from_chief)
+    resolver = strategy.cluster_resolver
+    spec = resolver.cluster_spec().as_dict() if resolver is not None else {}
+    workers = sum(
+        len(tasks) for job, tasks in spec.items() if job in ("chief", "worker")
+    )
+    if workers > 1 and not hasattr(strategy, "from_chief"):
+        raise ConfigurationError(
+            f"tfdp.checkpoint does not know the other workers of a "
+            f"{type(strategy).__name__}. Train with tfdp.auto_strategy(), or write "
+            "checkpoints with tf.train.CheckpointManager."
+        )
+    return Hosts(0, 1, None, lambda value, label: value)

@@ -1,0 +1,208 @@
+"""Gives a training back what a checkpoint holds."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+
+import keras
+import numpy as np
+
+from tfdp._private.optimizer_hooks import strategy_of
+from tfdp.checkpoint.array_files import ArrayFile, open_arrays
+from tfdp.checkpoint.entries import Entry, Rows, entries_of
+from tfdp.checkpoint.hosts import Hosts
+from tfdp.checkpoint.manifest import Manifest, Noted, part_name
+from tfdp.data.places import Place
+from tfdp.errors import ConfigurationError, DataError
+from tfdp.step.compression import compression_entries, make_compression_entries
+from tfdp.step.optimizers import optimizers_of
+
+__all__ = ["check_parts", "give_back", "open_parts"]
+
+# What a run may have that another has not: it starts as new there.
+OPTIONAL = ("seeds/", "metrics/")
+COMPRESSION = "/compression/"
+
+
+@contextlib.contextmanager
+def open_parts(folder: Place, manifest: Manifest) -> Iterator[list[ArrayFile]]:
+    """All parts of a checkpoint.
+
+    Raises:
+      DataError: one is missing, damaged or of another call; naming it.
+    """
+    parts = len(manifest.sizes)
+    with contextlib.ExitStack() as stack:
+        yield [
+            stack.enter_context(
+                open_arrays(
+                    folder / part_name(number, parts),
+                    size_bytes,
+                    identity(manifest.write, number, parts),
+                )
+            )
+            for number, size_bytes in enumerate(manifest.sizes)
+        ]
+
+
+def identity(write: str, number: int, parts: int) -> dict[str, object]:
+    """What tells a part from all others."""
+    return {"write": write, "part": number, "parts": parts}
+
+
+def check_parts(folder: Place, manifest: Manifest, hosts: Hosts) -> None:
+    """Reads this host's share of the parts, and forgets it.
+
+    Raises:
+      DataError: something in it has changed since it was written.
+    """
+    with open_parts(folder, manifest) as files:
+        for file in files[hosts.rank :: hosts.count]:
+            for name in file.names:
+                file.read(name)
+
+
+def give_back(
+    model: keras.Model,
+    files: Sequence[ArrayFile],
+    manifest: Manifest,
+    hosts: Hosts,
+    *,
+    weights_only: bool,
+) -> None:
+    """Assigns to all variables what the parts hold.
+
+    Args:
+      model: built, and its optimizers.
+      files: the parts.
+      manifest: the checkpoint's.
+      hosts: who trains now.
+      weights_only: leave the optimizer and all else as it is.
+
+    Raises:
+      ConfigurationError: the model is another one than was saved.
+      DataError: a part holds other things than its manifest says.
+
+    Cost: every host reads what all have alike; one variable at a time in memory.
+    """
+    if weights_only:
+        wanted = {
+            name: entry
+            for name, entry in entries_of(model).items()
+            if name.startswith("model/")
+        }
+    else:
+        _make_what_waits(model, manifest)
+        wanted = entries_of(model)
+    _check_alike(wanted, manifest.entries, weights_only)
+    for name, entry in wanted.items():
+        noted = manifest.entries.get(name)
+        if noted is not None:
+            entry.give(_value(name, entry, noted, files, manifest, hosts))
+        elif COMPRESSION in name:
+            local = len(entry.read())
+            nothing = np.zeros((local, *entry.shape), entry.read().dtype)
+            entry.give(Rows(nothing, nothing, 0, local))
+
+
+def _make_what_waits(model: keras.Model, manifest: Manifest) -> None:
+    """What an optimizer makes in its first steps, if the checkpoint has it."""
+    for number, optimizer in enumerate(optimizers_of(model)):
+        group = f"optimizer{number}{COMPRESSION}"
+        names = [n.removeprefix(group) for n in manifest.entries if n.startswith(group)]
+        if names and strategy_of(optimizer) is not None:
+            make_compression_entries(optimizer, names)
+            if not compression_entries(optimizer):
+                raise ConfigurationError(
+                    "The checkpoint holds what compressed gradients have still to "
+                    "send, and this run does not compress: that would be lost. Train "
+                    "with the Communication(compression=...) of the run that wrote it, "
+                    "or read the weights alone (weights_only=True)."
+                )
+
+
+def _check_alike(
+    wanted: Mapping[str, Entry], noted: Mapping[str, Noted], weights_only: bool
+) -> None:
+    for name, entry in wanted.items():
+        if name not in noted:
+            if name.startswith(OPTIONAL) or COMPRESSION in name:
+                continue
+            raise ConfigurationError(
+                f"The checkpoint has nothing for {entry.path!r} ({name}): it is of "
+                "another model or optimizer. Restore into what was saved, or, where "
+                "only the optimizer is another one, the weights alone "
+                "(weights_only=True)."
+            )
+        if noted[name].shape != entry.shape:
+            raise ConfigurationError(
+                f"{entry.path!r} ({name}) has the shape {entry.shape}, and in the "
+                f"checkpoint {noted[name].path!r} has {noted[name].shape} there: it is "
+                "of another model or optimizer."
+            )
+    left = [
+        name
+        for name in noted
+        if name not in wanted
+        and not name.startswith(OPTIONAL)
+        and not (weights_only and not name.startswith("model/"))
+    ]
+    if left:
+        raise ConfigurationError(
+            f"The checkpoint holds {noted[left[0]].path!r} ({left[0]}) and "
+            f"{len(left) - 1} more that this model or optimizer has no place for: it is "
+            "of another one. Restore into what was saved, or the weights alone "
+            "(weights_only=True)."
+        )
+
+
+def _value(
+    name: str,
+    entry: Entry,
+    noted: Noted,
+    files: Sequence[ArrayFile],
+    manifest: Manifest,
+    hosts: Hosts,
+) -> np.ndarray | Rows:
+    if noted.kind == "whole":
+        value = files[noted.parts[0]].read(name)
+    elif noted.kind == "shards":
+        pieces = [
+            file.read(name) if length else np.zeros(0, noted.dtype)
+            for file, length in zip(files, noted.parts, strict=True)
+        ]
+        value = np.concatenate(pieces)
+        if value.size != int(np.prod(noted.shape)):
+            raise DataError(
+                f"The parts of {noted.path!r} ({name}) do not make the whole."
+            )
+        value = value.reshape(noted.shape)
+    if noted.kind != "ranks":
+        if value.shape != entry.shape:
+            raise DataError(f"{noted.path!r} ({name}) has the shape {value.shape}.")
+        if entry.kind != "ranks":
+            return value
+        # All had the same: so has each now.
+        local = len(entry.read())
+        return Rows(value[None], np.stack([value] * local), 0, local)
+    return _rows(name, entry, noted, files, hosts)
+
+
+def _rows(
+    name: str, entry: Entry, noted: Noted, files: Sequence[ArrayFile], hosts: Hosts
+) -> np.ndarray | Rows:
+    parts = [file.read(name) for file in files]
+    if any(part.shape[1:] != noted.shape for part in parts):
+        raise DataError(f"{noted.path!r} ({name}) has not the shape {noted.shape}.")
+    everything = np.concatenate(parts)
+    if entry.kind != "ranks":
+        # One process without a strategy now: what it would have had.
+        is_sum = name.startswith("metrics/")
+        return everything.sum(axis=0) if is_sum else everything[0]
+    local = len(entry.read())
+    first_rank, replicas = hosts.rank * local, hosts.count * local
+    is_same = len(files) == hosts.count and {len(part) for part in parts} == {local}
+    return Rows(
+        everything, parts[hosts.rank] if is_same else None, first_rank, replicas
+    )
