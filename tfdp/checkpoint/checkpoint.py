@@ -57,10 +57,10 @@ class Checkpoint:
 
     Model, optimizers with their averages, accumulators, loss scale and schedule, seeds,
     the sums of metrics, what compressed gradients have still to send, and the weights
-    of replicas that train apart (`tfdp.sync`). Each host writes its part; worker 0 makes
-    a checkpoint of the parts, by a file that it writes last, once all of them are on
-    the disk. One that was not finished, or was damaged, is never taken for one that is
-    whole: `restore` names it and takes the one before.
+    of replicas that train apart (`tfdp.sync`). Each host writes its part; worker 0
+    makes a checkpoint of the parts, by a file that it writes last, once all of them are
+    on the disk. One that was not finished, or was damaged, is never taken for a whole
+    one: `restore` names it and takes the one before.
 
     `tfdp.callbacks.Checkpoint` calls it in `fit`, and knows the place in the data.
 

@@ -27,7 +27,7 @@ from tfdp.step.optimizers import optimizers_of
 from tfdp.variables.local_view import LocalView
 from tfdp.variables.of_ranks import OfRanks
 
-__all__ = ["Entry", "Rows", "entries_of"]
+__all__ = ["Entry", "Rows", "entries_of", "metrics_of"]
 
 
 @dataclass(frozen=True)
@@ -100,6 +100,26 @@ def entries_of(model: keras.Model) -> dict[str, Entry]:
     add("metrics", model.metrics_variables)
     add("seeds", _global_seed())
     return entries
+
+
+def metrics_of(model: keras.Model) -> Callable[[], None]:
+    """Puts back the sums of all metrics as they are now, on each replica."""
+    kept = []
+    for variable in model.metrics_variables:
+        entry = _entry_of(variable)
+        value = entry.read()
+        kept.append(
+            (
+                entry,
+                Rows(value, value, 0, len(value)) if entry.kind == "ranks" else value,
+            )
+        )
+
+    def put_back() -> None:
+        for entry, value in kept:
+            entry.give(value)
+
+    return put_back
 
 
 def _layer_state(model: keras.Model, number: int) -> list[Any]:

@@ -151,8 +151,8 @@ def _check_alike(
     if left:
         raise ConfigurationError(
             f"The checkpoint holds {noted[left[0]].path!r} ({left[0]}) and "
-            f"{len(left) - 1} more that this model or optimizer has no place for: it is "
-            "of another one. Restore into what was saved, or the weights alone "
+            f"{len(left) - 1} more that this model or optimizer has no place for: it "
+            "is of another one. Restore into what was saved, or the weights alone "
             "(weights_only=True)."
         )
 

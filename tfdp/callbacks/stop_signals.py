@@ -1,0 +1,50 @@
+"""Signals that ask a program to end, noted until the training can save."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from types import FrameType
+from typing import Any
+
+from tfdp._private.fit_frames import is_within_fit
+
+__all__ = ["START_AGAIN", "StopSignals"]
+
+#: The exit code of who has saved and wants to be started again: EX_TEMPFAIL.
+START_AGAIN = 75
+
+
+class StopSignals:
+    """Notes SIGTERM and SIGINT; a second one does what it did before.
+
+    Args:
+      is_active: whether to; only the main thread can.
+    """
+
+    def __init__(self, is_active: bool):
+        #: The first that came.
+        self.received: int | None = None
+        self._before: dict[int, Any] = {}
+        if is_active and threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGINT):
+                before = signal.getsignal(number)
+                # Whom nobody can put back, and what is ignored, stays.
+                if before is not None and before != signal.SIG_IGN:
+                    self._before[number] = before
+                    signal.signal(number, self._note)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        # After an error in `fit` nobody would ever look at a note.
+        if self.received is None and is_within_fit(frame):
+            self.received = number
+            return
+        self.close()
+        signal.raise_signal(number)
+
+    def close(self) -> None:
+        """Puts back what was there before."""
+        before, self._before = self._before, {}
+        for number, handler in before.items():
+            if signal.getsignal(number) == self._note:
+                signal.signal(number, handler)
