@@ -1,4 +1,4 @@
-"""What Keras' `fit` holds while its callbacks run, and what its iterator of epochs knows.
+"""What Keras' `fit` holds while its callbacks run, and what its iterator knows.
 
 Keras gives callbacks neither its input nor each other. Checked against Keras 3.12 and
 3.15.

@@ -141,8 +141,8 @@ class Checkpoint(keras.callbacks.Callback):
         around = fit_around(self.model)
         if around is None:
             raise ConfigurationError(
-                "tfdp.callbacks.Checkpoint knows the place in the data of model.fit. In "
-                "a loop of your own use tfdp.checkpoint.Checkpoint."
+                "tfdp.callbacks.Checkpoint knows the place in the data of model.fit. "
+                "In a loop of your own use tfdp.checkpoint.Checkpoint."
             )
         # After all others, so that what is saved holds what they did.
         listed = around.callbacks.callbacks

@@ -43,7 +43,7 @@ class Place:
         Raises:
           DataError: it holds none: another program wrote it.
         """
-        said = restored.program.get("place")
+        said: Any = restored.program.get("place")
         try:
             place = cls(**said)
         except TypeError:

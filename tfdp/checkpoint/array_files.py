@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
 import tempfile
 import zlib
 from collections.abc import Iterator, Mapping
@@ -35,6 +34,7 @@ FACTS = "tfdp.json"
 # A header of more is nobody's: 100,000 arrays take some 15 MB.
 LONGEST_HEADER_BYTES = 100 * 2**20
 LENGTH_BYTES = 8
+BLOCK_BYTES = 2**24
 # What the format has no name for is stored as bytes.
 PLAIN = {
     *("bool", "uint8", "int8", "int16", "uint16", "int32", "uint32", "int64"),
@@ -100,7 +100,7 @@ def _stored(array: np.ndarray) -> np.ndarray:
 
 def _crc(array: np.ndarray) -> int:
     # Releases the interpreter's lock, and is as fast as the disk.
-    return zlib.crc32(array.reshape(-1).view(np.uint8))
+    return zlib.crc32(array.reshape(-1).view(np.uint8).data)
 
 
 class ArrayFile:
@@ -206,18 +206,9 @@ def _local(place: Place) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="tfdp-") as folder:
         local = Path(folder) / "arrays"
         with place.open() as source, local.open("wb") as target:
-            shutil.copyfileobj(_Whole(source), target, 2**24)
+            while block := source.read(BLOCK_BYTES):
+                target.write(block)
         yield local
-
-
-class _Whole:
-    """A remote file for `shutil.copyfileobj`."""
-
-    def __init__(self, source: Any):
-        self._source = source
-
-    def read(self, count: int) -> bytes:
-        return self._source.read(count)
 
 
 @contextlib.contextmanager

@@ -100,7 +100,9 @@ class Meeting:
 
     def _wait_for_answers(self) -> None:
         link = self._hosts.link
-        deadline = None if link is None else time.monotonic() + link.timeout_seconds
+        if link is None:
+            return
+        deadline = time.monotonic() + link.timeout_seconds
         while len(self._answers) < self._hosts.count:
             self._changed.wait(POLL_SECONDS)
             news = link.news()
