@@ -1,17 +1,17 @@
 """A training that saves by `tfdp.callbacks.Checkpoint`, to be stopped and gone on with.
 
-    python -m tests.support.resumed_training FOLDER RESULT [--option value ...]
+    python -m tests.support.resumed_training OPTIONS_AS_JSON
 
-Writes the final weights and optimizer to RESULT.<rank>.npz, and the numbers of the
-samples of each batch that this process trained on to RESULT.<rank>.<start>.samples, a
-line for each step as it is trained: `<epoch> <batch> <numbers>`.
+It writes the final numbers to RESULT.<rank>.npz, and for each step the numbers of the
+samples that this process has trained on to RESULT.<rank>.<start>.samples.
 """
 
-import argparse
+import dataclasses
 import json
 import os
 import signal
 import sys
+import threading
 import time
 
 import keras
@@ -19,68 +19,41 @@ import numpy as np
 import tensorflow as tf
 
 import tfdp
+from tfdp.checkpoint import checkpoint, writer
 
-SAMPLES, FEATURES, CLASSES = 96, 8, 3
+SAMPLES, ROWS, FEATURES, CLASSES = 96, 12, 8, 3
 
 
-class Fault(keras.callbacks.Callback):
-    """Does what is asked at the end of a step, once over all starts.
+@dataclasses.dataclass
+class Options:
+    """What is trained, and what goes wrong.
 
     Args:
-      kind: "kill", "raise", "stop" (for a while) or "term".
-      step: after so many steps of this process.
-      seconds: of "stop".
+      folder: of the checkpoints.
+      result: the beginning of the names of what is written.
+      start: which start of the training it is, from 0.
+      fault: {"where", "how", "rank", "number", "seconds"}; None: none.
     """
 
-    def __init__(self, kind, step, seconds=3.0):
-        super().__init__()
-        self.kind, self.step, self.seconds, self.done = kind, step, seconds, 0
-
-    def on_train_batch_end(self, batch, logs=None):
-        self.done += 1
-        if self.done == self.step:
-            strike(self.kind, self.seconds)
-
-
-def strike(kind, seconds=3.0):
-    if kind == "kill":
-        os.kill(os.getpid(), signal.SIGKILL)
-    elif kind == "term":
-        os.kill(os.getpid(), signal.SIGTERM)
-    elif kind == "raise":
-        raise RuntimeError("a planned fault")
-    elif kind == "stop":
-        child = os.fork()
-        if not child:
-            time.sleep(seconds)
-            os.kill(os.getppid(), signal.SIGCONT)
-            os._exit(0)
-        os.kill(os.getpid(), signal.SIGSTOP)
-
-
-class Seen(keras.callbacks.Callback):
-    """Writes which samples each step has trained on: the model counts them."""
-
-    def __init__(self, path):
-        super().__init__()
-        self.path = path
-        self.before = None
-
-    def on_epoch_begin(self, epoch, logs=None):
-        self.epoch = epoch
-
-    def on_train_batch_begin(self, batch, logs=None):
-        self.before = self.model.counts()
-
-    def on_train_batch_end(self, batch, logs=None):
-        trained = np.flatnonzero(self.model.counts() - self.before)
-        with open(self.path, "a") as file:
-            line = {"epoch": self.epoch, "batch": batch, "samples": trained.tolist()}
-            file.write(json.dumps(line) + "\n")
+    folder: str
+    result: str
+    start: int = 0
+    epochs: int = 3
+    every_steps: int = 3
+    data: str = "dataset"
+    optimizer: str = "adam"
+    shard: str = "none"
+    wire_dtype: str | None = None
+    accumulate: int = 1
+    dropout: float = 0.3
+    dtype: str = "float32"
+    devices: int = 1
+    timeout_seconds: float = 300
+    fault: dict | None = None
 
 
 class Counting(keras.Model):
-    """A small network; its input's last feature is the number of the sample."""
+    """A small network that counts its samples: the last feature is their number."""
 
     def __init__(self, dropout):
         super().__init__()
@@ -92,10 +65,17 @@ class Counting(keras.Model):
             shape=(SAMPLES,), initializer="zeros", trainable=False, aggregation="sum"
         )
 
+    def build(self, shape):
+        self.hidden.build((None, FEATURES))
+        self.norm.build((None, 16))
+        self.out.build((None, 16))
+        super().build(shape)
+
     def call(self, inputs, training=False):
         if training:
             numbers = tf.cast(inputs[:, -1], tf.int32)
-            self.seen.assign_add(tf.reduce_sum(tf.one_hot(numbers, SAMPLES), axis=0))
+            counts = tf.reduce_sum(tf.one_hot(numbers, SAMPLES), axis=0)
+            self.seen.assign_add(tf.cast(counts, self.seen.dtype))
         x = self.norm(self.hidden(inputs[:, :-1]), training=training)
         if self.dropout is not None:
             x = self.dropout(x, training=training)
@@ -105,39 +85,133 @@ class Counting(keras.Model):
         return np.rint(np.asarray(self.seen)).astype(int)
 
 
-def data(kind):
+class Seen(keras.callbacks.Callback):
+    """Writes on which samples each step has trained."""
+
+    def __init__(self, path):
+        super().__init__()
+        self.path = path
+        open(path, "w").close()
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.epoch = epoch
+
+    def on_train_batch_begin(self, batch, logs=None):
+        self.before = self.model.counts()
+
+    def on_train_batch_end(self, batch, logs=None):
+        trained = np.flatnonzero(self.model.counts() - self.before)
+        line = {"epoch": self.epoch, "batch": batch, "samples": trained.tolist()}
+        with open(self.path, "a") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+def strike(fault):
+    how = fault["how"]
+    print(f"fault: {fault}", flush=True)
+    if how == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif how == "term":
+        os.kill(os.getpid(), signal.SIGTERM)
+    elif how == "raise":
+        raise RuntimeError("a planned fault")
+    elif how == "full":
+        raise OSError(28, "No space left on device")
+    elif how == "stop":
+        child = os.fork()
+        if not child:
+            time.sleep(fault["seconds"])
+            os.kill(os.getppid(), signal.SIGCONT)
+            os._exit(0)
+        os.kill(os.getpid(), signal.SIGSTOP)
+        os.waitpid(child, 0)
+
+
+class InSteps(keras.callbacks.Callback):
+    """Strikes in the `number`-th step of this process, or after it."""
+
+    def __init__(self, fault):
+        super().__init__()
+        self.fault, self.begun = fault, 0
+
+    def on_train_batch_begin(self, batch, logs=None):
+        self.begun += 1
+        if self.begun == self.fault["number"] and self.fault["where"] == "within":
+            later = threading.Timer(self.fault["seconds"], strike, [self.fault])
+            later.daemon = True
+            later.start()
+
+    def on_train_batch_end(self, batch, logs=None):
+        if self.begun == self.fault["number"] and self.fault["where"] == "after":
+            strike(self.fault)
+
+
+def around(function, fault):
+    """`function`, with the fault before, or after, its `number`-th call."""
+    calls = []
+
+    def faulty(*arguments, **keywords):
+        calls.append(1)
+        hits = len(calls) == fault["number"]
+        if hits and fault["seconds"] < 0.5:
+            strike(fault)
+        result = function(*arguments, **keywords)
+        if hits and fault["seconds"] >= 0.5:
+            strike(fault)
+        return result
+
+    return faulty
+
+
+def prepare(fault, callbacks):
+    """Lets the fault happen in this process."""
+    places = {
+        "saving": (writer, "write_arrays"),
+        "committing": (writer, "write_manifest"),
+        "restoring": (checkpoint, "give_back"),
+    }
+    if fault["where"] in places:
+        module, name = places[fault["where"]]
+        setattr(module, name, around(getattr(module, name), fault))
+    else:
+        callbacks.append(InSteps(fault))
+
+
+def input_of(options):
     generator = np.random.default_rng(0)
-    x = generator.normal(size=(SAMPLES, FEATURES + 1)).astype("float32")
+    x = generator.normal(size=(SAMPLES, FEATURES + 1)).astype(options.dtype)
     x[:, -1] = np.arange(SAMPLES)
     y = generator.integers(0, CLASSES, SAMPLES)
-    if kind == "arrays":
-        return {"x": x, "y": y, "batch_size": 12}
+    if options.data == "arrays":
+        return {"x": x, "y": y, "batch_size": ROWS}
     dataset = tf.data.Dataset.from_tensor_slices((x, y))
-    return {"x": dataset.shuffle(SAMPLES, seed=3).batch(12)}
+    return {"x": dataset.shuffle(SAMPLES, seed=3).batch(ROWS)}
 
 
 def model_of(options):
+    keras.config.set_dtype_policy(options.dtype)
     keras.utils.set_random_seed(1)
+    several = int(os.environ.get("TFDP_WORKERS", "1")) > 1
     communication = tfdp.Communication(
-        wire_dtype=options.wire_dtype, timeout_seconds=120
+        wire_dtype=options.wire_dtype if several else None,
+        timeout_seconds=options.timeout_seconds,
     )
     strategy = tfdp.auto_strategy(
-        **({"shard": options.shard, "shard_min_bytes": 0} if options.shard else {}),
-        **({"communication": communication} if options.wire_dtype else {}),
+        communication=communication, shard=options.shard, shard_min_bytes=0
     )
     with strategy.scope():
         model = Counting(options.dropout)
-        if options.optimizer == "lars":
-            inner = tfdp.optimizers.LARS(0.05, use_ema=True)
-        else:
-            inner = keras.optimizers.Adam(0.01)
-        optimizer = inner
+        inner = {
+            "adam": lambda: keras.optimizers.Adam(0.01),
+            "sgd": lambda: keras.optimizers.SGD(0.05, momentum=0.9),
+            "lars": lambda: tfdp.optimizers.LARS(0.05, use_ema=True),
+        }[options.optimizer]()
         if options.accumulate > 1:
-            optimizer = tfdp.DistributedOptimizer(
+            inner = tfdp.DistributedOptimizer(
                 inner, accumulate_steps=options.accumulate
             )
         model.compile(
-            optimizer,
+            inner,
             keras.losses.SparseCategoricalCrossentropy(from_logits=True),
             metrics=["accuracy"],
         )
@@ -145,46 +219,30 @@ def model_of(options):
     return model
 
 
-def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("folder")
-    parser.add_argument("result")
-    parser.add_argument("--epochs", type=int, default=3)
-    parser.add_argument("--every-steps", type=int, default=3)
-    parser.add_argument("--data", default="dataset")
-    parser.add_argument("--optimizer", default="adam")
-    parser.add_argument("--shard", default="")
-    parser.add_argument("--wire-dtype")
-    parser.add_argument("--accumulate", type=int, default=1)
-    parser.add_argument("--dropout", type=float, default=0.3)
-    parser.add_argument("--fault", default="", help="kind:rank:step, on the first start")
-    options = parser.parse_args()
-    rank = int(os.environ.get("TFDP_RANK", os.environ.get("TFDP_WORKER", "0")))
-    starts = len([n for n in os.listdir(os.path.dirname(options.result) or ".") if n.startswith(f"{os.path.basename(options.result)}.{rank}.") and n.endswith(".samples")])
+def main(text):
+    options = Options(**json.loads(text))
+    rank = int(os.environ.get("TFDP_RANK", "0"))
+    tfdp.use_virtual_devices(options.devices)
+    seen = Seen(f"{options.result}.{rank}.{options.start}.samples")
     callbacks = [
-        Seen(f"{options.result}.{rank}.{starts}.samples"),
+        seen,
         tfdp.callbacks.Checkpoint(options.folder, every_steps=options.every_steps),
     ]
-    open(callbacks[0].path, "w").close()
+    if options.fault is not None and options.fault["rank"] == rank:
+        prepare(options.fault, callbacks)
     model = model_of(options)
-    strategy = model.distribute_strategy
-    cluster = getattr(strategy, "cluster", None)
-    own = cluster.rank if cluster else 0
-    if options.fault and not starts:
-        kind, who, step = options.fault.split(":")
-        if int(who) == own:
-            callbacks.append(Fault(kind, int(step)))
     history = model.fit(
-        **data(options.data), epochs=options.epochs, verbose=0, callbacks=callbacks
+        **input_of(options), epochs=options.epochs, verbose=0, callbacks=callbacks
     )
-    arrays = {f"w{i}": np.asarray(w) for i, w in enumerate(model.get_weights())}
-    arrays |= {
-        f"o{i}": np.asarray(v.numpy()) for i, v in enumerate(model.optimizer.variables)
+    numbers = {f"weight {i}": np.asarray(w) for i, w in enumerate(model.get_weights())}
+    numbers |= {
+        f"optimizer {i}": np.asarray(v.numpy())
+        for i, v in enumerate(model.optimizer.variables)
     }
-    arrays["loss"] = np.array(history.history["loss"])
-    np.savez(f"{options.result}.{own}.npz", **arrays)
-    print("done", own, model.counts().tolist()[:4], flush=True)
+    numbers["loss"] = np.array(history.history["loss"])
+    np.savez(f"{options.result}.{rank}.npz", **numbers)
+    print("trained to the end", flush=True)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1]))

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import keras
 
+from tfdp._private.dataset_seeds import stages_without_seed, what_fit_reads
 from tfdp._private.frames import KERAS_TRAINER_MODULE
 from tfdp.errors import DataError
 
@@ -74,6 +75,13 @@ class PassesOfData:
     def _counted(self) -> Any:
         self._begun += 1
         return type(self._of_keras)._get_iterator(self._of_keras)
+
+    @property
+    def without_seed(self) -> list[str]:
+        """What makes the order of the data another one in each process, in words."""
+        dataset, is_unseeded = what_fit_reads(self._of_keras)
+        found = ["shuffle=True without a seed"] if is_unseeded else []
+        return found if dataset is None else [*found, *stages_without_seed(dataset)]
 
     @property
     def batches_per_epoch(self) -> int | None:

@@ -15,6 +15,7 @@ import keras
 from tfdp._private.fit_frames import fit_around
 from tfdp._private.keras_models import initial_epoch, set_initial_epoch
 from tfdp.callbacks.kept_callbacks import kept_of, put_back
+from tfdp.callbacks.kept_random import put_back_random, random_now
 from tfdp.callbacks.place_in_fit import Place
 from tfdp.callbacks.stop_signals import START_AGAIN, StopSignals
 from tfdp.checkpoint.checkpoint import Checkpoint as Files
@@ -154,11 +155,24 @@ class Checkpoint(keras.callbacks.Callback):
         self._step, self._saved_step, self._batch = 0, -1, 0
         self._epoch_of_program = initial_epoch(self.model)
         self._is_first_epoch = True
+        self._warn_of_order()
         self.restored = self._files.restore(self.model)
         if self.restored is not None:
             self._go_on(self.restored)
         self._signals = StopSignals(self._on_signal)
         self._saved_seconds = time.monotonic()
+
+    def _warn_of_order(self) -> None:
+        found = self._passes.without_seed
+        if found:
+            warnings.warn(
+                f"The order of the data is another one after a restart ({found[0]}): a "
+                "fit that goes on within an epoch would leave out other samples than "
+                "it has trained on. Call keras.utils.set_random_seed(1) at the top of "
+                "the program, before the data is made, or give the shuffle a seed.",
+                CheckpointWarning,
+                stacklevel=3,
+            )
 
     def _go_on(self, restored: Restored) -> None:
         place = Place.of(restored)
@@ -197,6 +211,7 @@ class Checkpoint(keras.callbacks.Callback):
         """Gives the others, and the metrics of the epoch, what they knew."""
         self._epoch = epoch
         if self._is_first_epoch and self.restored is not None:
+            put_back_random(self.restored.program.get("random"))
             known = self.restored.program.get("callbacks")
             if not put_back(self._others, known):
                 warnings.warn(
@@ -211,6 +226,8 @@ class Checkpoint(keras.callbacks.Callback):
         if not self._is_first_epoch:
             self._batch = 0
         self._is_first_epoch = False
+        # The order of the epoch is drawn after this.
+        self._random = random_now()
 
     def on_train_batch_end(
         self, batch: int, logs: dict[str, Any] | None = None
@@ -269,7 +286,11 @@ class Checkpoint(keras.callbacks.Callback):
             batches_per_epoch=self._passes.batches_per_epoch,
             has_stopped=bool(is_epoch_end and self.model.stop_training),
         )
-        program = {"place": place.as_json(), "callbacks": kept_of(self._others)}
+        program = {
+            "place": place.as_json(),
+            "callbacks": kept_of(self._others),
+            "random": random_now() if is_epoch_end else self._random,
+        }
         self._files.save(self.model, step=self._step, program=program)
 
     def _stop(self) -> None:

@@ -1,0 +1,232 @@
+"""`tfdp.callbacks.Checkpoint`: a fit that was broken off ends as if it had not been.
+
+The reference is the same program, undisturbed, without the callback. Kills, signals and
+several hosts are in tests/processes/test_resume.py.
+"""
+
+import signal
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfdp
+from tests.devices.test_checkpoint import make_model
+from tests.support.parity import classification_data
+from tfdp.errors import CheckpointWarning, ConfigurationError, DataError
+
+SAMPLES, ROWS, EPOCHS = 130, 12, 3
+
+
+class Broken(Exception):
+    """What breaks a fit off."""
+
+
+class BreakOff(keras.callbacks.Callback):
+    def __init__(self, step, how=None):
+        super().__init__()
+        self.step, self.how, self.done = step, how, 0
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.done += 1
+        if self.done == self.step:
+            if self.how is None:
+                raise Broken
+            signal.raise_signal(self.how)
+
+
+class Shuffled(keras.utils.PyDataset):
+    """Shuffled twice: by Keras with Python's generator, and by one of its own."""
+
+    def __init__(self, x, y):
+        super().__init__()
+        self.x, self.y = x, y
+        self.order, self.random = np.arange(10), np.random.default_rng(3)
+
+    def __len__(self):
+        return 10
+
+    def __getitem__(self, index):
+        first = self.order[index] * 13
+        return self.x[first : first + 13], self.y[first : first + 13]
+
+    def on_epoch_end(self):
+        self.random.shuffle(self.order)
+
+
+def input_of(kind):
+    x, y = classification_data(SAMPLES)
+    dataset = tf.data.Dataset.from_tensor_slices((x, y)).shuffle(SAMPLES, seed=5)
+    dataset = dataset.batch(ROWS)
+
+    def forever():
+        while True:
+            for first in range(0, SAMPLES, 13):
+                yield x[first : first + 13], y[first : first + 13]
+
+    return {
+        "arrays": lambda: {"x": x, "y": y, "batch_size": ROWS},
+        "dataset": lambda: {"x": dataset},
+        "unknown-length": lambda: {"x": dataset.filter(lambda *_: True)},
+        "repeated": lambda: {"x": dataset.repeat(), "steps_per_epoch": 7},
+        "passes-across-epochs": lambda: {"x": dataset, "steps_per_epoch": 11},
+        "generator": lambda: {"x": forever(), "steps_per_epoch": 7},
+        "py-dataset": lambda: {"x": Shuffled(x, y)},
+    }[kind]()
+
+
+def run(replicas, kind, folder=None, *breaks, steps_per_execution=1, **options):
+    model = make_model(replicas)
+    keras.utils.set_random_seed(9)
+    model.compile(
+        model.optimizer,
+        model.loss,
+        metrics=["accuracy"],
+        steps_per_execution=steps_per_execution,
+    )
+    callbacks = [
+        keras.callbacks.ReduceLROnPlateau("loss", patience=1, factor=0.5, min_delta=0.3)
+    ]
+    if folder is not None:
+        callbacks.insert(0, tfdp.callbacks.Checkpoint(folder, **options))
+    x, y = classification_data(20, seed=8)
+    history = model.fit(
+        **input_of(kind),
+        epochs=EPOCHS,
+        verbose=0,
+        callbacks=[*callbacks, *breaks],
+        validation_data=(x, y),
+    )
+    return model, history
+
+
+def numbers_of(model):
+    return [v.numpy() for v in [*model.variables, *model.optimizer.variables]]
+
+
+def assert_ends_alike(expected, found):
+    for mine, theirs in zip(numbers_of(expected[0]), numbers_of(found[0]), strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+    assert expected[1].epoch == found[1].epoch
+    assert expected[1].history == found[1].history
+
+
+@pytest.mark.worth_seconds(12)
+@pytest.mark.parametrize("at", [4, 16])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *("arrays", "dataset", "unknown-length", "repeated", "passes-across-epochs"),
+        *("generator", "py-dataset"),
+    ],
+)
+@pytest.mark.parametrize("replicas", [0, 2])
+def test_broken_off_and_gone_on(tmp_path, replicas, kind, at):
+    expected = run(replicas, kind)
+    with pytest.raises(Broken):
+        run(replicas, kind, tmp_path, BreakOff(at), every_steps=3)
+    assert_ends_alike(expected, run(replicas, kind, tmp_path, every_steps=3))
+
+
+@pytest.mark.worth_seconds(6)
+@pytest.mark.parametrize("replicas", [0, 2])
+def test_several_steps_in_one_execution(tmp_path, replicas):
+    options = {"steps_per_execution": 4}
+    expected = run(replicas, "dataset", **options)
+    with pytest.raises(Broken):
+        run(replicas, "dataset", tmp_path, BreakOff(5), every_steps=5, **options)
+    found = run(replicas, "dataset", tmp_path, every_steps=5, **options)
+    assert_ends_alike(expected, found)
+
+
+def test_broken_off_again_and_again(tmp_path):
+    expected = run(0, "dataset")
+    for at in (5, 1, 7, 3):
+        with pytest.raises(Broken):
+            run(0, "dataset", tmp_path, BreakOff(at), every_steps=2)
+    assert_ends_alike(expected, run(0, "dataset", tmp_path, every_steps=2))
+
+
+@pytest.mark.parametrize(
+    "number, error", [(signal.SIGTERM, SystemExit), (signal.SIGINT, KeyboardInterrupt)]
+)
+def test_a_signal_saves_first(tmp_path, number, error):
+    expected = run(0, "dataset")
+    before = signal.getsignal(number)
+    with pytest.raises(error) as ended:
+        run(0, "dataset", tmp_path, BreakOff(7, number), every_epochs=100)
+    if error is SystemExit:
+        assert ended.value.code == 75
+    assert signal.getsignal(number) is before
+    assert tfdp.checkpoint.Checkpoint(tmp_path).steps() == [7]
+    assert_ends_alike(expected, run(0, "dataset", tmp_path))
+
+
+def test_time_passes(tmp_path):
+    with pytest.raises(Broken):
+        run(0, "dataset", tmp_path, BreakOff(3), every_seconds=1e-9)
+    # The third step breaks off before this callback, which is the last.
+    assert tfdp.checkpoint.Checkpoint(tmp_path).steps() == [2, 1]
+
+
+def test_a_training_that_is_over_says_so(tmp_path):
+    expected = run(0, "dataset", tmp_path)
+    with pytest.warns(CheckpointWarning, match="nothing to train"):
+        found = run(0, "dataset", tmp_path)
+    for mine, theirs in zip(numbers_of(expected[0]), numbers_of(found[0]), strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+    # And a later fit of the same model begins at its first epoch.
+    again = found[0].fit(**input_of("dataset"), epochs=2, verbose=0)
+    assert again.epoch == [0, 1]
+
+
+def test_an_order_without_a_seed_is_warned_of(tmp_path):
+    model = make_model(0)
+    tf.random.set_seed(None)
+    x, y = classification_data(24)
+    callback = tfdp.callbacks.Checkpoint(tmp_path)
+    with pytest.warns(CheckpointWarning, match="shuffle=True without a seed"):
+        model.fit(x, y, verbose=0, callbacks=[callback])
+    dataset = tf.data.Dataset.from_tensor_slices((x, y)).shuffle(24).batch(6)
+    with pytest.warns(CheckpointWarning, match="shuffle"):
+        model.fit(dataset, epochs=2, verbose=0, callbacks=[callback])
+
+
+def test_other_data_is_refused(tmp_path):
+    with pytest.raises(Broken):
+        run(0, "dataset", tmp_path, BreakOff(10), every_steps=3)
+    model = make_model(0)
+    x, y = classification_data(24)
+    callback = tfdp.callbacks.Checkpoint(tmp_path)
+    with pytest.raises(DataError, match="ends before"):
+        model.fit(x, y, batch_size=12, epochs=3, verbose=0, callbacks=[callback])
+
+
+def test_another_model_is_refused(tmp_path):
+    run(0, "dataset", tmp_path)
+    model = keras.Sequential([keras.Input((12,)), keras.layers.Dense(5)])
+    model.compile("sgd", "mse")
+    with pytest.raises(ConfigurationError, match="of another"):
+        model.fit(
+            np.ones((4, 12)),
+            np.ones((4, 5)),
+            verbose=0,
+            callbacks=[tfdp.callbacks.Checkpoint(tmp_path)],
+        )
+
+
+def test_a_full_disk_does_not_end_the_training(tmp_path, monkeypatch):
+    calls = []
+
+    def full_at_first(*arguments):
+        calls.append(1)
+        if len(calls) < 3:
+            raise OSError(28, "No space left on device")
+        return write(*arguments)
+
+    write = tfdp.checkpoint.writer.write_arrays
+    monkeypatch.setattr("tfdp.checkpoint.writer.write_arrays", full_at_first)
+    with pytest.warns(CheckpointWarning, match="No space left"):
+        run(0, "dataset", tmp_path)
+    assert tfdp.checkpoint.Checkpoint(tmp_path).steps() == [33]

@@ -1,0 +1,309 @@
+"""Trainings with planned faults, which must end as if there had been none.
+
+    python -m tests.fault_plans --plans 50 --seed 20261122 --folder out/faults
+
+Each plan is drawn from its seed, and printed: what is trained, by how many workers, and
+what goes wrong in each start: a worker is killed in a step, after one, while a
+checkpoint is written, committed or restored, is stopped for seconds, gets SIGTERM, finds
+the disk full; between two starts the newest checkpoint is damaged, or the number of
+workers changes. The training is started again until it has come to its end. Then
+
+- the final weights and optimizer are those of the same training without faults, bit for
+  bit with as many workers, else within BOUND;
+- in each epoch every sample was trained on once;
+- nothing is left: no process, no half-written file.
+
+Workers are forked from this process, which has imported TensorFlow and used nothing of
+it: real processes, without the seconds of the import.
+"""
+
+import argparse
+import atexit
+import dataclasses
+import json
+import os
+import pathlib
+import random
+import secrets
+import signal
+import socket
+import sys
+import time
+import traceback
+
+import numpy as np
+
+from tests.support.resumed_training import ROWS, SAMPLES, Options, main
+from tfdp.checkpoint.manifest import folders_newest_first
+
+#: Only there to end a hang.
+LONGEST_SECONDS = 600
+MOST_STARTS = 8
+# In float64 a step's sums over other parts differ by a few units of 2^-53 of their
+# largest term; 24 steps of a network of two layers leave them below 1e-12 of weights
+# near 1, and a sample too many or too few moves them by 1e-4.
+BOUND = 1e-9
+TRAININGS = {
+    "adam": {},
+    "arrays": {"data": "arrays"},
+    "parameters": {"shard": "parameters"},
+    "everything": {
+        "optimizer": "lars",
+        "shard": "parameters",
+        "accumulate": 2,
+        "wire_dtype": "bfloat16",
+    },
+    "resized": {"optimizer": "sgd", "dtype": "float64", "dropout": 0.0},
+    "resized-parameters": {
+        "optimizer": "sgd",
+        "dtype": "float64",
+        "dropout": 0.0,
+        "shard": "parameters",
+    },
+}
+
+
+@dataclasses.dataclass
+class Plan:
+    """What is trained and what goes wrong.
+
+    Args:
+      number: of the plan.
+      training: one of TRAININGS.
+      workers: of each start; the last for all that follow.
+      faults: of each start; later ones have none.
+      damage: before each start: None, "byte" or "half".
+    """
+
+    number: int
+    training: str
+    workers: list[int]
+    faults: list[dict]
+    damage: list[str | None]
+
+
+def draw(seed, number):
+    """The plan of that number."""
+    chance = random.Random(f"{seed} {number}")
+    training = chance.choice(list(TRAININGS))
+    starts = chance.choice([1, 1, 2, 3])
+    workers = [2] * (starts + 1)
+    if training.startswith("resized"):
+        workers = [chance.choice([1, 2, 3]) for _ in range(starts + 1)]
+    faults = []
+    for start in range(starts):
+        where = chance.choice(
+            [*("within", "within", "after", "saving", "committing"), "restoring"]
+        )
+        how = chance.choice(
+            {
+                "within": ["kill", "kill", "stop", "term"],
+                "after": ["kill", "raise", "stop", "term"],
+                "saving": ["kill", "full"],
+                "committing": ["kill"],
+                "restoring": ["kill", "raise"],
+            }[where]
+        )
+        rank = chance.randrange(workers[start])
+        faults.append(
+            {
+                "where": where,
+                "how": how,
+                "rank": 0 if where == "committing" else rank,
+                "number": 1 if where == "restoring" else chance.randint(1, 9),
+                "seconds": 3.0 if how == "stop" else chance.random() * 0.05,
+            }
+        )
+        if where in ("saving", "committing", "restoring"):
+            faults[-1]["seconds"] = chance.choice([0.0, 1.0])
+    damage = [None] + [
+        chance.choice([None, None, "byte", "half"]) for _ in range(starts)
+    ]
+    return Plan(number, training, workers, faults, damage)
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def fork_worker(options, environment, log):
+    """The process number of a worker."""
+    sys.stdout.flush()
+    number = os.fork()
+    if number:
+        return number
+    code = 1
+    try:
+        os.setsid()
+        target = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+        os.dup2(target, 1)
+        os.dup2(target, 2)
+        os.environ.update(environment)
+        main(json.dumps(dataclasses.asdict(options)))
+        code = 0
+    except SystemExit as ended:
+        code = ended.code if isinstance(ended.code, int) else 1
+    except BaseException:
+        traceback.print_exc()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    os._exit(code)
+
+
+def run_workers(count, options, log):
+    """Their exit codes; a signal as its negative number."""
+    environment = {"TF_CPP_MIN_LOG_LEVEL": "3", "TFDP_WORKERS": str(count)}
+    if count > 1:
+        environment |= {
+            "TFDP_COORDINATOR": f"127.0.0.1:{free_port()}",
+            "TFDP_JOB_KEY": secrets.token_hex(16),
+        }
+    numbers = [
+        fork_worker(options, environment | {"TFDP_RANK": str(rank)}, f"{log}.{rank}")
+        for rank in range(count)
+    ]
+    left, codes = dict(enumerate(numbers)), [0] * count
+    deadline = time.monotonic() + LONGEST_SECONDS
+    while left:
+        for rank, number in list(left.items()):
+            found, status = os.waitpid(number, os.WNOHANG)
+            if found:
+                codes[rank] = os.waitstatus_to_exitcode(status)
+                del left[rank]
+        if time.monotonic() > deadline:
+            for number in left.values():
+                os.killpg(number, signal.SIGKILL)
+            raise TimeoutError(f"workers {sorted(left)} hang; see {log}")
+        time.sleep(0.05)
+    return codes
+
+
+def damage_newest(folder, how, chance):
+    for checkpoint in folders_newest_first(pathlib.Path(folder))[:1]:
+        path = chance.choice(sorted(checkpoint.iterdir()))
+        data = bytearray(path.read_bytes())
+        if how == "half":
+            data = data[: len(data) // 2]
+        elif data:
+            data[chance.randrange(len(data))] ^= 1 + chance.randrange(255)
+        path.write_bytes(bytes(data))
+        return path
+    return None
+
+
+def numbers_of(result, rank):
+    with np.load(f"{result}.{rank}.npz") as file:
+        return dict(file)
+
+
+def reference(training, workers, folder, known):
+    """The numbers of the training without faults, made once."""
+    if (training, workers) not in known:
+        result = folder / f"reference-{training}-{workers}"
+        options = Options(f"{result}.checkpoints", str(result), **TRAININGS[training])
+        codes = run_workers(workers, options, f"{result}.log")
+        if any(codes):
+            raise RuntimeError(f"the reference of {training} failed: {codes}")
+        known[training, workers] = numbers_of(result, 0)
+    return known[training, workers]
+
+
+def check_samples(result, epochs):
+    """Every sample once in each epoch, and every step the same whenever it ran."""
+    steps = {}
+    for path in pathlib.Path(result).parent.glob(
+        f"{pathlib.Path(result).name}.*.samples"
+    ):
+        for line in path.read_text().splitlines():
+            said = json.loads(line)
+            place = (said["epoch"], said["batch"])
+            if steps.setdefault(place, said["samples"]) != said["samples"]:
+                raise ValueError(
+                    f"{place} was trained on other samples after a restart"
+                )
+    for epoch in range(epochs):
+        seen = sorted(
+            s for (e, _), samples in steps.items() if e == epoch for s in samples
+        )
+        if seen != list(range(SAMPLES)):
+            raise ValueError(f"epoch {epoch} has not every sample once")
+    if len(steps) != epochs * SAMPLES // ROWS:
+        raise ValueError(f"{len(steps)} steps")
+
+
+def carry_out(plan, seed, folder, known):
+    """Runs a plan; what came of it.
+
+    Raises:
+      Exception: it did not end as it must.
+    """
+    chance = random.Random(f"{seed} {plan.number} damage")
+    result = folder / f"plan-{plan.number}"
+    checkpoints = f"{result}.checkpoints"
+    said = []
+    for start in range(MOST_STARTS):
+        workers = plan.workers[min(start, len(plan.workers) - 1)]
+        if start < len(plan.damage) and plan.damage[start]:
+            damaged = damage_newest(checkpoints, plan.damage[start], chance)
+            said.append(f"damaged {damaged.name if damaged else 'nothing'}")
+        fault = plan.faults[start] if start < len(plan.faults) else None
+        options = Options(
+            checkpoints, str(result), start, fault=fault, **TRAININGS[plan.training]
+        )
+        codes = run_workers(workers, options, f"{result}.{start}.log")
+        said.append(f"{workers} workers ended with {codes}")
+        if not any(codes):
+            break
+    else:
+        raise RuntimeError("it did not come to its end")
+    found = numbers_of(result, 0)
+    expected = reference(plan.training, plan.workers[0], folder, known)
+    differences = {
+        name: float(np.abs(found[name] - expected[name]).max(initial=0.0))
+        for name in expected
+        if not np.array_equal(found[name], expected[name])
+    }
+    largest = max(differences.values(), default=0.0)
+    if largest > (0.0 if len(set(plan.workers)) == 1 else BOUND):
+        raise ValueError(f"numbers differ by {largest}: {differences}")
+    check_samples(result, 3)
+    left = [p for p in pathlib.Path(checkpoints).rglob(".writing-*")]
+    if left:
+        raise ValueError(f"left: {left}")
+    return "; ".join([*said, f"largest difference {largest:g}"])
+
+
+def run_plans(plans, seed, folder):
+    """How many failed; prints each."""
+    folder = pathlib.Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    known, failed = {}, 0
+    for plan in plans:
+        began = time.monotonic()
+        print(f"plan {json.dumps(dataclasses.asdict(plan))}", flush=True)
+        try:
+            print("  ", carry_out(plan, seed, folder, known), end="")
+        except Exception as error:
+            failed += 1
+            print(f"   FAILED {type(error).__name__}: {error}", end="")
+        print(f" ({time.monotonic() - began:.0f} s)", flush=True)
+    print(f"{len(plans)} plans, seed {seed}: {failed} failed", flush=True)
+    return failed
+
+
+def command():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--plans", type=int, default=50)
+    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--seed", default="20261122")
+    parser.add_argument("--folder", default="out/faults")
+    options = parser.parse_args()
+    numbers = range(options.first, options.first + options.plans)
+    plans = [draw(options.seed, number) for number in numbers]
+    return 1 if run_plans(plans, options.seed, options.folder) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(command())
