@@ -18,12 +18,16 @@ class LinkCalls:
     """Makes calls that run one after the other, in the order in which they are built.
 
     Every host builds the same ones in the same order, which is how the exchange of one
-    meets that of the others.
+    meets that of the others. A call within a conditional comes behind those that were
+    built before the conditional, and before those that are built after it.
     """
 
     def __init__(self) -> None:
-        self._last_call: tf.Operation | None = None
         self._last_graph: Callable[[], tf.Graph | None] = lambda: None
+        #: The last call of each graph that is being built.
+        self._last_calls: weakref.WeakKeyDictionary[tf.Graph, tf.Operation] = (
+            weakref.WeakKeyDictionary()
+        )
 
     def call(
         self,
@@ -38,21 +42,30 @@ class LinkCalls:
         # also chain them with every other stateful op, the other replicas' included,
         # which wait for this call: so they get an order of their own.
         graph = tf.compat.v1.get_default_graph()
-        # Asked of the graph, not of the op: an op outlives its graph and then points at
-        # freed memory.
-        is_same_graph = self._last_graph() is graph
-        before = [self._last_call] if is_same_graph else _conditionals_in(graph)
-        with tf.control_dependencies(before):
+        with tf.control_dependencies(self._before(graph)):
             results = tf.numpy_function(
                 function, tensors, [spec.dtype for spec in specs], stateful=True
             )
-        self._last_graph, self._last_call = weakref.ref(graph), results[0].op
+        self._last_graph, self._last_calls[graph] = weakref.ref(graph), results[0].op
         names.run_independently(results[0].op)
         return [
             # See HandOver.receive: known shapes must be known to all replicas.
             tf.ensure_shape(result, spec.shape)
             for result, spec in zip(results, specs, strict=True)
         ]
+
+    def _before(self, graph: tf.Graph) -> list[tf.Operation]:
+        """What has to run before a call that is built in `graph` now."""
+        last = self._last_calls.get(graph)
+        before = [] if last is None else [last]
+        if self._last_graph() is not graph:
+            before += _conditionals_in(graph)
+        # The first one in a conditional: TensorFlow lets the conditional wait for it.
+        outer = graph
+        while last is None and (outer := getattr(outer, "outer_graph", None)):
+            last = self._last_calls.get(outer)
+            before += [] if last is None else [last]
+        return before
 
 
 def _conditionals_in(graph: tf.Graph) -> list[tf.Operation]:
