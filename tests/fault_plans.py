@@ -4,9 +4,9 @@
 
 Each plan is drawn from its seed, and printed: what is trained, by how many workers, and
 what goes wrong in each start: a worker is killed in a step, after one, while a
-checkpoint is written, committed or restored, is stopped for seconds, gets SIGTERM, finds
-the disk full; between two starts the newest checkpoint is damaged, or the number of
-workers changes. The training is started again until it has come to its end. Then
+checkpoint is written, committed or restored, is stopped for seconds, gets SIGTERM or
+finds the disk full; between two starts the newest checkpoint is damaged, or the number
+of workers changes. The training is started again until it has come to its end. Then
 
 - the final weights and optimizer are those of the same training without faults, bit for
   bit with as many workers, else within BOUND;

@@ -53,12 +53,16 @@ class Options:
 
 
 class Counting(keras.Model):
-    """A small network that counts its samples: the last feature is their number."""
+    """A small network, with normalization if with dropout.
+
+    It counts its samples: the last feature is their number.
+    """
 
     def __init__(self, dropout):
         super().__init__()
         self.hidden = keras.layers.Dense(16, activation="relu")
-        self.norm = keras.layers.BatchNormalization()
+        # Without dropout it is to be one device's: plain normalization is not.
+        self.norm = keras.layers.BatchNormalization() if dropout else None
         self.dropout = keras.layers.Dropout(dropout) if dropout else None
         self.out = keras.layers.Dense(CLASSES)
         self.seen = self.add_weight(
@@ -67,7 +71,8 @@ class Counting(keras.Model):
 
     def build(self, shape):
         self.hidden.build((None, FEATURES))
-        self.norm.build((None, 16))
+        if self.norm is not None:
+            self.norm.build((None, 16))
         self.out.build((None, 16))
         super().build(shape)
 
@@ -76,9 +81,10 @@ class Counting(keras.Model):
             numbers = tf.cast(inputs[:, -1], tf.int32)
             counts = tf.reduce_sum(tf.one_hot(numbers, SAMPLES), axis=0)
             self.seen.assign_add(tf.cast(counts, self.seen.dtype))
-        x = self.norm(self.hidden(inputs[:, :-1]), training=training)
-        if self.dropout is not None:
-            x = self.dropout(x, training=training)
+        x = self.hidden(inputs[:, :-1])
+        for layer in (self.norm, self.dropout):
+            if layer is not None:
+                x = layer(x, training=training)
         return self.out(x)
 
     def counts(self):

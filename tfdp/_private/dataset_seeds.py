@@ -9,9 +9,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.python.eager import context
 
-from tfdp._private.names import inputs_of
+from tfdp._private.names import global_seed, inputs_of
 
 __all__ = ["stages_without_seed", "what_fit_reads"]
 
@@ -27,7 +26,7 @@ def what_fit_reads(epoch_iterator: Any) -> tuple[tf.data.Dataset | None, bool]:
     is_shuffled_array = type(adapter).__name__ == "ArrayDataAdapter" and bool(
         getattr(adapter, "_shuffle", False)
     )
-    return dataset, is_shuffled_array and context.global_seed() is None
+    return dataset, is_shuffled_array and global_seed() is None
 
 
 def stages_without_seed(dataset: tf.data.Dataset) -> Iterator[str]:
