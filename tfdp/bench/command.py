@@ -26,6 +26,7 @@ __all__ = ["add_arguments", "run"]
 
 
 COMPRESSION_SUITE = "compression"
+CHECKPOINT_SUITE = "checkpoint"
 
 
 def _positive(text: str) -> int:
@@ -45,10 +46,11 @@ def _add_what_is_measured(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "suite",
         nargs="?",
-        choices=(*SUITES, MEMORY_SUITE, COMPRESSION_SUITE),
+        choices=(*SUITES, MEMORY_SUITE, COMPRESSION_SUITE, CHECKPOINT_SUITE),
         help="allreduce: sums of gradient lists; train: training steps; network: both "
         "over a link of limited rate (root); memory: bytes per replica at every shard "
-        "stage; compression: what each method costs and saves; default: the first two",
+        "stage; compression: what each method costs and saves; checkpoint: how fast a "
+        "training is written and read; default: the first two",
     )
     parser.add_argument("--list", action="store_true", help="list the cases and stop")
     parser.add_argument(
@@ -134,6 +136,14 @@ def run(options: argparse.Namespace) -> int:
 
         return run_compression(
             repeats=options.repeats or (2 if options.quick else 20),
+            quick=options.quick,
+            json_path=options.json,
+        )
+    if options.suite == CHECKPOINT_SUITE and not options.list:
+        from tfdp.bench.checkpoint.command import run_checkpoint
+
+        return run_checkpoint(
+            repeats=options.repeats or (2 if options.quick else 5),
             quick=options.quick,
             json_path=options.json,
         )

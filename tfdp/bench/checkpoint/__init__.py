@@ -1,0 +1,1 @@
+"""`tfdp bench checkpoint`: how fast a training is written and read, beside `cp`."""
