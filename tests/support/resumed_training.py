@@ -195,6 +195,7 @@ def input_of(options):
 
 
 def model_of(options):
+    keras.config.set_floatx(options.dtype)
     keras.config.set_dtype_policy(options.dtype)
     keras.utils.set_random_seed(1)
     several = int(os.environ.get("TFDP_WORKERS", "1")) > 1

@@ -6,6 +6,7 @@ Keras gives callbacks neither its input nor each other. Checked against Keras 3.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Iterator
 from types import FrameType
@@ -15,6 +16,7 @@ import keras
 
 from tfdp._private.dataset_seeds import stages_without_seed, what_fit_reads
 from tfdp._private.frames import KERAS_TRAINER_MODULE
+from tfdp._private.keras_models import build_symbolically
 from tfdp.errors import DataError
 
 __all__ = ["FitLocals", "PassesOfData", "fit_around", "is_within_fit"]
@@ -75,6 +77,17 @@ class PassesOfData:
     def _counted(self) -> Any:
         self._begun += 1
         return type(self._of_keras)._get_iterator(self._of_keras)
+
+    def build(self, model: keras.Model) -> None:
+        """Builds a model and its metrics by what the input states, nothing read.
+
+        Without a strategy Keras does so in the first step only. Where the input states
+        too little, it stays as it is.
+        """
+        batch = getattr(self._of_keras._distributed_dataset, "element_spec", None)
+        if batch is not None:
+            with contextlib.suppress(Exception):
+                build_symbolically(model, data_batch=batch)
 
     @property
     def without_seed(self) -> list[str]:

@@ -156,6 +156,7 @@ class Checkpoint(keras.callbacks.Callback):
         self._epoch_of_program = initial_epoch(self.model)
         self._is_first_epoch = True
         self._warn_of_order()
+        self._passes.build(self.model)
         self.restored = self._files.restore(self.model)
         if self.restored is not None:
             self._go_on(self.restored)
