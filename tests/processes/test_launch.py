@@ -491,7 +491,7 @@ sys.exit(4 if RANK == 1 else 0)
     assert f"[1] 2 alpha 2345 {REPOSITORY} 2" in out
     assert err[0].startswith("tfdp launch: worker 1 failed first")
     called = [path.read_text() for path in tmp_path.glob("ssh-*")]
-    assert sorted(call.split()[6] for call in called) == ["beta", "me@alpha"]
+    assert sorted(call.split()[8] for call in called) == ["beta", "me@alpha"]
     # Both have the same key, which is on nobody's command line.
     (key,) = {line.split()[2] for line in out if line[3:].startswith(" key ")}
     assert len(key) == 64 and not any(key in call for call in called)

@@ -38,7 +38,7 @@ def parse(*arguments):
 )
 def test_what_follows_the_program_is_its_own(arguments, expected):
     options = parse("--workers", "2", *arguments)
-    assert options.workers == 2
+    assert options.workers == launch_command.Workers(2, 2)
     assert options.port is None
     assert parse_program(options.program, options.is_module) == expected
 
