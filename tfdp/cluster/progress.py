@@ -164,7 +164,9 @@ def _note(what: str, step: int) -> None:
         try:
             if _Notes.descriptor is None:
                 path = Path(folder, file_name(os.getpid()))
-                _Notes.descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
+                # Nothing there can make the training wait.
+                flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
+                _Notes.descriptor = os.open(path, flags, 0o600)
             record = body + CHECKSUM.pack(zlib.crc32(body))
             os.pwrite(_Notes.descriptor, record, 0)
         except OSError:
