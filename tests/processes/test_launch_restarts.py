@@ -2,6 +2,7 @@
 
 import signal
 import socket
+import time
 
 import pytest
 
@@ -14,10 +15,14 @@ from tests.support.launching import (
     ssh,
     wait_until,
 )
+from tests.support.workers import LONGEST_SECONDS
 from tfdp.cluster import START_AGAIN
 
 QUICK = ["from tfdp.launch import again", "again.FIRST_WAIT_SECONDS = 0.01"]
-ENDLESS = ["from tfdp.launch import again", "again.FIRST_WAIT_SECONDS = 600.0"]
+ENDLESS = [
+    "from tfdp.launch import again",
+    "again.FIRST_WAIT_SECONDS = again.LONGEST_WAIT_SECONDS = 6000.0",
+]
 # Prepended to the scripts: which start this is, and the notes of a training loop.
 START = """
 from tfdp.cluster import START_AGAIN, progress, restarts
@@ -128,18 +133,23 @@ if RESTARTS < 2:
     assert not any(map(is_alive, pids(launches.folder, *names)))
 
 
-def test_every_line_comes_over_the_starts(launches):
+def test_every_line_comes_over_the_starts_to_a_slow_reader(launches):
+    # More than pipes hold and than the launcher keeps, after a start that was stopped.
     script = """
-for line in range(2000):
-    print("start", RESTARTS, line, "x" * 500)
+for line in range(3000 if RESTARTS else 3):
+    print("start", RESTARTS, line, "x" * 1000)
+    if RESTARTS:
+        note("begun")
 sys.exit(0 if RESTARTS else 5)
 """
-    code, out, _, _ = launches.run(START + script, "--max-restarts", 1)
-    assert code == 0
-    expected = [
-        f"[0] start {n} {line} {'x' * 500}" for n in (0, 1) for line in range(2000)
-    ]
-    assert out == expected
+    process = launches.start(START + script, "--max-restarts", 1)
+    assert wait_until(lambda: (launches.folder / "begun").exists())
+    time.sleep(1.0)
+    out, err = process.communicate(timeout=LONGEST_SECONDS)
+    assert process.returncode == 0
+    lines = [f"0 {line}" for line in range(3)] + [f"1 {line}" for line in range(3000)]
+    assert out.splitlines() == [f"[0] start {line} {'x' * 1000}" for line in lines]
+    assert "ended well after 1 restart" in err
 
 
 @pytest.mark.parametrize("saved", [0, 8])
@@ -295,6 +305,26 @@ time.sleep(600)
     code, _, err, _ = launches.run(START + script, *options)
     assert code == 1
     assert own_lines(err)[-1].startswith("not started again: the same twice")
+
+
+def test_who_only_lost_another_is_not_left_out(tmp_path):
+    script = """
+from tfdp.errors import WorkerLostError
+from tfdp.hosts import last_words
+
+last_words.listen()
+print("start", RESTARTS, WORKERS)
+if RESTARTS < 2:
+    if RANK == 0:
+        raise WorkerLostError("worker 1 is silent")
+    time.sleep(600)  # as one that was stopped, or whose machine is cut off
+"""
+    patches = [*QUICK, "from tfdp.launch import cause", "cause.LOST_ONE_SECONDS = 0.3"]
+    options = ["--workers", "1:2", "--max-restarts", 2]
+    with Launches(tmp_path, patches) as launches:
+        code, out, err, _ = launches.run(START + script, *options)
+    assert code == 0, err
+    assert starts(out)[-2:] == ["start 2 2"] * 2
 
 
 HOSTS = ["--hosts", "alpha,beta,gamma"]

@@ -32,7 +32,7 @@ class Ending:
 
     Args:
       error: of the worker that failed first: type and message, or how it ended.
-      place: where it ran, one of `Judge.places`; None: nobody failed first.
+      place: where it ran, one of `Judge.places`; None: nobody knows where the cause is.
       who: its name, for messages; "" where there is no such worker.
       from_outside: a signal killed it, or its machine was lost: no error of its own.
       asks_again: nobody failed; the workers have saved, and would go on.

@@ -127,9 +127,12 @@ class _Launch:
                 return code
             self._failure = self._failure or _failure_of(group)
             ending = _ending_of(group, places, self._places.hosts)
-            places = self._places_after(ending)
-            if not places:
-                return self._code_between_starts() if self._received else code
+            following = self._places_after(ending)
+            if following is None:
+                return code
+            if not following:
+                return self._code_between_starts()
+            places = following
 
     def _run(self, places: Sequence[int]) -> Group:
         """One start, in a folder of its own: the numbers of processes come again."""
@@ -176,12 +179,17 @@ class _Launch:
             lost = f"; lost {self._lost_seconds:.1f} s" if self._lost_seconds else ""
             self.console.say([f"ended well after {restarts} {times}{lost}"])
 
-    def _places_after(self, ending: Ending) -> list[int]:
-        """Waits for the next start; where that will be, nowhere if there is none."""
+    def _places_after(self, ending: Ending) -> list[int] | None:
+        """Waits for the next start, and says where; None: there is none.
+
+        No places: a signal has come meanwhile.
+        """
         while True:
             verdict = self._judge.judge(ending)
             self._say_what_follows(ending, verdict)
-            if not verdict.restart or not self._wait(verdict.wait_seconds):
+            if not verdict.restart:
+                return None
+            if not self._wait(verdict.wait_seconds):
                 return []
             answering = self._answering()
             if self._received:
@@ -246,11 +254,13 @@ def _ending_of(group: Group, places: Sequence[int], hosts: Sequence[str]) -> End
         # The others may have come a step further, or not so far.
         progress = dataclasses.replace(progress, step=own.reached_step)
     words, last = failed.last_words, failed.tail.text_lines()[-1:]
+    # All that is known may be that one has lost another, in a place that nobody knows.
+    is_consequence = words is not None and words.is_consequence
     return Ending(
         error=words.error if words else ": ".join([failed.describe_end(), *last]),
-        place=place,
+        place=None if is_consequence else place,
         who=f"worker {failed.rank}{f' on {hosts[place]}' if hosts else ''}",
-        from_outside=failed.was_ended_from_outside,
+        from_outside=is_consequence or failed.was_ended_from_outside,
         progress=progress,
     )
 
