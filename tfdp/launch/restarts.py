@@ -250,9 +250,9 @@ def _ending_of(group: Group, places: Sequence[int], hosts: Sequence[str]) -> End
         asks = who_asks_again(group.workers) is not None
         return Ending("the workers ask for it", asks_again=asks, progress=progress)
     place, own = places[failed.rank], failed.progress
-    if own is not None and own.reached_step is not None:
+    if own is not None and own.step is not None:
         # The others may have come a step further, or not so far.
-        progress = dataclasses.replace(progress, step=own.reached_step)
+        progress = dataclasses.replace(progress, step=own.step)
     words, last = failed.last_words, failed.tail.text_lines()[-1:]
     # All that is known may be that one has lost another, in a place that nobody knows.
     is_consequence = words is not None and words.is_consequence
