@@ -1,125 +1,38 @@
 """`tfdp launch` with real processes: small scripts, no TensorFlow in any of them."""
 
 import os
-import pathlib
 import signal
 import socket
-import subprocess
 import sys
 import time
 
 import pytest
 
-from tests.support.fresh_python import run_python
+from tests.support.launching import (
+    SLACK_SECONDS,
+    Launches,
+    is_alive,
+    pids,
+    program,
+    ssh,
+    wait_until,
+)
 from tests.support.package_source import REPOSITORY
 from tests.support.workers import LONGEST_SECONDS
-
-# Prepended to every script. `note` leaves a file named for a fact, `wait_for` waits for
-# one, and nothing waits for ever.
-PRELUDE = """
-import os, pathlib, signal, socket, subprocess, sys, time
-RANK, WORKERS = int(os.environ["TFDP_RANK"]), int(os.environ["TFDP_WORKERS"])
-HOST, PORT = os.environ["TFDP_COORDINATOR"].split(":")
-FOLDER = pathlib.Path(__file__).parent
-
-def note(name, text=""):
-    unfinished = FOLDER / f"{name}.unfinished"
-    unfinished.write_text(str(text))
-    unfinished.rename(FOLDER / name)
-
-def wait_for(*names):
-    for _ in range(6000):
-        if all((FOLDER / name).exists() for name in names):
-            return
-        time.sleep(0.02)
-    sys.exit(99)
-"""
-# The launcher starts in about 0.3 s; the machine may be busy with something else. What
-# is waited for in vain would take 400 s and more.
-SLACK_SECONDS = 120.0
-
-
-def listen_to_signals():
-    """Whoever runs the tests may ignore signals (nohup, a background job)."""
-    for number in (signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_DFL)
 
 
 @pytest.fixture
 def launcher(tmp_path):
     """Starts `tfdp launch OPTIONS script.py`; kills what is left at the end."""
-    started = []
-
-    def start(script, *options, arguments=(), path=None):
-        file = tmp_path / "script.py"
-        file.write_text(PRELUDE + script, "utf-8")
-        environment = {
-            name: value
-            for name, value in os.environ.items()
-            if not name.startswith(("TFDP_", "SLURM_", "OMP_", "TF_NUM_"))
-        }
-        (tmp_path / "own").mkdir(exist_ok=True)
-        environment["TMPDIR"] = str(tmp_path / "own")
-        if path is not None:
-            environment["PATH"] = f"{path}{os.pathsep}{environment['PATH']}"
-        words = ["-m", "tfdp", "launch", *options, file, *arguments]
-        process = subprocess.Popen(
-            [sys.executable, *map(str, words)],
-            cwd=REPOSITORY,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            preexec_fn=listen_to_signals,
-        )
-        started.append(process)
-        return process
-
-    yield start
-    for process in started:
-        if process.poll() is None:
-            process.kill()
-            process.wait()
-        process.stdout.close()
-        process.stderr.close()
+    with Launches(tmp_path) as launches:
+        yield launches.start
 
 
 @pytest.fixture
-def launch(launcher):
+def launch(tmp_path):
     """The same, to its end: (exit code, stdout lines, stderr lines, seconds)."""
-
-    def run(*words, **options):
-        start_seconds = time.monotonic()
-        process = launcher(*words, **options)
-        out, err = process.communicate(timeout=LONGEST_SECONDS)
-        seconds = time.monotonic() - start_seconds
-        return process.returncode, out.splitlines(), err.splitlines(), seconds
-
-    return run
-
-
-def wait_until(condition, seconds=SLACK_SECONDS):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.02)
-    return True
-
-
-def is_alive(pid):
-    """Whether a process runs; one that nobody has waited for does not."""
-    try:
-        state = pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return state[0] not in "ZX"
-
-
-def pids(folder, *names):
-    assert wait_until(lambda: all((folder / name).exists() for name in names))
-    return [int((folder / name).read_text()) for name in names]
+    with Launches(tmp_path) as launches:
+        yield launches.run
 
 
 def test_workers_meet_and_their_lines_carry_their_rank(launch):
@@ -202,21 +115,12 @@ if RANK == 0:
 time.sleep(0.5)
 os.kill(os.getpid(), signal.SIGKILL)
 """
-    program = "\n".join(
-        [
-            "import sys",
-            "from tfdp.commands.cli import main",
-            "from tfdp.launch import cause",
-            "cause.CAUSE_SECONDS = 1.5",
-            "sys.exit(main(sys.argv[1:]))",
-        ]
-    )
-    file = tmp_path / "script.py"
-    file.write_text(PRELUDE + script, "utf-8")
-    done = run_python("-c", program, "launch", "--workers", 2, file)
-    assert done.returncode == 128 + signal.SIGKILL
-    assert "worker 1 failed first" in done.stderr
-    assert "worker 0 ended by itself: exit code 1" in done.stderr
+    patches = ["from tfdp.launch import cause", "cause.CAUSE_SECONDS = 1.5"]
+    with Launches(tmp_path, patches) as launches:
+        code, _, err, _ = launches.run(script, "--workers", 2)
+    assert code == 128 + signal.SIGKILL
+    assert "worker 1 failed first" in err[0]
+    assert "tfdp launch: worker 0 ended by itself: exit code 1" in err
 
 
 # Worker 1 fails, worker 0 because of it, and worker 0 is the first to end.
@@ -446,39 +350,6 @@ os.kill(os.getpid(), signal.SIGKILL)
         pass
 
 
-def program(folder, name, text):
-    """An executable that stands in for one of the system's."""
-    folder.mkdir(exist_ok=True)
-    path = folder / name
-    path.write_text(text, "utf-8")
-    path.chmod(0o755)
-    return path
-
-
-# Stands in for ssh: notes its arguments and runs the last of them, the command, here.
-# As with sshd the command is no part of this process group, and its input is a pipe
-# that ends with the connection.
-SSH = """#!{python}
-import os, pathlib, subprocess, sys, threading
-pathlib.Path("{folder}", f"ssh-{{os.getpid()}}").write_text(" ".join(sys.argv[1:]))
-command = subprocess.Popen(
-    ["sh", "-c", sys.argv[-1]], stdin=subprocess.PIPE, start_new_session=True
-)
-def pass_on_input():
-    while data := os.read(0, 1 << 16):
-        command.stdin.write(data)
-        command.stdin.flush()
-    command.stdin.close()
-threading.Thread(target=pass_on_input, daemon=True).start()
-os._exit(command.wait())
-"""
-
-
-def ssh(folder):
-    program(folder / "bin", "ssh", SSH.format(python=sys.executable, folder=folder))
-    return folder / "bin"
-
-
 def test_hosts_run_one_worker_each(launch, tmp_path):
     script = """
 print(WORKERS, HOST, PORT, os.getcwd(), os.environ["TFDP_DEVICES_PER_WORKER"])
@@ -491,7 +362,7 @@ sys.exit(4 if RANK == 1 else 0)
     assert f"[1] 2 alpha 2345 {REPOSITORY} 2" in out
     assert err[0].startswith("tfdp launch: worker 1 failed first")
     called = [path.read_text() for path in tmp_path.glob("ssh-*")]
-    assert sorted(call.split()[6] for call in called) == ["beta", "me@alpha"]
+    assert sorted(call.split()[8] for call in called) == ["beta", "me@alpha"]
     # Both have the same key, which is on nobody's command line.
     (key,) = {line.split()[2] for line in out if line[3:].startswith(" key ")}
     assert len(key) == 64 and not any(key in call for call in called)

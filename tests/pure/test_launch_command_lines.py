@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from tests.support.fresh_python import run_program
-from tfdp.cluster import Cluster, find_cluster
+from tfdp.cluster import Cluster, find_cluster, restarts
 from tfdp.commands import cli
 from tfdp.errors import ConfigurationError
 from tfdp.launch import command as launch_command
@@ -38,7 +38,7 @@ def parse(*arguments):
 )
 def test_what_follows_the_program_is_its_own(arguments, expected):
     options = parse("--workers", "2", *arguments)
-    assert options.workers == 2
+    assert options.workers == launch_command.Workers(2, 2)
     assert options.port is None
     assert parse_program(options.program, options.is_module) == expected
 
@@ -58,6 +58,11 @@ def test_no_program_is_refused(words):
         ["--port", "65536", "a.py"],
         ["--grace-seconds", "-1", "a.py"],
         ["--grace-seconds", "nan", "a.py"],
+        ["--max-restarts", "-1", "a.py"],
+        ["--workers", "3:2", "a.py"],
+        ["--workers", "0:2", "a.py"],
+        ["--workers", "2:", "a.py"],
+        ["--workers", "1:2:3", "a.py"],
         ["--slurm", "--mpi", "a.py"],
         ["--hosts", "a,b", "--kubernetes", "image", "a.py"],
     ],
@@ -81,6 +86,22 @@ def test_bad_options_are_refused(arguments, capsys):
         (["--hosts", "a,b,a", "a.py"], "names a twice"),
         (["--hosts", "localhost,b", "a.py"], "'localhost' is another machine"),
         (["--kubernetes", "image", "a.py"], "--kubernetes needs --workers"),
+        (["--workers", "1:2", "a.py"], "--workers 1:2 acts when.*--max-restarts"),
+        (["--slurm", "--max-restarts", "1", "a.py"], "no effect with --slurm: srun"),
+        (["--mpi", "--max-restarts", "1", "a.py"], "no effect with --mpi: mpiexec"),
+        *(
+            ([*where, "--workers", "1:2", "a.py"], "the scheduler decides")
+            for where in (["--slurm"], ["--mpi"], ["--kubernetes", "image"])
+        ),
+        (
+            ["--hosts", "a,b", "--workers", "1:3", "--max-restarts", "1", "a.py"],
+            "--workers 1:3 contradicts --hosts.*MIN:2",
+        ),
+        (
+            # The second may become the first.
+            ["--hosts", "a,::1", "--workers", "1:2", "--max-restarts", "1", "a.py"],
+            "'::1' is another machine",
+        ),
         (["--kubernetes", "an image", "--workers", "2", "a.py"], "'an image'"),
     ],
 )
@@ -189,6 +210,22 @@ def test_workers_share_the_gpus():
             share_of_gpus(gpus, workers=2, rank=0)
 
 
+def test_a_place_keeps_its_gpus_when_another_is_left_out():
+    environment = {"CUDA_VISIBLE_DEVICES": "4,5,6,7", "TFDP_RESTARTS": "9"}
+    commands = local_commands(
+        *(SCRIPT, environment),
+        **{"workers": 4, "port": 1, "devices_per_worker": None, "cores": 9},
+        **{"job_key": KEY, "places": [0, 2, 3], "restarts": 1},
+    )
+    made = [start.environment for start in commands]
+    assert [each["CUDA_VISIBLE_DEVICES"] for each in made] == ["4", "6", "7"]
+    assert [find_cluster(each).rank for each in made] == [0, 1, 2]
+    # The others share what cores there are.
+    assert {find_cluster(each).workers for each in made} == {3}
+    assert {each["OMP_NUM_THREADS"] for each in made} == {"3"}
+    assert {restarts(each) for each in made} == {1}
+
+
 def test_only_worker_0_greets():
     first, second = (
         local_environment({}, {}, workers=2, rank=rank, cores=2) for rank in range(2)
@@ -290,6 +327,15 @@ def test_the_manifest_is_printed_as_json(capsys):
     (_, _, job) = made["items"]
     (container,) = job["spec"]["template"]["spec"]["containers"]
     assert container["command"] == ["python", "-m", "a.train", "-x"]
+
+
+@pytest.mark.parametrize(
+    "text, least, most, shown",
+    [("3", 3, 3, "3"), ("2:4", 2, 4, "2:4"), ("2:2", 2, 2, "2")],
+)
+def test_the_number_of_workers(text, least, most, shown):
+    found = parse("--workers", text, "a.py").workers
+    assert (found.least, found.most, str(found)) == (least, most, shown)
 
 
 def test_the_default_grace_time():

@@ -120,6 +120,35 @@ def test_all_pods_run_at_once_and_one_failure_ends_the_job():
     assert spec["template"]["spec"]["terminationGracePeriodSeconds"] == 3
 
 
+RULES = [
+    {
+        "action": str,
+        "onExitCodes": {"containerName": str, "operator": str, "values": [int]},
+    },
+    {"action": str, "onPodConditions": [{"type": str, "status": str}]},
+]
+
+
+def test_restarts_are_those_of_kubernetes():
+    made = manifest(PROGRAM, "image:1", workers=4, max_restarts=3, job_key=KEY)
+    *_, job = made["items"]
+    spec = job["spec"]
+    # A policy of failures needs a pod that is not started again in its place.
+    assert spec["template"]["spec"]["restartPolicy"] == "Never"
+    # A failure of one worker is one of each.
+    assert spec["backoffLimit"] == 12
+    policy = spec.pop("podFailurePolicy")
+    for rule, schema in zip(policy["rules"], RULES, strict=True):
+        assert mismatches(rule, schema) == []
+    saved, disrupted = policy["rules"]
+    assert saved["action"] == disrupted["action"] == "Ignore"
+    assert saved["onExitCodes"]["values"] == [75]
+    (container,) = spec["template"]["spec"]["containers"]
+    assert saved["onExitCodes"]["containerName"] == container["name"]
+    container["env"].pop()  # the key; see KEY_VARIABLE
+    assert mismatches(job, JOB) == []
+
+
 def test_the_service_gives_the_pods_their_names():
     service, _, job = manifest(PROGRAM, "image:1", workers=4, port=2345, job_key=KEY)[
         "items"

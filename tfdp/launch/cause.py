@@ -11,9 +11,15 @@ import signal
 import time
 from collections.abc import Sequence
 
+from tfdp.launch.signals import signal_name
 from tfdp.launch.worker import Worker
 
-__all__ = ["cause_is_known", "describe_others", "first_failure", "report_of"]
+__all__ = [
+    "cause_is_known",
+    "first_failure",
+    "report_of_all",
+    "who_asks_again",
+]
 
 # How long the cause of a failure may need to show after its consequence: a worker that
 # is killed closes its sockets first, and a peer may notice that and end before it.
@@ -29,9 +35,13 @@ def first_failure(workers: Sequence[Worker]) -> Worker | None:
 
     Args:
       workers: all of them. One has failed when it ended by itself, with another exit
-        code than 0, or has said its last words before it was asked to end.
+        code than 0 and START_AGAIN, or has said its last words before it was asked to
+        end.
     """
     failed = [worker for worker in workers if worker.has_failed]
+    if any(worker.asks_again for worker in workers):
+        # It left, and the others have lost it.
+        failed = [worker for worker in failed if not _lost_another(worker)]
     # The kernel closes the connections of a killed process before anybody can see
     # that it is gone; whoever ends without a word at that moment may be its peer.
     was_killed = any(worker.was_killed and not worker.last_words for worker in failed)
@@ -40,12 +50,28 @@ def first_failure(workers: Sequence[Worker]) -> Worker | None:
         words = worker.last_words
         unexplained = words is None and not worker.was_killed
         return (
-            words is not None and words.is_consequence,
+            _lost_another(worker),
             was_killed and unexplained,
             worker.failed_seconds,
         )
 
     return min(failed, key=order, default=None)
+
+
+def who_asks_again(workers: Sequence[Worker]) -> Worker | None:
+    """Who was the first to end by itself and say "saved, start me again".
+
+    None: nobody, or another one has failed by itself.
+    """
+    asking = [worker for worker in workers if worker.asks_again]
+    if first_failure(workers) is not None:
+        return None
+    return min(asking, key=lambda worker: worker.ended_seconds or 0.0, default=None)
+
+
+def _lost_another(worker: Worker) -> bool:
+    words = worker.last_words
+    return words is not None and words.is_consequence
 
 
 def cause_is_known(workers: Sequence[Worker]) -> bool:
@@ -55,15 +81,39 @@ def cause_is_known(workers: Sequence[Worker]) -> bool:
     if first is None or not ended:
         return False
     seconds = time.monotonic() - min(ended)
-    words = first.last_words
-    is_consequence = words is not None and words.is_consequence
-    if is_consequence or first.is_running:
+    if _lost_another(first) or first.is_running:
         return seconds >= LOST_ONE_SECONDS
     return seconds >= CAUSE_SECONDS
 
 
-def report_of(failed: Worker) -> list[str]:
-    """How the first failure ended, for the launcher's last lines."""
+def report_of_all(
+    workers: Sequence[Worker], stopped_by: int | None, grace_seconds: float
+) -> list[str]:
+    """How it ended, when it did not end well, for the launcher's last lines.
+
+    Args:
+      workers: all of them.
+      stopped_by: the signal to the launcher; None: it got none.
+      grace_seconds: that they had to end.
+    """
+    first = first_failure(workers)
+    if first is not None:
+        lines = _report_of_first(first)
+    elif stopped_by is not None:
+        lines = [f"stopped by {signal_name(stopped_by)}"]
+    else:
+        first = who_asks_again(workers)
+        if first is None:
+            return []
+        lines = [f"worker {first.rank} has saved, and asks to be started again"]
+    others = (worker for worker in workers if worker is not first)
+    return lines + [
+        f"worker {worker.rank} {_describe_other(worker, grace_seconds)}"
+        for worker in others
+    ]
+
+
+def _report_of_first(failed: Worker) -> list[str]:
     seconds = failed.failed_seconds - failed.started_seconds
     words = failed.last_words
     if words is None:
@@ -74,18 +124,14 @@ def report_of(failed: Worker) -> list[str]:
     else:
         end = f"{words.error} ({failed.describe_end()}). Its traceback"
         lines = words.traceback.splitlines()[-TRACEBACK_LINES:]
-    return [
-        f"tfdp launch: worker {failed.rank} failed first, {seconds:.1f} s after its "
-        f"start: {end}:",
-        *(f"    {line}" for line in lines),
-    ]
+    head = f"worker {failed.rank} failed first, {seconds:.1f} s after its start: {end}:"
+    return ["\n".join([head, *(f"    {line}" for line in lines)])]
 
 
-def describe_others(worker: Worker, grace_seconds: float) -> str:
+def _describe_other(worker: Worker, grace_seconds: float) -> str:
     """How a worker ended that did not fail first."""
-    words = worker.last_words
     if worker.stopped_by is None:
-        why = ", as it had lost another" if words and words.is_consequence else ""
+        why = ", as it had lost another" if _lost_another(worker) else ""
         return f"ended by itself: {worker.describe_end()}{why}"
     if worker.stopped_by == signal.SIGKILL:
         return f"did not end within {grace_seconds:g} s and was killed"

@@ -3,27 +3,40 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import math
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from tfdp.cluster import find_cluster
 from tfdp.cluster.job_key import JOB_KEY, find_job_key, make_job_key
 from tfdp.cluster.machine import describe_machine
 from tfdp.cluster.ports import any_port, checked_port, free_port
+from tfdp.cluster.restart import START_AGAIN
 from tfdp.errors import ClusterError, ConfigurationError
+from tfdp.launch.guard import OrphanGuard
 from tfdp.launch.handover import become, mpi_command, slurm_command
 from tfdp.launch.kubernetes import manifest
 from tfdp.launch.local import local_commands
 from tfdp.launch.program import Program, parse_program
+from tfdp.launch.reach import answering_hosts
+from tfdp.launch.restarts import Places, launch
 from tfdp.launch.ssh import parse_hosts, ssh_commands
-from tfdp.launch.supervise import supervise
+from tfdp.launch.worker import WorkerCommand
 
 __all__ = ["add_arguments", "run"]
 
 GRACE_SECONDS = 5.0
+# Why --max-restarts is refused where another launcher takes over, and what to do.
+NO_RESTARTS = {
+    "slurm": "srun ends with the first failure, and Slurm starts jobs again, not "
+    "steps. Submit with `sbatch --requeue`, and `scontrol requeue` on exit code "
+    f"{START_AGAIN} (docs/faults.md).",
+    "mpi": "mpiexec ends with the first failure, and cannot start again what it has "
+    "started. Call tfdp launch in a loop (docs/faults.md), or leave --mpi out.",
+}
 
 
 def _integer(least: int, most: float = math.inf) -> Callable[[str], int]:
@@ -34,6 +47,27 @@ def _integer(least: int, most: float = math.inf) -> Callable[[str], int]:
         return number
 
     return integer
+
+
+@dataclasses.dataclass(frozen=True)
+class Workers:
+    """`--workers N`, or `MIN:MAX`: MAX to begin with, MIN at the least."""
+
+    least: int
+    most: int
+
+    def __str__(self) -> str:
+        if self.least == self.most:
+            return str(self.most)
+        return f"{self.least}:{self.most}"
+
+
+def _workers(text: str) -> Workers:
+    least, colon, most = text.partition(":")
+    workers = Workers(int(least), int(most if colon else least))
+    if not 1 <= workers.least <= workers.most:
+        raise argparse.ArgumentTypeError(f"needs N or MIN:MAX, from 1 up, not {text}")
+    return workers
 
 
 def _seconds(text: str) -> float:
@@ -52,14 +86,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
         "Without --hosts, --slurm, --mpi and --kubernetes the workers run on this "
         "machine. Exit status: 0 when all workers ended with 0, else that of the "
-        "first that failed (128 + s when signal s killed it)."
+        "first that failed (128 + s when signal s killed it); "
+        f"{START_AGAIN} when the workers have saved and would go on from there."
     )
     parser.add_argument(
         "--workers",
-        type=_integer(1),
+        type=_workers,
         metavar="N",
         help="processes (default: 1; with --hosts one per host, with --slurm and "
-        "--mpi what the scheduler gives)",
+        "--mpi what the scheduler gives); MIN:MAX with --max-restarts: as few as MIN "
+        "may go on",
+    )
+    parser.add_argument(
+        "--max-restarts",
+        type=_integer(0),
+        default=0,
+        metavar="R",
+        help="start all workers again after a failure, at most R times (default: 0)",
     )
     parser.add_argument(
         "--devices-per-worker",
@@ -99,6 +142,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Runs `tfdp launch`; returns the exit status of the first failure, or 0."""
     program = parse_program(options.program, options.is_module)
+    _refuse_what_cannot_act(options)
     if options.kubernetes is not None:
         return _print_manifest(options, program)
     if options.slurm or options.mpi:
@@ -108,20 +152,52 @@ def run(options: argparse.Namespace) -> int:
     return _launch_here(options, program)
 
 
+def _refuse_what_cannot_act(options: argparse.Namespace) -> None:
+    workers, is_elastic = options.workers, False
+    if workers is not None:
+        is_elastic = workers.least < workers.most
+    if is_elastic and (options.slurm or options.mpi or options.kubernetes is not None):
+        raise ConfigurationError(
+            f"--workers {workers}: the scheduler decides how many workers there are, "
+            "and when others take their place. Give one number; a training that starts "
+            "again with another takes it over."
+        )
+    if is_elastic and not options.max_restarts:
+        raise ConfigurationError(
+            f"--workers {workers} acts when workers start again. Add --max-restarts R."
+        )
+    for name, instead in NO_RESTARTS.items():
+        if options.max_restarts and getattr(options, name):
+            raise ConfigurationError(
+                f"--max-restarts has no effect with --{name}: {instead}"
+            )
+
+
 def _launch_here(options: argparse.Namespace, program: Program) -> int:
     program.refuse_if_missing()
     _refuse_within_a_cluster()
-    workers = options.workers or 1
-    commands = local_commands(
-        program,
-        os.environ,
-        workers=workers,
-        port=checked_port(options.port) if options.port else free_port(),
-        devices_per_worker=options.devices_per_worker,
-        cores=int(describe_machine()["usable_cores"] or 1),
-        job_key=_job_key(),
+    workers: Workers = options.workers or Workers(1, 1)
+    cores = int(describe_machine()["usable_cores"] or 1)
+
+    def commands(places: Sequence[int], restarts: int) -> list[WorkerCommand]:
+        return local_commands(
+            program,
+            os.environ,
+            workers=workers.most,
+            port=checked_port(options.port) if options.port else free_port(),
+            devices_per_worker=options.devices_per_worker,
+            cores=cores,
+            job_key=_job_key(),
+            places=places,
+            restarts=restarts,
+        )
+
+    return launch(
+        Places(workers.most, commands),
+        least_workers=workers.least,
+        most_restarts=options.max_restarts,
+        grace_seconds=options.grace_seconds,
     )
-    return supervise(commands, grace_seconds=options.grace_seconds)
 
 
 def _refuse_within_a_cluster() -> None:
@@ -138,28 +214,47 @@ def _refuse_within_a_cluster() -> None:
 
 
 def _launch_over_ssh(options: argparse.Namespace, program: Program) -> int:
-    hosts = parse_hosts(options.hosts)
-    if options.workers not in (None, len(hosts)):
+    asked: Workers | None = options.workers
+    is_elastic = asked is not None and asked.least < asked.most
+    hosts = parse_hosts(options.hosts, any_may_be_first=is_elastic)
+    if asked is not None and asked.most != len(hosts):
         raise ConfigurationError(
-            f"--workers {options.workers} contradicts --hosts, which names "
-            f"{len(hosts)}: there is one worker on each host. Leave --workers out."
+            f"--workers {asked} contradicts --hosts, which names "
+            f"{len(hosts)}: there is one worker on each host. Leave --workers out, or "
+            f"say with how few it may go on: MIN:{len(hosts)}."
         )
     if shutil.which("ssh") is None:
         raise ConfigurationError(
             "ssh was not found on PATH. Install an ssh client, or start the program on "
             "every host with TFDP_WORKERS, TFDP_RANK and TFDP_COORDINATOR set."
         )
-    commands = ssh_commands(
-        program,
-        os.environ,
-        hosts,
-        folder=os.getcwd(),
-        port=options.port or any_port(),
-        devices_per_worker=options.devices_per_worker,
+
+    def commands(places: Sequence[int], restarts: int) -> list[WorkerCommand]:
+        return ssh_commands(
+            program,
+            os.environ,
+            [hosts[place] for place in places],
+            folder=os.getcwd(),
+            port=options.port or any_port(),
+            devices_per_worker=options.devices_per_worker,
+            grace_seconds=options.grace_seconds,
+            job_key=_job_key(),
+            restarts=restarts,
+        )
+
+    def answering(
+        places: Sequence[int], guard: OrphanGuard, received: Sequence[int]
+    ) -> list[int]:
+        named = [hosts[place] for place in places]
+        found = answering_hosts(named, os.environ, guard, received)
+        return [place for place in places if hosts[place] in found]
+
+    return launch(
+        Places(len(hosts), commands, hosts, answering),
+        least_workers=asked.least if asked is not None else len(hosts),
+        most_restarts=options.max_restarts,
         grace_seconds=options.grace_seconds,
-        job_key=_job_key(),
     )
-    return supervise(commands, grace_seconds=options.grace_seconds)
 
 
 def _job_key() -> str:
@@ -187,7 +282,7 @@ def _hand_over(options: argparse.Namespace, program: Program) -> int:
         os.environ[JOB_KEY] = _job_key()
     command = build(
         program,
-        workers=options.workers,
+        workers=options.workers and options.workers.most,
         devices_per_worker=options.devices_per_worker,
     )
     return become(command, needs)
@@ -201,9 +296,10 @@ def _print_manifest(options: argparse.Namespace, program: Program) -> int:
     made = manifest(
         program,
         options.kubernetes,
-        workers=options.workers,
+        workers=options.workers.most,
         devices_per_worker=options.devices_per_worker,
         port=options.port,
+        max_restarts=options.max_restarts,
         grace_seconds=options.grace_seconds,
         job_key=_job_key(),
     )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from tfdp.cluster.restart import RESTARTS
+
 __all__ = ["UNBUFFERED", "cluster_variables", "device_variables", "local_environment"]
 
 # A worker's output goes through a pipe, where Python would hold back its last lines.
@@ -11,9 +13,13 @@ UNBUFFERED = {"PYTHONUNBUFFERED": "1"}
 
 
 def cluster_variables(
-    workers: int, rank: int, coordinator: str, devices_per_worker: int | None = None
+    workers: int,
+    rank: int,
+    coordinator: str,
+    devices_per_worker: int | None = None,
+    restarts: int = 0,
 ) -> dict[str, str]:
-    """What `tfdp.cluster.find_cluster` reads first.
+    """What `tfdp.cluster.find_cluster` reads first, and how often this was restarted.
 
     >>> cluster_variables(2, 1, "node1:20000")["TFDP_RANK"]
     '1'
@@ -22,6 +28,7 @@ def cluster_variables(
         "TFDP_WORKERS": str(workers),
         "TFDP_RANK": str(rank),
         "TFDP_COORDINATOR": coordinator,
+        RESTARTS: str(restarts),
     }
     return variables | device_variables(devices_per_worker)
 

@@ -23,8 +23,10 @@ import sys
 import time
 from types import TracebackType
 
-__all__ = ["OrphanGuard", "group_exists", "signal_group"]
+__all__ = ["FOLDER_PREFIX", "OrphanGuard", "group_exists", "signal_group"]
 
+#: Of the name of the folder that the launcher gives to its guard.
+FOLDER_PREFIX = "tfdp-launch-"
 POLL_SECONDS = 0.05
 
 

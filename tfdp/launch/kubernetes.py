@@ -14,6 +14,7 @@ from typing import Any
 
 from tfdp.cluster.job_key import JOB_KEY
 from tfdp.cluster.launchers import DEFAULT_PORT
+from tfdp.cluster.restart import START_AGAIN
 from tfdp.errors import ConfigurationError
 from tfdp.launch.environment import UNBUFFERED, device_variables
 from tfdp.launch.program import Program
@@ -34,6 +35,7 @@ def manifest(
     devices_per_worker: int | None = None,
     port: int | None = None,
     grace_seconds: float = 5.0,
+    max_restarts: int = 0,
     job_key: str,
 ) -> dict[str, Any]:
     """A List of the Service, the Secret and the Job.
@@ -42,6 +44,8 @@ def manifest(
       image: container image that holds Python, tfdp and the program.
       workers: pods, at least 1, all running at the same time.
       port: of worker 0, in its pod.
+      max_restarts: how many failures of the group may be followed by a restart; 0:
+        the first failed pod ends the Job.
       job_key: see `Cluster`.
 
     Raises:
@@ -82,7 +86,7 @@ def manifest(
         "items": [
             _service(name, port),
             _secret(name, job_key),
-            _job(name, workers, pod),
+            _job(name, workers, pod, max_restarts),
         ],
     }
 
@@ -112,20 +116,42 @@ def _secret(name: str, job_key: str) -> dict[str, Any]:
     }
 
 
-def _job(name: str, workers: int, pod: dict[str, Any]) -> dict[str, Any]:
+def _job(
+    name: str, workers: int, pod: dict[str, Any], max_restarts: int
+) -> dict[str, Any]:
+    spec = {
+        "completions": workers,
+        "parallelism": workers,
+        "completionMode": "Indexed",
+        # With 0 the first failed pod ends the Job, which stops the others. Kubernetes
+        # replaces pod by pod, and counts each; one that fails takes all with it.
+        "backoffLimit": max_restarts * workers,
+        "template": {"metadata": {"labels": {LABEL: name}}, "spec": pod},
+    }
+    if max_restarts:
+        spec["podFailurePolicy"] = {"rules": _free_restarts(pod)}
     return {
         "apiVersion": "batch/v1",
         "kind": "Job",
         "metadata": {"name": name, "labels": {LABEL: name}},
-        "spec": {
-            "completions": workers,
-            "parallelism": workers,
-            "completionMode": "Indexed",
-            # The first failed pod ends the Job, which stops the others.
-            "backoffLimit": 0,
-            "template": {"metadata": {"labels": {LABEL: name}}, "spec": pod},
-        },
+        "spec": spec,
     }
+
+
+def _free_restarts(pod: dict[str, Any]) -> list[dict[str, Any]]:
+    """What is not counted: a pod that has saved, or whose machine was wanted back."""
+    codes = {
+        "containerName": pod["containers"][0]["name"],
+        "operator": "In",
+        "values": [START_AGAIN],
+    }
+    return [
+        {"action": "Ignore", "onExitCodes": codes},
+        {
+            "action": "Ignore",
+            "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}],
+        },
+    ]
 
 
 def job_name(program: Program) -> str:

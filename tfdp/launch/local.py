@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from tfdp.cluster.job_key import JOB_KEY
 from tfdp.cluster.ports import LOOPBACK
@@ -24,27 +24,38 @@ def local_commands(
     devices_per_worker: int | None,
     cores: int,
     job_key: str,
+    places: Sequence[int] | None = None,
+    restarts: int = 0,
 ) -> list[WorkerCommand]:
     """One command per worker; they meet on the loopback interface.
+
+    Args:
+      workers: among which the machine's GPUs are shared, at least 1.
+      places: those of them that run, rank 0 first; None: all. A place keeps its GPUs,
+        and what another one leaves is left: it may be broken.
+      restarts: how often they have been started before.
 
     Raises:
       ConfigurationError: when the machine's GPUs do not go round evenly.
     """
     coordinator = f"{LOOPBACK}:{port}"
     gpus = own_gpus(environment)
+    running = range(workers) if places is None else places
     return [
         WorkerCommand(
             rank,
             program.command(sys.executable),
             local_environment(
                 environment,
-                cluster_variables(workers, rank, coordinator, devices_per_worker)
-                | share_of_gpus(gpus, workers, rank)
+                cluster_variables(
+                    len(running), rank, coordinator, devices_per_worker, restarts
+                )
+                | share_of_gpus(gpus, workers, place)
                 | {JOB_KEY: job_key},
-                workers=workers,
+                workers=len(running),
                 rank=rank,
                 cores=cores,
             ),
         )
-        for rank in range(workers)
+        for rank, place in enumerate(running)
     ]

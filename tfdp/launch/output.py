@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
-__all__ = ["LAST_WORDS_MARK", "TAIL_LINES", "LineRelay", "Tail", "Target"]
+__all__ = [
+    "LAST_WORDS_MARK",
+    "PROGRESS_MARK",
+    "TAIL_LINES",
+    "LineRelay",
+    "Tail",
+    "Target",
+]
 
 TAIL_LINES = 10
 # A line without an end is passed on when it gets this long.
 MOST_BYTES = 1 << 16
-# In front of the last words of a worker on another machine, on its standard error.
+# In front of what a worker on another machine has to say to the launcher, on its
+# standard error: its last words, and how far it is.
 LAST_WORDS_MARK = b"\x1etfdp last words "
+PROGRESS_MARK = b"\x1etfdp progress "
 # Progress bars end their lines with a carriage return.
 LINE_END = re.compile(rb"\r\n|\n|\r")
 
@@ -63,9 +72,10 @@ class LineRelay:
         target: Target,
         prefix: bytes,
         tail: Tail,
-        hear_last_words: Callable[[bytes], None] | None = None,
+        listeners: Mapping[bytes, Callable[[bytes], None]] | None = None,
     ):
-        self._hear_last_words = hear_last_words
+        # By the mark with which their lines begin; nobody else gets these.
+        self._listeners = listeners or {}
         self._target = target
         self._prefix = prefix
         self._tail = tail
@@ -90,11 +100,11 @@ class LineRelay:
             self._write([rest])
 
     def _write(self, lines: list[bytes]) -> None:
-        if self._hear_last_words is not None:
+        for mark, hear in self._listeners.items():
             for line in lines:
-                if line.startswith(LAST_WORDS_MARK):
-                    self._hear_last_words(line.removeprefix(LAST_WORDS_MARK))
-            lines = [line for line in lines if not line.startswith(LAST_WORDS_MARK)]
+                if line.startswith(mark):
+                    hear(line.removeprefix(mark))
+            lines = [line for line in lines if not line.startswith(mark)]
         if not lines:
             return
         for line in lines:

@@ -8,10 +8,15 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 
 from tfdp.cluster.job_key import JOB_KEY, checked_job_key
 from tfdp.errors import ClusterError
-from tfdp.launch.supervise import supervise
+from tfdp.launch.console import Console
+from tfdp.launch.group import Group
+from tfdp.launch.guard import FOLDER_PREFIX, OrphanGuard
+from tfdp.launch.output import LAST_WORDS_MARK, PROGRESS_MARK
+from tfdp.launch.signals import received_signals
 from tfdp.launch.worker import WorkerCommand
 
 __all__ = ["main"]
@@ -31,7 +36,7 @@ def _first_line(descriptor: int) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """Runs the command; returns its exit code."""
+    """Runs the command; returns its exit code, as `Group.exit_code`."""
     grace_seconds, command = float(arguments[0]), arguments[1:]
     try:
         key = checked_job_key(
@@ -40,12 +45,46 @@ def main(arguments: list[str]) -> int:
     except ClusterError as error:
         print(f"tfdp: {error}", file=sys.stderr)
         return 1
-    return supervise(
-        [WorkerCommand(0, command, {**os.environ, JOB_KEY: key})],
+    return _watch(
+        WorkerCommand(0, command, {**os.environ, JOB_KEY: key}),
         grace_seconds=grace_seconds,
-        show_ranks=False,
-        end_of_stdin_stops=True,
     )
+
+
+def _watch(command: WorkerCommand, *, grace_seconds: float) -> int:
+    """Runs the worker; tells of its progress, and what it died of, on stderr."""
+    with (
+        received_signals() as received,
+        tempfile.TemporaryDirectory(prefix=FOLDER_PREFIX) as folder,
+        OrphanGuard(grace_seconds, folder) as guard,
+    ):
+        console = Console()
+        group = Group(guard, console, folder, grace_seconds, received, show_ranks=False)
+        has_told_start = False
+
+        def tell_start() -> None:
+            nonlocal has_told_start
+            if not has_told_start:
+                progress = group.workers[0].progress
+                if progress is not None and progress.resumed_step is not None:
+                    has_told_start = True
+                    _tell(console, PROGRESS_MARK, progress.to_json())
+
+        group.run([command], end_of_stdin_stops=True, each_turn=tell_start)
+        worker = group.workers[0]
+        progress, words = worker.progress, worker.last_words
+        if progress is not None:
+            _tell(console, PROGRESS_MARK, progress.to_json())
+        if words is not None:
+            _tell(console, LAST_WORDS_MARK, words.to_json())
+        console.write_the_rest(received)
+        return group.exit_code()
+
+
+def _tell(console: Console, mark: bytes, text: str) -> None:
+    # Only whole lines of the worker are passed on, so this is one, too.
+    console.stderr.drops = False
+    console.stderr.write(mark + text.encode() + b"\n")
 
 
 if __name__ == "__main__":

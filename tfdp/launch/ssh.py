@@ -18,19 +18,24 @@ from tfdp.launch.environment import UNBUFFERED, cluster_variables
 from tfdp.launch.program import Program
 from tfdp.launch.worker import WorkerCommand
 
-__all__ = ["parse_hosts", "ssh_commands"]
+__all__ = ["CONNECT_SECONDS", "SSH", "parse_hosts", "ssh_commands"]
 
+CONNECT_SECONDS = 30
 SSH = (
     "ssh",
     *("-o", "BatchMode=yes"),  # a question for a password would wait for ever
+    *("-o", f"ConnectTimeout={CONNECT_SECONDS}"),  # TCP alone tries for minutes
     *("-o", "ServerAliveInterval=5"),  # a dead connection is noticed after 15 s
     *("-o", "ServerAliveCountMax=3"),
 )
 ONLY_HERE = ("localhost", "127.", "::1")
 
 
-def parse_hosts(text: str) -> list[str]:
+def parse_hosts(text: str, any_may_be_first: bool = False) -> list[str]:
     """The hosts of `--hosts`: names or `user@name`, separated by commas.
+
+    Args:
+      any_may_be_first: whether those before it may drop out.
 
     >>> parse_hosts("node1,me@node2")
     ['node1', 'me@node2']
@@ -50,11 +55,12 @@ def parse_hosts(text: str) -> list[str]:
                 f"--hosts names {host} twice. One worker on each host drives all its "
                 "devices; for several on one machine use --workers without --hosts."
             )
-    if len(hosts) > 1 and _name(hosts[0]).startswith(ONLY_HERE):
-        raise ConfigurationError(
-            f"--hosts: all workers meet on the first host, and {hosts[0]!r} is another "
-            "machine on every host. Give its name in the network."
-        )
+    for host in hosts if any_may_be_first else hosts[:1]:
+        if len(hosts) > 1 and _name(host).startswith(ONLY_HERE):
+            raise ConfigurationError(
+                f"--hosts: all workers meet on the first host, and {host!r} is another "
+                "machine on every host. Give its name in the network."
+            )
     return hosts
 
 
@@ -68,6 +74,7 @@ def ssh_commands(
     devices_per_worker: int | None,
     grace_seconds: float,
     job_key: str,
+    restarts: int = 0,
 ) -> list[WorkerCommand]:
     """One ssh command per host; worker 0, where all meet, is on the first.
 
@@ -87,7 +94,7 @@ def ssh_commands(
                 remote_command(
                     program,
                     cluster_variables(
-                        len(hosts), rank, coordinator, devices_per_worker
+                        len(hosts), rank, coordinator, devices_per_worker, restarts
                     ),
                     folder=folder,
                     grace_seconds=grace_seconds,

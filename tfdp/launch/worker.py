@@ -12,19 +12,26 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import BinaryIO, cast
 
-from tfdp.hosts.last_words import (
-    FOLDER_VARIABLE,
-    LastWords,
-    parse_last_words,
-    read_last_words,
-)
+from tfdp.cluster import progress
+from tfdp.cluster.progress import Progress, parse_progress, read_progress
+from tfdp.cluster.restart import START_AGAIN
+from tfdp.hosts import last_words
+from tfdp.hosts.last_words import LastWords, parse_last_words, read_last_words
 from tfdp.launch.guard import group_exists, signal_group
-from tfdp.launch.output import LineRelay, Tail, Target
+from tfdp.launch.output import (
+    LAST_WORDS_MARK,
+    PROGRESS_MARK,
+    LineRelay,
+    Tail,
+    Target,
+)
 from tfdp.launch.signals import signal_name
 
 __all__ = ["Worker", "WorkerCommand", "read"]
 
 READ_BYTES = 1 << 16
+# What ssh ends with when it could not connect, or lost the connection.
+SSH_ERROR = 255
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +44,8 @@ class WorkerCommand:
       environment: all variables of the process.
       keeps_stdin: it runs behind a `tfdp.launch.remote`: hold a pipe to its standard
         input open for as long as the launcher lives (otherwise the input is empty),
-        and take its last words from a line of its standard error.
+        and take what it has to say from lines of its standard error. To ask it to
+        end is to close that pipe.
       first_input: what goes into that pipe first, some bytes.
     """
 
@@ -53,14 +61,16 @@ class Worker:
 
     Args:
       start: how.
-      folder: where workers on this machine leave their last words.
+      folder: where workers on this machine leave their last words and progress.
     """
 
     def __init__(self, start: WorkerCommand, folder: str):
         self.rank = start.rank
         self._folder = folder
-        self._is_remote = start.keeps_stdin
+        #: Whether it runs on another machine, where a `tfdp.launch.remote` watches it.
+        self.is_remote = start.keeps_stdin
         self._last_words: LastWords | None = None
+        self._progress: Progress | None = None
         #: By the clock of last words, when the launcher asked it to end.
         self._asked_seconds: float | None = None
         self.tail = Tail()
@@ -68,7 +78,11 @@ class Worker:
         self.started_seconds = time.monotonic()
         self.process = subprocess.Popen(
             list(start.command),
-            env={**start.environment, FOLDER_VARIABLE: folder},
+            env={
+                **start.environment,
+                last_words.FOLDER_VARIABLE: folder,
+                progress.FOLDER_VARIABLE: folder,
+            },
             stdin=subprocess.PIPE if start.keeps_stdin else subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -89,34 +103,66 @@ class Worker:
     def last_words(self) -> LastWords | None:
         """What it died of, if it said so before it was asked to end."""
         words = self._last_words
-        if words is None and not self._is_remote:
+        if words is None and not self.is_remote:
             words = self._last_words = read_last_words(self._folder, self.process.pid)
         if words is None or self._asked_seconds is None:
             return words
         # The clock of another machine is not this one's.
         was_asked_before = (
             self.stopped_by is not None
-            if self._is_remote
+            if self.is_remote
             else words.time_seconds > self._asked_seconds
         )
         return None if was_asked_before else words
 
-    def hear(self, text: bytes) -> None:
-        """Takes the last words that came from another machine."""
+    @property
+    def progress(self) -> Progress | None:
+        """How far it is, as far as it has said."""
+        if self.is_remote:
+            return self._progress
+        return read_progress(self._folder, self.process.pid)
+
+    def _hear_last_words(self, text: bytes) -> None:
         self._last_words = parse_last_words(text)
+
+    def _hear_progress(self, text: bytes) -> None:
+        self._progress = parse_progress(text) or self._progress
 
     @property
     def has_failed(self) -> bool:
         """Whether it came to a bad end, or is about to, before it was asked to."""
         if self.last_words is not None:
             return True
-        return not self.is_running and self.stopped_by is None and bool(self.exit_code)
+        if self.is_running or self.stopped_by is not None:
+            return False
+        return self.exit_code not in (0, START_AGAIN)
+
+    @property
+    def asks_again(self) -> bool:
+        """Whether it ended by itself, and says: saved, start me again."""
+        if self.is_running or self.stopped_by is not None:
+            return False
+        return self.exit_code == START_AGAIN and self.last_words is None
+
+    @property
+    def has_saved(self) -> bool:
+        """Whether it ended with the code for that, asked to end or not."""
+        return not self.is_running and self.process.returncode == START_AGAIN
+
+    @property
+    def was_ended_from_outside(self) -> bool:
+        """Whether a signal ended it, or its machine or the way there was lost."""
+        if self.last_words is not None:
+            return False
+        if self.is_remote:  # where a shell's 128 + s tells of a signal
+            return 128 < self.exit_code <= SSH_ERROR
+        return self.was_killed
 
     @property
     def failed_seconds(self) -> float:
         """When it failed, by the launcher's monotonic clock."""
         words = self.last_words
-        if words is None or self._is_remote:
+        if words is None or self.is_remote:
             return self.ended_seconds or time.monotonic()
         return time.monotonic() - (time.time() - words.time_seconds)
 
@@ -148,6 +194,8 @@ class Worker:
     def describe_end(self) -> str:
         """`exit code 3`, or `killed by SIGKILL`."""
         code = self.process.returncode
+        if code == START_AGAIN:
+            return f"exit code {code}: saved, start me again"
         if code is not None and code < 0:
             return f"killed by {signal_name(-code)}"
         return f"exit code {code}"
@@ -158,12 +206,25 @@ class Worker:
         return self.is_running or group_exists(self.group)
 
     def send(self, number: int) -> None:
-        """Sends a signal to the whole group, and wakes it if it was stopped."""
+        """Sends a signal to the whole group, and wakes it if it was stopped.
+
+        On another machine: ends the input of whoever watches the worker there, who
+        then does that. The connection stays until the worker's end is told.
+        """
         if self.is_running:
             self.stopped_by = number
             self._asked_seconds = self._asked_seconds or time.time()
+        if self.is_remote and self.is_running and number != signal.SIGKILL:
+            self.close_input()
+            return
         signal_group(self.group, number)
         signal_group(self.group, signal.SIGCONT)
+
+    def close_input(self) -> None:
+        """Ends the worker's standard input, where that is a pipe."""
+        if self.process.stdin is not None:
+            with contextlib.suppress(BrokenPipeError):
+                self.process.stdin.close()
 
     def relay(
         self,
@@ -173,13 +234,17 @@ class Worker:
         prefix: bytes,
     ) -> None:
         """Registers both streams; see `read`."""
-        hear = self.hear if self._is_remote else None
-        for stream, target, listener in (
+        listeners = {
+            LAST_WORDS_MARK: self._hear_last_words,
+            PROGRESS_MARK: self._hear_progress,
+        }
+        heard = listeners if self.is_remote else None
+        for stream, target, listens in (
             (self.process.stdout, stdout, None),
-            (self.process.stderr, stderr, hear),
+            (self.process.stderr, stderr, heard),
         ):
             if stream is not None:
-                relay = LineRelay(target, prefix, self.tail, listener)
+                relay = LineRelay(target, prefix, self.tail, listens)
                 selector.register(stream, selectors.EVENT_READ, relay)
 
 

@@ -1,0 +1,398 @@
+"""`tfdp launch --max-restarts` with real processes: scripts without TensorFlow."""
+
+import signal
+import socket
+import time
+
+import pytest
+
+from tests.support.launching import (
+    SLACK_SECONDS,
+    Launches,
+    is_alive,
+    lines_until,
+    pids,
+    ssh,
+    wait_until,
+)
+from tests.support.workers import LONGEST_SECONDS
+from tfdp.cluster import START_AGAIN
+
+QUICK = ["from tfdp.launch import again", "again.FIRST_WAIT_SECONDS = 0.01"]
+ENDLESS = [
+    "from tfdp.launch import again",
+    "again.FIRST_WAIT_SECONDS = again.LONGEST_WAIT_SECONDS = 6000.0",
+]
+# Prepended to the scripts: which start this is, and the notes of a training loop.
+START = """
+from tfdp.cluster import START_AGAIN, progress, restarts
+RESTARTS = restarts()
+"""
+
+
+@pytest.fixture
+def launches(tmp_path):
+    """Launchers that wait 0.01 s and not a second before the first restart."""
+    with Launches(tmp_path, QUICK) as launches:
+        yield launches
+        assert not launches.own.exists() or not any(launches.own.iterdir())
+
+
+def own_lines(err):
+    mark = "tfdp launch: "
+    return [line.removeprefix(mark) for line in err if line.startswith(mark)]
+
+
+def starts(out):
+    return sorted(line[4:] for line in out if line[4:].startswith("start"))
+
+
+def test_all_start_again_and_go_on(launches):
+    script = """
+print("start", RESTARTS, PORT, os.environ["TFDP_JOB_KEY"])
+if RESTARTS == 0:
+    progress.note_resumed(0)
+    progress.note_saved(1200)
+    progress.note_step(1234)
+    note(f"up{RANK}")
+    wait_for("up0", "up1")
+    if RANK == 1:
+        raise ValueError("no luck")
+    time.sleep(600)
+progress.note_resumed(1200)
+print("done")
+"""
+    options = ["--workers", 2, "--max-restarts", 3]
+    code, out, err, _ = launches.run(START + script, *options)
+    assert code == 0, err
+    # Both workers, the same ranks; another port and another key.
+    first, same, second, again = (line.split()[1:] for line in starts(out))
+    assert first == same and second == again
+    assert (first[0], second[0]) == ("0", "1")
+    assert first[1] != second[1] and first[2] != second[2]
+    assert {"[0] done", "[1] done"} <= set(out)
+    assert "[1] ValueError: no luck" in err
+    said = own_lines(err)
+    assert said[0].startswith("worker 1 failed first")
+    assert said[1] == "worker 0 was stopped: killed by SIGTERM"
+    assert said[2] == "worker 1 failed at step 1234"
+    assert said[3].startswith("starts again in 0.0 s, from step 1200 (restart 1 of 3)")
+    assert said[4].startswith("goes on from step 1200; lost 34 steps and ")
+    assert said[5].startswith("ended well after 1 restart; lost ")
+    for port in (first[1], second[1]):
+        with socket.create_server(("127.0.0.1", int(port))):
+            pass
+
+
+@pytest.mark.parametrize("knows_steps", [False, True])
+def test_the_same_failure_twice_ends_it(launches, knows_steps):
+    # The numbers in a message are others each time.
+    notes = "progress.note_step(7)\n" if knows_steps else ""
+    script = notes + 'print("start"); raise ValueError(f"bad sample at {id(print)}")'
+    code, out, err, _ = launches.run(START + script, "--max-restarts", 9)
+    assert code == 1
+    assert starts(out) == ["start", "start"]
+    where = " at step 7" if knows_steps else ""
+    reason = f"not started again: the same twice in a row{where}, with nothing gained"
+    assert own_lines(err)[-1].startswith(reason)
+    assert "ValueError: bad sample" in own_lines(err)[-1]
+
+
+def test_failures_that_get_further_use_up_the_restarts(launches):
+    script = """
+print("start")
+progress.note_step(10 + RESTARTS)
+raise ValueError("always")
+"""
+    code, out, err, _ = launches.run(START + script, "--max-restarts", 2)
+    assert code == 1
+    assert len(starts(out)) == 3
+    assert own_lines(err)[-1] == "not started again: 2 of 2 restarts are used up"
+
+
+def test_without_the_option_nothing_starts_again(launches):
+    code, out, err, _ = launches.run(START + 'print("start"); sys.exit(3)')
+    assert (code, len(starts(out)), len(own_lines(err))) == (3, 1, 1)
+
+
+def test_a_killed_worker_starts_again_with_its_peers(launches):
+    script = """
+print("start")
+note(f"{RESTARTS}-{RANK}", os.getpid())
+if RESTARTS < 2:
+    wait_for(f"{RESTARTS}-0", f"{RESTARTS}-1")
+    if RANK == RESTARTS:  # by turns
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(600)
+"""
+    options = ["--workers", 2, "--max-restarts", 2]
+    code, out, err, _ = launches.run(START + script, *options)
+    assert code == 0, err
+    assert len(starts(out)) == 6
+    names = [f"{start}-{rank}" for start in range(3) for rank in range(2)]
+    assert not any(map(is_alive, pids(launches.folder, *names)))
+
+
+def test_every_line_comes_over_the_starts_to_a_slow_reader(launches):
+    # More than pipes hold and than the launcher keeps, after a start that was stopped.
+    script = """
+for line in range(3000 if RESTARTS else 3):
+    print("start", RESTARTS, line, "x" * 1000)
+    if RESTARTS:
+        note("begun")
+sys.exit(0 if RESTARTS else 5)
+"""
+    process = launches.start(START + script, "--max-restarts", 1)
+    assert wait_until(lambda: (launches.folder / "begun").exists())
+    time.sleep(1.0)
+    out, err = process.communicate(timeout=LONGEST_SECONDS)
+    assert process.returncode == 0
+    lines = [f"0 {line}" for line in range(3)] + [f"1 {line}" for line in range(3000)]
+    assert out.splitlines() == [f"[0] start {line} {'x' * 1000}" for line in lines]
+    assert "ended well after 1 restart" in err
+
+
+@pytest.mark.parametrize("saved", [0, 8])
+def test_a_signal_between_two_starts_ends_it(tmp_path, saved):
+    script = f"progress.note_saved({saved})\nsys.exit(3)"
+    with Launches(tmp_path, ENDLESS) as launches:
+        process = launches.start(START + script, "--max-restarts", 9)
+        lines_until(process, "starts again in")
+        process.send_signal(signal.SIGTERM)
+        _, err = process.communicate(timeout=SLACK_SECONDS)
+        assert own_lines(err.splitlines()) == ["stopped by SIGTERM, before a restart"]
+        assert process.returncode == (START_AGAIN if saved else 128 + signal.SIGTERM)
+        assert not any(launches.own.iterdir())
+
+
+def test_a_launcher_killed_between_two_starts_leaves_nothing(tmp_path):
+    with Launches(tmp_path, ENDLESS) as launches:
+        process = launches.start(START + "sys.exit(3)", "--max-restarts", 9)
+        lines_until(process, "starts again in")
+        process.kill()
+        process.wait()
+        assert wait_until(lambda: not any(launches.own.iterdir()))
+
+
+# Fails once; then trains until it is asked to stop.
+TRAINING = """
+if RESTARTS == 0:
+    sys.exit(3)
+def end(number, frame):
+    {save}
+signal.signal(signal.SIGTERM, end)
+note(f"up{{RANK}}", os.getpid())
+while True:
+    time.sleep(0.05)
+"""
+
+
+@pytest.mark.parametrize(
+    "save, code",
+    [
+        ("sys.exit(START_AGAIN)", START_AGAIN),
+        ("sys.exit(START_AGAIN if RANK else 0)", START_AGAIN),
+        ("sys.exit(START_AGAIN if RANK else 4)", 128 + signal.SIGTERM),
+        ("pass", 128 + signal.SIGTERM),  # until it is killed
+    ],
+)
+def test_a_signal_to_the_launcher_never_restarts(launches, save, code):
+    options = ["--workers", 2, "--max-restarts", 9, "--grace-seconds", "0.5"]
+    process = launches.start(START + TRAINING.format(save=save), *options)
+    family = pids(launches.folder, "up0", "up1")
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=SLACK_SECONDS)
+    assert not any(map(is_alive, family))
+    assert process.returncode == code
+    assert "tfdp launch: stopped by SIGTERM" in err
+
+
+def test_no_second_start_outlives_a_killed_launcher(launches):
+    options = ["--workers", 2, "--max-restarts", 9, "--grace-seconds", "0.3"]
+    process = launches.start(START + TRAINING.format(save="pass"), *options)
+    family = pids(launches.folder, "up0", "up1")
+    process.kill()
+    process.wait()
+    assert wait_until(lambda: not any(map(is_alive, family)))
+    assert wait_until(lambda: not any(launches.own.iterdir()))
+
+
+# Saves, and asks to be started again; worker 1 takes longer, and must not be disturbed.
+ASKING = """
+print("start")
+signal.signal(signal.SIGTERM, lambda *_: note("disturbed"))
+progress.note_resumed(10 * RESTARTS)
+progress.note_step(10 * RESTARTS + {steps})
+if RESTARTS == 3:
+    sys.exit(0)
+progress.note_saved(10 * RESTARTS + {steps})
+if RANK == 1:
+    time.sleep(0.6)
+sys.exit(START_AGAIN)
+"""
+
+
+def test_who_has_saved_starts_again_for_nothing(launches):
+    options = ["--workers", 2, "--max-restarts", 1, "--grace-seconds", 60]
+    code, out, err, _ = launches.run(START + ASKING.format(steps=10), *options)
+    assert code == 0, err
+    assert len(starts(out)) == 8
+    assert not (launches.folder / "disturbed").exists()
+    said = own_lines(err)
+    assert "has saved, and asks to be started again" in said[0]
+    assert said[2] == "starts again in 0.0 s, from step 10 (which costs no restart)"
+
+
+def test_who_asks_and_gets_no_further_is_ended(launches):
+    options = ["--workers", 2, "--max-restarts", 5, "--grace-seconds", 60]
+    # From step 0 to step 0, always.
+    script = START + ASKING.format(steps="0").replace("10 * RESTARTS", "0 * RESTARTS")
+    code, out, err, _ = launches.run(script, *options)
+    assert code == START_AGAIN
+    assert len(starts(out)) == 4
+    assert "with nothing gained" in own_lines(err)[-1]
+
+
+def test_who_has_saved_without_restarts_ends_with_that_code(launches):
+    code, out, err, _ = launches.run(
+        START + ASKING.format(steps=1), "--workers", 2, "--grace-seconds", 60
+    )
+    assert (code, len(starts(out))) == (START_AGAIN, 2)
+    assert "exit code 75: saved, start me again" in own_lines(err)[-1]
+
+
+def test_a_progress_file_of_nonsense_says_nothing(launches):
+    script = """
+os.mkfifo(os.path.join(os.environ[progress.FOLDER_VARIABLE], f"{os.getpid()}.progress"))
+progress.note_resumed(3)
+sys.exit(0 if RESTARTS else 3)
+"""
+    code, _, err, _ = launches.run(START + script, "--max-restarts", 1)
+    assert code == 0, err
+    assert not any("step" in line for line in own_lines(err))
+
+
+def test_fewer_go_on_where_one_place_fails_twice(launches):
+    script = """
+print("start", RESTARTS, WORKERS, RANK, os.environ["CUDA_VISIBLE_DEVICES"])
+if "GPU-b" in os.environ["CUDA_VISIBLE_DEVICES"]:
+    raise RuntimeError("broken")
+note(f"{RESTARTS}-{RANK}")
+wait_for(*(f"2-{rank}" for rank in range(2)))
+"""
+    code, out, err, _ = launches.run(
+        START + script,
+        *("--workers", "2:3", "--max-restarts", 5),
+        variables={"CUDA_VISIBLE_DEVICES": "GPU-a,GPU-b,GPU-c"},
+    )
+    assert code == 0, err
+    # Who is left keeps its GPU, and the broken one is nobody's.
+    last = [line.split()[1:] for line in starts(out) if " 2 " in line[:9]]
+    assert last == [["2", "2", "0", "GPU-a"], ["2", "2", "1", "GPU-c"]]
+    left_out = "worker 1 has failed first 2 times in a row, and is left out: 2 go on"
+    assert left_out in own_lines(err)
+
+
+def test_a_failure_of_every_place_leaves_nobody_out(launches):
+    script = """
+note(f"{RESTARTS}-{RANK}")
+wait_for(*(f"{RESTARTS}-{rank}" for rank in range(3)))
+if RANK == RESTARTS:
+    raise RuntimeError("a bug")
+time.sleep(600)
+"""
+    options = ["--workers", "1:3", "--max-restarts", 5]
+    code, _, err, _ = launches.run(START + script, *options)
+    assert code == 1
+    assert own_lines(err)[-1].startswith("not started again: the same twice")
+
+
+def test_who_only_lost_another_is_not_left_out(tmp_path):
+    script = """
+from tfdp.errors import WorkerLostError
+from tfdp.hosts import last_words
+
+last_words.listen()
+print("start", RESTARTS, WORKERS)
+if RESTARTS < 2:
+    if RANK == 0:
+        raise WorkerLostError("worker 1 is silent")
+    time.sleep(600)  # as one that was stopped, or whose machine is cut off
+"""
+    patches = [*QUICK, "from tfdp.launch import cause", "cause.LOST_ONE_SECONDS = 0.3"]
+    options = ["--workers", "1:2", "--max-restarts", 2]
+    with Launches(tmp_path, patches) as launches:
+        code, out, err, _ = launches.run(START + script, *options)
+    assert code == 0, err
+    assert starts(out)[-2:] == ["start 2 2"] * 2
+
+
+HOSTS = ["--hosts", "alpha,beta,gamma"]
+
+
+def test_hosts_start_again_without_the_one_that_is_lost(launches):
+    script = """
+print("start", RESTARTS, WORKERS, HOST)
+progress.note_resumed(5 * RESTARTS)
+progress.note_saved(5)
+progress.note_step(9)
+note(f"{RESTARTS}-{RANK}")
+if RESTARTS == 0:
+    wait_for(*(f"0-{rank}" for rank in range(3)))
+    if RANK == 0:
+        note("down-alpha")
+        sys.exit(255)
+    time.sleep(600)
+wait_for("1-0", "1-1")
+"""
+    code, out, err, _ = launches.run(
+        START + script,
+        *(*HOSTS, "--workers", "2:3", "--max-restarts", 3, "--grace-seconds", 5),
+        path=ssh(launches.folder),
+    )
+    assert code == 0, err
+    assert starts(out) == ["start 0 3 alpha"] * 3 + ["start 1 2 beta"] * 2
+    said = own_lines(err)
+    assert "worker 0 on alpha failed at step 9" in said
+    assert "goes on without alpha: does not answer" in said
+    assert any(line.startswith("goes on from step 5; lost 4 steps") for line in said)
+
+
+def test_too_few_hosts_use_up_the_restarts(launches):
+    script = "note('down-beta'); note('down-gamma'); sys.exit(3)"
+    code, _, err, _ = launches.run(
+        START + script,
+        *(*HOSTS, "--workers", "2:3", "--max-restarts", 3),
+        path=ssh(launches.folder),
+    )
+    assert code == 3
+    said = own_lines(err)
+    assert said.count("beta and gamma do not answer") == 3
+    assert said[-1] == "not started again: 3 of 3 restarts are used up"
+
+
+def test_remote_workers_are_waited_for_while_they_save(launches):
+    script = """
+def end(number, frame):
+    time.sleep(0.5)  # the connection must stay
+    note(f"saved{RANK}")
+    progress.note_saved(40)
+    sys.exit(START_AGAIN)
+
+signal.signal(signal.SIGTERM, end)
+note(f"up{RANK}", os.getpid())
+while True:
+    time.sleep(0.05)
+"""
+    process = launches.start(
+        START + script,
+        *("--hosts", "alpha,beta", "--max-restarts", 3, "--grace-seconds", 60),
+        path=ssh(launches.folder),
+    )
+    family = pids(launches.folder, "up0", "up1")
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=SLACK_SECONDS)
+    assert process.returncode == START_AGAIN, err
+    assert (launches.folder / "saved0").exists()
+    assert (launches.folder / "saved1").exists()
+    assert not any(map(is_alive, family))

@@ -1,0 +1,71 @@
+"""The launcher's two streams, as long as it lives: over all starts of the workers."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+
+from tfdp.launch.outlet import Outlet
+
+__all__ = ["Console"]
+
+POLL_SECONDS = 0.05
+# How long a launcher that was told to stop waits for whoever reads its output.
+LAST_WAIT_SECONDS = 1.0
+
+
+class Console:
+    """Standard output and standard error, written while somebody takes it."""
+
+    def __init__(self) -> None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self.stdout = Outlet(sys.stdout.fileno())
+        self.stderr = Outlet(sys.stderr.fileno())
+
+    @property
+    def _outlets(self) -> tuple[Outlet, Outlet]:
+        return self.stdout, self.stderr
+
+    def flush(self) -> None:
+        """Writes what the streams take now."""
+        for outlet in self._outlets:
+            outlet.flush()
+
+    def wait_for_room(self, seconds: float) -> bool:
+        """Waits at most so long for a stream that is full; False: none is, or drops."""
+        full = next((outlet for outlet in self._outlets if outlet.is_full), None)
+        if full is None or full.drops:
+            return False
+        full.wait(seconds)
+        return True
+
+    def drop(self, drops: bool) -> None:
+        """Whether lines that find no room are thrown away from now on.
+
+        A worker that waits to be read would not come to its end.
+        """
+        for outlet in self._outlets:
+            outlet.drops = drops
+
+    def say(self, lines: Sequence[str]) -> None:
+        """The launcher's own lines, on stderr; they are never thrown away."""
+        self.stderr.drops = False
+        self.stderr.write("".join(f"tfdp launch: {line}\n" for line in lines).encode())
+        self.stderr.flush()
+
+    def write_the_rest(self, received: Sequence[int]) -> None:
+        """Waits for whoever reads the output; after a signal, not for long.
+
+        Args:
+          received: signals, a list that grows while this waits.
+        """
+        asked_seconds: float | None = None
+        while any(outlet.has_pending for outlet in self._outlets):
+            for outlet in self._outlets:
+                outlet.wait(POLL_SECONDS)
+            if received:
+                asked_seconds = asked_seconds or time.monotonic()
+                if time.monotonic() - asked_seconds > LAST_WAIT_SECONDS:
+                    break

@@ -1,0 +1,214 @@
+"""One start of all workers, to its end: the first failure stops all.
+
+start all -> pass their lines on -> one fails, or a signal comes
+          -> the signal (or SIGTERM) to every process group
+          -> after the grace time SIGKILL -> nothing is left
+"""
+
+from __future__ import annotations
+
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+
+from tfdp.cluster.restart import START_AGAIN
+from tfdp.launch.cause import cause_is_known, first_failure, who_asks_again
+from tfdp.launch.console import LAST_WAIT_SECONDS, POLL_SECONDS, Console
+from tfdp.launch.guard import OrphanGuard
+from tfdp.launch.worker import Worker, WorkerCommand, read
+
+__all__ = ["Group"]
+
+# For whoever watches a worker on another machine to say how that ended.
+REMOTE_SECONDS = 5.0
+
+
+class _Input:
+    """Standard input, of which only the end counts."""
+
+    def __init__(self) -> None:
+        self.has_ended = False
+
+    def feed(self, data: bytes) -> None:
+        """Ignores what comes."""
+
+    def close(self) -> None:
+        self.has_ended = True
+
+
+class Group:
+    """Workers that were started together and end together.
+
+    Args:
+      guard: stops them when the launcher is killed.
+      console: where their lines go.
+      folder: where workers on this machine leave their last words and progress.
+      grace_seconds: between asking a worker to end and killing it.
+      received: signals to the launcher, a list that grows.
+      show_ranks: `[rank] ` in front of every line.
+    """
+
+    def __init__(
+        self,
+        guard: OrphanGuard,
+        console: Console,
+        folder: str,
+        grace_seconds: float,
+        received: Sequence[int],
+        *,
+        show_ranks: bool = True,
+    ):
+        self._guard = guard
+        self._console = console
+        self._folder = folder
+        self._grace_seconds = grace_seconds
+        self._received = received
+        self._show_ranks = show_ranks
+        self._selector = selectors.DefaultSelector()
+        self._control = selectors.DefaultSelector()
+        self.workers: list[Worker] = []
+        self._stop_seconds: float | None = None  # when the workers were asked to end
+        self._kill_seconds: float | None = None  # when they were killed
+        self._signals_seen = 0
+        self._stdin = _Input()
+        self.started_seconds = time.monotonic()
+
+    def run(
+        self,
+        commands: Sequence[WorkerCommand],
+        *,
+        end_of_stdin_stops: bool = False,
+        each_turn: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Starts the workers and waits for all of them; leaves no process.
+
+        Args:
+          commands: one per worker.
+          end_of_stdin_stops: stop the workers when the launcher's own input ends.
+          each_turn: called some twenty times a second.
+        """
+        self._console.drop(False)
+        try:
+            for command in commands:
+                self._start(command)
+            if end_of_stdin_stops:
+                stdin = sys.stdin.buffer
+                self._control.register(stdin, selectors.EVENT_READ, self._stdin)
+            while not self._is_over():
+                self._turn()
+                each_turn()
+        finally:
+            # Also when the launcher itself fails, say because its reader has left.
+            self._clean_up()
+
+    def _start(self, command: WorkerCommand) -> None:
+        worker = Worker(command, self._folder)
+        self._guard.watch(worker.group)
+        self.workers.append(worker)
+        prefix = f"[{worker.rank}] ".encode() if self._show_ranks else b""
+        worker.relay(self._selector, self._console.stdout, self._console.stderr, prefix)
+
+    def _turn(self) -> None:
+        self._pass_lines_on()
+        for worker in self.workers:
+            worker.check()
+        self._obey_signals()
+        now_seconds = time.monotonic()
+        asks = who_asks_again(self.workers)
+        if asks is not None and asks.ended_seconds is not None:
+            # The others are saving, too, or on their way out.
+            if now_seconds - asks.ended_seconds >= self._grace_seconds:
+                self._stop(signal.SIGTERM)
+        elif cause_is_known(self.workers) or self._stdin.has_ended:
+            self._stop(signal.SIGTERM)
+        if not any(worker.is_running for worker in self.workers):
+            self._stop(signal.SIGTERM)  # what the workers have left behind
+        if self._stop_seconds is not None and self._kill_seconds is None:
+            if now_seconds - self._stop_seconds >= self._patience_seconds:
+                self._kill()
+
+    @property
+    def _patience_seconds(self) -> float:
+        far = any(worker.is_remote and worker.is_running for worker in self.workers)
+        return self._grace_seconds + (REMOTE_SECONDS if far else 0.0)
+
+    def _pass_lines_on(self) -> None:
+        if self._control.get_map():
+            read(self._control, 0.0)
+        self._console.flush()
+        if not self._console.wait_for_room(POLL_SECONDS):
+            read(self._selector, POLL_SECONDS)
+
+    def _is_over(self) -> bool:
+        if not any(worker.group_is_left for worker in self.workers):
+            return True
+        killed = self._kill_seconds
+        return killed is not None and time.monotonic() - killed > LAST_WAIT_SECONDS
+
+    def _obey_signals(self) -> None:
+        seen, self._signals_seen = self._signals_seen, len(self._received)
+        if len(self._received) == seen:
+            return
+        if self._stop_seconds is None:
+            self._stop(self._received[0])
+        elif self._kill_seconds is None:
+            self._kill()  # asked while they are being stopped: no more patience
+
+    def _stop(self, number: int) -> None:
+        if self._stop_seconds is None:
+            self._stop_seconds = time.monotonic()
+            self._console.drop(True)
+            self._send(number)
+
+    def _kill(self) -> None:
+        self._kill_seconds = time.monotonic()
+        self._send(signal.SIGKILL)
+
+    def _send(self, number: int) -> None:
+        for worker in self.workers:
+            if worker.group_is_left:
+                worker.send(number)
+
+    def _clean_up(self) -> None:
+        """Leaves no process and no open stream; passes on the last lines."""
+        for worker in self.workers:
+            if worker.group_is_left:
+                worker.send(signal.SIGKILL)
+            if worker.is_running:
+                try:
+                    worker.process.wait(LAST_WAIT_SECONDS)
+                except subprocess.TimeoutExpired:
+                    continue  # the guard stays with it
+                worker.check()
+            self._guard.release(worker.group)
+            worker.close_input()
+        deadline = time.monotonic() + LAST_WAIT_SECONDS
+        while self._selector.get_map() and time.monotonic() < deadline:
+            if not read(self._selector, POLL_SECONDS):
+                break
+        self._selector.close()
+        self._control.close()
+
+    def exit_code(self) -> int:
+        """Of the launcher, were this the last start.
+
+        0 when all workers ended with 0; that of the first failure, where a worker
+        killed by signal s counts as 128 + s; START_AGAIN when nobody failed, and a
+        worker ended with it by itself, or some did when they were asked to end and all
+        others with 0; else 128 + s when the launcher was stopped by a signal s.
+        """
+        failed = first_failure(self.workers)
+        if failed is not None:
+            return failed.exit_code
+        if who_asks_again(self.workers) is not None:
+            return START_AGAIN
+        codes = {worker.exit_code for worker in self.workers}
+        if START_AGAIN in codes and codes <= {0, START_AGAIN}:
+            if not any(worker.is_running for worker in self.workers):
+                return START_AGAIN
+        if self._received:
+            return 128 + self._received[0]
+        return max(codes, default=0)
