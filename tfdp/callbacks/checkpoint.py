@@ -17,13 +17,14 @@ from tfdp._private.keras_models import initial_epoch, set_initial_epoch
 from tfdp.callbacks.kept_callbacks import kept_of, put_back
 from tfdp.callbacks.kept_random import put_back_random, random_now
 from tfdp.callbacks.place_in_fit import Place
-from tfdp.callbacks.stop_signals import START_AGAIN, StopSignals
+from tfdp.callbacks.stop_signals import StopSignals
 from tfdp.checkpoint.checkpoint import Checkpoint as Files
 from tfdp.checkpoint.checkpoint import Restored
 from tfdp.checkpoint.entries import metrics_of
 from tfdp.checkpoint.hosts import Hosts, hosts_of
 from tfdp.checkpoint.meeting import Meeting
 from tfdp.checks import is_number, is_whole
+from tfdp.cluster import START_AGAIN, progress
 from tfdp.errors import CheckpointWarning, ConfigurationError, DataError
 
 __all__ = ["Checkpoint"]
@@ -160,6 +161,7 @@ class Checkpoint(keras.callbacks.Callback):
         self.restored = self._files.restore(self.model)
         if self.restored is not None:
             self._go_on(self.restored)
+        progress.note_resumed(self._step)
         self._signals = StopSignals(self._on_signal)
         self._saved_seconds = time.monotonic()
 
@@ -236,6 +238,7 @@ class Checkpoint(keras.callbacks.Callback):
         """Saves when it is time, and ends the training after a signal."""
         before, self._batch = self._batch, batch + 1
         self._step += self._batch - before
+        progress.note_step(self._step)
         is_due = self._every_steps is not None and (
             self._step // self._every_steps
             > (self._step - (self._batch - before)) // self._every_steps

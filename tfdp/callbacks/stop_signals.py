@@ -9,10 +9,7 @@ from typing import Any
 
 from tfdp._private.fit_frames import is_within_fit
 
-__all__ = ["START_AGAIN", "StopSignals"]
-
-#: The exit code of who has saved and wants to be started again: EX_TEMPFAIL.
-START_AGAIN = 75
+__all__ = ["StopSignals"]
 
 
 class StopSignals:

@@ -21,6 +21,7 @@ from tfdp.checkpoint.manifest import (
     write_manifest,
 )
 from tfdp.checkpoint.restored import identity
+from tfdp.cluster import progress
 from tfdp.data.places import Place
 from tfdp.errors import DataError, TfdpError
 
@@ -108,6 +109,7 @@ class Writer:
             self._remove_old(folder)
         # Nobody goes on, or ends, before worker 0 has said that it is one.
         hosts.share_note(f"checkpoint {manifest.write} is whole", "")
+        progress.note_saved(manifest.step)
 
     def _write_part(
         self,
