@@ -25,6 +25,7 @@ import os
 import pathlib
 import random
 import secrets
+import shutil
 import signal
 import socket
 import sys
@@ -241,6 +242,8 @@ def carry_out(plan, seed, folder, known):
     """
     chance = random.Random(f"{seed} {plan.number} damage")
     result = folder / f"plan-{plan.number}"
+    for path in folder.glob(f"{result.name}.*"):  # of an earlier run
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
     checkpoints = f"{result}.checkpoints"
     said = []
     for start in range(MOST_STARTS):

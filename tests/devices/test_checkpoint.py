@@ -96,8 +96,16 @@ def assert_alike(left, right):
         np.testing.assert_array_equal(left[name], right[name], err_msg=name)
 
 
-@pytest.mark.worth_seconds(25)
-@pytest.mark.parametrize("case", CASES)
+QUICKEST = ("plain", "accumulate-parameters", "diloco-int8")
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=() if case in QUICKEST else pytest.mark.slow)
+        for case in CASES
+    ],
+)
 def test_the_same_replicas_end_with_the_same_bits(tmp_path, case):
     model = make_model(2, **CASES[case])
     train(model, 0, STEPS)
@@ -113,9 +121,20 @@ def test_the_same_replicas_end_with_the_same_bits(tmp_path, case):
     assert_alike(state_of(model), state_of(other))
 
 
-@pytest.mark.worth_seconds(15)
-@pytest.mark.parametrize("replicas", [3, 1])
-@pytest.mark.parametrize("case", ["plain", "parameters", "top-k", "diloco-int8"])
+@pytest.mark.parametrize(
+    "case, replicas",
+    [
+        ("top-k", 3),
+        ("parameters", 1),
+        *(
+            pytest.param(case, replicas, marks=pytest.mark.slow)
+            for case, replicas in (
+                *(("plain", 3), ("plain", 1), ("parameters", 3), ("top-k", 1)),
+                *(("diloco-int8", 3), ("diloco-int8", 1)),
+            )
+        ),
+    ],
+)
 def test_other_replicas_go_on(tmp_path, case, replicas):
     model = make_model(2, **CASES[case])
     train(model, 0, STEPS)

@@ -145,15 +145,18 @@ class Writer:
                 )
 
     def _remove_old(self, newest: Place) -> None:
-        """Leaves the newest ones, and nothing of what was never finished."""
-        whole = 0
+        """Leaves the newest ones, and nothing that was not finished before them."""
+        whole, is_before = 0, False
         for folder in folders_newest_first(self._directory):
+            if folder == newest:
+                whole, is_before = whole + 1, True
+                continue
             try:
-                if folder != newest:
-                    read_manifest(folder)
-                is_whole = True
+                read_manifest(folder)
+                whole += 1
+                if whole > self._keep:
+                    remove_folder(folder)
             except DataError:
-                is_whole = False
-            whole += is_whole
-            if folder != newest and (not is_whole or whole > self._keep):
-                remove_folder(folder)
+                # What is newer may be somebody's who has begun to write it.
+                if is_before:
+                    remove_folder(folder)

@@ -1,0 +1,45 @@
+"""Trainings with planned faults, in real processes; see tests/fault_plans.py.
+
+A few fixed plans; fifty drawn ones, and what came of them, are in docs/log.md.
+"""
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.fault_plans import Plan, draw, run_plans
+from tests.support.package_source import REPOSITORY
+
+KILL = {"where": "within", "how": "kill", "rank": 1, "number": 5, "seconds": 0.02}
+TERM = {"where": "after", "how": "term", "rank": 1, "number": 4, "seconds": 0.0}
+COMMIT = {"where": "committing", "how": "kill", "rank": 0, "number": 2, "seconds": 1.0}
+PLANS = {
+    "everything": Plan(0, "everything", [2, 2, 2], [KILL, TERM], [None, None, "byte"]),
+    "resized": Plan(1, "resized", [2, 1, 3], [KILL, COMMIT], [None, None, "half"]),
+}
+
+# Processes are forked from one that has not used TensorFlow: not from pytest's.
+PROGRAM = """
+import sys
+from tests.processes.test_resume import PLANS, run_plans
+sys.exit(run_plans([PLANS[sys.argv[1]]], "0", sys.argv[2]))
+"""
+
+
+@pytest.mark.worth_seconds(120)
+@pytest.mark.parametrize("name", PLANS)
+def test_a_training_with_faults_ends_as_without(tmp_path, name):
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, name, str(tmp_path)],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=1800,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+
+
+def test_plans_are_drawn_from_their_seed():
+    assert draw("a", 3) == draw("a", 3)
+    assert len({str(draw("a", number)) for number in range(50)}) > 40
