@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from tests.fault_plans import Plan, draw, run_plans
+from tests.fault_plans import Plan, draw
 from tests.support.package_source import REPOSITORY
 
 KILL = {"where": "within", "how": "kill", "rank": 1, "number": 5, "seconds": 0.02}
@@ -22,7 +22,8 @@ PLANS = {
 # Processes are forked from one that has not used TensorFlow: not from pytest's.
 PROGRAM = """
 import sys
-from tests.processes.test_resume import PLANS, run_plans
+from tests.fault_plans import run_plans
+from tests.processes.test_resume import PLANS
 sys.exit(run_plans([PLANS[sys.argv[1]]], "0", sys.argv[2]))
 """
 
