@@ -35,7 +35,7 @@ import traceback
 import numpy as np
 
 from tests.support.resumed_training import ROWS, SAMPLES, Options, main
-from tfdp.checkpoint.manifest import folders_newest_first
+from tfdp.checkpoint.manifest import MANIFEST_NAME, folders_newest_first
 
 #: Only there to end a hang.
 LONGEST_SECONDS = 600
@@ -182,7 +182,12 @@ def run_workers(count, options, log):
 
 
 def damage_newest(folder, how, chance):
-    for checkpoint in folders_newest_first(pathlib.Path(folder))[:1]:
+    """Damages a file of the newest whole checkpoint, where there is one before it."""
+    found = folders_newest_first(pathlib.Path(folder))
+    whole = [
+        checkpoint for checkpoint in found if (checkpoint / MANIFEST_NAME).exists()
+    ]
+    for checkpoint in whole[:1] if len(whole) > 1 else ():
         path = chance.choice(sorted(checkpoint.iterdir()))
         data = bytearray(path.read_bytes())
         if how == "half":
