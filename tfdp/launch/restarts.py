@@ -248,7 +248,8 @@ def _ending_of(group: Group, places: Sequence[int], hosts: Sequence[str]) -> End
     failed = first_failure(group.workers)
     if failed is None:
         asks = who_asks_again(group.workers) is not None
-        return Ending("the workers ask for it", asks_again=asks, progress=progress)
+        how = "saved, and ask to be started again" if asks else "ended"
+        return Ending(f"the workers have {how}", asks_again=asks, progress=progress)
     place, own = places[failed.rank], failed.progress
     if own is not None and own.step is not None:
         # The others may have come a step further, or not so far.
