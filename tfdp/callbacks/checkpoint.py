@@ -48,7 +48,7 @@ class Checkpoint(keras.callbacks.Callback):
 
     SIGTERM and SIGINT (Ctrl-C) save after the step that is under way, on all hosts
     after the same one. After SIGTERM the process ends with exit code 75, "start me
-    again"; after SIGINT with KeyboardInterrupt. A second signal does not wait.
+    again"; after SIGINT with KeyboardInterrupt. A second Ctrl-C does not wait.
 
     Args:
       directory: of the checkpoints, one that all hosts see; see
@@ -300,8 +300,8 @@ class Checkpoint(keras.callbacks.Callback):
     def _stop(self) -> None:
         """Ends the program, once the checkpoint is on the disk."""
         number = self._signals.received
-        self._close()
         self._files.wait()
+        self._close()
         self._say(f"tfdp: saved step {self._step} in {self._files.directory}; ends")
         if number == signal.SIGINT:
             raise KeyboardInterrupt

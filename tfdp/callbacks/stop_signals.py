@@ -13,7 +13,10 @@ __all__ = ["StopSignals"]
 
 
 class StopSignals:
-    """Notes SIGTERM and SIGINT; a second one does what it did before.
+    """Notes SIGTERM and SIGINT; a second SIGINT does what it did before.
+
+    A second SIGTERM does nothing: launchers send one to all when the first worker has
+    saved and ended, and whoever will not wait sends SIGKILL.
 
     Args:
       is_active: whether to; only the main thread can.
@@ -33,9 +36,12 @@ class StopSignals:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         # After an error in `fit` nobody would ever look at a note.
-        if self.received is None and is_within_fit(frame):
-            self.received = number
-            return
+        if is_within_fit(frame):
+            if self.received is None:
+                self.received = number
+                return
+            if number == signal.SIGTERM:
+                return
         self.close()
         signal.raise_signal(number)
 
