@@ -17,7 +17,10 @@ __all__ = [
     "LocalMeanWarning",
     "LocalStateWarning",
     "MissingDependencyError",
+    "NotFiniteError",
     "ParityError",
+    "ReplicaDriftError",
+    "ReplicaDriftWarning",
     "ScopeError",
     "SlowInputWarning",
     "TPUError",
@@ -78,6 +81,22 @@ class ParityError(TfdpError, AssertionError):
         self.report = report
 
 
+class ReplicaDriftError(TfdpError, RuntimeError):
+    """Replicas have other values of what they keep alike."""
+
+    def __init__(self, *messages: object, drifts: object = ()):
+        super().__init__(*messages)
+        self.drifts = drifts
+
+
+class NotFiniteError(TfdpError, ArithmeticError):
+    """A loss, a gradient or a weight is infinite or not a number."""
+
+    def __init__(self, *messages: object, findings: object = ()):
+        super().__init__(*messages)
+        self.findings = findings
+
+
 class JobKeyWarning(UserWarning):
     """Workers on several machines have no key: strangers can join them."""
 
@@ -88,6 +107,10 @@ class LocalMeanWarning(UserWarning):
 
 class LocalStateWarning(UserWarning):
     """What a layer stores looks like something that is no mean over rows."""
+
+
+class ReplicaDriftWarning(UserWarning):
+    """Replicas have other values of what they keep alike, and training goes on."""
 
 
 class SlowInputWarning(UserWarning):

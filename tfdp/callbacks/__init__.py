@@ -3,6 +3,7 @@
 from tfdp.callbacks.gradient_noise_scale import GradientNoiseScale
 from tfdp.callbacks.input_watch import InputWatch
 from tfdp.callbacks.learning_rate import LearningRateLogger
+from tfdp.callbacks.replica_check import ReplicaCheck
 from tfdp.callbacks.step_timeline import StepTimeline
 from tfdp.callbacks.traffic import Traffic
 
@@ -10,6 +11,7 @@ __all__ = [
     "GradientNoiseScale",
     "InputWatch",
     "LearningRateLogger",
+    "ReplicaCheck",
     "StepTimeline",
     "Traffic",
 ]

@@ -188,6 +188,11 @@ class DistributedOptimizer(LossScaleHooks):
         else:
             self._accumulate(gradients, variables)
 
+    @property
+    def has_accumulated(self) -> bool:
+        """Whether there were micro-steps since the last update."""
+        return self.accumulate_steps > 1 and int(self._micro_step.numpy()) != 0
+
     def get_config(self) -> dict[str, Any]:
         """The arguments, for serialisation."""
         config = super().get_config()

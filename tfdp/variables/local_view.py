@@ -32,6 +32,10 @@ class LocalView(MirroredVariable):
     #: The local variables, by replica; None: there are none.
     _local: list[tf.Variable] | None = None
     _listeners: tuple[NoteChange, ...] = ()
+    #: Whether each group of replicas that trains apart has a value of its own.
+    is_of_group = False
+    #: Whether each replica assigns a value of its own, which nobody brings together.
+    is_of_replica = False
 
     # All of TensorFlow's ways to a component within a replica (reads, assignments,
     # updates, gradients) go over these two, so that none of them sees the other value.
