@@ -18,6 +18,7 @@ __all__ = [
     "LocalStateWarning",
     "MissingDependencyError",
     "NotFiniteError",
+    "NotFiniteWarning",
     "ParityError",
     "ReplicaDriftError",
     "ReplicaDriftWarning",
@@ -107,6 +108,10 @@ class LocalMeanWarning(UserWarning):
 
 class LocalStateWarning(UserWarning):
     """What a layer stores looks like something that is no mean over rows."""
+
+
+class NotFiniteWarning(UserWarning):
+    """A loss or a gradient is infinite or not a number, and its step was left out."""
 
 
 class ReplicaDriftWarning(UserWarning):

@@ -148,6 +148,7 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
         if call.model in self._jit_models:
             call.compile_replicas()
         run = call.take_batch()
+        call.guard(self.extended.finite_guard)
         is_jitted = call.model in self._jit_models
         begin_local_run(fn, call.optimizers, run, self, is_jitted=is_jitted)
         self._complete_run(run)
