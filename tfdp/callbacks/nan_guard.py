@@ -168,7 +168,10 @@ class NaNGuard(keras.callbacks.Callback):
         Raises:
           NotFiniteError: where that is to raise.
         """
-        before, self._steps = self._steps, self._steps + batch - self._first_of_batch + 1
+        before, self._steps = (
+            self._steps,
+            self._steps + batch - self._first_of_batch + 1,
+        )
         if self._guard is None:
             return
         self._guard.arm(False)
@@ -199,7 +202,9 @@ class NaNGuard(keras.callbacks.Callback):
     def _react(self, left_out: LeftOut) -> None:
         self.skipped_steps += left_out.steps
         when = f"in step {left_out.first} of this fit"
-        is_enough = self.on_nan == "raise" or left_out.most_in_a_row > self.most_in_a_row
+        is_enough = (
+            self.on_nan == "raise" or left_out.most_in_a_row > self.most_in_a_row
+        )
         if self.on_nan == "rollback":
             is_enough = not self._roll_back()
         if is_enough or not self._has_warned:
@@ -336,10 +341,16 @@ def _in_order(findings: Sequence[Finding]) -> str:
 
 def _words(finding: Finding) -> str:
     if finding.kind == "unknown":
-        return f"not known, because the batch could not be computed again: {finding.name}"
+        return (
+            f"not known, because the batch could not be computed again: {finding.name}"
+        )
     if finding.kind == "loss":
         return "the loss"
-    what = {"weight": "the weight", "input": "the input", "layer": "the output of layer"}
+    what = {
+        "weight": "the weight",
+        "input": "the input",
+        "layer": "the output of layer",
+    }
     row = "" if finding.row is None else f", the first in row {finding.row}"
     return (
         f"{what[finding.kind]} {finding.name} ({finding.nans} NaN and "

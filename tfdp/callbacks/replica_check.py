@@ -88,8 +88,7 @@ class ReplicaCheck(keras.callbacks.Callback):
         super().__init__()
         if not is_whole(every_steps, least=1):
             raise ConfigurationError(
-                "every_steps must be an int of at least 1. Received: "
-                f"{every_steps!r}."
+                f"every_steps must be an int of at least 1. Received: {every_steps!r}."
             )
         if on_drift not in REACTIONS:
             raise ConfigurationError(
@@ -226,7 +225,9 @@ def in_words(found: Sequence[Drift], places: Sequence[str], when: str) -> str:
                 else f"{who} differ from the {holders - len(ranks)} others in {named}"
             )
         else:
-            clauses.append(f"{who} differ in {named}, and no majority says who is right")
+            clauses.append(
+                f"{who} differ in {named}, and no majority says who is right"
+            )
     return (
         f"Replicas that are kept alike have drifted apart {when}: {'; '.join(clauses)}. "
         "Either a device or its memory made a mistake, or the program assigned to a "

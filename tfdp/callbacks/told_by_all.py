@@ -43,8 +43,9 @@ def first_rank_of(strategy: Any) -> int:
 def places_of(strategy: Any) -> list[str]:
     """Where each replica of this process is, in words, in their order."""
     cluster = getattr(strategy, "cluster", None)
-    several = cluster is not None and cluster.workers > 1
-    where = f" of worker {cluster.rank}" if several else ""
+    where = ""
+    if cluster is not None and cluster.workers > 1:
+        where = f" of worker {cluster.rank}"
     first = first_rank_of(strategy)
     names = [
         tf.DeviceSpec.from_string(device) for device in strategy.extended.worker_devices

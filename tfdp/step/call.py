@@ -124,8 +124,9 @@ class StepCall:
 
     def guard(self, guard: FiniteGuard | None) -> None:
         """Lets `guard` watch the step, where it is what `guard` is for."""
-        is_watched = guard is not None and guard.model is self.model
-        if is_watched and name_of_step(self.fn) == "train_step":
+        if guard is None or guard.model is not self.model:
+            return
+        if name_of_step(self.fn) == "train_step":
             self._guard = guard
             self.step = guard.around(self.step)
 

@@ -54,7 +54,6 @@ class CompressionState(tf.Module):
             self.of_variables[name] = OfVariable(of.method, variable.shape, devices)
         return self.of_variables[name]
 
-
     @property
     def copies(self) -> list[tf.Variable]:
         """Every variable of this process that holds some of it."""

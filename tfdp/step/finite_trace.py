@@ -75,7 +75,8 @@ def find_not_finite(
     """
     strategy = model.distribute_strategy
     looks = [
-        _Look(first_rank + rank) for rank in range(len(strategy.extended.worker_devices))
+        _Look(first_rank + rank)
+        for rank in range(len(strategy.extended.worker_devices))
     ]
     for rank, look in enumerate(looks):
         for name, copy in state_of_replica(model, rank):
@@ -221,7 +222,9 @@ def _named_parts(args: Any) -> Iterator[tuple[str, Any]]:
         parts = {f"argument {place}": part for place, part in enumerate(args)}
     else:
         names = ("x", "y", "sample_weight")
-        parts = dict(zip(names, keras.utils.unpack_x_y_sample_weight(*args), strict=True))
+        parts = dict(
+            zip(names, keras.utils.unpack_x_y_sample_weight(*args), strict=True)
+        )
     for name, part in parts.items():
         for path, leaf in keras.tree.flatten_with_path(part):
             where = "".join(f"[{key!r}]" for key in path)
@@ -237,11 +240,11 @@ def _looking(model: keras.Model, looks: Sequence[_Look]) -> Iterator[None]:
             if layer is not model:
                 led = {"call": _looked_at(layer.call, layer, looks)}
                 stack.enter_context(instance_attributes(layer, led))
-        led = {
+        of_model = {
             "compute_loss": _loss_looked_at(model.compute_loss, looks),
             "optimizer": _OnlyLooks(model.optimizer, looks),
         }
-        stack.enter_context(instance_attributes(model, led))
+        stack.enter_context(instance_attributes(model, of_model))
         yield
 
 
