@@ -5,8 +5,6 @@ replicas: everything must be equal to the last bit, since the same operations ru
 same numbers.
 """
 
-import re
-
 import keras
 import numpy as np
 import pytest
@@ -91,20 +89,18 @@ def fit(model, data, *callbacks, epochs=2):
 
 
 def everything(model):
-    # Keras numbers the names of what a process makes later.
-    return {
-        re.sub(r"_\d+/", "/", v.path): v.numpy()
+    return [
+        (v.name, v.numpy())
         for owner in (model, model.optimizer)
         for v in owner.variables
         if "seed_generator" not in v.path
-    }
+    ]
 
 
 def check_equal(a, b):
-    one, other = everything(a), everything(b)
-    assert list(one) == list(other)
-    for path, value in one.items():
-        np.testing.assert_array_equal(value, other[path], err_msg=path)
+    # Keras numbers the names of what a process makes later: not all names are alike.
+    for (name, value), (_, other) in zip(everything(a), everything(b), strict=True):
+        np.testing.assert_array_equal(value, other, err_msg=name)
 
 
 def distributed(**options):
@@ -157,7 +153,7 @@ def test_a_skipped_batch_leaves_nothing_behind(row):
     check = ReplicaCheck(1)
     history = fit(model, bad_data(), guard, check)
     assert guard.skipped_steps == 2 and history["skipped_steps"] == [1, 1]
-    assert check.checks > 0
+    assert (check.checks > 0) == (row != "one")  # which has nobody to compare with
     expected = compiled(make(), optimizer, **options)
     expected_history = fit(expected, without_bad_batch())
     check_equal(model, expected)

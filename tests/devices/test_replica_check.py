@@ -146,7 +146,9 @@ def test_replicas_that_train_are_alike(row):
     assert check.checks == (2 if row == "executions" else 6)
     names = [kept.name for kept in kept_alike(model, 0)]
     assert not [name for name in names if name.endswith("/positive")]
-    for stored in ("calls", "table", "mask", "half", "moving_mean"):
+    # Eager tensors do not tell what they were made of.
+    counted = () if row == "eager" else ("calls",)
+    for stored in (*counted, "table", "mask", "half", "moving_mean"):
         assert [name for name in names if name.endswith(f"/{stored}")], stored
 
 

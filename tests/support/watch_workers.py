@@ -64,9 +64,7 @@ def main(what, engine, shard_group="none"):
         del callbacks[0]
     told = {"error": None, "message": ""}
     try:
-        model.fit(
-            x, y, batch_size=BATCH, shuffle=False, verbose=0, callbacks=callbacks
-        )
+        model.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0, callbacks=callbacks)
     except (NotFiniteError, ReplicaDriftError) as error:
         told = {"error": type(error).__name__, "message": str(error)}
     told["checks"] = check.checks

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,7 +12,6 @@ import tensorflow as tf
 from tfdp.sharding.variables import ShardedVariable
 from tfdp.step.compression import STATE
 from tfdp.step.optimizers import optimizers_of
-from tfdp.variables.mirrored import is_seed_state
 
 __all__ = ["KeptCopy"]
 
@@ -33,6 +33,15 @@ class KeptCopy:
         #: How often the copy was given back since it was taken.
         self.times_used = 0
 
+    def can_be_taken(self) -> bool:
+        """Whether all that training makes is there; a model may build itself late."""
+        return self._model.built and all(o.built for o in optimizers_of(self._model))
+
+    @property
+    def is_taken(self) -> bool:
+        """Whether there is something to go back to."""
+        return bool(self._kept)
+
     def take(self) -> None:
         """Keeps what everything is now, in the place of what was kept before."""
         # Read values are kept as they are: an update then writes elsewhere.
@@ -40,7 +49,7 @@ class KeptCopy:
         self.times_used = 0
 
     def put_back(self) -> None:
-        """Makes everything what it was."""
+        """Makes everything what it was; nothing, before the first copy."""
         for copy, value in self._kept:
             copy.assign(value)
         self.times_used += 1
@@ -50,16 +59,17 @@ def _copies(model: keras.Model) -> Iterator[tf.Variable]:
     """Every copy and every shard that a device of this process holds."""
     optimizers = optimizers_of(model)
     seen: set[int] = set()
-    for owner in (model, *optimizers):
-        for variable in owner.variables:
-            value: Any = variable.value
-            if id(value) in seen or is_seed_state(value):
-                continue
-            seen.add(id(value))
-            if isinstance(value, ShardedVariable):
-                yield from (value.shard(r) for r in _ranks(model))
-            else:
-                yield from getattr(value, "values", (value,))
+    states = [optimizer.variables for optimizer in optimizers]
+    # Not the model's variables: metrics and random states go on.
+    for variable in itertools.chain(model.weights, *states):
+        value: Any = variable.value
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, ShardedVariable):
+            yield from (value.shard(rank) for rank in _ranks(model))
+        else:
+            yield from getattr(value, "values", (value,))
     for optimizer in optimizers:
         state = getattr(optimizer, STATE, None)
         if state is not None:

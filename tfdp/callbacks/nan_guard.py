@@ -9,6 +9,7 @@ from typing import Any
 
 import keras
 
+from tfdp.callbacks.findings_in_words import in_words
 from tfdp.callbacks.kept_copy import KeptCopy
 from tfdp.callbacks.told_by_all import (
     first_rank_of,
@@ -27,8 +28,6 @@ __all__ = ["NaNGuard"]
 REACTIONS = ("raise", "skip", "rollback")
 MOST_IN_A_ROW = 10
 KEEP_EVERY_STEPS = 100
-# A message names so many gradients of a replica; `findings` has all.
-MOST_NAMED = 3
 
 
 class NaNGuard(keras.callbacks.Callback):
@@ -58,8 +57,9 @@ class NaNGuard(keras.callbacks.Callback):
     replicas leaves out its own update. With `steps_per_execution` "raise" and
     "rollback" leave out what comes after such a step in the same execution, too.
 
-    A weight that an update itself made infinite is noticed with the next loss, and, as
-    one that no loss depends on, at the end of each epoch and before a copy is taken.
+    A weight that an update itself made infinite is noticed with the next loss; one that
+    no loss depends on, and the optimizer's state, at the end of each epoch and before a
+    copy is taken. Hosts that train apart (`sync=`) tell and raise each their own.
     The cause is looked for without XLA and with new random draws; where it does not
     show again, the message says so. `keras.callbacks.TerminateOnNaN` looks at the
     reported loss, a mean over the epoch so far, when the update has been made.
@@ -178,7 +178,7 @@ class NaNGuard(keras.callbacks.Callback):
         left_out = self._guard.read()
         if left_out is not None:
             self._react(left_out)
-        elif self._steps // self.keep_every_steps > before // self.keep_every_steps:
+        elif self._is_due(before):
             self._keep_copy()
         self._count_in(logs)
 
@@ -249,9 +249,16 @@ class NaNGuard(keras.callbacks.Callback):
         self.on_train_end()
         raise NotFiniteError(message, findings=found)
 
+    def _is_due(self, before: int) -> bool:
+        """Whether to take a copy after good steps, of which there were `before`."""
+        every = self.keep_every_steps
+        is_first = self._copy is not None and not self._copy.is_taken
+        return is_first or self._steps // every > before // every
+
     def _keep_copy(self) -> None:
-        if self._copy is not None and not self._bad_weights():
-            self._copy.take()
+        copy = self._copy
+        if copy is not None and copy.can_be_taken() and not self._bad_weights():
+            copy.take()
 
     def _roll_back(self) -> bool:
         """Goes back to the last copy; False: not once more, or there is none."""
@@ -275,8 +282,8 @@ def _check_count(name: str, value: Any, on_nan: str, acts_with: Sequence[str]) -
         )
     if on_nan not in acts_with:
         raise ConfigurationError(
-            f"{name}={value} has nothing to act on with on_nan={on_nan!r}. Leave it out, "
-            f"or use on_nan={acts_with[-1]!r}."
+            f"{name}={value} has nothing to act on with on_nan={on_nan!r}. Leave it "
+            f"out, or use on_nan={acts_with[-1]!r}."
         )
 
 
@@ -288,8 +295,9 @@ def _refuse_what_cannot_act(model: keras.Model, on_nan: str) -> None:
     refuse_strategy(model.distribute_strategy, "NaNGuard")
     if model.run_eagerly:
         raise ConfigurationError(
-            "NaNGuard acts in graphs, and the model was compiled with run_eagerly=True. "
-            "Compile with run_eagerly=False, or leave the callback out."
+            "NaNGuard acts in graphs, and the model was compiled with "
+            "run_eagerly=True. Compile with run_eagerly=False, or leave the callback "
+            "out."
         )
     if not _trains_apart(model):
         return
@@ -302,57 +310,6 @@ def _refuse_what_cannot_act(model: keras.Model, on_nan: str) -> None:
     if any(getattr(o, "accumulate_steps", 1) > 1 for o in optimizers_of(model)):
         raise ConfigurationError(
             "NaNGuard leaves a batch out of an accumulation, and with sync=... groups "
-            "of replicas, which meet after equal numbers of updates, would count apart. "
-            "Use accumulate_steps=1, or leave sync out."
+            "of replicas, which meet after equal numbers of updates, would count "
+            "apart. Use accumulate_steps=1, or leave sync out."
         )
-
-
-def in_words(found: Sequence[Finding], places: Sequence[str], when: str) -> str:
-    """What is not finite, where, and what to do."""
-    by_rank: dict[int, list[Finding]] = {}
-    for finding in found:
-        by_rank.setdefault(finding.rank, []).append(finding)
-    clauses = [
-        f"{places[rank]}: {_in_order(findings)}" for rank, findings in by_rank.items()
-    ]
-    if not clauses:
-        clauses = [
-            "computed once more the batch was finite on every replica, so the cause is "
-            "in its random draws, in the order of sums, in XLA or in adding gradients up"
-        ]
-    return (
-        f"A loss or a gradient is not finite {when}, which was left out: "
-        f"{'; '.join(clauses)}. If it is the input, look at those rows; else a smaller "
-        "learning rate, clipping or a loss that is defined everywhere helps. "
-        "NaNGuard(on_nan='skip') goes on without such batches."
-    )
-
-
-def _in_order(findings: Sequence[Finding]) -> str:
-    gradients = [finding for finding in findings if finding.kind == "gradient"]
-    words = [_words(finding) for finding in findings if finding.kind != "gradient"]
-    if gradients:
-        named = ", ".join(finding.name for finding in gradients[:MOST_NAMED])
-        more = len(gradients) - MOST_NAMED
-        and_more = f" and {more} more" if more > 0 else ""
-        words.append(f"the gradient of {named}{and_more}")
-    return "first " + ", then ".join(words)
-
-
-def _words(finding: Finding) -> str:
-    if finding.kind == "unknown":
-        return (
-            f"not known, because the batch could not be computed again: {finding.name}"
-        )
-    if finding.kind == "loss":
-        return "the loss"
-    what = {
-        "weight": "the weight",
-        "input": "the input",
-        "layer": "the output of layer",
-    }
-    row = "" if finding.row is None else f", the first in row {finding.row}"
-    return (
-        f"{what[finding.kind]} {finding.name} ({finding.nans} NaN and "
-        f"{finding.infinities} infinite of {finding.numbers} numbers{row})"
-    )

@@ -191,8 +191,8 @@ def _holdings(
     for host, told in enumerate(everybody):
         if len(told["hashes"]) != len(names):
             raise CollectiveError(
-                f"Worker {host} compares {len(told['hashes'])} variables and this one "
-                f"{len(names)}. Give every worker the same model and the same callbacks."
+                f"Worker {host} compares {len(told['hashes'])} variables and this "
+                f"one {len(names)}. Give every worker the same model and the same callbacks."
             )
         rows = zip(names, told["hashes"], told["kept_with"], strict=True)
         for name, hashes, kept_with in rows:
@@ -225,9 +225,7 @@ def in_words(found: Sequence[Drift], places: Sequence[str], when: str) -> str:
                 else f"{who} differ from the {holders - len(ranks)} others in {named}"
             )
         else:
-            clauses.append(
-                f"{who} differ in {named}, and no majority says who is right"
-            )
+            clauses.append(f"{who} differ in {named}, and no majority is right")
     return (
         f"Replicas that are kept alike have drifted apart {when}: {'; '.join(clauses)}. "
         "Either a device or its memory made a mistake, or the program assigned to a "

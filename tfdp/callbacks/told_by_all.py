@@ -65,8 +65,8 @@ def refuse_strategy(strategy: Any, who: str) -> None:
     reducer = getattr(strategy.extended, "reducer", None)
     if not isinstance(reducer, GradientPipeline):
         raise ConfigurationError(
-            f"{who} looks into the replicas of tfdp on CPUs and GPUs, and the model was "
-            f"compiled under {type(strategy).__name__}. Make it under "
+            f"{who} looks into the replicas of tfdp on CPUs and GPUs, and the model "
+            f"was compiled under {type(strategy).__name__}. Make it under "
             "tfdp.DataParallelStrategy (of one device, too) or "
             "tfdp.MultiHostDataParallelStrategy, or leave the callback out."
         )

@@ -15,10 +15,10 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdp._private.instance_attributes import instance_attributes
 from tfdp.data.keras_input import with_none
 from tfdp.data.split import in_parts
 from tfdp.step.batch_first import batch_first
-from tfdp._private.instance_attributes import instance_attributes
 from tfdp.step.borrowed_rows import borrow_rows, leaves_borrowed_out, return_rows
 from tfdp.step.finite_guard import FiniteGuard
 from tfdp.step.jit import is_stock_train_step, jitted_train_step

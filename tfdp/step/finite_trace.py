@@ -4,7 +4,7 @@ The step of a batch that was left out runs once more, eagerly, replica after rep
 with the weights that each replica has now, which are those from before that step. What
 it computes is looked at in the order in which it comes about:
 
-    weight      of the model, before anything is computed
+    weight      of the model, or of the optimizer's state, before anything is computed
     input       the batch itself
     layer       the outputs of layers, the innermost first
     loss        what `compute_loss` returned
@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -96,7 +97,7 @@ def find_not_finite(
 
 
 def weights_not_finite(model: keras.Model, first_rank: int) -> list[Finding]:
-    """The weights, and what layers store, that are not finite on some replica."""
+    """The weights, and the optimizer's state, that are not finite on some replica."""
     looks = []
     for rank in range(len(model.distribute_strategy.extended.worker_devices)):
         look = _Look(first_rank + rank)
@@ -109,8 +110,9 @@ def weights_not_finite(model: keras.Model, first_rank: int) -> list[Finding]:
 def state_of_replica(
     model: keras.Model, rank: int
 ) -> Iterator[tuple[str, tf.Variable]]:
-    """The model's variables as a replica of this process holds them in its steps."""
-    for variable in model.variables:
+    """Weights and the optimizer's state as a replica of this process holds them."""
+    states = [owner.variables for owner in optimizers_of(model)]
+    for variable in itertools.chain(model.weights, *states):
         value = variable.value
         if isinstance(value, ShardedVariable):
             yield variable.path, value.shard(rank)
