@@ -192,7 +192,7 @@ def _holdings(
         if len(told["hashes"]) != len(names):
             raise CollectiveError(
                 f"Worker {host} compares {len(told['hashes'])} variables and this "
-                f"one {len(names)}. Give every worker the same model and the same callbacks."
+                f"one {len(names)}. Give every worker the same model and callbacks."
             )
         rows = zip(names, told["hashes"], told["kept_with"], strict=True)
         for name, hashes, kept_with in rows:
@@ -219,16 +219,14 @@ def in_words(found: Sequence[Drift], places: Sequence[str], when: str) -> str:
         named += f" and {more} more" if more > 0 else ""
         who = ", ".join(places[rank] for rank in ranks)
         if is_known:
-            clauses.append(
-                f"{who} differs from the {holders - len(ranks)} others in {named}"
-                if len(ranks) == 1
-                else f"{who} differ from the {holders - len(ranks)} others in {named}"
-            )
+            verb = "differs" if len(ranks) == 1 else "differ"
+            others = holders - len(ranks)
+            clauses.append(f"{who} {verb} from the {others} others in {named}")
         else:
-            clauses.append(f"{who} differ in {named}, and no majority is right")
+            clauses.append(f"{who} differ in {named}; no majority says who is right")
     return (
-        f"Replicas that are kept alike have drifted apart {when}: {'; '.join(clauses)}. "
-        "Either a device or its memory made a mistake, or the program assigned to a "
-        "variable on one replica. Go back to a checkpoint from before that step, and "
-        "watch whether the same replica is named again."
+        f"Replicas that are kept alike have drifted apart {when}: "
+        f"{'; '.join(clauses)}. Either a device or its memory made a mistake, or the "
+        "program assigned to a variable on one replica. Go back to a checkpoint from "
+        "before that step, and watch whether the same replica is named again."
     )
