@@ -39,10 +39,11 @@ def dense_model():
 
 def embedding_model():
     keras.utils.set_random_seed(3)
-    tokens = keras.Input((12,))
-    rows = keras.layers.Embedding(9, 4)(keras.ops.abs(tokens) % 9)
+    x = keras.Input((12,))
+    rows = keras.layers.Embedding(9, 4)(keras.ops.abs(x[:, 4:]) % 9)
+    # The NaN is in column 3; it would be no index of a row.
     return keras.Model(
-        tokens, keras.layers.Dense(5)(keras.layers.Flatten()(rows) * tokens[:, :1])
+        x, keras.layers.Dense(5)(keras.layers.Flatten()(rows) * x[:, 3:4])
     )
 
 
@@ -77,7 +78,7 @@ def without_bad_batch(data=None):
     return tuple(part[rows] for part in data or good_data())
 
 
-def fit(model, data, *callbacks, epochs=2):
+def fit(model, data, *callbacks, epochs=1):
     return model.fit(
         *data,
         batch_size=BATCH,
@@ -150,12 +151,16 @@ SKIPPED = {
 def test_a_skipped_batch_leaves_nothing_behind(row):
     make, optimizer, options = SKIPPED[row]
     model, guard = compiled(make(), optimizer, **options), NaNGuard("skip")
-    check = ReplicaCheck(1)
-    history = fit(model, bad_data(), guard, check)
-    assert guard.skipped_steps == 2 and history["skipped_steps"] == [1, 1]
-    assert (check.checks > 0) == (row != "one")  # which has nobody to compare with
+    check = ReplicaCheck(100)
+    epochs = 2 if row == "plain" else 1
+    history = fit(model, bad_data(), guard, check, epochs=epochs)
+    assert history["skipped_steps"] == [1] * epochs
+    assert guard.skipped_steps == epochs
+    assert check.checks == (row != "one")  # which has nobody to compare with
     expected = compiled(make(), optimizer, **options)
-    expected_history = fit(expected, without_bad_batch())
+    # TensorFlow rounds sums otherwise that it adds up within a conditional.
+    guards = [NaNGuard("skip")] if row == "weighted" else []
+    expected_history = fit(expected, without_bad_batch(), *guards, epochs=epochs)
     check_equal(model, expected)
     for name in ("loss", "accuracy"):
         assert history[name] == expected_history[name]
@@ -171,7 +176,7 @@ def test_what_compression_leaves_stays_finite():
 
     model, guard = compiled(make()), NaNGuard("skip")
     fit(model, bad_data(), guard)
-    assert guard.skipped_steps == 2
+    assert guard.skipped_steps == 1
     expected = compiled(make())
     fit(expected, without_bad_batch())
     check_equal(model, expected)
@@ -200,11 +205,11 @@ def test_raising_leaves_the_weights_from_before(steps_per_execution):
     assert first == Finding(1, "input", "x", 0, 1, 48, 1)
     assert "replica 1 (CPU:1): first the input x" in str(caught.value)
     expected = compiled(make_strategy(2))
-    fit(expected, [part[: BAD_BATCH * BATCH] for part in good_data()], epochs=1)
+    fit(expected, [part[: BAD_BATCH * BATCH] for part in good_data()])
     check_equal(model, expected)
     # And nothing is left of the guard.
     assert model.distribute_strategy.extended.finite_guard is None
-    fit(model, bad_data(), epochs=1)
+    fit(model, bad_data())
     assert np.isnan(model.get_weights()[0]).any()
 
 
@@ -216,13 +221,13 @@ def test_rolling_back_goes_on_from_the_last_copy():
     x[5 * BATCH] = np.nan
     model = compiled(make_strategy(2, "optimizer"))
     guard = NaNGuard("rollback", keep_every_steps=2)
-    fit(model, (x, y), guard, epochs=1)
+    fit(model, (x, y), guard)
     # The copy after step 2 is what step 3 goes back to; after step 4 one is taken.
     assert (guard.rollbacks, guard.skipped_steps) == (2, 2)
     kept = [0, 1, 3, 6]
     rows = np.isin(np.arange(ROWS) // BATCH, kept)
     expected = compiled(make_strategy(2, "optimizer"))
-    fit(expected, [part[rows] for part in good_data()], epochs=1)
+    fit(expected, [part[rows] for part in good_data()])
     check_equal(model, expected)
 
 
@@ -317,7 +322,7 @@ def test_the_first_cause_is_named(kind, shard):
     model = compiled(make_strategy(2, shard), **options)
     before = [v.numpy() for v in model.non_trainable_variables]
     with pytest.raises(NotFiniteError) as caught:
-        fit(model, data, NaNGuard(), epochs=1)
+        fit(model, data, NaNGuard())
     own = [f for f in caught.value.findings if f.rank == 1]
     assert own[0].kind == found and own[0].name.endswith(name)
     # What is stored in shards has a gradient that is summed already.
@@ -338,7 +343,7 @@ def test_a_weight_that_is_not_finite_is_named():
                 bias.assign([0, 0, np.inf, 0, 0])
 
     with pytest.raises(NotFiniteError, match="step 4") as caught:
-        fit(model, good_data(), Pokes(), NaNGuard(), epochs=1)
+        fit(model, good_data(), Pokes(), NaNGuard())
     (finding,) = caught.value.findings
     assert (finding.rank, finding.kind, finding.infinities) == (1, "weight", 1)
     assert finding.name.endswith("last/bias")
@@ -368,7 +373,7 @@ def test_replicas_that_train_apart_leave_out_their_own(across, replicas):
     model, guard = compiled(make(), distributed(sync=sync)), NaNGuard("skip")
     with pytest.warns(NotFiniteWarning, match="the input x"):
         fit(model, bad_data(), guard, ReplicaCheck(1))
-    assert guard.skipped_steps == 2
+    assert guard.skipped_steps == 1
     assert all(np.isfinite(w).all() for w in model.get_weights())
 
 
