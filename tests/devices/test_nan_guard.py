@@ -213,6 +213,21 @@ def test_raising_leaves_the_weights_from_before(steps_per_execution):
     assert np.isnan(model.get_weights()[0]).any()
 
 
+class Interrupts(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        raise KeyboardInterrupt
+
+
+@pytest.mark.worth_seconds(6)
+@pytest.mark.parametrize("comes_first", [False, True])
+def test_an_interrupted_guard_leaves_nothing_out(comes_first):
+    model, callbacks = compiled(make_strategy(2)), [NaNGuard("skip"), Interrupts()]
+    with pytest.raises(KeyboardInterrupt):
+        fit(model, good_data(), *callbacks[:: -1 if comes_first else 1])
+    fit(model, bad_data())
+    assert np.isnan(model.get_weights()[0]).any()
+
+
 @SKIPS
 @pytest.mark.worth_seconds(6)
 def test_rolling_back_goes_on_from_the_last_copy():
@@ -256,10 +271,6 @@ def test_a_loss_scaler_may_find_infinities():
     assert float(model.optimizer.dynamic_scale.numpy()) < 2.0**127
 
 
-def never(x):
-    return x + 0.0
-
-
 class Logarithm(keras.layers.Layer):
     def call(self, x):
         return keras.ops.log(keras.ops.abs(x))
@@ -273,7 +284,7 @@ class Within(keras.layers.Layer):
         self.inner = Logarithm(name="inner")
 
     def call(self, x):
-        return keras.ops.tanh(self.inner(x))
+        return 2 * self.inner(x)
 
 
 def logarithm_model():
@@ -283,9 +294,10 @@ def logarithm_model():
 
 
 def root_model():
-    # Weights of 0: a row of zeros and a target of 0 have an error of 0.
-    kernel = keras.layers.Dense(1, kernel_initializer="ones", name="last")
-    return keras.Sequential([keras.Input((12,)), kernel])
+    # A row of zeros gives 0: with a target of 0 the root has no slope there.
+    return keras.Sequential(
+        [keras.Input((12,)), keras.layers.Dense(1, use_bias=False, name="last")]
+    )
 
 
 def root_loss(y, y_pred):
@@ -320,7 +332,6 @@ def poisoned(kind):
 def test_the_first_cause_is_named(kind, shard):
     options, data, (found, name) = poisoned(kind)
     model = compiled(make_strategy(2, shard), **options)
-    before = [v.numpy() for v in model.non_trainable_variables]
     with pytest.raises(NotFiniteError) as caught:
         fit(model, data, NaNGuard())
     own = [f for f in caught.value.findings if f.rank == 1]
@@ -329,7 +340,6 @@ def test_the_first_cause_is_named(kind, shard):
     others = [f for f in caught.value.findings if f.rank == 0]
     assert shard == "parameters" or others == []
     assert name in str(caught.value)
-    assert len(before) == len(model.non_trainable_variables)
 
 
 @pytest.mark.worth_seconds(4)

@@ -158,7 +158,7 @@ class NaNGuard(keras.callbacks.Callback):
         """Lets the graphs act."""
         self._first_of_batch = batch
         if self._guard is not None:
-            self._guard.arm(True)
+            self._guard.arm(self.model.steps_per_execution)
 
     def on_train_batch_end(
         self, batch: int, logs: dict[str, Any] | None = None
@@ -174,23 +174,23 @@ class NaNGuard(keras.callbacks.Callback):
         )
         if self._guard is None:
             return
-        self._guard.arm(False)
-        left_out = self._guard.read()
-        if left_out is not None:
-            self._react(left_out)
-        elif self._is_due(before):
+        self._guard.arm(0)
+        if not self._left_out() and self._is_due(before):
             self._keep_copy()
         self._count_in(logs)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Looks at all weights.
+        """Looks at all weights, and at steps that came before the end of the input.
 
         Raises:
           NotFiniteError: when one is not finite, and there is no copy to go back to.
         """
+        self._left_out()
         found = self._bad_weights()
-        if found and not self._roll_back():
-            self._raise(found, f"after step {self._steps} of this fit")
+        if found:
+            when = f"after step {self._steps} of this fit"
+            self._tell(found, when, is_enough=not self._can_roll_back())
+            self._roll_back()
         self._count_in(logs)
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
@@ -199,6 +199,13 @@ class NaNGuard(keras.callbacks.Callback):
         self.model.distribute_strategy.extended.finite_guard = None
         self.model.make_train_function(force=True)
 
+    def _left_out(self) -> bool:
+        """Whether steps were left out since the last time; reacts if so."""
+        left_out = None if self._guard is None else self._guard.read()
+        if left_out is not None:
+            self._react(left_out)
+        return left_out is not None
+
     def _react(self, left_out: LeftOut) -> None:
         self.skipped_steps += left_out.steps
         when = f"in step {left_out.first} of this fit"
@@ -206,15 +213,21 @@ class NaNGuard(keras.callbacks.Callback):
             self.on_nan == "raise" or left_out.most_in_a_row > self.most_in_a_row
         )
         if self.on_nan == "rollback":
-            is_enough = not self._roll_back()
+            is_enough = not self._can_roll_back()
         if is_enough or not self._has_warned:
-            found = self._find()
-            if is_enough:
-                self._raise(found, when)
-            self._has_warned = True
-            message = in_words(found, self._places(), when)
-            warnings.warn(message, NotFiniteWarning, stacklevel=2)
+            # Before anything goes back: with the weights of that step.
+            self._tell(self._find(), when, is_enough=is_enough)
+        self._roll_back()
         self._guard.go_on()  # type: ignore[union-attr]
+
+    def _tell(self, found: list[Finding], when: str, *, is_enough: bool) -> None:
+        self.findings = found
+        message = in_words(found, self._places(), when)
+        if is_enough:
+            self.on_train_end()
+            raise NotFiniteError(message, findings=found)
+        self._has_warned = True
+        warnings.warn(message, NotFiniteWarning, stacklevel=2)
 
     def _find(self) -> list[Finding]:
         first = first_rank_of(self.model.distribute_strategy)
@@ -243,12 +256,6 @@ class NaNGuard(keras.callbacks.Callback):
         told = told_by_all(strategy, places_of(strategy), "the places of replicas")
         return [place for places in told for place in places]
 
-    def _raise(self, found: list[Finding], when: str) -> None:
-        self.findings = found
-        message = in_words(found, self._places(), when)
-        self.on_train_end()
-        raise NotFiniteError(message, findings=found)
-
     def _is_due(self, before: int) -> bool:
         """Whether to take a copy after good steps, of which there were `before`."""
         every = self.keep_every_steps
@@ -260,13 +267,14 @@ class NaNGuard(keras.callbacks.Callback):
         if copy is not None and copy.can_be_taken() and not self._bad_weights():
             copy.take()
 
-    def _roll_back(self) -> bool:
-        """Goes back to the last copy; False: not once more, or there is none."""
-        if self._copy is None or self._copy.times_used >= self.most_in_a_row:
-            return False
-        self._copy.put_back()
-        self.rollbacks += 1
-        return True
+    def _can_roll_back(self) -> bool:
+        return self._copy is not None and self._copy.times_used < self.most_in_a_row
+
+    def _roll_back(self) -> None:
+        """Goes back to the last copy, where copies are taken."""
+        if self._copy is not None:
+            self._copy.put_back()
+            self.rollbacks += 1
 
     def _count_in(self, logs: dict[str, Any] | None) -> None:
         if logs is not None and self.on_nan != "raise":

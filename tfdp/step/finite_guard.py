@@ -80,10 +80,11 @@ class FiniteGuard:
         #: The nested batch of each replica that was kept; None: it cannot be kept.
         self._structure: Any = None
 
-    def arm(self, is_armed: bool) -> None:
-        """Lets graphs act. An interrupted `fit` leaves them behind, unarmed."""
+    def arm(self, steps: int) -> None:
+        """Lets graphs act for so many steps; those of an interrupted `fit` are still
+        there in the next one, and nobody would hear of what they left out."""
         for notes in self._notes:
-            notes.is_armed.assign(is_armed)
+            notes.armed_steps.assign(steps)
 
     def is_about(self, variables: Sequence[Any]) -> bool:
         """Whether these are variables of the model that it watches."""
@@ -149,7 +150,7 @@ class FiniteGuard:
         else:
             (total,) = self._reducer.all_reduce([mine], rank, mean=False)
         with tf.device("CPU:0"):
-            is_left_out = notes.is_armed.read_value() & (
+            is_left_out = (notes.armed_steps.read_value() > 0) & (
                 (total > 0) | notes.is_stopped.read_value()
             )
             notes.is_left_out.assign(notes.is_left_out.read_value() | is_left_out)
@@ -202,7 +203,7 @@ class _Notes:
     """What graphs note of one replica; each replica its own, and none waits."""
 
     def __init__(self) -> None:
-        self.is_armed = make_note(False, tf.bool)
+        self.armed_steps = make_note(0, tf.int64)
         self.bad_loss = make_note(False, tf.bool)
         self.is_left_out = make_note(False, tf.bool)
         self.is_stopped = make_note(False, tf.bool)
@@ -251,6 +252,7 @@ class _Notes:
                 tf.where(is_first, steps, first),
             ]
         )
+        self.armed_steps.assign(tf.maximum(self.armed_steps.read_value() - 1, 0))
         if stops:
             self.is_stopped.assign(self.is_stopped.read_value() | is_left_out)
 
