@@ -146,7 +146,7 @@ SKIPPED = {
 
 
 @SKIPS
-@pytest.mark.worth_seconds(14)
+@pytest.mark.worth_seconds(5)
 @pytest.mark.parametrize("row", SKIPPED)
 def test_a_skipped_batch_leaves_nothing_behind(row):
     make, optimizer, options = SKIPPED[row]
@@ -167,7 +167,7 @@ def test_a_skipped_batch_leaves_nothing_behind(row):
 
 
 @SKIPS
-@pytest.mark.worth_seconds(4)
+@pytest.mark.slow
 def test_what_compression_leaves_stays_finite():
     def make():
         return make_strategy(
@@ -182,7 +182,7 @@ def test_what_compression_leaves_stays_finite():
     check_equal(model, expected)
 
 
-@pytest.mark.worth_seconds(4)
+@pytest.mark.slow
 def test_healthy_training_is_what_it_is_without():
     models = []
     for callbacks in ([], [NaNGuard()]):
@@ -195,7 +195,7 @@ def test_healthy_training_is_what_it_is_without():
 
 
 @pytest.mark.parametrize("steps_per_execution", [1, 4])
-@pytest.mark.worth_seconds(6)
+@pytest.mark.worth_seconds(4)
 def test_raising_leaves_the_weights_from_before(steps_per_execution):
     options = {"steps_per_execution": steps_per_execution}
     model, guard = compiled(make_strategy(2), **options), NaNGuard()
@@ -218,7 +218,7 @@ class Interrupts(keras.callbacks.Callback):
         raise KeyboardInterrupt
 
 
-@pytest.mark.worth_seconds(6)
+@pytest.mark.slow
 @pytest.mark.parametrize("comes_first", [False, True])
 def test_an_interrupted_guard_leaves_nothing_out(comes_first):
     model, callbacks = compiled(make_strategy(2)), [NaNGuard("skip"), Interrupts()]
@@ -229,7 +229,7 @@ def test_an_interrupted_guard_leaves_nothing_out(comes_first):
 
 
 @SKIPS
-@pytest.mark.worth_seconds(6)
+@pytest.mark.worth_seconds(5)
 def test_rolling_back_goes_on_from_the_last_copy():
     x, y = bad_data()
     # Copies after steps 0, 3 (bad: none) and 6; steps 4 and 5 are lost in step 6.
@@ -248,7 +248,7 @@ def test_rolling_back_goes_on_from_the_last_copy():
 
 @SKIPS
 @pytest.mark.parametrize("on_nan", ["skip", "rollback"])
-@pytest.mark.worth_seconds(6)
+@pytest.mark.slow
 def test_too_many_in_a_row_raise(on_nan):
     x, y = good_data()
     x[2 * BATCH :] = np.nan
@@ -258,7 +258,7 @@ def test_too_many_in_a_row_raise(on_nan):
     assert guard.skipped_steps == 3
 
 
-@pytest.mark.worth_seconds(4)
+@pytest.mark.slow
 def test_a_loss_scaler_may_find_infinities():
     def make():
         inner = keras.optimizers.Adam(0.01)
@@ -326,7 +326,7 @@ def poisoned(kind):
     return {}, bad_data(), ("input", "x")
 
 
-@pytest.mark.worth_seconds(12)
+@pytest.mark.worth_seconds(5)
 @pytest.mark.parametrize("kind", ["layer", "gradient", "loss", "input"])
 @pytest.mark.parametrize("shard", ["none", "parameters"])
 def test_the_first_cause_is_named(kind, shard):
@@ -342,7 +342,7 @@ def test_the_first_cause_is_named(kind, shard):
     assert name in str(caught.value)
 
 
-@pytest.mark.worth_seconds(4)
+@pytest.mark.slow
 def test_a_weight_that_is_not_finite_is_named():
     model = compiled(make_strategy(2))
 
@@ -359,7 +359,7 @@ def test_a_weight_that_is_not_finite_is_named():
     assert finding.name.endswith("last/bias")
 
 
-@pytest.mark.worth_seconds(4)
+@pytest.mark.slow
 def test_a_weight_that_no_loss_depends_on_is_noticed_when_the_epoch_ends():
     model = compiled(make_strategy(2), build=embedding_model)
 
@@ -372,7 +372,7 @@ def test_a_weight_that_no_loss_depends_on_is_noticed_when_the_epoch_ends():
         fit(model, good_data(), Pokes(), NaNGuard())
 
 
-@pytest.mark.worth_seconds(5)
+@pytest.mark.slow
 @pytest.mark.parametrize("across, replicas", [("replicas", 2), ("hosts", 4)])
 def test_replicas_that_train_apart_leave_out_their_own(across, replicas):
     def make():
@@ -388,7 +388,7 @@ def test_replicas_that_train_apart_leave_out_their_own(across, replicas):
 
 
 @SKIPS
-@pytest.mark.worth_seconds(5)
+@pytest.mark.slow
 def test_a_train_step_of_its_own_is_watched():
     class Own(keras.Model):
         def __init__(self):

@@ -137,7 +137,7 @@ HEALTHY = {
 }
 
 
-@pytest.mark.worth_seconds(14)
+@pytest.mark.worth_seconds(5)
 @pytest.mark.parametrize("row", HEALTHY)
 def test_replicas_that_train_are_alike(row):
     make, optimizer, options = HEALTHY[row]
@@ -152,7 +152,7 @@ def test_replicas_that_train_are_alike(row):
         assert [name for name in names if name.endswith(f"/{stored}")], stored
 
 
-@pytest.mark.worth_seconds(4)
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
 def test_mixed_precision_is_alike(policy):
     keras.config.set_dtype_policy(policy)
@@ -206,7 +206,7 @@ PLANTED = {
 }
 
 
-@pytest.mark.worth_seconds(10)
+@pytest.mark.worth_seconds(4)
 @pytest.mark.parametrize("row", PLANTED)
 def test_what_drifted_is_named(row):
     ending, change = PLANTED[row]
@@ -224,7 +224,7 @@ def test_what_drifted_is_named(row):
     assert "replica 2 (CPU:2) differs from the 3 others" in words and ending in words
 
 
-@pytest.mark.worth_seconds(4)
+@pytest.mark.slow
 def test_of_two_replicas_both_are_named():
     pokes = Pokes(named("dense/kernel"), 1, next_bit)
     with pytest.raises(ReplicaDriftError, match="no majority") as caught:
@@ -233,7 +233,7 @@ def test_of_two_replicas_both_are_named():
     assert "replica 0 (CPU:0), replica 1 (CPU:1) differ" in str(caught.value)
 
 
-@pytest.mark.worth_seconds(4)
+@pytest.mark.slow
 def test_a_warning_comes_once_and_training_goes_on():
     model, check = compiled(make_strategy(4)), ReplicaCheck(1, on_drift="warn")
     # Nobody else assigns to it: it stays as it is.
@@ -246,7 +246,7 @@ def test_a_warning_comes_once_and_training_goes_on():
     assert [drift.ranks for drift in check.drifts] == [(3,)] * 4
 
 
-@pytest.mark.worth_seconds(4)
+@pytest.mark.slow
 def test_local_weights_are_compared_within_their_group():
     hosts = tfdp.sync.DiLoCo(every=50, across="hosts")
     model = compiled(make_strategy(4, hierarchy=(2, 2)), sync(hosts))
@@ -315,6 +315,7 @@ def _mixed(word, place):
     return mixed
 
 
+@pytest.mark.slow
 def test_one_replica_has_nothing_to_compare():
     model, check = compiled(make_strategy(1)), ReplicaCheck(1)
     fit(model, check)

@@ -31,10 +31,8 @@ def test_healthy_hosts_are_alike(engine):
     assert told == {"error": None, "message": "", "checks": 5, "finite": True}
 
 
-@pytest.mark.parametrize(
-    "engine", ["sockets", pytest.param("tensorflow", marks=pytest.mark.slow)]
-)
-@pytest.mark.worth_seconds(15)
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["sockets", "tensorflow"])
 def test_a_replica_that_drifted_is_named_on_all_hosts(engine):
     told = told_by(2, 2, "drift", engine)
     assert told["error"] == "ReplicaDriftError"
@@ -57,7 +55,7 @@ def test_shards_that_each_host_has_are_compared(group):
 @pytest.mark.parametrize(
     "engine", ["sockets", pytest.param("tensorflow", marks=pytest.mark.slow)]
 )
-@pytest.mark.worth_seconds(15)
+@pytest.mark.worth_seconds(12)
 def test_a_nan_is_traced_to_its_host(engine):
     told = told_by(2, 2, "nan", engine)
     assert told["error"] == "NotFiniteError"
