@@ -63,10 +63,11 @@ class ReplicaCheck(keras.callbacks.Callback):
       ReplicaDriftError: after a comparison, on all hosts, when something drifted; its
         `drifts` holds all of it.
 
-    Cost: reads everything that is compared once, on its device: 2 ns for 4 bytes on one
-    core of a CPU, and up to a millisecond for each variable; 30 bytes to each other
-    host for each variable and replica. Nothing in the steps between. With one replica
-    there is nothing to compare, and it does nothing.
+    Cost: reads everything that is compared, on its device: some 3 ns of a CPU's core
+    for 4 bytes (21 million parameters with Adam on two replicas: 0.34 s, the first time
+    0.9 s), and up to a millisecond for each variable; some 30 bytes to each other host
+    for each variable and replica. Nothing in the steps between. With one replica there
+    is nothing to compare, and it does nothing.
 
     ```python
     import keras

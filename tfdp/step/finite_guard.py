@@ -101,10 +101,13 @@ class FiniteGuard:
             notes = self._notes[rank]
             notes.begin()
             stored = [_own(v, rank) for v in _stored_by_steps(self.model)]
-            before = [(copy, copy.read_value()) for copy in stored if copy is not None]
+            notes.before = [(c, c.read_value()) for c in stored if c is not None]
             parts = self._parts_of((args, kwargs))
-            result = step(*args, **kwargs)
-            notes.end(before, parts, stops=self._stops)
+            try:
+                result = step(*args, **kwargs)
+                notes.end(parts, stops=self._stops)
+            finally:
+                notes.before = []  # tensors of this graph
             return result
 
         return guarded_step
@@ -155,6 +158,10 @@ class FiniteGuard:
             )
             notes.is_left_out.assign(notes.is_left_out.read_value() | is_left_out)
         return tf.logical_not(is_left_out)
+
+    def put_back(self, rank: int) -> tf.Tensor:
+        """Within a step: makes what it stored so far what it was; gives False."""
+        return self._notes[rank].put_back()
 
     def read(self) -> LeftOut | None:
         """What was left out since the last time; None: nothing."""
@@ -210,19 +217,21 @@ class _Notes:
         # Steps, left out, in a row, most in a row, the first one left out.
         self.counts = make_note([0, 0, 0, 0, NONE], tf.int64)
         self.batch: list[tf.Variable] = []
+        # While a step is traced: what it may store, and what that was.
+        self.before: list[tuple[tf.Variable, tf.Tensor]] = []
 
     def begin(self) -> None:
         """A step begins."""
         self.bad_loss.assign(False)
         self.is_left_out.assign(False)
 
-    def end(
-        self,
-        before: Sequence[tuple[tf.Variable, tf.Tensor]],
-        parts: Sequence[tf.Tensor],
-        *,
-        stops: bool,
-    ) -> None:
+    def put_back(self) -> tf.Tensor:
+        """Makes what a step stored what it was before."""
+        for copy, value in self.before:
+            copy.assign(value)
+        return tf.constant(False)
+
+    def end(self, parts: Sequence[tf.Tensor], *, stops: bool) -> None:
         """A step ends; where nothing was updated, what it stored is put back."""
         if [part.dtype for part in parts] != [note.dtype for note in self.batch]:
             self.batch = [make_note_of_any_shape(part.dtype) for part in parts]
@@ -237,12 +246,11 @@ class _Notes:
                 note.assign(part)
             return tf.constant(True)
 
-        def put_back() -> tf.Tensor:
-            for copy, value in before:
-                copy.assign(value)
+        def leave_out() -> tf.Tensor:
+            self.put_back()
             return tf.cond(is_first, keep_batch, lambda: tf.constant(False))
 
-        tf.cond(is_left_out, put_back, lambda: tf.constant(False))
+        tf.cond(is_left_out, leave_out, lambda: tf.constant(False))
         self.counts.assign(
             [
                 steps,
@@ -284,7 +292,9 @@ def update_if_finite(
         return tf.constant(True)
 
     is_good = guard.may_update(optimizer, gradients, run, rank)
-    tf.cond(is_good, updated, lambda: tf.constant(False))
+    # Put back now and in the end: groups that train apart may meet in this step, and
+    # bring together what layers store; metrics are updated after the weights.
+    tf.cond(is_good, updated, lambda: guard.put_back(rank))
 
 
 def note_loss(model: Any, loss: tf.Tensor) -> None:

@@ -33,7 +33,7 @@ def bit_hash(variable: Any) -> tf.Tensor:
     Args:
       variable: one device's; of numbers, whole numbers or bools.
 
-    Cost: two passes over the variable. Measured on one core: 2 ns a word, and a
+    Cost: two passes over the variable. Measured on one core: 2 to 3 ns a word, and a
     millisecond at most for each variable.
     """
     with tf.device(variable.device):
