@@ -40,18 +40,23 @@ def in_words(found: Sequence[Finding], places: Sequence[str], when: str) -> str:
 
 def _in_order(findings: Sequence[Finding]) -> str:
     gradients = [finding for finding in findings if finding.kind == "gradient"]
-    words = [_words(finding) for finding in findings if finding.kind != "gradient"]
+    apart = ("gradient", "unknown")
+    words = [_words(finding) for finding in findings if finding.kind not in apart]
     if gradients:
         named = ", ".join(finding.name for finding in gradients[:MOST_NAMED])
         more = len(gradients) - MOST_NAMED
         and_more = f" and {more} more" if more > 0 else ""
         words.append(f"the gradient of {named}{and_more}")
-    return "first " + ", then ".join(words)
+    clauses = ["first " + ", then ".join(words)] if words else []
+    clauses += [
+        f"more is not known, as the batch could not be computed again ({finding.name})"
+        for finding in findings
+        if finding.kind == "unknown"
+    ]
+    return ", ".join(clauses)
 
 
 def _words(finding: Finding) -> str:
-    if finding.kind == "unknown":
-        return f"not known, as the batch could not be computed again: {finding.name}"
     if finding.kind == "loss":
         return "the loss"
     row = "" if finding.row is None else f", the first in row {finding.row}"

@@ -87,11 +87,16 @@ def find_not_finite(
     if batches is None:
         reason = "its batch was filled up to a fixed size (pad_batches)"
         return [Finding(first_rank, "unknown", reason)]
+    for look, (args, _) in zip(looks, batches, strict=True):
+        for name, part in _named_parts(args):
+            look.at("input", name, part, has_rows=True)
     try:
         with _as_it_was(model), _looking(model, looks):
             _run_again(model, strategy, batches, looks)
     except Exception as error:  # what a model's own step may raise, nobody knows
-        words = f"{type(error).__name__}: {error}".splitlines()[0]
+        # Keras says first where it was, and then what.
+        lines = [line for line in str(error).splitlines() if line.strip()][:2]
+        words = f"{type(error).__name__}: {' '.join(lines)}"
         looks[0].findings.append(Finding(first_rank, "unknown", words))
     return [finding for look in looks for finding in look.findings]
 
@@ -206,9 +211,6 @@ def _run_again(
             strategy.extended.current_run.groups = groups
         arguments = tf.nest.pack_sequence_as(structure, parts, expand_composites=True)
         args, kwargs = arguments
-        look = looks[current_rank()]
-        for name, part in _named_parts(args):
-            look.at("input", name, part, has_rows=True)
         model.train_step(*args, **kwargs)
 
     strategy.run(again, args=(values,))
