@@ -61,9 +61,10 @@ class NaNGuard(keras.callbacks.Callback):
     no loss depends on, and the optimizer's state, at the end of each epoch and before a
     copy is taken. Hosts that train apart (`sync=`) tell and raise each their own.
     The cause is looked for without XLA and with new random draws; where it does not
-    show again, the message says so; where the step
-    cannot run eagerly (some with `sync=`), it tells of weights and the input only. `keras.callbacks.TerminateOnNaN` looks at the
-    reported loss, a mean over the epoch so far, when the update has been made.
+    show again, the message says so; where the step cannot run eagerly (some with
+    `sync=`), it tells of weights and the input only. `keras.callbacks.TerminateOnNaN`
+    looks at the reported loss, a mean over the epoch so far, when the update has been
+    made.
 
     Args:
       on_nan: "raise", "skip" or "rollback".
