@@ -18,7 +18,11 @@ __all__ = [
     "LocalMeanWarning",
     "LocalStateWarning",
     "MissingDependencyError",
+    "NotFiniteError",
+    "NotFiniteWarning",
     "ParityError",
+    "ReplicaDriftError",
+    "ReplicaDriftWarning",
     "ScopeError",
     "SlowInputWarning",
     "TPUError",
@@ -83,6 +87,22 @@ class CheckpointWarning(UserWarning):
     """A checkpoint is damaged, was not written, or does not tell all."""
 
 
+class ReplicaDriftError(TfdpError, RuntimeError):
+    """Replicas have other values of what they keep alike."""
+
+    def __init__(self, *messages: object, drifts: object = ()):
+        super().__init__(*messages)
+        self.drifts = drifts
+
+
+class NotFiniteError(TfdpError, ArithmeticError):
+    """A loss, a gradient or a weight is infinite or not a number."""
+
+    def __init__(self, *messages: object, findings: object = ()):
+        super().__init__(*messages)
+        self.findings = findings
+
+
 class JobKeyWarning(UserWarning):
     """Workers on several machines have no key: strangers can join them."""
 
@@ -93,6 +113,14 @@ class LocalMeanWarning(UserWarning):
 
 class LocalStateWarning(UserWarning):
     """What a layer stores looks like something that is no mean over rows."""
+
+
+class NotFiniteWarning(UserWarning):
+    """A loss or a gradient is infinite or not a number, and its step was left out."""
+
+
+class ReplicaDriftWarning(UserWarning):
+    """Replicas have other values of what they keep alike, and training goes on."""
 
 
 class SlowInputWarning(UserWarning):

@@ -232,10 +232,11 @@ def make_counter() -> tf.Variable:
     return make_note(0, tf.int64)
 
 
-def make_note(value: Any, dtype: tf.DType) -> tf.Variable:
+def make_note(value: Any, dtype: tf.DType, *, any_shape: bool = False) -> tf.Variable:
     """A variable of this process, and of no strategy, that graphs leave notes in."""
+    shape = tf.TensorShape(None) if any_shape else None
     with tf.init_scope(), tf.device("CPU:0"):
-        return ResourceVariable(value, dtype=dtype, trainable=False)
+        return ResourceVariable(value, dtype=dtype, trainable=False, shape=shape)
 
 
 def count_in_graph(counter: tf.Variable, amount: tf.Tensor) -> None:

@@ -26,6 +26,7 @@ __all__ = [
     "LossScaleHooks",
     "averages_of",
     "by_keras",
+    "is_between_updates",
     "put_under",
     "strategy_of",
     "variable_index",
@@ -74,6 +75,16 @@ def variable_index(optimizer: keras.optimizers.Optimizer, variable: Any) -> int:
 def averages_of(optimizer: keras.optimizers.Optimizer) -> list[Any]:
     """The moving average of each of those variables; None for what is not averaged."""
     return optimizer._model_variables_moving_average
+
+
+def is_between_updates(optimizer: keras.optimizers.Optimizer) -> bool:
+    """Whether `optimizer` has accumulated gradients that it has not updated with."""
+    own = getattr(optimizer, "has_accumulated", None)
+    if own is not None:
+        return bool(own)
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    steps = inner.gradient_accumulation_steps
+    return bool(steps) and int(inner._iterations.numpy()) % steps != 0
 
 
 class DecayHooks(keras.optimizers.Optimizer):

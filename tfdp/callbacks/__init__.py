@@ -4,6 +4,8 @@ from tfdp.callbacks.checkpoint import Checkpoint
 from tfdp.callbacks.gradient_noise_scale import GradientNoiseScale
 from tfdp.callbacks.input_watch import InputWatch
 from tfdp.callbacks.learning_rate import LearningRateLogger
+from tfdp.callbacks.nan_guard import NaNGuard
+from tfdp.callbacks.replica_check import ReplicaCheck
 from tfdp.callbacks.step_timeline import StepTimeline
 from tfdp.callbacks.traffic import Traffic
 
@@ -12,6 +14,8 @@ __all__ = [
     "GradientNoiseScale",
     "InputWatch",
     "LearningRateLogger",
+    "NaNGuard",
+    "ReplicaCheck",
     "StepTimeline",
     "Traffic",
 ]

@@ -139,7 +139,7 @@ def _entry_of(variable: keras.Variable) -> Entry:
     if isinstance(value, ShardedVariable):
         return _sharded(variable, value)
     shape, dtype = tuple(value.shape), variable.dtype
-    if isinstance(value, LocalView) and value.keeps_all_copies:
+    if isinstance(value, LocalView) and value.is_of_group:
         copies = [value.outer_copy(rank) for rank in range(len(value.values))]
         return Entry(path, "ranks", shape, dtype, _stacked(copies), _mean_to(copies))
     if isinstance(value, SyncOnReadVariable):

@@ -64,9 +64,10 @@ def make_rounds(
             "both decide what hosts send. Leave one of them out; "
             "tfdp.sync.DiLoCo(compression=...) compresses what is sent at a meeting."
         )
-    if len(groups) > 1:
-        for variable in own:
-            if isinstance(variable, LocalView):
+    for variable in own:
+        if isinstance(variable, LocalView):
+            variable.is_of_group = True
+            if len(groups) > 1:
                 keep_all_copies(variable)
     inner = optimizer.inner_optimizer
     averages = averages_of(inner) if inner.use_ema else []

@@ -25,6 +25,7 @@ from tfdp.optimizers.apart import (
     refuse_with_sync,
 )
 from tfdp.sharding.updates import ACCUMULATOR_NAME
+from tfdp.step.finite_guard import update_if_finite
 from tfdp.step.local_values import LocalValues
 from tfdp.step.optimizers import shards_of, takes_reduced
 from tfdp.step.rounds import Rounds
@@ -203,7 +204,17 @@ class DistributedOptimizer(LossScaleHooks):
             reduced = self._reduced(gradients, variables, weight)
             self._update_weights(reduced, variables)
         else:
-            self._accumulate(gradients, variables)
+            update_if_finite(
+                self,
+                gradients,
+                variables,
+                lambda: self._accumulate(gradients, variables),
+            )
+
+    @property
+    def has_accumulated(self) -> bool:
+        """Whether there were micro-steps since the last update."""
+        return self.accumulate_steps > 1 and int(self._micro_step.numpy()) != 0
 
     def get_config(self) -> dict[str, Any]:
         """The arguments, for serialisation."""
@@ -295,12 +306,17 @@ class DistributedOptimizer(LossScaleHooks):
 
     def _update_weights(self, gradients: list[Any], variables: list[Any]) -> None:
         """Tests, clips and updates, with gradients that are reduced already."""
+
+        def update() -> None:
+            self._update_tested(gradients, variables)
+
         if self._rounds is not None:
             with averages_wait(self.inner_optimizer):
-                self._update_tested(gradients, variables)
+                update_if_finite(self, gradients, variables, update)
+            # Counted by all, also by those who leave this update out.
             self._rounds.after_update(current_rank())
         else:
-            self._update_tested(gradients, variables)
+            update_if_finite(self, gradients, variables, update)
 
     def _update_tested(self, gradients: list[Any], variables: list[Any]) -> None:
         with takes_reduced(self.inner_optimizer):

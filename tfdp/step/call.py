@@ -15,10 +15,12 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdp._private.instance_attributes import instance_attributes
 from tfdp.data.keras_input import with_none
 from tfdp.data.split import in_parts
 from tfdp.step.batch_first import batch_first
 from tfdp.step.borrowed_rows import borrow_rows, leaves_borrowed_out, return_rows
+from tfdp.step.finite_guard import FiniteGuard
 from tfdp.step.jit import is_stock_train_step, jitted_train_step
 from tfdp.step.layer_state import suspect_stored
 from tfdp.step.optimizers import led_optimizers, optimizers_of
@@ -66,6 +68,7 @@ class StepCall:
         self.is_reported = is_reported and self.is_step and not is_compiled
         self._devices, self._is_compiled = devices, is_compiled
         self._filled_rows: Any = None
+        self._guard: FiniteGuard | None = None
 
     def compile_replicas(self) -> None:
         """Lets XLA compile what each replica computes, where the step is Keras' own."""
@@ -112,11 +115,20 @@ class StepCall:
             led_reports(self.model, self.run) as noted,
             leaves_borrowed_out(self.fn, optimizers, self.run),
             own_losses(self.model if replicas > 1 else None),
+            _looking_at_loss(self.model, self._guard),
             batch_first(self.step, None if self._is_compiled else arguments) as step,
         ):
             self.step = recorded(step, self.run) if tf.executing_eagerly() else step
             yield noted
         suspect_stored(self.run)
+
+    def guard(self, guard: FiniteGuard | None) -> None:
+        """Lets `guard` watch the step, where it is what `guard` is for."""
+        if guard is None or guard.model is not self.model:
+            return
+        if name_of_step(self.fn) == "train_step":
+            self._guard = guard
+            self.step = guard.around(self.step)
 
     def own_rows_of(self, result: Any) -> Any:
         """`result` without what was computed of filling and of borrowed rows."""
@@ -125,3 +137,13 @@ class StepCall:
         if self.run.padding:
             result = trim_rows(result, self._filled_rows)
         return return_rows(result, self.run)
+
+
+def _looking_at_loss(
+    model: Any, guard: FiniteGuard | None
+) -> contextlib.AbstractContextManager[None]:
+    if guard is None:
+        return contextlib.nullcontext()
+    # What leads it already comes first: of a borrowed row the loss is 0 by then.
+    led = {"compute_loss": guard.loss_noting(model.compute_loss)}
+    return instance_attributes(model, led)

@@ -61,6 +61,15 @@ class CompressionState(tf.Module):
             self.of_variables[name] = OfVariable(of.method, variable.shape, devices)
         return self.of_variables[name]
 
+    @property
+    def copies(self) -> list[tf.Variable]:
+        """Every variable of this process that holds some of it."""
+        kept = [self.steps]
+        for of in self.of_variables.values():
+            kept += [] if of.residual is None else [of.residual]
+            kept += of.slots.values()
+        return [copy for of_ranks in kept for copy in of_ranks.copies]
+
 
 class OfVariable(tf.Module):
     """The residual and the method's slots of one variable, on those who speak."""

@@ -15,6 +15,7 @@ import tensorflow as tf
 
 from tfdp._private.keras_models import compute_loss, loss_trackers, takes_training
 from tfdp._private.names import unscale_loss_for_distribution
+from tfdp.step.finite_guard import note_loss
 
 __all__ = ["is_stock_train_step", "jitted_train_step", "take_over_jit"]
 
@@ -62,6 +63,7 @@ def jitted_train_step(model: keras.Model, data: Any) -> dict[str, Any]:
         return loss, y_pred, tape.gradient(scaled, variables)
 
     loss, y_pred, gradients = compute(x, y, sample_weight)
+    note_loss(model, loss)
     first = next(part for part in tf.nest.flatten(x) if part is not None)
     loss_trackers(model)[0].update_state(
         unscale_loss_for_distribution(loss), sample_weight=tf.shape(first)[0]

@@ -39,6 +39,7 @@ from tfdp.sharding.optimizers import (
     shard_leads,
 )
 from tfdp.sharding.updates import ShardUpdates
+from tfdp.step.finite_guard import update_if_finite
 from tfdp.step.sums import agree_finite, reduce_gradients
 from tfdp.tracing.current_run import current_run
 from tfdp.tracing.run import ReplicaRun
@@ -142,19 +143,24 @@ def _apply(
     if shards_of(optimizer) is not None:
         for leaf in _leaves(optimizer):
             check_shardable(leaf)
-    if not _reduces_first(optimizer):
-        with run.updating(reduces=True):
-            return original(gradients, trainable_variables)
     # Lists, because Keras gives zips, which end with the first who reads them.
     variables = None if trainable_variables is None else list(trainable_variables)
+    gradients = list(gradients)
     if variables is not None and not optimizer.built:
         # As Keras does next; what compression leaves goes by an optimizer's variables.
         with run.updating(), keras.name_scope(optimizer.name, caller=optimizer):
             optimizer.build(variables)
         optimizer.built = True
-    reduced = _reduce_before(optimizer, run, list(gradients), variables)
-    with run.updating():
-        return original(reduced, variables)
+    reduces_first = _reduces_first(optimizer)
+    if reduces_first:
+        gradients = _reduce_before(optimizer, run, gradients, variables)
+
+    def update() -> None:
+        with run.updating(reduces=not reduces_first):
+            original(gradients, variables)
+
+    built_with = variables or variables_built_with(optimizer)
+    update_if_finite(optimizer, gradients, built_with, update)
 
 
 def _reduce_before(

@@ -398,3 +398,7 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
     def from_chief(self, value: np.ndarray, label: str = "value") -> np.ndarray:
         """Worker 0's array, on every host; see `DataParallelStrategy.from_chief`."""
         return value if self._group is None else self._group.from_chief(value, label)
+
+    def gather_bytes(self, blob: bytes, label: str) -> list[bytes]:
+        """Every worker's `blob`, by rank; see `ReplicaContextStrategy`."""
+        return [blob] if self._group is None else self._group.link.gather(blob, label)

@@ -13,6 +13,7 @@ from tfdp.errors import ScopeError
 from tfdp.exchange.reducer import Reducer
 from tfdp.sharding.updates import SHARD_CLASSES, ShardUpdates
 from tfdp.sharding.variables import ShardedVariable
+from tfdp.step.finite_guard import FiniteGuard
 from tfdp.step.noise_probe import NoiseProbe
 from tfdp.step.optimizers import refuse_unled
 from tfdp.strategies.made_optimizers import MadeOptimizers
@@ -37,6 +38,8 @@ class ReplicaExtended(LastingInput):
     made_optimizers: MadeOptimizers
     #: Notes the norms of gradients; None: nobody asks.
     noise_probe: NoiseProbe | None = None
+    #: Leaves out steps that are not finite; None: nobody asks.
+    finite_guard: FiniteGuard | None = None
     #: Whether random layers draw apart on every replica.
     _draws_per_replica: bool
 

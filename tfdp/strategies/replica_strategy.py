@@ -77,6 +77,15 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
     def barrier(self, label: str = "barrier") -> None:
         """Waits until every host has come here: at once, where there is one."""
 
+    def gather_bytes(self, blob: bytes, label: str) -> list[bytes]:
+        """Every host's `blob`, by rank, outside of graphs: all must ask for it.
+
+        Args:
+          blob: lengths may differ.
+          label: names the exchange in errors.
+        """
+        return [blob]
+
     @property
     def shard(self) -> str:
         """What is sharded: "none", "optimizer", "gradients" or "parameters"."""
@@ -139,6 +148,7 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
         if call.model in self._jit_models:
             call.compile_replicas()
         run = call.take_batch()
+        call.guard(self.extended.finite_guard)
         is_jitted = call.model in self._jit_models
         begin_local_run(fn, call.optimizers, run, self, is_jitted=is_jitted)
         self._complete_run(run)

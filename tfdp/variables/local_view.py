@@ -32,8 +32,10 @@ class LocalView(MirroredVariable):
     #: The local variables, by replica; None: there are none.
     _local: list[tf.Variable] | None = None
     _listeners: tuple[NoteChange, ...] = ()
-    #: Whether each replica has its own value here: state of who trains apart.
-    keeps_all_copies = False
+    #: Whether each group of replicas that trains apart has a value of its own.
+    is_of_group = False
+    #: Whether each replica assigns a value of its own, which nobody brings together.
+    is_of_replica = False
 
     # All of TensorFlow's ways to a component within a replica (reads, assignments,
     # updates, gradients) go over these two, so that none of them sees the other value.
@@ -119,7 +121,6 @@ def keep_all_copies(variable: LocalView) -> None:
     A checkpoint with one value gives it to all.
     """
     copies = [variable.outer_copy(rank) for rank in range(len(variable.values))]
-    variable.keeps_all_copies = True
 
     def write() -> tf.Tensor:
         return tf.stack([copy.read_value() for copy in copies])

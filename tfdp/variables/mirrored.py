@@ -7,7 +7,12 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdp._private.names import MirroredVariable, SyncOnReadVariable, current_rank
+from tfdp._private.names import (
+    MirroredVariable,
+    SyncOnReadVariable,
+    current_rank,
+    own_copy,
+)
 from tfdp.errors import ConfigurationError
 from tfdp.tracing.assigned_terms import term_added_to
 from tfdp.tracing.replica_invariance import is_same_on_every_replica, outermost
@@ -51,8 +56,11 @@ class ReplicaMirroredVariable(PythonNumber, LocalView):
     def _update_replica(self, update_fn: Callable, value: Any, **kwargs: Any) -> Any:
         extended = self.distribute_strategy.extended
         run, rank = extended.current_run, current_rank()
-        if self.aggregation == tf.VariableAggregation.NONE and self.dtype.is_floating:
-            run.note_local_state(rank, self, value)
+        if self.aggregation == tf.VariableAggregation.NONE:
+            if self.dtype.is_floating:
+                run.note_local_state(rank, self, value)
+            elif not run.is_updating and not _is_alike(value, self, rank):
+                self.is_of_replica = True
         if tf.is_tensor(value) and isinstance(rank, int):
             if (
                 self.aggregation == tf.VariableAggregation.MEAN
@@ -114,6 +122,15 @@ class ReplicaMirroredVariable(PythonNumber, LocalView):
             return update_fn(own, total - too_many, **kwargs)
 
         return update_by_sum, value
+
+
+def _is_alike(value: Any, variable: ReplicaMirroredVariable, rank: Any) -> bool:
+    """Whether all replicas surely assign the same to a variable of whole numbers."""
+    if not tf.is_tensor(value) or not isinstance(rank, int):
+        return not tf.is_tensor(value)
+    if isinstance(value, tf.__internal__.EagerTensor):
+        return False
+    return is_same_on_every_replica(value, own_copy(variable, rank))
 
 
 class ReplicaOnReadVariable(SyncOnReadVariable):

@@ -1,0 +1,325 @@
+"""`NaNGuard`: notices a NaN in its step, says where it began, and what then."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+
+from tfdp.callbacks.findings_in_words import in_words
+from tfdp.callbacks.kept_copy import KeptCopy
+from tfdp.callbacks.told_by_all import (
+    first_rank_of,
+    places_of,
+    refuse_strategy,
+    told_by_all,
+)
+from tfdp.checks import is_whole
+from tfdp.errors import ConfigurationError, NotFiniteError, NotFiniteWarning
+from tfdp.step.finite_guard import FiniteGuard, LeftOut
+from tfdp.step.finite_trace import Finding, find_not_finite, weights_not_finite
+from tfdp.step.optimizers import optimizers_of
+
+__all__ = ["NaNGuard"]
+
+REACTIONS = ("raise", "skip", "rollback")
+MOST_IN_A_ROW = 10
+KEEP_EVERY_STEPS = 100
+
+
+class NaNGuard(keras.callbacks.Callback):
+    """Notices that a loss or a gradient is NaN or infinite in the step where it is.
+
+    Such a step updates nothing, on no replica: weights, the optimizer's state, moving
+    statistics and metrics are afterwards what they were before. Then its batch is
+    computed once more, layer by layer on every replica, and what is not finite is told
+    in the order in which it came about: a weight, the input (and which row), the first
+    layer, the loss, the gradients, and on which replica.
+
+    `on_nan` says what follows:
+
+        "raise"       `NotFiniteError`, with all of that
+        "skip"        training goes on with the next batch. The first time a
+                      `NotFiniteWarning` tells the cause; `skipped_steps` in the logs
+                      counts. More than `most_in_a_row` one after the other: as "raise"
+        "rollback"    as "skip", and weights and the optimizer's state go back to the
+                      last copy of them, which is taken every `keep_every_steps` steps,
+                      while all weights are finite. More than `most_in_a_row` times to
+                      the same copy: as "raise"
+
+    A loss scaler (`LossScaleOptimizer`, mixed_float16) finds gradients that are not
+    finite by itself and halves its scale: that is no fault, unless the loss itself is
+    not finite or the scale is down to 1. Under gradient accumulation the batch is left
+    out, and an update has as many good ones as ever. With `sync=` each group of
+    replicas leaves out its own update. With `steps_per_execution` "raise" and
+    "rollback" leave out what comes after such a step in the same execution, too.
+
+    A weight that an update itself made infinite is noticed with the next loss; one that
+    no loss depends on, and the optimizer's state, at the end of each epoch and before a
+    copy is taken. Hosts that train apart (`sync=`) tell and raise each their own.
+    The cause is looked for without XLA and with new random draws; where it does not
+    show again, the message says so; where the step cannot run eagerly (some with
+    `sync=`), it tells of weights and the input only. `keras.callbacks.TerminateOnNaN`
+    looks at the reported loss, a mean over the epoch so far, when the update has been
+    made.
+
+    Args:
+      on_nan: "raise", "skip" or "rollback".
+      most_in_a_row: at least 1; None for 10. Not with "raise".
+      keep_every_steps: at least 1; None for 100. With "rollback" only.
+
+    Raises:
+      ConfigurationError: when an argument is not as above; when training starts: under
+        a strategy that is not tfdp's, or is of a TPU, with `run_eagerly=True`; of
+        `sync=`, with "rollback" (the copies of several groups are of several moments)
+        and with accumulate_steps above 1 (groups would count apart).
+      NotFiniteError: while training, on all hosts; its `findings` hold what was found.
+
+    Cost: in each step a pass over the gradients and one sum of a number over all
+    replicas; the training step is traced once more, when training begins and after it
+    has ended; Keras waits for each batch before it starts the next. "rollback": on each
+    device as many bytes as it has weights and state of the optimizer. To find the cause
+    takes an eager step.
+
+    ```python
+    import keras
+    import numpy as np
+    import tfdp
+
+    tfdp.use_virtual_devices(2)
+    with tfdp.DataParallelStrategy().scope():
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+        model.compile("adam", "mse")
+    x = np.ones((16, 4), "float32")
+    guard = tfdp.callbacks.NaNGuard(on_nan="skip")
+    model.fit(x, x[:, :1], batch_size=8, verbose=0, callbacks=[guard])
+    print(guard.skipped_steps)  # 0
+    ```
+    """
+
+    def __init__(
+        self,
+        on_nan: str = "raise",
+        *,
+        most_in_a_row: int | None = None,
+        keep_every_steps: int | None = None,
+    ):
+        super().__init__()
+        if on_nan not in REACTIONS:
+            raise ConfigurationError(
+                f"on_nan must be one of {', '.join(map(repr, REACTIONS))}. Received: "
+                f"{on_nan!r}."
+            )
+        _check_count("most_in_a_row", most_in_a_row, on_nan, ("skip", "rollback"))
+        _check_count("keep_every_steps", keep_every_steps, on_nan, ("rollback",))
+        self.on_nan = on_nan
+        self.most_in_a_row = most_in_a_row or MOST_IN_A_ROW
+        self.keep_every_steps = keep_every_steps or KEEP_EVERY_STEPS
+        #: Steps whose update was left out, in all fits.
+        self.skipped_steps = 0
+        #: How often weights went back to a copy.
+        self.rollbacks = 0
+        #: What was found last.
+        self.findings: list[Finding] = []
+        self._guard: FiniteGuard | None = None
+        self._copy: KeptCopy | None = None
+        self._steps = self._first_of_batch = 0
+        self._skipped_before = 0
+        self._has_warned = False
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Begins to look: in graphs, which are therefore built anew.
+
+        Raises:
+          ConfigurationError: where they cannot.
+        """
+        strategy = self.model.distribute_strategy
+        _refuse_what_cannot_act(self.model, self.on_nan)
+        self._guard = FiniteGuard(
+            self.model,
+            strategy.extended.reducer,
+            len(strategy.extended.worker_devices),
+            stops=self.on_nan != "skip",
+        )
+        strategy.extended.finite_guard = self._guard
+        self.model.make_train_function(force=True)
+        self._steps, self._has_warned = 0, False
+        self._copy = KeptCopy(self.model) if self.on_nan == "rollback" else None
+        self._keep_copy()
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Starts the epoch's count."""
+        self._skipped_before = self.skipped_steps
+
+    def on_train_batch_begin(
+        self, batch: int, logs: dict[str, Any] | None = None
+    ) -> None:
+        """Lets the graphs act."""
+        self._first_of_batch = batch
+        if self._guard is not None:
+            self._guard.arm(self.model.steps_per_execution)
+
+    def on_train_batch_end(
+        self, batch: int, logs: dict[str, Any] | None = None
+    ) -> None:
+        """Looks whether a step was left out, and does what `on_nan` says.
+
+        Raises:
+          NotFiniteError: where that is to raise.
+        """
+        before, self._steps = (
+            self._steps,
+            self._steps + batch - self._first_of_batch + 1,
+        )
+        if self._guard is None:
+            return
+        self._guard.arm(0)
+        if not self._left_out() and self._is_due(before):
+            self._keep_copy()
+        self._count_in(logs)
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Looks at all weights, and at steps that came before the end of the input.
+
+        Raises:
+          NotFiniteError: when one is not finite, and there is no copy to go back to.
+        """
+        self._left_out()
+        found = self._bad_weights()
+        if found:
+            when = f"after step {self._steps} of this fit"
+            self._tell(found, when, is_enough=not self._can_roll_back())
+            self._roll_back()
+        self._count_in(logs)
+
+    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+        """Looks no more; the next training builds graphs that do not, either."""
+        self._guard = self._copy = None
+        self.model.distribute_strategy.extended.finite_guard = None
+        self.model.make_train_function(force=True)
+
+    def _left_out(self) -> bool:
+        """Whether steps were left out since the last time; reacts if so."""
+        left_out = None if self._guard is None else self._guard.read()
+        if left_out is not None:
+            self._react(left_out)
+        return left_out is not None
+
+    def _react(self, left_out: LeftOut) -> None:
+        self.skipped_steps += left_out.steps
+        when = f"in step {left_out.first} of this fit"
+        is_enough = (
+            self.on_nan == "raise" or left_out.most_in_a_row > self.most_in_a_row
+        )
+        if self.on_nan == "rollback":
+            is_enough = not self._can_roll_back()
+        if is_enough or not self._has_warned:
+            # Before anything goes back: with the weights of that step.
+            self._tell(self._find(), when, is_enough=is_enough)
+        self._roll_back()
+        self._guard.go_on()  # type: ignore[union-attr]
+
+    def _tell(self, found: list[Finding], when: str, *, is_enough: bool) -> None:
+        self.findings = found
+        message = in_words(found, self._places(), when)
+        if is_enough:
+            self.on_train_end()
+            raise NotFiniteError(message, findings=found)
+        self._has_warned = True
+        warnings.warn(message, NotFiniteWarning, stacklevel=2)
+
+    def _find(self) -> list[Finding]:
+        first = first_rank_of(self.model.distribute_strategy)
+        batches = self._guard.kept_batches()  # type: ignore[union-attr]
+        return self._told(find_not_finite(self.model, batches, first))
+
+    def _bad_weights(self) -> list[Finding]:
+        first = first_rank_of(self.model.distribute_strategy)
+        return self._told(weights_not_finite(self.model, first))
+
+    def _told(self, mine: list[Finding]) -> list[Finding]:
+        """What all hosts found; each its own, where hosts train apart."""
+        if _trains_apart(self.model):
+            return mine
+        everybody = told_by_all(
+            self.model.distribute_strategy,
+            [dataclasses.astuple(finding) for finding in mine],
+            "what is not finite",
+        )
+        return [Finding(*fields) for told in everybody for fields in told]
+
+    def _places(self) -> list[str]:
+        strategy = self.model.distribute_strategy
+        if _trains_apart(self.model):
+            return [""] * first_rank_of(strategy) + places_of(strategy)
+        told = told_by_all(strategy, places_of(strategy), "the places of replicas")
+        return [place for places in told for place in places]
+
+    def _is_due(self, before: int) -> bool:
+        """Whether to take a copy after good steps, of which there were `before`."""
+        every = self.keep_every_steps
+        is_first = self._copy is not None and not self._copy.is_taken
+        return is_first or self._steps // every > before // every
+
+    def _keep_copy(self) -> None:
+        copy = self._copy
+        if copy is not None and copy.can_be_taken() and not self._bad_weights():
+            copy.take()
+
+    def _can_roll_back(self) -> bool:
+        return self._copy is not None and self._copy.times_used < self.most_in_a_row
+
+    def _roll_back(self) -> None:
+        """Goes back to the last copy, where copies are taken."""
+        if self._copy is not None:
+            self._copy.put_back()
+            self.rollbacks += 1
+
+    def _count_in(self, logs: dict[str, Any] | None) -> None:
+        if logs is not None and self.on_nan != "raise":
+            logs["skipped_steps"] = self.skipped_steps - self._skipped_before
+
+
+def _check_count(name: str, value: Any, on_nan: str, acts_with: Sequence[str]) -> None:
+    if value is None:
+        return
+    if not is_whole(value, least=1):
+        raise ConfigurationError(
+            f"{name} must be an int of at least 1, or None. Received: {value!r}."
+        )
+    if on_nan not in acts_with:
+        raise ConfigurationError(
+            f"{name}={value} has nothing to act on with on_nan={on_nan!r}. Leave it "
+            f"out, or use on_nan={acts_with[-1]!r}."
+        )
+
+
+def _trains_apart(model: keras.Model) -> bool:
+    return any(getattr(o, "sync", None) is not None for o in optimizers_of(model))
+
+
+def _refuse_what_cannot_act(model: keras.Model, on_nan: str) -> None:
+    refuse_strategy(model.distribute_strategy, "NaNGuard")
+    if model.run_eagerly:
+        raise ConfigurationError(
+            "NaNGuard acts in graphs, and the model was compiled with "
+            "run_eagerly=True. Compile with run_eagerly=False, or leave the callback "
+            "out."
+        )
+    if not _trains_apart(model):
+        return
+    if on_nan == "rollback":
+        raise ConfigurationError(
+            "on_nan='rollback' goes back to one moment of all replicas, and with "
+            "sync=... groups of them train apart and meet at others. Use 'skip' or "
+            "'raise', or leave sync out."
+        )
+    if any(getattr(o, "accumulate_steps", 1) > 1 for o in optimizers_of(model)):
+        raise ConfigurationError(
+            "NaNGuard leaves a batch out of an accumulation, and with sync=... groups "
+            "of replicas, which meet after equal numbers of updates, would count "
+            "apart. Use accumulate_steps=1, or leave sync out."
+        )

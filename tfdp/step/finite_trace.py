@@ -1,0 +1,293 @@
+"""Where a number that is not finite came from: a batch, computed again and looked at.
+
+The step of a batch that was left out runs once more, eagerly, replica after replica,
+with the weights that each replica has now, which are those from before that step. What
+it computes is looked at in the order in which it comes about:
+
+    weight      of the model, or of the optimizer's state, before anything is computed
+    input       the batch itself
+    layer       the outputs of layers, the innermost first
+    loss        what `compute_loss` returned
+    gradient    what the optimizer would get, before it is summed over the replicas
+
+Nothing is updated: in the optimizer's place stands one that only looks on, and what the
+step stores is put back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdp._private.instance_attributes import instance_attributes
+from tfdp._private.keras_models import layers_within
+from tfdp._private.names import current_rank
+from tfdp.sharding.variables import ShardedVariable
+from tfdp.step.local_run import groups_across
+from tfdp.step.optimizers import optimizers_of
+
+__all__ = ["Finding", "find_not_finite", "state_of_replica", "weights_not_finite"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """Something that is not finite on one replica.
+
+    Args:
+      rank: the replica, among those of all hosts.
+      kind: "weight", "input", "layer", "loss" or "gradient"; "unknown" when the batch
+        could not be computed again.
+      name: of the variable, the part of the batch or the layer; the reason of an
+        "unknown".
+      nans, infinities: how many of its numbers.
+      numbers: how many it has.
+      row: of this replica's part of the batch, the first with one; None: it has no
+        rows.
+    """
+
+    rank: int
+    kind: str
+    name: str
+    nans: int = 0
+    infinities: int = 0
+    numbers: int = 0
+    row: int | None = None
+
+
+def find_not_finite(
+    model: keras.Model, batches: Sequence[Any] | None, first_rank: int
+) -> list[Finding]:
+    """What is not finite, replica by replica, each in the order it came about.
+
+    Of layers the first one is told, of gradients all.
+
+    Args:
+      model: whose step it is.
+      batches: what each replica's step was given, as (args, kwargs); None: nobody kept
+        it.
+      first_rank: that of this process's first replica.
+    """
+    strategy = model.distribute_strategy
+    looks = [
+        _Look(first_rank + rank)
+        for rank in range(len(strategy.extended.worker_devices))
+    ]
+    for rank, look in enumerate(looks):
+        for name, copy in state_of_replica(model, rank):
+            look.at("weight", name, copy.read_value())
+    if any(look.findings for look in looks):
+        return [finding for look in looks for finding in look.findings]
+    if batches is None:
+        reason = "its batch was filled up to a fixed size (pad_batches)"
+        return [Finding(first_rank, "unknown", reason)]
+    for look, (args, _) in zip(looks, batches, strict=True):
+        for name, part in _named_parts(args):
+            look.at("input", name, part, has_rows=True)
+    try:
+        with _as_it_was(model), _looking(model, looks):
+            _run_again(model, strategy, batches, looks)
+    except Exception as error:  # what a model's own step may raise, nobody knows
+        # Keras says first where it was, and then what.
+        lines = [line for line in str(error).splitlines() if line.strip()][:2]
+        words = f"{type(error).__name__}: {' '.join(lines)}"
+        looks[0].findings.append(Finding(first_rank, "unknown", words))
+    return [finding for look in looks for finding in look.findings]
+
+
+def weights_not_finite(model: keras.Model, first_rank: int) -> list[Finding]:
+    """The weights, and the optimizer's state, that are not finite on some replica."""
+    looks = []
+    for rank in range(len(model.distribute_strategy.extended.worker_devices)):
+        look = _Look(first_rank + rank)
+        for name, copy in state_of_replica(model, rank):
+            look.at("weight", name, copy.read_value())
+        looks += look.findings
+    return looks
+
+
+def state_of_replica(
+    model: keras.Model, rank: int
+) -> Iterator[tuple[str, tf.Variable]]:
+    """Weights and the optimizer's state as a replica of this process holds them."""
+    states = [owner.variables for owner in optimizers_of(model)]
+    for variable in itertools.chain(model.weights, *states):
+        value = variable.value
+        if isinstance(value, ShardedVariable):
+            yield variable.path, value.shard(rank)
+        elif getattr(value, "has_local", False):
+            yield variable.path, value.local_copy(rank)
+        elif hasattr(value, "values"):
+            yield variable.path, value.values[rank]
+
+
+class _Look:
+    """What one replica finds.
+
+    Args:
+      rank: among those of all hosts.
+    """
+
+    def __init__(self, rank: int):
+        self.rank = rank
+        self.findings: list[Finding] = []
+
+    def at(self, kind: str, name: str, value: Any, *, has_rows: bool = False) -> bool:
+        """Looks at a tensor; whether it found something."""
+        if isinstance(value, (tf.RaggedTensor, tf.IndexedSlices, tf.SparseTensor)):
+            value, has_rows = value.values, False
+            if isinstance(value, tf.RaggedTensor):
+                value = value.flat_values
+        if not isinstance(value, tf.__internal__.EagerTensor):
+            return False  # within a function that the model compiles by itself
+        if not value.dtype.is_floating or tf.reduce_all(tf.math.is_finite(value)):
+            return False
+        nans = int(tf.math.count_nonzero(tf.math.is_nan(value)))
+        infinities = int(tf.math.count_nonzero(tf.math.is_inf(value)))
+        row = None
+        if has_rows and value.shape.rank:
+            row = int(tf.where(~tf.math.is_finite(value))[0, 0])
+        size = int(tf.size(value))
+        found = Finding(self.rank, kind, name, nans, infinities, size, row)
+        self.findings.append(found)
+        return True
+
+    def has(self, kind: str) -> bool:
+        """Whether it has found such a thing."""
+        return any(finding.kind == kind for finding in self.findings)
+
+
+class _OnlyLooks:
+    """Stands in an optimizer's place, and updates nothing."""
+
+    def __init__(self, optimizer: Any, looks: Sequence[_Look]):
+        self._optimizer, self._looks = optimizer, looks
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._optimizer, name)
+
+    def apply_gradients(self, grads_and_vars: Any) -> None:
+        """See `keras.optimizers.Optimizer`."""
+        gradients, variables = zip(*grads_and_vars, strict=True)
+        self.apply(gradients, variables)
+
+    def apply(self, grads: Any, trainable_variables: Any = None) -> None:
+        """See `keras.optimizers.Optimizer`."""
+        look = self._looks[current_rank()]
+        variables = trainable_variables or self._optimizer.variables
+        for gradient, variable in zip(grads, variables, strict=False):
+            if gradient is not None:
+                look.at("gradient", variable.path, gradient)
+
+
+def _run_again(
+    model: keras.Model, strategy: Any, batches: Sequence[Any], looks: Sequence[_Look]
+) -> None:
+    groups = None
+    for optimizer in optimizers_of(model):
+        sync = getattr(optimizer, "sync", None)
+        if sync is not None:
+            groups = groups_across(strategy, sync.across)
+    structure = batches[0]
+    columns = zip(
+        *(tf.nest.flatten(batch, expand_composites=True) for batch in batches),
+        strict=True,
+    )
+    values = [
+        strategy.experimental_distribute_values_from_function(
+            functools.partial(_part_of, column, looks[0].rank)
+        )
+        for column in columns
+    ]
+
+    def again(parts: list[Any]) -> None:
+        if groups is not None:
+            strategy.extended.current_run.groups = groups
+        arguments = tf.nest.pack_sequence_as(structure, parts, expand_composites=True)
+        args, kwargs = arguments
+        model.train_step(*args, **kwargs)
+
+    strategy.run(again, args=(values,))
+
+
+def _part_of(column: Sequence[tf.Tensor], first_rank: int, context: Any) -> tf.Tensor:
+    return column[context.replica_id_in_sync_group - first_rank]
+
+
+def _named_parts(args: Any) -> Iterator[tuple[str, Any]]:
+    """The tensors of a batch, under names that a person knows."""
+    if len(args) != 1:
+        parts = {f"argument {place}": part for place, part in enumerate(args)}
+    else:
+        names = ("x", "y", "sample_weight")
+        parts = dict(
+            zip(names, keras.utils.unpack_x_y_sample_weight(*args), strict=True)
+        )
+    for name, part in parts.items():
+        for path, leaf in keras.tree.flatten_with_path(part):
+            where = "".join(f"[{key!r}]" for key in path)
+            if leaf is not None:
+                yield name + where, leaf
+
+
+@contextlib.contextmanager
+def _looking(model: keras.Model, looks: Sequence[_Look]) -> Iterator[None]:
+    """While this lasts, each replica looks at what `model` computes."""
+    with contextlib.ExitStack() as stack:
+        for layer in layers_within(model):
+            if layer is not model:
+                led = {"call": _looked_at(layer.call, layer, looks)}
+                stack.enter_context(instance_attributes(layer, led))
+        of_model = {
+            "compute_loss": _loss_looked_at(model.compute_loss, looks),
+            "optimizer": _OnlyLooks(model.optimizer, looks),
+        }
+        stack.enter_context(instance_attributes(model, of_model))
+        yield
+
+
+def _looked_at(call: Callable, layer: Any, looks: Sequence[_Look]) -> Callable:
+    @functools.wraps(call)
+    def looked_at(*args: Any, **kwargs: Any) -> Any:
+        outputs = call(*args, **kwargs)
+        look = looks[current_rank()]
+        for output in tf.nest.flatten(outputs):
+            if not look.has("layer"):
+                look.at("layer", layer.path, output, has_rows=True)
+        return outputs
+
+    return looked_at
+
+
+def _loss_looked_at(compute: Callable, looks: Sequence[_Look]) -> Callable:
+    @functools.wraps(compute)
+    def looked_at(*args: Any, **kwargs: Any) -> Any:
+        loss = compute(*args, **kwargs)
+        if loss is not None:
+            looks[current_rank()].at("loss", "the loss", tf.convert_to_tensor(loss))
+        return loss
+
+    return looked_at
+
+
+@contextlib.contextmanager
+def _as_it_was(model: keras.Model) -> Iterator[None]:
+    """Puts back, in the end, what a step stores: statistics, sums, random states."""
+    copies = []
+    for variable in [*model.non_trainable_variables, *model.metrics_variables]:
+        value = variable.value
+        copies += list(getattr(value, "values", ()))
+        if getattr(value, "has_local", False):
+            copies += [value.local_copy(rank) for rank in range(len(value.values))]
+    before = [copy.read_value() for copy in copies]
+    try:
+        yield
+    finally:
+        for copy, value in zip(copies, before, strict=True):
+            copy.assign(value)

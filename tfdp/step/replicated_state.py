@@ -1,0 +1,131 @@
+"""What replicas keep alike, which nobody looks at as long as it is.
+
+    weights, state of optimizers, averages, moving     alike on all replicas
+      statistics, the scale of the loss, outer
+      weights and momenta (`sync=`)
+    local weights, and their optimizer's state         within those that step together
+    shards                                             held once; with shard_group=
+                                                       "host" once on each host
+
+Left out, because each replica has its own on purpose: metrics (variables that are read
+as a sum), accumulators of gradients, states of random generators, whole numbers that a
+layer assigns on each replica, and what compression leaves; and, between two updates of
+an accumulation, what layers store.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdp._private.names import MirroredVariable, SyncOnReadVariable
+from tfdp._private.optimizer_hooks import is_between_updates
+from tfdp.sharding.updates import ACCUMULATOR_NAME
+from tfdp.sharding.variables import ShardedVariable
+from tfdp.step.compression import STATE
+from tfdp.step.local_run import groups_across
+from tfdp.step.optimizers import optimizers_of
+from tfdp.variables.mirrored import is_seed_state
+
+__all__ = ["KeptAlike", "kept_alike"]
+
+
+@dataclasses.dataclass(frozen=True)
+class KeptAlike:
+    """A variable of which several replicas hold the same.
+
+    Args:
+      name: says which, to a person.
+      copies: what each replica of this process holds, by its place.
+      kept_with: for each copy a number: copies with the same one are alike, also those
+        of other hosts.
+    """
+
+    name: str
+    copies: tuple[tf.Variable, ...]
+    kept_with: tuple[int, ...]
+
+
+def kept_alike(model: keras.Model, first_rank: int) -> Iterator[KeptAlike]:
+    """What the replicas that train `model` keep alike.
+
+    Args:
+      model: made under a strategy of tfdp.
+      first_rank: that of this process's first replica.
+    """
+    strategy = model.distribute_strategy
+    optimizers = optimizers_of(model)
+    groups = _groups_of(optimizers, strategy)
+    alone = [0] * len(strategy.extended.worker_devices)
+    for group in groups:
+        for rank in group:
+            alone[rank] = first_rank + group[0]
+    is_waiting = any(map(is_between_updates, optimizers))
+    stored = set(map(id, model.non_trainable_variables)) if is_waiting else set()
+    seen: set[int] = set()
+    for owner in (model, *optimizers):
+        for variable in owner.variables:
+            value = variable.value
+            if id(value) in seen or id(variable) in stored:
+                continue
+            seen.add(id(value))
+            yield from _rows_of(_name_of(variable, owner), value, alone, strategy)
+    for optimizer in optimizers:
+        state = getattr(optimizer, STATE, None)
+        if state is not None:
+            copies = tuple(state.steps.copies)
+            name = f"{optimizer.name}/compression_steps"
+            yield KeptAlike(name, copies, (0,) * len(copies))
+
+
+def _groups_of(optimizers: list[Any], strategy: Any) -> tuple[tuple[int, ...], ...]:
+    """The replicas of this process that step together, group by group."""
+    syncs = [getattr(optimizer, "sync", None) for optimizer in optimizers]
+    across = next((sync.across for sync in syncs if sync is not None), None)
+    if across is not None:
+        return groups_across(strategy, across)
+    return (tuple(range(len(strategy.extended.worker_devices))),)
+
+
+def _name_of(variable: keras.Variable, owner: Any) -> str:
+    path = str(variable.path)
+    is_model = isinstance(owner, keras.Model)
+    return path if is_model or owner.name in path else f"{owner.name}/{path}"
+
+
+def _rows_of(
+    name: str, value: Any, alone: list[int], strategy: Any
+) -> Iterator[KeptAlike]:
+    if isinstance(value, ShardedVariable):
+        is_accumulator = ACCUMULATOR_NAME in name
+        if getattr(strategy, "shard_group", "all") == "host" and not is_accumulator:
+            shards = strategy.extended.shards
+            ranks = range(len(alone))
+            copies = tuple(value.shard(rank) for rank in ranks)
+            parts = tuple(shards.part_of(rank) for rank in ranks)
+            yield KeptAlike(f"{name} (shards)", copies, parts)
+        return
+    if not isinstance(value, MirroredVariable) or _is_own(name, value):
+        return
+    copies = tuple(value.values)
+    is_of_group = getattr(value, "is_of_group", False)
+    kept_with = tuple(alone) if is_of_group else (0,) * len(copies)
+    yield KeptAlike(name, copies, kept_with)
+    if getattr(value, "has_local", False):
+        ranks = range(len(copies))
+        local = tuple(value.local_copy(rank) for rank in ranks)
+        yield KeptAlike(f"{name} (local)", local, tuple(alone))
+
+
+def _is_own(name: str, value: Any) -> bool:
+    """Whether each replica has a value of its own."""
+    return (
+        isinstance(value, SyncOnReadVariable)
+        or is_seed_state(value)
+        or ACCUMULATOR_NAME in name
+        or getattr(value, "is_of_replica", False)
+    )
