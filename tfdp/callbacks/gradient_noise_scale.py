@@ -11,6 +11,7 @@ from tfdp.checks import is_number
 from tfdp.errors import ConfigurationError
 from tfdp.exchange.pipeline import GradientPipeline
 from tfdp.plan.noise_scale import NoiseAverage, NoiseEstimate, split_norms
+from tfdp.step.momentum_sums import momentum_compression_of
 from tfdp.step.noise_probe import NoiseProbe, NormsOfStep
 
 __all__ = ["GradientNoiseScale"]
@@ -212,6 +213,11 @@ def _refuse_what_cannot_tell(model: keras.Model) -> None:
         why = (
             "needs whole sums of gradients, and Communication(compression=...) makes "
             "others of them. Estimate without compression: the noise scale is the same"
+        )
+    elif momentum_compression_of(optimizer) is not None:
+        why = (
+            "needs whole sums of gradients, and this optimizer sends its momentum in "
+            "fewer bits. Estimate without it, with keras.optimizers.Adam"
         )
     elif getattr(optimizer, "sync", None) is not None:
         why = (

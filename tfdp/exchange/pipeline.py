@@ -12,8 +12,8 @@ from tfdp.compression.method import Method
 from tfdp.exchange.choose_peers import peer_group
 from tfdp.exchange.compressed import CompressedSums
 from tfdp.exchange.engine import Engine
-from tfdp.exchange.shard_packing import of_known_shape
 from tfdp.exchange.late_exchange import LateExchange
+from tfdp.exchange.shard_packing import of_known_shape
 from tfdp.exchange.sparse import all_reduce_slices
 from tfdp.plan.buckets import Bucket, TensorInfo, plan_buckets, predecessors
 from tfdp.plan.communication import Communication

@@ -57,7 +57,7 @@ class AcrossHostsEngine(Engine):
         self._here = self.within.topology.all_ranks
         self._hand = HandOver(devices, next_group_key(), self.traffic)
         self._calls = LinkCalls()
-        self.late = LateExchange(self)
+        self.late: LateExchange = LateExchange(self)
 
     def begin_run(self) -> None:
         super().begin_run()

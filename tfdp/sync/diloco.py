@@ -97,8 +97,8 @@ class DiLoCo(Sync):
             )
         if self.overlap_steps >= self.every:
             raise ConfigurationError(
-                "DiLoCo.overlap_steps must be below every: what is on its way has to be "
-                "back before the same weights meet again. Received: "
+                "DiLoCo.overlap_steps must be below every: what is on its way has to "
+                "be back before the same weights meet again. Received: "
                 f"overlap_steps={self.overlap_steps}, every={self.every}."
             )
         self._check_compression()
