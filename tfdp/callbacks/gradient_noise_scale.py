@@ -108,7 +108,7 @@ class GradientNoiseScale(keras.callbacks.Callback):
         Raises:
           ConfigurationError: where they cannot tell.
         """
-        _refuse_what_cannot_tell(self.model)
+        _refuse_what_cannot_tell(self.model, type(self).__name__)
         strategy = self.model.distribute_strategy
         self._probe = NoiseProbe(
             self.model.optimizer,
@@ -177,7 +177,7 @@ class GradientNoiseScale(keras.callbacks.Callback):
         self._part_rows += norms.rows / norms.parts
 
 
-def _refuse_what_cannot_tell(model: keras.Model) -> None:
+def _refuse_what_cannot_tell(model: keras.Model, name: str) -> None:
     strategy, optimizer = model.distribute_strategy, model.optimizer
     pipeline = getattr(strategy.extended, "reducer", None)
     inner = getattr(optimizer, "inner_optimizer", optimizer)
@@ -227,4 +227,4 @@ def _refuse_what_cannot_tell(model: keras.Model) -> None:
     elif model.run_eagerly:
         why = "looks at gradients in graphs. Compile with run_eagerly=False"
     if why is not None:
-        raise ConfigurationError(f"GradientNoiseScale {why}, or leave it out.")
+        raise ConfigurationError(f"{name} {why}, or leave it out.")
