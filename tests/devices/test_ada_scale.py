@@ -58,7 +58,7 @@ def fitted(callback, data, optimizer=None, batch_size=24, epochs=2, **options):
 def test_rates_follow_the_schedule_by_progress():
     """The equations once more, from the norms of each step: 8 steps of 24 rows."""
     schedule = keras.optimizers.schedules.PiecewiseConstantDecay(
-        [6, 10], [0.1, 0.05, 0]
+        [3, 6], [0.1, 0.05, 0.0]
     )
     callback = NotesNorms(schedule, decay=1.0, scale=2)
     _, rates = fitted(callback, classification_data())
@@ -75,7 +75,7 @@ def test_rates_follow_the_schedule_by_progress():
     np.testing.assert_allclose(rates.rates, expected, rtol=1e-6)
     assert callback.progress == pytest.approx(progress, rel=1e-9)
     assert 1.05 < max(rates.gains) < 2
-    assert len({rate > 0 for rate in rates.rates}) == 2  # p goes past 10
+    assert len({rate > 0 for rate in rates.rates}) == 2  # p goes past 6
 
 
 def test_without_noise_a_batch_is_worth_one_step():

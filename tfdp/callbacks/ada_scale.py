@@ -1,4 +1,4 @@
-"""`AdaScale`: the learning rate of a small batch, scaled by what a large one is worth."""
+"""`AdaScale`: a small batch's learning rate, scaled by what a large one is worth."""
 
 from __future__ import annotations
 

@@ -24,6 +24,10 @@ class LinkCalls:
     def __init__(self) -> None:
         self._last_call: tf.Operation | None = None
         self._last_graph: Callable[[], tf.Graph | None] = lambda: None
+        # The newest call of each graph that is still being built, or was.
+        self._newest: weakref.WeakKeyDictionary[tf.Graph, tf.Operation] = (
+            weakref.WeakKeyDictionary()
+        )
 
     def call(
         self,
@@ -42,11 +46,15 @@ class LinkCalls:
         # freed memory.
         is_same_graph = self._last_graph() is graph
         before = [self._last_call] if is_same_graph else _conditionals_in(graph)
+        # The first call within a conditional waits for those made before it, outside:
+        # TensorFlow lets the conditional do so.
+        before += [self._newest[g] for g in _around(graph) if g in self._newest]
         with tf.control_dependencies(before):
             results = tf.numpy_function(
                 function, tensors, [spec.dtype for spec in specs], stateful=True
             )
         self._last_graph, self._last_call = weakref.ref(graph), results[0].op
+        self._newest[graph] = results[0].op
         names.run_independently(results[0].op)
         return [
             # See HandOver.receive: known shapes must be known to all replicas.
@@ -62,3 +70,12 @@ def _conditionals_in(graph: tf.Graph) -> list[tf.Operation]:
     the two in different orders.
     """
     return [op for op in graph.get_operations() if op.type in CONDITIONALS]
+
+
+def _around(graph: tf.Graph) -> list[tf.Graph]:
+    """The graphs in which a conditional stands, of which `graph` is a branch."""
+    found = []
+    while names.is_branch_graph(graph):
+        graph = graph.outer_graph
+        found.append(graph)
+    return found
