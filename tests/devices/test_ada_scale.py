@@ -33,9 +33,9 @@ class NotesNorms(AdaScale):
 
     norms = ()
 
-    def _take(self, norms):
+    def take_in(self, norms):
         self.norms = (*self.norms, norms)
-        super()._take(norms)
+        super().take_in(norms)
 
 
 def fitted(callback, data, optimizer=None, batch_size=24, epochs=2, **options):

@@ -144,8 +144,9 @@ class AdaScale(GradientNoiseScale):
             logs["ada_scale_gain"] = self.gain
             logs["ada_scale_progress"] = self.progress
 
-    def _take(self, norms: NormsOfStep) -> None:
-        super()._take(norms)
+    def take_in(self, norms: NormsOfStep) -> None:
+        """Learns from one step that has run, and goes on by what it was worth."""
+        super().take_in(norms)
         # A step that a loss scaler left out has not moved the weights.
         if all(map(math.isfinite, norms)):
             self.progress += self.gain

@@ -125,7 +125,7 @@ class GradientNoiseScale(keras.callbacks.Callback):
         """Takes in the steps that have run."""
         if self._probe is not None:
             for norms in self._probe.read():
-                self._take(norms)
+                self.take_in(norms)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Adds the estimate to the logs."""
@@ -167,7 +167,8 @@ class GradientNoiseScale(keras.callbacks.Callback):
             f"({self.skipped_steps} left out). {advice}"
         )
 
-    def _take(self, norms: NormsOfStep) -> None:
+    def take_in(self, norms: NormsOfStep) -> None:
+        """Learns from one step that has run."""
         if norms.parts < 2 or not all(map(math.isfinite, norms)):
             self.skipped_steps += 1
             return
