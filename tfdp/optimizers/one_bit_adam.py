@@ -80,12 +80,11 @@ class OneBitAdam(keras.optimizers.Optimizer):
     Source: Tang et al. 2021, "1-bit Adam: Communication Efficient Large-Scale Training
     with Adam's Convergence Speed", algorithm 1. Differs from the paper: bias
     corrections stay as in Adam; scales are of blocks and not of whole variables, so
-    that no number is given the size of others far away; what a server's second
-    rounding loses is kept with the first rank's residual (see
-    `tfdp.compression.blocks`); and weights whose v is 0 stay, which DeepSpeed leaves to
-    a mask that the user makes. With few numbers in a block v must still not be tiny
-    where the block's other numbers are not: such weights take large steps of either
-    sign.
+    that no number is given the size of others far away; what the second rounding of a
+    sum loses stays with the one that rounded (see `tfdp.compression.blocks`); and
+    weights whose v is 0 stay, which DeepSpeed leaves to a mask that the user makes. As
+    in the paper, where v is tiny and other momenta of the block are not, weights take
+    large steps of either sign: choose smaller blocks, or `exclude` such variables.
     """
 
     def __init__(
