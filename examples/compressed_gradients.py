@@ -10,6 +10,8 @@ and what each of them sends is compressed, as if each were a host.
 All arms share the model (a multilayer perceptron), plain SGD, its learning rate, the
 batches and their order. `dense` sends every gradient as it is. The names that end in
 `-alone` are without error feedback. `fp8-scale-1` has one scale, 1, for every number.
+`adam` and `one-bit-adam` have Adam in the place of SGD; after a fifth of the updates
+the second sends signs of its momentum.
 """
 
 from __future__ import annotations
@@ -41,8 +43,11 @@ ARMS = {
     "top-k-alone": TopK(0.01, error_feedback=False),
     "random-k": RandomK(0.01),
     "power-sgd": PowerSGD(2),
+    "adam": None,
+    "one-bit-adam": SignSGD(block_size=256),
 }
-LEARNING_RATE = 0.1
+LEARNING_RATE, ADAM_LEARNING_RATE = 0.1, 0.001
+WARMUP_SHARE = 0.2
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -63,7 +68,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def make_strategy(arm: str) -> tfdp.DataParallelStrategy:
     method = ARMS[arm]
-    if method is None:
+    if method is None or "adam" in arm:
         return tfdp.DataParallelStrategy()
     return tfdp.DataParallelStrategy(
         communication=tfdp.Communication(
@@ -83,14 +88,28 @@ def build_model() -> keras.Model:
     )
 
 
+def make_optimizer(arm: str, updates: int) -> keras.optimizers.Optimizer:
+    if arm == "adam":
+        return keras.optimizers.Adam(ADAM_LEARNING_RATE)
+    if arm == "one-bit-adam":
+        return tfdp.optimizers.OneBitAdam(
+            ADAM_LEARNING_RATE,
+            warmup_steps=round(WARMUP_SHARE * updates),
+            compression=ARMS[arm],
+            across="replicas",
+        )
+    return keras.optimizers.SGD(LEARNING_RATE)
+
+
 def train(arm: str, seed: int, data: dict, arguments: argparse.Namespace) -> float:
     """The test accuracy, in percent."""
     keras.utils.set_random_seed(seed)
     strategy = make_strategy(arm)
+    updates = arguments.epochs * -(-len(data["x_train"]) // arguments.batch)
     with strategy.scope():
         model = build_model()
         model.compile(
-            optimizer=keras.optimizers.SGD(LEARNING_RATE),
+            optimizer=make_optimizer(arm, updates),
             loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
             metrics=["accuracy"],
         )
@@ -108,7 +127,8 @@ def train(arm: str, seed: int, data: dict, arguments: argparse.Namespace) -> flo
 
 
 def sent_bytes(arm: str, replicas: int) -> float:
-    """What a replica sends of the gradients that are compressed, as in a ring."""
+    """What a replica sends of the gradients that are compressed, as in a ring; of
+    `one-bit-adam` after its first updates."""
     method = ARMS[arm]
     shapes = [(784, 256), (256, 128), (128, 10)]
     dense = 4 * sum(rows * columns for rows, columns in shapes)

@@ -34,9 +34,9 @@ class NotesNorms(GradientNoiseScale):
         super().__init__(decay)
         self.norms = []
 
-    def _take(self, norms):
+    def take_in(self, norms):
         self.norms.append(norms)
-        super()._take(norms)
+        super().take_in(norms)
 
 
 def strategy_of(replicas=4, **communication):

@@ -63,3 +63,13 @@ def test_a_conditional_without_a_call_changes_nothing():
         return before, between, call("after"), call("last")
 
     assert order_of(build) == ["before", "after", "last"] * 3
+
+
+def test_two_conditionals_in_a_row_keep_theirs():
+    def build(call, taken):
+        first = tf.cond(taken, lambda: call("before"), lambda: tf.constant(0.0))
+        second = tf.cond(taken, lambda: call("within"), lambda: tf.constant(0.0))
+        return first, second, call("after"), call("last")
+
+    all_four = ["before", "within", "after", "last"]
+    assert order_of(build) == [*all_four, "after", "last", *all_four]

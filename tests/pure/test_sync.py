@@ -32,8 +32,10 @@ DILOCO, LOCAL_SGD = tfdp.sync.DiLoCo, tfdp.sync.LocalSGD
         (lambda: DILOCO(fragments=0), "DiLoCo.fragments"),
         (lambda: DILOCO(every=50, fragments=3), "must be a multiple of fragments"),
         (lambda: fragments_of([4, 4], 3), "cannot part 2 variables"),
-        (lambda: DILOCO(overlap_steps=1), "is not there yet"),
-        (lambda: DILOCO(mixing=0.25), "is not there yet"),
+        (lambda: DILOCO(overlap_steps=-1), "DiLoCo.overlap_steps"),
+        (lambda: DILOCO(every=4, overlap_steps=4), "must be below every"),
+        (lambda: DILOCO(mixing=1), "DiLoCo.mixing must be a number from 0 to below 1"),
+        (lambda: DILOCO(mixing=-0.5), "Received: -0.5"),
         (lambda: DILOCO(compression="int8"), "Received: 'int8'"),
         (lambda: checked_sync("diloco"), "sync must be tfdp.sync.DiLoCo"),
         (lambda: checked_sync(DILOCO), "sync must be"),
@@ -52,6 +54,7 @@ def test_what_cannot_be_is_refused(make, words):
         LOCAL_SGD(1, start_step=10, across="replicas"),
         DILOCO(),
         DILOCO(every=50, outer_learning_rate=1, outer_momentum=0, start_step=7),
+        DILOCO(every=4, fragments=2, overlap_steps=3, mixing=0.25),
     ],
 )
 def test_a_config_makes_the_same_value(sync):
@@ -67,6 +70,12 @@ def test_values_are_frozen():
 def test_the_papers_values_are_the_defaults():
     assert (DILOCO().outer_learning_rate, DILOCO().outer_momentum) == (0.7, 0.9)
     assert (DILOCO().every, DILOCO().start_step, DILOCO().across) == (500, 0, "hosts")
+
+
+def test_what_is_mixed_in_is_the_papers_half_where_it_comes_late():
+    assert DILOCO().local_share == 0.0  # it replaces the local weights
+    assert DILOCO(every=4, overlap_steps=1).local_share == 0.5
+    assert DILOCO(every=4, overlap_steps=1, mixing=0).local_share == 0.0
 
 
 def test_fragments_hold_every_variable_once_and_are_even():

@@ -79,6 +79,7 @@ class ByHand:
         self.velocity = [np.zeros_like(self.outer) for _ in range(self.groups)]
         self.momentum = np.zeros_like(self.outer)
         self.updates = 0
+        self.on_the_way = {}  # by the update in which it is back: fragment, mean
         self.losses = []  # of each group in each update: its rows, and their mean
 
     def update(self, parts):
@@ -98,6 +99,8 @@ class ByHand:
         if is_synchronous:
             self.outer = self.local[0].copy()
             return
+        if self.updates in self.on_the_way:
+            self.move(*self.on_the_way.pop(self.updates))
         each = self.sync.every // self.fragments
         place = (self.updates - self.sync.start_step) % self.sync.every
         if not is_synchronous and place % each == 0:
@@ -115,23 +118,34 @@ class ByHand:
 
     def meet(self, number):
         """Of two fragments the first is the kernel, the second the bias."""
-        which = (
-            [slice(None)] if self.fragments == 1 else [slice(0, -1), slice(-1, None)]
-        )
-        own = which[number]
+        own = slice(None)
+        if self.fragments == 2:
+            own = [slice(0, -1), slice(-1, None)][number]
         local = [w[own] for w in self.local]
         if isinstance(self.sync, tfdp.sync.DiLoCo):
-            moved = np.mean([self.outer[own] - w for w in local], axis=0)
-            mu, rate = self.sync.outer_momentum, self.sync.outer_learning_rate
-            momentum = mu * self.momentum[own] + moved
-            outer = self.outer[own] - rate * (moved + mu * momentum)
-            self.momentum[own] = momentum
+            mean = np.mean([self.outer[own] - w for w in local], axis=0)
         else:
-            outer = np.mean(local, axis=0)
+            mean = np.mean(local, axis=0)
+        overlap = getattr(self.sync, "overlap_steps", 0)
+        if overlap:
+            self.on_the_way[self.updates + overlap] = own, mean
+        else:
+            self.move(own, mean)
+
+    def move(self, own, mean):
+        outer, share = mean, 0.0
+        if isinstance(self.sync, tfdp.sync.DiLoCo):
+            mu, rate = self.sync.outer_momentum, self.sync.outer_learning_rate
+            momentum = mu * self.momentum[own] + mean
+            outer = self.outer[own] - rate * (mean + mu * momentum)
+            self.momentum[own] = momentum
+            share = self.sync.mixing
+            if share is None:
+                share = 0.5 if self.sync.overlap_steps else 0.0
         self.outer = self.outer.copy()
         self.outer[own] = outer
         for weights in self.local:
-            weights[own] = outer
+            weights[own] = share * weights[own] + (1 - share) * outer
 
 
 def gradient_of(weights, x, y):

@@ -9,6 +9,7 @@ import sys
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 import tfdp
 from tests.support.apart import (
@@ -27,6 +28,10 @@ SYNCS = {
     "post-local": tfdp.sync.LocalSGD(3, start_step=2),
     "diloco": tfdp.sync.DiLoCo(every=4, start_step=1),
     "fragments": tfdp.sync.DiLoCo(every=4, fragments=2, outer_learning_rate=0.4),
+    "overlap": tfdp.sync.DiLoCo(every=4, overlap_steps=2, start_step=1),
+    "overlap-fragments": tfdp.sync.DiLoCo(
+        every=4, fragments=2, overlap_steps=3, mixing=0.25, across="replicas"
+    ),
     "diloco-replicas": tfdp.sync.DiLoCo(every=4, across="replicas"),
 }
 
@@ -48,6 +53,44 @@ class SentBytes(keras.callbacks.Callback):
         self.counts.append(self._all() - self.before)
 
 
+def local_weights(model, strategy):
+    """Of each replica of this host."""
+    variables = [v.value for v in model.trainable_variables]
+    return [
+        vector_of([v.local_copy(place).numpy() for v in variables])
+        for place in range(len(strategy.extended.worker_devices))
+    ]
+
+
+def resumed_on_the_way(strategy, path):
+    """The local weights of a training, and of one that goes on from a checkpoint.
+
+    It is written after five updates, while what was sent after the fourth travels.
+    """
+    sync = tfdp.sync.DiLoCo(every=4, overlap_steps=2)
+    x, y = regression_data(9 * BATCH)
+    options = {"batch_size": BATCH, "shuffle": False, "verbose": 0}
+
+    def made():
+        with strategy.scope():
+            model = linear_model()
+            optimizer = tfdp.DistributedOptimizer(sgd(), sync=sync)
+            model.compile(optimizer, "mse", jit_compile=False)
+        return model
+
+    model, first, rest = made(), slice(0, 5 * BATCH), slice(5 * BATCH, 9 * BATCH)
+    model.fit(x[first], y[first], **options)
+    file = tf.train.Checkpoint(model=model).save(f"{path}.{strategy.cluster.rank}")
+    model.fit(x[rest], y[rest], **options)
+    straight = local_weights(model, strategy)
+    other = made()
+    # Up to the update in which it is back: what is on its way then is let go.
+    other.fit(x[: 5 * BATCH] + 1, y[first], **options)
+    tf.train.Checkpoint(model=other).restore(file).assert_existing_objects_matched()
+    other.fit(x[rest], y[rest], **options)
+    return straight, local_weights(other, strategy)
+
+
 def main(path, names):
     strategy = tfdp.MultiHostDataParallelStrategy()
     x, y = regression_data(ROWS)
@@ -67,11 +110,7 @@ def main(path, names):
             verbose=0,
             callbacks=[sent],
         ).history
-        variables = [v.value for v in model.trainable_variables]
-        local = [
-            vector_of([v.local_copy(place).numpy() for v in variables])
-            for place in range(len(strategy.extended.worker_devices))
-        ]
+        local = local_weights(model, strategy)
         np.savez(
             f"{path}.{name}.{rank}.npz",
             outer=vector_of(model.get_weights()),
@@ -81,6 +120,8 @@ def main(path, names):
             evaluation=model.evaluate(x, y, batch_size=BATCH, verbose=0),
         )
         print(name, flush=True)
+    straight, resumed = resumed_on_the_way(strategy, f"{path}.checkpoint")
+    np.savez(f"{path}.resumed.{rank}.npz", straight=straight, resumed=resumed)
     syncs = [None, tfdp.sync.LocalSGD(9, start_step=9)]
     plain, first = synchronous_slices(syncs, strategy)
     np.savez(f"{path}.slices.{rank}.npz", plain=plain, first=first)

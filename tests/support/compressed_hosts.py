@@ -15,6 +15,15 @@ from tests.support.compression_table import METHODS
 
 SHAPES = [(64, 40), (3, 3, 4, 16)]
 STEPS = 3
+OPTIMIZERS = {
+    "one-bit-adam": lambda: tfdp.optimizers.OneBitAdam(
+        1.0,
+        warmup_steps=1,
+        beta_1=0.0,
+        epsilon=1.0,
+        compression=METHODS["sign"],
+    )
+}
 
 
 def draw(replicas):
@@ -35,7 +44,7 @@ def train(name, engine, devices, path):
     )
     with strategy.scope():
         weights = [keras.Variable(tf.zeros(shape), name="w") for shape in SHAPES]
-        optimizer = keras.optimizers.SGD(1.0)
+        optimizer = OPTIMIZERS.get(name, lambda: keras.optimizers.SGD(1.0))()
         optimizer.build(weights)
 
     @tf.function

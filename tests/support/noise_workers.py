@@ -22,9 +22,9 @@ class NotesNorms(tfdp.callbacks.GradientNoiseScale):
         super().__init__(decay=1.0)
         self.norms = []
 
-    def _take(self, norms):
+    def take_in(self, norms):
         self.norms.append(norms)
-        super()._take(norms)
+        super().take_in(norms)
 
 
 def main(wire_dtype=None):

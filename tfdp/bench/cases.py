@@ -21,6 +21,16 @@ OVERLAP_ARMS = (
     "tfdp-sockets-bfloat16",
     "torch-gloo",
 )
+COMPRESSED_SUM_ARMS = ("tfdp-sockets", "tfdp-sockets-bfloat16", "tfdp-sockets-int8")
+COMPRESSED_TRAINING_ARMS = (
+    *COMPRESSED_SUM_ARMS,
+    "tfdp-sockets-sign",
+    "tfdp-sockets-top-k",
+    "tfdp-sockets-power-sgd",
+    "torch-gloo",
+    "torch-gloo-float16",
+    "torch-gloo-power-sgd",
+)
 TRAINING_ARMS = ("one-device", STOCK_DEFAULT, "tfdp", "tfdp-open-batch")
 
 
@@ -146,6 +156,26 @@ _ROWS: tuple[Case, ...] = (
         arms=OVERLAP_ARMS,
         calls=2,
         description="training of the dense network over 1 Gbit/s, the same way",
+        link=Link("1gbit", "train", devices_per_host=1),
+    ),
+    Case(
+        name="network-compressed-sums-1gbit",
+        suite="network",
+        subject="resnet50",
+        quick_subject="tiny",
+        arms=COMPRESSED_SUM_ARMS,
+        calls=1,
+        description="sum of ResNet-50's gradients over 1 Gbit/s, in 32, 16 and 8 bits",
+        link=Link("1gbit", "allreduce", devices_per_host=2),
+    ),
+    Case(
+        name="network-compressed-mlp-1gbit",
+        suite="network",
+        subject="mlp-20m",
+        quick_subject="mlp-tiny",
+        arms=COMPRESSED_TRAINING_ARMS,
+        calls=2,
+        description="training of the dense network over 1 Gbit/s, compressed",
         link=Link("1gbit", "train", devices_per_host=1),
     ),
 )

@@ -1,5 +1,6 @@
 """Keras callbacks."""
 
+from tfdp.callbacks.ada_scale import AdaScale
 from tfdp.callbacks.checkpoint import Checkpoint
 from tfdp.callbacks.gradient_noise_scale import GradientNoiseScale
 from tfdp.callbacks.input_watch import InputWatch
@@ -10,6 +11,7 @@ from tfdp.callbacks.step_timeline import StepTimeline
 from tfdp.callbacks.traffic import Traffic
 
 __all__ = [
+    "AdaScale",
     "Checkpoint",
     "GradientNoiseScale",
     "InputWatch",

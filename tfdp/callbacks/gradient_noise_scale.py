@@ -11,6 +11,7 @@ from tfdp.checks import is_number
 from tfdp.errors import ConfigurationError
 from tfdp.exchange.pipeline import GradientPipeline
 from tfdp.plan.noise_scale import NoiseAverage, NoiseEstimate, split_norms
+from tfdp.step.momentum_sums import momentum_compression_of
 from tfdp.step.noise_probe import NoiseProbe, NormsOfStep
 
 __all__ = ["GradientNoiseScale"]
@@ -107,7 +108,7 @@ class GradientNoiseScale(keras.callbacks.Callback):
         Raises:
           ConfigurationError: where they cannot tell.
         """
-        _refuse_what_cannot_tell(self.model)
+        _refuse_what_cannot_tell(self.model, type(self).__name__)
         strategy = self.model.distribute_strategy
         self._probe = NoiseProbe(
             self.model.optimizer,
@@ -124,7 +125,7 @@ class GradientNoiseScale(keras.callbacks.Callback):
         """Takes in the steps that have run."""
         if self._probe is not None:
             for norms in self._probe.read():
-                self._take(norms)
+                self.take_in(norms)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Adds the estimate to the logs."""
@@ -166,7 +167,8 @@ class GradientNoiseScale(keras.callbacks.Callback):
             f"({self.skipped_steps} left out). {advice}"
         )
 
-    def _take(self, norms: NormsOfStep) -> None:
+    def take_in(self, norms: NormsOfStep) -> None:
+        """Learns from one step that has run."""
         if norms.parts < 2 or not all(map(math.isfinite, norms)):
             self.skipped_steps += 1
             return
@@ -176,7 +178,7 @@ class GradientNoiseScale(keras.callbacks.Callback):
         self._part_rows += norms.rows / norms.parts
 
 
-def _refuse_what_cannot_tell(model: keras.Model) -> None:
+def _refuse_what_cannot_tell(model: keras.Model, name: str) -> None:
     strategy, optimizer = model.distribute_strategy, model.optimizer
     pipeline = getattr(strategy.extended, "reducer", None)
     inner = getattr(optimizer, "inner_optimizer", optimizer)
@@ -213,6 +215,11 @@ def _refuse_what_cannot_tell(model: keras.Model) -> None:
             "needs whole sums of gradients, and Communication(compression=...) makes "
             "others of them. Estimate without compression: the noise scale is the same"
         )
+    elif momentum_compression_of(optimizer) is not None:
+        why = (
+            "needs whole sums of gradients, and this optimizer sends its momentum in "
+            "fewer bits. Estimate without it, with keras.optimizers.Adam"
+        )
     elif getattr(optimizer, "sync", None) is not None:
         why = (
             "needs the sums of all replicas' gradients, and with sync=... each trains "
@@ -221,4 +228,4 @@ def _refuse_what_cannot_tell(model: keras.Model) -> None:
     elif model.run_eagerly:
         why = "looks at gradients in graphs. Compile with run_eagerly=False"
     if why is not None:
-        raise ConfigurationError(f"GradientNoiseScale {why}, or leave it out.")
+        raise ConfigurationError(f"{name} {why}, or leave it out.")

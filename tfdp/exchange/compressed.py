@@ -62,6 +62,7 @@ class CompressedSums:
         step: tf.Tensor,
         rank: int,
         count_bad: Callable[[tf.Tensor], tf.Tensor],
+        is_plain: tf.Tensor | None = None,
     ) -> tuple[list[tf.Tensor], list[Kept]]:
         """The sums of gradients over all replicas, and what is kept then.
 
@@ -71,11 +72,14 @@ class CompressedSums:
           step: how many exchanges there were, int64.
           rank: the calling replica.
           count_bad: the sum over all replicas of a number that each has.
+          is_plain: whether all are sent as they are; None: the method says.
         """
-        if not self.method.plain_steps:
+        if is_plain is None and self.method.plain_steps:
+            is_plain = step < self.method.plain_steps
+        if is_plain is None:
             sums, after = self._bucket_by_bucket(gradients, kept, step, rank)
         else:
-            sums, after = self._later(gradients, kept, step, rank)
+            sums, after = self._later(gradients, kept, step, rank, is_plain)
         # Sums over a host may be infinite where no gradient is, and what is left, too.
         # Last, for the flag waits for all of them.
         kept_numbers = [value for k in after for value in _parts_of(k)]
@@ -96,6 +100,7 @@ class CompressedSums:
         kept: Sequence[Kept],
         step: tf.Tensor,
         rank: int,
+        is_plain: tf.Tensor,
     ) -> tuple[list[tf.Tensor], list[Kept]]:
         """As `_bucket_by_bucket`, but sent as they are in the first steps.
 
@@ -113,8 +118,7 @@ class CompressedSums:
         def small() -> tuple[list[tf.Tensor], list[Kept]]:
             return self._bucket_by_bucket(gradients, kept, step, rank)
 
-        is_early = step < self.method.plain_steps
-        sums, after = tf.cond(is_early, plain, small)
+        sums, after = tf.cond(is_plain, plain, small)
         return sums, after
 
     def _bucket_by_bucket(

@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from tfdp._private import names
 from tfdp.errors import CollectiveError
+from tfdp.exchange.late_exchange import LateExchange
 from tfdp.exchange.packing import pack, unpack
 from tfdp.exchange.shard_pieces import whole_from_shards
 from tfdp.exchange.traffic import TrafficCount
@@ -43,6 +44,8 @@ class Engine(abc.ABC):
     name: str = ""
     #: Whether tensors should be packed into one buffer per bucket.
     packs: bool = True
+    #: Makes sums while steps go on; None: sums are made in the step that asks.
+    late: LateExchange | None = None
 
     def __init__(self, devices: Sequence[str], topology: Topology):
         self.devices = tuple(devices)

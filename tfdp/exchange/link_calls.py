@@ -61,10 +61,11 @@ class LinkCalls:
         if self._last_graph() is not graph:
             before += _conditionals_in(graph)
         # The first one in a conditional: TensorFlow lets the conditional wait for it.
-        outer = graph
-        while last is None and (outer := getattr(outer, "outer_graph", None)):
-            last = self._last_calls.get(outer)
+        while last is None and names.is_branch_graph(graph):
+            graph = graph.outer_graph
+            last = self._last_calls.get(graph)
             before += [] if last is None else [last]
+            before += _conditionals_in(graph)
         return before
 
 

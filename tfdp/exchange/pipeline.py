@@ -12,6 +12,7 @@ from tfdp.compression.method import Method
 from tfdp.exchange.choose_peers import peer_group
 from tfdp.exchange.compressed import CompressedSums
 from tfdp.exchange.engine import Engine
+from tfdp.exchange.late_exchange import LateExchange
 from tfdp.exchange.shard_packing import of_known_shape
 from tfdp.exchange.sparse import all_reduce_slices
 from tfdp.plan.buckets import Bucket, TensorInfo, plan_buckets, predecessors
@@ -110,6 +111,11 @@ class GradientPipeline:
     def sum_within(self, value: tf.Tensor, rank: int) -> tf.Tensor:
         """The sum of `value` over the replicas of this host, which sends nothing."""
         return self.engine.all_reduce_within(tf.convert_to_tensor(value), rank)
+
+    @property
+    def late(self) -> LateExchange | None:
+        """What makes sums while steps go on; see `Reducer`."""
+        return self.engine.late
 
     def _by_buckets(
         self,

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import tensorflow as tf
 
 from tfdp.exchange.compressed import CompressedSums
+from tfdp.exchange.late_exchange import LateExchange
 from tfdp.plan.compression import Compression
 from tfdp.plan.shards import ShardLayout
 
@@ -34,6 +35,10 @@ class Reducer(Protocol):
           method: one of `tfdp.compression`.
           across: "hosts" or "replicas"; see `Communication.compression_across`.
         """
+
+    @property
+    def late(self) -> LateExchange | None:
+        """What makes sums while steps go on; None: here they are made at once."""
 
     def begin_run(self) -> None:
         """Called before the replicas of one `strategy.run` are traced."""

@@ -48,6 +48,7 @@ class CrossReplicaReducer:
     run_graph: tf.Graph | None = None
     #: XLA sends what it adds.
     compressed = None
+    late = None
 
     def compressed_by(self, method: Compression, across: str) -> CompressedSums:
         """There is none on TPUs; strategies refuse it before."""

@@ -17,6 +17,7 @@ import tensorflow as tf
 from tfdp.exchange.engine import Engine, next_group_key
 from tfdp.exchange.hand_over import HandOver
 from tfdp.exchange.in_process import InProcessEngine
+from tfdp.exchange.late_exchange import LateExchange
 from tfdp.exchange.link_calls import LinkCalls
 from tfdp.exchange.shard_pieces import cut, pad_shard
 from tfdp.exchange.wire_types import check_summable, fitting_wire_dtype
@@ -56,6 +57,7 @@ class AcrossHostsEngine(Engine):
         self._here = self.within.topology.all_ranks
         self._hand = HandOver(devices, next_group_key(), self.traffic)
         self._calls = LinkCalls()
+        self.late: LateExchange = LateExchange(self)
 
     def begin_run(self) -> None:
         super().begin_run()
@@ -67,6 +69,7 @@ class AcrossHostsEngine(Engine):
 
     def close(self) -> None:
         """Before the link is closed."""
+        self.late.close()
 
     @property
     def replicas(self) -> int:

@@ -115,6 +115,7 @@ class TensorFlowAcrossHostsEngine(AcrossHostsEngine):
         self._watch = ExchangeWatch(link, abort_collectives)
 
     def close(self) -> None:
+        super().close()
         self._watch.close()
 
     @property

@@ -10,8 +10,9 @@ import numpy as np
 
 __all__ = ["CHANNELS", "HostLink", "Ranges"]
 
-# Exchanges inside training steps, and those that Python asks for.
-CHANNELS = ("step", "host")
+# Exchanges inside training steps, those that Python asks for, and those that travel
+# while steps go on.
+CHANNELS = ("step", "host", "late")
 
 # For each array, by worker: first element, end.
 Ranges: TypeAlias = Sequence[Sequence[tuple[int, int]]]

@@ -254,7 +254,7 @@ class MpiLink(SocketLink):
 
     def sent_bytes(self, channel: str | None = None) -> int:
         """See `HostLink.sent_bytes`; of MPI's calls what a ring sends."""
-        of_mpi = 0 if channel == "host" else self._mpi_sent_bytes
+        of_mpi = self._mpi_sent_bytes if channel in (None, "step") else 0
         return super().sent_bytes(channel) + of_mpi
 
     def _sum_rounded(

@@ -1,6 +1,7 @@
-"""Layer-wise adaptive optimizers for large batches: `LARS` and `LAMB`."""
+"""Optimizers for large batches, `LARS` and `LAMB`, and for slow links: `OneBitAdam`."""
 
 from tfdp.optimizers.lamb import LAMB
 from tfdp.optimizers.lars import LARS
+from tfdp.optimizers.one_bit_adam import OneBitAdam
 
-__all__ = ["LAMB", "LARS"]
+__all__ = ["LAMB", "LARS", "OneBitAdam"]

@@ -13,6 +13,7 @@ from tfdp._private.names import is_default_strategy
 from tfdp._private.optimizer_hooks import AVERAGE, averages_of, strategy_of
 from tfdp.errors import ConfigurationError
 from tfdp.step.local_run import groups_across
+from tfdp.step.momentum_sums import momentum_compression_of
 from tfdp.step.rounds import Rounds
 from tfdp.sync.diloco import DiLoCo
 from tfdp.sync.rounds import Sync
@@ -34,6 +35,12 @@ def refuse_with_sync(optimizer: keras.optimizers.Optimizer) -> None:
             f"{optimizer.ema_overwrite_frequency}, and with sync=... the average is "
             "that of the outer weights, which a step between two meetings must not "
             "overwrite. Leave it out: fit then takes the average at its end."
+        )
+    if momentum_compression_of(optimizer) is not None:
+        raise ConfigurationError(
+            f"{type(optimizer).__name__} sends its momentum in every step, and with "
+            "sync=... most steps send nothing. Use keras.optimizers.Adam with sync, or "
+            "leave sync out."
         )
 
 

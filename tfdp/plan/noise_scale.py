@@ -13,7 +13,13 @@ from __future__ import annotations
 import dataclasses
 import math
 
-__all__ = ["NoiseAverage", "NoiseEstimate", "split_norms", "student_quantile"]
+__all__ = [
+    "NoiseAverage",
+    "NoiseEstimate",
+    "ada_scale_gain",
+    "split_norms",
+    "student_quantile",
+]
 
 # Of a standard normal: 95% lie within.
 NORMAL_QUANTILE = 1.959963984540054
@@ -43,6 +49,33 @@ def split_norms(
     (1.0, 32.0)
     """
     return (parts * big - small) / (parts - 1), rows * (small - big) / (parts - 1)
+
+
+def ada_scale_gain(
+    squared_norm: float, trace: float, small_rows: float, scale: float
+) -> float:
+    """How many steps of `small_rows` rows one step of `scale` times as many is worth.
+
+    With the noise t = tr(S) / small_rows of the small step's gradient:
+
+        r = (t + |G|^2) / (t / scale + |G|^2)
+
+    Args:
+      squared_norm: |G|^2; what is estimated to be below 0 counts as 0.
+      trace: tr(S); the same.
+      small_rows: above 0.
+      scale: at least 1.
+
+    Source: Johnson et al. 2020, "AdaScale SGD", equation 4.
+
+    >>> ada_scale_gain(1.0, 30.0, small_rows=10, scale=3)
+    2.0
+    >>> ada_scale_gain(0.0, 30.0, 10, 3), ada_scale_gain(1.0, 0.0, 10, 3)
+    (3.0, 1.0)
+    """
+    norm, noise = max(squared_norm, 0.0), max(trace, 0.0) / small_rows
+    below = noise / scale + norm
+    return (noise + norm) / below if below > 0 else 1.0
 
 
 @dataclasses.dataclass(frozen=True)

@@ -23,6 +23,8 @@ __all__ = [
     "CompressionState",
     "compression_entries",
     "make_compression_entries",
+    "PlainSums",
+    "is_taken",
     "refuse_eager_compression",
     "refuse_momentum",
     "sum_compressed",
@@ -113,6 +115,7 @@ def sum_compressed(
     optimizer: keras.optimizers.Optimizer,
     plain_sums: PlainSums,
     unit: Any = None,
+    is_plain: tf.Tensor | None = None,
 ) -> tuple[list[Any], list[tf.Tensor]]:
     """The sums over the replicas of gradients, compressed, and of other small values.
 
@@ -126,13 +129,14 @@ def sum_compressed(
       optimizer: whose they are; it holds what is kept from step to step.
       plain_sums: the sums of what is sent as it is.
       unit: what the gradients of this step are multiplied by; None for nothing.
+      is_plain: whether all are sent as they are in this step; None: the method says.
     """
     taken = [
         place
         for place, (gradient, variable) in enumerate(
             zip(gradients, variables, strict=True)
         )
-        if _is_taken(compressed, gradient, variable)
+        if is_taken(compressed, gradient, variable)
     ]
     if not taken:
         return plain_sums(list(gradients), list(state))
@@ -165,7 +169,7 @@ def sum_compressed(
         return totals[-1] + tf.where(are_finite(floats), 0.0, 1.0)
 
     sums, after = compressed.sums(
-        [gradients[place] for place in taken], before, step, rank, count_bad
+        [gradients[place] for place in taken], before, step, rank, count_bad, is_plain
     )
     for kept, value in zip(kept_of if speaks else [], after, strict=True):
         kept.write(speaker, value, unit)
@@ -176,7 +180,8 @@ def sum_compressed(
     return results, others[1]
 
 
-def _is_taken(compressed: CompressedSums, gradient: Any, variable: Any) -> bool:
+def is_taken(compressed: CompressedSums, gradient: Any, variable: Any) -> bool:
+    """Whether the gradient of a variable is compressed; else it is sent as it is."""
     if isinstance(gradient, tf.IndexedSlices):
         return False
     path, shape = variable_path(variable), gradient.shape
@@ -253,7 +258,7 @@ def refuse_momentum(
     )
 
 
-def refuse_eager_compression() -> None:
+def refuse_eager_compression(optimizer: keras.optimizers.Optimizer) -> None:
     """Refuses an exchange of eager replicas where gradients should be compressed.
 
     Raises:
@@ -261,11 +266,18 @@ def refuse_eager_compression() -> None:
     """
     extended = tf.distribute.get_strategy().extended
     compressed = getattr(getattr(extended, "reducer", None), "compressed", None)
-    if tf.executing_eagerly() and compressed is not None:
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    by_momentum = getattr(inner, "momentum_compression", None) is not None
+    if tf.executing_eagerly() and (compressed is not None or by_momentum):
+        asked = (
+            type(inner).__name__
+            if compressed is None
+            else f"Communication(compression={compressed.method!r})"
+        )
         raise ConfigurationError(
-            f"Communication(compression={compressed.method!r}) acts in graphs, and "
-            "this step runs eagerly, replica by replica. Compile the model with "
-            "run_eagerly=False, or put strategy.run into a tf.function."
+            f"{asked} acts in graphs, and this step runs eagerly, replica by replica. "
+            "Compile the model with run_eagerly=False, or put strategy.run into a "
+            "tf.function."
         )
 
 

@@ -34,8 +34,8 @@ def groups_across(strategy: tf.distribute.Strategy, across: str) -> Groups:
     if extended.shards is not None:
         raise ConfigurationError(
             "sync=... keeps weights and optimizer state of each replica's own, and "
-            f"shard={strategy.shard!r} spreads one copy over the replicas. Leave one "
-            "of the two out."
+            f"shard={strategy.shard!r} spreads one copy over replicas, within hosts as "
+            "well (docs/options.md says why). Leave one of the two out."
         )
     if strategy.pad_batches:
         raise ConfigurationError(

@@ -40,6 +40,7 @@ from tfdp.sharding.optimizers import (
 )
 from tfdp.sharding.updates import ShardUpdates
 from tfdp.step.finite_guard import update_if_finite
+from tfdp.step.momentum_sums import momentum_compression_of
 from tfdp.step.sums import agree_finite, reduce_gradients
 from tfdp.tracing.current_run import current_run
 from tfdp.tracing.run import ReplicaRun
@@ -274,6 +275,8 @@ def _why_not_exact(optimizer: keras.optimizers.Optimizer) -> str | None:
     reducer = tf.distribute.get_strategy().extended.reducer
     if reducer.compressed is not None:
         return "its gradients would be sent without Communication(compression=...)"
+    if momentum_compression_of(optimizer) is not None:
+        return "its gradients would be sent in the place of its momentum"
     graph = tf.compat.v1.get_default_graph()
     if is_branch_graph(graph) and not optimizer.gradient_accumulation_steps:
         return (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -14,10 +14,13 @@ from tfdp.step.compression import sum_compressed
 from tfdp.sync.diloco import DiLoCo
 from tfdp.sync.rounds import Sync
 
-__all__ = ["compressed_mean_over_groups", "mean_over_groups", "outer_update"]
-
-
-Means = Callable[[Sequence[tf.Tensor]], list[tf.Tensor]]
+__all__ = [
+    "compressed_mean_over_groups",
+    "mean_over_groups",
+    "mixed",
+    "outer_update",
+    "to_be_averaged",
+]
 
 
 def mean_over_groups(
@@ -64,30 +67,46 @@ def compressed_mean_over_groups(
     return [total / replicas for total in sums]
 
 
+def to_be_averaged(
+    sync: Sync, outer: Sequence[tf.Tensor], local: Sequence[tf.Tensor]
+) -> list[tf.Tensor]:
+    """What groups bring to a meeting: local weights, or for `DiLoCo` their movements.
+
+    Args:
+      sync: how they meet.
+      outer: w_t, the weights that all groups had after the last meeting.
+      local: w_i, this replica's.
+    """
+    if not isinstance(sync, DiLoCo):
+        return list(local)
+    return [before - after for before, after in zip(outer, local, strict=True)]
+
+
 def outer_update(
     sync: Sync,
     outer: Sequence[tf.Tensor],
-    local: Sequence[tf.Tensor],
     momenta: Sequence[tf.Tensor],
-    mean: Means,
+    means: Sequence[tf.Tensor],
 ) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
     """The next outer weights w_(t+1), and the next outer momenta.
 
     Args:
       sync: `LocalSGD`, the mean of the local weights, or `DiLoCo`, whose equations are
         in its docstring.
-      outer: w_t, the weights that all groups had after the last meeting.
-      local: w_i, this replica's.
+      outer: w_t.
       momenta: b; empty for `LocalSGD`.
-      mean: of local weights, or of outer gradients, over all groups.
+      means: of `to_be_averaged`, over all groups.
     """
     if not isinstance(sync, DiLoCo):
-        return mean(local), []
-    movements = [before - after for before, after in zip(outer, local, strict=True)]
-    means = mean(movements)
+        return list(means), []
     rate, mu = sync.outer_learning_rate, sync.outer_momentum
     momenta = [mu * b + d for b, d in zip(momenta, means, strict=True)]
     weights = [
         w - rate * (d + mu * b) for w, d, b in zip(outer, means, momenta, strict=True)
     ]
     return weights, momenta
+
+
+def mixed(share: float, local: tf.Tensor, outer: tf.Tensor) -> tf.Tensor:
+    """Where local values go on after a meeting: share local + (1 - share) outer."""
+    return share * local + (1 - share) * outer if share else outer

@@ -7,7 +7,8 @@ depends on its number, which is the same on all replicas:
                            the local values, alike everywhere, become the outer ones
     later                  gradients are summed within the group, and nothing is sent
     every `every`-th       then the outer values move, and the local ones start again
-    of those               from there: all of them, or one fragment after the other
+    of those               from there: all of them, or one fragment after the other;
+                           with `overlap_steps` so many updates after the groups met
 """
 
 from __future__ import annotations
@@ -24,10 +25,13 @@ from tfdp.errors import ConfigurationError
 from tfdp.exchange.compressed import CompressedSums
 from tfdp.exchange.reducer import Reducer
 from tfdp.step.local_values import LocalValues
+from tfdp.step.on_the_way import OnTheWay
 from tfdp.step.outer_update import (
     compressed_mean_over_groups,
     mean_over_groups,
+    mixed,
     outer_update,
+    to_be_averaged,
 )
 from tfdp.sync.fragments import fragments_of, meeting_of
 from tfdp.sync.rounds import Sync
@@ -79,6 +83,24 @@ class Rounds:
             self.values.make(weight)
         sizes = [weight.shape.num_elements() * weight.dtype.size for weight in weights]
         self._fragments = fragments_of(sizes, getattr(sync, "fragments", 1))
+        self._overlap_steps = getattr(sync, "overlap_steps", 0)
+        self._local_share = getattr(sync, "local_share", 0.0)
+        self._on_the_way: list[OnTheWay] = []
+        if self._overlap_steps:
+            self._make_room(strategy)
+
+    def _make_room(self, strategy: tf.distribute.Strategy) -> None:
+        """For what is on its way, in checkpoints, too."""
+        devices = strategy.extended.worker_devices
+        # Encoding and adding up is TensorFlow's work, within a step.
+        late = self._reducer.late if self.compressed is None else None
+        for number in range(len(self._fragments)):
+            label = f"outer gradients of fragment {number}"
+            on_the_way = OnTheWay(late, devices, self._replicas, label)
+            for weight in self._fragment(number)[0]:
+                on_the_way.grow(weight.shape, weight.dtype)
+            self._on_the_way.append(on_the_way)
+        self.values.stored.on_the_way = self._on_the_way
 
     def keep_layer_state(self, variables: Sequence[Any]) -> None:
         """Gives what layers store (moving statistics) local values, too."""
@@ -92,6 +114,8 @@ class Rounds:
             ):
                 self.values.make(variable)
                 self._layer_state.append(variable)
+                if self._on_the_way:
+                    self._on_the_way[-1].grow(variable.shape, variable.dtype)
 
     def reduced(
         self, gradients: Sequence[Any], weight: tf.Tensor, run: ReplicaRun, rank: int
@@ -165,11 +189,15 @@ class Rounds:
         own_copy(self._updates, rank).assign(count)
 
         def in_round() -> tf.Tensor:
-            place = (count - start) % self.sync.every
-            fragments = len(self._fragments)
-            for number in range(fragments):
-                is_due = tf.equal(place, meeting_of(number, fragments, self.sync.every))
-                # At most one of them is: no two wait for each other's exchange.
+            since, overlap = count - start, self._overlap_steps
+            fragments = range(len(self._fragments))
+            # At most one of them meets: no two wait for each other's exchange. Another
+            # one may come back in the same step, without an exchange.
+            for number in fragments if overlap else ():
+                is_back = self._is_due(number, since - overlap) & (since > overlap)
+                tf.cond(is_back, self._coming_back(number, count, rank), lambda: False)
+            for number in fragments:
+                is_due = self._is_due(number, since)
                 tf.cond(is_due, self._meeting(number, count, rank), lambda: False)
             return tf.constant(True)
 
@@ -177,6 +205,12 @@ class Rounds:
             in_round()
         else:
             tf.cond(count <= start, lambda: self._publish(count, rank), in_round)
+
+    def _is_due(self, number: int, since: tf.Tensor) -> tf.Tensor:
+        """Whether a fragment meets after so many updates in rounds."""
+        every = self.sync.every
+        place = meeting_of(number, len(self._fragments), every)
+        return tf.equal(since % every, place)
 
     def _publish(self, count: tf.Tensor, rank: int) -> tf.Tensor:
         """The local values, which are alike everywhere, become the outer ones."""
@@ -188,44 +222,78 @@ class Rounds:
     def _meeting(
         self, number: int, count: tf.Tensor, rank: int
     ) -> Callable[[], tf.Tensor]:
-        return lambda: self._meet(number, count, rank)
+        def meet() -> tf.Tensor:
+            fragment, state = self._fragment(number)
+            values = to_be_averaged(
+                self.sync,
+                [v.outer_copy(rank).read_value() for v in fragment],
+                [v.local_copy(rank).read_value() for v in fragment],
+            )
+            values += [v.local_copy(rank).read_value() for v in state]
+            mean = functools.partial(self._means, number, rank)
+            if self._overlap_steps:
+                return self._on_the_way[number].begin(values, rank, mean)
+            return self._move(number, mean(values), count, rank)
 
-    def _meet(self, number: int, count: tf.Tensor, rank: int) -> tf.Tensor:
-        """Moves the outer weights of one fragment, and starts the local ones there."""
-        places = self._fragments[number]
-        fragment = [self._weights[place] for place in places]
-        momenta = [own_copy(self._momenta[p], rank) for p in places if self._momenta]
+        return meet
+
+    def _coming_back(
+        self, number: int, count: tf.Tensor, rank: int
+    ) -> Callable[[], tf.Tensor]:
+        def come_back() -> tf.Tensor:
+            means = self._on_the_way[number].arrived(rank)
+            return self._move(number, means, count, rank)
+
+        return come_back
+
+    def _fragment(self, number: int) -> tuple[list[LocalView], list[LocalView]]:
+        """Its weights, and with the last one, which ends a round, what layers store."""
+        weights = [self._weights[place] for place in self._fragments[number]]
+        is_last = number == len(self._fragments) - 1
+        return weights, self._layer_state if is_last else []
+
+    def _means(
+        self, number: int, rank: int, values: Sequence[tf.Tensor]
+    ) -> list[tf.Tensor]:
+        """The means over the groups of what a fragment's weights and state bring."""
+        fragment, _ = self._fragment(number)
+        mine, state = values[: len(fragment)], values[len(fragment) :]
         if self.compressed is None:
-            mean = functools.partial(mean_over_groups, reducer=self._reducer, rank=rank)
+            means = mean_over_groups(mine, self._reducer, rank)
         else:
-            mean = functools.partial(
-                compressed_mean_over_groups,
+            means = compressed_mean_over_groups(
                 self.compressed,
                 self._optimizer,
                 self._replicas,
                 self._reducer,
                 rank,
-                variables=fragment,
+                mine,
+                fragment,
             )
+        return means + (mean_over_groups(state, self._reducer, rank) if state else [])
+
+    def _move(
+        self, number: int, means: Sequence[tf.Tensor], count: tf.Tensor, rank: int
+    ) -> tf.Tensor:
+        """Moves the outer values of one fragment, and the local ones to them."""
+        places = self._fragments[number]
+        fragment, state = self._fragment(number)
+        momenta = [own_copy(self._momenta[p], rank) for p in places if self._momenta]
         weights, after = outer_update(
             self.sync,
             [v.outer_copy(rank).read_value() for v in fragment],
-            [v.local_copy(rank).read_value() for v in fragment],
             [momentum.read_value() for momentum in momenta],
-            mean,
+            means[: len(fragment)],
         )
         for momentum, value in zip(momenta, after, strict=True):
             momentum.assign(value)
-        # What layers store goes with the last one, which ends the round.
-        is_last = number == len(self._fragments) - 1
-        state = self._layer_state if is_last else []
-        local = [v.local_copy(rank).read_value() for v in state]
-        means = mean_over_groups(local, self._reducer, rank) if state else []
+        share = self._local_share
         for variable, value in zip(
-            [*fragment, *state], [*weights, *means], strict=True
+            [*fragment, *state], [*weights, *means[len(fragment) :]], strict=True
         ):
+            local = variable.local_copy(rank)
+            local.assign(mixed(share, local.read_value(), value))
             variable.outer_copy(rank).assign(value)
-            variable.local_copy(rank).assign(value)
         return self._average(count, rank, places)
 
     def _average(self, count: tf.Tensor, rank: int, places: Sequence[int]) -> tf.Tensor:
@@ -244,7 +312,7 @@ class Rounds:
     @property
     def _first_meeting(self) -> int:
         """The update after which every weight has met for the first time."""
-        return 1 if self.sync.start_step else self.sync.every
+        return 1 if self.sync.start_step else self.sync.every + self._overlap_steps
 
     def have_met(self) -> bool:
         """Whether there were outer weights since the start, outside of replicas."""

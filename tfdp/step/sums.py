@@ -20,6 +20,7 @@ from tfdp.step.compression import (
     sum_compressed,
 )
 from tfdp.step.loss_scale import scale_when_summed
+from tfdp.step.momentum_sums import momentum_compression_of, sum_by_momentum
 from tfdp.step.noise_probe import probe_of
 from tfdp.tracing.current_run import current_run
 from tfdp.tracing.run import ReplicaRun
@@ -98,6 +99,19 @@ def _sum_gradients(
             run, rank = found
             gradients = run.parts_to_sum(rank, list(gradients))
             state = run.parts_to_sum(rank, list(state))
+        asked = momentum_compression_of(optimizer)
+        if asked is not None:
+            return sum_by_momentum(
+                asked,
+                reducer,
+                gradients,
+                state,
+                rank,
+                variables,
+                optimizer,
+                functools.partial(reducer.sum_gradients, rank=rank),
+                scale_when_summed(optimizer),
+            )
         if reducer.compressed is None:
             return reducer.sum_gradients(gradients, state, rank)
         refuse_momentum(reducer.compressed, optimizer)
@@ -112,7 +126,7 @@ def _sum_gradients(
             plain_sums,
             scale_when_summed(optimizer),
         )
-    refuse_eager_compression()
+    refuse_eager_compression(optimizer)
     context = tf.distribute.get_replica_context()
     sums = context.all_reduce(tf.distribute.ReduceOp.SUM, [*gradients, *state])
     return sums[: len(gradients)], sums[len(gradients) :]

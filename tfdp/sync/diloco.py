@@ -25,6 +25,11 @@ class DiLoCo(Sync):
 
     The state of the inner optimizer stays with its group and is never averaged.
 
+    With `overlap_steps` tau the d of update t is sent while the groups train on, each
+    where it was, and used after update t + tau:
+
+        w_i <- alpha w_i + (1 - alpha) w_(t+1)
+
     Args:
       every: updates in a round, at least 1.
       outer_learning_rate: lr, at least 0.
@@ -33,9 +38,11 @@ class DiLoCo(Sync):
         meet in turn: part p of P after (p + 1) every / P updates and then after every
         `every` (streaming DiLoCo). `every` must be a multiple; the most that a step
         sends falls to about 1 / P. No more than there are variables.
-      overlap_steps: updates that go on while a part travels. Only 0 for now.
-      mixing: the share of the local weights in what comes back late. Only 0.5, its
-        default, for now.
+      overlap_steps: tau, updates that go on while d travels, from 0 to below `every`.
+        What comes back is used after so many: see above.
+      mixing: alpha, the share of the local weights in those with which a group goes on
+        when d is back, from 0 to below 1. None: 0.5 with `overlap_steps`, the paper's,
+        and 0 without, which replaces them.
       compression: of the outer gradients d: one of `tfdp.compression`, such as
         `Int8()` or `Int4()`; None for none.
       across: "hosts": replicas of a host exchange gradients in every step, hosts meet
@@ -47,20 +54,21 @@ class DiLoCo(Sync):
 
     Cost: for n bytes of weights on H hosts 2 n (H - 1) / H bytes on the wire per host
     and round, in `fragments` exchanges, and nothing in between; 2 n bytes more memory
-    on each device.
+    on each device, with `overlap_steps` 3 n. These hide an exchange between hosts, but
+    for that of `compression`, for which training waits before it goes on.
 
     >>> DiLoCo(every=50, start_step=500).outer_momentum
     0.9
 
     Sources: Douillard et al. 2023, "DiLoCo: distributed low-communication training of
     language models", Algorithm 1, with its outer values 0.7 and 0.9. Douillard et al.
-    2025, "Streaming DiLoCo with overlapping communication", section 2.1 (fragments; its
-    outer learning rate is 0.4).
+    2025, "Streaming DiLoCo with overlapping communication", Algorithm 2 (fragments,
+    tau and alpha; its outer learning rate is 0.4).
 
     Differs from the papers: `start_step` makes the synchronous updates that they have
     done before, in the same training. Fragments are of variables and not of transformer
-    blocks, and training waits for each of them, so that what comes back replaces the
-    local weights.
+    blocks. What layers store (moving statistics) travels with the last fragment, and is
+    mixed as weights are.
     """
 
     every: int = 500
@@ -68,7 +76,7 @@ class DiLoCo(Sync):
     outer_momentum: float = 0.9
     fragments: int = 1
     overlap_steps: int = 0
-    mixing: float = 0.5
+    mixing: float | None = None
     compression: Compression | None = None
     across: str = "hosts"
     start_step: int = 0
@@ -77,7 +85,8 @@ class DiLoCo(Sync):
         super().__post_init__()
         check_fraction(self, "outer_learning_rate", below_one=False)
         check_fraction(self, "outer_momentum", below_one=True)
-        check_fraction(self, "mixing", below_one=True)
+        if self.mixing is not None:
+            check_fraction(self, "mixing", below_one=True)
         check_whole(self, "fragments", 1)
         check_whole(self, "overlap_steps", 0)
         if self.every % self.fragments:
@@ -86,15 +95,20 @@ class DiLoCo(Sync):
                 f"distances. Received: every={self.every}, "
                 f"fragments={self.fragments}."
             )
-        if self.overlap_steps > 0 or self.mixing != 0.5:
+        if self.overlap_steps >= self.every:
             raise ConfigurationError(
-                "DiLoCo with overlap_steps above 0, or a mixing of its own, is not "
-                "there yet: training waits for what is on the way, and takes it as it "
-                "comes. Leave both out (fragments make a step's exchange smaller). "
-                f"Received: overlap_steps={self.overlap_steps}, "
-                f"mixing={self.mixing}."
+                "DiLoCo.overlap_steps must be below every: what is on its way has to "
+                "be back before the same weights meet again. Received: "
+                f"overlap_steps={self.overlap_steps}, every={self.every}."
             )
         self._check_compression()
+
+    @property
+    def local_share(self) -> float:
+        """Alpha, the share of the local weights in those with which a group goes on."""
+        if self.mixing is None:
+            return 0.5 if self.overlap_steps else 0.0
+        return self.mixing
 
     def _check_compression(self) -> None:
         method = self.compression

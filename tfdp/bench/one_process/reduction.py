@@ -106,6 +106,7 @@ def make_reduction(
     gradients: Mapping[int, Sequence[tf.Variable]] | Sequence[Sequence[tf.Variable]],
     *,
     read: bool = False,
+    sum_of: Callable[[list[tf.Tensor]], list[tf.Tensor]] | None = None,
 ) -> Callable[[], list[tuple[tf.Tensor, ...]]]:
     """One call that sums the gradients of all replicas.
 
@@ -115,6 +116,8 @@ def make_reduction(
         the same order.
       read: whether each replica reads one element of every sum and returns these,
         which is what is timed, or returns the sums, to be checked.
+      sum_of: sums a replica's own, in replica context; None:
+        `ReplicaContext.all_reduce` does.
 
     Returns:
       A function of nothing; per gradient it returns the sum on every replica, or, with
@@ -125,7 +128,10 @@ def make_reduction(
         context = tf.distribute.get_replica_context()
         rank = int(tf.get_static_value(context.replica_id_in_sync_group))
         mine = [gradient.read_value() for gradient in gradients[rank]]
-        sums = context.all_reduce(tf.distribute.ReduceOp.SUM, mine)
+        if sum_of is None:
+            sums = context.all_reduce(tf.distribute.ReduceOp.SUM, mine)
+        else:
+            sums = sum_of(mine)
         if not read:
             return sums
         return [tf.stack([value[(0,) * value.shape.rank] for value in sums])]

@@ -66,6 +66,8 @@ class GroupArm:
         here; None when it can run.
       by_default: whether it runs when no arms are named.
       is_flat: one process per replica, with no level within the hosts.
+      coarseness: what its sums may lose of a number, as a share of the largest one of
+        its tensor; 0 for arms that add what they are given.
     """
 
     start: Literal["local", "mpi", "single"]
@@ -74,6 +76,7 @@ class GroupArm:
     why_left_out: Callable[[int], str | None] = lambda devices_per_worker: None
     by_default: bool = True
     is_flat: bool = False
+    coarseness: float = 0.0
 
 
 def find_mpiexec() -> str | None:
@@ -122,6 +125,20 @@ def _tfdp(engine: Literal["sockets", "mpi", "tensorflow"], **options: Any) -> Ca
         )
 
     return make
+
+
+def _compressed_arm(
+    method: str, works: tuple[str, ...], coarseness: float = 0.0, **options: Any
+) -> GroupArm:
+    """Gradients in fewer bytes between hosts, by a method of `tfdp.compression`."""
+
+    def make(place: Place) -> tf.distribute.Strategy:
+        from tfdp import compression
+
+        chosen = getattr(compression, method)(**options)
+        return _tfdp("sockets", compression=chosen)(place)
+
+    return GroupArm("local", works, make, by_default=False, coarseness=coarseness)
 
 
 def _without_overlap(make: Callable) -> Callable:
@@ -200,7 +217,11 @@ GROUP_ARMS = {
         by_default=False,
     ),
     "tfdp-sockets-bfloat16": GroupArm(
-        "local", ("train",), _tfdp("sockets", wire_dtype="bfloat16"), by_default=False
+        "local",
+        BOTH,
+        _tfdp("sockets", wire_dtype="bfloat16"),
+        by_default=False,
+        coarseness=2.0**-7,  # rounded once by each host, and the sum once more
     ),
     "tfdp-sockets-float16": GroupArm(
         "local", ("train",), _tfdp("sockets", wire_dtype="float16"), by_default=False
@@ -211,6 +232,19 @@ GROUP_ARMS = {
         _tfdp("mpi", wire_dtype="bfloat16"),
         _mpi_is_left_out,
         by_default=False,
+    ),
+    # Of 127 steps each number is off by half of one at most.
+    "tfdp-sockets-int8": _compressed_arm("Int8", BOTH, coarseness=1 / 127),
+    "tfdp-sockets-sign": _compressed_arm("SignSGD", ("train",)),
+    "tfdp-sockets-top-k": _compressed_arm("TopK", ("train",), ratio=0.01),
+    "tfdp-sockets-power-sgd": _compressed_arm(
+        "PowerSGD", ("train",), rank=1, start_step=0
+    ),
+    "torch-gloo-float16": GroupArm(
+        "local", ("train",), None, _torch_is_left_out, by_default=False
+    ),
+    "torch-gloo-power-sgd": GroupArm(
+        "local", ("train",), None, _torch_is_left_out, by_default=False
     ),
     "tfdp-sockets-flat": GroupArm(
         "local", BOTH, _tfdp("sockets"), by_default=False, is_flat=True

@@ -128,6 +128,7 @@ def _training(request: Request, arm: str, place: Place) -> Work:
         model = torch.nn.parallel.DistributedDataParallel(
             network, gradient_as_bucket_view=True
         )
+        _send_less(model, arm)
     optimizer = torch.optim.SGD(network.parameters(), lr=0.01, momentum=0.9)
     loss_function = torch.nn.CrossEntropyLoss()
     batches = _batches(request, place)
@@ -166,6 +167,23 @@ def _training(request: Request, arm: str, place: Place) -> Work:
             "local_batch": LOCAL_BATCH,
         },
     }
+
+
+def _send_less(model: Any, arm: str) -> None:
+    """Registers the hook of DDP that `arm` is named for, if it is."""
+    from torch.distributed.algorithms.ddp_comm_hooks import (
+        default_hooks,
+        powerSGD_hook,
+    )
+
+    if arm == "torch-gloo-float16":
+        model.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    elif arm == "torch-gloo-power-sgd":
+        # With error feedback and warm start it begins in the third step at the soonest.
+        state = powerSGD_hook.PowerSGDState(
+            None, matrix_approximation_rank=1, start_powerSGD_iter=2
+        )
+        model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
 
 
 def _batches(request: Request, place: Place) -> list[tuple[Any, Any]]:

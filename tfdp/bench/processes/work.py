@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import resource
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdp._private.names import current_rank
 from tfdp.bench.one_process.reduction import (
     make_gradient,
     make_gradients,
@@ -23,7 +25,12 @@ from tfdp.bench.one_process.training import (
     make_training_arm,
     warm_up,
 )
-from tfdp.bench.processes.arms import NO_EXCHANGE, STOCK_MULTI_WORKER, Place
+from tfdp.bench.processes.arms import (
+    GROUP_ARMS,
+    NO_EXCHANGE,
+    STOCK_MULTI_WORKER,
+    Place,
+)
 from tfdp.bench.request import Request
 from tfdp.bench.subjects.gradient_sets import (
     FLOAT32_BYTES,
@@ -36,6 +43,7 @@ from tfdp.bench.subjects.images import (
     own_rows,
 )
 from tfdp.bench.subjects.models import MODELS, BenchmarkModel
+from tfdp.step.compression import sum_compressed
 
 __all__ = ["prepare_reduction", "prepare_training"]
 
@@ -57,15 +65,18 @@ def prepare_reduction(
         first + local: make_gradients(shapes, first + local, device)
         for local, device in enumerate(devices)
     }
-    sums = make_reduction(strategy, gradients)()
+    coarseness = GROUP_ARMS[arm].coarseness
+    # What makes gradients small does so where an optimizer asks for their sums.
+    sum_of = make_gradient_sums(strategy, shapes) if coarseness else None
+    sums = make_reduction(strategy, gradients, sum_of=sum_of)()
     for index, on_replicas in enumerate(sums):
         parts = [
             make_gradient(shapes[index], rank, index).numpy()
             for rank in range(place.workers * len(devices))
         ]
-        check_sum(arm, index, parts, on_replicas)
+        check_sum(arm, index, parts, on_replicas, coarseness)
     del sums
-    reduction = make_reduction(strategy, gradients, read=True)
+    reduction = make_reduction(strategy, gradients, read=True, sum_of=sum_of)
     for _ in range(request.warmup_calls):
         reduction()
     parameters = count_parameters(shapes)
@@ -83,6 +94,29 @@ def prepare_reduction(
             "bytes_per_replica": parameters * FLOAT32_BYTES,
         },
     }
+
+
+def make_gradient_sums(
+    strategy: tf.distribute.Strategy, shapes: Sequence[tuple[int, ...]]
+) -> Callable[[list[tf.Tensor]], list[tf.Tensor]]:
+    """Sums of gradients as an optimizer of tfdp's strategies has them, compressed."""
+    reducer = strategy.extended.reducer
+    with strategy.scope():
+        weights = [keras.Variable(tf.zeros(shape)) for shape in shapes]
+        optimizer = keras.optimizers.SGD()
+        optimizer.build(weights)
+
+    def sum_of(mine: list[tf.Tensor]) -> list[tf.Tensor]:
+        rank = current_rank()
+        plain_sums = functools.partial(reducer.sum_gradients, rank=rank)
+        if reducer.compressed is None:  # the link rounds by itself
+            return plain_sums(mine, [])[0]
+        sums, _ = sum_compressed(
+            reducer.compressed, mine, [], rank, weights, optimizer, plain_sums
+        )
+        return sums
+
+    return sum_of
 
 
 def prepare_training(

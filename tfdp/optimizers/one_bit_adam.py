@@ -1,0 +1,206 @@
+"""`OneBitAdam`: Adam that sends signs of its momentum, once its variance stands."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+from keras import ops
+
+from tfdp import compression as methods
+from tfdp._private.optimizer_hooks import variable_index
+from tfdp.checks import is_whole
+from tfdp.compression.method import Method
+from tfdp.compression.momentum import MomentumCompression
+from tfdp.errors import ConfigurationError, ScopeError
+from tfdp.optimizers.arguments import check_learning_rate, check_number
+from tfdp.optimizers.trust_ratio import as_compute_tensor
+from tfdp.tracing.current_run import current_run
+
+__all__ = ["OneBitAdam"]
+
+CLIPPING = ("clipnorm", "global_clipnorm", "clipvalue")
+
+
+@keras.saving.register_keras_serializable("tfdp")
+class OneBitAdam(keras.optimizers.Optimizer):
+    """Adam for slow links: after a warm-up one bit for each number is sent.
+
+    In the first T = `warmup_steps` updates it is Adam. Then the variance v is frozen,
+    and replicas send what they add to the momentum m, made small by C, with error
+    feedback (e_r is what replica r has left). With g_r, whose sum over the R replicas
+    is the gradient, b1 = beta_1, b2 = beta_2, lr = learning_rate, t the number of the
+    update, from 1, and s = min(t, T):
+
+        p_r = b1 m / R + (1 - b1) g_r + e_r
+        m = sum over r of C(p_r)            e_r = p_r - C(p_r)
+        w = w - lr (m / (1 - b1^t)) / (sqrt(v / (1 - b2^s)) + epsilon')
+
+    where epsilon' = epsilon / sqrt(1 - b2^s), as in `keras.optimizers.Adam`, and w
+    stays where v is 0: weights that never had a gradient, to which a sign would give
+    one.
+
+    Args:
+      learning_rate: a number of at least 0, a Keras schedule or a function.
+      warmup_steps: T, updates, at least 1. The paper: until v has settled, 15 to 25% of
+        all.
+      beta_1: b1, from 0 to below 1.
+      beta_2: b2, from 0 to below 1.
+      epsilon: at least 0.
+      compression: C, one of `tfdp.compression`; it says which variables are sent as
+        they are (biases, small ones, `exclude=`). None: `SignSGD(block_size=256)`.
+      across: "hosts": replicas of a host add up, exactly, and the sum is made small.
+        "replicas": each replica of one process makes small what it sends.
+      **keras_arguments: `weight_decay` (decoupled, as of AdamW), `use_ema`,
+        `ema_momentum`, `ema_overwrite_frequency`, `loss_scale_factor` and `name`.
+
+    Raises:
+      ConfigurationError: when an argument is not as above; with clipping, which would
+        see what rounding made of the gradients; with `gradient_accumulation_steps`
+        (`tfdp.DistributedOptimizer(accumulate_steps=...)` accumulates); under a
+        strategy with shards, or with a compression or `sync` of its own.
+      ScopeError: under several replicas of a strategy that is not tfdp's.
+
+    Cost: in the warm-up the bytes of float32, then those of the method (1/28 with the
+    default); three copies of the weights (m, v, what is left). Sums begin when all
+    gradients are there.
+
+    ```python
+    import keras
+    import tfdp
+
+    weights = keras.Variable([[1.0, 2.0]])
+    optimizer = tfdp.optimizers.OneBitAdam(0.1, warmup_steps=1)
+    optimizer.apply([keras.ops.array([[3.0, -4.0]])], [weights])
+    print(weights.numpy())  # the first step of Adam is lr in each direction
+    ```
+
+    Source: Tang et al. 2021, "1-bit Adam: Communication Efficient Large-Scale Training
+    with Adam's Convergence Speed", algorithm 1. Differs from the paper: bias
+    corrections stay as in Adam; scales are of blocks and not of whole variables, so
+    that no number is given the size of others far away; what the second rounding of a
+    sum loses stays with the one that rounded (see `tfdp.compression.blocks`); and
+    weights whose v is 0 stay, which DeepSpeed leaves to a mask that the user makes. As
+    in the paper, where v is tiny and other momenta of the block are not, weights take
+    large steps of either sign: choose smaller blocks, or `exclude` such variables.
+    """
+
+    def __init__(
+        self,
+        learning_rate: Any = 0.001,
+        *,
+        warmup_steps: int,
+        beta_1: float = 0.9,
+        beta_2: float = 0.999,
+        epsilon: float = 1e-7,
+        compression: Method | dict[str, Any] | None = None,
+        across: str = "hosts",
+        **keras_arguments: Any,
+    ) -> None:
+        _refuse_arguments(keras_arguments)
+        super().__init__(
+            learning_rate=check_learning_rate(
+                "OneBitAdam.learning_rate", learning_rate
+            ),
+            **{"name": "one_bit_adam", **keras_arguments},
+        )
+        if not is_whole(warmup_steps, least=1):
+            raise ConfigurationError(
+                "OneBitAdam.warmup_steps must be an integer of at least 1: without a "
+                f"variance there is no Adam. Received: {warmup_steps!r}."
+            )
+        self.warmup_steps = warmup_steps
+        self.beta_1 = check_number("OneBitAdam.beta_1", beta_1, below=1.0)
+        self.beta_2 = check_number("OneBitAdam.beta_2", beta_2, below=1.0)
+        self.epsilon = check_number("OneBitAdam.epsilon", epsilon)
+        if isinstance(compression, dict):
+            compression = methods.from_config(compression)
+        if compression is None:
+            compression = methods.SignSGD(block_size=256)
+        # Read where gradients are summed (tfdp.step.momentum_sums).
+        self.momentum_compression = MomentumCompression(
+            compression, across, self.beta_1, warmup_steps
+        )
+
+    def build(self, variables: Sequence[Any]) -> None:
+        """Makes the slots of both moments for each variable."""
+        if self.built:
+            return
+        super().build(variables)
+        self._momentums, self._velocities = self.add_optimizer_variables(
+            variables, ["momentum", "velocity"]
+        )
+
+    def momentum_of(self, variable: Any) -> Any:
+        """The momentum of one of the variables."""
+        return self._momentums[variable_index(self, variable)]
+
+    def apply(self, grads: Sequence[Any], trainable_variables: Any = None) -> Any:
+        """One update; see `keras.optimizers.Optimizer.apply`.
+
+        Raises:
+          ScopeError: under several replicas of a strategy that is not tfdp's.
+        """
+        strategy = tf.distribute.get_strategy()
+        if strategy.num_replicas_in_sync > 1 and current_run() is None:
+            raise ScopeError(
+                f"{type(self).__name__} is used under {type(strategy).__name__}, which "
+                "would send its gradients as they are. Use tfdp.DataParallelStrategy "
+                "or tfdp.MultiHostDataParallelStrategy."
+            )
+        return super().apply(grads, trainable_variables)
+
+    def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
+        """Updates one variable and its two moments."""
+        index = variable_index(self, variable)
+        slots = self._momentums[index], self._velocities[index]
+        momentum, velocity = (as_compute_tensor(slot) for slot in slots)
+        gradient = as_compute_tensor(gradient, momentum.dtype)
+        dtype = momentum.dtype
+        is_warm = self.iterations < self.warmup_steps
+        step = ops.cast(self.iterations + 1, dtype)
+        settled = ops.minimum(step, ops.cast(self.warmup_steps, dtype))
+        beta_1_power = ops.power(ops.cast(self.beta_1, dtype), step)
+        beta_2_power = ops.power(ops.cast(self.beta_2, dtype), settled)
+        rate = ops.cast(learning_rate, dtype)
+        rate = rate * ops.sqrt(1 - beta_2_power) / (1 - beta_1_power)
+
+        momentum = momentum + (gradient - momentum) * (1 - self.beta_1)
+        moved = (ops.square(gradient) - velocity) * (1 - self.beta_2)
+        velocity = velocity + ops.where(is_warm, moved, ops.zeros_like(moved))
+        self.assign(slots[0], momentum)
+        self.assign(slots[1], velocity)
+        update = momentum * rate / (ops.sqrt(velocity) + self.epsilon)
+        # A sign makes something of a momentum of 0.
+        update = ops.where(velocity > 0, update, ops.zeros_like(update))
+        self.assign_sub(variable, ops.cast(update, variable.dtype))
+
+    def get_config(self) -> dict[str, Any]:
+        """The arguments, as plain data."""
+        return {
+            **super().get_config(),
+            "warmup_steps": self.warmup_steps,
+            "beta_1": self.beta_1,
+            "beta_2": self.beta_2,
+            "epsilon": self.epsilon,
+            "compression": self.momentum_compression.method.get_config(),
+            "across": self.momentum_compression.across,
+        }
+
+
+def _refuse_arguments(keras_arguments: dict[str, Any]) -> None:
+    for name in CLIPPING:
+        if keras_arguments.get(name) is not None:
+            raise ConfigurationError(
+                f"OneBitAdam({name}=...) would clip what rounding made of the "
+                "gradients, which is far from them. Leave it out. Received: "
+                f"{name}={keras_arguments[name]!r}."
+            )
+    if keras_arguments.get("gradient_accumulation_steps"):
+        raise ConfigurationError(
+            "OneBitAdam sends in every update. Accumulate with "
+            "tfdp.DistributedOptimizer(optimizer, accumulate_steps=...) and leave "
+            "gradient_accumulation_steps out."
+        )
