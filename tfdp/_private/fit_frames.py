@@ -111,6 +111,16 @@ class PassesOfData:
             return self._begun - 1, it._steps_seen  # of unknown length
         return self._begun, 0
 
+    def end_with(self, model: keras.Model, logs: dict[str, Any]) -> None:
+        """Lets an epoch of which no batch was left end with `logs`, not with none."""
+        results = type(model)._get_metrics_result_or_logs
+
+        def of_epoch(found: Any) -> Any:
+            vars(model).pop("_get_metrics_result_or_logs", None)
+            return results(model, found or logs)
+
+        vars(model)["_get_metrics_result_or_logs"] = of_epoch
+
     def begin_at(
         self,
         ended: int,

@@ -14,7 +14,7 @@ import keras
 
 from tfdp._private.fit_frames import fit_around
 from tfdp._private.keras_models import initial_epoch, set_initial_epoch
-from tfdp.callbacks.kept_callbacks import kept_of, put_back
+from tfdp.callbacks.kept_callbacks import kept_of, plain, put_back, unplain
 from tfdp.callbacks.kept_random import put_back_random, random_now
 from tfdp.callbacks.place_in_fit import Place
 from tfdp.callbacks.stop_signals import StopSignals
@@ -193,6 +193,8 @@ class Checkpoint(keras.callbacks.Callback):
                 stacklevel=2,
             )
         self._batch = place.batch
+        if place.batch:
+            self._passes.end_with(self.model, unplain(restored.program.get("logs")))
         self._passes.begin_at(
             place.passes_ended,
             place.batches_read,
@@ -248,6 +250,7 @@ class Checkpoint(keras.callbacks.Callback):
         elif self._every_seconds is not None and self._hosts.is_chief:
             if time.monotonic() - self._saved_seconds >= self._every_seconds:
                 self._meeting.ask(TIME)
+        self._logs = logs
         reason = self._meeting.after_step(self._step)
         if is_due or reason is not None:
             self._save(is_epoch_end=False)
@@ -293,6 +296,7 @@ class Checkpoint(keras.callbacks.Callback):
         program = {
             "place": place.as_json(),
             "callbacks": kept_of(self._others),
+            "logs": {} if is_epoch_end else plain(self._logs),
             "random": random_now() if is_epoch_end else self._random,
         }
         self._files.save(self.model, step=self._step, program=program)

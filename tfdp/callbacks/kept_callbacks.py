@@ -9,7 +9,7 @@ from typing import Any
 import keras
 import numpy as np
 
-__all__ = ["kept_of", "put_back"]
+__all__ = ["kept_of", "plain", "put_back", "unplain"]
 
 # Plain numbers; what they hold else (weights, files) is not in here.
 ATTRIBUTES = {
@@ -38,12 +38,12 @@ def _kind_of(callback: keras.callbacks.Callback) -> type | None:
 
 def _kept(callback: keras.callbacks.Callback) -> dict[str, Any]:
     if isinstance(callback, keras.callbacks.History):
-        history = {name: _plain(values) for name, values in callback.history.items()}
-        return {"epoch": _plain(callback.epoch), "history": history}
+        history = {name: plain(values) for name, values in callback.history.items()}
+        return {"epoch": plain(callback.epoch), "history": history}
     for kind, names in ATTRIBUTES.items():
         if isinstance(callback, kind):
             found = {n: getattr(callback, n) for n in names if hasattr(callback, n)}
-            return {name: _plain(value) for name, value in found.items()}
+            return {name: plain(value) for name, value in found.items()}
     return {}
 
 
@@ -61,34 +61,39 @@ def put_back(callbacks: Iterable[keras.callbacks.Callback], kept: Any) -> bool:
     for callback, (_, known) in zip(callbacks, kept, strict=True):
         if isinstance(callback, keras.callbacks.History):
             callback.epoch = list(known["epoch"])
-            callback.history = {n: _numbers(v) for n, v in known["history"].items()}
+            callback.history = {n: unplain(v) for n, v in known["history"].items()}
             continue
         for kind, names in ATTRIBUTES.items():
             if isinstance(callback, kind):
                 for name in names:
                     if name in known:
-                        setattr(callback, name, _numbers(known[name]))
+                        setattr(callback, name, unplain(known[name]))
     return True
 
 
-def _plain(value: Any) -> Any:
-    """A value that JSON can hold: infinities and NaN as text."""
+def plain(value: Any) -> Any:
+    """A value that JSON can hold: infinities and NaN as text, other things as None."""
+    if isinstance(value, dict):
+        return {str(name): plain(part) for name, part in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(part) for part in value]
+        return [plain(part) for part in value]
     if value is None or isinstance(value, bool | str):
         return value
     array = np.asarray(value)
     if array.ndim:
-        return _plain(array.tolist())
+        return plain(array.tolist())
     number = array.item()
     if isinstance(number, float) and not math.isfinite(number):
         return {"float": repr(number)}
     return number
 
 
-def _numbers(value: Any) -> Any:
+def unplain(value: Any) -> Any:
+    """What `plain` was given."""
     if isinstance(value, list):
-        return [_numbers(part) for part in value]
+        return [unplain(part) for part in value]
     if isinstance(value, dict):
-        return float(value["float"])
+        if set(value) == {"float"}:
+            return float(value["float"])
+        return {name: unplain(part) for name, part in value.items()}
     return value

@@ -198,6 +198,10 @@ def _add_local(entries: dict[str, Entry], group: str, local: Any) -> None:
             _stacked(copies),
             _own_or_nothing(copies),
         )
+    for number, on_the_way in enumerate(local.stored.on_the_way):
+        for place, kept in enumerate(on_the_way.kept):
+            name = f"{group}/on the way/{number}/{place}"
+            entries[name] = _of_ranks(name, kept)
     entries[f"{group}/local/mark"] = Entry(
         "mark of the local weights",
         "ranks",
@@ -216,20 +220,20 @@ def _of_ranks(name: str, of_ranks: OfRanks) -> Entry:
         "ranks",
         shape,
         of_ranks.copies[0].dtype.name,
-        _stacked(of_ranks.copies),
+        lambda: of_ranks.rows().numpy(),
         lambda rows: _deal(of_ranks, rows),
     )
 
 
 def _deal(of_ranks: OfRanks, rows: Rows) -> None:
     if rows.own is not None:
-        _assign_each(of_ranks.copies, rows.own)
+        of_ranks.assign_rows(rows.own)
     elif of_ranks.is_alike:
-        _assign_each(of_ranks.copies, [rows.all[0]] * len(of_ranks.copies))
+        of_ranks.assign_rows([rows.all[0]] * len(of_ranks.copies))
     else:
         # All of it is still to be sent, whoever sends it.
         part = rows.all.sum(axis=0) / np.asarray(rows.replicas, rows.all.dtype)
-        _assign_each(of_ranks.copies, [part] * len(of_ranks.copies))
+        of_ranks.assign_rows([part] * len(of_ranks.copies))
 
 
 def _mean_to(copies: list[tf.Variable]) -> Callable[[Rows], None]:

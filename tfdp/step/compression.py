@@ -228,10 +228,14 @@ def make_compression_entries(
     strategy = strategy_of(optimizer)
     reducer = getattr(strategy.extended, "reducer", None)
     compressed = getattr(rounds or reducer, "compressed", None)
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    asked = getattr(inner, "momentum_compression", None)
+    if asked is not None and reducer is not None:
+        compressed = reducer.compressed_by(asked.method, asked.across)
     if compressed is None or not names:
         return
     state = _state_of(optimizer, compressed)
-    variables = variables_built_with(getattr(optimizer, "inner_optimizer", optimizer))
+    variables = variables_built_with(inner)
     places = {name.partition("/")[0].removeprefix(VARIABLE) for name in names}
     for place in sorted(int(text) for text in places if text.isdecimal()):
         if place < len(variables):

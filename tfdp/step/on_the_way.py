@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -109,11 +110,17 @@ class _Late(OfRanks):
         super().__init__(shape, devices, dtype, is_alike=True)
         self._late, self._ticket, self._place = late, ticket, place
 
-    def _serialize_to_tensors(self) -> dict[str, tf.Tensor]:
+    def rows(self) -> tf.Tensor:
+        """See `OfRanks.rows`; waits for what is on its way."""
         sums = self._late.look(self._ticket)
         if sums is None:
-            return super()._serialize_to_tensors()
-        return {"of_ranks": tf.constant(np.stack([sums[self._place]]))}
+            return super().rows()
+        return tf.constant(np.stack([sums[self._place]]))
+
+    def assign_rows(self, rows: Any) -> None:
+        """See `OfRanks.assign_rows`; what was on its way is forgotten."""
+        self._late.forget(self._ticket)
+        super().assign_rows(rows)
 
     def _restore_from_tensors(
         self, restored_tensors: dict[str, tf.Tensor]

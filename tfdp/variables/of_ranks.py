@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import tensorflow as tf
 
@@ -60,8 +61,18 @@ class OfRanks(tf.Module):
         """One for each device, in their order."""
         return self._copies.variables
 
+    def rows(self) -> tf.Tensor:
+        """The numbers of all replicas of this process, [replicas, ...]."""
+        return tf.stack([copy.read_value() for copy in self.copies])
+
+    def assign_rows(self, rows: Any) -> None:
+        """Gives each replica its own."""
+        for copy, row in zip(self.copies, rows, strict=True):
+            with tf.device(copy.device):
+                copy.assign(row)
+
     def _serialize_to_tensors(self) -> dict[str, tf.Tensor]:
-        return {"of_ranks": tf.stack([copy.read_value() for copy in self.copies])}
+        return {"of_ranks": self.rows()}
 
     def _restore_from_tensors(
         self, restored_tensors: dict[str, tf.Tensor]
