@@ -43,6 +43,7 @@ __all__ = ["TensorFlowAcrossHostsEngine", "meet_by_collectives"]
 # Smaller ones take as long by the ring as a round trip of the link, or longer.
 SMALLEST_BYTES = 64 * 2**10
 PIECE_BYTES = 6 * 2**20
+LONGEST_PORT_BYTES = 5
 SUMMABLE = frozenset(
     {tf.bfloat16, tf.float16, tf.float32, tf.float64, tf.int32, tf.int64}
 )
@@ -60,7 +61,8 @@ def meet_by_collectives(link: HostLink) -> None:
     # Over the link, which is there before TensorFlow is: its own way of meeting needs
     # addresses that are known beforehand, and waits for ever for who never comes.
     port = str(free_port("")).encode()
-    ports = link.gather(port, "ports of TensorFlow's collectives")
+    label = "ports of TensorFlow's collectives"
+    ports = link.gather(port, label, most_bytes=LONGEST_PORT_BYTES)
     for rank, other in enumerate(ports):
         if not other.isdigit():
             raise ConfigurationError(

@@ -8,10 +8,13 @@ from typing import TypeAlias
 
 import numpy as np
 
-__all__ = ["CHANNELS", "HostLink", "Ranges"]
+__all__ = ["CHANNELS", "MOST_GATHERED_BYTES", "HostLink", "Ranges"]
 
 # Exchanges inside training steps, and those that Python asks for.
 CHANNELS = ("step", "host")
+
+# What TensorFlow's serialized tensors end at: more cannot be meant.
+MOST_GATHERED_BYTES = 2**31 - 1
 
 # For each array, by worker: first element, end.
 Ranges: TypeAlias = Sequence[Sequence[tuple[int, int]]]
@@ -124,8 +127,28 @@ class HostLink(abc.ABC):
         """
 
     @abc.abstractmethod
-    def gather(self, blob: bytes, label: str, channel: str = "host") -> list[bytes]:
-        """Everybody's bytes, by rank; their lengths may differ."""
+    def gather(
+        self,
+        blob: bytes,
+        label: str,
+        channel: str = "host",
+        most_bytes: int = MOST_GATHERED_BYTES,
+    ) -> list[bytes]:
+        """Everybody's bytes, by rank; their lengths may differ.
+
+        Args:
+          blob: this worker's.
+          label: names the exchange in errors.
+          channel: one of CHANNELS.
+          most_bytes: what each worker may bring, the same on all workers. Memory is
+            taken as bytes come, not as they are announced.
+
+        Raises:
+          CollectiveError: when a worker brings more; on all workers.
+          As `sum`.
+
+        Cost: the bytes of all other workers but the next one, sent per worker.
+        """
 
     @abc.abstractmethod
     def sent_bytes(self, channel: str | None = None) -> int:

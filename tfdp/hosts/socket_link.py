@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -24,7 +23,7 @@ from tfdp.hosts.agreement import Disagreement, terms_of
 from tfdp.hosts.broken_exchange import closed, out_of_step, why_it_broke
 from tfdp.hosts.buffers import BufferPool, views_of
 from tfdp.hosts.channel import Channel
-from tfdp.hosts.host_link import CHANNELS, HostLink, Ranges
+from tfdp.hosts.host_link import CHANNELS, MOST_GATHERED_BYTES, HostLink, Ranges
 from tfdp.hosts.last_words import lost_another
 from tfdp.hosts.lost_worker import say_lost
 from tfdp.hosts.membership import Membership
@@ -38,6 +37,7 @@ from tfdp.hosts.ring import (
     ring_reduce_scatter,
     ring_sum,
 )
+from tfdp.hosts.ring_gather import ring_gather
 from tfdp.hosts.rounded_wire import RoundedWire, wire_type
 from tfdp.hosts.waits import Waits, says_that_it_waits_to_meet
 from tfdp.hosts.wire import Receiver, Sender
@@ -200,18 +200,23 @@ class SocketLink(HostLink):
             ring.sender.flush()
         return output
 
-    def gather(self, blob: bytes, label: str, channel: str = "host") -> list[bytes]:
+    def gather(
+        self,
+        blob: bytes,
+        label: str,
+        channel: str = "host",
+        most_bytes: int = MOST_GATHERED_BYTES,
+    ) -> list[bytes]:
         """See `HostLink.gather`."""
-        blobs = [b""] * self.workers
-        blobs[self.rank] = blob
-        with self._exchange("gather", (), label, channel) as ring:
-            for step in range(self.workers - 1):
-                # In each turn the blob goes on that came in the turn before.
-                mine = blobs[(self.rank - step) % self.workers]
-                ring.sender.send(struct.pack("<Q", len(mine)) + mine)
-                (size,) = struct.unpack("<Q", ring.receiver.take(8))
-                source = (self.rank - step - 1) % self.workers
-                blobs[source] = bytes(ring.receiver.take(size))
+        with self._exchange("gather", (), label, channel, limit=most_bytes) as ring:
+            blobs = ring_gather(
+                blob,
+                self.rank,
+                self.workers,
+                most_bytes,
+                ring.sender.send,
+                ring.receiver.take,
+            )
             ring.sender.flush()
         return blobs
 
@@ -310,6 +315,7 @@ class SocketLink(HostLink):
         channel: str,
         wire_dtype: str | None = None,
         ranges: Ranges = (),
+        limit: int | None = None,
     ) -> Iterator[Channel]:
         """An exchange that all workers have come to, of the same arrays."""
         ring = self._channels[channel]
@@ -326,7 +332,9 @@ class SocketLink(HostLink):
             # Counted before anything is sent: heartbeats tell how far this worker is,
             # and others accuse those who are behind.
             ring.count += 1
-            ring.begin(terms_of(kind, ring.count, arrays, label, wire_dtype, ranges))
+            ring.begin(
+                terms_of(kind, ring.count, arrays, label, wire_dtype, ranges, limit)
+            )
             self._membership.arrive(ring.count, channel)
             late = functools.partial(self._membership.late, ring.count, channel)
             try:
