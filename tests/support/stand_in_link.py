@@ -1,6 +1,8 @@
 """A link whose other workers say what this one says: a strategy of several hosts in
 one process, for what it does before it exchanges anything of weight."""
 
+import contextlib
+
 import numpy as np
 
 from tfdp.hosts.host_link import HostLink
@@ -37,6 +39,9 @@ class StandInLink(HostLink):
 
     def news(self):
         return None
+
+    def loop_of_steps(self, made, planned):
+        return contextlib.nullcontext()
 
     def close(self):
         pass

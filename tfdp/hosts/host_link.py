@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
@@ -184,6 +185,23 @@ class HostLink(abc.ABC):
 
         Raises:
           WorkerLostError: when they are not in time.
+        """
+
+    @abc.abstractmethod
+    def loop_of_steps(
+        self, made: Callable[[], str], planned: Callable[[], str]
+    ) -> contextlib.AbstractContextManager[None]:
+        """A loop of as many steps on all workers, which wait for each other at its end.
+
+        Args:
+          made: how many this worker has made so far, in words: "3", "2 times 4".
+          planned: how many it is to make, as far as that is known: "5".
+
+        Raises:
+          CollectiveError, WorkerLostError: when another worker has ended its loop
+            after another number of exchanges or steps; on all of them, at once.
+
+        Cost: one word to the others.
         """
 
     @abc.abstractmethod

@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from tfdp._private import frames, names
 from tfdp._private.autograph import library_code
+from tfdp._private.keras_loops import lead_loop
 from tfdp.checks import is_whole
 from tfdp.cluster import Cluster, find_cluster
 from tfdp.data.hosts import own_part, until_all_end
@@ -295,6 +296,7 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
         fit = frames.fit_of_caller()
         policies = policies_of(fit[0]) if fit is not None else ""
         self._lead_fit(fit)
+        lead_loop(frames.loop_of_caller(), self._group.link.loop_of_steps)
         return own_part(dataset, self._group.link, policies)
 
     def _lead_fit(self, fit: tuple[Any, Any] | None) -> None:
