@@ -67,6 +67,8 @@ class ReplicaMirroredVariable(PythonNumber, LocalView):
             if tf.is_tensor(value) and not is_same_on_every_replica(value, component):
                 value = self._of_first_replica(value, rank)
             return update_fn(component, value, **kwargs)
+        if tf.executing_eagerly() and self.aggregation != tf.VariableAggregation.NONE:
+            run.eager_order.meet(rank, f"an update of {self.name}")
         with run.summing_own_parts(rank):
             return super()._update_replica(update_fn, value, **kwargs)
 
