@@ -118,7 +118,7 @@ class ReplicaMirroredVariable(PythonNumber, LocalView):
         return update_by_sum, value
 
 
-class ReplicaOnReadVariable(SyncOnReadVariable):
+class ReplicaOnReadVariable(PythonNumber, SyncOnReadVariable):
     """The sums of a metric, to which a borrowed row (`borrowed_rows`) adds nothing."""
 
     def assign(self, value: Any, *args: Any, **kwargs: Any) -> Any:
