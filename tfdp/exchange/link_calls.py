@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import tensorflow as tf
 
 from tfdp._private import names
+from tfdp.hosts.python_calls import counted
 
 __all__ = ["LinkCalls"]
 
@@ -44,7 +45,10 @@ class LinkCalls:
         before = [self._last_call] if is_same_graph else _conditionals_in(graph)
         with tf.control_dependencies(before):
             results = tf.numpy_function(
-                function, tensors, [spec.dtype for spec in specs], stateful=True
+                counted(function),
+                tensors,
+                [spec.dtype for spec in specs],
+                stateful=True,
             )
         self._last_graph, self._last_call = weakref.ref(graph), results[0].op
         names.run_independently(results[0].op)

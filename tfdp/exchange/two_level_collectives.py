@@ -36,6 +36,7 @@ from tfdp.exchange.two_level import LEADER, AcrossHostsEngine
 from tfdp.exchange.wire_types import fitting_wire_dtype
 from tfdp.hosts.exchange_watch import ExchangeWatch
 from tfdp.hosts.host_link import HostLink
+from tfdp.hosts.python_calls import counted
 from tfdp.hosts.server_door import keep_to_workers
 
 __all__ = ["TensorFlowAcrossHostsEngine", "meet_by_collectives"]
@@ -221,7 +222,7 @@ class TensorFlowAcrossHostsEngine(AcrossHostsEngine):
             return np.int64(self._watch.begin(label))
 
         with tf.control_dependencies(wires), tf.device("CPU:0"):
-            number = tf.numpy_function(begin, [], tf.int64, stateful=True)
+            number = tf.numpy_function(counted(begin), [], tf.int64, stateful=True)
         names.run_independently(number.op)
         return number
 
@@ -231,7 +232,7 @@ class TensorFlowAcrossHostsEngine(AcrossHostsEngine):
             return number
 
         with tf.control_dependencies(sums), tf.device("CPU:0"):
-            ended = tf.numpy_function(end, [number], tf.int64, stateful=True)
+            ended = tf.numpy_function(counted(end), [number], tf.int64, stateful=True)
         names.run_independently(ended.op)
         with tf.control_dependencies([ended]):
             return [tf.identity(total) for total in sums]

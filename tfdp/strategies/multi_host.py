@@ -31,6 +31,7 @@ from tfdp.hosts import last_words
 from tfdp.hosts.alike import refuse_differences
 from tfdp.hosts.choose_link import make_link
 from tfdp.hosts.host_link import HostLink
+from tfdp.hosts.python_calls import let_calls_end_at_exit
 from tfdp.plan.communication import (
     Communication,
     checked_communication,
@@ -216,6 +217,7 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
         refuse_compressed_shards(communication, self.shard, self.hosts)
         group = self._group or HostGroup(make_link(self.cluster, communication))
         self._group = group
+        let_calls_end_at_exit()
         # The others then hear that this script has ended, and need not wait for it.
         atexit.register(self.close)
         refuse_differences(
