@@ -85,6 +85,7 @@ def test_a_worker_that_never_comes_is_named():
         assert probe.connect_ex((host, int(port))) != 0
 
 
+@pytest.mark.worth_seconds(25)
 def test_a_process_ends_though_its_input_is_being_read_ahead():
     """In Python, by a thread of TensorFlow's: the process waited for it for ever."""
     with Workers(2, "tests.support.late_reader", 6) as workers:
