@@ -40,8 +40,8 @@ from tfdp.checkpoint.manifest import MANIFEST_NAME, folders_newest_first
 #: Only there to end a hang.
 LONGEST_SECONDS = 600
 MOST_STARTS = 8
-# Of three replicas each has a third of the samples, in float32: 3e-8 of a gradient near 1,
-# times a rate of 0.5 with momentum, in 24 steps. Two replicas differ by round-off of
+# Of three replicas each has a third of the samples, in float32: 3e-8 of a gradient near
+# 1, times a rate of 0.5 with momentum, in 24 steps. Two replicas differ by round-off of
 # float64 only. A sample too many or too few moves weights by 1e-4.
 BOUND = 1e-6
 TRAININGS = {

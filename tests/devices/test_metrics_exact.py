@@ -283,3 +283,22 @@ def test_fit_and_evaluate_report_them():
     for key, value in expected.items():
         # Counts and weights of 21 rows, and the losses of models 1e-6 apart.
         np.testing.assert_allclose(got[key], value, rtol=1e-5)
+
+
+def test_what_a_metric_has_summed_is_a_number_of_python():
+    """Outside of replicas, as of one device: the sum over all of them."""
+    strategy = make_strategy(2)
+    with strategy.scope():
+        mean = keras.metrics.Mean()
+
+    @tf.function
+    def step():
+        def update():
+            rank = tf.distribute.get_replica_context().replica_id_in_sync_group
+            mean.update_state(tf.cast([2 * rank + 1, 2 * rank + 2], tf.float32))
+
+        strategy.run(update)
+
+    step()
+    assert float(mean.total) == float(mean.total.value) == 1 + 2 + 3 + 4
+    assert int(mean.count) == 4

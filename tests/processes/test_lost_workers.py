@@ -40,8 +40,7 @@ def lose_a_worker(how, *engine):
         return survivors, lost.communicate(timeout=LONGEST_SECONDS)[0]
 
 
-# Slow: now and then a process whose exchange has failed does not come to its end while
-# the interpreter shuts down; see docs/log.md, 2026-11-22.
+# Slow because it takes long.
 LEAVE = pytest.param("leave", marks=pytest.mark.slow)
 
 
@@ -84,3 +83,14 @@ def test_a_worker_that_never_comes_is_named():
     assert "worker 2 did not arrive" in other
     with socket.socket() as probe:
         assert probe.connect_ex((host, int(port))) != 0
+
+
+@pytest.mark.worth_seconds(25)
+def test_a_process_ends_though_its_input_is_being_read_ahead():
+    """In Python, by a thread of TensorFlow's: the process waited for it for ever."""
+    with Workers(2, "tests.support.late_reader", 6) as workers:
+        output = workers.processes[0].communicate(timeout=LONGEST_SECONDS)[0]
+        assert workers.processes[0].returncode == 1, output
+    assert "worker 1 has come to the end of its script" in output
+    # The call was let end, and not broken off.
+    assert output.index("reads the end") < output.index("has read the end")

@@ -65,9 +65,12 @@ APART = {
         ("4 bytes as bfloat16: float32 [2]", "4 bytes as float16: float32 [2]"),
     ),
     "labels of bytes": (
-        lambda link: link.gather(b"one", "seed"),
-        lambda link: link.gather(b"two", "settings"),
-        ("gather of 0 bytes (seed)", "gather of 0 bytes (settings)"),
+        lambda link: link.gather(b"one", "seed", most_bytes=8),
+        lambda link: link.gather(b"two", "settings", most_bytes=8),
+        (
+            "gather of at most 8 bytes each (seed)",
+            "gather of at most 8 bytes each (settings)",
+        ),
     ),
     "kinds": (
         scatter(HALVES),
@@ -156,9 +159,9 @@ def test_without_the_others_note_its_header_is_told(note):
 
 def test_a_note_of_another_exchange_is_not_taken_for_this_one():
     mine = terms_of("sum", 7, [np.zeros(2, np.float32)], "weights")
-    theirs = terms_of("gather", 8, (), "rows")
+    theirs = terms_of("gather", 8, (), "rows", limit=64)
     words = difference(0, 1, Disagreement(mine, theirs.header), mine.note)
-    assert words.endswith("worker 1 at exchange 8, gather of 0 bytes")
+    assert words.endswith("worker 1 at exchange 8, gather of at most 64 bytes each")
 
 
 def test_threads_of_one_worker_take_turns():

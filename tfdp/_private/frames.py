@@ -21,6 +21,7 @@ __all__ = [
     "is_building_model",
     "is_called_by_keras_loop",
     "is_made_for_autocast",
+    "loop_of_caller",
     "model_built_by_caller",
 ]
 
@@ -56,11 +57,19 @@ def batch_size_of_caller() -> tuple[str | None, int | None]:
       The name of the class of its data adapter, and the size; None for what is not
       known.
     """
+    loop = loop_of_caller()
+    if loop is None:
+        return None, None
+    return type(loop.data_adapter).__name__, loop.data_adapter.batch_size
+
+
+def loop_of_caller() -> Any:
+    """What leads through the epochs of the Keras loop that makes its input, or None."""
     for frame in _frames_of_trainer():
-        adapter = getattr(frame.f_locals.get("self"), "data_adapter", None)
-        if adapter is not None:
-            return type(adapter).__name__, adapter.batch_size
-    return None, None
+        loop = frame.f_locals.get("self")
+        if getattr(loop, "data_adapter", None) is not None:
+            return loop
+    return None
 
 
 def is_building_model() -> bool:

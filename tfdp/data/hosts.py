@@ -13,6 +13,7 @@ import tensorflow as tf
 from tfdp.data.same_batches import new_dataset_name, no_rows, same_batches
 from tfdp.data.split import rows_between, rows_of_batch
 from tfdp.hosts.host_link import HostLink
+from tfdp.hosts.python_calls import counted
 
 __all__ = ["own_part", "until_all_end"]
 
@@ -102,7 +103,7 @@ def until_all_end(dataset: tf.data.Dataset, link: HostLink) -> tf.data.Dataset:
     def goes_on(number: tf.Tensor, element: tuple[Any, Any]) -> tf.Tensor:
         iterator, (_, is_real) = element
         answer = tf.numpy_function(
-            is_element, [number, iterator, is_real], tf.bool, stateful=True
+            counted(is_element), [number, iterator, is_real], tf.bool, stateful=True
         )
         return tf.ensure_shape(answer, [])
 

@@ -19,6 +19,7 @@ import tensorflow as tf
 
 from tfdp.errors import CollectiveError
 from tfdp.hosts.host_link import HostLink
+from tfdp.hosts.python_calls import counted
 
 __all__ = ["new_dataset_name", "no_rows", "same_batches"]
 
@@ -96,7 +97,10 @@ def _ask(
     ]
     first = numbers[0] if numbers else tf.zeros([0])
     answer = tf.numpy_function(
-        comparison.look, [iterator, count, is_batch, first], tf.int64, stateful=True
+        counted(comparison.look),
+        [iterator, count, is_batch, first],
+        tf.int64,
+        stateful=True,
     )
     return tf.ensure_shape(answer, [])
 

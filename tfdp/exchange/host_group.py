@@ -37,14 +37,14 @@ class HostGroup:
 
     def barrier(self, label: str) -> None:
         """Waits until every host has come here."""
-        self.link.gather(b"", label)
+        self.link.gather(b"", label, most_bytes=0)
 
     def from_chief(self, value: np.ndarray, label: str) -> np.ndarray:
         """Host 0's array, on every host. Cost: its bytes, to each host."""
         mine = value.tobytes() if self.link.rank == 0 else b""
         # What has the same bytes need not be the same.
         told = f"{label}: {value.dtype.name} {list(value.shape)}"
-        first = self.link.gather(mine, told)[0]
+        first = self.link.gather(mine, told, most_bytes=value.nbytes)[0]
         received = np.frombuffer(first, value.dtype).reshape(value.shape)
         return unaligned_copy(received)
 

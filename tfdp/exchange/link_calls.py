@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import tensorflow as tf
 
 from tfdp._private import names
+from tfdp.hosts.python_calls import counted
 
 __all__ = ["LinkCalls"]
 
@@ -44,7 +45,10 @@ class LinkCalls:
         graph = tf.compat.v1.get_default_graph()
         with tf.control_dependencies(self._before(graph)):
             results = tf.numpy_function(
-                function, tensors, [spec.dtype for spec in specs], stateful=True
+                counted(function),
+                tensors,
+                [spec.dtype for spec in specs],
+                stateful=True,
             )
         self._last_graph, self._last_calls[graph] = weakref.ref(graph), results[0].op
         names.run_independently(results[0].op)

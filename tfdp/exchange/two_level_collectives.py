@@ -36,6 +36,7 @@ from tfdp.exchange.two_level import LEADER, AcrossHostsEngine
 from tfdp.exchange.wire_types import fitting_wire_dtype
 from tfdp.hosts.exchange_watch import ExchangeWatch
 from tfdp.hosts.host_link import HostLink
+from tfdp.hosts.python_calls import counted
 from tfdp.hosts.server_door import keep_to_workers
 
 __all__ = ["TensorFlowAcrossHostsEngine", "meet_by_collectives"]
@@ -43,6 +44,7 @@ __all__ = ["TensorFlowAcrossHostsEngine", "meet_by_collectives"]
 # Smaller ones take as long by the ring as a round trip of the link, or longer.
 SMALLEST_BYTES = 64 * 2**10
 PIECE_BYTES = 6 * 2**20
+LONGEST_PORT_BYTES = 5
 SUMMABLE = frozenset(
     {tf.bfloat16, tf.float16, tf.float32, tf.float64, tf.int32, tf.int64}
 )
@@ -60,7 +62,8 @@ def meet_by_collectives(link: HostLink) -> None:
     # Over the link, which is there before TensorFlow is: its own way of meeting needs
     # addresses that are known beforehand, and waits for ever for who never comes.
     port = str(free_port("")).encode()
-    ports = link.gather(port, "ports of TensorFlow's collectives")
+    label = "ports of TensorFlow's collectives"
+    ports = link.gather(port, label, most_bytes=LONGEST_PORT_BYTES)
     for rank, other in enumerate(ports):
         if not other.isdigit():
             raise ConfigurationError(
@@ -220,7 +223,7 @@ class TensorFlowAcrossHostsEngine(AcrossHostsEngine):
             return np.int64(self._watch.begin(label))
 
         with tf.control_dependencies(wires), tf.device("CPU:0"):
-            number = tf.numpy_function(begin, [], tf.int64, stateful=True)
+            number = tf.numpy_function(counted(begin), [], tf.int64, stateful=True)
         names.run_independently(number.op)
         return number
 
@@ -230,7 +233,7 @@ class TensorFlowAcrossHostsEngine(AcrossHostsEngine):
             return number
 
         with tf.control_dependencies(sums), tf.device("CPU:0"):
-            ended = tf.numpy_function(end, [number], tf.int64, stateful=True)
+            ended = tf.numpy_function(counted(end), [number], tf.int64, stateful=True)
         names.run_independently(ended.op)
         with tf.control_dependencies([ended]):
             return [tf.identity(total) for total in sums]

@@ -50,7 +50,7 @@ class Terms:
     Args:
       kind: one of KINDS.
       number: which exchange of its channel it is, from 1.
-      size_bytes: what travels of it.
+      size_bytes: what travels of it; in a gather the most that each worker may bring.
       label: names it in errors.
       arrays: type, shape and ranges of each, in words.
       wire_dtype: the type in which the numbers travel; None for their own.
@@ -105,6 +105,7 @@ def terms_of(
     label: str,
     wire_dtype: str | None = None,
     ranges: Sequence[object] = (),
+    limit: int | None = None,
 ) -> Terms:
     """The terms of an exchange of `arrays`.
 
@@ -112,13 +113,14 @@ def terms_of(
       kind, number, label, wire_dtype: see `Terms`.
       arrays: of one type.
       ranges: of each array; see `HostLink.reduce_scatter`.
+      limit: the most bytes that each worker may bring, where sizes differ.
     """
     told = [f"{array.dtype.name} {list(array.shape)}" for array in arrays]
     if ranges:
         told = [f"{t} in {r}" for t, r in zip(told, ranges, strict=True)]
     own = arrays[0].itemsize if arrays else 0
     item_bytes = wire_type(wire_dtype).itemsize if wire_dtype else own
-    size = item_bytes * sum(array.size for array in arrays)
+    size = item_bytes * sum(array.size for array in arrays) if limit is None else limit
     return Terms(kind, number, size, label, tuple(told), wire_dtype)
 
 
@@ -138,7 +140,7 @@ def difference(rank: int, other: int, found: Disagreement, note: str | None) -> 
         theirs = None  # of another exchange
     if theirs is None:
         name = KINDS[kind] if kind < len(KINDS) else "an unknown kind"
-        told = f"exchange {number}, {name} of {size_bytes} bytes"
+        told = f"exchange {number}, {name} of {_size_in_words(name, size_bytes)}"
         if mine.header[:-DIGEST_BYTES] == header[:-DIGEST_BYTES]:
             told += ", with another label, types or shapes"
         return f"worker {rank} is at {_words(mine, None)}; worker {other} at {told}"
@@ -152,8 +154,16 @@ def _words(terms: Terms, other: Terms | None) -> str:
     arrays = _arrays_in_words(terms.arrays, other.arrays if other else ())
     wire = f" as {terms.wire_dtype}" if terms.wire_dtype else ""
     return (
-        f"exchange {terms.number}, {terms.kind} of {terms.size_bytes} bytes"
-        f"{wire}{arrays} ({terms.label})"
+        f"exchange {terms.number}, {terms.kind} of "
+        f"{_size_in_words(terms.kind, terms.size_bytes)}{wire}{arrays} ({terms.label})"
+    )
+
+
+def _size_in_words(kind: str, size_bytes: int) -> str:
+    return (
+        f"at most {size_bytes} bytes each"
+        if kind == "gather"
+        else f"{size_bytes} bytes"
     )
 
 

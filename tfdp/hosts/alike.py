@@ -11,6 +11,9 @@ from tfdp.hosts.host_link import HostLink
 
 __all__ = ["differences", "refuse_differences"]
 
+# Of one worker's settings, which are names and numbers.
+MOST_BYTES = 1 << 20
+
 
 def refuse_differences(link: HostLink, settings: Mapping[str, Any]) -> None:
     """Compares this worker's settings with everybody's.
@@ -23,7 +26,7 @@ def refuse_differences(link: HostLink, settings: Mapping[str, Any]) -> None:
         everywhere and which worker has what.
     """
     mine = json.dumps(dict(settings))
-    blobs = link.gather(mine.encode(), "settings")
+    blobs = link.gather(mine.encode(), "settings", most_bytes=MOST_BYTES)
     everybody = [_parsed(blob, rank, link.rank) for rank, blob in enumerate(blobs)]
     found = differences(everybody)
     if found:

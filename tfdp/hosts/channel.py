@@ -7,6 +7,8 @@ import time
 
 from tfdp.errors import CollectiveError, TfdpError
 from tfdp.hosts.agreement import HEADER, Disagreement, Terms
+from tfdp.hosts.ring import Receive, Send
+from tfdp.hosts.rounded_wire import RoundedWire, wire_type
 from tfdp.hosts.wire import Receiver, Sender
 
 __all__ = ["Channel"]
@@ -54,6 +56,14 @@ class Channel:
     def words(self) -> str:
         """Names the exchange in errors."""
         return f"exchange {self.count} ({self.terms.label})"
+
+    def ends(self, wire_dtype: str | None) -> tuple[Send, Receive, Send]:
+        """What sends, receives and passes on blocks of arrays; see `ring_sum`."""
+        send, receive = self.sender.send, self.receiver.fill
+        if wire_dtype is None:
+            return send, receive, send
+        wire = RoundedWire(wire_type(wire_dtype), send, receive)
+        return wire.send, wire.receive, wire.pass_on
 
     def fail_with(self, error: BaseException) -> None:
         """Notes why there is no other exchange; only those of tfdp keep their type."""

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import abc
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 import numpy as np
 
-__all__ = ["CHANNELS", "HostLink", "Ranges"]
+__all__ = ["CHANNELS", "MOST_GATHERED_BYTES", "HostLink", "Ranges"]
 
 # Exchanges inside training steps, those that Python asks for, and those that travel
 # while steps go on.
 CHANNELS = ("step", "host", "late")
+
+# What TensorFlow's serialized tensors end at: more cannot be meant.
+MOST_GATHERED_BYTES = 2**31 - 1
 
 # For each array, by worker: first element, end.
 Ranges: TypeAlias = Sequence[Sequence[tuple[int, int]]]
@@ -125,8 +129,28 @@ class HostLink(abc.ABC):
         """
 
     @abc.abstractmethod
-    def gather(self, blob: bytes, label: str, channel: str = "host") -> list[bytes]:
-        """Everybody's bytes, by rank; their lengths may differ."""
+    def gather(
+        self,
+        blob: bytes,
+        label: str,
+        channel: str = "host",
+        most_bytes: int = MOST_GATHERED_BYTES,
+    ) -> list[bytes]:
+        """Everybody's bytes, by rank; their lengths may differ.
+
+        Args:
+          blob: this worker's.
+          label: names the exchange in errors.
+          channel: one of CHANNELS.
+          most_bytes: what each worker may bring, the same on all workers. Memory is
+            taken as bytes come, not as they are announced.
+
+        Raises:
+          CollectiveError: when a worker brings more; on all workers.
+          As `sum`.
+
+        Cost: the bytes of all other workers but the next one, sent per worker.
+        """
 
     @abc.abstractmethod
     def sent_bytes(self, channel: str | None = None) -> int:
@@ -162,6 +186,23 @@ class HostLink(abc.ABC):
 
         Raises:
           WorkerLostError: when they are not in time.
+        """
+
+    @abc.abstractmethod
+    def loop_of_steps(
+        self, made: Callable[[], str], planned: Callable[[], str]
+    ) -> contextlib.AbstractContextManager[None]:
+        """A loop of as many steps on all workers, which wait for each other at its end.
+
+        Args:
+          made: how many this worker has made so far, in words: "3", "2 times 4".
+          planned: how many it is to make, as far as that is known: "5".
+
+        Raises:
+          CollectiveError, WorkerLostError: when another worker has ended its loop
+            after another number of exchanges or steps; on all of them, at once.
+
+        Cost: one word to the others.
         """
 
     @abc.abstractmethod

@@ -108,6 +108,11 @@ class Membership:
             notes = self._notes.get(key, {}).keys()
             return sorted(set(range(self._workers)) - notes)
 
+    def notes_under(self, key: str) -> dict[int, str]:
+        """The notes that have come under `key`, by rank."""
+        with self._changed:
+            return dict(self._notes.get(key, {}))
+
     def left_before(self, exchange: int, channel: str) -> list[int]:
         """Those that have left and will never come to `exchange`."""
         positions = self.positions[channel]

@@ -35,6 +35,7 @@ from tfdp.errors import (
 from tfdp.hosts.buffers import views_of
 from tfdp.hosts.handshake import session_secret
 from tfdp.hosts.host_link import Ranges
+from tfdp.hosts.mpi_texts import bytes_of_first, text_of_first, texts_at_first
 from tfdp.hosts.own_address import own_address
 from tfdp.hosts.rendezvous import name_workers
 from tfdp.hosts.rounded_wire import part_edges, round_to, wire_type
@@ -310,12 +311,12 @@ class MpiLink(SocketLink):
           ConfigurationError: when it finds no address that the others can reach; on
             all workers, so that nobody waits.
         """
-        names = self._world.gather(socket.gethostname())
-        address = None
+        names = texts_at_first(self._world, socket.gethostname())
+        address = ""
         if names is not None:
             host = LOOPBACK if self._is_one_machine else own_address(names[1:])
             address = join_address(host, free_port("")) if host else ""
-        address = str(self._world.bcast(address))
+        address = text_of_first(self._world, address)
         if not address:
             raise ConfigurationError(
                 "Worker 0 finds no address by which the other machines reach it: their "
@@ -355,8 +356,7 @@ class MpiLink(SocketLink):
 
     def _share_session(self) -> bytes:
         """A secret of this run that MPI has brought to every worker."""
-        own = secrets.token_bytes(SESSION_BYTES) if self._world.rank == 0 else None
-        return bytes(self._world.bcast(own))
+        return bytes_of_first(self._world, secrets.token_bytes(SESSION_BYTES))
 
     def close_channels(self) -> None:
         """See `SocketLink.close_channels`."""

@@ -19,6 +19,7 @@ import numpy as np
 __all__ = [
     "BLOCK_BYTES",
     "blocks_of",
+    "by_worker",
     "ring_all_gather",
     "ring_all_to_all",
     "ring_reduce_scatter",
@@ -51,6 +52,18 @@ def split_evenly(sizes: Sequence[int], parts: int) -> list[list[Block]]:
                 ranges[part].append((array, start, stop))
         first += size
     return ranges
+
+
+def by_worker(ranges: Sequence[Sequence[tuple[int, int]]]) -> list[list[Block]]:
+    """The ranges of each array by worker as each worker's, with the array's number.
+
+    >>> by_worker([[(0, 2), (2, 4)], [(0, 1), (1, 3)]])
+    [[(0, 0, 2), (1, 0, 1)], [(0, 2, 4), (1, 1, 3)]]
+    """
+    return [
+        [(array, start, stop) for array, (start, stop) in enumerate(of_worker)]
+        for of_worker in zip(*ranges, strict=True)
+    ]
 
 
 def blocks_of(

@@ -21,6 +21,8 @@ __all__ = ["keep_to_workers"]
 
 CONNECT_SECONDS = 5.0
 SETTINGS = "addresses of the workers"
+# An address for each worker, or why a door cannot be closed.
+MOST_BYTES = 64 << 20
 
 
 def keep_to_workers(link: HostLink, ports: Sequence[int]) -> bool:
@@ -43,15 +45,16 @@ def keep_to_workers(link: HostLink, ports: Sequence[int]) -> bool:
     sources = [
         _source(host, port) for host, port in zip(link.hosts, ports, strict=True)
     ]
-    told = link.gather(json.dumps(sources).encode(), SETTINGS)
+    told = link.gather(json.dumps(sources).encode(), SETTINGS, most_bytes=MOST_BYTES)
     problem = _close(ports[link.rank], _senders(link, told))
-    link.gather(b"", SETTINGS)  # every filter is set
+    link.gather(b"", SETTINGS, most_bytes=0)  # every filter is set
     others = [rank for rank in range(link.workers) if rank != link.rank]
     if not problem:
         unreached = [r for r in others if not _reaches(link.hosts[r], ports[r])]
         if unreached:
             problem = f"worker {link.rank} did not reach workers {unreached}"
-    problems = [blob.decode() for blob in link.gather(problem.encode(), SETTINGS)]
+    blobs = link.gather(problem.encode(), SETTINGS, most_bytes=MOST_BYTES)
+    problems = [blob.decode() for blob in blobs]
     first = next(filter(None, problems), "")
     if first:
         with contextlib.suppress(OSError), listeners_on(ports[link.rank]) as listeners:
@@ -64,7 +67,9 @@ def keep_to_workers(link: HostLink, ports: Sequence[int]) -> bool:
             ports[link.rank],
             first,
         )
-    link.gather(b"", SETTINGS)  # every filter is gone, where they had to go
+    link.gather(
+        b"", SETTINGS, most_bytes=0
+    )  # every filter is gone, where they had to go
     return not first
 
 

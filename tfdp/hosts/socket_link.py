@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -24,21 +23,20 @@ from tfdp.hosts.agreement import Disagreement, terms_of
 from tfdp.hosts.broken_exchange import closed, out_of_step, why_it_broke
 from tfdp.hosts.buffers import BufferPool, views_of
 from tfdp.hosts.channel import Channel
-from tfdp.hosts.host_link import CHANNELS, HostLink, Ranges
+from tfdp.hosts.host_link import CHANNELS, MOST_GATHERED_BYTES, HostLink, Ranges
 from tfdp.hosts.last_words import lost_another
 from tfdp.hosts.lost_worker import say_lost
 from tfdp.hosts.membership import Membership
 from tfdp.hosts.rendezvous import meet
 from tfdp.hosts.ring import (
-    Block,
-    Receive,
-    Send,
+    by_worker,
     ring_all_gather,
     ring_all_to_all,
     ring_reduce_scatter,
     ring_sum,
 )
-from tfdp.hosts.rounded_wire import RoundedWire, wire_type
+from tfdp.hosts.ring_gather import ring_gather
+from tfdp.hosts.step_loops import StepLoops
 from tfdp.hosts.waits import Waits, says_that_it_waits_to_meet
 from tfdp.hosts.wire import Receiver, Sender
 
@@ -94,6 +92,7 @@ class SocketLink(HostLink):
         self._closing = threading.Lock()
         self._waits = Waits(rank)
         self._pool = BufferPool()
+        self._loops = StepLoops(lambda: self._membership, self.share_note)
         self._membership = Membership(
             rank,
             workers,
@@ -122,7 +121,7 @@ class SocketLink(HostLink):
                 [output.reshape(-1) for output in outputs],
                 self.rank,
                 self.workers,
-                *_ends(ring, wire_dtype),
+                *ring.ends(wire_dtype),
             )
             # What was queued are the caller's arrays, which live until here only.
             ring.sender.flush()
@@ -147,7 +146,7 @@ class SocketLink(HostLink):
                 outputs,
                 by_worker(ranges),
                 self.rank,
-                *_ends(ring, wire_dtype),
+                *ring.ends(wire_dtype),
             )
             ring.sender.flush()
         # Views: what is beside them holds partial sums, and nobody reads it.
@@ -200,18 +199,23 @@ class SocketLink(HostLink):
             ring.sender.flush()
         return output
 
-    def gather(self, blob: bytes, label: str, channel: str = "host") -> list[bytes]:
+    def gather(
+        self,
+        blob: bytes,
+        label: str,
+        channel: str = "host",
+        most_bytes: int = MOST_GATHERED_BYTES,
+    ) -> list[bytes]:
         """See `HostLink.gather`."""
-        blobs = [b""] * self.workers
-        blobs[self.rank] = blob
-        with self._exchange("gather", (), label, channel) as ring:
-            for step in range(self.workers - 1):
-                # In each turn the blob goes on that came in the turn before.
-                mine = blobs[(self.rank - step) % self.workers]
-                ring.sender.send(struct.pack("<Q", len(mine)) + mine)
-                (size,) = struct.unpack("<Q", ring.receiver.take(8))
-                source = (self.rank - step - 1) % self.workers
-                blobs[source] = bytes(ring.receiver.take(size))
+        with self._exchange("gather", (), label, channel, limit=most_bytes) as ring:
+            blobs = ring_gather(
+                blob,
+                self.rank,
+                self.workers,
+                most_bytes,
+                ring.sender.send,
+                ring.receiver.take,
+            )
             ring.sender.flush()
         return blobs
 
@@ -234,6 +238,12 @@ class SocketLink(HostLink):
         """See `HostLink.wait_for_notes`."""
         with self._waiting_for_word(key):
             return self._membership.wait_for_notes(key, enough, self.timeout_seconds)
+
+    def loop_of_steps(
+        self, made: Callable[[], str], planned: Callable[[], str]
+    ) -> contextlib.AbstractContextManager[None]:
+        """See `HostLink.loop_of_steps`."""
+        return self._loops.loop(made, planned)
 
     @contextlib.contextmanager
     def _waiting_for_word(self, key: str) -> Iterator[None]:
@@ -272,6 +282,8 @@ class SocketLink(HostLink):
     def look_around(self, missed_seconds: float) -> None:
         """Several times in a second, from another thread, while nobody is lost."""
         self._waits.look()
+        if (reason := self._loops.in_vain()) is not None:
+            self._membership.give_up(reason)
 
     def _note_failure(self) -> None:
         """Once an exchange has failed, or a worker is lost, here or elsewhere."""
@@ -310,6 +322,7 @@ class SocketLink(HostLink):
         channel: str,
         wire_dtype: str | None = None,
         ranges: Ranges = (),
+        limit: int | None = None,
     ) -> Iterator[Channel]:
         """An exchange that all workers have come to, of the same arrays."""
         ring = self._channels[channel]
@@ -326,7 +339,9 @@ class SocketLink(HostLink):
             # Counted before anything is sent: heartbeats tell how far this worker is,
             # and others accuse those who are behind.
             ring.count += 1
-            ring.begin(terms_of(kind, ring.count, arrays, label, wire_dtype, ranges))
+            ring.begin(
+                terms_of(kind, ring.count, arrays, label, wire_dtype, ranges, limit)
+            )
             self._membership.arrive(ring.count, channel)
             late = functools.partial(self._membership.late, ring.count, channel)
             try:
@@ -371,20 +386,3 @@ class SocketLink(HostLink):
         ring.fail_with(failure)
         self._membership.give_up(reason)
         return failure
-
-
-def by_worker(ranges: Ranges) -> list[list[Block]]:
-    """The same ranges, for each worker (array, first element, end)."""
-    return [
-        [(array, start, stop) for array, (start, stop) in enumerate(of_worker)]
-        for of_worker in zip(*ranges, strict=True)
-    ]
-
-
-def _ends(ring: Channel, wire_dtype: str | None) -> tuple[Send, Receive, Send]:
-    """What sends, receives and passes on the blocks of an exchange; see `ring_sum`."""
-    send, receive = ring.sender.send, ring.receiver.fill
-    if wire_dtype is None:
-        return send, receive, send
-    wire = RoundedWire(wire_type(wire_dtype), send, receive)
-    return wire.send, wire.receive, wire.pass_on

@@ -25,6 +25,8 @@ __all__ = [
 
 SOCKET_BUFFER_BYTES = 4 << 20
 LONGEST_LINE_BYTES = 1 << 20
+# What an announced size takes of memory before anything has come.
+LARGEST_TAKE_BYTES = 1 << 20
 
 
 def tuned(connection: socket.socket) -> socket.socket:
@@ -191,10 +193,13 @@ class Receiver:
                 view = view[got:]
 
     def take(self, size_bytes: int) -> bytearray:
-        """The next `size_bytes` bytes."""
-        data = np.empty(size_bytes, np.uint8)
-        self.fill(data)
-        return bytearray(data)
+        """The next `size_bytes` bytes; memory is taken as they come."""
+        data = bytearray()
+        while missing := size_bytes - len(data):
+            part = np.empty(min(missing, LARGEST_TAKE_BYTES), np.uint8)
+            self.fill(part)
+            data += part.data
+        return data
 
     def close(self) -> None:
         """Ends the connection."""

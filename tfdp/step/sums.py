@@ -23,6 +23,7 @@ from tfdp.step.loss_scale import scale_when_summed
 from tfdp.step.momentum_sums import momentum_compression_of, sum_by_momentum
 from tfdp.step.noise_probe import probe_of
 from tfdp.tracing.current_run import current_run
+from tfdp.tracing.eager_order import sum_in_words
 from tfdp.tracing.run import ReplicaRun
 
 __all__ = ["agree_finite", "reduce_gradients"]
@@ -127,6 +128,9 @@ def _sum_gradients(
             scale_when_summed(optimizer),
         )
     refuse_eager_compression(optimizer)
+    if found is not None:
+        run, rank = found
+        run.eager_order.meet(rank, sum_in_words([*gradients, *state]))
     context = tf.distribute.get_replica_context()
     sums = context.all_reduce(tf.distribute.ReduceOp.SUM, [*gradients, *state])
     return sums[: len(gradients)], sums[len(gradients) :]

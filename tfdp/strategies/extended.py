@@ -31,6 +31,7 @@ from tfdp.step.local_run import refuse_in_local_run
 from tfdp.strategies.global_seed import with_global_seed
 from tfdp.strategies.made_optimizers import MadeOptimizers
 from tfdp.strategies.replica_extended import ReplicaExtended
+from tfdp.tracing.eager_order import EagerOrder
 from tfdp.tracing.run import ReplicaRun
 from tfdp.variables.local_view import LocalView
 from tfdp.variables.mirrored import (
@@ -104,7 +105,9 @@ class DataParallelExtended(ReplicaExtended, MirroredExtended):
         return tf.executing_eagerly()
 
     def _call_for_each_replica(self, fn: Callable, args: Any, kwargs: Any) -> Any:
-        if not tf.executing_eagerly():
+        if tf.executing_eagerly():
+            self.current_run.eager_order = EagerOrder()
+        else:
             self.begin_run()
         # TensorFlow takes a tf.function apart to call what is in it.
         if not hasattr(fn, "get_concrete_function"):

@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from tfdp._private import frames, names
 from tfdp._private.autograph import library_code
+from tfdp._private.keras_loops import lead_loop
 from tfdp.checks import is_whole
 from tfdp.cluster import Cluster, find_cluster
 from tfdp.data.hosts import own_part, until_all_end
@@ -30,6 +31,7 @@ from tfdp.hosts import last_words
 from tfdp.hosts.alike import refuse_differences
 from tfdp.hosts.choose_link import make_link
 from tfdp.hosts.host_link import HostLink
+from tfdp.hosts.python_calls import let_calls_end_at_exit
 from tfdp.plan.communication import (
     Communication,
     checked_communication,
@@ -215,6 +217,7 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
         refuse_compressed_shards(communication, self.shard, self.hosts)
         group = self._group or HostGroup(make_link(self.cluster, communication))
         self._group = group
+        let_calls_end_at_exit()
         # The others then hear that this script has ended, and need not wait for it.
         atexit.register(self.close)
         refuse_differences(
@@ -300,6 +303,7 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
         fit = frames.fit_of_caller()
         policies = policies_of(fit[0]) if fit is not None else ""
         self._lead_fit(fit)
+        lead_loop(frames.loop_of_caller(), self._group.link.loop_of_steps)
         return own_part(dataset, self._group.link, policies)
 
     def _lead_fit(self, fit: tuple[Any, Any] | None) -> None:

@@ -35,6 +35,7 @@ from tfdp.step.reports import whole_logs
 from tfdp.strategies import scope_checks
 from tfdp.strategies.adopted_state import adopt_state
 from tfdp.tracing import keras_steps
+from tfdp.tracing.eager_order import sum_in_words
 from tfdp.tracing.loss_suspicions import why_loss_seems_local
 from tfdp.tracing.padded_batch import without_padding
 from tfdp.tracing.run import ReplicaRun
@@ -284,6 +285,8 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
     def _sum_scalar(self, value: tf.Tensor, rank: Any) -> tf.Tensor:
         context, run = tf.distribute.get_replica_context(), self.extended.current_run
         value = run.own_part(rank, value)
+        if tf.executing_eagerly():
+            run.eager_order.meet(rank, sum_in_words(value))
         if run.is_local:
             alone = run.group_size == 1
             return value if alone else self.extended.reducer.sum_within(value, rank)

@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from tfdp._private.names import PerReplica, current_rank
 from tfdp.errors import ScopeError
+from tfdp.tracing.eager_order import EagerOrder
 from tfdp.tracing.loss_shares import LossShares
 from tfdp.tracing.padded_batch import Padding
 
@@ -76,6 +77,8 @@ class ReplicaRun:
     #: The replicas of this process that step together while others train apart
     #: (`tfdp.sync`); None: all replicas do.
     groups: tuple[tuple[int, ...], ...] | None = None
+    #: What eager replicas have met for so far.
+    eager_order: EagerOrder = dataclasses.field(default_factory=EagerOrder)
 
     @property
     def is_local(self) -> bool:

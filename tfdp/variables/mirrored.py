@@ -75,6 +75,8 @@ class ReplicaMirroredVariable(PythonNumber, LocalView):
             if tf.is_tensor(value) and not is_same_on_every_replica(value, component):
                 value = self._of_first_replica(value, rank)
             return update_fn(component, value, **kwargs)
+        if tf.executing_eagerly() and self.aggregation != tf.VariableAggregation.NONE:
+            run.eager_order.meet(rank, f"an update of {self.name}")
         with run.summing_own_parts(rank):
             return super()._update_replica(update_fn, value, **kwargs)
 
@@ -133,7 +135,7 @@ def _is_alike(value: Any, variable: ReplicaMirroredVariable, rank: Any) -> bool:
     return is_same_on_every_replica(value, own_copy(variable, rank))
 
 
-class ReplicaOnReadVariable(SyncOnReadVariable):
+class ReplicaOnReadVariable(PythonNumber, SyncOnReadVariable):
     """The sums of a metric, to which a borrowed row (`borrowed_rows`) adds nothing."""
 
     def assign(self, value: Any, *args: Any, **kwargs: Any) -> Any:

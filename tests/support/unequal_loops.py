@@ -1,0 +1,62 @@
+"""Workers whose loops of steps differ; each prints the error that ends its own.
+
+python -m tests.support.unequal_loops CASE
+"""
+
+import os
+import sys
+import time
+
+import keras
+
+import tfdp
+from tests.support.parity import classification_data, dense_model
+
+RANK = int(os.environ["TFDP_RANK"])
+FEWER, MORE = 2, 5
+ROWS, BATCH = 96, 12
+
+
+class StopEarly(keras.callbacks.Callback):
+    """Ends the training of one worker after `FEWER` batches."""
+
+    def on_train_batch_end(self, batch, logs=None):
+        if RANK == 0 and batch + 1 == FEWER:
+            self.model.stop_training = True
+
+
+def run(case, model, x, y):
+    steps = FEWER if RANK == 0 else MORE
+    if case == "fit":
+        model.fit(x, y, batch_size=BATCH, steps_per_epoch=steps, epochs=3, verbose=0)
+    elif case == "evaluate":
+        model.evaluate(x, y, batch_size=BATCH, steps=steps, verbose=0)
+    elif case == "a callback":
+        model.fit(x, y, batch_size=BATCH, callbacks=[StopEarly()], verbose=0)
+    elif case == "alike":
+        # The end of a generator is found by a step; here by one worker of two.
+        told = {"steps_per_epoch": MORE} if RANK else {}
+        batches = ((x[i : i + BATCH], y[i : i + BATCH]) for i in range(0, 60, BATCH))
+        model.fit(batches, verbose=0, **told)
+        model.fit(x, y, batch_size=BATCH, steps_per_epoch=MORE, epochs=3, verbose=0)
+        model.predict(x, batch_size=BATCH, verbose=0)
+
+
+def main():
+    strategy = tfdp.MultiHostDataParallelStrategy()
+    with strategy.scope():
+        model = dense_model()
+        model.compile("sgd", "sparse_categorical_crossentropy", jit_compile=False)
+    x, y = classification_data(ROWS)
+    for case in sys.argv[1:]:
+        start = time.monotonic()
+        try:
+            run(case, model, x, y)
+            print(f"{case}: no error")
+        except Exception as error:
+            print(f"{case}: {type(error).__name__} {' '.join(str(error).split())}")
+        print(f"{case}: took {time.monotonic() - start:.1f} seconds", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,56 @@
+"""Keras' loops over the steps of an epoch, counted, with something around each."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import tensorflow as tf
+
+__all__ = ["lead_loop"]
+
+InWords = Callable[[], str]
+Around = Callable[[InWords, InWords], contextlib.AbstractContextManager[None]]
+
+
+def lead_loop(loop: Any, around: Around) -> None:
+    """Puts `around` about each loop of `fit`, `evaluate` or `predict`.
+
+    Args:
+      loop: what leads through its epochs (`frames.loop_of_caller`); None: nothing.
+      around: is given what tells how many steps were made so far, in words ("3", or
+        "2 times 4" with `steps_per_execution=4`), and how many there are to be.
+    """
+    if loop is None:
+        return
+    kind, begun = type(loop), 0
+
+    def counted() -> Iterator[Any]:
+        nonlocal begun
+        begun = 0
+        for place in kind._enumerate_iterator(loop):
+            begun += 1
+            yield place
+
+    def made() -> str:
+        size = loop.steps_per_execution
+        return str(begun) if size == 1 else f"{begun} times {size}"
+
+    def planned() -> str:
+        return str(loop.num_batches or f"at least {made()}")
+
+    @contextlib.contextmanager
+    def catch_stop_iteration() -> Iterator[None]:
+        nonlocal begun
+        with around(made, planned), kind.catch_stop_iteration(loop):
+            try:
+                yield
+            except (StopIteration, tf.errors.OutOfRangeError):
+                begun -= 1  # the one that found the end of the input
+                raise
+
+    # Its own dictionary: these two are called by `fit` and by the loop on itself.
+    vars(loop).update(
+        _enumerate_iterator=counted, catch_stop_iteration=catch_stop_iteration
+    )
