@@ -12,12 +12,14 @@ the step need not ask of each element whether it is there.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
 from tensorflow.python.distribute import input_lib
 
-__all__ = ["read_on_host"]
+__all__ = ["read_on_host", "share_memory"]
 
 
 def read_on_host(distributed: Any) -> Any:
@@ -31,7 +33,7 @@ def read_on_host(distributed: Any) -> Any:
     if workers.num_workers != 1 or distributed._options is not None:
         return distributed
     devices = workers.compute_devices_for_worker(0)
-    if any(tf.DeviceSpec.from_string(d).device_type != "CPU" for d in devices):
+    if not share_memory(devices):
         return distributed
     kinds = {
         input_lib.DistributedDataset: HostDataset,
@@ -42,6 +44,11 @@ def read_on_host(distributed: Any) -> Any:
     result = kind.__new__(kind)
     vars(result).update(vars(distributed))
     return result
+
+
+def share_memory(devices: Sequence[str]) -> bool:
+    """Whether `devices`, of this process, are all CPUs."""
+    return all(tf.DeviceSpec.from_string(d).device_type == "CPU" for d in devices)
 
 
 class _HostRead:
@@ -124,10 +131,7 @@ class HostIterator(input_lib.DistributedIterator):
             return tf.experimental.Optional.from_value(self.get_next())
         iterator, workers = self._iterators[0], self._input_workers
         parts = [iterator.get_next_as_optional() for _ in self._devices]
-        if self._enable_get_next_as_optional:
-            is_there = [part.has_value() for part in parts[:1]]
-        else:
-            is_there = [part.has_value() for part in parts[-1:]]
+        needed = parts[0] if self._enable_get_next_as_optional else parts[-1]
 
         def values() -> tf.experimental.Optional:
             if self._enable_get_next_as_optional:
@@ -139,7 +143,7 @@ class HostIterator(input_lib.DistributedIterator):
             return tf.experimental.Optional.from_value(self._per_replica(found))
 
         return tf.cond(
-            is_there[0],
+            needed.has_value(),
             values,
             lambda: tf.experimental.Optional.empty(self._element_spec),
         )
@@ -148,8 +152,9 @@ class HostIterator(input_lib.DistributedIterator):
     def _devices(self) -> tuple[str, ...]:
         return self._input_workers.compute_devices_for_worker(0)
 
-    @property
+    @functools.cached_property
     def _type_spec(self) -> HostIteratorSpec:
+        # Every call of a step asks for it, and compares it.
         return HostIteratorSpec(
             self._input_workers,
             self._element_spec,
@@ -180,7 +185,7 @@ class HostIteratorSpec(input_lib.DistributedIteratorSpec):
         """See `tf.TypeSpec`."""
         return HostIterator
 
-    @property
+    @functools.cached_property
     def _component_specs(self) -> list[tf.TypeSpec]:
         part = tf.nest.map_structure(
             lambda spec: input_lib._replace_per_replica_spec(spec, 0),
