@@ -56,6 +56,13 @@ class _HostRead:
 
     #: Whether every step finds as many elements as there are replicas, or none.
     _is_split: bool
+    _host_datasets: list[tf.data.Dataset]
+    # TensorFlow's, of both kinds.
+    _cardinality: Any
+    _enable_get_next_as_optional: bool
+    _input_workers: Any
+    _options: Any
+    _strategy: tf.distribute.Strategy
 
     def __iter__(self) -> input_lib.DistributedIterator:
         workers, strategy = self._input_workers, self._strategy
@@ -87,7 +94,7 @@ class HostDataset(_HostRead, input_lib.DistributedDataset):
     _is_split = True
 
     @property
-    def _host_datasets(self) -> list[tf.data.Dataset]:
+    def _host_datasets(self) -> list[tf.data.Dataset]:  # type: ignore[override]
         return self._cloned_datasets
 
 
@@ -97,7 +104,7 @@ class HostDatasetFromFunction(_HostRead, input_lib.DistributedDatasetsFromFuncti
     _is_split = False
 
     @property
-    def _host_datasets(self) -> list[tf.data.Dataset]:
+    def _host_datasets(self) -> list[tf.data.Dataset]:  # type: ignore[override]
         # Nobody else reads ahead: it would be read when a step waits for it.
         devices = self._input_workers.compute_devices_for_worker(0)
         return [dataset.prefetch(len(devices)) for dataset in self._datasets]
