@@ -8,6 +8,8 @@ from tensorflow.python.framework import func_graph
 
 import tfdp
 from tests.support.parity import make_strategy
+from tfdp._private import host_input
+from tfdp.data.unread_iterators import makes_nothing_happen
 
 BATCH = 8
 DEVICES = ("CPU:0", "CPU:1", "CPU:2", "CPU:3")
@@ -273,25 +275,61 @@ def test_a_step_may_be_traced_for_many_batches():
     assert [int(part[0]) for part in read()[-1]] == [76, 77, 78, 79]
 
 
-def test_further_epochs_trace_nothing(monkeypatch):
-    """A stock strategy traces six functions for each replica and epoch."""
+def test_an_iterator_traces_nothing(monkeypatch):
+    """A stock strategy traces six functions for each replica and iterator."""
     graphs, trace = [], func_graph.func_graph_from_py_func
 
     def counted(name, *args, **kwargs):
         graphs.append(name)
         return trace(name, *args, **kwargs)
 
-    monkeypatch.setattr(func_graph, "func_graph_from_py_func", counted)
-    dataset = tf.data.Dataset.from_tensor_slices(rows(24)).batch(BATCH)
-
-    def traced_by(model, epochs):
+    def traced_by(strategy):
+        distributed = by_dataset(strategy, 24, 4)
         graphs.clear()
-        model.fit(dataset, epochs=epochs, verbose=0)
+        next(iter(distributed))
         return len(graphs)
 
+    monkeypatch.setattr(func_graph, "func_graph_from_py_func", counted)
+    assert traced_by(make_strategy(2)) == 0
+    assert traced_by(tf.distribute.MirroredStrategy(DEVICES[:2])) == 12
+
+
+def python_map(numbers):
+    return tf.numpy_function(lambda n: n, [numbers], tf.float32)
+
+
+SLICES = tf.data.Dataset.from_tensor_slices(rows(24))
+QUIET = {
+    "slices": lambda: SLICES.batch(BATCH),
+    "map": lambda: SLICES.map(lambda row: 2 * row).padded_batch(BATCH).prefetch(1),
+    "interleave": lambda: tf.data.Dataset.range(3).interleave(tf.data.Dataset.range),
+}
+NOT_QUIET = {
+    "shuffle": lambda: SLICES.shuffle(9).batch(BATCH),
+    "inner shuffle": lambda: SLICES.flat_map(
+        lambda row: tf.data.Dataset.from_tensors(row).shuffle(2)
+    ),
+    "python": lambda: SLICES.map(python_map),
+    "random": lambda: tf.data.Dataset.random().take(3),
+}
+
+
+@pytest.mark.parametrize("name", [*QUIET, *NOT_QUIET])
+def test_where_making_an_iterator_makes_something_happen(name):
+    assert makes_nothing_happen({**QUIET, **NOT_QUIET}[name]()) == (name in QUIET)
+
+
+@pytest.mark.parametrize("name, expected", [("slices", 4 + 1), ("shuffle", 4 * 2)])
+def test_an_iterator_that_was_not_read_is_the_next_one(name, expected, monkeypatch):
+    """Keras makes one when an epoch ends, and one when the next begins."""
+    made, make = [], host_input.HostDataset.__iter__
+
+    def noted(dataset):
+        made.append(make(dataset))
+        return made[-1]
+
+    monkeypatch.setattr(host_input.HostDataset, "__iter__", noted)
     model = recorder(make_strategy(2))
-    model.fit(dataset, epochs=1, verbose=0)
-    assert traced_by(model, epochs=4) == traced_by(model, epochs=1)
-    stock = recorder(tf.distribute.MirroredStrategy(DEVICES[:2]))
-    stock.fit(dataset, epochs=1, verbose=0)
-    assert traced_by(stock, epochs=4) >= traced_by(stock, epochs=1) + 3 * 6 * 2
+    model.fit({**QUIET, **NOT_QUIET}[name](), epochs=4, verbose=0)
+    assert len(made) == expected
+    assert len(model.steps("train", 2)) == 4 * 3

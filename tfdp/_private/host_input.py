@@ -19,7 +19,7 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.distribute import input_lib
 
-__all__ = ["read_on_host", "share_memory"]
+__all__ = ["HostIterator", "read_on_host", "share_memory"]
 
 
 def read_on_host(distributed: Any) -> Any:
@@ -117,6 +117,9 @@ class HostIterator(input_lib.DistributedIterator):
     the replicas only.
     """
 
+    #: Whether it was given to a step, or asked for a batch.
+    is_read = False
+
     def get_next(self, name: str | None = None) -> Any:
         """The next element for all replicas, as per-replica values.
 
@@ -136,6 +139,7 @@ class HostIterator(input_lib.DistributedIterator):
         """The next element for all replicas; empty at the end."""
         if self._cardinality == tf.data.INFINITE_CARDINALITY:
             return tf.experimental.Optional.from_value(self.get_next())
+        self.is_read = True
         iterator, workers = self._iterators[0], self._input_workers
         parts = [iterator.get_next_as_optional() for _ in self._devices]
         needed = parts[0] if self._enable_get_next_as_optional else parts[-1]
@@ -162,6 +166,7 @@ class HostIterator(input_lib.DistributedIterator):
     @functools.cached_property
     def _type_spec(self) -> HostIteratorSpec:
         # Every call of a step asks for it, and compares it.
+        self.is_read = True
         return HostIteratorSpec(
             self._input_workers,
             self._element_spec,
@@ -172,6 +177,7 @@ class HostIterator(input_lib.DistributedIterator):
         )
 
     def _get_next_no_partial_batch_handling(self, name: str | None = None) -> Any:
+        self.is_read = True
         iterator = self._iterators[0]
         parts = [iterator.get_next() for _ in self._devices]
         # One call to whoever counts them (TensorFlow refuses 33 in one trace).
