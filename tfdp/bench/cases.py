@@ -31,6 +31,7 @@ COMPRESSED_TRAINING_ARMS = (
     "torch-gloo-float16",
     "torch-gloo-power-sgd",
 )
+EPOCH_ARMS = ("one-device", STOCK_DEFAULT, "tfdp")
 TRAINING_ARMS = ("one-device", STOCK_DEFAULT, "tfdp", "tfdp-open-batch")
 
 
@@ -56,12 +57,13 @@ class Case:
     Args:
       name: what `--case` takes.
       suite: "allreduce" times reductions of a list of gradients, "train" times
-        training steps, "network" either over a link of limited rate.
+        training steps, "epoch" whole epochs of `fit`, "network" either of the first
+        two over a link of limited rate.
       subject: a key of `gradient_sets.GRADIENT_SETS` or `models.MODELS`.
       quick_subject: the small one that `--quick` takes instead.
       arms: keys of `arms.ARMS`, in the order of the table; with a link, of
         `processes.arms.GROUP_ARMS`.
-      calls: reductions or training steps per arm and repeat.
+      calls: reductions, training steps or fits per arm and repeat.
       description: one line for `--list`.
       link: what joins the hosts, for cases that make some.
     """
@@ -77,7 +79,7 @@ class Case:
 
     @property
     def work(self) -> str:
-        """What is timed: "allreduce" or "train"."""
+        """What is timed: "allreduce", "train" or "epoch"."""
         return self.link.work if self.link else self.suite
 
 
@@ -117,6 +119,15 @@ _ROWS: tuple[Case, ...] = (
         arms=TRAINING_ARMS,
         calls=8,
         description="training of a small CNN of 1.2M parameters, batch 64 a replica",
+    ),
+    Case(
+        name="epoch-tiny",
+        suite="epoch",
+        subject="mlp-tiny",
+        quick_subject="mlp-tiny",
+        arms=EPOCH_ARMS,
+        calls=1,
+        description="4 epochs of 10 steps of a tiny dense network by Keras' fit",
     ),
     Case(
         name="network-allreduce-100mbit",
@@ -182,7 +193,7 @@ _ROWS: tuple[Case, ...] = (
 
 CASES = {case.name: case for case in _ROWS}
 SUITES = tuple(dict.fromkeys(case.suite for case in _ROWS))
-# The others make network namespaces, which needs root: by name only.
+# By name only: networks, which need root, and epochs.
 DEFAULT_SUITES = ("allreduce", "train")
 
 

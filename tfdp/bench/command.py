@@ -48,9 +48,10 @@ def _add_what_is_measured(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         choices=(*SUITES, MEMORY_SUITE, COMPRESSION_SUITE, CHECKPOINT_SUITE),
         help="allreduce: sums of gradient lists; train: training steps; network: both "
-        "over a link of limited rate (root); memory: bytes per replica at every shard "
-        "stage; compression: what each method costs and saves; checkpoint: how fast a "
-        "training is written and read; default: the first two",
+        "over a link of limited rate (root); epoch: short epochs of fit, with their "
+        "input set up and taken down; memory: bytes per replica at every shard stage; "
+        "compression: what each method costs and saves; checkpoint: how fast a training "
+        "is written and read; default: the first two",
     )
     parser.add_argument("--list", action="store_true", help="list the cases and stop")
     parser.add_argument(
@@ -206,6 +207,9 @@ def _find_problem(options: argparse.Namespace, cases: list[Case]) -> str | None:
     links = [case.name for case in cases if case.link]
     if links and (options.workers > 2 or options.devices_per_worker > 1):
         return f"{links[0]}: two hosts with their devices; leave out --workers"
+    epochs = [case.name for case in cases if case.work == "epoch"]
+    if epochs and options.workers > 1:
+        return f"{epochs[0]}: in one process only; leave out --workers"
     if options.workers == 1 and not links:
         wrong = [arm for arm in options.arms if arm not in ARMS]
         return f"--arms {' '.join(wrong)}: only with --workers" if wrong else None

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from tfdp._private import frames
+from tfdp._private.host_input import HostIterator
 
 __all__ = ["KerasInput", "NoElement", "keras_input", "with_none"]
 
@@ -40,19 +41,29 @@ class KerasInput:
     Args:
       distributed: what the strategy made of the dataset.
       element_spec: of the dataset; it stands for a batch where a model is built.
+      reuses_unread: whether an iterator that nobody read may stand for the next one.
     """
 
-    def __init__(self, distributed: Any, element_spec: Any):
+    def __init__(self, distributed: Any, element_spec: Any, reuses_unread: bool):
         self._distributed = distributed
         self._element_spec = element_spec
+        self._reuses_unread = reuses_unread
+        self._last: Any = None
 
     def __iter__(self) -> Iterator[Any]:
         if frames.is_building_model():
             return iter([self._element_spec])
-        return iter(self._distributed)
+        if self._last is not None and not self._last.is_read:
+            return self._last
+        iterator = iter(self._distributed)
+        if self._reuses_unread and isinstance(iterator, HostIterator):
+            self._last = iterator
+        return iterator
 
 
-def keras_input(element_spec: Any, distributed: Any) -> Any:
+def keras_input(
+    element_spec: Any, distributed: Any, reuses_unread: bool = False
+) -> Any:
     """`distributed`, as the caller's Keras loop may read it; else as it is.
 
     Shapes with more unknown axes than the first one cannot always stand for a batch.
@@ -62,6 +73,7 @@ def keras_input(element_spec: Any, distributed: Any) -> Any:
     Args:
       element_spec: of the dataset that was distributed.
       distributed: what the strategy made of it.
+      reuses_unread: see `KerasInput`.
     """
     source, _ = frames.batch_size_of_caller()
     if source is None:
@@ -70,7 +82,8 @@ def keras_input(element_spec: Any, distributed: Any) -> Any:
     if source != "GeneratorDataAdapter" and not all(map(_tells_shape, leaves)):
         return distributed
     stated = [None if _is_none(leaf) else leaf for leaf in leaves]
-    return KerasInput(distributed, tf.nest.pack_sequence_as(element_spec, stated))
+    spec = tf.nest.pack_sequence_as(element_spec, stated)
+    return KerasInput(distributed, spec, reuses_unread)
 
 
 def _is_none(spec: Any) -> bool:

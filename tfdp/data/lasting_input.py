@@ -19,6 +19,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdp._private import names
+from tfdp._private.host_input import read_on_host
 from tfdp.data.owned_input import owned
 
 __all__ = ["LastingInput"]
@@ -34,7 +35,7 @@ class LastingInput:
         distributed = super()._experimental_distribute_dataset(  # type: ignore[misc]
             dataset, options
         )
-        return names.with_host_datasets(distributed, _lasting)
+        return read_on_host(names.with_host_datasets(distributed, _lasting))
 
     def _distribute_datasets_from_function(
         self, dataset_fn: Callable, options: Any
@@ -42,7 +43,7 @@ class LastingInput:
         distributed = super()._distribute_datasets_from_function(  # type: ignore[misc]
             dataset_fn, options
         )
-        return names.with_host_datasets(distributed, _lasting)
+        return read_on_host(names.with_host_datasets(distributed, _lasting))
 
 
 def _lasting(dataset: tf.data.Dataset) -> tf.data.Dataset:

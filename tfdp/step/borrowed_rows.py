@@ -26,6 +26,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdp._private.host_input import share_memory
 from tfdp._private.instance_attributes import instance_attributes
 from tfdp._private.names import PerReplica, current_rank
 from tfdp._private.optimizer_hooks import variables_built_with
@@ -70,7 +71,12 @@ def borrow_rows(arguments: Any, run: ReplicaRun, devices: Sequence[str]) -> Any:
             ]
         )
 
-    filled = tf.nest.map_structure(fill, arguments, expand_composites=False)
+    if share_memory(devices):
+        filled = _filled_on_host(arguments, owns, devices[0])
+    else:
+        filled = None
+    if filled is None:
+        filled = tf.nest.map_structure(fill, arguments, expand_composites=False)
     run.batches = parts_by_replica(filled, len(counts))
     return filled
 
@@ -168,6 +174,42 @@ def _part_or(row: Any, own: Any, part: Any, device: str) -> Any:
 
 def _part_or_nothing(own: Any, part: Any) -> Any:
     return _either(own, lambda: part, lambda: _first_rows(part, 0))
+
+
+def _filled_on_host(arguments: Any, owns: Sequence[Any], device: str) -> Any:
+    """`arguments` with rows for every replica; None where a part is not dense.
+
+    One question for the whole batch, and on the host, where the parts come from. (With
+    memories of their own, all devices would have to send their parts there.)
+    """
+    leaves = tf.nest.flatten(arguments, expand_composites=False)
+    places = [
+        place
+        for place, value in enumerate(leaves)
+        if isinstance(value, PerReplica) and _have_rows(value.values)
+    ]
+    batch = [list(leaves[place].values) for place in places]
+    if not all(isinstance(part, tf.Tensor) for parts in batch for part in parts):
+        return None
+
+    def filled() -> list[list[tf.Tensor]]:
+        missing = [1 - tf.cast(own, tf.int32) for own in owns]
+        results = []
+        for parts in batch:
+            row = tf.concat([parts[0], _row(parts[0])], axis=0)[:1]
+            results.append(
+                [
+                    tf.concat([part, row[:count]], axis=0)
+                    for part, count in zip(parts, missing, strict=True)
+                ]
+            )
+        return results
+
+    with tf.device(device):
+        results = tf.cond(tf.reduce_all(tf.stack(owns)), lambda: batch, filled)
+    for place, parts in zip(places, results, strict=True):
+        leaves[place] = PerReplica(parts)
+    return tf.nest.pack_sequence_as(arguments, leaves, expand_composites=False)
 
 
 def _have_rows(parts: Sequence[Any]) -> bool:

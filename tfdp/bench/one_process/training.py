@@ -38,11 +38,14 @@ class TrainingArm:
       step: trains one global batch and returns the loss so far.
       global_batch: images of one step, over all replicas.
       network: the model.
+      warmup_steps: the least number of steps before anything is timed.
     """
 
     step: Callable[[], tf.Tensor]
     global_batch: int
     network: keras.Model
+    # Once through the data, so that the cache is full before the clock starts.
+    warmup_steps: int = BATCHES_IN_MEMORY
 
     @property
     def parameters(self) -> int:
@@ -50,19 +53,27 @@ class TrainingArm:
         return sum(math.prod(w.shape) for w in self.network.trainable_weights)
 
 
-def measure_training(request: Request, devices: list[str]) -> CaseResult:
-    """Runs a "train" case in this process.
+MakeArm = Callable[[tf.distribute.Strategy, BenchmarkModel, bool], TrainingArm]
+
+
+def measure_training(
+    request: Request, devices: list[str], make_arm: MakeArm | None = None
+) -> CaseResult:
+    """Runs a "train" or "epoch" case in this process.
 
     Args:
       request: what to run.
       devices: names of the devices, one replica each.
+      make_arm: what one call trains; None: a step.
 
     Raises:
       CollectiveError: when an arm's loss is not finite.
     """
     model = MODELS[request.subject_name]
     arms = {
-        arm: make_training_arm(ARMS[arm](devices), model, arm in OPEN_BATCH_ARMS)
+        arm: (make_arm or make_training_arm)(
+            ARMS[arm](devices), model, arm in OPEN_BATCH_ARMS
+        )
         for arm in request.arm_names
     }
     losses = {arm: warm_up(arm, arms[arm], request) for arm in arms}
@@ -140,8 +151,7 @@ def warm_up(arm: str, training_arm: TrainingArm, request: Request) -> float:
     Raises:
       CollectiveError: when it is not finite.
     """
-    # Once through the data, so that the cache is full before the clock starts.
-    for _ in range(max(request.warmup_calls, BATCHES_IN_MEMORY)):
+    for _ in range(max(request.warmup_calls, training_arm.warmup_steps)):
         loss = training_arm.step()
     if not math.isfinite(float(loss)):
         raise CollectiveError(

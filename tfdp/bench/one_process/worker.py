@@ -35,6 +35,10 @@ def run_request(request: Request) -> CaseResult:
         return measure_reduction(request, devices)
     from tfdp.bench.one_process.training import measure_training
 
+    if request.case.work == "epoch":
+        from tfdp.bench.one_process.epochs import make_epoch_arm
+
+        return measure_training(request, devices, make_epoch_arm)
     return measure_training(request, devices)
 
 

@@ -1,0 +1,233 @@
+"""Distributed datasets that replicas on CPUs read straight from the host's pipeline.
+
+TensorFlow reads for several devices through a `MultiDeviceIterator`: a thread of its
+own for the pipeline, and for each device a generator that calls the host, with a buffer
+and a thread. All of it is made anew for every epoch, with six functions traced for each
+replica. Logical CPUs share the memory that the pipeline fills: here the step takes one
+element of the pipeline for each replica, in rank order, which are the same elements.
+
+A pipeline that ends with fewer elements than replicas goes on with empty ones, so that
+the step need not ask of each element whether it is there.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.distribute import input_lib
+
+__all__ = ["HostIterator", "read_on_host", "share_memory"]
+
+
+def read_on_host(distributed: Any) -> Any:
+    """`distributed`, a dataset for the CPUs of one host, read without a detour.
+
+    Args:
+      distributed: what a mirrored strategy made of a dataset, or of a function. As it
+        is when it is for other devices, or has options of its own.
+    """
+    workers = distributed._input_workers
+    if workers.num_workers != 1 or distributed._options is not None:
+        return distributed
+    devices = workers.compute_devices_for_worker(0)
+    if not share_memory(devices):
+        return distributed
+    kinds = {
+        input_lib.DistributedDataset: HostDataset,
+        input_lib.DistributedDatasetsFromFunction: HostDatasetFromFunction,
+    }
+    # The same dataset in all but how it is read, whatever else TensorFlow keeps in it.
+    kind = kinds[type(distributed)]
+    result = kind.__new__(kind)
+    vars(result).update(vars(distributed))
+    return result
+
+
+def share_memory(devices: Sequence[str]) -> bool:
+    """Whether `devices`, of this process, are all CPUs."""
+    return all(tf.DeviceSpec.from_string(d).device_type == "CPU" for d in devices)
+
+
+class _HostRead:
+    """For a distributed dataset: makes iterators of the host's pipeline; a mixin."""
+
+    #: Whether every step finds as many elements as there are replicas, or none.
+    _is_split: bool
+    _host_datasets: list[tf.data.Dataset]
+    # TensorFlow's, of both kinds.
+    _cardinality: Any
+    _enable_get_next_as_optional: bool
+    _input_workers: Any
+    _options: Any
+    _strategy: tf.distribute.Strategy
+
+    def __iter__(self) -> input_lib.DistributedIterator:
+        workers, strategy = self._input_workers, self._strategy
+        [dataset] = self._host_datasets
+        devices = workers.compute_devices_for_worker(0)
+        with tf.device(workers.worker_devices[0]):
+            if self._enable_get_next_as_optional and len(devices) > 1:
+                nothing = input_lib._dummy_tensor_fn(dataset.element_spec)
+                rest = tf.data.Dataset.from_tensors(nothing).repeat(len(devices) - 1)
+                dataset = dataset.concatenate(rest)
+            is_whole = self._enable_get_next_as_optional or self._is_split
+            iterator = HostIterator(
+                workers,
+                iterators=[iter(dataset)],
+                strategy=strategy,
+                cardinality=self._cardinality,
+                enable_get_next_as_optional=not is_whole,
+                options=self._options,
+            )
+        iterator._element_spec = input_lib._create_distributed_tensor_spec(
+            strategy, dataset.element_spec
+        )
+        return iterator
+
+
+class HostDataset(_HostRead, input_lib.DistributedDataset):
+    """A dataset of global batches, of which the pipeline makes a part per replica."""
+
+    _is_split = True
+
+    @property
+    def _host_datasets(self) -> list[tf.data.Dataset]:  # type: ignore[override]
+        return self._cloned_datasets
+
+
+class HostDatasetFromFunction(_HostRead, input_lib.DistributedDatasetsFromFunction):
+    """A dataset of the replicas' batches, as a function made it."""
+
+    _is_split = False
+
+    @property
+    def _host_datasets(self) -> list[tf.data.Dataset]:  # type: ignore[override]
+        # Nobody else reads ahead: it would be read when a step waits for it.
+        devices = self._input_workers.compute_devices_for_worker(0)
+        return [dataset.prefetch(len(devices)) for dataset in self._datasets]
+
+
+class HostIterator(input_lib.DistributedIterator):
+    """Takes one element of the host's pipeline for each replica.
+
+    Its `enable_get_next_as_optional` says whether a step may find elements for some of
+    the replicas only.
+    """
+
+    #: Whether it was given to a step, or asked for a batch.
+    is_read = False
+
+    def get_next(self, name: str | None = None) -> Any:
+        """The next element for all replicas, as per-replica values.
+
+        Raises:
+          tf.errors.OutOfRangeError: when there is none for one of them.
+        """
+        if tf.distribute.get_replica_context() is not None and (
+            tf.distribute.has_strategy()
+        ):
+            raise ValueError(
+                "next(iterator) should be called from outside of replica_fn. e.g. "
+                "strategy.run(replica_fn, args=(next(iterator),))"
+            )
+        return self._get_next_no_partial_batch_handling(name)
+
+    def get_next_as_optional(self) -> tf.experimental.Optional:
+        """The next element for all replicas; empty at the end."""
+        if self._cardinality == tf.data.INFINITE_CARDINALITY:
+            return tf.experimental.Optional.from_value(self.get_next())
+        self.is_read = True
+        iterator, workers = self._iterators[0], self._input_workers
+        parts = [iterator.get_next_as_optional() for _ in self._devices]
+        needed = parts[0] if self._enable_get_next_as_optional else parts[-1]
+
+        def values() -> tf.experimental.Optional:
+            if self._enable_get_next_as_optional:
+                found = input_lib._get_value_or_dummy(
+                    workers, [parts], produce_dummy=True
+                )
+            else:
+                found = [part.get_value() for part in parts]
+            return tf.experimental.Optional.from_value(self._per_replica(found))
+
+        return tf.cond(
+            needed.has_value(),
+            values,
+            lambda: tf.experimental.Optional.empty(self._element_spec),
+        )
+
+    @property
+    def _devices(self) -> tuple[str, ...]:
+        return self._input_workers.compute_devices_for_worker(0)
+
+    @functools.cached_property
+    def _type_spec(self) -> HostIteratorSpec:
+        # Every call of a step asks for it, and compares it.
+        self.is_read = True
+        return HostIteratorSpec(
+            self._input_workers,
+            self._element_spec,
+            self._strategy,
+            self._options,
+            self._cardinality,
+            self._enable_get_next_as_optional,
+        )
+
+    def _get_next_no_partial_batch_handling(self, name: str | None = None) -> Any:
+        self.is_read = True
+        iterator = self._iterators[0]
+        parts = [iterator.get_next() for _ in self._devices]
+        # One call to whoever counts them (TensorFlow refuses 33 in one trace).
+        iterator._get_next_call_count -= min(
+            len(parts) - 1, iterator._get_next_call_count
+        )
+        return self._per_replica(parts)
+
+    def _per_replica(self, parts: list[Any]) -> Any:
+        return input_lib._create_per_replica(parts, self._strategy)
+
+
+class HostIteratorSpec(input_lib.DistributedIteratorSpec):
+    """What a traced step knows of a `HostIterator`."""
+
+    @property
+    def value_type(self) -> type:
+        """See `tf.TypeSpec`."""
+        return HostIterator
+
+    @functools.cached_property
+    def _component_specs(self) -> list[tf.TypeSpec]:
+        part = tf.nest.map_structure(
+            lambda spec: input_lib._replace_per_replica_spec(spec, 0),
+            self._element_spec,
+        )
+        return [tf.data.IteratorSpec(part)]
+
+    def _from_components(self, components: Any) -> HostIterator:
+        return HostIterator(
+            self._input_workers,
+            components=components,
+            element_spec=self._element_spec,
+            strategy=self._strategy,
+            cardinality=self._cardinality,
+            enable_get_next_as_optional=self._enable_get_next_as_optional,
+            options=self._options,
+        )
+
+    def _serialize(self) -> tuple[Any, ...]:
+        return (*super()._serialize(), self._traits)
+
+    def sanity_check_type(self, other: Any) -> None:
+        """Refuses `other` where a trace for it would not do for this one."""
+        super().sanity_check_type(other)
+        if self._traits != other._traits:
+            raise ValueError(f"{self} and {other} end in different ways.")
+
+    @property
+    def _traits(self) -> tuple[bool, bool]:
+        """On what the graph depends besides the elements."""
+        is_endless = self._cardinality == tf.data.INFINITE_CARDINALITY
+        return bool(is_endless), bool(self._enable_get_next_as_optional)
