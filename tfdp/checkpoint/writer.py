@@ -12,6 +12,7 @@ import numpy as np
 from tfdp.checkpoint.array_files import write_arrays
 from tfdp.checkpoint.hosts import Hosts
 from tfdp.checkpoint.manifest import (
+    UNFINISHED,
     Manifest,
     folder_name,
     folders_newest_first,
@@ -148,12 +149,16 @@ class Writer:
         """Leaves the newest ones, and nothing of what was never finished."""
         whole = 0
         for folder in folders_newest_first(self._directory):
+            if folder == newest:
+                whole += 1
+                continue
+            is_unfinished, is_whole = False, True
             try:
-                if folder != newest:
-                    read_manifest(folder)
-                is_whole = True
-            except DataError:
-                is_whole = False
+                read_manifest(folder)
+            except DataError as error:
+                # A manifest that cannot be read now, or here, may be good.
+                is_unfinished, is_whole = UNFINISHED in str(error), False
             whole += is_whole
-            if folder != newest and (not is_whole or whole > self._keep):
+            has_enough = whole > self._keep if is_whole else whole >= self._keep
+            if is_unfinished or has_enough:
                 remove_folder(folder)

@@ -44,6 +44,7 @@ from tfdp.tracing.current_run import current_run
 from tfdp.tracing.run import ReplicaRun
 
 __all__ = [
+    "innermost_optimizers",
     "led_optimizers",
     "optimizers_of",
     "refuse_unled",
@@ -110,7 +111,7 @@ def _leads(optimizer: keras.optimizers.Optimizer, run: ReplicaRun) -> dict[str, 
     return own | leads
 
 
-def _leaves(
+def innermost_optimizers(
     optimizer: keras.optimizers.Optimizer,
 ) -> list[keras.optimizers.Optimizer]:
     """The optimizers that reduce and update, within a loss scaler or a group."""
@@ -123,7 +124,9 @@ def _reduces_first(optimizer: keras.optimizers.Optimizer) -> bool:
     # Who accumulates reduces once for all its batches, within Keras' conditional; but
     # from stage 2 on what is accumulated are shards, of sums.
     shards = shards_of(optimizer)
-    accumulates = any(leaf.gradient_accumulation_steps for leaf in _leaves(optimizer))
+    accumulates = any(
+        leaf.gradient_accumulation_steps for leaf in innermost_optimizers(optimizer)
+    )
     return not accumulates or (shards is not None and shards.stage > 1)
 
 
@@ -140,7 +143,7 @@ def _apply(
     if is_given_reduced:
         return original(gradients, trainable_variables)
     if shards_of(optimizer) is not None:
-        for leaf in _leaves(optimizer):
+        for leaf in innermost_optimizers(optimizer):
             check_shardable(leaf)
     if not _reduces_first(optimizer):
         with run.updating(reduces=True):
@@ -280,7 +283,11 @@ def _why_not_exact(optimizer: keras.optimizers.Optimizer) -> str | None:
 
 def names_of_updates(model: Any) -> list[str]:
     """The scopes in which the optimizers that `model` holds update its weights."""
-    return [leaf.name for owner in optimizers_of(model) for leaf in _leaves(owner)]
+    return [
+        leaf.name
+        for owner in optimizers_of(model)
+        for leaf in innermost_optimizers(owner)
+    ]
 
 
 @contextlib.contextmanager
@@ -290,7 +297,7 @@ def takes_reduced(optimizer: keras.optimizers.Optimizer) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         if found is not None:
             stack.enter_context(found[0].updating())
-        for leaf in _leaves(optimizer):
+        for leaf in innermost_optimizers(optimizer):
             if shards is not None:
                 check_shardable(leaf)
             own = {} if shards is None else shard_leads(leaf, shards)
