@@ -162,6 +162,7 @@ def test_an_initial_epoch_is_none_of_the_passes(tmp_path):
     assert_goes_on(tmp_path, program, Fault(8))
 
 
+@pytest.mark.filterwarnings("ignore:There is nothing to train")
 @pytest.mark.parametrize("directory", ["two", "one"])
 def test_two_phases_read_one_dataset(tmp_path, directory):
     def program(callback, fault):
@@ -361,3 +362,30 @@ def test_what_keras_does_not_know_is_warned_of(tmp_path):
             epochs=1,
             validation_data=held_out,
         )
+
+
+class Nested(keras.Model):
+    """Trains a part by the optimizer that the part was compiled with."""
+
+    def __init__(self):
+        super().__init__()
+        self.part = make()
+        self.build((None, 6))
+
+    def call(self, x):
+        return self.part(x)
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((self(x) - y) ** 2)
+        variables = self.part.trainable_variables
+        self.part.optimizer.apply(tape.gradient(loss, variables), variables)
+        return {"loss": loss}
+
+
+def test_an_optimizer_of_a_part_is_warned_of(tmp_path):
+    model = Nested()
+    model.compile()
+    with pytest.warns(CheckpointWarning, match="the optimizer of"):
+        train(model, [tfdp.callbacks.Checkpoint(tmp_path)], validation_data=None)

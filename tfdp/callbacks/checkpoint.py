@@ -28,7 +28,7 @@ from tfdp.callbacks.kept_callbacks import (
     put_back_logs,
 )
 from tfdp.callbacks.kept_random import put_back_random, random_now
-from tfdp.callbacks.not_kept import warn_of_what_is_lost
+from tfdp.callbacks.not_kept import HiddenOptimizers, warn_of_what_is_lost
 from tfdp.callbacks.place_in_fit import Place
 from tfdp.callbacks.stop_signals import StopSignals
 from tfdp.checkpoint.checkpoint import Checkpoint as Files
@@ -179,6 +179,7 @@ class Checkpoint(keras.callbacks.Callback):
         self._epoch_of_program = initial_epoch(self.model)
         self._is_first_epoch = True
         warn_of_what_is_lost(self.model, self._passes, self._on_signal)
+        self._hidden = HiddenOptimizers(self.model)
         self._passes.build(self.model)
         self.restored = self._files.restore(self.model)
         if self.restored is not None:
@@ -342,6 +343,7 @@ class Checkpoint(keras.callbacks.Callback):
         except DataError as error:
             warnings.warn(f"{error} Training goes on.", CheckpointWarning, stacklevel=2)
         self._saved_step, self._saved_seconds = self._step, time.monotonic()
+        self._hidden.warn_of_used()
         ended, read = self._passes.place(is_epoch_end)
         place = Place(
             epoch=self._epoch + is_epoch_end,

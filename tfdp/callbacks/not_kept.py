@@ -12,8 +12,42 @@ import tensorflow as tf
 from tfdp._private.fit_frames import PassesOfData
 from tfdp._private.keras_models import layers_within
 from tfdp.errors import CheckpointWarning
+from tfdp.step.optimizers import optimizers_of
 
-__all__ = ["warn_of_what_is_lost"]
+__all__ = ["HiddenOptimizers", "warn_of_what_is_lost"]
+
+
+class HiddenOptimizers:
+    """Optimizers that only a part of the model holds, and whether a step uses them.
+
+    A discriminator that was compiled by itself has one. Most are never called, so it
+    is said when one was.
+
+    Args:
+      model: that is trained.
+    """
+
+    def __init__(self, model: keras.Model):
+        known = {id(optimizer) for optimizer in optimizers_of(model)}
+        self._hidden = [
+            (layer.name, optimizer, int(optimizer.iterations.numpy()))
+            for layer in layers_within(model)
+            for optimizer in optimizers_of(layer)
+            if id(optimizer) not in known
+        ]
+
+    def warn_of_used(self) -> None:
+        """Once for each."""
+        used = [h for h in self._hidden if int(h[1].iterations.numpy()) != h[2]]
+        self._hidden = [hidden for hidden in self._hidden if hidden not in used]
+        for name, optimizer, _ in used:
+            warnings.warn(
+                f"{optimizer.name!r}, the optimizer of {name!r}, is not saved, and "
+                "this training uses it. Make it an attribute of the model that is trained: "
+                f"model.its_optimizer = model.{name}.optimizer.",
+                CheckpointWarning,
+                stacklevel=4,
+            )
 
 
 def warn_of_what_is_lost(
