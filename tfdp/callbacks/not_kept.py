@@ -43,7 +43,7 @@ class HiddenOptimizers:
         for name, optimizer, _ in used:
             warnings.warn(
                 f"{optimizer.name!r}, the optimizer of {name!r}, is not saved, and "
-                "this training uses it. Make it an attribute of the model that is trained: "
+                "this training uses it. Make it an attribute of the trained model: "
                 f"model.its_optimizer = model.{name}.optimizer.",
                 CheckpointWarning,
                 stacklevel=4,
