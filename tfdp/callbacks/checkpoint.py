@@ -272,7 +272,11 @@ class Checkpoint(keras.callbacks.Callback):
             return
         put_back_random(self._known("random"))
         known = self._known("callbacks")
-        if not put_back(self._others, known, self.restored.arrays):
+        try:
+            is_given = put_back(self._others, known, self.restored.arrays)
+        except (AttributeError, KeyError, TypeError, ValueError):
+            is_given = False
+        if not is_given:
             warnings.warn(
                 "History, EarlyStopping, ReduceLROnPlateau, SwapEMAWeights and "
                 "ModelCheckpoint begin anew: there are others, or in another order, "

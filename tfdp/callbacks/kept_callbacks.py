@@ -109,9 +109,10 @@ def kept_logs(logs: Mapping[str, Any]) -> dict[str, Any]:
 
 def put_back_logs(kept: Any) -> dict[str, Any]:
     """What `kept_logs` returned; empty when that is not what came."""
-    if not isinstance(kept, dict):
+    try:
+        return {str(name): _numbers(value) for name, value in kept.items()}
+    except (AttributeError, KeyError, TypeError, ValueError):
         return {}
-    return {str(name): _numbers(value) for name, value in kept.items()}
 
 
 def _plain(value: Any) -> Any:
