@@ -14,6 +14,7 @@ import tensorflow as tf
 
 import tfdp
 from tests.devices.test_resume import Broken
+from tests.support.parity import make_strategy
 from tfdp.checkpoint import checkpoint
 from tfdp.checkpoint.hosts import Hosts
 from tfdp.checkpoint.manifest import UNFINISHED
@@ -102,6 +103,7 @@ def test_stopped_after_the_last_batch_of_an_epoch(tmp_path):
     assert_goes_on(tmp_path, program, Fault(5, signal.SIGTERM))
 
 
+@pytest.mark.slow
 def test_stopped_after_the_last_execution_of_an_epoch(tmp_path):
     def program(callback, fault):
         return train(make(at_once=3), [callback(), *fault])
@@ -129,6 +131,7 @@ def test_early_stopping_gives_back_the_best_weights(tmp_path):
     assert_goes_on(tmp_path, program, Fault(18))
 
 
+@pytest.mark.slow
 def test_swapped_averages_are_swapped_back(tmp_path):
     def program(callback, fault):
         model = make(keras.optimizers.Adam(0.05, use_ema=True, ema_momentum=0.8))
@@ -154,6 +157,7 @@ class Reordered(keras.utils.PyDataset):
         self.random.shuffle(self.order)
 
 
+@pytest.mark.slow
 def test_an_initial_epoch_is_none_of_the_passes(tmp_path):
     def program(callback, fault):
         options = {"initial_epoch": 2, "epochs": 5}
@@ -163,7 +167,9 @@ def test_an_initial_epoch_is_none_of_the_passes(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:There is nothing to train")
-@pytest.mark.parametrize("directory", ["two", "one"])
+@pytest.mark.parametrize(
+    "directory", ["two", pytest.param("one", marks=pytest.mark.slow)]
+)
 def test_two_phases_read_one_dataset(tmp_path, directory):
     def program(callback, fault):
         data, model = shuffled(), make()
@@ -217,6 +223,24 @@ class Adversaries(keras.Model):
 def test_optimizers_of_a_step_of_ones_own(tmp_path):
     def program(callback, fault):
         return train(Adversaries(), [callback(), *fault], validation_data=None)
+
+    assert_goes_on(tmp_path, program, Fault(8))
+
+
+class Noisy(keras.Model):
+    def train_step(self, data):
+        x, y = data
+        x += keras.random.normal((tf.shape(x)[0], 6))  # of the global generator
+        return super().train_step((x, y))
+
+
+def test_draws_of_replicas_go_on(tmp_path):
+    def program(callback, fault):
+        with make_strategy(2).scope():
+            x = keras.Input((6,))
+            model = Noisy(x, keras.layers.Dense(1)(x))
+            model.compile(keras.optimizers.SGD(0.05), "mse")
+        return train(model, [callback(), *fault], validation_data=None)
 
     assert_goes_on(tmp_path, program, Fault(8))
 
