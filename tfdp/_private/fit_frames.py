@@ -10,14 +10,18 @@ import contextlib
 import sys
 from collections.abc import Iterator
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import keras
 
-from tfdp._private.dataset_seeds import stages_without_seed, what_fit_reads
+from tfdp._private.dataset_seeds import order_of, stages_without_seed, what_fit_reads
 from tfdp._private.frames import KERAS_TRAINER_MODULE
-from tfdp._private.keras_models import build_symbolically
-from tfdp.errors import DataError
+from tfdp._private.keras_models import (
+    build_symbolically,
+    build_without_optimizer,
+    updates_all_variables,
+)
+from tfdp.errors import ConfigurationError, DataError
 
 __all__ = ["FitLocals", "PassesOfData", "fit_around", "is_within_fit"]
 
@@ -28,10 +32,12 @@ class FitLocals(NamedTuple):
     Args:
       callbacks: all of them, in their order.
       passes: what it reads.
+      initial_epoch: what it was given.
     """
 
     callbacks: keras.callbacks.CallbackList
     passes: PassesOfData
+    initial_epoch: int
 
 
 def fit_around(model: keras.Model) -> FitLocals | None:
@@ -40,15 +46,19 @@ def fit_around(model: keras.Model) -> FitLocals | None:
     while frame is not None:
         found = frame.f_locals
         if _is_fit(frame) and found.get("self") is model:
-            return FitLocals(found["callbacks"], PassesOfData(found["epoch_iterator"]))
+            return FitLocals(
+                found["callbacks"],
+                PassesOfData(found["epoch_iterator"], found.get("val_x")),
+                int(found["initial_epoch"] or 0),
+            )
         frame = frame.f_back
     return None
 
 
-def is_within_fit(frame: FrameType | None) -> bool:
-    """Whether `frame`, or one that called it, is of a `fit`."""
+def is_within_fit(frame: FrameType | None, passes: PassesOfData) -> bool:
+    """Whether `frame`, or one that called it, is of the `fit` that makes `passes`."""
     while frame is not None:
-        if _is_fit(frame):
+        if _is_fit(frame) and passes.are_of(frame.f_locals.get("epoch_iterator")):
             return True
         frame = frame.f_back
     return False
@@ -59,6 +69,25 @@ def _is_fit(frame: FrameType) -> bool:
     return is_of_trainer and frame.f_code.co_name == "fit"
 
 
+class PlaceInData(Protocol):
+    """What of `tfdp.callbacks.place_in_fit.Place` is needed here."""
+
+    @property
+    def epoch(self) -> int: ...
+    @property
+    def batch(self) -> int: ...
+    @property
+    def passes_ended(self) -> int: ...
+    @property
+    def batches_read(self) -> int: ...
+    @property
+    def batches_per_epoch(self) -> int | None: ...
+    @property
+    def first_epoch(self) -> int: ...
+    @property
+    def drawn_before(self) -> int: ...
+
+
 class PassesOfData:
     """The passes over its data that a `fit` makes, counted, and begun where one likes.
 
@@ -67,16 +96,68 @@ class PassesOfData:
 
     Args:
       epoch_iterator: Keras' own.
+      validated: what is read between them; None: nothing is.
     """
 
-    def __init__(self, epoch_iterator: Any):
+    def __init__(self, epoch_iterator: Any, validated: Any = None):
         self._of_keras = epoch_iterator
+        self._validated = validated
         self._begun = 0
         vars(epoch_iterator)["_get_iterator"] = self._counted
+        self._order = order_of(epoch_iterator)
+        if hasattr(epoch_iterator.data_adapter, "py_dataset"):
+            # Its order is drawn when an epoch ends, and was when `fit` began.
+            self._order.note_pass()
+            vars(epoch_iterator.data_adapter)["on_epoch_end"] = self._counted_end
+        #: What the order was drawn from before: a script may read the same data twice.
+        self.drawn_before = self._order.drawn
+
+    def are_of(self, epoch_iterator: Any) -> bool:
+        """Whether these are the passes of that iterator of Keras'."""
+        return self._of_keras is epoch_iterator
 
     def _counted(self) -> Any:
         self._begun += 1
+        if not hasattr(self._of_keras.data_adapter, "py_dataset"):
+            self._order.note_pass()
         return type(self._of_keras)._get_iterator(self._of_keras)
+
+    def _counted_end(self) -> None:
+        self._order.note_pass()
+        adapter = self._of_keras.data_adapter
+        type(adapter).on_epoch_end(adapter)
+
+    def draw_again(self, place: PlaceInData) -> None:
+        """Brings the order of the data to where it was at that place.
+
+        Raises:
+          ConfigurationError: the data was read further in this process.
+        """
+        it, adapter = self._of_keras, self._of_keras.data_adapter
+        is_python = hasattr(adapter, "py_dataset")
+        done = place.epoch - place.first_epoch if is_python else place.passes_ended
+        missing = place.drawn_before + done - self._order.drawn
+        if not self._order.is_kept:
+            missing = done
+        if missing < 0:
+            raise ConfigurationError(
+                "This dataset was read before in this program, further than at the "
+                "place in the checkpoint, so its order cannot be the same again. Make "
+                "it anew before fit, or start the program again; and give two "
+                "trainings of one program directories of their own."
+            )
+        self.drawn_before = place.drawn_before
+        if is_python:
+            for _ in range(missing):
+                adapter.py_dataset.on_epoch_begin()
+                adapter.py_dataset.on_epoch_end()
+                self._order.note_pass()
+        elif type(adapter).__name__ in WITH_SEEDS:
+            for _ in range(missing):
+                # Each pass draws the seeds of its shuffles when it begins.
+                iter(type(it)._get_iterator(it))
+                self._order.note_pass()
+        self._begun = place.passes_ended
 
     def build(self, model: keras.Model) -> None:
         """Builds a model and its metrics by what the input states, nothing read.
@@ -87,7 +168,11 @@ class PassesOfData:
         batch = getattr(self._of_keras._distributed_dataset, "element_spec", None)
         if batch is not None:
             with contextlib.suppress(Exception):
-                build_symbolically(model, data_batch=batch)
+                if updates_all_variables(model):
+                    build_symbolically(model, data_batch=batch)
+                else:
+                    # Its step may give the optimizer some of the variables only.
+                    build_without_optimizer(model, data_batch=batch)
 
     @property
     def without_seed(self) -> list[str]:
@@ -95,6 +180,11 @@ class PassesOfData:
         dataset, is_unseeded = what_fit_reads(self._of_keras)
         found = ["shuffle=True without a seed"] if is_unseeded else []
         return found if dataset is None else [*found, *stages_without_seed(dataset)]
+
+    @property
+    def shares_order(self) -> bool:
+        """Whether validation draws from the same shuffle as the training."""
+        return self._order.is_drawn_by(self._validated)
 
     @property
     def batches_per_epoch(self) -> int | None:
@@ -111,59 +201,28 @@ class PassesOfData:
             return self._begun - 1, it._steps_seen  # of unknown length
         return self._begun, 0
 
-    def end_with(self, model: keras.Model, logs: dict[str, Any]) -> None:
-        """Lets an epoch of which no batch was left end with `logs`, not with none."""
-        results = type(model)._get_metrics_result_or_logs
-
-        def of_epoch(found: Any) -> Any:
-            vars(model).pop("_get_metrics_result_or_logs", None)
-            return results(model, found or logs)
-
-        vars(model)["_get_metrics_result_or_logs"] = of_epoch
-
-    def begin_at(
-        self,
-        ended: int,
-        read: int,
-        epoch: int,
-        batch: int,
-        batches_per_epoch: int | None,
-    ) -> None:
+    def begin_at(self, place: PlaceInData) -> None:
         """Lets the first epoch begin in the middle of a pass.
-
-        Args:
-          ended: passes that were ended before.
-          read: batches of the next one that were read.
-          epoch: the epoch to begin with.
-          batch: the batch of it to begin with.
-          batches_per_epoch: as Keras knew them; None: it did not.
 
         Raises:
           DataError: when the epoch begins: there are fewer batches.
         """
-        it = self._of_keras
+        it, read, batch = self._of_keras, place.batches_read, place.batch
         if it._num_batches is None and it.steps_per_epoch is None:
-            it._num_batches = batches_per_epoch
+            it._num_batches = place.batches_per_epoch
 
         def first_epoch() -> Iterator[tuple[int, int, Any]]:
             del vars(it)["_enumerate_iterator"]
-            adapter = it.data_adapter
-            if type(adapter).__name__ in WITH_SEEDS:
-                for _ in range(ended):
-                    # Each pass draws the seeds of its shuffles when it begins.
-                    iter(it._get_iterator())
-            else:
-                self._begun = ended
-            if isinstance(getattr(adapter, "py_dataset", None), keras.utils.PyDataset):
-                for _ in range(epoch):
-                    adapter.py_dataset.on_epoch_begin()
-                    adapter.py_dataset.on_epoch_end()
+            self.draw_again(place)
             is_first = True
             for begin, end, iterator in it._enumerate_iterator():
                 if is_first:
                     is_first = False
-                    for _ in range(read):
+                    for number in range(read):
                         if next(iterator, END) is END:
+                            if read - number < it.steps_per_execution:
+                                # Keras counts whole executions; the last was short.
+                                break
                             raise DataError(
                                 f"The data ends before {read} batches, and in the "
                                 "checkpoint as many were read of it: it is other data. "

@@ -15,6 +15,7 @@ __all__ = [
     "BUILD",
     "LOSSES",
     "build_symbolically",
+    "build_without_optimizer",
     "compute_loss",
     "given_losses",
     "given_metrics",
@@ -26,14 +27,17 @@ __all__ = [
     "metrics_as_compiled",
     "seed_generators_of",
     "set_initial_epoch",
+    "stand_in_for_logs",
     "start_anew",
     "takes_training",
+    "updates_all_variables",
 ]
 
 #: The attribute of a layer that holds what its calls gave `add_loss`.
 LOSSES = "_losses"
 #: The method of a model that builds it from the first batch.
 BUILD = "_symbolic_build"
+EPOCH_LOGS = "_get_metrics_result_or_logs"
 
 
 def layers_within(layer: keras.layers.Layer) -> list[keras.layers.Layer]:
@@ -94,6 +98,22 @@ def build_symbolically(model: keras.Model, **arguments: Any) -> None:
     model._symbolic_build(**arguments)
 
 
+def updates_all_variables(model: keras.Model) -> bool:
+    """Whether a step updates all trainable variables by the compiled optimizer."""
+    is_own = "train_step" in vars(model)
+    return not is_own and type(model).train_step is keras.Model.train_step
+
+
+def build_without_optimizer(model: keras.Model, **arguments: Any) -> None:
+    """As `build_symbolically`, but the compiled optimizer stays as it is."""
+    optimizer = vars(model).get("optimizer")
+    vars(model)["optimizer"] = None
+    try:
+        model._symbolic_build(**arguments)
+    finally:
+        vars(model)["optimizer"] = optimizer
+
+
 def initial_epoch(model: keras.Model) -> int:
     """The epoch at which `fit` begins when a callback has restored one; else 0."""
     return int(model._initial_epoch or 0)
@@ -102,6 +122,23 @@ def initial_epoch(model: keras.Model) -> int:
 def set_initial_epoch(model: keras.Model, epoch: int) -> None:
     """Lets `fit` begin at `epoch`."""
     model._initial_epoch = epoch
+
+
+def stand_in_for_logs(model: keras.Model, logs: dict[str, Any]) -> None:
+    """Lets an epoch of `fit` that finds no batch left end with `logs`.
+
+    Keras asks for the metrics' results by the names in the last step's logs. An empty
+    dictionary ends it.
+    """
+    if not logs:
+        vars(model).pop(EPOCH_LOGS, None)
+        return
+
+    def with_logs(found: dict[str, Any]) -> dict[str, Any]:
+        return getattr(type(model), EPOCH_LOGS)(model, found or logs)
+
+    # Not by setattr, which would track it as a part of the model.
+    vars(model)[EPOCH_LOGS] = with_logs
 
 
 def mask_of(tensor: Any) -> Any:

@@ -50,8 +50,8 @@ def _add_what_is_measured(parser: argparse.ArgumentParser) -> None:
         help="allreduce: sums of gradient lists; train: training steps; network: both "
         "over a link of limited rate (root); epoch: short epochs of fit, with their "
         "input set up and taken down; memory: bytes per replica at every shard stage; "
-        "compression: what each method costs and saves; checkpoint: how fast a training "
-        "is written and read; default: the first two",
+        "compression: what each method costs and saves; checkpoint: how fast a "
+        "training is written and read; default: the first two",
     )
     parser.add_argument("--list", action="store_true", help="list the cases and stop")
     parser.add_argument(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import signal
@@ -12,15 +13,27 @@ from typing import Any
 
 import keras
 
-from tfdp._private.fit_frames import fit_around
-from tfdp._private.keras_models import initial_epoch, set_initial_epoch
-from tfdp.callbacks.kept_callbacks import kept_of, plain, put_back, unplain
+from tfdp._private.fit_frames import fit_around, is_within_fit
+from tfdp._private.keras_models import (
+    initial_epoch,
+    set_initial_epoch,
+    stand_in_for_logs,
+)
+from tfdp.callbacks.beside_others import BeforeOthers, refuse_other_keepers
+from tfdp.callbacks.kept_callbacks import (
+    arrays_of,
+    kept_logs,
+    kept_of,
+    put_back,
+    put_back_logs,
+)
 from tfdp.callbacks.kept_random import put_back_random, random_now
+from tfdp.callbacks.not_kept import HiddenOptimizers, warn_of_what_is_lost
 from tfdp.callbacks.place_in_fit import Place
 from tfdp.callbacks.stop_signals import StopSignals
 from tfdp.checkpoint.checkpoint import Checkpoint as Files
 from tfdp.checkpoint.checkpoint import Restored
-from tfdp.checkpoint.entries import metrics_of
+from tfdp.checkpoint.entries import state_of
 from tfdp.checkpoint.hosts import Hosts, hosts_of
 from tfdp.checkpoint.meeting import Meeting
 from tfdp.checks import is_number, is_whole
@@ -146,62 +159,64 @@ class Checkpoint(keras.callbacks.Callback):
                 "tfdp.callbacks.Checkpoint knows the place in the data of model.fit. "
                 "In a loop of your own use tfdp.checkpoint.Checkpoint."
             )
-        # After all others, so that what is saved holds what they did.
+        # After all others, so that what is saved holds what they did; and what they
+        # knew is given back before one of them sees the first epoch.
         listed = around.callbacks.callbacks
-        around.callbacks.callbacks = [c for c in listed if c is not self] + [self]
-        self._others = [c for c in listed if c is not self]
+        self._others = [
+            c for c in listed if c is not self and not isinstance(c, BeforeOthers)
+        ]
+        refuse_other_keepers(self._others, Checkpoint)
+        around.callbacks.callbacks = [
+            *(BeforeOthers(self._give_back), *self._others, self)
+        ]
+        self._files.make_directory()
         self._passes = around.passes
+        self._first_epoch = initial_epoch(self.model) or around.initial_epoch
+        self._logs: dict[str, Any] = {}
         self._hosts: Hosts = hosts_of(self.model.distribute_strategy)
         self._meeting = Meeting(self._hosts, f"fit {next(_fits)}")
         self._step, self._saved_step, self._batch = 0, -1, 0
         self._epoch_of_program = initial_epoch(self.model)
         self._is_first_epoch = True
-        self._warn_of_order()
+        warn_of_what_is_lost(self.model, self._passes, self._on_signal)
+        self._hidden = HiddenOptimizers(self.model)
         self._passes.build(self.model)
         self.restored = self._files.restore(self.model)
         if self.restored is not None:
             self._go_on(self.restored)
         progress.note_resumed(self._step)
-        self._signals = StopSignals(self._on_signal)
+        is_within = functools.partial(is_within_fit, passes=self._passes)
+        self._signals = StopSignals(self._on_signal, is_within)
         self._saved_seconds = time.monotonic()
-
-    def _warn_of_order(self) -> None:
-        found = self._passes.without_seed
-        if found:
-            warnings.warn(
-                f"The order of the data is another one after a restart ({found[0]}): a "
-                "fit that goes on within an epoch would leave out other samples than "
-                "it has trained on. Call keras.utils.set_random_seed(1) at the top of "
-                "the program, before the data is made, or give the shuffle a seed.",
-                CheckpointWarning,
-                stacklevel=3,
-            )
 
     def _go_on(self, restored: Restored) -> None:
         place = Place.of(restored)
         self._step = self._saved_step = restored.step
-        self._put_back_metrics = metrics_of(self.model)
+        self._place = place
+        self._first_epoch = place.first_epoch
+        self._put_back_state = state_of(self.model) if place.batch else lambda: None
+        self._check_batches(place)
         epochs = self.params["epochs"]
         set_initial_epoch(self.model, epochs if place.has_stopped else place.epoch)
         if place.has_stopped or place.epoch >= epochs:
             warnings.warn(
                 f"There is nothing to train: {restored.directory} holds this training "
-                f"after {place.epoch} epochs"
-                + (", when a callback had stopped it" if place.has_stopped else "")
-                + ". Ask for more epochs, or give another training its own directory.",
+                f"after {place.epoch} epochs. "
+                + (
+                    "A callback had stopped it: for another training, give it another "
+                    "directory."
+                    if place.has_stopped
+                    else "Ask for more epochs, or give another training its own "
+                    "directory."
+                ),
                 CheckpointWarning,
                 stacklevel=2,
             )
         self._batch = place.batch
+        self._passes.begin_at(place)
         if place.batch:
-            self._passes.end_with(self.model, unplain(restored.program.get("logs")))
-        self._passes.begin_at(
-            place.passes_ended,
-            place.batches_read,
-            place.epoch,
-            place.batch,
-            place.batches_per_epoch,
-        )
+            logs = put_back_logs(restored.program.get("logs"))
+            stand_in_for_logs(self.model, logs)
         self._say(
             f"tfdp: goes on from {restored.directory}: step {restored.step}, epoch "
             f"{place.epoch + 1}, batch {place.batch}"
@@ -212,32 +227,70 @@ class Checkpoint(keras.callbacks.Callback):
             )
         )
 
+    def _check_batches(self, place: Place) -> None:
+        """Refuses other batches within an epoch: other samples would be left out."""
+        was, now = place.batches_per_epoch, self._passes.batches_per_epoch
+        if was is None or now is None or was == now:
+            return
+        if place.batch or place.batches_read:
+            raise DataError(
+                f"An epoch has {now} batches here, and had {was} when the checkpoint "
+                f"was written, in the middle of one: leaving out {place.batches_read} "
+                "would leave out other samples. Give the data and the batch size that "
+                "it began with, or this training a directory of its own."
+            )
+        warnings.warn(
+            f"An epoch has {now} batches from now on, and had {was} before: the data, "
+            "or the batch size, is another one.",
+            CheckpointWarning,
+            stacklevel=2,
+        )
+
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Gives the others, and the metrics of the epoch, what they knew."""
+        """Takes back what others did at the beginning of an epoch that goes on."""
         self._epoch = epoch
-        if self._is_first_epoch and self.restored is not None:
-            put_back_random(self.restored.program.get("random"))
-            known = self.restored.program.get("callbacks")
-            if not put_back(self._others, known):
-                warnings.warn(
-                    "History, EarlyStopping, ReduceLROnPlateau and ModelCheckpoint "
-                    "begin anew: there are others, or in another order, than in the "
-                    f"checkpoint {self.restored.directory}.",
-                    CheckpointWarning,
-                    stacklevel=2,
-                )
-            if self._batch:
-                self._put_back_metrics()
+        # `fit` has read it, and Keras would keep it for every later one of this model.
+        set_initial_epoch(self.model, self._epoch_of_program)
+        if self._is_first_epoch and self._batch:
+            # They have done so before what was saved: a schedule that multiplies the
+            # learning rate would do it twice.
+            self._put_back_state()
+            put_back_random(self._known("random"))
         if not self._is_first_epoch:
             self._batch = 0
         self._is_first_epoch = False
+        self._put_back_state = lambda: None
         # The order of the epoch is drawn after this.
         self._random = random_now()
+
+    def _known(self, name: str) -> Any:
+        return None if self.restored is None else self.restored.program.get(name)
+
+    def _give_back(self) -> None:
+        """Gives the others, once, what they knew."""
+        if not self._is_first_epoch or self.restored is None:
+            return
+        put_back_random(self._known("random"))
+        known = self._known("callbacks")
+        try:
+            is_given = put_back(self._others, known, self.restored.arrays)
+        except (AttributeError, KeyError, TypeError, ValueError):
+            is_given = False
+        if not is_given:
+            warnings.warn(
+                "History, EarlyStopping, ReduceLROnPlateau, SwapEMAWeights and "
+                "ModelCheckpoint begin anew: there are others, or in another order, "
+                f"than in the checkpoint {self.restored.directory}.",
+                CheckpointWarning,
+                stacklevel=2,
+            )
 
     def on_train_batch_end(
         self, batch: int, logs: dict[str, Any] | None = None
     ) -> None:
         """Saves when it is time, and ends the training after a signal."""
+        stand_in_for_logs(self.model, {})
+        self._logs = dict(logs or {})
         before, self._batch = self._batch, batch + 1
         self._step += self._batch - before
         progress.note_step(self._step)
@@ -250,7 +303,6 @@ class Checkpoint(keras.callbacks.Callback):
         elif self._every_seconds is not None and self._hosts.is_chief:
             if time.monotonic() - self._saved_seconds >= self._every_seconds:
                 self._meeting.ask(TIME)
-        self._logs = logs
         reason = self._meeting.after_step(self._step)
         if is_due or reason is not None:
             self._save(is_epoch_end=False)
@@ -259,10 +311,15 @@ class Checkpoint(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Saves when it is time, and at the end of the training."""
+        stand_in_for_logs(self.model, {})
         is_last = epoch + 1 >= self.params["epochs"] or self.model.stop_training
         is_due = self._every_epochs is not None and not (epoch + 1) % self._every_epochs
-        if is_due or is_last:
+        # Several hosts may meet after a step only.
+        is_asked = self._signals.received is not None and self._hosts.count == 1
+        if is_due or is_last or is_asked:
             self._save(is_epoch_end=True)
+        if is_asked and not is_last:
+            self._stop()
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         """Waits until all is on the disk.
@@ -270,12 +327,18 @@ class Checkpoint(keras.callbacks.Callback):
         Raises:
           DataError: the last checkpoint could not be written.
         """
+        if self._is_first_epoch and self.restored is not None:
+            # There was nothing to train, and the program goes on as if it had been.
+            self._passes.draw_again(self._place)
+            self._give_back()
         self._close()
         self._files.wait()
+        if self._signals.received is not None:
+            # In the last validation, say: all is saved, and the signal still holds.
+            self._stop()
 
     def _close(self) -> None:
         self._signals.close()
-        # Keras keeps it for every later fit of this model.
         set_initial_epoch(self.model, self._epoch_of_program)
 
     def _save(self, *, is_epoch_end: bool) -> None:
@@ -284,6 +347,7 @@ class Checkpoint(keras.callbacks.Callback):
         except DataError as error:
             warnings.warn(f"{error} Training goes on.", CheckpointWarning, stacklevel=2)
         self._saved_step, self._saved_seconds = self._step, time.monotonic()
+        self._hidden.warn_of_used()
         ended, read = self._passes.place(is_epoch_end)
         place = Place(
             epoch=self._epoch + is_epoch_end,
@@ -292,14 +356,21 @@ class Checkpoint(keras.callbacks.Callback):
             batches_read=read,
             batches_per_epoch=self._passes.batches_per_epoch,
             has_stopped=bool(is_epoch_end and self.model.stop_training),
+            first_epoch=self._first_epoch,
+            drawn_before=self._passes.drawn_before,
         )
         program = {
             "place": place.as_json(),
             "callbacks": kept_of(self._others),
-            "logs": {} if is_epoch_end else plain(self._logs),
             "random": random_now() if is_epoch_end else self._random,
+            "logs": kept_logs(self._logs),
         }
-        self._files.save(self.model, step=self._step, program=program)
+        self._files.save(
+            self.model,
+            step=self._step,
+            program=program,
+            arrays=arrays_of(self._others),
+        )
 
     def _stop(self) -> None:
         """Ends the program, once the checkpoint is on the disk."""

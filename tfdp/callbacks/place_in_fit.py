@@ -23,6 +23,8 @@ class Place:
       batches_read: of the pass that goes on.
       batches_per_epoch: as Keras knew them; None: it did not.
       has_stopped: whether a callback had stopped the training.
+      first_epoch: at which the training began, from 0.
+      drawn_before: how often the order of the data was drawn before it began.
     """
 
     epoch: int
@@ -31,6 +33,8 @@ class Place:
     batches_read: int
     batches_per_epoch: int | None
     has_stopped: bool
+    first_epoch: int
+    drawn_before: int
 
     def as_json(self) -> dict[str, Any]:
         """For the manifest."""
@@ -52,7 +56,7 @@ class Place:
             is_count(number)
             for number in (
                 *(place.epoch, place.batch, place.passes_ended, place.batches_read),
-                place.batches_per_epoch or 0,
+                *(place.batches_per_epoch or 0, place.first_epoch, place.drawn_before),
             )
         ):
             raise DataError(

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import signal
 import threading
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
-
-from tfdp._private.fit_frames import is_within_fit
 
 __all__ = ["StopSignals"]
 
@@ -20,9 +19,11 @@ class StopSignals:
 
     Args:
       is_active: whether to; only the main thread can.
+      is_within: whether a frame is of the training that looks at the notes.
     """
 
-    def __init__(self, is_active: bool):
+    def __init__(self, is_active: bool, is_within: Callable[[FrameType | None], bool]):
+        self._is_within = is_within
         #: The first that came.
         self.received: int | None = None
         self._before: dict[int, Any] = {}
@@ -36,7 +37,7 @@ class StopSignals:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         # After an error in `fit` nobody would ever look at a note.
-        if is_within_fit(frame):
+        if self._is_within(frame):
             if self.received is None:
                 self.received = number
                 return

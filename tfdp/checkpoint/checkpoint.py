@@ -2,37 +2,51 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import itertools
 import math
 import os
 import secrets
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdp._private.keras_models import updates_all_variables
 from tfdp.checkpoint.entries import Entry, entries_of
 from tfdp.checkpoint.hosts import Hosts, hosts_of
 from tfdp.checkpoint.manifest import (
     UNFINISHED,
+    UNSEEN,
     Manifest,
     Noted,
     folders_newest_first,
     read_manifest,
 )
-from tfdp.checkpoint.restored import check_parts, give_back, open_parts
+from tfdp.checkpoint.noted_optimizers import noted_optimizers
+from tfdp.checkpoint.restored import (
+    GIVEN,
+    check_parts,
+    give_back,
+    given_arrays,
+    open_parts,
+)
 from tfdp.checkpoint.writer import Writer
 from tfdp.checks import is_whole
 from tfdp.data.places import Place, place_of
 from tfdp.errors import CheckpointWarning, ConfigurationError, DataError
-from tfdp.step.optimizers import optimizers_of
 
 __all__ = ["Checkpoint", "Restored"]
 
 MOST_STEPS = 10**18 - 1
+# A key of a note may be used once, by whichever object.
+_looks = itertools.count()
 
 
 @dataclass(frozen=True)
@@ -44,12 +58,14 @@ class Restored:
       directory: of the checkpoint that it came from.
       program: what `save` was given beside the model.
       damaged: newer ones that could not be used, and why.
+      arrays: what `save` was given, by name.
     """
 
     step: int
     directory: str
     program: Mapping[str, Any] = field(default_factory=dict)
     damaged: tuple[str, ...] = ()
+    arrays: Mapping[str, np.ndarray] = field(default_factory=dict)
 
 
 class Checkpoint:
@@ -103,14 +119,30 @@ class Checkpoint:
             raise ConfigurationError(
                 f"directory must be a path or a URL. Received: {directory!r}."
             )
-        self._directory: Place = place_of(directory)
+        place = place_of(directory)
+        # A program may go to another folder in between.
+        self._directory: Place = place.absolute() if isinstance(place, Path) else place
         self._writer = Writer(self._directory, keep)
-        self._looked = 0
 
     @property
     def directory(self) -> str:
         """Where the checkpoints are."""
         return str(self._directory)
+
+    def make_directory(self) -> None:
+        """Makes the directory, so that what is wrong with it is known early.
+
+        Raises:
+          ConfigurationError: it cannot be one.
+        """
+        try:
+            self._directory.mkdir(parents=True, exist_ok=True)
+        except (OSError, DataError) as error:
+            raise ConfigurationError(
+                f"Checkpoints cannot be written to {self._directory} "
+                f"({type(error).__name__}: {str(error)[:300]}). Give a directory, or "
+                "the name of one that can be made."
+            ) from error
 
     def save(
         self,
@@ -118,6 +150,7 @@ class Checkpoint:
         *,
         step: int,
         program: Mapping[str, Any] | None = None,
+        arrays: Mapping[str, np.ndarray] | None = None,
     ) -> None:
         """Takes a copy, and begins to write it.
 
@@ -128,6 +161,7 @@ class Checkpoint:
           model: built and compiled.
           step: how many training steps came before, from 0.
           program: what else shall be there after `restore`: what JSON can hold.
+          arrays: and what it cannot, by name; the same on all hosts.
 
         Raises:
           ConfigurationError: the model is not built, or `step` is no such number.
@@ -141,7 +175,7 @@ class Checkpoint:
         hosts = hosts_of(_built(model, "saved"))
         # An identity for each call: parts of two calls cannot be taken for one.
         number = hosts.number_of_chief(secrets.randbits(32), "name of the checkpoint")
-        entries = entries_of(model)
+        entries = entries_of(model) | _given(arrays or {})
         noted, mine = _deal_out(entries, hosts)
         arrays = {name: np.asarray(entries[name].read()) for name in mine}
         manifest = Manifest(
@@ -151,6 +185,7 @@ class Checkpoint:
             (_local_replicas(model),),
             noted,
             dict(program or {}),
+            noted_optimizers(model),
         )
         self._writer.start(manifest, arrays, hosts)
 
@@ -208,8 +243,9 @@ class Checkpoint:
         self.wait()
         hosts = hosts_of(_built(model, "restored"))
         # All go by what worker 0 sees: a file system may show others less, for a while.
-        found = folders_newest_first(self._directory) if hosts.is_chief else []
+        found = folders_newest_first(self._directory)
         names = hosts.text_of_chief(" ".join(path.name for path in found))
+        self._refuse_another_view(hosts, found if not names else [])
         damaged: list[str] = []
         for name in names.split():
             folder = self._directory / name
@@ -218,8 +254,9 @@ class Checkpoint:
                 continue
             with open_parts(folder, manifest) as files:
                 give_back(model, files, manifest, hosts, weights_only=weights_only)
+                arrays = given_arrays(files, manifest)
             return Restored(
-                manifest.step, str(folder), manifest.program, tuple(damaged)
+                manifest.step, str(folder), manifest.program, tuple(damaged), arrays
             )
         whole = [why for why in damaged if UNFINISHED not in why]
         if whole:
@@ -229,6 +266,23 @@ class Checkpoint:
                 "directory to begin anew."
             )
         return None
+
+    def _refuse_another_view(self, hosts: Hosts, found: Sequence[Place]) -> None:
+        """Where worker 0 sees nothing, what others see must not be lost in silence."""
+        mine = ""
+        for folder in found:
+            with contextlib.suppress(DataError):
+                read_manifest(folder)
+                mine = folder.name
+                break
+        notes = hosts.share_note(f"checkpoints seen {next(_looks)}", mine)
+        for rank, name in sorted(notes.items()):
+            if name:
+                raise DataError(
+                    f"Worker {rank} sees the checkpoint {name} in {self._directory}, "
+                    "and worker 0 sees none there. Give a directory that all hosts "
+                    "see; is it mounted on worker 0?"
+                )
 
     def _usable(
         self, folder: Place, hosts: Hosts, damaged: list[str]
@@ -240,8 +294,10 @@ class Checkpoint:
             check_parts(folder, manifest, hosts)
         except DataError as error:
             why = str(error)
-        self._looked += 1
-        notes = hosts.share_note(f"checkpoint {self._looked} {folder.name}", why)
+        notes = hosts.share_note(f"checkpoint {next(_looks)} {folder.name}", why)
+        if not notes[0]:
+            # Worker 0 has its manifest: who has not looks into another directory.
+            notes = {rank: n.replace(UNFINISHED, UNSEEN) for rank, n in notes.items()}
         reasons = [
             f"{note} (seen by worker {rank})" if hosts.count > 1 else note
             for rank, note in sorted(notes.items())
@@ -261,7 +317,7 @@ class Checkpoint:
 
 
 def _built(model: Any, what: str) -> tf.distribute.Strategy:
-    """The strategy of a model that is built, and its optimizers as well.
+    """The strategy of a model that is built, and its optimizer as well.
 
     Raises:
       ConfigurationError: it is not.
@@ -271,12 +327,28 @@ def _built(model: Any, what: str) -> tf.distribute.Strategy:
             f"A model is {what} when it is built: give it an Input, call it on a batch "
             f"or build(shape). Received: {model!r}."
         )
-    for optimizer in optimizers_of(model):
-        if not optimizer.built:
-            # As Keras does before the first step: its slots are part of the training.
-            with model.distribute_strategy.scope():
-                optimizer.build(model.trainable_variables)
+    compiled = getattr(model, "optimizer", None)
+    if compiled is not None and not compiled.built and updates_all_variables(model):
+        # As Keras does before the first step: its slots are part of the training. Of
+        # another one only the step knows which variables are its own.
+        with model.distribute_strategy.scope():
+            compiled.build(model.trainable_variables)
     return model.distribute_strategy
+
+
+def _given(arrays: Mapping[str, np.ndarray]) -> dict[str, Entry]:
+    copies = {name: np.array(array) for name, array in arrays.items()}
+    return {
+        f"{GIVEN}{name}": Entry(
+            name,
+            "whole",
+            copy.shape,
+            copy.dtype.name,
+            functools.partial(np.asarray, copy),
+            lambda value: None,
+        )
+        for name, copy in copies.items()
+    }
 
 
 def _deal_out(

@@ -20,14 +20,15 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdp._private.names import SyncOnReadVariable, keras_state
+from tfdp._private.names import SyncOnReadVariable
 from tfdp.sharding.variables import ShardedVariable
 from tfdp.step.compression import compression_entries
 from tfdp.step.optimizers import optimizers_of
+from tfdp.variables.global_seed import global_seed_states
 from tfdp.variables.local_view import LocalView
 from tfdp.variables.of_ranks import OfRanks
 
-__all__ = ["Entry", "Rows", "entries_of", "metrics_of"]
+__all__ = ["Entry", "Rows", "entries_of", "state_of"]
 
 
 @dataclass(frozen=True)
@@ -98,26 +99,27 @@ def entries_of(model: keras.Model) -> dict[str, Entry]:
         for name, of_ranks in compression_entries(optimizer).items():
             entries[f"{group}/compression/{name}"] = _of_ranks(name, of_ranks)
     add("metrics", model.metrics_variables)
-    add("seeds", _global_seed())
+    for name, state in global_seed_states(model.distribute_strategy).items():
+        entries[f"seeds/{name}"] = _entry_of(state)
     return entries
 
 
-def metrics_of(model: keras.Model) -> Callable[[], None]:
-    """Puts back the sums of all metrics as they are now, on each replica."""
-    kept = []
-    for variable in model.metrics_variables:
-        entry = _entry_of(variable)
-        value = entry.read()
-        kept.append(
-            (
-                entry,
-                Rows(value, value, 0, len(value)) if entry.kind == "ranks" else value,
-            )
-        )
+def state_of(model: keras.Model) -> Callable[[], None]:
+    """Puts back all as it is now, but for shards that lie on several hosts.
+
+    Cost: a copy in the host's memory, until what is returned is forgotten.
+    """
+    kept = [
+        (entry, entry.read())
+        for entry in entries_of(model).values()
+        if entry.kind != "shards"
+    ]
 
     def put_back() -> None:
         for entry, value in kept:
-            entry.give(value)
+            if entry.read().tobytes() != value.tobytes():
+                is_of_ranks = entry.kind == "ranks"
+                entry.give(Rows(value, value, 0, len(value)) if is_of_ranks else value)
 
     return put_back
 
@@ -126,12 +128,6 @@ def _layer_state(model: keras.Model, number: int) -> list[Any]:
     """What layers store belongs to the model; one optimizer sees to it."""
     state = model.non_trainable_variables if number == 0 else ()
     return [variable.value for variable in state]
-
-
-def _global_seed() -> list[keras.Variable]:
-    """The state of Keras' generator for draws without a seed, where there is one."""
-    generator = keras_state.get_global_attribute("global_seed_generator")
-    return [] if generator is None else [generator.state]
 
 
 def _entry_of(variable: keras.Variable) -> Entry:

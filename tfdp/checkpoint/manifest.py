@@ -19,15 +19,17 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tfdp.checkpoint.noted_optimizers import NotedOptimizer
 from tfdp.data.places import Place, RemotePath
 from tfdp.errors import DataError
-from tfdp.files.atomic import replaced
+from tfdp.files.atomic import replaced, sync_folder
 from tfdp.files.checked_json import checksum_of, is_count, parse_json, with_checksum
 
 __all__ = [
     "KINDS",
     "MANIFEST_NAME",
     "UNFINISHED",
+    "UNSEEN",
     "Manifest",
     "Noted",
     "folder_name",
@@ -43,6 +45,7 @@ FORMAT = "tfdp.checkpoint/1"
 FOLDER = re.compile(r"step-(?P<step>\d{12,18})-(?P<write>[0-9a-f]{8})")
 # In the message of a checkpoint that is none yet, which is no damage.
 UNFINISHED = "was never finished"
+UNSEEN = "is not seen here, and by worker 0 it is"
 LARGEST_MANIFEST_BYTES = 256 * 2**20
 MOST_PARTS = 1_000_000
 #: How an entry lies in the parts: all of it in one; a range of it in each; or a row for
@@ -80,6 +83,7 @@ class Manifest:
       replicas: in each part.
       entries: by name.
       program: what else is to go on: place in the data, callbacks, history.
+      optimizers: of the model, in their order.
     """
 
     write: str
@@ -88,6 +92,7 @@ class Manifest:
     replicas: tuple[int, ...]
     entries: Mapping[str, Noted]
     program: Mapping[str, Any] = field(default_factory=dict)
+    optimizers: tuple[NotedOptimizer, ...] = ()
 
 
 def folder_name(step: int, write: str) -> str:
@@ -106,7 +111,12 @@ def part_name(number: int, parts: int) -> str:
 
 def folders_newest_first(directory: Place) -> list[Place]:
     """Those in which a checkpoint was begun, finished or not."""
-    found = [path for path in directory.glob("step-*") if FOLDER.fullmatch(path.name)]
+    found = [
+        path
+        for path in directory.glob("step-*")
+        if FOLDER.fullmatch(path.name)
+        and (isinstance(path, RemotePath) or path.is_dir())
+    ]
 
     def age(path: Place) -> tuple[int, float, str]:
         match = FOLDER.fullmatch(path.name)
@@ -129,6 +139,8 @@ def write_manifest(folder: Place, manifest: Manifest) -> None:
         return
     with replaced(folder / MANIFEST_NAME) as half_written:
         half_written.write_text(text)
+    # The folder itself must outlast a power cut before older ones are removed.
+    sync_folder(folder.parent)
 
 
 def read_manifest(folder: Place) -> Manifest:
@@ -171,8 +183,23 @@ def _checked(content: Any) -> Manifest:
     if not isinstance(content["program"], dict):
         raise ValueError("what it says of the program is no object")
     return Manifest(
-        write, step, tuple(sizes), tuple(replicas), entries, content["program"]
+        write,
+        step,
+        tuple(sizes),
+        tuple(replicas),
+        entries,
+        content["program"],
+        tuple(_optimizer(said) for said in content["optimizers"]),
     )
+
+
+def _optimizer(said: Mapping[str, Any]) -> NotedOptimizer:
+    names, places = said["names"], said["places"]
+    if not names or not all(isinstance(name, str) for name in names):
+        raise ValueError("its optimizers have no names")
+    if places is not None and not all(is_count(place) for place in places):
+        raise ValueError("the variables of its optimizers are no whole numbers")
+    return NotedOptimizer(tuple(names), None if places is None else tuple(places))
 
 
 def _entry(name: str, said: Mapping[str, Any], parts: int) -> Noted:
@@ -195,7 +222,13 @@ def _entry(name: str, said: Mapping[str, Any], parts: int) -> Noted:
 
 
 def remove_folder(folder: Place) -> None:
-    """Deletes a checkpoint: first its manifest, so that it never is half of one."""
+    """Deletes a checkpoint: first its manifest, so that it never is half of one.
+
+    Of a link, the link: what it leads to is somebody's who put it there.
+    """
+    if isinstance(folder, Path) and folder.is_symlink():
+        folder.unlink(missing_ok=True)
+        return
     (folder / MANIFEST_NAME).unlink(missing_ok=True)
     if isinstance(folder, Path):
         shutil.rmtree(folder, ignore_errors=True)

@@ -13,15 +13,20 @@ from tfdp.checkpoint.array_files import ArrayFile, open_arrays
 from tfdp.checkpoint.entries import Entry, Rows, entries_of
 from tfdp.checkpoint.hosts import Hosts
 from tfdp.checkpoint.manifest import Manifest, Noted, part_name
+from tfdp.checkpoint.noted_optimizers import build_as_noted
 from tfdp.data.places import Place
 from tfdp.errors import ConfigurationError, DataError
 from tfdp.step.compression import compression_entries, make_compression_entries
 from tfdp.step.optimizers import optimizers_of
+from tfdp.variables.global_seed import make_global_seed_states
 
-__all__ = ["check_parts", "give_back", "open_parts"]
+__all__ = ["GIVEN", "check_parts", "give_back", "given_arrays", "open_parts"]
 
 # What a run may have that another has not: it starts as new there.
-OPTIONAL = ("seeds/", "metrics/")
+SEEDS = "seeds/"
+# Of the program that wrote it, not of a model.
+GIVEN = "program/"
+OPTIONAL = (SEEDS, "metrics/", GIVEN)
 COMPRESSION = "/compression/"
 
 
@@ -93,6 +98,7 @@ def give_back(
             if name.startswith("model/")
         }
     else:
+        build_as_noted(model, manifest.optimizers)
         _make_what_waits(model, manifest)
         wanted = entries_of(model)
     _check_alike(wanted, manifest.entries, weights_only)
@@ -106,8 +112,21 @@ def give_back(
             entry.give(Rows(nothing, nothing, 0, local))
 
 
+def given_arrays(
+    files: Sequence[ArrayFile], manifest: Manifest
+) -> dict[str, np.ndarray]:
+    """The arrays that `save` was given beside the model, by name."""
+    return {
+        name.removeprefix(GIVEN): files[noted.parts[0]].read(name)
+        for name, noted in manifest.entries.items()
+        if name.startswith(GIVEN) and noted.kind == "whole"
+    }
+
+
 def _make_what_waits(model: keras.Model, manifest: Manifest) -> None:
-    """What an optimizer makes in its first steps, if the checkpoint has it."""
+    """What is made in the first steps, if the checkpoint has it."""
+    seeds = [n.removeprefix(SEEDS) for n in manifest.entries if n.startswith(SEEDS)]
+    make_global_seed_states(model.distribute_strategy, seeds)
     for number, optimizer in enumerate(optimizers_of(model)):
         group = f"optimizer{number}{COMPRESSION}"
         names = [n.removeprefix(group) for n in manifest.entries if n.startswith(group)]
@@ -134,6 +153,13 @@ def _check_alike(
                 "another model or optimizer. Restore into what was saved, or, where "
                 "only the optimizer is another one, the weights alone "
                 "(weights_only=True)."
+            )
+        if noted[name].dtype != entry.dtype and not weights_only:
+            raise ConfigurationError(
+                f"{entry.path!r} ({name}) is of {entry.dtype}, and in the checkpoint "
+                f"of {noted[name].dtype}: a training goes on with the dtype policy "
+                "that it began with. The weights alone (weights_only=True) may be "
+                "rounded."
             )
         if noted[name].shape != entry.shape:
             raise ConfigurationError(

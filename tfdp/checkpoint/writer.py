@@ -12,6 +12,7 @@ import numpy as np
 from tfdp.checkpoint.array_files import write_arrays
 from tfdp.checkpoint.hosts import Hosts
 from tfdp.checkpoint.manifest import (
+    UNFINISHED,
     Manifest,
     folder_name,
     folders_newest_first,
@@ -151,12 +152,14 @@ class Writer:
             if folder == newest:
                 whole, is_before = whole + 1, True
                 continue
+            is_unfinished, is_whole = False, True
             try:
                 read_manifest(folder)
-                whole += 1
-                if whole > self._keep:
-                    remove_folder(folder)
-            except DataError:
-                # What is newer may be somebody's who has begun to write it.
-                if is_before:
-                    remove_folder(folder)
+            except DataError as error:
+                # A manifest that cannot be read now, or here, may be good.
+                is_unfinished, is_whole = UNFINISHED in str(error), False
+            whole += is_whole
+            has_enough = whole > self._keep if is_whole else whole >= self._keep
+            # What is newer may be somebody's who has begun to write it.
+            if has_enough or (is_unfinished and is_before):
+                remove_folder(folder)

@@ -46,6 +46,7 @@ from tfdp.tracing.current_run import current_run
 from tfdp.tracing.run import ReplicaRun
 
 __all__ = [
+    "innermost_optimizers",
     "led_optimizers",
     "optimizers_of",
     "refuse_unled",
@@ -112,7 +113,7 @@ def _leads(optimizer: keras.optimizers.Optimizer, run: ReplicaRun) -> dict[str, 
     return own | leads
 
 
-def _leaves(
+def innermost_optimizers(
     optimizer: keras.optimizers.Optimizer,
 ) -> list[keras.optimizers.Optimizer]:
     """The optimizers that reduce and update, within a loss scaler or a group."""
@@ -125,7 +126,9 @@ def _reduces_first(optimizer: keras.optimizers.Optimizer) -> bool:
     # Who accumulates reduces once for all its batches, within Keras' conditional; but
     # from stage 2 on what is accumulated are shards, of sums.
     shards = shards_of(optimizer)
-    accumulates = any(leaf.gradient_accumulation_steps for leaf in _leaves(optimizer))
+    accumulates = any(
+        leaf.gradient_accumulation_steps for leaf in innermost_optimizers(optimizer)
+    )
     return not accumulates or (shards is not None and shards.stage > 1)
 
 
@@ -142,7 +145,7 @@ def _apply(
     if is_given_reduced:
         return original(gradients, trainable_variables)
     if shards_of(optimizer) is not None:
-        for leaf in _leaves(optimizer):
+        for leaf in innermost_optimizers(optimizer):
             check_shardable(leaf)
     # Lists, because Keras gives zips, which end with the first who reads them.
     variables = None if trainable_variables is None else list(trainable_variables)
@@ -289,7 +292,11 @@ def _why_not_exact(optimizer: keras.optimizers.Optimizer) -> str | None:
 
 def names_of_updates(model: Any) -> list[str]:
     """The scopes in which the optimizers that `model` holds update its weights."""
-    return [leaf.name for owner in optimizers_of(model) for leaf in _leaves(owner)]
+    return [
+        leaf.name
+        for owner in optimizers_of(model)
+        for leaf in innermost_optimizers(owner)
+    ]
 
 
 @contextlib.contextmanager
@@ -299,7 +306,7 @@ def takes_reduced(optimizer: keras.optimizers.Optimizer) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         if found is not None:
             stack.enter_context(found[0].updating())
-        for leaf in _leaves(optimizer):
+        for leaf in innermost_optimizers(optimizer):
             if shards is not None:
                 check_shardable(leaf)
             own = {} if shards is None else shard_leads(leaf, shards)

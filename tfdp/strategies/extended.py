@@ -28,11 +28,11 @@ from tfdp.sharding.updates import (
 )
 from tfdp.sharding.variables import ShardedVariable
 from tfdp.step.local_run import refuse_in_local_run
-from tfdp.strategies.global_seed import with_global_seed
 from tfdp.strategies.made_optimizers import MadeOptimizers
 from tfdp.strategies.replica_extended import ReplicaExtended
 from tfdp.tracing.eager_order import EagerOrder
 from tfdp.tracing.run import ReplicaRun
+from tfdp.variables.global_seed import with_global_seed
 from tfdp.variables.local_view import LocalView
 from tfdp.variables.mirrored import (
     ReplicaMirroredVariable,

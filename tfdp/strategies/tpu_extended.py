@@ -18,10 +18,10 @@ from tfdp.plan.shards import Sharding
 from tfdp.sharding.tpu_variables import tpu_shard_class
 from tfdp.sharding.updates import SHARD_CLASSES, ShardUpdates
 from tfdp.sharding.variables import ShardedVariable
-from tfdp.strategies.global_seed import with_global_seed
 from tfdp.strategies.made_optimizers import MadeOptimizers
 from tfdp.strategies.replica_extended import ReplicaExtended
 from tfdp.tracing.run import ReplicaRun
+from tfdp.variables.global_seed import with_global_seed
 from tfdp.variables.tpu import TPUReplicaVariable, TPUSeedVariable
 
 __all__ = ["TPUDataParallelExtended"]

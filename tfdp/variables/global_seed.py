@@ -12,7 +12,7 @@ from __future__ import annotations
 import concurrent.futures
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import keras
@@ -21,10 +21,11 @@ import tensorflow as tf
 from tfdp._private.autograph import library_code
 from tfdp._private.names import keras_state
 
-__all__ = ["with_global_seed"]
+__all__ = ["global_seed_states", "make_global_seed_states", "with_global_seed"]
 
 # What Keras calls it.
 ATTRIBUTE = "global_seed_generator"
+PLAIN, OF_STRATEGY = "0", "1"
 
 
 class GlobalSeed(keras.random.SeedGenerator):
@@ -68,16 +69,27 @@ class GlobalSeed(keras.random.SeedGenerator):
 
     def _current(self) -> keras.random.SeedGenerator:
         if not tf.distribute.has_strategy():
-            if self._plain is None:
-                with tf.init_scope():
-                    self._plain = keras.random.SeedGenerator()
-            return self._plain
+            return self.make_plain()
         strategy = tf.distribute.get_strategy()
         if strategy not in self._under:
             # A thread of its own is in no replica and builds no graph.
             with concurrent.futures.ThreadPoolExecutor(max_workers=1) as thread:
                 self._under[strategy] = thread.submit(self._made, strategy).result()
         return self._under[strategy]
+
+    def make_plain(self) -> keras.random.SeedGenerator:
+        """The generator without a strategy."""
+        if self._plain is None:
+            with tf.init_scope():
+                self._plain = keras.random.SeedGenerator()
+        return self._plain
+
+    def states(self, strategy: tf.distribute.Strategy) -> dict[str, keras.Variable]:
+        """What was made already, nothing else: see `global_seed_states`."""
+        found = {} if self._plain is None else {PLAIN: self._plain.state}
+        if strategy in self._under:
+            found[OF_STRATEGY] = self._under[strategy].state
+        return found
 
     def _made(self, strategy: tf.distribute.Strategy) -> keras.random.SeedGenerator:
         """A generator that goes on where the one without a strategy stands."""
@@ -90,12 +102,51 @@ class GlobalSeed(keras.random.SeedGenerator):
             return made
 
 
-def with_global_seed(function: Callable) -> Callable:
-    """`function` as the replicas run it, with the global generator of this thread."""
+def global_seed_states(strategy: tf.distribute.Strategy) -> dict[str, keras.Variable]:
+    """The states of this thread's global generator that have been made, by name.
+
+    Asking makes none: that would take a number from Python's `random`.
+
+    Returns:
+      PLAIN: that without a strategy; OF_STRATEGY: that of the replicas.
+    """
+    generator = keras_state.get_global_attribute(ATTRIBUTE)
+    if generator is None:
+        return {}
+    if isinstance(generator, GlobalSeed):
+        return generator.states(strategy)
+    return {PLAIN: generator.state}
+
+
+def make_global_seed_states(
+    strategy: tf.distribute.Strategy, names: Collection[str]
+) -> None:
+    """Makes those that are missing of `names`, for values that are known already."""
+    missing = set(names) - set(global_seed_states(strategy))
+    if PLAIN in missing:
+        generator = keras_state.get_global_attribute(ATTRIBUTE)
+        if isinstance(generator, GlobalSeed):
+            generator.make_plain()
+        else:
+            made = keras.random.SeedGenerator()
+            keras_state.set_global_attribute(ATTRIBUTE, made)
+    if OF_STRATEGY in missing:
+        with strategy.scope():
+            if tf.distribute.has_strategy():
+                _ = _of_this_thread().state
+
+
+def _of_this_thread() -> GlobalSeed:
     generator = keras_state.get_global_attribute(ATTRIBUTE)
     if not isinstance(generator, GlobalSeed):
         generator = GlobalSeed(generator)
         keras_state.set_global_attribute(ATTRIBUTE, generator)
+    return generator
+
+
+def with_global_seed(function: Callable) -> Callable:
+    """`function` as the replicas run it, with the global generator of this thread."""
+    generator = _of_this_thread()
 
     @library_code
     @functools.wraps(function)
