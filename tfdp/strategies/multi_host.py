@@ -18,15 +18,11 @@ from tfdp.cluster import Cluster, find_cluster
 from tfdp.data.hosts import own_part, until_all_end
 from tfdp.data.seeds import agree_on_seed, seed_to_share
 from tfdp.errors import ConfigurationError, DeviceError
-from tfdp.exchange.choose_engine import choose_engine
 from tfdp.exchange.host_group import HostGroup
 from tfdp.exchange.pipeline import GradientPipeline
-from tfdp.exchange.two_level import AcrossHostsEngine
 from tfdp.exchange.two_level_collectives import (
-    TensorFlowAcrossHostsEngine,
     meet_by_collectives,
 )
-from tfdp.exchange.two_level_shards import ShardsAcrossHostsEngine
 from tfdp.hosts import last_words
 from tfdp.hosts.alike import refuse_differences
 from tfdp.hosts.choose_link import make_link
@@ -49,6 +45,7 @@ from tfdp.strategies.devices import (
     use_virtual_devices,
 )
 from tfdp.strategies.hierarchical import HierarchicalAllReduce
+from tfdp.strategies.host_engines import engine_across
 from tfdp.strategies.keras_backend import check_keras_backend
 from tfdp.strategies.multi_host_extended import MultiHostExtended
 from tfdp.strategies.versions import warn_of_unchecked_versions
@@ -225,7 +222,9 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
         )
         # Shuffles of `fit` are alike on all hosts: each takes its part of them.
         agree_on_seed(self.from_chief(seed_to_share(), "seed"))
-        self._engine = self._make_engine(group.link, devices, communication)
+        self._engine = engine_across(
+            group.link, devices, communication, self._shards_over_hosts
+        )
         group.use(self._engine)
         self._pipeline = GradientPipeline(self._engine, communication)
         return MultiHostExtended(
@@ -239,17 +238,6 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
             first_host_value=self.from_chief,
             sum_over_hosts=lambda arrays: group.sum_arrays(arrays, "eager sum"),
         )
-
-    def _make_engine(
-        self, link: HostLink, devices: tuple[str, ...], communication: Communication
-    ) -> AcrossHostsEngine:
-        wire_dtype = communication.link_dtype
-        if communication.engine == "tensorflow":
-            hint = choose_engine(devices, communication).hint
-            return TensorFlowAcrossHostsEngine(devices, link, hint, wire_dtype)
-        over_hosts = self._shards_over_hosts
-        engine = ShardsAcrossHostsEngine if over_hosts else AcrossHostsEngine
-        return engine(devices, link, wire_dtype)
 
     @property
     def cluster_resolver(self) -> tf.distribute.cluster_resolver.ClusterResolver:
