@@ -117,12 +117,14 @@ def test_a_schedule_that_multiplies_does_so_once(tmp_path):
 
 def test_early_stopping_gives_back_the_best_weights(tmp_path):
     def program(callback, fault):
-        # So large a rate that the first epochs are the best.
-        model = make(keras.optimizers.SGD(0.4))
-        stopping = keras.callbacks.EarlyStopping(
-            "val_loss", patience=3, restore_best_weights=True, mode="max"
+        # The first epoch is the best, and the fourth is the last.
+        score = keras.callbacks.LambdaCallback(
+            on_epoch_end=lambda epoch, logs: logs.update(score=-epoch)
         )
-        return train(model, [stopping, callback(), *fault], epochs=6)
+        stopping = keras.callbacks.EarlyStopping(
+            "score", mode="max", patience=3, restore_best_weights=True
+        )
+        return train(make(), [score, stopping, callback(), *fault], epochs=6)
 
     assert_goes_on(tmp_path, program, Fault(18))
 
