@@ -48,11 +48,7 @@ CASES = {
 def make_model(replicas, *, wrap=None, policy="float32", optimizer=None, **options):
     keras.utils.set_random_seed(1)
     if "compression" in options:
-        options = {
-            "communication": tfdp.Communication(
-                **options, compression_across="replicas"
-            )
-        }
+        options["compression_across"] = "replicas"
     strategy = make_strategy(replicas, **options) if replicas else None
     scope = tf.distribute.get_strategy() if strategy is None else strategy
     keras.config.set_dtype_policy(policy)

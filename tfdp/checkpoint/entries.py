@@ -5,6 +5,7 @@ has its host's range. What each replica has of its own is a row for each; given 
 the same replicas each gets its own again, bit for bit, and to others by a rule:
 
     residuals, slots of compression    the sum over all rows, an equal part to each
+    gradients of an accumulation       the same; moving statistics meanwhile: the mean
     sums of metrics                    the sum to the first replica, 0 to the others
     optimizers that train apart        the mean over all rows (counters: the first)
     weights that train apart           the outer weights, as after a meeting
@@ -21,14 +22,19 @@ import numpy as np
 import tensorflow as tf
 
 from tfdp._private.names import SyncOnReadVariable
+from tfdp.sharding.updates import ACCUMULATOR_NAME
 from tfdp.sharding.variables import ShardedVariable
 from tfdp.step.compression import compression_entries
 from tfdp.step.optimizers import optimizers_of
 from tfdp.variables.global_seed import global_seed_states
 from tfdp.variables.local_view import LocalView
+from tfdp.variables.mirrored import is_seed_state
 from tfdp.variables.of_ranks import OfRanks
 
 __all__ = ["Entry", "Rows", "entries_of", "state_of"]
+
+# In the names of what each replica sums for itself between two updates.
+ACCUMULATED = (ACCUMULATOR_NAME, "accumulated_weight")
 
 
 @dataclass(frozen=True)
@@ -82,14 +88,18 @@ def entries_of(model: keras.Model) -> dict[str, Entry]:
     entries: dict[str, Entry] = {}
     seen: set[int] = set()
 
+    optimizers = optimizers_of(model)
+    between = _may_differ(model, optimizers)
+
     def add(group: str, variables: Any) -> None:
         for place, variable in enumerate(variables):
             if id(variable) not in seen:
                 seen.add(id(variable))
-                entries[f"{group}/{place}"] = _entry_of(variable)
+                rule = between.get(id(variable))
+                entries[f"{group}/{place}"] = _entry_of(variable, rule)
 
     add("model", model.variables)
-    for number, optimizer in enumerate(optimizers_of(model)):
+    for number, optimizer in enumerate(optimizers):
         group = f"optimizer{number}"
         add(group, optimizer.variables)
         add_apart = getattr(optimizer, "local_values", None)
@@ -130,7 +140,28 @@ def _layer_state(model: keras.Model, number: int) -> list[Any]:
     return [variable.value for variable in state]
 
 
-def _entry_of(variable: keras.Variable) -> Entry:
+def _may_differ(model: keras.Model, optimizers: list[Any]) -> dict[int, str]:
+    """Mirrored variables whose copies may differ between steps, and what others get.
+
+    Between two updates of an accumulation each replica has gradients of its own, and
+    moving statistics, which are brought together with them. What is no float, but for
+    seeds, a layer may count on each replica.
+    """
+    rules, accumulates = {}, False
+    for optimizer in optimizers:
+        for variable in optimizer.variables:
+            if any(name in variable.path for name in ACCUMULATED):
+                rules[id(variable)], accumulates = "sum", True
+    for variable in model.non_trainable_variables:
+        is_float = tf.as_dtype(variable.dtype).is_floating
+        if is_float and accumulates:
+            rules[id(variable)] = "mean"
+        elif not is_float and not is_seed_state(variable.value):
+            rules[id(variable)] = "first"
+    return rules
+
+
+def _entry_of(variable: keras.Variable, rule: str | None = None) -> Entry:
     value, path = variable.value, variable.path
     if isinstance(value, ShardedVariable):
         return _sharded(variable, value)
@@ -149,6 +180,10 @@ def _entry_of(variable: keras.Variable) -> Entry:
             _stacked(copies),
             _sum_to_first(copies, aggregation),
         )
+    if rule is not None:
+        copies = list(getattr(value, "values", [value]))
+        give = _alike_or(copies, rule)
+        return Entry(path, "ranks", shape, dtype, _stacked(copies), give)
     return Entry(
         path, "whole", shape, dtype, lambda: _copied(variable), variable.assign
     )
@@ -230,6 +265,23 @@ def _deal(of_ranks: OfRanks, rows: Rows) -> None:
         # All of it is still to be sent, whoever sends it.
         part = rows.all.sum(axis=0) / np.asarray(rows.replicas, rows.all.dtype)
         of_ranks.assign_rows([part] * len(of_ranks.copies))
+
+
+def _alike_or(copies: list[tf.Variable], rule: str) -> Callable[[Rows], None]:
+    def give(rows: Rows) -> None:
+        if rows.own is not None:
+            _assign_each(copies, rows.own)
+            return
+        value = rows.all[0]
+        if rule != "first" and any(
+            row.tobytes() != value.tobytes() for row in rows.all
+        ):
+            total = rows.all.astype("float64").sum(axis=0)
+            parts = rows.replicas if rule == "sum" else len(rows.all)
+            value = np.asarray(total / parts).astype(rows.all.dtype)
+        _assign_each(copies, [value] * len(copies))
+
+    return give
 
 
 def _mean_to(copies: list[tf.Variable]) -> Callable[[Rows], None]:
