@@ -229,7 +229,7 @@ def _add_local(entries: dict[str, Entry], group: str, local: Any) -> None:
             _stacked(copies),
             _own_or_nothing(copies),
         )
-    for number, on_the_way in enumerate(local.stored.on_the_way):
+    for number, on_the_way in enumerate(getattr(local.stored, "on_the_way", ())):
         for place, kept in enumerate(on_the_way.kept):
             name = f"{group}/on the way/{number}/{place}"
             entries[name] = _of_ranks(name, kept)
