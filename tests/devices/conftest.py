@@ -1,6 +1,7 @@
 """Four logical CPUs for every test of this folder."""
 
 import gc
+import signal
 
 import pytest
 import tensorflow as tf
@@ -26,3 +27,11 @@ def _clean_session():
 def _no_garbage():
     yield
     gc.collect()
+
+
+@pytest.fixture
+def heard():
+    """Ctrl-C is heard, though the shell that runs the tests may ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)

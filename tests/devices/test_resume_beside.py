@@ -244,7 +244,7 @@ def test_draws_of_replicas_go_on(tmp_path):
 
 
 @pytest.mark.parametrize("step", [1, 3])
-def test_a_signal_in_a_validation_still_ends_the_program(tmp_path, step):
+def test_a_signal_in_a_validation_still_ends_the_program(tmp_path, step, heard):
     fault = Fault(step, signal.SIGTERM, "on_test_begin")
     with pytest.raises(SystemExit) as ended:
         train(make(), [fault, tfdp.callbacks.Checkpoint(tmp_path)])
@@ -252,7 +252,7 @@ def test_a_signal_in_a_validation_still_ends_the_program(tmp_path, step):
     assert tfdp.checkpoint.Checkpoint(tmp_path).steps()[0] == 5 * step
 
 
-def test_an_error_leaves_nothing_behind(tmp_path):
+def test_an_error_leaves_nothing_behind(tmp_path, heard):
     train(make(), [tfdp.callbacks.Checkpoint(tmp_path)], epochs=1)
     model = make()
     with pytest.raises(Broken):
