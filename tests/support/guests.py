@@ -20,6 +20,7 @@ from tfdp.hosts.handshake import (
     introduce,
     session_secret,
 )
+from tfdp.hosts.host_link import CHANNELS
 
 GUEST_SECONDS = 60.0
 # What a stranger may be told: a random number.
@@ -253,10 +254,10 @@ KINDS = {
     "rank True": no_worker(rank=True),
     "rank 1e400": no_worker(rank=float("inf")),
     "rank -1": no_worker(rank=-1),
-    "rank 0": no_worker(rank=0, channel=2),
+    "rank 0": no_worker(rank=0, channel=len(CHANNELS)),
     "rank null": no_worker(rank=None),
     "port 0": no_worker(port=0, channel=-1),
-    "port 70000": no_worker(port=70000, channel=2),
+    "port 70000": no_worker(port=70000, channel=len(CHANNELS)),
     "version of a list": no_worker(version=["1"], channel=[0]),
     "bomb with the key": bomb_with_the_key,
     # Slow ones.
