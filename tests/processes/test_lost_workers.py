@@ -93,4 +93,4 @@ def test_a_process_ends_though_its_input_is_being_read_ahead():
         assert workers.processes[0].returncode == 1, output
     assert "worker 1 has come to the end of its script" in output
     # The call was let end, and not broken off.
-    assert output.index("reads the end") < output.index("has read the end")
+    assert output.index("reads ahead") < output.index("has read ahead")

@@ -14,6 +14,9 @@ from tests.support import lost_worker
 from tests.support.parity import classification_data, dense_model
 from tfdp.data import same_batches
 
+# A batch that no step has asked for when worker 1 leaves.
+AHEAD = 5
+
 
 def main():
     seconds = float(sys.argv[1])
@@ -21,10 +24,11 @@ def main():
 
     def slow_look(self, iterator, count, is_batch, data):
         found = look(self, iterator, count, is_batch, data)
-        if not is_batch:
-            print("reads the end", flush=True)
+        # The other worker leaves after four steps; the fifth waits for it meanwhile.
+        if int(count) == AHEAD:
+            print("reads ahead", flush=True)
             time.sleep(seconds)
-            print("has read the end", flush=True)
+            print("has read ahead", flush=True)
         return found
 
     same_batches._Comparison.look = slow_look
