@@ -7,15 +7,14 @@ Keras gives callbacks neither its input nor each other. Checked against Keras 3.
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Iterator
 from types import FrameType
 from typing import Any, NamedTuple, Protocol
 
 import keras
 
+from tfdp._private import frames
 from tfdp._private.dataset_seeds import order_of, stages_without_seed, what_fit_reads
-from tfdp._private.frames import KERAS_TRAINER_MODULE
 from tfdp._private.keras_models import (
     build_symbolically,
     build_without_optimizer,
@@ -42,31 +41,20 @@ class FitLocals(NamedTuple):
 
 def fit_around(model: keras.Model) -> FitLocals | None:
     """The `fit` of `model` in which the caller runs; None: there is none."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        found = frame.f_locals
-        if _is_fit(frame) and found.get("self") is model:
+    for found in frames.fits_around():
+        if found.get("self") is model:
             return FitLocals(
                 found["callbacks"],
                 PassesOfData(found["epoch_iterator"], found.get("val_x")),
                 int(found["initial_epoch"] or 0),
             )
-        frame = frame.f_back
     return None
 
 
 def is_within_fit(frame: FrameType | None, passes: PassesOfData) -> bool:
     """Whether `frame`, or one that called it, is of the `fit` that makes `passes`."""
-    while frame is not None:
-        if _is_fit(frame) and passes.are_of(frame.f_locals.get("epoch_iterator")):
-            return True
-        frame = frame.f_back
-    return False
-
-
-def _is_fit(frame: FrameType) -> bool:
-    is_of_trainer = frame.f_globals.get("__name__") == KERAS_TRAINER_MODULE
-    return is_of_trainer and frame.f_code.co_name == "fit"
+    fits = () if frame is None else frames.fits_around(frame)
+    return any(passes.are_of(found.get("epoch_iterator")) for found in fits)
 
 
 class PlaceInData(Protocol):
@@ -211,11 +199,14 @@ class PassesOfData:
         if it._num_batches is None and it.steps_per_epoch is None:
             it._num_batches = place.batches_per_epoch
 
+        # Keras' own, or that of who leads the loop already.
+        enumerate_epoch = it._enumerate_iterator
+
         def first_epoch() -> Iterator[tuple[int, int, Any]]:
-            del vars(it)["_enumerate_iterator"]
+            vars(it)["_enumerate_iterator"] = enumerate_epoch
             self.draw_again(place)
             is_first = True
-            for begin, end, iterator in it._enumerate_iterator():
+            for begin, end, iterator in enumerate_epoch():
                 if is_first:
                     is_first = False
                     for number in range(read):

@@ -17,6 +17,7 @@ import keras
 __all__ = [
     "batch_size_of_caller",
     "fit_of_caller",
+    "fits_around",
     "frame_of_caller",
     "is_building_model",
     "is_called_by_keras_loop",
@@ -48,6 +49,19 @@ def fit_of_caller() -> tuple[Any, Any] | None:
         if frame.f_code.co_name in ("fit", "evaluate"):
             return frame.f_locals.get("self"), frame.f_locals.get("callbacks")
     return None
+
+
+def fits_around(frame: FrameType | None = None) -> Iterator[dict[str, Any]]:
+    """What each `fit` holds in which a frame runs, innermost first.
+
+    Args:
+      frame: None: the caller's.
+    """
+    frame = frame or sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "fit" and _is_of_trainer(frame):
+            yield frame.f_locals
+        frame = frame.f_back
 
 
 def batch_size_of_caller() -> tuple[str | None, int | None]:
