@@ -9,7 +9,7 @@ out, and what was sent in it is lost.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
@@ -183,9 +183,18 @@ class CompressedSums:
         return list(exchanged.sums), after
 
 
-def are_finite(values: Sequence[tf.Tensor]) -> tf.Tensor:
-    """Whether every number is."""
-    finite = [tf.reduce_all(tf.math.is_finite(value)) for value in values]
+def are_finite(values: Sequence[Any]) -> tf.Tensor:
+    """Whether every number is, of tensors and slices; None and whole numbers are."""
+    numbers = [
+        value.values if isinstance(value, tf.IndexedSlices) else value
+        for value in values
+        if value is not None
+    ]
+    finite = [
+        tf.reduce_all(tf.math.is_finite(number))
+        for number in numbers
+        if number.dtype.is_floating
+    ]
     return tf.reduce_all(tf.stack(finite)) if finite else tf.constant(True)
 
 

@@ -161,12 +161,7 @@ def sum_compressed(
         sums, totals = plain_sums(plain, [*state, mine])
         others.extend([sums, totals[:-1]])
         # The sums are alike on all replicas, and so is the answer.
-        numbers = [
-            total.values if isinstance(total, tf.IndexedSlices) else total
-            for total in sums
-        ]
-        floats = [number for number in numbers if number.dtype.is_floating]
-        return totals[-1] + tf.where(are_finite(floats), 0.0, 1.0)
+        return totals[-1] + tf.where(are_finite(sums), 0.0, 1.0)
 
     sums, after = compressed.sums(
         [gradients[place] for place in taken], before, step, rank, count_bad, is_plain

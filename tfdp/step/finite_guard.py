@@ -31,6 +31,7 @@ from tfdp._private.names import (
     make_note,
     own_copy,
 )
+from tfdp.exchange.compressed import are_finite
 from tfdp.exchange.reducer import Reducer
 from tfdp.step.loss_scale import scale_when_summed
 from tfdp.tracing.current_run import current_run
@@ -128,7 +129,7 @@ class FiniteGuard:
     def note_loss(self, loss: Any) -> None:
         """Notes whether the calling replica's loss is finite."""
         rank = current_rank()
-        is_bad = tf.logical_not(_are_finite([tf.convert_to_tensor(loss)]))
+        is_bad = tf.logical_not(are_finite([tf.convert_to_tensor(loss)]))
         found = current_run()
         if found is not None:
             is_bad = found[0].own_part(rank, is_bad)
@@ -141,7 +142,7 @@ class FiniteGuard:
     ) -> tf.Tensor:
         """Whether all is finite on all replicas that step together; alike on them."""
         notes = self._notes[rank]
-        is_bad = tf.logical_not(_are_finite(gradients))
+        is_bad = tf.logical_not(are_finite(gradients))
         scaler = getattr(optimizer, "dynamic_loss_scale", True)
         if hasattr(optimizer, "inner_optimizer") and scaler:
             scale = tf.convert_to_tensor(scale_when_summed(optimizer), tf.float32)
@@ -320,17 +321,3 @@ def _own(variable: keras.Variable, rank: int) -> tf.Variable | None:
     if not isinstance(value, DistributedVariable) or is_seed_state(value):
         return None
     return own_copy(value, rank)
-
-
-def _are_finite(values: Sequence[Any]) -> tf.Tensor:
-    numbers = [
-        value.values if isinstance(value, tf.IndexedSlices) else value
-        for value in values
-        if value is not None
-    ]
-    finite = [
-        tf.reduce_all(tf.math.is_finite(number))
-        for number in numbers
-        if number.dtype.is_floating
-    ]
-    return tf.reduce_all(tf.stack(finite)) if finite else tf.constant(True)
