@@ -12,7 +12,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdp._private.names import global_seed, inputs_of
+from tfdp._private.names import global_seed, stages_of
 
 __all__ = ["DrawnOrder", "order_of", "stages_without_seed", "what_fit_reads"]
 
@@ -60,7 +60,7 @@ class DrawnOrder:
         """Whether a dataset reads one of the objects as well."""
         if not isinstance(other, tf.data.Dataset):
             return False
-        return any(stage is k for stage in _stages(other) for k in self._keepers)
+        return any(stage is k for stage in stages_of(other) for k in self._keepers)
 
     def note_pass(self) -> None:
         """One more was begun, or of a PyDataset, ended."""
@@ -76,26 +76,15 @@ def order_of(epoch_iterator: Any) -> DrawnOrder:
         is_known = changes and type(python).__hash__ is not None
         return DrawnOrder([python] if is_known else [])
     dataset, _ = what_fit_reads(epoch_iterator)
-    stages = [] if dataset is None else _stages(dataset)
+    stages = () if dataset is None else stages_of(dataset)
     return DrawnOrder([s for s in stages if type(s).__name__ in SHUFFLES])
-
-
-def _stages(dataset: tf.data.Dataset) -> list[tf.data.Dataset]:
-    """`dataset` and all that it reads."""
-    todo, seen = [dataset], {}
-    while todo:
-        stage = todo.pop()
-        if id(stage) not in seen:
-            seen[id(stage)] = stage
-            todo += inputs_of(stage)
-    return list(seen.values())
 
 
 def stages_without_seed(dataset: tf.data.Dataset) -> Iterator[str]:
     """What makes the order of `dataset` another one in each process, in words."""
     if dataset.options().deterministic is False:
         yield "deterministic=False"
-    for stage in _stages(dataset):
+    for stage in stages_of(dataset):
         if type(stage).__name__ in SHUFFLES:
             seeds = [vars(stage).get(name) for name in ("_seed", "_seed2")]
             if all(seed is not None and not int(seed) for seed in seeds):

@@ -97,7 +97,6 @@ __all__ = [
     "graphs_inside",
     "in_compiled_function",
     "in_save_context",
-    "inputs_of",
     "is_branch_graph",
     "is_default_strategy",
     "is_loop_graph",
@@ -112,6 +111,7 @@ __all__ = [
     "regroup_mirrored",
     "run_independently",
     "select_replica",
+    "stages_of",
     "stop_recording",
     "unscale_loss_for_distribution",
     "variable_accessed",
@@ -196,9 +196,15 @@ def variant_of(dataset: tf.data.Dataset) -> tf.Tensor:
     return dataset._variant_tensor
 
 
-def inputs_of(dataset: tf.data.Dataset) -> list[tf.data.Dataset]:
-    """The datasets that `dataset` reads."""
-    return list(dataset._inputs())
+def stages_of(dataset: tf.data.Dataset) -> Iterator[tf.data.Dataset]:
+    """`dataset` and all that it reads, each once."""
+    todo, seen = [dataset], set()
+    while todo:
+        stage = todo.pop()
+        if id(stage) not in seen:
+            seen.add(id(stage))
+            yield stage
+            todo += stage._inputs()
 
 
 def operations_of(dataset: tf.data.Dataset) -> Iterator[str]:

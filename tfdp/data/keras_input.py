@@ -16,6 +16,7 @@ import tensorflow as tf
 
 from tfdp._private import frames
 from tfdp._private.host_input import HostIterator
+from tfdp.data.unread_iterators import makes_nothing_happen
 
 __all__ = ["KerasInput", "NoElement", "keras_input", "with_none"]
 
@@ -61,9 +62,7 @@ class KerasInput:
         return iterator
 
 
-def keras_input(
-    element_spec: Any, distributed: Any, reuses_unread: bool = False
-) -> Any:
+def keras_input(element_spec: Any, distributed: Any, source: tf.data.Dataset) -> Any:
     """`distributed`, as the caller's Keras loop may read it; else as it is.
 
     Shapes with more unknown axes than the first one cannot always stand for a batch.
@@ -73,7 +72,7 @@ def keras_input(
     Args:
       element_spec: of the dataset that was distributed.
       distributed: what the strategy made of it.
-      reuses_unread: see `KerasInput`.
+      source: what was distributed.
     """
     source, _ = frames.batch_size_of_caller()
     if source is None:
@@ -83,7 +82,7 @@ def keras_input(
         return distributed
     stated = [None if _is_none(leaf) else leaf for leaf in leaves]
     spec = tf.nest.pack_sequence_as(element_spec, stated)
-    return KerasInput(distributed, spec, reuses_unread)
+    return KerasInput(distributed, spec, makes_nothing_happen(source))
 
 
 def _is_none(spec: Any) -> bool:

@@ -18,8 +18,9 @@ import tensorflow as tf
 
 from tfdp._private import names
 
-__all__ = ["owned"]
+__all__ = ["PYTHON", "owned"]
 
+#: The operations that call Python code.
 PYTHON = {"EagerPyFunc", "PyFunc", "PyFuncStateless"}
 
 
@@ -47,10 +48,8 @@ def _copy(tensor: tf.Tensor) -> tf.Tensor:
 
 def _reads_python(dataset: tf.data.Dataset) -> bool:
     """Whether Python code runs somewhere in the pipeline."""
-    todo = [dataset]
-    while todo:
-        stage = todo.pop()
-        if any(kind in PYTHON for kind in names.operations_of(stage)):
-            return True
-        todo += names.inputs_of(stage)
-    return False
+    return any(
+        operation in PYTHON
+        for stage in names.stages_of(dataset)
+        for operation in names.operations_of(stage)
+    )

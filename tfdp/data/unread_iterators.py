@@ -14,6 +14,7 @@ import re
 import tensorflow as tf
 
 from tfdp._private import names
+from tfdp.data.owned_input import PYTHON
 
 __all__ = ["makes_nothing_happen"]
 
@@ -45,7 +46,6 @@ QUIET = {
     "Zip",
 }
 KIND = re.compile(r"_?(\w*?)Dataset(V\d)?")
-PYTHON = re.compile(r"(Eager)?PyFunc(Stateless)?")
 
 
 def makes_nothing_happen(dataset: tf.data.Dataset) -> bool:
@@ -53,17 +53,14 @@ def makes_nothing_happen(dataset: tf.data.Dataset) -> bool:
 
     False also where that is not known.
     """
-    todo = [dataset]
-    while todo:
-        stage = todo.pop()
+    for stage in names.stages_of(dataset):
         if not _is_quiet(type(stage).__name__):
             return False
         for operation in names.operations_of(stage):
-            if PYTHON.fullmatch(operation):
+            if operation in PYTHON:
                 return False
             if "Dataset" in operation and not _is_quiet(operation):
                 return False
-        todo += names.inputs_of(stage)
     return True
 
 

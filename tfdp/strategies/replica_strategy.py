@@ -21,7 +21,6 @@ from tfdp.checks import is_whole
 from tfdp.data.keras_input import keras_input, with_none
 from tfdp.data.padding import distribute_padded, global_batch_rows, is_of_one_size
 from tfdp.data.split import has_sparse, parts, splittable
-from tfdp.data.unread_iterators import makes_nothing_happen
 from tfdp.errors import ConfigurationError, LocalMeanWarning, LocalStateWarning
 from tfdp.plan.shards import Sharding
 from tfdp.step.build import builds_from_plain_batch
@@ -243,7 +242,7 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
             )
         else:
             distributed = super().experimental_distribute_dataset(dataset, options)
-        return keras_input(element_spec, distributed, makes_nothing_happen(dataset))
+        return keras_input(element_spec, distributed, dataset)
 
     def _part_of_host(self, dataset: Any) -> Any:
         """What this host's replicas split among them."""
