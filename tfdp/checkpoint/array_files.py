@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from tfdp.checkpoint.part_files import damage_named
 from tfdp.checks import is_whole
 from tfdp.data.places import Place, RemotePath, open_binary
 from tfdp.errors import DataError
@@ -35,6 +36,8 @@ FACTS = "tfdp.json"
 LONGEST_HEADER_BYTES = 100 * 2**20
 LENGTH_BYTES = 8
 BLOCK_BYTES = 2**24
+# Whoever reads takes the checkpoint before.
+NO_REMEDY = ""
 # What the format has no name for is stored as bytes.
 PLAIN = {
     *("bool", "uint8", "int8", "int16", "uint16", "int32", "uint32", "int64"),
@@ -121,10 +124,6 @@ class ArrayFile:
         """Those of all arrays."""
         return list(self._arrays)
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        """That of an array."""
-        return tuple(self._arrays[name][1])
-
     def read(self, name: str) -> np.ndarray:
         """An array, as it was written.
 
@@ -135,7 +134,7 @@ class ArrayFile:
             raise DataError(
                 f"{self._name} holds no {name!r}: it is another file's part."
             )
-        with _damage_named(self._name):
+        with damage_named(self._name, NO_REMEDY):
             dtype, shape, crc = self._arrays[name]
             stored = self._reader.get_tensor(name)
             if _crc(stored) != crc:
@@ -168,7 +167,7 @@ def open_arrays(
     from safetensors import safe_open
 
     with contextlib.ExitStack() as stack:
-        with _damage_named(str(place)):
+        with damage_named(place, NO_REMEDY):
             found = place.stat().st_size
             if found != size_bytes:
                 raise ValueError(f"it has {found} bytes, not {size_bytes}")
@@ -209,15 +208,3 @@ def _local(place: Place) -> Iterator[Path]:
             while block := source.read(BLOCK_BYTES):
                 target.write(block)
         yield local
-
-
-@contextlib.contextmanager
-def _damage_named(name: str) -> Iterator[None]:
-    """What a reader raises becomes a `DataError` that names the file."""
-    try:
-        yield
-    except DataError:
-        raise
-    except Exception as error:
-        what = f"{type(error).__name__}: {str(error)[:300]}"
-        raise DataError(f"{name} is damaged or missing ({what}).") from error

@@ -189,11 +189,6 @@ class Checkpoint:
         )
         self._writer.start(manifest, arrays, hosts)
 
-    @property
-    def is_busy(self) -> bool:
-        """Whether something is still being written."""
-        return self._writer.is_busy
-
     def wait(self) -> None:
         """Waits until what was saved is on the disk, on all hosts.
 

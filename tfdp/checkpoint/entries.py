@@ -168,7 +168,9 @@ def _entry_of(variable: keras.Variable, rule: str | None = None) -> Entry:
     shape, dtype = tuple(value.shape), variable.dtype
     if isinstance(value, LocalView) and value.is_of_group:
         copies = [value.outer_copy(rank) for rank in range(len(value.values))]
-        return Entry(path, "ranks", shape, dtype, _stacked(copies), _mean_to(copies))
+        rule = "mean" if copies[0].dtype.is_floating else "first"
+        give = _alike_or(copies, rule)
+        return Entry(path, "ranks", shape, dtype, _stacked(copies), give)
     if isinstance(value, SyncOnReadVariable):
         copies = list(value.values)
         aggregation = value.aggregation
@@ -227,7 +229,7 @@ def _add_local(entries: dict[str, Entry], group: str, local: Any) -> None:
             tuple(variable.shape),
             variable.dtype.name,
             _stacked(copies),
-            _own_or_nothing(copies),
+            _own_or(copies),
         )
     for number, on_the_way in enumerate(getattr(local.stored, "on_the_way", ())):
         for place, kept in enumerate(on_the_way.kept):
@@ -268,59 +270,45 @@ def _deal(of_ranks: OfRanks, rows: Rows) -> None:
 
 
 def _alike_or(copies: list[tf.Variable], rule: str) -> Callable[[Rows], None]:
-    def give(rows: Rows) -> None:
-        if rows.own is not None:
-            _assign_each(copies, rows.own)
-            return
+    def values(rows: Rows) -> list[Any]:
         value = rows.all[0]
-        if rule != "first" and any(
-            row.tobytes() != value.tobytes() for row in rows.all
-        ):
+        are_alike = all(row.tobytes() == value.tobytes() for row in rows.all)
+        if rule != "first" and not are_alike:
             total = rows.all.astype("float64").sum(axis=0)
             parts = rows.replicas if rule == "sum" else len(rows.all)
             value = np.asarray(total / parts).astype(rows.all.dtype)
-        _assign_each(copies, [value] * len(copies))
+        return [value] * len(copies)
 
-    return give
-
-
-def _mean_to(copies: list[tf.Variable]) -> Callable[[Rows], None]:
-    def give(rows: Rows) -> None:
-        if rows.own is not None:
-            _assign_each(copies, rows.own)
-            return
-        is_float = copies[0].dtype.is_floating
-        value = rows.all.astype("float64").mean(axis=0) if is_float else rows.all[0]
-        value = np.asarray(value).astype(rows.all.dtype)
-        _assign_each(copies, [value] * len(copies))
-
-    return give
+    return _own_or(copies, values)
 
 
 def _sum_to_first(
     copies: list[tf.Variable], aggregation: tf.VariableAggregation
 ) -> Callable[[Rows], None]:
-    def give(rows: Rows) -> None:
-        if rows.own is not None:
-            _assign_each(copies, rows.own)
-        elif aggregation == tf.VariableAggregation.SUM:
+    def values(rows: Rows) -> list[Any]:
+        if aggregation == tf.VariableAggregation.SUM:
             total = rows.all.sum(axis=0, dtype=rows.all.dtype)
-            for place, copy in enumerate(copies):
-                is_first = rows.first_rank + place == 0
-                copy.assign(total if is_first else np.zeros_like(total))
-        elif aggregation == tf.VariableAggregation.MEAN:
+            nothing = np.zeros_like(total)
+            ranks = range(rows.first_rank, rows.first_rank + len(copies))
+            return [nothing if rank else total for rank in ranks]
+        if aggregation == tf.VariableAggregation.MEAN:
             mean = rows.all.mean(axis=0).astype(rows.all.dtype)
-            _assign_each(copies, [mean] * len(copies))
-        else:
-            _assign_each(copies, [rows.all[0]] * len(copies))
+            return [mean] * len(copies)
+        return [rows.all[0]] * len(copies)
 
-    return give
+    return _own_or(copies, values)
 
 
-def _own_or_nothing(copies: list[tf.Variable]) -> Callable[[Rows], None]:
+def _own_or(
+    copies: list[tf.Variable], values: Callable[[Rows], list[Any]] | None = None
+) -> Callable[[Rows], None]:
+    """Gives each replica its own again, and others `values`; None: nothing."""
+
     def give(rows: Rows) -> None:
         if rows.own is not None:
             _assign_each(copies, rows.own)
+        elif values is not None:
+            _assign_each(copies, values(rows))
 
     return give
 

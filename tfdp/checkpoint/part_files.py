@@ -246,8 +246,8 @@ def _digest(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> str:
 
 
 @contextlib.contextmanager
-def damage_named(path: Path) -> Iterator[None]:
-    """Whatever reading a part raises becomes a `DataError` that names the part.
+def damage_named(path: object, remedy: str = f" {REMEDY}.") -> Iterator[None]:
+    """Whatever reading a file raises becomes a `DataError` that names the file.
 
     The readers of archives and of HDF5 raise a dozen types for changed bytes: struct's,
     zlib's, KeyError, RuntimeError, NotImplementedError...
@@ -258,4 +258,4 @@ def damage_named(path: Path) -> Iterator[None]:
         raise
     except Exception as error:
         what = f"{type(error).__name__}: {str(error)[:300]}"
-        raise DataError(f"{path} is damaged ({what}). {REMEDY}.") from error
+        raise DataError(f"{path} is damaged ({what}).{remedy}") from error

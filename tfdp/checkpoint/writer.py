@@ -70,11 +70,6 @@ class Writer:
         self._thread = threading.Thread(target=run, name="tfdp-checkpoint")
         self._thread.start()
 
-    @property
-    def is_busy(self) -> bool:
-        """Whether something is being written."""
-        return self._thread is not None and self._thread.is_alive()
-
     def wait(self) -> None:
         """Until all is written.
 
