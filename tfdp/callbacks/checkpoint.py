@@ -30,6 +30,7 @@ from tfdp.callbacks.kept_callbacks import (
 from tfdp.callbacks.kept_random import put_back_random, random_now
 from tfdp.callbacks.not_kept import HiddenOptimizers, warn_of_what_is_lost
 from tfdp.callbacks.place_in_fit import Place
+from tfdp.callbacks.step_count import is_due
 from tfdp.callbacks.stop_signals import StopSignals
 from tfdp.checkpoint.checkpoint import Checkpoint as Files
 from tfdp.checkpoint.checkpoint import Restored
@@ -175,7 +176,7 @@ class Checkpoint(keras.callbacks.Callback):
         self._logs: dict[str, Any] = {}
         self._hosts: Hosts = hosts_of(self.model.distribute_strategy)
         self._meeting = Meeting(self._hosts, f"fit {next(_fits)}")
-        self._step, self._saved_step, self._batch = 0, -1, 0
+        self._step = self._batch = 0
         self._epoch_of_program = initial_epoch(self.model)
         self._is_first_epoch = True
         warn_of_what_is_lost(self.model, self._passes, self._on_signal)
@@ -191,7 +192,7 @@ class Checkpoint(keras.callbacks.Callback):
 
     def _go_on(self, restored: Restored) -> None:
         place = Place.of(restored)
-        self._step = self._saved_step = restored.step
+        self._step = restored.step
         self._place = place
         self._first_epoch = place.first_epoch
         self._put_back_state = state_of(self.model) if place.batch else lambda: None
@@ -291,20 +292,19 @@ class Checkpoint(keras.callbacks.Callback):
         """Saves when it is time, and ends the training after a signal."""
         stand_in_for_logs(self.model, {})
         self._logs = dict(logs or {})
-        before, self._batch = self._batch, batch + 1
-        self._step += self._batch - before
+        before = self._step
+        self._step += batch + 1 - self._batch
+        self._batch = batch + 1
         progress.note_step(self._step)
-        is_due = self._every_steps is not None and (
-            self._step // self._every_steps
-            > (self._step - (self._batch - before)) // self._every_steps
-        )
+        every = self._every_steps
+        is_now = every is not None and is_due(every, before, self._step)
         if self._signals.received is not None:
             self._meeting.ask(f"signal {self._signals.received}")
         elif self._every_seconds is not None and self._hosts.is_chief:
             if time.monotonic() - self._saved_seconds >= self._every_seconds:
                 self._meeting.ask(TIME)
         reason = self._meeting.after_step(self._step)
-        if is_due or reason is not None:
+        if is_now or reason is not None:
             self._save(is_epoch_end=False)
         if reason is not None and reason != TIME:
             self._stop()
@@ -313,10 +313,11 @@ class Checkpoint(keras.callbacks.Callback):
         """Saves when it is time, and at the end of the training."""
         stand_in_for_logs(self.model, {})
         is_last = epoch + 1 >= self.params["epochs"] or self.model.stop_training
-        is_due = self._every_epochs is not None and not (epoch + 1) % self._every_epochs
+        every = self._every_epochs
+        is_now = every is not None and is_due(every, epoch, epoch + 1)
         # Several hosts may meet after a step only.
         is_asked = self._signals.received is not None and self._hosts.count == 1
-        if is_due or is_last or is_asked:
+        if is_now or is_last or is_asked:
             self._save(is_epoch_end=True)
         if is_asked and not is_last:
             self._stop()
@@ -346,7 +347,7 @@ class Checkpoint(keras.callbacks.Callback):
             self._files.wait()
         except DataError as error:
             warnings.warn(f"{error} Training goes on.", CheckpointWarning, stacklevel=2)
-        self._saved_step, self._saved_seconds = self._step, time.monotonic()
+        self._saved_seconds = time.monotonic()
         self._hidden.warn_of_used()
         ended, read = self._passes.place(is_epoch_end)
         place = Place(

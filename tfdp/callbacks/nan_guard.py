@@ -11,6 +11,7 @@ import keras
 
 from tfdp.callbacks.findings_in_words import in_words
 from tfdp.callbacks.kept_copy import KeptCopy
+from tfdp.callbacks.step_count import StepCount, is_due
 from tfdp.callbacks.told_by_all import (
     first_rank_of,
     places_of,
@@ -126,7 +127,7 @@ class NaNGuard(keras.callbacks.Callback):
         self.findings: list[Finding] = []
         self._guard: FiniteGuard | None = None
         self._copy: KeptCopy | None = None
-        self._steps = self._first_of_batch = 0
+        self._steps = StepCount()
         self._skipped_before = 0
         self._has_warned = False
 
@@ -146,7 +147,7 @@ class NaNGuard(keras.callbacks.Callback):
         )
         strategy.extended.finite_guard = self._guard
         self.model.make_train_function(force=True)
-        self._steps, self._has_warned = 0, False
+        self._steps, self._has_warned = StepCount(), False
         self._copy = KeptCopy(self.model) if self.on_nan == "rollback" else None
         self._keep_copy()
 
@@ -158,7 +159,7 @@ class NaNGuard(keras.callbacks.Callback):
         self, batch: int, logs: dict[str, Any] | None = None
     ) -> None:
         """Lets the graphs act."""
-        self._first_of_batch = batch
+        self._steps.begin(batch)
         if self._guard is not None:
             self._guard.arm(self.model.steps_per_execution)
 
@@ -170,10 +171,7 @@ class NaNGuard(keras.callbacks.Callback):
         Raises:
           NotFiniteError: where that is to raise.
         """
-        before, self._steps = (
-            self._steps,
-            self._steps + batch - self._first_of_batch + 1,
-        )
+        before = self._steps.end(batch)
         if self._guard is None:
             return
         self._guard.arm(0)
@@ -190,7 +188,7 @@ class NaNGuard(keras.callbacks.Callback):
         self._left_out()
         found = self._bad_weights()
         if found:
-            when = f"after step {self._steps} of this fit"
+            when = f"after step {self._steps.done} of this fit"
             self._tell(found, when, is_enough=not self._can_roll_back())
             self._roll_back()
         self._count_in(logs)
@@ -260,9 +258,8 @@ class NaNGuard(keras.callbacks.Callback):
 
     def _is_due(self, before: int) -> bool:
         """Whether to take a copy after good steps, of which there were `before`."""
-        every = self.keep_every_steps
         is_first = self._copy is not None and not self._copy.is_taken
-        return is_first or self._steps // every > before // every
+        return is_first or is_due(self.keep_every_steps, before, self._steps.done)
 
     def _keep_copy(self) -> None:
         copy = self._copy

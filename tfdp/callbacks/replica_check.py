@@ -8,6 +8,7 @@ from typing import Any
 
 import keras
 
+from tfdp.callbacks.step_count import StepCount, is_due
 from tfdp.callbacks.told_by_all import (
     first_rank_of,
     places_of,
@@ -105,7 +106,7 @@ class ReplicaCheck(keras.callbacks.Callback):
         self._begin_training()
 
     def _begin_training(self) -> None:
-        self._steps = self._first_of_batch = 0
+        self._steps = StepCount()
         self._checked_at = 0
         self._told: set[tuple[str, tuple[int, ...]]] = set()
 
@@ -123,7 +124,7 @@ class ReplicaCheck(keras.callbacks.Callback):
         self, batch: int, logs: dict[str, Any] | None = None
     ) -> None:
         """Notes the first step of an execution."""
-        self._first_of_batch = batch
+        self._steps.begin(batch)
 
     def on_train_batch_end(
         self, batch: int, logs: dict[str, Any] | None = None
@@ -133,8 +134,8 @@ class ReplicaCheck(keras.callbacks.Callback):
         Raises:
           ReplicaDriftError: when something drifted.
         """
-        self._steps += batch - self._first_of_batch + 1
-        if self._steps // self.every_steps > self._checked_at // self.every_steps:
+        self._steps.end(batch)
+        if is_due(self.every_steps, self._checked_at, self._steps.done):
             self._check()
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
@@ -143,14 +144,14 @@ class ReplicaCheck(keras.callbacks.Callback):
         Raises:
           ReplicaDriftError: when something drifted.
         """
-        if self._steps > self._checked_at:
+        if self._steps.done > self._checked_at:
             self._check()
 
     def _has_several(self) -> bool:
         return bool(self.model.distribute_strategy.num_replicas_in_sync > 1)
 
     def _check(self) -> None:
-        since, self._checked_at = self._checked_at, self._steps
+        since, self._checked_at = self._checked_at, self._steps.done
         if not self._has_several():
             return
         strategy = self.model.distribute_strategy
@@ -173,7 +174,7 @@ class ReplicaCheck(keras.callbacks.Callback):
             self._react(found, places, since)
 
     def _react(self, found: list[Drift], places: Sequence[str], since: int) -> None:
-        when = f"between step {since} and step {self._steps} of this fit"
+        when = f"between step {since} and step {self._steps.done} of this fit"
         if self.on_drift == "raise":
             raise ReplicaDriftError(in_words(found, places, when), drifts=found)
         news = [d for d in found if (d.variable, d.ranks) not in self._told]

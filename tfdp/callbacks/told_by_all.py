@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from tfdp.errors import CollectiveError, ConfigurationError
 from tfdp.exchange.pipeline import GradientPipeline
+from tfdp.files.checked_json import parse_json
 
 __all__ = ["first_rank_of", "places_of", "refuse_strategy", "told_by_all"]
 
@@ -25,8 +26,8 @@ def told_by_all(strategy: Any, mine: Any, label: str) -> list[Any]:
     """
     blobs = strategy.gather_bytes(json.dumps(mine).encode(), label)
     try:
-        return [json.loads(blob) for blob in blobs]
-    except (ValueError, RecursionError) as error:
+        return [parse_json(blob) for blob in blobs]
+    except ValueError as error:
         raise CollectiveError(
             f"What a worker told of {label} cannot be read ({error}). Give every "
             "worker the same version of tfdp and the same callbacks."
