@@ -6,10 +6,9 @@ import dataclasses
 
 from tfdp.compression.method import Method
 from tfdp.errors import ConfigurationError
+from tfdp.plan.communication import ACROSS
 
-__all__ = ["ACROSS", "MomentumCompression"]
-
-ACROSS = ("hosts", "replicas")
+__all__ = ["MomentumCompression"]
 
 
 @dataclasses.dataclass(frozen=True)

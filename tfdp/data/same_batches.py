@@ -19,6 +19,7 @@ import tensorflow as tf
 
 from tfdp.errors import CollectiveError
 from tfdp.hosts.host_link import HostLink
+from tfdp.hosts.messages import sentence
 from tfdp.hosts.python_calls import counted
 
 __all__ = ["new_dataset_name", "no_rows", "same_batches"]
@@ -166,7 +167,7 @@ class _Comparison:
             difference = self._difference(place)
             if difference is not None:
                 self._link.give_up(difference)
-                raise CollectiveError(_sentence(difference))
+                raise CollectiveError(sentence(difference))
         return np.int64(place)
 
     def _end_of(self, place: int) -> str:
@@ -228,7 +229,7 @@ def _refuse_others(rank: int, theirs: dict[str, Any], first: dict[str, Any]) -> 
     is_empty = [said["first"] is None for said in (theirs, first)]
     if (None not in counts and counts[0] != counts[1]) or is_empty[0] != is_empty[1]:
         mine, others = map(_in_words, counts)
-        raise CollectiveError(_sentence(_other_number(rank, mine, 0, others)))
+        raise CollectiveError(sentence(_other_number(rank, mine, 0, others)))
     if theirs["first"] != first["first"]:
         raise CollectiveError(
             f"Worker {rank} reads another first batch than worker 0. Each "
@@ -248,10 +249,6 @@ def _other_number(rank: int, number: Any, other_rank: int, other: Any) -> str:
         "worker's own part, of any length, with "
         "strategy.distribute_datasets_from_function"
     )
-
-
-def _sentence(reason: str) -> str:
-    return f"{reason[0].upper()}{reason[1:]}."
 
 
 def _in_words(batches: int | None) -> str:

@@ -7,7 +7,13 @@ from typing import Any
 
 from tfdp.checks import is_number, is_whole
 
-__all__ = ["checked_integer", "checked_seconds", "checked_text", "parse_object"]
+__all__ = [
+    "checked_integer",
+    "checked_seconds",
+    "checked_text",
+    "parse_object",
+    "sentence",
+]
 
 
 def parse_object(line: bytes | bytearray) -> dict[str, Any]:
@@ -59,3 +65,12 @@ def checked_seconds(value: object, most: float) -> float:
     if not is_number(value) or not 0 <= value <= most:
         raise ValueError(f"not a number from 0 to {most:g}")
     return float(value)
+
+
+def sentence(reason: str) -> str:
+    """What a worker gives for a reason, as an error says it by itself.
+
+    >>> sentence("the workers differ")
+    'The workers differ.'
+    """
+    return f"{reason[0].upper()}{reason[1:]}."

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 from tfdp.errors import CollectiveError, WorkerLostError
 from tfdp.hosts.membership import Membership
-from tfdp.hosts.messages import checked_integer, checked_text, parse_object
+from tfdp.hosts.messages import checked_integer, checked_text, parse_object, sentence
 
 __all__ = ["StepLoops"]
 
@@ -63,13 +63,13 @@ class StepLoops:
             # Nobody is lost: another worker has found that it waits in vain.
             reason = membership.failure or ""
             if reason.startswith(DIFFERENT):
-                raise CollectiveError(_sentence(reason)) from error
+                raise CollectiveError(sentence(reason)) from error
             raise
         self._ended += 1
         counts = {rank: _parsed(note)[1] for rank, note in notes.items()}
         # "2 times 4" steps may be 7: what cannot be compared has met in its exchanges.
         if len(set(counts.values())) > 1 and all(map(str.isdigit, counts.values())):
-            raise CollectiveError(_sentence(_difference(counts)))
+            raise CollectiveError(sentence(_difference(counts)))
 
     @property
     def _key(self) -> str:
@@ -101,7 +101,3 @@ def _difference(counts: Mapping[int, str]) -> str:
         "the same steps_per_epoch (steps of evaluate, validation_steps), and let "
         "callbacks stop training on all workers at the same step"
     )
-
-
-def _sentence(reason: str) -> str:
-    return f"{reason[0].upper()}{reason[1:]}."

@@ -17,11 +17,10 @@ from tfdp.compression.momentum import MomentumCompression
 from tfdp.errors import ConfigurationError, ScopeError
 from tfdp.optimizers.arguments import check_learning_rate, check_number
 from tfdp.optimizers.trust_ratio import as_compute_tensor
+from tfdp.step.optimizers import CLIPPING
 from tfdp.tracing.current_run import current_run
 
 __all__ = ["OneBitAdam"]
-
-CLIPPING = ("clipnorm", "global_clipnorm", "clipvalue")
 
 
 @keras.saving.register_keras_serializable("tfdp")

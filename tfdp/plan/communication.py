@@ -11,6 +11,7 @@ from tfdp.plan.compression import CAST_DTYPES, Compression
 from tfdp.plan.topology import Topology
 
 __all__ = [
+    "ACROSS",
     "MIB",
     "Communication",
     "checked_communication",

@@ -46,6 +46,7 @@ from tfdp.tracing.current_run import current_run
 from tfdp.tracing.run import ReplicaRun
 
 __all__ = [
+    "CLIPPING",
     "innermost_optimizers",
     "led_optimizers",
     "optimizers_of",
