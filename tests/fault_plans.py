@@ -27,7 +27,6 @@ import random
 import secrets
 import shutil
 import signal
-import socket
 import sys
 import time
 import traceback
@@ -35,6 +34,7 @@ import traceback
 import numpy as np
 
 from tests.support.resumed_training import ROWS, SAMPLES, Options, main
+from tests.support.workers import free_port
 from tfdp.checkpoint.manifest import MANIFEST_NAME, folders_newest_first
 
 #: Only there to end a hang.
@@ -121,12 +121,6 @@ def draw(seed, number):
         chance.choice([None, None, "byte", "half"]) for _ in range(starts)
     ]
     return Plan(number, training, workers, faults, damage)
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def fork_worker(options, environment, log):

@@ -234,6 +234,15 @@ class TestFiles:
         train(model, 0, 2)
         return model
 
+    @pytest.fixture
+    def saved(self, tmp_path, model):
+        """The files, what they hold, and the folder of the only checkpoint."""
+        files = Checkpoint(tmp_path)
+        files.save(model, step=1, program={"number": 5})
+        files.wait()
+        (folder,) = folders_newest_first(tmp_path)
+        return files, state_of(model), folder
+
     def test_an_unfinished_one_is_none(self, tmp_path, model):
         files = Checkpoint(tmp_path)
         assert files.restore(model) is None
@@ -312,14 +321,8 @@ class TestFiles:
     @pytest.mark.parametrize(
         "count", [150, pytest.param(10_000, marks=pytest.mark.slow)]
     )
-    def test_mutations_are_refused_or_change_nothing(
-        self, tmp_path, model, target, count
-    ):
-        files = Checkpoint(tmp_path)
-        files.save(model, step=1, program={"number": 5})
-        files.wait()
-        expected = state_of(model)
-        (folder,) = folders_newest_first(tmp_path)
+    def test_mutations_are_refused_or_change_nothing(self, model, saved, target, count):
+        files, expected, folder = saved
         sound = (folder / target).read_bytes()
         refused = 0
         for number in range(count):
@@ -342,12 +345,8 @@ class TestFiles:
     @pytest.mark.parametrize(
         "count", [150, pytest.param(10_000, marks=pytest.mark.slow)]
     )
-    def test_forged_manifests_end_in_typed_errors(self, tmp_path, model, count):
-        files = Checkpoint(tmp_path)
-        files.save(model, step=1, program={"number": 5})
-        files.wait()
-        expected = state_of(model)
-        (folder,) = folders_newest_first(tmp_path)
+    def test_forged_manifests_end_in_typed_errors(self, model, saved, count):
+        files, expected, folder = saved
         sound = (folder / MANIFEST_NAME).read_bytes()
         for number in range(count):
             edited = edit_json(random.Random(number), sound)
