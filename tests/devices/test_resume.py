@@ -4,6 +4,7 @@ The reference is the same program, undisturbed, without the callback. Kills, sig
 several hosts are in tests/processes/test_resume.py.
 """
 
+import contextlib
 import signal
 import threading
 
@@ -15,6 +16,8 @@ import tensorflow as tf
 import tfdp
 from tests.devices.test_checkpoint import make_model
 from tests.support.parity import classification_data
+from tfdp._private import frames
+from tfdp._private.keras_loops import lead_loop
 from tfdp.errors import CheckpointWarning, ConfigurationError, DataError
 
 SAMPLES, ROWS, EPOCHS = 130, 12, 2
@@ -145,6 +148,29 @@ def test_several_steps_in_one_execution(tmp_path, replicas):
         run(replicas, "dataset", tmp_path, BreakOff(5), every_steps=5, **options)
     found = run(replicas, "dataset", tmp_path, every_steps=5, **options)
     assert_ends_alike(expected, found)
+
+
+class Counted(keras.callbacks.Callback):
+    """Leads the loop over the steps, as several hosts do; what each epoch has made."""
+
+    def on_train_begin(self, logs=None):
+        self.made = []
+        lead_loop(next(frames.fits_around())["epoch_iterator"], self.around)
+
+    @contextlib.contextmanager
+    def around(self, made, planned):
+        yield
+        self.made.append(made())
+
+
+def test_who_leads_the_loop_already_still_does(tmp_path):
+    with pytest.raises(Broken):
+        run(0, "dataset", tmp_path, BreakOff(7), every_steps=3)
+    model, counted = make_model(0), Counted()
+    checkpoint = tfdp.callbacks.Checkpoint(tmp_path)
+    callbacks = [counted, checkpoint, keras.callbacks.ReduceLROnPlateau("loss")]
+    model.fit(**input_of("dataset"), epochs=2, verbose=0, callbacks=callbacks)
+    assert counted.made == ["11", "11"]
 
 
 def test_broken_off_again_and_again(tmp_path):

@@ -74,11 +74,11 @@ def keras_input(element_spec: Any, distributed: Any, source: tf.data.Dataset) ->
       distributed: what the strategy made of it.
       source: what was distributed.
     """
-    source, _ = frames.batch_size_of_caller()
-    if source is None:
+    adapter, _ = frames.batch_size_of_caller()
+    if adapter is None:
         return distributed
     leaves = tf.nest.flatten(element_spec)
-    if source != "GeneratorDataAdapter" and not all(map(_tells_shape, leaves)):
+    if adapter != "GeneratorDataAdapter" and not all(map(_tells_shape, leaves)):
         return distributed
     stated = [None if _is_none(leaf) else leaf for leaf in leaves]
     spec = tf.nest.pack_sequence_as(element_spec, stated)
