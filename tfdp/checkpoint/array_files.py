@@ -18,7 +18,7 @@ import tempfile
 import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -109,15 +109,25 @@ def _crc(array: np.ndarray) -> int:
 class ArrayFile:
     """An open file of arrays; `open_arrays` makes it.
 
+    The file is mapped into memory, not read: what is behind an array is gone when
+    somebody else makes the file shorter.
+
     Args:
       name: what to call it in messages.
-      reader: of safetensors.
+      content: all its bytes.
+      places: by name of the array, where its bytes begin and end.
       arrays: by name, what `write_arrays` noted of each.
     """
 
-    def __init__(self, name: str, reader: Any, arrays: Mapping[str, Any]):
-        self._name, self._reader = name, reader
-        self._arrays = arrays
+    def __init__(
+        self,
+        name: str,
+        content: np.ndarray,
+        places: Mapping[str, tuple[int, int]],
+        arrays: Mapping[str, Any],
+    ):
+        self._name, self._content = name, content
+        self._places, self._arrays = places, arrays
 
     @property
     def names(self) -> list[str]:
@@ -125,7 +135,7 @@ class ArrayFile:
         return list(self._arrays)
 
     def read(self, name: str) -> np.ndarray:
-        """An array, as it was written.
+        """An array, as it was written; make a copy of what shall outlast the file.
 
         Raises:
           DataError: there is none of that name, or its bytes have changed.
@@ -136,11 +146,12 @@ class ArrayFile:
             )
         with damage_named(self._name, NO_REMEDY):
             dtype, shape, crc = self._arrays[name]
-            stored = self._reader.get_tensor(name)
+            begin, end = self._places[name]
+            stored = self._content[begin:end]
             if _crc(stored) != crc:
                 raise ValueError(f"the bytes of {name!r} have changed")
             # The type is looked up by name among NumPy's, and those of ml_dtypes.
-            return stored.reshape(-1).view(_dtype(dtype)).reshape(shape)
+            return stored.view(_dtype(dtype)).reshape(shape)
 
 
 def _dtype(name: str) -> np.dtype:
@@ -173,20 +184,40 @@ def open_arrays(
                 raise ValueError(f"it has {found} bytes, not {size_bytes}")
             local = stack.enter_context(_local(place))
             _check_header(local, found)
-            reader = stack.enter_context(safe_open(local, "np"))
-            facts = parse_json(reader.get_tensor(FACTS).tobytes())
+            # Whether the header is one is the library's to say.
+            with safe_open(local, "np"):
+                places = _places(local)
+            content = np.memmap(local, np.uint8, "r").view(np.ndarray)
+            begin, end = places[FACTS]
+            facts = parse_json(content[begin:end].tobytes())
             for key, value in identity.items():
                 if facts[key] != value:
                     raise ValueError(f"it is of {key} {facts[key]!r}, not {value!r}")
             _check_arrays(facts["arrays"], found)
-        yield ArrayFile(str(place), reader, facts["arrays"])
+        yield ArrayFile(str(place), content, places, facts["arrays"])
+
+
+def _header_bytes(file: BinaryIO) -> int:
+    return int.from_bytes(file.read(LENGTH_BYTES), "little")
 
 
 def _check_header(place: Path, size_bytes: int) -> None:
     with open_binary(place) as file:
-        length = int.from_bytes(file.read(LENGTH_BYTES), "little")
+        length = _header_bytes(file)
     if not 2 <= length <= min(size_bytes - LENGTH_BYTES, LONGEST_HEADER_BYTES):
         raise ValueError(f"its header claims {length} bytes")
+
+
+def _places(local: Path) -> dict[str, tuple[int, int]]:
+    """Where the bytes of each array begin and end: the library reads copies only."""
+    with open_binary(local) as file:
+        first_byte = LENGTH_BYTES + _header_bytes(file)
+        header = parse_json(file.read(first_byte - LENGTH_BYTES))
+    header.pop("__metadata__", None)
+    return {
+        name: tuple(first_byte + offset for offset in noted["data_offsets"])
+        for name, noted in header.items()
+    }
 
 
 def _check_arrays(arrays: Any, size_bytes: int) -> None:

@@ -19,6 +19,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdp._private.keras_models import updates_all_variables
+from tfdp.checkpoint.array_files import ArrayFile
 from tfdp.checkpoint.entries import Entry, entries_of
 from tfdp.checkpoint.hosts import Hosts, hosts_of
 from tfdp.checkpoint.manifest import (
@@ -233,7 +234,8 @@ class Checkpoint:
         Warns:
           CheckpointWarning: for each newer one that could not be used, with the reason.
 
-        Cost: reads what was written twice, the first time to see that it is undamaged.
+        Cost: reads what was written twice, the first time to see that it is undamaged;
+        what is behind a URL is brought to this machine once.
         """
         self.wait()
         hosts = hosts_of(_built(model, "restored"))
@@ -244,10 +246,11 @@ class Checkpoint:
         damaged: list[str] = []
         for name in names.split():
             folder = self._directory / name
-            manifest = self._usable(folder, hosts, damaged)
-            if manifest is None:
-                continue
-            with open_parts(folder, manifest) as files:
+            with contextlib.ExitStack() as stack:
+                usable = self._usable(folder, hosts, damaged, stack)
+                if usable is None:
+                    continue
+                manifest, files = usable
                 give_back(model, files, manifest, hosts, weights_only=weights_only)
                 arrays = given_arrays(files, manifest)
             return Restored(
@@ -280,13 +283,20 @@ class Checkpoint:
                 )
 
     def _usable(
-        self, folder: Place, hosts: Hosts, damaged: list[str]
-    ) -> Manifest | None:
-        """The manifest, if no host has found anything wrong; else notes why."""
-        why, manifest = "", None
+        self,
+        folder: Place,
+        hosts: Hosts,
+        damaged: list[str],
+        stack: contextlib.ExitStack,
+    ) -> tuple[Manifest, list[ArrayFile]] | None:
+        """The manifest and the parts, if no host has found anything wrong; else notes
+        why. The parts are open until `stack` closes them."""
+        why, usable = "", None
         try:
             manifest = read_manifest(folder)
-            check_parts(folder, manifest, hosts)
+            files = stack.enter_context(open_parts(folder, manifest))
+            check_parts(files, hosts)
+            usable = manifest, files
         except DataError as error:
             why = str(error)
         notes = hosts.share_note(f"checkpoint {next(_looks)} {folder.name}", why)
@@ -299,7 +309,7 @@ class Checkpoint:
             if note
         ]
         if not reasons:
-            return manifest
+            return usable
         damaged.append(reasons[0])
         if UNFINISHED not in reasons[0]:
             warnings.warn(

@@ -324,5 +324,6 @@ def _assign_each(copies: Any, values: Any) -> None:
 
 
 def _copied(variable: keras.Variable) -> np.ndarray:
-    # Not a view: the next step writes into the variable's memory.
-    return np.array(variable.numpy(), copy=True)
+    # A copy, for the next step writes into the variable's memory; one, where
+    # `np.array(variable.numpy())` makes two.
+    return np.array(np.asarray(tf.convert_to_tensor(variable.value)), copy=True)

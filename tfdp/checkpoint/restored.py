@@ -56,16 +56,15 @@ def identity(write: str, number: int, parts: int) -> dict[str, object]:
     return {"write": write, "part": number, "parts": parts}
 
 
-def check_parts(folder: Place, manifest: Manifest, hosts: Hosts) -> None:
+def check_parts(files: Sequence[ArrayFile], hosts: Hosts) -> None:
     """Reads this host's share of the parts, and forgets it.
 
     Raises:
       DataError: something in it has changed since it was written.
     """
-    with open_parts(folder, manifest) as files:
-        for file in files[hosts.rank :: hosts.count]:
-            for name in file.names:
-                file.read(name)
+    for file in files[hosts.rank :: hosts.count]:
+        for name in file.names:
+            file.read(name)
 
 
 def give_back(
@@ -117,7 +116,7 @@ def given_arrays(
 ) -> dict[str, np.ndarray]:
     """The arrays that `save` was given beside the model, by name."""
     return {
-        name.removeprefix(GIVEN): files[noted.parts[0]].read(name)
+        name.removeprefix(GIVEN): files[noted.parts[0]].read(name).copy()
         for name, noted in manifest.entries.items()
         if name.startswith(GIVEN) and noted.kind == "whole"
     }
