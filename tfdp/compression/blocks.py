@@ -75,8 +75,12 @@ class Blockwise(Method):
             totals = self._summed(peers.gather(message))
         else:
             totals, left = self._exchange_parts(rows, peers)
+        # It is what a value has less what is a number: only of a number is it one.
         return Exchanged(
-            self.values_of(totals, values), self.values_of(left, values), list(slots)
+            self.values_of(totals, values),
+            self.values_of(left, values),
+            list(slots),
+            left_tells=True,
         )
 
     def sent_bytes(self, shapes: Sequence[Sequence[int]], peers: int) -> float:

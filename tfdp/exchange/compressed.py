@@ -77,22 +77,26 @@ class CompressedSums:
         if is_plain is None and self.method.plain_steps:
             is_plain = step < self.method.plain_steps
         if is_plain is None:
-            sums, after = self._bucket_by_bucket(gradients, kept, step, rank)
+            sums, after, mine = self._bucket_by_bucket(gradients, kept, step, rank)
         else:
-            sums, after = self._later(gradients, kept, step, rank, is_plain)
-        # Sums over a host may be infinite where no gradient is, and what is left, too.
-        # Last, for the flag waits for all of them.
-        kept_numbers = [value for k in after for value in _parts_of(k)]
-        bad = count_bad(_is_bad([*gradients, *kept_numbers]))
-        is_good = tf.equal(bad, 0.0) & are_finite(sums)
-        results = [
+            sums, after, mine = self._later(gradients, kept, step, rank, is_plain)
+        # Last, for the flag waits for all of them. What is alike on all need not be
+        # looked at by all: who speaks has done so.
+        is_good = tf.equal(count_bad(mine), 0.0)
+
+        def good() -> tuple[list[tf.Tensor], list[Kept]]:
+            return list(sums), list(after)
+
+        def bad() -> tuple[list[tf.Tensor], list[Kept]]:
             # Not a number, whatever the method made of what was none.
-            tf.cast(tf.where(is_good, total, float("nan")), gradient.dtype)
-            for total, gradient in zip(sums, gradients, strict=True)
-        ]
-        return results, [
-            _either(is_good, new, old) for new, old in zip(after, kept, strict=True)
-        ]
+            return [tf.fill(total.shape, float("nan")) for total in sums], list(kept)
+
+        # A conditional hands on what it is given, where `tf.where` makes a copy.
+        results, left = tf.cond(is_good, good, bad)
+        return [
+            tf.cast(total, gradient.dtype)
+            for total, gradient in zip(results, gradients, strict=True)
+        ], left
 
     def _later(
         self,
@@ -101,25 +105,27 @@ class CompressedSums:
         step: tf.Tensor,
         rank: int,
         is_plain: tf.Tensor,
-    ) -> tuple[list[tf.Tensor], list[Kept]]:
+    ) -> tuple[list[tf.Tensor], list[Kept], tf.Tensor]:
         """As `_bucket_by_bucket`, but sent as they are in the first steps.
 
         Cost: a conditional begins when all gradients are there: nothing is sent while
         others are still computed.
         """
 
-        def plain() -> tuple[list[tf.Tensor], list[Kept]]:
+        def plain() -> tuple[list[tf.Tensor], list[Kept], tf.Tensor]:
             values = [tf.cast(gradient, tf.float32) for gradient in gradients]
             values = self.group.collect(values, rank)
+            mine = tf.constant(0.0)
             if self.group.speaks(rank):
                 values = self.group.of(rank, "gradients before compression").sum(values)
-            return self.group.hand_out(values, rank), list(kept)
+                mine = _is_bad(values)
+            return self.group.hand_out(values, rank), list(kept), mine
 
-        def small() -> tuple[list[tf.Tensor], list[Kept]]:
+        def small() -> tuple[list[tf.Tensor], list[Kept], tf.Tensor]:
             return self._bucket_by_bucket(gradients, kept, step, rank)
 
-        sums, after = tf.cond(is_plain, plain, small)
-        return sums, after
+        sums, after, mine = tf.cond(is_plain, plain, small)
+        return sums, after, mine
 
     def _bucket_by_bucket(
         self,
@@ -127,7 +133,8 @@ class CompressedSums:
         kept: Sequence[Kept],
         step: tf.Tensor,
         rank: int,
-    ) -> tuple[list[tf.Tensor], list[Kept]]:
+    ) -> tuple[list[tf.Tensor], list[Kept], tf.Tensor]:
+        """The sums, what is kept, and how many buckets were not all finite here."""
         infos = [
             TensorInfo(4 * gradient.shape.num_elements(), "float32")
             for gradient in gradients
@@ -139,6 +146,7 @@ class CompressedSums:
         )
         sums: dict[int, tf.Tensor] = {}
         left: dict[int, Kept] = {}
+        bad = []
         for number, bucket in enumerate(buckets, start=1):
             with tf.name_scope("tfdp_compressed_sum"):
                 label = f"compressed bucket {number} of {len(buckets)}"
@@ -148,12 +156,16 @@ class CompressedSums:
                 )
                 if self.group.speaks(rank):
                     before = [kept[place] for place in bucket.indices]
-                    values, after = self._exchanged(values, before, step, rank, label)
+                    values, after, is_bad = self._exchanged(
+                        values, before, step, rank, label
+                    )
                     left.update(zip(bucket.indices, after, strict=True))
+                    bad.append(is_bad)
                 totals = self.group.hand_out(values, rank)
             sums.update(zip(bucket.indices, totals, strict=True))
         in_order = range(len(gradients))
-        return [sums[i] for i in in_order], [left[i] for i in in_order if left]
+        after = [left[i] for i in in_order if left]
+        return [sums[i] for i in in_order], after, sum(bad, tf.constant(0.0))
 
     def _exchanged(
         self,
@@ -162,7 +174,8 @@ class CompressedSums:
         step: tf.Tensor,
         rank: int,
         label: str,
-    ) -> tuple[list[tf.Tensor], list[Kept]]:
+    ) -> tuple[list[tf.Tensor], list[Kept], tf.Tensor]:
+        """The sums, what is kept, and 1 when a number in all this is not finite."""
         values, slots = self.method.values(gradients, [k.slots for k in kept])
         values = [
             value if k.residual is None else value + k.residual
@@ -180,7 +193,15 @@ class CompressedSums:
                 kept, exchanged.left, exchanged.slots, strict=True
             )
         ]
-        return list(exchanged.sums), after
+        # Values of a replica, or sums over its host with what was left: they are not
+        # finite where a gradient of the host is not, and perhaps where all are.
+        numbers = list(exchanged.sums)
+        if not exchanged.left_tells:
+            numbers += values
+        elif not self.method.error_feedback:
+            numbers += exchanged.left
+        numbers += [number for each in after for number in _parts_of(each)]
+        return list(exchanged.sums), after, _is_bad(numbers)
 
 
 def are_finite(values: Sequence[Any]) -> tf.Tensor:
@@ -206,14 +227,3 @@ def _is_bad(values: Sequence[tf.Tensor]) -> tf.Tensor:
 def _parts_of(kept: Kept) -> list[tf.Tensor]:
     left = [] if kept.residual is None else [kept.residual]
     return [*left, *kept.slots.values()]
-
-
-def _either(is_good: tf.Tensor, after: Kept, before: Kept) -> Kept:
-    residual = None
-    if before.residual is not None:
-        residual = tf.where(is_good, after.residual, before.residual)
-    slots = {
-        name: tf.where(is_good, value, before.slots[name])
-        for name, value in after.slots.items()
-    }
-    return Kept(residual, slots)
