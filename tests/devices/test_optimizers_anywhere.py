@@ -116,6 +116,33 @@ def test_an_optimizer_within_another_may_be_called_by_itself():
         np.testing.assert_allclose(mine, theirs, rtol=0, atol=BOUND)
 
 
+@pytest.mark.skipif(
+    not hasattr(keras.optimizers, "ScheduleFreeAdamW"), reason="a newer Keras has it"
+)
+def test_one_that_copies_the_weights_when_it_is_built_does_so_once():
+    """For all replicas, whoever of them comes first to the step that builds it."""
+
+    def trained(strategy, is_built):
+        with strategy.scope():
+            net = dense_model()
+            optimizer = keras.optimizers.ScheduleFreeAdamW(0.05)
+        if is_built:  # one device would copy them within each step
+            optimizer.build(net.trainable_variables)
+        for _ in range(3):
+            replica_losses(strategy, optimizer, net)
+        return net
+
+    net = trained(make_strategy(2), is_built=False)
+    expected = trained(tf.distribute.get_strategy(), is_built=True)
+    for mine, theirs in zip(
+        net.trainable_variables, expected.get_weights(), strict=True
+    ):
+        for copy in mine.value.values:
+            # Three updates of some 0.05; each is a quotient, which is as exact as the
+            # sums of gradients are: 3 * 0.05 * 60 u = 5e-7. Not copied: 0.1 and more.
+            np.testing.assert_allclose(copy.numpy(), theirs, rtol=0, atol=BOUND)
+
+
 def test_one_that_was_made_elsewhere_is_refused_where_it_is_used():
     strategy = make_strategy(2)
     optimizer = scaled()

@@ -42,6 +42,7 @@ from tfdp.sharding.updates import ShardUpdates
 from tfdp.step.finite_guard import update_if_finite
 from tfdp.step.momentum_sums import momentum_compression_of
 from tfdp.step.sums import agree_finite, reduce_gradients
+from tfdp.tracing.before_the_step import do_before_the_step
 from tfdp.tracing.current_run import current_run
 from tfdp.tracing.run import ReplicaRun
 
@@ -152,10 +153,13 @@ def _apply(
     variables = None if trainable_variables is None else list(trainable_variables)
     gradients = list(gradients)
     if variables is not None and not optimizer.built:
-        # As Keras does next; what compression leaves goes by an optimizer's variables.
-        with run.updating(), keras.name_scope(optimizer.name, caller=optimizer):
-            optimizer.build(variables)
-        optimizer.built = True
+        # As Keras does next, but for all replicas and before the step: what some take
+        # from the weights, ScheduleFreeAdamW, one replica would take in every step.
+        do_before_the_step(lambda: _build(optimizer, variables))
+        if not tf.executing_eagerly():
+            # What was traced so far took it for unbuilt (a loss scaler's first scale).
+            # A function whose first trace makes a variable is traced once more.
+            tf.Variable(0.0, trainable=False)
     reduces_first = _reduces_first(optimizer)
     if reduces_first:
         gradients = _reduce_before(optimizer, run, gradients, variables)
@@ -166,6 +170,12 @@ def _apply(
 
     built_with = variables or variables_built_with(optimizer)
     update_if_finite(optimizer, gradients, built_with, update)
+
+
+def _build(optimizer: keras.optimizers.Optimizer, variables: list[Any]) -> None:
+    with keras.name_scope(optimizer.name, caller=optimizer):
+        optimizer.build(variables)
+    optimizer.built = True
 
 
 def _reduce_before(
