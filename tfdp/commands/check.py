@@ -12,8 +12,8 @@ from typing import Any
 from tfdp.bench.json_file import write_json
 from tfdp.cluster.machine import installed_versions
 from tfdp.commands.check_target import FORMS, RETURNS, Target, load_target, parse_target
-from tfdp.commands.quiet_import import import_tensorflow_quietly
 from tfdp.errors import ConfigurationError, TfdpError
+from tfdp.strategies.quiet import import_tensorflow_quietly
 
 __all__ = ["add_arguments", "run"]
 
