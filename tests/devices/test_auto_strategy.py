@@ -1,4 +1,4 @@
-"""One entry: what `auto_strategy` makes, what it refuses, and what it says of itself."""
+"""One entry: what `auto_strategy` makes, what it refuses, what it says."""
 
 import os
 import subprocess
@@ -163,7 +163,11 @@ if {fails}:
 
 
 @pytest.mark.parametrize(
-    "uses, fails, says", [(False, False, True), (True, False, False)]
+    "uses, fails, says",
+    [
+        (False, False, True),
+        pytest.param(True, False, False, marks=pytest.mark.slow),
+    ],
 )
 def test_a_strategy_that_was_never_used_is_said_at_the_end(uses, fails, says):
     program = textwrap.dedent(UNUSED).format(uses=uses, fails=fails)

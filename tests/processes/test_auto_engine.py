@@ -20,7 +20,7 @@ CASES = {
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(case, marks=() if case == "no library" else pytest.mark.slow)
+        pytest.param(case, marks=() if case == "all" else pytest.mark.slow)
         for case in CASES
     ],
 )

@@ -77,7 +77,7 @@ def test_the_wheel_states_what_it_needs(wheel):
         for line in lines
         if line.startswith("Requires-Dist") and "extra ==" not in line
     }
-    assert plain == {"keras", "numpy", "absl-py", "safetensors"}
+    assert plain == {"keras", "numpy", "absl-py", "safetensors", "rich"}
 
 
 def test_the_wheel_imports_in_an_empty_environment(wheel, tmp_path):

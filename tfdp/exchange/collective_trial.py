@@ -15,7 +15,10 @@ from tfdp._private import names
 from tfdp.exchange.engine import next_group_key
 from tfdp.hosts.host_link import HostLink
 
-__all__ = ["try_collectives"]
+__all__ = ["NO_ANSWER", "try_collectives"]
+
+#: What a worker says that is not at fault itself, perhaps.
+NO_ANSWER = "the other workers were not heard"
 
 ELEMENTS = 256
 #: How long a worker waits for the others here, who are all on their way.
@@ -70,8 +73,18 @@ def try_collectives(
     expected = count * (count + 1) / 2
     try:
         found = [total.numpy() for total in sums()]
+    except tf.errors.DeadlineExceededError:
+        return NO_ANSWER
     except tf.errors.OpError as error:
-        return f"{type(error).__name__}: {error.message.splitlines()[0]}"
+        return f"{type(error).__name__}: {_first_line(error.message)}"
     if all(np.array_equal(total, np.full(ELEMENTS, expected)) for total in found):
         return ""
     return f"a sum over {count} replicas was {found[0][0]:g} in the place of {expected}"
+
+
+def _first_line(message: str) -> str:
+    """Of TensorFlow's message, behind its headings."""
+    lines = [line.strip() for line in message.splitlines()]
+    headings = ("Graph execution error", "Detected at node")
+    told = [line for line in lines if line and not line.startswith(headings)]
+    return told[0] if told else message.strip()

@@ -17,7 +17,7 @@ from tfdp._private.collective_runtime import has_started
 from tfdp.cluster import Cluster
 from tfdp.errors import CollectiveError, ConfigurationError
 from tfdp.exchange.choose_engine import choose_engine
-from tfdp.exchange.collective_trial import try_collectives
+from tfdp.exchange.collective_trial import NO_ANSWER, try_collectives
 from tfdp.exchange.host_group import HostGroup
 from tfdp.exchange.two_level_collectives import meet_by_collectives
 from tfdp.hosts.choose_link import link_name, make_link
@@ -162,7 +162,9 @@ def _reasons(link: HostLink, mine: str, label: str) -> dict[int, str]:
 def _fallen_back(reasons: dict[int, str]) -> tuple[str, ...]:
     if not reasons:
         return ()
-    rank, why = next(iter(reasons.items()))
+    # Who heard nothing may wait for who has said why.
+    causes = {rank: why for rank, why in reasons.items() if why != NO_ANSWER}
+    rank, why = next(iter((causes or reasons).items()))
     return (
         "gradients cross between hosts by sockets, through the memory of the hosts, "
         f"and not by NCCL: on worker {rank} {why}",
