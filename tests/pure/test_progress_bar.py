@@ -51,11 +51,11 @@ def test_a_bar_comes_for_what_is_not_though_nothing_advances(monkeypatch, total)
 def test_it_goes_when_an_error_comes(monkeypatch):
     terminal = make_terminal(monkeypatch)
     monkeypatch.setattr(module, "DELAY_SECONDS", 0.0)
-    before = threading.active_count()
     with pytest.raises(KeyError), progress_bar("counting", 2):
         assert terminal.drawn.wait(60)
         raise KeyError
-    assert threading.active_count() == before
+    assert terminal.getvalue().rstrip().endswith("\x1b[2K")  # the line is empty
+    assert "\x1b[?25h" in terminal.getvalue()  # and the cursor is back
 
 
 def test_a_log_gets_lines(capsys, monkeypatch):
