@@ -16,7 +16,14 @@ import tensorflow as tf
 from tfdp.data.encoding import decode_examples
 from tfdp.data.features import FeatureSpec
 from tfdp.data.framing import FramingFault, digest_of_ends, scan_records
-from tfdp.data.index import COMPRESSIONS, SUFFIX, RecordFile, RecordIndex, find_index
+from tfdp.data.index import (
+    COMPRESSIONS,
+    SUFFIX,
+    RecordFile,
+    RecordIndex,
+    find_index,
+    require_container,
+)
 from tfdp.data.places import Place, matching_files, place_of
 from tfdp.data.sound_files import in_turn, is_sound
 from tfdp.errors import ConfigurationError, DataError
@@ -218,6 +225,7 @@ def verify_tfrecords(source: str | os.PathLike[str] | RecordIndex) -> RecordInde
     `read_tfrecords` takes; a file that is not sound is then read record by record.
     """
     index = find_index(source)
+    require_container(index, "tfrecord")
 
     def fault_of(file: RecordFile) -> str | None:
         path = index.file_path(file)
