@@ -162,6 +162,7 @@ if {fails}:
 """
 
 
+@pytest.mark.worth_seconds(5)
 @pytest.mark.parametrize(
     "uses, fails, says",
     [
@@ -209,6 +210,7 @@ def own_lines(quiet, late=""):
     return done.stdout.splitlines(), done.stderr.splitlines()
 
 
+@pytest.mark.worth_seconds(6)
 def test_quiet_leaves_what_is_the_programs_own():
     out, err = own_lines("tfdp.quiet()", "tfdp.quiet()")
     assert out == []

@@ -69,6 +69,7 @@ def test_samples_come_whole(sets):
     assert rows == SAMPLES
 
 
+@pytest.mark.worth_seconds(4)
 @pytest.mark.parametrize("shuffle", [False, True])
 @pytest.mark.parametrize("files, hosts", [(8, 1), (8, 3), (3, 5), (1, 2)])
 def test_every_sample_is_read_once(sets, files, hosts, shuffle):

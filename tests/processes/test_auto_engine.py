@@ -17,6 +17,7 @@ CASES = {
 }
 
 
+@pytest.mark.worth_seconds(16)
 @pytest.mark.parametrize(
     "case",
     [
