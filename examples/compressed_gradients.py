@@ -17,18 +17,18 @@ the second sends signs of its momentum.
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import time
 from pathlib import Path
 
-# TensorFlow's start-up notes would bury the lines below.
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+import tfdp
+
+tfdp.quiet()  # before Keras: TensorFlow's start-up notes would bury the lines below
 
 import keras
 import numpy as np
+import tensorflow as tf
 
-import tfdp
 from tfdp.compression import FP8, Int4, Int8, PowerSGD, RandomK, SignSGD, TopK
 
 ARMS = {
@@ -66,15 +66,14 @@ def parse_arguments() -> argparse.Namespace:
     return arguments
 
 
-def make_strategy(arm: str) -> tfdp.DataParallelStrategy:
+def make_strategy(arm: str, replicas: int) -> tf.distribute.Strategy:
     method = ARMS[arm]
-    if method is None or "adam" in arm:
-        return tfdp.DataParallelStrategy()
-    return tfdp.DataParallelStrategy(
-        communication=tfdp.Communication(
+    communication = None
+    if method is not None and "adam" not in arm:
+        communication = tfdp.Communication(
             compression=method, compression_across="replicas"
         )
-    )
+    return tfdp.auto_strategy(cpu_devices=replicas, communication=communication)
 
 
 def build_model() -> keras.Model:
@@ -104,7 +103,7 @@ def make_optimizer(arm: str, updates: int) -> keras.optimizers.Optimizer:
 def train(arm: str, seed: int, data: dict, arguments: argparse.Namespace) -> float:
     """The test accuracy, in percent."""
     keras.utils.set_random_seed(seed)
-    strategy = make_strategy(arm)
+    strategy = make_strategy(arm, arguments.replicas)
     updates = arguments.epochs * -(-len(data["x_train"]) // arguments.batch)
     with strategy.scope():
         model = build_model()
@@ -139,7 +138,6 @@ def sent_bytes(arm: str, replicas: int) -> float:
 
 def main() -> None:
     arguments = parse_arguments()
-    tfdp.use_virtual_devices(arguments.replicas)
     with np.load(arguments.data) as arrays:
         data = {name: arrays[name] for name in arrays.files}
     for part in ("train", "test"):

@@ -5,27 +5,26 @@
 
 The job of a large-batch run in small: TFRecords, one strategy line, LARS with
 warm-up, the learning rate in the progress bar, a learning curve. Runs unchanged on
-a host with GPUs; without any, the CPU is split into `--replicas` devices.
+a host with GPUs, on a TPU and under every launcher; on a laptop the CPU is split into
+`--replicas` devices.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
-import os
 import statistics
 import time
 from pathlib import Path
 
-# TensorFlow's start-up notes would bury the lines below.
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+import tfdp
+
+tfdp.quiet()  # before Keras: TensorFlow's start-up notes would bury the lines below
 
 import keras
 import sklearn.datasets
 import sklearn.model_selection
-import tensorflow as tf
 
-import tfdp
 from tfdp.report import write_learning_curve
 
 SEED = 7
@@ -46,13 +45,6 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--out", type=Path, default=Path("out/digits"))
     return parser.parse_args()
-
-
-def make_strategy(replicas: int) -> tf.distribute.Strategy:
-    # `tfdp launch --devices-per-worker` says how many devices its workers have.
-    if not tf.config.list_physical_devices("GPU") and tfdp.find_cluster() is None:
-        tfdp.use_virtual_devices(replicas)
-    return tfdp.auto_strategy()
 
 
 def write_records(directory: Path) -> None:
@@ -106,7 +98,7 @@ class TrainingClock(keras.callbacks.Callback):
 def main() -> None:
     arguments = parse_arguments()
     keras.utils.set_random_seed(SEED)
-    strategy = make_strategy(arguments.replicas)
+    strategy = tfdp.auto_strategy(cpu_devices=arguments.replicas)
     records = arguments.out / "records"
     if strategy.is_chief and not (records / "test.index.json").exists():
         write_records(records)

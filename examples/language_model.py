@@ -13,21 +13,20 @@ without any, the CPU is split into `--replicas` devices.
 from __future__ import annotations
 
 import argparse
-import os
 import resource
 import sys
 import sysconfig
 from collections.abc import Iterable
 from pathlib import Path
 
-# TensorFlow's start-up notes would bury the lines below.
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+import tfdp
+
+tfdp.quiet()  # before Keras: TensorFlow's start-up notes would bury the lines below
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-import tfdp
 from tfdp.plan.shards import SHARD_STAGES, ShardLayout
 from tfdp.report import write_learning_curve
 
@@ -75,13 +74,6 @@ def positive(text: str) -> int:
     if number < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, received {number}")
     return number
-
-
-def make_strategy(replicas: int, shard: str) -> tf.distribute.Strategy:
-    # `tfdp launch --devices-per-worker` says how many devices its workers have.
-    if not tf.config.list_physical_devices("GPU") and tfdp.find_cluster() is None:
-        tfdp.use_virtual_devices(replicas)
-    return tfdp.auto_strategy(shard=shard, shard_min_bytes=SHARD_MIN_BYTES)
 
 
 def read_text(path: Path | None) -> str:
@@ -237,7 +229,11 @@ def main() -> None:
     if len(codes) - split < arguments.context + 2:
         sys.exit(f"the text is too short: {len(codes)} characters")
     keras.utils.set_random_seed(SEED)
-    strategy = make_strategy(arguments.replicas, arguments.shard)
+    strategy = tfdp.auto_strategy(
+        cpu_devices=arguments.replicas,
+        shard=arguments.shard,
+        shard_min_bytes=SHARD_MIN_BYTES,
+    )
     replicas = strategy.num_replicas_in_sync
     with strategy.scope():
         model = build_model(

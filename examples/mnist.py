@@ -1,11 +1,14 @@
 """Compares optimizers at batch 4096 on MNIST: LARS, SGD and a tuned Nesterov.
 
-    python examples/mnist.py --data mnist.npz
-    python examples/mnist.py --data mnist.npz --arm all --seeds 3
+    python examples/mnist.py
+    python examples/mnist.py --arm all --seeds 3
+    tfdp launch --workers 2 examples/mnist.py --data mnist.npz
 
-The file holds the arrays x_train, y_train, x_test and y_test, as the one that
-`keras.datasets.mnist.load_data()` fetches. Runs unchanged on a host with GPUs; without
-any, the CPU is split into `--replicas` devices.
+The pictures are those of `keras.datasets.mnist.load_data()`, which keeps them in
+`~/.keras/datasets` and fetches them where they are not yet; or the arrays x_train,
+y_train, x_test and y_test of the file that `--data` names. Runs unchanged on a host
+with GPUs, on a TPU and under every launcher; on a laptop the CPU is split into
+`--replicas` devices.
 
 All arms share the model, the epochs and the shape of the schedule: a linear warm-up
 over the first epoch, then a linear decay to zero. What differs:
@@ -30,21 +33,20 @@ normalisation. With it after each layer, one seed and the same images, `sgd` cam
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-# TensorFlow's start-up notes would bury the lines below.
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+import tfdp
+
+tfdp.quiet()  # before Keras: TensorFlow's start-up notes would bury the lines below
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-import tfdp
 from tfdp.report import write_learning_curve
 
 SMALL_BATCH = 128
@@ -92,7 +94,9 @@ ARMS = {
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--data", type=Path, required=True, help="mnist.npz")
+    parser.add_argument(
+        "--data", type=Path, help="mnist.npz (default: what Keras has, or fetches)"
+    )
     parser.add_argument("--arm", choices=[*ARMS, "all"], default="lars")
     parser.add_argument("--epochs", type=int, default=5)
     parser.add_argument("--seeds", type=int, default=1, help="runs of each arm")
@@ -101,30 +105,37 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--out", type=Path, default=Path("out/mnist"))
     arguments = parser.parse_args()
-    if not arguments.data.is_file():
+    if arguments.data is not None and not arguments.data.is_file():
         parser.error(
             f"--data {arguments.data} is not a file; it is the mnist.npz of Keras"
         )
     return arguments
 
 
-def make_strategy(replicas: int) -> tf.distribute.Strategy:
-    if not tf.config.list_physical_devices("GPU"):
-        tfdp.use_virtual_devices(replicas)
-    return tfdp.auto_strategy()
+def load_pictures(data: Path | None) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """Pictures and labels by the name of their part."""
+    if data is not None:
+        with np.load(data) as arrays:
+            parts = ("train", "test")
+            return {part: (arrays[f"x_{part}"], arrays[f"y_{part}"]) for part in parts}
+    try:
+        train, test = keras.datasets.mnist.load_data()
+    except Exception as error:  # Keras raises a plain one where there is no network
+        raise SystemExit(
+            f"MNIST is not in {Path.home() / '.keras/datasets'} and could not be "
+            f"fetched ({error}). Copy the file to this machine and name it: --data "
+            "mnist.npz"
+        ) from None
+    return {"train": train, "test": test}
 
 
-def write_records(data: Path, directory: Path) -> None:
-    with np.load(data) as arrays:
-        for name in ("train", "test"):
-            examples = {
-                "image": arrays[f"x_{name}"][..., np.newaxis],
-                "label": arrays[f"y_{name}"],
-            }
-            index = tfdp.data.write_tfrecords(
-                examples, directory, num_shards=NUM_SHARDS, name=name
-            )
-            print(f"wrote {index.examples} examples to {directory}/{name}-*.tfrecord")
+def write_records(data: Path | None, directory: Path) -> None:
+    for part, (images, labels) in load_pictures(data).items():
+        examples = {"image": images[..., np.newaxis], "label": labels}
+        index = tfdp.data.write_tfrecords(
+            examples, directory, num_shards=NUM_SHARDS, name=part
+        )
+        print(f"wrote {index.examples} examples to {directory}/{part}-*.tfrecord")
 
 
 def build_model() -> keras.Model:
@@ -208,10 +219,11 @@ def print_table(runs: dict[str, list[Run]]) -> None:
 
 def main() -> None:
     arguments = parse_arguments()
-    strategy = make_strategy(arguments.replicas)
+    strategy = tfdp.auto_strategy(cpu_devices=arguments.replicas)
     records = arguments.out / "records"
-    if not (records / "test.index.json").exists():
+    if strategy.is_chief and not (records / "test.index.json").exists():
         write_records(arguments.data, records)
+    strategy.barrier("records are written")
     names = list(ARMS) if arguments.arm == "all" else [arguments.arm]
     runs: dict[str, list[Run]] = {name: [] for name in names}
     for seed in range(arguments.seeds):
@@ -219,6 +231,8 @@ def main() -> None:
             print(f"{name}, seed {seed}, {strategy.num_replicas_in_sync} replicas")
             run = train(ARMS[name], strategy, records, arguments.epochs, seed)
             runs[name].append(run)
+    if not strategy.is_chief:
+        return
     for name, of_arm in runs.items():
         picture = write_learning_curve(
             of_arm[0].history,

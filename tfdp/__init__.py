@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from tfdp.strategies.devices import use_virtual_devices
     from tfdp.strategies.hierarchical import HierarchicalAllReduce
     from tfdp.strategies.multi_host import MultiHostDataParallelStrategy
+    from tfdp.strategies.quiet import quiet
     from tfdp.strategies.tpu import TPUDataParallelStrategy
 
 # Public name -> module that defines it. A name mapped to its own module is one.
@@ -59,6 +60,7 @@ _PUBLIC = {
     "layers": "tfdp.layers",
     "losses": "tfdp.losses",
     "optimizers": "tfdp.optimizers",
+    "quiet": "tfdp.strategies.quiet",
     "remat": "tfdp.layers.rematerialization",
     "schedules": "tfdp.schedules",
     "sync": "tfdp.sync",

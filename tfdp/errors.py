@@ -14,6 +14,7 @@ __all__ = [
     "ConfigurationError",
     "DataError",
     "DeviceError",
+    "DeviceWarning",
     "JobKeyWarning",
     "LocalMeanWarning",
     "LocalStateWarning",
@@ -27,6 +28,7 @@ __all__ = [
     "SlowInputWarning",
     "TPUError",
     "TfdpError",
+    "TooLateWarning",
     "UncheckedVersionWarning",
     "WorkerLostError",
 ]
@@ -103,6 +105,10 @@ class NotFiniteError(TfdpError, ArithmeticError):
         self.findings = findings
 
 
+class DeviceWarning(UserWarning):
+    """A device that this machine has is not used."""
+
+
 class JobKeyWarning(UserWarning):
     """Workers on several machines have no key: strangers can join them."""
 
@@ -125,6 +131,10 @@ class ReplicaDriftWarning(UserWarning):
 
 class SlowInputWarning(UserWarning):
     """Training waits for its input."""
+
+
+class TooLateWarning(UserWarning):
+    """A setting came when what it sets had started already."""
 
 
 class UncheckedVersionWarning(UserWarning):

@@ -14,7 +14,7 @@ from tests.support.package_source import REPOSITORY
 from tests.support.stand_in_link import StandInLink
 from tests.support.tpu_stand_in import StandInStrategy
 from tfdp.errors import ConfigurationError
-from tfdp.strategies import multi_host
+from tfdp.strategies import meeting, multi_host
 
 PAGE = (REPOSITORY / "docs" / "options.md").read_text("utf-8")
 ROW = re.compile(r"^\| `(\w+=.*?)` \| (.*) \|$", re.MULTILINE)
@@ -52,7 +52,8 @@ CELLS = [
 def nobody_else(monkeypatch):
     """Workers of their own: the others are this one, as far as the link tells."""
     monkeypatch.setattr(multi_host, "make_link", StandInLink)
-    monkeypatch.setattr(multi_host, "meet_by_collectives", lambda link: None)
+    monkeypatch.setattr(meeting, "make_link", StandInLink)
+    monkeypatch.setattr(meeting, "meet_by_collectives", lambda link: None)
     monkeypatch.setattr(multi_host, "use_virtual_devices", lambda count: None)
     monkeypatch.setattr(multi_host.atexit, "register", lambda function: None)
 

@@ -1,6 +1,7 @@
 """A training step as a picture: the exchanges are found in it."""
 
 import dataclasses
+import json
 
 import keras
 import pytest
@@ -8,6 +9,7 @@ import tensorflow as tf
 
 import tfdp
 from tests.support.parity import classification_data, dense_model, make_strategy
+from tfdp.callbacks.chrome_trace import chrome_trace
 from tfdp.callbacks.timeline_page import (
     draw_timeline,
     hidden_share,
@@ -23,6 +25,50 @@ class Op:
     name: str
     start_us: float
     duration_us: float
+
+
+def check_trace(trace, drawn, marks):
+    """What Perfetto reads: named processes and threads, events that follow them."""
+    events = trace["traceEvents"]
+    complete = [event for event in events if event["ph"] == "X"]
+    names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
+    assert {"host, replica 0", "host, replica 1"} <= set(names.values())
+    threads = {(e["pid"], e["tid"]) for e in events if e["name"] == "thread_name"}
+    assert {(e["pid"], e["tid"]) for e in complete} == threads
+    assert min(e["ts"] for e in complete) == 0 and all(e["dur"] >= 0 for e in complete)
+    for kind in drawn:
+        ranks = {
+            e["args"]["replica"]
+            for e in complete
+            if f"tfdp_{marks[kind]}/" in e["name"] and e["cat"].startswith(kind)
+        }
+        assert ranks == {0, 1}
+
+
+def test_a_host_among_several_names_its_replicas():
+    ops = [
+        Op("a", "StatefulPartitionedCall/replica_1/dense/MatMul:MatMul", 5.0, 2.0),
+        Op("b", "StatefulPartitionedCall/dense/MatMul:MatMul", 4.0, 1.0),
+        Op("b", "IteratorGetNext:IteratorGetNext", 3.0, 1.0),
+    ]
+    trace = json.loads(chrome_trace(ops, host=1, hosts=2, first_rank=2))
+    events = trace["traceEvents"]
+    assert [e["args"]["replica"] for e in events if e["ph"] == "X"] == [3, 2, None]
+    named = {e["args"]["name"] for e in events if e["name"] == "process_name"}
+    assert named == {"host 1, input", "host 1, replica 2", "host 1, replica 3"}
+    assert "replica 3, StatefulPart" in draw_timeline(ops, "t", first_rank=2)
+
+
+def test_a_run_that_is_too_short_says_so(tmp_path, capsys):
+    model = dense_model()
+    model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    timeline = tfdp.callbacks.StepTimeline(tmp_path / "step.html")
+    x, y = classification_data(96)
+    model.fit(x, y, batch_size=24, verbose=0, callbacks=[timeline])
+    said = capsys.readouterr().out
+    assert "after 4 steps, and StepTimeline(step=5) waits for step 5" in said
+    assert "Take StepTimeline(step=4)" in said
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
@@ -51,7 +97,9 @@ def test_a_step_is_drawn_with_its_exchanges(tmp_path, capsys, shard, drawn, abse
     for kind in absent:
         assert f"tfdp_{marks[kind]}/" not in text
     assert 0 <= timeline.hidden_share <= 1
-    assert str(page) in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert str(page) in out and str(tmp_path / "step.trace.json") in out
+    check_trace(json.loads(timeline.trace_path.read_text()), drawn, marks)
     assert timeline.seconds["update of weights"] > 0
     assert timeline.seconds["computing"] > 0
     for kind in ("gather of weights", "scatter of gradients", "sum of gradients"):

@@ -77,7 +77,13 @@ def test_the_wheel_states_what_it_needs(wheel):
         for line in lines
         if line.startswith("Requires-Dist") and "extra ==" not in line
     }
-    assert plain == {"keras", "numpy", "absl-py", "safetensors"}
+    assert plain == {"keras", "numpy", "absl-py", "safetensors", "rich"}
+
+
+def test_the_citation_names_this_version():
+    citation = (REPOSITORY / "CITATION.cff").read_text("utf-8")
+    assert f"\nversion: {__version__}\n" in citation
+    assert "\ncff-version: 1.2.0\n" in f"\n{citation}"
 
 
 def test_the_wheel_imports_in_an_empty_environment(wheel, tmp_path):

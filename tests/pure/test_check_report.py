@@ -21,7 +21,7 @@ from tfdp.testing.causes import (
 )
 from tfdp.testing.crashes import KNOWN, describe_error, explain_error
 from tfdp.testing.facts import Facts
-from tfdp.testing.report import Finding, ParityReport, VariableRow
+from tfdp.testing.report import INTENDED, Finding, ParityReport, VariableRow
 
 ROW = VariableRow(
     path="model/dense/kernel",
@@ -44,6 +44,22 @@ FINDING = Finding("uneven batches", ("batch 2",), "holds when cut", "why so", "d
 
 def report(*rows, **fields):
     return ParityReport("m", "Mirrored", 2, 2, (8, 5), 0, tuple(rows), **fields)
+
+
+def test_batch_normalization_alone_is_intended():
+    norm = dataclasses.replace(FINDING, cause=INTENDED)
+    alone = report(ROW, OVER, causes=(norm,))
+    assert alone.is_intended and not alone.ok and alone.to_json()["is_intended"]
+    last = str(alone).split("\n\n")[-2]
+    assert last.startswith("HOLDS, but for batch normalization (intended): 1 of 2")
+    for other in (
+        report(ROW, OVER, causes=(norm, FINDING)),
+        report(ROW, OVER),
+        report(ROW, OVER, causes=(norm,), error="RuntimeError"),
+    ):
+        assert not other.is_intended
+        assert "FAILS" in str(other)
+    assert INTENDED in {cause.name for cause in SEPARABLE}
 
 
 @pytest.mark.parametrize(

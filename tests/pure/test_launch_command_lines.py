@@ -1,6 +1,7 @@
 """What `tfdp launch` would start: command lines and variables, nothing is run."""
 
 import json
+import re
 import shlex
 import sys
 
@@ -43,6 +44,35 @@ def test_what_follows_the_program_is_its_own(arguments, expected):
     assert parse_program(options.program, options.is_module) == expected
 
 
+@pytest.mark.parametrize(
+    "words",
+    [["-np", "3"], ["-n", "3"], ["--nproc-per-node", "3"], ["--nproc_per_node=3"]]
+    + [["--num_processes", "3"], ["--workers", "3"]],
+)
+def test_the_words_of_other_launchers_are_taken(words):
+    options = parse(*words, "a.py", "-n", "9")
+    assert options.workers == launch_command.Workers(3, 3)
+    assert options.program == ["a.py", "-n", "9"]
+    assert parse("a.py").workers is None
+
+
+@pytest.mark.parametrize(
+    "words, meant",
+    [
+        (["launch", "--wrokers", "2", "a.py"], "--wrokers. Did you mean --workers[?]"),
+        (["launch", "--log-dirs=x", "a.py"], "--log-dirs. Did you mean --log-dir[?]"),
+        (["launch", "--xyzzy", "a.py"], "there is no option --xyzzy$"),
+        (["info", "--jsno"], "Did you mean --json[?]"),
+        (["lanch", "a.py"], "Did you mean launch[?]"),
+    ],
+)
+def test_a_slip_of_the_pen_is_told(words, meant, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        cli.make_parser().parse_args(words)
+    assert stopped.value.code == 2
+    assert re.search(meant, capsys.readouterr().err, re.M)
+
+
 @pytest.mark.parametrize("words", [[], ["--"], ["--epochs", "3"]])
 def test_no_program_is_refused(words):
     with pytest.raises(ConfigurationError, match="no program"):
@@ -80,6 +110,7 @@ def test_bad_options_are_refused(arguments, capsys):
         ([], "no program to launch"),
         (["missing.py"], "there is no script 'missing.py'"),
         (["--slurm", "--port", "2000", "a.py"], "--port has no effect with --slurm"),
+        (["--mpi", "--log-dir", "x", "a.py"], "--log-dir has no effect with --mpi"),
         (["--hosts", "a,b", "--workers", "3", "a.py"], "--workers 3 contradicts"),
         (["--hosts", "a,,b", "a.py"], "separated by commas.*'a,,b'"),
         (["--hosts=-oProxy,b", "a.py"], "separated by commas"),

@@ -10,6 +10,8 @@ import pytest
 from tfdp.cluster import ports as port_module
 from tfdp.cluster.ports import any_port, checked_port, free_port
 from tfdp.errors import ConfigurationError
+from tfdp.launch import output
+from tfdp.launch.logs import WorkerLogs
 from tfdp.launch.output import MOST_BYTES, LineRelay, Tail
 from tfdp.launch.signals import received_signals, signal_name
 
@@ -32,8 +34,9 @@ def relay(*pieces, lines=10):
         ([b"o", b"ne\nt", b"wo", b"\n"], ["one", "two"]),
         ([b"a\n\nb\n"], ["a", "", "b"]),
         ([b"a\r\nb\r", b"\nc\r\n"], ["a", "b", "c"]),
-        # A progress bar.
-        ([b"1/3\r2/3\r", b"3/3\ndone\r"], ["1/3", "2/3", "3/3", "done"]),
+        # A progress bar: its last state.
+        ([b"1/3\r2/3\r", b"3/3\ndone\r"], ["3/3", "done"]),
+        ([b"Epoch 1/2\n\r1/3\b\b\b\r", b"2/3\b\b\b\r3/3\n"], ["Epoch 1/2", "3/3"]),
         # An accented letter cut in two.
         ([b"caf\xc3", b"\xa9\n"], ["café"]),
     ],
@@ -41,6 +44,51 @@ def relay(*pieces, lines=10):
 def test_whole_lines_with_the_rank(pieces, expected):
     text, _ = relay(*pieces)
     assert text == "".join(f"[1] {line}\n" for line in expected)
+
+
+def test_a_bar_becomes_a_line_now_and_then(monkeypatch):
+    monkeypatch.setattr(output, "REDRAW_SECONDS", 0.0)
+    text, _ = relay(b"1/3\b\b\r", b"\r2/3\r3/3\n")
+    assert text == "[1] 1/3\n[1] 2/3\n[1] 3/3\n"
+
+
+KERAS = (
+    b"Epoch 1/2\n\r\x1b[1m 1/24\x1b[0m \x1b[37m\xe2\x94\x81\x1b[0m "
+    b"\x1b[1m5s\x1b[0m 240ms/step - loss: 2.1\b\b\r"
+    b"\x1b[1m24/24\x1b[0m \x1b[32m\xe2\x94\x81\x1b[0m \x1b[1m1s\x1b[0m "
+    b"2ms/step - loss: 1.9\n24/24 - 1s - 9ms/step - loss: 1.8\nmine 3/4\n4/5 of it\n"
+)
+
+
+def test_only_the_chief_shows_its_progress_bar_and_logs_hold_all():
+    target, log, tail = io.BytesIO(), io.BytesIO(), Tail()
+    relay = LineRelay(target, b"[1] ", tail, log=log, shows_bars=False)
+    relay.feed(KERAS)
+    relay.close()
+    assert target.getvalue() == b"[1] mine 3/4\n[1] 4/5 of it\n"
+    lines = log.getvalue().splitlines()
+    assert lines[0] == b"Epoch 1/2" and len(lines) == 5 and b"\b" not in log.getvalue()
+    assert len(tail.text_lines()) == 5
+    target = io.BytesIO()
+    relay = LineRelay(target, b"[0] ", Tail())
+    relay.feed(KERAS)
+    assert len(target.getvalue().splitlines()) == 5
+
+
+def test_logs_of_several_starts_are_one_file(tmp_path):
+    logs = WorkerLogs(str(tmp_path / "a" / "b"))
+    for text in (b"one\n", b"two\n"):
+        logs.begin()
+        logs.of(0).write(text)
+    logs.close()
+    lines = (tmp_path / "a" / "b" / "worker-0.log").read_text().splitlines()
+    assert [line.split(",")[0] for line in lines] == [
+        *("--- start 1", "one"),
+        *("--- start 2", "two"),
+    ]
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigurationError, match="--log-dir .* cannot be made"):
+        WorkerLogs(str(tmp_path / "file" / "x"))
 
 
 def test_any_cut_gives_the_same_lines():

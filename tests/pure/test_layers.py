@@ -53,6 +53,7 @@ LAYERS = {
     "checks": 0,
     "errors": 0,
     "files": 0,
+    "progress_bar": 0,
 }
 # Rooms that load no framework.
 PURE = {
@@ -64,6 +65,7 @@ PURE = {
     "hosts",
     "launch",
     "plan",
+    "progress_bar",
     "report",
     "sync",
 }

@@ -14,7 +14,7 @@ import tensorflow as tf
 from tfdp._private.names import eager_context
 from tfdp.errors import ConfigurationError
 
-__all__ = ["abort_collectives", "start_collectives"]
+__all__ = ["abort_collectives", "has_started", "start_collectives"]
 
 JOB = "worker"
 _started: list[tuple[int, int]] = []
@@ -70,6 +70,14 @@ def start_collectives(rank: int, addresses: Sequence[str]) -> bool:
     tf.config.list_logical_devices()
     _started.append(place)
     return True
+
+
+def has_started() -> bool:
+    """Whether TensorFlow's runtime runs, and can be told of no other processes.
+
+    Once they were told, it can go on with the same ones.
+    """
+    return bool(eager_context.context()._initialized) and not _started
 
 
 def abort_collectives(message: str) -> None:

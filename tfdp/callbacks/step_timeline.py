@@ -9,6 +9,7 @@ from typing import Any
 import keras
 
 from tfdp._private.step_trace import StepTrace
+from tfdp.callbacks.chrome_trace import chrome_trace
 from tfdp.callbacks.timeline_page import draw_timeline, hidden_share, seconds_by_kind
 from tfdp.checks import is_whole
 from tfdp.errors import ConfigurationError
@@ -23,10 +24,13 @@ class StepTimeline(keras.callbacks.Callback):
 
     Shows whether gradients and weights travel while the model computes. Prints the path
     of the page, how much of the exchanges' time was hidden behind computing, and how
-    long the weights' update took on all threads together.
+    long the weights' update took on all threads together. Beside the page lies the same
+    as a trace, `.trace.json`, by replica and thread, which https://ui.perfetto.dev
+    opens. A training that ends before the step says so.
 
     Args:
-      path: of the HTML page to write.
+      path: of the HTML page to write. On several hosts each writes its own: host 1
+        `timeline.host1.html` where this is `timeline.html`.
       step: the training step to draw, counted from 1; the first ones are slower than
         the rest, because TensorFlow traces and warms up. At least 2. With
         `steps_per_execution=K` the K steps are drawn that run together with it; if
@@ -65,6 +69,8 @@ class StepTimeline(keras.callbacks.Callback):
             )
         self.path = Path(path)
         self.step = step
+        #: Of the trace, once it is written.
+        self.trace_path: Path | None = None
         #: The share of the exchanges' time in which another thread computed; None
         #: before the step, and without exchanges.
         self.hidden_share: float | None = None
@@ -104,16 +110,59 @@ class StepTimeline(keras.callbacks.Callback):
             for kind, seconds in seconds_by_kind(events, optimizers).items()
         }
         steps = f"step {first}" if together == 1 else f"steps {first} to {last}"
-        page = draw_timeline(events, f"Training {steps}", optimizers)
-        with replaced(self.path) as half_written:
-            half_written.write_text(page, encoding="utf-8")
+        self._write(events, steps, optimizers)
         share = self.hidden_share
         hidden = "" if share is None else f"; {share:.0%} of the exchanges are hidden"
         update_ms = self.seconds["update of weights"] * 1e3
         print(
             f"\ntimeline of {steps}: {self.path}{hidden}; update of weights: "
-            f"{update_ms:.1f} ms per step on all threads together"
+            f"{update_ms:.1f} ms per step on all threads together; for "
+            f"https://ui.perfetto.dev: {self.trace_path}"
         )
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """Says when the step never came."""
+        if self.drawn_steps is None:
+            last = self._steps_before
+            instead = f"StepTimeline(step={last})" if last >= 2 else "more steps"
+            if last > 2 and self._steps_together > 1:
+                instead = "more steps, or a smaller steps_per_execution"
+            print(
+                f"\ntfdp: no timeline was written: the training ended after {last} "
+                f"steps, and StepTimeline(step={self.step}) waits for step "
+                f"{self.step}, not among the first that run. Take {instead}."
+            )
+
+    def _write(self, events: Any, steps: str, optimizers: list[str]) -> None:
+        """The page and the trace, each whole or not at all."""
+        strategy = self.model.distribute_strategy
+        cluster = getattr(strategy, "cluster", None)
+        host, hosts = (cluster.rank, cluster.workers) if cluster is not None else (0, 1)
+        if host:
+            self.path = self.path.with_suffix(f".host{host}{self.path.suffix}")
+        self.trace_path = self.path.with_suffix(".trace.json")
+        of_host = f", host {host} of {hosts}" if hosts > 1 else ""
+        local = 1 if strategy is None else strategy.num_replicas_in_sync // hosts
+        for path, text in (
+            (
+                self.path,
+                draw_timeline(
+                    events, f"Training {steps}{of_host}", optimizers, host * local
+                ),
+            ),
+            (
+                self.trace_path,
+                chrome_trace(
+                    events,
+                    optimizers,
+                    host=host,
+                    hosts=hosts,
+                    first_rank=host * local,
+                ),
+            ),
+        ):
+            with replaced(path) as half_written:
+                half_written.write_text(text, encoding="utf-8")
 
     def _steps_of_execution(self, batch: int) -> int:
         """How many steps run until the next end; the last ones may be fewer."""

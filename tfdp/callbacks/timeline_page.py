@@ -7,7 +7,13 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
-__all__ = ["draw_timeline", "hidden_share", "kind_of", "seconds_by_kind"]
+__all__ = [
+    "draw_timeline",
+    "hidden_share",
+    "kind_of",
+    "replica_of",
+    "seconds_by_kind",
+]
 
 # Part of an op's name -> what it is.
 EXCHANGES = {
@@ -47,6 +53,12 @@ svg text {{ font: 12px sans-serif; fill: #222; }}
 """
 
 
+# TensorFlow's scope of every replica's ops but the first one's.
+REPLICA = re.compile(r"(?:^|/)replica_(\d+)/")
+# What is not within it is done for all: the input.
+STEP = re.compile(r"PartitionedCall/")
+
+
 class Event(Protocol):
     """An op: where, what, when."""
 
@@ -77,6 +89,23 @@ def kind_of(name: str, optimizers: Iterable[str] = ()) -> str:
         re.search(rf"/{re.escape(optimizer)}(_\d+)?/", name) for optimizer in optimizers
     )
     return "update of weights" if is_update else "computing"
+
+
+def replica_of(name: str, first_rank: int = 0) -> int | None:
+    """The rank of the replica that an op is of; None: of none.
+
+    What is done for all within the step counts as the first one's: neither has a scope.
+
+    Args:
+      name: the op's.
+      first_rank: of the first replica of this host.
+
+    >>> replica_of("StatefulPartitionedCall/replica_1/dense/MatMul:MatMul", 2)
+    3
+    """
+    if found := REPLICA.search(name):
+        return first_rank + int(found[1])
+    return first_rank if STEP.search(name) else None
 
 
 def seconds_by_kind(
@@ -122,7 +151,10 @@ def _covered(spans: Iterable[tuple[float, float]]) -> float:
 
 
 def draw_timeline(
-    events: Sequence[Event], title: str, optimizers: Sequence[str] = ()
+    events: Sequence[Event],
+    title: str,
+    optimizers: Sequence[str] = (),
+    first_rank: int = 0,
 ) -> str:
     """The page.
 
@@ -130,6 +162,7 @@ def draw_timeline(
       events: of one step; at least one.
       title: above the picture.
       optimizers: what the optimizers are called.
+      first_rank: of the first replica of this host.
     """
     first = min(e.start_us for e in events)
     last = max(e.start_us + e.duration_us for e in events)
@@ -147,15 +180,20 @@ def draw_timeline(
             if event.thread == thread and event.duration_us * scale >= _THINNEST:
                 x = _LEFT + (event.start_us - first) * scale
                 colour = COLOURS[kind_of(event.name, optimizers)]
-                parts.append(_box(event, colour, x, y, event.duration_us * scale))
+                width = event.duration_us * scale
+                replica = replica_of(event.name, first_rank)
+                parts.append(_box(event, replica, colour, x, y, width))
     parts.append("</svg>")
     return _PAGE.format(
         title=html.escape(title), legend=_legend(), picture="\n".join(parts)
     )
 
 
-def _box(event: Event, colour: str, x: float, y: float, width: float) -> str:
-    text = html.escape(f"{event.name}: {event.duration_us / 1e3:.3f} ms")
+def _box(
+    event: Event, replica: int | None, colour: str, x: float, y: float, width: float
+) -> str:
+    of = "" if replica is None else f"replica {replica}, "
+    text = html.escape(f"{of}{event.name}: {event.duration_us / 1e3:.3f} ms")
     return (
         f'<rect x="{x:.2f}" y="{y}" width="{max(width, 0.4):.2f}" height="{_LANE}" '
         f'fill="{colour}"><title>{text}</title></rect>'

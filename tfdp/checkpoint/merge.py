@@ -21,6 +21,7 @@ from tfdp.checkpoint.part_files import (
 )
 from tfdp.errors import ConfigurationError, DataError
 from tfdp.files.atomic import replaced, temporary
+from tfdp.progress_bar import progress_bar
 
 __all__ = ["merge_parts"]
 
@@ -137,9 +138,13 @@ def _join(parts: list[_Part], index: PartsIndex, path: Path) -> None:
         raise DataError(
             f"{first.path.name} has no numbers at {absent[0]!r}, which the index lists."
         )
-    with h5py.File(path, "w") as whole:
+    with (
+        h5py.File(path, "w") as whole,
+        progress_bar("merging parts", len(found)) as advance,
+    ):
         whole.attrs.update(first.weights.attrs)
         for place, item in found:
+            advance(1)
             if not isinstance(item, h5py.Dataset):
                 whole.require_group(place).attrs.update(item.attrs)
                 continue

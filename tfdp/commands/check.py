@@ -12,8 +12,9 @@ from typing import Any
 from tfdp.bench.json_file import write_json
 from tfdp.cluster.machine import installed_versions
 from tfdp.commands.check_target import FORMS, RETURNS, Target, load_target, parse_target
-from tfdp.commands.quiet_import import import_tensorflow_quietly
 from tfdp.errors import ConfigurationError, TfdpError
+from tfdp.progress_bar import progress_bar
+from tfdp.strategies.quiet import import_tensorflow_quietly
 
 __all__ = ["add_arguments", "run"]
 
@@ -24,7 +25,8 @@ EPILOG = "\n".join(
     for text in (
         f"TARGET is {FORMS}.",
         f"A function returns {RETURNS}.",
-        "Exit status: 0 the check holds, 1 it does not, 2 nothing was checked.",
+        "Exit status: 0 the check holds, or does but for batch normalization per "
+        "replica, which is by design; 1 it does not; 2 nothing was checked.",
     )
 )
 
@@ -104,7 +106,7 @@ def run(options: argparse.Namespace) -> int:
             },
         )
     print(report)
-    return HOLDS if report.ok else FAILS
+    return HOLDS if report.ok or report.is_intended else FAILS
 
 
 def _check(target: Target, options: argparse.Namespace) -> Any:
@@ -119,12 +121,13 @@ def _check(target: Target, options: argparse.Namespace) -> Any:
         "random_layers": "keep" if options.keep_random_layers else None,
     }
     chosen = {name: value for name, value in given.items() if value is not None}
-    return check_parity(
-        found.build,
-        found.data,
-        strategy(options.strategy),
-        **{**found.options, **chosen},
-    )
+    with progress_bar("training on one device and on the replicas", 0):
+        return check_parity(
+            found.build,
+            found.data,
+            strategy(options.strategy),
+            **{**found.options, **chosen},
+        )
 
 
 def _make_devices(replicas: int) -> Any:

@@ -8,9 +8,12 @@ instant. `python -m tfdp` and `python -m tfdp.commands.cli` are the same program
 from __future__ import annotations
 
 import argparse
+import difflib
 import os
+import re
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from tfdp._version import __version__
 from tfdp.bench import command as bench_command
@@ -32,9 +35,45 @@ COMMANDS = {
 }
 
 
+class Parser(argparse.ArgumentParser):
+    """Argparse's, which adds to an error what was meant, perhaps."""
+
+    def parse_known_args(self, args=None, namespace=None):  # type: ignore[override]
+        known, rest = super().parse_known_args(args, namespace)
+        self._refuse_strange_options(rest)
+        self._refuse_strange_options(getattr(known, "program", None) or [])
+        return known, rest
+
+    def _refuse_strange_options(self, words: Sequence[str]) -> None:
+        """Also those that came where the program should be."""
+        if not words or not words[0].startswith("-") or words[0] in ("-", "--"):
+            return
+        given = words[0].partition("=")[0]
+        if given in self.options:
+            return
+        self.error(f"there is no option {given}{_meant(given, self.options)}")
+
+    def error(self, message: str) -> NoReturn:
+        """Ends the program; a command that does not exist may be meant otherwise."""
+        if found := re.search(r"invalid choice: '([^']*)'", message):
+            message += _meant(found[1], list(COMMANDS))
+        super().error(message)
+
+    @property
+    def options(self) -> list[str]:
+        """All that begins with a dash, those of the help first."""
+        listed = sorted(self._actions, key=lambda a: a.help is argparse.SUPPRESS)
+        return [word for action in listed for word in action.option_strings]
+
+
+def _meant(given: str, allowed: Sequence[str]) -> str:
+    close = difflib.get_close_matches(given, allowed, n=1)
+    return f". Did you mean {close[0]}?" if close else ""
+
+
 def make_parser() -> argparse.ArgumentParser:
     """The parser of the whole command line."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="tfdp", description="Data-parallel training for Keras 3 on TensorFlow."
     )
     parser.add_argument("--version", action="version", version=f"tfdp {__version__}")

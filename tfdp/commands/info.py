@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
 import tfdp
 from tfdp.cluster.machine import describe_machine, installed_versions
-from tfdp.commands.quiet_import import import_tensorflow_quietly
-from tfdp.errors import ClusterError
+from tfdp.errors import ClusterError, DeviceWarning
+from tfdp.strategies.quiet import import_tensorflow_quietly
 
 __all__ = ["add_arguments", "format_facts", "gather_facts", "run"]
 
@@ -115,9 +116,13 @@ def _devices() -> dict[str, list[dict[str, str]]]:
 
 def _strategy() -> dict[str, Any]:
     from tfdp.exchange.choose_engine import choose_engine
+    from tfdp.strategies.unused import note_used
 
     # Not auto_strategy: in a cluster that would wait for the other workers.
-    strategy = tfdp.DataParallelStrategy(alone=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeviceWarning)  # it stands among the facts
+        strategy = tfdp.DataParallelStrategy(alone=True)
+    note_used()  # it was made to be looked at
     devices = list(strategy.extended.worker_devices)
     engine = choose_engine(devices, strategy.communication)
     topology = strategy.topology
@@ -136,38 +141,42 @@ def _strategy() -> dict[str, Any]:
 def _version_warnings(
     versions: Mapping[str, str | None], checked: Mapping[str, str]
 ) -> list[str]:
-    warnings = []
+    found = []
     for package, minimum in MINIMUM_VERSIONS.items():
         version = versions[package]
         if version is None:
-            warnings.append(f"{package} is not installed: pip install {package}")
+            found.append(f"{package} is not installed: pip install {package}")
         elif tuple(int(part) for part in version.split(".")[:2]) < minimum:
             least = ".".join(map(str, minimum))
-            warnings.append(f"{package} {version} is too old: tfdp needs {least}")
+            found.append(f"{package} {version} is too old: tfdp needs {least}")
         elif version != checked[package]:
-            warnings.append(
+            found.append(
                 f"{package} {version} is not the version that tfdp was checked with, "
                 f"{checked[package]}; tfdp's own tests tell: make test"
             )
-    return warnings
+    return found
 
 
 def _setting_warnings(devices: list[str]) -> list[str]:
     import keras
 
-    warnings = []
+    from tfdp.strategies.devices import unseen_gpus
+
+    found = []
+    if (unseen := unseen_gpus()) is not None:
+        found.append(unseen)
     if keras.config.backend() != "tensorflow":
-        warnings.append(
+        found.append(
             f"Keras runs on {keras.config.backend()}: set KERAS_BACKEND=tensorflow"
         )
     if len(devices) == 1:
-        warnings.append(
+        found.append(
             "one device, so one replica: nothing to distribute. "
             "tfdp.use_virtual_devices(n) makes n logical CPUs to try things out"
         )
     if any("GPU" in device for device in devices):
-        warnings.append("tfdp's tests have not been run on a GPU")
-    return warnings
+        found.append("tfdp's tests have not been run on a GPU")
+    return found
 
 
 def format_facts(facts: Mapping[str, Any]) -> str:

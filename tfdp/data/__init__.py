@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from tfdp.data.read import read_tfrecords
     from tfdp.data.tfds import from_tfds
     from tfdp.data.verify import index_tfrecords, verify_tfrecords
+    from tfdp.data.webdataset import index_webdataset, read_webdataset
     from tfdp.data.write import write_tfrecords
 
 # Public name -> module that defines it.
@@ -25,7 +26,9 @@ _PUBLIC = {
     "RecordIndex": "tfdp.data.index",
     "from_tfds": "tfdp.data.tfds",
     "index_tfrecords": "tfdp.data.verify",
+    "index_webdataset": "tfdp.data.webdataset",
     "read_tfrecords": "tfdp.data.read",
+    "read_webdataset": "tfdp.data.webdataset",
     "verify_tfrecords": "tfdp.data.verify",
     "write_tfrecords": "tfdp.data.write",
 }
@@ -36,7 +39,9 @@ __all__ = [
     "RecordIndex",
     "from_tfds",
     "index_tfrecords",
+    "index_webdataset",
     "read_tfrecords",
+    "read_webdataset",
     "verify_tfrecords",
     "write_tfrecords",
 ]

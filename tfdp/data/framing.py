@@ -162,6 +162,7 @@ def _inflated(blocks: Iterable[bytes]) -> Iterator[bytes]:
             raise zlib.error("it ends too early")
 
 
+@functools.lru_cache(maxsize=4096)  # lengths come again
 def _length_checksum_fits(header: bytes) -> bool:
     length, checksum = header[:8], struct.unpack_from("<I", header, 8)[0]
     value = 0xFFFFFFFF

@@ -28,12 +28,19 @@ from tfdp.files.checked_json import (
     with_checksum,
 )
 
-__all__ = ["COMPRESSIONS", "RecordFile", "RecordIndex", "find_index"]
+__all__ = [
+    "COMPRESSIONS",
+    "RecordFile",
+    "RecordIndex",
+    "find_index",
+    "require_container",
+]
 
 SUFFIX = ".index.json"
 _FORMAT = "tfdp.tfrecords/2"
 # The first format had no checksums.
-_FORMATS = ("tfdp.tfrecords/1", _FORMAT)
+_TAR_FORMAT = "tfdp.webdataset/1"
+_FORMATS = ("tfdp.tfrecords/1", _FORMAT, _TAR_FORMAT)
 COMPRESSIONS = ("", "GZIP", "ZLIB")
 # What a record takes besides its content, and the most that deflate makes of a byte.
 _LEAST_RECORD_BYTES, _MOST_INFLATION = 16, 1040
@@ -50,6 +57,8 @@ class RecordFile:
       records_digest: 32 hexadecimal digits for all records in their order (of their
         lengths and checksums); "" where nobody has taken them.
       ends_digest: 16 for its first and last 4 KiB; "" likewise.
+      checksums: 8 for each sample of a tar file, one after the other: tar has none of
+        its own. "" for TFRecords, which do.
     """
 
     name: str
@@ -57,6 +66,7 @@ class RecordFile:
     size_bytes: int
     records_digest: str = ""
     ends_digest: str = ""
+    checksums: str = ""
 
 
 @dataclass(frozen=True)
@@ -70,6 +80,7 @@ class RecordIndex:
       files: The files in order; example i was written to file i modulo their
         number.
       compression: "", "GZIP" or "ZLIB", as TensorFlow names them.
+      container: What the files are: "tfrecord", or "tar" (WebDataset).
     """
 
     directory: Place
@@ -77,6 +88,7 @@ class RecordIndex:
     features: Mapping[str, FeatureSpec]
     files: tuple[RecordFile, ...]
     compression: str = ""
+    container: str = "tfrecord"
 
     @property
     def examples(self) -> int:
@@ -100,12 +112,12 @@ class RecordIndex:
     def save(self) -> Place:
         """Writes the index beside its files in one step, and returns its path."""
         content = {
-            "format": _FORMAT,
+            "format": _TAR_FORMAT if self.container == "tar" else _FORMAT,
             "name": self.name,
             "examples": self.examples,
             "compression": self.compression,
             "features": {name: asdict(spec) for name, spec in self.features.items()},
-            "files": [asdict(file) for file in self.files],
+            "files": [_plain(file) for file in self.files],
         }
         temporary = self.directory / temporary_name(self.path.name)
         try:
@@ -154,7 +166,9 @@ class RecordIndex:
                     f"{path} has format {str(found_format)[:100]!r}; this version of "
                     f"tfdp reads {' and '.join(_FORMATS)}. Write the set again"
                 )
-            if found_format == _FORMAT and content["checksum"] != checksum_of(content):
+            if found_format != _FORMATS[0] and content["checksum"] != checksum_of(
+                content
+            ):
                 raise DataError(
                     f"{path} was changed after it was written: its checksum is another "
                     "one. Restore it, or make it anew with tfdp.data.index_tfrecords"
@@ -168,6 +182,7 @@ class RecordIndex:
                 },
                 files=tuple(RecordFile(**file) for file in content["files"]),
                 compression=content["compression"],
+                container="tar" if found_format == _TAR_FORMAT else "tfrecord",
             )
             _check_values(index)
             promised = content["examples"]
@@ -191,6 +206,11 @@ class RecordIndex:
         return replace(self, files=tuple(chosen))
 
 
+def _plain(file: RecordFile) -> dict[str, Any]:
+    """What the index holds of a file."""
+    return {name: v for name, v in asdict(file).items() if v or name != "checksums"}
+
+
 def _check_values(index: RecordIndex) -> None:
     """Refuses what would open, delete or allocate something that no set is.
 
@@ -206,10 +226,13 @@ def _check_values(index: RecordIndex) -> None:
     inflation = _MOST_INFLATION if index.compression else 1
     for file in index.files:
         digests = (file.records_digest, file.ends_digest)
-        if not all(isinstance(digest, str) for digest in digests):
+        if not all(isinstance(d, str) for d in (*digests, file.checksums)):
             raise ValueError(f"the digests of {file.name} are no text")
         if not is_count(file.examples) or not is_count(file.size_bytes):
             raise ValueError(f"the sizes of {file.name} are no whole numbers")
+        promised_digits = 8 * file.examples if index.container == "tar" else 0
+        if len(file.checksums) != promised_digits:
+            raise ValueError(f"{file.name} has other checksums than samples")
         if file.examples * _LEAST_RECORD_BYTES > file.size_bytes * inflation:
             raise ValueError(f"{file.name} cannot hold {file.examples} records")
     largest = max((file.size_bytes for file in index.files), default=0) * inflation
@@ -298,6 +321,20 @@ def _index_of_pattern(pattern: Place) -> RecordIndex:
             "it again) or another tool wrote it (run tfdp.data.index_tfrecords once)"
         )
     return fitting[0].select(pattern.name)
+
+
+def require_container(index: RecordIndex, container: str) -> None:
+    """Refuses an index of files of another kind.
+
+    Raises:
+      ConfigurationError: naming the reader that takes it.
+    """
+    readers = {"tfrecord": "read_tfrecords", "tar": "read_webdataset"}
+    if index.container != container:
+        raise ConfigurationError(
+            f"{index.path} is an index of {index.container} files: read them with "
+            f"tfdp.data.{readers[index.container]}."
+        )
 
 
 def _sets_beside(directory: Place, indexes: list[RecordIndex]) -> str:

@@ -18,7 +18,7 @@ import tensorflow as tf
 from tfdp.checks import is_whole
 from tfdp.data.encoding import decode_examples
 from tfdp.data.host_share import share_of_host
-from tfdp.data.index import RecordIndex, find_index
+from tfdp.data.index import RecordIndex, find_index, require_container
 from tfdp.data.pipeline import (
     batch_examples,
     check_batching,
@@ -30,7 +30,12 @@ from tfdp.data.seeds import seeds_of_program
 from tfdp.data.verify import FileCheck, check_before_reading
 from tfdp.errors import ConfigurationError
 
-__all__ = ["read_tfrecords"]
+__all__ = [
+    "check_names",
+    "check_positive",
+    "default_buffer_examples",
+    "read_tfrecords",
+]
 
 # The most that the shuffle buffer takes of a host's memory when nothing is asked.
 _SHUFFLE_BUFFER_BYTES = 256 * 1024 * 1024
@@ -118,11 +123,12 @@ def read_tfrecords(
       [4, 4, 2]
     """
     check_batching(global_batch_size, seed, variable_length)
-    _check_positive("cycle_length", cycle_length)
+    check_positive("cycle_length", cycle_length)
     if shuffle_buffer_examples is not None:
-        _check_positive("shuffle_buffer_examples", shuffle_buffer_examples)
+        check_positive("shuffle_buffer_examples", shuffle_buffer_examples)
     index = find_index(source)
-    _check_names(index, as_supervised)
+    require_container(index, "tfrecord")
+    check_names(index, as_supervised)
     share = share_of_host(index, global_batch_size, input_context, deterministic)
     index, batch_size = share.index, share.batch_size
     for file in index.files:
@@ -133,7 +139,7 @@ def read_tfrecords(
     if share.hosts > 1:
         records = records.shard(share.hosts, share.host)
     if shuffle:
-        buffer_examples = shuffle_buffer_examples or _default_buffer_examples(index)
+        buffer_examples = shuffle_buffer_examples or default_buffer_examples(index)
         with seeds_of_program():
             records = records.shuffle(buffer_examples, seed=seed)
     features = index.features
@@ -156,14 +162,24 @@ def read_tfrecords(
     )
 
 
-def _check_positive(name: str, value: int) -> None:
+def check_positive(name: str, value: int) -> None:
+    """Refuses what is no whole number from 1.
+
+    Raises:
+      ConfigurationError: naming the argument.
+    """
     if not is_whole(value, least=1):
         raise ConfigurationError(
             f"{name} must be an integer of at least 1. Received: {value!r}."
         )
 
 
-def _check_names(index: RecordIndex, as_supervised: Sequence[str] | None) -> None:
+def check_names(index: RecordIndex, as_supervised: Sequence[str] | None) -> None:
+    """Refuses names of features that the set does not hold.
+
+    Raises:
+      ConfigurationError: naming them.
+    """
     if isinstance(as_supervised, str):
         raise ConfigurationError(
             "as_supervised must be a tuple of names such as ('image', 'label'). "
@@ -176,7 +192,8 @@ def _check_names(index: RecordIndex, as_supervised: Sequence[str] | None) -> Non
         )
 
 
-def _default_buffer_examples(index: RecordIndex) -> int:
+def default_buffer_examples(index: RecordIndex) -> int:
+    """How many records are mixed at a time where nothing is asked: 256 MiB of them."""
     bytes_per_example = max(1, index.size_bytes // index.examples)
     return max(1, min(index.examples, _SHUFFLE_BUFFER_BYTES // bytes_per_example))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -27,8 +27,12 @@ from tfdp.files.atomic import (
     temporary_name,
 )
 from tfdp.files.checked_json import is_plain_name
+from tfdp.progress_bar import progress_bar
 
 __all__ = ["write_tfrecords"]
+
+# The bar is told of so many at once: it takes longer than a small record.
+EXAMPLES_PER_ADVANCE = 256
 
 
 def write_tfrecords(
@@ -96,9 +100,10 @@ def write_tfrecords(
     ]
     temporary = [path.with_name(temporary_name(path.name)) for path in final]
     try:
-        counts = _write_shards(
-            itertools.chain([first], stream), spec, temporary, compression
-        )
+        with progress_bar("writing records", _length_of(examples)) as advance:
+            counts = _write_shards(
+                itertools.chain([first], stream), spec, temporary, compression, advance
+            )
         files = tuple(
             _record_file(path.name, count, part, compression)
             for path, part, count in zip(final, temporary, counts, strict=True)
@@ -109,6 +114,17 @@ def write_tfrecords(
         for path in temporary:
             path.unlink(missing_ok=True)
     return index
+
+
+def _length_of(examples: Any) -> int:
+    """How many there are; 0: they do not tell."""
+    if isinstance(examples, tf.data.Dataset):
+        return max(0, int(examples.cardinality()))
+    columns = examples.values() if isinstance(examples, Mapping) else examples
+    if isinstance(columns, tuple) or isinstance(examples, Mapping):
+        columns = list(columns)
+        return len(columns[0]) if columns and hasattr(columns[0], "__len__") else 0
+    return len(examples) if hasattr(examples, "__len__") else 0
 
 
 def _made(directory: str | os.PathLike[str]) -> Place:
@@ -229,6 +245,7 @@ def _write_shards(
     features: Mapping[str, FeatureSpec],
     paths: Sequence[Place],
     compression: str,
+    advance: Callable[[float], None],
 ) -> list[int]:
     counts = [0] * len(paths)
     with ExitStack() as stack:
@@ -241,6 +258,8 @@ def _write_shards(
             arrays = check_example(example, features, number)
             writers[shard].write(encode_example(arrays, features))
             counts[shard] += 1
+            if number % EXAMPLES_PER_ADVANCE == 0:
+                advance(EXAMPLES_PER_ADVANCE)
     if counts[-1] == 0:
         raise DataError(
             f"there are {sum(counts)} examples for num_shards={len(paths)} files; "

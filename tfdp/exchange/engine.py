@@ -17,7 +17,10 @@ from tfdp.exchange.traffic import TrafficCount
 from tfdp.plan.shards import ShardLayout
 from tfdp.plan.topology import Topology
 
-__all__ = ["Engine", "next_group_key"]
+__all__ = ["HINTS_IN_WORDS", "Engine", "next_group_key"]
+
+#: TensorFlow's names of its collectives' ways -> what people call them.
+HINTS_IN_WORDS = {"nccl": "NCCL", "ring": "TensorFlow's ring"}
 
 # Group keys are unique in the process, and the same on every host that makes its
 # strategies in the same order. Stock strategies count from 1; keep well away.
@@ -53,6 +56,11 @@ class Engine(abc.ABC):
         self.run_graph: tf.Graph | None = None
         self.traffic = TrafficCount(len(self.devices))
         self._call_numbers = [0] * len(self.devices)
+
+    @property
+    def in_words(self) -> str:
+        """The name, and what of TensorFlow's carries the tensors, where it does."""
+        return self.name
 
     def begin_run(self) -> None:
         """Starts the tracing of one `strategy.run`: all replicas count alike again.

@@ -24,7 +24,10 @@ def link_name(communication: Communication) -> tuple[str, str]:
         return communication.engine, "asked for by name"
     if mpi_is_available():
         return "mpi", "an MPI launcher started this process, and mpi4py is installed"
-    return "sockets", "works everywhere; MPI under mpiexec with mpi4py"
+    return "sockets", (
+        "works everywhere; NCCL for gradients where all hosts have GPUs; MPI under "
+        "mpiexec with mpi4py"
+    )
 
 
 def make_link(cluster: Cluster, communication: Communication) -> HostLink:

@@ -20,6 +20,7 @@ from tfdp.launch.guard import OrphanGuard
 from tfdp.launch.handover import become, mpi_command, slurm_command
 from tfdp.launch.kubernetes import manifest
 from tfdp.launch.local import local_commands
+from tfdp.launch.logs import WorkerLogs
 from tfdp.launch.program import Program, parse_program
 from tfdp.launch.reach import answering_hosts
 from tfdp.launch.restarts import Places, launch
@@ -29,6 +30,11 @@ from tfdp.launch.worker import WorkerCommand
 __all__ = ["add_arguments", "run"]
 
 GRACE_SECONDS = 5.0
+# What mpiexec, torchrun and accelerate call the number of processes.
+WORDS_OF_OTHERS = (
+    *("-n", "-np", "--np", "--nproc-per-node", "--nproc_per_node"),
+    *("--num-processes", "--num_processes", "--num-workers"),
+)
 # Why --max-restarts is refused where another launcher takes over, and what to do.
 NO_RESTARTS = {
     "slurm": "srun ends with the first failure, and Slurm starts jobs again, not "
@@ -98,6 +104,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "may go on",
     )
     parser.add_argument(
+        *WORDS_OF_OTHERS,
+        dest="workers",
+        type=_workers,
+        default=argparse.SUPPRESS,
+        help=argparse.SUPPRESS,
+    )
+    parser.add_argument(
         "--max-restarts",
         type=_integer(0),
         default=0,
@@ -110,6 +123,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="D",
         help="replicas of each worker; without GPUs it makes D logical CPUs",
     )
+    _add_places(parser)
+    parser.add_argument(
+        "--grace-seconds",
+        type=_seconds,
+        default=GRACE_SECONDS,
+        metavar="S",
+        help="between asking a worker to end and killing it (default: "
+        f"{GRACE_SECONDS:g})",
+    )
+    parser.add_argument(
+        "--log-dir",
+        metavar="FOLDER",
+        help="keep what each worker writes in worker-RANK.log there",
+    )
+    parser.add_argument(
+        "-m", dest="is_module", action="store_true", help="what follows is a module"
+    )
+    parser.add_argument("program", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+
+
+def _add_places(parser: argparse.ArgumentParser) -> None:
+    """Who starts the workers, and where they meet."""
     where = parser.add_mutually_exclusive_group()
     where.add_argument("--hosts", metavar="A,B", help="one worker on each, over ssh")
     where.add_argument("--slurm", action="store_true", help="hand over to srun")
@@ -125,18 +160,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="P",
         help="of worker 0, where all meet (default: a free one)",
     )
-    parser.add_argument(
-        "--grace-seconds",
-        type=_seconds,
-        default=GRACE_SECONDS,
-        metavar="S",
-        help="between asking a worker to end and killing it (default: "
-        f"{GRACE_SECONDS:g})",
-    )
-    parser.add_argument(
-        "-m", dest="is_module", action="store_true", help="what follows is a module"
-    )
-    parser.add_argument("program", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -166,6 +189,17 @@ def _refuse_what_cannot_act(options: argparse.Namespace) -> None:
         raise ConfigurationError(
             f"--workers {workers} acts when workers start again. Add --max-restarts R."
         )
+    others = {
+        "--slurm": options.slurm,
+        "--mpi": options.mpi,
+        "--kubernetes": options.kubernetes is not None,
+    }
+    for name, is_chosen in others.items():
+        if is_chosen and options.log_dir is not None:
+            raise ConfigurationError(
+                f"--log-dir has no effect with {name}: what the workers write does not "
+                "come by here. Use the scheduler's own way, such as `srun --output`."
+            )
     for name, instead in NO_RESTARTS.items():
         if options.max_restarts and getattr(options, name):
             raise ConfigurationError(
@@ -197,7 +231,12 @@ def _launch_here(options: argparse.Namespace, program: Program) -> int:
         least_workers=workers.least,
         most_restarts=options.max_restarts,
         grace_seconds=options.grace_seconds,
+        logs=_logs(options),
     )
+
+
+def _logs(options: argparse.Namespace) -> WorkerLogs | None:
+    return None if options.log_dir is None else WorkerLogs(options.log_dir)
 
 
 def _refuse_within_a_cluster() -> None:
@@ -254,6 +293,7 @@ def _launch_over_ssh(options: argparse.Namespace, program: Program) -> int:
         least_workers=asked.least if asked is not None else len(hosts),
         most_restarts=options.max_restarts,
         grace_seconds=options.grace_seconds,
+        logs=_logs(options),
     )
 
 

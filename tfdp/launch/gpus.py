@@ -6,14 +6,13 @@ import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
 
+from tfdp.cluster.nvidia import QUERY_SECONDS, VISIBLE
 from tfdp.errors import ConfigurationError
 
 __all__ = ["VISIBLE", "own_gpus", "share_of_gpus"]
 
-VISIBLE = "CUDA_VISIBLE_DEVICES"
 # Unique names: CUDA and the driver may count the GPUs in different orders.
 QUERY = ("nvidia-smi", "--query-gpu=uuid", "--format=csv,noheader")
-QUERY_SECONDS = 20.0
 
 
 def own_gpus(environment: Mapping[str, str]) -> list[str]:

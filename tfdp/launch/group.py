@@ -18,6 +18,7 @@ from tfdp.cluster.restart import START_AGAIN
 from tfdp.launch.cause import cause_is_known, first_failure, who_asks_again
 from tfdp.launch.console import LAST_WAIT_SECONDS, POLL_SECONDS, Console
 from tfdp.launch.guard import OrphanGuard
+from tfdp.launch.logs import WorkerLogs
 from tfdp.launch.worker import Worker, WorkerCommand, read
 
 __all__ = ["Group"]
@@ -49,6 +50,7 @@ class Group:
       grace_seconds: between asking a worker to end and killing it.
       received: signals to the launcher, a list that grows.
       show_ranks: `[rank] ` in front of every line.
+      logs: where every worker's lines are kept; None: nowhere.
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class Group:
         received: Sequence[int],
         *,
         show_ranks: bool = True,
+        logs: WorkerLogs | None = None,
     ):
         self._guard = guard
         self._console = console
@@ -67,6 +70,7 @@ class Group:
         self._grace_seconds = grace_seconds
         self._received = received
         self._show_ranks = show_ranks
+        self._logs = logs
         self._selector = selectors.DefaultSelector()
         self._control = selectors.DefaultSelector()
         self.workers: list[Worker] = []
@@ -109,7 +113,10 @@ class Group:
         self._guard.watch(worker.group)
         self.workers.append(worker)
         prefix = f"[{worker.rank}] ".encode() if self._show_ranks else b""
-        worker.relay(self._selector, self._console.stdout, self._console.stderr, prefix)
+        log = None if self._logs is None else self._logs.of(worker.rank)
+        worker.relay(
+            self._selector, self._console.stdout, self._console.stderr, prefix, log
+        )
 
     def _turn(self) -> None:
         self._pass_lines_on()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Protocol
@@ -23,8 +24,14 @@ MOST_BYTES = 1 << 16
 # standard error: its last words, and how far it is.
 LAST_WORDS_MARK = b"\x1etfdp last words "
 PROGRESS_MARK = b"\x1etfdp progress "
-# Progress bars end their lines with a carriage return.
+# What ends with a carriage return is drawn again: a progress bar.
 LINE_END = re.compile(rb"\r\n|\n|\r")
+# So often at most a bar that is drawn again and again becomes a line.
+REDRAW_SECONDS = 10.0
+# Keras' bar when it is complete, and the line above it.
+KERAS_BAR = re.compile(
+    rb"(?:\x1b\[1m)? *\d+/(?:\d+|Unknown)(?:\x1b\[0m)? .*step|Epoch \d+/\d+$"
+)
 
 
 class Target(Protocol):
@@ -57,7 +64,16 @@ class LineRelay:
     """Passes one stream of a worker on, line by line.
 
     Lines of several workers never mix: each is written in one call, and only the
-    launcher writes.
+    launcher writes. Of a progress bar its last state is a line, and one every ten
+    seconds before.
+
+    Args:
+      target: where they go.
+      prefix: in front of each.
+      tail: keeps the last ones.
+      listeners: by the mark with which their lines begin; nobody else gets these.
+      log: takes every line, without prefix; None: nobody does.
+      shows_bars: whether progress bars are passed on; all workers have the same.
 
     >>> import io
     >>> target, tail = io.BytesIO(), Tail()
@@ -73,9 +89,14 @@ class LineRelay:
         prefix: bytes,
         tail: Tail,
         listeners: Mapping[bytes, Callable[[bytes], None]] | None = None,
+        *,
+        log: Target | None = None,
+        shows_bars: bool = True,
     ):
-        # By the mark with which their lines begin; nobody else gets these.
         self._listeners = listeners or {}
+        self._log = log
+        self._shows_bars = shows_bars
+        self._drawn_seconds = time.monotonic()
         self._target = target
         self._prefix = prefix
         self._tail = tail
@@ -86,12 +107,26 @@ class LineRelay:
         text = self._pending + data
         # A carriage return at the very end may be the half of a "\r\n".
         held = b"\r" if text.endswith(b"\r") else b""
-        *lines, rest = LINE_END.split(text[: len(text) - len(held)])
-        self._pending = rest + held
+        body = text[: len(text) - len(held)]
+        lines, start = [], 0
+        for end in LINE_END.finditer(body):
+            line, start = body[start : end.start()].rstrip(b"\b"), end.end()
+            if end.group() != b"\r" or self._is_due(line):
+                lines.append(line)
+        self._pending = body[start:] + held
         if len(self._pending) > MOST_BYTES:
             lines.append(self._pending)
             self._pending = b""
         self._write(lines)
+
+    def _is_due(self, redrawn: bytes) -> bool:
+        """Whether a bar that will be drawn again should be a line now."""
+        now_seconds = time.monotonic()
+        is_early = now_seconds - self._drawn_seconds < REDRAW_SECONDS
+        if is_early or not redrawn.strip() or not self._shows_bars:
+            return False
+        self._drawn_seconds = now_seconds
+        return True
 
     def close(self) -> None:
         """Writes what is left, as a line."""
@@ -107,7 +142,12 @@ class LineRelay:
             lines = [line for line in lines if not line.startswith(mark)]
         if not lines:
             return
+        if self._log is not None:
+            self._log.write(b"".join(line + b"\n" for line in lines))
+            self._log.flush()
         for line in lines:
             self._tail.add(line)
+        if not self._shows_bars:
+            lines = [line for line in lines if not KERAS_BAR.match(line)]
         self._target.write(b"".join(self._prefix + line + b"\n" for line in lines))
         self._target.flush()

@@ -18,6 +18,7 @@ from tfdp.launch.cause import first_failure, report_of_all, who_asks_again
 from tfdp.launch.console import POLL_SECONDS, Console
 from tfdp.launch.group import Group
 from tfdp.launch.guard import FOLDER_PREFIX, OrphanGuard
+from tfdp.launch.logs import WorkerLogs
 from tfdp.launch.signals import received_signals, signal_name
 from tfdp.launch.worker import WorkerCommand
 
@@ -49,7 +50,12 @@ class Places:
 
 
 def launch(
-    places: Places, *, least_workers: int, most_restarts: int, grace_seconds: float
+    places: Places,
+    *,
+    least_workers: int,
+    most_restarts: int,
+    grace_seconds: float,
+    logs: WorkerLogs | None = None,
 ) -> int:
     """Runs a worker in each place, and starts them again as long as `Judge` lets them.
 
@@ -58,6 +64,7 @@ def launch(
       least_workers: with how many it may go on, from 1 to the number of places.
       most_restarts: how many failures may be followed by a restart, at least 0.
       grace_seconds: between asking a worker to end and killing it, at least 0.
+      logs: where every worker's lines are kept; None: nowhere. Closed at the end.
 
     Returns:
       The exit code of the last start, see `Group.exit_code`. When a signal comes
@@ -69,8 +76,12 @@ def launch(
         OrphanGuard(grace_seconds, folder) as guard,
     ):
         judge = Judge(range(places.number), least_workers, most_restarts)
-        run = _Launch(places, judge, guard, folder, grace_seconds, received)
-        code = run.until_the_end()
+        run = _Launch(places, judge, guard, folder, grace_seconds, received, logs)
+        try:
+            code = run.until_the_end()
+        finally:
+            if logs is not None:
+                logs.close()
         run.console.write_the_rest(received)
         return code
 
@@ -99,8 +110,10 @@ class _Launch:
         folder: str,
         grace_seconds: float,
         received: Sequence[int],
+        logs: WorkerLogs | None,
     ):
         self.console = Console()
+        self._logs = logs
         self._places = places
         self._judge = judge
         self._guard = guard
@@ -138,8 +151,15 @@ class _Launch:
         """One start, in a folder of its own: the numbers of processes come again."""
         folder = os.path.join(self._folder, str(self._starts))
         os.mkdir(folder, 0o700)
+        if self._logs is not None:
+            self._logs.begin()
         group = Group(
-            self._guard, self.console, folder, self._grace_seconds, self._received
+            self._guard,
+            self.console,
+            folder,
+            self._grace_seconds,
+            self._received,
+            logs=self._logs,
         )
         commands = self._places.commands(places, self._starts)
         self._starts += 1

@@ -232,8 +232,17 @@ class Worker:
         stdout: Target,
         stderr: Target,
         prefix: bytes,
+        log: Target | None = None,
     ) -> None:
-        """Registers both streams; see `read`."""
+        """Registers both streams; see `read`.
+
+        Args:
+          selector: to register with.
+          stdout: where its lines go.
+          stderr: the same, of its standard error.
+          prefix: in front of each line.
+          log: takes the lines of both; None: nobody.
+        """
         listeners = {
             LAST_WORDS_MARK: self._hear_last_words,
             PROGRESS_MARK: self._hear_progress,
@@ -244,7 +253,14 @@ class Worker:
             (self.process.stderr, stderr, heard),
         ):
             if stream is not None:
-                relay = LineRelay(target, prefix, self.tail, listens)
+                relay = LineRelay(
+                    target,
+                    prefix,
+                    self.tail,
+                    listens,
+                    log=log,
+                    shows_bars=self.rank == 0,
+                )
                 selector.register(stream, selectors.EVENT_READ, relay)
 
 

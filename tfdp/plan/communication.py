@@ -68,9 +68,10 @@ class Communication:
       engine: `"auto"` picks by device: `"tensorflow"` (packed collectives, NCCL) on
         physical GPUs, `"in_process"` (replicas hand tensors to each other without
         copies) on logical CPUs and elsewhere within one process. Between hosts:
-        `"mpi"` where an MPI launcher started the workers and mpi4py is installed,
-        else `"sockets"`; `"tensorflow"`, by name only, lets gradients cross by
-        TensorFlow's collectives (NCCL on GPUs, not run on one; its ring on CPUs).
+        `"mpi"` where an MPI launcher started the workers and mpi4py is installed; else
+        `"tensorflow"` (gradients cross by TensorFlow's collectives: NCCL, not run on a
+        GPU; its ring on CPUs) where all hosts have GPUs and a first sum is right; else
+        `"sockets"`. docs/hosts.md says when.
       timeout_seconds: how long a worker waits for the others, when they meet and in
         an exchange, before it fails and names who is missing; above 0. Replicas of
         one process do not wait for other processes and need no deadline.

@@ -28,6 +28,7 @@ from tfdp.strategies.replica_strategy import (
     ReplicaContextStrategy,
     check_pad_batches,
 )
+from tfdp.strategies.unused import note_made
 from tfdp.strategies.versions import warn_of_unchecked_versions
 
 __all__ = ["DataParallelStrategy"]
@@ -121,6 +122,7 @@ class DataParallelStrategy(ReplicaContextStrategy, tf.distribute.MirroredStrateg
         )
         # MirroredStrategy's own constructor would make a stock extended.
         tf.distribute.Strategy.__init__(self, extended)
+        note_made(self, self.is_chief)
 
     def _make_cross_device_ops(
         self, communication: Communication
@@ -173,6 +175,10 @@ class DataParallelStrategy(ReplicaContextStrategy, tf.distribute.MirroredStrateg
     def engine_name(self) -> str:
         """The engine that moves tensors: "in_process" or "tensorflow"."""
         return self._pipeline.engine.name
+
+    @property
+    def _engine_in_words(self) -> str:
+        return self._pipeline.engine.in_words
 
     def plan(self, gradients: Sequence[tf.Tensor]) -> tuple[Bucket, ...]:
         """The buckets in which `gradients` travel.

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
+import warnings
 from collections.abc import Sequence
 
 import tensorflow as tf
 
 from tfdp.checks import is_whole
-from tfdp.errors import ConfigurationError, DeviceError
+from tfdp.cluster.nvidia import driver_gpus, explain_unseen_gpus
+from tfdp.errors import ConfigurationError, DeviceError, DeviceWarning
 
-__all__ = ["add_waiting_thread", "find_devices", "use_virtual_devices"]
+__all__ = [
+    "add_waiting_thread",
+    "find_devices",
+    "unseen_gpus",
+    "use_virtual_devices",
+]
 
 
 def use_virtual_devices(count: int) -> list[str]:
@@ -81,6 +89,26 @@ def _usable_cores() -> int:
     return os.cpu_count() or 1
 
 
+def unseen_gpus() -> str | None:
+    """What to do about GPUs that the driver sees and TensorFlow does not.
+
+    None: there are none.
+    """
+    return explain_unseen_gpus(
+        driver_gpus(),
+        len(tf.config.list_physical_devices("GPU")),
+        built_with_cuda=tf.test.is_built_with_cuda(),
+        environment=os.environ,
+    )
+
+
+@functools.cache
+def _warn_of_unseen_gpus() -> None:
+    said = unseen_gpus()
+    if said is not None:
+        warnings.warn(said, DeviceWarning, stacklevel=4)
+
+
 def find_devices(devices: Sequence[str] | None = None) -> tuple[str, ...]:
     """Full names of the devices to train on, one per replica.
 
@@ -98,6 +126,7 @@ def find_devices(devices: Sequence[str] | None = None) -> tuple[str, ...]:
         for device in tf.config.list_logical_devices(kind)
     ]
     if devices is None:
+        _warn_of_unseen_gpus()
         gpus = [d.name for d in present if d.device_type == "GPU"]
         chosen = gpus or [d.name for d in present if d.device_type == "CPU"]
         return tuple(_full_name(name) for name in chosen)

@@ -17,6 +17,7 @@ def engine_across(
     devices: tuple[str, ...],
     communication: Communication,
     shards_over_hosts: bool,
+    by_collectives: bool,
 ) -> AcrossHostsEngine:
     """The engine of one host among several.
 
@@ -25,9 +26,10 @@ def engine_across(
       devices: of this host's replicas.
       communication: the strategy's.
       shards_over_hosts: whether hosts hold parts of one another's variables.
+      by_collectives: whether TensorFlow's collectives carry the gradients.
     """
     wire_dtype = communication.link_dtype
-    if communication.engine == "tensorflow":
+    if by_collectives:
         hint = choose_engine(devices, communication).hint
         return TensorFlowAcrossHostsEngine(devices, link, hint, wire_dtype)
     engine = ShardsAcrossHostsEngine if shards_over_hosts else AcrossHostsEngine

@@ -20,9 +20,6 @@ from tfdp.data.seeds import agree_on_seed, seed_to_share
 from tfdp.errors import ConfigurationError, DeviceError
 from tfdp.exchange.host_group import HostGroup
 from tfdp.exchange.pipeline import GradientPipeline
-from tfdp.exchange.two_level_collectives import (
-    meet_by_collectives,
-)
 from tfdp.hosts import last_words
 from tfdp.hosts.alike import refuse_differences
 from tfdp.hosts.choose_link import make_link
@@ -47,6 +44,7 @@ from tfdp.strategies.devices import (
 from tfdp.strategies.hierarchical import HierarchicalAllReduce
 from tfdp.strategies.host_engines import engine_across
 from tfdp.strategies.keras_backend import check_keras_backend
+from tfdp.strategies.meeting import Meeting, meet, tried
 from tfdp.strategies.multi_host_extended import MultiHostExtended
 from tfdp.strategies.versions import warn_of_unchecked_versions
 from tfdp.strategies.worker_settings import policies_of, settings_of
@@ -131,6 +129,7 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
         )
         # None for a single worker, which exchanges nothing.
         self._group: HostGroup | None = None
+        self._meeting = Meeting()
         if devices_per_host is None:
             devices_per_host = found.devices_per_worker
         self._requested_devices = devices_per_host
@@ -175,15 +174,8 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
             add_waiting_thread()
         if not tf.config.list_physical_devices("GPU") and count is not None:
             use_virtual_devices(count)
-        if self.cluster.workers > 1 and communication.engine == "tensorflow":
-            if sharding.stage and sharding.group == "all":
-                raise ConfigurationError(
-                    "Communication(engine='tensorflow') carries no shards between "
-                    "hosts. Use shard_group='host', which shards within each host, or "
-                    "another engine."
-                )
-            self._group = HostGroup(make_link(self.cluster, communication))
-            meet_by_collectives(self._group.link)
+        self._meeting = meet(self.cluster, communication, sharding)
+        self._group = self._meeting.group
         found = find_devices()
         if count is not None and len(found) < count:
             raise DeviceError(
@@ -222,8 +214,14 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
         )
         # Shuffles of `fit` are alike on all hosts: each takes its part of them.
         agree_on_seed(self.from_chief(seed_to_share(), "seed"))
+        is_by_name = communication.engine == "tensorflow"
+        self._meeting = tried(self._meeting, devices, is_by_name)
         self._engine = engine_across(
-            group.link, devices, communication, self._shards_over_hosts
+            group.link,
+            devices,
+            communication,
+            self._shards_over_hosts,
+            by_collectives=self._meeting.by_collectives,
         )
         group.use(self._engine)
         self._pipeline = GradientPipeline(self._engine, communication)
@@ -248,6 +246,10 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
     def hosts(self) -> int:
         """How many processes train together."""
         return self.cluster.workers
+
+    @property
+    def _notes(self) -> tuple[str, ...]:
+        return self._meeting.notes
 
     @property
     def shard_group(self) -> str:

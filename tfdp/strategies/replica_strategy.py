@@ -34,6 +34,8 @@ from tfdp.step.reduced_parts import parts_of_one_shape
 from tfdp.step.reports import whole_logs
 from tfdp.strategies import scope_checks
 from tfdp.strategies.adopted_state import adopt_state
+from tfdp.strategies.in_words import FirstFit, strategy_in_words
+from tfdp.strategies.unused import note_used
 from tfdp.tracing import keras_steps
 from tfdp.tracing.eager_order import sum_in_words
 from tfdp.tracing.loss_suspicions import why_loss_seems_local
@@ -69,6 +71,37 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
     #: Whether short batches are filled up; a number is the size of a whole batch.
     pad_batches: bool | int = False
     _sharding = Sharding()
+
+    def __repr__(self) -> str:
+        try:
+            devices = self.extended.worker_devices
+        except AttributeError:
+            return object.__repr__(self)  # while it is being made
+        return strategy_in_words(
+            type(self).__name__,
+            devices,
+            hosts=self.hosts,
+            engine=self._engine_in_words,
+            shard=self.shard,
+        )
+
+    @property
+    def hosts(self) -> int:
+        """How many processes train together."""
+        return 1
+
+    @property
+    def _engine_in_words(self) -> str:
+        raise NotImplementedError
+
+    @property
+    def _notes(self) -> tuple[str, ...]:
+        """What is worth saying of the strategy once, beside its `repr`."""
+        return ()
+
+    @functools.cached_property
+    def _first_fit(self) -> FirstFit:
+        return FirstFit()
 
     @property
     def is_chief(self) -> bool:
@@ -136,6 +169,8 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
         Knows how many samples each replica gets, and the optimizers that were made
         under the strategy: gradients are reduced before they are clipped.
         """
+        note_used()
+        self._first_fit.look(self, self._notes)
         call = StepCall(
             fn,
             args,
@@ -208,6 +243,7 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
     @library_code
     def scope(self) -> contextlib.AbstractContextManager:
         """The scope to make models in; see `tf.distribute.Strategy.scope`."""
+        note_used()
         scope_checks.check_not_nested(self)
         model = frames.model_built_by_caller()
         if model is not None:
@@ -224,6 +260,7 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
     @library_code
     def experimental_distribute_dataset(self, dataset: Any, options: Any = None) -> Any:
         """Splits global batches; see `tf.distribute.Strategy`."""
+        self._first_fit.look(self, self._notes)
         scope_checks.check_not_nested(self)
         scope_checks.check_dataset(dataset)
         element_spec = dataset.element_spec

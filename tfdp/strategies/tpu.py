@@ -21,6 +21,7 @@ from tfdp.strategies.replica_strategy import (
 )
 from tfdp.strategies.tpu_extended import TPUDataParallelExtended
 from tfdp.strategies.tpu_system import connect
+from tfdp.strategies.unused import note_made
 from tfdp.strategies.versions import warn_of_unchecked_versions
 
 __all__ = ["TPUDataParallelStrategy"]
@@ -124,6 +125,7 @@ class TPUDataParallelStrategy(ReplicaContextStrategy, tf.distribute.TPUStrategy)
         extended = self._make_extended(tpu, bool(draws_per_replica), wire_dtype)
         # TPUStrategy's own constructor would make a stock extended.
         tf.distribute.Strategy.__init__(self, extended)
+        note_made(self, self.is_chief)
 
     def _make_extended(
         self, tpu: Any, draws_per_replica: bool, wire_dtype: str | None
@@ -140,6 +142,10 @@ class TPUDataParallelStrategy(ReplicaContextStrategy, tf.distribute.TPUStrategy)
     def engine_name(self) -> str:
         """What adds gradients: "cross_replica_sum"."""
         return "cross_replica_sum"
+
+    @property
+    def _engine_in_words(self) -> str:
+        return self.engine_name
 
     @library_code
     def run(

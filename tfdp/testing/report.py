@@ -17,6 +17,9 @@ __all__ = ["Finding", "ParityReport", "VariableRow", "tell_enough"]
 # be within it.
 LARGEST_TELLING_SHARE = 0.1
 
+# The cause that is a choice of the model's, and no fault.
+INTENDED = "batch normalization per replica"
+
 HOLDS, EXCEEDS, TOO_SMALL = "holds", "exceeds", "too small to tell"
 
 
@@ -146,6 +149,15 @@ class ParityReport:
         return self.error is None and not self.exceeding and tell_enough(self.rows)
 
     @property
+    def is_intended(self) -> bool:
+        """Whether all that differs is batch normalization per replica, by design.
+
+        The experiment says so: with these layers frozen every variable holds.
+        """
+        names = {finding.cause for finding in self.causes}
+        return self.error is None and names == {INTENDED}
+
+    @property
     def exceeding(self) -> tuple[VariableRow, ...]:
         """The rows that rounding does not explain."""
         return tuple(row for row in self.rows if row.verdict == EXCEEDS)
@@ -154,6 +166,7 @@ class ParityReport:
         """Plain data for `json.dump`; numbers that are not finite become strings."""
         plain = dataclasses.asdict(self)
         plain["ok"] = self.ok
+        plain["is_intended"] = self.is_intended
         for row, derived in zip(plain["rows"], self.rows, strict=True):
             row["ratio"] = derived.ratio
             row["verdict"] = derived.verdict
@@ -185,6 +198,13 @@ class ParityReport:
         if self.error is not None:
             return f"FAILS: training under the strategy raised {self.error}"
         total = len(self.rows)
+        if self.is_intended:
+            return (
+                "HOLDS, but for batch normalization (intended): "
+                f"{len(self.exceeding)} of {total} variables are further apart than "
+                "rounding explains, because each replica normalizes with its own rows; "
+                "with these layers frozen all hold"
+            )
         if self.exceeding:
             worst = max(self.exceeding, key=lambda row: row.ratio)
             return (

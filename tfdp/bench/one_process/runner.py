@@ -17,6 +17,7 @@ from tfdp.bench.request import Request
 from tfdp.bench.results import CaseResult
 from tfdp.cluster.machine import describe_machine, installed_versions
 from tfdp.errors import DeviceError
+from tfdp.progress_bar import progress_bar
 
 __all__ = ["Failure", "Report", "run_requests"]
 
@@ -76,7 +77,9 @@ def run_requests(
     """
     results, failures = [], []
     for request in requests:
-        for outcome in _run(request, timeout_seconds):
+        with progress_bar(f"measuring {request.case_name}", 0):
+            outcomes = _run(request, timeout_seconds)
+        for outcome in outcomes:
             on_result(outcome)
             if isinstance(outcome, Failure):
                 failures.append(outcome)

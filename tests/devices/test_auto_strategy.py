@@ -1,0 +1,225 @@
+"""One entry: what `auto_strategy` makes, what it refuses, what it says."""
+
+import os
+import subprocess
+import sys
+import textwrap
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfdp
+from tests.support.fresh_python import run_program
+from tests.support.tpu_stand_in import StandInStrategy
+from tfdp.errors import ConfigurationError, DeviceError
+from tfdp.strategies.in_words import FirstFit, strategy_in_words
+
+
+def test_every_option_has_a_type_and_a_default():
+    annotations = tfdp.auto_strategy.__annotations__
+    assert "Any" not in annotations.values()
+    assert {"shard", "communication", "cpu_devices", "return"} <= set(annotations)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'shrad'"):
+        tfdp.auto_strategy(shrad="optimizer")
+
+
+def test_options_reach_the_strategy():
+    strategy = tfdp.auto_strategy(
+        shard=tfdp.Sharding("optimizer", group="host", min_bytes=7),
+        communication=tfdp.Communication(engine="tensorflow"),
+        draws_per_replica=False,
+        pad_batches=16,
+        cpu_devices=4,
+    )
+    assert (strategy.shard, strategy.shard_min_bytes) == ("optimizer", 7)
+    assert (strategy.engine_name, strategy.pad_batches) == ("tensorflow", 16)
+    assert not strategy.extended._draws_per_replica
+    # On one host those of a host are all.
+    assert tfdp.auto_strategy(shard="optimizer", shard_group="host").shard != "none"
+
+
+@pytest.mark.parametrize(
+    "options, error, words",
+    [
+        ({"wire_dtype": "bfloat16"}, ConfigurationError, "here, on one host: .*TPU"),
+        ({"cpu_devices": 0}, ConfigurationError, "cpu_devices must be an int"),
+        ({"devices_per_host": True}, ConfigurationError, "devices_per_host must be"),
+        ({"cpu_devices": 3}, DeviceError, "already started with 4 logical"),
+        ({"devices_per_host": 3}, DeviceError, "already started with 4 logical"),
+        ({"shard_group": "some"}, ConfigurationError, "shard_group must be"),
+    ],
+)
+def test_what_cannot_act_is_refused(options, error, words):
+    with pytest.raises(error, match=words):
+        tfdp.auto_strategy(**options)
+
+
+def test_a_tpu_refuses_what_is_of_hosts(monkeypatch):
+    monkeypatch.setenv("TPU_NAME", "my-tpu")
+    with pytest.raises(ConfigurationError, match="on a TPU: the cores keep"):
+        tfdp.auto_strategy(offload="optimizer", shard="optimizer", cpu_devices=2)
+
+
+def test_several_hosts_refuse_what_is_of_one(monkeypatch):
+    monkeypatch.setenv("TFDP_WORKERS", "2")
+    monkeypatch.setenv("TFDP_RANK", "1")
+    monkeypatch.setenv("TFDP_COORDINATOR", "127.0.0.1:1")
+    with pytest.raises(ConfigurationError, match="on 2 hosts: hosts take short"):
+        tfdp.auto_strategy(pad_batches=True)
+
+
+def test_the_devices_that_a_launcher_asks_of_one_worker(monkeypatch):
+    monkeypatch.setenv("TFDP_WORKERS", "1")
+    monkeypatch.setenv("TFDP_RANK", "0")
+    monkeypatch.setenv("TFDP_DEVICES_PER_WORKER", "4")
+    # Not 2, for which it is too late.
+    assert tfdp.auto_strategy(cpu_devices=2).num_replicas_in_sync == 4
+
+
+@pytest.mark.parametrize(
+    "make, words",
+    [
+        (
+            lambda: tfdp.DataParallelStrategy(["CPU:0", "CPU:2"]),
+            "DataParallelStrategy(2 replicas: CPU:0, CPU:2; engine in_process)",
+        ),
+        (
+            lambda: tfdp.DataParallelStrategy(["CPU:3"], shard=1, offload="optimizer"),
+            "DataParallelStrategy(1 replica: CPU:3; engine in_process; "
+            "shard optimizer)",
+        ),
+        (
+            lambda: tfdp.auto_strategy(
+                communication=tfdp.Communication(engine="tensorflow")
+            ),
+            "DataParallelStrategy(4 replicas: CPU:0, CPU:1, CPU:2, CPU:3; engine "
+            "tensorflow (TensorFlow's ring))",
+        ),
+        (
+            lambda: StandInStrategy(2),
+            "StandInStrategy(2 replicas: CPU:0, CPU:1; engine cross_replica_sum)",
+        ),
+    ],
+)
+def test_the_repr_tells(make, words):
+    assert repr(make()) == words
+
+
+def test_many_devices_are_given_as_a_range():
+    devices = [f"/job:worker/task:1/device:GPU:{number}" for number in range(8)]
+    assert strategy_in_words("S", devices, hosts=2, engine="tensorflow (NCCL)") == (
+        "S(16 replicas on 2 hosts, here GPU:0 to GPU:7; engine tensorflow (NCCL))"
+    )
+
+
+def fitted(strategy, **options):
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse", **options)
+    x = np.arange(24, dtype="float32").reshape(8, 3)
+    for _ in range(2):
+        model.fit(x, x[:, :1], batch_size=4, verbose=0)
+    model.evaluate(x, x[:, :1], verbose=0)
+
+
+def test_the_first_fit_says_it_once(monkeypatch, capfd):
+    monkeypatch.setattr(FirstFit, "_said", set())
+    strategy = tfdp.DataParallelStrategy(["CPU:1", "CPU:3"])
+    fitted(strategy)
+    said = f"tfdp: {strategy!r}\n"
+    assert capfd.readouterr().err.count(said) == 1
+    # Another one that is alike, as in a cross-validation, and one that is not.
+    fitted(tfdp.DataParallelStrategy(["CPU:1", "CPU:3"]))
+    assert "tfdp:" not in capfd.readouterr().err
+    fitted(tfdp.DataParallelStrategy(["CPU:1"]))
+    assert "(1 replica: CPU:1;" in capfd.readouterr().err
+
+
+def test_input_that_each_replica_makes_does_not_hide_it(monkeypatch, capfd):
+    monkeypatch.setattr(FirstFit, "_said", set())
+    strategy = tfdp.DataParallelStrategy(["CPU:0", "CPU:1"])
+    x = tf.data.Dataset.from_tensors((tf.ones((4, 3)), tf.ones((4, 1)))).repeat(8)
+    batches = strategy.distribute_datasets_from_function(lambda _: x)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    model.fit(batches, steps_per_epoch=2, shuffle=False, verbose=0)
+    assert capfd.readouterr().err.count("tfdp: DataParallelStrategy(2 rep") == 1
+
+
+UNUSED = """
+import keras, numpy as np
+import tfdp
+tfdp.quiet()
+strategy = tfdp.auto_strategy(cpu_devices=2)
+if {uses}:
+    with strategy.scope():
+        pass
+if {fails}:
+    raise RuntimeError("mine")
+"""
+
+
+@pytest.mark.worth_seconds(5)
+@pytest.mark.parametrize(
+    "uses, fails, says",
+    [
+        (False, False, True),
+        pytest.param(True, False, False, marks=pytest.mark.slow),
+    ],
+)
+def test_a_strategy_that_was_never_used_is_said_at_the_end(uses, fails, says):
+    program = textwrap.dedent(UNUSED).format(uses=uses, fails=fails)
+    done = run_program(program.replace("import keras, numpy as np", ""))
+    assert done.returncode == 0, done.stderr
+    words = "(2 replicas: CPU:0, CPU:1; engine in_process) was made and never used"
+    assert (words in done.stderr) == says
+
+
+@pytest.mark.slow
+def test_a_program_that_fails_says_nothing_of_it():
+    done = run_program(UNUSED.format(uses=False, fails=True))
+    assert "mine" in done.stderr and "never used" not in done.stderr
+
+
+QUIET = """
+import tfdp
+{quiet}
+import keras
+import numpy as np
+with tfdp.auto_strategy(cpu_devices=2).scope():
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+x = np.ones((8, 3), "float32")
+model.fit(x, x[:, :1], batch_size=4, verbose=0)
+{late}
+"""
+
+
+def own_lines(quiet, late=""):
+    environment = {k: v for k, v in os.environ.items() if k != "TF_CPP_MIN_LOG_LEVEL"}
+    done = subprocess.run(
+        [sys.executable, "-c", QUIET.format(quiet=quiet, late=late)],
+        capture_output=True,
+        text=True,
+        env=environment,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines(), done.stderr.splitlines()
+
+
+@pytest.mark.worth_seconds(6)
+def test_quiet_leaves_what_is_the_programs_own():
+    out, err = own_lines("tfdp.quiet()", "tfdp.quiet()")
+    assert out == []
+    assert err == [
+        "tfdp: DataParallelStrategy(2 replicas: CPU:0, CPU:1; engine in_process)"
+    ]
+
+
+@pytest.mark.slow
+def test_quiet_after_tensorflow_is_too_late():
+    _, err = own_lines("", "tfdp.quiet()")
+    assert any("TooLateWarning: tfdp.quiet() came after" in line for line in err)

@@ -1,0 +1,85 @@
+"""A bar for what takes longer than two seconds, on standard error.
+
+Nothing is shown of what is quicker. Where standard error is no terminal a line comes
+now and then instead, for logs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+__all__ = ["progress_bar"]
+
+DELAY_SECONDS = 2.0
+#: Between two lines where there is no terminal.
+LINE_SECONDS = 30.0
+
+
+@contextlib.contextmanager
+def progress_bar(label: str, total: float) -> Iterator[Callable[[float], None]]:
+    """Shows how much of something is done, while the block runs.
+
+    Args:
+      label: what is done, in a few words.
+      total: how much there is to do, in any unit; 0: nobody knows.
+
+    Yields:
+      A function that takes how much more is done, from any thread.
+
+    >>> with progress_bar("counting", total=3) as advance:
+    ...     for _ in range(3):
+    ...         advance(1)
+    """
+    bar = _Bar(label, total) if sys.stderr.isatty() else _Lines(label, total)
+    try:
+        yield bar.advance
+    finally:
+        bar.stop()
+
+
+class _Bar:
+    """By rich, which Keras brings along; it appears after the delay."""
+
+    def __init__(self, label: str, total: float):
+        from rich.console import Console
+        from rich.progress import Progress
+
+        self._progress = Progress(console=Console(stderr=True), transient=True)
+        self._task = self._progress.add_task(label, total=total or None)
+        self._timer = threading.Timer(DELAY_SECONDS, self._progress.start)
+        self._timer.daemon = True
+        self._timer.start()
+
+    def advance(self, amount: float) -> None:
+        self._progress.advance(self._task, amount)
+
+    def stop(self) -> None:
+        self._timer.cancel()
+        self._timer.join()
+        self._progress.stop()
+
+
+class _Lines:
+    """For logs: the first line after LINE_SECONDS."""
+
+    def __init__(self, label: str, total: float):
+        self._label, self._total, self._done = label, total, 0.0
+        self._last_seconds = time.monotonic()
+        self._lock = threading.Lock()
+
+    def advance(self, amount: float) -> None:
+        with self._lock:
+            self._done += amount
+            now_seconds = time.monotonic()
+            if now_seconds - self._last_seconds < LINE_SECONDS:
+                return
+            self._last_seconds = now_seconds
+            share = f"{self._done / self._total:.0%}" if self._total else "goes on"
+        print(f"tfdp: {self._label}: {share}", file=sys.stderr, flush=True)
+
+    def stop(self) -> None:
+        """Nothing is left open."""

@@ -1,0 +1,92 @@
+"""`quiet`: TensorFlow without the lines that its libraries print when it starts.
+
+TensorFlow 2.21 writes some of them past Python, and two before any of its settings
+counts. So it is loaded while the process' standard error goes to a file.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import sys
+import tempfile
+import warnings
+
+from tfdp.errors import TooLateWarning
+
+__all__ = ["import_tensorflow_quietly", "quiet"]
+
+STDERR_DESCRIPTOR = 2
+LEVEL = "TF_CPP_MIN_LOG_LEVEL"
+# By TensorFlow's count: information and warnings are left out, errors are not.
+ERRORS_ONLY = "2"
+
+
+def quiet() -> None:
+    """Lets TensorFlow start without its lines on oneDNN, CUDA and the processor.
+
+    Call it before Keras or TensorFlow is imported: it imports TensorFlow itself, and
+    shows what was written when that fails. Later errors are shown, TensorFlow's later
+    notes and warnings on standard error are not; Python's warnings, Keras' output and
+    tfdp's own lines stay. A TF_CPP_MIN_LOG_LEVEL that is set stays as it is.
+
+    Raises:
+      ImportError: as TensorFlow raises it.
+
+    Warns:
+      TooLateWarning: where TensorFlow was imported before, and has written its lines.
+
+    ```python
+    import tfdp
+
+    tfdp.quiet()
+
+    import keras
+    ```
+    """
+    if "tensorflow" in sys.modules:
+        if not _was_called:
+            warnings.warn(
+                "tfdp.quiet() came after TensorFlow, whose lines are written by now. "
+                "Call it before `import keras` and `import tensorflow`.",
+                TooLateWarning,
+                stacklevel=2,
+            )
+    else:
+        import_tensorflow_quietly(ERRORS_ONLY)
+        _was_called.append(True)
+    logging.getLogger("tensorflow").setLevel(logging.ERROR)
+
+
+_was_called: list[bool] = []
+
+
+def import_tensorflow_quietly(level: str = "3") -> None:
+    """Imports TensorFlow while the process' standard error goes to a file.
+
+    Native libraries write past `sys.stderr`, so the descriptor itself is redirected.
+    When the import fails, what was written is shown.
+
+    Args:
+      level: for TF_CPP_MIN_LOG_LEVEL, where that is not set: 3 leaves out errors, too.
+
+    Raises:
+      ImportError: as TensorFlow raises it.
+    """
+    # Whoever has set a level keeps it.
+    os.environ.setdefault(LEVEL, level)
+    sys.stderr.flush()
+    terminal = os.dup(STDERR_DESCRIPTOR)
+    with tempfile.TemporaryFile() as captured:
+        os.dup2(captured.fileno(), STDERR_DESCRIPTOR)
+        try:
+            importlib.import_module("tensorflow")
+        except BaseException:
+            captured.seek(0)
+            os.write(terminal, captured.read())
+            raise
+        finally:
+            sys.stderr.flush()
+            os.dup2(terminal, STDERR_DESCRIPTOR)
+            os.close(terminal)
