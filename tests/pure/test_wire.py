@@ -64,6 +64,7 @@ def test_a_flush_ends_when_the_sender_is_closed(pair, in_a_thread):
 
 def test_the_threads_of_closed_senders_end(pair):
     sender = Sender(pair[0], timeout_seconds=300)
+    sender.send(np.zeros(1 << 26, np.uint8))  # long: a thread sends it
     sender.close()
     sender.close()
     sender._thread.join(HANG_SECONDS)

@@ -159,8 +159,9 @@ class Counter:
 def count_steps(link, counter):
     """Lets `counter` see every step of the exchanges of `link`."""
     ring = link._channels["step"]
-    ring.sender = Steps(ring.sender, {"send", "flush"}, counter)
-    ring.receiver = Steps(ring.receiver, {"take", "fill"}, counter)
+    for each in ring.neighbours:
+        each.sender = Steps(each.sender, {"send", "flush"}, counter)
+        each.receiver = Steps(each.receiver, {"take", "fill"}, counter)
     if hasattr(link, "_world"):
         calls = {"Allreduce", "Reduce_scatter", "Allgatherv", "Alltoallv"}
         link._world = Steps(link._world, calls, counter)
@@ -257,8 +258,9 @@ def shorten_waits(link):
 
     link.timeout_seconds = TIMEOUT_SECONDS
     ring = link._channels["step"]
-    set_timeout(ring.sender._connection, socket.SO_SNDTIMEO, TIMEOUT_SECONDS)
-    set_timeout(ring.receiver._connection, socket.SO_RCVTIMEO, TIMEOUT_SECONDS)
+    for each in ring.neighbours:
+        set_timeout(each.sender._connection, socket.SO_SNDTIMEO, TIMEOUT_SECONDS)
+        set_timeout(each.receiver._connection, socket.SO_RCVTIMEO, TIMEOUT_SECONDS)
 
 
 def try_sockets(this):

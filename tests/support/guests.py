@@ -50,7 +50,7 @@ def run_steps(steps, connection):
 def hello_of(purpose, **changed):
     """What a worker would say, with changes."""
     if purpose == "ring":
-        return {"rank": 1, "channel": 0, **changed}
+        return {"rank": 1, "channel": 0, "distance": 1, **changed}
     usual = {"rank": 1, "workers": 3, "version": __version__, "port": 1}
     return {**usual, **changed}
 
