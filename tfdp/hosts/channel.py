@@ -17,7 +17,7 @@ from tfdp.errors import CollectiveError, TfdpError
 from tfdp.hosts.agreement import HEADER, Disagreement, Terms
 from tfdp.hosts.ring import Receive, Send
 from tfdp.hosts.rounded_wire import RoundedWire, wire_type
-from tfdp.hosts.wire import Receiver, Sender
+from tfdp.hosts.wire import LARGEST_DIRECT_BYTES, Receiver, Sender, as_bytes
 
 __all__ = ["Channel", "Neighbours"]
 
@@ -112,9 +112,12 @@ class Channel:
           OSError: as `Receiver.fill`.
         """
         mine = self.terms.header
-        self.sender.send(mine)
-        if first is not None:
-            self.sender.send(first)
+        if first is None or first.nbytes > LARGEST_DIRECT_BYTES:
+            self.sender.send(mine)
+            if first is not None:
+                self.sender.send(first)
+        else:
+            self.sender.send(mine + as_bytes(first))  # one message, not two
         theirs = bytes(self.receiver.take(HEADER.size))
         if theirs != mine:
             self.sender.flush()  # the worker after has to see it as well

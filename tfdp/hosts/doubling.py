@@ -108,7 +108,10 @@ def gather_blobs(
         first = len(held)
         for place, size in enumerate(coming, start=first):
             _check_size(size, (rank - place) % workers, most_bytes)
-        held += [bytes(end.take(size)) for size in coming]
+        came = memoryview(end.take(sum(coming)))
+        for size in coming:
+            held.append(bytes(came[:size]))
+            came = came[size:]
     return [held[(rank - other) % workers] for other in range(workers)]
 
 

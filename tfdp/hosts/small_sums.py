@@ -11,7 +11,7 @@ the bits that a ring gives, whichever way a sum takes.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -19,6 +19,9 @@ from tfdp.hosts.doubling import End, gather_rows, leaving, swap_rows
 from tfdp.hosts.rounded_wire import part_edges
 
 __all__ = ["SmallSum"]
+
+# Up to here one call that is slow for each number beats a call for each row.
+MOST_ACCUMULATED = 1 << 13
 
 
 class SmallSum:
@@ -36,26 +39,22 @@ class SmallSum:
         self._workers = workers
         self._flat = inputs[0] if len(inputs) == 1 else np.concatenate(inputs)
         if way == "gather":
-            # Twice: the order of any part is then one run of rows.
-            rows = (2 * workers, self._flat.size)
-            self._rows = np.empty(rows, self._flat.dtype)
+            self._rows = np.empty((workers, self._flat.size), self._flat.dtype)
             self._rows[0] = self._flat
             #: What the first round sends; it can go before the others are known here.
             self.first = self._rows[:1]
         else:
-            self._rows = self._parts_by_distance()
+            # Parts differ by one number; what fills up is 0 and is thrown away.
+            longest = -(-self._flat.size // workers)
+            self._rows = np.zeros((workers, longest), self._flat.dtype)
+            for part, start, stop in self._parts():
+                row = (part - rank) % workers  # for the worker so far after
+                self._rows[row, : stop - start] = self._flat[start:stop]
             self.first = self._rows[leaving(workers, 1)]
 
-    def _parts_by_distance(self) -> np.ndarray:
-        """This worker's numbers; row d is the part of the worker d places after."""
+    def _parts(self) -> Iterator[tuple[int, int, int]]:
         edges = part_edges(self._flat.size, self._workers)
-        longest = -(-self._flat.size // self._workers)
-        # Parts differ by one number; what fills up is 0 and is thrown away.
-        rows = np.zeros((self._workers, longest), self._flat.dtype)
-        for part in range(self._workers):
-            own = self._flat[edges[part] : edges[part + 1]]
-            rows[(part - self._rank) % self._workers, : own.size] = own
-        return rows
+        return zip(range(self._workers), edges[:-1], edges[1:], strict=True)
 
     def run(self, outputs: Sequence[np.ndarray], ends: Sequence[End]) -> None:
         """Writes the sums into `outputs`, once `first` has been sent.
@@ -73,42 +72,45 @@ class SmallSum:
             start += output.size
 
     def _gathered(self, ends: Sequence[End]) -> np.ndarray:
-        workers, size = self._workers, self._flat.size
-        gather_rows(self._rows[:workers], ends, begun=True)
-        self._rows[workers:] = self._rows[:workers]
-        numbers = self._rows.reshape(-1)
-        # Where each number of the worker stands whose numbers its part begins with.
-        # The worker after that one is one row before: rows go backwards.
-        places = first_places(size, self._rank, workers)
-        total = numbers[workers * size :][places]
-        for later in range(1, workers):
-            total += numbers[(workers - later) * size :][places]
-        return total
+        gather_rows(self._rows, ends, begun=True)
+        order = order_of_adding(self._flat.size, self._rank, self._workers)
+        return added(self._rows.reshape(-1)[order])
 
     def _met(self, ends: Sequence[End]) -> np.ndarray:
-        workers, rows = self._workers, swap_rows(self._rows, ends, begun=True)
-        total = rows[0].copy()
-        # Row d is that of the worker d places before: the one after is the last row.
-        for row in rows[:0:-1]:
-            total += row
-        rows[0] = total
+        came = swap_rows(self._rows, ends, begun=True)
+        # Row d is of the worker d places before: the one after is the last row.
+        rows = np.empty_like(came)
+        rows[0] = added(np.concatenate([came[:1], came[:0:-1]]))
         gather_rows(rows, ends)
-        edges = part_edges(self._flat.size, workers)
         sums = np.empty_like(self._flat)
-        for part in range(workers):
-            start, stop = edges[part], edges[part + 1]
-            sums[start:stop] = rows[(self._rank - part) % workers, : stop - start]
+        for part, start, stop in self._parts():
+            row = (self._rank - part) % self._workers  # of the worker so far before
+            sums[start:stop] = rows[row, : stop - start]
         return sums
 
 
-@functools.lru_cache(maxsize=16)
-def first_places(size: int, rank: int, workers: int) -> np.ndarray:
-    """For each of `size` numbers its place in flat rows by distance, [workers, size]:
-    in the row of the worker that its part begins with.
+def added(rows: np.ndarray) -> np.ndarray:
+    """The sum of the rows, one after the other; NumPy's `sum` may add in pairs."""
+    if rows.size <= MOST_ACCUMULATED:
+        return np.add.accumulate(rows, axis=0, dtype=rows.dtype)[-1]
+    total = rows[0].copy()
+    for row in rows[1:]:
+        total += row
+    return total
 
-    >>> first_places(4, rank=1, workers=2)
-    array([4, 5, 2, 3])
+
+@functools.lru_cache(maxsize=8)
+def order_of_adding(size: int, rank: int, workers: int) -> np.ndarray:
+    """Where the numbers stand that are added up, [workers, size], the first one first.
+
+    Places in flat rows of `size` numbers by distance: those of this worker, of the
+    worker before it, and so on.
+
+    >>> order_of_adding(4, rank=1, workers=2)
+    array([[4, 5, 2, 3],
+           [0, 1, 6, 7]])
     """
     starts = part_edges(size, workers)[1:]
     parts = np.searchsorted(starts, np.arange(size), side="right")
-    return (rank - parts) % workers * size + np.arange(size)
+    sources = parts + np.arange(workers)[:, np.newaxis]
+    return (rank - sources) % workers * size + np.arange(size)

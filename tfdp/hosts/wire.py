@@ -137,12 +137,12 @@ class Sender:
         Raises:
           OSError: when it never will be.
         """
-        done = threading.Event()
         with self._queueing:
             if self._failure is not None:
                 raise self._failure
             if self._queued == self._done:
                 return
+            done = threading.Event()
             self._put(done)
         done.wait()
         if self._failure is not None:

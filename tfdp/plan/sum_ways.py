@@ -27,7 +27,7 @@ __all__ = ["WAYS", "LinkSpeed", "SumWays", "distances", "rounds", "sent_bytes"]
 
 WAYS = ("ring", "gather", "doubling")
 # What a worker holds of all others at once; a ring holds nothing.
-MOST_GATHERED_BYTES = 1 << 20
+MOST_GATHERED_BYTES = 1 << 18
 # Of everything longer a ring adds a block while the next one comes.
 MOST_GATHERED_OF_ONE_BYTES = 1 << 16
 MOST_DOUBLED_BYTES = 4 << 20
