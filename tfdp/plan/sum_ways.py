@@ -9,8 +9,9 @@ for p workers, any number of them. With a latency L and a rate R of the link a s
 
     rounds L + bytes / R
 
-All three add in the same order, so that the choice changes no bit of a training: how
-fast a link was on a day must not.
+where the bytes of a gather count twice and those of a doubling three times, since they
+are packed and unpacked as well. All three add in the same order, so that the choice
+changes no bit of a training: how fast a link was on a day must not.
 
 Sources: Patarasuk and Yuan (2009) for the ring; Bruck, Ho, Kipnis, Upfal and Weathersby
 (1997) for the exchanges in ceil(log2 p) rounds; the cost of a round is that of Hockney
@@ -30,7 +31,9 @@ WAYS = ("ring", "gather", "doubling")
 MOST_GATHERED_BYTES = 1 << 18
 # Of everything longer a ring adds a block while the next one comes.
 MOST_GATHERED_OF_ONE_BYTES = 1 << 16
-MOST_DOUBLED_BYTES = 4 << 20
+MOST_DOUBLED_BYTES = 1 << 20
+# How often what travels is touched, on the way from arrays to arrays.
+PASSES = {"ring": 1, "gather": 2, "doubling": 3}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,7 +131,7 @@ class SumWays:
 
     def seconds(self, way: str, size_bytes: int) -> float:
         """What a sum is expected to take."""
-        sending = sent_bytes(way, size_bytes, self._workers)
+        sending = PASSES[way] * sent_bytes(way, size_bytes, self._workers)
         return (
             rounds(way, self._workers) * self._speed.latency_seconds
             + sending / self._speed.bytes_per_second
