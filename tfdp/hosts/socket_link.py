@@ -145,6 +145,14 @@ class SocketLink(HostLink):
             ring.flush()
         return outputs
 
+    def way_of_sum(self, size_bytes: int) -> str:
+        """Which way a sum of so many bytes takes; see `tfdp.plan.sum_ways`."""
+        return self._ways.choose(size_bytes)
+
+    def take_way(self, way: str | None) -> None:
+        """Lets every sum take this way, or the one that is chosen; alike on all."""
+        self._ways.always = way
+
     def reduce_scatter(
         self,
         arrays: Sequence[np.ndarray],
