@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from tests.pure.test_ring import on_threads
+from tests.pure.test_socket_link import on_workers
 from tests.support.mesh import bits, on_mesh
 from tfdp.hosts.doubling import gather_blobs, gather_rows, swap_rows
 from tfdp.hosts.ring import ring_sum
@@ -14,6 +15,7 @@ from tfdp.hosts.small_sums import SmallSum
 from tfdp.plan.sum_ways import rounds, sent_bytes
 
 WAYS = ("gather", "doubling")
+WAYS_OF_LINKS = ("ring", *WAYS)
 WORKERS = (2, 3, 4, 5, 7, 8, 13)
 SIZES = [(1000,), (3,), (7, 40), (), (0,)]
 
@@ -132,3 +134,32 @@ def test_rows_and_blobs_reach_everybody(workers):
 
     results, _ = on_mesh(workers, work)
     assert results == [3 * math.ceil(math.log2(workers))] * workers
+
+
+@pytest.mark.parametrize("workers", [2, 3, 6])
+def test_all_ways_give_one_sum_over_sockets(workers):
+    shapes = [(3,), (), (70, 9)]
+
+    def work(link):
+        arrays = [a.reshape(s) for a, s in zip(made(link.rank), shapes, strict=True)]
+        sums = []
+        for way in WAYS_OF_LINKS:
+            link.take_way(way)
+            sums.append(bits(link.sum(arrays, "numbers")))
+        before = link.sent_bytes()
+        link.take_way("doubling")
+        link.sum([np.ones(2 * workers, np.float32)], "numbers")
+        counted = link.sent_bytes() - before
+        link.take_way(None)
+        assert link.way_of_sum(4) == "gather"
+        link.gather(b"", "the end")
+        return sums, counted
+
+    def made(rank):
+        return arrays_of(rank, "float32", shapes)
+
+    results = on_workers(workers, work)
+    header = 24
+    for sums, counted in results:
+        assert sums == [results[0][0][0]] * len(WAYS_OF_LINKS)
+        assert counted == header + round(sent_bytes("doubling", 8 * workers, workers))

@@ -258,6 +258,8 @@ KINDS = {
     "rank null": no_worker(rank=None),
     "port 0": no_worker(port=0, channel=-1),
     "port 70000": no_worker(port=70000, channel=len(CHANNELS)),
+    "distance 3": no_worker(port=True, distance=3),
+    "distance True": no_worker(port=1.5, distance=True),
     "version of a list": no_worker(version=["1"], channel=[0]),
     "bomb with the key": bomb_with_the_key,
     # Slow ones.
