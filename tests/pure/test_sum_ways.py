@@ -1,9 +1,12 @@
 """The rule by which a sum between hosts takes its way."""
 
+import doctest
 import math
 
 import pytest
 
+from tfdp.hosts import doubling, small_sums, worker_names
+from tfdp.plan import sum_ways
 from tfdp.plan.sum_ways import (
     MOST_DOUBLED_BYTES,
     MOST_GATHERED_BYTES,
@@ -73,3 +76,8 @@ def test_the_speed_of_all_is_the_middle_whatever_the_order():
     measured = [LinkSpeed(rank + 1.0, 10.0 - rank) for rank in range(4)]
     assert LinkSpeed.middle_of(measured) == LinkSpeed(2.0, 8.0)
     assert LinkSpeed.middle_of(measured[::-1]) == LinkSpeed(2.0, 8.0)
+
+
+def test_the_examples_say_what_comes():
+    for module in (doubling, small_sums, sum_ways, worker_names):
+        assert doctest.testmod(module).failed == 0

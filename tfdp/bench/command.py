@@ -9,7 +9,6 @@ import sys
 
 from tfdp.bench.cases import CASES, SUITES, Case, select_cases
 from tfdp.bench.json_file import write_json
-from tfdp.bench.links.command import LINKS_SUITE, run_links
 from tfdp.bench.memory.command import MEMORY_SUITE, run_memory
 from tfdp.bench.one_process.arms import ARMS
 from tfdp.bench.one_process.runner import Failure, run_requests
@@ -28,6 +27,7 @@ __all__ = ["add_arguments", "run"]
 
 COMPRESSION_SUITE = "compression"
 CHECKPOINT_SUITE = "checkpoint"
+LINKS_SUITE = "links"
 
 
 def _positive(text: str) -> int:
@@ -197,6 +197,8 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _run_links(options: argparse.Namespace) -> int:
+    from tfdp.bench.links.command import run_links
+
     for path in filter(None, (options.json, options.plot)):
         if not pathlib.Path(path).absolute().parent.is_dir():
             print(f"{path}: there is no such folder", file=sys.stderr)

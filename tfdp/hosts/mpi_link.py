@@ -37,9 +37,9 @@ from tfdp.hosts.handshake import session_secret
 from tfdp.hosts.host_link import Ranges
 from tfdp.hosts.mpi_texts import bytes_of_first, text_of_first, texts_at_first
 from tfdp.hosts.own_address import own_address
-from tfdp.hosts.rendezvous import name_workers
 from tfdp.hosts.rounded_wire import part_edges, round_to, wire_type
 from tfdp.hosts.socket_link import SocketLink
+from tfdp.hosts.worker_names import name_workers
 
 __all__ = ["MpiLink", "mpi_is_available"]
 

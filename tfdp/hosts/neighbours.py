@@ -21,19 +21,15 @@ from tfdp.errors import CollectiveError
 from tfdp.hosts.dial import dial
 from tfdp.hosts.door import Door
 from tfdp.hosts.messages import checked_integer
+from tfdp.hosts.worker_names import name_workers
 from tfdp.plan.sum_ways import distances
 
-__all__ = ["Address", "Pair", "connect_neighbours", "has_ended", "name_workers"]
+__all__ = ["Address", "Pair", "connect_neighbours", "has_ended"]
 
 Address = tuple[str, int]
 Pair = tuple[socket.socket, socket.socket]
 # Channel, and distance.
 Place = tuple[int, int]
-
-
-def name_workers(ranks: Sequence[int]) -> str:
-    """ "worker 1" or "workers 1, 3"."""
-    return f"worker{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
 def has_ended(connection: socket.socket) -> bool:

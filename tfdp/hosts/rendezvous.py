@@ -28,16 +28,11 @@ from tfdp.hosts.door import Door
 from tfdp.hosts.handshake import StrangerError, session_secret
 from tfdp.hosts.listeners import listen, listen_at, local_address
 from tfdp.hosts.messages import checked_integer, checked_seconds, checked_text
-from tfdp.hosts.neighbours import (
-    Address,
-    Pair,
-    connect_neighbours,
-    has_ended,
-    name_workers,
-)
+from tfdp.hosts.neighbours import Address, Pair, connect_neighbours, has_ended
 from tfdp.hosts.wire import read_line, write_line
+from tfdp.hosts.worker_names import name_workers
 
-__all__ = ["Meeting", "meet", "name_workers", "parse_address"]
+__all__ = ["Meeting", "meet", "parse_address"]
 
 MOST_WORKERS = 1 << 20
 MOST_PORT = 65535

@@ -8,6 +8,7 @@ whatever they do: what is compared are the arms.
 from __future__ import annotations
 
 import multiprocessing
+import os
 import secrets
 import statistics
 import time
@@ -24,9 +25,8 @@ from tfdp.files.atomic import replaced
 from tfdp.plan.sum_ways import rounds
 from tfdp.report.curve_page import draw_page
 
-__all__ = ["LINKS_SUITE", "run_links"]
+__all__ = ["run_links"]
 
-LINKS_SUITE = "links"
 WORKERS, QUICK_WORKERS = (2, 4, 8, 16, 32, 64), (2, 3)
 # The number of samples; a small bucket; the last bucket of a small network.
 ELEMENTS, QUICK_ELEMENTS = (1, 1_000, 25_000), (1, 100)
@@ -67,7 +67,7 @@ def run_links(
       plot_path: also draw them here, as an HTML page.
       timeout_seconds: the most that one number of processes may take.
     """
-    machine = describe_machine()
+    machine, load_before = describe_machine(), os.getloadavg()[0]
     print(
         f"float32 sums over sockets; {machine['processor']}, "
         f"{machine['usable_cores']} usable cores; median (quartiles) of {repeats} "
@@ -89,8 +89,11 @@ def run_links(
             return 1
         rows.append(found)
         print("\n".join(_lines(found)), flush=True)
+    print(
+        f"load of the machine before {load_before:.1f}, with these {os.getloadavg()[0]:.1f}"
+    )
     if json_path:
-        write_json(json_path, {"suite": LINKS_SUITE, "machine": machine, "rows": rows})
+        write_json(json_path, {"suite": "links", "machine": machine, "rows": rows})
     if plot_path:
         with replaced(plot_path) as half_written:
             half_written.write_text(_page(rows), "utf-8")
