@@ -89,9 +89,8 @@ def run_links(
             return 1
         rows.append(found)
         print("\n".join(_lines(found)), flush=True)
-    print(
-        f"load of the machine before {load_before:.1f}, with these {os.getloadavg()[0]:.1f}"
-    )
+    load_after = os.getloadavg()[0]
+    print(f"load of the machine before {load_before:.1f}, after {load_after:.1f}")
     if json_path:
         write_json(json_path, {"suite": "links", "machine": machine, "rows": rows})
     if plot_path:
