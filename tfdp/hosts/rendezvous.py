@@ -32,7 +32,7 @@ from tfdp.hosts.neighbours import Address, Pair, connect_neighbours, has_ended
 from tfdp.hosts.wire import read_line, write_line
 from tfdp.hosts.worker_names import name_workers
 
-__all__ = ["Meeting", "meet", "parse_address"]
+__all__ = ["Meeting", "meet", "name_workers", "parse_address"]
 
 MOST_WORKERS = 1 << 20
 MOST_PORT = 65535
