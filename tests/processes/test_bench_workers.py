@@ -139,3 +139,42 @@ def test_an_arm_whose_worker_dies_is_told_with_its_last_lines():
             group.start()
     finally:
         group.close()
+
+
+def test_links_of_light_processes_are_timed_and_drawn(tmp_path):
+    report, plot = tmp_path / "links.json", tmp_path / "links.html"
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "tfdp", "bench", "links", "--quick"),
+            *("--json", str(report), "--plot", str(plot)),
+        ],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=LONGEST_SECONDS,
+    )
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(report.read_text("utf-8"))["rows"]
+    assert [row["workers"] for row in rows] == [2, 3]
+    for row in rows:
+        for of_sum in (row["sum_seconds"], row["processor_seconds"]):
+            assert set(of_sum) == {"1", "100"}
+            assert all(set(arms) == {"ring", "chosen"} for arms in of_sum.values())
+        assert row["ways"]["1"] == "gather"
+    # A picture for each size, with a point for each number of processes.
+    page = plot.read_text("utf-8")
+    assert page.count("<svg") == 2 and page.count("<circle") == 2 * 2 * 2
+    assert ">3</text>" in page and ">processes</text>" in page
+
+
+@pytest.mark.parametrize("options", [["train"], ["links", "--list"]])
+def test_a_picture_that_nothing_draws_is_refused(tmp_path, options):
+    program = (sys.executable, "-m", "tfdp", "bench", *options)
+    done = subprocess.run(
+        [*program, "--plot", str(tmp_path / "x.html")],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=LONGEST_SECONDS,
+    )
+    assert done.returncode == 2 and "only `tfdp bench links`" in done.stderr

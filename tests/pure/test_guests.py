@@ -5,6 +5,7 @@
 
 import concurrent.futures
 import contextlib
+import itertools
 import os
 import socket
 import threading
@@ -26,7 +27,7 @@ from tests.support.guests import (
 from tests.support.workers import free_port
 from tfdp.cluster import Cluster
 from tfdp.errors import CollectiveError
-from tfdp.hosts import door, rendezvous
+from tfdp.hosts import door, neighbours, rendezvous
 from tfdp.hosts.dial import dial
 from tfdp.hosts.handshake import MAGIC, NONCE_BYTES, PROOF_BYTES, greet, job_secret
 from tfdp.hosts.listeners import is_loopback, listen_at
@@ -64,7 +65,10 @@ def run_job(workers=3, address=None, secret=SECRET, timeout_seconds=TIMEOUT_SECO
 
 def close_all(*meetings):
     for meeting in meetings:
-        for connection in (*meeting.control.values(), *sum(meeting.rings, ())):
+        for connection in (
+            *meeting.control.values(),
+            *itertools.chain(*itertools.chain(*meeting.neighbours)),
+        ):
             connection.close()
 
 
@@ -218,12 +222,13 @@ def test_the_right_key_twice_takes_no_place_in_a_ring(monkeypatch):
 
     def dial_twice(*arguments):
         connection = dial(*arguments)
-        # While the other channels are still waited for.
-        if arguments[2] == "ring" and arguments[3](connection)["channel"] == 0:
+        # While the other connections are still waited for.
+        place = {"channel": 0, "distance": 1}
+        if arguments[2] == "ring" and place.items() <= arguments[3](connection).items():
             again.append(dial(*arguments))
         return connection
 
-    monkeypatch.setattr(rendezvous, "dial", dial_twice)
+    monkeypatch.setattr(neighbours, "dial", dial_twice)
     assert run_job() == [[7.0, 70.0]] * 3
     assert len(again) == 3
     for connection in again:

@@ -11,6 +11,7 @@ from tests.support.workers import free_port
 from tfdp.hosts import exchange_watch, waits
 from tfdp.hosts.exchange_watch import ExchangeWatch
 from tfdp.hosts.socket_link import SocketLink
+from tfdp.hosts.worker_names import name_workers
 
 # Worker 2; on a busy machine the word of another may be late, too.
 LATE = r"for workers? (\d, )?2\."
@@ -112,3 +113,16 @@ def test_who_waits_in_a_collective_says_so(said):
     said.wait_for("Worker 0 has", r"\(bucket 2 of 2\) for workers 1, 2\.")
     assert len(said) == 2
     watch.close()
+
+
+@pytest.mark.parametrize(
+    "ranks, words",
+    [
+        ([0], "worker 0"),
+        ([1, 2, 3], "workers 1, 2, 3"),
+        ([0, 1, 2, 3], "workers 0 to 3"),
+        ([5, 128, *range(130, 256)], "workers 5, 128, 130 to 255"),
+    ],
+)
+def test_many_workers_are_named_in_few_words(ranks, words):
+    assert name_workers(ranks) == words

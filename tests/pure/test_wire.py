@@ -7,7 +7,7 @@ import threading
 import numpy as np
 import pytest
 
-from tfdp.hosts.wire import Receiver, Sender
+from tfdp.hosts.wire import LARGEST_DIRECT_BYTES, Receiver, Sender
 
 # Only there to end a hang.
 HANG_SECONDS = 60
@@ -64,6 +64,7 @@ def test_a_flush_ends_when_the_sender_is_closed(pair, in_a_thread):
 
 def test_the_threads_of_closed_senders_end(pair):
     sender = Sender(pair[0], timeout_seconds=300)
+    sender.send(np.zeros(1 << 26, np.uint8))  # long: a thread sends it
     sender.close()
     sender.close()
     sender._thread.join(HANG_SECONDS)
@@ -89,4 +90,62 @@ def test_what_is_no_memory_is_refused_where_it_is_sent(pair):
     with pytest.raises((TypeError, AttributeError)):
         sender.send("text")
     sender.flush()
+    sender.close()
+
+
+def test_what_is_short_is_sent_without_a_thread(pair):
+    sender = Sender(pair[0], timeout_seconds=30)
+    for number in range(100):
+        sender.send(bytes([number]) * 24)
+        sender.flush()
+    assert sender._thread is None
+    assert sender.sent_bytes == 2400
+    receiver = Receiver(pair[1], timeout_seconds=30)
+    assert receiver.take(2400) == b"".join(bytes([n]) * 24 for n in range(100))
+    sender.close()
+    assert pair[0].fileno() == -1
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_short_and_long_ones_come_in_order(pair, in_a_thread, seed):
+    """Also when the kernel takes a part of a short one, and while a thread sends."""
+    draw = np.random.default_rng(seed)
+    sizes = draw.choice([0, 1, 24, LARGEST_DIRECT_BYTES, 3_000_000], 60)
+    sent = [draw.bytes(size) for size in sizes]
+    sender = Sender(pair[0], timeout_seconds=30)
+
+    def send_all():
+        for data in sent:
+            sender.send(data)
+        sender.flush()
+        return sender.sent_bytes
+
+    done = in_a_thread(send_all)
+    whole = Receiver(pair[1], timeout_seconds=30).take(int(sizes.sum()))
+    assert whole == b"".join(sent)
+    assert done.result(HANG_SECONDS) == sizes.sum()
+    sender.close()
+
+
+def test_short_ones_wait_for_nobody(pair):
+    """Who sends must not wait for who receives: both may be sending."""
+    sender = Sender(pair[0], timeout_seconds=30)
+    pieces = [bytes([n % 256]) * LARGEST_DIRECT_BYTES for n in range(200)]
+    for piece in pieces:  # far more than the kernel takes, and nobody reads
+        sender.send(piece)
+    assert sender._thread is not None
+    receiver = Receiver(pair[1], timeout_seconds=30)
+    assert receiver.take(200 * LARGEST_DIRECT_BYTES) == b"".join(pieces)
+    sender.flush()
+    sender.close()
+
+
+def test_a_send_over_a_broken_connection_is_an_error(pair):
+    sender = Sender(pair[0], timeout_seconds=30)
+    pair[1].close()
+    with pytest.raises(OSError):
+        for _ in range(2):
+            sender.send(b"x")
+    with pytest.raises(OSError):
+        sender.flush()
     sender.close()

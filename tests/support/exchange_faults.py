@@ -52,7 +52,14 @@ DEADLINES_SECONDS = {
 MARGIN_SECONDS = 60.0
 ACTIONS = ("close", "raise", "kill", "stop", "late")
 BEFORE_MPI = "before entering MPI"
-KINDS = ("sum", "rounded sum", "reduce_scatter", "all_gather", "gather")
+KINDS = (
+    "sum",
+    "rounded sum",
+    "reduce_scatter",
+    "all_gather",
+    "all_to_all",
+    "gather",
+)
 # Few enough to travel at once; more than the kernel keeps for who does not read.
 SIZES = (12, 60_000, 6_000_000)
 
@@ -66,6 +73,9 @@ FIXED_TRIES = {
         (3, 2, "reduce_scatter", 60_000, "kill", "before fill"),
         (3, 0, "rounded sum", 60_000, "stop", "before fill"),
         (3, 1, "sum", 60_000, "late", "before fill"),
+        # Of five, two are no neighbours of the one that fails.
+        (5, 3, "sum", 12, "kill", "before fill"),
+        (5, 2, "gather", 60_000, "close", "before send"),
     ],
     "mpi": [
         # The others hear of it when they have agreed, and before they call MPI.
@@ -81,7 +91,7 @@ Try = collections.namedtuple("Try", "number workers victim kind size action plac
 def make_try(seed, number, kinds=KINDS):
     """The same on every worker."""
     draw = random.Random(f"{seed} {number}")
-    workers = draw.choice((2, 3))
+    workers = draw.choice((2, 3, 5))
     return Try(
         number,
         workers,
@@ -111,6 +121,8 @@ def exchange(link, kind, size):
         return link.reduce_scatter([whole], ranges, kind)
     if kind == "all_gather":
         return link.all_gather([whole[start:stop]], ranges, kind)
+    if kind == "all_to_all":
+        return link.all_to_all(np.resize(whole, (link.workers, size)), kind)
     return link.gather(whole.tobytes(), kind, "step")
 
 
@@ -159,10 +171,11 @@ class Counter:
 def count_steps(link, counter):
     """Lets `counter` see every step of the exchanges of `link`."""
     ring = link._channels["step"]
-    ring.sender = Steps(ring.sender, {"send", "flush"}, counter)
-    ring.receiver = Steps(ring.receiver, {"take", "fill"}, counter)
+    for each in ring.neighbours:
+        each.sender = Steps(each.sender, {"send", "flush"}, counter)
+        each.receiver = Steps(each.receiver, {"take", "fill"}, counter)
     if hasattr(link, "_world"):
-        calls = {"Allreduce", "Reduce_scatter", "Allgatherv", "Alltoallv"}
+        calls = {"Allreduce", "Reduce_scatter", "Allgatherv", "Alltoall", "Alltoallv"}
         link._world = Steps(link._world, calls, counter)
         enter = link._enter_mpi
 
@@ -257,8 +270,9 @@ def shorten_waits(link):
 
     link.timeout_seconds = TIMEOUT_SECONDS
     ring = link._channels["step"]
-    set_timeout(ring.sender._connection, socket.SO_SNDTIMEO, TIMEOUT_SECONDS)
-    set_timeout(ring.receiver._connection, socket.SO_RCVTIMEO, TIMEOUT_SECONDS)
+    for each in ring.neighbours:
+        set_timeout(each.sender._connection, socket.SO_SNDTIMEO, TIMEOUT_SECONDS)
+        set_timeout(each.receiver._connection, socket.SO_RCVTIMEO, TIMEOUT_SECONDS)
 
 
 def try_sockets(this):

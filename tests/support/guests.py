@@ -50,7 +50,7 @@ def run_steps(steps, connection):
 def hello_of(purpose, **changed):
     """What a worker would say, with changes."""
     if purpose == "ring":
-        return {"rank": 1, "channel": 0, **changed}
+        return {"rank": 1, "channel": 0, "distance": 1, **changed}
     usual = {"rank": 1, "workers": 3, "version": __version__, "port": 1}
     return {**usual, **changed}
 
@@ -258,6 +258,8 @@ KINDS = {
     "rank null": no_worker(rank=None),
     "port 0": no_worker(port=0, channel=-1),
     "port 70000": no_worker(port=70000, channel=len(CHANNELS)),
+    "distance 3": no_worker(port=True, distance=3),
+    "distance True": no_worker(port=1.5, distance=True),
     "version of a list": no_worker(version=["1"], channel=[0]),
     "bomb with the key": bomb_with_the_key,
     # Slow ones.

@@ -49,7 +49,8 @@ class KernelCounts(keras.callbacks.Callback):
         self.at_begin, self.grown = None, []
 
     def read(self):
-        rings = [self.link._channels[channel].sender for channel in CHANNELS]
+        channels = [self.link._channels[channel] for channel in CHANNELS]
+        rings = [each.sender for channel in channels for each in channel.neighbours]
         sockets = sum(handed_to_tcp(ring._connection) for ring in rings)
         return np.array([sockets, sent_by_cards()])
 

@@ -27,6 +27,7 @@ __all__ = ["add_arguments", "run"]
 
 COMPRESSION_SUITE = "compression"
 CHECKPOINT_SUITE = "checkpoint"
+LINKS_SUITE = "links"
 
 
 def _positive(text: str) -> int:
@@ -46,12 +47,19 @@ def _add_what_is_measured(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "suite",
         nargs="?",
-        choices=(*SUITES, MEMORY_SUITE, COMPRESSION_SUITE, CHECKPOINT_SUITE),
+        choices=(
+            *SUITES,
+            MEMORY_SUITE,
+            COMPRESSION_SUITE,
+            CHECKPOINT_SUITE,
+            LINKS_SUITE,
+        ),
         help="allreduce: sums of gradient lists; train: training steps; network: both "
         "over a link of limited rate (root); epoch: short epochs of fit, with their "
         "input set up and taken down; memory: bytes per replica at every shard stage; "
         "compression: what each method costs and saves; checkpoint: how fast a "
-        "training is written and read; default: the first two",
+        "training is written and read; links: small sums of 2 to 64 light processes; "
+        "default: the first two",
     )
     parser.add_argument("--list", action="store_true", help="list the cases and stop")
     parser.add_argument(
@@ -114,6 +122,9 @@ def _add_how_it_is_measured(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--json", metavar="PATH", help="also write all figures here")
     parser.add_argument(
+        "--plot", metavar="PATH", help="with links: also draw them here, as HTML"
+    )
+    parser.add_argument(
         "--timeout-seconds",
         type=_positive,
         metavar="S",
@@ -124,6 +135,11 @@ def _add_how_it_is_measured(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Runs `tfdp bench`; returns the exit code, 1 when a case failed."""
+    if options.plot and (options.suite != LINKS_SUITE or options.list):
+        print("--plot: only `tfdp bench links` draws a picture", file=sys.stderr)
+        return 2
+    if options.suite == LINKS_SUITE and not options.list:
+        return _run_links(options)
     if options.suite == MEMORY_SUITE and not options.list:
         return run_memory(
             options.devices,
@@ -178,6 +194,22 @@ def run(options: argparse.Namespace) -> int:
         write_json(options.json, report.to_json())
     print(format_heading(report))
     return 1 if report.failures else 0
+
+
+def _run_links(options: argparse.Namespace) -> int:
+    from tfdp.bench.links.command import run_links
+
+    for path in filter(None, (options.json, options.plot)):
+        if not pathlib.Path(path).absolute().parent.is_dir():
+            print(f"{path}: there is no such folder", file=sys.stderr)
+            return 2
+    return run_links(
+        repeats=options.repeats or (2 if options.quick else 20),
+        quick=options.quick,
+        json_path=options.json,
+        plot_path=options.plot,
+        timeout_seconds=options.timeout_seconds,
+    )
 
 
 def _requests(options: argparse.Namespace, case: Case) -> list[Request]:

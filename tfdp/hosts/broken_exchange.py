@@ -9,7 +9,7 @@ from tfdp.hosts.agreement import Disagreement, difference
 from tfdp.hosts.channel import Channel
 from tfdp.hosts.lost_worker import late_words
 from tfdp.hosts.membership import Membership
-from tfdp.hosts.rendezvous import name_workers
+from tfdp.hosts.worker_names import name_workers
 
 __all__ = ["closed", "out_of_step", "why_it_broke"]
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-__all__ = ["BufferPool", "unaligned_copy", "views_of"]
+__all__ = ["BufferPool", "unaligned_copy", "views_of", "wholes_with_own"]
 
 # TensorFlow uses a NumPy result where it lies only when it begins at such an address.
 ALIGNMENT_BYTES = 64
@@ -62,6 +62,31 @@ def views_of(pool: BufferPool, arrays: Sequence[np.ndarray]) -> list[np.ndarray]
         memory[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
         for start, array in zip(ends, arrays, strict=True)
     ]
+
+
+def wholes_with_own(
+    pool: BufferPool,
+    pieces: Sequence[np.ndarray],
+    ranges: Sequence[Sequence[tuple[int, int]]],
+    rank: int,
+) -> list[np.ndarray]:
+    """Flat arrays of which each worker has a piece, with this worker's filled in.
+
+    Args:
+      pool: where their memory is from.
+      pieces: this worker's, flat.
+      ranges: for each array, by worker, first element and end.
+      rank: this worker.
+    """
+    # An array of the whole shape that takes no memory: only its shape is read.
+    likes = [
+        np.broadcast_to(np.zeros((), piece.dtype), (of_array[-1][1],))
+        for piece, of_array in zip(pieces, ranges, strict=True)
+    ]
+    wholes = views_of(pool, likes)
+    for whole, piece, of_array in zip(wholes, pieces, ranges, strict=True):
+        whole[slice(*of_array[rank])] = piece
+    return wholes
 
 
 def unaligned_copy(array: np.ndarray) -> np.ndarray:

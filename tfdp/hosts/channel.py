@@ -1,30 +1,61 @@
-"""`Channel`: one ring as a worker sees it, with an order of its own."""
+"""`Channel`: connections to a worker's neighbours, with an order of their own.
+
+The neighbours of a worker are those 1, 2, 4 ... places after it, to whom it sends, and
+as many places before it, from whom it receives. Those next to it make the ring.
+"""
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
+from collections.abc import Sequence
+
+import numpy as np
 
 from tfdp.errors import CollectiveError, TfdpError
 from tfdp.hosts.agreement import HEADER, Disagreement, Terms
 from tfdp.hosts.ring import Receive, Send
 from tfdp.hosts.rounded_wire import RoundedWire, wire_type
-from tfdp.hosts.wire import Receiver, Sender
+from tfdp.hosts.wire import LARGEST_DIRECT_BYTES, Receiver, Sender, as_bytes
 
-__all__ = ["Channel"]
+__all__ = ["Channel", "Neighbours"]
 
 
-class Channel:
-    """The two ends of a ring, and the exchange that is under way in it.
+class Neighbours:
+    """The two connections at one distance; an `End` of `tfdp.hosts.doubling`.
 
     Args:
-      sender: to the worker after.
-      receiver: from the worker before.
+      sender: to the worker so far after.
+      receiver: from the worker so far before.
     """
 
     def __init__(self, sender: Sender, receiver: Receiver):
         self.sender = sender
         self.receiver = receiver
+
+    def send(self, data: np.ndarray | bytes) -> None:
+        """See `Sender.send`."""
+        self.sender.send(data)
+
+    def fill(self, array: np.ndarray) -> None:
+        """See `Receiver.fill`."""
+        self.receiver.fill(array)
+
+    def take(self, size_bytes: int) -> bytearray:
+        """See `Receiver.take`."""
+        return self.receiver.take(size_bytes)
+
+
+class Channel:
+    """The connections of a channel, and the exchange that is under way on them.
+
+    Args:
+      neighbours: by distance, 1, 2, 4 ...
+    """
+
+    def __init__(self, neighbours: Sequence[Neighbours]):
+        self.neighbours = neighbours
         self.lock = threading.Lock()
         self.count = 0
         #: What the exchange under way, or the last one, is about.
@@ -34,19 +65,59 @@ class Channel:
         #: Why there will be no other exchange.
         self.failure: TfdpError | None = None
 
+    @classmethod
+    def over(
+        cls,
+        connections: Sequence[tuple[socket.socket, socket.socket]],
+        timeout_seconds: float,
+    ) -> Channel:
+        """A channel over connections to and from the neighbours, by distance."""
+        return cls(
+            [
+                Neighbours(
+                    Sender(after, timeout_seconds), Receiver(before, timeout_seconds)
+                )
+                for after, before in connections
+            ]
+        )
+
     def begin(self, terms: Terms) -> None:
         """Notes what this worker brings."""
         self.terms, self.start = terms, time.monotonic()
 
-    def agree(self) -> None:
+    @property
+    def sender(self) -> Sender:
+        """To the next worker of the ring."""
+        return self.neighbours[0].sender
+
+    @property
+    def receiver(self) -> Receiver:
+        """From the worker before."""
+        return self.neighbours[0].receiver
+
+    @property
+    def sent_bytes(self) -> int:
+        """What this worker has sent to all of them."""
+        return sum(each.sender.sent_bytes for each in self.neighbours)
+
+    def agree(self, first: np.ndarray | None = None) -> None:
         """Compares what this worker brings with what the worker before does.
+
+        Args:
+          first: what the exchange sends to the next worker whatever comes; it goes at
+            once, so that nobody waits for the comparison and then for numbers.
 
         Raises:
           Disagreement: when it differs.
           OSError: as `Receiver.fill`.
         """
         mine = self.terms.header
-        self.sender.send(mine)
+        if first is None or first.nbytes > LARGEST_DIRECT_BYTES:
+            self.sender.send(mine)
+            if first is not None:
+                self.sender.send(first)
+        else:
+            self.sender.send(mine + as_bytes(first))  # one message, not two
         theirs = bytes(self.receiver.take(HEADER.size))
         if theirs != mine:
             self.sender.flush()  # the worker after has to see it as well
@@ -73,7 +144,13 @@ class Channel:
             else CollectiveError(f"{type(error).__name__}: {error}")
         )
 
+    def flush(self) -> None:
+        """Waits until all that was sent is with the kernel; see `Sender.flush`."""
+        for each in self.neighbours:
+            each.sender.flush()
+
     def close(self) -> None:
-        """Ends both connections; whoever waits in one gets an error."""
-        self.sender.close()
-        self.receiver.close()
+        """Ends all connections; whoever waits in one gets an error."""
+        for each in self.neighbours:
+            each.sender.close()
+            each.receiver.close()

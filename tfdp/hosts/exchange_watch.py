@@ -14,9 +14,9 @@ from collections.abc import Callable
 from tfdp.errors import CollectiveError, WorkerLostError
 from tfdp.hosts.host_link import HostLink
 from tfdp.hosts.lost_worker import late_words, say_lost
-from tfdp.hosts.rendezvous import name_workers
 from tfdp.hosts.standstill import Standstill, boot_seconds
 from tfdp.hosts.waits import NOTICE_SECONDS, say_waiting
+from tfdp.hosts.worker_names import name_workers
 
 __all__ = ["ExchangeWatch"]
 

@@ -32,14 +32,14 @@ from tfdp.errors import (
     ConfigurationError,
     MissingDependencyError,
 )
-from tfdp.hosts.buffers import views_of
+from tfdp.hosts.buffers import views_of, wholes_with_own
 from tfdp.hosts.handshake import session_secret
 from tfdp.hosts.host_link import Ranges
 from tfdp.hosts.mpi_texts import bytes_of_first, text_of_first, texts_at_first
 from tfdp.hosts.own_address import own_address
-from tfdp.hosts.rendezvous import name_workers
 from tfdp.hosts.rounded_wire import part_edges, round_to, wire_type
 from tfdp.hosts.socket_link import SocketLink
+from tfdp.hosts.worker_names import name_workers
 
 __all__ = ["MpiLink", "mpi_is_available"]
 
@@ -194,7 +194,7 @@ class MpiLink(SocketLink):
         """See `HostLink.all_gather`."""
         if channel != "step" or pieces[0].dtype.char not in MPI_TYPES:
             return super().all_gather(pieces, ranges, label, channel)
-        wholes = self._wholes_with_own(pieces, ranges)
+        wholes = wholes_with_own(self._pool, pieces, ranges, self.rank)
         with self._in_mpi("mpi shards", wholes, label, None, ranges):
             for whole, of_array in zip(wholes, ranges, strict=True):
                 counts = [stop - start for start, stop in of_array]

@@ -1,9 +1,10 @@
-"""The workers meet at worker 0, learn each other's addresses and form rings.
+"""The workers meet at worker 0, learn each other's addresses and connect.
 
     worker r   dials worker 0, proves the job's secret, says its rank and data port
     worker 0   "until when I wait"; once all are there, the table of data ports and a
                random number, the session, which nobody else is told
-    all        dial the data port of the next worker, with the session's secret
+    all        dial the data ports of their neighbours (`tfdp.hosts.neighbours`), with
+               the session's secret
 
 Whoever fails at a door is ignored (`tfdp.hosts.door`); a worker of the job that does
 not fit (another tfdp, another number of workers, a rank that is taken) ends the
@@ -12,12 +13,10 @@ meeting, with the reason on all sides.
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
 import dataclasses
 import secrets
 import socket
-import threading
 import time
 from typing import Any
 
@@ -29,7 +28,9 @@ from tfdp.hosts.door import Door
 from tfdp.hosts.handshake import StrangerError, session_secret
 from tfdp.hosts.listeners import listen, listen_at, local_address
 from tfdp.hosts.messages import checked_integer, checked_seconds, checked_text
+from tfdp.hosts.neighbours import Address, Pair, connect_neighbours, has_ended
 from tfdp.hosts.wire import read_line, write_line
+from tfdp.hosts.worker_names import name_workers
 
 __all__ = ["Meeting", "meet", "name_workers", "parse_address"]
 
@@ -41,8 +42,6 @@ MOST_REASON_CHARACTERS = 4096
 MOST_WAIT_SECONDS = 7 * 24 * 3600.0
 SESSION_BYTES = 32
 
-Address = tuple[str, int]
-
 
 @dataclasses.dataclass
 class Meeting:
@@ -50,12 +49,13 @@ class Meeting:
 
     Args:
       control: to every other worker by rank (on worker 0), else to worker 0.
-      rings: for each channel, (to the next worker, from the worker before).
+      neighbours: by channel, by distance 1, 2, 4 ..., (to the worker so far after,
+        from the worker so far before).
       hosts: where this worker reaches each of the others, by rank.
     """
 
     control: dict[int, socket.socket]
-    rings: list[tuple[socket.socket, socket.socket]]
+    neighbours: list[list[Pair]]
     hosts: list[str]
 
 
@@ -71,7 +71,7 @@ class _Hello:
 
 @dataclasses.dataclass
 class _Party:
-    """What a worker has before the rings are formed."""
+    """What a worker has before it knows its neighbours."""
 
     control: dict[int, socket.socket]
     addresses: list[Address]
@@ -109,7 +109,7 @@ def meet(
       rank: this worker, 0 to workers - 1.
       workers: how many there are, at least 2.
       coordinator: "host:port" where worker 0 listens.
-      channels: how many rings to form; each keeps an order of its own.
+      channels: how many sets of connections to make; each keeps an order of its own.
       timeout_seconds: how long to wait for the others.
       secret: what all workers of the job know; see `job_secret`.
       present: is given the ranks of those who have come, on worker 0.
@@ -130,9 +130,16 @@ def meet(
             party = _join(rank, workers, address, secret, deadline, on_failure)
         # Who came first may have used up its time while it waited for the others.
         deadline = max(deadline, time.monotonic() + HANDSHAKE_SECONDS)
-        rings = _form_rings(rank, party, channels, secret, deadline)
+        neighbours = connect_neighbours(
+            rank,
+            party.addresses,
+            party.listener,
+            channels,
+            session_secret(secret, party.session),
+            deadline,
+        )
         on_failure.pop_all()
-    return Meeting(party.control, rings, [host for host, _ in party.addresses])
+    return Meeting(party.control, neighbours, [host for host, _ in party.addresses])
 
 
 def _receive_all(
@@ -219,11 +226,6 @@ def _who_is_missing(missing: list[int], workers: int) -> str:
     )
 
 
-def name_workers(ranks: list[int]) -> str:
-    """ "worker 1" or "workers 1, 3"."""
-    return f"worker{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
-
-
 def _refuse_all(control: dict[int, socket.socket], reason: str) -> None:
     for connection in control.values():
         _tell(connection, {"refused": reason})
@@ -238,18 +240,8 @@ def _tell(connection: socket.socket, message: dict[str, Any]) -> None:
 
 
 def _drop_ended(control: dict[int, socket.socket]) -> None:
-    for rank in [rank for rank, end in control.items() if _has_ended(end)]:
+    for rank in [rank for rank, end in control.items() if has_ended(end)]:
         control.pop(rank).close()
-
-
-def _has_ended(connection: socket.socket) -> bool:
-    connection.setblocking(False)
-    try:
-        return not connection.recv(1, socket.MSG_PEEK)
-    except BlockingIOError:
-        return False
-    except OSError:
-        return True
 
 
 def _join(
@@ -324,58 +316,6 @@ def _parse_table(
         )
     session = bytes.fromhex(checked_text(answer.get("session"), 2 * SESSION_BYTES))
     return addresses, session
-
-
-def _form_rings(
-    rank: int, party: _Party, channels: int, secret: bytes, deadline: float
-) -> list[tuple[socket.socket, socket.socket]]:
-    """Dials the next worker, from a thread, while the one before dials this one."""
-    workers = len(party.addresses)
-    after, before = (rank + 1) % workers, (rank - 1) % workers
-    secret = session_secret(secret, party.session)
-    to_next: list[socket.socket] = []
-    from_before: dict[int, socket.socket] = {}
-    given_up = threading.Event()
-
-    def dial_channel(channel: int) -> socket.socket:
-        hello = {"rank": rank, "channel": channel}
-        address = party.addresses[after]
-        return dial(address, secret, "ring", lambda _: hello, deadline, given_up)
-
-    def dial_next() -> None:
-        for channel in range(channels):
-            to_next.append(dial_channel(channel))
-
-    def parse(words: dict[str, Any]) -> int:
-        checked_integer(words.get("rank"), before, before)
-        return checked_integer(words.get("channel"), 0, channels - 1)
-
-    door = Door([party.listener], secret, "ring", parse)
-    with concurrent.futures.ThreadPoolExecutor(1) as dialing, door:
-        dialed = dialing.submit(dial_next)
-        try:
-            while len(from_before) < channels:
-                connection, _, channel = door.next_worker(deadline)
-                earlier = from_before.get(channel)
-                if earlier is not None and not _has_ended(earlier):
-                    connection.close()
-                    continue
-                from_before[channel] = connection
-            door.close()
-            dialed.result()
-        except BaseException as error:
-            given_up.set()
-            concurrent.futures.wait([dialed])
-            _close_all([*to_next, *from_before.values()])
-            if not isinstance(error, OSError):
-                raise
-            where = join_address(*party.addresses[after])
-            raise CollectiveError(
-                f"Worker {rank} could not connect with its neighbours, workers "
-                f"{before} and {after} at {where}: {error}.{door.words()} Workers must "
-                "reach each other directly; check firewalls between them."
-            ) from error
-    return [(to_next[channel], from_before[channel]) for channel in range(channels)]
 
 
 def _close_all(connections: Any) -> None:

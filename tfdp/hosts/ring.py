@@ -21,7 +21,6 @@ __all__ = [
     "blocks_of",
     "by_worker",
     "ring_all_gather",
-    "ring_all_to_all",
     "ring_reduce_scatter",
     "ring_sum",
     "split_evenly",
@@ -199,28 +198,3 @@ def _pass_round(
             receive(block)
             if step < rounds - 1:
                 pass_on(block)
-
-
-def ring_all_to_all(
-    rows: np.ndarray, output: np.ndarray, rank: int, send: Send, receive: Receive
-) -> None:
-    """Brings row i of every worker to worker i, through all that stand between.
-
-    Args:
-      rows: this worker's, [workers, ...].
-      output: where those for this worker go, by sender; shaped as `rows`.
-      rank: this worker.
-      send, receive: to the worker after this one, from the one before.
-    """
-    workers = len(rows)
-    output[rank] = rows[rank]
-    # The nearest first: of what comes, the first is for this worker.
-    bundle = [rows[(rank + distance) % workers] for distance in range(1, workers)]
-    for distance in range(1, workers):
-        incoming = [np.empty_like(row) for row in bundle]
-        for row in bundle:
-            send(row.reshape(-1))
-        for row in incoming:
-            receive(row.reshape(-1))
-        output[(rank - distance) % workers] = incoming[0]
-        bundle = incoming[1:]

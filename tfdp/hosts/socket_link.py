@@ -1,9 +1,10 @@
 """`SocketLink`: what an engine needs of the network, over sockets.
 
-Each channel is a ring with an order of its own: exchange n of one worker meets exchange
-n of all others. A header before each tells whether they are about the same thing.
+Each channel has connections and an order of its own: exchange n of one worker meets
+exchange n of all others. A header before each, which goes round the ring of a channel,
+tells whether they are about the same thing.
 
-An exchange that fails, for whatever reason, ends its ring: what is under way in it
+An exchange that fails, for whatever reason, ends its channel: what is under way in it
 would be taken for the next one. The worker tells the others why, and those that wait
 for it fail as well, instead of waiting.
 """
@@ -21,24 +22,25 @@ import numpy as np
 from tfdp.errors import WorkerLostError
 from tfdp.hosts.agreement import Disagreement, terms_of
 from tfdp.hosts.broken_exchange import closed, out_of_step, why_it_broke
-from tfdp.hosts.buffers import BufferPool, views_of
+from tfdp.hosts.buffers import BufferPool, views_of, wholes_with_own
 from tfdp.hosts.channel import Channel
+from tfdp.hosts.doubling import gather_blobs, swap_rows
 from tfdp.hosts.host_link import CHANNELS, MOST_GATHERED_BYTES, HostLink, Ranges
 from tfdp.hosts.last_words import lost_another
+from tfdp.hosts.link_speed import agreed_speed
 from tfdp.hosts.lost_worker import say_lost
 from tfdp.hosts.membership import Membership
 from tfdp.hosts.rendezvous import meet
 from tfdp.hosts.ring import (
     by_worker,
     ring_all_gather,
-    ring_all_to_all,
     ring_reduce_scatter,
     ring_sum,
 )
-from tfdp.hosts.ring_gather import ring_gather
+from tfdp.hosts.small_sums import SmallSum
 from tfdp.hosts.step_loops import StepLoops
 from tfdp.hosts.waits import Waits, says_that_it_waits_to_meet
-from tfdp.hosts.wire import Receiver, Sender
+from tfdp.plan.sum_ways import LinkSpeed, SumWays
 
 __all__ = ["SocketLink"]
 
@@ -75,15 +77,10 @@ class SocketLink(HostLink):
                 secret,
                 present,
             )
-        # A ring each: a step that waits must not hold up what the host itself asks.
+        # Its own each: a step that waits must not hold up what the host itself asks.
         self._channels = {
-            name: Channel(
-                Sender(to_next, timeout_seconds),
-                Receiver(from_before, timeout_seconds),
-            )
-            for name, (to_next, from_before) in zip(
-                CHANNELS, meeting.rings, strict=True
-            )
+            name: Channel.over(pairs, timeout_seconds)
+            for name, pairs in zip(CHANNELS, meeting.neighbours, strict=True)
         }
         self.hosts = meeting.hosts
         self._failure_listeners: list[Callable[[str], None]] = []
@@ -101,6 +98,21 @@ class SocketLink(HostLink):
             self._fail,
             self.look_around,
         )
+        try:
+            self._ways = SumWays(workers, self._measured_speed())
+        except BaseException:
+            self.close()
+            raise
+
+    def _measured_speed(self) -> LinkSpeed:
+        """Of the link, by all workers together; the same on all of them."""
+        host = self._channels["host"]
+        host.count = -1  # users count exchanges from 1
+        with self._exchange("gather", (), "speed of the link", "host", limit=0):
+            speed = agreed_speed(host.neighbours, self.rank, self.workers)
+            host.flush()
+        self._sent_before_exchanges = host.sent_bytes
+        return speed
 
     def sum(
         self,
@@ -115,17 +127,31 @@ class SocketLink(HostLink):
         # From a pool: TensorFlow lets go of results late, and fresh pages cost as much
         # as the sum.
         outputs = views_of(self._pool, arrays)
-        with self._exchange("sum", arrays, label, channel, wire_dtype) as ring:
-            ring_sum(
-                [array.reshape(-1) for array in arrays],
-                [output.reshape(-1) for output in outputs],
-                self.rank,
-                self.workers,
-                *ring.ends(wire_dtype),
-            )
+        flat_inputs = [array.reshape(-1) for array in arrays]
+        flat_outputs = [output.reshape(-1) for output in outputs]
+        places = (self.rank, self.workers)
+        # A ring rounds the sums that it passes on, as no other way would.
+        size_bytes = sum(array.nbytes for array in arrays)
+        way = "ring" if wire_dtype else self._ways.choose(size_bytes)
+        small = None if way == "ring" else SmallSum(way, flat_inputs, *places)
+        terms = ("sum", arrays, label, channel, wire_dtype)
+        first = None if small is None else small.first
+        with self._exchange(*terms, first=first) as ring:
+            if small is not None:
+                small.run(flat_outputs, ring.neighbours)
+            else:
+                ring_sum(flat_inputs, flat_outputs, *places, *ring.ends(wire_dtype))
             # What was queued are the caller's arrays, which live until here only.
-            ring.sender.flush()
+            ring.flush()
         return outputs
+
+    def way_of_sum(self, size_bytes: int) -> str:
+        """Which way a sum of so many bytes takes; see `tfdp.plan.sum_ways`."""
+        return self._ways.choose(size_bytes)
+
+    def take_way(self, way: str | None) -> None:
+        """Lets every sum take this way, or the one that is chosen; alike on all."""
+        self._ways.always = way
 
     def reduce_scatter(
         self,
@@ -163,7 +189,7 @@ class SocketLink(HostLink):
         channel: str = "step",
     ) -> list[np.ndarray]:
         """See `HostLink.all_gather`."""
-        wholes = self._wholes_with_own(pieces, ranges)
+        wholes = wholes_with_own(self._pool, pieces, ranges, self.rank)
         with self._exchange("shards", wholes, label, channel, None, ranges) as ring:
             ring_all_gather(
                 wholes,
@@ -175,28 +201,16 @@ class SocketLink(HostLink):
             ring.sender.flush()
         return wholes
 
-    def _wholes_with_own(
-        self, pieces: Sequence[np.ndarray], ranges: Ranges
-    ) -> list[np.ndarray]:
-        # An array of the whole shape that takes no memory: only its shape is read.
-        likes = [
-            np.broadcast_to(np.zeros((), piece.dtype), (of_array[-1][1],))
-            for piece, of_array in zip(pieces, ranges, strict=True)
-        ]
-        wholes = views_of(self._pool, likes)
-        for whole, piece, of_array in zip(wholes, pieces, ranges, strict=True):
-            whole[slice(*of_array[self.rank])] = piece
-        return wholes
-
     def all_to_all(self, rows: np.ndarray, label: str) -> np.ndarray:
         """See `HostLink.all_to_all`."""
         rows = np.asarray(rows, order="C")
         (output,) = views_of(self._pool, [rows])
+        places = np.arange(self.workers)
         with self._exchange("all to all", [rows], label, "step") as ring:
-            ring_all_to_all(
-                rows, output, self.rank, ring.sender.send, ring.receiver.fill
-            )
-            ring.sender.flush()
+            by_distance = rows[(self.rank + places) % self.workers]
+            came = swap_rows(by_distance, ring.neighbours)
+            output[...] = came[(self.rank - places) % self.workers]
+            ring.flush()
         return output
 
     def gather(
@@ -208,15 +222,10 @@ class SocketLink(HostLink):
     ) -> list[bytes]:
         """See `HostLink.gather`."""
         with self._exchange("gather", (), label, channel, limit=most_bytes) as ring:
-            blobs = ring_gather(
-                blob,
-                self.rank,
-                self.workers,
-                most_bytes,
-                ring.sender.send,
-                ring.receiver.take,
+            blobs = gather_blobs(
+                blob, self.rank, self.workers, most_bytes, ring.neighbours
             )
-            ring.sender.flush()
+            ring.flush()
         return blobs
 
     def share_note(self, key: str, note: str) -> dict[int, str]:
@@ -261,7 +270,8 @@ class SocketLink(HostLink):
     def sent_bytes(self, channel: str | None = None) -> int:
         """See `HostLink.sent_bytes`."""
         channels = CHANNELS if channel is None else (channel,)
-        return sum(self._channels[name].sender.sent_bytes for name in channels)
+        sent = sum(self._channels[name].sent_bytes for name in channels)
+        return sent - (self._sent_before_exchanges if "host" in channels else 0)
 
     def on_note(self, key: str, listener: Callable[[dict[int, str]], None]) -> None:
         """See `HostLink.on_note`."""
@@ -309,7 +319,7 @@ class SocketLink(HostLink):
         """Waits for what cannot be broken off; nothing, over sockets."""
 
     def close_channels(self) -> None:
-        """Ends every ring; whoever waits in one gets an error."""
+        """Ends every channel; whoever waits in one gets an error."""
         for channel in self._channels.values():
             channel.close()
 
@@ -323,8 +333,9 @@ class SocketLink(HostLink):
         wire_dtype: str | None = None,
         ranges: Ranges = (),
         limit: int | None = None,
+        first: np.ndarray | None = None,
     ) -> Iterator[Channel]:
-        """An exchange that all workers have come to, of the same arrays."""
+        """An exchange that all workers have come to; `first`: see `Channel.agree`."""
         ring = self._channels[channel]
         # Threads of one worker take turns; which comes first must be alike on all.
         with ring.lock:
@@ -346,7 +357,7 @@ class SocketLink(HostLink):
             late = functools.partial(self._membership.late, ring.count, channel)
             try:
                 with self._waits.waiting(f"exchange {ring.count} ({label})", late):
-                    ring.agree()
+                    ring.agree(first)
                     yield ring
             # Ctrl-C and SystemExit, too: the others must not wait for who is gone.
             except BaseException as error:

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 from absl import logging
 
+from tfdp.hosts.worker_names import name_workers
+
 __all__ = ["NOTICE_SECONDS", "Waits", "say_waiting", "says_that_it_waits_to_meet"]
 
 NOTICE_SECONDS = 5.0
@@ -17,13 +19,12 @@ NOTICE_SECONDS = 5.0
 
 def say_waiting(rank: int, seconds: float, what: str, missing: Sequence[int]) -> None:
     """Logs that worker `rank` waits in `what` for the workers `missing`."""
-    workers = f"worker{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
     logging.warning(
         "tfdp: Worker %d has waited %.0f seconds in %s for %s.",
         rank,
         seconds,
         what,
-        workers if missing else "the others",
+        name_workers(missing) if missing else "the others",
     )
 
 

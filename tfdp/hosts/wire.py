@@ -27,6 +27,8 @@ SOCKET_BUFFER_BYTES = 4 << 20
 LONGEST_LINE_BYTES = 1 << 20
 # What an announced size takes of memory before anything has come.
 LARGEST_TAKE_BYTES = 1 << 20
+# What is sent at once, by who has it: to wake a thread for it would take longer.
+LARGEST_DIRECT_BYTES = 1 << 16
 
 
 def tuned(connection: socket.socket) -> socket.socket:
@@ -92,7 +94,11 @@ def set_timeout(connection: socket.socket, option: int, seconds: float) -> None:
 
 
 class Sender:
-    """Sends arrays in order from a thread of its own, so that sending can wait."""
+    """Sends arrays in order, without waiting for who receives them.
+
+    What is short goes to the kernel at once. For what is long, and for what the kernel
+    does not take, there is a thread of its own, from the first time that it is needed.
+    """
 
     def __init__(self, connection: socket.socket, timeout_seconds: float):
         self._connection = connection
@@ -103,21 +109,27 @@ class Sender:
         # Nothing is queued behind the end of the thread: nobody would ever take it.
         self._queueing = threading.Lock()
         self._is_closed = False
+        # Items that were queued, and that the thread is done with.
+        self._queued = self._done = 0
         #: What the kernel has taken so far.
         self.sent_bytes = 0
         set_timeout(connection, socket.SO_SNDTIMEO, timeout_seconds)
-        self._thread = threading.Thread(
-            target=self._run, name="tfdp-sender", daemon=True
-        )
-        self._thread.start()
+        self._thread: threading.Thread | None = None
 
     def send(self, data: np.ndarray | bytes) -> None:
-        """Queues `data`, which must stay as it is until it is sent.
+        """Sends or queues `data`, which must stay as it is until it is sent.
 
         Raises:
           OSError: when an earlier send has failed, or this end was closed.
         """
-        self._put(as_bytes(data))
+        view = as_bytes(data)
+        with self._queueing:
+            if self._failure is not None:
+                raise self._failure
+            if self._queued == self._done and view.nbytes <= LARGEST_DIRECT_BYTES:
+                view = view[self._send_now(view) :]
+            if view.nbytes:
+                self._put(view)
 
     def flush(self) -> None:
         """Waits until everything is with the kernel.
@@ -125,8 +137,13 @@ class Sender:
         Raises:
           OSError: when it never will be.
         """
-        done = threading.Event()
-        self._put(done)
+        with self._queueing:
+            if self._failure is not None:
+                raise self._failure
+            if self._queued == self._done:
+                return
+            done = threading.Event()
+            self._put(done)
         done.wait()
         if self._failure is not None:
             raise self._failure
@@ -141,28 +158,49 @@ class Sender:
             # Not `close`: it would not wake a thread that is inside `sendall`.
             with contextlib.suppress(OSError):
                 self._connection.shutdown(socket.SHUT_RDWR)
-            self._queue.put(None)
+            if self._thread is None:
+                self._connection.close()  # nobody sends: that needs the lock
+            else:
+                self._queue.put(None)
+
+    def _send_now(self, view: memoryview) -> int:
+        """How many bytes of `view` the kernel takes at once."""
+        if not view.nbytes:
+            return 0
+        try:
+            taken = self._connection.send(view, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return 0
+        except OSError as error:
+            self._failure = error
+            raise
+        self.sent_bytes += taken
+        return taken
 
     def _put(self, item: memoryview | threading.Event) -> None:
-        with self._queueing:
-            if self._failure is not None:
-                raise self._failure
-            self._queue.put(item)
+        if self._thread is None:
+            self._thread = threading.Thread(
+                target=self._run, name="tfdp-sender", daemon=True
+            )
+            self._thread.start()
+        self._queued += 1
+        self._queue.put(item)
 
     def _run(self) -> None:
         # The thread that sends is the one that closes: the number of a descriptor that
         # another one closed could meanwhile be that of another file.
         with self._connection:
             while (item := self._queue.get()) is not None:
-                # Set after a failure as well: who flushes looks at it then.
-                if isinstance(item, threading.Event):
-                    item.set()
-                elif self._failure is None:
+                if isinstance(item, memoryview) and self._failure is None:
                     try:
                         self._connection.sendall(item)
                         self.sent_bytes += len(item)
                     except OSError as error:
                         self._failure = self._failure or error
+                self._done += 1
+                # Set after a failure as well: who flushes looks at it then.
+                if isinstance(item, threading.Event):
+                    item.set()
 
 
 class Receiver:

@@ -32,15 +32,25 @@ svg text {{ font: 12px sans-serif; fill: #222; }}
 """
 
 
-def draw_page(panels: Mapping[str, Mapping[str, Sequence[float]]], title: str) -> str:
+def draw_page(
+    panels: Mapping[str, Mapping[str, Sequence[float]]],
+    title: str,
+    places: Sequence[str] = (),
+    place_name: str = "epoch",
+) -> str:
     """The page with one panel for each metric.
 
     Args:
-      panels: metric to line name to one value for each epoch; a value that is not
-        finite leaves a gap.
+      panels: metric to line name to one value for each epoch, or place; a value that is
+        not finite leaves a gap.
       title: the heading.
+      places: what stands below the values, all of it; by default the epochs' numbers,
+        not all where there are many.
+      place_name: what stands below that.
     """
-    drawn = "\n".join(_panel(metric, lines) for metric, lines in panels.items())
+    drawn = "\n".join(
+        _panel(metric, lines, places, place_name) for metric, lines in panels.items()
+    )
     return _PAGE.format(title=html.escape(title), panels=drawn)
 
 
@@ -60,7 +70,12 @@ def _range_of(values: Sequence[float]) -> tuple[float, float]:
     return low - margin, high + margin
 
 
-def _panel(metric: str, lines: Mapping[str, Sequence[float]]) -> str:
+def _panel(
+    metric: str,
+    lines: Mapping[str, Sequence[float]],
+    places: Sequence[str],
+    place_name: str,
+) -> str:
     epochs = max(len(values) for values in lines.values())
     low, high = _range_of([value for values in lines.values() for value in values])
 
@@ -73,15 +88,16 @@ def _panel(metric: str, lines: Mapping[str, Sequence[float]]) -> str:
 
     parts = [
         f'<svg width="{_WIDTH}" height="{_HEIGHT}" role="img" '
-        f'aria-label="{html.escape(metric)} over the epochs">',
+        f'aria-label="{html.escape(metric)} over: {html.escape(place_name)}">',
         _text(_LEFT, 20, metric.replace("_", " "), "start"),
-        _text(_WIDTH / 2, _HEIGHT - 8, "epoch", "middle"),
+        _text(_WIDTH / 2, _HEIGHT - 8, place_name, "middle"),
     ]
     for value in ticks_between(low, high):
         parts.append(_line(_LEFT, y_of(value), _WIDTH - _RIGHT, y_of(value), "#ddd"))
         parts.append(_text(_LEFT - 6, y_of(value) + 4, f"{value:.4g}", "end"))
-    for epoch in _epoch_ticks(epochs):
-        parts.append(_text(x_of(epoch), _HEIGHT - 26, str(epoch), "middle"))
+    for epoch in range(1, epochs + 1) if places else _epoch_ticks(epochs):
+        place = places[epoch - 1] if places else str(epoch)
+        parts.append(_text(x_of(epoch), _HEIGHT - 26, place, "middle"))
     parts.append(_line(_LEFT, _TOP, _LEFT, _HEIGHT - _BOTTOM, "#888"))
     bottom = _HEIGHT - _BOTTOM
     parts.append(_line(_LEFT, bottom, _WIDTH - _RIGHT, bottom, "#888"))

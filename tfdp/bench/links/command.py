@@ -1,0 +1,233 @@
+"""Times sums of a few numbers over 2 to 64 processes of one machine, by sockets.
+
+The arms live in the same processes and take turns; a figure is that of the slowest
+worker. All processes share the cores of the machine, so that more of them take longer
+whatever they do: what is compared are the arms.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import secrets
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from tfdp.bench.json_file import write_json
+from tfdp.bench.links.worker import ARMS, LinkRequest, measure_links
+from tfdp.bench.results import spread
+from tfdp.cluster.description import join_address
+from tfdp.cluster.machine import describe_machine
+from tfdp.cluster.ports import LOOPBACK, free_port
+from tfdp.files.atomic import replaced
+from tfdp.plan.sum_ways import rounds
+from tfdp.report.curve_page import draw_page
+
+__all__ = ["run_links"]
+
+WORKERS, QUICK_WORKERS = (2, 4, 8, 16, 32, 64), (2, 3)
+# The number of samples; a small bucket; the last bucket of a small network.
+ELEMENTS, QUICK_ELEMENTS = (1, 1_000, 25_000), (1, 100)
+CALLS = 5
+GOODBYE_SECONDS = 10.0
+COLUMNS = "{:>7} {:>7} {:>8} {:>9} {:>22} {:>22} {:>5}  {:>13} {:>5}"
+TITLES = (
+    "workers",
+    "bytes",
+    "way",
+    "rounds",
+    "ring, ms",
+    "chosen, ms",
+    "times",
+    "processor, ms",
+    "times",
+)
+
+
+class BenchmarkError(Exception):
+    """A measurement that gave no figures."""
+
+
+def run_links(
+    *,
+    repeats: int,
+    quick: bool,
+    json_path: str | None,
+    plot_path: str | None,
+    timeout_seconds: float,
+) -> int:
+    """Runs `tfdp bench links`; returns the exit code.
+
+    Args:
+      repeats: figures for each arm.
+      quick: few processes, which shows only that it runs.
+      json_path: also write all figures here.
+      plot_path: also draw them here, as an HTML page.
+      timeout_seconds: the most that one number of processes may take.
+    """
+    machine, load_before = describe_machine(), os.getloadavg()[0]
+    print(
+        f"float32 sums over sockets; {machine['processor']}, "
+        f"{machine['usable_cores']} usable cores; median (quartiles) of {repeats} "
+        f"repeats of {CALLS} sums; processor: of all workers together, which other "
+        "programs change less\n\n" + COLUMNS.format(*TITLES),
+        flush=True,
+    )
+    rows: list[dict[str, Any]] = []
+    for workers in QUICK_WORKERS if quick else WORKERS:
+        try:
+            found = _measure(
+                workers,
+                QUICK_ELEMENTS if quick else ELEMENTS,
+                repeats,
+                timeout_seconds,
+            )
+        except BenchmarkError as error:
+            print(f"{workers:>7} failed: {error}", flush=True)
+            return 1
+        rows.append(found)
+        print("\n".join(_lines(found)), flush=True)
+    load_after = os.getloadavg()[0]
+    print(f"load of the machine before {load_before:.1f}, after {load_after:.1f}")
+    if json_path:
+        write_json(json_path, {"suite": "links", "machine": machine, "rows": rows})
+    if plot_path:
+        with replaced(plot_path) as half_written:
+            half_written.write_text(_page(rows), "utf-8")
+    return 0
+
+
+def _measure(
+    workers: int, elements: Sequence[int], repeats: int, timeout_seconds: float
+) -> dict[str, Any]:
+    """What the slowest worker took of everything, and what worker 0 says of itself.
+
+    Raises:
+      BenchmarkError: saying why there are no figures.
+    """
+    # Forked where that is possible: as light as a process of Python can be.
+    methods = multiprocessing.get_all_start_methods()
+    context: Any = multiprocessing.get_context("fork" if "fork" in methods else "spawn")
+    request = LinkRequest(
+        workers,
+        join_address(LOOPBACK, free_port()),
+        secrets.token_bytes(32),
+        tuple(elements),
+        repeats,
+        CALLS,
+    )
+    pipes = [context.Pipe(duplex=False) for _ in range(workers)]
+    processes = [
+        context.Process(target=measure_links, args=(rank, request, pipe[1]))
+        for rank, pipe in enumerate(pipes)
+    ]
+    deadline = time.monotonic() + timeout_seconds
+    try:
+        for process in processes:
+            process.start()
+        answers = []
+        for receive, _ in pipes:
+            if not receive.poll(max(deadline - time.monotonic(), 0.0)):
+                raise BenchmarkError(f"no figures within {timeout_seconds:g} s")
+            answers.append(receive.recv())
+    finally:
+        until = time.monotonic() + GOODBYE_SECONDS
+        for process in processes:
+            if process.pid is not None:
+                process.join(max(until - time.monotonic(), 0.0))
+                process.kill()
+                process.join()
+    errors = [answer for answer in answers if isinstance(answer, str)]
+    if errors:
+        raise BenchmarkError(errors[0])
+    return _slowest(workers, answers)
+
+
+def _slowest(workers: int, answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    first = answers[0]
+
+    def at_once(key: str, of_all: Callable[[Sequence[float]], float]) -> Any:
+        return {
+            size: {
+                arm: list(
+                    map(of_all, zip(*_each(answers, key, size, arm), strict=True))
+                )
+                for arm in ARMS
+            }
+            for size in first[key]
+        }
+
+    barriers = zip(*(each["barrier_seconds"] for each in answers), strict=True)
+    return {
+        **first,
+        "workers": workers,
+        "meeting_seconds": max(each["meeting_seconds"] for each in answers),
+        "barrier_seconds": list(map(max, barriers)),
+        "sum_seconds": at_once("sum_seconds", max),
+        "processor_seconds": at_once("processor_seconds", sum),
+        "threads": max(each["threads"] for each in answers),
+        "connections": max(each["connections"] for each in answers),
+    }
+
+
+def _each(
+    answers: Sequence[dict[str, Any]], key: str, size: str, arm: str
+) -> list[list[float]]:
+    return [answer[key][size][arm] for answer in answers]
+
+
+def _lines(found: dict[str, Any]) -> list[str]:
+    workers, lines = found["workers"], []
+    for size, by_arm in found["sum_seconds"].items():
+        way = found["ways"][size]
+        busy = found["processor_seconds"][size]
+        middle = [1000 * statistics.median(busy[arm]) for arm in ARMS]
+        lines.append(
+            COLUMNS.format(
+                workers,
+                4 * int(size),
+                way,
+                f"{rounds('ring', workers)} -> {rounds(way, workers)}",
+                *(_milliseconds(by_arm[arm]) for arm in ARMS),
+                _middle_ratio(by_arm),
+                " -> ".join(f"{milliseconds:.3g}" for milliseconds in middle),
+                _middle_ratio(busy),
+            )
+        )
+    lines.append(
+        f"        barrier {_milliseconds(found['barrier_seconds'])} ms; all met after "
+        f"{found['meeting_seconds']:.2f} s; of a worker at most {found['threads']} "
+        f"threads, {found['connections']} connections"
+    )
+    return lines
+
+
+def _middle_ratio(by_arm: dict[str, list[float]]) -> str:
+    ring, chosen = (by_arm[arm] for arm in ARMS)
+    ratios = [slow / fast for slow, fast in zip(ring, chosen, strict=True)]
+    return f"{statistics.median(ratios):.2f}"
+
+
+def _milliseconds(seconds: Sequence[float]) -> str:
+    of = spread([1000 * each for each in seconds])
+    return f"{of.median:.3g} ({of.lower_quartile:.3g} .. {of.upper_quartile:.3g})"
+
+
+def _page(rows: Sequence[dict[str, Any]]) -> str:
+    panels = {
+        f"milliseconds of a sum of {4 * int(size):,} bytes": {
+            arm: [
+                1000 * statistics.median(row["sum_seconds"][size][arm]) for row in rows
+            ]
+            for arm in ARMS
+        }
+        for size in rows[0]["sum_seconds"]
+    }
+    return draw_page(
+        panels,
+        "Small sums over processes of one machine",
+        places=[str(row["workers"]) for row in rows],
+        place_name="processes",
+    )

@@ -1,0 +1,67 @@
+"""How fast a link is while all workers use it: the latency and the rate.
+
+Everybody sends to each of its neighbours and waits for each of those that send to it,
+as in a sum: some times little, then more. Workers that share cores wait for each other
+there, and so they will in a sum.
+"""
+
+from __future__ import annotations
+
+import statistics
+import struct
+import time
+from collections.abc import Sequence
+
+import numpy as np
+
+from tfdp.hosts.doubling import End, gather_blobs
+from tfdp.plan.sum_ways import LinkSpeed
+
+__all__ = ["agreed_speed"]
+
+SHORT_BYTES, SHORT_REPEATS = 64, 5
+LONG_BYTES, LONG_REPEATS = 1 << 16, 3
+SPEED = struct.Struct("<dd")
+# Of a clock that did not move.
+LEAST_SECONDS = 1e-7
+
+
+def agreed_speed(ends: Sequence[End], rank: int, workers: int) -> LinkSpeed:
+    """The medians of what the workers measure, all at once; the same on all of them.
+
+    Args:
+      ends: the connections to the neighbours, see `tfdp.hosts.doubling`.
+      rank, workers: this worker; how many there are.
+
+    Raises:
+      ValueError: when what a worker says is no speed.
+
+    Cost: 6 messages of 64 bytes and 4 of 64 KiB to each neighbour, and a gather.
+    """
+    own = _measured_speed(ends)
+    blob = SPEED.pack(own.latency_seconds, own.bytes_per_second)
+    blobs = gather_blobs(blob, rank, workers, SPEED.size, ends)
+    numbers = [SPEED.unpack(each) for each in blobs]
+    if not all(0 < number < float("inf") for pair in numbers for number in pair):
+        raise ValueError("what a worker has measured of the link is no speed")
+    return LinkSpeed.middle_of([LinkSpeed(*pair) for pair in numbers])
+
+
+def _measured_speed(ends: Sequence[End]) -> LinkSpeed:
+    short = _seconds_of_a_round(ends, SHORT_BYTES, SHORT_REPEATS)
+    long = _seconds_of_a_round(ends, LONG_BYTES, LONG_REPEATS)
+    # With its latency: on a fast link the rate is too low by half, and never absurd.
+    return LinkSpeed(short, LONG_BYTES / long)
+
+
+def _seconds_of_a_round(ends: Sequence[End], size_bytes: int, repeats: int) -> float:
+    sent, came = np.zeros((2, size_bytes), np.uint8)
+    seconds = []
+    for _ in range(1 + repeats):
+        start = time.perf_counter()
+        for end in ends:
+            end.send(sent)
+            end.fill(came)
+        seconds.append((time.perf_counter() - start) / len(ends))
+    # In the first one workers wait for those that met last.
+    return max(statistics.median(seconds[1:]), LEAST_SECONDS)
