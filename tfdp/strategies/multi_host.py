@@ -19,6 +19,7 @@ from tfdp.data.hosts import own_part, until_all_end
 from tfdp.data.seeds import agree_on_seed, seed_to_share
 from tfdp.errors import ConfigurationError, DeviceError
 from tfdp.exchange.host_group import HostGroup
+from tfdp.exchange.living_pipeline import LivingPipeline
 from tfdp.exchange.pipeline import GradientPipeline
 from tfdp.exchange.two_level_collectives import (
     meet_by_collectives,
@@ -27,6 +28,7 @@ from tfdp.hosts import last_words
 from tfdp.hosts.alike import refuse_differences
 from tfdp.hosts.choose_link import make_link
 from tfdp.hosts.host_link import HostLink
+from tfdp.hosts.living_hosts import LivingHosts
 from tfdp.hosts.python_calls import let_calls_end_at_exit
 from tfdp.plan.communication import (
     Communication,
@@ -47,6 +49,7 @@ from tfdp.strategies.devices import (
 from tfdp.strategies.hierarchical import HierarchicalAllReduce
 from tfdp.strategies.host_engines import engine_across
 from tfdp.strategies.keras_backend import check_keras_backend
+from tfdp.strategies.living import join_living_hosts, own_share, refuse_exchange
 from tfdp.strategies.multi_host_extended import MultiHostExtended
 from tfdp.strategies.versions import warn_of_unchecked_versions
 from tfdp.strategies.worker_settings import policies_of, settings_of
@@ -131,6 +134,8 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
         )
         # None for a single worker, which exchanges nothing.
         self._group: HostGroup | None = None
+        #: This host among others that may die and come back (`min_hosts`).
+        self.living: LivingHosts | None = None
         if devices_per_host is None:
             devices_per_host = found.devices_per_worker
         self._requested_devices = devices_per_host
@@ -146,7 +151,9 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
             )
             self._cluster_resolver = resolver_of(
                 found,
-                ["localhost"] if self._group is None else self._group.link.hosts,
+                ["localhost"] * found.workers
+                if self._group is None
+                else self._group.link.hosts,
                 self.extended.worker_devices,
             )
         except BaseException:
@@ -160,7 +167,9 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
         communication = uncompressed(communication)
         if self.cluster.workers > 1:
             # It reduces within this host only; what is between hosts is not for it.
-            communication = dataclasses.replace(communication, engine="auto")
+            communication = dataclasses.replace(
+                communication, engine="auto", min_hosts=None
+            )
         return HierarchicalAllReduce(communication)
 
     def _own_devices(
@@ -175,6 +184,13 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
             add_waiting_thread()
         if not tf.config.list_physical_devices("GPU") and count is not None:
             use_virtual_devices(count)
+        is_living = communication.min_hosts is not None
+        if is_living and (sharding.stage or sharding.offloads):
+            raise ConfigurationError(
+                "Communication(min_hosts=...) is for hosts that train apart (sync=), "
+                "and with shard= replicas of all hosts have to be there. Leave one of "
+                "the two out."
+            )
         if self.cluster.workers > 1 and communication.engine == "tensorflow":
             if sharding.stage and sharding.group == "all":
                 raise ConfigurationError(
@@ -200,7 +216,12 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
         cross_device_ops: tf.distribute.CrossDeviceOps,
         draws_per_replica: bool,
     ) -> Any:
-        if self.cluster.workers == 1:
+        if self.cluster.workers > 1 and communication.min_hosts is not None:
+            settings = settings_of(self, devices, communication, draws_per_replica)
+            self.living = join_living_hosts(self.cluster, communication, settings)
+            let_calls_end_at_exit()
+            atexit.register(self.close)
+        if self.cluster.workers == 1 or self.living is not None:
             return super()._make_extended(
                 devices, communication, cross_device_ops, draws_per_replica
             )
@@ -239,6 +260,13 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
             sum_over_hosts=lambda arrays: group.sum_arrays(arrays, "eager sum"),
         )
 
+    def _make_pipeline(
+        self, pipeline: GradientPipeline, communication: Communication
+    ) -> GradientPipeline:
+        if self.living is None:
+            return super()._make_pipeline(pipeline, communication)
+        return LivingPipeline(pipeline.engine, communication, self.living)
+
     @property
     def cluster_resolver(self) -> tf.distribute.cluster_resolver.ClusterResolver:
         """This worker's `task_type` and `task_id`, as TensorFlow's programs ask."""
@@ -246,8 +274,8 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
 
     @property
     def hosts(self) -> int:
-        """How many processes train together."""
-        return self.cluster.workers
+        """How many processes make each step together."""
+        return 1 if self.living is not None else self.cluster.workers
 
     @property
     def shard_group(self) -> str:
@@ -275,6 +303,8 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
 
     def barrier(self, label: str = "barrier") -> None:
         """Waits until every host has come here."""
+        if self.living is not None:
+            refuse_exchange(label)
         if self._group is not None:
             self._group.barrier(label)
 
@@ -282,10 +312,15 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
         """Says goodbye to the other hosts; the process may then end or go on alone."""
         if self._group is not None:
             self._group.close()
+        if self.living is not None:
+            self.living.close()
         atexit.unregister(self.close)
 
     def _part_of_host(self, dataset: Any) -> Any:
         """This host's rows of every global batch."""
+        if self.living is not None:
+            self._lead_fit(frames.fit_of_caller())
+            return own_share(dataset, self.cluster, self.living)
         if self._group is None or not isinstance(dataset, tf.data.Dataset):
             return dataset
         fit = frames.fit_of_caller()
@@ -311,12 +346,17 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
         self, dataset_fn: Callable, options: Any = None
     ) -> Any:
         """As in TensorFlow; hosts that run out of data go on with empty batches."""
-        if self._group is None:
+        if self._group is None and self.living is None:
             return super().distribute_datasets_from_function(dataset_fn, options)
-        link = self._group.link
+        workers, here = self.cluster.workers, len(self.extended.worker_devices)
         context = tf.distribute.InputContext(
-            self.hosts, self.cluster.rank, self.num_replicas_in_sync
+            workers, self.cluster.rank, workers * here
         )
+        if self._group is None:
+            return super().distribute_datasets_from_function(
+                lambda _: dataset_fn(context), options
+            )
+        link = self._group.link
         return super().distribute_datasets_from_function(
             lambda _: until_all_end(dataset_fn(context), link), options
         )
@@ -389,8 +429,12 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
 
     def from_chief(self, value: np.ndarray, label: str = "value") -> np.ndarray:
         """Worker 0's array, on every host; see `DataParallelStrategy.from_chief`."""
+        if self.living is not None:
+            refuse_exchange(label)
         return value if self._group is None else self._group.from_chief(value, label)
 
     def gather_bytes(self, blob: bytes, label: str) -> list[bytes]:
         """Every worker's `blob`, by rank; see `ReplicaContextStrategy`."""
+        if self.living is not None:
+            refuse_exchange(label)
         return [blob] if self._group is None else self._group.link.gather(blob, label)
