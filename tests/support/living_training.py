@@ -20,6 +20,7 @@ import numpy as np
 
 import tfdp
 from tests.support.apart import linear_model, regression_data, sgd
+from tfdp.hosts.living_meeting import Meeting
 
 ROWS, BATCH, EVERY = 96, 24, 4  # four steps in an epoch: a meeting at its end
 
@@ -65,6 +66,7 @@ class Notes(keras.callbacks.Callback):
             "time": time.time(),
             "seconds": time.monotonic() - self.start,
             "update": self.update,
+            "batch": batch,
             "hash": state.hexdigest(),
             "outer": outer.tolist(),
             "local": local,
@@ -76,6 +78,29 @@ class Notes(keras.callbacks.Callback):
             file.write(json.dumps(line) + "\n")
 
 
+def die_in_meeting(folder, rank, plan):
+    """Lets this process kill itself within a meeting.
+
+    Args:
+      plan: `0@20@before:_decide`: worker 0, after update 20, before it decides.
+    """
+    who, update, where = plan.split("@")
+    when, name = where.split(":")
+    if who != str(rank) or list(folder.glob(f"died.{rank}")):
+        return
+    original = getattr(Meeting, name)
+
+    def dying(meeting, *arguments):
+        is_now = meeting._update == int(update)
+        results = original(meeting, *arguments) if when == "after" else None
+        if is_now:
+            (folder / f"died.{rank}").write_text(str(os.getpid()))
+            os.kill(os.getpid(), signal.SIGKILL)
+        return results if when == "after" else original(meeting, *arguments)
+
+    setattr(Meeting, name, dying)
+
+
 def main(folder, epochs, *plans):
     plans = dict(plan.split("=", 1) for plan in plans)
     folder = pathlib.Path(folder)
@@ -84,6 +109,8 @@ def main(folder, epochs, *plans):
         silence_seconds=float(plans.get("silence", 4)),
         timeout_seconds=float(plans.get("timeout", 60)),
     )
+    if "in_meeting" in plans:
+        die_in_meeting(folder, int(os.environ["TFDP_RANK"]), plans["in_meeting"])
     strategy = tfdp.MultiHostDataParallelStrategy(communication=communication)
     with strategy.scope():
         model = linear_model()

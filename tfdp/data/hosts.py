@@ -40,9 +40,7 @@ def own_part(
       CollectiveError: when the dataset is read and the hosts' first batches, numbers
         of batches or policies differ; see `same_batches`.
     """
-    return rows_of_place(
-        same_batches(dataset, link, policies), link.rank, link.workers
-    )
+    return rows_of_place(same_batches(dataset, link, policies), link.rank, link.workers)
 
 
 def rows_of_place(dataset: tf.data.Dataset, rank: int, hosts: int) -> tf.data.Dataset:

@@ -276,9 +276,7 @@ class LivingHosts:
             time.sleep(RETRY_SECONDS)
         raise WorkerLostError(f"Worker {self.rank} was closed while it waited.")
 
-    def _receive_state(
-        self, leader: int, arrays: list[np.ndarray]
-    ) -> list[np.ndarray]:
+    def _receive_state(self, leader: int, arrays: list[np.ndarray]) -> list[np.ndarray]:
         company = self._company
 
         def look() -> bool:

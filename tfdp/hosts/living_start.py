@@ -163,7 +163,8 @@ class Reception:
         return (
             f"Not all {self._company.workers} workers came together: "
             f"{name_workers(missing)} did not arrive at worker 0 in time. See their "
-            "output; check that they can reach the coordinator's address." + self._refusal
+            "output; check that they can reach the coordinator's address."
+            + self._refusal
         )
 
 
@@ -239,9 +240,9 @@ def _ask_for_group(company: Company, words: Any, deadline: float) -> list[int]:
 def _nobody_there(company: Company, error: Exception) -> str:
     host, port = company.coordinator
     return (
-        f"Worker {company.rank} found no worker 0 of its job at {host}:{port}: {error}. "
-        "Start worker 0 with the same settings (Communication(min_hosts=...) as well) "
-        "and the same TFDP_JOB_KEY; check the address and the firewall. While worker 0 "
+        f"Worker {company.rank} found no worker 0 of its job at {host}:{port}: "
+        f"{error}. Start worker 0 with the same settings (min_hosts as well) and the "
+        "same TFDP_JOB_KEY; check the address and the firewall. While worker 0 "
         "is away nobody can come in."
     )
 

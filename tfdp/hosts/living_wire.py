@@ -102,9 +102,7 @@ def terms_of_arrays(arrays: Sequence[np.ndarray]) -> str:
     return hashlib.sha256(json.dumps(like).encode()).hexdigest()
 
 
-def knock(
-    address: tuple[str, int], secret: bytes, hello: LivingHello
-) -> socket.socket:
+def knock(address: tuple[str, int], secret: bytes, hello: LivingHello) -> socket.socket:
     """One try to be let in at a door, of a second or two.
 
     Raises:
@@ -114,9 +112,7 @@ def knock(
     return dial(address, secret, PURPOSE, lambda _: words, time.monotonic())
 
 
-def ask(
-    address: tuple[str, int], secret: bytes, hello: LivingHello
-) -> dict[str, Any]:
+def ask(address: tuple[str, int], secret: bytes, hello: LivingHello) -> dict[str, Any]:
     """The line with which a door answers.
 
     Raises:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from typing import Any, Literal
 
 from tfdp.checks import is_number, is_whole
 from tfdp.errors import ConfigurationError
@@ -252,7 +252,9 @@ def refuse_idle_options(communication: Communication, hosts: int) -> None:
     """
     if hosts > 1 and communication.compression and communication.link_dtype:
         communication.compression.refuse_selection()
-    reasons = dict(ON_ONE_HOST if hosts == 1 else ON_SEVERAL_HOSTS)
+    reasons: dict[str, tuple[tuple[Any, ...], str]] = dict(
+        ON_ONE_HOST if hosts == 1 else ON_SEVERAL_HOSTS
+    )
     if hosts > 1 and communication.min_hosts is not None:
         reasons |= ON_LIVING_HOSTS
         reasons["min_hosts"] = (

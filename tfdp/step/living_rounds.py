@@ -28,7 +28,7 @@ ALLOWED = {
     "fragments": (1, "a host comes in when all weights have met"),
     "overlap_steps": (0, "what is on its way could be lost with a host"),
     "mixing": (None, "a host comes in with the outer weights"),
-    "compression": (None, "what a method keeps of one meeting is owed to the same hosts"),
+    "compression": (None, "what a method keeps back is owed to the same hosts"),
 }
 
 

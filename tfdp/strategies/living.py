@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from tfdp._private import frames
@@ -53,7 +54,7 @@ def join_living_hosts(
         settings=settings,
         seed=[int(part) for part in seed_to_share()],
     )
-    agree_on_seed(hosts.seed)
+    agree_on_seed(np.array(hosts.seed))
     return hosts
 
 

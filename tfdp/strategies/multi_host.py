@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdp._private import frames, names
-from tfdp._private.autograph import library_code
+from tfdp._private import frames
 from tfdp._private.keras_loops import lead_loop
 from tfdp.checks import is_whole
 from tfdp.cluster import Cluster, find_cluster
@@ -51,15 +50,14 @@ from tfdp.strategies.host_engines import engine_across
 from tfdp.strategies.keras_backend import check_keras_backend
 from tfdp.strategies.living import join_living_hosts, own_share, refuse_exchange
 from tfdp.strategies.multi_host_extended import MultiHostExtended
+from tfdp.strategies.sums_over_hosts import SumsOverHosts
 from tfdp.strategies.versions import warn_of_unchecked_versions
 from tfdp.strategies.worker_settings import policies_of, settings_of
-from tfdp.tracing.keras_steps import is_predict_step
-from tfdp.tracing.run import ReplicaRun
 
 __all__ = ["MultiHostDataParallelStrategy"]
 
 
-class MultiHostDataParallelStrategy(DataParallelStrategy):
+class MultiHostDataParallelStrategy(SumsOverHosts, DataParallelStrategy):
     """Trains one model on the devices of several processes, one process per host.
 
     With H hosts of D replicas each, N = H D, every step computes what one device
@@ -132,8 +130,6 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
         sharding = sharding_of(
             shard, group=shard_group, min_bytes=shard_min_bytes, offload=offload
         )
-        # None for a single worker, which exchanges nothing.
-        self._group: HostGroup | None = None
         #: This host among others that may die and come back (`min_hosts`).
         self.living: LivingHosts | None = None
         if devices_per_host is None:
@@ -349,9 +345,7 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
         if self._group is None and self.living is None:
             return super().distribute_datasets_from_function(dataset_fn, options)
         workers, here = self.cluster.workers, len(self.extended.worker_devices)
-        context = tf.distribute.InputContext(
-            workers, self.cluster.rank, workers * here
-        )
+        context = tf.distribute.InputContext(workers, self.cluster.rank, workers * here)
         if self._group is None:
             return super().distribute_datasets_from_function(
                 lambda _: dataset_fn(context), options
@@ -360,72 +354,6 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
         return super().distribute_datasets_from_function(
             lambda _: until_all_end(dataset_fn(context), link), options
         )
-
-    def _reduce_values(self, reduce_op: Any, value: Any, axis: int | None) -> Any:
-        """Reduces over the replicas of all hosts."""
-        group = self._group
-        if group is None:
-            return super()._reduce_values(reduce_op, value, axis)
-        is_mean = str(getattr(reduce_op, "value", reduce_op)).upper() == "MEAN"
-        if is_mean and axis is not None:
-            total = self._reduce_values("SUM", value, axis)
-            counts = tf.nest.map_structure(
-                lambda v: group.sum(self._local_length(v, axis)), value
-            )
-            return tf.nest.map_structure(
-                lambda t, n: t / tf.cast(n, t.dtype), total, counts
-            )
-        local = super()._reduce_values(reduce_op, value, axis)
-        total = tf.nest.map_structure(
-            lambda v: group.sum(tf.convert_to_tensor(v)), local
-        )
-        if not is_mean:
-            return total
-        return tf.nest.map_structure(lambda t: t / self.hosts, total)
-
-    @library_code
-    def gather(self, value: Any, axis: int) -> Any:
-        """Joins the values of all replicas by rank; see `tf.distribute.Strategy`."""
-        local = super().gather(value, axis)
-        group = self._group
-        if group is None:
-            return local
-        return tf.nest.map_structure(lambda t: group.gather(t, axis), local)
-
-    @property
-    def _sum_of_logs(self) -> Callable[[tf.Tensor], tf.Tensor] | None:
-        return None if self._group is None else self._group.sum
-
-    def _local_length(self, value: Any, axis: int) -> tf.Tensor:
-        parts = self.experimental_local_results(value)
-        return tf.add_n([tf.cast(tf.shape(part)[axis], tf.int64) for part in parts])
-
-    def _complete_run(self, run: ReplicaRun) -> None:
-        """Counts the samples of all hosts, in cross-replica context."""
-        # Where hosts train apart, the others' samples do not matter.
-        if self._group is None or run.is_local:
-            return
-        run.replicas = self.num_replicas_in_sync
-        if run.counts is not None:
-            run.spans_hosts = True
-            total = tf.cast(run.total, tf.int32)
-            run.total = self._group.sum(total, "number of samples")
-
-    def _complete_result(self, fn: Callable, result: Any) -> Any:
-        """All hosts' rows where Keras is about to join those of this host."""
-        group = self._group
-        if group is None or not is_predict_step(fn):
-            return result
-        return tf.nest.map_structure(lambda v: self._all_rows(v, group), result)
-
-    def _all_rows(self, value: Any, group: HostGroup) -> Any:
-        parts = self.experimental_local_results(value)
-        if parts[0].shape.rank == 0:
-            return value
-        rows = group.gather(tf.concat(parts, axis=0))
-        if len(parts) == 1:
-            return rows
-        return names.PerReplica((rows, *(part[:0] for part in parts[1:])))
 
     def from_chief(self, value: np.ndarray, label: str = "value") -> np.ndarray:
         """Worker 0's array, on every host; see `DataParallelStrategy.from_chief`."""
