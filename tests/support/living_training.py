@@ -3,15 +3,14 @@
     python -m tests.support.living_training FOLDER EPOCHS [WHAT=...]
 
 Under TFDP_* variables every worker trains, and appends a line to FOLDER/RANK.PID.jsonl
-for each meeting: what it brought, what came out, who was present. What happens is said
-by arguments such as `die=1@8` (worker 1 kills itself before its update 8).
+for each batch: the update, a hash of the outer weights, who was present. For what
+happens meanwhile see `tests.support.living_faults`.
 """
 
 import hashlib
 import json
 import os
 import pathlib
-import signal
 import sys
 import time
 
@@ -20,7 +19,7 @@ import numpy as np
 
 import tfdp
 from tests.support.apart import linear_model, regression_data, sgd
-from tfdp.hosts.living_meeting import Meeting
+from tests.support.living_faults import Faults
 
 ROWS, BATCH, EVERY = 96, 24, 4  # four steps in an epoch: a meeting at its end
 
@@ -31,19 +30,12 @@ class Notes(keras.callbacks.Callback):
     def __init__(self, folder, strategy, plans):
         super().__init__()
         self.strategy, self.rank = strategy, strategy.cluster.rank
-        self.plans = plans
-        self.folder = folder
+        self.faults = Faults(folder, self.rank, plans)
         self.path = folder / f"{self.rank}.{os.getpid()}.jsonl"
         self.step_seconds = float(plans.get("step_seconds", 0.05))
 
     def on_train_batch_begin(self, batch, logs=None):
-        update = self.update
-        for name, number in (("die", signal.SIGKILL), ("stop", signal.SIGSTOP)):
-            who, _, when = self.plans.get(name, "").partition("@")
-            is_first = not list(self.folder.glob(f"{name}.{self.rank}"))
-            if who == str(self.rank) and is_first and update == int(when):
-                (self.folder / f"{name}.{self.rank}").write_text(str(os.getpid()))
-                os.kill(os.getpid(), number)
+        self.faults.before_update(self.update)
         time.sleep(self.step_seconds)
         self.start = time.monotonic()
 
@@ -78,29 +70,6 @@ class Notes(keras.callbacks.Callback):
             file.write(json.dumps(line) + "\n")
 
 
-def die_in_meeting(folder, rank, plan):
-    """Lets this process kill itself within a meeting.
-
-    Args:
-      plan: `0@20@before:_decide`: worker 0, after update 20, before it decides.
-    """
-    who, update, where = plan.split("@")
-    when, name = where.split(":")
-    if who != str(rank) or list(folder.glob(f"died.{rank}")):
-        return
-    original = getattr(Meeting, name)
-
-    def dying(meeting, *arguments):
-        is_now = meeting._update == int(update)
-        results = original(meeting, *arguments) if when == "after" else None
-        if is_now:
-            (folder / f"died.{rank}").write_text(str(os.getpid()))
-            os.kill(os.getpid(), signal.SIGKILL)
-        return results if when == "after" else original(meeting, *arguments)
-
-    setattr(Meeting, name, dying)
-
-
 def main(folder, epochs, *plans):
     plans = dict(plan.split("=", 1) for plan in plans)
     folder = pathlib.Path(folder)
@@ -109,8 +78,6 @@ def main(folder, epochs, *plans):
         silence_seconds=float(plans.get("silence", 4)),
         timeout_seconds=float(plans.get("timeout", 60)),
     )
-    if "in_meeting" in plans:
-        die_in_meeting(folder, int(os.environ["TFDP_RANK"]), plans["in_meeting"])
     strategy = tfdp.MultiHostDataParallelStrategy(communication=communication)
     with strategy.scope():
         model = linear_model()

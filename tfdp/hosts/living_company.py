@@ -1,4 +1,4 @@
-"""The hosts of a group as one of them sees them: who answers, who is dead, who is out."""
+"""The hosts of a group as one of them sees them: alive, dead, or gone on without it."""
 
 from __future__ import annotations
 

@@ -105,6 +105,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="start all workers again after a failure, at most R times (default: 0)",
     )
     parser.add_argument(
+        "--restart",
+        choices=("all", "one"),
+        default="all",
+        help="with --max-restarts: all workers after a failure, or the one that failed "
+        "while the others go on (Communication(min_hosts=...); default: all)",
+    )
+    parser.add_argument(
         "--devices-per-worker",
         type=_integer(1),
         metavar="D",
@@ -166,6 +173,16 @@ def _refuse_what_cannot_act(options: argparse.Namespace) -> None:
         raise ConfigurationError(
             f"--workers {workers} acts when workers start again. Add --max-restarts R."
         )
+    if options.restart == "one" and (is_elastic or not options.max_restarts):
+        raise ConfigurationError(
+            "--restart one starts a worker again in its place while the others go on: "
+            "add --max-restarts R, and give one number of --workers, which stays."
+        )
+    if options.restart == "one" and options.kubernetes is not None:
+        raise ConfigurationError(
+            "--restart one is not written into manifests: Kubernetes replaces pod by "
+            "pod as it is. Leave it out."
+        )
     for name, instead in NO_RESTARTS.items():
         if options.max_restarts and getattr(options, name):
             raise ConfigurationError(
@@ -197,6 +214,7 @@ def _launch_here(options: argparse.Namespace, program: Program) -> int:
         least_workers=workers.least,
         most_restarts=options.max_restarts,
         grace_seconds=options.grace_seconds,
+        one_by_one=options.restart == "one",
     )
 
 
@@ -254,6 +272,7 @@ def _launch_over_ssh(options: argparse.Namespace, program: Program) -> int:
         least_workers=asked.least if asked is not None else len(hosts),
         most_restarts=options.max_restarts,
         grace_seconds=options.grace_seconds,
+        one_by_one=options.restart == "one",
     )
 
 
