@@ -9,6 +9,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdp._private.frames import is_building_model
+
 __all__ = ["lead_loop", "watch_loop"]
 
 InWords = Callable[[], str]
@@ -72,8 +74,13 @@ def watch_loop(
     epochs = itertools.count(first_epoch)
 
     def watched() -> Iterator[Any]:
-        epoch = next(epochs)
+        # To build a model Keras begins an epoch, and leaves it after its first batch.
+        is_epoch = not is_building_model()
+        epoch = next(epochs) if is_epoch else first_epoch
         for begin, end, iterator in type(loop)._enumerate_iterator(loop):
+            if not is_epoch:
+                yield begin, end, iterator
+                continue
             if not before_step(epoch, begin):
                 return
             yield begin, end, iterator

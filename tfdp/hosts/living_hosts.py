@@ -28,7 +28,6 @@ each once for every host that is lost.
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
 import socket
 import sys
@@ -39,22 +38,19 @@ from typing import Any
 
 import numpy as np
 
-from tfdp.errors import CollectiveError, WorkerLostError
+from tfdp.errors import WorkerLostError
 from tfdp.hosts.listeners import listen_at
 from tfdp.hosts.living_company import Company, LeftOutError
 from tfdp.hosts.living_door import Guest, LivingDoor
+from tfdp.hosts.living_entrance import (
+    give_state,
+    receive_state,
+    wait_for_beginners,
+)
 from tfdp.hosts.living_meeting import Meeting
 from tfdp.hosts.living_start import Reception, begin_at_worker_0, find_leader
 from tfdp.hosts.living_view import View
-from tfdp.hosts.living_wire import (
-    Patience,
-    PeerLostError,
-    Watched,
-    knock,
-    tell_and_close,
-    terms_of_arrays,
-)
-from tfdp.hosts.messages import checked_integer
+from tfdp.hosts.living_wire import knock
 from tfdp.hosts.rendezvous import parse_address
 from tfdp.hosts.wire import read_line
 
@@ -65,7 +61,6 @@ MET, GIVES, LEFT_OUT = 0, 1, 2
 
 KNOCK_SECONDS = 1.0
 RETRY_SECONDS = 0.25
-MOST_COUNT = 2**62
 Arrays = Sequence[np.ndarray]
 
 
@@ -194,10 +189,10 @@ class LivingHosts:
             return self._enter(mine)
         if self._begins:
             self._begins = False
-            self._to_give = self._wait_for_beginners()
+            self._to_give = wait_for_beginners(self._company, self._say)
         guests, self._to_give = self._to_give, []
         if guests:
-            self._give(guests, mine)
+            give_state(self._company, guests, mine, self._say)
         return mine
 
     def meet(self, update: int, arrays: Arrays) -> tuple[list[np.ndarray], int]:
@@ -256,8 +251,6 @@ class LivingHosts:
                 if guest is not None:
                     guest.connection.close()  # it looks for who leads now
 
-    # Who comes in.
-
     def _enter(self, arrays: list[np.ndarray]) -> list[np.ndarray]:
         company = self._company
         deadline = time.monotonic() + company.timeout_seconds
@@ -266,7 +259,14 @@ class LivingHosts:
             if leader is not None:
                 deadline = time.monotonic() + company.timeout_seconds
                 with contextlib.suppress(OSError, ValueError):
-                    return self._receive_state(leader, arrays)
+                    state = receive_state(company, leader, arrays, self._ended)
+                    members = ", ".join(map(str, company.view.members))
+                    self._say(
+                        f"worker {self.rank} comes in after update "
+                        f"{company.view.done} with the state of worker {leader}; "
+                        f"present are workers {members}"
+                    )
+                    return state
             if time.monotonic() >= deadline:
                 raise WorkerLostError(
                     f"Worker {self.rank} found no host that trains, to take the state "
@@ -275,115 +275,6 @@ class LivingHosts:
                 )
             time.sleep(RETRY_SECONDS)
         raise WorkerLostError(f"Worker {self.rank} was closed while it waited.")
-
-    def _receive_state(self, leader: int, arrays: list[np.ndarray]) -> list[np.ndarray]:
-        company = self._company
-
-        def look() -> bool:
-            answer = company.ask(leader)
-            if answer is None:
-                return False
-            if not answer.is_in or answer.leader != leader or self._ended.is_set():
-                raise PeerLostError(leader, "another one leads")
-            return True
-
-        patience = Patience(leader, company.silence_seconds, look)
-        hello = company.hello("join", arrays=arrays)
-        wire = Watched(
-            knock(company.address(leader), company.secret, hello), patience.check
-        )
-        try:
-            message = wire.hear()
-            if "refused" in message:
-                raise CollectiveError(str(message["refused"])[:4096])
-            state = [np.empty_like(array) for array in arrays]
-            wire.fill(state)
-            place = message.get("place")
-            if not isinstance(place, list) or len(place) != 2:
-                raise ValueError("no place")
-            company.adopt(message)
-            with company.changed:
-                company.view.is_in, company.view.is_told_out = True, False
-            company.view.place = (
-                checked_integer(place[0], 0, MOST_COUNT),
-                checked_integer(place[1], 0, MOST_COUNT),
-            )
-            wire.tell({"in": company.view.epoch})
-        finally:
-            wire.close()
-        members = ", ".join(map(str, company.view.members))
-        self._say(
-            f"worker {self.rank} comes in after update {company.view.done} with the "
-            f"state of worker {leader}; present are workers {members}"
-        )
-        return state
-
-    # Who gives.
-
-    def _wait_for_beginners(self) -> list[Guest]:
-        """On worker 0, before the first step: all others, but for those who died."""
-        company, guests = self._company, []
-        for rank in range(1, company.workers):
-            try:
-                guests.append(self._wait_for_beginner(rank))
-            except PeerLostError as lost:
-                self._say(f"worker {rank} is lost: {lost.reason}")
-        with company.changed:
-            view = company.view
-            view.epoch += 1
-            view.members = tuple([0, *(guest.hello.rank for guest in guests)])
-            for guest in guests:
-                view.addresses[guest.hello.rank] = guest.address
-        return guests
-
-    def _wait_for_beginner(self, rank: int) -> Guest:
-        company = self._company
-        deadline = time.monotonic() + company.timeout_seconds
-        patience = Patience(
-            rank, company.silence_seconds, lambda: company.ask(rank) is not None
-        )
-        while True:
-            with company.changed:
-                door = company.door
-                if door is not None and rank in door.joiners():
-                    guest = door.take("join", rank)
-                    if guest is not None:
-                        return guest
-                company.changed.wait(RETRY_SECONDS)
-            patience.check()
-            if time.monotonic() >= deadline:
-                raise PeerLostError(
-                    rank, f"it did not begin in {company.timeout_seconds:g} seconds"
-                )
-
-    def _give(self, guests: Sequence[Guest], arrays: list[np.ndarray]) -> None:
-        """The state, to all of them side by side."""
-        with concurrent.futures.ThreadPoolExecutor(len(guests)) as threads:
-            list(threads.map(lambda guest: self._give_one(guest, arrays), guests))
-
-    def _give_one(self, guest: Guest, arrays: list[np.ndarray]) -> None:
-        company, rank = self._company, guest.hello.rank
-        if guest.hello.terms != terms_of_arrays(arrays):
-            reason = (
-                f"Worker {rank} trains another model or another optimizer than worker "
-                f"{self.rank}. Give all workers the same."
-            )
-            tell_and_close(guest.connection, {"refused": reason})
-            self._say(reason)
-            return
-        patience = Patience(
-            rank, company.silence_seconds, lambda: company.ask(rank) is not None
-        )
-        wire = Watched(guest.connection, patience.check)
-        try:
-            wire.tell(company.agreement(list(company.view.members)))
-            wire.send(*arrays)
-            wire.hear()
-        except (OSError, ValueError) as error:
-            # It comes again, or is missed at the next meeting.
-            self._say(f"worker {rank} did not take the state over: {error}")
-        finally:
-            wire.close()
 
     def _look_for_worker_0(self) -> None:
         """While this host leads, looks whether a worker 0 has begun anew."""

@@ -97,20 +97,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--mpi what the scheduler gives); MIN:MAX with --max-restarts: as few as MIN "
         "may go on",
     )
-    parser.add_argument(
-        "--max-restarts",
-        type=_integer(0),
-        default=0,
-        metavar="R",
-        help="start all workers again after a failure, at most R times (default: 0)",
-    )
-    parser.add_argument(
-        "--restart",
-        choices=("all", "one"),
-        default="all",
-        help="with --max-restarts: all workers after a failure, or the one that failed "
-        "while the others go on (Communication(min_hosts=...); default: all)",
-    )
+    _add_restarts(parser)
     parser.add_argument(
         "--devices-per-worker",
         type=_integer(1),
@@ -144,6 +131,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "-m", dest="is_module", action="store_true", help="what follows is a module"
     )
     parser.add_argument("program", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+
+
+def _add_restarts(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--max-restarts",
+        type=_integer(0),
+        default=0,
+        metavar="R",
+        help="start all workers again after a failure, at most R times (default: 0)",
+    )
+    parser.add_argument(
+        "--restart",
+        choices=("all", "one"),
+        default="all",
+        help="with --max-restarts: all workers after a failure, or the one that failed "
+        "while the others go on (Communication(min_hosts=...); default: all)",
+    )
 
 
 def run(options: argparse.Namespace) -> int:

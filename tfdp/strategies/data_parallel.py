@@ -137,7 +137,7 @@ class DataParallelStrategy(ReplicaContextStrategy, tf.distribute.MirroredStrateg
         draws_per_replica: bool,
     ) -> DataParallelExtended:
         refuse_compressed_shards(communication, self.shard, hosts=1)
-        self._pipeline = self._make_pipeline(
+        self._pipeline = self.pipeline_of(
             cross_device_ops.pipeline(devices), communication
         )
         return DataParallelExtended(
@@ -149,7 +149,7 @@ class DataParallelStrategy(ReplicaContextStrategy, tf.distribute.MirroredStrateg
             sharding=self._sharding,
         )
 
-    def _make_pipeline(
+    def pipeline_of(
         self, pipeline: GradientPipeline, communication: Communication
     ) -> GradientPipeline:
         """What moves tensors between replicas, made of what moves them outside."""

@@ -256,11 +256,12 @@ class MultiHostDataParallelStrategy(SumsOverHosts, DataParallelStrategy):
             sum_over_hosts=lambda arrays: group.sum_arrays(arrays, "eager sum"),
         )
 
-    def _make_pipeline(
+    def pipeline_of(
         self, pipeline: GradientPipeline, communication: Communication
     ) -> GradientPipeline:
+        """What moves tensors between replicas, with the meetings of living hosts."""
         if self.living is None:
-            return super()._make_pipeline(pipeline, communication)
+            return super().pipeline_of(pipeline, communication)
         return LivingPipeline(pipeline.engine, communication, self.living)
 
     @property
