@@ -12,6 +12,7 @@ import tensorflow as tf
 import tfdp
 from tests.support.package_source import REPOSITORY
 from tests.support.stand_in_link import StandInLink
+from tests.support.stand_in_living import StandInLivingHosts
 from tests.support.tpu_stand_in import StandInStrategy
 from tfdp.errors import ConfigurationError
 from tfdp.strategies import multi_host
@@ -52,6 +53,7 @@ CELLS = [
 def nobody_else(monkeypatch):
     """Workers of their own: the others are this one, as far as the link tells."""
     monkeypatch.setattr(multi_host, "make_link", StandInLink)
+    monkeypatch.setattr(multi_host, "join_living_hosts", StandInLivingHosts)
     monkeypatch.setattr(multi_host, "meet_by_collectives", lambda link: None)
     monkeypatch.setattr(multi_host, "use_virtual_devices", lambda count: None)
     monkeypatch.setattr(multi_host.atexit, "register", lambda function: None)

@@ -8,6 +8,7 @@ it decides; `stop=` the same with SIGSTOP; `die=1@18`: between meetings, before 
 import os
 import pathlib
 import signal
+import threading
 
 from tfdp.hosts.living_meeting import Meeting
 
@@ -25,7 +26,7 @@ class Faults:
 
     def __init__(self, folder, rank, plans):
         self.folder, self.rank = pathlib.Path(folder), rank
-        self._between = []
+        self._between, self._once = [], threading.Lock()
         for name in SIGNALS:
             for number, plan in enumerate(filter(None, plans.get(name, "").split(","))):
                 mark = self.folder / f"{name}.{rank}.{number}"
@@ -44,14 +45,16 @@ class Faults:
                 self._happen(name, mark)
 
     def _happen(self, name, mark):
-        mark.write_text(str(os.getpid()))
-        os.kill(os.getpid(), SIGNALS[name])
+        with self._once:  # a leader is in a meeting with several threads
+            if not mark.exists():
+                mark.write_text(str(os.getpid()))
+                os.kill(os.getpid(), SIGNALS[name])
 
     def _within(self, name, mark, update, when, method):
         original = getattr(Meeting, method)
 
         def faulty(meeting, *arguments):
-            is_now = meeting._update == update and not mark.exists()
+            is_now = meeting._update == update
             if is_now and when == "before":
                 self._happen(name, mark)
             results = original(meeting, *arguments)
