@@ -43,7 +43,7 @@ class LivingGroup:
             "TF_CPP_MIN_LOG_LEVEL": "3",
             "TFDP_WORKERS": str(workers),
             "TFDP_COORDINATOR": f"127.0.0.1:{free_port()}",
-            "TFDP_JOB_KEY": "a key of this test only",
+            "TFDP_JOB_KEY": "a-key-of-this-test-only",
             **(variables or {}),
         }
         self._starts = 0
