@@ -132,6 +132,17 @@ def test_one_is_stopped_for_longer_than_it_may(tmp_path, who, moment):
     assert len(took_part[400]) == 3, outputs
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("who", [0, 1])
+def test_one_that_answers_and_is_late_is_left_out(tmp_path, who):
+    plans = (f"late={who}@18", "timeout=3", "step_seconds=0.05")
+    codes, took_part, left_out, outputs = run(tmp_path, 3, *plans, updates=400)
+    assert codes == [0] * 3, outputs
+    check_means(took_part)
+    assert left_out == [(20, who)] and "it was 3 seconds late" in outputs, outputs
+    assert len(took_part[400]) == 3, outputs
+
+
 def test_fewer_than_asked_for_wait_and_say_so(tmp_path):
     plans = ("die=1@18", "min_hosts=2", "timeout=3")
     codes, took_part, _, outputs = run(tmp_path, 2, *plans)

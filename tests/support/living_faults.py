@@ -1,7 +1,7 @@
 """Faults within meetings: a process that kills or stops itself at a named moment.
 
 `die=1@20@before:_decide`: worker 1 kills itself in the meeting after update 20, before
-it decides; `stop=` the same with SIGSTOP; `die=1@18`: between meetings, before update
+it decides; `stop=` the same with SIGSTOP, `late=` with a sleep of 12 s; `die=1@18`: between meetings, before update
 18. Each happens once: a file in the folder says that it has.
 """
 
@@ -9,10 +9,12 @@ import os
 import pathlib
 import signal
 import threading
+import time
 
 from tfdp.hosts.living_meeting import Meeting
 
-SIGNALS = {"die": signal.SIGKILL, "stop": signal.SIGSTOP}
+SIGNALS = {"die": signal.SIGKILL, "stop": signal.SIGSTOP, "late": None}
+LATE_SECONDS = 12.0
 
 
 class Faults:
@@ -46,8 +48,12 @@ class Faults:
 
     def _happen(self, name, mark):
         with self._once:  # a leader is in a meeting with several threads
-            if not mark.exists():
-                mark.write_text(str(os.getpid()))
+            if mark.exists():
+                return
+            mark.write_text(str(os.getpid()))
+            if SIGNALS[name] is None:
+                time.sleep(LATE_SECONDS)
+            else:
                 os.kill(os.getpid(), SIGNALS[name])
 
     def _within(self, name, mark, update, when, method):
