@@ -1,8 +1,8 @@
 """Faults within meetings: a process that kills or stops itself at a named moment.
 
 `die=1@20@before:_decide`: worker 1 kills itself in the meeting after update 20, before
-it decides; `stop=` the same with SIGSTOP, `late=` with a sleep of 12 s; `die=1@18`: between meetings, before update
-18. Each happens once: a file in the folder says that it has.
+it decides; `stop=` the same with SIGSTOP, `late=` with a sleep of 12 s. `die=1@18`:
+between meetings, before update 18. Each happens once: a file in the folder says so.
 """
 
 import os

@@ -103,7 +103,9 @@ class LivingDoor:
                 with contextlib.suppress(TimeoutError):
                     until = time.monotonic() + TURN_SECONDS
                     connection, host, hello = self._door.next_worker(until)
-                    self._receive(Guest(connection, hello, (host, hello.port)))
+                    guest = Guest(connection, hello, (host, hello.port))
+                    with contextlib.suppress(OSError, ValueError):
+                        self._receive(guest)
 
     def _receive(self, guest: Guest) -> None:
         hello, view = guest.hello, self._view

@@ -277,22 +277,28 @@ class LivingHosts:
         raise WorkerLostError(f"Worker {self.rank} was closed while it waited.")
 
     def _look_for_worker_0(self) -> None:
-        """While this host leads, looks whether a worker 0 has begun anew."""
+        """While this host leads all others, looks whether a worker 0 has begun anew."""
         company = self._company
         while not self._ended.wait(KNOCK_SECONDS):
             with company.changed:
                 view = company.view
-                leads = view.is_in and min(view.members, default=0) == self.rank
+                others = [rank for rank in view.members if rank != 0]
+                leads = view.is_in and min(others, default=None) == self.rank
             if not leads:
                 continue
             try:
+                if 0 in view.members:
+                    answer = company.ask(0)
+                    if answer is None or answer.session:
+                        continue
+                    company.drop(0)  # another process listens in its place
                 with knock(
                     company.coordinator, company.secret, company.hello("lives")
                 ) as connection:
-                    answer = read_line(connection, time.monotonic() + KNOCK_SECONDS)
+                    message = read_line(connection, time.monotonic() + KNOCK_SECONDS)
             except (OSError, ValueError):
                 continue
-            if answer.get("is_out") is True:
+            if message.get("is_out") is True:
                 with company.changed:
                     view.is_told_out = True
 

@@ -38,6 +38,8 @@ __all__ = [
 PURPOSE = "living"
 KINDS = ("start", "lives", "ask", "drop", "come", "join")
 LOOK_SECONDS = 1.0
+# Until a refused connection is tried once more.
+REFUSED_SECONDS = 0.1
 # What one try to ask may count for at most: a host that was stopped itself has missed
 # nothing of the others.
 MOST_SECONDS_OF_A_TRY = 3.0
@@ -137,7 +139,8 @@ class Patience:
     def __init__(self, rank: int, silence_seconds: float, look: Callable[[], bool]):
         self._rank, self._silence_seconds, self._look = rank, silence_seconds, look
         self._silent_seconds = 0.0
-        self._refusals = 0
+        #: When the last try failed; None: it did not.
+        self._failed_at: float | None = None
 
     def check(self) -> None:
         """Asks once.
@@ -146,25 +149,30 @@ class Patience:
           PeerLostError: it has died, or was silent for too long.
         """
         start = time.monotonic()
-        try:
-            if self._look():
-                self._silent_seconds, self._refusals = 0.0, 0
-                return
-        except ConnectionRefusedError:
-            self._refusals += 1
-            if self._refusals > 1:
-                raise PeerLostError(self._rank, "its process has ended") from None
-        tried = time.monotonic() - start
-        if tried < LOOK_SECONDS / 4:
+        since = start if self._failed_at is None else self._failed_at
+        if self._answers():
+            self._silent_seconds, self._failed_at = 0.0, None
+            return
+        if time.monotonic() - start < LOOK_SECONDS / 4:
             time.sleep(LOOK_SECONDS / 4)
-        seconds = time.monotonic() - start
-        self._silent_seconds += min(seconds, MOST_SECONDS_OF_A_TRY)
+        self._failed_at = time.monotonic()
+        self._silent_seconds += min(self._failed_at - since, MOST_SECONDS_OF_A_TRY)
         if self._silent_seconds >= self._silence_seconds:
             raise PeerLostError(
                 self._rank,
                 f"it was silent for {self._silence_seconds:g} seconds (its process is "
                 "stopped, or its machine cannot be reached)",
             )
+
+    def _answers(self) -> bool:
+        for is_last in (False, True):
+            try:
+                return self._look()
+            except ConnectionRefusedError:
+                if is_last:
+                    raise PeerLostError(self._rank, "its process has ended") from None
+                time.sleep(REFUSED_SECONDS)
+        return False
 
 
 class Watched:
