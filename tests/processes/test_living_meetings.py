@@ -17,6 +17,8 @@ SILENCE_SECONDS = 2.0
 # take to run processes.
 SLACK_SECONDS = 20.0
 UPDATES = 40
+# Workers, and which of them dies.
+MORE = [(2, 1), (3, 0), (3, 1)]
 
 
 def check(group):
@@ -57,6 +59,7 @@ def run(folder, workers, *plans, updates=UPDATES, **options):
         return codes, *check(group), group.outputs()
 
 
+@pytest.mark.slow
 def test_all_present_all_the_time(tmp_path):
     codes, took_part, left_out, outputs = run(tmp_path, 3)
     assert codes == [0] * 3, outputs
@@ -65,7 +68,8 @@ def test_all_present_all_the_time(tmp_path):
     assert all(sorted(ranks) == [0, 1, 2] for ranks in took_part.values()), outputs
 
 
-@pytest.mark.parametrize("who", [0, 1])
+@pytest.mark.worth_seconds(20)
+@pytest.mark.parametrize("who", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_one_dies_between_meetings_and_the_others_go_on(tmp_path, who):
     codes, took_part, _, outputs = run(tmp_path, 3, f"die={who}@18")
     assert codes == [-9 if rank == who else 0 for rank in range(3)], outputs
@@ -76,8 +80,11 @@ def test_one_dies_between_meetings_and_the_others_go_on(tmp_path, who):
         assert sorted(took_part[update]) == expected, outputs
 
 
-@pytest.mark.parametrize("who", [0, 1])
-@pytest.mark.parametrize("workers", [2, 3])
+@pytest.mark.worth_seconds(40)
+@pytest.mark.parametrize(
+    ("workers", "who"),
+    [(2, 0), *(pytest.param(*row, marks=pytest.mark.slow) for row in MORE)],
+)
 def test_one_dies_and_comes_back(tmp_path, who, workers):
     plans = (f"die={who}@18", "step_seconds=0.05")
     codes, took_part, _, outputs = run(
@@ -105,7 +112,15 @@ MOMENTS = [
 ]
 
 
-@pytest.mark.parametrize(("who", "moment"), MOMENTS)
+def slow_but(quick, rows):
+    return [
+        row if row == quick else pytest.param(*row, marks=pytest.mark.slow)
+        for row in rows
+    ]
+
+
+@pytest.mark.worth_seconds(20)
+@pytest.mark.parametrize(("who", "moment"), slow_but((0, "before:_decide"), MOMENTS))
 def test_one_dies_in_a_meeting(tmp_path, who, moment):
     codes, took_part, _, outputs = run(tmp_path, 3, f"die={who}@20@{moment}")
     assert codes == [-9 if rank == who else 0 for rank in range(3)], outputs
@@ -120,6 +135,7 @@ def test_one_dies_in_a_meeting(tmp_path, who, moment):
     assert mean == both or brought == took_part[16][who]["mean"] + (who + 1) / 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("who", "moment"), [(0, ""), (1, ""), *MOMENTS])
 def test_one_is_stopped_for_longer_than_it_may(tmp_path, who, moment):
     plan = f"stop={who}@18" if not moment else f"stop={who}@20@{moment}"
@@ -143,6 +159,7 @@ def test_one_that_answers_and_is_late_is_left_out(tmp_path, who):
     assert len(took_part[400]) == 3, outputs
 
 
+@pytest.mark.slow
 def test_fewer_than_asked_for_wait_and_say_so(tmp_path):
     plans = ("die=1@18", "min_hosts=2", "timeout=3")
     codes, took_part, _, outputs = run(tmp_path, 2, *plans)
@@ -151,6 +168,7 @@ def test_fewer_than_asked_for_wait_and_say_so(tmp_path):
     assert "1 of 2 hosts are left" in outputs
 
 
+@pytest.mark.slow
 def test_fewer_than_asked_for_wait_for_one_that_comes_back(tmp_path):
     plans = ("die=1@18", "min_hosts=2", "timeout=60")
     codes, took_part, _, outputs = run(tmp_path, 2, *plans, comes_back=True)

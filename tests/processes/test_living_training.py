@@ -30,7 +30,7 @@ def run(folder, workers, epochs, *plans, sync="diloco", devices=1, **options):
     return codes, check_meetings(folder, workers, SYNCS[sync]), outputs
 
 
-@pytest.mark.worth_seconds(30)
+@pytest.mark.worth_seconds(60)
 @pytest.mark.parametrize(
     ("workers", "who", "sync", "devices"),
     [
