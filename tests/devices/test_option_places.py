@@ -12,6 +12,7 @@ import tensorflow as tf
 import tfdp
 from tests.support.package_source import REPOSITORY
 from tests.support.stand_in_link import StandInLink
+from tests.support.stand_in_living import StandInLivingHosts
 from tests.support.tpu_stand_in import StandInStrategy
 from tfdp.errors import ConfigurationError
 from tfdp.strategies import meeting, multi_host
@@ -54,6 +55,7 @@ def nobody_else(monkeypatch):
     monkeypatch.setattr(multi_host, "make_link", StandInLink)
     monkeypatch.setattr(meeting, "make_link", StandInLink)
     monkeypatch.setattr(meeting, "meet_by_collectives", lambda link: None)
+    monkeypatch.setattr(multi_host, "join_living_hosts", StandInLivingHosts)
     monkeypatch.setattr(multi_host, "use_virtual_devices", lambda count: None)
     monkeypatch.setattr(multi_host.atexit, "register", lambda function: None)
 

@@ -396,3 +396,48 @@ while True:
     assert (launches.folder / "saved0").exists()
     assert (launches.folder / "saved1").exists()
     assert not any(map(is_alive, family))
+
+
+def test_one_starts_again_while_the_others_go_on(launches):
+    script = """
+print("start", RESTARTS, PORT, os.environ["TFDP_JOB_KEY"])
+note(f"up{RANK}.{RESTARTS}")
+if RANK == 0:
+    wait_for("up1.2")
+elif RESTARTS < 2:
+    wait_for("up0.0")
+    sys.exit(3)
+"""
+    options = ["--workers", 2, "--max-restarts", 2, "--restart", "one"]
+    code, out, err, _ = launches.run(START + script, *options)
+    assert code == 0, err
+    begun = [line.split() for line in out if " start " in line]
+    assert sorted(line[0] for line in begun) == ["[0]", "[1]", "[1]", "[1]"]
+    assert len({tuple(line[3:]) for line in begun}) == 1  # the same port and key
+    said = own_lines(err)
+    assert said.count("worker 1 has ended: exit code 3; the others go on") == 2, said
+    assert sum(line.startswith("starts worker 1 again in ") for line in said) == 2
+
+
+def test_one_that_fails_once_more_than_it_may_ends_all(launches):
+    script = """
+note(f"up{RANK}.{RESTARTS}")
+if RANK == 1:
+    sys.exit(3)
+wait_for("never")
+"""
+    options = ["--workers", 2, "--max-restarts", 1, "--restart", "one"]
+    code, out, err, _ = launches.run(START + script, *options)
+    assert code == 3, err
+    said = own_lines(err)
+    assert sum(line.startswith("starts worker 1 again") for line in said) == 1
+    assert any(line.startswith("worker 0 was stopped") for line in said), said
+
+
+@pytest.mark.parametrize(
+    "options", [[], ["--max-restarts", 1, "--workers", "1:2"]], ids=["none", "min:max"]
+)
+def test_one_by_one_needs_restarts_and_places(launches, options):
+    code, _, err, _ = launches.run(START, "--restart", "one", *options)
+    assert code != 0
+    assert any("--restart one" in line for line in err), err

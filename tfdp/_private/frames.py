@@ -24,6 +24,7 @@ __all__ = [
     "is_made_for_autocast",
     "loop_of_caller",
     "model_built_by_caller",
+    "training_input_of_caller",
 ]
 
 KERAS_TRAINER_MODULE = "keras.src.backend.tensorflow.trainer"
@@ -48,6 +49,18 @@ def fit_of_caller() -> tuple[Any, Any] | None:
     for frame in _frames_of_trainer():
         if frame.f_code.co_name in ("fit", "evaluate"):
             return frame.f_locals.get("self"), frame.f_locals.get("callbacks")
+    return None
+
+
+def training_input_of_caller() -> dict[str, Any] | None:
+    """What a `fit` holds that makes the input it trains on; None: another caller."""
+    for frame in _frames_of_trainer():
+        if frame.f_code.co_name == "fit":
+            # Keras makes the input of the validation later.
+            is_first = frame.f_locals.get("epoch_iterator") is None
+            return dict(frame.f_locals) if is_first else None
+        if frame.f_code.co_name in ("evaluate", "predict"):
+            return None
     return None
 
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import tensorflow as tf
 
-__all__ = ["lead_loop"]
+from tfdp._private.frames import is_building_model
+
+__all__ = ["lead_loop", "watch_loop"]
 
 InWords = Callable[[], str]
 Around = Callable[[InWords, InWords], contextlib.AbstractContextManager[None]]
@@ -54,3 +57,32 @@ def lead_loop(loop: Any, around: Around) -> None:
     vars(loop).update(
         _enumerate_iterator=counted, catch_stop_iteration=catch_stop_iteration
     )
+
+
+def watch_loop(
+    loop: Any, first_epoch: int, before_step: Callable[[int, int], bool]
+) -> None:
+    """Asks before each step of a `fit` whether there is to be one.
+
+    Args:
+      loop: what leads through its epochs.
+      first_epoch: the number of the first of them.
+      before_step: is given the epoch and the batch in it; False ends the epoch.
+    """
+    if loop is None:
+        return
+    epochs = itertools.count(first_epoch)
+
+    def watched() -> Iterator[Any]:
+        # To build a model Keras begins an epoch, and leaves it after its first batch.
+        is_epoch = not is_building_model()
+        epoch = next(epochs) if is_epoch else first_epoch
+        for begin, end, iterator in type(loop)._enumerate_iterator(loop):
+            if not is_epoch:
+                yield begin, end, iterator
+                continue
+            if not before_step(epoch, begin):
+                return
+            yield begin, end, iterator
+
+    vars(loop)["_enumerate_iterator"] = watched

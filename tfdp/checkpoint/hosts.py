@@ -65,6 +65,14 @@ def hosts_of(strategy: tf.distribute.Strategy) -> Hosts:
     Raises:
       ConfigurationError: it spans processes that tfdp does not know of.
     """
+    if getattr(strategy, "living", None) is not None:
+        raise ConfigurationError(
+            "A checkpoint is written by all hosts after the same step, and with "
+            "Communication(min_hosts=...) they may be at different ones, or dead: a "
+            "host that comes back takes its state from a live one. Leave the callback "
+            "out, and save the outer weights of worker 0 (keras.callbacks."
+            "ModelCheckpoint), or leave min_hosts out."
+        )
     link = getattr(strategy, "link", None)
     if link is not None:
         return Hosts(link.rank, link.workers, link, strategy.from_chief)

@@ -15,7 +15,7 @@ from tfdp.data.split import rows_between, rows_of_batch
 from tfdp.hosts.host_link import HostLink
 from tfdp.hosts.python_calls import counted
 
-__all__ = ["own_part", "until_all_end"]
+__all__ = ["own_part", "rows_of_place", "until_all_end"]
 
 
 # Said by a host, behind the number of its elements, when no more of them will come.
@@ -40,7 +40,11 @@ def own_part(
       CollectiveError: when the dataset is read and the hosts' first batches, numbers
         of batches or policies differ; see `same_batches`.
     """
-    rank, hosts = link.rank, link.workers
+    return rows_of_place(same_batches(dataset, link, policies), link.rank, link.workers)
+
+
+def rows_of_place(dataset: tf.data.Dataset, rank: int, hosts: int) -> tf.data.Dataset:
+    """The rows of one of so many hosts of every batch; see `own_part`."""
 
     def take(batch: Any) -> Any:
         rows = rows_of_batch(batch)
@@ -51,7 +55,7 @@ def own_part(
 
     # A map hands the parts of a tuple over one by one.
     is_tuple = isinstance(dataset.element_spec, tuple)
-    return same_batches(dataset, link, policies).map(
+    return dataset.map(
         lambda *parts: take(parts if is_tuple else parts[0]),
         num_parallel_calls=tf.data.AUTOTUNE,
         deterministic=True,

@@ -15,7 +15,7 @@ from tfdp.hosts.rendezvous import parse_address
 from tfdp.hosts.socket_link import SocketLink
 from tfdp.plan.communication import Communication
 
-__all__ = ["link_name", "make_link"]
+__all__ = ["link_name", "make_link", "warn_without_key"]
 
 
 def link_name(communication: Communication) -> tuple[str, str]:
@@ -57,7 +57,7 @@ def make_link(cluster: Cluster, communication: Communication) -> HostLink:
             f"{cluster.source} tells ranks but no address of worker 0. Install "
             "'tfdp[mpi]', or set TFDP_COORDINATOR to its 'host:port' for all workers."
         )
-    _warn_without_key(cluster)
+    warn_without_key(cluster)
     return SocketLink(
         rank,
         workers,
@@ -68,7 +68,7 @@ def make_link(cluster: Cluster, communication: Communication) -> HostLink:
     )
 
 
-def _warn_without_key(cluster: Cluster) -> None:
+def warn_without_key(cluster: Cluster) -> None:
     """On worker 0, where the workers meet at an address that others can reach."""
     host, _ = parse_address(cluster.coordinator or "")
     if cluster.rank or is_loopback(host) or cluster.job_key or find_job_key():

@@ -34,6 +34,7 @@ def dial(
     hello: Hello,
     deadline: float,
     given_up: threading.Event | None = None,
+    warns: bool = True,
 ) -> socket.socket:
     """A connection to the worker that listens at `address`.
 
@@ -45,6 +46,7 @@ def dial(
       secret, purpose: see `introduce`.
       hello: what to say of oneself, see `introduce`.
       given_up: set by another thread to end the tries.
+      warns: whether people are told of somebody else who answers.
 
     Raises:
       StrangerError: when somebody answered, but did not prove to be of this job.
@@ -56,7 +58,7 @@ def dial(
         try:
             return _dial_once(address, secret, purpose, hello, deadline)
         except StrangerError as error:
-            if stranger is None:
+            if stranger is None and warns:
                 logging.warning(
                     "tfdp: At %s answers somebody else than the worker looked for: %s. "
                     "Trying again until the time is over.",

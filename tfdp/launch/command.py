@@ -110,13 +110,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=argparse.SUPPRESS,
         help=argparse.SUPPRESS,
     )
-    parser.add_argument(
-        "--max-restarts",
-        type=_integer(0),
-        default=0,
-        metavar="R",
-        help="start all workers again after a failure, at most R times (default: 0)",
-    )
+    _add_restarts(parser)
     parser.add_argument(
         "--devices-per-worker",
         type=_integer(1),
@@ -162,6 +156,23 @@ def _add_places(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_restarts(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--max-restarts",
+        type=_integer(0),
+        default=0,
+        metavar="R",
+        help="start all workers again after a failure, at most R times (default: 0)",
+    )
+    parser.add_argument(
+        "--restart",
+        choices=("all", "one"),
+        default="all",
+        help="with --max-restarts: all workers after a failure, or the one that failed "
+        "while the others go on (Communication(min_hosts=...); default: all)",
+    )
+
+
 def run(options: argparse.Namespace) -> int:
     """Runs `tfdp launch`; returns the exit status of the first failure, or 0."""
     program = parse_program(options.program, options.is_module)
@@ -200,6 +211,16 @@ def _refuse_what_cannot_act(options: argparse.Namespace) -> None:
                 f"--log-dir has no effect with {name}: what the workers write does not "
                 "come by here. Use the scheduler's own way, such as `srun --output`."
             )
+    if options.restart == "one" and (is_elastic or not options.max_restarts):
+        raise ConfigurationError(
+            "--restart one starts a worker again in its place while the others go on: "
+            "add --max-restarts R, and give one number of --workers, which stays."
+        )
+    if options.restart == "one" and options.kubernetes is not None:
+        raise ConfigurationError(
+            "--restart one is not written into manifests: Kubernetes replaces pod by "
+            "pod as it is. Leave it out."
+        )
     for name, instead in NO_RESTARTS.items():
         if options.max_restarts and getattr(options, name):
             raise ConfigurationError(
@@ -232,6 +253,7 @@ def _launch_here(options: argparse.Namespace, program: Program) -> int:
         most_restarts=options.max_restarts,
         grace_seconds=options.grace_seconds,
         logs=_logs(options),
+        one_by_one=options.restart == "one",
     )
 
 
@@ -294,6 +316,7 @@ def _launch_over_ssh(options: argparse.Namespace, program: Program) -> int:
         most_restarts=options.max_restarts,
         grace_seconds=options.grace_seconds,
         logs=_logs(options),
+        one_by_one=options.restart == "one",
     )
 
 

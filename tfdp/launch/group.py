@@ -19,6 +19,7 @@ from tfdp.launch.cause import cause_is_known, first_failure, who_asks_again
 from tfdp.launch.console import LAST_WAIT_SECONDS, POLL_SECONDS, Console
 from tfdp.launch.guard import OrphanGuard
 from tfdp.launch.logs import WorkerLogs
+from tfdp.launch.one_by_one import OneByOne
 from tfdp.launch.worker import Worker, WorkerCommand, read
 
 __all__ = ["Group"]
@@ -77,6 +78,9 @@ class Group:
         self._stop_seconds: float | None = None  # when the workers were asked to end
         self._kill_seconds: float | None = None  # when they were killed
         self._signals_seen = 0
+        self._one_by_one: OneByOne | None = None
+        #: Whether a worker is about to start in the place of one that has ended.
+        self._waits = False
         self._stdin = _Input()
         self.started_seconds = time.monotonic()
 
@@ -86,6 +90,7 @@ class Group:
         *,
         end_of_stdin_stops: bool = False,
         each_turn: Callable[[], None] = lambda: None,
+        one_by_one: OneByOne | None = None,
     ) -> None:
         """Starts the workers and waits for all of them; leaves no process.
 
@@ -93,11 +98,13 @@ class Group:
           commands: one per worker.
           end_of_stdin_stops: stop the workers when the launcher's own input ends.
           each_turn: called some twenty times a second.
+          one_by_one: which workers start again while the others go on; None: none.
         """
         self._console.drop(False)
+        self._one_by_one = one_by_one
         try:
             for command in commands:
-                self._start(command)
+                self.workers.append(self._started(command))
             if end_of_stdin_stops:
                 stdin = sys.stdin.buffer
                 self._control.register(stdin, selectors.EVENT_READ, self._stdin)
@@ -108,30 +115,53 @@ class Group:
             # Also when the launcher itself fails, say because its reader has left.
             self._clean_up()
 
-    def _start(self, command: WorkerCommand) -> None:
+    def _started(self, command: WorkerCommand) -> Worker:
         worker = Worker(command, self._folder)
         self._guard.watch(worker.group)
-        self.workers.append(worker)
         prefix = f"[{worker.rank}] ".encode() if self._show_ranks else b""
         log = None if self._logs is None else self._logs.of(worker.rank)
         worker.relay(
             self._selector, self._console.stdout, self._console.stderr, prefix, log
         )
+        return worker
+
+    def _staying(self) -> list[Worker]:
+        """The workers in whose place no other one is about to start.
+
+        One whose time has come is started.
+        """
+        again = self._one_by_one
+        if again is None or self._stop_seconds is not None or self._received:
+            return self.workers
+        staying = []
+        for place, worker in enumerate(self.workers):
+            if not again.comes_again(worker):
+                staying.append(worker)
+            elif again.is_due(worker):
+                if worker.group_is_left:
+                    worker.send(signal.SIGKILL)  # what it has left behind
+                self._guard.release(worker.group)
+                worker.close_input()
+                self.workers[place] = self._started(again.command(worker))
+                staying.append(self.workers[place])
+        return staying
 
     def _turn(self) -> None:
         self._pass_lines_on()
         for worker in self.workers:
             worker.check()
         self._obey_signals()
+        staying = self._staying()
+        self._waits = len(staying) < len(self.workers)
         now_seconds = time.monotonic()
-        asks = who_asks_again(self.workers)
+        asks = who_asks_again(staying)
         if asks is not None and asks.ended_seconds is not None:
             # The others are saving, too, or on their way out.
             if now_seconds - asks.ended_seconds >= self._grace_seconds:
                 self._stop(signal.SIGTERM)
-        elif cause_is_known(self.workers) or self._stdin.has_ended:
+        elif cause_is_known(staying) or self._stdin.has_ended:
             self._stop(signal.SIGTERM)
-        if not any(worker.is_running for worker in self.workers):
+        if not self._waits and not any(worker.is_running for worker in self.workers):
             self._stop(signal.SIGTERM)  # what the workers have left behind
         if self._stop_seconds is not None and self._kill_seconds is None:
             if now_seconds - self._stop_seconds >= self._patience_seconds:
@@ -151,7 +181,7 @@ class Group:
 
     def _is_over(self) -> bool:
         if not any(worker.group_is_left for worker in self.workers):
-            return True
+            return not self._waits
         killed = self._kill_seconds
         return killed is not None and time.monotonic() - killed > LAST_WAIT_SECONDS
 

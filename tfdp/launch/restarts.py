@@ -19,6 +19,7 @@ from tfdp.launch.console import POLL_SECONDS, Console
 from tfdp.launch.group import Group
 from tfdp.launch.guard import FOLDER_PREFIX, OrphanGuard
 from tfdp.launch.logs import WorkerLogs
+from tfdp.launch.one_by_one import OneByOne
 from tfdp.launch.signals import received_signals, signal_name
 from tfdp.launch.worker import WorkerCommand
 
@@ -56,6 +57,7 @@ def launch(
     most_restarts: int,
     grace_seconds: float,
     logs: WorkerLogs | None = None,
+    one_by_one: bool = False,
 ) -> int:
     """Runs a worker in each place, and starts them again as long as `Judge` lets them.
 
@@ -63,6 +65,8 @@ def launch(
       places: where, and how.
       least_workers: with how many it may go on, from 1 to the number of places.
       most_restarts: how many failures may be followed by a restart, at least 0.
+      one_by_one: a worker that fails is started again while the others go on; what
+        ends all of them ends the launcher.
       grace_seconds: between asking a worker to end and killing it, at least 0.
       logs: where every worker's lines are kept; None: nowhere. Closed at the end.
 
@@ -75,8 +79,11 @@ def launch(
         tempfile.TemporaryDirectory(prefix=FOLDER_PREFIX) as folder,
         OrphanGuard(grace_seconds, folder) as guard,
     ):
-        judge = Judge(range(places.number), least_workers, most_restarts)
+        judge = Judge(
+            range(places.number), least_workers, 0 if one_by_one else most_restarts
+        )
         run = _Launch(places, judge, guard, folder, grace_seconds, received, logs)
+        run.restarts_of_one = most_restarts if one_by_one else 0
         try:
             code = run.until_the_end()
         finally:
@@ -120,6 +127,8 @@ class _Launch:
         self._folder = folder
         self._grace_seconds = grace_seconds
         self._received = received
+        #: How often a worker may start again while the others go on.
+        self.restarts_of_one = 0
         self._starts = 0
         self._failure: _Failure | None = None  # until it is known what it has cost
         self._lost_seconds = 0.0
@@ -163,7 +172,10 @@ class _Launch:
         )
         commands = self._places.commands(places, self._starts)
         self._starts += 1
-        group.run(commands, each_turn=lambda: self._look_at(group))
+        again = None
+        if self.restarts_of_one:
+            again = OneByOne(commands, self.restarts_of_one, self.console.say)
+        group.run(commands, each_turn=lambda: self._look_at(group), one_by_one=again)
         self._look_at(group, is_last=True)
         return group
 

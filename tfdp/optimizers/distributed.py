@@ -152,7 +152,7 @@ class DistributedOptimizer(LossScaleHooks):
                 "strategy's scope first."
             )
         self._rounds.keep_layer_state(layer_state)
-        self._rounds.values.settle()
+        self._rounds.before_step()
 
     @property
     def rounds(self) -> Rounds | None:

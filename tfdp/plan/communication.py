@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from typing import Any, Literal
 
 from tfdp.checks import is_number, is_whole
 from tfdp.errors import ConfigurationError
@@ -36,6 +36,16 @@ ON_ONE_HOST = {
         "gradients are compressed between hosts only, unless "
         "compression_across='replicas'",
     ),
+    "min_hosts": ((None,), "there are no others that could die"),
+}
+# Where hosts may die (min_hosts), besides.
+ON_LIVING_HOSTS = {
+    "engine": (
+        ("auto", "sockets"),
+        "hosts that may die and come back meet over sockets",
+    ),
+    "wire_dtype": ((None,), "no gradients cross hosts"),
+    "compression": ((None,), "no gradients cross hosts"),
 }
 ON_SEVERAL_HOSTS = {
     "engine": (
@@ -93,6 +103,10 @@ class Communication:
         what a host sends to others is compressed. `"replicas"`: what each replica of
         this process sends is, which shows on one machine what a method does to
         training.
+      min_hosts: with how many hosts a training with `sync=` (docs/faults.md) goes on
+        when others die; they may come back. From 1 to the number of hosts; more than
+        half of them rules out that two parts of a cut network train on apart. None:
+        the loss of a host ends the training.
 
     Raises:
       ConfigurationError: when a value is out of its range.
@@ -115,6 +129,7 @@ of at least 1. Received: 0.
     wire_dtype: Literal["bfloat16", "float16"] | None = None
     compression: Compression | None = None
     compression_across: Literal["hosts", "replicas"] = "hosts"
+    min_hosts: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("bucket_bytes", "first_bucket_bytes"):
@@ -133,6 +148,11 @@ of at least 1. Received: 0.
             raise ConfigurationError(
                 "Communication.wire_dtype must be 'bfloat16', 'float16' or None. "
                 f"Received: {self.wire_dtype!r}."
+            )
+        if self.min_hosts is not None and not is_whole(self.min_hosts, least=1):
+            raise ConfigurationError(
+                "Communication.min_hosts must be None or an integer of at least 1. "
+                f"Received: {self.min_hosts!r}."
             )
         self._check_seconds("timeout_seconds", above=0.0)
         self._check_seconds("silence_seconds", above=2.0, or_equal=True)
@@ -233,7 +253,15 @@ def refuse_idle_options(communication: Communication, hosts: int) -> None:
     """
     if hosts > 1 and communication.compression and communication.link_dtype:
         communication.compression.refuse_selection()
-    reasons = dict(ON_ONE_HOST if hosts == 1 else ON_SEVERAL_HOSTS)
+    reasons: dict[str, tuple[tuple[Any, ...], str]] = dict(
+        ON_ONE_HOST if hosts == 1 else ON_SEVERAL_HOSTS
+    )
+    if hosts > 1 and communication.min_hosts is not None:
+        reasons |= ON_LIVING_HOSTS
+        reasons["min_hosts"] = (
+            tuple(range(1, hosts + 1)),
+            "there are never more than that",
+        )
     if communication.compression_across == "replicas" or _simulates_hosts(
         communication
     ):

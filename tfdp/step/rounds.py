@@ -24,6 +24,7 @@ from tfdp._private.names import own_copy
 from tfdp.errors import ConfigurationError
 from tfdp.exchange.compressed import CompressedSums
 from tfdp.exchange.reducer import Reducer
+from tfdp.step.living_rounds import living_rounds
 from tfdp.step.local_values import LocalValues
 from tfdp.step.on_the_way import OnTheWay
 from tfdp.step.outer_update import (
@@ -88,6 +89,21 @@ class Rounds:
         self._on_the_way: list[OnTheWay] = []
         if self._overlap_steps:
             self._make_room(strategy)
+        #: Where hosts may die and come back; None: they may not.
+        self._living = living_rounds(sync, strategy, self._state_of_host)
+
+    def _state_of_host(self) -> list[LocalView]:
+        """All that a host needs to train on as another one does."""
+        own = [variable.value for variable in self._optimizer.variables]
+        found = [*self._weights, *self._layer_state]
+        found += [variable for variable in own if isinstance(variable, LocalView)]
+        return list({id(variable): variable for variable in found}.values())
+
+    def before_step(self) -> None:
+        """Outside of replicas."""
+        self.values.settle()
+        if self._living is not None:
+            self._living.before_step()
 
     def _make_room(self, strategy: tf.distribute.Strategy) -> None:
         """For what is on its way, in checkpoints, too."""
@@ -230,6 +246,9 @@ class Rounds:
                 [v.local_copy(rank).read_value() for v in fragment],
             )
             values += [v.local_copy(rank).read_value() for v in state]
+            if self._living is not None:
+                move = functools.partial(self._move, number, count=count, rank=rank)
+                return self._living.meet(count, values, rank, move)
             mean = functools.partial(self._means, number, rank)
             if self._overlap_steps:
                 return self._on_the_way[number].begin(values, rank, mean)

@@ -139,10 +139,9 @@ class DataParallelStrategy(ReplicaContextStrategy, tf.distribute.MirroredStrateg
         draws_per_replica: bool,
     ) -> DataParallelExtended:
         refuse_compressed_shards(communication, self.shard, hosts=1)
-        self._pipeline = cross_device_ops.pipeline(devices)
-        if communication.compression is not None:
-            engine = self._pipeline.engine
-            self._pipeline = GradientPipeline(engine, communication)
+        self._pipeline = self.pipeline_of(
+            cross_device_ops.pipeline(devices), communication
+        )
         return DataParallelExtended(
             self,
             devices,
@@ -151,6 +150,14 @@ class DataParallelStrategy(ReplicaContextStrategy, tf.distribute.MirroredStrateg
             draws_per_replica=draws_per_replica,
             sharding=self._sharding,
         )
+
+    def pipeline_of(
+        self, pipeline: GradientPipeline, communication: Communication
+    ) -> GradientPipeline:
+        """What moves tensors between replicas, made of what moves them outside."""
+        if communication.compression is None:
+            return pipeline
+        return GradientPipeline(pipeline.engine, communication)
 
     def from_chief(self, value: np.ndarray, label: str = "value") -> np.ndarray:
         """The first host's `value`, on every host, which all must ask for.

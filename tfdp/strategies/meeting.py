@@ -58,8 +58,8 @@ def meet(cluster: Cluster, communication: Communication, sharding: Sharding) -> 
       ConfigurationError: when `engine="tensorflow"` is asked for and cannot be.
       CollectiveError: when not all workers come.
     """
-    if cluster.workers == 1:
-        return Meeting()
+    if cluster.workers == 1 or communication.min_hosts is not None:
+        return Meeting()  # those that may come and go meet in their own way
     over_all = bool(sharding.stage) and sharding.group == "all"
     if communication.engine == "tensorflow":
         if over_all:

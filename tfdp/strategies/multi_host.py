@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdp._private import frames, names
-from tfdp._private.autograph import library_code
+from tfdp._private import frames
 from tfdp._private.keras_loops import lead_loop
 from tfdp.checks import is_whole
 from tfdp.cluster import Cluster, find_cluster
@@ -19,11 +18,13 @@ from tfdp.data.hosts import own_part, until_all_end
 from tfdp.data.seeds import agree_on_seed, seed_to_share
 from tfdp.errors import ConfigurationError, DeviceError
 from tfdp.exchange.host_group import HostGroup
+from tfdp.exchange.living_pipeline import LivingPipeline
 from tfdp.exchange.pipeline import GradientPipeline
 from tfdp.hosts import last_words
 from tfdp.hosts.alike import refuse_differences
 from tfdp.hosts.choose_link import make_link
 from tfdp.hosts.host_link import HostLink
+from tfdp.hosts.living_hosts import LivingHosts
 from tfdp.hosts.python_calls import let_calls_end_at_exit
 from tfdp.plan.communication import (
     Communication,
@@ -44,17 +45,17 @@ from tfdp.strategies.devices import (
 from tfdp.strategies.hierarchical import HierarchicalAllReduce
 from tfdp.strategies.host_engines import engine_across
 from tfdp.strategies.keras_backend import check_keras_backend
+from tfdp.strategies.living import join_living_hosts, own_share, refuse_exchange
 from tfdp.strategies.meeting import Meeting, meet, tried
 from tfdp.strategies.multi_host_extended import MultiHostExtended
+from tfdp.strategies.sums_over_hosts import SumsOverHosts
 from tfdp.strategies.versions import warn_of_unchecked_versions
 from tfdp.strategies.worker_settings import policies_of, settings_of
-from tfdp.tracing.keras_steps import is_predict_step
-from tfdp.tracing.run import ReplicaRun
 
 __all__ = ["MultiHostDataParallelStrategy"]
 
 
-class MultiHostDataParallelStrategy(DataParallelStrategy):
+class MultiHostDataParallelStrategy(SumsOverHosts, DataParallelStrategy):
     """Trains one model on the devices of several processes, one process per host.
 
     With H hosts of D replicas each, N = H D, every step computes what one device
@@ -127,9 +128,9 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
         sharding = sharding_of(
             shard, group=shard_group, min_bytes=shard_min_bytes, offload=offload
         )
-        # None for a single worker, which exchanges nothing.
-        self._group: HostGroup | None = None
         self._meeting = Meeting()
+        #: This host among others that may die and come back (`min_hosts`).
+        self.living: LivingHosts | None = None
         if devices_per_host is None:
             devices_per_host = found.devices_per_worker
         self._requested_devices = devices_per_host
@@ -145,7 +146,9 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
             )
             self._cluster_resolver = resolver_of(
                 found,
-                ["localhost"] if self._group is None else self._group.link.hosts,
+                ["localhost"] * found.workers
+                if self._group is None
+                else self._group.link.hosts,
                 self.extended.worker_devices,
             )
         except BaseException:
@@ -159,7 +162,9 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
         communication = uncompressed(communication)
         if self.cluster.workers > 1:
             # It reduces within this host only; what is between hosts is not for it.
-            communication = dataclasses.replace(communication, engine="auto")
+            communication = dataclasses.replace(
+                communication, engine="auto", min_hosts=None
+            )
         return HierarchicalAllReduce(communication)
 
     def _own_devices(
@@ -174,6 +179,13 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
             add_waiting_thread()
         if not tf.config.list_physical_devices("GPU") and count is not None:
             use_virtual_devices(count)
+        is_living = communication.min_hosts is not None
+        if is_living and (sharding.stage or sharding.offloads):
+            raise ConfigurationError(
+                "Communication(min_hosts=...) is for hosts that train apart (sync=), "
+                "and with shard= replicas of all hosts have to be there. Leave one of "
+                "the two out."
+            )
         self._meeting = meet(self.cluster, communication, sharding)
         self._group = self._meeting.group
         found = find_devices()
@@ -192,7 +204,12 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
         cross_device_ops: tf.distribute.CrossDeviceOps,
         draws_per_replica: bool,
     ) -> Any:
-        if self.cluster.workers == 1:
+        if self.cluster.workers > 1 and communication.min_hosts is not None:
+            settings = settings_of(self, devices, communication, draws_per_replica)
+            self.living = join_living_hosts(self.cluster, communication, settings)
+            let_calls_end_at_exit()
+            atexit.register(self.close)
+        if self.cluster.workers == 1 or self.living is not None:
             return super()._make_extended(
                 devices, communication, cross_device_ops, draws_per_replica
             )
@@ -237,6 +254,14 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
             sum_over_hosts=lambda arrays: group.sum_arrays(arrays, "eager sum"),
         )
 
+    def pipeline_of(
+        self, pipeline: GradientPipeline, communication: Communication
+    ) -> GradientPipeline:
+        """What moves tensors between replicas, with the meetings of living hosts."""
+        if self.living is None:
+            return super().pipeline_of(pipeline, communication)
+        return LivingPipeline(pipeline.engine, communication, self.living)
+
     @property
     def cluster_resolver(self) -> tf.distribute.cluster_resolver.ClusterResolver:
         """This worker's `task_type` and `task_id`, as TensorFlow's programs ask."""
@@ -244,8 +269,8 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
 
     @property
     def hosts(self) -> int:
-        """How many processes train together."""
-        return self.cluster.workers
+        """How many processes make each step together."""
+        return 1 if self.living is not None else self.cluster.workers
 
     @property
     def _notes(self) -> tuple[str, ...]:
@@ -277,6 +302,8 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
 
     def barrier(self, label: str = "barrier") -> None:
         """Waits until every host has come here."""
+        if self.living is not None:
+            refuse_exchange(label)
         if self._group is not None:
             self._group.barrier(label)
 
@@ -284,10 +311,15 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
         """Says goodbye to the other hosts; the process may then end or go on alone."""
         if self._group is not None:
             self._group.close()
+        if self.living is not None:
+            self.living.close()
         atexit.unregister(self.close)
 
     def _part_of_host(self, dataset: Any) -> Any:
         """This host's rows of every global batch."""
+        if self.living is not None:
+            self._lead_fit(frames.fit_of_caller())
+            return own_share(dataset, self.cluster, self.living)
         if self._group is None or not isinstance(dataset, tf.data.Dataset):
             return dataset
         fit = frames.fit_of_caller()
@@ -313,86 +345,27 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
         self, dataset_fn: Callable, options: Any = None
     ) -> Any:
         """As in TensorFlow; hosts that run out of data go on with empty batches."""
-        if self._group is None:
+        if self._group is None and self.living is None:
             return super().distribute_datasets_from_function(dataset_fn, options)
+        workers, here = self.cluster.workers, len(self.extended.worker_devices)
+        context = tf.distribute.InputContext(workers, self.cluster.rank, workers * here)
+        if self._group is None:
+            return super().distribute_datasets_from_function(
+                lambda _: dataset_fn(context), options
+            )
         link = self._group.link
-        context = tf.distribute.InputContext(
-            self.hosts, self.cluster.rank, self.num_replicas_in_sync
-        )
         return super().distribute_datasets_from_function(
             lambda _: until_all_end(dataset_fn(context), link), options
         )
 
-    def _reduce_values(self, reduce_op: Any, value: Any, axis: int | None) -> Any:
-        """Reduces over the replicas of all hosts."""
-        group = self._group
-        if group is None:
-            return super()._reduce_values(reduce_op, value, axis)
-        is_mean = str(getattr(reduce_op, "value", reduce_op)).upper() == "MEAN"
-        if is_mean and axis is not None:
-            total = self._reduce_values("SUM", value, axis)
-            counts = tf.nest.map_structure(
-                lambda v: group.sum(self._local_length(v, axis)), value
-            )
-            return tf.nest.map_structure(
-                lambda t, n: t / tf.cast(n, t.dtype), total, counts
-            )
-        local = super()._reduce_values(reduce_op, value, axis)
-        total = tf.nest.map_structure(
-            lambda v: group.sum(tf.convert_to_tensor(v)), local
-        )
-        if not is_mean:
-            return total
-        return tf.nest.map_structure(lambda t: t / self.hosts, total)
-
-    @library_code
-    def gather(self, value: Any, axis: int) -> Any:
-        """Joins the values of all replicas by rank; see `tf.distribute.Strategy`."""
-        local = super().gather(value, axis)
-        group = self._group
-        if group is None:
-            return local
-        return tf.nest.map_structure(lambda t: group.gather(t, axis), local)
-
-    @property
-    def _sum_of_logs(self) -> Callable[[tf.Tensor], tf.Tensor] | None:
-        return None if self._group is None else self._group.sum
-
-    def _local_length(self, value: Any, axis: int) -> tf.Tensor:
-        parts = self.experimental_local_results(value)
-        return tf.add_n([tf.cast(tf.shape(part)[axis], tf.int64) for part in parts])
-
-    def _complete_run(self, run: ReplicaRun) -> None:
-        """Counts the samples of all hosts, in cross-replica context."""
-        # Where hosts train apart, the others' samples do not matter.
-        if self._group is None or run.is_local:
-            return
-        run.replicas = self.num_replicas_in_sync
-        if run.counts is not None:
-            run.spans_hosts = True
-            total = tf.cast(run.total, tf.int32)
-            run.total = self._group.sum(total, "number of samples")
-
-    def _complete_result(self, fn: Callable, result: Any) -> Any:
-        """All hosts' rows where Keras is about to join those of this host."""
-        group = self._group
-        if group is None or not is_predict_step(fn):
-            return result
-        return tf.nest.map_structure(lambda v: self._all_rows(v, group), result)
-
-    def _all_rows(self, value: Any, group: HostGroup) -> Any:
-        parts = self.experimental_local_results(value)
-        if parts[0].shape.rank == 0:
-            return value
-        rows = group.gather(tf.concat(parts, axis=0))
-        if len(parts) == 1:
-            return rows
-        return names.PerReplica((rows, *(part[:0] for part in parts[1:])))
-
     def from_chief(self, value: np.ndarray, label: str = "value") -> np.ndarray:
         """Worker 0's array, on every host; see `DataParallelStrategy.from_chief`."""
+        if self.living is not None:
+            refuse_exchange(label)
         return value if self._group is None else self._group.from_chief(value, label)
 
     def gather_bytes(self, blob: bytes, label: str) -> list[bytes]:
         """Every worker's `blob`, by rank; see `ReplicaContextStrategy`."""
+        if self.living is not None:
+            refuse_exchange(label)
         return [blob] if self._group is None else self._group.link.gather(blob, label)

@@ -1,0 +1,13 @@
+"""In the place of `LivingHosts`, for what a strategy does before it meets anybody."""
+
+
+class StandInLivingHosts:
+    """A host that is present alone."""
+
+    comes_back, place, present, epoch = False, (0, 0), (0,), 0
+
+    def __init__(self, cluster, communication, settings):
+        self.settings = settings
+
+    def close(self):
+        """Nobody hears of it."""

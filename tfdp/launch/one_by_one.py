@@ -1,0 +1,69 @@
+"""Workers that start again one by one while the others go on (`--restart one`).
+
+For trainings whose workers live without each other for a while: see
+`Communication(min_hosts=...)`. Which worker came back is up to the others.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+
+from tfdp.cluster.restart import RESTARTS
+from tfdp.launch.again import wait_seconds
+from tfdp.launch.worker import Worker, WorkerCommand
+
+__all__ = ["OneByOne"]
+
+
+class OneByOne:
+    """Which workers start again, and when.
+
+    Args:
+      commands: how each worker was started, by rank.
+      most_restarts: of all workers together, at least 1.
+      say: is given lines for people.
+    """
+
+    def __init__(
+        self,
+        commands: Sequence[WorkerCommand],
+        most_restarts: int,
+        say: Callable[[list[str]], None],
+    ):
+        self._commands, self._most_restarts, self._say = commands, most_restarts, say
+        self._used = 0
+        #: When a worker that has ended starts again, by its process group.
+        self._due_seconds: dict[int, float] = {}
+        self._times = [0] * len(commands)
+
+    def comes_again(self, worker: Worker) -> bool:
+        """Whether this worker has ended, and another process takes its place."""
+        if worker.is_running or not (worker.has_failed or worker.asks_again):
+            return False
+        if worker.group not in self._due_seconds and self._used < self._most_restarts:
+            self._used += 1
+            self._times[worker.rank] += 1
+            wait = wait_seconds(self._times[worker.rank])
+            self._due_seconds[worker.group] = time.monotonic() + wait
+            words = worker.last_words
+            how = words.error if words else worker.describe_end()
+            self._say(
+                [
+                    f"worker {worker.rank} has ended: {how}; the others go on",
+                    f"starts worker {worker.rank} again in {wait:.1f} s "
+                    f"(restart {self._used} of {self._most_restarts})",
+                ]
+            )
+        return worker.group in self._due_seconds
+
+    def is_due(self, worker: Worker) -> bool:
+        """Whether it starts again now."""
+        return time.monotonic() >= self._due_seconds[worker.group]
+
+    def command(self, worker: Worker) -> WorkerCommand:
+        """How it starts again: in the same place, with the same key."""
+        first = self._commands[worker.rank]
+        restarts = {RESTARTS: str(self._times[worker.rank])}
+        return dataclasses.replace(first, environment={**first.environment, **restarts})
