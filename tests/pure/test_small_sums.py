@@ -1,6 +1,7 @@
 """Sums and gathers in few rounds: the bits of the ring, the rounds of the formula."""
 
 import math
+import socket
 import warnings
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 from tests.pure.test_ring import on_threads
 from tests.pure.test_socket_link import on_workers
 from tests.support.mesh import bits, on_mesh
+from tests.support.tcp_counts import handed_to_tcp
 from tfdp.hosts.doubling import gather_blobs, gather_rows, swap_rows
 from tfdp.hosts.ring import ring_sum
 from tfdp.hosts.small_sums import SmallSum
@@ -163,3 +165,21 @@ def test_all_ways_give_one_sum_over_sockets(workers):
     for sums, counted in results:
         assert sums == [results[0][0][0]] * len(WAYS_OF_LINKS)
         assert counted == header + round(sent_bytes("doubling", 8 * workers, workers))
+
+
+@pytest.mark.skipif(not hasattr(socket, "TCP_INFO"), reason="the kernel does not tell")
+@pytest.mark.parametrize("workers", [2, 3, 5])
+def test_the_kernel_counts_the_same_bytes(workers):
+    def work(link):
+        handed, sent = handed_to_tcp(link), link.sent_bytes()
+        for size in (1, 7, 1000, 30_000, 300_000):
+            link.sum([np.ones(size, np.float32)], "numbers")
+            link.sum([np.ones(size)], "numbers", "late")
+        link.gather(b"x" * 1000 * link.rank, "words")
+        link.all_to_all(np.ones((workers, 50)), "rows")
+        counts = handed_to_tcp(link) - handed, link.sent_bytes() - sent
+        link.gather(b"", "the end")
+        return counts
+
+    for handed, sent in on_workers(workers, work):
+        assert handed == sent > 0

@@ -10,28 +10,15 @@ another process would count, too: that is for network namespaces.
 
 import json
 import pathlib
-import socket
-import struct
 import sys
 
 import keras
 import numpy as np
 
 import tfdp
-from tfdp.hosts.host_link import CHANNELS
+from tests.support.tcp_counts import handed_to_tcp
 
 BATCHES, EPOCHS = 4, 3
-# Of the kernel's `struct tcp_info` (include/uapi/linux/tcp.h).
-NOT_SENT, BYTES_SENT = 144, 200
-
-
-def handed_to_tcp(connection):
-    """The bytes that a socket was given to send, by the kernel's count."""
-    info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
-    (waiting,) = struct.unpack_from("I", info, NOT_SENT)
-    # The first counts what was sent a second time, too, which the second is.
-    sent, again = struct.unpack_from("QQ", info, BYTES_SENT)
-    return sent - again + waiting
 
 
 def sent_by_cards():
@@ -49,9 +36,7 @@ class KernelCounts(keras.callbacks.Callback):
         self.at_begin, self.grown = None, []
 
     def read(self):
-        channels = [self.link._channels[channel] for channel in CHANNELS]
-        rings = [each.sender for channel in channels for each in channel.neighbours]
-        sockets = sum(handed_to_tcp(ring._connection) for ring in rings)
+        sockets = handed_to_tcp(self.link)
         return np.array([sockets, sent_by_cards()])
 
     def on_epoch_begin(self, epoch, logs=None):
