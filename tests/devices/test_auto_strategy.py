@@ -14,7 +14,7 @@ import tfdp
 from tests.support.fresh_python import run_program
 from tests.support.tpu_stand_in import StandInStrategy
 from tfdp.errors import ConfigurationError, DeviceError
-from tfdp.strategies.in_words import FirstFit, strategy_in_words
+from tfdp.strategies.in_words import FirstFit, strategy_in_words, unsaid
 
 
 def test_every_option_has_a_type_and_a_default():
@@ -135,6 +135,16 @@ def test_the_first_fit_says_it_once(monkeypatch, capfd):
     assert "tfdp:" not in capfd.readouterr().err
     fitted(tfdp.DataParallelStrategy(["CPU:1"]))
     assert "(1 replica: CPU:1;" in capfd.readouterr().err
+
+
+def test_trainings_that_only_compare_say_nothing(monkeypatch, capfd):
+    monkeypatch.setattr(FirstFit, "_said", set())
+    strategy = tfdp.DataParallelStrategy(["CPU:0", "CPU:2"])
+    with unsaid():
+        fitted(strategy)
+    assert "tfdp:" not in capfd.readouterr().err
+    fitted(strategy)
+    assert "tfdp: DataParallelStrategy(2 rep" in capfd.readouterr().err
 
 
 def test_input_that_each_replica_makes_does_not_hide_it(monkeypatch, capfd):

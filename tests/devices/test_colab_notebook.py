@@ -42,7 +42,7 @@ def test_cells_run_top_to_bottom_and_learn(tmp_path):
         environment={"MPLBACKEND": "Agg", "PYTHONPATH": str(REPOSITORY)},
     )
     assert done.returncode == 0, done.stderr
-    assert "DataParallelStrategy with 1 replicas" in done.stdout
+    assert "DataParallelStrategy(1 replica: CPU:0; engine in_process)" in done.stdout
     found = re.search(r"297 pictures, (\d+\.\d)% right", done.stdout)
     # Chance is 10%; this model reaches 90 on most seeds.
     assert found and float(found[1]) > 80, done.stdout

@@ -50,7 +50,7 @@ def test_batch_normalization_alone_is_intended():
     norm = dataclasses.replace(FINDING, cause=INTENDED)
     alone = report(ROW, OVER, causes=(norm,))
     assert alone.is_intended and not alone.ok and alone.to_json()["is_intended"]
-    last = str(alone).split("\n\n")[-2]
+    last = str(alone).split("\n\n")[-1]
     assert last.startswith("HOLDS, but for batch normalization (intended): 1 of 2")
     for other in (
         report(ROW, OVER, causes=(norm, FINDING)),

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from tfdp._private.frames import fits_around
 
-__all__ = ["FirstFit", "strategy_in_words"]
+__all__ = ["FirstFit", "strategy_in_words", "unsaid"]
 
 # More devices than this are given as the first and the last.
 MOST_NAMED_DEVICES = 4
@@ -52,6 +53,19 @@ def _named(devices: Sequence[str]) -> str:
     return ", ".join(names)
 
 
+_unsaid: list[bool] = []
+
+
+@contextlib.contextmanager
+def unsaid() -> Iterator[None]:
+    """Within it no `fit` says anything: trainings that only compare."""
+    _unsaid.append(True)
+    try:
+        yield
+    finally:
+        _unsaid.pop()
+
+
 class FirstFit:
     """Says on standard error what trains, when a `fit` begins, once in a process.
 
@@ -70,7 +84,7 @@ class FirstFit:
           strategy: its `repr` is said, by worker 0.
           notes: lines that follow.
         """
-        if self._is_over or next(fits_around(), None) is None:
+        if self._is_over or _unsaid or next(fits_around(), None) is None:
             return
         self._is_over = True
         text = repr(strategy)

@@ -13,6 +13,7 @@ from tfdp.checks import is_whole
 from tfdp.errors import ConfigurationError, DeviceError, ParityError, ScopeError
 from tfdp.strategies.data_parallel import DataParallelStrategy
 from tfdp.strategies.devices import find_devices
+from tfdp.strategies.in_words import unsaid
 from tfdp.testing.batches import collect_batches, row_count
 from tfdp.testing.comparison import Comparison, Setting, compare
 from tfdp.testing.crashes import describe_error
@@ -110,7 +111,7 @@ def check_parity(
         seed=seed,
         keep_random_layers=random_layers == "keep",
     )
-    with _float32_products():
+    with _float32_products(), unsaid():
         comparison = compare(setting)
         causes: tuple[Finding, ...] = ()
         if diagnose and not comparison.ok:

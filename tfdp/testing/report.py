@@ -176,8 +176,12 @@ class ParityReport:
         blocks = ["\n".join(self._heading())]
         if self.rows:
             blocks.append(format_table(TITLES, [_cells(row) for row in self.rows]))
-        blocks.append(self._summary())
-        blocks += [str(finding) for finding in self.causes]
+        causes = [str(finding) for finding in self.causes]
+        # The last word is what counts: a failure's cause, or that there is none.
+        if self.is_intended:
+            blocks += [*causes, self._summary()]
+        else:
+            blocks += [self._summary(), *causes]
         return "\n\n".join(blocks)
 
     def _heading(self) -> list[str]:
