@@ -3,6 +3,7 @@
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import tfdp
 from tests.support.apart import linear_model
@@ -85,6 +86,16 @@ def test_checkpoints_of_all_hosts_are_refused(strategy, tmp_path):
             ),
             callbacks=[tfdp.callbacks.Checkpoint(tmp_path)],
         )
+
+
+def test_random_layers_draw_apart_from_those_of_other_hosts(strategy):
+    draws = []
+    for each in (strategy, tfdp.DataParallelStrategy(["CPU:0", "CPU:1"])):
+        with each.scope():
+            seeds = keras.random.SeedGenerator(7)
+        result = each.run(tf.function(lambda s=seeds: keras.random.uniform([], seed=s)))
+        draws += [float(part) for part in each.experimental_local_results(result)]
+    assert len(set(draws)) == 4, draws
 
 
 @pytest.mark.parametrize("value", [0, -1, 1.5, True, "1"])

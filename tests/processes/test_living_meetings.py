@@ -86,13 +86,11 @@ def test_one_dies_between_meetings_and_the_others_go_on(tmp_path, who):
     [(2, 0), *(pytest.param(*row, marks=pytest.mark.slow) for row in MORE)],
 )
 def test_one_dies_and_comes_back(tmp_path, who, workers):
-    plans = (f"die={who}@18", "step_seconds=0.05")
-    codes, took_part, _, outputs = run(
-        tmp_path, workers, *plans, updates=200, comes_back=True
-    )
+    plans = (f"die={who}@18", "until_all=1")
+    codes, took_part, _, outputs = run(tmp_path, workers, *plans, comes_back=True)
     assert codes == [0] * workers, outputs
     check_means(took_part)
-    counts = [len(took_part[update]) for update in range(4, 201, 4)]
+    counts = [len(took_part[update]) for update in sorted(took_part)]
     assert counts[0] == workers and workers - 1 in counts, outputs
     assert counts[-1] == workers, outputs
 
@@ -139,24 +137,22 @@ def test_one_dies_in_a_meeting(tmp_path, who, moment):
 @pytest.mark.parametrize(("who", "moment"), [(0, ""), (1, ""), *MOMENTS])
 def test_one_is_stopped_for_longer_than_it_may(tmp_path, who, moment):
     plan = f"stop={who}@18" if not moment else f"stop={who}@20@{moment}"
-    codes, took_part, left_out, outputs = run(
-        tmp_path, 3, plan, "step_seconds=0.05", updates=400
-    )
+    codes, took_part, left_out, outputs = run(tmp_path, 3, plan, "until_all=1")
     assert codes == [0] * 3, outputs
     check_means(took_part, may_miss=[20])
     assert {rank for _, rank in left_out} <= {who}, outputs
-    assert len(took_part[400]) == 3, outputs
+    assert len(took_part[max(took_part)]) == 3, outputs
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("who", [0, 1])
 def test_one_that_answers_and_is_late_is_left_out(tmp_path, who):
-    plans = (f"late={who}@18", "timeout=3", "step_seconds=0.05")
-    codes, took_part, left_out, outputs = run(tmp_path, 3, *plans, updates=400)
+    plans = (f"late={who}@18", "timeout=3", "until_all=1")
+    codes, took_part, left_out, outputs = run(tmp_path, 3, *plans)
     assert codes == [0] * 3, outputs
     check_means(took_part)
     assert left_out == [(20, who)] and "it was 3 seconds late" in outputs, outputs
-    assert len(took_part[400]) == 3, outputs
+    assert len(took_part[max(took_part)]) == 3, outputs
 
 
 @pytest.mark.slow

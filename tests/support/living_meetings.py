@@ -3,7 +3,8 @@
     python -m tests.support.living_meetings FOLDER UPDATES [WHAT=...]
 
 Under TFDP_* variables. A host adds (rank + 1) / 8 per update to its weights, in binary
-fractions, and they meet after every fourth: what comes out is exact. See
+fractions, and they meet after every fourth: what comes out is exact. With `until_all=1`
+they train on, however slow the machine is, until all are present again. See
 `tests.support.living_faults` for what happens meanwhile.
 """
 
@@ -38,13 +39,16 @@ def main(folder, updates, *plans):
         say=lambda line: print(line, flush=True),
     )
     weights, update = np.full(SIZE, float(rank)), 0
-    exchanges = True
+    exchanges, workers = True, int(os.environ["TFDP_WORKERS"])
+    until_all = bool(plans.get("until_all"))
+    full = 0  # agreements in a row after which all are present
     file = (folder / f"{rank}.{os.getpid()}.jsonl").open("a")
-    while update < int(updates):
+    while update < int(updates) or (until_all and (full < 2 or update % EVERY)):
         if exchanges:
             state = hosts.exchange_state([weights, np.array(update)])
             (weights, update), exchanges = state, False
             update = int(update)
+            full = max(full, 1) if len(hosts.present) == workers else 0
         faults.before_update(update + 1)
         time.sleep(float(plans.get("step_seconds", 0.02)))
         update += 1
@@ -54,6 +58,7 @@ def main(folder, updates, *plans):
             brought = weights[0]
             (weights,), outcome = hosts.meet(update, [weights])
             exchanges = outcome != MET
+            full = full + 1 if len(hosts.present) == workers else 0
             line = {
                 "time": time.time(),
                 "seconds": time.monotonic() - start,

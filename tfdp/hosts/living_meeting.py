@@ -66,7 +66,9 @@ class Meeting:
         self._arrays = [np.asarray(array, order="C") for array in arrays]
         self._terms = terms_of_arrays(self._arrays)
         self._held: Arrays | None = None
-        self._start = time.monotonic()
+        #: Until when those who answer may come, once this host leads.
+        self._deadline = float("inf")
+        self._lost_leaders = 0
         #: Whether hosts wait for the state, and this one is to give it.
         self.joiners: list[Guest] = []
 
@@ -88,6 +90,7 @@ class Meeting:
             except PeerLostError as lost:
                 self._say(f"worker {lost.rank}, which led, is lost: {lost.reason}")
                 company.drop(lost.rank)
+                self._lost_leaders += 1
             except MeetingDoneError as done:
                 if self._held is None:
                     raise LeftOutError from done
@@ -142,6 +145,9 @@ class Meeting:
     def _lead(self) -> Arrays:
         company = self._company
         others = [rank for rank in company.view.members if rank != company.rank]
+        # They may still wait for one that led before, as long as this host has.
+        extra = 0.0 if self._lost_leaders == 0 else company.silence_seconds
+        self._deadline = time.monotonic() + company.timeout_seconds + extra
         wires = self._for_each(others, self._receive)
         brought = {rank: arrays for rank, (_, arrays) in wires.items()}
         brought[company.rank] = self._arrays
@@ -198,7 +204,6 @@ class Meeting:
     def _receive(self, rank: int, stop: threading.Event) -> tuple[Watched, Arrays]:
         """The arrays of a member, once it has come."""
         company = self._company
-        deadline = self._start + company.timeout_seconds
         patience = company.patience(rank, self._update)
         next_look = time.monotonic() + LOOK_SECONDS
         while not stop.is_set():
@@ -213,7 +218,7 @@ class Meeting:
                 arrays = self._take(guest, wire)
                 if arrays is not None:
                     return wire, arrays
-            if now >= deadline:
+            if now >= self._deadline:
                 company.exclude(rank)
                 raise PeerLostError(
                     rank, f"it was {company.timeout_seconds:g} seconds late"
@@ -265,7 +270,7 @@ class Meeting:
     def _refuse_too_few(self, present: int, wires: Sequence[Watched]) -> None:
         """Waits until enough are there or wait to come in."""
         company = self._company
-        deadline = self._start + company.timeout_seconds
+        deadline = time.monotonic() + company.timeout_seconds
         while True:
             with company.changed:
                 joiners = [] if company.door is None else company.door.joiners()

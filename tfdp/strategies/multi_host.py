@@ -210,9 +210,11 @@ class MultiHostDataParallelStrategy(SumsOverHosts, DataParallelStrategy):
             let_calls_end_at_exit()
             atexit.register(self.close)
         if self.cluster.workers == 1 or self.living is not None:
-            return super()._make_extended(
+            extended = super()._make_extended(
                 devices, communication, cross_device_ops, draws_per_replica
             )
+            extended.first_draw = self.cluster.rank * len(devices)
+            return extended
         is_alone = self.shard_group == "host" and len(devices) == 1
         if self._sharding.stage and is_alone and not self._sharding.offloads:
             raise ConfigurationError(

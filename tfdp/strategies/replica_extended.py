@@ -42,6 +42,8 @@ class ReplicaExtended(LastingInput):
     finite_guard: FiniteGuard | None = None
     #: Whether random layers draw apart on every replica.
     _draws_per_replica: bool
+    #: Which of the draws that are apart the first replica here has.
+    first_draw = 0
 
     def update(self, var: Any, fn: Callable, *args: Any, **kwargs: Any) -> Any:
         """Updates a variable of this strategy; see `StrategyExtended.update`."""

@@ -178,7 +178,8 @@ class SeedVariable(ReplicaMirroredVariable):
         context = tf.distribute.get_replica_context()
         if context is None or context.strategy is not self.distribute_strategy:
             return None
-        return seed_offset(current_rank(), self.dtype)
+        first = self.distribute_strategy.extended.first_draw
+        return seed_offset(first + current_rank(), self.dtype)
 
     def _get(self) -> Any:
         offset = self.own_offset()
