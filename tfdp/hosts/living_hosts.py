@@ -21,9 +21,9 @@ again, those with fewer meetings behind them come in as new ones.
 that training is, in one message of a length that both know beforehand, after the
 handshake of `tfdp.hosts.handshake`. Nothing is unpickled.
 
-**How long anybody waits**: for a dead process 0.5 s, for a silent one `silence_seconds`
-and some seconds for what tries in vain to reach it, for a late one `timeout_seconds`;
-each once for every host that is lost.
+**How long anybody waits**: for a dead process less than a second, for a silent one
+`silence_seconds` and some seconds of tries, for a late one `timeout_seconds`; each once
+for every host that is lost.
 """
 
 from __future__ import annotations
