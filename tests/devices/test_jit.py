@@ -115,3 +115,28 @@ def test_activation_checkpointing_composes():
         several, _ = train(make_strategy(2), build, jit_compile=jit_compile)
         for a, b in zip(one.weights, several.weights, strict=True):
             np.testing.assert_allclose(a.numpy(), b.numpy(), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("engine", ["in_process", "tensorflow"])
+def test_a_gradient_may_lose_its_shape_on_one_replica(engine):
+    """As some that XLA compiles do; buckets must be cut alike on all of them."""
+    strategy = make_strategy(3, engine=engine)
+    with strategy.scope():
+        weights = [keras.Variable(tf.zeros(size)) for size in (3, 5)]
+        optimizer = keras.optimizers.SGD(1.0)
+        optimizer.build(weights)
+
+    def in_replica():
+        rank = tf.distribute.get_replica_context().replica_id_in_sync_group
+        gradients = [tf.fill(w.shape, 1.0 + tf.cast(rank, tf.float32)) for w in weights]
+        if tf.get_static_value(rank) == 2:
+            gradients[0] = tf.raw_ops.PlaceholderWithDefault(
+                input=gradients[0], shape=None
+            )
+            assert gradients[0].shape.rank is None
+        optimizer.apply(gradients, weights)
+
+    tf.function(lambda: strategy.run(in_replica))()
+    for weight in weights:
+        for copy in weight.value.values:
+            np.testing.assert_array_equal(copy.numpy(), -6.0)

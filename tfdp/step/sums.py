@@ -29,6 +29,10 @@ from tfdp.tracing.run import ReplicaRun
 __all__ = ["agree_finite", "reduce_gradients"]
 
 
+# The kinds of variables whose gradients have the variable's shape.
+WHOLE_GRADIENTS = (None, ShardUpdatedVariable)
+
+
 def reduce_gradients(
     gradients: Sequence[Any],
     run: ReplicaRun,
@@ -46,8 +50,12 @@ def reduce_gradients(
     # No gradients, no exchange: replicas trace alike, so all of them come here.
     if not gradients:
         return []
-    results = list(gradients)
     kinds = [shard_kind(variable) for variable in variables]
+    gradients = [
+        gradient if kind not in WHOLE_GRADIENTS else _in_shape(gradient, variable)
+        for gradient, variable, kind in zip(gradients, variables, kinds, strict=True)
+    ]
+    results = list(gradients)
     scattered = [i for i, kind in enumerate(kinds) if kind is ShardUpdatedVariable]
     if scattered:
         shards = tf.distribute.get_strategy().extended.shards
@@ -149,6 +157,16 @@ def _weighted_state(variable: Any, run: ReplicaRun, rank: Any) -> tf.Tensor:
     value = own_copy(variable, rank).read_value()
     # Statistics of no sample are not a number, and 0 times that is not 0.
     return tf.where(share > 0, value * share, tf.zeros_like(value))
+
+
+def _in_shape(gradient: Any, variable: Any) -> Any:
+    """The gradient, with its variable's shape where that was lost on the way.
+
+    What a replica compiles (`jit_compile=True`) may come back without a shape, on one
+    replica and not on another, and buckets are cut by the shapes.
+    """
+    is_lost = isinstance(gradient, tf.Tensor) and gradient.shape.num_elements() is None
+    return tf.ensure_shape(gradient, variable.shape) if is_lost else gradient
 
 
 def agree_finite(
