@@ -2,11 +2,14 @@
 
 import json
 
+import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import tfdp
 from tests.pure.test_socket_link import on_workers
+from tests.support.parity import make_strategy
 from tests.support.stand_in_link import StandInLink
 from tfdp.errors import CollectiveError, ConfigurationError
 from tfdp.exchange.host_group import HostGroup
@@ -105,6 +108,31 @@ def test_the_resolver_tells_what_tf_config_says(
     assert (resolver.task_type, resolver.task_id) == (task["type"], task["index"])
     assert resolver.cluster_spec().as_dict() == jobs
     assert is_chief(resolver) == strategy.is_chief
+
+
+def test_replicas_draw_apart_from_those_of_all_other_hosts(nobody_else, monkeypatch):
+    """By their ranks among all: the first one of every host drew alike."""
+    monkeypatch.setattr(multi_host, "use_virtual_devices", lambda count: None)
+    seen = []
+    for rank in (0, 1):
+        strategy = tfdp.MultiHostDataParallelStrategy(
+            tfdp.Cluster(workers=2, rank=rank, coordinator="node1:2345"),
+            devices_per_host=2,
+        )
+        with strategy.scope():
+            state = keras.random.SeedGenerator(7).state.value
+        # Worker 0's, which a stand-in cannot ask for.
+        for copy in state.values:
+            copy.assign([7, 0])
+        read = tf.function(lambda s=state: tf.identity(s))
+        seen += strategy.experimental_local_results(strategy.run(read))
+    one_host = make_strategy(4)
+    with one_host.scope():
+        state = keras.random.SeedGenerator(7).state.value
+    result = one_host.run(tf.function(lambda: tf.identity(state)))
+    expected = one_host.experimental_local_results(result)
+    for mine, theirs in zip(seen, expected, strict=True):
+        np.testing.assert_array_equal(mine, theirs)
 
 
 def test_the_resolver_of_a_lone_worker():

@@ -20,8 +20,9 @@ class StandInLink(HostLink):
         self.settings = None
 
     def gather(self, blob, label, channel="host", most_bytes=0):
-        # Worker 0's numbers, where only it says some: at most two of 8 bytes.
-        other = blob or bytes(16 if label.startswith("seed") else 8)
+        # Worker 0's numbers, where only it says some.
+        is_chiefs = label.startswith(("seed", "variable"))
+        other = blob or bytes(most_bytes if is_chiefs else 8)
         if label == "settings":
             self.settings = blob
             other = self.settings_of_others or blob

@@ -47,6 +47,8 @@ class MultiHostExtended(DataParallelExtended):
         **kwargs: Any,
     ):
         self._first_rank = first_rank
+        # The replicas of all hosts draw apart, not those of each host.
+        self.first_draw = first_rank
         self._first_host_value = first_host_value
         self._sum_over_hosts = sum_over_hosts
         super().__init__(*args, **kwargs)
