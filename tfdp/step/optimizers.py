@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -153,13 +154,7 @@ def _apply(
     variables = None if trainable_variables is None else list(trainable_variables)
     gradients = list(gradients)
     if variables is not None and not optimizer.built:
-        # As Keras does next, but for all replicas and before the step: what some take
-        # from the weights, ScheduleFreeAdamW, one replica would take in every step.
-        do_before_the_step(lambda: _build(optimizer, variables))
-        if not tf.executing_eagerly():
-            # What was traced so far took it for unbuilt (a loss scaler's first scale).
-            # A function whose first trace makes a variable is traced once more.
-            tf.Variable(0.0, trainable=False)
+        _build_as_keras(optimizer, run, variables)
     reduces_first = _reduces_first(optimizer)
     if reduces_first:
         gradients = _reduce_before(optimizer, run, gradients, variables)
@@ -172,10 +167,35 @@ def _apply(
     update_if_finite(optimizer, gradients, built_with, update)
 
 
-def _build(optimizer: keras.optimizers.Optimizer, variables: list[Any]) -> None:
-    with keras.name_scope(optimizer.name, caller=optimizer):
-        optimizer.build(variables)
-    optimizer.built = True
+def _build_as_keras(
+    optimizer: keras.optimizers.Optimizer, run: ReplicaRun, variables: list[Any]
+) -> None:
+    """As Keras does next; what compression leaves goes by an optimizer's variables."""
+
+    def build() -> None:
+        with keras.name_scope(optimizer.name, caller=optimizer):
+            optimizer.build(variables)
+        optimizer.built = True
+
+    if not any(map(_stores_when_built, innermost_optimizers(optimizer))):
+        with run.updating():
+            build()
+        return
+    # In the step one replica would store it for itself, in every step.
+    do_before_the_step(build)
+    if hasattr(optimizer, "inner_optimizer") and not tf.executing_eagerly():
+        # A loss scaler has scaled by a constant, since it was not built. A function
+        # whose first trace makes a variable is traced once more; what the variable
+        # starts with must not wait for the batch, as all of the step does.
+        with tf.control_dependencies(None):
+            tf.Variable(0.0, trainable=False)
+
+
+def _stores_when_built(optimizer: keras.optimizers.Optimizer) -> bool:
+    """Whether `build` stores something in variables, such as a copy of the weights."""
+    builds = [vars(of).get("build") for of in type(optimizer).__mro__]
+    codes = [inspect.unwrap(build).__code__ for build in builds if callable(build)]
+    return any("assign" in code.co_names for code in codes)
 
 
 def _reduce_before(
