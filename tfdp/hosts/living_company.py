@@ -8,10 +8,11 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from tfdp.hosts.living_door import LivingDoor
+from tfdp.hosts.living_door import Guest, LivingDoor
 from tfdp.hosts.living_view import (
     DONE,
     GONE,
+    MOST_COUNT,
     OUT,
     Answer,
     View,
@@ -21,6 +22,7 @@ from tfdp.hosts.living_view import (
     parse_members,
 )
 from tfdp.hosts.living_wire import (
+    FoundOutError,
     LivingHello,
     Patience,
     PeerLostError,
@@ -31,14 +33,12 @@ from tfdp.hosts.messages import checked_integer
 
 __all__ = ["Company", "LeftOutError", "MeetingDoneError"]
 
-MOST_COUNT = 2**62
 
-
-class LeftOutError(ConnectionError):
+class LeftOutError(FoundOutError):
     """The group goes on without this host."""
 
 
-class MeetingDoneError(ConnectionError):
+class MeetingDoneError(FoundOutError):
     """Another host has done the meeting that this one holds: so does this one."""
 
     def __init__(self, answer: Answer):
@@ -161,24 +161,19 @@ class Company:
           LeftOutError: it has gone on without this host before.
         """
 
+        is_told = False
+
         def look() -> bool:
+            nonlocal is_told
             answer = self.ask(rank, "drop")
-            if answer is None:
-                return False
-            if judge(self.view, answer) == OUT:
+            if answer is not None and judge(self.view, answer) == OUT:
                 raise LeftOutError
-            return True
+            is_told = answer is not None
+            return is_told
 
-        told = False
-
-        def once() -> bool:
-            nonlocal told
-            told = look()
-            return told
-
-        patience = Patience(rank, self.silence_seconds, once)
+        patience = Patience(rank, self.silence_seconds, look)
         with contextlib.suppress(PeerLostError):
-            while not told:
+            while not is_told:
                 patience.check()
         self.drop(rank)
 
@@ -186,6 +181,19 @@ class Company:
         """Goes on without a host that is dead."""
         with self.changed:
             self.view.drop(rank)
+
+    def joiners(self) -> list[int]:
+        """Who waits at this host's door to come in. Under `changed`."""
+        return [] if self.door is None else self.door.joiners()
+
+    def take_joiners(self) -> list[Guest]:
+        """All of them, who are this host's to let in now. Under `changed`."""
+        guests = [self.take("join", rank) for rank in self.joiners()]
+        return [guest for guest in guests if guest is not None]
+
+    def take(self, kind: str, rank: int) -> Guest | None:
+        """See `LivingDoor.take`."""
+        return None if self.door is None else self.door.take(kind, rank)
 
     def agreement(self, members: list[int]) -> dict[str, Any]:
         """What a meeting, or the entrance of a host, ends with, for `adopt`."""

@@ -22,8 +22,9 @@ from tfdp.hosts.living_wire import (
     parse_hello,
     tell_and_close,
 )
+from tfdp.hosts.wire import has_ended
 
-__all__ = ["Guest", "LivingDoor", "has_ended"]
+__all__ = ["Guest", "LivingDoor"]
 
 TURN_SECONDS = 0.5
 
@@ -136,17 +137,3 @@ class LivingDoor:
                 view.is_told_out = True
                 self._changed.notify_all()
             return view.as_json()
-
-
-def has_ended(connection: socket.socket) -> bool:
-    """Whether the other side has closed; it has nothing to say otherwise."""
-    connection.setblocking(False)
-    try:
-        return not connection.recv(1, socket.MSG_PEEK)
-    except BlockingIOError:
-        return False
-    except OSError:
-        return True
-    finally:
-        with contextlib.suppress(OSError):
-            connection.setblocking(True)

@@ -16,9 +16,9 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from tfdp.errors import CollectiveError
 from tfdp.hosts.living_company import Company
 from tfdp.hosts.living_door import Guest
+from tfdp.hosts.living_view import parse_place
 from tfdp.hosts.living_wire import (
     Patience,
     PeerLostError,
@@ -27,12 +27,10 @@ from tfdp.hosts.living_wire import (
     tell_and_close,
     terms_of_arrays,
 )
-from tfdp.hosts.messages import checked_integer, checked_text
+from tfdp.hosts.messages import raise_if_refused
 
 __all__ = ["give_state", "receive_state", "wait_for_beginners"]
 
-MOST_COUNT = 2**62
-MOST_REASON_CHARACTERS = 4096
 RETRY_SECONDS = 0.25
 
 Say = Callable[[str], None]
@@ -71,21 +69,14 @@ def receive_state(
     wire = Watched(connection, patience.check)
     try:
         message = wire.hear()
-        if "refused" in message:
-            reason = checked_text(message["refused"], MOST_REASON_CHARACTERS)
-            raise CollectiveError(reason)
+        raise_if_refused(message)
         state = [np.empty_like(array) for array in arrays]
         wire.fill(state)
-        place = message.get("place")
-        if not isinstance(place, list) or len(place) != 2:
-            raise ValueError("no place")
+        place = parse_place(message.get("place"))
         company.adopt(message)
         with company.changed:
             company.view.is_in, company.view.is_told_out = True, False
-            company.view.place = (
-                checked_integer(place[0], 0, MOST_COUNT),
-                checked_integer(place[1], 0, MOST_COUNT),
-            )
+            company.view.place = place
         wire.tell({"in": company.view.epoch})
     finally:
         wire.close()
@@ -114,9 +105,8 @@ def _wait_for_beginner(company: Company, rank: int) -> Guest:
     patience = _patience_with(company, rank)
     while True:
         with company.changed:
-            door = company.door
-            if door is not None and rank in door.joiners():
-                guest = door.take("join", rank)
+            if rank in company.joiners():  # those who have left are no longer among
+                guest = company.take("join", rank)
                 if guest is not None:
                     return guest
             company.changed.wait(RETRY_SECONDS)

@@ -245,11 +245,8 @@ class LivingHosts:
         )
         with company.changed:
             company.view.is_in = company.view.is_told_out = False
-            door = company.door
-            for rank in [] if door is None else door.joiners():
-                guest = None if door is None else door.take("join", rank)
-                if guest is not None:
-                    guest.connection.close()  # it looks for who leads now
+            for guest in company.take_joiners():
+                guest.connection.close()  # it looks for who leads now
 
     def _enter(self, arrays: list[np.ndarray]) -> list[np.ndarray]:
         company = self._company

@@ -30,17 +30,22 @@ from tfdp.hosts.living_company import Company, LeftOutError, MeetingDoneError
 from tfdp.hosts.living_door import Guest
 from tfdp.hosts.living_view import Answer
 from tfdp.hosts.living_wire import (
+    FoundOutError,
     PeerLostError,
     Watched,
     knock,
     terms_of_arrays,
+)
+from tfdp.hosts.messages import (
+    MOST_REASON_CHARACTERS,
+    checked_text,
+    raise_if_refused,
 )
 
 __all__ = ["Meeting"]
 
 Arrays = list[np.ndarray]
 POLL_SECONDS = 0.05
-MOST_REASON_CHARACTERS = 4096
 # Between two looks at somebody who has not come yet.
 LOOK_SECONDS = 0.5
 
@@ -116,7 +121,7 @@ class Meeting:
             wire = Watched(connection, patience.check)
             try:
                 return self._exchange(wire)
-            except (PeerLostError, LeftOutError, MeetingDoneError):
+            except FoundOutError:
                 raise
             except (OSError, ValueError):
                 time.sleep(LOOK_SECONDS)
@@ -127,10 +132,9 @@ class Meeting:
         company = self._company
         wire.send(*self._arrays)
         message = wire.hear()
-        if "refused" in message:
-            raise CollectiveError(str(message["refused"])[:MOST_REASON_CHARACTERS])
+        raise_if_refused(message)
         if "lost" in message:
-            raise WorkerLostError(str(message["lost"])[:MOST_REASON_CHARACTERS])
+            raise WorkerLostError(checked_text(message["lost"], MOST_REASON_CHARACTERS))
         means = [np.empty_like(array) for array in self._arrays]
         wire.fill(means)
         self._held = means
@@ -164,9 +168,9 @@ class Meeting:
             try:
                 wire.tell(message)
                 wire.hear()
-            except (OSError, ValueError) as error:
-                if isinstance(error, LeftOutError):
-                    raise
+            except LeftOutError:
+                raise
+            except (OSError, ValueError):
                 # Dead, or this host was stopped for long and is out itself.
                 self._look_once(rank)
             finally:
@@ -208,8 +212,7 @@ class Meeting:
         next_look = time.monotonic() + LOOK_SECONDS
         while not stop.is_set():
             with company.changed:
-                door = company.door
-                guest = None if door is None else door.take("come", rank)
+                guest = company.take("come", rank)
                 if guest is None:
                     company.changed.wait(POLL_SECONDS)
             now = time.monotonic()
@@ -242,7 +245,7 @@ class Meeting:
         try:
             wire.fill(arrays)
             return arrays
-        except (PeerLostError, LeftOutError, MeetingDoneError):
+        except FoundOutError:
             raise
         except OSError:
             wire.close()
@@ -254,7 +257,7 @@ class Meeting:
             wire.send(*means)
             wire.hear()
             return True
-        except (PeerLostError, LeftOutError, MeetingDoneError):
+        except FoundOutError:
             raise
         except (OSError, ValueError):
             self._company.exclude(rank)
@@ -273,8 +276,7 @@ class Meeting:
         deadline = time.monotonic() + company.timeout_seconds
         while True:
             with company.changed:
-                joiners = [] if company.door is None else company.door.joiners()
-                if present + len(joiners) >= company.min_hosts:
+                if present + len(company.joiners()) >= company.min_hosts:
                     return
                 company.changed.wait(LOOK_SECONDS)
             if time.monotonic() >= deadline:
@@ -292,18 +294,15 @@ class Meeting:
         """From here on the meeting is done, with those who hold and who come in."""
         company = self._company
         with company.changed:
-            view, door = company.view, company.door
+            view = company.view
             if view.is_told_out:
                 raise LeftOutError
-            for rank in [] if door is None else door.joiners():
-                guest = door.take("join", rank) if door is not None else None
-                if guest is None:
-                    continue
-                if rank in members:
+            for guest in company.take_joiners():
+                if guest.hello.rank in members:
                     guest.connection.close()  # of a process that is there twice
                     continue
                 self.joiners.append(guest)
-                view.addresses[rank] = guest.address
+                view.addresses[guest.hello.rank] = guest.address
             view.epoch += 1
             view.done = self._update
             joined = {guest.hello.rank for guest in self.joiners}

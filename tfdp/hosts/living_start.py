@@ -23,17 +23,16 @@ from tfdp.hosts.dial import HANDSHAKE_SECONDS, dial
 from tfdp.hosts.handshake import StrangerError
 from tfdp.hosts.listeners import listen, local_address
 from tfdp.hosts.living_company import Company
-from tfdp.hosts.living_door import Guest, has_ended
+from tfdp.hosts.living_door import Guest
 from tfdp.hosts.living_view import parse_answer
 from tfdp.hosts.living_wire import PURPOSE, LivingHello, tell_and_close
-from tfdp.hosts.messages import checked_integer, checked_text
-from tfdp.hosts.rendezvous import name_workers
-from tfdp.hosts.wire import read_line
+from tfdp.hosts.messages import checked_integer, raise_if_refused
+from tfdp.hosts.wire import has_ended, read_line
+from tfdp.hosts.worker_names import name_workers
 
 __all__ = ["Reception", "begin_at_worker_0", "digest", "find_leader"]
 
 RETRY_SECONDS = 0.25
-MOST_REASON_CHARACTERS = 4096
 MOST_SEED = 2**63 - 1
 SESSION_BYTES = 32
 
@@ -222,9 +221,7 @@ def _ask_for_group(company: Company, words: Any, deadline: float) -> list[int]:
         # Worker 0 may have begun later, and waits as long as this one would.
         until = time.monotonic() + company.timeout_seconds + HANDSHAKE_SECONDS
         message = read_line(connection, until)
-    if "refused" in message:
-        reason = checked_text(message["refused"], MOST_REASON_CHARACTERS)
-        raise CollectiveError(reason)
+    raise_if_refused(message)
     answer = parse_answer(message.get("group") or {}, company.workers)
     seed = message.get("seed")
     if not isinstance(seed, list) or len(seed) != 2 or not answer.session:

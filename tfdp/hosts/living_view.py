@@ -22,11 +22,15 @@ __all__ = [
     "Answer",
     "View",
     "addresses_as_json",
+    "MOST_COUNT",
     "judge",
     "parse_addresses",
     "parse_answer",
+    "parse_members",
+    "parse_place",
 ]
 
+# Of updates, epochs and batches: what another host says is no larger.
 MOST_COUNT = 2**62
 MOST_PORT = 65535
 MOST_CHARACTERS = 255
@@ -119,9 +123,7 @@ def parse_answer(message: Mapping[str, Any], workers: int) -> Answer:
     Raises:
       ValueError: when it is none.
     """
-    at, place = message.get("at"), message.get("place")
-    if not isinstance(place, list) or len(place) != 2:
-        raise ValueError("no place")
+    at = message.get("at")
     return Answer(
         session=checked_text(message.get("session"), MOST_CHARACTERS),
         is_in=message.get("is_in") is True,
@@ -130,11 +132,16 @@ def parse_answer(message: Mapping[str, Any], workers: int) -> Answer:
         at=None if at is None else checked_integer(at, 0, MOST_COUNT),
         members=parse_members(message.get("members"), workers),
         addresses=parse_addresses(message.get("addresses"), workers),
-        place=(
-            checked_integer(place[0], 0, MOST_COUNT),
-            checked_integer(place[1], 0, MOST_COUNT),
-        ),
+        place=parse_place(message.get("place")),
     )
+
+
+def parse_place(value: object) -> tuple[int, int]:
+    """Epoch of `fit` and batch in it, or a ValueError."""
+    if not isinstance(value, list) or len(value) != 2:
+        raise ValueError("no place")
+    epoch, batch = (checked_integer(number, 0, MOST_COUNT) for number in value)
+    return epoch, batch
 
 
 def parse_members(value: object, workers: int) -> tuple[int, ...]:

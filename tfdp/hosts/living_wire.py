@@ -19,11 +19,13 @@ import numpy as np
 
 from tfdp._version import __version__
 from tfdp.hosts.dial import dial
+from tfdp.hosts.living_view import MOST_COUNT
 from tfdp.hosts.messages import checked_integer, checked_text, parse_object
 from tfdp.hosts.wire import LONGEST_LINE_BYTES, as_bytes, read_line, write_line
 
 __all__ = [
     "PURPOSE",
+    "FoundOutError",
     "LivingHello",
     "Patience",
     "PeerLostError",
@@ -45,10 +47,13 @@ REFUSED_SECONDS = 0.1
 MOST_SECONDS_OF_A_TRY = 3.0
 ANSWER_SECONDS = 2.0
 MOST_WORKERS = 1 << 20
-MOST_COUNT = 2**62
 
 
-class PeerLostError(ConnectionError):
+class FoundOutError(ConnectionError):
+    """A look at another host has shown that to wait for it makes no sense."""
+
+
+class PeerLostError(FoundOutError):
     """Another host is dead, silent or late: `rank`, and the reason in words."""
 
     def __init__(self, rank: int, reason: str):

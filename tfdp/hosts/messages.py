@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from tfdp.checks import is_number, is_whole
+from tfdp.errors import CollectiveError
 
 __all__ = [
+    "MOST_REASON_CHARACTERS",
     "checked_integer",
     "checked_seconds",
     "checked_text",
     "parse_object",
+    "raise_if_refused",
     "sentence",
 ]
+
+# Of the reason that another worker gives.
+MOST_REASON_CHARACTERS = 4096
 
 
 def parse_object(line: bytes | bytearray) -> dict[str, Any]:
@@ -65,6 +72,17 @@ def checked_seconds(value: object, most: float) -> float:
     if not is_number(value) or not 0 <= value <= most:
         raise ValueError(f"not a number from 0 to {most:g}")
     return float(value)
+
+
+def raise_if_refused(message: Mapping[str, Any]) -> None:
+    """Ends with the reason that another worker gives.
+
+    Raises:
+      CollectiveError: it refuses this one.
+      ValueError: it gives no reason in words.
+    """
+    if "refused" in message:
+        raise CollectiveError(checked_text(message["refused"], MOST_REASON_CHARACTERS))
 
 
 def sentence(reason: str) -> str:

@@ -21,26 +21,16 @@ from tfdp.errors import CollectiveError
 from tfdp.hosts.dial import dial
 from tfdp.hosts.door import Door
 from tfdp.hosts.messages import checked_integer
+from tfdp.hosts.wire import has_ended
 from tfdp.hosts.worker_names import name_workers
 from tfdp.plan.sum_ways import distances
 
-__all__ = ["Address", "Pair", "connect_neighbours", "has_ended"]
+__all__ = ["Address", "Pair", "connect_neighbours"]
 
 Address = tuple[str, int]
 Pair = tuple[socket.socket, socket.socket]
 # Channel, and distance.
 Place = tuple[int, int]
-
-
-def has_ended(connection: socket.socket) -> bool:
-    """Whether the other side has closed it."""
-    connection.setblocking(False)
-    try:
-        return not connection.recv(1, socket.MSG_PEEK)
-    except BlockingIOError:
-        return False
-    except OSError:
-        return True
 
 
 def connect_neighbours(
@@ -73,18 +63,6 @@ def connect_neighbours(
     before: dict[Place, socket.socket] = {}
     given_up = threading.Event()
 
-    def dial_all() -> None:
-        for channel, distance in places:
-            hello = {"rank": rank, "channel": channel, "distance": distance}
-            after[channel, distance] = dial(
-                addresses[(rank + distance) % workers],
-                secret,
-                "ring",
-                lambda _, hello=hello: hello,  # type: ignore[misc]
-                deadline,
-                given_up,
-            )
-
     def parse(words: dict[str, Any]) -> Place:
         channel = checked_integer(words.get("channel"), 0, channels - 1)
         distance = checked_integer(words.get("distance"), 1, workers - 1)
@@ -96,7 +74,9 @@ def connect_neighbours(
 
     door = Door([listener], secret, "ring", parse)
     with concurrent.futures.ThreadPoolExecutor(1) as dialing, door:
-        dialed = dialing.submit(dial_all)
+        dialed = dialing.submit(
+            _dial_all, rank, addresses, places, after, secret, deadline, given_up
+        )
         try:
             _receive_all(door, places, before, deadline)
             door.close()
@@ -110,17 +90,43 @@ def connect_neighbours(
             missing = {(rank - d) % workers for c, d in places if (c, d) not in before}
             # One is dialed after the other: who comes later may well be there.
             dialing_now = [d for c, d in places if (c, d) not in after][:1]
-            others = sorted(missing | {(rank + d) % workers for d in dialing_now})
-            where = ", ".join(join_address(*addresses[other]) for other in others)
+            missing |= {(rank + d) % workers for d in dialing_now}
             raise CollectiveError(
                 f"Worker {rank} could not connect with its neighbours, "
-                f"{name_workers(others)} at {where}: {error}.{door.words()} Workers "
-                "must reach each other directly; check firewalls between them."
+                f"{_with_addresses(sorted(missing), addresses)}: {error}."
+                f"{door.words()} Workers must reach each other directly; check "
+                "firewalls between them."
             ) from error
     return [
         [(after[channel, d], before[channel, d]) for d in distances(workers)]
         for channel in range(channels)
     ]
+
+
+def _with_addresses(ranks: Sequence[int], addresses: Sequence[Address]) -> str:
+    where = ", ".join(join_address(*addresses[rank]) for rank in ranks)
+    return f"{name_workers(ranks)} at {where}"
+
+
+def _dial_all(
+    rank: int,
+    addresses: Sequence[Address],
+    places: Sequence[Place],
+    after: dict[Place, socket.socket],
+    secret: bytes,
+    deadline: float,
+    given_up: threading.Event,
+) -> None:
+    for channel, distance in places:
+        hello = {"rank": rank, "channel": channel, "distance": distance}
+        after[channel, distance] = dial(
+            addresses[(rank + distance) % len(addresses)],
+            secret,
+            "ring",
+            lambda _, hello=hello: hello,  # type: ignore[misc]
+            deadline,
+            given_up,
+        )
 
 
 def _receive_all(

@@ -27,18 +27,22 @@ from tfdp.hosts.dial import HANDSHAKE_SECONDS, dial
 from tfdp.hosts.door import Door
 from tfdp.hosts.handshake import StrangerError, session_secret
 from tfdp.hosts.listeners import listen, listen_at, local_address
-from tfdp.hosts.messages import checked_integer, checked_seconds, checked_text
-from tfdp.hosts.neighbours import Address, Pair, connect_neighbours, has_ended
-from tfdp.hosts.wire import read_line, write_line
+from tfdp.hosts.messages import (
+    checked_integer,
+    checked_seconds,
+    checked_text,
+    raise_if_refused,
+)
+from tfdp.hosts.neighbours import Address, Pair, connect_neighbours
+from tfdp.hosts.wire import has_ended, read_line, write_line
 from tfdp.hosts.worker_names import name_workers
 
-__all__ = ["Meeting", "meet", "name_workers", "parse_address"]
+__all__ = ["Meeting", "meet", "parse_address"]
 
 MOST_WORKERS = 1 << 20
 MOST_PORT = 65535
-# Of a name in the network, of a version, of a reason.
+# Of a name in the network, of a version.
 MOST_CHARACTERS = 255
-MOST_REASON_CHARACTERS = 4096
 MOST_WAIT_SECONDS = 7 * 24 * 3600.0
 SESSION_BYTES = 32
 
@@ -285,9 +289,7 @@ def _join(
             wait_seconds = checked_seconds(answer["wait_seconds"], MOST_WAIT_SECONDS)
             until = time.monotonic() + wait_seconds + HANDSHAKE_SECONDS
             answer = read_line(connection, until)
-        if "refused" in answer:
-            reason = checked_text(answer["refused"], MOST_REASON_CHARACTERS)
-            raise CollectiveError(reason)
+        raise_if_refused(answer)
         own_host = connection.getpeername()[0]
         addresses, session = _parse_table(answer, workers, own_host)
     except (OSError, ValueError) as error:

@@ -18,6 +18,7 @@ from tfdp.hosts.messages import parse_object
 __all__ = [
     "Receiver",
     "Sender",
+    "has_ended",
     "read_line",
     "receive_exactly",
     "write_line",
@@ -37,6 +38,21 @@ def tuned(connection: socket.socket) -> socket.socket:
     for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
         connection.setsockopt(socket.SOL_SOCKET, option, SOCKET_BUFFER_BYTES)
     return connection
+
+
+def has_ended(connection: socket.socket) -> bool:
+    """Whether the other side has closed it; asked of one that says nothing now."""
+    timeout_seconds = connection.gettimeout()
+    connection.setblocking(False)
+    try:
+        return not connection.recv(1, socket.MSG_PEEK)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+    finally:
+        with contextlib.suppress(OSError):
+            connection.settimeout(timeout_seconds)
 
 
 def write_line(connection: socket.socket, message: dict[str, Any]) -> None:
