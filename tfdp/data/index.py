@@ -11,13 +11,13 @@ from __future__ import annotations
 import fnmatch
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from tfdp.data.features import FeatureSpec
-from tfdp.data.places import Place, RemotePath, place_of
+from tfdp.data.places import Place, RemotePath, matching_files, place_of
 from tfdp.errors import ConfigurationError, DataError
 from tfdp.files.atomic import PREFIX, sync_file, sync_folder, temporary_name
 from tfdp.files.checked_json import (
@@ -32,14 +32,14 @@ __all__ = [
     "COMPRESSIONS",
     "RecordFile",
     "RecordIndex",
+    "files_to_index",
     "find_index",
     "require_container",
 ]
 
 SUFFIX = ".index.json"
-_FORMAT = "tfdp.tfrecords/2"
+_FORMAT, _TAR_FORMAT = "tfdp.tfrecords/2", "tfdp.webdataset/1"
 # The first format had no checksums.
-_TAR_FORMAT = "tfdp.webdataset/1"
 _FORMATS = ("tfdp.tfrecords/1", _FORMAT, _TAR_FORMAT)
 COMPRESSIONS = ("", "GZIP", "ZLIB")
 # What a record takes besides its content, and the most that deflate makes of a byte.
@@ -321,6 +321,44 @@ def _index_of_pattern(pattern: Place) -> RecordIndex:
             "it again) or another tool wrote it (run tfdp.data.index_tfrecords once)"
         )
     return fitting[0].select(pattern.name)
+
+
+def files_to_index(
+    pattern: str | os.PathLike[str],
+    name: str,
+    is_member: Callable[[Place], bool],
+    of_members: str = "",
+) -> tuple[Place, list[RecordFile]]:
+    """The directory and the files of a set that has no index yet.
+
+    Args:
+      pattern: of file names in one directory.
+      name: the set's, by which its index will be called.
+      is_member: which of the files that match are the set's.
+      of_members: what they have that others have not, in words.
+
+    Returns:
+      Of the files, names and sizes only.
+
+    Raises:
+      ConfigurationError: `name` is not allowed.
+      DataError: no file matches, or files of several directories do.
+    """
+    if not is_plain_name(f"{name}{SUFFIX}"):
+        raise ConfigurationError(
+            f"name is {str(name)[:300]!r}; it begins a file name beside the files"
+        )
+    text = os.fspath(pattern)
+    paths = list(filter(is_member, matching_files(pattern)))
+    if not paths:
+        raise DataError(f"no file{of_members} matches {text}")
+    if len({path.parent for path in paths}) > 1:
+        raise DataError(
+            f"{text} matches files of several directories; a set lies in one, so "
+            "index each by itself"
+        )
+    unread = [RecordFile(path.name, 0, path.stat().st_size) for path in paths]
+    return paths[0].parent, unread
 
 
 def require_container(index: RecordIndex, container: str) -> None:

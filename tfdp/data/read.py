@@ -15,30 +15,19 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdp.checks import is_whole
 from tfdp.data.encoding import decode_examples
-from tfdp.data.host_share import share_of_host
-from tfdp.data.index import RecordIndex, find_index, require_container
+from tfdp.data.index import RecordIndex
+from tfdp.data.indexed_sets import mixed, open_share, own_records
 from tfdp.data.pipeline import (
     batch_examples,
-    check_batching,
     count_batches,
     finish_batches,
     select_features,
 )
-from tfdp.data.seeds import seeds_of_program
 from tfdp.data.verify import FileCheck, check_before_reading
-from tfdp.errors import ConfigurationError
 
-__all__ = [
-    "check_names",
-    "check_positive",
-    "default_buffer_examples",
-    "read_tfrecords",
-]
+__all__ = ["read_tfrecords"]
 
-# The most that the shuffle buffer takes of a host's memory when nothing is asked.
-_SHUFFLE_BUFFER_BYTES = 256 * 1024 * 1024
 # Records come in chunks from one file after the other: what is done for each chunk
 # costs little for each record. The sizes bound the memory of the files in reading.
 _CHUNK_BYTES = 1024 * 1024
@@ -122,26 +111,25 @@ def read_tfrecords(
       >>> [int(image.shape[0]) for image, label in batches]
       [4, 4, 2]
     """
-    check_batching(global_batch_size, seed, variable_length)
-    check_positive("cycle_length", cycle_length)
-    if shuffle_buffer_examples is not None:
-        check_positive("shuffle_buffer_examples", shuffle_buffer_examples)
-    index = find_index(source)
-    require_container(index, "tfrecord")
-    check_names(index, as_supervised)
-    share = share_of_host(index, global_batch_size, input_context, deterministic)
+    share = open_share(
+        source,
+        "tfrecord",
+        global_batch_size,
+        seed=seed,
+        variable_length=variable_length,
+        cycle_length=cycle_length,
+        shuffle_buffer_examples=shuffle_buffer_examples,
+        as_supervised=as_supervised,
+        input_context=input_context,
+        deterministic=deterministic,
+    )
     index, batch_size = share.index, share.batch_size
     for file in index.files:
         check_before_reading(index.file_path(file), file, index.compression)
     batches_per_epoch = count_batches(share.examples, batch_size, drop_remainder)
 
     records = _interleaved_records(index, shuffle, seed, cycle_length, deterministic)
-    if share.hosts > 1:
-        records = records.shard(share.hosts, share.host)
-    if shuffle:
-        buffer_examples = shuffle_buffer_examples or default_buffer_examples(index)
-        with seeds_of_program():
-            records = records.shuffle(buffer_examples, seed=seed)
+    records = own_records(records, share, shuffle, seed, shuffle_buffer_examples)
     features = index.features
     if transform is None and not any(spec.varies for spec in features.values()):
         batches = records.batch(batch_size, drop_remainder=drop_remainder)
@@ -162,42 +150,6 @@ def read_tfrecords(
     )
 
 
-def check_positive(name: str, value: int) -> None:
-    """Refuses what is no whole number from 1.
-
-    Raises:
-      ConfigurationError: naming the argument.
-    """
-    if not is_whole(value, least=1):
-        raise ConfigurationError(
-            f"{name} must be an integer of at least 1. Received: {value!r}."
-        )
-
-
-def check_names(index: RecordIndex, as_supervised: Sequence[str] | None) -> None:
-    """Refuses names of features that the set does not hold.
-
-    Raises:
-      ConfigurationError: naming them.
-    """
-    if isinstance(as_supervised, str):
-        raise ConfigurationError(
-            "as_supervised must be a tuple of names such as ('image', 'label'). "
-            f"Received: {as_supervised!r}."
-        )
-    unknown = sorted(set(as_supervised or ()) - set(index.features))
-    if unknown:
-        raise ConfigurationError(
-            f"as_supervised names {unknown}; the set holds {sorted(index.features)}"
-        )
-
-
-def default_buffer_examples(index: RecordIndex) -> int:
-    """How many records are mixed at a time where nothing is asked: 256 MiB of them."""
-    bytes_per_example = max(1, index.size_bytes // index.examples)
-    return max(1, min(index.examples, _SHUFFLE_BUFFER_BYTES // bytes_per_example))
-
-
 def _interleaved_records(
     index: RecordIndex, shuffle: bool, seed: int, cycle_length: int, deterministic: bool
 ) -> tf.data.Dataset:
@@ -205,8 +157,7 @@ def _interleaved_records(
     counts = tf.constant([file.examples for file in index.files], tf.int64)
     files = tf.data.Dataset.from_tensor_slices((paths, counts))
     if shuffle:
-        with seeds_of_program():
-            files = files.shuffle(len(paths), seed=seed)
+        files = mixed(files, len(paths), seed)
     check = FileCheck(index)
     files = files.map(lambda path, count: (_checked_in_graph(check, path), count))
     bytes_per_example = max(1, index.size_bytes // index.examples)

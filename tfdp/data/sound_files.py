@@ -22,7 +22,7 @@ from tfdp.data.places import Place
 from tfdp.errors import DataError
 from tfdp.progress_bar import progress_bar
 
-__all__ = ["in_turn", "is_sound"]
+__all__ = ["in_turn", "is_parsed", "is_sound"]
 
 # What is parsed at a time: many small records, few large ones.
 BATCH_BYTES = 2**20
@@ -55,8 +55,24 @@ def is_sound(
             return False
         if is_known and framing.digest != file.records_digest:
             return False
-        return _parsed_examples(path, file, features, compression) == file.examples
     except (FramingFault, OSError, DataError, tf.errors.OpError):
+        return False
+    return is_parsed(path, file, features, compression)
+
+
+def is_parsed(
+    path: Place,
+    file: RecordFile,
+    features: Mapping[str, FeatureSpec],
+    compression: str = "",
+) -> bool:
+    """Whether TensorFlow reads and parses all records of a file whose framing is sound.
+
+    Args: see `is_sound`.
+    """
+    try:
+        return _parsed_examples(path, file, features, compression) == file.examples
+    except (OSError, DataError, tf.errors.OpError):
         return False
 
 

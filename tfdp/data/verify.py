@@ -21,14 +21,14 @@ from tfdp.data.index import (
     SUFFIX,
     RecordFile,
     RecordIndex,
+    files_to_index,
     find_index,
     require_container,
 )
-from tfdp.data.places import Place, matching_files, place_of
-from tfdp.data.sound_files import in_turn, is_sound
+from tfdp.data.places import Place, place_of
+from tfdp.data.sound_files import in_turn, is_parsed, is_sound
 from tfdp.errors import ConfigurationError, DataError
 from tfdp.files.atomic import PREFIX
-from tfdp.files.checked_json import is_plain_name
 
 __all__ = [
     "FileCheck",
@@ -252,7 +252,7 @@ def index_tfrecords(
 ) -> RecordIndex:
     """Writes the index of TFRecord files that another tool wrote.
 
-    Reads every file once, to count its records and to see that each one parses.
+    Reads every file twice: to count its records, and to see that each one parses.
 
     Args:
       pattern: A pattern of file names in one directory, such as
@@ -273,32 +273,19 @@ def index_tfrecords(
         raise ConfigurationError(
             f"compression must be one of {COMPRESSIONS}. Received: {compression!r}."
         )
-    if not is_plain_name(f"{name}{SUFFIX}"):
-        raise ConfigurationError(
-            f"name is {str(name)[:300]!r}; it begins a file name beside the files"
-        )
     if not features:
         raise ConfigurationError("features is empty; name at least one feature")
-    text = os.fspath(pattern)
-    paths = [
-        path
-        for path in matching_files(pattern)
-        if not path.name.endswith(SUFFIX) and PREFIX not in path.name
-    ]
-    if not paths:
-        raise DataError(f"no file matches {text}")
-    if len({path.parent for path in paths}) > 1:
-        raise DataError(
-            f"{text} matches files of several directories; a set lies in one, so "
-            "index each by itself"
-        )
-    unread = [RecordFile(path.name, 0, path.stat().st_size) for path in paths]
-    directory = paths[0].parent
+    directory, unread = files_to_index(
+        pattern,
+        name,
+        lambda path: not path.name.endswith(SUFFIX) and PREFIX not in path.name,
+    )
 
     def indexed(seen: RecordFile) -> RecordFile:
         path = directory / seen.name
         file = _file_as_found(path, compression)
-        if is_sound(path, file, features, compression):
+        # Without a digest the file is damaged.
+        if file.records_digest and is_parsed(path, file, features, compression):
             return file
         fault = describe_fault(path, file, compression)
         fault = fault or _describe_content_fault(path, features, compression)

@@ -16,32 +16,18 @@ import tensorflow as tf
 
 from tfdp.data.features import FeatureSpec
 from tfdp.data.framing import digest_of_ends
-from tfdp.data.host_share import share_of_host
-from tfdp.data.index import (
-    SUFFIX,
-    RecordFile,
-    RecordIndex,
-    find_index,
-    require_container,
-)
+from tfdp.data.index import RecordFile, RecordIndex, files_to_index
+from tfdp.data.indexed_sets import mixed, open_share, own_records
 from tfdp.data.pipeline import (
     batch_examples,
-    check_batching,
     count_batches,
     finish_batches,
     select_features,
 )
-from tfdp.data.places import Place, matching_files, place_of
-from tfdp.data.read import (
-    check_names,
-    check_positive,
-    default_buffer_examples,
-)
-from tfdp.data.seeds import seeds_of_program
+from tfdp.data.places import Place, place_of
 from tfdp.data.sound_files import in_turn
 from tfdp.data.tar_samples import KEY, TarFault, checksum_of_sample, tar_samples
-from tfdp.errors import ConfigurationError, DataError
-from tfdp.files.checked_json import is_plain_name
+from tfdp.errors import DataError
 
 __all__ = ["index_webdataset", "read_webdataset"]
 
@@ -68,21 +54,10 @@ def index_webdataset(pattern: str | os.PathLike[str], *, name: str) -> RecordInd
       ConfigurationError: `name` is not allowed.
       DataError: No file matches, or one is damaged, or its samples are unlike.
     """
-    if not is_plain_name(f"{name}{SUFFIX}"):
-        raise ConfigurationError(
-            f"name is {str(name)[:300]!r}; it begins a file name beside the files"
-        )
-    paths = [path for path in matching_files(pattern) if ".tar" in path.name]
-    if not paths:
-        raise DataError(f"no file with .tar in its name matches {os.fspath(pattern)}")
-    if len({path.parent for path in paths}) > 1:
-        raise DataError(
-            f"{os.fspath(pattern)} matches files of several directories; a set lies in "
-            "one, so index each by itself"
-        )
-    directory = paths[0].parent
-    unread = [RecordFile(path.name, 0, path.stat().st_size) for path in paths]
-    features = _features_of(paths[0])
+    directory, unread = files_to_index(
+        pattern, name, lambda path: ".tar" in path.name, " with .tar in its name"
+    )
+    features = _features_of(directory / unread[0].name)
     files = in_turn(
         "indexing samples",
         unread,
@@ -100,7 +75,7 @@ def _features_of(path: Place) -> tuple[str, ...]:
         for sample in tar_samples(path):
             return tuple(sorted(sample))
     except TarFault as fault:
-        raise _at(path, fault) from fault
+        raise DataError(_at(path, fault.sample, fault.reason)) from fault
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error}") from error
     raise DataError(f"{path} holds no samples")
@@ -119,15 +94,15 @@ def _indexed(path: Place, file: RecordFile, features: Sequence[str]) -> RecordFi
                 )
             checksums.append(checksum_of_sample(sample))
     except TarFault as fault:
-        raise _at(path, fault) from fault
+        raise DataError(_at(path, fault.sample, fault.reason)) from fault
     ends = digest_of_ends(path)
     return RecordFile(
         file.name, len(checksums), file.size_bytes, "", ends, "".join(checksums)
     )
 
 
-def _at(path: Place, fault: TarFault) -> DataError:
-    return DataError(f"{path}, sample {fault.sample} (counted from 0): {fault.reason}")
+def _at(path: Place, sample: int, what: str) -> str:
+    return f"{path}, sample {sample} (counted from 0): {what}"
 
 
 def _named(features: Mapping[str, Any] | Sequence[str]) -> str:
@@ -203,26 +178,25 @@ def read_webdataset(
       >>> sorted(int(x) for (batch,) in batches for x in batch.numpy())
       [0, 1, 2, 3, 4]
     """
-    check_batching(global_batch_size, seed, variable_length)
-    check_positive("cycle_length", cycle_length)
-    if shuffle_buffer_examples is not None:
-        check_positive("shuffle_buffer_examples", shuffle_buffer_examples)
-    index = find_index(source)
-    require_container(index, "tar")
-    check_names(index, as_supervised)
-    share = share_of_host(index, global_batch_size, input_context, deterministic=True)
+    share = open_share(
+        source,
+        "tar",
+        global_batch_size,
+        seed=seed,
+        variable_length=variable_length,
+        cycle_length=cycle_length,
+        shuffle_buffer_examples=shuffle_buffer_examples,
+        as_supervised=as_supervised,
+        input_context=input_context,
+        deterministic=True,
+    )
     index = share.index
     for file in index.files:
         _check_before_reading(index.file_path(file), file)
     batches = count_batches(share.examples, share.batch_size, drop_remainder)
 
     samples = _interleaved(index, shuffle, seed, cycle_length)
-    if share.hosts > 1:
-        samples = samples.shard(share.hosts, share.host)
-    if shuffle:
-        buffer_examples = shuffle_buffer_examples or default_buffer_examples(index)
-        with seeds_of_program():
-            samples = samples.shuffle(buffer_examples, seed=seed)
+    samples = own_records(samples, share, shuffle, seed, shuffle_buffer_examples)
     examples = select_features(samples, as_supervised, transform)
     return finish_batches(
         batch_examples(examples, share.batch_size, drop_remainder, variable_length),
@@ -267,16 +241,13 @@ def _checked_samples(path: Place, file: RecordFile) -> Iterator[dict[str, bytes]
             yield sample
             number += 1
     except TarFault as fault:
-        raise DataError(
-            f"{path}, sample {fault.sample} (counted from 0): {fault.reason}; {promise}"
-        ) from fault
+        what = _at(path, fault.sample, fault.reason)
+        raise DataError(f"{what}; {promise}") from fault
     except OSError as error:
         raise DataError(f"{path} cannot be read ({error}); {_REMEDY}") from error
     if number < file.examples:
-        raise DataError(
-            f"{path}, sample {number} (counted from 0): the file ends before it; "
-            f"{promise}"
-        )
+        what = _at(path, number, "the file ends before it")
+        raise DataError(f"{what}; {promise}")
 
 
 def _interleaved(
@@ -286,8 +257,7 @@ def _interleaved(
     features = list(index.features)
     files = tf.data.Dataset.from_tensor_slices(list(by_path))
     if shuffle:
-        with seeds_of_program():
-            files = files.shuffle(len(by_path), seed=seed)
+        files = mixed(files, len(by_path), seed)
 
     def rows(path: bytes) -> Iterator[tuple[bytes, ...]]:
         text = path.decode()
