@@ -10,6 +10,7 @@ import pytest
 import tensorflow as tf
 
 from tests.support import host_training
+from tests.support.fresh_python import run_python
 from tests.support.package_source import REPOSITORY
 from tests.support.workers import LONGEST_SECONDS
 from tfdp.bench.processes.two_hosts import ADDRESSES, two_hosts, why_no_hosts
@@ -107,16 +108,10 @@ def test_the_callback_counts_what_the_link_carries(hosts, engine):
 def test_the_benchmark_counts_two_levels_and_one(tmp_path):
     path = tmp_path / "report.json"
     arms = ["tfdp-sockets-flat", "tfdp-sockets"]
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "tfdp", "bench", "network", "--arms", *arms),
-            *("--case", "network-allreduce-100mbit", "--repeats", "1"),
-            *("--json", str(path), "--timeout-seconds", "150"),
-        ],
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        timeout=LONGEST_SECONDS,
+    done = run_python(
+        *("-m", "tfdp", "bench", "network", "--arms", *arms),
+        *("--case", "network-allreduce-100mbit", "--repeats", "1"),
+        *("--json", path, "--timeout-seconds", "150"),
     )
     assert done.returncode == 0, done.stderr
     (result,) = json.loads(path.read_text("utf-8"))["results"]

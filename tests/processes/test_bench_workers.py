@@ -1,14 +1,10 @@
 """`tfdp bench --workers 2` with real processes, on tiny subjects."""
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 
-from tests.support.package_source import REPOSITORY
-from tests.support.workers import LONGEST_SECONDS
+from tests.support.fresh_python import run_python
 from tfdp.bench.processes.arms import GROUP_ARMS
 from tfdp.bench.processes.group import Group
 from tfdp.bench.request import Request
@@ -20,17 +16,11 @@ MAY_RUN_AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIR
 
 def bench(path, *arguments):
     """The report of `tfdp bench ARGUMENTS --workers 2 --quick`."""
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "tfdp", "bench", *arguments, "--workers", "2"),
-            *("--quick", "--repeats", "1", "--json", str(path)),
-            *("--timeout-seconds", "800"),
-        ],
-        cwd=REPOSITORY,
-        env={**os.environ, **MAY_RUN_AS_ROOT},
-        capture_output=True,
-        text=True,
-        timeout=LONGEST_SECONDS,
+    done = run_python(
+        *("-m", "tfdp", "bench", *arguments, "--workers", "2"),
+        *("--quick", "--repeats", "1", "--json", path),
+        *("--timeout-seconds", "800"),
+        environment=MAY_RUN_AS_ROOT,
     )
     assert done.returncode == 0, done.stderr
     return json.loads(path.read_text("utf-8")), done.stdout
@@ -143,16 +133,8 @@ def test_an_arm_whose_worker_dies_is_told_with_its_last_lines():
 
 def test_links_of_light_processes_are_timed_and_drawn(tmp_path):
     report, plot = tmp_path / "links.json", tmp_path / "links.html"
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "tfdp", "bench", "links", "--quick"),
-            *("--json", str(report), "--plot", str(plot)),
-        ],
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        timeout=LONGEST_SECONDS,
-    )
+    asked = ("links", "--quick", "--json", report, "--plot", plot)
+    done = run_python("-m", "tfdp", "bench", *asked)
     assert done.returncode == 0, done.stderr
     rows = json.loads(report.read_text("utf-8"))["rows"]
     assert [row["workers"] for row in rows] == [2, 3]
@@ -169,12 +151,5 @@ def test_links_of_light_processes_are_timed_and_drawn(tmp_path):
 
 @pytest.mark.parametrize("options", [["train"], ["links", "--list"]])
 def test_a_picture_that_nothing_draws_is_refused(tmp_path, options):
-    program = (sys.executable, "-m", "tfdp", "bench", *options)
-    done = subprocess.run(
-        [*program, "--plot", str(tmp_path / "x.html")],
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        timeout=LONGEST_SECONDS,
-    )
+    done = run_python("-m", "tfdp", "bench", *options, "--plot", tmp_path / "x.html")
     assert done.returncode == 2 and "only `tfdp bench links`" in done.stderr

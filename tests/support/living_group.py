@@ -9,7 +9,7 @@ import sys
 import time
 
 from tests.support.package_source import REPOSITORY
-from tests.support.workers import LONGEST_SECONDS, free_port
+from tests.support.workers import LONGEST_SECONDS, end, free_port
 
 
 class LivingGroup:
@@ -102,7 +102,4 @@ class LivingGroup:
 
     def __exit__(self, *_):
         for process in self.processes:
-            if process.poll() is None:
-                process.send_signal(signal.SIGCONT)
-                process.kill()
-            process.wait()
+            end(process)

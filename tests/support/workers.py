@@ -18,6 +18,14 @@ def free_port():
         return probe.getsockname()[1]
 
 
+def end(process):
+    """Ends a process, also one that is stopped."""
+    if process.poll() is None:
+        process.send_signal(signal.SIGCONT)
+        process.kill()
+    process.wait()
+
+
 class Workers:
     """Processes that run `python -m module arguments`, killed at the end at the latest.
 
@@ -54,10 +62,7 @@ class Workers:
 
     def __exit__(self, *_):
         for process in self.processes:
-            if process.poll() is None:
-                process.send_signal(signal.SIGCONT)
-                process.kill()
-            process.wait()
+            end(process)
             process.stdout.close()
 
     def outputs(self, timeout_seconds=LONGEST_SECONDS):

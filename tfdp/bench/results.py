@@ -50,6 +50,16 @@ def spread(figures: Sequence[float]) -> Spread:
     )
 
 
+def least_to_most(figures: Sequence[float], form: str, unit: str = "") -> str:
+    """Median and extremes in words.
+
+    >>> least_to_most([3.0, 1.0, 2.5], ".1f", " s")
+    '2.5 s (1.0 to 3.0)'
+    """
+    middle = f"{statistics.median(figures):{form}}{unit}"
+    return f"{middle} ({min(figures):{form}} to {max(figures):{form}})"
+
+
 @dataclasses.dataclass(frozen=True)
 class ArmResult:
     """What one arm took.

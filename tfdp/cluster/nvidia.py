@@ -10,14 +10,21 @@ import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
 
-__all__ = ["driver_gpus", "explain_unseen_gpus", "usable_gpus"]
+__all__ = [
+    "VISIBLE",
+    "ask_for_gpus",
+    "driver_gpus",
+    "explain_unseen_gpus",
+    "named_gpus",
+    "usable_gpus",
+]
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 # A folder for each GPU, made by the driver itself.
 DRIVER_FOLDER = pathlib.Path("/proc/driver/nvidia/gpus")
 # What programs talk to the driver by; a container that was given no GPU has none.
 CONTROL_FILES = (pathlib.Path("/dev/nvidiactl"), pathlib.Path("/dev/dxg"))
-QUERY = ("nvidia-smi", "--query-gpu=name", "--format=csv,noheader")
+PROGRAM = "nvidia-smi"
 QUERY_SECONDS = 20.0
 
 
@@ -33,11 +40,21 @@ def driver_gpus(folder: pathlib.Path = DRIVER_FOLDER) -> list[str]:
         listed = [_model(gpu / "information") for gpu in sorted(folder.iterdir())]
     except OSError:
         listed = []
-    if listed or shutil.which(QUERY[0]) is None:
-        return listed
+    return listed or ask_for_gpus("name")
+
+
+def ask_for_gpus(what: str) -> list[str]:
+    """What `nvidia-smi` says of each GPU; nothing where there is no such program.
+
+    Args:
+      what: as in `nvidia-smi --help-query-gpu`, such as "name" or "uuid".
+    """
+    if shutil.which(PROGRAM) is None:
+        return []
+    query = (PROGRAM, f"--query-gpu={what}", "--format=csv,noheader")
     try:
         done = subprocess.run(
-            QUERY, capture_output=True, text=True, timeout=QUERY_SECONDS, check=True
+            query, capture_output=True, text=True, timeout=QUERY_SECONDS, check=True
         )
     except (OSError, subprocess.SubprocessError):
         return []
@@ -60,12 +77,18 @@ def usable_gpus(gpus: Sequence[str], environment: Mapping[str, str]) -> list[str
     >>> usable_gpus(["A100", "A100"], {"CUDA_VISIBLE_DEVICES": "-1"})
     []
     """
+    named = named_gpus(environment)
+    return list(gpus if named is None else gpus[: len(named)])
+
+
+def named_gpus(environment: Mapping[str, str]) -> list[str] | None:
+    """What CUDA_VISIBLE_DEVICES lists; None: it is not set, and all are meant."""
     if VISIBLE not in environment:
-        return list(gpus)
+        return None
     named = [name.strip() for name in environment[VISIBLE].split(",")]
     # CUDA stops at the first name that is none: "-1" hides all.
     end = next((i for i, n in enumerate(named) if n in ("", "-1")), len(named))
-    return list(gpus[: min(end, len(gpus))])
+    return named[:end]
 
 
 def explain_unseen_gpus(

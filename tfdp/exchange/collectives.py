@@ -26,7 +26,7 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from tfdp._private import names
-from tfdp.exchange.engine import HINTS_IN_WORDS, Engine, next_group_key
+from tfdp.exchange.engine import Engine, next_group_key
 from tfdp.exchange.shard_packing import join_rows, split_row, to_rows
 from tfdp.exchange.wire_types import to_gather_wire, to_sum_wire
 from tfdp.plan.shards import ShardLayout
@@ -82,10 +82,6 @@ class TensorFlowEngine(Engine):
         self._launches: collections.Counter[tuple[int, int]] = collections.Counter()
         self._groups_by_launch: dict[tuple[int, int], int] = {}
         self._tokens = [names.make_token(device) for device in self.devices]
-
-    @property
-    def in_words(self) -> str:
-        return f"{self.name} ({HINTS_IN_WORDS.get(self._hint, self._hint)})"
 
     def begin_run(self) -> None:
         super().begin_run()

@@ -17,9 +17,9 @@ from tfdp.exchange.traffic import TrafficCount
 from tfdp.plan.shards import ShardLayout
 from tfdp.plan.topology import Topology
 
-__all__ = ["HINTS_IN_WORDS", "Engine", "next_group_key"]
+__all__ = ["Engine", "next_group_key"]
 
-#: TensorFlow's names of its collectives' ways -> what people call them.
+# TensorFlow's names of its collectives' ways -> what people call them.
 HINTS_IN_WORDS = {"nccl": "NCCL", "ring": "TensorFlow's ring"}
 
 # Group keys are unique in the process, and the same on every host that makes its
@@ -49,6 +49,8 @@ class Engine(abc.ABC):
     packs: bool = True
     #: Makes sums while steps go on; None: sums are made in the step that asks.
     late: LateExchange | None = None
+    #: The way that TensorFlow's collectives are asked for; "": they are not used.
+    _hint: str = ""
 
     def __init__(self, devices: Sequence[str], topology: Topology):
         self.devices = tuple(devices)
@@ -60,7 +62,9 @@ class Engine(abc.ABC):
     @property
     def in_words(self) -> str:
         """The name, and what of TensorFlow's carries the tensors, where it does."""
-        return self.name
+        if not self._hint:
+            return self.name
+        return f"{self.name} ({HINTS_IN_WORDS.get(self._hint, self._hint)})"
 
     def begin_run(self) -> None:
         """Starts the tracing of one `strategy.run`: all replicas count alike again.

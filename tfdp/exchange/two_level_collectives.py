@@ -28,7 +28,7 @@ from tfdp.cluster.description import join_address
 from tfdp.cluster.ports import free_port
 from tfdp.errors import ConfigurationError
 from tfdp.exchange.collective_keys import CollectiveKeys
-from tfdp.exchange.engine import HINTS_IN_WORDS, next_group_key
+from tfdp.exchange.engine import next_group_key
 from tfdp.exchange.packing import pack, unpack
 from tfdp.exchange.pieces import cut_pieces, join_pieces, plan_pieces
 from tfdp.exchange.traffic import ring_bytes
@@ -120,10 +120,6 @@ class TensorFlowAcrossHostsEngine(AcrossHostsEngine):
     def close(self) -> None:
         super().close()
         self._watch.close()
-
-    @property
-    def in_words(self) -> str:
-        return f"{self.name} ({HINTS_IN_WORDS.get(self._hint, self._hint)})"
 
     @property
     def host_groups(self) -> tuple[tuple[int, ...], ...] | None:

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
 from collections.abc import Mapping, Sequence
 
-from tfdp.cluster.nvidia import QUERY_SECONDS, VISIBLE
+from tfdp.cluster.nvidia import VISIBLE, ask_for_gpus, named_gpus
 from tfdp.errors import ConfigurationError
 
 __all__ = ["VISIBLE", "own_gpus", "share_of_gpus"]
-
-# Unique names: CUDA and the driver may count the GPUs in different orders.
-QUERY = ("nvidia-smi", "--query-gpu=uuid", "--format=csv,noheader")
 
 
 def own_gpus(environment: Mapping[str, str]) -> list[str]:
@@ -25,20 +20,9 @@ def own_gpus(environment: Mapping[str, str]) -> list[str]:
       What CUDA_VISIBLE_DEVICES lists, where it is set; else what `nvidia-smi` lists;
       nothing where there is no such program.
     """
-    if VISIBLE in environment:
-        named = [name.strip() for name in environment[VISIBLE].split(",")]
-        # CUDA stops at the first name that is none: "-1" hides all.
-        end = next((i for i, n in enumerate(named) if n in ("", "-1")), len(named))
-        return named[:end]
-    if shutil.which(QUERY[0]) is None:
-        return []
-    try:
-        done = subprocess.run(
-            QUERY, capture_output=True, text=True, timeout=QUERY_SECONDS, check=True
-        )
-    except (OSError, subprocess.SubprocessError):
-        return []
-    return [line.strip() for line in done.stdout.splitlines() if line.strip()]
+    named = named_gpus(environment)
+    # Unique names: CUDA and the driver may count the GPUs in different orders.
+    return ask_for_gpus("uuid") if named is None else named
 
 
 def share_of_gpus(gpus: Sequence[str], workers: int, rank: int) -> dict[str, str]:

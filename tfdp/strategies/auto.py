@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from typing import Any
 
 import tensorflow as tf
@@ -10,28 +11,20 @@ import tensorflow as tf
 from tfdp.checks import is_whole
 from tfdp.cluster import Cluster, find_cluster
 from tfdp.cluster.tpu import find_tpu
-from tfdp.errors import ConfigurationError, DeviceError
+from tfdp.errors import ConfigurationError
 from tfdp.plan.communication import Communication
 from tfdp.plan.shards import Sharding, sharding_of
 from tfdp.strategies.data_parallel import DataParallelStrategy
-from tfdp.strategies.devices import find_devices, use_virtual_devices
+from tfdp.strategies.devices import (
+    find_devices,
+    first_devices,
+    use_virtual_devices,
+)
 from tfdp.strategies.multi_host import MultiHostDataParallelStrategy
 from tfdp.strategies.tpu import TPUDataParallelStrategy
 
 __all__ = ["auto_strategy"]
 
-# Each option at its default, which says nothing.
-DEFAULTS: dict[str, Any] = {
-    "communication": None,
-    "shard": "none",
-    "shard_group": "all",
-    "shard_min_bytes": 32 * 1024,
-    "offload": "none",
-    "draws_per_replica": True,
-    "pad_batches": None,
-    "wire_dtype": None,
-    "devices_per_host": None,
-}
 # What cannot act, by what was found, and why.
 ON_ONE_HOST = {
     "wire_dtype": "it says how gradients travel between the cores of a TPU; nothing "
@@ -145,7 +138,8 @@ def auto_strategy(
 
 
 def _says(name: str, value: Any) -> bool:
-    default = DEFAULTS[name]
+    """Whether an option is not at its default, which says nothing."""
+    default = inspect.signature(auto_strategy).parameters[name].default
     # 0 is no False, and 1 no True: what was given wrongly is for the strategy to say.
     return type(value) is not type(default) or value != default
 
@@ -171,11 +165,4 @@ def _own_devices(
         return None if cpus is None else use_virtual_devices(cpus)
     if count is None:
         return None
-    found = find_devices()
-    if len(found) < count:
-        raise DeviceError(
-            f"{count} devices were asked for, but this host has {len(found)}: "
-            f"{', '.join(found)}. Ask for as many as there are, or leave it out to use "
-            "all."
-        )
-    return list(found[:count])
+    return first_devices(count, find_devices(), f"{count} devices were asked for")

@@ -17,6 +17,7 @@ from tfdp.errors import ConfigurationError, DeviceError, DeviceWarning
 __all__ = [
     "add_waiting_thread",
     "find_devices",
+    "first_devices",
     "unseen_gpus",
     "use_virtual_devices",
 ]
@@ -107,6 +108,23 @@ def _warn_of_unseen_gpus() -> None:
     said = unseen_gpus()
     if said is not None:
         warnings.warn(said, DeviceWarning, stacklevel=4)
+
+
+def first_devices(count: int | None, found: Sequence[str], asked: str) -> list[str]:
+    """So many of the devices that were found; None: all of them.
+
+    Args:
+      asked: what asks for so many, in words.
+
+    Raises:
+      DeviceError: there are fewer.
+    """
+    if count is not None and len(found) < count:
+        raise DeviceError(
+            f"{asked}, but this host has {len(found)}: {', '.join(found)}. Ask for as "
+            "many as there are, or leave it out to use all."
+        )
+    return list(found[:count])
 
 
 def find_devices(devices: Sequence[str] | None = None) -> tuple[str, ...]:

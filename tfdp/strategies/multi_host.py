@@ -16,7 +16,7 @@ from tfdp.checks import is_whole
 from tfdp.cluster import Cluster, find_cluster
 from tfdp.data.hosts import own_part, until_all_end
 from tfdp.data.seeds import agree_on_seed, seed_to_share
-from tfdp.errors import ConfigurationError, DeviceError
+from tfdp.errors import ConfigurationError
 from tfdp.exchange.host_group import HostGroup
 from tfdp.exchange.living_pipeline import LivingPipeline
 from tfdp.exchange.pipeline import GradientPipeline
@@ -40,6 +40,7 @@ from tfdp.strategies.data_parallel import DataParallelStrategy
 from tfdp.strategies.devices import (
     add_waiting_thread,
     find_devices,
+    first_devices,
     use_virtual_devices,
 )
 from tfdp.strategies.hierarchical import HierarchicalAllReduce
@@ -188,14 +189,7 @@ class MultiHostDataParallelStrategy(SumsOverHosts, DataParallelStrategy):
             )
         self._meeting = meet(self.cluster, communication, sharding)
         self._group = self._meeting.group
-        found = find_devices()
-        if count is not None and len(found) < count:
-            raise DeviceError(
-                f"devices_per_host={count}, but this host has {len(found)}: "
-                f"{', '.join(found)}. Ask for as many as there are, or leave it out to "
-                "use all."
-            )
-        return list(found[:count])
+        return first_devices(count, find_devices(), f"devices_per_host={count}")
 
     def _make_extended(
         self,

@@ -8,7 +8,6 @@ what was saved is written, and what `fit` does when it ends is not counted.
 from __future__ import annotations
 
 import os
-import statistics
 import tempfile
 import time
 from collections.abc import Callable
@@ -18,6 +17,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdp.bench.results import least_to_most
 from tfdp.bench.subjects.images import LOCAL_BATCH, SEED, make_images
 from tfdp.bench.subjects.models import MODELS
 from tfdp.callbacks import Checkpoint
@@ -111,11 +111,7 @@ def table_of_fits(repeats: int, quick: bool, seconds: StepSeconds) -> str:
     for name, found in seconds.items():
         # Each beside the one of its own repeat.
         more = [100 * (a / b - 1) for a, b in zip(found, plain, strict=True)]
-        took = _spread([1e3 * each for each in found], ".1f")
-        lines.append(f"{name:34s} {took:>26s} {_spread(more, '+.1f', ' %'):>30s}")
+        took = least_to_most([1e3 * each for each in found], ".1f")
+        costs = least_to_most(more, "+.1f", " %")
+        lines.append(f"{name:34s} {took:>26s} {costs:>30s}")
     return "\n".join(lines)
-
-
-def _spread(values: list[float], form: str, unit: str = "") -> str:
-    middle = statistics.median(values)
-    return f"{middle:{form}}{unit} ({min(values):{form}} to {max(values):{form}})"

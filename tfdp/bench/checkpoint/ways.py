@@ -18,6 +18,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdp.bench.results import least_to_most
 from tfdp.checkpoint import Checkpoint
 from tfdp.files.atomic import sync_file
 
@@ -101,9 +102,8 @@ def table_of_ways(size_bytes: int, repeats: int, seconds: Seconds) -> str:
     copied = statistics.median(seconds["cp"])
     for name, found in seconds.items():
         middle = statistics.median(found)
-        spread = f"{middle:.3f} ({min(found):.3f} to {max(found):.3f})"
         lines.append(
-            f"{name:34s} {spread:>26s} {size_bytes / middle / 1e9:7.2f} "
-            f"{copied / middle:6.2f}"
+            f"{name:34s} {least_to_most(found, '.3f'):>26s} "
+            f"{size_bytes / middle / 1e9:7.2f} {copied / middle:6.2f}"
         )
     return "\n".join(lines)

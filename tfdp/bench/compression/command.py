@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 import tensorflow as tf
 
 from tfdp.bench.json_file import write_json
+from tfdp.bench.results import least_to_most
 from tfdp.bench.subjects.gradient_sets import FLOAT32_BYTES, GRADIENT_SETS
 from tfdp.compression import FP8, Cast, Int4, Int8, PowerSGD, RandomK, SignSGD, TopK
 from tfdp.compression.method import Method
@@ -149,12 +150,9 @@ def _table(subject: str, repeats: int, figures: dict[str, _Figures]) -> str:
     ]
     for name, found in figures.items():
         rates = [found.dense_bytes / seconds / 1e9 for seconds in found.seconds]
-        spread = (
-            f"{statistics.median(rates):.2f} ({min(rates):.2f} to {max(rates):.2f})"
-        )
         share = found.sent_bytes / found.dense_bytes
         lines.append(
-            f"{name:18s} {spread:>22s} {f'1/{1 / share:.1f}':>13s} "
-            f"{found.pays_below_gbit:18.1f}"
+            f"{name:18s} {least_to_most(rates, '.2f'):>22s} "
+            f"{f'1/{1 / share:.1f}':>13s} {found.pays_below_gbit:18.1f}"
         )
     return "\n".join(lines)
