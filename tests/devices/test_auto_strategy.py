@@ -215,6 +215,7 @@ def own_lines(quiet, late=""):
         capture_output=True,
         text=True,
         env=environment,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines(), done.stderr.splitlines()

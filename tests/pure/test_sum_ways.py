@@ -9,7 +9,7 @@ from tfdp.hosts import doubling, small_sums, worker_names
 from tfdp.plan import sum_ways
 from tfdp.plan.sum_ways import (
     MOST_DOUBLED_BYTES,
-    MOST_GATHERED_BYTES,
+    MOST_BYTES_GATHERED_OF_ALL,
     WAYS,
     LinkSpeed,
     SumWays,
@@ -56,7 +56,7 @@ def test_what_others_bring_takes_a_bounded_memory(workers, speed):
     ways = SumWays(workers, speed)
     for size in (2**bits + odd for bits in range(31) for odd in (-1, 0, 1)):
         way = ways.choose(size)
-        assert way != "gather" or size * workers <= MOST_GATHERED_BYTES
+        assert way != "gather" or size * workers <= MOST_BYTES_GATHERED_OF_ALL
         assert way != "doubling" or size <= MOST_DOUBLED_BYTES
 
 

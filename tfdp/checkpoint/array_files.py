@@ -183,10 +183,11 @@ def open_arrays(
             if found != size_bytes:
                 raise ValueError(f"it has {found} bytes, not {size_bytes}")
             local = stack.enter_context(_local(place))
-            _check_header(local, found)
-            # Whether the header is one is the library's to say.
-            with safe_open(local, "np"):
-                places = _places(local)
+            with open_binary(local) as file:
+                length = _header_bytes(file, found)
+                # Whether the header is one is the library's to say.
+                with safe_open(local, "np"):
+                    places = _places(file.read(length), LENGTH_BYTES + length)
             content = np.memmap(local, np.uint8, "r").view(np.ndarray)
             begin, end = places[FACTS]
             facts = parse_json(content[begin:end].tobytes())
@@ -197,26 +198,20 @@ def open_arrays(
         yield ArrayFile(str(place), content, places, facts["arrays"])
 
 
-def _header_bytes(file: BinaryIO) -> int:
-    return int.from_bytes(file.read(LENGTH_BYTES), "little")
-
-
-def _check_header(place: Path, size_bytes: int) -> None:
-    with open_binary(place) as file:
-        length = _header_bytes(file)
+def _header_bytes(file: BinaryIO, size_bytes: int) -> int:
+    length = int.from_bytes(file.read(LENGTH_BYTES), "little")
     if not 2 <= length <= min(size_bytes - LENGTH_BYTES, LONGEST_HEADER_BYTES):
         raise ValueError(f"its header claims {length} bytes")
+    return length
 
 
-def _places(local: Path) -> dict[str, tuple[int, int]]:
+def _places(header: bytes, first_byte: int) -> dict[str, tuple[int, int]]:
     """Where the bytes of each array begin and end: the library reads copies only."""
-    with open_binary(local) as file:
-        first_byte = LENGTH_BYTES + _header_bytes(file)
-        header = parse_json(file.read(first_byte - LENGTH_BYTES))
-    header.pop("__metadata__", None)
+    noted = parse_json(header)
+    noted.pop("__metadata__", None)
     return {
-        name: tuple(first_byte + offset for offset in noted["data_offsets"])
-        for name, noted in header.items()
+        name: tuple(first_byte + offset for offset in array["data_offsets"])
+        for name, array in noted.items()
     }
 
 

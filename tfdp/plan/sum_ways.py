@@ -28,9 +28,9 @@ __all__ = ["WAYS", "LinkSpeed", "SumWays", "distances", "rounds", "sent_bytes"]
 
 WAYS = ("ring", "gather", "doubling")
 # What a worker holds of all others at once; a ring holds nothing.
-MOST_GATHERED_BYTES = 1 << 18
+MOST_BYTES_GATHERED_OF_ALL = 1 << 18
 # Of everything longer a ring adds a block while the next one comes.
-MOST_GATHERED_OF_ONE_BYTES = 1 << 16
+MOST_BYTES_GATHERED_OF_ONE = 1 << 16
 MOST_DOUBLED_BYTES = 1 << 20
 # How often what travels is touched, on the way from arrays to arrays.
 PASSES = {"ring": 1, "gather": 2, "doubling": 3}
@@ -125,7 +125,7 @@ class SumWays:
         if size_bytes <= MOST_DOUBLED_BYTES:
             allowed.append("doubling")
         gathered = size_bytes * self._workers
-        if size_bytes <= MOST_GATHERED_OF_ONE_BYTES and gathered <= MOST_GATHERED_BYTES:
+        if size_bytes <= MOST_BYTES_GATHERED_OF_ONE and gathered <= MOST_BYTES_GATHERED_OF_ALL:
             allowed.append("gather")
         return min(allowed, key=lambda way: self.seconds(way, size_bytes))
 

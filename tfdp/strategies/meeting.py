@@ -29,6 +29,7 @@ __all__ = ["Meeting", "meet", "tried"]
 
 # The longest reason that travels.
 MOST_REASON_BYTES = 1000
+NO_GPU = "it has no GPU"
 NOT_RUN = (
     'gradients cross between hosts by NCCL, which engine="auto" takes where all hosts '
     "have GPUs; this was not run on a GPU. Communication(engine='sockets') does "
@@ -98,9 +99,6 @@ def _chosen(group: HostGroup, over_all: bool) -> Meeting:
     if not reasons:
         reasons = _reasons(group.link, _start(group.link), "whether NCCL has started")
     return Meeting(group, not reasons, _fallen_back(reasons))
-
-
-NO_GPU = "it has no GPU"
 
 
 def _why_not_here(over_all: bool) -> str:
