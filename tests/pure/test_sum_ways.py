@@ -8,8 +8,8 @@ import pytest
 from tfdp.hosts import doubling, small_sums, worker_names
 from tfdp.plan import sum_ways
 from tfdp.plan.sum_ways import (
-    MOST_DOUBLED_BYTES,
     MOST_BYTES_GATHERED_OF_ALL,
+    MOST_DOUBLED_BYTES,
     WAYS,
     LinkSpeed,
     SumWays,

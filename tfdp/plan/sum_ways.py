@@ -124,8 +124,8 @@ class SumWays:
         allowed = ["ring"]
         if size_bytes <= MOST_DOUBLED_BYTES:
             allowed.append("doubling")
-        gathered = size_bytes * self._workers
-        if size_bytes <= MOST_BYTES_GATHERED_OF_ONE and gathered <= MOST_BYTES_GATHERED_OF_ALL:
+        is_short = size_bytes <= MOST_BYTES_GATHERED_OF_ONE
+        if is_short and size_bytes * self._workers <= MOST_BYTES_GATHERED_OF_ALL:
             allowed.append("gather")
         return min(allowed, key=lambda way: self.seconds(way, size_bytes))
 
