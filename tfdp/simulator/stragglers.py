@@ -1,0 +1,106 @@
+"""How long all wait for the slowest: the expected maximum of n draws.
+
+A step of a replica takes c (1 + e) with a random e. All wait for the slowest of n, so a
+step is longer by
+
+    normal       c s E_n, E_n the expected maximum of n standard normal numbers
+    exponential  c s (H_n - 1), H_n = 1 + 1/2 + ... + 1/n
+
+with the relative spread s (normal: the standard deviation; exponential: the mean of what
+comes on top, of which one mean is in the average already). What is slow by a factor f in
+a share q of its steps adds c (f - 1) (1 - (1 - q)^n).
+
+Source: order statistics, David and Nagaraja (2003), chapter 3; for stragglers in
+training Chen, Pan, Monga, Bengio and Jozefowicz (2016).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+
+import numpy as np
+
+from tfdp.errors import ConfigurationError
+from tfdp.simulator.checked import at_least_zero, positive, share
+
+__all__ = ["Jitter", "expected_maximum", "harmonic"]
+
+SHAPES = ("normal", "exponential")
+# From here on 1/n is so small that the series of the harmonic number is exact.
+FIRST_OF_SERIES = 1000
+EULER = 0.5772156649015329
+
+
+@functools.lru_cache(maxsize=4096)
+def expected_maximum(count: int) -> float:
+    """The expected maximum of `count` standard normal numbers, to some 1e-7.
+
+    E = integral over x > 0 of (1 - F^n) - integral over x < 0 of F^n, F the normal
+    distribution function.
+
+    >>> [round(expected_maximum(count), 4) for count in (1, 2, 3, 16384)]
+    [0.0, 0.5642, 0.8463, 3.9657]
+    """
+    # Beyond 12 the tail is below 1e-30. Simpson's rule, with an even number of parts.
+    points = np.linspace(0.0, 12.0, 4001)
+    tails = 0.5 * np.array([math.erfc(x / math.sqrt(2)) for x in points])
+    above = -np.expm1(count * np.log1p(-tails))
+    below = tails**count
+    weights = np.ones_like(points)
+    weights[1:-1:2], weights[2:-1:2] = 4.0, 2.0
+    return float((weights * (above - below)).sum() * (points[1] - points[0]) / 3)
+
+
+def harmonic(count: int) -> float:
+    """1 + 1/2 + ... + 1/count.
+
+    >>> harmonic(4)
+    2.083333333333333
+    """
+    if count < FIRST_OF_SERIES:
+        return sum(1 / number for number in range(1, count + 1))
+    return math.log(count) + EULER + 1 / (2 * count) - 1 / (12 * count**2)
+
+
+@dataclasses.dataclass(frozen=True)
+class Jitter:
+    """How unequal the replicas' steps are.
+
+    Args:
+      relative: the spread s, at least 0, as a share of what a step computes.
+      shape: "normal" or "exponential".
+      slow_share: of its steps in which a replica is slow, from 0 to 1.
+      slow_factor: by which it is slow then, at least 1.
+    """
+
+    relative: float = 0.0
+    shape: str = "normal"
+    slow_share: float = 0.0
+    slow_factor: float = 1.0
+
+    def __post_init__(self) -> None:
+        at_least_zero("Jitter", "relative", self.relative)
+        share("Jitter", "slow_share", self.slow_share)
+        positive("Jitter", "slow_factor", self.slow_factor)
+        if self.slow_factor < 1 or self.shape not in SHAPES:
+            raise ConfigurationError(
+                f"Jitter: slow_factor must be at least 1, and shape one of "
+                f"{' or '.join(SHAPES)}. Received: {self.slow_factor!r}, "
+                f"{self.shape!r}."
+            )
+
+    def waiting_share(self, replicas: int) -> float:
+        """By how much of its computing a step is longer, beyond the average.
+
+        >>> Jitter(0.1, shape="exponential").waiting_share(2)
+        0.05
+        """
+        spread = (
+            expected_maximum(replicas)
+            if self.shape == "normal"
+            else harmonic(replicas) - 1
+        )
+        some_slow = 1 - (1 - self.slow_share) ** replicas
+        return self.relative * spread + (self.slow_factor - 1) * some_slow
