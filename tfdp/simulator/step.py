@@ -3,8 +3,9 @@
     step = compute + sharing of cores + communication + waiting + input
            + checkpoints + failures
 
-Communication is what a step is longer for its sums: what of them backprop does not hide,
-and what they take from it. Waiting is for the slowest replica, input for the next batch.
+Communication is what a step is longer for its sums: what of them backprop does not
+hide, and what they take from it. Waiting is for the slowest replica, input for the next
+batch.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ step is longer by
     exponential  c s (H_n - 1), H_n = 1 + 1/2 + ... + 1/n
 
 with the relative spread s (normal: the standard deviation; exponential: the mean of what
-comes on top, of which one mean is in the average already). What is slow by a factor f in
-a share q of its steps adds c (f - 1) (1 - (1 - q)^n).
+comes on top, of which one mean is in the average already). What is slow by a factor f
+in a share q of its steps adds c (f - 1) (1 - (1 - q)^n).
 
 Source: order statistics, David and Nagaraja (2003), chapter 3; for stragglers in
 training Chen, Pan, Monga, Bengio and Jozefowicz (2016).

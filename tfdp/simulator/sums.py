@@ -19,8 +19,8 @@ Where the number of hosts is no power of 2 the halvings and doublings have a ste
 and after, with all bytes.
 
 Sources: Patarasuk and Yuan (2009) for the ring; Thakur, Rabenseifner and Gropp (2005)
-for doubling and halving; Sanders, Speck and Traeff (2009) for two trees; the latencies of
-a ring over hosts are added as in NCCL's tuning.cc.
+for doubling and halving; Sanders, Speck and Traeff (2009) for two trees; the latencies
+of a ring over hosts are added as in NCCL's tuning.cc.
 """
 
 from __future__ import annotations
