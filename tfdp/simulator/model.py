@@ -111,8 +111,8 @@ class Compute:
           samples: its local batch.
           update_share: what of it the optimizer takes, from 0 to 1, not all.
 
-        >>> Compute.from_seconds(0.3, samples=64)
-        Compute(forward_seconds=0.1, backward_seconds=0.2, update_seconds=0.0, \
+        >>> Compute.from_seconds(3.0, samples=64)
+        Compute(forward_seconds=1.0, backward_seconds=2.0, update_seconds=0.0, \
 samples=64)
         """
         positive("Compute", "seconds", seconds)

@@ -92,16 +92,18 @@ class _Player:
         )
 
     def play(self) -> PlayedStep:
-        computed_at = 0.0
-        while (
-            self._coming or self._travelling or self._computed < (self._compute_seconds)
-        ):
+        computed_at: float | None = None
+        while computed_at is None or self._is_travelling():
             self._let_go()
-            if self._advance() and not computed_at:
+            if self._advance() and computed_at is None:
                 computed_at = self._time
         end = max([computed_at, *self._end])
         times = zip(self._ready, self._start, self._end, strict=True)
         return PlayedStep(computed_at, end, tuple(BucketTimes(*each) for each in times))
+
+    def _is_travelling(self) -> bool:
+        waits = any(self._waiting.values())
+        return bool(self._coming or self._travelling or waits)
 
     def _advance(self) -> bool:
         """Goes to the next event; returns whether all is computed."""

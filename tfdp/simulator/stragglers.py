@@ -6,9 +6,9 @@ step is longer by
     normal       c s E_n, E_n the expected maximum of n standard normal numbers
     exponential  c s (H_n - 1), H_n = 1 + 1/2 + ... + 1/n
 
-with the relative spread s (normal: the standard deviation; exponential: the mean of what
-comes on top, of which one mean is in the average already). What is slow by a factor f
-in a share q of its steps adds c (f - 1) (1 - (1 - q)^n).
+with the relative spread s (normal: the standard deviation; exponential: the mean of
+what comes on top, of which one mean is in the average already). What is slow by a
+factor f in a share q of its steps adds c (f - 1) (1 - (1 - q)^n).
 
 Source: order statistics, David and Nagaraja (2003), chapter 3; for stragglers in
 training Chen, Pan, Monga, Bengio and Jozefowicz (2016).
@@ -20,8 +20,6 @@ import dataclasses
 import functools
 import math
 
-import numpy as np
-
 from tfdp.errors import ConfigurationError
 from tfdp.simulator.checked import at_least_zero, positive, share
 
@@ -31,6 +29,8 @@ SHAPES = ("normal", "exponential")
 # From here on 1/n is so small that the series of the harmonic number is exact.
 FIRST_OF_SERIES = 1000
 EULER = 0.5772156649015329
+# Even, as Simpson's rule wants it.
+SIMPSON_PARTS = 2000
 
 
 @functools.lru_cache(maxsize=4096)
@@ -41,16 +41,27 @@ def expected_maximum(count: int) -> float:
     distribution function.
 
     >>> [round(expected_maximum(count), 4) for count in (1, 2, 3, 16384)]
-    [0.0, 0.5642, 0.8463, 3.9657]
+    [0.0, 0.5642, 0.8463, 3.9714]
     """
-    # Beyond 12 the tail is below 1e-30. Simpson's rule, with an even number of parts.
-    points = np.linspace(0.0, 12.0, 4001)
-    tails = 0.5 * np.array([math.erfc(x / math.sqrt(2)) for x in points])
-    above = -np.expm1(count * np.log1p(-tails))
-    below = tails**count
-    weights = np.ones_like(points)
-    weights[1:-1:2], weights[2:-1:2] = 4.0, 2.0
-    return float((weights * (above - below)).sum() * (points[1] - points[0]) / 3)
+    above = below = 0.0
+    for weight, tail in _tails():
+        above -= weight * math.expm1(count * math.log1p(-tail))
+        below += weight * tail**count
+    return above - below
+
+
+@functools.cache
+def _tails() -> list[tuple[float, float]]:
+    """Weights of Simpson's rule from 0 to 12, and 1 - F there; beyond, next to 0."""
+    step = 12.0 / SIMPSON_PARTS
+    found = []
+    for place in range(SIMPSON_PARTS + 1):
+        weight = 4.0 if place % 2 else 2.0
+        if place in (0, SIMPSON_PARTS):
+            weight = 1.0
+        tail = 0.5 * math.erfc(place * step / math.sqrt(2))
+        found.append((weight * step / 3, tail))
+    return found
 
 
 def harmonic(count: int) -> float:
