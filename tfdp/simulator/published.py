@@ -176,7 +176,7 @@ POINTS = (
         "efficiency against 1 GPU",
         0.90,
         # 219 and 91.8 images/s for 7.7 and 22.6 GFLOPs; ResNet-101 has 15.2.
-        _horovod("resnet101", 131.0),
+        _horovod("resnet101", 129.5),
     ),
     Point(
         "VGG-16, 512 P100",
