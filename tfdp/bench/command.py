@@ -12,6 +12,7 @@ from tfdp.bench.json_file import write_json
 from tfdp.bench.memory.command import MEMORY_SUITE, run_memory
 from tfdp.bench.one_process.arms import ARMS
 from tfdp.bench.one_process.runner import Failure, run_requests
+from tfdp.bench.prediction.measuring import LOOPBACK
 from tfdp.bench.processes.arms import GROUP_ARMS
 from tfdp.bench.request import Request
 from tfdp.bench.results import CaseResult
@@ -27,6 +28,7 @@ __all__ = ["add_arguments", "run"]
 
 COMPRESSION_SUITE = "compression"
 CHECKPOINT_SUITE = "checkpoint"
+PREDICTION_SUITE = "prediction"
 LINKS_SUITE = "links"
 
 
@@ -53,12 +55,14 @@ def _add_what_is_measured(parser: argparse.ArgumentParser) -> None:
             COMPRESSION_SUITE,
             CHECKPOINT_SUITE,
             LINKS_SUITE,
+            PREDICTION_SUITE,
         ),
         help="allreduce: sums of gradient lists; train: training steps; network: both "
         "over a link of limited rate (root); epoch: short epochs of fit, with their "
         "input set up and taken down; memory: bytes per replica at every shard stage; "
         "compression: what each method costs and saves; checkpoint: how fast a "
         "training is written and read; links: small sums of 2 to 64 light processes; "
+        "prediction: steps and sums beside what the simulator predicts; "
         "default: the first two",
     )
     parser.add_argument("--list", action="store_true", help="list the cases and stop")
@@ -125,6 +129,13 @@ def _add_how_it_is_measured(parser: argparse.ArgumentParser) -> None:
         "--plot", metavar="PATH", help="with links: also draw them here, as HTML"
     )
     parser.add_argument(
+        "--link-rates",
+        nargs="+",
+        metavar="RATE",
+        help="with prediction: links between two processes, loopback or a rate such as "
+        "1gbit, which needs root (default: loopback)",
+    )
+    parser.add_argument(
         "--timeout-seconds",
         type=_positive,
         metavar="S",
@@ -140,6 +151,11 @@ def run(options: argparse.Namespace) -> int:
         return 2
     if options.suite == LINKS_SUITE and not options.list:
         return _run_links(options)
+    if options.link_rates and options.suite != PREDICTION_SUITE:
+        print("--link-rates: only `tfdp bench prediction` takes it", file=sys.stderr)
+        return 2
+    if options.suite == PREDICTION_SUITE and not options.list:
+        return _run_prediction(options)
     if options.suite == MEMORY_SUITE and not options.list:
         return run_memory(
             options.devices,
@@ -208,6 +224,21 @@ def _run_links(options: argparse.Namespace) -> int:
         quick=options.quick,
         json_path=options.json,
         plot_path=options.plot,
+        timeout_seconds=options.timeout_seconds,
+    )
+
+
+def _run_prediction(options: argparse.Namespace) -> int:
+    from tfdp.bench.prediction.command import run_prediction
+
+    if options.json and not pathlib.Path(options.json).absolute().parent.is_dir():
+        print(f"--json {options.json}: there is no such folder", file=sys.stderr)
+        return 2
+    return run_prediction(
+        options.link_rates or [LOOPBACK],
+        repeats=options.repeats or (2 if options.quick else 9),
+        quick=options.quick,
+        json_path=options.json,
         timeout_seconds=options.timeout_seconds,
     )
 

@@ -110,7 +110,8 @@ class MeasuredMachine:
         model = self.model(model_name)
         alone = model.step_seconds[1, 1]
         sharing = tuple(
-            (replicas, seconds / alone)
+            # On a busy machine two may seem to be faster than one.
+            (replicas, max(seconds / alone, 1.0))
             for (processes, replicas), seconds in sorted(model.step_seconds.items())
             if processes == 1
         )
@@ -140,8 +141,10 @@ class MeasuredMachine:
                 f"{model_name!r} was not measured in {place[0]} processes of "
                 f"{place[1]} replicas; measured: {found}."
             )
-        alone = model.step_seconds[1, 1]
+        seconds = model.step_seconds[place]
+        alone = min(model.step_seconds[1, 1], seconds)
         return dataclasses.replace(
             self.training(model_name, topology.devices_per_host),
-            sharing=((topology.devices_per_host, model.step_seconds[place] / alone),),
+            compute=Compute.from_seconds(alone, model.samples),
+            sharing=((topology.devices_per_host, seconds / alone),),
         )
