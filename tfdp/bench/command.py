@@ -149,11 +149,11 @@ def run(options: argparse.Namespace) -> int:
     if options.plot and (options.suite != LINKS_SUITE or options.list):
         print("--plot: only `tfdp bench links` draws a picture", file=sys.stderr)
         return 2
-    if options.suite == LINKS_SUITE and not options.list:
-        return _run_links(options)
     if options.link_rates and options.suite != PREDICTION_SUITE:
         print("--link-rates: only `tfdp bench prediction` takes it", file=sys.stderr)
         return 2
+    if options.suite == LINKS_SUITE and not options.list:
+        return _run_links(options)
     if options.suite == PREDICTION_SUITE and not options.list:
         return _run_prediction(options)
     if options.suite == MEMORY_SUITE and not options.list:

@@ -103,8 +103,9 @@ def format_machine(machine: MeasuredMachine) -> str:
     for name, model in machine.models.items():
         for (processes, replicas), seconds in sorted(model.step_seconds.items()):
             flops = 3 * model.samples * model.profile.forward_flops_per_sample
+            rate = flops / seconds / 1e9
             lines.append(
                 f"{name} {processes}x{replicas}: {1000 * seconds:.1f} ms a step of "
-                f"{model.samples} samples, {flops / seconds / 1e9:.1f} GFLOP/s a replica"
+                f"{model.samples} samples, {rate:.1f} GFLOP/s a replica"
             )
     return "\n".join(lines)

@@ -41,9 +41,11 @@ __all__ = ["PREDICTION_SUITE", "run_prediction"]
 
 PREDICTION_SUITE = "prediction"
 MODELS, QUICK_MODELS = ("cnn-1m", "mlp-20m", "resnet20"), ("mlp-tiny",)
-ON_LOOPBACK = tuple(Place(*each) for each in ((1, 2), (1, 4), (2, 1), (2, 2)))
-QUICK_PLACES = (Place(2, 1),)
-ON_LINKS = (Place(2, 1),)
+ON_LOOPBACK: tuple[Place, ...] = tuple(
+    Place(*each) for each in ((1, 2), (1, 4), (2, 1), (2, 2))
+)
+QUICK_PLACES: tuple[Place, ...] = (Place(2, 1),)
+ON_LINKS: tuple[Place, ...] = (Place(2, 1),)
 SUM_SUBJECT = "resnet50"
 COLUMNS = "{:<10} {:>5} {:>9} {:>12} {:>24} {:>10} {:>7}"
 
@@ -141,9 +143,9 @@ class _Runner:
         machine = MeasuredMachine(
             "here", usable_cores(), within, self._link(BETWEEN, link), link, {}
         )
-        places = QUICK_PLACES if self._quick else ON_LINKS
-        if link == LOOPBACK and not self._quick:
-            places = ON_LOOPBACK
+        places = ON_LOOPBACK if link == LOOPBACK else ON_LINKS
+        if self._quick:
+            places = QUICK_PLACES
         for place in places:
             if not self._quick:
                 self._try(self._sum_row, machine, place)
