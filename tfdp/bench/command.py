@@ -30,6 +30,7 @@ COMPRESSION_SUITE = "compression"
 CHECKPOINT_SUITE = "checkpoint"
 PREDICTION_SUITE = "prediction"
 LINKS_SUITE = "links"
+RUN_ALONE = (COMPRESSION_SUITE, CHECKPOINT_SUITE, LINKS_SUITE, PREDICTION_SUITE)
 
 
 def _positive(text: str) -> int:
@@ -42,6 +43,7 @@ def _positive(text: str) -> int:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the options of `tfdp bench`."""
     _add_what_is_measured(parser)
+    _add_where_it_is_measured(parser)
     _add_how_it_is_measured(parser)
 
 
@@ -49,14 +51,7 @@ def _add_what_is_measured(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "suite",
         nargs="?",
-        choices=(
-            *SUITES,
-            MEMORY_SUITE,
-            COMPRESSION_SUITE,
-            CHECKPOINT_SUITE,
-            LINKS_SUITE,
-            PREDICTION_SUITE,
-        ),
+        choices=(*SUITES, MEMORY_SUITE, *RUN_ALONE),
         help="allreduce: sums of gradient lists; train: training steps; network: both "
         "over a link of limited rate (root); epoch: short epochs of fit, with their "
         "input set up and taken down; memory: bytes per replica at every shard stage; "
@@ -78,6 +73,9 @@ def _add_what_is_measured(parser: argparse.ArgumentParser) -> None:
         help=f"compare these instead of a case's own: {', '.join(ARMS)}; with "
         f"--workers: {', '.join(GROUP_ARMS)}",
     )
+
+
+def _add_where_it_is_measured(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--devices",
         nargs="+",
@@ -152,34 +150,11 @@ def run(options: argparse.Namespace) -> int:
     if options.link_rates and options.suite != PREDICTION_SUITE:
         print("--link-rates: only `tfdp bench prediction` takes it", file=sys.stderr)
         return 2
-    if options.suite == LINKS_SUITE and not options.list:
-        return _run_links(options)
-    if options.suite == PREDICTION_SUITE and not options.list:
-        return _run_prediction(options)
-    if options.suite == MEMORY_SUITE and not options.list:
-        return run_memory(
-            options.devices,
-            quick=options.quick,
-            json_path=options.json,
-            timeout_seconds=options.timeout_seconds,
-        )
-    if options.suite == COMPRESSION_SUITE and not options.list:
-        # Only here: lists and help load no TensorFlow.
-        from tfdp.bench.compression.command import run_compression
-
-        return run_compression(
-            repeats=options.repeats or (2 if options.quick else 20),
-            quick=options.quick,
-            json_path=options.json,
-        )
-    if options.suite == CHECKPOINT_SUITE and not options.list:
-        from tfdp.bench.checkpoint.command import run_checkpoint
-
-        return run_checkpoint(
-            repeats=options.repeats or (2 if options.quick else 5),
-            quick=options.quick,
-            json_path=options.json,
-        )
+    if options.suite in (MEMORY_SUITE, *RUN_ALONE):
+        if options.list:
+            print(f"{options.suite}: no cases to choose from; it runs as a whole")
+            return 0
+        return _run_alone(options)
     cases = select_cases(options.suite, options.case)
     if not cases:
         print(
@@ -210,6 +185,37 @@ def run(options: argparse.Namespace) -> int:
         write_json(options.json, report.to_json())
     print(format_heading(report))
     return 1 if report.failures else 0
+
+
+def _run_alone(options: argparse.Namespace) -> int:
+    """One of the suites that are no tables of cases."""
+    if options.suite == LINKS_SUITE:
+        return _run_links(options)
+    if options.suite == PREDICTION_SUITE:
+        return _run_prediction(options)
+    if options.suite == MEMORY_SUITE:
+        return run_memory(
+            options.devices,
+            quick=options.quick,
+            json_path=options.json,
+            timeout_seconds=options.timeout_seconds,
+        )
+    if options.suite == COMPRESSION_SUITE:
+        # Only here: lists and help load no TensorFlow.
+        from tfdp.bench.compression.command import run_compression
+
+        return run_compression(
+            repeats=options.repeats or (2 if options.quick else 20),
+            quick=options.quick,
+            json_path=options.json,
+        )
+    from tfdp.bench.checkpoint.command import run_checkpoint
+
+    return run_checkpoint(
+        repeats=options.repeats or (2 if options.quick else 5),
+        quick=options.quick,
+        json_path=options.json,
+    )
 
 
 def _run_links(options: argparse.Namespace) -> int:
