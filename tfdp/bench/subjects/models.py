@@ -95,7 +95,7 @@ MODELS = {
     "mlp-tiny": BenchmarkModel(_mlp(16), (8,)),
     # 32 and 64 filters of 3 x 3, then 9216 x 128: 1,199,882 with biases.
     "cnn-1m": BenchmarkModel(_cnn(32, 128), (28, 28, 1)),
-    # ResNet-20 for images of 32 x 32: 273,258 weights with those of shortcuts.
+    # ResNet-20 for images of 32 x 32: 272,474 weights with those of shortcuts.
     "resnet20": BenchmarkModel(_resnet(3, 16), (32, 32, 3)),
     "resnet-tiny": BenchmarkModel(_resnet(1, 2), (8, 8, 3)),
     "cnn-tiny": BenchmarkModel(_cnn(2, 4), (8, 8, 1)),
