@@ -101,9 +101,21 @@ def test_what_cannot_act_is_refused(arguments, said, capsys):
 
 
 def test_a_picture_without_a_folder_is_refused_first(tmp_path, capsys):
-    missing = str(tmp_path / "missing" / "curve.html")
-    assert cli.main([*KNOWN, *RATE, "--plot", missing]) == 2
-    assert missing in capsys.readouterr().err
+    for path in (tmp_path / "missing" / "curve.html", tmp_path):
+        assert cli.main([*KNOWN, *RATE, "--plot", str(path)]) == 2
+        assert str(path) in capsys.readouterr().err
+
+
+def test_a_cluster_that_never_gets_anything_done_is_told(tmp_path, capsys):
+    page = tmp_path / "curve.html"
+    always = ["--device-hours-between-failures", "1e-9", "--plot", str(page)]
+    assert cli.main([*KNOWN, *RATE, *always, "--price-per-device-hour", "1"]) == 0
+    assert "inf" in capsys.readouterr().out
+    assert cli.main([*KNOWN, *RATE, *always, "--json"]) == 0
+    points = json.loads(capsys.readouterr().out)["points"]
+    assert {point["step_seconds"] for point in points} == {None}
+    for panel in re.findall(r"<svg.*?</svg>", page.read_text("utf-8"), re.S):
+        xml.etree.ElementTree.fromstring(panel)
 
 
 def test_a_measured_machine_says_its_own_batch(tmp_path, capsys):

@@ -186,6 +186,7 @@ def test_a_cluster_that_always_fails_trains_nothing():
         lambda: Link(1.0, -1.0),
         lambda: Link(1.0, math.inf),
         lambda: Link(1.0, 10**400),
+        lambda: Link(1.0, 5e-324),
         lambda: Link(1.0, "fast"),
         lambda: Link(1.0, 1.0, reached=1.5),
         lambda: Link(1.0, 1.0, connections=0),

@@ -159,9 +159,11 @@ def run(options: argparse.Namespace) -> int:
     if options.published:
         print(published_table())
         return 0
-    if options.plot and not pathlib.Path(options.plot).absolute().parent.is_dir():
-        print(f"--plot {options.plot}: there is no such folder", file=sys.stderr)
-        return 2
+    if options.plot is not None:
+        path = pathlib.Path(options.plot)
+        if path.is_dir() or not path.absolute().parent.is_dir():
+            print(f"--plot {path}: no place for a file", file=sys.stderr)
+            return 2
     training = training_of(options)
     devices = options.devices or device_counts(
         1, MOST_DEVICES, training.machine.devices_per_host
@@ -171,7 +173,7 @@ def run(options: argparse.Namespace) -> int:
         print(json.dumps(curve_values(training, curve), indent=1))
     else:
         print(curve_table(training, curve))
-    if options.plot:
+    if options.plot is not None:
         with replaced(options.plot) as half_written:
             half_written.write_text(curve_page(training, curve), "utf-8")
         print(f"drawn in {pathlib.Path(options.plot).absolute()}", file=sys.stderr)

@@ -95,7 +95,7 @@ def curve_values(training: Training, curve: Sequence[StepPrediction]) -> dict[st
 def curve_page(training: Training, curve: Sequence[StepPrediction]) -> str:
     """One HTML page: efficiency, samples a second, and the parts of a step."""
     shown = [part for part in PARTS if any(step.part_seconds[part] for step in curve)]
-    one = curve[0].samples_per_second / curve[0].devices / curve[0].efficiency
+    one = training.compute.samples / training.compute.seconds
     panels: dict[str, dict[str, Sequence[float]]] = {
         "efficiency, %": {"": [100 * step.efficiency for step in curve]},
         "samples per second, logarithm to base 10": {

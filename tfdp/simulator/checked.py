@@ -7,19 +7,21 @@ import math
 from tfdp.checks import is_number, is_whole
 from tfdp.errors import ConfigurationError
 
-__all__ = ["MOST", "at_least_zero", "positive", "share", "whole"]
+__all__ = ["LEAST", "MOST", "at_least_zero", "positive", "share", "whole"]
 
 #: Above this no quantity of a training lies, in seconds, bytes, FLOPs or devices.
 MOST = 1e24
+#: Below this none but 0 does: what is divided by it stays finite.
+LEAST = 1e-24
 
 
 def positive(owner: str, name: str, value: object) -> None:
-    """Refuses what is no finite number above 0 and at most 1e24.
+    """Refuses what is no number from 1e-24 to 1e24.
 
     Raises:
       ConfigurationError: naming the field and what came.
     """
-    if not _is_finite(value) or value <= 0:  # type: ignore[operator]
+    if not _is_finite(value) or value < LEAST:  # type: ignore[operator]
         _refuse(owner, name, "a number above 0", value)
 
 
@@ -52,7 +54,8 @@ def _is_finite(value: object) -> bool:
 def _refuse(owner: str, name: str, allowed: str, value: object) -> None:
     text = repr(value)
     shown = text if len(text) <= 80 else f"{text[:77]}..."
-    limit = "" if "from" in allowed else f" (at most {MOST:g})"
+    is_bounded = "from" in allowed or "at most" in allowed
+    limit = "" if is_bounded else f" (at most {MOST:g})"
     raise ConfigurationError(
         f"{owner}: {name} must be {allowed}{limit}. Received: {shown}."
     )
