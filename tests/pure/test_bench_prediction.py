@@ -9,10 +9,11 @@ from tfdp.bench.prediction import arrangements, command, fit, measuring
 from tfdp.bench.prediction.arrangements import Figures, Place
 from tfdp.bench.prediction.fit import SUM_SETS, SumTimes, bucket_count, fit_link
 from tfdp.bench.subjects.gradient_sets import GRADIENT_SETS, count_parameters
-from tfdp.commands import cli
+from tfdp.commands import cli, measure_target
 from tfdp.errors import CollectiveError
 from tfdp.plan.topology import Topology
 from tfdp.simulator.machine_file import read_machine
+from tfdp.simulator.measured import MeasuredModel
 from tfdp.simulator.model import Compute, Gradient, ModelProfile
 from tfdp.simulator.step import Training, play_exchange
 
@@ -120,6 +121,23 @@ def test_measure_writes_what_simulate_reads(machine, tmp_path, capsys):
     assert cli.main(["simulate", "--machine", str(path), "--devices", "1", "4"]) == 0
 
 
+def test_an_own_model_stands_beside_the_links(machine, tmp_path, monkeypatch, capsys):
+    def measured(text, replicas, **options):
+        assert options == {"samples": 8, "steps": 9, "timeout_seconds": 900}
+        seconds = {(1, number): 0.1 * number for number in replicas}
+        profile = ModelProfile("mine", (Gradient(400, 1.0),), 2.0)
+        return MeasuredModel(profile, options["samples"], seconds)
+
+    monkeypatch.setattr("tfdp.commands.measure.measure_target", measured)
+    path = tmp_path / "machine.json"
+    asked = ["--target", "mine.py", "--batch", "8", "--places", "1x2", "2x1"]
+    assert cli.main(["measure", "--output", str(path), *asked]) == 0
+    (found,) = read_machine(path).models.values()
+    assert found.step_seconds == {(1, 1): 0.1, (1, 2): 0.2}
+    assert cli.main(["simulate", "--machine", str(path), "--devices", "4"]) == 0
+    assert "mine, 8 samples a replica" in capsys.readouterr().out
+
+
 def test_the_benchmark_tells_how_far_off(machine, tmp_path, capsys):
     path = tmp_path / "rows.json"
     assert cli.main(["bench", "prediction", "--repeats", "3", "--json", str(path)]) == 0
@@ -161,6 +179,9 @@ def test_an_arm_that_fails_is_told_and_the_others_go_on(machine, monkeypatch, ca
         (["measure", "--output", "/tmp"], 2),
         (["measure", "--output", "m.json", "--repeats", "0"], 1),
         (["measure", "--output", "m.json", "--timeout-seconds", "0"], 1),
+        (["measure", "--output", "m.json", "--batch", "3"], 1),
+        (["measure", "--output", "m.json", "--target", "none.py"], 1),
+        (["measure", "--output", "m.json", "--target", "a b"], 1),
         (["bench", "links", "--link-rates", "1gbit"], 2),
         (["bench", "prediction", "--json", "/nowhere/rows.json"], 2),
     ],
@@ -177,4 +198,5 @@ def test_what_cannot_act_is_refused_before_anything_runs(
 def test_places_have_their_arms():
     assert Place(1, 4).arm == "tfdp-in-process"
     assert Place(2, 1).without_sums == "tfdp-sockets-no-sums"
-    assert doctest.testmod(arrangements).failed == 0
+    for module in (arrangements, measure_target):
+        assert doctest.testmod(module).failed == 0

@@ -51,6 +51,7 @@ def measure_machine(
     quick: bool,
     timeout_seconds: float,
     say: Callable[[str], None] = lambda line: None,
+    others: Sequence[MeasuredModel] = (),
 ) -> MeasuredMachine:
     """What the simulator needs to know of this machine.
 
@@ -63,6 +64,7 @@ def measure_machine(
       quick: two calls for each figure, which shows that it runs.
       timeout_seconds: the most that the processes of one arm may take.
       say: told what is going on.
+      others: models that were measured before.
 
     Raises:
       CollectiveError: an arm failed; with its last lines.
@@ -94,7 +96,7 @@ def measure_machine(
         within_host=within,
         between_hosts=between,
         link=link,
-        models=measured,
+        models=measured | {model.profile.name: model for model in others},
         load=max(load, os.getloadavg()[0]),
         measured=now.isoformat(timespec="seconds"),
     )

@@ -11,7 +11,7 @@ import importlib.util
 import os
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ __all__ = [
     "Place",
     "find_mpiexec",
     "one_process_arm",
+    "without_sums",
 ]
 
 ONE_PROCESS = "one-process"
@@ -175,15 +176,17 @@ def _in_process(place: Place) -> tf.distribute.Strategy:
 
 def _without_sums(make: Callable) -> Callable:
     """Strategies whose replicas keep their own gradients: a step but for the sums."""
+    return lambda place: without_sums(make(place))
 
-    def make_keeping(place: Place) -> tf.distribute.Strategy:
-        strategy = make(place)
-        strategy.extended.reducer.all_reduce = lambda values, rank, **options: list(
-            values
-        )
-        return strategy
 
-    return make_keeping
+def without_sums(strategy: Any) -> Any:
+    """`strategy`, whose replicas keep their own gradients from now on."""
+
+    def keep(values: Sequence[Any], rank: int, **options: Any) -> list[Any]:
+        return list(values)
+
+    strategy.extended.reducer.all_reduce = keep
+    return strategy
 
 
 def _stock_is_left_out(devices_per_worker: int) -> str | None:
