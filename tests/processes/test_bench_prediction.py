@@ -1,6 +1,7 @@
 """`tfdp measure` and `tfdp bench prediction` with real processes, on a tiny subject."""
 
 import json
+import statistics
 
 import pytest
 
@@ -70,5 +71,5 @@ def test_a_step_is_predicted_beside_the_measured_one(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     (row,) = json.loads(path.read_text("utf-8"))["rows"]
     assert row["subject"] == "mlp-tiny" and row["place"] == "2x1"
-    assert row["predicted"] > row["without_sums"] > 0
+    assert statistics.median(row["predicted"]) > row["without_sums"] > 0
     assert "1 steps: off by" in done.stdout

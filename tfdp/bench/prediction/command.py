@@ -60,7 +60,8 @@ class Row:
       link: between two processes.
       without_sums: of a step, median; 0 for a sum alone.
       measured: each figure.
-      predicted: by the simulator.
+      predicted: by the simulator, for each of them, from the step without sums that was
+        timed just before or after it.
     """
 
     subject: str
@@ -68,12 +69,13 @@ class Row:
     link: str
     without_sums: float
     measured: tuple[float, ...]
-    predicted: float
+    predicted: tuple[float, ...]
 
     @property
     def error(self) -> float:
-        """(predicted - median) / median."""
-        return self.predicted / statistics.median(self.measured) - 1
+        """The median of predicted / measured, of neighbours in time, less 1."""
+        pairs = zip(self.predicted, self.measured, strict=True)
+        return statistics.median(p / m for p, m in pairs) - 1
 
 
 def run_prediction(
@@ -183,23 +185,24 @@ class _Runner:
         request = place.request(case, model, self._repeats, self._quick)
         wanted = [(place.without_sums, request), (place.arm, request)]
         alone, with_sums = self._measure(machine, wanted)
-        seconds = statistics.median(alone.seconds)
-        found = MeasuredModel(
-            profile_from(model, alone),
-            alone.facts["profile"]["local_batch"],
-            {(1, 1): seconds, (place.processes, place.replicas): seconds},
-        )
-        training = dataclasses.replace(machine, models={model: found}).training_here(
-            model, Topology(place.processes, place.replicas)
-        )
-        predicted = predict_step(training, place.processes * place.replicas)
+        profile = profile_from(model, alone)
+        samples = alone.facts["profile"]["local_batch"]
+
+        def predicted(seconds: float) -> float:
+            steps = {(1, 1): seconds, (place.processes, place.replicas): seconds}
+            found = MeasuredModel(profile, samples, steps)
+            here = dataclasses.replace(machine, models={model: found})
+            topology = Topology(place.processes, place.replicas)
+            training = here.training_here(model, topology)
+            return predict_step(training, topology.num_replicas).step_seconds
+
         return Row(
             model,
             str(place),
             machine.link if place.processes > 1 else "none",
-            seconds,
+            statistics.median(alone.seconds),
             tuple(with_sums.seconds),
-            predicted.step_seconds,
+            tuple(map(predicted, alone.seconds)),
         )
 
     def _sum_row(self, machine: MeasuredMachine, place: Place) -> Row:
@@ -219,7 +222,7 @@ class _Runner:
             machine.link if place.processes > 1 else "none",
             0.0,
             tuple(figures.seconds),
-            played.end_seconds,
+            (played.end_seconds,) * len(figures.seconds),
         )
 
 
@@ -231,7 +234,7 @@ def _line(row: Row) -> str:
         row.link,
         f"{1000 * row.without_sums:.1f}" if row.without_sums else "",
         f"{of.median:.1f} ({of.lower_quartile:.1f} .. {of.upper_quartile:.1f})",
-        f"{1000 * row.predicted:.1f}",
+        f"{1000 * statistics.median(row.predicted):.1f}",
         f"{100 * row.error:+.0f}%",
     )
 
