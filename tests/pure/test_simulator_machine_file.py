@@ -55,6 +55,13 @@ def test_processes_of_this_machine_share_its_cores():
     assert found.part_seconds["communication"] > 0
 
 
+def test_each_of_two_processes_adds_half_as_fast():
+    here = MACHINE.machine_here(Topology(2, 2))
+    assert here.within_host.rate == MACHINE.within_host.rate / 2
+    assert here.between_hosts == MACHINE.between_hosts
+    assert MACHINE.machine(2).within_host == MACHINE.within_host
+
+
 def test_what_was_not_measured_is_refused():
     with pytest.raises(ConfigurationError, match="Measured: net"):
         MACHINE.training("other", 2)

@@ -101,6 +101,20 @@ class MeasuredMachine:
             source=f"tfdp measure, {self.measured}",
         )
 
+    def machine_here(self, topology: Topology) -> Machine:
+        """So many processes on this one machine, which share its cores.
+
+        What replicas add within a process was measured with all cores; of several
+        processes each has its part of them.
+
+        Args:
+          topology: `hosts` processes of `devices_per_host` replicas each.
+        """
+        here = self.machine(topology.devices_per_host)
+        rate = here.within_host.bytes_per_second / topology.hosts
+        within = dataclasses.replace(here.within_host, bytes_per_second=rate)
+        return dataclasses.replace(here, within_host=within)
+
     def training(self, model_name: str, devices_per_host: int) -> Training:
         """That model's training on such hosts, each with a machine of its own.
 
@@ -146,5 +160,6 @@ class MeasuredMachine:
         return dataclasses.replace(
             self.training(model_name, topology.devices_per_host),
             compute=Compute.from_seconds(alone, model.samples),
+            machine=self.machine_here(topology),
             sharing=((topology.devices_per_host, seconds / alone),),
         )

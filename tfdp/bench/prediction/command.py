@@ -212,7 +212,7 @@ class _Runner:
         training = Training(
             KNOWN_MODELS[SUM_SUBJECT](),
             Compute(1e-9, 1e-9),
-            machine.machine(place.replicas),
+            machine.machine_here(Topology(place.processes, place.replicas)),
             algorithm="sockets",
         )
         played = play_exchange(training, Topology(place.processes, place.replicas))
