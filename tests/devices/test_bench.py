@@ -168,6 +168,7 @@ def test_a_failing_case_is_told_and_the_rest_still_runs():
             Request("allreduce-resnet50", quick=True, repeats=1),
         ],
         command="",
+        timeout_seconds=900,
         on_result=outcomes.append,
     )
     (failure,) = report.failures

@@ -244,7 +244,9 @@ def test_every_case_names_what_exists():
 
 
 def test_pytorch_has_every_model_that_its_arms_may_be_asked_for():
-    assert TORCH_MODELS.keys() == MODELS.keys()
+    cases = [case for case in CASES.values() if case.work == "train"]
+    asked = {name for case in cases for name in (case.subject, case.quick_subject)}
+    assert asked <= TORCH_MODELS.keys() <= MODELS.keys()
 
 
 def test_pytorch_is_named_where_it_is_missing(monkeypatch):

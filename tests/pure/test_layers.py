@@ -47,6 +47,7 @@ LAYERS = {
     "hosts": 2,
     "cluster": 1,
     "plan": 1,
+    "simulator": 1,
     "schedules": 1,
     "sync": 1,
     "_version": 0,
@@ -67,6 +68,7 @@ PURE = {
     "plan",
     "progress_bar",
     "report",
+    "simulator",
     "sync",
 }
 FRAMEWORKS = {"tensorflow", "keras"}

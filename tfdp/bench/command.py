@@ -12,6 +12,7 @@ from tfdp.bench.json_file import write_json
 from tfdp.bench.memory.command import MEMORY_SUITE, run_memory
 from tfdp.bench.one_process.arms import ARMS
 from tfdp.bench.one_process.runner import Failure, run_requests
+from tfdp.bench.prediction.measuring import LOOPBACK
 from tfdp.bench.processes.arms import GROUP_ARMS
 from tfdp.bench.request import Request
 from tfdp.bench.results import CaseResult
@@ -27,7 +28,9 @@ __all__ = ["add_arguments", "run"]
 
 COMPRESSION_SUITE = "compression"
 CHECKPOINT_SUITE = "checkpoint"
+PREDICTION_SUITE = "prediction"
 LINKS_SUITE = "links"
+RUN_ALONE = (COMPRESSION_SUITE, CHECKPOINT_SUITE, LINKS_SUITE, PREDICTION_SUITE)
 
 
 def _positive(text: str) -> int:
@@ -40,6 +43,7 @@ def _positive(text: str) -> int:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the options of `tfdp bench`."""
     _add_what_is_measured(parser)
+    _add_where_it_is_measured(parser)
     _add_how_it_is_measured(parser)
 
 
@@ -47,18 +51,13 @@ def _add_what_is_measured(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "suite",
         nargs="?",
-        choices=(
-            *SUITES,
-            MEMORY_SUITE,
-            COMPRESSION_SUITE,
-            CHECKPOINT_SUITE,
-            LINKS_SUITE,
-        ),
+        choices=(*SUITES, MEMORY_SUITE, *RUN_ALONE),
         help="allreduce: sums of gradient lists; train: training steps; network: both "
         "over a link of limited rate (root); epoch: short epochs of fit, with their "
         "input set up and taken down; memory: bytes per replica at every shard stage; "
         "compression: what each method costs and saves; checkpoint: how fast a "
         "training is written and read; links: small sums of 2 to 64 light processes; "
+        "prediction: steps and sums beside what the simulator predicts; "
         "default: the first two",
     )
     parser.add_argument("--list", action="store_true", help="list the cases and stop")
@@ -74,6 +73,9 @@ def _add_what_is_measured(parser: argparse.ArgumentParser) -> None:
         help=f"compare these instead of a case's own: {', '.join(ARMS)}; with "
         f"--workers: {', '.join(GROUP_ARMS)}",
     )
+
+
+def _add_where_it_is_measured(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--devices",
         nargs="+",
@@ -125,6 +127,13 @@ def _add_how_it_is_measured(parser: argparse.ArgumentParser) -> None:
         "--plot", metavar="PATH", help="with links: also draw them here, as HTML"
     )
     parser.add_argument(
+        "--link-rates",
+        nargs="+",
+        metavar="RATE",
+        help="with prediction: links between two processes, loopback or a rate such as "
+        "1gbit, which needs root (default: loopback)",
+    )
+    parser.add_argument(
         "--timeout-seconds",
         type=_positive,
         metavar="S",
@@ -138,32 +147,14 @@ def run(options: argparse.Namespace) -> int:
     if options.plot and (options.suite != LINKS_SUITE or options.list):
         print("--plot: only `tfdp bench links` draws a picture", file=sys.stderr)
         return 2
-    if options.suite == LINKS_SUITE and not options.list:
-        return _run_links(options)
-    if options.suite == MEMORY_SUITE and not options.list:
-        return run_memory(
-            options.devices,
-            quick=options.quick,
-            json_path=options.json,
-            timeout_seconds=options.timeout_seconds,
-        )
-    if options.suite == COMPRESSION_SUITE and not options.list:
-        # Only here: lists and help load no TensorFlow.
-        from tfdp.bench.compression.command import run_compression
-
-        return run_compression(
-            repeats=options.repeats or (2 if options.quick else 20),
-            quick=options.quick,
-            json_path=options.json,
-        )
-    if options.suite == CHECKPOINT_SUITE and not options.list:
-        from tfdp.bench.checkpoint.command import run_checkpoint
-
-        return run_checkpoint(
-            repeats=options.repeats or (2 if options.quick else 5),
-            quick=options.quick,
-            json_path=options.json,
-        )
+    if options.link_rates and options.suite != PREDICTION_SUITE:
+        print("--link-rates: only `tfdp bench prediction` takes it", file=sys.stderr)
+        return 2
+    if options.suite in (MEMORY_SUITE, *RUN_ALONE):
+        if options.list:
+            print(f"{options.suite}: no cases to choose from; it runs as a whole")
+            return 0
+        return _run_alone(options)
     cases = select_cases(options.suite, options.case)
     if not cases:
         print(
@@ -196,6 +187,37 @@ def run(options: argparse.Namespace) -> int:
     return 1 if report.failures else 0
 
 
+def _run_alone(options: argparse.Namespace) -> int:
+    """One of the suites that are no tables of cases."""
+    if options.suite == LINKS_SUITE:
+        return _run_links(options)
+    if options.suite == PREDICTION_SUITE:
+        return _run_prediction(options)
+    if options.suite == MEMORY_SUITE:
+        return run_memory(
+            options.devices,
+            quick=options.quick,
+            json_path=options.json,
+            timeout_seconds=options.timeout_seconds,
+        )
+    if options.suite == COMPRESSION_SUITE:
+        # Only here: lists and help load no TensorFlow.
+        from tfdp.bench.compression.command import run_compression
+
+        return run_compression(
+            repeats=options.repeats or (2 if options.quick else 20),
+            quick=options.quick,
+            json_path=options.json,
+        )
+    from tfdp.bench.checkpoint.command import run_checkpoint
+
+    return run_checkpoint(
+        repeats=options.repeats or (2 if options.quick else 5),
+        quick=options.quick,
+        json_path=options.json,
+    )
+
+
 def _run_links(options: argparse.Namespace) -> int:
     from tfdp.bench.links.command import run_links
 
@@ -208,6 +230,21 @@ def _run_links(options: argparse.Namespace) -> int:
         quick=options.quick,
         json_path=options.json,
         plot_path=options.plot,
+        timeout_seconds=options.timeout_seconds,
+    )
+
+
+def _run_prediction(options: argparse.Namespace) -> int:
+    from tfdp.bench.prediction.command import run_prediction
+
+    if options.json and not pathlib.Path(options.json).absolute().parent.is_dir():
+        print(f"--json {options.json}: there is no such folder", file=sys.stderr)
+        return 2
+    return run_prediction(
+        options.link_rates or [LOOPBACK],
+        repeats=options.repeats or (2 if options.quick else 9),
+        quick=options.quick,
+        json_path=options.json,
         timeout_seconds=options.timeout_seconds,
     )
 

@@ -27,6 +27,7 @@ class Request:
       intra_op_threads: threads of one TensorFlow op. One, so that a logical CPU
         stands for one core and more devices means more hardware.
       warmup_calls: calls per arm before anything is timed.
+      subject: what to run instead of the case's own.
     """
 
     case_name: str
@@ -38,6 +39,7 @@ class Request:
     device_type: str = "cpu"
     intra_op_threads: int = 1
     warmup_calls: int = 3
+    subject: str | None = None
 
     @property
     def case(self) -> Case:
@@ -60,6 +62,8 @@ class Request:
     @property
     def subject_name(self) -> str:
         """The gradient set or model to run."""
+        if self.subject is not None:
+            return self.subject
         return self.case.quick_subject if self.quick else self.case.subject
 
     @property

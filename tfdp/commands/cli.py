@@ -1,5 +1,5 @@
 """The command line: `tfdp info`, `tfdp check`, `tfdp launch`, `tfdp merge`,
-`tfdp bench`.
+`tfdp measure`, `tfdp simulate`, `tfdp bench`.
 
 Nothing here imports TensorFlow before a command needs it, so help and lists are
 instant. `python -m tfdp` and `python -m tfdp.commands.cli` are the same program.
@@ -19,7 +19,9 @@ from tfdp._version import __version__
 from tfdp.bench import command as bench_command
 from tfdp.commands import check as check_command
 from tfdp.commands import info as info_command
+from tfdp.commands import measure as measure_command
 from tfdp.commands import merge
+from tfdp.commands import simulate as simulate_command
 from tfdp.errors import TfdpError
 from tfdp.launch import command as launch_command
 
@@ -31,6 +33,8 @@ COMMANDS = {
     "check": (check_command, "whether a model trains on N replicas as on one device"),
     "launch": (launch_command, "start the workers of one training"),
     "merge": (merge, "one file from the parts that several hosts have saved"),
+    "measure": (measure_command, "this machine's numbers, for tfdp simulate"),
+    "simulate": (simulate_command, "how long a step takes on other hardware, and why"),
     "bench": (bench_command, "benchmarks against TensorFlow's own strategies"),
 }
 

@@ -11,7 +11,7 @@ import importlib.util
 import os
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
@@ -20,16 +20,19 @@ if TYPE_CHECKING:
 __all__ = [
     "GROUP_ARMS",
     "NO_EXCHANGE",
+    "NO_SUMS",
     "ONE_PROCESS",
     "GroupArm",
     "Place",
     "find_mpiexec",
     "one_process_arm",
+    "without_sums",
 ]
 
 ONE_PROCESS = "one-process"
 NO_EXCHANGE = "no-exchange"
 STOCK_MULTI_WORKER = "stock-multi-worker"
+NO_SUMS = "-no-sums"
 TORCH_PREFIX = "torch-"
 SMALL_BUCKET_BYTES = 1 << 20
 BOTH = ("allreduce", "train")
@@ -66,6 +69,7 @@ class GroupArm:
         here; None when it can run.
       by_default: whether it runs when no arms are named.
       is_flat: one process per replica, with no level within the hosts.
+      may_move: not bound to one core, as a process with several replicas should not be.
       coarseness: what its sums may lose of a number, as a share of the largest one of
         its tensor; 0 for arms that add what they are given.
     """
@@ -76,6 +80,7 @@ class GroupArm:
     why_left_out: Callable[[int], str | None] = lambda devices_per_worker: None
     by_default: bool = True
     is_flat: bool = False
+    may_move: bool = False
     coarseness: float = 0.0
 
 
@@ -162,6 +167,28 @@ def _without_overlap(make: Callable) -> Callable:
     return make_waiting
 
 
+def _in_process(place: Place) -> tf.distribute.Strategy:
+    import tfdp
+
+    devices = tfdp.use_virtual_devices(place.devices_per_worker)
+    return tfdp.DataParallelStrategy(devices)
+
+
+def _without_sums(make: Callable) -> Callable:
+    """Strategies whose replicas keep their own gradients: a step but for the sums."""
+    return lambda place: without_sums(make(place))
+
+
+def without_sums(strategy: Any) -> Any:
+    """`strategy`, whose replicas keep their own gradients from now on."""
+
+    def keep(values: Sequence[Any], rank: int, **options: Any) -> list[Any]:
+        return list(values)
+
+    strategy.extended.reducer.all_reduce = keep
+    return strategy
+
+
 def _stock_is_left_out(devices_per_worker: int) -> str | None:
     if devices_per_worker == 1:
         return None
@@ -245,6 +272,19 @@ GROUP_ARMS = {
     ),
     "torch-gloo-power-sgd": GroupArm(
         "local", ("train",), None, _torch_is_left_out, by_default=False
+    ),
+    "tfdp-in-process": GroupArm(
+        "single", BOTH, _in_process, by_default=False, may_move=True
+    ),
+    f"tfdp-in-process{NO_SUMS}": GroupArm(
+        "single",
+        ("train",),
+        _without_sums(_in_process),
+        by_default=False,
+        may_move=True,
+    ),
+    f"tfdp-sockets{NO_SUMS}": GroupArm(
+        "local", ("train",), _without_sums(_tfdp("sockets")), by_default=False
     ),
     "tfdp-sockets-flat": GroupArm(
         "local", BOTH, _tfdp("sockets"), by_default=False, is_flat=True

@@ -71,6 +71,8 @@ class Group:
         self._request = request
         self._is_closed = self._has_failed = False
         self._job_key = make_job_key()
+        #: Per call of the last turn, of all threads of all workers.
+        self.processor_seconds = 0.0
 
     def start(self) -> list[dict[str, Any]]:
         """What each worker says once it is ready to be timed, by rank.
@@ -103,7 +105,9 @@ class Group:
           CollectiveError: as `start`.
         """
         self._tell_all(self._calls)
-        return max(answer["seconds"] for answer in self._hear_all())
+        answers = self._hear_all()
+        self.processor_seconds = sum(answer["processor_seconds"] for answer in answers)
+        return max(answer["seconds"] for answer in answers)
 
     def close(self) -> None:
         """Ends all processes, at once where they do not end by themselves."""
@@ -136,7 +140,7 @@ class Group:
             workers=self.workers,
             devices_per_worker=self._devices_per_worker,
             cores=tuple(cores[self._host_of(rank)] for rank in range(self.workers))
-            if has_core_each
+            if has_core_each and not GROUP_ARMS[self.arm].may_move
             else (),
             addresses=addresses,
             control_path=f"{self._folder.name}/control",

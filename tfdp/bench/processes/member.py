@@ -10,6 +10,7 @@ import dataclasses
 import json
 import os
 import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -68,8 +69,11 @@ def main(arguments: list[str]) -> None:
     call, facts = _prepare(request, orders.arm, place)
     control.say(facts)
     while calls := control.next_turn():
+        busy_before = time.process_time()
         seconds = time_in_turn({orders.arm: call}, repeats=1, calls=calls)
-        control.say({"seconds": seconds[orders.arm][0]})
+        # One more call than is timed.
+        busy = (time.process_time() - busy_before) / (calls + 1)
+        control.say({"seconds": seconds[orders.arm][0], "processor_seconds": busy})
 
 
 def _prepare(

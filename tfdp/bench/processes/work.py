@@ -25,9 +25,11 @@ from tfdp.bench.one_process.training import (
     make_training_arm,
     warm_up,
 )
+from tfdp.bench.prediction.keras_profile import profile_of
 from tfdp.bench.processes.arms import (
     GROUP_ARMS,
     NO_EXCHANGE,
+    NO_SUMS,
     STOCK_MULTI_WORKER,
     Place,
 )
@@ -140,6 +142,7 @@ def prepare_training(
         "facts": {
             "weight_norm_after_warm_up": _norm(training.network),
             "peak_bytes": peak_bytes,
+            **({"profile": _profile(training.network)} if NO_SUMS in arm else {}),
         },
         "subject": {
             "name": request.subject_name,
@@ -147,6 +150,10 @@ def prepare_training(
             "local_batch": LOCAL_BATCH,
         },
     }
+
+
+def _profile(network: keras.Model) -> dict[str, Any]:
+    return {**profile_of(network), "local_batch": LOCAL_BATCH}
 
 
 def make_hand_written_arm(

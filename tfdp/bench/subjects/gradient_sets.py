@@ -39,6 +39,10 @@ def _small_cnn() -> Shapes:
     return [*convolutions, (9216, 128), (128,), (128, 10), (10,)]
 
 
+def _equal(tensors: int, numbers: int) -> Callable[[], Shapes]:
+    return lambda: [(numbers,)] * tensors
+
+
 def _bert_base() -> Shapes:
     """BERT-base, uncased: 199 tensors, 109,482,240 numbers.
 
@@ -67,4 +71,8 @@ GRADIENT_SETS: dict[str, Callable[[], Shapes]] = {
     "bert-base": _bert_base,
     "cnn-1m": _small_cnn,
     "tiny": _tiny,
+    # From which the costs of a bucket and of a byte are taken.
+    "equal-1x1m": _equal(1, 1 << 20),
+    "equal-64x16k": _equal(64, 1 << 14),
+    "equal-1x8m": _equal(1, 1 << 23),
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import keras
@@ -62,11 +62,41 @@ def _cnn(filters: int, width: int) -> Callable[[tuple[int, ...], int], keras.Mod
     return build
 
 
+def _resnet(blocks: int, filters: int) -> Callable[[tuple[int, ...], int], keras.Model]:
+    """He et al. 2016, section 4.2: three stages of blocks of two 3 x 3 convolutions."""
+
+    def build(input_shape: tuple[int, ...], classes: int) -> keras.Model:
+        from keras import Input, Model, layers
+
+        def convolution(x: Any, width: int, strides: int, size: int = 3) -> Any:
+            x = layers.Conv2D(width, size, strides, padding="same", use_bias=False)(x)
+            return layers.BatchNormalization()(x)
+
+        images = Input(input_shape)
+        x = layers.ReLU()(convolution(images, filters, 1))
+        for stage in range(3):
+            width = filters << stage
+            for block in range(blocks):
+                strides = 2 if stage and not block else 1
+                y = layers.ReLU()(convolution(x, width, strides))
+                y = convolution(y, width, 1)
+                if strides > 1:
+                    x = convolution(x, width, strides, size=1)
+                x = layers.ReLU()(layers.Add()([x, y]))
+        x = layers.GlobalAveragePooling2D()(x)
+        return Model(images, layers.Dense(classes)(x))
+
+    return build
+
+
 MODELS = {
     # 784 x 4096 + 4096 x 4096 + 4096 x 10 weights and their biases: 20,037,642.
     "mlp-20m": BenchmarkModel(_mlp(4096), (784,)),
     "mlp-tiny": BenchmarkModel(_mlp(16), (8,)),
     # 32 and 64 filters of 3 x 3, then 9216 x 128: 1,199,882 with biases.
     "cnn-1m": BenchmarkModel(_cnn(32, 128), (28, 28, 1)),
+    # ResNet-20 for images of 32 x 32: 272,474 weights with those of shortcuts.
+    "resnet20": BenchmarkModel(_resnet(3, 16), (32, 32, 3)),
+    "resnet-tiny": BenchmarkModel(_resnet(1, 2), (8, 8, 3)),
     "cnn-tiny": BenchmarkModel(_cnn(2, 4), (8, 8, 1)),
 }

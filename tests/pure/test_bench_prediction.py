@@ -1,0 +1,204 @@
+"""How a machine's numbers are fitted, and told; processes are stood in for."""
+
+import doctest
+import json
+
+import pytest
+
+from tfdp.bench.prediction import arrangements, command, fit, measuring
+from tfdp.bench.prediction.arrangements import Figures, Place
+from tfdp.bench.prediction.fit import SUM_SETS, SumTimes, bucket_count, fit_link
+from tfdp.bench.subjects.gradient_sets import GRADIENT_SETS, count_parameters
+from tfdp.commands import cli, measure_target
+from tfdp.errors import CollectiveError
+from tfdp.plan.topology import Topology
+from tfdp.simulator.machine_file import read_machine
+from tfdp.simulator.measured import MeasuredModel
+from tfdp.simulator.model import Compute, Gradient, ModelProfile
+from tfdp.simulator.step import Training, play_exchange
+
+CALL_SECONDS = 0.003  # from Python into TensorFlow and back
+# As many bytes as ResNet-50 has.
+SETS = {**SUM_SETS, command.SUM_SUBJECT: (214, 478_200)}
+GRADIENTS = [[4 * 10**6, 5.0, "float32"], [400, 0.0, "float32"]]
+
+
+def seconds_of_sum(name, processes, replicas, machine):
+    """What the simulator says of a set of equal tensors, all there at once."""
+    count, size_bytes = SETS[name]
+    model = ModelProfile(name, (Gradient(size_bytes, 1.0),) * count)
+    training = Training(
+        model, Compute(1e-12, 1e-12), machine.machine(replicas), algorithm="sockets"
+    )
+    return play_exchange(training, Topology(processes, replicas)).end_seconds
+
+
+class Machine:
+    """Stands in for processes: sums and steps take what a known machine says."""
+
+    def __init__(self, machine, step_seconds, share=0.75):
+        self.machine, self.step_seconds, self.share = machine, step_seconds, share
+        self.asked = []
+
+    def measure(self, wanted, timeout_seconds, hosts=None):
+        return [self.figures(arm, request) for arm, request in wanted]
+
+    def figures(self, arm, request):
+        place = (request.workers, request.devices)
+        self.asked.append((arm, request.subject, *place))
+        if request.case.suite == "allreduce":
+            taken = seconds_of_sum(request.subject, *place, self.machine)
+            seconds, busy = CALL_SECONDS + taken, CALL_SECONDS + 2 * self.share * taken
+            return Figures([seconds] * request.repeats, [busy] * request.repeats)
+        facts = {
+            "profile": {
+                "gradients": GRADIENTS,
+                "forward_flops_per_sample": 10.0,
+                "local_batch": 64,
+            }
+        }
+        seconds = self.step_seconds[place]
+        # One of three figures is off, as on a busy machine.
+        return Figures([seconds, 9 * seconds, seconds], [seconds] * 3, facts)
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    from tests.pure.test_simulator_machine_file import MACHINE
+
+    places = {(1, 1): 0.1, (1, 2): 0.15, (1, 4): 0.3, (2, 1): 0.11, (2, 2): 0.2}
+    stand_in = Machine(MACHINE, places)
+    for module in (measuring, command):
+        monkeypatch.setattr(module, "measure_place", stand_in.measure)
+        monkeypatch.setattr(module, "usable_cores", lambda: 2)
+    return stand_in
+
+
+@pytest.mark.parametrize("name", SUM_SETS)
+def test_the_sets_are_what_the_fit_takes_them_for(name):
+    shapes = GRADIENT_SETS[name]()
+    count, size_bytes = SUM_SETS[name]
+    assert len(shapes) == count
+    assert 4 * count_parameters(shapes) == count * size_bytes
+
+
+def test_a_link_is_found_again_whatever_a_call_costs():
+    # 1 us a bucket and 1 GB/s for each of 3 times the bytes; half of 2 cores.
+    counts = {name: bucket_count(name) for name in SUM_SETS}
+    assert counts[fit.SMALL] == counts[fit.LARGE] == 1 < counts[fit.MANY]
+    times = {}
+    for name, (tensors, size_bytes) in SUM_SETS.items():
+        taken = 1e-6 * counts[name] + 3 * tensors * size_bytes / 1e9
+        times[name] = SumTimes(taken + 0.5, 0.5 * 2 * taken + 0.7)
+    link = fit_link(times, 3, rounds=1, cores=2)
+    assert link.latency_seconds == pytest.approx(1e-6)
+    assert link.bytes_per_second == pytest.approx(1e9)
+    assert link.compute_share == pytest.approx(0.5)
+
+
+def test_noise_gives_no_link_that_means_nothing():
+    times = {name: SumTimes(0.1, 9.0) for name in SUM_SETS}
+    link = fit_link(times, 1, rounds=1, cores=2)
+    assert link.latency_seconds > 0 and link.bytes_per_second > 0
+    assert 0 <= link.compute_share <= 1
+
+
+def test_measure_writes_what_simulate_reads(machine, tmp_path, capsys):
+    path = tmp_path / "machine.json"
+    assert cli.main(["measure", "--output", str(path), "--models", "cnn-1m"]) == 0
+    said = capsys.readouterr().out
+    assert "cnn-1m 2x2: 200.0 ms a step of 64 samples" in said and str(path) in said
+    found, expected = read_machine(path), machine.machine
+    assert found.link == "loopback" and found.cores == 2
+    assert found.models["cnn-1m"].step_seconds == pytest.approx(machine.step_seconds)
+    assert found.within_host.rate == pytest.approx(expected.within_host.rate)
+    latency = expected.within_host.latency_seconds
+    assert found.within_host.latency_seconds == pytest.approx(latency, rel=1e-3)
+    assert found.between_hosts.rate == pytest.approx(expected.between_hosts.rate)
+    assert found.between_hosts.compute_share == pytest.approx(0.75)
+    arms = {arm for arm, subject, *_ in machine.asked if subject == "cnn-1m"}
+    assert arms == {"tfdp-in-process-no-sums", "tfdp-sockets-no-sums"}
+    assert cli.main(["simulate", "--machine", str(path), "--devices", "1", "4"]) == 0
+
+
+def test_an_own_model_stands_beside_the_links(machine, tmp_path, monkeypatch, capsys):
+    def measured(text, replicas, **options):
+        assert options == {"samples": 8, "steps": 9, "timeout_seconds": 900}
+        seconds = {(1, number): 0.1 * number for number in replicas}
+        profile = ModelProfile("mine", (Gradient(400, 1.0),), 2.0)
+        return MeasuredModel(profile, options["samples"], seconds)
+
+    monkeypatch.setattr("tfdp.commands.measure.measure_target", measured)
+    path = tmp_path / "machine.json"
+    asked = ["--target", "mine.py", "--batch", "8", "--places", "1x2", "2x1"]
+    assert cli.main(["measure", "--output", str(path), *asked]) == 0
+    (found,) = read_machine(path).models.values()
+    assert found.step_seconds == {(1, 1): 0.1, (1, 2): 0.2}
+    assert cli.main(["simulate", "--machine", str(path), "--devices", "4"]) == 0
+    assert "mine, 8 samples a replica" in capsys.readouterr().out
+
+
+def test_the_benchmark_tells_how_far_off(machine, tmp_path, capsys):
+    path = tmp_path / "rows.json"
+    assert cli.main(["bench", "prediction", "--repeats", "3", "--json", str(path)]) == 0
+    said = capsys.readouterr().out
+    rows = json.loads(path.read_text("utf-8"))["rows"]
+    # The stand-in's steps with sums take what those without do.
+    steps = [row for row in rows if row["without_sums"]]
+    assert {(row["subject"], row["place"]) for row in steps} == {
+        (model, place)
+        for model in command.MODELS
+        for place in ("1x2", "1x4", "2x1", "2x2")
+    }
+    for row in steps:
+        without = machine.step_seconds[tuple(map(int, row["place"].split("x")))]
+        assert row["without_sums"] == pytest.approx(without)
+        # One figure in three is nine times as long, of both neighbours.
+        first, slow, _ = row["predicted"]
+        assert first > without and slow > 9 * without
+        assert row["error"] == pytest.approx(first / without - 1)
+    assert "12 steps: off by" in said and "4 sums: off by" in said
+
+
+def test_an_arm_that_fails_is_told_and_the_others_go_on(machine, monkeypatch, capsys):
+    figures = machine.figures
+
+    def failing(arm, request):
+        if request.subject == "mlp-20m":
+            raise CollectiveError("worker 1 ended")
+        return figures(arm, request)
+
+    monkeypatch.setattr(machine, "figures", failing)
+    assert cli.main(["bench", "prediction", "--repeats", "3"]) == 1
+    said = capsys.readouterr().out
+    assert "worker 1 ended" in said and "8 steps: off by" in said
+
+
+@pytest.mark.parametrize(
+    "arguments, code",
+    [
+        (["measure", "--output", "/nowhere/machine.json"], 2),
+        (["measure", "--output", "/tmp"], 2),
+        (["measure", "--output", "m.json", "--repeats", "0"], 1),
+        (["measure", "--output", "m.json", "--timeout-seconds", "0"], 1),
+        (["measure", "--output", "m.json", "--batch", "3"], 1),
+        (["measure", "--output", "m.json", "--target", "none.py"], 1),
+        (["measure", "--output", "m.json", "--target", "a b"], 1),
+        (["bench", "links", "--link-rates", "1gbit"], 2),
+        (["bench", "prediction", "--json", "/nowhere/rows.json"], 2),
+    ],
+)
+def test_what_cannot_act_is_refused_before_anything_runs(
+    arguments, code, machine, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(arguments) == code
+    assert capsys.readouterr().err
+    assert machine.asked == [] and list(tmp_path.iterdir()) == []
+
+
+def test_places_have_their_arms():
+    assert Place(1, 4).arm == "tfdp-in-process"
+    assert Place(2, 1).without_sums == "tfdp-sockets-no-sums"
+    for module in (arrangements, measure_target):
+        assert doctest.testmod(module).failed == 0

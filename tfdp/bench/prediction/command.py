@@ -1,0 +1,254 @@
+"""`tfdp bench prediction`: steps and sums measured, and predicted beside them.
+
+A prediction knows the model's step without sums, from arms that take turns with those
+that are predicted, and the links' figures, from sums of other sizes before. It knows
+nothing of the step that it predicts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+from tfdp.bench.json_file import write_json
+from tfdp.bench.prediction.arrangements import Place, measure_place
+from tfdp.bench.prediction.measuring import (
+    BETWEEN,
+    CASES_OF_MODELS,
+    LOOPBACK,
+    SUM_CASE,
+    WITHIN,
+    measure_link,
+    profile_from,
+    usable_cores,
+)
+from tfdp.bench.processes.two_hosts import two_hosts
+from tfdp.bench.results import spread
+from tfdp.cluster.machine import describe_machine
+from tfdp.errors import CollectiveError, DeviceError
+from tfdp.plan.topology import Topology
+from tfdp.simulator.known_models import MODELS as KNOWN_MODELS
+from tfdp.simulator.machine import Link
+from tfdp.simulator.measured import MeasuredMachine, MeasuredModel
+from tfdp.simulator.model import Compute
+from tfdp.simulator.step import Training, play_exchange, predict_step
+
+__all__ = ["PREDICTION_SUITE", "run_prediction"]
+
+PREDICTION_SUITE = "prediction"
+MODELS, QUICK_MODELS = ("cnn-1m", "mlp-20m", "resnet20"), ("mlp-tiny",)
+ON_LOOPBACK: tuple[Place, ...] = tuple(
+    Place(*each) for each in ((1, 2), (1, 4), (2, 1), (2, 2))
+)
+QUICK_PLACES: tuple[Place, ...] = (Place(2, 1),)
+ON_LINKS: tuple[Place, ...] = (Place(2, 1),)
+SUM_SUBJECT = "resnet50"
+COLUMNS = "{:<10} {:>5} {:>9} {:>12} {:>24} {:>10} {:>7}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One prediction beside what was measured; seconds.
+
+    Args:
+      subject: the model, or the sum.
+      place: processes x replicas.
+      link: between two processes.
+      without_sums: of a step, median; 0 for a sum alone.
+      measured: each figure.
+      predicted: by the simulator, for each of them, from the step without sums that was
+        timed just before or after it.
+    """
+
+    subject: str
+    place: str
+    link: str
+    without_sums: float
+    measured: tuple[float, ...]
+    predicted: tuple[float, ...]
+
+    @property
+    def error(self) -> float:
+        """The median of predicted / measured, of neighbours in time, less 1."""
+        pairs = zip(self.predicted, self.measured, strict=True)
+        return statistics.median(p / m for p, m in pairs) - 1
+
+
+def run_prediction(
+    links: Sequence[str],
+    *,
+    repeats: int,
+    quick: bool,
+    json_path: str | None,
+    timeout_seconds: float,
+) -> int:
+    """Measures, predicts and tells; returns the exit code, 1 where an arm failed.
+
+    Args:
+      links: "loopback", and rates in the words of `tc`, which need root.
+      repeats: figures for each arm.
+      quick: a tiny model in one place, which shows only that it runs.
+      json_path: also write all figures here.
+      timeout_seconds: the most that the processes of one arm may take.
+    """
+    runner = _Runner(repeats, quick, timeout_seconds)
+    facts, load_before = describe_machine(), os.getloadavg()[0]
+    print(COLUMNS.format(*TITLES), flush=True)
+    for link in links:
+        try:
+            runner.run(link)
+        except (CollectiveError, DeviceError) as error:
+            runner.failures.append(f"{link}: {error}")
+    load_after = os.getloadavg()[0]
+    for line in _summary(runner.rows):
+        print(line)
+    print(f"load of the machine before {load_before:.1f}, after {load_after:.1f}")
+    for failure in runner.failures:
+        print(f"failed: {failure}")
+    if json_path:
+        rows = [{**dataclasses.asdict(r), "error": r.error} for r in runner.rows]
+        load = [load_before, load_after]
+        write_json(
+            json_path,
+            {"suite": PREDICTION_SUITE, "machine": facts, "load": load, "rows": rows},
+        )
+    return 1 if runner.failures else 0
+
+
+TITLES = (
+    "subject",
+    "place",
+    "link",
+    "no sums, ms",
+    "measured, ms",
+    "predicted",
+    "off by",
+)
+
+
+class _Runner:
+    def __init__(self, repeats: int, quick: bool, timeout_seconds: float):
+        self._repeats, self._quick = repeats, quick
+        self._timeout_seconds = timeout_seconds
+        self.rows: list[Row] = []
+        self.failures: list[str] = []
+        self._within: Link | None = None
+
+    def run(self, link: str) -> None:
+        """All rows of one link."""
+        within = self._within or self._link(WITHIN, LOOPBACK)
+        self._within = within
+        machine = MeasuredMachine(
+            "here", usable_cores(), within, self._link(BETWEEN, link), link, {}
+        )
+        places = ON_LOOPBACK if link == LOOPBACK else ON_LINKS
+        if self._quick:
+            places = QUICK_PLACES
+        for place in places:
+            if not self._quick:
+                self._try(self._sum_row, machine, place)
+            for model in QUICK_MODELS if self._quick else MODELS:
+                self._try(self._step_row, machine, place, model)
+
+    def _link(self, place: Place, link: str) -> Link:
+        return measure_link(
+            place,
+            link,
+            usable_cores(),
+            self._repeats,
+            self._quick,
+            self._timeout_seconds,
+        )
+
+    def _try(self, measure: Any, machine: MeasuredMachine, *arguments: Any) -> None:
+        """One arm that fails does not keep the others from being measured."""
+        try:
+            row = measure(machine, *arguments)
+        except CollectiveError as error:
+            self.failures.append(f"{arguments}: {error}")
+            return
+        self.rows.append(row)
+        print(_line(row), flush=True)
+
+    def _measure(self, machine: MeasuredMachine, wanted: list) -> list:
+        with contextlib.ExitStack() as stack:
+            is_shaped = machine.link != LOOPBACK
+            hosts = stack.enter_context(two_hosts(machine.link)) if is_shaped else None
+            return measure_place(wanted, self._timeout_seconds, hosts)
+
+    def _step_row(self, machine: MeasuredMachine, place: Place, model: str) -> Row:
+        case = CASES_OF_MODELS[model]
+        request = place.request(case, model, self._repeats, self._quick)
+        wanted = [(place.without_sums, request), (place.arm, request)]
+        alone, with_sums = self._measure(machine, wanted)
+        profile = profile_from(model, alone)
+        samples = alone.facts["profile"]["local_batch"]
+
+        def predicted(seconds: float) -> float:
+            steps = {(1, 1): seconds, (place.processes, place.replicas): seconds}
+            found = MeasuredModel(profile, samples, steps)
+            here = dataclasses.replace(machine, models={model: found})
+            topology = Topology(place.processes, place.replicas)
+            training = here.training_here(model, topology)
+            return predict_step(training, topology.num_replicas).step_seconds
+
+        return Row(
+            model,
+            str(place),
+            machine.link if place.processes > 1 else "none",
+            statistics.median(alone.seconds),
+            tuple(with_sums.seconds),
+            tuple(map(predicted, alone.seconds)),
+        )
+
+    def _sum_row(self, machine: MeasuredMachine, place: Place) -> Row:
+        """A sum of a large model's gradients, all of which are there at once."""
+        request = place.request(SUM_CASE, SUM_SUBJECT, self._repeats, self._quick)
+        (figures,) = self._measure(machine, [(place.arm, request)])
+        training = Training(
+            KNOWN_MODELS[SUM_SUBJECT](),
+            Compute(1e-9, 1e-9),
+            machine.machine_here(Topology(place.processes, place.replicas)),
+            algorithm="sockets",
+        )
+        played = play_exchange(training, Topology(place.processes, place.replicas))
+        return Row(
+            "sum 102 MB",
+            str(place),
+            machine.link if place.processes > 1 else "none",
+            0.0,
+            tuple(figures.seconds),
+            (played.end_seconds,) * len(figures.seconds),
+        )
+
+
+def _line(row: Row) -> str:
+    of = spread([1000 * each for each in row.measured])
+    return COLUMNS.format(
+        row.subject,
+        row.place,
+        row.link,
+        f"{1000 * row.without_sums:.1f}" if row.without_sums else "",
+        f"{of.median:.1f} ({of.lower_quartile:.1f} .. {of.upper_quartile:.1f})",
+        f"{1000 * statistics.median(row.predicted):.1f}",
+        f"{100 * row.error:+.0f}%",
+    )
+
+
+def _summary(rows: Sequence[Row]) -> list[str]:
+    found = []
+    for name, chosen in (
+        ("steps", [row for row in rows if row.without_sums]),
+        ("sums", [row for row in rows if not row.without_sums]),
+    ):
+        if chosen:
+            errors = [abs(row.error) for row in chosen]
+            found.append(
+                f"{len(chosen)} {name}: off by {100 * statistics.median(errors):.0f}% "
+                f"in the median, {100 * max(errors):.0f}% at most"
+            )
+    return found

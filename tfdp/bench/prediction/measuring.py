@@ -1,0 +1,150 @@
+"""Measures a machine: models' steps without sums, and sums without models."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from tfdp.bench.prediction.arrangements import Figures, Place, measure_place
+from tfdp.bench.prediction.fit import SUM_SETS, SumTimes, fit_link
+from tfdp.bench.processes.two_hosts import two_hosts
+from tfdp.cluster.machine import describe_machine
+from tfdp.simulator.machine import Link
+from tfdp.simulator.measured import MeasuredMachine, MeasuredModel
+from tfdp.simulator.model import Gradient, ModelProfile
+
+__all__ = [
+    "CASES_OF_MODELS",
+    "LOOPBACK",
+    "PLACES",
+    "measure_link",
+    "measure_machine",
+    "profile_from",
+    "usable_cores",
+]
+
+LOOPBACK = "loopback"
+PLACES = tuple(Place(*each) for each in ((1, 1), (1, 2), (1, 4), (2, 1), (2, 2)))
+#: Model -> the case that says how many calls make a figure.
+CASES_OF_MODELS = {
+    "mlp-20m": "train-mlp",
+    "cnn-1m": "train-cnn",
+    "resnet20": "train-mlp",
+    "mlp-tiny": "train-mlp",
+    "cnn-tiny": "train-cnn",
+    "resnet-tiny": "train-cnn",
+}
+SUM_CASE = "allreduce-resnet50"
+WITHIN, BETWEEN = Place(1, 2), Place(2, 1)
+
+
+def measure_machine(
+    models: Sequence[str],
+    places: Sequence[Place],
+    *,
+    link: str = LOOPBACK,
+    repeats: int,
+    quick: bool,
+    timeout_seconds: float,
+    say: Callable[[str], None] = lambda line: None,
+    others: Sequence[MeasuredModel] = (),
+) -> MeasuredMachine:
+    """What the simulator needs to know of this machine.
+
+    Args:
+      models: keys of CASES_OF_MODELS.
+      places: where each model's step is measured; 1 x 1 first.
+      link: between two processes: LOOPBACK, or a rate in the words of `tc`, which
+        needs root.
+      repeats: figures of each arm; their medians count.
+      quick: two calls for each figure, which shows that it runs.
+      timeout_seconds: the most that the processes of one arm may take.
+      say: told what is going on.
+      others: models that were measured before.
+
+    Raises:
+      CollectiveError: an arm failed; with its last lines.
+      DeviceError: the link cannot be made here.
+    """
+    load, cores = os.getloadavg()[0], usable_cores()
+    say("sums within one process")
+    within = measure_link(WITHIN, LOOPBACK, cores, repeats, quick, timeout_seconds)
+    say(f"sums between two processes, {link}")
+    between = measure_link(BETWEEN, link, cores, repeats, quick, timeout_seconds)
+    measured = {}
+    for name in models:
+        seconds, profile, samples = {}, None, 1
+        for place in places:
+            say(f"{name} in {place} without sums")
+            request = place.request(CASES_OF_MODELS[name], name, repeats, quick)
+            (figures,) = measure_place([(place.without_sums, request)], timeout_seconds)
+            seconds[place.processes, place.replicas] = statistics.median(
+                figures.seconds
+            )
+            profile = profile or profile_from(name, figures)
+            samples = figures.facts["profile"]["local_batch"]
+        if profile is not None:
+            measured[name] = MeasuredModel(profile, samples, seconds)
+    now = datetime.datetime.now(datetime.timezone.utc)
+    return MeasuredMachine(
+        name=str(describe_machine()["processor"]),
+        cores=cores,
+        within_host=within,
+        between_hosts=between,
+        link=link,
+        models=measured | {model.profile.name: model for model in others},
+        load=max(load, os.getloadavg()[0]),
+        measured=now.isoformat(timespec="seconds"),
+    )
+
+
+def usable_cores() -> int:
+    """Of this process."""
+    return len(os.sched_getaffinity(0))
+
+
+def measure_link(
+    place: Place,
+    link: str,
+    cores: int,
+    repeats: int,
+    quick: bool,
+    timeout_seconds: float,
+) -> Link:
+    """The link of a place: between the replicas of one process, or two processes.
+
+    Raises:
+      CollectiveError, DeviceError: as `measure_machine`.
+    """
+    wanted = [
+        (place.arm, place.request(SUM_CASE, name, repeats, quick)) for name in SUM_SETS
+    ]
+    with contextlib.ExitStack() as stack:
+        is_shaped = link != LOOPBACK
+        hosts = stack.enter_context(two_hosts(link)) if is_shaped else None
+        found = measure_place(wanted, timeout_seconds, hosts)
+    times = {
+        name: SumTimes(
+            statistics.median(figures.seconds),
+            statistics.median(figures.processor_seconds),
+        )
+        for name, figures in zip(SUM_SETS, found, strict=True)
+    }
+    if place.processes == 1:
+        return fit_link(times, place.replicas - 1, rounds=1, cores=cores)
+    hops = place.processes - 1
+    return fit_link(times, 2 * hops / place.processes, rounds=2 * hops, cores=cores)
+
+
+def profile_from(name: str, figures: Figures) -> ModelProfile:
+    """The model as the process that trained it has described it."""
+    said: dict[str, Any] = figures.facts["profile"]
+    return ModelProfile(
+        name,
+        tuple(Gradient(*each) for each in said["gradients"]),
+        said["forward_flops_per_sample"],
+    )

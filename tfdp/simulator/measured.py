@@ -1,0 +1,165 @@
+"""What `tfdp measure` has found out about a machine, as values."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from tfdp.errors import ConfigurationError
+from tfdp.plan.topology import Topology
+from tfdp.simulator.checked import at_least_zero, positive, whole
+from tfdp.simulator.machine import Link, Machine
+from tfdp.simulator.model import Compute, ModelProfile
+from tfdp.simulator.step import Training
+
+__all__ = ["MeasuredMachine", "MeasuredModel"]
+
+MOST_PLACES = 4096
+
+
+@dataclasses.dataclass(frozen=True)
+class MeasuredModel:
+    """A model's steps without any exchange.
+
+    Args:
+      profile: its gradients.
+      samples: the local batch that was measured.
+      step_seconds: (processes, replicas of each) on this machine -> seconds of a step
+        while all of them train and none sends anything; 1 x 1 is always among them.
+
+    Raises:
+      ConfigurationError: a number means nothing, or 1 x 1 is missing.
+    """
+
+    profile: ModelProfile
+    samples: int
+    step_seconds: dict[tuple[int, int], float]
+
+    def __post_init__(self) -> None:
+        whole("MeasuredModel", "samples", self.samples)
+        whole("MeasuredModel", "step_seconds", len(self.step_seconds), 1, MOST_PLACES)
+        for (processes, replicas), seconds in self.step_seconds.items():
+            whole("MeasuredModel", "processes", processes, 1, MOST_PLACES)
+            whole("MeasuredModel", "replicas", replicas, 1, MOST_PLACES)
+            positive("MeasuredModel", f"seconds of {processes}x{replicas}", seconds)
+        if (1, 1) not in self.step_seconds:
+            raise ConfigurationError(
+                f"The model {self.profile.name!r} has no step of one replica alone "
+                "(1x1): measure the machine again, by `tfdp measure`."
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class MeasuredMachine:
+    """A machine as a host of others that are like it.
+
+    Args:
+      name: of it.
+      cores: that its processes may use, at least 1.
+      within_host: `bytes_per_second` of additions by all replicas of a host together.
+      between_hosts: between two processes, or over the link that was measured.
+      link: what that link is: "loopback", or a rate.
+      models: by name.
+      load: of the machine while it was measured, at least 0.
+      measured: when, for people.
+    """
+
+    name: str
+    cores: int
+    within_host: Link
+    between_hosts: Link
+    link: str
+    models: dict[str, MeasuredModel]
+    load: float = 0.0
+    measured: str = ""
+
+    def __post_init__(self) -> None:
+        whole("MeasuredMachine", "cores", self.cores, 1, 1 << 20)
+        at_least_zero("MeasuredMachine", "load", self.load)
+
+    def model(self, name: str) -> MeasuredModel:
+        """A model by its name.
+
+        Raises:
+          ConfigurationError: it was not measured.
+        """
+        if name not in self.models:
+            raise ConfigurationError(
+                f"The model {name!r} was not measured on {self.name!r}. Measured: "
+                f"{', '.join(sorted(self.models)) or 'none'}."
+            )
+        return self.models[name]
+
+    def machine(self, devices_per_host: int) -> Machine:
+        """Hosts like this one, with so many replicas each."""
+        # What is measured of a sum holds its launch.
+        return Machine(
+            self.name,
+            devices_per_host,
+            self.within_host,
+            self.between_hosts,
+            launch_seconds=1e-9,
+            source=f"tfdp measure, {self.measured}",
+        )
+
+    def machine_here(self, topology: Topology) -> Machine:
+        """So many processes on this one machine, which share its cores.
+
+        What replicas add within a process was measured with all cores; of several
+        processes each has its part of them.
+
+        Args:
+          topology: `hosts` processes of `devices_per_host` replicas each.
+        """
+        here = self.machine(topology.devices_per_host)
+        rate = here.within_host.bytes_per_second / topology.hosts
+        within = dataclasses.replace(here.within_host, bytes_per_second=rate)
+        return dataclasses.replace(here, within_host=within)
+
+    def training(self, model_name: str, devices_per_host: int) -> Training:
+        """That model's training on such hosts, each with a machine of its own.
+
+        Raises:
+          ConfigurationError: the model was not measured.
+        """
+        model = self.model(model_name)
+        alone = model.step_seconds[1, 1]
+        sharing = tuple(
+            # On a busy machine two may seem to be faster than one.
+            (replicas, max(seconds / alone, 1.0))
+            for (processes, replicas), seconds in sorted(model.step_seconds.items())
+            if processes == 1
+        )
+        return Training(
+            model.profile,
+            Compute.from_seconds(alone, model.samples),
+            self.machine(devices_per_host),
+            algorithm="sockets",
+            sharing=sharing,
+        )
+
+    def training_here(self, model_name: str, topology: Topology) -> Training:
+        """That model's training by so many processes, all on this one machine.
+
+        Args:
+          model_name: of it.
+          topology: `hosts` processes of `devices_per_host` replicas each.
+
+        Raises:
+          ConfigurationError: the model was not measured, or not in that many places.
+        """
+        model = self.model(model_name)
+        place = (topology.hosts, topology.devices_per_host)
+        if place not in model.step_seconds:
+            found = ", ".join(f"{p}x{r}" for p, r in sorted(model.step_seconds))
+            raise ConfigurationError(
+                f"{model_name!r} was not measured in {place[0]} processes of "
+                f"{place[1]} replicas; measured: {found}."
+            )
+        seconds = model.step_seconds[place]
+        alone = min(model.step_seconds[1, 1], seconds)
+        return dataclasses.replace(
+            self.training(model_name, topology.devices_per_host),
+            compute=Compute.from_seconds(alone, model.samples),
+            machine=self.machine_here(topology),
+            sharing=((topology.devices_per_host, seconds / alone),),
+        )
