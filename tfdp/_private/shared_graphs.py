@@ -72,7 +72,8 @@ def trace_alone(
     def body(*inner: tf.Tensor) -> None:
         graph = tf.compat.v1.get_default_graph()
         setattr(graph, MARK, True)
-        function(list(inner))
+        with tf.device(None):
+            function(list(inner))
         # What lay on this replica's device is to lie on that of whoever calls.
         for operation in graph.get_operations():
             if operation.device == device:
@@ -121,12 +122,19 @@ def _of_rank(captured: tf.Tensor, rank: int) -> tf.Tensor:
 
 
 def _content_of(graph: Any) -> list[Any]:
-    """All that a graph does; names only where they say which function is called."""
+    """All that a graph does, without the names of operations and functions."""
     place = {op.name: i for i, op in enumerate(graph.get_operations())}
-    return [_operation_content(op, place) for op in graph.get_operations()]
+    inner = {
+        name: _content_of(function.graph)
+        for name, function in graph._functions.items()
+        if getattr(function, "graph", None) is not None
+    }
+    return [_operation_content(op, place, inner) for op in graph.get_operations()]
 
 
-def _operation_content(operation: tf.Operation, place: dict[str, int]) -> Any:
+def _operation_content(
+    operation: tf.Operation, place: dict[str, int], inner: dict[str, list[Any]]
+) -> Any:
     attributes = dict(operation.node_def.attr.items())
     beside = attributes.pop("_class", None)
     names = [] if beside is None else beside.list.s
@@ -136,8 +144,11 @@ def _operation_content(operation: tf.Operation, place: dict[str, int]) -> Any:
         [(place[tensor.op.name], tensor.value_index) for tensor in operation.inputs],
         sorted(place[other.name] for other in operation.control_inputs),
         [place.get(name.decode().removeprefix("loc:@"), name) for name in names],
-        {
-            name: value.SerializeToString(deterministic=True)
-            for name, value in attributes.items()
-        },
+        {name: _attribute(value, inner) for name, value in attributes.items()},
     )
+
+
+def _attribute(value: Any, inner: dict[str, list[Any]]) -> Any:
+    if value.WhichOneof("value") == "func" and value.func.name in inner:
+        return inner[value.func.name]
+    return value.SerializeToString(deterministic=True)
