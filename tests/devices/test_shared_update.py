@@ -120,6 +120,7 @@ def test_two_replicas_are_traced():
     assert Counted.traces == 2 * variables
 
 
+@pytest.mark.worth_seconds(2)
 def test_what_replicas_do_apart_each_does():
     Counted.traces = 0
     copies = copies_of(train(functools.partial(OfReplica, 0.1)))
@@ -129,6 +130,7 @@ def test_what_replicas_do_apart_each_does():
         assert not np.array_equal(of_all[0], of_all[-1])
 
 
+@pytest.mark.worth_seconds(3)
 def test_an_update_with_an_exchange_is_each_replicas_own(monkeypatch):
     Counted.traces = 0
     summed = copies_of(train(functools.partial(Exchanging, 0.1)))
@@ -141,6 +143,7 @@ def test_an_update_with_an_exchange_is_each_replicas_own(monkeypatch):
             np.testing.assert_array_equal(copy, there[0])
 
 
+@pytest.mark.worth_seconds(3)
 def test_calls_of_one_optimizer_are_told_apart():
     strategy = make_strategy(3)
     with strategy.scope():
