@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from tfdp._private import names
+from tfdp._private.shared_graphs import ExchangeInside, is_traced_alone
 from tfdp.errors import CollectiveError
 from tfdp.exchange.late_exchange import LateExchange
 from tfdp.exchange.packing import pack, unpack
@@ -102,9 +103,12 @@ class Engine(abc.ABC):
         """The number of this exchange; the same on every replica that takes part.
 
         Raises:
+          ExchangeInside: in a function that replicas may share; who traces it asks.
           CollectiveError: inside a `tf.while_loop` within the replica function, or
             inside a function that XLA compiles.
         """
+        if is_traced_alone():
+            raise ExchangeInside
         if names.in_compiled_function():
             raise CollectiveError(
                 "An exchange between replicas was built inside a function compiled by "

@@ -42,6 +42,7 @@ from tfdp.sharding.optimizers import (
 from tfdp.sharding.updates import ShardUpdates
 from tfdp.step.finite_guard import update_if_finite
 from tfdp.step.momentum_sums import momentum_compression_of
+from tfdp.step.shared_update import update_by_one_graph
 from tfdp.step.sums import agree_finite, reduce_gradients
 from tfdp.tracing.before_the_step import do_before_the_step
 from tfdp.tracing.current_run import current_run
@@ -159,11 +160,21 @@ def _apply(
     if reduces_first:
         gradients = _reduce_before(optimizer, run, gradients, variables)
 
+    built_with = variables or variables_built_with(optimizer)
+
     def update() -> None:
         with run.updating(reduces=not reduces_first):
-            original(gradients, variables)
+            if not reduces_first or shards_of(optimizer) is not None:
+                original(gradients, variables)  # replicas exchange something in it
+                return
+            update_by_one_graph(
+                optimizer,
+                run,
+                gradients,
+                built_with,
+                lambda given: original(given, variables),
+            )
 
-    built_with = variables or variables_built_with(optimizer)
     update_if_finite(optimizer, gradients, built_with, update)
 
 

@@ -15,6 +15,7 @@ from tfdp.errors import ScopeError
 from tfdp.tracing.eager_order import EagerOrder
 from tfdp.tracing.loss_shares import LossShares
 from tfdp.tracing.padded_batch import Padding
+from tfdp.tracing.shared_functions import SharedFunctions
 
 __all__ = ["ReplicaRun", "parts_by_replica", "rows_of", "sample_counts", "trace_of"]
 
@@ -79,6 +80,8 @@ class ReplicaRun:
     groups: tuple[tuple[int, ...], ...] | None = None
     #: What eager replicas have met for so far.
     eager_order: EagerOrder = dataclasses.field(default_factory=EagerOrder)
+    #: What the replicas do alike, and share.
+    functions: SharedFunctions = dataclasses.field(default_factory=SharedFunctions)
 
     @property
     def is_local(self) -> bool:

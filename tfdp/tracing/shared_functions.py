@@ -1,0 +1,97 @@
+"""What replicas do alike, traced for two of them and called by all.
+
+TensorFlow builds each replica's part of a step from Python, optimizes it and keeps it
+in memory by itself, so that the first step takes as many times longer as there are
+replicas. What is the same on all of them but for the variables can be one function of
+the graph, which each replica calls with variables of its own. That it is the same is
+not promised by anybody but seen: the first two replicas are traced, and their graphs
+compared operation by operation. Where they differ each replica has its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from tfdp._private.shared_graphs import (
+    ExchangeInside,
+    TracedAlone,
+    are_alike,
+    trace_alone,
+)
+
+__all__ = ["SharedFunctions"]
+
+
+@dataclasses.dataclass
+class _Part:
+    """What is known of a part of the step."""
+
+    first: TracedAlone | None = None
+    is_alike: bool | None = None
+    has_exchange: bool = False
+
+
+class SharedFunctions:
+    """The functions that the replicas of one `strategy.run` share."""
+
+    def __init__(self) -> None:
+        self._parts: dict[Any, _Part] = {}
+        self._calls: dict[tuple[Any, int], int] = {}
+
+    def call(
+        self,
+        key: Any,
+        rank: int,
+        function: Callable[[list[tf.Tensor]], None],
+        arguments: list[tf.Tensor],
+        device: str,
+    ) -> None:
+        """Builds `function(arguments)` for the calling replica, or a call of it.
+
+        Args:
+          key: what of the run this is; each replica's n-th call with it is the same
+            part of the step.
+          rank: the calling replica.
+          function: builds stateful operations, and returns nothing.
+          arguments: all that it takes of what the replica has computed.
+          device: of the replica, as a full name.
+        """
+        number = self._calls.get((key, rank), 0)
+        self._calls[key, rank] = number + 1
+        part = self._parts.setdefault((key, number), _Part())
+        if part.is_alike and part.first is not None and part.first.takes(arguments):
+            part.first.call(arguments, rank)
+            return
+        traced = None
+        if not part.has_exchange:
+            traced = _trace(part, function, arguments, device)
+        if traced is None:
+            function(arguments)
+            return
+        if part.first is None:
+            part.first = traced
+        elif part.is_alike is None:
+            part.is_alike = are_alike(part.first, traced, rank)
+            if part.is_alike:
+                # One body for TensorFlow to optimize, not two.
+                part.first.call(arguments, rank)
+                return
+        traced.call(arguments)
+
+
+def _trace(
+    part: _Part,
+    function: Callable[[list[tf.Tensor]], None],
+    arguments: list[tf.Tensor],
+    device: str,
+) -> TracedAlone | None:
+    """None: replicas exchange something within, each in its own way."""
+    try:
+        return trace_alone(function, arguments, device)
+    except ExchangeInside:
+        part.has_exchange = True
+        return None
