@@ -2,7 +2,7 @@
 
 python -m tests.versions                            all of them; hours on two cores
 python -m tests.versions py3.10-tf2.21-keras3.12    these
-python -m tests.versions --list                     what there is, and what is known of it
+python -m tests.versions --list                     their names, and known results
 
 For each Python, TensorFlow and Keras an environment of its own is made in a folder that
 stays (`--folder`), with the other packages as pinned where TensorFlow and Keras allow
@@ -38,6 +38,7 @@ CONTRACT = (
 )
 INSTALL_SECONDS = 3600
 TESTS_SECONDS = 7200
+CLOSING_LINE = re.compile(r"=* ?(\d+ \w+(, )?)+ in [\d.]+s( \([\d:]+\))? ?=*")
 ROW = "| {python} | {tensorflow} | {keras} | {result} | {date} |"
 
 
@@ -152,8 +153,13 @@ def run_tests(python: pathlib.Path, output: pathlib.Path, jobs: int) -> str:
             )
         except subprocess.TimeoutExpired:
             return f"did not end within {TESTS_SECONDS} s"
-    lines = output.read_text("utf-8").strip().splitlines()
-    return lines[-1].strip("= ") if lines else "no output"
+    return closing_line(output.read_text("utf-8", errors="replace"))
+
+
+def closing_line(text: str) -> str:
+    """What pytest said at the end; libraries may have said more behind it."""
+    found = [line for line in text.splitlines() if CLOSING_LINE.fullmatch(line)]
+    return found[-1].strip("= ") if found else "pytest did not come to its end"
 
 
 def installed(python: pathlib.Path) -> dict[str, str]:
