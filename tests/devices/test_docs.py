@@ -35,7 +35,8 @@ WITH_CODE = [page for page in pages() if BLOCK.search(page.read_text("utf-8"))]
 @pytest.mark.worth_seconds(40)
 @pytest.mark.parametrize("page", WITH_CODE, ids=name_of)
 def test_the_code_of_a_page_runs(page, tmp_path):
-    program = tmp_path / "program" / page.with_suffix(".py").name
+    # Not the page's own name: a program's folder is where it imports from first.
+    program = tmp_path / "program" / f"page_{page.stem}.py"
     program.parent.mkdir()
     program.write_text(program_of(page.read_text("utf-8")), "utf-8")
     folder = tmp_path / "empty"
