@@ -147,6 +147,8 @@ def run_tests(python: pathlib.Path, output: pathlib.Path, jobs: int) -> str:
             subprocess.run(
                 command,
                 cwd=REPOSITORY,
+                # The environment may be that of another clone.
+                env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 timeout=TESTS_SECONDS,
