@@ -5,6 +5,9 @@
 # make test-all   every row there is: hours; goes on where it was stopped
 # make lint    ruff check, ruff format --check, mypy
 # make bench   every benchmark case on 2 and 4 virtual devices
+# make site    the docs as a site in out/site; any warning ends it
+# make versions   the quick tests with every version that setup.cfg allows: hours
+#              VERSIONS="py3.10-tf2.21-keras3.12" picks some
 #
 # EXTRA picks the TensorFlow: cpu (default), gpu or tpu, as in `make train EXTRA=gpu`.
 # PYTHON picks the interpreter that makes the virtual environment: 3.10 to 3.13.
@@ -16,11 +19,13 @@ JOBS ?= 2
 PARALLEL := -n $(JOBS) --dist loadfile --max-worker-restart 0
 VENV := .venv
 BIN := $(VENV)/bin
+# The site is made from sources; nothing of tfdp is imported.
+SITE_VENV := .venv-site
 # Made last, and named for the extra: a second run, or one after a failed install,
 # does what is missing and no more.
 STAMP := $(VENV)/.installed-$(EXTRA)
 
-.PHONY: train quick test test-all lint bench clean
+.PHONY: train quick test test-all lint bench site versions clean
 .DELETE_ON_ERROR:
 
 train: $(STAMP)
@@ -49,11 +54,29 @@ lint: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/tfdp bench --devices 2 4
 
+# README.md and docs/ as they lie in the repository, so that links are the same.
+site: $(SITE_VENV)/.installed
+	rm -rf out/site-source out/site
+	mkdir -p out/site-source
+	cp -r README.md CONTRIBUTING.md CHANGELOG.md CITATION.cff LICENSE constraints.txt \
+	  docs examples out/site-source
+	NO_MKDOCS_2_WARNING=1 $(SITE_VENV)/bin/mkdocs build --strict
+
+# Any Python will do: those that the tests run with are found by their versions.
+versions: | $(BIN)/python
+	nice -n 10 $(BIN)/python -m tests.versions $(VERSIONS)
+
 clean:
-	rm -rf $(VENV) build *.egg-info
+	rm -rf $(VENV) $(SITE_VENV) build *.egg-info out/site-source out/site
 
 $(STAMP): setup.cfg pyproject.toml constraints.txt | $(BIN)/python
 	$(BIN)/python -m pip install -e '.[$(EXTRA),examples,dev,tfds]' -c constraints.txt
+	touch $@
+
+# The wheel of tfdp brings Keras along, which is not imported.
+$(SITE_VENV)/.installed: setup.cfg constraints.txt
+	$(PYTHON) -m venv $(SITE_VENV)
+	$(SITE_VENV)/bin/python -m pip install '.[docs]' -c constraints.txt
 	touch $@
 
 $(BIN)/python:

@@ -56,6 +56,9 @@ from tensorflow.python.eager.record import record_operation, stop_recording
 from tensorflow.python.eager.tape import variable_accessed
 from tensorflow.python.framework.device_spec import DeviceSpecV2 as DeviceSpec
 
+# What a dataset says of None; public, as `tf.NoneTensorSpec`, from 2.21 on.
+from tensorflow.python.framework.none_tensor import NoneTensorSpec
+
 # Whether a graph is compiled by XLA.
 from tensorflow.python.ops import control_flow_util as _control_flow_util
 
@@ -82,6 +85,7 @@ __all__ = [
     "DistributedVariable",
     "MirroredExtended",
     "MirroredVariable",
+    "NoneTensorSpec",
     "PerReplica",
     "SyncOnReadVariable",
     "UnaryUnchangedStructureDataset",

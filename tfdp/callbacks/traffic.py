@@ -77,8 +77,7 @@ class Traffic(keras.callbacks.Callback):
 
     Raises:
       ConfigurationError: when training starts: under a strategy of several replicas
-      that
-        is not tfdp's, or is of a TPU, whose exchanges nobody counts; and with
+        that is not tfdp's, or is of a TPU, whose exchanges nobody counts; and with
         `run_eagerly=True`, where TensorFlow exchanges in its own way.
 
     Cost: the training step is traced once more, when training begins and after it has

@@ -28,7 +28,10 @@ class Cast(Blockwise):
       dtype: "bfloat16", or "float16", which cannot hold 65,520 or more (they become
         infinite) nor less than 3e-8 (zero): use it with loss scaling.
       error_feedback: False by default: what is lost is one part in 256, or in 2,048.
-      min_bytes, exclude, one_dimensional: see `tfdp.plan.compression.Compression`.
+      min_bytes: gradients below this size are sent as they are; at least 0.
+      exclude: regular expressions; gradients of variables in whose Keras path one is
+        found are sent as they are.
+      one_dimensional: whether gradients of biases and scales are compressed, too.
 
     Raises:
       ConfigurationError: when an argument is not as above.

@@ -54,8 +54,12 @@ class FP8(Blockwise):
       scale: None for the above, which adapts to every step; a number above 0 is s for
         every variable and step. What it makes too large becomes not a number on all
         replicas, as a loss scaler expects; what it makes too small is 0.
-      error_feedback, min_bytes, exclude, one_dimensional: see
-        `tfdp.plan.compression.Compression`.
+      error_feedback: whether what a step does not send is added to what the next one
+        sends; one float32 copy of the compressed gradients on each one that sends.
+      min_bytes: gradients below this size are sent as they are; at least 0.
+      exclude: regular expressions; gradients of variables in whose Keras path one is
+        found are sent as they are.
+      one_dimensional: whether gradients of biases and scales are compressed, too.
 
     Raises:
       ConfigurationError: when an argument is not as above.

@@ -39,8 +39,12 @@ class PowerSGD(Method):
         of all steps.
       min_compression_rate: matrices that would become smaller by less than this factor
         are sent as they are; above 0.
-      error_feedback, min_bytes, exclude, one_dimensional: see
-        `tfdp.plan.compression.Compression`.
+      error_feedback: whether what a step does not send is added to what the next one
+        sends; one float32 copy of the compressed gradients on each one that sends.
+      min_bytes: gradients below this size are sent as they are; at least 0.
+      exclude: regular expressions; gradients of variables in whose Keras path one is
+        found are sent as they are.
+      one_dimensional: whether gradients of biases and scales are compressed, too.
 
     Raises:
       ConfigurationError: when an argument is not as above.

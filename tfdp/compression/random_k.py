@@ -33,8 +33,12 @@ class RandomK(Method):
       ratio: the share of numbers that is sent, above 0 to 1; at least one number of
         every variable.
       seed: of the choice, an integer of 0 to 2^31 - 1; alike on all workers.
-      error_feedback, min_bytes, exclude, one_dimensional: see
-        `tfdp.plan.compression.Compression`.
+      error_feedback: whether what a step does not send is added to what the next one
+        sends; one float32 copy of the compressed gradients on each one that sends.
+      min_bytes: gradients below this size are sent as they are; at least 0.
+      exclude: regular expressions; gradients of variables in whose Keras path one is
+        found are sent as they are.
+      one_dimensional: whether gradients of biases and scales are compressed, too.
 
     Raises:
       ConfigurationError: when an argument is not as above.

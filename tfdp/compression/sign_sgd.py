@@ -20,9 +20,14 @@ class SignSGD(Blockwise):
 
     Args:
       block_size: numbers that share a scale, a multiple of 32.
-      error_feedback, min_bytes, exclude, one_dimensional: see
-        `tfdp.plan.compression.Compression`. Without error feedback this does not
-        converge on simple problems (Karimireddy et al. 2019, section 3).
+      error_feedback: whether what a step does not send is added to what the next one
+        sends; one float32 copy of the compressed gradients on each one that sends.
+        Without it this does not converge on simple problems (Karimireddy et al. 2019,
+        section 3).
+      min_bytes: gradients below this size are sent as they are; at least 0.
+      exclude: regular expressions; gradients of variables in whose Keras path one is
+        found are sent as they are.
+      one_dimensional: whether gradients of biases and scales are compressed, too.
 
     Raises:
       ConfigurationError: when an argument is not as above.

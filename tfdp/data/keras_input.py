@@ -16,6 +16,7 @@ import tensorflow as tf
 
 from tfdp._private import frames
 from tfdp._private.host_input import HostIterator
+from tfdp._private.names import NoneTensorSpec
 from tfdp.data.unread_iterators import makes_nothing_happen
 
 __all__ = ["KerasInput", "NoElement", "keras_input", "with_none"]
@@ -87,7 +88,7 @@ def keras_input(element_spec: Any, distributed: Any, source: tf.data.Dataset) ->
 
 def _is_none(spec: Any) -> bool:
     """Whether Keras takes what `spec` is of for None."""
-    return isinstance(spec, (tf.OptionalSpec, tf.NoneTensorSpec))
+    return isinstance(spec, (tf.OptionalSpec, NoneTensorSpec))
 
 
 def _tells_shape(spec: Any) -> bool:

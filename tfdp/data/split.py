@@ -14,7 +14,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdp._private.names import PerReplica
+from tfdp._private.names import NoneTensorSpec, PerReplica
 from tfdp.data.keras_input import NoElement
 from tfdp.errors import DataError
 
@@ -54,13 +54,13 @@ def splittable(dataset: tf.data.Dataset, reader: str | None) -> tf.data.Dataset:
     lengths: dict[int | None, str] = {}
     for path, leaf in leaves:
         name = ".".join(map(str, path)) or "of the batch"
-        if isinstance(leaf, tf.NoneTensorSpec) and reader is None:
+        if isinstance(leaf, NoneTensorSpec) and reader is None:
             raise DataError(
                 f"The element {name} of each batch is None. Leave it out "
                 "(dataset.map) before the strategy distributes the dataset."
             )
         shape = getattr(leaf, "shape", None)
-        if not isinstance(leaf, (tf.NoneTensorSpec, tf.OptionalSpec)) and shape == []:
+        if not isinstance(leaf, (NoneTensorSpec, tf.OptionalSpec)) and shape == []:
             raise DataError(f"The element {name} of each batch is a scalar. {ADVICE}")
         if shape is not None and shape.rank:
             lengths.setdefault(shape[0], name)
@@ -70,7 +70,7 @@ def splittable(dataset: tf.data.Dataset, reader: str | None) -> tf.data.Dataset:
             f"The elements {lengths[known[0]]} and {lengths[known[1]]} of each batch "
             f"have {known[0]} and {known[1]} rows. {ADVICE}"
         )
-    if any(isinstance(leaf, tf.NoneTensorSpec) for _, leaf in leaves):
+    if any(isinstance(leaf, NoneTensorSpec) for _, leaf in leaves):
         dataset = dataset.map(_without_none)
     if None not in lengths or len(leaves) == 1 or reader == "ArrayDataAdapter":
         return dataset

@@ -55,7 +55,11 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
     `tf.while_loop`, where replicas cannot exchange.
 
     Args:
-      axis, momentum, epsilon, center, scale: as in `keras.layers.BatchNormalization`.
+      axis: as in `keras.layers.BatchNormalization`.
+      momentum: as in `keras.layers.BatchNormalization`.
+      epsilon: as in `keras.layers.BatchNormalization`.
+      center: as in `keras.layers.BatchNormalization`.
+      scale: as in `keras.layers.BatchNormalization`.
       group_size: over how many replicas statistics are taken, in groups of
         consecutive ranks; an integer that divides the number of replicas. None: all.
         1: each replica normalises for itself, and only the moving statistics are
