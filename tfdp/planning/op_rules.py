@@ -28,8 +28,8 @@ IN_PLACE = frozenset(
     "LeakyReluGrad Log Log1p LogSoftmax LogicalAnd LogicalNot LogicalOr Maximum Minimum "
     "Mul MulNoNan Neg Pow RealDiv Reciprocal ReciprocalGrad Relu Relu6 Relu6Grad "
     "ReluGrad Round Rsqrt RsqrtGrad Select SelectV2 Selu SeluGrad Sigmoid SigmoidGrad "
-    "Sign Sin Softmax Softplus SoftplusGrad Softsign SoftsignGrad Sqrt SqrtGrad Square "
-    "SquaredDifference Sub Tanh TanhGrad ZerosLike OnesLike".split()
+    "Sign Sin Softmax SoftmaxCrossEntropyWithLogits Softplus SoftplusGrad Softsign SoftsignGrad Sqrt SqrtGrad Square "
+    "SparseSoftmaxCrossEntropyWithLogits SquaredDifference Sub Tanh TanhGrad ZerosLike OnesLike".split()
 )
 CONVOLUTIONS = {
     # kind -> which of (inputs..., output) is the filter, and which the smaller image

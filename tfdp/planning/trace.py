@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Mapping, Sequence
+import dataclasses
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -34,13 +35,20 @@ ADDS = frozenset(
 # What stands in the graph and has its memory elsewhere: the batch, which its part names.
 GIVEN = frozenset("Placeholder".split())
 CONSTANT = "Const"
+# Of no known shape and no size: shapes, and what a GPU keeps of a batch normalization.
+SMALL = frozenset(
+    "BroadcastGradientArgs FusedBatchNormGradV3 FusedBatchNormV3 Shape".split()
+)
 
 # A tensor's place in the step: (op, output).
 Place = tuple[int, int]
 
 
 def read_graph(
-    graph: Any, variables: Mapping[int, tuple[int, StoredVariable]]
+    graph: Any,
+    variables: Mapping[int, tuple[int, StoredVariable]],
+    batch_bytes: int = 0,
+    weight_shapes: Collection[tuple[int, ...]] = (),
 ) -> StepGraph:
     """The step as plain values.
 
@@ -48,11 +56,15 @@ def read_graph(
       graph: of a concrete function.
       variables: for each variable that the function captured, by the `id` of its
         handle: its place, and what it is.
+      batch_bytes: of what the function is given, which lives as long as it runs.
+      weight_shapes: of the trainable weights, by which their gradients are known.
 
     Returns:
       The step; ops that nothing needs are left out, as TensorFlow leaves them out.
     """
-    reader = _Reader([stored for _, stored in sorted(variables.values(), key=_place)])
+    stored = [stored for _, stored in sorted(variables.values(), key=_place)]
+    stored.append(StoredVariable(batch_bytes, "batch"))
+    reader = _Reader(stored, weight_shapes)
     handles = {
         inner.op.name: variables[id(outer)][0]
         for outer, inner in graph.captures
@@ -87,8 +99,13 @@ def _needed(graph: Any) -> set[str]:
 class _Reader:
     """Reads graphs into one list of ops."""
 
-    def __init__(self, variables: Sequence[StoredVariable]):
+    def __init__(
+        self,
+        variables: Sequence[StoredVariable],
+        weight_shapes: Collection[tuple[int, ...]] = (),
+    ):
         self.variables = list(variables)
+        self._weight_shapes = frozenset(weight_shapes)
         self.ops: list[Op] = []
         self.notes: collections.Counter[str] = collections.Counter()
         self._sent: dict[str, Place] = {}
@@ -208,7 +225,7 @@ class _Reader:
             scratch_bytes=scratch_bytes_of(op.type, read, made)
             + self._inside_bytes(op),
             flops=flops_of(op.type, read, made, bool(transposes)),
-            part=_part_of(op),
+            part=self._part_of(op),
             name=op.name,
         )
 
@@ -232,8 +249,8 @@ class _Reader:
             return 0
         if tensor.shape is not None or not tensor.element_bytes:
             return tensor.size_bytes
-        if op.type.startswith("FusedBatchNorm"):
-            return 0  # what a GPU keeps for the backward pass; nothing on a CPU
+        if op.type in SMALL:
+            return 0
         self.notes["tensors whose shape is not known before the step runs"] += 1
         return max((t.size_bytes for t in read), default=0)
 
@@ -253,9 +270,17 @@ class _Reader:
         return max(peaks)
 
 
-def _with_controls(op: Op, controls: Sequence[int]) -> Op:
-    import dataclasses
+    def _part_of(self, op: Any) -> str:
+        if "tfdp_all" in op.name or "tfdp_reduce" in op.name:
+            return "exchange"
+        if "gradient_tape" in op.name and op.outputs:
+            shape = op.outputs[0].shape
+            known = tuple(shape.as_list()) if shape.rank else None
+            return "gradients" if known in self._weight_shapes else "activations"
+        return "update" if "/update_" in op.name else "activations"
 
+
+def _with_controls(op: Op, controls: Sequence[int]) -> Op:
     return dataclasses.replace(op, controls=(*op.controls, *controls))
 
 
@@ -301,11 +326,3 @@ def _tensor(tensor: Any) -> Tensor:
     if is_resource(tensor) or tensor.dtype == tf.string:
         return Tensor((), 0)
     return Tensor(dims, tensor.dtype.size)
-
-
-def _part_of(op: Any) -> str:
-    if "tfdp_all" in op.name or "tfdp_reduce" in op.name:
-        return "exchange"
-    if "gradient_tape" in op.name:
-        return "backward"
-    return "activations"

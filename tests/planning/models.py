@@ -1,0 +1,87 @@
+"""Models that nobody here wrote: of `keras.applications`, and two published transformers
+built of Keras' own layers.
+"""
+
+import functools
+
+import numpy as np
+
+# Name -> image size; the smallest at which the network still has its shape.
+IMAGES = {
+    "ConvNeXtTiny": 64,
+    "DenseNet121": 64,
+    "EfficientNetB0": 64,
+    "EfficientNetV2B0": 64,
+    "InceptionV3": 96,
+    "MobileNet": 96,
+    "MobileNetV2": 96,
+    "MobileNetV3Small": 96,
+    "NASNetMobile": 64,
+    "ResNet50": 64,
+    "ResNet50V2": 64,
+    "VGG16": 64,
+    "Xception": 96,
+}
+# layers, width, heads, words, tokens. Turc et al. 2019 (arXiv 1908.08962), "BERT-mini" and
+# "BERT-small"; Radford et al. 2019, GPT-2's smallest.
+TRANSFORMERS = {
+    "BERTMini": (4, 256, 4, 30522, 128),
+    "BERTSmall": (4, 512, 8, 30522, 128),
+    "GPT2Small": (12, 768, 12, 50257, 64),
+}
+MODELS = (*IMAGES, *TRANSFORMERS)
+
+
+def make_of(name):
+    """A function that makes the compiled model, and another that makes n rows."""
+    if name in IMAGES:
+        return functools.partial(_image_model, name), functools.partial(
+            _images, IMAGES[name]
+        )
+    return functools.partial(_transformer, *TRANSFORMERS[name]), functools.partial(
+        _tokens, TRANSFORMERS[name][3], TRANSFORMERS[name][4]
+    )
+
+
+def _image_model(name):
+    import keras
+
+    size = IMAGES[name]
+    made = getattr(keras.applications, name)
+    model = made(weights=None, input_shape=(size, size, 3), classes=100)
+    loss = keras.losses.SparseCategoricalCrossentropy()
+    model.compile(keras.optimizers.Adam(1e-4), loss, jit_compile=False)
+    return model
+
+
+def _images(size, rows):
+    random = np.random.default_rng(1)
+    x = random.normal(size=(rows, size, size, 3)).astype("float32")
+    return x, random.integers(0, 100, rows, dtype="int32")
+
+
+def _transformer(depth, width, heads, words, length):
+    import keras
+    from keras import layers, ops
+
+    tokens = keras.Input((length,), dtype="int32")
+    places = layers.Embedding(length, width)(ops.arange(length))
+    x = layers.Embedding(words, width)(tokens) + places
+    for _ in range(depth):
+        attended = layers.LayerNormalization()(x)
+        x = x + layers.MultiHeadAttention(heads, width // heads)(
+            attended, attended, use_causal_mask=True
+        )
+        inner = layers.Dense(4 * width, "gelu")(layers.LayerNormalization()(x))
+        x = x + layers.Dense(width)(inner)
+    logits = layers.Dense(words, use_bias=False)(layers.LayerNormalization()(x))
+    model = keras.Model(tokens, logits)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.Adam(1e-4), loss, jit_compile=False)
+    return model
+
+
+def _tokens(words, length, rows):
+    random = np.random.default_rng(1)
+    x = random.integers(0, words, (rows, length), dtype="int32")
+    return x, np.roll(x, -1, axis=1)
