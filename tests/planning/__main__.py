@@ -26,10 +26,12 @@ from tfdp.bench.memory.command import ENVIRONMENT
 
 SECONDS_OF_CASE = 420
 ROWS = (4, 8, 16)
+# Of a global batch: cases with more come later.
+CHEAP_ROWS = 16
 
 
 def all_cases():
-    """Each model with every stage, number of replicas and batch, the smallest first."""
+    """Each model with every stage, number of replicas and batch, large batches last."""
     cases = [
         Case(model, rows, replicas, stage, remat)
         for model, rows, replicas, stage, remat in itertools.product(
@@ -41,6 +43,7 @@ def all_cases():
         and not (model in TRANSFORMERS and rows == max(ROWS) and replicas == 4)
     ]
     random.Random(17).shuffle(cases)
+    cases.sort(key=lambda case: case.replicas * case.local_rows > CHEAP_ROWS)
     # Every model once, then every model once more, and so on.
     turns = {model: [c for c in cases if c.model == model] for model in MODELS}
     rounds = itertools.zip_longest(*turns.values())
@@ -108,8 +111,9 @@ def line_of(row):
     own = (row["predicted"] - row["stored"]) / added - 1
     return (
         f"{case} measured {row['measured'] / 1e6:8.1f} MB predicted "
-        f"{row['predicted'] / 1e6:8.1f} {100 * error_of(row):+6.1f}% (of the step's own "
-        f"{added / 1e6:.1f} MB {100 * own:+.0f}%) in {row['seconds']:.0f} s"
+        f"{row['predicted'] / 1e6:8.1f} {100 * error_of(row):+6.1f}% "
+        f"(of the step's own {added / 1e6:.1f} MB {100 * own:+.0f}%) "
+        f"in {row['seconds']:.0f} s"
     )
 
 
@@ -133,7 +137,8 @@ def summary(name, rows):
     sizes = sorted(map(abs, errors))
     short = sum(row["needed"] < row["measured"] for row in rows)
     print(
-        f"{name:<20} {len(rows):>3} cases  median {100 * statistics.median(sizes):4.1f}%  "
+        f"{name:<20} {len(rows):>3} cases  median "
+        f"{100 * statistics.median(sizes):4.1f}%  "
         f"worst {100 * min(errors):+.1f}% {100 * max(errors):+.1f}%  within 10%: "
         f"{sum(size <= 0.1 for size in sizes)}  measured above peak + margin: {short}"
     )

@@ -1,5 +1,6 @@
-"""Models that nobody here wrote: of `keras.applications`, and two published transformers
-built of Keras' own layers.
+"""Models that nobody here wrote: of `keras.applications`, and published transformers.
+
+The transformers are built of Keras' own layers.
 """
 
 import functools
@@ -22,8 +23,8 @@ IMAGES = {
     "VGG16": 64,
     "Xception": 96,
 }
-# layers, width, heads, words, tokens. Turc et al. 2019 (arXiv 1908.08962), "BERT-mini" and
-# "BERT-small"; Radford et al. 2019, GPT-2's smallest.
+# layers, width, heads, words, tokens. Turc et al. 2019 (arXiv 1908.08962), "BERT-mini"
+# and "BERT-small"; Radford et al. 2019, GPT-2's smallest.
 TRANSFORMERS = {
     "BERTMini": (4, 256, 4, 30522, 128),
     "BERTSmall": (4, 512, 8, 30522, 128),

@@ -108,15 +108,16 @@ class _Executor:
             self._queues[number % len(self._queues)].append(place)
         events: list[tuple[float, int, int, int]] = []
         idle = set(range(len(self._queues)))
-        now, ended = 0.0, 0
+        now, ended, begun = 0.0, 0, 0
         while True:
             for thread in sorted(idle):
-                place = self._next_of(thread)
-                if place is not None:
+                taken = self._next_of(thread)
+                if taken is not None:
                     idle.discard(thread)
-                    self._memory.begin(place)
-                    finish = now + self._seconds[place]
-                    heapq.heappush(events, (finish, ended, thread, place))
+                    self._memory.begin(taken)
+                    finish = now + self._seconds[taken]
+                    heapq.heappush(events, (finish, begun, thread, taken))
+                    begun += 1
             if not events:
                 break
             now, _, thread, place = heapq.heappop(events)

@@ -1,7 +1,7 @@
 """What ops do with memory, and how much they compute, by their kind.
 
-From the kernels for CPUs in TensorFlow's sources (`tensorflow/core/kernels`): which ones
-hand their input on, and which ones write into it when nobody else holds it
+From the kernels for CPUs in TensorFlow's sources (`tensorflow/core/kernels`): which
+ones hand their input on, and which ones write into it when nobody else holds it
 (`forward_input_or_allocate_output`).
 """
 
@@ -25,11 +25,12 @@ PIECES = frozenset("Split SplitV Unpack".split())
 IN_PLACE = frozenset(
     "Abs Add AddN AddV2 BiasAdd Ceil ClipByValue Cos Div DivNoNan Elu EluGrad Erf Exp "
     "Expm1 Floor FusedBatchNormGradV3 FusedBatchNormV3 Inv InvGrad LeakyRelu "
-    "LeakyReluGrad Log Log1p LogSoftmax LogicalAnd LogicalNot LogicalOr Maximum Minimum "
-    "Mul MulNoNan Neg Pow RealDiv Reciprocal ReciprocalGrad Relu Relu6 Relu6Grad "
-    "ReluGrad Round Rsqrt RsqrtGrad Select SelectV2 Selu SeluGrad Sigmoid SigmoidGrad "
-    "Sign Sin Softmax SoftmaxCrossEntropyWithLogits Softplus SoftplusGrad Softsign SoftsignGrad Sqrt SqrtGrad Square "
-    "SparseSoftmaxCrossEntropyWithLogits SquaredDifference Sub Tanh TanhGrad ZerosLike OnesLike".split()
+    "LeakyReluGrad Log Log1p LogSoftmax LogicalAnd LogicalNot LogicalOr Maximum "
+    "Minimum Mul MulNoNan Neg OnesLike Pow RealDiv Reciprocal ReciprocalGrad Relu "
+    "Relu6 Relu6Grad ReluGrad Round Rsqrt RsqrtGrad Select SelectV2 Selu SeluGrad "
+    "Sigmoid SigmoidGrad Sign Sin Softmax SoftmaxCrossEntropyWithLogits Softplus "
+    "SoftplusGrad Softsign SoftsignGrad SparseSoftmaxCrossEntropyWithLogits Sqrt "
+    "SqrtGrad Square SquaredDifference Sub Tanh TanhGrad ZerosLike".split()
 )
 CONVOLUTIONS = {
     # kind -> which of (inputs..., output) is the filter, and which the smaller image
@@ -137,7 +138,7 @@ def flops_of(
         return 2.0 * outputs[0].elements * inner
     if kind == "Einsum":
         sizes = [t.elements for t in (*inputs, outputs[0])]
-        # Exact where no dimension is in all three; a batch dimension counts by its root.
+        # Exact where no dimension is in all three; one that is counts by its root.
         return 2.0 * math.sqrt(math.prod(map(float, sizes))) if len(sizes) > 2 else 0.0
     if kind in CONVOLUTIONS:
         of_filter, of_image = CONVOLUTIONS[kind]

@@ -186,18 +186,30 @@ class Planner:
         self._communication = communication
         self._traced: dict[tuple[int, str, bool], TracedModel] = {}
         self._found: dict[tuple[int, int, str, bool], dict[str, Any]] = {}
+        self._rows: tuple[int, int] | None = None
         use_virtual_devices(_most_traced(self.replicas))
 
     @property
     def local_rows(self) -> int:
         """Of the largest part of the batch that was asked about."""
-        rows = self._model(*self._traced_numbers(self.sharding)[:1]).batch.rows
+        rows, _ = self._row_facts()
         if rows < self.replicas:
             raise ConfigurationError(
                 f"The batch has {rows} rows for {self.replicas} replicas. Give at "
                 "least one for each."
             )
         return -(-rows // self.replicas)
+
+    @property
+    def row_bytes(self) -> int:
+        """Of one row of the batch."""
+        return self._row_facts()[1]
+
+    def _row_facts(self) -> tuple[int, int]:
+        if self._rows is None:
+            batch = self._model(self._traced_numbers(self.sharding)[0]).batch
+            self._rows = batch.rows, batch.row_bytes
+        return self._rows
 
     def at(
         self,
@@ -319,7 +331,7 @@ def _at_number(
 ) -> dict[str, int]:
     """Each part for `replicas`, from what it is for one or two numbers of them.
 
-        part(N) = a + b / N
+    part(N) = a + b / N
     """
     if len(numbers) == 1:
         return {part: round(size) for part, size in found[0].items() if round(size)}

@@ -32,7 +32,7 @@ ADDS = frozenset(
     "AssignAddVariableOp AssignSubVariableOp ResourceScatterAdd ResourceScatterSub "
     "ResourceScatterUpdate".split()
 )
-# What stands in the graph and has its memory elsewhere: the batch, which its part names.
+# What has its memory elsewhere: the batch, which stands among the variables.
 GIVEN = frozenset("Placeholder".split())
 CONSTANT = "Const"
 # Of no known shape and no size: shapes, and what a GPU keeps of a batch normalization.
@@ -256,7 +256,7 @@ class _Reader:
 
     def _inside_bytes(self, op: Any) -> int:
         """The most that the branches of a conditional, or the turn of a loop, need."""
-        attributes = BRANCHES.get(op.type, ())
+        attributes: tuple[str, ...] = BRANCHES.get(op.type, ())
         if op.type in LOOPS:
             attributes = ("body",)
             self.notes["loops, of which one turn is counted"] += 1
@@ -268,7 +268,6 @@ class _Reader:
                 reader.read(inner, {}, {}, _needed(inner))
                 peaks.append(run_in_thought(StepGraph(tuple(reader.ops))).peak_bytes)
         return max(peaks)
-
 
     def _part_of(self, op: Any) -> str:
         if "tfdp_all" in op.name or "tfdp_reduce" in op.name:

@@ -33,8 +33,8 @@ def builder_of(model: Any) -> Callable[[], keras.Model]:
     if isinstance(model, keras.Model):
         if model.optimizer is None:
             raise ConfigurationError(
-                f"The model {model.name!r} is not compiled: what its optimizer keeps is "
-                "a large part of the memory. Call model.compile(optimizer, loss)."
+                f"The model {model.name!r} is not compiled: what its optimizer keeps "
+                "is a large part of the memory. Call model.compile(optimizer, loss)."
             )
         return lambda: _made_again(model)
     if callable(model):
