@@ -16,6 +16,8 @@ FORMS = (
     "package.module:function), or a model of keras.applications by its name, such as "
     "ResNet50, which is compiled with Adam"
 )
+# Of the models that take images of any size.
+IMAGE_SHAPE = (224, 224, 3)
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
@@ -70,6 +72,10 @@ def _application(made: Callable[..., Any]) -> Callable[[], Any]:
 
     def build() -> Any:
         model = made(weights=None, classifier_activation=None)
+        if None in model.inputs[0].shape[1:]:
+            model = made(
+                weights=None, classifier_activation=None, input_shape=IMAGE_SHAPE
+            )
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         model.compile(keras.optimizers.Adam(), loss, jit_compile=False)
         return model
