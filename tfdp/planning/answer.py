@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+from tfdp.planning.memory_plan import MARGIN, MemoryPlan
 from tfdp.planning.page import COLOURS, draw_plan
-from tfdp.planning.plan import MARGIN, MemoryPlan
 from tfdp.planning.ways import Way
 
 __all__ = ["Answer"]

@@ -107,6 +107,8 @@ def _rows_of_model(model: keras.Model) -> Any:
         )
     # Keras' own structure: a list, a dictionary or one tensor.
     structure = getattr(model, "input", inputs)
+    if isinstance(structure, list) and len(structure) == 1:
+        [structure] = structure
     x = tf.nest.map_structure(
         lambda part: tf.TensorSpec(part.shape[1:], part.dtype), structure
     )

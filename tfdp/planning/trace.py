@@ -130,7 +130,9 @@ class _Reader:
         ends: dict[str, list[int]] = {}
         handles = dict(handles)
         for op in _in_order(graph, needed):
-            controls = [end for c in op.control_inputs for end in ends.get(c.name, ())]
+            controls = sorted(
+                end for c in op.control_inputs for end in ends.get(c.name, ())
+            )
             if op.name in given:
                 places[op.name, 0] = given[op.name]
                 ends[op.name] = []
@@ -292,8 +294,12 @@ def _in_order(graph: Any, needed: set[str]) -> list[Any]:
         if op.type in ("Send", "_Send")
     }
 
+    turn = {name: number for number, name in enumerate(ops)}
+
     def before(op: Any) -> list[Any]:
-        found = [tensor.op for tensor in op.inputs] + list(op.control_inputs)
+        found = [tensor.op for tensor in op.inputs]
+        # TensorFlow lists them in another order each time.
+        found += sorted(op.control_inputs, key=lambda op: turn.get(op.name, -1))
         if op.type in ("Recv", "_Recv"):
             sender = senders.get(op.get_attr("tensor_name"))
             found += [sender] if sender is not None else []

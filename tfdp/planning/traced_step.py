@@ -31,7 +31,7 @@ def builder_of(model: Any) -> Callable[[], keras.Model]:
       ConfigurationError: when it is neither.
     """
     if isinstance(model, keras.Model):
-        if model.optimizer is None:
+        if getattr(model, "optimizer", None) is None:
             raise ConfigurationError(
                 f"The model {model.name!r} is not compiled: what its optimizer keeps "
                 "is a large part of the memory. Call model.compile(optimizer, loss)."
@@ -55,7 +55,7 @@ def _made_again(model: keras.Model) -> keras.Model:
             f"{error}. Give a function that builds and compiles it, "
             "plan(build_model, batch)."
         ) from error
-    if again.optimizer is None:
+    if getattr(again, "optimizer", None) is None:
         raise ConfigurationError(
             f"Keras cannot compile the model {model.name!r} again from its "
             "configuration. Give a function that builds and compiles it."
@@ -87,7 +87,8 @@ class TracedModel:
         self._strategy = DataParallelStrategy(devices, alone=True, **options)
         with self._strategy.scope():
             self.model = build()
-        if not isinstance(self.model, keras.Model) or self.model.optimizer is None:
+        is_model = isinstance(self.model, keras.Model)
+        if not is_model or getattr(self.model, "optimizer", None) is None:
             raise ConfigurationError(
                 "The function must return a compiled Keras model. It returned: "
                 f"{type(self.model).__name__}."

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator
+from typing import Any
 
 from tfdp.errors import ConfigurationError
 from tfdp.plan.shards import SHARD_STAGES
-from tfdp.planning.plan import MARGIN, MemoryPlan, Planner
+from tfdp.planning.memory_plan import MARGIN, MemoryPlan
+from tfdp.planning.planner import Planner
 
 __all__ = ["Way", "largest_batch", "ways_to_fit"]
 
 # The batch is as large as was found, or at most this part larger.
-PRECISION = 0.03
-MOST_TRACES = 6
+PRECISION = 0.05
 # A batch is made, of zeros, to trace a step.
 MOST_BATCH_BYTES = 2**30
 MICRO_STEPS = (2, 4, 8)
@@ -47,9 +49,9 @@ def largest_batch(
 ) -> MemoryPlan | None:
     """The plan of the largest local batch that fits; None: not even one row does.
 
-    What a step needs is nearly a line over the rows. Two traced batches give it; the
-    batch where it crosses the memory is traced as well, and the line goes through what
-    was found until the largest that fits is within 3% of the least that does not.
+    The step is traced for two batches; as its tensors grow with the rows in a line, its
+    peak for any other batch can be computed (`StepOfRows`), and the largest that fits
+    is found by halving. That one is traced, and a smaller one where it does not fit.
 
     Args:
       planner: of the model.
@@ -58,42 +60,39 @@ def largest_batch(
       remat: whether layers compute their forward pass twice.
 
     Returns:
-      A plan that was traced, not one that was computed from others.
+      A plan that was traced, not one that was computed from others. A batch that is
+      larger by one part in 20, or by one row, may fit as well.
     """
-    limit = memory_bytes / (1 + MARGIN)
-    row_bytes = max(planner.row_bytes, 1)
-    most_rows = max(1, MOST_BATCH_BYTES // row_bytes)
-    found: dict[int, MemoryPlan] = {}
+    setting: dict[str, Any] = {"shard": shard, "remat": remat}
 
     def traced(rows: int) -> MemoryPlan:
-        if rows not in found:
-            found[rows] = planner.at(
-                rows, shard=shard, remat=remat, memory_bytes=memory_bytes
-            )
-        return found[rows]
+        return planner.at(rows, memory_bytes=memory_bytes, **setting)
 
-    first = min(planner.local_rows, most_rows)
-    traced(first)
-    traced(min(2 * first, most_rows) if found[first].fits else max(1, first // 2))
-    for _ in range(MOST_TRACES):
-        fitting = [rows for rows, plan in found.items() if plan.fits]
-        above = [rows for rows, plan in found.items() if not plan.fits]
-        low, high = max(fitting, default=0), min(above, default=most_rows + 1)
-        if high - low <= max(1, PRECISION * low):
-            break
-        guess = _crossing(found, limit)
-        traced(min(max(guess, low + 1), high - 1))
-    fitting = [rows for rows, plan in found.items() if plan.fits]
-    return found[max(fitting)] if fitting else None
+    most_rows = max(1, MOST_BATCH_BYTES // max(planner.row_bytes, 1))
+    few = max(1, min(planner.local_rows, most_rows) // 2)
+    many = 2 * few
+    traced(few)
+    traced(many)
+    limit = memory_bytes / (1 + MARGIN)
+    low, high = 0, most_rows + 1
+    while high - low > max(1, PRECISION * low):
+        rows = _middle(low, high, many)
+        if planner.guessed_peak(few, many, rows, **setting) <= limit:
+            low = rows
+        else:
+            high = rows
+    while low:
+        if (found := traced(low)).fits:
+            return found
+        low -= max(1, round(PRECISION * low))
+    return None
 
 
-def _crossing(found: dict[int, MemoryPlan], limit: float) -> int:
-    """Where the line through the two batches nearest to the limit reaches it."""
-    near = sorted(found, key=lambda rows: abs(found[rows].peak_bytes - limit))[:2]
-    few, many = sorted(near)
-    rise = found[many].peak_bytes - found[few].peak_bytes
-    slope = max(rise / (many - few), 1.0)
-    return int(few + (limit - found[few].peak_bytes) / slope)
+def _middle(low: int, high: int, known: int) -> int:
+    """Of a range of orders of magnitude, by its logarithm, from what is known on."""
+    if not low and high > known:
+        return min(known, high - 1)
+    return min(max(round(math.sqrt(max(low, 1) * high)), low + 1), high - 1)
 
 
 def ways_to_fit(planner: Planner, memory_bytes: int) -> Iterator[Way]:

@@ -1,154 +1,29 @@
-"""Whether a training fits, before it is launched: `tfdp.planning.plan`."""
+"""Plans of one model for several batches and settings, each traced once."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping
 from typing import Any
 
+import tensorflow as tf
+
 from tfdp.checks import is_whole
-from tfdp.errors import ConfigurationError
+from tfdp.errors import ConfigurationError, DeviceError
 from tfdp.plan.communication import Communication
 from tfdp.plan.shards import Sharding, sharding_of
 from tfdp.planning.liveness import StepMemory, run_in_thought
+from tfdp.planning.memory_plan import MemoryPlan, sent_bytes
+from tfdp.planning.scaling import StepOfRows
+from tfdp.planning.step_graph import StepGraph
 from tfdp.planning.traced_step import TracedModel, builder_of
 from tfdp.strategies.devices import use_virtual_devices
 
-__all__ = ["MARGIN", "MemoryPlan", "Planner", "plan"]
+__all__ = ["Planner"]
 
-# What a prediction may be short of: it "fits" only with this share to spare.
-MARGIN = 0.10
 # More replicas than these are not traced: between two of these numbers each part of the
 # memory grows and shrinks as a + b / N.
 MOST_TRACED = 4
-
-
-@dataclasses.dataclass(frozen=True)
-class MemoryPlan:
-    """What a step of one replica will need.
-
-    Args:
-      local_rows: of a replica's batch.
-      replicas: how many train together, on all hosts.
-      shard: "none", "optimizer", "gradients" or "parameters".
-      remat: whether layers compute their forward pass twice.
-      parts: what lies in memory at the peak: name to bytes.
-      memory_bytes: what a replica may take; None: that was not asked.
-      flops: additions and multiplications of a replica in a step.
-      trainable_bytes: of the trainable weights.
-      sent_bytes: what a replica sends in a step.
-      notes: what the prediction does not know, in words.
-    """
-
-    local_rows: int
-    replicas: int
-    shard: str
-    remat: bool
-    parts: Mapping[str, int]
-    memory_bytes: int | None
-    flops: float
-    trainable_bytes: int
-    sent_bytes: int
-    notes: tuple[str, ...] = ()
-
-    @property
-    def peak_bytes(self) -> int:
-        """The most that a replica has in memory at once."""
-        return sum(self.parts.values())
-
-    @property
-    def needed_bytes(self) -> int:
-        """The peak and the margin that a prediction needs: it fits in that much."""
-        return round(self.peak_bytes * (1 + MARGIN))
-
-    @property
-    def fits(self) -> bool | None:
-        """Whether it fits, the margin included; None: no memory was given."""
-        return None if self.memory_bytes is None else self.fits_in(self.memory_bytes)
-
-    def fits_in(self, memory_bytes: int) -> bool:
-        """Whether it fits in that much, the margin included."""
-        return self.needed_bytes <= memory_bytes
-
-    def to_json(self) -> dict[str, Any]:
-        """All of it, for a file."""
-        return {
-            **dataclasses.asdict(self),
-            "parts": dict(self.parts),
-            "peak_bytes": self.peak_bytes,
-            "needed_bytes": self.needed_bytes,
-            "fits": self.fits,
-        }
-
-
-def plan(
-    model: Any,
-    batch: Any,
-    *,
-    replicas: int = 1,
-    hosts: int = 1,
-    shard: str | int | Sharding = "none",
-    remat: bool = False,
-    memory_bytes: int | None = None,
-    communication: Communication | None = None,
-) -> MemoryPlan:
-    """What a training step of `model` will need per replica, without running it.
-
-        peak = max over the order of ops of  sum of the tensors that are held
-
-    The step is traced as `fit` traces it, under a `DataParallelStrategy` of logical
-    CPUs; nothing is trained, and the model that is given is left alone.
-
-    Args:
-      model: a function without arguments that builds and compiles a model, or a
-        compiled model that Keras can make again from its configuration.
-      batch: rows of the global batch; or arrays (x, y) of one; or a dataset's
-        `element_spec`, whose first dimension is the global batch.
-      replicas: of each host, at least 1.
-      hosts: at least 1.
-      shard: as `DataParallelStrategy` takes it.
-      remat: whether `tfdp.remat` makes every layer a block.
-      memory_bytes: what one replica may take.
-      communication: as `DataParallelStrategy` takes it.
-
-    Returns:
-      The plan: `.peak_bytes`, `.parts`, `.fits`.
-
-    Raises:
-      ConfigurationError: when an argument is not as above, the batch has not a row for
-        each replica, or something cannot be planned.
-      DeviceError: when TensorFlow has already started with fewer logical CPUs than
-        replicas are traced.
-
-    Cost: the weights and the optimizer's state of every replica that is traced (at most
-    4), in the memory of this process; seconds.
-
-    ```python
-    import keras
-    from tfdp.planning import plan
-
-    def build():
-        model = keras.Sequential([keras.Input((64,)), keras.layers.Dense(1000)])
-        model.compile("adam", "mse")
-        return model
-
-    found = plan(build, batch=32, memory_bytes=2 * 2**20)
-    print(found.peak_bytes, found.fits, found.parts["slots"])
-    ```
-
-    Source: what is stored where, Rajbhandari et al. 2020, "ZeRO", arXiv 1910.02054,
-    section 3; the activations are counted, not taken from a formula.
-    """
-    planner = Planner(
-        model,
-        batch,
-        replicas=replicas,
-        hosts=hosts,
-        shard=shard,
-        communication=communication,
-    )
-    return planner.at(planner.local_rows, remat=remat, memory_bytes=memory_bytes)
 
 
 class Planner:
@@ -186,8 +61,9 @@ class Planner:
         self._communication = communication
         self._traced: dict[tuple[int, str, bool], TracedModel] = {}
         self._found: dict[tuple[int, int, str, bool], dict[str, Any]] = {}
+        self._graphs: dict[tuple[int, int, str, bool], StepGraph] = {}
         self._rows: tuple[int, int] | None = None
-        use_virtual_devices(_most_traced(self.replicas))
+        _have_devices(min(self.replicas, MOST_TRACED))
 
     @property
     def local_rows(self) -> int:
@@ -232,9 +108,7 @@ class Planner:
                 "memory_bytes must be an integer of at least 1. Received: "
                 f"{memory_bytes!r}."
             )
-        sharding = self.sharding
-        if shard is not None:
-            sharding = dataclasses.replace(sharding, what=shard)
+        sharding = self._sharding_of(shard)
         numbers = self._traced_numbers(sharding)
         found = [self._measured(n, local_rows, sharding, remat) for n in numbers]
         parts = _at_number(
@@ -294,32 +168,49 @@ class Planner:
         if key not in self._found:
             traced = self._model(number, sharding, remat)
             graph = traced.graph_of(local_rows)
-            memory = run_in_thought(graph, threads=os.cpu_count() or 1)
+            self._graphs[key] = graph
             notes = [f"{times} {what}" for what, times in graph.notes.items()]
             if traced.is_compiled:
                 notes.append(
-                    "planned without XLA, which the model asks for (jit_compile): it "
-                    "needs less, or the same"
+                    "planned without XLA, which the model asks for (jit_compile)"
                 )
             self._found[key] = {
-                "parts": _per_replica(memory, number),
+                "parts": _per_replica(_played(graph), number),
                 "flops": graph.flops / number,
                 "trainable_bytes": traced.trainable_bytes,
                 "notes": tuple(notes),
             }
         return self._found[key]
 
+    def guessed_peak(self, few: int, many: int, rows: int, **setting: Any) -> int:
+        """The peak for `rows` rows, computed from two numbers that were traced.
 
-def sent_bytes(trainable_bytes: int, replicas: int, stage: int, remat: bool) -> int:
-    """What a replica sends in a step, for gradients as large as the weights.
+        Args:
+          few: rows that `at` was asked about.
+          many: more of them.
+          rows: those to guess for.
+          **setting: `shard` and `remat`, as in `at`.
+        """
+        sharding = self._sharding_of(setting.get("shard"))
+        remat = bool(setting.get("remat"))
+        numbers = self._traced_numbers(sharding)
+        found = []
+        for number in numbers:
+            graphs = [
+                self._graphs[number, n, str(sharding.what), remat] for n in (few, many)
+            ]
+            graph = StepOfRows(graphs[0], few, graphs[1], many).at(rows)
+            found.append(_per_replica(_played(graph), number))
+        return sum(_at_number(numbers, found, self._parts_of(sharding)).values())
 
-        2 P (N - 1) / N,  and 3 P (N - 1) / N  at stage 3 with `remat`
+    def _sharding_of(self, shard: str | None) -> Sharding:
+        if shard is None:
+            return self.sharding
+        return dataclasses.replace(self.sharding, what=shard)
 
-    >>> sent_bytes(100, replicas=4, stage=0, remat=False)
-    150
-    """
-    ways = 3 if stage == 3 and remat else 2
-    return ways * trainable_bytes * (replicas - 1) // replicas
+
+def _played(graph: StepGraph) -> StepMemory:
+    return run_in_thought(graph, threads=os.cpu_count() or 1)
 
 
 def _per_replica(memory: StepMemory, replicas: int) -> dict[str, float]:
@@ -346,5 +237,14 @@ def _at_number(
     return parts
 
 
-def _most_traced(replicas: int) -> int:
-    return min(replicas, MOST_TRACED)
+def _have_devices(count: int) -> None:
+    """Sees to it that there are so many logical CPUs, or more.
+
+    Raises:
+      DeviceError: when TensorFlow has started with fewer.
+    """
+    try:
+        use_virtual_devices(count)
+    except DeviceError:
+        if len(tf.config.list_logical_devices("CPU")) < count:
+            raise
