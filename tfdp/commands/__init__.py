@@ -1,1 +1,1 @@
-"""What `tfdp X` calls: info, check, plan, merge; bench and launch have rooms of their own."""
+"""What `tfdp X` calls: info, check, plan and merge; bench and launch have rooms."""
