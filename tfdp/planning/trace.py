@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from tfdp._private.step_ops import called_graph, is_resource
 from tfdp.planning.liveness import run_in_thought
+from tfdp.planning.loops import kept_bytes_per_turn, turns_of
 from tfdp.planning.op_rules import (
     Tensor,
     flops_of,
@@ -226,7 +227,8 @@ class _Reader:
             access=access,
             scratch_bytes=scratch_bytes_of(op.type, read, made)
             + self._inside_bytes(op),
-            flops=flops_of(op.type, read, made, bool(transposes)),
+            flops=flops_of(op.type, read, made, bool(transposes))
+            + self._inside_flops(op),
             part=self._part_of(op),
             name=op.name,
         )
@@ -247,6 +249,9 @@ class _Reader:
         self, op: Any, number: int, read: Sequence[Tensor], made: Sequence[Tensor]
     ) -> int:
         tensor = made[number]
+        if op.type in LOOPS and (body := called_graph(op, "body")) is not None:
+            kept = kept_bytes_per_turn(body, number) * (turns_of(op) or 1)
+            return max(kept, tensor.size_bytes)
         if op.type in GIVEN or op.type == CONSTANT:
             return 0
         if tensor.shape is not None or not tensor.element_bytes:
@@ -261,7 +266,10 @@ class _Reader:
         attributes: tuple[str, ...] = BRANCHES.get(op.type, ())
         if op.type in LOOPS:
             attributes = ("body",)
-            self.notes["loops, of which one turn is counted"] += 1
+            if turns_of(op) is None:
+                self.notes[
+                    "loops of which one turn is counted: who knows how many"
+                ] += 1
         peaks = [0]
         for attribute in attributes:
             inner = called_graph(op, attribute)
@@ -279,6 +287,17 @@ class _Reader:
             known = tuple(shape.as_list()) if shape.rank else None
             return "gradients" if known in self._weight_shapes else "activations"
         return "update" if "/update_" in op.name else "activations"
+
+    def _inside_flops(self, op: Any) -> float:
+        """Of all turns of a loop; of the branches of a conditional together."""
+        attributes = ("body",) if op.type in LOOPS else BRANCHES.get(op.type, ())
+        total = 0.0
+        for attribute in attributes:
+            if (inner := called_graph(op, attribute)) is not None:
+                reader = _Reader([])
+                reader.read(inner, {}, {}, _needed(inner))
+                total += sum(inside.flops for inside in reader.ops)
+        return total * ((turns_of(op) or 1) if op.type in LOOPS else 1)
 
 
 def _with_controls(op: Op, controls: Sequence[int]) -> Op:
