@@ -30,11 +30,13 @@ TRANSFORMERS = {
     "BERTSmall": (4, 512, 8, 30522, 128),
     "GPT2Small": (12, 768, 12, 50257, 64),
 }
-MODELS = ("BERTMini", "BERTSmall", *IMAGES, "GPT2Small")
+MODELS = ("BERTMini", "BERTSmall", *IMAGES, "BidirectionalLSTM", "GPT2Small")
 
 
 def make_of(name):
     """A function that makes the compiled model, and another that makes n rows."""
+    if name == "BidirectionalLSTM":
+        return _recurrent, _reviews
     if name in IMAGES:
         return functools.partial(_image_model, name), functools.partial(
             _images, IMAGES[name]
@@ -42,6 +44,30 @@ def make_of(name):
     return functools.partial(_transformer, *TRANSFORMERS[name]), functools.partial(
         _tokens, TRANSFORMERS[name][3], TRANSFORMERS[name][4]
     )
+
+
+def _recurrent():
+    """https://keras.io/examples/nlp/bidirectional_lstm_imdb, of 200 words."""
+    import keras
+    from keras import layers
+
+    model = keras.Sequential(
+        [
+            keras.Input((200,), dtype="int32"),
+            layers.Embedding(20000, 128),
+            layers.Bidirectional(layers.LSTM(64, return_sequences=True)),
+            layers.Bidirectional(layers.LSTM(64)),
+            layers.Dense(1, activation="sigmoid"),
+        ]
+    )
+    model.compile("adam", "binary_crossentropy", jit_compile=False)
+    return model
+
+
+def _reviews(rows):
+    random = np.random.default_rng(1)
+    x = random.integers(0, 20000, (rows, 200), dtype="int32")
+    return x, random.integers(0, 2, (rows, 1)).astype("float32")
 
 
 def _image_model(name):

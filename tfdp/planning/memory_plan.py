@@ -27,6 +27,7 @@ class MemoryPlan:
       trainable_bytes: of the trainable weights.
       sent_bytes: what a replica sends in a step.
       notes: what the prediction does not know, in words.
+      is_known: whether nothing is missing that may be large, such as a loop's turns.
     """
 
     local_rows: int
@@ -39,6 +40,7 @@ class MemoryPlan:
     trainable_bytes: int
     sent_bytes: int
     notes: tuple[str, ...] = ()
+    is_known: bool = True
 
     @property
     def peak_bytes(self) -> int:
@@ -52,12 +54,15 @@ class MemoryPlan:
 
     @property
     def fits(self) -> bool | None:
-        """Whether it fits, the margin included; None: no memory was given."""
+        """Whether it fits, the margin included; None: no memory was given.
+
+        What is not known does not fit.
+        """
         return None if self.memory_bytes is None else self.fits_in(self.memory_bytes)
 
     def fits_in(self, memory_bytes: int) -> bool:
         """Whether it fits in that much, the margin included."""
-        return self.needed_bytes <= memory_bytes
+        return self.is_known and self.needed_bytes <= memory_bytes
 
     def to_json(self) -> dict[str, Any]:
         """All of it, for a file."""

@@ -15,7 +15,7 @@ from tfdp.plan.shards import Sharding, sharding_of
 from tfdp.planning.liveness import StepMemory, run_in_thought
 from tfdp.planning.memory_plan import MemoryPlan, sent_bytes
 from tfdp.planning.scaling import StepOfRows
-from tfdp.planning.step_graph import StepGraph
+from tfdp.planning.step_graph import ENDLESS, StepGraph
 from tfdp.planning.traced_step import TracedModel, builder_of
 from tfdp.strategies.devices import use_virtual_devices
 
@@ -127,6 +127,7 @@ class Planner:
                 found[-1]["trainable_bytes"], self.replicas, sharding.stage, remat
             ),
             notes=found[-1]["notes"],
+            is_known=found[-1]["is_known"],
         )
 
     def _parts_of(self, sharding: Sharding) -> int:
@@ -179,6 +180,7 @@ class Planner:
                 "flops": graph.flops / number,
                 "trainable_bytes": traced.trainable_bytes,
                 "notes": tuple(notes),
+                "is_known": ENDLESS not in graph.notes,
             }
         return self._found[key]
 

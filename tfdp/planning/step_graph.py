@@ -5,7 +5,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-__all__ = ["Op", "StepGraph", "StoredVariable"]
+__all__ = ["ENDLESS", "Op", "StepGraph", "StoredVariable"]
+
+#: A note of a step: it has loops that turn as often as they like.
+ENDLESS = "loops of which one turn is counted, for want of their number"
 
 
 @dataclasses.dataclass(frozen=True)

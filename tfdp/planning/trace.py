@@ -19,7 +19,7 @@ from tfdp.planning.op_rules import (
     scratch_bytes_of,
     shared_input,
 )
-from tfdp.planning.step_graph import Op, StepGraph, StoredVariable
+from tfdp.planning.step_graph import ENDLESS, Op, StepGraph, StoredVariable
 
 __all__ = ["read_graph"]
 
@@ -267,9 +267,7 @@ class _Reader:
         if op.type in LOOPS:
             attributes = ("body",)
             if turns_of(op) is None:
-                self.notes[
-                    "loops of which one turn is counted: who knows how many"
-                ] += 1
+                self.notes[ENDLESS] += 1
         peaks = [0]
         for attribute in attributes:
             inner = called_graph(op, attribute)
