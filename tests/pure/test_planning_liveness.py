@@ -4,6 +4,7 @@ import pytest
 
 from tfdp.planning.liveness import run_in_thought
 from tfdp.planning.op_rules import Tensor, flops_of, reused_inputs, shared_input
+from tfdp.planning.scratch import scratch_bytes_of
 from tfdp.planning.step_graph import Op, StepGraph, StoredVariable
 
 
@@ -172,3 +173,25 @@ def test_rows_of_a_tensor_lie_in_it():
 def test_elementwise_ops_may_reuse_any_input():
     assert reused_inputs("AddV2", [Tensor((), FLOAT)] * 2) == (0, 1)
     assert reused_inputs("MatMul", [Tensor((), FLOAT)] * 2) == ()
+
+
+@pytest.mark.parametrize(
+    "equation,shapes,output,copied",
+    [
+        # [free, summed] and [summed, free]: nothing is copied.
+        ("abc,cde->abde", [(2, 3, 5), (5, 7, 11)], (2, 3, 7, 11), 0),
+        # Both operands and the result (batch a c, free e, free b) lie otherwise.
+        (
+            "aecd,abcd->acbe",
+            [(2, 3, 5, 7), (2, 11, 5, 7)],
+            (2, 5, 11, 3),
+            210 + 770 + 330,
+        ),
+        # The first lies well.
+        ("acbe,aecd->abcd", [(2, 5, 11, 3), (2, 3, 5, 7)], (2, 11, 5, 7), 210 + 770),
+    ],
+)
+def test_an_einsum_copies_what_lies_otherwise(equation, shapes, output, copied):
+    tensors = [Tensor(shape, 1) for shape in shapes]
+    found = scratch_bytes_of("Einsum", tensors, [Tensor(output, 1)], equation)
+    assert found == copied

@@ -11,7 +11,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
-__all__ = ["Tensor", "flops_of", "reused_inputs", "scratch_bytes_of", "shared_input"]
+__all__ = ["CONVOLUTIONS", "Tensor", "flops_of", "reused_inputs", "shared_input"]
 
 # The first output is the first input.
 PASSED_ON = frozenset(
@@ -104,16 +104,6 @@ def _is_run_of_rows(
 def reused_inputs(kind: str, inputs: Sequence[Tensor]) -> tuple[int, ...]:
     """The inputs whose memory an output may take over."""
     return tuple(range(len(inputs))) if kind in IN_PLACE else ()
-
-
-def scratch_bytes_of(
-    kind: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor]
-) -> int:
-    """What a kernel allocates for itself while it runs."""
-    if kind == "MaxPoolGrad" and len(inputs) > 1:
-        # The pooled image once more, and where each number came from, in 64 bits.
-        return inputs[1].size_bytes + 8 * inputs[1].elements
-    return 0
 
 
 def flops_of(

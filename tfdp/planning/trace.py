@@ -16,9 +16,9 @@ from tfdp.planning.op_rules import (
     Tensor,
     flops_of,
     reused_inputs,
-    scratch_bytes_of,
     shared_input,
 )
+from tfdp.planning.scratch import scratch_bytes_of
 from tfdp.planning.step_graph import ENDLESS, Op, StepGraph, StoredVariable
 
 __all__ = ["read_graph"]
@@ -225,7 +225,7 @@ class _Reader:
             ),
             variable=variable,
             access=access,
-            scratch_bytes=scratch_bytes_of(op.type, read, made)
+            scratch_bytes=scratch_bytes_of(op.type, read, made, _equation_of(op))
             + self._inside_bytes(op),
             flops=flops_of(op.type, read, made, bool(transposes))
             + self._inside_flops(op),
@@ -348,3 +348,7 @@ def _tensor(tensor: Any) -> Tensor:
     if is_resource(tensor) or tensor.dtype == tf.string:
         return Tensor((), 0)
     return Tensor(dims, tensor.dtype.size)
+
+
+def _equation_of(op: Any) -> str:
+    return op.get_attr("equation").decode() if op.type == "Einsum" else ""
