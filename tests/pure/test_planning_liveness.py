@@ -187,7 +187,7 @@ def test_elementwise_ops_may_reuse_any_input():
             (2, 5, 11, 3),
             210 + 770 + 330,
         ),
-        # The first lies well.
+        # The first lies well, the second and the result do not.
         ("acbe,aecd->abcd", [(2, 5, 11, 3), (2, 3, 5, 7)], (2, 11, 5, 7), 210 + 770),
     ],
 )

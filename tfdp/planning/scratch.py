@@ -1,7 +1,7 @@
 """What kernels allocate for themselves while they run.
 
 Measured op by op, on an x86 CPU with two cores and oneDNN (TensorFlow 2.21): the peak
-of the process while one op runs, less its output. Other CPUs differ a little, GPUs much.
+of the process while one op runs, less its output. Other CPUs differ, GPUs much.
 """
 
 from __future__ import annotations
