@@ -29,6 +29,7 @@ def build(activation="relu", **options):
     return model
 
 
+@pytest.mark.worth_seconds(10)
 @pytest.mark.parametrize("shard", ["none", "optimizer", "parameters"])
 def test_what_is_stored_is_what_the_formulas_say(shard):
     found = plan(build, 64, replicas=4, shard=shard).parts
@@ -59,6 +60,7 @@ def test_activations_grow_with_the_rows():
     assert found["batch"] == 2 * row_bytes
 
 
+@pytest.mark.worth_seconds(8)
 def test_remat_keeps_less():
     def deep():
         layers = [
@@ -101,6 +103,7 @@ def test_accumulation_and_averages_are_counted():
     assert averaged == pytest.approx(plain + WEIGHT_BYTES, abs=SMALL_BYTES)
 
 
+@pytest.mark.slow
 def test_shards_of_more_replicas_than_are_traced_follow_the_formula():
     found = plan(build, 64, replicas=4, hosts=4, shard="optimizer")
     slots = 2 * (DEPTH * KERNEL_BYTES / 16 + DEPTH * BIAS_BYTES)
@@ -120,6 +123,7 @@ def test_the_largest_batch_fits_and_a_larger_one_does_not():
     assert largest_batch(planner, WEIGHT_BYTES) is None
 
 
+@pytest.mark.slow
 def test_ways_are_named_with_their_cost():
     planner = Planner(build, 64, replicas=2)
     base = planner.at(planner.local_rows)
