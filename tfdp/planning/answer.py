@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from tfdp.planning.memory_plan import MARGIN, MemoryPlan
+from tfdp.planning.memory_plan import MemoryPlan
 from tfdp.planning.page import COLOURS, draw_plan
 from tfdp.planning.ways import Way
 
@@ -49,8 +49,8 @@ class Answer:
             spare = 1 - plan.peak_bytes / plan.memory_bytes
             return f"{text}. It fits in {given}, with {spare:.0%} to spare."
         return (
-            f"{text}, and {_megabytes(plan.needed_bytes)} with the {MARGIN:.0%} that a "
-            f"prediction may be short of. It does not fit in {given}."
+            f"{text}, and {_megabytes(plan.needed_bytes)} with the margin that a "
+            f"prediction needs. It does not fit in {given}."
         )
 
     def part_rows(self) -> list[tuple[str, str, str]]:

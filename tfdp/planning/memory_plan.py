@@ -6,10 +6,13 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["MARGIN", "MemoryPlan", "sent_bytes"]
+__all__ = ["MARGIN", "MemoryPlan", "most_peak_bytes", "needed_for", "sent_bytes"]
 
 # What a prediction may be short of: it "fits" only with this share to spare.
 MARGIN = 0.10
+# And with these, for what threads and libraries take beside the tensors: of the
+# smallest models measured, more than a tenth.
+MARGIN_BYTES = 8 * 2**20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +53,7 @@ class MemoryPlan:
     @property
     def needed_bytes(self) -> int:
         """The peak and the margin that a prediction needs: it fits in that much."""
-        return round(self.peak_bytes * (1 + MARGIN))
+        return needed_for(self.peak_bytes)
 
     @property
     def fits(self) -> bool | None:
@@ -73,6 +76,24 @@ class MemoryPlan:
             "needed_bytes": self.needed_bytes,
             "fits": self.fits,
         }
+
+
+def needed_for(peak_bytes: int) -> int:
+    """What a peak needs with its margin.
+
+    >>> needed_for(100 * 2**20) / 2**20
+    118.0
+    """
+    return round(peak_bytes * (1 + MARGIN)) + MARGIN_BYTES
+
+
+def most_peak_bytes(memory_bytes: int) -> int:
+    """The largest peak that needs no more than that.
+
+    >>> most_peak_bytes(118 * 2**20) / 2**20
+    100.0
+    """
+    return max(0, round((memory_bytes - MARGIN_BYTES) / (1 + MARGIN)))
 
 
 def sent_bytes(trainable_bytes: int, replicas: int, stage: int, remat: bool) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 
 from tfdp.errors import ConfigurationError
 from tfdp.plan.shards import SHARD_STAGES
-from tfdp.planning.memory_plan import MARGIN, MemoryPlan
+from tfdp.planning.memory_plan import MemoryPlan, most_peak_bytes, needed_for
 from tfdp.planning.planner import Planner
 
 __all__ = ["Way", "largest_batch", "ways_to_fit"]
@@ -73,7 +73,7 @@ def largest_batch(
     many = 2 * few
     traced(few)
     traced(many)
-    limit = memory_bytes / (1 + MARGIN)
+    limit = most_peak_bytes(memory_bytes)
     low, high = 0, most_rows + 1
     while high - low > max(1, PRECISION * low):
         rows = _middle(low, high, many)
@@ -154,7 +154,7 @@ def _accumulating(
     return Way(
         f"gradient_accumulation_steps={steps}, {micro.local_rows} rows at a time",
         peak_bytes,
-        peak_bytes * (1 + MARGIN) <= memory_bytes,
+        micro.is_known and needed_for(peak_bytes) <= memory_bytes,
         0.0,
         sent.get(stage, base.sent_bytes),
     )
