@@ -6,7 +6,7 @@ from typing import Any
 
 import tensorflow as tf
 
-__all__ = ["called_graph", "captures_of", "is_resource"]
+__all__ = ["called_graph", "is_compiled_by_xla", "is_resource"]
 
 
 def called_graph(op: tf.Operation, attribute: str) -> Any:
@@ -21,9 +21,10 @@ def called_graph(op: tf.Operation, attribute: str) -> Any:
     return None
 
 
-def captures_of(graph: Any) -> list[tuple[Any, Any]]:
-    """What a function's graph took from outside: (the value there, its input)."""
-    return list(graph.captures)
+def is_compiled_by_xla(op: tf.Operation) -> bool:
+    """Whether the function that `op` calls is `tf.function(jit_compile=True)`."""
+    attributes = op.node_def.attr
+    return "_XlaMustCompile" in attributes and attributes["_XlaMustCompile"].b
 
 
 def is_resource(tensor: tf.Tensor) -> bool:

@@ -44,7 +44,10 @@ class Answer:
             return f"{text}."
         given = _megabytes(plan.memory_bytes)
         if not plan.is_known:
-            return f"{text}, and more: whether it fits in {given} is not known."
+            return (
+                f"{text}, and perhaps much more: whether it fits in {given} is not "
+                "known."
+            )
         if plan.fits:
             spare = 1 - plan.peak_bytes / plan.memory_bytes
             return f"{text}. It fits in {given}, with {spare:.0%} to spare."

@@ -15,7 +15,7 @@ from tfdp.plan.shards import Sharding, sharding_of
 from tfdp.planning.liveness import StepMemory, run_in_thought
 from tfdp.planning.memory_plan import MemoryPlan, sent_bytes
 from tfdp.planning.scaling import StepOfRows
-from tfdp.planning.step_graph import ENDLESS, StepGraph
+from tfdp.planning.step_graph import NOT_KNOWN, StepGraph
 from tfdp.planning.traced_step import TracedModel, builder_of
 from tfdp.strategies.devices import use_virtual_devices
 
@@ -176,11 +176,11 @@ class Planner:
                     "planned without XLA, which the model asks for (jit_compile)"
                 )
             self._found[key] = {
-                "parts": _per_replica(_played(graph), number),
+                "parts": _per_replica(_played(graph, number), number),
                 "flops": graph.flops / number,
                 "trainable_bytes": traced.trainable_bytes,
                 "notes": tuple(notes),
-                "is_known": ENDLESS not in graph.notes,
+                "is_known": not NOT_KNOWN & set(graph.notes),
             }
         return self._found[key]
 
@@ -202,7 +202,7 @@ class Planner:
                 self._graphs[number, n, str(sharding.what), remat] for n in (few, many)
             ]
             graph = StepOfRows(graphs[0], few, graphs[1], many).at(rows)
-            found.append(_per_replica(_played(graph), number))
+            found.append(_per_replica(_played(graph, number), number))
         return sum(_at_number(numbers, found, self._parts_of(sharding)).values())
 
     def _sharding_of(self, shard: str | None) -> Sharding:
@@ -211,8 +211,11 @@ class Planner:
         return dataclasses.replace(self.sharding, what=shard)
 
 
-def _played(graph: StepGraph) -> StepMemory:
-    return run_in_thought(graph, threads=os.cpu_count() or 1)
+def _played(graph: StepGraph, replicas: int) -> StepMemory:
+    # Where tensors are handed from replica to replica, what waits for one goes on in
+    # another thread; measured peaks are those of one thread more.
+    threads = (os.cpu_count() or 1) + (replicas > 1)
+    return run_in_thought(graph, threads=threads)
 
 
 def _per_replica(memory: StepMemory, replicas: int) -> dict[str, float]:

@@ -5,10 +5,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-__all__ = ["ENDLESS", "Op", "StepGraph", "StoredVariable"]
+__all__ = ["COMPILED", "ENDLESS", "NOT_KNOWN", "Op", "StepGraph", "StoredVariable"]
 
 #: A note of a step: it has loops that turn as often as they like.
 ENDLESS = "loops of which one turn is counted, for want of their number"
+#: Another one: XLA compiles a part of it, as it does convolutions in groups on CPUs.
+COMPILED = "functions that XLA compiles, counted as if it did not"
+#: With these the peak may be much larger.
+NOT_KNOWN = frozenset((COMPILED, ENDLESS))
 
 
 @dataclasses.dataclass(frozen=True)

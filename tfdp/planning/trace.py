@@ -9,7 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdp._private.step_ops import called_graph, is_resource
+from tfdp._private.step_ops import called_graph, is_compiled_by_xla, is_resource
 from tfdp.planning.liveness import run_in_thought
 from tfdp.planning.loops import kept_bytes_per_turn, turns_of
 from tfdp.planning.op_rules import (
@@ -19,7 +19,7 @@ from tfdp.planning.op_rules import (
     shared_input,
 )
 from tfdp.planning.scratch import scratch_bytes_of
-from tfdp.planning.step_graph import ENDLESS, Op, StepGraph, StoredVariable
+from tfdp.planning.step_graph import COMPILED, ENDLESS, Op, StepGraph, StoredVariable
 
 __all__ = ["read_graph"]
 
@@ -166,6 +166,8 @@ class _Reader:
         handles: dict[str, int],
     ) -> None:
         """A function's ops stand in the place of its call, as the optimizer does."""
+        if is_compiled_by_xla(op):
+            self.notes[COMPILED] += 1
         first = len(self.ops)
         given = {
             parameter.op.name: place
