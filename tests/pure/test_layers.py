@@ -1,7 +1,7 @@
 """Imports point down: the layers of the package, held by a test.
 
     9 entry      what a person starts: the command line, benchmarks
-    8 face       the public names; the parity check
+    8 face       the public names; the parity check; plans of trainings
     7 user API   strategies, callbacks, the distributed optimizer
     6 step       what a replica does in one step; files of a trained model
     5 shards     variables of which each replica holds, or updates, a part
@@ -29,6 +29,7 @@ LAYERS = {
     "launch": 9,
     "report": 9,
     "": 8,
+    "planning": 8,
     "testing": 8,
     "callbacks": 7,
     "optimizers": 7,

@@ -17,6 +17,7 @@ ROOMS = (
     "tfdp.layers",
     "tfdp.losses",
     "tfdp.optimizers",
+    "tfdp.planning",
     "tfdp.schedules",
     "tfdp.sync",
     "tfdp.testing",

@@ -1,5 +1,5 @@
 """The command line: `tfdp info`, `tfdp check`, `tfdp launch`, `tfdp merge`,
-`tfdp measure`, `tfdp simulate`, `tfdp bench`.
+`tfdp plan`, `tfdp measure`, `tfdp simulate`, `tfdp bench`.
 
 Nothing here imports TensorFlow before a command needs it, so help and lists are
 instant. `python -m tfdp` and `python -m tfdp.commands.cli` are the same program.
@@ -21,6 +21,7 @@ from tfdp.commands import check as check_command
 from tfdp.commands import info as info_command
 from tfdp.commands import measure as measure_command
 from tfdp.commands import merge
+from tfdp.commands import plan as plan_command
 from tfdp.commands import simulate as simulate_command
 from tfdp.errors import TfdpError
 from tfdp.launch import command as launch_command
@@ -31,6 +32,7 @@ __all__ = ["main", "make_parser"]
 COMMANDS = {
     "info": (info_command, "devices, versions and what tfdp would choose, and why"),
     "check": (check_command, "whether a model trains on N replicas as on one device"),
+    "plan": (plan_command, "the memory of a training step, before it is launched"),
     "launch": (launch_command, "start the workers of one training"),
     "merge": (merge, "one file from the parts that several hosts have saved"),
     "measure": (measure_command, "this machine's numbers, for tfdp simulate"),

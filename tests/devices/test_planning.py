@@ -1,0 +1,165 @@
+"""Plans of small models: what is stored, by formula; what a step adds, by hand."""
+
+import json
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfdp
+from tfdp.errors import ConfigurationError
+from tfdp.planning import plan
+from tfdp.planning.answer import Answer
+from tfdp.planning.planner import Planner
+from tfdp.planning.ways import largest_batch, ways_to_fit
+
+WIDTH, DEPTH, FLOAT_BYTES = 128, 4, 4
+KERNEL_BYTES = WIDTH * WIDTH * FLOAT_BYTES
+BIAS_BYTES = WIDTH * FLOAT_BYTES
+WEIGHT_BYTES = DEPTH * (KERNEL_BYTES + BIAS_BYTES)
+# Adam's rate and counter of steps.
+SMALL_BYTES = 64
+
+
+def build(activation="relu", **options):
+    layers = [keras.layers.Dense(WIDTH, activation) for _ in range(DEPTH)]
+    model = keras.Sequential([keras.Input((WIDTH,)), *layers])
+    model.compile(keras.optimizers.Adam(1e-3, **options), "mse", jit_compile=False)
+    return model
+
+
+@pytest.mark.worth_seconds(10)
+@pytest.mark.parametrize("shard", ["none", "optimizer", "parameters"])
+def test_what_is_stored_is_what_the_formulas_say(shard):
+    found = plan(build, 64, replicas=4, shard=shard).parts
+    # The kernels are sharded, the biases are too small for it.
+    whole, quarter = 4 * DEPTH * BIAS_BYTES, DEPTH * KERNEL_BYTES / 4
+    kernels = {"none": DEPTH * KERNEL_BYTES, "optimizer": quarter}
+    slots = 2 * (kernels.get(shard, quarter) + DEPTH * BIAS_BYTES)
+    weights = WEIGHT_BYTES if shard != "parameters" else quarter + whole / 4
+    assert found["slots"] == pytest.approx(slots, abs=SMALL_BYTES)
+    assert found["weights"] == pytest.approx(weights, abs=SMALL_BYTES)
+
+
+def test_a_model_that_was_not_compiled_is_refused():
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    with pytest.raises(ConfigurationError, match="not compiled"):
+        plan(model, 8)
+
+
+def test_activations_grow_with_the_rows():
+    # The forward pass keeps the batch, the outputs of the layers before the last one
+    # and what the loss makes of the last: at least DEPTH times the rows, at most as
+    # many again for what flows back and the loss's own, and a number for each row.
+    rows = 4096
+    row_bytes = rows * WIDTH * FLOAT_BYTES
+    found = plan(build, rows).parts
+    most = (DEPTH + 4) * row_bytes + 2 * rows * FLOAT_BYTES
+    assert DEPTH * row_bytes <= found["activations"] <= most
+    assert found["batch"] == 2 * row_bytes
+
+
+@pytest.mark.worth_seconds(8)
+def test_remat_keeps_less():
+    def deep():
+        layers = [
+            keras.Sequential([keras.layers.Dense(WIDTH, "gelu") for _ in range(4)])
+            for _ in range(4)
+        ]
+        model = keras.Sequential([keras.Input((WIDTH,)), *layers])
+        model.compile("sgd", "mse", jit_compile=False)
+        return model
+
+    kept, again = (plan(deep, 4096, remat=remat) for remat in (False, True))
+    # Of 16 layers' activations and derivatives: 4 inputs of blocks, and one block.
+    assert again.parts["activations"] < 0.6 * kept.parts["activations"]
+    assert 1.2 < again.flops / kept.flops < 1.5
+
+
+def test_a_model_is_left_alone_and_its_numbers_are_those_of_its_builder():
+    model = build()
+    before = [w.numpy() for w in model.weights]
+    assert plan(model, 64).peak_bytes == plan(build, 64).peak_bytes
+    assert not model.optimizer.built or int(model.optimizer.iterations) == 0
+    for old, new in zip(before, model.weights, strict=True):
+        np.testing.assert_array_equal(old, new.numpy())
+
+
+def test_all_forms_of_a_batch_mean_the_same():
+    x, y = np.zeros((64, WIDTH), "float32"), np.zeros((64, WIDTH), "float32")
+    dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(64, drop_remainder=True)
+    peaks = {
+        plan(build, form).peak_bytes for form in (64, (x, y), dataset.element_spec)
+    }
+    assert len(peaks) == 1
+
+
+def test_accumulation_and_averages_are_counted():
+    plain = plan(build, 64).parts["slots"]
+    more = plan(lambda: build(gradient_accumulation_steps=2), 64).parts["slots"]
+    averaged = plan(lambda: build(use_ema=True), 64).parts["slots"]
+    assert more == pytest.approx(plain + WEIGHT_BYTES, abs=SMALL_BYTES)
+    assert averaged == pytest.approx(plain + WEIGHT_BYTES, abs=SMALL_BYTES)
+
+
+@pytest.mark.slow
+def test_shards_of_more_replicas_than_are_traced_follow_the_formula():
+    found = plan(build, 64, replicas=4, hosts=4, shard="optimizer")
+    slots = 2 * (DEPTH * KERNEL_BYTES / 16 + DEPTH * BIAS_BYTES)
+    assert found.replicas == 16
+    assert found.local_rows == 4
+    assert found.parts["slots"] == pytest.approx(slots, rel=0.01)
+    assert found.sent_bytes == 2 * WEIGHT_BYTES * 15 // 16
+
+
+def test_the_largest_batch_fits_and_a_larger_one_does_not():
+    planner = Planner(build, 64)
+    limit = planner.at(1000).needed_bytes
+    found = largest_batch(planner, limit)
+    assert found.fits
+    assert 900 <= found.local_rows <= 1000
+    assert not planner.at(1100, memory_bytes=limit).fits
+    assert largest_batch(planner, WEIGHT_BYTES) is None
+
+
+@pytest.mark.slow
+def test_ways_are_named_with_their_cost():
+    planner = Planner(build, 64, replicas=2)
+    base = planner.at(planner.local_rows)
+    ways = {way.name: way for way in ways_to_fit(planner, base.needed_bytes - 1)}
+    sharded = ways['shard="optimizer"']
+    assert sharded.fits
+    assert sharded.peak_bytes < base.peak_bytes
+    assert sharded.sent_bytes == base.sent_bytes
+    again = ways['shard="parameters" and tfdp.remat(model)']
+    assert again.sent_bytes == base.sent_bytes * 3 // 2
+    assert again.more_flops > 0.1
+    assert "gradient_accumulation_steps=2, 16 rows at a time" in ways
+
+
+def test_the_answer_in_words_and_on_a_page():
+    found = plan(build, 64, memory_bytes=10**6)
+    answer = Answer("<model>", found, None, [])
+    assert "does not fit in 1.0 MB" in answer.sentence
+    assert "&lt;model&gt;" in answer.page() and "<model>" not in answer.page()
+    assert "memory: 1 MB" in answer.page()
+    assert json.loads(json.dumps(answer.to_json()))["plan"]["fits"] is False
+
+
+@pytest.mark.parametrize(
+    "batch,options,message",
+    [
+        (0, {}, "batch must be"),
+        ("64", {}, "batch must be"),
+        (64, {"replicas": 0}, "replicas must be"),
+        (2, {"replicas": 4}, "2 rows for 4 replicas"),
+        (64, {"memory_bytes": 0}, "memory_bytes must be"),
+        (64, {"shard": "all"}, "shard must be"),
+        (64, {"shard": tfdp.Sharding(1, offload="optimizer")}, "not planned yet"),
+        ((tf.TensorSpec((None, 3), "float32"),), {}, "one number of rows"),
+    ],
+)
+def test_bad_arguments(batch, options, message):
+    with pytest.raises(ConfigurationError, match=message):
+        plan(build, batch, **options)

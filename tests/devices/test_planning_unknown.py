@@ -1,0 +1,55 @@
+"""What a plan does not know: it never says then that a training fits."""
+
+import functools
+
+import keras
+import pytest
+import tensorflow as tf
+
+from tfdp.planning import plan
+from tfdp.planning.answer import Answer
+
+
+def compiled(*layers):
+    model = keras.Sequential(layers)
+    model.compile("sgd", "mse", jit_compile=False)
+    return model
+
+
+def grouped():
+    # Keras has XLA compile a convolution in groups on a CPU.
+    return compiled(keras.Input((8, 8, 4)), keras.layers.Conv2D(4, 3, groups=2))
+
+
+def until_small():
+    def halve(x):
+        return tf.while_loop(
+            lambda y: tf.reduce_sum(y) > 1.0, lambda y: (y * 0.5,), (x,)
+        )[0]
+
+    layers = [keras.layers.Dense(8), keras.layers.Lambda(halve, (8,))]
+    return compiled(keras.Input((8,)), *layers)
+
+
+@pytest.mark.parametrize("build", [grouped, until_small])
+def test_what_is_not_known_does_not_fit(build):
+    found = plan(build, 4, memory_bytes=2**40)
+    assert found.fits is False
+    assert found.notes
+    assert "is not known" in Answer("it", found, None, []).sentence
+
+
+def test_a_recurrent_layer_is_counted_by_its_turns():
+    def build(length):
+        model = keras.Sequential(
+            [keras.Input((length, 16)), keras.layers.LSTM(32, unroll=False)]
+        )
+        model.compile("sgd", "mse", jit_compile=False)
+        return model
+
+    short, long = (plan(functools.partial(build, n), 64) for n in (20, 80))
+    assert long.is_known
+    # Each turn keeps the carry, the output and the four gates, at least 6 x 32 numbers.
+    turn_bytes = 64 * 6 * 32 * 4
+    assert long.parts["activations"] - short.parts["activations"] >= 60 * turn_bytes
+    assert 3.5 < long.flops / short.flops < 4.2

@@ -1,0 +1,1 @@
+"""How far `tfdp plan` is from what trainings take: `python -m tests.planning -h`."""

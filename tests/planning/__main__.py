@@ -1,0 +1,157 @@
+"""The table of docs/planning.md: each case in a fresh process, one at a time.
+
+    python -m tests.planning --out out/planning.jsonl --minutes 30
+    python -m tests.planning --show out/planning.jsonl
+
+Cases are drawn at random, always in the same order; those that the file holds are left
+out, so a run goes on where it was stopped.
+"""
+
+import argparse
+import dataclasses
+import itertools
+import json
+import pathlib
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from os import environ
+
+from tests.planning.case import Case
+from tests.planning.models import MODELS
+from tfdp.bench.memory.command import ENVIRONMENT
+
+SECONDS_OF_CASE = 420
+ROWS = (4, 8, 16)
+# Traced in seconds.
+QUICK = ("BERTMini", "MobileNet", "MobileNetV3Small", "VGG16")
+
+
+def all_cases():
+    """Each model once on one replica; then the quick models; then all the others."""
+    cases = [
+        Case(model, rows, replicas, stage, remat)
+        for model, rows, replicas, stage, remat in itertools.product(
+            MODELS, ROWS, (1, 2, 4), range(4), (False, True)
+        )
+        if (replicas > 1 or stage == 0)
+        # 124 million weights on one replica only: 16 bytes each on every other one.
+        and not (model == "GPT2Small" and replicas > 1)
+    ]
+    random.Random(17).shuffle(cases)
+    first = [Case(model, 8, 1, 0, False) for model in MODELS]
+    quick = [case for case in cases if case.model in QUICK]
+    return list(dict.fromkeys([*first, *quick, *cases]))
+
+
+def run(path, minutes):
+    done = {json.dumps(_key(row)) for row in read(path)}
+    end = time.monotonic() + 60 * minutes
+    for case in all_cases():
+        if time.monotonic() > end:
+            return
+        key = dataclasses.asdict(case)
+        if json.dumps(key) in done:
+            continue
+        row = run_case(case)
+        with path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+        print(line_of(row), flush=True)
+
+
+def run_case(case):
+    with tempfile.TemporaryDirectory(prefix="tfdp-planning-") as folder:
+        result = pathlib.Path(folder, "result.json")
+        request = json.dumps(dataclasses.asdict(case))
+        try:
+            worker = subprocess.run(
+                [sys.executable, "-m", "tests.planning.case", request, str(result)],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                timeout=SECONDS_OF_CASE,
+                env={**environ, **ENVIRONMENT},
+            )
+        except subprocess.TimeoutExpired:
+            return {**dataclasses.asdict(case), "failed": f"{SECONDS_OF_CASE} s"}
+        if worker.returncode or not result.exists():
+            last = worker.stdout.strip().splitlines()[-1:]
+            return {**dataclasses.asdict(case), "failed": f"{last}"}
+        return json.loads(result.read_text("utf-8"))
+
+
+def _key(row):
+    return {field.name: row[field.name] for field in dataclasses.fields(Case)}
+
+
+def read(path):
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+
+
+def error_of(row):
+    return row["predicted"] / row["measured"] - 1
+
+
+def line_of(row):
+    case = (
+        f"{row['model']:<17} {row['local_rows']:>3} rows {row['replicas']} replicas "
+        f"stage {row['stage']} {'remat' if row['remat'] else '     '}"
+    )
+    if "failed" in row:
+        return f"{case} failed: {row['failed']}"
+    added = max(row["added"])
+    own = (row["predicted"] - row["stored"]) / added - 1
+    return (
+        f"{case} measured {row['measured'] / 1e6:8.1f} MB predicted "
+        f"{row['predicted'] / 1e6:8.1f} {100 * error_of(row):+6.1f}% "
+        f"(of the step's own {added / 1e6:.1f} MB {100 * own:+.0f}%) "
+        f"in {row['seconds']:.0f} s"
+    )
+
+
+def show(path):
+    rows = read(path)
+    good = [row for row in rows if "failed" not in row]
+    for row in rows:
+        print(line_of(row))
+    summary("all", good)
+    for name in MODELS:
+        summary(name, [row for row in good if row["model"] == name])
+    for key in ("stage", "replicas", "remat", "local_rows"):
+        for value in sorted({row[key] for row in good}):
+            summary(f"{key} {value}", [row for row in good if row[key] == value])
+
+
+def summary(name, rows):
+    if not rows:
+        return
+    errors = [error_of(row) for row in rows]
+    sizes = sorted(map(abs, errors))
+    short = sum(row["needed"] < row["measured"] for row in rows)
+    print(
+        f"{name:<20} {len(rows):>3} cases  median "
+        f"{100 * statistics.median(sizes):4.1f}%  "
+        f"worst {100 * min(errors):+.1f}% {100 * max(errors):+.1f}%  within 10%: "
+        f"{sum(size <= 0.1 for size in sizes)}  measured above peak + margin: {short}"
+    )
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=pathlib.Path)
+    parser.add_argument("--minutes", type=float, default=30.0)
+    parser.add_argument("--show", type=pathlib.Path)
+    options = parser.parse_args()
+    if options.out:
+        run(options.out, options.minutes)
+    if options.show:
+        show(options.show)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,32 @@
+"""The ops of a function's graph, and the graphs of the functions that they call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+__all__ = ["called_graph", "is_compiled_by_xla", "is_resource"]
+
+
+def called_graph(op: tf.Operation, attribute: str) -> Any:
+    """The graph of the function that an op's `attribute` names; None: it has none."""
+    name = op.get_attr(attribute).name
+    graph = op.graph
+    while graph is not None:
+        function = graph._get_function(name)
+        if function is not None:
+            return function.graph
+        graph = getattr(graph, "outer_graph", None)
+    return None
+
+
+def is_compiled_by_xla(op: tf.Operation) -> bool:
+    """Whether the function that `op` calls is `tf.function(jit_compile=True)`."""
+    attributes = op.node_def.attr
+    return "_XlaMustCompile" in attributes and attributes["_XlaMustCompile"].b
+
+
+def is_resource(tensor: tf.Tensor) -> bool:
+    """Whether a tensor is a handle of something that lies elsewhere."""
+    return tensor.dtype in (tf.resource, tf.variant)

@@ -1,0 +1,136 @@
+"""The `tfdp plan` command: whether a training fits, before it is launched."""
+
+from __future__ import annotations
+
+import argparse
+import pathlib
+import sys
+import textwrap
+import traceback
+from typing import Any
+
+from tfdp.bench.json_file import write_json
+from tfdp.cluster.machine import installed_versions
+from tfdp.commands.plan_model import FORMS, bytes_of, load_model
+from tfdp.errors import ConfigurationError, TfdpError
+from tfdp.files.atomic import replaced
+from tfdp.plan.shards import SHARD_STAGES, shard_stage
+from tfdp.progress_bar import progress_bar
+from tfdp.strategies.quiet import import_tensorflow_quietly
+
+__all__ = ["add_arguments", "run"]
+
+FITS, DOES_NOT_FIT, NOT_PLANNED = 0, 1, 2
+EPILOG = "\n".join(
+    textwrap.fill(text, 80)
+    for text in (
+        f"MODEL is {FORMS}.",
+        "Exit status: 0 it fits, or no memory was given; 1 it does not; 2 nothing was "
+        "planned.",
+    )
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the options of `tfdp plan`."""
+    parser.epilog = EPILOG
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("model", metavar="MODEL", help="what to plan; see below")
+    parser.add_argument(
+        "--batch",
+        type=_whole,
+        metavar="N",
+        required=True,
+        help="rows of the global batch, of all replicas together",
+    )
+    parser.add_argument("--memory", metavar="SIZE", help="of one replica, such as 16GB")
+    parser.add_argument(
+        "--replicas", type=_whole, metavar="R", default=1, help="per host (default: 1)"
+    )
+    parser.add_argument(
+        "--hosts", type=_whole, metavar="H", default=1, help="(default: 1)"
+    )
+    parser.add_argument(
+        "--shard",
+        default="none",
+        metavar="WHAT",
+        help=f"{', '.join(SHARD_STAGES)}, or 0 to 3 (default: none)",
+    )
+    parser.add_argument(
+        "--remat", action="store_true", help="with tfdp.remat(model), layer by layer"
+    )
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="this setting alone: no largest batch, no other ways",
+    )
+    parser.add_argument("--json", metavar="PATH", help="also write the plan here")
+    parser.add_argument("--page", metavar="PATH", help="also draw it, as an HTML page")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Runs `tfdp plan`; returns the exit status: 0 fits, 1 does not, 2 not planned."""
+    try:
+        memory_bytes = bytes_of(options.memory) if options.memory else None
+        shard_stage(_shard(options.shard))
+        for path in (options.json, options.page):
+            _refuse_missing_folder(path)
+        answer = _answer(options, memory_bytes)
+    except TfdpError as error:
+        print(f"tfdp plan: {error}", file=sys.stderr)
+        return NOT_PLANNED
+    except Exception:
+        # The target's own code: its traceback says where.
+        traceback.print_exc()
+        print("tfdp plan: the model's step could not be traced", file=sys.stderr)
+        return NOT_PLANNED
+    answer.print()
+    if options.json:
+        document = {"versions": installed_versions(), **answer.to_json()}
+        write_json(options.json, document)
+    if options.page:
+        with replaced(pathlib.Path(options.page)) as path:
+            path.write_text(answer.page(), "utf-8")
+        print(f"the plan in pictures: {pathlib.Path(options.page).absolute()}")
+    return DOES_NOT_FIT if answer.plan.fits is False else FITS
+
+
+def _answer(options: argparse.Namespace, memory_bytes: int | None) -> Any:
+    import_tensorflow_quietly()
+    from tfdp.planning.answer import Answer
+    from tfdp.planning.planner import Planner
+    from tfdp.planning.ways import largest_batch, ways_to_fit
+
+    build, batch = load_model(options.model, options.batch)
+    planner = Planner(
+        build,
+        batch,
+        replicas=options.replicas,
+        hosts=options.hosts,
+        shard=_shard(options.shard),
+    )
+    rows, remat = planner.local_rows, options.remat
+    with progress_bar("tracing the step", 0):
+        plan = planner.at(rows, remat=remat, memory_bytes=memory_bytes)
+        largest, ways = None, []
+        if memory_bytes is not None and not options.quick:
+            largest = largest_batch(planner, memory_bytes, remat=remat)
+            if not plan.fits:
+                ways = list(ways_to_fit(planner, memory_bytes))
+    return Answer(options.model, plan, largest, ways)
+
+
+def _shard(text: str) -> str | int:
+    return int(text) if text.isdigit() else text
+
+
+def _whole(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"needs an integer of at least 1, not {text}")
+    return number
+
+
+def _refuse_missing_folder(path: str | None) -> None:
+    if path and not pathlib.Path(path).absolute().parent.is_dir():
+        raise ConfigurationError(f"{path}: there is no such folder")

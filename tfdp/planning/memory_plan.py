@@ -1,0 +1,108 @@
+"""What a plan says of the memory of a step."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+__all__ = ["MARGIN", "MemoryPlan", "most_peak_bytes", "needed_for", "sent_bytes"]
+
+# What a prediction may be short of: it "fits" only with this share to spare.
+MARGIN = 0.10
+# And with these, for what threads and libraries take beside the tensors: of the
+# smallest models measured, more than a tenth.
+MARGIN_BYTES = 8 * 2**20
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryPlan:
+    """What a step of one replica will need.
+
+    Args:
+      local_rows: of a replica's batch.
+      replicas: how many train together, on all hosts.
+      shard: "none", "optimizer", "gradients" or "parameters".
+      remat: whether layers compute their forward pass twice.
+      parts: what lies in memory at the peak: name to bytes.
+      memory_bytes: what a replica may take; None: that was not asked.
+      flops: additions and multiplications of a replica in a step.
+      trainable_bytes: of the trainable weights.
+      sent_bytes: what a replica sends in a step.
+      notes: what the prediction does not know, in words.
+      is_known: whether nothing is missing that may be large, such as a loop's turns.
+    """
+
+    local_rows: int
+    replicas: int
+    shard: str
+    remat: bool
+    parts: Mapping[str, int]
+    memory_bytes: int | None
+    flops: float
+    trainable_bytes: int
+    sent_bytes: int
+    notes: tuple[str, ...] = ()
+    is_known: bool = True
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that a replica has in memory at once."""
+        return sum(self.parts.values())
+
+    @property
+    def needed_bytes(self) -> int:
+        """The peak and the margin that a prediction needs: it fits in that much."""
+        return needed_for(self.peak_bytes)
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether it fits, the margin included; None: no memory was given.
+
+        What is not known does not fit.
+        """
+        return None if self.memory_bytes is None else self.fits_in(self.memory_bytes)
+
+    def fits_in(self, memory_bytes: int) -> bool:
+        """Whether it fits in that much, the margin included."""
+        return self.is_known and self.needed_bytes <= memory_bytes
+
+    def to_json(self) -> dict[str, Any]:
+        """All of it, for a file."""
+        return {
+            **dataclasses.asdict(self),
+            "parts": dict(self.parts),
+            "peak_bytes": self.peak_bytes,
+            "needed_bytes": self.needed_bytes,
+            "fits": self.fits,
+        }
+
+
+def needed_for(peak_bytes: int) -> int:
+    """What a peak needs with its margin.
+
+    >>> needed_for(100 * 2**20) / 2**20
+    118.0
+    """
+    return round(peak_bytes * (1 + MARGIN)) + MARGIN_BYTES
+
+
+def most_peak_bytes(memory_bytes: int) -> int:
+    """The largest peak that needs no more than that.
+
+    >>> most_peak_bytes(118 * 2**20) / 2**20
+    100.0
+    """
+    return max(0, round((memory_bytes - MARGIN_BYTES) / (1 + MARGIN)))
+
+
+def sent_bytes(trainable_bytes: int, replicas: int, stage: int, remat: bool) -> int:
+    """What a replica sends in a step, for gradients as large as the weights.
+
+        2 P (N - 1) / N,  and 3 P (N - 1) / N  at stage 3 with `remat`
+
+    >>> sent_bytes(100, replicas=4, stage=0, remat=False)
+    150
+    """
+    ways = 3 if stage == 3 and remat else 2
+    return ways * trainable_bytes * (replicas - 1) // replicas

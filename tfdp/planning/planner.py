@@ -1,0 +1,255 @@
+"""Plans of one model for several batches and settings, each traced once."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from typing import Any
+
+import tensorflow as tf
+
+from tfdp.checks import is_whole
+from tfdp.errors import ConfigurationError, DeviceError
+from tfdp.plan.communication import Communication
+from tfdp.plan.shards import Sharding, sharding_of
+from tfdp.planning.liveness import StepMemory, run_in_thought
+from tfdp.planning.memory_plan import MemoryPlan, sent_bytes
+from tfdp.planning.scaling import StepOfRows
+from tfdp.planning.step_graph import NOT_KNOWN, StepGraph
+from tfdp.planning.traced_step import TracedModel, builder_of
+from tfdp.strategies.devices import use_virtual_devices
+
+__all__ = ["Planner"]
+
+# More replicas than these are not traced: between two of these numbers each part of the
+# memory grows and shrinks as a + b / N.
+MOST_TRACED = 4
+
+
+class Planner:
+    """Plans of one model for several batches and settings; see `plan`.
+
+    Args:
+      model: see `plan`, as the others.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        batch: Any,
+        *,
+        replicas: int = 1,
+        hosts: int = 1,
+        shard: str | int | Sharding = "none",
+        communication: Communication | None = None,
+    ):
+        for name, value in (("replicas", replicas), ("hosts", hosts)):
+            if not is_whole(value, least=1):
+                raise ConfigurationError(
+                    f"{name} must be an integer of at least 1. Received: {value!r}."
+                )
+        self.sharding = sharding_of(shard)
+        if self.sharding.offloads:
+            raise ConfigurationError(
+                "offload='optimizer' is not planned yet: plan without it, and take the "
+                "part 'slots' off what the device needs."
+            )
+        self.replicas = replicas * hosts
+        self._of_host = replicas
+        self._build = builder_of(model)
+        self._batch = batch
+        self._communication = communication
+        self._traced: dict[tuple[int, str, bool], TracedModel] = {}
+        self._found: dict[tuple[int, int, str, bool], dict[str, Any]] = {}
+        self._graphs: dict[tuple[int, int, str, bool], StepGraph] = {}
+        self._rows: tuple[int, int] | None = None
+        _have_devices(min(self.replicas, MOST_TRACED))
+
+    @property
+    def local_rows(self) -> int:
+        """Of the largest part of the batch that was asked about."""
+        rows, _ = self._row_facts()
+        if rows < self.replicas:
+            raise ConfigurationError(
+                f"The batch has {rows} rows for {self.replicas} replicas. Give at "
+                "least one for each."
+            )
+        return -(-rows // self.replicas)
+
+    @property
+    def row_bytes(self) -> int:
+        """Of one row of the batch."""
+        return self._row_facts()[1]
+
+    def _row_facts(self) -> tuple[int, int]:
+        if self._rows is None:
+            batch = self._model(self._traced_numbers(self.sharding)[0]).batch
+            self._rows = batch.rows, batch.row_bytes
+        return self._rows
+
+    def at(
+        self,
+        local_rows: int,
+        *,
+        shard: str | None = None,
+        remat: bool = False,
+        memory_bytes: int | None = None,
+    ) -> MemoryPlan:
+        """The plan for batches of `local_rows` rows in each replica.
+
+        Args:
+          local_rows: at least 1.
+          shard: in the place of what the planner was made with.
+          remat: see `plan`, as `memory_bytes`.
+          memory_bytes: see there.
+        """
+        if memory_bytes is not None and not is_whole(memory_bytes, least=1):
+            raise ConfigurationError(
+                "memory_bytes must be an integer of at least 1. Received: "
+                f"{memory_bytes!r}."
+            )
+        sharding = self._sharding_of(shard)
+        numbers = self._traced_numbers(sharding)
+        found = [self._measured(n, local_rows, sharding, remat) for n in numbers]
+        parts = _at_number(
+            numbers, [one["parts"] for one in found], self._parts_of(sharding)
+        )
+        return MemoryPlan(
+            local_rows=local_rows,
+            replicas=self.replicas,
+            shard=str(sharding.what),
+            remat=remat,
+            parts=parts,
+            memory_bytes=memory_bytes,
+            flops=found[-1]["flops"],
+            trainable_bytes=found[-1]["trainable_bytes"],
+            sent_bytes=sent_bytes(
+                found[-1]["trainable_bytes"], self.replicas, sharding.stage, remat
+            ),
+            notes=found[-1]["notes"],
+            is_known=found[-1]["is_known"],
+        )
+
+    def _parts_of(self, sharding: Sharding) -> int:
+        """Over how many replicas a tensor is sharded."""
+        return self._of_host if sharding.group == "host" else self.replicas
+
+    def _traced_numbers(self, sharding: Sharding) -> tuple[int, ...]:
+        if self.replicas == 1:
+            return (1,)
+        if not sharding.stage or self._parts_of(sharding) == 1:
+            return (2,)
+        parts = self._parts_of(sharding)
+        return (parts,) if parts <= MOST_TRACED else (2, MOST_TRACED)
+
+    def _model(
+        self, number: int, sharding: Sharding | None = None, remat: bool = False
+    ) -> TracedModel:
+        sharding = sharding or self.sharding
+        key = (number, str(sharding.what), remat)
+        if key not in self._traced:
+            # Weights of a setting that was looked at are in nobody's way any more.
+            self._traced.clear()
+            options: dict[str, Any] = {"communication": self._communication}
+            if number > 1:
+                options["shard"] = dataclasses.replace(sharding, group="all")
+            self._traced[key] = TracedModel(
+                self._build,
+                [f"CPU:{i}" for i in range(number)],
+                self._batch,
+                remat=remat,
+                options=options,
+            )
+        return self._traced[key]
+
+    def _measured(
+        self, number: int, local_rows: int, sharding: Sharding, remat: bool
+    ) -> dict[str, Any]:
+        key = (number, local_rows, str(sharding.what), remat)
+        if key not in self._found:
+            traced = self._model(number, sharding, remat)
+            graph = traced.graph_of(local_rows)
+            self._graphs[key] = graph
+            notes = [f"{times} {what}" for what, times in graph.notes.items()]
+            if traced.is_compiled:
+                notes.append(
+                    "planned without XLA, which the model asks for (jit_compile)"
+                )
+            self._found[key] = {
+                "parts": _per_replica(_played(graph, number), number),
+                "flops": graph.flops / number,
+                "trainable_bytes": traced.trainable_bytes,
+                "notes": tuple(notes),
+                "is_known": not NOT_KNOWN & set(graph.notes),
+            }
+        return self._found[key]
+
+    def guessed_peak(self, few: int, many: int, rows: int, **setting: Any) -> int:
+        """The peak for `rows` rows, computed from two numbers that were traced.
+
+        Args:
+          few: rows that `at` was asked about.
+          many: more of them.
+          rows: those to guess for.
+          **setting: `shard` and `remat`, as in `at`.
+        """
+        sharding = self._sharding_of(setting.get("shard"))
+        remat = bool(setting.get("remat"))
+        numbers = self._traced_numbers(sharding)
+        found = []
+        for number in numbers:
+            graphs = [
+                self._graphs[number, n, str(sharding.what), remat] for n in (few, many)
+            ]
+            graph = StepOfRows(graphs[0], few, graphs[1], many).at(rows)
+            found.append(_per_replica(_played(graph, number), number))
+        return sum(_at_number(numbers, found, self._parts_of(sharding)).values())
+
+    def _sharding_of(self, shard: str | None) -> Sharding:
+        if shard is None:
+            return self.sharding
+        return dataclasses.replace(self.sharding, what=shard)
+
+
+def _played(graph: StepGraph, replicas: int) -> StepMemory:
+    # Where tensors are handed from replica to replica, what waits for one goes on in
+    # another thread; measured peaks are those of one thread more.
+    threads = (os.cpu_count() or 1) + (replicas > 1)
+    return run_in_thought(graph, threads=threads)
+
+
+def _per_replica(memory: StepMemory, replicas: int) -> dict[str, float]:
+    return {part: size / replicas for part, size in memory.parts.items()}
+
+
+def _at_number(
+    numbers: tuple[int, ...], found: list[dict[str, float]], replicas: int
+) -> dict[str, int]:
+    """Each part for `replicas`, from what it is for one or two numbers of them.
+
+    part(N) = a + b / N
+    """
+    if len(numbers) == 1:
+        return {part: round(size) for part, size in found[0].items() if round(size)}
+    few, many = numbers
+    parts = {}
+    for part in {**found[0], **found[1]}:
+        at_few, at_many = found[0].get(part, 0.0), found[1].get(part, 0.0)
+        slope = (at_few - at_many) / (1 / few - 1 / many)
+        size = round(max(0.0, at_many + slope * (1 / replicas - 1 / many)))
+        if size:
+            parts[part] = size
+    return parts
+
+
+def _have_devices(count: int) -> None:
+    """Sees to it that there are so many logical CPUs, or more.
+
+    Raises:
+      DeviceError: when TensorFlow has started with fewer.
+    """
+    try:
+        use_virtual_devices(count)
+    except DeviceError:
+        if len(tf.config.list_logical_devices("CPU")) < count:
+            raise

@@ -1,0 +1,151 @@
+"""The user's own training step under a strategy, traced once and not run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdp._private.keras_models import build_symbolically
+from tfdp.errors import ConfigurationError
+from tfdp.layers.rematerialization import remat as recompute
+from tfdp.planning.batch import Batch, batch_of
+from tfdp.planning.step_graph import StepGraph, StoredVariable
+from tfdp.planning.trace import read_graph
+from tfdp.step.jit import take_over_jit
+from tfdp.strategies.data_parallel import DataParallelStrategy
+
+__all__ = ["TracedModel", "builder_of"]
+
+
+def builder_of(model: Any) -> Callable[[], keras.Model]:
+    """A function that makes a model like `model`, compiled.
+
+    Args:
+      model: such a function, or a compiled model that Keras can make again.
+
+    Raises:
+      ConfigurationError: when it is neither.
+    """
+    if isinstance(model, keras.Model):
+        if getattr(model, "optimizer", None) is None:
+            raise ConfigurationError(
+                f"The model {model.name!r} is not compiled: what its optimizer keeps "
+                "is a large part of the memory. Call model.compile(optimizer, loss)."
+            )
+        return lambda: _made_again(model)
+    if callable(model):
+        return model
+    raise ConfigurationError(
+        "model must be a compiled Keras model, or a function that makes one. "
+        f"Received: {type(model).__name__}."
+    )
+
+
+def _made_again(model: keras.Model) -> keras.Model:
+    try:
+        again = type(model).from_config(model.get_config())
+        again.compile_from_config(model.get_compile_config())
+    except Exception as error:
+        raise ConfigurationError(
+            f"Keras cannot make the model {model.name!r} again from its configuration: "
+            f"{error}. Give a function that builds and compiles it, "
+            "plan(build_model, batch)."
+        ) from error
+    if getattr(again, "optimizer", None) is None:
+        raise ConfigurationError(
+            f"Keras cannot compile the model {model.name!r} again from its "
+            "configuration. Give a function that builds and compiles it."
+        )
+    return again
+
+
+class TracedModel:
+    """A model under a strategy of its own, whose step can be traced for any batch.
+
+    Args:
+      build: makes the compiled model.
+      devices: one per replica.
+      batch: what the caller knows of a batch.
+      remat: whether each layer's forward pass is computed twice.
+      options: further arguments of `DataParallelStrategy`.
+    """
+
+    def __init__(
+        self,
+        build: Callable[[], keras.Model],
+        devices: list[str],
+        batch: Any,
+        *,
+        remat: bool,
+        options: dict[str, Any],
+    ):
+        self.replicas = len(devices)
+        self._strategy = DataParallelStrategy(devices, alone=True, **options)
+        with self._strategy.scope():
+            self.model = build()
+        is_model = isinstance(self.model, keras.Model)
+        if not is_model or getattr(self.model, "optimizer", None) is None:
+            raise ConfigurationError(
+                "The function must return a compiled Keras model. It returned: "
+                f"{type(self.model).__name__}."
+            )
+        self.batch: Batch = batch_of(batch, self.model)
+        #: Whether XLA would compile what each replica computes; here it is not.
+        self.is_compiled = take_over_jit(self.model)
+        if remat:
+            recompute(self.model)
+
+    def graph_of(self, local_rows: int) -> StepGraph:
+        """The step of all replicas on batches of `local_rows` each."""
+        zeros = self.batch.zeros(local_rows)
+        with self._strategy.scope():
+            build_symbolically(self.model, data_batch=zeros)
+
+        def part_of(context: Any) -> Any:
+            return tf.nest.map_structure(tf.constant, zeros)
+
+        batch = self._strategy.experimental_distribute_values_from_function(part_of)
+
+        @tf.function(autograph=False)
+        def step(batch: Any) -> Any:
+            return self._strategy.run(self.model.train_step, args=(batch,))
+
+        graph = step.get_concrete_function(batch).graph
+        batch_bytes = self.batch.row_bytes * local_rows * self.replicas
+        return read_graph(
+            graph,
+            self._variables(graph),
+            batch_bytes,
+            {tuple(v.shape) for v in self.model.trainable_variables},
+        )
+
+    @property
+    def trainable_bytes(self) -> int:
+        """Of the trainable weights, whole."""
+        return sum(_bytes_of(v) for v in self.model.trainable_variables)
+
+    def _variables(self, graph: Any) -> dict[int, tuple[int, StoredVariable]]:
+        found: dict[int, tuple[int, StoredVariable]] = {}
+
+        def add(variable: Any, part: str) -> None:
+            if id(variable.handle) not in found:
+                stored = StoredVariable(_bytes_of(variable), part)
+                found[id(variable.handle)] = (len(found), stored)
+
+        groups = (self.model.weights, self.model.optimizer.variables)
+        for part, group in zip(("weights", "slots"), groups, strict=True):
+            for variable in group:
+                for own in getattr(variable.value, "values", (variable.value,)):
+                    add(own, part)
+        for variable in graph.variables:
+            for own in getattr(variable, "values", (variable,)):
+                add(own, "state")
+        return found
+
+
+def _bytes_of(variable: Any) -> int:
+    return math.prod(variable.shape) * tf.as_dtype(variable.dtype).size

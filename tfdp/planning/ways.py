@@ -1,0 +1,160 @@
+"""The largest batch that fits; what makes a batch fit that does not, at what cost."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from tfdp.errors import ConfigurationError
+from tfdp.plan.shards import SHARD_STAGES
+from tfdp.planning.memory_plan import MemoryPlan, most_peak_bytes, needed_for
+from tfdp.planning.planner import Planner
+
+__all__ = ["Way", "largest_batch", "ways_to_fit"]
+
+# The batch is as large as was found, or at most this part larger.
+PRECISION = 0.05
+# A batch is made, of zeros, to trace a step.
+MOST_BATCH_BYTES = 2**30
+MICRO_STEPS = (2, 4, 8)
+
+
+@dataclasses.dataclass(frozen=True)
+class Way:
+    """A setting, what it needs, and what it costs.
+
+    Args:
+      name: what to write in the program.
+      peak_bytes: per replica.
+      fits: whether that is within the memory, margin included.
+      more_flops: as a part of those of a step as it was asked about.
+      sent_bytes: by a replica in a step.
+    """
+
+    name: str
+    peak_bytes: int
+    fits: bool
+    more_flops: float
+    sent_bytes: int
+
+
+def largest_batch(
+    planner: Planner,
+    memory_bytes: int,
+    *,
+    shard: str | None = None,
+    remat: bool = False,
+) -> MemoryPlan | None:
+    """The plan of the largest local batch that fits; None: not even one row does.
+
+    The step is traced for two batches; as its tensors grow with the rows in a line, its
+    peak for any other batch can be computed (`StepOfRows`), and the largest that fits
+    is found by halving. That one is traced, and a smaller one where it does not fit.
+
+    Args:
+      planner: of the model.
+      memory_bytes: what a replica may take.
+      shard: in the place of the planner's own.
+      remat: whether layers compute their forward pass twice.
+
+    Returns:
+      A plan that was traced, not one that was computed from others. A batch that is
+      larger by one part in 20, or by one row, may fit as well.
+    """
+    setting: dict[str, Any] = {"shard": shard, "remat": remat}
+
+    def traced(rows: int) -> MemoryPlan:
+        return planner.at(rows, memory_bytes=memory_bytes, **setting)
+
+    most_rows = max(1, MOST_BATCH_BYTES // max(planner.row_bytes, 1))
+    few = max(1, min(planner.local_rows, most_rows) // 2)
+    many = 2 * few
+    traced(few)
+    traced(many)
+    limit = most_peak_bytes(memory_bytes)
+    low, high = 0, most_rows + 1
+    while high - low > max(1, PRECISION * low):
+        rows = _middle(low, high, many)
+        if planner.guessed_peak(few, many, rows, **setting) <= limit:
+            low = rows
+        else:
+            high = rows
+    while low:
+        if (found := traced(low)).fits:
+            return found
+        low -= max(1, round(PRECISION * low))
+    return None
+
+
+def _middle(low: int, high: int, known: int) -> int:
+    """Of a range of orders of magnitude, by its logarithm, from what is known on."""
+    if not low and high > known:
+        return min(known, high - 1)
+    return min(max(round(math.sqrt(max(low, 1) * high)), low + 1), high - 1)
+
+
+def ways_to_fit(planner: Planner, memory_bytes: int) -> Iterator[Way]:
+    """Each setting that needs less memory, the cheapest in traffic and FLOPs first.
+
+    Args:
+      planner: of the model, with the batch that does not fit.
+      memory_bytes: what a replica may take.
+
+    Yields:
+      Settings, whether they fit or not. Accumulation is computed from the plan of a
+      micro-batch and one more set of gradients; the others are traced.
+    """
+    rows, own = planner.local_rows, str(planner.sharding.what)
+    base = planner.at(rows)
+    stages = SHARD_STAGES[planner.sharding.stage :] if planner.replicas > 1 else (own,)
+    for shard in stages:
+        for remat in (False, True):
+            if (shard, remat) == (own, False):
+                continue
+            try:
+                found = planner.at(rows, shard=shard, remat=remat)
+            except ConfigurationError:
+                continue  # an optimizer that cannot be sharded, a layer not recomputed
+            yield _way(_words(shard, remat, own), found, base, memory_bytes)
+    for steps in MICRO_STEPS:
+        if rows // steps >= 1 and steps <= rows:
+            micro = planner.at(-(-rows // steps))
+            yield _accumulating(micro, base, steps, planner, memory_bytes)
+
+
+def _words(shard: str, remat: bool, own: str) -> str:
+    words = [] if shard == own else [f'shard="{shard}"']
+    return " and ".join([*words, *(["tfdp.remat(model)"] if remat else [])])
+
+
+def _way(name: str, found: MemoryPlan, base: MemoryPlan, memory_bytes: int) -> Way:
+    return Way(
+        name,
+        found.peak_bytes,
+        found.fits_in(memory_bytes),
+        found.flops / base.flops - 1 if base.flops else 0.0,
+        found.sent_bytes,
+    )
+
+
+def _accumulating(
+    micro: MemoryPlan,
+    base: MemoryPlan,
+    steps: int,
+    planner: Planner,
+    memory_bytes: int,
+) -> Way:
+    stage = planner.sharding.stage
+    kept = micro.trainable_bytes // (planner.replicas if stage >= 2 else 1)
+    peak_bytes = micro.peak_bytes + kept
+    one_way = base.sent_bytes // 2
+    sent = {2: (steps + 1) * one_way, 3: 2 * steps * one_way}
+    return Way(
+        f"gradient_accumulation_steps={steps}, {micro.local_rows} rows at a time",
+        peak_bytes,
+        micro.is_known and needed_for(peak_bytes) <= memory_bytes,
+        0.0,
+        sent.get(stage, base.sent_bytes),
+    )
