@@ -29,10 +29,10 @@ def update_by_one_graph(
 
     An update of Adam's is some 50 operations for each variable, more than half of a
     training step's. It begins when all gradients have come, as the updates of other
-    frameworks do.
+    frameworks do. TensorFlow knows fewer shapes in a function, and leaves products in
+    the order in which they are written: last bits may be others than without it.
 
-    TensorFlow knows fewer shapes in a function, and may leave products in the order in
-    which they are written: the last bits may be others than without it.
+    On CPUs only: it was not run on a GPU.
 
     Args:
       optimizer: whose update it is.
@@ -55,8 +55,11 @@ def update_by_one_graph(
 
     parts = tf.nest.flatten(list(gradients), expand_composites=True)
     given = [part for part in parts if part is not None]
-    device = tf.distribute.get_strategy().extended.worker_devices[rank]
-    run.functions.call(id(optimizer), rank, update_with, given, device)
+    run.functions.call(id(optimizer), rank, update_with, given, _device_of(rank))
+
+
+def _device_of(rank: int) -> str:
+    return str(tf.distribute.get_strategy().extended.worker_devices[rank])
 
 
 def _with_nones(parts: list[Any], values: list[tf.Tensor]) -> list[Any]:
@@ -68,6 +71,9 @@ def _can_be_shared(run: ReplicaRun, rank: Any, variables: Sequence[Any]) -> bool
     if tf.executing_eagerly() or run.replicas == 1 or not isinstance(rank, int):
         return False
     if run.is_local or len(variables) < LEAST_VARIABLES:
+        return False
+    # Elsewhere it was never run, and a first step that fails is worse than a slow one.
+    if tf.DeviceSpec.from_string(_device_of(rank)).device_type != "CPU":
         return False
     # Who watches a variable is told by each replica as it is traced.
     stored = [getattr(variable, "value", variable) for variable in variables]
