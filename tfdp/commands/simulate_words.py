@@ -104,8 +104,9 @@ def curve_page(training: Training, curve: Sequence[StepPrediction]) -> str:
         },
     }
     for first in range(0, len(shown), LINES_OF_A_PANEL):
-        number = first // LINES_OF_A_PANEL + 1
-        panels[f"share of a step, % ({number})"] = {
+        # Panels are told apart by their names.
+        more = ", more of it" if first else ""
+        panels[f"share of a step, %{more}"] = {
             SHORT_NAMES[part]: [100 * _shares(step)[part] for step in curve]
             for part in shown[first : first + LINES_OF_A_PANEL]
         }
