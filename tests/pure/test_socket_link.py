@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import socket
+import threading
 import time
 
 import numpy as np
@@ -17,10 +18,19 @@ from tfdp.hosts.socket_link import SocketLink
 def on_workers(workers, work, **options):
     """Results, or errors, of `work(link)` on each worker."""
     address = f"127.0.0.1:{free_port()}"
+    all_have_met = threading.Barrier(workers, timeout=60)
 
     def run(rank):
-        link = SocketLink(rank, workers, address, **{"timeout_seconds": 5, **options})
         try:
+            link = SocketLink(
+                rank, workers, address, **{"timeout_seconds": 5, **options}
+            )
+        except BaseException:
+            all_have_met.abort()
+            raise
+        try:
+            # Who gives up at once would end the others while they still meet.
+            all_have_met.wait()
             return work(link)
         except CollectiveError as error:
             return error
