@@ -69,6 +69,7 @@ def test_the_wheel_states_what_it_needs(wheel):
         "tfds",
         "mpi",
         "bench-torch",
+        "docs",
         "examples",
         "dev",
     }
