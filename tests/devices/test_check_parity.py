@@ -49,7 +49,9 @@ def test_a_known_fault_is_found_and_named(fault):
     assert not report.ok
     assert [(found.cause, found.where) for found in report.causes] == list(case.causes)
     assert all(found.why and found.instead for found in report.causes)
-    assert "FAILS" in str(report)
+    # What is by design is told as such, and is no failure of `tfdp check`.
+    verdict = "HOLDS, but for" if fault == "batch-norm" else "FAILS"
+    assert f"\n{verdict}" in str(report)
     assert case.causes[0][0] in str(report)
 
 
