@@ -12,6 +12,9 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdp._private.names import graphs_inside, whole_of
+from tfdp._private.step_ops import called_graph
+
 __all__ = [
     "ExchangeInside",
     "TracedAlone",
@@ -91,12 +94,7 @@ def _signature_of(arguments: list[tf.Tensor]) -> tuple[tf.TensorSpec, ...]:
 
 def is_traced_alone() -> bool:
     """Whether what is built now goes into such a function."""
-    graph = tf.compat.v1.get_default_graph()
-    while graph is not None:
-        if getattr(graph, MARK, False):
-            return True
-        graph = getattr(graph, "outer_graph", None)
-    return False
+    return any(getattr(graph, MARK, False) for graph in graphs_inside(None))
 
 
 def are_alike(first: TracedAlone, second: TracedAlone, rank: int) -> bool:
@@ -116,25 +114,17 @@ def are_alike(first: TracedAlone, second: TracedAlone, rank: int) -> bool:
 
 def _of_rank(captured: tf.Tensor, rank: int) -> tf.Tensor:
     """The same variable's part on the replica `rank`; of others what came."""
-    container = getattr(captured, "_distributed_container", None)
-    whole = None if container is None else container()
+    whole = whole_of(captured)
     return captured if whole is None else whole.values[rank].handle
 
 
 def _content_of(graph: Any) -> list[Any]:
     """All that a graph does, without the names of operations and functions."""
     place = {op.name: i for i, op in enumerate(graph.get_operations())}
-    inner = {
-        name: _content_of(function.graph)
-        for name, function in graph._functions.items()
-        if getattr(function, "graph", None) is not None
-    }
-    return [_operation_content(op, place, inner) for op in graph.get_operations()]
+    return [_operation_content(op, place) for op in graph.get_operations()]
 
 
-def _operation_content(
-    operation: tf.Operation, place: dict[str, int], inner: dict[str, list[Any]]
-) -> Any:
+def _operation_content(operation: tf.Operation, place: dict[str, int]) -> Any:
     attributes = dict(operation.node_def.attr.items())
     beside = attributes.pop("_class", None)
     names = [] if beside is None else beside.list.s
@@ -144,11 +134,16 @@ def _operation_content(
         [(place[tensor.op.name], tensor.value_index) for tensor in operation.inputs],
         sorted(place[other.name] for other in operation.control_inputs),
         [place.get(name.decode().removeprefix("loc:@"), name) for name in names],
-        {name: _attribute(value, inner) for name, value in attributes.items()},
+        {
+            name: _attribute(operation, name, value)
+            for name, value in attributes.items()
+        },
     )
 
 
-def _attribute(value: Any, inner: dict[str, list[Any]]) -> Any:
-    if value.WhichOneof("value") == "func" and value.func.name in inner:
-        return inner[value.func.name]
+def _attribute(operation: tf.Operation, name: str, value: Any) -> Any:
+    if value.WhichOneof("value") == "func":
+        inner = called_graph(operation, name)
+        if inner is not None:
+            return _content_of(inner)
     return value.SerializeToString(deterministic=True)

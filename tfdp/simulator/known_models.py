@@ -210,25 +210,14 @@ def _bert_base() -> ModelProfile:
     return _profile("bert-base", layers + _dense(width, width))
 
 
-def _llama_3_8b() -> ModelProfile:
-    return transformer(
-        "llama-3-8b",
-        layers=32,
-        width=4096,
-        feed_forward=14336,
-        key_value_width=1024,
-        vocabulary=128256,
-        sequence=8192,
-        bytes_per_weight=2,
-    )
-
-
-def _llama_3_405b() -> ModelProfile:
-    return transformer(
-        "llama-3-405b",
-        layers=126,
-        width=16384,
-        feed_forward=53248,
+def _llama_3(
+    name: str, layers: int, width: int, feed_forward: int
+) -> Callable[[], ModelProfile]:
+    return lambda: transformer(
+        name,
+        layers=layers,
+        width=width,
+        feed_forward=feed_forward,
         key_value_width=1024,
         vocabulary=128256,
         sequence=8192,
@@ -243,6 +232,6 @@ MODELS: dict[str, Callable[[], ModelProfile]] = {
     "inception-v3": _inception_v3,
     "vgg16": _vgg16,
     "bert-base": _bert_base,
-    "llama-3-8b": _llama_3_8b,
-    "llama-3-405b": _llama_3_405b,
+    "llama-3-8b": _llama_3("llama-3-8b", 32, 4096, 14336),
+    "llama-3-405b": _llama_3("llama-3-405b", 126, 16384, 53248),
 }
