@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import importlib
 import os
 import re
 import sys
@@ -16,28 +17,35 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from tfdp._version import __version__
-from tfdp.bench import command as bench_command
-from tfdp.commands import check as check_command
-from tfdp.commands import info as info_command
-from tfdp.commands import measure as measure_command
-from tfdp.commands import merge
-from tfdp.commands import plan as plan_command
-from tfdp.commands import simulate as simulate_command
 from tfdp.errors import TfdpError
-from tfdp.launch import command as launch_command
 
 __all__ = ["main", "make_parser"]
 
 # Name -> (module with add_arguments(parser) and run(options), one line of help).
 COMMANDS = {
-    "info": (info_command, "devices, versions and what tfdp would choose, and why"),
-    "check": (check_command, "whether a model trains on N replicas as on one device"),
-    "plan": (plan_command, "the memory of a training step, before it is launched"),
-    "launch": (launch_command, "start the workers of one training"),
-    "merge": (merge, "one file from the parts that several hosts have saved"),
-    "measure": (measure_command, "this machine's numbers, for tfdp simulate"),
-    "simulate": (simulate_command, "how long a step takes on other hardware, and why"),
-    "bench": (bench_command, "benchmarks against TensorFlow's own strategies"),
+    "info": (
+        "tfdp.commands.info",
+        "devices, versions and what tfdp would choose, and why",
+    ),
+    "check": (
+        "tfdp.commands.check",
+        "whether a model trains on N replicas as on one device",
+    ),
+    "plan": (
+        "tfdp.commands.plan",
+        "the memory of a training step, before it is launched",
+    ),
+    "launch": ("tfdp.launch.command", "start the workers of one training"),
+    "merge": (
+        "tfdp.commands.merge",
+        "one file from the parts that several hosts have saved",
+    ),
+    "measure": ("tfdp.commands.measure", "this machine's numbers, for tfdp simulate"),
+    "simulate": (
+        "tfdp.commands.simulate",
+        "how long a step takes on other hardware, and why",
+    ),
+    "bench": ("tfdp.bench.command", "benchmarks against TensorFlow's own strategies"),
 }
 
 
@@ -77,17 +85,25 @@ def _meant(given: str, allowed: Sequence[str]) -> str:
     return f". Did you mean {close[0]}?" if close else ""
 
 
-def make_parser() -> argparse.ArgumentParser:
-    """The parser of the whole command line."""
+def make_parser(chosen: str | None = None) -> argparse.ArgumentParser:
+    """The parser of the whole command line.
+
+    Args:
+      chosen: the command whose options are wanted: others are not imported, and know
+        none of theirs. None: those of all commands.
+    """
     parser = Parser(
         prog="tfdp", description="Data-parallel training for Keras 3 on TensorFlow."
     )
     parser.add_argument("--version", action="version", version=f"tfdp {__version__}")
     subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
-    for name, (module, help_line) in COMMANDS.items():
+    for name, (module_name, help_line) in COMMANDS.items():
         subparser = subparsers.add_parser(
             name, help=help_line, description=f"{help_line}."
         )
+        if chosen not in (None, name):
+            continue
+        module = importlib.import_module(module_name)
         module.add_arguments(subparser)
         subparser.set_defaults(run=module.run)
     return parser
@@ -99,7 +115,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
       arguments: without the program's name; None takes those of the process.
     """
-    options = make_parser().parse_args(arguments)
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    # What stands first is the command, or an option that ends the program.
+    options = make_parser(words[0] if words else "").parse_args(words)
     try:
         code = options.run(options)
         sys.stdout.flush()
