@@ -14,13 +14,8 @@ DOCTEST = re.compile(r"(?:^|(?<=\n))( *)>>> .*(?:\n *\S.*)*")
 def fenced(text: str) -> str:
     """The text, its doctests as blocks of code.
 
-    >>> print(fenced("Adds.\\n\\n>>> 1 + 1\\n2").replace("`", "'"))
-    Adds.
-    <BLANKLINE>
-    '''pycon
-    >>> 1 + 1
-    2
-    '''
+    >>> fenced("Adds.\\n\\n>>" + "> 1 + 1\\n2").split("\\n")
+    ['Adds.', '', '```pycon', '>>> 1 + 1', '2', '```']
     """
     parts = re.split(r"(^ *```.*?^ *```$)", text, flags=re.M | re.S)
     # What stands within a block already is left alone.

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import math
 import numbers
+from collections.abc import Callable
 from typing import TypeGuard
 
-__all__ = ["is_number", "is_whole"]
+__all__ = ["integer_from", "is_number", "is_whole"]
 
 
 def is_whole(
@@ -28,3 +30,21 @@ def is_number(value: object) -> TypeGuard[float]:
     (True, True, False, False)
     """
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+def integer_from(least: int) -> Callable[[str], int]:
+    """A `type` for argparse: integers of at least `least`.
+
+    >>> integer_from(1)("2")
+    2
+    """
+
+    def integer(text: str) -> int:
+        number = int(text)
+        if number < least:
+            raise argparse.ArgumentTypeError(
+                f"needs an integer of at least {least}, not {text}"
+            )
+        return number
+
+    return integer

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import pathlib
 import shlex
 import sys
 
@@ -12,7 +11,6 @@ from tfdp.bench.json_file import write_json
 from tfdp.bench.memory.command import MEMORY_SUITE, run_memory
 from tfdp.bench.one_process.arms import ARMS
 from tfdp.bench.one_process.runner import Failure, run_requests
-from tfdp.bench.prediction.measuring import LOOPBACK
 from tfdp.bench.processes.arms import GROUP_ARMS
 from tfdp.bench.request import Request
 from tfdp.bench.results import CaseResult
@@ -22,22 +20,17 @@ from tfdp.bench.table import (
     format_heading,
     format_result,
 )
+from tfdp.checks import integer_from
+from tfdp.errors import ConfigurationError
+from tfdp.files.atomic import refuse_missing_folder
 
 __all__ = ["add_arguments", "run"]
 
-
 COMPRESSION_SUITE = "compression"
 CHECKPOINT_SUITE = "checkpoint"
-PREDICTION_SUITE = "prediction"
 LINKS_SUITE = "links"
+PREDICTION_SUITE = "prediction"
 RUN_ALONE = (COMPRESSION_SUITE, CHECKPOINT_SUITE, LINKS_SUITE, PREDICTION_SUITE)
-
-
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"needs an integer of at least 1, not {text}")
-    return number
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -79,21 +72,21 @@ def _add_where_it_is_measured(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--devices",
         nargs="+",
-        type=_positive,
+        type=integer_from(1),
         metavar="N",
         default=[2],
         help="numbers of replicas to run each case on (default: 2)",
     )
     parser.add_argument(
         "--workers",
-        type=_positive,
+        type=integer_from(1),
         metavar="W",
         default=1,
         help="measure the arms of several processes, with W of them, one core each",
     )
     parser.add_argument(
         "--devices-per-worker",
-        type=_positive,
+        type=integer_from(1),
         metavar="D",
         default=1,
         help="with --workers: logical CPUs of each process (default: 1)",
@@ -108,11 +101,14 @@ def _add_where_it_is_measured(parser: argparse.ArgumentParser) -> None:
 
 def _add_how_it_is_measured(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--repeats", type=_positive, metavar="R", help="figures per arm (default: 20)"
+        "--repeats",
+        type=integer_from(1),
+        metavar="R",
+        help="figures per arm (default: 20)",
     )
     parser.add_argument(
         "--intra-op-threads",
-        type=_positive,
+        type=integer_from(1),
         metavar="T",
         default=1,
         help="threads of one TensorFlow op, for all arms alike (default: 1)",
@@ -135,7 +131,7 @@ def _add_how_it_is_measured(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--timeout-seconds",
-        type=_positive,
+        type=integer_from(1),
         metavar="S",
         default=900,
         help="stop a case that takes longer (default: 900)",
@@ -150,6 +146,13 @@ def run(options: argparse.Namespace) -> int:
     if options.link_rates and options.suite != PREDICTION_SUITE:
         print("--link-rates: only `tfdp bench prediction` takes it", file=sys.stderr)
         return 2
+    if not options.list:
+        try:
+            refuse_missing_folder("--json", options.json)
+            refuse_missing_folder("--plot", options.plot)
+        except ConfigurationError as error:
+            print(error, file=sys.stderr)
+            return 2
     if options.suite in (MEMORY_SUITE, *RUN_ALONE):
         if options.list:
             print(f"{options.suite}: no cases to choose from; it runs as a whole")
@@ -166,10 +169,6 @@ def run(options: argparse.Namespace) -> int:
     if options.list:
         print(format_cases(cases))
         return 0
-    # Before minutes of measuring, not after.
-    if options.json and not pathlib.Path(options.json).absolute().parent.is_dir():
-        print(f"--json {options.json}: there is no such folder", file=sys.stderr)
-        return 2
     problem = _find_problem(options, cases)
     if problem:
         print(problem, file=sys.stderr)
@@ -221,10 +220,6 @@ def _run_alone(options: argparse.Namespace) -> int:
 def _run_links(options: argparse.Namespace) -> int:
     from tfdp.bench.links.command import run_links
 
-    for path in filter(None, (options.json, options.plot)):
-        if not pathlib.Path(path).absolute().parent.is_dir():
-            print(f"{path}: there is no such folder", file=sys.stderr)
-            return 2
     return run_links(
         repeats=options.repeats or (2 if options.quick else 20),
         quick=options.quick,
@@ -237,11 +232,8 @@ def _run_links(options: argparse.Namespace) -> int:
 def _run_prediction(options: argparse.Namespace) -> int:
     from tfdp.bench.prediction.command import run_prediction
 
-    if options.json and not pathlib.Path(options.json).absolute().parent.is_dir():
-        print(f"--json {options.json}: there is no such folder", file=sys.stderr)
-        return 2
     return run_prediction(
-        options.link_rates or [LOOPBACK],
+        options.link_rates,
         repeats=options.repeats or (2 if options.quick else 9),
         quick=options.quick,
         json_path=options.json,

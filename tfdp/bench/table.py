@@ -13,6 +13,7 @@ from tfdp.bench.results import (
     relative_speed,
     spread,
 )
+from tfdp.report.text_table import format_table
 
 __all__ = ["format_cases", "format_failure", "format_heading", "format_result"]
 
@@ -26,7 +27,7 @@ def format_cases(cases: Sequence[Case]) -> str:
     """
     rows = [("case", "what it measures", "arms")]
     rows += [(case.name, case.description, ", ".join(case.arms)) for case in cases]
-    return _columns(rows)
+    return format_table(rows)
 
 
 def format_heading(report: Report) -> str:
@@ -98,7 +99,7 @@ def format_result(result: CaseResult) -> str:
     if "load_before_and_after" in result.settings:
         before, after = result.settings["load_before_and_after"]
         notes.append(f"load of the machine before {before:.1f}, after {after:.1f}")
-    return "\n".join([_title(result), _columns(rows), *notes])
+    return "\n".join([_title(result), format_table(rows), *notes])
 
 
 def format_failure(failure: Failure) -> str:
@@ -138,13 +139,3 @@ def _with_quartiles(figure: Spread, show: Callable[[float], str]) -> str:
 
 def _number(value: float) -> str:
     return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
-
-
-def _columns(rows: Sequence[tuple[str, ...]]) -> str:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(
-            cell.ljust(width) for cell, width in zip(row, widths, strict=True)
-        ).rstrip()
-        for row in rows
-    )

@@ -7,6 +7,8 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
+from tfdp.report.html_page import html_page, legend, svg_line, svg_text
+
 __all__ = [
     "draw_timeline",
     "hidden_share",
@@ -32,26 +34,6 @@ _WIDTH, _LANE, _GAP, _LEFT, _TOP = 1100, 26, 8, 80, 30
 _MOST_TICKS = 10
 # Boxes thinner than this part of a pixel are left out.
 _THINNEST = 0.02
-
-_PAGE = """<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<title>{title}</title>
-<style>
-body {{ font: 14px sans-serif; margin: 24px; color: #222; background: #fff; }}
-svg text {{ font: 12px sans-serif; fill: #222; }}
-</style>
-</head>
-<body>
-<h1>{title}</h1>
-<p>{legend}</p>
-{picture}
-<p>Point at a box to see the op.</p>
-</body>
-</html>
-"""
-
 
 # TensorFlow's scope of every replica's ops but the first one's.
 REPLICA = re.compile(r"(?:^|/)replica_(\d+)/")
@@ -184,8 +166,8 @@ def draw_timeline(
                 replica = replica_of(event.name, first_rank)
                 parts.append(_box(event, replica, colour, x, y, width))
     parts.append("</svg>")
-    return _PAGE.format(
-        title=html.escape(title), legend=_legend(), picture="\n".join(parts)
+    return html_page(
+        title, legend(COLOURS), *parts, "<p>Point at a box to see the op.</p>"
     )
 
 
@@ -209,15 +191,8 @@ def _axis(total_ms: float, scale: float, height: int) -> list[str]:
     )
     ticks = [n * step for n in range(int(total_ms / step) + 1)]
     return [
-        f'<line x1="{_LEFT + t * scale:.1f}" x2="{_LEFT + t * scale:.1f}" '
-        f'y1="{_TOP - 6}" y2="{height - 16}" stroke="#ddd"/>'
-        f'<text x="{_LEFT + t * scale:.1f}" y="16" text-anchor="middle">{t:g} ms</text>'
-        for t in ticks
+        svg_line(x, _TOP - 6, x, height - 16, "#ddd")
+        + svg_text(x, 16, f"{tick:g} ms", "middle")
+        for tick in ticks
+        for x in [_LEFT + tick * scale]
     ]
-
-
-def _legend() -> str:
-    return " &nbsp; ".join(
-        f'<span style="color: {colour}">&#9632;</span> {label}'
-        for label, colour in COLOURS.items()
-    )

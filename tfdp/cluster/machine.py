@@ -11,7 +11,7 @@ import platform
 
 from tfdp._version import __version__
 
-__all__ = ["PACKAGES", "describe_machine", "installed_versions"]
+__all__ = ["PACKAGES", "describe_machine", "installed_versions", "usable_cores"]
 
 # The packages whose versions decide how tfdp behaves. The TensorFlow of the CPU and
 # the TPU extra goes by another distribution name; the first one found counts.
@@ -54,12 +54,13 @@ def describe_machine() -> dict[str, str | int | None]:
     return {
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "processor": _processor_name(),
-        "usable_cores": _usable_cores(),
+        "usable_cores": usable_cores(),
         "memory_bytes": _memory_bytes(),
     }
 
 
-def _usable_cores() -> int:
+def usable_cores() -> int:
+    """The cores that this process may run on."""
     if hasattr(os, "sched_getaffinity"):  # Linux
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import pathlib
 import sys
 import textwrap
 import traceback
 from typing import Any
 
 from tfdp.bench.json_file import write_json
+from tfdp.checks import integer_from
 from tfdp.cluster.machine import installed_versions
 from tfdp.commands.check_target import FORMS, RETURNS, Target, load_target, parse_target
-from tfdp.errors import ConfigurationError, TfdpError
+from tfdp.errors import TfdpError
+from tfdp.files.atomic import refuse_missing_folder
 from tfdp.progress_bar import progress_bar
 from tfdp.strategies.quiet import import_tensorflow_quietly
 
@@ -31,18 +32,6 @@ EPILOG = "\n".join(
 )
 
 
-def _at_least(least: int) -> Any:
-    def integer(text: str) -> int:
-        number = int(text)
-        if number < least:
-            raise argparse.ArgumentTypeError(
-                f"needs an integer of at least {least}, not {text}"
-            )
-        return number
-
-    return integer
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the options of `tfdp check`."""
     parser.epilog = EPILOG
@@ -50,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("target", metavar="TARGET", help="what to check; see below")
     parser.add_argument(
         "--replicas",
-        type=_at_least(2),
+        type=integer_from(2),
         metavar="N",
         default=2,
         help="replicas, on as many GPUs or else logical CPUs (default: 2)",
@@ -63,16 +52,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "(default: tfdp)",
     )
     parser.add_argument(
-        "--steps", type=_at_least(1), metavar="S", help="training steps (default: 4)"
+        "--steps", type=integer_from(1), metavar="S", help="training steps (default: 4)"
     )
     parser.add_argument(
         "--batch-size",
-        type=_at_least(1),
+        type=integer_from(1),
         metavar="B",
         help="rows of a global batch, for arrays (default: 32)",
     )
     parser.add_argument(
-        "--seed", type=_at_least(0), metavar="SEED", help="of the build (default: 0)"
+        "--seed", type=integer_from(0), metavar="SEED", help="of the build (default: 0)"
     )
     parser.add_argument(
         "--keep-random-layers",
@@ -86,7 +75,7 @@ def run(options: argparse.Namespace) -> int:
     """Runs `tfdp check`; returns the exit status: 0 holds, 1 fails, 2 not checked."""
     try:
         target = parse_target(options.target)
-        _refuse_missing_folder(options.json)
+        refuse_missing_folder("--json", options.json)
         report = _check(target, options)
     except TfdpError as error:
         print(f"tfdp check: {error}", file=sys.stderr)
@@ -155,8 +144,3 @@ def _make_devices(replicas: int) -> Any:
         return kinds[name](devices)
 
     return make_strategy
-
-
-def _refuse_missing_folder(path: str | None) -> None:
-    if path and not pathlib.Path(path).absolute().parent.is_dir():
-        raise ConfigurationError(f"--json {path}: there is no such folder")

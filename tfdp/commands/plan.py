@@ -10,10 +10,11 @@ import traceback
 from typing import Any
 
 from tfdp.bench.json_file import write_json
+from tfdp.checks import integer_from
 from tfdp.cluster.machine import installed_versions
 from tfdp.commands.plan_model import FORMS, bytes_of, load_model
-from tfdp.errors import ConfigurationError, TfdpError
-from tfdp.files.atomic import replaced
+from tfdp.errors import TfdpError
+from tfdp.files.atomic import refuse_missing_folder, replaced
 from tfdp.plan.shards import SHARD_STAGES, shard_stage
 from tfdp.progress_bar import progress_bar
 from tfdp.strategies.quiet import import_tensorflow_quietly
@@ -38,17 +39,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="what to plan; see below")
     parser.add_argument(
         "--batch",
-        type=_whole,
+        type=integer_from(1),
         metavar="N",
         required=True,
         help="rows of the global batch, of all replicas together",
     )
     parser.add_argument("--memory", metavar="SIZE", help="of one replica, such as 16GB")
     parser.add_argument(
-        "--replicas", type=_whole, metavar="R", default=1, help="per host (default: 1)"
+        "--replicas",
+        type=integer_from(1),
+        metavar="R",
+        default=1,
+        help="per host (default: 1)",
     )
     parser.add_argument(
-        "--hosts", type=_whole, metavar="H", default=1, help="(default: 1)"
+        "--hosts", type=integer_from(1), metavar="H", default=1, help="(default: 1)"
     )
     parser.add_argument(
         "--shard",
@@ -73,8 +78,8 @@ def run(options: argparse.Namespace) -> int:
     try:
         memory_bytes = bytes_of(options.memory) if options.memory else None
         shard_stage(_shard(options.shard))
-        for path in (options.json, options.page):
-            _refuse_missing_folder(path)
+        refuse_missing_folder("--json", options.json)
+        refuse_missing_folder("--page", options.page)
         answer = _answer(options, memory_bytes)
     except TfdpError as error:
         print(f"tfdp plan: {error}", file=sys.stderr)
@@ -122,15 +127,3 @@ def _answer(options: argparse.Namespace, memory_bytes: int | None) -> Any:
 
 def _shard(text: str) -> str | int:
     return int(text) if text.isdigit() else text
-
-
-def _whole(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"needs an integer of at least 1, not {text}")
-    return number
-
-
-def _refuse_missing_folder(path: str | None) -> None:
-    if path and not pathlib.Path(path).absolute().parent.is_dir():
-        raise ConfigurationError(f"{path}: there is no such folder")

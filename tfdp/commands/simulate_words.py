@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tfdp.report.curve_page import draw_page
+from tfdp.report.text_table import format_table
 from tfdp.simulator.known_hardware import HARDWARE
 from tfdp.simulator.known_models import MODELS
 from tfdp.simulator.published import POINTS
@@ -35,7 +36,7 @@ LINES_OF_A_PANEL = 4
 def curve_table(training: Training, curve: Sequence[StepPrediction]) -> str:
     """A line for each number of devices, with the share of a step that each part takes;
     parts that nowhere take anything are left out."""
-    shown = [part for part in PARTS if any(step.part_seconds[part] for step in curve)]
+    shown = _parts_of(curve)
     has_price = training.price_per_device_hour > 0
     titles = ["devices", "step, s", "samples/s", "efficiency", *shown]
     rows = [titles + ["price of 1M samples"] * has_price]
@@ -59,7 +60,7 @@ def curve_table(training: Training, curve: Sequence[StepPrediction]) -> str:
     )
     last = curve[-1]
     most = f"most is lost to: {last.largest_loss}, on {last.devices:,} devices"
-    return "\n".join([heading, "", _columns(rows), "", most])
+    return "\n".join([heading, "", format_table(rows, left=()), "", most])
 
 
 def curve_values(training: Training, curve: Sequence[StepPrediction]) -> dict[str, Any]:
@@ -94,7 +95,7 @@ def curve_values(training: Training, curve: Sequence[StepPrediction]) -> dict[st
 
 def curve_page(training: Training, curve: Sequence[StepPrediction]) -> str:
     """One HTML page: efficiency, samples a second, and the parts of a step."""
-    shown = [part for part in PARTS if any(step.part_seconds[part] for step in curve)]
+    shown = _parts_of(curve)
     one = training.compute.samples / training.compute.seconds
     panels: dict[str, dict[str, Sequence[float]]] = {
         "efficiency, %": {"": [100 * step.efficiency for step in curve]},
@@ -125,7 +126,7 @@ def known_names() -> str:
         profile = make()
         flops = profile.forward_flops_per_sample / 1e9
         rows.append([name, f"{profile.gradient_bytes / 1e6:,.0f}", f"{flops:,.1f}"])
-    lines = [_columns(rows), ""]
+    lines = [format_table(rows, left=()), ""]
     for machine in HARDWARE.values():
         lines.append(f"{machine.name}: {machine.source}")
     return "\n".join(lines)
@@ -145,6 +146,11 @@ def published_table() -> str:
             f"{100 * point.error:+.1f}% | {point.quantity}{fitted} | {point.source} |"
         )
     return "\n".join(lines)
+
+
+def _parts_of(curve: Sequence[StepPrediction]) -> list[str]:
+    """Those that take time anywhere."""
+    return [part for part in PARTS if any(step.part_seconds[part] for step in curve)]
 
 
 def _shares(step: StepPrediction) -> dict[str, float]:
@@ -168,13 +174,3 @@ def _short(number: int) -> str:
     ['512', '1k', '16k', '1500']
     """
     return f"{number // 1024}k" if number % 1024 == 0 else str(number)
-
-
-def _columns(rows: Sequence[Sequence[str]]) -> str:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(
-            cell.rjust(width) for cell, width in zip(row, widths, strict=True)
-        ).rstrip()
-        for row in rows
-    )

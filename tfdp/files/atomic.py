@@ -20,7 +20,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from tfdp.errors import ConfigurationError
+
 __all__ = [
+    "refuse_missing_folder",
     "remove_leftovers",
     "replaced",
     "sync_file",
@@ -39,6 +42,16 @@ KEPT_CHARACTERS = 40
 SECONDS_TO_DEATH = 24 * 3600
 
 _numbers = itertools.count()
+
+
+def refuse_missing_folder(option: str, path: str | None) -> None:
+    """Before the work whose result is to be written to `path`, and not after it.
+
+    Raises:
+      ConfigurationError: the folder is missing; naming the `option` that gave the path.
+    """
+    if path and not Path(path).absolute().parent.is_dir():
+        raise ConfigurationError(f"{option} {path}: there is no such folder")
 
 
 @contextlib.contextmanager

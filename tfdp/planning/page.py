@@ -5,6 +5,8 @@ from __future__ import annotations
 import html
 from collections.abc import Mapping, Sequence
 
+from tfdp.report.html_page import html_page, legend, svg_line, svg_text
+
 __all__ = ["draw_plan"]
 
 # In the order in which they are drawn: what stays first, what comes and goes last.
@@ -23,26 +25,9 @@ _WIDTH, _LEFT, _RIGHT, _BAR, _GAP, _TOP = 1000, 300, 110, 26, 12, 30
 # Narrower parts are not drawn.
 _THINNEST = 0.2
 
-_PAGE = """<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<title>{title}</title>
-<style>
-body {{ font: 14px sans-serif; margin: 24px; color: #222; background: #fff; }}
-svg text {{ font: 12px sans-serif; fill: #222; }}
-td, th {{ text-align: right; padding: 3px 12px; border-bottom: 1px solid #ddd; }}
-td:first-child, th:first-child {{ text-align: left; }}
-</style>
-</head>
-<body>
-<h1>{title}</h1>
-<p>{sentence}</p>
-<p>{legend}</p>
-{picture}
-{tables}
-</body>
-</html>
+_STYLE = """\
+td, th { text-align: right; padding: 3px 12px; border-bottom: 1px solid #ddd; }
+td:first-child, th:first-child { text-align: left; }
 """
 
 Table = tuple[str, Sequence[str], Sequence[Sequence[str]]]
@@ -64,20 +49,14 @@ def draw_plan(
       tables: (heading, titles of the columns, rows).
       memory_bytes: where a line is drawn; None: nowhere.
     """
-    return _PAGE.format(
-        title=html.escape(title),
-        sentence=html.escape(sentence),
-        legend=_legend({part for _, parts in bars for part in parts}),
-        picture=_picture(bars, memory_bytes),
-        tables="\n".join(_table(*table) for table in tables if table[2]),
-    )
-
-
-def _legend(parts: set[str]) -> str:
-    return " &nbsp; ".join(
-        f'<span style="color: {colour}">&#9632;</span> {part}'
-        for part, colour in COLOURS.items()
-        if part in parts
+    shown = {part for _, parts in bars for part in parts}
+    return html_page(
+        title,
+        f"<p>{html.escape(sentence)}</p>",
+        legend({part: colour for part, colour in COLOURS.items() if part in shown}),
+        _picture(bars, memory_bytes),
+        *(_table(*table) for table in tables if table[2]),
+        style=_STYLE,
     )
 
 
@@ -93,21 +72,18 @@ def _picture(
     ]
     for number, (name, parts) in enumerate(bars):
         y, x = _TOP + number * (_BAR + _GAP), float(_LEFT)
-        lines.append(_text(_LEFT - 8, y + 17, name, "end"))
+        lines.append(svg_text(_LEFT - 8, y + 17, name, "end"))
         for part, colour in COLOURS.items():
             size_bytes = parts.get(part, 0)
             if size_bytes * scale >= _THINNEST:
                 lines.append(_box(x, y, size_bytes * scale, colour, part, size_bytes))
                 x += size_bytes * scale
         total = sum(parts.values())
-        lines.append(_text(x + 6, y + 17, f"{total / 1e6:,.0f} MB", "start"))
+        lines.append(svg_text(x + 6, y + 17, f"{total / 1e6:,.0f} MB", "start"))
     if memory_bytes is not None:
         x = _LEFT + memory_bytes * scale
-        lines.append(
-            f'<line x1="{x:.1f}" x2="{x:.1f}" y1="18" y2="{height - 4}" '
-            'stroke="#a00" stroke-width="2"/>'
-        )
-        lines.append(_text(x, 12, f"memory: {memory_bytes / 1e6:,.0f} MB", "middle"))
+        lines.append(svg_line(x, 18, x, height - 4, "#a00", 2))
+        lines.append(svg_text(x, 12, f"memory: {memory_bytes / 1e6:,.0f} MB", "middle"))
     return "\n".join([*lines, "</svg>"])
 
 
@@ -117,13 +93,6 @@ def _box(
     return (
         f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="{_BAR}" '
         f'fill="{colour}"><title>{part}: {size_bytes / 1e6:,.1f} MB</title></rect>'
-    )
-
-
-def _text(x: float, y: float, content: str, anchor: str) -> str:
-    return (
-        f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">'
-        f"{html.escape(content)}</text>"
     )
 
 

@@ -1,4 +1,4 @@
-"""Pictures of a training run."""
+"""Pages with pictures, and tables of text."""
 
 from tfdp.report.learning_curve import write_learning_curve
 

@@ -6,6 +6,8 @@ import html
 import math
 from collections.abc import Mapping, Sequence
 
+from tfdp.report.html_page import html_page, svg_line, svg_text
+
 __all__ = ["draw_page"]
 
 _WIDTH, _HEIGHT = 460, 300
@@ -13,23 +15,7 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 16, 36, 44
 _COLOURS = ("#1f5fa8", "#c2571a", "#2f7d4f", "#7a4fa0")
 _MOST_TICKS = 6
 
-_PAGE = """<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<title>{title}</title>
-<style>
-body {{ font: 14px sans-serif; margin: 24px; color: #222; background: #fff; }}
-svg {{ margin: 0 12px 12px 0; }}
-svg text {{ font: 12px sans-serif; fill: #222; }}
-</style>
-</head>
-<body>
-<h1>{title}</h1>
-{panels}
-</body>
-</html>
-"""
+_STYLE = "svg { margin: 0 12px 12px 0; }\n"
 
 
 def draw_page(
@@ -48,10 +34,10 @@ def draw_page(
         not all where there are many.
       place_name: what stands below that.
     """
-    drawn = "\n".join(
+    drawn = [
         _panel(metric, lines, places, place_name) for metric, lines in panels.items()
-    )
-    return _PAGE.format(title=html.escape(title), panels=drawn)
+    ]
+    return html_page(title, *drawn, style=_STYLE)
 
 
 def ticks_between(low: float, high: float, most: int = _MOST_TICKS) -> list[float]:
@@ -89,18 +75,18 @@ def _panel(
     parts = [
         f'<svg width="{_WIDTH}" height="{_HEIGHT}" role="img" '
         f'aria-label="{html.escape(metric)} over: {html.escape(place_name)}">',
-        _text(_LEFT, 20, metric.replace("_", " "), "start"),
-        _text(_WIDTH / 2, _HEIGHT - 8, place_name, "middle"),
+        svg_text(_LEFT, 20, metric.replace("_", " "), "start"),
+        svg_text(_WIDTH / 2, _HEIGHT - 8, place_name, "middle"),
     ]
     for value in ticks_between(low, high):
-        parts.append(_line(_LEFT, y_of(value), _WIDTH - _RIGHT, y_of(value), "#ddd"))
-        parts.append(_text(_LEFT - 6, y_of(value) + 4, f"{value:.4g}", "end"))
+        parts.append(svg_line(_LEFT, y_of(value), _WIDTH - _RIGHT, y_of(value), "#ddd"))
+        parts.append(svg_text(_LEFT - 6, y_of(value) + 4, f"{value:.4g}", "end"))
     for epoch in range(1, epochs + 1) if places else _epoch_ticks(epochs):
         place = places[epoch - 1] if places else str(epoch)
-        parts.append(_text(x_of(epoch), _HEIGHT - 26, place, "middle"))
-    parts.append(_line(_LEFT, _TOP, _LEFT, _HEIGHT - _BOTTOM, "#888"))
+        parts.append(svg_text(x_of(epoch), _HEIGHT - 26, place, "middle"))
+    parts.append(svg_line(_LEFT, _TOP, _LEFT, _HEIGHT - _BOTTOM, "#888"))
     bottom = _HEIGHT - _BOTTOM
-    parts.append(_line(_LEFT, bottom, _WIDTH - _RIGHT, bottom, "#888"))
+    parts.append(svg_line(_LEFT, bottom, _WIDTH - _RIGHT, bottom, "#888"))
     for number, (name, values) in enumerate(lines.items()):
         colour = _COLOURS[number % len(_COLOURS)]
         points = [
@@ -110,8 +96,8 @@ def _panel(
         parts.extend(_curve(points, colour))
         if len(lines) > 1:
             legend_x = _WIDTH - _RIGHT - 90 * (len(lines) - number)
-            parts.append(_line(legend_x, 28, legend_x + 16, 28, colour, 2))
-            parts.append(_text(legend_x + 20, 32, name, "start"))
+            parts.append(svg_line(legend_x, 28, legend_x + 16, 28, colour, 2))
+            parts.append(svg_text(legend_x + 20, 32, name, "start"))
     return "\n".join([*parts, "</svg>"])
 
 
@@ -137,19 +123,3 @@ def _curve(points: Sequence[tuple[float, float] | None], colour: str) -> list[st
     ]
     drawn = f'<path d="{" ".join(path)}" fill="none" stroke="{colour}"'
     return [f'{drawn} stroke-width="2"/>', *dots]
-
-
-def _line(
-    x1: float, y1: float, x2: float, y2: float, colour: str, width: int = 1
-) -> str:
-    return (
-        f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" '
-        f'stroke="{colour}" stroke-width="{width}"/>'
-    )
-
-
-def _text(x: float, y: float, content: str, anchor: str) -> str:
-    return (
-        f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">'
-        f"{html.escape(content)}</text>"
-    )

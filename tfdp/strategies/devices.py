@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from tfdp.checks import is_whole
+from tfdp.cluster.machine import usable_cores
 from tfdp.cluster.nvidia import driver_gpus, explain_unseen_gpus
 from tfdp.errors import ConfigurationError, DeviceError, DeviceWarning
 
@@ -81,13 +82,7 @@ def add_waiting_thread() -> None:
     if is_set or "TF_NUM_INTEROP_THREADS" in os.environ:
         return
     with contextlib.suppress(RuntimeError):
-        threading.set_inter_op_parallelism_threads(_usable_cores() + 1)
-
-
-def _usable_cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+        threading.set_inter_op_parallelism_threads(usable_cores() + 1)
 
 
 def unseen_gpus() -> str | None:

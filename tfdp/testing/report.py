@@ -8,8 +8,8 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any
 
+from tfdp.report.text_table import format_table
 from tfdp.testing.rounding import excess
-from tfdp.testing.table import format_table
 
 __all__ = ["Finding", "ParityReport", "VariableRow", "tell_enough"]
 
@@ -175,7 +175,9 @@ class ParityReport:
     def __str__(self) -> str:
         blocks = ["\n".join(self._heading())]
         if self.rows:
-            blocks.append(format_table(TITLES, [_cells(row) for row in self.rows]))
+            rows = [TITLES, *map(_cells, self.rows)]
+            # Names to the left, figures to the right, what is said of them to the left.
+            blocks.append(format_table(rows, left=(0, len(TITLES) - 1)))
         causes = [str(finding) for finding in self.causes]
         # The last word is what counts: a failure's cause, or that there is none.
         if self.is_intended:

@@ -24,11 +24,10 @@ from tfdp.bench.prediction.measuring import (
     WITHIN,
     measure_link,
     profile_from,
-    usable_cores,
 )
 from tfdp.bench.processes.two_hosts import two_hosts
 from tfdp.bench.results import spread
-from tfdp.cluster.machine import describe_machine
+from tfdp.cluster.machine import describe_machine, usable_cores
 from tfdp.errors import CollectiveError, DeviceError
 from tfdp.plan.topology import Topology
 from tfdp.simulator.known_models import MODELS as KNOWN_MODELS
@@ -37,9 +36,8 @@ from tfdp.simulator.measured import MeasuredMachine, MeasuredModel
 from tfdp.simulator.model import Compute
 from tfdp.simulator.step import Training, play_exchange, predict_step
 
-__all__ = ["PREDICTION_SUITE", "run_prediction"]
+__all__ = ["run_prediction"]
 
-PREDICTION_SUITE = "prediction"
 MODELS, QUICK_MODELS = ("cnn-1m", "mlp-20m", "resnet20"), ("mlp-tiny",)
 ON_LOOPBACK: tuple[Place, ...] = tuple(
     Place(*each) for each in ((1, 2), (1, 4), (2, 1), (2, 2))
@@ -79,7 +77,7 @@ class Row:
 
 
 def run_prediction(
-    links: Sequence[str],
+    links: Sequence[str] | None,
     *,
     repeats: int,
     quick: bool,
@@ -89,7 +87,8 @@ def run_prediction(
     """Measures, predicts and tells; returns the exit code, 1 where an arm failed.
 
     Args:
-      links: "loopback", and rates in the words of `tc`, which need root.
+      links: "loopback", and rates in the words of `tc`, which need root; None: the
+        first.
       repeats: figures for each arm.
       quick: a tiny model in one place, which shows only that it runs.
       json_path: also write all figures here.
@@ -98,7 +97,7 @@ def run_prediction(
     runner = _Runner(repeats, quick, timeout_seconds)
     facts, load_before = describe_machine(), os.getloadavg()[0]
     print(COLUMNS.format(*TITLES), flush=True)
-    for link in links:
+    for link in links or [LOOPBACK]:
         try:
             runner.run(link)
         except (CollectiveError, DeviceError) as error:
@@ -114,7 +113,7 @@ def run_prediction(
         load = [load_before, load_after]
         write_json(
             json_path,
-            {"suite": PREDICTION_SUITE, "machine": facts, "load": load, "rows": rows},
+            {"suite": "prediction", "machine": facts, "load": load, "rows": rows},
         )
     return 1 if runner.failures else 0
 

@@ -12,7 +12,7 @@ from typing import Any
 from tfdp.bench.prediction.arrangements import Figures, Place, measure_place
 from tfdp.bench.prediction.fit import SUM_SETS, SumTimes, fit_link
 from tfdp.bench.processes.two_hosts import two_hosts
-from tfdp.cluster.machine import describe_machine
+from tfdp.cluster.machine import describe_machine, usable_cores
 from tfdp.simulator.machine import Link
 from tfdp.simulator.measured import MeasuredMachine, MeasuredModel
 from tfdp.simulator.model import Gradient, ModelProfile
@@ -24,7 +24,6 @@ __all__ = [
     "measure_link",
     "measure_machine",
     "profile_from",
-    "usable_cores",
 ]
 
 LOOPBACK = "loopback"
@@ -100,11 +99,6 @@ def measure_machine(
         load=max(load, os.getloadavg()[0]),
         measured=now.isoformat(timespec="seconds"),
     )
-
-
-def usable_cores() -> int:
-    """Of this process."""
-    return len(os.sched_getaffinity(0))
 
 
 def measure_link(

@@ -1,0 +1,63 @@
+"""What all pages have in common: one HTML file with SVG in it, no script, no other."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Mapping
+
+__all__ = ["html_page", "legend", "svg_line", "svg_text"]
+
+_PAGE = """<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<title>{title}</title>
+<style>
+body {{ font: 14px sans-serif; margin: 24px; color: #222; background: #fff; }}
+svg text {{ font: 12px sans-serif; fill: #222; }}
+{style}</style>
+</head>
+<body>
+<h1>{title}</h1>
+{body}
+</body>
+</html>
+"""
+
+
+def html_page(title: str, *parts: str, style: str = "") -> str:
+    """The page.
+
+    Args:
+      title: the heading, as it is to be read.
+      parts: what follows it, as HTML.
+      style: rules of CSS besides, each with a line's end.
+    """
+    return _PAGE.format(title=html.escape(title), body="\n".join(parts), style=style)
+
+
+def legend(colours: Mapping[str, str]) -> str:
+    """A paragraph that says which colour is what."""
+    entries = [
+        f'<span style="color: {colour}">&#9632;</span> {name}'
+        for name, colour in colours.items()
+    ]
+    return f"<p>{' &nbsp; '.join(entries)}</p>"
+
+
+def svg_line(
+    x1: float, y1: float, x2: float, y2: float, colour: str, width: int = 1
+) -> str:
+    """A straight line from one place to another, in pixels."""
+    return (
+        f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" '
+        f'stroke="{colour}" stroke-width="{width}"/>'
+    )
+
+
+def svg_text(x: float, y: float, content: str, anchor: str) -> str:
+    """Words that begin, end or have their middle at a place: start, end, middle."""
+    return (
+        f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">'
+        f"{html.escape(content)}</text>"
+    )
