@@ -75,6 +75,24 @@ def test_bad_arguments_are_refused(arguments, capsys):
     assert "usage: tfdp" in capsys.readouterr().err
 
 
+def test_without_a_command_all_are_named(capsys):
+    with pytest.raises(SystemExit):
+        cli.main([])
+    said = capsys.readouterr().err
+    assert all(name in said for name in cli.COMMANDS)
+
+
+def test_a_command_imports_no_other():
+    code = (
+        "import contextlib, sys; from tfdp.commands import cli\n"
+        "with contextlib.suppress(SystemExit): cli.main(['info', '--help'])\n"
+        "assert 'tfdp.commands.info' in sys.modules\n"
+        "assert not {'tfdp.bench', 'tfdp.launch'} & set(sys.modules)"
+    )
+    done = run_python("-c", code)
+    assert done.returncode == 0, done.stderr
+
+
 def test_a_case_outside_the_suite_is_refused(capsys):
     assert cli.main(["bench", "train", "--case", "allreduce-resnet50"]) == 2
     assert "tfdp bench --list" in capsys.readouterr().err

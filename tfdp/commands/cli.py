@@ -69,6 +69,8 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Ends the program; a command that does not exist may be meant otherwise."""
+        if message.endswith("required: COMMAND"):
+            message += f", one of {', '.join(COMMANDS)}"
         if found := re.search(r"invalid choice: '([^']*)'", message):
             message += _meant(found[1], list(COMMANDS))
         super().error(message)
