@@ -5,9 +5,9 @@ import json
 
 import pytest
 
-from tfdp.bench.prediction import arrangements, command, fit, measuring
+from tfdp.bench.prediction import arrangements, command, measuring
 from tfdp.bench.prediction.arrangements import Figures, Place
-from tfdp.bench.prediction.fit import SUM_SETS, SumTimes, bucket_count, fit_link
+from tfdp.bench.prediction.fit import BETWEEN_SETS, WITHIN_SETS, SumTimes, fit_link
 from tfdp.bench.subjects.gradient_sets import GRADIENT_SETS, count_parameters
 from tfdp.commands import cli, measure_target
 from tfdp.errors import CollectiveError
@@ -19,7 +19,11 @@ from tfdp.simulator.step import Training, play_exchange
 
 CALL_SECONDS = 0.003  # from Python into TensorFlow and back
 # As many bytes as ResNet-50 has.
-SETS = {**SUM_SETS, command.SUM_SUBJECT: (214, 478_200)}
+SETS = {
+    **WITHIN_SETS.content,
+    **BETWEEN_SETS.content,
+    command.SUM_SUBJECT: (214, 478_200),
+}
 GRADIENTS = [[4 * 10**6, 5.0, "float32"], [400, 0.0, "float32"]]
 
 
@@ -74,31 +78,33 @@ def machine(monkeypatch):
     return stand_in
 
 
-@pytest.mark.parametrize("name", SUM_SETS)
-def test_the_sets_are_what_the_fit_takes_them_for(name):
-    shapes = GRADIENT_SETS[name]()
-    count, size_bytes = SUM_SETS[name]
-    assert len(shapes) == count
-    assert 4 * count_parameters(shapes) == count * size_bytes
+@pytest.mark.parametrize("sets", [WITHIN_SETS, BETWEEN_SETS])
+def test_the_sets_are_what_the_fit_takes_them_for(sets):
+    for name, (count, size_bytes) in sets.content.items():
+        shapes = GRADIENT_SETS[name]()
+        assert len(shapes) == count
+        assert 4 * count_parameters(shapes) == count * size_bytes
+    total = {name: count * each for name, (count, each) in sets.content.items()}
+    assert total[sets.few] == total[sets.many] < total[sets.large]
+    assert sets.units(sets.few) == sets.units(sets.large) < sets.units(sets.many)
 
 
-def test_a_link_is_found_again_whatever_a_call_costs():
-    # 1 us a bucket and 1 GB/s for each of 3 times the bytes; half of 2 cores.
-    counts = {name: bucket_count(name) for name in SUM_SETS}
-    assert counts[fit.SMALL] == counts[fit.LARGE] == 1 < counts[fit.MANY]
+@pytest.mark.parametrize("sets", [WITHIN_SETS, BETWEEN_SETS])
+def test_a_link_is_found_again_whatever_a_call_costs(sets):
+    # 1 us a unit and 1 GB/s for each of 3 times the bytes; half of 2 cores.
     times = {}
-    for name, (tensors, size_bytes) in SUM_SETS.items():
-        taken = 1e-6 * counts[name] + 3 * tensors * size_bytes / 1e9
+    for name, (tensors, size_bytes) in sets.content.items():
+        taken = 1e-6 * sets.units(name) + 3 * tensors * size_bytes / 1e9
         times[name] = SumTimes(taken + 0.5, 0.5 * 2 * taken + 0.7)
-    link = fit_link(times, 3, rounds=1, cores=2)
+    link = fit_link(sets, times, 3, rounds=1, cores=2)
     assert link.latency_seconds == pytest.approx(1e-6)
     assert link.bytes_per_second == pytest.approx(1e9)
     assert link.compute_share == pytest.approx(0.5)
 
 
 def test_noise_gives_no_link_that_means_nothing():
-    times = {name: SumTimes(0.1, 9.0) for name in SUM_SETS}
-    link = fit_link(times, 1, rounds=1, cores=2)
+    times = {name: SumTimes(0.1, 9.0) for name in WITHIN_SETS.content}
+    link = fit_link(WITHIN_SETS, times, 1, rounds=1, cores=2)
     assert link.latency_seconds > 0 and link.bytes_per_second > 0
     assert 0 <= link.compute_share <= 1
 

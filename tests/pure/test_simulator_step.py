@@ -85,6 +85,14 @@ def test_levels_work_at_the_same_time():
     assert play_step(0.5, [0.0, 0.0], [both, both]).end_seconds == pytest.approx(7.0)
 
 
+def test_levels_that_need_the_same_cores_take_turns():
+    both = [Stage("within", 1.0, 0.6), Stage("between", 3.0, 0.6)]
+    # Within 0 to 1, and 1 to 2 by who has waited longer; between 2 to 5 and 5 to 8.
+    assert play_step(0.1, [0.0, 0.0], [both, both]).end_seconds == pytest.approx(8.0)
+    half = [Stage("within", 1.0, 0.5), Stage("between", 3.0, 0.5)]
+    assert play_step(0.1, [0.0, 0.0], [half, half]).end_seconds == pytest.approx(7.0)
+
+
 def test_no_bucket_and_no_stage_are_a_step_without_sums():
     assert play_step(2.0, [], []).end_seconds == 2.0
     assert play_step(2.0, [1.0], [[]]).end_seconds == 2.0

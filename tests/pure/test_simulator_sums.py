@@ -30,9 +30,9 @@ HOST, HOSTS = Topology(1, 4), Topology(4, 2)
         ("ring", HOST, 6 + 15),
         ("two_level", HOST, 6 + 15),
         ("tree", HOST, 6 + 10),
-        # 3 additions of 100 bytes at 10 bytes/s, and one latency.
-        ("in_process", HOST, 30 + 1),
-        ("sockets", HOST, 30 + 1),
+        # 4 x 100 bytes read and 100 written at 10 bytes/s, and one latency.
+        ("in_process", HOST, 50 + 1),
+        ("sockets", HOST, 50 + 1),
         # 14 hops, 6 of them between hosts; 2 x 100 x 7/8 bytes at 5 bytes/s.
         ("ring", HOSTS, 8 * 1 + 6 * 3 + 35),
         # Within: 2 hops, 2 x 100 / 2 bytes; between: 6 hops, 2 x 100 x 3/4 bytes.
@@ -44,6 +44,13 @@ HOST, HOSTS = Topology(1, 4), Topology(4, 2)
 )
 def test_a_sum_of_100_bytes(algorithm, topology, expected):
     assert sum_seconds(100, topology, MACHINE, algorithm) == pytest.approx(expected)
+
+
+def test_in_process_each_tensor_has_its_latency():
+    (stage,) = exchange_stages(100, HOST, MACHINE, "in_process", 1.0, 7)
+    assert stage.seconds == pytest.approx(50 + 7 * 1)
+    (stage,) = exchange_stages(100, HOST, MACHINE, "ring", 1.0, 7)
+    assert stage.seconds == pytest.approx(6 + 15)
 
 
 def test_six_hosts_are_four_and_two_that_hand_theirs_over():

@@ -15,7 +15,8 @@ from tfdp.simulator.model import Gradient, ModelProfile
 
 __all__ = ["read_machine", "write_machine"]
 
-KIND, VERSION = "tfdp measured machine", 1
+# 2: a host's `bytes_per_second` are read and written ones; they were added ones.
+KIND, VERSION = "tfdp measured machine", 2
 MOST_BYTES = 64 << 20
 LINK_FIELDS = ("latency_seconds", "bytes_per_second", "compute_share")
 

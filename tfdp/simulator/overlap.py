@@ -3,7 +3,8 @@
 Backprop goes on at the speed 1 - s, where s is the share that the sums on their way
 take of the computing. A bucket goes through its stages in order; each level of links
 carries one bucket at a time, first come, first served, so that while one bucket is
-between hosts the next one can be summed within them.
+between hosts the next one can be summed within them: unless both need the cores, and
+more of them than there are.
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ from collections.abc import Sequence
 from tfdp.simulator.sums import Stage
 
 __all__ = ["BucketTimes", "PlayedStep", "play_step"]
+
+# Shares add up to it at most, but for rounding.
+ALL_CORES = 1.0 + 1e-9
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,11 +134,14 @@ class _Player:
         return self._computed >= self._compute_seconds
 
     def _speed(self) -> float:
-        taken = sum(
+        return max(1.0 - self._taken(), 0.0)
+
+    def _taken(self) -> float:
+        """The part of the cores that the sums on their way have."""
+        return sum(
             self._stages[number][place].compute_share
             for _, number, place in self._travelling.values()
         )
-        return max(1.0 - taken, 0.0)
 
     def _enter(self, number: int, place: int) -> None:
         """The bucket waits for the level of its next stage, or is there."""
@@ -148,13 +155,19 @@ class _Player:
         heapq.heappush(queue, (self._time, number, place))
 
     def _let_go(self) -> None:
-        for level, queue in self._waiting.items():
-            if queue and level not in self._travelling:
-                _, number, place = heapq.heappop(queue)
-                if math.isnan(self._start[number]):
-                    self._start[number] = self._time
-                end = self._time + self._stages[number][place].seconds
-                self._travelling[level] = (end, number, place)
+        # Levels in the order of those who have waited longest.
+        for level in sorted(self._waiting, key=lambda name: self._waiting[name][:1]):
+            queue = self._waiting[level]
+            if not queue or level in self._travelling:
+                continue
+            _, number, place = queue[0]
+            stage = self._stages[number][place]
+            if self._travelling and self._taken() + stage.compute_share > ALL_CORES:
+                continue
+            heapq.heappop(queue)
+            if math.isnan(self._start[number]):
+                self._start[number] = self._time
+            self._travelling[level] = (self._time + stage.seconds, number, place)
 
     def _arrive(self) -> None:
         for level, (end, number, place) in list(self._travelling.items()):

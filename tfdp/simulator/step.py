@@ -221,10 +221,10 @@ def play_exchange(training: Training, topology: Topology) -> PlayedStep:
     for bucket in buckets:
         size_bytes = bucket.size_bytes or 0
         arguments = (size_bytes, topology, training.machine, training.algorithm)
-        own = exchange_stages(*arguments, part=parts)
+        own = exchange_stages(*arguments, parts, len(bucket.indices))
         if training.gather_parts:
             # What backward gathers goes over the link as well, before its scatter.
-            own = [*exchange_stages(*arguments, part=parts), *own]
+            own = [*own, *own]
         stages.append(own)
     late = _late_forward(training, topology, buckets, forward)
     bucket_ready = [
@@ -252,6 +252,7 @@ def _late_forward(
                 training.machine,
                 training.algorithm,
                 part=0.5,
+                tensors=len(bucket.indices),
             )
         )
         for bucket in buckets
@@ -316,5 +317,6 @@ def _all_sums(training: Training, topology: Topology) -> float:
             training.machine,
             training.algorithm,
             part=part,
+            tensors=len(bucket.indices),
         )
     )

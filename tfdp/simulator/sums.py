@@ -11,8 +11,12 @@ a host and `_e` between hosts, all rates of a host's connections together:
     recursive_doubling within as two_level; log2(M) (n / R_e + a_e)
     tree               n-byte pipeline up and down, two trees of half the bytes:
                        2 n / R_e + 2 (g-1) a_i + 2 log2(M) a_e, n / R_i where M = 1
-    in_process         one host: (g-1) n / R_i + a_i: the replicas add, all together
+    in_process         one host: (g+1) n / R_i + t a_i: the replicas add, all together
     sockets            within as in_process, then the way of `tfdp.plan.sum_ways`
+
+In process nothing is packed: each of t tensors is a sum of its own. R_i is a rate of
+memory there: what all replicas hold is read and the sum is written, in pieces that stay
+in a cache from one addition to the next.
 
 A gather or a scatter of n bytes is half a sum: half of the bytes, half of the steps.
 Where the number of hosts is no power of 2 the halvings and doublings have a step before
@@ -33,7 +37,13 @@ from tfdp.plan.sum_ways import LinkSpeed, SumWays
 from tfdp.plan.topology import Topology
 from tfdp.simulator.machine import Machine
 
-__all__ = ["ALGORITHMS", "Stage", "exchange_stages", "sum_seconds"]
+__all__ = [
+    "ALGORITHMS",
+    "Stage",
+    "exchange_stages",
+    "moved_in_process",
+    "sum_seconds",
+]
 
 ALGORITHMS = (
     "ring",
@@ -88,12 +98,14 @@ def exchange_stages(
     machine: Machine,
     algorithm: str,
     part: float = 1.0,
+    tensors: int = 1,
 ) -> list[Stage]:
     """The parts of a sum, in their order; none on a single replica.
 
     Args:
       size_bytes, topology, machine, algorithm: as `sum_seconds`.
       part: 1 for a sum, 1/2 for a gather or a scatter.
+      tensors: that the bytes are made of.
 
     Raises:
       ConfigurationError: as `sum_seconds`.
@@ -115,7 +127,7 @@ def exchange_stages(
         return [_flat_ring(size_bytes, topology, machine, part)]
     stages = []
     if topology.devices_per_host > 1:
-        seconds = part * _within(size_bytes, topology, machine, algorithm)
+        seconds = part * _within(size_bytes, topology, machine, algorithm, tensors)
         share = machine.within_host.compute_share
         stages.append(Stage(WITHIN, seconds + machine.launch_seconds, share))
     if topology.hosts > 1:
@@ -144,17 +156,27 @@ def _flat_ring(
 
 
 def _within(
-    size_bytes: float, topology: Topology, machine: Machine, algorithm: str
+    size_bytes: float,
+    topology: Topology,
+    machine: Machine,
+    algorithm: str,
+    tensors: int,
 ) -> float:
     link, devices = machine.within_host, topology.devices_per_host
     if algorithm in ("in_process", "sockets"):
-        return (devices - 1) * size_bytes / link.rate + link.latency_seconds
+        moved_bytes = moved_in_process(devices) * size_bytes
+        return moved_bytes / link.rate + tensors * link.latency_seconds
     latencies = 2 * (devices - 1) * link.latency_seconds
     if algorithm == "tree":
         # Between hosts the bytes of the tree go through the devices on their way.
         alone = size_bytes / link.rate if topology.hosts == 1 else 0.0
         return latencies + alone
     return latencies + 2 * size_bytes * (devices - 1) / devices / link.rate
+
+
+def moved_in_process(devices: int) -> int:
+    """For each byte of a sum, what is read and written of the memory of a host."""
+    return devices + 1
 
 
 def _between(size_bytes: float, hosts: int, machine: Machine, algorithm: str) -> float:

@@ -1,11 +1,14 @@
 """Latency and rate of a link from three sums. Pure.
 
-Of one tensor of 4 MB, of one of 32 MB, and of 64 tensors of 64 KB, which are 4 MB in
-several buckets. With t their times and b the buckets of each,
+Of a few tensors, of more bytes in as many tensors, and of the same bytes in more
+tensors: 4 MB, 32 MB and 4 MB. With t their times and u the units of each, by which a
+sum has its latency,
 
-    bytes per second     work of (32 MB - 4 MB) / (t of 32 MB - t of 4 MB)
-    seconds of a bucket  (t of 64 tensors - t of one) / (b of 64 - b of one)
+    bytes per second   work of (32 MB - 4 MB) / (t of 32 MB - t of 4 MB)
+    seconds of a unit  (t of many units - t of few) / (u of many - u of few)
 
+Between processes a unit is a bucket. Within a process nothing is packed and a unit is a
+tensor, of which each replica adds some: there are 64 at least, so that all cores add.
 What a call costs besides, from Python into TensorFlow and back, falls out of both.
 """
 
@@ -17,12 +20,63 @@ from tfdp.plan.buckets import TensorInfo, plan_buckets
 from tfdp.plan.communication import Communication
 from tfdp.simulator.machine import Link
 
-__all__ = ["LARGE", "MANY", "SMALL", "SUM_SETS", "SumTimes", "fit_link"]
+__all__ = ["BETWEEN_SETS", "WITHIN_SETS", "SumSets", "SumTimes", "fit_link"]
 
-#: Names of `gradient_sets.GRADIENT_SETS`, with their tensors and the bytes of each.
-SMALL, MANY, LARGE = "equal-1x1m", "equal-64x16k", "equal-1x8m"
-SUM_SETS = {SMALL: (1, 1 << 22), MANY: (64, 1 << 16), LARGE: (1, 1 << 25)}
 LEAST_SECONDS = 1e-7
+
+
+@dataclasses.dataclass(frozen=True)
+class SumSets:
+    """Three of `gradient_sets.GRADIENT_SETS`, of equal tensors each.
+
+    Args:
+      few, many, large: names: 4 MB in few and in many tensors, 32 MB in few.
+      content: by name the tensors, and the bytes of each.
+      packed: whether a unit is a bucket; else it is a tensor.
+    """
+
+    few: str
+    many: str
+    large: str
+    content: dict[str, tuple[int, int]]
+    packed: bool
+
+    def units(self, name: str) -> int:
+        """Of a set, as tfdp plans them by default."""
+        count, size_bytes = self.content[name]
+        if not self.packed:
+            return count
+        defaults = Communication()
+        plan = plan_buckets(
+            [TensorInfo(size_bytes, "float32")] * count,
+            bucket_bytes=defaults.bucket_bytes,
+            first_bucket_bytes=defaults.first_bucket_bytes,
+        )
+        return len(plan)
+
+
+BETWEEN_SETS = SumSets(
+    "equal-1x1m",
+    "equal-64x16k",
+    "equal-1x8m",
+    {
+        "equal-1x1m": (1, 1 << 22),
+        "equal-64x16k": (64, 1 << 16),
+        "equal-1x8m": (1, 1 << 25),
+    },
+    packed=True,
+)
+WITHIN_SETS = SumSets(
+    "equal-64x16k",
+    "equal-256x4k",
+    "equal-64x128k",
+    {
+        "equal-64x16k": (64, 1 << 16),
+        "equal-256x4k": (256, 1 << 14),
+        "equal-64x128k": (64, 1 << 19),
+    },
+    packed=False,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,38 +87,32 @@ class SumTimes:
     processor_seconds: float
 
 
-def bucket_count(name: str) -> int:
-    """Buckets of a set, as tfdp plans them by default."""
-    count, size_bytes = SUM_SETS[name]
-    defaults = Communication()
-    plan = plan_buckets(
-        [TensorInfo(size_bytes, "float32")] * count,
-        bucket_bytes=defaults.bucket_bytes,
-        first_bucket_bytes=defaults.first_bucket_bytes,
-    )
-    return len(plan)
-
-
 def fit_link(
-    times: dict[str, SumTimes], bytes_of_work: float, rounds: int, cores: int
+    sets: SumSets,
+    times: dict[str, SumTimes],
+    bytes_of_work: float,
+    rounds: int,
+    cores: int,
 ) -> Link:
     """A link that takes as long as was measured.
 
     Args:
-      times: of each of SUM_SETS.
+      sets: what was summed.
+      times: of each of them.
       bytes_of_work: for each byte of a sum what is moved, by the simulator's formula:
-        replicas - 1 within a host, 2 (p - 1) / p between p processes.
+        replicas + 1 within a host, 2 (p - 1) / p between p processes.
       rounds: latencies of a sum by that formula.
       cores: that the processes may use together.
     """
-    small, many, large = (times[name] for name in (SMALL, MANY, LARGE))
-    more_bytes = SUM_SETS[LARGE][1] - SUM_SETS[SMALL][1]
-    longer = max(large.seconds - small.seconds, LEAST_SECONDS)
-    buckets = bucket_count(MANY) - bucket_count(SMALL)
-    bucket_seconds = max((many.seconds - small.seconds) / buckets, LEAST_SECONDS)
-    busy = (large.processor_seconds - small.processor_seconds) / longer / cores
+    few, many, large = (times[name] for name in (sets.few, sets.many, sets.large))
+    sizes = {name: count * each for name, (count, each) in sets.content.items()}
+    longer = max(large.seconds - few.seconds, LEAST_SECONDS)
+    more_units = sets.units(sets.many) - sets.units(sets.few)
+    unit_seconds = max((many.seconds - few.seconds) / more_units, LEAST_SECONDS)
+    busy = (large.processor_seconds - few.processor_seconds) / longer / cores
+    more_bytes = sizes[sets.large] - sizes[sets.few]
     return Link(
-        latency_seconds=bucket_seconds / rounds,
+        latency_seconds=unit_seconds / rounds,
         bytes_per_second=bytes_of_work * more_bytes / longer,
         compute_share=min(max(busy, 0.0), 1.0),
     )

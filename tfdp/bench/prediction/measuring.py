@@ -10,12 +10,18 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from tfdp.bench.prediction.arrangements import Figures, Place, measure_place
-from tfdp.bench.prediction.fit import SUM_SETS, SumTimes, fit_link
+from tfdp.bench.prediction.fit import (
+    BETWEEN_SETS,
+    WITHIN_SETS,
+    SumTimes,
+    fit_link,
+)
 from tfdp.bench.processes.two_hosts import two_hosts
 from tfdp.cluster.machine import describe_machine, usable_cores
 from tfdp.simulator.machine import Link
 from tfdp.simulator.measured import MeasuredMachine, MeasuredModel
 from tfdp.simulator.model import Gradient, ModelProfile
+from tfdp.simulator.sums import moved_in_process
 
 __all__ = [
     "CASES_OF_MODELS",
@@ -114,8 +120,10 @@ def measure_link(
     Raises:
       CollectiveError, DeviceError: as `measure_machine`.
     """
+    sets = WITHIN_SETS if place.processes == 1 else BETWEEN_SETS
     wanted = [
-        (place.arm, place.request(SUM_CASE, name, repeats, quick)) for name in SUM_SETS
+        (place.arm, place.request(SUM_CASE, name, repeats, quick))
+        for name in sets.content
     ]
     with contextlib.ExitStack() as stack:
         is_shaped = link != LOOPBACK
@@ -126,12 +134,14 @@ def measure_link(
             statistics.median(figures.seconds),
             statistics.median(figures.processor_seconds),
         )
-        for name, figures in zip(SUM_SETS, found, strict=True)
+        for name, figures in zip(sets.content, found, strict=True)
     }
     if place.processes == 1:
-        return fit_link(times, place.replicas - 1, rounds=1, cores=cores)
+        moved = moved_in_process(place.replicas)
+        return fit_link(sets, times, moved, rounds=1, cores=cores)
     hops = place.processes - 1
-    return fit_link(times, 2 * hops / place.processes, rounds=2 * hops, cores=cores)
+    moved_bytes = 2 * hops / place.processes
+    return fit_link(sets, times, moved_bytes, rounds=2 * hops, cores=cores)
 
 
 def profile_from(name: str, figures: Figures) -> ModelProfile:
