@@ -273,7 +273,8 @@ class TestFiles:
         newest = folders_newest_first(tmp_path)[0]
         part = next(newest.glob("part-*"))
         data = bytearray(part.read_bytes())
-        data[-5] ^= 1
+        first_array = 8 + int.from_bytes(data[:8], "little")
+        data[first_array + 5] ^= 1
         part.write_bytes(bytes(data))
         with pytest.warns(CheckpointWarning, match=r"have changed"):
             restored = files.restore(model)

@@ -27,6 +27,7 @@ LAYERS = {
     "bench": 9,
     "commands": 9,
     "launch": 9,
+    "selftest": 9,
     "": 8,
     "planning": 8,
     "testing": 8,

@@ -1,12 +1,11 @@
 """One file of named arrays, in the format safetensors, and what tells that it is whole.
 
 The format is a header of names, types and places, and then the bytes: nothing in it is
-executed when it is read. Among the arrays is one more, the text of a JSON object: whose
-file this is, and a checksum of each array.
+executed when it is read. After the arrays comes one more, the text of a JSON object:
+whose file this is, and a checksum of each array.
 
-Measured beside `cp` on the same disk (400 MB, medians of 4 and 5 runs): written at
-1.0 times its speed; TensorFlow's `SaveV2`, which `tf.train.Checkpoint` writes with, at
-0.55 times.
+It is written here and not by the format's library, which first makes a copy of all
+arrays in memory, and only then could a checksum be taken of what is written.
 """
 
 from __future__ import annotations
@@ -35,13 +34,21 @@ FACTS = "tfdp.json"
 # A header of more is nobody's: 100,000 arrays take some 15 MB.
 LONGEST_HEADER_BYTES = 100 * 2**20
 LENGTH_BYTES = 8
+ALIGNED_BYTES = 8
+WRITTEN_BYTES = 2**20
+LARGEST_CRC = 2**32 - 1
 BLOCK_BYTES = 2**24
 # Whoever reads takes the checkpoint before.
 NO_REMEDY = ""
-# What the format has no name for is stored as bytes.
+# The format's names; what it has none for is stored as bytes.
 PLAIN = {
-    *("bool", "uint8", "int8", "int16", "uint16", "int32", "uint32", "int64"),
-    *("uint64", "float16", "bfloat16", "float32", "float64"),
+    "bool": "BOOL",
+    **{f"int{bits}": f"I{bits}" for bits in (8, 16, 32, 64)},
+    **{f"uint{bits}": f"U{bits}" for bits in (8, 16, 32, 64)},
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "float32": "F32",
+    "float64": "F64",
 }
 
 Identity = Mapping[str, Any]
@@ -63,29 +70,72 @@ def write_arrays(
     Raises:
       OSError: when it cannot be written.
 
-    Cost: one copy of the arrays in memory while they are written. Behind a URL, a file
-    in the temporary folder of this machine first.
+    Cost: one pass over the arrays, and no copy of one whose bytes lie in order. Behind
+    a URL, a file in the temporary folder of this machine first.
     """
-    from safetensors.numpy import save_file
-
-    stored = {name: _stored(array) for name, array in arrays.items()}
-    facts = {
-        **identity,
-        "arrays": {
-            name: [str(arrays[name].dtype), list(arrays[name].shape), _crc(array)]
-            for name, array in stored.items()
-        },
-    }
-    stored[FACTS] = np.frombuffer(json.dumps(facts).encode(), np.uint8)
     if isinstance(place, RemotePath):
         with tempfile.TemporaryDirectory(prefix="tfdp-") as folder:
             local = Path(folder) / place.name
-            save_file(stored, local)
+            _write(local, arrays, identity)
             _copy_to(local, place)
             return local.stat().st_size
     with replaced(place) as half_written:
-        save_file(stored, half_written)
+        _write(half_written, arrays, identity)
         return half_written.stat().st_size
+
+
+def _write(path: Path, arrays: Mapping[str, np.ndarray], identity: Identity) -> None:
+    stored = {name: _stored(array) for name, array in arrays.items()}
+    # The format's order: the widest first, so that each begins at its own alignment.
+    names = sorted(stored, key=lambda name: (-stored[name].dtype.itemsize, name))
+    noted = {
+        name: [str(array.dtype), list(array.shape), LARGEST_CRC]
+        for name, array in arrays.items()
+    }
+    # The header comes first and says how long the facts are, whose checksums are known
+    # last: room for the longest, and spaces after the others.
+    facts_bytes = len(_facts(identity, noted))
+    with path.open("wb") as file:
+        file.write(_header(names, stored, facts_bytes))
+        for name in names:
+            noted[name][2] = _write_array(file, stored[name])
+        file.write(_facts(identity, noted).ljust(facts_bytes))
+
+
+def _facts(identity: Identity, noted: Mapping[str, Any]) -> bytes:
+    return json.dumps({**identity, "arrays": noted}).encode()
+
+
+def _header(
+    names: list[str], stored: Mapping[str, np.ndarray], facts_bytes: int
+) -> bytes:
+    header, end = {}, 0
+    for name in names:
+        array = stored[name]
+        begin, end = end, end + array.nbytes
+        header[name] = _header_entry(array.dtype.name, array.shape, begin, end)
+    header[FACTS] = _header_entry("uint8", (facts_bytes,), end, end + facts_bytes)
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text = text.ljust(-(-len(text) // ALIGNED_BYTES) * ALIGNED_BYTES)
+    return len(text).to_bytes(LENGTH_BYTES, "little") + text
+
+
+def _header_entry(
+    dtype: str, shape: tuple[int, ...], begin: int, end: int
+) -> dict[str, Any]:
+    return {"dtype": PLAIN[dtype], "shape": shape, "data_offsets": [begin, end]}
+
+
+def _write_array(file: BinaryIO, array: np.ndarray) -> int:
+    """Writes its bytes; returns their checksum."""
+    content, crc = array.reshape(-1).view(np.uint8), 0
+    # In blocks that the processor's cache still holds when they are copied to the file.
+    # Both calls release the interpreter's lock.
+    for begin in range(0, content.size, WRITTEN_BYTES):
+        block = content[begin : begin + WRITTEN_BYTES].data
+        crc = zlib.crc32(block, crc)
+        file.write(block)
+    return crc
 
 
 def _copy_to(local: Path, place: RemotePath) -> None:
@@ -102,7 +152,6 @@ def _stored(array: np.ndarray) -> np.ndarray:
 
 
 def _crc(array: np.ndarray) -> int:
-    # Releases the interpreter's lock, and is as fast as the disk.
     return zlib.crc32(array.reshape(-1).view(np.uint8).data)
 
 

@@ -15,6 +15,7 @@ __all__ = [
     "ask_for_gpus",
     "driver_gpus",
     "explain_unseen_gpus",
+    "gpu_links",
     "named_gpus",
     "usable_gpus",
 ]
@@ -49,16 +50,29 @@ def ask_for_gpus(what: str) -> list[str]:
     Args:
       what: as in `nvidia-smi --help-query-gpu`, such as "name" or "uuid".
     """
+    said = _ask(f"--query-gpu={what}", "--format=csv,noheader")
+    return [line.strip() for line in said.splitlines() if line.strip()]
+
+
+def gpu_links() -> str:
+    """How GPUs are connected with each other, as `nvidia-smi` draws it; "" without."""
+    return _ask("topo", "-m")
+
+
+def _ask(*words: str) -> str:
     if shutil.which(PROGRAM) is None:
-        return []
-    query = (PROGRAM, f"--query-gpu={what}", "--format=csv,noheader")
+        return ""
     try:
         done = subprocess.run(
-            query, capture_output=True, text=True, timeout=QUERY_SECONDS, check=True
+            (PROGRAM, *words),
+            capture_output=True,
+            text=True,
+            timeout=QUERY_SECONDS,
+            check=True,
         )
     except (OSError, subprocess.SubprocessError):
-        return []
-    return [line.strip() for line in done.stdout.splitlines() if line.strip()]
+        return ""
+    return done.stdout
 
 
 def _model(information: pathlib.Path) -> str:

@@ -1,1 +1,1 @@
-"""What `tfdp X` calls, but for bench and launch, which have rooms of their own."""
+"""What `tfdp X` calls, but for those that have rooms of their own."""

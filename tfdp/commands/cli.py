@@ -1,5 +1,5 @@
-"""The command line: `tfdp info`, `tfdp check`, `tfdp launch`, `tfdp merge`,
-`tfdp plan`, `tfdp measure`, `tfdp simulate`, `tfdp bench`.
+"""The command line: `tfdp info`, `tfdp selftest`, `tfdp check`, `tfdp launch`,
+`tfdp merge`, `tfdp plan`, `tfdp measure`, `tfdp simulate`, `tfdp bench`.
 
 Nothing here imports TensorFlow before a command needs it, so help and lists are
 instant. `python -m tfdp` and `python -m tfdp.commands.cli` are the same program.
@@ -26,6 +26,10 @@ COMMANDS = {
     "info": (
         "tfdp.commands.info",
         "devices, versions and what tfdp would choose, and why",
+    ),
+    "selftest": (
+        "tfdp.selftest.command",
+        "whether sums and training steps are right on this machine's devices",
     ),
     "check": (
         "tfdp.commands.check",

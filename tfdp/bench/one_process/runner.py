@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import json
-import pathlib
-import subprocess
-import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from tfdp.bench.processes.runner import measure_groups
 from tfdp.bench.request import Request
 from tfdp.bench.results import CaseResult
+from tfdp.bench.worker_process import WorkerFailed, run_worker
 from tfdp.cluster.machine import describe_machine, installed_versions
 from tfdp.errors import DeviceError
 from tfdp.progress_bar import progress_bar
 
 __all__ = ["Failure", "Report", "run_requests"]
 
-OUTPUT_LINES_KEPT = 15
+WORKER = "tfdp.bench.one_process.worker"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,28 +107,8 @@ def _run(request: Request, timeout_seconds: float) -> list[CaseResult | Failure]
 
 
 def _run_worker(request: Request, timeout_seconds: float) -> CaseResult | Failure:
-    with tempfile.TemporaryDirectory(prefix="tfdp-bench-") as folder:
-        result_path = pathlib.Path(folder, "result.json")
-        command = [
-            sys.executable,
-            "-m",
-            "tfdp.bench.one_process.worker",
-            json.dumps(dataclasses.asdict(request)),
-            str(result_path),
-        ]
-        try:
-            worker = subprocess.run(
-                command,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                timeout=timeout_seconds,
-            )
-        except subprocess.TimeoutExpired:
-            reason = f"no result within {timeout_seconds:g} s; the worker was stopped"
-            return Failure(request.case_name, request.devices, reason)
-        if worker.returncode != 0 or not result_path.exists():
-            tail = worker.stdout.strip().splitlines()[-OUTPUT_LINES_KEPT:]
-            reason = "\n".join([f"worker exit code {worker.returncode}", *tail])
-            return Failure(request.case_name, request.devices, reason)
-        return CaseResult.from_json(json.loads(result_path.read_text("utf-8")))
+    try:
+        result = run_worker(WORKER, dataclasses.asdict(request), timeout_seconds)
+    except WorkerFailed as error:
+        return Failure(request.case_name, request.devices, str(error))
+    return CaseResult.from_json(result)

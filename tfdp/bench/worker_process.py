@@ -1,0 +1,96 @@
+"""Work in a process of its own, which starts TensorFlow afresh and may crash or hang.
+
+What to do comes as JSON in the worker's first argument; what it found goes as JSON into
+the file named by the second.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from tfdp.bench.json_file import write_json
+from tfdp.errors import DeviceError
+
+__all__ = ["WorkerFailed", "answer", "run_worker", "set_up_devices"]
+
+OUTPUT_LINES_KEPT = 15
+
+
+class WorkerFailed(Exception):
+    """It left no result; says how it ended, and what it printed last."""
+
+
+def run_worker(module: str, asked: Mapping[str, Any], timeout_seconds: float) -> Any:
+    """What the worker found.
+
+    Args:
+      module: run as a program; it calls `answer`.
+      asked: plain data for it.
+      timeout_seconds: after which it is stopped.
+
+    Raises:
+      WorkerFailed: it ended with an error, or had to be stopped.
+    """
+    with tempfile.TemporaryDirectory(prefix="tfdp-") as folder:
+        result_path = pathlib.Path(folder, "result.json")
+        command = [sys.executable, "-m", module, json.dumps(asked), str(result_path)]
+        try:
+            worker = subprocess.run(
+                command,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                timeout=timeout_seconds,
+            )
+        except subprocess.TimeoutExpired:
+            raise WorkerFailed(
+                f"no result within {timeout_seconds:g} s; the worker was stopped"
+            ) from None
+        if worker.returncode != 0 or not result_path.exists():
+            tail = worker.stdout.strip().splitlines()[-OUTPUT_LINES_KEPT:]
+            raise WorkerFailed(
+                "\n".join([f"worker exit code {worker.returncode}", *tail])
+            )
+        return json.loads(result_path.read_text("utf-8"))
+
+
+def answer(arguments: list[str], find: Callable[[dict[str, Any]], Any]) -> None:
+    """The worker's part: what `find` returns for what was asked goes into the file."""
+    # What TensorFlow prints while it starts would bury a worker's own error.
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    asked, result_path = arguments
+    write_json(result_path, find(json.loads(asked)))
+
+
+def set_up_devices(device_type: str, count: int) -> list[str]:
+    """Their names; TensorFlow must not have started.
+
+    Args:
+      device_type: "cpu" makes `count` logical CPUs, "gpu" takes the first GPUs.
+      count: of the devices.
+
+    Raises:
+      DeviceError: when there are fewer GPUs than asked for.
+    """
+    import tensorflow as tf
+
+    import tfdp
+
+    if device_type == "cpu":
+        # On a machine with GPUs, too, only the logical CPUs are to be used.
+        tf.config.set_visible_devices([], "GPU")
+        return tfdp.use_virtual_devices(count)
+    gpus = tf.config.list_physical_devices("GPU")
+    if len(gpus) < count:
+        raise DeviceError(
+            f"{count} GPUs were asked for, but there are {len(gpus)}. Ask for fewer, "
+            "or for --device-type cpu."
+        )
+    return [f"GPU:{index}" for index in range(count)]

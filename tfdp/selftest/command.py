@@ -1,0 +1,133 @@
+"""`tfdp selftest`: the devices of this machine, looked at in some minutes."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import datetime
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from tfdp.bench.json_file import write_json
+from tfdp.bench.worker_process import WorkerFailed, run_worker
+from tfdp.checks import integer_from
+from tfdp.cluster.nvidia import gpu_links
+from tfdp.commands.info import format_facts, gather_facts
+from tfdp.errors import DeviceError
+from tfdp.files.atomic import refuse_missing_folder
+from tfdp.progress_bar import progress_bar
+from tfdp.report.text_table import format_table
+from tfdp.selftest.parts import Part, parts_for
+
+__all__ = ["add_arguments", "run"]
+
+WORKER = "tfdp.selftest.worker"
+ALL_RIGHT, SOME_WRONG = 0, 1
+REPORT = "tfdp-selftest.json"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the options of `tfdp selftest`."""
+    parser.add_argument(
+        "--devices",
+        type=integer_from(2),
+        metavar="N",
+        help="so many GPUs, or logical CPUs (default: all GPUs; without two of them 2 "
+        "logical CPUs)",
+    )
+    parser.add_argument(
+        "--device-type",
+        choices=("cpu", "gpu"),
+        help="logical CPUs, or GPUs (default: GPUs where there are two)",
+    )
+    parser.add_argument(
+        "--timeout-seconds",
+        type=integer_from(1),
+        metavar="S",
+        default=300,
+        help="after which a part counts as hanging (default: 300)",
+    )
+    parser.add_argument(
+        "--json",
+        metavar="PATH",
+        default=REPORT,
+        help=f"where the report is written (default: {REPORT})",
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    """Runs `tfdp selftest`; returns the exit code: 0 all is right, 1 something is not.
+
+    Raises:
+      ConfigurationError: the report's folder is missing.
+      DeviceError: there are fewer GPUs than were asked for.
+    """
+    refuse_missing_folder("--json", options.json)
+    facts = gather_facts()
+    device_type, devices = _choose(facts, options.device_type, options.devices)
+    print(format_facts(facts), end="\n\n", flush=True)
+    what = "GPUs" if device_type == "gpu" else "logical CPUs"
+    print(f"looking at {devices} {what}", flush=True)
+    found = _look_at_all(
+        parts_for(devices), device_type, devices, options.timeout_seconds
+    )
+    wrong = [each["title"] for each in found if each["state"] != "right"]
+    report = {
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat("T", "seconds"),
+        "facts": facts,
+        "gpu_links": gpu_links(),
+        "device_type": device_type,
+        "devices": devices,
+        "parts": found,
+    }
+    write_json(options.json, report)
+    if wrong:
+        print(f"{len(wrong)} of {len(found)} NOT right: {'; '.join(wrong)}")
+    else:
+        print(f"all {len(found)} right")
+    print(f"written to {options.json}, which is worth sending with a report")
+    return SOME_WRONG if wrong else ALL_RIGHT
+
+
+def _choose(
+    facts: dict[str, Any], device_type: str | None, devices: int | None
+) -> tuple[str, int]:
+    listed = (facts["devices"] or {}).get("physical", [])
+    gpus = sum(device["type"] == "GPU" for device in listed)
+    if device_type is None:
+        device_type = "gpu" if gpus >= 2 else "cpu"
+    if devices is None:
+        devices = max(gpus, 2) if device_type == "gpu" else 2
+    if device_type == "gpu" and gpus < devices:
+        raise DeviceError(
+            f"{devices} GPUs were asked for, and TensorFlow sees {gpus}. Ask for fewer "
+            "with --devices, or for --device-type cpu."
+        )
+    return device_type, devices
+
+
+def _look_at_all(
+    parts: Sequence[Part], device_type: str, devices: int, timeout_seconds: float
+) -> list[dict[str, Any]]:
+    width = max(len(part.title) for part in parts)
+    found = []
+    for part in parts:
+        start = time.perf_counter()
+        asked = {
+            "part": dataclasses.asdict(part),
+            "device_type": device_type,
+            "devices": devices,
+        }
+        try:
+            # In a process of its own: a collective that hangs, or crashes, is one
+            # part's, and the report is written all the same.
+            with progress_bar(part.title, 0):
+                result = run_worker(WORKER, asked, timeout_seconds)
+        except WorkerFailed as error:
+            result = {"state": "FAILED", "said": str(error)}
+        seconds = time.perf_counter() - start
+        found.append({"title": part.title, **result, "seconds": round(seconds, 2)})
+        row = (part.title.ljust(width), result["state"], f"{seconds:5.1f} s")
+        print(format_table([(*row, result["said"])]), flush=True)
+    return found

@@ -1,0 +1,63 @@
+"""What a self-test looks at, in order. Pure; no framework is imported."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+__all__ = ["Part", "parts_for"]
+
+# Of the engines that can act on one host.
+ENGINES = ("in_process", "tensorflow")
+STAGES = ("none", "optimizer", "gradients", "parameters")
+LEAST_FOR_TWO_LEVELS = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """One process' worth of looking.
+
+    Args:
+      title: for people.
+      kind: "sums", "training" or "rates".
+      communication: arguments of `Communication`.
+      strategy: further arguments of `DataParallelStrategy`.
+      jit_compile: of the model that trains.
+    """
+
+    title: str
+    kind: str
+    communication: dict[str, Any] = dataclasses.field(default_factory=dict)
+    strategy: dict[str, Any] = dataclasses.field(default_factory=dict)
+    jit_compile: bool = False
+
+
+def parts_for(devices: int) -> tuple[Part, ...]:
+    """What can be looked at on so many devices, at least two.
+
+    >>> [part.title for part in parts_for(2)][:2]
+    ['sums, engine in_process', 'sums, engine tensorflow']
+    """
+    parts = [
+        Part(f"sums, engine {engine}", "sums", {"engine": engine}) for engine in ENGINES
+    ]
+    if devices >= LEAST_FOR_TWO_LEVELS and not devices % 2:
+        hierarchy = [2, devices // 2]
+        parts += [
+            Part(
+                f"sums on two levels, engine {engine}",
+                "sums",
+                {"engine": engine, "hierarchy": hierarchy},
+            )
+            for engine in ENGINES
+        ]
+    parts += [
+        Part(f'training, shard="{stage}"', "training", strategy={"shard": stage})
+        for stage in STAGES
+    ]
+    parts.append(Part("training, compiled by XLA", "training", jit_compile=True))
+    parts += [
+        Part(f"speed of sums, engine {engine}", "rates", {"engine": engine})
+        for engine in ENGINES
+    ]
+    return tuple(parts)

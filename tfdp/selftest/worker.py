@@ -1,0 +1,59 @@
+"""Looks at one part, in a process of its own: `python -m tfdp.selftest.worker`."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from tfdp.bench.worker_process import answer, set_up_devices
+from tfdp.errors import TfdpError
+from tfdp.selftest.parts import Part
+
+__all__ = ["look_at", "main"]
+
+RIGHT, WRONG = "right", "WRONG"
+
+
+def look_at(part: Part, device_type: str, count: int) -> dict[str, str]:
+    """What was found, as plain data: the state, and what there is to say of it."""
+    devices = set_up_devices(device_type, count)
+    import tfdp
+
+    given = dict(part.communication)
+    if isinstance(given.get("hierarchy"), list):
+        given["hierarchy"] = tuple(given["hierarchy"])
+    communication = tfdp.Communication(**given)
+    strategy = tfdp.DataParallelStrategy(
+        devices, communication=communication, alone=True, **part.strategy
+    )
+    try:
+        return {"state": RIGHT, "said": _look(part, strategy)}
+    except TfdpError as error:
+        return {"state": WRONG, "said": f"{type(error).__name__}: {error}"}
+
+
+def _look(part: Part, strategy: Any) -> str:
+    if part.kind == "sums":
+        from tfdp.selftest.sums import check_sums
+
+        return check_sums(strategy)
+    if part.kind == "training":
+        from tfdp.selftest.training import check_training
+
+        return check_training(strategy, part.jit_compile)
+    from tfdp.selftest.rates import measure_rates
+
+    return measure_rates(strategy)
+
+
+def main(arguments: list[str]) -> None:
+    """Entry point of the worker process."""
+
+    def find(asked: dict[str, Any]) -> dict[str, str]:
+        return look_at(Part(**asked["part"]), asked["device_type"], asked["devices"])
+
+    answer(arguments, find)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
