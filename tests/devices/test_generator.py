@@ -77,6 +77,11 @@ FOUND = {
         data=Data((8, 5), "dataset"),
         layout=Layout(pad_batches=12),
     ),
+    # Replicas that run eagerly take turns in the middle of a step: one counted the rows
+    # of another.
+    "eager-and-filled-up": Program(
+        data=Data((8,), "dataset"), layout=Layout(pad_batches=12), eagerly=True
+    ),
     # Whole numbers, too, that Keras' loss scaler does not note under a strategy.
     "not-noted": Program(
         optimizer=Optimizer("Adafactor", wrapper="loss_scale"), data=Data((8,))
@@ -90,12 +95,16 @@ def test_what_was_found_is_mended(program):
 
 
 MIXED = Program(outputs=(Output(), Output(reduction="none")), data=Data((8,)))
+# A sum asks nobody how many replicas there are.
+WITH_SUM = Program(
+    outputs=(Output(reduction="sum"), Output(reduction="none")), data=Data((8,))
+)
 
 
 @pytest.mark.parametrize(
     "refused",
-    [Program(optimizer=Optimizer("Muon"), layout=Layout(shard=1)), MIXED],
-    ids=["optimizer", "reductions"],
+    [Program(optimizer=Optimizer("Muon"), layout=Layout(shard=1)), MIXED, WITH_SUM],
+    ids=["optimizer", "reductions", "sum-and-rows"],
 )
 def test_a_refusal_is_documented_for_some_programs_only(refused):
     verdict = judge(refused)

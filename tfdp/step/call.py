@@ -25,7 +25,7 @@ from tfdp.step.jit import is_stock_train_step, jitted_train_step
 from tfdp.step.layer_state import suspect_stored
 from tfdp.step.optimizers import led_optimizers, optimizers_of
 from tfdp.step.own_losses import own_losses
-from tfdp.step.padding import step_without_filling
+from tfdp.step.padding import leaves_filling_out, step_without_filling
 from tfdp.step.reports import led_reports, recorded
 from tfdp.tracing.keras_steps import (
     is_predict_step,
@@ -116,11 +116,17 @@ class StepCall:
             leaves_borrowed_out(self.fn, optimizers, self.run),
             own_losses(self.model if replicas > 1 else None),
             _looking_at_loss(self.model, self._guard),
+            self._leaving_filling_out(),
             batch_first(self.step, None if self._is_compiled else arguments) as step,
         ):
             self.step = recorded(step, self.run) if tf.executing_eagerly() else step
             yield noted
         suspect_stored(self.run)
+
+    def _leaving_filling_out(self) -> contextlib.AbstractContextManager[None]:
+        if self._filled_rows is None:
+            return contextlib.nullcontext()
+        return leaves_filling_out(self.model, self.run)
 
     def guard(self, guard: FiniteGuard | None) -> None:
         """Lets `guard` watch the step, where it is what `guard` is for."""

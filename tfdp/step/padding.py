@@ -3,11 +3,15 @@
 While a step of a padded batch is built, the model is led by instance attributes, as the
 optimizers are (`step.optimizers`): the rows of filling get the weight 0 in its loss
 and metrics. What a mean is divided by is put right in `step.losses`.
+
+The attributes are set once for all replicas, and ask at each call whose rows these are:
+in eager mode replicas take turns wherever they sum something, in the middle of a step.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -28,15 +32,27 @@ from tfdp.tracing.keras_steps import is_predict_step, is_stock_step, name_of_ste
 from tfdp.tracing.padded_batch import Padding, find_padded, without_padding
 from tfdp.tracing.run import ReplicaRun, trace_of
 
-__all__ = ["step_without_filling"]
+__all__ = ["leaves_filling_out", "step_without_filling"]
+
+#: What is known of the rows of the calling replica; None: nothing fills them up.
+Find = Callable[[], Padding | None]
 
 
 @contextlib.contextmanager
-def _weighs_rows(model: Any, padding: Padding) -> Iterator[None]:
-    """While this lasts, `model` leaves the filling out of its loss and metrics."""
+def leaves_filling_out(model: Any, run: ReplicaRun) -> Iterator[None]:
+    """While this lasts, `model` leaves the filling out of its loss and metrics.
+
+    Args:
+      model: whose step the replicas of `run` take, on batches that were filled up.
+      run: knows by replica which rows are real, once its step has begun.
+    """
     if not isinstance(model, keras.Model):
         yield
         return
+
+    def find() -> Padding | None:
+        return run.padding_of(current_rank())
+
     leads: list[tuple[Any, str, Callable]] = [
         (model, "compute_loss", _weighted_loss),
         (model, "compute_metrics", _weighted_metrics),
@@ -56,9 +72,22 @@ def _weighs_rows(model: Any, padding: Padding) -> Iterator[None]:
         leads.append((metrics, "update_state", _weigh_each_metric))
     with contextlib.ExitStack() as stack:
         for target, name, lead in leads:
-            led = lead(getattr(target, name), padding, target)
+            plain = getattr(target, name)
+            led = _where_filled(plain, lead, target, find)
             stack.enter_context(instance_attributes(target, {name: led}))
         yield
+
+
+def _where_filled(plain: Callable, lead: Callable, target: Any, find: Find) -> Callable:
+    """`plain`, led by the calling replica's own padding, if it has one."""
+
+    @functools.wraps(plain)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        padding = find()
+        led = plain if padding is None else lead(plain, padding, target)
+        return led(*args, **kwargs)
+
+    return call
 
 
 def step_without_filling(
@@ -88,9 +117,7 @@ def step_without_filling(
         batch = find_padded((args, kwargs))
         padding = Padding.of(batch.rows)  # type: ignore[union-attr]
         run.padding[trace_of(current_rank())] = padding
-        plain, named = without_padding(args), without_padding(kwargs)
-        with _weighs_rows(model, padding):
-            result = step(*plain, **named)
+        result = step(*without_padding(args), **without_padding(kwargs))
         _check_step_weighs(fn, padding)
         return result
 
