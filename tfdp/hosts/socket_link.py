@@ -273,6 +273,10 @@ class SocketLink(HostLink):
         sent = sum(self._channels[name].sent_bytes for name in channels)
         return sent - (self._sent_before_exchanges if "host" in channels else 0)
 
+    def exchange_seconds(self, channel: str) -> float:
+        """See `HostLink.exchange_seconds`."""
+        return self._channels[channel].seconds
+
     def on_note(self, key: str, listener: Callable[[dict[int, str]], None]) -> None:
         """See `HostLink.on_note`."""
         self._membership.on_note(key, listener)
@@ -365,6 +369,7 @@ class SocketLink(HostLink):
                 if failure is error:
                     raise
                 raise failure from error
+            ring.end()
 
     def _end_ring(
         self, ring: Channel, channel: str, error: BaseException
