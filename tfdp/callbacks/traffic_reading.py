@@ -51,7 +51,7 @@ class TrafficReader:
         self._engine = engine
         self._meter = TrafficMeter()
         if engine is not None:
-            engine.traffic.meters.append(self._meter)
+            engine.traffic.meters.add(self._meter)
 
     def read(self) -> Reading:
         """What was sent so far."""
@@ -65,8 +65,8 @@ class TrafficReader:
 
     def close(self) -> None:
         """Graphs that are built from now on do not count for it."""
-        if self._engine is not None and self._meter in self._engine.traffic.meters:
-            self._engine.traffic.meters.remove(self._meter)
+        if self._engine is not None:
+            self._engine.traffic.meters.discard(self._meter)
 
 
 def engine_of(model: keras.Model, who: str) -> Engine | None:

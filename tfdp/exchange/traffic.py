@@ -7,6 +7,7 @@ sent is for a `TrafficMeter` to say, where one is in use.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -27,7 +28,8 @@ class TrafficCount:
     def __init__(self, replicas: int):
         self._sent: list[int | None] = [0] * replicas
         #: Are told of everything that is added; none: nobody asks what steps have sent.
-        self.meters: list[TrafficMeter] = []
+        #: One goes with who made it: a training that failed leaves none behind.
+        self.meters: weakref.WeakSet[TrafficMeter] = weakref.WeakSet()
 
     def begin(self) -> None:
         """Counts from nothing again: another step is about to be traced."""

@@ -164,15 +164,10 @@ class SocketLink(HostLink):
         arrays = [np.asarray(array, order="C") for array in arrays]
         # Whole arrays: what is outside of this worker's range passes through it.
         outputs = views_of(self._pool, arrays)
-        with self._exchange(
-            "scatter", arrays, label, "step", wire_dtype, ranges
-        ) as ring:
+        terms = ("scatter", arrays, label, "step", wire_dtype, ranges)
+        with self._exchange(*terms) as ring:
             ring_reduce_scatter(
-                arrays,
-                outputs,
-                by_worker(ranges),
-                self.rank,
-                *ring.ends(wire_dtype),
+                arrays, outputs, by_worker(ranges), self.rank, *ring.ends(wire_dtype)
             )
             ring.sender.flush()
         # Views: what is beside them holds partial sums, and nobody reads it.

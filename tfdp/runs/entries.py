@@ -66,7 +66,7 @@ class Steps:
       input_seconds: that steps waited for their batches; None: not known.
       exchange_seconds: in exchanges with other workers, the waiting for them included;
         None: not known.
-      samples: of all workers; None: not known.
+      samples: of this worker; None: not known.
       within_bytes, between_bytes: that this worker's replicas sent to each other, and
         it to other workers; None: nobody counted.
       resident_bytes, peak_bytes: memory of the process at the end, and its most so far.

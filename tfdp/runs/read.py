@@ -134,7 +134,9 @@ def read_run(directory: str | os.PathLike[str]) -> Run:
     for session in sessions:
         if session.missing:
             notes.append(_missing(session))
-    traces = sorted(name for name in names if name.endswith(TRACE_ENDING))
+    # Other names could not be printed.
+    named = [name for name in names if name.isprintable()]
+    traces = [name for name in named if name.endswith(TRACE_ENDING)]
     if len(traces) > MOST_TRACES:
         notes.append(f"Of {len(traces)} traces {MOST_TRACES} are shown.")
     paths = [folder / name for name in traces[:MOST_TRACES]]
