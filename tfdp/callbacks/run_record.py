@@ -13,8 +13,12 @@ from typing import Any
 
 import keras
 
-from tfdp.callbacks.run_settings import device_bytes, machine_in_words, settings_of
-from tfdp.callbacks.step_count import StepCount
+from tfdp.callbacks.run_settings import (
+    device_bytes,
+    devices_here,
+    machine_in_words,
+    settings_of,
+)
 from tfdp.callbacks.told_by_all import told_by_all
 from tfdp.callbacks.traffic_reading import Reading, TrafficReader, engine_of
 from tfdp.checks import is_number
@@ -133,7 +137,7 @@ class RunRecord(keras.callbacks.Callback):
           ConfigurationError: see the class.
         """
         self._began = self._ended = time.perf_counter()
-        self._steps, self._line = StepCount(), None
+        self._done, self._line = 0, None
         self._epoch = 0
         self._pending_validation = self._validated = self._test_began = 0.0
         strategy = self.model.distribute_strategy
@@ -173,7 +177,7 @@ class RunRecord(keras.callbacks.Callback):
         return str(everybody[0]["session"]), [str(each["host"]) for each in everybody]
 
     def _replicas(self, strategy: Any, workers: int) -> int:
-        here = len(getattr(strategy.extended, "worker_devices", ())) or 1
+        here = len(devices_here(strategy))
         return max(int(strategy.num_replicas_in_sync), here * workers)
 
     def _begin_to_count(self, strategy: Any) -> None:
@@ -194,10 +198,10 @@ class RunRecord(keras.callbacks.Callback):
         self, batch: int, logs: dict[str, Any] | None = None
     ) -> None:
         """Starts the clock of a step."""
-        self._steps.begin(batch)
+        self._first_batch = batch
         if self._line is None:
             self._line = _Line(
-                steps_of_line(self._steps.done),
+                steps_of_line(self._done),
                 self._sent(),
                 self._exchange_seconds(),
                 self._samples(),
@@ -213,15 +217,16 @@ class RunRecord(keras.callbacks.Callback):
         now, line = time.perf_counter(), self._line
         if line is None:
             return
-        before = self._steps.end(batch)
+        steps = self._steps_made(batch)
+        self._done += steps
         seconds = now - self._ended
-        line.steps += self._steps.done - before
-        line.batch = batch + 1
+        line.steps += steps
+        line.batch = self._first_batch + steps
         line.seconds += seconds
         line.step_seconds += now - self._step_began
         line.validation_seconds += self._pending_validation
         line.longest_seconds = max(line.longest_seconds, seconds)
-        waited = self._input_seconds(now, self._steps.done - before)
+        waited = self._input_seconds(now)
         is_known = waited is not None and line.input_seconds is not None
         line.input_seconds = line.input_seconds + waited if is_known else None  # type: ignore[operator]
         self._pending_validation, self._ended = 0.0, now
@@ -229,11 +234,19 @@ class RunRecord(keras.callbacks.Callback):
         if line.steps >= line.most_steps:
             self._write_line()
 
-    def _input_seconds(self, now: float, steps: int) -> float | None:
+    def _steps_made(self, batch: int) -> int:
+        """In the execution that ends; Keras counts the last of an epoch as whole."""
+        together = batch - self._first_batch + 1
+        if together > 1 and self._meter is not None:
+            return self._meter.steps - self._done
+        epoch = self.params.get("steps")
+        return min(together, epoch - self._first_batch) if epoch else together
+
+    def _input_seconds(self, now: float) -> float | None:
         """From the beginning of a step until its batch was there."""
         arrived = None if self._meter is None else self._meter.arrived_seconds
         # Of several steps that run together nobody tells when the others ended.
-        if arrived is None or steps > 1 or self.model.steps_per_execution > 1:
+        if arrived is None or self.model.steps_per_execution > 1:
             return None
         waited = arrived - self._step_began_by_clock
         return min(max(0.0, waited), now - self._step_began)
@@ -261,7 +274,7 @@ class RunRecord(keras.callbacks.Callback):
             Epoch(
                 self._session_id,
                 epoch,
-                self._steps.done,
+                self._done,
                 time.perf_counter() - self._began,
                 self._validated,
                 numbers,
@@ -272,7 +285,7 @@ class RunRecord(keras.callbacks.Callback):
         """Writes that the training ended, and counts no more."""
         self._write_line()
         seconds = time.perf_counter() - self._began
-        self._write(End(self._session_id, self._steps.done, seconds))
+        self._write(End(self._session_id, self._done, seconds))
         is_metered = self._meter is not None
         self._close()
         if is_metered:
@@ -300,7 +313,7 @@ class RunRecord(keras.callbacks.Callback):
         self._write(
             Steps(
                 self._session_id,
-                self._steps.done,
+                self._done,
                 line.steps,
                 self._epoch,
                 line.batch,

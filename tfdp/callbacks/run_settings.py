@@ -13,7 +13,7 @@ import tensorflow as tf
 from tfdp._private.frames import fits_around
 from tfdp.cluster.machine import describe_machine
 
-__all__ = ["device_bytes", "machine_in_words", "settings_of"]
+__all__ = ["device_bytes", "devices_here", "machine_in_words", "settings_of"]
 
 MOST_TEXT = 1000
 
@@ -54,13 +54,23 @@ def machine_in_words() -> dict[str, str]:
     return {name: str(value)[:MOST_TEXT] for name, value in facts.items() if value}
 
 
+def devices_here(strategy: Any) -> list[str]:
+    """The devices of this process that a strategy trains on."""
+    try:
+        return [str(device) for device in strategy.extended.worker_devices]
+    except (AttributeError, RuntimeError):
+        # TensorFlow's default: the first GPU, if there is one.
+        devices = tf.config.list_logical_devices()
+        devices.sort(key=lambda device: device.device_type != "GPU")
+        return [device.name for device in devices[:1]]
+
+
 def device_bytes(strategy: Any) -> tuple[int, int] | None:
     """Memory in use now, and the most so far, of the fullest GPU; None: none is used.
 
     Cost: a question to TensorFlow's allocator for each GPU.
     """
-    devices = getattr(strategy.extended, "worker_devices", ())
-    names = [tf.DeviceSpec.from_string(str(device)) for device in devices]
+    names = [tf.DeviceSpec.from_string(device) for device in devices_here(strategy)]
     found = [
         tf.config.experimental.get_memory_info(f"GPU:{name.device_index}")
         for name in names

@@ -12,6 +12,8 @@ __all__ = ["advice"]
 MOST = 2
 # Shares of the time from which a part is worth a word.
 INPUT_SHARE, SENDING_SHARE, BETWEEN_SHARE = 0.1, 0.2, 0.1
+# What TensorFlow takes to start a step is in the time that it waits for its batch.
+INPUT_SECONDS = 0.002
 VALIDATION_SHARE, LOST_SHARE, SLOWER, GROWN = 0.3, 0.05, 0.8, 1.3
 # Fewer lines say nothing of a trend.
 LEAST_LINES = 40
@@ -45,7 +47,8 @@ def _sentences(facts: Facts) -> Iterator[tuple[float, str]]:
                 f"Look at worker {straggler.worker}, for which the others wait "
                 f"{straggler.lost_share:.0%} of the time: {CAUSES[straggler.cause]}.",
             )
-    if shares[INPUT] >= INPUT_SHARE:
+    waited_seconds = max(facts.per_step("input_seconds").values(), default=0.0)
+    if shares[INPUT] >= INPUT_SHARE and waited_seconds >= INPUT_SECONDS:
         yield (
             shares[INPUT],
             f"Make the input faster: {shares[INPUT]:.0%} of the time steps wait for "

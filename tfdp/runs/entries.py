@@ -171,7 +171,7 @@ def entry_from(content: Mapping[str, Any]) -> Entry | None:
         version = content.get("version")
         if not is_count(version) or version != VERSION:
             raise ValueError(f"its version is {version!r:.40}, this reads {VERSION}")
-    fields = {}
+    fields: dict[str, Any] = {}
     for field in dataclasses.fields(KINDS[kind]):
         value = content.get(field.name)
         if value is None and field.name in MAY_BE_UNKNOWN:

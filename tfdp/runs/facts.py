@@ -22,7 +22,7 @@ from tfdp.runs.together import (
 )
 from tfdp.runs.traces import ReplicaTrace, read_trace
 
-__all__ = ["Facts", "Rate", "Stretch", "Trace", "facts_of"]
+__all__ = ["Facts", "Rate", "Stretch", "Trace", "epochs_of", "facts_of", "merged"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +49,18 @@ class Rate:
         if self.samples is None or not self.seconds:
             return None
         return self.samples / self.seconds
+
+
+def merged(rates: Sequence[Rate]) -> Rate:
+    """Steps that follow each other as one; at least one of them."""
+    samples = [rate.samples for rate in rates if rate.samples is not None]
+    return Rate(
+        rates[-1].at_seconds,
+        sum(rate.steps for rate in rates),
+        sum(rate.seconds for rate in rates),
+        sum(samples) if len(samples) == len(rates) else None,
+        any(rate.is_first for rate in rates),
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,13 +141,16 @@ class Facts:
         return sum(rate.seconds for rate in self.steady) / steps if steps else None
 
     @property
-    def step_range(self) -> tuple[float, float] | None:
-        """Between these seconds the middle 80% of the steady lines' steps lie."""
+    def step_spread(self) -> tuple[float, float, float] | None:
+        """Seconds of a steady step: a tenth are faster, the median, a tenth slower.
+
+        Of the means of lines; None: there are fewer than ten.
+        """
         found = [rate.seconds / rate.steps for rate in self.steady]
         if len(found) < 10:
             return None
         tenths = statistics.quantiles(found, n=10, method="inclusive")
-        return tenths[0], tenths[-1]
+        return tenths[0], tenths[4], tenths[-1]
 
     @property
     def seconds(self) -> float:
@@ -204,7 +219,7 @@ class Facts:
             "steps": self.steps,
             "samples_per_second": self.samples_per_second,
             "step_seconds": self.step_seconds,
-            "step_seconds_from_to": self.step_range,
+            "step_seconds_spread": self.step_spread,
             "shares": self.shares,
             "part_seconds": {str(r): dict(p) for r, p in self.part_seconds.items()},
             "stragglers": dataclasses.asdict(self.stragglers),

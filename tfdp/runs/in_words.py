@@ -116,10 +116,10 @@ def _step(seconds: float | None) -> str:
 def _throughput(facts: Facts) -> str:
     if facts.step_seconds is None:
         return "not known: no step was made after the first one"
-    step = f"a step takes {seconds_in_words(facts.step_seconds)}"
-    if facts.step_range is not None:
-        low, high = map(seconds_in_words, facts.step_range)
-        step += f" (80% of them {low} to {high})"
+    step = f"a step takes {seconds_in_words(facts.step_seconds)} on average"
+    if facts.step_spread is not None:
+        low, middle, high = map(seconds_in_words, facts.step_spread)
+        step += f", half of them up to {middle}, 80% {low} to {high}"
     rate = facts.samples_per_second
     if rate is None:
         per_second = 1 / facts.step_seconds if facts.step_seconds else 0.0

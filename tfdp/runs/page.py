@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 import time
 import urllib.parse
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from tfdp.report.html_page import TABLE_STYLE, html_page, html_table
 from tfdp.report.part_bars import PART_BARS_STYLE
@@ -21,12 +21,13 @@ STYLE = (
     TABLE_STYLE
     + PART_BARS_STYLE
     + """\
-body { max-width: 1440px; }
+body { max-width: 1400px; margin: 20px; }
 h2 { margin: 28px 0 8px; font-size: 19px; }
 table { border-collapse: collapse; }
-.pictures { display: flex; flex-wrap: wrap; gap: 12px; }
+.pictures { display: flex; flex-wrap: wrap; gap: 12px 0; }
 .pictures svg { max-width: 100%; height: auto; }
 .wide { overflow-x: auto; }
+.wide:not(.words) td { white-space: nowrap; }
 .words td, .words th { text-align: left; vertical-align: top; }
 .words td { overflow-wrap: anywhere; max-width: 900px; }
 .words td:first-child { white-space: nowrap; }
@@ -141,7 +142,7 @@ def _tables(facts: Facts) -> Iterator[str]:
     last = facts.run.sessions[-1]
     yield _words("Settings", list(last.first.start.settings.items()))
     yield _words("Versions", list(last.first.start.versions.items()))
-    columns = {
+    columns: dict[str, Mapping[int, float]] = {
         "memory at most": facts.most("peak_bytes"),
         "sent within hosts": facts.per_step("within_bytes"),
         "sent between hosts": facts.per_step("between_bytes"),

@@ -5,14 +5,15 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from tfdp.report.curve_page import draw_panel
 from tfdp.report.html_page import legend
 from tfdp.report.line_chart import COLOURS, Chart, Point, draw_chart, thinned
 from tfdp.report.part_bars import part_bars
 from tfdp.report.units import seconds_in_words
-from tfdp.runs.facts import Facts, epochs_of
+from tfdp.runs.entries import Steps
+from tfdp.runs.facts import Facts, Rate, epochs_of, merged
 from tfdp.runs.together import (
     BETWEEN,
     COMPUTING,
@@ -54,6 +55,8 @@ TRACE_COLOURS = {
     "nothing": "#dddddd",
 }
 MOST_BARS, MOST_PANELS = 64, 24
+# Of the line of a rate: what is shorter is noise.
+MOST_RATES = 200
 MOST_RUNS = len(COLOURS)
 UNITS = (
     (2 * 86400.0, 86400.0, "days"),
@@ -66,16 +69,16 @@ def rate_pictures(facts: Facts) -> list[str]:
     """Samples per second, and the time of a step, over the time of the run."""
     unit, name = _time_unit(facts.seconds)
     marks = [(start.from_seconds / unit, "started again") for start in facts.starts[1:]]
-    places = [rate.at_seconds / unit for rate in facts.steady]
-    rates = list(zip(places, _rates(facts), strict=True))
-    steps = [
-        (place, 1e3 * rate.seconds / rate.steps)
-        for place, rate in zip(places, facts.steady, strict=True)
-    ]
+    rates, steps = list[Point](), list[Point]()
+    for stretch in _stretches(facts):
+        if rates:
+            rates.append((rates[-1][0], math.nan))
+            steps.append((steps[-1][0], math.nan))
+        for rate in stretch:
+            rates.append((rate.at_seconds / unit, _speed(facts, rate)))
+            steps.append((rate.at_seconds / unit, 1e3 * rate.seconds / rate.steps))
     return [
-        draw_chart(
-            Chart(title, {"": thinned(points)}, name, marks=marks, from_zero=True)
-        )
+        draw_chart(Chart(title, {"": points}, name, marks=marks, from_zero=True))
         for title, points in ((_rate_name(facts), rates), ("ms per step", steps))
         if points
     ]
@@ -147,14 +150,18 @@ def learning_pictures(facts: Facts) -> list[str]:
     points: list[Point] = []
     done = 0
     for session in facts.run.sessions:
+        if points:
+            points.append((points[-1][0], math.nan))
         done = session.first.first_step or done
+        mine: list[Point] = []
         for line in session.first.steps:
             if line.loss is not None:
-                points.append((float(done + line.step), line.loss))
+                mine.append((float(done + line.step), line.loss))
+        points += thinned(mine)
         done += session.first.steps[-1].step if session.first.steps else 0
     if points:
         title = "loss (of the epoch so far)"
-        pictures.append(draw_chart(Chart(title, {"": thinned(points)}, "steps")))
+        pictures.append(draw_chart(Chart(title, {"": points}, "steps")))
     panels: dict[str, dict[str, list[float]]] = {}
     epochs = epochs_of(facts.run)
     for number, epoch in enumerate(epochs):
@@ -189,8 +196,10 @@ def compared_pictures(runs: Sequence[tuple[str, Facts]]) -> list[str]:
     runs = runs[:MOST_RUNS]
     rates, metrics = {}, dict[str, dict[str, list[Point]]]()
     for name, facts in runs:
-        steps = itertools.accumulate(rate.steps for rate in facts.steady)
-        rates[name] = thinned(list(zip(map(float, steps), _rates(facts), strict=True)))
+        seen = [rate for stretch in _stretches(facts) for rate in stretch]
+        steps = itertools.accumulate(rate.steps for rate in seen)
+        speeds = [_speed(facts, rate) for rate in seen]
+        rates[name] = list(zip(map(float, steps), speeds, strict=True))
         for epoch in epochs_of(facts.run):
             for metric, value in epoch.logs.items():
                 if not metric.startswith("bytes_"):
@@ -220,10 +229,26 @@ def _rate_name(facts: Facts) -> str:
     return "samples per second" if known else "steps per second"
 
 
-def _rates(facts: Facts) -> list[float]:
+def _speed(facts: Facts, rate: Rate) -> float:
     if facts.samples_per_second is not None:
-        return [rate.samples_per_second or 0.0 for rate in facts.steady]
-    return [rate.steps / rate.seconds for rate in facts.steady]
+        return rate.samples_per_second or 0.0
+    return rate.steps / rate.seconds
+
+
+def _stretches(facts: Facts) -> list[list[Rate]]:
+    """The steady rates of each start that has any, merged to what can be seen."""
+    width = math.ceil(len(facts.steady) / MOST_RATES)
+    found = []
+    for start in facts.starts:
+        mine = [
+            rate
+            for rate in facts.steady
+            if start.from_seconds < rate.at_seconds <= start.to_seconds
+        ]
+        if mine:
+            places = range(0, len(mine), width)
+            found.append([merged(mine[place : place + width]) for place in places])
+    return found
 
 
 def _time_unit(seconds: float) -> tuple[float, str]:
@@ -233,25 +258,30 @@ def _time_unit(seconds: float) -> tuple[float, str]:
     return 1.0, "seconds"
 
 
-def _over_time(facts: Facts, field: str, title: str, value) -> str | None:
+def _over_time(
+    facts: Facts, field: str, title: str, value: Callable[[Steps, float], float]
+) -> str | None:
     """A line for each worker; of more than four the least, the median and the most."""
     unit, name = _time_unit(facts.seconds)
     lines: dict[str, list[Point]] = {}
     for session, start in zip(facts.run.sessions, facts.starts, strict=True):
         for rank, worker in session.workers.items():
-            mine = lines.setdefault(f"worker {rank}", [])
+            mine = []
             for line in worker.steps:
                 found = getattr(line, field)
                 if found is not None:
                     at_seconds = start.from_seconds + line.at_seconds
                     mine.append((at_seconds / unit, value(line, found)))
-    lines = {name: points for name, points in lines.items() if points}
+            if mine:
+                points = lines.setdefault(f"worker {rank}", [])
+                # No line over the time between two starts.
+                points += [(points[-1][0], math.nan)] if points else []
+                points += thinned(mine)
     if not lines:
         return None
     if len(lines) > len(COLOURS):
         lines = _spread(list(lines.values()))
-    drawn = {name: thinned(points) for name, points in lines.items()}
-    return draw_chart(Chart(title, drawn, name, from_zero=True))
+    return draw_chart(Chart(title, lines, name, from_zero=True))
 
 
 def _spread(lines: Sequence[Sequence[Point]]) -> dict[str, list[Point]]:

@@ -92,9 +92,11 @@ def _events(content: Any) -> dict[int, list[tuple[float, float, str]]]:
     for event in listed:
         if not isinstance(event, dict) or event.get("ph") != "X":
             continue
-        start, duration, kind = event.get("ts"), event.get("dur"), event.get("cat")
+        start: Any = event.get("ts")
+        duration: Any = event.get("dur")
+        kind: Any = event.get("cat")
         arguments = event.get("args")
-        rank = arguments.get("replica") if isinstance(arguments, dict) else None
+        rank: Any = arguments.get("replica") if isinstance(arguments, dict) else None
         if rank is None:
             continue  # the input's
         if not (is_count(rank) and isinstance(kind, str)):

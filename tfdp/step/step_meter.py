@@ -29,12 +29,13 @@ class StepMeter:
     Args:
       model: whose steps.
 
-    Cost: three small ops in a step.
+    Cost: four small ops in a step.
     """
 
     def __init__(self, model: Any):
         self.model = model
         self._samples, self._eager_samples = make_counter(), 0
+        self._steps, self._eager_steps = make_counter(), 0
         self._arrived = make_note(0.0, tf.float64)
         self._is_known = True
 
@@ -46,6 +47,11 @@ class StepMeter:
         return self._eager_samples + int(self._samples.numpy())
 
     @property
+    def steps(self) -> int:
+        """That were made so far."""
+        return self._eager_steps + int(self._steps.numpy())
+
+    @property
     def arrived_seconds(self) -> float | None:
         """When the batch of the last step was there, since 1970; None: not known."""
         return float(self._arrived.numpy()) or None
@@ -53,6 +59,10 @@ class StepMeter:
     def note(self, call: StepCall) -> None:
         """A step is built, or made."""
         rows = call.rows_here
+        if tf.executing_eagerly():
+            self._eager_steps += 1
+        else:
+            count_in_graph(self._steps, tf.constant(1, tf.int64))
         if rows is None:
             self._is_known = False
         elif tf.executing_eagerly():
