@@ -77,8 +77,9 @@ def test_the_record_agrees_with_keras_and_with_traffic(tmp_path, steps_per_execu
     assert "2 replicas: CPU:0, CPU:1" in run.start.settings["strategy"]
     assert run.start.settings["batch"] == str(BATCH)
     assert "5 weights, 5 of them trained" in run.start.settings["model"]
+    asked = [line for line in run.steps if line.peak_bytes is not None]
+    assert asked and all(line.resident_bytes <= line.peak_bytes for line in asked)
     for line in run.steps:
-        assert line.resident_bytes <= line.peak_bytes
         if steps_per_execution == 1:
             assert 0 <= line.input_seconds <= line.step_seconds
         else:

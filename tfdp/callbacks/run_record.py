@@ -20,7 +20,7 @@ from tfdp.callbacks.run_settings import (
     settings_of,
 )
 from tfdp.callbacks.told_by_all import told_by_all
-from tfdp.callbacks.traffic_reading import Reading, TrafficReader, engine_of
+from tfdp.callbacks.traffic_reading import TrafficReader, engine_of
 from tfdp.checks import is_number
 from tfdp.cluster import restarts
 from tfdp.cluster.machine import installed_versions
@@ -34,7 +34,9 @@ from tfdp.step.step_meter import StepMeter
 
 __all__ = ["RunRecord"]
 
-UNKNOWN = Reading(0, None, None)
+# Asking for memory takes as long as all else that a step is noted with.
+MEMORY_SECONDS = 0.1
+MEMORY = ("resident_bytes", "peak_bytes", "device_bytes", "device_peak_bytes")
 
 
 @dataclasses.dataclass
@@ -43,15 +45,13 @@ class _Line:
 
     Args:
       most_steps: after how many it is written.
-      before: what had been counted when it began.
+      sent_before: bytes within and between hosts until it began.
       exchange_before: seconds in exchanges until then.
-      samples_before: until then.
     """
 
     most_steps: int
-    before: Reading
+    sent_before: tuple[int | None, int | None]
     exchange_before: float | None
-    samples_before: int | None
     steps: int = 0
     batch: int = 0
     seconds: float = 0.0
@@ -92,7 +92,7 @@ class RunRecord(keras.callbacks.Callback):
         and is recorded no further.
 
     Cost: the training step is traced once more, when training begins and after it has
-    ended; a step takes some 0.2 ms longer. Keras waits for each batch before it starts
+    ended; a step takes some 0.3 ms longer. Keras waits for each batch before it starts
     the next. Nothing in a `fit` without it.
 
     What is not known is left out: samples and waiting for batches under a strategy that
@@ -137,8 +137,11 @@ class RunRecord(keras.callbacks.Callback):
           ConfigurationError: see the class.
         """
         self._began = self._ended = time.perf_counter()
-        self._done, self._line = 0, None
+        self._done = 0
+        self._line: _Line | None = None
         self._epoch = 0
+        self._is_within_epoch = False
+        self._memory_asked = -MEMORY_SECONDS
         self._pending_validation = self._validated = self._test_began = 0.0
         strategy = self.model.distribute_strategy
         cluster = getattr(strategy, "cluster", None)
@@ -166,6 +169,7 @@ class RunRecord(keras.callbacks.Callback):
             )
         )
         self._begin_to_count(strategy)
+        self._samples = self._samples_now()
 
     def _session(self, strategy: Any) -> tuple[str, list[str]]:
         """The word that all workers have for this start, and their machines."""
@@ -192,7 +196,7 @@ class RunRecord(keras.callbacks.Callback):
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Notes which it is."""
-        self._epoch, self._validated = epoch, 0.0
+        self._epoch, self._validated, self._is_within_epoch = epoch, 0.0, True
 
     def on_train_batch_begin(
         self, batch: int, logs: dict[str, Any] | None = None
@@ -204,7 +208,6 @@ class RunRecord(keras.callbacks.Callback):
                 steps_of_line(self._done),
                 self._sent(),
                 self._exchange_seconds(),
-                self._samples(),
             )
         # The clock of the computer, too: what runs in a graph knows no other.
         self._step_began_by_clock = time.time()
@@ -253,6 +256,7 @@ class RunRecord(keras.callbacks.Callback):
 
     def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Ends the line: validation sends, too."""
+        self._is_within_epoch = False
         self._write_line()
         self._test_began = time.perf_counter()
 
@@ -264,6 +268,7 @@ class RunRecord(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Writes what Keras reports of it."""
+        self._is_within_epoch = False
         self._write_line()
         numbers = {
             str(name)[:200]: float(value)
@@ -307,9 +312,9 @@ class RunRecord(keras.callbacks.Callback):
         line, self._line = self._line, None
         if line is None or not line.steps:
             return
-        sent = self._sent().plus(line.before, sign=-1)
-        resident, peak = _memory()
-        device = device_bytes(self.model.distribute_strategy) or (None, None)
+        samples_before, self._samples = self._samples, self._samples_now()
+        within, between = map(_difference, self._sent(), line.sent_before)
+        memory = dict(zip(MEMORY, self._memory(), strict=True))
         self._write(
             Steps(
                 self._session_id,
@@ -324,28 +329,40 @@ class RunRecord(keras.callbacks.Callback):
                 line.longest_seconds,
                 line.input_seconds,
                 _difference(self._exchange_seconds(), line.exchange_before),
-                _difference(self._samples(), line.samples_before),
-                sent.within,
-                sent.between,
-                resident,
-                peak,
-                *device,
-                float(self._loss) if is_number(self._loss) else None,
+                _difference(self._samples, samples_before),
+                within,
+                between,
+                loss=float(self._loss) if is_number(self._loss) else None,
+                **memory,
             )
         )
 
-    def _sent(self) -> Reading:
-        sent = UNKNOWN if self._reader is None else self._reader.read()
+    def _sent(self) -> tuple[int | None, int | None]:
+        if self._reader is None:
+            return None, None
+        within, between = self._reader.sent()
         # What goes to hosts that may die is not the engine's.
-        return dataclasses.replace(sent, between=None) if self._is_apart else sent
+        return within, None if self._is_apart else between
 
     def _exchange_seconds(self) -> float | None:
         if self._reader is None or self._is_apart:
             return None
         return 0.0 if self._engine is None else self._engine.seconds_between_hosts()
 
-    def _samples(self) -> int | None:
+    def _samples_now(self) -> int | None:
         return None if self._meter is None else self._meter.samples
+
+    def _memory(self) -> tuple[int | None, ...]:
+        """Of the process and of GPUs, now and at most; not asked for in each step."""
+        now = time.perf_counter()
+        if now - self._memory_asked < MEMORY_SECONDS and self._is_within_epoch:
+            return None, None, None, None
+        self._memory_asked = now
+        device = device_bytes(self.model.distribute_strategy) or (None, None)
+        try:
+            return *resident_and_peak_bytes(), *device
+        except OSError:
+            return None, None, *device
 
     def _write(self, entry: Entry) -> None:
         if self._file is None:
@@ -361,13 +378,6 @@ class RunRecord(keras.callbacks.Callback):
                 RunRecordWarning,
                 stacklevel=2,
             )
-
-
-def _memory() -> tuple[int | None, int | None]:
-    try:
-        return resident_and_peak_bytes()
-    except OSError:
-        return None, None
 
 
 def _difference(now: Any, before: Any) -> Any:

@@ -57,11 +57,13 @@ class TrafficReader:
         """What was sent so far."""
         if self._engine is None:
             return Reading()
-        return Reading(
-            self._meter.steps,
-            self._meter.sent_bytes,
-            self._engine.sent_between_hosts(),
-        )
+        return Reading(self._meter.steps, *self.sent())
+
+    def sent(self) -> tuple[int | None, int | None]:
+        """The bytes within and between hosts; the steps are not asked for."""
+        if self._engine is None:
+            return 0, 0
+        return self._meter.sent_bytes, self._engine.sent_between_hosts()
 
     def close(self) -> None:
         """Graphs that are built from now on do not count for it."""

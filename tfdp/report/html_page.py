@@ -46,7 +46,8 @@ def html_page(title: str, *parts: str, style: str = "") -> str:
 def legend(colours: Mapping[str, str]) -> str:
     """A paragraph that says which colour is what."""
     entries = [
-        f'<span style="color: {colour}">&#9632;</span> {name}'
+        f'<span style="white-space: nowrap"><span style="color: {colour}">&#9632;'
+        f"</span> {name}</span>"
         for name, colour in colours.items()
     ]
     return f"<p>{' &nbsp; '.join(entries)}</p>"

@@ -86,7 +86,7 @@ def draw_chart(chart: Chart) -> str:
     ]
     for value in ticks_between(low, high):
         parts.append(svg_line(_LEFT, y_of(value), WIDTH - _RIGHT, y_of(value), "#ddd"))
-        parts.append(svg_text(_LEFT - 6, y_of(value) + 4, f"{value:.4g}", "end"))
+        parts.append(svg_text(_LEFT - 6, y_of(value) + 4, _figure(value), "end"))
     for x, words in _x_ticks(chart, first, last):
         parts.append(svg_text(x_of(x), HEIGHT - 26, words, "middle"))
     parts.append(svg_line(_LEFT, _TOP, _LEFT, bottom, "#888"))
@@ -138,8 +138,12 @@ def _x_ticks(chart: Chart, first: float, last: float) -> list[tuple[float, str]]
     if chart.x_ticks is not None:
         return list(chart.x_ticks)
     if last <= first:
-        return [(first, f"{first:.4g}")]
-    return [(tick, f"{tick:.4g}") for tick in ticks_between(first, last)]
+        return [(first, _figure(first))]
+    return [(tick, _figure(tick)) for tick in ticks_between(first, last)]
+
+
+def _figure(value: float) -> str:
+    return f"{value:,.0f}" if 1e4 <= abs(value) < 1e7 else f"{value:.4g}"
 
 
 def _legend(names: Sequence[str]) -> tuple[list[str], float]:

@@ -47,7 +47,8 @@ def _sentences(facts: Facts) -> Iterator[tuple[float, str]]:
                 f"Look at worker {straggler.worker}, for which the others wait "
                 f"{straggler.lost_share:.0%} of the time: {CAUSES[straggler.cause]}.",
             )
-    waited_seconds = max(facts.per_step("input_seconds").values(), default=0.0)
+    made = len(facts.part_seconds) * sum(rate.steps for rate in facts.steady)
+    waited_seconds = sum(p[INPUT] for p in facts.part_seconds.values()) / made
     if shares[INPUT] >= INPUT_SHARE and waited_seconds >= INPUT_SECONDS:
         yield (
             shares[INPUT],

@@ -75,8 +75,10 @@ def rate_pictures(facts: Facts) -> list[str]:
             rates.append((rates[-1][0], math.nan))
             steps.append((steps[-1][0], math.nan))
         for rate in stretch:
-            rates.append((rate.at_seconds / unit, _speed(facts, rate)))
-            steps.append((rate.at_seconds / unit, 1e3 * rate.seconds / rate.steps))
+            ends = (rate.at_seconds - rate.seconds, rate.at_seconds)
+            speed, step_ms = _speed(facts, rate), 1e3 * rate.seconds / rate.steps
+            rates += [(end_seconds / unit, speed) for end_seconds in ends]
+            steps += [(end_seconds / unit, step_ms) for end_seconds in ends]
     return [
         draw_chart(Chart(title, {"": points}, name, marks=marks, from_zero=True))
         for title, points in ((_rate_name(facts), rates), ("ms per step", steps))
