@@ -99,15 +99,21 @@ def test_the_times_are_the_whole_of_the_training(tmp_path):
 
 
 class Sleeps(keras.callbacks.Callback):
-    """Between two steps."""
+    """Between two steps, at the end of one or before the other."""
 
-    def on_train_batch_end(self, batch, logs=None):
-        if batch == 3:
+    def __init__(self, event):
+        super().__init__()
+        setattr(self, f"on_train_batch_{event}", self.sleep)
+        self.batch = {"begin": 4, "end": 3}[event]
+
+    def sleep(self, batch, logs=None):
+        if batch == self.batch:
             time.sleep(0.5)
 
 
-def test_what_other_callbacks_do_is_between_steps(tmp_path):
-    _, run = fit(tmp_path, make(), epochs=1, callbacks=[Sleeps()])
+@pytest.mark.parametrize("event", ["begin", "end"])
+def test_what_other_callbacks_do_is_between_steps(tmp_path, event):
+    _, run = fit(tmp_path, make(), epochs=1, callbacks=[Sleeps(event)])
     slept = [line.between_seconds >= 0.5 for line in run.steps]
     assert slept == [False, False, False, False, True, False]
     assert run.steps[4].longest_seconds >= 0.5

@@ -19,6 +19,7 @@ from tfdp.callbacks.run_settings import (
     machine_in_words,
     settings_of,
 )
+from tfdp.callbacks.step_clock import StepClock
 from tfdp.callbacks.told_by_all import told_by_all
 from tfdp.callbacks.traffic_reading import TrafficReader, engine_of
 from tfdp.checks import is_number
@@ -129,6 +130,7 @@ class RunRecord(keras.callbacks.Callback):
         self._file: RunFile | None = None
         self._reader: TrafficReader | None = None
         self._meter: StepMeter | None = None
+        self._clock: StepClock | None = None
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Writes what this training is, and begins to count.
@@ -193,6 +195,7 @@ class RunRecord(keras.callbacks.Callback):
             self._meter = StepMeter(self.model)
             strategy.extended.step_meter = self._meter
             self.model.make_train_function(force=True)
+        self._clock = StepClock(self.model)
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Notes which it is."""
@@ -209,16 +212,15 @@ class RunRecord(keras.callbacks.Callback):
                 self._sent(),
                 self._exchange_seconds(),
             )
-        # The clock of the computer, too: what runs in a graph knows no other.
-        self._step_began_by_clock = time.time()
-        self._step_began = time.perf_counter()
+        if self._clock is not None:
+            self._clock.start()
 
     def on_train_batch_end(
         self, batch: int, logs: dict[str, Any] | None = None
     ) -> None:
         """Notes a step, and writes the line when it has its steps."""
-        now, line = time.perf_counter(), self._line
-        if line is None:
+        now, line, clock = time.perf_counter(), self._line, self._clock
+        if line is None or clock is None:
             return
         steps = self._steps_made(batch)
         self._done += steps
@@ -226,10 +228,10 @@ class RunRecord(keras.callbacks.Callback):
         line.steps += steps
         line.batch = self._first_batch + steps
         line.seconds += seconds
-        line.step_seconds += now - self._step_began
+        line.step_seconds += now - clock.began
         line.validation_seconds += self._pending_validation
         line.longest_seconds = max(line.longest_seconds, seconds)
-        waited = self._input_seconds(now)
+        waited = self._input_seconds(now, clock)
         is_known = waited is not None and line.input_seconds is not None
         line.input_seconds = line.input_seconds + waited if is_known else None  # type: ignore[operator]
         self._pending_validation, self._ended = 0.0, now
@@ -245,14 +247,14 @@ class RunRecord(keras.callbacks.Callback):
         epoch = self.params.get("steps")
         return min(together, epoch - self._first_batch) if epoch else together
 
-    def _input_seconds(self, now: float) -> float | None:
+    def _input_seconds(self, now: float, clock: StepClock) -> float | None:
         """From the beginning of a step until its batch was there."""
         arrived = None if self._meter is None else self._meter.arrived_seconds
         # Of several steps that run together nobody tells when the others ended.
         if arrived is None or self.model.steps_per_execution > 1:
             return None
-        waited = arrived - self._step_began_by_clock
-        return min(max(0.0, waited), now - self._step_began)
+        waited = arrived - clock.began_by_clock
+        return min(max(0.0, waited), now - clock.began)
 
     def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Ends the line: validation sends, too."""
@@ -301,12 +303,14 @@ class RunRecord(keras.callbacks.Callback):
             self._file.close()
         if self._reader is not None:
             self._reader.close()
+        if self._clock is not None:
+            self._clock.close()
         extended = (
             None if self._meter is None else self.model.distribute_strategy.extended
         )
         if extended is not None and extended.step_meter is self._meter:
             extended.step_meter = None
-        self._file = self._reader = self._meter = None
+        self._file = self._reader = self._meter = self._clock = None
 
     def _write_line(self) -> None:
         line, self._line = self._line, None

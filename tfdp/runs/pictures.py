@@ -56,7 +56,7 @@ TRACE_COLOURS = {
 }
 MOST_BARS, MOST_PANELS = 64, 24
 # Of the line of a rate: what is shorter is noise.
-MOST_RATES = 200
+MOST_RATES = 100
 MOST_RUNS = len(COLOURS)
 UNITS = (
     (2 * 86400.0, 86400.0, "days"),
