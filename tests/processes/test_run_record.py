@@ -40,7 +40,7 @@ note(f"history-{RANK}", json.dumps(history))
 STEPS = 2 * 23  # the last batch of an epoch has 4 rows
 
 
-@pytest.mark.worth_seconds(40)
+@pytest.mark.worth_seconds(15)
 @pytest.mark.parametrize("sleeper", [0, 1])
 def test_the_worker_that_sleeps_is_named(tmp_path, capsys, sleeper):
     with Launches(tmp_path) as launches:
