@@ -280,14 +280,14 @@ def test_the_page_finds_traces_from_where_it_lies(tmp_path):
 
 
 def test_two_runs_stand_side_by_side(tmp_path, capsys):
-    fast, slow = tmp_path / "fast", tmp_path / "slow"
+    fast, slow = tmp_path / "<b1>fast", tmp_path / "slow"
     MadeRun(2).write(fast)
     MadeRun(2, slow={0: USUAL_SECONDS}).write(slow)
     assert main(["report", str(fast), str(slow)]) == 0
     out = capsys.readouterr().out
     assert "0.50x" in out and "1.00x" in out
     text = " ".join(parsed((fast / "report.html").read_text("utf-8")).text)
-    assert "fast beside slow" in text and "ms per step" in text
+    assert "<b1>fast beside slow" in text and "ms per step" in text
 
 
 @pytest.mark.parametrize(
