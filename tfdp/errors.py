@@ -24,6 +24,7 @@ __all__ = [
     "ParityError",
     "ReplicaDriftError",
     "ReplicaDriftWarning",
+    "RunRecordWarning",
     "ScopeError",
     "SlowInputWarning",
     "TPUError",
@@ -127,6 +128,10 @@ class NotFiniteWarning(UserWarning):
 
 class ReplicaDriftWarning(UserWarning):
     """Replicas have other values of what they keep alike, and training goes on."""
+
+
+class RunRecordWarning(UserWarning):
+    """What a training does is recorded no further."""
 
 
 class SlowInputWarning(UserWarning):

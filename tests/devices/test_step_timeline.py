@@ -9,14 +9,14 @@ import tensorflow as tf
 
 import tfdp
 from tests.support.parity import classification_data, dense_model, make_strategy
-from tfdp.callbacks.chrome_trace import chrome_trace
-from tfdp.callbacks.timeline_page import (
+from tfdp.errors import ConfigurationError
+from tfdp.report.chrome_trace import chrome_trace
+from tfdp.report.timeline_page import (
     draw_timeline,
     hidden_share,
     kind_of,
     seconds_by_kind,
 )
-from tfdp.errors import ConfigurationError
 
 
 @dataclasses.dataclass

@@ -31,7 +31,7 @@ def measure(case):
 
     import tfdp
     from tests.planning.models import make_of
-    from tfdp.bench.memory.worker import forget_peak, peak_bytes, resident_bytes
+    from tfdp.cluster.process_memory import forget_peak, peak_bytes, resident_bytes
 
     build, rows_of = make_of(case.model)
     devices = tfdp.use_virtual_devices(case.replicas)

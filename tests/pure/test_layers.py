@@ -49,6 +49,7 @@ LAYERS = {
     "cluster": 1,
     "plan": 1,
     "report": 1,
+    "runs": 1,
     "simulator": 1,
     "schedules": 1,
     "sync": 1,
@@ -70,6 +71,7 @@ PURE = {
     "plan",
     "progress_bar",
     "report",
+    "runs",
     "simulator",
     "sync",
 }

@@ -35,6 +35,9 @@ class StandInLink(HostLink):
     def sent_bytes(self, channel=None):
         return 0
 
+    def exchange_seconds(self, channel):
+        return 0.0
+
     def on_failure(self, listener):
         pass
 

@@ -108,6 +108,7 @@ __all__ = [
     "make_counter",
     "make_note",
     "make_token",
+    "note_in_graph",
     "operations_of",
     "own_copy",
     "put_global_seed",
@@ -117,6 +118,7 @@ __all__ = [
     "select_replica",
     "stages_of",
     "stop_recording",
+    "time_in_graph",
     "unscale_loss_for_distribution",
     "variable_accessed",
     "variant_of",
@@ -256,6 +258,22 @@ def count_in_graph(counter: tf.Variable, amount: tf.Tensor) -> None:
     if op is not None:
         # Adding takes no order: nothing need wait for it, nor it for anything.
         run_independently(op)
+
+
+def note_in_graph(note: tf.Variable, value: tf.Tensor) -> None:
+    """Puts `value` into `note` whenever the graph runs that is being built."""
+    with tf.device("CPU:0"):
+        op = tf.raw_ops.AssignVariableOp(resource=note.handle, value=value)
+    if op is not None:
+        run_independently(op)  # as in `count_in_graph`
+
+
+def time_in_graph(after: Sequence[tf.Tensor]) -> tf.Tensor:
+    """Seconds since 1970 when all of `after` were there, in the running graph."""
+    with tf.device("CPU:0"), tf.control_dependencies(after):
+        now = tf.timestamp()
+    run_independently(now.op)
+    return now
 
 
 def run_independently(op: tf.Operation) -> None:

@@ -7,6 +7,7 @@ from tfdp.callbacks.input_watch import InputWatch
 from tfdp.callbacks.learning_rate import LearningRateLogger
 from tfdp.callbacks.nan_guard import NaNGuard
 from tfdp.callbacks.replica_check import ReplicaCheck
+from tfdp.callbacks.run_record import RunRecord
 from tfdp.callbacks.step_timeline import StepTimeline
 from tfdp.callbacks.traffic import Traffic
 
@@ -18,6 +19,7 @@ __all__ = [
     "LearningRateLogger",
     "NaNGuard",
     "ReplicaCheck",
+    "RunRecord",
     "StepTimeline",
     "Traffic",
 ]

@@ -9,11 +9,11 @@ from typing import Any
 import keras
 
 from tfdp._private.step_trace import StepTrace
-from tfdp.callbacks.chrome_trace import chrome_trace
-from tfdp.callbacks.timeline_page import draw_timeline, hidden_share, seconds_by_kind
 from tfdp.checks import is_whole
 from tfdp.errors import ConfigurationError
 from tfdp.files.atomic import replaced
+from tfdp.report.chrome_trace import chrome_trace
+from tfdp.report.timeline_page import draw_timeline, hidden_share, seconds_by_kind
 from tfdp.step.optimizers import names_of_updates
 
 __all__ = ["StepTimeline"]

@@ -2,46 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import keras
 
-from tfdp.errors import ConfigurationError
-from tfdp.exchange.engine import Engine
-from tfdp.exchange.pipeline import GradientPipeline
-from tfdp.exchange.traffic_meter import TrafficMeter
+from tfdp.callbacks.traffic_reading import Reading, TrafficReader, engine_of
 
 __all__ = ["Traffic"]
-
-
-@dataclasses.dataclass(frozen=True)
-class _Reading:
-    """What had been counted at one moment.
-
-    Args:
-      steps: that had run.
-      within, between: bytes; None where nobody counts them.
-    """
-
-    steps: int = 0
-    within: int | None = 0
-    between: int | None = 0
-
-    def plus(self, other: _Reading, sign: int = 1) -> _Reading:
-        """Both together; with `sign=-1` what came since `other`."""
-
-        def joined(mine: int | None, theirs: int | None) -> int | None:
-            return None if mine is None or theirs is None else mine + sign * theirs
-
-        return _Reading(
-            self.steps + sign * other.steps,
-            joined(self.within, other.within),
-            joined(self.between, other.between),
-        )
-
-
-_NOTHING = _Reading()
 
 
 class Traffic(keras.callbacks.Callback):
@@ -102,9 +69,8 @@ class Traffic(keras.callbacks.Callback):
 
     def __init__(self) -> None:
         super().__init__()
-        self._engine: Engine | None = None
-        self._meter = TrafficMeter()
-        self._before = self._epoch = _NOTHING
+        self._reader: TrafficReader | None = None
+        self._before = self._epoch = Reading()
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Begins to count: in graphs, which are therefore built anew.
@@ -112,16 +78,16 @@ class Traffic(keras.callbacks.Callback):
         Raises:
           ConfigurationError: where nobody could.
         """
-        self._engine = _engine_of(self.model)
-        if self._engine is None:
+        engine = engine_of(self.model, "Traffic")
+        self._close()  # what a training that failed has left
+        if engine is None:
             return
-        self._meter = TrafficMeter()
-        self._engine.traffic.meter = self._meter
+        self._reader = TrafficReader(engine)
         self.model.make_train_function(force=True)
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Starts the epoch's sums."""
-        self._epoch = _NOTHING
+        self._epoch = Reading()
 
     def on_train_batch_begin(
         self, batch: int, logs: dict[str, Any] | None = None
@@ -145,21 +111,20 @@ class Traffic(keras.callbacks.Callback):
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         """Counts no more; the next training builds graphs that do not, either."""
-        if self._engine is None:
+        if self._reader is None:
             return
-        self._engine.traffic.meter = None
+        self._close()
         self.model.make_train_function(force=True)
 
-    def _read(self) -> _Reading:
-        if self._engine is None:
-            return _NOTHING
-        return _Reading(
-            self._meter.steps,
-            self._meter.sent_bytes,
-            self._engine.sent_between_hosts(),
-        )
+    def _close(self) -> None:
+        if self._reader is not None:
+            self._reader.close()
+        self._reader = None
 
-    def _means(self, passed: _Reading) -> dict[str, float]:
+    def _read(self) -> Reading:
+        return Reading() if self._reader is None else self._reader.read()
+
+    def _means(self, passed: Reading) -> dict[str, float]:
         # Without an engine no step is counted, and none sends anything.
         steps = max(passed.steps, 1)
         return {
@@ -167,25 +132,3 @@ class Traffic(keras.callbacks.Callback):
             for where, sent in (("within", passed.within), ("between", passed.between))
             if sent is not None
         }
-
-
-def _engine_of(model: keras.Model) -> Engine | None:
-    """What exchanges in the steps of `model`; None where there is one replica alone."""
-    strategy = model.distribute_strategy
-    reducer = getattr(strategy.extended, "reducer", None)
-    if not isinstance(reducer, GradientPipeline):
-        if strategy.num_replicas_in_sync == 1:
-            return None
-        raise ConfigurationError(
-            "Traffic counts what tfdp sends between CPUs or GPUs, and the model was "
-            f"compiled under {type(strategy).__name__}. Make it under "
-            "tfdp.DataParallelStrategy or tfdp.MultiHostDataParallelStrategy, or leave "
-            "the callback out."
-        )
-    if model.run_eagerly and reducer.engine.replicas > 1:
-        raise ConfigurationError(
-            "Traffic counts in graphs, and the model was compiled with "
-            "run_eagerly=True, where TensorFlow exchanges in its own way. Compile with "
-            "run_eagerly=False, or leave the callback out."
-        )
-    return reducer.engine

@@ -1,5 +1,5 @@
 """The command line: `tfdp info`, `tfdp selftest`, `tfdp check`, `tfdp launch`,
-`tfdp merge`, `tfdp plan`, `tfdp measure`, `tfdp simulate`, `tfdp bench`.
+`tfdp merge`, `tfdp plan`, `tfdp measure`, `tfdp simulate`, `tfdp report`, `tfdp bench`.
 
 Nothing here imports TensorFlow before a command needs it, so help and lists are
 instant. `python -m tfdp` and `python -m tfdp.commands.cli` are the same program.
@@ -49,6 +49,7 @@ COMMANDS = {
         "tfdp.commands.simulate",
         "how long a step takes on other hardware, and why",
     ),
+    "report": ("tfdp.commands.report", "what a training run did, as a page"),
     "bench": ("tfdp.bench.command", "benchmarks against TensorFlow's own strategies"),
 }
 

@@ -99,6 +99,14 @@ class Engine(abc.ABC):
         """
         return 0
 
+    def seconds_between_hosts(self) -> float | None:
+        """How long steps of this process were in exchanges with other hosts so far.
+
+        The waiting for them included. None: nobody knows. Simulated hosts are within
+        one process: 0.
+        """
+        return 0.0
+
     def next_call_number(self, rank: int) -> int:
         """The number of this exchange; the same on every replica that takes part.
 

@@ -7,6 +7,7 @@ sent is for a `TrafficMeter` to say, where one is in use.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -26,14 +27,15 @@ class TrafficCount:
 
     def __init__(self, replicas: int):
         self._sent: list[int | None] = [0] * replicas
-        #: Is told of everything that is added; None: nobody asks what steps have sent.
-        self.meter: TrafficMeter | None = None
+        #: Are told of everything that is added; none: nobody asks what steps have sent.
+        #: One goes with who made it: a training that failed leaves none behind.
+        self.meters: weakref.WeakSet[TrafficMeter] = weakref.WeakSet()
 
     def begin(self) -> None:
         """Counts from nothing again: another step is about to be traced."""
         self._sent = [0] * len(self._sent)
-        if self.meter is not None:
-            self.meter.begin()
+        for meter in self.meters:
+            meter.begin()
 
     def add(self, rank: int, tensor: tf.Tensor, times: int = 1) -> None:
         """Notes that `rank` sends the whole of `tensor`, to so many others."""
@@ -63,8 +65,8 @@ class TrafficCount:
         size_bytes: int | None,
         in_step: Callable[[], tf.Tensor | None],
     ) -> None:
-        if self.meter is not None:
-            self.meter.add(rank, size_bytes, in_step)
+        for meter in self.meters:
+            meter.add(rank, size_bytes, in_step)
         before = self._sent[rank]
         if before is None or size_bytes is None:
             self._sent[rank] = None

@@ -42,7 +42,7 @@ class _GraphCount:
 class TrafficMeter:
     """Counts the bytes that replicas of this process send, while it is in use.
 
-    It sees graphs that are built while it is there; see `TrafficCount.meter`.
+    It sees graphs that are built while it is there; see `TrafficCount.meters`.
 
     Cost: an op of a few microseconds for each run, and each conditional of a replica
     with an exchange in it.

@@ -67,6 +67,9 @@ class AcrossHostsEngine(Engine):
     def sent_between_hosts(self) -> int | None:
         return self.link.sent_bytes()
 
+    def seconds_between_hosts(self) -> float | None:
+        return self.link.exchange_seconds("step")
+
     def close(self) -> None:
         """Before the link is closed."""
         self.late.close()

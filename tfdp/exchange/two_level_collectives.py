@@ -136,6 +136,10 @@ class TensorFlowAcrossHostsEngine(AcrossHostsEngine):
             return None
         return self.link.sent_bytes() + self._sent_bytes
 
+    def seconds_between_hosts(self) -> float | None:
+        """None: TensorFlow does not tell how long its collectives last."""
+        return None
+
     def sum_everywhere(
         self,
         tensors: Sequence[tf.Tensor],

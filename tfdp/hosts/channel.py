@@ -62,6 +62,8 @@ class Channel:
         self.terms = Terms("gather", 0, 0, "none yet")
         #: When it began (`time.monotonic`).
         self.start = 0.0
+        #: How long exchanges have lasted so far.
+        self.seconds = 0.0
         #: Why there will be no other exchange.
         self.failure: TfdpError | None = None
 
@@ -84,6 +86,10 @@ class Channel:
     def begin(self, terms: Terms) -> None:
         """Notes what this worker brings."""
         self.terms, self.start = terms, time.monotonic()
+
+    def end(self) -> None:
+        """Notes that the exchange under way is over."""
+        self.seconds += time.monotonic() - self.start
 
     @property
     def sender(self) -> Sender:

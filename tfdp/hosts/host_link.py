@@ -166,6 +166,16 @@ class HostLink(abc.ABC):
         """
 
     @abc.abstractmethod
+    def exchange_seconds(self, channel: str) -> float:
+        """How long this worker was in exchanges so far, those that have ended.
+
+        From the moment when it came to one: the waiting for others is in it.
+
+        Args:
+          channel: one of CHANNELS.
+        """
+
+    @abc.abstractmethod
     def share_note(self, key: str, note: str) -> dict[int, str]:
         """Everybody's note under `key`, by rank; in any order, from any thread.
 

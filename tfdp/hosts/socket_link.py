@@ -164,15 +164,10 @@ class SocketLink(HostLink):
         arrays = [np.asarray(array, order="C") for array in arrays]
         # Whole arrays: what is outside of this worker's range passes through it.
         outputs = views_of(self._pool, arrays)
-        with self._exchange(
-            "scatter", arrays, label, "step", wire_dtype, ranges
-        ) as ring:
+        terms = ("scatter", arrays, label, "step", wire_dtype, ranges)
+        with self._exchange(*terms) as ring:
             ring_reduce_scatter(
-                arrays,
-                outputs,
-                by_worker(ranges),
-                self.rank,
-                *ring.ends(wire_dtype),
+                arrays, outputs, by_worker(ranges), self.rank, *ring.ends(wire_dtype)
             )
             ring.sender.flush()
         # Views: what is beside them holds partial sums, and nobody reads it.
@@ -273,6 +268,10 @@ class SocketLink(HostLink):
         sent = sum(self._channels[name].sent_bytes for name in channels)
         return sent - (self._sent_before_exchanges if "host" in channels else 0)
 
+    def exchange_seconds(self, channel: str) -> float:
+        """See `HostLink.exchange_seconds`."""
+        return self._channels[channel].seconds
+
     def on_note(self, key: str, listener: Callable[[dict[int, str]], None]) -> None:
         """See `HostLink.on_note`."""
         self._membership.on_note(key, listener)
@@ -365,6 +364,7 @@ class SocketLink(HostLink):
                 if failure is error:
                     raise
                 raise failure from error
+            ring.end()
 
     def _end_ring(
         self, ring: Channel, channel: str, error: BaseException

@@ -5,7 +5,14 @@ from __future__ import annotations
 import html
 from collections.abc import Mapping, Sequence
 
-from tfdp.report.html_page import html_page, legend, svg_line, svg_text
+from tfdp.report.html_page import (
+    TABLE_STYLE,
+    html_page,
+    html_table,
+    legend,
+    svg_line,
+    svg_text,
+)
 
 __all__ = ["draw_plan"]
 
@@ -24,11 +31,6 @@ COLOURS = {
 _WIDTH, _LEFT, _RIGHT, _BAR, _GAP, _TOP = 1000, 300, 110, 26, 12, 30
 # Narrower parts are not drawn.
 _THINNEST = 0.2
-
-_STYLE = """\
-td, th { text-align: right; padding: 3px 12px; border-bottom: 1px solid #ddd; }
-td:first-child, th:first-child { text-align: left; }
-"""
 
 Table = tuple[str, Sequence[str], Sequence[Sequence[str]]]
 
@@ -55,8 +57,8 @@ def draw_plan(
         f"<p>{html.escape(sentence)}</p>",
         legend({part: colour for part, colour in COLOURS.items() if part in shown}),
         _picture(bars, memory_bytes),
-        *(_table(*table) for table in tables if table[2]),
-        style=_STYLE,
+        *(html_table(*table) for table in tables if table[2]),
+        style=TABLE_STYLE,
     )
 
 
@@ -94,13 +96,3 @@ def _box(
         f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="{_BAR}" '
         f'fill="{colour}"><title>{part}: {size_bytes / 1e6:,.1f} MB</title></rect>'
     )
-
-
-def _table(heading: str, titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    def line(cells: Sequence[str], tag: str) -> str:
-        inner = "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells)
-        return f"<tr>{inner}</tr>"
-
-    body = "\n".join(line(row, "td") for row in rows)
-    head = f"<h2>{html.escape(heading)}</h2>\n<table>\n{line(titles, 'th')}"
-    return f"{head}\n{body}\n</table>"

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
-__all__ = ["html_page", "legend", "svg_line", "svg_text"]
+__all__ = ["TABLE_STYLE", "html_page", "html_table", "legend", "svg_line", "svg_text"]
+
+#: For a page with tables.
+TABLE_STYLE = """\
+td, th { text-align: right; padding: 3px 12px; border-bottom: 1px solid #ddd; }
+td:first-child, th:first-child { text-align: left; }
+"""
 
 _PAGE = """<!DOCTYPE html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
+<meta name="viewport" content="width=device-width">
 <title>{title}</title>
 <style>
 body {{ font: 14px sans-serif; margin: 24px; color: #222; background: #fff; }}
@@ -39,10 +46,25 @@ def html_page(title: str, *parts: str, style: str = "") -> str:
 def legend(colours: Mapping[str, str]) -> str:
     """A paragraph that says which colour is what."""
     entries = [
-        f'<span style="color: {colour}">&#9632;</span> {name}'
+        f'<span style="white-space: nowrap"><span style="color: {colour}">&#9632;'
+        f"</span> {name}</span>"
         for name, colour in colours.items()
     ]
     return f"<p>{' &nbsp; '.join(entries)}</p>"
+
+
+def html_table(
+    heading: str, titles: Sequence[str], rows: Sequence[Sequence[str]]
+) -> str:
+    """A table below its heading; all of it as it is to be read."""
+
+    def line(cells: Sequence[str], tag: str) -> str:
+        inner = "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells)
+        return f"<tr>{inner}</tr>"
+
+    body = "\n".join(line(row, "td") for row in rows)
+    head = f"<h2>{html.escape(heading)}</h2>\n<table>\n{line(titles, 'th')}"
+    return f"{head}\n{body}\n</table>"
 
 
 def svg_line(

@@ -18,7 +18,7 @@ import tensorflow as tf
 
 from tfdp._private.autograph import library_code
 
-__all__ = ["batch_first"]
+__all__ = ["batch_first", "tensors_of_this_graph"]
 
 
 @contextlib.contextmanager
@@ -32,7 +32,7 @@ def batch_first(step: Callable, arguments: Any) -> Iterator[Callable]:
     Yields:
       `step`, to be run in its place.
     """
-    parts = [] if tf.executing_eagerly() else _of_this_graph(arguments)
+    parts = [] if tf.executing_eagerly() else tensors_of_this_graph(arguments)
     if not parts:
         yield step
         return
@@ -54,7 +54,8 @@ def batch_first(step: Callable, arguments: Any) -> Iterator[Callable]:
     yield step_after_batch
 
 
-def _of_this_graph(arguments: Any) -> list[tf.Tensor]:
+def tensors_of_this_graph(arguments: Any) -> list[tf.Tensor]:
+    """Those among nested `arguments`, and among what they are made of."""
     graph = tf.compat.v1.get_default_graph()
     return [
         part

@@ -70,6 +70,17 @@ class StepCall:
         self._filled_rows: Any = None
         self._guard: FiniteGuard | None = None
 
+    @property
+    def rows_here(self) -> Any:
+        """The rows of this process's replicas, filling left out; None: not known."""
+        counts = self.run.counts
+        if self._filled_rows is not None:
+            parts = getattr(self._filled_rows, "values", [self._filled_rows])
+            counts = [tf.reduce_sum(tf.cast(part > 0, tf.int32)) for part in parts]
+        if counts is None or all(isinstance(n, int) for n in counts):
+            return None if counts is None else sum(counts)
+        return tf.add_n([tf.cast(n, tf.int32) for n in counts])
+
     def compile_replicas(self) -> None:
         """Lets XLA compile what each replica computes, where the step is Keras' own."""
         if is_stock_train_step(self.fn):

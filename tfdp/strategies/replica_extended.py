@@ -16,6 +16,7 @@ from tfdp.sharding.variables import ShardedVariable
 from tfdp.step.finite_guard import FiniteGuard
 from tfdp.step.noise_probe import NoiseProbe
 from tfdp.step.optimizers import refuse_unled
+from tfdp.step.step_meter import StepMeter
 from tfdp.strategies.made_optimizers import MadeOptimizers
 from tfdp.strategies.scope_checks import check_component
 from tfdp.tracing.run import ReplicaRun
@@ -40,6 +41,8 @@ class ReplicaExtended(LastingInput):
     noise_probe: NoiseProbe | None = None
     #: Leaves out steps that are not finite; None: nobody asks.
     finite_guard: FiniteGuard | None = None
+    #: Counts samples, and when batches come; None: nobody asks.
+    step_meter: StepMeter | None = None
     #: Whether random layers draw apart on every replica.
     _draws_per_replica: bool
     #: Which of the draws that are apart the first replica here has.

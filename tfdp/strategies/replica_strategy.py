@@ -32,6 +32,7 @@ from tfdp.step.losses import loss_replica_count
 from tfdp.step.optimizers import optimizers_of
 from tfdp.step.reduced_parts import parts_of_one_shape
 from tfdp.step.reports import whole_logs
+from tfdp.step.step_meter import meet_step
 from tfdp.strategies import scope_checks
 from tfdp.strategies.adopted_state import adopt_state
 from tfdp.strategies.in_words import FirstFit, strategy_in_words
@@ -188,6 +189,7 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
         is_jitted = call.model in self._jit_models
         begin_local_run(fn, call.optimizers, run, self, is_jitted=is_jitted)
         self._complete_run(run)
+        meet_step(self.extended.step_meter, call)
         with (
             self._as_current(run),
             call.leading(optimizers, self._replicas) as noted,

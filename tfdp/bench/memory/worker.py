@@ -11,11 +11,11 @@ import dataclasses
 import gc
 import json
 import os
-import pathlib
 import sys
 from typing import Any
 
 from tfdp.bench.json_file import write_json
+from tfdp.cluster.process_memory import forget_peak, peak_bytes, resident_bytes
 
 __all__ = ["MemoryFigures", "MemoryRequest", "main"]
 
@@ -142,29 +142,6 @@ def _stored_bytes(variables: Any) -> int:
         for part in getattr(variable.value, "values", (variable.value,))
     ]
     return sum(part.numpy().nbytes for part in parts)
-
-
-def resident_bytes() -> int:
-    """Memory of this process that lies in RAM."""
-    return _status_bytes("VmRSS")
-
-
-def peak_bytes() -> int:
-    """The most that it has been since `forget_peak`."""
-    return _status_bytes("VmHWM")
-
-
-def forget_peak() -> None:
-    """Starts the search for the peak anew (Linux: man 5 proc, clear_refs)."""
-    pathlib.Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
-
-
-def _status_bytes(key: str) -> int:
-    for line in pathlib.Path("/proc/self/status").read_text("ascii").splitlines():
-        name, _, value = line.partition(":")
-        if name == key:
-            return int(value.split()[0]) * 1024
-    raise OSError(f"/proc/self/status has no {key}")
 
 
 def main(arguments: list[str]) -> None:

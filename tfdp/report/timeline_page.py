@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from tfdp.report.html_page import html_page, legend, svg_line, svg_text
+from tfdp.report.spans import covered
 
 __all__ = [
     "draw_timeline",
@@ -23,11 +24,12 @@ EXCHANGES = {
     "tfdp_reduce_scatter": "scatter of gradients",
     "tfdp_all_reduce": "sum of gradients",
 }
+UPDATE = "update of weights"
 COLOURS = {
     "gather of weights": "#c2571a",
     "scatter of gradients": "#2f7d4f",
     "sum of gradients": "#7a4fa0",
-    "update of weights": "#d9a521",
+    UPDATE: "#d9a521",
     "computing": "#9dbbdb",
 }
 _WIDTH, _LANE, _GAP, _LEFT, _TOP = 1100, 26, 8, 80, 30
@@ -70,7 +72,7 @@ def kind_of(name: str, optimizers: Iterable[str] = ()) -> str:
     is_update = any(
         re.search(rf"/{re.escape(optimizer)}(_\d+)?/", name) for optimizer in optimizers
     )
-    return "update of weights" if is_update else "computing"
+    return UPDATE if is_update else "computing"
 
 
 def replica_of(name: str, first_rank: int = 0) -> int | None:
@@ -118,18 +120,8 @@ def hidden_share(events: Sequence[Event]) -> float | None:
             if e.thread != exchange.thread
         )
         total += stop - start
-        hidden += _covered(others)
+        hidden += covered(others)
     return hidden / total if total else None
-
-
-def _covered(spans: Iterable[tuple[float, float]]) -> float:
-    """The length of the union of spans; those that end before they begin are empty."""
-    covered, reached = 0.0, float("-inf")
-    for start, stop in sorted(spans):
-        if stop > max(start, reached):
-            covered += stop - max(start, reached)
-            reached = stop
-    return covered
 
 
 def draw_timeline(

@@ -9,7 +9,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from tfdp.callbacks.timeline_page import Event, kind_of, replica_of
+from tfdp.report.timeline_page import Event, kind_of, replica_of
 
 __all__ = ["chrome_trace"]
 

@@ -1,0 +1,83 @@
+"""The `tfdp report` command: what a training run did, as text and as one page."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from tfdp.bench.json_file import write_json
+from tfdp.errors import ConfigurationError
+from tfdp.files.atomic import refuse_missing_folder, replaced
+from tfdp.progress_bar import progress_bar
+from tfdp.runs.facts import Facts, facts_of
+from tfdp.runs.in_words import compared, summary
+from tfdp.runs.page import draw_comparison, draw_run
+from tfdp.runs.read import read_run
+
+__all__ = ["add_arguments", "run"]
+
+EPILOG = (
+    "RUN is the directory that tfdp.callbacks.RunRecord was given. The page is one "
+    "file that needs no other: report.html in the directory of the (first) run."
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the options of `tfdp report`."""
+    parser.epilog = EPILOG
+    parser.add_argument(
+        "runs",
+        metavar="RUN",
+        nargs="+",
+        help="directory of a run; several are shown side by side",
+    )
+    parser.add_argument("--page", metavar="PATH", help="write the page there instead")
+    parser.add_argument("--json", metavar="PATH", help="also write the figures here")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Runs `tfdp report`; returns the exit code."""
+    refuse_missing_folder("--page", options.page)
+    refuse_missing_folder("--json", options.json)
+    page = Path(options.page or Path(options.runs[0], "report.html"))
+    names = _names(options.runs)
+    found: list[tuple[str, Facts]] = []
+    with progress_bar("reading", len(names)) as advance:
+        for name, directory in zip(names, options.runs, strict=True):
+            found.append((name, facts_of(read_run(directory))))
+            advance(1)
+    print("\n\n".join(summary(facts) for _, facts in found))
+    if len(found) > 1:
+        print(f"\n{compared(found)}")
+        text = draw_comparison(found, " beside ".join(names))
+    else:
+        folder = os.path.relpath(options.runs[0], page.absolute().parent)
+        text = draw_run(found[0][1], f"Run {names[0]}", folder)
+    _write(page, text)
+    if options.json:
+        write_json(options.json, {name: facts.to_json() for name, facts in found})
+    print(f"\nin pictures: {page.absolute()}")
+    return 0
+
+
+def _names(directories: Sequence[str]) -> list[str]:
+    """What the runs are called: by their directories, each once."""
+    names = [Path(directory).absolute().name for directory in directories]
+    if len(set(names)) < len(names):
+        names = [str(directory) for directory in directories]
+    if len(set(names)) < len(names):
+        raise ConfigurationError("The same run is given twice. Give each one once.")
+    return names
+
+
+def _write(page: Path, text: str) -> None:
+    try:
+        with replaced(page) as half_written:
+            half_written.write_text(text, "utf-8", errors="replace")
+    except OSError as error:
+        raise ConfigurationError(
+            f"The page cannot be written to {page} ({error.strerror}). Give another "
+            "place: --page PATH."
+        ) from error

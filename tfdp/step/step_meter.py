@@ -1,0 +1,85 @@
+"""`StepMeter`: the samples of training steps, and when their batches were there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+from tfdp._private.names import (
+    count_in_graph,
+    make_counter,
+    make_note,
+    note_in_graph,
+    time_in_graph,
+)
+from tfdp.step.batch_first import tensors_of_this_graph
+from tfdp.step.call import StepCall
+from tfdp.tracing.keras_steps import name_of_step
+
+__all__ = ["StepMeter", "meet_step"]
+
+
+class StepMeter:
+    """Looks at the training steps of a model, while it is in use.
+
+    It sees the graphs that are built while a strategy's extended has it as
+    `step_meter`, and eager steps.
+
+    Args:
+      model: whose steps.
+
+    Cost: four small ops in a step.
+    """
+
+    def __init__(self, model: Any):
+        self.model = model
+        self._samples, self._eager_samples = make_counter(), 0
+        self._steps, self._eager_steps = make_counter(), 0
+        self._arrived = make_note(0.0, tf.float64)
+        self._is_known = True
+
+    @property
+    def samples(self) -> int | None:
+        """Of all steps so far, in this process; None: a step did not tell."""
+        if not self._is_known:
+            return None
+        return self._eager_samples + int(self._samples.numpy())
+
+    @property
+    def steps(self) -> int:
+        """That were made so far."""
+        return self._eager_steps + int(self._steps.numpy())
+
+    @property
+    def arrived_seconds(self) -> float | None:
+        """When the batch of the last step was there, since 1970; None: not known."""
+        return float(self._arrived.numpy()) or None
+
+    def note(self, call: StepCall) -> None:
+        """A step is built, or made."""
+        rows = call.rows_here
+        if tf.executing_eagerly():
+            self._eager_steps += 1
+        else:
+            count_in_graph(self._steps, tf.constant(1, tf.int64))
+        if rows is None:
+            self._is_known = False
+        elif tf.executing_eagerly():
+            self._eager_samples += int(rows)
+        else:
+            count_in_graph(self._samples, tf.cast(rows, tf.int64))
+        batch = (
+            []
+            if tf.executing_eagerly()
+            else tensors_of_this_graph((call.args, call.kwargs))
+        )
+        if batch:
+            note_in_graph(self._arrived, time_in_graph(batch))
+
+
+def meet_step(meter: StepMeter | None, call: StepCall) -> None:
+    """Lets `meter` see a step, where it is one of training its model."""
+    if meter is not None and meter.model is call.model:
+        if name_of_step(call.fn) == "train_step":
+            meter.note(call)
