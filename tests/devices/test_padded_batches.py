@@ -201,6 +201,17 @@ def test_predict_gives_each_row_once_and_in_order(strategy, count):
     np.testing.assert_array_equal(model.predict(dataset, verbose=0), x)
 
 
+@pytest.mark.parametrize("strategy", ["tpu-2", "mirrored-4"])
+@pytest.mark.parametrize("count", [1, 13, 20])
+def test_predict_of_two_inputs(strategy, count):
+    x, _ = classification_data(samples=count)
+    with STRATEGIES[strategy]().scope():
+        a, b = keras.Input((12,)), keras.Input((12,))
+        model = keras.Model([a, b], keras.layers.Add()([a, b]))
+    got = model.predict([x, 2 * x], batch_size=5, verbose=0)
+    np.testing.assert_array_equal(got, 3 * x)
+
+
 def test_predict_of_several_outputs_and_steps():
     x, _ = classification_data(samples=13)
     with StandInStrategy(2).scope():

@@ -71,6 +71,9 @@ def pad_parts(
     per_replica = -(-rows // replicas)
     size = per_replica * replicas
     is_whole = _static_rows(dataset) == size
+    # `map` takes tuples apart, those of one as well: to Keras `((a, b),)` are two
+    # inputs and `(a, b)` an input with its target.
+    is_tuple = type(dataset.element_spec) is tuple
 
     def split(tensor: tf.Tensor) -> tf.Tensor:
         return tf.reshape(tensor, [replicas, per_replica, *tensor.shape[1:]])[
@@ -78,11 +81,11 @@ def pad_parts(
         ]
 
     def mark(*parts: Any) -> PaddedBatch:
-        batch = parts[0] if len(parts) == 1 else parts
+        batch = parts if is_tuple else parts[0]
         return PaddedBatch.of(tf.nest.map_structure(split, batch), (), per_replica)
 
     def pad(*parts: Any) -> PaddedBatch:
-        batch = parts[0] if len(parts) == 1 else parts
+        batch = parts if is_tuple else parts[0]
         count = tf.shape(tf.nest.flatten(batch)[0])[0]
         message = f"A batch of more than {rows} rows, the size of the first ones."
         with tf.control_dependencies(
