@@ -93,7 +93,7 @@ def clock(monkeypatch):
     "more",
     [
         {},
-        {"steps_per_execution": 4, "steps": 96},
+        {"steps_per_execution": 4, "steps": 192},
         {
             "optimizer": lambda: keras.optimizers.SGD(
                 0.05, momentum=0.9, global_clipnorm=1.0, gradient_accumulation_steps=3
@@ -147,7 +147,7 @@ def test_the_fastest_stays(clock):
         "communication=tfdp.Communication(bucket_bytes=64, first_bucket_bytes=64, "
         "engine='tensorflow')"
     )
-    slower = next(line for line in callback.lines if line.startswith("trial 2"))
+    slower = next(line for line in callback.lines if "slower" in line)
     assert "33.3% slower, with 1 launch more a step (2, not 1)" in slower
 
 
@@ -196,7 +196,7 @@ def test_where_nothing_acts_it_says_so(replicas, engine, message, capsys):
 
 
 def synchronized():
-    sync = tfdp.sync.LocalSGD(every_steps=4)
+    sync = tfdp.sync.LocalSGD(every=4)
     return tfdp.optimizers.DistributedOptimizer(keras.optimizers.SGD(0.1), sync=sync)
 
 

@@ -27,7 +27,7 @@ def test_hosts_switch_together_and_worker_0_decides(engine, devices):
     By worker 0's clock the program's own sizes are slow, by worker 1's those of 64.
     """
     variables = {"TFDP_DEVICES_PER_WORKER": str(devices)}
-    with Workers(2, PROGRAM, engine, "all", variables=variables) as workers:
+    with Workers(2, PROGRAM, engine, "all", 600, variables=variables) as workers:
         outputs = workers.succeed()
     mine, theirs = said_by(outputs)
     assert mine["chosen"] == theirs["chosen"] in (64, 700)
@@ -36,9 +36,9 @@ def test_hosts_switch_together_and_worker_0_decides(engine, devices):
     assert "tfdp: trial 1" in outputs[0] and "tfdp: trial 1" not in outputs[1]
 
 
-@pytest.mark.worth_seconds(20)
+@pytest.mark.slow
 def test_a_worker_that_tunes_alone_is_told():
-    with Workers(2, PROGRAM, "sockets", "1") as workers:
+    with Workers(2, PROGRAM, "sockets", "1", 20) as workers:
         outputs = workers.outputs(300)
         codes = [process.returncode for process in workers.processes]
     assert 0 not in codes

@@ -71,7 +71,7 @@ def test_it_was_lucky_once():
         return 200.0 if setting == lucky and not next(first) else 100.0
 
     trials = FakeTrials(speed_of)
-    assert lucky in trials.tried or run(trials).verdict.winner == DEFAULTS
+    assert run(trials).verdict.winner == DEFAULTS
     assert trials.tried.count(lucky) == 4
 
 
@@ -135,7 +135,7 @@ def test_what_does_not_fit_is_not_tried():
         return {each: (2000, each[0] == "optimizer") for each in stored}
 
     trials = FakeTrials(speeds(remat=-50.0))
-    found = run(trials, memory_bytes=1000, fits=fits, most_trials=3)
+    found = run(trials, memory_bytes=1000, fits=fits)
     assert {setting.shard for setting in trials.tried} == {"optimizer"}
     assert trials.tried[0] == Setting(shard="optimizer")
     assert any("The defaults do not fit" in line for line in found.lines)

@@ -1,11 +1,11 @@
 """A training with and without `callbacks.Autotune` on several hosts.
 
-    python -m tests.support.autotune_workers ENGINE WHO
+    python -m tests.support.autotune_workers ENGINE WHO SECONDS
 
 Each worker prints, in one line of JSON, the sizes that were chosen, whether all bits
 are those of a training without, and what was said. WHO is "all", or the rank of the
-only worker that tunes. The hosts' clocks differ: worker 1's says that small buckets are
-slow, worker 0's that they are fast.
+only worker that tunes; SECONDS what one waits for the other. The hosts' clocks differ:
+by worker 1's small buckets are slow, by worker 0's the program's own.
 """
 
 import json
@@ -47,9 +47,11 @@ def fitted(strategy, callbacks):
     return [v.numpy() for v in (*model.weights, *model.optimizer.variables)]
 
 
-def main(engine, who):
+def main(engine, who, timeout_seconds):
     strategy = tfdp.MultiHostDataParallelStrategy(
-        communication=tfdp.Communication(engine=engine, timeout_seconds=60)
+        communication=tfdp.Communication(
+            engine=engine, timeout_seconds=float(timeout_seconds)
+        )
     )
     rank = strategy.cluster.rank
     tune = tfdp.callbacks.Autotune(steps=3, rounds=2, sizes=[(64, 64), (700, 700)])
