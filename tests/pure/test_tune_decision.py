@@ -22,10 +22,10 @@ def test_the_fastest_of_two_winners():
     assert decide(DEFAULTS, [100, 100, 100], challengers).winner == OTHER
 
 
-def test_a_gain_as_large_as_the_spread_is_chance():
-    verdict = decide(DEFAULTS, [100, 100, 100], {FAST: [105, 110, 115]})
+def test_a_gain_below_the_spread_is_chance():
+    verdict = decide(DEFAULTS, [100, 100, 100], {FAST: [104, 110, 115]})
     assert verdict.winner == DEFAULTS
-    assert verdict.gains[FAST] == Gain(pytest.approx(0.10), pytest.approx(0.10))
+    assert verdict.gains[FAST] == Gain(pytest.approx(0.10), pytest.approx(0.11))
 
 
 def test_a_slow_minute_hits_both_and_cancels_out():

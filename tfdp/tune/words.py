@@ -117,7 +117,7 @@ def line_of_trial(
     if trial.speed is None:
         return f"{head}: failed: {first_line(trial.failure)}"
     if trial is baseline or baseline.speed is None:
-        return f"{head}: {trial.speed:,.1f} {terms.unit}"
+        return f"{head}: {_speed(trial.speed)} {terms.unit}"
     said = f"{head}: {_faster(trial.speed / baseline.speed - 1)}"
     what = effect(trial.setting, baseline.setting, space)
     said += f", with {what}" if what else ""
@@ -133,7 +133,7 @@ def line_of_round(trial: Trial, baseline: Trial, terms: Terms = DEFAULT_TERMS) -
     head = f"round {number}: {_said(trial, baseline, terms)}"
     if trial.failure:
         return f"{head}: failed: {first_line(trial.failure)}"
-    return f"{head}: {trial.rounds[-1]:,.1f} {terms.unit}"
+    return f"{head}: {_speed(trial.rounds[-1])} {terms.unit}"
 
 
 def outcome(
@@ -152,6 +152,7 @@ def outcome(
     lines = [f"{len(trials)} settings were tried{some}"]
     for setting, gain in verdict.gains.items():
         chance = "more than chance" if gain.is_beyond_chance else "that may be chance"
+        chance = chance if gain.median > 0 else "no gain"
         lines.append(
             f"{changes_in_words(setting)}: {_faster(gain.median)} than {name} in the "
             f"median of {verdict.rounds} rounds, which differ by "
@@ -168,8 +169,8 @@ def outcome(
     speeds = next(t.rounds for t in trials if t.setting == verdict.winner)
     lines.append(
         f"Chosen: {changes_in_words(verdict.winner)}; "
-        f"{statistics.median(speeds):,.1f} against "
-        f"{statistics.median(baseline.rounds):,.1f} {terms.unit}."
+        f"{_speed(statistics.median(speeds))} against "
+        f"{_speed(statistics.median(baseline.rounds))} {terms.unit}."
     )
     if verdict.winner.lossy is not None:
         lines.append(
@@ -198,6 +199,14 @@ def _faster(gain: float) -> str:
     if abs(gain) < 0.0005:
         return "as fast"
     return f"{100 * abs(gain):.1f}% {'faster' if gain > 0 else 'slower'}"
+
+
+def _speed(each_second: float) -> str:
+    """
+    >>> _speed(1234.56), _speed(0.12345)
+    ('1,234.6', '0.123')
+    """
+    return f"{each_second:,.1f}" if each_second >= 100 else f"{each_second:.3g}"
 
 
 def _bytes(size_bytes: int | None) -> str:
