@@ -4,6 +4,8 @@ Of two replicas two numbers are added, and a + b is b + a: with them every bit o
 training is compared with one that tunes nothing. Of three the order counts.
 """
 
+import itertools
+
 import keras
 import numpy as np
 import pytest
@@ -46,7 +48,9 @@ def fitted(
         epochs=steps // 12,
         shuffle=False,
         verbose=0,
-        callbacks=[callback] if callback else [],
+        callbacks=callback
+        if isinstance(callback, list)
+        else [callback] * bool(callback),
     )
     return model, history.history
 
@@ -88,7 +92,7 @@ def clock(monkeypatch):
     return make
 
 
-@pytest.mark.worth_seconds(20)
+@pytest.mark.worth_seconds(10)
 @pytest.mark.parametrize(
     "more",
     [
@@ -122,7 +126,34 @@ def test_a_training_that_tunes_is_the_same_bit_for_bit(more):
     assert int(mine.optimizer.iterations) == int(theirs.optimizer.iterations) > 0
 
 
+class Broken(Exception):
+    """What breaks a fit off."""
+
+
 @pytest.mark.worth_seconds(8)
+@pytest.mark.parametrize("broken_at", [7, 50])
+def test_a_training_that_goes_on_from_a_checkpoint(tmp_path, broken_at):
+    """Broken off while it tunes, or after that: it tunes anew, and the bits are those
+    of a training that neither was broken off nor tuned."""
+    steps = itertools.count(1)
+
+    def break_off(batch, logs):
+        if next(steps) == broken_at:
+            raise Broken
+
+    def callbacks():
+        return [tfdp.callbacks.Checkpoint(tmp_path, every_steps=1), tuned()]
+
+    with pytest.raises(Broken):
+        fitted(
+            [*callbacks(), keras.callbacks.LambdaCallback(on_train_batch_end=break_off)]
+        )
+    mine, _ = fitted(callbacks())
+    theirs, _ = fitted(None)
+    assert int(mine.optimizer.iterations) == STEPS
+    assert largest_difference(mine, theirs) == 0.0
+
+
 def test_of_three_replicas_only_rounding_differs():
     options = {"replicas": 3, "optimizer": lambda: keras.optimizers.SGD(0.05)}
     mine, _ = fitted(tuned(), **options)

@@ -18,7 +18,7 @@ def said_by(outputs):
     ]
 
 
-@pytest.mark.worth_seconds(20)
+@pytest.mark.worth_seconds(10)
 @pytest.mark.parametrize("devices", [1, 2])
 @pytest.mark.parametrize("engine", ["sockets", "tensorflow"])
 def test_hosts_switch_together_and_worker_0_decides(engine, devices):

@@ -1,6 +1,11 @@
 """`tfdp tune` as a user runs it, with processes that train."""
 
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
 
 import pytest
 
@@ -26,6 +31,13 @@ def make_data():
 def failing():
     return (lambda: 1 / 0), make_data()
 
+def waiting():
+    import os, pathlib, time
+    path = pathlib.Path(__file__).with_name("pid")
+    path.with_suffix(".tmp").write_text(str(os.getpid()))
+    path.with_suffix(".tmp").rename(path)
+    time.sleep(900)
+
 def few_steps_together():
     def build():
         model = build_model()
@@ -46,7 +58,7 @@ def tune(*options):
     return run_python("-m", "tfdp", "tune", *options)
 
 
-@pytest.mark.worth_seconds(20)
+@pytest.mark.worth_seconds(10)
 def test_one_trial_of_a_script(script, tmp_path):
     """As short as it can be: the defaults alone, which then stay."""
     values, page = tmp_path / "tuned.json", tmp_path / "tuned.html"
@@ -60,6 +72,23 @@ def test_one_trial_of_a_script(script, tmp_path):
     assert found["place"]["automatic_engine"] == "in_process"
     assert found["trials"][0]["speed"] > 0
     assert "<svg" in page.read_text("utf-8")
+
+
+@pytest.mark.worth_seconds(8)
+@pytest.mark.parametrize("workers", [1, 2])
+def test_who_ends_it_ends_its_trial(script, workers):
+    words = [f"{script}:waiting", "--batch", "16", "--replicas", "2"]
+    command = [sys.executable, "-m", "tfdp", "tune", *words, "--workers", str(workers)]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as tuning:
+        path = script.with_name("pid")
+        deadline = time.monotonic() + 600
+        while not path.exists():
+            assert tuning.poll() is None and time.monotonic() < deadline
+            time.sleep(0.1)
+        tuning.terminate()
+        assert tuning.wait(300) == 128 + signal.SIGTERM
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(path.read_text()), 0)
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ from tfdp.cluster.machine import installed_versions, usable_cores
 from tfdp.commands.check_target import parse_target
 from tfdp.commands.plan_model import FORMS, bytes_of
 from tfdp.commands.tune_page import draw_trials
-from tfdp.commands.tune_processes import Trials
+from tfdp.commands.tune_processes import Trials, ended_together
 from tfdp.commands.tune_run import Finished, TuneRun
 from tfdp.errors import ConfigurationError, TfdpError
 from tfdp.files.atomic import refuse_missing_folder, replaced
@@ -123,7 +123,8 @@ def run(options: argparse.Namespace) -> int:
     """Runs `tfdp tune`; returns the exit status: 0 an answer, 2 none."""
     try:
         tuner = _run_of(options)
-        found = tuner.run()
+        with ended_together():
+            found = tuner.run()
     except TfdpError as error:
         print(f"tfdp tune: {error}", file=sys.stderr)
         return NOT_TUNED

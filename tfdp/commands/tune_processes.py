@@ -12,6 +12,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from typing import Any
 
 from tfdp.checks import is_number
@@ -23,7 +24,7 @@ from tfdp.simulator.model import Gradient, ModelProfile
 from tfdp.tune.proposal import TrialFacts
 from tfdp.tune.setting import Setting
 
-__all__ = ["Measured", "TrialFailed", "Trials", "run_module"]
+__all__ = ["Measured", "TrialFailed", "Trials", "ended_together", "run_module"]
 
 OUTPUT_LINES_KEPT = 15
 GRACE_SECONDS = 15.0
@@ -139,6 +140,29 @@ def run_module(words: list[str], timeout_seconds: float, **more: str) -> None:
         code = process.returncode
         how = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
         raise TrialFailed(f"{_last_lines(output)}\n{how}")
+
+
+@contextlib.contextmanager
+def ended_together() -> Iterator[None]:
+    """While this lasts, SIGTERM and SIGHUP end the trial that runs, and then this.
+
+    The trial is in a session of its own, where a terminal's signals do not come.
+    """
+
+    def leave(number: int, frame: Any) -> None:
+        raise SystemExit(128 + number)
+
+    # One that is ignored, as SIGHUP under nohup, stays so.
+    before = {
+        number: signal.signal(number, leave)
+        for number in (signal.SIGTERM, signal.SIGHUP)
+        if signal.getsignal(number) is not signal.SIG_IGN
+    }
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _end(process: subprocess.Popen) -> str:
