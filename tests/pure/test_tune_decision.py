@@ -46,8 +46,8 @@ def test_chance_wins_seldom(noise):
     """Three rounds of figures that differ by chance alone.
 
     The ratios of three rounds are alike in distribution, so all are above 1 in 1/8 of
-    the cases; that their median is above their range as well leaves 2.2% of normal
-    ones, here counted: 4,000 cases, whose standard error is 0.25%.
+    the cases; in 36% of these their median is above their range, too: 4.5%, counted
+    over 20,000 cases. Here are 4,000, with a standard error of 0.33%.
     """
     draw = random.Random(1)
 
@@ -57,5 +57,4 @@ def test_chance_wins_seldom(noise):
     wins = sum(
         decide(DEFAULTS, speeds(), {FAST: speeds()}).winner == FAST for _ in range(4000)
     )
-    assert wins / 4000 < 0.05
-    assert wins > 0  # or the bound would say nothing
+    assert 0.03 < wins / 4000 < 0.06

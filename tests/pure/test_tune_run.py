@@ -50,16 +50,14 @@ def test_the_fastest_is_found():
 
 
 def test_noise_keeps_the_defaults():
-    """All are alike: of ten noisy machines the defaults stay on nine or ten.
-
-    Each of two finalists wins by chance in 2.2% of the cases (test_tune_decision): two
-    or more of ten in 7%, and these seeds are fixed.
+    """All are alike, and one of two finalists wins by chance in 8% of the cases
+    (test_tune_decision): three or more of ten in 4%, and these seeds are fixed.
     """
     winners = [
         run(FakeTrials(speeds(), noise=0.1, seed=seed)).verdict.winner
         for seed in range(10)
     ]
-    assert winners.count(DEFAULTS) >= 9
+    assert winners.count(DEFAULTS) >= 8
 
 
 def test_it_was_lucky_once():
