@@ -81,11 +81,13 @@ def effect(setting: Setting, baseline: Setting, space: Space) -> str:
             f"{'more' if more > 0 else 'fewer'} a step ({len(mine)}, not "
             f"{len(theirs)})"
         )
-    elif mine and mine != theirs:
-        said.append(
-            f"as many launches; the first carries "
-            f"{_bytes(mine[0].size_bytes)}, not {_bytes(theirs[0].size_bytes)}"
-        )
+    elif mine != theirs:
+        sizes = [f"{_bytes(each[-1].size_bytes)}" for each in (mine, theirs)]
+        place = "last"
+        if mine[0] != theirs[0]:
+            sizes = [f"{_bytes(each[0].size_bytes)}" for each in (mine, theirs)]
+            place = "first"
+        said.append(f"as many launches; the {place} carries {sizes[0]}, not {sizes[1]}")
     if setting.lossy != baseline.lossy:
         said.append("fewer bytes between hosts, and other numbers")
     if setting.shard != baseline.shard:
