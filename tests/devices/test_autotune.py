@@ -201,6 +201,25 @@ def test_a_training_that_ends_before_keeps_its_sizes(clock, capsys):
     assert callback.chosen.bucket_bytes == 64
 
 
+def test_after_an_error_it_begins_with_the_program_s_own_sizes():
+    """The seventh step is one of the second setting's."""
+    steps, callback = itertools.count(1), tuned()
+
+    def break_off(batch, logs):
+        if next(steps) == 7:
+            raise Broken
+
+    breaks = keras.callbacks.LambdaCallback(on_train_batch_end=break_off)
+    model, _ = fitted(None, steps=12)
+    x, y = classification_data(BATCH * 12)
+    data = {"x": x, "y": y, "batch_size": BATCH, "verbose": 0}
+    with pytest.raises(Broken):
+        model.fit(**data, callbacks=[callback, breaks])
+    assert model.distribute_strategy.communication != own_sizes()
+    model.fit(**data, callbacks=[callback])
+    assert model.distribute_strategy.communication == own_sizes() == callback.chosen
+
+
 def test_the_simulator_chooses_sizes_that_differ():
     callback = Autotune(steps=3, rounds=2, settings=1)
     with make_strategy(2, engine="tensorflow").scope():

@@ -127,6 +127,9 @@ class Autotune(keras.callbacks.Callback):
         Raises:
           ConfigurationError: where it cannot act.
         """
+        if self._tuning is not None:
+            # A training that an error has ended left the sizes of a trial behind.
+            self._pipeline.communication = self._own
         self.lines, self.chosen, self._tuning = [], None, None
         strategy = self.model.distribute_strategy
         refuse_strategy(strategy, "Autotune")

@@ -36,7 +36,7 @@ EPILOG = "\n".join(
         "nothing was tuned.",
     )
 )
-DEFAULTS = {"trials": 12, "minutes": 15.0, "steps": 10, "rounds": 3, "finalists": 2}
+DEFAULTS = {"trials": 12, "minutes": 15.0, "steps": 20, "rounds": 3, "finalists": 2}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

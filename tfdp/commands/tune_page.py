@@ -14,7 +14,7 @@ from tfdp.tune.words import changes_in_words
 __all__ = ["draw_trials"]
 
 COLOURS = {"the winner": "#2f7d4f", "the baseline": "#d9a521", "others": "#9dbbdb"}
-_WIDTH, _LEFT, _RIGHT, _BAR, _GAP, _TOP = 1000, 380, 130, 22, 8, 10
+_WIDTH, _LEFT, _RIGHT, _BAR, _GAP, _TOP = 1200, 620, 110, 22, 8, 10
 
 
 def draw_trials(

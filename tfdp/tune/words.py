@@ -82,12 +82,13 @@ def effect(setting: Setting, baseline: Setting, space: Space) -> str:
             f"{len(theirs)})"
         )
     elif mine != theirs:
-        sizes = [f"{_bytes(each[-1].size_bytes)}" for each in (mine, theirs)]
-        place = "last"
-        if mine[0] != theirs[0]:
-            sizes = [f"{_bytes(each[0].size_bytes)}" for each in (mine, theirs)]
-            place = "first"
-        said.append(f"as many launches; the {place} carries {sizes[0]}, not {sizes[1]}")
+        largest = [
+            max(bucket.size_bytes or 0 for bucket in each) for each in (mine, theirs)
+        ]
+        said.append(
+            f"as many launches of other sizes: the largest {_bytes(largest[0])}, not "
+            f"{_bytes(largest[1])}"
+        )
     if setting.lossy != baseline.lossy:
         said.append("fewer bytes between hosts, and other numbers")
     if setting.shard != baseline.shard:
@@ -211,8 +212,8 @@ def _speed(each_second: float) -> str:
     return f"{each_second:,.1f}" if each_second >= 100 else f"{each_second:.3g}"
 
 
-def _bytes(size_bytes: int | None) -> str:
-    return "an unknown size" if size_bytes is None else f"{size_bytes / 1e6:,.2f} MB"
+def _bytes(size_bytes: int) -> str:
+    return f"{size_bytes / 1e6:,.2f} MB"
 
 
 def _what(shard: str) -> str:
