@@ -120,6 +120,8 @@ class Autotune(keras.callbacks.Callback):
         #: What was tried, and what came of it, in words.
         self.lines: list[str] = []
         self._tuning: Tuning | None = None
+        self._pipeline: Any = None
+        self._own = Communication()
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Begins with the program's own sizes.
