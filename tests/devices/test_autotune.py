@@ -142,7 +142,8 @@ def test_a_training_that_goes_on_from_a_checkpoint(tmp_path, broken_at):
             raise Broken
 
     def callbacks():
-        return [tfdp.callbacks.Checkpoint(tmp_path, every_steps=1), tuned()]
+        keep = tfdp.callbacks.Checkpoint(tmp_path, every_steps=1, on_signal=False)
+        return [keep, tuned()]
 
     with pytest.raises(Broken):
         fitted(

@@ -100,8 +100,9 @@ def _answers(orders: Orders) -> list[Any]:
 
     import_tensorflow_quietly()
     from tfdp.planning.memory_plan import needed_for
-    from tfdp.planning.planner import Planner
+    from tfdp.planning.planner import Planner, have_devices
 
+    have_devices(orders.replicas * orders.processes)
     build, batch = load_model(orders.target, orders.rows)
     planner = Planner(build, batch, replicas=orders.replicas, hosts=orders.processes)
     found: list[Any] = []
