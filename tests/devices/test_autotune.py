@@ -21,6 +21,7 @@ from tests.support.parity import (
 from tfdp.callbacks import Autotune
 from tfdp.callbacks import autotune as module
 from tfdp.errors import ConfigurationError
+from tfdp.exchange.pipeline import GradientPipeline
 
 # Gradients of 1,584 + 132 + 660 + 20 bytes: one bucket, four of these, three of those.
 SIZES = [(64, 64), (700, 700)]
@@ -181,6 +182,25 @@ def test_the_fastest_stays(clock):
     )
     slower = next(line for line in callback.lines if "slower" in line)
     assert "33.3% slower, with 2 launches more a step (3, not 1)" in slower
+
+
+def test_each_setting_is_traced_once_and_the_last_trace_is_the_winner_s(
+    clock, monkeypatch
+):
+    """The first replica's buckets, in each trace of a step of 22 rows or of 17."""
+    plan, counts = GradientPipeline.plan, []
+
+    def noted(self, tensors):
+        buckets = plan(self, tensors)
+        counts.append(len(buckets))
+        return buckets
+
+    monkeypatch.setattr(GradientPipeline, "plan", noted)
+    fitted(clock(lambda size: {64: 1.0}.get(size, 2.0)))
+    # The state that rides along is in the buckets, too.
+    kinds = sorted(set(counts))
+    assert len(kinds) == 3, counts
+    assert len(counts) <= 2 * 2 * len(kinds)
 
 
 def test_what_is_as_fast_changes_nothing(clock):
