@@ -46,6 +46,7 @@ LAYERS = {
     "_private": 2,
     "compression": 2,
     "hosts": 2,
+    "tune": 2,
     "cluster": 1,
     "plan": 1,
     "report": 1,
@@ -74,6 +75,7 @@ PURE = {
     "runs",
     "simulator",
     "sync",
+    "tune",
 }
 FRAMEWORKS = {"tensorflow", "keras"}
 MODULES = modules()

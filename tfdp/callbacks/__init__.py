@@ -1,6 +1,7 @@
 """Keras callbacks."""
 
 from tfdp.callbacks.ada_scale import AdaScale
+from tfdp.callbacks.autotune import Autotune
 from tfdp.callbacks.checkpoint import Checkpoint
 from tfdp.callbacks.gradient_noise_scale import GradientNoiseScale
 from tfdp.callbacks.input_watch import InputWatch
@@ -13,6 +14,7 @@ from tfdp.callbacks.traffic import Traffic
 
 __all__ = [
     "AdaScale",
+    "Autotune",
     "Checkpoint",
     "GradientNoiseScale",
     "InputWatch",

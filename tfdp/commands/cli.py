@@ -1,5 +1,6 @@
 """The command line: `tfdp info`, `tfdp selftest`, `tfdp check`, `tfdp launch`,
-`tfdp merge`, `tfdp plan`, `tfdp measure`, `tfdp simulate`, `tfdp report`, `tfdp bench`.
+`tfdp merge`, `tfdp plan`, `tfdp tune`, `tfdp measure`, `tfdp simulate`, `tfdp report`,
+`tfdp bench`.
 
 Nothing here imports TensorFlow before a command needs it, so help and lists are
 instant. `python -m tfdp` and `python -m tfdp.commands.cli` are the same program.
@@ -38,6 +39,10 @@ COMMANDS = {
     "plan": (
         "tfdp.commands.plan",
         "the memory of a training step, before it is launched",
+    ),
+    "tune": (
+        "tfdp.commands.tune",
+        "which settings train a model fastest here, by short trials",
     ),
     "launch": ("tfdp.launch.command", "start the workers of one training"),
     "merge": (

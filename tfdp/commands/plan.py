@@ -103,9 +103,10 @@ def run(options: argparse.Namespace) -> int:
 def _answer(options: argparse.Namespace, memory_bytes: int | None) -> Any:
     import_tensorflow_quietly()
     from tfdp.planning.answer import Answer
-    from tfdp.planning.planner import Planner
+    from tfdp.planning.planner import Planner, have_devices
     from tfdp.planning.ways import largest_batch, ways_to_fit
 
+    have_devices(options.replicas * options.hosts)
     build, batch = load_model(options.model, options.batch)
     planner = Planner(
         build,

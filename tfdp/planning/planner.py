@@ -19,7 +19,7 @@ from tfdp.planning.step_graph import NOT_KNOWN, StepGraph
 from tfdp.planning.traced_step import TracedModel, builder_of
 from tfdp.strategies.devices import use_virtual_devices
 
-__all__ = ["Planner"]
+__all__ = ["Planner", "have_devices"]
 
 # More replicas than these are not traced: between two of these numbers each part of the
 # memory grows and shrinks as a + b / N.
@@ -63,7 +63,7 @@ class Planner:
         self._found: dict[tuple[int, int, str, bool], dict[str, Any]] = {}
         self._graphs: dict[tuple[int, int, str, bool], StepGraph] = {}
         self._rows: tuple[int, int] | None = None
-        _have_devices(min(self.replicas, MOST_TRACED))
+        have_devices(self.replicas)
 
     @property
     def local_rows(self) -> int:
@@ -242,12 +242,15 @@ def _at_number(
     return parts
 
 
-def _have_devices(count: int) -> None:
-    """Sees to it that there are so many logical CPUs, or more.
+def have_devices(replicas: int) -> None:
+    """Sees to it that there are logical CPUs to trace so many replicas on, or more.
+
+    Before the first tensor is made: a model's data may be one.
 
     Raises:
       DeviceError: when TensorFlow has started with fewer.
     """
+    count = min(replicas, MOST_TRACED)
     try:
         use_virtual_devices(count)
     except DeviceError:

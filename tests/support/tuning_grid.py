@@ -1,0 +1,105 @@
+"""All sizes of buckets of a model, timed in turn in one training; regrets from that.
+
+    tfdp launch --workers 2 -m tests.support.tuning_grid SUBJECT ROWS STEPS ROUNDS FILE
+    python -m tests.support.tuning_grid FILE...
+
+The first trains, on all settings and for ROUNDS rounds, with `Autotune` for what
+switches. The second reads what the first has written: what `Autotune` would have chosen
+from the search and the first three rounds, and how fast that was, beside the fastest
+setting and the defaults, in the rounds after these.
+"""
+
+import dataclasses
+import json
+import os
+import pathlib
+import statistics
+import sys
+
+import tfdp
+from tests.support import tuning_subjects
+from tfdp.bench.json_file import write_json
+from tfdp.callbacks import autotune
+from tfdp.tune.decision import decide
+from tfdp.tune.setting import Setting
+
+DECIDING = 3
+
+
+class Grid(tfdp.callbacks.Autotune):
+    """Keeps the trials, and ends the training with the tuning."""
+
+    def _end_of_setting(self, tuning):
+        super()._end_of_setting(tuning)
+        if self._tuning is None:
+            self.trials = tuning.trials
+            self.model.stop_training = True
+
+
+def train(subject, rows, steps, rounds, path):
+    autotune.FINALISTS = 100  # all of them
+    strategy = tfdp.auto_strategy()
+    build, (x, y) = getattr(tuning_subjects, subject)()
+    with strategy.scope():
+        model = build()
+    grid = Grid(steps=int(steps), settings=100, rounds=int(rounds))
+    model.fit(
+        x[: int(rows)],
+        y[: int(rows)],
+        batch_size=int(rows),
+        epochs=10**6,
+        steps_per_epoch=1,
+        verbose=0,
+        callbacks=[grid],
+    )
+    if strategy.is_chief:
+        found = [dataclasses.asdict(trial) for trial in grid.trials]
+        write_json(
+            path,
+            {
+                "subject": subject,
+                "replicas": str(strategy),
+                "rows": int(rows),
+                "load": os.getloadavg()[0],
+                "trials": found,
+            },
+        )
+
+
+def regrets(path):
+    """Of the defaults, and of what would have been chosen; parts of the fastest."""
+    trials = json.loads(pathlib.Path(path).read_text("utf-8"))["trials"]
+    settings = [Setting.from_json(trial["setting"]) for trial in trials]
+    speeds = dict(zip(settings, trials, strict=True))
+    defaults, *others = settings
+    others.sort(key=lambda each: -speeds[each]["speed"])
+    deciding = {each: speeds[each]["rounds"][:DECIDING] for each in settings}
+    chosen = decide(
+        defaults, deciding[defaults], {each: deciding[each] for each in others[:2]}
+    ).winner
+    after = {
+        each: statistics.median(speeds[each]["rounds"][DECIDING:]) for each in settings
+    }
+    best = max(settings, key=lambda each: after[each])
+    spread = [
+        max(rounds) / min(rounds)
+        for rounds in (speeds[each]["rounds"][DECIDING:] for each in settings)
+    ]
+    return {
+        "settings": len(settings),
+        "best": best.communication_line,
+        "chosen": chosen.communication_line,
+        "defaults' regret": after[best] / after[defaults] - 1,
+        "chosen's regret": after[best] / after[chosen] - 1,
+        "steps/s": (after[defaults], after[chosen], after[best]),
+        "slowest of all": min(after.values()),
+        "rounds differ by": statistics.median(spread) - 1,
+    }
+
+
+if __name__ == "__main__":
+    if sys.argv[1] in vars(tuning_subjects):
+        train(*sys.argv[1:])
+    else:
+        for name in sys.argv[1:]:
+            print(pathlib.Path(name).name, json.dumps(regrets(name), indent=1))
