@@ -82,6 +82,20 @@ FOUND = {
     "eager-and-filled-up": Program(
         data=Data((8,), "dataset"), layout=Layout(pad_batches=12), eagerly=True
     ),
+    # What a replica without rows computed of a borrowed one was summed.
+    "eager-statistics-without-rows": Program(
+        trunk=("sync-batch-norm",),
+        data=Data((4,)),
+        layout=Layout(replicas=3),
+        eagerly=True,
+    ),
+    # Two inputs of a batch that was filled up: an input and its target.
+    "predict-of-two-inputs": Program(
+        branches=(Branch(), Branch()),
+        data=Data((8, 6)),
+        layout=Layout(pad_batches=True),
+        calls=("predict",),
+    ),
     # Whole numbers, too, that Keras' loss scaler does not note under a strategy.
     "not-noted": Program(
         optimizer=Optimizer("Adafactor", wrapper="loss_scale"), data=Data((8,))

@@ -17,6 +17,7 @@ from tfdp._private.names import (
     DistributedVariable,
     MirroredExtended,
     MirroredVariable,
+    PerReplica,
     SyncOnReadVariable,
     current_rank,
     own_copy,
@@ -129,6 +130,17 @@ class DataParallelExtended(ReplicaExtended, MirroredExtended):
         refuse_in_local_run(self.current_run)
         return self.reduced(reduce_op, value)
 
+    def batch_reduce_to(
+        self, reduce_op: Any, value_destination_pairs: Any, options: Any = None
+    ) -> Any:
+        # Eager replicas come here, and not to `_replica_ctx_all_reduce`.
+        if tf.executing_eagerly() and reduce_op == tf.distribute.ReduceOp.SUM:
+            value_destination_pairs = [
+                (_own_parts(value, self.current_run), destinations)
+                for value, destinations in value_destination_pairs
+            ]
+        return super().batch_reduce_to(reduce_op, value_destination_pairs, options)
+
     def _create_variable(self, next_creator: Callable, **kwargs: Any) -> Any:
         self.made_optimizers.note_maker()
         shards, shard_class = self.shards, None
@@ -152,3 +164,11 @@ class DataParallelExtended(ReplicaExtended, MirroredExtended):
     def _common_start(self, value: tf.Tensor, kwargs: dict[str, Any]) -> tf.Tensor:
         """The value that a variable stored in shards starts as on all hosts."""
         return value
+
+
+def _own_parts(value: Any, run: ReplicaRun) -> Any:
+    """The replicas' `value`, without what was computed of borrowed rows."""
+    if not isinstance(value, PerReplica):
+        return value
+    parts = enumerate(value.values)
+    return PerReplica([run.parts_to_sum(rank, part) for rank, part in parts])
