@@ -7,6 +7,7 @@ Several hosts are in tests/processes/test_grain.py.
 import itertools
 import json
 
+import absl.flags
 import keras
 import numpy as np
 import pytest
@@ -245,3 +246,23 @@ def test_a_pass_begins_where_it_was_and_the_next_at_the_beginning():
     later.begin_next_at(2, passes.state_after(2))
     assert [batch.tolist() for batch in later.batches()] == [[4, 5], [6, 7], [8]]
     assert next(later.batches()).tolist() == [0, 1]
+
+
+@pytest.mark.slow
+def test_processes_of_grain_read_ahead():
+    # As `absl.app.run` does: grain's processes read flags.
+    absl.flags.FLAGS.mark_as_parsed()
+
+    def made():
+        numbers = grain.MapDataset.range(30).batch(3).to_iter_dataset()
+        options = grain.MultiprocessingOptions(num_workers=2)
+        return GrainPasses(numbers.mp_prefetch(options))
+
+    passes = made()
+    passes.keep()
+    every = [batch.tolist() for batch in passes.batches()]
+    assert sorted(sum(every, [])) == list(range(30))
+    for place in (1, 4, 9, 10):
+        later = made()
+        later.begin_next_at(place, passes.state_after(place))
+        assert [batch.tolist() for batch in later.batches()] == every[place:]
