@@ -57,7 +57,7 @@ def changed_variables(chance, environment):
         elif kind == "value":
             text = str(chance.choice(mutations.VALUES))
         elif text and kind != "rename":
-            raw = text.encode("utf-8", "surrogateescape") * 2
+            raw = text.encode("utf-8", "surrogatepass") * 2
             damaged = chance.choice(mutations.BYTES)(chance, raw)
             text = damaged.decode("utf-8", "surrogateescape")
         if kind == "rename":
