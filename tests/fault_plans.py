@@ -62,6 +62,11 @@ TRAININGS = {
         "shard": "parameters",
     },
 }
+#: Those that no plan draws: they need packages that need not be there.
+MORE_TRAININGS = {
+    "grain": {"data": "grain"},
+    "grain-shards": {"data": "grain-shards", "shard": "parameters"},
+}
 
 
 @dataclasses.dataclass
@@ -70,7 +75,7 @@ class Plan:
 
     Args:
       number: of the plan.
-      training: one of TRAININGS.
+      training: one of TRAININGS or MORE_TRAININGS.
       workers: of each start; the last for all that follow.
       faults: of each start; later ones have none.
       damage: before each start: None, "byte" or "half".
@@ -193,6 +198,10 @@ def damage_newest(folder, how, chance):
     return None
 
 
+def options_of(training):
+    return (TRAININGS | MORE_TRAININGS)[training]
+
+
 def numbers_of(result, rank):
     with np.load(f"{result}.{rank}.npz") as file:
         return dict(file)
@@ -202,7 +211,7 @@ def reference(training, workers, folder, known):
     """The numbers of the training without faults, made once."""
     if (training, workers) not in known:
         result = folder / f"reference-{training}-{workers}"
-        options = Options(f"{result}.checkpoints", str(result), **TRAININGS[training])
+        options = Options(f"{result}.checkpoints", str(result), **options_of(training))
         codes = run_workers(workers, options, f"{result}.log")
         if any(codes):
             raise RuntimeError(f"the reference of {training} failed: {codes}")
@@ -252,7 +261,7 @@ def carry_out(plan, seed, folder, known):
             said.append(f"damaged {damaged.name if damaged else 'nothing'}")
         fault = plan.faults[start] if start < len(plan.faults) else None
         options = Options(
-            checkpoints, str(result), start, fault=fault, **TRAININGS[plan.training]
+            checkpoints, str(result), start, fault=fault, **options_of(plan.training)
         )
         codes = run_workers(workers, options, f"{result}.{start}.log")
         said.append(f"{workers} workers ended with {codes}")

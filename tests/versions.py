@@ -126,7 +126,7 @@ def make_environment(versions: Versions, folder: pathlib.Path) -> pathlib.Path:
     command = [
         *((uv, "pip", "install") if uv else (python, "-m", "pip", "install")),
         *(("--python", python) if uv else ()),
-        *("-q", "-c", constraints, "-e", f"{REPOSITORY}[examples,dev,tfds]"),
+        *("-q", "-c", constraints, "-e", f"{REPOSITORY}[examples,dev,tfds,grain]"),
         *versions.requirements(),
     ]
     with open(folder / "install.txt", "w") as output:

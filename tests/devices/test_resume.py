@@ -95,7 +95,7 @@ def run(replicas, kind, folder=None, *breaks, steps_per_execution=1, **options):
     if folder is not None:
         callbacks.insert(0, tfdp.callbacks.Checkpoint(folder, **options))
     history = model.fit(
-        **input_of(kind),
+        **(kind() if callable(kind) else input_of(kind)),
         epochs=EPOCHS,
         verbose=0,
         callbacks=[*callbacks, *breaks],

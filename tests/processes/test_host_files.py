@@ -59,6 +59,12 @@ def test_one_worker_writes_and_a_restart_goes_on(tmp_path, devices, shard):
     for mine, stored in zip(variables_of(merged), variables_of(whole), strict=True):
         np.testing.assert_array_equal(mine, stored)
 
+    # And of a checkpoint, to which both hosts have written.
+    tfdp.checkpoint.merge_parts(tmp_path / "checkpoints", tmp_path / "plain.keras")
+    plain = keras.models.load_model(tmp_path / "plain.keras")
+    for mine, stored in zip(plain.get_weights(), whole.get_weights(), strict=True):
+        np.testing.assert_array_equal(mine, stored)
+
     saved = keras.models.load_model(tmp_path / "model.keras")
     for mine, stored in zip(weights[0], saved.get_weights(), strict=True):
         np.testing.assert_array_equal(mine, stored)

@@ -67,6 +67,7 @@ def test_the_wheel_states_what_it_needs(wheel):
         "gpu",
         "tpu",
         "tfds",
+        "grain",
         "mpi",
         "bench-torch",
         "docs",

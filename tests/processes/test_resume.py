@@ -3,6 +3,7 @@
 A few fixed plans; fifty drawn ones, and what came of them, are in docs/log.md.
 """
 
+import importlib.util
 import subprocess
 import sys
 
@@ -17,6 +18,8 @@ COMMIT = {"where": "committing", "how": "kill", "rank": 0, "number": 2, "seconds
 PLANS = {
     "everything": Plan(0, "everything", [2, 2, 2], [KILL, TERM], [None, None, "byte"]),
     "resized": Plan(1, "resized", [2, 1, 3], [KILL, COMMIT], [None, None, "half"]),
+    "grain": Plan(2, "grain", [2, 2], [KILL], [None, None]),
+    "grain-shards": Plan(3, "grain-shards", [2, 2], [KILL], [None, None]),
 }
 
 # Processes are forked from one that has not used TensorFlow: not from pytest's.
@@ -29,8 +32,16 @@ sys.exit(run_plans([PLANS[sys.argv[1]]], "0", sys.argv[2]))
 
 
 @pytest.mark.worth_seconds(120)
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if "grain" in name else ())
+        for name in PLANS
+    ],
+)
 def test_a_training_with_faults_ends_as_without(tmp_path, name):
+    if name.startswith("grain") and importlib.util.find_spec("grain") is None:
+        pytest.skip("grain is not installed (pip install 'tfdp[grain]')")
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, name, str(tmp_path)],
         cwd=REPOSITORY,
@@ -39,6 +50,8 @@ def test_a_training_with_faults_ends_as_without(tmp_path, name):
         timeout=1800,
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    said = (tmp_path / f"plan-{PLANS[name].number}.0.log.0").read_text()
+    assert ("hosts reads all of the grain input" in said) == (name == "grain")
 
 
 def test_plans_are_drawn_from_their_seed():

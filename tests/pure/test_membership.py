@@ -25,6 +25,7 @@ GARBAGE = {
     "a goodbye of one": {"goodbye": 1},
     "a goodbye of a number": {"goodbye": [1, False]},
     "failure is a list": {"failure": ["x"]},
+    "failure without a word": {"failure": ""},
     "note of three": {"note": ["a", "b", "c"]},
     "note of a number": {"note": ["a", 1]},
     "notes of nobody": {"notes": ["a", {"9": "b"}]},

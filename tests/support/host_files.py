@@ -46,6 +46,9 @@ def main(folder, epochs, shard):
         ],
     )
     tfdp.checkpoint.save_parts(model, folder / "parts")
+    checkpoint = tfdp.checkpoint.Checkpoint(folder / "checkpoints")
+    checkpoint.save(model, step=epochs)
+    checkpoint.wait()
     np.savez(folder / f"weights.{strategy.cluster.rank}.npz", *model.get_weights())
     model.export(folder / f"served.{strategy.cluster.rank}", verbose=False)
     print("epochs", len(history.epoch), flush=True)

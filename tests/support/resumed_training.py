@@ -9,6 +9,7 @@ samples that this process has trained on to RESULT.<rank>.<start>.samples.
 import dataclasses
 import json
 import os
+import pathlib
 import signal
 import sys
 import threading
@@ -22,6 +23,8 @@ import tfdp
 from tfdp.checkpoint import checkpoint, writer
 
 SAMPLES, ROWS, FEATURES, CLASSES = 96, 12, 8, 3
+#: Only there to end a hang.
+LONGEST_WAIT_SECONDS = 300
 
 
 @dataclasses.dataclass
@@ -32,7 +35,9 @@ class Options:
       folder: of the checkpoints.
       result: the beginning of the names of what is written.
       start: which start of the training it is, from 0.
-      fault: {"where", "how", "rank", "number", "seconds"}; None: none.
+      width: of the hidden layer.
+      fault: {"where", "how", "rank", "number", "seconds"}; None: none. How "wait" makes
+        the file "path", and goes on when there is one with ".go" behind its name.
     """
 
     folder: str
@@ -49,6 +54,8 @@ class Options:
     dtype: str = "float32"
     devices: int = 1
     timeout_seconds: float = 300
+    silence_seconds: float = 15
+    width: int = 16
     fault: dict | None = None
 
 
@@ -58,9 +65,10 @@ class Counting(keras.Model):
     It counts its samples: the last feature is their number.
     """
 
-    def __init__(self, dropout):
+    def __init__(self, dropout, width):
         super().__init__()
-        self.hidden = keras.layers.Dense(16, activation="relu")
+        self.width = width
+        self.hidden = keras.layers.Dense(width, activation="relu")
         # Without dropout it is to be one device's: plain normalization is not.
         self.norm = keras.layers.BatchNormalization() if dropout else None
         self.dropout = keras.layers.Dropout(dropout) if dropout else None
@@ -72,8 +80,8 @@ class Counting(keras.Model):
     def build(self, shape):
         self.hidden.build((None, FEATURES))
         if self.norm is not None:
-            self.norm.build((None, 16))
-        self.out.build((None, 16))
+            self.norm.build((None, self.width))
+        self.out.build((None, self.width))
         super().build(shape)
 
     def call(self, inputs, training=False):
@@ -123,6 +131,14 @@ def strike(fault):
         raise RuntimeError("a planned fault")
     elif how == "full":
         raise OSError(28, "No space left on device")
+    elif how == "wait":
+        path = pathlib.Path(fault["path"])
+        path.touch()
+        deadline = time.monotonic() + LONGEST_WAIT_SECONDS
+        while not path.with_name(f"{path.name}.go").exists():
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"nobody has answered {path}")
+            time.sleep(0.02)
     elif how == "stop":
         child = os.fork()
         if not child:
@@ -190,8 +206,46 @@ def input_of(options):
     y = generator.integers(0, CLASSES, SAMPLES)
     if options.data == "arrays":
         return {"x": x, "y": y, "batch_size": ROWS}
+    if options.data.startswith("grain"):
+        return {"x": grain_input(x, y, options.data)}
     dataset = tf.data.Dataset.from_tensor_slices((x, y))
     return {"x": dataset.shuffle(SAMPLES, seed=3).batch(ROWS)}
+
+
+def grain_input(x, y, kind):
+    """Everything on each host; a shard on each; the shards of two, joined; others'."""
+    import grain
+
+    workers = int(os.environ.get("TFDP_WORKERS", "1"))
+    rank = int(os.environ.get("TFDP_RANK", "0"))
+
+    class Fetch(grain.transforms.Map):
+        def map(self, number):
+            return x[number], y[number]
+
+    def loader(shard, shards):
+        options = grain.sharding.ShardOptions(shard, shards, drop_remainder=True)
+        return grain.DataLoader(
+            data_source=grain.sources.RangeDataSource(0, SAMPLES, 1),
+            sampler=grain.samplers.IndexSampler(
+                SAMPLES, options, shuffle=True, seed=3, num_epochs=1
+            ),
+            operations=[Fetch(), grain.transforms.Batch(ROWS // shards)],
+            shard_options=options,
+        )
+
+    if kind == "grain-joined":
+        parts = [list(loader(shard, 2)) for shard in range(2)]
+        batches = [
+            tuple(np.concatenate(pair) for pair in zip(*both, strict=True))
+            for both in zip(*parts, strict=True)
+        ]
+        return tf.data.Dataset.from_tensor_slices(
+            tuple(np.stack(part) for part in zip(*batches, strict=True))
+        )
+    if kind == "grain-shards":
+        return loader(rank, workers)
+    return loader(0, 2) if kind == "grain-wrong" else loader(0, 1)
 
 
 def model_of(options):
@@ -202,12 +256,13 @@ def model_of(options):
     communication = tfdp.Communication(
         wire_dtype=options.wire_dtype if several else None,
         timeout_seconds=options.timeout_seconds,
+        silence_seconds=options.silence_seconds,
     )
     strategy = tfdp.auto_strategy(
         communication=communication, shard=options.shard, shard_min_bytes=0
     )
     with strategy.scope():
-        model = Counting(options.dropout)
+        model = Counting(options.dropout, options.width)
         inner = {
             "adam": lambda: keras.optimizers.Adam(0.01),
             "sgd": lambda: keras.optimizers.SGD(0.05, momentum=0.9),

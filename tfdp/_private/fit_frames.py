@@ -100,6 +100,11 @@ class PassesOfData:
         #: What the order was drawn from before: a script may read the same data twice.
         self.drawn_before = self._order.drawn
 
+    @property
+    def adapter(self) -> Any:
+        """Keras' data adapter of what is read."""
+        return self._of_keras.data_adapter
+
     def are_of(self, epoch_iterator: Any) -> bool:
         """Whether these are the passes of that iterator of Keras'."""
         return self._of_keras is epoch_iterator
@@ -189,8 +194,13 @@ class PassesOfData:
             return self._begun - 1, it._steps_seen  # of unknown length
         return self._begun, 0
 
-    def begin_at(self, place: PlaceInData) -> None:
+    def begin_at(self, place: PlaceInData, *, is_placed: bool = False) -> None:
         """Lets the first epoch begin in the middle of a pass.
+
+        Args:
+          place: where.
+          is_placed: whether the next pass begins there by itself; else what comes
+            before is read, and left out.
 
         Raises:
           DataError: when the epoch begins: there are fewer batches.
@@ -209,7 +219,7 @@ class PassesOfData:
             for begin, end, iterator in enumerate_epoch():
                 if is_first:
                     is_first = False
-                    for number in range(read):
+                    for number in range(0 if is_placed else read):
                         if next(iterator, END) is END:
                             if read - number < it.steps_per_execution:
                                 # Keras counts whole executions; the last was short.

@@ -15,6 +15,7 @@ from typing import Any
 import keras
 
 __all__ = [
+    "adapter_of_caller",
     "batch_size_of_caller",
     "fit_of_caller",
     "fits_around",
@@ -88,6 +89,11 @@ def batch_size_of_caller() -> tuple[str | None, int | None]:
     if loop is None:
         return None, None
     return type(loop.data_adapter).__name__, loop.data_adapter.batch_size
+
+
+def adapter_of_caller() -> Any:
+    """The data adapter of the Keras loop that makes its input; None: no such loop."""
+    return getattr(loop_of_caller(), "data_adapter", None)
 
 
 def loop_of_caller() -> Any:

@@ -5,11 +5,14 @@ Checked against Keras 3.12 and 3.15.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
 import keras
 import tensorflow as tf
+
+from tfdp._private.names import keras_state
 
 __all__ = [
     "BUILD",
@@ -31,6 +34,7 @@ __all__ = [
     "start_anew",
     "takes_training",
     "updates_all_variables",
+    "variables_made_at_the_end",
 ]
 
 #: The attribute of a layer that holds what its calls gave `add_loss`.
@@ -112,6 +116,23 @@ def build_without_optimizer(model: keras.Model, **arguments: Any) -> None:
         model._symbolic_build(**arguments)
     finally:
         vars(model)["optimizer"] = optimizer
+
+
+@contextlib.contextmanager
+def variables_made_at_the_end() -> Iterator[None]:
+    """Keras variables that are made within take memory when it ends.
+
+    None where it ends with an error: they are forgotten.
+    """
+    try:
+        with keras.StatelessScope(initialize_variables=False):
+            yield
+    except BaseException:
+        keras_state.set_global_attribute("uninitialized_variables", [])
+        raise
+    # Keras makes them when it leaves the outermost scope.
+    with keras.StatelessScope():
+        pass
 
 
 def initial_epoch(model: keras.Model) -> int:

@@ -27,6 +27,7 @@ from tfdp.callbacks.kept_callbacks import (
     put_back,
     put_back_logs,
 )
+from tfdp.callbacks.kept_input import KeptInput
 from tfdp.callbacks.kept_random import put_back_random, random_now
 from tfdp.callbacks.not_kept import HiddenOptimizers, warn_of_what_is_lost
 from tfdp.callbacks.place_in_fit import Place
@@ -175,6 +176,7 @@ class Checkpoint(keras.callbacks.Callback):
         self._first_epoch = initial_epoch(self.model) or around.initial_epoch
         self._logs: dict[str, Any] = {}
         self._hosts: Hosts = hosts_of(self.model.distribute_strategy)
+        self._input = KeptInput(self._passes.adapter, self._hosts)
         self._meeting = Meeting(self._hosts, f"fit {next(_fits)}")
         self._step = self._batch = 0
         self._epoch_of_program = initial_epoch(self.model)
@@ -214,7 +216,8 @@ class Checkpoint(keras.callbacks.Callback):
                 stacklevel=2,
             )
         self._batch = place.batch
-        self._passes.begin_at(place)
+        is_placed = self._input.put_back(self._known("input"), place.batches_read)
+        self._passes.begin_at(place, is_placed=is_placed)
         if place.batch:
             logs = put_back_logs(restored.program.get("logs"))
             stand_in_for_logs(self.model, logs)
@@ -223,7 +226,7 @@ class Checkpoint(keras.callbacks.Callback):
             f"{place.epoch + 1}, batch {place.batch}"
             + (
                 f"; reads {place.batches_read} batches again and leaves them out"
-                if place.batches_read
+                if place.batches_read and not is_placed
                 else ""
             )
         )
@@ -365,6 +368,7 @@ class Checkpoint(keras.callbacks.Callback):
             "callbacks": kept_of(self._others),
             "random": random_now() if is_epoch_end else self._random,
             "logs": kept_logs(self._logs),
+            "input": self._input.kept(read),
         }
         self._files.save(
             self.model,

@@ -19,6 +19,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdp._private.keras_models import updates_all_variables
+from tfdp.checkpoint.architecture import architecture_of
 from tfdp.checkpoint.array_files import ArrayFile
 from tfdp.checkpoint.entries import Entry, entries_of
 from tfdp.checkpoint.hosts import Hosts, hosts_of
@@ -187,6 +188,7 @@ class Checkpoint:
             noted,
             dict(program or {}),
             noted_optimizers(model),
+            architecture_of(model),
         )
         self._writer.start(manifest, arrays, hosts)
 

@@ -48,6 +48,12 @@ class Hosts:
         mine = text.encode() if self.is_chief else b""
         return self.link.gather(mine, "text of worker 0")[0].decode()
 
+    def texts(self, text: str, label: str) -> list[str]:
+        """Every host's text, by rank; an exchange, in the common order."""
+        if self.link is None:
+            return [text]
+        return [blob.decode() for blob in self.link.gather(text.encode(), label)]
+
     def share_note(self, key: str, note: str) -> dict[int, str]:
         """Everybody's note, by rank; from any thread, in no common order.
 

@@ -84,6 +84,7 @@ class Manifest:
       entries: by name.
       program: what else is to go on: place in the data, callbacks, history.
       optimizers: of the model, in their order.
+      architecture: what `architecture_of` said of the model; None: nothing.
     """
 
     write: str
@@ -93,6 +94,7 @@ class Manifest:
     entries: Mapping[str, Noted]
     program: Mapping[str, Any] = field(default_factory=dict)
     optimizers: tuple[NotedOptimizer, ...] = ()
+    architecture: str | None = None
 
 
 def folder_name(step: int, write: str) -> str:
@@ -182,6 +184,9 @@ def _checked(content: Any) -> Manifest:
     }
     if not isinstance(content["program"], dict):
         raise ValueError("what it says of the program is no object")
+    architecture = content.get("architecture")
+    if not isinstance(architecture, str | None):
+        raise ValueError("what it says of the model is no text")
     return Manifest(
         write,
         step,
@@ -190,6 +195,7 @@ def _checked(content: Any) -> Manifest:
         entries,
         content["program"],
         tuple(_optimizer(said) for said in content["optimizers"]),
+        architecture,
     )
 
 

@@ -1,16 +1,18 @@
-"""`merge_parts`: one ordinary Keras file from the parts that several hosts wrote."""
+"""`merge_parts`: one ordinary Keras file from what several hosts have written."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import keras
 import numpy as np
 
+from tfdp.checkpoint.merge_checkpoint import holds_checkpoints, merge_checkpoint
 from tfdp.checkpoint.part_files import (
     IDENTITY_NAME,
     WEIGHTS_NAME,
@@ -19,6 +21,7 @@ from tfdp.checkpoint.part_files import (
     damage_named,
     read_index,
 )
+from tfdp.data.places import place_of
 from tfdp.errors import ConfigurationError, DataError
 from tfdp.files.atomic import replaced, temporary
 from tfdp.progress_bar import progress_bar
@@ -27,32 +30,71 @@ __all__ = ["merge_parts"]
 
 
 def merge_parts(
-    directory: str | os.PathLike[str], path: str | os.PathLike[str]
+    directory: str | os.PathLike[str],
+    path: str | os.PathLike[str],
+    *,
+    build: Callable[[], keras.Model] | None = None,
 ) -> Path:
-    """Makes one file of what `save_parts` has written.
+    """Makes one file of what `save_parts`, or a `Checkpoint`, has written.
 
     Args:
-      directory: where all parts and their index are.
-      path: of the file to write, `.keras` for the model with its optimizer, or
-        `.weights.h5` for `model.load_weights`. Replaced when it exists.
+      directory: where all parts and their index are; or a directory of
+        `tfdp.callbacks.Checkpoint` or `tfdp.checkpoint.Checkpoint`, of which the newest
+        checkpoint that is whole is taken; or one checkpoint in it.
+      path: of the file to write, `.keras` for the model, or `.weights.h5` for
+        `model.load_weights`. Replaced when it exists. Of what `save_parts` has written
+        a `.keras` file holds the optimizer as well, of a checkpoint the weights only.
+      build: makes the model that a checkpoint is of, built; None: Keras makes it from
+        the description in the checkpoint, which can be where all layers are Keras' own
+        or registered ones, and the model is not of a class of its own.
 
     Returns:
       The path.
 
     Raises:
       DataError: when the index or a part is missing or damaged, or a part is of another
-        call of `save_parts`; naming it and what it is.
-      ConfigurationError: when there is no folder to write to.
+        call of `save_parts`; naming it and what it is. When no checkpoint can be used,
+        or the description does not suffice.
+      ConfigurationError: when there is no folder to write to; when `build` makes
+        another model, or is given where there is no checkpoint.
+
+    Warns:
+      CheckpointWarning: a checkpoint is damaged, and the one before was taken.
 
     Cost: reads every part twice, once for its checksum; holds one variable at a time in
-    memory.
+    memory, of a checkpoint all weights.
+
+    ```python
+    import tempfile
+
+    import keras
+    import tfdp
+
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    folder = tempfile.mkdtemp()
+    checkpoint = tfdp.checkpoint.Checkpoint(folder)
+    checkpoint.save(model, step=1)
+    checkpoint.wait()
+    path = tfdp.checkpoint.merge_parts(folder, f"{folder}/model.keras")
+    print(keras.models.load_model(path).count_params())  # 5
+    ```
     """
-    folder, target = Path(directory), Path(path)
+    folder, target = place_of(directory), Path(path)
     if not target.name.endswith((".keras", ".weights.h5")):
         raise DataError(
             f"Parts are merged into a .keras or a .weights.h5 file. Received: {target}."
         )
     _check_target(target)
+    if holds_checkpoints(folder):
+        merge_checkpoint(folder, target, build)
+        return target
+    if build is not None:
+        raise ConfigurationError(
+            f"{folder} holds no checkpoint of a training, and parts of save_parts need "
+            "no model: leave build (--model) out."
+        )
+    if not isinstance(folder, Path):
+        raise DataError(f"{folder} holds no checkpoint of a training.")
     index = read_index(folder)
     with contextlib.ExitStack() as stack:
         parts = [

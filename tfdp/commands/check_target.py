@@ -1,4 +1,4 @@
-"""What `tfdp check` is pointed at: a script or a function, and what it gives."""
+"""What commands are pointed at: a script or a function, and what it gives."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 from tfdp.errors import ConfigurationError
 
-__all__ = ["ModelAndData", "Target", "load_target", "parse_target"]
+__all__ = ["ModelAndData", "Target", "load_build", "load_target", "parse_target"]
 
 FORMS = (
     "path/to/script.py:function, package.module:function, or path/to/script.py that "
@@ -82,11 +82,28 @@ def load_target(target: Target) -> ModelAndData:
       ConfigurationError: when the function does not exist or gives something else.
       Exception: whatever the target's own code raises.
     """
-    module = _run_script(target) if target.is_script else _import_module(target)
+    module = _imported(target)
     if target.function is None:
         build = _function(module, target, "build_model")
         return ModelAndData(build, _function(module, target, "make_data")(), {})
     return _read(_function(module, target, target.function)(), target)
+
+
+def load_build(target: Target) -> Callable[..., Any]:
+    """Imports the target: what makes its model, `build_model` where none is named.
+
+    Raises:
+      ConfigurationError: when there is no such function.
+      Exception: whatever the target's own code raises.
+    """
+    module = _imported(target)
+    if target.function is None:
+        return _function(module, target, "build_model")
+    return _function(module, target, target.function)
+
+
+def _imported(target: Target) -> ModuleType:
+    return _run_script(target) if target.is_script else _import_module(target)
 
 
 def _run_script(target: Target) -> ModuleType:

@@ -47,7 +47,7 @@ COMMANDS = {
     "launch": ("tfdp.launch.command", "start the workers of one training"),
     "merge": (
         "tfdp.commands.merge",
-        "one file from the parts that several hosts have saved",
+        "one Keras file from parts, or from checkpoints of a training",
     ),
     "measure": ("tfdp.commands.measure", "this machine's numbers, for tfdp simulate"),
     "simulate": (

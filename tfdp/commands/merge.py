@@ -1,4 +1,4 @@
-"""`tfdp merge`: one ordinary Keras file from the parts that several hosts wrote."""
+"""`tfdp merge`: one ordinary Keras file from what several hosts have written."""
 
 from __future__ import annotations
 
@@ -10,15 +10,32 @@ __all__ = ["add_arguments", "run"]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the command's arguments."""
     parser.add_argument(
-        "directory", help="where tfdp.checkpoint.save_parts has written"
+        "directory",
+        help="where tfdp.checkpoint.save_parts has written, a directory of "
+        "tfdp.callbacks.Checkpoint (its newest whole one is taken), or one checkpoint "
+        "in it",
     )
     parser.add_argument("path", help="the file to write: .keras or .weights.h5")
+    parser.add_argument(
+        "--model",
+        metavar="TARGET",
+        help="what makes the model, where a checkpoint does not describe it: "
+        "path/to/script.py that defines build_model(), path/to/script.py:function or "
+        "package.module:function",
+    )
 
 
 def run(options: argparse.Namespace) -> int:
     """Merges, and says what was written."""
-    from tfdp.checkpoint.merge import merge_parts
+    from tfdp.strategies.quiet import import_tensorflow_quietly
 
-    path = merge_parts(options.directory, options.path)
+    import_tensorflow_quietly()
+    from tfdp.checkpoint.merge import merge_parts
+    from tfdp.commands.check_target import load_build, parse_target
+
+    build = None
+    if options.model is not None:
+        build = load_build(parse_target(options.model))
+    path = merge_parts(options.directory, options.path, build=build)
     print(f"wrote {path} ({path.stat().st_size:,} bytes)")
     return 0

@@ -333,7 +333,11 @@ class Membership:
             with self._changed:
                 self._changed.notify_all()
         if "failure" in message:
-            self._fail(checked_text(message["failure"], LONGEST_LINE_BYTES))
+            reason = checked_text(message["failure"], LONGEST_LINE_BYTES)
+            if not reason:
+                # It would end this thread, and be taken for no failure by who waits.
+                raise ValueError("a failure without a word")
+            self._fail(reason)
         if "note" in message:
             key, note = message["note"]
             self._keep_note(peer, *map(self._checked_note, (key, note)))

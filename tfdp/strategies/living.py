@@ -16,6 +16,7 @@ from tfdp._private import frames
 from tfdp._private.keras_loops import watch_loop
 from tfdp._private.keras_models import initial_epoch, set_initial_epoch
 from tfdp.cluster import Cluster
+from tfdp.data.grain_shards import is_own_shard
 from tfdp.data.hosts import rows_of_place
 from tfdp.data.seeds import agree_on_seed, seed_to_share
 from tfdp.errors import ConfigurationError
@@ -82,6 +83,8 @@ def own_share(dataset: Any, cluster: Cluster, hosts: LivingHosts) -> Any:
     if fit is None or not isinstance(dataset, tf.data.Dataset):
         return dataset
     _FitAmongHosts(fit, hosts)
+    if is_own_shard(frames.adapter_of_caller(), cluster.rank, cluster.workers):
+        return dataset
     return rows_of_place(dataset, cluster.rank, cluster.workers)
 
 

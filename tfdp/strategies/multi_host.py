@@ -14,6 +14,7 @@ from tfdp._private import frames
 from tfdp._private.keras_loops import lead_loop
 from tfdp.checks import is_whole
 from tfdp.cluster import Cluster, find_cluster
+from tfdp.data.grain_shards import has_own_shard
 from tfdp.data.hosts import own_part, until_all_end
 from tfdp.data.seeds import agree_on_seed, seed_to_share
 from tfdp.errors import ConfigurationError
@@ -321,8 +322,11 @@ class MultiHostDataParallelStrategy(SumsOverHosts, DataParallelStrategy):
         fit = frames.fit_of_caller()
         policies = policies_of(fit[0]) if fit is not None else ""
         self._lead_fit(fit)
-        lead_loop(frames.loop_of_caller(), self._group.link.loop_of_steps)
-        return own_part(dataset, self._group.link, policies)
+        link = self._group.link
+        lead_loop(frames.loop_of_caller(), link.loop_of_steps)
+        if has_own_shard(frames.adapter_of_caller(), link):
+            return until_all_end(dataset, link)
+        return own_part(dataset, link, policies)
 
     def _lead_fit(self, fit: tuple[Any, Any] | None) -> None:
         if fit is None:

@@ -18,6 +18,7 @@ import tensorflow as tf
 from tfdp._private import frames, names
 from tfdp._private.autograph import library_code
 from tfdp.checks import is_whole
+from tfdp.data.grain_passes import with_own_state
 from tfdp.data.keras_input import keras_input, with_none
 from tfdp.data.padding import distribute_padded, global_batch_rows, is_of_one_size
 from tfdp.data.split import has_sparse, parts, splittable
@@ -265,6 +266,7 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
         self._first_fit.look(self, self._notes)
         scope_checks.check_not_nested(self)
         scope_checks.check_dataset(dataset)
+        dataset = with_own_state(dataset, frames.adapter_of_caller())
         element_spec = dataset.element_spec
         if self._replicas > 1:
             dataset = splittable(dataset, frames.batch_size_of_caller()[0])

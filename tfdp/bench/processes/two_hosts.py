@@ -75,6 +75,14 @@ class TwoHosts:
         path = f"/sys/class/net/{self.cards[host]}/statistics/tx_bytes"
         return int(_run(*self.command(host, "cat", path)))
 
+    def cut(self) -> None:
+        """Pulls the cable: nothing arrives, and nobody is told."""
+        _run("ip", "-n", self.names[1], "link", "set", self.cards[1], "down")
+
+    def join(self) -> None:
+        """Puts it back."""
+        _run("ip", "-n", self.names[1], "link", "set", self.cards[1], "up")
+
     def remove(self) -> None:
         """Takes the namespaces away, and with them the link."""
         for name in self.names:
