@@ -62,6 +62,9 @@ def parse_arguments() -> argparse.Namespace:
         help="refuse to train when a replica's weights, gradients and optimizer state "
         "are more",
     )
+    parser.add_argument(
+        "--characters", type=int, default=80, help="of the text that it writes; 0: none"
+    )
     parser.add_argument("--out", type=Path, default=Path("out/language_model"))
     arguments = parser.parse_args()
     if arguments.width % HEADS:
@@ -146,6 +149,21 @@ def build_model(vocabulary: int, context: int, width: int, blocks: int) -> keras
             keras.layers.Dense(vocabulary),
         ]
     )
+
+
+def write_text(model: keras.Model, first: np.ndarray, length: int) -> list[int]:
+    """Codes that go on from the first ones, each drawn by what the model expects.
+
+    On several hosts all call it, and all draw the same ones.
+    """
+    rng = np.random.default_rng(SEED)
+    codes = list(first)
+    for _ in range(length):
+        window = np.array([codes[-len(first) :]], dtype="int32")
+        logits = model.predict(window, verbose=0)[0, -1].astype("float64")
+        chances = np.exp(logits - logits.max())
+        codes.append(int(rng.choice(len(chances), p=chances / chances.sum())))
+    return codes[len(first) :]
 
 
 def stored_bytes(variables: Iterable[keras.Variable]) -> int:
@@ -278,6 +296,10 @@ def main() -> None:
             title=f"characters, width {arguments.width}, shard={arguments.shard}",
         )
         print(f"learning curve: {picture}")
+    if arguments.characters > 0:
+        first = codes[split : split + arguments.context]
+        written = write_text(model, first, arguments.characters)
+        print(f"it writes: {''.join(chr(vocabulary[code]) for code in written)!r}")
     print(f"peak memory of the process: {peak_memory_bytes() / MEGABYTE:,.0f} MB")
     losses = history.history
     print(f"loss: {losses['loss'][-1]:.4f}, held back: {losses['val_loss'][-1]:.4f}")

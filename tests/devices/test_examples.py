@@ -51,3 +51,49 @@ def test_digits_reaches_97_percent_within_a_minute(tmp_path):
     assert _accuracy(lines) >= 0.97
     # The clock on the wall also counts what other programs do; this does not.
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 60
+
+
+def _run_example(name, folder, *arguments):
+    script = REPOSITORY / "examples" / name
+    done = run_python(script, *arguments, cwd=folder, timeout_seconds=1800)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout.strip().splitlines()
+
+
+@pytest.mark.slow
+def test_the_loop_learns(tmp_path):
+    lines = _run_example("custom_loop.py", tmp_path, "--replicas", "3")
+    assert _accuracy(lines) > 0.95
+    # Float32 sums of other parts of a batch: after 96 steps a few digits may differ.
+    alone = _run_example("custom_loop.py", tmp_path, "--replicas", "1")
+    assert abs(_accuracy(alone) - _accuracy(lines)) < 0.02
+
+
+@pytest.mark.slow
+def test_the_gan_makes_digits_that_differ(tmp_path):
+    lines = _run_example("gan.py", tmp_path, "--out", "run")
+    assert (tmp_path / "run" / "digits.png").is_file()
+    # A generator that makes one picture only has a spread of 0.
+    spread = float(lines[-1].rpartition(" ")[2])
+    told_apart = float(lines[-2].rpartition(" ")[2])
+    assert spread > 0.5 and 0.5 < told_apart < 0.95
+
+
+@pytest.mark.slow
+def test_resnet_50_learns_from_jpeg_records_and_goes_on(tmp_path):
+    settings = ("--epochs", "2", "--out", "run")
+    first = _run_example("imagenet.py", tmp_path, *settings)
+    assert sum("wrote" in line for line in first) == 2
+    assert (tmp_path / "run" / "learning_curve.png").is_file()
+    again = _run_example("imagenet.py", tmp_path, *settings)
+    # All epochs were trained: there is nothing left to do, and the figure is the same.
+    assert again[-1] == first[-1]
+    assert not any("wrote" in line for line in again)
+
+
+@pytest.mark.slow
+def test_a_text_classifier_learns(tmp_path):
+    pytest.importorskip("keras_hub", reason="needs keras-hub")
+    lines = _run_example("text_classifier.py", tmp_path, "--epochs", "3")
+    found = re.fullmatch(r"test accuracy: (\d\.\d{4}) \(.*: (\d\.\d{4})\)", lines[-1])
+    assert float(found[1]) > float(found[2]) + 0.1

@@ -68,6 +68,7 @@ def test_the_wheel_states_what_it_needs(wheel):
         "tpu",
         "tfds",
         "grain",
+        "tune",
         "mpi",
         "bench-torch",
         "docs",

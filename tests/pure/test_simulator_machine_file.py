@@ -1,5 +1,6 @@
 """The file of `tfdp measure`: written and read again, and files of strangers."""
 
+import dataclasses
 import json
 
 import pytest
@@ -43,8 +44,8 @@ def test_hosts_like_it_share_cores_as_it_does():
     assert training.sharing_factor(2) == pytest.approx(1.5)
     found = predict_step(training, 2)
     # 0.15 s of computing; two read and one written of 4 MB and of 400 bytes at 8 GB/s,
-    # a latency each, during which nobody computes.
-    sums = 3 * 4_000_400 / 8e9 + 2 * 1e-4
+    # a latency of each on each replica, during which nobody computes.
+    sums = 3 * 4_000_400 / 8e9 + 4 * 1e-4
     assert found.step_seconds == pytest.approx(0.15 + sums, rel=1e-6)
 
 
@@ -58,6 +59,11 @@ def test_processes_of_this_machine_share_its_cores():
 def test_each_of_two_processes_adds_half_as_fast():
     here = MACHINE.machine_here(Topology(2, 2))
     assert here.within_host.rate == MACHINE.within_host.rate / 2
+    half = dataclasses.replace(MACHINE.within_host, compute_share=0.4)
+    here = dataclasses.replace(MACHINE, within_host=half).machine_here(Topology(2, 2))
+    assert here.within_host.compute_share == pytest.approx(0.8)
+    here = MACHINE.machine_here(Topology(4, 2))
+    assert here.within_host.compute_share == 1.0
     assert here.between_hosts == MACHINE.between_hosts
     assert MACHINE.machine(2).within_host == MACHINE.within_host
 

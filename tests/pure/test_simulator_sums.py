@@ -30,9 +30,9 @@ HOST, HOSTS = Topology(1, 4), Topology(4, 2)
         ("ring", HOST, 6 + 15),
         ("two_level", HOST, 6 + 15),
         ("tree", HOST, 6 + 10),
-        # 4 x 100 bytes read and 100 written at 10 bytes/s, and one latency.
-        ("in_process", HOST, 50 + 1),
-        ("sockets", HOST, 50 + 1),
+        # 4 x 100 bytes read and 100 written at 10 bytes/s, and a latency each.
+        ("in_process", HOST, 50 + 4),
+        ("sockets", HOST, 50 + 4),
         # 14 hops, 6 of them between hosts; 2 x 100 x 7/8 bytes at 5 bytes/s.
         ("ring", HOSTS, 8 * 1 + 6 * 3 + 35),
         # Within: 2 hops, 2 x 100 / 2 bytes; between: 6 hops, 2 x 100 x 3/4 bytes.
@@ -48,7 +48,7 @@ def test_a_sum_of_100_bytes(algorithm, topology, expected):
 
 def test_in_process_each_tensor_has_its_latency():
     (stage,) = exchange_stages(100, HOST, MACHINE, "in_process", 1.0, 7)
-    assert stage.seconds == pytest.approx(50 + 7 * 1)
+    assert stage.seconds == pytest.approx(50 + 7 * 4)
     (stage,) = exchange_stages(100, HOST, MACHINE, "ring", 1.0, 7)
     assert stage.seconds == pytest.approx(6 + 15)
 

@@ -111,8 +111,13 @@ class MeasuredMachine:
           topology: `hosts` processes of `devices_per_host` replicas each.
         """
         here = self.machine(topology.devices_per_host)
-        rate = here.within_host.bytes_per_second / topology.hosts
-        within = dataclasses.replace(here.within_host, bytes_per_second=rate)
+        measured = here.within_host
+        within = dataclasses.replace(
+            measured,
+            bytes_per_second=measured.bytes_per_second / topology.hosts,
+            # As many cores are a larger part of a process' own.
+            compute_share=min(measured.compute_share * topology.hosts, 1.0),
+        )
         return dataclasses.replace(here, within_host=within)
 
     def training(self, model_name: str, devices_per_host: int) -> Training:

@@ -11,10 +11,11 @@ a host and `_e` between hosts, all rates of a host's connections together:
     recursive_doubling within as two_level; log2(M) (n / R_e + a_e)
     tree               n-byte pipeline up and down, two trees of half the bytes:
                        2 n / R_e + 2 (g-1) a_i + 2 log2(M) a_e, n / R_i where M = 1
-    in_process         one host: (g+1) n / R_i + t a_i: the replicas add, all together
+    in_process         one host: (g+1) n / R_i + g t a_i: the replicas add, all together
     sockets            within as in_process, then the way of `tfdp.plan.sum_ways`
 
-In process nothing is packed: each of t tensors is a sum of its own. R_i is a rate of
+In process nothing is packed: each of t tensors is a sum of its own, with operations on
+each replica. R_i is a rate of
 memory there: what all replicas hold is read and the sum is written, in pieces that stay
 in a cache from one addition to the next.
 
@@ -165,7 +166,7 @@ def _within(
     link, devices = machine.within_host, topology.devices_per_host
     if algorithm in ("in_process", "sockets"):
         moved_bytes = moved_in_process(devices) * size_bytes
-        return moved_bytes / link.rate + tensors * link.latency_seconds
+        return moved_bytes / link.rate + devices * tensors * link.latency_seconds
     latencies = 2 * (devices - 1) * link.latency_seconds
     if algorithm == "tree":
         # Between hosts the bytes of the tree go through the devices on their way.

@@ -138,7 +138,7 @@ def measure_link(
     }
     if place.processes == 1:
         moved = moved_in_process(place.replicas)
-        return fit_link(sets, times, moved, rounds=1, cores=cores)
+        return fit_link(sets, times, moved, rounds=place.replicas, cores=cores)
     hops = place.processes - 1
     moved_bytes = 2 * hops / place.processes
     return fit_link(sets, times, moved_bytes, rounds=2 * hops, cores=cores)
