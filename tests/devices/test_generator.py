@@ -96,6 +96,22 @@ FOUND = {
         layout=Layout(pad_batches=True),
         calls=("predict",),
     ),
+    # Keras asks nobody when it takes a sum: a metric of one's own took it for a mean.
+    "reported-sum": Program(
+        outputs=(Output(reduction="sum"),), train_step="logged_loss", data=Data((8,))
+    ),
+    "reported-sum-and-mean": Program(
+        outputs=(Output(reduction="sum"), Output()),
+        train_step="logged_loss",
+        data=Data((8, 3)),
+        layout=Layout(3),
+    ),
+    "eager-reported-sum": Program(
+        outputs=(Output(reduction="sum"),),
+        train_step="logged_loss",
+        data=Data((8, 5)),
+        eagerly=True,
+    ),
     # Whole numbers, too, that Keras' loss scaler does not note under a strategy.
     "not-noted": Program(
         optimizer=Optimizer("Adafactor", wrapper="loss_scale"), data=Data((8,))

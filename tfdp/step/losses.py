@@ -26,11 +26,9 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-import keras
 import tensorflow as tf
 
 from tfdp._private.frames import frame_of_caller
-from tfdp._private.keras_models import given_losses
 from tfdp.errors import ConfigurationError
 from tfdp.tracing.batch_rows import goes_with_rows
 from tfdp.tracing.loss_shares import LossShares, Standing
@@ -90,7 +88,7 @@ def loss_replica_count(
         else:
             run.added_losses.add(trace_of(rank))
     else:
-        _refuse_sum_with_rows(value, shares, asker.f_back)
+        _refuse_sum_with_rows(value, shares)
         factor = _report_factor(run, rank, value, asker.f_back)
         count.report_factor = shares.report_factor(factor, value.dtype)
     return count
@@ -104,9 +102,7 @@ def _replica_count(run: ReplicaRun) -> LossReplicaCount:
     return LossReplicaCount(max(run.replicas, 2) if run.padding else run.replicas)
 
 
-def _refuse_sum_with_rows(
-    value: Any, shares: LossShares, reporter: FrameType | None
-) -> None:
+def _refuse_sum_with_rows(value: Any, shares: LossShares) -> None:
     """Refuses losses of rows to which a mean, or a sum, was added.
 
     Keras adds it to each row's, so that one device counts it once for each row of the
@@ -117,23 +113,12 @@ def _refuse_sum_with_rows(
     """
     if not value.shape.rank:
         return
-    if shares.standing_of(value) is not Standing.LOCAL or _has_sums(reporter):
+    if shares.standing_of(value) is not Standing.LOCAL:
         raise ConfigurationError(
             "A loss with reduction='none' was added to another one that is a mean "
             "or a sum over the batch, which then counts once for each row. Give every "
             "loss reduction='sum_over_batch_size', or 'sum'."
         )
-
-
-def _has_sums(reporter: FrameType | None) -> bool:
-    """Whether the model that reports its loss was given one that is a sum.
-
-    Keras asks nobody when it takes a sum, so that its standing is not known.
-    """
-    model = reporter.f_locals.get("self") if reporter is not None else None
-    if not isinstance(model, keras.Model):
-        return False
-    return any(getattr(loss, "reduction", "") == "sum" for loss in given_losses(model))
 
 
 def _report_factor(

@@ -1,0 +1,48 @@
+"""Compiled losses with `reduction="sum"`, told as shares of the global loss.
+
+Keras asks for the number of replicas where it takes a mean, and nobody where it takes a
+sum. So the losses of the rows are multiplied by 1 before they are summed, by a factor
+that is noted (`tracing.loss_shares`): what a step of one's own makes of the sum, or
+reports of it, is then added over the replicas.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdp._private.instance_attributes import instance_attributes
+from tfdp._private.keras_models import given_losses
+from tfdp._private.names import current_rank
+from tfdp.tracing.run import ReplicaRun, trace_of
+
+__all__ = ["led_sum_losses"]
+
+
+@contextlib.contextmanager
+def led_sum_losses(model: Any, run: ReplicaRun) -> Iterator[None]:
+    """While this lasts, what the sums among `model`'s losses give is a share."""
+    with contextlib.ExitStack() as stack:
+        losses = given_losses(model) if isinstance(model, keras.Model) else []
+        # One loss may be given for several outputs: it is led once.
+        for loss in {id(loss): loss for loss in losses}.values():
+            if isinstance(loss, keras.losses.Loss) and loss.reduction == "sum":
+                led = {"call": functools.partial(_losses_of_rows, loss.call, run)}
+                stack.enter_context(instance_attributes(loss, led))
+        yield
+
+
+def _losses_of_rows(call: Any, run: ReplicaRun, *args: Any, **kwargs: Any) -> Any:
+    losses = call(*args, **kwargs)
+    is_rows = tf.is_tensor(losses) and losses.shape.rank != 0
+    if not is_rows or tf.distribute.in_cross_replica_context():
+        return losses  # of a scalar nothing says what it is
+    trace = trace_of(current_rank())
+    run.scaled_losses.add(trace)
+    shares = run.shares[trace]
+    return losses * shares.factor(1.0, losses.dtype)
