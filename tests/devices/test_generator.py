@@ -112,6 +112,13 @@ FOUND = {
         data=Data((8, 5)),
         eagerly=True,
     ),
+    # The reference added the rows of a word first, as shards do: one replica has none.
+    "one-replica-has-no-shards": Program(
+        branches=(Branch("word"),),
+        optimizer=Optimizer("RMSprop"),
+        data=Data((8,)),
+        layout=Layout(replicas=1, shard=2),
+    ),
     # Whole numbers, too, that Keras' loss scaler does not note under a strategy.
     "not-noted": Program(
         optimizer=Optimizer("Adafactor", wrapper="loss_scale"), data=Data((8,))

@@ -128,9 +128,10 @@ class OneDevice:
 
         def perturbed(grads, trainable_variables=None):
             step = tf.cast(optimizer.iterations, tf.int64)
-            if self.program.layout.shard:
+            layout = self.program.layout
+            if layout.shard and layout.replicas > 1:
                 # Behind shards the rows of a word that occurs twice are added first
-                # (docs/sharding.md), and then squared.
+                # (docs/sharding.md), and then squared. One replica has no shards.
                 grads = [g if g is None else tf.convert_to_tensor(g) for g in grads]
             changed = [
                 gradient
