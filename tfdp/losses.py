@@ -13,6 +13,7 @@ import tensorflow as tf
 from tfdp._private.autograph import library_code
 from tfdp.errors import ConfigurationError
 from tfdp.tracing.current_run import current_run
+from tfdp.tracing.loss_shares import Standing
 from tfdp.tracing.loss_suspicions import is_share
 from tfdp.tracing.run import trace_of
 
@@ -83,7 +84,10 @@ def local_sum(loss: tf.Tensor) -> tf.Tensor:
     run, rank = found
     _refuse_padding(run.padding_of(rank))
     run.scaled_losses.add(trace_of(rank))
-    return loss * run.shares[trace_of(rank)].factor(1.0, loss.dtype)
+    shares = run.shares[trace_of(rank)]
+    if shares.standing_of(loss) is Standing.SHARE:
+        return loss
+    return loss * shares.factor(1.0, loss.dtype)
 
 
 def _refuse_padding(padding: Any) -> None:

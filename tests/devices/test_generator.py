@@ -119,6 +119,22 @@ FOUND = {
         data=Data((8,)),
         layout=Layout(replicas=1, shard=2),
     ),
+    # A metric of one's own was given the rows that fill a batch up, too.
+    "own-metric-of-rows": Program(
+        outputs=(Output(reduction="none"),),
+        train_step="logged_loss",
+        data=Data((1,)),
+        layout=Layout(pad_batches=12),
+    ),
+    # Of a product of two factors eager mode told neither.
+    "eager-sum-of-sums": Program(
+        trunk=("dense", "add-loss-sum"),
+        outputs=(Output(reduction="sum"),),
+        train_step="logged_loss",
+        data=Data((8, 2)),
+        layout=Layout(3),
+        eagerly=True,
+    ),
     # Whole numbers, too, that Keras' loss scaler does not note under a strategy.
     "not-noted": Program(
         optimizer=Optimizer("Adafactor", wrapper="loss_scale"), data=Data((8,))

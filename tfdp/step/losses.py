@@ -81,8 +81,12 @@ def loss_replica_count(
     value, shares = asker.f_locals["value"], run.shares[trace_of(rank)]
     count = _replica_count(run)
     if asker.f_code.co_name == SCALE:
-        fraction = _fraction(run, rank, value, asker.f_back, sum_over_replicas)
-        count.fraction = shares.factor(fraction, value.dtype)
+        if _is_added_share(run, rank, value, asker.f_back):
+            # No factor: in eager mode a product of two of them is told by neither.
+            count.fraction = tf.ones([], value.dtype)
+        else:
+            fraction = _fraction(run, rank, asker.f_back, sum_over_replicas)
+            count.fraction = shares.factor(fraction, value.dtype)
         if _name_of(asker.f_back) == "reduce_values":
             run.scaled_losses.add(trace_of(rank))
         else:
@@ -137,19 +141,26 @@ def _report_factor(
     )
 
 
+def _is_added_share(
+    run: ReplicaRun, rank: Any, value: Any, reducer: FrameType | None
+) -> bool:
+    """Whether a layer gave `add_loss` what is a share already."""
+    if _name_of(reducer) != "_aggregate_additional_loss":
+        return False
+    if is_share(run.shares[trace_of(rank)], value, "add_loss"):
+        return True
+    suspect_added_sum(run, rank, value)
+    return False
+
+
 def _fraction(
     run: ReplicaRun,
     rank: Any,
-    value: Any,
     reducer: FrameType | None,
     sum_over_replicas: SumOverReplicas,
 ) -> Any:
-    """D_r / D, or 1 for what is a share already."""
+    """D_r / D."""
     padding = run.padding_of(rank)
-    if _name_of(reducer) == "_aggregate_additional_loss":
-        if is_share(run.shares[trace_of(rank)], value, "add_loss"):
-            return 1.0
-        suspect_added_sum(run, rank, value)
     denominator = _weight_denominator(reducer)
     if padding is not None and not _is_global(denominator, reducer, padding):
         return _fraction_of_rows(reducer, padding)

@@ -28,6 +28,7 @@ from tfdp._private.keras_models import (
 )
 from tfdp._private.names import current_rank
 from tfdp.errors import ConfigurationError
+from tfdp.step.own_metrics import own_metrics, weigh_rows, without_filling
 from tfdp.tracing.keras_steps import is_predict_step, is_stock_step, name_of_step
 from tfdp.tracing.padded_batch import Padding, find_padded, without_padding
 from tfdp.tracing.run import ReplicaRun, trace_of
@@ -70,6 +71,9 @@ def leaves_filling_out(model: Any, run: ReplicaRun) -> Iterator[None]:
     metrics = metrics_as_compiled(model)
     if metrics is not None:
         leads.append((metrics, "update_state", _weigh_each_metric))
+    leads += [
+        (metric, "update_state", without_filling) for metric in own_metrics(model)
+    ]
     with contextlib.ExitStack() as stack:
         for target, name, lead in leads:
             plain = getattr(target, name)
@@ -262,15 +266,7 @@ def _weigh_each_metric(update: Callable, padding: Padding, metrics: Any) -> Call
 def _weigh_rows_of_metric(update: Callable, padding: Padding, metric: Any) -> Callable:
     def update_state(y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
         if sample_weight is None:
-            # Means take a weight per row. Others (AUC, Recall) count every entry, and
-            # Keras spreads a weight per row along the wrong axis of more than two.
-            axes = len(y_pred.shape)
-            by_row = isinstance(metric, keras.metrics.Mean) or axes <= 2
-            sample_weight = padding.weights(1 if by_row else axes)
-            mask = mask_of(y_pred)
-            if mask is not None:
-                ones = tf.ones_like(mask, sample_weight.dtype)
-                sample_weight = ones * padding.weights(len(mask.shape))
+            sample_weight = weigh_rows(metric, y_pred, padding)
         return update(y_true, y_pred, sample_weight=sample_weight)
 
     return update_state

@@ -104,7 +104,7 @@ def _update_mean(
     rank = current_rank()
     value = values if tf.is_tensor(values) else tf.convert_to_tensor(values)
     value = tf.cast(value, metric.dtype)
-    if not isinstance(rank, int) or value.shape.rank is None:
+    if value.shape.rank is None:
         return update(values, sample_weight=sample_weight)
     is_number = not value.shape.rank
     if not is_number and (sample_weight is None or _rank_of(sample_weight)):
