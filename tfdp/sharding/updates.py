@@ -191,6 +191,9 @@ class ShardUpdates:
             upstream = run.own_gradient(rank, upstream)
             if not tf.executing_eagerly():
                 return self.reducer.reduce_scatter([upstream], [layout], rank)[0]
+            # Gradients of branches may come in another order where a replica has one
+            # row: what is met for is the variable, not only its shape.
+            run.eager_order.meet(rank, f"the gradient of {variable.name}")
             context = tf.distribute.get_replica_context()
             total = context.all_reduce("SUM", upstream)
             return piece_of(total, layout, self.part_of(rank))

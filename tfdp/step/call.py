@@ -18,6 +18,7 @@ import tensorflow as tf
 from tfdp._private.instance_attributes import instance_attributes
 from tfdp.data.keras_input import with_none
 from tfdp.data.split import in_parts
+from tfdp.step.alike_shapes import with_alike_shapes
 from tfdp.step.batch_first import batch_first
 from tfdp.step.borrowed_rows import borrow_rows, leaves_borrowed_out, return_rows
 from tfdp.step.finite_guard import FiniteGuard
@@ -103,9 +104,8 @@ class StepCall:
                 self.args = without_padding(self.args)
                 self.kwargs = without_padding(self.kwargs)
         elif not self._is_compiled and (self.is_step or self.is_prediction):
-            self.args, self.kwargs = borrow_rows(
-                (self.args, self.kwargs), run, self._devices
-            )
+            arguments = borrow_rows((self.args, self.kwargs), run, self._devices)
+            self.args, self.kwargs = with_alike_shapes(arguments, run)
         return run
 
     @contextlib.contextmanager

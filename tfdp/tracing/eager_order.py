@@ -43,8 +43,9 @@ class EagerOrder:
                 f"{self._first[place]}: the replicas of an eager step must do the same "
                 "in the same order. Keras takes no mean of no losses, so a step that "
                 "leaves out rows or tokens itself, all of them on one replica, does "
-                "less there. Compile with run_eagerly=False (call strategy.run within "
-                "a tf.function), or give what is left out a sample_weight of 0."
+                "less there; and where a replica has one row, gradients of branches "
+                "may come in another order. Compile with run_eagerly=False (call "
+                "strategy.run within a tf.function), or give what is left out a sample_weight of 0."
             )
 
 
