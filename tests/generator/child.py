@@ -67,7 +67,12 @@ class Child:
         self._connection.send(program)
         try:
             if self._answers():
-                return self._connection.recv()
+                verdict = self._connection.recv()
+                if verdict.kind == "crash":
+                    # TensorFlow's collectives stay aborted until the process ends:
+                    # every later program would crash as well.
+                    self.close()
+                return verdict
         except (EOFError, ConnectionError):
             self._process.join(60)
             code = self._process.exitcode

@@ -45,7 +45,8 @@ class EagerOrder:
                 "leaves out rows or tokens itself, all of them on one replica, does "
                 "less there; and where a replica has one row, gradients of branches "
                 "may come in another order. Compile with run_eagerly=False (call "
-                "strategy.run within a tf.function), or give what is left out a sample_weight of 0."
+                "strategy.run within a tf.function), or give what is left out a "
+                "sample_weight of 0."
             )
 
 
