@@ -86,7 +86,10 @@ REFUSED = {
     "adds a loss of its own": lambda p: p.layout.pad_batches and _uses(p, ADDS_LOSS),
     "This batch was filled up to a fixed size": lambda p: (
         p.layout.pad_batches
-        and (p.train_step == "local_mean" or _uses(p, ("add-loss-local-mean",)))
+        and (
+            p.train_step == "local_mean"
+            or _uses(p, ("add-loss-sum", "add-loss-local-mean"))
+        )
     ),
     "Batches can be filled up when their tensors are dense and of known shape": (
         lambda p: p.layout.pad_batches and any("ragged" in b.kind for b in p.branches)
