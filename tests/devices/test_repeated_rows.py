@@ -200,7 +200,7 @@ SGD = functools.partial(keras.optimizers.SGD, 0.5, momentum=0.9)
 ADAM = functools.partial(keras.optimizers.Adam, 0.01, epsilon=1e-3)
 
 
-@pytest.mark.worth_seconds(20)
+@pytest.mark.worth_seconds(4)
 @pytest.mark.parametrize(
     "optimizer, options",
     [
@@ -220,7 +220,7 @@ def test_by_default_training_is_that_of_one_device(optimizer, options):
     assert largest_difference(found, expected) < most
 
 
-@pytest.mark.worth_seconds(20)
+@pytest.mark.worth_seconds(4)
 @pytest.mark.parametrize(
     "replicas, options",
     [

@@ -69,7 +69,7 @@ def check_bytes(sent, repeated_rows):
         assert 0 <= sent["whole-table"][host] - table <= EPOCHS * most
 
 
-@pytest.mark.worth_seconds(30)
+@pytest.mark.worth_seconds(16)
 @pytest.mark.parametrize("repeated_rows", ["auto", "sum"])
 def test_over_sockets(tmp_path, repeated_rows):
     path = tmp_path / "rows"

@@ -23,10 +23,10 @@ def make_images(
     count = BATCHES_IN_MEMORY * global_batch
     if model.words:
         # What is beyond the last word is drawn from all of them.
-        images = random.zipf(ZIPF_EXPONENT, (count, *model.input_shape)) - 1
-        beyond = images >= model.words
-        images[beyond] = random.integers(model.words, size=np.count_nonzero(beyond))
-        images = images.astype(np.int32)
+        words = random.zipf(ZIPF_EXPONENT, (count, *model.input_shape)) - 1
+        beyond = words >= model.words
+        words[beyond] = random.integers(model.words, size=np.count_nonzero(beyond))
+        images: np.ndarray = words.astype(np.int32)
     else:
         images = random.standard_normal((count, *model.input_shape), dtype=np.float32)
     labels = random.integers(model.classes, size=count, dtype=np.int32)
