@@ -103,6 +103,7 @@ def strategy_of(layout):
         engine=chosen.engine,
         hierarchy=chosen.hierarchy,
         shard=chosen.shard,
+        repeated_rows=chosen.repeated_rows,
         bucket_bytes=100,
         first_bucket_bytes=50,
     )

@@ -122,6 +122,7 @@ class Layout:
     engine: str = "in_process"
     hierarchy: object = "flat"
     shard: str = "none"
+    repeated_rows: str = "auto"
 
     @property
     def is_two_level(self) -> bool:
@@ -146,6 +147,8 @@ LAYOUTS = {
     "4": Layout(4, "tensorflow"),
     "2x2": Layout(4, hierarchy=(2, 2)),
     "2x2-tensorflow": Layout(4, "tensorflow", (2, 2)),
+    "2-sum": Layout(2, repeated_rows="sum"),
+    "2x2-tensorflow-sum": Layout(4, "tensorflow", (2, 2), repeated_rows="sum"),
     "2-optimizer": Layout(2, shard="optimizer"),
     "2-gradients": Layout(2, "tensorflow", shard="gradients"),
     "2-parameters": Layout(2, shard="parameters"),

@@ -121,6 +121,15 @@ _ROWS: tuple[Case, ...] = (
         description="training of a small CNN of 1.2M parameters, batch 64 a replica",
     ),
     Case(
+        name="train-words",
+        suite="train",
+        subject="words-13m",
+        quick_subject="words-tiny",
+        arms=TRAINING_ARMS,
+        calls=8,
+        description="training of a table of 200,000 words, 20,480 of them a replica",
+    ),
+    Case(
         name="epoch-tiny",
         suite="epoch",
         subject="mlp-tiny",
@@ -170,6 +179,16 @@ _ROWS: tuple[Case, ...] = (
         link=Link("1gbit", "train", devices_per_host=1),
     ),
     Case(
+        name="network-train-words-1gbit",
+        suite="network",
+        subject="words-13m",
+        quick_subject="words-tiny",
+        arms=("tfdp-sockets", "tfdp-sockets-bfloat16"),
+        calls=4,
+        description="training of the table of words over 1 Gbit/s, two replicas a host",
+        link=Link("1gbit", "train", devices_per_host=2),
+    ),
+    Case(
         name="network-compressed-sums-1gbit",
         suite="network",
         subject="resnet50",
@@ -203,7 +222,7 @@ def select_cases(
     """The cases of a suite (None: of the default ones), or those that `names` lists.
 
     >>> [case.name for case in select_cases("train")]
-    ['train-mlp', 'train-cnn']
+    ['train-mlp', 'train-cnn', 'train-words']
     """
     return [
         case

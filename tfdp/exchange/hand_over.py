@@ -16,6 +16,7 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from tfdp._private import names
+from tfdp.exchange.sparse import join_rows
 from tfdp.exchange.traffic import TrafficCount
 
 __all__ = ["HandOver", "sum_in_order"]
@@ -86,6 +87,56 @@ class HandOver:
             if peer != rank:
                 self.send(tensor, rank, peer, key)
         return tensor
+
+    def rows_at(
+        self,
+        slices: tf.IndexedSlices,
+        rank: int,
+        root: int,
+        group: Sequence[int],
+        key: str,
+        *,
+        summed: bool,
+    ) -> tf.IndexedSlices:
+        """The rows of `group` at its `root`, by `join_rows`; elsewhere the own ones."""
+        if rank != root:
+            self.send(slices.values, rank, root, f"{key}/values")
+            self.send(slices.indices, rank, root, f"{key}/indices")
+            return slices
+        parts = [
+            slices
+            if peer == rank
+            else tf.IndexedSlices(
+                self.receive(slices.values, peer, rank, f"{key}/values", partly=True),
+                self.receive(slices.indices, peer, rank, f"{key}/indices", partly=True),
+                slices.dense_shape,
+            )
+            for peer in group
+        ]
+        with tf.device(self.devices[rank]):
+            return join_rows(parts, summed=summed)
+
+    def share_rows(
+        self,
+        slices: tf.IndexedSlices,
+        rank: int,
+        root: int,
+        group: Sequence[int],
+        key: str,
+    ) -> tf.IndexedSlices:
+        """The root's rows, on every member of `group`; their number may be another."""
+        values, indices = (
+            self.share_from(
+                part,
+                rank,
+                root,
+                group,
+                f"{key}/{name}",
+                tf.TensorSpec([None, *part.shape[1:]], part.dtype),
+            )
+            for name, part in [("values", slices.values), ("indices", slices.indices)]
+        )
+        return tf.IndexedSlices(values, indices, slices.dense_shape)
 
     def all_gather(self, tensor: tf.Tensor, rank: int, key: str) -> tf.Tensor:
         """All replicas' tensors, joined along the first axis in rank order."""

@@ -155,6 +155,33 @@ class InProcessEngine(Engine):
         self._hand.touch_token(rank)
         return self._hand.all_gather(tensor, rank, f"{call}/gather")
 
+    def all_reduce_rows(
+        self,
+        slices: tf.IndexedSlices,
+        rank: int,
+        label: str,
+        *,
+        summed: bool = False,
+        wire_dtype: str | None = None,
+    ) -> tf.IndexedSlices:
+        """See `Engine`. Rows that are added are so at one replica, for all of them:
+        each host's at its leader, which hands one set of rows to the root."""
+        if not summed:
+            return super().all_reduce_rows(slices, rank, label)
+        call = self.next_call_number(rank)
+        self._hand.touch_token(rank)
+        root = self._choose_root(call, slices.values)
+        within, leader, leaders = self._way_to(root, rank)
+        rows = self._hand.rows_at(
+            slices, rank, leader, within, f"{call}/within", summed=True
+        )
+        if rank == leader and len(leaders) > 1:
+            rows = self._hand.rows_at(
+                rows, rank, root, leaders, f"{call}/across", summed=True
+            )
+            rows = self._hand.share_rows(rows, rank, root, leaders, f"{call}/back")
+        return self._hand.share_rows(rows, rank, leader, within, f"{call}/down")
+
     def all_to_all(self, rows: tf.Tensor, rank: int) -> tf.Tensor:
         self.next_call_number(rank)
         with tf.device(self.devices[rank]):

@@ -49,7 +49,12 @@ class LivingPipeline(GradientPipeline):
         return tf.convert_to_tensor(total)
 
     def sum_gradients(
-        self, gradients: Sequence[Any], state: Sequence[tf.Tensor], rank: int
+        self,
+        gradients: Sequence[Any],
+        state: Sequence[tf.Tensor],
+        rank: int,
+        *,
+        sum_rows: bool = False,
     ) -> tuple[list[Any], list[tf.Tensor]]:
         """Refused: a gradient of all hosts needs all of them, in every step.
 

@@ -14,7 +14,7 @@ from tfdp.exchange.compressed import CompressedSums
 from tfdp.exchange.engine import Engine
 from tfdp.exchange.late_exchange import LateExchange
 from tfdp.exchange.shard_packing import of_known_shape
-from tfdp.exchange.sparse import all_reduce_slices
+from tfdp.exchange.sparse import merge_rows, travels_dense
 from tfdp.plan.buckets import Bucket, TensorInfo, plan_buckets, predecessors
 from tfdp.plan.communication import Communication
 from tfdp.plan.compression import Compression
@@ -63,23 +63,46 @@ class GradientPipeline:
         return self.engine.broadcast(value, rank)
 
     def sum_gradients(
-        self, gradients: Sequence[Value], state: Sequence[tf.Tensor], rank: int
+        self,
+        gradients: Sequence[Value],
+        state: Sequence[tf.Tensor],
+        rank: int,
+        *,
+        sum_rows: bool = False,
     ) -> tuple[list[Value], list[tf.Tensor]]:
         """The sums of gradients, and of other small values; see `all_reduce`.
 
         Both ride in the same buckets, unless gradients are rounded on the way
-        (`Communication.wire_dtype`).
+        (`Communication.wire_dtype`). With `sum_rows`, or where `Communication` asks
+        for it, rows with the same index of a `tf.IndexedSlices` are added before they
+        travel, and what comes back has each index once, or is dense.
         """
+        sum_rows = sum_rows or self.communication.repeated_rows == "sum"
+        gradients = [_as_sent(g, sum_rows) for g in gradients]
+        if self.engine.replicas == 1:
+            own = [_merged(g) if sum_rows else g for g in gradients]
+            return own, list(state)
         if self.engine.wire_dtype is None:
-            sums = self.all_reduce([*gradients, *state], rank)
+            # Only where it is asked: benchmarks put others in the place of this.
+            asked = {"sum_rows": True} if sum_rows else {}
+            sums = self.all_reduce([*gradients, *state], rank, **asked)
             return sums[: len(gradients)], sums[len(gradients) :]
         rounded = self._by_buckets(
-            gradients, rank, self.engine.all_reduce_gradients, self.engine.wire_dtype
+            gradients,
+            rank,
+            self.engine.all_reduce_gradients,
+            self.engine.wire_dtype,
+            sum_rows,
         )
         return rounded, self.all_reduce(state, rank)
 
     def all_reduce(
-        self, values: Sequence[Value], rank: int, *, mean: bool = False
+        self,
+        values: Sequence[Value],
+        rank: int,
+        *,
+        mean: bool = False,
+        sum_rows: bool = False,
     ) -> list[Value]:
         """The sum (or mean) of each value over all replicas, on each of them.
 
@@ -92,14 +115,19 @@ class GradientPipeline:
             number of slices.
           rank: the calling replica.
           mean: divide by the number of replicas.
+          sum_rows: see `sum_gradients`.
 
         Returns:
           The reduced values, in the order in which they came.
 
         Cost: per replica about 2 n (N - 1) / N bytes on the wire for n bytes of
-        dense gradients; slices cost (N - 1) times their own size.
+        dense gradients. Slices cost (N - 1) times their own size; between hosts (H - 1)
+        times those of a host, each index once with `sum_rows`, and then at most twice
+        what the whole table costs: see `tfdp.hosts.row_sums`.
         """
-        sums = self._by_buckets(values, rank, self.engine.all_reduce_bucket)
+        sums = self._by_buckets(
+            values, rank, self.engine.all_reduce_bucket, sum_rows=sum_rows
+        )
         is_mean = mean and self.engine.replicas > 1
         return [self._mean(value) for value in sums] if is_mean else sums
 
@@ -123,6 +151,7 @@ class GradientPipeline:
         rank: int,
         exchange: Callable[..., list[tf.Tensor]],
         wire_dtype: str | None = None,
+        sum_rows: bool = False,
     ) -> list[Value]:
         """The sums: dense values bucket by bucket through `exchange`, then slices."""
         values = [
@@ -141,9 +170,16 @@ class GradientPipeline:
             with tf.name_scope("tfdp_all_reduce"):
                 results = exchange(tensors, rank, label)
             reduced.update(zip(places, results, strict=True))
-        for place, value in enumerate(values):
-            if isinstance(value, tf.IndexedSlices):
-                reduced[place] = all_reduce_slices(self.engine, value, rank, wire_dtype)
+        sparse = [i for i, v in enumerate(values) if isinstance(v, tf.IndexedSlices)]
+        for number, place in enumerate(sparse, start=1):
+            with tf.name_scope("tfdp_all_reduce_rows"):
+                reduced[place] = self.engine.all_reduce_rows(
+                    values[place],
+                    rank,
+                    f"table {number} of {len(sparse)}",
+                    summed=sum_rows,
+                    wire_dtype=wire_dtype,
+                )
         # Empty tensors are in no bucket: there is nothing to add.
         return [reduced.get(place, value) for place, value in enumerate(values)]
 
@@ -277,6 +313,17 @@ class GradientPipeline:
                 value.values / replicas, value.indices, value.dense_shape
             )
         return value / replicas
+
+
+def _as_sent(gradient: Value, sum_rows: bool) -> Value:
+    """A small table's gradient as a whole, which goes into a bucket."""
+    if isinstance(gradient, tf.IndexedSlices) and sum_rows and travels_dense(gradient):
+        return tf.convert_to_tensor(gradient)
+    return gradient
+
+
+def _merged(gradient: Value) -> Value:
+    return merge_rows(gradient) if isinstance(gradient, tf.IndexedSlices) else gradient
 
 
 def describe(tensor: tf.Tensor) -> TensorInfo:

@@ -48,12 +48,18 @@ class Reducer(Protocol):
         """The graph of the replica function that is being built."""
 
     def sum_gradients(
-        self, gradients: Sequence[Any], state: Sequence[tf.Tensor], rank: Any
+        self,
+        gradients: Sequence[Any],
+        state: Sequence[tf.Tensor],
+        rank: Any,
+        *,
+        sum_rows: bool = False,
     ) -> tuple[list[Any], list[tf.Tensor]]:
         """The sums over the replicas of gradients, and of other small values.
 
         Gradients may be `tf.IndexedSlices`, and may travel in fewer bits than they
-        have; `state` travels as it is, in the same buckets where it can.
+        have; `state` travels as it is, in the same buckets where it can. With
+        `sum_rows` rows of slices that have one index may be added.
         """
 
     def all_reduce(self, values: Sequence[Any], rank: Any, *, mean: bool) -> list[Any]:

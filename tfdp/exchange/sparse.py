@@ -1,41 +1,71 @@
-"""Gradients of embeddings: slices are gathered, not summed.
+"""Gradients of embeddings: rows of a table, which may come several times.
 
-The sum of sparse gradients is the list of everybody's slices; whoever applies it
-adds those with the same index. Every replica may bring another number of slices.
+The sum of sparse gradients is the list of everybody's rows; whoever applies it adds
+those with the same index. Rows of one index may be added on the way where that makes no
+other update: see `tfdp.step.repeated_rows`. Every replica may bring another number of
+rows.
 """
 
 from __future__ import annotations
 
 import tensorflow as tf
 
-from tfdp.exchange.engine import Engine
-from tfdp.exchange.wire_types import is_wider_float
+from tfdp._private import names
 
-__all__ = ["all_reduce_slices"]
+__all__ = ["join_rows", "merge_rows", "table_shape", "travels_dense"]
+
+# A table's gradient of so many bytes goes into a bucket: an exchange of its own costs
+# more.
+SMALL_TABLE_BYTES = 16 * 2**10
+# Sums of many 16-bit numbers would lose what a row of them has.
+ADDED_AS = {tf.float16: tf.float32, tf.bfloat16: tf.float32}
 
 
-def all_reduce_slices(
-    engine: Engine,
-    slices: tf.IndexedSlices,
-    rank: int,
-    wire_dtype: str | None = None,
-) -> tf.IndexedSlices:
-    """The sum over all replicas, as `tf.IndexedSlices` in rank order.
+def merge_rows(slices: tf.IndexedSlices) -> tf.IndexedSlices:
+    """The same gradient with each index once, in the order of first occurrence.
 
-    Args:
-      engine: what carries them; always one level, because slices cannot be added
-        on the way.
-      slices: this replica's; the number of slices may differ between replicas.
-      rank: the calling replica.
-      wire_dtype: the smaller float type in which the values travel; None for theirs.
+    On CPUs the rows of one index are added one after the other, in the order in which
+    they come: the same bits in every run. 16-bit floats are added in 32 bits.
 
-    Cost: (N - 1) times the bytes of values and indices per replica, two exchanges.
+    Cost: reads and writes the rows once.
     """
-    values = slices.values
-    if is_wider_float(values.dtype, wire_dtype):
-        values = tf.cast(values, wire_dtype)
-    return tf.IndexedSlices(
-        values=tf.cast(engine.all_gather(values, rank), slices.values.dtype),
-        indices=engine.all_gather(slices.indices, rank),
-        dense_shape=slices.dense_shape,
-    )
+    if names.in_compiled_function():
+        # XLA has no lists of unknown length. Optimizers take a dense gradient alike.
+        dense = tf.convert_to_tensor(slices)
+        rows = tf.range(tf.shape(dense)[0], dtype=slices.indices.dtype)
+        return tf.IndexedSlices(dense, rows, slices.dense_shape)
+    with tf.device(slices.values.device):
+        indices, places = tf.unique(slices.indices)
+        values = tf.cast(slices.values, ADDED_AS.get(slices.dtype, slices.dtype))
+        sums = tf.math.unsorted_segment_sum(values, places, tf.size(indices))
+        sums = tf.cast(sums, slices.dtype)
+    sums.set_shape([None, *slices.values.shape[1:]])
+    return tf.IndexedSlices(sums, indices, slices.dense_shape)
+
+
+def join_rows(parts: list[tf.IndexedSlices], *, summed: bool) -> tf.IndexedSlices:
+    """The rows of all parts in their order, or with `summed` each index once."""
+    first = parts[0]
+    if len(parts) > 1:
+        first = tf.IndexedSlices(
+            tf.concat([part.values for part in parts], axis=0),
+            tf.concat([part.indices for part in parts], axis=0),
+            first.dense_shape,
+        )
+    return merge_rows(first) if summed else first
+
+
+def table_shape(slices: tf.IndexedSlices) -> tuple[int, ...] | None:
+    """The shape of the table; None where only a running step knows it."""
+    if slices.dense_shape is None:
+        return None
+    known = tf.get_static_value(slices.dense_shape)
+    return None if known is None else tuple(int(size) for size in known)
+
+
+def travels_dense(slices: tf.IndexedSlices) -> bool:
+    """Whether the whole table costs less than an exchange of rows: alike everywhere."""
+    shape = table_shape(slices)
+    if shape is None:
+        return False
+    return tf.TensorShape(shape).num_elements() * slices.dtype.size <= SMALL_TABLE_BYTES

@@ -93,9 +93,17 @@ class CrossReplicaReducer:
         """Called before the replicas of one `strategy.run` are traced: nothing."""
 
     def sum_gradients(
-        self, gradients: Sequence[Any], state: Sequence[tf.Tensor], rank: Any
+        self,
+        gradients: Sequence[Any],
+        state: Sequence[tf.Tensor],
+        rank: Any,
+        *,
+        sum_rows: bool = False,
     ) -> tuple[list[Any], list[tf.Tensor]]:
-        """The sums of gradients, and of other small values; see `all_reduce`."""
+        """The sums of gradients, and of other small values; see `all_reduce`.
+
+        Rows are never added before: XLA has no lists of a length that is not known.
+        """
         sent = to_wire(gradients, self.wire_dtype)
         sums = self.all_reduce([*sent, *state], rank)
         count = len(gradients)

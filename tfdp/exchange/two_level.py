@@ -20,8 +20,10 @@ from tfdp.exchange.in_process import InProcessEngine
 from tfdp.exchange.late_exchange import LateExchange
 from tfdp.exchange.link_calls import LinkCalls
 from tfdp.exchange.shard_pieces import cut, pad_shard
+from tfdp.exchange.sparse import table_shape
 from tfdp.exchange.wire_types import check_summable, fitting_wire_dtype
 from tfdp.hosts.host_link import HostLink
+from tfdp.hosts.row_sums import RowExchange
 from tfdp.plan.shards import ShardLayout
 from tfdp.plan.topology import Topology
 
@@ -219,6 +221,40 @@ class AcrossHostsEngine(Engine):
         everyone = self._here
         like = tf.TensorSpec([None, *tensor.shape[1:]], tensor.dtype)
         return self._hand.share_from(local, rank, LEADER, everyone, f"{call}/all", like)
+
+    def all_reduce_rows(
+        self,
+        slices: tf.IndexedSlices,
+        rank: int,
+        label: str,
+        *,
+        summed: bool = False,
+        wire_dtype: str | None = None,
+    ) -> tf.IndexedSlices:
+        """See `Engine`. One set of rows per host crosses, in one exchange, or the whole
+        table where that is less: see `RowExchange`."""
+        call = self.next_call_number(rank)
+        self._hand.touch_token(rank)
+        rows = self._hand.rows_at(
+            slices, rank, LEADER, self._here, f"{call}/within", summed=summed
+        )
+        if rank == LEADER:
+            exchange = RowExchange(
+                table_shape(slices) if summed else None,
+                label,
+                fitting_wire_dtype([rows.values], wire_dtype),
+                summed,
+            )
+            values, indices = self.at_leader(
+                lambda values, indices: list(exchange(self.link, values, indices)),
+                [rows.values, rows.indices],
+                [
+                    tf.TensorSpec([None, *rows.values.shape[1:]], rows.values.dtype),
+                    tf.TensorSpec([None], rows.indices.dtype),
+                ],
+            )
+            rows = tf.IndexedSlices(values, indices, rows.dense_shape)
+        return self._hand.share_rows(rows, rank, LEADER, self._here, f"{call}/down")
 
     def broadcast(self, tensor: tf.Tensor, rank: int) -> tf.Tensor:
         call = self.next_call_number(rank)

@@ -71,6 +71,11 @@ def make_rounds(
             "both decide what hosts send. Leave one of them out; "
             "tfdp.sync.DiLoCo(compression=...) compresses what is sent at a meeting."
         )
+    if reducer.communication.repeated_rows != "auto":
+        raise ConfigurationError(
+            "Communication(repeated_rows='sum') is not built for sync=...: replicas "
+            "that train alone take the rows of an embedding as they come. Leave it out."
+        )
     for variable in own:
         if isinstance(variable, LocalView):
             variable.is_of_group = True

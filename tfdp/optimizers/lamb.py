@@ -98,6 +98,7 @@ class LAMB(LayerwiseOptimizer):
     """
 
     forms = ("paper", "nvlamb", "keras")
+    adds_repeated_rows = True  # see tfdp.step.repeated_rows
     decoupled_forms = ("keras",)
 
     def __init__(

@@ -104,6 +104,7 @@ class LARS(LayerwiseOptimizer):
     """
 
     forms = ("classic", "unscaled", "mlperf")
+    adds_repeated_rows = True  # see tfdp.step.repeated_rows
 
     def __init__(
         self,

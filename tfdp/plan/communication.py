@@ -24,6 +24,7 @@ MIB = 1 << 20
 ENGINES = ("auto", "in_process", "tensorflow", "sockets", "mpi")
 WIRE_DTYPES = (None, *CAST_DTYPES)
 ACROSS = ("hosts", "replicas")
+REPEATED_ROWS = ("auto", "sum")
 # By option: what can act, and why the rest cannot. See `refuse_idle_options`.
 ON_ONE_HOST = {
     "engine": (
@@ -46,6 +47,7 @@ ON_LIVING_HOSTS = {
     ),
     "wire_dtype": ((None,), "no gradients cross hosts"),
     "compression": ((None,), "no gradients cross hosts"),
+    "repeated_rows": (("auto",), "no gradients cross hosts"),
 }
 ON_SEVERAL_HOSTS = {
     "engine": (
@@ -103,6 +105,13 @@ class Communication:
         what a host sends to others is compressed. `"replicas"`: what each replica of
         this process sends is, which shows on one machine what a method does to
         training.
+      repeated_rows: rows of an embedding's gradient whose word occurs several times in
+        a batch. `"auto"`: they are added before they travel where the optimizer makes
+        the same update of their sum: SGD, Lion, `LARS` and `LAMB`, without clipping.
+        Others square or clip each occurrence by itself, on one device too, and so all
+        rows travel. `"sum"`: they are always added, so that less is sent; the update is
+        then that of the same matrix behind a one-hot encoding, as with `shard=`, on any
+        number of replicas, one included. docs/exactness.md has what differs.
       min_hosts: with how many hosts a training with `sync=` (docs/faults.md) goes on
         when others die; they may come back. From 1 to the number of hosts; more than
         half of them rules out that two parts of a cut network train on apart. None:
@@ -129,6 +138,7 @@ of at least 1. Received: 0.
     wire_dtype: Literal["bfloat16", "float16"] | None = None
     compression: Compression | None = None
     compression_across: Literal["hosts", "replicas"] = "hosts"
+    repeated_rows: Literal["auto", "sum"] = "auto"
     min_hosts: int | None = None
 
     def __post_init__(self) -> None:
@@ -148,6 +158,11 @@ of at least 1. Received: 0.
             raise ConfigurationError(
                 "Communication.wire_dtype must be 'bfloat16', 'float16' or None. "
                 f"Received: {self.wire_dtype!r}."
+            )
+        if self.repeated_rows not in REPEATED_ROWS:
+            raise ConfigurationError(
+                "Communication.repeated_rows must be 'auto' or 'sum'. Received: "
+                f"{self.repeated_rows!r}."
             )
         if self.min_hosts is not None and not is_whole(self.min_hosts, least=1):
             raise ConfigurationError(

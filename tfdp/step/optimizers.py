@@ -42,6 +42,7 @@ from tfdp.sharding.optimizers import (
 from tfdp.sharding.updates import ShardUpdates
 from tfdp.step.finite_guard import update_if_finite
 from tfdp.step.momentum_sums import momentum_compression_of
+from tfdp.step.repeated_rows import CLIPPING
 from tfdp.step.shared_update import update_by_one_graph
 from tfdp.step.sums import agree_finite, reduce_gradients
 from tfdp.tracing.before_the_step import do_before_the_step
@@ -59,7 +60,6 @@ __all__ = [
     "takes_reduced",
 ]
 
-CLIPPING = ("clipnorm", "global_clipnorm", "clipvalue")
 ALREADY_REDUCED = {REDUCE: lambda grads_and_vars: grads_and_vars}
 
 

@@ -22,6 +22,7 @@ from tfdp.step.compression import (
 from tfdp.step.loss_scale import scale_when_summed
 from tfdp.step.momentum_sums import momentum_compression_of, sum_by_momentum
 from tfdp.step.noise_probe import probe_of
+from tfdp.step.repeated_rows import as_asked, takes_sums_alike
 from tfdp.tracing.current_run import current_run
 from tfdp.tracing.eager_order import sum_in_words
 from tfdp.tracing.run import ReplicaRun
@@ -108,6 +109,9 @@ def _sum_gradients(
             run, rank = found
             gradients = run.parts_to_sum(rank, list(gradients))
             state = run.parts_to_sum(rank, list(state))
+        plain_sums = functools.partial(
+            reducer.sum_gradients, rank=rank, sum_rows=takes_sums_alike(optimizer)
+        )
         asked = momentum_compression_of(optimizer)
         if asked is not None:
             return sum_by_momentum(
@@ -118,13 +122,12 @@ def _sum_gradients(
                 rank,
                 variables,
                 optimizer,
-                functools.partial(reducer.sum_gradients, rank=rank),
+                plain_sums,
                 scale_when_summed(optimizer),
             )
         if reducer.compressed is None:
-            return reducer.sum_gradients(gradients, state, rank)
+            return plain_sums(gradients, state)
         refuse_momentum(reducer.compressed, optimizer)
-        plain_sums = functools.partial(reducer.sum_gradients, rank=rank)
         return sum_compressed(
             reducer.compressed,
             gradients,
@@ -141,7 +144,7 @@ def _sum_gradients(
         run.eager_order.meet(rank, sum_in_words([*gradients, *state]))
     context = tf.distribute.get_replica_context()
     sums = context.all_reduce(tf.distribute.ReduceOp.SUM, [*gradients, *state])
-    return sums[: len(gradients)], sums[len(gradients) :]
+    return as_asked(sums[: len(gradients)]), sums[len(gradients) :]
 
 
 def _reducer() -> Reducer | None:

@@ -136,7 +136,7 @@ def build_network(
     with strategy.scope():
         network = model.build(model.input_shape, model.classes)
         network.compile(
-            optimizer=keras.optimizers.SGD(0.01, momentum=0.9),
+            optimizer=keras.optimizers.SGD(0.01, momentum=model.momentum),
             loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
         )
         # As `fit` does before its first step: a stock strategy cannot make the slots

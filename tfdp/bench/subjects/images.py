@@ -11,15 +11,24 @@ __all__ = ["BATCHES_IN_MEMORY", "LOCAL_BATCH", "SEED", "make_images", "own_rows"
 LOCAL_BATCH = 64
 BATCHES_IN_MEMORY = 8
 SEED = 1
+# Word n occurs as often as n to the minus this: texts have some 1.0 to 1.2.
+ZIPF_EXPONENT = 1.2
 
 
 def make_images(
     model: BenchmarkModel, global_batch: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Images and labels of all global batches, the same for every arm."""
+    """Images, or words, and labels of all global batches, the same for every arm."""
     random = np.random.default_rng(SEED)
     count = BATCHES_IN_MEMORY * global_batch
-    images = random.standard_normal((count, *model.input_shape), dtype=np.float32)
+    if model.words:
+        # What is beyond the last word is drawn from all of them.
+        words = random.zipf(ZIPF_EXPONENT, (count, *model.input_shape)) - 1
+        beyond = words >= model.words
+        words[beyond] = random.integers(model.words, size=np.count_nonzero(beyond))
+        images: np.ndarray = words.astype(np.int32)
+    else:
+        images = random.standard_normal((count, *model.input_shape), dtype=np.float32)
     labels = random.integers(model.classes, size=count, dtype=np.int32)
     return images, labels
 

@@ -14,17 +14,23 @@ __all__ = ["MODELS", "BenchmarkModel"]
 
 @dataclasses.dataclass(frozen=True)
 class BenchmarkModel:
-    """A model to train on synthetic images.
+    """A model to train on synthetic images, or words.
 
     Args:
       build: makes the Keras model, not yet compiled.
       input_shape: of one image, without the batch.
       classes: number of labels.
+      words: how many words there are, for models whose input they are: whole numbers,
+        by Zipf's law, so that some occur often in a batch. 0: images.
+      momentum: of the optimizer. Without it an update touches the rows of the words of
+        a batch only, with it the whole table.
     """
 
     build: Callable[[tuple[int, ...], int], keras.Model]
     input_shape: tuple[int, ...]
     classes: int = 10
+    words: int = 0
+    momentum: float = 0.9
 
 
 def _mlp(width: int) -> Callable[[tuple[int, ...], int], keras.Model]:
@@ -55,6 +61,22 @@ def _cnn(filters: int, width: int) -> Callable[[tuple[int, ...], int], keras.Mod
                 layers.MaxPooling2D(),
                 layers.Flatten(),
                 layers.Dense(width, activation="relu"),
+                layers.Dense(classes),
+            ]
+        )
+
+    return build
+
+
+def _words(words: int, width: int) -> Callable[[tuple[int, ...], int], keras.Model]:
+    def build(input_shape: tuple[int, ...], classes: int) -> keras.Model:
+        from keras import Input, Sequential, layers
+
+        return Sequential(
+            [
+                Input(input_shape, dtype="int32"),
+                layers.Embedding(words, width),
+                layers.GlobalAveragePooling1D(),
                 layers.Dense(classes),
             ]
         )
@@ -99,4 +121,10 @@ MODELS = {
     "resnet20": BenchmarkModel(_resnet(3, 16), (32, 32, 3)),
     "resnet-tiny": BenchmarkModel(_resnet(1, 2), (8, 8, 3)),
     "cnn-tiny": BenchmarkModel(_cnn(2, 4), (8, 8, 1)),
+    # 200,000 words of 64 numbers each, and 64 x 10: 12,800,650. A batch of 64 texts of
+    # 320 words has as many rows as one of 1,024 texts of 20.
+    "words-13m": BenchmarkModel(
+        _words(200_000, 64), (320,), words=200_000, momentum=0.0
+    ),
+    "words-tiny": BenchmarkModel(_words(900, 8), (4,), words=900, momentum=0.0),
 }
