@@ -326,6 +326,7 @@ class Checkpoint:
             return usable
         damaged.append(reasons[0])
         if UNFINISHED not in reasons[0]:
+            self._writer.leave_out(folder)
             warnings.warn(
                 f"A checkpoint cannot be used, and the one before is taken: "
                 f"{reasons[0]}",
