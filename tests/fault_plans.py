@@ -4,13 +4,15 @@
 
 Each plan is drawn from its seed, and printed: what is trained, by how many workers, and
 what goes wrong in each start: a worker is killed in a step, after one, while a
-checkpoint is written, committed or restored, is stopped for seconds, gets SIGTERM or
-finds the disk full; between two starts the newest checkpoint is damaged, or the number
+checkpoint is written, committed or restored, is stopped for seconds, or for longer than
+the others wait for a sign of it and then continued or killed, gets SIGTERM or finds the
+disk full; between two starts the newest checkpoint is damaged, or the number
 of workers changes. The training is started again until it has come to its end. Then
 
 - the final weights and optimizer are those of the same training without faults, bit for
   bit with as many workers, else within BOUND;
 - in each epoch every sample was trained on once;
+- a worker that was stopped for too long has been named by another;
 - nothing is left: no process, no half-written file.
 
 Workers are forked from this process, which has imported TensorFlow and used nothing of
@@ -44,6 +46,9 @@ MOST_STARTS = 8
 # 1, times a rate of 0.5 with momentum, in 24 steps. Two replicas differ by round-off of
 # float64 only. A sample too many or too few moves weights by 1e-4.
 BOUND = 1e-6
+# Of those whose stops are to be too long, and how long these are: on a busy machine it
+# takes some time until the others look.
+SILENCE_SECONDS, LONG_STOP_SECONDS = 5.0, 20.0
 TRAININGS = {
     "adam": {},
     "arrays": {"data": "arrays"},
@@ -79,6 +84,7 @@ class Plan:
       workers: of each start; the last for all that follow.
       faults: of each start; later ones have none.
       damage: before each start: None, "byte" or "half".
+      silence_seconds: after which the others take a stopped worker for lost.
     """
 
     number: int
@@ -86,6 +92,7 @@ class Plan:
     workers: list[int]
     faults: list[dict]
     damage: list[str | None]
+    silence_seconds: float = 15.0
 
 
 def draw(seed, number):
@@ -125,7 +132,24 @@ def draw(seed, number):
     damage = [None] + [
         chance.choice([None, None, "byte", "half"]) for _ in range(starts)
     ]
-    return Plan(number, training, workers, faults, damage)
+    silence_seconds = make_stops_long(faults, random.Random(f"{seed} {number} long"))
+    return Plan(number, training, workers, faults, damage, silence_seconds)
+
+
+def make_stops_long(faults, chance):
+    """Draws which stops are too long; how long another one may be silent."""
+    silence_seconds = 15.0
+    for fault in faults:
+        may_be = fault["how"] == "stop" or fault["where"] in ("saving", "restoring")
+        if may_be and chance.random() < 0.5:
+            fault["how"] = chance.choice(["stop", "stop and kill"])
+            fault["stop_seconds"] = LONG_STOP_SECONDS
+            fault["seconds"] = min(fault["seconds"], 1.0)
+            silence_seconds = SILENCE_SECONDS
+        elif fault["how"] == "stop":
+            # No shorter one is to be too long beside it.
+            fault["stop_seconds"] = 3.0
+    return silence_seconds
 
 
 def fork_worker(options, environment, log):
@@ -242,6 +266,22 @@ def check_samples(result, epochs):
         raise ValueError(f"{len(steps)} steps")
 
 
+def check_names(fault, codes, log):
+    """The others end, and one of them says who is stopped."""
+    rank = fault["rank"]
+    said = {other: pathlib.Path(f"{log}.{other}") for other in range(len(codes))}
+    said = {other: path.read_text(errors="replace") for other, path in said.items()}
+    others = [codes[other] for other in said if other != rank]
+    if not others or "fault: {" not in said.pop(rank):
+        return
+    if fault["where"] == "within" and not any(others):
+        return  # it came late, and the training had ended
+    if not all(others) or not any(
+        f"worker {rank} was silent" in text for text in said.values()
+    ):
+        raise ValueError(f"worker {rank} was stopped, and nobody says so; see {log}")
+
+
 def carry_out(plan, seed, folder, known):
     """Runs a plan; what came of it.
 
@@ -261,10 +301,15 @@ def carry_out(plan, seed, folder, known):
             said.append(f"damaged {damaged.name if damaged else 'nothing'}")
         fault = plan.faults[start] if start < len(plan.faults) else None
         options = Options(
-            checkpoints, str(result), start, fault=fault, **options_of(plan.training)
+            *(checkpoints, str(result), start),
+            fault=fault,
+            silence_seconds=plan.silence_seconds,
+            **options_of(plan.training),
         )
         codes = run_workers(workers, options, f"{result}.{start}.log")
         said.append(f"{workers} workers ended with {codes}")
+        if fault and fault.get("stop_seconds", 0.0) > plan.silence_seconds:
+            check_names(fault, codes, f"{result}.{start}.log")
         if not any(codes):
             break
     else:

@@ -93,7 +93,7 @@ def train(model, first, last):
 
 
 def state_of(model):
-    return {name: entry.read() for name, entry in entries_of(model).items()}
+    return {name: np.array(e.read()) for name, e in entries_of(model).items()}
 
 
 def assert_alike(left, right):
@@ -280,6 +280,32 @@ class TestFiles:
             restored = files.restore(model)
         assert restored.step == 1 and len(restored.damaged) == 1
         assert_alike(before, state_of(model))
+
+    def test_a_damaged_one_does_not_take_the_place_of_a_good_one(self, tmp_path, model):
+        """Plan 49 of seed 20261124 ended with two damaged ones and no other."""
+
+        def damage_newest():
+            part = next(folders_newest_first(tmp_path)[0].glob("part-*"))
+            part.write_bytes(part.read_bytes()[:100])
+
+        files = Checkpoint(tmp_path, keep=2)
+        for step in (1, 2):
+            files.save(model, step=step)
+            files.wait()
+        damage_newest()
+        again = Checkpoint(tmp_path, keep=2)
+        with pytest.warns(CheckpointWarning, match="is damaged"):
+            assert again.restore(model).step == 1
+        again.save(model, step=3)
+        again.wait()
+        damage_newest()
+        with pytest.warns(CheckpointWarning, match="is damaged"):
+            assert Checkpoint(tmp_path, keep=2).restore(model).step == 1
+        # Two good ones are enough, and the damaged one before them goes.
+        for step in (4, 5):
+            again.save(model, step=step)
+            again.wait()
+        assert again.steps()[:2] == [5, 4] and 2 not in again.steps()
 
     def test_when_none_can_be_used_it_says_so(self, tmp_path, model):
         files = Checkpoint(tmp_path)

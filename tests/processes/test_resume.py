@@ -9,18 +9,51 @@ import sys
 
 import pytest
 
-from tests.fault_plans import Plan, draw
+from tests.fault_plans import LONG_STOP_SECONDS, SILENCE_SECONDS, Plan, draw
 from tests.support.package_source import REPOSITORY
 
 KILL = {"where": "within", "how": "kill", "rank": 1, "number": 5, "seconds": 0.02}
 TERM = {"where": "after", "how": "term", "rank": 1, "number": 4, "seconds": 0.0}
 COMMIT = {"where": "committing", "how": "kill", "rank": 0, "number": 2, "seconds": 1.0}
+
+
+def stopped(where, how, rank, number, seconds=0.0):
+    """A worker is stopped for longer than the others wait for a sign of it."""
+    said = {"where": where, "how": how, "rank": rank, "number": number}
+    return said | {"seconds": seconds, "stop_seconds": LONG_STOP_SECONDS}
+
+
+def long_stop(number, *faults):
+    workers = [2] * (len(faults) + 1)
+    return Plan(
+        *(number, "parameters", workers, list(faults), [None] * len(workers)),
+        SILENCE_SECONDS,
+    )
+
+
 PLANS = {
     "everything": Plan(0, "everything", [2, 2, 2], [KILL, TERM], [None, None, "byte"]),
     "resized": Plan(1, "resized", [2, 1, 3], [KILL, COMMIT], [None, None, "half"]),
     "grain": Plan(2, "grain", [2, 2], [KILL], [None, None]),
     "grain-shards": Plan(3, "grain-shards", [2, 2], [KILL], [None, None]),
+    "stopped-in-a-step": long_stop(
+        *(4, stopped("within", "stop", 0, 5), stopped("after", "stop and kill", 1, 5))
+    ),
+    "stopped-while-saving": long_stop(
+        *(5, stopped("saving", "stop", 1, 2), stopped("saving", "stop and kill", 0, 2))
+    ),
+    # The last one: the others train no more.
+    "stopped-in-the-last-save": long_stop(6, stopped("saving", "stop", 1, 9)),
+    "stopped-while-committing": long_stop(
+        *(7, stopped("committing", "stop", 0, 2)),
+        stopped("committing", "stop and kill", 0, 2, seconds=1.0),
+    ),
+    "stopped-while-restoring": long_stop(
+        *(8, KILL, stopped("restoring", "stop", 1, 1)),
+        stopped("restoring", "stop and kill", 0, 1, seconds=1.0),
+    ),
 }
+IS_SLOW = ("grain", "stopped")
 
 # Processes are forked from one that has not used TensorFlow: not from pytest's.
 PROGRAM = """
@@ -35,7 +68,7 @@ sys.exit(run_plans([PLANS[sys.argv[1]]], "0", sys.argv[2]))
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=pytest.mark.slow if "grain" in name else ())
+        pytest.param(name, marks=pytest.mark.slow if name.startswith(IS_SLOW) else ())
         for name in PLANS
     ],
 )

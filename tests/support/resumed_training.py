@@ -37,7 +37,8 @@ class Options:
       start: which start of the training it is, from 0.
       width: of the hidden layer.
       fault: {"where", "how", "rank", "number", "seconds"}; None: none. How "wait" makes
-        the file "path", and goes on when there is one with ".go" behind its name.
+        the file "path", and goes on when there is one with ".go" behind its name. How
+        "stop", and "stop and kill", stop it for "stop_seconds", or else "seconds".
     """
 
     folder: str
@@ -139,11 +140,13 @@ def strike(fault):
             if time.monotonic() > deadline:
                 raise TimeoutError(f"nobody has answered {path}")
             time.sleep(0.02)
-    elif how == "stop":
+    elif how in ("stop", "stop and kill"):
         child = os.fork()
         if not child:
-            time.sleep(fault["seconds"])
-            os.kill(os.getppid(), signal.SIGCONT)
+            # It must not keep the connections of a process that is killed.
+            os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+            time.sleep(fault.get("stop_seconds", fault["seconds"]))
+            os.kill(os.getppid(), signal.SIGCONT if how == "stop" else signal.SIGKILL)
             os._exit(0)
         os.kill(os.getpid(), signal.SIGSTOP)
         os.waitpid(child, 0)

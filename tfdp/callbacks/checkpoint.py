@@ -85,8 +85,9 @@ class Checkpoint(keras.callbacks.Callback):
         could not be written (a full disk), and training goes on; or the callbacks are
         others than before.
 
-    Cost: training waits for a copy of what is saved in the host's memory; see
-    `tfdp.checkpoint.Checkpoint`. Keras waits for each batch before it starts the next.
+    Cost: training waits for a copy of what is saved in the host's memory, which is kept
+    for the next one until training ends; see `tfdp.checkpoint.Checkpoint`. Keras waits
+    for each batch before it starts the next.
 
     ```python
     import tempfile
@@ -336,7 +337,7 @@ class Checkpoint(keras.callbacks.Callback):
             self._passes.draw_again(self._place)
             self._give_back()
         self._close()
-        self._files.wait()
+        self._files.forget_copies()
         if self._signals.received is not None:
             # In the last validation, say: all is saved, and the signal still holds.
             self._stop()
@@ -380,7 +381,7 @@ class Checkpoint(keras.callbacks.Callback):
     def _stop(self) -> None:
         """Ends the program, once the checkpoint is on the disk."""
         number = self._signals.received
-        self._files.wait()
+        self._files.forget_copies()
         self._close()
         self._say(f"tfdp: saved step {self._step} in {self._files.directory}; ends")
         if number == signal.SIGINT:

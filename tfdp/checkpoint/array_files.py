@@ -27,6 +27,7 @@ from tfdp.data.places import Place, RemotePath, open_binary
 from tfdp.errors import DataError
 from tfdp.files.atomic import replaced
 from tfdp.files.checked_json import is_count, parse_json
+from tfdp.files.direct import CHECK_BYTES, DirectReader, DirectWriter, page_buffer
 
 __all__ = ["ArrayFile", "Identity", "open_arrays", "write_arrays"]
 
@@ -95,7 +96,7 @@ def _write(path: Path, arrays: Mapping[str, np.ndarray], identity: Identity) -> 
     # The header comes first and says how long the facts are, whose checksums are known
     # last: room for the longest, and spaces after the others.
     facts_bytes = len(_facts(identity, noted))
-    with path.open("wb") as file:
+    with DirectWriter(path) as file:
         file.write(_header(names, stored, facts_bytes))
         for name in names:
             noted[name][2] = _write_array(file, stored[name])
@@ -126,11 +127,11 @@ def _header_entry(
     return {"dtype": PLAIN[dtype], "shape": shape, "data_offsets": [begin, end]}
 
 
-def _write_array(file: BinaryIO, array: np.ndarray) -> int:
+def _write_array(file: DirectWriter, array: np.ndarray) -> int:
     """Writes its bytes; returns their checksum."""
     content, crc = array.reshape(-1).view(np.uint8), 0
-    # In blocks that the processor's cache still holds when they are copied to the file.
-    # Both calls release the interpreter's lock.
+    # In blocks that the processor's cache still holds when the file copies them. Both
+    # calls release the interpreter's lock.
     for begin in range(0, content.size, WRITTEN_BYTES):
         block = content[begin : begin + WRITTEN_BYTES].data
         crc = zlib.crc32(block, crc)
@@ -151,19 +152,12 @@ def _stored(array: np.ndarray) -> np.ndarray:
     return array.reshape(-1).view(np.uint8)
 
 
-def _crc(array: np.ndarray) -> int:
-    return zlib.crc32(array.reshape(-1).view(np.uint8).data)
-
-
 class ArrayFile:
     """An open file of arrays; `open_arrays` makes it.
 
-    The file is mapped into memory, not read: what is behind an array is gone when
-    somebody else makes the file shorter.
-
     Args:
       name: what to call it in messages.
-      content: all its bytes.
+      file: its bytes.
       places: by name of the array, where its bytes begin and end.
       arrays: by name, what `write_arrays` noted of each.
     """
@@ -171,36 +165,59 @@ class ArrayFile:
     def __init__(
         self,
         name: str,
-        content: np.ndarray,
+        file: DirectReader,
         places: Mapping[str, tuple[int, int]],
         arrays: Mapping[str, Any],
     ):
-        self._name, self._content = name, content
+        self._name, self._file = name, file
         self._places, self._arrays = places, arrays
+        self._buffer = page_buffer(0)
 
     @property
     def names(self) -> list[str]:
         """Those of all arrays."""
         return list(self._arrays)
 
+    def check(self, name: str) -> None:
+        """Reads an array, and forgets it.
+
+        Raises:
+          DataError: as `read`.
+        """
+        with self._noted(name) as (_, _, crc):
+            self._read(name, crc, CHECK_BYTES)
+
     def read(self, name: str) -> np.ndarray:
-        """An array, as it was written; make a copy of what shall outlast the file.
+        """An array, as it was written, until another one is read or checked.
 
         Raises:
           DataError: there is none of that name, or its bytes have changed.
         """
+        with self._noted(name) as (dtype, shape, crc):
+            begin, end = self._places[name]
+            self._read(name, crc, DirectReader.buffer_bytes(begin, end))
+            first = DirectReader.offset(begin)
+            stored = self._buffer[first : first + end - begin]
+            # The type is looked up by name among NumPy's, and those of ml_dtypes.
+            return stored.view(_dtype(dtype)).reshape(shape)
+
+    @contextlib.contextmanager
+    def _noted(self, name: str) -> Iterator[Any]:
         if name not in self._arrays:
             raise DataError(
                 f"{self._name} holds no {name!r}: it is another file's part."
             )
         with damage_named(self._name, NO_REMEDY):
-            dtype, shape, crc = self._arrays[name]
-            begin, end = self._places[name]
-            stored = self._content[begin:end]
-            if _crc(stored) != crc:
-                raise ValueError(f"the bytes of {name!r} have changed")
-            # The type is looked up by name among NumPy's, and those of ml_dtypes.
-            return stored.view(_dtype(dtype)).reshape(shape)
+            yield self._arrays[name]
+
+    def _read(self, name: str, crc: int, buffer_bytes: int) -> None:
+        if self._buffer.size < buffer_bytes:
+            self._buffer = page_buffer(buffer_bytes)
+        found = 0
+        for block in self._file.blocks(*self._places[name], self._buffer):
+            found = zlib.crc32(block.data, found)
+        if found != crc:
+            raise ValueError(f"the bytes of {name!r} have changed")
 
 
 def _dtype(name: str) -> np.dtype:
@@ -237,14 +254,18 @@ def open_arrays(
                 # Whether the header is one is the library's to say.
                 with safe_open(local, "np"):
                     places = _places(file.read(length), LENGTH_BYTES + length)
-            content = np.memmap(local, np.uint8, "r").view(np.ndarray)
-            begin, end = places[FACTS]
-            facts = parse_json(content[begin:end].tobytes())
+            file = stack.enter_context(contextlib.closing(DirectReader(local)))
+            facts = parse_json(_bytes_of(file, *places[FACTS]))
             for key, value in identity.items():
                 if facts[key] != value:
                     raise ValueError(f"it is of {key} {facts[key]!r}, not {value!r}")
             _check_arrays(facts["arrays"], found)
-        yield ArrayFile(str(place), content, places, facts["arrays"])
+        yield ArrayFile(str(place), file, places, facts["arrays"])
+
+
+def _bytes_of(file: DirectReader, begin: int, end: int) -> bytes:
+    buffer = page_buffer(DirectReader.buffer_bytes(begin, end))
+    return b"".join(block.tobytes() for block in file.blocks(begin, end, buffer))
 
 
 def _header_bytes(file: BinaryIO, size_bytes: int) -> int:

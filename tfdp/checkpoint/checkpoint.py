@@ -21,6 +21,7 @@ import tensorflow as tf
 from tfdp._private.keras_models import updates_all_variables
 from tfdp.checkpoint.architecture import architecture_of
 from tfdp.checkpoint.array_files import ArrayFile
+from tfdp.checkpoint.copies import Copies
 from tfdp.checkpoint.entries import Entry, entries_of
 from tfdp.checkpoint.hosts import Hosts, hosts_of
 from tfdp.checkpoint.manifest import (
@@ -93,7 +94,8 @@ class Checkpoint:
 
     Cost: of the n bytes that all replicas have alike each of H hosts writes n / H, of
     shards its own. Training waits for a copy of these bytes within the host's memory,
-    and, on several hosts, for the exchange of one number; writing runs beside it.
+    and, on several hosts, for the exchange of one number; writing runs beside it. The
+    memory of the copy is kept for the next one until `forget_copies`.
 
     ```python
     import tempfile
@@ -125,6 +127,7 @@ class Checkpoint:
         # A program may go to another folder in between.
         self._directory: Place = place.absolute() if isinstance(place, Path) else place
         self._writer = Writer(self._directory, keep)
+        self._copies = Copies()
 
     @property
     def directory(self) -> str:
@@ -179,7 +182,7 @@ class Checkpoint:
         number = hosts.number_of_chief(secrets.randbits(32), "name of the checkpoint")
         entries = entries_of(model) | _given(arrays or {})
         noted, mine = _deal_out(entries, hosts)
-        arrays = {name: np.asarray(entries[name].read()) for name in mine}
+        arrays = self._copies.take({name: entries[name].read for name in mine})
         manifest = Manifest(
             f"{number:08x}",
             step,
@@ -200,6 +203,15 @@ class Checkpoint:
           CollectiveError: another host was lost meanwhile.
         """
         self._writer.wait()
+
+    def forget_copies(self) -> None:
+        """Gives back the memory of the copies, which is kept for the next `save`.
+
+        Raises:
+          DataError, CollectiveError: as `wait`, which comes first.
+        """
+        self.wait()
+        self._copies.forget()
 
     def steps(self) -> list[int]:
         """The steps of the whole checkpoints, newest first; nothing is read but their
@@ -314,6 +326,7 @@ class Checkpoint:
             return usable
         damaged.append(reasons[0])
         if UNFINISHED not in reasons[0]:
+            self._writer.leave_out(folder)
             warnings.warn(
                 f"A checkpoint cannot be used, and the one before is taken: "
                 f"{reasons[0]}",
@@ -344,17 +357,17 @@ def _built(model: Any, what: str) -> tf.distribute.Strategy:
 
 
 def _given(arrays: Mapping[str, np.ndarray]) -> dict[str, Entry]:
-    copies = {name: np.array(array) for name, array in arrays.items()}
+    given = {name: np.asarray(array) for name, array in arrays.items()}
     return {
         f"{GIVEN}{name}": Entry(
             name,
             "whole",
-            copy.shape,
-            copy.dtype.name,
-            functools.partial(np.asarray, copy),
+            array.shape,
+            array.dtype.name,
+            functools.partial(np.asarray, array),
             lambda value: None,
         )
-        for name, copy in copies.items()
+        for name, array in given.items()
     }
 
 

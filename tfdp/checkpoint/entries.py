@@ -64,7 +64,8 @@ class Entry:
       kind: "whole", "shards" or "ranks"; see `manifest.KINDS`.
       shape: of the whole, or of one replica's.
       dtype: its name.
-      read: the whole; this host's range of it, flat; or [local replicas, ...].
+      read: the whole; this host's range of it, flat; or [local replicas, ...]. It may
+        lie in the variable's own memory, which the next step writes into.
       give: takes the whole, or `Rows`.
       lengths: of "shards", the elements in each host's part.
     """
@@ -120,7 +121,7 @@ def state_of(model: keras.Model) -> Callable[[], None]:
     Cost: a copy in the host's memory, until what is returned is forgotten.
     """
     kept = [
-        (entry, entry.read())
+        (entry, np.array(entry.read()))
         for entry in entries_of(model).values()
         if entry.kind != "shards"
     ]
@@ -186,9 +187,7 @@ def _entry_of(variable: keras.Variable, rule: str | None = None) -> Entry:
         copies = list(getattr(value, "values", [value]))
         give = _alike_or(copies, rule)
         return Entry(path, "ranks", shape, dtype, _stacked(copies), give)
-    return Entry(
-        path, "whole", shape, dtype, lambda: _copied(variable), variable.assign
-    )
+    return Entry(path, "whole", shape, dtype, lambda: _seen(variable), variable.assign)
 
 
 def _sharded(variable: keras.Variable, value: ShardedVariable) -> Entry:
@@ -202,7 +201,7 @@ def _sharded(variable: keras.Variable, value: ShardedVariable) -> Entry:
             "whole",
             shape,
             variable.dtype,
-            lambda: _copied(variable),
+            lambda: _seen(variable),
             variable.assign,
         )
     edges = [value.layout.bounds(part * local)[0] for part in range(parts)]
@@ -212,7 +211,7 @@ def _sharded(variable: keras.Variable, value: ShardedVariable) -> Entry:
         "shards",
         shape,
         variable.dtype,
-        lambda: np.array(shards.own_range(value)),
+        lambda: np.asarray(shards.own_range(value)),
         variable.assign,
         lengths,
     )
@@ -323,7 +322,6 @@ def _assign_each(copies: Any, values: Any) -> None:
             copy.assign(value)
 
 
-def _copied(variable: keras.Variable) -> np.ndarray:
-    # A copy, for the next step writes into the variable's memory; one, where
-    # `np.array(variable.numpy())` makes two.
-    return np.array(np.asarray(tf.convert_to_tensor(variable.value)), copy=True)
+def _seen(variable: keras.Variable) -> np.ndarray:
+    # No copy: `variable.numpy()` makes one, and `np.array` of it another.
+    return np.asarray(tf.convert_to_tensor(variable.value))

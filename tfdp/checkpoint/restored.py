@@ -64,7 +64,7 @@ def check_parts(files: Sequence[ArrayFile], hosts: Hosts) -> None:
     """
     for file in files[hosts.rank :: hosts.count]:
         for name in file.names:
-            file.read(name)
+            file.check(name)
 
 
 def give_back(

@@ -42,6 +42,11 @@ class Writer:
         self._keep = keep
         self._thread: threading.Thread | None = None
         self._error: TfdpError | None = None
+        self._damaged: set[str] = set()
+
+    def leave_out(self, folder: Place) -> None:
+        """Counts one that was found damaged for none: what is before it is needed."""
+        self._damaged.add(folder.name)
 
     def start(
         self, manifest: Manifest, arrays: Mapping[str, np.ndarray], hosts: Hosts
@@ -153,6 +158,7 @@ class Writer:
             except DataError as error:
                 # A manifest that cannot be read now, or here, may be good.
                 is_unfinished, is_whole = UNFINISHED in str(error), False
+            is_whole = is_whole and folder.name not in self._damaged
             whole += is_whole
             has_enough = whole > self._keep if is_whole else whole >= self._keep
             # What is newer may be somebody's who has begun to write it.

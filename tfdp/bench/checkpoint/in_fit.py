@@ -2,7 +2,9 @@
 
 The network of 20 million parameters with Adam, 240 MB, on one device. Timed from the
 tenth step to the last, which comes half as many steps after the second save: by then
-what was saved is written, and what `fit` does when it ends is not counted.
+what was saved is written, and what `fit` does when it ends is not counted. And the last
+as many steps by themselves, with the second save in the middle: what every later one
+costs, while the first takes memory that is new.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ __all__ = ["measure_fits", "table_of_fits"]
 EVERY_STEPS, QUICK_EVERY_STEPS = 100, 10
 FIRST_STEPS = 10
 NOT_SAVED = "not saved"
-StepSeconds = dict[str, list[float]]
+ALL, LATER = "from the tenth step on", "around the second save"
+# By the steps that are timed, and by way: of each repeat.
+StepSeconds = dict[str, dict[str, list[float]]]
 MakeCallback = Callable[[keras.Model, Path], list[keras.callbacks.Callback]]
 
 
@@ -45,7 +49,7 @@ def measure_fits(*, repeats: int, quick: bool) -> StepSeconds:
     images = tf.data.Dataset.from_tensor_slices(make_images(subject, LOCAL_BATCH))
     batches = images.batch(LOCAL_BATCH, drop_remainder=True).repeat()
     model.fit(batches, steps_per_epoch=2, epochs=1, verbose=0)
-    seconds: StepSeconds = {}
+    seconds: StepSeconds = {ALL: {}, LATER: {}}
     for _ in range(repeats):
         for name, make in _ways(every).items():
             with tempfile.TemporaryDirectory(prefix="tfdp-bench-") as folder:
@@ -54,8 +58,9 @@ def measure_fits(*, repeats: int, quick: bool) -> StepSeconds:
                 model.fit(
                     batches, steps_per_epoch=steps, verbose=0, callbacks=callbacks
                 )
-            taken = timer.ends[-1] - timer.ends[FIRST_STEPS - 1]
-            seconds.setdefault(name, []).append(taken / (steps - FIRST_STEPS))
+            for which, before in ((ALL, FIRST_STEPS), (LATER, steps - every)):
+                taken = timer.ends[-1] - timer.ends[before - 1]
+                seconds[which].setdefault(name, []).append(taken / (steps - before))
     return seconds
 
 
@@ -104,14 +109,15 @@ def table_of_fits(repeats: int, quick: bool, seconds: StepSeconds) -> str:
     every = QUICK_EVERY_STEPS if quick else EVERY_STEPS
     lines = [
         f"a step of fit, saved every {every}; {repeats} repeats in turn, median "
-        "(least to most)",
-        f"{'':34s} {'ms a step':>26s} {'more than not saved':>30s}",
+        "(least to most)"
     ]
-    plain = seconds[NOT_SAVED]
-    for name, found in seconds.items():
-        # Each beside the one of its own repeat.
-        more = [100 * (a / b - 1) for a, b in zip(found, plain, strict=True)]
-        took = least_to_most([1e3 * each for each in found], ".1f")
-        costs = least_to_most(more, "+.1f", " %")
-        lines.append(f"{name:34s} {took:>26s} {costs:>30s}")
+    for which, of_ways in seconds.items():
+        lines.append(f"{which:34s} {'ms a step':>26s} {'more than not saved':>30s}")
+        plain = of_ways[NOT_SAVED]
+        for name, found in of_ways.items():
+            # Each beside the one of its own repeat.
+            more = [100 * (a / b - 1) for a, b in zip(found, plain, strict=True)]
+            took = least_to_most([1e3 * each for each in found], ".1f")
+            costs = least_to_most(more, "+.1f", " %")
+            lines.append(f"{name:34s} {took:>26s} {costs:>30s}")
     return "\n".join(lines)
