@@ -73,10 +73,16 @@ $(STAMP): setup.cfg pyproject.toml constraints.txt | $(BIN)/python
 	$(BIN)/python -m pip install -e '.[$(EXTRA),examples,dev,tfds,grain]' -c constraints.txt
 	touch $@
 
-# The wheel of tfdp brings Keras along, which is not imported.
+# What the extra `docs` names and no more: tfdp, which would bring Keras, is read and not
+# imported.
+DOCS := import configparser; setup = configparser.ConfigParser(); \
+  setup.read("setup.cfg"); print(setup["options.extras_require"]["docs"])
+
 $(SITE_VENV)/.installed: setup.cfg constraints.txt
 	$(PYTHON) -m venv $(SITE_VENV)
-	$(SITE_VENV)/bin/python -m pip install '.[docs]' -c constraints.txt
+	$(SITE_VENV)/bin/python -c '$(DOCS)' > $(SITE_VENV)/requirements.txt
+	$(SITE_VENV)/bin/python -m pip install -r $(SITE_VENV)/requirements.txt \
+	  -c constraints.txt
 	touch $@
 
 $(BIN)/python:
