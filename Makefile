@@ -24,11 +24,13 @@ SITE_VENV := .venv-site
 # Made last, and named for the extra: a second run, or one after a failed install,
 # does what is missing and no more.
 STAMP := $(VENV)/.installed-$(EXTRA)
+# What the examples need and no more, for who only wants to see one train.
+EXAMPLES_STAMP := $(VENV)/.examples-$(EXTRA)
 
 .PHONY: train quick test test-all lint bench site versions clean
 .DELETE_ON_ERROR:
 
-train: $(STAMP)
+train: $(if $(wildcard $(STAMP)),$(STAMP),$(EXAMPLES_STAMP))
 	$(BIN)/python examples/digits.py
 
 quick: $(STAMP)
@@ -71,6 +73,10 @@ clean:
 
 $(STAMP): setup.cfg pyproject.toml constraints.txt | $(BIN)/python
 	$(BIN)/python -m pip install -e '.[$(EXTRA),examples,dev,tfds,grain]' -c constraints.txt
+	touch $@
+
+$(EXAMPLES_STAMP): setup.cfg pyproject.toml constraints.txt | $(BIN)/python
+	$(BIN)/python -m pip install -e '.[$(EXTRA),examples]' -c constraints.txt
 	touch $@
 
 # What the extra `docs` names and no more: tfdp, which would bring Keras, is read and not
