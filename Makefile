@@ -24,11 +24,13 @@ SITE_VENV := .venv-site
 # Made last, and named for the extra: a second run, or one after a failed install,
 # does what is missing and no more.
 STAMP := $(VENV)/.installed-$(EXTRA)
+# What the examples need and no more, for who only wants to see one train.
+EXAMPLES_STAMP := $(VENV)/.examples-$(EXTRA)
 
 .PHONY: train quick test test-all lint bench site versions clean
 .DELETE_ON_ERROR:
 
-train: $(STAMP)
+train: $(if $(wildcard $(STAMP)),$(STAMP),$(EXAMPLES_STAMP))
 	$(BIN)/python examples/digits.py
 
 quick: $(STAMP)
@@ -73,10 +75,20 @@ $(STAMP): setup.cfg pyproject.toml constraints.txt | $(BIN)/python
 	$(BIN)/python -m pip install -e '.[$(EXTRA),examples,dev,tfds,grain]' -c constraints.txt
 	touch $@
 
-# The wheel of tfdp brings Keras along, which is not imported.
+$(EXAMPLES_STAMP): setup.cfg pyproject.toml constraints.txt | $(BIN)/python
+	$(BIN)/python -m pip install -e '.[$(EXTRA),examples]' -c constraints.txt
+	touch $@
+
+# What the extra `docs` names and no more: tfdp, which would bring Keras, is read and not
+# imported.
+DOCS := import configparser; setup = configparser.ConfigParser(); \
+  setup.read("setup.cfg"); print(setup["options.extras_require"]["docs"])
+
 $(SITE_VENV)/.installed: setup.cfg constraints.txt
 	$(PYTHON) -m venv $(SITE_VENV)
-	$(SITE_VENV)/bin/python -m pip install '.[docs]' -c constraints.txt
+	$(SITE_VENV)/bin/python -c '$(DOCS)' > $(SITE_VENV)/requirements.txt
+	$(SITE_VENV)/bin/python -m pip install -r $(SITE_VENV)/requirements.txt \
+	  -c constraints.txt
 	touch $@
 
 $(BIN)/python:

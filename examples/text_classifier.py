@@ -7,9 +7,9 @@
 `--data` is a folder with a folder for each class, with one text in each file. Without
 it the texts are the first words of the documentation of what NumPy, Keras and
 scikit-learn define, and the classes are the three libraries. `--preset` names weights
-that KerasHub fetches; without it a small BERT starts from random ones, with a
-vocabulary of the training texts. Runs unchanged on a host with GPUs and under every
-launcher; on a laptop the CPU is split into `--replicas` devices.
+that KerasHub fetches, or a folder with them; without it a small BERT starts from
+random ones, with a vocabulary of the training texts. Runs unchanged on a host with GPUs
+and under every launcher; on a laptop the CPU is split into `--replicas` devices.
 """
 
 from __future__ import annotations
@@ -102,16 +102,28 @@ def split(texts: dict[str, list[str]]) -> list[tuple[np.ndarray, np.ndarray]]:
     return [(shuffled[end:], labels[end:]), (shuffled[:end], labels[:end])]
 
 
-def build_classifier(
-    preset: str | None, texts: np.ndarray, classes: int, tokens: int
-) -> keras.Model:
-    if preset is not None:
+def read_preset(preset: str, classes: int, tokens: int) -> keras.Model:
+    try:
         preprocessor = keras_hub.models.TextClassifierPreprocessor.from_preset(
             preset, sequence_length=tokens
         )
         return keras_hub.models.TextClassifier.from_preset(
             preset, num_classes=classes, preprocessor=preprocessor
         )
+    except OSError as error:  # as those of requests, which KerasHub fetches with
+        raise SystemExit(
+            f"--preset {preset} could not be fetched ({type(error).__name__}: "
+            f"{str(error)[:200]}). KerasHub gets presets from kaggle.com or "
+            "huggingface.co. Without a network, name a folder that save_to_preset has "
+            "written, or leave --preset out."
+        ) from None
+
+
+def build_classifier(
+    preset: str | None, texts: np.ndarray, classes: int, tokens: int
+) -> keras.Model:
+    if preset is not None:
+        return read_preset(preset, classes, tokens)
     vocabulary = keras_hub.tokenizers.compute_word_piece_vocabulary(
         tf.data.Dataset.from_tensor_slices(texts.astype(str)),
         vocabulary_size=VOCABULARY,

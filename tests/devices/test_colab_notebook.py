@@ -24,17 +24,19 @@ def test_outputs_are_cleared():
 
 
 def test_it_installs_first():
-    first = "".join(CODE[0]["source"])
-    assert first.startswith("%pip install") and "tfdp[tpu]" in first
+    comment, source, command = "".join(CODE[0]["source"]).splitlines()
+    assert comment.startswith("#") and source == 'TFDP = "tfdp[tpu]"'
+    # One line says from where: IPython puts the value in.
+    assert command.startswith('%pip install -q "{TFDP}" ')
     assert not any("pip" in "".join(cell["source"]) for cell in CODE[1:])
 
 
 def test_cells_run_top_to_bottom_and_learn(tmp_path):
     # Commands of the notebook itself (%pip) are no Python; the rest is taken as it is.
-    cells = ["".join(cell["source"]) for cell in CODE]
+    lines = "\n\n".join("".join(cell["source"]) for cell in CODE).splitlines()
     program = tmp_path / "notebook.py"
     program.write_text(
-        "\n\n".join(cell for cell in cells if not cell.startswith(("%", "!"))), "utf-8"
+        "\n".join(line for line in lines if not line.startswith(("%", "!"))), "utf-8"
     )
     done = run_python(
         program,

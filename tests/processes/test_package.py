@@ -1,8 +1,9 @@
-"""The built wheel: what is in it, and that it imports where it is all there is."""
+"""Source archive and wheel: what is in them, and that the wheel imports alone."""
 
 import pathlib
 import subprocess
 import sys
+import tarfile
 import zipfile
 
 import pytest
@@ -23,8 +24,8 @@ def run(*command, cwd):
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory):
-    """The wheel, built from a copy of the sources, with no network."""
+def built(tmp_path_factory):
+    """The source archive and, built from it, the wheel; with no network."""
     copy = tmp_path_factory.mktemp("sources")
     for name in SOURCES:
         (copy / name).write_bytes((REPOSITORY / name).read_bytes())
@@ -35,12 +36,28 @@ def wheel(tmp_path_factory):
             target.write_bytes(path.read_bytes())
     folder = tmp_path_factory.mktemp("wheel")
     run(
-        *(sys.executable, "-m", "build", "--wheel", "--no-isolation"),
+        *(sys.executable, "-m", "build", "--no-isolation"),
         *("--outdir", folder, copy),
         cwd=copy,
     )
-    (path,) = pathlib.Path(folder).iterdir()
+    return pathlib.Path(folder)
+
+
+@pytest.fixture(scope="module")
+def wheel(built):
+    (path,) = built.glob("*.whl")
     return path
+
+
+def test_the_source_archive_holds_what_the_wheel_is_built_of(built):
+    (path,) = built.glob("*.tar.gz")
+    root = f"tfdp-{__version__}"
+    assert path.name == f"{root}.tar.gz"
+    with tarfile.open(path) as archive:
+        names = set(archive.getnames())
+    modules = (path.relative_to(REPOSITORY) for path in PACKAGE.rglob("*.py"))
+    needed = {*SOURCES, *(module.as_posix() for module in modules)}
+    assert {f"{root}/{name}" for name in needed} <= names
 
 
 def test_the_wheel_holds_every_module_and_the_licence(wheel):

@@ -37,10 +37,15 @@ SOURCES = [
     (OPEN_MPI, Cluster(3, 2, None, "Open MPI")),
     (MPICH, Cluster(3, 2, None, "MPICH")),
     (TORCHRUN, Cluster(4, 3, "node1:29500", "torchrun")),
+    (
+        # torchrun itself listens on the other one.
+        {**TORCHRUN, "TORCHELASTIC_USE_AGENT_STORE": "True"},
+        Cluster(4, 3, "node1:29501", "torchrun"),
+    ),
 ]
 NAMES = [
     *("tfdp", "Kubeflow", "Vertex AI", "SageMaker", "Slurm", "Kubernetes", "JobSet"),
-    *("Open MPI", "MPICH", "torchrun"),
+    *("Open MPI", "MPICH", "torchrun", "torchrun by itself"),
 ]
 
 

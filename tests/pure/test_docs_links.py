@@ -34,7 +34,8 @@ def broken_links(page):
             continue  # another site; not looked up
         path, _, fragment = target.partition("#")
         linked = (page.parent / path).resolve() if path else page
-        if not linked.exists():
+        # MkDocs takes no links to folders.
+        if not linked.is_file():
             broken.append(target)
         elif fragment and linked.suffix == ".md":
             headings = HEADING.findall(CODE.sub("", linked.read_text("utf-8")))
@@ -58,6 +59,6 @@ def test_broken_links_are_seen(tmp_path):
     page = tmp_path / "page.md"
     page.write_text(
         "# A `word`, two\n[1](#a-word-two) [2](#none) [3](gone.md) [4](page.md)\n"
-        "[5](page.md#none) [6](https://example.org/x)\n```text\n[7](gone)\n```\n"
+        "[5](page.md#none) [6](https://example.org/x) [8](.)\n```text\n[7](gone)\n```\n"
     )
-    assert broken_links(page) == ["#none", "gone.md", "page.md#none"]
+    assert broken_links(page) == ["#none", "gone.md", "page.md#none", "."]

@@ -1,6 +1,5 @@
 """What `tfdp launch` would start: command lines and variables, nothing is run."""
 
-import json
 import re
 import shlex
 import sys
@@ -134,6 +133,16 @@ def test_bad_options_are_refused(arguments, capsys):
             "'::1' is another machine",
         ),
         (["--kubernetes", "an image", "--workers", "2", "a.py"], "'an image'"),
+        *(
+            (
+                ["--kubernetes", "image", "--workers", "2", "--volume", text, "a.py"],
+                "--volume needs CLAIM:/PATH",
+            )
+            for text in ("data", "data:", "data:path", "Data:/x", "data:/x:ro", "")
+        ),
+        (["--jobset", "a.py"], "--jobset has no effect without --kubernetes"),
+        (["--gpus", "2", "a.py"], "--gpus has no effect without"),
+        (["--slurm", "--volume", "a:/b", "a.py"], "--volume has no effect without"),
     ],
 )
 def test_what_cannot_be_started_is_refused(arguments, message, tmp_path, monkeypatch):
@@ -351,13 +360,28 @@ def test_launching_loads_no_tensorflow(tmp_path):
     assert sorted(done.stdout.splitlines()) == ["0 []", "[0] ran", "[1] ran"]
 
 
-def test_the_manifest_is_printed_as_json(capsys):
+def test_the_manifest_is_printed_as_yaml(capsys):
+    yaml = pytest.importorskip("yaml")
     options = parse("--kubernetes", "image:1", "--workers", "2", "-m", "a.train", "-x")
     assert options.run(options) == 0
-    made = json.loads(capsys.readouterr().out)
-    (_, _, job) = made["items"]
+    _, _, job = yaml.safe_load_all(capsys.readouterr().out)
     (container,) = job["spec"]["template"]["spec"]["containers"]
     assert container["command"] == ["python", "-m", "a.train", "-x"]
+
+
+def test_a_jobset_is_printed_with_gpus_and_volumes(capsys):
+    yaml = pytest.importorskip("yaml")
+    words = "--kubernetes image:1 --workers 2 --jobset --gpus 4 --volume records:/data"
+    options = parse(*words.split(), "a.py")
+    assert options.run(options) == 0
+    _, jobset = yaml.safe_load_all(capsys.readouterr().out)
+    (replicated,) = jobset["spec"]["replicatedJobs"]
+    pod = replicated["template"]["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    assert container["resources"]["limits"] == {"nvidia.com/gpu": 4}
+    assert {mount["mountPath"] for mount in container["volumeMounts"]} == {
+        *("/data", "/dev/shm")
+    }
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,9 @@ import pytest
 
 from tfdp.cluster import Cluster, find_cluster
 from tfdp.launch.kubernetes import job_name, manifest
+from tfdp.launch.pods import Volume
 from tfdp.launch.program import Program
+from tfdp.launch.yaml_text import yaml_text
 
 KEY = "0123456789abcdef"
 PROGRAM = Program("examples/digits.py", ("--epochs", "3"))
@@ -86,8 +88,7 @@ def mismatches(value, schema, path=""):
 
 def test_the_fields_are_those_of_the_api():
     made = manifest(PROGRAM, "image:1", workers=4, devices_per_worker=2, job_key=KEY)
-    assert (made["apiVersion"], made["kind"]) == ("v1", "List")
-    service, secret, job = made["items"]
+    service, secret, job = made
     assert mismatches(service, SERVICE) == []
     assert mismatches(secret, SECRET) == []
     (container,) = job["spec"]["template"]["spec"]["containers"]
@@ -99,7 +100,7 @@ def test_the_fields_are_those_of_the_api():
 
 
 def test_the_schema_check_sees_a_wrong_field():
-    _, _, job = manifest(PROGRAM, "image:1", workers=4, job_key=KEY)["items"]
+    _, _, job = manifest(PROGRAM, "image:1", workers=4, job_key=KEY)
     job["spec"]["completions"] = "4"
     job["spec"]["template"]["spec"]["containers"][0]["environment"] = []
     assert mismatches(job, JOB) == [
@@ -109,9 +110,7 @@ def test_the_schema_check_sees_a_wrong_field():
 
 
 def test_all_pods_run_at_once_and_one_failure_ends_the_job():
-    _, _, job = manifest(PROGRAM, "image:1", workers=4, grace_seconds=2.5, job_key=KEY)[
-        "items"
-    ]
+    _, _, job = manifest(PROGRAM, "image:1", workers=4, grace_seconds=2.5, job_key=KEY)
     spec = job["spec"]
     assert spec["completionMode"] == "Indexed"
     assert (spec["completions"], spec["parallelism"]) == (4, 4)
@@ -131,7 +130,7 @@ RULES = [
 
 def test_restarts_are_those_of_kubernetes():
     made = manifest(PROGRAM, "image:1", workers=4, max_restarts=3, job_key=KEY)
-    *_, job = made["items"]
+    *_, job = made
     spec = job["spec"]
     # A policy of failures needs a pod that is not started again in its place.
     assert spec["template"]["spec"]["restartPolicy"] == "Never"
@@ -150,9 +149,7 @@ def test_restarts_are_those_of_kubernetes():
 
 
 def test_the_service_gives_the_pods_their_names():
-    service, _, job = manifest(PROGRAM, "image:1", workers=4, port=2345, job_key=KEY)[
-        "items"
-    ]
+    service, _, job = manifest(PROGRAM, "image:1", workers=4, port=2345, job_key=KEY)
     template = job["spec"]["template"]
     assert service["spec"]["clusterIP"] == "None"
     assert service["spec"]["selector"] == template["metadata"]["labels"]
@@ -164,7 +161,7 @@ def test_the_service_gives_the_pods_their_names():
 def test_a_pod_finds_its_cluster(rank):
     _, secret, job = manifest(
         PROGRAM, "image:1", workers=4, devices_per_worker=2, job_key=KEY
-    )["items"]
+    )
     (container,) = job["spec"]["template"]["spec"]["containers"]
     *plain, key = container["env"]
     environment = {item["name"]: item["value"] for item in plain}
@@ -200,3 +197,107 @@ def test_names_are_dns_labels(target, is_module):
     name = job_name(Program(target, (), is_module))
     assert DNS_LABEL.fullmatch(name)
     assert len(f"{name}-99999") <= 63
+
+
+JOBSET = {
+    "apiVersion": str,
+    "kind": str,
+    "metadata": {"name": str, "labels": LABELS},
+    "spec": {
+        "failurePolicy": {
+            "maxRestarts": int,
+            "rules": [{"name": str, "action": str, "onJobFailureReasons": [str]}],
+        },
+        "network": {"enableDNSHostnames": bool, "publishNotReadyAddresses": bool},
+        "replicatedJobs": [{"name": str, "replicas": int, "template": dict}],
+    },
+}
+
+
+@pytest.mark.parametrize("max_restarts", [0, 3])
+def test_a_jobset_starts_all_pods_again_at_once(max_restarts):
+    secret, jobset = manifest(
+        PROGRAM,
+        "image:1",
+        workers=4,
+        max_restarts=max_restarts,
+        as_jobset=True,
+        job_key=KEY,
+    )
+    (replicated,) = jobset["spec"]["replicatedJobs"]
+    job = replicated.pop("template")["spec"]
+    replicated["template"] = {}
+    failures = jobset["spec"]["failurePolicy"]
+    assert failures["maxRestarts"] == max_restarts
+    if max_restarts:
+        # A pod that has saved ends the Job for a reason that the JobSet does not count.
+        assert failures["rules"][0]["onJobFailureReasons"] == ["PodFailurePolicy"]
+        saved, disrupted = job["podFailurePolicy"]["rules"]
+        assert saved["action"] == disrupted["action"] == "FailJob"
+        assert saved["onExitCodes"]["values"] == [75]
+    else:
+        failures["rules"] = [{"name": "", "action": "", "onJobFailureReasons": [""]}]
+        assert "podFailurePolicy" not in job
+    assert mismatches(jobset, JOBSET) == []
+    assert job["backoffLimit"] == 0  # the first pod that fails ends the Job
+    assert (job["completions"], job["parallelism"], replicated["replicas"]) == (4, 4, 1)
+
+
+@pytest.mark.parametrize("target", ["examples/digits.py", "x" * 90 + ".py"])
+def test_a_pod_of_a_jobset_finds_its_cluster(target):
+    _, jobset = manifest(
+        Program(target), "image:1", workers=4, as_jobset=True, job_key=KEY
+    )
+    name = jobset["metadata"]["name"]
+    (replicated,) = jobset["spec"]["replicatedJobs"]
+    pod = replicated["template"]["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    environment = {item["name"]: item.get("value", KEY) for item in container["env"]}
+    environment |= {"JOB_COMPLETION_INDEX": "2"}
+    # JobSet's names: JOBSET-REPLICATEDJOB-JOBINDEX-PODINDEX.JOBSET, and a random end.
+    first = f"{name}-{replicated['name']}-0-0"
+    found = find_cluster(environment)
+    assert (found.workers, found.rank) == (4, 2)
+    assert found.coordinator == f"{first}.{name}:25000"
+    assert len(f"{name}-{replicated['name']}-0-99999-abcde") <= 63
+    assert DNS_LABEL.fullmatch(name)
+
+
+def test_gpus_and_volumes_are_asked_for():
+    *_, job = manifest(
+        PROGRAM,
+        "image:1",
+        workers=2,
+        gpus=8,
+        volumes=[Volume("records", "/data"), Volume("out", "/out")],
+        job_key=KEY,
+    )
+    pod = job["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    assert container["resources"] == {"limits": {"nvidia.com/gpu": 8}}
+    sources = {volume.pop("name"): volume for volume in pod["volumes"]}
+    mounted = {
+        mount["mountPath"]: sources[mount["name"]]
+        for mount in container["volumeMounts"]
+    }
+    assert mounted == {
+        "/data": {"persistentVolumeClaim": {"claimName": "records"}},
+        "/out": {"persistentVolumeClaim": {"claimName": "out"}},
+        "/dev/shm": {"emptyDir": {"medium": "Memory"}},
+    }
+
+
+VALUES = {
+    "on": "yes",
+    "a": [1, 1.5, True, "1", "", "x: y", "- z", "null", "a#b", "é\n😀", "~", [], {}],
+    "nested": [{"a": [{"b": {"c": ["d"]}}], "e": "f"}, ["g", ["h"]]],
+    "path": "/data/x-y_z.1",
+}
+
+
+def test_yaml_is_read_as_it_was_meant():
+    yaml = pytest.importorskip("yaml")
+    assert yaml.safe_load(yaml_text(VALUES)) == VALUES
+    made = manifest(PROGRAM, "image:1", workers=2, gpus=1, max_restarts=1, job_key=KEY)
+    text = "---\n".join(map(yaml_text, made))
+    assert list(yaml.safe_load_all(text)) == made

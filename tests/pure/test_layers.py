@@ -33,6 +33,7 @@ LAYERS = {
     "testing": 8,
     "callbacks": 7,
     "optimizers": 7,
+    "ray": 7,
     "strategies": 7,
     "checkpoint": 6,
     "step": 6,

@@ -18,6 +18,7 @@ ROOMS = (
     "tfdp.losses",
     "tfdp.optimizers",
     "tfdp.planning",
+    "tfdp.ray",
     "tfdp.schedules",
     "tfdp.sync",
     "tfdp.testing",

@@ -382,6 +382,8 @@ class Checkpoint(keras.callbacks.Callback):
         """Ends the program, once the checkpoint is on the disk."""
         number = self._signals.received
         self._files.forget_copies()
+        if number == signal.SIGTERM:
+            self._signals.end()
         self._close()
         self._say(f"tfdp: saved step {self._step} in {self._files.directory}; ends")
         if number == signal.SIGINT:

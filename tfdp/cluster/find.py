@@ -15,6 +15,7 @@ from tfdp.cluster.launchers import (
     read_tfdp,
     read_torchrun,
 )
+from tfdp.cluster.node_names import with_slurm_address
 from tfdp.cluster.slurm import read_slurm
 from tfdp.cluster.tf_config import read_tf_config
 from tfdp.errors import ClusterError
@@ -45,8 +46,12 @@ def find_cluster(environment: Mapping[str, str] | None = None) -> Cluster | None
     task (or one per node) around `mpiexec`, is no contradiction. TFDP_WORKERS=1 means
     alone, whatever else is set.
 
+    A Slurm node whose name cannot be looked up here is given the address that Slurm
+    has for it (`scontrol show node`).
+
     Args:
-      environment: variables by name; None takes those of this process.
+      environment: variables by name; None takes those of this process. With a mapping
+        no name is looked up and nobody is asked.
 
     Raises:
       ClusterError: when a variable has no sense, two launchers contradict each
@@ -57,8 +62,8 @@ def find_cluster(environment: Mapping[str, str] | None = None) -> Cluster | None
     >>> cluster.rank, cluster.workers, cluster.coordinator, cluster.source
     (1, 2, 'node1:29500', 'torchrun')
     """
-    if environment is None:
-        environment = os.environ
+    is_own = environment is None
+    environment = os.environ if environment is None else environment
     devices = integer(
         present(environment, "TFDP_DEVICES_PER_WORKER"),
         "TFDP_DEVICES_PER_WORKER",
@@ -69,7 +74,10 @@ def find_cluster(environment: Mapping[str, str] | None = None) -> Cluster | None
     if not claims:
         return None
     _refuse_contradictions(claims)
-    return _combine(claims, devices, find_job_key(environment))
+    cluster = _combine(claims, devices, find_job_key(environment))
+    if is_own and cluster.source == "Slurm" and "TFDP_COORDINATOR" not in environment:
+        return with_slurm_address(cluster)
+    return cluster
 
 
 def _without_surroundings(claims: Sequence[Claim]) -> list[Claim]:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from tfdp.cluster.claim import Claim, integer, present
 from tfdp.cluster.description import join_address
+from tfdp.cluster.ports import FIRST_PORT, LAST_PORT
 from tfdp.errors import ClusterError
 
 __all__ = [
@@ -108,7 +109,9 @@ def _read_mpi(
 def read_torchrun(environment: Mapping[str, str]) -> Claim | None:
     """RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as torchrun sets them.
 
-    RANK alone, or MASTER_ADDR alone (common in batch scripts), claims nothing.
+    RANK alone, or MASTER_ADDR alone (common in batch scripts), claims nothing. Where
+    torchrun itself listens on MASTER_PORT (TORCHELASTIC_USE_AGENT_STORE), the workers
+    meet on another port that follows from it.
     """
     names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     found = present(environment, *names)
@@ -117,7 +120,10 @@ def read_torchrun(environment: Mapping[str, str]) -> Claim | None:
     workers = integer(found, "WORLD_SIZE", least=1)
     coordinator = None
     if "MASTER_ADDR" in found and "MASTER_PORT" in found:
-        coordinator = join_address(found["MASTER_ADDR"], found["MASTER_PORT"])
+        port = integer(found, "MASTER_PORT", least=1) or 0
+        if environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            port = beside_torchrun(port)
+        coordinator = join_address(found["MASTER_ADDR"], port)
     return Claim(
         source="torchrun",
         found=found,
@@ -127,6 +133,15 @@ def read_torchrun(environment: Mapping[str, str]) -> Claim | None:
         missing=_missing(found, *names),
         job=environment.get("TORCHELASTIC_RUN_ID", ""),
     )
+
+
+def beside_torchrun(port: int) -> int:
+    """A port from 20000 to 29999, the same on all hosts without asking; never `port`.
+
+    >>> beside_torchrun(29500), beside_torchrun(41234), beside_torchrun(29999)
+    (29501, 21235, 20000)
+    """
+    return FIRST_PORT + (port + 1) % (LAST_PORT + 1 - FIRST_PORT)
 
 
 def _missing(found: Mapping[str, str], *names: str) -> tuple[str, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import socket
 import threading
 import time
@@ -35,6 +36,7 @@ def dial(
     deadline: float,
     given_up: threading.Event | None = None,
     warns: bool = True,
+    name_seconds: float = math.inf,
 ) -> socket.socket:
     """A connection to the worker that listens at `address`.
 
@@ -47,11 +49,14 @@ def dial(
       hello: what to say of oneself, see `introduce`.
       given_up: set by another thread to end the tries.
       warns: whether people are told of somebody else who answers.
+      name_seconds: how long the name may be unknown, from the first try on.
 
     Raises:
       StrangerError: when somebody answered, but did not prove to be of this job.
-      OSError: the last reason, when nobody listened there in time.
+      OSError: the last reason, when nobody listened there in time; a `socket.gaierror`
+        when nobody knows the name.
     """
+    known_until = time.monotonic() + name_seconds
     stranger: StrangerError | None = None
     failure: OSError
     while True:
@@ -66,7 +71,13 @@ def dial(
                     error,
                 )
             stranger = failure = error
+        except socket.gaierror as error:
+            if time.monotonic() >= known_until:
+                raise
+            failure = stranger or error
         except OSError as error:
+            # The name is known, and may be forgotten for as long again.
+            known_until = time.monotonic() + name_seconds
             # It is worth more to know that somebody was there.
             failure = stranger or error
         if time.monotonic() >= deadline or (given_up and given_up.is_set()):

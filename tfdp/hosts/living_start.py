@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tfdp._version import __version__
+from tfdp.cluster.node_names import unknown_name_seconds
 from tfdp.errors import CollectiveError
 from tfdp.hosts.dial import HANDSHAKE_SECONDS, dial
 from tfdp.hosts.handshake import StrangerError
@@ -205,7 +206,8 @@ def begin_at_worker_0(
                 seed = _ask_for_group(company, words, deadline)
                 return listeners[0], seed
             except (OSError, ValueError) as error:
-                if isinstance(error, StrangerError) or time.monotonic() >= deadline:
+                is_final = isinstance(error, StrangerError | socket.gaierror)
+                if is_final or time.monotonic() >= deadline:
                     raise CollectiveError(_nobody_there(company, error)) from error
             time.sleep(RETRY_SECONDS)
     except BaseException:
@@ -217,7 +219,10 @@ def begin_at_worker_0(
 def _ask_for_group(company: Company, words: Any, deadline: float) -> list[int]:
     """One visit to worker 0's door; returns the seed."""
     address, secret = company.coordinator, company.secret
-    with dial(address, secret, PURPOSE, words, deadline) as connection:
+    names = unknown_name_seconds()
+    with dial(
+        address, secret, PURPOSE, words, deadline, name_seconds=names
+    ) as connection:
         # Worker 0 may have begun later, and waits as long as this one would.
         until = time.monotonic() + company.timeout_seconds + HANDSHAKE_SECONDS
         message = read_line(connection, until)

@@ -22,8 +22,9 @@ from typing import Any
 
 from tfdp._version import __version__
 from tfdp.cluster.description import join_address, split_address
+from tfdp.cluster.node_names import unknown_name_seconds
 from tfdp.errors import CollectiveError
-from tfdp.hosts.dial import HANDSHAKE_SECONDS, dial
+from tfdp.hosts.dial import HANDSHAKE_SECONDS, Hello, dial
 from tfdp.hosts.door import Door
 from tfdp.hosts.handshake import StrangerError, session_secret
 from tfdp.hosts.listeners import listen, listen_at, local_address
@@ -268,19 +269,7 @@ def _join(
         return dataclasses.asdict(_Hello(rank, workers, __version__, port))
 
     where = join_address(*coordinator)
-    try:
-        connection = dial(coordinator, secret, "meeting", hello, deadline)
-    except StrangerError as error:
-        raise CollectiveError(
-            f"Worker {rank} reached {where}, but did not find worker 0 of its job "
-            f"there: {error}. Give all workers the same TFDP_JOB_KEY; see whether "
-            "another job or another program listens there."
-        ) from error
-    except OSError as error:
-        raise CollectiveError(
-            f"Worker {rank} found no worker 0 at {where}: {error}. Start worker 0, "
-            "and check the address and the firewall."
-        ) from error
+    connection = _dial_worker_0(rank, coordinator, secret, hello, deadline)
     on_failure.callback(connection.close)
     try:
         remaining = max(deadline, time.monotonic()) + HANDSHAKE_SECONDS
@@ -300,6 +289,39 @@ def _join(
     if listener is None:
         raise CollectiveError(f"Worker {rank} does not listen.")
     return _Party({0: connection}, addresses, listener, session)
+
+
+def _dial_worker_0(
+    rank: int, coordinator: Address, secret: bytes, hello: Hello, deadline: float
+) -> socket.socket:
+    where = join_address(*coordinator)
+    try:
+        return dial(
+            coordinator,
+            secret,
+            "meeting",
+            hello,
+            deadline,
+            name_seconds=unknown_name_seconds(),
+        )
+    except StrangerError as error:
+        raise CollectiveError(
+            f"Worker {rank} reached {where}, but did not find worker 0 of its job "
+            f"there: {error}. Give all workers the same TFDP_JOB_KEY; see whether "
+            "another job or another program listens there."
+        ) from error
+    except socket.gaierror as error:
+        raise CollectiveError(
+            f"Worker {rank} does not know where worker 0 is: the name "
+            f"{coordinator[0]!r} cannot be looked up here ({error.strerror}). Set "
+            "TFDP_COORDINATOR=ADDRESS:PORT on all workers, with an address of worker 0 "
+            "in numbers, or make the name known on all hosts."
+        ) from error
+    except OSError as error:
+        raise CollectiveError(
+            f"Worker {rank} found no worker 0 at {where}: {error}. Start worker 0, "
+            "and check the address and the firewall."
+        ) from error
 
 
 def _parse_table(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import math
 import os
 import shutil
@@ -21,11 +20,17 @@ from tfdp.launch.handover import become, mpi_command, slurm_command
 from tfdp.launch.kubernetes import manifest
 from tfdp.launch.local import local_commands
 from tfdp.launch.logs import WorkerLogs
+from tfdp.launch.manifest_options import (
+    add_manifest_arguments,
+    refuse_words_of_manifests,
+)
+from tfdp.launch.pods import parse_volume
 from tfdp.launch.program import Program, parse_program
 from tfdp.launch.reach import answering_hosts
 from tfdp.launch.restarts import Places, launch
 from tfdp.launch.ssh import parse_hosts, ssh_commands
 from tfdp.launch.worker import WorkerCommand
+from tfdp.launch.yaml_text import yaml_text
 
 __all__ = ["add_arguments", "run"]
 
@@ -118,6 +123,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="replicas of each worker; without GPUs it makes D logical CPUs",
     )
     _add_places(parser)
+    add_manifest_arguments(parser)
     parser.add_argument(
         "--grace-seconds",
         type=_seconds,
@@ -200,6 +206,8 @@ def _refuse_what_cannot_act(options: argparse.Namespace) -> None:
         raise ConfigurationError(
             f"--workers {workers} acts when workers start again. Add --max-restarts R."
         )
+    if options.kubernetes is None:
+        refuse_words_of_manifests(options)
     others = {
         "--slurm": options.slurm,
         "--mpi": options.mpi,
@@ -364,7 +372,10 @@ def _print_manifest(options: argparse.Namespace, program: Program) -> int:
         port=options.port,
         max_restarts=options.max_restarts,
         grace_seconds=options.grace_seconds,
+        gpus=options.gpus,
+        volumes=[parse_volume(text) for text in options.volume],
+        as_jobset=options.jobset,
         job_key=_job_key(),
     )
-    print(json.dumps(made, indent=2))
+    print("---\n".join(map(yaml_text, made)), end="")
     return 0

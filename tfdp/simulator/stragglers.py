@@ -67,8 +67,8 @@ def _tails() -> list[tuple[float, float]]:
 def harmonic(count: int) -> float:
     """1 + 1/2 + ... + 1/count.
 
-    >>> harmonic(4)
-    2.083333333333333
+    >>> round(harmonic(4), 6)  # Python 3.12 rounds a sum otherwise than 3.11
+    2.083333
     """
     if count < FIRST_OF_SERIES:
         return sum(1 / number for number in range(1, count + 1))

@@ -91,4 +91,5 @@ class FirstFit:
         if strategy.is_chief and text not in self._said:
             self._said.add(text)
             for line in (text, *notes):
-                print(f"tfdp: {line}", file=sys.stderr)
+                # Ray Train writes what is printed a second time.
+                sys.stderr.write(f"tfdp: {line}\n")

@@ -234,7 +234,7 @@ class MultiHostDataParallelStrategy(SumsOverHosts, DataParallelStrategy):
             group.link,
             devices,
             communication,
-            self._shards_over_hosts,
+            self.shards_over_hosts,
             by_collectives=self._meeting.by_collectives,
         )
         group.use(self._engine)
@@ -279,7 +279,8 @@ class MultiHostDataParallelStrategy(SumsOverHosts, DataParallelStrategy):
         return self._sharding.group
 
     @property
-    def _shards_over_hosts(self) -> bool:
+    def shards_over_hosts(self) -> bool:
+        """Whether nobody has all of the model: the hosts share its shards."""
         is_sharded = bool(self._sharding.stage) and self._group is not None
         return is_sharded and self.shard_group == "all"
 
@@ -338,7 +339,7 @@ class MultiHostDataParallelStrategy(SumsOverHosts, DataParallelStrategy):
             lambda model, restored: share_state(
                 model, restored, self.is_chief, self.from_chief
             ),
-            all_must_read=self._shards_over_hosts,
+            all_must_read=self.shards_over_hosts,
         )
 
     def distribute_datasets_from_function(
