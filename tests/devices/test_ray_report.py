@@ -50,8 +50,7 @@ def ray(monkeypatch):
 
 
 def fit(callback, *others, epochs=EPOCHS):
-    tfdp.use_virtual_devices(2)
-    with tfdp.DataParallelStrategy().scope():
+    with tfdp.DataParallelStrategy(["CPU:0", "CPU:1"]).scope():
         model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
         model.compile("sgd", "mse", metrics=["mae"])
     rows = np.random.default_rng(0).normal(size=(8, 5)).astype("float32")
