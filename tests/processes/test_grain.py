@@ -51,3 +51,10 @@ def test_shards_of_others_are_refused_on_all_hosts(tmp_path):
     assert all(codes), outputs
     for output in outputs:
         assert "ConfigurationError: The grain.DataLoader reads shard" in output, output
+
+
+@pytest.mark.slow
+def test_shards_of_unequal_length_are_read_to_their_ends():
+    with Workers(2, "tests.support.grain_unequal_shards") as workers:
+        for output in workers.succeed():
+            assert "[[6, 1], [6, 6, 1]]" in output and "all alike" in output
