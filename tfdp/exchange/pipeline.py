@@ -77,11 +77,12 @@ class GradientPipeline:
         for it, rows with the same index of a `tf.IndexedSlices` are added before they
         travel, and what comes back has each index once, or is dense.
         """
-        sum_rows = sum_rows or self.communication.repeated_rows == "sum"
-        gradients = [_as_sent(g, sum_rows) for g in gradients]
-        if self.engine.replicas == 1:
-            own = [_merged(g) if sum_rows else g for g in gradients]
+        is_asked = self.communication.repeated_rows == "sum"
+        if self.engine.replicas == 1:  # nothing travels, but Adam is to do the same
+            own = [_merged(g) if is_asked else g for g in gradients]
             return own, list(state)
+        sum_rows = sum_rows or is_asked
+        gradients = [_as_sent(g, sum_rows) for g in gradients]
         if self.engine.wire_dtype is None:
             # Only where it is asked: benchmarks put others in the place of this.
             asked = {"sum_rows": True} if sum_rows else {}

@@ -71,7 +71,8 @@ def make_rounds(
             "both decide what hosts send. Leave one of them out; "
             "tfdp.sync.DiLoCo(compression=...) compresses what is sent at a meeting."
         )
-    if reducer.communication.repeated_rows != "auto":
+    communication = getattr(reducer, "communication", None)
+    if communication is not None and communication.repeated_rows != "auto":
         raise ConfigurationError(
             "Communication(repeated_rows='sum') is not built for sync=...: replicas "
             "that train alone take the rows of an embedding as they come. Leave it out."

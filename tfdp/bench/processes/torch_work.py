@@ -129,7 +129,8 @@ def _training(request: Request, arm: str, place: Place) -> Work:
             network, gradient_as_bucket_view=True
         )
         _send_less(model, arm)
-    optimizer = torch.optim.SGD(network.parameters(), lr=0.01, momentum=0.9)
+    momentum = MODELS[request.subject_name].momentum
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.01, momentum=momentum)
     loss_function = torch.nn.CrossEntropyLoss()
     batches = _batches(request, place)
     steps_done = 0

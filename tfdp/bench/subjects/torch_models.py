@@ -43,9 +43,22 @@ def _cnn(side: int, filters: int, width: int, classes: int = 10) -> Callable[[],
     return build
 
 
+def _words(words: int, width: int, classes: int = 10) -> Callable[[], Any]:
+    def build() -> Any:
+        from torch import nn
+
+        return nn.Sequential(
+            nn.EmbeddingBag(words, width, mode="mean"), nn.Linear(width, classes)
+        )
+
+    return build
+
+
 TORCH_MODELS = {
     "mlp-20m": _mlp(784, 4096),
     "mlp-tiny": _mlp(8, 16),
     "cnn-1m": _cnn(28, 32, 128),
     "cnn-tiny": _cnn(8, 2, 4),
+    "words-13m": _words(200_000, 64),
+    "words-tiny": _words(900, 8),
 }
