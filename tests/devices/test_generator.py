@@ -1,5 +1,7 @@
 """The generator of programs: its verdicts on single programs, good and with a fault."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -154,10 +156,19 @@ WITH_SUM = Program(
 )
 
 
+# A step of one's own asks for the loss, and reports none.
+OWN_STEP = dataclasses.replace(MIXED, train_step="apply_gradients")
+
+
 @pytest.mark.parametrize(
     "refused",
-    [Program(optimizer=Optimizer("Muon"), layout=Layout(shard=1)), MIXED, WITH_SUM],
-    ids=["optimizer", "reductions", "sum-and-rows"],
+    [
+        Program(optimizer=Optimizer("Muon"), layout=Layout(shard=1)),
+        MIXED,
+        WITH_SUM,
+        OWN_STEP,
+    ],
+    ids=["optimizer", "reductions", "sum-and-rows", "rows-in-own-step"],
 )
 def test_a_refusal_is_documented_for_some_programs_only(refused):
     verdict = judge(refused)

@@ -123,6 +123,7 @@ def unequal_copies(model):
 
 
 def _finite_verdict(answer, found):
+    answer, found = _noted_by_both(answer, found)
     if sorted(answer) != sorted(found):
         return _names_differ(answer, found)
     broken = [

@@ -27,8 +27,8 @@ from tfdp.step.layer_state import suspect_stored
 from tfdp.step.optimizers import led_optimizers, optimizers_of
 from tfdp.step.own_losses import own_losses
 from tfdp.step.padding import leaves_filling_out, step_without_filling
+from tfdp.step.reductions import led_reductions
 from tfdp.step.reports import led_reports, recorded
-from tfdp.step.sum_losses import led_sum_losses
 from tfdp.tracing.keras_steps import (
     is_predict_step,
     name_of_step,
@@ -125,7 +125,7 @@ class StepCall:
         with (
             led_optimizers(optimizers, self.run),
             led_reports(self.model, self.run) as noted,
-            led_sum_losses(self.model, self.run),
+            led_reductions(self.model, self.run),
             leaves_borrowed_out(self.fn, optimizers, self.run),
             own_losses(self.model if replicas > 1 else None),
             _looking_at_loss(self.model, self._guard),

@@ -29,9 +29,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdp._private.frames import frame_of_caller
-from tfdp.errors import ConfigurationError
 from tfdp.tracing.batch_rows import goes_with_rows
-from tfdp.tracing.loss_shares import LossShares, Standing
 from tfdp.tracing.loss_suspicions import is_share, suspect_added_sum
 from tfdp.tracing.padded_batch import Padding
 from tfdp.tracing.run import ReplicaRun, trace_of
@@ -92,7 +90,6 @@ def loss_replica_count(
         else:
             run.added_losses.add(trace_of(rank))
     else:
-        _refuse_sum_with_rows(value, shares)
         factor = _report_factor(run, rank, value, asker.f_back)
         count.report_factor = shares.report_factor(factor, value.dtype)
     return count
@@ -104,25 +101,6 @@ def _replica_count(run: ReplicaRun) -> LossReplicaCount:
     The number itself is then not used: `fraction` and `report_factor` are set.
     """
     return LossReplicaCount(max(run.replicas, 2) if run.padding else run.replicas)
-
-
-def _refuse_sum_with_rows(value: Any, shares: LossShares) -> None:
-    """Refuses losses of rows to which a mean, or a sum, was added.
-
-    Keras adds it to each row's, so that one device counts it once for each row of the
-    global batch. A replica has other rows, and knew none of that at the mean.
-
-    Raises:
-      ConfigurationError: when `value` is such a sum.
-    """
-    if not value.shape.rank:
-        return
-    if shares.standing_of(value) is not Standing.LOCAL:
-        raise ConfigurationError(
-            "A loss with reduction='none' was added to another one that is a mean "
-            "or a sum over the batch, which then counts once for each row. Give every "
-            "loss reduction='sum_over_batch_size', or 'sum'."
-        )
 
 
 def _report_factor(
