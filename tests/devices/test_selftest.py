@@ -51,8 +51,8 @@ def changed_sums(monkeypatch, change):
     """The sums that every replica gets go through `change(sums, own, rank)`."""
     whole = GradientPipeline._by_buckets
 
-    def by_buckets(self, values, rank, *rest):
-        return change(whole(self, values, rank, *rest), values, rank)
+    def by_buckets(self, values, rank, *rest, **options):
+        return change(whole(self, values, rank, *rest, **options), values, rank)
 
     monkeypatch.setattr(GradientPipeline, "_by_buckets", by_buckets)
 
