@@ -13,7 +13,7 @@ import pytest
 import tensorflow as tf
 
 import tfdp
-from tests.support.parity import make_strategy
+from tests.support.parity import make_strategy, stock_strategy
 from tests.support.parity_faults import (
     CLASSES,
     EVEN,
@@ -28,7 +28,6 @@ from tests.support.parity_faults import (
     normalised_first,
     rows,
     sgd,
-    stock,
 )
 from tfdp.errors import ParityError
 from tfdp.testing import check_parity
@@ -45,7 +44,7 @@ def check(case, strategy, **options):
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_known_fault_is_found_and_named(fault):
     case = FAULTS[fault]
-    report = check(case, stock())
+    report = check(case, stock_strategy())
     assert not report.ok
     assert [(found.cause, found.where) for found in report.causes] == list(case.causes)
     assert all(found.why and found.instead for found in report.causes)
@@ -96,7 +95,7 @@ def dict_rows(count):
 
 # What holds, beside the models of FAULTS: (build, data, options).
 SOUND = {
-    "stock-on-even-batches": (mlp(), rows(2 * EVEN), {"strategy": stock}),
+    "stock-on-even-batches": (mlp(), rows(2 * EVEN), {"strategy": stock_strategy}),
     "steps-per-execution": (
         mlp(steps_per_execution=2),
         rows(EVEN + UNEVEN),
@@ -171,7 +170,7 @@ class SlightlyTooLarge(PlainMean):
 
 def test_an_error_of_a_thousandth_is_seen_and_not_explained():
     case = Case(mlp(model_class=SlightlyTooLarge))
-    report = check(case, stock())
+    report = check(case, stock_strategy())
     # Each update is 1e-3 of itself off; rounding explains some 1e-6 of it.
     assert len(report.exceeding) == len(report.rows) == 4
     assert all(10 < row.ratio < 1e5 for row in report.rows)
@@ -200,7 +199,9 @@ def test_training_that_is_not_repeatable_tells_nothing():
 
 
 def test_training_that_diverges_on_one_device_is_said():
-    report = check(Case(mlp(optimizer=lambda: keras.optimizers.SGD(np.inf))), stock())
+    report = check(
+        Case(mlp(optimizer=lambda: keras.optimizers.SGD(np.inf))), stock_strategy()
+    )
     assert [found.cause for found in report.causes] == ["training diverges"]
 
 
@@ -216,7 +217,7 @@ class InfiniteOnReplica1(PlainMean):
 def test_an_overflow_on_one_replica_only_is_named():
     keras.config.set_dtype_policy("mixed_float16")
     build = mlp(model_class=InfiniteOnReplica1, optimizer=sgd())
-    report = check(Case(build), stock())
+    report = check(Case(build), stock_strategy())
     assert [found.cause for found in report.causes] == ["overflow on one replica"]
     assert json.dumps(report.to_json(), allow_nan=False)
 
@@ -225,7 +226,7 @@ def test_an_error_under_the_strategy_is_explained_and_chained():
     # Keras' accumulation reduces in a conditional, which stock strategies cannot.
     case = Case(mlp(optimizer=sgd(gradient_accumulation_steps=2)))
     with pytest.raises(ParityError, match="reduction inside a conditional") as raised:
-        check(case, stock(), raise_on_failure=True)
+        check(case, stock_strategy(), raise_on_failure=True)
     assert isinstance(raised.value.__cause__, RuntimeError)
     report = raised.value.report
     assert not report.ok and report.rows == ()
@@ -233,14 +234,14 @@ def test_an_error_under_the_strategy_is_explained_and_chained():
 
 
 def test_the_first_batch_of_unlike_parts_is_explained():
-    report = check(Case(mlp(), rows(UNEVEN)), stock())
+    report = check(Case(mlp(), rows(UNEVEN)), stock_strategy())
     assert [f.cause for f in report.causes] == ["mean of a batch with unlike parts"]
     assert check(Case(mlp(), rows(UNEVEN)), make_strategy(3)).ok
 
 
 def test_an_error_on_one_device_is_the_models_own():
     with pytest.raises(ValueError, match="incompatible"):
-        check(Case(mlp(), (np.zeros((4, 5)), np.zeros(4))), stock())
+        check(Case(mlp(), (np.zeros((4, 5)), np.zeros(4))), stock_strategy())
 
 
 def test_the_report_goes_through_json():

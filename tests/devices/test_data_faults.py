@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from tests.support.parity import stock_strategy
 from tfdp import data
 from tfdp.errors import ConfigurationError, DataError
 from tfdp.files.atomic import temporary_name
@@ -76,7 +77,7 @@ def test_a_corrupt_record_is_named_while_iterating(index, number, part):
 
 
 def test_a_corrupt_record_is_named_in_fit(index):
-    strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+    strategy = stock_strategy()
     with strategy.scope():
         model = keras.Sequential([keras.Input(()), keras.layers.Reshape((1,))])
         model.compile(optimizer=None, loss="mse")

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from tests.support.parity import stock_strategy
 from tests.support.workers import LONGEST_SECONDS
 from tfdp import data
 from tfdp.errors import ConfigurationError
@@ -83,7 +84,7 @@ def test_the_order_is_the_same_in_another_process(index):
 def test_a_distributed_dataset_shuffles_each_epoch_alike(index):
     plain = data.read_tfrecords(index, 10, seed=5, drop_remainder=True)
     expected = [_epoch(plain) for _ in range(2)]
-    strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+    strategy = stock_strategy()
     distributed = strategy.experimental_distribute_dataset(
         data.read_tfrecords(index, 10, seed=5, drop_remainder=True)
     )
@@ -137,7 +138,7 @@ def test_several_hosts_split_every_global_batch(index):
 
 
 def test_fit_takes_the_batches(index):
-    strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+    strategy = stock_strategy()
     with strategy.scope():
         model = keras.Sequential([keras.Input(()), keras.layers.Reshape((1,))])
         model.add(keras.layers.Dense(1, kernel_initializer="zeros"))

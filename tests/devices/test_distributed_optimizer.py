@@ -12,6 +12,7 @@ from tests.support.parity import (
     largest_difference,
     make_strategy,
     rounding_bound,
+    stock_strategy,
     train,
 )
 from tfdp.errors import ConfigurationError, ScopeError
@@ -219,7 +220,7 @@ def test_nonsensical_options_are_refused():
 def test_a_stock_strategy_is_refused():
     with pytest.raises(ScopeError, match="MirroredStrategy.*DataParallelStrategy"):
         train(
-            tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]),
+            stock_strategy(),
             optimizer=distributed(2),
         )
 

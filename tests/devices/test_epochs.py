@@ -7,7 +7,7 @@ import tensorflow as tf
 from tensorflow.python.framework import func_graph
 
 import tfdp
-from tests.support.parity import make_strategy
+from tests.support.parity import make_strategy, stock_strategy
 from tfdp._private import host_input
 from tfdp.data.unread_iterators import makes_nothing_happen
 
@@ -211,7 +211,7 @@ def test_each_replica_gets_what_a_stock_strategy_gives_it(
     distribute, count, batch, options
 ):
     devices = DEVICES[:3]
-    stock = tf.distribute.MirroredStrategy(devices)
+    stock = stock_strategy(3)
     ours = tfdp.DataParallelStrategy(devices)
     expected = parts_of(stock, distribute(stock, count, batch, **options))
     distributed = distribute(ours, count, batch, **options)
@@ -245,7 +245,7 @@ def test_a_traced_loop_gets_the_same_parts(distribute, drop_remainder):
         return tf.nest.map_structure(lambda t: int(t.numpy()), total())
 
     devices = DEVICES[:3]
-    expected = totals(tf.distribute.MirroredStrategy(devices))
+    expected = totals(stock_strategy(3))
     assert totals(tfdp.DataParallelStrategy(devices)) == expected
 
 
@@ -291,7 +291,7 @@ def test_an_iterator_traces_nothing(monkeypatch):
 
     monkeypatch.setattr(func_graph, "func_graph_from_py_func", counted)
     assert traced_by(make_strategy(2)) == 0
-    assert traced_by(tf.distribute.MirroredStrategy(DEVICES[:2])) == 12
+    assert traced_by(stock_strategy()) == 12
 
 
 def python_map(numbers):

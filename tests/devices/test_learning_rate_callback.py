@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from tests.support.parity import stock_strategy
 from tfdp.callbacks import LearningRateLogger
 from tfdp.errors import ConfigurationError
 from tfdp.optimizers import LARS
@@ -163,10 +164,7 @@ def test_a_changed_rate_is_seen_at_once():
 
 
 def test_under_a_strategy():
-    strategy = tf.distribute.MirroredStrategy(
-        ["CPU:0", "CPU:1"], cross_device_ops=tf.distribute.ReductionToOneDevice()
-    )
-    with strategy.scope():
+    with stock_strategy().scope():
         model = make_model()
     history = fit(model, [LearningRateLogger()])
     np.testing.assert_allclose(history.history["learning_rate"], [0.6, 1.2], rtol=1e-6)

@@ -7,7 +7,12 @@ import tensorflow as tf
 
 import tfdp
 from tests.support.compression_table import IDENTITIES
-from tests.support.parity import classification_data, dense_model, make_strategy
+from tests.support.parity import (
+    classification_data,
+    dense_model,
+    make_strategy,
+    stock_strategy,
+)
 from tfdp.compression import Int8, PowerSGD, SignSGD, TopK
 from tfdp.errors import ConfigurationError, ScopeError
 from tfdp.optimizers import OneBitAdam
@@ -252,7 +257,7 @@ REFUSED = {
     "shards": (lambda: make_strategy(2, "optimizer"), {}, "cannot update shards"),
     "compression": (compressing, {}, "both decide"),
     "a stock strategy": (
-        lambda: tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]),
+        stock_strategy,
         {},
         "MirroredStrategy",
     ),

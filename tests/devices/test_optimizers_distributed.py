@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from tests.support.parity import stock_strategy
 from tests.support.slow_rows import covering
 from tfdp.optimizers import LAMB, LARS
 from tfdp.schedules import LinearWarmup
@@ -70,9 +71,7 @@ def two_replicas():
 
     How the gradients are summed does not matter to an optimizer.
     """
-    return tf.distribute.MirroredStrategy(
-        ["CPU:0", "CPU:1"], cross_device_ops=tf.distribute.ReductionToOneDevice()
-    )
+    return stock_strategy()
 
 
 def arguments_of(form):

@@ -6,7 +6,7 @@ import pytest
 import tensorflow as tf
 
 import tfdp
-from tests.support.parity import classification_data, make_strategy
+from tests.support.parity import classification_data, make_strategy, stock_strategy
 from tfdp.callbacks import ReplicaCheck
 from tfdp.errors import ConfigurationError, ReplicaDriftError, ReplicaDriftWarning
 from tfdp.step.replicated_state import kept_alike
@@ -329,6 +329,6 @@ def test_arguments_out_of_range_are_refused(arguments):
 
 
 def test_a_stock_strategy_is_refused():
-    stock = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+    stock = stock_strategy()
     with pytest.raises(ConfigurationError, match="MirroredStrategy"):
         fit(compiled(stock), ReplicaCheck(1))

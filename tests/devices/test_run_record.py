@@ -8,6 +8,7 @@ import pytest
 import tensorflow as tf
 
 import tfdp
+from tests.support.parity import stock_strategy
 from tfdp.callbacks import RunRecord, StepTimeline, Traffic
 from tfdp.commands.cli import main
 from tfdp.errors import ConfigurationError, RunRecordWarning
@@ -156,7 +157,7 @@ def test_an_epoch_of_unknown_length_and_padding(tmp_path):
 def test_what_is_not_known_is_left_out(tmp_path, kind):
     strategy = {
         "none": tf.distribute.get_strategy(),
-        "stock": tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]),
+        "stock": stock_strategy(),
     }.get(kind)
     history, run = fit(tmp_path, make(strategy, run_eagerly=kind == "eager"), epochs=1)
     assert len(run.steps) == 6

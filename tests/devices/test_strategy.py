@@ -12,6 +12,7 @@ from tests.support.parity import (
     largest_difference,
     make_strategy,
     rounding_bound,
+    stock_strategy,
     train,
 )
 from tfdp.errors import ConfigurationError, DeviceError
@@ -179,11 +180,7 @@ def test_strategies_alike_and_unlike_live_in_one_process():
             strategy = make_strategy(replicas, engine=engine)
             model, _ = train(strategy)
             assert largest_difference(reference, model) < 1e-5
-    # Its default collectives have the keys of every other stock strategy of the
-    # process, and abort all when they meet (tests/devices/test_defects.py has it).
-    one_device = tf.distribute.ReductionToOneDevice()
-    devices = ["CPU:0", "CPU:1"]
-    stock, _ = train(tf.distribute.MirroredStrategy(devices, one_device))
+    stock, _ = train(stock_strategy())
     assert largest_difference(reference, stock) < 1e-5
     model, _ = train(make_strategy(2, engine="tensorflow"))
     assert largest_difference(reference, model) < 1e-5

@@ -5,11 +5,10 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.support.parity import UNIT_ROUND_OFF, make_strategy
+from tests.support.parity import UNIT_ROUND_OFF, make_strategy, stock_strategy
 from tests.support.replica_steps import (
     assert_replicas_agree,
     distribute,
-    mirrored,
     replica_function,
     samples,
 )
@@ -144,7 +143,7 @@ def narrow_parts(replicas=2):
 
 def moving_variance_error(layer_class, **options):
     parts = narrow_parts()
-    strategy = mirrored(2)
+    strategy = stock_strategy(2)
     layer = built_under(strategy, layer_class, momentum=0.0, **options)
     replica_function(strategy, forward(layer))(parts)
     exact = np.concatenate(parts).astype("float64").var(axis=0)
@@ -217,7 +216,7 @@ def by_group(group_size, parts):
 
 
 @pytest.mark.parametrize("group_size", [1, 2, 4])
-@pytest.mark.parametrize("make", [make_strategy, mirrored])
+@pytest.mark.parametrize("make", [make_strategy, stock_strategy])
 def test_groups_are_one_device_each(make, group_size):
     """In float64, so rounding (see test_sync_batch_norm.py) is far below 1e-10."""
     parts = np.split(samples((15, C)), [2, 7, 8])

@@ -23,7 +23,7 @@ from tests.support.apart import (
     synchronous_slices,
     vector_of,
 )
-from tests.support.parity import make_strategy
+from tests.support.parity import make_strategy, stock_strategy
 from tfdp.errors import ConfigurationError
 
 APART = LOCAL_SGD(2, across="replicas")
@@ -217,7 +217,7 @@ REFUSED = {
         "ema_overwrite_frequency",
     ),
     "a stock strategy": (
-        lambda: tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]),
+        stock_strategy,
         APART,
         {},
         "MirroredStrategy",

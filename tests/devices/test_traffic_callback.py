@@ -13,6 +13,7 @@ import pytest
 import tensorflow as tf
 
 import tfdp
+from tests.support.parity import stock_strategy
 from tfdp.callbacks import Traffic
 from tfdp.errors import ConfigurationError
 
@@ -222,7 +223,7 @@ def test_without_a_strategy_nothing_is_sent():
 
 
 def test_a_stock_strategy_of_several_replicas_is_refused():
-    model = compiled(tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]))
+    model = compiled(stock_strategy())
     x, y = data(8)
     with pytest.raises(ConfigurationError, match="MirroredStrategy"):
         model.fit(x, y, batch_size=8, verbose=0, callbacks=[Traffic()])

@@ -17,13 +17,6 @@ EVEN, UNEVEN = 16, 13
 FEATURES, CLASSES = 6, 3
 
 
-def stock(replicas=2):
-    return tf.distribute.MirroredStrategy(
-        [f"CPU:{i}" for i in range(replicas)],
-        cross_device_ops=tf.distribute.ReductionToOneDevice(),
-    )
-
-
 def rows(count):
     return classification_data(samples=count, features=FEATURES, classes=CLASSES)
 

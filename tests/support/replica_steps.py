@@ -3,24 +3,15 @@
 import numpy as np
 import tensorflow as tf
 
-from tests.support.parity import make_strategy
-
-
-def mirrored(replicas):
-    """Stock, with a reduction that needs none of the keys that strategies share."""
-    return tf.distribute.MirroredStrategy(
-        [f"CPU:{i}" for i in range(replicas)],
-        cross_device_ops=tf.distribute.ReductionToOneDevice(),
-    )
-
+from tests.support.parity import make_strategy, stock_strategy
 
 STRATEGIES = {
     "tfdp-2": lambda: make_strategy(2),
     "tfdp-4": lambda: make_strategy(4),
     "tfdp-4-tensorflow": lambda: make_strategy(4, engine="tensorflow"),
     "tfdp-2x2": lambda: make_strategy(4, hierarchy=(2, 2)),
-    "mirrored-2": lambda: mirrored(2),
-    "mirrored-4": lambda: mirrored(4),
+    "mirrored-2": lambda: stock_strategy(2),
+    "mirrored-4": lambda: stock_strategy(4),
 }
 
 
