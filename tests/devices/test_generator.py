@@ -5,6 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
+from tests.generator import compare
 from tests.generator.compare import Verdict, _compared, judge
 from tests.generator.known import is_documented, is_known
 from tests.generator.planted import FAULTS
@@ -48,6 +49,22 @@ def test_a_planted_fault(fault, monkeypatch):
     verdict = judge(UNEVEN)
     assert verdict.kind == "differs"
     assert "weight" in verdict.signature
+
+
+def test_a_small_fault_is_no_rounding(monkeypatch):
+    """One that is as large with more digits."""
+    whole = compare.run_replicas
+
+    def off(program, make_strategy):
+        found, exact, unequal = whole(program, make_strategy)
+        kernels = (key for key in found if key.startswith("weight") and "kernel" in key)
+        name = next(kernels)
+        return found | {name: found[name] * (1 + 3e-5)}, exact, unequal
+
+    monkeypatch.setattr(compare, "run_replicas", off)
+    verdict = judge(UNEVEN)
+    assert verdict.kind == "differs"
+    assert verdict.excess < compare.SMALL_EXCESS
 
 
 def test_a_program_that_one_device_refuses():
@@ -140,6 +157,13 @@ FOUND = {
     # Whole numbers, too, that Keras' loss scaler does not note under a strategy.
     "not-noted": Program(
         optimizer=Optimizer("Adafactor", wrapper="loss_scale"), data=Data((8,))
+    ),
+    # A rounding, 2.2 times what the twins met: in float64 1e-17 is left of it.
+    "rounding-only": Program(
+        branches=(Branch("masked-words", ("attention", "flatten")),),
+        optimizer=Optimizer("Ftrl"),
+        layout=Layout(shard=2),
+        eagerly=True,
     ),
 }
 
