@@ -4,60 +4,20 @@ Three replicas get 2, 2 and 1 of 5 rows. Two branches are alike in all shapes, s
 an exchange that met the one of the other branch would go unnoticed.
 """
 
-import keras
 import numpy as np
 import pytest
-import tensorflow as tf
 
 import tfdp
+from tests.support.branches import branching_model
 from tests.support.parity import classification_data
 from tfdp.errors import ConfigurationError
 
-L = keras.layers
 ROWS = (5, 4)
-
-
-class Centred(L.Layer):
-    """Subtracts the mean over the rows of all replicas: an `all_reduce` of its own."""
-
-    def call(self, inputs):
-        total, rows = (
-            tf.reduce_sum(inputs, axis=0),
-            tf.cast(tf.shape(inputs)[0], tf.float32),
-        )
-        context = tf.distribute.get_replica_context()
-        if context is not None and context.num_replicas_in_sync > 1:
-            total, rows = context.all_reduce("SUM", [total, rows])
-        return inputs - total / rows
-
-
-def branch(kind, x):
-    if kind == "image":
-        x = L.Flatten()(
-            L.SeparableConv2D(2, 2, padding="same")(L.Reshape((3, 4, 1))(x))
-        )
-        return L.Dense(6)(x)
-    x = L.Dense(6, "tanh")(L.Dense(6)(x))
-    if kind == "sync":
-        return tfdp.layers.SyncBatchNormalization(epsilon=0.1)(x)
-    if kind == "centred":
-        return Centred()(x)
-    return x
 
 
 def trained(strategy, kinds, eagerly, rows):
     x, y = classification_data(samples=sum(rows))
-    with (strategy or tf.distribute.get_strategy()).scope():
-        keras.utils.set_random_seed(0)
-        inputs = keras.Input((12,))
-        joined = L.Add()([branch(kind, inputs) for kind in kinds])
-        model = keras.Model(inputs, L.Dense(5)(joined))
-        model.compile(
-            keras.optimizers.SGD(0.1),
-            keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-            jit_compile=False,
-            run_eagerly=eagerly,
-        )
+    model = branching_model(strategy, kinds, run_eagerly=eagerly)
     start = model.get_weights()
     for stop, count in zip(np.cumsum(rows), rows, strict=True):
         model.train_on_batch(x[stop - count : stop], y[stop - count : stop])

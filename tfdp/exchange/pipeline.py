@@ -191,6 +191,7 @@ class GradientPipeline:
         rank: int,
         *,
         in_turn: bool = False,
+        label: str = "",
     ) -> list[tf.Tensor]:
         """This replica's shard of the sum of each gradient, bucket by bucket.
 
@@ -201,6 +202,7 @@ class GradientPipeline:
           in_turn: gradients are computed only when those of earlier buckets are sums,
             but for `Communication.bucket_bytes` of them, or little more: few whole ones
             are there at once, however far one replica is ahead of the others.
+          label: of what, in words that are alike on all hosts, which compare them.
 
         Cost: per replica n (N - 1) / N bytes on the wire for n bytes of gradients.
         """
@@ -211,6 +213,7 @@ class GradientPipeline:
             rank,
             "reduce_scatter",
             in_turn,
+            label,
         )
 
     def all_gather(
@@ -275,9 +278,11 @@ class GradientPipeline:
         rank: int,
         kind: str,
         in_turn: bool = False,
+        label: str = "",
     ) -> list[tf.Tensor]:
         results: dict[int, tf.Tensor] = {}
         buckets = self.plan(tensors)
+        of = f" {label}" if label else ""
         waits_for = predecessors(buckets, between_bytes=self.communication.bucket_bytes)
         for number, bucket in enumerate(buckets, start=1):
             earlier = waits_for[number - 1]
@@ -290,7 +295,7 @@ class GradientPipeline:
                     [tensors[i] for i in bucket.indices],
                     [layouts[i] for i in bucket.indices],
                     rank,
-                    f"{kind} of bucket {number} of {len(buckets)}",
+                    f"{kind}{of} of bucket {number} of {len(buckets)}",
                 )
             results.update(zip(bucket.indices, exchanged, strict=True))
         return [results[place] for place in range(len(tensors))]

@@ -91,10 +91,12 @@ class Reducer(Protocol):
         rank: Any,
         *,
         in_turn: bool = False,
+        label: str = "",
     ) -> list[tf.Tensor]:
         """This replica's shard of the sum of each gradient.
 
-        `in_turn`: few of the whole gradients are to be in memory at once.
+        `in_turn`: few of the whole gradients are to be in memory at once. `label`: of
+        what, in words that are alike on all hosts, which compare them.
         """
 
     def all_gather(

@@ -146,6 +146,7 @@ class CrossReplicaReducer:
         rank: Any,
         *,
         in_turn: bool = False,
+        label: str = "",
     ) -> list[tf.Tensor]:
         """This replica's shard of the sum of each gradient.
 
@@ -153,7 +154,8 @@ class CrossReplicaReducer:
           gradients: alike on all replicas; `tf.IndexedSlices` become dense.
           layouts: how each gradient is cut.
           rank: the calling replica.
-          in_turn: not looked at: XLA orders what it compiles.
+          in_turn, label: not looked at: XLA orders what it compiles, and hosts run one
+            program.
 
         Cost: n (N - 1) / N bytes per replica for n bytes of gradients.
         """

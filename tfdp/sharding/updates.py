@@ -180,6 +180,12 @@ class ShardUpdates:
         if dtype is None or dtype.size > variable.dtype.size:
             dtype = variable.dtype
 
+        # In which order gradients come may depend on the shapes that a host knows while
+        # it traces: between hosts they meet under the number of their read.
+        reads = self._strategy.extended.current_run.shard_reads
+        reads[trace_of(rank)] += 1
+        label = f"of the gradient of read {reads[trace_of(rank)]}"
+
         @tf.custom_gradient
         def gather(shard: tf.Tensor) -> tuple[tf.Tensor, Callable]:
             whole = self._gathered(variable, tf.cast(shard, dtype), rank)
@@ -190,7 +196,10 @@ class ShardUpdates:
             run = self._strategy.extended.current_run
             upstream = run.own_gradient(rank, upstream)
             if not tf.executing_eagerly():
-                return self.reducer.reduce_scatter([upstream], [layout], rank)[0]
+                shards = self.reducer.reduce_scatter(
+                    [upstream], [layout], rank, label=label
+                )
+                return shards[0]
             # Gradients of branches may come in another order where a replica has one
             # row: what is met for is the variable, not only its shape.
             run.eager_order.meet(rank, f"the gradient of {variable.name}")

@@ -8,10 +8,16 @@ synchronized batch normalization, a layer's own `all_reduce` - meet by their ord
 would add what does not belong together, silently where shapes are equal. So replicas
 that differ in their rows are traced as if nobody knew them. How many there are stays
 known to what weighs losses (`ReplicaRun.counts`).
+
+A host does not know the rows of others while it traces. It is one row that changes the
+operations, so with several hosts a single row is not known either. What else might
+move the sums of shards is an error: between hosts each is named by the read of the
+weight that it belongs to.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -29,26 +35,40 @@ def with_alike_shapes(arguments: Any, run: ReplicaRun) -> Any:
       arguments: nested per-replica values.
       run: to note in what the replicas get.
     """
-    if tf.executing_eagerly() or run.counts is None or len(run.counts) == 1:
+    if tf.executing_eagerly() or run.counts is None:
         return arguments
-    relaxed = tf.nest.map_structure(_alike, arguments, expand_composites=False)
+    has_one = any(isinstance(count, int) and count == 1 for count in run.counts)
+    forgets_one = run.spans_hosts and has_one
+    if len(run.counts) == 1 and not forgets_one:
+        return arguments
+
+    def alike(value: Any) -> Any:
+        if len(run.counts or ()) == 1 and isinstance(value, tf.Tensor):
+            shape = _shape_of_all([value], forgets_one)
+            return value if shape is None else _of_shape(value, shape)
+        if not isinstance(value, PerReplica):
+            return value
+        shape = _shape_of_all(value.values, forgets_one)
+        if shape is None:
+            return value
+        return PerReplica([_of_shape(part, shape) for part in value.values])
+
+    relaxed = tf.nest.map_structure(alike, arguments, expand_composites=False)
     run.batches = parts_by_replica(relaxed, len(run.counts))
     return relaxed
 
 
-def _alike(value: Any) -> Any:
-    if not isinstance(value, PerReplica):
-        return value
-    parts = value.values
+def _shape_of_all(parts: Sequence[Any], forgets_one: bool) -> list[int | None] | None:
+    """The static shape that all parts are to have; None: that which they have."""
     if not all(isinstance(part, tf.Tensor) and part.shape.rank for part in parts):
-        return value
-    if len({tuple(part.shape) for part in parts}) == 1:
-        return value
+        return None
     if len({part.shape.rank for part in parts}) != 1:
-        return value
+        return None
     axes = zip(*(part.shape for part in parts), strict=True)
-    shape = [size if {size} == {*others} else None for size, *others in axes]
-    return PerReplica([_of_shape(part, shape) for part in parts])
+    shape = [sizes[0] if len({*sizes}) == 1 else None for sizes in axes]
+    if forgets_one and shape[0] == 1:
+        shape[0] = None
+    return None if all(shape == list(part.shape) for part in parts) else shape
 
 
 def _of_shape(part: tf.Tensor, shape: list[int | None]) -> tf.Tensor:

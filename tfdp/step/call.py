@@ -1,6 +1,7 @@
 """One `strategy.run`, stage by stage; `ReplicaContextStrategy.run` is the list of them.
 
 take_batch   the rows of each replica: parts, counts, filling or borrowed rows
+make_shapes_alike  of static shapes, what all replicas and hosts have alike
 leading      while replicas run: the batch comes first; optimizers, reports, losses
 own_rows_of  of what a prediction returns, the rows that came in
 """
@@ -70,6 +71,7 @@ class StepCall:
         self.is_reported = is_reported and self.is_step and not is_compiled
         self._devices, self._is_compiled = devices, is_compiled
         self._filled_rows: Any = None
+        self._has_own_shapes = False
         self._guard: FiniteGuard | None = None
 
     @property
@@ -105,8 +107,15 @@ class StepCall:
                 self.kwargs = without_padding(self.kwargs)
         elif not self._is_compiled and (self.is_step or self.is_prediction):
             arguments = borrow_rows((self.args, self.kwargs), run, self._devices)
-            self.args, self.kwargs = with_alike_shapes(arguments, run)
+            self.args, self.kwargs = arguments
+            self._has_own_shapes = True
         return run
+
+    def make_shapes_alike(self) -> None:
+        """Forgets how many rows are known, where replicas or hosts have others."""
+        if self._has_own_shapes:
+            arguments = (self.args, self.kwargs)
+            self.args, self.kwargs = with_alike_shapes(arguments, self.run)
 
     @contextlib.contextmanager
     def leading(

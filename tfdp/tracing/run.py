@@ -78,6 +78,10 @@ class ReplicaRun:
     #: The replicas of this process that step together while others train apart
     #: (`tfdp.sync`); None: all replicas do.
     groups: tuple[tuple[int, ...], ...] | None = None
+    #: By trace: how often weights that are stored in shards were read.
+    shard_reads: dict[int, int] = dataclasses.field(
+        default_factory=lambda: collections.defaultdict(int)
+    )
     #: What eager replicas have met for so far.
     eager_order: EagerOrder = dataclasses.field(default_factory=EagerOrder)
     #: What the replicas do alike, and share.
