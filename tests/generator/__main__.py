@@ -10,6 +10,7 @@ import runpy
 import sys
 
 from tests.generator.child import Child
+from tests.generator.hosts import HostsChild
 from tests.generator.known import KNOWN
 from tests.generator.search import Search
 
@@ -28,25 +29,34 @@ def main(arguments=None):
         metavar="WORDS",
         help="draws what known.py leaves out, too: lines that hold these words",
     )
+    parser.add_argument(
+        "--hosts", action="store_true", help="each program on two processes"
+    )
     parser.add_argument("--from-file", help="runs the program of a finding's file")
     chosen = parser.parse_args(arguments)
     if chosen.from_file:
-        return replay(runpy.run_path(chosen.from_file)["program"])
+        program = runpy.run_path(chosen.from_file)["program"]
+        return replay(program, hosts=chosen.hosts)
     seed = random.randrange(10**6) if chosen.seed is None else chosen.seed
     switched_on = [
         line for line in KNOWN if any(words in line for words in chosen.with_known)
     ]
     search = Search(
-        chosen.minutes, seed, chosen.folder, chosen.reduce_seconds, switched_on
+        chosen.minutes,
+        seed,
+        chosen.folder,
+        chosen.reduce_seconds,
+        switched_on,
+        child=HostsChild() if chosen.hosts else None,
     )
     findings = search.run()
     print(search.summary())
     return 1 if findings else 0
 
 
-def replay(program):
-    """Runs one program in a process of its own and prints the verdict."""
-    child = Child()
+def replay(program, hosts=False):
+    """Runs one program in a process of its own, or two; prints the verdict."""
+    child = HostsChild() if hosts else Child()
     verdict = child.judge(program)
     child.close()
     print(program)

@@ -22,27 +22,6 @@ PROGRAMS_PER_PROCESS = 60
 DEVICES = 4
 
 
-def _serve(connection, plant):
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-    import tensorflow as tf
-
-    tf.config.set_logical_device_configuration(
-        tf.config.list_physical_devices("CPU")[0],
-        [tf.config.LogicalDeviceConfiguration()] * DEVICES,
-    )
-    from tests.generator.compare import judge
-
-    if plant is not None:
-        from tests.generator.planted import FAULTS
-
-        FAULTS[plant]()
-    connection.send("ready")
-    while (program := connection.recv()) is not None:
-        connection.send(judge(program))
-        # Iterators that are dropped young keep nobody waiting; see IDLE_SECONDS.
-        gc.collect()
-
-
 class Child:
     """Gives the verdict on programs in a process of their own.
 
@@ -50,6 +29,9 @@ class Child:
       plant: the name of a fault in `planted.FAULTS` that the process begins with.
       idle_seconds: how long a program may use no processor.
     """
+
+    #: More arguments of `__main__.replay` for a program of this child.
+    replayed_with = ""
 
     def __init__(self, plant=None, idle_seconds=IDLE_SECONDS):
         self._plant, self._idle_seconds = plant, idle_seconds
@@ -60,10 +42,7 @@ class Child:
         """The `Verdict`; "hang" or "died" where the process gave none."""
         from tests.generator.compare import Verdict
 
-        if self._process is None or self._served >= PROGRAMS_PER_PROCESS:
-            self.close()
-            self._start()
-        self._served += 1
+        self._make_ready()
         self._connection.send(program)
         try:
             if self._answers():
@@ -83,6 +62,9 @@ class Child:
 
     def close(self):
         """Ends the process."""
+        self._end_process()
+
+    def _end_process(self):
         if self._process is None:
             return
         self._process.kill()
@@ -90,11 +72,39 @@ class Child:
         self._connection.close()
         self._process = None
 
+    @staticmethod
+    def serve(connection, plant):
+        """What the process does: answers programs with verdicts."""
+        os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+        import tensorflow as tf
+
+        tf.config.set_logical_device_configuration(
+            tf.config.list_physical_devices("CPU")[0],
+            [tf.config.LogicalDeviceConfiguration()] * DEVICES,
+        )
+        from tests.generator.compare import judge
+
+        if plant is not None:
+            from tests.generator.planted import FAULTS
+
+            FAULTS[plant]()
+        connection.send("ready")
+        while (program := connection.recv()) is not None:
+            connection.send(judge(program))
+            # Iterators that are dropped young keep nobody waiting; see IDLE_SECONDS.
+            gc.collect()
+
+    def _make_ready(self):
+        if self._process is None or self._served >= PROGRAMS_PER_PROCESS:
+            self._end_process()
+            self._start()
+        self._served += 1
+
     def _start(self):
         context = multiprocessing.get_context("spawn")
         self._connection, theirs = context.Pipe()
         self._process = context.Process(
-            target=_serve, args=(theirs, self._plant), daemon=True
+            target=self.serve, args=(theirs, self._plant), daemon=True
         )
         self._process.start()
         theirs.close()

@@ -8,8 +8,10 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+import tfdp
 from tests.generator.build import make_model, make_strategy
 from tests.generator.calls import Caller
+from tests.generator.hosts import unequal_hosts
 from tests.generator.one_device import (
     TWINS,
     OneDevice,
@@ -59,14 +61,17 @@ class Verdict:
         return self.kind != "crash" or self.signature == other.signature
 
 
-def judge(program, make_strategy=make_strategy):
-    """The verdict on a program that ends; the process must have enough devices."""
+def judge(program, make_strategy=make_strategy, *, may_repeat=True):
+    """The verdict on a program that ends; the process must have enough devices.
+
+    `may_repeat`: whether replicas can run once more, which other hosts are not told of.
+    """
     failed = None
     keras.utils.clear_session(free_memory=False)
     try:
         found, found_exact, unequal = run_replicas(program, make_strategy)
     except Exception as error:
-        if _typed(error):
+        if is_typed(error):
             return Verdict("refused", *_tell(error))
         failed = Verdict("crash", *_tell(error))
     keras.utils.clear_session(free_memory=False)
@@ -90,7 +95,7 @@ def judge(program, make_strategy=make_strategy):
         verdict = _compared(answer, exact, found, found_exact, limits)
         if verdict.kind == "same":
             return verdict
-    if _goes_in_float64(program, make_strategy, verdict, answer, found):
+    if may_repeat and _goes_in_float64(program, make_strategy, verdict, answer, found):
         return Verdict("same")
     return verdict
 
@@ -129,7 +134,10 @@ def run_replicas(program, make_strategy):
         model = make_model(program)
     values = Caller(program, model, rows, validation).call_all()
     state, exact = state_of(model)
-    return values | state, exact, unequal_copies(model)
+    unequal = unequal_copies(model)
+    if isinstance(strategy, tfdp.MultiHostDataParallelStrategy):
+        unequal += unequal_hosts(strategy, state)
+    return values | state, exact, unequal
 
 
 def _noted_by_both(answer, found):
@@ -233,7 +241,8 @@ def _excess(expected, got, limit):
     return difference[place] / max(limit, np.finfo("float32").tiny), text
 
 
-def _typed(error):
+def is_typed(error):
+    """Whether `error` is one of tfdp's, or was raised from one."""
     while error is not None:
         if isinstance(error, TfdpError):
             return True

@@ -26,7 +26,7 @@ from tests.generator.program import *
 program = {program!r}
 
 if __name__ == "__main__":
-    raise SystemExit(replay(program))
+    raise SystemExit(replay(program{more}))
 """
 
 
@@ -45,19 +45,26 @@ class Finding:
     Args:
       seed: of the round that drew it.
       program, verdict: see `compare.judge`.
+      more: arguments for its replay.
       programs: the others that it explains; see `Search.is_explained`.
     """
 
     seed: int
     program: object
     verdict: object
+    more: str = ""
     programs: set = dataclasses.field(default_factory=set)
+
+    @property
+    def file(self):
+        """A Python file that runs it."""
+        return REPLAY.format(program=self.program, more=self.more)
 
     def __str__(self):
         return (
             f"--- finding of seed {self.seed}, met by {len(self.programs)} more: "
             f"{self.verdict.kind}: {self.verdict.signature}\n{self.verdict.text}\n\n"
-            f"{REPLAY.format(program=self.program)}"
+            f"{self.file}"
         )
 
 
@@ -71,6 +78,7 @@ class Search:
       reduce_seconds: how long a smaller program is looked for, at most.
       switched_on: lines of `known.KNOWN` that are drawn all the same.
       plant: see `child.Child`.
+      child: what gives the verdicts; None: a `Child`.
     """
 
     def __init__(
@@ -82,13 +90,14 @@ class Search:
         switched_on=(),
         plant=None,
         say=None,
+        child=None,
     ):
         self.seed, self.folder = seed, folder
         self.say = say or functools.partial(print, flush=True)
         self._seconds = 60 * minutes
         self._reduce_seconds = reduce_seconds
         self._switched_on = switched_on
-        self._child = Child(plant)
+        self._child = child or Child(plant)
         self.counts = collections.Counter()
         self.refusals = collections.Counter()
         self.skipped = collections.Counter()
@@ -139,7 +148,8 @@ class Search:
         try:
             test()
         except Found as found:
-            self._note(Finding(seed, *self._reduced(found.program, found.verdict)))
+            smallest = self._reduced(found.program, found.verdict)
+            self._note(Finding(seed, *smallest, self._child.replayed_with))
 
     def _reduced(self, program, verdict):
         """The smallest program with a verdict like this that is found in time."""
@@ -199,8 +209,9 @@ class Search:
         comment = "".join(
             f"# {line}\n" for line in str(finding.verdict.text).splitlines()
         )
-        text = comment + REPLAY.format(program=finding.program)
-        (folder / f"finding_{finding.seed}_{digest}.py").write_text(text)
+        (folder / f"finding_{finding.seed}_{digest}.py").write_text(
+            comment + finding.file
+        )
 
     def summary(self):
         """What was run, refused and found."""
