@@ -13,11 +13,10 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.support.parity import largest_distance, make_strategy
+from tests.support.parity import largest_distance, make_strategy, stock_strategy
 from tests.support.replica_steps import (
     STRATEGIES,
     assert_replicas_agree,
-    mirrored,
     replica_function,
     samples,
 )
@@ -78,7 +77,7 @@ def test_equals_one_device(name):
     assert compare(STRATEGIES[name](), {}, samples()) < FLOAT64_BOUND
 
 
-@pytest.mark.parametrize("make", [make_strategy, mirrored])
+@pytest.mark.parametrize("make", [make_strategy, stock_strategy])
 def test_equals_one_device_in_eager_mode(make):
     assert compare(make(2), {}, samples(), eager=True) < FLOAT64_BOUND
 

@@ -11,11 +11,11 @@ from tests.support.parity import (
     largest_difference,
     make_strategy,
     rounding_bound,
+    stock_strategy,
     train,
 )
 from tests.support.replica_steps import (
     assert_replicas_agree,
-    mirrored,
     replica_function,
     samples,
 )
@@ -66,7 +66,7 @@ def one_device(count, kernel):
     "make, replicas, count, kernel",
     [
         (make_strategy, 4, 48, 3),
-        (mirrored, 2, 48, 3),
+        (stock_strategy, 2, 48, 3),
         (make_strategy, 2, 41, 3),  # the last batch: 5 and 4 samples
         # The last batch: 1, 1, 1 and 0. No convolution: on CPUs TensorFlow's gives
         # 0 samples of a wrong shape when it is given 0 samples.
