@@ -30,13 +30,17 @@ def main(arguments=None):
         help="draws what known.py leaves out, too: lines that hold these words",
     )
     parser.add_argument(
-        "--hosts", action="store_true", help="each program on two processes"
+        "--hosts",
+        type=int,
+        choices=(1, 2),
+        metavar="DEVICES",
+        help="each program on two processes of so many devices",
     )
     parser.add_argument("--from-file", help="runs the program of a finding's file")
     chosen = parser.parse_args(arguments)
     if chosen.from_file:
         program = runpy.run_path(chosen.from_file)["program"]
-        return replay(program, hosts=chosen.hosts)
+        return replay(program, devices_of_hosts=chosen.hosts)
     seed = random.randrange(10**6) if chosen.seed is None else chosen.seed
     switched_on = [
         line for line in KNOWN if any(words in line for words in chosen.with_known)
@@ -47,16 +51,16 @@ def main(arguments=None):
         chosen.folder,
         chosen.reduce_seconds,
         switched_on,
-        child=HostsChild() if chosen.hosts else None,
+        child=HostsChild(chosen.hosts) if chosen.hosts else None,
     )
     findings = search.run()
     print(search.summary())
     return 1 if findings else 0
 
 
-def replay(program, hosts=False):
+def replay(program, devices_of_hosts=None):
     """Runs one program in a process of its own, or two; prints the verdict."""
-    child = HostsChild() if hosts else Child()
+    child = HostsChild(devices_of_hosts) if devices_of_hosts else Child()
     verdict = child.judge(program)
     child.close()
     print(program)

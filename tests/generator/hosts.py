@@ -7,7 +7,7 @@ have, so that every program that is drawn runs.
 """
 
 import dataclasses
-import os
+import functools
 import secrets
 import socket
 import traceback
@@ -20,7 +20,7 @@ from tests.generator.child import Child
 from tests.generator.program import Program
 
 HOSTS = 2
-# Nothing here waits so long for another host, but one that has gone another way.
+# Nobody waits so long here, but for a host that has gone another way.
 TIMEOUT_SECONDS = 240.0
 # Every host brings rows of its own to these; others get the whole batch on all hosts.
 CALLS = {
@@ -30,11 +30,11 @@ CALLS = {
 }
 
 
-def on_hosts(program: Program) -> Program:
-    """The program as two hosts run it, with one or two replicas each."""
+def on_hosts(program: Program, devices: int) -> Program:
+    """The program as two hosts run it, with a replica on each device."""
     layout = dataclasses.replace(
         program.layout,
-        replicas=HOSTS * (1 if program.layout.replicas % 2 else 2),
+        replicas=HOSTS * devices,
         engine="auto",
         hierarchy="flat",
         pad_batches=False,
@@ -44,12 +44,16 @@ def on_hosts(program: Program) -> Program:
 
 
 class HostsChild(Child):
-    """Gives the verdict on programs that two processes run together."""
+    """Gives the verdict on programs that two processes run together.
 
-    replayed_with = ", hosts=True"
+    Args:
+      devices: of each process. TensorFlow fixes their number when it starts.
+    """
 
-    def __init__(self):
+    def __init__(self, devices):
         super().__init__()
+        self._devices = devices
+        self.replayed_with = f", devices_of_hosts={devices}"
         self._other = _Other()
 
     def judge(self, program: Program):
@@ -58,7 +62,7 @@ class HostsChild(Child):
             probe.bind(("127.0.0.1", 0))
             address = f"127.0.0.1:{probe.getsockname()[1]}"
         place = address, secrets.token_hex(16)
-        program = on_hosts(program)
+        program = on_hosts(program, self._devices)
         self._other.begin((program, 1, *place))
         verdict = super().judge((program, 0, *place))
         other = self._other.end(verdict)
@@ -75,12 +79,12 @@ class HostsChild(Child):
     @staticmethod
     def serve(connection, plant):
         """Worker 0."""
-        _begin()
         from tests.generator.compare import judge
 
         connection.send("ready")
         while (asked := connection.recv()) is not None:
             program, *place = asked
+            _start_devices(program.layout.replicas // HOSTS)
             with Meeting(*place) as meeting:
                 verdict = judge(program, meeting.strategy, may_repeat=False)
             connection.send(verdict)
@@ -91,12 +95,12 @@ class _Other(Child):
 
     @staticmethod
     def serve(connection, plant):
-        _begin()
         from tests.generator.compare import is_typed, run_replicas
 
         connection.send("ready")
         while (asked := connection.recv()) is not None:
             program, *place = asked
+            _start_devices(program.layout.replicas // HOSTS)
             told = None
             with Meeting(*place) as meeting:
                 try:
@@ -124,12 +128,11 @@ class _Other(Child):
         return "worker 1 hangs"
 
 
-def _begin():
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-    tf.config.set_logical_device_configuration(
-        tf.config.list_physical_devices("CPU")[0],
-        [tf.config.LogicalDeviceConfiguration()] * 2,
-    )
+@functools.cache  # the same layout for all programs of a process
+def _start_devices(count):
+    import tfdp
+
+    tfdp.use_virtual_devices(count)
 
 
 class Meeting:
