@@ -48,10 +48,11 @@ class HostsChild(Child):
 
     Args:
       devices: of each process. TensorFlow fixes their number when it starts.
+      plant: the name of a fault in `planted.FAULTS` that worker 0 alone has.
     """
 
-    def __init__(self, devices):
-        super().__init__()
+    def __init__(self, devices, plant=None):
+        super().__init__(plant)
         self._devices = devices
         self.replayed_with = f", devices_of_hosts={devices}"
         self._other = _Other()
@@ -81,6 +82,10 @@ class HostsChild(Child):
         """Worker 0."""
         from tests.generator.compare import judge
 
+        if plant is not None:
+            from tests.generator.planted import FAULTS
+
+            FAULTS[plant]()
         connection.send("ready")
         while (asked := connection.recv()) is not None:
             program, *place = asked
