@@ -79,6 +79,9 @@ REFUSED = {
     "cannot update shards": lambda p: (
         p.layout.shard > 0 and p.optimizer.name in UNSHARDABLE
     ),
+    "cannot update shards in eager mode": lambda p: (
+        p.layout.shard > 0 and p.eagerly and p.optimizer.name in ("LARS", "LAMB")
+    ),
     "inside a function compiled by XLA": _exchanges_within_a_step,
     "The size of the batches is not known": lambda p: (
         p.layout.pad_batches is True and p.data.source != "arrays"

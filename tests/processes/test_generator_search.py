@@ -6,8 +6,7 @@ import runpy
 import pytest
 
 from tests.generator.child import Child
-from tests.generator.hosts import HostsChild
-from tests.generator.program import Data, Program
+from tests.generator.program import Program
 from tests.generator.search import Search
 
 MINUTES = 5
@@ -20,18 +19,6 @@ def test_a_program_that_ends_its_process_or_waits(fault, kind):
     child = Child(fault, idle_seconds=20.0)
     try:
         assert child.judge(Program()).kind == kind
-    finally:
-        child.close()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("devices", [1, 2])
-@pytest.mark.parametrize("plant, kind", [(None, "same"), ("equal_shares", "differs")])
-def test_programs_on_two_hosts(devices, plant, kind):
-    child = HostsChild(devices, plant)
-    try:
-        program = Program(data=Data((8, 3)), calls=("train_on_batch", "predict"))
-        assert child.judge(program).kind == kind
     finally:
         child.close()
 

@@ -248,6 +248,11 @@ class GradientPipeline:
         """The shard of this process's first replica."""
         return self.engine.first_part
 
+    @property
+    def holds_first_copy(self) -> bool:
+        """Whether the shards of this process are the first of several copies."""
+        return self.engine.holds_first_copy
+
     def join_shards(
         self, shards: Sequence[tf.Tensor], layout: ShardLayout, label: str
     ) -> tf.Tensor:
@@ -266,7 +271,7 @@ class GradientPipeline:
           value: small; alike in shape on all replicas.
           rank: the calling replica.
         """
-        if not self.engine.holds_first_copy:
+        if not self.holds_first_copy:
             value = tf.zeros_like(value)  # other hosts count the same shards
         return self.engine.all_reduce(value, rank)
 

@@ -104,6 +104,10 @@ class Reducer(Protocol):
     ) -> list[tf.Tensor]:
         """The whole tensors from everybody's shards."""
 
+    @property
+    def holds_first_copy(self) -> bool:
+        """Whether the shards of this process are the first of several copies."""
+
     def sum_of_shards(self, value: tf.Tensor, rank: Any) -> tf.Tensor:
         """The sum over the shards of what each replica found on its own."""
 

@@ -83,6 +83,11 @@ class CrossReplicaReducer:
         """The shard of the first replica."""
         return 0
 
+    @property
+    def holds_first_copy(self) -> bool:
+        """There is one copy of each shard."""
+        return True
+
     def join_shards(
         self, shards: Sequence[tf.Tensor], layout: ShardLayout, label: str
     ) -> tf.Tensor:

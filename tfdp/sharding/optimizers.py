@@ -171,10 +171,12 @@ def total_over_shards(
 ) -> list[tf.Tensor]:
     """The sums of scalars over the replicas that hold the shards."""
     stacked = tf.stack([tf.cast(value, tf.float32) for value in own])
-    if tf.executing_eagerly():
-        context = tf.distribute.get_replica_context()
-        return tf.unstack(context.all_reduce("SUM", stacked))
-    return tf.unstack(shards.reducer.sum_of_shards(stacked, current_rank()))
+    if not tf.executing_eagerly():
+        return tf.unstack(shards.reducer.sum_of_shards(stacked, current_rank()))
+    if not shards.reducer.holds_first_copy:
+        stacked = tf.zeros_like(stacked)  # other hosts count the same shards
+    context = tf.distribute.get_replica_context()
+    return tf.unstack(context.all_reduce("SUM", stacked))
 
 
 def _then_gather(
@@ -248,6 +250,13 @@ def _update_in_phases(
     learning_rate: Any,
 ) -> None:
     """First every layer's norms, then one sum for all of them, then every update."""
+    if tf.distribute.in_cross_replica_context():
+        # Eager replicas update across replicas, one variable after the other.
+        raise ConfigurationError(
+            f"{type(optimizer).__name__} cannot update shards in eager mode: the norms "
+            "of its layers are summed over the replicas first. Compile with "
+            "run_eagerly=False, or leave out shard=."
+        )
     running: list[Any] = []
     found: list[tuple[tf.Tensor, ...]] = []
 

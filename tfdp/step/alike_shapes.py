@@ -9,10 +9,10 @@ would add what does not belong together, silently where shapes are equal. So rep
 that differ in their rows are traced as if nobody knew them. How many there are stays
 known to what weighs losses (`ReplicaRun.counts`).
 
-A host does not know the rows of others while it traces. It is one row that changes the
-operations, so with several hosts a single row is not known either. What else might
-move the sums of shards is an error: between hosts each is named by the read of the
-weight that it belongs to.
+A host does not know the rows of others while it traces, and what is known of shapes
+also decides what has to be asked of all hosts. So with several hosts no rows are known,
+as in most of Keras' batches. What else might move the sums of shards is an error:
+between hosts each is named by the read of the weight that it belongs to.
 """
 
 from __future__ import annotations
@@ -37,28 +37,30 @@ def with_alike_shapes(arguments: Any, run: ReplicaRun) -> Any:
     """
     if tf.executing_eagerly() or run.counts is None:
         return arguments
-    has_one = any(isinstance(count, int) and count == 1 for count in run.counts)
-    forgets_one = run.spans_hosts and has_one
-    if len(run.counts) == 1 and not forgets_one:
+    if len(run.counts) == 1 and not run.spans_hosts:
         return arguments
+    # Who has no row has borrowed one.
+    known = [max(n, 1) if isinstance(n, int) else None for n in run.counts]
+    forgotten = known if run.spans_hosts else []
 
     def alike(value: Any) -> Any:
-        if len(run.counts or ()) == 1 and isinstance(value, tf.Tensor):
-            shape = _shape_of_all([value], forgets_one)
-            return value if shape is None else _of_shape(value, shape)
-        if not isinstance(value, PerReplica):
+        parts = value.values if isinstance(value, PerReplica) else [value]
+        if len(parts) != len(known):
             return value
-        shape = _shape_of_all(value.values, forgets_one)
+        shape = _shape_of_all(parts, forgotten)
         if shape is None:
             return value
-        return PerReplica([_of_shape(part, shape) for part in value.values])
+        relaxed = [_of_shape(part, shape) for part in parts]
+        return PerReplica(relaxed) if isinstance(value, PerReplica) else relaxed[0]
 
     relaxed = tf.nest.map_structure(alike, arguments, expand_composites=False)
     run.batches = parts_by_replica(relaxed, len(run.counts))
     return relaxed
 
 
-def _shape_of_all(parts: Sequence[Any], forgets_one: bool) -> list[int | None] | None:
+def _shape_of_all(
+    parts: Sequence[Any], forgotten: Sequence[int | None]
+) -> list[int | None] | None:
     """The static shape that all parts are to have; None: that which they have."""
     if not all(isinstance(part, tf.Tensor) and part.shape.rank for part in parts):
         return None
@@ -66,7 +68,7 @@ def _shape_of_all(parts: Sequence[Any], forgets_one: bool) -> list[int | None] |
         return None
     axes = zip(*(part.shape for part in parts), strict=True)
     shape = [sizes[0] if len({*sizes}) == 1 else None for sizes in axes]
-    if forgets_one and shape[0] == 1:
+    if [part.shape[0] for part in parts] == [*forgotten]:
         shape[0] = None
     return None if all(shape == list(part.shape) for part in parts) else shape
 

@@ -38,20 +38,24 @@ from tfdp.tracing.run import ReplicaRun, parts_by_replica
 __all__ = ["borrow_rows", "leaves_borrowed_out", "return_rows"]
 
 
-def borrow_rows(arguments: Any, run: ReplicaRun, devices: Sequence[str]) -> Any:
+def borrow_rows(
+    arguments: Any, run: ReplicaRun, devices: Sequence[str], hosts: int = 1
+) -> Any:
     """`arguments` with at least one row for every replica, in cross-replica context.
 
     Args:
-      arguments: nested per-replica values, of `run.counts` rows each.
+      arguments: nested per-replica values, of `run.counts` rows each; the values of a
+        single replica are plain ones.
       run: to note in who has rows of its own, and what the replicas get.
       devices: of the replicas.
+      hosts: how many there are. A single replica has rows where it is the only one.
 
     Cost: where the shapes leave open who has rows, replica 0 sends each other replica
     its first row.
     """
     run.lends_rows = True
     counts = run.counts
-    if counts is None or len(counts) == 1:
+    if counts is None or (len(counts) == 1 and hosts == 1):
         return arguments
     owns = [n > 0 for n in counts]
     if all(own is True for own in owns):
@@ -59,17 +63,17 @@ def borrow_rows(arguments: Any, run: ReplicaRun, devices: Sequence[str]) -> Any:
     run.owns_rows = owns
 
     def fill(value: Any) -> Any:
-        if not isinstance(value, PerReplica) or not _have_rows(value.values):
+        parts = _parts_of(value, len(owns))
+        if not _have_rows(parts):
             return value
-        first = value.values[0]
+        first = parts[0]
         with tf.device(devices[0]):
             row = _either(owns[0], lambda: _first_rows(first, 1), lambda: _row(first))
-        return PerReplica(
-            [
-                _part_or(row, own, part, device)
-                for own, part, device in zip(owns, value.values, devices, strict=True)
-            ]
-        )
+        filled = [
+            _part_or(row, own, part, device)
+            for own, part, device in zip(owns, parts, devices, strict=True)
+        ]
+        return _joined(value, filled)
 
     if share_memory(devices):
         filled = _filled_on_host(arguments, owns, devices[0])
@@ -88,14 +92,13 @@ def return_rows(outputs: Any, run: ReplicaRun) -> Any:
     owns = run.owns_rows
 
     def cut(value: Any) -> Any:
-        if not isinstance(value, PerReplica) or not _have_rows(value.values):
+        parts = _parts_of(value, len(owns))
+        if not _have_rows(parts):
             return value
-        return PerReplica(
-            [
-                _part_or_nothing(own, part)
-                for own, part in zip(owns, value.values, strict=True)
-            ]
-        )
+        cut_parts = [
+            _part_or_nothing(own, part) for own, part in zip(owns, parts, strict=True)
+        ]
+        return _joined(value, cut_parts)
 
     return tf.nest.map_structure(cut, outputs, expand_composites=False)
 
@@ -186,9 +189,9 @@ def _filled_on_host(arguments: Any, owns: Sequence[Any], device: str) -> Any:
     places = [
         place
         for place, value in enumerate(leaves)
-        if isinstance(value, PerReplica) and _have_rows(value.values)
+        if _have_rows(_parts_of(value, len(owns)))
     ]
-    batch = [list(leaves[place].values) for place in places]
+    batch = [_parts_of(leaves[place], len(owns)) for place in places]
     if not all(isinstance(part, tf.Tensor) for parts in batch for part in parts):
         return None
 
@@ -208,12 +211,24 @@ def _filled_on_host(arguments: Any, owns: Sequence[Any], device: str) -> Any:
     with tf.device(device):
         results = tf.cond(tf.reduce_all(tf.stack(owns)), lambda: batch, filled)
     for place, parts in zip(places, results, strict=True):
-        leaves[place] = PerReplica(parts)
+        leaves[place] = _joined(leaves[place], parts)
     return tf.nest.pack_sequence_as(arguments, leaves, expand_composites=False)
 
 
+def _parts_of(value: Any, replicas: int) -> list[Any]:
+    """One for each replica; none where `value` is no part of a batch."""
+    if isinstance(value, PerReplica):
+        return list(value.values)
+    return [value] if replicas == 1 else []
+
+
+def _joined(value: Any, parts: Sequence[Any]) -> Any:
+    """Parts in the place of those of `value`."""
+    return PerReplica(parts) if isinstance(value, PerReplica) else parts[0]
+
+
 def _have_rows(parts: Sequence[Any]) -> bool:
-    return all(tf.is_tensor(part) and part.shape.rank for part in parts)
+    return bool(parts) and all(tf.is_tensor(part) and part.shape.rank for part in parts)
 
 
 def _first_rows(part: Any, rows: int) -> Any:

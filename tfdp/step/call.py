@@ -60,6 +60,7 @@ class StepCall:
         *,
         is_compiled: bool,
         is_reported: bool,
+        hosts: int,
     ):
         self.fn = self.step = fn
         self.args, self.kwargs = with_none(args), with_none(kwargs)
@@ -70,6 +71,7 @@ class StepCall:
         #: Whether replicas are reported together, those of other hosts too.
         self.is_reported = is_reported and self.is_step and not is_compiled
         self._devices, self._is_compiled = devices, is_compiled
+        self._hosts = hosts
         self._filled_rows: Any = None
         self._has_own_shapes = False
         self._guard: FiniteGuard | None = None
@@ -106,7 +108,9 @@ class StepCall:
                 self.args = without_padding(self.args)
                 self.kwargs = without_padding(self.kwargs)
         elif not self._is_compiled and (self.is_step or self.is_prediction):
-            arguments = borrow_rows((self.args, self.kwargs), run, self._devices)
+            arguments = borrow_rows(
+                (self.args, self.kwargs), run, self._devices, self._hosts
+            )
             self.args, self.kwargs = arguments
             self._has_own_shapes = True
         return run

@@ -110,6 +110,8 @@ class MultiHostExtended(DataParallelExtended):
         return lambda: tf.constant(first)
 
     def _common_start(self, value: tf.Tensor, kwargs: dict[str, Any]) -> tf.Tensor:
+        if not tf.executing_eagerly():
+            return value  # common already: see `_start_in_a_trace`
         label = f"variable {kwargs.get('name')}"
         return tf.constant(self._first_host_value(value.numpy(), label))
 

@@ -180,6 +180,7 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
             self.extended.worker_devices,
             is_compiled=self.compiles_steps,
             is_reported=frames.is_called_by_keras_loop(),
+            hosts=self.hosts,
         )
         self._adopt_and_check(call.model, call.optimizers)
         optimizers = self.extended.made_optimizers.together_with(call.optimizers)
