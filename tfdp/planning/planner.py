@@ -14,7 +14,9 @@ from tfdp.plan.communication import Communication
 from tfdp.plan.shards import Sharding, sharding_of
 from tfdp.planning.liveness import StepMemory, run_in_thought
 from tfdp.planning.memory_plan import MemoryPlan, sent_bytes
+from tfdp.plan.topology import Topology
 from tfdp.planning.scaling import StepOfRows
+from tfdp.planning.sides import side_of
 from tfdp.planning.step_graph import NOT_KNOWN, StepGraph
 from tfdp.planning.traced_step import TracedModel, builder_of
 from tfdp.strategies.devices import use_virtual_devices
@@ -49,12 +51,8 @@ class Planner:
                     f"{name} must be an integer of at least 1. Received: {value!r}."
                 )
         self.sharding = sharding_of(shard)
-        if self.sharding.offloads:
-            raise ConfigurationError(
-                "offload='optimizer' is not planned yet: plan without it, and take the "
-                "part 'slots' off what the device needs."
-            )
         self.replicas = replicas * hosts
+        self.hosts = hosts
         self._of_host = replicas
         self._build = builder_of(model)
         self._batch = batch
@@ -63,7 +61,8 @@ class Planner:
         self._found: dict[tuple[int, int, str, bool], dict[str, Any]] = {}
         self._graphs: dict[tuple[int, int, str, bool], StepGraph] = {}
         self._rows: tuple[int, int] | None = None
-        have_devices(self.replicas)
+        self._most_traced = _most_traced(communication, hosts)
+        have_devices(replicas, self._most_traced, self.sharding.offloads)
 
     @property
     def local_rows(self) -> int:
@@ -111,8 +110,9 @@ class Planner:
         sharding = self._sharding_of(shard)
         numbers = self._traced_numbers(sharding)
         found = [self._measured(n, local_rows, sharding, remat) for n in numbers]
-        parts = _at_number(
-            numbers, [one["parts"] for one in found], self._parts_of(sharding)
+        parts, of_host = (
+            _at_number(numbers, [one[side] for one in found], self._of_host)
+            for side in ("parts", "host_parts")
         )
         return MemoryPlan(
             local_rows=local_rows,
@@ -126,21 +126,22 @@ class Planner:
             sent_bytes=sent_bytes(
                 found[-1]["trainable_bytes"], self.replicas, sharding.stage, remat
             ),
+            hosts=self.hosts,
+            host_parts=of_host,
             notes=found[-1]["notes"],
             is_known=found[-1]["is_known"],
         )
 
-    def _parts_of(self, sharding: Sharding) -> int:
-        """Over how many replicas a tensor is sharded."""
-        return self._of_host if sharding.group == "host" else self.replicas
-
     def _traced_numbers(self, sharding: Sharding) -> tuple[int, ...]:
-        if self.replicas == 1:
+        """How many replicas of a host are traced."""
+        of_host = self._of_host
+        if of_host == 1:
             return (1,)
-        if not sharding.stage or self._parts_of(sharding) == 1:
+        # Without shards, and on one host, all replicas do the same.
+        is_plain = self._communication in (None, Communication())
+        if self.hosts == 1 and not sharding.stage and is_plain:
             return (2,)
-        parts = self._parts_of(sharding)
-        return (parts,) if parts <= MOST_TRACED else (2, MOST_TRACED)
+        return (of_host,) if of_host <= self._most_traced else (2, self._most_traced)
 
     def _model(
         self, number: int, sharding: Sharding | None = None, remat: bool = False
@@ -150,15 +151,16 @@ class Planner:
         if key not in self._traced:
             # Weights of a setting that was looked at are in nobody's way any more.
             self._traced.clear()
-            options: dict[str, Any] = {"communication": self._communication}
-            if number > 1:
-                options["shard"] = dataclasses.replace(sharding, group="all")
+            # The memory of CPU:0 is the host's, where that is another one.
+            first = int(sharding.offloads)
             self._traced[key] = TracedModel(
                 self._build,
-                [f"CPU:{i}" for i in range(number)],
+                [f"CPU:{first + i}" for i in range(number)],
                 self._batch,
                 remat=remat,
-                options=options,
+                sharding=sharding,
+                communication=self._communication,
+                hosts=self.hosts,
             )
         return self._traced[key]
 
@@ -177,6 +179,7 @@ class Planner:
                 )
             self._found[key] = {
                 "parts": _per_replica(_played(graph, number), number),
+                "host_parts": _on_host(graph, number, sharding),
                 "flops": graph.flops / number,
                 "trainable_bytes": traced.trainable_bytes,
                 "notes": tuple(notes),
@@ -203,7 +206,7 @@ class Planner:
             ]
             graph = StepOfRows(graphs[0], few, graphs[1], many).at(rows)
             found.append(_per_replica(_played(graph, number), number))
-        return sum(_at_number(numbers, found, self._parts_of(sharding)).values())
+        return sum(_at_number(numbers, found, self._of_host).values())
 
     def _sharding_of(self, shard: str | None) -> Sharding:
         if shard is None:
@@ -211,11 +214,26 @@ class Planner:
         return dataclasses.replace(self.sharding, what=shard)
 
 
-def _played(graph: StepGraph, replicas: int) -> StepMemory:
+def _most_traced(communication: Communication | None, hosts: int) -> int:
+    """How many replicas of a host are traced at most: all of a stated hierarchy."""
+    stated = None if communication is None else communication.hierarchy
+    if hosts > 1 or not isinstance(stated, tuple):
+        return MOST_TRACED
+    return Topology(*stated).num_replicas
+
+
+def _played(graph: StepGraph, replicas: int, on_host: bool = False) -> StepMemory:
     # Where tensors are handed from replica to replica, what waits for one goes on in
     # another thread; measured peaks are those of one thread more.
     threads = (os.cpu_count() or 1) + (replicas > 1)
-    return run_in_thought(graph, threads=threads)
+    return run_in_thought(side_of(graph, on_host=on_host), threads=threads)
+
+
+def _on_host(graph: StepGraph, replicas: int, sharding: Sharding) -> dict[str, float]:
+    """What each replica takes of the host's memory, besides its own."""
+    if not sharding.offloads:
+        return {}
+    return _per_replica(_played(graph, replicas, on_host=True), replicas)
 
 
 def _per_replica(memory: StepMemory, replicas: int) -> dict[str, float]:
@@ -242,15 +260,26 @@ def _at_number(
     return parts
 
 
-def have_devices(replicas: int) -> None:
+def have_devices(
+    replicas: int, most: int = MOST_TRACED, is_offloading: bool = False
+) -> None:
     """Sees to it that there are logical CPUs to trace so many replicas on, or more.
 
     Before the first tensor is made: a model's data may be one.
 
+    Args:
+      replicas: of a host.
+      most: how many are traced.
+      is_offloading: whether the host has a device of its own.
+
     Raises:
       DeviceError: when TensorFlow has started with fewer.
     """
-    count = min(replicas, MOST_TRACED)
+    count = min(replicas, most) + is_offloading
+    [cpu, *_] = tf.config.list_physical_devices("CPU")
+    asked_before = tf.config.get_logical_device_configuration(cpu) or ()
+    if len(asked_before) >= count:
+        return
     try:
         use_virtual_devices(count)
     except DeviceError:
