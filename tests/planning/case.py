@@ -10,6 +10,7 @@ Of several hosts, which are processes here, the first one measures; what its lin
 for the next step is known as well.
 """
 
+import ctypes
 import dataclasses
 import gc
 import json
@@ -105,11 +106,34 @@ def _stored_bytes(model):
 
 def _kept_bytes(model, strategy):
     """What compression has left, and what a link keeps for the next step."""
-    link = getattr(strategy, "link", None)
-    pool = [] if link is None else link._pool._buffers
     state = getattr(model.optimizer, "compression_state", None)
     left = [] if state is None else [copy.numpy() for copy in state.copies]
-    return sum(array.nbytes for array in (*pool, *left))
+    size = sum(array.nbytes for array in left)
+    if getattr(strategy, "link", None) is None:
+        return size
+    pool = strategy.link._pool._buffers
+    # Weights that were gathered lie where the link has put them: once is enough.
+    ranges = [(b.ctypes.data, b.ctypes.data + b.nbytes) for b in pool]
+    for variable in model.trainable_variables:
+        [copy, *_] = getattr(variable.value, "values", (variable.value,))
+        place = _address(copy)
+        if any(start <= place < end for start, end in ranges):
+            size -= copy.numpy().nbytes
+    return size + sum(buffer.nbytes for buffer in pool)
+
+
+def _address(variable):
+    """Where the numbers of a variable lie."""
+    import tensorflow as tf
+
+    capsule = tf.experimental.dlpack.to_dlpack(variable.read_value())
+    pointer_of = ctypes.pythonapi.PyCapsule_GetPointer
+    pointer_of.restype, pointer_of.argtypes = (
+        ctypes.c_void_p,
+        [ctypes.py_object, ctypes.c_char_p],
+    )
+    found = pointer_of(capsule, b"dltensor")
+    return ctypes.cast(found, ctypes.POINTER(ctypes.c_void_p))[0]
 
 
 def predict(case):

@@ -66,7 +66,8 @@ class HostOfMany(MultiHostDataParallelStrategy):
     def _own_devices(
         self, communication: Communication, sharding: Sharding
     ) -> list[str]:
-        self._group = HostGroup(_NoLink(self.cluster.workers))
+        self._others = HostGroup(_NoLink(self.cluster.workers))
+        self._group = self._others
         return self._planned_devices
 
     def _make_extended(
@@ -78,7 +79,7 @@ class HostOfMany(MultiHostDataParallelStrategy):
     ) -> Any:
         self._refuse_idle_shards(devices, communication)
         return self._extended_over(
-            self._group, devices, communication, cross_device_ops, draws_per_replica
+            self._others, devices, communication, cross_device_ops, draws_per_replica
         )
 
     def from_chief(self, value: np.ndarray, label: str = "value") -> np.ndarray:

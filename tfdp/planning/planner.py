@@ -12,9 +12,9 @@ from tfdp.checks import is_whole
 from tfdp.errors import ConfigurationError, DeviceError
 from tfdp.plan.communication import Communication
 from tfdp.plan.shards import Sharding, sharding_of
+from tfdp.plan.topology import Topology
 from tfdp.planning.liveness import StepMemory, run_in_thought
 from tfdp.planning.memory_plan import MemoryPlan, sent_bytes
-from tfdp.plan.topology import Topology
 from tfdp.planning.scaling import StepOfRows
 from tfdp.planning.sides import side_of
 from tfdp.planning.step_graph import NOT_KNOWN, StepGraph

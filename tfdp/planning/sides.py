@@ -20,9 +20,10 @@ def side_of(graph: StepGraph, on_host: bool) -> StepGraph:
       on_host: the side.
 
     >>> from tfdp.planning.liveness import run_in_thought
-    >>> ops = (Op("Made", output_bytes=(8,)), Op("Neg", ((0, 0),), (), (8,), on_host=True))
-    >>> [run_in_thought(side_of(StepGraph(ops), side)).peak_bytes for side in (False, True)]
-    [8, 16]
+    >>> of_host = Op("Neg", ((0, 0),), (), (4,), on_host=True)
+    >>> graph = StepGraph((Op("Made", output_bytes=(8,)), of_host))
+    >>> [run_in_thought(side_of(graph, side)).peak_bytes for side in (False, True)]
+    [8, 12]
     """
     read_here = {
         tensor for op in graph.ops if op.on_host == on_host for tensor in op.inputs
@@ -32,9 +33,7 @@ def side_of(graph: StepGraph, on_host: bool) -> StepGraph:
         for place, op in enumerate(graph.ops)
     )
     variables = tuple(
-        each
-        if each.on_host == on_host
-        else dataclasses.replace(each, size_bytes=0)
+        each if each.on_host == on_host else dataclasses.replace(each, size_bytes=0)
         for each in graph.variables
     )
     return dataclasses.replace(graph, ops=ops, variables=variables)

@@ -292,12 +292,15 @@ class _Reader:
         if op.type in SMALL:
             return 0
         if op.type in RECEIVED:
-            return self.ops[inputs[0][0]].output_bytes[inputs[0][1]] if inputs else 0
+            return self._bytes_at(inputs[0]) if inputs else 0
         self.notes["tensors whose shape is not known before the step runs"] += 1
-        read = [self.ops[p[0]].output_bytes[p[1]] for p in inputs if p is not None]
+        read = [self._bytes_at(place) for place in inputs if place is not None]
         if op.type in PYTHON and LINK_CALL in op.name and number < len(read):
             return self._hosts * read[number]
         return most_bytes(op.type, read)
+
+    def _bytes_at(self, place: Place | None) -> int:
+        return 0 if place is None else self.ops[place[0]].output_bytes[place[1]]
 
     def _inside_bytes(self, op: Any) -> int:
         """The most that the branches of a conditional, or the turn of a loop, need."""
