@@ -115,10 +115,10 @@ def _kept_bytes(model, strategy):
     # Weights that were gathered lie where the link has put them: once is enough.
     ranges = [(b.ctypes.data, b.ctypes.data + b.nbytes) for b in pool]
     for variable in model.trainable_variables:
-        [copy, *_] = getattr(variable.value, "values", (variable.value,))
-        place = _address(copy)
-        if any(start <= place < end for start, end in ranges):
-            size -= copy.numpy().nbytes
+        for copy in getattr(variable.value, "values", (variable.value,)):
+            place = _address(copy)
+            if any(start <= place < end for start, end in ranges):
+                size -= copy.numpy().nbytes
     return size + sum(buffer.nbytes for buffer in pool)
 
 

@@ -11,7 +11,7 @@ import tensorflow as tf
 from tfdp.cluster import Cluster
 from tfdp.errors import ConfigurationError
 from tfdp.exchange.host_group import HostGroup
-from tfdp.hosts.host_link import HostLink
+from tfdp.hosts.host_link import MOST_GATHERED_BYTES, HostLink, Ranges
 from tfdp.plan.communication import Communication
 from tfdp.plan.shards import Sharding
 from tfdp.strategies.multi_host import MultiHostDataParallelStrategy
@@ -114,12 +114,65 @@ class _NoLink(HostLink):
         """None."""
         return 0.0
 
+    # What a model asks for while it is built: nobody looks at the numbers.
+
+    def sum(
+        self,
+        arrays: Sequence[np.ndarray],
+        label: str,
+        channel: str = "step",
+        wire_dtype: str | None = None,
+    ) -> list[np.ndarray]:
+        """Its own."""
+        return list(arrays)
+
+    def reduce_scatter(
+        self,
+        arrays: Sequence[np.ndarray],
+        ranges: Ranges,
+        label: str,
+        wire_dtype: str | None = None,
+    ) -> list[np.ndarray]:
+        """Its own ranges."""
+        return [
+            array[slice(*of_array[self.rank])]
+            for array, of_array in zip(arrays, ranges, strict=True)
+        ]
+
+    def all_gather(
+        self,
+        pieces: Sequence[np.ndarray],
+        ranges: Ranges,
+        label: str,
+        channel: str = "step",
+    ) -> list[np.ndarray]:
+        """Zeros beside its own."""
+        wholes = []
+        for piece, of_array in zip(pieces, ranges, strict=True):
+            whole = np.zeros(of_array[-1][1], piece.dtype)
+            whole[slice(*of_array[self.rank])] = piece
+            wholes.append(whole)
+        return wholes
+
+    def all_to_all(self, rows: np.ndarray, label: str) -> np.ndarray:
+        """Its own."""
+        return rows
+
+    def gather(
+        self,
+        blob: bytes,
+        label: str,
+        channel: str = "host",
+        most_bytes: int = MOST_GATHERED_BYTES,
+    ) -> list[bytes]:
+        """As many of its own."""
+        return [blob] * self.workers
+
     def _nothing(self, *arguments: Any, **options: Any) -> Any:
         raise ConfigurationError(
-            "A step that is planned asked another host for something before it ran. "
-            "Plan with hosts=1, and please report this model."
+            "A step that is planned asked other hosts for a word before it ran, which "
+            "none of tfdp's does. Plan with hosts=1, and please report this model."
         )
 
-    sum = reduce_scatter = all_gather = all_to_all = gather = _nothing
     share_note = leave_note = wait_for_notes = loop_of_steps = _nothing
     on_note = give_up = _nothing

@@ -60,6 +60,7 @@ class Planner:
         self._traced: dict[tuple[int, str, bool], TracedModel] = {}
         self._found: dict[tuple[int, int, str, bool], dict[str, Any]] = {}
         self._graphs: dict[tuple[int, int, str, bool], StepGraph] = {}
+        self._lines: dict[tuple[int, int, int, str, bool], StepOfRows] = {}
         self._rows: tuple[int, int] | None = None
         self._most_traced = _most_traced(communication, hosts)
         have_devices(replicas, self._most_traced, self.sharding.offloads)
@@ -110,10 +111,7 @@ class Planner:
         sharding = self._sharding_of(shard)
         numbers = self._traced_numbers(sharding)
         found = [self._measured(n, local_rows, sharding, remat) for n in numbers]
-        parts, of_host = (
-            _at_number(numbers, [one[side] for one in found], self._of_host)
-            for side in ("parts", "host_parts")
-        )
+        parts, of_host = self._parts_at(numbers, found)
         return MemoryPlan(
             local_rows=local_rows,
             replicas=self.replicas,
@@ -178,35 +176,86 @@ class Planner:
                     "planned without XLA, which the model asks for (jit_compile)"
                 )
             self._found[key] = {
-                "parts": _per_replica(_played(graph, number), number),
-                "host_parts": _on_host(graph, number, sharding),
-                "flops": graph.flops / number,
+                **_facts_of(graph, number, sharding),
                 "trainable_bytes": traced.trainable_bytes,
                 "notes": tuple(notes),
                 "is_known": not NOT_KNOWN & set(graph.notes),
             }
         return self._found[key]
 
-    def guessed_peak(self, few: int, many: int, rows: int, **setting: Any) -> int:
-        """The peak for `rows` rows, computed from two numbers that were traced.
+    def computed(
+        self,
+        few: int,
+        many: int,
+        rows: int,
+        *,
+        shard: str | None = None,
+        remat: bool = False,
+        memory_bytes: int | None = None,
+    ) -> MemoryPlan:
+        """The plan for `rows` rows, computed from two numbers that were traced.
 
         Args:
           few: rows that `at` was asked about.
           many: more of them.
-          rows: those to guess for.
-          **setting: `shard` and `remat`, as in `at`.
+          rows: those to compute it for.
+          shard: as in `at`, like the others.
+          remat: see there.
+          memory_bytes: see there.
+
+        Raises:
+          ValueError: when TensorFlow built other graphs for the two.
         """
-        sharding = self._sharding_of(setting.get("shard"))
-        remat = bool(setting.get("remat"))
+        sharding = self._sharding_of(shard)
         numbers = self._traced_numbers(sharding)
-        found = []
-        for number in numbers:
+        found = [
+            _facts_of(
+                self._step_of_rows(number, few, many, sharding, remat).at(rows),
+                number,
+                sharding,
+            )
+            for number in numbers
+        ]
+        parts, of_host = self._parts_at(numbers, found)
+        return dataclasses.replace(
+            self.at(many, shard=shard, remat=remat, memory_bytes=memory_bytes),
+            local_rows=rows,
+            parts=parts,
+            host_parts=of_host,
+            flops=found[-1]["flops"],
+        )
+
+    def are_of_one_graph(
+        self, few: int, many: int, *, shard: str | None = None, remat: bool = False
+    ) -> bool:
+        """Whether plans may be computed from these two numbers, which were traced."""
+        sharding = self._sharding_of(shard)
+        try:
+            for number in self._traced_numbers(sharding):
+                self._step_of_rows(number, few, many, sharding, remat)
+        except ValueError:
+            return False
+        return True
+
+    def _step_of_rows(
+        self, number: int, few: int, many: int, sharding: Sharding, remat: bool
+    ) -> StepOfRows:
+        key = (number, few, many, str(sharding.what), remat)
+        if key not in self._lines:
             graphs = [
                 self._graphs[number, n, str(sharding.what), remat] for n in (few, many)
             ]
-            graph = StepOfRows(graphs[0], few, graphs[1], many).at(rows)
-            found.append(_per_replica(_played(graph, number), number))
-        return sum(_at_number(numbers, found, self._of_host).values())
+            self._lines[key] = StepOfRows(graphs[0], few, graphs[1], many)
+        return self._lines[key]
+
+    def _parts_at(
+        self, numbers: tuple[int, ...], found: list[dict[str, Any]]
+    ) -> tuple[dict[str, int], dict[str, int]]:
+        """Of the device and of the host, for as many replicas as there are."""
+        return (
+            _at_number(numbers, [one["parts"] for one in found], self._of_host),
+            _at_number(numbers, [one["host_parts"] for one in found], self._of_host),
+        )
 
     def _sharding_of(self, shard: str | None) -> Sharding:
         if shard is None:
@@ -222,18 +271,24 @@ def _most_traced(communication: Communication | None, hosts: int) -> int:
     return Topology(*stated).num_replicas
 
 
-def _played(graph: StepGraph, replicas: int, on_host: bool = False) -> StepMemory:
+def _facts_of(graph: StepGraph, replicas: int, sharding: Sharding) -> dict[str, Any]:
+    """What the play of a graph of so many replicas says of each of them."""
+    of_host = {}
+    if sharding.offloads:
+        of_host = _per_replica(_played(side_of(graph, True), replicas), replicas)
+        graph = side_of(graph, False)
+    return {
+        "parts": _per_replica(_played(graph, replicas), replicas),
+        "host_parts": of_host,
+        "flops": graph.flops / replicas,
+    }
+
+
+def _played(graph: StepGraph, replicas: int) -> StepMemory:
     # Where tensors are handed from replica to replica, what waits for one goes on in
     # another thread; measured peaks are those of one thread more.
     threads = (os.cpu_count() or 1) + (replicas > 1)
-    return run_in_thought(side_of(graph, on_host=on_host), threads=threads)
-
-
-def _on_host(graph: StepGraph, replicas: int, sharding: Sharding) -> dict[str, float]:
-    """What each replica takes of the host's memory, besides its own."""
-    if not sharding.offloads:
-        return {}
-    return _per_replica(_played(graph, replicas, on_host=True), replicas)
+    return run_in_thought(graph, threads=threads)
 
 
 def _per_replica(memory: StepMemory, replicas: int) -> dict[str, float]:

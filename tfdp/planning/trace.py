@@ -110,6 +110,8 @@ class _Reader:
         self._host_device = host_device
         #: Where the function runs that is being read: what its ops do not say.
         self._device = ""
+        #: The names of the calls of it.
+        self._caller = ""
         self._weight_shapes = frozenset(weight_shapes)
         self.ops: list[Op] = []
         self.notes: collections.Counter[str] = collections.Counter()
@@ -149,7 +151,8 @@ class _Reader:
             inputs = [
                 places.get((tensor.op.name, tensor.value_index)) for tensor in op.inputs
             ]
-            if op.type in CALLS and (inner := called_graph(op, "f")) is not None:
+            inner = called_graph(op, "f") if op.type in CALLS else None
+            if inner is not None and not _is_fused(op):
                 self._call(op, inner, inputs, controls, places, ends, handles)
                 continue
             place = len(self.ops)
@@ -170,8 +173,7 @@ class _Reader:
         handles: dict[str, int],
     ) -> None:
         """A function's ops stand in the place of its call, as the optimizer does."""
-        # What compresses gradients goes element by element: XLA makes less of it.
-        if is_compiled_by_xla(op) and COMPRESSED_SUM not in op.name:
+        if is_compiled_by_xla(op):
             self.notes[COMPILED] += 1
         first = len(self.ops)
         given = {
@@ -183,9 +185,10 @@ class _Reader:
             for parameter, tensor in zip(inner.inputs, op.inputs, strict=True)
             if tensor.op.name in handles
         }
-        outside, self._device = self._device, op.device or self._device
+        outside = self._device, self._caller
+        self._device, self._caller = op.device or self._device, f"{outside[1]}{op.name}"
         results = self.read(inner, given, inner_handles, needed_ops(inner))
-        self._device = outside
+        self._device, self._caller = outside
         for number, result in enumerate(results):
             places[op.name, number] = result
         if controls:
@@ -326,7 +329,8 @@ class _Reader:
             shape = op.outputs[0].shape
             known = tuple(shape.as_list()) if shape.rank else None
             return "gradients" if known in self._weight_shapes else "activations"
-        return "update" if "/update_" in op.name else "activations"
+        is_update = "/update_" in op.name or "/update_" in self._caller
+        return "update" if is_update else "activations"
 
     def _inside_flops(self, op: Any) -> float:
         """Of all turns of a loop; of the branches of a conditional together."""
@@ -352,6 +356,11 @@ def _tensor(tensor: Any) -> Tensor:
     if is_resource(tensor) or tensor.dtype == tf.string:
         return Tensor((), 0)
     return Tensor(dims, tensor.dtype.size)
+
+
+def _is_fused(op: Any) -> bool:
+    """What compresses goes element by element: XLA makes one loop of it."""
+    return COMPRESSED_SUM in op.name and is_compiled_by_xla(op)
 
 
 def _ensured(tensor: Any) -> Tensor:

@@ -15,12 +15,14 @@ from tfdp.errors import ConfigurationError
 from tfdp.layers.rematerialization import remat as recompute
 from tfdp.plan.communication import Communication
 from tfdp.plan.shards import Sharding
+from tfdp.planning.alike_updates import trace_updates_once
 from tfdp.planning.batch import Batch, batch_of
 from tfdp.planning.hosts_in_thought import HostOfMany
 from tfdp.planning.step_graph import StepGraph, StoredVariable
 from tfdp.planning.trace import read_graph
 from tfdp.sharding.updates import host_of
 from tfdp.step.jit import take_over_jit
+from tfdp.step.optimizers import innermost_optimizers
 from tfdp.strategies.data_parallel import DataParallelStrategy
 from tfdp.strategies.devices import find_devices
 
@@ -120,6 +122,8 @@ class TracedModel:
         self.is_compiled = take_over_jit(self.model)
         if remat:
             recompute(self.model)
+        for optimizer in innermost_optimizers(self.model.optimizer):
+            trace_updates_once(optimizer)
 
     def graph_of(self, local_rows: int) -> StepGraph:
         """The step of all replicas on batches of `local_rows` each."""
