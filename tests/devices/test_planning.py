@@ -9,7 +9,7 @@ import tensorflow as tf
 
 import tfdp
 from tfdp.errors import ConfigurationError
-from tfdp.planning import plan
+from tfdp.planning import alike_updates, plan
 from tfdp.planning.answer import Answer
 from tfdp.planning.planner import Planner
 from tfdp.planning.ways import largest_batch, ways_to_fit
@@ -113,6 +113,79 @@ def test_shards_of_more_replicas_than_are_traced_follow_the_formula():
     assert found.sent_bytes == 2 * WEIGHT_BYTES * 15 // 16
 
 
+@pytest.mark.worth_seconds(12)
+@pytest.mark.parametrize("shard", ["none", "optimizer", "parameters"])
+@pytest.mark.parametrize("hosts", [2, 16])
+def test_hosts_share_states_and_keep_what_they_sum(hosts, shard):
+    found = plan(build, 32 * hosts, replicas=2, hosts=hosts, shard=shard)
+    parts, biases = 2 * hosts, DEPTH * BIAS_BYTES
+    shards = DEPTH * KERNEL_BYTES / parts
+    slots = 2 * (biases + (DEPTH * KERNEL_BYTES if shard == "none" else shards))
+    assert found.hosts == hosts and found.replicas == parts
+    assert found.parts["slots"] == pytest.approx(slots, rel=0.02, abs=SMALL_BYTES)
+    # One sum for both replicas of a host. With shards the link scatters whole gradients
+    # and gathers whole weights, into memory of its own.
+    whole = DEPTH * KERNEL_BYTES / 2
+    kept = whole if shard == "none" else 2 * whole
+    assert found.parts["exchange"] >= kept
+
+
+@pytest.mark.worth_seconds(8)
+def test_shards_within_each_host_are_as_large_on_any_number_of_hosts():
+    by_host = tfdp.Sharding("optimizer", group="host")
+    found = plan(build, 256, replicas=2, hosts=8, shard=by_host).parts
+    slots = 2 * (DEPTH * KERNEL_BYTES / 2 + DEPTH * BIAS_BYTES)
+    assert found["slots"] == pytest.approx(slots, abs=SMALL_BYTES)
+
+
+@pytest.mark.worth_seconds(8)
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_compression_keeps_what_was_not_sent(hosts):
+    # Where hosts are simulated the first replica of each speaks for it.
+    simulated = {} if hosts > 1 else {"hierarchy": (2, 2)}
+    int8 = tfdp.Communication(
+        compression=tfdp.compression.Int8(min_bytes=1), **simulated
+    )
+    replicas = 2 if hosts > 1 else 4
+    found = plan(build, 64, replicas=replicas, hosts=hosts, communication=int8)
+    residual = DEPTH * KERNEL_BYTES / 2
+    assert found.parts["state"] == pytest.approx(residual, rel=0.05)
+    assert found.is_known
+
+
+@pytest.mark.worth_seconds(8)
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_offload_moves_states_to_the_host_and_keeps_the_rest(replicas):
+    shard = tfdp.Sharding("optimizer", offload="optimizer")
+    found = plan(build, 64, replicas=replicas, shard=shard)
+    slots = 2 * DEPTH * KERNEL_BYTES / replicas
+    assert found.host_parts["slots"] == pytest.approx(slots, abs=SMALL_BYTES)
+    assert found.parts["slots"] == pytest.approx(
+        2 * DEPTH * BIAS_BYTES, abs=SMALL_BYTES
+    )
+    assert found.parts["weights"] == pytest.approx(WEIGHT_BYTES, abs=SMALL_BYTES)
+    # Gradients go there, new weights come back.
+    assert found.host_bytes > found.host_parts["slots"]
+    assert found.to_json()["host_bytes"] == found.host_bytes
+
+
+@pytest.mark.worth_seconds(8)
+@pytest.mark.parametrize("make", [keras.optimizers.Adam, keras.optimizers.SGD])
+def test_one_graph_for_updates_of_a_shape_counts_as_many(make, monkeypatch):
+    def built():
+        model = build()
+        model.compile(make(0.01), "mse", jit_compile=False)
+        return model
+
+    once = plan(built, 64)
+    monkeypatch.setattr(alike_updates, "BY_SHAPE", ())
+    each = plan(built, 64)
+    assert once.flops == each.flops
+    # Orders differ where calls wait for each other; what is stored does not.
+    assert once.parts["slots"] == each.parts["slots"]
+    assert once.peak_bytes == pytest.approx(each.peak_bytes, rel=0.05)
+
+
 def test_the_largest_batch_fits_and_a_larger_one_does_not():
     planner = Planner(build, 64)
     limit = planner.at(1000).needed_bytes
@@ -156,7 +229,13 @@ def test_the_answer_in_words_and_on_a_page():
         (2, {"replicas": 4}, "2 rows for 4 replicas"),
         (64, {"memory_bytes": 0}, "memory_bytes must be"),
         (64, {"shard": "all"}, "shard must be"),
-        (64, {"shard": tfdp.Sharding(1, offload="optimizer")}, "not planned yet"),
+        (64, {"hosts": 2, "communication": tfdp.Communication(min_hosts=1)}, "apart"),
+        (64, {"hosts": 2, "shard": tfdp.Sharding(1, "host")}, "this host has one"),
+        (
+            64,
+            {"hosts": 2, "communication": tfdp.Communication(engine="tensorflow")},
+            "before they have met",
+        ),
         ((tf.TensorSpec((None, 3), "float32"),), {}, "one number of rows"),
     ],
 )

@@ -63,28 +63,41 @@ def run(path, minutes):
 
 
 def run_case(case):
+    found = dataclasses.asdict(case)
     with tempfile.TemporaryDirectory(prefix="tfdp-planning-") as folder:
-        result = pathlib.Path(folder, "result.json")
-        request = json.dumps(dataclasses.asdict(case))
-        try:
-            worker = subprocess.run(
-                [sys.executable, "-m", "tests.planning.case", request, str(result)],
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                timeout=SECONDS_OF_CASE,
-                env={**environ, **ENVIRONMENT},
-            )
-        except subprocess.TimeoutExpired:
-            return {**dataclasses.asdict(case), "failed": f"{SECONDS_OF_CASE} s"}
-        if worker.returncode or not result.exists():
-            last = worker.stdout.strip().splitlines()[-1:]
-            return {**dataclasses.asdict(case), "failed": f"{last}"}
-        return json.loads(result.read_text("utf-8"))
+        for what in ("measure", "predict"):
+            result = pathlib.Path(folder, f"{what}.json")
+            try:
+                done = subprocess.run(
+                    _command(case, what, result),
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    text=True,
+                    timeout=SECONDS_OF_CASE,
+                    env={**environ, **ENVIRONMENT},
+                )
+            except subprocess.TimeoutExpired:
+                return {**found, "failed": f"{what}: {SECONDS_OF_CASE} s"}
+            if done.returncode or not result.exists():
+                last = done.stdout.strip().splitlines()[-1:]
+                return {**found, "failed": f"{what}: {last}"}
+            found |= json.loads(result.read_text("utf-8"))
+    return found
+
+
+def _command(case, what, result):
+    request = json.dumps(dataclasses.asdict(case))
+    words = ["-m", "tests.planning.case", what, request, str(result)]
+    if what == "measure" and case.hosts > 1:
+        words = ["-m", "tfdp", "launch", "--workers", str(case.hosts), *words]
+    return [sys.executable, *words]
 
 
 def _key(row):
-    return {field.name: row[field.name] for field in dataclasses.fields(Case)}
+    return {
+        field.name: row.get(field.name, field.default)
+        for field in dataclasses.fields(Case)
+    }
 
 
 def read(path):
@@ -100,7 +113,8 @@ def error_of(row):
 def line_of(row):
     case = (
         f"{row['model']:<17} {row['local_rows']:>3} rows {row['replicas']} replicas "
-        f"stage {row['stage']} {'remat' if row['remat'] else '     '}"
+        f"stage {row['stage']} {'remat' if row['remat'] else '     '} "
+        f"{row.get('hosts', 1)} hosts {row.get('communication', 'plain')}"
     )
     if "failed" in row:
         return f"{case} failed: {row['failed']}"

@@ -13,17 +13,13 @@ import dataclasses
 import json
 import os
 import pathlib
-import statistics
 import sys
 
 import tfdp
 from tests.support import tuning_subjects
+from tests.support.tuning_regrets import regrets
 from tfdp.bench.json_file import write_json
 from tfdp.callbacks import autotune
-from tfdp.tune.decision import decide
-from tfdp.tune.setting import Setting
-
-DECIDING = 3
 
 
 class Grid(tfdp.callbacks.Autotune):
@@ -64,37 +60,6 @@ def train(subject, rows, steps, rounds, path):
                 "trials": found,
             },
         )
-
-
-def regrets(path):
-    """Of the defaults, and of what would have been chosen; parts of the fastest."""
-    trials = json.loads(pathlib.Path(path).read_text("utf-8"))["trials"]
-    settings = [Setting.from_json(trial["setting"]) for trial in trials]
-    speeds = dict(zip(settings, trials, strict=True))
-    defaults, *others = settings
-    others.sort(key=lambda each: -speeds[each]["speed"])
-    deciding = {each: speeds[each]["rounds"][:DECIDING] for each in settings}
-    chosen = decide(
-        defaults, deciding[defaults], {each: deciding[each] for each in others[:2]}
-    ).winner
-    after = {
-        each: statistics.median(speeds[each]["rounds"][DECIDING:]) for each in settings
-    }
-    best = max(settings, key=lambda each: after[each])
-    spread = [
-        max(rounds) / min(rounds)
-        for rounds in (speeds[each]["rounds"][DECIDING:] for each in settings)
-    ]
-    return {
-        "settings": len(settings),
-        "best": best.communication_line,
-        "chosen": chosen.communication_line,
-        "defaults' regret": after[best] / after[defaults] - 1,
-        "chosen's regret": after[best] / after[chosen] - 1,
-        "steps/s": (after[defaults], after[chosen], after[best]),
-        "slowest of all": min(after.values()),
-        "rounds differ by": statistics.median(spread) - 1,
-    }
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ __all__ = [
     "ExchangeInside",
     "TracedAlone",
     "are_alike",
+    "have_one_content",
     "is_traced_alone",
     "trace_alone",
 ]
@@ -109,6 +110,11 @@ def are_alike(first: TracedAlone, second: TracedAlone, rank: int) -> bool:
             return False
         if _of_rank(captured, rank) is not other:
             return False
+    return have_one_content(first, second)
+
+
+def have_one_content(first: TracedAlone, second: TracedAlone) -> bool:
+    """Whether both do the same, with whatever they captured."""
     return _content_of(first.function.graph) == _content_of(second.function.graph)
 
 

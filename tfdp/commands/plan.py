@@ -15,7 +15,7 @@ from tfdp.cluster.machine import installed_versions
 from tfdp.commands.plan_model import FORMS, bytes_of, load_model
 from tfdp.errors import TfdpError
 from tfdp.files.atomic import refuse_missing_folder, replaced
-from tfdp.plan.shards import SHARD_STAGES, shard_stage
+from tfdp.plan.shards import SHARD_STAGES, Sharding
 from tfdp.progress_bar import progress_bar
 from tfdp.strategies.quiet import import_tensorflow_quietly
 
@@ -62,6 +62,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"{', '.join(SHARD_STAGES)}, or 0 to 3 (default: none)",
     )
     parser.add_argument(
+        "--offload",
+        action="store_true",
+        help="the sharded state of the optimizer stays in the memory of the host",
+    )
+    parser.add_argument(
         "--remat", action="store_true", help="with tfdp.remat(model), layer by layer"
     )
     parser.add_argument(
@@ -77,10 +82,10 @@ def run(options: argparse.Namespace) -> int:
     """Runs `tfdp plan`; returns the exit status: 0 fits, 1 does not, 2 not planned."""
     try:
         memory_bytes = bytes_of(options.memory) if options.memory else None
-        shard_stage(_shard(options.shard))
+        sharding = _sharding(options)
         refuse_missing_folder("--json", options.json)
         refuse_missing_folder("--page", options.page)
-        answer = _answer(options, memory_bytes)
+        answer = _answer(options, sharding, memory_bytes)
     except TfdpError as error:
         print(f"tfdp plan: {error}", file=sys.stderr)
         return NOT_PLANNED
@@ -100,20 +105,22 @@ def run(options: argparse.Namespace) -> int:
     return DOES_NOT_FIT if answer.plan.fits is False else FITS
 
 
-def _answer(options: argparse.Namespace, memory_bytes: int | None) -> Any:
+def _answer(
+    options: argparse.Namespace, sharding: Sharding, memory_bytes: int | None
+) -> Any:
     import_tensorflow_quietly()
     from tfdp.planning.answer import Answer
     from tfdp.planning.planner import Planner, have_devices
     from tfdp.planning.ways import largest_batch, ways_to_fit
 
-    have_devices(options.replicas * options.hosts)
+    have_devices(options.replicas, is_offloading=sharding.offloads)
     build, batch = load_model(options.model, options.batch)
     planner = Planner(
         build,
         batch,
         replicas=options.replicas,
         hosts=options.hosts,
-        shard=_shard(options.shard),
+        shard=sharding,
     )
     rows, remat = planner.local_rows, options.remat
     with progress_bar("tracing the step", 0):
@@ -126,5 +133,7 @@ def _answer(options: argparse.Namespace, memory_bytes: int | None) -> Any:
     return Answer(options.model, plan, largest, ways)
 
 
-def _shard(text: str) -> str | int:
-    return int(text) if text.isdigit() else text
+def _sharding(options: argparse.Namespace) -> Sharding:
+    shard = options.shard
+    offload = "optimizer" if options.offload else "none"
+    return Sharding(int(shard) if shard.isdigit() else shard, offload=offload)

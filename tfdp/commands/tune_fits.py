@@ -102,7 +102,7 @@ def _answers(orders: Orders) -> list[Any]:
     from tfdp.planning.memory_plan import needed_for
     from tfdp.planning.planner import Planner, have_devices
 
-    have_devices(orders.replicas * orders.processes)
+    have_devices(orders.replicas)
     build, batch = load_model(orders.target, orders.rows)
     planner = Planner(build, batch, replicas=orders.replicas, hosts=orders.processes)
     found: list[Any] = []

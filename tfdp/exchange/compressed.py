@@ -18,7 +18,10 @@ from tfdp.exchange.peers import PeerGroup
 from tfdp.plan.buckets import TensorInfo, plan_buckets
 from tfdp.plan.communication import Communication
 
-__all__ = ["CompressedSums", "Kept", "are_finite"]
+__all__ = ["COMPRESSED_SUM", "CompressedSums", "Kept", "are_finite"]
+
+#: In the names of ops that compress, for who reads a graph.
+COMPRESSED_SUM = "tfdp_compressed_sum"
 
 
 class Kept(NamedTuple):
@@ -148,7 +151,7 @@ class CompressedSums:
         left: dict[int, Kept] = {}
         bad = []
         for number, bucket in enumerate(buckets, start=1):
-            with tf.name_scope("tfdp_compressed_sum"):
+            with tf.name_scope(COMPRESSED_SUM):
                 label = f"compressed bucket {number} of {len(buckets)}"
                 mine = [gradients[place] for place in bucket.indices]
                 values = self.group.collect(

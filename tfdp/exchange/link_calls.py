@@ -10,7 +10,10 @@ import tensorflow as tf
 from tfdp._private import names
 from tfdp.hosts.python_calls import counted
 
-__all__ = ["LinkCalls"]
+__all__ = ["LINK_CALL", "LinkCalls"]
+
+#: What their ops are called, for who reads a graph.
+LINK_CALL = "tfdp_link_call"
 
 CONDITIONALS = ("If", "StatelessIf", "Case", "StatelessCase")
 
@@ -49,6 +52,7 @@ class LinkCalls:
                 tensors,
                 [spec.dtype for spec in specs],
                 stateful=True,
+                name=LINK_CALL,
             )
         self._last_graph, self._last_calls[graph] = weakref.ref(graph), results[0].op
         names.run_independently(results[0].op)

@@ -15,7 +15,7 @@ import heapq
 import random
 
 from tfdp.planning.memory import Memory
-from tfdp.planning.step_graph import StepGraph
+from tfdp.planning.step_graph import Op, StepGraph
 
 __all__ = ["StepMemory", "run_in_thought"]
 
@@ -72,23 +72,33 @@ def run_in_thought(
     >>> run_in_thought(StepGraph(ops)).peak_bytes
     12
     """
-    found = [_Executor(graph, threads, turn).run() for turn in range(turns)]
+    wiring = _Wiring(graph)
+    found = [_Executor(graph, wiring, threads, turn).run() for turn in range(turns)]
     return max(found, key=lambda memory: memory.peak_bytes)
+
+
+class _Wiring:
+    """What is the same in all turns: who waits for whom, and how long ops take."""
+
+    def __init__(self, graph: StepGraph):
+        self.followers: list[list[int]] = [[] for _ in graph.ops]
+        self.waits = [0] * len(graph.ops)
+        for place, op in enumerate(graph.ops):
+            for source in [*(i for i, _ in op.inputs), *op.controls]:
+                self.followers[source].append(place)
+                self.waits[place] += 1
+        self.seconds = [_seconds_of(graph, op) for op in graph.ops]
 
 
 class _Executor:
     """TensorFlow's, as `tensorflow/core/common_runtime/executor.cc` describes it."""
 
-    def __init__(self, graph: StepGraph, threads: int, turn: int = 0):
+    def __init__(self, graph: StepGraph, wiring: _Wiring, threads: int, turn: int = 0):
         self._graph = graph
         self._memory = Memory(graph)
-        self._followers: list[list[int]] = [[] for _ in graph.ops]
-        self._waits = [0] * len(graph.ops)
-        for place, op in enumerate(graph.ops):
-            for source in [*(i for i, _ in op.inputs), *op.controls]:
-                self._followers[source].append(place)
-                self._waits[place] += 1
-        self._seconds = [self._seconds_of(place) for place in range(len(graph.ops))]
+        self._followers = wiring.followers
+        self._waits = list(wiring.waits)
+        self._seconds = wiring.seconds
         if turn:
             chance = random.Random(turn)
             self._seconds = [
@@ -161,17 +171,17 @@ class _Executor:
         elif dear is not None:
             inline.append(dear)
 
-    def _seconds_of(self, place: int) -> float:
-        op = self._graph.ops[place]
-        if op.variable is not None and op.access == "read":
-            return OP_SECONDS
-        own = [
-            size
-            for number, size in enumerate(op.output_bytes)
-            if not op.shares or op.shares[number] is None
-        ]
-        if not own and op.access != "add":
-            return OP_SECONDS
-        read = sum(self._graph.ops[i].output_bytes[n] for i, n in op.inputs)
-        moved = sum(own) + read
-        return OP_SECONDS + op.flops / FLOPS_PER_SECOND + moved / BYTES_PER_SECOND
+
+def _seconds_of(graph: StepGraph, op: Op) -> float:
+    if op.variable is not None and op.access == "read":
+        return OP_SECONDS
+    own = [
+        size
+        for number, size in enumerate(op.output_bytes)
+        if not op.shares or op.shares[number] is None
+    ]
+    if not own and op.access != "add":
+        return OP_SECONDS
+    read = sum(graph.ops[i].output_bytes[n] for i, n in op.inputs)
+    moved = sum(own) + read
+    return OP_SECONDS + op.flops / FLOPS_PER_SECOND + moved / BYTES_PER_SECOND

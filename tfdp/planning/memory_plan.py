@@ -12,7 +12,7 @@ __all__ = ["MARGIN", "MemoryPlan", "most_peak_bytes", "needed_for", "sent_bytes"
 MARGIN = 0.10
 # And with these, for what threads and libraries take beside the tensors: of the
 # smallest models measured, more than a tenth.
-MARGIN_BYTES = 8 * 2**20
+MARGIN_BYTES = 16 * 2**20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +31,9 @@ class MemoryPlan:
       sent_bytes: what a replica sends in a step.
       notes: what the prediction does not know, in words.
       is_known: whether nothing is missing that may be large, such as a loop's turns.
+      hosts: of the replicas.
+      host_parts: with `offload=` what a replica takes of its host's memory besides, as
+        `parts`.
     """
 
     local_rows: int
@@ -44,11 +47,18 @@ class MemoryPlan:
     sent_bytes: int
     notes: tuple[str, ...] = ()
     is_known: bool = True
+    hosts: int = 1
+    host_parts: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     @property
     def peak_bytes(self) -> int:
         """The most that a replica has in memory at once."""
         return sum(self.parts.values())
+
+    @property
+    def host_bytes(self) -> int:
+        """The most that a replica has in the memory of its host, with `offload=`."""
+        return sum(self.host_parts.values())
 
     @property
     def needed_bytes(self) -> int:
@@ -72,6 +82,8 @@ class MemoryPlan:
         return {
             **dataclasses.asdict(self),
             "parts": dict(self.parts),
+            "host_parts": dict(self.host_parts),
+            "host_bytes": self.host_bytes,
             "peak_bytes": self.peak_bytes,
             "needed_bytes": self.needed_bytes,
             "fits": self.fits,
@@ -82,7 +94,7 @@ def needed_for(peak_bytes: int) -> int:
     """What a peak needs with its margin.
 
     >>> needed_for(100 * 2**20) / 2**20
-    118.0
+    126.0
     """
     return round(peak_bytes * (1 + MARGIN)) + MARGIN_BYTES
 
@@ -90,7 +102,7 @@ def needed_for(peak_bytes: int) -> int:
 def most_peak_bytes(memory_bytes: int) -> int:
     """The largest peak that needs no more than that.
 
-    >>> most_peak_bytes(118 * 2**20) / 2**20
+    >>> most_peak_bytes(126 * 2**20) / 2**20
     100.0
     """
     return max(0, round((memory_bytes - MARGIN_BYTES) / (1 + MARGIN)))

@@ -11,7 +11,14 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
-__all__ = ["CONVOLUTIONS", "Tensor", "flops_of", "reused_inputs", "shared_input"]
+__all__ = [
+    "CONVOLUTIONS",
+    "Tensor",
+    "flops_of",
+    "most_bytes",
+    "reused_inputs",
+    "shared_input",
+]
 
 # The first output is the first input.
 PASSED_ON = frozenset(
@@ -21,6 +28,8 @@ PASSED_ON = frozenset(
 # The same where it is a run of whole rows.
 ROWS = frozenset("Slice StridedSlice".split())
 PIECES = frozenset("Split SplitV Unpack".split())
+# What they make is as large as all that they read.
+JOINED = frozenset("ConcatV2 DynamicStitch Pack ParallelDynamicStitch".split())
 # An output may lie where an input of its size lay.
 IN_PLACE = frozenset(
     "Abs Add AddN AddV2 BiasAdd Ceil ClipByValue Cos Div DivNoNan Elu EluGrad Erf Exp "
@@ -99,6 +108,19 @@ def _is_run_of_rows(
     if whole is None or part is None or not whole:
         return False
     return whole[1:] in (part, part[1:] if len(part) == len(whole) else None)
+
+
+def most_bytes(kind: str, read_bytes: Sequence[int]) -> int:
+    """What an output takes at most whose shape only the running step knows.
+
+    Args:
+      kind: of op.
+      read_bytes: of its inputs.
+
+    >>> most_bytes("ConcatV2", [8, 8, 4]), most_bytes("GatherV2", [8, 4])
+    (20, 8)
+    """
+    return sum(read_bytes) if kind in JOINED else max(read_bytes, default=0)
 
 
 def reused_inputs(kind: str, inputs: Sequence[Tensor]) -> tuple[int, ...]:

@@ -12,9 +12,11 @@ from tfdp.checks import is_whole
 from tfdp.errors import ConfigurationError, DeviceError
 from tfdp.plan.communication import Communication
 from tfdp.plan.shards import Sharding, sharding_of
+from tfdp.plan.topology import Topology
 from tfdp.planning.liveness import StepMemory, run_in_thought
 from tfdp.planning.memory_plan import MemoryPlan, sent_bytes
 from tfdp.planning.scaling import StepOfRows
+from tfdp.planning.sides import side_of
 from tfdp.planning.step_graph import NOT_KNOWN, StepGraph
 from tfdp.planning.traced_step import TracedModel, builder_of
 from tfdp.strategies.devices import use_virtual_devices
@@ -49,12 +51,8 @@ class Planner:
                     f"{name} must be an integer of at least 1. Received: {value!r}."
                 )
         self.sharding = sharding_of(shard)
-        if self.sharding.offloads:
-            raise ConfigurationError(
-                "offload='optimizer' is not planned yet: plan without it, and take the "
-                "part 'slots' off what the device needs."
-            )
         self.replicas = replicas * hosts
+        self.hosts = hosts
         self._of_host = replicas
         self._build = builder_of(model)
         self._batch = batch
@@ -62,8 +60,10 @@ class Planner:
         self._traced: dict[tuple[int, str, bool], TracedModel] = {}
         self._found: dict[tuple[int, int, str, bool], dict[str, Any]] = {}
         self._graphs: dict[tuple[int, int, str, bool], StepGraph] = {}
+        self._lines: dict[tuple[int, int, int, str, bool], StepOfRows] = {}
         self._rows: tuple[int, int] | None = None
-        have_devices(self.replicas)
+        self._most_traced = _most_traced(communication, hosts)
+        have_devices(replicas, self._most_traced, self.sharding.offloads)
 
     @property
     def local_rows(self) -> int:
@@ -111,9 +111,7 @@ class Planner:
         sharding = self._sharding_of(shard)
         numbers = self._traced_numbers(sharding)
         found = [self._measured(n, local_rows, sharding, remat) for n in numbers]
-        parts = _at_number(
-            numbers, [one["parts"] for one in found], self._parts_of(sharding)
-        )
+        parts, of_host = self._parts_at(numbers, found)
         return MemoryPlan(
             local_rows=local_rows,
             replicas=self.replicas,
@@ -126,21 +124,22 @@ class Planner:
             sent_bytes=sent_bytes(
                 found[-1]["trainable_bytes"], self.replicas, sharding.stage, remat
             ),
+            hosts=self.hosts,
+            host_parts=of_host,
             notes=found[-1]["notes"],
             is_known=found[-1]["is_known"],
         )
 
-    def _parts_of(self, sharding: Sharding) -> int:
-        """Over how many replicas a tensor is sharded."""
-        return self._of_host if sharding.group == "host" else self.replicas
-
     def _traced_numbers(self, sharding: Sharding) -> tuple[int, ...]:
-        if self.replicas == 1:
+        """How many replicas of a host are traced."""
+        of_host = self._of_host
+        if of_host == 1:
             return (1,)
-        if not sharding.stage or self._parts_of(sharding) == 1:
+        # Without shards, and on one host, all replicas do the same.
+        is_plain = self._communication in (None, Communication())
+        if self.hosts == 1 and not sharding.stage and is_plain:
             return (2,)
-        parts = self._parts_of(sharding)
-        return (parts,) if parts <= MOST_TRACED else (2, MOST_TRACED)
+        return (of_host,) if of_host <= self._most_traced else (2, self._most_traced)
 
     def _model(
         self, number: int, sharding: Sharding | None = None, remat: bool = False
@@ -150,15 +149,16 @@ class Planner:
         if key not in self._traced:
             # Weights of a setting that was looked at are in nobody's way any more.
             self._traced.clear()
-            options: dict[str, Any] = {"communication": self._communication}
-            if number > 1:
-                options["shard"] = dataclasses.replace(sharding, group="all")
+            # The memory of CPU:0 is the host's, where that is another one.
+            first = int(sharding.offloads)
             self._traced[key] = TracedModel(
                 self._build,
-                [f"CPU:{i}" for i in range(number)],
+                [f"CPU:{first + i}" for i in range(number)],
                 self._batch,
                 remat=remat,
-                options=options,
+                sharding=sharding,
+                communication=self._communication,
+                hosts=self.hosts,
             )
         return self._traced[key]
 
@@ -176,39 +176,112 @@ class Planner:
                     "planned without XLA, which the model asks for (jit_compile)"
                 )
             self._found[key] = {
-                "parts": _per_replica(_played(graph, number), number),
-                "flops": graph.flops / number,
+                **_facts_of(graph, number, sharding),
                 "trainable_bytes": traced.trainable_bytes,
                 "notes": tuple(notes),
                 "is_known": not NOT_KNOWN & set(graph.notes),
             }
         return self._found[key]
 
-    def guessed_peak(self, few: int, many: int, rows: int, **setting: Any) -> int:
-        """The peak for `rows` rows, computed from two numbers that were traced.
+    def computed(
+        self,
+        few: int,
+        many: int,
+        rows: int,
+        *,
+        shard: str | None = None,
+        remat: bool = False,
+        memory_bytes: int | None = None,
+    ) -> MemoryPlan:
+        """The plan for `rows` rows, computed from two numbers that were traced.
 
         Args:
           few: rows that `at` was asked about.
           many: more of them.
-          rows: those to guess for.
-          **setting: `shard` and `remat`, as in `at`.
+          rows: those to compute it for.
+          shard: as in `at`, like the others.
+          remat: see there.
+          memory_bytes: see there.
+
+        Raises:
+          ValueError: when TensorFlow built other graphs for the two.
         """
-        sharding = self._sharding_of(setting.get("shard"))
-        remat = bool(setting.get("remat"))
+        sharding = self._sharding_of(shard)
         numbers = self._traced_numbers(sharding)
-        found = []
-        for number in numbers:
+        found = [
+            _facts_of(
+                self._step_of_rows(number, few, many, sharding, remat).at(rows),
+                number,
+                sharding,
+            )
+            for number in numbers
+        ]
+        parts, of_host = self._parts_at(numbers, found)
+        return dataclasses.replace(
+            self.at(many, shard=shard, remat=remat, memory_bytes=memory_bytes),
+            local_rows=rows,
+            parts=parts,
+            host_parts=of_host,
+            flops=found[-1]["flops"],
+        )
+
+    def are_of_one_graph(
+        self, few: int, many: int, *, shard: str | None = None, remat: bool = False
+    ) -> bool:
+        """Whether plans may be computed from these two numbers, which were traced."""
+        sharding = self._sharding_of(shard)
+        try:
+            for number in self._traced_numbers(sharding):
+                self._step_of_rows(number, few, many, sharding, remat)
+        except ValueError:
+            return False
+        return True
+
+    def _step_of_rows(
+        self, number: int, few: int, many: int, sharding: Sharding, remat: bool
+    ) -> StepOfRows:
+        key = (number, few, many, str(sharding.what), remat)
+        if key not in self._lines:
             graphs = [
                 self._graphs[number, n, str(sharding.what), remat] for n in (few, many)
             ]
-            graph = StepOfRows(graphs[0], few, graphs[1], many).at(rows)
-            found.append(_per_replica(_played(graph, number), number))
-        return sum(_at_number(numbers, found, self._parts_of(sharding)).values())
+            self._lines[key] = StepOfRows(graphs[0], few, graphs[1], many)
+        return self._lines[key]
+
+    def _parts_at(
+        self, numbers: tuple[int, ...], found: list[dict[str, Any]]
+    ) -> tuple[dict[str, int], dict[str, int]]:
+        """Of the device and of the host, for as many replicas as there are."""
+        return (
+            _at_number(numbers, [one["parts"] for one in found], self._of_host),
+            _at_number(numbers, [one["host_parts"] for one in found], self._of_host),
+        )
 
     def _sharding_of(self, shard: str | None) -> Sharding:
         if shard is None:
             return self.sharding
         return dataclasses.replace(self.sharding, what=shard)
+
+
+def _most_traced(communication: Communication | None, hosts: int) -> int:
+    """How many replicas of a host are traced at most: all of a stated hierarchy."""
+    stated = None if communication is None else communication.hierarchy
+    if hosts > 1 or not isinstance(stated, tuple):
+        return MOST_TRACED
+    return Topology(*stated).num_replicas
+
+
+def _facts_of(graph: StepGraph, replicas: int, sharding: Sharding) -> dict[str, Any]:
+    """What the play of a graph of so many replicas says of each of them."""
+    of_host = {}
+    if sharding.offloads:
+        of_host = _per_replica(_played(side_of(graph, True), replicas), replicas)
+        graph = side_of(graph, False)
+    return {
+        "parts": _per_replica(_played(graph, replicas), replicas),
+        "host_parts": of_host,
+        "flops": graph.flops / replicas,
+    }
 
 
 def _played(graph: StepGraph, replicas: int) -> StepMemory:
@@ -242,15 +315,26 @@ def _at_number(
     return parts
 
 
-def have_devices(replicas: int) -> None:
+def have_devices(
+    replicas: int, most: int = MOST_TRACED, is_offloading: bool = False
+) -> None:
     """Sees to it that there are logical CPUs to trace so many replicas on, or more.
 
     Before the first tensor is made: a model's data may be one.
 
+    Args:
+      replicas: of a host.
+      most: how many are traced.
+      is_offloading: whether the host has a device of its own.
+
     Raises:
       DeviceError: when TensorFlow has started with fewer.
     """
-    count = min(replicas, MOST_TRACED)
+    count = min(replicas, most) + is_offloading
+    [cpu, *_] = tf.config.list_physical_devices("CPU")
+    asked_before = tf.config.get_logical_device_configuration(cpu) or ()
+    if len(asked_before) >= count:
+        return
     try:
         use_virtual_devices(count)
     except DeviceError:

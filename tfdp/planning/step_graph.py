@@ -22,10 +22,12 @@ class StoredVariable:
     Args:
       size_bytes: of this copy, or this shard.
       part: what it is: "weights", "slots" or "state".
+      on_host: whether it is in the memory of the host, and not of the device.
     """
 
     size_bytes: int
     part: str
+    on_host: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +50,7 @@ class Op:
       flops: multiplications and additions.
       part: what its outputs are: "activations", "gradients", "exchange", "update".
       name: for messages.
+      on_host: whether the host runs it, and not the device.
     """
 
     kind: str
@@ -62,6 +65,7 @@ class Op:
     flops: float = 0.0
     part: str = "activations"
     name: str = ""
+    on_host: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

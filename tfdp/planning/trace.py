@@ -10,11 +10,15 @@ from typing import Any
 import tensorflow as tf
 
 from tfdp._private.step_ops import called_graph, is_compiled_by_xla, is_resource
+from tfdp.exchange.compressed import COMPRESSED_SUM
+from tfdp.exchange.link_calls import LINK_CALL
+from tfdp.planning.graph_order import in_order, needed_ops
 from tfdp.planning.liveness import run_in_thought
 from tfdp.planning.loops import kept_bytes_per_turn, turns_of
 from tfdp.planning.op_rules import (
     Tensor,
     flops_of,
+    most_bytes,
     reused_inputs,
     shared_input,
 )
@@ -28,6 +32,8 @@ BRANCHES = {
     "If": ("then_branch", "else_branch"),
     "StatelessIf": ("then_branch", "else_branch"),
 }
+PYTHON = frozenset("EagerPyFunc PyFunc PyFuncStateless".split())
+RECEIVED = frozenset("Recv _Recv".split())
 LOOPS = frozenset("While StatelessWhile".split())
 ADDS = frozenset(
     "AssignAddVariableOp AssignSubVariableOp ResourceScatterAdd ResourceScatterSub "
@@ -50,6 +56,8 @@ def read_graph(
     variables: Mapping[int, tuple[int, StoredVariable]],
     batch_bytes: int = 0,
     weight_shapes: Collection[tuple[int, ...]] = (),
+    hosts: int = 1,
+    host_device: str = "",
 ) -> StepGraph:
     """The step as plain values.
 
@@ -59,19 +67,22 @@ def read_graph(
         handle: its place, and what it is.
       batch_bytes: of what the function is given, which lives as long as it runs.
       weight_shapes: of the trainable weights, by which their gradients are known.
+      hosts: that train together; each brings as many rows of an embedding.
+      host_device: the end of the name of the device whose memory is the host's; "":
+        none is.
 
     Returns:
       The step; ops that nothing needs are left out, as TensorFlow leaves them out.
     """
     stored = [stored for _, stored in sorted(variables.values(), key=_place)]
     stored.append(StoredVariable(batch_bytes, "batch"))
-    reader = _Reader(stored, weight_shapes)
+    reader = _Reader(stored, weight_shapes, hosts, host_device)
     handles = {
         inner.op.name: variables[id(outer)][0]
         for outer, inner in graph.captures
         if id(outer) in variables
     }
-    results = reader.read(graph, {}, handles, _needed(graph))
+    results = reader.read(graph, {}, handles, needed_ops(graph))
     return StepGraph(
         tuple(reader.ops),
         tuple(reader.variables),
@@ -84,19 +95,6 @@ def _place(item: tuple[int, StoredVariable]) -> int:
     return item[0]
 
 
-def _needed(graph: Any) -> set[str]:
-    """The names of the ops that the function's results, or its effects, need."""
-    stack = [tensor.op for tensor in graph.outputs] + list(graph.control_outputs)
-    seen: set[str] = set()
-    while stack:
-        op = stack.pop()
-        if op.name not in seen:
-            seen.add(op.name)
-            stack += [tensor.op for tensor in op.inputs]
-            stack += op.control_inputs
-    return seen
-
-
 class _Reader:
     """Reads graphs into one list of ops."""
 
@@ -104,8 +102,16 @@ class _Reader:
         self,
         variables: Sequence[StoredVariable],
         weight_shapes: Collection[tuple[int, ...]] = (),
+        hosts: int = 1,
+        host_device: str = "",
     ):
         self.variables = list(variables)
+        self._hosts = hosts
+        self._host_device = host_device
+        #: Where the function runs that is being read: what its ops do not say.
+        self._device = ""
+        #: The names of the calls of it.
+        self._caller = ""
         self._weight_shapes = frozenset(weight_shapes)
         self.ops: list[Op] = []
         self.notes: collections.Counter[str] = collections.Counter()
@@ -130,7 +136,7 @@ class _Reader:
         # The op that ends last of those that stand for one; a call has several.
         ends: dict[str, list[int]] = {}
         handles = dict(handles)
-        for op in _in_order(graph, needed):
+        for op in in_order(graph, needed):
             controls = sorted(
                 end for c in op.control_inputs for end in ends.get(c.name, ())
             )
@@ -145,7 +151,8 @@ class _Reader:
             inputs = [
                 places.get((tensor.op.name, tensor.value_index)) for tensor in op.inputs
             ]
-            if op.type in CALLS and (inner := called_graph(op, "f")) is not None:
+            inner = called_graph(op, "f") if op.type in CALLS else None
+            if inner is not None and not _is_fused(op):
                 self._call(op, inner, inputs, controls, places, ends, handles)
                 continue
             place = len(self.ops)
@@ -178,7 +185,10 @@ class _Reader:
             for parameter, tensor in zip(inner.inputs, op.inputs, strict=True)
             if tensor.op.name in handles
         }
-        results = self.read(inner, given, inner_handles, _needed(inner))
+        outside = self._device, self._caller
+        self._device, self._caller = op.device or self._device, f"{outside[1]}{op.name}"
+        results = self.read(inner, given, inner_handles, needed_ops(inner))
+        self._device, self._caller = outside
         for number, result in enumerate(results):
             places[op.name, number] = result
         if controls:
@@ -200,6 +210,8 @@ class _Reader:
         kept = [i for i, place in enumerate(inputs) if place is not None]
         renumbered = {old: new for new, old in enumerate(kept)}
         variable, access = self._access(op, handles)
+        if LINK_CALL in op.name and op.type in PYTHON:
+            variable, access = self._pooled(op, inputs, read), "read"
         shares: list[int | None] = []
         for number in range(len(made)):
             shared = shared_input(op.type, read, made, number)
@@ -210,16 +222,17 @@ class _Reader:
         own_inputs = [place for place in inputs if place is not None]
         if op.type in ("Send", "_Send"):
             self._sent[op.get_attr("tensor_name").decode()] = own_inputs[0]
-        elif op.type in ("Recv", "_Recv"):
+        elif op.type in RECEIVED:
             source = self._sent.get(op.get_attr("tensor_name").decode())
             if source is not None:
                 own_inputs, shares = [source], [0]
+                inputs = [source]
         return Op(
             kind=op.type,
             inputs=tuple(own_inputs),
             controls=tuple(controls),
             output_bytes=tuple(
-                self._size_of(op, number, read, made) for number in range(len(made))
+                self._size_of(op, number, inputs, made) for number in range(len(made))
             ),
             shares=tuple(shares),
             reuses=tuple(
@@ -233,6 +246,8 @@ class _Reader:
             + self._inside_flops(op),
             part=self._part_of(op),
             name=op.name,
+            on_host=bool(self._host_device)
+            and (op.device or self._device).endswith(self._host_device),
         )
 
     def _access(self, op: Any, handles: dict[str, int]) -> tuple[int | None, str]:
@@ -247,10 +262,29 @@ class _Reader:
             return variable, "assign"
         return (variable, "add") if op.type in ADDS else (None, "")
 
-    def _size_of(
-        self, op: Any, number: int, read: Sequence[Tensor], made: Sequence[Tensor]
+    def _pooled(
+        self, op: Any, inputs: Sequence[Place | None], read: Sequence[Tensor]
     ) -> int:
-        tensor = made[number]
+        """A link writes into memory of its own, which it keeps for the next step.
+
+        It is as large as what the link is given, of which it may hand on a part.
+        """
+        made = sum(self._size_of(op, n, inputs, ()) for n in range(len(op.outputs)))
+        given = sum(tensor.size_bytes for tensor in read)
+        self.variables.append(StoredVariable(max(made, given), "exchange"))
+        return len(self.variables) - 1
+
+    def _size_of(
+        self,
+        op: Any,
+        number: int,
+        inputs: Sequence[Place | None],
+        made: Sequence[Tensor],
+    ) -> int:
+        if op.type in PYTHON:
+            tensor = _ensured(op.outputs[number])
+        else:
+            tensor = made[number]
         if op.type in LOOPS and (body := called_graph(op, "body")) is not None:
             kept = kept_bytes_per_turn(body, number) * (turns_of(op) or 1)
             return max(kept, tensor.size_bytes)
@@ -260,8 +294,16 @@ class _Reader:
             return tensor.size_bytes
         if op.type in SMALL:
             return 0
+        if op.type in RECEIVED:
+            return self._bytes_at(inputs[0]) if inputs else 0
         self.notes["tensors whose shape is not known before the step runs"] += 1
-        return max((t.size_bytes for t in read), default=0)
+        read = [self._bytes_at(place) for place in inputs if place is not None]
+        if op.type in PYTHON and LINK_CALL in op.name and number < len(read):
+            return self._hosts * read[number]
+        return most_bytes(op.type, read)
+
+    def _bytes_at(self, place: Place | None) -> int:
+        return 0 if place is None else self.ops[place[0]].output_bytes[place[1]]
 
     def _inside_bytes(self, op: Any) -> int:
         """The most that the branches of a conditional, or the turn of a loop, need."""
@@ -274,9 +316,10 @@ class _Reader:
         for attribute in attributes:
             inner = called_graph(op, attribute)
             if inner is not None:
-                reader = _Reader([])
-                reader.read(inner, {}, {}, _needed(inner))
-                peaks.append(run_in_thought(StepGraph(tuple(reader.ops))).peak_bytes)
+                reader = _Reader([], hosts=self._hosts)
+                reader.read(inner, {}, {}, needed_ops(inner))
+                step = StepGraph(tuple(reader.ops), tuple(reader.variables))
+                peaks.append(run_in_thought(step).peak_bytes)
         return max(peaks)
 
     def _part_of(self, op: Any) -> str:
@@ -286,7 +329,8 @@ class _Reader:
             shape = op.outputs[0].shape
             known = tuple(shape.as_list()) if shape.rank else None
             return "gradients" if known in self._weight_shapes else "activations"
-        return "update" if "/update_" in op.name else "activations"
+        is_update = "/update_" in op.name or "/update_" in self._caller
+        return "update" if is_update else "activations"
 
     def _inside_flops(self, op: Any) -> float:
         """Of all turns of a loop; of the branches of a conditional together."""
@@ -295,51 +339,13 @@ class _Reader:
         for attribute in attributes:
             if (inner := called_graph(op, attribute)) is not None:
                 reader = _Reader([])
-                reader.read(inner, {}, {}, _needed(inner))
+                reader.read(inner, {}, {}, needed_ops(inner))
                 total += sum(inside.flops for inside in reader.ops)
         return total * ((turns_of(op) or 1) if op.type in LOOPS else 1)
 
 
 def _with_controls(op: Op, controls: Sequence[int]) -> Op:
     return dataclasses.replace(op, controls=(*op.controls, *controls))
-
-
-def _in_order(graph: Any, needed: set[str]) -> list[Any]:
-    """The needed ops, each after what it reads; a `Recv` after its `Send`."""
-    ops = {op.name: op for op in graph.get_operations() if op.name in needed}
-    senders = {
-        op.get_attr("tensor_name"): op
-        for op in ops.values()
-        if op.type in ("Send", "_Send")
-    }
-
-    turn = {name: number for number, name in enumerate(ops)}
-
-    def before(op: Any) -> list[Any]:
-        found = [tensor.op for tensor in op.inputs]
-        # TensorFlow lists them in another order each time.
-        found += sorted(op.control_inputs, key=lambda op: turn.get(op.name, -1))
-        if op.type in ("Recv", "_Recv"):
-            sender = senders.get(op.get_attr("tensor_name"))
-            found += [sender] if sender is not None else []
-        return [source for source in found if source.name in ops]
-
-    ordered: list[Any] = []
-    done: set[str] = set()
-    for start in ops.values():
-        stack = [(start, iter(before(start)))] if start.name not in done else []
-        opened = {start.name}
-        while stack:
-            op, sources = stack[-1]
-            source = next((s for s in sources if s.name not in done), None)
-            if source is None:
-                stack.pop()
-                done.add(op.name)
-                ordered.append(op)
-            elif source.name not in opened:
-                opened.add(source.name)
-                stack.append((source, iter(before(source))))
-    return ordered
 
 
 def _tensor(tensor: Any) -> Tensor:
@@ -350,6 +356,19 @@ def _tensor(tensor: Any) -> Tensor:
     if is_resource(tensor) or tensor.dtype == tf.string:
         return Tensor((), 0)
     return Tensor(dims, tensor.dtype.size)
+
+
+def _is_fused(op: Any) -> bool:
+    """What compresses goes element by element: XLA makes one loop of it."""
+    return COMPRESSED_SUM in op.name and is_compiled_by_xla(op)
+
+
+def _ensured(tensor: Any) -> Tensor:
+    """What a function of Python returns: as large as the next op makes sure of."""
+    for op in tensor.consumers():
+        if op.type == "EnsureShape" and op.outputs[0].shape.is_fully_defined():
+            return _tensor(op.outputs[0])
+    return _tensor(tensor)
 
 
 def _equation_of(op: Any) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
@@ -12,11 +13,18 @@ import tensorflow as tf
 from tfdp._private.keras_models import build_symbolically
 from tfdp.errors import ConfigurationError
 from tfdp.layers.rematerialization import remat as recompute
+from tfdp.plan.communication import Communication
+from tfdp.plan.shards import Sharding
+from tfdp.planning.alike_updates import trace_updates_once
 from tfdp.planning.batch import Batch, batch_of
+from tfdp.planning.hosts_in_thought import HostOfMany
 from tfdp.planning.step_graph import StepGraph, StoredVariable
 from tfdp.planning.trace import read_graph
+from tfdp.sharding.updates import host_of
 from tfdp.step.jit import take_over_jit
+from tfdp.step.optimizers import innermost_optimizers
 from tfdp.strategies.data_parallel import DataParallelStrategy
+from tfdp.strategies.devices import find_devices
 
 __all__ = ["TracedModel", "builder_of"]
 
@@ -71,7 +79,9 @@ class TracedModel:
       devices: one per replica.
       batch: what the caller knows of a batch.
       remat: whether each layer's forward pass is computed twice.
-      options: further arguments of `DataParallelStrategy`.
+      sharding: what is sharded, and by whom.
+      communication: as a strategy takes it.
+      hosts: that train together, each on as many devices.
     """
 
     def __init__(
@@ -81,10 +91,24 @@ class TracedModel:
         batch: Any,
         *,
         remat: bool,
-        options: dict[str, Any],
+        sharding: Sharding,
+        communication: Communication | None = None,
+        hosts: int = 1,
     ):
         self.replicas = len(devices)
-        self._strategy = DataParallelStrategy(devices, alone=True, **options)
+        self._hosts = hosts
+        self._host_device = ""
+        if sharding.offloads:
+            [first, *_] = find_devices(devices)
+            self._host_device = host_of(first)
+        self._strategy: DataParallelStrategy
+        if hosts > 1:
+            self._strategy = HostOfMany(devices, hosts, communication, sharding)
+        else:
+            alone = dataclasses.replace(sharding, group="all")
+            self._strategy = DataParallelStrategy(
+                devices, alone=True, communication=communication, shard=alone
+            )
         with self._strategy.scope():
             self.model = build()
         is_model = isinstance(self.model, keras.Model)
@@ -98,6 +122,8 @@ class TracedModel:
         self.is_compiled = take_over_jit(self.model)
         if remat:
             recompute(self.model)
+        for optimizer in innermost_optimizers(self.model.optimizer):
+            trace_updates_once(optimizer)
 
     def graph_of(self, local_rows: int) -> StepGraph:
         """The step of all replicas on batches of `local_rows` each."""
@@ -121,6 +147,8 @@ class TracedModel:
             self._variables(graph),
             batch_bytes,
             {tuple(v.shape) for v in self.model.trainable_variables},
+            self._hosts,
+            self._host_device,
         )
 
     @property
@@ -133,7 +161,9 @@ class TracedModel:
 
         def add(variable: Any, part: str) -> None:
             if id(variable.handle) not in found:
-                stored = StoredVariable(_bytes_of(variable), part)
+                here = self._host_device
+                on_host = bool(here) and variable.device.endswith(here)
+                stored = StoredVariable(_bytes_of(variable), part, on_host)
                 found[id(variable.handle)] = (len(found), stored)
 
         groups = (self.model.weights, self.model.optimizer.variables)

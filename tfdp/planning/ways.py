@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from tfdp.errors import ConfigurationError
@@ -16,6 +16,8 @@ __all__ = ["Way", "largest_batch", "ways_to_fit"]
 
 # The batch is as large as was found, or at most this part larger.
 PRECISION = 0.05
+# What is computed is taken for as many times fewer or more rows than were traced.
+NEAR = 4
 # A batch is made, of zeros, to trace a step.
 MOST_BATCH_BYTES = 2**30
 MICRO_STEPS = (2, 4, 8)
@@ -51,7 +53,8 @@ def largest_batch(
 
     The step is traced for two batches; as its tensors grow with the rows in a line, its
     peak for any other batch can be computed (`StepOfRows`), and the largest that fits
-    is found by halving. That one is traced, and a smaller one where it does not fit.
+    is looked for along the line from the fitting to the others. Where it is far from
+    what was traced it is traced as well, and a smaller one where that does not fit.
 
     Args:
       planner: of the model.
@@ -60,39 +63,85 @@ def largest_batch(
       remat: whether layers compute their forward pass twice.
 
     Returns:
-      A plan that was traced, not one that was computed from others. A batch that is
-      larger by one part in 20, or by one row, may fit as well.
+      The plan. A batch that is larger by one part in 20, or by one row, may fit as
+      well.
     """
     setting: dict[str, Any] = {"shard": shard, "remat": remat}
-
-    def traced(rows: int) -> MemoryPlan:
-        return planner.at(rows, memory_bytes=memory_bytes, **setting)
-
     most_rows = max(1, MOST_BATCH_BYTES // max(planner.row_bytes, 1))
-    few = max(1, min(planner.local_rows, most_rows) // 2)
-    many = 2 * few
-    traced(few)
-    traced(many)
-    limit = most_peak_bytes(memory_bytes)
-    low, high = 0, most_rows + 1
-    while high - low > max(1, PRECISION * low):
-        rows = _middle(low, high, many)
-        if planner.guessed_peak(few, many, rows, **setting) <= limit:
-            low = rows
-        else:
-            high = rows
+    few, many = _two_traced(planner, most_rows, memory_bytes, setting)
+    if many is None:
+        found = planner.at(few, memory_bytes=memory_bytes, **setting)
+        return found if found.fits else None
+    plans = {
+        rows: planner.at(rows, memory_bytes=memory_bytes, **setting)
+        for rows in (few, many)
+    }
+
+    def computed(rows: int) -> MemoryPlan:
+        if rows not in plans:
+            plans[rows] = planner.computed(
+                few, many, rows, memory_bytes=memory_bytes, **setting
+            )
+        return plans[rows]
+
+    low = _most_that_fits(computed, (few, many), most_rows, memory_bytes)
     while low:
-        if (found := traced(low)).fits:
+        found = computed(low)
+        if not few // NEAR <= low <= many * NEAR:
+            found = planner.at(low, memory_bytes=memory_bytes, **setting)
+        if found.fits:
             return found
         low -= max(1, round(PRECISION * low))
     return None
 
 
-def _middle(low: int, high: int, known: int) -> int:
-    """Of a range of orders of magnitude, by its logarithm, from what is known on."""
-    if not low and high > known:
-        return min(known, high - 1)
-    return min(max(round(math.sqrt(max(low, 1) * high)), low + 1), high - 1)
+def _two_traced(
+    planner: Planner, most_rows: int, memory_bytes: int, setting: dict[str, Any]
+) -> tuple[int, int | None]:
+    """Two numbers of rows of one graph; None: TensorFlow builds another for each.
+
+    The one that was asked about, and one that is near the answer: as many more as the
+    memory has for what is not stored.
+    """
+    asked = max(1, min(planner.local_rows, most_rows))
+    plan = planner.at(asked, **setting)
+    stored = sum(plan.parts.get(part, 0) for part in ("weights", "slots", "state"))
+    room = most_peak_bytes(memory_bytes) - stored
+    near = asked * max(room, 0) // max(plan.peak_bytes - stored, 1)
+    near = min(max(near, 1), most_rows)
+    # What has one row is broadcast, in a graph of its own.
+    for few, many in (sorted((asked, near)), (2, max(near, 4))):
+        few, many = (few, many) if few < many else (max(1, many // 2), 2 * many)
+        planner.at(few, **setting)
+        planner.at(many, **setting)
+        if planner.are_of_one_graph(few, many, **setting):
+            return few, many
+    return asked, None
+
+
+def _most_that_fits(
+    computed: Callable[[int], MemoryPlan],
+    traced: tuple[int, int],
+    most_rows: int,
+    memory_bytes: int,
+) -> int:
+    """The most rows whose computed plan fits, to `PRECISION`; 0: none do."""
+    limit = most_peak_bytes(memory_bytes)
+    low, high = 0, most_rows + 1
+    few, many = traced
+    few_bytes, many_bytes = (computed(rows).peak_bytes for rows in traced)
+    # Where the line through both meets the limit; then a little beyond what fits.
+    slope = (many_bytes - few_bytes) / (many - few)
+    guess = (few + (limit - few_bytes) / slope) if slope > 0 else float(most_rows)
+    while high - low > max(1, PRECISION * low):
+        rows = min(max(math.floor(guess), low + 1), high - 1)
+        peak_bytes = computed(rows).peak_bytes
+        if peak_bytes <= limit:
+            low, guess = rows, rows + max(1.0, PRECISION * rows)
+        else:
+            high = rows
+            guess = rows * (limit / peak_bytes) ** 2 if not low else (low + rows) / 2
+    return low
 
 
 def ways_to_fit(planner: Planner, memory_bytes: int) -> Iterator[Way]:

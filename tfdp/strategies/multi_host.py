@@ -210,14 +210,7 @@ class MultiHostDataParallelStrategy(SumsOverHosts, DataParallelStrategy):
             )
             extended.first_draw = self.cluster.rank * len(devices)
             return extended
-        is_alone = self.shard_group == "host" and len(devices) == 1
-        if self._sharding.stage and is_alone and not self._sharding.offloads:
-            raise ConfigurationError(
-                "shard_group='host' shards over the replicas of a host, and this host "
-                "has one. Give every process several devices (devices_per_host=4, or "
-                "tfdp launch --devices-per-worker 4), or use shard_group='all'."
-            )
-        refuse_compressed_shards(communication, self.shard, self.hosts)
+        self._refuse_idle_shards(devices, communication)
         group = self._group or HostGroup(make_link(self.cluster, communication))
         self._group = group
         let_calls_end_at_exit()
@@ -230,6 +223,31 @@ class MultiHostDataParallelStrategy(SumsOverHosts, DataParallelStrategy):
         agree_on_seed(self.from_chief(seed_to_share(), "seed"))
         is_by_name = communication.engine == "tensorflow"
         self._meeting = tried(self._meeting, devices, is_by_name)
+        return self._extended_over(
+            group, devices, communication, cross_device_ops, draws_per_replica
+        )
+
+    def _refuse_idle_shards(
+        self, devices: tuple[str, ...], communication: Communication
+    ) -> None:
+        is_alone = self.shard_group == "host" and len(devices) == 1
+        if self._sharding.stage and is_alone and not self._sharding.offloads:
+            raise ConfigurationError(
+                "shard_group='host' shards over the replicas of a host, and this host "
+                "has one. Give every process several devices (devices_per_host=4, or "
+                "tfdp launch --devices-per-worker 4), or use shard_group='all'."
+            )
+        refuse_compressed_shards(communication, self.shard, self.hosts)
+
+    def _extended_over(
+        self,
+        group: HostGroup,
+        devices: tuple[str, ...],
+        communication: Communication,
+        cross_device_ops: tf.distribute.CrossDeviceOps,
+        draws_per_replica: bool,
+    ) -> MultiHostExtended:
+        """The inside of a strategy of hosts that have met."""
         self._engine = engine_across(
             group.link,
             devices,
