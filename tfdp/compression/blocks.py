@@ -75,12 +75,14 @@ class Blockwise(Method):
             totals = self._summed(peers.gather(message))
         else:
             totals, left = self._exchange_parts(rows, peers)
-        # It is what a value has less what is a number: only of a number is it one.
+        # The scale of a block with a value that is no number is none either, and makes
+        # none of every number of the block, in the sum of all who get it. What is left
+        # of a number that was sent as one is no larger than the two.
         return Exchanged(
             self.values_of(totals, values),
             self.values_of(left, values),
             list(slots),
-            left_tells=True,
+            sums_tell=True,
         )
 
     def sent_bytes(self, shapes: Sequence[Sequence[int]], peers: int) -> float:

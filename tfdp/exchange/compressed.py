@@ -177,10 +177,14 @@ class CompressedSums:
     ) -> tuple[list[tf.Tensor], list[Kept], tf.Tensor]:
         """The sums, what is kept, and 1 when a number in all this is not finite."""
         values, slots = self.method.values(gradients, [k.slots for k in kept])
-        values = [
-            value if k.residual is None else value + k.residual
-            for value, k in zip(values, kept, strict=True)
-        ]
+        # What waits for something that is not its input TensorFlow's optimizer leaves
+        # alone. Else it makes one sum of this and of that over the replicas, in a
+        # variable that it fills with zeros first: three passes over memory for one.
+        with tf.control_dependencies([step]):
+            values = [
+                value if k.residual is None else tf.add(value, k.residual)
+                for value, k in zip(values, kept, strict=True)
+            ]
         if self.group.size == 1:
             # Nobody to send to: what more replicas had left is used at once.
             exchanged = Exchanged(values, [tf.zeros_like(v) for v in values], slots)
@@ -196,11 +200,9 @@ class CompressedSums:
         # Values of a replica, or sums over its host with what was left: they are not
         # finite where a gradient of the host is not, and perhaps where all are.
         numbers = list(exchanged.sums)
-        if not exchanged.left_tells:
+        if not exchanged.sums_tell:
             numbers += values
-        elif not self.method.error_feedback:
-            numbers += exchanged.left
-        numbers += [number for each in after for number in _parts_of(each)]
+            numbers += [number for each in after for number in _parts_of(each)]
         return list(exchanged.sums), after, _is_bad(numbers)
 
 
