@@ -57,12 +57,15 @@ class Exchanged:
       slots: what the method keeps of each variable for the next step.
       sums_tell: whether the sums are not finite wherever a value of any peer, or what
         is left of it, is not. Else all of these are looked at.
+      message: what was sent first. The values of the next bucket are made when it is
+        there: not before, so that it is soon on its way, nor when it has arrived.
     """
 
     sums: Sequence[tf.Tensor]
     left: Sequence[tf.Tensor]
     slots: Sequence[Slots]
     sums_tell: bool = False
+    message: tf.Tensor | None = None
 
 
 @dataclasses.dataclass(frozen=True)

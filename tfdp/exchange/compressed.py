@@ -147,17 +147,21 @@ class CompressedSums:
         sums: dict[int, tf.Tensor] = {}
         left: dict[int, Kept] = {}
         bad = []
+        begun = step
         for number, bucket in enumerate(buckets, start=1):
             with tf.name_scope("tfdp_compressed_sum"):
                 label = f"compressed bucket {number} of {len(buckets)}"
-                mine = [gradients[place] for place in bucket.indices]
+                # One bucket after the other, so that the first is on its way while the
+                # next is added up and made small.
+                with tf.control_dependencies([begun]):
+                    mine = [tf.identity(gradients[place]) for place in bucket.indices]
                 values = self.group.collect(
                     [tf.cast(g, tf.float32) for g in mine], rank
                 )
                 if self.group.speaks(rank):
                     before = [kept[place] for place in bucket.indices]
-                    values, after, is_bad = self._exchanged(
-                        values, before, step, rank, label
+                    values, after, is_bad, begun = self._exchanged(
+                        values, before, step, rank, label, begun
                     )
                     left.update(zip(bucket.indices, after, strict=True))
                     bad.append(is_bad)
@@ -174,13 +178,15 @@ class CompressedSums:
         step: tf.Tensor,
         rank: int,
         label: str,
-    ) -> tuple[list[tf.Tensor], list[Kept], tf.Tensor]:
-        """The sums, what is kept, and 1 when a number in all this is not finite."""
+        begun: tf.Tensor,
+    ) -> tuple[list[tf.Tensor], list[Kept], tf.Tensor, tf.Tensor]:
+        """The sums, what is kept, 1 when a number in all this is not finite, and what
+        is there when the next exchange may begin; `begun` is that of the one before."""
         values, slots = self.method.values(gradients, [k.slots for k in kept])
         # What waits for something that is not its input TensorFlow's optimizer leaves
         # alone. Else it makes one sum of this and of that over the replicas, in a
         # variable that it fills with zeros first: three passes over memory for one.
-        with tf.control_dependencies([step]):
+        with tf.control_dependencies([begun]):
             values = [
                 value if k.residual is None else tf.add(value, k.residual)
                 for value, k in zip(values, kept, strict=True)
@@ -203,7 +209,8 @@ class CompressedSums:
         if not exchanged.sums_tell:
             numbers += values
             numbers += [number for each in after for number in _parts_of(each)]
-        return list(exchanged.sums), after, _is_bad(numbers)
+        begun = step if exchanged.message is None else exchanged.message
+        return list(exchanged.sums), after, _is_bad(numbers), begun
 
 
 def are_finite(values: Sequence[Any]) -> tf.Tensor:
