@@ -10,8 +10,8 @@ and what each of them sends is compressed, as if each were a host.
 All arms share the model (a multilayer perceptron), plain SGD, its learning rate, the
 batches and their order. `dense` sends every gradient as it is. The names that end in
 `-alone` are without error feedback. `fp8-scale-1` has one scale, 1, for every number.
-`adam` and `one-bit-adam` have Adam in the place of SGD; after a fifth of the updates
-the second sends signs of its momentum.
+`adam` and `one-bit-adam` have Adam in the place of SGD, `lamb` and `one-bit-lamb` LAMB;
+after a fifth of the updates those with `one-bit` send signs of their momentum.
 """
 
 from __future__ import annotations
@@ -45,8 +45,10 @@ ARMS = {
     "power-sgd": PowerSGD(2),
     "adam": None,
     "one-bit-adam": SignSGD(block_size=256),
+    "lamb": None,
+    "one-bit-lamb": SignSGD(block_size=256),
 }
-LEARNING_RATE, ADAM_LEARNING_RATE = 0.1, 0.001
+LEARNING_RATE, ADAM_LEARNING_RATE, LAMB_LEARNING_RATE = 0.1, 0.001, 0.01
 WARMUP_SHARE = 0.2
 
 
@@ -69,7 +71,7 @@ def parse_arguments() -> argparse.Namespace:
 def make_strategy(arm: str, replicas: int) -> tf.distribute.Strategy:
     method = ARMS[arm]
     communication = None
-    if method is not None and "adam" not in arm:
+    if method is not None and not arm.startswith("one-bit"):
         communication = tfdp.Communication(
             compression=method, compression_across="replicas"
         )
@@ -90,9 +92,14 @@ def build_model() -> keras.Model:
 def make_optimizer(arm: str, updates: int) -> keras.optimizers.Optimizer:
     if arm == "adam":
         return keras.optimizers.Adam(ADAM_LEARNING_RATE)
-    if arm == "one-bit-adam":
-        return tfdp.optimizers.OneBitAdam(
-            ADAM_LEARNING_RATE,
+    if arm == "lamb":
+        return tfdp.optimizers.LAMB(LAMB_LEARNING_RATE)
+    if arm.startswith("one-bit"):
+        make, rate = tfdp.optimizers.OneBitAdam, ADAM_LEARNING_RATE
+        if arm == "one-bit-lamb":
+            make, rate = tfdp.optimizers.OneBitLAMB, LAMB_LEARNING_RATE
+        return make(
+            rate,
             warmup_steps=round(WARMUP_SHARE * updates),
             compression=ARMS[arm],
             across="replicas",
@@ -126,8 +133,8 @@ def train(arm: str, seed: int, data: dict, arguments: argparse.Namespace) -> flo
 
 
 def sent_bytes(arm: str, replicas: int) -> float:
-    """What a replica sends of the gradients that are compressed, as in a ring; of
-    `one-bit-adam` after its first updates."""
+    """What a replica sends of the gradients that are compressed, as in a ring; where
+    the momentum is, after the first updates."""
     method = ARMS[arm]
     shapes = [(784, 256), (256, 128), (128, 10)]
     dense = 4 * sum(rows * columns for rows, columns in shapes)

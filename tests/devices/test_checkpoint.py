@@ -41,6 +41,11 @@ CASES = {
             0.01, warmup_steps=3, across="replicas"
         )
     },
+    "one-bit-lamb": {
+        "optimizer": lambda: tfdp.optimizers.OneBitLAMB(
+            0.01, warmup_steps=3, across="replicas"
+        )
+    },
     "diloco-int8": {
         "wrap": {
             "sync": tfdp.sync.DiLoCo(

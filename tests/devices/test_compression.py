@@ -23,17 +23,18 @@ SHAPES = [(24, 10), (3, 3, 4, 6)]
 STEPS = 4
 
 
-def strategy_for(method, layout="2-in_process", **options):
+def strategy_for(method, layout="2-in_process", **buckets):
     replicas, engine, hierarchy = LAYOUTS[layout]
     across = "hosts" if hierarchy != "auto" else "replicas"
     communication = tfdp.Communication(
+        **buckets,
         engine=engine,
         hierarchy=hierarchy,
         compression=method,
         compression_across=across if method is not None else "hosts",
     )
     devices = [f"CPU:{n}" for n in range(replicas)]
-    return tfdp.DataParallelStrategy(devices, communication=communication, **options)
+    return tfdp.DataParallelStrategy(devices, communication=communication)
 
 
 class Linear:
@@ -125,6 +126,28 @@ def test_what_arrives_and_what_is_left_are_the_gradients(method, layout):
             np.testing.assert_allclose(arrived, total, rtol=0, atol=bound(replicas))
         else:
             assert np.abs(left[place]).max() > 1e-4
+
+
+@pytest.mark.worth_seconds(6)
+@pytest.mark.parametrize("layout", ["2-in_process", "2x2-in_process"])
+@pytest.mark.parametrize(
+    "method",
+    [Int8(32, min_bytes=0), FP8(min_bytes=0), TopK(0.1, min_bytes=0)],
+    ids=["int8", "fp8", "top-k"],
+)
+def test_each_variable_by_itself_is_the_same_to_the_bit(method, layout):
+    """Buckets are made one after the other; no block or scale belongs to two of them.
+
+    Of more than two who send, who rounds a sum again depends on the bucket.
+    """
+    found = []
+    for options in {}, {"bucket_bytes": 1, "first_bucket_bytes": 1}:
+        model = Linear(strategy_for(method, layout, **options))
+        for of_step in draw(LAYOUTS[layout][0], steps=2):
+            model.step(of_step)
+        found.append([*model.values(), *model.residuals()])
+    for together, alone in zip(*found, strict=True):
+        np.testing.assert_array_equal(together, alone)
 
 
 @pytest.mark.parametrize("method", IDENTITIES.values(), ids=IDENTITIES)

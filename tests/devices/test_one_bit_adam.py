@@ -7,6 +7,7 @@ import tensorflow as tf
 
 import tfdp
 from tests.support.compression_table import IDENTITIES
+from tests.support.one_bit import BLOCK, SHAPE, drawn, scaled_signs, updated
 from tests.support.parity import (
     classification_data,
     dense_model,
@@ -18,7 +19,6 @@ from tfdp.errors import ConfigurationError, ScopeError
 from tfdp.optimizers import OneBitAdam
 
 RATE, BETA_1, BETA_2, EPSILON = 0.01, 0.9, 0.99, 1e-7
-SHAPE, BLOCK = (8, 12), 32  # three blocks
 # Of 8 updates of 0.01, each the quotient of sums of a few terms that differ by u of
 # themselves, which 1 / (1 - beta_1) multiplies: 8 * 0.01 * 10 * 10 * 6e-8 = 5e-7.
 BOUND = 2e-6
@@ -50,12 +50,6 @@ def by_hand(gradients, warmup_steps, lossy):
     return found
 
 
-def scaled_signs(values):
-    blocks = values.reshape(-1, BLOCK)
-    scales = np.abs(blocks).mean(axis=1, keepdims=True)
-    return (np.where(blocks >= 0, 1, -1) * scales).reshape(SHAPE)
-
-
 def optimizer(compression=None, warmup_steps=3, across="replicas", **options):
     compression = compression or SignSGD(BLOCK, min_bytes=0)
     return OneBitAdam(
@@ -68,41 +62,6 @@ def optimizer(compression=None, warmup_steps=3, across="replicas", **options):
         across=across,
         **options,
     )
-
-
-def drawn(replicas, steps=8):
-    """Different on all replicas; the first two numbers never have a gradient."""
-    rng = np.random.default_rng(3)
-    gradients = rng.normal(size=(steps, replicas, *SHAPE)).astype("float32")
-    gradients[:, :, 0, :2] = 0
-    return gradients
-
-
-def updated(strategy, made, gradients):
-    """The weights after each update, which all replicas have alike."""
-    with strategy.scope():
-        weight = keras.Variable(np.zeros(SHAPE, "float32"), name="w")
-        used = made()
-        used.build([weight])
-
-    @tf.function
-    def step(parts):
-        strategy.run(lambda own: used.apply([own], [weight]), (parts,))
-
-    found = []
-    for of_step in gradients:
-        step(
-            strategy.experimental_distribute_values_from_function(
-                lambda c, of_step=of_step: tf.constant(
-                    of_step[c.replica_id_in_sync_group]
-                )
-            )
-        )
-        copies = [copy.numpy() for copy in weight.value.values]
-        for copy in copies[1:]:
-            np.testing.assert_array_equal(copies[0], copy)
-        found.append(copies[0])
-    return found, used
 
 
 @pytest.mark.worth_seconds(4)

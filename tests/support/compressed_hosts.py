@@ -22,7 +22,17 @@ OPTIMIZERS = {
         beta_1=0.0,
         epsilon=1.0,
         compression=METHODS["sign"],
-    )
+    ),
+    # From zero the ratio of the warm-up is 1, and the factor may not move.
+    "one-bit-lamb": lambda: tfdp.optimizers.OneBitLAMB(
+        1.0,
+        warmup_steps=1,
+        beta_1=0.0,
+        epsilon=1.0,
+        least_factor=1.0,
+        most_factor=1.0,
+        compression=METHODS["sign"],
+    ),
 }
 
 

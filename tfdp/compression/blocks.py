@@ -74,13 +74,16 @@ class Blockwise(Method):
             message, left = _compiled(self, "encode_with_left")(rows)
             totals = self._summed(peers.gather(message))
         else:
-            totals, left = self._exchange_parts(rows, peers)
-        # It is what a value has less what is a number: only of a number is it one.
+            totals, left, message = self._exchange_parts(rows, peers)
+        # The scale of a block with a value that is no number is none either, and makes
+        # none of every number of the block, in the sum of all who get it. What is left
+        # of a number that was sent as one is no larger than the two.
         return Exchanged(
             self.values_of(totals, values),
             self.values_of(left, values),
             list(slots),
-            left_tells=True,
+            sums_tell=True,
+            message=message,
         )
 
     def sent_bytes(self, shapes: Sequence[Sequence[int]], peers: int) -> float:
@@ -98,8 +101,8 @@ class Blockwise(Method):
 
     def _exchange_parts(
         self, rows: tf.Tensor, peers: Peers
-    ) -> tuple[tf.Tensor, tf.Tensor]:
-        """The sums of `rows`, and what of this peer's is not in them."""
+    ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+        """The sums of `rows`, what of this peer's is not in them, and the message."""
         blocks = rows.shape[0]
         padded = tf.pad(rows, [[0, -blocks % peers.size], [0, 0]])
         message, left = _compiled(self, "encode_with_left")(padded)
@@ -112,7 +115,7 @@ class Blockwise(Method):
         lost = tf.reshape(lost, [1, -1])
         mine = tf.one_hot([peers.place], peers.size, axis=0)
         left = tf.reshape(left + mine * lost, padded.shape)
-        return totals[:blocks], left[:blocks]
+        return totals[:blocks], left[:blocks], message
 
     def rows_of(self, values: Sequence[tf.Tensor]) -> tf.Tensor:
         """The values in blocks, [blocks, elements]."""

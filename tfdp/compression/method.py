@@ -55,13 +55,17 @@ class Exchanged:
       left: what of this peer's values is not in the sums. Over all peers and variables
         the sums and what is left are the values, to the rounding of float32.
       slots: what the method keeps of each variable for the next step.
-      left_tells: whether what is left is not finite wherever a value is not.
+      sums_tell: whether the sums are not finite wherever a value of any peer, or what
+        is left of it, is not. Else all of these are looked at.
+      message: what was sent first. The values of the next bucket are made when it is
+        there: not before, so that it is soon on its way, nor when it has arrived.
     """
 
     sums: Sequence[tf.Tensor]
     left: Sequence[tf.Tensor]
     slots: Sequence[Slots]
-    left_tells: bool = False
+    sums_tell: bool = False
+    message: tf.Tensor | None = None
 
 
 @dataclasses.dataclass(frozen=True)

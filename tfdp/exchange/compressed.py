@@ -150,17 +150,21 @@ class CompressedSums:
         sums: dict[int, tf.Tensor] = {}
         left: dict[int, Kept] = {}
         bad = []
+        begun = step
         for number, bucket in enumerate(buckets, start=1):
             with tf.name_scope(COMPRESSED_SUM):
                 label = f"compressed bucket {number} of {len(buckets)}"
-                mine = [gradients[place] for place in bucket.indices]
+                # One bucket after the other, so that the first is on its way while the
+                # next is added up and made small.
+                with tf.control_dependencies([begun]):
+                    mine = [tf.identity(gradients[place]) for place in bucket.indices]
                 values = self.group.collect(
                     [tf.cast(g, tf.float32) for g in mine], rank
                 )
                 if self.group.speaks(rank):
                     before = [kept[place] for place in bucket.indices]
-                    values, after, is_bad = self._exchanged(
-                        values, before, step, rank, label
+                    values, after, is_bad, begun = self._exchanged(
+                        values, before, step, rank, label, begun
                     )
                     left.update(zip(bucket.indices, after, strict=True))
                     bad.append(is_bad)
@@ -177,13 +181,19 @@ class CompressedSums:
         step: tf.Tensor,
         rank: int,
         label: str,
-    ) -> tuple[list[tf.Tensor], list[Kept], tf.Tensor]:
-        """The sums, what is kept, and 1 when a number in all this is not finite."""
+        begun: tf.Tensor,
+    ) -> tuple[list[tf.Tensor], list[Kept], tf.Tensor, tf.Tensor]:
+        """The sums, what is kept, 1 when a number in all this is not finite, and what
+        is there when the next exchange may begin; `begun` is that of the one before."""
         values, slots = self.method.values(gradients, [k.slots for k in kept])
-        values = [
-            value if k.residual is None else value + k.residual
-            for value, k in zip(values, kept, strict=True)
-        ]
+        # What waits for something that is not its input TensorFlow's optimizer leaves
+        # alone. Else it makes one sum of this and of that over the replicas, in a
+        # variable that it fills with zeros first: three passes over memory for one.
+        with tf.control_dependencies([begun]):
+            values = [
+                value if k.residual is None else tf.add(value, k.residual)
+                for value, k in zip(values, kept, strict=True)
+            ]
         if self.group.size == 1:
             # Nobody to send to: what more replicas had left is used at once.
             exchanged = Exchanged(values, [tf.zeros_like(v) for v in values], slots)
@@ -199,12 +209,11 @@ class CompressedSums:
         # Values of a replica, or sums over its host with what was left: they are not
         # finite where a gradient of the host is not, and perhaps where all are.
         numbers = list(exchanged.sums)
-        if not exchanged.left_tells:
+        if not exchanged.sums_tell:
             numbers += values
-        elif not self.method.error_feedback:
-            numbers += exchanged.left
-        numbers += [number for each in after for number in _parts_of(each)]
-        return list(exchanged.sums), after, _is_bad(numbers)
+            numbers += [number for each in after for number in _parts_of(each)]
+        begun = step if exchanged.message is None else exchanged.message
+        return list(exchanged.sums), after, _is_bad(numbers), begun
 
 
 def are_finite(values: Sequence[Any]) -> tf.Tensor:

@@ -1,7 +1,8 @@
-"""Optimizers for large batches, `LARS` and `LAMB`, and for slow links: `OneBitAdam`."""
+"""Optimizers for large batches, `LARS` and `LAMB`, and others for slow links."""
 
 from tfdp.optimizers.lamb import LAMB
 from tfdp.optimizers.lars import LARS
 from tfdp.optimizers.one_bit_adam import OneBitAdam
+from tfdp.optimizers.one_bit_lamb import OneBitLAMB
 
-__all__ = ["LAMB", "LARS", "OneBitAdam"]
+__all__ = ["LAMB", "LARS", "OneBitAdam", "OneBitLAMB"]

@@ -6,25 +6,19 @@ from collections.abc import Sequence
 from typing import Any
 
 import keras
-import tensorflow as tf
 from keras import ops
 
-from tfdp import compression as methods
 from tfdp._private.optimizer_hooks import variable_index
-from tfdp.checks import is_whole
 from tfdp.compression.method import Method
-from tfdp.compression.momentum import MomentumCompression
-from tfdp.errors import ConfigurationError, ScopeError
 from tfdp.optimizers.arguments import check_learning_rate, check_number
+from tfdp.optimizers.sent_momentum import SentMomentum, refuse_keras_arguments
 from tfdp.optimizers.trust_ratio import as_compute_tensor
-from tfdp.step.optimizers import CLIPPING
-from tfdp.tracing.current_run import current_run
 
 __all__ = ["OneBitAdam"]
 
 
 @keras.saving.register_keras_serializable("tfdp")
-class OneBitAdam(keras.optimizers.Optimizer):
+class OneBitAdam(SentMomentum):
     """Adam for slow links: after a warm-up one bit for each number is sent.
 
     In the first T = `warmup_steps` updates it is Adam. Then the variance v is frozen,
@@ -98,30 +92,17 @@ class OneBitAdam(keras.optimizers.Optimizer):
         across: str = "hosts",
         **keras_arguments: Any,
     ) -> None:
-        _refuse_arguments(keras_arguments)
+        refuse_keras_arguments("OneBitAdam", keras_arguments)
         super().__init__(
             learning_rate=check_learning_rate(
                 "OneBitAdam.learning_rate", learning_rate
             ),
             **{"name": "one_bit_adam", **keras_arguments},
         )
-        if not is_whole(warmup_steps, least=1):
-            raise ConfigurationError(
-                "OneBitAdam.warmup_steps must be an integer of at least 1: without a "
-                f"variance there is no Adam. Received: {warmup_steps!r}."
-            )
-        self.warmup_steps = warmup_steps
         self.beta_1 = check_number("OneBitAdam.beta_1", beta_1, below=1.0)
         self.beta_2 = check_number("OneBitAdam.beta_2", beta_2, below=1.0)
         self.epsilon = check_number("OneBitAdam.epsilon", epsilon)
-        if isinstance(compression, dict):
-            compression = methods.from_config(compression)
-        if compression is None:
-            compression = methods.SignSGD(block_size=256)
-        # Read where gradients are summed (tfdp.step.momentum_sums).
-        self.momentum_compression = MomentumCompression(
-            compression, across, self.beta_1, warmup_steps
-        )
+        self.send_momentum(warmup_steps, self.beta_1, compression, across)
 
     def build(self, variables: Sequence[Any]) -> None:
         """Makes the slots of both moments for each variable."""
@@ -131,25 +112,6 @@ class OneBitAdam(keras.optimizers.Optimizer):
         self._momentums, self._velocities = self.add_optimizer_variables(
             variables, ["momentum", "velocity"]
         )
-
-    def momentum_of(self, variable: Any) -> Any:
-        """The momentum of one of the variables."""
-        return self._momentums[variable_index(self, variable)]
-
-    def apply(self, grads: Sequence[Any], trainable_variables: Any = None) -> Any:
-        """One update; see `keras.optimizers.Optimizer.apply`.
-
-        Raises:
-          ScopeError: under several replicas of a strategy that is not tfdp's.
-        """
-        strategy = tf.distribute.get_strategy()
-        if strategy.num_replicas_in_sync > 1 and current_run() is None:
-            raise ScopeError(
-                f"{type(self).__name__} is used under {type(strategy).__name__}, which "
-                "would send its gradients as they are. Use tfdp.DataParallelStrategy "
-                "or tfdp.MultiHostDataParallelStrategy."
-            )
-        return super().apply(grads, trainable_variables)
 
     def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
         """Updates one variable and its two moments."""
@@ -180,26 +142,7 @@ class OneBitAdam(keras.optimizers.Optimizer):
         """The arguments, as plain data."""
         return {
             **super().get_config(),
-            "warmup_steps": self.warmup_steps,
             "beta_1": self.beta_1,
             "beta_2": self.beta_2,
             "epsilon": self.epsilon,
-            "compression": self.momentum_compression.method.get_config(),
-            "across": self.momentum_compression.across,
         }
-
-
-def _refuse_arguments(keras_arguments: dict[str, Any]) -> None:
-    for name in CLIPPING:
-        if keras_arguments.get(name) is not None:
-            raise ConfigurationError(
-                f"OneBitAdam({name}=...) would clip what rounding made of the "
-                "gradients, which is far from them. Leave it out. Received: "
-                f"{name}={keras_arguments[name]!r}."
-            )
-    if keras_arguments.get("gradient_accumulation_steps"):
-        raise ConfigurationError(
-            "OneBitAdam sends in every update. Accumulate with "
-            "tfdp.DistributedOptimizer(optimizer, accumulate_steps=...) and leave "
-            "gradient_accumulation_steps out."
-        )

@@ -50,6 +50,8 @@ ADVICE = {
     "Lamb": "Take tfdp.optimizers.LAMB(form='keras'), which is the same to the bit.",
     "Adafactor": "It needs the rows and columns of whole matrices.",
     "Muon": "It needs whole matrices.",
+    "OneBitAdam": "It sends its momentum, of whole variables.",
+    "OneBitLAMB": "It sends its momentum, of whole variables.",
 }
 
 
@@ -68,8 +70,10 @@ def check_shardable(optimizer: keras.optimizers.Optimizer) -> None:
     Raises:
       ConfigurationError: naming the optimizer and what to do.
     """
-    if hasattr(optimizer, "update_phases") or getattr(
-        optimizer, "is_elementwise", False
+    # What sends its momentum does so in whole variables (tfdp.step.momentum_sums).
+    if not hasattr(optimizer, "momentum_compression") and (
+        hasattr(optimizer, "update_phases")
+        or getattr(optimizer, "is_elementwise", False)
     ):
         return
     owner = next(c for c in type(optimizer).__mro__ if "update_step" in vars(c))
