@@ -190,6 +190,8 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
         is_jitted = call.model in self._jit_models
         begin_local_run(fn, call.optimizers, run, self, is_jitted=is_jitted)
         self._complete_run(run)
+        shards = self.extended.shards
+        call.share_pass(0 if shards is None else shards.stage)
         meet_step(self.extended.step_meter, call)
         with (
             self._as_current(run),

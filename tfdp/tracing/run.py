@@ -80,6 +80,10 @@ class ReplicaRun:
     groups: tuple[tuple[int, ...], ...] | None = None
     #: What eager replicas have met for so far.
     eager_order: EagerOrder = dataclasses.field(default_factory=EagerOrder)
+    #: By replica: what it adds to stored seeds, by type, in a function that is shared.
+    seed_offsets: dict[int, dict[tf.DType, tf.Tensor]] = dataclasses.field(
+        default_factory=dict
+    )
     #: What the replicas do alike, and share.
     functions: SharedFunctions = dataclasses.field(default_factory=SharedFunctions)
 
