@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
 from tensorflow.core.framework import attr_value_pb2
-from tensorflow.core.protobuf import config_pb2
 
 from tfdp._private.names import graphs_inside, whole_of
+from tfdp._private.optimized_once import call_optimized, optimized_once
 from tfdp._private.step_ops import called_graph
 
 __all__ = [
@@ -32,12 +33,6 @@ __all__ = [
 # TensorFlow then optimizes the body once for all who call, and does not put a copy of
 # it into the place of each call.
 NOT_INLINED = {"_noinline": True}
-# Optimizing the graph around it optimizes its body, once for all calls. TensorFlow would
-# do so again for each device that a call is placed on.
-_config = config_pb2.ConfigProto()
-_config.graph_options.rewrite_options.disable_meta_optimizer = True
-OPTIMIZED_ALREADY = attr_value_pb2.AttrValue(s=_config.SerializeToString())
-
 # Operations that keep something, and keep it in what they are given.
 OF_VARIABLES = {
     *("ReadVariableOp", "AssignVariableOp", "AssignAddVariableOp", "VariableShape"),
@@ -70,6 +65,11 @@ class TracedAlone:
     signature: tuple[tf.TensorSpec, ...]
     own: tuple[tf.Tensor, ...] = ()
 
+    @functools.cached_property
+    def optimized(self) -> Any:
+        """What stands for it in calls; None: TensorFlow optimizes each by itself."""
+        return optimized_once(self.function)
+
     def call(
         self,
         arguments: Sequence[tf.Tensor],
@@ -86,7 +86,8 @@ class TracedAlone:
         results = self.function(*arguments)
         for operation in graph.get_operations()[before:]:
             if operation.type in ("PartitionedCall", "StatefulPartitionedCall"):
-                operation._set_attr("config_proto", OPTIMIZED_ALREADY)
+                if self.optimized is not None:
+                    call_optimized(operation, self.optimized)
         return results
 
     def takes(
@@ -122,6 +123,8 @@ def trace_alone(
         for operation in graph.get_operations():
             if operation.device == device:
                 operation._set_device("")
+        for captured, inside in graph.captures:
+            _tell_shape(inside, whole_of(captured))
         return results
 
     signature = _signature_of(arguments)
@@ -129,6 +132,19 @@ def trace_alone(
     concrete = compiled.get_concrete_function(*signature)
     captures = tuple(concrete.captured_inputs)
     return TracedAlone(concrete, captures, signature, tuple(own))
+
+
+def _tell_shape(handle: tf.Tensor, variable: Any) -> None:
+    """Has TensorFlow know within a function what shape the `handle` is of.
+
+    Where it knows a shape it orders products otherwise, which is another last bit.
+    """
+    if handle.dtype != tf.resource or variable is None:
+        return
+    shapes = attr_value_pb2.AttrValue.ListValue(shape=[variable.shape.as_proto()])
+    types = attr_value_pb2.AttrValue.ListValue(type=[variable.dtype.as_datatype_enum])
+    handle.op._set_attr("_handle_shapes", attr_value_pb2.AttrValue(list=shapes))
+    handle.op._set_attr("_handle_dtypes", attr_value_pb2.AttrValue(list=types))
 
 
 def can_be_repeated(traced: TracedAlone) -> bool:
