@@ -1,4 +1,4 @@
-"""A function of the graph, optimized by TensorFlow's graph optimizer once for all calls.
+"""A function of the graph that TensorFlow's graph optimizer sees once for all calls.
 
 TensorFlow optimizes a function that is not inlined when it is instantiated, once more
 for each device that a call of it is placed on, and not with the graph around it. Here
@@ -8,6 +8,7 @@ comes back are told not to ask again.
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import tensorflow as tf
@@ -19,7 +20,7 @@ from tensorflow.python.grappler import tf_optimizer
 
 from tfdp._private.names import eager_context
 
-__all__ = ["call_optimized", "optimized_once"]
+__all__ = ["call_optimized", "optimized_once", "tell_shape"]
 
 CPU = "/job:localhost/replica:0/task:0/device:CPU:0"
 SUFFIX = "_optimized_once"
@@ -36,7 +37,12 @@ def optimized_once(concrete: Any) -> AtomicFunction | None:
       What `call_optimized` puts in its place; None: what came back is called otherwise.
     """
     definition = concrete.function_def
-    library = _optimized(definition, concrete.graph.as_graph_def())
+    try:
+        library = _optimized(definition, concrete.graph.as_graph_def())
+    except Exception as error:
+        # It is faster with it, and as right without it.
+        logging.getLogger("tfdp").debug("not optimized once for all: %r", error)
+        return None
     known = {function.signature.name: function for function in library}
     name = next((n for n in known if n.startswith(definition.signature.name)), None)
     if name is None or not _is_called_alike(known[name], definition):
@@ -70,6 +76,19 @@ def call_optimized(operation: tf.Operation, optimized: AtomicFunction) -> None:
     name = attr_value_pb2.NameAttrList(name=optimized.name.decode())
     operation._set_attr("f", attr_value_pb2.AttrValue(func=name))
     operation._set_attr("config_proto", OPTIMIZED_ALREADY)
+
+
+def tell_shape(handle: tf.Tensor, variable: Any) -> None:
+    """Has TensorFlow know within a function what shape the `handle` is of.
+
+    Where it knows a shape it orders products otherwise, which is another last bit.
+    """
+    if handle.dtype != tf.resource or variable is None:
+        return
+    shapes = attr_value_pb2.AttrValue.ListValue(shape=[variable.shape.as_proto()])
+    types = attr_value_pb2.AttrValue.ListValue(type=[variable.dtype.as_datatype_enum])
+    handle.op._set_attr("_handle_shapes", attr_value_pb2.AttrValue(list=shapes))
+    handle.op._set_attr("_handle_dtypes", attr_value_pb2.AttrValue(list=types))
 
 
 def _optimized(

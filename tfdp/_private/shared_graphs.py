@@ -14,10 +14,13 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.core.framework import attr_value_pb2
 
 from tfdp._private.names import graphs_inside, whole_of
-from tfdp._private.optimized_once import call_optimized, optimized_once
+from tfdp._private.optimized_once import (
+    call_optimized,
+    optimized_once,
+    tell_shape,
+)
 from tfdp._private.step_ops import called_graph
 
 __all__ = [
@@ -124,7 +127,7 @@ def trace_alone(
             if operation.device == device:
                 operation._set_device("")
         for captured, inside in graph.captures:
-            _tell_shape(inside, whole_of(captured))
+            tell_shape(inside, whole_of(captured))
         return results
 
     signature = _signature_of(arguments)
@@ -132,19 +135,6 @@ def trace_alone(
     concrete = compiled.get_concrete_function(*signature)
     captures = tuple(concrete.captured_inputs)
     return TracedAlone(concrete, captures, signature, tuple(own))
-
-
-def _tell_shape(handle: tf.Tensor, variable: Any) -> None:
-    """Has TensorFlow know within a function what shape the `handle` is of.
-
-    Where it knows a shape it orders products otherwise, which is another last bit.
-    """
-    if handle.dtype != tf.resource or variable is None:
-        return
-    shapes = attr_value_pb2.AttrValue.ListValue(shape=[variable.shape.as_proto()])
-    types = attr_value_pb2.AttrValue.ListValue(type=[variable.dtype.as_datatype_enum])
-    handle.op._set_attr("_handle_shapes", attr_value_pb2.AttrValue(list=shapes))
-    handle.op._set_attr("_handle_dtypes", attr_value_pb2.AttrValue(list=types))
 
 
 def can_be_repeated(traced: TracedAlone) -> bool:

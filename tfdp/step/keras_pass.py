@@ -78,6 +78,4 @@ def finish_train_step(model: keras.Model, data: Any, results: PassResults) -> An
     )
     pairs = zip(results.gradients, model.trainable_weights, strict=True)
     model.optimizer.apply_gradients(pairs)
-    return model.compute_metrics(
-        x, y, results.predictions, sample_weight=sample_weight
-    )
+    return model.compute_metrics(x, y, results.predictions, sample_weight=sample_weight)

@@ -23,6 +23,9 @@ from tfdp.variables.mirrored import seed_offsets
 
 __all__ = ["by_one_graph", "can_share_pass"]
 
+# Two are traced in any case: to look whether they are alike.
+LEAST_REPLICAS = 3
+
 
 def can_share_pass(
     step: Callable, run: ReplicaRun, devices: Sequence[str], stage: int
@@ -40,7 +43,9 @@ def can_share_pass(
       devices: of the replicas.
       stage: which of the stages of `shard=`; 0: nothing is sharded.
     """
-    if tf.executing_eagerly() or run.replicas == 1 or run.spans_hosts or run.is_local:
+    if tf.executing_eagerly() or run.replicas < LEAST_REPLICAS:
+        return False
+    if run.spans_hosts or run.is_local:
         return False
     if not is_stock_train_step(step) or not all(map(is_on_cpu, devices)):
         return False
@@ -73,7 +78,7 @@ def by_one_graph(model: keras.Model, run: ReplicaRun) -> Callable:
     @functools.wraps(model.train_step)
     def train_step(data: Any) -> Any:
         rank = current_rank()
-        batch = keras.utils.unpack_x_y_sample_weight(data)
+        batch, before = keras.utils.unpack_x_y_sample_weight(data), run.notes()
         results = run.functions.results_of(
             "pass",
             rank,
@@ -82,7 +87,10 @@ def by_one_graph(model: keras.Model, run: ReplicaRun) -> Callable:
             str(tf.distribute.get_strategy().extended.worker_devices[rank]),
         )
         if results is None:
+            run.put_back(before)
             return keras.Model.train_step(model, data)
+        # The factors of its losses are in the function: nothing here is made of them.
+        run.shares.pop(trace_of(rank), None)
         noted = run.local_state.get(trace_of(rank), {})
         for variable in stored.setdefault("by all", list(noted.values())):
             run.note_local_state(rank, variable)
