@@ -306,3 +306,36 @@ def test_masks_of_predictions_reach_the_metrics(shared, monkeypatch):
     assert shared == [True]
     without_sharing(monkeypatch)
     assert fit() == history
+
+
+class Adding(keras.layers.Layer):
+    """Gives `add_loss` a mean over its rows."""
+
+    def call(self, inputs):
+        self.add_loss(tf.reduce_mean(tf.reduce_sum(tf.square(inputs), axis=-1)))
+        return inputs
+
+
+def test_a_pass_in_vain_leaves_nothing(monkeypatch):
+    # The first loss is brought to its share. The second asks the others for the sum of
+    # their weights: an exchange. What is noted by then must not meet the layer's loss.
+    def fit():
+        keras.utils.set_random_seed(5)
+        with make_strategy(REPLICAS).scope():
+            inputs = keras.Input((FEATURES,))
+            hidden = keras.layers.Dense(8, "tanh")(Adding()(inputs))
+            outputs = {n: keras.layers.Dense(CLASSES, name=n)(hidden) for n in "ab"}
+            model = keras.Model(inputs, outputs)
+            asking = keras.losses.MeanSquaredError(reduction="mean_with_sample_weight")
+            model.compile("sgd", {"a": "mse", "b": asking})
+        random = np.random.default_rng(3)
+        inputs = random.normal(size=(ROWS, FEATURES)).astype(np.float32)
+        targets = random.normal(size=(ROWS, CLASSES)).astype(np.float32)
+        weights = random.uniform(size=ROWS)
+        targets = dict.fromkeys("ab", targets)
+        given = {"sample_weight": weights, "batch_size": 9, "verbose": 0}
+        return model.fit(inputs, targets, **given).history
+
+    history = fit()
+    without_sharing(monkeypatch)
+    assert fit() == history

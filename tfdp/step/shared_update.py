@@ -29,8 +29,8 @@ def update_by_one_graph(
 
     An update of Adam's is some 50 operations for each variable, more than half of a
     training step's. It begins when all gradients have come, as the updates of other
-    frameworks do. TensorFlow knows fewer shapes in a function, and leaves products in
-    the order in which they are written: last bits may be others than without it.
+    frameworks do. TensorFlow's optimizer sees it apart from what is around it: last
+    bits may be others than without it.
 
     On CPUs only: it was not run on a GPU.
 
