@@ -28,6 +28,7 @@ __all__ = [
     "losses_added_in",
     "mask_of",
     "metrics_as_compiled",
+    "put_mask",
     "seed_generators_of",
     "set_initial_epoch",
     "stand_in_for_logs",
@@ -165,6 +166,11 @@ def stand_in_for_logs(model: keras.Model, logs: dict[str, Any]) -> None:
 def mask_of(tensor: Any) -> Any:
     """The mask that the layer which made `tensor` left with it; None: no mask."""
     return getattr(tensor, "_keras_mask", None)
+
+
+def put_mask(tensor: Any, mask: Any) -> None:
+    """Leaves `mask` with `tensor`, as the layer did that made it."""
+    tensor._keras_mask = mask
 
 
 def start_anew(variable: keras.Variable, value: Any) -> None:

@@ -1,18 +1,26 @@
 """A function of the graph that several replicas call, each with its own variables.
 
 Private are here: what a function captured being put in the place of something else,
-the device of an operation taken away, and a graph's inner functions.
+the device of an operation taken away, how a call is optimized, who asks for its
+replica, and a graph's inner functions.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from tfdp._private.names import graphs_inside, whole_of
+from tfdp._private.optimized_once import (
+    call_optimized,
+    optimized_once,
+    tell_shape,
+)
 from tfdp._private.step_ops import called_graph
 
 __all__ = [
@@ -20,13 +28,23 @@ __all__ = [
     "TracedAlone",
     "are_alike",
     "have_one_content",
+    "can_be_repeated",
     "is_traced_alone",
+    "nobody_asks_for_the_replica",
     "trace_alone",
 ]
 
 # TensorFlow then optimizes the body once for all who call, and does not put a copy of
 # it into the place of each call.
 NOT_INLINED = {"_noinline": True}
+# Operations that keep something, and keep it in what they are given.
+OF_VARIABLES = {
+    *("ReadVariableOp", "AssignVariableOp", "AssignAddVariableOp", "VariableShape"),
+    *("AssignSubVariableOp", "ResourceGather", "ResourceGatherNd", "Assert"),
+}
+CALLS = {"StatefulPartitionedCall": ["f"], "If": ["then_branch", "else_branch"]}
+CALLS |= {"PartitionedCall": ["f"], "StatelessIf": ["then_branch", "else_branch"]}
+CALLS |= {"While": ["cond", "body"], "StatelessWhile": ["cond", "body"]}
 # Set on the graph of such a function while it is traced.
 MARK = "_tfdp_traced_alone"
 
@@ -43,29 +61,56 @@ class TracedAlone:
       function: TensorFlow's concrete one.
       captures: what it took from outside of it: mostly the replica's variables.
       signature: of its arguments.
+      own: what the replica has of its own in the graph outside, such as its batch.
     """
 
     function: Any
     captures: tuple[tf.Tensor, ...]
     signature: tuple[tf.TensorSpec, ...]
+    own: tuple[tf.Tensor, ...] = ()
 
-    def call(self, arguments: list[tf.Tensor], rank: int | None = None) -> None:
+    @functools.cached_property
+    def optimized(self) -> Any:
+        """What stands for it in calls; None: TensorFlow optimizes each by itself."""
+        return optimized_once(self.function)
+
+    def call(
+        self,
+        arguments: Sequence[tf.Tensor],
+        rank: int | None = None,
+        own: Sequence[tf.Tensor] = (),
+    ) -> Any:
         """Adds a call to the graph: with its own captures, or those of `rank`."""
         captures = self.captures
         if rank is not None:
-            captures = tuple(_of_rank(captured, rank) for captured in captures)
+            captures = tuple(_of_rank(c, rank, self.own, own) for c in captures)
         self.function.set_external_captures(captures)
-        self.function(*arguments)
+        graph = tf.compat.v1.get_default_graph()
+        before = len(graph.get_operations())
+        results = self.function(*arguments)
+        for operation in graph.get_operations()[before:]:
+            if operation.type in ("PartitionedCall", "StatefulPartitionedCall"):
+                if self.optimized is not None:
+                    call_optimized(operation, self.optimized)
+        return results
 
-    def takes(self, arguments: list[tf.Tensor]) -> bool:
-        """Whether these are arguments of the types and shapes it was traced for."""
-        return _signature_of(arguments) == self.signature
+    def takes(
+        self, arguments: Sequence[tf.Tensor], own: Sequence[tf.Tensor] = ()
+    ) -> bool:
+        """Whether these are tensors of the types and shapes it was traced for."""
+        return (
+            _signature_of(arguments) == self.signature
+            and _signature_of(own) == _signature_of(self.own)
+            # The same tensor may come twice, as the input and the target.
+            and _places(own, own) == _places(self.own, self.own)
+        )
 
 
 def trace_alone(
-    function: Callable[[list[tf.Tensor]], None],
-    arguments: list[tf.Tensor],
+    function: Callable[[list[tf.Tensor]], Any],
+    arguments: Sequence[tf.Tensor],
     device: str,
+    own: Sequence[tf.Tensor] = (),
 ) -> TracedAlone:
     """`function(arguments)` as a function that does not name `device`, the replica's.
 
@@ -73,23 +118,84 @@ def trace_alone(
       ExchangeInside: when replicas exchange something in it.
     """
 
-    def body(*inner: tf.Tensor) -> None:
+    def body(*inner: tf.Tensor) -> Any:
         graph = tf.compat.v1.get_default_graph()
         setattr(graph, MARK, True)
         with tf.device(None):
-            function(list(inner))
+            results = function(list(inner))
         # What lay on this replica's device is to lie on that of whoever calls.
         for operation in graph.get_operations():
             if operation.device == device:
                 operation._set_device("")
+        for captured, inside in graph.captures:
+            tell_shape(inside, whole_of(captured))
+        return results
 
     signature = _signature_of(arguments)
     compiled = tf.function(body, autograph=False, experimental_attributes=NOT_INLINED)
     concrete = compiled.get_concrete_function(*signature)
-    return TracedAlone(concrete, tuple(concrete.captured_inputs), signature)
+    captures = tuple(concrete.captured_inputs)
+    return TracedAlone(concrete, captures, signature, tuple(own))
 
 
-def _signature_of(arguments: list[tf.Tensor]) -> tuple[tf.TensorSpec, ...]:
+def can_be_repeated(traced: TracedAlone) -> bool:
+    """Whether other calls of it do what other traces of it would have done.
+
+    Not where an operation keeps something of its own, such as the state of a random
+    generator, or where replicas share what they change.
+    """
+    for captured in traced.captures:
+        if captured.dtype == tf.resource and whole_of(captured) is None:
+            return False
+    return _keeps_nothing(traced.function.graph)
+
+
+def _keeps_nothing(graph: Any) -> bool:
+    for operation in graph.get_operations():
+        for attribute in CALLS.get(operation.type, ()):
+            inner = called_graph(operation, attribute)
+            if inner is None or not _keeps_nothing(inner):
+                return False
+        known = operation.type in CALLS or operation.type in OF_VARIABLES
+        if operation.op_def.is_stateful and not known:
+            return False
+    return True
+
+
+class _AsksForItsReplica(Exception):
+    """What is traced asked which replica it is."""
+
+
+@contextlib.contextmanager
+def nobody_asks_for_the_replica() -> Iterator[None]:
+    """While this lasts, who asks which replica it is meets an error.
+
+    What Python decides by the answer is not seen in the graph.
+    """
+    context: Any = tf.distribute.get_replica_context()
+    plain = type(context)
+
+    def refuse(self: Any) -> Any:
+        raise _AsksForItsReplica
+
+    led = {"replica_id_in_sync_group": property(refuse), "__slots__": ()}
+    context.__class__ = type(plain.__name__, (plain,), led)
+    try:
+        yield
+    finally:
+        context.__class__ = plain
+
+
+def _places(tensors: Sequence[tf.Tensor], among: Sequence[tf.Tensor]) -> list[int]:
+    return [_place(tensor, among) for tensor in tensors]
+
+
+def _place(tensor: tf.Tensor, among: Sequence[tf.Tensor]) -> int:
+    """The place of this very tensor; -1: it is not there."""
+    return next((i for i, other in enumerate(among) if other is tensor), -1)
+
+
+def _signature_of(arguments: Sequence[tf.Tensor]) -> tuple[tf.TensorSpec, ...]:
     return tuple(tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in arguments)
 
 
@@ -100,15 +206,12 @@ def is_traced_alone() -> bool:
 
 def are_alike(first: TracedAlone, second: TracedAlone, rank: int) -> bool:
     """Whether `second`, traced for `rank`, is `first` with that replica's variables."""
-    if first.signature != second.signature:
+    if first.signature != second.signature or len(first.own) != len(second.own):
         return False
     if len(first.captures) != len(second.captures):
         return False
     for captured, other in zip(first.captures, second.captures, strict=True):
-        # What is of the replica's own graph nobody else can be given.
-        if not isinstance(captured, tf.__internal__.EagerTensor):
-            return False
-        if _of_rank(captured, rank) is not other:
+        if _of_rank(captured, rank, first.own, second.own) is not other:
             return False
     return have_one_content(first, second)
 
@@ -118,8 +221,16 @@ def have_one_content(first: TracedAlone, second: TracedAlone) -> bool:
     return _content_of(first.function.graph) == _content_of(second.function.graph)
 
 
-def _of_rank(captured: tf.Tensor, rank: int) -> tf.Tensor:
-    """The same variable's part on the replica `rank`; of others what came."""
+def _of_rank(
+    captured: tf.Tensor,
+    rank: int,
+    own_of_first: Sequence[tf.Tensor],
+    own: Sequence[tf.Tensor],
+) -> tf.Tensor:
+    """What the replica `rank` has in the place of `captured`; if nothing, what came."""
+    place = _place(captured, own_of_first)
+    if place >= 0:
+        return own[place]
     whole = whole_of(captured)
     return captured if whole is None else whole.values[rank].handle
 
@@ -132,6 +243,7 @@ def _content_of(graph: Any) -> list[Any]:
 
 def _operation_content(operation: tf.Operation, place: dict[str, int]) -> Any:
     attributes = dict(operation.node_def.attr.items())
+    attributes.pop("_user_specified_name", None)  # that of what was captured
     beside = attributes.pop("_class", None)
     names = [] if beside is None else beside.list.s
     return (

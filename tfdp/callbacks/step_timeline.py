@@ -26,7 +26,9 @@ class StepTimeline(keras.callbacks.Callback):
     of the page, how much of the exchanges' time was hidden behind computing, and how
     long the weights' update took on all threads together. Beside the page lies the same
     as a trace, `.trace.json`, by replica and thread, which https://ui.perfetto.dev
-    opens. A training that ends before the step says so.
+    opens. A training that ends before the step says so. On CPUs TensorFlow does not
+    tell of which replica an op is in a graph that replicas share: from 32 weights on
+    the update, and with 3 replicas and more all that they compute.
 
     Args:
       path: of the HTML page to write. On several hosts each writes its own: host 1

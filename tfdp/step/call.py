@@ -30,6 +30,7 @@ from tfdp.step.own_losses import own_losses
 from tfdp.step.padding import leaves_filling_out, step_without_filling
 from tfdp.step.reductions import led_reductions
 from tfdp.step.reports import led_reports, recorded
+from tfdp.step.shared_pass import by_one_graph, can_share_pass
 from tfdp.tracing.keras_steps import (
     is_predict_step,
     name_of_step,
@@ -120,6 +121,13 @@ class StepCall:
         if self._has_own_shapes:
             arguments = (self.args, self.kwargs)
             self.args, self.kwargs = with_alike_shapes(arguments, self.run)
+
+    def share_pass(self, stage: int) -> None:
+        """Lets replicas share the graph of what each computes, where they can."""
+        if self.step is not self.fn:
+            return
+        if can_share_pass(self.fn, self.run, self._devices, stage):
+            self.step = by_one_graph(self.model, self.run)
 
     @contextlib.contextmanager
     def leading(

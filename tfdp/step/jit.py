@@ -13,9 +13,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdp._private.keras_models import compute_loss, loss_trackers, takes_training
-from tfdp._private.names import unscale_loss_for_distribution
-from tfdp.step.finite_guard import note_loss
+from tfdp.step.keras_pass import PassResults, finish_train_step, forward_and_backward
 
 __all__ = ["is_stock_train_step", "jitted_train_step", "take_over_jit"]
 
@@ -43,30 +41,10 @@ def jitted_train_step(model: keras.Model, data: Any) -> dict[str, Any]:
     Returns:
       The metrics, as `train_step` does.
     """
-    x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
-    variables = model.trainable_weights
+    batch = keras.utils.unpack_x_y_sample_weight(data)
 
     @tf.function(jit_compile=True, autograph=False)
-    def compute(x: Any, y: Any, sample_weight: Any) -> tuple[Any, Any, Any]:
-        with tf.GradientTape() as tape:
-            training = {"training": True} if takes_training(model) else {}
-            y_pred = model(x, **training)
-            loss = compute_loss(
-                model,
-                x=x,
-                y=y,
-                y_pred=y_pred,
-                sample_weight=sample_weight,
-                training=True,
-            )
-            scaled = model.optimizer.scale_loss(loss)
-        return loss, y_pred, tape.gradient(scaled, variables)
+    def compute(x: Any, y: Any, sample_weight: Any) -> tuple[Any, ...]:
+        return tuple(forward_and_backward(model, x, y, sample_weight))
 
-    loss, y_pred, gradients = compute(x, y, sample_weight)
-    note_loss(model, loss)
-    first = next(part for part in tf.nest.flatten(x) if part is not None)
-    loss_trackers(model)[0].update_state(
-        unscale_loss_for_distribution(loss), sample_weight=tf.shape(first)[0]
-    )
-    model.optimizer.apply_gradients(zip(gradients, variables, strict=True))
-    return model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
+    return finish_train_step(model, data, PassResults(*compute(*batch)))

@@ -12,7 +12,7 @@ from tfdp._private.names import current_rank
 from tfdp.tracing.run import ReplicaRun
 from tfdp.variables.local_view import LocalView
 
-__all__ = ["update_by_one_graph"]
+__all__ = ["LEAST_VARIABLES", "is_on_cpu", "update_by_one_graph"]
 
 # A call takes some 0.1 ms of a step; what is saved, once, grows with the variables.
 LEAST_VARIABLES = 32
@@ -29,8 +29,8 @@ def update_by_one_graph(
 
     An update of Adam's is some 50 operations for each variable, more than half of a
     training step's. It begins when all gradients have come, as the updates of other
-    frameworks do. TensorFlow knows fewer shapes in a function, and leaves products in
-    the order in which they are written: last bits may be others than without it.
+    frameworks do. TensorFlow's optimizer sees it apart from what is around it: last
+    bits may be others than without it.
 
     On CPUs only: it was not run on a GPU.
 
@@ -58,6 +58,11 @@ def update_by_one_graph(
     run.functions.call(id(optimizer), rank, update_with, given, _device_of(rank))
 
 
+def is_on_cpu(device: str) -> bool:
+    """Whether a full name is that of a CPU."""
+    return bool(tf.DeviceSpec.from_string(device).device_type == "CPU")
+
+
 def _device_of(rank: int) -> str:
     return str(tf.distribute.get_strategy().extended.worker_devices[rank])
 
@@ -73,7 +78,7 @@ def _can_be_shared(run: ReplicaRun, rank: Any, variables: Sequence[Any]) -> bool
     if run.is_local or len(variables) < LEAST_VARIABLES:
         return False
     # Elsewhere it was never run, and a first step that fails is worse than a slow one.
-    if tf.DeviceSpec.from_string(_device_of(rank)).device_type != "CPU":
+    if not is_on_cpu(_device_of(rank)):
         return False
     # Who watches a variable is told by each replica as it is traced.
     stored = [getattr(variable, "value", variable) for variable in variables]

@@ -192,6 +192,8 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
         begin_local_run(fn, call.optimizers, run, self, is_jitted=is_jitted)
         self._complete_run(run)
         call.make_shapes_alike()
+        shards = self.extended.shards
+        call.share_pass(0 if shards is None else shards.stage)
         meet_step(self.extended.step_meter, call)
         with (
             self._as_current(run),

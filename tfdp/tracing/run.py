@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import copy
 import dataclasses
 from collections.abc import Iterator
 from typing import Any
@@ -18,6 +19,12 @@ from tfdp.tracing.padded_batch import Padding
 from tfdp.tracing.shared_functions import SharedFunctions
 
 __all__ = ["ReplicaRun", "parts_by_replica", "rows_of", "sample_counts", "trace_of"]
+
+# What a forward and backward pass leaves in a run, of which nothing was there before.
+NOTES = (
+    *("scaled_losses", "shares", "added_losses", "suspicions", "state_suspicions"),
+    *("local_state", "stored", "denominators", "mixed"),
+)
 
 
 @dataclasses.dataclass
@@ -84,6 +91,10 @@ class ReplicaRun:
     )
     #: What eager replicas have met for so far.
     eager_order: EagerOrder = dataclasses.field(default_factory=EagerOrder)
+    #: By replica: what it adds to stored seeds, by type, in a function that is shared.
+    seed_offsets: dict[int, dict[tf.DType, tf.Tensor]] = dataclasses.field(
+        default_factory=dict
+    )
     #: What the replicas do alike, and share.
     functions: SharedFunctions = dataclasses.field(default_factory=SharedFunctions)
 
@@ -274,6 +285,15 @@ class ReplicaRun:
         )
         if isinstance(rank, int) and is_of_graph:
             self.stored.append((rank, variable, value))
+
+    def notes(self) -> dict[str, Any]:
+        """What traces have noted so far; see `put_back`."""
+        return {name: copy.copy(getattr(self, name)) for name in NOTES}
+
+    def put_back(self, notes: dict[str, Any]) -> None:
+        """Forgets what was noted since `notes`, by the trace of a part in vain."""
+        for name, value in notes.items():
+            setattr(self, name, value)
 
     def take_local_state(self, rank: Any) -> list[Any]:
         """What the replica changed on its own since it was last asked."""

@@ -11,7 +11,8 @@ compared operation by operation. Where they differ each replica has its own.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -20,6 +21,8 @@ from tfdp._private.shared_graphs import (
     ExchangeInside,
     TracedAlone,
     are_alike,
+    can_be_repeated,
+    nobody_asks_for_the_replica,
     trace_alone,
 )
 
@@ -33,6 +36,8 @@ class _Part:
     first: TracedAlone | None = None
     is_alike: bool | None = None
     has_exchange: bool = False
+    # Whether each replica builds it by itself.
+    is_own: bool = False
 
 
 class SharedFunctions:
@@ -60,9 +65,7 @@ class SharedFunctions:
           arguments: all that it takes of what the replica has computed.
           device: of the replica, as a full name.
         """
-        number = self._calls.get((key, rank), 0)
-        self._calls[key, rank] = number + 1
-        part = self._parts.setdefault((key, number), _Part())
+        part = self._next_part(key, rank)
         if part.is_alike and part.first is not None and part.first.takes(arguments):
             part.first.call(arguments, rank)
             return
@@ -81,6 +84,65 @@ class SharedFunctions:
                 part.first.call(arguments, rank)
                 return
         traced.call(arguments)
+
+    def results_of(
+        self,
+        key: Any,
+        rank: int,
+        function: Callable[[], Any],
+        own: Sequence[tf.Tensor],
+        device: str,
+    ) -> Any:
+        """What `function()` returns, by a graph that replicas share.
+
+        Args:
+          key: see `call`.
+          rank: the calling replica.
+          function: builds anything, and is called again where it was in vain.
+          own: tensors of the replica's own that it may use, in one order on all.
+          device: of the replica, as a full name.
+
+        Returns:
+          What it returns, tensors in nested structures; None: replicas cannot share
+          it, and nothing was built.
+        """
+        part = self._next_part(key, rank)
+        if part.is_own:
+            return None
+        if part.first is not None and not part.first.takes([], own):
+            return None
+        if part.first is not None and part.is_alike:
+            return part.first.call([], rank, own)
+        traced = _trace_any(function, own, device)
+        if traced is None:
+            part.is_own = True
+            return None
+        if part.first is None:
+            part.first = traced
+            return traced.call([])
+        part.is_alike = are_alike(part.first, traced, rank)
+        part.is_own = not part.is_alike
+        return part.first.call([], rank, own) if part.is_alike else traced.call([])
+
+    def _next_part(self, key: Any, rank: int) -> _Part:
+        number = self._calls.get((key, rank), 0)
+        self._calls[key, rank] = number + 1
+        return self._parts.setdefault((key, number), _Part())
+
+
+def _trace_any(
+    function: Callable[[], Any], own: Sequence[tf.Tensor], device: str
+) -> TracedAlone | None:
+    """None: `function` does what replicas cannot do alike, or fails."""
+    try:
+        with nobody_asks_for_the_replica():
+            traced = trace_alone(lambda given: function(), [], device, own)
+    except Exception as error:
+        # Between here and an exchange may be anybody's code, which raises errors of its
+        # own from those that it meets. What is wrong with the model shows once more.
+        logging.getLogger("tfdp").debug("each replica has its own graph: %r", error)
+        return None
+    return traced if can_be_repeated(traced) else None
 
 
 def _trace(

@@ -13,6 +13,7 @@ from tfdp._private.names import (
     current_rank,
     own_copy,
 )
+from tfdp._private.shared_graphs import is_traced_alone
 from tfdp.errors import ConfigurationError
 from tfdp.tracing.assigned_terms import term_added_to
 from tfdp.tracing.replica_invariance import is_same_on_every_replica, outermost
@@ -25,10 +26,12 @@ __all__ = [
     "SeedVariable",
     "is_seed_state",
     "seed_offset",
+    "seed_offsets",
 ]
 
 # 2^32 divided by the golden ratio: multiples of it are far apart modulo 2^32.
 SEED_STRIDE = 0x9E3779B9
+SEED_TYPES = (tf.int64, tf.uint32)
 
 
 class PythonNumber:
@@ -178,8 +181,11 @@ class SeedVariable(ReplicaMirroredVariable):
         context = tf.distribute.get_replica_context()
         if context is None or context.strategy is not self.distribute_strategy:
             return None
-        first = self.distribute_strategy.extended.first_draw
-        return seed_offset(first + current_rank(), self.dtype)
+        extended, rank = self.distribute_strategy.extended, current_rank()
+        given = extended.current_run.seed_offsets.get(rank)
+        if given is not None and is_traced_alone():
+            return given[self.dtype]
+        return seed_offset(extended.first_draw + rank, self.dtype)
 
     def _get(self) -> Any:
         offset = self.own_offset()
@@ -219,10 +225,16 @@ def seed_offset(rank: Any, dtype: tf.DType) -> tf.Tensor | None:
     return tf.stack([tf.cast(words, dtype), tf.zeros([], dtype)])
 
 
+def seed_offsets(rank: int) -> dict[tf.DType, tf.Tensor]:
+    """The same as tensors, a 0 too, for each type that a stored seed may have."""
+    word = rank * SEED_STRIDE % 2**32
+    return {dtype: tf.constant([word, 0], dtype) for dtype in SEED_TYPES}
+
+
 def is_seed_state(variable: MirroredVariable) -> bool:
     """Whether `variable` is the state of a `keras.random.SeedGenerator`."""
     return (
-        variable.dtype in (tf.int64, tf.uint32)
+        variable.dtype in SEED_TYPES
         and variable.shape == (2,)
         and "seed_generator_state" in variable.name
     )

@@ -1,0 +1,341 @@
+"""The graph of the forward and backward pass: traced for two replicas, called by all.
+
+What replicas share gives what graphs of their own give: the reference is the same
+training without it. What they cannot share is noticed.
+"""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tests.support.parity import make_strategy
+from tfdp.step import call, shared_pass
+from tfdp.tracing import shared_functions
+
+pytestmark = pytest.mark.timeout(250)
+
+REPLICAS = 3
+ROWS, FEATURES, CLASSES = 21, 6, 3
+
+
+class Counted(keras.layers.Layer):
+    """Counts how often it is traced in a training step."""
+
+    traces = 0
+
+    def call(self, inputs, training=False):
+        if training:
+            type(self).traces += 1
+        return self.change(inputs) if training else inputs
+
+    def change(self, inputs):
+        return 2.0 * inputs
+
+
+class OfReplica(Counted):
+    """Python decides by the rank, and alike on the first two replicas."""
+
+    def change(self, inputs):
+        context = tf.distribute.get_replica_context()
+        rank = int(tf.get_static_value(context.replica_id_in_sync_group))
+        return inputs * 0.0 if rank == 2 else inputs
+
+
+class OfTensor(Counted):
+    """The rank is in the graph."""
+
+    def change(self, inputs):
+        context = tf.distribute.get_replica_context()
+        return inputs * tf.cast(1 + context.replica_id_in_sync_group, inputs.dtype)
+
+
+class Noisy(Counted):
+    """Draws from a generator that TensorFlow keeps in the operation."""
+
+    def change(self, inputs):
+        return inputs + tf.random.normal(tf.shape(inputs))
+
+
+class Exchanging(Counted):
+    """Sums over the replicas within the pass."""
+
+    def change(self, inputs):
+        context = tf.distribute.get_replica_context()
+        rows = tf.distribute.ReduceOp.SUM
+        total = context.all_reduce(rows, tf.reduce_sum(tf.stop_gradient(inputs)))
+        return inputs + 0.01 * total
+
+
+class Branching(Counted):
+    """A conditional, and a state of its own."""
+
+    def build(self, shape):
+        self.mean = self.add_weight(
+            shape=(shape[-1],), initializer="zeros", trainable=False
+        )
+
+    def change(self, inputs):
+        self.mean.assign(0.9 * self.mean + 0.1 * tf.reduce_mean(inputs, axis=0))
+        return tf.cond(
+            tf.reduce_sum(inputs) > 0, lambda: inputs - self.mean, lambda: 2.0 * inputs
+        )
+
+
+def layers_of(*own):
+    return [
+        keras.Input((FEATURES,)),
+        keras.layers.Dense(8, "relu", kernel_regularizer="l2"),
+        keras.layers.BatchNormalization(),
+        *own,
+        keras.layers.Dense(CLASSES),
+    ]
+
+
+def plain():
+    return keras.Sequential(layers_of())
+
+
+def with_dropout():
+    layer = keras.layers.Dropout(0.3, seed=4)
+    return keras.Sequential(layers_of(layer, keras.layers.GaussianNoise(0.1)))
+
+
+def convolution():
+    return keras.Sequential(
+        [
+            keras.Input((FEATURES,)),
+            keras.layers.Reshape((FEATURES, 1)),
+            keras.layers.Conv1D(4, 3, activation="relu"),
+            keras.layers.BatchNormalization(),
+            keras.layers.Flatten(),
+            keras.layers.Dense(CLASSES),
+        ]
+    )
+
+
+def with_branches():
+    return keras.Sequential(layers_of(Branching()))
+
+
+def recurrent():
+    return keras.Sequential(
+        [
+            keras.Input((FEATURES,)),
+            keras.layers.Reshape((3, FEATURES // 3)),
+            keras.layers.GRU(5),
+            keras.layers.Dense(CLASSES),
+        ]
+    )
+
+
+def two_outputs():
+    inputs = keras.Input((FEATURES,))
+    hidden = keras.layers.Dense(8, "tanh")(inputs)
+    outputs = {name: keras.layers.Dense(CLASSES, name=name)(hidden) for name in "ab"}
+    return keras.Model(inputs, outputs)
+
+
+MODELS = {
+    "plain": plain,
+    "dropout": with_dropout,
+    "convolution": convolution,
+    "branches": with_branches,
+    "recurrent": recurrent,
+    "two-outputs": two_outputs,
+}
+
+CASES = {
+    **{name: (name, {}) for name in MODELS},
+    "weights": ("plain", {"sample_weight": True}),
+    "clipped-ema": (
+        "plain",
+        {"optimizer": {"global_clipnorm": 0.1, "use_ema": True}},
+    ),
+    "accumulated": (
+        "plain",
+        {"optimizer": {"gradient_accumulation_steps": 2}},
+    ),
+    "three-steps": ("plain", {"compile": {"steps_per_execution": 3}}),
+    "stage-1": ("plain", {"shard": "optimizer"}),
+    "mixed-float16": ("dropout", {"policy": "mixed_float16"}),
+    "two-rows": ("dropout", {"rows": 11}),  # the last batch: two rows for three
+    "whole-batches": ("dropout", {"rows": 18}),
+}
+
+
+@pytest.fixture(autouse=True)
+def of_small_models(monkeypatch):
+    monkeypatch.setattr(shared_pass, "LEAST_VARIABLES", 1)
+    Counted.traces = 0
+    for kind in Counted.__subclasses__():
+        kind.traces = 0
+
+
+@pytest.fixture
+def shared(monkeypatch):
+    """Whether the replicas were found alike, one answer for each pass."""
+    found = []
+    plain_answer = shared_functions.are_alike
+
+    def are_alike(first, second, rank):
+        answer = plain_answer(first, second, rank)
+        if first.own:  # not the update
+            found.append(answer)
+        return answer
+
+    monkeypatch.setattr(shared_functions, "are_alike", are_alike)
+    return found
+
+
+def train(make_model, options, replicas=REPLICAS):
+    """All that the model holds, and what it reported."""
+    keras.utils.set_random_seed(5)
+    before = keras.config.dtype_policy()
+    keras.config.set_dtype_policy(options.get("policy", "float32"))
+    try:
+        strategy = make_strategy(replicas, options.get("shard", "none"))
+        with strategy.scope():
+            model = make_model()
+            optimizer = keras.optimizers.Adam(0.01, **options.get("optimizer", {}))
+            loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+            metrics = ["accuracy"]
+            has_two = make_model is two_outputs
+            if has_two:
+                metrics = {name: ["accuracy"] for name in "ab"}
+                loss = dict.fromkeys("ab", loss)
+            compiled = options.get("compile", {})
+            model.compile(optimizer, loss, metrics=metrics, **compiled)
+    finally:
+        keras.config.set_dtype_policy(before)
+    random = np.random.default_rng(3)
+    rows = options.get("rows", ROWS)
+    inputs = random.normal(size=(rows, FEATURES)).astype(np.float32)
+    targets = random.integers(0, CLASSES, rows)
+    if has_two:
+        targets = dict.fromkeys("ab", targets)
+    weights = random.uniform(size=rows) if options.get("sample_weight") else None
+    history = model.fit(
+        inputs,
+        targets,
+        sample_weight=weights,
+        batch_size=9,
+        epochs=2,
+        shuffle=False,
+        verbose=0,
+    )
+    values = [variable.numpy() for variable in model.weights]
+    return values, history.history
+
+
+def without_sharing(monkeypatch):
+    monkeypatch.setattr(call, "can_share_pass", lambda *given: False)
+
+
+@pytest.mark.worth_seconds(20)
+@pytest.mark.parametrize("name", CASES)
+def test_a_shared_pass_is_each_replicas_own(name, shared, monkeypatch):
+    model, options = CASES[name]
+    values, history = train(MODELS[model], options)
+    assert shared
+    assert all(shared)
+    without_sharing(monkeypatch)
+    own_values, own_history = train(MODELS[model], options)
+    for here, there in zip(values, own_values, strict=True):
+        np.testing.assert_array_equal(here, there)
+    assert history == own_history
+
+
+def test_two_replicas_are_traced():
+    train(lambda: keras.Sequential(layers_of(Counted())), {"rows": 18}, replicas=4)
+    assert Counted.traces == 2
+
+
+@pytest.mark.worth_seconds(12)
+@pytest.mark.parametrize("kind", [OfReplica, OfTensor, Exchanging])
+def test_what_replicas_do_apart_each_does(kind, monkeypatch):
+    values, history = train(lambda: keras.Sequential(layers_of(kind())), {"rows": 18})
+    # The first replica once in vain.
+    assert kind.traces == REPLICAS + 1
+    without_sharing(monkeypatch)
+    own, own_history = train(lambda: keras.Sequential(layers_of(kind())), {"rows": 18})
+    for here, there in zip(values, own, strict=True):
+        np.testing.assert_array_equal(here, there)
+    assert history == own_history
+
+
+def test_random_operations_of_tensorflow_are_each_replicas_own():
+    train(lambda: keras.Sequential(layers_of(Noisy())), {"rows": 18})
+    assert Noisy.traces == REPLICAS + 1
+
+
+def test_what_differs_in_the_graph_is_each_replicas_own(monkeypatch):
+    monkeypatch.setattr(shared_functions, "are_alike", lambda *given: False)
+    values, _ = train(with_dropout, {"rows": 18})
+    without_sharing(monkeypatch)
+    own, _ = train(with_dropout, {"rows": 18})
+    for here, there in zip(values, own, strict=True):
+        np.testing.assert_array_equal(here, there)
+
+
+def test_masks_of_predictions_reach_the_metrics(shared, monkeypatch):
+    def masked():
+        return keras.Sequential(
+            [
+                keras.Input((FEATURES,)),
+                keras.layers.Reshape((FEATURES, 1)),
+                keras.layers.Masking(0.0),
+                keras.layers.LSTM(CLASSES, return_sequences=True),
+            ]
+        )
+
+    def fit():
+        keras.utils.set_random_seed(5)
+        strategy = make_strategy(REPLICAS)
+        with strategy.scope():
+            model = masked()
+            # A sum: a mean over what is not masked is an exchange within the pass.
+            loss = keras.losses.MeanSquaredError(reduction="sum")
+            model.compile("sgd", loss, metrics=["mse"])
+        random = np.random.default_rng(3)
+        inputs = random.integers(0, 2, (18, FEATURES)).astype(np.float32)
+        targets = random.normal(size=(18, FEATURES, CLASSES)).astype(np.float32)
+        return model.fit(inputs, targets, batch_size=9, verbose=0).history
+
+    history = fit()
+    assert shared == [True]
+    without_sharing(monkeypatch)
+    assert fit() == history
+
+
+class Adding(keras.layers.Layer):
+    """Gives `add_loss` a mean over its rows."""
+
+    def call(self, inputs):
+        self.add_loss(tf.reduce_mean(tf.reduce_sum(tf.square(inputs), axis=-1)))
+        return inputs
+
+
+def test_a_pass_in_vain_leaves_nothing(monkeypatch):
+    # The first loss is brought to its share. The second asks the others for the sum of
+    # their weights: an exchange. What is noted by then must not meet the layer's loss.
+    def fit():
+        keras.utils.set_random_seed(5)
+        with make_strategy(REPLICAS).scope():
+            inputs = keras.Input((FEATURES,))
+            hidden = keras.layers.Dense(8, "tanh")(Adding()(inputs))
+            outputs = {n: keras.layers.Dense(CLASSES, name=n)(hidden) for n in "ab"}
+            model = keras.Model(inputs, outputs)
+            asking = keras.losses.MeanSquaredError(reduction="mean_with_sample_weight")
+            model.compile("sgd", {"a": "mse", "b": asking})
+        random = np.random.default_rng(3)
+        inputs = random.normal(size=(ROWS, FEATURES)).astype(np.float32)
+        targets = random.normal(size=(ROWS, CLASSES)).astype(np.float32)
+        weights = random.uniform(size=ROWS)
+        targets = dict.fromkeys("ab", targets)
+        given = {"sample_weight": weights, "batch_size": 9, "verbose": 0}
+        return model.fit(inputs, targets, **given).history
+
+    history = fit()
+    without_sharing(monkeypatch)
+    assert fit() == history

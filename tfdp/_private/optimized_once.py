@@ -1,0 +1,158 @@
+"""A function of the graph that TensorFlow's graph optimizer sees once for all calls.
+
+TensorFlow optimizes a function that is not inlined when it is instantiated, once more
+for each device that a call of it is placed on, and not with the graph around it. Here
+its graph optimizer is asked before, as the converter to TFLite asks it; calls of what
+comes back are told not to ask again.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.core.framework import attr_value_pb2, function_pb2, graph_pb2
+from tensorflow.core.protobuf import config_pb2, device_properties_pb2, meta_graph_pb2
+from tensorflow.python.eager.polymorphic_function.atomic_function import AtomicFunction
+from tensorflow.python.grappler import cluster as grappler_cluster
+from tensorflow.python.grappler import tf_optimizer
+
+from tfdp._private.names import eager_context
+
+__all__ = ["call_optimized", "optimized_once", "tell_shape"]
+
+CPU = "/job:localhost/replica:0/task:0/device:CPU:0"
+SUFFIX = "_optimized_once"
+
+_config = config_pb2.ConfigProto()
+_config.graph_options.rewrite_options.disable_meta_optimizer = True
+OPTIMIZED_ALREADY = attr_value_pb2.AttrValue(s=_config.SerializeToString())
+
+
+def optimized_once(concrete: Any) -> AtomicFunction | None:
+    """`concrete`, a function for CPUs, as TensorFlow's graph optimizer leaves it.
+
+    Returns:
+      What `call_optimized` puts in its place; None: what came back is called otherwise.
+    """
+    definition = concrete.function_def
+    try:
+        library = _optimized(definition, concrete.graph.as_graph_def())
+    except Exception as error:
+        # It is faster with it, and as right without it.
+        logging.getLogger("tfdp").debug("not optimized once for all: %r", error)
+        return None
+    known = {function.signature.name: function for function in library}
+    name = next((n for n in known if n.startswith(definition.signature.name)), None)
+    if name is None or not _is_called_alike(known[name], definition):
+        return None
+    context = eager_context.context()
+    made = {}
+    for function in library:
+        made[function.signature.name] = _renamed(function, set(known))
+    for function in made.values():
+        if not context.has_function(function.signature.name):
+            context.add_function_def(function)
+    plain = concrete._inference_function
+    children = [
+        AtomicFunction(function.signature.name, context, None)
+        for inner, function in made.items()
+        if inner != name
+    ]
+    return AtomicFunction(
+        made[name].signature.name,
+        context,
+        plain.function_type,
+        children=children,
+        call_options=plain.call_options,
+        cached_graph=concrete.graph,
+    )
+
+
+def call_optimized(operation: tf.Operation, optimized: AtomicFunction) -> None:
+    """Has a call of a function call what was `optimized` of it."""
+    operation.graph._add_function_recursive(optimized)
+    name = attr_value_pb2.NameAttrList(name=optimized.name.decode())
+    operation._set_attr("f", attr_value_pb2.AttrValue(func=name))
+    operation._set_attr("config_proto", OPTIMIZED_ALREADY)
+
+
+def tell_shape(handle: tf.Tensor, variable: Any) -> None:
+    """Has TensorFlow know within a function what shape the `handle` is of.
+
+    Where it knows a shape it orders products otherwise, which is another last bit.
+    """
+    if handle.dtype != tf.resource or variable is None:
+        return
+    shapes = attr_value_pb2.AttrValue.ListValue(shape=[variable.shape.as_proto()])
+    types = attr_value_pb2.AttrValue.ListValue(type=[variable.dtype.as_datatype_enum])
+    handle.op._set_attr("_handle_shapes", attr_value_pb2.AttrValue(list=shapes))
+    handle.op._set_attr("_handle_dtypes", attr_value_pb2.AttrValue(list=types))
+
+
+def _optimized(
+    definition: function_pb2.FunctionDef, graph: graph_pb2.GraphDef
+) -> list[function_pb2.FunctionDef]:
+    """The function, and those that it calls, from a graph that only calls it."""
+    caller = graph_pb2.GraphDef(versions=graph.versions)
+    caller.library.CopyFrom(graph.library)
+    function = caller.library.function.add()
+    function.CopyFrom(definition)
+    for node in function.node_def:
+        # What is fused depends on the device.
+        node.device = node.device or CPU
+    signature = definition.signature
+    arguments = []
+    for place, argument in enumerate(signature.input_arg):
+        node = caller.node.add(name=f"argument_{place}", op="FakeParam")
+        node.attr["dtype"].type = argument.type
+        node.attr["shape"].shape.unknown_rank = True
+        arguments.append(node.name)
+    call = caller.node.add(name="call", op="StatefulPartitionedCall", input=arguments)
+    call.attr["Tin"].list.type.extend(a.type for a in signature.input_arg)
+    call.attr["Tout"].list.type.extend(a.type for a in signature.output_arg)
+    call.attr["f"].func.name = signature.name
+    meta = meta_graph_pb2.MetaGraphDef(graph_def=caller)
+    meta.collection_def["train_op"].node_list.value.append("call")
+    config = config_pb2.ConfigProto()
+    config.CopyFrom(eager_context.context().config)
+    config.graph_options.rewrite_options.min_graph_nodes = -1  # the caller is small
+    device = device_properties_pb2.NamedDevice(name=CPU)
+    device.properties.type = "CPU"
+    cluster = grappler_cluster.Cluster(devices=[device])
+    try:
+        result = tf_optimizer.OptimizeGraph(config, meta, cluster=cluster)
+    finally:
+        cluster.Shutdown()
+    for function in result.library.function:
+        for node in function.node_def:
+            if node.device == CPU:
+                node.device = ""
+    return list(result.library.function)
+
+
+def _is_called_alike(
+    optimized: function_pb2.FunctionDef, plain: function_pb2.FunctionDef
+) -> bool:
+    for arguments in ("input_arg", "output_arg"):
+        there = [a.type for a in getattr(optimized.signature, arguments)]
+        if there != [a.type for a in getattr(plain.signature, arguments)]:
+            return False
+    return True
+
+
+def _renamed(
+    function: function_pb2.FunctionDef, known: set[str]
+) -> function_pb2.FunctionDef:
+    """`function` under a name of its own, and with calls of others under theirs."""
+    made = function_pb2.FunctionDef()
+    made.CopyFrom(function)
+    made.signature.name += SUFFIX
+    for node in made.node_def:
+        for value in node.attr.values():
+            called = [value.func] if value.HasField("func") else value.list.func
+            for other in called:
+                if other.name in known:
+                    other.name += SUFFIX
+    return made

@@ -1,0 +1,108 @@
+"""The forward and backward pass, which is the same on every replica: one graph for all.
+
+Without it each replica's is traced, optimized and kept by itself, and the first step
+takes as many times longer as there are replicas.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdp._private.autograph import library_code
+from tfdp._private.names import current_rank
+from tfdp.step.jit import is_stock_train_step
+from tfdp.step.keras_pass import PassResults, finish_train_step, forward_and_backward
+from tfdp.step.shared_update import LEAST_VARIABLES, is_on_cpu
+from tfdp.tracing.run import ReplicaRun, trace_of
+from tfdp.variables.mirrored import seed_offsets
+
+__all__ = ["by_one_graph", "can_share_pass"]
+
+# Two are traced in any case: to look whether they are alike.
+LEAST_REPLICAS = 3
+
+
+def can_share_pass(
+    step: Callable, run: ReplicaRun, devices: Sequence[str], stage: int
+) -> bool:
+    """Whether replicas may share the forward and backward pass of `step`.
+
+    Only of a step that Keras wrote, and whose parts are in the order in which Keras
+    wrote them. On CPUs of one process: it was not run on a GPU, and between hosts
+    gradients travel while backprop still makes others, which a function does not
+    hand out one by one.
+
+    Args:
+      step: what runs on every replica.
+      run: which is about to be traced.
+      devices: of the replicas.
+      stage: which of the stages of `shard=`; 0: nothing is sharded.
+    """
+    if tf.executing_eagerly() or run.replicas < LEAST_REPLICAS:
+        return False
+    if run.spans_hosts or run.is_local:
+        return False
+    if not is_stock_train_step(step) or not all(map(is_on_cpu, devices)):
+        return False
+    model: Any = step.__self__  # type: ignore[attr-defined]
+    optimizer = model.optimizer
+    if not model.built or optimizer is None or not optimizer.built:
+        return False
+    for name in ("compute_metrics", "get_metrics_result"):
+        if getattr(type(model), name) is not getattr(keras.Model, name):
+            return False  # it may ask for what the pass has left in layers
+    if len(model.trainable_weights) < LEAST_VARIABLES:
+        return False
+    if stage > 1:
+        return False  # gradients are made bucket by bucket, or weights gathered
+    return run.counts is None or len({_if_known(n) for n in run.counts}) == 1
+
+
+def _if_known(count: Any) -> int | None:
+    return count if isinstance(count, int) else None
+
+
+def by_one_graph(model: keras.Model, run: ReplicaRun) -> Callable:
+    """`keras.Model.train_step` of `model`, for all replicas of `run`.
+
+    What the first replica's trace has noted is noted for those that are not traced.
+    """
+    stored: dict[str, list[Any]] = {}
+
+    @library_code
+    @functools.wraps(model.train_step)
+    def train_step(data: Any) -> Any:
+        rank = current_rank()
+        batch, before = keras.utils.unpack_x_y_sample_weight(data), run.notes()
+        results = run.functions.results_of(
+            "pass",
+            rank,
+            functools.partial(forward_and_backward, model, *batch),
+            _own_of(data, run, rank),
+            str(tf.distribute.get_strategy().extended.worker_devices[rank]),
+        )
+        if results is None:
+            run.put_back(before)
+            return keras.Model.train_step(model, data)
+        # The factors of its losses are in the function: nothing here is made of them.
+        run.shares.pop(trace_of(rank), None)
+        noted = run.local_state.get(trace_of(rank), {})
+        for variable in stored.setdefault("by all", list(noted.values())):
+            run.note_local_state(rank, variable)
+        return finish_train_step(model, data, PassResults(*results))
+
+    return train_step
+
+
+def _own_of(data: Any, run: ReplicaRun, rank: int) -> list[tf.Tensor]:
+    """What is of this replica in the graph, and what its pass may use."""
+    run.seed_offsets[rank] = seed_offsets(rank)
+    parts = tf.nest.flatten(data, expand_composites=True)
+    owns_rows = [] if run.owns_rows is None else [run.owns_rows[rank]]
+    known = [*parts, run.count_of(rank), *owns_rows, *run.seed_offsets[rank].values()]
+    return [part for part in known if isinstance(part, tf.Tensor)]
