@@ -27,6 +27,16 @@ FOUND = {
             calls=("fit-validate",),
         ),
     ),
+    # The rows of an embedding came together as a whole table: one value was clipped
+    # where Keras clips each row.
+    "eager-rows": (
+        2,
+        Program(
+            branches=(Branch("word"),),
+            optimizer=Optimizer(options=("clipvalue",)),
+            eagerly=True,
+        ),
+    ),
     # The optimizer was built, and its state stored in shards, while a step was traced.
     "shards-made-in-a-trace": (
         2,

@@ -65,7 +65,7 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
         1: each replica normalises for itself, and only the moving statistics are
         shared. Moving statistics are always the mean over all groups.
       **keras_arguments: the other arguments of `keras.layers.BatchNormalization`;
-        `renorm` works as there. `synchronized` is always True.
+        `renorm` works as there, where Keras has it. `synchronized` is always True.
 
     Call arguments: `inputs`, any shape; `training`; `mask`, of one dimension less,
     True for the positions that statistics are taken of.
@@ -106,6 +106,9 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
     divided by the exact count (Keras adds 1e-7), and a batch without samples leaves
     the moving statistics as they are.
     """
+
+    # Keras 3.12 has no renormalization: its layers have no word of it.
+    renorm = False
 
     def __init__(
         self,

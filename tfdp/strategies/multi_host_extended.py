@@ -36,6 +36,7 @@ class MultiHostExtended(DataParallelExtended):
       first_rank: the rank of this host's first replica among all.
       first_host_value: brings variables to the value that host 0 gave them.
       sum_over_hosts: adds lists of arrays of several types.
+      join_over_hosts: puts the rows of all hosts under each other.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class MultiHostExtended(DataParallelExtended):
         first_rank: int,
         first_host_value: FirstHostValue,
         sum_over_hosts: SumOverHosts,
+        join_over_hosts: Callable[[tf.Tensor], tf.Tensor],
         **kwargs: Any,
     ):
         self._first_rank = first_rank
@@ -51,6 +53,7 @@ class MultiHostExtended(DataParallelExtended):
         self.first_draw = first_rank
         self._first_host_value = first_host_value
         self._sum_over_hosts = sum_over_hosts
+        self._join_over_hosts = join_over_hosts
         super().__init__(*args, **kwargs)
 
     def _get_replica_id_in_sync_group(self, replica_id: int) -> int:
@@ -73,20 +76,52 @@ class MultiHostExtended(DataParallelExtended):
     ) -> list[Any]:
         """Eager replicas stop for each other; then the sum over hosts is taken."""
         strategy = self._container_strategy()
-        local = [
-            _sum_of(
-                [
-                    tf.convert_to_tensor(part).numpy()
-                    for part in strategy.experimental_local_results(value)
-                ]
-            )
+        parts = [
+            strategy.experimental_local_results(value)
             for value, _ in value_destination_pairs
         ]
-        totals = self._sum_over_hosts(local)
-        if reduce_op == tf.distribute.ReduceOp.MEAN:
+        is_mean = reduce_op == tf.distribute.ReduceOp.MEAN
+        totals: list[Any] = [None] * len(parts)
+        rows = [
+            place
+            for place, own in enumerate(parts)
+            if all(isinstance(part, tf.IndexedSlices) for part in own)
+        ]
+        for place in rows:
+            totals[place] = self._all_rows(parts[place], is_mean)
+        dense = [place for place in range(len(parts)) if place not in rows]
+        sums = self._sum_over_hosts(
+            [
+                _sum_of([tf.convert_to_tensor(part).numpy() for part in parts[place]])
+                for place in dense
+            ]
+        )
+        for place, total in zip(dense, sums, strict=True):
             # As in a graph, where the mean of whole numbers is a float64.
-            totals = [total / strategy.num_replicas_in_sync for total in totals]
-        return [self._on_every_device(total) for total in totals]
+            mean = total / strategy.num_replicas_in_sync if is_mean else total
+            totals[place] = self._on_every_device(mean)
+        return totals
+
+    def _all_rows(self, parts: Sequence[tf.IndexedSlices], is_mean: bool) -> Any:
+        """The rows of a table that the replicas of all hosts have, in rank order.
+
+        Not their sum: an optimizer that squares or clips rows does so one by one.
+        """
+        values = self._join_over_hosts(tf.concat([part.values for part in parts], 0))
+        indices = self._join_over_hosts(tf.concat([part.indices for part in parts], 0))
+        if is_mean:
+            values /= self._container_strategy().num_replicas_in_sync
+        copies = []
+        for device in self.worker_devices:
+            with tf.device(device):
+                copies.append(
+                    tf.IndexedSlices(
+                        tf.identity(values),
+                        tf.identity(indices),
+                        parts[0].dense_shape,
+                    )
+                )
+        return regroup_mirrored(copies)
 
     def _on_every_device(self, value: np.ndarray) -> Any:
         copies = []
