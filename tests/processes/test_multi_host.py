@@ -18,6 +18,7 @@ SEVERAL = {
     "3x1-parameters": (3, 1, "parameters"),
     "2x2-parameters-host-offload": (2, 2, "parameters/host/auto/optimizer"),
     "2x1-optimizer-host-offload": (2, 1, "optimizer/host/tensorflow/optimizer"),
+    "2x2-optimizer-host": (2, 2, "optimizer/host"),
     "2x2-tensorflow": (2, 2, "none/all/tensorflow"),
     "2x2-tensorflow-host": (2, 2, "gradients/host/tensorflow"),
 }
@@ -40,6 +41,8 @@ NAMES = {
     "3x1-parameters": WITH_SHARDS,
     "2x2-parameters-host-offload": ("clipping", "distributed-optimizer", "ema", "lamb"),
     "2x1-optimizer-host-offload": ("accumulation", "lamb"),
+    # Each host has all shards, which count once.
+    "2x2-optimizer-host": ("clipping", "eager-clipping"),
     "2x2-tensorflow": ("accumulation", "custom-loop", "loss-scaling")
     + ("masked-embedding", "parts", "steps-per-execution"),
     "2x2-tensorflow-host": ("accumulation", "lamb"),

@@ -220,6 +220,9 @@ SCENARIOS = {
     "steps-per-execution": lambda: fitted(steps_per_execution=2),
     "jit": lambda: fitted(jit_compile=True),
     "eager": lambda: fitted(epochs=1, run_eagerly=True),
+    "eager-clipping": lambda: fitted(
+        optimizer=adam(global_clipnorm=0.1), epochs=1, run_eagerly=True
+    ),
     "synchronized": lambda: fitted(normalized_model),
     "masked-embedding": lambda: fitted(embedding_model, data=sequences()),
     "recurrent": lambda: fitted(recurrent_model, data=sequences(), optimizer=adam()),

@@ -63,8 +63,8 @@ class OneBitLAMB(SentMomentum, LAMB):
       beta_2: b2, from 0 to below 1.
       epsilon: at least 0.
       weight_decay: d, at least 0; None is 0.
-      exclude_from_weight_decay, exclude_from_layer_adaptation: regular expressions,
-        as of `LAMB`. Where the ratio is left out, r C is 1.
+      exclude_from_weight_decay: regular expressions, as of `LAMB`.
+      exclude_from_layer_adaptation: regular expressions, as of `LAMB`; r C is 1 there.
       least_ratio: of c, at least 0.
       most_ratio: of c, at least `least_ratio`. For BERT the authors have 0.3.
       ratio_momentum: b3, from 0 to below 1.
