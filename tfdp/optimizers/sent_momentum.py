@@ -27,6 +27,9 @@ class SentMomentum(DecayHooks):
     given the gradient by which their momentum comes to the sum that arrived.
     """
 
+    #: By variable; made when the optimizer is built.
+    _momentums: Sequence[Any] = ()
+
     def send_momentum(
         self,
         warmup_steps: int,
