@@ -7,7 +7,7 @@ import tensorflow as tf
 
 import tfdp
 from tests.support.compression_table import IDENTITIES
-from tests.support.one_bit import BLOCK, SHAPE, drawn, scaled_signs, updated
+from tests.support.one_bit import BLOCK, SHAPE, drawn, scaled_signs, stepping, updated
 from tests.support.parity import (
     classification_data,
     dense_model,
@@ -147,33 +147,14 @@ def test_before_the_variance_stands_it_is_adam():
 
 
 def test_a_checkpoint_resumes_bit_for_bit(tmp_path):
-    gradients, strategy = drawn(2), make_strategy(2)
-    with strategy.scope():
-        weight = keras.Variable(np.zeros(SHAPE, "float32"))
-        used = optimizer()
-        used.build([weight])
-
-    @tf.function
-    def step(parts):
-        strategy.run(lambda own: used.apply([own], [weight]), (parts,))
-
-    def steps(which):
-        for of_step in gradients[which]:
-            step(
-                strategy.experimental_distribute_values_from_function(
-                    lambda c, of_step=of_step: tf.constant(
-                        of_step[c.replica_id_in_sync_group]
-                    )
-                )
-            )
-        return weight.numpy()
-
-    steps(slice(0, 5))
+    gradients = drawn(2)
+    steps, weight, used = stepping(make_strategy(2), optimizer)
+    steps(gradients[0:5])
     file = tf.train.Checkpoint(w=weight, optimizer=used).save(tmp_path / "c")
-    expected = steps(slice(5, 8))
-    assert not np.array_equal(expected, steps(slice(0, 3)))
+    expected = steps(gradients[5:8])
+    assert not np.array_equal(expected, steps(gradients[0:3]))
     tf.train.Checkpoint(w=weight, optimizer=used).restore(file)
-    np.testing.assert_array_equal(steps(slice(5, 8)), expected)
+    np.testing.assert_array_equal(steps(gradients[5:8]), expected)
 
 
 def test_a_config_makes_the_same():

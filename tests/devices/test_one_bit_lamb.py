@@ -7,7 +7,7 @@ import tensorflow as tf
 
 import tfdp
 from tests.support.compression_table import IDENTITIES
-from tests.support.one_bit import BLOCK, SHAPE, drawn, scaled_signs, updated
+from tests.support.one_bit import BLOCK, SHAPE, drawn, scaled_signs, stepping, updated
 from tests.support.parity import classification_data, dense_model, make_strategy
 from tfdp.compression import Int8, SignSGD
 from tfdp.errors import ConfigurationError
@@ -190,31 +190,6 @@ def test_accumulated_gradients_are_one_update():
         assert np.mean(np.abs(one - two) > 10 * BOUND) < 0.02
 
 
-def linear(strategy):
-    """One training step at a time on gradients that are given."""
-    with strategy.scope():
-        weight = keras.Variable(start(), name="w")
-        used = optimizer()
-        used.build([weight])
-
-    @tf.function
-    def step(parts):
-        strategy.run(lambda own: used.apply([own], [weight]), (parts,))
-
-    def steps(gradients):
-        for of_step in gradients:
-            step(
-                strategy.experimental_distribute_values_from_function(
-                    lambda c, of_step=of_step: tf.constant(
-                        of_step[c.replica_id_in_sync_group]
-                    )
-                )
-            )
-        return weight.numpy()
-
-    return steps, weight, used
-
-
 def residuals(used):
     kept = used.compression_state.of_variables["variable_0"]
     return np.stack([copy.numpy() for copy in kept.residual.copies])
@@ -222,16 +197,16 @@ def residuals(used):
 
 def test_a_checkpoint_resumes_bit_for_bit_and_deals_out_what_is_left(tmp_path):
     gradients = drawn(2)
-    steps, weight, used = linear(make_strategy(2))
+    steps, weight, used = stepping(make_strategy(2), optimizer, start())
     steps(gradients[:5])
     left = residuals(used)
     file = tf.train.Checkpoint(w=weight, optimizer=used).save(tmp_path / "c")
     expected = steps(gradients[5:])
-    again, weight, used = linear(make_strategy(2))
+    again, weight, used = stepping(make_strategy(2), optimizer, start())
     tf.train.Checkpoint(w=weight, optimizer=used).restore(file)
     np.testing.assert_array_equal(again(gradients[5:]), expected)
     # Three go on from what two had left: nothing of it is lost.
-    of_three, weight, used = linear(make_strategy(3))
+    of_three, weight, used = stepping(make_strategy(3), optimizer, start())
     of_three(drawn(3)[:1])  # there is something to restore into
     tf.train.Checkpoint(w=weight, optimizer=used).restore(file)
     np.testing.assert_allclose(

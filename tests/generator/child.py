@@ -82,12 +82,10 @@ class Child:
             tf.config.list_physical_devices("CPU")[0],
             [tf.config.LogicalDeviceConfiguration()] * DEVICES,
         )
+        from tests.generator import planted
         from tests.generator.compare import judge
 
-        if plant is not None:
-            from tests.generator.planted import FAULTS
-
-            FAULTS[plant]()
+        planted.plant(plant)
         connection.send("ready")
         while (program := connection.recv()) is not None:
             connection.send(judge(program))

@@ -80,12 +80,10 @@ class HostsChild(Child):
     @staticmethod
     def serve(connection, plant):
         """Worker 0."""
+        from tests.generator import planted
         from tests.generator.compare import judge
 
-        if plant is not None:
-            from tests.generator.planted import FAULTS
-
-            FAULTS[plant]()
+        planted.plant(plant)
         connection.send("ready")
         while (asked := connection.recv()) is not None:
             program, *place = asked

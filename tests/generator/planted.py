@@ -50,6 +50,12 @@ def a_wait():
     compare.run_replicas = lambda *arguments: time.sleep(10**6)
 
 
+def plant(name):
+    """Begins with a fault of `FAULTS`; None: with none."""
+    if name is not None:
+        FAULTS[name]()
+
+
 FAULTS = {
     fault.__name__: fault
     for fault in (equal_shares, a_replica_dropped, not_a_number, an_end, a_wait)

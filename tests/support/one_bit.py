@@ -4,7 +4,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-__all__ = ["BLOCK", "SHAPE", "drawn", "scaled_signs", "updated"]
+__all__ = ["BLOCK", "SHAPE", "drawn", "scaled_signs", "stepping", "updated"]
 
 SHAPE, BLOCK = (8, 12), 32  # three blocks
 
@@ -23,8 +23,8 @@ def drawn(replicas, steps=8):
     return gradients
 
 
-def updated(strategy, made, gradients, start=0.0):
-    """The weights after each update, which all replicas have alike; the optimizer."""
+def stepping(strategy, made, start=0.0):
+    """A function that updates by the gradients of all replicas; weight; optimizer."""
     with strategy.scope():
         weight = keras.Variable(np.zeros(SHAPE, "float32") + start, name="w")
         used = made()
@@ -34,15 +34,26 @@ def updated(strategy, made, gradients, start=0.0):
     def step(parts):
         strategy.run(lambda own: used.apply([own], [weight]), (parts,))
 
-    found = []
-    for of_step in gradients:
-        step(
-            strategy.experimental_distribute_values_from_function(
-                lambda c, of_step=of_step: tf.constant(
-                    of_step[c.replica_id_in_sync_group]
+    def steps(gradients):
+        for of_step in gradients:
+            step(
+                strategy.experimental_distribute_values_from_function(
+                    lambda c, of_step=of_step: tf.constant(
+                        of_step[c.replica_id_in_sync_group]
+                    )
                 )
             )
-        )
+        return weight.numpy()
+
+    return steps, weight, used
+
+
+def updated(strategy, made, gradients, start=0.0):
+    """The weights after each update, which all replicas have alike; the optimizer."""
+    steps, weight, used = stepping(strategy, made, start)
+    found = []
+    for of_step in gradients:
+        steps([of_step])
         copies = [copy.numpy() for copy in weight.value.values]
         for copy in copies[1:]:
             np.testing.assert_array_equal(copies[0], copy)

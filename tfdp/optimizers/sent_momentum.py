@@ -45,7 +45,7 @@ class SentMomentum(DecayHooks):
         if not is_whole(warmup_steps, least=1):
             raise ConfigurationError(
                 f"{type(self).__name__}.warmup_steps must be an integer of at least 1: "
-                "without a variance there is no Adam. Received: "
+                "without one update there is no variance to keep. Received: "
                 f"{warmup_steps!r}."
             )
         self.warmup_steps = warmup_steps

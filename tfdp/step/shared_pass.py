@@ -101,7 +101,8 @@ def by_one_graph(model: keras.Model, run: ReplicaRun) -> Callable:
 
 def _own_of(data: Any, run: ReplicaRun, rank: int) -> list[tf.Tensor]:
     """What is of this replica in the graph, and what its pass may use."""
-    run.seed_offsets[rank] = seed_offsets(rank)
+    first = tf.distribute.get_strategy().extended.first_draw
+    run.seed_offsets[rank] = seed_offsets(first + rank)
     parts = tf.nest.flatten(data, expand_composites=True)
     owns_rows = [] if run.owns_rows is None else [run.owns_rows[rank]]
     known = [*parts, run.count_of(rank), *owns_rows, *run.seed_offsets[rank].values()]

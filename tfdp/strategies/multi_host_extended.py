@@ -6,6 +6,7 @@ variables start from, are those of all hosts.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -13,6 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdp._private.names import MirroredVariable, regroup_mirrored
+from tfdp.exchange.sparse import join_rows
 from tfdp.exchange.wire_types import check_summable
 from tfdp.strategies.extended import DataParallelExtended
 
@@ -99,7 +101,7 @@ class MultiHostExtended(DataParallelExtended):
         for place, total in zip(dense, sums, strict=True):
             # As in a graph, where the mean of whole numbers is a float64.
             mean = total / strategy.num_replicas_in_sync if is_mean else total
-            totals[place] = self._on_every_device(mean)
+            totals[place] = self._on_every_device(functools.partial(tf.constant, mean))
         return totals
 
     def _all_rows(self, parts: Sequence[tf.IndexedSlices], is_mean: bool) -> Any:
@@ -107,27 +109,22 @@ class MultiHostExtended(DataParallelExtended):
 
         Not their sum: an optimizer that squares or clips rows does so one by one.
         """
-        values = self._join_over_hosts(tf.concat([part.values for part in parts], 0))
-        indices = self._join_over_hosts(tf.concat([part.indices for part in parts], 0))
+        own = join_rows(list(parts), summed=False)
+        values = self._join_over_hosts(own.values)
+        indices = self._join_over_hosts(own.indices)
         if is_mean:
             values /= self._container_strategy().num_replicas_in_sync
-        copies = []
-        for device in self.worker_devices:
-            with tf.device(device):
-                copies.append(
-                    tf.IndexedSlices(
-                        tf.identity(values),
-                        tf.identity(indices),
-                        parts[0].dense_shape,
-                    )
-                )
-        return regroup_mirrored(copies)
+        return self._on_every_device(
+            lambda: tf.IndexedSlices(
+                tf.identity(values), tf.identity(indices), own.dense_shape
+            )
+        )
 
-    def _on_every_device(self, value: np.ndarray) -> Any:
+    def _on_every_device(self, copy: Callable[[], Any]) -> Any:
         copies = []
         for device in self.worker_devices:
             with tf.device(device):
-                copies.append(tf.constant(value))
+                copies.append(copy())
         return regroup_mirrored(copies)
 
     def _start_in_a_trace(self, kwargs: dict[str, Any]) -> Callable[[], tf.Tensor]:

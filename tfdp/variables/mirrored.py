@@ -226,9 +226,12 @@ def seed_offset(rank: Any, dtype: tf.DType) -> tf.Tensor | None:
 
 
 def seed_offsets(rank: int) -> dict[tf.DType, tf.Tensor]:
-    """The same as tensors, a 0 too, for each type that a stored seed may have."""
-    word = rank * SEED_STRIDE % 2**32
-    return {dtype: tf.constant([word, 0], dtype) for dtype in SEED_TYPES}
+    """`seed_offset` for each type that a stored seed may have; zeros for nothing."""
+    found = {dtype: seed_offset(rank, dtype) for dtype in SEED_TYPES}
+    return {
+        dtype: tf.constant([0, 0], dtype) if offset is None else offset
+        for dtype, offset in found.items()
+    }
 
 
 def is_seed_state(variable: MirroredVariable) -> bool:
