@@ -163,3 +163,18 @@ def test_what_cannot_be_converted_is_refused(make, message):
 def test_a_bad_group_size_is_refused():
     with pytest.raises(ConfigurationError, match="group_size"):
         convert_batch_normalization(sequential_model(), group_size=0)
+
+
+def test_a_nested_model_that_would_lose_its_methods_is_refused():
+    # Keras copies the inner one as a Functional: `Doubled.call` would be gone.
+    class Doubled(keras.Model):
+        def __init__(self):
+            inputs = keras.Input((3,))
+            super().__init__(inputs, BN()(inputs))
+
+        def call(self, x):
+            return 2.0 * super().call(x)
+
+    outer = keras.Sequential([keras.Input((3,)), Doubled()])
+    with pytest.raises(ConfigurationError, match="copies the Doubled"):
+        convert_batch_normalization(outer)

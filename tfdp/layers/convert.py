@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import keras
@@ -52,6 +53,7 @@ def convert_batch_normalization(
     """
     check_group_size(group_size)
     _check_model(model)
+    _check_constructors(model)
 
     def clone_layer(layer: Any) -> Any:
         return _clone_layer(layer, group_size)
@@ -104,6 +106,20 @@ def _replace_in_config(config: Any, group_size: int | None) -> Any:
     return replaced
 
 
+def _models(model: keras.Model) -> list[keras.Model]:
+    """The model and those in it."""
+    inside = tf.train.TrackableView(model).descendants()
+    return [inner for inner in inside if isinstance(inner, keras.Model)]
+
+
+def _lost_methods(model: keras.Model) -> ConfigurationError:
+    return ConfigurationError(
+        f"Keras copies the {type(model).__name__} {model.name!r} as a Functional, "
+        "without its own methods. Give it a constructor with inputs, outputs and name, "
+        "or write tfdp.layers.SyncBatchNormalization(...) in it."
+    )
+
+
 def _plain_layers(layer: Any) -> list[Any]:
     """The layers in `layer` that normalise without the other replicas."""
     if not isinstance(layer, keras.Layer):
@@ -128,15 +144,27 @@ def _check_model(model: Any) -> None:
         )
 
 
+def _check_constructors(model: keras.Model) -> None:
+    """Refuses a model, or one in it, that cannot be made from inputs and outputs.
+
+    Keras would copy it as a plain Functional, without its own methods, or (3.12) end
+    in a TypeError.
+    """
+    for inner in _models(model):
+        if isinstance(inner, keras.Sequential) or not hasattr(inner, "operations"):
+            continue
+        try:
+            inspect.signature(type(inner)).bind(None, None, name="")
+        except TypeError:
+            raise _lost_methods(inner) from None
+
+
 def _check_copy(model: keras.Model, copy: keras.Model) -> None:
     """Refuses a copy that lost code or kept a layer that is not synchronous."""
-    if type(copy) is not type(model):
-        raise ConfigurationError(
-            f"Keras copies the {type(model).__name__} {model.name!r} as a "
-            f"{type(copy).__name__}, without its own methods. Give it a constructor "
-            "with inputs and outputs, or write tfdp.layers.SyncBatchNormalization(...) "
-            "in it."
-        )
+    kept = {type(inner) for inner in _models(copy)}
+    for inner in _models(model):
+        if type(inner) not in kept:
+            raise _lost_methods(inner)
     left = _plain_layers(copy)
     if left:
         raise ConfigurationError(
