@@ -14,9 +14,12 @@
 
 EXTRA ?= cpu
 PYTHON ?= python3
-# Test processes at a time, of 3 GB each. Files stay whole, their tests share fixtures.
-JOBS ?= 2
-PARALLEL := -n $(JOBS) --dist loadfile --max-worker-restart 0
+# Tests at a time, by this machine's cores and memory. Files stay whole, their tests share
+# fixtures. Tests with processes of their own have two cores each to themselves.
+JOBS ?= $(shell $(PYTHON) tests/support/jobs.py)
+JOBS_ALONE ?= $(shell $(PYTHON) tests/support/jobs.py --alone)
+PARALLEL = -n $(JOBS) --dist loadfile --max-worker-restart 0
+PARALLEL_ALONE = -n $(JOBS_ALONE) --dist loadfile --max-worker-restart 0
 VENV := .venv
 BIN := $(VENV)/bin
 # The site is made from sources; nothing of tfdp is imported.
@@ -36,11 +39,10 @@ train: $(if $(wildcard $(STAMP)),$(STAMP),$(EXAMPLES_STAMP))
 quick: $(STAMP)
 	$(BIN)/python -m pytest --tier quick $(PARALLEL) tests/pure tests/devices
 
-# Tests with processes of their own have the cores to themselves.
 test: $(STAMP)
 ifeq ($(PYTEST),)
 	$(BIN)/python -m pytest $(PARALLEL) tests/pure tests/devices
-	$(BIN)/python -m pytest tests/processes tests/network
+	$(BIN)/python -m pytest $(PARALLEL_ALONE) tests/processes tests/network
 else
 	$(BIN)/python -m pytest $(PYTEST)
 endif
