@@ -73,3 +73,30 @@ def test_two_conditionals_in_a_row_keep_theirs():
 
     all_four = ["before", "within", "after", "last"]
     assert order_of(build) == [*all_four, "after", "last", *all_four]
+
+
+def test_each_call_gets_something_of_the_one_before():
+    """TensorFlow's optimizer takes an order out where data say the same as well, and
+    then may find those data constant (tests/processes/test_generator_hosts.py)."""
+    calls = LinkCalls()
+    built = []
+
+    def call(value):
+        spec = tf.TensorSpec([], tf.float32)
+        (result,) = calls.call(lambda array: [array], [value], [spec])
+        built.append(result.op.inputs[0].op)
+        return result
+
+    @tf.function
+    def step(taken):
+        first, second = call(tf.constant(1.0)), call(tf.constant(2.0))
+        within = tf.cond(taken, lambda: call(tf.constant(3.0)), lambda: 0.0)
+        return first, second, within
+
+    graph = step.get_concrete_function(tf.constant(True)).graph
+    first, second, within = built
+    assert first in [tensor.op for tensor in second.inputs]
+    assert within.graph is not graph
+    # Into the conditional it comes as what the branch captures.
+    captured = [outer.op for outer, _ in within.graph.captures]
+    assert second in captured

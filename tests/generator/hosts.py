@@ -48,7 +48,7 @@ class HostsChild(Child):
 
     Args:
       devices: of each process. TensorFlow fixes their number when it starts.
-      plant: the name of a fault in `planted.FAULTS` that worker 0 alone has.
+      plant: the name of a fault or delay in `planted` that worker 0 alone has.
     """
 
     def __init__(self, devices, plant=None):

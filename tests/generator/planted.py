@@ -1,4 +1,4 @@
-"""Faults to plant into tfdp, which the generator must find."""
+"""Faults to plant into tfdp, which the generator must find, and delays."""
 
 import os
 import time
@@ -50,13 +50,28 @@ def a_wait():
     compare.run_replicas = lambda *arguments: time.sleep(10**6)
 
 
-def plant(name):
-    """Begins with a fault of `FAULTS`; None: with none."""
-    if name is not None:
-        FAULTS[name]()
+def a_slow_count():
+    """What hosts ask each other first comes late, and so must all else."""
+    from tfdp.hosts.socket_link import SocketLink
+
+    whole = SocketLink.sum
+
+    def late(self, arrays, label, *arguments, **options):
+        if label == "number of samples":
+            time.sleep(0.3)
+        return whole(self, arrays, label, *arguments, **options)
+
+    SocketLink.sum = late
 
 
 FAULTS = {
     fault.__name__: fault
     for fault in (equal_shares, a_replica_dropped, not_a_number, an_end, a_wait)
 }
+DELAYS = {delay.__name__: delay for delay in (a_slow_count,)}
+
+
+def plant(name):
+    """Begins with a fault of `FAULTS`, or a delay; None: with none."""
+    if name is not None:
+        (FAULTS | DELAYS)[name]()

@@ -69,6 +69,17 @@ def test_what_was_found_is_mended(children, name):
     assert verdict.kind == "same", verdict.text
 
 
+@pytest.mark.worth_seconds(20)
+def test_sums_over_hosts_keep_their_order():
+    """Of the number of samples nothing depends on a host that surely has none."""
+    child = HostsChild(2, "a_slow_count")
+    try:
+        verdict = child.judge(Program(data=ONE_ROW, calls=("evaluate",)))
+    finally:
+        child.close()
+    assert verdict.kind == "same", verdict.text
+
+
 def test_a_refusal_on_both_hosts_is_one(children):
     """Layers' norms are summed over shards before anything is updated."""
     lamb = Program(
