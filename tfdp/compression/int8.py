@@ -46,6 +46,11 @@ class _Integers(Blockwise):
         words = _packed(tf.cast(codes, tf.int8), self.bits)
         return tf.concat([tf.bitcast(scale, tf.int32), words], axis=1)
 
+    def largest_in(self, words: tf.Tensor) -> tf.Tensor:
+        """See `Blockwise`; the scale of an infinity is one, too."""
+        # One step more than any number, so that roundings do not matter.
+        return tf.bitcast(words[..., :1], tf.float32) * float(2 ** (self.bits - 1))
+
     def decode_rows(self, words: tf.Tensor) -> tf.Tensor:
         """See `Blockwise`."""
         scale = tf.bitcast(words[..., :1], tf.float32)

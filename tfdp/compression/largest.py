@@ -40,23 +40,31 @@ def largest_places(numbers: tf.Tensor, count: int | tf.Tensor, least: int) -> tf
     elements = numbers.shape[0]
     if isinstance(count, int) and count == elements:
         return tf.range(elements)
-    # As integers: some threads take floats below 1e-38 for zeros.
-    sizes = tf.bitwise.bitwise_and(tf.bitcast(numbers, tf.int32), ALL_BUT_SIGN)
     stride = least // EXPECTED_IN_SAMPLE
     if stride < LEAST_STRIDE:
-        return tf.math.top_k(sizes, count, sorted=False).indices
+        return tf.math.top_k(_sizes(numbers), count, sorted=False).indices
     # Odd: every place of an axis comes, whose length often is a power of two.
-    sample = sizes[:: stride | 1]
+    sample = _sizes(numbers[:: stride | 1])
     expected = tf.cast(count, tf.float32) * (sample.shape[0] / elements)
     more = tf.math.ceil(expected + DEVIATIONS * tf.sqrt(expected))
     more = tf.minimum(tf.cast(more, tf.int32), sample.shape[0])
     guess = tf.reduce_min(tf.math.top_k(sample, more, sorted=False).values)
-    reaching = tf.reshape(tf.where(sizes >= guess), [-1])
+    guess = tf.bitcast(guess, tf.float32)
+    # All that is not below, so that what is no number is among them. Of numbers below
+    # 1e-38 some threads take all for zeros, and so none for less than another one.
+    is_below = tf.logical_and(numbers < guess, numbers > -guess)
+    reaching = tf.reshape(tf.where(tf.logical_not(is_below)), [-1])
     candidates = tf.cond(
         tf.size(reaching) >= count,
         lambda: reaching,
         lambda: tf.range(elements, dtype=reaching.dtype),
     )
     # In the order of their places, so that of equal ones the first are taken.
-    chosen = tf.math.top_k(tf.gather(sizes, candidates), count, sorted=False).indices
+    sizes = _sizes(tf.gather(numbers, candidates))
+    chosen = tf.math.top_k(sizes, count, sorted=False).indices
     return tf.cast(tf.gather(candidates, chosen), tf.int32)
+
+
+def _sizes(numbers: tf.Tensor) -> tf.Tensor:
+    """Integers that are ordered as the numbers' sizes are."""
+    return tf.bitwise.bitwise_and(tf.bitcast(numbers, tf.int32), ALL_BUT_SIGN)

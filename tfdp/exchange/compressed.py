@@ -220,10 +220,10 @@ class CompressedSums:
         ]
         # Values of a replica, or sums over its host with what was left: they are not
         # finite where a gradient of the host is not, and perhaps where all are.
-        numbers = list(exchanged.sums)
-        if not exchanged.sums_tell:
-            numbers += values
-            numbers += [number for each in after for number in _parts_of(each)]
+        numbers = exchanged.telling
+        if numbers is None:
+            left = [number for each in after for number in _parts_of(each)]
+            numbers = [*exchanged.sums, *values, *left]
         begun = step if exchanged.message is None else exchanged.message
         return list(exchanged.sums), after, _is_bad(numbers), begun
 
