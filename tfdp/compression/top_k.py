@@ -48,9 +48,10 @@ class TopK(Method):
     2 (p - 1) / p of an all-reduce, up to 1 / ratio peers.
 
     Source: Lin et al. 2018, "Deep Gradient Compression", algorithms 1 and 4. Differs
-    from the paper: the largest are exactly found, not by a sampled threshold; the
-    share falls with each step, not with each of four epochs; variables that are not
-    compressed get no momentum here; local gradients are not clipped.
+    from the paper: the largest are exactly found, where a sampled threshold only says
+    among which numbers; the share falls with each step, not with each of four epochs;
+    variables that are not compressed get no momentum here; local gradients are not
+    clipped.
 
     ```python
     import tfdp

@@ -93,12 +93,14 @@ class LinkCalls:
             ticket = self._begun.begin(channel, lambda: function(channel, *arrays))
             return [np.array(ticket)]
 
-        def take(ticket: np.ndarray) -> list[np.ndarray]:
-            return list(self._begun.take(int(ticket)))
+        def take(*arrays: np.ndarray) -> list[np.ndarray]:
+            return list(self._begun.take(int(arrays[-1])))
 
         number = [tf.TensorSpec([], tf.int64)]
         (ticket,) = self._op(begin, tensors, number, LINK_BEGIN, self._last_begins)
-        results = self._op(take, [ticket], specs, LINK_CALL, self._last_ends)
+        # With the tensors, which are in use until then.
+        given = [*tensors, ticket]
+        results = self._op(take, given, specs, LINK_CALL, self._last_ends)
         self._last_graph = weakref.ref(graph)
         self._last_begins[graph], self._last_ends[graph] = ticket.op, results[0].op
         return _of_known_shapes(results, specs)
