@@ -487,3 +487,19 @@ def test_an_optimizer_that_its_first_step_builds(wrap):
     for place, value in enumerate(model.values()):
         total = sum(of_replica[place] for s in gradients for of_replica in s)
         np.testing.assert_allclose(-value, total, rtol=0, atol=bound(2))
+
+
+@pytest.mark.parametrize(
+    "method, most_bytes",
+    [
+        # A block of 256 numbers is 260 bytes of 1024.
+        (Int8(), (2 << 20) * 1024 / 260),
+        # 2 MiB of signs would be of 62 MiB.
+        (SignSGD(), 25 << 20),
+    ],
+)
+def test_messages_are_as_long_as_pays_and_buckets_as_is_allowed(method, most_bytes):
+    sums = strategy_for(method).extended.reducer.compressed
+    assert abs(sums._bucket_bytes([(4096, 4096)]) - most_bytes) <= 1
+    few = strategy_for(method, bucket_bytes=5 << 20).extended.reducer.compressed
+    assert few._bucket_bytes([(4096, 4096)]) == 5 << 20

@@ -200,6 +200,37 @@ def test_fp8_with_a_scale_that_is_too_large_is_not_silent():
     assert all(np.isnan(total).any() for sums, _ in found for total in sums)
 
 
+@pytest.mark.parametrize("peers", [2, 3])
+@pytest.mark.parametrize(
+    "method",
+    [Int8(32), Int4(32), SignSGD(32), TopK(0.1)],
+    ids=lambda m: type(m).__name__,
+)
+def test_what_is_not_finite_is_told_without_looking_at_all_sums(method, peers):
+    def told(number, place=0):
+        """With this number at one place of one peer, or everywhere."""
+
+        def one(peer):
+            value = np.full((40, 40), 0.5 if place == 0 else number, "float32")
+            if peer.place == peers - 1:
+                value[17, 3] = number
+            given = [tf.constant(value)]
+            found = method.exchange(given, [{}], peer, tf.constant(0, tf.int64))
+            numbers = np.concatenate([t.numpy().ravel() for t in found.telling])
+            return numbers.size, np.isfinite(numbers).all(), np.isfinite(found.sums[0])
+
+        return Threads(peers).run(one)
+
+    for number in (np.inf, -np.inf, np.nan):
+        for size, is_finite, _ in told(number):
+            assert not is_finite and size < 40 * 40
+    # Sums of these overflow, and no number of them is an infinity.
+    for _, is_finite, sums in told(2.5e38, place=1):
+        assert not is_finite and not np.all(sums)
+    for _, is_finite, sums in told(1e36, place=1):
+        assert is_finite and np.all(sums)
+
+
 def test_sign_sends_the_mean_size():
     method = SignSGD(32, min_bytes=0)
     rows = np.random.default_rng(0).standard_normal((9, 32)).astype("float32")

@@ -1,7 +1,9 @@
 """Calls over a link run in the order in which they are built, conditionals included."""
 
+import threading
 import time
 
+import pytest
 import tensorflow as tf
 
 from tfdp.exchange.link_calls import LinkCalls
@@ -100,3 +102,111 @@ def test_each_call_gets_something_of_the_one_before():
     # Into the conditional it comes as what the branch captures.
     captured = [outer.op for outer, _ in within.graph.captures]
     assert second in captured
+
+
+class Ahead:
+    """Calls ahead of each other; each ends when a test says so.
+
+    Args:
+      channels: see `LinkCalls.call_ahead`.
+    """
+
+    def __init__(self, channels):
+        self.calls = LinkCalls()
+        self.channels = channels
+        self.ran = []
+        self.lock = threading.Lock()
+        self.begun = {name: threading.Event() for name in "abcd"}
+
+    def call(self, name, waits_for=None, value=1.0):
+        def exchange(channel, number):
+            with self.lock:
+                self.ran.append((name, channel))
+            self.begun[name].set()
+            if waits_for is not None:
+                assert self.begun[waits_for].wait(60)
+            return [2 * number]
+
+        given = tf.constant(value)
+        spec = tf.TensorSpec([], tf.float32)
+        return self.calls.call_ahead(exchange, [given], [spec], self.channels)[0]
+
+    def plain(self, name):
+        def exchange(number):
+            self.ran.append((name, None))
+            return [number]
+
+        spec = tf.TensorSpec([], tf.float32)
+        return self.calls.call(exchange, [tf.constant(0.0)], [spec])[0]
+
+
+def test_as_many_are_under_way_as_there_are_channels():
+    """The first does not end before the second has begun."""
+    ahead = Ahead(("step", "ahead"))
+
+    @tf.function
+    def step():
+        return ahead.call("a", "b", 1.0), ahead.call("b", "c", 2.0), ahead.call("c")
+
+    assert [float(number) for number in step()] == [2.0, 4.0, 2.0]
+    assert sorted(ahead.ran) == [("a", "step"), ("b", "ahead"), ("c", "step")]
+
+
+def test_those_of_a_channel_keep_their_order():
+    ahead = Ahead(("step",))
+
+    @tf.function
+    def step():
+        return [ahead.call(name, value=float(n)) for n, name in enumerate("abcd")]
+
+    for _ in range(3):
+        assert [float(number) for number in step()] == [0.0, 2.0, 4.0, 6.0]
+    assert [name for name, _ in ahead.ran] == list("abcd") * 3
+
+
+@pytest.mark.parametrize("taken", [True, False])
+def test_a_plain_call_comes_after_all_before_it_and_before_all_after_it(taken):
+    ahead = Ahead(("step", "ahead"))
+
+    @tf.function
+    def step(taken):
+        first = [ahead.call("a", "b"), ahead.call("b")]
+        within = tf.cond(taken, lambda: ahead.plain("w"), lambda: tf.constant(0.0))
+        then = [ahead.plain("x"), ahead.call("c", "d"), ahead.call("d")]
+        return [*first, within, *then]
+
+    for _ in range(3):
+        ahead.ran.clear()
+        for event in ahead.begun.values():
+            event.clear()
+        step(tf.constant(taken))
+        order = [name for name, _ in ahead.ran]
+        between = ["w", "x"] if taken else ["x"]
+        assert sorted(order[:2]) == ["a", "b"] and sorted(order[-2:]) == ["c", "d"]
+        assert order[2:-2] == between
+
+
+def test_an_error_is_that_of_the_call_and_the_next_step_gets_its_own():
+    ahead = Ahead(("step", "ahead"))
+    fails = [True]
+
+    def exchange(channel, number):
+        if fails[0]:
+            raise ValueError("no such exchange")
+        return [number]
+
+    @tf.function
+    def step(number):
+        spec = tf.TensorSpec([], tf.float32)
+        return ahead.calls.call_ahead(exchange, [number], [spec], ahead.channels)[0]
+
+    with pytest.raises(tf.errors.InvalidArgumentError, match="no such exchange"):
+        step(tf.constant(1.0))
+    fails[0] = False
+    assert float(step(tf.constant(3.0))) == 3.0
+
+
+def test_eager_calls_ahead_are_made_at_once():
+    ahead = Ahead(("step", "ahead"))
+    assert float(ahead.call("a", value=3.0)) == 6.0
+    assert ahead.ran == [("a", "step")]

@@ -171,3 +171,17 @@ def test_threads_of_one_worker_take_turns():
             return [float(total[0]) for (total,) in sums]
 
     assert on_workers(2, work) == [[2.0] * 20] * 2
+
+
+def test_long_pieces_that_differ_are_told_before_all_of_them_is_sent():
+    """A piece is on its way before the other's header is here; nobody takes its end."""
+    size = 30_000_000  # more than sockets keep
+    ranges = [[(0, size), (size, 2 * size)]]
+
+    def work(link):
+        piece = np.zeros(size, np.uint8)
+        return link.all_gather([piece], ranges, f"of worker {'ab'[link.rank]}")
+
+    for error in on_workers(2, work):
+        assert type(error) is CollectiveError, error
+        assert "Workers are out of step" in str(error)

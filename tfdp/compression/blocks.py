@@ -72,17 +72,15 @@ class Blockwise(Method):
         rows = self.rows_of(values)
         if peers.size <= MOST_THAT_GATHER:
             message, left = _compiled(self, "encode_with_left")(rows)
-            totals = self._summed(peers.gather(message))
+            totals, telling = self._summed(peers.gather(message))
         else:
-            totals, left, message = self._exchange_parts(rows, peers)
-        # The scale of a block with a value that is no number is none either, and makes
-        # none of every number of the block, in the sum of all who get it. What is left
-        # of a number that was sent as one is no larger than the two.
+            totals, telling, left, message = self._exchange_parts(rows, peers)
         return Exchanged(
             self.values_of(totals, values),
             self.values_of(left, values),
             list(slots),
-            sums_tell=True,
+            # What is left of a number that was sent as one is no larger than the two.
+            telling=[totals if telling is None else telling],
             message=message,
         )
 
@@ -101,21 +99,32 @@ class Blockwise(Method):
 
     def _exchange_parts(
         self, rows: tf.Tensor, peers: Peers
-    ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-        """The sums of `rows`, what of this peer's is not in them, and the message."""
+    ) -> tuple[tf.Tensor, tf.Tensor | None, tf.Tensor, tf.Tensor]:
+        """The sums of `rows`, what tells of infinities in them, what of this peer's is
+        not in them, and the message."""
         blocks = rows.shape[0]
         padded = tf.pad(rows, [[0, -blocks % peers.size], [0, 0]])
         message, left = _compiled(self, "encode_with_left")(padded)
         by_peer = tf.reshape(message, [peers.size, -1, message.shape[-1]])
-        own_sum = self._summed(peers.all_to_all(by_peer))
+        own_sum, _ = self._summed(peers.all_to_all(by_peer))
         again, lost = _compiled(self, "encode_with_left")(own_sum)
-        totals = tf.reshape(self._decoded(peers.gather(again)), padded.shape)
+        parts = peers.gather(again)
+        totals = tf.reshape(self._decoded(parts), padded.shape)
         left = tf.reshape(left, [peers.size, -1])
         # The second rounding was of a sum, so it is lost to all but kept by one.
         lost = tf.reshape(lost, [1, -1])
         mine = tf.one_hot([peers.place], peers.size, axis=0)
         left = tf.reshape(left + mine * lost, padded.shape)
-        return totals[:blocks], left[:blocks], message
+        telling = self.largest_in(parts)
+        return totals[:blocks], telling, left[:blocks], message
+
+    def largest_in(self, words: tf.Tensor) -> tf.Tensor | None:
+        """What no number of a block exceeds, of int32 [..., blocks, words].
+
+        Not finite where a number that was sent was not. None: the numbers themselves
+        have to be looked at.
+        """
+        return None
 
     def rows_of(self, values: Sequence[tf.Tensor]) -> tf.Tensor:
         """The values in blocks, [blocks, elements]."""
@@ -149,8 +158,8 @@ class Blockwise(Method):
     def _decoded(self, words: tf.Tensor) -> tf.Tensor:
         return _compiled(self, "decode_rows")(words)
 
-    def _summed(self, messages: tf.Tensor) -> tf.Tensor:
-        """The sum of everybody's rows, in the order of the peers."""
+    def _summed(self, messages: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor | None]:
+        """See `sum_rows`."""
         return _compiled(self, "sum_rows")(messages)
 
     def encode_with_left(self, rows: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
@@ -158,12 +167,15 @@ class Blockwise(Method):
         words = self.encode_rows(rows)
         return words, rows - self.decode_rows(words)
 
-    def sum_rows(self, messages: tf.Tensor) -> tf.Tensor:
-        """int32 [peers, blocks, words] as the float32 sum of the rows."""
-        total = self.decode_rows(messages[0])
+    def sum_rows(self, messages: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor | None]:
+        """int32 [peers, blocks, words] as the float32 sum of the rows, in the order of
+        the peers; and that of `largest_in`, which is finite only where all sums are."""
+        total, most = self.decode_rows(messages[0]), self.largest_in(messages[0])
         for place in range(1, messages.shape[0]):
             total += self.decode_rows(messages[place])
-        return total
+            if most is not None:
+                most += self.largest_in(messages[place])
+        return total, most
 
 
 _functions: dict[tuple[Blockwise, str], Any] = {}

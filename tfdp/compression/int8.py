@@ -12,6 +12,7 @@ __all__ = ["Int4", "Int8"]
 
 # Numbers of a row that are no longer worth another halving.
 LEAST_HALVED = 32
+ALL_BUT_SIGN = 0x7FFFFFFF
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +38,7 @@ class _Integers(Blockwise):
     def encode_rows(self, rows: tf.Tensor) -> tf.Tensor:
         """See `Blockwise`."""
         most = float(2 ** (self.bits - 1) - 1)
-        largest = _largest_of_rows(tf.abs(rows))
+        largest = _largest_of_rows(rows)
         scale = largest / most
         # A product, and not a quotient for each number. What is below 1e-38 times
         # `most` has no inverse, and is sent as 0.
@@ -45,6 +46,11 @@ class _Integers(Blockwise):
         codes = tf.round(rows * tf.math.divide_no_nan(1.0, scale))
         words = _packed(tf.cast(codes, tf.int8), self.bits)
         return tf.concat([tf.bitcast(scale, tf.int32), words], axis=1)
+
+    def largest_in(self, words: tf.Tensor) -> tf.Tensor:
+        """See `Blockwise`; the scale of an infinity is one, too."""
+        # One step more than any number, so that roundings do not matter.
+        return tf.bitcast(words[..., :1], tf.float32) * float(2 ** (self.bits - 1))
 
     def decode_rows(self, words: tf.Tensor) -> tf.Tensor:
         """See `Blockwise`."""
@@ -54,16 +60,19 @@ class _Integers(Blockwise):
 
 
 def _largest_of_rows(rows: tf.Tensor) -> tf.Tensor:
-    """The largest number of each row, [blocks, 1].
+    """The size of the largest number of each row, [blocks, 1]; none where one is none.
 
     By halves first: XLA makes these one loop over many numbers at a time, where for a
     reduction it stores |x| and reads it again, which takes twice as long.
     """
-    size = rows.shape[1]
+    # As integers, which are ordered alike: of floats XLA's maximum takes the other one
+    # where one is no number, which then would not be told of.
+    sizes = tf.bitwise.bitwise_and(tf.bitcast(rows, tf.int32), ALL_BUT_SIGN)
+    size = sizes.shape[1]
     while size > LEAST_HALVED and size % 2 == 0:
         size //= 2
-        rows = tf.maximum(rows[:, :size], rows[:, size:])
-    return tf.reduce_max(rows, axis=1, keepdims=True)
+        sizes = tf.maximum(sizes[:, :size], sizes[:, size:])
+    return tf.bitcast(tf.reduce_max(sizes, axis=1, keepdims=True), tf.float32)
 
 
 def _packed(codes: tf.Tensor, bits: int) -> tf.Tensor:

@@ -55,8 +55,9 @@ class Exchanged:
       left: what of this peer's values is not in the sums. Over all peers and variables
         the sums and what is left are the values, to the rounding of float32.
       slots: what the method keeps of each variable for the next step.
-      sums_tell: whether the sums are not finite wherever a value of any peer, or what
-        is left of it, is not. Else all of these are looked at.
+      telling: what is not finite where a sum, a value of any peer or what is left of
+        it is not; perhaps also where numbers are half of float32's largest. None: all
+        of these are looked at.
       message: what was sent first. The values of the next bucket are made when it is
         there: not before, so that it is soon on its way, nor when it has arrived.
     """
@@ -64,7 +65,7 @@ class Exchanged:
     sums: Sequence[tf.Tensor]
     left: Sequence[tf.Tensor]
     slots: Sequence[Slots]
-    sums_tell: bool = False
+    telling: Sequence[tf.Tensor] | None = None
     message: tf.Tensor | None = None
 
 

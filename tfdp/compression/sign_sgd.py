@@ -70,6 +70,10 @@ class SignSGD(Blockwise):
         word = tf.bitcast(octets, tf.int32)
         return tf.concat([tf.bitcast(scale, tf.int32), word], axis=1)
 
+    def largest_in(self, words: tf.Tensor) -> tf.Tensor:
+        """See `Blockwise`; all have one size."""
+        return tf.bitcast(words[..., :1], tf.float32)
+
     def decode_rows(self, words: tf.Tensor) -> tf.Tensor:
         """See `Blockwise`."""
         scale = tf.bitcast(words[..., :1], tf.float32)

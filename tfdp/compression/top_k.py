@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import tensorflow as tf
 
 from tfdp.checks import is_number, is_whole
+from tfdp.compression.largest import largest_places
 from tfdp.compression.method import Exchanged, Method, Peers, Slots
 
 __all__ = ["TopK", "count_of"]
@@ -46,9 +48,10 @@ class TopK(Method):
     2 (p - 1) / p of an all-reduce, up to 1 / ratio peers.
 
     Source: Lin et al. 2018, "Deep Gradient Compression", algorithms 1 and 4. Differs
-    from the paper: the largest are exactly found, not by a sampled threshold; the
-    share falls with each step, not with each of four epochs; variables that are not
-    compressed get no momentum here; local gradients are not clipped.
+    from the paper: the largest are exactly found, where a sampled threshold only says
+    among which numbers; the share falls with each step, not with each of four epochs;
+    variables that are not compressed get no momentum here; local gradients are not
+    clipped.
 
     ```python
     import tfdp
@@ -97,21 +100,6 @@ class TopK(Method):
         ]
         return momenta, [{"momentum": momentum} for momentum in momenta]
 
-    def _message(self, values: Sequence[tf.Tensor], step: tf.Tensor) -> tf.Tensor:
-        """The largest numbers of all values: their places, then the numbers."""
-        places, first = [], 0
-        for value in values:
-            flat = tf.reshape(value, [-1])
-            # What is not finite has no order. It is told of otherwise.
-            size = tf.where(tf.math.is_finite(flat), tf.abs(flat), 0.0)
-            count = self._count(flat.shape[0], step)
-            found = tf.math.top_k(size, count, sorted=False).indices
-            places.append(found + first)
-            first += flat.shape[0]
-        indices = tf.concat(places, 0)
-        numbers = tf.gather(_flat(values), indices)
-        return tf.concat([indices, tf.bitcast(numbers, tf.int32)], 0)
-
     def exchange(
         self,
         values: Sequence[tf.Tensor],
@@ -120,27 +108,40 @@ class TopK(Method):
         step: tf.Tensor,
     ) -> Exchanged:
         """See `Method.exchange`."""
-        message = self._message(values, step)
-        everybody = peers.gather(message)
-        total = self._spread(everybody[0], values)
-        for place in range(1, peers.size):
-            # One peer after the other: no place is twice in a message, so that the
-            # sum has one order on every device.
-            indices, numbers = _halves(everybody[place])
-            total = tf.tensor_scatter_nd_add(total, indices, numbers)
-        indices, numbers = _halves(message)
-        nothing = tf.zeros_like(numbers)
-        flat = tf.tensor_scatter_nd_update(_flat(values), indices, nothing)
+        flat = [tf.reshape(value, [-1]) for value in values]
+        places = [self._places(numbers, step) for numbers in flat]
+        counts = [_length(of_value) for of_value in places]
+        numbers = [tf.gather(f, p) for f, p in zip(flat, places, strict=True)]
+        words = [tf.bitcast(of_value, tf.int32) for of_value in numbers]
+        everybody = peers.gather(tf.concat([*places, *words], 0))
+        # Variable by variable: joined and parted all numbers would be copied twice.
+        sent = [_parted(everybody[n], counts) for n in range(peers.size)]
+        sums = [
+            _sum_of([of_peer[n] for of_peer in sent], f.shape)
+            for n, f in enumerate(flat)
+        ]
         kept = list(slots)
         if self.momentum_correction:
-            momenta = _flat([slot["momentum"] for slot in slots])
-            momenta = tf.tensor_scatter_nd_update(momenta, indices, nothing)
-            kept = [{"momentum": part} for part in _split(momenta, values)]
-        return Exchanged(_split(total, values), _split(flat, values), kept)
+            kept = [
+                {"momentum": _without(slot["momentum"], at)}
+                for slot, at in zip(slots, places, strict=True)
+            ]
+        return Exchanged(
+            [tf.reshape(s, v.shape) for s, v in zip(sums, values, strict=True)],
+            [_without(v, at) for v, at in zip(values, places, strict=True)],
+            kept,
+            # What is not finite is larger than all that is, and so is sent.
+            telling=[_numbers_in(everybody) * float(peers.size)],
+        )
 
     def message_bytes(self, shapes: Sequence[Sequence[int]]) -> int:
         """See `Method.message_bytes`; after the warm-up."""
         return sum(8 * count_of(self.ratio, math.prod(shape)) for shape in shapes)
+
+    def _places(self, numbers: tf.Tensor, step: tf.Tensor) -> tf.Tensor:
+        elements = numbers.shape[0]
+        least = count_of(self.ratio, elements)
+        return largest_places(numbers, self._count(elements, step), least)
 
     def _count(self, elements: int, step: tf.Tensor) -> int | tf.Tensor:
         least = count_of(self.ratio, elements)
@@ -152,26 +153,46 @@ class TopK(Method):
         count = tf.cast(tf.math.ceil(ratio * elements), tf.int32)
         return tf.clip_by_value(count, least, elements)
 
-    def _spread(self, message: tf.Tensor, like: Sequence[tf.Tensor]) -> tf.Tensor:
-        indices, numbers = _halves(message)
-        elements = sum(value.shape.num_elements() for value in like)
-        return tf.scatter_nd(indices, numbers, [elements])
-
 
 def count_of(ratio: float, elements: int) -> int:
     """How many of so many numbers are sent, one at least."""
     return min(elements, max(1, math.ceil(ratio * elements)))
 
 
-def _halves(message: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-    indices, words = tf.split(message, 2)
-    return indices[:, None], tf.bitcast(words, tf.float32)
+def _length(places: tf.Tensor) -> int | tf.Tensor:
+    """How many there are; in the warm-up only the step knows."""
+    return tf.size(places) if places.shape[0] is None else places.shape[0]
 
 
-def _flat(values: Sequence[tf.Tensor]) -> tf.Tensor:
-    return tf.concat([tf.reshape(value, [-1]) for value in values], 0)
+def _numbers_in(messages: tf.Tensor) -> tf.Tensor:
+    """Of messages side by side; places come first."""
+    return tf.bitcast(tf.split(messages, 2, axis=1)[1], tf.float32)
 
 
-def _split(flat: tf.Tensor, like: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    parts = tf.split(flat, [value.shape.num_elements() for value in like])
-    return [tf.reshape(p, v.shape) for p, v in zip(parts, like, strict=True)]
+def _parted(
+    message: tf.Tensor, counts: Sequence[int | tf.Tensor]
+) -> list[tuple[tf.Tensor, tf.Tensor]]:
+    """By value, the places of a message and its numbers, as words."""
+    parts = tf.split(message, [*counts, *counts])
+    return list(zip(parts[: len(counts)], parts[len(counts) :], strict=True))
+
+
+def _sum_of(sent: Sequence[tuple[tf.Tensor, tf.Tensor]], shape: Any) -> tf.Tensor:
+    """The sum of what all peers have sent of a value: places, and numbers as words."""
+    # Of two at once, a + b and b + a being the same; with the others one peer after the
+    # other. No place is twice in a message, so that sums are alike on every device.
+    places, words = zip(*sent[:2], strict=True)
+    numbers = tf.bitcast(tf.concat(words, 0), tf.float32)
+    total = tf.scatter_nd(tf.concat(places, 0)[:, None], numbers, shape)
+    for at, of_peer in sent[2:]:
+        numbers = tf.bitcast(of_peer, tf.float32)
+        total = tf.tensor_scatter_nd_add(total, at[:, None], numbers)
+    return total
+
+
+def _without(value: tf.Tensor, places: tf.Tensor) -> tf.Tensor:
+    """`value` with zeros at these places."""
+    nothing = tf.zeros_like(places, value.dtype)
+    flat = tf.reshape(value, [-1])
+    flat = tf.tensor_scatter_nd_update(flat, places[:, None], nothing)
+    return tf.reshape(flat, value.shape)

@@ -8,6 +8,7 @@ out, and what was sent in it is lost.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -22,6 +23,9 @@ __all__ = ["COMPRESSED_SUM", "CompressedSums", "Kept", "are_finite"]
 
 #: In the names of ops that compress, for who reads a graph.
 COMPRESSED_SUM = "tfdp_compressed_sum"
+# A message that is long enough for any network. Until the first is made small nothing
+# travels, and when the last has come it is still to be made large and added.
+MESSAGE_BYTES = 2 << 20
 
 
 class Kept(NamedTuple):
@@ -142,9 +146,10 @@ class CompressedSums:
             TensorInfo(4 * gradient.shape.num_elements(), "float32")
             for gradient in gradients
         ]
+        shapes = [gradient.shape.as_list() for gradient in gradients]
         buckets = plan_buckets(
             infos,
-            bucket_bytes=self._communication.bucket_bytes,
+            bucket_bytes=self._bucket_bytes(shapes),
             first_bucket_bytes=self._communication.first_bucket_bytes,
         )
         sums: dict[int, tf.Tensor] = {}
@@ -173,6 +178,13 @@ class CompressedSums:
         in_order = range(len(gradients))
         after = [left[i] for i in in_order if left]
         return [sums[i] for i in in_order], after, sum(bad, tf.constant(0.0))
+
+    def _bucket_bytes(self, shapes: Sequence[Sequence[int]]) -> int:
+        """The most bytes of gradients whose message is still long enough."""
+        all_bytes = 4 * sum(math.prod(shape) for shape in shapes)
+        sent = max(self.method.message_bytes(shapes), 1)
+        enough = math.ceil(MESSAGE_BYTES * all_bytes / sent)
+        return min(self._communication.bucket_bytes, max(enough, 1))
 
     def _exchanged(
         self,
@@ -208,10 +220,10 @@ class CompressedSums:
         ]
         # Values of a replica, or sums over its host with what was left: they are not
         # finite where a gradient of the host is not, and perhaps where all are.
-        numbers = list(exchanged.sums)
-        if not exchanged.sums_tell:
-            numbers += values
-            numbers += [number for each in after for number in _parts_of(each)]
+        numbers = exchanged.telling
+        if numbers is None:
+            left = [number for each in after for number in _parts_of(each)]
+            numbers = [*exchanged.sums, *values, *left]
         begun = step if exchanged.message is None else exchanged.message
         return list(exchanged.sums), after, _is_bad(numbers), begun
 

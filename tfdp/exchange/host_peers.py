@@ -47,16 +47,17 @@ class HostLeaders(PeerGroup):
         )
 
     def gather(self, words: tf.Tensor, rank: int, label: str) -> tf.Tensor:
-        """See `PeerGroup`."""
+        """See `PeerGroup`; while it is under way the next one may begin."""
 
-        def gather(mine: np.ndarray) -> list[np.ndarray]:
+        def gather(channel: str, mine: np.ndarray) -> list[np.ndarray]:
             size = mine.size
             ranges = [(place * size, (place + 1) * size) for place in range(self.size)]
-            (whole,) = self._link.all_gather([mine.reshape(-1)], [ranges], label)
+            piece = mine.reshape(-1)
+            (whole,) = self._link.all_gather([piece], [ranges], label, channel)
             return [whole.reshape(self.size, *mine.shape)]
 
         like = tf.TensorSpec([self.size, *words.shape], words.dtype)
-        return self._engine.at_leader(gather, [words], [like])[0]
+        return self._engine.at_leader_ahead(gather, [words], [like])[0]
 
     def all_to_all(self, rows: tf.Tensor, rank: int, label: str) -> tf.Tensor:
         """See `PeerGroup`."""

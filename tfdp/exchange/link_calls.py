@@ -5,21 +5,26 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 import numpy as np
 import tensorflow as tf
 
 from tfdp._private import names
+from tfdp.hosts.begun_exchanges import BegunExchanges
 from tfdp.hosts.python_calls import counted
 
-__all__ = ["LINK_CALL", "LinkCalls"]
+__all__ = ["LINK_BEGIN", "LINK_CALL", "LinkCalls"]
 
 #: What their ops are called, for who reads a graph.
 LINK_CALL = "tfdp_link_call"
+LINK_BEGIN = "tfdp_link_begin"
 
 #: What a call hands to the next one: nothing but that it is over.
 TOKEN = np.uint8(0)
 
+#: By graph the name of an operation: the operation itself would keep the graph.
+LastOps: TypeAlias = "weakref.WeakKeyDictionary[tf.Graph, str]"
 CONDITIONALS = ("If", "StatelessIf", "Case", "StatelessCase")
 
 
@@ -38,10 +43,18 @@ class LinkCalls:
 
     def __init__(self) -> None:
         self._last_graph: Callable[[], tf.Graph | None] = lambda: None
-        #: The name of the last call of each graph: a tensor would keep the graph.
-        self._last_calls: weakref.WeakKeyDictionary[tf.Graph, str] = (
+        #: By graph that is being built the last op that ends an exchange, and the last
+        #: one that begins one: what ends none yet need not be waited for to begin.
+        self._last_ends: LastOps = weakref.WeakKeyDictionary()
+        self._last_begins: LastOps = weakref.WeakKeyDictionary()
+        self._ahead: weakref.WeakKeyDictionary[tf.Graph, int] = (
             weakref.WeakKeyDictionary()
         )
+        self._begun = BegunExchanges()
+
+    def close(self) -> None:
+        """Waits for what others wait for, too."""
+        self._begun.close()
 
     def call(
         self,
@@ -52,48 +65,106 @@ class LinkCalls:
         """What `function` makes of the arrays of `tensors`, as it says in `specs`."""
         if tf.executing_eagerly():
             return [tf.constant(r) for r in function(*(t.numpy() for t in tensors))]
+        graph = tf.compat.v1.get_default_graph()
+        results = self._op(function, tensors, specs, LINK_CALL, self._last_ends)
+        self._last_graph = weakref.ref(graph)
+        self._last_ends[graph] = self._last_begins[graph] = results[0].op.name
+        return _of_known_shapes(results, specs)
+
+    def call_ahead(
+        self,
+        function: Callable[..., list],
+        tensors: Sequence[tf.Tensor],
+        specs: Sequence[tf.TensorSpec],
+        channels: Sequence[str],
+    ) -> list[tf.Tensor]:
+        """As `call`, but calls like it that come one after the other begin at once.
+
+        As many are under way as there are channels, which take turns; the others wait
+        in their order. So the network has something to send while one of them ends.
+
+        Args:
+          function: called with a channel and the arrays, in a thread of the channel.
+          tensors, specs: see `call`.
+          channels: alike on all hosts.
+        """
+        if tf.executing_eagerly():
+            return self.call(
+                lambda *arrays: function(channels[0], *arrays), tensors, specs
+            )
+        graph = tf.compat.v1.get_default_graph()
+        # By the graph's own count: what else hosts have traced may differ.
+        turn = self._ahead.get(graph, 0)
+        self._ahead[graph] = turn + 1
+        channel = channels[turn % len(channels)]
+
+        def begin(*arrays: np.ndarray) -> list[np.ndarray]:
+            # Each array holds the memory of its tensor, into which nobody writes then.
+            ticket = self._begun.begin(channel, lambda: function(channel, *arrays))
+            return [np.array(ticket)]
+
+        def take(*arrays: np.ndarray) -> list[np.ndarray]:
+            return list(self._begun.take(int(arrays[-1])))
+
+        number = [tf.TensorSpec([], tf.int64)]
+        (ticket,) = self._op(begin, tensors, number, LINK_BEGIN, self._last_begins)
+        # With the tensors, which are in use until then.
+        given = [*tensors, ticket]
+        results = self._op(take, given, specs, LINK_CALL, self._last_ends)
+        self._last_graph = weakref.ref(graph)
+        self._last_begins[graph] = ticket.op.name
+        self._last_ends[graph] = results[0].op.name
+        return _of_known_shapes(results, specs)
+
+    def _op(
+        self,
+        function: Callable[..., list],
+        tensors: Sequence[tf.Tensor],
+        specs: Sequence[tf.TensorSpec],
+        name: str,
+        last_ops: LastOps,
+    ) -> list[tf.Tensor]:
         # Stateful: TensorFlow then neither drops a call nor merges two. But it would
         # also chain them with every other stateful op, the other replicas' included,
         # which wait for this call: so they get an order of their own.
         graph = tf.compat.v1.get_default_graph()
-        tokens, conditionals = self._before(graph)
+        tokens, conditionals = self._before(graph, last_ops)
         with tf.control_dependencies(conditionals):
             *results, token = tf.numpy_function(
                 counted(_in_turn(function, len(tensors))),
                 [*tensors, *tokens],
                 [*(spec.dtype for spec in specs), TOKEN.dtype],
                 stateful=True,
-                name=LINK_CALL,
+                name=name,
             )
         token.set_shape([])
-        self._last_graph, self._last_calls[graph] = weakref.ref(graph), token.op.name
         names.run_independently(token.op)
-        return [
-            # See HandOver.receive: known shapes must be known to all replicas.
-            tf.ensure_shape(result, spec.shape)
-            for result, spec in zip(results, specs, strict=True)
-        ]
+        return results
 
-    def _before(self, graph: tf.Graph) -> tuple[list[tf.Tensor], list[tf.Operation]]:
+    def _before(
+        self, graph: tf.Graph, last_ops: LastOps
+    ) -> tuple[list[tf.Tensor], list[tf.Operation]]:
         """What a call that is built in `graph` now waits for: tokens, and operations.
 
         The token of a graph around this one is brought in, by the conditional.
         """
-        tokens = self._token_of(graph)
+        tokens = _token_of(graph, last_ops)
         conditionals: list[tf.Operation] = []
         if self._last_graph() is not graph:
             conditionals += _conditionals_in(graph)
         # The first one in a conditional: TensorFlow lets the conditional wait for it.
+        # Whatever begins within it waits for what ends before it.
         while not tokens and names.is_branch_graph(graph):
             graph = graph.outer_graph
-            tokens = self._token_of(graph)
+            tokens = _token_of(graph, self._last_ends)
             conditionals += _conditionals_in(graph)
         return tokens, conditionals
 
-    def _token_of(self, graph: tf.Graph) -> list[tf.Tensor]:
-        """What the last call in `graph` hands to the next one, if there is a call."""
-        last = self._last_calls.get(graph)
-        return [] if last is None else [graph.get_operation_by_name(last).outputs[-1]]
+
+def _token_of(graph: tf.Graph, last_ops: LastOps) -> list[tf.Tensor]:
+    """What the last of these in `graph` hands to the next one, if there is any."""
+    last = last_ops.get(graph)
+    return [] if last is None else [graph.get_operation_by_name(last).outputs[-1]]
 
 
 def _in_turn(function: Callable[..., list], count: int) -> Callable[..., list]:
@@ -105,6 +176,16 @@ def _in_turn(function: Callable[..., list], count: int) -> Callable[..., list]:
         return [*function(*arrays[:count]), TOKEN]
 
     return call
+
+
+def _of_known_shapes(
+    results: Sequence[tf.Tensor], specs: Sequence[tf.TensorSpec]
+) -> list[tf.Tensor]:
+    # See HandOver.receive: known shapes must be known to all replicas.
+    return [
+        tf.ensure_shape(result, spec.shape)
+        for result, spec in zip(results, specs, strict=True)
+    ]
 
 
 def _conditionals_in(graph: tf.Graph) -> list[tf.Operation]:

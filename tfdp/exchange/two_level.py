@@ -75,6 +75,7 @@ class AcrossHostsEngine(Engine):
     def close(self) -> None:
         """Before the link is closed."""
         self.late.close()
+        self._calls.close()
 
     @property
     def replicas(self) -> int:
@@ -313,5 +314,19 @@ class AcrossHostsEngine(Engine):
     ) -> list[tf.Tensor]:
         """What `exchange` makes of the arrays, in calls of one order on all hosts."""
         with tf.device(self.devices[LEADER]):
-            specs = [tf.TensorSpec(t.shape, t.dtype) for t in like]
-            return self._calls.call(exchange, tensors, specs)
+            return self._calls.call(exchange, tensors, _specs_of(like))
+
+    def at_leader_ahead(
+        self,
+        exchange: Callable[..., list[np.ndarray]],
+        tensors: Sequence[tf.Tensor],
+        like: Sequence[tf.Tensor],
+    ) -> list[tf.Tensor]:
+        """As `at_leader`, several at a time: `exchange` is told its channel first."""
+        channels = self.link.step_channels
+        with tf.device(self.devices[LEADER]):
+            return self._calls.call_ahead(exchange, tensors, _specs_of(like), channels)
+
+
+def _specs_of(like: Sequence[tf.Tensor]) -> list[tf.TensorSpec]:
+    return [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in like]

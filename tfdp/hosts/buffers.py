@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-__all__ = ["BufferPool", "unaligned_copy", "views_of", "wholes_with_own"]
+__all__ = ["BufferPool", "put_own", "unaligned_copy", "views_of", "wholes_of"]
 
 # TensorFlow uses a NumPy result where it lies only when it begins at such an address.
 ALIGNMENT_BYTES = 64
@@ -64,29 +64,35 @@ def views_of(pool: BufferPool, arrays: Sequence[np.ndarray]) -> list[np.ndarray]
     ]
 
 
-def wholes_with_own(
+def wholes_of(
     pool: BufferPool,
     pieces: Sequence[np.ndarray],
     ranges: Sequence[Sequence[tuple[int, int]]],
-    rank: int,
 ) -> list[np.ndarray]:
-    """Flat arrays of which each worker has a piece, with this worker's filled in.
+    """Flat arrays of which each worker has a piece, with undefined content.
 
     Args:
       pool: where their memory is from.
       pieces: this worker's, flat.
       ranges: for each array, by worker, first element and end.
-      rank: this worker.
     """
     # An array of the whole shape that takes no memory: only its shape is read.
     likes = [
         np.broadcast_to(np.zeros((), piece.dtype), (of_array[-1][1],))
         for piece, of_array in zip(pieces, ranges, strict=True)
     ]
-    wholes = views_of(pool, likes)
+    return views_of(pool, likes)
+
+
+def put_own(
+    wholes: Sequence[np.ndarray],
+    pieces: Sequence[np.ndarray],
+    ranges: Sequence[Sequence[tuple[int, int]]],
+    rank: int,
+) -> None:
+    """Writes this worker's pieces into `wholes`, which `wholes_of` has made."""
     for whole, piece, of_array in zip(wholes, pieces, ranges, strict=True):
         whole[slice(*of_array[rank])] = piece
-    return wholes
 
 
 def unaligned_copy(array: np.ndarray) -> np.ndarray:

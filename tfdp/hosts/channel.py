@@ -118,15 +118,21 @@ class Channel:
           OSError: as `Receiver.fill`.
         """
         mine = self.terms.header
-        if first is None or first.nbytes > LARGEST_DIRECT_BYTES:
+        rest = None
+        if first is not None and first.nbytes > LARGEST_DIRECT_BYTES:
+            first, rest = None, first
+        if first is None:
             self.sender.send(mine)
-            if first is not None:
-                self.sender.send(first)
         else:
             self.sender.send(mine + as_bytes(first))  # one message, not two
+        if rest is not None:
+            # The header by itself: of what is long nobody may take the end.
+            self.sender.flush()
+            self.sender.send(rest)
         theirs = bytes(self.receiver.take(HEADER.size))
         if theirs != mine:
-            self.sender.flush()  # the worker after has to see it as well
+            if rest is None:
+                self.sender.flush()  # the worker after has to see it as well
             raise Disagreement(self.terms, theirs)
 
     @property

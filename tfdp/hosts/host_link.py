@@ -11,9 +11,9 @@ import numpy as np
 
 __all__ = ["CHANNELS", "MOST_GATHERED_BYTES", "HostLink", "Ranges"]
 
-# Exchanges inside training steps, those that Python asks for, and those that travel
-# while steps go on.
-CHANNELS = ("step", "host", "late")
+# Exchanges inside training steps, those that Python asks for, those that travel while
+# steps go on, and every other one of those that steps make two at a time.
+CHANNELS = ("step", "host", "late", "ahead")
 
 # What TensorFlow's serialized tensors end at: more cannot be meant.
 MOST_GATHERED_BYTES = 2**31 - 1
@@ -33,6 +33,8 @@ class HostLink(abc.ABC):
 
     #: The name that `Communication(engine=...)` and `tfdp info` use.
     name: str = ""
+    #: Which channels steps may use at a time.
+    step_channels: tuple[str, ...] = ("step",)
     #: Where this worker reaches each other one, by rank: names or addresses.
     hosts: list[str]
 

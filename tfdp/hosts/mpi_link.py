@@ -32,7 +32,7 @@ from tfdp.errors import (
     ConfigurationError,
     MissingDependencyError,
 )
-from tfdp.hosts.buffers import views_of, wholes_with_own
+from tfdp.hosts.buffers import put_own, views_of, wholes_of
 from tfdp.hosts.handshake import session_secret
 from tfdp.hosts.host_link import Ranges
 from tfdp.hosts.mpi_texts import bytes_of_first, text_of_first, texts_at_first
@@ -89,6 +89,7 @@ class MpiLink(SocketLink):
     """
 
     name = "mpi"
+    step_channels = ("step",)  # other channels are those of sockets
 
     def __init__(
         self,
@@ -194,7 +195,8 @@ class MpiLink(SocketLink):
         """See `HostLink.all_gather`."""
         if channel != "step" or pieces[0].dtype.char not in MPI_TYPES:
             return super().all_gather(pieces, ranges, label, channel)
-        wholes = wholes_with_own(self._pool, pieces, ranges, self.rank)
+        wholes = wholes_of(self._pool, pieces, ranges)
+        put_own(wholes, pieces, ranges, self.rank)
         with self._in_mpi("mpi shards", wholes, label, None, ranges):
             for whole, of_array in zip(wholes, ranges, strict=True):
                 counts = [stop - start for start, stop in of_array]

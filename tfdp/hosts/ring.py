@@ -142,6 +142,7 @@ def ring_all_gather(
     rank: int,
     send: Send,
     receive: Receive,
+    begun: bool = False,
 ) -> None:
     """Fills `arrays`, of which each member brings its part.
 
@@ -149,9 +150,11 @@ def ring_all_gather(
       arrays: flat contiguous arrays of one dtype; part `rank` of them is filled.
       ranges: by member, the part that it brings.
       rank, send, receive: see `ring_sum`.
+      begun: whether this member's part has been sent already.
     """
     parts = [blocks_of(part, arrays[0].dtype.itemsize, BLOCK_BYTES) for part in ranges]
-    _send(arrays, parts[rank], send)
+    if not begun:
+        _send(arrays, parts[rank], send)
     _pass_round(arrays, parts, rank - 1, len(parts) - 1, send, receive)
 
 

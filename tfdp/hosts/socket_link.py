@@ -22,7 +22,7 @@ import numpy as np
 from tfdp.errors import WorkerLostError
 from tfdp.hosts.agreement import Disagreement, terms_of
 from tfdp.hosts.broken_exchange import closed, out_of_step, why_it_broke
-from tfdp.hosts.buffers import BufferPool, views_of, wholes_with_own
+from tfdp.hosts.buffers import BufferPool, put_own, views_of, wholes_of
 from tfdp.hosts.channel import Channel
 from tfdp.hosts.doubling import gather_blobs, swap_rows
 from tfdp.hosts.host_link import CHANNELS, MOST_GATHERED_BYTES, HostLink, Ranges
@@ -56,6 +56,7 @@ class SocketLink(HostLink):
     """
 
     name = "sockets"
+    step_channels: tuple[str, ...] = ("step", "ahead")
 
     def __init__(
         self,
@@ -184,15 +185,14 @@ class SocketLink(HostLink):
         channel: str = "step",
     ) -> list[np.ndarray]:
         """See `HostLink.all_gather`."""
-        wholes = wholes_with_own(self._pool, pieces, ranges, self.rank)
-        with self._exchange("shards", wholes, label, channel, None, ranges) as ring:
-            ring_all_gather(
-                wholes,
-                by_worker(ranges),
-                self.rank,
-                ring.sender.send,
-                ring.receiver.fill,
-            )
+        wholes = wholes_of(self._pool, pieces, ranges)
+        # What is one piece is on its way before the others are known here.
+        first = pieces[0] if len(pieces) == 1 else None
+        terms = ("shards", wholes, label, channel, None, ranges)
+        with self._exchange(*terms, first=first) as ring:
+            put_own(wholes, pieces, ranges, self.rank)
+            ends, begun = ring.ends(None)[:2], first is not None
+            ring_all_gather(wholes, by_worker(ranges), self.rank, *ends, begun)
             ring.sender.flush()
         return wholes
 
