@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-import gc
 import pathlib
 import sys
 import textwrap
 import traceback
-from collections.abc import Iterator
 from typing import Any
 
 from tfdp.bench.json_file import write_json
@@ -24,7 +21,6 @@ from tfdp.strategies.quiet import import_tensorflow_quietly
 
 __all__ = ["add_arguments", "run"]
 
-OBJECTS_BETWEEN_COLLECTIONS = 200_000
 FITS, DOES_NOT_FIT, NOT_PLANNED = 0, 1, 2
 EPILOG = "\n".join(
     textwrap.fill(text, 80)
@@ -89,8 +85,7 @@ def run(options: argparse.Namespace) -> int:
         sharding = _sharding(options)
         refuse_missing_folder("--json", options.json)
         refuse_missing_folder("--page", options.page)
-        with _few_collections():
-            answer = _answer(options, sharding, memory_bytes)
+        answer = _answer(options, sharding, memory_bytes)
     except TfdpError as error:
         print(f"tfdp plan: {error}", file=sys.stderr)
         return NOT_PLANNED
@@ -137,18 +132,6 @@ def _answer(
             if not plan.fits:
                 ways = list(ways_to_fit(planner, memory_bytes))
     return Answer(options.model, plan, largest, ways)
-
-
-@contextlib.contextmanager
-def _few_collections() -> Iterator[None]:
-    """Python looks for cycles rarely: a traced graph has millions of objects that stay,
-    and going through them again and again takes an eighth of the whole command."""
-    before = gc.get_threshold()
-    gc.set_threshold(OBJECTS_BETWEEN_COLLECTIONS, *before[1:])
-    try:
-        yield
-    finally:
-        gc.set_threshold(*before)
 
 
 def _sharding(options: argparse.Namespace) -> Sharding:

@@ -149,6 +149,11 @@ class TracedModel:
                 self._must_be_alone, self._for_all = True, None
         return self._read(self._traced(local_rows), local_rows)
 
+    @property
+    def shares_a_trace(self) -> bool:
+        """Whether one trace has stood for several numbers of rows."""
+        return self._for_all is not None
+
     def _from_one(self, local_rows: int) -> StepGraph:
         if self._for_all is None:
             shapes = [spec.shape.as_list() for spec in tf.nest.flatten(self.batch.like)]

@@ -113,9 +113,14 @@ def _model_content(model: MeasuredModel) -> dict[str, Any]:
         "name": profile.name,
         "samples": model.samples,
         "forward_flops_per_sample": profile.forward_flops_per_sample,
-        "gradients": [list(dataclasses.astuple(g)) for g in profile.gradients],
+        "gradients": [_gradient_content(each) for each in profile.gradients],
         "step_seconds": [[*place, s] for place, s in model.step_seconds.items()],
     }
+
+
+def _gradient_content(gradient: Gradient) -> list[Any]:
+    fields = list(dataclasses.astuple(gradient))
+    return fields if gradient.row_bytes else fields[:3]
 
 
 def _model_of(content: Any) -> MeasuredModel:
@@ -123,9 +128,8 @@ def _model_of(content: Any) -> MeasuredModel:
         raise ConfigurationError("a model must be an object")
     gradients = []
     for said in _list(content["gradients"], "gradients"):
-        gradient = Gradient(*_list(said, "a gradient"))
-        _text(gradient.dtype, "dtype")
-        gradients.append(gradient)
+        size_bytes, work, dtype, *rows = _list(said, "a gradient")
+        gradients.append(Gradient(size_bytes, work, _text(dtype, "dtype"), *rows))
     seconds = {}
     for processes, replicas, step in _list(content["step_seconds"], "step_seconds"):
         seconds[processes, replicas] = step
