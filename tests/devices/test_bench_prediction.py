@@ -104,6 +104,10 @@ def test_work_within_layers_counts_the_places_of_those():
     assert sorted(w for _, w, _ in profile["gradients"] if w) == sorted(expected)
 
 
-def test_the_transformer_is_as_large_as_it_says():
+def test_the_transformer_is_as_large_as_it_says_and_trains():
     network = build("transformer-1m")
     assert sum(np.prod(w.shape) for w in network.trainable_weights) == 1_422_090
+    tiny = make_training_arm(
+        tfdp.DataParallelStrategy(DEVICES), MODELS["transformer-tiny"]
+    )
+    assert np.isfinite(float(tiny.step()))

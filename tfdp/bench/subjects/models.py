@@ -153,7 +153,7 @@ MODELS = {
     ),
     # 8,000 words of 128 numbers, two blocks of 198,272, 256 and 128 x 10: 1,422,090.
     "transformer-1m": BenchmarkModel(
-        _transformer(8_000, 128, heads=4, depth=2), (64,), words=8_000
+        _transformer(8_000, 128, heads=4, depth=2), (32,), words=8_000
     ),
     "transformer-tiny": BenchmarkModel(
         _transformer(900, 8, heads=2, depth=1), (4,), words=900
