@@ -153,6 +153,17 @@ def test_compression_keeps_what_was_not_sent(hosts):
     assert found.is_known
 
 
+@pytest.mark.worth_seconds(4)
+def test_compressed_sums_are_handed_on_and_not_made_again():
+    int8 = tfdp.Communication(compression=tfdp.compression.Int8(min_bytes=1))
+    found = plan(build, 64, hosts=2, communication=int8)
+    # The sums, and what is left of each; a conditional looks whether they are finite.
+    # With memory of its own for what it hands on it would be four times the weights.
+    kernels = DEPTH * KERNEL_BYTES
+    assert 2 * kernels <= found.parts["activations"] < 2.5 * kernels
+    assert found.parts.get("scratch", 0) < kernels
+
+
 @pytest.mark.worth_seconds(8)
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_offload_moves_states_to_the_host_and_keeps_the_rest(replicas):
@@ -294,6 +305,7 @@ def test_one_trace_says_of_all_rows_what_a_trace_of_each_says(build_model, repli
     assert traced.shares_a_trace == (build_model is not halved)
 
 
+@pytest.mark.worth_seconds(8)
 def test_rows_of_tables_are_sent_and_whole_tables_are_not():
     def sent(communication=None, shard="none", rows=4):
         found = Planner(
