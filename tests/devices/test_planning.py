@@ -153,6 +153,17 @@ def test_compression_keeps_what_was_not_sent(hosts):
     assert found.is_known
 
 
+@pytest.mark.worth_seconds(4)
+def test_compressed_sums_are_handed_on_and_not_made_again():
+    int8 = tfdp.Communication(compression=tfdp.compression.Int8(min_bytes=1))
+    found = plan(build, 64, hosts=2, communication=int8)
+    # The sums, and what is left of each; a conditional looks whether they are finite.
+    # With memory of its own for what it hands on it would be four times the weights.
+    kernels = DEPTH * KERNEL_BYTES
+    assert 2 * kernels <= found.parts["activations"] < 2.5 * kernels
+    assert found.parts.get("scratch", 0) < kernels
+
+
 @pytest.mark.worth_seconds(8)
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_offload_moves_states_to_the_host_and_keeps_the_rest(replicas):
@@ -242,3 +253,73 @@ def test_the_answer_in_words_and_on_a_page():
 def test_bad_arguments(batch, options, message):
     with pytest.raises(ConfigurationError, match=message):
         plan(build, batch, **options)
+
+
+def looked_up():
+    model = keras.Sequential(
+        [
+            keras.Input((7,), dtype="int32"),
+            keras.layers.Embedding(5000, 12),
+            keras.layers.Bidirectional(keras.layers.LSTM(16)),
+            keras.layers.Dense(10),
+        ]
+    )
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile("adam", loss, jit_compile=False)
+    return model
+
+
+def _with_half_negated(x):
+    half = max(1, x.shape[0] // 2)
+    return keras.ops.concatenate([x[:half], -x[half:]])
+
+
+def halved():
+    """A model that takes half of its batch."""
+    inputs = keras.Input((WIDTH,))
+    x = keras.layers.Dense(WIDTH)(inputs)
+    half = keras.layers.Lambda(
+        lambda x: x if x.shape[0] is None else _with_half_negated(x),
+        output_shape=(WIDTH,),
+    )
+    model = keras.Model(inputs, half(x))
+    model.compile("sgd", "mse", jit_compile=False)
+    return model
+
+
+@pytest.mark.worth_seconds(12)
+@pytest.mark.parametrize("build_model", [build, looked_up, halved])
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_one_trace_says_of_all_rows_what_a_trace_of_each_says(build_model, replicas):
+    each = Planner(build_model, 8 * replicas, replicas=replicas)
+    once = Planner(build_model, 8 * replicas, replicas=replicas, any_rows=True)
+    for rows in (8, 13, 1):
+        expected, found = each.at(rows), once.at(rows)
+        # Zeros of fewer than 1,000 numbers are a constant, of more an op: four states
+        # of 1 KB at most in peaks of 0.8 MB and more, and the orders of ops with them.
+        assert found.peak_bytes == pytest.approx(expected.peak_bytes, rel=0.01)
+        assert found.flops == pytest.approx(expected.flops, rel=1e-3)
+        assert found.parts["weights"] == expected.parts["weights"]
+    (traced,) = once._traced.values()
+    # What takes a part of its batch is traced for each number of rows.
+    assert traced.shares_a_trace == (build_model is not halved)
+
+
+@pytest.mark.worth_seconds(8)
+def test_rows_of_tables_are_sent_and_whole_tables_are_not():
+    def sent(communication=None, shard="none", rows=4):
+        found = Planner(
+            looked_up, 4 * rows, replicas=4, shard=shard, communication=communication
+        ).at(rows)
+        return found.sent_bytes, found.trainable_bytes
+
+    table = 5000 * 12 * FLOAT_BYTES
+    rest = sent()[1] - table
+    # Of 7 words in 4 rows each is a row of 48 bytes and its place, to 3 others.
+    assert sent()[0] == 3 * 28 * 52 + 2 * rest * 3 // 4
+    added = tfdp.Communication(repeated_rows="sum")
+    assert sent(added)[0] == sent()[0]
+    # 7,000 words: 5,000 rows at most, and the whole table is less than three times it.
+    assert sent(added, rows=1000)[0] == 2 * table * 3 // 4 + 2 * rest * 3 // 4
+    assert sent(rows=1000)[0] == 3 * 7000 * 52 + 2 * rest * 3 // 4
+    assert sent(shard="optimizer")[0] == 2 * (rest + table) * 3 // 4

@@ -24,6 +24,7 @@ SETS = {
     **BETWEEN_SETS.content,
     command.SUM_SUBJECT: (214, 478_200),
 }
+CODING = {"int8": 1.5e9}
 GRADIENTS = [[4 * 10**6, 5.0, "float32"], [400, 0.0, "float32"]]
 
 
@@ -75,6 +76,7 @@ def machine(monkeypatch):
     for module in (measuring, command):
         monkeypatch.setattr(module, "measure_place", stand_in.measure)
         monkeypatch.setattr(module, "usable_cores", lambda: 2)
+    monkeypatch.setattr(measuring, "measure_coding", lambda *given: dict(CODING))
     return stand_in
 
 
@@ -116,6 +118,7 @@ def test_measure_writes_what_simulate_reads(machine, tmp_path, capsys):
     assert "cnn-1m 2x2: 200.0 ms a step of 64 samples" in said and str(path) in said
     found, expected = read_machine(path), machine.machine
     assert found.link == "loopback" and found.cores == 2
+    assert found.coding == CODING
     assert found.models["cnn-1m"].step_seconds == pytest.approx(machine.step_seconds)
     assert found.within_host.rate == pytest.approx(expected.within_host.rate)
     latency = expected.within_host.latency_seconds
@@ -163,7 +166,7 @@ def test_the_benchmark_tells_how_far_off(machine, tmp_path, capsys):
         first, slow, _ = row["predicted"]
         assert first > without and slow > 9 * without
         assert row["error"] == pytest.approx(first / without - 1)
-    assert "12 steps: off by" in said and "4 sums: off by" in said
+    assert "20 steps: off by" in said and "4 sums: off by" in said
 
 
 def test_an_arm_that_fails_is_told_and_the_others_go_on(machine, monkeypatch, capsys):
@@ -177,7 +180,7 @@ def test_an_arm_that_fails_is_told_and_the_others_go_on(machine, monkeypatch, ca
     monkeypatch.setattr(machine, "figures", failing)
     assert cli.main(["bench", "prediction", "--repeats", "3"]) == 1
     said = capsys.readouterr().out
-    assert "worker 1 ended" in said and "8 steps: off by" in said
+    assert "worker 1 ended" in said and "16 steps: off by" in said
 
 
 @pytest.mark.parametrize(

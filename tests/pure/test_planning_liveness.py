@@ -2,7 +2,8 @@
 
 import pytest
 
-from tfdp.planning.liveness import run_in_thought
+from tfdp.planning.any_rows import AnyRows, NotOfRows, rows_to_trace
+from tfdp.planning.liveness import TURNS, run_in_thought
 from tfdp.planning.op_rules import Tensor, flops_of, reused_inputs, shared_input
 from tfdp.planning.scratch import scratch_bytes_of
 from tfdp.planning.step_graph import Op, StepGraph, StoredVariable
@@ -195,3 +196,47 @@ def test_an_einsum_copies_what_lies_otherwise(equation, shapes, output, copied):
     tensors = [Tensor(shape, 1) for shape in shapes]
     found = scratch_bytes_of("Einsum", tensors, [Tensor(output, 1)], equation)
     assert found == copied
+
+
+def test_large_depthwise_filters_have_gradients_in_blocks_of_groups():
+    kind = "DepthwiseConv2dNativeBackpropFilter"
+    image, sizes = Tensor((8, 6, 6, 96), 4), Tensor((4,), 4)
+    # 16 x 16 channels for each of 5 x 5 x 96 numbers; a kernel of its own for 3 x 3.
+    made = [Tensor((5, 5, 96, 1), 4)]
+    assert scratch_bytes_of(kind, [image, sizes, image], made) == 25 * 96 * 256 * 4
+    twenty = [Tensor((5, 5, 96, 20), 4)]
+    assert scratch_bytes_of(kind, [image, sizes, image], twenty) == 25 * 96 * 512 * 4
+    for shape in ((3, 3, 96, 1), (2, 3, 96, 1), None):
+        assert scratch_bytes_of(kind, [image, sizes, image], [Tensor(shape, 4)]) == 0
+
+
+def test_an_order_of_ops_can_be_asked_for_again():
+    ops = [made(100 + n) for n in range(9)]
+    ops += [made(1, *range(n, n + 4)) for n in range(5)]
+    graph = StepGraph(tuple(ops))
+    found = run_in_thought(graph)
+    alone = [run_in_thought(graph, turns=(turn,)) for turn in range(TURNS)]
+    assert found.peak_bytes == max(each.peak_bytes for each in alone)
+    assert run_in_thought(graph, turns=(found.turn,)) == found
+
+
+def test_lengths_that_the_rows_divide_are_of_the_batch():
+    rows = AnyRows(101, 8, fixed={50})
+    assert [rows.length(n) for n in (0, 1, 101, 6464, 50)] == [0, 1, 8, 512, 50]
+    assert AnyRows(101, 8).length(7) == 7
+    # Halves, and one more or less, are of the batch in a way that is not known.
+    for length in (50, 51, 100, 102, 202 - 1, 34, 152):
+        with pytest.raises(NotOfRows, match="101 rows"):
+            AnyRows(101, 8).length(length)
+
+
+@pytest.mark.parametrize("row_bytes", [4, 602_112, 2**21])
+def test_rows_to_trace_divide_nothing_else(row_bytes):
+    rows = rows_to_trace({224, 3}, {64, 1021, 2 * 1019}, row_bytes)
+    assert rows is not None and rows * row_bytes <= 2**28
+    assert not any(length % rows == 0 for length in (224, 3, 64, 1021, 2038))
+    assert all(rows % divisor for divisor in range(2, rows))
+
+
+def test_batches_that_are_too_large_are_not_made_for_it():
+    assert rows_to_trace({4096, 3}, set(), 2**23) is None

@@ -145,7 +145,7 @@ def _figures(orders: Orders) -> dict[str, Any]:
     import tensorflow as tf
 
     import tfdp
-    from tfdp.bench.prediction.keras_profile import profile_of
+    from tfdp.bench.prediction.keras_profile import inputs_of, profile_of
     from tfdp.bench.processes.arms import without_sums
     from tfdp.testing.batches import collect_batches, row_count, take_rows
 
@@ -169,10 +169,11 @@ def _figures(orders: Orders) -> dict[str, Any]:
         on_train_batch_end=lambda batch, logs: ends.append(time.perf_counter())
     )
     steps = WARM_UP_STEPS + orders.steps
+    own = list(range(orders.samples))
     dataset = tf.data.Dataset.from_tensors(batch).repeat()
     model.fit(dataset, steps_per_epoch=steps, verbose=0, callbacks=[clock])
     return {
-        "profile": profile_of(model),
+        "profile": profile_of(model, inputs_of(model, take_rows(batch, own))),
         "seconds": [after - before for before, after in itertools.pairwise(ends)][
             WARM_UP_STEPS - 1 :
         ],

@@ -121,6 +121,7 @@ def _answer(
         replicas=options.replicas,
         hosts=options.hosts,
         shard=sharding,
+        any_rows=memory_bytes is not None and not options.quick,
     )
     rows, remat = planner.local_rows, options.remat
     with progress_bar("tracing the step", 0):

@@ -21,6 +21,7 @@ from tfdp.simulator.checked import positive, whole
 from tfdp.simulator.failures import Reliability
 from tfdp.simulator.known_hardware import HARDWARE
 from tfdp.simulator.known_models import MODELS
+from tfdp.simulator.lossy import KNOWN_WAYS, Lossy
 from tfdp.simulator.machine import Link, Machine
 from tfdp.simulator.machine_file import read_machine
 from tfdp.simulator.model import Compute
@@ -85,6 +86,19 @@ def _add_what(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--no-overlap", action="store_true", help="sums wait for all of backprop"
+    )
+    parser.add_argument(
+        "--lossy",
+        choices=KNOWN_WAYS,
+        metavar="WAY",
+        help=f"gradients cross in fewer bytes: {', '.join(KNOWN_WAYS)}",
+    )
+    parser.add_argument(
+        "--coding-bytes-per-second",
+        type=float,
+        metavar="R",
+        help="with --lossy: of gradients, that a host makes small and reads, what it "
+        "keeps for the next step included",
     )
     parser.add_argument(
         "--shard",
@@ -204,11 +218,41 @@ def training_of(options: argparse.Namespace) -> Training:
         first_bucket_bytes=options.first_bucket_bytes,
         overlap=not options.no_overlap,
         gather_parts=options.shard == "parameters",
+        lossy=_lossy(options),
         jitter=Jitter(options.jitter),
         input_rate=InputRate(options.input_samples_per_second),
         reliability=_reliability(options),
         price_per_device_hour=options.price_per_device_hour,
     )
+
+
+def _lossy(options: argparse.Namespace) -> Lossy | None:
+    rate = options.coding_bytes_per_second
+    if options.lossy is None:
+        if rate is not None:
+            raise ConfigurationError(
+                "--coding-bytes-per-second acts only with --lossy."
+            )
+        return None
+    if options.shard == "parameters" and KNOWN_WAYS[options.lossy].keeps:
+        raise ConfigurationError(
+            f"--lossy {options.lossy} sums whole gradients, which --shard parameters "
+            "does not: take bfloat16 or float16, or leave one of both out."
+        )
+    if options.machine:
+        way = read_machine(options.machine).lossy(options.lossy)
+    elif rate is None:
+        raise ConfigurationError(
+            f"How fast {options.hardware} makes gradients small is not known: give "
+            "--coding-bytes-per-second. `tfdp bench compression` measures it of a core."
+        )
+    else:
+        # A card does it beside what it computes at the cost of that.
+        way = KNOWN_WAYS[options.lossy]
+    if rate is not None:
+        positive("tfdp simulate", "--coding-bytes-per-second", rate)
+        way = dataclasses.replace(way, bytes_per_second=rate, keeps=False)
+    return way
 
 
 def _known_training(options: argparse.Namespace) -> Training:

@@ -57,6 +57,7 @@ def curve_table(training: Training, curve: Sequence[StepPrediction]) -> str:
         f"{training.machine.name}, {training.machine.devices_per_host} devices a host; "
         f"{training.algorithm}, {len(training.buckets)} buckets, "
         f"{training.model.gradient_bytes / 1e6:,.1f} MB of gradients"
+        f"{f', sent as {training.lossy.name}' if training.lossy else ''}"
     )
     last = curve[-1]
     most = f"most is lost to: {last.largest_loss}, on {last.devices:,} devices"
@@ -72,6 +73,7 @@ def curve_values(training: Training, curve: Sequence[StepPrediction]) -> dict[st
         "algorithm": training.algorithm,
         "samples_per_replica": training.compute.samples,
         "gradient_bytes": training.model.gradient_bytes,
+        "lossy": training.lossy.name if training.lossy else None,
         "buckets": len(training.buckets),
         "points": [
             {

@@ -67,7 +67,7 @@ def _figures(orders: TrialOrders) -> tuple[dict[str, Any], bool]:
     import_tensorflow_quietly()
     import keras
 
-    from tfdp.bench.prediction.keras_profile import profile_of
+    from tfdp.bench.prediction.keras_profile import inputs_of, profile_of
     from tfdp.layers.rematerialization import remat
 
     setting = Setting.from_json(orders.setting)
@@ -84,10 +84,14 @@ def _figures(orders: TrialOrders) -> tuple[dict[str, Any], bool]:
     steps = WARM_UP_STEPS + orders.steps * together
     dataset = _batches(data, model, orders.rows // together)
     model.fit(dataset, steps_per_epoch=steps, verbose=0, callbacks=[clock])
+    batch = next(iter(dataset))
+    own_rows = max(1, orders.rows // (orders.processes * orders.replicas))
     figures = {
         "engine": strategy.engine_name,
         "seconds": clock.seconds_of(orders.steps, together),
-        "profile": profile_of(model),
+        "profile": profile_of(
+            model, [array[:own_rows] for array in inputs_of(model, batch)]
+        ),
     }
     link = getattr(strategy, "link", None)
     if orders.asks_facts and link is not None:

@@ -19,13 +19,21 @@ from tfdp.exchange.peers import PeerGroup
 from tfdp.plan.buckets import TensorInfo, plan_buckets
 from tfdp.plan.communication import Communication
 
-__all__ = ["COMPRESSED_SUM", "CompressedSums", "Kept", "are_finite"]
+__all__ = [
+    "COMPRESSED_SUM",
+    "WHERE_FINITE",
+    "CompressedSums",
+    "Kept",
+    "are_finite",
+]
 
 #: In the names of ops that compress, for who reads a graph.
 COMPRESSED_SUM = "tfdp_compressed_sum"
 # A message that is long enough for any network. Until the first is made small nothing
 # travels, and when the last has come it is still to be made large and added.
 MESSAGE_BYTES = 2 << 20
+#: Of the conditional that hands on the sums where all numbers are finite.
+WHERE_FINITE = "tfdp_where_finite"
 
 
 class Kept(NamedTuple):
@@ -99,7 +107,8 @@ class CompressedSums:
             return [tf.fill(total.shape, float("nan")) for total in sums], list(kept)
 
         # A conditional hands on what it is given, where `tf.where` makes a copy.
-        results, left = tf.cond(is_good, good, bad)
+        with tf.name_scope(WHERE_FINITE):
+            results, left = tf.cond(is_good, good, bad)
         return [
             tf.cast(total, gradient.dtype)
             for total, gradient in zip(results, gradients, strict=True)

@@ -13,11 +13,12 @@ import collections
 import dataclasses
 import heapq
 import random
+from collections.abc import Sequence
 
 from tfdp.planning.memory import Memory
 from tfdp.planning.step_graph import Op, StepGraph
 
-__all__ = ["StepMemory", "run_in_thought"]
+__all__ = ["TURNS", "StepMemory", "run_in_thought"]
 
 # How fast ops run beside each other, which only the order depends on. A thread of a
 # machine of today, by order of magnitude.
@@ -29,6 +30,7 @@ DEAR_SECONDS = 3e-6
 # By how much a turn of the play takes an op to be slower or faster: the same op on a
 # machine with other work, or a replica behind the others.
 SPREAD = 3.0
+#: In how many orders a step is played.
 TURNS = 6
 
 
@@ -40,15 +42,17 @@ class StepMemory:
       peak_bytes: the most at once, variables included.
       parts: what that was: "weights", "slots", "activations" ... to bytes.
       peak_op: the op that ran then.
+      turn: in which order of ops, a number of those that were tried.
     """
 
     peak_bytes: int
     parts: dict[str, int]
     peak_op: str
+    turn: int = 0
 
 
 def run_in_thought(
-    graph: StepGraph, threads: int = 2, turns: int = TURNS
+    graph: StepGraph, threads: int = 2, turns: Sequence[int] = range(TURNS)
 ) -> StepMemory:
     """The peak of a step: the largest of several turns.
 
@@ -59,7 +63,7 @@ def run_in_thought(
     Args:
       graph: the step.
       threads: which run ops beside each other, at least 1.
-      turns: how many orders are tried, at least 1.
+      turns: the numbers of the orders that are tried, at least one; 0 is the first.
 
     Returns:
       The peak, and what it was made of.
@@ -73,7 +77,7 @@ def run_in_thought(
     12
     """
     wiring = _Wiring(graph)
-    found = [_Executor(graph, wiring, threads, turn).run() for turn in range(turns)]
+    found = [_Executor(graph, wiring, threads, turn).run() for turn in turns]
     return max(found, key=lambda memory: memory.peak_bytes)
 
 
@@ -95,6 +99,7 @@ class _Executor:
 
     def __init__(self, graph: StepGraph, wiring: _Wiring, threads: int, turn: int = 0):
         self._graph = graph
+        self._turn = turn
         self._memory = Memory(graph)
         self._followers = wiring.followers
         self._waits = list(wiring.waits)
@@ -140,7 +145,9 @@ class _Executor:
                 f"{len(self._graph.ops) - ended} ops of the step wait for each other"
             )
         memory = self._memory
-        return StepMemory(memory.peak_bytes, memory.peak_by_part, memory.peak_op)
+        return StepMemory(
+            memory.peak_bytes, memory.peak_by_part, memory.peak_op, self._turn
+        )
 
     def _next_of(self, thread: int) -> int | None:
         if self._inline[thread]:

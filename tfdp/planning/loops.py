@@ -6,7 +6,7 @@ from typing import Any
 
 import tensorflow as tf
 
-__all__ = ["kept_bytes_per_turn", "turns_of"]
+__all__ = ["kept_per_turn", "turns_of"]
 
 # Of these a list holds what is there anyway.
 NOT_MADE = frozenset("Const Placeholder ReadVariableOp".split())
@@ -33,8 +33,9 @@ def turns_of(op: Any) -> int | None:
     return max(known) if known else None
 
 
-def kept_bytes_per_turn(body: Any, place: int) -> int:
-    """The bytes that each turn adds to output `place` of a loop, where it is a list.
+def kept_per_turn(body: Any, place: int) -> Any:
+    """What each turn adds to output `place` of a loop; None: it is no list, or that is
+    there anyway.
 
     Args:
       body: the graph of a turn.
@@ -42,14 +43,12 @@ def kept_bytes_per_turn(body: Any, place: int) -> int:
     """
     output = body.outputs[place]
     if output.dtype != tf.variant:
-        return 0
+        return None
     op = output.op
     while op.type == "Identity":
         op = op.inputs[0].op
     if op.type not in NEW_ITEM:
-        return 0
+        return None
     item = op.inputs[NEW_ITEM[op.type]]
-    elements = item.shape.num_elements()
-    if item.op.type in NOT_MADE or elements is None or item.dtype.size is None:
-        return 0
-    return elements * item.dtype.size
+    is_known = item.shape.is_fully_defined() and item.dtype.size is not None
+    return item if is_known and item.op.type not in NOT_MADE else None

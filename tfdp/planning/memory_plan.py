@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 __all__ = ["MARGIN", "MemoryPlan", "most_peak_bytes", "needed_for", "sent_bytes"]
@@ -28,7 +28,8 @@ class MemoryPlan:
       memory_bytes: what a replica may take; None: that was not asked.
       flops: additions and multiplications of a replica in a step.
       trainable_bytes: of the trainable weights.
-      sent_bytes: what a replica sends in a step.
+      sent_bytes: what a replica sends in a step, of tables the most rows that a batch
+        can have.
       notes: what the prediction does not know, in words.
       is_known: whether nothing is missing that may be large, such as a loop's turns.
       hosts: of the replicas.
@@ -108,13 +109,38 @@ def most_peak_bytes(memory_bytes: int) -> int:
     return max(0, round((memory_bytes - MARGIN_BYTES) / (1 + MARGIN)))
 
 
-def sent_bytes(trainable_bytes: int, replicas: int, stage: int, remat: bool) -> int:
+def sent_bytes(
+    trainable_bytes: int,
+    replicas: int,
+    stage: int,
+    remat: bool,
+    tables: Sequence[tuple[int, int, bool]] = (),
+) -> int:
     """What a replica sends in a step, for gradients as large as the weights.
 
         2 P (N - 1) / N,  and 3 P (N - 1) / N  at stage 3 with `remat`
 
+    Of a table of which it has r bytes of rows it sends (N - 1) r in the place of that,
+    to all others; where rows are added, the whole table if that is less. Shards have
+    no rows: their tables are sent whole.
+
+    Args:
+      trainable_bytes: P.
+      replicas: N.
+      stage: of the shards.
+      remat: whether layers compute their forward pass twice.
+      tables: of each whose gradient is rows its bytes, r, and whether rows are added.
+
     >>> sent_bytes(100, replicas=4, stage=0, remat=False)
     150
+    >>> sent_bytes(100, 4, 0, False, tables=[(80, 10, True)])  # 30 of 20, and 3 x 10
+    60
     """
     ways = 3 if stage == 3 and remat else 2
-    return ways * trainable_bytes * (replicas - 1) // replicas
+    total = 0
+    for size_bytes, row_bytes, adds_rows in tables if stage == 0 else ():
+        trainable_bytes -= size_bytes
+        whole = 2 * size_bytes * (replicas - 1) // replicas
+        rows = (replicas - 1) * row_bytes
+        total += min(whole, rows) if adds_rows else rows
+    return total + ways * trainable_bytes * (replicas - 1) // replicas

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -13,7 +14,7 @@ from tfdp.errors import ConfigurationError, DeviceError
 from tfdp.plan.communication import Communication
 from tfdp.plan.shards import Sharding, sharding_of
 from tfdp.plan.topology import Topology
-from tfdp.planning.liveness import StepMemory, run_in_thought
+from tfdp.planning.liveness import TURNS, StepMemory, run_in_thought
 from tfdp.planning.memory_plan import MemoryPlan, sent_bytes
 from tfdp.planning.scaling import StepOfRows
 from tfdp.planning.sides import side_of
@@ -33,6 +34,7 @@ class Planner:
 
     Args:
       model: see `plan`, as the others.
+      any_rows: whether several numbers of rows will be asked about.
     """
 
     def __init__(
@@ -44,6 +46,7 @@ class Planner:
         hosts: int = 1,
         shard: str | int | Sharding = "none",
         communication: Communication | None = None,
+        any_rows: bool = False,
     ):
         for name, value in (("replicas", replicas), ("hosts", hosts)):
             if not is_whole(value, least=1):
@@ -57,6 +60,7 @@ class Planner:
         self._build = builder_of(model)
         self._batch = batch
         self._communication = communication
+        self._any_rows = any_rows
         self._traced: dict[tuple[int, str, bool], TracedModel] = {}
         self._found: dict[tuple[int, int, str, bool], dict[str, Any]] = {}
         self._graphs: dict[tuple[int, int, str, bool], StepGraph] = {}
@@ -121,9 +125,7 @@ class Planner:
             memory_bytes=memory_bytes,
             flops=found[-1]["flops"],
             trainable_bytes=found[-1]["trainable_bytes"],
-            sent_bytes=sent_bytes(
-                found[-1]["trainable_bytes"], self.replicas, sharding.stage, remat
-            ),
+            sent_bytes=self._sent_bytes(found[-1], local_rows, sharding, remat),
             hosts=self.hosts,
             host_parts=of_host,
             notes=found[-1]["notes"],
@@ -168,7 +170,7 @@ class Planner:
         key = (number, local_rows, str(sharding.what), remat)
         if key not in self._found:
             traced = self._model(number, sharding, remat)
-            graph = traced.graph_of(local_rows)
+            graph = traced.graph_of(local_rows, of_any=self._any_rows)
             self._graphs[key] = graph
             notes = [f"{times} {what}" for what, times in graph.notes.items()]
             if traced.is_compiled:
@@ -178,6 +180,7 @@ class Planner:
             self._found[key] = {
                 **_facts_of(graph, number, sharding),
                 "trainable_bytes": traced.trainable_bytes,
+                "tables": traced.tables,
                 "notes": tuple(notes),
                 "is_known": not NOT_KNOWN & set(graph.notes),
             }
@@ -192,6 +195,7 @@ class Planner:
         shard: str | None = None,
         remat: bool = False,
         memory_bytes: int | None = None,
+        quickly: bool = False,
     ) -> MemoryPlan:
         """The plan for `rows` rows, computed from two numbers that were traced.
 
@@ -202,27 +206,40 @@ class Planner:
           shard: as in `at`, like the others.
           remat: see there.
           memory_bytes: see there.
+          quickly: in one order of ops, that of the peak for `many` rows, and not in
+            all: the peak may be a little larger.
 
         Raises:
           ValueError: when TensorFlow built other graphs for the two.
         """
         sharding = self._sharding_of(shard)
         numbers = self._traced_numbers(sharding)
-        found = [
-            _facts_of(
-                self._step_of_rows(number, few, many, sharding, remat).at(rows),
-                number,
-                sharding,
-            )
-            for number in numbers
-        ]
+        found = []
+        for number in numbers:
+            graph = self._step_of_rows(number, few, many, sharding, remat).at(rows)
+            traced = self._found[number, many, str(sharding.what), remat]
+            turns = [traced["turn"]] if quickly else range(TURNS)
+            found.append(_facts_of(graph, number, sharding, turns))
         parts, of_host = self._parts_at(numbers, found)
+        traced = self._found[numbers[-1], many, str(sharding.what), remat]
         return dataclasses.replace(
             self.at(many, shard=shard, remat=remat, memory_bytes=memory_bytes),
             local_rows=rows,
             parts=parts,
             host_parts=of_host,
             flops=found[-1]["flops"],
+            sent_bytes=self._sent_bytes(traced, rows, sharding, remat),
+        )
+
+    def _sent_bytes(
+        self, facts: dict[str, Any], rows: int, sharding: Sharding, remat: bool
+    ) -> int:
+        tables = [
+            (table.size_bytes, table.sent_bytes(rows, adds_rows), adds_rows)
+            for table, adds_rows in facts["tables"]
+        ]
+        return sent_bytes(
+            facts["trainable_bytes"], self.replicas, sharding.stage, remat, tables
         )
 
     def are_of_one_graph(
@@ -271,24 +288,32 @@ def _most_traced(communication: Communication | None, hosts: int) -> int:
     return Topology(*stated).num_replicas
 
 
-def _facts_of(graph: StepGraph, replicas: int, sharding: Sharding) -> dict[str, Any]:
+def _facts_of(
+    graph: StepGraph,
+    replicas: int,
+    sharding: Sharding,
+    turns: Sequence[int] = range(TURNS),
+) -> dict[str, Any]:
     """What the play of a graph of so many replicas says of each of them."""
     of_host = {}
     if sharding.offloads:
-        of_host = _per_replica(_played(side_of(graph, True), replicas), replicas)
+        played = _played(side_of(graph, True), replicas, turns)
+        of_host = _per_replica(played, replicas)
         graph = side_of(graph, False)
+    played = _played(graph, replicas, turns)
     return {
-        "parts": _per_replica(_played(graph, replicas), replicas),
+        "parts": _per_replica(played, replicas),
         "host_parts": of_host,
         "flops": graph.flops / replicas,
+        "turn": played.turn,
     }
 
 
-def _played(graph: StepGraph, replicas: int) -> StepMemory:
+def _played(graph: StepGraph, replicas: int, turns: Sequence[int]) -> StepMemory:
     # Where tensors are handed from replica to replica, what waits for one goes on in
     # another thread; measured peaks are those of one thread more.
     threads = (os.cpu_count() or 1) + (replicas > 1)
-    return run_in_thought(graph, threads=threads)
+    return run_in_thought(graph, threads, turns)
 
 
 def _per_replica(memory: StepMemory, replicas: int) -> dict[str, float]:

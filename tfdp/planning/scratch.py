@@ -18,6 +18,11 @@ LEAST_FILTER_BYTES = 2**18
 # or this; narrow ones are not packed.
 MOST_PACKED_BYTES = 2**23
 LEAST_PACKED_DIMENSION = 128
+# The gradient of a depthwise filter: oneDNN has a kernel for up to 3 x 3. For larger
+# ones it takes that of convolutions in groups, whose blocks are 16 x 16 channels, of
+# which a group has one: 256 numbers for each (format aBCde16c16b, on AVX-512).
+MOST_DEPTHWISE_SIDE = 3
+CHANNELS_OF_BLOCK = 16
 
 
 def scratch_bytes_of(
@@ -41,6 +46,8 @@ def scratch_bytes_of(
     if kind == "MaxPoolGrad" and len(inputs) > 1:
         # The pooled image once more, and where each number came from, in 64 bits.
         return inputs[1].size_bytes + 8 * inputs[1].elements
+    if kind == "DepthwiseConv2dNativeBackpropFilter" and outputs:
+        return _blocks_of_groups(outputs[0])
     if kind in CONVOLUTIONS and not kind.startswith("Depthwise"):
         place = CONVOLUTIONS[kind][0]
         tensors = [*inputs, *outputs[:1]] if place < 0 else inputs
@@ -51,6 +58,22 @@ def scratch_bytes_of(
     if kind == "Einsum" and len(inputs) == 2 and outputs:
         return _transposed_bytes(inputs, outputs[0], equation)
     return 0
+
+
+def _blocks_of_groups(of_filter: Tensor) -> int:
+    """A gradient of a depthwise filter as a convolution in groups makes it.
+
+    >>> _blocks_of_groups(Tensor((5, 5, 576, 1), 4)) / 1e6
+    14.7456
+    """
+    if of_filter.shape is None or len(of_filter.shape) != 4:
+        return 0
+    height, width, channels, multiplier = of_filter.shape
+    if max(height, width) <= MOST_DEPTHWISE_SIDE:
+        return 0
+    made = -(-multiplier // CHANNELS_OF_BLOCK) * CHANNELS_OF_BLOCK
+    numbers = height * width * channels * CHANNELS_OF_BLOCK * made
+    return numbers * of_filter.element_bytes
 
 
 def _packed_bytes(inputs: Sequence[Tensor], output: Tensor) -> int:

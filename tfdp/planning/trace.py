@@ -10,11 +10,13 @@ from typing import Any
 import tensorflow as tf
 
 from tfdp._private.step_ops import called_graph, is_compiled_by_xla, is_resource
-from tfdp.exchange.compressed import COMPRESSED_SUM
+from tfdp.exchange.compressed import COMPRESSED_SUM, WHERE_FINITE
 from tfdp.exchange.link_calls import LINK_CALL
+from tfdp.planning.any_rows import AnyRows
+from tfdp.planning.branches import BRANCHES, handed_on
 from tfdp.planning.graph_order import in_order, needed_ops
 from tfdp.planning.liveness import run_in_thought
-from tfdp.planning.loops import kept_bytes_per_turn, turns_of
+from tfdp.planning.loops import kept_per_turn, turns_of
 from tfdp.planning.op_rules import (
     Tensor,
     flops_of,
@@ -28,10 +30,6 @@ from tfdp.planning.step_graph import COMPILED, ENDLESS, Op, StepGraph, StoredVar
 __all__ = ["read_graph"]
 
 CALLS = frozenset("PartitionedCall StatefulPartitionedCall".split())
-BRANCHES = {
-    "If": ("then_branch", "else_branch"),
-    "StatelessIf": ("then_branch", "else_branch"),
-}
 PYTHON = frozenset("EagerPyFunc PyFunc PyFuncStateless".split())
 RECEIVED = frozenset("Recv _Recv".split())
 LOOPS = frozenset("While StatelessWhile".split())
@@ -58,6 +56,7 @@ def read_graph(
     weight_shapes: Collection[tuple[int, ...]] = (),
     hosts: int = 1,
     host_device: str = "",
+    rows: AnyRows | None = None,
 ) -> StepGraph:
     """The step as plain values.
 
@@ -70,13 +69,17 @@ def read_graph(
       hosts: that train together; each brings as many rows of an embedding.
       host_device: the end of the name of the device whose memory is the host's; "":
         none is.
+      rows: for which the step is wanted; None: for those that it was traced for.
 
     Returns:
       The step; ops that nothing needs are left out, as TensorFlow leaves them out.
+
+    Raises:
+      NotOfRows: with `rows`, where lengths may depend on them in another way.
     """
     stored = [stored for _, stored in sorted(variables.values(), key=_place)]
     stored.append(StoredVariable(batch_bytes, "batch"))
-    reader = _Reader(stored, weight_shapes, hosts, host_device)
+    reader = _Reader(stored, weight_shapes, hosts, host_device, rows)
     handles = {
         inner.op.name: variables[id(outer)][0]
         for outer, inner in graph.captures
@@ -104,8 +107,10 @@ class _Reader:
         weight_shapes: Collection[tuple[int, ...]] = (),
         hosts: int = 1,
         host_device: str = "",
+        rows: AnyRows | None = None,
     ):
         self.variables = list(variables)
+        self._rows = rows
         self._hosts = hosts
         self._host_device = host_device
         #: Where the function runs that is being read: what its ops do not say.
@@ -205,16 +210,19 @@ class _Reader:
         controls: list[int],
         handles: dict[str, int],
     ) -> Op:
-        read = [_tensor(tensor) for tensor in op.inputs]
-        made = [_tensor(tensor) for tensor in op.outputs]
+        read = [self._tensor(tensor) for tensor in op.inputs]
+        made = [self._tensor(tensor) for tensor in op.outputs]
         kept = [i for i, place in enumerate(inputs) if place is not None]
         renumbered = {old: new for new, old in enumerate(kept)}
         variable, access = self._access(op, handles)
         if LINK_CALL in op.name and op.type in PYTHON:
             variable, access = self._pooled(op, inputs, read), "read"
         shares: list[int | None] = []
+        is_finite = op.type in BRANCHES and WHERE_FINITE in op.name
         for number in range(len(made)):
             shared = shared_input(op.type, read, made, number)
+            if is_finite:
+                shared = handed_on(op, number)
             shares.append(None if shared is None else renumbered.get(shared))
         transposes = op.type == "MatMul" and op.get_attr("transpose_a")
         if op.type in ("BatchMatMulV2", "BatchMatMul"):
@@ -241,7 +249,7 @@ class _Reader:
             variable=variable,
             access=access,
             scratch_bytes=scratch_bytes_of(op.type, read, made, _equation_of(op))
-            + self._inside_bytes(op),
+            + (0 if is_finite else self._inside_bytes(op)),
             flops=flops_of(op.type, read, made, bool(transposes))
             + self._inside_flops(op),
             part=self._part_of(op),
@@ -282,11 +290,13 @@ class _Reader:
         made: Sequence[Tensor],
     ) -> int:
         if op.type in PYTHON:
-            tensor = _ensured(op.outputs[number])
+            tensor = self._ensured(op.outputs[number])
         else:
             tensor = made[number]
         if op.type in LOOPS and (body := called_graph(op, "body")) is not None:
-            kept = kept_bytes_per_turn(body, number) * (turns_of(op) or 1)
+            item = kept_per_turn(body, number)
+            kept = 0 if item is None else self._tensor(item).size_bytes
+            kept *= turns_of(op) or 1
             return max(kept, tensor.size_bytes)
         if op.type in GIVEN or op.type == CONSTANT:
             return 0
@@ -316,11 +326,29 @@ class _Reader:
         for attribute in attributes:
             inner = called_graph(op, attribute)
             if inner is not None:
-                reader = _Reader([], hosts=self._hosts)
+                reader = _Reader([], hosts=self._hosts, rows=self._rows)
                 reader.read(inner, {}, {}, needed_ops(inner))
                 step = StepGraph(tuple(reader.ops), tuple(reader.variables))
                 peaks.append(run_in_thought(step).peak_bytes)
         return max(peaks)
+
+    def _tensor(self, tensor: Any) -> Tensor:
+        if is_resource(tensor) or tensor.dtype == tf.string:
+            return Tensor((), 0)
+        shape = tensor.shape
+        dims = tuple(shape.as_list()) if shape.rank is not None else None
+        if dims is not None and None in dims:
+            dims = None
+        if self._rows is not None and dims is not None:
+            dims = tuple(map(self._rows.length, dims))
+        return Tensor(dims, tensor.dtype.size)
+
+    def _ensured(self, tensor: Any) -> Tensor:
+        """What a function of Python returns: as large as the next op makes sure of."""
+        for op in tensor.consumers():
+            if op.type == "EnsureShape" and op.outputs[0].shape.is_fully_defined():
+                return self._tensor(op.outputs[0])
+        return self._tensor(tensor)
 
     def _part_of(self, op: Any) -> str:
         if "tfdp_all" in op.name or "tfdp_reduce" in op.name:
@@ -338,7 +366,7 @@ class _Reader:
         total = 0.0
         for attribute in attributes:
             if (inner := called_graph(op, attribute)) is not None:
-                reader = _Reader([])
+                reader = _Reader([], rows=self._rows)
                 reader.read(inner, {}, {}, needed_ops(inner))
                 total += sum(inside.flops for inside in reader.ops)
         return total * ((turns_of(op) or 1) if op.type in LOOPS else 1)
@@ -348,27 +376,9 @@ def _with_controls(op: Op, controls: Sequence[int]) -> Op:
     return dataclasses.replace(op, controls=(*op.controls, *controls))
 
 
-def _tensor(tensor: Any) -> Tensor:
-    shape = tensor.shape
-    dims = tuple(shape.as_list()) if shape.rank is not None else None
-    if dims is not None and None in dims:
-        dims = None
-    if is_resource(tensor) or tensor.dtype == tf.string:
-        return Tensor((), 0)
-    return Tensor(dims, tensor.dtype.size)
-
-
 def _is_fused(op: Any) -> bool:
     """What compresses goes element by element: XLA makes one loop of it."""
     return COMPRESSED_SUM in op.name and is_compiled_by_xla(op)
-
-
-def _ensured(tensor: Any) -> Tensor:
-    """What a function of Python returns: as large as the next op makes sure of."""
-    for op in tensor.consumers():
-        if op.type == "EnsureShape" and op.outputs[0].shape.is_fully_defined():
-            return _tensor(op.outputs[0])
-    return _tensor(tensor)
 
 
 def _equation_of(op: Any) -> str:

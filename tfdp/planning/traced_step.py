@@ -16,6 +16,7 @@ from tfdp.layers.rematerialization import remat as recompute
 from tfdp.plan.communication import Communication
 from tfdp.plan.shards import Sharding
 from tfdp.planning.alike_updates import trace_updates_once
+from tfdp.planning.any_rows import AnyRows, NotOfRows, rows_to_trace
 from tfdp.planning.batch import Batch, batch_of
 from tfdp.planning.hosts_in_thought import HostOfMany
 from tfdp.planning.step_graph import StepGraph, StoredVariable
@@ -23,6 +24,8 @@ from tfdp.planning.trace import read_graph
 from tfdp.sharding.updates import host_of
 from tfdp.step.jit import take_over_jit
 from tfdp.step.optimizers import innermost_optimizers
+from tfdp.step.repeated_rows import takes_sums_alike
+from tfdp.step.table_rows import Table, tables_of
 from tfdp.strategies.data_parallel import DataParallelStrategy
 from tfdp.strategies.devices import find_devices
 
@@ -96,7 +99,11 @@ class TracedModel:
         hosts: int = 1,
     ):
         self.replicas = len(devices)
+        # The rows of the one trace, its graph, and lengths that are not of a batch.
+        self._for_all: tuple[int, Any, set[int]] | None = None
+        self._must_be_alone = False
         self._hosts = hosts
+        self._communication = communication
         self._host_device = ""
         if sharding.offloads:
             [first, *_] = find_devices(devices)
@@ -125,8 +132,42 @@ class TracedModel:
         for optimizer in innermost_optimizers(self.model.optimizer):
             trace_updates_once(optimizer)
 
-    def graph_of(self, local_rows: int) -> StepGraph:
-        """The step of all replicas on batches of `local_rows` each."""
+    def graph_of(self, local_rows: int, *, of_any: bool = False) -> StepGraph:
+        """The step of all replicas on batches of `local_rows` each.
+
+        Args:
+          local_rows: at least 1.
+          of_any: whether other numbers will be asked about: they share one trace where
+            they can. A single row does not: what has one is broadcast.
+        """
+        if of_any and local_rows > 1 and not self._must_be_alone:
+            try:
+                return self._from_one(local_rows)
+            except Exception:
+                # A length that is no multiple of the rows, or a model that does not
+                # take so many: each number of rows gets a trace of its own.
+                self._must_be_alone, self._for_all = True, None
+        return self._read(self._traced(local_rows), local_rows)
+
+    @property
+    def shares_a_trace(self) -> bool:
+        """Whether one trace has stood for several numbers of rows."""
+        return self._for_all is not None
+
+    def _from_one(self, local_rows: int) -> StepGraph:
+        if self._for_all is None:
+            shapes = [spec.shape.as_list() for spec in tf.nest.flatten(self.batch.like)]
+            fixed = {size for shape in shapes for size in shape}
+            weights = {size for v in self.model.weights for size in v.shape}
+            row_bytes = self.batch.row_bytes * self.replicas
+            rows = rows_to_trace(fixed, weights, row_bytes)
+            if rows is None:
+                raise NotOfRows("no number of rows divides no other length")
+            self._for_all = rows, self._traced(rows), fixed | weights
+        traced_rows, graph, fixed = self._for_all
+        return self._read(graph, local_rows, AnyRows(traced_rows, local_rows, fixed))
+
+    def _traced(self, local_rows: int) -> Any:
         zeros = self.batch.zeros(local_rows)
         with self._strategy.scope():
             build_symbolically(self.model, data_batch=zeros)
@@ -140,7 +181,11 @@ class TracedModel:
         def step(batch: Any) -> Any:
             return self._strategy.run(self.model.train_step, args=(batch,))
 
-        graph = step.get_concrete_function(batch).graph
+        return step.get_concrete_function(batch).graph
+
+    def _read(
+        self, graph: Any, local_rows: int, rows: AnyRows | None = None
+    ) -> StepGraph:
         batch_bytes = self.batch.row_bytes * local_rows * self.replicas
         return read_graph(
             graph,
@@ -149,12 +194,25 @@ class TracedModel:
             {tuple(v.shape) for v in self.model.trainable_variables},
             self._hosts,
             self._host_device,
+            rows,
         )
 
     @property
     def trainable_bytes(self) -> int:
         """Of the trainable weights, whole."""
         return sum(_bytes_of(v) for v in self.model.trainable_variables)
+
+    @property
+    def tables(self) -> list[tuple[Table, bool]]:
+        """Those whose gradients are rows, and whether rows of one word are added."""
+        asked = self._communication or Communication()
+        adds_rows = asked.repeated_rows == "sum" or takes_sums_alike(
+            self.model.optimizer
+        )
+        return [
+            (dataclasses.replace(table, variable=None), adds_rows)
+            for table in tables_of(self.model)
+        ]
 
     def _variables(self, graph: Any) -> dict[int, tuple[int, StoredVariable]]:
         found: dict[int, tuple[int, StoredVariable]] = {}

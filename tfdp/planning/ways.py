@@ -9,7 +9,12 @@ from typing import Any
 
 from tfdp.errors import ConfigurationError
 from tfdp.plan.shards import SHARD_STAGES
-from tfdp.planning.memory_plan import MemoryPlan, most_peak_bytes, needed_for
+from tfdp.planning.memory_plan import (
+    MemoryPlan,
+    most_peak_bytes,
+    needed_for,
+    sent_bytes,
+)
 from tfdp.planning.planner import Planner
 
 __all__ = ["Way", "largest_batch", "ways_to_fit"]
@@ -77,17 +82,19 @@ def largest_batch(
         for rows in (few, many)
     }
 
-    def computed(rows: int) -> MemoryPlan:
-        if rows not in plans:
-            plans[rows] = planner.computed(
-                few, many, rows, memory_bytes=memory_bytes, **setting
-            )
-        return plans[rows]
+    def computed(rows: int, quickly: bool = True) -> MemoryPlan:
+        if rows in plans:
+            return plans[rows]
+        return planner.computed(
+            few, many, rows, memory_bytes=memory_bytes, quickly=quickly, **setting
+        )
 
+    # Looked for in one order of ops; what is answered was looked at in all of them.
     low = _most_that_fits(computed, (few, many), most_rows, memory_bytes)
     while low:
-        found = computed(low)
-        if not few // NEAR <= low <= many * NEAR:
+        if few // NEAR <= low <= many * NEAR:
+            found = computed(low, quickly=False)
+        else:
             found = planner.at(low, memory_bytes=memory_bytes, **setting)
         if found.fits:
             return found
@@ -170,7 +177,7 @@ def ways_to_fit(planner: Planner, memory_bytes: int) -> Iterator[Way]:
     for steps in MICRO_STEPS:
         if rows // steps >= 1 and steps <= rows:
             micro = planner.at(-(-rows // steps))
-            yield _accumulating(micro, base, steps, planner, memory_bytes)
+            yield _accumulating(micro, steps, planner, memory_bytes)
 
 
 def _words(shard: str, remat: bool, own: str) -> str:
@@ -190,7 +197,6 @@ def _way(name: str, found: MemoryPlan, base: MemoryPlan, memory_bytes: int) -> W
 
 def _accumulating(
     micro: MemoryPlan,
-    base: MemoryPlan,
     steps: int,
     planner: Planner,
     memory_bytes: int,
@@ -198,12 +204,14 @@ def _accumulating(
     stage = planner.sharding.stage
     kept = micro.trainable_bytes // (planner.replicas if stage >= 2 else 1)
     peak_bytes = micro.peak_bytes + kept
-    one_way = base.sent_bytes // 2
+    # What is accumulated is whole, of tables as well.
+    whole = sent_bytes(micro.trainable_bytes, planner.replicas, stage, remat=False)
+    one_way = whole // 2
     sent = {2: (steps + 1) * one_way, 3: 2 * steps * one_way}
     return Way(
         f"gradient_accumulation_steps={steps}, {micro.local_rows} rows at a time",
         peak_bytes,
         micro.is_known and needed_for(peak_bytes) <= memory_bytes,
         0.0,
-        sent.get(stage, base.sent_bytes),
+        sent.get(stage, whole),
     )

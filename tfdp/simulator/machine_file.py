@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,7 @@ def write_machine(machine: MeasuredMachine, path: str | os.PathLike[str]) -> Pat
         "link": machine.link,
         "within_host": _link_content(machine.within_host),
         "between_hosts": _link_content(machine.between_hosts),
+        "coding": machine.coding,
         "models": [_model_content(model) for model in machine.models.values()],
     }
     with replaced(path) as half_written:
@@ -90,6 +92,8 @@ def _machine_of(content: dict[str, Any]) -> MeasuredMachine:
         models={model.profile.name: model for model in models},
         load=content["load"],
         measured=_text(content["measured"], "measured"),
+        # Files from before there were any have none.
+        coding=_object(content.get("coding", {}), "coding"),
     )
 
 
@@ -109,17 +113,23 @@ def _model_content(model: MeasuredModel) -> dict[str, Any]:
         "name": profile.name,
         "samples": model.samples,
         "forward_flops_per_sample": profile.forward_flops_per_sample,
-        "gradients": [[g.size_bytes, g.work, g.dtype] for g in profile.gradients],
+        "gradients": [_gradient_content(each) for each in profile.gradients],
         "step_seconds": [[*place, s] for place, s in model.step_seconds.items()],
     }
+
+
+def _gradient_content(gradient: Gradient) -> list[Any]:
+    fields = list(dataclasses.astuple(gradient))
+    return fields if gradient.row_bytes else fields[:3]
 
 
 def _model_of(content: Any) -> MeasuredModel:
     if not isinstance(content, dict):
         raise ConfigurationError("a model must be an object")
     gradients = []
-    for size_bytes, work, dtype in _list(content["gradients"], "gradients"):
-        gradients.append(Gradient(size_bytes, work, _text(dtype, "dtype")))
+    for said in _list(content["gradients"], "gradients"):
+        size_bytes, work, dtype, *rows = _list(said, "a gradient")
+        gradients.append(Gradient(size_bytes, work, _text(dtype, "dtype"), *rows))
     seconds = {}
     for processes, replicas, step in _list(content["step_seconds"], "step_seconds"):
         seconds[processes, replicas] = step
@@ -134,6 +144,12 @@ def _model_of(content: Any) -> MeasuredModel:
 def _list(value: Any, name: str) -> list[Any]:
     if not isinstance(value, list):
         raise ConfigurationError(f"{name} must be a list")
+    return value
+
+
+def _object(value: Any, name: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ConfigurationError(f"{name} must be an object")
     return value
 
 

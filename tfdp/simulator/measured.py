@@ -7,6 +7,7 @@ import dataclasses
 from tfdp.errors import ConfigurationError
 from tfdp.plan.topology import Topology
 from tfdp.simulator.checked import at_least_zero, positive, whole
+from tfdp.simulator.lossy import KNOWN_WAYS, Lossy, known_ways
 from tfdp.simulator.machine import Link, Machine
 from tfdp.simulator.model import Compute, ModelProfile
 from tfdp.simulator.step import Training
@@ -61,6 +62,8 @@ class MeasuredMachine:
       models: by name.
       load: of the machine while it was measured, at least 0.
       measured: when, for people.
+      coding: bytes of gradients a second that a core makes small and reads, by the
+        names of `lossy.KNOWN_WAYS`; those that were not measured are missing.
     """
 
     name: str
@@ -71,10 +74,31 @@ class MeasuredMachine:
     models: dict[str, MeasuredModel]
     load: float = 0.0
     measured: str = ""
+    coding: dict[str, float] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         whole("MeasuredMachine", "cores", self.cores, 1, 1 << 20)
         at_least_zero("MeasuredMachine", "load", self.load)
+        for name, rate in self.coding.items():
+            if name not in KNOWN_WAYS:
+                raise ConfigurationError(
+                    f"MeasuredMachine: coding must be of {', '.join(KNOWN_WAYS)}. "
+                    f"Received: {name!r}."
+                )
+            positive("MeasuredMachine", f"coding of {name}", rate)
+
+    def lossy(self, name: str) -> Lossy:
+        """A way to send fewer bytes, coded by one core of such a host.
+
+        Raises:
+          ConfigurationError: there is no such way.
+        """
+        ways = known_ways(self.coding)
+        if name not in ways:
+            raise ConfigurationError(
+                f"lossy must be one of {', '.join(ways)}. Received: {name!r}."
+            )
+        return dataclasses.replace(ways[name], compute_share=1 / self.cores)
 
     def model(self, name: str) -> MeasuredModel:
         """A model by its name.

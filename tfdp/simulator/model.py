@@ -24,15 +24,26 @@ class Gradient:
       work: what backprop computes for its layer, in any unit that all gradients of a
         model share; at least 0. A layer's work counts once, at its first variable.
       dtype: the name of its element type.
+      row_bytes: of the rows of a table, with their places, that a replica has in a step
+        where it sends these in the place of the whole; 0: it sends all of it.
+      adds_rows: whether rows of one place are added before they cross between hosts.
     """
 
     size_bytes: int
     work: float
     dtype: str = "float32"
+    row_bytes: int = 0
+    adds_rows: bool = False
 
     def __post_init__(self) -> None:
         whole("Gradient", "size_bytes", self.size_bytes, least=0)
+        whole("Gradient", "row_bytes", self.row_bytes, least=0)
         at_least_zero("Gradient", "work", self.work)
+        if not isinstance(self.adds_rows, bool):
+            raise ConfigurationError(
+                f"Gradient: adds_rows must be True or False. Received: "
+                f"{self.adds_rows!r}."
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,13 +75,32 @@ class ModelProfile:
         """Of all gradients."""
         return sum(gradient.size_bytes for gradient in self.gradients)
 
+    @property
+    def whole(self) -> ModelProfile:
+        """The same, of which all is sent as it is, rows of tables too."""
+        gradients = tuple(
+            dataclasses.replace(each, row_bytes=0) for each in self.gradients
+        )
+        return dataclasses.replace(self, gradients=gradients)
+
     def buckets(
         self, *, bucket_bytes: int, first_bucket_bytes: int
     ) -> tuple[Bucket, ...]:
-        """What travels together: the plan that a training would make."""
-        tensors = [TensorInfo(each.size_bytes, each.dtype) for each in self.gradients]
-        return plan_buckets(
+        """What travels together: the plan that a training would make.
+
+        Rows of tables are in no bucket: each table has an exchange of its own.
+        """
+        places = [n for n, each in enumerate(self.gradients) if not each.row_bytes]
+        tensors = [
+            TensorInfo(self.gradients[n].size_bytes, self.gradients[n].dtype)
+            for n in places
+        ]
+        planned = plan_buckets(
             tensors, bucket_bytes=bucket_bytes, first_bucket_bytes=first_bucket_bytes
+        )
+        return tuple(
+            dataclasses.replace(each, indices=tuple(places[n] for n in each.indices))
+            for each in planned
         )
 
 

@@ -19,11 +19,12 @@ from tfdp.plan.buckets import Bucket
 from tfdp.plan.topology import Topology
 from tfdp.simulator.checked import at_least_zero, positive, whole
 from tfdp.simulator.failures import Reliability
+from tfdp.simulator.lossy import Lossy
 from tfdp.simulator.machine import Machine
 from tfdp.simulator.model import Compute, ModelProfile, ready_seconds
 from tfdp.simulator.overlap import PlayedStep, play_step
 from tfdp.simulator.stragglers import Jitter
-from tfdp.simulator.sums import ALGORITHMS, exchange_stages
+from tfdp.simulator.sums import ALGORITHMS, Stage, exchange_stages, row_stages
 
 __all__ = [
     "MOST_DEVICES",
@@ -89,7 +90,9 @@ class Training:
       bucket_bytes, first_bucket_bytes: as in `tfdp.Communication`.
       overlap: False where sums wait for the whole of backprop.
       gather_parts: of the weights, gathered for forward and again for backward, as with
-        `shard="parameters"`.
+        `shard="parameters"`; tables are sent whole then.
+      lossy: how hosts send gradients in fewer bytes; None: as they are. Rows of tables
+        are sent as they are.
       jitter: how unequal replicas are.
       input_rate: of the input pipeline.
       reliability: failures and checkpoints; None without.
@@ -110,6 +113,7 @@ class Training:
     first_bucket_bytes: int = 1 << 20
     overlap: bool = True
     gather_parts: bool = False
+    lossy: Lossy | None = None
     jitter: Jitter = Jitter()
     input_rate: InputRate = InputRate()
     reliability: Reliability | None = None
@@ -132,7 +136,8 @@ class Training:
     @property
     def buckets(self) -> tuple[Bucket, ...]:
         """The plan of a training with these sizes."""
-        return self.model.buckets(
+        model = self.model.whole if self.gather_parts else self.model
+        return model.buckets(
             bucket_bytes=self.bucket_bytes, first_bucket_bytes=self.first_bucket_bytes
         )
 
@@ -219,19 +224,56 @@ def play_exchange(training: Training, topology: Topology) -> PlayedStep:
     buckets = training.buckets
     stages = []
     for bucket in buckets:
-        size_bytes = bucket.size_bytes or 0
-        arguments = (size_bytes, topology, training.machine, training.algorithm)
-        own = exchange_stages(*arguments, parts, len(bucket.indices))
+        own = _stages_of(training, bucket, topology, parts, training.lossy)
         if training.gather_parts:
             # What backward gathers goes over the link as well, before its scatter.
-            own = [*own, *own]
+            own = [*_stages_of(training, bucket, topology, parts), *own]
         stages.append(own)
+    tables = _tables(training, topology)
+    stages += tables.values()
     late = _late_forward(training, topology, buckets, forward)
-    bucket_ready = [
-        late + (max(ready[i] for i in each.indices) if training.overlap else computing)
-        for each in buckets
+    together = [*(bucket.indices for bucket in buckets), *((i,) for i in tables)]
+    all_ready = [
+        late + (max(ready[i] for i in indices) if training.overlap else computing)
+        for indices in together
     ]
-    return play_step(computing + late, bucket_ready, stages)
+    return play_step(computing + late, all_ready, stages)
+
+
+def _stages_of(
+    training: Training,
+    bucket: Bucket,
+    topology: Topology,
+    part: float,
+    lossy: Lossy | None = None,
+) -> list[Stage]:
+    return exchange_stages(
+        bucket.size_bytes or 0,
+        topology,
+        training.machine,
+        training.algorithm,
+        part=part,
+        tensors=len(bucket.indices),
+        lossy=lossy,
+    )
+
+
+def _tables(training: Training, topology: Topology) -> dict[int, list[Stage]]:
+    """By the place of the gradient, what its rows go through."""
+    if training.gather_parts:
+        return {}
+    return {
+        place: row_stages(
+            each.row_bytes,
+            each.size_bytes,
+            each.adds_rows,
+            topology,
+            training.machine,
+            training.algorithm,
+        )
+        for place, each in enumerate(training.model.gradients)
+        if each.row_bytes
+    }
 
 
 def _late_forward(
@@ -244,17 +286,7 @@ def _late_forward(
     if not training.gather_parts:
         return 0.0
     each = [
-        sum(
-            stage.seconds
-            for stage in exchange_stages(
-                bucket.size_bytes or 0,
-                topology,
-                training.machine,
-                training.algorithm,
-                part=0.5,
-                tensors=len(bucket.indices),
-            )
-        )
+        sum(stage.seconds for stage in _stages_of(training, bucket, topology, 0.5))
         for bucket in buckets
     ]
     # Forward begins with the bucket that backward makes last.
@@ -307,16 +339,11 @@ def predict_step(training: Training, devices: int) -> StepPrediction:
 
 
 def _all_sums(training: Training, topology: Topology) -> float:
-    part = 1.5 if training.gather_parts else 1.0
-    return sum(
-        stage.seconds
-        for bucket in training.buckets
-        for stage in exchange_stages(
-            bucket.size_bytes or 0,
-            topology,
-            training.machine,
-            training.algorithm,
-            part=part,
-            tensors=len(bucket.indices),
-        )
-    )
+    scatter = 0.5 if training.gather_parts else 1.0
+    stages = []
+    for bucket in training.buckets:
+        stages.append(_stages_of(training, bucket, topology, scatter, training.lossy))
+        if training.gather_parts:  # for forward, and for backward
+            stages.append(_stages_of(training, bucket, topology, 1.0))
+    stages += _tables(training, topology).values()
+    return sum(stage.seconds for own in stages for stage in own)

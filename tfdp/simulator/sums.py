@@ -19,6 +19,16 @@ each replica. R_i is a rate of
 memory there: what all replicas hold is read and the sum is written, in pieces that stay
 in a cache from one addition to the next.
 
+Gradients in fewer bytes (`tfdp.simulator.lossy`) are added within a host as two_level,
+or in_process, does; then a host encodes, sends and decodes.
+
+The r bytes of rows that each replica has of a table are handed to one of a host, added
+and handed back; then each host sends what it has to all others:
+
+    rows               2 g r / R_i + g a_i + (M-1) g r / R_e + (M-1) a_e
+
+or, where they are added and the whole table costs less, the table.
+
 A gather or a scatter of n bytes is half a sum: half of the bytes, half of the steps.
 Where the number of hosts is no power of 2 the halvings and doublings have a step before
 and after, with all bytes.
@@ -36,6 +46,7 @@ import math
 from tfdp.errors import ConfigurationError
 from tfdp.plan.sum_ways import LinkSpeed, SumWays
 from tfdp.plan.topology import Topology
+from tfdp.simulator.lossy import Lossy
 from tfdp.simulator.machine import Machine
 
 __all__ = [
@@ -43,6 +54,7 @@ __all__ = [
     "Stage",
     "exchange_stages",
     "moved_in_process",
+    "row_stages",
     "sum_seconds",
 ]
 
@@ -55,7 +67,7 @@ ALGORITHMS = (
     "in_process",
     "sockets",
 )
-WITHIN, BETWEEN = "within", "between"
+WITHIN, BETWEEN, CODING = "within", "between", "coding"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +75,8 @@ class Stage:
     """A part of a sum, on one level of links.
 
     Args:
-      level: "within" or "between"; what travels on one level does so in turn.
+      level: "within", "between" or, of what is made small, "coding"; what is on one
+        level is so in turn.
       seconds: how long it takes alone.
       compute_share: of the replicas' computing that stands still meanwhile.
     """
@@ -100,6 +113,7 @@ def exchange_stages(
     algorithm: str,
     part: float = 1.0,
     tensors: int = 1,
+    lossy: Lossy | None = None,
 ) -> list[Stage]:
     """The parts of a sum, in their order; none on a single replica.
 
@@ -107,6 +121,7 @@ def exchange_stages(
       size_bytes, topology, machine, algorithm: as `sum_seconds`.
       part: 1 for a sum, 1/2 for a gather or a scatter.
       tensors: that the bytes are made of.
+      lossy: how hosts send fewer bytes; None: they do not.
 
     Raises:
       ConfigurationError: as `sum_seconds`.
@@ -124,18 +139,74 @@ def exchange_stages(
         )
     if topology.num_replicas == 1:
         return []
-    if algorithm == "ring":
+    is_small = lossy is not None and topology.hosts > 1
+    if algorithm == "ring" and not is_small:
         return [_flat_ring(size_bytes, topology, machine, part)]
     stages = []
     if topology.devices_per_host > 1:
         seconds = part * _within(size_bytes, topology, machine, algorithm, tensors)
         share = machine.within_host.compute_share
         stages.append(Stage(WITHIN, seconds + machine.launch_seconds, share))
+    if lossy is not None and is_small:
+        return [*stages, *_small(size_bytes, topology.hosts, machine, part, lossy)]
     if topology.hosts > 1:
         seconds = part * _between(size_bytes, topology.hosts, machine, algorithm)
         share = machine.between_hosts.compute_share
         stages.append(Stage(BETWEEN, seconds + machine.launch_seconds, share))
     return stages
+
+
+def row_stages(
+    row_bytes: float,
+    table_bytes: float,
+    adds_rows: bool,
+    topology: Topology,
+    machine: Machine,
+    algorithm: str,
+) -> list[Stage]:
+    """The parts of an exchange of rows of a table; none on a single replica.
+
+    Args:
+      row_bytes: that each replica has, with their places.
+      table_bytes: of the whole table.
+      adds_rows: whether hosts add rows of one place, and may send the whole table.
+      topology, machine, algorithm: as `sum_seconds`.
+
+    Raises:
+      ConfigurationError: as `sum_seconds`.
+    """
+    devices, hosts = topology.devices_per_host, topology.hosts
+    within, between = machine.within_host, machine.between_hosts
+    stages = []
+    if devices > 1:
+        seconds = 2 * devices * row_bytes / within.rate
+        seconds += devices * within.latency_seconds + machine.launch_seconds
+        stages.append(Stage(WITHIN, seconds, within.compute_share))
+    if hosts > 1:
+        gathered = (hosts - 1) * devices * row_bytes
+        if adds_rows and gathered > 2 * table_bytes * (hosts - 1) / hosts:
+            whole = exchange_stages(table_bytes, Topology(hosts, 1), machine, algorithm)
+            return [*stages, *whole]
+        seconds = gathered / between.rate + (hosts - 1) * between.latency_seconds
+        seconds += machine.launch_seconds
+        stages.append(Stage(BETWEEN, seconds, between.compute_share))
+    return stages
+
+
+def _small(
+    size_bytes: float, hosts: int, machine: Machine, part: float, lossy: Lossy
+) -> list[Stage]:
+    """Encoded, sent and decoded by each host."""
+    link = machine.between_hosts
+    half = part * lossy.coding_seconds(size_bytes) / 2
+    seconds = part * lossy.sent_bytes(size_bytes, hosts) / link.rate
+    seconds += part * lossy.rounds(hosts) * link.latency_seconds
+    seconds += machine.launch_seconds
+    return [
+        Stage(CODING, half, lossy.compute_share),
+        Stage(BETWEEN, seconds, link.compute_share),
+        Stage(CODING, half, lossy.compute_share),
+    ]
 
 
 def _flat_ring(

@@ -11,10 +11,11 @@ import dataclasses
 from collections.abc import Iterable
 
 from tfdp.errors import ConfigurationError
+from tfdp.simulator.lossy import KNOWN_WAYS, Lossy
 from tfdp.simulator.machine import Link, Machine
 from tfdp.simulator.model import Compute, ModelProfile
 from tfdp.simulator.step import Training, play_exchange
-from tfdp.tune.setting import DEFAULTS, LOSSY, Setting
+from tfdp.tune.setting import DEFAULTS, Setting
 from tfdp.tune.space import Place, Space
 
 __all__ = ["TrialFacts", "in_order", "predicted_speed"]
@@ -91,7 +92,7 @@ def _seconds(
     compute = _factor(setting) * compute_seconds / steps
     rows = max(1, place.rows // place.all_replicas // steps)
     training = Training(
-        _as_sent(facts.model, setting),
+        facts.model,
         Compute.from_seconds(compute, rows),
         Machine(
             "here",
@@ -104,6 +105,7 @@ def _seconds(
         bucket_bytes=setting.bucket_bytes,
         first_bucket_bytes=setting.first_bucket_bytes,
         gather_parts=setting.shard == "parameters",
+        lossy=_lossy(setting),
     )
     if place.all_replicas == 1:
         return compute * steps
@@ -121,12 +123,5 @@ def _algorithm(setting: Setting, place: Place) -> str:
     return ALGORITHMS.get(engine, engine)
 
 
-def _as_sent(model: ModelProfile, setting: Setting) -> ModelProfile:
-    if setting.lossy is None:
-        return model
-    part = LOSSY[setting.lossy][2]
-    gradients = tuple(
-        dataclasses.replace(each, size_bytes=int(part * each.size_bytes))
-        for each in model.gradients
-    )
-    return dataclasses.replace(model, gradients=gradients)
+def _lossy(setting: Setting) -> Lossy | None:
+    return None if setting.lossy is None else KNOWN_WAYS[setting.lossy]

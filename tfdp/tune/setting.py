@@ -11,18 +11,18 @@ from tfdp.plan.communication import MIB, Communication
 __all__ = ["DEFAULTS", "LOSSY", "Setting", "bytes_in_words", "communication_line"]
 
 KIB = 1 << 10
-#: What `--allow-lossy` may name -> the argument of `Communication` that it is, and by
-#: which part of their bytes gradients travel, for the simulator's first guess only.
-LOSSY: dict[str, tuple[str, str, float]] = {
-    "bfloat16": ("wire_dtype", "bfloat16", 1 / 2),
-    "float16": ("wire_dtype", "float16", 1 / 2),
-    "int8": ("compression", "Int8", 1 / 4),
-    "fp8": ("compression", "FP8", 1 / 4),
-    "int4": ("compression", "Int4", 1 / 8),
-    "sign": ("compression", "SignSGD", 1 / 32),
-    "top_k": ("compression", "TopK", 1 / 50),
-    "random_k": ("compression", "RandomK", 1 / 100),
-    "power_sgd": ("compression", "PowerSGD", 1 / 50),
+#: What `--allow-lossy` may name -> the argument of `Communication` that it is. What
+#: each costs, for the simulator's first guess: `tfdp.simulator.lossy.KNOWN_WAYS`.
+LOSSY: dict[str, tuple[str, str]] = {
+    "bfloat16": ("wire_dtype", "bfloat16"),
+    "float16": ("wire_dtype", "float16"),
+    "int8": ("compression", "Int8"),
+    "fp8": ("compression", "FP8"),
+    "int4": ("compression", "Int4"),
+    "sign": ("compression", "SignSGD"),
+    "top_k": ("compression", "TopK"),
+    "random_k": ("compression", "RandomK"),
+    "power_sgd": ("compression", "PowerSGD"),
 }
 
 
@@ -64,7 +64,7 @@ class Setting:
     @property
     def lossy_argument(self) -> tuple[str, str] | None:
         """The argument of `Communication`, and its value or the class of its value."""
-        return None if self.lossy is None else LOSSY[self.lossy][:2]
+        return None if self.lossy is None else LOSSY[self.lossy]
 
     @property
     def communication_line(self) -> str:

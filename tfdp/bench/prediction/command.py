@@ -38,7 +38,8 @@ from tfdp.simulator.step import Training, play_exchange, predict_step
 
 __all__ = ["run_prediction"]
 
-MODELS, QUICK_MODELS = ("cnn-1m", "mlp-20m", "resnet20"), ("mlp-tiny",)
+MODELS = ("cnn-1m", "mlp-20m", "resnet20", "transformer-1m", "words-13m")
+QUICK_MODELS = ("mlp-tiny", "words-tiny")
 ON_LOOPBACK: tuple[Place, ...] = tuple(
     Place(*each) for each in ((1, 2), (1, 4), (2, 1), (2, 2))
 )

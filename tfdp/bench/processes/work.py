@@ -142,7 +142,9 @@ def prepare_training(
         "facts": {
             "weight_norm_after_warm_up": _norm(training.network),
             "peak_bytes": peak_bytes,
-            **({"profile": _profile(training.network)} if NO_SUMS in arm else {}),
+            **(
+                {"profile": _profile(training.network, model)} if NO_SUMS in arm else {}
+            ),
         },
         "subject": {
             "name": request.subject_name,
@@ -152,8 +154,10 @@ def prepare_training(
     }
 
 
-def _profile(network: keras.Model) -> dict[str, Any]:
-    return {**profile_of(network), "local_batch": LOCAL_BATCH}
+def _profile(network: keras.Model, model: BenchmarkModel) -> dict[str, Any]:
+    inputs, _ = make_images(model, LOCAL_BATCH)
+    profile = profile_of(network, [inputs[:LOCAL_BATCH]])
+    return {**profile, "local_batch": LOCAL_BATCH}
 
 
 def make_hand_written_arm(

@@ -84,6 +84,31 @@ def _words(words: int, width: int) -> Callable[[tuple[int, ...], int], keras.Mod
     return build
 
 
+def _transformer(
+    words: int, width: int, heads: int, depth: int
+) -> Callable[[tuple[int, ...], int], keras.Model]:
+    """Vaswani et al. 2017's encoder, normalized first, over the words of a text.
+
+    It is not told their places: what it computes counts here, not what it learns.
+    """
+
+    def build(input_shape: tuple[int, ...], classes: int) -> keras.Model:
+        from keras import Input, Model, layers
+
+        tokens = Input(input_shape, dtype="int32")
+        x = layers.Embedding(words, width)(tokens)
+        for _ in range(depth):
+            inner = layers.LayerNormalization()(x)
+            x = x + layers.MultiHeadAttention(heads, width // heads)(inner, inner)
+            inner = layers.LayerNormalization()(x)
+            inner = layers.Dense(4 * width, activation="gelu")(inner)
+            x = x + layers.Dense(width)(inner)
+        x = layers.GlobalAveragePooling1D()(layers.LayerNormalization()(x))
+        return Model(tokens, layers.Dense(classes)(x))
+
+    return build
+
+
 def _resnet(blocks: int, filters: int) -> Callable[[tuple[int, ...], int], keras.Model]:
     """He et al. 2016, section 4.2: three stages of blocks of two 3 x 3 convolutions."""
 
@@ -125,6 +150,13 @@ MODELS = {
     # 320 words has as many rows as one of 1,024 texts of 20.
     "words-13m": BenchmarkModel(
         _words(200_000, 64), (320,), words=200_000, momentum=0.0
+    ),
+    # 8,000 words of 128 numbers, two blocks of 198,272, 256 and 128 x 10: 1,422,090.
+    "transformer-1m": BenchmarkModel(
+        _transformer(8_000, 128, heads=4, depth=2), (32,), words=8_000
+    ),
+    "transformer-tiny": BenchmarkModel(
+        _transformer(900, 8, heads=2, depth=1), (4,), words=900
     ),
     "words-tiny": BenchmarkModel(_words(900, 8), (4,), words=900, momentum=0.0),
 }

@@ -1,0 +1,69 @@
+"""How fast a core of this machine makes gradients small, and reads them."""
+
+from __future__ import annotations
+
+import pathlib
+import statistics
+import subprocess
+import sys
+import tempfile
+
+from tfdp.errors import CollectiveError
+from tfdp.files.checked_json import parse_json
+
+__all__ = ["WAYS", "measure_coding"]
+
+#: Name in `tfdp.simulator.lossy.KNOWN_WAYS` -> name in `tfdp bench compression`.
+WAYS = {
+    "bfloat16": "Cast('bfloat16')",
+    "int8": "Int8()",
+    "fp8": "FP8('e4m3')",
+    "int4": "Int4()",
+    "sign": "SignSGD()",
+    "top_k": "TopK(0.01)",
+    "random_k": "RandomK(0.01)",
+    "power_sgd": "PowerSGD(1)",
+}
+OUTPUT_LINES_KEPT = 15
+
+
+def measure_coding(
+    repeats: int, quick: bool, timeout_seconds: float
+) -> dict[str, float]:
+    """Bytes of gradients a second of one core, by the names of `KNOWN_WAYS`.
+
+    `tfdp bench compression` in a process of its own, whose TensorFlow has one thread.
+
+    Args:
+      repeats: figures of each way; their medians count.
+      quick: few and small gradients, which shows that it runs.
+      timeout_seconds: the most that it may take.
+
+    Raises:
+      CollectiveError: it failed, or took too long; with its last lines.
+    """
+    with tempfile.TemporaryDirectory(prefix="tfdp-measure-") as folder:
+        path = pathlib.Path(folder, "coding.json")
+        words = ["bench", "compression", "--repeats", str(repeats), "--json", str(path)]
+        try:
+            done = subprocess.run(
+                [sys.executable, "-m", "tfdp", *words, *(["--quick"] * quick)],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                errors="replace",
+                timeout=timeout_seconds,
+            )
+        except subprocess.TimeoutExpired:
+            raise CollectiveError(
+                f"`tfdp bench compression` did not end within {timeout_seconds:g} s."
+            ) from None
+        if done.returncode or not path.exists():
+            tail = "\n".join(done.stdout.strip().splitlines()[-OUTPUT_LINES_KEPT:])
+            raise CollectiveError(f"`tfdp bench compression` failed:\n{tail}")
+        figures = parse_json(path.read_text("utf-8"))
+    return {
+        way: figures[name]["dense_bytes"] / statistics.median(figures[name]["seconds"])
+        for way, name in WAYS.items()
+        if name in figures
+    }
