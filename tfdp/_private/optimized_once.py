@@ -20,7 +20,18 @@ from tensorflow.python.grappler import tf_optimizer
 
 from tfdp._private.names import eager_context
 
-__all__ = ["call_optimized", "optimized_once", "tell_shape"]
+__all__ = [
+    "CALLS_OF_FUNCTIONS",
+    "NOT_INLINED",
+    "call_optimized",
+    "optimized_once",
+    "tell_shape",
+]
+
+# TensorFlow then optimizes the body once for all who call, and does not put a copy of
+# it into the place of each call.
+NOT_INLINED = {"_noinline": True}
+CALLS_OF_FUNCTIONS = ("PartitionedCall", "StatefulPartitionedCall")
 
 CPU = "/job:localhost/replica:0/task:0/device:CPU:0"
 SUFFIX = "_optimized_once"
