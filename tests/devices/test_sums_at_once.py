@@ -16,6 +16,11 @@ pytestmark = pytest.mark.timeout(250)
 SHAPES = [(), (7,), (0, 4), (3, 5), (1,), (2, 3, 4), (1000,)]
 
 
+def own_rank():
+    context = tf.distribute.get_replica_context()
+    return int(tf.get_static_value(context.replica_id_in_sync_group))
+
+
 def parts_of(replicas, dtypes=("float32",)):
     """Per replica its own tensors, whose sum depends on the order of its terms."""
     random = np.random.default_rng(1)
@@ -44,11 +49,7 @@ def sums(strategy, parts, at_once, wrap=lambda exchange: exchange(), known=True)
     @functools.partial(tf.function, input_signature=[given], autograph=False)
     def step(parts):
         def replica():
-            rank = int(
-                tf.get_static_value(
-                    tf.distribute.get_replica_context().replica_id_in_sync_group
-                )
-            )
+            rank = own_rank()
             return wrap(
                 lambda: reducer.all_reduce(parts[rank], rank, at_once=at_once[rank])
             )
@@ -145,11 +146,7 @@ def test_one_graph_runs_again_and_again():
     @tf.function(autograph=False)
     def step(factor):
         def replica():
-            rank = int(
-                tf.get_static_value(
-                    tf.distribute.get_replica_context().replica_id_in_sync_group
-                )
-            )
+            rank = own_rank()
             own = [factor * tensor for tensor in parts[rank]]
             return reducer.all_reduce(own, rank, at_once=True)
 
@@ -159,3 +156,25 @@ def test_one_graph_runs_again_and_again():
         # A power of two: the same bits but for the exponent.
         results = list(zip(*step(tf.constant(factor)), strict=True))
         assert_in_rank_order(results, [[factor * t for t in part] for part in parts])
+
+
+def test_a_replica_that_fails_ends_the_step():
+    parts = parts_of(3)
+    strategy = make_strategy(3)
+    reducer = strategy.extended.reducer
+
+    @tf.function(autograph=False)
+    def step(limit):
+        def replica():
+            rank = own_rank()
+            with tf.control_dependencies([tf.debugging.assert_less(rank, limit)]):
+                own = [tf.identity(tensor) for tensor in parts[rank]]
+            return reducer.all_reduce(own, rank, at_once=True)
+
+        return [strategy.experimental_local_results(r) for r in strategy.run(replica)]
+
+    assert_in_rank_order(list(zip(*step(tf.constant(3)), strict=True)), parts)
+    # The others wait for what the last one would have sent, and for its sums.
+    with pytest.raises(tf.errors.InvalidArgumentError):
+        step(tf.constant(2))
+    assert_in_rank_order(list(zip(*step(tf.constant(3)), strict=True)), parts)
