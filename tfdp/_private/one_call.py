@@ -14,9 +14,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import tensorflow as tf
-from tensorflow.core.framework import attr_value_pb2
 
-from tfdp._private.optimized_once import NOT_INLINED
+from tfdp._private.optimized_once import NOT_INLINED, name_of
 
 __all__ = ["in_one_call"]
 
@@ -42,7 +41,7 @@ def in_one_call(
     )
     function = concrete._inference_function
     tf.compat.v1.get_default_graph()._add_function_recursive(function)
-    called = attr_value_pb2.NameAttrList(name=function.name.decode())
+    called = name_of(function)
     inner = concrete.graph.outputs
     # Not a constant: the optimizer would make a plain call of it.
     is_there = tf.raw_ops.VarIsInitializedOp(resource=token.handle)
