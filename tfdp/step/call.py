@@ -36,7 +36,6 @@ from tfdp.tracing.keras_steps import (
     name_of_step,
 )
 from tfdp.tracing.padded_batch import find_padded, trim_rows, without_padding
-from tfdp.tracing.rare_collections import collected_rarely
 from tfdp.tracing.run import ReplicaRun, sample_counts
 
 __all__ = ["StepCall"]
@@ -77,7 +76,6 @@ class StepCall:
         self._filled_rows: Any = None
         self._has_own_shapes = False
         self._guard: FiniteGuard | None = None
-        self._shares_pass = False
 
     @property
     def rows_here(self) -> Any:
@@ -130,7 +128,6 @@ class StepCall:
             return
         if can_share_pass(self.fn, self.run, self._devices, stage):
             self.step = by_one_graph(self.model, self.run)
-            self._shares_pass = True
 
     @contextlib.contextmanager
     def leading(
@@ -154,7 +151,6 @@ class StepCall:
             own_losses(self.model if replicas > 1 else None),
             _looking_at_loss(self.model, self._guard),
             self._leaving_filling_out(),
-            collected_rarely() if self._shares_pass else contextlib.nullcontext(),
             batch_first(self.step, None if self._is_compiled else arguments) as step,
         ):
             self.step = recorded(step, self.run) if tf.executing_eagerly() else step

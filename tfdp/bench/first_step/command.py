@@ -70,8 +70,8 @@ def run_first_step(
     print(
         f"fit to the end of its first step, Adam, {requests[0].local_batch} samples a "
         f"replica; medians (least to most) of {repeats}; next: a step that has its "
-        "graph; at rest: before fit; peaks: of the first step, and of the next\n\n"
-        + COLUMNS.format(*TITLES)
+        "graph; at rest: weights, slots, TensorFlow; peaks: of the first step, of the "
+        "next\n\n" + COLUMNS.format(*TITLES)
     )
     for request, figures in found.items():
         if figures:

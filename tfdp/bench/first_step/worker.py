@@ -11,6 +11,7 @@ import ctypes
 import dataclasses
 import gc
 import json
+import math
 import os
 import sys
 import time
@@ -50,9 +51,10 @@ class FirstStepFigures:
       first_processor_seconds: of all threads, likewise.
       next_seconds: of a later step, which has its graph: the median.
       next_processor_seconds: likewise.
-      stored_bytes: resident memory when `fit` is called: TensorFlow, weights and
-        what the optimizer keeps of them.
-      graph_bytes: what is resident after the steps beyond that.
+      stored_bytes: of TensorFlow itself, and of all copies of weights and of what the
+        optimizer keeps of them.
+      graph_bytes: what is resident after the steps beyond that: Keras' layers and the
+        graph.
       first_peak_bytes: the most that was resident until the first step was done.
       next_peak_bytes: the most in the steps after it.
     """
@@ -92,10 +94,12 @@ def measure(request: FirstStepRequest) -> FirstStepFigures:
     """Trains a few steps and looks at the process."""
     import keras
     import numpy as np
+    import tensorflow as tf
 
     import tfdp
 
     devices = tfdp.use_virtual_devices(request.devices)
+    empty = _mark().resident_bytes
     keras.utils.set_random_seed(SEED)
     scope: Any = contextlib.nullcontext()
     if request.devices > 1:
@@ -127,6 +131,10 @@ def measure(request: FirstStepRequest) -> FirstStepFigures:
     if not np.isfinite(history.history["loss"][0]):
         raise ValueError("The loss is not finite: the figures would mean nothing.")
     before, first, *following = marks
+    # By shape: what nobody has written yet is not resident.
+    variables = [*model.variables, *model.optimizer.variables]
+    copy_bytes = sum(math.prod(v.shape) * tf.as_dtype(v.dtype).size for v in variables)
+    stored = empty + request.devices * copy_bytes
     pairs = list(zip([first, *following], following, strict=False))
     return FirstStepFigures(
         first_seconds=first.seconds - before.seconds,
@@ -135,8 +143,8 @@ def measure(request: FirstStepRequest) -> FirstStepFigures:
         next_processor_seconds=float(
             np.median([b.processor_seconds - a.processor_seconds for a, b in pairs])
         ),
-        stored_bytes=before.resident_bytes,
-        graph_bytes=following[-1].resident_bytes - before.resident_bytes,
+        stored_bytes=stored,
+        graph_bytes=following[-1].resident_bytes - stored,
         first_peak_bytes=first.peak_bytes,
         next_peak_bytes=max(mark.peak_bytes for mark in following),
     )
