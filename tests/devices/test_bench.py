@@ -201,6 +201,22 @@ def test_the_memory_of_each_stage_is_measured(tmp_path):
             assert 0 <= excess <= 16
 
 
+@pytest.mark.slow
+def test_the_first_step_is_measured(tmp_path):
+    path = tmp_path / "first.json"
+    options = ["first-step", "--quick", "--devices", "1", "3", "--json", str(path)]
+    done = run_python("-m", "tfdp", "bench", *options)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(path.read_text())["rows"]
+    assert [row["devices"] for row in rows] == [1, 3]
+    for row in rows:
+        (figures,) = row["figures"]
+        # A step that has its graph does a part of what the first one does.
+        times = figures["first_processor_seconds"], figures["next_processor_seconds"]
+        assert 0 < times[1] < times[0]
+        assert figures["graph_bytes"] < figures["first_peak_bytes"]
+
+
 def test_info_tells_what_would_be_chosen():
     done = run_python("-m", "tfdp", "info", "--json", "--virtual-devices", 3)
     assert done.returncode == 0, done.stderr

@@ -20,7 +20,19 @@ from tensorflow.python.grappler import tf_optimizer
 
 from tfdp._private.names import eager_context
 
-__all__ = ["call_optimized", "optimized_once", "tell_shape"]
+__all__ = [
+    "CALLS_OF_FUNCTIONS",
+    "NOT_INLINED",
+    "call_optimized",
+    "name_of",
+    "optimized_once",
+    "tell_shape",
+]
+
+# TensorFlow then optimizes the body once for all who call, and does not put a copy of
+# it into the place of each call.
+NOT_INLINED = {"_noinline": True}
+CALLS_OF_FUNCTIONS = ("PartitionedCall", "StatefulPartitionedCall")
 
 CPU = "/job:localhost/replica:0/task:0/device:CPU:0"
 SUFFIX = "_optimized_once"
@@ -73,9 +85,13 @@ def optimized_once(concrete: Any) -> AtomicFunction | None:
 def call_optimized(operation: tf.Operation, optimized: AtomicFunction) -> None:
     """Has a call of a function call what was `optimized` of it."""
     operation.graph._add_function_recursive(optimized)
-    name = attr_value_pb2.NameAttrList(name=optimized.name.decode())
-    operation._set_attr("f", attr_value_pb2.AttrValue(func=name))
+    operation._set_attr("f", attr_value_pb2.AttrValue(func=name_of(optimized)))
     operation._set_attr("config_proto", OPTIMIZED_ALREADY)
+
+
+def name_of(function: AtomicFunction) -> attr_value_pb2.NameAttrList:
+    """What an operation's attribute says of the function that it calls."""
+    return attr_value_pb2.NameAttrList(name=function.name.decode())
 
 
 def tell_shape(handle: tf.Tensor, variable: Any) -> None:

@@ -17,6 +17,8 @@ import tensorflow as tf
 
 from tfdp._private.names import graphs_inside, whole_of
 from tfdp._private.optimized_once import (
+    CALLS_OF_FUNCTIONS,
+    NOT_INLINED,
     call_optimized,
     optimized_once,
     tell_shape,
@@ -34,9 +36,6 @@ __all__ = [
     "trace_alone",
 ]
 
-# TensorFlow then optimizes the body once for all who call, and does not put a copy of
-# it into the place of each call.
-NOT_INLINED = {"_noinline": True}
 # Operations that keep something, and keep it in what they are given.
 OF_VARIABLES = {
     *("ReadVariableOp", "AssignVariableOp", "AssignAddVariableOp", "VariableShape"),
@@ -89,7 +88,7 @@ class TracedAlone:
         before = len(graph.get_operations())
         results = self.function(*arguments)
         for operation in graph.get_operations()[before:]:
-            if operation.type in ("PartitionedCall", "StatefulPartitionedCall"):
+            if operation.type in CALLS_OF_FUNCTIONS:
                 if self.optimized is not None:
                     call_optimized(operation, self.optimized)
         return results

@@ -7,6 +7,7 @@ import shlex
 import sys
 
 from tfdp.bench.cases import CASES, SUITES, Case, select_cases
+from tfdp.bench.first_step.command import run_first_step
 from tfdp.bench.json_file import write_json
 from tfdp.bench.memory.command import MEMORY_SUITE, run_memory
 from tfdp.bench.one_process.arms import ARMS
@@ -30,7 +31,11 @@ COMPRESSION_SUITE = "compression"
 CHECKPOINT_SUITE = "checkpoint"
 LINKS_SUITE = "links"
 PREDICTION_SUITE = "prediction"
-RUN_ALONE = (COMPRESSION_SUITE, CHECKPOINT_SUITE, LINKS_SUITE, PREDICTION_SUITE)
+FIRST_STEP_SUITE = "first-step"
+RUN_ALONE = (
+    *(COMPRESSION_SUITE, CHECKPOINT_SUITE, LINKS_SUITE, PREDICTION_SUITE),
+    FIRST_STEP_SUITE,
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -51,6 +56,7 @@ def _add_what_is_measured(parser: argparse.ArgumentParser) -> None:
         "compression: what each method costs and saves; checkpoint: how fast a "
         "training is written and read; links: small sums of 2 to 64 light processes; "
         "prediction: steps and sums beside what the simulator predicts; "
+        "first-step: fit until its first step is done; "
         "default: the first two",
     )
     parser.add_argument("--list", action="store_true", help="list the cases and stop")
@@ -192,6 +198,14 @@ def _run_alone(options: argparse.Namespace) -> int:
         return _run_links(options)
     if options.suite == PREDICTION_SUITE:
         return _run_prediction(options)
+    if options.suite == FIRST_STEP_SUITE:
+        return run_first_step(
+            options.devices,
+            repeats=options.repeats or (1 if options.quick else 3),
+            quick=options.quick,
+            json_path=options.json,
+            timeout_seconds=options.timeout_seconds,
+        )
     if options.suite == MEMORY_SUITE:
         return run_memory(
             options.devices,

@@ -174,6 +174,26 @@ class Engine(abc.ABC):
             return [self.all_reduce(tensors[0], rank)]
         return unpack(self.all_reduce(pack(tensors), rank), tensors)
 
+    def sums_at_once(self, rank: int, wanted: bool) -> bool:
+        """Whether `all_reduce_at_once` is what all replicas call next.
+
+        Args:
+          rank: the calling replica.
+          wanted: whether this one would.
+        """
+        return False
+
+    def all_reduce_at_once(
+        self, tensors: Sequence[tf.Tensor], rank: int
+    ) -> list[tf.Tensor]:
+        """The sums of tensors that are there at the same time, in one exchange.
+
+        Args:
+          tensors: of any types and shapes, alike on all replicas.
+          rank: the calling replica.
+        """
+        raise CollectiveError(f"The engine {self.name!r} sums bucket by bucket.")
+
     #: The type in which `all_reduce_gradients` sends; None for the gradients' own.
     wire_dtype: str | None = None
 

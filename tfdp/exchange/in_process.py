@@ -16,6 +16,7 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
+from tfdp._private.one_call import in_one_call
 from tfdp.exchange.engine import Engine, next_group_key
 from tfdp.exchange.hand_over import HandOver
 from tfdp.exchange.shard_pieces import cut, pad_shard, whole_from_parts
@@ -41,7 +42,8 @@ class InProcessEngine(Engine):
         super().__init__(devices, topology)
         self._hand = HandOver(self.devices, next_group_key(), self.traffic)
         self._root_bytes = dict.fromkeys(topology.all_ranks, 0)
-        self._root_of_call: dict[int, int] = {}
+        self._root_of_call: dict[tuple[int, int], int] = {}
+        self._at_once: dict[int, bool] = {}
         self._swap_numbers = [0] * len(self.devices)
 
     def begin_run(self) -> None:
@@ -50,7 +52,7 @@ class InProcessEngine(Engine):
         self._root_bytes = dict.fromkeys(self.topology.all_ranks, 0)
         self._swap_numbers = [max(self._swap_numbers)] * len(self.devices)
         # Each trace begins anew, so that two traces of one step choose alike.
-        self._root_of_call = {}
+        self._root_of_call, self._at_once = {}, {}
 
     def all_reduce(self, tensor: tf.Tensor, rank: int) -> tf.Tensor:
         check_summable(tensor.dtype)
@@ -64,6 +66,29 @@ class InProcessEngine(Engine):
         return self._hand.share_from(
             total, rank, leader, within, f"{call}/down", tensor
         )
+
+    def sums_at_once(self, rank: int, wanted: bool) -> bool:
+        """See `Engine`. The first replica to come says what all of them do."""
+        is_outermost = tf.compat.v1.get_default_graph() is self.run_graph
+        can = is_outermost and self.host_groups is None
+        return self._at_once.setdefault(self._call_numbers[rank], wanted and can)
+
+    def all_reduce_at_once(
+        self, tensors: Sequence[tf.Tensor], rank: int
+    ) -> list[tf.Tensor]:
+        for tensor in tensors:
+            check_summable(tensor.dtype)
+        call = self.next_call_number(rank)
+        roots = [self._choose_root(call, t, place) for place, t in enumerate(tensors)]
+        self._hand.count_lists(tensors, roots, rank)
+
+        def sums(*given: tf.Tensor) -> list[tf.Tensor]:
+            self._hand.touch_token(rank)
+            with tf.name_scope(f"replica_{rank}/tfdp_all_reduce"):
+                return self._hand.sum_lists(given, roots, rank, f"{call}")
+
+        with tf.device(self.devices[rank]):
+            return in_one_call(sums, tensors, self._hand.token_of(rank))
 
     @property
     def host_groups(self) -> tuple[tuple[int, ...], ...] | None:
@@ -228,15 +253,16 @@ class InProcessEngine(Engine):
             tensor, rank, 0, ranks, f"{call}/broadcast", tensor
         )
 
-    def _choose_root(self, call: int, tensor: tf.Tensor) -> int:
+    def _choose_root(self, call: int, tensor: tf.Tensor, place: int = 0) -> int:
         """The replica with the fewest bytes to add so far; the same on all ranks.
 
         The first replica to reach a call decides, because only the order of calls,
         not the order of replicas, is the same in every trace.
         """
-        if call not in self._root_of_call:
+        key = call, place
+        if key not in self._root_of_call:
             root = min(self._root_bytes, key=lambda r: (self._root_bytes[r], r))
             elements = tensor.shape.num_elements() or 1
             self._root_bytes[root] += elements * tensor.dtype.size
-            self._root_of_call[call] = root
-        return self._root_of_call[call]
+            self._root_of_call[key] = root
+        return self._root_of_call[key]

@@ -55,6 +55,7 @@ class LivingPipeline(GradientPipeline):
         rank: int,
         *,
         sum_rows: bool = False,
+        at_once: bool = False,
     ) -> tuple[list[Any], list[tf.Tensor]]:
         """Refused: a gradient of all hosts needs all of them, in every step.
 

@@ -69,13 +69,15 @@ class GradientPipeline:
         rank: int,
         *,
         sum_rows: bool = False,
+        at_once: bool = False,
     ) -> tuple[list[Value], list[tf.Tensor]]:
         """The sums of gradients, and of other small values; see `all_reduce`.
 
         Both ride in the same buckets, unless gradients are rounded on the way
         (`Communication.wire_dtype`). With `sum_rows`, or where `Communication` asks
         for it, rows with the same index of a `tf.IndexedSlices` are added before they
-        travel, and what comes back has each index once, or is dense.
+        travel, and what comes back has each index once, or is dense. With `at_once`
+        they may travel together: none of them is there before the others.
         """
         is_asked = self.communication.repeated_rows == "sum"
         if self.engine.replicas == 1:  # nothing travels, but Adam is to do the same
@@ -86,6 +88,7 @@ class GradientPipeline:
         if self.engine.wire_dtype is None:
             # Only where it is asked: benchmarks put others in the place of this.
             asked = {"sum_rows": True} if sum_rows else {}
+            asked |= {"at_once": True} if at_once else {}
             sums = self.all_reduce([*gradients, *state], rank, **asked)
             return sums[: len(gradients)], sums[len(gradients) :]
         rounded = self._by_buckets(
@@ -104,6 +107,7 @@ class GradientPipeline:
         *,
         mean: bool = False,
         sum_rows: bool = False,
+        at_once: bool = False,
     ) -> list[Value]:
         """The sum (or mean) of each value over all replicas, on each of them.
 
@@ -117,6 +121,7 @@ class GradientPipeline:
           rank: the calling replica.
           mean: divide by the number of replicas.
           sum_rows: see `sum_gradients`.
+          at_once: see `sum_gradients`.
 
         Returns:
           The reduced values, in the order in which they came.
@@ -127,7 +132,11 @@ class GradientPipeline:
         what the whole table costs: see `tfdp.hosts.row_sums`.
         """
         sums = self._by_buckets(
-            values, rank, self.engine.all_reduce_bucket, sum_rows=sum_rows
+            values,
+            rank,
+            self.engine.all_reduce_bucket,
+            sum_rows=sum_rows,
+            at_once=at_once,
         )
         is_mean = mean and self.engine.replicas > 1
         return [self._mean(value) for value in sums] if is_mean else sums
@@ -153,6 +162,7 @@ class GradientPipeline:
         exchange: Callable[..., list[tf.Tensor]],
         wire_dtype: str | None = None,
         sum_rows: bool = False,
+        at_once: bool = False,
     ) -> list[Value]:
         """The sums: dense values bucket by bucket through `exchange`, then slices."""
         values = [
@@ -164,6 +174,11 @@ class GradientPipeline:
         reduced: dict[int, Value] = {}
         dense = [i for i, v in enumerate(values) if isinstance(v, tf.Tensor)]
         buckets = self.plan([values[i] for i in dense])
+        if self.engine.sums_at_once(rank, at_once):
+            places = [dense[i] for bucket in buckets for i in bucket.indices]
+            results = self.engine.all_reduce_at_once([values[i] for i in places], rank)
+            reduced.update(zip(places, results, strict=True))
+            buckets = ()
         for number, bucket in enumerate(buckets, start=1):
             places = [dense[i] for i in bucket.indices]
             tensors = [values[place] for place in places]

@@ -54,12 +54,14 @@ class Reducer(Protocol):
         rank: Any,
         *,
         sum_rows: bool = False,
+        at_once: bool = False,
     ) -> tuple[list[Any], list[tf.Tensor]]:
         """The sums over the replicas of gradients, and of other small values.
 
         Gradients may be `tf.IndexedSlices`, and may travel in fewer bits than they
         have; `state` travels as it is, in the same buckets where it can. With
-        `sum_rows` rows of slices that have one index may be added.
+        `sum_rows` rows of slices that have one index may be added; with `at_once` all
+        may travel together.
         """
 
     def all_reduce(self, values: Sequence[Any], rank: Any, *, mean: bool) -> list[Any]:

@@ -104,6 +104,7 @@ class CrossReplicaReducer:
         rank: Any,
         *,
         sum_rows: bool = False,
+        at_once: bool = False,
     ) -> tuple[list[Any], list[tf.Tensor]]:
         """The sums of gradients, and of other small values; see `all_reduce`.
 

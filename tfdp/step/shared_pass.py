@@ -89,6 +89,7 @@ def by_one_graph(model: keras.Model, run: ReplicaRun) -> Callable:
         if results is None:
             run.put_back(before)
             return keras.Model.train_step(model, data)
+        run.gradients_at_once = True
         # The factors of its losses are in the function: nothing here is made of them.
         run.shares.pop(trace_of(rank), None)
         noted = run.local_state.get(trace_of(rank), {})

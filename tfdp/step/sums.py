@@ -9,7 +9,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdp._private.names import current_rank, own_copy
+from tfdp._private.names import current_rank
 from tfdp.errors import ConfigurationError
 from tfdp.exchange.reducer import Reducer
 from tfdp.sharding.optimizers import shard_kind
@@ -23,6 +23,7 @@ from tfdp.step.loss_scale import scale_when_summed
 from tfdp.step.momentum_sums import momentum_compression_of, sum_by_momentum
 from tfdp.step.noise_probe import probe_of
 from tfdp.step.repeated_rows import as_asked, takes_sums_alike
+from tfdp.step.state_means import store_state, weighted_state
 from tfdp.tracing.current_run import current_run
 from tfdp.tracing.eager_order import sum_in_words
 from tfdp.tracing.run import ReplicaRun
@@ -68,7 +69,7 @@ def reduce_gradients(
     whole = [i for i, kind in enumerate(kinds) if kind is None]
     rank = current_rank()
     state = run.take_local_state(rank)
-    shares = [_weighted_state(variable, run, rank) for variable in state]
+    shares = weighted_state(state, run, rank)
     probe = probe_of(variables)
     shares += [] if probe is None else probe.before(gradients, run, rank)
     if whole or shares:
@@ -84,9 +85,7 @@ def reduce_gradients(
         if probe is not None:
             probe.after(totals, means.pop(), run, rank)
         # Assigned in this replica and not by `assign`, which would reduce once more.
-        for variable, value in zip(state, means, strict=True):
-            extended = variable.distribute_strategy.extended
-            extended.update_own_copy(variable, lambda own, v: own.assign(v), value)
+        store_state(state, means, run, rank)
     return results
 
 
@@ -112,6 +111,8 @@ def _sum_gradients(
         plain_sums = functools.partial(
             reducer.sum_gradients, rank=rank, sum_rows=takes_sums_alike(optimizer)
         )
+        if found is not None and found[0].gradients_at_once:
+            plain_sums = functools.partial(plain_sums, at_once=True)
         asked = momentum_compression_of(optimizer)
         if asked is not None:
             return sum_by_momentum(
@@ -152,14 +153,6 @@ def _reducer() -> Reducer | None:
     if tf.executing_eagerly():
         return None
     return getattr(tf.distribute.get_strategy().extended, "reducer", None)
-
-
-def _weighted_state(variable: Any, run: ReplicaRun, rank: Any) -> tf.Tensor:
-    """This replica's share of a mean over samples; nothing when it has no sample."""
-    share = tf.cast(run.share_of(rank), variable.dtype)
-    value = own_copy(variable, rank).read_value()
-    # Statistics of no sample are not a number, and 0 times that is not 0.
-    return tf.where(share > 0, value * share, tf.zeros_like(value))
 
 
 def _in_shape(gradient: Any, variable: Any) -> Any:

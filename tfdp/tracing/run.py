@@ -95,6 +95,9 @@ class ReplicaRun:
     seed_offsets: dict[int, dict[tf.DType, tf.Tensor]] = dataclasses.field(
         default_factory=dict
     )
+    #: Whether the gradients of replicas are there all together, or not at all: they
+    #: come from a function.
+    gradients_at_once: bool = False
     #: What the replicas do alike, and share.
     functions: SharedFunctions = dataclasses.field(default_factory=SharedFunctions)
 

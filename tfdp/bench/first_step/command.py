@@ -1,0 +1,138 @@
+"""`tfdp bench first-step`: the first step of `fit`, over numbers of replicas."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import pathlib
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+
+from tfdp.bench.first_step.worker import FirstStepFigures, FirstStepRequest
+from tfdp.bench.json_file import write_json
+from tfdp.cluster.machine import describe_machine
+
+__all__ = ["run_first_step"]
+
+SUBJECTS, QUICK_SUBJECTS = ("resnet50", "transformer-12"), ("transformer-tiny",)
+# TensorFlow's oneDNN build keeps a pool of what it once took.
+ENVIRONMENT = {"TF_ONEDNN_USE_SYSTEM_ALLOCATOR": "1"}
+COLUMNS = "{:>16} {:>2} {:>22} {:>24} {:>12} {:>13} {:>11} {:>12} {:>11}"
+TITLES = (
+    *("model", "N", "first step, s", "processor, s", "next step, s"),
+    *("processor, s", "graph, MB", "at rest, MB", "peaks, MB"),
+)
+
+
+class BenchmarkError(Exception):
+    """A measurement that gave no figures."""
+
+
+def run_first_step(
+    devices: Sequence[int],
+    *,
+    repeats: int,
+    quick: bool,
+    json_path: str | None,
+    timeout_seconds: float,
+) -> int:
+    """Measures every model on every number of replicas; returns the exit code.
+
+    Args:
+      devices: numbers of replicas; 1 is a training without a strategy.
+      repeats: how often; models and numbers take turns, each in a process of its own.
+      quick: a small model, which shows only that it runs.
+      json_path: also write all figures here.
+      timeout_seconds: the most that one measurement may take.
+    """
+    if not pathlib.Path("/proc/self/clear_refs").exists():
+        print("tfdp bench first-step needs Linux: it reads /proc/self", file=sys.stderr)
+        return 2
+    requests = [
+        FirstStepRequest(number, model)
+        for model in (QUICK_SUBJECTS if quick else SUBJECTS)
+        for number in devices
+    ]
+    found: dict[FirstStepRequest, list[FirstStepFigures]] = {r: [] for r in requests}
+    failed, loads = 0, [os.getloadavg()[0]]
+    for _ in range(repeats):
+        for request in requests:
+            try:
+                found[request].append(_measure(request, timeout_seconds))
+            except BenchmarkError as error:
+                failed = 1
+                print(f"{request.model}, {request.devices}: {error}", file=sys.stderr)
+            loads.append(os.getloadavg()[0])
+    print(
+        f"fit to the end of its first step, Adam, {requests[0].local_batch} samples a "
+        f"replica; medians (least to most) of {repeats}; next: a step that has its "
+        "graph; at rest: weights, slots, TensorFlow; peaks: of the first step, of the "
+        "next\n\n" + COLUMNS.format(*TITLES)
+    )
+    for request, figures in found.items():
+        if figures:
+            print(_line(request, figures))
+    print(f"\nload of the machine {min(loads):.1f} to {max(loads):.1f}", flush=True)
+    if json_path:
+        rows = [
+            {**dataclasses.asdict(r), "figures": [dataclasses.asdict(f) for f in of]}
+            for r, of in found.items()
+        ]
+        report = {"suite": "first-step", "machine": describe_machine()}
+        write_json(json_path, report | {"loads": loads, "rows": rows})
+    return failed
+
+
+def _line(request: FirstStepRequest, figures: Sequence[FirstStepFigures]) -> str:
+    def all_of(key: str) -> list[float]:
+        return [getattr(figure, key) for figure in figures]
+
+    def middle(key: str, factor: float = 1.0, form: str = ".0f") -> str:
+        return format(statistics.median(all_of(key)) * factor, form)
+
+    def spread(key: str) -> str:
+        values = all_of(key)
+        return f"{middle(key, form='.1f')} ({min(values):.1f} .. {max(values):.1f})"
+
+    peaks = [middle(f"{of}_peak_bytes", 1e-6) for of in ("first", "next")]
+    return COLUMNS.format(
+        request.model,
+        request.devices,
+        spread("first_seconds"),
+        spread("first_processor_seconds"),
+        middle("next_seconds", form=".2f"),
+        middle("next_processor_seconds", form=".2f"),
+        middle("graph_bytes", 1e-6),
+        middle("stored_bytes", 1e-6),
+        ", ".join(peaks),
+    )
+
+
+def _measure(request: FirstStepRequest, timeout_seconds: float) -> FirstStepFigures:
+    """The figures.
+
+    Raises:
+      BenchmarkError: saying why there are none.
+    """
+    with tempfile.TemporaryDirectory(prefix="tfdp-bench-") as folder:
+        result = pathlib.Path(folder, "result.json")
+        arguments = [json.dumps(dataclasses.asdict(request)), str(result)]
+        try:
+            worker = subprocess.run(
+                [sys.executable, "-m", "tfdp.bench.first_step.worker", *arguments],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                timeout=timeout_seconds,
+                env={**os.environ, **ENVIRONMENT},
+            )
+        except subprocess.TimeoutExpired:
+            raise BenchmarkError(f"no result within {timeout_seconds:g} s") from None
+        if worker.returncode != 0 or not result.exists():
+            last = worker.stdout.strip().splitlines()[-1:] or ["no output"]
+            raise BenchmarkError(f"exit code {worker.returncode}: {last[0]}")
+        return FirstStepFigures(**json.loads(result.read_text("utf-8")))

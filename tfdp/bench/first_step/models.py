@@ -1,0 +1,47 @@
+"""The models whose first step is measured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import keras
+
+__all__ = ["CLASSES", "MODELS", "WORDS"]
+
+CLASSES, WORDS = 10, 1000
+
+
+def _resnet50() -> keras.Model:
+    from keras import applications
+
+    return applications.ResNet50(weights=None, input_shape=(32, 32, 3), classes=CLASSES)
+
+
+def _transformer(layers: int, width: int, heads: int) -> Callable[[], keras.Model]:
+    """Vaswani et al. 2017, section 3.1, with the norms before, as most train it now."""
+
+    def build() -> keras.Model:
+        import keras
+        from keras.layers import Dense, LayerNormalization, MultiHeadAttention
+
+        words = keras.Input((16,), dtype="int32")
+        x: Any = keras.layers.Embedding(WORDS, width)(words)
+        for _ in range(layers):
+            y = LayerNormalization()(x)
+            x = keras.layers.add([x, MultiHeadAttention(heads, width // heads)(y, y)])
+            y = Dense(4 * width, "gelu")(LayerNormalization()(x))
+            x = keras.layers.add([x, Dense(width)(y)])
+        x = keras.layers.GlobalAveragePooling1D()(x)
+        return keras.Model(words, Dense(CLASSES, activation="softmax")(x))
+
+    return build
+
+
+#: What makes a model, not yet compiled: of images, or of words.
+MODELS: dict[str, Callable[[], keras.Model]] = {
+    "resnet50": _resnet50,  # for images of 32 x 32
+    "transformer-12": _transformer(12, 256, 8),
+    "transformer-tiny": _transformer(2, 16, 2),
+}

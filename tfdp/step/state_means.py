@@ -1,0 +1,67 @@
+"""Moving statistics that each replica updated on its own: their mean over all samples.
+
+Each replica adds its share, and stores the sum. Replicas that share the forward pass
+share the few operations for each of them as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfdp._private.names import own_copy
+from tfdp.tracing.run import ReplicaRun
+
+__all__ = ["store_state", "weighted_state"]
+
+
+def weighted_state(state: Sequence[Any], run: ReplicaRun, rank: Any) -> list[tf.Tensor]:
+    """This replica's shares of means over samples; nothing when it has no sample.
+
+    Args:
+      state: variables that it updated on its own.
+      run: in which it is traced.
+      rank: the calling replica.
+    """
+
+    def shares() -> list[tf.Tensor]:
+        return [_weighted(variable, run, rank) for variable in state]
+
+    if not run.gradients_at_once or not state:
+        return shares()
+    count = run.count_of(rank)
+    own = [count] if isinstance(count, tf.Tensor) else []
+    found = run.functions.results_of("shares", rank, shares, own, _device_of(rank))
+    return shares() if found is None else list(found)
+
+
+def store_state(
+    state: Sequence[Any], means: Sequence[tf.Tensor], run: ReplicaRun, rank: Any
+) -> None:
+    """Stores the means in the calling replica's copies.
+
+    In this replica, and not by `assign`, which would reduce once more.
+    """
+
+    def store(values: Sequence[tf.Tensor]) -> None:
+        for variable, value in zip(state, values, strict=True):
+            extended = variable.distribute_strategy.extended
+            extended.update_own_copy(variable, lambda own, v: own.assign(v), value)
+
+    if run.gradients_at_once and state:
+        run.functions.call("means", rank, store, list(means), _device_of(rank))
+    else:
+        store(means)
+
+
+def _weighted(variable: Any, run: ReplicaRun, rank: Any) -> tf.Tensor:
+    share = tf.cast(run.share_of(rank), variable.dtype)
+    value = own_copy(variable, rank).read_value()
+    # Statistics of no sample are not a number, and 0 times that is not 0.
+    return tf.where(share > 0, value * share, tf.zeros_like(value))
+
+
+def _device_of(rank: int) -> str:
+    return str(tf.distribute.get_strategy().extended.worker_devices[rank])
