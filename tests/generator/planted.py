@@ -36,6 +36,18 @@ def not_a_number():
     hand_over.sum_in_order = broken
 
 
+def a_host_twice():
+    """What this host brings to sums over hosts counts twice."""
+    from tfdp.hosts.socket_link import SocketLink
+
+    whole = SocketLink.sum
+
+    def twice(self, arrays, *arguments, **options):
+        return whole(self, [a + a for a in arrays], *arguments, **options)
+
+    SocketLink.sum = twice
+
+
 def an_end():
     """The process ends by itself while a program runs."""
     from tests.generator import compare
@@ -66,7 +78,14 @@ def a_slow_count():
 
 FAULTS = {
     fault.__name__: fault
-    for fault in (equal_shares, a_replica_dropped, not_a_number, an_end, a_wait)
+    for fault in (
+        equal_shares,
+        a_replica_dropped,
+        not_a_number,
+        a_host_twice,
+        an_end,
+        a_wait,
+    )
 }
 DELAYS = {delay.__name__: delay for delay in (a_slow_count,)}
 

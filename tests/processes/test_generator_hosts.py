@@ -92,7 +92,7 @@ def test_a_refusal_on_both_hosts_is_one(children):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("devices", [1, 2])
-@pytest.mark.parametrize("plant, kind", [(None, "same"), ("equal_shares", "differs")])
+@pytest.mark.parametrize("plant, kind", [(None, "same"), ("a_host_twice", "differs")])
 def test_a_fault_on_one_host_is_found(devices, plant, kind):
     child = HostsChild(devices, plant)
     try:

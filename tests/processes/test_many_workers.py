@@ -35,8 +35,8 @@ def test_connections_and_threads_are_bounded(workers):
     assert sorted(said) == list(range(workers))
     for rank, found in said.items():
         assert isinstance(found, dict), found
-        # To and from the neighbours, on three channels; and worker 0 knows everybody.
-        assert found["connections"] == 3 * 2 * distances
+        # To and from the neighbours, on four channels; and worker 0 knows everybody.
+        assert found["connections"] == 4 * 2 * distances
         assert found["control"] == (workers - 1 if rank == 0 else 1)
         # This one, the membership's, and one that sends what is long to each neighbour.
         assert found["threads"] <= 2 + distances

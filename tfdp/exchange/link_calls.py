@@ -164,7 +164,13 @@ class LinkCalls:
 def _token_of(graph: tf.Graph, last_ops: LastOps) -> list[tf.Tensor]:
     """What the last of these in `graph` hands to the next one, if there is any."""
     last = last_ops.get(graph)
-    return [] if last is None else [graph.get_operation_by_name(last).outputs[-1]]
+    if last is None:
+        return []
+    # A gradient tape does not follow integers through an operation of theirs alone.
+    # Given as it is, a token would say to the tape of the replica that calls, and of no
+    # other, that its gathers of weights come one after the other: and the gradients of
+    # parallel branches would come in another order than on the other replicas.
+    return [tf.identity(graph.get_operation_by_name(last).outputs[-1])]
 
 
 def _in_turn(function: Callable[..., list], count: int) -> Callable[..., list]:
