@@ -36,11 +36,19 @@ def main(arguments=None):
         metavar="DEVICES",
         help="each program on two processes of so many devices",
     )
+    parser.add_argument(
+        "--waits",
+        action="store_true",
+        help="with --hosts: exchanges begin late at random",
+    )
     parser.add_argument("--from-file", help="runs the program of a finding's file")
     chosen = parser.parse_args(arguments)
+    if chosen.waits and not chosen.hosts:
+        parser.error("--waits: exchanges of several hosts; add --hosts 1 or 2")
+    plant = "waits" if chosen.waits else None
     if chosen.from_file:
         program = runpy.run_path(chosen.from_file)["program"]
-        return replay(program, devices_of_hosts=chosen.hosts)
+        return replay(program, devices_of_hosts=chosen.hosts, plant=plant)
     seed = random.randrange(10**6) if chosen.seed is None else chosen.seed
     switched_on = [
         line for line in KNOWN if any(words in line for words in chosen.with_known)
@@ -51,16 +59,20 @@ def main(arguments=None):
         chosen.folder,
         chosen.reduce_seconds,
         switched_on,
-        child=HostsChild(chosen.hosts) if chosen.hosts else None,
+        child=HostsChild(chosen.hosts, plant_on_all=plant) if chosen.hosts else None,
     )
     findings = search.run()
     print(search.summary())
     return 1 if findings else 0
 
 
-def replay(program, devices_of_hosts=None):
+def replay(program, devices_of_hosts=None, plant=None):
     """Runs one program in a process of its own, or two; prints the verdict."""
-    child = HostsChild(devices_of_hosts) if devices_of_hosts else Child()
+    child = (
+        HostsChild(devices_of_hosts, plant_on_all=plant)
+        if devices_of_hosts
+        else Child()
+    )
     verdict = child.judge(program)
     child.close()
     print(program)

@@ -49,13 +49,16 @@ class HostsChild(Child):
     Args:
       devices: of each process. TensorFlow fixes their number when it starts.
       plant: the name of a fault or delay in `planted` that worker 0 alone has.
+      plant_on_all: the same, of both.
     """
 
-    def __init__(self, devices, plant=None):
-        super().__init__(plant)
+    def __init__(self, devices, plant=None, plant_on_all=None):
+        super().__init__(plant or plant_on_all)
         self._devices = devices
         self.replayed_with = f", devices_of_hosts={devices}"
-        self._other = _Other()
+        if plant_on_all:
+            self.replayed_with += f", plant={plant_on_all!r}"
+        self._other = _Other(plant_on_all)
 
     def judge(self, program: Program):
         """As `Child.judge`, of `on_hosts(program)`."""
@@ -98,8 +101,10 @@ class _Other(Child):
 
     @staticmethod
     def serve(connection, plant):
+        from tests.generator import planted
         from tests.generator.compare import is_typed, run_replicas
 
+        planted.plant(plant)
         connection.send("ready")
         while (asked := connection.recv()) is not None:
             program, *place = asked

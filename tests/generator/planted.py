@@ -1,6 +1,8 @@
 """Faults to plant into tfdp, which the generator must find, and delays."""
 
+import functools
 import os
+import random
 import time
 
 import tensorflow as tf
@@ -76,6 +78,25 @@ def a_slow_count():
     SocketLink.sum = late
 
 
+def waits():
+    """A fifth of the exchanges over the link begin up to 50 ms late on this host."""
+    from tfdp.hosts.socket_link import SocketLink
+
+    draw = random.Random(os.getpid())
+
+    def late(whole):
+        @functools.wraps(whole)
+        def call(self, *arguments, **options):
+            if draw.random() < 0.2:
+                time.sleep(0.05 * draw.random())
+            return whole(self, *arguments, **options)
+
+        return call
+
+    for name in ("sum", "all_gather", "reduce_scatter", "all_to_all", "gather"):
+        setattr(SocketLink, name, late(getattr(SocketLink, name)))
+
+
 FAULTS = {
     fault.__name__: fault
     for fault in (
@@ -87,7 +108,7 @@ FAULTS = {
         a_wait,
     )
 }
-DELAYS = {delay.__name__: delay for delay in (a_slow_count,)}
+DELAYS = {delay.__name__: delay for delay in (a_slow_count, waits)}
 
 
 def plant(name):

@@ -61,14 +61,23 @@ def test_processes_of_this_machine_share_its_cores():
     assert found.part_seconds["communication"] > 0
 
 
-def test_each_of_two_processes_adds_half_as_fast():
+def test_each_of_two_processes_adds_on_a_core_of_its_own():
     here = MACHINE.machine_here(Topology(2, 2))
     assert here.within_host.rate == MACHINE.within_host.rate / 2
-    half = dataclasses.replace(MACHINE.within_host, compute_share=0.4)
-    here = dataclasses.replace(MACHINE, within_host=half).machine_here(Topology(2, 2))
+    light = dataclasses.replace(MACHINE.within_host, compute_share=0.4)
+    here = dataclasses.replace(MACHINE, within_host=light).machine_here(Topology(2, 2))
     assert here.within_host.compute_share == pytest.approx(0.8)
+    assert here.within_host.rate == light.rate
     here = MACHINE.machine_here(Topology(4, 2))
     assert here.within_host.compute_share == 1.0
+    assert here.within_host.rate == MACHINE.within_host.rate / 4
+    # Half of four cores were busy: of one of them it takes all, at half the rate.
+    half = dataclasses.replace(MACHINE.within_host, compute_share=0.5)
+    of_four = dataclasses.replace(MACHINE, cores=4, within_host=half)
+    here = of_four.machine_here(Topology(2, 2))
+    assert here.within_host.compute_share == 1.0
+    assert here.within_host.rate == half.rate / 2
+    assert of_four.machine_here(Topology(1, 2)).within_host == half
     assert here.between_hosts == MACHINE.between_hosts
     assert MACHINE.machine(2).within_host == MACHINE.within_host
 

@@ -57,8 +57,8 @@ class Case:
     Args:
       name: what `--case` takes.
       suite: "allreduce" times reductions of a list of gradients, "train" times
-        training steps, "epoch" whole epochs of `fit`, "network" either of the first
-        two over a link of limited rate.
+        training steps, "execution" calls of several, "epoch" whole epochs of `fit`,
+        "network" either of the first two over a link of limited rate.
       subject: a key of `gradient_sets.GRADIENT_SETS` or `models.MODELS`.
       quick_subject: the small one that `--quick` takes instead.
       arms: keys of `arms.ARMS`, in the order of the table; with a link, of
@@ -79,7 +79,7 @@ class Case:
 
     @property
     def work(self) -> str:
-        """What is timed: "allreduce", "train" or "epoch"."""
+        """What is timed: "allreduce", "train", "execution" or "epoch"."""
         return self.link.work if self.link else self.suite
 
 
@@ -128,6 +128,25 @@ _ROWS: tuple[Case, ...] = (
         arms=TRAINING_ARMS,
         calls=8,
         description="training of a table of 200,000 words, 20,480 of them a replica",
+    ),
+    Case(
+        name="train-tiny",
+        suite="train",
+        subject="mlp-tiny",
+        quick_subject="mlp-tiny",
+        arms=TRAINING_ARMS,
+        calls=100,
+        description="training of 586 parameters: what a strategy adds to each step",
+    ),
+    Case(
+        name="train-tiny-in-tens",
+        suite="execution",
+        subject="mlp-tiny-in-tens",
+        quick_subject="mlp-tiny-in-tens",
+        # The default of a stock strategy fails there (Keras issue 19246).
+        arms=("one-device", "stock-one-device", "tfdp"),
+        calls=10,
+        description="the same with steps_per_execution=10",
     ),
     Case(
         name="epoch-tiny",
@@ -212,7 +231,7 @@ _ROWS: tuple[Case, ...] = (
 
 CASES = {case.name: case for case in _ROWS}
 SUITES = tuple(dict.fromkeys(case.suite for case in _ROWS))
-# By name only: networks, which need root, and epochs.
+# By name only: networks, which need root, epochs and executions.
 DEFAULT_SUITES = ("allreduce", "train")
 
 
@@ -222,7 +241,7 @@ def select_cases(
     """The cases of a suite (None: of the default ones), or those that `names` lists.
 
     >>> [case.name for case in select_cases("train")]
-    ['train-mlp', 'train-cnn', 'train-words']
+    ['train-mlp', 'train-cnn', 'train-words', 'train-tiny']
     """
     return [
         case

@@ -52,7 +52,8 @@ def _add_what_is_measured(parser: argparse.ArgumentParser) -> None:
         choices=(*SUITES, MEMORY_SUITE, *RUN_ALONE),
         help="allreduce: sums of gradient lists; train: training steps; network: both "
         "over a link of limited rate (root); epoch: short epochs of fit, with their "
-        "input set up and taken down; memory: bytes per replica at every shard stage; "
+        "input set up and taken down; execution: several steps in one call; "
+        "memory: bytes per replica at every shard stage; "
         "compression: what each method costs and saves; checkpoint: how fast a "
         "training is written and read; links: small sums of 2 to 64 light processes; "
         "prediction: steps and sums beside what the simulator predicts; "
@@ -282,9 +283,9 @@ def _find_problem(options: argparse.Namespace, cases: list[Case]) -> str | None:
     links = [case.name for case in cases if case.link]
     if links and (options.workers > 2 or options.devices_per_worker > 1):
         return f"{links[0]}: two hosts with their devices; leave out --workers"
-    epochs = [case.name for case in cases if case.work == "epoch"]
-    if epochs and options.workers > 1:
-        return f"{epochs[0]}: in one process only; leave out --workers"
+    alone = [case.name for case in cases if case.work in ("epoch", "execution")]
+    if alone and options.workers > 1:
+        return f"{alone[0]}: in one process only; leave out --workers"
     if options.workers == 1 and not links:
         wrong = [arm for arm in options.arms if arm not in ARMS]
         return f"--arms {' '.join(wrong)}: only with --workers" if wrong else None

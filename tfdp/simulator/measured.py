@@ -128,19 +128,23 @@ class MeasuredMachine:
     def machine_here(self, topology: Topology) -> Machine:
         """So many processes on this one machine, which share its cores.
 
-        What replicas add within a process was measured with all cores; of several
-        processes each has its part of them.
+        What replicas add within a process was measured with all cores. Of several
+        processes each has one core, or its part of fewer: so does `tfdp bench`.
 
         Args:
           topology: `hosts` processes of `devices_per_host` replicas each.
         """
         here = self.machine(topology.devices_per_host)
         measured = here.within_host
+        mine = self.cores
+        if topology.hosts > 1:
+            mine = min(1.0, self.cores / topology.hosts)
+        wanted = measured.compute_share * self.cores
         within = dataclasses.replace(
             measured,
-            bytes_per_second=measured.bytes_per_second / topology.hosts,
-            # As many cores are a larger part of a process' own.
-            compute_share=min(measured.compute_share * topology.hosts, 1.0),
+            # With fewer cores than it kept busy it is slower, and leaves none.
+            bytes_per_second=measured.bytes_per_second / max(wanted / mine, 1.0),
+            compute_share=min(wanted / mine, 1.0),
         )
         return dataclasses.replace(here, within_host=within)
 

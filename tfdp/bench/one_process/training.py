@@ -35,8 +35,9 @@ class TrainingArm:
     """One strategy with its model and data.
 
     Args:
-      step: trains one global batch and returns the loss so far.
-      global_batch: images of one step, over all replicas.
+      step: trains as many global batches as one execution has steps, and returns the
+        loss so far.
+      global_batch: images of one call of `step`, over all replicas.
       network: the model.
       warmup_steps: the least number of steps before anything is timed.
     """
@@ -123,7 +124,7 @@ def make_training_arm(
     batches = iter(strategy.experimental_distribute_dataset(dataset))
     return TrainingArm(
         step=lambda: network.train_function(batches)["loss"],
-        global_batch=global_batch,
+        global_batch=global_batch * model.steps_per_execution,
         network=network,
     )
 
@@ -138,6 +139,7 @@ def build_network(
         network.compile(
             optimizer=keras.optimizers.SGD(0.01, momentum=model.momentum),
             loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+            steps_per_execution=model.steps_per_execution,
         )
         # As `fit` does before its first step: a stock strategy cannot make the slots
         # inside the step.

@@ -150,6 +150,8 @@ def measure_link(
         moved = moved_in_process(place.replicas)
         return fit_link(sets, times, moved, rounds=place.replicas, cores=cores)
     hops = place.processes - 1
+    # Each has one to itself, where there are as many.
+    cores = min(cores, place.processes)
     moved_bytes = 2 * hops / place.processes
     return fit_link(sets, times, moved_bytes, rounds=2 * hops, cores=cores)
 

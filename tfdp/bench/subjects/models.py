@@ -24,6 +24,7 @@ class BenchmarkModel:
         by Zipf's law, so that some occur often in a batch. 0: images.
       momentum: of the optimizer. Without it an update touches the rows of the words of
         a batch only, with it the whole table.
+      steps_per_execution: steps that one call of the training function makes.
     """
 
     build: Callable[[tuple[int, ...], int], keras.Model]
@@ -31,6 +32,7 @@ class BenchmarkModel:
     classes: int = 10
     words: int = 0
     momentum: float = 0.9
+    steps_per_execution: int = 1
 
 
 def _mlp(width: int) -> Callable[[tuple[int, ...], int], keras.Model]:
@@ -140,6 +142,7 @@ MODELS = {
     # 784 x 4096 + 4096 x 4096 + 4096 x 10 weights and their biases: 20,037,642.
     "mlp-20m": BenchmarkModel(_mlp(4096), (784,)),
     "mlp-tiny": BenchmarkModel(_mlp(16), (8,)),
+    "mlp-tiny-in-tens": BenchmarkModel(_mlp(16), (8,), steps_per_execution=10),
     # 32 and 64 filters of 3 x 3, then 9216 x 128: 1,199,882 with biases.
     "cnn-1m": BenchmarkModel(_cnn(32, 128), (28, 28, 1)),
     # ResNet-20 for images of 32 x 32: 272,474 weights with those of shortcuts.
