@@ -28,6 +28,8 @@ __all__ = ["Blockwise", "is_block"]
 # Up to so many peers everybody's message goes to everybody. Among more, each adds up a
 # part for all and sends the sum, rounded again.
 MOST_THAT_GATHER = 2
+#: Numbers of a value that is worth a call of its own.
+LEAST_ALONE = 1 << 17
 
 
 def is_block(size: object, least: int) -> bool:
@@ -69,12 +71,10 @@ class Blockwise(Method):
         message, two launches, as an all-reduce; over sockets, where what is not for
         the next host is passed on, (p - 1) (1 / 2 + 1 / p) times.
         """
-        rows = self.rows_of(values)
         if peers.size <= MOST_THAT_GATHER:
-            message, left = _compiled(self, "encode_with_left")(rows)
-            totals, telling = self._summed(peers.gather(message))
-        else:
-            totals, telling, left, message = self._exchange_parts(rows, peers)
+            return self._exchange_whole(values, slots, peers)
+        rows = self.rows_of(values)
+        totals, telling, left, message = self._exchange_parts(rows, peers)
         return Exchanged(
             self.values_of(totals, values),
             self.values_of(left, values),
@@ -96,6 +96,31 @@ class Blockwise(Method):
         size = self.elements_of_block
         words = self.encode_rows(tf.zeros([1, size])).shape[-1]
         return sum(-(-math.prod(shape) // size) * words * 4 for shape in shapes)
+
+    def _exchange_whole(
+        self, values: Sequence[tf.Tensor], slots: Sequence[Slots], peers: Peers
+    ) -> Exchanged:
+        """Everybody's message goes to everybody.
+
+        Large values are encoded and decoded by themselves: of what lies in one tensor
+        with others there is one copy more each time, of four times the message.
+        """
+        runs = _runs_of(values)
+        encoded = [
+            _compiled(self, "encode_with_left")(self.rows_of(run)) for run in runs
+        ]
+        words = [message for message, _ in encoded]
+        message = words[0] if len(words) == 1 else tf.concat(words, 0)
+        counts = [part.shape[0] for part in words]
+        messages = tf.split(peers.gather(message), counts, axis=1)
+        summed = [self._summed(part) for part in messages]
+        rows_left = [left for _, left in encoded]
+        sums, lefts = [], []
+        for run, (total, _), left in zip(runs, summed, rows_left, strict=True):
+            sums += self.values_of(total, run)
+            lefts += self.values_of(left, run)
+        telling = [total if most is None else most for total, most in summed]
+        return Exchanged(sums, lefts, list(slots), telling=telling, message=message)
 
     def _exchange_parts(
         self, rows: tf.Tensor, peers: Peers
@@ -176,6 +201,20 @@ class Blockwise(Method):
             if most is not None:
                 most += self.largest_in(messages[place])
         return total, most
+
+
+def _runs_of(values: Sequence[tf.Tensor]) -> list[list[tf.Tensor]]:
+    """The values in their order: large ones alone, small ones that follow together."""
+    runs: list[list[tf.Tensor]] = []
+    was_small = False
+    for value in values:
+        is_small = value.shape.num_elements() < LEAST_ALONE
+        if is_small and was_small:
+            runs[-1].append(value)
+        else:
+            runs.append([value])
+        was_small = is_small
+    return runs
 
 
 _functions: dict[tuple[Blockwise, str], Any] = {}
