@@ -78,6 +78,9 @@ class ThreadPeer:
         assert words.dtype == tf.int32
         return tf.stack(self.everybody(words))
 
+    def gather_ahead(self, words):
+        return self.gather(words), words
+
     def all_to_all(self, rows):
         assert rows.dtype == tf.int32
         return tf.stack([theirs[self.place] for theirs in self.everybody(rows)])

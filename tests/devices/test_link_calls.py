@@ -134,7 +134,7 @@ class Ahead:
 
         given = tf.constant(value)
         spec = tf.TensorSpec([], tf.float32)
-        return self.calls.call_ahead(exchange, [given], [spec], self.channels)[0]
+        return self.calls.call_ahead(exchange, [given], [spec], self.channels)[0][0]
 
     def plain(self, name):
         def exchange(number):
@@ -203,7 +203,8 @@ def test_an_error_is_that_of_the_call_and_the_next_step_gets_its_own():
     @tf.function
     def step(number):
         spec = tf.TensorSpec([], tf.float32)
-        return ahead.calls.call_ahead(exchange, [number], [spec], ahead.channels)[0]
+        results, _ = ahead.calls.call_ahead(exchange, [number], [spec], ahead.channels)
+        return results[0]
 
     with pytest.raises(tf.errors.InvalidArgumentError, match="no such exchange"):
         step(tf.constant(1.0))

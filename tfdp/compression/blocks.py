@@ -81,7 +81,7 @@ class Blockwise(Method):
             list(slots),
             # What is left of a number that was sent as one is no larger than the two.
             telling=[totals if telling is None else telling],
-            message=message,
+            begun=message,
         )
 
     def sent_bytes(self, shapes: Sequence[Sequence[int]], peers: int) -> float:
@@ -112,7 +112,8 @@ class Blockwise(Method):
         words = [message for message, _ in encoded]
         message = words[0] if len(words) == 1 else tf.concat(words, 0)
         counts = [part.shape[0] for part in words]
-        messages = tf.split(peers.gather(message), counts, axis=1)
+        everybody, begun = peers.gather_ahead(message)
+        messages = tf.split(everybody, counts, axis=1)
         summed = [self._summed(part) for part in messages]
         rows_left = [left for _, left in encoded]
         sums, lefts = [], []
@@ -120,7 +121,7 @@ class Blockwise(Method):
             sums += self.values_of(total, run)
             lefts += self.values_of(left, run)
         telling = [total if most is None else most for total, most in summed]
-        return Exchanged(sums, lefts, list(slots), telling=telling, message=message)
+        return Exchanged(sums, lefts, list(slots), telling=telling, begun=begun)
 
     def _exchange_parts(
         self, rows: tf.Tensor, peers: Peers

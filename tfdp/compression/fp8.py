@@ -110,7 +110,7 @@ class FP8(Blockwise):
         # Powers of two: neither product rounds.
         sums = [v / s for v, s in zip(exchanged.sums, scales, strict=True)]
         left = [v / s for v, s in zip(exchanged.left, scales, strict=True)]
-        return Exchanged(sums, left, exchanged.slots, message=exchanged.message)
+        return Exchanged(sums, left, exchanged.slots, begun=exchanged.begun)
 
     def sent_bytes(self, shapes: Sequence[Sequence[int]], peers: int) -> float:
         """See `Method.sent_bytes`."""

@@ -38,6 +38,9 @@ class Peers(Protocol):
     def gather(self, words: tf.Tensor) -> tf.Tensor:
         """Everybody's int32 tensor, side by side: [size, ...]."""
 
+    def gather_ahead(self, words: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        """As `gather`; and what is there as soon as `words` are on their way."""
+
     def all_to_all(self, rows: tf.Tensor) -> tf.Tensor:
         """Row i goes to peer i; what comes back are the rows that are for this one.
 
@@ -58,15 +61,15 @@ class Exchanged:
       telling: what is not finite where a sum, a value of any peer or what is left of
         it is not; perhaps also where numbers are half of float32's largest. None: all
         of these are looked at.
-      message: what was sent first. The values of the next bucket are made when it is
-        there: not before, so that it is soon on its way, nor when it has arrived.
+      begun: what is there when the first message is on its way. The values of the next
+        bucket are made then: not before, nor when it has arrived.
     """
 
     sums: Sequence[tf.Tensor]
     left: Sequence[tf.Tensor]
     slots: Sequence[Slots]
     telling: Sequence[tf.Tensor] | None = None
-    message: tf.Tensor | None = None
+    begun: tf.Tensor | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -233,7 +233,7 @@ class CompressedSums:
         if numbers is None:
             left = [number for each in after for number in _parts_of(each)]
             numbers = [*exchanged.sums, *values, *left]
-        begun = step if exchanged.message is None else exchanged.message
+        begun = step if exchanged.begun is None else exchanged.begun
         return list(exchanged.sums), after, _is_bad(numbers), begun
 
 

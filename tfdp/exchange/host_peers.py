@@ -47,6 +47,12 @@ class HostLeaders(PeerGroup):
         )
 
     def gather(self, words: tf.Tensor, rank: int, label: str) -> tf.Tensor:
+        """See `PeerGroup`."""
+        return self.gather_ahead(words, rank, label)[0]
+
+    def gather_ahead(
+        self, words: tf.Tensor, rank: int, label: str
+    ) -> tuple[tf.Tensor, tf.Tensor]:
         """See `PeerGroup`; while it is under way the next one may begin."""
 
         def gather(channel: str, mine: np.ndarray) -> list[np.ndarray]:
@@ -57,7 +63,8 @@ class HostLeaders(PeerGroup):
             return [whole.reshape(self.size, *mine.shape)]
 
         like = tf.TensorSpec([self.size, *words.shape], words.dtype)
-        return self._engine.at_leader_ahead(gather, [words], [like])[0]
+        (whole,), begun = self._engine.at_leader_ahead(gather, [words], [like])
+        return whole, begun
 
     def all_to_all(self, rows: tf.Tensor, rank: int, label: str) -> tf.Tensor:
         """See `PeerGroup`."""

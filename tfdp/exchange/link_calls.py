@@ -77,7 +77,7 @@ class LinkCalls:
         tensors: Sequence[tf.Tensor],
         specs: Sequence[tf.TensorSpec],
         channels: Sequence[str],
-    ) -> list[tf.Tensor]:
+    ) -> tuple[list[tf.Tensor], tf.Tensor]:
         """As `call`, but calls like it that come one after the other begin at once.
 
         As many are under way as there are channels, which take turns; the others wait
@@ -87,11 +87,14 @@ class LinkCalls:
           function: called with a channel and the arrays, in a thread of the channel.
           tensors, specs: see `call`.
           channels: alike on all hosts.
+
+        Returns: what `call` does, and a number that is there once the call has begun.
         """
         if tf.executing_eagerly():
-            return self.call(
+            results = self.call(
                 lambda *arrays: function(channels[0], *arrays), tensors, specs
             )
+            return results, tf.constant(0, tf.int64)
         graph = tf.compat.v1.get_default_graph()
         # By the graph's own count: what else hosts have traced may differ.
         turn = self._ahead.get(graph, 0)
@@ -114,7 +117,7 @@ class LinkCalls:
         self._last_graph = weakref.ref(graph)
         self._last_begins[graph] = ticket.op.name
         self._last_ends[graph] = results[0].op.name
-        return _of_known_shapes(results, specs)
+        return _of_known_shapes(results, specs), ticket
 
     def _op(
         self,

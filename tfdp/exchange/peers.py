@@ -48,6 +48,12 @@ class PeerGroup(abc.ABC):
     def gather(self, words: tf.Tensor, rank: int, label: str) -> tf.Tensor:
         """See `tfdp.compression.method.Peers`."""
 
+    def gather_ahead(
+        self, words: tf.Tensor, rank: int, label: str
+    ) -> tuple[tf.Tensor, tf.Tensor]:
+        """See `tfdp.compression.method.Peers`."""
+        return self.gather(words, rank, label), words
+
     @abc.abstractmethod
     def all_to_all(self, rows: tf.Tensor, rank: int, label: str) -> tf.Tensor:
         """See `tfdp.compression.method.Peers`."""
@@ -91,6 +97,10 @@ class PeersOfOne:
     def gather(self, words: tf.Tensor) -> tf.Tensor:
         """See `Peers`."""
         return self.group.gather(words, self.rank, self.label)
+
+    def gather_ahead(self, words: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        """See `Peers`."""
+        return self.group.gather_ahead(words, self.rank, self.label)
 
     def all_to_all(self, rows: tf.Tensor) -> tf.Tensor:
         """See `Peers`."""

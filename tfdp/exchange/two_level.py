@@ -321,8 +321,11 @@ class AcrossHostsEngine(Engine):
         exchange: Callable[..., list[np.ndarray]],
         tensors: Sequence[tf.Tensor],
         like: Sequence[tf.Tensor],
-    ) -> list[tf.Tensor]:
-        """As `at_leader`, several at a time: `exchange` is told its channel first."""
+    ) -> tuple[list[tf.Tensor], tf.Tensor]:
+        """As `at_leader`, several at a time: `exchange` is told its channel first.
+
+        Returns: what it made, and what is there once it has begun.
+        """
         channels = self.link.step_channels
         with tf.device(self.devices[LEADER]):
             return self._calls.call_ahead(exchange, tensors, _specs_of(like), channels)

@@ -136,7 +136,7 @@ class MeasuredMachine:
         """
         here = self.machine(topology.devices_per_host)
         measured = here.within_host
-        mine = self.cores
+        mine = float(self.cores)
         if topology.hosts > 1:
             mine = min(1.0, self.cores / topology.hosts)
         wanted = measured.compute_share * self.cores

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import keras
 import tensorflow as tf
@@ -32,7 +32,15 @@ __all__ = [
 
 STATE = "compression_state"
 STEPS, VARIABLE = "steps", "variable_"
-PlainSums = Callable[[list[Any], list[tf.Tensor]], tuple[list[Any], list[tf.Tensor]]]
+
+
+class PlainSums(Protocol):
+    """The sums of gradients and of other values that are sent as they are."""
+
+    def __call__(
+        self, gradients: list[Any], state: list[tf.Tensor], *, at_once: bool = False
+    ) -> tuple[list[Any], list[tf.Tensor]]:
+        """With `at_once` none of them is there before the others."""
 
 
 class CompressionState(tf.Module):
@@ -158,7 +166,8 @@ def sum_compressed(
 
     def count_bad(mine: tf.Tensor) -> tf.Tensor:
         plain = [gradients[place] for place in rest]
-        sums, totals = plain_sums(plain, [*state, mine])
+        # Behind all that is compressed, so that no bucket has to leave early.
+        sums, totals = plain_sums(plain, [*state, mine], at_once=True)
         others.extend([sums, totals[:-1]])
         # The sums are alike on all replicas, and so is the answer.
         return totals[-1] + tf.where(are_finite(sums), 0.0, 1.0)

@@ -57,9 +57,11 @@ def compressed_mean_over_groups(
       variables: whose they are.
     """
 
-    def plain_sums(values: list[Any], state: list[tf.Tensor]) -> tuple[list, list]:
-        sums = reducer.all_reduce([*values, *state], rank, mean=False)
-        return sums[: len(values)], sums[len(values) :]
+    def plain_sums(
+        gradients: list[Any], state: list[tf.Tensor], *, at_once: bool = False
+    ) -> tuple[list, list]:
+        sums = reducer.all_reduce([*gradients, *state], rank, mean=False)
+        return sums[: len(gradients)], sums[len(gradients) :]
 
     sums, _ = sum_compressed(
         compressed, values, [], rank, variables, optimizer, plain_sums

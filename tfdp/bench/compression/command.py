@@ -51,6 +51,9 @@ class _Echo:
     def gather(self, words: tf.Tensor) -> tf.Tensor:
         return tf.stack([words] * PEERS)
 
+    def gather_ahead(self, words: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        return self.gather(words), words
+
     def all_to_all(self, rows: tf.Tensor) -> tf.Tensor:
         return rows
 
