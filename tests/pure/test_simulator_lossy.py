@@ -83,6 +83,18 @@ def test_rows_go_to_one_of_a_host_and_from_it_to_all_others():
     assert row_stages(20, 1e6, True, Topology(1, 1), LINKS, "sockets") == []
 
 
+def test_one_replica_adds_the_rows_of_a_host():
+    adds = dataclasses.replace(LINKS, row_bytes_per_second=4.0)
+    hand, added, between = row_stages(20, 1e6, True, Topology(3, 2), adds, "sockets")
+    plain = row_stages(20, 1e6, True, Topology(3, 2), LINKS, "sockets")
+    assert [hand, between] == plain
+    assert (added.level, added.seconds) == ("within", 2 * 20 / 4)
+    added, _ = row_stages(20, 1e6, True, Topology(3, 1), adds, "sockets")
+    assert added.seconds == 20 / 4
+    unlike = row_stages(20, 1e6, False, Topology(3, 2), adds, "sockets")
+    assert unlike == plain
+
+
 def test_the_whole_table_goes_where_that_is_less_and_rows_are_added():
     hosts = Topology(3, 1)
     whole = row_stages(20, 25, True, hosts, LINKS, "two_level")

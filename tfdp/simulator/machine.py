@@ -54,6 +54,8 @@ class Machine:
       flops_per_second: that a device reaches in a training step, above 0; None where
         only measured times are used.
       launch_seconds: until a sum begins, once its bucket is full; above 0.
+      row_bytes_per_second: of rows of a table that one of its replicas adds up by their
+        places, above 0; None where that is not known, and takes no time.
       source: where the numbers are from.
     """
 
@@ -64,9 +66,12 @@ class Machine:
     flops_per_second: float | None = None
     launch_seconds: float = 1e-6
     source: str = ""
+    row_bytes_per_second: float | None = None
 
     def __post_init__(self) -> None:
         whole("Machine", "devices_per_host", self.devices_per_host, 1, 1 << 20)
         if self.flops_per_second is not None:
             positive("Machine", "flops_per_second", self.flops_per_second)
         positive("Machine", "launch_seconds", self.launch_seconds)
+        if self.row_bytes_per_second is not None:
+            positive("Machine", "row_bytes_per_second", self.row_bytes_per_second)

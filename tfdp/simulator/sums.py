@@ -27,7 +27,9 @@ and handed back; then each host sends what it has to all others:
 
     rows               2 g r / R_i + g a_i + (M-1) g r / R_e + (M-1) a_e
 
-or, where they are added and the whole table costs less, the table.
+or, where they are added and the whole table costs less, the table. One replica adds
+them, by their places: g r / A more. How many differ is not known, and what the sums of
+several hosts cost again is left out.
 
 A gather or a scatter of n bytes is half a sum: half of the bytes, half of the steps.
 Where the number of hosts is no power of 2 the halvings and doublings have a step before
@@ -181,6 +183,9 @@ def row_stages(
     if devices > 1:
         seconds = 2 * devices * row_bytes / within.rate
         seconds += devices * within.latency_seconds + machine.launch_seconds
+        stages.append(Stage(WITHIN, seconds, within.compute_share))
+    if adds_rows and machine.row_bytes_per_second and devices * hosts > 1:
+        seconds = devices * row_bytes / machine.row_bytes_per_second
         stages.append(Stage(WITHIN, seconds, within.compute_share))
     if hosts > 1:
         gathered = (hosts - 1) * devices * row_bytes
