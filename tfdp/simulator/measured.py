@@ -15,9 +15,9 @@ from tfdp.simulator.step import Training
 __all__ = ["MeasuredMachine", "MeasuredModel"]
 
 MOST_PLACES = 4096
-# `tfdp.exchange.sparse.merge_rows` on one thread, processor time, a virtual x86 machine,
-# 2026-11-23: 1.95, 1.88 and 1.85 for 20, 41 and 82 thousand rows of 256 bytes, a quarter
-# of them unlike.
+# `tfdp.exchange.sparse.merge_rows` on one thread of a virtual x86 machine, processor
+# time, 2026-11-23: 1.95, 1.88 and 1.85 for 20, 41 and 82 thousand rows of 256 bytes, a
+# quarter to a fifth of them unlike.
 ROW_BYTES_PER_SECOND = 1.9e9
 
 
