@@ -15,8 +15,23 @@ FOUND = {
         1,
         Program(branches=(Branch("image", ("conv-strided", "image-flatten")),)),
     ),
+    # It built its model from a batch without rows.
+    "built-without-rows": (
+        1,
+        Program(
+            branches=(Branch("ragged-words", ("average",)),),
+            trunk=("residual",),
+            data=Data((1, 2), source="generator"),
+        ),
+    ),
     # ... and in eager mode it met the other one for something else.
     "eager-host-without-rows": (1, Program(eagerly=True)),
+    # All words of the row that it was lent were masked, and the mean over none of them
+    # was no number.
+    "ragged-host-without-rows": (
+        1,
+        Program(branches=(Branch("ragged-words", ("average",)),)),
+    ),
     # One host knew its rows and the other one did not, and asked.
     "validation-on-uneven-hosts": (
         2,
@@ -63,7 +78,7 @@ def children():
 @pytest.mark.parametrize("name", FOUND)
 def test_what_was_found_is_mended(children, name):
     devices, program = FOUND[name]
-    if devices == 1:
+    if devices == 1 and program.data == Data():
         program = dataclasses.replace(program, data=ONE_ROW)
     verdict = children[devices].judge(program)
     assert verdict.kind == "same", verdict.text

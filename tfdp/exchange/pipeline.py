@@ -15,7 +15,13 @@ from tfdp.exchange.engine import Engine
 from tfdp.exchange.late_exchange import LateExchange
 from tfdp.exchange.shard_packing import of_known_shape
 from tfdp.exchange.sparse import merge_rows, travels_dense
-from tfdp.plan.buckets import Bucket, TensorInfo, plan_buckets, predecessors
+from tfdp.plan.buckets import (
+    Bucket,
+    TensorInfo,
+    joined_if_few,
+    plan_buckets,
+    predecessors,
+)
 from tfdp.plan.communication import Communication
 from tfdp.plan.compression import Compression
 from tfdp.plan.shards import ShardLayout
@@ -173,7 +179,9 @@ class GradientPipeline:
             return list(values)
         reduced: dict[int, Value] = {}
         dense = [i for i, v in enumerate(values) if isinstance(v, tf.Tensor)]
-        buckets = self.plan([values[i] for i in dense], at_once)
+        buckets = self.plan([values[i] for i in dense])
+        if at_once and self.engine.reduces_buckets:
+            buckets = joined_if_few(buckets, self.communication.bucket_bytes)
         if self.engine.sums_at_once(rank, at_once):
             places = [dense[i] for bucket in buckets for i in bucket.indices]
             results = self.engine.all_reduce_at_once([values[i] for i in places], rank)
@@ -320,23 +328,14 @@ class GradientPipeline:
             results.update(zip(bucket.indices, exchanged, strict=True))
         return [results[place] for place in range(len(tensors))]
 
-    def plan(
-        self, tensors: Sequence[tf.Tensor], at_once: bool = False
-    ) -> tuple[Bucket, ...]:
-        """The buckets in which `tensors` travel with this engine.
-
-        Args:
-          tensors: in the order of their variables.
-          at_once: see `sum_gradients`: then no bucket is made small to leave early.
-        """
-        sizes = self.communication
-        first = sizes.bucket_bytes if at_once else sizes.first_bucket_bytes
+    def plan(self, tensors: Sequence[tf.Tensor]) -> tuple[Bucket, ...]:
+        """The buckets in which `tensors` travel with this engine."""
         infos = [describe(tensor) for tensor in tensors]
         if self.engine.reduces_buckets:
             return plan_buckets(
                 infos,
-                bucket_bytes=sizes.bucket_bytes,
-                first_bucket_bytes=first,
+                bucket_bytes=self.communication.bucket_bytes,
+                first_bucket_bytes=self.communication.first_bucket_bytes,
             )
         # Packing would cost two copies and buy nothing: a bucket for each tensor.
         return plan_buckets(infos, bucket_bytes=1, first_bucket_bytes=1)

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 
 from tfdp.errors import ConfigurationError
 
-__all__ = ["Bucket", "TensorInfo", "plan_buckets", "predecessors"]
+__all__ = ["Bucket", "TensorInfo", "joined_if_few", "plan_buckets", "predecessors"]
 
 # Below this a message costs its latency whatever its size, so two messages cost
 # twice as much as one and there is nothing to overlap: do not split such a set.
@@ -117,6 +117,25 @@ def plan_buckets(
     if closed:
         closed[-1:] = _with_small_end(closed[-1], tensors, first_bucket_bytes)
     return tuple(closed)
+
+
+def joined_if_few(buckets: Sequence[Bucket], bucket_bytes: int) -> tuple[Bucket, ...]:
+    """The buckets, or one for all where they are of one type and fit together.
+
+    For tensors of which none is there before the others: nothing is gained by a
+    bucket that leaves early.
+
+    >>> joined_if_few([Bucket((2,), "float32", 8), Bucket((1, 0), "float32", 16)], 24)
+    (Bucket(indices=(2, 1, 0), dtype='float32', size_bytes=24),)
+    """
+    sizes = [bucket.size_bytes for bucket in buckets]
+    if len({bucket.dtype for bucket in buckets}) != 1 or None in sizes:
+        return tuple(buckets)
+    all_bytes = sum(size or 0 for size in sizes)
+    if all_bytes > bucket_bytes:
+        return tuple(buckets)
+    places = tuple(place for bucket in buckets for place in bucket.indices)
+    return (Bucket(places, buckets[0].dtype, all_bytes),)
 
 
 def _filled(

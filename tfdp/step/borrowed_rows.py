@@ -35,7 +35,7 @@ from tfdp.sharding.variables import ShardedVariable
 from tfdp.tracing.keras_steps import is_stock_step, name_of_step
 from tfdp.tracing.run import ReplicaRun, parts_by_replica
 
-__all__ = ["borrow_rows", "leaves_borrowed_out", "return_rows"]
+__all__ = ["borrow_rows", "leaves_borrowed_out", "return_rows", "row_like"]
 
 
 def borrow_rows(
@@ -68,7 +68,9 @@ def borrow_rows(
             return value
         first = parts[0]
         with tf.device(devices[0]):
-            row = _either(owns[0], lambda: _first_rows(first, 1), lambda: _row(first))
+            row = _either(
+                owns[0], lambda: _first_rows(first, 1), lambda: row_like(first)
+            )
         filled = [
             _part_or(row, own, part, device)
             for own, part, device in zip(owns, parts, devices, strict=True)
@@ -199,7 +201,7 @@ def _filled_on_host(arguments: Any, owns: Sequence[Any], device: str) -> Any:
         missing = [1 - tf.cast(own, tf.int32) for own in owns]
         results = []
         for parts in batch:
-            row = tf.concat([parts[0], _row(parts[0])], axis=0)[:1]
+            row = tf.concat([parts[0], row_like(parts[0])], axis=0)[:1]
             results.append(
                 [
                     tf.concat([part, row[:count]], axis=0)
@@ -238,7 +240,7 @@ def _first_rows(part: Any, rows: int) -> Any:
     return tf.sparse.slice(part, tf.zeros_like(part.dense_shape), size)
 
 
-def _row(part: Any) -> Any:
+def row_like(part: Any) -> Any:
     """One row like those of `part`, on a host where no replica has any."""
     if isinstance(part, tf.SparseTensor):
         shape = tf.concat([[1], tf.maximum(part.dense_shape[1:], 1)], axis=0)
@@ -247,14 +249,23 @@ def _row(part: Any) -> Any:
             none, tf.zeros([0], part.dtype), tf.cast(shape, tf.int64)
         )
     if isinstance(part, tf.RaggedTensor):
-        splits = tf.zeros([2], part.row_splits.dtype)
-        return tf.RaggedTensor.from_row_splits(part.values[:0], splits, validate=False)
+        # Of one element, for the same reason as below.
+        splits = tf.constant([0, 1], part.row_splits.dtype)
+        one = row_like(part.values)
+        return tf.RaggedTensor.from_row_splits(one, splits, validate=False)
     shape = tf.concat([[1], tf.maximum(tf.shape(part)[1:], 1)], axis=0)
-    if not part.dtype.is_floating:
-        row = tf.zeros(shape, part.dtype)
+    if part.dtype == tf.string:
+        row = tf.fill(shape, "")
+    elif not part.dtype.is_floating:
+        # One 1 and zeros behind it: a label, or words of which one is not masked
+        # (`mask_zero`), for a mean over none is not a number.
+        places = tf.reshape(tf.range(tf.reduce_prod(shape)), shape)
+        row = tf.cast(tf.equal(places, 0), part.dtype)
     else:
         # Between 0 and 1 and no two alike: logarithms, roots and deviations exist.
         places = tf.cast(tf.range(1, tf.reduce_prod(shape) + 1), tf.float32)
         spread = places / tf.cast(tf.reduce_prod(shape) + 1, tf.float32)
         row = tf.cast(tf.reshape(spread, shape), part.dtype)
-    return tf.ensure_shape(row, [1, *part.shape[1:]])
+    # A length of 0 became 1, where it is that of the longest of no words.
+    known = [None if length == 0 else length for length in part.shape[1:]]
+    return tf.ensure_shape(row, [1, *known])

@@ -15,9 +15,11 @@ import logging
 from typing import Any
 
 import keras
+import tensorflow as tf
 
 from tfdp._private.instance_attributes import instance_attributes
 from tfdp._private.keras_models import BUILD, build_symbolically
+from tfdp.step.borrowed_rows import row_like
 from tfdp.step.optimizers import optimizers_of
 from tfdp.tracing.keras_steps import is_stock_step
 from tfdp.tracing.padded_batch import without_padding
@@ -39,9 +41,8 @@ def builds_from_plain_batch(model: Any) -> None:
         is_stock = is_stock_step(model.train_step)
         try:
             with contextlib.nullcontext() if is_stock else _without_optimizer(model):
-                build_symbolically(
-                    model, iterator=iterator, data_batch=without_padding(data_batch)
-                )
+                batch = _with_a_row(without_padding(data_batch))
+                build_symbolically(model, iterator=iterator, data_batch=batch)
         except Exception as error:
             if is_stock:
                 raise
@@ -51,6 +52,18 @@ def builds_from_plain_batch(model: Any) -> None:
 
     # The dictionary, not setattr: Keras' objects track what is set on them.
     vars(model)[BUILD] = symbolic_build
+
+
+def _with_a_row(batch: Any) -> Any:
+    """The batch; on a host without rows with one, for layers refuse none."""
+
+    def of(value: Any) -> Any:
+        shape = tf.TensorShape(getattr(value, "shape", None))
+        if not shape.rank or shape[0] != 0:
+            return value
+        return row_like(value if tf.is_tensor(value) else tf.convert_to_tensor(value))
+
+    return tf.nest.map_structure(of, batch, expand_composites=False)
 
 
 def _without_optimizer(model: Any) -> contextlib.AbstractContextManager:
