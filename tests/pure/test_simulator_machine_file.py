@@ -69,6 +69,9 @@ def test_each_of_two_processes_adds_half_as_fast():
     assert here.within_host.compute_share == pytest.approx(0.8)
     here = MACHINE.machine_here(Topology(4, 2))
     assert here.within_host.compute_share == 1.0
+    # Of four cores two processes have one each.
+    here = dataclasses.replace(MACHINE, cores=4).machine_here(Topology(2, 2))
+    assert here.within_host.rate == MACHINE.within_host.rate / 4
     assert here.between_hosts == MACHINE.between_hosts
     assert MACHINE.machine(2).within_host == MACHINE.within_host
 

@@ -128,19 +128,21 @@ class MeasuredMachine:
     def machine_here(self, topology: Topology) -> Machine:
         """So many processes on this one machine, which share its cores.
 
-        What replicas add within a process was measured with all cores; of several
-        processes each has its part of them.
+        What replicas add within a process was measured with all cores. Several
+        processes are measured on a core each, or where there are fewer cores each has
+        its part of them.
 
         Args:
           topology: `hosts` processes of `devices_per_host` replicas each.
         """
         here = self.machine(topology.devices_per_host)
         measured = here.within_host
+        parts = max(topology.hosts, self.cores) if topology.hosts > 1 else 1
         within = dataclasses.replace(
             measured,
-            bytes_per_second=measured.bytes_per_second / topology.hosts,
+            bytes_per_second=measured.bytes_per_second / parts,
             # As many cores are a larger part of a process' own.
-            compute_share=min(measured.compute_share * topology.hosts, 1.0),
+            compute_share=min(measured.compute_share * parts, 1.0),
         )
         return dataclasses.replace(here, within_host=within)
 

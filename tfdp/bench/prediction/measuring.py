@@ -127,6 +127,9 @@ def measure_link(
 ) -> Link:
     """The link of a place: between the replicas of one process, or two processes.
 
+    Several processes stay on a core each, where there are as many, and what sums take
+    is a part of these.
+
     Raises:
       CollectiveError, DeviceError: as `measure_machine`.
     """
@@ -151,6 +154,7 @@ def measure_link(
         return fit_link(sets, times, moved, rounds=place.replicas, cores=cores)
     hops = place.processes - 1
     moved_bytes = 2 * hops / place.processes
+    cores = min(cores, place.processes)
     return fit_link(sets, times, moved_bytes, rounds=2 * hops, cores=cores)
 
 
