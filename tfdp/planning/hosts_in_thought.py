@@ -15,7 +15,6 @@ from tfdp.hosts.host_link import MOST_GATHERED_BYTES, HostLink, Ranges
 from tfdp.plan.communication import Communication
 from tfdp.plan.shards import Sharding
 from tfdp.strategies.multi_host import MultiHostDataParallelStrategy
-from tfdp.tracing.run import ReplicaRun
 
 __all__ = ["HostOfMany"]
 
@@ -37,6 +36,9 @@ class HostOfMany(MultiHostDataParallelStrategy):
         hosts that train apart are hosts alone; and for `engine="tensorflow"`, whose
         collectives between hosts can be traced only where they have met.
     """
+
+    # Memory is counted by shapes, on which a host that trains would not rely.
+    _hosts_are_alike = True
 
     def __init__(
         self,
@@ -82,11 +84,6 @@ class HostOfMany(MultiHostDataParallelStrategy):
         return self._extended_over(
             self._others, devices, communication, cross_device_ops, draws_per_replica
         )
-
-    def _complete_run(self, run: ReplicaRun) -> None:
-        # Memory is counted by shapes, which a host that trains would not rely on.
-        super()._complete_run(run)
-        run.hosts_are_alike = True
 
     def from_chief(self, value: np.ndarray, label: str = "value") -> np.ndarray:
         """Its own: it is the chief."""
