@@ -1,13 +1,16 @@
 """The table of docs/planning.md: each case in a fresh process, one at a time.
 
     python -m tests.planning --out out/planning.jsonl --minutes 30
+    python -m tests.planning --out out/planning.jsonl --rounds 3 --jobs 2
     python -m tests.planning --show out/planning.jsonl
 
-Cases are drawn at random, always in the same order; those that the file holds are left
-out, so a run goes on where it was stopped.
+Cases are drawn at random, always in the same order; with `--rounds` they are those of
+`tests.planning.sample`. Those that the file holds are left out, so a run goes on where
+it was stopped.
 """
 
 import argparse
+import concurrent.futures
 import dataclasses
 import itertools
 import json
@@ -17,15 +20,17 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from os import environ
 
 from tests.planning.case import Case
+from tests.planning.hub import HUB_MODELS
 from tests.planning.models import MODELS
+from tests.planning.sample import ROWS, sample
 from tfdp.bench.memory.command import ENVIRONMENT
 
 SECONDS_OF_CASE = 420
-ROWS = (4, 8, 16)
 # Traced in seconds.
 QUICK = ("BERTMini", "MobileNet", "MobileNetV3Small", "VGG16")
 
@@ -47,22 +52,26 @@ def all_cases():
     return list(dict.fromkeys([*first, *quick, *cases]))
 
 
-def run(path, minutes):
+def run(path, cases, minutes, jobs, seconds):
+    """Measures and plans, `jobs` cases at a time, those that `path` does not hold."""
     done = {json.dumps(_key(row)) for row in read(path)}
     end = time.monotonic() + 60 * minutes
-    for case in all_cases():
-        if time.monotonic() > end:
+    lock = threading.Lock()
+
+    def one(case):
+        if time.monotonic() > end or json.dumps(dataclasses.asdict(case)) in done:
             return
-        key = dataclasses.asdict(case)
-        if json.dumps(key) in done:
-            continue
-        row = run_case(case)
-        with path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
-        print(line_of(row), flush=True)
+        row = run_case(case, seconds)
+        with lock:
+            with path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(row) + "\n")
+            print(line_of(row), flush=True)
+
+    with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
+        list(pool.map(one, cases))
 
 
-def run_case(case):
+def run_case(case, seconds=SECONDS_OF_CASE):
     found = dataclasses.asdict(case)
     with tempfile.TemporaryDirectory(prefix="tfdp-planning-") as folder:
         for what in ("measure", "predict"):
@@ -73,11 +82,11 @@ def run_case(case):
                     stdout=subprocess.PIPE,
                     stderr=subprocess.STDOUT,
                     text=True,
-                    timeout=SECONDS_OF_CASE,
+                    timeout=seconds,
                     env={**environ, **ENVIRONMENT},
                 )
             except subprocess.TimeoutExpired:
-                return {**found, "failed": f"{what}: {SECONDS_OF_CASE} s"}
+                return {**found, "failed": f"{what}: {seconds} s"}
             if done.returncode or not result.exists():
                 last = done.stdout.strip().splitlines()[-1:]
                 return {**found, "failed": f"{what}: {last}"}
@@ -133,8 +142,11 @@ def show(path):
     good = [row for row in rows if "failed" not in row]
     for row in rows:
         print(line_of(row))
-    summary("all", good)
-    for name in MODELS:
+    unknown = [row for row in good if not row.get("is_known", True)]
+    summary("said to be not known", unknown)
+    good = [row for row in good if row not in unknown]
+    summary("all others", good)
+    for name in (*MODELS, *HUB_MODELS):
         summary(name, [row for row in good if row["model"] == name])
     for key in ("stage", "replicas", "remat", "local_rows"):
         for value in sorted({row[key] for row in good}):
@@ -159,10 +171,14 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=pathlib.Path)
     parser.add_argument("--minutes", type=float, default=30.0)
+    parser.add_argument("--rounds", type=int, help="a sample of so many rounds")
+    parser.add_argument("--jobs", type=int, default=1, help="cases at a time")
+    parser.add_argument("--seconds", type=int, default=SECONDS_OF_CASE)
     parser.add_argument("--show", type=pathlib.Path)
     options = parser.parse_args()
     if options.out:
-        run(options.out, options.minutes)
+        cases = all_cases() if options.rounds is None else sample(options.rounds)
+        run(options.out, cases, options.minutes, options.jobs, options.seconds)
     if options.show:
         show(options.show)
 

@@ -74,7 +74,8 @@ def measure(case):
         tfdp.remat(model)
     # Of all hosts together; each takes its part.
     batch = rows_of(case.local_rows * case.replicas * case.hosts)
-    data = tf.data.Dataset.from_tensor_slices(batch).batch(len(batch[0])).repeat()
+    parts = tf.nest.flatten(batch)
+    data = tf.data.Dataset.from_tensor_slices(batch).batch(len(parts[0])).repeat()
     batches = iter(strategy.experimental_distribute_dataset(data))
     model.make_train_function()
     for _ in range(STEPS_BEFORE):
@@ -86,7 +87,7 @@ def measure(case):
         forget_peak()
         model.train_function(batches)
         added.append(peak_bytes() - before)
-    stored = _stored_bytes(model) + sum(part.nbytes for part in batch) // case.hosts
+    stored = _stored_bytes(model) + sum(part.nbytes for part in parts) // case.hosts
     stored += _kept_bytes(model, strategy)
     return {
         "stored": stored / case.replicas,
@@ -155,6 +156,7 @@ def predict(case):
         "predicted": found.peak_bytes,
         "parts": dict(found.parts),
         "needed": found.needed_bytes,
+        "is_known": found.is_known,
         "flops": found.flops,
         "seconds": time.monotonic() - began,
         "notes": list(found.notes),

@@ -7,6 +7,8 @@ import functools
 
 import numpy as np
 
+from tests.planning.hub import HUB_MODELS
+
 # Name -> image size, near the smallest that the network takes; the quickest first.
 IMAGES = {
     "VGG16": 64,
@@ -37,6 +39,8 @@ def make_of(name):
     """A function that makes the compiled model, and another that makes n rows."""
     if name == "BidirectionalLSTM":
         return _recurrent, _reviews
+    if name in HUB_MODELS:
+        return HUB_MODELS[name]
     if name in IMAGES:
         return functools.partial(_image_model, name), functools.partial(
             _images, IMAGES[name]

@@ -1,5 +1,6 @@
 """How a machine's numbers are fitted, and told; processes are stood in for."""
 
+import contextlib
 import doctest
 import json
 
@@ -167,6 +168,24 @@ def test_the_benchmark_tells_how_far_off(machine, tmp_path, capsys):
         assert first > without and slow > 9 * without
         assert row["error"] == pytest.approx(first / without - 1)
     assert "20 steps: off by" in said and "4 sums: off by" in said
+
+
+def test_over_a_link_two_hosts_have_a_replica_and_two(machine, monkeypatch, capsys):
+    for module in (measuring, command):
+        monkeypatch.setattr(module, "two_hosts", contextlib.nullcontext)
+    asked = ["bench", "prediction", "--repeats", "3", "--link-rates", "1gbit"]
+    assert cli.main(asked) == 0
+    said = capsys.readouterr().out
+    assert "10 steps: off by" in said and "2 sums: off by" in said
+    lines = [line for line in said.splitlines() if "1gbit" in line]
+    places = [place for line in lines for place in ("2x1", "2x2") if place in line]
+    assert len(lines) == 12 and places == ["2x1"] * 6 + ["2x2"] * 6
+
+
+def test_processes_on_a_core_each_take_a_part_of_these_cores(machine, monkeypatch):
+    # Of four cores two are used; the stand-in's sums take 0.75 of these.
+    link = measuring.measure_link(Place(2, 1), "loopback", 4, 3, False, 60)
+    assert link.compute_share == pytest.approx(0.75)
 
 
 def test_an_arm_that_fails_is_told_and_the_others_go_on(machine, monkeypatch, capsys):

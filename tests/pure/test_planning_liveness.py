@@ -3,6 +3,7 @@
 import pytest
 
 from tfdp.planning.any_rows import AnyRows, NotOfRows, rows_to_trace
+from tfdp.planning.link_memory import lying_in_what_links_keep
 from tfdp.planning.liveness import TURNS, run_in_thought
 from tfdp.planning.op_rules import Tensor, flops_of, reused_inputs, shared_input
 from tfdp.planning.scratch import scratch_bytes_of
@@ -240,3 +241,25 @@ def test_rows_to_trace_divide_nothing_else(row_bytes):
 
 def test_batches_that_are_too_large_are_not_made_for_it():
     assert rows_to_trace({4096, 3}, set(), 2**23) is None
+
+
+def test_weights_that_a_link_gathered_are_there_once_for_all_replicas():
+    # Two replicas' weights, of 100 each, lie in the 100 that the link wrote in the step
+    # before; it writes as many anew, and keeps both.
+    stored = [StoredVariable(100, "weights")] * 2 + [StoredVariable(100, "exchange")]
+    gathered = Op("EagerPyFunc", (), (), (100,), variable=2, access="read")
+    assigns = [
+        Op("AssignVariableOp", ((0, 0),), variable=place, access="assign")
+        for place in (0, 1)
+    ]
+    ops = (gathered, *assigns)
+    lies_in = lying_in_what_links_keep(ops, stored)
+    assert lies_in == {0: 2, 1: 2}
+    graph = StepGraph(ops, tuple(stored), lies_in=lies_in)
+    found = run_in_thought(graph, 1)
+    assert found.peak_bytes == 200
+    assert found.parts == {"weights": 100, "exchange": 100}
+    # Of what a link has summed and others computed with nothing lies there.
+    scaled = Op("Mul", ((0, 0),), (), (100,))
+    assign = Op("AssignVariableOp", ((1, 0),), variable=0, access="assign")
+    assert lying_in_what_links_keep((gathered, scaled, assign), stored) == {}

@@ -75,6 +75,21 @@ def test_what_is_kept_costs_besides():
     assert more == pytest.approx(1e9 * KEEPING)
 
 
+def test_large_tensors_may_be_coded_slower():
+    slower = dataclasses.replace(QUARTER, large_share=0.5)
+    large = lossy.LARGE_BYTES
+    assert slower.coding_seconds(large) == 2 * QUARTER.coding_seconds(large)
+    # As many bytes in two tensors are none of them.
+    assert slower.coding_seconds(large, 2) == QUARTER.coding_seconds(large)
+    stages = [
+        exchange_stages(large, Topology(2, 1), LINKS, "two_level", 1.0, tensors, slower)
+        for tensors in (1, 2)
+    ]
+    assert stages[0][0].seconds == pytest.approx(2 * stages[1][0].seconds)
+    with pytest.raises(ConfigurationError, match="large_share"):
+        dataclasses.replace(QUARTER, large_share=0.0)
+
+
 def test_rows_go_to_one_of_a_host_and_from_it_to_all_others():
     within, between = row_stages(20, 1e6, True, Topology(3, 2), LINKS, "sockets")
     # 2 x 2 x 20 bytes and 2 latencies; 2 others, 40 bytes and 3 s each.
@@ -122,14 +137,18 @@ def test_a_table_is_in_no_bucket_and_has_an_exchange_of_its_own():
 
 
 # docs/communication.md: images a second of both, two hosts of a core each over 1
-# Gbit/s, and the GB/s of one core there. Without sums 113.6 ms (docs/benchmarks.md).
+# Gbit/s, and the GB/s of one core then. Without sums 113.6 ms (docs/benchmarks.md).
 STEPS = {
-    None: (154, None),
-    "bfloat16": (233, 1.00e9),
-    "int8": (256, 0.87e9),
-    "sign": (384, 0.87e9),
-    "power_sgd": (409, 1.17e9),
+    None: (160, None),
+    "bfloat16": (262, 1.36e9),
+    "int8": (335, 1.55e9),
+    "sign": (560, 1.62e9),
+    "power_sgd": (553, 1.68e9),
+    # While it ordered all numbers.
+    "top_k": (141, 0.199e9),
 }
+# Of a rate what was reached then with the network's 67 MB in one tensor: 0.110 GB/s.
+LARGE_SHARES = {"top_k": 0.110 / 0.199}
 
 
 @pytest.mark.parametrize("name", STEPS)
@@ -137,16 +156,20 @@ def test_steps_with_compression_that_were_measured(name):
     images, rate = STEPS[name]
     # Of 1 Gbit/s 1,448 of 1,514 bytes; a link there takes 0.75 of the cores.
     link = Link(2e-4, 1.25e8 * 1448 / 1514, compute_share=0.75)
+    lossy = known_ways({name: rate}).get(name)
+    if name in LARGE_SHARES:
+        lossy = dataclasses.replace(lossy, large_share=LARGE_SHARES[name])
     training = Training(
         dense_network("mlp-20m", (784, 4096, 4096, 10)),
         Compute.from_seconds(0.1136, 64),
         Machine("core", 1, Link(1e-5, 4e9), link, launch_seconds=1e-9),
         algorithm="sockets",
-        lossy=known_ways({name: rate}).get(name),
+        lossy=lossy,
     )
     found = predict_step(training, 2).step_seconds
-    # 7% is what float32 is off by; KEEPING is fitted to the last three.
-    assert found == pytest.approx(128 / images, rel=0.08)
+    # 5% is the most that one of them is off by; KEEPING is fitted to
+    # int8, sign and power_sgd.
+    assert found == pytest.approx(128 / images, rel=0.06)
 
 
 def test_names_are_those_of_tune():

@@ -14,6 +14,7 @@ import json
 import os
 import pathlib
 import sys
+import time
 
 import tfdp
 from tests.support import tuning_subjects
@@ -25,7 +26,19 @@ from tfdp.callbacks import autotune
 class Grid(tfdp.callbacks.Autotune):
     """Keeps the trials, and ends the training with the tuning."""
 
+    def on_train_begin(self, logs=None):
+        #: Setting -> seconds of the processor that each of its steps took, by turn.
+        self.busy = {}
+        super().on_train_begin(logs)
+
+    def _begin(self, setting):
+        super()._begin(setting)
+        self._busy_before = time.process_time()
+
     def _end_of_setting(self, tuning):
+        taken = time.process_time() - self._busy_before
+        steps = len(self._seconds) + autotune.WARM_UP_EXECUTIONS
+        self.busy.setdefault(tuning.setting, []).append(taken / steps)
         super()._end_of_setting(tuning)
         if self._tuning is None:
             self.trials = tuning.trials
@@ -49,7 +62,11 @@ def train(subject, rows, steps, rounds, path):
         callbacks=[grid],
     )
     if strategy.is_chief:
-        found = [dataclasses.asdict(trial) for trial in grid.trials]
+        # The first turn of a setting traces: it is no measure.
+        found = [
+            {**dataclasses.asdict(trial), "processor": grid.busy[trial.setting][1:]}
+            for trial in grid.trials
+        ]
         write_json(
             path,
             {

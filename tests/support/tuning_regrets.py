@@ -17,7 +17,8 @@ DECIDING = 3
 
 def regrets(path):
     """Of the defaults, and of what would have been chosen; parts of the fastest."""
-    trials = json.loads(pathlib.Path(path).read_text("utf-8"))["trials"]
+    content = json.loads(pathlib.Path(path).read_text("utf-8"))
+    trials = content["trials"]
     settings = [Setting.from_json(trial["setting"]) for trial in trials]
     speeds = dict(zip(settings, trials, strict=True))
     defaults, *others = settings
@@ -41,6 +42,13 @@ def regrets(path):
         "chosen": chosen.communication_line,
         **{name: statistics.mean(one[name] for one in found) for name in found[0]},
         "rounds differ by": statistics.median(spread) - 1,
+        "load": content.get("load", 0.0),
+        # Of worker 0, for a step: other programs change it less than the clock.
+        "processor seconds": {
+            setting.communication_line: statistics.median(trial["processor"])
+            for setting, trial in speeds.items()
+            if trial.get("processor")
+        },
     }
 
 

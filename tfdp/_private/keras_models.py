@@ -6,23 +6,29 @@ Checked against Keras 3.12 and 3.15.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator
 from typing import Any
 
 import keras
 import tensorflow as tf
 
+# Models whose outputs say what they are before anything is computed.
+from keras.src.models.functional import Functional
+
 from tfdp._private.names import keras_state
 
 __all__ = [
     "BUILD",
     "LOSSES",
+    "build_as_declared",
     "build_symbolically",
     "build_without_optimizer",
     "compute_loss",
     "given_losses",
     "given_metrics",
     "initial_epoch",
+    "large_variables_left_empty",
     "layers_within",
     "loss_trackers",
     "losses_added_in",
@@ -42,6 +48,8 @@ __all__ = [
 LOSSES = "_losses"
 #: The method of a model that builds it from the first batch.
 BUILD = "_symbolic_build"
+# How a variable gets its first value.
+INITIALIZE = "_initialize_with_initializer"
 EPOCH_LOGS = "_get_metrics_result_or_logs"
 
 
@@ -103,6 +111,58 @@ def build_symbolically(model: keras.Model, **arguments: Any) -> None:
     model._symbolic_build(**arguments)
 
 
+def build_as_declared(model: keras.Model, data_batch: Any) -> None:
+    """As `build_symbolically`, for a model that is traced and not trained.
+
+    Keras runs the whole model in a graph of its own to know what its metrics and
+    its loss are given. A functional model whose layers are built has said so.
+
+    Args:
+      model: compiled.
+      data_batch: (x, y) or (x, y, sample_weight), arrays.
+    """
+    outputs = _declared_outputs(model, data_batch)
+    if outputs is None:
+        build_symbolically(model, data_batch=data_batch)
+        return
+
+    def call(*inputs: Any, **options: Any) -> Any:
+        return tf.nest.map_structure(
+            lambda output: tf.zeros(output.shape, output.dtype), outputs
+        )
+
+    # Not by setattr, which would track it as a part of the model.
+    vars(model)["call"] = call
+    try:
+        build_symbolically(model, data_batch=data_batch)
+    finally:
+        del vars(model)["call"]
+
+
+def _declared_outputs(model: keras.Model, data_batch: Any) -> Any:
+    """What the model says that it makes of a batch; None: it does not say."""
+    own = getattr(model, "_functional", None) or model  # of a Sequential model
+    is_plain = type(model).call in (Functional.call, keras.Sequential.call)
+    if not is_plain or not isinstance(own, Functional) or "call" in vars(model):
+        return None
+    if not all(layer.built for layer in model._flatten_layers()):
+        return None
+    given = tf.nest.flatten(keras.utils.unpack_x_y_sample_weight(data_batch)[0])
+    declared = [tuple(each.shape) for each in tf.nest.flatten(own.input)]
+    rows = {len(each) for each in given if each.ndim}
+    of_any = [(None, *each.shape[1:]) for each in given]
+    outputs = [tuple(each.shape) for each in tf.nest.flatten(own.output)]
+    is_known = all(shape and None not in shape[1:] for shape in outputs)
+    if len(rows) != 1 or of_any != declared or not is_known:
+        return None
+    if any(shape[0] is not None for shape in outputs):
+        return None  # the same for any number of rows: not for all models
+    [count] = rows
+    return tf.nest.map_structure(
+        lambda each: keras.KerasTensor((count, *each.shape[1:]), each.dtype), own.output
+    )
+
+
 def updates_all_variables(model: keras.Model) -> bool:
     """Whether a step updates all trainable variables by the compiled optimizer."""
     is_own = "train_step" in vars(model)
@@ -134,6 +194,37 @@ def variables_made_at_the_end() -> Iterator[None]:
     # Keras makes them when it leaves the outermost scope.
     with keras.StatelessScope():
         pass
+
+
+@contextlib.contextmanager
+def large_variables_left_empty(least_bytes: int) -> Iterator[None]:
+    """Keras variables that are made within have memory but no numbers, where large.
+
+    Memory that nobody has written into takes none of the machine's. For models that are
+    looked at and not run.
+
+    Args:
+      least_bytes: from which size on.
+    """
+    original = getattr(keras.Variable, INITIALIZE, None)
+    if original is None:  # of another Keras: then they have numbers
+        yield
+        return
+
+    def initialize(variable: Any, initializer: Any) -> None:
+        dtype = tf.as_dtype(variable.dtype)
+        if math.prod(variable.shape) * dtype.size < least_bytes:
+            original(variable, initializer)
+            return
+        variable._initialize(
+            lambda: tf.raw_ops.Empty(shape=variable.shape, dtype=dtype)
+        )
+
+    setattr(keras.Variable, INITIALIZE, initialize)
+    try:
+        yield
+    finally:
+        setattr(keras.Variable, INITIALIZE, original)
 
 
 def initial_epoch(model: keras.Model) -> int:

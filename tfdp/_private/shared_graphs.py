@@ -78,8 +78,12 @@ class TracedAlone:
         arguments: Sequence[tf.Tensor],
         rank: int | None = None,
         own: Sequence[tf.Tensor] = (),
+        is_run: bool = True,
     ) -> Any:
-        """Adds a call to the graph: with its own captures, or those of `rank`."""
+        """Adds a call to the graph: with its own captures, or those of `rank`.
+
+        Nobody optimizes what is not run (`is_run`), but only looked at.
+        """
         captures = self.captures
         if rank is not None:
             captures = tuple(_of_rank(c, rank, self.own, own) for c in captures)
@@ -88,7 +92,7 @@ class TracedAlone:
         before = len(graph.get_operations())
         results = self.function(*arguments)
         for operation in graph.get_operations()[before:]:
-            if operation.type in CALLS_OF_FUNCTIONS:
+            if is_run and operation.type in CALLS_OF_FUNCTIONS:
                 if self.optimized is not None:
                     call_optimized(operation, self.optimized)
         return results

@@ -148,6 +148,6 @@ def format_machine(machine: MeasuredMachine) -> str:
             rate = flops / seconds / 1e9
             lines.append(
                 f"{name} {processes}x{replicas}: {1000 * seconds:.1f} ms a step of "
-                f"{model.samples} samples, {rate:.1f} GFLOP/s a replica"
+                f"{model.samples} samples, {rate:.3g} GFLOP/s a replica"
             )
     return "\n".join(lines)

@@ -17,7 +17,7 @@ from tfdp.errors import TfdpError
 from tfdp.files.atomic import refuse_missing_folder, replaced
 from tfdp.plan.shards import SHARD_STAGES, Sharding
 from tfdp.progress_bar import progress_bar
-from tfdp.strategies.quiet import import_tensorflow_quietly
+from tfdp.strategies.quiet import NOT_NEEDED_FOR_A_STEP, import_tensorflow_quietly
 
 __all__ = ["add_arguments", "run"]
 
@@ -108,7 +108,7 @@ def run(options: argparse.Namespace) -> int:
 def _answer(
     options: argparse.Namespace, sharding: Sharding, memory_bytes: int | None
 ) -> Any:
-    import_tensorflow_quietly()
+    import_tensorflow_quietly(without=NOT_NEEDED_FOR_A_STEP)
     from tfdp.planning.answer import Answer
     from tfdp.planning.planner import Planner, have_devices
     from tfdp.planning.ways import largest_batch, ways_to_fit

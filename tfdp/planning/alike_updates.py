@@ -91,7 +91,7 @@ class _Updates:
         given = [gradient, learning_rate] if is_computed else [gradient]
         known = self._shapes.get(key)
         if known is not None and known.is_alike and known.first.takes(given):
-            self._other(known, place).call(given)
+            self._other(known, place).call(given, is_run=False)
             return
         try:
             traced = trace_alone(
@@ -108,7 +108,7 @@ class _Updates:
             self._shapes[key] = _Shape(place, traced)
         elif known.is_alike is None:
             known.is_alike = _are_alike(self._other(known, place), traced)
-        traced.call(given)
+        traced.call(given, is_run=False)
 
     def _other(self, known: _Shape, place: int) -> TracedAlone:
         """The first update with what it captured of its weight put for another's."""

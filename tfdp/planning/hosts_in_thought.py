@@ -37,6 +37,9 @@ class HostOfMany(MultiHostDataParallelStrategy):
         collectives between hosts can be traced only where they have met.
     """
 
+    # Memory is counted by shapes, on which a host that trains would not rely.
+    _hosts_are_alike = True
+
     def __init__(
         self,
         devices: Sequence[str],

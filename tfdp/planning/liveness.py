@@ -15,7 +15,7 @@ import heapq
 import random
 from collections.abc import Sequence
 
-from tfdp.planning.memory import Memory
+from tfdp.planning.memory import Memory, readers_of
 from tfdp.planning.step_graph import Op, StepGraph
 
 __all__ = ["TURNS", "StepMemory", "run_in_thought"]
@@ -82,7 +82,7 @@ def run_in_thought(
 
 
 class _Wiring:
-    """What is the same in all turns: who waits for whom, and how long ops take."""
+    """What is the same in all turns: who waits for whom, and how long."""
 
     def __init__(self, graph: StepGraph):
         self.followers: list[list[int]] = [[] for _ in graph.ops]
@@ -92,6 +92,7 @@ class _Wiring:
                 self.followers[source].append(place)
                 self.waits[place] += 1
         self.seconds = [_seconds_of(graph, op) for op in graph.ops]
+        self.readers = readers_of(graph)
 
 
 class _Executor:
@@ -100,7 +101,7 @@ class _Executor:
     def __init__(self, graph: StepGraph, wiring: _Wiring, threads: int, turn: int = 0):
         self._graph = graph
         self._turn = turn
-        self._memory = Memory(graph)
+        self._memory = Memory(graph, wiring.readers)
         self._followers = wiring.followers
         self._waits = list(wiring.waits)
         self._seconds = wiring.seconds

@@ -7,10 +7,18 @@ import dataclasses
 
 from tfdp.planning.step_graph import Op, StepGraph
 
-__all__ = ["Buffer", "Memory"]
+__all__ = ["Buffer", "Memory", "readers_of"]
 
 
-@dataclasses.dataclass
+def readers_of(graph: StepGraph) -> collections.Counter[tuple[int, int]]:
+    """How many ops, or the end of the step, wait for each output."""
+    readers: collections.Counter[tuple[int, int]] = collections.Counter(graph.results)
+    for op in graph.ops:
+        readers.update(op.inputs)
+    return readers
+
+
+@dataclasses.dataclass(slots=True)
 class Buffer:
     """Memory of one tensor, or of several that share it."""
 
@@ -24,20 +32,20 @@ class Memory:
 
     A tensor is held by each op that has yet to read it; a variable holds its own.
     TensorFlow counts alike: memory is free when the last reader has run.
+
+    Args:
+      graph: the step.
+      readers: `readers_of` it.
     """
 
-    def __init__(self, graph: StepGraph):
+    def __init__(self, graph: StepGraph, readers: collections.Counter[tuple[int, int]]):
         self._graph = graph
         self.live_bytes = 0
         self.peak_bytes = 0
         self.by_part: collections.Counter[str] = collections.Counter()
         self.peak_by_part: dict[str, int] = {}
         self.peak_op = ""
-        # How many ops, or the end of the step, wait for each output.
-        self._readers: collections.Counter[tuple[int, int]] = collections.Counter()
-        for op in graph.ops:
-            self._readers.update(op.inputs)
-        self._readers.update(graph.results)
+        self._readers = readers
         self._tensors: dict[tuple[int, int], Buffer] = {}
         self._variables = [
             self._take(Buffer(variable.size_bytes, variable.part))
@@ -45,7 +53,20 @@ class Memory:
         ]
         for buffer in self._variables:
             buffer.holders = 1
+        self._put_where_the_link_did()
         self._note_peak("")
+
+    def _put_where_the_link_did(self) -> None:
+        """Variables that share what a link wrote in the step before, and keeps."""
+        written: dict[int, Buffer] = {}
+        for place, kept in self._graph.lies_in.items():
+            own = self._variables[place]
+            if kept not in written:
+                size_bytes = self._variables[kept].size_bytes
+                written[kept] = self._take(Buffer(size_bytes, own.part, holders=1))
+            self._let_go(own)
+            written[kept].holders += 1
+            self._variables[place] = written[kept]
 
     def begin(self, place: int) -> None:
         """The op at `place` begins: its outputs and its scratch memory are there."""

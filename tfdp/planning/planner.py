@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from tfdp.checks import is_whole
+from tfdp.cluster.machine import usable_cores
 from tfdp.errors import ConfigurationError, DeviceError
 from tfdp.plan.communication import Communication
 from tfdp.plan.shards import Sharding, sharding_of
@@ -312,7 +312,7 @@ def _facts_of(
 def _played(graph: StepGraph, replicas: int, turns: Sequence[int]) -> StepMemory:
     # Where tensors are handed from replica to replica, what waits for one goes on in
     # another thread; measured peaks are those of one thread more.
-    threads = (os.cpu_count() or 1) + (replicas > 1)
+    threads = usable_cores() + (replicas > 1)
     return run_in_thought(graph, threads, turns)
 
 

@@ -77,12 +77,16 @@ class StepGraph:
       variables: what is stored between steps.
       results: (place of the op, place of its output) that live until the step ends.
       notes: what is not known: words to how often.
+      lies_in: variables that lie where the link has put them in the step before: place
+        to that of what the link keeps. All that lie in one of these share its memory,
+        and the link takes as much anew.
     """
 
     ops: tuple[Op, ...]
     variables: tuple[StoredVariable, ...] = ()
     results: tuple[tuple[int, int], ...] = ()
     notes: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    lies_in: Mapping[int, int] = dataclasses.field(default_factory=dict)
 
     @property
     def flops(self) -> float:

@@ -15,6 +15,7 @@ from tfdp.exchange.link_calls import LINK_CALL
 from tfdp.planning.any_rows import AnyRows
 from tfdp.planning.branches import BRANCHES, handed_on
 from tfdp.planning.graph_order import in_order, needed_ops
+from tfdp.planning.link_memory import OF_LINKS, lying_in_what_links_keep
 from tfdp.planning.liveness import run_in_thought
 from tfdp.planning.loops import kept_per_turn, turns_of
 from tfdp.planning.op_rules import (
@@ -91,6 +92,7 @@ def read_graph(
         tuple(reader.variables),
         tuple(place for place in results if place is not None),
         dict(reader.notes),
+        lying_in_what_links_keep(reader.ops, reader.variables),
     )
 
 
@@ -279,7 +281,7 @@ class _Reader:
         """
         made = sum(self._size_of(op, n, inputs, ()) for n in range(len(op.outputs)))
         given = sum(tensor.size_bytes for tensor in read)
-        self.variables.append(StoredVariable(max(made, given), "exchange"))
+        self.variables.append(StoredVariable(max(made, given), OF_LINKS))
         return len(self.variables) - 1
 
     def _size_of(

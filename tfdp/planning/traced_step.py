@@ -10,7 +10,10 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdp._private.keras_models import build_symbolically
+from tfdp._private.keras_models import (
+    build_as_declared,
+    large_variables_left_empty,
+)
 from tfdp.errors import ConfigurationError
 from tfdp.layers.rematerialization import remat as recompute
 from tfdp.plan.communication import Communication
@@ -30,6 +33,9 @@ from tfdp.strategies.data_parallel import DataParallelStrategy
 from tfdp.strategies.devices import find_devices
 
 __all__ = ["TracedModel", "builder_of"]
+
+# Of larger weights, and slots of an optimizer, nobody asks for the numbers.
+LEAST_EMPTY_BYTES = 2**20
 
 
 def builder_of(model: Any) -> Callable[[], keras.Model]:
@@ -116,7 +122,7 @@ class TracedModel:
             self._strategy = DataParallelStrategy(
                 devices, alone=True, communication=communication, shard=alone
             )
-        with self._strategy.scope():
+        with self._strategy.scope(), large_variables_left_empty(LEAST_EMPTY_BYTES):
             self.model = build()
         is_model = isinstance(self.model, keras.Model)
         if not is_model or getattr(self.model, "optimizer", None) is None:
@@ -169,8 +175,8 @@ class TracedModel:
 
     def _traced(self, local_rows: int) -> Any:
         zeros = self.batch.zeros(local_rows)
-        with self._strategy.scope():
-            build_symbolically(self.model, data_batch=zeros)
+        with self._strategy.scope(), large_variables_left_empty(LEAST_EMPTY_BYTES):
+            build_as_declared(self.model, zeros)
 
         def part_of(context: Any) -> Any:
             return tf.nest.map_structure(tf.constant, zeros)

@@ -150,7 +150,8 @@ def exchange_stages(
         share = machine.within_host.compute_share
         stages.append(Stage(WITHIN, seconds + machine.launch_seconds, share))
     if lossy is not None and is_small:
-        return [*stages, *_small(size_bytes, topology.hosts, machine, part, lossy)]
+        hosts = topology.hosts
+        return [*stages, *_small(size_bytes, hosts, machine, part, lossy, tensors)]
     if topology.hosts > 1:
         seconds = part * _between(size_bytes, topology.hosts, machine, algorithm)
         share = machine.between_hosts.compute_share
@@ -199,11 +200,16 @@ def row_stages(
 
 
 def _small(
-    size_bytes: float, hosts: int, machine: Machine, part: float, lossy: Lossy
+    size_bytes: float,
+    hosts: int,
+    machine: Machine,
+    part: float,
+    lossy: Lossy,
+    tensors: int,
 ) -> list[Stage]:
     """Encoded, sent and decoded by each host."""
     link = machine.between_hosts
-    half = part * lossy.coding_seconds(size_bytes) / 2
+    half = part * lossy.coding_seconds(size_bytes, tensors) / 2
     seconds = part * lossy.sent_bytes(size_bytes, hosts) / link.rate
     seconds += part * lossy.rounds(hosts) * link.latency_seconds
     seconds += machine.launch_seconds

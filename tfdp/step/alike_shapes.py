@@ -37,11 +37,12 @@ def with_alike_shapes(arguments: Any, run: ReplicaRun) -> Any:
     """
     if tf.executing_eagerly() or run.counts is None:
         return arguments
-    if len(run.counts) == 1 and not run.spans_hosts:
+    may_differ = run.spans_hosts and not run.hosts_are_alike
+    if len(run.counts) == 1 and not may_differ:
         return arguments
     # Who has no row has borrowed one.
     known = [max(n, 1) if isinstance(n, int) else None for n in run.counts]
-    forgotten = known if run.spans_hosts else []
+    forgotten = known if may_differ else []
 
     def alike(value: Any) -> Any:
         parts = value.values if isinstance(value, PerReplica) else [value]

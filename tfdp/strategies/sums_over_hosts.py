@@ -22,6 +22,8 @@ class SumsOverHosts(ReplicaContextStrategy):
 
     #: The hosts; None for one that is alone, which exchanges nothing.
     _group: HostGroup | None = None
+    #: Whether it is known that all hosts get as many rows: not where they train.
+    _hosts_are_alike = False
 
     @property
     def hosts(self) -> int:
@@ -74,7 +76,7 @@ class SumsOverHosts(ReplicaContextStrategy):
             return
         run.replicas = self.num_replicas_in_sync
         if run.counts is not None:
-            run.spans_hosts = True
+            run.spans_hosts, run.hosts_are_alike = True, self._hosts_are_alike
             total = tf.cast(run.total, tf.int32)
             run.total = self._group.sum(total, "number of samples")
 

@@ -37,12 +37,14 @@ class ReplicaRun:
         so, else scalar int32 tensors; None when no batch was passed in.
       total: their sum, over all hosts.
       spans_hosts: whether other hosts have replicas of this run, too.
+      hosts_are_alike: whether it is known that each of them has the same rows.
     """
 
     replicas: int
     counts: list[Any] | None = None
     total: Any = None
     spans_hosts: bool = False
+    hosts_are_alike: bool = False
     #: Traces (see `trace_of`) whose loss was brought to its share of the global one.
     scaled_losses: set[int] = dataclasses.field(default_factory=set)
     #: By trace: which numbers are shares of the global loss already.

@@ -44,7 +44,7 @@ ON_LOOPBACK: tuple[Place, ...] = tuple(
     Place(*each) for each in ((1, 2), (1, 4), (2, 1), (2, 2))
 )
 QUICK_PLACES: tuple[Place, ...] = (Place(2, 1),)
-ON_LINKS: tuple[Place, ...] = (Place(2, 1),)
+ON_LINKS: tuple[Place, ...] = (Place(2, 1), Place(2, 2))
 SUM_SUBJECT = "resnet50"
 COLUMNS = "{:<10} {:>5} {:>9} {:>12} {:>24} {:>10} {:>7}"
 

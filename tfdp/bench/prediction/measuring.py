@@ -127,6 +127,9 @@ def measure_link(
 ) -> Link:
     """The link of a place: between the replicas of one process, or two processes.
 
+    Several processes stay on a core each, where there are as many, and what sums take
+    is a part of these.
+
     Raises:
       CollectiveError, DeviceError: as `measure_machine`.
     """
