@@ -1,0 +1,129 @@
+"""Calls of a shared function that the graph optimizer does not look into.
+
+Its passes infer the shapes of a graph, and for that go into the function behind each
+plain call, anew for each call and in each pass: with eight replicas through eight times
+the operations of a step. They do not go into the branches of a conditional; what shapes
+come out of it is written on it. So the call is a conditional whose branches are both
+the function (`one_call`).
+
+Private here are: the proto of a function that only calls another one, which inputs a
+call only reads, and what a function returns put together from its tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.core.framework import attr_value_pb2, function_pb2
+from tensorflow.python.eager.polymorphic_function.atomic_function import AtomicFunction
+from tensorflow.python.framework import auto_control_deps_utils
+
+from tfdp._private.names import eager_context, run_independently, stop_recording
+from tfdp._private.one_call import as_conditional, is_there
+from tfdp._private.optimized_once import OPTIMIZED_ALREADY
+from tfdp._private.step_ops import IS_CALL
+
+__all__ = ["SharedCall"]
+
+SUFFIX = "_called"
+# Operations for which TensorFlow has one kernel on CPUs, wherever they are placed.
+IN_PLACE = {
+    *("AssignAddVariableOp", "AssignSubVariableOp", "AssignVariableOp", "Const"),
+    *("ReadVariableOp", "Identity", "NoOp", "Cast", "Reshape", "Shape", "Fill"),
+    *("AddV2", "Sub", "Mul", "RealDiv", "DivNoNan", "Reciprocal", "Neg", "Square"),
+    *("Sqrt", "Rsqrt", "Pow", "Exp", "Log", "Abs", "Sign", "Maximum", "Minimum"),
+    *("Sum", "L2Loss", "Greater", "GreaterEqual", "Less", "LessEqual", "Equal"),
+    *("LogicalAnd", "LogicalNot", "LogicalOr", "IsFinite", "All", "Any", "Select"),
+    *("SelectV2", "ZerosLike", "OnesLike"),
+}
+
+
+class SharedCall:
+    """What calls a function by a conditional.
+
+    Args:
+      concrete: the function, TensorFlow's concrete one.
+      optimized: what stands for it in calls.
+    """
+
+    def __init__(self, concrete: Any, optimized: AtomicFunction) -> None:
+        self._type = concrete.function_type
+        self._called = optimized
+        if not _runs_in_place(optimized):
+            self._called = _only_calling(optimized, concrete.graph)
+        reads = auto_control_deps_utils.get_read_only_resource_input_indices_graph(
+            concrete.graph
+        )
+        # The first input of a conditional is its condition.
+        places = attr_value_pb2.AttrValue.ListValue(i=[place + 1 for place in reads])
+        self._reads = attr_value_pb2.AttrValue(list=places)
+
+    def add(self, inputs: Sequence[tf.Tensor], token: tf.Tensor) -> Any:
+        """Adds a call to the graph, and returns what the function returns.
+
+        Args:
+          inputs: its arguments, and in the place of what it captured what the replica
+            has.
+          token: the handle of a variable of the replica.
+        """
+        condition = is_there(token)
+        # TensorFlow believes that the question changes the variable.
+        run_independently(condition.op)
+        outputs = [(o.dtype, o.shape) for o in self._type.flat_outputs]
+        # As TensorFlow's own call of a function does.
+        with stop_recording():
+            call = as_conditional(self._called, inputs, outputs, condition)
+        # So that who reads a variable need not wait for others who do.
+        call._set_attr(
+            auto_control_deps_utils.READ_ONLY_RESOURCE_INPUTS_ATTR, self._reads
+        )
+        call._set_attr(IS_CALL, attr_value_pb2.AttrValue(b=True))
+        return self._type.pack_output(list(call.outputs))
+
+
+def _runs_in_place(function: AtomicFunction) -> bool:
+    """Whether it does the same where TensorFlow does not place it.
+
+    Of the time that a call takes until it runs first that is more than half.
+    """
+    nodes = function.cached_definition.node_def
+    return all(node.op in IN_PLACE and not node.device for node in nodes)
+
+
+def _only_calling(function: AtomicFunction, graph: Any) -> AtomicFunction:
+    """A function that calls `function`, and does nothing else.
+
+    Who asks for its graph gets that of `function`, from which that was optimized.
+
+    A conditional's branch is made for one device as it is, without what TensorFlow does
+    to a function that it places: oneDNN's convolutions are put in there.
+    """
+    inner = function.cached_definition.signature
+    definition = function_pb2.FunctionDef()
+    outer = definition.signature
+    outer.name, outer.is_stateful = inner.name + SUFFIX, True
+    call = definition.node_def.add(name="call", op="StatefulPartitionedCall")
+    for place, argument in enumerate(inner.input_arg):
+        name = f"argument_{place}"
+        outer.input_arg.add(name=name, type=argument.type)
+        call.input.append(name)
+    for place, result in enumerate(inner.output_arg):
+        name = f"result_{place}"
+        outer.output_arg.add(name=name, type=result.type)
+        definition.ret[name] = f"call:output:{place}"
+    call.attr["Tin"].list.type.extend(a.type for a in inner.input_arg)
+    call.attr["Tout"].list.type.extend(r.type for r in inner.output_arg)
+    call.attr["f"].func.name = inner.name
+    call.attr["config_proto"].CopyFrom(OPTIMIZED_ALREADY)
+    outer.control_output.append("call")
+    definition.control_ret["call"] = "call"
+    definition.attr["_noinline"].b = True
+    context = eager_context.context()
+    if not context.has_function(outer.name):
+        context.add_function_def(definition)
+    children = [function]
+    return AtomicFunction(
+        outer.name, context, None, children=children, cached_graph=graph
+    )
