@@ -67,6 +67,7 @@ OPTIMIZERS = {
 }
 
 
+WRAPPERS = ("LossScaleOptimizer", "MultiOptimizer", "OptimizerMap")
 # All that Keras has, but for those that wrap another one.
 KERAS = {
     **OPTIMIZERS,
@@ -74,7 +75,7 @@ KERAS = {
         name: functools.partial(getattr(keras.optimizers, name), 0.01)
         for name in dir(keras.optimizers)
         if isinstance(getattr(keras.optimizers, name), type)
-        and name not in ("Optimizer", "LossScaleOptimizer")
+        and name not in ("Optimizer", *WRAPPERS)
     },
 }
 

@@ -3,7 +3,7 @@
 Its passes infer the shapes of a graph, and for that go into the function behind each
 plain call, anew for each call and in each pass: with eight replicas through eight times
 the operations of a step. They do not go into the branches of a conditional; what shapes
-come out of it is written on it. So the call is a conditional whose branches are both
+come out of it is written on it. So the call is a conditional, one of whose branches is
 the function (`one_call`).
 
 Private here are: the proto of a function that only calls another one, which inputs a
@@ -86,7 +86,7 @@ class SharedCall:
 def _runs_in_place(function: AtomicFunction) -> bool:
     """Whether it does the same where TensorFlow does not place it.
 
-    Of the time that a call takes until it runs first that is more than half.
+    To place it for each device takes longer than all else before it runs.
     """
     nodes = function.cached_definition.node_def
     return all(node.op in IN_PLACE and not node.device for node in nodes)

@@ -43,6 +43,7 @@ __all__ = [
 OF_VARIABLES = {
     *("ReadVariableOp", "AssignVariableOp", "AssignAddVariableOp", "VariableShape"),
     *("AssignSubVariableOp", "ResourceGather", "ResourceGatherNd", "Assert"),
+    *("ResourceScatterAdd", "ResourceScatterSub", "ResourceScatterUpdate"),
 }
 CALLS = {"StatefulPartitionedCall": ["f"], "If": ["then_branch", "else_branch"]}
 CALLS |= {"PartitionedCall": ["f"], "StatelessIf": ["then_branch", "else_branch"]}

@@ -34,7 +34,7 @@ def called_graph(op: tf.Operation, attribute: str) -> Any:
 def only_called(op: tf.Operation) -> Any:
     """The graph of the function of which `op` is but a call; None: it is another op.
 
-    Where it is a conditional, its first input says which of the two equal branches.
+    Where it is a conditional, its first input is what says so.
     """
     if op.type in CALLS:
         return called_graph(op, "f")

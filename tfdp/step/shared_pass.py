@@ -73,7 +73,7 @@ def can_share_pass(
 def _runs_known_code(model: keras.Model) -> bool:
     """Whether no person's code runs in a forward and backward pass of `model`."""
     held = [value for name, value in vars(model).items() if name not in NOT_IN_PASS]
-    return runs_known_code([type(model), *held], (ReplicaRun,))
+    return runs_known_code([type(model), *held], (ReplicaRun,), besides=model)
 
 
 def _if_known(count: Any) -> int | None:

@@ -43,7 +43,7 @@ class _Part:
     first: TracedAlone | None = None
     is_alike: bool | None = None
     has_exchange: bool = False
-    # Whether each replica builds it by itself.
+    # Whether each replica builds it by itself, and not into a function.
     is_own: bool = False
 
 
@@ -140,6 +140,8 @@ class SharedFunctions:
         into = self.looked_into
         if part.first is not None and part.is_alike:
             return part.first.call([], rank, own, looked_into=into)
+        # One that is not alike is a function, too: whose results come out of one is
+        # handled otherwise than whose do not, and all replicas must exchange alike.
         traced = _trace_any(function, own, device)
         if traced is None:
             part.is_own = True
@@ -149,11 +151,11 @@ class SharedFunctions:
             part.is_alike = is_shown_by_one(traced, rank, common) and is_known()
             part.is_alike = part.is_alike or None
             return traced.call([], looked_into=into)
-        part.is_alike = are_alike(part.first, traced, rank)
-        part.is_own = not part.is_alike
-        if part.is_own:
-            return traced.call([], looked_into=into)
-        return part.first.call([], rank, own, looked_into=into)
+        if part.is_alike is None:
+            part.is_alike = are_alike(part.first, traced, rank)
+        if part.is_alike:
+            return part.first.call([], rank, own, looked_into=into)
+        return traced.call([], looked_into=into)
 
     def _next_part(self, key: Any, rank: int) -> _Part:
         number = self._calls.get((key, rank), 0)
