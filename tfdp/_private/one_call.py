@@ -15,15 +15,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.core.framework import function_pb2, types_pb2
-from tensorflow.python.eager.polymorphic_function.atomic_function import AtomicFunction
 
-from tfdp._private.names import eager_context
+from tfdp._private.function_protos import never_taken
 from tfdp._private.optimized_once import NOT_INLINED, name_of
 
 __all__ = ["as_conditional", "in_one_call", "is_there"]
-
-NEVER = "_never"
 
 
 def in_one_call(
@@ -75,7 +71,8 @@ def as_conditional(
       condition: one that always holds, and is no constant.
     """
     graph = tf.compat.v1.get_default_graph()
-    never = _never_taken(function)
+    # Not `function` once more: TensorFlow makes each branch for itself, several times.
+    never = never_taken(function)
     for branch in (function, never):
         graph._add_function_recursive(branch)
     made = tf.raw_ops.If(
@@ -90,36 +87,3 @@ def as_conditional(
     for result, (_, shape) in zip(call.outputs, outputs, strict=True):
         result.set_shape(shape)
     return call
-
-
-def _never_taken(function: AtomicFunction) -> AtomicFunction:
-    """What takes and returns the same types as `function`, and fails.
-
-    Not `function` once more: TensorFlow makes each branch for itself, several times.
-    """
-    inner = function.cached_definition.signature
-    definition = function_pb2.FunctionDef()
-    outer = definition.signature
-    outer.name, outer.is_stateful = inner.name + NEVER, True
-    for place, argument in enumerate(inner.input_arg):
-        outer.input_arg.add(name=f"argument_{place}", type=argument.type)
-    holds = definition.node_def.add(name="holds", op="Const")
-    holds.attr["dtype"].type = types_pb2.DT_BOOL
-    holds.attr["value"].tensor.CopyFrom(tf.make_tensor_proto(False))
-    fails = definition.node_def.add(name="fails", op="Assert")
-    fails.input.extend(["holds:output:0", "holds:output:0"])
-    fails.attr["T"].list.type.append(types_pb2.DT_BOOL)
-    outer.control_output.append("fails")
-    definition.control_ret["fails"] = "fails"
-    for place, result in enumerate(inner.output_arg):
-        name = f"result_{place}"
-        outer.output_arg.add(name=name, type=result.type)
-        nothing = definition.node_def.add(name=name, op="Placeholder", input=["^fails"])
-        nothing.attr["dtype"].type = result.type
-        nothing.attr["shape"].shape.unknown_rank = True
-        definition.ret[name] = f"{name}:output:0"
-    definition.attr["_noinline"].b = True
-    context = eager_context.context()
-    if not context.has_function(outer.name):
-        context.add_function_def(definition)
-    return AtomicFunction(outer.name, context, None)

@@ -6,8 +6,8 @@ the operations of a step. They do not go into the branches of a conditional; wha
 come out of it is written on it. So the call is a conditional, one of whose branches is
 the function (`one_call`).
 
-Private here are: the proto of a function that only calls another one, which inputs a
-call only reads, and what a function returns put together from its tensors.
+Private here are: which inputs a call only reads, and what a function returns put
+together from its tensors.
 """
 
 from __future__ import annotations
@@ -16,18 +16,16 @@ from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.core.framework import attr_value_pb2, function_pb2
-from tensorflow.python.eager.polymorphic_function.atomic_function import AtomicFunction
 from tensorflow.python.framework import auto_control_deps_utils
 
-from tfdp._private.names import eager_context, run_independently, stop_recording
+from tfdp._private.function_protos import AtomicFunction, attr_value_pb2, only_calling
+from tfdp._private.names import run_independently, stop_recording
 from tfdp._private.one_call import as_conditional, is_there
 from tfdp._private.optimized_once import OPTIMIZED_ALREADY
 from tfdp._private.step_ops import IS_CALL
 
 __all__ = ["SharedCall"]
 
-SUFFIX = "_called"
 # Operations for which TensorFlow has one kernel on CPUs, wherever they are placed.
 IN_PLACE = {
     *("AssignAddVariableOp", "AssignSubVariableOp", "AssignVariableOp", "Const"),
@@ -52,7 +50,9 @@ class SharedCall:
         self._type = concrete.function_type
         self._called = optimized
         if not _runs_in_place(optimized):
-            self._called = _only_calling(optimized, concrete.graph)
+            # A branch is made for one device as it is. What TensorFlow does to a
+            # function that it places is lost: oneDNN's convolutions are put in there.
+            self._called = only_calling(optimized, OPTIMIZED_ALREADY, concrete.graph)
         reads = auto_control_deps_utils.get_read_only_resource_input_indices_graph(
             concrete.graph
         )
@@ -90,40 +90,3 @@ def _runs_in_place(function: AtomicFunction) -> bool:
     """
     nodes = function.cached_definition.node_def
     return all(node.op in IN_PLACE and not node.device for node in nodes)
-
-
-def _only_calling(function: AtomicFunction, graph: Any) -> AtomicFunction:
-    """A function that calls `function`, and does nothing else.
-
-    Who asks for its graph gets that of `function`, from which that was optimized.
-
-    A conditional's branch is made for one device as it is, without what TensorFlow does
-    to a function that it places: oneDNN's convolutions are put in there.
-    """
-    inner = function.cached_definition.signature
-    definition = function_pb2.FunctionDef()
-    outer = definition.signature
-    outer.name, outer.is_stateful = inner.name + SUFFIX, True
-    call = definition.node_def.add(name="call", op="StatefulPartitionedCall")
-    for place, argument in enumerate(inner.input_arg):
-        name = f"argument_{place}"
-        outer.input_arg.add(name=name, type=argument.type)
-        call.input.append(name)
-    for place, result in enumerate(inner.output_arg):
-        name = f"result_{place}"
-        outer.output_arg.add(name=name, type=result.type)
-        definition.ret[name] = f"call:output:{place}"
-    call.attr["Tin"].list.type.extend(a.type for a in inner.input_arg)
-    call.attr["Tout"].list.type.extend(r.type for r in inner.output_arg)
-    call.attr["f"].func.name = inner.name
-    call.attr["config_proto"].CopyFrom(OPTIMIZED_ALREADY)
-    outer.control_output.append("call")
-    definition.control_ret["call"] = "call"
-    definition.attr["_noinline"].b = True
-    context = eager_context.context()
-    if not context.has_function(outer.name):
-        context.add_function_def(definition)
-    children = [function]
-    return AtomicFunction(
-        outer.name, context, None, children=children, cached_graph=graph
-    )
