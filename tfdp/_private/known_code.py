@@ -4,8 +4,9 @@ Looked for is whatever a person wrote, wherever an object holds it: a class of o
 own, a function as an activation, a schedule, a penalty or in a `Lambda`, a method that
 was put in the place of Keras'. What is not known counts as a person's.
 
-Not seen are functions that were put into the modules of Keras or TensorFlow, and
-gradients that were registered for TensorFlow's operations.
+Not seen are functions that were put into the modules of Keras or TensorFlow, objects
+that are called and were put into their classes, and gradients that were registered for
+TensorFlow's operations.
 
 Private here is where Keras and TensorFlow keep their code.
 """

@@ -24,7 +24,7 @@ from tfdp.variables.mirrored import seed_offsets
 
 __all__ = ["by_one_graph", "can_share_pass"]
 
-# Two are traced in any case: to look whether they are alike.
+# Two may be traced anyway, to look whether they are alike.
 LEAST_REPLICAS = 3
 # What a model holds besides, and does not use in the pass.
 NOT_IN_PASS = {

@@ -1,4 +1,4 @@
-"""What replicas do alike, traced for two of them and called by all.
+"""What replicas do alike, traced for one or two of them and called by all.
 
 TensorFlow builds each replica's part of a step from Python, optimizes it and keeps it
 in memory by itself, so that the first step takes as many times longer as there are
