@@ -1,4 +1,6 @@
-"""The graph of the forward and backward pass: traced for two replicas, called by all.
+"""The graph of the forward and backward pass: traced for one replica, called by all.
+
+For two, which are compared, where a person's code runs in it.
 
 What replicas share gives what graphs of their own give: the reference is the same
 training without it. What they cannot share is noticed.
@@ -40,6 +42,13 @@ class OfReplica(Counted):
         context = tf.distribute.get_replica_context()
         rank = int(tf.get_static_value(context.replica_id_in_sync_group))
         return inputs * 0.0 if rank == 2 else inputs
+
+
+class OfTrace(Counted):
+    """Python does something else in each trace, and asks nobody."""
+
+    def change(self, inputs):
+        return inputs * float(self.traces)
 
 
 class OfTensor(Counted):
@@ -174,17 +183,28 @@ def of_small_models(monkeypatch):
 
 @pytest.fixture
 def shared(monkeypatch):
-    """Whether the replicas were found alike, one answer for each pass."""
+    """Whether two replicas were found alike, one answer for each pass compared."""
+    return answers_of("are_alike", monkeypatch)
+
+
+@pytest.fixture
+def shown(monkeypatch):
+    """Whether one trace said all of a pass, one answer for each."""
+    return answers_of("is_shown_by_one", monkeypatch)
+
+
+def answers_of(name, monkeypatch, believed=True):
     found = []
-    plain_answer = shared_functions.are_alike
+    plain_answer = getattr(shared_functions, name)
 
-    def are_alike(first, second, rank):
-        answer = plain_answer(first, second, rank)
-        if first.own:  # not the update
+    def answer_of(traced, *others):
+        answer = plain_answer(traced, *others)
+        # Not the update; nor the means of what layers store, which are tfdp's.
+        if traced.own and len(traced.own) > 1:
             found.append(answer)
-        return answer
+        return answer if believed else False
 
-    monkeypatch.setattr(shared_functions, "are_alike", are_alike)
+    monkeypatch.setattr(shared_functions, name, answer_of)
     return found
 
 
@@ -234,10 +254,13 @@ def without_sharing(monkeypatch):
 
 @pytest.mark.worth_seconds(20)
 @pytest.mark.parametrize("name", CASES)
-def test_a_shared_pass_is_each_replicas_own(name, shared, monkeypatch):
+def test_a_shared_pass_is_each_replicas_own(name, shared, shown, monkeypatch):
     model, options = CASES[name]
     values, history = train(MODELS[model], options)
-    assert shared
+    assert shown
+    assert all(shown)
+    # A layer of a person's own is traced twice.
+    assert len(shared) == (len(shown) if name == "branches" else 0)
     assert all(shared)
     without_sharing(monkeypatch)
     own_values, own_history = train(MODELS[model], options)
@@ -246,9 +269,34 @@ def test_a_shared_pass_is_each_replicas_own(name, shared, monkeypatch):
     assert history == own_history
 
 
-def test_two_replicas_are_traced():
+@pytest.mark.worth_seconds(12)
+@pytest.mark.parametrize("name", CASES)
+def test_two_traces_agree_with_what_one_shows(name, shared, monkeypatch):
+    shown = answers_of("is_shown_by_one", monkeypatch, believed=False)
+    model, options = CASES[name]
+    train(MODELS[model], options)
+    assert shown
+    assert all(shown)
+    assert shared == shown
+
+
+def test_own_layers_are_traced_for_two_replicas():
     train(lambda: keras.Sequential(layers_of(Counted())), {"rows": 18}, replicas=4)
     assert Counted.traces == 2
+
+
+def test_layers_of_keras_are_traced_for_one_replica(monkeypatch):
+    counted = []
+    own = shared_functions.trace_alone
+
+    def trace_alone(*given):
+        counted.append(given)
+        return own(*given)
+
+    monkeypatch.setattr(shared_functions, "trace_alone", trace_alone)
+    train(plain, {"rows": 18}, replicas=4)
+    # The pass, the shares of what batch normalization stores, and their means.
+    assert len(counted) == 3
 
 
 @pytest.mark.worth_seconds(12)
@@ -264,13 +312,30 @@ def test_what_replicas_do_apart_each_does(kind, monkeypatch):
     assert history == own_history
 
 
+def test_what_each_trace_does_otherwise_each_replica_does(monkeypatch):
+    # One trace for all would be wrong, and nothing in it says so.
+    values, history = train(
+        lambda: keras.Sequential(layers_of(OfTrace())), {"rows": 18}
+    )
+    assert OfTrace.traces == REPLICAS
+    OfTrace.traces = 0
+    without_sharing(monkeypatch)
+    own, own_history = train(
+        lambda: keras.Sequential(layers_of(OfTrace())), {"rows": 18}
+    )
+    for here, there in zip(values, own, strict=True):
+        np.testing.assert_array_equal(here, there)
+    assert history == own_history
+
+
 def test_random_operations_of_tensorflow_are_each_replicas_own():
     train(lambda: keras.Sequential(layers_of(Noisy())), {"rows": 18})
     assert Noisy.traces == REPLICAS + 1
 
 
 def test_what_differs_in_the_graph_is_each_replicas_own(monkeypatch):
-    monkeypatch.setattr(shared_functions, "are_alike", lambda *given: False)
+    for name in ("are_alike", "is_shown_by_one"):
+        monkeypatch.setattr(shared_functions, name, lambda *given: False)
     values, _ = train(with_dropout, {"rows": 18})
     without_sharing(monkeypatch)
     own, _ = train(with_dropout, {"rows": 18})
@@ -278,7 +343,7 @@ def test_what_differs_in_the_graph_is_each_replicas_own(monkeypatch):
         np.testing.assert_array_equal(here, there)
 
 
-def test_masks_of_predictions_reach_the_metrics(shared, monkeypatch):
+def test_masks_of_predictions_reach_the_metrics(shown, monkeypatch):
     def masked():
         return keras.Sequential(
             [
@@ -303,7 +368,7 @@ def test_masks_of_predictions_reach_the_metrics(shared, monkeypatch):
         return model.fit(inputs, targets, batch_size=9, verbose=0).history
 
     history = fit()
-    assert shared == [True]
+    assert shown == [True]
     without_sharing(monkeypatch)
     assert fit() == history
 

@@ -1,4 +1,6 @@
-"""The graph of the update: traced for two replicas, called by all; or for each.
+"""The graph of the update: traced for one replica, called by all; or for each.
+
+For two, which are compared, where it is a person's own.
 
 A function that replicas share gives what functions of their own give, bit for bit: the
 reference is the same training with a function for each replica.
@@ -65,6 +67,19 @@ OPTIMIZERS = {
 }
 
 
+WRAPPERS = ("LossScaleOptimizer", "MultiOptimizer", "OptimizerMap")
+# All that Keras has, but for those that wrap another one.
+KERAS = {
+    **OPTIMIZERS,
+    **{
+        name: functools.partial(getattr(keras.optimizers, name), 0.01)
+        for name in dir(keras.optimizers)
+        if isinstance(getattr(keras.optimizers, name), type)
+        and name not in ("Optimizer", *WRAPPERS)
+    },
+}
+
+
 @pytest.fixture(autouse=True)
 def of_small_models(monkeypatch):
     monkeypatch.setattr(shared_update, "LEAST_VARIABLES", 1)
@@ -107,14 +122,38 @@ def copies_of(model):
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_shared_update_is_each_replicas_own(name, monkeypatch):
     shared = copies_of(train(OPTIMIZERS[name]))
-    monkeypatch.setattr(shared_functions, "are_alike", lambda *given: False)
+    for knowing in ("are_alike", "is_shown_by_one"):
+        monkeypatch.setattr(shared_functions, knowing, lambda *given: False)
     own = copies_of(train(OPTIMIZERS[name]))
     for there, here in zip(own, shared, strict=True):
         for copy in here:
             np.testing.assert_array_equal(copy, there[0])
 
 
-def test_two_replicas_are_traced():
+@pytest.mark.worth_seconds(12)
+@pytest.mark.parametrize("name", KERAS)
+def test_two_traces_agree_with_what_one_shows(name, monkeypatch):
+    shown, alike = [], []
+
+    def is_shown_by_one(*given):
+        shown.append(plain_shown(*given))
+        return False
+
+    def are_alike(*given):
+        alike.append(plain_alike(*given))
+        return alike[-1]
+
+    plain_shown = shared_functions.is_shown_by_one
+    plain_alike = shared_functions.are_alike
+    monkeypatch.setattr(shared_functions, "is_shown_by_one", is_shown_by_one)
+    monkeypatch.setattr(shared_functions, "are_alike", are_alike)
+    train(KERAS[name], replicas=3)
+    assert shown
+    assert all(shown)
+    assert alike == shown
+
+
+def test_an_own_optimizer_is_traced_for_two_replicas():
     Counted.traces = 0
     variables = len(train(functools.partial(Counted, 0.1)).trainable_variables)
     assert Counted.traces == 2 * variables

@@ -3,7 +3,7 @@
 TensorFlow's graph optimizer looks at each operation of a step some twenty times. Where
 it could only leave an operation as it is, that is time for nothing.
 
-The call is a conditional whose branches are both this function. A plain call of a
+The call is a conditional one of whose branches is this function. A plain call of a
 function (`PartitionedCall`) has a rendezvous of its own, in which `Send` and `Recv` of
 two replicas' functions never meet: they wait for ever. A conditional's branches have
 that of the step. And what it runs is not placed and cut into devices once more.
@@ -12,12 +12,14 @@ that of the step. And what it runs is not placed and cut into devices once more.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import tensorflow as tf
 
+from tfdp._private.function_protos import never_taken
 from tfdp._private.optimized_once import NOT_INLINED, name_of
 
-__all__ = ["in_one_call"]
+__all__ = ["as_conditional", "in_one_call", "is_there"]
 
 
 def in_one_call(
@@ -40,19 +42,48 @@ def in_one_call(
         *(tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in arguments)
     )
     function = concrete._inference_function
-    tf.compat.v1.get_default_graph()._add_function_recursive(function)
-    called = name_of(function)
-    inner = concrete.graph.outputs
-    # Not a constant: the optimizer would make a plain call of it.
-    is_there = tf.raw_ops.VarIsInitializedOp(resource=token.handle)
-    results = tf.raw_ops.If(
-        cond=is_there,
-        input=[*arguments, *concrete.captured_inputs],
-        Tout=[tensor.dtype for tensor in inner],
-        then_branch=called,
-        else_branch=called,
-        output_shapes=[tensor.shape for tensor in inner],
+    inputs = [*arguments, *concrete.captured_inputs]
+    outputs = [(tensor.dtype, tensor.shape) for tensor in concrete.graph.outputs]
+    call = as_conditional(function, inputs, outputs, is_there(token.handle))
+    return list(call.outputs)
+
+
+def is_there(handle: tf.Tensor) -> tf.Tensor:
+    """A condition that holds whenever the variable is there, and is no constant.
+
+    Of a constant one the optimizer would make a plain call.
+    """
+    return tf.raw_ops.VarIsInitializedOp(resource=handle)
+
+
+def as_conditional(
+    function: Any,
+    inputs: Sequence[tf.Tensor],
+    outputs: Sequence[tuple[tf.DType, tf.TensorShape]],
+    condition: tf.Tensor,
+) -> tf.Operation:
+    """A conditional that calls `function`.
+
+    Args:
+      function: TensorFlow's atomic one.
+      inputs: all that it takes.
+      outputs: of what types and shapes its results are.
+      condition: one that always holds, and is no constant.
+    """
+    graph = tf.compat.v1.get_default_graph()
+    # Not `function` once more: TensorFlow makes each branch for itself, several times.
+    never = never_taken(function)
+    for branch in (function, never):
+        graph._add_function_recursive(branch)
+    made = tf.raw_ops.If(
+        cond=condition,
+        input=list(inputs),
+        Tout=[dtype for dtype, _ in outputs],
+        then_branch=name_of(function),
+        else_branch=name_of(never),
+        output_shapes=[shape for _, shape in outputs],
     )
-    for result, tensor in zip(results, inner, strict=True):
-        result.set_shape(tensor.shape)
-    return list(results)
+    call: tf.Operation = made[0].op if outputs else made
+    for result, (_, shape) in zip(call.outputs, outputs, strict=True):
+        result.set_shape(shape)
+    return call

@@ -12,17 +12,18 @@ import logging
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.core.framework import attr_value_pb2, function_pb2, graph_pb2
+from tensorflow.core.framework import graph_pb2
 from tensorflow.core.protobuf import config_pb2, device_properties_pb2, meta_graph_pb2
-from tensorflow.python.eager.polymorphic_function.atomic_function import AtomicFunction
 from tensorflow.python.grappler import cluster as grappler_cluster
 from tensorflow.python.grappler import tf_optimizer
 
+from tfdp._private.function_protos import AtomicFunction, attr_value_pb2, function_pb2
 from tfdp._private.names import eager_context
 
 __all__ = [
     "CALLS_OF_FUNCTIONS",
     "NOT_INLINED",
+    "OPTIMIZED_ALREADY",
     "call_optimized",
     "name_of",
     "optimized_once",

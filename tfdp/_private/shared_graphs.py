@@ -23,14 +23,17 @@ from tfdp._private.optimized_once import (
     optimized_once,
     tell_shape,
 )
+from tfdp._private.shared_calls import SharedCall
 from tfdp._private.step_ops import called_graph
 
 __all__ = [
+    "AsksForItsReplica",
     "ExchangeInside",
     "TracedAlone",
     "are_alike",
     "have_one_content",
     "can_be_repeated",
+    "is_shown_by_one",
     "is_traced_alone",
     "nobody_asks_for_the_replica",
     "trace_alone",
@@ -40,6 +43,7 @@ __all__ = [
 OF_VARIABLES = {
     *("ReadVariableOp", "AssignVariableOp", "AssignAddVariableOp", "VariableShape"),
     *("AssignSubVariableOp", "ResourceGather", "ResourceGatherNd", "Assert"),
+    *("ResourceScatterAdd", "ResourceScatterSub", "ResourceScatterUpdate"),
 }
 CALLS = {"StatefulPartitionedCall": ["f"], "If": ["then_branch", "else_branch"]}
 CALLS |= {"PartitionedCall": ["f"], "StatelessIf": ["then_branch", "else_branch"]}
@@ -73,20 +77,42 @@ class TracedAlone:
         """What stands for it in calls; None: TensorFlow optimizes each by itself."""
         return optimized_once(self.function)
 
+    @functools.cached_property
+    def _shared_call(self) -> SharedCall | None:
+        outputs = self.function.graph.outputs
+        # What is behind these a conditional does not say.
+        if any(tensor.dtype in (tf.resource, tf.variant) for tensor in outputs):
+            return None
+        if self.optimized is None:
+            return None
+        return SharedCall(self.function, self.optimized)
+
     def call(
         self,
         arguments: Sequence[tf.Tensor],
         rank: int | None = None,
         own: Sequence[tf.Tensor] = (),
+        *,
+        looked_into: bool = True,
         is_run: bool = True,
     ) -> Any:
-        """Adds a call to the graph: with its own captures, or those of `rank`.
+        """Adds a call to the graph.
 
-        Nobody optimizes what is not run (`is_run`), but only looked at.
+        Args:
+          arguments: of the function.
+          rank: whose variables it is called with; None: those that it captured.
+          own: what the replica has in the place of what is its own.
+          looked_into: whether TensorFlow's graph optimizer may look into the function
+            at each call, which may take as long as to optimize all else.
+          is_run: False for what is only looked at: nobody optimizes that.
         """
         captures = self.captures
         if rank is not None:
             captures = tuple(_of_rank(c, rank, self.own, own) for c in captures)
+        token = next((c for c in captures if c.dtype == tf.resource), None)
+        is_hidden = is_run and not looked_into and token is not None
+        if is_hidden and self._shared_call is not None:
+            return self._shared_call.add([*arguments, *captures], token)
         self.function.set_external_captures(captures)
         graph = tf.compat.v1.get_default_graph()
         before = len(graph.get_operations())
@@ -165,7 +191,7 @@ def _keeps_nothing(graph: Any) -> bool:
     return True
 
 
-class _AsksForItsReplica(Exception):
+class AsksForItsReplica(Exception):
     """What is traced asked which replica it is."""
 
 
@@ -179,7 +205,7 @@ def nobody_asks_for_the_replica() -> Iterator[None]:
     plain = type(context)
 
     def refuse(self: Any) -> Any:
-        raise _AsksForItsReplica
+        raise AsksForItsReplica
 
     led = {"replica_id_in_sync_group": property(refuse), "__slots__": ()}
     context.__class__ = type(plain.__name__, (plain,), led)
@@ -205,6 +231,31 @@ def _signature_of(arguments: Sequence[tf.Tensor]) -> tuple[tf.TensorSpec, ...]:
 def is_traced_alone() -> bool:
     """Whether what is built now goes into such a function."""
     return any(getattr(graph, MARK, False) for graph in graphs_inside(None))
+
+
+def is_shown_by_one(
+    traced: TracedAlone, rank: int, common: Sequence[tf.Tensor]
+) -> bool:
+    """Whether `traced`, built by known code, says what that builds for the others.
+
+    Known code asks for its replica, which nobody can meanwhile, or uses what is the
+    replica's own. So it does where that is known of each tensor that was captured.
+
+    Args:
+      traced: while nobody could ask for the replica.
+      rank: of the replica.
+      common: tensors that all replicas have in common.
+    """
+    for captured in traced.captures:
+        if max(_place(captured, traced.own), _place(captured, common)) >= 0:
+            continue
+        whole = whole_of(captured)
+        if whole is None or whole.values[rank].handle is not captured:
+            return False
+        kinds = [(copy.shape, copy.dtype) for copy in whole.values]
+        if any(kind != kinds[0] for kind in kinds):
+            return False
+    return can_be_repeated(traced)
 
 
 def are_alike(first: TracedAlone, second: TracedAlone, rank: int) -> bool:

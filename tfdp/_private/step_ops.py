@@ -6,7 +6,17 @@ from typing import Any
 
 import tensorflow as tf
 
-__all__ = ["called_graph", "is_compiled_by_xla", "is_resource"]
+__all__ = [
+    "IS_CALL",
+    "called_graph",
+    "is_compiled_by_xla",
+    "is_resource",
+    "only_called",
+]
+
+# Set on a conditional that stands for a plain call.
+IS_CALL = "_tfdp_is_call"
+CALLS = ("PartitionedCall", "StatefulPartitionedCall")
 
 
 def called_graph(op: tf.Operation, attribute: str) -> Any:
@@ -18,6 +28,18 @@ def called_graph(op: tf.Operation, attribute: str) -> Any:
         if function is not None:
             return function.graph
         graph = getattr(graph, "outer_graph", None)
+    return None
+
+
+def only_called(op: tf.Operation) -> Any:
+    """The graph of the function of which `op` is but a call; None: it is another op.
+
+    Where it is a conditional, its first input is what says so.
+    """
+    if op.type in CALLS:
+        return called_graph(op, "f")
+    if op.type == "If" and IS_CALL in op.node_def.attr:
+        return called_graph(op, "then_branch")
     return None
 
 

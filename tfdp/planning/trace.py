@@ -9,7 +9,12 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdp._private.step_ops import called_graph, is_compiled_by_xla, is_resource
+from tfdp._private.step_ops import (
+    called_graph,
+    is_compiled_by_xla,
+    is_resource,
+    only_called,
+)
 from tfdp.exchange.compressed import COMPRESSED_SUM, WHERE_FINITE
 from tfdp.exchange.link_calls import LINK_CALL
 from tfdp.planning.any_rows import AnyRows
@@ -30,7 +35,6 @@ from tfdp.planning.step_graph import COMPILED, ENDLESS, Op, StepGraph, StoredVar
 
 __all__ = ["read_graph"]
 
-CALLS = frozenset("PartitionedCall StatefulPartitionedCall".split())
 PYTHON = frozenset("EagerPyFunc PyFunc PyFuncStateless".split())
 RECEIVED = frozenset("Recv _Recv".split())
 LOOPS = frozenset("While StatelessWhile".split())
@@ -158,7 +162,7 @@ class _Reader:
             inputs = [
                 places.get((tensor.op.name, tensor.value_index)) for tensor in op.inputs
             ]
-            inner = called_graph(op, "f") if op.type in CALLS else None
+            inner = only_called(op)
             if inner is not None and not _is_fused(op):
                 self._call(op, inner, inputs, controls, places, ends, handles)
                 continue
@@ -183,13 +187,16 @@ class _Reader:
         if is_compiled_by_xla(op):
             self.notes[COMPILED] += 1
         first = len(self.ops)
+        # Of a conditional the first input is its condition.
+        skipped = len(inputs) - len(inner.inputs)
         given = {
             parameter.op.name: place
-            for parameter, place in zip(inner.inputs, inputs, strict=True)
+            for parameter, place in zip(inner.inputs, inputs[skipped:], strict=True)
         }
+        read = op.inputs[skipped:]
         inner_handles = {
             parameter.op.name: handles[tensor.op.name]
-            for parameter, tensor in zip(inner.inputs, op.inputs, strict=True)
+            for parameter, tensor in zip(inner.inputs, read, strict=True)
             if tensor.op.name in handles
         }
         outside = self._device, self._caller

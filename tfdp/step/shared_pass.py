@@ -14,6 +14,7 @@ import keras
 import tensorflow as tf
 
 from tfdp._private.autograph import library_code
+from tfdp._private.known_code import runs_known_code
 from tfdp._private.names import current_rank
 from tfdp.step.jit import is_stock_train_step
 from tfdp.step.keras_pass import PassResults, finish_train_step, forward_and_backward
@@ -23,8 +24,14 @@ from tfdp.variables.mirrored import seed_offsets
 
 __all__ = ["by_one_graph", "can_share_pass"]
 
-# Two are traced in any case: to look whether they are alike.
+# Two may be traced anyway, to look whether they are alike.
 LEAST_REPLICAS = 3
+# What a model holds besides, and does not use in the pass.
+NOT_IN_PASS = {
+    *("train_function", "test_function", "predict_function", "history"),
+    *("metrics", "_compile_metrics", "_compile_config", "_eval_epoch_iterator"),
+    *("_distribute_strategy", "_distributed_dataset"),
+}
 
 
 def can_share_pass(
@@ -63,6 +70,12 @@ def can_share_pass(
     return run.counts is None or len({_if_known(n) for n in run.counts}) == 1
 
 
+def _runs_known_code(model: keras.Model) -> bool:
+    """Whether no person's code runs in a forward and backward pass of `model`."""
+    held = [value for name, value in vars(model).items() if name not in NOT_IN_PASS]
+    return runs_known_code([type(model), *held], (ReplicaRun,), besides=model)
+
+
 def _if_known(count: Any) -> int | None:
     return count if isinstance(count, int) else None
 
@@ -73,6 +86,8 @@ def by_one_graph(model: keras.Model, run: ReplicaRun) -> Callable:
     What the first replica's trace has noted is noted for those that are not traced.
     """
     stored: dict[str, list[Any]] = {}
+    run.functions.looked_into = False
+    is_known = _runs_known_code(model)
 
     @library_code
     @functools.wraps(model.train_step)
@@ -85,6 +100,8 @@ def by_one_graph(model: keras.Model, run: ReplicaRun) -> Callable:
             functools.partial(forward_and_backward, model, *batch),
             _own_of(data, run, rank),
             str(tf.distribute.get_strategy().extended.worker_devices[rank]),
+            common=run.common_tensors,
+            is_known=lambda: is_known,
         )
         if results is None:
             run.put_back(before)

@@ -8,6 +8,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdp._private.known_code import runs_known_code
 from tfdp._private.names import current_rank
 from tfdp.tracing.run import ReplicaRun
 from tfdp.variables.local_view import LocalView
@@ -55,7 +56,14 @@ def update_by_one_graph(
 
     parts = tf.nest.flatten(list(gradients), expand_composites=True)
     given = [part for part in parts if part is not None]
-    run.functions.call(id(optimizer), rank, update_with, given, _device_of(rank))
+    run.functions.call(
+        id(optimizer),
+        rank,
+        update_with,
+        given,
+        _device_of(rank),
+        is_known=lambda: runs_known_code([optimizer, *variables], (ReplicaRun,)),
+    )
 
 
 def is_on_cpu(device: str) -> bool:

@@ -33,7 +33,15 @@ def weighted_state(state: Sequence[Any], run: ReplicaRun, rank: Any) -> list[tf.
         return shares()
     count = run.count_of(rank)
     own = [count] if isinstance(count, tf.Tensor) else []
-    found = run.functions.results_of("shares", rank, shares, own, _device_of(rank))
+    found = run.functions.results_of(
+        "shares",
+        rank,
+        shares,
+        own,
+        _device_of(rank),
+        common=run.common_tensors,
+        is_known=_always,
+    )
     return shares() if found is None else list(found)
 
 
@@ -51,9 +59,14 @@ def store_state(
             extended.update_own_copy(variable, lambda own, v: own.assign(v), value)
 
     if run.gradients_at_once and state:
-        run.functions.call("means", rank, store, list(means), _device_of(rank))
+        of_rank = rank, store, list(means), _device_of(rank)
+        run.functions.call("means", *of_rank, is_known=_always)
     else:
         store(means)
+
+
+def _always() -> bool:
+    return True  # what runs stands in this file
 
 
 def _weighted(variable: Any, run: ReplicaRun, rank: Any) -> tf.Tensor:

@@ -148,6 +148,11 @@ class ReplicaRun:
         """What fills up the part of `rank`; None for a batch as it came."""
         return self.padding.get(trace_of(rank))
 
+    @property
+    def common_tensors(self) -> list[tf.Tensor]:
+        """What all replicas have in common in the graph."""
+        return [self.total] if isinstance(self.total, tf.Tensor) else []
+
     def share_of(self, rank: Any) -> tf.Tensor:
         """n_r / N: this replica's part of all samples, a float32 scalar."""
         if self.is_even:

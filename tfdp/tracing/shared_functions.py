@@ -1,4 +1,4 @@
-"""What replicas do alike, traced for two of them and called by all.
+"""What replicas do alike, traced for one or two of them and called by all.
 
 TensorFlow builds each replica's part of a step from Python, optimizes it and keeps it
 in memory by itself, so that the first step takes as many times longer as there are
@@ -6,6 +6,11 @@ replicas. What is the same on all of them but for the variables can be one funct
 the graph, which each replica calls with variables of its own. That it is the same is
 not promised by anybody but seen: the first two replicas are traced, and their graphs
 compared operation by operation. Where they differ each replica has its own.
+
+One trace is enough where no person's code runs. Keras' and tfdp's can tell replicas
+apart in three ways only: it asks which one it is, which is refused while it is traced;
+it uses a replica's variables; or tensors of the graph outside. What it used of these it
+has captured, so that each one is known, or the second replica is traced as well.
 """
 
 from __future__ import annotations
@@ -18,10 +23,12 @@ from typing import Any
 import tensorflow as tf
 
 from tfdp._private.shared_graphs import (
+    AsksForItsReplica,
     ExchangeInside,
     TracedAlone,
     are_alike,
     can_be_repeated,
+    is_shown_by_one,
     nobody_asks_for_the_replica,
     trace_alone,
 )
@@ -36,14 +43,20 @@ class _Part:
     first: TracedAlone | None = None
     is_alike: bool | None = None
     has_exchange: bool = False
-    # Whether each replica builds it by itself.
+    # Whether each replica builds it by itself, and not into a function.
     is_own: bool = False
+
+
+def _never() -> bool:
+    return False
 
 
 class SharedFunctions:
     """The functions that the replicas of one `strategy.run` share."""
 
     def __init__(self) -> None:
+        #: Whether TensorFlow's graph optimizer looks into them at each call.
+        self.looked_into = True
         self._parts: dict[Any, _Part] = {}
         self._calls: dict[tuple[Any, int], int] = {}
 
@@ -54,6 +67,8 @@ class SharedFunctions:
         function: Callable[[list[tf.Tensor]], None],
         arguments: list[tf.Tensor],
         device: str,
+        *,
+        is_known: Callable[[], bool] = _never,
     ) -> None:
         """Builds `function(arguments)` for the calling replica, or a call of it.
 
@@ -64,13 +79,19 @@ class SharedFunctions:
           function: builds stateful operations, and returns nothing.
           arguments: all that it takes of what the replica has computed.
           device: of the replica, as a full name.
+          is_known: whether no person's code runs in `function`.
         """
         part = self._next_part(key, rank)
+        into = self.looked_into
         if part.is_alike and part.first is not None and part.first.takes(arguments):
-            part.first.call(arguments, rank)
+            part.first.call(arguments, rank, looked_into=into)
             return
         traced = None
-        if not part.has_exchange:
+        if part.first is None and not part.has_exchange and is_known():
+            traced = _trace_refusing(part, function, arguments, device)
+            if traced is not None and is_shown_by_one(traced, rank, []):
+                part.is_alike = True
+        if traced is None and not part.has_exchange:
             traced = _trace(part, function, arguments, device)
         if traced is None:
             function(arguments)
@@ -81,9 +102,9 @@ class SharedFunctions:
             part.is_alike = are_alike(part.first, traced, rank)
             if part.is_alike:
                 # One body for TensorFlow to optimize, not two.
-                part.first.call(arguments, rank)
+                part.first.call(arguments, rank, looked_into=into)
                 return
-        traced.call(arguments)
+        traced.call(arguments, looked_into=into)
 
     def results_of(
         self,
@@ -92,6 +113,9 @@ class SharedFunctions:
         function: Callable[[], Any],
         own: Sequence[tf.Tensor],
         device: str,
+        *,
+        common: Sequence[tf.Tensor] = (),
+        is_known: Callable[[], bool] = _never,
     ) -> Any:
         """What `function()` returns, by a graph that replicas share.
 
@@ -101,6 +125,8 @@ class SharedFunctions:
           function: builds anything, and is called again where it was in vain.
           own: tensors of the replica's own that it may use, in one order on all.
           device: of the replica, as a full name.
+          common: tensors that all replicas have in common.
+          is_known: whether no person's code runs in `function`.
 
         Returns:
           What it returns, tensors in nested structures; None: replicas cannot share
@@ -111,18 +137,25 @@ class SharedFunctions:
             return None
         if part.first is not None and not part.first.takes([], own):
             return None
+        into = self.looked_into
         if part.first is not None and part.is_alike:
-            return part.first.call([], rank, own)
+            return part.first.call([], rank, own, looked_into=into)
+        # One that is not alike is a function, too: whose results come out of one is
+        # handled otherwise than whose do not, and all replicas must exchange alike.
         traced = _trace_any(function, own, device)
         if traced is None:
             part.is_own = True
             return None
         if part.first is None:
             part.first = traced
-            return traced.call([])
-        part.is_alike = are_alike(part.first, traced, rank)
-        part.is_own = not part.is_alike
-        return part.first.call([], rank, own) if part.is_alike else traced.call([])
+            part.is_alike = is_shown_by_one(traced, rank, common) and is_known()
+            part.is_alike = part.is_alike or None
+            return traced.call([], looked_into=into)
+        if part.is_alike is None:
+            part.is_alike = are_alike(part.first, traced, rank)
+        if part.is_alike:
+            return part.first.call([], rank, own, looked_into=into)
+        return traced.call([], looked_into=into)
 
     def _next_part(self, key: Any, rank: int) -> _Part:
         number = self._calls.get((key, rank), 0)
@@ -143,6 +176,20 @@ def _trace_any(
         logging.getLogger("tfdp").debug("each replica has its own graph: %r", error)
         return None
     return traced if can_be_repeated(traced) else None
+
+
+def _trace_refusing(
+    part: _Part,
+    function: Callable[[list[tf.Tensor]], None],
+    arguments: list[tf.Tensor],
+    device: str,
+) -> TracedAlone | None:
+    """`_trace`, where nobody asks which replica this is; None: somebody does."""
+    try:
+        with nobody_asks_for_the_replica():
+            return _trace(part, function, arguments, device)
+    except AsksForItsReplica:
+        return None
 
 
 def _trace(

@@ -1,0 +1,182 @@
+"""Whether a model or an optimizer runs code of Keras, TensorFlow and tfdp only.
+
+Looked for is whatever a person wrote, wherever an object holds it: a class of one's
+own, a function as an activation, a schedule, a penalty or in a `Lambda`, a method that
+was put in the place of Keras'. What is not known counts as a person's.
+
+Not seen are functions that were put into the modules of Keras or TensorFlow, objects
+that are called and were put into their classes, and gradients that were registered for
+TensorFlow's operations.
+
+Private here is where Keras and TensorFlow keep their code.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import inspect
+import types
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+__all__ = ["runs_known_code"]
+
+LIBRARIES = (
+    *("keras", "tensorflow", "tfdp", "numpy", "ml_dtypes", "optree"),
+    *("wrapt", "_wrappers", "pybind11_builtins"),
+)
+# Modules of Python whose classes only hold something, or say what it is.
+HOLDERS = (
+    *("builtins", "abc", "collections", "enum", "functools", "inspect", "types"),
+    *("typing", "weakref", "_weakref", "_thread", "threading", "contextlib"),
+    *("dataclasses", "_abc", "_collections", "collections.abc", "_weakrefset"),
+)
+# Of exactly these types: one's own kind of number could do anything when added.
+VALUES = {type(None), bool, int, float, complex, str, bytes, type(...), slice, range}
+VALUES |= {type(NotImplemented), object, np.ndarray, np.dtype}
+MANY = (list, tuple, set, frozenset, collections.deque)
+HOLDING = (*MANY, dict, types.MappingProxyType)
+# What holds nothing that is called.
+LEAVES: tuple[type, ...] = (
+    *(tf.Tensor, tf.Variable, tf.DType, tf.TensorShape, tf.TypeSpec, tf.Graph),
+    *(
+        np.generic,
+        np.dtype,
+        tf.distribute.Strategy,
+        inspect.Signature,
+        inspect.Parameter,
+    ),
+)
+
+
+def runs_known_code(
+    roots: Iterable[Any], leaves: tuple[type, ...] = (), besides: Any = None
+) -> bool:
+    """Whether no person's code is held by `roots`, or by what they hold.
+
+    Args:
+      roots: any objects.
+      leaves: types of tfdp's own whose objects nobody need look into.
+      besides: an object that is not looked into, where one of them holds it.
+    """
+    todo, seen = list(roots), {id(besides): besides}
+    while todo:
+        value = todo.pop()
+        if type(value) in VALUES or id(value) in seen:
+            continue
+        seen[id(value)] = value  # kept, so that nobody else gets its id
+        held = _held_by(value, leaves)
+        if held is None:
+            return False
+        todo += held
+    return True
+
+
+def _held_by(value: Any, leaves: tuple[type, ...]) -> list[Any] | None:
+    """What has to be looked at besides; None: `value` may run a person's code."""
+    kind = type(value)
+    if kind is types.FunctionType:
+        return _held_by_function(value)
+    if kind is types.MethodType:
+        return [value.__self__, value.__func__]
+    if kind is types.BuiltinFunctionType:
+        is_plain = isinstance(value.__self__, types.ModuleType)
+        return [value.__self__] if is_plain else None
+    if kind is types.ModuleType:
+        name = value.__name__
+        return [] if name in ("builtins", "math") or _is_library(name) else None
+    if isinstance(value, type):
+        return _held_by_class(value)
+    if not all(_is_known(base) for base in kind.__mro__):
+        return None
+    if isinstance(value, LEAVES + leaves):
+        return [kind]
+    if any(base.__name__ == "ObjectProxy" for base in kind.__mro__):
+        return [kind, value.__wrapped__]  # TensorFlow's stand-in for a dictionary
+    if kind.__module__ == "builtins" and not issubclass(kind, HOLDING):
+        return None
+    held: list[Any] = [kind]
+    if isinstance(value, functools.partial):
+        held += [value.func, *value.args, *value.keywords.values()]
+    elif isinstance(value, weakref.ref):
+        held.append(value())
+    elif isinstance(value, Mapping):
+        held += [*value.keys(), *value.values()]
+    elif isinstance(value, MANY):
+        held += value
+    held += getattr(value, "__dict__", {}).values()
+    held += _in_slots(value)
+    return held
+
+
+def _held_by_function(function: types.FunctionType) -> list[Any] | None:
+    # Not its name's module, which a wrapper has from what it wraps.
+    if not _is_of_library(function):
+        return None
+    held = list(function.__defaults__ or ())
+    held += (function.__kwdefaults__ or {}).values()
+    held += vars(function).values()
+    for cell in function.__closure__ or ():
+        try:
+            held.append(cell.cell_contents)
+        except ValueError:
+            pass  # it is empty
+    return held
+
+
+@functools.cache
+def _is_known(kind: type) -> bool:
+    return _is_library(kind.__module__) or kind.__module__ in HOLDERS
+
+
+def _is_of_library(function: types.FunctionType) -> bool:
+    """Whether a library wrote it, or Python: what that wraps is looked at as well."""
+    name = function.__globals__.get("__name__", "")
+    is_made = name.startswith("namedtuple_")
+    return is_made or name in HOLDERS or _is_library(name)
+
+
+def _is_library(module: str) -> bool:
+    return module.partition(".")[0] in LIBRARIES
+
+
+def _held_by_class(kind: type) -> list[Any] | None:
+    """The methods of a class of a library: one may have been put in another's place."""
+    if not all(_is_known(base) for base in kind.__mro__):
+        return None
+    for base in kind.__mro__:
+        if not _is_library(base.__module__):
+            continue
+        for member in vars(base).values():
+            for function in _functions_of(member):
+                if not _is_of_library(function):
+                    return None
+    return []
+
+
+def _functions_of(member: Any) -> Iterator[types.FunctionType]:
+    if isinstance(member, property):
+        members = [member.fget, member.fset, member.fdel]
+    elif isinstance(member, (staticmethod, classmethod)):
+        members = [member.__func__]
+    elif isinstance(member, functools.cached_property):
+        members = [member.func]
+    else:
+        members = [member]
+    for each in members:
+        while isinstance(each, types.FunctionType):
+            yield each
+            each = vars(each).get("__wrapped__")
+
+
+def _in_slots(value: Any) -> Iterator[Any]:
+    for base in type(value).__mro__:
+        names = vars(base).get("__slots__", ())
+        for name in (names,) if isinstance(names, str) else names:
+            if name not in ("__dict__", "__weakref__") and hasattr(value, name):
+                yield getattr(value, name)
