@@ -77,6 +77,26 @@ def test_two_conditionals_in_a_row_keep_theirs():
     assert order_of(build) == [*all_four, "after", "last", *all_four]
 
 
+@pytest.mark.parametrize("inner", ["call", "conditional"])
+def test_a_call_in_a_loop_keeps_its_place(inner):
+    def build(call, taken):
+        def turn(number, total):
+            within = call("within")
+            if inner == "conditional":
+                within = tf.cond(taken, lambda: call("last"), lambda: within)
+            return number + 1, total + within
+
+        before = call("before")
+        # Nothing is computed from what came before the loop, or in its other turns.
+        start = tf.constant(0), tf.constant(0.0)
+        _, total = tf.while_loop(lambda number, _: number < 2, turn, start)
+        return before, total, call("after")
+
+    turn = ["within", "last"] if inner == "conditional" else ["within"]
+    taken = ["before", *turn * 2, "after"]
+    assert order_of(build) == [*taken, "before", "within", "within", "after", *taken]
+
+
 def test_each_call_gets_something_of_the_one_before():
     """TensorFlow's optimizer takes an order out where data say the same as well, and
     then may find those data constant (tests/processes/test_generator_hosts.py)."""
