@@ -6,7 +6,9 @@ import time
 import pytest
 import tensorflow as tf
 
+from tfdp.errors import CollectiveError
 from tfdp.exchange.link_calls import LinkCalls
+from tfdp.hosts.begun_exchanges import BegunExchanges
 
 # What comes first is slow: whatever does not wait for it runs before it.
 SECONDS = {"before": 0.3, "within": 0.2, "after": 0.1, "last": 0.0}
@@ -236,3 +238,26 @@ def test_eager_calls_ahead_are_made_at_once():
     ahead = Ahead(("step", "ahead"))
     assert float(ahead.call("a", value=3.0)) == 6.0
     assert ahead.ran == [("a", "step")]
+
+
+@pytest.mark.parametrize("channel", ["step", "ahead"])
+def test_after_one_that_fails_none_is_made(channel):
+    """Others wait for its part in vain, and would take the next one for it."""
+    exchanges = BegunExchanges()
+    goes_on, made = threading.Event(), []
+
+    def fail():
+        assert goes_on.wait(60)
+        raise MemoryError("the first error")
+
+    failed = exchanges.begin("step", fail)
+    queued = exchanges.begin("step", lambda: made.append(1))
+    goes_on.set()
+    with pytest.raises(MemoryError, match="the first error"):
+        exchanges.take(failed)
+    later = exchanges.begin(channel, lambda: made.append(2))
+    for ticket in (queued, later):
+        with pytest.raises(CollectiveError, match="MemoryError: the first error"):
+            exchanges.take(ticket)
+    assert not made
+    exchanges.close()

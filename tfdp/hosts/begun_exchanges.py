@@ -9,6 +9,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 
+from tfdp.errors import CollectiveError
+
 __all__ = ["BegunExchanges"]
 
 Exchange = Callable[[], Sequence[np.ndarray]]
@@ -19,13 +21,15 @@ class BegunExchanges:
 
     So the next one begins when the one before it in its channel is over, and not when
     TensorFlow has found a thread for it: on a single core that is after some operation
-    that computes, and the network does nothing meanwhile.
+    that computes, and the network does nothing meanwhile. Once one has failed, those
+    that are begun, or begin later, in any channel, are not made.
     """
 
     def __init__(self) -> None:
         self._threads: dict[str, ThreadPoolExecutor] = {}
         self._lock = threading.Lock()
         self._tickets = itertools.count()
+        self._failure: BaseException | None = None
         self._begun: dict[int, Future[Sequence[np.ndarray]]] = {}
 
     def begin(self, channel: str, exchange: Exchange) -> int:
@@ -40,13 +44,31 @@ class BegunExchanges:
                 name = f"tfdp-exchanges-{channel}"
                 self._threads[channel] = ThreadPoolExecutor(1, name)
             ticket = next(self._tickets)
-            self._begun[ticket] = self._threads[channel].submit(exchange)
+            self._begun[ticket] = self._threads[channel].submit(self._made, exchange)
         return ticket
+
+    def _made(self, exchange: Exchange) -> Sequence[np.ndarray]:
+        """What it makes, unless one before it has failed.
+
+        Whatever failed, others do not get this worker's part of it, and would take the
+        next one for it.
+        """
+        if self._failure is not None:
+            raise CollectiveError(
+                "After an exchange that failed there is no other. It said: "
+                f"{type(self._failure).__name__}: {self._failure}"
+            ) from self._failure
+        try:
+            return exchange()
+        except BaseException as error:
+            self._failure = error
+            raise
 
     def take(self, ticket: int) -> Sequence[np.ndarray]:
         """What the exchange has made, once it is over, or the error that it raised.
 
         Raises:
+          CollectiveError: when one before it has failed.
           KeyError: when it was taken already.
         """
         with self._lock:
