@@ -6,7 +6,9 @@ import time
 import pytest
 import tensorflow as tf
 
+from tfdp.errors import CollectiveError
 from tfdp.exchange.link_calls import LinkCalls
+from tfdp.hosts.begun_exchanges import BegunExchanges
 
 # What comes first is slow: whatever does not wait for it runs before it.
 SECONDS = {"before": 0.3, "within": 0.2, "after": 0.1, "last": 0.0}
@@ -75,6 +77,26 @@ def test_two_conditionals_in_a_row_keep_theirs():
 
     all_four = ["before", "within", "after", "last"]
     assert order_of(build) == [*all_four, "after", "last", *all_four]
+
+
+@pytest.mark.parametrize("inner", ["call", "conditional"])
+def test_a_call_in_a_loop_keeps_its_place(inner):
+    def build(call, taken):
+        def turn(number, total):
+            within = call("within")
+            if inner == "conditional":
+                within = tf.cond(taken, lambda: call("last"), lambda: within)
+            return number + 1, total + within
+
+        before = call("before")
+        # Nothing is computed from what came before the loop, or in its other turns.
+        start = tf.constant(0), tf.constant(0.0)
+        _, total = tf.while_loop(lambda number, _: number < 2, turn, start)
+        return before, total, call("after")
+
+    turn = ["within", "last"] if inner == "conditional" else ["within"]
+    taken = ["before", *turn * 2, "after"]
+    assert order_of(build) == [*taken, "before", "within", "within", "after", *taken]
 
 
 def test_each_call_gets_something_of_the_one_before():
@@ -216,3 +238,34 @@ def test_eager_calls_ahead_are_made_at_once():
     ahead = Ahead(("step", "ahead"))
     assert float(ahead.call("a", value=3.0)) == 6.0
     assert ahead.ran == [("a", "step")]
+
+
+@pytest.mark.parametrize("channel", ["step", "ahead"])
+def test_after_one_that_fails_none_of_its_step_is_made(channel):
+    """Others wait for its part in vain, and would take the next one for it."""
+    exchanges = BegunExchanges()
+    goes_on, made = threading.Event(), []
+
+    def fail():
+        assert goes_on.wait(60)
+        raise MemoryError("the first error")
+
+    failed = exchanges.begin("step", fail)
+    queued = exchanges.begin("step", lambda: made.append(1))
+    goes_on.set()
+    said = "MemoryError: the first error"
+    with pytest.raises(CollectiveError, match=said):
+        exchanges.take(queued)
+    later = exchanges.begin(channel, lambda: made.append(2))
+    with pytest.raises(CollectiveError, match=said):
+        exchanges.take(later)
+    last = exchanges.begin(channel, lambda: made.append(3))
+    with pytest.raises(MemoryError, match="the first error"):
+        exchanges.take(failed)
+    # Whether it runs before or after the error was taken.
+    with pytest.raises(CollectiveError, match=said):
+        exchanges.take(last)
+    assert not made
+    exchanges.take(exchanges.begin(channel, lambda: made.append(4)))
+    assert made == [4]
+    exchanges.close()

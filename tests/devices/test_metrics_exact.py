@@ -302,3 +302,35 @@ def test_what_a_metric_has_summed_is_a_number_of_python():
     step()
     assert float(mean.total) == float(mean.total.value) == 1 + 2 + 3 + 4
     assert int(mean.count) == 4
+
+
+class Rows(keras.metrics.Metric):
+    """Counts rows, and returns the variable in which it does."""
+
+    def __init__(self, as_dictionary):
+        super().__init__(name="rows")
+        self.as_dictionary = as_dictionary
+        self.rows = self.add_weight(shape=(), initializer="zeros", name="rows")
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        self.rows.assign_add(keras.ops.cast(keras.ops.shape(y_true)[0], "float32"))
+
+    def result(self):
+        return {"rows": self.rows} if self.as_dictionary else self.rows
+
+
+@pytest.mark.parametrize("as_dictionary", [False, True])
+@pytest.mark.parametrize("replicas", [2, 3])
+def test_a_metric_may_return_its_variable(replicas, as_dictionary):
+    x, y = classification_data(samples=13)
+    with make_strategy(replicas).scope():
+        model = dense_model()
+        model.compile(
+            "sgd",
+            keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+            metrics=[Rows(as_dictionary)],
+        )
+    history = model.fit(x, y, batch_size=6, verbose=0).history
+    assert history["rows"] == [13.0]
+    found = model.evaluate(x, y, batch_size=6, verbose=0, return_dict=True)
+    assert found["rows"] == 13.0

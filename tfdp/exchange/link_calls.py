@@ -25,15 +25,20 @@ TOKEN = np.uint8(0)
 
 #: By graph the name of an operation: the operation itself would keep the graph.
 LastOps: TypeAlias = "weakref.WeakKeyDictionary[tf.Graph, str]"
-CONDITIONALS = ("If", "StatelessIf", "Case", "StatelessCase")
+#: What holds graphs of its own, of which a call may be in one.
+CONTROL_FLOW = {
+    *("If", "StatelessIf", "Case", "StatelessCase"),
+    *("While", "StatelessWhile"),
+}
 
 
 class LinkCalls:
     """Makes calls that run one after the other, in the order in which they are built.
 
     Every host builds the same ones in the same order, which is how the exchange of one
-    meets that of the others. A call within a conditional comes behind those that were
-    built before the conditional, and before those that are built after it.
+    meets that of the others. A call within a conditional or a loop comes behind those
+    that were built before it, and before those that are built after it. That one turn
+    of a loop ends before the next one begins TensorFlow sees to.
 
     Each call hands the next one a token. That it has to run before would not do: where
     the data of the two say so as well, TensorFlow's optimizer takes that order out, and
@@ -131,8 +136,8 @@ class LinkCalls:
         # also chain them with every other stateful op, the other replicas' included,
         # which wait for this call: so they get an order of their own.
         graph = tf.compat.v1.get_default_graph()
-        tokens, conditionals = self._before(graph, last_ops)
-        with tf.control_dependencies(conditionals):
+        tokens, others = self._before(graph, last_ops)
+        with tf.control_dependencies(others):
             *results, token = tf.numpy_function(
                 counted(_in_turn(function, len(tensors))),
                 [*tensors, *tokens],
@@ -149,19 +154,21 @@ class LinkCalls:
     ) -> tuple[list[tf.Tensor], list[tf.Operation]]:
         """What a call that is built in `graph` now waits for: tokens, and operations.
 
-        The token of a graph around this one is brought in, by the conditional.
+        The token of a graph around this one is brought in, by the conditional or loop.
         """
         tokens = _token_of(graph, last_ops)
-        conditionals: list[tf.Operation] = []
+        others: list[tf.Operation] = []
         if self._last_graph() is not graph:
-            conditionals += _conditionals_in(graph)
-        # The first one in a conditional: TensorFlow lets the conditional wait for it.
+            others += _control_flow_in(graph)
+        # The first one in a conditional or a loop: TensorFlow lets that wait for it.
         # Whatever begins within it waits for what ends before it.
-        while not tokens and names.is_branch_graph(graph):
+        while not tokens and (
+            names.is_branch_graph(graph) or names.is_loop_graph(graph)
+        ):
             graph = graph.outer_graph
             tokens = _token_of(graph, self._last_ends)
-            conditionals += _conditionals_in(graph)
-        return tokens, conditionals
+            others += _control_flow_in(graph)
+        return tokens, others
 
 
 def _token_of(graph: tf.Graph, last_ops: LastOps) -> list[tf.Tensor]:
@@ -197,10 +204,11 @@ def _of_known_shapes(
     ]
 
 
-def _conditionals_in(graph: tf.Graph) -> list[tf.Operation]:
-    """What may hold the call before this one: an accumulating optimizer's reduction.
+def _control_flow_in(graph: tf.Graph) -> list[tf.Operation]:
+    """What may hold the call before this one: an accumulating optimizer's reduction, or
+    a loop of steps.
 
-    Nothing else orders a call behind one within a conditional, and the hosts would make
-    the two in different orders.
+    Nothing else orders a call behind one within it, and the hosts would make the two in
+    different orders.
     """
-    return [op for op in graph.get_operations() if op.type in CONDITIONALS]
+    return [op for op in graph.get_operations() if op.type in CONTROL_FLOW]

@@ -90,6 +90,13 @@ def _metrics_of(model: keras.Model) -> Iterator[keras.metrics.Metric]:
 
 def _result(metric: Any, noted: NotedResults) -> Any:
     result = type(metric).result(metric)
+    # Some return the variable in which they count.
+    result = tf.nest.map_structure(
+        lambda part: (
+            tf.convert_to_tensor(part) if isinstance(part, keras.Variable) else part
+        ),
+        result,
+    )
     noted.note(result, metric)
     return result
 
