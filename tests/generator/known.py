@@ -82,6 +82,9 @@ REFUSED = {
     "cannot update shards in eager mode": lambda p: (
         p.layout.shard > 0 and p.eagerly and p.optimizer.name in ("LARS", "LAMB")
     ),
+    "cannot be applied to shards in eager mode": lambda p: (
+        p.layout.shard == 3 and p.eagerly and _uses(p, ("dense-unit-norm",))
+    ),
     "inside a function compiled by XLA": _exchanges_within_a_step,
     "The size of the batches is not known": lambda p: (
         p.layout.pad_batches is True and p.data.source != "arrays"

@@ -37,6 +37,7 @@ from tfdp._private.optimizer_hooks import (
     variable_index,
 )
 from tfdp.errors import ConfigurationError
+from tfdp.plan.exclusions import variable_path
 from tfdp.sharding.updates import ShardUpdates
 from tfdp.sharding.variables import ShardedVariable, ShardUpdatedVariable
 
@@ -99,6 +100,7 @@ def shard_leads(
 
     def apply_gradients(gradients: Sequence[Any], variables: Sequence[Any]) -> Any:
         known[:] = variables
+        _refuse_eager_constraints(variables)
         return by_keras(optimizer, APPLY_GRADIENTS)(gradients, variables)
 
     def clip(gradients: Sequence[Any]) -> list[Any]:
@@ -118,6 +120,26 @@ def shard_leads(
             _update_in_phases, optimizer, shards
         )
     return leads
+
+
+def _refuse_eager_constraints(variables: Sequence[Any]) -> None:
+    """A constraint looks at the whole weight, whose shards are updated one by one.
+
+    Raises:
+      ConfigurationError: where eager replicas, which run one after the other, would
+        each look at shards of which some are updated and others not yet.
+    """
+    if not tf.executing_eagerly():
+        return
+    for variable in variables:
+        is_sharded = shard_kind(variable) is ShardedVariable
+        if is_sharded and getattr(variable, "constraint", None) is not None:
+            raise ConfigurationError(
+                f"The weight {variable_path(variable)!r} has a constraint, which "
+                "cannot be applied to shards in eager mode: it looks at the whole "
+                "weight before all replicas have updated their shards. Compile with "
+                "run_eagerly=False, or leave out shard='parameters'."
+            )
 
 
 def clip_over_shards(
