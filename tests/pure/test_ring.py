@@ -54,7 +54,7 @@ def test_everybody_gets_the_sum(monkeypatch, members, dtype):
         inputs = [array.reshape(-1) for array in arrays_of(rank, dtype)]
         before = [array.copy() for array in inputs]
         outputs = [np.full_like(array, 7) for array in inputs]
-        ring.ring_sum(inputs, outputs, rank, members, send, receive)
+        ring.ring_sum(inputs, outputs, rank, members, ring.Ends(send, receive))
         for array, unchanged in zip(inputs, before, strict=True):
             np.testing.assert_array_equal(array, unchanged)
         return outputs
@@ -94,11 +94,12 @@ def test_parts_of_the_sum_are_scattered_and_gathered(monkeypatch, members):
         # Whole numbers: the order of adding does not matter.
         inputs = [np.rint(array.reshape(-1)) for array in arrays_of(rank, "float32")]
         outputs = [np.full_like(array, 7) for array in inputs]
-        ring.ring_reduce_scatter(inputs, outputs, ranges, rank, send, receive)
+        ends = ring.Ends(send, receive)
+        ring.ring_reduce_scatter(inputs, outputs, ranges, rank, ends)
         wholes = [np.full_like(array, 7) for array in inputs]
         for array, start, stop in ranges[rank]:
             wholes[array][start:stop] = outputs[array][start:stop]
-        ring.ring_all_gather(wholes, ranges, rank, send, receive)
+        ring.ring_all_gather(wholes, ranges, rank, ends)
         return inputs, wholes
 
     results = on_threads(members, work)

@@ -7,7 +7,7 @@ import pytest
 
 from tests.pure.test_ring import on_threads
 from tests.pure.test_socket_link import on_workers
-from tfdp.hosts.ring import ring_sum
+from tfdp.hosts.ring import Ends, ring_sum
 from tfdp.hosts.rounded_wire import RoundedWire, part_edges, wire_type
 
 SHAPES = [(1000,), (3,), (7, 40), (), (0,)]
@@ -33,8 +33,8 @@ def rounded_sums(members, name, make=arrays_of):
         before = [array.copy() for array in inputs]
         outputs = [np.full_like(array, 7) for array in inputs]
         wire = RoundedWire(wire_type(name), counting, receive)
-        ring = (rank, members, wire.send, wire.receive, wire.pass_on)
-        ring_sum(inputs, outputs, *ring)
+        ends = Ends(wire.send, wire.receive, wire.pass_on)
+        ring_sum(inputs, outputs, rank, members, ends)
         for array, unchanged in zip(inputs, before, strict=True):
             np.testing.assert_array_equal(array, unchanged)
         return outputs

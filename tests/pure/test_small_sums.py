@@ -11,8 +11,10 @@ from tests.pure.test_ring import on_threads
 from tests.pure.test_socket_link import on_workers
 from tests.support.mesh import bits, on_mesh
 from tests.support.tcp_counts import handed_to_tcp
+from tfdp.hosts import shared_places
 from tfdp.hosts.doubling import gather_blobs, gather_rows, swap_rows
-from tfdp.hosts.ring import ring_sum
+from tfdp.hosts.ring import Ends, ring_sum
+from tfdp.hosts.shared_places import CAN_SHARE
 from tfdp.hosts.small_sums import SmallSum
 from tfdp.plan.sum_ways import rounds, sent_bytes
 
@@ -31,7 +33,7 @@ def ring_sums(workers, make):
     def work(rank, send, receive):
         inputs = make(rank)
         outputs = [np.full_like(array, 7) for array in inputs]
-        ring_sum(inputs, outputs, rank, workers, send, receive)
+        ring_sum(inputs, outputs, rank, workers, Ends(send, receive))
         return outputs
 
     return on_threads(workers, work)
@@ -139,7 +141,9 @@ def test_rows_and_blobs_reach_everybody(workers):
 
 
 @pytest.mark.parametrize("workers", [2, 3, 6])
-def test_all_ways_give_one_sum_over_sockets(workers):
+@pytest.mark.parametrize("shares", [False, True])
+def test_all_ways_give_one_sum_over_sockets(monkeypatch, workers, shares):
+    monkeypatch.setattr(shared_places, "CAN_SHARE", shares and CAN_SHARE)
     shapes = [(3,), (), (70, 9)]
 
     def work(link):
@@ -169,7 +173,10 @@ def test_all_ways_give_one_sum_over_sockets(workers):
 
 @pytest.mark.skipif(not hasattr(socket, "TCP_INFO"), reason="the kernel does not tell")
 @pytest.mark.parametrize("workers", [2, 3, 5])
-def test_the_kernel_counts_the_same_bytes(workers):
+def test_the_kernel_counts_the_same_bytes(monkeypatch, workers):
+    # What lies in shared memory never comes to it.
+    monkeypatch.setattr(shared_places, "CAN_SHARE", False)
+
     def work(link):
         handed, sent = handed_to_tcp(link), link.sent_bytes()
         for size in (1, 7, 1000, 30_000, 300_000):

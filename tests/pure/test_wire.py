@@ -1,16 +1,18 @@
-"""Both ends of a connection of a ring, closed at every moment."""
+"""Both ends of a connection of a ring, closed at every moment.
 
-import concurrent.futures
+Over a connection alone, and with memory that both ends share.
+"""
+
+import functools
 import socket
-import threading
 
 import numpy as np
 import pytest
 
+from tests.support.wires import HANG_SECONDS, in_a_thread, shared_places
+from tfdp.hosts.shared_places import CAN_SHARE, PLACE_BYTES
+from tfdp.hosts.shared_wire import SharedReceiver, SharedSender
 from tfdp.hosts.wire import LARGEST_DIRECT_BYTES, Receiver, Sender
-
-# Only there to end a hang.
-HANG_SECONDS = 60
 
 
 @pytest.fixture
@@ -20,28 +22,23 @@ def pair():
         yield here, there
 
 
-@pytest.fixture
-def in_a_thread():
-    """Runs something that may hang, in a thread that the test does not wait for."""
-
-    def run(function, *arguments):
-        done = concurrent.futures.Future()
-
-        def work():
-            try:
-                done.set_result(function(*arguments))
-            except BaseException as error:
-                done.set_exception(error)
-
-        threading.Thread(target=work, daemon=True).start()
-        return done
-
-    return run
+@pytest.fixture(params=["connection", "memory"])
+def ends(request):
+    """What makes each of the two ends."""
+    if request.param == "connection":
+        return Sender, Receiver
+    if not CAN_SHARE:
+        pytest.skip("memory without a name is Linux' own")
+    mine, theirs = shared_places()
+    return (
+        functools.partial(SharedSender, places=mine),
+        functools.partial(SharedReceiver, places=theirs),
+    )
 
 
-def test_a_flush_after_the_end_is_an_error(pair, in_a_thread):
+def test_a_flush_after_the_end_is_an_error(pair, ends):
     """`close()` may come between the last receive of an exchange and its flush."""
-    sender = Sender(pair[0], timeout_seconds=30)
+    sender = ends[0](pair[0], timeout_seconds=30)
     sender.send(b"all of it")
     sender.flush()
     sender.close()
@@ -51,8 +48,8 @@ def test_a_flush_after_the_end_is_an_error(pair, in_a_thread):
         sender.send(b"more")
 
 
-def test_a_flush_ends_when_the_sender_is_closed(pair, in_a_thread):
-    sender = Sender(pair[0], timeout_seconds=300)
+def test_a_flush_ends_when_the_sender_is_closed(pair, ends):
+    sender = ends[0](pair[0], timeout_seconds=300)
     # More than any buffer of the kernel holds, and nobody reads it.
     sender.send(np.zeros(1 << 26, np.uint8))
     flush = in_a_thread(sender.flush)
@@ -62,8 +59,8 @@ def test_a_flush_ends_when_the_sender_is_closed(pair, in_a_thread):
         flush.result(HANG_SECONDS)
 
 
-def test_the_threads_of_closed_senders_end(pair):
-    sender = Sender(pair[0], timeout_seconds=300)
+def test_the_threads_of_closed_senders_end(pair, ends):
+    sender = ends[0](pair[0], timeout_seconds=300)
     sender.send(np.zeros(1 << 26, np.uint8))  # long: a thread sends it
     sender.close()
     sender.close()
@@ -73,8 +70,8 @@ def test_the_threads_of_closed_senders_end(pair):
     assert pair[1].recv(1) == b""
 
 
-def test_a_receiver_that_is_closed_ends_its_wait(pair, in_a_thread):
-    receiver = Receiver(pair[0], timeout_seconds=300)
+def test_a_receiver_that_is_closed_ends_its_wait(pair, ends):
+    receiver = ends[1](pair[0], timeout_seconds=300)
     taken = in_a_thread(receiver.take, 2)
     pair[1].sendall(b"1")
     in_a_thread(receiver.close).result(HANG_SECONDS)
@@ -84,35 +81,35 @@ def test_a_receiver_that_is_closed_ends_its_wait(pair, in_a_thread):
         receiver.take(1)
 
 
-def test_what_is_no_memory_is_refused_where_it_is_sent(pair):
+def test_what_is_no_memory_is_refused_where_it_is_sent(pair, ends):
     """Not in the thread, which would end and leave the next flush waiting."""
-    sender = Sender(pair[0], timeout_seconds=30)
+    sender = ends[0](pair[0], timeout_seconds=30)
     with pytest.raises((TypeError, AttributeError)):
         sender.send("text")
     sender.flush()
     sender.close()
 
 
-def test_what_is_short_is_sent_without_a_thread(pair):
-    sender = Sender(pair[0], timeout_seconds=30)
+def test_what_is_short_is_sent_without_a_thread(pair, ends):
+    sender = ends[0](pair[0], timeout_seconds=30)
     for number in range(100):
         sender.send(bytes([number]) * 24)
         sender.flush()
     assert sender._thread is None
     assert sender.sent_bytes == 2400
-    receiver = Receiver(pair[1], timeout_seconds=30)
+    receiver = ends[1](pair[1], timeout_seconds=30)
     assert receiver.take(2400) == b"".join(bytes([n]) * 24 for n in range(100))
     sender.close()
     assert pair[0].fileno() == -1
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_short_and_long_ones_come_in_order(pair, in_a_thread, seed):
+def test_short_and_long_ones_come_in_order(pair, ends, seed):
     """Also when the kernel takes a part of a short one, and while a thread sends."""
     draw = np.random.default_rng(seed)
     sizes = draw.choice([0, 1, 24, LARGEST_DIRECT_BYTES, 3_000_000], 60)
     sent = [draw.bytes(size) for size in sizes]
-    sender = Sender(pair[0], timeout_seconds=30)
+    sender = ends[0](pair[0], timeout_seconds=30)
 
     def send_all():
         for data in sent:
@@ -121,31 +118,53 @@ def test_short_and_long_ones_come_in_order(pair, in_a_thread, seed):
         return sender.sent_bytes
 
     done = in_a_thread(send_all)
-    whole = Receiver(pair[1], timeout_seconds=30).take(int(sizes.sum()))
+    whole = ends[1](pair[1], timeout_seconds=30).take(int(sizes.sum()))
     assert whole == b"".join(sent)
     assert done.result(HANG_SECONDS) == sizes.sum()
     sender.close()
 
 
-def test_short_ones_wait_for_nobody(pair):
+def test_short_ones_wait_for_nobody(pair, ends):
     """Who sends must not wait for who receives: both may be sending."""
-    sender = Sender(pair[0], timeout_seconds=30)
+    sender = ends[0](pair[0], timeout_seconds=30)
     pieces = [bytes([n % 256]) * LARGEST_DIRECT_BYTES for n in range(200)]
     for piece in pieces:  # far more than the kernel takes, and nobody reads
         sender.send(piece)
     assert sender._thread is not None
-    receiver = Receiver(pair[1], timeout_seconds=30)
+    receiver = ends[1](pair[1], timeout_seconds=30)
     assert receiver.take(200 * LARGEST_DIRECT_BYTES) == b"".join(pieces)
     sender.flush()
     sender.close()
 
 
-def test_a_send_over_a_broken_connection_is_an_error(pair):
-    sender = Sender(pair[0], timeout_seconds=30)
+def test_a_send_over_a_broken_connection_is_an_error(pair, ends):
+    sender = ends[0](pair[0], timeout_seconds=30)
     pair[1].close()
     with pytest.raises(OSError):
         for _ in range(2):
             sender.send(b"x")
     with pytest.raises(OSError):
         sender.flush()
+    sender.close()
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_sizes_that_are_asked_for_need_not_be_those_that_were_sent(pair, ends, seed):
+    draw = np.random.default_rng(seed)
+    sizes = draw.choice([1, 7, LARGEST_DIRECT_BYTES, PLACE_BYTES, PLACE_BYTES + 1], 40)
+    data = np.frombuffer(draw.bytes(int(sizes.sum())), np.uint8)
+    sender, receiver = ends[0](pair[0], 30), ends[1](pair[1], 30)
+
+    def send_all():
+        for part in np.split(data, np.cumsum(sizes)[:-1]):
+            sender.send(part)
+        sender.flush()
+
+    done = in_a_thread(send_all)
+    came = np.empty_like(data)
+    edges = np.sort(draw.integers(0, data.size, 60))
+    for part in np.split(came, edges):
+        receiver.fill(part)
+    assert np.array_equal(came, data)
+    done.result(HANG_SECONDS)
     sender.close()

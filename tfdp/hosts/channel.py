@@ -15,8 +15,10 @@ import numpy as np
 
 from tfdp.errors import CollectiveError, TfdpError
 from tfdp.hosts.agreement import HEADER, Disagreement, Terms
-from tfdp.hosts.ring import Receive, Send
+from tfdp.hosts.ring import Ends
 from tfdp.hosts.rounded_wire import RoundedWire, wire_type
+from tfdp.hosts.same_machine import NOTHING_SHARED, SharedMemory
+from tfdp.hosts.shared_wire import SharedReceiver, SharedSender
 from tfdp.hosts.wire import LARGEST_DIRECT_BYTES, Receiver, Sender, as_bytes
 
 __all__ = ["Channel", "Neighbours"]
@@ -72,16 +74,18 @@ class Channel:
         cls,
         connections: Sequence[tuple[socket.socket, socket.socket]],
         timeout_seconds: float,
+        shared: SharedMemory = NOTHING_SHARED,
     ) -> Channel:
-        """A channel over connections to and from the neighbours, by distance."""
-        return cls(
-            [
-                Neighbours(
-                    Sender(after, timeout_seconds), Receiver(before, timeout_seconds)
-                )
-                for after, before in connections
-            ]
-        )
+        """A channel over connections to and from the neighbours, by distance.
+
+        Args:
+          connections, timeout_seconds: see `Sender`.
+          shared: the memory that there is between this worker and those next to it.
+        """
+        nearest, *farther = connections
+        ends = [_neighbours(nearest, timeout_seconds, shared)]
+        ends += [_neighbours(each, timeout_seconds) for each in farther]
+        return cls(ends)
 
     def begin(self, terms: Terms) -> None:
         """Notes what this worker brings."""
@@ -140,13 +144,13 @@ class Channel:
         """Names the exchange in errors."""
         return f"exchange {self.count} ({self.terms.label})"
 
-    def ends(self, wire_dtype: str | None) -> tuple[Send, Receive, Send]:
-        """What sends, receives and passes on blocks of arrays; see `ring_sum`."""
+    def ends(self, wire_dtype: str | None) -> Ends:
+        """What the ring exchanges blocks of arrays by."""
         send, receive = self.sender.send, self.receiver.fill
         if wire_dtype is None:
-            return send, receive, send
+            return Ends(send, receive, add=self.receiver.add)
         wire = RoundedWire(wire_type(wire_dtype), send, receive)
-        return wire.send, wire.receive, wire.pass_on
+        return Ends(wire.send, wire.receive, wire.pass_on)
 
     def fail_with(self, error: BaseException) -> None:
         """Notes why there is no other exchange; only those of tfdp keep their type."""
@@ -166,3 +170,19 @@ class Channel:
         for each in self.neighbours:
             each.sender.close()
             each.receiver.close()
+
+
+def _neighbours(
+    connections: tuple[socket.socket, socket.socket],
+    timeout_seconds: float,
+    shared: SharedMemory = NOTHING_SHARED,
+) -> Neighbours:
+    after, before = connections
+    return Neighbours(
+        Sender(after, timeout_seconds)
+        if shared.after is None
+        else SharedSender(after, timeout_seconds, shared.after),
+        Receiver(before, timeout_seconds)
+        if shared.before is None
+        else SharedReceiver(before, timeout_seconds, shared.before),
+    )

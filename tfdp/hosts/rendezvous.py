@@ -4,7 +4,8 @@
     worker 0   "until when I wait"; once all are there, the table of data ports and a
                random number, the session, which nobody else is told
     all        dial the data ports of their neighbours (`tfdp.hosts.neighbours`), with
-               the session's secret
+               the session's secret; those of one machine agree on memory that they
+               share (`tfdp.hosts.same_machine`)
 
 Whoever fails at a door is ignored (`tfdp.hosts.door`); a worker of the job that does
 not fit (another tfdp, another number of workers, a rank that is taken) ends the
@@ -18,6 +19,7 @@ import dataclasses
 import secrets
 import socket
 import time
+from itertools import chain
 from typing import Any
 
 from tfdp._version import __version__
@@ -35,6 +37,7 @@ from tfdp.hosts.messages import (
     raise_if_refused,
 )
 from tfdp.hosts.neighbours import Address, Pair, connect_neighbours
+from tfdp.hosts.same_machine import SharedMemory, share_memory
 from tfdp.hosts.wire import has_ended, read_line, write_line
 from tfdp.hosts.worker_names import name_workers
 
@@ -56,11 +59,13 @@ class Meeting:
       control: to every other worker by rank (on worker 0), else to worker 0.
       neighbours: by channel, by distance 1, 2, 4 ..., (to the worker so far after,
         from the worker so far before).
+      shared: by channel, the memory that it shares with those next to it.
       hosts: where this worker reaches each of the others, by rank.
     """
 
     control: dict[int, socket.socket]
     neighbours: list[list[Pair]]
+    shared: list[SharedMemory]
     hosts: list[str]
 
 
@@ -143,8 +148,25 @@ def meet(
             session_secret(secret, party.session),
             deadline,
         )
+        on_failure.callback(lambda: _close_all(chain(*chain(*neighbours))))
+        shared = _share_memory(rank, workers, neighbours, deadline)
         on_failure.pop_all()
-    return Meeting(party.control, neighbours, [host for host, _ in party.addresses])
+    hosts = [host for host, _ in party.addresses]
+    return Meeting(party.control, neighbours, shared, hosts)
+
+
+def _share_memory(
+    rank: int, workers: int, neighbours: list[list[Pair]], deadline: float
+) -> list[SharedMemory]:
+    try:
+        # Those farther away get what is short; see `tfdp.plan.sum_ways`.
+        return share_memory([nearest for nearest, *_ in neighbours], deadline)
+    except (OSError, ValueError) as error:
+        nearest = sorted({(rank + 1) % workers, (rank - 1) % workers})
+        raise CollectiveError(
+            f"Worker {rank} met its neighbours, {name_workers(nearest)}, which then "
+            f"did not say whether they share memory with it: {error}. See their output."
+        ) from error
 
 
 def _receive_all(

@@ -18,6 +18,8 @@ import numpy as np
 
 __all__ = [
     "BLOCK_BYTES",
+    "Ends",
+    "add_up",
     "blocks_of",
     "by_worker",
     "ring_all_gather",
@@ -31,6 +33,43 @@ BLOCK_BYTES = 1 << 18
 Block = tuple[int, int, int]  # array, first element, end
 Send = Callable[[np.ndarray], None]
 Receive = Callable[[np.ndarray], None]
+Add = Callable[[np.ndarray, np.ndarray], None]
+
+
+def add_up(came: np.ndarray, own: np.ndarray, total: np.ndarray) -> None:
+    """Writes the sum of two arrays into `total`, which may be one of them."""
+    # Loss scaling looks for infinities; a warning for each would bury others.
+    with np.errstate(over="ignore", invalid="ignore"):
+        np.add(came, own, out=total)
+
+
+class Ends:
+    """What a member exchanges blocks by, with those before and after it.
+
+    Args:
+      send: passes an array to the next member; may return before it is sent, so the
+        array must not change any more.
+      receive: fills an array from the member before.
+      pass_on: sends a block of a result, and may round it: what the others get is
+        then what this member keeps. `send` by default.
+      add: fills its first argument with the sum of what comes and its second one;
+        `receive` and an addition by default.
+    """
+
+    def __init__(
+        self,
+        send: Send,
+        receive: Receive,
+        pass_on: Send | None = None,
+        add: Add | None = None,
+    ):
+        self.send, self.receive = send, receive
+        self.pass_on = pass_on or send
+        self.add = add or self._receive_and_add
+
+    def _receive_and_add(self, block: np.ndarray, own: np.ndarray) -> None:
+        self.receive(block)
+        add_up(block, own, block)
 
 
 def split_evenly(sizes: Sequence[int], parts: int) -> list[list[Block]]:
@@ -86,9 +125,7 @@ def ring_sum(
     outputs: Sequence[np.ndarray],
     rank: int,
     members: int,
-    send: Send,
-    receive: Receive,
-    pass_on: Send | None = None,
+    ends: Ends,
 ) -> None:
     """Writes the sum of everybody's `inputs` into `outputs`.
 
@@ -99,19 +136,14 @@ def ring_sum(
       outputs: the same shapes; not read before they are written.
       rank: this member's place.
       members: N, at least 2.
-      send: passes an array to the next member; may return before it is sent, so the
-        array must not change any more.
-      receive: fills an array from the member before.
-      pass_on: sends a block of `outputs`, and may round it: what the others get is
-        then what this member keeps. `send` by default.
+      ends: what it exchanges blocks by.
     """
     ranges = split_evenly([array.size for array in inputs], members)
     parts = [blocks_of(part, inputs[0].dtype.itemsize, BLOCK_BYTES) for part in ranges]
     # In the last round a part is finished, and passing it on starts the all-gather.
-    pass_on = pass_on or send
-    _send(inputs, parts[rank], send)
-    _add_and_pass(inputs, outputs, parts, rank, members, pass_on, receive)
-    _pass_round(outputs, parts, rank, members - 1, pass_on, receive)
+    _send(inputs, parts[rank], ends)
+    _add_and_pass(inputs, outputs, parts, rank, members, ends)
+    _pass_round(outputs, parts, rank, members - 1, ends.pass_on, ends)
 
 
 def ring_reduce_scatter(
@@ -119,29 +151,26 @@ def ring_reduce_scatter(
     outputs: Sequence[np.ndarray],
     ranges: Sequence[Sequence[Block]],
     rank: int,
-    send: Send,
-    receive: Receive,
-    pass_on: Send | None = None,
+    ends: Ends,
 ) -> None:
     """Writes part `rank` of the sum of everybody's `inputs` into `outputs`.
 
     Args:
-      inputs, rank, send, receive, pass_on: see `ring_sum`.
+      inputs, rank, ends: see `ring_sum`.
       outputs: the same shapes; outside of this member's part they hold partial sums.
       ranges: by member, the part that it gets.
     """
     parts = [blocks_of(part, inputs[0].dtype.itemsize, BLOCK_BYTES) for part in ranges]
     first, rounds = rank - 1, len(parts) - 1
-    _send(inputs, parts[first], send)
-    _add_and_pass(inputs, outputs, parts, first, rounds, pass_on or send, receive)
+    _send(inputs, parts[first], ends)
+    _add_and_pass(inputs, outputs, parts, first, rounds, ends)
 
 
 def ring_all_gather(
     arrays: Sequence[np.ndarray],
     ranges: Sequence[Sequence[Block]],
     rank: int,
-    send: Send,
-    receive: Receive,
+    ends: Ends,
     begun: bool = False,
 ) -> None:
     """Fills `arrays`, of which each member brings its part.
@@ -149,18 +178,18 @@ def ring_all_gather(
     Args:
       arrays: flat contiguous arrays of one dtype; part `rank` of them is filled.
       ranges: by member, the part that it brings.
-      rank, send, receive: see `ring_sum`.
+      rank, ends: see `ring_sum`.
       begun: whether this member's part has been sent already.
     """
     parts = [blocks_of(part, arrays[0].dtype.itemsize, BLOCK_BYTES) for part in ranges]
     if not begun:
-        _send(arrays, parts[rank], send)
-    _pass_round(arrays, parts, rank - 1, len(parts) - 1, send, receive)
+        _send(arrays, parts[rank], ends)
+    _pass_round(arrays, parts, rank - 1, len(parts) - 1, ends.send, ends)
 
 
-def _send(arrays: Sequence[np.ndarray], blocks: Sequence[Block], send: Send) -> None:
+def _send(arrays: Sequence[np.ndarray], blocks: Sequence[Block], ends: Ends) -> None:
     for array, start, stop in blocks:
-        send(arrays[array][start:stop])
+        ends.send(arrays[array][start:stop])
 
 
 def _add_and_pass(
@@ -169,8 +198,7 @@ def _add_and_pass(
     parts: Sequence[Sequence[Block]],
     first: int,
     rounds: int,
-    pass_on: Send,
-    receive: Receive,
+    ends: Ends,
 ) -> None:
     """After part `first` was sent: adds to each part that comes, and passes it on
     before round `rounds`."""
@@ -178,12 +206,9 @@ def _add_and_pass(
     for step in range(1, members):
         for array, start, stop in parts[(first - step) % members]:
             block = outputs[array][start:stop]
-            receive(block)
-            # Loss scaling looks for infinities; a warning for each would bury others.
-            with np.errstate(over="ignore", invalid="ignore"):
-                np.add(block, inputs[array][start:stop], out=block)
+            ends.add(block, inputs[array][start:stop])
             if step < rounds:
-                pass_on(block)
+                ends.pass_on(block)
 
 
 def _pass_round(
@@ -192,12 +217,12 @@ def _pass_round(
     first: int,
     rounds: int,
     pass_on: Send,
-    receive: Receive,
+    ends: Ends,
 ) -> None:
     """Takes in part `first` and those before it; passes all but the last one on."""
     for step in range(rounds):
         for array, start, stop in parts[(first - step) % len(parts)]:
             block = arrays[array][start:stop]
-            receive(block)
+            ends.receive(block)
             if step < rounds - 1:
                 pass_on(block)

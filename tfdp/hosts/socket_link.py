@@ -79,9 +79,10 @@ class SocketLink(HostLink):
                 present,
             )
         # Its own each: a step that waits must not hold up what the host itself asks.
+        ends = zip(CHANNELS, meeting.neighbours, meeting.shared, strict=True)
         self._channels = {
-            name: Channel.over(pairs, timeout_seconds)
-            for name, pairs in zip(CHANNELS, meeting.neighbours, strict=True)
+            name: Channel.over(pairs, timeout_seconds, shared)
+            for name, pairs, shared in ends
         }
         self.hosts = meeting.hosts
         self._failure_listeners: list[Callable[[str], None]] = []
@@ -141,7 +142,7 @@ class SocketLink(HostLink):
             if small is not None:
                 small.run(flat_outputs, ring.neighbours)
             else:
-                ring_sum(flat_inputs, flat_outputs, *places, *ring.ends(wire_dtype))
+                ring_sum(flat_inputs, flat_outputs, *places, ring.ends(wire_dtype))
             # What was queued are the caller's arrays, which live until here only.
             ring.flush()
         return outputs
@@ -168,7 +169,7 @@ class SocketLink(HostLink):
         terms = ("scatter", arrays, label, "step", wire_dtype, ranges)
         with self._exchange(*terms) as ring:
             ring_reduce_scatter(
-                arrays, outputs, by_worker(ranges), self.rank, *ring.ends(wire_dtype)
+                arrays, outputs, by_worker(ranges), self.rank, ring.ends(wire_dtype)
             )
             ring.sender.flush()
         # Views: what is beside them holds partial sums, and nobody reads it.
@@ -191,8 +192,8 @@ class SocketLink(HostLink):
         terms = ("shards", wholes, label, channel, None, ranges)
         with self._exchange(*terms, first=first) as ring:
             put_own(wholes, pieces, ranges, self.rank)
-            ends, begun = ring.ends(None)[:2], first is not None
-            ring_all_gather(wholes, by_worker(ranges), self.rank, *ends, begun)
+            ends, begun = ring.ends(None), first is not None
+            ring_all_gather(wholes, by_worker(ranges), self.rank, ends, begun)
             ring.sender.flush()
         return wholes
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import queue
 import socket
 import struct
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -30,6 +32,9 @@ LONGEST_LINE_BYTES = 1 << 20
 LARGEST_TAKE_BYTES = 1 << 20
 # What is sent at once, by who has it: to wake a thread for it would take longer.
 LARGEST_DIRECT_BYTES = 1 << 16
+
+# What a sender's thread does, or whom it tells that it is that far.
+Queued = Callable[[], None] | threading.Event
 
 
 def tuned(connection: socket.socket) -> socket.socket:
@@ -118,19 +123,21 @@ class Sender:
 
     def __init__(self, connection: socket.socket, timeout_seconds: float):
         self._connection = connection
-        self._queue: queue.SimpleQueue[memoryview | threading.Event | None] = (
-            queue.SimpleQueue()
-        )
+        self._queue: queue.SimpleQueue[Queued | None] = queue.SimpleQueue()
         self._failure: OSError | None = None
         # Nothing is queued behind the end of the thread: nobody would ever take it.
         self._queueing = threading.Lock()
         self._is_closed = False
         # Items that were queued, and that the thread is done with.
         self._queued = self._done = 0
-        #: What the kernel has taken so far.
-        self.sent_bytes = 0
+        self._taken_bytes = 0
         set_timeout(connection, socket.SO_SNDTIMEO, timeout_seconds)
         self._thread: threading.Thread | None = None
+
+    @property
+    def sent_bytes(self) -> int:
+        """What is with the kernel so far."""
+        return self._taken_bytes
 
     def send(self, data: np.ndarray | bytes) -> None:
         """Sends or queues `data`, which must stay as it is until it is sent.
@@ -142,10 +149,7 @@ class Sender:
         with self._queueing:
             if self._failure is not None:
                 raise self._failure
-            if self._queued == self._done and view.nbytes <= LARGEST_DIRECT_BYTES:
-                view = view[self._send_now(view) :]
-            if view.nbytes:
-                self._put(view)
+            self._begin(view)
 
     def flush(self) -> None:
         """Waits until everything is with the kernel.
@@ -179,6 +183,13 @@ class Sender:
             else:
                 self._queue.put(None)
 
+    def _begin(self, view: memoryview) -> None:
+        """Sends `view` as far as nobody waits for it, and queues the rest."""
+        if self._queued == self._done and view.nbytes <= LARGEST_DIRECT_BYTES:
+            view = view[self._send_now(view) :]
+        if view.nbytes:
+            self._put(functools.partial(self._send_all, view))
+
     def _send_now(self, view: memoryview) -> int:
         """How many bytes of `view` the kernel takes at once."""
         if not view.nbytes:
@@ -190,10 +201,14 @@ class Sender:
         except OSError as error:
             self._failure = error
             raise
-        self.sent_bytes += taken
+        self._taken_bytes += taken
         return taken
 
-    def _put(self, item: memoryview | threading.Event) -> None:
+    def _send_all(self, view: memoryview) -> None:
+        self._connection.sendall(view)
+        self._taken_bytes += len(view)
+
+    def _put(self, item: Queued) -> None:
         if self._thread is None:
             self._thread = threading.Thread(
                 target=self._run, name="tfdp-sender", daemon=True
@@ -207,10 +222,9 @@ class Sender:
         # another one closed could meanwhile be that of another file.
         with self._connection:
             while (item := self._queue.get()) is not None:
-                if isinstance(item, memoryview) and self._failure is None:
+                if not isinstance(item, threading.Event) and self._failure is None:
                     try:
-                        self._connection.sendall(item)
-                        self.sent_bytes += len(item)
+                        item()
                     except OSError as error:
                         self._failure = self._failure or error
                 self._done += 1
@@ -221,6 +235,9 @@ class Sender:
 
 class Receiver:
     """Receives arrays in order."""
+
+    #: Adds to what comes without a copy of it (see `ring_sum`), where that can be.
+    add: Callable[[np.ndarray, np.ndarray], None] | None = None
 
     def __init__(self, connection: socket.socket, timeout_seconds: float):
         self._connection = connection
@@ -238,13 +255,16 @@ class Receiver:
         view = as_bytes(array)
         with self._receiving:
             while view.nbytes:
-                try:
-                    got = self._connection.recv_into(view, 0, socket.MSG_WAITALL)
-                except BlockingIOError as error:
-                    raise TimeoutError("nothing came") from error
-                if got == 0:
-                    raise ConnectionError("closed")
-                view = view[got:]
+                view = view[self._receive_into(view, socket.MSG_WAITALL) :]
+
+    def _receive_into(self, view: memoryview, flags: int = 0) -> int:
+        try:
+            got = self._connection.recv_into(view, 0, flags)
+        except BlockingIOError as error:
+            raise TimeoutError("nothing came") from error
+        if got == 0:
+            raise ConnectionError("closed")
+        return got
 
     def take(self, size_bytes: int) -> bytearray:
         """The next `size_bytes` bytes; memory is taken as they come."""

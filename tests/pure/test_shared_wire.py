@@ -1,0 +1,260 @@
+"""Memory that two processes of one machine share: agreed on, sent by, and abused."""
+
+import concurrent.futures
+import contextlib
+import os
+import socket
+import time
+
+import numpy as np
+import pytest
+
+from tests.support.wires import HANG_SECONDS, in_a_thread, over_loopback, shared_places
+from tfdp.hosts.ring import add_up
+from tfdp.hosts.same_machine import share_memory
+from tfdp.hosts.shared_places import (
+    CAN_SHARE,
+    PLACE_BYTES,
+    PLACES,
+    SEALS,
+    SIZE_BYTES,
+    OwnPlaces,
+    open_places,
+)
+from tfdp.hosts.shared_wire import HEAD, LIES_IN_PLACE, SharedReceiver, SharedSender
+from tfdp.hosts.wire import LARGEST_DIRECT_BYTES
+
+pytestmark = pytest.mark.skipif(
+    not CAN_SHARE, reason="memory without a name is Linux' own"
+)
+
+
+def soon():
+    return time.monotonic() + HANG_SECONDS
+
+
+@pytest.fixture
+def pair():
+    here, there = socket.socketpair()
+    with here, there:
+        yield here, there
+
+
+@pytest.fixture
+def places():
+    return shared_places()
+
+
+def test_what_lies_in_the_places_outlives_who_sent_it(places):
+    """As at the end of a job: the last sum is with the others, and the sender leaves.
+
+    Over TCP: what the receiver tells back then meets a closed connection.
+    """
+    here, there = over_loopback()
+    sender = SharedSender(here, 30, places[0])
+    receiver = SharedReceiver(there, 30, places[1])
+    data = np.random.default_rng(0).bytes((2 * PLACES - 1) * PLACE_BYTES)
+    sender.send(data)
+    came = [receiver.take(PLACES * PLACE_BYTES)]
+    sender.flush()  # half of the places came back, and nobody reads that
+    sender.close()
+    sender._thread.join(HANG_SECONDS)
+    came.append(receiver.take((PLACES - 1) * PLACE_BYTES))
+    assert b"".join(came) == data
+    with pytest.raises(OSError):
+        receiver.take(1)
+    receiver.close()
+
+
+def test_a_sender_waits_for_a_place_until_its_deadline(pair, places):
+    sender = SharedSender(pair[0], 0.3, places[0])
+    sender.send(bytes(PLACES * PLACE_BYTES))
+    sender.flush()
+    sender.send(bytes(PLACE_BYTES))
+    with pytest.raises(TimeoutError, match="no place"):
+        in_a_thread(sender.flush).result(HANG_SECONDS)
+    sender.close()
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_what_is_added_where_it_lies_is_the_sum(pair, places, seed):
+    """Also of what came in part, through the connection, or in two places."""
+    draw = np.random.default_rng(seed)
+    sizes = draw.choice([1, 5, 1000, PLACE_BYTES // 4, PLACE_BYTES // 2], 40)
+    data = draw.normal(size=int(sizes.sum())).astype(np.float32)
+    own = draw.normal(size=data.size).astype(np.float32)
+    data[:2] = own[:2] = np.finfo(np.float32).max  # too large: silently infinite
+    sender = SharedSender(pair[0], 30, places[0])
+    receiver = SharedReceiver(pair[1], 30, places[1])
+
+    def send_all():
+        for part in np.split(data, np.cumsum(sizes)[:-1]):
+            sender.send(part)
+        sender.flush()
+
+    done = in_a_thread(send_all)
+    came = np.full_like(data, 7)
+    edges = np.cumsum(draw.permutation(sizes))[:-1]
+    for turn, (part, mine) in enumerate(
+        zip(np.split(came, edges), np.split(own, edges), strict=True)
+    ):
+        if turn % 5 == 4:
+            receiver.fill(part)
+            add_up(part, mine, part)
+        else:
+            receiver.add(part, mine)
+    done.result(HANG_SECONDS)
+    expected = np.empty_like(data)
+    add_up(data, own, expected)
+    assert came.tobytes() == expected.tobytes()
+    sender.close()
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        0,
+        LIES_IN_PLACE,
+        LIES_IN_PLACE | (PLACE_BYTES + 1),
+        LARGEST_DIRECT_BYTES,
+        1 << 30,
+    ],
+)
+def test_a_length_that_cannot_be_is_an_error(pair, places, head):
+    receiver = SharedReceiver(pair[1], 30, places[1])
+    pair[0].sendall(HEAD.pack(head))
+    with pytest.raises(ConnectionError, match="no length"):
+        receiver.take(1)
+
+
+@pytest.mark.parametrize("back", [b"\x09", b"\xff" * 8, b"\x04\x04\x04"])
+def test_places_that_were_not_sent_do_not_come_back(pair, places, back):
+    sender = SharedSender(pair[0], 30, places[0])
+    pair[1].sendall(back)
+    sender.send(bytes((PLACES + 1) * PLACE_BYTES))
+    with pytest.raises(ConnectionError, match="more places"):
+        in_a_thread(sender.flush).result(HANG_SECONDS)
+    sender.close()
+
+
+@pytest.mark.parametrize("sent_bytes", [0, 1, 3, LARGEST_DIRECT_BYTES, PLACE_BYTES + 5])
+def test_what_is_sent_is_counted_without_lengths(pair, places, sent_bytes):
+    sender = SharedSender(pair[0], 30, places[0])
+    for _ in range(3):
+        sender.send(bytes(sent_bytes))
+    sender.flush()
+    assert sender.sent_bytes == 3 * sent_bytes
+    sender.close()
+
+
+def changed(offer, **changes):
+    return {**offer, **changes}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"process": 0},
+        {"process": True},
+        {"process": "1"},
+        {"process": 1 << 40},
+        {"process": 999_999_999},
+        {"descriptor": -1},
+        {"descriptor": 999_999},
+        {"descriptor": None},
+        {"proof": "00" * 32},
+        {"proof": ""},
+        {"proof": "no number"},
+        {"proof": "00" * 33},
+        {"proof": 5},
+    ],
+)
+def test_an_offer_that_is_none_opens_nothing(places, change):
+    own = OwnPlaces()
+    with contextlib.closing(own), pytest.raises((OSError, ValueError)):
+        open_places(changed(own.offer, **change))
+
+
+def test_nothing_but_such_memory_is_opened(places):
+    """A pipe would be waited for; memory that can shrink would kill its reader."""
+    own = OwnPlaces()
+    reads, writes = os.pipe()
+    plain = os.memfd_create("tfdp-places", os.MFD_ALLOW_SEALING)
+    os.ftruncate(plain, SIZE_BYTES)
+    short = os.memfd_create("tfdp-places", os.MFD_ALLOW_SEALING)
+    import fcntl
+
+    fcntl.fcntl(short, fcntl.F_ADD_SEALS, SEALS)
+    others = [reads, writes, plain, short]
+    for descriptor in others:
+        with pytest.raises(ValueError):
+            open_places(changed(own.offer, descriptor=descriptor))
+    for descriptor in others:
+        os.close(descriptor)
+    own.close()
+
+
+def share(pairs):
+    """What the two workers of a ring of two agree on."""
+    deadline = soon()
+    with concurrent.futures.ThreadPoolExecutor(2) as threads:
+        return [
+            agreed.result(HANG_SECONDS)
+            for agreed in [threads.submit(share_memory, p, deadline) for p in pairs]
+        ]
+
+
+def ring_of_two(make=over_loopback):
+    (to_1, from_0), (to_0, from_1) = make(), make()
+    return [[(to_1, from_1)], [(to_0, from_0)]]
+
+
+def test_processes_of_one_machine_share_memory_and_leave_nothing_open(places):
+    before = len(os.listdir("/proc/self/fd"))
+    pairs = ring_of_two()
+    ((first,), (second,)) = share(pairs)
+    assert first.after.proof == second.before.proof
+    assert first.before.proof == second.after.proof
+    first.after[PLACES + 1][5] = 77
+    assert second.before[1][5] == 77
+    # Python's maps keep a descriptor each, as long as they are there.
+    del first, second
+    for connection in [c for of_worker in pairs for pair in of_worker for c in pair]:
+        connection.close()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def other_address():
+    """As between two machines: the two ends have addresses of their own."""
+    with socket.create_server(("127.0.0.1", 0)) as door:
+        source = ("127.0.0.2", 0)
+        here = socket.create_connection(door.getsockname(), source_address=source)
+        there, _ = door.accept()
+    return here, there
+
+
+def test_machines_share_nothing(places):
+    assert share(ring_of_two(other_address)) == [[(None, None)]] * 2
+
+
+def test_what_cannot_be_made_or_opened_is_not_shared(places, monkeypatch):
+    monkeypatch.setattr("tfdp.hosts.shared_places.CAN_SHARE", False)
+    assert share(ring_of_two()) == [[(None, None)]] * 2
+    monkeypatch.setattr("tfdp.hosts.shared_places.CAN_SHARE", True)
+
+    def refuse(offer):
+        raise PermissionError("of another user")
+
+    monkeypatch.setattr("tfdp.hosts.same_machine.open_places", refuse)
+    assert share(ring_of_two()) == [[(None, None)]] * 2
+
+
+@pytest.mark.parametrize(
+    "line", [b"{}\n", b'{"opened": 1}\n', b"[]\n", b"\xff\n", b'{"opened": null}\n']
+)
+def test_an_answer_that_is_none_is_an_error(line):
+    (to_1, from_1), (to_0, from_0) = over_loopback(), over_loopback()
+    to_0.sendall(b"{}\n")  # the other one offers nothing
+    from_1.sendall(line)
+    with pytest.raises(ValueError):
+        share_memory([(to_1, from_0)], soon())
