@@ -65,7 +65,7 @@ class SharedSender(Sender):
             super()._begin(memoryview(HEAD.pack(view.nbytes) + view))
 
     def _send_by_places(self, view: memoryview) -> None:
-        data = np.frombuffer(view, np.uint8)
+        data = np.asarray(view)
         for start in range(0, data.size, PLACE_BYTES):
             part = data[start : start + PLACE_BYTES]
             while self._turn - self._turns_back >= PLACES:
@@ -106,7 +106,7 @@ class SharedReceiver(Receiver):
 
     def fill(self, array: np.ndarray) -> None:
         """See `Receiver.fill`."""
-        view = np.frombuffer(as_bytes(array), np.uint8)
+        view = np.asarray(as_bytes(array))
         with self._receiving:
             while view.size:
                 if not self._left:
