@@ -18,6 +18,7 @@ from tfdp.hosts.agreement import HEADER, Disagreement, Terms
 from tfdp.hosts.ring import Ends
 from tfdp.hosts.rounded_wire import RoundedWire, wire_type
 from tfdp.hosts.same_machine import NOTHING_SHARED, SharedMemory
+from tfdp.hosts.shared_places import PLACE_BYTES
 from tfdp.hosts.shared_wire import SharedReceiver, SharedSender
 from tfdp.hosts.wire import LARGEST_DIRECT_BYTES, Receiver, Sender, as_bytes
 
@@ -148,7 +149,10 @@ class Channel:
         """What the ring exchanges blocks of arrays by."""
         send, receive = self.sender.send, self.receiver.fill
         if wire_dtype is None:
-            return Ends(send, receive, add=self.receiver.add)
+            # A network is kept busy by smaller ones: a block has to come whole.
+            shares = isinstance(self.sender, SharedSender) and self.receiver.add
+            block_bytes = PLACE_BYTES if shares else None
+            return Ends(send, receive, add=self.receiver.add, block_bytes=block_bytes)
         wire = RoundedWire(wire_type(wire_dtype), send, receive)
         return Ends(wire.send, wire.receive, wire.pass_on)
 

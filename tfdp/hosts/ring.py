@@ -54,6 +54,8 @@ class Ends:
         then what this member keeps. `send` by default.
       add: fills its first argument with the sum of what comes and its second one;
         `receive` and an addition by default.
+      block_bytes: what is passed on at a time, BLOCK_BYTES by default; the others may
+        have other blocks.
     """
 
     def __init__(
@@ -62,7 +64,9 @@ class Ends:
         receive: Receive,
         pass_on: Send | None = None,
         add: Add | None = None,
+        block_bytes: int | None = None,
     ):
+        self.block_bytes = block_bytes or BLOCK_BYTES
         self.send, self.receive = send, receive
         self.pass_on = pass_on or send
         self.add = add or self._receive_and_add
@@ -139,7 +143,7 @@ def ring_sum(
       ends: what it exchanges blocks by.
     """
     ranges = split_evenly([array.size for array in inputs], members)
-    parts = [blocks_of(part, inputs[0].dtype.itemsize, BLOCK_BYTES) for part in ranges]
+    parts = _blocks_by_part(inputs, ranges, ends)
     # In the last round a part is finished, and passing it on starts the all-gather.
     _send(inputs, parts[rank], ends)
     _add_and_pass(inputs, outputs, parts, rank, members, ends)
@@ -160,7 +164,7 @@ def ring_reduce_scatter(
       outputs: the same shapes; outside of this member's part they hold partial sums.
       ranges: by member, the part that it gets.
     """
-    parts = [blocks_of(part, inputs[0].dtype.itemsize, BLOCK_BYTES) for part in ranges]
+    parts = _blocks_by_part(inputs, ranges, ends)
     first, rounds = rank - 1, len(parts) - 1
     _send(inputs, parts[first], ends)
     _add_and_pass(inputs, outputs, parts, first, rounds, ends)
@@ -181,10 +185,17 @@ def ring_all_gather(
       rank, ends: see `ring_sum`.
       begun: whether this member's part has been sent already.
     """
-    parts = [blocks_of(part, arrays[0].dtype.itemsize, BLOCK_BYTES) for part in ranges]
+    parts = _blocks_by_part(arrays, ranges, ends)
     if not begun:
         _send(arrays, parts[rank], ends)
     _pass_round(arrays, parts, rank - 1, len(parts) - 1, ends.send, ends)
+
+
+def _blocks_by_part(
+    arrays: Sequence[np.ndarray], ranges: Sequence[Sequence[Block]], ends: Ends
+) -> list[list[Block]]:
+    element_bytes = arrays[0].dtype.itemsize
+    return [blocks_of(part, element_bytes, ends.block_bytes) for part in ranges]
 
 
 def _send(arrays: Sequence[np.ndarray], blocks: Sequence[Block], ends: Ends) -> None:
