@@ -1,6 +1,6 @@
 """Runs every row of every test, file by file, and goes on where it was stopped.
 
-python -m tests.all_rows                  all of it; hours on two cores
+python -m tests.all_rows                  all of it; half a day on two cores
 python -m tests.all_rows --part 2/4      the second quarter, for four machines
 python -m tests.all_rows --record        also writes tests/durations.json anew
 
@@ -157,9 +157,12 @@ def main(arguments=None) -> int:
     left = [piece for piece in pieces if not piece.result(folder).exists()]
     print(f"{len(pieces)} pieces, {len(pieces) - len(left)} of them done; {folder}")
     alone = [piece for piece in left if piece.file.startswith(ALONE)]
+    shared = [piece for piece in left if piece not in alone]
     for jobs, group in (
-        (options.jobs, [piece for piece in left if piece not in alone]),
+        # Something of every file, before tables that take longer than all others.
+        (options.jobs, [piece for piece in shared if piece.number == 1]),
         (1, alone),
+        (options.jobs, [piece for piece in shared if piece.number > 1]),
     ):
         with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
             running = {pool.submit(piece.run, folder): piece for piece in group}
