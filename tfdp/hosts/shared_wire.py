@@ -62,7 +62,7 @@ class SharedSender(Sender):
             self._put(functools.partial(self._send_by_places, view))
         elif view.nbytes:
             self._heads += 1
-            super()._begin(memoryview(HEAD.pack(view.nbytes) + view))
+            self._send_or_queue(memoryview(HEAD.pack(view.nbytes) + view))
 
     def _send_by_places(self, view: memoryview) -> None:
         data = np.asarray(view)

@@ -184,6 +184,9 @@ class Sender:
                 self._queue.put(None)
 
     def _begin(self, view: memoryview) -> None:
+        self._send_or_queue(view)
+
+    def _send_or_queue(self, view: memoryview) -> None:
         """Sends `view` as far as nobody waits for it, and queues the rest."""
         if self._queued == self._done and view.nbytes <= LARGEST_DIRECT_BYTES:
             view = view[self._send_now(view) :]
