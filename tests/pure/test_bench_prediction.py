@@ -89,7 +89,7 @@ def test_the_sets_are_what_the_fit_takes_them_for(sets):
         assert 4 * count_parameters(shapes) == count * size_bytes
     total = {name: count * each for name, (count, each) in sets.content.items()}
     assert total[sets.few] == total[sets.many] < total[sets.large]
-    assert sets.units(sets.few) == sets.units(sets.large) < sets.units(sets.many)
+    assert sets.units(sets.few) < sets.units(sets.many)
 
 
 @pytest.mark.parametrize("sets", [WITHIN_SETS, BETWEEN_SETS])

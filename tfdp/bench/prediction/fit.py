@@ -1,12 +1,14 @@
 """Latency and rate of a link from three sums. Pure.
 
-Of a few tensors, of more bytes in as many tensors, and of the same bytes in more
-tensors: 4 MB, 32 MB and 4 MB. With t their times and u the units of each, by which a
-sum has its latency,
+Of a few tensors, of the same bytes in more tensors, and of many bytes: 4 MB, 4 MB and
+101 MB. With t their times and u the units of each, by which a sum has its latency,
 
-    bytes per second   work of (32 MB - 4 MB) / (t of 32 MB - t of 4 MB)
-    seconds of a unit  (t of many units - t of few) / (u of many - u of few)
+    seconds of a unit  c = (t of many - t of few) / (u of many - u of few)
+    bytes per second   work of (101 MB - 4 MB)
+                       / (t of 101 MB - t of 4 MB - c (u of 101 MB - u of 4 MB))
 
+As many bytes as a model of some size has, in several buckets of several tensors: what
+is larger than the caches takes longer, and so does what is packed.
 Between processes a unit is a bucket. Within a process nothing is packed and a unit is a
 tensor, of which each replica adds some: there are 64 at least, so that all cores add.
 What a call costs besides, from Python into TensorFlow and back, falls out of both.
@@ -30,7 +32,7 @@ class SumSets:
     """Three of `gradient_sets.GRADIENT_SETS`, of equal tensors each.
 
     Args:
-      few, many, large: names: 4 MB in few and in many tensors, 32 MB in few.
+      few, many, large: names: 4 MB in few and in many tensors, 101 MB.
       content: by name the tensors, and the bytes of each.
       packed: whether a unit is a bucket; else it is a tensor.
     """
@@ -58,22 +60,22 @@ class SumSets:
 BETWEEN_SETS = SumSets(
     "equal-1x1m",
     "equal-64x16k",
-    "equal-1x8m",
+    "equal-24x1m",
     {
         "equal-1x1m": (1, 1 << 22),
         "equal-64x16k": (64, 1 << 16),
-        "equal-1x8m": (1, 1 << 25),
+        "equal-24x1m": (24, 1 << 22),
     },
     packed=True,
 )
 WITHIN_SETS = SumSets(
     "equal-64x16k",
     "equal-256x4k",
-    "equal-64x128k",
+    "equal-64x384k",
     {
         "equal-64x16k": (64, 1 << 16),
         "equal-256x4k": (256, 1 << 14),
-        "equal-64x128k": (64, 1 << 19),
+        "equal-64x384k": (64, 3 << 19),
     },
     packed=False,
 )
@@ -106,13 +108,16 @@ def fit_link(
     """
     few, many, large = (times[name] for name in (sets.few, sets.many, sets.large))
     sizes = {name: count * each for name, (count, each) in sets.content.items()}
-    longer = max(large.seconds - few.seconds, LEAST_SECONDS)
-    more_units = sets.units(sets.many) - sets.units(sets.few)
+    units = {name: sets.units(name) for name in sizes}
+    more_units = units[sets.many] - units[sets.few]
     unit_seconds = max((many.seconds - few.seconds) / more_units, LEAST_SECONDS)
+    longer = max(large.seconds - few.seconds, LEAST_SECONDS)
     busy = (large.processor_seconds - few.processor_seconds) / longer / cores
+    in_units = unit_seconds * (units[sets.large] - units[sets.few])
+    by_bytes = max(longer - in_units, LEAST_SECONDS)
     more_bytes = sizes[sets.large] - sizes[sets.few]
     return Link(
         latency_seconds=unit_seconds / rounds,
-        bytes_per_second=bytes_of_work * more_bytes / longer,
+        bytes_per_second=bytes_of_work * more_bytes / by_bytes,
         compute_share=min(max(busy, 0.0), 1.0),
     )
