@@ -131,7 +131,7 @@ class Steps:
 
     Args:
       wrapped: whose calls are steps.
-      names: which of them.
+      names: which of them, and what the counter calls them.
       counter: shared by several.
     """
 
@@ -140,16 +140,27 @@ class Steps:
         self._names = names
         self._counter = counter
 
+    @property
+    def __class__(self):
+        # A channel asks its ends whether they share memory.
+        return type(self._wrapped)
+
     def __getattr__(self, name):
         attribute = getattr(self._wrapped, name)
-        if name not in self._names:
+        if name not in self._names or attribute is None:
             return attribute
 
         def call(*arguments):
-            self._counter.step(f"before {name}")
+            self._counter.step(f"before {self._names[name]}")
             return attribute(*arguments)
 
         return call
+
+
+SENDS = {"send": "send", "flush": "flush"}
+# What comes is filled in, or added from where it lies.
+RECEIVES = {"take": "take", "fill": "fill", "add": "fill"}
+MPI_CALLS = ("Allreduce", "Reduce_scatter", "Allgatherv", "Alltoall", "Alltoallv")
 
 
 class Counter:
@@ -172,10 +183,10 @@ def count_steps(link, counter):
     """Lets `counter` see every step of the exchanges of `link`."""
     ring = link._channels["step"]
     for each in ring.neighbours:
-        each.sender = Steps(each.sender, {"send", "flush"}, counter)
-        each.receiver = Steps(each.receiver, {"take", "fill"}, counter)
+        each.sender = Steps(each.sender, SENDS, counter)
+        each.receiver = Steps(each.receiver, RECEIVES, counter)
     if hasattr(link, "_world"):
-        calls = {"Allreduce", "Reduce_scatter", "Allgatherv", "Alltoall", "Alltoallv"}
+        calls = {name: name for name in MPI_CALLS}
         link._world = Steps(link._world, calls, counter)
         enter = link._enter_mpi
 
