@@ -4,7 +4,6 @@ The stock run is part of the test. When Keras or TensorFlow mend a defect, the t
 so, and the row of docs/exactness.md can go.
 """
 
-import functools
 import json
 import os
 import re
@@ -20,11 +19,13 @@ from tests.support.slow_rows import covering
 from tests.support.workers import LONGEST_SECONDS
 
 
-@functools.cache
-def stock_results():
-    """By scenario, what the stock strategy returned, raised, crashed or hung on."""
+@pytest.fixture(scope="module")
+def stock_results(request):
+    """What the stock strategy returned, raised, crashed or hung on, by scenario."""
+    rows = [row for row in request.session.items if row.path == request.path]
+    names = [row.callspec.params["name"] for row in rows]
     done = subprocess.run(
-        [sys.executable, "-m", "tests.support.stock_defects"],
+        [sys.executable, "-m", "tests.support.stock_defects", *names],
         cwd=REPOSITORY,
         env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"},
         capture_output=True,
@@ -32,7 +33,7 @@ def stock_results():
         timeout=LONGEST_SECONDS,
     )
     lines = [json.loads(line) for line in done.stdout.splitlines() if line[:1] == "{"]
-    assert len(lines) == len(defects.DEFECTS), done.stderr[-2000:]
+    assert len(lines) == len(names), done.stderr[-2000:]
     return {line["name"]: line for line in lines}
 
 
@@ -54,12 +55,12 @@ SLOW = ("D6-clipnorm", "D6-clipvalue", "D10-bool")
 @pytest.mark.parametrize(
     "name", covering(defects.DEFECTS, defects.DEFECTS.keys() - SLOW)
 )
-def test_stock_fails_and_tfdp_does_not(name):
+def test_stock_fails_and_tfdp_does_not(name, stock_results):
     defect = defects.DEFECTS[name]
     expected = defects.run(name, "one")
     assert largest_difference(defects.run(name, "tfdp"), expected) <= defect.tolerance
 
-    stock = stock_results()[name]
+    stock = stock_results[name]
     mended = f"{name} seems to be mended in the stock strategy: {stock}"
     if defect.stock_error is not None:
         assert "values" not in stock, mended

@@ -1,6 +1,6 @@
 """Runs the scenarios on the stock strategy, each in a process of its own.
 
-    python -m tests.support.stock_defects
+    python -m tests.support.stock_defects NAME...
 
 A line per scenario: {"name", "values"}, {"name", "error"} or {"name", "ending"} where
 it hung or crashed. Strategies of one process share collective keys (defect D14), so one
@@ -10,6 +10,7 @@ they inherit the loaded libraries and cost a second each.
 
 import json
 import multiprocessing
+import sys
 
 import tensorflow as tf
 
@@ -49,5 +50,5 @@ def outcome(name):
 
 
 if __name__ == "__main__":
-    for scenario in defects.DEFECTS:
+    for scenario in sys.argv[1:]:
         print(json.dumps({"name": scenario, **outcome(scenario)}), flush=True)
