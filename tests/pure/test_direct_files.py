@@ -7,6 +7,7 @@ import os
 import numpy as np
 import pytest
 
+from tests.support.open_files import open_files
 from tfdp.files import direct
 from tfdp.files.direct import DirectReader, DirectWriter, page_buffer
 
@@ -97,11 +98,11 @@ def test_a_full_disk_is_told_and_nothing_is_left_open(tmp_path, monkeypatch):
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    before = len(os.listdir("/proc/self/fd"))
+    before = open_files()
     monkeypatch.setattr(os, "pwritev", full)
     with pytest.raises(OSError, match="No space"):
         written(tmp_path / "some", 1)
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert not open_files() - before
 
 
 def test_a_file_that_is_not_there_is_told(tmp_path):
