@@ -18,8 +18,8 @@ PYTHON ?= python3
 # fixtures. Tests with processes of their own have two cores each to themselves.
 JOBS ?= $(shell $(PYTHON) tests/support/jobs.py)
 JOBS_ALONE ?= $(shell $(PYTHON) tests/support/jobs.py --alone)
-PARALLEL = -n $(JOBS) --dist loadfile --max-worker-restart 0
-PARALLEL_ALONE = -n $(JOBS_ALONE) --dist loadfile --max-worker-restart 0
+PARALLEL = -n $(JOBS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0
+PARALLEL_ALONE = -n $(JOBS_ALONE) --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 VENV := .venv
 BIN := $(VENV)/bin
 # The site is made from sources; nothing of tfdp is imported.

@@ -5,6 +5,7 @@ test session does is to make them. `tests/pure` never imports TensorFlow: the sp
 happens in `tests/devices/conftest.py`.
 """
 
+import gc
 import os
 
 import pytest
@@ -30,6 +31,21 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     slow_rows.wanted = config.getoption("--tier") == "all"
+
+
+def pytest_collection_finish():
+    gc.freeze()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _no_garbage():
+    """After a file: what is left stays, so that nobody looks at it again.
+
+    TensorFlow keeps so much that a search through all of it takes seconds.
+    """
+    yield
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(config, items):

@@ -1,6 +1,5 @@
 """Four logical CPUs for every test of this folder."""
 
-import gc
 import signal
 
 import pytest
@@ -21,12 +20,6 @@ def _clean_session():
     keras.utils.clear_session(free_memory=False)
     yield
     keras.config.set_dtype_policy("float32")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _no_garbage():
-    yield
-    gc.collect()
 
 
 @pytest.fixture
