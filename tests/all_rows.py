@@ -1,15 +1,17 @@
 """Runs every row of every test, file by file, and goes on where it was stopped.
 
-python -m tests.all_rows                  all of it; half a day on two cores
+python -m tests.all_rows                 all of it; hours on two cores
+python -m tests.all_rows --tier rest     what `make test` leaves out
 python -m tests.all_rows --part 2/4      the second quarter, for four machines
 python -m tests.all_rows --record        also writes tests/durations.json anew
 
-Each file's result is kept under `out/test-all/COMMIT/`: a second run does what is not
-there yet. The last line is made for docs/log.md.
+Each file's result is kept under `out/test-all/COMMIT-TIER/`: a second run does what is
+not there yet. The last line is made for docs/log.md.
 """
 
 import argparse
 import concurrent.futures
+import contextlib
 import dataclasses
 import datetime
 import pathlib
@@ -17,29 +19,40 @@ import subprocess
 import sys
 import time
 import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterator
 
 from tests.support import tiers
 
 REPOSITORY = pathlib.Path(__file__).parents[1]
 #: Tables that take longer than everything else together, cut into so many pieces.
 PIECES = {
-    "tests/devices/test_conformance.py": 60,
+    "tests/devices/test_conformance.py": 40,
     "tests/devices/test_losses_exact.py": 8,
     "tests/devices/test_metrics_exact.py": 4,
     "tests/devices/test_sharding.py": 4,
 }
-#: These start processes of their own, which have deadlines: one file at a time.
+#: These start processes of their own, which have deadlines: one file of them at a time.
 ALONE = ("tests/processes", "tests/network")
 OUTCOMES = ("failure", "error", "skipped")
 
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """A file, or every n-th of its rows."""
+    """A file, or a part of its rows that stand together.
+
+    Args:
+      number: of this part, of 1 to `of`.
+      tier: whose rows; see `tests/support/tiers.py`.
+    """
 
     file: str
     number: int = 1
     of: int = 1
+    tier: str = "all"
+
+    @property
+    def is_alone(self) -> bool:
+        return self.file.startswith(ALONE)
 
     def __str__(self) -> str:
         return self.file + (f" {self.number}/{self.of}" if self.of > 1 else "")
@@ -57,7 +70,7 @@ class Piece:
         result = self.result(folder)
         unfinished = result.with_suffix(".unfinished")
         command = [
-            *(sys.executable, "-m", "pytest", self.file, "--tier", "all"),
+            *(sys.executable, "-m", "pytest", self.file, "--tier", self.tier),
             *("--piece", f"{self.number}/{self.of}", f"--junitxml={unfinished}"),
             *("-q", "--tb=short", "-p", "no:cacheprovider"),
         ]
@@ -65,18 +78,20 @@ class Piece:
             done = subprocess.run(
                 command, cwd=REPOSITORY, stdout=output, stderr=subprocess.STDOUT
             )
-        # 0: passed; 1: some failed; 5: no row, as may be in a piece of a file. Else it
-        # was broken off, or the file could not be read: no result, so it runs again.
-        if done.returncode in (0, 1) or (done.returncode == 5 and self.of > 1):
+        # 0: passed; 1: some failed; 5: no row, as may be in a piece of a file, and
+        # where `make test` runs all. Else it was broken off, or the file could not be
+        # read: no result, so it runs again.
+        may_be_empty = self.of > 1 or self.tier == "rest"
+        if done.returncode in (0, 1) or (done.returncode == 5 and may_be_empty):
             unfinished.replace(result)
         return done.returncode
 
 
-def all_pieces() -> list[Piece]:
+def all_pieces(tier: str = "all") -> list[Piece]:
     files = sorted(REPOSITORY.joinpath("tests").rglob("test_*.py"))
     names = [path.relative_to(REPOSITORY).as_posix() for path in files]
     return [
-        Piece(name, number, PIECES.get(name, 1))
+        Piece(name, number, PIECES.get(name, 1), tier)
         for name in names
         for number in range(1, PIECES.get(name, 1) + 1)
     ]
@@ -123,6 +138,23 @@ def total_of(pieces: list[Piece], folder: pathlib.Path) -> Total:
     return total
 
 
+def run_all(
+    pools: list[tuple[list[Piece], int]], folder: pathlib.Path
+) -> Iterator[tuple[Piece, int]]:
+    """Runs groups of pieces at a time, each as many at a time as stands beside it.
+
+    Yields:
+      Each piece that has ended, and what pytest ended with.
+    """
+    with contextlib.ExitStack() as stack:
+        running = {}
+        for group, jobs in pools:
+            pool = stack.enter_context(concurrent.futures.ThreadPoolExecutor(jobs))
+            running |= {pool.submit(piece.run, folder): piece for piece in group}
+        for future in concurrent.futures.as_completed(running):
+            yield running[future], future.result()
+
+
 def commit() -> str:
     """The commit that is checked out; another name where something was changed."""
 
@@ -143,6 +175,7 @@ def main(arguments=None) -> int:
     """0: every row that ran has passed."""
     parser = argparse.ArgumentParser(prog="python -m tests.all_rows")
     parser.add_argument("--part", default="1/1", metavar="K/N")
+    parser.add_argument("--tier", choices=("rest", "all"), default="all")
     parser.add_argument("--jobs", type=int, default=2, metavar="N")
     parser.add_argument("--record", action="store_true")
     options = parser.parse_args(arguments)
@@ -150,32 +183,29 @@ def main(arguments=None) -> int:
     if not 1 <= part <= parts:
         parser.error(f"--part must be K/N with K from 1 to N. Received: {options.part}")
     checked_out = commit()
-    folder = REPOSITORY / "out" / "test-all" / checked_out
+    folder = REPOSITORY / "out" / "test-all" / f"{checked_out}-{options.tier}"
     folder.mkdir(parents=True, exist_ok=True)
-    pieces = all_pieces()[part - 1 :: parts]
+    pieces = all_pieces(options.tier)[part - 1 :: parts]
     began = time.monotonic()
     left = [piece for piece in pieces if not piece.result(folder).exists()]
     print(f"{len(pieces)} pieces, {len(pieces) - len(left)} of them done; {folder}")
-    alone = [piece for piece in left if piece.file.startswith(ALONE)]
-    shared = [piece for piece in left if piece not in alone]
-    for jobs, group in (
-        # Something of every file, before tables that take longer than all others.
-        (options.jobs, [piece for piece in shared if piece.number == 1]),
-        (1, alone),
-        (options.jobs, [piece for piece in shared if piece.number > 1]),
-    ):
-        with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
-            running = {pool.submit(piece.run, folder): piece for piece in group}
-            for future in concurrent.futures.as_completed(running):
-                piece, code = running[future], future.result()
-                minutes = (time.monotonic() - began) / 60
-                own = f"{total_of([piece], folder)} (pytest ended with {code})"
-                print(f"{minutes:6.1f} min  {piece}: {own}", flush=True)
+    alone = [piece for piece in left if piece.is_alone]
+    first = [piece for piece in left if not piece.is_alone and piece.number == 1]
+    tables = [piece for piece in left if not piece.is_alone and piece.number > 1]
+    # What starts processes mostly waits for them. Something of every file comes before
+    # tables that take longer than all others.
+    beside = max(options.jobs - 1, 1) if alone else options.jobs
+    for pools in ([(alone, 1), (first, beside)], [(tables, options.jobs)]):
+        for piece, code in run_all(pools, folder):
+            minutes = (time.monotonic() - began) / 60
+            own = f"{total_of([piece], folder)} (pytest ended with {code})"
+            print(f"{minutes:6.1f} min  {piece}: {own}", flush=True)
     total = total_of(pieces, folder)
     if options.record:
         tiers.write_durations({**tiers.read_durations(), **total.seconds})
     today = datetime.date.today().isoformat()
-    print(f"{today}: every row of {checked_out}, part {options.part}: {total}")
+    which = "every row" if options.tier == "all" else "what `make test` leaves out"
+    print(f"{today}: {which} of {checked_out}, part {options.part}: {total}")
     return 1 if total.failed else 0
 
 

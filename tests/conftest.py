@@ -25,12 +25,12 @@ def pytest_addoption(parser):
         "are named run whole, but for the rows marked slow",
     )
     parser.addoption(
-        "--piece", default="1/1", metavar="K/N", help="every N-th row, from the K-th"
+        "--piece", default="1/1", metavar="K/N", help="the K-th of N parts of the rows"
     )
 
 
 def pytest_configure(config):
-    slow_rows.wanted = config.getoption("--tier") == "all"
+    slow_rows.wanted = config.getoption("--tier") in ("rest", "all")
 
 
 def pytest_collection_finish():
@@ -52,12 +52,18 @@ def pytest_collection_modifyitems(config, items):
     number, of = map(int, config.getoption("--piece").split("/"))
     if not 1 <= number <= of:
         raise pytest.UsageError("--piece must be K/N with K from 1 to N")
-    keep(config, items, {item.nodeid for item in items[number - 1 :: of]})
+    keep(config, items, rows_of_tier(config, items))
+    # Rows that stand together share what takes long to make.
+    first, end = (len(items) * edge // of for edge in (number - 1, number))
+    keep(config, items, {item.nodeid for item in items[first:end]})
+
+
+def rows_of_tier(config, items):
+    """The names of those that the tier runs."""
     tier = config.getoption("--tier")
+    everything = {item.nodeid for item in items}
     if tier == "all":
-        return
-    named = {arg.partition("::")[0] for arg in config.args if ".py" in arg}
-    named = {os.path.abspath(path) for path in named}
+        return everything
     fast = [item for item in items if "slow" not in item.keywords]
     names = [item.nodeid for item in fast]
     worth = {
@@ -70,8 +76,11 @@ def pytest_collection_modifyitems(config, items):
         toured = [item.nodeid for item in fast if "quick" in item.keywords]
         names, worth = [*pure, *toured], dict.fromkeys(toured, tiers.TOUR_SECONDS)
     wanted = tiers.rows_that_fit(names, tiers.read_durations(), worth)
-    wanted |= {item.nodeid for item in fast if str(item.path) in named}
-    keep(config, items, wanted)
+    if tier == "rest":
+        return everything - wanted
+    named = {arg.partition("::")[0] for arg in config.args if ".py" in arg}
+    named = {os.path.abspath(path) for path in named}
+    return wanted | {item.nodeid for item in fast if str(item.path) in named}
 
 
 def keep(config, items, wanted):

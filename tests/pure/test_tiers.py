@@ -2,7 +2,10 @@
 
 import json
 import re
+import types
+import unittest.mock
 
+from tests import conftest
 from tests.all_rows import Piece, Total, all_pieces
 from tests.support import tiers
 from tests.support.package_source import REPOSITORY
@@ -53,6 +56,26 @@ def test_a_function_may_be_worth_more():
 def test_functions_do_not_share_their_time():
     rows = table(1) + table(1, "tests/a.py::test_c")
     assert rows_that_fit(rows, dict.fromkeys(rows, ROWS_SECONDS)) == set(rows)
+
+
+def test_the_rest_is_what_the_tier_test_leaves_out():
+    names = [f"tests/a.py::b[{i}]" for i in range(9)]
+    rows = [types.SimpleNamespace(nodeid=n, keywords=(), path=n) for n in names]
+    rows[0].keywords = ("slow",)
+    for row in rows:
+        row.iter_markers = lambda name: [types.SimpleNamespace(args=[60])]
+    seconds = dict.fromkeys(names, 20.0)
+
+    def wanted(tier, *args):
+        options = {"--tier": tier}
+        config = types.SimpleNamespace(getoption=options.get, args=args)
+        with unittest.mock.patch.object(tiers, "read_durations", lambda: seconds):
+            return conftest.rows_of_tier(config, rows)
+
+    assert len(wanted("test")) == 3
+    # Also of a file that is named, of which the tier `test` runs all that is not slow.
+    assert wanted("rest", "tests/a.py") == wanted("all") - wanted("test")
+    assert wanted("all") == set(names)
 
 
 def test_durations_are_read_as_they_were_written(tmp_path):

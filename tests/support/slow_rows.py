@@ -1,4 +1,4 @@
-"""Tables of which CI runs a part, and the tier `all` everything.
+"""Tables of which CI runs a part, and the tiers `rest` and `all` what is left.
 
 Rows that nobody asked for are not made: ten thousand skipped rows cost a minute of
 collecting and reporting in every process.
@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable
 
 import pytest
 
-#: Whether this is the tier `all`; set before anything is collected.
+#: Whether this is one of these tiers; set before anything is collected.
 wanted = False
 
 

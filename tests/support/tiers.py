@@ -2,7 +2,8 @@
 
 quick  what is pure, and the rows marked `quick`
 test   every test function that is not long, of a table a sample
-all    everything, the rows marked `slow` too
+rest   what `test` leaves out, the rows marked `slow` too
+all    everything: what `test` runs, and the rest
 
 `tests/durations.json` holds what each row took; tests/all_rows.py writes it anew. A row
 that it does not hold takes no time worth speaking of, or is new: it runs.
@@ -15,7 +16,7 @@ from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 
 DURATIONS = pathlib.Path(__file__).parents[1] / "durations.json"
-TIERS = ("quick", "test", "all")
+TIERS = ("quick", "test", "rest", "all")
 #: What the rows of one test function may take together, in the tier `test`; the mark
 #: `worth_seconds` says another number.
 ROWS_SECONDS = 1.5
