@@ -196,7 +196,7 @@ def test_optuna_is_asked_until_nothing_is_left():
         ),
         (
             "import time; print('on it', flush=True); time.sleep(60)",
-            "not done within 1 s",
+            "no result within 1 s; it was stopped. Give --timeout-seconds",
         ),
     ],
 )

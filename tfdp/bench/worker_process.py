@@ -9,55 +9,59 @@ from __future__ import annotations
 import json
 import os
 import pathlib
-import subprocess
-import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tfdp.bench.json_file import write_json
+from tfdp.bench.python_process import ProcessFailed, run_python
 from tfdp.errors import DeviceError
 
 __all__ = ["WorkerFailed", "answer", "run_worker", "set_up_devices"]
 
-OUTPUT_LINES_KEPT = 15
-
 
 class WorkerFailed(Exception):
-    """It left no result; says how it ended, and what it printed last."""
+    """It left no result; says how it ended, and what it printed last.
+
+    Args:
+      how: it ended.
+      last_lines: of what it printed.
+    """
+
+    def __init__(self, how: str, last_lines: Sequence[str] = ()):
+        super().__init__("\n".join([how, *last_lines]))
+        self.how = how
+        self.last_lines = tuple(last_lines)
+
+    @property
+    def in_a_line(self) -> str:
+        """How it ended, and the last that it printed."""
+        return ": ".join([self.how, *self.last_lines[-1:]])
 
 
-def run_worker(module: str, asked: Mapping[str, Any], timeout_seconds: float) -> Any:
+def run_worker(
+    module: str, asked: Mapping[str, Any], timeout_seconds: float, **more: str
+) -> Any:
     """What the worker found.
 
     Args:
       module: run as a program; it calls `answer`.
       asked: plain data for it.
-      timeout_seconds: after which it is stopped.
+      timeout_seconds: after which it is stopped, with all that it has started.
+      **more: variables of its environment.
 
     Raises:
       WorkerFailed: it ended with an error, or had to be stopped.
     """
     with tempfile.TemporaryDirectory(prefix="tfdp-") as folder:
         result_path = pathlib.Path(folder, "result.json")
-        command = [sys.executable, "-m", module, json.dumps(asked), str(result_path)]
+        words = ["-m", module, json.dumps(asked), str(result_path)]
         try:
-            worker = subprocess.run(
-                command,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                timeout=timeout_seconds,
-            )
-        except subprocess.TimeoutExpired:
-            raise WorkerFailed(
-                f"no result within {timeout_seconds:g} s; the worker was stopped"
-            ) from None
-        if worker.returncode != 0 or not result_path.exists():
-            tail = worker.stdout.strip().splitlines()[-OUTPUT_LINES_KEPT:]
-            raise WorkerFailed(
-                "\n".join([f"worker exit code {worker.returncode}", *tail])
-            )
+            last_lines = run_python(words, timeout_seconds, **more)
+        except ProcessFailed as error:
+            raise WorkerFailed(error.how, error.last_lines) from None
+        if not result_path.exists():
+            raise WorkerFailed("ended without a result", last_lines)
         return json.loads(result_path.read_text("utf-8"))
 
 

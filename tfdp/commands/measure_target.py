@@ -11,7 +11,6 @@ import itertools
 import json
 import pathlib
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -19,6 +18,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tfdp.bench.json_file import write_json
+from tfdp.bench.python_process import ProcessFailed, run_python
 from tfdp.commands.check_target import load_target, parse_target
 from tfdp.errors import ConfigurationError
 from tfdp.files.checked_json import parse_json
@@ -28,7 +28,6 @@ from tfdp.simulator.model import Gradient, ModelProfile
 __all__ = ["Orders", "main", "measure_target", "name_of_target"]
 
 WARM_UP_STEPS = 3
-OUTPUT_LINES_KEPT = 15
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,25 +109,15 @@ def _run_process(
         orders = Orders(text, replicas, samples, steps, str(path))
         words = json.dumps(dataclasses.asdict(orders))
         try:
-            done = subprocess.run(
-                [sys.executable, "-m", "tfdp.commands.measure_target", words],
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                errors="replace",
-                timeout=timeout_seconds,
-            )
-        except subprocess.TimeoutExpired:
+            run_python(["-m", "tfdp.commands.measure_target", words], timeout_seconds)
+            return parse_json(path.read_text("utf-8"))
+        except (ProcessFailed, OSError) as error:
+            more = ""
+            if isinstance(error, ProcessFailed) and error.took_too_long:
+                more = " Give --timeout-seconds."
             raise ConfigurationError(
-                f"{text}: {replicas} replicas did not come to an end within "
-                f"{timeout_seconds:g} s; they were stopped. Give --timeout-seconds."
+                f"{text}: could not be trained on {replicas} replicas:\n{error}{more}"
             ) from None
-        if done.returncode or not path.exists():
-            tail = "\n".join(done.stdout.strip().splitlines()[-OUTPUT_LINES_KEPT:])
-            raise ConfigurationError(
-                f"{text}: could not be trained on {replicas} replicas:\n{tail}"
-            )
-        return parse_json(path.read_text("utf-8"))
 
 
 def main(arguments: list[str]) -> None:

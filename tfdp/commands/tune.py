@@ -12,12 +12,13 @@ import textwrap
 from typing import Any
 
 from tfdp.bench.json_file import write_json
+from tfdp.bench.python_process import ended_together
 from tfdp.checks import integer_from
 from tfdp.cluster.machine import installed_versions, usable_cores
 from tfdp.commands.check_target import parse_target
 from tfdp.commands.plan_model import FORMS, bytes_of
 from tfdp.commands.tune_page import draw_trials
-from tfdp.commands.tune_processes import Trials, ended_together
+from tfdp.commands.tune_processes import Trials
 from tfdp.commands.tune_run import Finished, TuneRun
 from tfdp.errors import ConfigurationError, TfdpError
 from tfdp.files.atomic import refuse_missing_folder, replaced

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
-import os
 import pathlib
-import signal
 import statistics
-import subprocess
-import sys
 import tempfile
-from collections.abc import Iterator
 from typing import Any
 
+from tfdp.bench.python_process import ProcessFailed, run_python
 from tfdp.checks import is_number
 from tfdp.commands.tune_trial import TrialOrders
 from tfdp.errors import TfdpError
@@ -24,10 +19,8 @@ from tfdp.simulator.model import Gradient, ModelProfile
 from tfdp.tune.proposal import TrialFacts
 from tfdp.tune.setting import Setting
 
-__all__ = ["Measured", "TrialFailed", "Trials", "ended_together", "run_module"]
+__all__ = ["Measured", "TrialFailed", "Trials", "run_module"]
 
-OUTPUT_LINES_KEPT = 15
-GRACE_SECONDS = 15.0
 # What the cores do while a sum crosses a link of this machine; see `tfdp measure`.
 COMPUTE_SHARE = 0.5
 
@@ -115,69 +108,11 @@ def run_module(words: list[str], timeout_seconds: float, **more: str) -> None:
     Raises:
       TrialFailed: it failed or took too long; with its last lines.
     """
-    process = subprocess.Popen(
-        [sys.executable, *words],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        env={**os.environ, **more},
-        start_new_session=True,
-    )
     try:
-        output, _ = process.communicate(timeout=timeout_seconds)
-    except subprocess.TimeoutExpired:
-        output = _end(process)
-        raise TrialFailed(
-            f"{_last_lines(output)}\nnot done within {timeout_seconds:g} s; it was "
-            "stopped. Give --timeout-seconds."
-        ) from None
-    except BaseException:
-        _end(process)
-        raise
-    if process.returncode:
-        code = process.returncode
-        how = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
-        raise TrialFailed(f"{_last_lines(output)}\n{how}")
-
-
-@contextlib.contextmanager
-def ended_together() -> Iterator[None]:
-    """While this lasts, SIGTERM and SIGHUP end the trial that runs, and then this.
-
-    The trial is in a session of its own, where a terminal's signals do not come.
-    """
-
-    def leave(number: int, frame: Any) -> None:
-        raise SystemExit(128 + number)
-
-    # One that is ignored, as SIGHUP under nohup, stays so.
-    before = {
-        number: signal.signal(number, leave)
-        for number in (signal.SIGTERM, signal.SIGHUP)
-        if signal.getsignal(number) is not signal.SIG_IGN
-    }
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _end(process: subprocess.Popen) -> str:
-    """Asks a process to end, which a launcher hands on, and kills it if need be."""
-    process.terminate()
-    try:
-        return process.communicate(timeout=GRACE_SECONDS)[0]
-    except subprocess.TimeoutExpired:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        return process.communicate()[0]
-
-
-def _last_lines(output: str) -> str:
-    return "\n".join(output.strip().splitlines()[-OUTPUT_LINES_KEPT:])
+        run_python(words, timeout_seconds, **more)
+    except ProcessFailed as error:
+        what_to_do = ". Give --timeout-seconds." if error.took_too_long else ""
+        raise TrialFailed(f"{error}{what_to_do}") from None
 
 
 def _read(path: pathlib.Path) -> Measured:

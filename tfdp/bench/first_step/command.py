@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import pathlib
 import statistics
-import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
 
 from tfdp.bench.first_step.worker import FirstStepFigures, FirstStepRequest
 from tfdp.bench.json_file import write_json
+from tfdp.bench.worker_process import WorkerFailed, run_worker
 from tfdp.cluster.machine import describe_machine
 
 __all__ = ["run_first_step"]
@@ -118,21 +116,9 @@ def _measure(request: FirstStepRequest, timeout_seconds: float) -> FirstStepFigu
     Raises:
       BenchmarkError: saying why there are none.
     """
-    with tempfile.TemporaryDirectory(prefix="tfdp-bench-") as folder:
-        result = pathlib.Path(folder, "result.json")
-        arguments = [json.dumps(dataclasses.asdict(request)), str(result)]
-        try:
-            worker = subprocess.run(
-                [sys.executable, "-m", "tfdp.bench.first_step.worker", *arguments],
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                timeout=timeout_seconds,
-                env={**os.environ, **ENVIRONMENT},
-            )
-        except subprocess.TimeoutExpired:
-            raise BenchmarkError(f"no result within {timeout_seconds:g} s") from None
-        if worker.returncode != 0 or not result.exists():
-            last = worker.stdout.strip().splitlines()[-1:] or ["no output"]
-            raise BenchmarkError(f"exit code {worker.returncode}: {last[0]}")
-        return FirstStepFigures(**json.loads(result.read_text("utf-8")))
+    worker, asked = "tfdp.bench.first_step.worker", dataclasses.asdict(request)
+    try:
+        found = run_worker(worker, asked, timeout_seconds, **ENVIRONMENT)
+    except WorkerFailed as error:
+        raise BenchmarkError(error.in_a_line) from None
+    return FirstStepFigures(**found)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pathlib
 import statistics
-import subprocess
-import sys
 import tempfile
 
+from tfdp.bench.python_process import ProcessFailed, run_python
 from tfdp.errors import CollectiveError
 from tfdp.files.checked_json import parse_json
 
@@ -24,7 +23,6 @@ WAYS = {
     "random_k": "RandomK(0.01)",
     "power_sgd": "PowerSGD(1)",
 }
-OUTPUT_LINES_KEPT = 15
 
 
 def measure_coding(
@@ -45,23 +43,14 @@ def measure_coding(
     with tempfile.TemporaryDirectory(prefix="tfdp-measure-") as folder:
         path = pathlib.Path(folder, "coding.json")
         words = ["bench", "compression", "--repeats", str(repeats), "--json", str(path)]
+        words += ["--quick"] * quick
         try:
-            done = subprocess.run(
-                [sys.executable, "-m", "tfdp", *words, *(["--quick"] * quick)],
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                errors="replace",
-                timeout=timeout_seconds,
-            )
-        except subprocess.TimeoutExpired:
+            run_python(["-m", "tfdp", *words], timeout_seconds)
+            figures = parse_json(path.read_text("utf-8"))
+        except (ProcessFailed, OSError) as error:
             raise CollectiveError(
-                f"`tfdp bench compression` did not end within {timeout_seconds:g} s."
+                f"`tfdp bench compression` failed:\n{error}"
             ) from None
-        if done.returncode or not path.exists():
-            tail = "\n".join(done.stdout.strip().splitlines()[-OUTPUT_LINES_KEPT:])
-            raise CollectiveError(f"`tfdp bench compression` failed:\n{tail}")
-        figures = parse_json(path.read_text("utf-8"))
     return {
         way: figures[name]["dense_bytes"] / statistics.median(figures[name]["seconds"])
         for way, name in WAYS.items()
