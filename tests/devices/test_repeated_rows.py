@@ -9,9 +9,11 @@ import tensorflow as tf
 
 import tfdp
 from tests.devices.test_engines import SETTINGS, replicate
+from tests.support.conformance import replicas_of
 from tests.support.conformance_table import OPTIMIZERS
 from tests.support.parity import UNIT_ROUND_OFF, largest_difference, make_strategy
 from tfdp.errors import ConfigurationError
+from tfdp.exchange import sparse
 from tfdp.exchange.sparse import SMALL_TABLE_BYTES, merge_rows, travels_dense
 from tfdp.step.repeated_rows import takes_sums_alike
 
@@ -218,6 +220,17 @@ def test_by_default_training_is_that_of_one_device(optimizer, options):
     # rows' gradients is rounded to may be another by 2^-8 of it.
     most = 2e-6 if not options else 2e-2
     assert largest_difference(found, expected) < most
+
+
+def test_products_of_added_rows_are_taken_alike_everywhere(monkeypatch):
+    """The optimizer of graphs reorders them by what it knows of shapes.
+
+    A row of the conformance table whose copies were a last bit apart.
+    """
+    monkeypatch.setattr(sparse, "SMALL_TABLE_BYTES", 0)
+    replicas = replicas_of("SGD", "global_clipnorm", "2-sum")
+    replicas.run("even")
+    assert replicas.unequal_copies() == []
 
 
 @pytest.mark.worth_seconds(4)

@@ -127,17 +127,22 @@ class HandOver:
     ) -> tf.IndexedSlices:
         """The root's rows, on every member of `group`; their number may be another."""
         values, indices = (
-            self.share_from(
-                part,
-                rank,
-                root,
-                group,
-                f"{key}/{name}",
-                tf.TensorSpec([None, *part.shape[1:]], part.dtype),
-            )
+            self._share_part(part, rank, root, group, f"{key}/{name}")
             for name, part in [("values", slices.values), ("indices", slices.indices)]
         )
         return tf.IndexedSlices(values, indices, slices.dense_shape)
+
+    def _share_part(
+        self, part: tf.Tensor, rank: int, root: int, group: Sequence[int], key: str
+    ) -> tf.Tensor:
+        like = tf.TensorSpec([None, *part.shape[1:]], part.dtype)
+        shared = self.share_from(part, rank, root, group, key, like)
+        if rank != root or len(group) == 1:
+            return shared
+        # The root takes its own over as well, or TensorFlow's optimizer would know more
+        # of the shape there than elsewhere, and multiply in another order.
+        self._send(part, rank, rank, key)
+        return self.receive(like, rank, rank, key)
 
     def all_gather(self, tensor: tf.Tensor, rank: int, key: str) -> tf.Tensor:
         """All replicas' tensors, joined along the first axis in rank order."""
