@@ -1,6 +1,7 @@
 """What `MultiHostDataParallelStrategy` refuses before it looks for anybody."""
 
 import json
+import os
 
 import keras
 import numpy as np
@@ -68,6 +69,19 @@ def nobody_else(monkeypatch):
     monkeypatch.setattr(multi_host, "make_link", StandInLink)
     monkeypatch.setattr(meeting, "make_link", StandInLink)
     monkeypatch.setattr(multi_host.atexit, "register", lambda function: None)
+
+
+def test_a_child_that_ends_does_not_close_what_its_parent_has(nobody_else, monkeypatch):
+    """`os.fork` and then `sys.exit`: the child has the parent's `atexit`, too."""
+    strategy = tfdp.MultiHostDataParallelStrategy(cluster=TWO, devices_per_host=1)
+    closed = []
+    monkeypatch.setattr(strategy.link, "close", lambda: closed.append(os.getpid()))
+    with monkeypatch.context() as child:
+        child.setattr(multi_host.os, "getpid", lambda: -1)
+        strategy.close()
+    assert closed == []
+    strategy.close()
+    assert closed == [os.getpid()]
 
 
 # As TensorFlow's tutorials for several workers have it.

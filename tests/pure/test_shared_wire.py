@@ -67,6 +67,72 @@ def test_what_lies_in_the_places_outlives_who_sent_it(places):
     receiver.close()
 
 
+def test_what_is_short_reaches_who_reads_it_late(places):
+    """Also with places that came back, and that the sender never read.
+
+    A connection that is closed so is reset, and what it still has to send is lost.
+    """
+    with socket.socket() as door:
+        # Little room where it arrives, so that most of it waits where it is sent.
+        door.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
+        door.bind(("127.0.0.1", 0))
+        door.listen()
+        here = socket.create_connection(door.getsockname())
+        there, _ = door.accept()
+    here.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 22)
+    sender = SharedSender(here, 30, places[0])
+    receiver = SharedReceiver(there, 30, places[1])
+    long = np.random.default_rng(0).bytes(PLACES // 2 * PLACE_BYTES)
+    sender.send(long)
+    assert receiver.take(len(long)) == long
+    short = [bytes([number]) * 60_000 for number in range(20)]
+    for each in short:
+        sender.send(each)
+    sender.flush()
+
+    def end():
+        sender.see_off(soon())
+        sender.close()
+
+    ended = in_a_thread(end)
+    with contextlib.suppress(TimeoutError):
+        ended.result(0.2)  # as if it did not wait
+    assert receiver.take(20 * 60_000) == b"".join(short)
+    ended.result(HANG_SECONDS)
+    receiver.close()
+
+
+def test_nobody_is_seen_off_for_ever(pair, places):
+    sender = SharedSender(pair[0], 30, places[0])
+    sender.send(b"never read")
+    sender.see_off(time.monotonic() + 0.05)
+    sender.close()
+    sender.see_off(soon())
+
+
+@pytest.mark.parametrize("is_long", [False, True])
+def test_who_closes_lets_go_of_the_memory(pair, is_long):
+    before = open_files()
+    places = shared_places()
+    assert any("/memfd:" in what for _, what, _ in open_files() - before)
+    sender = SharedSender(pair[0], 30, places[0])
+    receiver = SharedReceiver(pair[1], 30, places[1])
+    del places
+    if is_long:
+        sender.send(bytes(3 * PLACE_BYTES))
+        receiver.take(3 * PLACE_BYTES - 1)  # in the middle of a place
+    sender.close()
+    receiver.close()
+    if sender._thread is not None:
+        sender._thread.join(HANG_SECONDS)
+    assert not any("/memfd:" in what for _, what, _ in open_files() - before)
+    with pytest.raises(OSError):
+        receiver.take(1)
+    with pytest.raises(OSError):
+        sender.send(bytes(2 * PLACE_BYTES))
+    sender.close()
+
+
 def test_a_sender_waits_for_a_place_until_its_deadline(pair, places):
     sender = SharedSender(pair[0], 0.3, places[0])
     sender.send(bytes(PLACES * PLACE_BYTES))

@@ -54,6 +54,16 @@ def test_sums_and_gathers_in_order(workers):
         assert many.shape == (10_000,) and one.shape == () and one == 2.0 * workers
 
 
+def test_pieces_need_not_lie_together_in_memory():
+    def work(link):
+        piece = np.arange(8, dtype="float32")[::2] + link.rank
+        (whole,) = link.all_gather([piece], [[(0, 4), (4, 8)]], "strided")
+        return whole
+
+    for whole in on_workers(2, work):
+        np.testing.assert_array_equal(whole, [0, 2, 4, 6, 1, 3, 5, 7])
+
+
 @pytest.mark.parametrize("workers", [2, 3])
 def test_each_half_of_a_sum_sends_its_share_of_the_bytes(workers):
     sizes = [3000, 60]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -22,7 +22,11 @@ from tfdp.hosts.shared_places import PLACE_BYTES
 from tfdp.hosts.shared_wire import SharedReceiver, SharedSender
 from tfdp.hosts.wire import LARGEST_DIRECT_BYTES, Receiver, Sender, as_bytes
 
-__all__ = ["Channel", "Neighbours"]
+__all__ = ["Channel", "Neighbours", "see_off"]
+
+# How long who ends waits for another worker to take in what it has sent to it: less
+# than others may be silent.
+SEEN_OFF_SECONDS = 10.0
 
 
 class Neighbours:
@@ -174,6 +178,14 @@ class Channel:
         for each in self.neighbours:
             each.sender.close()
             each.receiver.close()
+
+
+def see_off(channels: Iterable[Channel]) -> None:
+    """Before they are closed, all exchanges done: see `Sender.see_off`."""
+    until = time.monotonic() + SEEN_OFF_SECONDS
+    for channel in channels:
+        for each in channel.neighbours:
+            each.sender.see_off(until)
 
 
 def _neighbours(

@@ -58,10 +58,14 @@ def dial(
     """
     known_until = time.monotonic() + name_seconds
     stranger: StrangerError | None = None
-    failure: OSError
+    failure: OSError | None = None
     while True:
         try:
-            return _dial_once(address, secret, purpose, hello, deadline)
+            connection = _dial_once(address, secret, purpose, hello, deadline)
+            # An error holds the frames of all who called, and they would hold it: what
+            # they have would stay open until Python looks for such circles.
+            stranger = failure = None
+            return connection
         except StrangerError as error:
             if stranger is None and warns:
                 logging.warning(
@@ -117,7 +121,12 @@ def _dial_once(
             connection.close()
             raise
     strangers = [error for error in failures if isinstance(error, StrangerError)]
-    raise [*failures, *strangers][-1]
+    failures.append([*failures, *strangers][-1])
+    strangers.clear()
+    try:
+        raise failures[-1]
+    finally:
+        failures.clear()  # as above
 
 
 def _run(steps: Steps[None], connection: socket.socket, deadline: float) -> None:

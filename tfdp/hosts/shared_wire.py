@@ -15,6 +15,7 @@ import contextlib
 import functools
 import socket
 import struct
+import time
 
 import numpy as np
 
@@ -37,6 +38,16 @@ LARGEST_SHORT_BYTES = LARGEST_DIRECT_BYTES - HEAD.size
 INBOX_BYTES = 2 * LARGEST_DIRECT_BYTES
 # Told back at once: it takes a call of the kernel, and half of them are still there.
 PLACES_BACK = PLACES // 2
+LOOK_AGAIN_SECONDS = 0.002
+
+
+def _has_unsent(connection: socket.socket) -> bool:
+    """Whether something is not with the other end's kernel yet."""
+    import fcntl  # these two are Linux' own, as is the memory
+    import termios
+
+    waiting = fcntl.ioctl(connection, termios.TIOCOUTQ, bytes(4))
+    return bool(struct.unpack("i", waiting)[0])
 
 
 class SharedSender(Sender):
@@ -48,7 +59,7 @@ class SharedSender(Sender):
         super().__init__(connection, timeout_seconds)
         # For what comes back.
         set_timeout(connection, socket.SO_RCVTIMEO, timeout_seconds)
-        self._places = places
+        self._places: Places | None = places
         self._turn = self._turns_back = 0
         self._heads = 0
 
@@ -66,6 +77,8 @@ class SharedSender(Sender):
 
     def _send_by_places(self, view: memoryview) -> None:
         data = np.asarray(view)
+        if self._places is None:
+            raise ConnectionAbortedError("closed here")
         for start in range(0, data.size, PLACE_BYTES):
             part = data[start : start + PLACE_BYTES]
             while self._turn - self._turns_back >= PLACES:
@@ -74,6 +87,36 @@ class SharedSender(Sender):
             self._turn += 1
             self._connection.sendall(HEAD.pack(LIES_IN_PLACE | part.size))
             self._taken_bytes += part.size
+
+    def see_off(self, until: float) -> None:
+        """See `Sender.see_off`: until the other process' kernel has all.
+
+        Places that came back lie here unread, and a connection that is closed with
+        something unread in it is reset: what it still has to send is thrown away.
+        """
+        with self._queueing:
+            if self._failure is not None or self._queued != self._done:
+                return
+        # Closed meanwhile, or broken: then nothing can be done for it.
+        with contextlib.suppress(OSError, ValueError):
+            self._connection.shutdown(socket.SHUT_WR)
+            while _has_unsent(self._connection) and time.monotonic() < until:
+                time.sleep(LOOK_AGAIN_SECONDS)
+
+    def close(self) -> None:
+        """See `Sender.close`."""
+        super().close()
+        with self._queueing:
+            if self._thread is None:
+                self._let_go()
+
+    def _run(self) -> None:
+        super()._run()
+        self._let_go()
+
+    def _let_go(self) -> None:
+        # The memory stays as long as anything looks at it.
+        self._places = None
 
     def _places_back(self) -> int:
         try:
@@ -94,7 +137,7 @@ class SharedReceiver(Receiver):
         self, connection: socket.socket, timeout_seconds: float, places: Places
     ):
         super().__init__(connection, timeout_seconds)
-        self._places = places
+        self._places: Places | None = places
         self._turn = 0
         self._done = 0  # places, of which the sender has not been told yet
         # What came through the connection, and was not asked for yet.
@@ -133,6 +176,15 @@ class SharedReceiver(Receiver):
         self.fill(array)
         add_up(array, own, array)
 
+    def close(self) -> None:
+        """See `Receiver.close`."""
+        super().close()
+        with self._receiving:
+            # As if nothing had come: who receives now meets a closed connection. The
+            # memory stays as long as anything looks at it.
+            self._start = self._end = self._left = 0
+            self._place = self._places = None
+
     def _next(self) -> None:
         """Learns what comes next."""
         while self._end - self._start < HEAD.size:
@@ -143,6 +195,8 @@ class SharedReceiver(Receiver):
         if not 0 < size <= (PLACE_BYTES if in_place else LARGEST_SHORT_BYTES):
             raise ConnectionError("what came is no length")
         self._left = size
+        if self._places is None:
+            raise ConnectionAbortedError("closed here")
         self._place = self._places[self._turn] if in_place else None
         self._turn += in_place
 

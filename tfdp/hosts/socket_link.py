@@ -23,7 +23,7 @@ from tfdp.errors import WorkerLostError
 from tfdp.hosts.agreement import Disagreement, terms_of
 from tfdp.hosts.broken_exchange import closed, out_of_step, why_it_broke
 from tfdp.hosts.buffers import BufferPool, put_own, views_of, wholes_of
-from tfdp.hosts.channel import Channel
+from tfdp.hosts.channel import Channel, see_off
 from tfdp.hosts.doubling import gather_blobs, swap_rows
 from tfdp.hosts.host_link import CHANNELS, MOST_GATHERED_BYTES, HostLink, Ranges
 from tfdp.hosts.last_words import lost_another
@@ -31,12 +31,7 @@ from tfdp.hosts.link_speed import agreed_speed
 from tfdp.hosts.lost_worker import say_lost
 from tfdp.hosts.membership import Membership
 from tfdp.hosts.rendezvous import meet
-from tfdp.hosts.ring import (
-    by_worker,
-    ring_all_gather,
-    ring_reduce_scatter,
-    ring_sum,
-)
+from tfdp.hosts.ring import by_worker, ring_all_gather, ring_reduce_scatter, ring_sum
 from tfdp.hosts.small_sums import SmallSum
 from tfdp.hosts.step_loops import StepLoops
 from tfdp.hosts.waits import Waits, says_that_it_waits_to_meet
@@ -186,6 +181,7 @@ class SocketLink(HostLink):
         channel: str = "step",
     ) -> list[np.ndarray]:
         """See `HostLink.all_gather`."""
+        pieces = [np.asarray(piece, order="C") for piece in pieces]
         wholes = wholes_of(self._pool, pieces, ranges)
         # What is one piece is on its way before the others are known here.
         first = pieces[0] if len(pieces) == 1 else None
@@ -313,6 +309,8 @@ class SocketLink(HostLink):
         self._finish_exchange()
         # The goodbye goes before the rings: a ring that breaks without one is a crash.
         self._membership.leave()
+        if self._membership.failure is None:
+            see_off(self._channels.values())
         self.close_channels()
 
     def _finish_exchange(self) -> None:

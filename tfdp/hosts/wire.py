@@ -168,6 +168,13 @@ class Sender:
         if self._failure is not None:
             raise self._failure
 
+    def see_off(self, until: float) -> None:
+        """Before `close`: waits for what the kernel would not send after it.
+
+        Args:
+          until: when to stop waiting (`time.monotonic`).
+        """
+
     def close(self) -> None:
         """Ends the thread and the connection, sent or not."""
         with self._queueing:

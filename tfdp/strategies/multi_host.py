@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import dataclasses
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -199,6 +200,7 @@ class MultiHostDataParallelStrategy(SumsOverHosts, DataParallelStrategy):
         cross_device_ops: tf.distribute.CrossDeviceOps,
         draws_per_replica: bool,
     ) -> Any:
+        self._process = os.getpid()
         if self.cluster.workers > 1 and communication.min_hosts is not None:
             settings = settings_of(self, devices, communication, draws_per_replica)
             self.living = join_living_hosts(self.cluster, communication, settings)
@@ -326,6 +328,8 @@ class MultiHostDataParallelStrategy(SumsOverHosts, DataParallelStrategy):
 
     def close(self) -> None:
         """Says goodbye to the other hosts; the process may then end or go on alone."""
+        if os.getpid() != self._process:
+            return  # after a fork the connections are still those of the parent
         if self._group is not None:
             self._group.close()
         if self.living is not None:
