@@ -2,6 +2,7 @@
 
 import dataclasses
 import doctest
+import sys
 
 import pytest
 
@@ -258,6 +259,6 @@ def test_numbers_that_mean_nothing_are_refused(fields):
 
 
 def test_a_benchmark_that_fails_says_so(monkeypatch):
-    monkeypatch.setattr(coding.sys, "executable", "/bin/false")
+    monkeypatch.setattr(sys, "executable", "/bin/false")
     with pytest.raises(CollectiveError, match="tfdp bench compression"):
         coding.measure_coding(2, True, 60.0)

@@ -103,18 +103,7 @@ class SharedSender(Sender):
             while _has_unsent(self._connection) and time.monotonic() < until:
                 time.sleep(LOOK_AGAIN_SECONDS)
 
-    def close(self) -> None:
-        """See `Sender.close`."""
-        super().close()
-        with self._queueing:
-            if self._thread is None:
-                self._let_go()
-
-    def _run(self) -> None:
-        super()._run()
-        self._let_go()
-
-    def _let_go(self) -> None:
+    def _end(self) -> None:
         # The memory stays as long as anything looks at it.
         self._places = None
 

@@ -187,8 +187,12 @@ class Sender:
                 self._connection.shutdown(socket.SHUT_RDWR)
             if self._thread is None:
                 self._connection.close()  # nobody sends: that needs the lock
+                self._end()
             else:
                 self._queue.put(None)
+
+    def _end(self) -> None:
+        """When nothing will be sent any more."""
 
     def _begin(self, view: memoryview) -> None:
         self._send_or_queue(view)
@@ -241,6 +245,7 @@ class Sender:
                 # Set after a failure as well: who flushes looks at it then.
                 if isinstance(item, threading.Event):
                     item.set()
+        self._end()
 
 
 class Receiver:
