@@ -73,7 +73,7 @@ def nobody_else(monkeypatch):
 
 def test_a_child_that_ends_does_not_close_what_its_parent_has(nobody_else, monkeypatch):
     """`os.fork` and then `sys.exit`: the child has the parent's `atexit`, too."""
-    strategy = tfdp.MultiHostDataParallelStrategy(cluster=TWO, devices_per_host=1)
+    strategy = tfdp.MultiHostDataParallelStrategy(cluster=TWO)
     closed = []
     monkeypatch.setattr(strategy.link, "close", lambda: closed.append(os.getpid()))
     with monkeypatch.context() as child:

@@ -131,6 +131,7 @@ class MultiHostDataParallelStrategy(SumsOverHosts, DataParallelStrategy):
         sharding = sharding_of(
             shard, group=shard_group, min_bytes=shard_min_bytes, offload=offload
         )
+        self._process = os.getpid()
         self._meeting = Meeting()
         #: This host among others that may die and come back (`min_hosts`).
         self.living: LivingHosts | None = None
@@ -200,7 +201,6 @@ class MultiHostDataParallelStrategy(SumsOverHosts, DataParallelStrategy):
         cross_device_ops: tf.distribute.CrossDeviceOps,
         draws_per_replica: bool,
     ) -> Any:
-        self._process = os.getpid()
         if self.cluster.workers > 1 and communication.min_hosts is not None:
             settings = settings_of(self, devices, communication, draws_per_replica)
             self.living = join_living_hosts(self.cluster, communication, settings)
@@ -328,7 +328,7 @@ class MultiHostDataParallelStrategy(SumsOverHosts, DataParallelStrategy):
 
     def close(self) -> None:
         """Says goodbye to the other hosts; the process may then end or go on alone."""
-        if os.getpid() != self._process:
+        if self._process != os.getpid():
             return  # after a fork the connections are still those of the parent
         if self._group is not None:
             self._group.close()
