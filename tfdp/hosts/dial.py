@@ -121,12 +121,11 @@ def _dial_once(
             connection.close()
             raise
     strangers = [error for error in failures if isinstance(error, StrangerError)]
-    failures.append([*failures, *strangers][-1])
-    strangers.clear()
     try:
-        raise failures[-1]
-    finally:
-        failures.clear()  # as above
+        raise [*failures, *strangers][-1]
+    finally:  # as above
+        failures.clear()
+        strangers.clear()
 
 
 def _run(steps: Steps[None], connection: socket.socket, deadline: float) -> None:
