@@ -12,8 +12,7 @@ import pytest
 import tensorflow as tf
 
 from tests.support.parity import make_strategy
-from tfdp.step import call, shared_pass
-from tfdp.tracing import shared_functions
+from tfdp.step import call, shared_functions, shared_pass
 
 pytestmark = pytest.mark.timeout(250)
 

@@ -15,8 +15,7 @@ import tensorflow as tf
 
 from tests.support.parity import make_strategy
 from tfdp.optimizers import LAMB
-from tfdp.step import shared_update
-from tfdp.tracing import shared_functions
+from tfdp.step import shared_functions, shared_update
 
 pytestmark = pytest.mark.timeout(250)
 

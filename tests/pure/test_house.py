@@ -1,6 +1,7 @@
 """`docs/house.md` tells of the rooms as they are, and the rooms keep their measures."""
 
 import ast
+import dataclasses
 import graphlib
 import re
 
@@ -14,6 +15,9 @@ ROOMS = sorted(path.parent.name for path in PACKAGE.glob("*/__init__.py"))
 MODULES = modules()
 MOST_LINES = 400
 MOST_CODE_LINES = 60
+# Ten layers with two or three files in each. The longest: `plan` on top of a strategy
+# of several hosts, down to the private names.
+MOST_FILES_IN_A_CHAIN = 17
 
 
 def first_line(room):
@@ -71,3 +75,34 @@ def functions(tree):
             is_documented = ast.get_docstring(node) is not None
             start = first.end_lineno if is_documented else node.lineno - 1
             yield node.name, node.end_lineno - start
+
+
+def test_no_chain_of_imports_grows_longer():
+    """What must be read below a file, at most; imports in functions begin no chain.
+
+    A package's face only hands names on.
+    """
+    files = [module for module in MODULES if not module.is_package]
+    at_top = {module.name: imported_at_top(module) for module in files}
+    length: dict[str, int] = {}
+    for name in graphlib.TopologicalSorter(at_top).static_order():
+        length[name] = 1 + max((length[below] for below in at_top[name]), default=0)
+    assert max(length.values()) <= MOST_FILES_IN_A_CHAIN
+
+
+def imported_at_top(module):
+    """The files of tfdp that are read when `module` is; faces of packages left out."""
+    body = [node for node in module.tree.body if not is_for_types_only(node)]
+    top = dataclasses.replace(module, tree=without_functions(body))
+    faces = {other.name for other in MODULES if other.is_package}
+    return {name for _, name in imported_modules(top)} - faces - {module.name}
+
+
+def is_for_types_only(node):
+    return isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+
+
+def without_functions(body):
+    definitions = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    kept = [node for node in body if not isinstance(node, definitions)]
+    return ast.Module(kept, [])

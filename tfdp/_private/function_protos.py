@@ -11,19 +11,36 @@ from typing import Any
 
 import tensorflow as tf
 from tensorflow.core.framework import attr_value_pb2, function_pb2, types_pb2
+from tensorflow.core.protobuf import config_pb2
 from tensorflow.python.eager.polymorphic_function.atomic_function import AtomicFunction
 
 from tfdp._private.names import eager_context
 
 __all__ = [
+    "NOT_INLINED",
+    "OPTIMIZED_ALREADY",
     "AtomicFunction",
     "attr_value_pb2",
+    "config_pb2",
     "function_pb2",
+    "name_of",
     "never_taken",
     "only_calling",
 ]
 
 CALLING, NEVER = "_called", "_never"
+# TensorFlow then optimizes the body once for all who call, and does not put a copy of
+# it into the place of each call.
+NOT_INLINED = {"_noinline": True}
+
+_config = config_pb2.ConfigProto()
+_config.graph_options.rewrite_options.disable_meta_optimizer = True
+OPTIMIZED_ALREADY = attr_value_pb2.AttrValue(s=_config.SerializeToString())
+
+
+def name_of(function: AtomicFunction) -> attr_value_pb2.NameAttrList:
+    """What an operation's attribute says of the function that it calls."""
+    return attr_value_pb2.NameAttrList(name=function.name.decode())
 
 
 def only_calling(

@@ -16,8 +16,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdp._private.function_protos import never_taken
-from tfdp._private.optimized_once import NOT_INLINED, name_of
+from tfdp._private.function_protos import NOT_INLINED, name_of, never_taken
 
 __all__ = ["as_conditional", "in_one_call", "is_there"]
 

@@ -13,34 +13,31 @@ from typing import Any
 
 import tensorflow as tf
 from tensorflow.core.framework import graph_pb2
-from tensorflow.core.protobuf import config_pb2, device_properties_pb2, meta_graph_pb2
+from tensorflow.core.protobuf import device_properties_pb2, meta_graph_pb2
 from tensorflow.python.grappler import cluster as grappler_cluster
 from tensorflow.python.grappler import tf_optimizer
 
-from tfdp._private.function_protos import AtomicFunction, attr_value_pb2, function_pb2
+from tfdp._private.function_protos import (
+    OPTIMIZED_ALREADY,
+    AtomicFunction,
+    attr_value_pb2,
+    config_pb2,
+    function_pb2,
+    name_of,
+)
 from tfdp._private.names import eager_context
 
 __all__ = [
     "CALLS_OF_FUNCTIONS",
-    "NOT_INLINED",
-    "OPTIMIZED_ALREADY",
     "call_optimized",
-    "name_of",
     "optimized_once",
     "tell_shape",
 ]
 
-# TensorFlow then optimizes the body once for all who call, and does not put a copy of
-# it into the place of each call.
-NOT_INLINED = {"_noinline": True}
 CALLS_OF_FUNCTIONS = ("PartitionedCall", "StatefulPartitionedCall")
 
 CPU = "/job:localhost/replica:0/task:0/device:CPU:0"
 SUFFIX = "_optimized_once"
-
-_config = config_pb2.ConfigProto()
-_config.graph_options.rewrite_options.disable_meta_optimizer = True
-OPTIMIZED_ALREADY = attr_value_pb2.AttrValue(s=_config.SerializeToString())
 
 
 def optimized_once(concrete: Any) -> AtomicFunction | None:
@@ -88,11 +85,6 @@ def call_optimized(operation: tf.Operation, optimized: AtomicFunction) -> None:
     operation.graph._add_function_recursive(optimized)
     operation._set_attr("f", attr_value_pb2.AttrValue(func=name_of(optimized)))
     operation._set_attr("config_proto", OPTIMIZED_ALREADY)
-
-
-def name_of(function: AtomicFunction) -> attr_value_pb2.NameAttrList:
-    """What an operation's attribute says of the function that it calls."""
-    return attr_value_pb2.NameAttrList(name=function.name.decode())
 
 
 def tell_shape(handle: tf.Tensor, variable: Any) -> None:

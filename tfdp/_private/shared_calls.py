@@ -18,10 +18,14 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.framework import auto_control_deps_utils
 
-from tfdp._private.function_protos import AtomicFunction, attr_value_pb2, only_calling
+from tfdp._private.function_protos import (
+    OPTIMIZED_ALREADY,
+    AtomicFunction,
+    attr_value_pb2,
+    only_calling,
+)
 from tfdp._private.names import run_independently, stop_recording
 from tfdp._private.one_call import as_conditional, is_there
-from tfdp._private.optimized_once import OPTIMIZED_ALREADY
 from tfdp._private.step_ops import IS_CALL
 
 __all__ = ["SharedCall"]

@@ -15,26 +15,25 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdp._private.names import graphs_inside, whole_of
+from tfdp._private.function_protos import NOT_INLINED
+from tfdp._private.names import whole_of
 from tfdp._private.optimized_once import (
     CALLS_OF_FUNCTIONS,
-    NOT_INLINED,
     call_optimized,
     optimized_once,
     tell_shape,
 )
 from tfdp._private.shared_calls import SharedCall
 from tfdp._private.step_ops import called_graph
+from tfdp._private.traced_alone import mark_traced_alone
 
 __all__ = [
     "AsksForItsReplica",
-    "ExchangeInside",
     "TracedAlone",
     "are_alike",
     "have_one_content",
     "can_be_repeated",
     "is_shown_by_one",
-    "is_traced_alone",
     "nobody_asks_for_the_replica",
     "trace_alone",
 ]
@@ -48,12 +47,6 @@ OF_VARIABLES = {
 CALLS = {"StatefulPartitionedCall": ["f"], "If": ["then_branch", "else_branch"]}
 CALLS |= {"PartitionedCall": ["f"], "StatelessIf": ["then_branch", "else_branch"]}
 CALLS |= {"While": ["cond", "body"], "StatelessWhile": ["cond", "body"]}
-# Set on the graph of such a function while it is traced.
-MARK = "_tfdp_traced_alone"
-
-
-class ExchangeInside(Exception):
-    """An exchange between replicas was about to be built into such a function."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,7 +142,7 @@ def trace_alone(
 
     def body(*inner: tf.Tensor) -> Any:
         graph = tf.compat.v1.get_default_graph()
-        setattr(graph, MARK, True)
+        mark_traced_alone(graph)
         with tf.device(None):
             results = function(list(inner))
         # What lay on this replica's device is to lie on that of whoever calls.
@@ -226,11 +219,6 @@ def _place(tensor: tf.Tensor, among: Sequence[tf.Tensor]) -> int:
 
 def _signature_of(arguments: Sequence[tf.Tensor]) -> tuple[tf.TensorSpec, ...]:
     return tuple(tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in arguments)
-
-
-def is_traced_alone() -> bool:
-    """Whether what is built now goes into such a function."""
-    return any(getattr(graph, MARK, False) for graph in graphs_inside(None))
 
 
 def is_shown_by_one(

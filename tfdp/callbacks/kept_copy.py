@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from tfdp.sharding.variables import ShardedVariable
 from tfdp.step.compression import STATE
-from tfdp.step.optimizers import optimizers_of
+from tfdp.step.held_optimizers import optimizers_of
 
 __all__ = ["KeptCopy"]
 

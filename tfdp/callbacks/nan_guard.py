@@ -22,7 +22,7 @@ from tfdp.checks import is_whole
 from tfdp.errors import ConfigurationError, NotFiniteError, NotFiniteWarning
 from tfdp.step.finite_guard import FiniteGuard, LeftOut
 from tfdp.step.finite_trace import Finding, find_not_finite, weights_not_finite
-from tfdp.step.optimizers import optimizers_of
+from tfdp.step.held_optimizers import optimizers_of
 
 __all__ = ["NaNGuard"]
 

@@ -12,7 +12,7 @@ import tensorflow as tf
 from tfdp._private.fit_frames import PassesOfData
 from tfdp._private.keras_models import layers_within
 from tfdp.errors import CheckpointWarning
-from tfdp.step.optimizers import optimizers_of
+from tfdp.step.held_optimizers import optimizers_of
 
 __all__ = ["HiddenOptimizers", "warn_of_what_is_lost"]
 

@@ -14,7 +14,7 @@ from tfdp.errors import ConfigurationError
 from tfdp.files.atomic import replaced
 from tfdp.report.chrome_trace import chrome_trace
 from tfdp.report.timeline_page import draw_timeline, hidden_share, seconds_by_kind
-from tfdp.step.optimizers import names_of_updates
+from tfdp.step.held_optimizers import names_of_updates
 
 __all__ = ["StepTimeline"]
 

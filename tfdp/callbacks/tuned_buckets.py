@@ -17,7 +17,7 @@ from tfdp.hosts.sum_speed import speed_of_sums
 from tfdp.plan.buckets import Bucket
 from tfdp.simulator.machine import Link
 from tfdp.simulator.model import Gradient, ModelProfile
-from tfdp.step.optimizers import optimizers_of
+from tfdp.step.held_optimizers import optimizers_of
 from tfdp.tune.proposal import TrialFacts, predicted_speed
 from tfdp.tune.setting import Setting
 from tfdp.tune.space import (

@@ -25,7 +25,7 @@ from tfdp._private.names import SyncOnReadVariable
 from tfdp.sharding.updates import ACCUMULATOR_NAME
 from tfdp.sharding.variables import ShardedVariable
 from tfdp.step.compression import compression_entries
-from tfdp.step.optimizers import optimizers_of
+from tfdp.step.held_optimizers import optimizers_of
 from tfdp.variables.global_seed import global_seed_states
 from tfdp.variables.local_view import LocalView
 from tfdp.variables.mirrored import is_seed_state

@@ -15,7 +15,7 @@ import keras
 
 from tfdp._private.optimizer_hooks import variables_built_with
 from tfdp.errors import ConfigurationError
-from tfdp.step.optimizers import innermost_optimizers, optimizers_of
+from tfdp.step.held_optimizers import innermost_optimizers, optimizers_of
 
 __all__ = ["NotedOptimizer", "build_as_noted", "noted_optimizers"]
 

@@ -17,7 +17,7 @@ from tfdp.checkpoint.noted_optimizers import build_as_noted
 from tfdp.data.places import Place
 from tfdp.errors import ConfigurationError, DataError
 from tfdp.step.compression import compression_entries, make_compression_entries
-from tfdp.step.optimizers import optimizers_of
+from tfdp.step.held_optimizers import optimizers_of
 from tfdp.variables.global_seed import make_global_seed_states
 
 __all__ = ["GIVEN", "check_parts", "give_back", "given_arrays", "open_parts"]

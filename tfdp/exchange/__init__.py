@@ -4,7 +4,8 @@ pipeline              the way of the gradients through one step: read it first
 reducer               the one contract between a step and what moves its tensors
 sparse                gradients of embeddings
 compressed            gradients in fewer bytes, by a method of tfdp.compression
-peers, choose_peers   who exchanges them; host_peers, level_peers: one of each host
+peers, choose_peers   who exchanges them
+replica_peers         all replicas; host_peers, level_peers: one of each host
 wire_dtype            gradients in a smaller type, and back, between TPU cores
 host_group            the hosts that train together
 engine                the interface of an engine; a third is one file

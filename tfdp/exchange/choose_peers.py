@@ -7,7 +7,8 @@ from tfdp.exchange.engine import Engine
 from tfdp.exchange.host_peers import HostLeaders
 from tfdp.exchange.in_process import InProcessEngine
 from tfdp.exchange.level_peers import LevelLeaders
-from tfdp.exchange.peers import AllReplicas, PeerGroup
+from tfdp.exchange.peers import PeerGroup
+from tfdp.exchange.replica_peers import AllReplicas
 from tfdp.exchange.two_level import AcrossHostsEngine
 
 __all__ = ["peer_group"]

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from tfdp._private import names
-from tfdp._private.shared_graphs import ExchangeInside, is_traced_alone
+from tfdp._private.traced_alone import ExchangeInside, is_traced_alone
 from tfdp.errors import CollectiveError
 from tfdp.exchange.late_exchange import LateExchange
 from tfdp.exchange.packing import pack, unpack

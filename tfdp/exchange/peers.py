@@ -12,9 +12,7 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from tfdp.exchange.engine import Engine
-
-__all__ = ["AllReplicas", "PeerGroup", "PeersOfOne"]
+__all__ = ["PeerGroup", "PeersOfOne"]
 
 
 class PeerGroup(abc.ABC):
@@ -105,25 +103,3 @@ class PeersOfOne:
     def all_to_all(self, rows: tf.Tensor) -> tf.Tensor:
         """See `Peers`."""
         return self.group.all_to_all(rows, self.rank, self.label)
-
-
-class AllReplicas(PeerGroup):
-    """Every replica speaks, over an engine of one process."""
-
-    def __init__(self, engine: Engine):
-        self._engine = engine
-        self.size = engine.replicas
-
-    def sum(
-        self, tensors: Sequence[tf.Tensor], rank: int, label: str
-    ) -> list[tf.Tensor]:
-        """See `PeerGroup`."""
-        return self._engine.all_reduce_bucket(tensors, rank, label)
-
-    def gather(self, words: tf.Tensor, rank: int, label: str) -> tf.Tensor:
-        """See `PeerGroup`."""
-        return self._engine.all_gather_alike(words, rank)
-
-    def all_to_all(self, rows: tf.Tensor, rank: int, label: str) -> tf.Tensor:
-        """See `PeerGroup`."""
-        return self._engine.all_to_all(rows, rank)

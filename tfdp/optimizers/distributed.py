@@ -24,10 +24,10 @@ from tfdp.optimizers.apart import (
     refuse_outside_of_fit,
     refuse_with_sync,
 )
-from tfdp.sharding.updates import ACCUMULATOR_NAME
+from tfdp.sharding.updates import ACCUMULATOR_NAME, shards_of
 from tfdp.step.finite_guard import update_if_finite
 from tfdp.step.local_values import LocalValues
-from tfdp.step.optimizers import shards_of, takes_reduced
+from tfdp.step.optimizers import takes_reduced
 from tfdp.step.rounds import Rounds
 from tfdp.step.sums import agree_finite, reduce_gradients
 from tfdp.sync.checked import checked_sync

@@ -13,7 +13,7 @@ from tfdp.checks import is_whole
 from tfdp.compression.method import Method
 from tfdp.compression.momentum import MomentumCompression
 from tfdp.errors import ConfigurationError, ScopeError
-from tfdp.step.optimizers import CLIPPING
+from tfdp.step.repeated_rows import CLIPPING
 from tfdp.tracing.current_run import current_run
 
 __all__ = ["SentMomentum", "refuse_keras_arguments"]

@@ -16,11 +16,11 @@ import tensorflow as tf
 from tfdp._private.names import current_rank
 from tfdp._private.optimizer_hooks import variable_index, variables_built_with
 from tfdp._private.shared_graphs import (
-    ExchangeInside,
     TracedAlone,
     have_one_content,
     trace_alone,
 )
+from tfdp._private.traced_alone import ExchangeInside
 
 __all__ = ["trace_updates_once"]
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from tfdp.planning.memory_plan import MemoryPlan
 from tfdp.planning.page import COLOURS, draw_plan
-from tfdp.planning.ways import Way
+from tfdp.planning.way import Way
 
 __all__ = ["Answer"]
 

@@ -25,8 +25,8 @@ from tfdp.planning.hosts_in_thought import HostOfMany
 from tfdp.planning.step_graph import StepGraph, StoredVariable
 from tfdp.planning.trace import read_graph
 from tfdp.sharding.updates import host_of
+from tfdp.step.held_optimizers import innermost_optimizers
 from tfdp.step.jit import take_over_jit
-from tfdp.step.optimizers import innermost_optimizers
 from tfdp.step.repeated_rows import takes_sums_alike
 from tfdp.step.table_rows import Table, tables_of
 from tfdp.strategies.data_parallel import DataParallelStrategy

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,8 +15,9 @@ from tfdp.planning.memory_plan import (
     sent_bytes,
 )
 from tfdp.planning.planner import Planner
+from tfdp.planning.way import Way
 
-__all__ = ["Way", "largest_batch", "ways_to_fit"]
+__all__ = ["largest_batch", "ways_to_fit"]
 
 # The batch is as large as was found, or at most this part larger.
 PRECISION = 0.05
@@ -26,25 +26,6 @@ NEAR = 4
 # A batch is made, of zeros, to trace a step.
 MOST_BATCH_BYTES = 2**30
 MICRO_STEPS = (2, 4, 8)
-
-
-@dataclasses.dataclass(frozen=True)
-class Way:
-    """A setting, what it needs, and what it costs.
-
-    Args:
-      name: what to write in the program.
-      peak_bytes: per replica.
-      fits: whether that is within the memory, margin included.
-      more_flops: as a part of those of a step as it was asked about.
-      sent_bytes: by a replica in a step.
-    """
-
-    name: str
-    peak_bytes: int
-    fits: bool
-    more_flops: float
-    sent_bytes: int
 
 
 def largest_batch(

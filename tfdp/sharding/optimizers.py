@@ -39,9 +39,9 @@ from tfdp._private.optimizer_hooks import (
 from tfdp.errors import ConfigurationError
 from tfdp.plan.exclusions import variable_path
 from tfdp.sharding.updates import ShardUpdates
-from tfdp.sharding.variables import ShardedVariable, ShardUpdatedVariable
+from tfdp.sharding.variables import ShardedVariable, shard_kind
 
-__all__ = ["check_shardable", "clip_over_shards", "shard_kind", "shard_leads"]
+__all__ = ["check_shardable", "clip_over_shards", "shard_leads"]
 
 # Those whose update of an element needs that element only.
 ELEMENTWISE = (
@@ -54,15 +54,6 @@ ADVICE = {
     "OneBitAdam": "It sends its momentum, of whole variables.",
     "OneBitLAMB": "It sends its momentum, of whole variables.",
 }
-
-
-def shard_kind(variable: Any) -> type | None:
-    """How `variable` is sharded, as a class; None: replicas update the whole."""
-    value = variable.value if isinstance(variable, keras.Variable) else variable
-    for kind in (ShardedVariable, ShardUpdatedVariable):
-        if isinstance(value, kind):
-            return kind
-    return None
 
 
 def check_shardable(optimizer: keras.optimizers.Optimizer) -> None:

@@ -22,6 +22,7 @@ from tfdp._private.names import (
     select_replica,
     stop_recording,
 )
+from tfdp._private.optimizer_hooks import strategy_of
 from tfdp.exchange.reducer import Reducer
 from tfdp.exchange.shard_pieces import own_piece, piece_of
 from tfdp.plan.shards import Sharding, ShardLayout
@@ -38,6 +39,7 @@ __all__ = [
     "ACCUMULATOR_NAME",
     "SHARD_CLASSES",
     "ShardUpdates",
+    "shards_of",
 ]
 
 SHARD_CLASSES = (ShardedVariable, ShardUpdatedVariable)
@@ -358,3 +360,8 @@ def _assign(own: Any, value: tf.Tensor) -> None:
 
 def _stored(variable: Any) -> Any:
     return variable.value if isinstance(variable, keras.Variable) else variable
+
+
+def shards_of(optimizer: keras.optimizers.Optimizer) -> ShardUpdates | None:
+    """What updates the shards of the strategy of `optimizer`; None: it has none."""
+    return getattr(strategy_of(optimizer).extended, "shards", None)

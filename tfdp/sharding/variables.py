@@ -21,6 +21,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 
@@ -41,8 +42,9 @@ __all__ = [
     "ShardedVariable",
     "noted_assignments",
     "read_instead",
-    "updating_rank",
+    "shard_kind",
     "shard_update",
+    "updating_rank",
 ]
 
 _local = threading.local()
@@ -300,3 +302,12 @@ class ShardUpdatedVariable(ReplicaMirroredVariable):
     ) -> Any:
         extended = self.distribute_strategy.extended
         return extended.update_whole(self, update_fn, value, kwargs)
+
+
+def shard_kind(variable: Any) -> type | None:
+    """How `variable` is sharded, as a class; None: replicas update the whole."""
+    value = variable.value if isinstance(variable, keras.Variable) else variable
+    for kind in (ShardedVariable, ShardUpdatedVariable):
+        if isinstance(value, kind):
+            return kind
+    return None

@@ -30,8 +30,7 @@ from tfdp._private.host_input import share_memory
 from tfdp._private.instance_attributes import instance_attributes
 from tfdp._private.names import PerReplica, current_rank
 from tfdp._private.optimizer_hooks import variables_built_with
-from tfdp.sharding.optimizers import shard_kind
-from tfdp.sharding.variables import ShardedVariable
+from tfdp.sharding.variables import ShardedVariable, shard_kind
 from tfdp.tracing.keras_steps import is_stock_step, name_of_step
 from tfdp.tracing.run import ReplicaRun, parts_by_replica
 

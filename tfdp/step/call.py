@@ -23,16 +23,19 @@ from tfdp.step.alike_shapes import with_alike_shapes
 from tfdp.step.batch_first import batch_first
 from tfdp.step.borrowed_rows import borrow_rows, leaves_borrowed_out, return_rows
 from tfdp.step.finite_guard import FiniteGuard
-from tfdp.step.jit import is_stock_train_step, jitted_train_step
+from tfdp.step.held_optimizers import optimizers_of
+from tfdp.step.jit import jitted_train_step
 from tfdp.step.layer_state import suspect_stored
-from tfdp.step.optimizers import led_optimizers, optimizers_of
+from tfdp.step.optimizers import led_optimizers
 from tfdp.step.own_losses import own_losses
 from tfdp.step.padding import leaves_filling_out, step_without_filling
 from tfdp.step.reductions import led_reductions
 from tfdp.step.reports import led_reports, recorded
 from tfdp.step.shared_pass import by_one_graph, can_share_pass
+from tfdp.step.step_meter import StepMeter
 from tfdp.tracing.keras_steps import (
     is_predict_step,
+    is_stock_train_step,
     name_of_step,
 )
 from tfdp.tracing.padded_batch import find_padded, trim_rows, without_padding
@@ -87,6 +90,12 @@ class StepCall:
         if counts is None or all(isinstance(n, int) for n in counts):
             return None if counts is None else sum(counts)
         return tf.add_n([tf.cast(n, tf.int32) for n in counts])
+
+    def meet(self, meter: StepMeter | None) -> None:
+        """Lets `meter` see the step, where it is one of training its model."""
+        if meter is not None and meter.model is self.model:
+            if name_of_step(self.fn) == "train_step":
+                meter.note(self.rows_here, (self.args, self.kwargs))
 
     def compile_replicas(self) -> None:
         """Lets XLA compile what each replica computes, where the step is Keras' own."""

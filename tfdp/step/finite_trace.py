@@ -30,8 +30,8 @@ from tfdp._private.instance_attributes import instance_attributes
 from tfdp._private.keras_models import layers_within
 from tfdp._private.names import current_rank
 from tfdp.sharding.variables import ShardedVariable
+from tfdp.step.held_optimizers import optimizers_of
 from tfdp.step.local_run import groups_across
-from tfdp.step.optimizers import optimizers_of
 
 __all__ = ["Finding", "find_not_finite", "state_of_replica", "weights_not_finite"]
 

@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from tfdp.step.keras_pass import PassResults, finish_train_step, forward_and_backward
 
-__all__ = ["is_stock_train_step", "jitted_train_step", "take_over_jit"]
+__all__ = ["jitted_train_step", "take_over_jit"]
 
 
 def take_over_jit(model: keras.Model) -> bool:
@@ -24,11 +24,6 @@ def take_over_jit(model: keras.Model) -> bool:
         return False
     model.jit_compile = False
     return True
-
-
-def is_stock_train_step(step: Any) -> bool:
-    """Whether `step` is `keras.Model.train_step`, bound to a model."""
-    return getattr(step, "__func__", None) is keras.Model.train_step
 
 
 def jitted_train_step(model: keras.Model, data: Any) -> dict[str, Any]:

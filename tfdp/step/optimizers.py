@@ -18,31 +18,27 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
 from tfdp._private.instance_attributes import instance_attributes
-from tfdp._private.names import is_branch_graph, keras_state
 from tfdp._private.optimizer_hooks import (
     CLIP,
     REDUCE,
     by_keras,
-    strategy_of,
     variables_built_with,
 )
-from tfdp.errors import ConfigurationError, ScopeError
 from tfdp.sharding.optimizers import (
     check_shardable,
     clip_over_shards,
     shard_leads,
 )
-from tfdp.sharding.updates import ShardUpdates
+from tfdp.sharding.updates import shards_of
 from tfdp.step.finite_guard import update_if_finite
-from tfdp.step.momentum_sums import momentum_compression_of
-from tfdp.step.repeated_rows import CLIPPING
+from tfdp.step.held_optimizers import innermost_optimizers
 from tfdp.step.shared_update import update_by_one_graph
 from tfdp.step.sums import agree_finite, reduce_gradients
 from tfdp.tracing.before_the_step import do_before_the_step
@@ -50,36 +46,11 @@ from tfdp.tracing.current_run import current_run
 from tfdp.tracing.run import ReplicaRun
 
 __all__ = [
-    "CLIPPING",
-    "innermost_optimizers",
     "led_optimizers",
-    "optimizers_of",
-    "refuse_unled",
-    "shards_of",
-    "strategy_of",
     "takes_reduced",
 ]
 
 ALREADY_REDUCED = {REDUCE: lambda grads_and_vars: grads_and_vars}
-
-
-def optimizers_of(model: Any) -> list[keras.optimizers.Optimizer]:
-    """The optimizers that `model` holds: the compiled one, and those of its attributes,
-    also in lists and dictionaries."""
-    if not isinstance(model, keras.Model):
-        return []
-    # By identity: a GAN may hold two optimizers that compare equal.
-    unique: dict[int, keras.optimizers.Optimizer] = {}
-    values = [getattr(model, "optimizer", None), *vars(model).values()]
-    seen: set[int] = set()
-    while values:
-        value = values.pop(0)
-        if isinstance(value, keras.optimizers.Optimizer):
-            unique.setdefault(id(value), value)
-        elif isinstance(value, (list, tuple, Mapping)) and id(value) not in seen:
-            seen.add(id(value))  # a list may hold itself
-            values += value.values() if isinstance(value, Mapping) else value
-    return list(unique.values())
 
 
 @contextlib.contextmanager
@@ -115,14 +86,6 @@ def _leads(optimizer: keras.optimizers.Optimizer, run: ReplicaRun) -> dict[str, 
     own[CLIP] = functools.partial(_clip_unless_held_back, run, clip)
     own[REDUCE] = functools.partial(_reduce, optimizer, run)
     return own | leads
-
-
-def innermost_optimizers(
-    optimizer: keras.optimizers.Optimizer,
-) -> list[keras.optimizers.Optimizer]:
-    """The optimizers that reduce and update, within a loss scaler or a group."""
-    inner = getattr(optimizer, "inner_optimizer", optimizer)
-    return list(getattr(inner, "optimizers", None) or [inner])
 
 
 def _reduces_first(optimizer: keras.optimizers.Optimizer) -> bool:
@@ -271,76 +234,6 @@ def _reduce(
     return pairs
 
 
-def refuse_unled(value: Sequence[Any]) -> bool:
-    """Refuses a reduction that an unknown optimizer asks for, where it is not exact.
-
-    Returns:
-      Whether an optimizer that nobody leads asks: for the sum of its gradients.
-
-    Raises:
-      ScopeError: when it was made elsewhere.
-      ConfigurationError: when it would clip, test or update by shards before.
-    """
-    # TensorFlow's reduction is not told who asks; Keras' open name scopes tell.
-    stack = keras_state.get_global_attribute("name_scope_stack") or []
-    callers = [getattr(scope, "caller", None) for scope in stack]
-    optimizers = [c for c in callers if isinstance(c, keras.optimizers.Optimizer)]
-    for optimizer in optimizers:
-        if REDUCE in vars(optimizer) or "apply" in vars(optimizer):
-            return False
-    for optimizer in optimizers:
-        if strategy_of(optimizer) is not tf.distribute.get_strategy():
-            raise ScopeError(
-                f"The optimizer {optimizer.name!r} updates weights in strategy.run, "
-                "but was not made under this strategy. Make it in `with "
-                "strategy.scope():`, once and before strategy.run."
-            )
-        why = _why_not_exact(optimizer)
-        if why is not None:
-            raise ConfigurationError(
-                f"The optimizer {optimizer.name!r} was made within strategy.run, or "
-                f"copied, so the strategy does not know it, and {why}. Make it in "
-                "`with strategy.scope():`, once and before strategy.run, or wrap it: "
-                "tfdp.DistributedOptimizer(optimizer)."
-            )
-    is_led = any(getattr(o, "reduces_gradients", False) for o in optimizers)
-    return bool(optimizers) and not is_led
-
-
-def _why_not_exact(optimizer: keras.optimizers.Optimizer) -> str | None:
-    """Why adding the gradients of an unknown optimizer is not enough."""
-    if shards_of(optimizer) is not None:
-        return "with shard=... each replica would add another shard of its gradients"
-    set_options = [name for name in CLIPPING if getattr(optimizer, name, None)]
-    if set_options:
-        return (
-            f"has {set_options[0]} set: Keras would clip each replica's gradient "
-            "before they are added, which is another update than on one device"
-        )
-    reducer = tf.distribute.get_strategy().extended.reducer
-    if reducer.compressed is not None:
-        return "its gradients would be sent without Communication(compression=...)"
-    if momentum_compression_of(optimizer) is not None:
-        return "its gradients would be sent in the place of its momentum"
-    graph = tf.compat.v1.get_default_graph()
-    if is_branch_graph(graph) and not optimizer.gradient_accumulation_steps:
-        return (
-            "is called within a conditional, such as a loss scaler's, whose branch "
-            "each replica would choose by its own gradients: the replicas would wait "
-            "for each other for ever"
-        )
-    return None
-
-
-def names_of_updates(model: Any) -> list[str]:
-    """The scopes in which the optimizers that `model` holds update its weights."""
-    return [
-        leaf.name
-        for owner in optimizers_of(model)
-        for leaf in innermost_optimizers(owner)
-    ]
-
-
 @contextlib.contextmanager
 def takes_reduced(optimizer: keras.optimizers.Optimizer) -> Iterator[None]:
     """While this lasts, `optimizer` does not reduce the gradients that it is given."""
@@ -354,8 +247,3 @@ def takes_reduced(optimizer: keras.optimizers.Optimizer) -> Iterator[None]:
             own = {} if shards is None else shard_leads(leaf, shards)
             stack.enter_context(instance_attributes(leaf, own | ALREADY_REDUCED))
         yield
-
-
-def shards_of(optimizer: keras.optimizers.Optimizer) -> ShardUpdates | None:
-    """What updates the shards of the strategy of `optimizer`; None: it has none."""
-    return getattr(strategy_of(optimizer).extended, "shards", None)

@@ -27,8 +27,8 @@ from tfdp._private.optimizer_hooks import is_between_updates
 from tfdp.sharding.updates import ACCUMULATOR_NAME
 from tfdp.sharding.variables import ShardedVariable
 from tfdp.step.compression import STATE
+from tfdp.step.held_optimizers import optimizers_of
 from tfdp.step.local_run import groups_across
-from tfdp.step.optimizers import optimizers_of
 from tfdp.variables.mirrored import is_seed_state
 
 __all__ = ["KeptAlike", "kept_alike"]

@@ -16,9 +16,10 @@ import tensorflow as tf
 from tfdp._private.autograph import library_code
 from tfdp._private.known_code import runs_known_code
 from tfdp._private.names import current_rank
-from tfdp.step.jit import is_stock_train_step
 from tfdp.step.keras_pass import PassResults, finish_train_step, forward_and_backward
+from tfdp.step.shared_functions import SharedFunctions
 from tfdp.step.shared_update import LEAST_VARIABLES, is_on_cpu
+from tfdp.tracing.keras_steps import is_stock_train_step
 from tfdp.tracing.run import ReplicaRun, trace_of
 from tfdp.variables.mirrored import seed_offsets
 
@@ -86,7 +87,7 @@ def by_one_graph(model: keras.Model, run: ReplicaRun) -> Callable:
     What the first replica's trace has noted is noted for those that are not traced.
     """
     stored: dict[str, list[Any]] = {}
-    run.functions.looked_into = False
+    SharedFunctions.of(run).looked_into = False
     is_known = _runs_known_code(model)
 
     @library_code
@@ -94,7 +95,7 @@ def by_one_graph(model: keras.Model, run: ReplicaRun) -> Callable:
     def train_step(data: Any) -> Any:
         rank = current_rank()
         batch, before = keras.utils.unpack_x_y_sample_weight(data), run.notes()
-        results = run.functions.results_of(
+        results = SharedFunctions.of(run).results_of(
             "pass",
             rank,
             functools.partial(forward_and_backward, model, *batch),

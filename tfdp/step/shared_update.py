@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from tfdp._private.known_code import runs_known_code
 from tfdp._private.names import current_rank
+from tfdp.step.shared_functions import SharedFunctions
 from tfdp.tracing.run import ReplicaRun
 from tfdp.variables.local_view import LocalView
 
@@ -56,7 +57,7 @@ def update_by_one_graph(
 
     parts = tf.nest.flatten(list(gradients), expand_composites=True)
     given = [part for part in parts if part is not None]
-    run.functions.call(
+    SharedFunctions.of(run).call(
         id(optimizer),
         rank,
         update_with,

@@ -12,6 +12,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdp._private.names import own_copy
+from tfdp.step.shared_functions import SharedFunctions
 from tfdp.tracing.run import ReplicaRun
 
 __all__ = ["store_state", "weighted_state"]
@@ -33,7 +34,7 @@ def weighted_state(state: Sequence[Any], run: ReplicaRun, rank: Any) -> list[tf.
         return shares()
     count = run.count_of(rank)
     own = [count] if isinstance(count, tf.Tensor) else []
-    found = run.functions.results_of(
+    found = SharedFunctions.of(run).results_of(
         "shares",
         rank,
         shares,
@@ -60,7 +61,7 @@ def store_state(
 
     if run.gradients_at_once and state:
         of_rank = rank, store, list(means), _device_of(rank)
-        run.functions.call("means", *of_rank, is_known=_always)
+        SharedFunctions.of(run).call("means", *of_rank, is_known=_always)
     else:
         store(means)
 

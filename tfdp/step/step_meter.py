@@ -14,10 +14,8 @@ from tfdp._private.names import (
     time_in_graph,
 )
 from tfdp.step.batch_first import tensors_of_this_graph
-from tfdp.step.call import StepCall
-from tfdp.tracing.keras_steps import name_of_step
 
-__all__ = ["StepMeter", "meet_step"]
+__all__ = ["StepMeter"]
 
 
 class StepMeter:
@@ -56,9 +54,13 @@ class StepMeter:
         """When the batch of the last step was there, since 1970; None: not known."""
         return float(self._arrived.numpy()) or None
 
-    def note(self, call: StepCall) -> None:
-        """A step is built, or made."""
-        rows = call.rows_here
+    def note(self, rows: Any, given: Any) -> None:
+        """A step is built, or made.
+
+        Args:
+          rows: of this process's replicas; None: not known.
+          given: what the step is called with, nested.
+        """
         if tf.executing_eagerly():
             self._eager_steps += 1
         else:
@@ -69,17 +71,6 @@ class StepMeter:
             self._eager_samples += int(rows)
         else:
             count_in_graph(self._samples, tf.cast(rows, tf.int64))
-        batch = (
-            []
-            if tf.executing_eagerly()
-            else tensors_of_this_graph((call.args, call.kwargs))
-        )
+        batch = [] if tf.executing_eagerly() else tensors_of_this_graph(given)
         if batch:
             note_in_graph(self._arrived, time_in_graph(batch))
-
-
-def meet_step(meter: StepMeter | None, call: StepCall) -> None:
-    """Lets `meter` see a step, where it is one of training its model."""
-    if meter is not None and meter.model is call.model:
-        if name_of_step(call.fn) == "train_step":
-            meter.note(call)

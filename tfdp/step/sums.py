@@ -12,8 +12,7 @@ import tensorflow as tf
 from tfdp._private.names import current_rank
 from tfdp.errors import ConfigurationError
 from tfdp.exchange.reducer import Reducer
-from tfdp.sharding.optimizers import shard_kind
-from tfdp.sharding.variables import ShardUpdatedVariable
+from tfdp.sharding.variables import ShardUpdatedVariable, shard_kind
 from tfdp.step.compression import (
     refuse_eager_compression,
     refuse_momentum,

@@ -22,7 +22,7 @@ from tfdp._private.names import (
     current_rank,
     own_copy,
 )
-from tfdp._private.shared_graphs import is_traced_alone
+from tfdp._private.traced_alone import is_traced_alone
 from tfdp.exchange.reducer import Reducer
 from tfdp.plan.shards import Sharding
 from tfdp.sharding.updates import (

@@ -15,8 +15,8 @@ from tfdp.sharding.updates import SHARD_CLASSES, ShardUpdates
 from tfdp.sharding.variables import ShardedVariable
 from tfdp.step.finite_guard import FiniteGuard
 from tfdp.step.noise_probe import NoiseProbe
-from tfdp.step.optimizers import refuse_unled
 from tfdp.step.step_meter import StepMeter
+from tfdp.step.unled_optimizers import refuse_unled
 from tfdp.strategies.made_optimizers import MadeOptimizers
 from tfdp.strategies.scope_checks import check_component
 from tfdp.tracing.run import ReplicaRun

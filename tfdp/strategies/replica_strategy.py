@@ -26,14 +26,13 @@ from tfdp.errors import ConfigurationError, LocalMeanWarning, LocalStateWarning
 from tfdp.plan.shards import Sharding
 from tfdp.step.build import builds_from_plain_batch
 from tfdp.step.call import StepCall
+from tfdp.step.held_optimizers import optimizers_of
 from tfdp.step.jit import take_over_jit
 from tfdp.step.layer_state import check_no_row_state
 from tfdp.step.local_run import begin_local_run
 from tfdp.step.losses import loss_replica_count
-from tfdp.step.optimizers import optimizers_of
 from tfdp.step.reduced_parts import parts_of_one_shape
 from tfdp.step.reports import whole_logs
-from tfdp.step.step_meter import meet_step
 from tfdp.strategies import scope_checks
 from tfdp.strategies.adopted_state import adopt_state
 from tfdp.strategies.in_words import FirstFit, strategy_in_words
@@ -194,7 +193,7 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
         call.make_shapes_alike()
         shards = self.extended.shards
         call.share_pass(0 if shards is None else shards.stage)
-        meet_step(self.extended.step_meter, call)
+        call.meet(self.extended.step_meter)
         with (
             self._as_current(run),
             call.leading(optimizers, self._replicas) as noted,

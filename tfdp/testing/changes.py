@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 import keras
 
 from tfdp.layers import SyncBatchNormalization
-from tfdp.step.optimizers import optimizers_of
+from tfdp.step.held_optimizers import optimizers_of
 from tfdp.testing.batches import repeat_first_share, trim_to_multiple
 from tfdp.testing.comparison import Setting
 from tfdp.testing.model_parts import inner_optimizers, layers_of

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import keras
 
-from tfdp.step.optimizers import optimizers_of
+from tfdp.step.held_optimizers import optimizers_of
 from tfdp.testing.batches import row_count
 from tfdp.testing.causes import (
     COMBINATIONS,

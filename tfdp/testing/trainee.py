@@ -12,7 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdp.errors import ConfigurationError
-from tfdp.step.optimizers import optimizers_of
+from tfdp.step.held_optimizers import optimizers_of
 from tfdp.testing.batches import Batch, as_dataset
 from tfdp.testing.model_parts import random_layers, switch_off_random_layers
 

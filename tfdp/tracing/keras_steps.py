@@ -12,6 +12,7 @@ from tfdp._private.names import PerReplica
 __all__ = [
     "is_predict_step",
     "is_stock_step",
+    "is_stock_train_step",
     "name_of_step",
     "representative_batch",
     "rows_of_first_replica",
@@ -78,3 +79,8 @@ def rows_of_first_replica(result: Any) -> Any:
         return PerReplica((first, *(part[:0] for part in others)))
 
     return tf.nest.map_structure(first_rows, result)
+
+
+def is_stock_train_step(step: Any) -> bool:
+    """Whether `step` is `keras.Model.train_step`, bound to a model."""
+    return getattr(step, "__func__", None) is keras.Model.train_step

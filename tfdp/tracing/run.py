@@ -16,7 +16,6 @@ from tfdp.errors import ScopeError
 from tfdp.tracing.eager_order import EagerOrder
 from tfdp.tracing.loss_shares import LossShares
 from tfdp.tracing.padded_batch import Padding
-from tfdp.tracing.shared_functions import SharedFunctions
 
 __all__ = ["ReplicaRun", "parts_by_replica", "rows_of", "sample_counts", "trace_of"]
 
@@ -100,8 +99,8 @@ class ReplicaRun:
     #: Whether the gradients of replicas are there all together, or not at all: they
     #: come from a function.
     gradients_at_once: bool = False
-    #: What the replicas do alike, and share.
-    functions: SharedFunctions = dataclasses.field(default_factory=SharedFunctions)
+    #: What the replicas do alike, and share; see `tfdp/step/shared_functions.py`.
+    functions: Any = None
 
     @property
     def is_local(self) -> bool:

@@ -13,7 +13,7 @@ from tfdp._private.names import (
     current_rank,
     own_copy,
 )
-from tfdp._private.shared_graphs import is_traced_alone
+from tfdp._private.traced_alone import is_traced_alone
 from tfdp.errors import ConfigurationError
 from tfdp.tracing.assigned_terms import term_added_to
 from tfdp.tracing.replica_invariance import is_same_on_every_replica, outermost

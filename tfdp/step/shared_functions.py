@@ -24,7 +24,6 @@ import tensorflow as tf
 
 from tfdp._private.shared_graphs import (
     AsksForItsReplica,
-    ExchangeInside,
     TracedAlone,
     are_alike,
     can_be_repeated,
@@ -32,6 +31,8 @@ from tfdp._private.shared_graphs import (
     nobody_asks_for_the_replica,
     trace_alone,
 )
+from tfdp._private.traced_alone import ExchangeInside
+from tfdp.tracing.run import ReplicaRun
 
 __all__ = ["SharedFunctions"]
 
@@ -59,6 +60,14 @@ class SharedFunctions:
         self.looked_into = True
         self._parts: dict[Any, _Part] = {}
         self._calls: dict[tuple[Any, int], int] = {}
+
+    @classmethod
+    def of(cls, run: ReplicaRun) -> SharedFunctions:
+        """Those of `run`."""
+        if run.functions is None:
+            run.functions = cls()
+        found: SharedFunctions = run.functions
+        return found
 
     def call(
         self,

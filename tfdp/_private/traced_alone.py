@@ -1,0 +1,26 @@
+"""Graphs of functions that several replicas may call: what may not be built there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tfdp._private.names import graphs_inside
+
+__all__ = ["ExchangeInside", "is_traced_alone", "mark_traced_alone"]
+
+# Set on the graph of such a function while it is traced.
+MARK = "_tfdp_traced_alone"
+
+
+class ExchangeInside(Exception):
+    """An exchange between replicas was about to be built into such a function."""
+
+
+def mark_traced_alone(graph: Any) -> None:
+    """What is built into `graph` from now on is for any replica that calls it."""
+    setattr(graph, MARK, True)
+
+
+def is_traced_alone() -> bool:
+    """Whether what is built now goes into such a function."""
+    return any(getattr(graph, MARK, False) for graph in graphs_inside(None))
