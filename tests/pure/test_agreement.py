@@ -44,6 +44,16 @@ APART = {
         sum_of([[1], [2]], "float32"),
         ("float32 [1, 2] (weights)", "float32 [2, 1] (weights)"),
     ),
+    "what arrays were packed from": (
+        sum_of([1, 2, 3], "float32", packed=[[[1], [2]]]),
+        sum_of([1, 2, 3], "float32", packed=[[[2], [1]]]),
+        ("float32 [3] in [[1], [2]] (weights)", "float32 [3] in [[2], [1]] (weights)"),
+    ),
+    "one tensor, and two of the same bytes": (
+        sum_of([1, 2, 3], "float32", packed=[[]]),
+        sum_of([1, 2, 3], "float32", packed=[[[2], [1]]]),
+        ("float32 [3] (weights)", "float32 [3] in [[2], [1]] (weights)"),
+    ),
     "labels": (
         scatter(HALVES),
         scatter(HALVES, "biases"),

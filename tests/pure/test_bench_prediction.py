@@ -25,6 +25,7 @@ SETS = {
     **BETWEEN_SETS.content,
     command.SUM_SUBJECT: (214, 478_200),
 }
+ROW_RATE = 1.5e9
 CODING = {"int8": 1.5e9}
 GRADIENTS = [[4 * 10**6, 5.0, "float32"], [400, 0.0, "float32"]]
 
@@ -77,6 +78,7 @@ def machine(monkeypatch):
     for module in (measuring, command):
         monkeypatch.setattr(module, "measure_place", stand_in.measure)
         monkeypatch.setattr(module, "usable_cores", lambda: 2)
+        monkeypatch.setattr(module, "measure_rows", lambda *given: ROW_RATE)
     monkeypatch.setattr(measuring, "measure_coding", lambda *given: dict(CODING))
     return stand_in
 
@@ -119,7 +121,7 @@ def test_measure_writes_what_simulate_reads(machine, tmp_path, capsys):
     assert "cnn-1m 2x2: 200.0 ms a step of 64 samples" in said and str(path) in said
     found, expected = read_machine(path), machine.machine
     assert found.link == "loopback" and found.cores == 2
-    assert found.coding == CODING
+    assert found.coding == CODING and found.row_bytes_per_second == ROW_RATE
     assert found.models["cnn-1m"].step_seconds == pytest.approx(machine.step_seconds)
     assert found.within_host.rate == pytest.approx(expected.within_host.rate)
     latency = expected.within_host.latency_seconds

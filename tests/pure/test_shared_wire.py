@@ -12,7 +12,7 @@ import pytest
 from tests.support.open_files import open_files
 from tests.support.wires import HANG_SECONDS, in_a_thread, over_loopback, shared_places
 from tfdp.hosts.ring import add_up
-from tfdp.hosts.same_machine import share_memory
+from tfdp.hosts.same_machine import NoAnswer, share_memory
 from tfdp.hosts.shared_places import (
     CAN_SHARE,
     PLACE_BYTES,
@@ -324,5 +324,21 @@ def test_an_answer_that_is_none_is_an_error(line):
     (to_1, from_1), (to_0, from_0) = over_loopback(), over_loopback()
     to_0.sendall(b"{}\n")  # the other one offers nothing
     from_1.sendall(line)
-    with pytest.raises(ValueError):
+    with pytest.raises(NoAnswer) as caught:
         share_memory([(to_1, from_0)], soon())
+    assert caught.value.is_after
+
+
+@pytest.mark.parametrize("lost", ["before", "after", "after, late"])
+def test_who_did_not_answer_is_known(lost):
+    (to_1, from_1), (to_0, from_0) = over_loopback(), over_loopback()
+    if lost == "before":
+        to_0.close()
+    else:
+        to_0.sendall(b"{}\n")
+    if lost == "after":
+        from_1.close()
+    deadline = time.monotonic() + 0.3 if lost == "after, late" else soon()
+    with pytest.raises(NoAnswer) as caught:
+        share_memory([(to_1, from_0)], deadline)
+    assert caught.value.is_after == (lost != "before")

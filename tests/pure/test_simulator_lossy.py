@@ -19,6 +19,7 @@ from tfdp.simulator.known_models import dense_network
 from tfdp.simulator.lossy import KEEPING, KNOWN_WAYS, Lossy, known_ways
 from tfdp.simulator.machine import Link, Machine
 from tfdp.simulator.machine_file import read_machine, write_machine
+from tfdp.simulator.measured import ROW_BYTES_PER_SECOND
 from tfdp.simulator.model import Compute, Gradient, ModelProfile
 from tfdp.simulator.step import Training, play_exchange, predict_step
 from tfdp.simulator.sums import exchange_stages, row_stages
@@ -206,6 +207,19 @@ def test_a_machine_knows_how_fast_it_codes(tmp_path):
         machine.lossy("int7")
     asked = ["simulate", "--machine", str(path), "--devices", "4", "--lossy", "int8"]
     assert cli.main(asked) == 0
+
+
+@pytest.mark.parametrize("said", [0, -1.0, True, "fast", [], None, float("inf")])
+def test_a_file_with_a_rate_of_rows_that_means_nothing_is_refused(tmp_path, said):
+    path = write_machine(MEASURED, tmp_path / "machine.json")
+    content = parse_json(path.read_text("utf-8"))
+    del content["checksum"]
+    path.write_text(with_checksum({**content, "row_bytes_per_second": said}), "utf-8")
+    with pytest.raises(DataError, match="Measure again"):
+        read_machine(path)
+    del content["row_bytes_per_second"]  # of a file from before
+    path.write_text(with_checksum(content), "utf-8")
+    assert read_machine(path).row_bytes_per_second == ROW_BYTES_PER_SECOND
 
 
 @pytest.mark.parametrize(

@@ -54,6 +54,28 @@ def test_sums_and_gathers_in_order(workers):
         assert many.shape == (10_000,) and one.shape == () and one == 2.0 * workers
 
 
+@pytest.mark.parametrize("way", ["ring", None])
+def test_arrays_that_were_joined_have_the_bits_of_each_by_itself(way):
+    # Three workers: which of them adds first depends on the place in the whole.
+    rng = np.random.default_rng(5)
+    arrays = rng.normal(size=(3, 1000)).astype("float32")
+    edges = [3, 17, 600]
+
+    def work(link):
+        link.take_way(way)
+        mine = arrays[link.rank]
+        apart = link.sum(np.split(mine, edges), "apart")
+        packed = [[[3], [14]], [], []]
+        parts = np.split(mine, edges[1:])
+        return np.concatenate(apart), np.concatenate(
+            link.sum(parts, "joined", packed=packed)
+        )
+
+    for apart, joined in on_workers(3, work):
+        assert apart.tobytes() == joined.tobytes()
+        np.testing.assert_allclose(apart, arrays.sum(axis=0), atol=1e-6)
+
+
 def test_pieces_need_not_lie_together_in_memory():
     def work(link):
         piece = np.arange(8, dtype="float32")[::2] + link.rank

@@ -28,7 +28,7 @@ class StandInLink(HostLink):
             other = self.settings_of_others or blob
         return [blob if r == self.rank else other for r in range(self.workers)]
 
-    def sum(self, arrays, label, channel="step", wire_dtype=None):
+    def sum(self, arrays, label, channel="step", wire_dtype=None, packed=()):
         # In the type that came, as the links do.
         return [np.asarray(a) * np.asarray(a).dtype.type(self.workers) for a in arrays]
 

@@ -42,9 +42,7 @@ class HostLeaders(PeerGroup):
         self, tensors: Sequence[tf.Tensor], rank: int, label: str
     ) -> list[tf.Tensor]:
         """See `PeerGroup`."""
-        return self._engine.at_leader(
-            lambda *arrays: self._link.sum(arrays, label), tensors, tensors
-        )
+        return self._engine.sum_of_hosts(tensors, label)
 
     def gather(self, words: tf.Tensor, rank: int, label: str) -> tf.Tensor:
         """See `PeerGroup`."""

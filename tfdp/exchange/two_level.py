@@ -19,6 +19,7 @@ from tfdp.exchange.hand_over import HandOver
 from tfdp.exchange.in_process import InProcessEngine
 from tfdp.exchange.late_exchange import LateExchange
 from tfdp.exchange.link_calls import LinkCalls
+from tfdp.exchange.packing import SmallTogether
 from tfdp.exchange.shard_pieces import cut, pad_shard
 from tfdp.exchange.sparse import table_shape
 from tfdp.exchange.wire_types import check_summable, fitting_wire_dtype
@@ -167,12 +168,23 @@ class AcrossHostsEngine(Engine):
         totals = self.sums_at_leader(tensors, rank, call)
         if rank != LEADER:
             return totals
-        wire_dtype = fitting_wire_dtype(totals, wire_dtype)
-        return self.at_leader(
-            lambda *arrays: self.link.sum(arrays, label, wire_dtype=wire_dtype),
-            totals,
-            totals,
-        )
+        return self.sum_of_hosts(totals, label, fitting_wire_dtype(totals, wire_dtype))
+
+    def sum_of_hosts(
+        self, tensors: Sequence[tf.Tensor], label: str, wire_dtype: str | None = None
+    ) -> list[tf.Tensor]:
+        """The sums of what the leader of each host has, small tensors together."""
+        with tf.device(self.devices[LEADER]):
+            small = SmallTogether(tensors)
+            shapes = small.shapes
+
+            def exchange(*arrays: np.ndarray) -> list[np.ndarray]:
+                return self.link.sum(
+                    arrays, label, wire_dtype=wire_dtype, packed=shapes
+                )
+
+            sums = self.at_leader(exchange, small.packed, small.packed)
+            return small.unpack(sums)
 
     def sums_at_leader(
         self, tensors: Sequence[tf.Tensor], rank: int, call: int
@@ -286,10 +298,7 @@ class AcrossHostsEngine(Engine):
 
     def sum_scalar_of_hosts(self, value: tf.Tensor, label: str) -> tf.Tensor:
         """The sum of each host's `value`, in cross-replica context."""
-        with tf.device(self.devices[LEADER]):
-            return self.at_leader(
-                lambda *arrays: self.link.sum(arrays, label), [value], [value]
-            )[0]
+        return self.sum_of_hosts([value], label)[0]
 
     def _broadcast_across(self, tensor: tf.Tensor) -> tf.Tensor:
         # A sum to which only host 0 brings anything, in whole numbers: every bit

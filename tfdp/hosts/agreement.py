@@ -104,7 +104,7 @@ def terms_of(
     arrays: Sequence[np.ndarray],
     label: str,
     wire_dtype: str | None = None,
-    ranges: Sequence[object] = (),
+    ranges: Sequence[Sequence[object]] = (),
     limit: int | None = None,
 ) -> Terms:
     """The terms of an exchange of `arrays`.
@@ -112,12 +112,13 @@ def terms_of(
     Args:
       kind, number, label, wire_dtype: see `Terms`.
       arrays: of one type.
-      ranges: of each array; see `HostLink.reduce_scatter`.
+      ranges: of each array, or what it was packed from; see `HostLink`.
       limit: the most bytes that each worker may bring, where sizes differ.
     """
     told = [f"{array.dtype.name} {list(array.shape)}" for array in arrays]
     if ranges:
-        told = [f"{t} in {r}" for t, r in zip(told, ranges, strict=True)]
+        pairs = zip(told, ranges, strict=True)
+        told = [f"{array} in {own}" if own else array for array, own in pairs]
     own = arrays[0].itemsize if arrays else 0
     item_bytes = wire_type(wire_dtype).itemsize if wire_dtype else own
     size = item_bytes * sum(array.size for array in arrays) if limit is None else limit

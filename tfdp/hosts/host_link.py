@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-__all__ = ["CHANNELS", "MOST_GATHERED_BYTES", "HostLink", "Ranges"]
+__all__ = ["CHANNELS", "MOST_GATHERED_BYTES", "HostLink", "Packed", "Ranges"]
 
 # Exchanges inside training steps, those that Python asks for, those that travel while
 # steps go on, and every other one of those that steps make two at a time.
@@ -20,6 +20,8 @@ MOST_GATHERED_BYTES = 2**31 - 1
 
 # For each array, by worker: first element, end.
 Ranges: TypeAlias = Sequence[Sequence[tuple[int, int]]]
+# By array, the shapes of the tensors that were packed into it; () where it is one.
+Packed: TypeAlias = Sequence[Sequence[Sequence[int]]]
 
 
 class HostLink(abc.ABC):
@@ -50,6 +52,7 @@ class HostLink(abc.ABC):
         label: str,
         channel: str = "step",
         wire_dtype: str | None = None,
+        packed: Packed = (),
     ) -> list[np.ndarray]:
         """The sum of each array over all workers; the arrays are not changed.
 
@@ -60,6 +63,8 @@ class HostLink(abc.ABC):
           wire_dtype: the smaller float type in which wider floats travel, all workers
             alike; None for their own. They are added in their own, and every worker
             gets the same bits.
+          packed: what arrays were made of, which all workers must have alike; () where
+            each is one tensor.
 
         Raises:
           WorkerLostError: when a worker has ended, is silent, or did not come in

@@ -34,7 +34,7 @@ from tfdp.errors import (
 )
 from tfdp.hosts.buffers import put_own, views_of, wholes_of
 from tfdp.hosts.handshake import session_secret
-from tfdp.hosts.host_link import Ranges
+from tfdp.hosts.host_link import Packed, Ranges
 from tfdp.hosts.mpi_texts import bytes_of_first, text_of_first, texts_at_first
 from tfdp.hosts.own_address import own_address
 from tfdp.hosts.rounded_wire import part_edges, round_to, wire_type
@@ -148,13 +148,14 @@ class MpiLink(SocketLink):
         label: str,
         channel: str = "step",
         wire_dtype: str | None = None,
+        packed: Packed = (),
     ) -> list[np.ndarray]:
         """See `HostLink.sum`."""
         if channel != "step" or arrays[0].dtype.char not in MPI_TYPES:
-            return super().sum(arrays, label, channel, wire_dtype)
+            return super().sum(arrays, label, channel, wire_dtype, packed)
         arrays = [np.asarray(array, order="C") for array in arrays]
         outputs = views_of(self._pool, arrays)
-        with self._in_mpi("mpi sum", arrays, label, wire_dtype):
+        with self._in_mpi("mpi sum", arrays, label, wire_dtype, packed):
             if wire_dtype is None:
                 for array, output in zip(arrays, outputs, strict=True):
                     self._sum_in_pieces(array.reshape(-1), output.reshape(-1))
@@ -222,7 +223,7 @@ class MpiLink(SocketLink):
         arrays: Sequence[np.ndarray],
         label: str,
         wire_dtype: str | None,
-        ranges: Ranges = (),
+        ranges: Packed = (),
     ) -> Iterator[None]:
         exchange = self._exchange(kind, arrays, label, "step", wire_dtype, ranges)
         with exchange as ring:

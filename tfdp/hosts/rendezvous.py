@@ -37,7 +37,7 @@ from tfdp.hosts.messages import (
     raise_if_refused,
 )
 from tfdp.hosts.neighbours import Address, Pair, connect_neighbours
-from tfdp.hosts.same_machine import SharedMemory, share_memory
+from tfdp.hosts.same_machine import NoAnswer, SharedMemory, share_memory
 from tfdp.hosts.wire import has_ended, read_line, write_line
 from tfdp.hosts.worker_names import name_workers
 
@@ -161,11 +161,11 @@ def _share_memory(
     try:
         # Those farther away get what is short; see `tfdp.plan.sum_ways`.
         return share_memory([nearest for nearest, *_ in neighbours], deadline)
-    except (OSError, ValueError) as error:
-        nearest = sorted({(rank + 1) % workers, (rank - 1) % workers})
+    except NoAnswer as error:
+        who = (rank + (1 if error.is_after else -1)) % workers
         raise CollectiveError(
-            f"Worker {rank} met its neighbours, {name_workers(nearest)}, which then "
-            f"did not say whether they share memory with it: {error}. See their output."
+            f"Worker {rank} met worker {who}, which then did not say whether it shares "
+            f"memory with it: {error}. See its output for the first error."
         ) from error
 
 

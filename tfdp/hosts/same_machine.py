@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from tfdp.hosts.shared_places import OwnPlaces, Places, open_places
 from tfdp.hosts.wire import read_line, write_line
 
-__all__ = ["NOTHING_SHARED", "SharedMemory", "share_memory"]
+__all__ = ["NOTHING_SHARED", "NoAnswer", "SharedMemory", "share_memory"]
 
 
 class SharedMemory(NamedTuple):
@@ -32,6 +32,19 @@ class SharedMemory(NamedTuple):
 NOTHING_SHARED = SharedMemory()
 
 
+class NoAnswer(Exception):
+    """A neighbour closed, did not answer in time, or said what is no answer.
+
+    Args:
+      is_after: whether it is the worker after this one; else the one before.
+      error: how that showed.
+    """
+
+    def __init__(self, is_after: bool, error: Exception):
+        super().__init__(str(error))
+        self.is_after = is_after
+
+
 def share_memory(
     pairs: Sequence[tuple[socket.socket, socket.socket]], deadline: float
 ) -> list[SharedMemory]:
@@ -42,22 +55,37 @@ def share_memory(
       deadline: for all of it (`time.monotonic`).
 
     Raises:
-      TimeoutError: when they do not answer by then.
-      ConnectionError: when one has closed.
-      ValueError: when what comes is no answer.
+      NoAnswer: which of them has closed, or did not answer by then.
 
     Cost: two lines to each side, of which nobody waits for but the last one.
     """
     with contextlib.ExitStack() as stack:
-        own = [_offer(after, stack) for after, _ in pairs]
-        before = [_answer(connection, deadline) for _, connection in pairs]
-        shared = []
-        for (after, _), mine, theirs in zip(pairs, own, before, strict=True):
-            is_open = read_line(after, deadline).get("opened")
-            if not isinstance(is_open, bool):
-                raise ValueError("not told whether the memory is open")
-            shared.append(SharedMemory(mine if is_open else None, theirs))
-    return shared
+        with _asking(is_after=True):
+            own = [_offer(after, stack) for after, _ in pairs]
+        with _asking(is_after=False):
+            before = [_answer(connection, deadline) for _, connection in pairs]
+        with _asking(is_after=True):
+            opened = [_is_open(after, deadline) for after, _ in pairs]
+    return [
+        SharedMemory(mine if is_open else None, theirs)
+        for mine, is_open, theirs in zip(own, opened, before, strict=True)
+    ]
+
+
+@contextlib.contextmanager
+def _asking(*, is_after: bool) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        raise NoAnswer(is_after, error) from error
+
+
+def _is_open(connection: socket.socket, deadline: float) -> bool:
+    """Whether the worker after this one has the memory that it was offered."""
+    is_open = read_line(connection, deadline).get("opened")
+    if not isinstance(is_open, bool):
+        raise ValueError("not told whether the memory is open")
+    return is_open
 
 
 def _offer(connection: socket.socket, stack: contextlib.ExitStack) -> Places | None:

@@ -25,7 +25,7 @@ from tfdp.hosts.broken_exchange import closed, out_of_step, why_it_broke
 from tfdp.hosts.buffers import BufferPool, put_own, views_of, wholes_of
 from tfdp.hosts.channel import Channel, see_off
 from tfdp.hosts.doubling import gather_blobs, swap_rows
-from tfdp.hosts.host_link import CHANNELS, MOST_GATHERED_BYTES, HostLink, Ranges
+from tfdp.hosts.host_link import CHANNELS, MOST_GATHERED_BYTES, HostLink, Packed, Ranges
 from tfdp.hosts.last_words import lost_another
 from tfdp.hosts.link_speed import agreed_speed
 from tfdp.hosts.lost_worker import say_lost
@@ -117,6 +117,7 @@ class SocketLink(HostLink):
         label: str,
         channel: str = "step",
         wire_dtype: str | None = None,
+        packed: Packed = (),
     ) -> list[np.ndarray]:
         """See `HostLink.sum`."""
         # The ring cuts flat memory; a transposed array has none.
@@ -131,7 +132,7 @@ class SocketLink(HostLink):
         size_bytes = sum(array.nbytes for array in arrays)
         way = "ring" if wire_dtype else self._ways.choose(size_bytes)
         small = None if way == "ring" else SmallSum(way, flat_inputs, *places)
-        terms = ("sum", arrays, label, channel, wire_dtype)
+        terms = ("sum", arrays, label, channel, wire_dtype, packed)
         first = None if small is None else small.first
         with self._exchange(*terms, first=first) as ring:
             if small is not None:
@@ -329,7 +330,7 @@ class SocketLink(HostLink):
         label: str,
         channel: str,
         wire_dtype: str | None = None,
-        ranges: Ranges = (),
+        ranges: Packed = (),
         limit: int | None = None,
         first: np.ndarray | None = None,
     ) -> Iterator[Channel]:

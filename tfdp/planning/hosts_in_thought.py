@@ -11,7 +11,7 @@ import tensorflow as tf
 from tfdp.cluster import Cluster
 from tfdp.errors import ConfigurationError
 from tfdp.exchange.host_group import HostGroup
-from tfdp.hosts.host_link import MOST_GATHERED_BYTES, HostLink, Ranges
+from tfdp.hosts.host_link import MOST_GATHERED_BYTES, HostLink, Packed, Ranges
 from tfdp.plan.communication import Communication
 from tfdp.plan.shards import Sharding
 from tfdp.strategies.multi_host import MultiHostDataParallelStrategy
@@ -125,6 +125,7 @@ class _NoLink(HostLink):
         label: str,
         channel: str = "step",
         wire_dtype: str | None = None,
+        packed: Packed = (),
     ) -> list[np.ndarray]:
         """Its own."""
         return list(arrays)

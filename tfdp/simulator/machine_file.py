@@ -11,7 +11,11 @@ from tfdp.errors import ConfigurationError, DataError
 from tfdp.files.atomic import replaced
 from tfdp.files.checked_json import checksum_of, parse_json, with_checksum
 from tfdp.simulator.machine import Link
-from tfdp.simulator.measured import MeasuredMachine, MeasuredModel
+from tfdp.simulator.measured import (
+    ROW_BYTES_PER_SECOND,
+    MeasuredMachine,
+    MeasuredModel,
+)
 from tfdp.simulator.model import Gradient, ModelProfile
 
 __all__ = ["read_machine", "write_machine"]
@@ -39,6 +43,7 @@ def write_machine(machine: MeasuredMachine, path: str | os.PathLike[str]) -> Pat
         "within_host": _link_content(machine.within_host),
         "between_hosts": _link_content(machine.between_hosts),
         "coding": machine.coding,
+        "row_bytes_per_second": machine.row_bytes_per_second,
         "models": [_model_content(model) for model in machine.models.values()],
     }
     with replaced(path) as half_written:
@@ -94,6 +99,7 @@ def _machine_of(content: dict[str, Any]) -> MeasuredMachine:
         measured=_text(content["measured"], "measured"),
         # Files from before there were any have none.
         coding=_object(content.get("coding", {}), "coding"),
+        row_bytes_per_second=content.get("row_bytes_per_second", ROW_BYTES_PER_SECOND),
     )
 
 

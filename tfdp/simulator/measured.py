@@ -12,12 +12,12 @@ from tfdp.simulator.machine import Link, Machine
 from tfdp.simulator.model import Compute, ModelProfile
 from tfdp.simulator.step import Training
 
-__all__ = ["MeasuredMachine", "MeasuredModel"]
+__all__ = ["ROW_BYTES_PER_SECOND", "MeasuredMachine", "MeasuredModel"]
 
 MOST_PLACES = 4096
-# `tfdp.exchange.sparse.merge_rows` on one thread of a virtual x86 machine, processor
-# time, 2026-11-23: 1.95, 1.88 and 1.85 for 20, 41 and 82 thousand rows of 256 bytes, a
-# quarter to a fifth of them unlike.
+# Where it was not measured: `tfdp.exchange.sparse.merge_rows` on one thread of a
+# virtual x86 machine, processor time, 2026-11-23: 1.95, 1.88 and 1.85 for 20, 41 and
+# 82 thousand rows of 256 bytes, a quarter to a fifth of them unlike.
 ROW_BYTES_PER_SECOND = 1.9e9
 
 
@@ -68,6 +68,8 @@ class MeasuredMachine:
       measured: when, for people.
       coding: bytes of gradients a second that a core makes small and reads, by the
         names of `lossy.KNOWN_WAYS`; those that were not measured are missing.
+      row_bytes_per_second: of rows of tables, that a core joins and adds by their
+        places.
     """
 
     name: str
@@ -79,9 +81,12 @@ class MeasuredMachine:
     load: float = 0.0
     measured: str = ""
     coding: dict[str, float] = dataclasses.field(default_factory=dict)
+    row_bytes_per_second: float = ROW_BYTES_PER_SECOND
 
     def __post_init__(self) -> None:
         whole("MeasuredMachine", "cores", self.cores, 1, 1 << 20)
+        rate = self.row_bytes_per_second
+        positive("MeasuredMachine", "row_bytes_per_second", rate)
         at_least_zero("MeasuredMachine", "load", self.load)
         for name, rate in self.coding.items():
             if name not in KNOWN_WAYS:
@@ -127,7 +132,7 @@ class MeasuredMachine:
             self.between_hosts,
             launch_seconds=1e-9,
             source=f"tfdp measure, {self.measured}",
-            row_bytes_per_second=ROW_BYTES_PER_SECOND,
+            row_bytes_per_second=self.row_bytes_per_second,
         )
 
     def machine_here(self, topology: Topology) -> Machine:

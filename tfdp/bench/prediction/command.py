@@ -25,6 +25,7 @@ from tfdp.bench.prediction.measuring import (
     measure_link,
     profile_from,
 )
+from tfdp.bench.prediction.rows import measure_rows
 from tfdp.bench.processes.two_hosts import two_hosts
 from tfdp.bench.results import spread
 from tfdp.cluster.machine import describe_machine, usable_cores
@@ -137,13 +138,23 @@ class _Runner:
         self.rows: list[Row] = []
         self.failures: list[str] = []
         self._within: Link | None = None
+        self._row_bytes_per_second: float | None = None
 
     def run(self, link: str) -> None:
         """All rows of one link."""
         within = self._within or self._link(WITHIN, LOOPBACK)
         self._within = within
+        limits = self._repeats, self._quick, self._timeout_seconds
+        rows = self._row_bytes_per_second or measure_rows(*limits)
+        self._row_bytes_per_second = rows
         machine = MeasuredMachine(
-            "here", usable_cores(), within, self._link(BETWEEN, link), link, {}
+            "here",
+            usable_cores(),
+            within,
+            self._link(BETWEEN, link),
+            link,
+            {},
+            row_bytes_per_second=rows,
         )
         places = ON_LOOPBACK if link == LOOPBACK else ON_LINKS
         if self._quick:

@@ -9,8 +9,10 @@ Of a few tensors, of the same bytes in more tensors, and of many bytes: 4 MB, 4 
 
 As many bytes as a model of some size has, in several buckets of several tensors: what
 is larger than the caches takes longer, and so does what is packed.
-Between processes a unit is a bucket. Within a process nothing is packed and a unit is a
-tensor, of which each replica adds some: there are 64 at least, so that all cores add.
+Between processes a unit is a bucket: 4 MB are one, or two where tensors have 1 MB, as
+many of a large model have: what a tensor takes besides its bytes is in the rate.
+Within a process nothing is packed and a unit is a tensor, of which each replica adds
+some: there are 64 at least, so that all cores add.
 What a call costs besides, from Python into TensorFlow and back, falls out of both.
 """
 
@@ -59,12 +61,12 @@ class SumSets:
 
 BETWEEN_SETS = SumSets(
     "equal-1x1m",
-    "equal-64x16k",
-    "equal-24x1m",
+    "equal-4x256k",
+    "equal-96x256k",
     {
         "equal-1x1m": (1, 1 << 22),
-        "equal-64x16k": (64, 1 << 16),
-        "equal-24x1m": (24, 1 << 22),
+        "equal-4x256k": (4, 1 << 20),
+        "equal-96x256k": (96, 1 << 20),
     },
     packed=True,
 )

@@ -17,6 +17,7 @@ from tfdp.bench.prediction.fit import (
     SumTimes,
     fit_link,
 )
+from tfdp.bench.prediction.rows import measure_rows
 from tfdp.bench.processes.two_hosts import two_hosts
 from tfdp.cluster.machine import describe_machine, usable_cores
 from tfdp.simulator.machine import Link
@@ -89,6 +90,8 @@ def measure_machine(
     between = measure_link(BETWEEN, link, cores, repeats, quick, timeout_seconds)
     say("how fast a core makes gradients small")
     coding = measure_coding(min(repeats, MOST_CODINGS), quick, timeout_seconds)
+    say("how fast a core adds rows of a table")
+    rows = measure_rows(repeats, quick, timeout_seconds)
     measured = {}
     for name in models:
         seconds, profile, samples = {}, None, 1
@@ -114,6 +117,7 @@ def measure_machine(
         load=max(load, os.getloadavg()[0]),
         measured=now.isoformat(timespec="seconds"),
         coding=coding,
+        row_bytes_per_second=rows,
     )
 
 

@@ -74,7 +74,8 @@ GRADIENT_SETS: dict[str, Callable[[], Shapes]] = {
     # From which the costs of a bucket and of a byte are taken.
     "equal-1x1m": _equal(1, 1 << 20),
     "equal-64x16k": _equal(64, 1 << 14),
-    "equal-24x1m": _equal(24, 1 << 20),
+    "equal-4x256k": _equal(4, 1 << 18),
+    "equal-96x256k": _equal(96, 1 << 18),
     "equal-256x4k": _equal(256, 1 << 12),
     "equal-64x384k": _equal(64, 3 << 17),
 }
