@@ -69,13 +69,13 @@ def test_rows_of_a_table_are_those_that_a_batch_has():
     words = np.array([[1, 2, 3, 3], [3, 2, 1, 899]], "int32")
     table, *others = profile_of(network, [words])["gradients"]
     # 900 x 8 numbers; of four words a row of 32 bytes and its place.
-    assert table == [28_800, 0.0, "float32", 4 * 36, True]
+    assert table == [28_800, 0.0, "float32", 4 * 36, True, 8 * 36]
     assert all(len(each) == 3 for each in others)
     # Adam squares each occurrence: all 8 travel.
     network.compile("adam", "mse")
-    assert profile_of(network, [words])["gradients"][0][3:] == [8 * 36, False]
+    assert profile_of(network, [words])["gradients"][0][3:] == [8 * 36, False, 8 * 36]
     asked = profile_of(network, [words], adds_rows=True)["gradients"]
-    assert asked[0][3:] == [4 * 36, True]
+    assert asked[0][3:] == [4 * 36, True, 8 * 36]
     assert all(len(each) == 3 for each in profile_of(network)["gradients"])
 
 

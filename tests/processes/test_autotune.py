@@ -38,8 +38,8 @@ def test_hosts_switch_together_and_worker_0_decides(engine, devices):
 
 @pytest.mark.slow
 def test_a_worker_that_tunes_alone_is_told():
-    with Workers(2, PROGRAM, "sockets", "1", 20) as workers:
-        outputs = workers.outputs(300)
+    with Workers(2, PROGRAM, "sockets", "1", 60) as workers:
+        outputs = workers.outputs(600)
         codes = [process.returncode for process in workers.processes]
     assert 0 not in codes
     assert "(tuning) for the others: worker 0 did not arrive" in outputs[1]

@@ -102,12 +102,18 @@ def test_rows_go_to_one_of_a_host_and_from_it_to_all_others():
 
 def test_one_replica_adds_the_rows_of_a_host():
     adds = dataclasses.replace(LINKS, row_bytes_per_second=4.0)
-    hand, added, between = row_stages(20, 1e6, True, Topology(3, 2), adds, "sockets")
-    plain = row_stages(20, 1e6, True, Topology(3, 2), LINKS, "sockets")
+    asked = 20, 1e6, True, Topology(3, 2)
+    hand, added, between, again = row_stages(*asked, adds, "sockets")
+    plain = row_stages(*asked, LINKS, "sockets")
     assert [hand, between] == plain
     assert (added.level, added.seconds) == ("within", 2 * 20 / 4)
-    added, _ = row_stages(20, 1e6, True, Topology(3, 1), adds, "sockets")
+    # What all hosts have sent, on each.
+    assert (again.level, again.seconds) == ("within", 3 * 2 * 20 / 4)
+    added, *_ = row_stages(20, 1e6, True, Topology(3, 1), adds, "sockets")
     assert added.seconds == 20 / 4
+    # 50 bytes before those of one place were added.
+    stages = row_stages(*asked, adds, "sockets", 50)
+    assert stages == [hand, dataclasses.replace(added, seconds=25), between, again]
     unlike = row_stages(20, 1e6, False, Topology(3, 2), adds, "sockets")
     assert unlike == plain
 

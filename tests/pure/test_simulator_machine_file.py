@@ -35,7 +35,7 @@ def path(tmp_path):
 
 def test_what_was_written_is_read(path):
     assert read_machine(path) == MACHINE
-    rows = ModelProfile("words", (Gradient(4000, 0.0, "float32", 72, True),))
+    rows = ModelProfile("words", (Gradient(4000, 0.0, "float32", 72, True, 99),))
     models = {"words": MeasuredModel(rows, 8, {(1, 1): 0.1})}
     machine = dataclasses.replace(MACHINE, models=models)
     write_machine(machine, path)
@@ -136,7 +136,8 @@ def set_at(*place, value):
         set_at("models", 0, "gradients", value=3),
         set_at("models", 0, "gradients", value=[[1, 2, "float32", -1]]),
         set_at("models", 0, "gradients", value=[[1, 2, "float32", 4, "yes"]]),
-        set_at("models", 0, "gradients", value=[[1, 2, "float32", 4, True, 1]]),
+        set_at("models", 0, "gradients", value=[[1, 2, "float32", 4, True, 1, 1]]),
+        set_at("models", 0, "gradients", value=[[1, 2, "float32", 4, True, -1]]),
         set_at("models", 0, "samples", value=0),
         set_at("models", 0, "step_seconds", value=[]),
         set_at("models", 0, "step_seconds", value=[[1, 1, 0]]),

@@ -27,6 +27,8 @@ class Gradient:
       row_bytes: of the rows of a table, with their places, that a replica has in a step
         where it sends these in the place of the whole; 0: it sends all of it.
       adds_rows: whether rows of one place are added before they cross between hosts.
+      unadded_bytes: of the rows of a replica before those of one place are added; 0: as
+        many as row_bytes.
     """
 
     size_bytes: int
@@ -34,10 +36,12 @@ class Gradient:
     dtype: str = "float32"
     row_bytes: int = 0
     adds_rows: bool = False
+    unadded_bytes: int = 0
 
     def __post_init__(self) -> None:
         whole("Gradient", "size_bytes", self.size_bytes, least=0)
         whole("Gradient", "row_bytes", self.row_bytes, least=0)
+        whole("Gradient", "unadded_bytes", self.unadded_bytes, least=0)
         at_least_zero("Gradient", "work", self.work)
         if not isinstance(self.adds_rows, bool):
             raise ConfigurationError(

@@ -270,6 +270,7 @@ def _tables(training: Training, topology: Topology) -> dict[int, list[Stage]]:
             topology,
             training.machine,
             training.algorithm,
+            each.unadded_bytes,
         )
         for place, each in enumerate(training.model.gradients)
         if each.row_bytes

@@ -28,8 +28,9 @@ and handed back; then each host sends what it has to all others:
     rows               2 g r / R_i + g a_i + (M-1) g r / R_e + (M-1) a_e
 
 or, where they are added and the whole table costs less, the table. One replica adds
-them, by their places: g r / A more. How many differ is not known, and what the sums of
-several hosts cost again is left out.
+those of its host by their places, u bytes of each replica before any are added, and
+each host those of all hosts: g u / A and M g r / A more. How many of these differ is
+not known.
 
 A gather or a scatter of n bytes is half a sum: half of the bytes, half of the steps.
 Where the number of hosts is no power of 2 the halvings and doublings have a step before
@@ -166,6 +167,7 @@ def row_stages(
     topology: Topology,
     machine: Machine,
     algorithm: str,
+    unadded_bytes: float = 0,
 ) -> list[Stage]:
     """The parts of an exchange of rows of a table; none on a single replica.
 
@@ -174,6 +176,8 @@ def row_stages(
       table_bytes: of the whole table.
       adds_rows: whether hosts add rows of one place, and may send the whole table.
       topology, machine, algorithm: as `sum_seconds`.
+      unadded_bytes: of a replica's rows before those of one place are added; 0: as many
+        as row_bytes.
 
     Raises:
       ConfigurationError: as `sum_seconds`.
@@ -185,8 +189,9 @@ def row_stages(
         seconds = 2 * devices * row_bytes / within.rate
         seconds += devices * within.latency_seconds + machine.launch_seconds
         stages.append(Stage(WITHIN, seconds, within.compute_share))
-    if adds_rows and machine.row_bytes_per_second and devices * hosts > 1:
-        seconds = devices * row_bytes / machine.row_bytes_per_second
+    rate = machine.row_bytes_per_second if adds_rows else None
+    if rate and devices * hosts > 1:
+        seconds = devices * max(unadded_bytes, row_bytes) / rate
         stages.append(Stage(WITHIN, seconds, within.compute_share))
     if hosts > 1:
         gathered = (hosts - 1) * devices * row_bytes
@@ -196,6 +201,9 @@ def row_stages(
         seconds = gathered / between.rate + (hosts - 1) * between.latency_seconds
         seconds += machine.launch_seconds
         stages.append(Stage(BETWEEN, seconds, between.compute_share))
+        if rate:
+            seconds = hosts * devices * row_bytes / rate
+            stages.append(Stage(WITHIN, seconds, within.compute_share))
     return stages
 
 

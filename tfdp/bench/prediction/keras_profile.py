@@ -34,12 +34,16 @@ def profile_of(
     from tfdp.step.table_rows import tables_of
 
     work = _work_by_kernel(network)
-    rows: dict[int, int] = {}
+    rows: dict[int, list[Any]] = {}
     if len(inputs):
         if adds_rows is None:
             adds_rows = takes_sums_alike(network.optimizer)
         rows = {
-            id(table.variable): table.sent_bytes_of(inputs, adds_rows)
+            id(table.variable): [
+                table.sent_bytes_of(inputs, adds_rows),
+                bool(adds_rows),
+                table.sent_bytes_of(inputs, adds_rows=False),
+            ]
             for table in tables_of(network)
         }
     gradients: list[list[Any]] = []
@@ -48,7 +52,7 @@ def profile_of(
         size_bytes = math.prod(variable.shape) * _bytes_of(dtype)
         gradients.append([size_bytes, work.get(id(variable), 0.0), dtype])
         if id(variable) in rows:
-            gradients[-1] += [rows[id(variable)], bool(adds_rows)]
+            gradients[-1] += rows[id(variable)]
     return {
         "gradients": gradients,
         "forward_flops_per_sample": sum(each[1] for each in gradients),
