@@ -1,6 +1,7 @@
 """Every worker brings the same to an exchange, or hears what the others brought."""
 
 import concurrent.futures
+import json
 import re
 
 import numpy as np
@@ -47,12 +48,12 @@ APART = {
     "what arrays were packed from": (
         sum_of([1, 2, 3], "float32", packed=[[[1], [2]]]),
         sum_of([1, 2, 3], "float32", packed=[[[2], [1]]]),
-        ("float32 [3] in [[1], [2]] (weights)", "float32 [3] in [[2], [1]] (weights)"),
+        ("float32 [1], float32 [2] (weights)", "float32 [2], float32 [1] (weights)"),
     ),
     "one tensor, and two of the same bytes": (
         sum_of([1, 2, 3], "float32", packed=[[]]),
         sum_of([1, 2, 3], "float32", packed=[[[2], [1]]]),
-        ("float32 [3] (weights)", "float32 [3] in [[2], [1]] (weights)"),
+        ("float32 [3] (weights)", "float32 [2], float32 [1] (weights)"),
     ),
     "labels": (
         scatter(HALVES),
@@ -113,6 +114,24 @@ def test_the_first_array_that_differs_is_told():
         assert "40 arrays, number 18 of them int32 [20]" in str(error)
 
 
+@pytest.mark.parametrize(
+    "place, words", [(17, "number 17 of them"), (901, "the first 500 are alike")]
+)
+def test_of_many_that_were_packed_the_first_that_differs_is_told(place, words):
+    def work(link):
+        shapes = [[2 + n % 2] for n in range(1000)]
+        # Of all the same bytes: an even place has another neighbour.
+        if link.rank:
+            shapes[place - 2 : place] = reversed(shapes[place - 2 : place])
+            shapes[place - 1] = shapes[place - 1] + [1]
+        size = sum(shape[0] for shape in shapes)
+        return link.sum([np.zeros(size, np.float32)], "bucket", packed=[shapes])
+
+    for error in on_workers(2, work):
+        assert str(error).count("1000 arrays") == 2 and words in str(error)
+        assert len(str(error)) < 2000
+
+
 def test_with_three_workers_nobody_goes_on_and_nobody_waits():
     """Worker 1 agrees with the one before it, and waits for what never comes."""
 
@@ -158,7 +177,19 @@ def test_the_header_keeps_its_size():
     assert len(terms.header) == 24
 
 
-@pytest.mark.parametrize("note", [None, "", "[]", '{"arrays": 3}', "{", '{"a": 1}'])
+def noted(**changes):
+    terms = terms_of("sum", 7, [np.zeros(2, np.int32)], "weights")
+    return json.dumps({**json.loads(terms.note), **changes})
+
+
+@pytest.mark.parametrize(
+    "note",
+    [
+        *[None, "", "[]", '{"arrays": 3}', "{", '{"a": 1}'],
+        *[noted(number="7"), noted(number=True), noted(size_bytes=None)],
+        *[noted(left_out=-1), noted(label=3), noted(kind="sums"), noted(kind=[])],
+    ],
+)
 def test_without_the_others_note_its_header_is_told(note):
     mine = terms_of("sum", 7, [np.zeros(2, np.float32)], "weights")
     theirs = terms_of("sum", 7, [np.zeros(2, np.int32)], "weights")

@@ -201,6 +201,7 @@ def test_a_cluster_that_always_fails_trains_nothing():
         lambda: Machine("m", 0, LINE.within_host, LINE.within_host),
         lambda: Machine("m", 1, LINE.within_host, LINE.within_host, math.nan),
         lambda: Gradient(-1, 1.0),
+        lambda: Gradient(8, 1.0, "float32", 4, True, 3),
         lambda: Gradient(1, math.nan),
         lambda: ModelProfile("m", ()),
         lambda: Compute(0.0, 1.0),

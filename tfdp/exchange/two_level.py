@@ -43,6 +43,7 @@ class AcrossHostsEngine(Engine):
 
     Cost per process: what `InProcessEngine` costs within it; 2 n (H - 1) / H bytes on
     the wire for n bytes of gradients on H hosts, however many replicas a host has.
+    Small tensors of a bucket that stand side by side cross as one (`SmallTogether`).
     """
 
     packs = False

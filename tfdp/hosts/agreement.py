@@ -16,6 +16,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from tfdp.checks import is_whole
 from tfdp.hosts.rounded_wire import wire_type
 
 __all__ = ["HEADER", "Disagreement", "Terms", "difference", "terms_of"]
@@ -31,6 +32,7 @@ KINDS = (
     "mpi shards",
     "mpi all to all",
 )
+SUMS = ("sum", "mpi sum")
 # Place of the kind, number modulo 2^32, bytes, digest.
 DIGEST_BYTES = 11
 HEADER = struct.Struct(f"<BIQ{DIGEST_BYTES}s")
@@ -38,6 +40,7 @@ NUMBERS = 2**32
 # A note is for a person: of very many arrays it tells the first ones.
 MOST_ARRAYS_IN_NOTE = 500
 MOST_ARRAYS_IN_WORDS = 3
+MOST_TOLD = 1 << 63
 # Keras numbers the names of layers by what a process has made before ("dense_1"): a
 # model that only one worker looks at moves the numbers of all that it makes later.
 NUMBER_OF_NAME = re.compile(r"_\d+(?![0-9A-Za-z])")
@@ -54,6 +57,7 @@ class Terms:
       label: names it in errors.
       arrays: type, shape and ranges of each, in words.
       wire_dtype: the type in which the numbers travel; None for their own.
+      left_out: how many more arrays there are, in what another worker has told.
     """
 
     kind: str
@@ -62,6 +66,7 @@ class Terms:
     label: str
     arrays: tuple[str, ...] = ()
     wire_dtype: str | None = None
+    left_out: int = 0
 
     @property
     def header(self) -> bytes:
@@ -77,6 +82,7 @@ class Terms:
         """What another worker needs to tell the difference."""
         fields = dataclasses.asdict(self)
         fields["arrays"] = self.arrays[:MOST_ARRAYS_IN_NOTE]
+        fields["left_out"] = len(self.arrays[MOST_ARRAYS_IN_NOTE:])
         return json.dumps(fields)
 
     @classmethod
@@ -84,7 +90,11 @@ class Terms:
         """The terms that the note tells; None when it tells none."""
         try:
             fields = json.loads(note)
-            return cls(**{**fields, "arrays": tuple(map(str, fields["arrays"]))})
+            told = cls(**{**fields, "arrays": tuple(map(str, fields["arrays"]))})
+            numbers = told.number, told.size_bytes, told.left_out
+            are_numbers = all(is_whole(each, 0, MOST_TOLD) for each in numbers)
+            are_texts = isinstance(told.label, str) and told.kind in KINDS
+            return told if are_numbers and are_texts else None
         except (ValueError, TypeError, KeyError):
             return None
 
@@ -112,13 +122,20 @@ def terms_of(
     Args:
       kind, number, label, wire_dtype: see `Terms`.
       arrays: of one type.
-      ranges: of each array, or what it was packed from; see `HostLink`.
+      ranges: of each array; of sums, what it was packed from. See `HostLink`.
       limit: the most bytes that each worker may bring, where sizes differ.
     """
-    told = [f"{array.dtype.name} {list(array.shape)}" for array in arrays]
-    if ranges:
-        pairs = zip(told, ranges, strict=True)
-        told = [f"{array} in {own}" if own else array for array, own in pairs]
+    of_each: Sequence[Sequence[object]] = [[list(array.shape)] for array in arrays]
+    if kind in SUMS and ranges:
+        # As if each tensor travelled by itself: that is what must be alike.
+        of_each = [packed or own for own, packed in zip(of_each, ranges, strict=True)]
+    told = [
+        f"{array.dtype.name} {shape}"
+        for array, shapes in zip(arrays, of_each, strict=True)
+        for shape in shapes
+    ]
+    if kind not in SUMS and ranges:
+        told = [f"{t} in {r}" for t, r in zip(told, ranges, strict=True)]
     own = arrays[0].itemsize if arrays else 0
     item_bytes = wire_type(wire_dtype).itemsize if wire_dtype else own
     size = item_bytes * sum(array.size for array in arrays) if limit is None else limit
@@ -152,7 +169,7 @@ def difference(rank: int, other: int, found: Disagreement, note: str | None) -> 
 
 
 def _words(terms: Terms, other: Terms | None) -> str:
-    arrays = _arrays_in_words(terms.arrays, other.arrays if other else ())
+    arrays = _arrays_in_words(terms, other.arrays if other else ())
     wire = f" as {terms.wire_dtype}" if terms.wire_dtype else ""
     return (
         f"exchange {terms.number}, {terms.kind} of "
@@ -168,11 +185,16 @@ def _size_in_words(kind: str, size_bytes: int) -> str:
     )
 
 
-def _arrays_in_words(arrays: Sequence[str], others: Sequence[str]) -> str:
+def _arrays_in_words(terms: Terms, others: Sequence[str]) -> str:
+    arrays = terms.arrays
     if not arrays:
         return ""
-    if len(arrays) <= MOST_ARRAYS_IN_WORDS:
+    count = len(arrays) + terms.left_out
+    if count <= MOST_ARRAYS_IN_WORDS:
         return f": {', '.join(arrays)}"
     pairs = zip(arrays, others, strict=False)
-    first = next((i for i, (a, b) in enumerate(pairs) if a != b), 0)
-    return f": {len(arrays)} arrays, number {first + 1} of them {arrays[first]}"
+    first = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
+    if first is None and others:
+        alike = min(len(arrays), len(others))
+        return f": {count} arrays, of which the first {alike} are alike"
+    return f": {count} arrays, number {(first or 0) + 1} of them {arrays[first or 0]}"

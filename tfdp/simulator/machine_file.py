@@ -82,7 +82,8 @@ def read_machine(path: str | os.PathLike[str]) -> MeasuredMachine:
     except (ValueError, TypeError, KeyError, OverflowError) as error:
         reason = f"{error}" if isinstance(error, ValueError) else f"{error!r}"
         raise DataError(
-            f"{path}: {reason[:300]}. Measure again: `tfdp measure --output {path}`."
+            f"{path}: {reason[:300].rstrip('.')}. Measure again: `tfdp measure "
+            f"--output {path}`."
         ) from None
 
 

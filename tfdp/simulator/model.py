@@ -41,7 +41,8 @@ class Gradient:
     def __post_init__(self) -> None:
         whole("Gradient", "size_bytes", self.size_bytes, least=0)
         whole("Gradient", "row_bytes", self.row_bytes, least=0)
-        whole("Gradient", "unadded_bytes", self.unadded_bytes, least=0)
+        least = self.row_bytes if self.unadded_bytes else 0
+        whole("Gradient", "unadded_bytes", self.unadded_bytes, least=least)
         at_least_zero("Gradient", "work", self.work)
         if not isinstance(self.adds_rows, bool):
             raise ConfigurationError(
