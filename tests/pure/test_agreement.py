@@ -120,10 +120,8 @@ def test_the_first_array_that_differs_is_told():
 def test_of_many_that_were_packed_the_first_that_differs_is_told(place, words):
     def work(link):
         shapes = [[2 + n % 2] for n in range(1000)]
-        # Of all the same bytes: an even place has another neighbour.
-        if link.rank:
-            shapes[place - 2 : place] = reversed(shapes[place - 2 : place])
-            shapes[place - 1] = shapes[place - 1] + [1]
+        if link.rank:  # two change places: all has the same bytes
+            shapes[place - 1 : place + 1] = [[3], [2]]
         size = sum(shape[0] for shape in shapes)
         return link.sum([np.zeros(size, np.float32)], "bucket", packed=[shapes])
 
