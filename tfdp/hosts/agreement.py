@@ -197,4 +197,5 @@ def _arrays_in_words(terms: Terms, others: Sequence[str]) -> str:
     if first is None and others:
         alike = min(len(arrays), len(others))
         return f": {count} arrays, of which the first {alike} are alike"
-    return f": {count} arrays, number {(first or 0) + 1} of them {arrays[first or 0]}"
+    place = first or 0
+    return f": {count} arrays, number {place + 1} of them {arrays[place]}"

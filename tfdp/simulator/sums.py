@@ -191,7 +191,7 @@ def row_stages(
         stages.append(Stage(WITHIN, seconds, within.compute_share))
     rate = machine.row_bytes_per_second if adds_rows else None
     if rate and devices * hosts > 1:
-        seconds = devices * max(unadded_bytes, row_bytes) / rate
+        seconds = devices * (unadded_bytes or row_bytes) / rate
         stages.append(Stage(WITHIN, seconds, within.compute_share))
     if hosts > 1:
         gathered = (hosts - 1) * devices * row_bytes

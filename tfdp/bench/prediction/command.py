@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import os
 import statistics
 from collections.abc import Sequence
@@ -137,24 +138,17 @@ class _Runner:
         self._timeout_seconds = timeout_seconds
         self.rows: list[Row] = []
         self.failures: list[str] = []
-        self._within: Link | None = None
-        self._row_bytes_per_second: float | None = None
 
     def run(self, link: str) -> None:
         """All rows of one link."""
-        within = self._within or self._link(WITHIN, LOOPBACK)
-        self._within = within
-        limits = self._repeats, self._quick, self._timeout_seconds
-        rows = self._row_bytes_per_second or measure_rows(*limits)
-        self._row_bytes_per_second = rows
         machine = MeasuredMachine(
             "here",
             usable_cores(),
-            within,
+            self._within,
             self._link(BETWEEN, link),
             link,
             {},
-            row_bytes_per_second=rows,
+            row_bytes_per_second=self._row_bytes_per_second,
         )
         places = ON_LOOPBACK if link == LOOPBACK else ON_LINKS
         if self._quick:
@@ -164,6 +158,14 @@ class _Runner:
                 self._try(self._sum_row, machine, place)
             for model in QUICK_MODELS if self._quick else MODELS:
                 self._try(self._step_row, machine, place, model)
+
+    @functools.cached_property
+    def _within(self) -> Link:
+        return self._link(WITHIN, LOOPBACK)
+
+    @functools.cached_property
+    def _row_bytes_per_second(self) -> float:
+        return measure_rows(self._repeats, self._quick, self._timeout_seconds)
 
     def _link(self, place: Place, link: str) -> Link:
         return measure_link(
