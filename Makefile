@@ -1,6 +1,6 @@
 # make train   set up, then train examples/digits.py on two virtual devices
 # make quick   set up, then what is pure and a tour of the rest: two minutes
-# make test    set up, then every test function that is not long: 16 minutes on two cores
+# make test    set up, then every test function that is not long: 13 minutes on two cores
 # make test PYTEST="tests/pure -q"   these files, or folders, only
 # make test-all   every row there is: hours; goes on where it was stopped
 # make lint    ruff check, ruff format --check, mypy
@@ -19,7 +19,6 @@ PYTHON ?= python3
 JOBS ?= $(shell $(PYTHON) tests/support/jobs.py)
 JOBS_ALONE ?= $(shell $(PYTHON) tests/support/jobs.py --alone)
 PARALLEL = -n $(JOBS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0
-PARALLEL_ALONE = -n $(JOBS_ALONE) --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 VENV := .venv
 BIN := $(VENV)/bin
 # The site is made from sources; nothing of tfdp is imported.
@@ -41,8 +40,7 @@ quick: $(STAMP)
 
 test: $(STAMP)
 ifeq ($(PYTEST),)
-	$(BIN)/python -m pytest $(PARALLEL) tests/pure tests/devices
-	$(BIN)/python -m pytest $(PARALLEL_ALONE) tests/processes tests/network
+	$(BIN)/python -m tests.both_halves --jobs $(JOBS) --jobs-alone $(JOBS_ALONE)
 else
 	$(BIN)/python -m pytest $(PYTEST)
 endif

@@ -7,13 +7,25 @@ happens in `tests/devices/conftest.py`.
 
 import gc
 import os
+import pathlib
 
 import pytest
 
 from tests.support import slow_rows, tiers
+from tests.support.startup import sitecustomize  # the same for this process
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 os.environ.setdefault("KERAS_BACKEND", "tensorflow")
+# Python runs the `sitecustomize` that it finds there, in all that is started.
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    filter(
+        None,
+        [
+            str(pathlib.Path(sitecustomize.__file__).parent),
+            os.environ.get("PYTHONPATH"),
+        ],
+    )
+)
 
 
 def pytest_addoption(parser):

@@ -26,6 +26,30 @@ print("done")
 
 
 def test_what_is_left_out_can_be_imported_later():
-    done = run_python("-c", PROGRAM)
+    # Without what hides them in every process of a test.
+    done = run_python("-c", PROGRAM, environment={"PYTHONPATH": ""})
     assert done.returncode == 0, done.stderr
     assert "done" in done.stdout
+
+
+STARTED_BY_A_TEST = """
+import sys
+
+import keras
+import tensorflow
+
+from tfdp.strategies.quiet import NOT_NEEDED_FOR_A_STEP
+
+assert not set(NOT_NEEDED_FOR_A_STEP) & set(sys.modules)
+import jax
+
+import matplotlib
+import sklearn
+
+print("done")
+"""
+
+
+def test_what_tests_start_goes_without_it():
+    done = run_python("-c", STARTED_BY_A_TEST)
+    assert "done" in done.stdout, done.stderr

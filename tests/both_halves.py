@@ -1,0 +1,93 @@
+"""Runs both halves of the tier `test` at a time, for `make test`.
+
+python -m tests.both_halves --jobs 2 --jobs-alone 1
+
+processes  tests/processes and tests/network: they start processes of their own, which
+           have deadlines and mostly wait for each other
+devices    tests/pure and tests/devices: they share a process and wait for nobody
+
+Alone the first leave a quarter of two cores idle. The second take what is left, at the
+lowest priority, so that the deadlines of the first do not feel them. Where memory does
+not hold both, they run in turn.
+"""
+
+import argparse
+import signal
+import subprocess
+import sys
+import threading
+
+from tests.support import jobs
+
+HALVES = {
+    "processes": ("tests/processes", "tests/network"),
+    "devices": ("tests/pure", "tests/devices"),
+}
+#: Of `nice`: where another process wants the same core, this one gets a 68th of it.
+LOWEST_PRIORITY = "19"
+LAST_LINES_SECONDS = 30.0
+
+
+def command_of(half: str, at_a_time: int) -> list[str]:
+    """Pytest on a half; files stay whole, their tests share fixtures."""
+    yielding = ["nice", "-n", LOWEST_PRIORITY] if half == "devices" else []
+    return [
+        *yielding,
+        *(sys.executable, "-m", "pytest", *HALVES[half], "-n", str(at_a_time)),
+        *("--dist", "loadfile", "--no-loadscope-reorder", "--max-worker-restart", "0"),
+    ]
+
+
+def started(command: list[str]) -> subprocess.Popen:
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+def pass_on(name: str, process: subprocess.Popen) -> None:
+    """Prints the lines of a process, each after its name."""
+    for line in process.stdout:
+        print(f"{name:<9} | {line}", end="", flush=True)
+
+
+def run(commands: dict[str, list[str]]) -> bool:
+    """Runs commands at a time, and ends them all when it is ended itself.
+
+    Returns:
+      Whether all have succeeded.
+    """
+    processes = {name: started(command) for name, command in commands.items()}
+    readers = [
+        threading.Thread(target=pass_on, args=each, daemon=True)
+        for each in processes.items()
+    ]
+    for reader in readers:
+        reader.start()
+    try:
+        codes = [process.wait() for process in processes.values()]
+    finally:
+        for process in processes.values():
+            process.terminate()
+        for reader in readers:
+            # Not for ever: what a test has left behind may hold the other end.
+            reader.join(LAST_LINES_SECONDS)
+    return not any(codes)
+
+
+def main(arguments=None) -> int:
+    """0: both halves have passed."""
+    parser = argparse.ArgumentParser(prog="python -m tests.both_halves")
+    parser.add_argument("--jobs", type=int, required=True, metavar="N")
+    parser.add_argument("--jobs-alone", type=int, required=True, metavar="N")
+    options = parser.parse_args(arguments)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    at_a_time = {"processes": options.jobs_alone, "devices": options.jobs}
+    commands = {half: command_of(half, at_a_time[half]) for half in HALVES}
+    if jobs.memory_bytes() >= sum(at_a_time.values()) * jobs.JOB_BYTES:
+        return int(not run(commands))
+    passed = [run({half: command}) for half, command in commands.items()]
+    return int(not all(passed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,56 @@
+"""What `make test` runs side by side."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from tests import both_halves
+from tests.support.package_source import REPOSITORY
+
+LEAVES = "import sys; print('said'); sys.exit({})"
+
+
+@pytest.mark.parametrize("codes, passed", [((0, 0), True), ((0, 1), False)])
+def test_lines_are_named_and_one_failure_is_a_failure(capfd, codes, passed):
+    commands = {
+        name: [sys.executable, "-c", LEAVES.format(code)]
+        for name, code in zip(("one", "two"), codes, strict=True)
+    }
+    assert both_halves.run(commands) == passed
+    lines = sorted(capfd.readouterr().out.splitlines())
+    assert lines == ["one       | said", "two       | said"]
+
+
+def test_every_folder_of_tests_is_in_one_half():
+    folders = {
+        path.parent.relative_to(REPOSITORY).as_posix()
+        for path in REPOSITORY.joinpath("tests").glob("*/test_*.py")
+    }
+    halves = [folder for half in both_halves.HALVES.values() for folder in half]
+    assert sorted(halves) == sorted(folders)
+
+
+# Each half says its process and waits.
+ENDED = """
+import sys
+from tests import both_halves
+wait = "import os, time; print(os.getpid(), flush=True); time.sleep(900)"
+both_halves.command_of = lambda half, jobs: [sys.executable, "-c", wait]
+both_halves.jobs.memory_bytes = lambda: 2**50
+both_halves.main(["--jobs", "1", "--jobs-alone", "1"])
+"""
+
+
+def test_who_is_ended_ends_both():
+    with subprocess.Popen(
+        [sys.executable, "-c", ENDED], cwd=REPOSITORY, stdout=subprocess.PIPE, text=True
+    ) as process:
+        children = [int(process.stdout.readline().split()[-1]) for _ in range(2)]
+        process.terminate()
+        assert process.wait(timeout=900) == 128 + signal.SIGTERM
+    for child in children:
+        with pytest.raises(ProcessLookupError):
+            os.kill(child, 0)
