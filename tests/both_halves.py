@@ -68,6 +68,7 @@ def run(commands: dict[str, list[str]]) -> bool:
     finally:
         for process in processes.values():
             process.terminate()
+            process.wait()
         for reader in readers:
             # Not for ever: what a test has left behind may hold the other end.
             reader.join(LAST_LINES_SECONDS)

@@ -5,14 +5,20 @@ for models of JAX, galleries of images and scikit-learn's wrappers, and do witho
 where they are not: 2.0 of 4.3 seconds of processor time in each process. A program
 that imports one of them itself, before or after, gets it.
 
+Garbage is looked for less often: a tenth of what tests take, and 0.4 seconds of each
+import, were searches that found little. Nothing may depend on when they come.
+
 Python finds it by PYTHONPATH, which tests/conftest.py sets. It imports nothing of the
 project: a test may be about just that.
 """
 
+import gc
 import sys
 
 #: As in `tfdp/strategies/quiet.py`.
 NOT_NEEDED_FOR_A_STEP = ("jax", "matplotlib", "sklearn")
+FRAMEWORKS = ("tensorflow", "keras")
+OBJECTS_BETWEEN_SEARCHES = 50_000
 
 
 class NotNeeded:
@@ -24,9 +30,6 @@ class NotNeeded:
         return None
 
 
-FRAMEWORKS = ("tensorflow", "keras")
-
-
 def is_imported_now(package):
     spec = getattr(sys.modules.get(package), "__spec__", None)
     return getattr(spec, "_initializing", False)
@@ -35,3 +38,4 @@ def is_imported_now(package):
 # Twice in pytest's own processes: by conftest.py, and where one was started by another.
 if not any(type(finder).__name__ == "NotNeeded" for finder in sys.meta_path):
     sys.meta_path.insert(0, NotNeeded())
+gc.set_threshold(OBJECTS_BETWEEN_SEARCHES, 20, 100)
