@@ -224,3 +224,44 @@ def test_a_share_plus_something_else_is_noticed_where_it_is_reported():
         train(
             make_strategy(2), mixing(lambda shared, by_hand: shared + by_hand), epochs=1
         )
+
+
+class OwnComputeLoss(HandWritten):
+    """Keras' guide: `compute_loss` of one's own adds to Keras' loss."""
+
+    train_step = keras.Model.train_step
+
+    def compute_loss(
+        self, x=None, y=None, y_pred=None, sample_weight=None, training=True
+    ):
+        loss = super().compute_loss(x, y, y_pred, sample_weight, training)
+        penalty = 0.01 * tf.reduce_sum(tf.square(self.inner.layers[0].kernel))
+        return loss + self.state_loss(penalty)
+
+
+def own_compute_loss(state):
+    def build():
+        model = OwnComputeLoss(state)
+        model.build((None, 12))
+        return model
+
+    return build
+
+
+@pytest.mark.parametrize("run_eagerly", [False, True])
+def test_what_compute_loss_adds_is_noticed_and_its_local_mean_exact(run_eagerly):
+    data = classification_data(samples=53)
+    build = own_compute_loss(lambda penalty: penalty)
+    with pytest.warns(LocalMeanWarning, match=r"`compute_loss` returned.*local_mean"):
+        train(make_strategy(3), build, data=data, epochs=1, run_eagerly=run_eagerly)
+    one, _ = train(None, build, data=data)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", LocalMeanWarning)
+        several, _ = train(
+            make_strategy(3),
+            own_compute_loss(tfdp.losses.local_mean),
+            data=data,
+            run_eagerly=run_eagerly,
+        )
+    # 6 updates with a rate of 0.5 (momentum) on gradients below 3: see parity.py.
+    assert largest_difference(one, several) < 1e-5

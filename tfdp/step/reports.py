@@ -23,6 +23,7 @@ import tensorflow as tf
 from tfdp._private.instance_attributes import instance_attributes
 from tfdp._private.names import DistributedVariable, current_rank
 from tfdp.tracing.loss_shares import Standing, key_of
+from tfdp.tracing.loss_suspicions import suspect_mixture
 from tfdp.tracing.run import ReplicaRun, trace_of
 
 __all__ = ["NotedResults", "led_reports", "recorded", "whole_logs"]
@@ -127,7 +128,7 @@ def _update_mean(
         in_group = tf.cast(run.share_in_group(rank), value.dtype)
         value = tf.math.divide_no_nan(value, in_group)
     elif standing is Standing.MIXED:
-        _suspect_mixture(run, f"the metric {metric.name!r} was given")
+        suspect_mixture(run, f"the metric {metric.name!r} was given")
     if sample_weight is None:
         sample_weight = share
     value = tf.where(share > 0, value, tf.zeros_like(value))
@@ -136,16 +137,6 @@ def _update_mean(
 
 def _rank_of(weights: Any) -> int | None:
     return tf.convert_to_tensor(weights).shape.rank
-
-
-def _suspect_mixture(run: ReplicaRun, who: str) -> None:
-    run.suspicions.add(
-        f"{who} a loss of which one part is the replica's share of the global loss (a "
-        "Keras loss took its mean) and another part is not, such as a mean that was "
-        "taken by hand, or sum(self.losses). If gradients are taken of it, that part "
-        "counts once for each replica: bring it to its share with "
-        "tfdp.losses.local_mean(...)"
-    )
 
 
 def whole_logs(
@@ -232,7 +223,7 @@ def _bring(value: tf.Tensor, run: ReplicaRun, rank: int) -> tf.Tensor:
             own * tf.cast(run.share_of_group(rank), own.dtype) if run.is_local else own
         )
     if standing is Standing.MIXED:
-        _suspect_mixture(run, "the step returned")
+        suspect_mixture(run, "the step returned")
     share = tf.cast(run.share_of(rank), value.dtype)
     return tf.where(share > 0, value * share, tf.zeros_like(value))
 

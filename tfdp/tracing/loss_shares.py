@@ -133,6 +133,8 @@ class LossShares:
                     todo += made
                 else:
                     yield Standing.MIXED if made else Standing.LOCAL
+            elif op.type == "SelectV2" and not self._is_share_made(inputs[0]):
+                todo += inputs[1:]  # 0 on a replica without rows, for one
             elif op.type in LINEAR:
                 todo += inputs[:1] if op.type in FIRST_INPUT_ONLY else inputs
             else:

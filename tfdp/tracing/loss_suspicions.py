@@ -14,7 +14,13 @@ from tfdp.tracing.loss_shares import LossShares, Standing, ancestors, key_of
 from tfdp.tracing.replica_invariance import outermost
 from tfdp.tracing.run import ReplicaRun, trace_of
 
-__all__ = ["is_share", "is_sum_over_rows", "suspect_added_sum", "why_loss_seems_local"]
+__all__ = [
+    "is_share",
+    "is_sum_over_rows",
+    "suspect_added_sum",
+    "suspect_mixture",
+    "why_loss_seems_local",
+]
 
 # What a sum is followed by on its way to `add_loss`: none of it divides by the rows.
 PASSING = {
@@ -40,6 +46,22 @@ def is_share(shares: LossShares, loss: Any, caller: str) -> bool:
             "taken by hand alone, and add the Keras loss to its result."
         )
     return standing is Standing.SHARE
+
+
+def suspect_mixture(run: ReplicaRun, who: str) -> None:
+    """Notes that a loss of which one part is a share, and another is not, is reported.
+
+    Args:
+      run: the strategy's current run.
+      who: was given the loss, or returned it: the beginning of a sentence.
+    """
+    run.suspicions.add(
+        f"{who} a loss of which one part is the replica's share of the global loss (a "
+        "Keras loss took its mean) and another part is not, such as a mean that was "
+        "taken by hand, a penalty on weights, or sum(self.losses). If gradients are "
+        "taken of it, that part counts once for each replica: bring it to its share "
+        "with tfdp.losses.local_mean(...)"
+    )
 
 
 def suspect_added_sum(run: ReplicaRun, rank: Any, loss: tf.Tensor) -> None:
