@@ -34,6 +34,7 @@ __all__ = [
     "losses_added_in",
     "mask_of",
     "metrics_as_compiled",
+    "own_number",
     "put_mask",
     "seed_generators_of",
     "set_initial_epoch",
@@ -267,3 +268,23 @@ def put_mask(tensor: Any, mask: Any) -> None:
 def start_anew(variable: keras.Variable, value: Any) -> None:
     """Gives `variable` a TensorFlow variable made here and now, of `value`."""
     variable._initialize(value)
+
+
+def own_number(metric: keras.metrics.MeanMetricWrapper, *given: Any) -> Any:
+    """What a metric's function, where it is not Keras' own, makes of a batch.
+
+    Keras' functions give a number for each row, a program's own may give one for all.
+
+    Args:
+      metric: as Keras wraps a function that is given to `compile`.
+      *given: the truth, and what was predicted.
+
+    Returns:
+      The number; None: there is one for each row, or nobody looked.
+    """
+    module = getattr(metric._fn, "__module__", None) or type(metric._fn).__module__
+    masks = [getattr(part, "_keras_mask", None) for part in given]
+    if module.partition(".")[0] == "keras" or masks != [None, None]:
+        return None
+    value = tf.convert_to_tensor(metric._fn(*given, **metric._fn_kwargs))
+    return value if value.shape.rank == 0 else None

@@ -23,6 +23,7 @@ from tfdp._private.names import (
     stop_recording,
 )
 from tfdp._private.optimizer_hooks import strategy_of
+from tfdp.errors import ConfigurationError
 from tfdp.exchange.reducer import Reducer
 from tfdp.exchange.shard_pieces import own_piece, piece_of
 from tfdp.plan.shards import Sharding, ShardLayout
@@ -335,6 +336,7 @@ class ShardUpdates:
             device = self._device_of_update(variable, target.device)
             with tf.device(device), UpdateContext(rank), shard_update(rank):
                 own_args, own_kwargs = select_replica(rank, (args, kwargs or {}))
+                _refuse_wholes(variable, own_args)
                 fn(target, *own_args, **own_kwargs)
         if isinstance(variable, ShardUpdatedVariable):
             updated = [target.value() for target in targets]
@@ -342,6 +344,20 @@ class ShardUpdates:
             for target in targets:
                 with tf.device(target.device):
                     target.copy.assign(whole)
+
+
+def _refuse_wholes(variable: Any, arguments: Any) -> None:
+    """An optimizer that nobody leads brings gradients of whole variables."""
+    layout = variable.layout
+    whole, shard = tf.TensorShape(layout.shape), tf.TensorShape([layout.shard_elements])
+    for value in tf.nest.flatten(arguments):
+        if tf.is_tensor(value) and value.shape.rank and whole == value.shape != shard:
+            raise ConfigurationError(
+                f"Variable {variable.name!r} is updated by shards, and its optimizer "
+                "was called outside of the strategy's replicas with the gradient of "
+                "the whole. Take the step in a function that strategy.run runs, with "
+                "the optimizer in tfdp.DistributedOptimizer; or leave out shard=."
+            )
 
 
 def host_of(device: str) -> str:

@@ -26,6 +26,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdp._private.names import DistributedVariable, current_rank
+from tfdp.errors import ConfigurationError
 from tfdp.exchange.shard_pieces import own_piece, piece_of
 from tfdp.plan.shards import ShardLayout
 from tfdp.sharding.saved_model import (
@@ -143,6 +144,23 @@ class ShardedVariable(DistributedVariable):
     def get_shape(self) -> tf.TensorShape:
         """Of the whole variable."""
         return self.shape
+
+    @property
+    def handle(self) -> tf.Tensor:
+        """The shard's, in a replica; tapes ask for it, to know what a gradient is of.
+
+        Raises:
+          ConfigurationError: outside of replicas, where TensorFlow would take the first
+            shard for the whole.
+        """
+        if updating_rank() is None and not self._is_in_replica():
+            raise ConfigurationError(
+                f"Variable {self.name!r} is stored in shards: each replica has a part "
+                "of it. A gradient with respect to it can be taken in a function that "
+                'strategy.run runs, and not outside; without shard="parameters" it can '
+                "be taken anywhere."
+            )
+        return super().handle
 
     def shard(self, rank: Any) -> Any:
         """What a replica of this process stores, flat and padded."""

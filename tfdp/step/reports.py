@@ -21,7 +21,9 @@ import keras
 import tensorflow as tf
 
 from tfdp._private.instance_attributes import instance_attributes
+from tfdp._private.keras_models import own_number
 from tfdp._private.names import DistributedVariable, current_rank
+from tfdp.step.derived_reports import Derivation, derivation_of
 from tfdp.tracing.loss_shares import Standing, key_of
 from tfdp.tracing.loss_suspicions import suspect_mixture
 from tfdp.tracing.run import ReplicaRun, trace_of
@@ -62,8 +64,9 @@ def led_reports(model: Any, run: ReplicaRun) -> Iterator[NotedResults]:
         if isinstance(model, keras.Model) and run.replicas > 1:
             for metric in _metrics_of(model):
                 led = {"result": functools.partial(_result, metric, noted)}
-                if type(metric).update_state is keras.metrics.Mean.update_state:
-                    led["update_state"] = functools.partial(_update_mean, metric, run)
+                update = _UPDATES.get(type(metric).update_state)
+                if update is not None:
+                    led["update_state"] = functools.partial(update, metric, run)
                 stack.enter_context(instance_attributes(metric, led))
         yield noted
 
@@ -135,6 +138,26 @@ def _update_mean(
     return update(value, sample_weight=sample_weight)
 
 
+def _update_wrapped(
+    metric: Any, run: ReplicaRun, y_true: Any, y_pred: Any, sample_weight: Any = None
+) -> Any:
+    """`MeanMetricWrapper.update_state`: a number of all rows counts by its rows."""
+    update = keras.metrics.MeanMetricWrapper.update_state.__get__(metric)
+    number = None
+    if sample_weight is None and not tf.distribute.in_cross_replica_context():
+        number = own_number(metric, y_true, y_pred)
+    if number is None:
+        return update(y_true, y_pred, sample_weight)
+    return _update_mean(metric, run, number)
+
+
+# By Keras' own, so that a class of a program's own is left as it is.
+_UPDATES: dict[Any, Callable[..., Any]] = {
+    keras.metrics.Mean.update_state: _update_mean,
+    keras.metrics.MeanMetricWrapper.update_state: _update_wrapped,
+}
+
+
 def _rank_of(weights: Any) -> int | None:
     return tf.convert_to_tensor(weights).shape.rank
 
@@ -159,35 +182,61 @@ def whole_logs(
     """
     leaves = tf.nest.flatten(logs)
     sums: dict[Any, tf.Tensor] = {}
+    derived: dict[int, Derivation] = {}
     for place, leaf in enumerate(leaves):
         parts = parts_of(leaf)
-        found = _metric_of(parts, noted)
-        if found is not None:
-            for variable in found[0].variables:
-                if id(variable) not in sums:
-                    sums[id(variable)] = _sum(_copies(variable))
+        derivation = _derivation(parts, run, noted)
+        if derivation is not None:
+            derived[place] = derivation
+            for result in derivation.results:
+                for variable in noted.find(result)[0].variables:  # type: ignore[index]
+                    if id(variable) not in sums:
+                        sums[id(variable)] = _sum(_copies(variable))
         elif _are_numbers(parts, run):
             sums[place] = _sum([_bring(part, run, r) for r, part in enumerate(parts)])
     if sum_over_hosts is not None:
         sums = _summed_over_hosts(sums, sum_over_hosts)
-    for place, leaf in enumerate(leaves):
-        found = _metric_of(parts_of(leaf), noted)
+    for place in range(len(leaves)):
         if place in sums:
             leaves[place] = sums[place]
-        elif found is not None:
-            metric, name = found
-            result = metric.stateless_result([sums[id(v)] for v in metric.variables])
-            leaves[place] = result if name is None else result[name]
+        elif place in derived:
+            results = derived[place].results
+            wholes = [_whole_result(result, sums, noted) for result in results]
+            leaves[place] = derived[place].of(wholes)
     return tf.nest.pack_sequence_as(logs, leaves)
 
 
-def _metric_of(parts: Sequence[Any], noted: NotedResults) -> Any:
+def _derivation(
+    parts: Sequence[Any], run: ReplicaRun, noted: NotedResults
+) -> Derivation | None:
+    """How what a step returned comes from results of metrics alone."""
+
+    def is_result(tensor: tf.Tensor) -> bool:
+        found = noted.find(tensor)
+        return found is not None and all(map(_is_summed, found[0].variables))
+
     if not tf.is_tensor(parts[0]):
         return None
-    found = noted.find(parts[0])
-    if found is None or not all(map(_is_summed, found[0].variables)):
+    if is_result(parts[0]):  # in eager mode, too, where nothing is told of the others
+        return Derivation(parts[0], (parts[0],), ())
+    derivation = derivation_of(parts[0], is_result)
+    if derivation is not None and derivation.operations is None:
+        run.suspicions.add(
+            "a number is returned that was made of a metric's result and of something "
+            "else. Each replica's is made of its own, and their mean is reported: "
+            "return the two by themselves"
+        )
         return None
-    return found
+    return derivation
+
+
+def _whole_result(
+    result: tf.Tensor, sums: dict[Any, tf.Tensor], noted: NotedResults
+) -> tf.Tensor:
+    """The result over all replicas in the place of one replica's."""
+    metric, name = noted.find(result)  # type: ignore[misc]
+    whole = metric.stateless_result([sums[id(v)] for v in metric.variables])
+    return whole if name is None else whole[name]
 
 
 def _is_summed(variable: keras.Variable) -> bool:
