@@ -23,7 +23,8 @@ class StepTimeline(keras.callbacks.Callback):
     """Draws what every thread did in one training step: exchanges, update, the rest.
 
     Shows whether gradients and weights travel while the model computes. Prints the path
-    of the page, how much of the exchanges' time was hidden behind computing, and how
+    of the page, in how much of the exchanges' time another thread computed (that of
+    another replica, too; `tfdp report` counts the same replica's computing), and how
     long the weights' update took on all threads together. Beside the page lies the same
     as a trace, `.trace.json`, by replica and thread, which https://ui.perfetto.dev
     opens. A training that ends before the step says so. On CPUs TensorFlow does not
@@ -114,7 +115,9 @@ class StepTimeline(keras.callbacks.Callback):
         steps = f"step {first}" if together == 1 else f"steps {first} to {last}"
         self._write(events, steps, optimizers)
         share = self.hidden_share
-        hidden = "" if share is None else f"; {share:.0%} of the exchanges are hidden"
+        # `tfdp report` counts what the same replica computed, which is less.
+        behind = f"; another thread computed in {share or 0:.0%} of the exchanges' time"
+        hidden = "" if share is None else behind
         update_ms = self.seconds["update of weights"] * 1e3
         print(
             f"\ntimeline of {steps}: {self.path}{hidden}; update of weights: "
