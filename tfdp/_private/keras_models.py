@@ -34,7 +34,7 @@ __all__ = [
     "losses_added_in",
     "mask_of",
     "metrics_as_compiled",
-    "own_number",
+    "own_values",
     "put_mask",
     "seed_generators_of",
     "set_initial_epoch",
@@ -270,7 +270,7 @@ def start_anew(variable: keras.Variable, value: Any) -> None:
     variable._initialize(value)
 
 
-def own_number(metric: keras.metrics.MeanMetricWrapper, *given: Any) -> Any:
+def own_values(metric: keras.metrics.MeanMetricWrapper, *given: Any) -> Any:
     """What a metric's function, where it is not Keras' own, makes of a batch.
 
     Keras' functions give a number for each row, a program's own may give one for all.
@@ -280,11 +280,10 @@ def own_number(metric: keras.metrics.MeanMetricWrapper, *given: Any) -> Any:
       *given: the truth, and what was predicted.
 
     Returns:
-      The number; None: there is one for each row, or nobody looked.
+      A tensor; None: the function is Keras', or a mask has a say in it.
     """
     module = getattr(metric._fn, "__module__", None) or type(metric._fn).__module__
     masks = [getattr(part, "_keras_mask", None) for part in given]
     if module.partition(".")[0] == "keras" or masks != [None, None]:
         return None
-    value = tf.convert_to_tensor(metric._fn(*given, **metric._fn_kwargs))
-    return value if value.shape.rank == 0 else None
+    return tf.convert_to_tensor(metric._fn(*given, **metric._fn_kwargs))

@@ -21,7 +21,7 @@ import keras
 import tensorflow as tf
 
 from tfdp._private.instance_attributes import instance_attributes
-from tfdp._private.keras_models import own_number
+from tfdp._private.keras_models import own_values
 from tfdp._private.names import DistributedVariable, current_rank
 from tfdp.step.derived_reports import Derivation, derivation_of
 from tfdp.tracing.loss_shares import Standing, key_of
@@ -142,13 +142,13 @@ def _update_wrapped(
     metric: Any, run: ReplicaRun, y_true: Any, y_pred: Any, sample_weight: Any = None
 ) -> Any:
     """`MeanMetricWrapper.update_state`: a number of all rows counts by its rows."""
-    update = keras.metrics.MeanMetricWrapper.update_state.__get__(metric)
-    number = None
+    values = None
     if sample_weight is None and not tf.distribute.in_cross_replica_context():
-        number = own_number(metric, y_true, y_pred)
-    if number is None:
-        return update(y_true, y_pred, sample_weight)
-    return _update_mean(metric, run, number)
+        values = own_values(metric, y_true, y_pred)
+    if values is not None:
+        return _update_mean(metric, run, values)
+    update = keras.metrics.MeanMetricWrapper.update_state.__get__(metric)
+    return update(y_true, y_pred, sample_weight)
 
 
 # By Keras' own, so that a class of a program's own is left as it is.
