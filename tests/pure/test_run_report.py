@@ -297,7 +297,9 @@ def test_two_runs_stand_side_by_side(tmp_path, capsys):
         (["run", "--page", "nowhere/x.html"], "there is no such folder"),
         (["run", "--json", "nowhere/x.json"], "there is no such folder"),
         (["run", "run"], "given twice"),
-        (["run", "--page", "run"], "cannot be written"),
+        (["run", "--page", "run"], "that is a folder"),
+        (["run", "--json", "run"], "that is a folder"),
+        (["run", "--json", "n" * 300], "cannot be written"),
     ],
 )
 def test_what_cannot_be_done_is_said(tmp_path, monkeypatch, capsys, arguments, words):

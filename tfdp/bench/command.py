@@ -23,7 +23,7 @@ from tfdp.bench.table import (
 )
 from tfdp.checks import integer_from
 from tfdp.errors import ConfigurationError
-from tfdp.files.atomic import refuse_missing_folder
+from tfdp.files.atomic import refuse_bad_place
 
 __all__ = ["add_arguments", "run"]
 
@@ -155,8 +155,8 @@ def run(options: argparse.Namespace) -> int:
         return 2
     if not options.list:
         try:
-            refuse_missing_folder("--json", options.json)
-            refuse_missing_folder("--plot", options.plot)
+            refuse_bad_place("--json", options.json)
+            refuse_bad_place("--plot", options.plot)
         except ConfigurationError as error:
             print(error, file=sys.stderr)
             return 2

@@ -13,7 +13,7 @@ from tfdp.checks import integer_from
 from tfdp.cluster.machine import installed_versions
 from tfdp.commands.check_target import FORMS, RETURNS, Target, load_target, parse_target
 from tfdp.errors import TfdpError
-from tfdp.files.atomic import refuse_missing_folder
+from tfdp.files.atomic import refuse_bad_place, written_for
 from tfdp.progress_bar import progress_bar
 from tfdp.strategies.quiet import import_tensorflow_quietly
 
@@ -75,7 +75,7 @@ def run(options: argparse.Namespace) -> int:
     """Runs `tfdp check`; returns the exit status: 0 holds, 1 fails, 2 not checked."""
     try:
         target = parse_target(options.target)
-        refuse_missing_folder("--json", options.json)
+        refuse_bad_place("--json", options.json)
         report = _check(target, options)
     except TfdpError as error:
         print(f"tfdp check: {error}", file=sys.stderr)
@@ -85,16 +85,15 @@ def run(options: argparse.Namespace) -> int:
         traceback.print_exc()
         print("tfdp check: the target failed on one device", file=sys.stderr)
         return NOT_CHECKED
-    if options.json:
-        write_json(
-            options.json,
-            {
-                "target": options.target,
-                "versions": installed_versions(),
-                **report.to_json(),
-            },
-        )
     print(report)
+    if options.json is not None:
+        facts = {"target": options.target, "versions": installed_versions()}
+        try:
+            with written_for("--json", options.json):
+                write_json(options.json, {**facts, **report.to_json()})
+        except TfdpError as error:
+            print(f"tfdp check: {error}", file=sys.stderr)
+            return NOT_CHECKED
     return HOLDS if report.ok or report.is_intended else FAILS
 
 

@@ -14,7 +14,7 @@ from tfdp.checks import integer_from
 from tfdp.cluster.machine import installed_versions
 from tfdp.commands.plan_model import FORMS, bytes_of, load_model
 from tfdp.errors import TfdpError
-from tfdp.files.atomic import refuse_missing_folder, replaced
+from tfdp.files.atomic import refuse_bad_place, replaced, written_for
 from tfdp.plan.shards import SHARD_STAGES, Sharding
 from tfdp.progress_bar import progress_bar
 from tfdp.strategies.quiet import NOT_NEEDED_FOR_A_STEP, import_tensorflow_quietly
@@ -27,7 +27,7 @@ EPILOG = "\n".join(
     for text in (
         f"MODEL is {FORMS}.",
         "Exit status: 0 it fits, or no memory was given; 1 it does not; 2 nothing was "
-        "planned.",
+        "planned, or what was asked for could not be written.",
     )
 )
 
@@ -83,8 +83,8 @@ def run(options: argparse.Namespace) -> int:
     try:
         memory_bytes = bytes_of(options.memory) if options.memory else None
         sharding = _sharding(options)
-        refuse_missing_folder("--json", options.json)
-        refuse_missing_folder("--page", options.page)
+        refuse_bad_place("--json", options.json)
+        refuse_bad_place("--page", options.page)
         answer = _answer(options, sharding, memory_bytes)
     except TfdpError as error:
         print(f"tfdp plan: {error}", file=sys.stderr)
@@ -95,14 +95,24 @@ def run(options: argparse.Namespace) -> int:
         print("tfdp plan: the model's step could not be traced", file=sys.stderr)
         return NOT_PLANNED
     answer.print()
-    if options.json:
-        document = {"versions": installed_versions(), **answer.to_json()}
-        write_json(options.json, document)
-    if options.page:
-        with replaced(pathlib.Path(options.page)) as path:
-            path.write_text(answer.page(), "utf-8")
-        print(f"the plan in pictures: {pathlib.Path(options.page).absolute()}")
+    try:
+        _write(answer, options)
+    except TfdpError as error:
+        print(f"tfdp plan: {error}", file=sys.stderr)
+        return NOT_PLANNED
     return DOES_NOT_FIT if answer.plan.fits is False else FITS
+
+
+def _write(answer: Any, options: argparse.Namespace) -> None:
+    if options.json is not None:
+        document = {"versions": installed_versions(), **answer.to_json()}
+        with written_for("--json", options.json):
+            write_json(options.json, document)
+    if options.page is not None:
+        page = answer.page()
+        with written_for("--page", options.page), replaced(options.page) as path:
+            path.write_text(page, "utf-8")
+        print(f"the plan in pictures: {pathlib.Path(options.page).absolute()}")
 
 
 def _answer(

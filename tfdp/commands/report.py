@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tfdp.bench.json_file import write_json
 from tfdp.errors import ConfigurationError
-from tfdp.files.atomic import refuse_missing_folder, replaced
+from tfdp.files.atomic import refuse_bad_place, replaced, written_for
 from tfdp.progress_bar import progress_bar
 from tfdp.runs.facts import Facts, facts_of
 from tfdp.runs.in_words import compared, summary
@@ -39,8 +39,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Runs `tfdp report`; returns the exit code."""
-    refuse_missing_folder("--page", options.page)
-    refuse_missing_folder("--json", options.json)
+    refuse_bad_place("--page", options.page)
+    refuse_bad_place("--json", options.json)
     page = Path(options.page or Path(options.runs[0], "report.html"))
     names = _names(options.runs)
     found: list[tuple[str, Facts]] = []
@@ -55,9 +55,12 @@ def run(options: argparse.Namespace) -> int:
     else:
         folder = os.path.relpath(options.runs[0], page.absolute().parent)
         text = draw_run(found[0][1], f"Run {names[0]}", folder)
-    _write(page, text)
-    if options.json:
-        write_json(options.json, {name: facts.to_json() for name, facts in found})
+    with written_for("--page", page), replaced(page) as half_written:
+        half_written.write_text(text, "utf-8", errors="replace")
+    if options.json is not None:
+        values = {name: facts.to_json() for name, facts in found}
+        with written_for("--json", options.json):
+            write_json(options.json, values)
     print(f"\nin pictures: {page.absolute()}")
     return 0
 
@@ -70,14 +73,3 @@ def _names(directories: Sequence[str]) -> list[str]:
     if len(set(names)) < len(names):
         raise ConfigurationError("The same run is given twice. Give each one once.")
     return names
-
-
-def _write(page: Path, text: str) -> None:
-    try:
-        with replaced(page) as half_written:
-            half_written.write_text(text, "utf-8", errors="replace")
-    except OSError as error:
-        raise ConfigurationError(
-            f"The page cannot be written to {page} ({error.strerror}). Give another "
-            "place: --page PATH."
-        ) from error

@@ -21,7 +21,7 @@ from tfdp.commands.tune_page import draw_trials
 from tfdp.commands.tune_processes import Trials
 from tfdp.commands.tune_run import Finished, TuneRun
 from tfdp.errors import ConfigurationError, TfdpError
-from tfdp.files.atomic import refuse_missing_folder, replaced
+from tfdp.files.atomic import refuse_bad_place, replaced, written_for
 from tfdp.launch.gpus import own_gpus
 from tfdp.tune.setting import LOSSY
 from tfdp.tune.space import Place, knobs_of
@@ -34,7 +34,7 @@ EPILOG = "\n".join(
     for text in (
         f"TARGET is {FORMS}.",
         "Exit status: 0 there is an answer, and it may be that the defaults stay; 2 "
-        "nothing was tuned.",
+        "nothing was tuned, or what was asked for could not be written.",
     )
 )
 DEFAULTS = {"trials": 12, "minutes": 15.0, "steps": 20, "rounds": 3, "finalists": 2}
@@ -129,15 +129,24 @@ def run(options: argparse.Namespace) -> int:
     except TfdpError as error:
         print(f"tfdp tune: {error}", file=sys.stderr)
         return NOT_TUNED
-    if options.json:
-        write_json(options.json, _document(options, found))
-    if options.page:
+    try:
+        _write(found, options)
+    except TfdpError as error:
+        print(f"tfdp tune: {error}", file=sys.stderr)
+        return NOT_TUNED
+    return TUNED
+
+
+def _write(found: Finished, options: argparse.Namespace) -> None:
+    if options.json is not None:
+        with written_for("--json", options.json):
+            write_json(options.json, _document(options, found))
+    if options.page is not None:
         title = f"{options.target} on {found.place}, {options.batch:,} rows a step"
-        with replaced(pathlib.Path(options.page)) as path:
-            page = draw_trials(title, found.lines, found.trials, found.verdict.winner)
+        page = draw_trials(title, found.lines, found.trials, found.verdict.winner)
+        with written_for("--page", options.page), replaced(options.page) as path:
             path.write_text(page, "utf-8")
         print(f"the trials in a picture: {pathlib.Path(options.page).absolute()}")
-    return TUNED
 
 
 def _run_of(options: argparse.Namespace) -> TuneRun:
@@ -151,8 +160,8 @@ def _run_of(options: argparse.Namespace) -> TuneRun:
                 f"--{name.replace('_', '-')} must be a number above 0. Received: "
                 f"{value!r}."
             )
-    refuse_missing_folder("--json", options.json)
-    refuse_missing_folder("--page", options.page)
+    refuse_bad_place("--json", options.json)
+    refuse_bad_place("--page", options.page)
     gpus = len(own_gpus(os.environ))
     each = max(1, (gpus or usable_cores()) // options.workers)
     place = Place(

@@ -15,7 +15,7 @@ from tfdp.checks import integer_from
 from tfdp.cluster.nvidia import gpu_links
 from tfdp.commands.info import format_facts, gather_facts
 from tfdp.errors import DeviceError
-from tfdp.files.atomic import refuse_missing_folder
+from tfdp.files.atomic import refuse_bad_place
 from tfdp.progress_bar import progress_bar
 from tfdp.report.text_table import format_table
 from tfdp.selftest.parts import Part, parts_for
@@ -63,7 +63,7 @@ def run(options: argparse.Namespace) -> int:
       ConfigurationError: the report's folder is missing.
       DeviceError: there are fewer GPUs than were asked for.
     """
-    refuse_missing_folder("--json", options.json)
+    refuse_bad_place("--json", options.json)
     facts = gather_facts()
     device_type, devices = _choose(facts, options.device_type, options.devices)
     print(format_facts(facts), end="\n\n", flush=True)

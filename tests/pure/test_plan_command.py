@@ -1,0 +1,54 @@
+"""`tfdp plan` where nothing is planned, or what was planned cannot be written."""
+
+import contextlib
+import types
+
+import pytest
+
+from tfdp.commands import cli, plan
+
+MODEL = ["plan", "model.py", "--batch", "8"]
+FITS = types.SimpleNamespace(
+    plan=types.SimpleNamespace(fits=True),
+    print=lambda: print("It fits."),
+    to_json=dict,
+    page=lambda: "<p>",
+)
+
+
+@pytest.fixture
+def in_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("option", ["--json", "--page"])
+@pytest.mark.parametrize("path", [".", "folder", "", "no/file"])
+def test_no_place_for_a_file_is_refused_before_the_work(
+    option, path, in_folder, monkeypatch, capsys
+):
+    (in_folder / "folder").mkdir()
+    monkeypatch.setattr(plan, "_answer", lambda *_: pytest.fail("it was planned"))
+    assert cli.main([*MODEL, option, path]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"tfdp plan: {option} ")
+
+
+@pytest.mark.parametrize("option", ["--json", "--page"])
+def test_what_cannot_be_written_is_not_taken_for_what_does_not_fit(
+    option, in_folder, monkeypatch, capsys
+):
+    @contextlib.contextmanager
+    def full_disk(path):
+        raise OSError(28, "No space left on device")
+        yield
+
+    monkeypatch.setattr(plan, "_answer", lambda *_: FITS)
+    assert cli.main([*MODEL, option, "file"]) == 0
+    monkeypatch.setattr(plan, "replaced", full_disk)
+    monkeypatch.setattr("tfdp.bench.json_file.replaced", full_disk)
+    assert cli.main([*MODEL, option, "file"]) == 2
+    said = capsys.readouterr()
+    assert said.out.count("It fits.") == 2
+    [line] = said.err.splitlines()
+    assert "cannot be written (No space left on device)" in line
