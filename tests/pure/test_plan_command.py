@@ -52,3 +52,18 @@ def test_what_cannot_be_written_is_not_taken_for_what_does_not_fit(
     assert said.out.count("It fits.") == 2
     [line] = said.err.splitlines()
     assert "cannot be written (No space left on device)" in line
+
+
+@pytest.mark.parametrize("code", [0, None, 1, "bad"])
+def test_a_target_that_ends_the_program_was_not_planned(
+    code, in_folder, monkeypatch, capsys
+):
+    def ends(*_):
+        raise SystemExit(code)
+
+    (in_folder / "model.py").touch()
+    for command, inner in (("plan", "_answer"), ("check", "_check")):
+        monkeypatch.setattr(f"tfdp.commands.{command}.{inner}", ends)
+        batch = ["--batch", "8"] if command == "plan" else []
+        assert cli.main([command, "model.py", *batch]) == 2
+        assert f"tfdp {command}: the target ended by itself" in capsys.readouterr().err

@@ -11,7 +11,14 @@ from typing import Any
 from tfdp.bench.json_file import write_json
 from tfdp.checks import integer_from
 from tfdp.cluster.machine import installed_versions
-from tfdp.commands.check_target import FORMS, RETURNS, Target, load_target, parse_target
+from tfdp.commands.check_target import (
+    ENDED_ITSELF,
+    FORMS,
+    RETURNS,
+    Target,
+    load_target,
+    parse_target,
+)
 from tfdp.errors import TfdpError
 from tfdp.files.atomic import refuse_bad_place, written_for
 from tfdp.progress_bar import progress_bar
@@ -79,6 +86,10 @@ def run(options: argparse.Namespace) -> int:
         report = _check(target, options)
     except TfdpError as error:
         print(f"tfdp check: {error}", file=sys.stderr)
+        return NOT_CHECKED
+    except SystemExit:
+        traceback.print_exc()
+        print(f"tfdp check: {ENDED_ITSELF}", file=sys.stderr)
         return NOT_CHECKED
     except Exception:
         # The target's own code, on one device: its traceback says where.

@@ -13,7 +13,14 @@ from typing import Any
 
 from tfdp.errors import ConfigurationError
 
-__all__ = ["ModelAndData", "Target", "load_build", "load_target", "parse_target"]
+__all__ = [
+    "ENDED_ITSELF",
+    "ModelAndData",
+    "Target",
+    "load_build",
+    "load_target",
+    "parse_target",
+]
 
 FORMS = (
     "path/to/script.py:function, package.module:function, or path/to/script.py that "
@@ -22,6 +29,12 @@ FORMS = (
 RETURNS = (
     "(build, data), or a dict with the keys 'build' and 'data' and perhaps 'steps', "
     "'batch_size', 'seed' and 'random_layers'"
+)
+#: What is said of a target that calls `sys.exit`, whatever code it gave: 0 would say
+#: that all is well.
+ENDED_ITSELF = (
+    "the target ended by itself (SystemExit). It is imported, not run: keep what "
+    'trains, reads arguments and ends under `if __name__ == "__main__":`.'
 )
 MODULE_NAME = "tfdp_check_target"
 OPTIONAL_KEYS = ("steps", "batch_size", "seed", "random_layers")

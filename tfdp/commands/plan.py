@@ -12,6 +12,7 @@ from typing import Any
 from tfdp.bench.json_file import write_json
 from tfdp.checks import integer_from
 from tfdp.cluster.machine import installed_versions
+from tfdp.commands.check_target import ENDED_ITSELF
 from tfdp.commands.plan_model import FORMS, bytes_of, load_model
 from tfdp.errors import TfdpError
 from tfdp.files.atomic import refuse_bad_place, replaced, written_for
@@ -88,6 +89,10 @@ def run(options: argparse.Namespace) -> int:
         answer = _answer(options, sharding, memory_bytes)
     except TfdpError as error:
         print(f"tfdp plan: {error}", file=sys.stderr)
+        return NOT_PLANNED
+    except SystemExit:
+        traceback.print_exc()
+        print(f"tfdp plan: {ENDED_ITSELF}", file=sys.stderr)
         return NOT_PLANNED
     except Exception:
         # The target's own code: its traceback says where.
