@@ -9,7 +9,7 @@ import tensorflow as tf
 
 import tfdp
 from tfdp.errors import ConfigurationError
-from tfdp.planning import alike_updates, plan
+from tfdp.planning import alike_updates, plan, ways
 from tfdp.planning.answer import Answer
 from tfdp.planning.planner import Planner
 from tfdp.planning.ways import largest_batch, ways_to_fit
@@ -207,6 +207,20 @@ def test_the_largest_batch_fits_and_a_larger_one_does_not():
     assert 900 <= found.local_rows <= 1000
     assert not planner.at(1100, memory_bytes=limit).fits
     assert largest_batch(planner, WEIGHT_BYTES) is None
+
+
+def test_a_batch_is_not_the_largest_where_no_larger_one_was_looked_at(monkeypatch):
+    monkeypatch.setattr(ways, "MOST_BATCH_BYTES", 200 * 2 * WIDTH * FLOAT_BYTES)
+    planner = Planner(build, 64)
+    enough = 2 * planner.at(200).needed_bytes
+    found = largest_batch(planner, enough)
+    assert (found.local_rows, found.larger_may_fit) == (200, True)
+    answer = Answer("model", planner.at(64, memory_bytes=enough), found, [])
+    assert "at least 200 rows" in str(answer.fact_rows())
+    assert "at least 200 rows" in answer.page()
+    assert answer.to_json()["largest"]["larger_may_fit"] is True
+    fewer = largest_batch(planner, planner.at(100).needed_bytes)
+    assert not fewer.larger_may_fit and fewer.local_rows <= 100
 
 
 @pytest.mark.slow

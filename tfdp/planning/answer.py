@@ -94,11 +94,17 @@ class Answer:
             rows.append(
                 (
                     "largest batch that fits",
-                    f"{self.largest.local_rows} rows for each replica "
+                    f"{_at_least(self.largest)} rows for each replica "
                     f"({_megabytes(self.largest.peak_bytes)})",
                 )
             )
-        return [*rows, *(("not known", note) for note in plan.notes)]
+        notes = list(plan.notes)
+        if self.largest is not None and self.largest.larger_may_fit:
+            notes.append(
+                f"whether more than {self.largest.local_rows} rows fit: no larger "
+                "batch was looked at"
+            )
+        return [*rows, *(("not known", note) for note in notes)]
 
     def print(self) -> None:
         """Prints the sentence and the tables."""
@@ -136,7 +142,7 @@ class Answer:
         """The HTML page."""
         bars = [(f"{self.plan.local_rows} rows", dict(self.plan.parts))]
         if self.largest is not None:
-            name = f"{self.largest.local_rows} rows, the most that fit"
+            name = f"{_at_least(self.largest)} rows, the most that fit"
             bars.append((name, dict(self.largest.parts)))
         return draw_plan(
             f"tfdp plan: {self.model}",
@@ -149,6 +155,12 @@ class Answer:
             ],
             self.plan.memory_bytes,
         )
+
+
+def _at_least(plan: MemoryPlan) -> str:
+    return (
+        f"at least {plan.local_rows}" if plan.larger_may_fit else f"{plan.local_rows}"
+    )
 
 
 def _megabytes(size_bytes: int) -> str:

@@ -35,6 +35,8 @@ class MemoryPlan:
       hosts: of the replicas.
       host_parts: with `offload=` what a replica takes of its host's memory besides, as
         `parts`.
+      larger_may_fit: of the largest batch that fits, whether no larger one was looked
+        at.
     """
 
     local_rows: int
@@ -50,6 +52,7 @@ class MemoryPlan:
     is_known: bool = True
     hosts: int = 1
     host_parts: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    larger_may_fit: bool = False
 
     @property
     def peak_bytes(self) -> int:

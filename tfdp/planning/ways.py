@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -23,7 +24,8 @@ __all__ = ["largest_batch", "ways_to_fit"]
 PRECISION = 0.05
 # What is computed is taken for as many times fewer or more rows than were traced.
 NEAR = 4
-# A batch is made, of zeros, to trace a step.
+# A batch is made, of zeros, to trace a step; no larger one is looked at, but for one
+# that was asked about.
 MOST_BATCH_BYTES = 2**30
 MICRO_STEPS = (2, 4, 8)
 
@@ -36,6 +38,9 @@ def largest_batch(
     remat: bool = False,
 ) -> MemoryPlan | None:
     """The plan of the largest local batch that fits; None: not even one row does.
+
+    Where TensorFlow builds another graph for each number of rows, None says that those
+    that were asked about do not fit.
 
     The step is traced for two batches; as its tensors grow with the rows in a line, its
     peak for any other batch can be computed (`StepOfRows`), and the largest that fits
@@ -50,14 +55,14 @@ def largest_batch(
 
     Returns:
       The plan. A batch that is larger by one part in 20, or by one row, may fit as
-      well.
+      well; with `larger_may_fit` one of any size: no more rows were looked at.
     """
     setting: dict[str, Any] = {"shard": shard, "remat": remat}
-    most_rows = max(1, MOST_BATCH_BYTES // max(planner.row_bytes, 1))
+    most_rows = max(planner.local_rows, MOST_BATCH_BYTES // max(planner.row_bytes, 1))
     few, many = _two_traced(planner, most_rows, memory_bytes, setting)
     if many is None:
         found = planner.at(few, memory_bytes=memory_bytes, **setting)
-        return found if found.fits else None
+        return dataclasses.replace(found, larger_may_fit=True) if found.fits else None
     plans = {
         rows: planner.at(rows, memory_bytes=memory_bytes, **setting)
         for rows in (few, many)
@@ -71,14 +76,17 @@ def largest_batch(
         )
 
     # Looked for in one order of ops; what is answered was looked at in all of them.
-    low = _most_that_fits(computed, (few, many), most_rows, memory_bytes)
+    if computed(most_rows).peak_bytes <= most_peak_bytes(memory_bytes):
+        low = most_rows
+    else:
+        low = _most_that_fits(computed, (few, many), most_rows, memory_bytes)
     while low:
         if few // NEAR <= low <= many * NEAR:
             found = computed(low, quickly=False)
         else:
             found = planner.at(low, memory_bytes=memory_bytes, **setting)
         if found.fits:
-            return found
+            return dataclasses.replace(found, larger_may_fit=low == most_rows)
         low -= max(1, round(PRECISION * low))
     return None
 
