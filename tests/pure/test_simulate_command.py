@@ -55,6 +55,14 @@ def test_chosen_numbers_and_other_links(capsys):
     assert efficiency("--algorithm", "ring") != efficiency("--algorithm", "tree")
 
 
+@pytest.mark.parametrize("per_host, last", [(3, 16383), (12, 16380), (20000, 16384)])
+def test_hosts_of_any_size_have_a_curve(per_host, last, capsys):
+    hosts = ["--devices-per-host", str(per_host)]
+    assert cli.main([*KNOWN, *RATE, *hosts, "--json"]) == 0
+    points = json.loads(capsys.readouterr().out)["points"]
+    assert points[-1]["devices"] == last
+
+
 def test_a_measured_machine_is_read(tmp_path, capsys):
     path = str(write_machine(MACHINE, tmp_path / "machine.json"))
     assert cli.main(["simulate", "--machine", path, "--devices", "1", "2", "8"]) == 0

@@ -23,14 +23,20 @@ MOST_POINTS = 1000
 def device_counts(first: int, last: int, devices_per_host: int) -> list[int]:
     """Powers of 2 within a host, then powers of 2 of hosts, and both ends.
 
+    The last one is the most devices up to `last` that fill their hosts.
+
     >>> device_counts(1, 64, 8)
     [1, 2, 4, 8, 16, 32, 64]
     >>> device_counts(1, 48, 6)
+    [1, 2, 4, 6, 12, 24, 48]
+    >>> device_counts(1, 50, 6)
     [1, 2, 4, 6, 12, 24, 48]
     """
     whole("devices", "the first number", first, 1, MOST_DEVICES)
     whole("devices", "the last number", last, 1, MOST_DEVICES)
     whole("devices", "devices_per_host", devices_per_host, 1, MOST_DEVICES)
+    if last > devices_per_host:
+        last -= last % devices_per_host
     counts = {first, last}
     power = 1
     while power <= last:
