@@ -3,6 +3,7 @@
 import functools
 
 import keras
+import numpy as np
 import pytest
 import tensorflow as tf
 
@@ -53,3 +54,19 @@ def test_a_recurrent_layer_is_counted_by_its_turns():
     turn_bytes = 64 * 6 * 32 * 4
     assert long.parts["activations"] - short.parts["activations"] >= 60 * turn_bytes
     assert 3.5 < long.flops / short.flops < 4.2
+
+
+@pytest.mark.parametrize("by_rows", [True, False])
+def test_texts_are_planned(by_rows):
+    def build():
+        words = keras.Input((4,), dtype="string")
+        numbers = keras.layers.Hashing(16)(words)
+        rows = keras.layers.Flatten()(keras.layers.Embedding(16, 8)(numbers))
+        model = keras.Model(words, keras.layers.Dense(1)(rows))
+        model.compile("sgd", "mse", jit_compile=False)
+        return model
+
+    arrays = (np.full((64, 4), "word"), np.zeros((64, 1), "float32"))
+    found = plan(build, 64 if by_rows else arrays, replicas=2, memory_bytes=2**30)
+    assert found.parts["weights"] == pytest.approx(4 * (16 * 8 + 4 * 8 + 1), abs=16)
+    assert found.fits

@@ -33,10 +33,11 @@ class Batch:
         self.rows = rows
 
     def zeros(self, rows: int) -> Any:
-        """A batch of `rows` rows in which every number is 0."""
+        """A batch of `rows` rows in which every number is 0 and every text empty."""
         return tf.nest.map_structure(
             lambda spec: (
-                np.full((rows, *spec.shape), "", object)
+                # Keras builds no model from arrays of objects, which NumPy's are.
+                tf.fill((rows, *spec.shape), "")
                 if spec.dtype == tf.string
                 else np.zeros((rows, *spec.shape), spec.dtype.as_numpy_dtype)
             ),
