@@ -5,7 +5,8 @@ import types
 
 import pytest
 
-from tfdp.commands import cli, plan
+from tfdp.commands import cli, plan, tune
+from tfdp.commands.plan_model import bytes_of
 
 MODEL = ["plan", "model.py", "--batch", "8"]
 FITS = types.SimpleNamespace(
@@ -67,3 +68,31 @@ def test_a_target_that_ends_the_program_was_not_planned(
         batch = ["--batch", "8"] if command == "plan" else []
         assert cli.main([command, "model.py", *batch]) == 2
         assert f"tfdp {command}: the target ended by itself" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("size", ["", " ", "much", "0GB", "9" * 400, "1" * 19, "²GB"])
+@pytest.mark.parametrize(
+    "command", [MODEL, ["tune", "model.py", "--batch", "8", "--replicas", "2"]]
+)
+def test_what_is_no_size_is_refused(command, size, in_folder, monkeypatch, capsys):
+    (in_folder / "model.py").touch()
+    monkeypatch.setattr(plan, "_answer", lambda *_: pytest.fail("it was planned"))
+    monkeypatch.setattr(tune, "TuneRun", lambda *_, **__: pytest.fail("it was tuned"))
+    assert cli.main([*command, "--memory", size]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"tfdp {command[0]}: A size is a number and a unit")
+    assert len(line) < 300
+
+
+@pytest.mark.parametrize(
+    "text, size_bytes", [("16GB", 16 * 10**9), ("1.5 kib", 1536), ("1000000TB", 10**18)]
+)
+def test_sizes_are_exact(text, size_bytes):
+    assert bytes_of(text) == size_bytes
+
+
+@pytest.mark.parametrize("shard", ["²", "4", "-1", "٣", ""])
+def test_what_is_no_stage_is_refused(shard, capsys):
+    assert cli.main([*MODEL, f"--shard={shard}"]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("tfdp plan: shard must be one of")

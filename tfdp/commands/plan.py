@@ -82,7 +82,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Runs `tfdp plan`; returns the exit status: 0 fits, 1 does not, 2 not planned."""
     try:
-        memory_bytes = bytes_of(options.memory) if options.memory else None
+        memory_bytes = None if options.memory is None else bytes_of(options.memory)
         sharding = _sharding(options)
         refuse_bad_place("--json", options.json)
         refuse_bad_place("--page", options.page)
@@ -150,6 +150,6 @@ def _answer(
 
 
 def _sharding(options: argparse.Namespace) -> Sharding:
-    shard = options.shard
+    numbers = {str(stage): stage for stage in range(len(SHARD_STAGES))}
     offload = "optimizer" if options.offload else "none"
-    return Sharding(int(shard) if shard.isdigit() else shard, offload=offload)
+    return Sharding(numbers.get(options.shard, options.shard), offload=offload)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from fractions import Fraction
 from typing import Any
 
 from tfdp.commands.check_target import load_target, parse_target
@@ -20,13 +21,15 @@ FORMS = (
 IMAGE_SHAPE = (224, 224, 3)
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+# More than any machine has; what is larger may be too large for a float.
+MOST_BYTES, MOST_CHARACTERS = 10**18, 80
 
 
 def bytes_of(text: str) -> int:
     """The bytes that a size such as "16GB" or "512 MiB" names.
 
     Raises:
-      ConfigurationError: when it names none.
+      ConfigurationError: when it names none, or more than a million terabytes.
 
     >>> bytes_of("16GB"), bytes_of("1.5 KiB")
     (16000000000, 1536)
@@ -35,12 +38,16 @@ def bytes_of(text: str) -> int:
     unit = found[2] if found else ""
     if found and unit not in UNITS:
         unit += "B"  # 16G
-    if not found or unit not in UNITS or float(found[1]) * UNITS[unit] < 1:
+    size_bytes = 0
+    if found and unit in UNITS and len(text) <= MOST_CHARACTERS:
+        size_bytes = round(Fraction(found[1]) * UNITS[unit])
+    if not 1 <= size_bytes <= MOST_BYTES:
+        shown = text if len(text) <= MOST_CHARACTERS else f"{text[:MOST_CHARACTERS]}..."
         raise ConfigurationError(
-            f"A size is a number and a unit, such as 16GB or 512MiB. Received: "
-            f"{text!r}."
+            "A size is a number and a unit, such as 16GB or 512MiB, and from 1 byte to "
+            f"{MOST_BYTES // UNITS['TB']:,} TB. Received: {shown!r}."
         )
-    return round(float(found[1]) * UNITS[unit])
+    return size_bytes
 
 
 def load_model(text: str, batch_rows: int) -> tuple[Callable[[], Any], Any]:

@@ -170,7 +170,7 @@ def _run_of(options: argparse.Namespace) -> TuneRun:
         options.batch,
         _automatic_engine(options.workers, gpus),
     )
-    memory_bytes = bytes_of(options.memory) if options.memory else None
+    memory_bytes = None if options.memory is None else bytes_of(options.memory)
     if place.all_replicas == 1 and memory_bytes is None:
         raise ConfigurationError(
             "One replica sends nothing, so there is nothing to tune. Give --replicas "
