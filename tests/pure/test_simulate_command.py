@@ -12,6 +12,7 @@ from tfdp.simulator.machine_file import write_machine
 from tfdp.simulator.step import PARTS
 
 KNOWN = ["simulate", "--model", "resnet50", "--hardware", "p100-25gbit"]
+H100 = ["--model", "resnet50", "--hardware", "h100-8x400gbit"]
 RATE = ["--samples-per-second", "219", "--batch", "64"]
 
 
@@ -83,11 +84,16 @@ def test_lists(option, capsys):
     [
         ([], "--hardware"),
         (["--hardware", "p100-25gbit"], "--model must be one of"),
+        (["--hardware", "p100-25gbit", "--model", "x"], "`tfdp measure --target`"),
         ([*KNOWN[1:]], "--samples-per-second"),
         ([*KNOWN[1:], "--machine", "x"], "either"),
         ([*KNOWN[1:], *RATE, "--flops-per-second", "1e12"], "leave one out"),
         ([*KNOWN[1:], "--samples-per-second", "0"], "above 0"),
         ([*KNOWN[1:], "--samples-per-second", "nan"], "above 0"),
+        ([*H100, "--flops-per-second", "0"], "above 0"),
+        (["--list", "--json"], "--list prints a text"),
+        (["--published", "--json"], "--published prints a text"),
+        (["--published", "--plot", "curve.html"], "--published prints a text"),
         ([*KNOWN[1:], "--samples-per-second", "5", "--batch", "0"], "at least 1"),
         ([*KNOWN[1:], *RATE, "--devices", "0"], "whole number"),
         ([*KNOWN[1:], *RATE, "--devices", "6"], "do not fill hosts"),

@@ -16,7 +16,7 @@ from tfdp.commands.simulate_words import (
     published_table,
 )
 from tfdp.errors import ConfigurationError
-from tfdp.files.atomic import replaced
+from tfdp.files.atomic import refuse_bad_place, replaced, written_for
 from tfdp.simulator.checked import positive, whole
 from tfdp.simulator.failures import Reliability
 from tfdp.simulator.known_hardware import HARDWARE
@@ -167,17 +167,15 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Runs `tfdp simulate`; returns the exit code."""
-    if options.list:
-        print(known_names())
+    if options.list or options.published:
+        _refuse_output(options)
+        print(known_names() if options.list else published_table())
         return 0
-    if options.published:
-        print(published_table())
-        return 0
-    if options.plot is not None:
-        path = pathlib.Path(options.plot)
-        if path.is_dir() or not path.absolute().parent.is_dir():
-            print(f"--plot {path}: no place for a file", file=sys.stderr)
-            return 2
+    try:
+        refuse_bad_place("--plot", options.plot)
+    except ConfigurationError as error:
+        print(f"tfdp simulate: {error}", file=sys.stderr)
+        return 2
     training = training_of(options)
     devices = options.devices or device_counts(
         1, MOST_DEVICES, training.machine.devices_per_host
@@ -188,10 +186,21 @@ def run(options: argparse.Namespace) -> int:
     else:
         print(curve_table(training, curve))
     if options.plot is not None:
-        with replaced(options.plot) as half_written:
-            half_written.write_text(curve_page(training, curve), "utf-8")
+        page = curve_page(training, curve)
+        with written_for("--plot", options.plot), replaced(options.plot) as path:
+            path.write_text(page, "utf-8")
         print(f"drawn in {pathlib.Path(options.plot).absolute()}", file=sys.stderr)
     return 0
+
+
+def _refuse_output(options: argparse.Namespace) -> None:
+    for name in ("json", "plot"):
+        if getattr(options, name):
+            which = "--list" if options.list else "--published"
+            raise ConfigurationError(
+                f"{which} prints a text, and --{name} is of a curve: leave one of both "
+                "out."
+            )
 
 
 def training_of(options: argparse.Namespace) -> Training:
@@ -259,7 +268,7 @@ def _known_training(options: argparse.Namespace) -> Training:
     if options.model not in MODELS:
         raise ConfigurationError(
             f"--model must be one of {', '.join(MODELS)}. Received: "
-            f"{options.model!r}; other models: `tfdp measure --model`, then --machine."
+            f"{options.model!r}; other models: `tfdp measure --target`, then --machine."
         )
     model, machine = MODELS[options.model](), HARDWARE[options.hardware]
     if options.devices_per_host is not None:
@@ -277,7 +286,9 @@ def _known_training(options: argparse.Namespace) -> Training:
         positive("tfdp simulate", "--samples-per-second", options.samples_per_second)
         seconds = samples / options.samples_per_second
         return Training(model, Compute.from_seconds(seconds, samples), machine)
-    flops_per_second = options.flops_per_second or machine.flops_per_second
+    flops_per_second = options.flops_per_second
+    if flops_per_second is None:
+        flops_per_second = machine.flops_per_second
     if flops_per_second is None:
         raise ConfigurationError(
             f"What a device of {machine.name} reaches is not known in FLOPs: give "
