@@ -297,6 +297,11 @@ def test_two_runs_stand_side_by_side(tmp_path, capsys):
         (["run", "--page", "nowhere/x.html"], "there is no such folder"),
         (["run", "--json", "nowhere/x.json"], "there is no such folder"),
         (["run", "run"], "given twice"),
+        (["run", "./run/"], "given twice"),
+        (["run", "link"], "given twice"),
+        (["run", "--json", "run/worker-0.jsonl"], "own record"),
+        (["run", "--page", "link/worker-1.jsonl"], "own record"),
+        (["run", "--json", "run/a.trace.json"], "own record"),
         (["run", "--page", "run"], "that is a folder"),
         (["run", "--json", "run"], "that is a folder"),
         (["run", "--json", "n" * 300], "cannot be written"),
@@ -305,6 +310,7 @@ def test_two_runs_stand_side_by_side(tmp_path, capsys):
 def test_what_cannot_be_done_is_said(tmp_path, monkeypatch, capsys, arguments, words):
     monkeypatch.chdir(tmp_path)
     MadeRun().write(tmp_path / "run")
+    (tmp_path / "link").symlink_to("run")
     assert main(["report", *arguments]) == 1
     assert words in capsys.readouterr().err
 

@@ -14,7 +14,7 @@ from tfdp.progress_bar import progress_bar
 from tfdp.runs.facts import Facts, facts_of
 from tfdp.runs.in_words import compared, summary
 from tfdp.runs.page import draw_comparison, draw_run
-from tfdp.runs.read import read_run
+from tfdp.runs.read import is_read, read_run
 
 __all__ = ["add_arguments", "run"]
 
@@ -41,8 +41,10 @@ def run(options: argparse.Namespace) -> int:
     """Runs `tfdp report`; returns the exit code."""
     refuse_bad_place("--page", options.page)
     refuse_bad_place("--json", options.json)
-    page = Path(options.page or Path(options.runs[0], "report.html"))
     names = _names(options.runs)
+    for option, path in (("--page", options.page), ("--json", options.json)):
+        _refuse_record(option, path, options.runs)
+    page = Path(options.page or Path(options.runs[0], "report.html"))
     found: list[tuple[str, Facts]] = []
     with progress_bar("reading", len(names)) as advance:
         for name, directory in zip(names, options.runs, strict=True):
@@ -67,9 +69,22 @@ def run(options: argparse.Namespace) -> int:
 
 def _names(directories: Sequence[str]) -> list[str]:
     """What the runs are called: by their directories, each once."""
+    places = [os.path.realpath(directory) for directory in directories]
+    if len(set(places)) < len(places):
+        raise ConfigurationError("The same run is given twice. Give each one once.")
     names = [Path(directory).absolute().name for directory in directories]
     if len(set(names)) < len(names):
         names = [str(directory) for directory in directories]
-    if len(set(names)) < len(names):
-        raise ConfigurationError("The same run is given twice. Give each one once.")
     return names
+
+
+def _refuse_record(option: str, path: str | None, directories: Sequence[str]) -> None:
+    if path is None:
+        return
+    folders = {os.path.realpath(directory) for directory in directories}
+    place = Path(path).absolute()
+    if is_read(place.name) and os.path.realpath(place.parent) in folders:
+        raise ConfigurationError(
+            f"{option} {path} is a part of the run's own record, which would be lost. "
+            "Give another name."
+        )

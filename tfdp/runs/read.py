@@ -20,7 +20,7 @@ from tfdp.runs.entries import End, Entry, Epoch, Start, Steps, entry_from
 from tfdp.runs.lines import MOST_LINE_BYTES, content_of
 from tfdp.runs.run_file import name_of_file
 
-__all__ = ["Run", "Session", "WorkerRun", "read_run"]
+__all__ = ["Run", "Session", "WorkerRun", "is_read", "read_run"]
 
 FILE = re.compile(r"worker-(0|[1-9]\d{0,6})\.jsonl")
 TRACE_ENDING = ".trace.json"
@@ -103,6 +103,15 @@ class Run:
     sessions: list[Session]
     traces: list[Path]
     notes: list[str]
+
+
+def is_read(name: str) -> bool:
+    """Whether `read_run` takes a file of this name in a run's directory for its record.
+
+    >>> is_read("worker-0.jsonl"), is_read("report.html")
+    (True, False)
+    """
+    return FILE.fullmatch(name) is not None or name.endswith(TRACE_ENDING)
 
 
 def read_run(directory: str | os.PathLike[str]) -> Run:
