@@ -70,3 +70,14 @@ def test_texts_are_planned(by_rows):
     found = plan(build, 64 if by_rows else arrays, replicas=2, memory_bytes=2**30)
     assert found.parts["weights"] == pytest.approx(4 * (16 * 8 + 4 * 8 + 1), abs=16)
     assert found.fits
+
+
+@pytest.mark.parametrize("option", ["jit_compile", "run_eagerly"])
+def test_a_step_that_runs_in_another_way_is_told(option):
+    def build():
+        model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse", **{"jit_compile": False, option: True})
+        return model
+
+    [note] = plan(build, 4).notes
+    assert note.startswith("planned ") and option in note

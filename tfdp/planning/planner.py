@@ -177,6 +177,10 @@ class Planner:
                 notes.append(
                     "planned without XLA, which the model asks for (jit_compile)"
                 )
+            if traced.is_eager:
+                notes.append(
+                    "planned as a graph, and the model runs op by op (run_eagerly)"
+                )
             self._found[key] = {
                 **_facts_of(graph, number, sharding),
                 "trainable_bytes": traced.trainable_bytes,

@@ -133,6 +133,8 @@ class TracedModel:
         self.batch: Batch = batch_of(batch, self.model)
         #: Whether XLA would compile what each replica computes; here it is not.
         self.is_compiled = take_over_jit(self.model)
+        #: Whether the step would run op by op; here it is a graph.
+        self.is_eager = bool(self.model.run_eagerly)
         if remat:
             recompute(self.model)
         for optimizer in innermost_optimizers(self.model.optimizer):
