@@ -96,3 +96,17 @@ def test_what_is_no_stage_is_refused(shard, capsys):
     assert cli.main([*MODEL, f"--shard={shard}"]) == 2
     [line] = capsys.readouterr().err.splitlines()
     assert line.startswith("tfdp plan: shard must be one of")
+
+
+@pytest.mark.parametrize("command", ["tune", "check"])
+def test_others_say_what_cannot_be_written_too(command, in_folder, monkeypatch, capsys):
+    found = types.SimpleNamespace(ok=True, run=lambda: found, to_json=dict)
+    (in_folder / "model.py").touch()
+    monkeypatch.setattr(tune, "_run_of", lambda _: found)
+    monkeypatch.setattr(tune, "_document", lambda *_: {})
+    monkeypatch.setattr("tfdp.commands.check._check", lambda *_: found)
+    batch = ["--batch", "8"] if command == "tune" else []
+    for path, code in (("file", 0), ("n" * 300, 2)):
+        assert cli.main([command, "model.py", *batch, "--json", path]) == code
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"tfdp {command}: --json ") and "cannot be written" in line

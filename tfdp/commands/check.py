@@ -34,7 +34,8 @@ EPILOG = "\n".join(
         f"TARGET is {FORMS}.",
         f"A function returns {RETURNS}.",
         "Exit status: 0 the check holds, or does but for batch normalization per "
-        "replica, which is by design; 1 it does not; 2 nothing was checked.",
+        "replica, which is by design; 1 it does not; 2 nothing was checked, or the "
+        "report could not be written.",
     )
 )
 
