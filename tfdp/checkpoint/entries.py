@@ -5,7 +5,8 @@ has its host's range. What each replica has of its own is a row for each; given 
 the same replicas each gets its own again, bit for bit, and to others by a rule:
 
     residuals, slots of compression    the sum over all rows, an equal part to each
-    gradients of an accumulation       the same; moving statistics meanwhile: the mean
+    gradients of an accumulation       the same, also of one value that is the sum over
+                                       replicas; moving statistics meanwhile: the mean
     sums of metrics                    the sum to the first replica, 0 to the others
     optimizers that train apart        the mean over all rows (counters: the first)
     weights that train apart           the outer weights, as after a meeting
@@ -22,7 +23,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdp._private.names import SyncOnReadVariable
-from tfdp.sharding.updates import ACCUMULATOR_NAME
+from tfdp.sharding.updates import ACCUMULATOR_NAME, shards_of
 from tfdp.sharding.variables import ShardedVariable
 from tfdp.step.compression import compression_entries
 from tfdp.step.held_optimizers import optimizers_of
@@ -31,10 +32,10 @@ from tfdp.variables.local_view import LocalView
 from tfdp.variables.mirrored import is_seed_state
 from tfdp.variables.of_ranks import OfRanks
 
-__all__ = ["Entry", "Rows", "entries_of", "state_of"]
+__all__ = ["Entry", "Rows", "entries_of", "state_of", "sum_of"]
 
-# In the names of what each replica sums for itself between two updates.
-ACCUMULATED = (ACCUMULATOR_NAME, "accumulated_weight")
+# What the batches of an accumulation weigh: those of all replicas, on each of them.
+WEIGHT_NAME = "accumulated_weight"
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,8 @@ class Entry:
         lie in the variable's own memory, which the next step writes into.
       give: takes the whole, or `Rows`.
       lengths: of "shards", the elements in each host's part.
+      is_sum: whether rows of "ranks" add up to what is meant, and the other kinds hold
+        their sum.
     """
 
     path: str
@@ -77,6 +80,7 @@ class Entry:
     read: Callable[[], np.ndarray]
     give: Callable[[Any], None]
     lengths: tuple[int, ...] = ()
+    is_sum: bool = False
 
 
 def entries_of(model: keras.Model) -> dict[str, Entry]:
@@ -145,14 +149,19 @@ def _may_differ(model: keras.Model, optimizers: list[Any]) -> dict[int, str]:
     """Mirrored variables whose copies may differ between steps, and what others get.
 
     Between two updates of an accumulation each replica has gradients of its own, and
-    moving statistics, which are brought together with them. What is no float, but for
-    seeds, a layer may count on each replica.
+    moving statistics, which are brought together with them. From stage 2 on every
+    batch's gradients are: what is too small for shards is the same sum on each ("all").
+    What is no float, but for seeds, a layer may count on each replica.
     """
     rules, accumulates = {}, False
     for optimizer in optimizers:
+        shards = shards_of(optimizer)
+        of_gradients = "all" if shards is not None and shards.stage > 1 else "sum"
         for variable in optimizer.variables:
-            if any(name in variable.path for name in ACCUMULATED):
-                rules[id(variable)], accumulates = "sum", True
+            if ACCUMULATOR_NAME in variable.path:
+                rules[id(variable)], accumulates = of_gradients, True
+            elif WEIGHT_NAME in variable.path:
+                rules[id(variable)] = "mean"
     for variable in model.non_trainable_variables:
         is_float = tf.as_dtype(variable.dtype).is_floating
         if is_float and accumulates:
@@ -164,8 +173,9 @@ def _may_differ(model: keras.Model, optimizers: list[Any]) -> dict[int, str]:
 
 def _entry_of(variable: keras.Variable, rule: str | None = None) -> Entry:
     value, path = variable.value, variable.path
+    is_sum = rule in ("sum", "all")
     if isinstance(value, ShardedVariable):
-        return _sharded(variable, value)
+        return _sharded(variable, value, is_sum)
     shape, dtype = tuple(value.shape), variable.dtype
     if isinstance(value, LocalView) and value.is_of_group:
         copies = [value.outer_copy(rank) for rank in range(len(value.values))]
@@ -183,27 +193,33 @@ def _entry_of(variable: keras.Variable, rule: str | None = None) -> Entry:
             _stacked(copies),
             _sum_to_first(copies, aggregation),
         )
-    if rule is not None:
+    if rule not in (None, "all"):
         copies = list(getattr(value, "values", [value]))
         give = _alike_or(copies, rule)
-        return Entry(path, "ranks", shape, dtype, _stacked(copies), give)
-    return Entry(path, "whole", shape, dtype, lambda: _seen(variable), variable.assign)
+        read = _stacked(copies)
+        return Entry(path, "ranks", shape, dtype, read, give, is_sum=is_sum)
+    return _whole(variable, shape, is_sum)
 
 
-def _sharded(variable: keras.Variable, value: ShardedVariable) -> Entry:
+def _whole(variable: keras.Variable, shape: tuple[int, ...], is_sum: bool) -> Entry:
+    return Entry(
+        variable.path,
+        "whole",
+        shape,
+        variable.dtype,
+        lambda: _seen(variable),
+        variable.assign,
+        is_sum=is_sum,
+    )
+
+
+def _sharded(variable: keras.Variable, value: ShardedVariable, is_sum: bool) -> Entry:
     shards = value.distribute_strategy.extended.shards
     local = len(value.distribute_strategy.extended.worker_devices)
     parts = shards.reducer.shard_parts // local
     shape = tuple(value.layout.shape)
     if parts == 1:
-        return Entry(
-            variable.path,
-            "whole",
-            shape,
-            variable.dtype,
-            lambda: _seen(variable),
-            variable.assign,
-        )
+        return _whole(variable, shape, is_sum)
     edges = [value.layout.bounds(part * local)[0] for part in range(parts)]
     lengths = tuple(np.diff([*edges, value.layout.elements]).tolist())
     return Entry(
@@ -214,6 +230,7 @@ def _sharded(variable: keras.Variable, value: ShardedVariable) -> Entry:
         lambda: np.asarray(shards.own_range(value)),
         variable.assign,
         lengths,
+        is_sum,
     )
 
 
@@ -271,14 +288,20 @@ def _deal(of_ranks: OfRanks, rows: Rows) -> None:
 def _alike_or(copies: list[tf.Variable], rule: str) -> Callable[[Rows], None]:
     def values(rows: Rows) -> list[Any]:
         value = rows.all[0]
-        are_alike = all(row.tobytes() == value.tobytes() for row in rows.all)
-        if rule != "first" and not are_alike:
-            total = rows.all.astype("float64").sum(axis=0)
-            parts = rows.replicas if rule == "sum" else len(rows.all)
-            value = np.asarray(total / parts).astype(rows.all.dtype)
+        if rule == "sum":
+            value = (sum_of(rows.all) / rows.replicas).astype(rows.all.dtype)
+        elif rule == "mean":
+            are_alike = all(row.tobytes() == value.tobytes() for row in rows.all)
+            if not are_alike:  # the mean of those that are may be rounded
+                value = (sum_of(rows.all) / len(rows.all)).astype(rows.all.dtype)
         return [value] * len(copies)
 
     return _own_or(copies, values)
+
+
+def sum_of(rows: np.ndarray) -> np.ndarray:
+    """The sum over replicas, as float64, which rounds none of their digits away."""
+    return np.asarray(rows.astype("float64").sum(axis=0))
 
 
 def _sum_to_first(

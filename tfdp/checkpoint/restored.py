@@ -10,7 +10,7 @@ import numpy as np
 
 from tfdp._private.optimizer_hooks import strategy_of
 from tfdp.checkpoint.array_files import ArrayFile, open_arrays
-from tfdp.checkpoint.entries import Entry, Rows, entries_of
+from tfdp.checkpoint.entries import Entry, Rows, entries_of, sum_of
 from tfdp.checkpoint.hosts import Hosts
 from tfdp.checkpoint.manifest import Manifest, Noted, part_name
 from tfdp.checkpoint.noted_optimizers import build_as_noted
@@ -208,8 +208,10 @@ def _value(
             raise DataError(f"{noted.path!r} ({name}) has the shape {value.shape}.")
         if entry.kind != "ranks":
             return value
-        # All had the same: so has each now.
         local = len(entry.read())
+        if entry.is_sum:  # of which each replica gets its part, and none all of it
+            return Rows(value[None], None, hosts.rank * local, hosts.count * local)
+        # All had the same: so has each now.
         return Rows(value[None], np.stack([value] * local), 0, local)
     return _rows(name, entry, noted, files, hosts)
 
@@ -222,6 +224,8 @@ def _rows(
         raise DataError(f"{noted.path!r} ({name}) has not the shape {noted.shape}.")
     everything = np.concatenate(parts)
     if entry.kind != "ranks":
+        if entry.is_sum:
+            return sum_of(everything).astype(everything.dtype)
         # One process without a strategy now: what it would have had.
         is_sum = name.startswith("metrics/")
         return everything.sum(axis=0) if is_sum else everything[0]
