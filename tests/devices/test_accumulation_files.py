@@ -5,11 +5,14 @@ shards: whoever reads the file goes on as one device that was never interrupted.
 the sum rule weights end 5e-3 to 6e-2 apart; the bound is 1.5e-5.
 """
 
-import contextlib
 import functools
+import warnings
+from contextlib import nullcontext as nothing
 
 import keras
+import numpy as np
 import pytest
+import tensorflow as tf
 
 import tfdp
 from tests.support.parity import (
@@ -19,6 +22,7 @@ from tests.support.parity import (
     rounding_bound,
 )
 from tfdp.checkpoint import Checkpoint
+from tfdp.errors import CheckpointWarning
 
 # Saved by (replicas, stage), read by (replicas, stage); None: plain Keras.
 WAYS = [
@@ -44,7 +48,7 @@ def wrapped():
 
 def scope_of(way, min_bytes=ALL):
     if way is None:
-        return contextlib.nullcontext()
+        return nothing()
     replicas, stage = way
     devices = [f"CPU:{i}" for i in range(replicas)]
     return tfdp.DataParallelStrategy(
@@ -60,6 +64,7 @@ def compiled(way, optimizer, min_bytes=ALL):
             keras.losses.SparseCategoricalCrossentropy(from_logits=True),
             jit_compile=False,
         )
+        model.optimizer.build(model.trainable_variables)
     return model
 
 
@@ -148,3 +153,113 @@ def test_sums_that_are_alike_add_up_as_others_do(writer, reader, optimizer, tmp_
     model = saved(writer, optimizer, are_alike=True)
     through_a_checkpoint(tmp_path, model, other)
     assert_goes_on(other, optimizer, are_alike=True)
+
+
+def through_a_keras_file(folder, model, reader, optimizer):
+    model.save(folder / "model.keras")
+    with scope_of(reader):
+        return keras.models.load_model(folder / "model.keras")
+
+
+def through_weights(folder, model, reader, optimizer):
+    other = compiled(reader, optimizer)
+    model.save_weights(folder / "model.weights.h5")
+    other.load_weights(folder / "model.weights.h5")
+    return other
+
+
+def through_tensorflow(folder, model, reader, optimizer):
+    path = tf.train.Checkpoint(model=model, optimizer=model.optimizer).save(
+        folder / "checkpoint"
+    )
+    other = compiled(reader, optimizer)
+    restored = tf.train.Checkpoint(model=other, optimizer=other.optimizer)
+    restored.restore(path).assert_existing_objects_matched()
+    return other
+
+
+@pytest.mark.worth_seconds(20)
+@pytest.mark.parametrize(
+    "through", [through_a_keras_file, through_weights, through_tensorflow]
+)
+@pytest.mark.parametrize("writer, reader, optimizer", with_optimizers(WAYS[::3]))
+def test_files_of_keras_and_tensorflow(writer, reader, optimizer, through, tmp_path):
+    model = saved(writer, optimizer)
+    other = through(tmp_path, model, reader, optimizer)
+    for mine, theirs in zip(
+        model.optimizer.variables, other.optimizer.variables, strict=True
+    ):
+        np.testing.assert_array_equal(mine.numpy(), theirs.numpy())
+    assert_goes_on(other, optimizer)
+
+
+def accumulators(model):
+    return [v for v in model.optimizer.variables if "gradient_accumulator" in v.path]
+
+
+def test_outside_of_replicas_they_are_their_sum():
+    model, plain = saved((2, 0), keras_own), saved(None, keras_own)
+    for mine, one in zip(accumulators(model), accumulators(plain), strict=True):
+        own = [copy.numpy() for copy in mine.value.values]
+        assert np.abs(own[0] - own[1]).max() > 1e-2
+        for read in (
+            mine.numpy(),
+            mine.value.value(),
+            keras.ops.convert_to_tensor(mine),
+        ):
+            np.testing.assert_array_equal(read, own[0] + own[1])
+            # Sums of some 36 numbers below 3, in another order.
+            np.testing.assert_allclose(read, one.numpy(), atol=1e-5)
+
+
+def test_what_is_assigned_is_the_sum():
+    model = compiled((3, 1), keras_own)
+    for variable in accumulators(model):
+        value = np.random.default_rng(1).normal(size=variable.shape).astype("float32")
+        variable.assign(value)
+        np.testing.assert_array_equal(variable.numpy(), value)
+        variable.assign_add(value)
+        np.testing.assert_array_equal(variable.numpy(), value + value)
+        assert not variable.value.values[2].numpy().any()
+
+
+@pytest.mark.parametrize("is_eager", [False, True])
+def test_every_update_ends_with_zeros(is_eager):
+    model = compiled((2, 0), keras_own)
+    model.run_eagerly = is_eager
+    fit(model, 0, STEPS)
+    assert largest_difference(model, uninterrupted(keras_own)) < 1e-5
+    assert not any(v.numpy().any() for v in accumulators(model))
+
+
+def test_one_of_several_hosts_says_that_it_has_a_part(monkeypatch, tmp_path):
+    model = saved((2, 0), keras_own)
+    monkeypatch.setattr(type(model.distribute_strategy), "hosts", 2)
+    with pytest.warns(CheckpointWarning, match="one of 2 hosts"):
+        model.save(tmp_path / "model.keras")
+    fitted = fit(compiled((2, 0), keras_own), 0, EVERY)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", CheckpointWarning)
+        fitted.save(tmp_path / "model.keras")
+
+
+def test_the_second_host_takes_nothing_of_what_is_assigned(monkeypatch):
+    model = compiled((2, 0), keras_own)
+    monkeypatch.setattr(model.distribute_strategy.extended, "first_rank", 2)
+    for variable in accumulators(model):
+        variable.assign(np.ones(variable.shape, "float32"))
+        assert not variable.numpy().any()
+
+
+def test_replicas_that_train_apart_keep_their_own():
+    def optimizer():
+        sync = tfdp.sync.LocalSGD(every=2, across="replicas")
+        inner = keras.optimizers.SGD(RATE)
+        return tfdp.DistributedOptimizer(inner, accumulate_steps=EVERY, sync=sync)
+
+    for variable in accumulators(saved((2, 0), optimizer)):
+        own = [copy.numpy() for copy in variable.value.values]
+        np.testing.assert_array_equal(variable.numpy(), own[0])
+        variable.assign(own[1])
+        for copy in variable.value.values:
+            np.testing.assert_array_equal(copy.numpy(), own[1])

@@ -34,6 +34,7 @@ HOOKS = {
     "_dense_var_to_tensor": "a variable is made a tensor of",
     "_export_to_saved_model_graph": "a SavedModel is written",
     "_get": "the component that is meant here is asked for",
+    "_get_cross_replica": "a variable is read outside of replicas",
     "_get_replica": "the component of a replica is asked for",
     "_read_variable_op": "a TPU variable is read",
     "_restore_from_tensors": "a checkpoint is read",

@@ -19,6 +19,7 @@ from tfdp.sync.diloco import DiLoCo
 from tfdp.sync.rounds import Sync
 from tfdp.tracing.current_run import current_run
 from tfdp.variables.local_view import LocalView, keep_all_copies
+from tfdp.variables.own_sums import OwnSumVariable
 
 __all__ = ["averages_wait", "make_rounds", "refuse_outside_of_fit", "refuse_with_sync"]
 
@@ -80,6 +81,8 @@ def make_rounds(
     for variable in own:
         if isinstance(variable, LocalView):
             variable.is_of_group = True
+            if isinstance(variable, OwnSumVariable):
+                variable.adds_up_over = "replica" if len(groups) > 1 else "host"
             if len(groups) > 1:
                 keep_all_copies(variable)
     inner = optimizer.inner_optimizer

@@ -42,6 +42,7 @@ from tfdp.variables.mirrored import (
     ReplicaOnReadVariable,
     SeedVariable,
 )
+from tfdp.variables.own_sums import OwnSumVariable
 
 __all__ = ["DataParallelExtended"]
 
@@ -157,9 +158,9 @@ class DataParallelExtended(ReplicaExtended, MirroredExtended):
             )
         if type(variable) is not MirroredVariable:
             return variable
-        return self.made_for_replicas(
-            variable, shard_class, ReplicaMirroredVariable, SeedVariable
-        )
+        own = self.has_own_sums(kwargs)
+        plain = OwnSumVariable if own else ReplicaMirroredVariable
+        return self.made_for_replicas(variable, shard_class, plain, SeedVariable)
 
     def _common_start(self, value: tf.Tensor, kwargs: dict[str, Any]) -> tf.Tensor:
         """The value that a variable stored in shards starts as on all hosts."""

@@ -50,7 +50,7 @@ class MultiHostExtended(DataParallelExtended):
         join_over_hosts: Callable[[tf.Tensor], tf.Tensor],
         **kwargs: Any,
     ):
-        self._first_rank = first_rank
+        self.first_rank = first_rank
         # The replicas of all hosts draw apart, not those of each host.
         self.first_draw = first_rank
         self._first_host_value = first_host_value
@@ -59,19 +59,19 @@ class MultiHostExtended(DataParallelExtended):
         super().__init__(*args, **kwargs)
 
     def _get_replica_id_in_sync_group(self, replica_id: int) -> int:
-        return self._first_rank + replica_id
+        return self.first_rank + replica_id
 
     def _experimental_distribute_values_from_function(self, value_fn: Callable) -> Any:
         # TensorFlow's own counts the replicas of this host only.
         def value_of(local: tf.distribute.experimental.ValueContext) -> Any:
-            rank = self._first_rank + local.replica_id_in_sync_group
+            rank = self.first_rank + local.replica_id_in_sync_group
             replicas = self._container_strategy().num_replicas_in_sync
             return value_fn(tf.distribute.experimental.ValueContext(rank, replicas))
 
         return super()._experimental_distribute_values_from_function(value_of)
 
     def _get_local_replica_id(self, replica_id_in_sync_group: int) -> int:
-        return replica_id_in_sync_group - self._first_rank
+        return replica_id_in_sync_group - self.first_rank
 
     def _batch_reduce_to(
         self, reduce_op: Any, value_destination_pairs: Any, options: Any = None

@@ -11,7 +11,7 @@ from tfdp._private.names import current_rank, stop_recording
 from tfdp.data.lasting_input import LastingInput
 from tfdp.errors import ScopeError
 from tfdp.exchange.reducer import Reducer
-from tfdp.sharding.updates import SHARD_CLASSES, ShardUpdates
+from tfdp.sharding.updates import ACCUMULATOR_NAME, SHARD_CLASSES, ShardUpdates
 from tfdp.sharding.variables import ShardedVariable
 from tfdp.step.finite_guard import FiniteGuard
 from tfdp.step.noise_probe import NoiseProbe
@@ -45,6 +45,8 @@ class ReplicaExtended(LastingInput):
     step_meter: StepMeter | None = None
     #: Whether random layers draw apart on every replica.
     _draws_per_replica: bool
+    #: The rank of this process's first replica among those that step together.
+    first_rank = 0
     #: Which of the draws that are apart the first replica here has.
     first_draw = 0
 
@@ -109,6 +111,16 @@ class ReplicaExtended(LastingInput):
             )
         kwargs["initial_value"] = value
         return value
+
+    def has_own_sums(self, kwargs: dict[str, Any]) -> bool:
+        """Whether a variable about to be made accumulates each replica's gradients.
+
+        From stage 2 on every batch's gradients are summed over the replicas first.
+        """
+        shards, name = self.shards, kwargs.get("name") or ""
+        is_of_sums = shards is not None and shards.stage > 1
+        is_slot = kwargs.get("colocate_with") is not None
+        return is_slot and ACCUMULATOR_NAME in name and not is_of_sums
 
     def made_for_replicas(
         self, variable: Any, shard_class: type | None, plain: type, seed: type
