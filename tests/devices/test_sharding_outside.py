@@ -1,5 +1,7 @@
 """A step that is taken outside of the replicas of a strategy that shards."""
 
+import contextlib
+
 import keras
 import numpy as np
 import pytest
@@ -65,3 +67,29 @@ def test_what_reads_only_gives_the_whole():
     expected = np.tile(model.get_weights()[0].sum(1), (8, 1))
     # Sums of four numbers below 2.
     np.testing.assert_allclose(tape.gradient(total, images), expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("shard", ["optimizer", "gradients", "parameters"])
+def test_averages_become_the_weights_at_the_end(shard):
+    """Keras hands the whole average to an update of each variable."""
+
+    def trained(scope, optimizer):
+        with scope:
+            keras.utils.set_random_seed(3)
+            model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(4)])
+            model.compile(optimizer(), "mse")
+        model.fit(x, x[:, :4], batch_size=8, epochs=3, shuffle=False, verbose=0)
+        return model.get_weights()
+
+    def inner():
+        return keras.optimizers.Adam(0.1, epsilon=1e-3, use_ema=True)
+
+    x = np.random.default_rng(1).normal(size=(24, 6)).astype("float32")
+    strategy = tfdp.DataParallelStrategy(
+        ["CPU:0", "CPU:1"], shard=shard, shard_min_bytes=0
+    )
+    several = trained(strategy.scope(), lambda: tfdp.DistributedOptimizer(inner()))
+    one = trained(contextlib.nullcontext(), inner)
+    for weight, expected in zip(several, one, strict=True):
+        # 9 updates of 0.1 on gradients that are rounded at 1e-7, over epsilon.
+        np.testing.assert_allclose(weight, expected, atol=1e-4)

@@ -351,7 +351,9 @@ def _refuse_wholes(variable: Any, arguments: Any) -> None:
     layout = variable.layout
     whole, shard = tf.TensorShape(layout.shape), tf.TensorShape([layout.shard_elements])
     for value in tf.nest.flatten(arguments):
-        if tf.is_tensor(value) and value.shape.rank and whole == value.shape != shard:
+        # No variables: of those that are cut, too, a shard is read in the update.
+        is_value = isinstance(value, (tf.Tensor, tf.IndexedSlices))
+        if is_value and value.shape.rank and whole == value.shape != shard:
             raise ConfigurationError(
                 f"Variable {variable.name!r} is updated by shards, and its optimizer "
                 "was called outside of the strategy's replicas with the gradient of "
