@@ -71,18 +71,23 @@ def use_virtual_devices(count: int) -> list[str]:
 
 
 def add_waiting_thread() -> None:
-    """Gives TensorFlow one thread more than cores to run operations on.
+    """Gives TensorFlow one thread more than backprop keeps busy.
 
-    An exchange between hosts holds one while it waits for the network. On a single
-    core there is no other by default, and backprop would wait as well. Nothing is
+    An exchange between hosts holds one while it waits for the network. By default there
+    are as many as cores. Where replicas share cores each of them needs one: a thread
+    goes down a chain of gradients and leaves those of weights for later, so that with
+    too few the first gradients come last, and no exchange is hidden. Nothing is
     changed where the number was set, or TensorFlow has started already.
     """
     threading = tf.config.threading
     is_set = threading.get_inter_op_parallelism_threads() != 0
     if is_set or "TF_NUM_INTEROP_THREADS" in os.environ:
         return
+    cpu = tf.config.list_physical_devices("CPU")[0]
+    replicas = len(tf.config.get_logical_device_configuration(cpu) or [cpu])
     with contextlib.suppress(RuntimeError):
-        threading.set_inter_op_parallelism_threads(usable_cores() + 1)
+        busy = max(usable_cores(), replicas)
+        threading.set_inter_op_parallelism_threads(busy + 1)
 
 
 def unseen_gpus() -> str | None:

@@ -179,10 +179,10 @@ class MultiHostDataParallelStrategy(SumsOverHosts, DataParallelStrategy):
             raise ConfigurationError(
                 f"devices_per_host must be an int of at least 1. Received: {count!r}."
             )
-        if self.cluster.workers > 1:
-            add_waiting_thread()
         if not tf.config.list_physical_devices("GPU") and count is not None:
             use_virtual_devices(count)
+        if self.cluster.workers > 1:
+            add_waiting_thread()
         is_living = communication.min_hosts is not None
         if is_living and (sharding.stage or sharding.offloads):
             raise ConfigurationError(
