@@ -114,7 +114,7 @@ def terms_of(
     arrays: Sequence[np.ndarray],
     label: str,
     wire_dtype: str | None = None,
-    ranges: Sequence[Sequence[object]] = (),
+    parts: Sequence[Sequence[object]] = (),
     limit: int | None = None,
 ) -> Terms:
     """The terms of an exchange of `arrays`.
@@ -122,20 +122,21 @@ def terms_of(
     Args:
       kind, number, label, wire_dtype: see `Terms`.
       arrays: of one type.
-      ranges: of each array; of sums, what it was packed from. See `HostLink`.
+      parts: of each array: in sums the shapes that it was packed from, else each
+        worker's range. See `HostLink`.
       limit: the most bytes that each worker may bring, where sizes differ.
     """
     of_each: Sequence[Sequence[object]] = [[list(array.shape)] for array in arrays]
-    if kind in SUMS and ranges:
+    if kind in SUMS and parts:
         # As if each tensor travelled by itself: that is what must be alike.
-        of_each = [packed or own for own, packed in zip(of_each, ranges, strict=True)]
+        of_each = [packed or own for own, packed in zip(of_each, parts, strict=True)]
     told = [
         f"{array.dtype.name} {shape}"
         for array, shapes in zip(arrays, of_each, strict=True)
         for shape in shapes
     ]
-    if kind not in SUMS and ranges:
-        told = [f"{t} in {r}" for t, r in zip(told, ranges, strict=True)]
+    if kind not in SUMS and parts:
+        told = [f"{t} in {r}" for t, r in zip(told, parts, strict=True)]
     own = arrays[0].itemsize if arrays else 0
     item_bytes = wire_type(wire_dtype).itemsize if wire_dtype else own
     size = item_bytes * sum(array.size for array in arrays) if limit is None else limit

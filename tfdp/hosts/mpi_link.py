@@ -223,9 +223,9 @@ class MpiLink(SocketLink):
         arrays: Sequence[np.ndarray],
         label: str,
         wire_dtype: str | None,
-        ranges: Packed = (),
+        parts: Packed | Ranges = (),
     ) -> Iterator[None]:
-        exchange = self._exchange(kind, arrays, label, "step", wire_dtype, ranges)
+        exchange = self._exchange(kind, arrays, label, "step", wire_dtype, parts)
         with exchange as ring:
             self._enter_mpi(ring.count, label)
             try:

@@ -330,7 +330,7 @@ class SocketLink(HostLink):
         label: str,
         channel: str,
         wire_dtype: str | None = None,
-        ranges: Packed = (),
+        parts: Packed | Ranges = (),
         limit: int | None = None,
         first: np.ndarray | None = None,
     ) -> Iterator[Channel]:
@@ -350,7 +350,7 @@ class SocketLink(HostLink):
             # and others accuse those who are behind.
             ring.count += 1
             ring.begin(
-                terms_of(kind, ring.count, arrays, label, wire_dtype, ranges, limit)
+                terms_of(kind, ring.count, arrays, label, wire_dtype, parts, limit)
             )
             self._membership.arrive(ring.count, channel)
             late = functools.partial(self._membership.late, ring.count, channel)
