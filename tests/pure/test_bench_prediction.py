@@ -1,6 +1,7 @@
 """How a machine's numbers are fitted, and told; processes are stood in for."""
 
 import contextlib
+import dataclasses
 import doctest
 import json
 
@@ -74,7 +75,9 @@ def machine(monkeypatch):
     from tests.pure.test_simulator_machine_file import MACHINE
 
     places = {(1, 1): 0.1, (1, 2): 0.15, (1, 4): 0.3, (2, 1): 0.11, (2, 2): 0.2}
-    stand_in = Machine(MACHINE, places)
+    # Four replicas are joined by half of what two are.
+    slower = dataclasses.replace(MACHINE.within_host, bytes_per_second=4e9)
+    stand_in = Machine(dataclasses.replace(MACHINE, within_host_of={4: slower}), places)
     for module in (measuring, command):
         monkeypatch.setattr(module, "measure_place", stand_in.measure)
         monkeypatch.setattr(module, "usable_cores", lambda: 2)
@@ -126,6 +129,8 @@ def test_measure_writes_what_simulate_reads(machine, tmp_path, capsys):
     assert found.within_host.rate == pytest.approx(expected.within_host.rate)
     latency = expected.within_host.latency_seconds
     assert found.within_host.latency_seconds == pytest.approx(latency, rel=1e-3)
+    assert found.within(4).rate == pytest.approx(expected.within(4).rate)
+    assert found.within(4).rate == pytest.approx(found.within_host.rate / 2)
     assert found.between_hosts.rate == pytest.approx(expected.between_hosts.rate)
     assert found.between_hosts.compute_share == pytest.approx(0.75)
     arms = {arm for arm, subject, *_ in machine.asked if subject == "cnn-1m"}
@@ -170,6 +175,13 @@ def test_the_benchmark_tells_how_far_off(machine, tmp_path, capsys):
         assert first > without and slow > 9 * without
         assert row["error"] == pytest.approx(first / without - 1)
     assert "20 steps: off by" in said and "4 sums: off by" in said
+    sums = {row["place"]: row for row in rows if not row["without_sums"]}
+    for place in ("1x2", "1x4", "2x1"):  # 2x2 has a core for two, the stand-in has not
+        (measured, *_), (predicted, *_) = (
+            sums[place][key] for key in ("measured", "predicted")
+        )
+        # The tensors are not the stand-in's, as many bytes in other pieces.
+        assert predicted == pytest.approx(measured - CALL_SECONDS, rel=0.15)
 
 
 def test_over_a_link_two_hosts_have_a_replica_and_two(machine, monkeypatch, capsys):

@@ -26,6 +26,7 @@ MACHINE = MeasuredMachine(
     load=0.5,
     measured="2026-11-23",
 )
+SOME_LINK = {"latency_seconds": 1e-4, "bytes_per_second": 1e9, "compute_share": 0.5}
 
 
 @pytest.fixture
@@ -41,6 +42,19 @@ def test_what_was_written_is_read(path):
     write_machine(machine, path)
     assert read_machine(path) == machine
     assert [entry.name for entry in path.parent.iterdir()] == ["machine.json"]
+
+
+def test_as_many_replicas_have_a_link_of_their_own(path):
+    of_four = dataclasses.replace(MACHINE.within_host, bytes_per_second=5e9)
+    machine = dataclasses.replace(MACHINE, within_host_of={4: of_four})
+    write_machine(machine, path)
+    assert read_machine(path) == machine
+    assert [machine.within(n).bytes_per_second for n in (1, 2, 3, 4, 8)] == [
+        *(8e9, 8e9, 5e9, 5e9, 5e9),
+    ]
+    assert machine.machine(4).within_host == of_four
+    # Two of a process share one core of two.
+    assert machine.machine_here(Topology(2, 2)).within_host.rate == 4e9
 
 
 def test_hosts_like_it_share_cores_as_it_does():
@@ -125,6 +139,12 @@ def set_at(*place, value):
         set_at("within_host", "bytes_per_second", value=-1),
         set_at("within_host", "compute_share", value=2),
         set_at("within_host", "more", value=1),
+        set_at("within_host_of", value=3),
+        set_at("within_host_of", value=[[4, 3]]),
+        set_at("within_host_of", value=[4]),
+        set_at("within_host_of", value=[[1, SOME_LINK]]),
+        set_at("within_host_of", value=[["4", SOME_LINK]]),
+        set_at("within_host_of", value=[[[], SOME_LINK]]),
         set_at("between_hosts", "latency_seconds", value=None),
         set_at("between_hosts", "latency_seconds", value=10**400),
         set_at("models", value={}),

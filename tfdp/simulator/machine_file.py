@@ -41,6 +41,10 @@ def write_machine(machine: MeasuredMachine, path: str | os.PathLike[str]) -> Pat
         "load": machine.load,
         "link": machine.link,
         "within_host": _link_content(machine.within_host),
+        "within_host_of": [
+            [replicas, _link_content(link)]
+            for replicas, link in machine.within_host_of.items()
+        ],
         "between_hosts": _link_content(machine.between_hosts),
         "coding": machine.coding,
         "row_bytes_per_second": machine.row_bytes_per_second,
@@ -101,6 +105,10 @@ def _machine_of(content: dict[str, Any]) -> MeasuredMachine:
         # Files from before there were any have none.
         coding=_object(content.get("coding", {}), "coding"),
         row_bytes_per_second=content.get("row_bytes_per_second", ROW_BYTES_PER_SECOND),
+        within_host_of={
+            replicas: _link_of(link)
+            for replicas, link in _list(content.get("within_host_of", []), "links")
+        },
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 from tfdp.errors import ConfigurationError
 from tfdp.plan.topology import Topology
@@ -60,7 +61,8 @@ class MeasuredMachine:
     Args:
       name: of it.
       cores: that its processes may use, at least 1.
-      within_host: `bytes_per_second` of additions by all replicas of a host together.
+      within_host: `bytes_per_second` of additions by all replicas of a host together,
+        where these are two.
       between_hosts: between two processes, or over the link that was measured.
       link: what that link is: "loopback", or a rate.
       models: by name.
@@ -70,6 +72,8 @@ class MeasuredMachine:
         names of `lossy.KNOWN_WAYS`; those that were not measured are missing.
       row_bytes_per_second: of rows of tables, that a core joins and adds by their
         places.
+      within_host_of: replicas of a host -> what `within_host` is for so many; those
+        that were not measured are missing.
     """
 
     name: str
@@ -82,9 +86,12 @@ class MeasuredMachine:
     measured: str = ""
     coding: dict[str, float] = dataclasses.field(default_factory=dict)
     row_bytes_per_second: float = ROW_BYTES_PER_SECOND
+    within_host_of: dict[int, Link] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         whole("MeasuredMachine", "cores", self.cores, 1, 1 << 20)
+        for replicas in self.within_host_of:
+            whole("MeasuredMachine", "replicas of a host", replicas, 2, MOST_PLACES)
         rate = self.row_bytes_per_second
         positive("MeasuredMachine", "row_bytes_per_second", rate)
         at_least_zero("MeasuredMachine", "load", self.load)
@@ -122,13 +129,18 @@ class MeasuredMachine:
             )
         return self.models[name]
 
+    def within(self, replicas: int) -> Link:
+        """What joins so many replicas of a host, or the nearest number measured."""
+        links = {2: self.within_host, **self.within_host_of}
+        return links[min(links, key=lambda n: (abs(math.log(n / replicas)), -n))]
+
     def machine(self, devices_per_host: int) -> Machine:
         """Hosts like this one, with so many replicas each."""
         # What is measured of a sum holds its launch.
         return Machine(
             self.name,
             devices_per_host,
-            self.within_host,
+            self.within(devices_per_host),
             self.between_hosts,
             launch_seconds=1e-9,
             source=f"tfdp measure, {self.measured}",

@@ -1,8 +1,10 @@
 """`tfdp bench prediction`: steps and sums measured, and predicted beside them.
 
 A prediction knows the model's step without sums, from arms that take turns with those
-that are predicted, and the links' figures, from sums of other sizes before. It knows
-nothing of the step that it predicts.
+that are predicted, and the links' figures, from sums of other sizes: of a step from
+those before, of a sum alone on one machine from those that take turns with it, since
+the cores and the memory of a machine are not the same all day. It knows nothing of
+the step, or the sum, that it predicts.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 import os
 import statistics
 from collections.abc import Sequence
@@ -23,8 +26,10 @@ from tfdp.bench.prediction.measuring import (
     LOOPBACK,
     SUM_CASE,
     WITHIN,
+    link_of,
     measure_link,
     profile_from,
+    sums_for_link,
 )
 from tfdp.bench.prediction.rows import measure_rows
 from tfdp.bench.processes.two_hosts import two_hosts
@@ -141,6 +146,9 @@ class _Runner:
 
     def run(self, link: str) -> None:
         """All rows of one link."""
+        places = ON_LOOPBACK if link == LOOPBACK else ON_LINKS
+        if self._quick:
+            places = QUICK_PLACES
         machine = MeasuredMachine(
             "here",
             usable_cores(),
@@ -149,10 +157,12 @@ class _Runner:
             link,
             {},
             row_bytes_per_second=self._row_bytes_per_second,
+            within_host_of={
+                place.replicas: self._link(place, LOOPBACK)
+                for place in places
+                if place.processes == 1 and place != WITHIN
+            },
         )
-        places = ON_LOOPBACK if link == LOOPBACK else ON_LINKS
-        if self._quick:
-            places = QUICK_PLACES
         for place in places:
             if not self._quick:
                 self._try(self._sum_row, machine, place)
@@ -220,15 +230,23 @@ class _Runner:
 
     def _sum_row(self, machine: MeasuredMachine, place: Place) -> Row:
         """A sum of a large model's gradients, all of which are there at once."""
+        links = _links_of(place) if machine.link == LOOPBACK else []
+        wanted = [sums_for_link(each, self._repeats, self._quick) for each in links]
         request = place.request(SUM_CASE, SUM_SUBJECT, self._repeats, self._quick)
-        (figures,) = self._measure(machine, [(place.arm, request)])
+        arms = [*itertools.chain.from_iterable(wanted), (place.arm, request)]
+        *beside, figures = self._measure(machine, arms)
+        for each, of_link in zip(links, wanted, strict=True):
+            found = link_of(each, beside[: len(of_link)], machine.cores)
+            del beside[: len(of_link)]
+            machine = _with_link(machine, each, found)
+        topology = Topology(place.processes, place.replicas)
         training = Training(
             KNOWN_MODELS[SUM_SUBJECT](),
             Compute(1e-9, 1e-9),
-            machine.machine_here(Topology(place.processes, place.replicas)),
+            machine.machine_here(topology),
             algorithm="sockets",
         )
-        played = play_exchange(training, Topology(place.processes, place.replicas))
+        played = play_exchange(training, topology)
         return Row(
             "sum 102 MB",
             str(place),
@@ -237,6 +255,18 @@ class _Runner:
             tuple(figures.seconds),
             (played.end_seconds,) * len(figures.seconds),
         )
+
+
+def _links_of(place: Place) -> list[Place]:
+    """Where the links are measured that a sum in `place` goes over."""
+    within = [Place(1, place.replicas)] if place.replicas > 1 else []
+    return within + [BETWEEN] * (place.processes > 1)
+
+
+def _with_link(machine: MeasuredMachine, place: Place, link: Link) -> MeasuredMachine:
+    if place == BETWEEN:
+        return dataclasses.replace(machine, between_hosts=link)
+    return dataclasses.replace(machine, within_host=link, within_host_of={})
 
 
 def _line(row: Row) -> str:

@@ -14,11 +14,13 @@ from tfdp.bench.prediction.coding import measure_coding
 from tfdp.bench.prediction.fit import (
     BETWEEN_SETS,
     WITHIN_SETS,
+    SumSets,
     SumTimes,
     fit_link,
 )
 from tfdp.bench.prediction.rows import measure_rows
 from tfdp.bench.processes.two_hosts import two_hosts
+from tfdp.bench.request import Request
 from tfdp.cluster.machine import describe_machine, usable_cores
 from tfdp.simulator.machine import Link
 from tfdp.simulator.measured import MeasuredMachine, MeasuredModel
@@ -29,9 +31,11 @@ __all__ = [
     "CASES_OF_MODELS",
     "LOOPBACK",
     "PLACES",
+    "link_of",
     "measure_link",
     "measure_machine",
     "profile_from",
+    "sums_for_link",
 ]
 
 LOOPBACK = "loopback"
@@ -84,8 +88,14 @@ def measure_machine(
       DeviceError: the link cannot be made here.
     """
     load, cores = os.getloadavg()[0], usable_cores()
-    say("sums within one process")
-    within = measure_link(WITHIN, LOOPBACK, cores, repeats, quick, timeout_seconds)
+    of_one = {place.replicas for place in places if place.processes == 1}
+    within = {}
+    for replicas in sorted({WITHIN.replicas, *of_one} - {1}):
+        say(f"sums of {replicas} replicas within one process")
+        place = Place(1, replicas)
+        within[replicas] = measure_link(
+            place, LOOPBACK, cores, repeats, quick, timeout_seconds
+        )
     say(f"sums between two processes, {link}")
     between = measure_link(BETWEEN, link, cores, repeats, quick, timeout_seconds)
     say("how fast a core makes gradients small")
@@ -110,7 +120,7 @@ def measure_machine(
     return MeasuredMachine(
         name=str(describe_machine()["processor"]),
         cores=cores,
-        within_host=within,
+        within_host=within.pop(WITHIN.replicas),
         between_hosts=between,
         link=link,
         models=measured | {model.profile.name: model for model in others},
@@ -118,6 +128,7 @@ def measure_machine(
         measured=now.isoformat(timespec="seconds"),
         coding=coding,
         row_bytes_per_second=rows,
+        within_host_of=within,
     )
 
 
@@ -137,15 +148,30 @@ def measure_link(
     Raises:
       CollectiveError, DeviceError: as `measure_machine`.
     """
-    sets = WITHIN_SETS if place.processes == 1 else BETWEEN_SETS
-    wanted = [
-        (place.arm, place.request(SUM_CASE, name, repeats, quick))
-        for name in sets.content
-    ]
     with contextlib.ExitStack() as stack:
         is_shaped = link != LOOPBACK
         hosts = stack.enter_context(two_hosts(link)) if is_shaped else None
-        found = measure_place(wanted, timeout_seconds, hosts)
+        wanted = sums_for_link(place, repeats, quick)
+        return link_of(place, measure_place(wanted, timeout_seconds, hosts), cores)
+
+
+def sums_for_link(place: Place, repeats: int, quick: bool) -> list[tuple[str, Request]]:
+    """The arms that `link_of` needs the figures of."""
+    return [
+        (place.arm, place.request(SUM_CASE, name, repeats, quick))
+        for name in _sets(place).content
+    ]
+
+
+def link_of(place: Place, found: Sequence[Figures], cores: int) -> Link:
+    """The link of a place.
+
+    Args:
+      place: one process, or several with one replica each.
+      found: of the arms of `sums_for_link`.
+      cores: that are usable here.
+    """
+    sets = _sets(place)
     times = {
         name: SumTimes(
             statistics.median(figures.seconds),
@@ -161,6 +187,10 @@ def measure_link(
     cores = min(cores, place.processes)
     moved_bytes = 2 * hops / place.processes
     return fit_link(sets, times, moved_bytes, rounds=2 * hops, cores=cores)
+
+
+def _sets(place: Place) -> SumSets:
+    return WITHIN_SETS if place.processes == 1 else BETWEEN_SETS
 
 
 def profile_from(name: str, figures: Figures) -> ModelProfile:
