@@ -19,6 +19,7 @@ from tests.support.parity import (
     classification_data,
     dense_model,
     largest_difference,
+    largest_distance,
     rounding_bound,
 )
 from tfdp.checkpoint import Checkpoint
@@ -110,15 +111,11 @@ def through_a_checkpoint(folder, model, other):
 
 
 def with_optimizers(ways):
-    """Each way with each optimizer, but for those that weigh batches apart in it.
-
-    Without a strategy `DistributedOptimizer` knows no rows: a batch weighs 1 there.
-    """
+    """Each way with each optimizer."""
     return [
         pytest.param(*way, optimizer, id="-".join(map(str, (*way, optimizer.__name__))))
         for way in ways
         for optimizer in (keras_own, wrapped)
-        if optimizer is keras_own or None not in way
     ]
 
 
@@ -263,3 +260,48 @@ def test_replicas_that_train_apart_keep_their_own():
         variable.assign(own[1])
         for copy in variable.value.values:
             np.testing.assert_array_equal(copy.numpy(), own[1])
+
+
+def train_on(model, *batches):
+    x, y = data(False)
+    for first, last in batches:
+        model.train_on_batch(x[first:last], y[first:last])
+    return model
+
+
+@pytest.mark.parametrize(
+    "writer, reader, weights",
+    [
+        # Rows are known; of the batch that nobody counts they are the mean, 10.
+        ((2, 0), None, (12, 8, 10)),
+        # Nobody counted the first two.
+        (None, (2, 0), (1, 1, 1)),
+        (None, (2, 3), (1, 1, 1)),
+        ((2, 0), (3, 0), (12, 8, 4)),
+        # A row each, which is no sign that nobody counted.
+        ((2, 0), (1, 0), (1, 1, 6)),
+    ],
+)
+def test_batches_of_other_sizes_weigh_in_one_unit(writer, reader, weights, tmp_path):
+    """`weights`: what each of three batches counts in their mean."""
+    sizes = (1, 1, 6) if weights == (1, 1, 6) else (12, 8, 4)
+    edges = np.cumsum((0, *sizes))
+    batches = list(zip(edges[:-1], edges[1:], strict=True))
+    model = train_on(compiled(writer, wrapped), *batches[:2])
+    other = through_weights(tmp_path, model, reader, wrapped)
+    train_on(other, batches[2])
+    one = compiled(None, lambda: keras.optimizers.SGD(RATE))
+    before = [w.numpy() for w in one.weights]
+    means = []
+    for batch in batches:
+        for variable, value in zip(one.weights, before, strict=True):
+            variable.assign(value)
+        train_on(one, batch)
+        means.append([w.numpy() for w in one.weights])
+    wanted = [
+        np.average(each, axis=0, weights=weights) for each in zip(*means, strict=True)
+    ]
+    found = [w.numpy() for w in other.weights]
+    # One update of some 24 rows; a batch that weighs 1 beside 12 is 1e-2 off.
+    assert largest_distance(found, wanted) < 1e-6
+

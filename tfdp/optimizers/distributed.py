@@ -24,6 +24,7 @@ from tfdp.optimizers.apart import (
     refuse_outside_of_fit,
     refuse_with_sync,
 )
+from tfdp.optimizers.batch_weights import weight_to_keep
 from tfdp.sharding.updates import ACCUMULATOR_NAME, shards_of
 from tfdp.step.finite_guard import update_if_finite
 from tfdp.step.local_values import LocalValues
@@ -47,8 +48,9 @@ class DistributedOptimizer(LossScaleHooks):
 
         g = sum_k W_k sum_r g_kr / sum_k W_k
 
-    which is the gradient of one step on all K batches together. `iterations` counts
-    updates, so schedules mean what they say.
+    which is the gradient of one step on all K batches together. Without a strategy
+    nobody counts rows, and batches weigh alike. `iterations` counts updates, so
+    schedules mean what they say.
 
     Stock optimizers are exact under `DataParallelStrategy` as they are, in `model.fit`
     and in custom loops; this wrapper is for accumulation weighted by samples or tokens.
@@ -245,8 +247,13 @@ class DistributedOptimizer(LossScaleHooks):
 
     def _accumulate(self, gradients: list[Any], variables: list[Any]) -> None:
         found = current_run()
-        run, rank = found if found is not None else (None, 0)
-        weight = tf.constant(1.0) if run is None else run.batch_weight(rank)
+        known = None if found is None else found[0].batch_weight(found[1])
+        kept = weight_to_keep(
+            known,
+            tf.convert_to_tensor(self._weight_sum),
+            tf.convert_to_tensor(self._micro_step),
+        )
+        weight = tf.abs(kept)
         indices = [variable_index(self, variable) for variable in variables]
         if self._accumulates_shards():
             gradients = self._reduced(gradients, variables, weight)
@@ -256,11 +263,11 @@ class DistributedOptimizer(LossScaleHooks):
                 self._add(
                     self._accumulators[index], dense * tf.cast(weight, dense.dtype)
                 )
-        self._add(self._weight_sum, weight)
+        self._add(self._weight_sum, kept)
         self._add(self._micro_step, tf.constant(1, self._micro_step.dtype))
 
         def update() -> None:
-            total = tf.convert_to_tensor(self._weight_sum)
+            total = tf.abs(tf.convert_to_tensor(self._weight_sum))
             means = [
                 None
                 if gradient is None
