@@ -152,24 +152,24 @@ def test_sums_that_are_alike_add_up_as_others_do(writer, reader, optimizer, tmp_
     assert_goes_on(other, optimizer, are_alike=True)
 
 
-def through_a_keras_file(folder, model, reader, optimizer):
+def through_a_keras_file(folder, model, reader, optimizer, build=None):
     model.save(folder / "model.keras")
     with scope_of(reader):
         return keras.models.load_model(folder / "model.keras")
 
 
-def through_weights(folder, model, reader, optimizer):
-    other = compiled(reader, optimizer)
+def through_weights(folder, model, reader, optimizer, build=compiled):
+    other = build(reader, optimizer)
     model.save_weights(folder / "model.weights.h5")
     other.load_weights(folder / "model.weights.h5")
     return other
 
 
-def through_tensorflow(folder, model, reader, optimizer):
+def through_tensorflow(folder, model, reader, optimizer, build=compiled):
     path = tf.train.Checkpoint(model=model, optimizer=model.optimizer).save(
         folder / "checkpoint"
     )
-    other = compiled(reader, optimizer)
+    other = build(reader, optimizer)
     restored = tf.train.Checkpoint(model=other, optimizer=other.optimizer)
     restored.restore(path).assert_existing_objects_matched()
     return other
@@ -305,3 +305,62 @@ def test_batches_of_other_sizes_weigh_in_one_unit(writer, reader, weights, tmp_p
     # One update of some 24 rows; a batch that weighs 1 beside 12 is 1e-2 off.
     assert largest_distance(found, wanted) < 1e-6
 
+
+def normalizing(way, optimizer):
+    with scope_of(way):
+        keras.utils.set_random_seed(3)
+        model = keras.Sequential(
+            [
+                keras.Input((12,)),
+                keras.layers.BatchNormalization(momentum=0.5),
+                keras.layers.Dense(5),
+            ]
+        )
+        model.compile(
+            optimizer(), keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        )
+        model.optimizer.build(model.trainable_variables)
+    return model
+
+
+def moving_statistics(model):
+    return [v.numpy() for v in model.non_trainable_variables]
+
+
+@pytest.mark.parametrize(
+    "through", [through_a_keras_file, through_weights, through_tensorflow]
+)
+@pytest.mark.parametrize("reader", [(2, 0), (2, 1), (3, 0)])
+def test_files_hold_the_mean_of_what_replicas_store(reader, through, tmp_path):
+    model = fit(normalizing((2, 0), keras_own), 0, SAVED_AT)
+    variables = [v.value for v in model.non_trainable_variables]
+    for variable in variables:
+        first, second = (copy.numpy() for copy in variable.values)
+        assert np.abs(first - second).max() > 1e-2
+        mean = (first.astype("float64") + second) / 2
+        np.testing.assert_allclose(variable.numpy(), mean, rtol=1e-6)
+    other = through(tmp_path, model, reader, keras_own, normalizing)
+    for mine, theirs in zip(
+        moving_statistics(model), moving_statistics(other), strict=True
+    ):
+        np.testing.assert_array_equal(mine, theirs)
+    if reader[0] != 2:
+        return  # each normalizes by its own rows
+    fit(other, SAVED_AT, STEPS)
+    whole = fit(normalizing((2, 0), keras_own), 0, STEPS)
+    # A mean of numbers below 10, rounded once; the first replica's are 1e-2 away.
+    for mine, theirs in zip(
+        moving_statistics(whole), moving_statistics(other), strict=True
+    ):
+        np.testing.assert_allclose(theirs, mine, atol=1e-5)
+
+
+def test_what_is_alike_is_read_as_it_is_and_a_part_is_told(monkeypatch):
+    model = fit(normalizing((3, 0), keras_own), 0, EVERY)
+    for variable in model.non_trainable_variables:
+        copies = [copy.numpy() for copy in variable.value.values]
+        np.testing.assert_array_equal(copies, [variable.numpy()] * 3)
+    fit(model, EVERY, SAVED_AT)
+    monkeypatch.setattr(type(model.distribute_strategy), "hosts", 2)
+    with pytest.warns(CheckpointWarning, match="mean of what the replicas of one of 2"):
+        moving_statistics(model)

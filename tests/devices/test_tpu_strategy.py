@@ -142,6 +142,52 @@ def test_accumulation_equals_larger_batches(wrapped):
     assert largest_difference(one, several) <= 8 * 0.01 * 1800 * UNIT_ROUND_OFF
 
 
+@pytest.mark.parametrize("shard", ["none", "optimizer"])
+@pytest.mark.parametrize("reads_on_a_tpu", [False, True])
+def test_files_hold_what_all_cores_have_accumulated(shard, reads_on_a_tpu, tmp_path):
+    x, y = classification_data(samples=72)
+
+    def compiled(on_a_tpu):
+        strategy = StandInStrategy(2, shard=shard) if on_a_tpu else None
+        with (strategy or tf.distribute.get_strategy()).scope():
+            keras.utils.set_random_seed(3)
+            model = keras.Sequential(
+                [
+                    keras.Input((12,)),
+                    keras.layers.BatchNormalization(momentum=0.5),
+                    keras.layers.Dense(5),
+                ]
+            )
+            model.compile(
+                keras.optimizers.SGD(0.05, gradient_accumulation_steps=3),
+                keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+            )
+            model.optimizer.build(model.trainable_variables)
+        return model
+
+    model, other = compiled(True), compiled(reads_on_a_tpu)
+    model.fit(x[:24], y[:24], batch_size=12, shuffle=False, verbose=0)
+    model.save_weights(tmp_path / "model.weights.h5")
+    other.load_weights(tmp_path / "model.weights.h5")
+    state = [*model.optimizer.variables, *model.non_trainable_variables]
+    again = [*other.optimizer.variables, *other.non_trainable_variables]
+    for mine, theirs in zip(state, again, strict=True):
+        np.testing.assert_array_equal(mine.numpy(), theirs.numpy())
+        copies = [copy.numpy() for copy in getattr(mine.value, "values", [mine])]
+        if "gradient_accumulator" in mine.path:
+            assert np.abs(copies[0] - copies[1]).max() > 1e-3
+            np.testing.assert_allclose(mine.numpy(), sum(copies), rtol=1e-6)
+        elif "moving" in mine.path:
+            assert np.abs(copies[0] - copies[1]).max() > 1e-3
+            np.testing.assert_allclose(mine.numpy(), sum(copies) / 2, rtol=1e-6)
+    if not reads_on_a_tpu:
+        return
+    for trained in (model, other):
+        trained.fit(x[24:36], y[24:36], batch_size=12, shuffle=False, verbose=0)
+    # One update, of a sum that was rounded once more.
+    assert largest_difference(model, other) < 1e-6
+
+
 def test_each_replica_draws_what_a_mirrored_one_would():
     def draws(strategy):
         with strategy.scope():

@@ -7,7 +7,12 @@ from typing import Any
 
 import tensorflow as tf
 
-__all__ = ["assign_each", "checkpoint_as", "note_restored"]
+__all__ = [
+    "assign_each",
+    "checkpoint_as",
+    "checkpoint_unless_hooked",
+    "note_restored",
+]
 
 VALUE = "VARIABLE_VALUE"
 WRITE, READ = "_serialize_to_tensors", "_restore_from_tensors"
@@ -22,6 +27,14 @@ def checkpoint_as(
     """
     vars(variable)[WRITE] = lambda: {VALUE: write()}
     vars(variable)[READ] = lambda tensors: read(tensors[VALUE])
+
+
+def checkpoint_unless_hooked(
+    variable: Any, write: Callable[[], Any], read: Callable[[tf.Tensor], None]
+) -> None:
+    """`checkpoint_as`, where nobody has said yet what checkpoints hold of it."""
+    if WRITE not in vars(variable):
+        checkpoint_as(variable, write, read)
 
 
 def note_restored(

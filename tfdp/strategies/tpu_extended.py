@@ -22,7 +22,11 @@ from tfdp.strategies.made_optimizers import MadeOptimizers
 from tfdp.strategies.replica_extended import ReplicaExtended
 from tfdp.tracing.run import ReplicaRun
 from tfdp.variables.global_seed import with_global_seed
-from tfdp.variables.tpu import TPUReplicaVariable, TPUSeedVariable
+from tfdp.variables.tpu import (
+    TPUOwnSumVariable,
+    TPUReplicaVariable,
+    TPUSeedVariable,
+)
 
 __all__ = ["TPUDataParallelExtended"]
 
@@ -119,6 +123,6 @@ class TPUDataParallelExtended(ReplicaExtended, TPUExtended):
         variable = super()._create_variable(next_creator, **kwargs)
         if type(variable) is not TPUMirroredVariable:
             return variable
-        return self.made_for_replicas(
-            variable, shard_class, TPUReplicaVariable, TPUSeedVariable
-        )
+        own = self.has_own_sums(kwargs)
+        plain = TPUOwnSumVariable if own else TPUReplicaVariable
+        return self.made_for_replicas(variable, shard_class, plain, TPUSeedVariable)

@@ -18,6 +18,7 @@ from tfdp.errors import ConfigurationError
 from tfdp.tracing.assigned_terms import term_added_to
 from tfdp.tracing.replica_invariance import is_same_on_every_replica, outermost
 from tfdp.variables.local_view import LocalView
+from tfdp.variables.own_means import OwnMeans
 
 __all__ = [
     "PythonNumber",
@@ -44,7 +45,7 @@ class PythonNumber:
         return float(self.numpy())  # type: ignore[attr-defined]
 
 
-class ReplicaMirroredVariable(PythonNumber, LocalView):
+class ReplicaMirroredVariable(PythonNumber, OwnMeans, LocalView):
     """A mirrored variable whose first-replica-only updates need no `merge_call`.
 
     Keras' counters are such variables. Stock TensorFlow goes to the cross-replica
@@ -62,6 +63,8 @@ class ReplicaMirroredVariable(PythonNumber, LocalView):
         if self.aggregation == tf.VariableAggregation.NONE:
             if self.dtype.is_floating:
                 run.note_local_state(rank, self, value)
+                if not run.is_updating:
+                    self.note_own()
             elif not run.is_updating and not _is_alike(value, self, rank):
                 self.is_of_replica = True
         if tf.is_tensor(value) and isinstance(rank, int):

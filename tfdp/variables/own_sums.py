@@ -20,18 +20,21 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdp._private.names import PerReplica, in_save_context
+from tfdp._private.names import MirroredVariable, PerReplica, in_save_context
 from tfdp.errors import CheckpointWarning
 from tfdp.variables.mirrored import ReplicaMirroredVariable
 
-__all__ = ["OwnSumVariable"]
+__all__ = ["OwnSumVariable", "OwnSums"]
 
 
-class OwnSumVariable(ReplicaMirroredVariable):
-    """An accumulator with a sum of its own on each replica; see the top."""
+class OwnSums(MirroredVariable):
+    """An accumulator with a sum of its own on each replica; see the top. A mixin."""
 
     #: Whose sums add up: those of "all" replicas, of this "host", of each "replica".
     adds_up_over = "all"
+
+    def note_own(self) -> None:
+        """Nothing: what replicas have of their own adds up, and has no mean."""
 
     def _get(self) -> Any:
         context = tf.distribute.get_replica_context()
@@ -97,3 +100,7 @@ class OwnSumVariable(ReplicaMirroredVariable):
 
     def _restore_from_tensors(self, restored_tensors: dict[str, tf.Tensor]) -> Any:
         return self.assign(restored_tensors["VARIABLE_VALUE"])
+
+
+class OwnSumVariable(OwnSums, ReplicaMirroredVariable):
+    """An accumulator of mirrored replicas."""

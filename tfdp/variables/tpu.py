@@ -22,8 +22,15 @@ from tfdp._private.tpu_names import (
 from tfdp.errors import CollectiveError
 from tfdp.tracing.replica_invariance import is_same_on_every_replica
 from tfdp.variables.mirrored import PythonNumber, seed_offset
+from tfdp.variables.own_means import OwnMeans
+from tfdp.variables.own_sums import OwnSums
 
-__all__ = ["AssignedInReplica", "TPUReplicaVariable", "TPUSeedVariable"]
+__all__ = [
+    "AssignedInReplica",
+    "TPUOwnSumVariable",
+    "TPUReplicaVariable",
+    "TPUSeedVariable",
+]
 
 
 class AssignedInReplica(TPUVariableMixin):
@@ -81,7 +88,9 @@ class AssignedInReplica(TPUVariableMixin):
         return self.assign_add(-delta, use_locking, name, read_value)
 
 
-class TPUReplicaVariable(PythonNumber, AssignedInReplica, TPUMirroredVariable):
+class TPUReplicaVariable(
+    PythonNumber, OwnMeans, AssignedInReplica, TPUMirroredVariable
+):
     """A variable with a copy on every TPU core, which each replica assigns to."""
 
     def _stored(self) -> tf.Tensor:
@@ -135,6 +144,7 @@ class TPUReplicaVariable(PythonNumber, AssignedInReplica, TPUMirroredVariable):
         if self.aggregation == tf.VariableAggregation.NONE:
             if self.dtype.is_floating:
                 extended.current_run.note_local_state(current_rank(), self)
+                self.note_own()
             return value
         if self.aggregation == tf.VariableAggregation.ONLY_FIRST_REPLICA:
             if is_same_on_every_replica(value, self):
@@ -142,6 +152,10 @@ class TPUReplicaVariable(PythonNumber, AssignedInReplica, TPUMirroredVariable):
             return extended.reducer.broadcast(value, current_rank())
         mean = self.aggregation == tf.VariableAggregation.MEAN
         return extended.reducer.all_reduce([value], current_rank(), mean=mean)[0]
+
+
+class TPUOwnSumVariable(OwnSums, TPUReplicaVariable):
+    """An accumulator with a sum of its own on each core, which outside is their sum."""
 
 
 class TPUSeedVariable(TPUReplicaVariable):
