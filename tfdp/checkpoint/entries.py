@@ -9,6 +9,7 @@ the same replicas each gets its own again, bit for bit, and to others by a rule:
                                        replicas; moving statistics meanwhile: the mean
     sums of metrics                    the sum to the first replica, 0 to the others
     optimizers that train apart        the mean over all rows (counters: the first)
+    what they accumulate, its weight   the sum over groups, an equal part to each
     weights that train apart           the outer weights, as after a meeting
 """
 
@@ -31,6 +32,7 @@ from tfdp.variables.global_seed import global_seed_states
 from tfdp.variables.local_view import LocalView
 from tfdp.variables.mirrored import is_seed_state
 from tfdp.variables.of_ranks import OfRanks
+from tfdp.variables.own_sums import OwnSums
 
 __all__ = ["Entry", "Rows", "entries_of", "state_of", "sum_of"]
 
@@ -48,12 +50,14 @@ class Rows:
         again; else None.
       first_rank: of this process' replicas.
       replicas: how many train now.
+      group_size: how many of `all` stepped together, group by group; None: all.
     """
 
     all: np.ndarray
     own: np.ndarray | None
     first_rank: int
     replicas: int
+    group_size: int | None = None
 
 
 @dataclass(frozen=True)
@@ -181,6 +185,10 @@ def _entry_of(variable: keras.Variable, rule: str | None = None) -> Entry:
         copies = [value.outer_copy(rank) for rank in range(len(value.values))]
         rule = "mean" if copies[0].dtype.is_floating else "first"
         give = _alike_or(copies, rule)
+        if isinstance(value, OwnSums):
+            give = _alike_or(copies, "sum")
+        elif WEIGHT_NAME in path:
+            give = _own_or(copies, _shares_of_groups(value.group_size, len(copies)))
         return Entry(path, "ranks", shape, dtype, _stacked(copies), give)
     if isinstance(value, SyncOnReadVariable):
         copies = list(value.values)
@@ -297,6 +305,17 @@ def _alike_or(copies: list[tf.Variable], rule: str) -> Callable[[Rows], None]:
         return [value] * len(copies)
 
     return _own_or(copies, values)
+
+
+def _shares_of_groups(group_size: int, local: int) -> Callable[[Rows], list[Any]]:
+    """All of a group have the same: the sum over groups, an equal part to each."""
+
+    def values(rows: Rows) -> list[Any]:
+        total = sum_of(rows.all) / (rows.group_size or group_size)
+        part = total / (rows.replicas / group_size)
+        return [part.astype(rows.all.dtype)] * local
+
+    return values
 
 
 def sum_of(rows: np.ndarray) -> np.ndarray:

@@ -205,7 +205,11 @@ def _optimizer(said: Mapping[str, Any]) -> NotedOptimizer:
         raise ValueError("its optimizers have no names")
     if places is not None and not all(is_count(place) for place in places):
         raise ValueError("the variables of its optimizers are no whole numbers")
-    return NotedOptimizer(tuple(names), None if places is None else tuple(places))
+    group_size = said.get("group_size")
+    if group_size is not None and not is_count(group_size, least=1):
+        raise ValueError("its replicas do not step together in groups of any size")
+    known = None if places is None else tuple(places)
+    return NotedOptimizer(tuple(names), known, group_size)
 
 
 def _entry(name: str, said: Mapping[str, Any], parts: int) -> Noted:

@@ -28,10 +28,13 @@ class NotedOptimizer:
       names: of its class, without wrappers; of several, where it is a group.
       places: in `model.variables`, of those it was built with; None: it was not built,
         or they are not the model's.
+      group_size: how many replicas step together while other groups train apart
+        (`tfdp.sync`); None: none do.
     """
 
     names: tuple[str, ...]
     places: tuple[int, ...] | None
+    group_size: int | None = None
 
 
 def noted_optimizers(model: keras.Model) -> tuple[NotedOptimizer, ...]:
@@ -41,6 +44,7 @@ def noted_optimizers(model: keras.Model) -> tuple[NotedOptimizer, ...]:
         NotedOptimizer(
             tuple(type(one).__name__ for one in innermost_optimizers(optimizer)),
             _places(optimizer, places),
+            getattr(getattr(optimizer, "rounds", None), "group_size", None),
         )
         for optimizer in optimizers_of(model)
     )

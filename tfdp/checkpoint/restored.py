@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import re
 from collections.abc import Iterator, Mapping, Sequence
 
 import keras
@@ -13,7 +15,10 @@ from tfdp.checkpoint.array_files import ArrayFile, open_arrays
 from tfdp.checkpoint.entries import Entry, Rows, entries_of, sum_of
 from tfdp.checkpoint.hosts import Hosts
 from tfdp.checkpoint.manifest import Manifest, Noted, part_name
-from tfdp.checkpoint.noted_optimizers import build_as_noted
+from tfdp.checkpoint.noted_optimizers import (
+    build_as_noted,
+    noted_optimizers,
+)
 from tfdp.data.places import Place
 from tfdp.errors import ConfigurationError, DataError
 from tfdp.step.compression import compression_entries, make_compression_entries
@@ -28,6 +33,7 @@ SEEDS = "seeds/"
 GIVEN = "program/"
 OPTIONAL = (SEEDS, "metrics/", GIVEN)
 COMPRESSION = "/compression/"
+OF_OPTIMIZER = re.compile(r"optimizer(\d+)/")
 
 
 @contextlib.contextmanager
@@ -101,10 +107,15 @@ def give_back(
         _make_what_waits(model, manifest)
         wanted = entries_of(model)
     _check_alike(wanted, manifest.entries, weights_only)
+    before = _Company.of_manifest(manifest)
+    now = _Company.of_model(model, hosts)
     for name, entry in wanted.items():
         noted = manifest.entries.get(name)
         if noted is not None:
-            entry.give(_value(name, entry, noted, files, manifest, hosts))
+            value = _value(name, entry, noted, files, hosts)
+            if isinstance(value, Rows):
+                value = _known_to_company(value, name, before, now)
+            entry.give(value)
         elif COMPRESSION in name:
             local = len(entry.read())
             nothing = np.zeros((local, *entry.shape), entry.read().dtype)
@@ -187,7 +198,6 @@ def _value(
     entry: Entry,
     noted: Noted,
     files: Sequence[ArrayFile],
-    manifest: Manifest,
     hosts: Hosts,
 ) -> np.ndarray | Rows:
     if noted.kind == "whole":
@@ -209,11 +219,44 @@ def _value(
         if entry.kind != "ranks":
             return value
         local = len(entry.read())
+        ranks = hosts.rank * local, hosts.count * local
         if entry.is_sum:  # of which each replica gets its part, and none all of it
-            return Rows(value[None], None, hosts.rank * local, hosts.count * local)
+            return Rows(value[None], None, *ranks)
         # All had the same: so has each now.
-        return Rows(value[None], np.stack([value] * local), 0, local)
+        return Rows(value[None], np.stack([value] * local), *ranks)
     return _rows(name, entry, noted, files, hosts)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Company:
+    """Who trains: the replicas of each host, and in which groups for each optimizer."""
+
+    replicas: tuple[int, ...]
+    group_sizes: tuple[int | None, ...]
+
+    @classmethod
+    def of_manifest(cls, manifest: Manifest) -> _Company:
+        sizes = (optimizer.group_size for optimizer in manifest.optimizers)
+        return cls(manifest.replicas, tuple(sizes))
+
+    @classmethod
+    def of_model(cls, model: keras.Model, hosts: Hosts) -> _Company:
+        local = int(model.distribute_strategy.num_replicas_in_sync) // hosts.count
+        sizes = (optimizer.group_size for optimizer in noted_optimizers(model))
+        return cls((local,) * hosts.count, tuple(sizes))
+
+
+def _known_to_company(rows: Rows, name: str, before: _Company, now: _Company) -> Rows:
+    """`rows`, which are nobody's own where other replicas train, or in other groups."""
+    is_same = before.replicas == now.replicas
+    group_size, of_optimizer = None, OF_OPTIMIZER.match(name)
+    if of_optimizer is not None:
+        number = int(of_optimizer[1])
+        group_size = before.group_sizes[number]
+        # Files of before that was noted have None.
+        is_same = is_same and group_size in (None, now.group_sizes[number])
+    own = rows.own if is_same else None
+    return dataclasses.replace(rows, own=own, group_size=group_size)
 
 
 def _rows(

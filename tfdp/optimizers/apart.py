@@ -81,6 +81,7 @@ def make_rounds(
     for variable in own:
         if isinstance(variable, LocalView):
             variable.is_of_group = True
+            variable.group_size = len(groups[0])
             if isinstance(variable, OwnSumVariable):
                 variable.adds_up_over = "replica" if len(groups) > 1 else "host"
             if len(groups) > 1:
@@ -95,6 +96,7 @@ def make_rounds(
         averages=[None if a is None else a.value for a in averages],
         average_momentum=inner.ema_momentum if inner.use_ema else None,
         updates=updates.value,
+        group_size=len(groups[0]),
         optimizer=optimizer,
     )
 

@@ -53,6 +53,7 @@ class Rounds:
       averages: the moving average of each weight; None, or empty, for none.
       average_momentum: how much of an average stays.
       updates: counts updates, alike on all replicas.
+      group_size: how many replicas step together while other groups train apart.
       optimizer: whose they are; holds what compressed outer gradients leave.
     """
 
@@ -66,9 +67,10 @@ class Rounds:
         averages: Sequence[LocalView | None],
         average_momentum: float | None,
         updates: LocalView,
+        group_size: int,
         optimizer: keras.optimizers.Optimizer,
     ):
-        self.sync = sync
+        self.sync, self.group_size = sync, group_size
         self._reducer: Reducer = strategy.extended.reducer
         self._weights, self._momenta, self._updates = weights, momenta, updates
         self._averages, self._average_momentum = averages, average_momentum

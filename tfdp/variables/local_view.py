@@ -34,6 +34,8 @@ class LocalView(MirroredVariable):
     _listeners: tuple[NoteChange, ...] = ()
     #: Whether each group of replicas that trains apart has a value of its own.
     is_of_group = False
+    #: How many replicas such a group has.
+    group_size = 1
     #: Whether each replica assigns a value of its own, which nobody brings together.
     is_of_replica = False
 
