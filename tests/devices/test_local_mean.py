@@ -239,6 +239,43 @@ class OwnComputeLoss(HandWritten):
         return loss + self.state_loss(penalty)
 
 
+class AddsConstant(HandWritten):
+    """Adds what moves no weight, which is reported."""
+
+    train_step = keras.Model.train_step
+
+    def compute_loss(
+        self, x=None, y=None, y_pred=None, sample_weight=None, training=True
+    ):
+        loss = super().compute_loss(x, y, y_pred, sample_weight, training)
+        return loss + self.state_loss(tf.constant(3.0))
+
+
+def adds_constant(state):
+    def build():
+        model = AddsConstant(state)
+        model.build((None, 12))
+        return model
+
+    return build
+
+
+def test_a_constant_that_compute_loss_adds_is_noticed_and_its_local_mean_exact():
+    data = classification_data(samples=53)
+    with pytest.warns(LocalMeanWarning, match="a constant was added.*local_mean"):
+        train(make_strategy(3), adds_constant(lambda added: added), data=data, epochs=1)
+    one, expected = train(None, adds_constant(lambda added: added), data=data)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", LocalMeanWarning)
+        several, history = train(
+            make_strategy(3), adds_constant(tfdp.losses.local_mean), data=data
+        )
+        # 0, which Keras itself begins its sum of losses with, says nothing.
+        train(make_strategy(3), adds_constant(lambda added: 0.0), data=data, epochs=1)
+    np.testing.assert_allclose(history["loss"], expected["loss"], rtol=1e-5)
+    assert largest_difference(one, several) < 1e-5
+
+
 def own_compute_loss(state):
     def build():
         model = OwnComputeLoss(state)

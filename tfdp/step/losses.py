@@ -30,8 +30,11 @@ import tensorflow as tf
 
 from tfdp._private.frames import frame_of_caller
 from tfdp.tracing.batch_rows import goes_with_rows
-from tfdp.tracing.loss_shares import Standing
-from tfdp.tracing.loss_suspicions import is_share, suspect_added_sum, suspect_mixture
+from tfdp.tracing.loss_suspicions import (
+    is_share,
+    reported_standing,
+    suspect_added_sum,
+)
 from tfdp.tracing.padded_batch import Padding
 from tfdp.tracing.run import ReplicaRun, trace_of
 
@@ -91,8 +94,7 @@ def loss_replica_count(
         else:
             run.added_losses.add(trace_of(rank))
     else:
-        if shares.standing_of(value) is Standing.MIXED:
-            suspect_mixture(run, "the model's `compute_loss` returned")
+        reported_standing(run, rank, value, "the model's `compute_loss` returned")
         factor = _report_factor(run, rank, value, asker.f_back)
         count.report_factor = shares.report_factor(factor, value.dtype)
     return count

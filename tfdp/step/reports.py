@@ -25,7 +25,7 @@ from tfdp._private.keras_models import own_values
 from tfdp._private.names import DistributedVariable, current_rank
 from tfdp.step.derived_reports import Derivation, derivation_of
 from tfdp.tracing.loss_shares import Standing, key_of
-from tfdp.tracing.loss_suspicions import suspect_mixture
+from tfdp.tracing.loss_suspicions import reported_standing
 from tfdp.tracing.run import ReplicaRun, trace_of
 
 __all__ = ["NotedResults", "led_reports", "recorded", "whole_logs"]
@@ -120,22 +120,27 @@ def _update_mean(
     is_number = not value.shape.rank
     if not is_number and (sample_weight is None or _rank_of(sample_weight)):
         return update(values, sample_weight=sample_weight)  # row by row
-    share = tf.cast(run.share_of(rank), value.dtype)
-    standing = Standing.REPORTED
     if is_number:
-        standing = run.shares[trace_of(rank)].standing_of(values)
+        value = _without_share(metric, run, rank, values, value)
     else:
         size = tf.cast(tf.size(value), value.dtype)
         value = tf.math.divide_no_nan(tf.reduce_sum(value), size)
-    if standing is Standing.SHARE:
-        in_group = tf.cast(run.share_in_group(rank), value.dtype)
-        value = tf.math.divide_no_nan(value, in_group)
-    elif standing is Standing.MIXED:
-        suspect_mixture(run, f"the metric {metric.name!r} was given")
+    share = tf.cast(run.share_of(rank), value.dtype)
     if sample_weight is None:
         sample_weight = share
     value = tf.where(share > 0, value, tf.zeros_like(value))
     return update(value, sample_weight=sample_weight)
+
+
+def _without_share(
+    metric: Any, run: ReplicaRun, rank: Any, number: Any, value: tf.Tensor
+) -> tf.Tensor:
+    """`value`, which is `number`, as a mean over the replica's own rows."""
+    who = f"the metric {metric.name!r} was given"
+    if reported_standing(run, rank, number, who) is not Standing.SHARE:
+        return value
+    in_group = tf.cast(run.share_in_group(rank), value.dtype)
+    return tf.math.divide_no_nan(value, in_group)
 
 
 def _update_wrapped(
@@ -265,14 +270,11 @@ def _bring(value: tf.Tensor, run: ReplicaRun, rank: int) -> tf.Tensor:
     """What a replica's number adds to the number of the whole batch."""
     if tuple(value.shape) == NO_LOSSES:
         return tf.zeros([], value.dtype)
-    standing = run.shares[trace_of(rank)].standing_of(value)
-    if standing is Standing.SHARE:
+    if reported_standing(run, rank, value, "the step returned") is Standing.SHARE:
         own = run.own_part(rank, value)
         return (
             own * tf.cast(run.share_of_group(rank), own.dtype) if run.is_local else own
         )
-    if standing is Standing.MIXED:
-        suspect_mixture(run, "the step returned")
     share = tf.cast(run.share_of(rank), value.dtype)
     return tf.where(share > 0, value * share, tf.zeros_like(value))
 

@@ -45,12 +45,14 @@ class Standing(enum.Enum):
     LOCAL: of this replica's rows, or of none. SHARE: this replica's part of a sum over
     replicas. REPORTED: a share of which the factor was taken back. MIXED: made of
     shares and of other numbers, or not linear in the shares, or it cannot be told.
+    CONSTANT, of a term: a number other than 0, which moves no weight.
     """
 
     LOCAL = "local"
     SHARE = "share"
     REPORTED = "reported"
     MIXED = "mixed"
+    CONSTANT = "constant"
 
 
 class LossShares:
@@ -94,10 +96,15 @@ class LossShares:
             return self._standing_in_eager_mode(value)
         if self._is_made_of(value, self._reports):
             return Standing.REPORTED
-        kinds = set(self._kinds_of_terms(value))
+        kinds = set(self._kinds_of_terms(value)) - {Standing.CONSTANT}
         if not kinds:
             return Standing.LOCAL
         return kinds.pop() if len(kinds) == 1 else Standing.MIXED
+
+    def has_constant(self, value: tf.Tensor) -> bool:
+        """Whether a term of `value`, a share in a graph, is a number other than 0."""
+        is_eager = isinstance(value, tf.__internal__.EagerTensor)
+        return not is_eager and Standing.CONSTANT in self._kinds_of_terms(value)
 
     def _note(
         self, noted: dict[Any, tf.Tensor], value: Any, dtype: tf.DType
@@ -121,7 +128,9 @@ class LossShares:
             seen.add(key_of(tensor))
             op, inputs = tensor.op, list(tensor.op.inputs)
             if op.type == "Const":
-                continue  # moves no weight
+                if np.any(tf.get_static_value(tensor)):
+                    yield Standing.CONSTANT
+                continue
             if op.type in QUOTIENTS and not self._is_share_made(inputs[1]):
                 todo.append(inputs[0])
             elif op.type == "Mul":
@@ -136,7 +145,7 @@ class LossShares:
             elif op.type == "SelectV2" and not self._is_share_made(inputs[0]):
                 todo += inputs[1:]  # 0 on a replica without rows, for one
             elif op.type in LINEAR:
-                todo += inputs[:1] if op.type in FIRST_INPUT_ONLY else inputs
+                todo += _terms_of(op)
             else:
                 made_of_shares = self._is_share_made(tensor)
                 yield Standing.MIXED if made_of_shares else Standing.LOCAL
@@ -191,6 +200,14 @@ class LossShares:
         slopes = self._tape.gradient(value, factors)  # type: ignore[union-attr]
         pairs = zip(factors, slopes, strict=True)
         return [(factor, slope) for factor, slope in pairs if slope is not None]
+
+
+def _terms_of(op: tf.Operation) -> list[tf.Tensor]:
+    """What a linear operation adds, or lays together, without its axes and shapes."""
+    inputs = list(op.inputs)
+    if op.type in FIRST_INPUT_ONLY:
+        return inputs[:1]
+    return inputs[:-1] if op.type == "ConcatV2" else inputs
 
 
 def key_of(tensor: tf.Tensor) -> Any:

@@ -17,8 +17,8 @@ from tfdp.tracing.run import ReplicaRun, trace_of
 __all__ = [
     "is_share",
     "is_sum_over_rows",
+    "reported_standing",
     "suspect_added_sum",
-    "suspect_mixture",
     "why_loss_seems_local",
 ]
 
@@ -48,20 +48,32 @@ def is_share(shares: LossShares, loss: Any, caller: str) -> bool:
     return standing is Standing.SHARE
 
 
-def suspect_mixture(run: ReplicaRun, who: str) -> None:
-    """Notes that a loss of which one part is a share, and another is not, is reported.
+def reported_standing(run: ReplicaRun, rank: Any, loss: Any, who: str) -> Standing:
+    """What `loss`, which is reported, is; notes where a part of it is no share.
 
     Args:
       run: the strategy's current run.
+      rank: the calling replica.
+      loss: a number.
       who: was given the loss, or returned it: the beginning of a sentence.
     """
-    run.suspicions.add(
-        f"{who} a loss of which one part is the replica's share of the global loss (a "
-        "Keras loss took its mean) and another part is not, such as a mean that was "
-        "taken by hand, a penalty on weights, or sum(self.losses). If gradients are "
-        "taken of it, that part counts once for each replica: bring it to its share "
-        "with tfdp.losses.local_mean(...)"
-    )
+    shares = run.shares[trace_of(rank)]
+    standing = shares.standing_of(loss)
+    if standing is Standing.MIXED:
+        run.suspicions.add(
+            f"{who} a loss of which one part is the replica's share of the global loss "
+            "(a Keras loss took its mean) and another part is not, such as a mean that "
+            "was taken by hand, a penalty on weights, or sum(self.losses). If "
+            "gradients are taken of it, that part counts once for each replica: bring "
+            "it to its share with tfdp.losses.local_mean(...)"
+        )
+    elif standing is Standing.SHARE and shares.has_constant(loss):
+        run.suspicions.add(
+            f"{who} a loss to which a constant was added. It moves no weight, but the "
+            "number that is reported holds it once for each replica: bring it to its "
+            "share with tfdp.losses.local_mean(tf.constant(...))"
+        )
+    return standing
 
 
 def suspect_added_sum(run: ReplicaRun, rank: Any, loss: tf.Tensor) -> None:
