@@ -117,15 +117,63 @@ def spread(y_true, y_pred):
     return ops.mean(ops.square(y_pred - y_true))
 
 
+class Spread(keras.metrics.Mean):
+    """Hands one number for all rows on to Keras' mean."""
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        super().update_state(spread(y_true, y_pred))
+
+
+class WrappedSpread(keras.metrics.MeanMetricWrapper):
+    """The same, of a function."""
+
+    def __init__(self):
+        super().__init__(spread, name="spread")
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        super().update_state(y_true + 1.0, y_pred)
+
+
+class ByRow(keras.metrics.Mean):
+    """Hands a number for each row on, which Keras counts right."""
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        super().update_state(ops.mean(ops.square(y_pred - y_true), axis=-1))
+
+
+class Weighing(keras.metrics.Mean):
+    """Weighs its number itself."""
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        rows = ops.cast(ops.shape(y_true)[0], "float32")
+        super().update_state(spread(y_true, y_pred), sample_weight=rows)
+
+
+KINDS = {
+    "function": lambda: spread,
+    "subclass": lambda: Spread("spread"),
+    "wrapper": WrappedSpread,
+    "by-row": lambda: ByRow("spread"),
+    "weighing": lambda: Weighing("spread"),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("run_eagerly", [False, True])
 @pytest.mark.parametrize("replicas", [2, 3])
-def test_a_function_that_gives_one_number_counts_by_rows(replicas):
+def test_one_number_for_a_batch_counts_by_rows(replicas, run_eagerly, kind):
     def fitted(strategy):
         x, y = classification_data(samples=27)
         targets = np.eye(10, dtype="float32")[y % 10][:, :4]
         keras.utils.set_random_seed(2)
         with strategy.scope() if strategy else warnings.catch_warnings():
             model = keras.Sequential([keras.Input((12,)), keras.layers.Dense(4)])
-            model.compile(keras.optimizers.SGD(0.1), "mse", metrics=[spread])
+            model.compile(
+                keras.optimizers.SGD(0.1),
+                "mse",
+                metrics=[KINDS[kind]()],
+                run_eagerly=run_eagerly,
+            )
         validation = (x[:11], targets[:11])
         fit = {"batch_size": 8, "epochs": 2, "shuffle": False, "verbose": 0}
         return model.fit(x, targets, validation_data=validation, **fit).history

@@ -25,6 +25,7 @@ __all__ = [
     "is_made_for_autocast",
     "loop_of_caller",
     "model_built_by_caller",
+    "number_counted_by_mean",
     "training_input_of_caller",
 ]
 
@@ -39,6 +40,19 @@ MOST_FRAMES = 40
 def frame_of_caller() -> FrameType:
     """The frame of the caller's caller's caller: who asks the function that asks."""
     return sys._getframe(3)
+
+
+def number_counted_by_mean() -> Any:
+    """What `keras.metrics.Mean` counts as one, whatever it is of; None: it does not.
+
+    Asked by what it calls to count: its own code is the caller's caller.
+    """
+    frame = sys._getframe(2)
+    if frame.f_code is not keras.metrics.Mean.update_state.__code__:
+        return None
+    values, weight = map(frame.f_locals.get, ("values", "sample_weight"))
+    rank = getattr(getattr(values, "shape", None), "rank", None)
+    return values if weight is None and rank == 0 else None
 
 
 def fit_of_caller() -> tuple[Any, Any] | None:

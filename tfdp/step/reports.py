@@ -20,6 +20,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdp._private.frames import number_counted_by_mean
 from tfdp._private.instance_attributes import instance_attributes
 from tfdp._private.keras_models import own_values
 from tfdp._private.names import DistributedVariable, current_rank
@@ -67,6 +68,8 @@ def led_reports(model: Any, run: ReplicaRun) -> Iterator[NotedResults]:
                 update = _UPDATES.get(type(metric).update_state)
                 if update is not None:
                     led["update_state"] = functools.partial(update, metric, run)
+                elif isinstance(metric, keras.metrics.Mean):
+                    stack.enter_context(_numbers_by_rows(metric, run))
                 stack.enter_context(instance_attributes(metric, led))
         yield noted
 
@@ -141,6 +144,36 @@ def _without_share(
         return value
     in_group = tf.cast(run.share_in_group(rank), value.dtype)
     return tf.math.divide_no_nan(value, in_group)
+
+
+@contextlib.contextmanager
+def _numbers_by_rows(metric: keras.metrics.Mean, run: ReplicaRun) -> Iterator[None]:
+    """While this lasts, a number that `metric` hands on to Keras' mean counts by rows.
+
+    A class of a program's own calls `Mean.update_state` by the class, so that it is led
+    where it adds to what it counts in.
+    """
+
+    def add_to_total(value: Any, *args: Any, **options: Any) -> Any:
+        number = number_counted_by_mean()
+        if number is not None and not tf.distribute.in_cross_replica_context():
+            rank = current_rank()
+            share = tf.cast(run.share_of(rank), value.dtype)
+            value = _without_share(metric, run, rank, number, value)
+            value = tf.where(share > 0, value * share, tf.zeros_like(value))
+        return type(metric.total).assign_add(metric.total, value, *args, **options)
+
+    def add_to_count(value: Any, *args: Any, **options: Any) -> Any:
+        number = number_counted_by_mean()
+        if number is not None and not tf.distribute.in_cross_replica_context():
+            value = tf.cast(run.share_of(current_rank()), number.dtype)
+        return type(metric.count).assign_add(metric.count, value, *args, **options)
+
+    with (
+        instance_attributes(metric.total, {"assign_add": add_to_total}),
+        instance_attributes(metric.count, {"assign_add": add_to_count}),
+    ):
+        yield
 
 
 def _update_wrapped(
