@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 import tensorflow as tf
 
-__all__ = ["Derivation", "derivation_of"]
+__all__ = ["Derivation", "Mixture", "derivation_of"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,18 +23,15 @@ class Derivation:
     Args:
       value: the number.
       results: what it is computed from.
-      operations: those in between, and constants; None: something else is in it as
-        well, such as a replica's own loss.
+      operations: those in between, and constants.
     """
 
     value: tf.Tensor
     results: tuple[tf.Tensor, ...]
-    operations: tuple[tf.Operation, ...] | None
+    operations: tuple[tf.Operation, ...]
 
     def of(self, results: Sequence[tf.Tensor]) -> tf.Tensor:
         """The number that other `results`, in the same order, make."""
-        if self.operations is None:
-            raise ValueError("The number is made of other things than results.")
         if not self.operations:
             return results[0]  # it is a result
         graph_def = tf.compat.v1.GraphDef()
@@ -59,9 +56,13 @@ class Derivation:
         return value
 
 
+class Mixture:
+    """A number that is made of results and of something else, such as a loss."""
+
+
 def derivation_of(
     value: tf.Tensor, is_result: Callable[[tf.Tensor], bool]
-) -> Derivation | None:
+) -> Derivation | Mixture | None:
     """How `value` comes from results of metrics; None: it does not, or nobody can tell.
 
     Args:
@@ -87,8 +88,9 @@ def derivation_of(
         is_of_results_alone = is_of_results_alone and _can_be_done_again(operation)
     if not results:
         return None
-    found = tuple(operations.values()) if is_of_results_alone else None
-    return Derivation(value, tuple(results.values()), found)
+    if not is_of_results_alone:
+        return Mixture()
+    return Derivation(value, tuple(results.values()), tuple(operations.values()))
 
 
 def _can_be_done_again(operation: tf.Operation) -> bool:

@@ -24,7 +24,7 @@ from tfdp._private.frames import number_counted_by_mean
 from tfdp._private.instance_attributes import instance_attributes
 from tfdp._private.keras_models import own_values
 from tfdp._private.names import DistributedVariable, current_rank
-from tfdp.step.derived_reports import Derivation, derivation_of
+from tfdp.step.derived_reports import Derivation, Mixture, derivation_of
 from tfdp.tracing.loss_shares import Standing, key_of
 from tfdp.tracing.loss_suspicions import reported_standing
 from tfdp.tracing.run import ReplicaRun, trace_of
@@ -258,7 +258,7 @@ def _derivation(
     if is_result(parts[0]):  # in eager mode, too, where nothing is told of the others
         return Derivation(parts[0], (parts[0],), ())
     derivation = derivation_of(parts[0], is_result)
-    if derivation is not None and derivation.operations is None:
+    if isinstance(derivation, Mixture):
         run.suspicions.add(
             "a number is returned that was made of a metric's result and of something "
             "else. Each replica's is made of its own, and their mean is reported: "
