@@ -8,14 +8,8 @@ import time
 
 import pytest
 
-from tfdp.errors import ConfigurationError
 from tfdp.files import atomic
-from tfdp.files.atomic import (
-    refuse_bad_place,
-    remove_leftovers,
-    replaced,
-    temporary_name,
-)
+from tfdp.files.atomic import remove_leftovers, replaced, temporary_name
 
 WRITER = """
 import sys, pathlib
@@ -132,17 +126,3 @@ def test_without_proc_the_age_decides(tmp_path, monkeypatch):
     os.utime(tmp_path / mine, (1, 1))
     remove_leftovers(tmp_path)
     assert names(tmp_path) == []
-
-
-def test_a_file_does_not_take_the_place_of_a_folder_or_a_device(tmp_path):
-    for path, words in (
-        (tmp_path, "that is a folder"),
-        (os.devnull, "a device or a pipe"),
-        (tmp_path / "missing" / "file", "no such folder"),
-    ):
-        with pytest.raises(ConfigurationError, match=f"--json .*{words}"):
-            refuse_bad_place("--json", str(path))
-    (tmp_path / "file").touch()
-    for path in (tmp_path / "file", tmp_path / "new", tmp_path / ("n" * 300)):
-        refuse_bad_place("--json", str(path))
-    refuse_bad_place("--json", None)

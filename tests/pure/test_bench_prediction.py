@@ -184,6 +184,23 @@ def test_the_benchmark_tells_how_far_off(machine, tmp_path, capsys):
         assert predicted == pytest.approx(measured - CALL_SECONDS, rel=0.15)
 
 
+@pytest.mark.parametrize(
+    "arguments, option, told",
+    [
+        (["measure", "--models", "cnn-1m"], "--output", "200.0 ms a step"),
+        (["bench", "prediction", "--repeats", "3"], "--json", "20 steps: off by"),
+    ],
+)
+def test_what_cannot_be_written_is_told_all_the_same(
+    arguments, option, told, machine, tmp_path, capsys
+):
+    path = tmp_path / ("n" * 300)
+    assert cli.main([*arguments, option, str(path)]) == 2
+    said = capsys.readouterr()
+    assert told in said.out
+    assert f"tfdp {arguments[0]}: {option} {path} cannot be written" in said.err
+
+
 def test_over_a_link_two_hosts_have_a_replica_and_two(machine, monkeypatch, capsys):
     for module in (measuring, command):
         monkeypatch.setattr(module, "two_hosts", contextlib.nullcontext)

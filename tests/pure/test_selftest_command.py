@@ -116,9 +116,19 @@ def test_more_gpus_than_there_are_are_refused(asked, capsys, tmp_path, monkeypat
 
 def test_a_missing_folder_is_refused_before_the_work(asked, capsys, tmp_path):
     path = tmp_path / "none" / "report.json"
-    assert cli.main(["selftest", "--json", str(path)]) == 1
+    assert cli.main(["selftest", "--json", str(path)]) == 2
     assert "there is no such folder" in capsys.readouterr().err
     assert not asked[0]
+
+
+def test_a_report_that_cannot_be_written_is_said_after_what_was_found(
+    asked, capsys, tmp_path
+):
+    path = tmp_path / ("n" * 300)
+    assert cli.main(["selftest", "--json", str(path)]) == 2
+    said = capsys.readouterr()
+    assert " right" in said.out and "written to" not in said.out
+    assert f"tfdp selftest: --json {path} cannot be written (File name" in said.err
 
 
 def worker(tmp_path, monkeypatch, source):

@@ -8,7 +8,6 @@ import sys
 
 from tfdp.bench.cases import CASES, SUITES, Case, select_cases
 from tfdp.bench.first_step.command import run_first_step
-from tfdp.bench.json_file import write_json
 from tfdp.bench.memory.command import MEMORY_SUITE, run_memory
 from tfdp.bench.one_process.arms import ARMS
 from tfdp.bench.one_process.runner import Failure, run_requests
@@ -23,7 +22,7 @@ from tfdp.bench.table import (
 )
 from tfdp.checks import integer_from
 from tfdp.errors import ConfigurationError
-from tfdp.files.atomic import refuse_bad_place
+from tfdp.files.asked_for import refuse_bad_place, write_json_for
 
 __all__ = ["add_arguments", "run"]
 
@@ -146,7 +145,18 @@ def _add_how_it_is_measured(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Runs `tfdp bench`; returns the exit code, 1 when a case failed."""
+    """Runs `tfdp bench`; returns the exit code.
+
+    1 when a case failed, 2 when what was asked for cannot be, or could not be written.
+    """
+    try:
+        return _run(options)
+    except ConfigurationError as error:
+        print(f"tfdp bench: {error}", file=sys.stderr)
+        return 2
+
+
+def _run(options: argparse.Namespace) -> int:
     if options.plot and (options.suite != LINKS_SUITE or options.list):
         print("--plot: only `tfdp bench links` draws a picture", file=sys.stderr)
         return 2
@@ -154,12 +164,8 @@ def run(options: argparse.Namespace) -> int:
         print("--link-rates: only `tfdp bench prediction` takes it", file=sys.stderr)
         return 2
     if not options.list:
-        try:
-            refuse_bad_place("--json", options.json)
-            refuse_bad_place("--plot", options.plot)
-        except ConfigurationError as error:
-            print(error, file=sys.stderr)
-            return 2
+        refuse_bad_place("--json", options.json)
+        refuse_bad_place("--plot", options.plot)
     if options.suite in (MEMORY_SUITE, *RUN_ALONE):
         if options.list:
             print(f"{options.suite}: no cases to choose from; it runs as a whole")
@@ -188,7 +194,7 @@ def run(options: argparse.Namespace) -> int:
         on_result=_show,
     )
     if options.json:
-        write_json(options.json, report.to_json())
+        write_json_for("--json", options.json, report.to_json())
     print(format_heading(report))
     return 1 if report.failures else 0
 

@@ -8,7 +8,6 @@ import textwrap
 import traceback
 from typing import Any
 
-from tfdp.bench.json_file import write_json
 from tfdp.checks import integer_from
 from tfdp.cluster.machine import installed_versions
 from tfdp.commands.check_target import (
@@ -20,7 +19,7 @@ from tfdp.commands.check_target import (
     parse_target,
 )
 from tfdp.errors import TfdpError
-from tfdp.files.atomic import refuse_bad_place, written_for
+from tfdp.files.asked_for import refuse_bad_place, write_json_for
 from tfdp.progress_bar import progress_bar
 from tfdp.strategies.quiet import import_tensorflow_quietly
 
@@ -101,8 +100,7 @@ def run(options: argparse.Namespace) -> int:
     if options.json is not None:
         facts = {"target": options.target, "versions": installed_versions()}
         try:
-            with written_for("--json", options.json):
-                write_json(options.json, {**facts, **report.to_json()})
+            write_json_for("--json", options.json, {**facts, **report.to_json()})
         except TfdpError as error:
             print(f"tfdp check: {error}", file=sys.stderr)
             return NOT_CHECKED

@@ -16,6 +16,7 @@ from tfdp.bench.prediction.measuring import (
 )
 from tfdp.commands.measure_target import measure_target
 from tfdp.errors import ConfigurationError
+from tfdp.files.asked_for import refuse_bad_place, written_for
 from tfdp.simulator.machine_file import write_machine
 from tfdp.simulator.measured import MeasuredMachine, MeasuredModel
 
@@ -24,6 +25,7 @@ __all__ = ["add_arguments", "format_machine", "run"]
 DEFAULT_MODELS = ("cnn-1m", "mlp-20m", "resnet20")
 QUICK_MODELS = ("mlp-tiny",)
 DEFAULT_BATCH = 32
+NOT_WRITTEN = 2
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -77,12 +79,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measures, writes, and says what came out; returns the exit code."""
+    """Measures, writes, and says what came out; returns the exit code: 2
+    where it could not be written."""
     path = pathlib.Path(options.output)
-    # Before minutes of measuring, not after.
-    if not path.absolute().parent.is_dir() or path.is_dir():
-        print(f"--output {path}: no place for a file", file=sys.stderr)
-        return 2
+    try:
+        refuse_bad_place("--output", options.output)
+    except ConfigurationError as error:
+        print(f"tfdp measure: {error}", file=sys.stderr)
+        return NOT_WRITTEN
     if options.batch is not None and options.target is None:
         raise ConfigurationError("--batch acts only with --target.")
     for name in ("repeats", "timeout_seconds", "batch"):
@@ -104,8 +108,13 @@ def run(options: argparse.Namespace) -> int:
         say=_say,
         others=_own_models(options, places),
     )
-    write_machine(machine, path)
     print(format_machine(machine))
+    try:
+        with written_for("--output", path):
+            write_machine(machine, path)
+    except ConfigurationError as error:
+        print(f"tfdp measure: {error}", file=sys.stderr)
+        return NOT_WRITTEN
     print(f"wrote {path.absolute()}")
     return 0
 

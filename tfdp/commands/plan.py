@@ -9,13 +9,12 @@ import textwrap
 import traceback
 from typing import Any
 
-from tfdp.bench.json_file import write_json
 from tfdp.checks import integer_from
 from tfdp.cluster.machine import installed_versions
 from tfdp.commands.check_target import ENDED_ITSELF
 from tfdp.commands.plan_model import FORMS, bytes_of, load_model
 from tfdp.errors import TfdpError
-from tfdp.files.atomic import refuse_bad_place, replaced, written_for
+from tfdp.files.asked_for import refuse_bad_place, write_json_for, write_text_for
 from tfdp.plan.shards import SHARD_STAGES, Sharding
 from tfdp.progress_bar import progress_bar
 from tfdp.strategies.quiet import NOT_NEEDED_FOR_A_STEP, import_tensorflow_quietly
@@ -111,12 +110,9 @@ def run(options: argparse.Namespace) -> int:
 def _write(answer: Any, options: argparse.Namespace) -> None:
     if options.json is not None:
         document = {"versions": installed_versions(), **answer.to_json()}
-        with written_for("--json", options.json):
-            write_json(options.json, document)
+        write_json_for("--json", options.json, document)
     if options.page is not None:
-        page = answer.page()
-        with written_for("--page", options.page), replaced(options.page) as path:
-            path.write_text(page, "utf-8")
+        write_text_for("--page", options.page, answer.page())
         print(f"the plan in pictures: {pathlib.Path(options.page).absolute()}")
 
 

@@ -7,9 +7,8 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from tfdp.bench.json_file import write_json
 from tfdp.errors import ConfigurationError
-from tfdp.files.atomic import refuse_bad_place, replaced, written_for
+from tfdp.files.asked_for import refuse_bad_place, write_json_for, write_text_for
 from tfdp.progress_bar import progress_bar
 from tfdp.runs.facts import Facts, facts_of
 from tfdp.runs.in_words import compared, summary
@@ -57,12 +56,10 @@ def run(options: argparse.Namespace) -> int:
     else:
         folder = os.path.relpath(options.runs[0], page.absolute().parent)
         text = draw_run(found[0][1], f"Run {names[0]}", folder)
-    with written_for("--page", page), replaced(page) as half_written:
-        half_written.write_text(text, "utf-8", errors="replace")
+    write_text_for("--page", page, text)
     if options.json is not None:
         values = {name: facts.to_json() for name, facts in found}
-        with written_for("--json", options.json):
-            write_json(options.json, values)
+        write_json_for("--json", options.json, values)
     print(f"\nin pictures: {page.absolute()}")
     return 0
 

@@ -16,7 +16,7 @@ from tfdp.commands.simulate_words import (
     published_table,
 )
 from tfdp.errors import ConfigurationError
-from tfdp.files.atomic import refuse_bad_place, replaced, written_for
+from tfdp.files.asked_for import refuse_bad_place, write_text_for
 from tfdp.simulator.checked import positive, whole
 from tfdp.simulator.failures import Reliability
 from tfdp.simulator.known_hardware import HARDWARE
@@ -186,9 +186,7 @@ def run(options: argparse.Namespace) -> int:
     else:
         print(curve_table(training, curve))
     if options.plot is not None:
-        page = curve_page(training, curve)
-        with written_for("--plot", options.plot), replaced(options.plot) as path:
-            path.write_text(page, "utf-8")
+        write_text_for("--plot", options.plot, curve_page(training, curve))
         print(f"drawn in {pathlib.Path(options.plot).absolute()}", file=sys.stderr)
     return 0
 

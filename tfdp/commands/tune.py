@@ -11,7 +11,6 @@ import sys
 import textwrap
 from typing import Any
 
-from tfdp.bench.json_file import write_json
 from tfdp.bench.python_process import ended_together
 from tfdp.checks import integer_from
 from tfdp.cluster.machine import installed_versions, usable_cores
@@ -21,7 +20,7 @@ from tfdp.commands.tune_page import draw_trials
 from tfdp.commands.tune_processes import Trials
 from tfdp.commands.tune_run import Finished, TuneRun
 from tfdp.errors import ConfigurationError, TfdpError
-from tfdp.files.atomic import refuse_bad_place, replaced, written_for
+from tfdp.files.asked_for import refuse_bad_place, write_json_for, write_text_for
 from tfdp.launch.gpus import own_gpus
 from tfdp.tune.setting import LOSSY
 from tfdp.tune.space import Place, knobs_of
@@ -139,13 +138,11 @@ def run(options: argparse.Namespace) -> int:
 
 def _write(found: Finished, options: argparse.Namespace) -> None:
     if options.json is not None:
-        with written_for("--json", options.json):
-            write_json(options.json, _document(options, found))
+        write_json_for("--json", options.json, _document(options, found))
     if options.page is not None:
         title = f"{options.target} on {found.place}, {options.batch:,} rows a step"
         page = draw_trials(title, found.lines, found.trials, found.verdict.winner)
-        with written_for("--page", options.page), replaced(options.page) as path:
-            path.write_text(page, "utf-8")
+        write_text_for("--page", options.page, page)
         print(f"the trials in a picture: {pathlib.Path(options.page).absolute()}")
 
 

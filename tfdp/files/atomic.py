@@ -20,17 +20,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tfdp.errors import ConfigurationError
-
 __all__ = [
-    "refuse_bad_place",
     "remove_leftovers",
     "replaced",
     "sync_file",
     "sync_folder",
     "temporary",
     "temporary_name",
-    "written_for",
 ]
 
 PREFIX = ".writing-"
@@ -43,47 +39,6 @@ KEPT_CHARACTERS = 40
 SECONDS_TO_DEATH = 24 * 3600
 
 _numbers = itertools.count()
-
-
-def refuse_bad_place(option: str, path: str | None) -> None:
-    """Before the work whose result is to be written to `path`, and not after it.
-
-    Raises:
-      ConfigurationError: the folder is missing, or what is there is no file; naming the
-        `option` that gave the path.
-    """
-    if path is None:
-        return
-    # Not the methods of Path, which raise an OSError for a name that is too long.
-    if not os.path.isdir(Path(path).absolute().parent):
-        raise ConfigurationError(f"{option} {path}: there is no such folder")
-    there = ""
-    if os.path.isdir(path or "."):
-        there = "a folder"
-    elif os.path.exists(path) and not os.path.isfile(path):
-        there = "a device or a pipe"  # whose place the file would take
-    if there:
-        raise ConfigurationError(
-            f"{option} {path or repr(path)}: that is {there}. Give the path of a file, "
-            "which is made or replaced."
-        )
-
-
-@contextlib.contextmanager
-def written_for(option: str, path: str | os.PathLike[str]) -> Iterator[None]:
-    """What fails while `path` is written is said in one line, with what to do.
-
-    Raises:
-      ConfigurationError: in the place of an OSError; naming the `option` that gave, or
-        can give, the path.
-    """
-    try:
-        yield
-    except OSError as error:
-        raise ConfigurationError(
-            f"{option} {path} cannot be written ({error.strerror or error}). Give "
-            f"another place: {option} PATH."
-        ) from error
 
 
 @contextlib.contextmanager

@@ -5,17 +5,17 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import datetime
+import sys
 import time
 from collections.abc import Sequence
 from typing import Any
 
-from tfdp.bench.json_file import write_json
 from tfdp.bench.worker_process import WorkerFailed, run_worker
 from tfdp.checks import integer_from
 from tfdp.cluster.nvidia import gpu_links
 from tfdp.commands.info import format_facts, gather_facts
-from tfdp.errors import DeviceError
-from tfdp.files.atomic import refuse_bad_place
+from tfdp.errors import ConfigurationError, DeviceError
+from tfdp.files.asked_for import refuse_bad_place, write_json_for
 from tfdp.progress_bar import progress_bar
 from tfdp.report.text_table import format_table
 from tfdp.selftest.parts import Part, parts_for
@@ -23,7 +23,7 @@ from tfdp.selftest.parts import Part, parts_for
 __all__ = ["add_arguments", "run"]
 
 WORKER = "tfdp.selftest.worker"
-ALL_RIGHT, SOME_WRONG = 0, 1
+ALL_RIGHT, SOME_WRONG, NOT_WRITTEN = 0, 1, 2
 REPORT = "tfdp-selftest.json"
 
 
@@ -57,13 +57,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Runs `tfdp selftest`; returns the exit code: 0 all is right, 1 something is not.
+    """Runs `tfdp selftest`; returns the exit code.
+
+    0 all is right, 1 something is not, 2 the report cannot be written.
 
     Raises:
-      ConfigurationError: the report's folder is missing.
       DeviceError: there are fewer GPUs than were asked for.
     """
-    refuse_bad_place("--json", options.json)
+    try:
+        refuse_bad_place("--json", options.json)
+        return _run(options)
+    except ConfigurationError as error:
+        print(f"tfdp selftest: {error}", file=sys.stderr)
+        return NOT_WRITTEN
+
+
+def _run(options: argparse.Namespace) -> int:
     facts = gather_facts()
     device_type, devices = _choose(facts, options.device_type, options.devices)
     print(format_facts(facts), end="\n\n", flush=True)
@@ -81,11 +90,11 @@ def run(options: argparse.Namespace) -> int:
         "devices": devices,
         "parts": found,
     }
-    write_json(options.json, report)
     if wrong:
         print(f"{len(wrong)} of {len(found)} NOT right: {'; '.join(wrong)}")
     else:
         print(f"all {len(found)} right")
+    write_json_for("--json", options.json, report)
     print(f"written to {options.json}, which is worth sending with a report")
     return SOME_WRONG if wrong else ALL_RIGHT
 

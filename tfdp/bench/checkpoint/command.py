@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tfdp.bench.checkpoint.in_fit import measure_fits, table_of_fits
 from tfdp.bench.checkpoint.ways import measure_ways, table_of_ways
-from tfdp.bench.json_file import write_json
+from tfdp.files.asked_for import write_json_for
 
 __all__ = ["run_checkpoint"]
 
@@ -17,6 +17,6 @@ def run_checkpoint(*, repeats: int, quick: bool, json_path: str | None) -> int:
     print(table_of_fits(repeats, quick, fits))
     if json_path:
         figures = {"bytes": size_bytes, "seconds": seconds, "step_seconds": fits}
-        write_json(json_path, figures)
+        write_json_for("--json", json_path, figures)
         print(f"written to {json_path}")
     return 0

@@ -16,11 +16,11 @@ from collections.abc import Callable, Sequence
 
 import tensorflow as tf
 
-from tfdp.bench.json_file import write_json
 from tfdp.bench.results import least_to_most
 from tfdp.bench.subjects.gradient_sets import FLOAT32_BYTES, GRADIENT_SETS
 from tfdp.compression import FP8, Cast, Int4, Int8, PowerSGD, RandomK, SignSGD, TopK
 from tfdp.compression.method import Method
+from tfdp.files.asked_for import write_json_for
 
 __all__ = ["run_compression"]
 
@@ -100,7 +100,8 @@ def run_compression(*, repeats: int, quick: bool, json_path: str | None) -> int:
     }
     print(_table(subject, repeats, figures))
     if json_path:
-        write_json(
+        write_json_for(
+            "--json",
             json_path,
             {name: dataclasses.asdict(found) for name, found in figures.items()},
         )

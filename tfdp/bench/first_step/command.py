@@ -10,9 +10,9 @@ import sys
 from collections.abc import Sequence
 
 from tfdp.bench.first_step.worker import FirstStepFigures, FirstStepRequest
-from tfdp.bench.json_file import write_json
 from tfdp.bench.worker_process import WorkerFailed, run_worker
 from tfdp.cluster.machine import describe_machine
+from tfdp.files.asked_for import write_json_for
 
 __all__ = ["run_first_step"]
 
@@ -81,7 +81,7 @@ def run_first_step(
             for r, of in found.items()
         ]
         report = {"suite": "first-step", "machine": describe_machine()}
-        write_json(json_path, report | {"loads": loads, "rows": rows})
+        write_json_for("--json", json_path, report | {"loads": loads, "rows": rows})
     return failed
 
 

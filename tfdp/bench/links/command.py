@@ -15,13 +15,12 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tfdp.bench.json_file import write_json
 from tfdp.bench.links.worker import ARMS, LinkRequest, measure_links
 from tfdp.bench.results import spread
 from tfdp.cluster.description import join_address
 from tfdp.cluster.machine import describe_machine
 from tfdp.cluster.ports import LOOPBACK, free_port
-from tfdp.files.atomic import replaced
+from tfdp.files.asked_for import write_json_for, write_text_for
 from tfdp.plan.sum_ways import rounds
 from tfdp.report.curve_page import draw_page
 
@@ -92,10 +91,11 @@ def run_links(
     load_after = os.getloadavg()[0]
     print(f"load of the machine before {load_before:.1f}, after {load_after:.1f}")
     if json_path:
-        write_json(json_path, {"suite": "links", "machine": machine, "rows": rows})
+        write_json_for(
+            "--json", json_path, {"suite": "links", "machine": machine, "rows": rows}
+        )
     if plot_path:
-        with replaced(plot_path) as half_written:
-            half_written.write_text(_page(rows), "utf-8")
+        write_text_for("--plot", plot_path, _page(rows))
     return 0
 
 

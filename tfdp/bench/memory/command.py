@@ -7,9 +7,9 @@ import pathlib
 import sys
 from collections.abc import Sequence
 
-from tfdp.bench.json_file import write_json
 from tfdp.bench.memory.worker import MemoryFigures, MemoryRequest
 from tfdp.bench.worker_process import WorkerFailed, run_worker
+from tfdp.files.asked_for import write_json_for
 from tfdp.plan.shards import SHARD_STAGES
 
 __all__ = ["MEMORY_SUITE", "expected_bytes", "run_memory"]
@@ -113,7 +113,7 @@ def run_memory(
                 }
             )
     if json_path:
-        write_json(json_path, {"suite": MEMORY_SUITE, "rows": rows})
+        write_json_for("--json", json_path, {"suite": MEMORY_SUITE, "rows": rows})
     return failed
 
 

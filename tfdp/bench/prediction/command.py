@@ -18,7 +18,6 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from tfdp.bench.json_file import write_json
 from tfdp.bench.prediction.arrangements import Place, measure_place
 from tfdp.bench.prediction.measuring import (
     BETWEEN,
@@ -36,6 +35,7 @@ from tfdp.bench.processes.two_hosts import two_hosts
 from tfdp.bench.results import spread
 from tfdp.cluster.machine import describe_machine, usable_cores
 from tfdp.errors import CollectiveError, DeviceError
+from tfdp.files.asked_for import write_json_for
 from tfdp.plan.topology import Topology
 from tfdp.simulator.known_models import MODELS as KNOWN_MODELS
 from tfdp.simulator.machine import Link
@@ -119,7 +119,8 @@ def run_prediction(
     if json_path:
         rows = [{**dataclasses.asdict(r), "error": r.error} for r in runner.rows]
         load = [load_before, load_after]
-        write_json(
+        write_json_for(
+            "--json",
             json_path,
             {"suite": "prediction", "machine": facts, "load": load, "rows": rows},
         )

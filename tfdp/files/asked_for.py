@@ -1,0 +1,76 @@
+"""Files that an option of a command asks for: a bad place is said in one line. Pure.
+
+Before the work where that can be seen, and after it where the disk is full.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from tfdp.errors import ConfigurationError
+from tfdp.files.atomic import replaced
+
+__all__ = ["refuse_bad_place", "write_json_for", "write_text_for", "written_for"]
+
+
+def refuse_bad_place(option: str, path: str | None) -> None:
+    """Before the work whose result is to be written to `path`, and not after it.
+
+    Raises:
+      ConfigurationError: the folder is missing, or what is there is no file; naming the
+        `option` that gave the path.
+    """
+    if path is None:
+        return
+    # Not the methods of Path, which raise an OSError for a name that is too long.
+    if not os.path.isdir(Path(path).absolute().parent):
+        raise ConfigurationError(f"{option} {path}: there is no such folder")
+    there = ""
+    if os.path.isdir(path or "."):
+        there = "a folder"
+    elif os.path.exists(path) and not os.path.isfile(path):
+        there = "a device or a pipe"  # whose place the file would take
+    if there:
+        raise ConfigurationError(
+            f"{option} {path or repr(path)}: that is {there}. Give the path of a file, "
+            "which is made or replaced."
+        )
+
+
+@contextlib.contextmanager
+def written_for(option: str, path: str | os.PathLike[str]) -> Iterator[None]:
+    """What fails while `path` is written is said in one line, with what to do.
+
+    Raises:
+      ConfigurationError: in the place of an OSError; naming the `option` that gave, or
+        can give, the path.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise ConfigurationError(
+            f"{option} {path} cannot be written ({error.strerror or error}). Give "
+            f"another place: {option} PATH."
+        ) from error
+
+
+def write_text_for(option: str, path: str | os.PathLike[str], text: str) -> None:
+    """Writes `text`, a page or a table, to the `path` that `option` has given.
+
+    What UTF-8 cannot hold, such as half a character in a file's name, becomes "?".
+
+    Raises:
+      ConfigurationError: it cannot be written.
+    """
+    with written_for(option, path), replaced(path) as half_written:
+        half_written.write_text(text, "utf-8", errors="replace")
+
+
+def write_json_for(option: str, path: str | os.PathLike[str], value: Any) -> None:
+    """Writes `value` as JSON; see `write_text_for`."""
+    write_text_for(option, path, json.dumps(value, indent=1) + "\n")
