@@ -2,7 +2,9 @@
 
 start all -> pass their lines on -> one fails, or a signal comes
           -> the signal (or SIGTERM) to every process group
-          -> after the grace time SIGKILL -> nothing is left
+          -> after the grace time SIGKILL -> the same for strays -> nothing is left
+
+Strays are what workers have started in sessions of their own (see `guard`).
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from collections.abc import Callable, Sequence
 from tfdp.cluster.restart import START_AGAIN
 from tfdp.launch.cause import cause_is_known, first_failure, who_asks_again
 from tfdp.launch.console import LAST_WAIT_SECONDS, POLL_SECONDS, Console
-from tfdp.launch.guard import OrphanGuard
+from tfdp.launch.guard import OrphanGuard, signal_strays
 from tfdp.launch.logs import WorkerLogs
 from tfdp.launch.one_by_one import OneByOne
 from tfdp.launch.worker import Worker, WorkerCommand, read
@@ -77,6 +79,7 @@ class Group:
         self.workers: list[Worker] = []
         self._stop_seconds: float | None = None  # when the workers were asked to end
         self._kill_seconds: float | None = None  # when they were killed
+        self._strays_seconds: float | None = None  # when strays were asked to end
         self._signals_seen = 0
         self._one_by_one: OneByOne | None = None
         #: Whether a worker is about to start in the place of one that has ended.
@@ -181,9 +184,25 @@ class Group:
 
     def _is_over(self) -> bool:
         if not any(worker.group_is_left for worker in self.workers):
-            return not self._waits
+            return not self._waits and self._no_stray_is_left()
         killed = self._kill_seconds
         return killed is not None and time.monotonic() - killed > LAST_WAIT_SECONDS
+
+    def _no_stray_is_left(self) -> bool:
+        """Asks strays to end, once; they have the grace time, if there is any left."""
+        asked, now_seconds = self._strays_seconds, time.monotonic()
+        found = signal_strays(self._folder, 0 if asked else signal.SIGTERM)
+        if not found:
+            return True
+        if asked is None:
+            self._strays_seconds = now_seconds
+            what = "process" if found == 1 else "processes"
+            self._console.say(
+                [f"stops {found} {what} that workers left in sessions of their own"]
+            )
+            return False
+        is_late = now_seconds - asked >= self._grace_seconds
+        return is_late or self._kill_seconds is not None
 
     def _obey_signals(self) -> None:
         seen, self._signals_seen = self._signals_seen, len(self._received)
@@ -222,6 +241,7 @@ class Group:
                 worker.check()
             self._guard.release(worker.group)
             worker.close_input()
+        signal_strays(self._folder, signal.SIGKILL)
         deadline = time.monotonic() + LAST_WAIT_SECONDS
         while self._selector.get_map() and time.monotonic() < deadline:
             if not read(self._selector, POLL_SECONDS):

@@ -5,7 +5,9 @@ program first, as a session of its own, and holds the only writing end of its st
 input. Through it come lines "+GROUP" and "-GROUP", the process groups that run and that
 are gone. When the input ends, however that came about, the groups that are left get
 SIGTERM and, `grace_seconds` later, SIGKILL. Whole groups: what a worker has started
-goes with it. The launcher's own folder goes last.
+goes with it. Then strays: what a worker has started in a session of its own, which no
+group holds. They are known by what every process inherits, the launcher's folder among
+its environment variables. The launcher's own folder goes last.
 
 Linux's PR_SET_PDEATHSIG would do without a watcher, but it reaches the worker alone and
 not what the worker has started.
@@ -23,10 +25,18 @@ import sys
 import time
 from types import TracebackType
 
-__all__ = ["FOLDER_PREFIX", "OrphanGuard", "group_exists", "signal_group"]
+__all__ = [
+    "FOLDER_PREFIX",
+    "OrphanGuard",
+    "group_exists",
+    "signal_group",
+    "signal_strays",
+]
 
 #: Of the name of the folder that the launcher gives to its guard.
 FOLDER_PREFIX = "tfdp-launch-"
+#: Where a worker finds the folder; `tfdp.hosts.last_words` has it as well.
+FOLDER_VARIABLE = "TFDP_LAST_WORDS"
 POLL_SECONDS = 0.05
 
 
@@ -45,6 +55,45 @@ def group_exists(group: int) -> bool:
     except (ProcessLookupError, PermissionError):
         return False
     return True
+
+
+def signal_strays(folder: str, number: int) -> int:
+    """Sends a signal to all processes that workers of a launcher have started.
+
+    Args:
+      folder: the launcher's, or that of one of its starts.
+      number: of the signal; 0 sends none.
+
+    Returns:
+      How many there are; 0 where the system does not tell (it is not Linux).
+    """
+    if not hasattr(os, "pidfd_open") or not os.path.isdir("/proc/self"):
+        return 0
+    found = 0
+    for name in os.listdir("/proc"):
+        if not name.isdigit() or int(name) == os.getpid():
+            continue
+        try:
+            # Held before it is looked at: the number may be somebody else's by then.
+            held = os.pidfd_open(int(name))
+        except OSError:
+            continue
+        try:
+            if _is_of(name, folder):
+                signal.pidfd_send_signal(held, number)
+                found += 1
+        except OSError:
+            pass  # it is gone, or somebody else's
+        finally:
+            os.close(held)
+    return found
+
+
+def _is_of(pid: str, folder: str) -> bool:
+    with open(f"/proc/{pid}/environ", "rb") as file:
+        variables = file.read().split(b"\0")
+    mark = f"{FOLDER_VARIABLE}={folder}".encode()
+    return any(v == mark or v.startswith(mark + b"/") for v in variables)
 
 
 class OrphanGuard:
@@ -107,6 +156,11 @@ def _main(grace_seconds: float, folder: str) -> None:
         time.sleep(POLL_SECONDS)
     for group in groups:
         signal_group(group, signal.SIGKILL)
+    if signal_strays(folder, signal.SIGTERM):
+        deadline = time.monotonic() + grace_seconds
+        while signal_strays(folder, 0) and time.monotonic() < deadline:
+            time.sleep(POLL_SECONDS)
+        signal_strays(folder, signal.SIGKILL)
     shutil.rmtree(folder, ignore_errors=True)
 
 

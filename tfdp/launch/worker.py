@@ -76,13 +76,15 @@ class Worker:
         self.tail = Tail()
         self.stopped_by: int | None = None  # the last signal that the launcher sent
         self.started_seconds = time.monotonic()
+        environment = dict(start.environment)
+        if not self.is_remote:
+            # By it strays are known. What ssh starts may be of use to others: the
+            # master of shared connections.
+            environment[last_words.FOLDER_VARIABLE] = folder
+            environment[progress.FOLDER_VARIABLE] = folder
         self.process = subprocess.Popen(
             list(start.command),
-            env={
-                **start.environment,
-                last_words.FOLDER_VARIABLE: folder,
-                progress.FOLDER_VARIABLE: folder,
-            },
+            env=environment,
             stdin=subprocess.PIPE if start.keeps_stdin else subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
