@@ -26,10 +26,6 @@ TITLES = (
 )
 
 
-class BenchmarkError(Exception):
-    """A measurement that gave no figures."""
-
-
 def run_first_step(
     devices: Sequence[int],
     *,
@@ -61,9 +57,10 @@ def run_first_step(
         for request in requests:
             try:
                 found[request].append(_measure(request, timeout_seconds))
-            except BenchmarkError as error:
+            except WorkerFailed as error:
                 failed = 1
-                print(f"{request.model}, {request.devices}: {error}", file=sys.stderr)
+                why = error.in_a_line
+                print(f"{request.model}, {request.devices}: {why}", file=sys.stderr)
             loads.append(os.getloadavg()[0])
     print(
         f"fit to the end of its first step, Adam, {requests[0].local_batch} samples a "
@@ -111,14 +108,5 @@ def _line(request: FirstStepRequest, figures: Sequence[FirstStepFigures]) -> str
 
 
 def _measure(request: FirstStepRequest, timeout_seconds: float) -> FirstStepFigures:
-    """The figures.
-
-    Raises:
-      BenchmarkError: saying why there are none.
-    """
     worker, asked = "tfdp.bench.first_step.worker", dataclasses.asdict(request)
-    try:
-        found = run_worker(worker, asked, timeout_seconds, **ENVIRONMENT)
-    except WorkerFailed as error:
-        raise BenchmarkError(error.in_a_line) from None
-    return FirstStepFigures(**found)
+    return FirstStepFigures(**run_worker(worker, asked, timeout_seconds, **ENVIRONMENT))

@@ -31,10 +31,6 @@ ENVIRONMENT = {
 }
 
 
-class BenchmarkError(Exception):
-    """A measurement that gave no figures."""
-
-
 def expected_bytes(request: MemoryRequest) -> MemoryFigures:
     """What the formulas say, in bytes per replica; float32 and Adam.
 
@@ -95,9 +91,10 @@ def run_memory(
             try:
                 graph = _graph_bytes(request, timeout_seconds)
                 found = _measure(request, timeout_seconds)
-            except BenchmarkError as error:
+            except WorkerFailed as error:
                 failed = 1
-                print(f"{number:>2} {name:>11} failed: {error}", file=sys.stderr)
+                why = error.in_a_line
+                print(f"{number:>2} {name:>11} failed: {why}", file=sys.stderr)
                 continue
             found = dataclasses.replace(
                 found, at_rest=found.at_rest - graph, peak=found.peak - graph
@@ -142,14 +139,5 @@ def _graph_bytes(request: MemoryRequest, timeout_seconds: float) -> float:
 
 
 def _measure(request: MemoryRequest, timeout_seconds: float) -> MemoryFigures:
-    """The figures.
-
-    Raises:
-      BenchmarkError: saying why there are none.
-    """
     worker, asked = "tfdp.bench.memory.worker", dataclasses.asdict(request)
-    try:
-        found = run_worker(worker, asked, timeout_seconds, **ENVIRONMENT)
-    except WorkerFailed as error:
-        raise BenchmarkError(error.in_a_line) from None
-    return MemoryFigures(**found)
+    return MemoryFigures(**run_worker(worker, asked, timeout_seconds, **ENVIRONMENT))
