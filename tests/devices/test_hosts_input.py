@@ -214,3 +214,44 @@ def test_any_structure_passes(two_links, of_both):
             for parts in zip(first, second, strict=True)
         ]
         assert joined == read(None, plain)
+
+
+def unlike_last(dtype, order):
+    """Batches of two parts, of which the first, a mask of ones, is always the same."""
+    x = np.arange(8)[list(order)]
+    parts = {
+        "dense": lambda: tf.constant(x, tf.float32),
+        "bool": lambda: tf.constant(x % 3 == 0),
+        "text": lambda: tf.strings.as_string(x),
+        "sparse": lambda: tf.sparse.from_dense(x[:, None] % 3),
+        "ragged": lambda: tf.RaggedTensor.from_row_lengths(tf.range(28), x),
+    }
+    elements = {"attention_mask": tf.ones([8, 2]), "input_ids": parts[dtype]()}
+    return tf.data.Dataset.from_tensor_slices(elements).batch(4)
+
+
+@pytest.mark.parametrize("dtype", ["dense", "bool", "text", "sparse", "ragged"])
+@pytest.mark.parametrize("length_is_known", [True, False])
+def test_another_first_batch_is_seen_in_whichever_part(
+    two_links, of_both, dtype, length_is_known
+):
+    threads, links = two_links
+
+    def read(link, dataset):
+        try:
+            return len([*dataset])
+        except tf.errors.OpError as error:
+            return error.message
+
+    def own(link, dataset):
+        return hosts.own_part(dataset, link)
+
+    def both(orders):
+        datasets = [unlike_last(dtype, order) for order in orders]
+        if not length_is_known:
+            datasets = [d.filter(lambda _: True) for d in datasets]
+        return list(threads.map(read, links, of_both(own, datasets)))
+
+    assert both([range(8), range(8)]) == [2, 2]
+    for error in both([range(8), range(7, -1, -1)]):
+        assert "Worker 1 reads another first batch than worker 0" in error

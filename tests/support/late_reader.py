@@ -22,8 +22,8 @@ def main():
     seconds = float(sys.argv[1])
     look = same_batches._Comparison.look
 
-    def slow_look(self, iterator, count, is_batch, data):
-        found = look(self, iterator, count, is_batch, data)
+    def slow_look(self, iterator, count, is_batch, told):
+        found = look(self, iterator, count, is_batch, told)
         # The other worker leaves after four steps; the fifth waits for it meanwhile.
         if int(count) == AHEAD:
             print("reads ahead", flush=True)

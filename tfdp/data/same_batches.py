@@ -7,10 +7,10 @@ exchange in which it would wait for rows that nobody has.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import threading
-import zlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -81,6 +81,8 @@ def same_batches(
 
 
 UNKNOWN = int(tf.data.UNKNOWN_CARDINALITY)
+BUCKETS = 1 << 62
+DIGEST_BYTES = 16
 
 
 def _ask(
@@ -90,20 +92,39 @@ def _ask(
     is_batch: tf.Tensor,
     batch: Any,
 ) -> tf.Tensor:
-    flat = tf.nest.flatten(batch, expand_composites=True)
-    numbers = [
-        part
-        for part in flat
-        if part is not None and (part.dtype.is_floating or part.dtype.is_integer)
-    ]
-    first = numbers[0] if numbers else tf.zeros([0])
+    # Of a new iterator alone: a batch is much to hand to Python.
+    told = tf.cond(iterator < 0, lambda: _fingerprint(batch), lambda: tf.constant(""))
     answer = tf.numpy_function(
         counted(comparison.look),
-        [iterator, count, is_batch, first],
+        [iterator, count, is_batch, told],
         tf.int64,
         stateful=True,
     )
     return tf.ensure_shape(answer, [])
+
+
+def _fingerprint(batch: Any) -> tf.Tensor:
+    """A text that tells `batch` from others, whichever of its parts differs."""
+    # The first part alone would not do: a mask of ones is the same in every batch.
+    parts = [
+        tf.strings.to_hash_bucket_fast(part, BUCKETS)
+        if part.dtype == tf.string
+        else part
+        for part in tf.nest.flatten(batch, expand_composites=True)
+        if part is not None and part.dtype.is_numpy_compatible
+    ]
+    if not parts:
+        return tf.constant("nothing to compare")
+    told = tf.numpy_function(counted(_digest), parts, tf.string, stateful=False)
+    return tf.ensure_shape(told, [])
+
+
+def _digest(*parts: np.ndarray) -> bytes:
+    digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
+    for part in parts:
+        digest.update(f"{part.dtype} {part.shape} ".encode())
+        digest.update(np.ascontiguousarray(part).tobytes())
+    return digest.hexdigest().encode()
 
 
 class _Comparison:
@@ -129,7 +150,7 @@ class _Comparison:
         self._error: Exception | None = None
 
     def look(
-        self, iterator: np.ndarray, count: np.ndarray, is_batch: Any, data: np.ndarray
+        self, iterator: np.ndarray, count: np.ndarray, is_batch: Any, told: bytes
     ) -> np.int64:
         """Called at first batches and ends, and at all where the length is unknown.
 
@@ -137,7 +158,7 @@ class _Comparison:
           iterator: its number; negative: a new one.
           count: how many batches came before.
           is_batch: whether there is one more.
-          data: some numbers of it.
+          told: its fingerprint, where the iterator is new.
 
         Returns:
           The iterator's number.
@@ -146,17 +167,15 @@ class _Comparison:
         if self._error is not None:
             raise self._error
         try:
-            return self._look(int(iterator), int(count), bool(is_batch), data)
+            return self._look(int(iterator), int(count), bool(is_batch), told)
         except Exception as error:
             self._error = error
             raise
 
-    def _look(
-        self, place: int, count: int, is_batch: bool, data: np.ndarray
-    ) -> np.int64:
+    def _look(self, place: int, count: int, is_batch: bool, told: bytes) -> np.int64:
         if place < 0:
             place = next(self._iterators)
-            self._compare_first(place, data if is_batch else None)
+            self._compare_first(place, told.decode() if is_batch else None)
         with self._lock:
             watched = place in self._read
             if watched:
@@ -173,11 +192,11 @@ class _Comparison:
     def _end_of(self, place: int) -> str:
         return f"{self._name}, iterator {place}, end"
 
-    def _compare_first(self, place: int, data: np.ndarray | None) -> None:
+    def _compare_first(self, place: int, told: str | None) -> None:
         said = {
             "policies": self._policies,
-            "batches": 0 if data is None else self._length,
-            "first": None if data is None else f"{data.shape} {_checksum(data)}",
+            "batches": 0 if told is None else self._length,
+            "first": told,
         }
         notes = self._link.share_note(
             f"{self._name}, iterator {place}", json.dumps(said)
@@ -255,10 +274,6 @@ def _in_words(batches: int | None) -> str:
     if batches is None:
         return "some"
     return "no end of them" if batches < 0 else str(batches)
-
-
-def _checksum(data: np.ndarray) -> int:
-    return zlib.crc32(data.tobytes())
 
 
 def _shaped(part: Any, spec: Any) -> Any:
