@@ -46,8 +46,7 @@ def test_what_cannot_be_written_is_not_taken_for_what_does_not_fit(
 
     monkeypatch.setattr(plan, "_answer", lambda *_: FITS)
     assert cli.main([*MODEL, option, "file"]) == 0
-    monkeypatch.setattr(plan, "replaced", full_disk)
-    monkeypatch.setattr("tfdp.bench.json_file.replaced", full_disk)
+    monkeypatch.setattr("tfdp.files.asked_for.replaced", full_disk)
     assert cli.main([*MODEL, option, "file"]) == 2
     said = capsys.readouterr()
     assert said.out.count("It fits.") == 2
