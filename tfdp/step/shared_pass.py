@@ -17,6 +17,7 @@ from tfdp._private.autograph import library_code
 from tfdp._private.known_code import runs_known_code
 from tfdp._private.names import current_rank
 from tfdp.step.keras_pass import PassResults, finish_train_step, forward_and_backward
+from tfdp.step.repeated_rows import has_rows_once
 from tfdp.step.shared_functions import SharedFunctions
 from tfdp.step.shared_update import LEAST_VARIABLES, is_on_cpu
 from tfdp.tracing.keras_steps import is_stock_train_step
@@ -90,6 +91,15 @@ def by_one_graph(model: keras.Model, run: ReplicaRun) -> Callable:
     SharedFunctions.of(run).looked_into = False
     is_known = _runs_known_code(model)
 
+    def whole_pass(*batch: Any) -> PassResults:
+        results = forward_and_backward(model, *batch)
+        for weight, gradient in zip(
+            model.trainable_weights, results.gradients, strict=True
+        ):
+            if has_rows_once(gradient):
+                run.rows_once.add(id(weight))
+        return results
+
     @library_code
     @functools.wraps(model.train_step)
     def train_step(data: Any) -> Any:
@@ -98,7 +108,7 @@ def by_one_graph(model: keras.Model, run: ReplicaRun) -> Callable:
         results = SharedFunctions.of(run).results_of(
             "pass",
             rank,
-            functools.partial(forward_and_backward, model, *batch),
+            functools.partial(whole_pass, *batch),
             _own_of(data, run, rank),
             str(tf.distribute.get_strategy().extended.worker_devices[rank]),
             common=run.common_tensors,

@@ -12,6 +12,7 @@ import tensorflow as tf
 from tfdp._private.names import current_rank
 from tfdp.errors import ConfigurationError
 from tfdp.exchange.reducer import Reducer
+from tfdp.exchange.sparse import merge_rows
 from tfdp.sharding.variables import ShardUpdatedVariable, shard_kind
 from tfdp.step.compression import (
     refuse_eager_compression,
@@ -21,7 +22,7 @@ from tfdp.step.compression import (
 from tfdp.step.loss_scale import scale_when_summed
 from tfdp.step.momentum_sums import momentum_compression_of, sum_by_momentum
 from tfdp.step.noise_probe import probe_of
-from tfdp.step.repeated_rows import as_asked, takes_sums_alike
+from tfdp.step.repeated_rows import as_asked, has_rows_once, takes_sums_alike
 from tfdp.step.state_means import store_state, weighted_state
 from tfdp.tracing.current_run import current_run
 from tfdp.tracing.eager_order import sum_in_words
@@ -80,6 +81,11 @@ def reduce_gradients(
             optimizer,
         )
         for place, value in zip(whole, totals, strict=True):
+            is_once = has_rows_once(gradients[place]) or (
+                id(variables[place]) in run.rows_once
+            )
+            if is_once and isinstance(value, tf.IndexedSlices):
+                value = merge_rows(value)
             results[place] = value
         if probe is not None:
             probe.after(totals, means.pop(), run, rank)

@@ -99,6 +99,9 @@ class ReplicaRun:
     #: Whether the gradients of replicas are there all together, or not at all: they
     #: come from a function.
     gradients_at_once: bool = False
+    #: The ids of variables whose gradients, which come out of a function, have each row
+    #: once on every replica (`step.repeated_rows`).
+    rows_once: set[int] = dataclasses.field(default_factory=set)
     #: What the replicas do alike, and share; see `tfdp/step/shared_functions.py`.
     functions: Any = None
 
