@@ -97,6 +97,22 @@ def test_a_number_that_is_made_of_a_replicas_own_as_well_is_told():
         reported(make_strategy(2), more)
 
 
+def test_a_variable_that_a_step_returns_is_reported():
+    """As the probability of an adaptive augmentation is."""
+
+    class Returning(Deriving):
+        def train_step(self, data):
+            super().train_step(data)
+            return {"rate": self.optimizer.learning_rate.value}
+
+    with make_strategy(2).scope():
+        model = Returning()
+        model.compile("sgd", "sparse_categorical_crossentropy", jit_compile=False)
+    x, y = classification_data(9)
+    history = model.fit(x, y, batch_size=9, verbose=0).history
+    assert history["rate"] == [np.float32(0.01)]
+
+
 def test_only_what_can_be_done_again_is():
     with tf.Graph().as_default():
         result = tf.constant(2.0) * 1.0

@@ -222,7 +222,11 @@ def whole_logs(
     sums: dict[Any, tf.Tensor] = {}
     derived: dict[int, Derivation] = {}
     for place, leaf in enumerate(leaves):
-        parts = parts_of(leaf)
+        # A step may return a variable: each replica's is what it holds by now.
+        parts = [
+            part.read_value() if isinstance(part, tf.Variable) else part
+            for part in parts_of(leaf)
+        ]
         derivation = _derivation(parts, run, noted)
         if derivation is not None:
             derived[place] = derivation
