@@ -25,6 +25,7 @@ from tfdp.step.borrowed_rows import borrow_rows, leaves_borrowed_out, return_row
 from tfdp.step.finite_guard import FiniteGuard
 from tfdp.step.held_optimizers import optimizers_of
 from tfdp.step.jit import jitted_train_step
+from tfdp.step.late_state import with_late_state
 from tfdp.step.layer_state import suspect_stored
 from tfdp.step.optimizers import led_optimizers
 from tfdp.step.own_losses import own_losses
@@ -160,7 +161,12 @@ class StepCall:
             own_losses(self.model if replicas > 1 else None),
             _looking_at_loss(self.model, self._guard),
             self._leaving_filling_out(),
-            batch_first(self.step, None if self._is_compiled else arguments) as step,
+            batch_first(
+                self.step
+                if self._is_compiled
+                else with_late_state(self.step, self.run),
+                None if self._is_compiled else arguments,
+            ) as step,
         ):
             self.step = recorded(step, self.run) if tf.executing_eagerly() else step
             yield noted

@@ -368,13 +368,18 @@ def sample_counts(arguments: Any, replicas: int) -> ReplicaRun:
 
 def parts_by_replica(arguments: Any, replicas: int) -> dict[int, list[tf.Tensor]]:
     """The tensors in nested `arguments` that each replica gets, by replica."""
-    values = [v for v in tf.nest.flatten(arguments) if isinstance(v, PerReplica)]
+    # TensorFlow does not wrap the parts of a single replica.
+    values = [
+        value.values if isinstance(value, PerReplica) else (value,)
+        for value in tf.nest.flatten(arguments)
+        if isinstance(value, PerReplica) or replicas == 1
+    ]
     return {
         rank: [
             part
             for value in values
             # Of ragged and sparse tensors the inner values have other rows.
-            for part in tf.nest.flatten(value.values[rank])
+            for part in tf.nest.flatten(value[rank])
             if isinstance(part, tf.Tensor) and part.shape.rank
         ]
         for rank in range(replicas)

@@ -1,0 +1,69 @@
+"""What a step stores behind its last update, brought together at its end.
+
+What layers store travels with the gradients (`step.sums`). A step may store more when
+these have left: a centre of the predictions, the probability of an augmentation, the
+moving statistics of a second forward pass; or it makes no update at all. Such values
+get an exchange of their own where they are made of the replica's rows. Others, such as
+an average of weights, are alike on all replicas already.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from tfdp._private.autograph import library_code
+from tfdp._private.names import current_rank
+from tfdp.step.state_means import store_state, weighted_state
+from tfdp.tracing.loss_shares import ancestors, key_of
+from tfdp.tracing.run import ReplicaRun, trace_of
+
+__all__ = ["with_late_state"]
+
+
+def with_late_state(step: Callable, run: ReplicaRun) -> Callable:
+    """`step`, which leaves what it stores of its rows alike on all replicas.
+
+    Args:
+      step: what every replica runs.
+      run: in which it is traced.
+
+    Cost: one exchange of what is stored late; nothing where there is none.
+    """
+    is_called_once = hasattr(step, "get_concrete_function")
+    if tf.executing_eagerly() or run.replicas == 1 or run.is_local or is_called_once:
+        return step
+
+    @library_code
+    @functools.wraps(step)
+    def step_with_late_state(*args: Any, **kwargs: Any) -> Any:
+        result = step(*args, **kwargs)
+        rank = current_rank()
+        if isinstance(rank, int):
+            _bring_together(run, rank)
+        return result
+
+    return step_with_late_state
+
+
+def _bring_together(run: ReplicaRun, rank: int) -> None:
+    late = [v for v in run.take_local_state(rank) if _is_of_rows(run, rank, v)]
+    if not late:
+        return
+    reducer = tf.distribute.get_strategy().extended.reducer
+    shares = weighted_state(late, run, rank)
+    store_state(late, reducer.all_reduce(shares, rank, mean=False), run, rank)
+
+
+def _is_of_rows(run: ReplicaRun, rank: int, variable: Any) -> bool:
+    """Whether what the replica stored in `variable` is made of its rows."""
+    batch = {key_of(tensor) for tensor in run.batches.get(trace_of(rank), [])}
+    values = [value for r, v, value in run.stored if r == rank and v is variable]
+    return any(
+        key_of(tensor) in batch
+        for value in values
+        for tensor in ancestors(value, is_found=lambda found: key_of(found) in batch)
+    )
