@@ -18,7 +18,16 @@ UPDATES = {
     "rows": lambda v, x: v.assign_add(ops.cast(ops.sum(x[:, 0] > 0), v.dtype)),
     "batches": lambda v, x: v.assign_add(1.0),
     "maximum": lambda v, x: v.assign(ops.maximum(v, ops.max(x))),
+    "average of sums": lambda v, x: v.assign(0.9 * v + 0.1 * ops.sum(x)),
+    "average of all's sums": lambda v, x: v.assign(0.9 * v + 0.1 * sum_of_all(x)),
 }
+
+
+def sum_of_all(x):
+    total = ops.sum(x)
+    if not tf.distribute.in_cross_replica_context() and tf.distribute.has_strategy():
+        total = tf.distribute.get_replica_context().all_reduce("sum", total)
+    return total
 
 
 class Storing(keras.layers.Layer):
@@ -81,11 +90,23 @@ def test_has_one_devices_value(update, options):
 
 
 @pytest.mark.parametrize(
-    "update, remedy", [("sum", "aggregation='sum'"), ("maximum", "over all replicas")]
+    "update, remedy",
+    [
+        ("sum", "aggregation='sum'"),
+        ("maximum", "over all replicas"),
+        ("average of sums", "all_reduce"),
+    ],
 )
 def test_what_is_no_mean_over_rows_is_told(update, remedy):
     with pytest.warns(LocalStateWarning, match=remedy):
         stored(make_strategy(2), update, {})
+
+
+def test_a_sum_that_was_taken_over_all_is_not_told():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", LocalStateWarning)
+        copies = stored(make_strategy(2), "average of all's sums", {})
+    assert copies[0] == copies[1]
 
 
 class StoresLate(keras.Model):

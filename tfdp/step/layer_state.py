@@ -64,6 +64,11 @@ def _what_it_looks_like(
     added = term_added_to(handle, value)
     if added is not None and keys and is_sum_over_rows(added, keys):
         return "a running sum over rows. Make it with aggregation='sum'"
+    if added is None and keys and is_sum_over_rows(value, keys):
+        return (
+            "made of a sum over rows, as an average of sums is. Take that over all "
+            "replicas first: tf.distribute.get_replica_context().all_reduce('sum', x)"
+        )
     is_extreme = value.op.type in ("Maximum", "Minimum")
     if is_extreme and is_read_among(handle, value.op.inputs):
         return (
