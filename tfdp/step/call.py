@@ -153,6 +153,9 @@ class StepCall:
           What the replicas report is noted here; see `reports.whole_logs`.
         """
         arguments = (self.args, self.kwargs)
+        step = self.step
+        if not self._is_compiled:
+            step = with_late_state(step, self.run)
         with (
             led_optimizers(optimizers, self.run),
             led_reports(self.model, self.run) as noted,
@@ -161,12 +164,7 @@ class StepCall:
             own_losses(self.model if replicas > 1 else None),
             _looking_at_loss(self.model, self._guard),
             self._leaving_filling_out(),
-            batch_first(
-                self.step
-                if self._is_compiled
-                else with_late_state(self.step, self.run),
-                None if self._is_compiled else arguments,
-            ) as step,
+            batch_first(step, None if self._is_compiled else arguments) as step,
         ):
             self.step = recorded(step, self.run) if tf.executing_eagerly() else step
             yield noted

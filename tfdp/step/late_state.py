@@ -18,8 +18,8 @@ import tensorflow as tf
 from tfdp._private.autograph import library_code
 from tfdp._private.names import current_rank
 from tfdp.step.state_means import store_state, weighted_state
-from tfdp.tracing.loss_shares import ancestors, key_of
-from tfdp.tracing.run import ReplicaRun, trace_of
+from tfdp.tracing.loss_suspicions import batch_keys, is_made_of
+from tfdp.tracing.run import ReplicaRun
 
 __all__ = ["with_late_state"]
 
@@ -50,20 +50,19 @@ def with_late_state(step: Callable, run: ReplicaRun) -> Callable:
 
 
 def _bring_together(run: ReplicaRun, rank: int) -> None:
-    late = [v for v in run.take_local_state(rank) if _is_of_rows(run, rank, v)]
+    late = run.take_local_state(rank)
+    if not late:
+        return
+    batch = batch_keys(run, rank)
+    # By identity: a variable compares as its values do.
+    of_rows = {
+        id(variable)
+        for stored_by, variable, value in run.stored
+        if stored_by == rank and is_made_of(value, batch)
+    }
+    late = [variable for variable in late if id(variable) in of_rows]
     if not late:
         return
     reducer = tf.distribute.get_strategy().extended.reducer
     shares = weighted_state(late, run, rank)
     store_state(late, reducer.all_reduce(shares, rank, mean=False), run, rank)
-
-
-def _is_of_rows(run: ReplicaRun, rank: int, variable: Any) -> bool:
-    """Whether what the replica stored in `variable` is made of its rows."""
-    batch = {key_of(tensor) for tensor in run.batches.get(trace_of(rank), [])}
-    values = [value for r, v, value in run.stored if r == rank and v is variable]
-    return any(
-        key_of(tensor) in batch
-        for value in values
-        for tensor in ancestors(value, is_found=lambda found: key_of(found) in batch)
-    )

@@ -16,10 +16,9 @@ from tfdp._private.keras_models import layers_within
 from tfdp._private.names import own_copy
 from tfdp.errors import ConfigurationError
 from tfdp.tracing.assigned_terms import is_read_among, term_added_to
-from tfdp.tracing.loss_shares import key_of
-from tfdp.tracing.loss_suspicions import is_sum_over_rows
+from tfdp.tracing.loss_suspicions import batch_keys, is_sum_over_rows
 from tfdp.tracing.replica_invariance import outermost
-from tfdp.tracing.run import ReplicaRun, trace_of
+from tfdp.tracing.run import ReplicaRun
 
 __all__ = ["check_no_row_state", "suspect_stored"]
 
@@ -60,7 +59,7 @@ def _what_it_looks_like(
     run: ReplicaRun, rank: int, variable: Any, value: tf.Tensor
 ) -> str | None:
     handle = outermost(own_copy(variable, rank).handle)
-    keys = {key_of(tensor) for tensor in run.batches.get(trace_of(rank), [])}
+    keys = batch_keys(run, rank)
     added = term_added_to(handle, value)
     if added is not None and keys and is_sum_over_rows(added, keys):
         return "a running sum over rows. Make it with aggregation='sum'"

@@ -15,6 +15,8 @@ from tfdp.tracing.replica_invariance import outermost
 from tfdp.tracing.run import ReplicaRun, trace_of
 
 __all__ = [
+    "batch_keys",
+    "is_made_of",
     "is_share",
     "is_sum_over_rows",
     "reported_standing",
@@ -80,7 +82,7 @@ def suspect_added_sum(run: ReplicaRun, rank: Any, loss: tf.Tensor) -> None:
     """Notes a loss for `add_loss` that seems to be a sum over the replica's rows."""
     if run.group_size == 1 or isinstance(loss, tf.__internal__.EagerTensor):
         return
-    keys = {key_of(tensor) for tensor in run.batches.get(trace_of(rank), [])}
+    keys = batch_keys(run, rank)
     if keys and is_sum_over_rows(loss, keys):
         run.suspicions.add(
             "a layer gave add_loss what looks like a sum over its rows, which was "
@@ -108,7 +110,7 @@ def is_sum_over_rows(loss: tf.Tensor, batch: set[Any]) -> bool:
         elif op.type == "Sum":
             is_stack = inputs[0].op.type == "Pack"  # of terms, not of rows
             is_over_rows = 0 in (reduced_axes(inputs) or ()) and not is_stack
-            if is_over_rows and _is_made_of(inputs[0], batch):
+            if is_over_rows and is_made_of(inputs[0], batch):
                 return True
             todo.append(inputs[0])
         elif op.type in PASSING:
@@ -116,7 +118,14 @@ def is_sum_over_rows(loss: tf.Tensor, batch: set[Any]) -> bool:
     return False
 
 
-def _is_made_of(value: tf.Tensor, batch: set[Any]) -> bool:
+def batch_keys(run: ReplicaRun, rank: Any) -> set[Any]:
+    """The keys (`key_of`) of the tensors that the replica was given."""
+    return {key_of(tensor) for tensor in run.batches.get(trace_of(rank), [])}
+
+
+def is_made_of(value: tf.Tensor, batch: set[Any]) -> bool:
+    """Whether a tensor with one of these keys goes into `value`."""
+
     def is_batch(tensor: tf.Tensor) -> bool:
         return key_of(tensor) in batch
 
