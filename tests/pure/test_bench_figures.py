@@ -10,7 +10,6 @@ import pytest
 
 from tests.support.fresh_python import run_program, run_python
 from tfdp.bench.cases import CASES, select_cases
-from tfdp.bench.json_file import write_json
 from tfdp.bench.one_process.arms import ARMS
 from tfdp.bench.one_process.interleave import time_in_turn
 from tfdp.bench.one_process.runner import Failure, Report, run_requests
@@ -28,6 +27,7 @@ from tfdp.bench.subjects.gradient_sets import GRADIENT_SETS, count_parameters
 from tfdp.bench.subjects.models import MODELS
 from tfdp.bench.subjects.torch_models import TORCH_MODELS
 from tfdp.bench.table import format_failure, format_heading, format_result
+from tfdp.files.json_file import write_json
 
 
 class Clock:

@@ -13,9 +13,9 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from tfdp.bench.json_file import write_json
 from tfdp.bench.python_process import ProcessFailed, run_python
 from tfdp.errors import DeviceError
+from tfdp.files.json_file import write_json
 
 __all__ = ["WorkerFailed", "answer", "run_worker", "set_up_devices"]
 

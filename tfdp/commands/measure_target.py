@@ -17,11 +17,11 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from tfdp.bench.json_file import write_json
 from tfdp.bench.python_process import ProcessFailed, run_python
 from tfdp.commands.check_target import load_target, parse_target
 from tfdp.errors import ConfigurationError
 from tfdp.files.checked_json import parse_json
+from tfdp.files.json_file import write_json
 from tfdp.simulator.measured import MeasuredModel
 from tfdp.simulator.model import Gradient, ModelProfile
 

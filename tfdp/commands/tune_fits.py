@@ -14,11 +14,11 @@ import tempfile
 from collections.abc import Sequence
 from typing import Any
 
-from tfdp.bench.json_file import write_json
 from tfdp.commands.plan_model import load_model
 from tfdp.commands.tune_processes import run_module
 from tfdp.errors import ConfigurationError
 from tfdp.files.checked_json import parse_json
+from tfdp.files.json_file import write_json
 from tfdp.plan.shards import shard_stage
 from tfdp.tune.space import Place
 

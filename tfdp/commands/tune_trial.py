@@ -15,10 +15,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from tfdp.bench.json_file import write_json
 from tfdp.commands.check_target import load_target, parse_target
 from tfdp.commands.plan_model import load_model
 from tfdp.errors import ConfigurationError
+from tfdp.files.json_file import write_json
 from tfdp.hosts.sum_speed import speed_of_sums
 from tfdp.tune.setting import Setting
 

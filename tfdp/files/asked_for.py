@@ -6,7 +6,6 @@ Before the work where that can be seen, and after it where the disk is full.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 
 from tfdp.errors import ConfigurationError
 from tfdp.files.atomic import replaced
+from tfdp.files.json_file import write_json
 
 __all__ = ["refuse_bad_place", "write_json_for", "write_text_for", "written_for"]
 
@@ -73,4 +73,5 @@ def write_text_for(option: str, path: str | os.PathLike[str], text: str) -> None
 
 def write_json_for(option: str, path: str | os.PathLike[str], value: Any) -> None:
     """Writes `value` as JSON; see `write_text_for`."""
-    write_text_for(option, path, json.dumps(value, indent=1) + "\n")
+    with written_for(option, path):
+        write_json(path, value)

@@ -18,8 +18,8 @@ import time
 from typing import Any
 
 from tfdp.bench.first_step.models import CLASSES, MODELS, WORDS
-from tfdp.bench.json_file import write_json
 from tfdp.cluster.process_memory import forget_peak, resident_and_peak_bytes
+from tfdp.files.json_file import write_json
 
 __all__ = ["FirstStepFigures", "FirstStepRequest", "main"]
 

@@ -14,8 +14,8 @@ import os
 import sys
 from typing import Any
 
-from tfdp.bench.json_file import write_json
 from tfdp.cluster.process_memory import forget_peak, peak_bytes, resident_bytes
+from tfdp.files.json_file import write_json
 
 __all__ = ["MemoryFigures", "MemoryRequest", "main"]
 
