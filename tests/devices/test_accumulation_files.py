@@ -20,6 +20,7 @@ from tests.support.parity import (
     dense_model,
     largest_difference,
     largest_distance,
+    normalizing_model,
     rounding_bound,
 )
 from tfdp.checkpoint import Checkpoint
@@ -308,19 +309,7 @@ def test_batches_of_other_sizes_weigh_in_one_unit(writer, reader, weights, tmp_p
 
 def normalizing(way, optimizer):
     with scope_of(way):
-        keras.utils.set_random_seed(3)
-        model = keras.Sequential(
-            [
-                keras.Input((12,)),
-                keras.layers.BatchNormalization(momentum=0.5),
-                keras.layers.Dense(5),
-            ]
-        )
-        model.compile(
-            optimizer(), keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-        )
-        model.optimizer.build(model.trainable_variables)
-    return model
+        return normalizing_model(optimizer())
 
 
 def moving_statistics(model):

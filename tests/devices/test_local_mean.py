@@ -40,9 +40,9 @@ class HandWritten(keras.Model):
         return {"loss": loss}
 
 
-def hand_written(state):
+def hand_written(state, model_class=HandWritten):
     def build():
-        model = HandWritten(state)
+        model = model_class(state)
         model.build((None, 12))
         return model
 
@@ -251,44 +251,40 @@ class AddsConstant(HandWritten):
         return loss + self.state_loss(tf.constant(3.0))
 
 
-def adds_constant(state):
-    def build():
-        model = AddsConstant(state)
-        model.build((None, 12))
-        return model
-
-    return build
-
-
 def test_a_constant_that_compute_loss_adds_is_noticed_and_its_local_mean_exact():
     data = classification_data(samples=53)
     with pytest.warns(LocalMeanWarning, match="a constant was added.*local_mean"):
-        train(make_strategy(3), adds_constant(lambda added: added), data=data, epochs=1)
-    one, expected = train(None, adds_constant(lambda added: added), data=data)
+        train(
+            make_strategy(3),
+            hand_written(lambda added: added, AddsConstant),
+            data=data,
+            epochs=1,
+        )
+    one, expected = train(
+        None, hand_written(lambda added: added, AddsConstant), data=data
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("error", LocalMeanWarning)
         several, history = train(
-            make_strategy(3), adds_constant(tfdp.losses.local_mean), data=data
+            make_strategy(3),
+            hand_written(tfdp.losses.local_mean, AddsConstant),
+            data=data,
         )
         # 0, which Keras itself begins its sum of losses with, says nothing.
-        train(make_strategy(3), adds_constant(lambda added: 0.0), data=data, epochs=1)
+        train(
+            make_strategy(3),
+            hand_written(lambda added: 0.0, AddsConstant),
+            data=data,
+            epochs=1,
+        )
     np.testing.assert_allclose(history["loss"], expected["loss"], rtol=1e-5)
     assert largest_difference(one, several) < 1e-5
-
-
-def own_compute_loss(state):
-    def build():
-        model = OwnComputeLoss(state)
-        model.build((None, 12))
-        return model
-
-    return build
 
 
 @pytest.mark.parametrize("run_eagerly", [False, True])
 def test_what_compute_loss_adds_is_noticed_and_its_local_mean_exact(run_eagerly):
     data = classification_data(samples=53)
-    build = own_compute_loss(lambda penalty: penalty)
+    build = hand_written(lambda penalty: penalty, OwnComputeLoss)
     with pytest.warns(LocalMeanWarning, match=r"`compute_loss` returned.*local_mean"):
         train(make_strategy(3), build, data=data, epochs=1, run_eagerly=run_eagerly)
     one, _ = train(None, build, data=data)
@@ -296,7 +292,7 @@ def test_what_compute_loss_adds_is_noticed_and_its_local_mean_exact(run_eagerly)
         warnings.simplefilter("error", LocalMeanWarning)
         several, _ = train(
             make_strategy(3),
-            own_compute_loss(tfdp.losses.local_mean),
+            hand_written(tfdp.losses.local_mean, OwnComputeLoss),
             data=data,
             run_eagerly=run_eagerly,
         )

@@ -20,6 +20,7 @@ from tests.support.parity import (
     dense_model,
     largest_difference,
     make_strategy,
+    normalizing_model,
     rounding_bound,
     train,
 )
@@ -150,20 +151,9 @@ def test_files_hold_what_all_cores_have_accumulated(shard, reads_on_a_tpu, tmp_p
     def compiled(on_a_tpu):
         strategy = StandInStrategy(2, shard=shard) if on_a_tpu else None
         with (strategy or tf.distribute.get_strategy()).scope():
-            keras.utils.set_random_seed(3)
-            model = keras.Sequential(
-                [
-                    keras.Input((12,)),
-                    keras.layers.BatchNormalization(momentum=0.5),
-                    keras.layers.Dense(5),
-                ]
+            return normalizing_model(
+                keras.optimizers.SGD(0.05, gradient_accumulation_steps=3)
             )
-            model.compile(
-                keras.optimizers.SGD(0.05, gradient_accumulation_steps=3),
-                keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-            )
-            model.optimizer.build(model.trainable_variables)
-        return model
 
     model, other = compiled(True), compiled(reads_on_a_tpu)
     model.fit(x[:24], y[:24], batch_size=12, shuffle=False, verbose=0)
