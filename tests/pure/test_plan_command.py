@@ -46,7 +46,8 @@ def test_what_cannot_be_written_is_not_taken_for_what_does_not_fit(
 
     monkeypatch.setattr(plan, "_answer", lambda *_: FITS)
     assert cli.main([*MODEL, option, "file"]) == 0
-    monkeypatch.setattr("tfdp.files.asked_for.replaced", full_disk)
+    for writer in ("asked_for", "json_file"):
+        monkeypatch.setattr(f"tfdp.files.{writer}.replaced", full_disk)
     assert cli.main([*MODEL, option, "file"]) == 2
     said = capsys.readouterr()
     assert said.out.count("It fits.") == 2
