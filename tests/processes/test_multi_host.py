@@ -26,6 +26,7 @@ SEVERAL = {
 # per-replica values; these scenarios use all that differs by that.
 WITH_ONE_DEVICE = ("sgd", "masked-embedding", "loss-scaling", "jit", "custom-loop") + (
     "built-while-traced",
+    "gathered-rows",
     "optimizer-in-a-dictionary",
 )
 WITH_SHARDS = ("accumulation", "clipping", "distributed-optimizer", "eager", "ema") + (
@@ -50,7 +51,7 @@ NAMES = {
 # The rows of the tier `test`: each layout is a group of processes, and takes as long as
 # what it is asked to train.
 IN_TEST = {
-    "2x2": ("accumulation", "custom-loop", "loss-scaling")
+    "2x2": ("accumulation", "custom-loop", "gathered-rows", "loss-scaling")
     + ("masked-embedding", "parts", "sgd"),
     "3x1-parameters": ("accumulation", "lamb"),
     "2x2-tensorflow": ("accumulation", "parts"),

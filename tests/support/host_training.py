@@ -137,6 +137,69 @@ def custom_loop():
     }
 
 
+def gathered_rows():
+    """A contrastive loss: each row against all rows of the batch, wherever they are.
+
+    And what programs for TensorFlow's own strategies add up where replicas meet.
+    """
+    strategy = tf.distribute.get_strategy()
+    keras.utils.set_random_seed(3)
+    model = dense_model()
+    optimizer = keras.optimizers.SGD(0.05)
+    optimizer.build(model.trainable_variables)
+    x, _ = classification_data(ROWS)
+    dataset = strategy.experimental_distribute_dataset(
+        tf.data.Dataset.from_tensor_slices(x).batch(24)
+    )
+    total, mean = tf.distribute.ReduceOp.SUM, tf.distribute.ReduceOp.MEAN
+
+    def met(strategy, value, table, three):
+        inside = strategy.extended
+        (both,) = inside.batch_reduce_to(total, [(value, value)])
+        rows = inside.reduce_to(total, table, table)
+        three = inside.reduce_to(mean, three, value)
+        return inside.reduce_to(total, value, value), both, rows, three
+
+    def sums_where_replicas_meet(features):
+        context = tf.distribute.get_replica_context()
+        value = tf.reduce_sum(features)
+        table = tf.IndexedSlices(features, tf.range(tf.shape(features)[0]), [24, 12])
+        *sums, rows, three = context.merge_call(met, (value, table, tf.constant(3.0)))
+        return *sums, tf.reduce_sum(rows.values), three
+
+    def replica_step(features):
+        context = tf.distribute.get_replica_context()
+        with tf.GradientTape() as tape:
+            own = model(features)
+            everyone = context.all_gather(own, 0)
+            close = tf.reduce_logsumexp(own @ tf.transpose(everyone), axis=1)
+            loss = tfdp.losses.local_mean(
+                tf.reduce_mean(close - tf.reduce_sum(own**2, axis=1))
+            )
+        variables = model.trainable_variables
+        optimizer.apply(tape.gradient(loss, variables), variables)
+        loss = tf.where(tf.math.is_nan(loss), 0.0, loss)
+        across = context.all_gather(tf.transpose(features), 1)
+        return loss, tf.reduce_sum(across), sums_where_replicas_meet(features)
+
+    @tf.function
+    def step(batch):
+        loss, gathered, sums = strategy.run(replica_step, args=(batch,))
+        loss = strategy.reduce("SUM", loss, axis=None)
+        return loss, *map(one_of, (gathered, *sums))
+
+    def one_of(value):
+        return strategy.experimental_local_results(value)[0]
+
+    results = [step(batch) for batch in dataset]
+    eager = strategy.run(sums_where_replicas_meet, args=(next(iter(dataset)),))
+    return {
+        **{f"weight{i}": w for i, w in enumerate(model.get_weights())},
+        "graph": np.array([[float(number) for number in row] for row in results]),
+        "eager": [float(one_of(value)) for value in eager],
+    }
+
+
 def compiled_model():
     keras.utils.set_random_seed(3)
     model = dense_model()
@@ -228,6 +291,7 @@ SCENARIOS = {
     "recurrent": lambda: fitted(recurrent_model, data=sequences(), optimizer=adam()),
     "loss-scaling": loss_scaling,
     "custom-loop": custom_loop,
+    "gathered-rows": gathered_rows,
     "optimizer-in-a-dictionary": kept_optimizers.in_a_dictionary,
     "built-while-traced": programs.built_while_traced,
     "parts": parts_of_different_length,

@@ -13,6 +13,7 @@ __all__ = ["HOOKS"]
 # What is overridden, and called through `super()`: when TensorFlow calls it.
 HOOKS = {
     # The insides of strategies (`tfdp.strategies`).
+    "_batch_gather_to": "a replica asks for the rows of all",
     "_batch_reduce_to": "values are reduced in cross-replica context",
     "_call_for_each_replica": "`strategy.run` starts its replicas",
     "_container_strategy": "the strategy that this is the inside of is asked for",

@@ -60,6 +60,8 @@ class Engine(abc.ABC):
         self.run_graph: tf.Graph | None = None
         self.traffic = TrafficCount(len(self.devices))
         self._call_numbers = [0] * len(self.devices)
+        #: See `Reducer`.
+        self.branches: list[tuple[int, tf.Graph]] = []
 
     @property
     def in_words(self) -> str:
@@ -75,6 +77,7 @@ class Engine(abc.ABC):
         this every later exchange would wait for a partner that never comes.
         """
         self.run_graph = tf.compat.v1.get_default_graph()
+        self.branches = []
         self._call_numbers = [max(self._call_numbers)] * len(self.devices)
         self.traffic.begin()
 
@@ -128,7 +131,8 @@ class Engine(abc.ABC):
                 "jit_compile=False, or keep the exchange outside the compiled "
                 "function."
             )
-        if any(names.is_loop_graph(g) for g in names.graphs_inside(self.run_graph)):
+        inner = names.graphs_inside(self.run_graph)
+        if any(map(names.is_loop_graph, inner)):
             raise CollectiveError(
                 "An exchange between replicas (gradients, all_reduce, synchronized "
                 "batch normalization) was built inside a tf.while_loop of the "
@@ -137,6 +141,7 @@ class Engine(abc.ABC):
                 "around strategy.run (steps_per_execution does), or do the "
                 "exchange after it."
             )
+        self.branches += [(rank, g) for g in inner if names.is_branch_graph(g)]
         number = self._call_numbers[rank]
         self._call_numbers[rank] += 1
         return number

@@ -287,6 +287,11 @@ class GradientPipeline:
         """The graph of the replica function that is being built."""
         return self.engine.run_graph
 
+    @property
+    def branches(self) -> Sequence[tuple[int, tf.Graph]]:
+        """The conditionals in which exchanges were built; see `Reducer`."""
+        return self.engine.branches
+
     def sum_of_shards(self, value: tf.Tensor, rank: int) -> tf.Tensor:
         """The sum over the shards of what each replica found on its own.
 

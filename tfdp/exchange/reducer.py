@@ -47,6 +47,11 @@ class Reducer(Protocol):
     def run_graph(self) -> tf.Graph | None:
         """The graph of the replica function that is being built."""
 
+    @property
+    def branches(self) -> Sequence[tuple[int, tf.Graph]]:
+        """The branches of `tf.cond` in which exchanges of this run were built, with the
+        rank of the replica whose conditional it is; of a run that has been traced."""
+
     def sum_gradients(
         self,
         gradients: Sequence[Any],

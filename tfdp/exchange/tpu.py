@@ -65,6 +65,11 @@ class CrossReplicaReducer:
         self._ops = CrossReplicaOps(replicas) if ops is None else ops
 
     @property
+    def branches(self) -> Sequence[tuple[int, tf.Graph]]:
+        """None are known: XLA's compiler sees to conditionals."""
+        return ()
+
+    @property
     def host_groups(self) -> tuple[tuple[int, ...], ...] | None:
         """One program runs on all cores, which cannot step apart."""
         return None

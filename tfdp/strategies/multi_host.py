@@ -268,8 +268,7 @@ class MultiHostDataParallelStrategy(SumsOverHosts, DataParallelStrategy):
             sharding=self._sharding,
             first_rank=self.cluster.rank * len(devices),
             first_host_value=self.from_chief,
-            sum_over_hosts=lambda arrays: group.sum_arrays(arrays, "eager sum"),
-            join_over_hosts=group.gather,
+            group=group,
         )
 
     def pipeline_of(

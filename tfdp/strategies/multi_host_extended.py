@@ -14,6 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdp._private.names import MirroredVariable, regroup_mirrored
+from tfdp.exchange.host_group import HostGroup
 from tfdp.exchange.sparse import join_rows
 from tfdp.exchange.wire_types import check_summable
 from tfdp.strategies.extended import DataParallelExtended
@@ -28,17 +29,13 @@ class FirstHostValue(Protocol):
         """The array of host 0, in the shape and type of `value`."""
 
 
-SumOverHosts = Callable[[Sequence[np.ndarray]], list[np.ndarray]]
-
-
 class MultiHostExtended(DataParallelExtended):
     """`DataParallelExtended` of one host among several.
 
     Args:
       first_rank: the rank of this host's first replica among all.
       first_host_value: brings variables to the value that host 0 gave them.
-      sum_over_hosts: adds lists of arrays of several types.
-      join_over_hosts: puts the rows of all hosts under each other.
+      group: sums and joins over hosts.
     """
 
     def __init__(
@@ -46,16 +43,14 @@ class MultiHostExtended(DataParallelExtended):
         *args: Any,
         first_rank: int,
         first_host_value: FirstHostValue,
-        sum_over_hosts: SumOverHosts,
-        join_over_hosts: Callable[[tf.Tensor], tf.Tensor],
+        group: HostGroup,
         **kwargs: Any,
     ):
         self.first_rank = first_rank
         # The replicas of all hosts draw apart, not those of each host.
         self.first_draw = first_rank
         self._first_host_value = first_host_value
-        self._sum_over_hosts = sum_over_hosts
-        self._join_over_hosts = join_over_hosts
+        self._group = group
         super().__init__(*args, **kwargs)
 
     def _get_replica_id_in_sync_group(self, replica_id: int) -> int:
@@ -73,11 +68,51 @@ class MultiHostExtended(DataParallelExtended):
     def _get_local_replica_id(self, replica_id_in_sync_group: int) -> int:
         return replica_id_in_sync_group - self.first_rank
 
+    def reduce_to(
+        self, reduce_op: Any, value: Any, destinations: Any, options: Any = None
+    ) -> Any:
+        """The sum or mean over the replicas of all hosts, where they stop for each
+        other; see `tf.distribute.StrategyExtended.reduce_to`."""
+        local = super().reduce_to(reduce_op, value, destinations, options)
+        is_mean = reduce_op == tf.distribute.ReduceOp.MEAN
+        return tf.nest.map_structure(
+            lambda part: self._of_all_hosts(part, is_mean), local
+        )
+
+    def _of_all_hosts(self, local: Any, is_mean: bool) -> Any:
+        """The sum over the hosts of what each has found over its replicas; the mean."""
+        strategy = self._container_strategy()
+        own = strategy.experimental_local_results(local)[0]
+        hosts = strategy.hosts if is_mean else 1
+        if isinstance(own, tf.IndexedSlices):
+            rows = self._rows_of_hosts(own, hosts)
+            return self._on_every_device(functools.partial(_copy_of_rows, rows))
+        total = self._group.sum(tf.convert_to_tensor(own))
+        total = total / hosts if is_mean else total
+        return self._on_every_device(functools.partial(tf.identity, total))
+
+    def _batch_gather_to(
+        self, value_destination_pairs: Any, axis: int, options: Any = None
+    ) -> list[Any]:
+        """A replica's `all_gather`: first over the replicas of this host."""
+        strategy = self._container_strategy()
+        wholes = []
+        for local in super()._batch_gather_to(value_destination_pairs, axis, options):
+            own = strategy.experimental_local_results(local)[0]
+            whole = self._group.gather(tf.convert_to_tensor(own), axis)
+            wholes.append(self._on_every_device(functools.partial(tf.identity, whole)))
+        return wholes
+
     def _batch_reduce_to(
         self, reduce_op: Any, value_destination_pairs: Any, options: Any = None
     ) -> list[Any]:
         """Eager replicas stop for each other; then the sum over hosts is taken."""
         strategy = self._container_strategy()
+        if not tf.executing_eagerly():
+            return [
+                self.reduce_to(reduce_op, value, destinations, options)
+                for value, destinations in value_destination_pairs
+            ]
         parts = [
             strategy.experimental_local_results(value)
             for value, _ in value_destination_pairs
@@ -92,11 +127,12 @@ class MultiHostExtended(DataParallelExtended):
         for place in rows:
             totals[place] = self._all_rows(parts[place], is_mean)
         dense = [place for place in range(len(parts)) if place not in rows]
-        sums = self._sum_over_hosts(
+        sums = self._group.sum_arrays(
             [
                 _sum_of([tf.convert_to_tensor(part).numpy() for part in parts[place]])
                 for place in dense
-            ]
+            ],
+            "eager sum",
         )
         for place, total in zip(dense, sums, strict=True):
             # As in a graph, where the mean of whole numbers is a float64.
@@ -110,15 +146,16 @@ class MultiHostExtended(DataParallelExtended):
         Not their sum: an optimizer that squares or clips rows does so one by one.
         """
         own = join_rows(list(parts), summed=False)
-        values = self._join_over_hosts(own.values)
-        indices = self._join_over_hosts(own.indices)
-        if is_mean:
-            values /= self._container_strategy().num_replicas_in_sync
-        return self._on_every_device(
-            lambda: tf.IndexedSlices(
-                tf.identity(values), tf.identity(indices), own.dense_shape
-            )
-        )
+        replicas = self._container_strategy().num_replicas_in_sync if is_mean else 1
+        rows = self._rows_of_hosts(own, replicas)
+        return self._on_every_device(functools.partial(_copy_of_rows, rows))
+
+    def _rows_of_hosts(self, own: tf.IndexedSlices, divisor: int) -> tf.IndexedSlices:
+        values = self._group.gather(own.values)
+        if divisor > 1:
+            values /= divisor
+        indices = self._group.gather(own.indices)
+        return tf.IndexedSlices(values, indices, own.dense_shape)
 
     def _on_every_device(self, copy: Callable[[], Any]) -> Any:
         copies = []
@@ -158,6 +195,12 @@ class MultiHostExtended(DataParallelExtended):
             for component in variable.values:
                 component.assign(first)
         return variable
+
+
+def _copy_of_rows(rows: tf.IndexedSlices) -> tf.IndexedSlices:
+    return tf.IndexedSlices(
+        tf.identity(rows.values), tf.identity(rows.indices), rows.dense_shape
+    )
 
 
 def _sum_of(parts: Sequence[np.ndarray]) -> np.ndarray:

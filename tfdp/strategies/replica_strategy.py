@@ -31,6 +31,7 @@ from tfdp.step.jit import take_over_jit
 from tfdp.step.layer_state import check_no_row_state
 from tfdp.step.local_run import begin_local_run
 from tfdp.step.losses import loss_replica_count
+from tfdp.step.own_branches import refuse_own_branches
 from tfdp.step.reduced_parts import parts_of_one_shape
 from tfdp.step.reports import whole_logs
 from tfdp.strategies import scope_checks
@@ -199,6 +200,7 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
             call.leading(optimizers, self._replicas) as noted,
         ):
             result = super().run(call.step, call.args, call.kwargs, options)
+            refuse_own_branches(run, self.extended.reducer.branches)
         if call.is_reported and run.replicas > 1:
             # Where hosts train apart, a step's numbers are of this host.
             over_hosts = None if run.is_local else self._sum_of_logs

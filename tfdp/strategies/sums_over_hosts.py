@@ -32,25 +32,18 @@ class SumsOverHosts(ReplicaContextStrategy):
 
     def _reduce_values(self, reduce_op: Any, value: Any, axis: int | None) -> Any:
         """Reduces over the replicas of all hosts."""
+        # The insides add up over hosts, as where TensorFlow asks them (`reduce_to`).
         group = self._group
-        if group is None:
-            return super()._reduce_values(reduce_op, value, axis)
         is_mean = str(getattr(reduce_op, "value", reduce_op)).upper() == "MEAN"
-        if is_mean and axis is not None:
-            total = self._reduce_values("SUM", value, axis)
-            counts = tf.nest.map_structure(
-                lambda v: group.sum(self._local_length(v, axis)), value
-            )
-            return tf.nest.map_structure(
-                lambda t, n: t / tf.cast(n, t.dtype), total, counts
-            )
-        local = super()._reduce_values(reduce_op, value, axis)
-        total = tf.nest.map_structure(
-            lambda v: group.sum(tf.convert_to_tensor(v)), local
+        if group is None or not is_mean or axis is None:
+            return super()._reduce_values(reduce_op, value, axis)
+        total = self._reduce_values("SUM", value, axis)
+        counts = tf.nest.map_structure(
+            lambda v: group.sum(self._local_length(v, axis)), value
         )
-        if not is_mean:
-            return total
-        return tf.nest.map_structure(lambda t: t / self.hosts, total)
+        return tf.nest.map_structure(
+            lambda t, n: t / tf.cast(n, t.dtype), total, counts
+        )
 
     @library_code
     def gather(self, value: Any, axis: int) -> Any:

@@ -221,18 +221,23 @@ def ancestors(
     value: tf.Tensor,
     known: Collection[Any] = (),
     is_found: Callable[[tf.Tensor], bool] = lambda tensor: False,
+    is_behind: Callable[[tf.Tensor], bool] = lambda tensor: False,
 ) -> Iterator[tf.Tensor]:
     """`value` and every tensor that it is made of, the nearest first, but for `known`.
 
-    Arguments of an inner graph end the way unless it captured them.
+    Arguments of an inner graph end the way unless it captured them, and so does what
+    `is_behind` says.
     """
     seen, todo = set(), collections.deque([value])
     while todo:
         tensor = outermost(todo.popleft(), is_found)
         if tensor is None or isinstance(tensor, tf.__internal__.EagerTensor):
             continue
-        if key_of(tensor) in seen or key_of(tensor) in known:
+        if key_of(tensor) in seen or key_of(tensor) in known or is_behind(tensor):
             continue
         seen.add(key_of(tensor))
         yield tensor
-        todo.extend(tensor.op.inputs)
+        inputs = tensor.op.inputs
+        # Each result is one input as it is: others stand beside it for their gradients.
+        is_passed_on = tensor.op.type == "IdentityN"
+        todo.extend([inputs[tensor.value_index]] if is_passed_on else inputs)

@@ -1,0 +1,130 @@
+"""Conditionals that each replica would take by its own data, with an exchange in them.
+
+A replica that takes the branch with the exchange waits in it for those that take the
+other one, for ever. So where what decides is seen in the graph to be a replica's own,
+the step is refused: what is made of its rows, of numbers that it drew, or of its part
+of a metric, and of no exchange in between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfdp._private.names import SyncOnReadVariable, whole_of
+from tfdp.errors import CollectiveError
+from tfdp.tracing.loss_shares import ancestors, key_of
+from tfdp.tracing.loss_suspicions import batch_keys
+from tfdp.tracing.replica_invariance import outermost
+from tfdp.tracing.run import ReplicaRun
+from tfdp.variables.mirrored import SeedVariable
+
+__all__ = ["refuse_own_branches"]
+
+CONDITIONALS = {"If", "StatelessIf", "Case", "StatelessCase"}
+# How many rows there are is mostly alike on all replicas, and what it decides on too.
+SHAPES = {"Rank", "Shape", "ShapeN", "Size"}
+# Below a name scope that begins so, an exchange is built: what it gives is alike.
+EXCHANGE_SCOPE = "tfdp_"
+
+
+def refuse_own_branches(
+    run: ReplicaRun, branches: Sequence[tuple[int, tf.Graph]]
+) -> None:
+    """Refuses a step in which replicas would wait for each other for ever.
+
+    Args:
+      run: whose replicas have been traced.
+      branches: in which exchanges were built, each with the replica's rank.
+
+    Raises:
+      CollectiveError: when a replica's own data decides whether it comes to one.
+    """
+    if run.replicas == 1:
+        return
+    told: dict[int, list[Any]] = {}
+    for rank, branch in dict.fromkeys(branches):
+        condition = _condition_of(branch)
+        if condition is None:
+            continue
+        why = _what_is_own(run, rank, condition)
+        if why is not None:
+            raise CollectiveError(_message(why))
+        told.setdefault(rank, []).append(_told_from_others(rank, condition))
+    if len(set(map(tuple, told.values()))) > 1:
+        raise CollectiveError(_message("by its rank, or by a number that it draws"))
+
+
+def _message(why: str) -> str:
+    return (
+        "An exchange between replicas (an optimizer's update, all_reduce, synchronized "
+        f"batch normalization) was built in a conditional that a replica takes {why}: "
+        "those that take the branch would wait for ever for those that do not. Decide "
+        "over all replicas first: tf.distribute.get_replica_context().all_reduce("
+        "'sum', tf.cast(condition, tf.int32)) tells how many of them say yes. To skip "
+        "batches whose loss is not finite there is tfdp.callbacks.NaNGuard."
+    )
+
+
+def _condition_of(branch: tf.Graph) -> tf.Tensor | None:
+    """What decides whether `branch` is taken; None: it is no conditional's."""
+    for op in branch.outer_graph.get_operations():
+        if op.type in CONDITIONALS and branch.name in _branch_names(op):
+            return op.inputs[0]
+    return None
+
+
+def _branch_names(op: tf.Operation) -> Iterator[str]:
+    if "Case" in op.type:
+        return (function.name for function in op.get_attr("branches"))
+    return (op.get_attr(part).name for part in ("then_branch", "else_branch"))
+
+
+def _what_is_own(run: ReplicaRun, rank: int, condition: tf.Tensor) -> str | None:
+    """By what of its own a replica decides, in words; None: nothing is seen."""
+    owners = {key: r for r in run.batches for key in batch_keys(run, r)}
+    found = set()
+    for tensor in _made_here(condition, owners):
+        found.add(owners.get(key_of(tensor)))
+        variable = _variable_of(tensor)
+        if isinstance(variable, SyncOnReadVariable):
+            return "by its own part of a metric"
+        is_drawn = isinstance(variable, SeedVariable)
+        if is_drawn or tensor.op.type == "RngReadAndSkip":
+            return "by a number that it draws itself"
+    # With the rows of the others it is a sum, or was gathered, outside of replicas.
+    is_of_all = len(run.batches) > 1 and found >= set(run.batches)
+    return "by its own rows" if rank in found and not is_of_all else None
+
+
+def _told_from_others(rank: int, condition: tf.Tensor) -> tuple[Any, ...]:
+    """What is another on replicas that decide otherwise: a constant, seeds of draws."""
+    seeds = []
+    for tensor in _made_here(condition, ()):
+        if tensor.op.type.startswith("Random") and tensor.op.op_def.is_stateful:
+            pair = tensor.op.get_attr("seed"), tensor.op.get_attr("seed2")
+            seeds.append(pair if any(pair) else rank)  # no seed: by chance
+    return repr(tf.get_static_value(condition)), tuple(seeds)
+
+
+def _made_here(condition: tf.Tensor, batch: Collection[Any]) -> Iterator[tf.Tensor]:
+    """What `condition` is made of, but for what lies behind exchanges and shapes."""
+
+    def is_found(tensor: tf.Tensor) -> bool:
+        return key_of(tensor) in batch or tensor.dtype == tf.resource
+
+    def is_behind(tensor: tf.Tensor) -> bool:
+        scopes = tensor.op.name.split("/")
+        is_exchanged = any(scope.startswith(EXCHANGE_SCOPE) for scope in scopes)
+        return is_exchanged or tensor.op.type in SHAPES
+
+    return ancestors(condition, is_found=is_found, is_behind=is_behind)
+
+
+def _variable_of(tensor: tf.Tensor) -> Any:
+    """The distributed variable whose copy is captured as `tensor`; None: of none."""
+    if tensor.op.type != "Placeholder" or tensor.dtype != tf.resource:
+        return None
+    return whole_of(outermost(tensor))
