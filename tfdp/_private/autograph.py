@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
+import tensorflow as tf
+
 from tfdp._private.names import autograph_artifact
 
-__all__ = ["library_code"]
+__all__ = ["as_the_caller_is", "library_code"]
 
 Function = TypeVar("Function", bound=Callable)
 
@@ -19,3 +21,17 @@ def library_code(function: Function) -> Function:
     as they are that this one is given, and an `if` on a tensor in them would fail.
     """
     return autograph_artifact(function)
+
+
+def as_the_caller_is(function: Function) -> Function:
+    """`function`, converted by AutoGraph if that converts who calls this.
+
+    TensorFlow converts what `strategy.run` is given, and does not see it where it is
+    given library code that calls it.
+    """
+    status = tf.__internal__.autograph.control_status_ctx()
+    if status.status.name != "ENABLED":
+        return function
+    return tf.__internal__.autograph.tf_convert(
+        function, status, convert_by_default=False
+    )

@@ -131,8 +131,7 @@ class Engine(abc.ABC):
                 "jit_compile=False, or keep the exchange outside the compiled "
                 "function."
             )
-        inner = names.graphs_inside(self.run_graph)
-        if any(map(names.is_loop_graph, inner)):
+        if any(map(names.is_loop_graph, names.graphs_inside(self.run_graph))):
             raise CollectiveError(
                 "An exchange between replicas (gradients, all_reduce, synchronized "
                 "batch normalization) was built inside a tf.while_loop of the "
@@ -141,10 +140,15 @@ class Engine(abc.ABC):
                 "around strategy.run (steps_per_execution does), or do the "
                 "exchange after it."
             )
-        self.branches += [(rank, g) for g in inner if names.is_branch_graph(g)]
+        self.note_branches(rank)
         number = self._call_numbers[rank]
         self._call_numbers[rank] += 1
         return number
+
+    def note_branches(self, rank: int) -> None:
+        """See `Reducer`."""
+        inner = names.graphs_inside(self.run_graph)
+        self.branches += [(rank, g) for g in inner if names.is_branch_graph(g)]
 
     @abc.abstractmethod
     def all_reduce(self, tensor: tf.Tensor, rank: int) -> tf.Tensor:

@@ -289,8 +289,12 @@ class GradientPipeline:
 
     @property
     def branches(self) -> Sequence[tuple[int, tf.Graph]]:
-        """The conditionals in which exchanges were built; see `Reducer`."""
+        """The conditionals that were noted; see `Reducer`."""
         return self.engine.branches
+
+    def note_branches(self, rank: int) -> None:
+        """Notes the conditionals that are being built; see `Reducer`."""
+        self.engine.note_branches(rank)
 
     def sum_of_shards(self, value: tf.Tensor, rank: int) -> tf.Tensor:
         """The sum over the shards of what each replica found on its own.

@@ -47,10 +47,14 @@ class Reducer(Protocol):
     def run_graph(self) -> tf.Graph | None:
         """The graph of the replica function that is being built."""
 
+    def note_branches(self, rank: Any) -> None:
+        """Notes the conditionals that are being built now, where all replicas have to
+        take the same branch. Exchanges do so themselves."""
+
     @property
     def branches(self) -> Sequence[tuple[int, tf.Graph]]:
-        """The branches of `tf.cond` in which exchanges of this run were built, with the
-        rank of the replica whose conditional it is; of a run that has been traced."""
+        """The branches of `tf.cond` that were noted in this run, which has been traced,
+        each with the rank of the replica whose conditional it is."""
 
     def sum_gradients(
         self,

@@ -69,6 +69,9 @@ class CrossReplicaReducer:
         """None are known: XLA's compiler sees to conditionals."""
         return ()
 
+    def note_branches(self, rank: Any) -> None:
+        """Nothing is noted; see `branches`."""
+
     @property
     def host_groups(self) -> tuple[tuple[int, ...], ...] | None:
         """One program runs on all cores, which cannot step apart."""

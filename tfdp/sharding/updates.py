@@ -272,6 +272,7 @@ class ShardUpdates:
     ) -> Any:
         """Calls `fn` in a replica with what it may update: its shard of `variable`."""
         rank = current_rank()
+        self.reducer.note_branches(rank)
         target = self._target(variable, rank)
         device = self._device_of_update(variable, target.device)
         with tf.device(device), shard_update(rank):

@@ -16,6 +16,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdp._private.autograph import as_the_caller_is
 from tfdp._private.instance_attributes import instance_attributes
 from tfdp.data.keras_input import with_none
 from tfdp.data.split import in_parts
@@ -154,6 +155,8 @@ class StepCall:
         """
         arguments = (self.args, self.kwargs)
         step = self.step
+        if not hasattr(step, "get_concrete_function"):
+            step = as_the_caller_is(step)
         if not self._is_compiled:
             step = with_late_state(step, self.run)
         with (

@@ -1,9 +1,9 @@
-"""Conditionals that each replica would take by its own data, with an exchange in them.
+"""Conditionals that each replica would take by its own data, and all have to alike.
 
-A replica that takes the branch with the exchange waits in it for those that take the
-other one, for ever. So where what decides is seen in the graph to be a replica's own,
-the step is refused: what is made of its rows, of numbers that it drew, or of its part
-of a metric, and of no exchange in between.
+A replica that takes a branch with an exchange waits in it for those that take the other
+one, for ever; one that updates its shards in it would do so alone. So a step is refused
+where what decides is seen to be a replica's own: made of its rows, of numbers that it
+drew, or of its part of a metric, without an exchange in between.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ EXCHANGE_SCOPE = "tfdp_"
 def refuse_own_branches(
     run: ReplicaRun, branches: Sequence[tuple[int, tf.Graph]]
 ) -> None:
-    """Refuses a step in which replicas would wait for each other for ever.
+    """Refuses a step in which replicas would wait for each other, or part.
 
     Args:
       run: whose replicas have been traced.
-      branches: in which exchanges were built, each with the replica's rank.
+      branches: that were noted; see `Reducer.branches`.
 
     Raises:
-      CollectiveError: when a replica's own data decides whether it comes to one.
+      CollectiveError: when a replica's own data decides whether it takes one.
     """
     if run.replicas == 1:
         return
@@ -59,12 +59,13 @@ def refuse_own_branches(
 
 def _message(why: str) -> str:
     return (
-        "An exchange between replicas (an optimizer's update, all_reduce, synchronized "
-        f"batch normalization) was built in a conditional that a replica takes {why}: "
-        "those that take the branch would wait for ever for those that do not. Decide "
-        "over all replicas first: tf.distribute.get_replica_context().all_reduce("
-        "'sum', tf.cast(condition, tf.int32)) tells how many of them say yes. To skip "
-        "batches whose loss is not finite there is tfdp.callbacks.NaNGuard."
+        "An update of weights, or another exchange between replicas (all_reduce, "
+        "synchronized batch normalization), was built in a conditional that a replica "
+        f"takes {why}: those that take the branch would wait for ever for those that "
+        "do not, or update their shards alone. Decide over all replicas first: "
+        "tf.distribute.get_replica_context().all_reduce('sum', tf.cast(condition, "
+        "tf.int32)) tells how many of them say yes. To skip batches whose loss is not "
+        "finite there is tfdp.callbacks.NaNGuard."
     )
 
 
@@ -100,13 +101,16 @@ def _what_is_own(run: ReplicaRun, rank: int, condition: tf.Tensor) -> str | None
 
 
 def _told_from_others(rank: int, condition: tf.Tensor) -> tuple[Any, ...]:
-    """What is another on replicas that decide otherwise: a constant, seeds of draws."""
-    seeds = []
+    """What is another on replicas that decide otherwise: constants, seeds of draws."""
+    told: list[Any] = []
     for tensor in _made_here(condition, ()):
-        if tensor.op.type.startswith("Random") and tensor.op.op_def.is_stateful:
-            pair = tensor.op.get_attr("seed"), tensor.op.get_attr("seed2")
-            seeds.append(pair if any(pair) else rank)  # no seed: by chance
-    return repr(tf.get_static_value(condition)), tuple(seeds)
+        op = tensor.op
+        if op.type == "Const" and tensor.shape.rank == 0:
+            told.append(repr(tf.get_static_value(tensor)))
+        elif op.type.startswith("Random") and op.op_def.is_stateful:
+            seeds = op.get_attr("seed"), op.get_attr("seed2")
+            told.append(seeds if any(seeds) else rank)  # no seed: by chance
+    return tuple(told)
 
 
 def _made_here(condition: tf.Tensor, batch: Collection[Any]) -> Iterator[tf.Tensor]:
