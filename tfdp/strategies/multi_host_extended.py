@@ -50,7 +50,7 @@ class MultiHostExtended(DataParallelExtended):
         # The replicas of all hosts draw apart, not those of each host.
         self.first_draw = first_rank
         self._first_host_value = first_host_value
-        self._group = group
+        self._host_group = group
         super().__init__(*args, **kwargs)
 
     def _get_replica_id_in_sync_group(self, replica_id: int) -> int:
@@ -87,7 +87,7 @@ class MultiHostExtended(DataParallelExtended):
         if isinstance(own, tf.IndexedSlices):
             rows = self._rows_of_hosts(own, hosts)
             return self._on_every_device(functools.partial(_copy_of_rows, rows))
-        total = self._group.sum(tf.convert_to_tensor(own))
+        total = self._host_group.sum(tf.convert_to_tensor(own))
         total = total / hosts if is_mean else total
         return self._on_every_device(functools.partial(tf.identity, total))
 
@@ -99,7 +99,7 @@ class MultiHostExtended(DataParallelExtended):
         wholes = []
         for local in super()._batch_gather_to(value_destination_pairs, axis, options):
             own = strategy.experimental_local_results(local)[0]
-            whole = self._group.gather(tf.convert_to_tensor(own), axis)
+            whole = self._host_group.gather(tf.convert_to_tensor(own), axis)
             wholes.append(self._on_every_device(functools.partial(tf.identity, whole)))
         return wholes
 
@@ -127,7 +127,7 @@ class MultiHostExtended(DataParallelExtended):
         for place in rows:
             totals[place] = self._all_rows(parts[place], is_mean)
         dense = [place for place in range(len(parts)) if place not in rows]
-        sums = self._group.sum_arrays(
+        sums = self._host_group.sum_arrays(
             [
                 _sum_of([tf.convert_to_tensor(part).numpy() for part in parts[place]])
                 for place in dense
@@ -151,10 +151,10 @@ class MultiHostExtended(DataParallelExtended):
         return self._on_every_device(functools.partial(_copy_of_rows, rows))
 
     def _rows_of_hosts(self, own: tf.IndexedSlices, divisor: int) -> tf.IndexedSlices:
-        values = self._group.gather(own.values)
+        values = self._host_group.gather(own.values)
         if divisor > 1:
             values /= divisor
-        indices = self._group.gather(own.indices)
+        indices = self._host_group.gather(own.indices)
         return tf.IndexedSlices(values, indices, own.dense_shape)
 
     def _on_every_device(self, copy: Callable[[], Any]) -> Any:
