@@ -81,6 +81,51 @@ def compiled(strategy):
     return model
 
 
+def tensorflow_draws(strategy, in_graph, place):
+    """What each replica draws by tf.random: plainly, in a branch, in a function."""
+    tf.random.set_seed(3)
+    one = tf.Variable(1)
+
+    def draw():
+        return tf.random.normal([])
+
+    def replica_step():
+        if place == "branch":
+            return tf.cond(one > 0, draw, lambda: 0.0)
+        return tf.function(draw)() if place == "function" else draw()
+
+    run = tf.function(strategy.run) if in_graph else strategy.run
+    return [
+        [float(part) for part in strategy.experimental_local_results(run(replica_step))]
+        for _ in range(2)
+    ]
+
+
+@pytest.mark.parametrize("place", ["step", "branch", "function"])
+@pytest.mark.parametrize("in_graph", [True, False], ids=["graph", "eager"])
+def test_tensorflow_draws_apart_too(in_graph, place):
+    """And replica 0 begins with what one device draws; the seed is left as it was."""
+    steps = tensorflow_draws(make_strategy(3), in_graph, place)
+    assert [len(set(step)) for step in steps] == [3, 3]
+    alone = tensorflow_draws(tf.distribute.get_strategy(), in_graph, place)
+    assert steps[0][0] == alone[0][0]
+    assert tensorflow_draws(make_strategy(3), in_graph, place) == steps
+
+
+@pytest.mark.parametrize("in_graph", [True, False], ids=["graph", "eager"])
+def test_the_seed_of_tensorflow_stays(in_graph):
+    strategy = make_strategy(2)
+
+    def seed_after():
+        strategy.run(lambda: tf.random.normal([]))
+        if in_graph:
+            return tf.compat.v1.get_default_graph().seed
+        return tf.function(lambda: tf.compat.v1.get_default_graph().seed)()
+
+    tf.random.set_seed(5)
+    assert (tf.function(seed_after) if in_graph else seed_after)() == 5
+
+
 def test_training_resumed_from_a_file_repeats(tmp_path):
     """Keras' files do not hold the states: a resumed run starts from the seed again."""
     x, y = classification_data(32)

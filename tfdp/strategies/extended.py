@@ -35,7 +35,7 @@ from tfdp.strategies.made_optimizers import MadeOptimizers
 from tfdp.strategies.replica_extended import ReplicaExtended
 from tfdp.tracing.eager_order import EagerOrder
 from tfdp.tracing.run import ReplicaRun
-from tfdp.variables.global_seed import with_global_seed
+from tfdp.variables.global_seed import draws_apart, with_global_seed
 from tfdp.variables.local_view import LocalView
 from tfdp.variables.mirrored import (
     ReplicaMirroredVariable,
@@ -116,10 +116,13 @@ class DataParallelExtended(ReplicaExtended, MirroredExtended):
             self.current_run.eager_order = EagerOrder()
         else:
             self.begin_run()
-        # TensorFlow takes a tf.function apart to call what is in it.
-        if not hasattr(fn, "get_concrete_function"):
-            fn = with_global_seed(fn)
-        return super()._call_for_each_replica(fn, args, kwargs)
+        with draws_apart(
+            self.first_draw if self._draws_per_replica else None
+        ) as draw_as:
+            # TensorFlow takes a tf.function apart to call what is in it.
+            if not hasattr(fn, "get_concrete_function"):
+                fn = with_global_seed(fn, draw_as)
+            return super()._call_for_each_replica(fn, args, kwargs)
 
     def _replica_ctx_all_reduce(
         self, reduce_op: Any, value: Any, options: Any = None

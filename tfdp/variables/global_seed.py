@@ -10,18 +10,30 @@ such a layer, replicas would not. They are given the generator of the thread tha
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import keras
 import tensorflow as tf
 
 from tfdp._private.autograph import library_code
-from tfdp._private.names import keras_state
+from tfdp._private.names import (
+    current_rank,
+    global_seed,
+    keras_state,
+    put_global_seed,
+)
+from tfdp.variables.mirrored import SEED_STRIDE
 
-__all__ = ["global_seed_states", "make_global_seed_states", "with_global_seed"]
+__all__ = [
+    "draws_apart",
+    "global_seed_states",
+    "make_global_seed_states",
+    "with_global_seed",
+]
 
 # What Keras calls it.
 ATTRIBUTE = "global_seed_generator"
@@ -144,8 +156,15 @@ def _of_this_thread() -> GlobalSeed:
     return generator
 
 
-def with_global_seed(function: Callable) -> Callable:
-    """`function` as the replicas run it, with the global generator of this thread."""
+def with_global_seed(
+    function: Callable, draw_as: Callable[[Any], None] = lambda rank: None
+) -> Callable:
+    """`function` as the replicas run it, with the global generator of this thread.
+
+    Args:
+      function: of a replica.
+      draw_as: see `draws_apart`; one program for all replicas has no use for it.
+    """
     generator = _of_this_thread()
 
     @library_code
@@ -153,9 +172,49 @@ def with_global_seed(function: Callable) -> Callable:
     def seeded(*args: Any, **kwargs: Any) -> Any:
         before = keras_state.get_global_attribute(ATTRIBUTE)
         keras_state.set_global_attribute(ATTRIBUTE, generator)
+        draw_as(current_rank())
         try:
             return function(*args, **kwargs)
         finally:
             keras_state.set_global_attribute(ATTRIBUTE, before)
 
     return seeded
+
+
+@contextlib.contextmanager
+def draws_apart(first_draw: int | None) -> Iterator[Callable[[Any], None]]:
+    """While this lasts `tf.random.normal` and its like draw apart on all replicas.
+
+    TensorFlow seeds each by what `tf.random.set_seed` was given and by its number in
+    the graph. The one is alike on all hosts, the other, in a branch or in a function
+    that is called, on all replicas.
+
+    Args:
+      first_draw: which of the draws that are apart this process begins with, 0 being
+        those of one device; None: replicas may draw alike.
+
+    Yields:
+      What the replica of the given rank calls before it draws.
+    """
+    graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+    seed = global_seed() if graph is None else graph.seed
+
+    def put(own: int | None) -> None:
+        if graph is None:
+            put_global_seed(own)
+        else:
+            graph.seed = own
+
+    def draw_as(rank: Any) -> None:
+        if first_draw is None or seed is None or not isinstance(rank, int):
+            return
+        # Seeds are nonnegative numbers of 31 bits.
+        offset = (first_draw + rank) * SEED_STRIDE
+        put((seed + offset) % (2**31 - 1) if offset else seed)
+
+    draw_as(0)
+    try:
+        yield draw_as
+    finally:
+        # Not by each replica: where they take turns another one has put its own.
+        put(seed)
