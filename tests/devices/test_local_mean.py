@@ -298,3 +298,57 @@ def test_what_compute_loss_adds_is_noticed_and_its_local_mean_exact(run_eagerly)
         )
     # 6 updates with a rate of 0.5 (momentum) on gradients below 3: see parity.py.
     assert largest_difference(one, several) < 1e-5
+
+
+def trained_on_sequences(strategy, steps):
+    """Weights after batches whose rows have other lengths, `steps` in an execution."""
+
+    def batches():
+        rng = np.random.default_rng(1)
+        for length in (3, 5, 4, 6, 2, 4):
+            tokens = rng.integers(0, 9, (5, length)).astype("int32")
+            yield tokens, tokens % 3
+
+    form = tf.TensorSpec((None, None), tf.int32)
+    with strategy.scope():
+        keras.utils.set_random_seed(5)
+        tokens = keras.Input((None,), dtype="int32")
+        embedded = keras.layers.Embedding(9, 4)(tokens)
+        model = keras.Model(tokens, keras.layers.Dense(3)(embedded))
+        model.compile(
+            keras.optimizers.SGD(0.5),
+            keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+            steps_per_execution=steps,
+        )
+    dataset = tf.data.Dataset.from_generator(batches, output_signature=(form, form))
+    model.fit(dataset, steps_per_epoch=6, verbose=0)
+    return model.get_weights()
+
+
+def test_a_loop_around_the_step_is_none_within():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", LocalMeanWarning)
+        found = trained_on_sequences(make_strategy(2), steps=2)
+    one = trained_on_sequences(tf.distribute.get_strategy(), steps=1)
+    for mine, theirs in zip(found, one, strict=True):
+        # Six updates of 0.5 times gradients below 1, each a sum of at most 30 terms.
+        np.testing.assert_allclose(mine, theirs, rtol=0, atol=1e-5)
+
+
+class LossInLoop(HandWritten):
+    def train_step(self, data):
+        x, y = data
+        loss_of = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+        def turn(number, total):
+            logits = self(x)[: number + 1]
+            return number + 1, total + loss_of(y[: number + 1], logits)
+
+        start = (tf.constant(0), tf.constant(0.0))
+        _, loss = tf.while_loop(lambda number, _: number < 2, turn, start)
+        return {"loss": loss}
+
+
+def test_a_loss_in_a_loop_of_the_step_is_noticed():
+    with pytest.warns(LocalMeanWarning, match="within a tf.while_loop"):
+        train(make_strategy(2), build=hand_written(None, LossInLoop))

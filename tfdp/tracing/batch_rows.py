@@ -58,7 +58,9 @@ def goes_with_rows(run: ReplicaRun, rank: Any, values: tf.Tensor) -> bool:
         batch = run.batches.get(trace_of(rank), [])
         if has_rows_of(values, batch) and values.shape[1:].is_fully_defined():
             return True
-        if any(map(is_loop_graph, graphs_inside(None))):
+        # Not loops around the run: steps_per_execution makes one.
+        run_graph = tf.distribute.get_strategy().extended.reducer.run_graph
+        if any(map(is_loop_graph, graphs_inside(run_graph))):
             run.suspicions.add(
                 "within a tf.while_loop a Keras loss was weighted by the rows of the "
                 "batch, because replicas cannot tell each other there how many losses "
