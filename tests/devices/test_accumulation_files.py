@@ -320,14 +320,11 @@ def moving_statistics(model):
     "through", [through_a_keras_file, through_weights, through_tensorflow]
 )
 @pytest.mark.parametrize("reader", [(2, 0), (2, 1), (3, 0)])
-def test_files_hold_the_mean_of_what_replicas_store(reader, through, tmp_path):
+def test_files_hold_what_layers_have_stored_half_way(reader, through, tmp_path):
     model = fit(normalizing((2, 0), keras_own), 0, SAVED_AT)
-    variables = [v.value for v in model.non_trainable_variables]
-    for variable in variables:
-        first, second = (copy.numpy() for copy in variable.values)
-        assert np.abs(first - second).max() > 1e-2
-        mean = (first.astype("float64") + second) / 2
-        np.testing.assert_allclose(variable.numpy(), mean, rtol=1e-6)
+    for variable in model.non_trainable_variables:
+        first, second = (copy.numpy() for copy in variable.value.values)
+        np.testing.assert_array_equal(first, second)
     other = through(tmp_path, model, reader, keras_own, normalizing)
     for mine, theirs in zip(
         moving_statistics(model), moving_statistics(other), strict=True
@@ -337,19 +334,8 @@ def test_files_hold_the_mean_of_what_replicas_store(reader, through, tmp_path):
         return  # each normalizes by its own rows
     fit(other, SAVED_AT, STEPS)
     whole = fit(normalizing((2, 0), keras_own), 0, STEPS)
-    # A mean of numbers below 10, rounded once; the first replica's are 1e-2 away.
     for mine, theirs in zip(
         moving_statistics(whole), moving_statistics(other), strict=True
     ):
+        # Numbers below 10, from gradients whose sum was rounded once more.
         np.testing.assert_allclose(theirs, mine, atol=1e-5)
-
-
-def test_what_is_alike_is_read_as_it_is_and_a_part_is_told(monkeypatch):
-    model = fit(normalizing((3, 0), keras_own), 0, EVERY)
-    for variable in model.non_trainable_variables:
-        copies = [copy.numpy() for copy in variable.value.values]
-        np.testing.assert_array_equal(copies, [variable.numpy()] * 3)
-    fit(model, EVERY, SAVED_AT)
-    monkeypatch.setattr(type(model.distribute_strategy), "hosts", 2)
-    with pytest.warns(CheckpointWarning, match="mean of what the replicas of one of 2"):
-        moving_statistics(model)

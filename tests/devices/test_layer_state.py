@@ -109,12 +109,32 @@ def test_a_sum_that_was_taken_over_all_is_not_told():
     assert copies[0] == copies[1]
 
 
+def mean_over_all(y):
+    both = ops.concatenate(
+        [ops.sum(y, axis=0), tf.cast(tf.shape(y)[:1], y.dtype)], axis=0
+    )
+    total = tf.distribute.get_replica_context().all_reduce("sum", both)
+    return total[:-1] / total[-1]
+
+
+def mean_of_gathered(y):
+    return ops.mean(tf.distribute.get_replica_context().all_gather(y, 0), axis=0)
+
+
+CENTERS = {
+    "own": lambda y: ops.mean(y, axis=0),
+    "summed": mean_over_all,
+    "gathered": mean_of_gathered,
+}
+
+
 class StoresLate(keras.Model):
     """A centre of the targets, kept when the weights are updated already."""
 
-    def __init__(self, updates=True):
+    def __init__(self, updates=True, center="own"):
         super().__init__()
         self.dense, self.updates = keras.layers.Dense(5), updates
+        self.center_of = CENTERS[center]
         self.center = self.add_weight(shape=(5,), initializer="zeros", trainable=False)
 
     def call(self, x):
@@ -127,22 +147,25 @@ class StoresLate(keras.Model):
         if self.updates:
             variables = self.dense.trainable_variables
             self.optimizer.apply(tape.gradient(loss, variables), variables)
-        self.center.assign(0.9 * self.center + 0.1 * ops.mean(y, axis=0))
+        self.center.assign(0.9 * self.center + 0.1 * self.center_of(y))
         return {"loss": loss}
 
 
 @pytest.mark.parametrize("replicas", [2, 3])
 @pytest.mark.parametrize("updates", [True, False])
-def test_what_is_stored_behind_the_update_is_one_devices(replicas, updates):
+@pytest.mark.parametrize("center", CENTERS)
+def test_what_is_stored_behind_the_update_is_one_devices(center, updates, replicas):
     def trained(strategy):
         with strategy.scope():
             keras.utils.set_random_seed(2)
-            model = StoresLate(updates)
+            model = StoresLate(updates, center)
             model.compile("sgd", "mse", jit_compile=False)
         data = rows()
         y = np.random.default_rng(3).normal(size=(len(data["x"]), 5)).astype("float32")
         # The last batch leaves replicas without a row.
-        model.fit(data["x"], y, batch_size=7, epochs=2, shuffle=False, verbose=0)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", LocalStateWarning)
+            model.fit(data["x"], y, batch_size=7, epochs=2, shuffle=False, verbose=0)
         return model
 
     one, model = trained(tf.distribute.get_strategy()), trained(make_strategy(replicas))

@@ -30,6 +30,7 @@ from tfdp.step.finite_guard import update_if_finite
 from tfdp.step.local_values import LocalValues
 from tfdp.step.optimizers import takes_reduced
 from tfdp.step.rounds import Rounds
+from tfdp.step.state_means import bring_layers_together
 from tfdp.step.sums import agree_finite, reduce_gradients
 from tfdp.sync.checked import checked_sync
 from tfdp.sync.rounds import Sync
@@ -257,6 +258,8 @@ class DistributedOptimizer(LossScaleHooks):
         indices = [variable_index(self, variable) for variable in variables]
         if self._accumulates_shards():
             gradients = self._reduced(gradients, variables, weight)
+        elif found is not None and self._rounds is None:
+            bring_layers_together(*found)
         for index, gradient in zip(indices, gradients, strict=True):
             if gradient is not None:
                 dense = tf.convert_to_tensor(gradient)

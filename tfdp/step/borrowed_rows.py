@@ -31,8 +31,9 @@ from tfdp._private.instance_attributes import instance_attributes
 from tfdp._private.names import PerReplica, current_rank
 from tfdp._private.optimizer_hooks import variables_built_with
 from tfdp.sharding.variables import ShardedVariable, shard_kind
+from tfdp.tracing.assigned_terms import passed_on
 from tfdp.tracing.keras_steps import is_stock_step, name_of_step
-from tfdp.tracing.run import ReplicaRun, parts_by_replica
+from tfdp.tracing.run import ReplicaRun, parts_by_replica, trace_of
 
 __all__ = ["borrow_rows", "leaves_borrowed_out", "return_rows", "row_like"]
 
@@ -152,13 +153,17 @@ def _apply(
     if run.is_updating:  # another optimizer calls it, with what all replicas share
         return apply(gradients, trainable_variables)
     rank = current_rank()
+    stored = run.local_state.get(trace_of(rank), {}).values()
     own = list(gradients)
     built_with = trainable_variables or variables_built_with(optimizer)
     variables = list(built_with or [None] * len(own))
     for place, (gradient, variable) in enumerate(zip(own, variables, strict=True)):
         # What is stored in shards has been summed already, of own parts.
         is_sum = variable is not None and shard_kind(variable) is ShardedVariable
-        if gradient is not None and not is_sum:
+        if gradient is None or is_sum:
+            continue
+        # What a step has accumulated itself is of rows that it had before.
+        if not passed_on([gradient], stored, rank):
             own[place] = run.own_gradient(rank, gradient)
     with run.summing_own_parts(rank):
         return apply(own, trainable_variables)

@@ -16,9 +16,11 @@ from typing import Any
 import tensorflow as tf
 
 from tfdp._private.autograph import library_code
-from tfdp._private.names import current_rank
-from tfdp.step.state_means import store_state, weighted_state
-from tfdp.tracing.loss_suspicions import batch_keys, is_made_of
+from tfdp._private.names import current_rank, own_copy
+from tfdp.step.state_means import bring_together
+from tfdp.tracing.assigned_terms import term_added_to
+from tfdp.tracing.loss_suspicions import is_of_own_rows
+from tfdp.tracing.replica_invariance import outermost
 from tfdp.tracing.run import ReplicaRun
 
 __all__ = ["with_late_state"]
@@ -51,18 +53,22 @@ def with_late_state(step: Callable, run: ReplicaRun) -> Callable:
 
 def _bring_together(run: ReplicaRun, rank: int) -> None:
     late = run.take_local_state(rank)
-    if not late:
-        return
-    batch = batch_keys(run, rank)
-    # By identity: a variable compares as its values do.
-    of_rows = {
-        id(variable)
-        for stored_by, variable, value in run.stored
-        if stored_by == rank and is_made_of(value, batch)
-    }
-    late = [variable for variable in late if id(variable) in of_rows]
-    if not late:
-        return
-    reducer = tf.distribute.get_strategy().extended.reducer
-    shares = weighted_state(late, run, rank)
-    store_state(late, reducer.all_reduce(shares, rank, mean=False), run, rank)
+    if run.late_state is None:
+        # Once for all replicas: one that found something else would wait in an
+        # exchange for the others.
+        run.late_state = _found_late(run, rank) - run.own_sums
+    bring_together([one for one in late if id(one) in run.late_state], run, rank)
+
+
+def _found_late(run: ReplicaRun, rank: int) -> set[int]:
+    """The ids of variables whose values may be means over rows."""
+    found = set()
+    for stored_by, variable, value in run.stored:
+        if stored_by != rank or not is_of_own_rows(run, rank, value):
+            continue
+        handle = outermost(own_copy(variable, rank).handle)
+        # Without an update what is added up may be gradients for one in a later step:
+        # parts of a sum.
+        if run.updates or term_added_to(handle, value) is None:
+            found.add(id(variable))
+    return found

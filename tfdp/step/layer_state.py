@@ -16,7 +16,7 @@ from tfdp._private.keras_models import layers_within
 from tfdp._private.names import own_copy
 from tfdp.errors import ConfigurationError
 from tfdp.tracing.assigned_terms import is_read_among, term_added_to
-from tfdp.tracing.loss_suspicions import batch_keys, is_sum_over_rows
+from tfdp.tracing.loss_suspicions import batch_keys, is_of_own_rows, is_sum_over_rows
 from tfdp.tracing.replica_invariance import outermost
 from tfdp.tracing.run import ReplicaRun
 
@@ -59,7 +59,7 @@ def _what_it_looks_like(
     run: ReplicaRun, rank: int, variable: Any, value: tf.Tensor
 ) -> str | None:
     handle = outermost(own_copy(variable, rank).handle)
-    keys = batch_keys(run, rank)
+    keys = batch_keys(run, rank) if is_of_own_rows(run, rank, value) else set()
     added = term_added_to(handle, value)
     if added is not None and keys and is_sum_over_rows(added, keys):
         return "a running sum over rows. Make it with aggregation='sum'"

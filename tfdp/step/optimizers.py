@@ -25,6 +25,7 @@ import keras
 import tensorflow as tf
 
 from tfdp._private.instance_attributes import instance_attributes
+from tfdp._private.names import current_rank
 from tfdp._private.optimizer_hooks import (
     CLIP,
     REDUCE,
@@ -40,6 +41,7 @@ from tfdp.sharding.updates import shards_of
 from tfdp.step.finite_guard import update_if_finite
 from tfdp.step.held_optimizers import innermost_optimizers
 from tfdp.step.shared_update import update_by_one_graph
+from tfdp.step.state_means import bring_layers_together
 from tfdp.step.sums import agree_finite, reduce_gradients
 from tfdp.tracing.before_the_step import do_before_the_step
 from tfdp.tracing.current_run import current_run
@@ -122,6 +124,8 @@ def _apply(
     reduces_first = _reduces_first(optimizer)
     if reduces_first:
         gradients = _reduce_before(optimizer, run, gradients, variables)
+    else:
+        bring_layers_together(run, current_rank())
 
     built_with = variables or variables_built_with(optimizer)
 

@@ -16,8 +16,7 @@ import tensorflow as tf
 from tfdp._private.names import SyncOnReadVariable, whole_of
 from tfdp.errors import CollectiveError
 from tfdp.tracing.loss_shares import ancestors, key_of
-from tfdp.tracing.loss_suspicions import batch_keys
-from tfdp.tracing.replica_invariance import outermost
+from tfdp.tracing.replica_invariance import is_exchanged, outermost
 from tfdp.tracing.run import ReplicaRun
 from tfdp.variables.mirrored import SeedVariable
 
@@ -26,8 +25,6 @@ __all__ = ["refuse_own_branches"]
 CONDITIONALS = {"If", "StatelessIf", "Case", "StatelessCase"}
 # How many rows there are is mostly alike on all replicas, and what it decides on too.
 SHAPES = {"Rank", "Shape", "ShapeN", "Size"}
-# Below a name scope that begins so, an exchange is built: what it gives is alike.
-EXCHANGE_SCOPE = "tfdp_"
 
 
 def refuse_own_branches(
@@ -85,7 +82,7 @@ def _branch_names(op: tf.Operation) -> Iterator[str]:
 
 def _what_is_own(run: ReplicaRun, rank: int, condition: tf.Tensor) -> str | None:
     """By what of its own a replica decides, in words; None: nothing is seen."""
-    owners = {key: r for r in run.batches for key in batch_keys(run, r)}
+    owners = {key_of(part): r for r in run.batches for part in _rows_of(run, r)}
     found = set()
     for tensor in _made_here(condition, owners):
         found.add(owners.get(key_of(tensor)))
@@ -98,6 +95,16 @@ def _what_is_own(run: ReplicaRun, rank: int, condition: tf.Tensor) -> str | None
     # With the rows of the others it is a sum, or was gathered, outside of replicas.
     is_of_all = len(run.batches) > 1 and found >= set(run.batches)
     return "by its own rows" if rank in found and not is_of_all else None
+
+
+def _rows_of(run: ReplicaRun, trace: int) -> list[tf.Tensor]:
+    """The tensors of the replica's batch, of all that it was given."""
+    given = run.batches[trace]
+    # A replica that is alone on its host is given its rows as tensors, beside numbers
+    # that are alike on all.
+    is_alone = len(run.batches) == 1
+    rows = [part for part in given if part.shape[:1] == given[0].shape[:1]]
+    return [part for part in rows if part.op.type != "Const"] if is_alone else given
 
 
 def _told_from_others(rank: int, condition: tf.Tensor) -> tuple[Any, ...]:
@@ -120,9 +127,7 @@ def _made_here(condition: tf.Tensor, batch: Collection[Any]) -> Iterator[tf.Tens
         return key_of(tensor) in batch or tensor.dtype == tf.resource
 
     def is_behind(tensor: tf.Tensor) -> bool:
-        scopes = tensor.op.name.split("/")
-        is_exchanged = any(scope.startswith(EXCHANGE_SCOPE) for scope in scopes)
-        return is_exchanged or tensor.op.type in SHAPES
+        return is_exchanged(tensor) or tensor.op.type in SHAPES
 
     return ancestors(condition, is_found=is_found, is_behind=is_behind)
 

@@ -13,9 +13,43 @@ import tensorflow as tf
 
 from tfdp._private.names import own_copy
 from tfdp.step.shared_functions import SharedFunctions
+from tfdp.tracing.eager_order import sum_in_words
 from tfdp.tracing.run import ReplicaRun
 
-__all__ = ["store_state", "weighted_state"]
+__all__ = [
+    "bring_together",
+    "bring_layers_together",
+    "store_state",
+    "weighted_state",
+]
+
+
+def bring_layers_together(run: ReplicaRun, rank: Any) -> None:
+    """Before gradients are accumulated: what layers store of this batch is theirs now.
+
+    It would travel with the gradients, once for all batches of an accumulation, and
+    each replica would weigh as its rows of the last one; and what is evaluated before
+    would be by each replica's own.
+
+    Cost: one exchange of what layers have stored.
+    """
+    if run.replicas > 1 and not run.is_local:
+        bring_together(run.take_local_state(rank), run, rank)
+
+
+def bring_together(state: Sequence[Any], run: ReplicaRun, rank: Any) -> None:
+    """Leaves the mean over all samples in every replica's copy, by an exchange."""
+    if not state:
+        return
+    shares = weighted_state(state, run, rank)
+    if tf.executing_eagerly():
+        run.eager_order.meet(rank, sum_in_words(shares))
+        context = tf.distribute.get_replica_context()
+        means = context.all_reduce(tf.distribute.ReduceOp.SUM, shares)
+    else:
+        reducer = tf.distribute.get_strategy().extended.reducer
+        means = reducer.all_reduce(shares, rank, mean=False)
+    store_state(state, means, run, rank)
 
 
 def weighted_state(state: Sequence[Any], run: ReplicaRun, rank: Any) -> list[tf.Tensor]:

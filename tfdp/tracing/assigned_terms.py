@@ -7,11 +7,17 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdp._private.names import own_copy
 from tfdp.tracing.replica_invariance import outermost
 
-__all__ = ["is_read_among", "term_added_to"]
+__all__ = ["is_read_among", "passed_on", "term_added_to"]
 
 SAME_VALUE = {"Cast", "Identity"}
+# What passes a variable's value on, times a factor or beside others.
+LINEAR = {
+    *("AddN", "AddV2", "Cast", "Identity", "IdentityN", "Mul", "Neg", "RealDiv"),
+    *("Reshape", "SelectV2", "Sub"),
+}
 
 
 def term_added_to(handle: tf.Tensor, value: tf.Tensor) -> tf.Tensor | None:
@@ -38,3 +44,28 @@ def _is_read_of(handle: tf.Tensor, value: tf.Tensor) -> bool:
             return False
         tensor = outermost(tensor.op.inputs[0])
     return False
+
+
+def passed_on(values: Iterable[Any], variables: Iterable[Any], rank: int) -> set[int]:
+    """The ids of those of `variables` that hold what `values` are, but for a factor.
+
+    Args:
+      values: of a graph, such as gradients that a step has accumulated itself.
+      variables: distributed ones.
+      rank: the replica that reads them.
+    """
+    handles = {id(outermost(own_copy(v, rank).handle)): id(v) for v in variables}
+    found, seen = set(), set()
+    todo = tf.nest.flatten(list(values), expand_composites=True)
+    while todo:
+        tensor = outermost(todo.pop())
+        if tensor is None or isinstance(tensor, tf.__internal__.EagerTensor):
+            continue
+        if id(tensor) in seen:
+            continue
+        seen.add(id(tensor))
+        if tensor.op.type == "ReadVariableOp":
+            found.add(handles.get(id(outermost(tensor.op.inputs[0]))))
+        elif tensor.op.type in LINEAR:
+            todo += tensor.op.inputs
+    return {one for one in found if one is not None}

@@ -11,12 +11,13 @@ from tfdp.errors import ConfigurationError
 from tfdp.tracing.batch_rows import reduced_axes
 from tfdp.tracing.keras_steps import is_stock_step, name_of_step
 from tfdp.tracing.loss_shares import LossShares, Standing, ancestors, key_of
-from tfdp.tracing.replica_invariance import outermost
+from tfdp.tracing.replica_invariance import is_exchanged, outermost
 from tfdp.tracing.run import ReplicaRun, trace_of
 
 __all__ = [
     "batch_keys",
     "is_made_of",
+    "is_of_own_rows",
     "is_share",
     "is_sum_over_rows",
     "reported_standing",
@@ -103,6 +104,8 @@ def is_sum_over_rows(loss: tf.Tensor, batch: set[Any]) -> bool:
         tensor = outermost(todo.pop())
         if tensor is None or isinstance(tensor, tf.__internal__.EagerTensor):
             continue
+        if is_exchanged(tensor):
+            continue
         op, inputs = tensor.op, list(tensor.op.inputs)
         if op.type in QUOTIENTS:
             if not _is_number_of_rows(inputs[1], inputs[0]):
@@ -124,12 +127,26 @@ def batch_keys(run: ReplicaRun, rank: Any) -> set[Any]:
 
 
 def is_made_of(value: tf.Tensor, batch: set[Any]) -> bool:
-    """Whether a tensor with one of these keys goes into `value`."""
+    """Whether a tensor with one of these keys goes into `value`, by no exchange."""
 
     def is_batch(tensor: tf.Tensor) -> bool:
         return key_of(tensor) in batch
 
-    return any(is_batch(tensor) for tensor in ancestors(value, is_found=is_batch))
+    made_of = ancestors(value, is_found=is_batch, is_behind=is_exchanged)
+    return any(map(is_batch, made_of))
+
+
+def is_of_own_rows(run: ReplicaRun, rank: Any, value: tf.Tensor) -> bool:
+    """Whether `value` is made of the replica's rows, and not of all replicas' as well.
+
+    What was gathered, or added up where replicas meet, is made of all.
+    """
+    others = [trace for trace in run.batches if trace != trace_of(rank)]
+    if not is_made_of(value, batch_keys(run, rank)):
+        return False
+    return not others or not all(
+        is_made_of(value, batch_keys(run, trace)) for trace in others
+    )
 
 
 def _is_number_of_rows(divisor: tf.Tensor, total: tf.Tensor) -> bool:

@@ -7,8 +7,11 @@ from typing import Any
 
 import tensorflow as tf
 
-__all__ = ["is_same_on_every_replica", "outermost"]
+__all__ = ["is_exchanged", "is_same_on_every_replica", "outermost"]
 
+# Below a name scope that begins so, and by operations with such a name, exchanges are
+# built.
+EXCHANGE_SCOPE = "tfdp_"
 # Counters are a handful of ops away from their variable; give up beyond that.
 MOST_OPS = 64
 
@@ -47,6 +50,16 @@ def is_same_on_every_replica(value: tf.Tensor, own_variable: Any) -> bool:
         else:
             return False
     return True
+
+
+def is_exchanged(tensor: tf.Tensor) -> bool:
+    """Whether `tensor` is made within an exchange.
+
+    Where replicas hand tensors over, one of them adds: only in its graph the sum is
+    seen to be made of that replica's own tensor.
+    """
+    scopes = tensor.op.name.split("/")
+    return any(scope.startswith(EXCHANGE_SCOPE) for scope in scopes)
 
 
 def outermost(

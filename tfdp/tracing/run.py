@@ -64,6 +64,11 @@ class ReplicaRun:
     local_state: dict[int, dict[int, Any]] = dataclasses.field(default_factory=dict)
     #: What was assigned to them in graphs: the rank, the variable, the value.
     stored: list[tuple[int, Any, tf.Tensor]] = dataclasses.field(default_factory=list)
+    #: The ids of variables that are brought together at the end of the step, as the
+    #: first replica has found; None: none was asked.
+    late_state: set[int] | None = None
+    #: The ids of variables in which replicas hold their own sums of gradients.
+    own_sums: set[int] = dataclasses.field(default_factory=set)
     #: By trace: what the global batch's masked or weighted means were divided by.
     denominators: dict[int, list[tf.Tensor]] = dataclasses.field(default_factory=dict)
     #: By trace: which rows are real, of batches filled up to a fixed size.

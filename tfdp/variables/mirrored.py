@@ -16,7 +16,9 @@ from tfdp._private.names import (
 from tfdp._private.traced_alone import is_traced_alone
 from tfdp.errors import ConfigurationError
 from tfdp.tracing.assigned_terms import term_added_to
+from tfdp.tracing.loss_suspicions import is_of_own_rows
 from tfdp.tracing.replica_invariance import is_same_on_every_replica, outermost
+from tfdp.tracing.run import ReplicaRun
 from tfdp.variables.local_view import LocalView
 from tfdp.variables.own_means import OwnMeans
 
@@ -63,6 +65,7 @@ class ReplicaMirroredVariable(PythonNumber, OwnMeans, LocalView):
         if self.aggregation == tf.VariableAggregation.NONE:
             if self.dtype.is_floating:
                 run.note_local_state(rank, self, value)
+                value = self._added_of_own_rows(run, rank, value)
                 if not run.is_updating:
                     self.note_own()
             elif not run.is_updating and not _is_alike(value, self, rank):
@@ -85,6 +88,57 @@ class ReplicaMirroredVariable(PythonNumber, OwnMeans, LocalView):
             run.eager_order.meet(rank, f"an update of {self.name}")
         with run.summing_own_parts(rank):
             return super()._update_replica(update_fn, value, **kwargs)
+
+    def assign_add(
+        self,
+        delta: Any,
+        use_locking: bool = False,
+        name: str | None = None,
+        read_value: bool = True,
+    ) -> Any:
+        """Adds; what replicas add on their own is seen in the graph as `v + d`."""
+        if self._is_of_replica_in_graph():
+            delta = tf.convert_to_tensor(delta, self.dtype)
+            total = self.read_value() + delta
+            return self.assign(total, use_locking, name, read_value)
+        return super().assign_add(delta, use_locking, name, read_value)
+
+    def assign_sub(
+        self,
+        delta: Any,
+        use_locking: bool = False,
+        name: str | None = None,
+        read_value: bool = True,
+    ) -> Any:
+        """Subtracts; see `assign_add`."""
+        if self._is_of_replica_in_graph():
+            added = tf.negative(tf.convert_to_tensor(delta, self.dtype))
+            total = self.read_value() + added
+            return self.assign(total, use_locking, name, read_value)
+        return super().assign_sub(delta, use_locking, name, read_value)
+
+    def _is_of_replica_in_graph(self) -> bool:
+        """Whether a replica is about to assign, in a graph, what nobody adds up."""
+        context = tf.distribute.get_replica_context()
+        if context is None or context.strategy is not self.distribute_strategy:
+            return False
+        is_own = self.aggregation == tf.VariableAggregation.NONE
+        run = self.distribute_strategy.extended.current_run
+        is_in_graph = is_own and not tf.executing_eagerly()
+        return is_in_graph and self.dtype.is_floating and not run.is_updating
+
+    def _added_of_own_rows(self, run: ReplicaRun, rank: Any, value: Any) -> Any:
+        """`value` where it is no sum; else without what a borrowed row adds to it."""
+        is_known = isinstance(rank, int) and isinstance(value, tf.Tensor)
+        if run.owns_rows is None or run.is_updating or not is_known:
+            return value
+        if isinstance(value, tf.__internal__.EagerTensor):
+            return value
+        component = self._get_replica(rank)
+        added = term_added_to(outermost(component.handle), value)
+        if added is None or not is_of_own_rows(run, rank, added):
+            return value
+        return component.read_value() + run.own_part(rank, added)
 
     def _of_first_replica(self, value: tf.Tensor, rank: Any) -> tf.Tensor:
         extended = self.distribute_strategy.extended

@@ -1,9 +1,9 @@
-"""What replicas store of their own between two updates, which outside is their mean.
+"""What replicas have stored each for itself, which outside is their mean.
 
-Moving statistics are brought together with the gradients. Where those are accumulated
-that is in the K-th step only; before, each replica has statistics of its own rows. Who
-reads them then (a file, a callback) gets what an update would make of them, where all
-replicas have as many rows: their mean, in the place of the first replica's.
+Moving statistics are brought together with the gradients, or before these are
+accumulated, and what a step stores behind its update at its end. What eager replicas
+and TPU cores store behind it is not. Who reads it (a file, a callback) gets the mean,
+in the place of the first replica's.
 
 On several hosts that is the mean of one of them, and a warning says so.
 """
@@ -25,8 +25,7 @@ __all__ = ["OwnMeans"]
 class OwnMeans(MirroredVariable):
     """A mirrored variable of which replicas may have values of their own; a mixin."""
 
-    #: Whether replicas assign floats of their own, which the next update brings
-    #: together.
+    #: Whether replicas assign floats of their own.
     _is_mean_of_own = False
 
     def note_own(self) -> None:
@@ -63,11 +62,10 @@ class OwnMeans(MirroredVariable):
         hosts = self.distribute_strategy.hosts
         if hosts > 1:
             warnings.warn(
-                f"{self.name.split(':')[0]!r} is read, or written to a file, between "
-                "two updates of an accumulation: this is the mean of what the replicas "
-                f"of one of {hosts} hosts have. tfdp.callbacks.Checkpoint keeps those "
-                "of all; or save after an update (steps that the number of accumulated "
-                "ones divides).",
+                f"{self.name.split(':')[0]!r} is read, or written to a file, while "
+                "each replica has a value of its own, stored behind the step's update: "
+                f"this is the mean of those of one of {hosts} hosts. Store it before "
+                "the update, or run the step in a graph (run_eagerly=False).",
                 CheckpointWarning,
                 stacklevel=2,
             )

@@ -1,0 +1,101 @@
+"""Gradients that a program accumulates itself, as published recipes do."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tests.support.parity import make_strategy
+
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(29, 6)).astype("float32")
+Y = RNG.integers(0, 3, 29)
+
+
+class Accumulating(keras.Model):
+    """Adds up in variables of its own, and updates in each second step."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = keras.layers.Dense(3)
+        self.dense.build((None, 6))
+        self.step_number = tf.Variable(0, trainable=False)
+        self.sums = [
+            tf.Variable(tf.zeros(w.shape), trainable=False)
+            for w in self.dense.trainable_variables
+        ]
+
+    def call(self, inputs):
+        return self.dense(inputs)
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x, y, self(x, training=True))
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.step_number.assign_add(1)
+        for total, gradient in zip(self.sums, gradients, strict=True):
+            total.assign_add(gradient)
+        tf.cond(tf.equal(self.step_number % 2, 0), self.update, lambda: None)
+        return {"loss": loss}
+
+    def update(self):
+        sums = [tf.convert_to_tensor(total) for total in self.sums]
+        self.optimizer.apply(sums, self.trainable_variables)
+        for total in self.sums:
+            total.assign(tf.zeros_like(total))
+
+
+def accumulated(strategy, rows):
+    with strategy.scope():
+        keras.utils.set_random_seed(3)
+        model = Accumulating()
+        model.compile(
+            keras.optimizers.SGD(0.5),
+            keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+            jit_compile=False,
+        )
+    options = {"batch_size": 12, "epochs": 2, "shuffle": False, "verbose": 0}
+    model.fit(X[:rows], Y[:rows], **options)
+    return model.dense.get_weights()
+
+
+def in_two_runs(strategy, rows):
+    """One `strategy.run` adds gradients up, and another one updates."""
+    with strategy.scope():
+        weights = tf.Variable(np.full((6, 3), 0.1, "float32"))
+        total = tf.Variable(np.zeros((6, 3), "float32"), trainable=False)
+        optimizer = keras.optimizers.SGD(0.5)
+        optimizer.build([weights])
+
+    def add(x, y):
+        with tf.GradientTape() as tape:
+            losses = tf.nn.sparse_softmax_cross_entropy_with_logits(y, x @ weights)
+            loss = tf.reduce_sum(losses) / 12
+        total.assign_add(tape.gradient(loss, weights))
+
+    def update():
+        optimizer.apply([tf.convert_to_tensor(total)], [weights])
+        total.assign(tf.zeros_like(total))
+
+    add_on_all = tf.function(lambda batch: strategy.run(add, args=batch))
+    update_all = tf.function(lambda: strategy.run(update))
+    dataset = tf.data.Dataset.from_tensor_slices((X[:rows], Y[:rows])).batch(12)
+    dataset = strategy.experimental_distribute_dataset(dataset)
+    for number, batch in enumerate([*dataset, *dataset], start=1):
+        add_on_all(batch)
+        if number % 2 == 0:
+            update_all()
+    return [weights.numpy()]
+
+
+@pytest.mark.parametrize("train", [accumulated, in_two_runs])
+@pytest.mark.parametrize("replicas", [2, 3])
+@pytest.mark.parametrize("rows", [24, 25, 29])
+def test_each_replica_keeps_its_part_of_the_sum(rows, replicas, train):
+    """Also where a short batch, with no row for a replica, is held over to the next."""
+    found = train(make_strategy(replicas), rows)
+    one = train(tf.distribute.get_strategy(), rows)
+    for mine, theirs in zip(found, one, strict=True):
+        # Three updates of 0.5 times gradients below 2, of sums of 24 terms.
+        np.testing.assert_allclose(mine, theirs, rtol=0, atol=2e-6)
