@@ -19,9 +19,9 @@ from tfdp._private.autograph import library_code
 from tfdp._private.names import current_rank, own_copy
 from tfdp.step.state_means import bring_together
 from tfdp.tracing.assigned_terms import term_added_to
-from tfdp.tracing.loss_suspicions import is_of_own_rows
+from tfdp.tracing.own_rows import is_of_own_rows
 from tfdp.tracing.replica_invariance import outermost
-from tfdp.tracing.run import ReplicaRun
+from tfdp.tracing.run import ReplicaRun, trace_of
 
 __all__ = ["with_late_state"]
 
@@ -64,7 +64,7 @@ def _found_late(run: ReplicaRun, rank: int) -> set[int]:
     """The ids of variables whose values may be means over rows."""
     found = set()
     for stored_by, variable, value in run.stored:
-        if stored_by != rank or not is_of_own_rows(run, rank, value):
+        if stored_by != rank or not is_of_own_rows(run.batches, trace_of(rank), value):
             continue
         handle = outermost(own_copy(variable, rank).handle)
         # Without an update what is added up may be gradients for one in a later step:

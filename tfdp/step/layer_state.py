@@ -16,9 +16,10 @@ from tfdp._private.keras_models import layers_within
 from tfdp._private.names import own_copy
 from tfdp.errors import ConfigurationError
 from tfdp.tracing.assigned_terms import is_read_among, term_added_to
-from tfdp.tracing.loss_suspicions import batch_keys, is_of_own_rows, is_sum_over_rows
+from tfdp.tracing.loss_suspicions import is_sum_over_rows
+from tfdp.tracing.own_rows import batch_keys, is_of_own_rows
 from tfdp.tracing.replica_invariance import outermost
-from tfdp.tracing.run import ReplicaRun
+from tfdp.tracing.run import ReplicaRun, trace_of
 
 __all__ = ["check_no_row_state", "suspect_stored"]
 
@@ -59,7 +60,11 @@ def _what_it_looks_like(
     run: ReplicaRun, rank: int, variable: Any, value: tf.Tensor
 ) -> str | None:
     handle = outermost(own_copy(variable, rank).handle)
-    keys = batch_keys(run, rank) if is_of_own_rows(run, rank, value) else set()
+    keys = (
+        batch_keys(run.batches, trace_of(rank))
+        if is_of_own_rows(run.batches, trace_of(rank), value)
+        else set()
+    )
     added = term_added_to(handle, value)
     if added is not None and keys and is_sum_over_rows(added, keys):
         return "a running sum over rows. Make it with aggregation='sum'"

@@ -10,14 +10,12 @@ from tfdp._private.keras_models import given_losses
 from tfdp.errors import ConfigurationError
 from tfdp.tracing.batch_rows import reduced_axes
 from tfdp.tracing.keras_steps import is_stock_step, name_of_step
-from tfdp.tracing.loss_shares import LossShares, Standing, ancestors, key_of
+from tfdp.tracing.loss_shares import LossShares, Standing
+from tfdp.tracing.own_rows import batch_keys, is_made_of
 from tfdp.tracing.replica_invariance import is_exchanged, outermost
 from tfdp.tracing.run import ReplicaRun, trace_of
 
 __all__ = [
-    "batch_keys",
-    "is_made_of",
-    "is_of_own_rows",
     "is_share",
     "is_sum_over_rows",
     "reported_standing",
@@ -83,7 +81,7 @@ def suspect_added_sum(run: ReplicaRun, rank: Any, loss: tf.Tensor) -> None:
     """Notes a loss for `add_loss` that seems to be a sum over the replica's rows."""
     if run.group_size == 1 or isinstance(loss, tf.__internal__.EagerTensor):
         return
-    keys = batch_keys(run, rank)
+    keys = batch_keys(run.batches, trace_of(rank))
     if keys and is_sum_over_rows(loss, keys):
         run.suspicions.add(
             "a layer gave add_loss what looks like a sum over its rows, which was "
@@ -119,34 +117,6 @@ def is_sum_over_rows(loss: tf.Tensor, batch: set[Any]) -> bool:
         elif op.type in PASSING:
             todo += inputs
     return False
-
-
-def batch_keys(run: ReplicaRun, rank: Any) -> set[Any]:
-    """The keys (`key_of`) of the tensors that the replica was given."""
-    return {key_of(tensor) for tensor in run.batches.get(trace_of(rank), [])}
-
-
-def is_made_of(value: tf.Tensor, batch: set[Any]) -> bool:
-    """Whether a tensor with one of these keys goes into `value`, by no exchange."""
-
-    def is_batch(tensor: tf.Tensor) -> bool:
-        return key_of(tensor) in batch
-
-    made_of = ancestors(value, is_found=is_batch, is_behind=is_exchanged)
-    return any(map(is_batch, made_of))
-
-
-def is_of_own_rows(run: ReplicaRun, rank: Any, value: tf.Tensor) -> bool:
-    """Whether `value` is made of the replica's rows, and not of all replicas' as well.
-
-    What was gathered, or added up where replicas meet, is made of all.
-    """
-    others = [trace for trace in run.batches if trace != trace_of(rank)]
-    if not is_made_of(value, batch_keys(run, rank)):
-        return False
-    return not others or not all(
-        is_made_of(value, batch_keys(run, trace)) for trace in others
-    )
 
 
 def _is_number_of_rows(divisor: tf.Tensor, total: tf.Tensor) -> bool:

@@ -16,9 +16,8 @@ from tfdp._private.names import (
 from tfdp._private.traced_alone import is_traced_alone
 from tfdp.errors import ConfigurationError
 from tfdp.tracing.assigned_terms import term_added_to
-from tfdp.tracing.loss_suspicions import is_of_own_rows
+from tfdp.tracing.own_rows import is_of_own_rows
 from tfdp.tracing.replica_invariance import is_same_on_every_replica, outermost
-from tfdp.tracing.run import ReplicaRun
 from tfdp.variables.local_view import LocalView
 from tfdp.variables.own_means import OwnMeans
 
@@ -127,7 +126,7 @@ class ReplicaMirroredVariable(PythonNumber, OwnMeans, LocalView):
         is_in_graph = is_own and not tf.executing_eagerly()
         return is_in_graph and self.dtype.is_floating and not run.is_updating
 
-    def _added_of_own_rows(self, run: ReplicaRun, rank: Any, value: Any) -> Any:
+    def _added_of_own_rows(self, run: Any, rank: Any, value: Any) -> Any:
         """`value` where it is no sum; else without what a borrowed row adds to it."""
         is_known = isinstance(rank, int) and isinstance(value, tf.Tensor)
         if run.owns_rows is None or run.is_updating or not is_known:
@@ -136,7 +135,7 @@ class ReplicaMirroredVariable(PythonNumber, OwnMeans, LocalView):
             return value
         component = self._get_replica(rank)
         added = term_added_to(outermost(component.handle), value)
-        if added is None or not is_of_own_rows(run, rank, added):
+        if added is None or not is_of_own_rows(run.batches, rank, added):
             return value
         return component.read_value() + run.own_part(rank, added)
 
