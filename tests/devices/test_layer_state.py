@@ -151,6 +151,7 @@ class StoresLate(keras.Model):
         return {"loss": loss}
 
 
+@pytest.mark.worth_seconds(6)
 @pytest.mark.parametrize("replicas", [2, 3])
 @pytest.mark.parametrize("updates", [True, False])
 @pytest.mark.parametrize("center", CENTERS)

@@ -89,6 +89,7 @@ def in_two_runs(strategy, rows):
     return [weights.numpy()]
 
 
+@pytest.mark.worth_seconds(4)
 @pytest.mark.parametrize("train", [accumulated, in_two_runs])
 @pytest.mark.parametrize("replicas", [2, 3])
 @pytest.mark.parametrize("rows", [24, 25, 29])
