@@ -179,3 +179,16 @@ def test_a_python_if_on_a_sum_runs():
     batches = strategy.experimental_distribute_dataset(dataset)
     found = [strategy.experimental_local_results(step(batch)) for batch in batches]
     assert np.array(found).tolist() == [[2.0, 2.0], [12.0, 12.0]]
+
+
+@pytest.mark.parametrize("is_own", [True, False])
+def test_a_branch_in_a_function_that_the_step_calls(is_own):
+    def within(condition, apply, skip):
+        return tf.function(lambda told: tf.cond(told, apply, skip))(condition)
+
+    strategy = make_strategy(2)
+    if not is_own:
+        assert fitted(strategy, ALIKE["summed loss"], within).optimizer.iterations == 2
+        return
+    with pytest.raises(CollectiveError, match="by its own rows"):
+        fitted(strategy, OWN["loss"][0], within)

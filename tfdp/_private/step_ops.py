@@ -7,6 +7,7 @@ from typing import Any
 import tensorflow as tf
 
 __all__ = [
+    "CALLS",
     "IS_CALL",
     "called_graph",
     "is_compiled_by_xla",

@@ -14,6 +14,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdp._private.names import SyncOnReadVariable, whole_of
+from tfdp._private.step_ops import CALLS, called_graph
 from tfdp.errors import CollectiveError
 from tfdp.tracing.loss_shares import ancestors, key_of
 from tfdp.tracing.replica_invariance import is_exchanged, outermost
@@ -104,7 +105,12 @@ def _rows_of(run: ReplicaRun, trace: int) -> list[tf.Tensor]:
     # that are alike on all.
     is_alone = len(run.batches) == 1
     rows = [part for part in given if part.shape[:1] == given[0].shape[:1]]
-    return [part for part in rows if part.op.type != "Const"] if is_alone else given
+    return [part for part in rows if not _is_constant(part)] if is_alone else given
+
+
+def _is_constant(tensor: tf.Tensor) -> bool:
+    is_eager = isinstance(tensor, tf.__internal__.EagerTensor)
+    return is_eager or tensor.op.type == "Const"
 
 
 def _told_from_others(rank: int, condition: tf.Tensor) -> tuple[Any, ...]:
@@ -124,12 +130,38 @@ def _made_here(condition: tf.Tensor, batch: Collection[Any]) -> Iterator[tf.Tens
     """What `condition` is made of, but for what lies behind exchanges and shapes."""
 
     def is_found(tensor: tf.Tensor) -> bool:
-        return key_of(tensor) in batch or tensor.dtype == tf.resource
+        is_known = key_of(tensor) in batch or tensor.dtype == tf.resource
+        return is_known or _is_argument(tensor)
 
     def is_behind(tensor: tf.Tensor) -> bool:
         return is_exchanged(tensor) or tensor.op.type in SHAPES
 
-    return ancestors(condition, is_found=is_found, is_behind=is_behind)
+    todo = [condition]
+    while todo:
+        made_of = ancestors(todo.pop(), is_found=is_found, is_behind=is_behind)
+        for tensor in made_of:
+            yield tensor
+            if key_of(tensor) not in batch and _is_argument(tensor):
+                todo += _given_as(tensor)
+
+
+def _is_argument(tensor: tf.Tensor) -> bool:
+    """Whether `tensor` is what a function is given that calls of it may be seen of."""
+    if tensor.op.type != "Placeholder" or not hasattr(tensor.graph, "captures"):
+        return False
+    return all(inner is not tensor for _, inner in tensor.graph.captures)
+
+
+def _given_as(argument: tf.Tensor) -> list[tf.Tensor]:
+    """What the calls of a function within the step give for its `argument`."""
+    graph = argument.graph
+    places = [i for i, own in enumerate(graph.inputs) if own is argument]
+    return [
+        op.inputs[place]
+        for op in graph.outer_graph.get_operations()
+        if op.type in CALLS and called_graph(op, "f") is graph
+        for place in places
+    ]
 
 
 def _variable_of(tensor: tf.Tensor) -> Any:
