@@ -31,7 +31,7 @@ from tfdp._private.instance_attributes import instance_attributes
 from tfdp._private.names import PerReplica, current_rank
 from tfdp._private.optimizer_hooks import variables_built_with
 from tfdp.sharding.variables import ShardedVariable, shard_kind
-from tfdp.tracing.assigned_terms import passed_on
+from tfdp.tracing.assigned_terms import handles_of, passed_on
 from tfdp.tracing.keras_steps import is_stock_step, name_of_step
 from tfdp.tracing.run import ReplicaRun, parts_by_replica, trace_of
 
@@ -153,7 +153,7 @@ def _apply(
     if run.is_updating:  # another optimizer calls it, with what all replicas share
         return apply(gradients, trainable_variables)
     rank = current_rank()
-    stored = run.local_state.get(trace_of(rank), {}).values()
+    stored = handles_of(run.local_state.get(trace_of(rank), {}).values(), rank)
     own = list(gradients)
     built_with = trainable_variables or variables_built_with(optimizer)
     variables = list(built_with or [None] * len(own))
@@ -163,7 +163,7 @@ def _apply(
         if gradient is None or is_sum:
             continue
         # What a step has accumulated itself is of rows that it had before.
-        if not passed_on([gradient], stored, rank):
+        if not passed_on([gradient], stored):
             own[place] = run.own_gradient(rank, gradient)
     with run.summing_own_parts(rank):
         return apply(own, trainable_variables)

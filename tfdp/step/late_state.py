@@ -56,15 +56,18 @@ def _bring_together(run: ReplicaRun, rank: int) -> None:
     if run.late_state is None:
         # Once for all replicas: one that found something else would wait in an
         # exchange for the others.
-        run.late_state = _found_late(run, rank) - run.own_sums
+        ids = {id(variable) for variable in late} - run.own_sums
+        run.late_state = _of_rows(run, rank, ids) if ids else set()
     bring_together([one for one in late if id(one) in run.late_state], run, rank)
 
 
-def _found_late(run: ReplicaRun, rank: int) -> set[int]:
-    """The ids of variables whose values may be means over rows."""
+def _of_rows(run: ReplicaRun, rank: int, ids: set[int]) -> set[int]:
+    """Those of `ids` whose variables' values may be means over rows."""
     found = set()
     for stored_by, variable, value in run.stored:
-        if stored_by != rank or not is_of_own_rows(run.batches, trace_of(rank), value):
+        if stored_by != rank or id(variable) not in ids:
+            continue
+        if not is_of_own_rows(run.batches, trace_of(rank), value):
             continue
         handle = outermost(own_copy(variable, rank).handle)
         # Without an update what is added up may be gradients for one in a later step:

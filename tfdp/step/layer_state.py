@@ -60,15 +60,13 @@ def _what_it_looks_like(
     run: ReplicaRun, rank: int, variable: Any, value: tf.Tensor
 ) -> str | None:
     handle = outermost(own_copy(variable, rank).handle)
-    keys = (
-        batch_keys(run.batches, trace_of(rank))
-        if is_of_own_rows(run.batches, trace_of(rank), value)
-        else set()
-    )
+    keys = batch_keys(run.batches, trace_of(rank))
     added = term_added_to(handle, value)
-    if added is not None and keys and is_sum_over_rows(added, keys):
-        return "a running sum over rows. Make it with aggregation='sum'"
-    if added is None and keys and is_sum_over_rows(value, keys):
+    is_sum = keys and is_sum_over_rows(value if added is None else added, keys)
+    # Asked of sums only: it looks at all that the value is made of.
+    if is_sum and is_of_own_rows(run.batches, trace_of(rank), value):
+        if added is not None:
+            return "a running sum over rows. Make it with aggregation='sum'"
         return (
             "made of a sum over rows, as an average of sums is. Take that over all "
             "replicas first: tf.distribute.get_replica_context().all_reduce('sum', x)"

@@ -101,11 +101,12 @@ def _what_is_own(run: ReplicaRun, rank: int, condition: tf.Tensor) -> str | None
 def _rows_of(run: ReplicaRun, trace: int) -> list[tf.Tensor]:
     """The tensors of the replica's batch, of all that it was given."""
     given = run.batches[trace]
+    if len(run.batches) > 1:
+        return given
     # A replica that is alone on its host is given its rows as tensors, beside numbers
     # that are alike on all.
-    is_alone = len(run.batches) == 1
     rows = [part for part in given if part.shape[:1] == given[0].shape[:1]]
-    return [part for part in rows if not _is_constant(part)] if is_alone else given
+    return [part for part in rows if not _is_constant(part)]
 
 
 def _is_constant(tensor: tf.Tensor) -> bool:

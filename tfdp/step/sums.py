@@ -24,7 +24,7 @@ from tfdp.step.momentum_sums import momentum_compression_of, sum_by_momentum
 from tfdp.step.noise_probe import probe_of
 from tfdp.step.repeated_rows import as_asked, has_rows_once, takes_sums_alike
 from tfdp.step.state_means import store_state, weighted_state
-from tfdp.tracing.assigned_terms import passed_on
+from tfdp.tracing.assigned_terms import handles_of, passed_on
 from tfdp.tracing.current_run import current_run
 from tfdp.tracing.eager_order import sum_in_words
 from tfdp.tracing.run import ReplicaRun
@@ -72,7 +72,7 @@ def reduce_gradients(
     state = run.take_local_state(rank)
     if not tf.executing_eagerly():
         # What a step has accumulated itself is a part of a sum, and no mean over rows.
-        run.own_sums |= passed_on(gradients, state, rank)
+        run.own_sums |= passed_on(gradients, handles_of(state, rank))
         state = [variable for variable in state if id(variable) not in run.own_sums]
     shares = weighted_state(state, run, rank)
     probe = probe_of(variables)

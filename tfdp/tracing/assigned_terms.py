@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import tensorflow as tf
@@ -10,7 +10,7 @@ import tensorflow as tf
 from tfdp._private.names import own_copy
 from tfdp.tracing.replica_invariance import outermost
 
-__all__ = ["is_read_among", "passed_on", "term_added_to"]
+__all__ = ["handles_of", "is_read_among", "passed_on", "term_added_to"]
 
 SAME_VALUE = {"Cast", "Identity"}
 # What passes a variable's value on, times a factor or beside others.
@@ -46,15 +46,25 @@ def _is_read_of(handle: tf.Tensor, value: tf.Tensor) -> bool:
     return False
 
 
-def passed_on(values: Iterable[Any], variables: Iterable[Any], rank: int) -> set[int]:
-    """The ids of those of `variables` that hold what `values` are, but for a factor.
+def handles_of(variables: Iterable[Any], rank: int) -> dict[int, int]:
+    """By the ids of their handles, the ids of distributed `variables`.
+
+    Args:
+      variables: what is looked for by `passed_on`.
+      rank: the replica that reads them.
+    """
+    return {id(outermost(own_copy(v, rank).handle)): id(v) for v in variables}
+
+
+def passed_on(values: Iterable[Any], handles: Mapping[int, int]) -> set[int]:
+    """The ids of the variables that hold what `values` are, but for a factor.
 
     Args:
       values: of a graph, such as gradients that a step has accumulated itself.
-      variables: distributed ones.
-      rank: the replica that reads them.
+      handles: of the variables that may; see `handles_of`.
     """
-    handles = {id(outermost(own_copy(v, rank).handle)): id(v) for v in variables}
+    if not handles:
+        return set()
     found, seen = set(), set()
     todo = tf.nest.flatten(list(values), expand_composites=True)
     while todo:
