@@ -6,7 +6,6 @@ variables start from, are those of all hosts.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -85,11 +84,9 @@ class MultiHostExtended(DataParallelExtended):
         own = strategy.experimental_local_results(local)[0]
         hosts = strategy.hosts if is_mean else 1
         if isinstance(own, tf.IndexedSlices):
-            rows = self._rows_of_hosts(own, hosts)
-            return self._on_every_device(functools.partial(_copy_of_rows, rows))
+            return self._copied(self._rows_of_hosts(own, hosts))
         total = self._host_group.sum(tf.convert_to_tensor(own))
-        total = total / hosts if is_mean else total
-        return self._on_every_device(functools.partial(tf.identity, total))
+        return self._copied(total / hosts if is_mean else total)
 
     def _batch_gather_to(
         self, value_destination_pairs: Any, axis: int, options: Any = None
@@ -100,7 +97,7 @@ class MultiHostExtended(DataParallelExtended):
         for local in super()._batch_gather_to(value_destination_pairs, axis, options):
             own = strategy.experimental_local_results(local)[0]
             whole = self._host_group.gather(tf.convert_to_tensor(own), axis)
-            wholes.append(self._on_every_device(functools.partial(tf.identity, whole)))
+            wholes.append(self._copied(whole))
         return wholes
 
     def _batch_reduce_to(
@@ -137,7 +134,7 @@ class MultiHostExtended(DataParallelExtended):
         for place, total in zip(dense, sums, strict=True):
             # As in a graph, where the mean of whole numbers is a float64.
             mean = total / strategy.num_replicas_in_sync if is_mean else total
-            totals[place] = self._on_every_device(functools.partial(tf.constant, mean))
+            totals[place] = self._copied(mean)
         return totals
 
     def _all_rows(self, parts: Sequence[tf.IndexedSlices], is_mean: bool) -> Any:
@@ -147,8 +144,7 @@ class MultiHostExtended(DataParallelExtended):
         """
         own = join_rows(list(parts), summed=False)
         replicas = self._container_strategy().num_replicas_in_sync if is_mean else 1
-        rows = self._rows_of_hosts(own, replicas)
-        return self._on_every_device(functools.partial(_copy_of_rows, rows))
+        return self._copied(self._rows_of_hosts(own, replicas))
 
     def _rows_of_hosts(self, own: tf.IndexedSlices, divisor: int) -> tf.IndexedSlices:
         values = self._host_group.gather(own.values)
@@ -157,11 +153,13 @@ class MultiHostExtended(DataParallelExtended):
         indices = self._host_group.gather(own.indices)
         return tf.IndexedSlices(values, indices, own.dense_shape)
 
-    def _on_every_device(self, copy: Callable[[], Any]) -> Any:
+    def _copied(self, value: Any) -> Any:
+        """`value`, a tensor, an array or rows, on every device of this host."""
+        copy = _copy_of_rows if isinstance(value, tf.IndexedSlices) else tf.identity
         copies = []
         for device in self.worker_devices:
             with tf.device(device):
-                copies.append(copy())
+                copies.append(copy(value))
         return regroup_mirrored(copies)
 
     def _start_in_a_trace(self, kwargs: dict[str, Any]) -> Callable[[], tf.Tensor]:

@@ -111,9 +111,8 @@ class ReplicaMirroredVariable(PythonNumber, OwnMeans, LocalView):
     ) -> Any:
         """Subtracts; see `assign_add`."""
         if self._is_of_replica_in_graph():
-            added = tf.negative(tf.convert_to_tensor(delta, self.dtype))
-            total = self.read_value() + added
-            return self.assign(total, use_locking, name, read_value)
+            delta = tf.convert_to_tensor(delta, self.dtype)
+            return self.assign_add(-delta, use_locking, name, read_value)
         return super().assign_sub(delta, use_locking, name, read_value)
 
     def _is_of_replica_in_graph(self) -> bool:
