@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.support.parity import make_strategy
+from tests.support.parity import loss_and_gradients, make_strategy
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(29, 6)).astype("float32")
@@ -29,10 +29,7 @@ class Accumulating(keras.Model):
         return self.dense(inputs)
 
     def train_step(self, data):
-        x, y = data
-        with tf.GradientTape() as tape:
-            loss = self.compute_loss(x, y, self(x, training=True))
-        gradients = tape.gradient(loss, self.trainable_variables)
+        loss, gradients = loss_and_gradients(self, data)
         self.step_number.assign_add(1)
         for total, gradient in zip(self.sums, gradients, strict=True):
             total.assign_add(gradient)

@@ -7,7 +7,11 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.support.parity import classification_data, make_strategy
+from tests.support.parity import (
+    classification_data,
+    loss_and_gradients,
+    make_strategy,
+)
 from tfdp.errors import CollectiveError
 
 
@@ -28,17 +32,16 @@ class Deciding(keras.Model):
         return self.dense(inputs)
 
     def train_step(self, data):
-        x, y = data
-        with tf.GradientTape() as tape:
-            loss = self.compute_loss(x, y, self(x, training=True))
-        gradients = tape.gradient(loss, self.trainable_variables)
+        loss, gradients = loss_and_gradients(self, data)
 
         def apply():
             self.optimizer.apply(gradients, self.trainable_variables)
             return 1
 
         # Not attributes: a gather lets replicas take turns in the middle of the step.
-        now = types.SimpleNamespace(model=self, x=x, loss=loss, gradients=gradients)
+        now = types.SimpleNamespace(
+            model=self, x=data[0], loss=loss, gradients=gradients
+        )
         self.conditional(self.decide(now), apply, lambda: 0)
         return {"loss": loss}
 

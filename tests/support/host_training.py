@@ -98,17 +98,22 @@ def loss_scaling():
     return {key: value for key, value in numbers.items() if key.startswith("weight")}
 
 
-def custom_loop():
-    """A loop of one's own over a distributed dataset, with `reduce` and `gather`."""
+def made_for_a_loop(rows):
+    """A strategy, a model, an optimizer, and `rows` in batches over the replicas."""
     strategy = tf.distribute.get_strategy()
     keras.utils.set_random_seed(3)
     model = dense_model()
     optimizer = keras.optimizers.SGD(0.05)
     optimizer.build(model.trainable_variables)
-    x, y = classification_data(ROWS)
     dataset = strategy.experimental_distribute_dataset(
-        tf.data.Dataset.from_tensor_slices((x, y)).batch(24)
+        tf.data.Dataset.from_tensor_slices(rows).batch(24)
     )
+    return strategy, model, optimizer, dataset
+
+
+def custom_loop():
+    """A loop of one's own over a distributed dataset, with `reduce` and `gather`."""
+    strategy, model, optimizer, dataset = made_for_a_loop(classification_data(ROWS))
 
     def replica_step(features, labels):
         with tf.GradientTape() as tape:
@@ -142,15 +147,8 @@ def gathered_rows():
 
     And what programs for TensorFlow's own strategies add up where replicas meet.
     """
-    strategy = tf.distribute.get_strategy()
-    keras.utils.set_random_seed(3)
-    model = dense_model()
-    optimizer = keras.optimizers.SGD(0.05)
-    optimizer.build(model.trainable_variables)
     x, _ = classification_data(ROWS)
-    dataset = strategy.experimental_distribute_dataset(
-        tf.data.Dataset.from_tensor_slices(x).batch(24)
-    )
+    strategy, model, optimizer, dataset = made_for_a_loop(x)
     total, mean = tf.distribute.ReduceOp.SUM, tf.distribute.ReduceOp.MEAN
 
     def met(strategy, value, table, three):

@@ -51,6 +51,14 @@ def dense_model(features=12, classes=5, units=33):
     )
 
 
+def loss_and_gradients(model, data):
+    """What a `train_step` of `model` begins with, on a batch of rows and labels."""
+    x, y = data
+    with tf.GradientTape() as tape:
+        loss = model.compute_loss(x, y, model(x, training=True))
+    return loss, tape.gradient(loss, model.trainable_variables)
+
+
 def normalizing_model(optimizer, features=12, classes=5):
     """Compiled and built: moving statistics, and an optimizer that has its state."""
     keras.utils.set_random_seed(3)
