@@ -1,11 +1,14 @@
 """Gradients that a program accumulates itself, as published recipes do."""
 
+import warnings
+
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
 from tests.support.parity import loss_and_gradients, make_strategy
+from tfdp.errors import LocalStateWarning
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(29, 6)).astype("float32")
@@ -92,8 +95,49 @@ def in_two_runs(strategy, rows):
 @pytest.mark.parametrize("rows", [24, 25, 29])
 def test_each_replica_keeps_its_part_of_the_sum(rows, replicas, train):
     """Also where a short batch, with no row for a replica, is held over to the next."""
-    found = train(make_strategy(replicas), rows)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", LocalStateWarning)
+        found = train(make_strategy(replicas), rows)
     one = train(tf.distribute.get_strategy(), rows)
     for mine, theirs in zip(found, one, strict=True):
         # Three updates of 0.5 times gradients below 2, of sums of 24 terms.
         np.testing.assert_allclose(mine, theirs, rtol=0, atol=2e-6)
+
+
+class Normalizing(Accumulating):
+    """Keeps a moving mean of what it is given in each step, updated or not."""
+
+    def __init__(self):
+        super().__init__()
+        self.mean = self.add_weight(shape=(6,), initializer="zeros", trainable=False)
+
+    def call(self, inputs, training=False):
+        if training:
+            self.mean.assign(0.5 * self.mean + 0.5 * tf.reduce_mean(inputs, axis=0))
+        return self.dense(inputs)
+
+
+@pytest.mark.parametrize("replicas", [2, 3])
+@pytest.mark.parametrize("rows", [25, 29, 41])
+def test_moving_statistics_beside_it_are_those_of_each_batch(rows, replicas):
+    """Of 25 rows in batches of 12 one replica has the last; of 41 all have of five."""
+
+    def mean_of(strategy):
+        with strategy.scope():
+            model = Normalizing()
+            model.compile("sgd", "mse", jit_compile=False)
+        x = np.arange(rows)[:, None] / rows * np.ones(6)
+        model.fit(x, x[:, :3], batch_size=12, shuffle=False, verbose=0)
+        return [copy.numpy() for copy in copies_of(model.mean)]
+
+    found, [one] = (
+        mean_of(make_strategy(replicas)),
+        mean_of(tf.distribute.get_strategy()),
+    )
+    for copy in found:
+        # Three or four means of at most 12 numbers below 1.
+        np.testing.assert_allclose(copy, one, rtol=0, atol=1e-6)
+
+
+def copies_of(variable):
+    return getattr(variable.value, "values", [variable.value])

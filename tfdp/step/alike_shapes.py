@@ -23,7 +23,8 @@ from typing import Any
 import tensorflow as tf
 
 from tfdp._private.names import PerReplica
-from tfdp.tracing.run import ReplicaRun, parts_by_replica
+from tfdp.tracing.run import ReplicaRun
+from tfdp.tracing.sample_counts import parts_by_replica
 
 __all__ = ["with_alike_shapes"]
 

@@ -33,7 +33,8 @@ from tfdp._private.optimizer_hooks import variables_built_with
 from tfdp.sharding.variables import ShardedVariable, shard_kind
 from tfdp.tracing.assigned_terms import handles_of, passed_on
 from tfdp.tracing.keras_steps import is_stock_step, name_of_step
-from tfdp.tracing.run import ReplicaRun, parts_by_replica, trace_of
+from tfdp.tracing.run import ReplicaRun, trace_of
+from tfdp.tracing.sample_counts import parts_by_replica
 
 __all__ = ["borrow_rows", "leaves_borrowed_out", "return_rows", "row_like"]
 

@@ -41,7 +41,8 @@ from tfdp.tracing.keras_steps import (
     name_of_step,
 )
 from tfdp.tracing.padded_batch import find_padded, trim_rows, without_padding
-from tfdp.tracing.run import ReplicaRun, sample_counts
+from tfdp.tracing.run import ReplicaRun
+from tfdp.tracing.sample_counts import sample_counts
 
 __all__ = ["StepCall"]
 

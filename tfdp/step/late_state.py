@@ -38,6 +38,7 @@ def with_late_state(step: Callable, run: ReplicaRun) -> Callable:
     is_called_once = hasattr(step, "get_concrete_function")
     if tf.executing_eagerly() or run.replicas == 1 or run.is_local or is_called_once:
         return step
+    run.ends_with_late_state = True
 
     @library_code
     @functools.wraps(step)

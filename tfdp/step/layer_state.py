@@ -7,6 +7,7 @@ and the state of single rows cannot.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -20,8 +21,12 @@ from tfdp.tracing.loss_suspicions import is_sum_over_rows
 from tfdp.tracing.own_rows import batch_keys, is_of_own_rows
 from tfdp.tracing.replica_invariance import outermost
 from tfdp.tracing.run import ReplicaRun, trace_of
+from tfdp.tracing.share_made import made_of_shares
 
 __all__ = ["check_no_row_state", "suspect_stored"]
+
+# Of the variables that a warning is about.
+MOST_NAMES = 3
 
 
 def check_no_row_state(model: Any) -> None:
@@ -46,7 +51,13 @@ def suspect_stored(run: ReplicaRun) -> None:
     """Notes stored values whose mean over the replicas is not one device's value."""
     if run.replicas == 1:
         return
+    of_shares = made_of_shares(run)
+    if of_shares:
+        run.state_suspicions.add(_what_is_of_shares(of_shares))
+    told = {id(variable) for variable in of_shares}
     for rank, variable, value in run.stored:
+        if id(variable) in told:
+            continue
         what = _what_it_looks_like(run, rank, variable, value)
         if what is not None:
             name = variable.name.split(":")[0]
@@ -54,6 +65,18 @@ def suspect_stored(run: ReplicaRun) -> None:
                 f"what a layer stores in {name!r} is brought together as a mean over "
                 f"the replicas' rows, and it looks like {what}"
             )
+
+
+def _what_is_of_shares(variables: Sequence[Any]) -> str:
+    names = [repr(variable.name.split(":")[0]) for variable in variables]
+    more = len(names) - MOST_NAMES
+    return (
+        f"what is stored in {', '.join(names[:MOST_NAMES])}"
+        f"{f' and {more} more' if more > 0 else ''} is brought together as a mean over "
+        "the replicas' rows, and it is made of the loss or of gradients, of which each "
+        "replica has a part of a sum. Take that over all replicas first: "
+        "tf.distribute.get_replica_context().all_reduce('sum', x)"
+    )
 
 
 def _what_it_looks_like(

@@ -9,7 +9,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdp._private.names import current_rank
+from tfdp._private.names import current_rank, graphs_inside, is_branch_graph
 from tfdp.errors import ConfigurationError
 from tfdp.exchange.reducer import Reducer
 from tfdp.exchange.sparse import merge_rows
@@ -74,6 +74,7 @@ def reduce_gradients(
         # What a step has accumulated itself is a part of a sum, and no mean over rows.
         run.own_sums |= passed_on(gradients, handles_of(state, rank))
         state = [variable for variable in state if id(variable) not in run.own_sums]
+        state = _stored_in_this_branch(state, run, rank)
     shares = weighted_state(state, run, rank)
     probe = probe_of(variables)
     shares += [] if probe is None else probe.before(gradients, run, rank)
@@ -97,6 +98,26 @@ def reduce_gradients(
         # Assigned in this replica and not by `assign`, which would reduce once more.
         store_state(state, means, run, rank)
     return results
+
+
+def _stored_in_this_branch(
+    state: Sequence[Any], run: ReplicaRun, rank: Any
+) -> list[Any]:
+    """`state` but for what is stored in each step, where not each has an update.
+
+    A program that accumulates gradients updates in a branch of each k-th step. What its
+    other steps store would be weighed by the rows of the last one; it is brought
+    together at the end of each.
+    """
+    if not run.ends_with_late_state:
+        return list(state)
+    outside = {
+        one
+        for one, graph in run.stored_graphs(rank).items()
+        if any(map(is_branch_graph, graphs_inside(graph)))
+    }
+    run.leave_local_state(rank, (one for one in state if id(one) in outside))
+    return [variable for variable in state if id(variable) not in outside]
 
 
 def _sum_gradients(

@@ -14,7 +14,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import enum
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,7 @@ import tensorflow as tf
 
 from tfdp.tracing.replica_invariance import outermost
 
-__all__ = ["LossShares", "Standing", "ancestors", "key_of"]
+__all__ = ["LossShares", "Standing", "ancestors", "goes_into", "key_of"]
 
 LINEAR = {
     *("AddN", "AddV2", "Add", "Cast", "ConcatV2", "EnsureShape", "ExpandDims"),
@@ -88,6 +88,10 @@ class LossShares:
     def __bool__(self) -> bool:
         return bool(self._factors)
 
+    def is_factor(self, tensor: tf.Tensor) -> bool:
+        """Whether a loss is brought to its share by `tensor` itself."""
+        return key_of(tensor) in self._factors
+
     def standing_of(self, value: Any) -> Standing:
         """What `value`, a tensor of the trace, is to the global loss."""
         if not tf.is_tensor(value) or not (self._factors or self._reports):
@@ -134,7 +138,7 @@ class LossShares:
             if op.type in QUOTIENTS and not self._is_share_made(inputs[1]):
                 todo.append(inputs[0])
             elif op.type == "Mul":
-                if any(key_of(factor) in self._factors for factor in inputs):
+                if any(map(self.is_factor, inputs)):
                     yield Standing.SHARE
                     continue
                 made = [t for t in inputs if self._is_share_made(t)]
@@ -158,7 +162,7 @@ class LossShares:
         visited = set()
         graphs = {id(factor.graph) for factor in self._factors.values()}
         for tensor in ancestors(value, self._free):
-            if key_of(tensor) in self._factors:
+            if self.is_factor(tensor):
                 return True
             if tensor.op.type in CALLS and graphs - {id(tensor.graph)}:
                 return True  # perhaps: the call may hold the factor
@@ -237,7 +241,12 @@ def ancestors(
             continue
         seen.add(key_of(tensor))
         yield tensor
-        inputs = tensor.op.inputs
-        # Each result is one input as it is: others stand beside it for their gradients.
-        is_passed_on = tensor.op.type == "IdentityN"
-        todo.extend([inputs[tensor.value_index]] if is_passed_on else inputs)
+        todo.extend(goes_into(tensor))
+
+
+def goes_into(tensor: tf.Tensor) -> Sequence[tf.Tensor]:
+    """What the operation behind `tensor`, of a graph, makes it of."""
+    inputs = tensor.op.inputs
+    # Each result is one input as it is: others stand beside it for their gradients.
+    is_passed_on = tensor.op.type == "IdentityN"
+    return [inputs[tensor.value_index]] if is_passed_on else inputs

@@ -6,18 +6,17 @@ import collections
 import contextlib
 import copy
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import tensorflow as tf
 
-from tfdp._private.names import PerReplica, current_rank
-from tfdp.errors import ScopeError
+from tfdp._private.names import current_rank
 from tfdp.tracing.eager_order import EagerOrder
 from tfdp.tracing.loss_shares import LossShares
 from tfdp.tracing.padded_batch import Padding
 
-__all__ = ["ReplicaRun", "parts_by_replica", "rows_of", "sample_counts", "trace_of"]
+__all__ = ["ReplicaRun", "trace_of"]
 
 # What a forward and backward pass leaves in a run, of which nothing was there before.
 NOTES = (
@@ -64,6 +63,8 @@ class ReplicaRun:
     local_state: dict[int, dict[int, Any]] = dataclasses.field(default_factory=dict)
     #: What was assigned to them in graphs: the rank, the variable, the value.
     stored: list[tuple[int, Any, tf.Tensor]] = dataclasses.field(default_factory=list)
+    #: Whether what is left of it is brought together at the end of the step.
+    ends_with_late_state: bool = False
     #: The ids of variables that are brought together at the end of the step, as the
     #: first replica has found; None: none was asked.
     late_state: set[int] | None = None
@@ -316,6 +317,15 @@ class ReplicaRun:
         """What the replica changed on its own since it was last asked."""
         return list(self.local_state.pop(trace_of(rank), {}).values())
 
+    def leave_local_state(self, rank: Any, variables: Iterable[Any]) -> None:
+        """Gives back what was taken; whoever asks next takes it."""
+        state = self.local_state.setdefault(trace_of(rank), {})
+        state.update((id(variable), variable) for variable in variables)
+
+    def stored_graphs(self, rank: Any) -> dict[int, Any]:
+        """By the ids of variables: the graph in which the replica stored them last."""
+        return {id(v): value.graph for by, v, value in self.stored if by == rank}
+
 
 def trace_of(rank: Any) -> int:
     """Which of the graphs that are built for a run is that of `rank`.
@@ -324,77 +334,3 @@ def trace_of(rank: Any) -> int:
     a tensor.
     """
     return rank if isinstance(rank, int) else 0
-
-
-def sample_counts(arguments: Any, replicas: int) -> ReplicaRun:
-    """A `ReplicaRun` with the samples that each replica finds in `arguments`.
-
-    All tensors of a batch have the samples as their first axis; the first one that
-    differs between replicas tells.
-    """
-    run = ReplicaRun(replicas)
-    run.has_tensors = any(map(tf.is_tensor, tf.nest.flatten(arguments)))
-    if replicas == 1:
-        # TensorFlow does not wrap the parts of a single replica.
-        parts = [
-            value
-            for value in tf.nest.flatten(arguments)
-            if tf.is_tensor(value) and value.shape.rank
-        ]
-        if parts:
-            run.batches = {0: [part for part in parts if isinstance(part, tf.Tensor)]}
-            run.counts = [rows_of(parts[0])]
-            run.total = run.counts[0]
-        return run
-    batch = next(
-        (
-            value
-            for value in tf.nest.flatten(arguments)
-            if isinstance(value, PerReplica)
-            and all(getattr(part.shape, "rank", None) for part in value.values)
-        ),
-        None,
-    )
-    if batch is not None and len(batch.values) != replicas:
-        raise ScopeError(
-            f"This batch has parts for {len(batch.values)} replicas, the strategy has "
-            f"{replicas}: it was distributed by another strategy. Pass the plain "
-            "tf.data.Dataset to model.fit, or distribute it with this strategy."
-        )
-    if batch is not None:
-        run.batches = parts_by_replica(arguments, replicas)
-        run.counts = [rows_of(part) for part in batch.values]
-        if all(isinstance(n, int) for n in run.counts):
-            run.total = sum(run.counts)
-        else:
-            run.total = tf.add_n([tf.cast(n, tf.int32) for n in run.counts])
-    return run
-
-
-def parts_by_replica(arguments: Any, replicas: int) -> dict[int, list[tf.Tensor]]:
-    """The tensors in nested `arguments` that each replica gets, by replica."""
-    # TensorFlow does not wrap the parts of a single replica.
-    values = [
-        value.values if isinstance(value, PerReplica) else (value,)
-        for value in tf.nest.flatten(arguments)
-        if isinstance(value, PerReplica) or replicas == 1
-    ]
-    return {
-        rank: [
-            part
-            for value in values
-            # Of ragged and sparse tensors the inner values have other rows.
-            for part in tf.nest.flatten(value[rank])
-            if isinstance(part, tf.Tensor) and part.shape.rank
-        ]
-        for rank in range(replicas)
-    }
-
-
-def rows_of(part: Any) -> Any:
-    """The length of the first axis: an integer when known, else an int32 scalar."""
-    if isinstance(part, tf.RaggedTensor):
-        return tf.cast(part.nrows(), tf.int32)
-    if isinstance(part, tf.SparseTensor):
-        return tf.cast(part.dense_shape[0], tf.int32)
-    return part.shape[0] if part.shape[0] is not None else tf.shape(part)[0]
