@@ -281,12 +281,16 @@ def test_a_constant_that_compute_loss_adds_is_noticed_and_its_local_mean_exact()
     assert largest_difference(one, several) < 1e-5
 
 
-@pytest.mark.parametrize("run_eagerly", [False, True])
-def test_what_compute_loss_adds_is_noticed_and_its_local_mean_exact(run_eagerly):
+@pytest.mark.parametrize(
+    "how",
+    [{}, {"run_eagerly": True}, {"jit_compile": True}],
+    ids=["graph", "eager", "compiled"],
+)
+def test_what_compute_loss_adds_is_noticed_and_its_local_mean_exact(how):
     data = classification_data(samples=53)
     build = hand_written(lambda penalty: penalty, OwnComputeLoss)
     with pytest.warns(LocalMeanWarning, match=r"`compute_loss` returned.*local_mean"):
-        train(make_strategy(3), build, data=data, epochs=1, run_eagerly=run_eagerly)
+        train(make_strategy(3), build, data=data, epochs=1, **how)
     one, _ = train(None, build, data=data)
     with warnings.catch_warnings():
         warnings.simplefilter("error", LocalMeanWarning)
@@ -294,7 +298,7 @@ def test_what_compute_loss_adds_is_noticed_and_its_local_mean_exact(run_eagerly)
             make_strategy(3),
             hand_written(tfdp.losses.local_mean, OwnComputeLoss),
             data=data,
-            run_eagerly=run_eagerly,
+            **how,
         )
     # 6 updates with a rate of 0.5 (momentum) on gradients below 3: see parity.py.
     assert largest_difference(one, several) < 1e-5

@@ -95,8 +95,7 @@ def train(
             optimizer() if optimizer else keras.optimizers.SGD(0.05, momentum=0.9),
             loss or keras.losses.SparseCategoricalCrossentropy(from_logits=True),
             metrics=metrics,
-            jit_compile=False,
-            **compile_options,
+            **{"jit_compile": False, **compile_options},
         )
     history = model.fit(
         x, y, batch_size=batch_size, epochs=epochs, shuffle=False, verbose=0

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tfdp._private.step_ops import only_called
 from tfdp.tracing.replica_invariance import outermost
 
 __all__ = ["LossShares", "Standing", "ancestors", "goes_into", "key_of"]
@@ -122,8 +123,10 @@ class LossShares:
 
     def _kinds_of_terms(self, value: tf.Tensor) -> Iterator[Standing]:
         todo, seen = [value], set()
+        # Of called functions that are looked into: their arguments, by key.
+        given: dict[Any, tf.Tensor] = {}
         while todo:
-            tensor = outermost(todo.pop())
+            tensor = outermost(todo.pop(), lambda tensor: key_of(tensor) in given)
             if tensor is None:
                 yield Standing.LOCAL
                 continue
@@ -131,11 +134,22 @@ class LossShares:
                 continue
             seen.add(key_of(tensor))
             op, inputs = tensor.op, list(tensor.op.inputs)
-            if op.type == "Const":
+            called = only_called(op)
+            if (
+                called is not None
+                and key_of(called.outputs[tensor.value_index]) in seen
+            ):
+                called = None
+            if key_of(tensor) in given:
+                todo.append(given[key_of(tensor)])
+            elif called is not None:
+                # Once: of another call of the same function the arguments are others.
+                given.update(zip(map(key_of, called.inputs), inputs, strict=True))
+                todo.append(called.outputs[tensor.value_index])
+            elif op.type == "Const":
                 if np.any(tf.get_static_value(tensor)):
                     yield Standing.CONSTANT
-                continue
-            if op.type in QUOTIENTS and not self._is_share_made(inputs[1]):
+            elif op.type in QUOTIENTS and not self._is_share_made(inputs[1]):
                 todo.append(inputs[0])
             elif op.type == "Mul":
                 if any(map(self.is_factor, inputs)):
