@@ -38,11 +38,6 @@ def batch_first(step: Callable, arguments: Any) -> Iterator[Callable]:
         return
     with tf.control_dependencies(parts):
         there = tf.no_op("batch_is_there")
-    if hasattr(step, "get_concrete_function"):
-        # TensorFlow calls it once for all replicas, from here.
-        with tf.control_dependencies([there]):
-            yield step
-        return
 
     # Replicas are traced in threads, which have dependencies of their own.
     @library_code

@@ -17,6 +17,7 @@ import keras
 import tensorflow as tf
 
 from tfdp._private.autograph import as_the_caller_is
+from tfdp._private.given_functions import as_replicas_run_it, python_function_of
 from tfdp._private.instance_attributes import instance_attributes
 from tfdp.data.keras_input import with_none
 from tfdp.data.split import in_parts
@@ -69,12 +70,13 @@ class StepCall:
         is_reported: bool,
         hosts: int,
     ):
-        self.fn = self.step = fn
+        #: As what the step is known, and what runs: of a `tf.function` the one in it.
+        self.fn, self.step = python_function_of(fn), as_replicas_run_it(fn)
         self.args, self.kwargs = with_none(args), with_none(kwargs)
-        self.model = getattr(fn, "__self__", None)
+        self.model = getattr(self.fn, "__self__", None)
         self.optimizers = optimizers_of(self.model)
-        self.is_step = bool(name_of_step(fn))
-        self.is_prediction = is_predict_step(fn)
+        self.is_step = bool(name_of_step(self.fn))
+        self.is_prediction = is_predict_step(self.fn)
         #: Whether replicas are reported together, those of other hosts too.
         self.is_reported = is_reported and self.is_step and not is_compiled
         self._devices, self._is_compiled = devices, is_compiled
@@ -155,9 +157,7 @@ class StepCall:
           What the replicas report is noted here; see `reports.whole_logs`.
         """
         arguments = (self.args, self.kwargs)
-        step = self.step
-        if not hasattr(step, "get_concrete_function"):
-            step = as_the_caller_is(step)
+        step = as_the_caller_is(self.step)
         if not self._is_compiled:
             step = with_late_state(step, self.run)
         with (

@@ -35,8 +35,7 @@ def with_late_state(step: Callable, run: ReplicaRun) -> Callable:
 
     Cost: one exchange of what is stored late; nothing where there is none.
     """
-    is_called_once = hasattr(step, "get_concrete_function")
-    if tf.executing_eagerly() or run.replicas == 1 or run.is_local or is_called_once:
+    if tf.executing_eagerly() or run.replicas == 1 or run.is_local:
         return step
     run.ends_with_late_state = True
 

@@ -119,9 +119,7 @@ class DataParallelExtended(ReplicaExtended, MirroredExtended):
         with draws_apart(
             self.first_draw if self._draws_per_replica else None
         ) as draw_as:
-            # TensorFlow takes a tf.function apart to call what is in it.
-            if not hasattr(fn, "get_concrete_function"):
-                fn = with_global_seed(fn, draw_as)
+            fn = with_global_seed(fn, draw_as)
             return super()._call_for_each_replica(fn, args, kwargs)
 
     def _replica_ctx_all_reduce(

@@ -17,6 +17,7 @@ import tensorflow as tf
 
 from tfdp._private import frames, names
 from tfdp._private.autograph import library_code
+from tfdp._private.given_functions import is_function, traced_as
 from tfdp.checks import is_whole
 from tfdp.data.grain_passes import with_own_state
 from tfdp.data.keras_input import keras_input, with_none
@@ -173,13 +174,21 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
         """
         note_used()
         self._first_fit.look(self, self._notes)
+        is_reported = frames.is_called_by_keras_loop()
+        if is_function(fn) and tf.executing_eagerly():
+            return self._in_graph(fn)(args, kwargs or {}, options, is_reported)
+        return self._run(fn, args, kwargs, options, is_reported)
+
+    def _run(
+        self, fn: Callable, args: Any, kwargs: Any, options: Any, is_reported: bool
+    ) -> Any:
         call = StepCall(
             fn,
             args,
             kwargs,
             self.extended.worker_devices,
             is_compiled=self.compiles_steps,
-            is_reported=frames.is_called_by_keras_loop(),
+            is_reported=is_reported,
             hosts=self.hosts,
         )
         self._adopt_and_check(call.model, call.optimizers)
@@ -189,7 +198,7 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
         run = call.take_batch()
         call.guard(self.extended.finite_guard)
         is_jitted = call.model in self._jit_models
-        begin_local_run(fn, call.optimizers, run, self, is_jitted=is_jitted)
+        begin_local_run(call.fn, call.optimizers, run, self, is_jitted=is_jitted)
         self._complete_run(run)
         call.make_shapes_alike()
         shards = self.extended.shards
@@ -208,11 +217,11 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
                 result, run, noted, self.experimental_local_results, over_hosts
             )
         if call.optimizers:
-            self._warn_of_local_mean(call.model, fn, run)
+            self._warn_of_local_mean(call.model, call.fn, run)
         result = call.own_rows_of(result)
         if call.is_prediction and run.counts is None and self._replicas > 1:
             return keras_steps.rows_of_first_replica(result)
-        return self._complete_result(fn, result)
+        return self._complete_result(call.fn, result)
 
     @contextlib.contextmanager
     def _as_current(self, run: ReplicaRun) -> Iterator[None]:
@@ -264,6 +273,24 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
         is_taken = (self._replicas > 1 or self.compiles_steps) and take_over_jit(model)
         if is_taken and not self.compiles_steps:
             self._jit_models.add(model)
+
+    def _in_graph(self, fn: Any) -> Callable:
+        """`_run` of `fn`, a `tf.function`, as one graph for all replicas."""
+        graphs = self._graphs_of_functions
+        if fn not in graphs:
+            run, of = self._run, weakref.ref(fn)  # the key of a weak dictionary
+
+            def run_on_all(*given: Any) -> Any:
+                return run(of(), *given)  # type: ignore[arg-type]
+
+            graphs[fn] = tf.function(
+                traced_as(fn, run_on_all), autograph=False, reduce_retracing=True
+            )
+        return graphs[fn]
+
+    @functools.cached_property
+    def _graphs_of_functions(self) -> weakref.WeakKeyDictionary[Any, Callable]:
+        return weakref.WeakKeyDictionary()
 
     @library_code
     def experimental_distribute_dataset(self, dataset: Any, options: Any = None) -> Any:

@@ -10,6 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdp._private.autograph import library_code
+from tfdp._private.given_functions import is_function
 from tfdp.errors import ConfigurationError
 from tfdp.exchange.tpu import CrossReplicaReducer
 from tfdp.plan.communication import Communication, checked_communication
@@ -162,7 +163,7 @@ class TPUDataParallelStrategy(ReplicaContextStrategy, tf.distribute.TPUStrategy)
         Raises:
           ConfigurationError: for a plain Python function outside of a `tf.function`.
         """
-        if tf.executing_eagerly() and not hasattr(fn, "get_concrete_function"):
+        if tf.executing_eagerly() and not is_function(fn):
             raise ConfigurationError(
                 "TPU cores run compiled programs only. Compile the model with "
                 "run_eagerly=False, and call strategy.run within a tf.function or "

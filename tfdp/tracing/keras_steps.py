@@ -7,6 +7,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdp._private.given_functions import python_function_of
 from tfdp._private.names import PerReplica
 
 __all__ = [
@@ -51,7 +52,8 @@ def name_of_step(fn: Any) -> str:
     if not isinstance(model, keras.Model):
         return ""
     # Not by its own name: a class may take a function, or a decorated one, for it.
-    return next((name for name in STEPS if getattr(model, name) == fn), "")
+    steps = {name: python_function_of(getattr(model, name)) for name in STEPS}
+    return next((name for name, step in steps.items() if step == fn), "")
 
 
 def is_stock_step(fn: Any) -> bool:
