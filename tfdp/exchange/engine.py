@@ -11,6 +11,7 @@ import tensorflow as tf
 from tfdp._private import names
 from tfdp._private.traced_alone import ExchangeInside, is_traced_alone
 from tfdp.errors import CollectiveError
+from tfdp.exchange.call_numbers import CallNumbers
 from tfdp.exchange.late_exchange import LateExchange
 from tfdp.exchange.packing import pack, unpack
 from tfdp.exchange.shard_pieces import whole_from_shards
@@ -59,7 +60,7 @@ class Engine(abc.ABC):
         self.topology = topology
         self.run_graph: tf.Graph | None = None
         self.traffic = TrafficCount(len(self.devices))
-        self._call_numbers = [0] * len(self.devices)
+        self._call_numbers = CallNumbers(len(self.devices))
         #: See `Reducer`.
         self.branches: list[tuple[int, tf.Graph]] = []
 
@@ -71,14 +72,10 @@ class Engine(abc.ABC):
         return f"{self.name} ({HINTS_IN_WORDS.get(self._hint, self._hint)})"
 
     def begin_run(self) -> None:
-        """Starts the tracing of one `strategy.run`: all replicas count alike again.
-
-        A trace that failed half-way has left some replicas ahead of others; without
-        this every later exchange would wait for a partner that never comes.
-        """
+        """Starts the tracing of one `strategy.run`: all replicas count alike again."""
         self.run_graph = tf.compat.v1.get_default_graph()
         self.branches = []
-        self._call_numbers = [max(self._call_numbers)] * len(self.devices)
+        self._call_numbers.begin_run()
         self.traffic.begin()
 
     def sent_bytes(self, rank: int) -> int | None:
@@ -111,13 +108,20 @@ class Engine(abc.ABC):
         """
         return 0.0
 
-    def next_call_number(self, rank: int) -> int:
+    def next_call_number(
+        self, rank: int, what: str = "", tensors: Sequence[tf.Tensor] = ()
+    ) -> int:
         """The number of this exchange; the same on every replica that takes part.
+
+        Args:
+          rank: the calling replica.
+          what, tensors: see `CallNumbers.next`.
 
         Raises:
           ExchangeInside: in a function that replicas may share; who traces it asks.
           CollectiveError: inside a `tf.while_loop` within the replica function, or
-            inside a function that XLA compiles.
+            inside a function that XLA compiles; or where another replica does
+            something else.
         """
         if is_traced_alone():
             raise ExchangeInside
@@ -141,9 +145,7 @@ class Engine(abc.ABC):
                 "exchange after it."
             )
         self.note_branches(rank)
-        number = self._call_numbers[rank]
-        self._call_numbers[rank] += 1
-        return number
+        return self._call_numbers.next(rank, what, tensors)
 
     def note_branches(self, rank: int) -> None:
         """See `Reducer`."""

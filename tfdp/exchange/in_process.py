@@ -56,7 +56,7 @@ class InProcessEngine(Engine):
 
     def all_reduce(self, tensor: tf.Tensor, rank: int) -> tf.Tensor:
         check_summable(tensor.dtype)
-        call = self.next_call_number(rank)
+        call = self.next_call_number(rank, "sum", [tensor])
         self._hand.touch_token(rank)
         root = self._choose_root(call, tensor)
         within, leader, leaders = self._way_to(root, rank)
@@ -71,7 +71,7 @@ class InProcessEngine(Engine):
         """See `Engine`. The first replica to come says what all of them do."""
         is_outermost = tf.compat.v1.get_default_graph() is self.run_graph
         can = is_outermost and self.host_groups is None
-        return self._at_once.setdefault(self._call_numbers[rank], wanted and can)
+        return self._at_once.setdefault(self._call_numbers.coming(rank), wanted and can)
 
     def all_reduce_at_once(
         self, tensors: Sequence[tf.Tensor], rank: int
@@ -112,7 +112,7 @@ class InProcessEngine(Engine):
         rank: int,
         label: str,
     ) -> list[tf.Tensor]:
-        call = self.next_call_number(rank)
+        call = self.next_call_number(rank, "reduce-scatter", tensors)
         self._hand.touch_token(rank)
         results = []
         for place, (tensor, layout) in enumerate(zip(tensors, layouts, strict=True)):
@@ -139,7 +139,7 @@ class InProcessEngine(Engine):
         rank: int,
         label: str,
     ) -> list[tf.Tensor]:
-        call = self.next_call_number(rank)
+        call = self.next_call_number(rank, "gather", shards)
         self._hand.touch_token(rank)
         ranks = self.topology.all_ranks
         wholes = []

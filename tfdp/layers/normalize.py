@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import tensorflow as tf
 
+from tfdp.exchange.exchange_names import exchanges_of
 from tfdp.layers.moments import (
     Moments,
     at_least_one,
@@ -15,6 +16,7 @@ from tfdp.layers.moments import (
     channel_sums,
 )
 from tfdp.layers.replica_group import ReplicaGroup
+from tfdp.tracing.current_run import name_of_gradient
 
 __all__ = ["normalize"]
 
@@ -71,6 +73,8 @@ def normalize(
     # Out here, where tapes see it: second derivatives go through it.
     inverse = tf.math.rsqrt(moments.variance + epsilon)
 
+    name = name_of_gradient()
+
     @tf.custom_gradient
     def apply(x, scale, offset):
         # x - mean first: of nearly equal numbers it is exact, where x / deviation
@@ -83,7 +87,8 @@ def normalize(
             xhat = (x - spread(moments.mean)) * spread(inverse)
             channels = scale.shape[0]
             sums = [channel_sums(part, axis, channels) for part in (dy, dy * xhat)]
-            totals = group.sum_within(tf.concat(sums, axis=0))
+            with exchanges_of(name):
+                totals = group.sum_within(tf.concat(sums, axis=0))
             divisor = at_least_one(moments.count)
             mean_dy, mean_dy_xhat = (s / divisor for s in tf.split(totals, 2))
             through_moments = spread(mean_dy) + xhat * spread(mean_dy_xhat)

@@ -15,6 +15,7 @@ import tensorflow as tf
 
 from tfdp.checks import is_whole
 from tfdp.errors import ConfigurationError
+from tfdp.exchange.exchange_names import exchanges_of
 from tfdp.layers.recompute import (
     RandomDraws,
     count_losses,
@@ -23,6 +24,7 @@ from tfdp.layers.recompute import (
     stop_recording,
     without_updates,
 )
+from tfdp.tracing.current_run import name_of_gradient
 
 __all__ = ["remat"]
 
@@ -139,9 +141,12 @@ def _twice(block: keras.layers.Layer, call: Callable, prefetch: int) -> Callable
                 "tfdp.remat(model, policy=lambda layer: layer is not ...)."
             )
         variables = own_copies(block.trainable_variables)
+        name = name_of_gradient()
 
         def backward(*upstream: Any) -> list[Any]:
-            return _gradients(compute, tensors, upstream, variables, draws, prefetch)
+            given = compute, tensors, upstream, variables, draws, prefetch
+            with exchanges_of(name):
+                return _gradients(*given)
 
         record_gradient(outputs, tensors, variables, backward)
         return keras.tree.pack_sequence_as(result, outputs)

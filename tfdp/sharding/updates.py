@@ -24,6 +24,7 @@ from tfdp._private.names import (
 )
 from tfdp._private.optimizer_hooks import strategy_of
 from tfdp.errors import ConfigurationError
+from tfdp.exchange.exchange_names import exchanges_of
 from tfdp.exchange.reducer import Reducer
 from tfdp.exchange.shard_pieces import own_piece, piece_of
 from tfdp.plan.shards import Sharding, ShardLayout
@@ -34,6 +35,7 @@ from tfdp.sharding.variables import (
     shard_update,
 )
 from tfdp.sharding.views import ShardView
+from tfdp.tracing.current_run import name_of_gradient
 from tfdp.tracing.run import trace_of
 
 __all__ = [
@@ -183,11 +185,10 @@ class ShardUpdates:
         if dtype is None or dtype.size > variable.dtype.size:
             dtype = variable.dtype
 
-        # In which order gradients come may depend on the shapes that a host knows while
-        # it traces: between hosts they meet under the number of their read.
-        reads = self._strategy.extended.current_run.shard_reads
-        reads[trace_of(rank)] += 1
-        label = f"of the gradient of read {reads[trace_of(rank)]}"
+        # In which order gradients come may differ from replica to replica, and with the
+        # shapes that a host knows while it traces: they meet by the number of the read.
+        name = name_of_gradient()
+        label = f"of the gradient of read {name.rstrip('.')}"
 
         @tf.custom_gradient
         def gather(shard: tf.Tensor) -> tuple[tf.Tensor, Callable]:
@@ -199,9 +200,10 @@ class ShardUpdates:
             run = self._strategy.extended.current_run
             upstream = run.own_gradient(rank, upstream)
             if not tf.executing_eagerly():
-                shards = self.reducer.reduce_scatter(
-                    [upstream], [layout], rank, label=label
-                )
+                with exchanges_of(name):
+                    shards = self.reducer.reduce_scatter(
+                        [upstream], [layout], rank, label=label
+                    )
                 return shards[0]
             # Gradients of branches may come in another order where a replica has one
             # row: what is met for is the variable, not only its shape.

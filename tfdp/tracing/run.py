@@ -92,8 +92,8 @@ class ReplicaRun:
     #: The replicas of this process that step together while others train apart
     #: (`tfdp.sync`); None: all replicas do.
     groups: tuple[tuple[int, ...], ...] | None = None
-    #: By trace: how often weights that are stored in shards were read.
-    shard_reads: dict[int, int] = dataclasses.field(
+    #: By trace, and within what: how much there is whose gradient takes an exchange.
+    exchanges_due: dict[tuple[int, str], int] = dataclasses.field(
         default_factory=lambda: collections.defaultdict(int)
     )
     #: What eager replicas have met for so far.
@@ -303,6 +303,11 @@ class ReplicaRun:
         )
         if isinstance(rank, int) and is_of_graph:
             self.stored.append((rank, variable, value))
+
+    def next_exchange_due(self, rank: Any, within: str) -> int:
+        """See `current_run.name_of_gradient`; counts by the name that is begun with."""
+        self.exchanges_due[trace_of(rank), within] += 1
+        return self.exchanges_due[trace_of(rank), within]
 
     def notes(self) -> dict[str, Any]:
         """What traces have noted so far; see `put_back`."""
