@@ -7,6 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdp._private.names import run_independently
 from tfdp.plan.shards import ShardLayout
 
 __all__ = [
@@ -47,7 +48,12 @@ def own_piece(whole: tf.Tensor, layout: ShardLayout, part: int) -> tf.Tensor:
     An aligned piece is a view. A variable that takes it over, and updates it in place,
     would keep the memory of the whole for ever.
     """
-    return tf.raw_ops.DeepCopy(x=piece_of(whole, layout, part))
+    copied = tf.raw_ops.DeepCopy(x=piece_of(whole, layout, part))
+    if not isinstance(copied, tf.__internal__.EagerTensor):
+        # TensorFlow takes it for an operation with effects. A replica that cuts what
+        # was gathered would wait for another's copy, which waits for the gathering.
+        run_independently(copied.op)
+    return copied
 
 
 def whole_from_parts(parts: Sequence[tf.Tensor], layout: ShardLayout) -> tf.Tensor:

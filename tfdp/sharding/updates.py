@@ -36,6 +36,7 @@ from tfdp.sharding.variables import (
 )
 from tfdp.sharding.views import ShardView
 from tfdp.tracing.current_run import name_of_gradient
+from tfdp.tracing.loss_shares import key_of
 from tfdp.tracing.run import trace_of
 
 __all__ = [
@@ -201,16 +202,18 @@ class ShardUpdates:
             upstream = run.own_gradient(rank, upstream)
             if not tf.executing_eagerly():
                 with exchanges_of(name):
-                    shards = self.reducer.reduce_scatter(
+                    [own] = self.reducer.reduce_scatter(
                         [upstream], [layout], rank, label=label
                     )
-                return shards[0]
-            # Gradients of branches may come in another order where a replica has one
-            # row: what is met for is the variable, not only its shape.
-            run.eager_order.meet(rank, f"the gradient of {variable.name}")
-            context = tf.distribute.get_replica_context()
-            total = context.all_reduce("SUM", upstream)
-            return piece_of(total, layout, self.part_of(rank))
+            else:
+                # Gradients of branches may come in another order where a replica has
+                # one row: what is met for is the variable, not only its shape.
+                run.eager_order.meet(rank, f"the gradient of {variable.name}")
+                context = tf.distribute.get_replica_context()
+                total = context.all_reduce("SUM", upstream)
+                own = piece_of(total, layout, self.part_of(rank))
+            run.shard_gradients[trace_of(rank)][key_of(own)] = own
+            return own
 
         with self._outside_loops(), tf.device(own.device):
             return gather(variable.read_shard(rank))

@@ -23,6 +23,7 @@ from tfdp.step.loss_scale import scale_when_summed
 from tfdp.step.momentum_sums import momentum_compression_of, sum_by_momentum
 from tfdp.step.noise_probe import probe_of
 from tfdp.step.repeated_rows import as_asked, has_rows_once, takes_sums_alike
+from tfdp.step.shard_gradients import refuse_own_scaling
 from tfdp.step.state_means import store_state, weighted_state
 from tfdp.tracing.assigned_terms import handles_of, passed_on
 from tfdp.tracing.current_run import current_run
@@ -69,6 +70,8 @@ def reduce_gradients(
     # What is stored in shards was reduced when the layer's read was differentiated.
     whole = [i for i, kind in enumerate(kinds) if kind is None]
     rank = current_rank()
+    in_shards = [i for i, kind in enumerate(kinds) if kind not in WHOLE_GRADIENTS]
+    refuse_own_scaling(run, rank, [gradients[i] for i in in_shards])
     state = run.take_local_state(rank)
     if not tf.executing_eagerly():
         # What a step has accumulated itself is a part of a sum, and no mean over rows.

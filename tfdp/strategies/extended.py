@@ -31,6 +31,7 @@ from tfdp.sharding.updates import (
 )
 from tfdp.sharding.variables import ShardedVariable
 from tfdp.step.local_run import refuse_in_local_run
+from tfdp.step.shard_gradients import is_made_of_shards, refuse_sum_of_shards
 from tfdp.strategies.made_optimizers import MadeOptimizers
 from tfdp.strategies.replica_extended import ReplicaExtended
 from tfdp.tracing.eager_order import EagerOrder
@@ -125,8 +126,17 @@ class DataParallelExtended(ReplicaExtended, MirroredExtended):
     def _replica_ctx_all_reduce(
         self, reduce_op: Any, value: Any, options: Any = None
     ) -> Any:
+        run, rank = self.current_run, current_rank()
+        refuse_sum_of_shards(run, rank, value)
         if reduce_op == tf.distribute.ReduceOp.SUM:
-            value = self.current_run.parts_to_sum(current_rank(), value)
+            value = tf.nest.map_structure(
+                lambda part: (
+                    part
+                    if is_made_of_shards(run, rank, part)
+                    else run.parts_to_sum(rank, part)
+                ),
+                value,
+            )
         if tf.executing_eagerly():
             return super()._replica_ctx_all_reduce(reduce_op, value, options)
         refuse_in_local_run(self.current_run)
@@ -136,6 +146,10 @@ class DataParallelExtended(ReplicaExtended, MirroredExtended):
         self, reduce_op: Any, value_destination_pairs: Any, options: Any = None
     ) -> Any:
         # Eager replicas come here, and not to `_replica_ctx_all_reduce`.
+        if tf.executing_eagerly():
+            for value, _ in value_destination_pairs:
+                for rank, part in enumerate(getattr(value, "values", ())):
+                    refuse_sum_of_shards(self.current_run, rank, part)
         if tf.executing_eagerly() and reduce_op == tf.distribute.ReduceOp.SUM:
             value_destination_pairs = [
                 (_own_parts(value, self.current_run), destinations)

@@ -96,6 +96,10 @@ class ReplicaRun:
     exchanges_due: dict[tuple[int, str], int] = dataclasses.field(
         default_factory=lambda: collections.defaultdict(int)
     )
+    #: By trace: gradients of what is stored in shards, by their keys (`key_of`).
+    shard_gradients: dict[int, dict[Any, tf.Tensor]] = dataclasses.field(
+        default_factory=lambda: collections.defaultdict(dict)
+    )
     #: What eager replicas have met for so far.
     eager_order: EagerOrder = dataclasses.field(default_factory=EagerOrder)
     #: By replica: what it adds to stored seeds, by type, in a function that is shared.
