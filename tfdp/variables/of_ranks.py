@@ -46,7 +46,8 @@ class OfRanks(tf.Module):
         dtype: tf.DType = tf.float32,
         is_alike: bool = False,
     ):
-        super().__init__()
+        # Not the class' name, which may begin with what no name scope may.
+        super().__init__(name="of_ranks")
         self.is_alike = is_alike
         self._copies = _Copies([])
         # Out of the graph that is being built, and of every strategy.
