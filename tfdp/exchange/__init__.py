@@ -22,6 +22,7 @@ packing, pieces       several tensors in one buffer; large ones cut
 shard_packing, shard_pieces  the same for shards
 wire_types            number types on the wire
 collective_keys       by which TensorFlow finds the partners of a collective
+collective_order      where TensorFlow puts the members of a group
 traffic               how many bytes a step sends
 traffic_meter         how many the steps that ran have sent
 

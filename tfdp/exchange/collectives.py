@@ -12,6 +12,8 @@ Each launch carries a resource of its device (the ordering token) so that condit
 of two replicas are not chained, and is marked independent, so that several buffers are
 in flight: a buffer waits for nothing but its own tensors.
 Within one process NCCL launches are put in one order by TensorFlow's NcclManager.
+Where TensorFlow takes the members of a group in another order than that of their ranks,
+rows are brought into it before they are sent and out of it after (`collective_order`).
 
 On CPUs TensorFlow has no reduce-scatter; an all-to-all and a local sum stand in for it,
 with the same bytes on the wire. The NCCL path was not run on a GPU.
@@ -26,6 +28,7 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from tfdp._private import names
+from tfdp.exchange.collective_order import learn_order, rearranged
 from tfdp.exchange.engine import Engine, next_group_key
 from tfdp.exchange.shard_packing import join_rows, split_row, to_rows
 from tfdp.exchange.wire_types import to_gather_wire, to_sum_wire
@@ -82,6 +85,8 @@ class TensorFlowEngine(Engine):
         self._launches: collections.Counter[tuple[int, int]] = collections.Counter()
         self._groups_by_launch: dict[tuple[int, int], int] = {}
         self._tokens = [names.make_token(device) for device in self.devices]
+        # By group key: the member at each of TensorFlow's places.
+        self._orders: dict[int, tuple[int, ...]] = {}
 
     def begin_run(self) -> None:
         super().begin_run()
@@ -142,10 +147,12 @@ class TensorFlowEngine(Engine):
         # All rows but the own one.
         self._count_ring(rows, self._everyone, rank, rounds=1)
         with tf.device(self.devices[rank]):
+            outgoing = rearranged(rows, self._order(self._everyone))
             result = tf.raw_ops.CollectiveAllToAllV2(
-                **self._launch(rows, self._everyone, rank)
+                **self._launch(outgoing, self._everyone, rank)
             )
-        names.run_independently(result.op)
+            names.run_independently(result.op)
+            result = rearranged(result, self._places(self._everyone))
         return tf.ensure_shape(result, rows.shape)
 
     def broadcast(self, tensor: tf.Tensor, rank: int) -> tf.Tensor:
@@ -231,8 +238,8 @@ class TensorFlowEngine(Engine):
         self.traffic.add(rank, tensor, times=len(group.ranks) - 1)
         with tf.device(self.devices[rank]):
             result = tf.raw_ops.CollectiveGatherV2(**self._launch(tensor, group, rank))
-        names.run_independently(result.op)
-        return result
+            names.run_independently(result.op)
+            return rearranged(result, self._places(group))
 
     def _gather_same_type(
         self, tensor: tf.Tensor, group: _Group, rank: int
@@ -247,6 +254,7 @@ class TensorFlowEngine(Engine):
         # By a ring or by an all-to-all: all chunks but the own one.
         self._count_ring(tensor, group, rank, rounds=1)
         with tf.device(self.devices[rank]):
+            tensor = rearranged(tensor, self._order(group))
             if self._has_reduce_scatter:
                 result = tf.raw_ops.CollectiveReduceScatterV2(
                     merge_op="Add", final_op="Id", **self._launch(tensor, group, rank)
@@ -257,6 +265,22 @@ class TensorFlowEngine(Engine):
             parts = tf.raw_ops.CollectiveAllToAllV2(**self._launch(rows, group, rank))
             names.run_independently(parts.op)
             return tf.reduce_sum(parts, axis=0)
+
+    def _order(self, group: _Group) -> tuple[int, ...]:
+        """The member of `group` at each of TensorFlow's places."""
+        if group.key not in self._orders:
+            self._orders[group.key] = learn_order(
+                [self.devices[rank] for rank in group.ranks],
+                [self._tokens[rank] for rank in group.ranks],
+                group.key,
+                self._hint,
+            )
+        return self._orders[group.key]
+
+    def _places(self, group: _Group) -> tuple[int, ...]:
+        """The place that each member of `group` has with TensorFlow."""
+        order = self._order(group)
+        return tuple(order.index(member) for member in range(len(order)))
 
     def _count_ring(
         self, tensor: tf.Tensor, group: _Group, rank: int, rounds: int
