@@ -31,7 +31,7 @@ from tfdp._private import names
 from tfdp.exchange.collective_order import learn_order, rearranged
 from tfdp.exchange.engine import Engine, next_group_key
 from tfdp.exchange.shard_packing import join_rows, split_row, to_rows
-from tfdp.exchange.wire_types import to_gather_wire, to_sum_wire
+from tfdp.exchange.wire_types import nccl_sum_dtype, to_gather_wire, to_sum_wire
 from tfdp.plan.shards import ShardLayout
 from tfdp.plan.topology import Topology
 
@@ -72,7 +72,8 @@ class TensorFlowEngine(Engine):
     ):
         super().__init__(devices, topology)
         self._hint = hint
-        self._has_reduce_scatter = hint == "nccl"
+        self._over_nccl = hint == "nccl"
+        self._has_reduce_scatter = self._over_nccl
         self._everyone = _Group(topology.all_ranks, next_group_key())
         self._within = [
             _Group(g, next_group_key()) for g in topology.within_host_groups
@@ -100,7 +101,7 @@ class TensorFlowEngine(Engine):
         self.next_call_number(rank)
         wire, restore = to_sum_wire(tensor)
         with tf.device(self.devices[rank]):
-            flat = tf.reshape(wire, [-1])
+            flat = self._to_sum(tf.reshape(wire, [-1]))
             elements = flat.shape.num_elements()
             if elements is None:
                 # It may turn out empty, and an empty buffer crashes TensorFlow's
@@ -111,7 +112,8 @@ class TensorFlowEngine(Engine):
                 total = self._two_level_sum(flat, rank)
             else:
                 total = self._sum(flat, self._everyone, rank)
-            result = tf.reshape(total[:elements], tf.shape(wire))
+            total = tf.cast(total[:elements], wire.dtype)
+            result = tf.reshape(total, tf.shape(wire))
         result.set_shape(wire.shape)
         return restore(result)
 
@@ -173,10 +175,11 @@ class TensorFlowEngine(Engine):
     ) -> list[tf.Tensor]:
         self.next_call_number(rank)
         with tf.device(self.devices[rank]):
-            rows = tf.concat(to_rows(tensors, layouts), axis=1)
+            dtype = tensors[0].dtype
+            rows = self._to_sum(tf.concat(to_rows(tensors, layouts), axis=1))
             if not self.topology.is_two_level:
                 row = self._reduce_scatter(tf.reshape(rows, [-1]), self._everyone, rank)
-                return split_row(row, layouts)
+                return split_row(tf.cast(row, dtype), layouts)
             # First the rows of each local place of all hosts, within the host; then
             # the hosts' rows among those.
             hosts, local = self.topology.hosts, self.topology.devices_per_host
@@ -187,7 +190,7 @@ class TensorFlowEngine(Engine):
             across = self._across[self.topology.local_rank_of(rank)]
             part = self._reduce_scatter(tf.reshape(by_place, [-1]), within, rank)
             row = self._reduce_scatter(part, across, rank)
-            return split_row(row, layouts)
+            return split_row(tf.cast(row, dtype), layouts)
 
     def all_gather_bucket(
         self,
@@ -209,6 +212,12 @@ class TensorFlowEngine(Engine):
             by_place = self._gather_same_type(of_place[None], within, rank)
             rows = tf.transpose(by_place, [1, 0, 2])
             return join_rows(tf.reshape(rows, [hosts * local, -1]), layouts)
+
+    def _to_sum(self, tensor: tf.Tensor) -> tf.Tensor:
+        """`tensor` in a type that these collectives add; mostly its own."""
+        if not self._over_nccl:
+            return tensor
+        return tf.cast(tensor, nccl_sum_dtype(tensor.dtype))
 
     def _two_level_sum(self, flat: tf.Tensor, rank: int) -> tf.Tensor:
         """Reduce-scatter within the host, all-reduce across, all-gather within."""

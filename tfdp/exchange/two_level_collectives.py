@@ -33,7 +33,7 @@ from tfdp.exchange.packing import pack, unpack
 from tfdp.exchange.pieces import cut_pieces, join_pieces, plan_pieces
 from tfdp.exchange.traffic import ring_bytes
 from tfdp.exchange.two_level import LEADER, AcrossHostsEngine
-from tfdp.exchange.wire_types import fitting_wire_dtype
+from tfdp.exchange.wire_types import fitting_wire_dtype, nccl_sum_dtype
 from tfdp.hosts.exchange_watch import ExchangeWatch
 from tfdp.hosts.host_link import HostLink
 from tfdp.hosts.python_calls import counted
@@ -88,7 +88,7 @@ class TensorFlowAcrossHostsEngine(AcrossHostsEngine):
       link: carries what is small, and says who is missing.
       hint: the implementation asked of TensorFlow: "nccl" or "ring".
       wire_dtype: see `Communication`. Differs from the link: the sums are made in
-        this type as well.
+        this type as well; with "nccl" bfloat16 travels and is added as float32.
 
     Cost: with "nccl" one launch per bucket and replica and 2 n (N - 1) / N bytes for
     n bytes on N replicas; with "ring" a launch per 6 MiB and 2 n (H - 1) / H bytes
@@ -106,6 +106,7 @@ class TensorFlowAcrossHostsEngine(AcrossHostsEngine):
         super().__init__(devices, link, wire_dtype)
         self.name = "tensorflow"
         self._hint = hint
+        self._over_nccl = hint == "nccl"
         self._group_key = next_group_key()
         self._tokens = [names.make_token(device) for device in self.devices]
         # The place in the trace names a collective: replicas trace the same ones, in
@@ -132,7 +133,7 @@ class TensorFlowAcrossHostsEngine(AcrossHostsEngine):
 
     def sent_between_hosts(self) -> int | None:
         # NCCL chooses its own way over all GPUs, and does not tell.
-        if self._hint == "nccl":
+        if self._over_nccl:
             return None
         return self.link.sent_bytes() + self._sent_bytes
 
@@ -148,7 +149,7 @@ class TensorFlowAcrossHostsEngine(AcrossHostsEngine):
         wire_dtype: str | None,
     ) -> list[tf.Tensor]:
         # NCCL knows both levels itself; on CPUs the replicas of a host sum first.
-        if self._hint != "nccl" or not _are_large(tensors):
+        if not self._over_nccl or not _are_large(tensors):
             return super().sum_everywhere(tensors, rank, label, wire_dtype)
         self.next_call_number(rank)
         with tf.device(self.devices[rank]):
@@ -164,7 +165,7 @@ class TensorFlowAcrossHostsEngine(AcrossHostsEngine):
         label: str,
         wire_dtype: str | None,
     ) -> list[tf.Tensor]:
-        if self._hint == "nccl" or not _are_large(tensors):
+        if self._over_nccl or not _are_large(tensors):
             return super().totals_at_leader(tensors, rank, call, label, wire_dtype)
         totals = self.sums_at_leader(tensors, rank, call)
         if rank != LEADER:
@@ -185,7 +186,7 @@ class TensorFlowAcrossHostsEngine(AcrossHostsEngine):
         wire_dtype: str | None,
     ) -> list[tf.Tensor]:
         """The sums of flat buffers over the group, each by a launch of its own."""
-        wires = [_on_wire(buffer, wire_dtype) for buffer in buffers]
+        wires = [self._on_wire(buffer, wire_dtype) for buffer in buffers]
         number = self._begin(wires, label) if rank == LEADER else None
         sums = []
         for buffer, wire in zip(buffers, wires, strict=True):
@@ -205,9 +206,14 @@ class TensorFlowAcrossHostsEngine(AcrossHostsEngine):
             sums.append(tf.cast(total, buffer.dtype))
         return sums if number is None else self._end(number, sums)
 
+    def _on_wire(self, buffer: tf.Tensor, wire_dtype: str | None) -> tf.Tensor:
+        small = fitting_wire_dtype([buffer], wire_dtype)
+        dtype = tf.as_dtype(small) if small else buffer.dtype
+        return tf.cast(buffer, nccl_sum_dtype(dtype) if self._over_nccl else dtype)
+
     @property
     def _group_size(self) -> int:
-        return self.replicas if self._hint == "nccl" else self.link.workers
+        return self.replicas if self._over_nccl else self.link.workers
 
     def _next_key(self, wire: tf.Tensor, rank: int) -> int:
         place = self._places[rank]
@@ -241,11 +247,6 @@ class TensorFlowAcrossHostsEngine(AcrossHostsEngine):
         names.run_independently(ended.op)
         with tf.control_dependencies([ended]):
             return [tf.identity(total) for total in sums]
-
-
-def _on_wire(buffer: tf.Tensor, wire_dtype: str | None) -> tf.Tensor:
-    small = fitting_wire_dtype([buffer], wire_dtype)
-    return tf.cast(buffer, small) if small else buffer
 
 
 def _are_large(tensors: Sequence[tf.Tensor]) -> bool:

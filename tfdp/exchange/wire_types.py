@@ -1,8 +1,9 @@
 """Number types on the wire: which travel as they are, and exact stand-ins for others.
 
 TensorFlow's collectives add bfloat16, float16, float32, float64, int32 and int64, and
-gather all of these but bfloat16. Other types travel in a wider one that holds every
-sum modulo the narrow type's range, or as pairs of reals, and come back unchanged.
+gather all of these but bfloat16, which is added as float32 over NCCL. Other types
+travel in a wider one that holds every sum modulo the narrow type's range, or as pairs
+of reals, and come back unchanged.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ __all__ = [
     "check_summable",
     "fitting_wire_dtype",
     "is_wider_float",
+    "nccl_sum_dtype",
     "to_gather_wire",
     "to_sum_wire",
 ]
@@ -65,6 +67,13 @@ def fitting_wire_dtype(
     """`wire_dtype` where it makes all of these tensors smaller, else None."""
     fits = all(is_wider_float(tensor.dtype, wire_dtype) for tensor in tensors)
     return wire_dtype if fits else None
+
+
+def nccl_sum_dtype(dtype: tf.DType) -> tf.DType:
+    """The type in which numbers of `dtype`, one that is summed, are added by NCCL."""
+    # NCCL could, but TensorFlow 2.21 gives it no bfloat16 (`kValidDataTypes` of
+    # nccl_manager.cc), though the op takes it: the step would end in an error.
+    return tf.float32 if dtype == tf.bfloat16 else dtype
 
 
 def to_sum_wire(tensor: tf.Tensor) -> tuple[tf.Tensor, Restore]:
