@@ -178,3 +178,24 @@ def test_a_replica_that_fails_ends_the_step():
     with pytest.raises(tf.errors.InvalidArgumentError):
         step(tf.constant(2))
     assert_in_rank_order(list(zip(*step(tf.constant(3)), strict=True)), parts)
+
+
+def test_gpus_sum_bucket_by_bucket():
+    # The one call's variants have kernels for CPUs only. Nothing runs here.
+    parts = parts_of(3)
+    strategy = make_strategy(3)
+    reducer = strategy.extended.reducer
+    kinds = {}
+    for kind in ("CPU", "GPU"):
+        reducer.engine.devices = tuple(f"/device:{kind}:{rank}" for rank in range(3))
+
+        @tf.function(autograph=False)
+        def step():
+            def replica():
+                rank = own_rank()
+                return reducer.all_reduce(parts[rank], rank, at_once=True)
+
+            return strategy.run(replica)
+
+        kinds[kind] = len(calls_in(step.get_concrete_function().graph))
+    assert kinds == {"CPU": 3, "GPU": 0}

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
+from tfdp._private.host_input import share_memory
 from tfdp._private.one_call import in_one_call
 from tfdp.exchange.engine import Engine, next_group_key
 from tfdp.exchange.hand_over import HandOver
@@ -70,7 +71,9 @@ class InProcessEngine(Engine):
     def sums_at_once(self, rank: int, wanted: bool) -> bool:
         """See `Engine`. The first replica to come says what all of them do."""
         is_outermost = tf.compat.v1.get_default_graph() is self.run_graph
-        can = is_outermost and self.host_groups is None
+        # The call hands lists over as variants, which have kernels for CPUs only.
+        on_cpus = share_memory(self.devices)
+        can = is_outermost and self.host_groups is None and on_cpus
         return self._at_once.setdefault(self._call_numbers.coming(rank), wanted and can)
 
     def all_reduce_at_once(
