@@ -13,7 +13,7 @@ from tfdp.exchange.in_process import InProcessEngine
 from tfdp.plan.communication import Communication
 from tfdp.plan.topology import Topology
 
-__all__ = ["EngineChoice", "choose_engine", "make_engine"]
+__all__ = ["EngineChoice", "choose_engine", "gpus_are_split", "make_engine"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,8 +39,7 @@ def choose_engine(devices: Sequence[str], communication: Communication) -> Engin
       communication: its `engine` decides unless it is "auto".
     """
     kinds = {tf.DeviceSpec.from_string(device).device_type for device in devices}
-    physical_gpus = tf.config.list_physical_devices("GPU")
-    split_gpus = len(tf.config.list_logical_devices("GPU")) > len(physical_gpus)
+    split_gpus = gpus_are_split()
     nccl = kinds == {"GPU"} and not split_gpus
     hint = "nccl" if nccl else "ring"
     if communication.engine != "auto":
@@ -58,6 +57,17 @@ def choose_engine(devices: Sequence[str], communication: Communication) -> Engin
     else:
         reason = "mixed device types, which NCCL does not join"
     return EngineChoice("in_process", hint, reason)
+
+
+def gpus_are_split() -> bool:
+    """Whether a GPU that this process sees is cut into several logical ones.
+
+    TensorFlow does not start for it.
+    """
+    # Those that are not visible do not count: two halves of one of four are split.
+    gpus = tf.config.get_visible_devices("GPU")
+    parts = [tf.config.get_logical_device_configuration(gpu) for gpu in gpus]
+    return any(part is not None and len(part) > 1 for part in parts)
 
 
 def make_engine(

@@ -16,7 +16,7 @@ import tensorflow as tf
 from tfdp._private.collective_runtime import has_started
 from tfdp.cluster import Cluster
 from tfdp.errors import CollectiveError, ConfigurationError
-from tfdp.exchange.choose_engine import choose_engine
+from tfdp.exchange.choose_engine import choose_engine, gpus_are_split
 from tfdp.exchange.collective_trial import NO_ANSWER, try_collectives
 from tfdp.exchange.host_group import HostGroup
 from tfdp.exchange.two_level_collectives import meet_by_collectives
@@ -103,11 +103,9 @@ def _chosen(group: HostGroup, over_all: bool) -> Meeting:
 
 def _why_not_here(over_all: bool) -> str:
     """Why this host cannot take NCCL; "": it can."""
-    gpus = local_gpus()
-    if not gpus:
+    if not local_gpus():
         return NO_GPU
-    parts = [tf.config.get_logical_device_configuration(gpu) for gpu in gpus]
-    if any(part is not None and len(part) > 1 for part in parts):
+    if gpus_are_split():
         return "its logical GPUs share a GPU, which NCCL does not allow"
     if over_all:
         return "shards over all hosts travel by the link"
