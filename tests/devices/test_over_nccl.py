@@ -128,3 +128,48 @@ def test_between_hosts_bfloat16_is_added_as_float32(dtype, wire_dtype, sent):
         assert result.dtype == tf.as_dtype(dtype)
         np.testing.assert_array_equal(tf.cast(result, tf.float32), expected)
     assert types_of(ops, SUMS) == {tf.as_dtype(sent)}
+
+
+def ancestors(op, wanted):
+    """The ops of `wanted` that `op` waits for, by data or control."""
+    seen, found, ways = set(), set(), [op]
+    while ways:
+        here = ways.pop()
+        for before in [*(one.op for one in here.inputs), *here.control_inputs]:
+            if before not in seen:
+                seen.add(before)
+                ways.append(before)
+                found |= {before} & wanted
+    return found
+
+
+def buckets(engine, rank, flag):
+    """Five sums, of which one is in a branch; what is late is summed first."""
+    own = [tf.fill([LARGE + number], float(rank + number)) for number in range(5)]
+
+    def total(number):
+        return engine.sum_everywhere([own[number]], rank, f"bucket {number}", None)[0]
+
+    first = [total(4), total(3)]
+    branch = tf.cond(flag, lambda: total(2), lambda: own[2])
+    return [total(0), total(1), branch, *reversed(first)]
+
+
+def test_launches_between_hosts_are_in_one_order_on_each_replica():
+    with engine_of_hosts_over_nccl(3) as engine:
+        step = step_of(engine, buckets)
+        flag = tf.constant(True)
+        results, graph = step(flag), step.get_concrete_function(flag).graph
+    for result in results:
+        for number, total in enumerate(result):
+            # 0 + 1 + 2 and three times the number: whole, so that nothing rounds.
+            np.testing.assert_array_equal(
+                total, np.full(LARGE + number, 3.0 + 3 * number)
+            )
+    kinds = ("CollectiveReduceV2", "If")
+    launches = [op for op in graph.get_operations() if op.type in kinds]
+    assert len(launches) == 3 * 5
+    for place, op in enumerate(launches):
+        rank, number = divmod(place, 5)
+        # Those of its own replica that were traced before it, and no other replica's.
+        assert ancestors(op, set(launches)) == set(launches[rank * 5 : place]), number

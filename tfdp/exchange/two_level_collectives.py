@@ -5,7 +5,8 @@ Only what is large and of known size goes this way: gradients, mostly. Everythin
 by the link, which also tells who is missing.
 
 On GPUs a bucket is one all-reduce over all GPUs of all hosts; NCCL finds the levels
-itself. On CPUs the replicas of a host hand their sum to the first, and the hosts' first
+itself. Each replica launches its own there one after the other, in the order of the
+trace. On CPUs the replicas of a host hand their sum to the first, and the hosts' first
 replicas exchange it in pieces, all in flight at once: TensorFlow's ring passes each
 message through fresh memory, which is slow above some MB.
 
@@ -201,8 +202,12 @@ class TensorFlowAcrossHostsEngine(AcrossHostsEngine):
                 communication_hint=self._hint,
                 timeout_seconds=0.0,  # see ExchangeWatch
             )
-            # Or the collective of one replica would wait for that of another one.
-            names.run_independently(total.op)
+            # Free of any order, so that all are in flight at once. But NCCL
+            # waits for ever where processes launch in different orders, and TensorFlow
+            # sees to one order within a process only: there each replica's launches
+            # stay in the order in which they use its token, which is that of the trace.
+            if not self._over_nccl:
+                names.run_independently(total.op)
             sums.append(tf.cast(total, buffer.dtype))
         return sums if number is None else self._end(number, sums)
 
