@@ -64,10 +64,11 @@ def trained(strategy):
     return [weight.numpy() for weight in model.weights]
 
 
+@pytest.mark.parametrize("engine", ["in_process", "tensorflow"])
 @pytest.mark.parametrize("replicas", [2, 3])
-def test_shards_of_two_networks_in_one_tape_are_one_devices(replicas):
+def test_shards_of_two_networks_in_one_tape_are_one_devices(replicas, engine):
     """The gradient of the maker's weights comes before, or behind, the judge's."""
-    strategy = make_strategy(replicas, shard="parameters")
+    strategy = make_strategy(replicas, shard="parameters", engine=engine)
     found, one = trained(strategy), trained(tf.distribute.get_strategy())
     for mine, theirs in zip(found, one, strict=True):
         # Six updates of 0.01 times gradients below 10; 0.03 and more by wrong sums.

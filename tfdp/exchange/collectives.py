@@ -28,6 +28,7 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from tfdp._private import names
+from tfdp.exchange.call_numbers import CallNumbers
 from tfdp.exchange.collective_order import learn_order, rearranged
 from tfdp.exchange.engine import Engine, next_group_key
 from tfdp.exchange.shard_packing import join_rows, split_row, to_rows
@@ -81,9 +82,11 @@ class TensorFlowEngine(Engine):
         self._across = [
             _Group(g, next_group_key()) for g in topology.across_host_groups
         ]
-        # Instance keys: the n-th launch of a rank in a group meets the n-th of its
-        # peers.
-        self._launches: collections.Counter[tuple[int, int]] = collections.Counter()
+        # By group key. Instance keys: the n-th launch of a rank in a group meets the
+        # n-th of its peers, or that of the same name.
+        self._launches: dict[int, CallNumbers] = collections.defaultdict(
+            lambda: CallNumbers(len(self.devices))
+        )
         self._groups_by_launch: dict[tuple[int, int], int] = {}
         self._tokens = [names.make_token(device) for device in self.devices]
         # By group key: the member at each of TensorFlow's places.
@@ -91,14 +94,11 @@ class TensorFlowEngine(Engine):
 
     def begin_run(self) -> None:
         super().begin_run()
-        # See Engine.begin_run: a failed trace must not leave ranks out of step.
-        most = max(self._launches.values(), default=0)
-        for group in (self._everyone, *self._within, *self._across):
-            for rank in group.ranks:
-                self._launches[group.key, rank] = most
+        for numbers in self._launches.values():
+            numbers.begin_run()
 
     def all_reduce(self, tensor: tf.Tensor, rank: int) -> tf.Tensor:
-        self.next_call_number(rank)
+        self.next_call_number(rank, "sum", [tensor])
         wire, restore = to_sum_wire(tensor)
         with tf.device(self.devices[rank]):
             flat = self._to_sum(tf.reshape(wire, [-1]))
@@ -299,8 +299,9 @@ class TensorFlowEngine(Engine):
 
     def _launch(self, tensor: tf.Tensor, group: _Group, rank: int) -> dict[str, object]:
         """The arguments that every collective op takes, with a fresh instance key."""
-        launch = self._launches[group.key, rank]
-        self._launches[group.key, rank] += 1
+        number = self._launches[group.key].next(rank)
+        # TensorFlow's is not negative; those that have a name are.
+        launch = 2 * number if number >= 0 else -2 * number - 1
         group_key, instance_key = group.key, launch
         if tensor.shape.num_elements() is None:
             group_key = self._groups_by_launch.setdefault(
