@@ -10,7 +10,6 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdp._private.autograph import library_code
 from tfdp.errors import ConfigurationError
 from tfdp.tracing.current_run import current_run
 from tfdp.tracing.loss_shares import Standing
@@ -20,7 +19,6 @@ from tfdp.tracing.run import trace_of
 __all__ = ["local_mean", "local_sum"]
 
 
-@library_code
 def local_mean(loss: tf.Tensor) -> tf.Tensor:
     """Brings a mean over this replica's samples to its share of the global mean.
 
@@ -66,7 +64,6 @@ def local_mean(loss: tf.Tensor) -> tf.Tensor:
     return loss * shares.factor(run.share_in_group(rank), loss.dtype)
 
 
-@library_code
 def local_sum(loss: tf.Tensor) -> tf.Tensor:
     """States that adding the replicas' losses gives the global one; changes nothing.
 

@@ -18,8 +18,6 @@ from tensorflow.python.eager.polymorphic_function.tf_method_target import (
 )
 from tensorflow.python.util.tf_decorator import unwrap
 
-from tfdp._private.autograph import library_code
-
 __all__ = ["as_replicas_run_it", "is_function", "python_function_of", "traced_as"]
 
 
@@ -52,7 +50,6 @@ def as_replicas_run_it(fn: Any) -> Callable:
         return fn
     if fn._jit_compile:
 
-        @library_code
         def call_compiled(*args: Any, **kwargs: Any) -> Any:
             return fn(*args, **kwargs)
 

@@ -24,8 +24,6 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdp._private.autograph import library_code
-
 __all__ = ["runs_known_code"]
 
 LIBRARIES = (
@@ -56,7 +54,6 @@ LEAVES: tuple[type, ...] = (
 )
 
 
-@library_code
 def runs_known_code(
     roots: Iterable[Any], leaves: tuple[type, ...] = (), besides: Any = None
 ) -> bool:

@@ -9,7 +9,6 @@ import keras
 import tensorflow as tf
 
 from tfdp import compression
-from tfdp._private.autograph import library_code
 from tfdp._private.names import current_rank
 from tfdp._private.optimizer_hooks import (
     LossScaleHooks,
@@ -178,14 +177,12 @@ class DistributedOptimizer(LossScaleHooks):
         if self._rounds is None or self._rounds.have_met():
             super().finalize_variable_values(var_list)
 
-    @library_code
     def scale_loss(self, loss: tf.Tensor) -> tf.Tensor:
         """Multiplies the loss before the gradient is taken; `apply` divides."""
         if self.dynamic_loss_scale:
             loss = super().scale_loss(loss)
         return loss if self.static_scale is None else loss * self.static_scale
 
-    @library_code
     def apply(self, grads: Sequence[Any], trainable_variables: Any = None) -> None:
         """One micro-step; every `accumulate_steps`-th updates the variables."""
         if not self.built:

@@ -8,7 +8,6 @@ from typing import Any, Protocol
 import keras
 import tensorflow as tf
 
-from tfdp._private.autograph import library_code
 from tfdp._private.optimizer_hooks import (
     strategy_of,
     variable_index,
@@ -113,7 +112,6 @@ class OfVariable(tf.Module):
             slot.copies[place].assign(value)
 
 
-@library_code
 def sum_compressed(
     compressed: CompressedSums,
     gradients: Sequence[Any],

@@ -116,7 +116,6 @@ class FiniteGuard:
     def loss_noting(self, compute: Callable) -> Callable:
         """`compute_loss` of the model, whose loss is looked at."""
 
-        @library_code
         def compute_loss(*args: Any, **kwargs: Any) -> Any:
             loss = compute(*args, **kwargs)
             # What XLA compiles cannot note; there the step does, see `jit`.
@@ -266,7 +265,6 @@ class _Notes:
             self.is_stopped.assign(self.is_stopped.read_value() | is_left_out)
 
 
-@library_code
 def update_if_finite(
     optimizer: keras.optimizers.Optimizer,
     gradients: Sequence[Any],

@@ -16,7 +16,6 @@ from typing import Any
 import tensorflow as tf
 
 from tfdp._private import frames, names
-from tfdp._private.autograph import library_code
 from tfdp._private.given_functions import is_function, traced_as
 from tfdp.checks import is_whole
 from tfdp.data.grain_passes import with_own_state
@@ -159,7 +158,6 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
                 return count  # type: ignore[return-value]
         return replicas
 
-    @library_code
     def run(
         self,
         fn: Callable,
@@ -237,7 +235,6 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
         if self._replicas > 1:
             check_no_row_state(model)
 
-    @library_code
     def reduce(self, reduce_op: Any, value: Any, axis: int | None = None) -> Any:
         """Reduces `value` across replicas; see `tf.distribute.Strategy.reduce`.
 
@@ -257,7 +254,6 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
     def _reduce_values(self, reduce_op: Any, value: Any, axis: int | None) -> Any:
         return super().reduce(reduce_op, value, axis)
 
-    @library_code
     def scope(self) -> contextlib.AbstractContextManager:
         """The scope to make models in; see `tf.distribute.Strategy.scope`."""
         note_used()
@@ -292,7 +288,6 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
     def _graphs_of_functions(self) -> weakref.WeakKeyDictionary[Any, Callable]:
         return weakref.WeakKeyDictionary()
 
-    @library_code
     def experimental_distribute_dataset(self, dataset: Any, options: Any = None) -> Any:
         """Splits global batches; see `tf.distribute.Strategy`."""
         self._first_fit.look(self, self._notes)

@@ -8,7 +8,6 @@ from typing import Any
 import tensorflow as tf
 
 from tfdp._private import names
-from tfdp._private.autograph import library_code
 from tfdp.exchange.host_group import HostGroup
 from tfdp.strategies.replica_strategy import ReplicaContextStrategy
 from tfdp.tracing.keras_steps import is_predict_step
@@ -45,7 +44,6 @@ class SumsOverHosts(ReplicaContextStrategy):
             lambda t, n: t / tf.cast(n, t.dtype), total, counts
         )
 
-    @library_code
     def gather(self, value: Any, axis: int) -> Any:
         """Joins the values of all replicas by rank; see `tf.distribute.Strategy`."""
         local = super().gather(value, axis)

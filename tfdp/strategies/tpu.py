@@ -9,7 +9,6 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdp._private.autograph import library_code
 from tfdp._private.given_functions import is_function
 from tfdp.errors import ConfigurationError
 from tfdp.exchange.tpu import CrossReplicaReducer
@@ -150,7 +149,6 @@ class TPUDataParallelStrategy(ReplicaContextStrategy, tf.distribute.TPUStrategy)
     def _engine_in_words(self) -> str:
         return self.engine_name
 
-    @library_code
     def run(
         self,
         fn: Callable,
