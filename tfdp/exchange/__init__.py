@@ -23,6 +23,7 @@ shard_packing, shard_pieces  the same for shards
 wire_types            number types on the wire
 collective_keys       by which TensorFlow finds the partners of a collective
 collective_order      where TensorFlow puts the members of a group
+round_sizes           few sizes, for tensors of unknown size over NCCL
 traffic               how many bytes a step sends
 traffic_meter         how many the steps that ran have sent
 

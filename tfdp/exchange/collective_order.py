@@ -21,8 +21,8 @@ from tfdp.errors import CollectiveError
 
 __all__ = ["learn_order", "rearranged"]
 
-# No launch of a step has it: they count up from 0.
-ASKING_KEY = 2**31 - 1
+# No launch of a step has it: they count up from 0, and no size has this place.
+ASKING_KEY = 2**31 - 2
 
 
 def learn_order(

@@ -8,6 +8,9 @@ carries n/g bytes per device instead of n.
 The keys of an exchange are fixed while the graph is built, so that it can run inside
 conditionals and loops. TensorFlow remembers the shape that a key was first used with,
 so a tensor of unknown shape gets a group of its own and its size as the instance key.
+With NCCL each group is a communicator, which takes memory of every GPU and is never
+freed: there such a tensor is filled up to one of few sizes, which have keys within the
+group that is there (`round_sizes`).
 Each launch carries a resource of its device (the ordering token) so that conditionals
 of two replicas are not chained, and is marked independent, so that several buffers are
 in flight: a buffer waits for nothing but its own tensors.
@@ -31,6 +34,7 @@ from tfdp._private import names
 from tfdp.exchange.call_numbers import CallNumbers
 from tfdp.exchange.collective_order import learn_order, rearranged
 from tfdp.exchange.engine import Engine, next_group_key
+from tfdp.exchange.round_sizes import KEYS_OF_LAUNCH, KNOWN_SIZE, round_size
 from tfdp.exchange.shard_packing import join_rows, split_row, to_rows
 from tfdp.exchange.wire_types import nccl_sum_dtype, to_gather_wire, to_sum_wire
 from tfdp.plan.shards import ShardLayout
@@ -41,10 +45,19 @@ __all__ = ["TensorFlowEngine"]
 
 @dataclasses.dataclass(frozen=True)
 class _Group:
-    """The ranks of one collective and the key that names them to TensorFlow."""
+    """The ranks of one collective and the key that names them to TensorFlow.
+
+    Args:
+      size_number: of the round size that what is sent next was filled up to.
+    """
 
     ranks: tuple[int, ...]
     key: int
+    size_number: tf.Tensor | None = dataclasses.field(default=None, compare=False)
+
+    def of_size(self, number: tf.Tensor | None) -> _Group:
+        """The same group, for what was filled up to the round size of this number."""
+        return dataclasses.replace(self, size_number=number)
 
 
 class TensorFlowEngine(Engine):
@@ -102,16 +115,14 @@ class TensorFlowEngine(Engine):
         wire, restore = to_sum_wire(tensor)
         with tf.device(self.devices[rank]):
             flat = self._to_sum(tf.reshape(wire, [-1]))
-            elements = flat.shape.num_elements()
+            elements, number = flat.shape.num_elements(), None
             if elements is None:
-                # It may turn out empty, and an empty buffer crashes TensorFlow's
-                # ring: send one element more.
                 elements = tf.size(flat)
-                flat = tf.pad(flat, [[0, 1]])
+                flat, number = self._filled_up(flat)
             if self.topology.is_two_level:
-                total = self._two_level_sum(flat, rank)
+                total = self._two_level_sum(flat, rank, number)
             else:
-                total = self._sum(flat, self._everyone, rank)
+                total = self._sum(flat, self._everyone.of_size(number), rank)
             total = tf.cast(total[:elements], wire.dtype)
             result = tf.reshape(total, tf.shape(wire))
         result.set_shape(wire.shape)
@@ -128,7 +139,7 @@ class TensorFlowEngine(Engine):
             missing = longest - tf.shape(wire)[0]
             paddings = [[0, missing]] + [[0, 0]] * (wire.shape.rank - 1)
             padded = tf.pad(wire, paddings)
-            gathered = self._gather(padded, self._everyone, rank)
+            gathered = self._gather_rows(padded, rank)
             parts = [
                 gathered[i * longest : i * longest + lengths[i]]
                 for i in range(len(self.devices))
@@ -219,10 +230,36 @@ class TensorFlowEngine(Engine):
             return tensor
         return tf.cast(tensor, nccl_sum_dtype(tensor.dtype))
 
-    def _two_level_sum(self, flat: tf.Tensor, rank: int) -> tf.Tensor:
+    def _filled_up(self, flat: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor | None]:
+        """`flat`, whose size is unknown, as it is sent; the number of its round size.
+
+        It may turn out empty, and an empty buffer crashes TensorFlow's ring: so there
+        is one element at least.
+        """
+        if not self._over_nccl:
+            return tf.pad(flat, [[0, 1]]), None
+        number, size = round_size(tf.size(flat))
+        return tf.pad(flat, [[0, size - tf.size(flat)]]), number
+
+    def _gather_rows(self, rows: tf.Tensor, rank: int) -> tf.Tensor:
+        """As `_gather` over all replicas, of rows whose number is unknown."""
+        # By their size alone 3 rows of 2 are taken for 2 of 3, whose shape TensorFlow
+        # then refuses, and rows of 0 are an empty buffer.
+        if not self._over_nccl and rows.shape[1:].num_elements():
+            return self._gather(rows, self._everyone, rank)
+        flat, number = self._filled_up(tf.reshape(rows, [-1]))
+        everyone = self._everyone.of_size(number)
+        whole = self._gather(flat[None], everyone, rank)[:, : tf.size(rows)]
+        count = self.replicas * tf.shape(rows)[:1]
+        return tf.reshape(whole, tf.concat([count, tf.shape(rows)[1:]], axis=0))
+
+    def _two_level_sum(
+        self, flat: tf.Tensor, rank: int, number: tf.Tensor | None
+    ) -> tf.Tensor:
         """Reduce-scatter within the host, all-reduce across, all-gather within."""
-        within = self._within[self.topology.host_of(rank)]
-        across = self._across[self.topology.local_rank_of(rank)]
+        # What is filled up for all devices of a host is alike where `flat` is.
+        within = self._within[self.topology.host_of(rank)].of_size(number)
+        across = self._across[self.topology.local_rank_of(rank)].of_size(number)
         # A Python number where it is known, so that the parts' shapes are too.
         elements = flat.shape.num_elements()
         if elements is None:
@@ -302,8 +339,12 @@ class TensorFlowEngine(Engine):
         number = self._launches[group.key].next(rank)
         # TensorFlow's is not negative; those that have a name are.
         launch = 2 * number if number >= 0 else -2 * number - 1
-        group_key, instance_key = group.key, launch
-        if tensor.shape.num_elements() is None:
+        group_key = group.key
+        first_key = launch * KEYS_OF_LAUNCH
+        instance_key: int | tf.Tensor = first_key + KNOWN_SIZE
+        if group.size_number is not None:
+            instance_key = first_key + group.size_number
+        elif tensor.shape.num_elements() is None:
             group_key = self._groups_by_launch.setdefault(
                 (group.key, launch), next_group_key()
             )
