@@ -1,0 +1,71 @@
+"""One of two workers whose gradients go as over NCCL, by TensorFlow's ring.
+
+`python -m tests.support.nccl_hosts [WIRE_DTYPE]`
+"""
+
+import sys
+
+import keras
+import numpy as np
+
+import tfdp
+from tfdp.exchange import two_level_collectives
+from tfdp.strategies import host_engines
+
+ROWS, FEATURES, UNITS = 20, 6, 16
+
+
+class AsOverNccl(two_level_collectives.TensorFlowAcrossHostsEngine):
+    """All replicas of all hosts are one group, and launch in one order."""
+
+    def __init__(self, devices, link, hint, wire_dtype=None):
+        super().__init__(devices, link, "nccl", wire_dtype)
+        self._hint = "ring"
+
+
+def build():
+    layers = [keras.layers.Dense(UNITS, activation="tanh") for _ in range(5)]
+    model = keras.Sequential([keras.Input((FEATURES,)), *layers, keras.layers.Dense(1)])
+    model.compile(keras.optimizers.SGD(0.05, momentum=0.9), "mse")
+    return model
+
+
+def trained(build):
+    random = np.random.default_rng(3)
+    x = random.normal(size=(ROWS, FEATURES)).astype("float32")
+    y = random.normal(size=(ROWS, 1)).astype("float32")
+    keras.utils.set_random_seed(6)
+    model = build()
+    # The last batch is short, on both hosts and in both replicas of each.
+    model.fit(x, y, batch_size=12, epochs=10, shuffle=False, verbose=0)
+    return model.get_weights()
+
+
+def main(wire_dtype=None):
+    two_level_collectives.SMALLEST_BYTES = 0
+    host_engines.TensorFlowAcrossHostsEngine = AsOverNccl
+    strategy = tfdp.MultiHostDataParallelStrategy(
+        communication=tfdp.Communication(
+            engine="tensorflow",
+            wire_dtype=wire_dtype,
+            bucket_bytes=1100,
+            first_bucket_bytes=300,
+            timeout_seconds=120,
+        )
+    )
+
+    def build_within():
+        with strategy.scope():
+            return build()
+
+    own = trained(build_within)
+    print("launches", len(strategy.extended.reducer.engine._keys._keys))
+    strategy.close()
+    expected = trained(build)
+    print(
+        "off by", max(np.abs(a - b).max() for a, b in zip(own, expected, strict=True))
+    )
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
