@@ -117,7 +117,7 @@ class TensorFlowEngine(Engine):
             flat = self._to_sum(tf.reshape(wire, [-1]))
             elements, number = flat.shape.num_elements(), None
             if elements is None:
-                elements = tf.size(flat)
+                flat, elements = self._of_one_size(flat, rank)
                 flat, number = self._filled_up(flat)
             if self.topology.is_two_level:
                 total = self._two_level_sum(flat, rank, number)
@@ -229,6 +229,20 @@ class TensorFlowEngine(Engine):
         if not self._over_nccl:
             return tensor
         return tf.cast(tensor, nccl_sum_dtype(tensor.dtype))
+
+    def _of_one_size(self, flat: tf.Tensor, rank: int) -> tuple[tf.Tensor, tf.Tensor]:
+        """`flat`, and its size, which is that on all replicas.
+
+        Those that come with another one would wait for others of their size for ever:
+        they end in the error of a slice, and so do all.
+        """
+        own = tf.size(flat)
+        sizes = self._gather(own[None], self._everyone, rank)
+        least, most = tf.reduce_min(sizes), tf.reduce_max(sizes)
+        with tf.name_scope("all_reduce_of_unlike_sizes"):
+            wanted = tf.where(tf.equal(least, most), own, own + 1)
+            # Not a reshape, which the graph optimizer would take out.
+            return tf.slice(flat, [0], wanted[None]), own
 
     def _filled_up(self, flat: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor | None]:
         """`flat`, whose size is unknown, as it is sent; the number of its round size.

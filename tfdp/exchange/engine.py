@@ -78,6 +78,10 @@ class Engine(abc.ABC):
         self._call_numbers.begin_run()
         self.traffic.begin()
 
+    def end_run(self) -> None:
+        """Ends it, in the same graph: all replicas are traced."""
+        return
+
     def sent_bytes(self, rank: int) -> int | None:
         """What a replica sends to others in one run of the step that was traced last.
 

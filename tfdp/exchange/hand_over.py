@@ -42,11 +42,28 @@ class HandOver:
         self._tokens = [names.make_token(device) for device in self.devices]
         self._touched: dict[tuple[int, int], tf.Graph] = {}
         self._run_graph: tf.Graph | None = None
+        self._run_token = names.make_token(self.devices[0])
+        self._received: list[tf.Operation] = []
 
     def begin_run(self, run_graph: tf.Graph) -> None:
         """Before the replicas of one `strategy.run` are traced, within `run_graph`."""
         self._run_graph = run_graph
-        self._touched = {}
+        self._touched, self._received = {}, []
+
+    def end_run(self, *, is_apart: bool = True) -> None:
+        """When the replicas are traced: functions with this run come after each other.
+
+        One that is called twice in a step has each name of a hand-over twice, and what
+        one call sends would reach the other. A resource that the function writes to,
+        when all is received, lets TensorFlow order the calls.
+
+        Args:
+          is_apart: whether a run in which nothing is received needs no order.
+        """
+        if (is_apart and not self._received) or names.in_compiled_function():
+            return
+        with tf.device(self.devices[0]), tf.control_dependencies(self._received):
+            tf.raw_ops.AssignVariableOp(resource=self._run_token.handle, value=0.0)
 
     def sum_at(
         self,
@@ -300,6 +317,8 @@ class HandOver:
                 recv_device=self.devices[target],
                 client_terminated=False,
             )
+            if tf.compat.v1.get_default_graph() is self._run_graph:
+                self._received.append(tensor.op)
             shape = like.shape
             if partly and shape.rank is not None:
                 shape = tf.TensorShape([None]).concatenate(shape[1:])

@@ -55,6 +55,9 @@ class InProcessEngine(Engine):
         # Each trace begins anew, so that two traces of one step choose alike.
         self._root_of_call, self._at_once = {}, {}
 
+    def end_run(self) -> None:
+        self._hand.end_run()
+
     def all_reduce(self, tensor: tf.Tensor, rank: int) -> tf.Tensor:
         check_summable(tensor.dtype)
         call = self.next_call_number(rank, "sum", [tensor])

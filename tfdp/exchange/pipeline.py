@@ -62,6 +62,10 @@ class GradientPipeline:
         """Called before the replicas of one `strategy.run` are traced."""
         self.engine.begin_run()
 
+    def end_run(self) -> None:
+        """Called when they are traced."""
+        self.engine.end_run()
+
     def broadcast(self, value: tf.Tensor, rank: int) -> tf.Tensor:
         """Replica 0's `value` on every replica, in replica context."""
         if self.engine.replicas == 1:

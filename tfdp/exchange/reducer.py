@@ -43,6 +43,9 @@ class Reducer(Protocol):
     def begin_run(self) -> None:
         """Called before the replicas of one `strategy.run` are traced."""
 
+    def end_run(self) -> None:
+        """Called when they are traced."""
+
     @property
     def run_graph(self) -> tf.Graph | None:
         """The graph of the replica function that is being built."""

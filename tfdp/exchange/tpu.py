@@ -105,6 +105,9 @@ class CrossReplicaReducer:
     def begin_run(self) -> None:
         """Called before the replicas of one `strategy.run` are traced: nothing."""
 
+    def end_run(self) -> None:
+        """Called when they are traced: nothing."""
+
     def sum_gradients(
         self,
         gradients: Sequence[Any],

@@ -68,6 +68,11 @@ class AcrossHostsEngine(Engine):
         self.within.begin_run()
         self._hand.begin_run(tf.compat.v1.get_default_graph())
 
+    def end_run(self) -> None:
+        self.within.end_run()
+        # Calls of the link have no names: hosts meet in their order.
+        self._hand.end_run(is_apart=False)
+
     def sent_between_hosts(self) -> int | None:
         return self.link.sent_bytes()
 
@@ -122,7 +127,7 @@ class AcrossHostsEngine(Engine):
         label: str,
         wire_dtype: str | None,
     ) -> list[tf.Tensor]:
-        call = self.next_call_number(rank)
+        call = self.next_call_number(rank, "sum", tensors)
         totals = self.totals_at_leader(tensors, rank, call, label, wire_dtype)
         return self._shared(totals, rank, call)
 
@@ -149,7 +154,7 @@ class AcrossHostsEngine(Engine):
     ) -> list[tf.Tensor]:
         # Shards are those of the replicas of one host, so every host needs the whole
         # sum; only its way down within the host is shorter.
-        call = self.next_call_number(rank)
+        call = self.next_call_number(rank, "reduce-scatter", tensors)
         # What is scattered are gradients.
         totals = self.totals_at_leader(tensors, rank, call, label, self.wire_dtype)
         return [

@@ -152,7 +152,7 @@ class TensorFlowAcrossHostsEngine(AcrossHostsEngine):
         # NCCL knows both levels itself; on CPUs the replicas of a host sum first.
         if not self._over_nccl or not _are_large(tensors):
             return super().sum_everywhere(tensors, rank, label, wire_dtype)
-        self.next_call_number(rank)
+        self.next_call_number(rank, "sum", tensors)
         with tf.device(self.devices[rank]):
             packed = pack(tensors)
             [total] = self._sums([packed], rank, label, wire_dtype)

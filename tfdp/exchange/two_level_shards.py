@@ -51,7 +51,7 @@ class ShardsAcrossHostsEngine(AcrossHostsEngine):
         rank: int,
         label: str,
     ) -> list[tf.Tensor]:
-        call = self.next_call_number(rank)
+        call = self.next_call_number(rank, "reduce-scatter", tensors)
         sums = self.sums_at_leader(tensors, rank, call)
         own: Sequence[tf.Tensor | None] = [None] * len(sums)
         if rank == LEADER:

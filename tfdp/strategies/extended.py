@@ -121,7 +121,10 @@ class DataParallelExtended(ReplicaExtended, MirroredExtended):
             self.first_draw if self._draws_per_replica else None
         ) as draw_as:
             fn = with_global_seed(fn, draw_as)
-            return super()._call_for_each_replica(fn, args, kwargs)
+            result = super()._call_for_each_replica(fn, args, kwargs)
+        if not tf.executing_eagerly():
+            self.reducer.end_run()
+        return result
 
     def _replica_ctx_all_reduce(
         self, reduce_op: Any, value: Any, options: Any = None

@@ -85,6 +85,7 @@ class HierarchicalAllReduce(tf.distribute.ReductionToOneDevice):
             with tf.device(device):
                 mine = [value.values[rank] for value, _ in value_destination_pairs]
                 by_rank.append(pipeline.all_reduce(mine, rank, mean=mean))
+        pipeline.end_run()
         return [regroup_mirrored(parts) for parts in zip(*by_rank, strict=True)]
 
     def pipeline(self, devices: tuple[str, ...]) -> GradientPipeline:

@@ -335,7 +335,7 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
         ):
             for clause in sorted(clauses):
                 message = f"In a step of model {model.name!r} {clause}."
-                warnings.warn(message, category, stacklevel=3)
+                warnings.warn(message, category, stacklevel=4)
         why = why_loss_seems_local(model, step, run)
         if why is None:
             return
@@ -347,7 +347,7 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
             "of tfdp.losses.local_mean(loss); if it is a sum, or already divided by "
             "the global batch, say so with tfdp.losses.local_sum(loss).",
             LocalMeanWarning,
-            stacklevel=3,
+            stacklevel=4,
         )
 
     def _sum_scalar(self, value: tf.Tensor, rank: Any) -> tf.Tensor:
