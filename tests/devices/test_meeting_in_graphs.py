@@ -1,4 +1,4 @@
-"""A `tf.function` with a `strategy.run` in it, called several times in one step."""
+"""Replicas that meet in graphs: calls of one function, and sums of unlike sizes."""
 
 import numpy as np
 import pytest
