@@ -109,6 +109,7 @@ __all__ = [
     "make_note",
     "make_token",
     "note_in_graph",
+    "outermost_function_graph",
     "operations_of",
     "own_copy",
     "put_global_seed",
@@ -302,6 +303,12 @@ def graphs_inside(outer: Any) -> list[Any]:
         graphs.append(graph)
         graph = getattr(graph, "outer_graph", None)
     return graphs
+
+
+def outermost_function_graph() -> Any:
+    """The outermost graph of a function that is being built; None: there is none."""
+    graphs = [graph for graph in graphs_inside(None) if hasattr(graph, "outer_graph")]
+    return graphs[-1] if graphs else None
 
 
 def is_loop_graph(graph: Any) -> bool:

@@ -18,7 +18,9 @@ the size.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -113,6 +115,7 @@ class TensorFlowAcrossHostsEngine(AcrossHostsEngine):
         # The place in the trace names a collective: replicas trace the same ones, in
         # the same order, though each on its own.
         self._places = [0] * len(self.devices)
+        self._step: Callable[[], Any] = lambda: None
         self._keys = CollectiveKeys()
         self._sent_bytes = 0
         # Collectives know no deadline that says who is missing, and an abort is for
@@ -130,7 +133,12 @@ class TensorFlowAcrossHostsEngine(AcrossHostsEngine):
 
     def begin_run(self) -> None:
         super().begin_run()
-        self._places = [0] * len(self.devices)
+        # A step may hold several runs, in graphs of its own: places go on within it.
+        # From step to step they do not, because hosts may trace another number of them.
+        before, step = self._step(), names.outermost_function_graph()
+        least = max(self._places) if step is not None and step is before else 0
+        self._places = [least] * len(self.devices)
+        self._step = (lambda: None) if step is None else weakref.ref(step)
 
     def sent_between_hosts(self) -> int | None:
         # NCCL chooses its own way over all GPUs, and does not tell.

@@ -1,0 +1,54 @@
+"""One of two workers that add several times in one step, in several runs.
+
+`python -m tests.support.runs_in_a_step ENGINE`: runs side by side in one function, and
+a function with a run in it that is called several times.
+"""
+
+import sys
+
+import numpy as np
+import tensorflow as tf
+
+import tfdp
+
+RUNS, TURNS, ELEMENTS = 3, 30, 20_000
+
+
+def main(engine):
+    strategy = tfdp.MultiHostDataParallelStrategy(
+        communication=tfdp.Communication(engine=engine, timeout_seconds=120)
+    )
+
+    def total(x):
+        context = tf.distribute.get_replica_context()
+        return context.all_reduce("sum", x * tf.ones([ELEMENTS]))[:2]
+
+    def run(x):
+        return strategy.experimental_local_results(strategy.run(total, (x,)))
+
+    called = tf.function(run)
+    ways = {
+        "side by side": tf.function(lambda given: [run(x) for x in given]),
+        "called": tf.function(lambda given: [called(x) for x in given]),
+    }
+    given = [
+        strategy.experimental_distribute_values_from_function(
+            lambda context, scale=scale: tf.constant(
+                scale * 10.0**context.replica_id_in_sync_group
+            )
+        )
+        for scale in range(1, RUNS + 1)
+    ]
+    of_one = sum(10.0**rank for rank in range(strategy.num_replicas_in_sync))
+    for name, step in ways.items():
+        wrong = 0
+        for _ in range(TURNS):
+            found = np.array(step(given))  # [run, replica, 2]
+            wanted = of_one * np.arange(1, RUNS + 1)[:, None, None]
+            wrong += not np.array_equal(found, np.broadcast_to(wanted, found.shape))
+        print(f"{name}: {wrong} of {TURNS} wrong", flush=True)
+    strategy.close()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
