@@ -69,6 +69,7 @@ def test_nothing_is_left_when_who_asked_ends(tmp_path, number):
     told = tmp_path / "told"
     asks = (
         "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "signal.signal(signal.SIGHUP, signal.SIG_DFL)\n"  # the tests may have nohup
         "from tfdp.bench.python_process import run_python\n"
         f"run_python(['-c', {WITH_A_CHILD!r}, {str(told)!r}], 600)"
     )
@@ -86,10 +87,12 @@ def test_signals_that_somebody_hears_stay_theirs():
         pass
 
     before = signal.signal(signal.SIGTERM, mine)
+    hangup = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored under nohup
     try:
         with ended_together():
             assert signal.getsignal(signal.SIGTERM) is mine
             assert signal.getsignal(signal.SIGHUP) is not signal.SIG_DFL
     finally:
         signal.signal(signal.SIGTERM, before)
-    assert signal.getsignal(signal.SIGHUP) is signal.SIG_DFL
+        after = signal.signal(signal.SIGHUP, hangup)
+    assert after is signal.SIG_DFL
