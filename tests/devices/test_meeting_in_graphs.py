@@ -40,16 +40,37 @@ def test_calls_do_not_meet_each_other(engine, replicas):
         assert np.array(outer(given)).tolist() == wanted
 
 
-def test_sums_of_unlike_sizes_end_in_an_error():
-    """Of a size that is known only while the step runs; they waited for ever."""
-    strategy = make_strategy(2, engine="tensorflow")
+@pytest.mark.parametrize("engine", ["in_process", "tensorflow"])
+@pytest.mark.parametrize("rows", [(2, 3), (2, 1), (1, 3)], ids=str)
+def test_sums_of_unlike_sizes_end_in_an_error(rows, engine):
+    """Of sizes that only the running step knows: one row would be added to each of the
+    others', and with collectives replicas waited for ever."""
+    strategy = make_strategy(2, engine=engine)
     parts = strategy.experimental_distribute_values_from_function(
-        lambda context: tf.ones([2 + context.replica_id_in_sync_group])
+        lambda context: tf.ones([rows[context.replica_id_in_sync_group]])
     )
 
     def total(x):
         kept = tf.boolean_mask(x, tf.ones_like(x, dtype=tf.bool))
         return tf.distribute.get_replica_context().all_reduce("sum", kept)
 
-    with pytest.raises(tf.errors.InvalidArgumentError, match="unlike_sizes"):
+    with pytest.raises(tf.errors.InvalidArgumentError, match="size"):
         tf.function(lambda: strategy.run(total, (parts,)))()
+
+
+@pytest.mark.parametrize("engine", ["in_process", "tensorflow"])
+def test_sums_of_a_size_that_only_the_step_knows(engine):
+    strategy = make_strategy(3, engine=engine)
+    parts = strategy.experimental_distribute_values_from_function(
+        lambda context: (
+            tf.constant([1.0, 2.0, 3.0]) * 10.0**context.replica_id_in_sync_group
+        )
+    )
+
+    def total(x):
+        context = tf.distribute.get_replica_context()
+        return context.all_reduce("sum", tf.boolean_mask(x, x < 1e6))
+
+    found = tf.function(lambda: strategy.run(total, (parts,)))()
+    for own in strategy.experimental_local_results(found):
+        np.testing.assert_array_equal(own, [111.0, 222.0, 333.0])

@@ -358,9 +358,17 @@ def sum_in_order(parts: Sequence[tf.Tensor]) -> tf.Tensor:
 
     The graph optimizer would make an AddN of this chain, too; it leaves alone what
     waits for something that is not its input.
+
+    Of sizes that only the running step knows AddN adds two, which has one order: it
+    refuses unlike ones, where an addition would repeat the one row of a replica.
     """
     total = parts[0]
+    add = tf.add if total.shape.is_fully_defined() else _add_alike
     for place, part in enumerate(parts[1:], start=1):
         with tf.control_dependencies(parts[place + 1 : place + 2]):
-            total = tf.add(total, part)
+            total = add(total, part)
     return total
+
+
+def _add_alike(first: tf.Tensor, second: tf.Tensor) -> tf.Tensor:
+    return tf.raw_ops.AddN(inputs=[first, second])
