@@ -96,3 +96,36 @@ def test_a_decorated_train_step_trains_and_reports_as_one_device(run_eagerly, re
     for name, values in expected.items():
         # A replica's share of the loss is a third or a half of it.
         np.testing.assert_allclose(history[name], values, rtol=1e-5)
+
+
+def weighted_loop(strategy):
+    """Weights after three steps on batches of five rows with a weighted loss."""
+    with strategy.scope():
+        keras.utils.set_random_seed(1)
+        model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(2)])
+        optimizer = keras.optimizers.SGD(0.1)
+        optimizer.build(model.trainable_variables)
+        loss_of = keras.losses.MeanSquaredError(reduction="mean_with_sample_weight")
+
+    def step(x, y, weights):
+        with tf.GradientTape() as tape:
+            loss = loss_of(y, model(x), sample_weight=weights)
+        variables = model.trainable_variables
+        optimizer.apply(tape.gradient(loss, variables), variables)
+
+    run = tf.function(lambda batch: strategy.run(step, args=batch))
+    data = X[:15], Y[:15], np.arange(1, 16, dtype="float32")
+    dataset = tf.data.Dataset.from_tensor_slices(data).batch(5)
+    for batch in strategy.experimental_distribute_dataset(dataset):
+        run(batch)
+    return [weight.numpy() for weight in model.weights]
+
+
+@pytest.mark.parametrize("replicas", [3, 4])
+def test_a_loop_in_which_a_replica_has_no_row_is_one_devices(replicas):
+    """Keras takes no mean of rows that are known to be none, where others exchange."""
+    found = weighted_loop(make_strategy(replicas))
+    one = weighted_loop(tf.distribute.get_strategy())
+    for mine, theirs in zip(found, one, strict=True):
+        # Three updates of 0.1 times gradients below 5.
+        np.testing.assert_allclose(mine, theirs, rtol=0, atol=2e-6)

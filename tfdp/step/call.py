@@ -128,6 +128,9 @@ class StepCall:
             )
             self.args, self.kwargs = arguments
             self._has_own_shapes = True
+        elif any(isinstance(count, int) and not count for count in run.counts or ()):
+            # Where it is known that there are none, Keras does less than elsewhere.
+            self._has_own_shapes = True
         return run
 
     def make_shapes_alike(self) -> None:
