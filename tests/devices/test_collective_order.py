@@ -9,6 +9,7 @@ import pytest
 import tensorflow as tf
 
 import tfdp
+from tests.support.over_nccl import step_of
 from tfdp.exchange.collective_order import rearranged
 from tfdp.exchange.collectives import TensorFlowEngine
 from tfdp.plan.topology import Topology
@@ -37,18 +38,10 @@ def trained(strategy=None, steps_of=12):
     inputs = random.normal(size=(24, 8)).astype("float32")
     targets = random.normal(size=(24, 3)).astype("float32")
     keras.utils.set_random_seed(1)
-
-    def build():
+    with (strategy or tf.distribute.get_strategy()).scope():
         layers = [keras.Input((8,)), *map(keras.layers.Dense, (64, 30, 3))]
         model = keras.Sequential(layers)
         model.compile(keras.optimizers.SGD(0.01, momentum=0.9), "mse")
-        return model
-
-    if strategy is None:
-        model = build()
-    else:
-        with strategy.scope():
-            model = build()
     model.fit(inputs, targets, batch_size=steps_of, epochs=2, shuffle=False, verbose=0)
     return model.get_weights()
 
@@ -78,12 +71,7 @@ def exchange(devices, replica, hierarchy=None):
     engine = TensorFlowEngine(
         devices, Topology(*(hierarchy or (1, count))), hint="ring"
     )
-
-    @tf.function(autograph=False)
-    def step():
-        engine.begin_run()
-        return [replica(engine, rank) for rank in range(count)]
-
+    step = step_of(engine, replica)
     return [one.numpy() for one in step()], step.get_concrete_function().graph
 
 

@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 from tests.support.conformance_fits import rows
-from tests.support.parity import make_strategy, train
+from tests.support.parity import copies, make_strategy, train
 from tfdp.errors import ConfigurationError, LocalStateWarning
 
 ops = keras.ops
@@ -56,8 +56,7 @@ def stored(strategy, update, options):
     model, _ = train(
         strategy, build, data=(data["x"], data["y"]), batch_size=7, epochs=1
     )
-    copies = model.layers[0].stored.value
-    return [copy.numpy() for copy in getattr(copies, "values", [copies])]
+    return copies(model.layers[0].stored)
 
 
 @pytest.mark.parametrize(

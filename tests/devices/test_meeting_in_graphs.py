@@ -5,15 +5,10 @@ import pytest
 import tensorflow as tf
 
 from tests.support.parity import make_strategy
+from tests.support.replica_steps import distribute
 
 CALLS = 4
 TURNS = 150
-
-
-def parts_of(strategy, scale):
-    return strategy.experimental_distribute_values_from_function(
-        lambda context: tf.constant(scale * 10.0**context.replica_id_in_sync_group)
-    )
 
 
 @pytest.mark.parametrize("replicas", [2, 3])
@@ -33,8 +28,12 @@ def test_calls_do_not_meet_each_other(engine, replicas):
     def outer(values):
         return [inner(value) for value in values]
 
-    given = [parts_of(strategy, scale) for scale in range(1, CALLS + 1)]
-    of_one = sum(10.0**rank for rank in range(replicas))
+    of_each = [10.0**rank for rank in range(replicas)]
+    given = [
+        distribute(strategy, [scale * own for own in of_each])
+        for scale in range(1, CALLS + 1)
+    ]
+    of_one = sum(of_each)
     wanted = [[scale * of_one] * replicas for scale in range(1, CALLS + 1)]
     for _ in range(TURNS):
         assert np.array(outer(given)).tolist() == wanted
@@ -46,9 +45,7 @@ def test_sums_of_unlike_sizes_end_in_an_error(rows, engine):
     """Of sizes that only the running step knows: one row would be added to each of the
     others', and with collectives replicas waited for ever."""
     strategy = make_strategy(2, engine=engine)
-    parts = strategy.experimental_distribute_values_from_function(
-        lambda context: tf.ones([rows[context.replica_id_in_sync_group]])
-    )
+    parts = distribute(strategy, [tf.ones([count]) for count in rows])
 
     def total(x):
         kept = tf.boolean_mask(x, tf.ones_like(x, dtype=tf.bool))
@@ -61,11 +58,8 @@ def test_sums_of_unlike_sizes_end_in_an_error(rows, engine):
 @pytest.mark.parametrize("engine", ["in_process", "tensorflow"])
 def test_sums_of_a_size_that_only_the_step_knows(engine):
     strategy = make_strategy(3, engine=engine)
-    parts = strategy.experimental_distribute_values_from_function(
-        lambda context: (
-            tf.constant([1.0, 2.0, 3.0]) * 10.0**context.replica_id_in_sync_group
-        )
-    )
+    of_each = [[scale, 2 * scale, 3 * scale] for scale in (1.0, 10.0, 100.0)]
+    parts = distribute(strategy, of_each)
 
     def total(x):
         context = tf.distribute.get_replica_context()

@@ -6,7 +6,7 @@ import pytest
 import tensorflow as tf
 
 import tfdp
-from tests.support.parity import classification_data, make_strategy
+from tests.support.parity import classification_data, copies, make_strategy
 from tfdp.data.split import in_parts, parts
 from tfdp.errors import DataError
 
@@ -227,11 +227,6 @@ def from_generator(batches):
         lambda part: tf.TensorSpec([None, *part.shape[1:]], part.dtype), batches[0]
     )
     return tf.data.Dataset.from_generator(lambda: iter(batches), output_signature=spec)
-
-
-def copies(variable):
-    value = variable.value if isinstance(variable, keras.Variable) else variable
-    return [copy.numpy() for copy in getattr(value, "values", [value])]
 
 
 @pytest.mark.parametrize("pad_batches", [False, 8])

@@ -271,20 +271,12 @@ def fitted(strategy=None):
     words = random.integers(0, 2000, size=(26, 4))
     targets = random.normal(size=(26, 1)).astype("float32")
     keras.utils.set_random_seed(2)
-
-    def build():
+    with (strategy or tf.distribute.get_strategy()).scope():
         given = keras.Input((4,), dtype="int32")
         tables = [keras.layers.Embedding(2000, width)(given) for width in (6, 3)]
         merged = keras.layers.Flatten()(keras.layers.Concatenate()(tables))
         model = keras.Model(given, keras.layers.Dense(1)(merged))
         model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse")
-        return model
-
-    if strategy is None:
-        model = build()
-    else:
-        with strategy.scope():
-            model = build()
     model.fit(words, targets, batch_size=8, epochs=2, shuffle=False, verbose=0)
     return model.get_weights()
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.support.parity import loss_and_gradients, make_strategy
+from tests.support.parity import copies, loss_and_gradients, make_strategy
 from tfdp.errors import LocalStateWarning
 
 RNG = np.random.default_rng(0)
@@ -128,7 +128,7 @@ def test_moving_statistics_beside_it_are_those_of_each_batch(rows, replicas):
             model.compile("sgd", "mse", jit_compile=False)
         x = np.arange(rows)[:, None] / rows * np.ones(6)
         model.fit(x, x[:, :3], batch_size=12, shuffle=False, verbose=0)
-        return [copy.numpy() for copy in copies_of(model.mean)]
+        return copies(model.mean)
 
     found, [one] = (
         mean_of(make_strategy(replicas)),
@@ -137,7 +137,3 @@ def test_moving_statistics_beside_it_are_those_of_each_batch(rows, replicas):
     for copy in found:
         # Three or four means of at most 12 numbers below 1.
         np.testing.assert_allclose(copy, one, rtol=0, atol=1e-6)
-
-
-def copies_of(variable):
-    return getattr(variable.value, "values", [variable.value])

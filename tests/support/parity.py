@@ -103,6 +103,12 @@ def train(
     return model, history.history
 
 
+def copies(variable):
+    """What each replica holds of `variable`; of one device the one that there is."""
+    value = variable.value if isinstance(variable, keras.Variable) else variable
+    return [copy.numpy() for copy in getattr(value, "values", [value])]
+
+
 def largest_difference(a, b):
     """The largest difference between the weights of two models."""
     return largest_distance(*([w.numpy() for w in m.weights] for m in (a, b)))

@@ -10,6 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 import tfdp
+from tests.support.replica_steps import distribute
 
 RUNS, TURNS, ELEMENTS = 3, 30, 20_000
 
@@ -31,15 +32,12 @@ def main(engine):
         "side by side": tf.function(lambda given: [run(x) for x in given]),
         "called": tf.function(lambda given: [called(x) for x in given]),
     }
+    of_each = [10.0**rank for rank in range(strategy.num_replicas_in_sync)]
     given = [
-        strategy.experimental_distribute_values_from_function(
-            lambda context, scale=scale: tf.constant(
-                scale * 10.0**context.replica_id_in_sync_group
-            )
-        )
+        distribute(strategy, [scale * own for own in of_each])
         for scale in range(1, RUNS + 1)
     ]
-    of_one = sum(10.0**rank for rank in range(strategy.num_replicas_in_sync))
+    of_one = sum(of_each)
     for name, step in ways.items():
         wrong = 0
         for _ in range(TURNS):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, TypeVar
 
 import tensorflow as tf
 
@@ -10,10 +11,13 @@ __all__ = [
     "CALLS",
     "IS_CALL",
     "called_graph",
+    "given_to",
     "is_compiled_by_xla",
     "is_resource",
     "only_called",
 ]
+
+T = TypeVar("T")
 
 # Set on a conditional that stands for a plain call.
 IS_CALL = "_tfdp_is_call"
@@ -42,6 +46,14 @@ def only_called(op: tf.Operation) -> Any:
     if op.type == "If" and IS_CALL in op.node_def.attr:
         return called_graph(op, "then_branch")
     return None
+
+
+def given_to(inner: Any, inputs: Sequence[T]) -> Sequence[T]:
+    """Those of `inputs`, one for each of a call's, that the function of `inner` gets.
+
+    Of a conditional the first one is its condition.
+    """
+    return inputs[len(inputs) - len(inner.inputs) :]
 
 
 def is_compiled_by_xla(op: tf.Operation) -> bool:

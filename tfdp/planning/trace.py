@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from tfdp._private.step_ops import (
     called_graph,
+    given_to,
     is_compiled_by_xla,
     is_resource,
     only_called,
@@ -187,16 +188,17 @@ class _Reader:
         if is_compiled_by_xla(op):
             self.notes[COMPILED] += 1
         first = len(self.ops)
-        # Of a conditional the first input is its condition.
-        skipped = len(inputs) - len(inner.inputs)
         given = {
             parameter.op.name: place
-            for parameter, place in zip(inner.inputs, inputs[skipped:], strict=True)
+            for parameter, place in zip(
+                inner.inputs, given_to(inner, inputs), strict=True
+            )
         }
-        read = op.inputs[skipped:]
         inner_handles = {
             parameter.op.name: handles[tensor.op.name]
-            for parameter, tensor in zip(inner.inputs, read, strict=True)
+            for parameter, tensor in zip(
+                inner.inputs, given_to(inner, op.inputs), strict=True
+            )
             if tensor.op.name in handles
         }
         outside = self._device, self._caller

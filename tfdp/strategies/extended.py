@@ -129,17 +129,7 @@ class DataParallelExtended(ReplicaExtended, MirroredExtended):
     def _replica_ctx_all_reduce(
         self, reduce_op: Any, value: Any, options: Any = None
     ) -> Any:
-        run, rank = self.current_run, current_rank()
-        refuse_sum_of_shards(run, rank, value)
-        if reduce_op == tf.distribute.ReduceOp.SUM:
-            value = tf.nest.map_structure(
-                lambda part: (
-                    part
-                    if is_made_of_shards(run, rank, part)
-                    else run.parts_to_sum(rank, part)
-                ),
-                value,
-            )
+        value = _to_reduce(self.current_run, current_rank(), reduce_op, value)
         if tf.executing_eagerly():
             return super()._replica_ctx_all_reduce(reduce_op, value, options)
         refuse_in_local_run(self.current_run)
@@ -150,12 +140,8 @@ class DataParallelExtended(ReplicaExtended, MirroredExtended):
     ) -> Any:
         # Eager replicas come here, and not to `_replica_ctx_all_reduce`.
         if tf.executing_eagerly():
-            for value, _ in value_destination_pairs:
-                for rank, part in enumerate(getattr(value, "values", ())):
-                    refuse_sum_of_shards(self.current_run, rank, part)
-        if tf.executing_eagerly() and reduce_op == tf.distribute.ReduceOp.SUM:
             value_destination_pairs = [
-                (_own_parts(value, self.current_run), destinations)
+                (_parts_to_reduce(self.current_run, reduce_op, value), destinations)
                 for value, destinations in value_destination_pairs
             ]
         return super().batch_reduce_to(reduce_op, value_destination_pairs, options)
@@ -185,9 +171,22 @@ class DataParallelExtended(ReplicaExtended, MirroredExtended):
         return value
 
 
-def _own_parts(value: Any, run: ReplicaRun) -> Any:
-    """The replicas' `value`, without what was computed of borrowed rows."""
+def _to_reduce(run: ReplicaRun, rank: Any, reduce_op: Any, value: Any) -> Any:
+    """What a replica brings to a reduction of the program: of own rows alone."""
+    refuse_sum_of_shards(run, rank, value)
+    if reduce_op != tf.distribute.ReduceOp.SUM:
+        return value
+    return tf.nest.map_structure(
+        lambda part: (
+            part if is_made_of_shards(run, rank, part) else run.parts_to_sum(rank, part)
+        ),
+        value,
+    )
+
+
+def _parts_to_reduce(run: ReplicaRun, reduce_op: Any, value: Any) -> Any:
+    """`_to_reduce` of each replica's part of `value`."""
     if not isinstance(value, PerReplica):
         return value
     parts = enumerate(value.values)
-    return PerReplica([run.parts_to_sum(rank, part) for rank, part in parts])
+    return PerReplica([_to_reduce(run, rank, reduce_op, part) for rank, part in parts])

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdp._private.step_ops import only_called
+from tfdp._private.step_ops import given_to, only_called
 from tfdp.tracing.replica_invariance import outermost
 
 __all__ = ["LossShares", "Standing", "ancestors", "goes_into", "key_of"]
@@ -135,17 +135,14 @@ class LossShares:
             seen.add(key_of(tensor))
             op, inputs = tensor.op, list(tensor.op.inputs)
             called = only_called(op)
-            if (
-                called is not None
-                and key_of(called.outputs[tensor.value_index]) in seen
-            ):
-                called = None
+            inner = None if called is None else called.outputs[tensor.value_index]
             if key_of(tensor) in given:
                 todo.append(given[key_of(tensor)])
-            elif called is not None:
-                # Once: of another call of the same function the arguments are others.
-                given.update(zip(map(key_of, called.inputs), inputs, strict=True))
-                todo.append(called.outputs[tensor.value_index])
+            # Once: of another call of the same function the arguments are others.
+            elif inner is not None and key_of(inner) not in seen:
+                arguments = given_to(called, inputs)
+                given.update(zip(map(key_of, called.inputs), arguments, strict=True))
+                todo.append(inner)
             elif op.type == "Const":
                 if np.any(tf.get_static_value(tensor)):
                     yield Standing.CONSTANT
