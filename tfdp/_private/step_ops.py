@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
 import tensorflow as tf
@@ -12,6 +12,7 @@ __all__ = [
     "IS_CALL",
     "called_graph",
     "given_to",
+    "graphs_called",
     "is_compiled_by_xla",
     "is_resource",
     "only_called",
@@ -22,12 +23,31 @@ T = TypeVar("T")
 # Set on a conditional that stands for a plain call.
 IS_CALL = "_tfdp_is_call"
 CALLS = ("PartitionedCall", "StatefulPartitionedCall")
+# By the type of an operation: the attributes that name the functions it may call.
+CALLED_BY = {
+    **dict.fromkeys(CALLS, ("f",)),
+    **dict.fromkeys(("If", "StatelessIf"), ("then_branch", "else_branch")),
+    **dict.fromkeys(("While", "StatelessWhile"), ("cond", "body")),
+    **dict.fromkeys(("Case", "StatelessCase"), ("branches",)),
+}
 
 
 def called_graph(op: tf.Operation, attribute: str) -> Any:
     """The graph of the function that an op's `attribute` names; None: it has none."""
-    name = op.get_attr(attribute).name
-    graph = op.graph
+    return _graph_named(op.get_attr(attribute).name, op.graph)
+
+
+def graphs_called(op: tf.Operation) -> Iterator[Any]:
+    """The graphs of all functions that `op` may call, as far as they are known."""
+    for attribute in CALLED_BY.get(op.type, ()):
+        value = op.get_attr(attribute)
+        for function in value if isinstance(value, list) else [value]:
+            graph = _graph_named(function.name, op.graph)
+            if graph is not None:
+                yield graph
+
+
+def _graph_named(name: str, graph: Any) -> Any:
     while graph is not None:
         function = graph._get_function(name)
         if function is not None:

@@ -35,7 +35,9 @@ from tfdp.step.shard_gradients import is_made_of_shards, refuse_sum_of_shards
 from tfdp.strategies.made_optimizers import MadeOptimizers
 from tfdp.strategies.replica_extended import ReplicaExtended
 from tfdp.tracing.eager_order import EagerOrder
+from tfdp.tracing.effects_in_order import ReplicaEffects
 from tfdp.tracing.run import ReplicaRun
+from tfdp.tracing.shared_variables import suspect_shared
 from tfdp.variables.global_seed import draws_apart, with_global_seed
 from tfdp.variables.local_view import LocalView
 from tfdp.variables.mirrored import (
@@ -120,8 +122,10 @@ class DataParallelExtended(ReplicaExtended, MirroredExtended):
         with draws_apart(
             self.first_draw if self._draws_per_replica else None
         ) as draw_as:
-            fn = with_global_seed(fn, draw_as)
+            effects = ReplicaEffects()
+            fn = effects.seen(with_global_seed(fn, draw_as))
             result = super()._call_for_each_replica(fn, args, kwargs)
+            suspect_shared(self.current_run, effects.put_in_order())
         if not tf.executing_eagerly():
             self.reducer.end_run()
         return result
