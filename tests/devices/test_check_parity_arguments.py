@@ -81,6 +81,16 @@ def test_bad_arguments_are_refused(arguments, error, expected):
         check_parity(**given)
 
 
+def test_a_model_that_nothing_trains_is_refused():
+    def build():
+        model = mlp()()
+        model.trainable = False
+        return model
+
+    with pytest.raises(ConfigurationError, match="No weight of the model"):
+        check_parity(build, rows(4), 2)
+
+
 def test_one_replica_is_nothing_to_compare():
     with pytest.raises(ConfigurationError, match="one replica"):
         check_parity(mlp(), rows(4), tf.distribute.OneDeviceStrategy("CPU:0"))

@@ -40,7 +40,7 @@ def test_every_record_is_read_once(sets, files, hosts, shuffle, capfd):
     said = capfd.readouterr().err
     assert f"host {hosts - 1} of {hosts} reads" in said
     assert ("of 3 files" in said) == (files == 3 and hosts <= 3)
-    assert (f"every {hosts}th record" in said) == (files < hosts)
+    assert (f"one record in {hosts}" in said) == (files < hosts)
     orders = []
     for _ in range(2):
         epoch = [numbers_of(dataset) for dataset in shares]
@@ -51,6 +51,30 @@ def test_every_record_is_read_once(sets, files, hosts, shuffle, capfd):
         assert max(lengths) - min(lengths) <= most + files
         orders.append(epoch)
     assert (orders[0] != orders[1]) == shuffle
+
+
+@pytest.mark.parametrize("drop_remainder", [False, True])
+def test_hosts_without_a_batch_have_an_empty_share(sets, tmp_path, drop_remainder):
+    """Three records on four hosts: the last one takes part without rows."""
+    index = tfdp.data.write_tfrecords({"number": np.arange(3)}, tmp_path, num_shards=1)
+    shares = [
+        tfdp.data.read_tfrecords(
+            index,
+            4,
+            drop_remainder=drop_remainder,
+            input_context=tf.distribute.InputContext(4, host, 4),
+        )
+        for host in range(4)
+    ]
+    assert [len(share) for share in shares] == [1, 1, 1, 0]
+    assert sorted(sum(map(numbers_of, shares), [])) == [0, 1, 2]
+
+
+def test_shares_of_which_none_has_a_batch_are_refused(tmp_path):
+    index = tfdp.data.write_tfrecords({"number": np.arange(3)}, tmp_path, num_shards=3)
+    context = tf.distribute.InputContext(3, 0, 3)
+    with pytest.raises(ConfigurationError, match="a batch has 2 rows and there are 1"):
+        tfdp.data.read_tfrecords(index, 6, drop_remainder=True, input_context=context)
 
 
 def test_a_batch_that_replicas_do_not_divide_is_refused(sets):

@@ -235,6 +235,8 @@ def test_a_new_run_replaces_all_of_the_older_set(tmp_path):
         ({}, {}, DataError, "no examples"),
         (7, {}, ConfigurationError, "int"),
         ([1, 2], {}, DataError, "example 0 is a int"),
+        ([{"x": -1e39}], {}, DataError, "'x': a number -1e[+]39 is too large"),
+        ([{"x": [-1, 2**63 + 1]}], {}, DataError, "9223372036854775809 would be"),
         (tf.data.Dataset.range(3), {}, DataError, "allowed are dicts"),
     ],
 )

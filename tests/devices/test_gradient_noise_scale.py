@@ -286,7 +286,7 @@ def test_what_cannot_tell_is_refused(make, words):
         fit(make(), classification_data(ROWS), GradientNoiseScale())
 
 
-@pytest.mark.parametrize("decay", [0.0, -0.5, 1.01, "0.9", True, math.nan])
+@pytest.mark.parametrize("decay", [0.0, -0.5, 0.5, 1.01, "0.9", True, math.nan])
 def test_a_decay_out_of_range_is_refused(decay):
     with pytest.raises(ConfigurationError, match="decay"):
         GradientNoiseScale(decay=decay)

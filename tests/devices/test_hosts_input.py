@@ -191,7 +191,10 @@ def test_any_structure_passes(two_links, of_both):
     sparse = tf.sparse.from_dense(x)
     ragged = tf.RaggedTensor.from_row_lengths(tf.range(12), [1, 2, 3, 0, 4, 2])
     texts = tf.constant([f"row {i}" for i in range(6)])
-    elements = ({"x": x, "ragged": ragged}, sparse, texts)
+    # Of the last batch the second host has nothing: an empty part of each kind.
+    wide = tf.RaggedTensor.from_row_lengths(tf.ones([12, 3]), [1, 2, 3, 0, 4, 2])
+    deep = tf.RaggedTensor.from_row_lengths(ragged, [1, 0, 2, 1, 1, 1])
+    elements = ({"x": x, "ragged": ragged, "wide": wide, "deep": deep}, sparse, texts)
     dataset = tf.data.Dataset.from_tensor_slices(elements).batch(3)
     plain = dataset.map(lambda *parts: (parts, None))
 

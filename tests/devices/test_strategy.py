@@ -247,3 +247,5 @@ def test_virtual_devices_after_the_start():
         tfdp.use_virtual_devices(2)
     with pytest.raises(ConfigurationError, match="Received: 0"):
         tfdp.use_virtual_devices(0)
+    with pytest.raises(ConfigurationError, match="from 1 to 1024"):
+        tfdp.use_virtual_devices(100_000)

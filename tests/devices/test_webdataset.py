@@ -192,6 +192,29 @@ def test_samples_that_are_unlike_are_refused(tmp_path):
         tfdp.data.index_webdataset(tmp_path / "*.tar", name="a")
 
 
+@pytest.mark.parametrize("kind", [tarfile.LNKTYPE, tarfile.SYMTYPE])
+def test_links_are_refused(tmp_path, kind):
+    with tarfile.open(tmp_path / "a.tar", "w") as archive:
+        add(archive, "1.jpg", b"x")
+        link = tarfile.TarInfo("2.jpg")
+        link.type, link.linkname = kind, "1.jpg"
+        archive.addfile(link)
+    with pytest.raises(DataError, match=r"a.tar.*2.jpg is a link to 1.jpg"):
+        tfdp.data.index_webdataset(tmp_path / "*.tar", name="a")
+
+
+@pytest.mark.parametrize("mode", ["w", "w:gz"])
+def test_what_follows_an_archive_is_told_of(tmp_path, mode):
+    """As `cat a.tar b.tar` makes it: readers stop at the end of the first one."""
+    for name in ("one", "two"):
+        with tarfile.open(tmp_path / name, mode) as archive:
+            add(archive, f"{name}.jpg", b"x")
+    both = b"".join((tmp_path / name).read_bytes() for name in ("one", "two"))
+    (tmp_path / "a.tar").write_bytes(both)
+    with pytest.raises(DataError, match=r"sample 1 .*more follows behind the end"):
+        tfdp.data.index_webdataset(tmp_path / "*.tar", name="a")
+
+
 def test_each_kind_of_set_has_its_reader(sets, tmp_path):
     with pytest.raises(ConfigurationError, match="tar files: .*read_webdataset"):
         tfdp.data.read_tfrecords(sets[1], 8)

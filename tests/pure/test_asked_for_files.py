@@ -7,7 +7,12 @@ import os
 import pytest
 
 from tfdp.errors import ConfigurationError
-from tfdp.files.asked_for import refuse_bad_place, write_json_for, write_text_for
+from tfdp.files.asked_for import (
+    refuse_bad_place,
+    refuse_bad_places,
+    write_json_for,
+    write_text_for,
+)
 
 
 def test_a_file_does_not_take_the_place_of_a_folder_or_a_device(tmp_path):
@@ -22,6 +27,18 @@ def test_a_file_does_not_take_the_place_of_a_folder_or_a_device(tmp_path):
     for path in (tmp_path / "file", tmp_path / "new", tmp_path / ("n" * 300)):
         refuse_bad_place("--json", str(path))
     refuse_bad_place("--json", None)
+
+
+def test_two_options_do_not_write_to_one_file(tmp_path):
+    page, link = tmp_path / "page", tmp_path / "link"
+    link.symlink_to(page)
+    refuse_bad_places({"--json": str(page), "--page": str(tmp_path / "other")})
+    refuse_bad_places({"--json": None, "--page": None})
+    for other in (page, link, tmp_path / "." / "page"):
+        with pytest.raises(ConfigurationError, match="--page .*: --json writes to"):
+            refuse_bad_places({"--json": str(page), "--page": str(other)})
+    with pytest.raises(ConfigurationError, match="that is a folder"):
+        refuse_bad_places({"--json": str(tmp_path), "--page": None})
 
 
 def test_what_was_asked_for_is_written_and_replaced(tmp_path):

@@ -104,18 +104,31 @@ def test_a_report_that_could_not_be_written_is_refused_first(tmp_path, capsys):
     assert missing in capsys.readouterr().err
 
 
-def test_a_reader_that_has_left_gets_no_traceback():
-    reader, writer = os.pipe()
-    os.close(reader)
+def listed_into(command, **output):
     done = subprocess.run(
-        [sys.executable, "-m", "tfdp", "bench", "--list"],
+        [*command, sys.executable, "-m", "tfdp", "bench", "--list"],
         cwd=REPOSITORY,
-        stdout=writer,
         stderr=subprocess.PIPE,
         text=True,
+        **output,
     )
+    return done.returncode, done.stderr
+
+
+def test_a_reader_that_has_left_gets_no_traceback():
+    """And no status by which a command says something of its answer."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    assert listed_into([], stdout=writer) == (141, "")
     os.close(writer)
-    assert (done.returncode, done.stderr) == (1, "")
+
+
+def test_output_that_nobody_can_have_is_no_traceback():
+    assert listed_into(["sh", "-c", 'exec "$@" >&-', "sh"]) == (0, "")
+    with open("/dev/full", "w") as full:
+        code, said = listed_into([], stdout=full)
+    assert code == 2
+    assert re.fullmatch("tfdp: the answer .*: .*No space left on device\n", said)
 
 
 def test_info_without_tensorflow_says_what_to_install():

@@ -22,7 +22,7 @@ from tfdp.bench.table import (
 )
 from tfdp.checks import integer_from
 from tfdp.errors import ConfigurationError
-from tfdp.files.asked_for import refuse_bad_place, write_json_for
+from tfdp.files.asked_for import refuse_bad_places, write_json_for
 
 __all__ = ["add_arguments", "run"]
 
@@ -164,8 +164,7 @@ def _run(options: argparse.Namespace) -> int:
         print("--link-rates: only `tfdp bench prediction` takes it", file=sys.stderr)
         return 2
     if not options.list:
-        refuse_bad_place("--json", options.json)
-        refuse_bad_place("--plot", options.plot)
+        refuse_bad_places({"--json": options.json, "--plot": options.plot})
     if options.suite in (MEMORY_SUITE, *RUN_ALONE):
         if options.list:
             print(f"{options.suite}: no cases to choose from; it runs as a whole")

@@ -17,6 +17,10 @@ from tfdp.step.noise_probe import NoiseProbe, NormsOfStep
 __all__ = ["GradientNoiseScale"]
 
 
+# Where (1 + decay) / (1 - decay), as many steps as count, is `FEWEST_STEPS`.
+LEAST_DECAY = 0.5
+
+
 class GradientNoiseScale(keras.callbacks.Callback):
     """Estimates the gradient noise scale, in rows, while `fit` trains on replicas.
 
@@ -47,9 +51,9 @@ class GradientNoiseScale(keras.callbacks.Callback):
     gradients dependent, and the estimate wrong by as much.
 
     Args:
-      decay: of the weight of a step with every later one, above 0, at most 1. 0.99:
-        about the last 200 steps count. 1: all that this callback has seen weigh the
-        same.
+      decay: of the weight of a step with every later one, above 0.5, at most 1. 0.99:
+        about the last 200 steps count, (1 + decay) / (1 - decay); of fewer than three
+        there is no spread. 1: all that this callback has seen weigh the same.
 
     Raises:
       ConfigurationError: when `decay` is not as above; when training starts: on one
@@ -88,9 +92,10 @@ class GradientNoiseScale(keras.callbacks.Callback):
 
     def __init__(self, decay: float = 0.99):
         super().__init__()
-        if not is_number(decay) or not 0 < decay <= 1:
+        if not is_number(decay) or not LEAST_DECAY < decay <= 1:
             raise ConfigurationError(
-                f"decay must be a number above 0, at most 1. Received: {decay!r}."
+                f"decay must be a number above {LEAST_DECAY}, at most 1: else fewer "
+                f"than three steps count, which tell no noise. Received: {decay!r}."
             )
         self.decay = float(decay)
         #: The newest estimate; None before there are three steps.

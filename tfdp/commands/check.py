@@ -22,6 +22,7 @@ from tfdp.errors import TfdpError
 from tfdp.files.asked_for import refuse_bad_place, write_json_for
 from tfdp.progress_bar import progress_bar
 from tfdp.strategies.quiet import import_tensorflow_quietly
+from tfdp.strategies.unused import note_used
 
 __all__ = ["add_arguments", "run"]
 
@@ -150,6 +151,7 @@ def _make_devices(replicas: int) -> Any:
             "tfdp": tfdp.DataParallelStrategy,
             "mirrored": tf.distribute.MirroredStrategy,
         }
+        note_used()  # not by a program, whose scope it would be told to use
         return kinds[name](devices)
 
     return make_strategy

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import errno
 import importlib
 import os
 import re
@@ -57,6 +58,11 @@ COMMANDS = {
     "report": ("tfdp.commands.report", "what a training run did, as a page"),
     "bench": ("tfdp.bench.command", "benchmarks against TensorFlow's own strategies"),
 }
+
+
+# What no command says of its answer: that shells say of a program which wrote to nobody
+# (128 + SIGPIPE), and that of a file that could not be written.
+READER_LEFT, NOT_WRITTEN = 141, 2
 
 
 class Parser(argparse.ArgumentParser):
@@ -132,17 +138,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = make_parser(words[0] if words else "").parse_args(words)
     try:
         code = options.run(options)
-        sys.stdout.flush()
+        if sys.stdout is not None:  # None: closed from the beginning
+            sys.stdout.flush()
         return code
     except TfdpError as error:
         print(f"tfdp: {error}", file=sys.stderr)
         return 1
     except BrokenPipeError:
         # The reader (`| head`) has left. Python would write to it once more at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+        _forget_output()
+        return READER_LEFT
+    except OSError as error:
+        if error.errno != errno.ENOSPC or error.filename is not None:
+            raise
+        _forget_output()
+        print(f"tfdp: the answer could not be written: {error}", file=sys.stderr)
+        return NOT_WRITTEN
     except KeyboardInterrupt:
         return 130
+
+
+def _forget_output() -> None:
+    """Has Python write what is left of the output nowhere, when it exits."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 if __name__ == "__main__":

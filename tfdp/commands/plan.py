@@ -14,7 +14,7 @@ from tfdp.cluster.machine import installed_versions
 from tfdp.commands.check_target import ENDED_ITSELF
 from tfdp.commands.plan_model import FORMS, bytes_of, load_model
 from tfdp.errors import TfdpError
-from tfdp.files.asked_for import refuse_bad_place, write_json_for, write_text_for
+from tfdp.files.asked_for import refuse_bad_places, write_json_for, write_text_for
 from tfdp.plan.shards import SHARD_STAGES, Sharding
 from tfdp.progress_bar import progress_bar
 from tfdp.strategies.quiet import NOT_NEEDED_FOR_A_STEP, import_tensorflow_quietly
@@ -83,8 +83,7 @@ def run(options: argparse.Namespace) -> int:
     try:
         memory_bytes = None if options.memory is None else bytes_of(options.memory)
         sharding = _sharding(options)
-        refuse_bad_place("--json", options.json)
-        refuse_bad_place("--page", options.page)
+        refuse_bad_places({"--json": options.json, "--page": options.page})
         answer = _answer(options, sharding, memory_bytes)
     except TfdpError as error:
         print(f"tfdp plan: {error}", file=sys.stderr)

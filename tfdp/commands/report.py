@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tfdp.errors import ConfigurationError
-from tfdp.files.asked_for import refuse_bad_place, write_json_for, write_text_for
+from tfdp.files.asked_for import refuse_bad_places, write_json_for, write_text_for
 from tfdp.progress_bar import progress_bar
 from tfdp.runs.facts import Facts, facts_of
 from tfdp.runs.in_words import compared, summary
@@ -38,8 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Runs `tfdp report`; returns the exit code."""
-    refuse_bad_place("--page", options.page)
-    refuse_bad_place("--json", options.json)
+    refuse_bad_places({"--page": options.page, "--json": options.json})
     names = _names(options.runs)
     for option, path in (("--page", options.page), ("--json", options.json)):
         _refuse_record(option, path, options.runs)

@@ -20,7 +20,7 @@ from tfdp.commands.tune_page import draw_trials
 from tfdp.commands.tune_processes import Trials
 from tfdp.commands.tune_run import Finished, TuneRun
 from tfdp.errors import ConfigurationError, TfdpError
-from tfdp.files.asked_for import refuse_bad_place, write_json_for, write_text_for
+from tfdp.files.asked_for import refuse_bad_places, write_json_for, write_text_for
 from tfdp.launch.gpus import own_gpus
 from tfdp.tune.setting import LOSSY
 from tfdp.tune.space import Place, knobs_of
@@ -157,8 +157,7 @@ def _run_of(options: argparse.Namespace) -> TuneRun:
                 f"--{name.replace('_', '-')} must be a number above 0. Received: "
                 f"{value!r}."
             )
-    refuse_bad_place("--json", options.json)
-    refuse_bad_place("--page", options.page)
+    refuse_bad_places({"--json": options.json, "--page": options.page})
     gpus = len(own_gpus(os.environ))
     each = max(1, (gpus or usable_cores()) // options.workers)
     place = Place(

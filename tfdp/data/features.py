@@ -17,6 +17,7 @@ from tfdp.files.checked_json import is_count
 
 __all__ = ["ENCODINGS", "FeatureSpec", "as_array", "check_example", "infer_features"]
 
+LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
 _SMALL_INTEGERS = ("bool", "int8", "int16", "int32", "uint8", "uint16", "uint32")
 _RAW_ONLY = ("uint64", "float16", "bfloat16", "float64", "complex64", "complex128")
 DTYPES = ("string", "int64", "float32", *_SMALL_INTEGERS, *_RAW_ONLY)
@@ -124,6 +125,11 @@ def as_array(value: Any) -> np.ndarray:
       DataError: The value is no rectangular array of numbers, bytes or text.
     """
     if isinstance(value, float) and not isinstance(value, np.floating):
+        if np.isfinite(value) and abs(value) > LARGEST_FLOAT32:
+            raise DataError(
+                f"a number {value!r} is too large for float32, which a Python float "
+                "becomes; give np.float64(number), which keeps its own type"
+            )
         return np.asarray(value, dtype=np.float32)
     try:
         array = np.asarray(value)
@@ -132,10 +138,22 @@ def as_array(value: Any) -> np.ndarray:
             f"a value of type {type(value).__name__} is no rectangular array "
             f"({error}); store its parts under names of their own"
         ) from error
+    if array.dtype.kind == "f" and isinstance(value, (list, tuple)):
+        _refuse_rounded(array, np.asarray(value, dtype=object))
     if array.dtype.kind in "SUO":
         # NumPy's fixed-width bytes drop trailing zero bytes, hence objects.
         return _as_bytes(np.asarray(value, dtype=object))
     return array
+
+
+def _refuse_rounded(array: np.ndarray, given: np.ndarray) -> None:
+    """NumPy makes floats of Python ints of which some need a sign, and one 64 bits."""
+    for stored, one in zip(array.flat, given.flat, strict=True):
+        if isinstance(one, int) and int(stored) != one:
+            raise DataError(
+                f"the whole number {one} would be stored as the float {stored!r}; give "
+                "an array of a dtype that holds it, such as uint64"
+            )
 
 
 def _as_bytes(array: np.ndarray) -> np.ndarray:

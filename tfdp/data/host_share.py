@@ -8,6 +8,7 @@ import sys
 import tensorflow as tf
 
 from tfdp.data.index import RecordIndex
+from tfdp.data.pipeline import count_batches
 from tfdp.errors import ConfigurationError
 
 __all__ = ["HostShare", "share_of_host"]
@@ -22,17 +23,29 @@ class HostShare:
       hosts, host: of their records it keeps those whose number, counted through all
         of them, is `host` modulo `hosts`.
       batch_size: samples of a batch.
+      most_examples: what the host keeps that keeps the most.
     """
 
     index: RecordIndex
     hosts: int
     host: int
     batch_size: int
+    most_examples: int
 
     @property
     def examples(self) -> int:
         """How many records it keeps."""
         return (self.index.examples - self.host + self.hosts - 1) // self.hosts
+
+    def batches(self, drop_remainder: bool) -> int:
+        """The batches of an epoch; none where there are some for other hosts only.
+
+        Raises:
+          ConfigurationError: no host has one.
+        """
+        count_batches(self.most_examples, self.batch_size, drop_remainder)
+        whole, rest = divmod(self.examples, self.batch_size)
+        return whole if drop_remainder else whole + bool(rest)
 
 
 def share_of_host(
@@ -50,7 +63,7 @@ def share_of_host(
         to be shared in an order that is another one on each host.
     """
     if context is None:
-        return HostShare(index, 1, 0, global_batch_size)
+        return HostShare(index, 1, 0, global_batch_size, index.examples)
     hosts, host = context.num_input_pipelines, context.input_pipeline_id
     replicas = context.num_replicas_in_sync
     if global_batch_size % replicas:
@@ -62,12 +75,17 @@ def share_of_host(
         )
     batch_size = global_batch_size // replicas
     if len(index.files) >= hosts:
-        own = dataclasses.replace(index, files=index.files[host::hosts])
-        share = HostShare(own, 1, 0, batch_size)
+        shares = [
+            dataclasses.replace(index, files=index.files[each::hosts])
+            for each in range(hosts)
+        ]
+        own, most = shares[host], max(share.examples for share in shares)
+        share = HostShare(own, 1, 0, batch_size, most)
         what = f"{len(own.files)} of {len(index.files)} files"
     elif deterministic:
-        share = HostShare(index, hosts, host, batch_size)
-        what = f"all files and keeps every {hosts}th record: more hosts than files"
+        most = -(-index.examples // hosts)
+        share = HostShare(index, hosts, host, batch_size, most)
+        what = f"all files and keeps one record in {hosts}: more hosts than files"
     else:
         raise ConfigurationError(
             f"{hosts} hosts share the records of {len(index.files)} files, for which "

@@ -95,5 +95,5 @@ def mixed(dataset: tf.data.Dataset, most_at_a_time: int, seed: int) -> tf.data.D
 
 
 def _buffer_for(index: RecordIndex) -> int:
-    bytes_per_example = max(1, index.size_bytes // index.examples)
+    bytes_per_example = max(1, index.size_bytes // max(1, index.examples))
     return max(1, min(index.examples, SHUFFLE_BUFFER_BYTES // bytes_per_example))

@@ -51,9 +51,11 @@ def count_batches(examples: int, global_batch_size: int, drop_remainder: bool) -
     else:
         batches = -(-examples // global_batch_size)
     if batches == 0:
+        if not examples:
+            raise ConfigurationError("there are no examples: no batch can be made")
         raise ConfigurationError(
-            f"global_batch_size is {global_batch_size} and there are {examples} "
-            "examples: with drop_remainder no batch is left. Use a smaller batch, or "
+            f"a batch has {global_batch_size} rows and there are {examples} examples: "
+            "with drop_remainder no batch is left. Use a smaller batch, or "
             "drop_remainder=False"
         )
     return batches

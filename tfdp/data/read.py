@@ -20,7 +20,6 @@ from tfdp.data.index import RecordIndex
 from tfdp.data.indexed_sets import mixed, open_share, own_records
 from tfdp.data.pipeline import (
     batch_examples,
-    count_batches,
     finish_batches,
     select_features,
 )
@@ -126,7 +125,7 @@ def read_tfrecords(
     index, batch_size = share.index, share.batch_size
     for file in index.files:
         check_before_reading(index.file_path(file), file, index.compression)
-    batches_per_epoch = count_batches(share.examples, batch_size, drop_remainder)
+    batches_per_epoch = share.batches(drop_remainder)
 
     records = _interleaved_records(index, shuffle, seed, cycle_length, deterministic)
     records = own_records(records, share, shuffle, seed, shuffle_buffer_examples)

@@ -284,8 +284,10 @@ def _shaped(part: Any, spec: Any) -> Any:
 def no_rows(spec: Any) -> Any:
     """A batch of no rows of what `spec` describes."""
     if isinstance(spec, tf.RaggedTensorSpec):
-        return tf.RaggedTensor.from_row_splits(
-            tf.zeros([0], spec.dtype), tf.zeros([1], spec.row_splits_dtype)
+        inner = spec.shape[spec.ragged_rank + 1 :]
+        return tf.RaggedTensor.from_nested_row_splits(
+            tf.zeros([0, *(size or 1 for size in inner)], spec.dtype),
+            [tf.zeros([1], spec.row_splits_dtype)] * spec.ragged_rank,
         )
     if not hasattr(spec, "shape"):
         return None  # the place of sample weights that are not there

@@ -20,7 +20,6 @@ from tfdp.data.index import RecordFile, RecordIndex, files_to_index
 from tfdp.data.indexed_sets import mixed, open_share, own_records
 from tfdp.data.pipeline import (
     batch_examples,
-    count_batches,
     finish_batches,
     select_features,
 )
@@ -106,7 +105,7 @@ def _at(path: Place, sample: int, what: str) -> str:
 
 
 def _named(features: Mapping[str, Any] | Sequence[str]) -> str:
-    return ", ".join(sorted(set(features) - {KEY}))
+    return ", ".join(sorted(set(features) - {KEY})) or "nothing"
 
 
 def read_webdataset(
@@ -193,7 +192,7 @@ def read_webdataset(
     index = share.index
     for file in index.files:
         _check_before_reading(index.file_path(file), file)
-    batches = count_batches(share.examples, share.batch_size, drop_remainder)
+    batches = share.batches(drop_remainder)
 
     samples = _interleaved(index, shuffle, seed, cycle_length)
     samples = own_records(samples, share, shuffle, seed, shuffle_buffer_examples)

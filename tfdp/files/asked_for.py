@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,31 @@ from tfdp.errors import ConfigurationError
 from tfdp.files.atomic import replaced
 from tfdp.files.json_file import write_json
 
-__all__ = ["refuse_bad_place", "write_json_for", "write_text_for", "written_for"]
+__all__ = [
+    "refuse_bad_place",
+    "refuse_bad_places",
+    "write_json_for",
+    "write_text_for",
+    "written_for",
+]
+
+
+def refuse_bad_places(places: Mapping[str, str | None]) -> None:
+    """As `refuse_bad_place`, of each option and its path; no two may be one file.
+
+    Raises:
+      ConfigurationError: a place is bad, or one file would take another's.
+    """
+    taken: dict[str, str] = {}
+    for option, path in places.items():
+        refuse_bad_place(option, path)
+        if path is None:
+            continue
+        other = taken.setdefault(os.path.realpath(path), option)
+        if other != option:
+            raise ConfigurationError(
+                f"{option} {path}: {other} writes to the same file. Give each its own."
+            )
 
 
 def refuse_bad_place(option: str, path: str | None) -> None:

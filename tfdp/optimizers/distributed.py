@@ -28,6 +28,7 @@ from tfdp.sharding.updates import ACCUMULATOR_NAME, shards_of
 from tfdp.step.finite_guard import update_if_finite
 from tfdp.step.local_values import LocalValues
 from tfdp.step.optimizers import takes_reduced
+from tfdp.step.overwritten import refuse_overwritten
 from tfdp.step.rounds import Rounds
 from tfdp.step.state_means import bring_layers_together
 from tfdp.step.sums import agree_finite, reduce_gradients
@@ -192,6 +193,7 @@ class DistributedOptimizer(LossScaleHooks):
         if self.sync is not None:
             refuse_outside_of_fit(self)
         variables = list(trainable_variables or variables_built_with(self))
+        refuse_overwritten(variables, type(self).__name__)
         gradients = list(grads)
         if self.static_scale is not None:
             gradients = [

@@ -40,6 +40,7 @@ from tfdp.sharding.optimizers import (
 from tfdp.sharding.updates import shards_of
 from tfdp.step.finite_guard import update_if_finite
 from tfdp.step.held_optimizers import innermost_optimizers
+from tfdp.step.overwritten import is_overwritten, overwritten_alike
 from tfdp.step.shared_update import update_by_one_graph
 from tfdp.step.state_means import bring_layers_together
 from tfdp.step.sums import agree_finite, reduce_gradients
@@ -121,6 +122,7 @@ def _apply(
     gradients = list(gradients)
     if variables is not None and not optimizer.built:
         _build_as_keras(optimizer, run, variables)
+    gradients = overwritten_alike(optimizer, run, gradients, variables)
     reduces_first = _reduces_first(optimizer)
     if reduces_first:
         gradients = _reduce_before(optimizer, run, gradients, variables)
@@ -183,12 +185,10 @@ def _reduce_before(
     variables: list[Any] | None,
 ) -> list[Any]:
     targets = variables or [None] * len(gradients)
-    # fp8 amax "gradients" are values to store, not slopes to add.
     places = [
         i
         for i, (gradient, variable) in enumerate(zip(gradients, targets, strict=True))
-        if gradient is not None
-        and not getattr(variable, "overwrite_with_gradient", False)
+        if gradient is not None and not is_overwritten(variable)
     ]
     built_with = variables or variables_built_with(optimizer)
     reduced = reduce_gradients(

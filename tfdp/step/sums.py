@@ -30,7 +30,7 @@ from tfdp.tracing.current_run import current_run
 from tfdp.tracing.eager_order import sum_in_words
 from tfdp.tracing.run import ReplicaRun
 
-__all__ = ["agree_finite", "reduce_gradients"]
+__all__ = ["agree_finite", "largest_of_replicas", "reduce_gradients"]
 
 
 # The kinds of variables whose gradients have the variable's shape.
@@ -208,3 +208,27 @@ def agree_finite(
     bad = tf.cast(tf.logical_not(mine), tf.float32)
     _, [total] = _sum_gradients([], [bad], current_rank(), [], optimizer)
     return total == 0.0
+
+
+def largest_of_replicas(
+    values: Sequence[tf.Tensor],
+    run: ReplicaRun,
+    optimizer: keras.optimizers.Optimizer,
+) -> list[tf.Tensor]:
+    """Element by element the largest of what all replicas have; nothing is below 0.
+
+    Args:
+      values: vectors of known length.
+      run: of the calling replica.
+      optimizer: which it is for.
+    """
+    lengths = [value.shape[0] for value in values]
+    mine = tf.concat([tf.cast(value, tf.float32) for value in values], axis=0)
+    rank = tf.distribute.get_replica_context().replica_id_in_sync_group
+    # A sum to which each brings a row of its own: no engine takes a maximum. Not by a
+    # product with zeros, which is not 0 of what is infinite.
+    own = tf.equal(tf.range(run.replicas), rank)[:, None]
+    rows = tf.where(own, mine[None], tf.zeros_like(mine)[None])
+    _, [all_rows] = _sum_gradients([], [rows], current_rank(), [], optimizer)
+    parts = tf.split(tf.reduce_max(all_rows, axis=0), lengths)
+    return [tf.cast(p, value.dtype) for p, value in zip(parts, values, strict=True)]

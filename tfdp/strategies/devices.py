@@ -24,6 +24,9 @@ __all__ = [
 ]
 
 
+MOST_VIRTUAL_DEVICES = 1024
+
+
 def use_virtual_devices(count: int) -> list[str]:
     """Splits the CPU into `count` logical devices, for laptops and tests.
 
@@ -31,13 +34,13 @@ def use_virtual_devices(count: int) -> list[str]:
     runtime starts.
 
     Args:
-      count: number of logical CPUs, at least 1.
+      count: number of logical CPUs, 1 to 1024: TensorFlow starts threads for each.
 
     Returns:
       Their names, `["CPU:0", "CPU:1", ...]`.
 
     Raises:
-      ConfigurationError: when `count` is not a positive integer.
+      ConfigurationError: when `count` is not as above.
       DeviceError: when TensorFlow has already started with another number.
 
     ```python
@@ -47,9 +50,10 @@ def use_virtual_devices(count: int) -> list[str]:
     strategy = tfdp.DataParallelStrategy()
     ```
     """
-    if not is_whole(count, least=1):
+    if not is_whole(count, least=1) or count > MOST_VIRTUAL_DEVICES:
         raise ConfigurationError(
-            f"use_virtual_devices needs an integer of at least 1. Received: {count!r}."
+            f"use_virtual_devices needs an integer from 1 to {MOST_VIRTUAL_DEVICES}. "
+            f"Received: {count!r}."
         )
     names = [f"CPU:{i}" for i in range(count)]
     cpu = tf.config.list_physical_devices("CPU")[0]

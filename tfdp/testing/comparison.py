@@ -126,6 +126,11 @@ def compare(setting: Setting) -> Comparison:
 def _make_both(setting: Setting) -> tuple[Trainee, Trainee | None, Exception | None]:
     one = _trainee(setting, None)
     one.make(setting.batches[0])
+    if not one.model.trainable_weights:
+        raise ConfigurationError(
+            f"No weight of the model {one.model.name!r} is trainable, so there is no "
+            "training to compare. Unfreeze what is to be trained before compile()."
+        )
     several = _trainee(setting, setting.strategy)
     try:
         several.make(setting.batches[0])
