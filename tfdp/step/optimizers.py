@@ -43,7 +43,7 @@ from tfdp.step.held_optimizers import innermost_optimizers
 from tfdp.step.overwritten import is_overwritten, overwritten_alike
 from tfdp.step.shared_update import update_by_one_graph
 from tfdp.step.state_means import bring_layers_together
-from tfdp.step.sums import agree_finite, reduce_gradients
+from tfdp.step.sums import agree_finite, largest_of_replicas, reduce_gradients
 from tfdp.tracing.before_the_step import do_before_the_step
 from tfdp.tracing.current_run import current_run
 from tfdp.tracing.run import ReplicaRun
@@ -122,7 +122,12 @@ def _apply(
     gradients = list(gradients)
     if variables is not None and not optimizer.built:
         _build_as_keras(optimizer, run, variables)
-    gradients = overwritten_alike(optimizer, run, gradients, variables)
+    if variables is not None and run.replicas > 1:
+        gradients = overwritten_alike(
+            gradients,
+            variables,
+            lambda values: largest_of_replicas(values, run, optimizer),
+        )
     reduces_first = _reduces_first(optimizer)
     if reduces_first:
         gradients = _reduce_before(optimizer, run, gradients, variables)

@@ -7,16 +7,13 @@ has it over the micro-steps of an accumulation.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import keras
 import tensorflow as tf
 
 from tfdp.errors import ConfigurationError
 from tfdp.sharding.variables import shard_kind
-from tfdp.step.sums import largest_of_replicas
-from tfdp.tracing.run import ReplicaRun
 
 __all__ = ["is_overwritten", "overwritten_alike", "refuse_overwritten"]
 
@@ -30,12 +27,15 @@ def is_overwritten(variable: Any) -> bool:
 
 
 def overwritten_alike(
-    optimizer: keras.optimizers.Optimizer,
-    run: ReplicaRun,
     gradients: list[Any],
-    variables: Sequence[Any] | None,
+    variables: Sequence[Any],
+    largest: Callable[[list[tf.Tensor]], list[tf.Tensor]],
 ) -> list[Any]:
     """`gradients`, of which those to store are the largest of all replicas.
+
+    Args:
+      gradients: of the calling replica, one for each of `variables`.
+      largest: of vectors, element by element the largest that a replica has.
 
     Cost: one exchange of a number for each such variable, from each replica; nothing
     where there is none.
@@ -45,10 +45,10 @@ def overwritten_alike(
     """
     places = [
         place
-        for place, variable in enumerate(variables or [])
+        for place, variable in enumerate(variables)
         if is_overwritten(variable) and gradients[place] is not None
     ]
-    if not places or run.replicas == 1 or variables is None:
+    if not places:
         return gradients
     for place in places:
         if shard_kind(variables[place]) is not None:
@@ -59,12 +59,9 @@ def overwritten_alike(
             )
     new = [_new_part(gradients[place], variables[place]) for place in places]
     results = list(gradients)
-    for place, largest in zip(
-        places, largest_of_replicas(new, run, optimizer), strict=True
-    ):
-        size = largest.shape[0]
+    for place, part in zip(places, largest(new), strict=True):
         flat = tf.reshape(gradients[place], [-1])
-        whole = tf.concat([largest, flat[size:]], axis=0)
+        whole = tf.concat([part, flat[part.shape[0] :]], axis=0)
         results[place] = tf.reshape(whole, gradients[place].shape)
     return results
 
