@@ -187,6 +187,23 @@ def test_a_clock_that_went_back_does_not_overlap_starts(tmp_path):
     assert second.from_seconds == first.to_seconds
 
 
+def test_two_trainings_in_one_directory_are_told_of(tmp_path):
+    MadeRun().write(tmp_path)
+    MadeRun(session="two", began_seconds=1_790_000_001.0).write(tmp_path)
+    [note] = facts_of(read_run(tmp_path)).notes
+    assert re.search(r"began in this directory \d+ s before another one ended", note)
+    assert not facts_of(read_run(interrupted(tmp_path / "again"))).notes
+
+
+def test_trainings_of_two_models_are_told_of(tmp_path):
+    for session, began, weights in (("one", 0, "1,200"), ("two", 9e3, "1,251")):
+        model = f"net: {weights} weights, 12 of them trained"
+        began += 1_790_000_000.0
+        MadeRun(session=session, began_seconds=began, model=model).write(tmp_path)
+    [note] = facts_of(read_run(tmp_path)).notes
+    assert "models of 1,200 weights and 1,251 weights" in note
+
+
 def test_the_page_shows_it_all(tmp_path):
     interrupted(tmp_path)
     write_trace(tmp_path / "step.trace.json")

@@ -30,6 +30,7 @@ class MadeRun:
       first_epoch: with which it goes on.
       knows_exchange: whether the time in exchanges is known.
       present: the workers that write.
+      model: what trains, in words.
     """
 
     workers: int = 1
@@ -44,6 +45,7 @@ class MadeRun:
     first_epoch: int = 0
     knows_exchange: bool = True
     present: tuple | None = None
+    model: str = "net: 1,000 weights"
 
     def write(self, folder):
         """Adds the files of all workers to `folder`, and returns it."""
@@ -66,7 +68,7 @@ class MadeRun:
             self.steps // self.epochs,
             0,
             tuple(f"host-{r}" for r in range(self.workers)) if rank == 0 else (),
-            {"strategy": "DataParallelStrategy(...)", "model": "net: 1,000 weights"},
+            {"strategy": "DataParallelStrategy(...)", "model": self.model},
             {"tfdp": "0.1", "keras": "3"},
             {"host": f"host-{rank}", "processor": "made up", "usable_cores": "2"},
         )

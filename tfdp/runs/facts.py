@@ -11,6 +11,7 @@ from typing import Any
 
 from tfdp.errors import DataError
 from tfdp.runs.read import Run, Session, WorkerRun
+from tfdp.runs.several_trainings import what_is_mixed
 from tfdp.runs.stragglers import Stragglers, find_stragglers
 from tfdp.runs.together import (
     BETWEEN,
@@ -246,7 +247,7 @@ def facts_of(run: Run) -> Facts:
     for session, begin in zip(run.sessions, _begins(run), strict=True):
         starts.append(_start(session, begin))
         rates += _rates(session, begin)
-    traces, notes = [], list(run.notes)
+    traces, notes = [], [*run.notes, *what_is_mixed(run)]
     for path in run.traces:
         try:
             traces.append(Trace(path.name, read_trace(path)))
