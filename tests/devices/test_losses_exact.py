@@ -16,6 +16,8 @@ from keras.src.losses.loss import unscale_loss_for_distribution
 from tests.support import conformance_losses as table
 from tests.support.parity import (
     UNIT_ROUND_OFF,
+    classification_data,
+    dense_model,
     make_strategy,
 )
 
@@ -211,3 +213,25 @@ def test_gradient_and_report_equal_one_device(weighting, loss, layout):
     if weighting != "sum":
         by_keras_alone = mean_of_means(weighting, loss, STRATEGIES[layout][0])
         assert np.abs(by_keras_alone - expected).max() > 10 * tolerance
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_weights_of_a_replica_that_cancel_out_are_told_of(eager):
+    """Keras makes 0 of such a replica's mean, whatever its rows bring."""
+    x, y = classification_data(8)
+    strategy = make_strategy(2)
+    with strategy.scope():
+        model = dense_model()
+        loss = keras.losses.SparseCategoricalCrossentropy(
+            from_logits=True, reduction="mean_with_sample_weight"
+        )
+        model.compile("sgd", loss, run_eagerly=eager, jit_compile=False)
+
+    def fit(weights):
+        weights = np.array(weights, "float32")
+        model.fit(x, y, 8, verbose=0, shuffle=False, sample_weight=weights)
+
+    fit([1, 1, 1, 1, 0, 0, 0, 0])
+    fit([1, 1, 1, -1, -1, -1, -1, 1])
+    with pytest.raises(tf.errors.InvalidArgumentError, match="sum_over_batch_size"):
+        fit([1, 1, 1, 1, 1, 1, -1, -1])

@@ -44,6 +44,12 @@ LOSS_MODULE = "keras.src.losses.loss"
 SCALE = "scale_loss_for_distribution"
 UNSCALE = "unscale_loss_for_distribution"
 
+WEIGHTS_CANCEL = (
+    "tfdp: the sample weights of a replica are not 0 and their sum is. With "
+    "reduction='mean_with_sample_weight' its rows would count for nothing. Use weights "
+    "that are not negative, or reduction='sum_over_batch_size'."
+)
+
 SumOverReplicas = Callable[[tf.Tensor, Any], tf.Tensor]
 
 
@@ -217,9 +223,24 @@ def _weight_denominator(reducer: FrameType | None) -> Any:
         return None  # regularisation and add_loss: per sample
     weights = reducer.f_locals.get("sample_weight")
     if reducer.f_locals.get("reduction") == "mean_with_sample_weight":
-        return None if weights is None else tf.reduce_sum(weights)
+        return None if weights is None else _sum_of_weights(weights)
     mask = _mask_of(reducer)
     return None if mask is None else tf.reduce_sum(tf.cast(mask, tf.float32))
+
+
+def _sum_of_weights(weights: tf.Tensor) -> tf.Tensor:
+    """What Keras divides by; where it is 0 it divides by nothing, and the loss is 0.
+
+    On one device that is the batch's loss. Of a replica whose weights cancel out, while
+    those of the batch do not, it has lost what the rows bring.
+    """
+    total, size = tf.reduce_sum(weights), tf.reduce_sum(tf.abs(weights))
+    check = tf.debugging.Assert(
+        tf.logical_or(tf.not_equal(total, 0), tf.equal(size, 0)), [WEIGHTS_CANCEL]
+    )
+    # Eager, it has raised already.
+    with tf.control_dependencies([] if check is None else [check]):
+        return tf.identity(total)
 
 
 def _is_weighted_by_samples(reporter: FrameType | None) -> bool:
