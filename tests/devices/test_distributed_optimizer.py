@@ -54,12 +54,13 @@ def test_equals_the_inner_optimizer_on_the_whole_batch(options, steps):
     assert int(several.optimizer.iterations.numpy()) == 8  # updates, not micro-steps
 
 
-def test_short_micro_batches_weigh_by_their_samples():
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_short_micro_batches_weigh_by_their_samples(replicas):
     """Batches of 16 and 5 samples: Keras' own accumulation takes the mean of means."""
     x, y = classification_data(samples=21)
     one, _ = train(None, optimizer=sgd, data=(x, y), batch_size=21, epochs=1)
     several, _ = train(
-        make_strategy(3),
+        make_strategy(replicas),
         optimizer=distributed(2),
         data=(x, y),
         batch_size=16,
@@ -77,7 +78,8 @@ def test_short_micro_batches_weigh_by_their_samples():
     assert largest_difference(one, mean_of_means) > 1e-3
 
 
-def test_masked_micro_batches_weigh_by_their_tokens():
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_masked_micro_batches_weigh_by_their_tokens(replicas):
     rng = np.random.default_rng(0)
     tokens = rng.integers(1, 9, (12, 6))
     lengths = np.array([6, 1, 5, 2, 6, 1, 1, 1, 2, 1, 1, 3])
@@ -96,7 +98,9 @@ def test_masked_micro_batches_weigh_by_their_tokens():
 
     options = {"data": (tokens, targets), "epochs": 1}
     one, _ = train(None, build, sgd, batch_size=12, **options)
-    several, _ = train(make_strategy(2), build, distributed(3), batch_size=4, **options)
+    several, _ = train(
+        make_strategy(replicas), build, distributed(3), batch_size=4, **options
+    )
     stock, _ = train(
         make_strategy(2),
         build,
@@ -107,6 +111,28 @@ def test_masked_micro_batches_weigh_by_their_tokens():
     # One step of 0.05 on gradients below 1 over 29 tokens: 100 u of 0.05.
     assert largest_difference(one, several) < 1e-6
     assert largest_difference(one, stock) > 1e-4
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_micro_batches_weigh_by_the_weights_that_divide(replicas):
+    x, y = classification_data(samples=8)
+    weights = np.array([1, 1, 1, 1, 1, 2, 2, 1], "float32")
+    data = tf.data.Dataset.from_tensor_slices((x, y, weights))
+    models = []
+    for strategy, optimizer, rows in (
+        (None, sgd, 8),
+        (make_strategy(replicas), distributed(2), 4),
+    ):
+        with (strategy or tf.distribute.get_strategy()).scope():
+            model = dense_model()
+            loss = keras.losses.SparseCategoricalCrossentropy(
+                from_logits=True, reduction="mean_with_sample_weight"
+            )
+            model.compile(optimizer(), loss, jit_compile=False)
+        model.fit(data.batch(rows), verbose=0)
+        models.append(model)
+    # One step as above; weighed by rows it is off by 1e-3 and more.
+    assert largest_difference(*models) < 1e-6
 
 
 @pytest.mark.parametrize("bad_row", [0, 13, 20])

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib
 import importlib.util
 import pathlib
 import sys
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
 from tfdp.errors import ConfigurationError
+from tfdp.strategies.unused import note_used
 
 __all__ = [
     "ENDED_ITSELF",
@@ -20,6 +23,7 @@ __all__ = [
     "load_build",
     "load_target",
     "parse_target",
+    "training_a_target",
 ]
 
 FORMS = (
@@ -60,6 +64,21 @@ class ModelAndData:
     build: Callable[[], Any]
     data: Any
     options: dict[str, Any]
+
+
+@contextlib.contextmanager
+def training_a_target() -> Iterator[None]:
+    """Around what a process does that trains a target, and nothing else.
+
+    A target that ends it is told of; the strategy is not its own, so nobody is told
+    how to use that.
+    """
+    note_used()
+    try:
+        yield
+    except SystemExit:
+        traceback.print_exc()
+        sys.exit(ENDED_ITSELF)
 
 
 def parse_target(text: str) -> Target:

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tfdp.bench.python_process import ProcessFailed, run_python
-from tfdp.commands.check_target import load_target, parse_target
+from tfdp.commands.check_target import load_target, parse_target, training_a_target
 from tfdp.errors import ConfigurationError
 from tfdp.files.checked_json import parse_json
 from tfdp.files.json_file import write_json
@@ -123,7 +123,9 @@ def _run_process(
 def main(arguments: list[str]) -> None:
     """Entry point of the process."""
     orders = Orders(**json.loads(arguments[0]))
-    write_json(orders.result_path, _figures(orders))
+    with training_a_target():
+        figures = _figures(orders)
+    write_json(orders.result_path, figures)
 
 
 def _figures(orders: Orders) -> dict[str, Any]:

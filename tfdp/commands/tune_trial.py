@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from tfdp.commands.check_target import load_target, parse_target
+from tfdp.commands.check_target import load_target, parse_target, training_a_target
 from tfdp.commands.plan_model import load_model
 from tfdp.errors import ConfigurationError
 from tfdp.files.json_file import write_json
@@ -56,7 +56,8 @@ class TrialOrders:
 def main(arguments: list[str]) -> None:
     """Entry point of a process."""
     orders = TrialOrders(**json.loads(arguments[0]))
-    figures, is_chief = _figures(orders)
+    with training_a_target():
+        figures, is_chief = _figures(orders)
     if is_chief:
         write_json(orders.result_path, figures)
 

@@ -73,6 +73,11 @@ class ModelProfile:
         at_least_zero(
             "ModelProfile", "forward_flops_per_sample", self.forward_flops_per_sample
         )
+        if not self.gradients:
+            raise ConfigurationError(
+                f"The model {self.name!r} has no weight that training moves, so there "
+                "is nothing to exchange. Unfreeze what is to be trained."
+            )
         whole("ModelProfile", "gradients", len(self.gradients), 1, MOST_GRADIENTS)
 
     @property

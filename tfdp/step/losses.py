@@ -38,7 +38,7 @@ from tfdp.tracing.loss_suspicions import (
 from tfdp.tracing.padded_batch import Padding
 from tfdp.tracing.run import ReplicaRun, trace_of
 
-__all__ = ["LossReplicaCount", "loss_replica_count"]
+__all__ = ["LossReplicaCount", "loss_replica_count", "note_of_one_replica"]
 
 LOSS_MODULE = "keras.src.losses.loss"
 SCALE = "scale_loss_for_distribution"
@@ -82,9 +82,7 @@ def loss_replica_count(
         weighted loss, never for a plain mean.
     """
     asker = frame_of_caller()
-    if asker.f_globals.get("__name__") != LOSS_MODULE:
-        return None
-    if asker.f_code.co_name not in (SCALE, UNSCALE):
+    if not _is_loss_of_keras(asker, SCALE, UNSCALE):
         return None
     value, shares = asker.f_locals["value"], run.shares[trace_of(rank)]
     count = _replica_count(run)
@@ -104,6 +102,25 @@ def loss_replica_count(
         factor = _report_factor(run, rank, value, asker.f_back)
         count.report_factor = shares.report_factor(factor, value.dtype)
     return count
+
+
+def note_of_one_replica(run: ReplicaRun, rank: Any) -> None:
+    """Notes what a loss was divided by where nothing is to be scaled.
+
+    An accumulation weighs its batches by it; see `ReplicaRun.batch_weight`.
+    """
+    asker = frame_of_caller()
+    if not _is_loss_of_keras(asker, SCALE):
+        return
+    denominator = _own_denominator(run, rank, asker.f_back)
+    if denominator is not None:
+        noted = tf.stop_gradient(tf.cast(denominator, tf.float32))
+        run.denominators.setdefault(trace_of(rank), []).append(noted)
+
+
+def _is_loss_of_keras(asker: FrameType, *names: str) -> bool:
+    is_of_losses = asker.f_globals.get("__name__") == LOSS_MODULE
+    return is_of_losses and asker.f_code.co_name in names
 
 
 def _replica_count(run: ReplicaRun) -> LossReplicaCount:
@@ -150,13 +167,14 @@ def _fraction(
 ) -> Any:
     """D_r / D."""
     padding = run.padding_of(rank)
-    denominator = _weight_denominator(reducer)
-    if padding is not None and not _is_global(denominator, reducer, padding):
-        return _fraction_of_rows(reducer, padding)
-    if denominator is None and not _goes_with_rows(run, rank, reducer):
-        denominator = reducer.f_locals["divisor"]  # type: ignore[union-attr]
+    if padding is not None:
+        weights = _weight_denominator(reducer)
+        if not _is_global(weights, reducer, padding):
+            return _fraction_of_rows(reducer, padding)
+    denominator = _own_denominator(run, rank, reducer)
     if denominator is None:
         return run.even_share if run.is_even else run.share_in_group(rank)
+    denominator = _not_cancelled(denominator, reducer)
     denominator = tf.stop_gradient(tf.cast(denominator, tf.float32))
     # A borrowed row is nobody's loss: neither above the line nor below it.
     denominator = run.own_part(rank, denominator)
@@ -167,6 +185,31 @@ def _fraction(
     total = sum_over_replicas(counted, rank)
     run.denominators.setdefault(trace_of(rank), []).append(total)
     return tf.math.divide_no_nan(denominator, total)
+
+
+def _own_denominator(run: ReplicaRun, rank: Any, reducer: FrameType | None) -> Any:
+    """D_r, where it does not go with the rows of the batch; None: it does."""
+    denominator = _weight_denominator(reducer)
+    if denominator is None and not _goes_with_rows(run, rank, reducer):
+        return reducer.f_locals["divisor"]  # type: ignore[union-attr]
+    return denominator
+
+
+def _not_cancelled(denominator: tf.Tensor, reducer: FrameType | None) -> tf.Tensor:
+    """`denominator`, by which Keras divides; where it is 0 Keras' mean is 0.
+
+    On one device that is the batch's loss. Of a replica whose weights cancel out, while
+    those of the batch do not, it has lost what the rows bring.
+    """
+    weights = None if reducer is None else reducer.f_locals.get("sample_weight")
+    if _reduction(reducer) != "mean_with_sample_weight" or weights is None:
+        return denominator
+    size = tf.reduce_sum(tf.abs(weights))
+    is_lost = tf.logical_and(tf.equal(denominator, 0), tf.not_equal(size, 0))
+    check = tf.debugging.Assert(tf.logical_not(is_lost), [WEIGHTS_CANCEL])
+    # An eager one has raised already.
+    with tf.control_dependencies([] if check is None else [check]):
+        return tf.identity(denominator)
 
 
 def _is_global(denominator: Any, reducer: FrameType | None, padding: Padding) -> bool:
@@ -223,24 +266,9 @@ def _weight_denominator(reducer: FrameType | None) -> Any:
         return None  # regularisation and add_loss: per sample
     weights = reducer.f_locals.get("sample_weight")
     if reducer.f_locals.get("reduction") == "mean_with_sample_weight":
-        return None if weights is None else _sum_of_weights(weights)
+        return None if weights is None else tf.reduce_sum(weights)
     mask = _mask_of(reducer)
     return None if mask is None else tf.reduce_sum(tf.cast(mask, tf.float32))
-
-
-def _sum_of_weights(weights: tf.Tensor) -> tf.Tensor:
-    """What Keras divides by; where it is 0 it divides by nothing, and the loss is 0.
-
-    On one device that is the batch's loss. Of a replica whose weights cancel out, while
-    those of the batch do not, it has lost what the rows bring.
-    """
-    total, size = tf.reduce_sum(weights), tf.reduce_sum(tf.abs(weights))
-    check = tf.debugging.Assert(
-        tf.logical_or(tf.not_equal(total, 0), tf.equal(size, 0)), [WEIGHTS_CANCEL]
-    )
-    # Eager, it has raised already.
-    with tf.control_dependencies([] if check is None else [check]):
-        return tf.identity(total)
 
 
 def _is_weighted_by_samples(reporter: FrameType | None) -> bool:

@@ -30,7 +30,7 @@ from tfdp.step.held_optimizers import optimizers_of
 from tfdp.step.jit import take_over_jit
 from tfdp.step.layer_state import check_no_row_state
 from tfdp.step.local_run import begin_local_run
-from tfdp.step.losses import loss_replica_count
+from tfdp.step.losses import loss_replica_count, note_of_one_replica
 from tfdp.step.own_branches import refuse_own_branches
 from tfdp.step.reduced_parts import parts_of_one_shape
 from tfdp.step.reports import whole_logs
@@ -150,9 +150,11 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
         """
         replicas = self._replicas
         run = self.extended.current_run
-        if (
-            replicas > 1 or run.padding
-        ) and not tf.distribute.in_cross_replica_context():
+        if tf.distribute.in_cross_replica_context():
+            return replicas
+        if replicas == 1 and not run.padding:
+            note_of_one_replica(run, names.current_rank())
+        else:
             count = loss_replica_count(run, names.current_rank(), self._sum_scalar)
             if count is not None:
                 return count  # type: ignore[return-value]

@@ -166,6 +166,9 @@ def outcome(
             f"Too little was measured to prefer anything to {name}: give more time, or "
             "look at the failures."
         )
+    if not verdict.gains:
+        lines.append(f"Chosen: {name}; nothing was compared with it.")
+        return lines
     if verdict.winner == baseline.setting:
         lines.append(f"Chosen: {name}; nothing is faster beyond chance.")
         return lines
