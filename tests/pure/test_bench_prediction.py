@@ -117,6 +117,14 @@ def test_noise_gives_no_link_that_means_nothing():
     assert 0 <= link.compute_share <= 1
 
 
+@pytest.mark.parametrize("rate", ["nan", "", "0mbit", "-1gbit", "100", "1e3mbit"])
+def test_a_rate_that_is_none_is_refused_first(rate, tmp_path, capsys):
+    path = tmp_path / "machine.json"
+    assert cli.main(["measure", "--output", str(path), f"--link={rate}"]) == 1
+    assert "a number above 0 and a unit" in capsys.readouterr().err
+    assert not path.exists()
+
+
 def test_measure_writes_what_simulate_reads(machine, tmp_path, capsys):
     path = tmp_path / "machine.json"
     assert cli.main(["measure", "--output", str(path), "--models", "cnn-1m"]) == 0

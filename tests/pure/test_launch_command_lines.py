@@ -393,5 +393,26 @@ def test_the_number_of_workers(text, least, most, shown):
     assert (found.least, found.most, str(found)) == (least, most, shown)
 
 
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (["--workers", ""], "needs N or MIN:MAX, from 1 up, not ''"),
+        (["--workers", "4:2"], "needs N or MIN:MAX"),
+        (["--port", "0"], "needs an integer, 1 to 65535, not 0"),
+        (["--max-restarts", "-1"], "needs an integer, from 0 on, not -1"),
+    ],
+)
+def test_numbers_out_of_range_are_said_with_the_range(words, said, capsys):
+    with pytest.raises(SystemExit):
+        parse(*words, "a.py")
+    assert said in capsys.readouterr().err
+
+
+def test_more_workers_than_a_machine_starts_are_refused(tmp_path, capsys):
+    (tmp_path / "a.py").touch()
+    assert cli.main(["launch", "--workers", "999", str(tmp_path / "a.py")]) == 1
+    assert "At most 256 run on one" in capsys.readouterr().err
+
+
 def test_the_default_grace_time():
     assert parse("a.py").grace_seconds == launch_command.GRACE_SECONDS == 5.0

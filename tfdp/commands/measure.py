@@ -14,6 +14,7 @@ from tfdp.bench.prediction.measuring import (
     PLACES,
     measure_machine,
 )
+from tfdp.bench.processes.two_hosts import check_rate
 from tfdp.commands.measure_target import measure_target
 from tfdp.errors import ConfigurationError
 from tfdp.files.asked_for import refuse_bad_place, written_for
@@ -95,6 +96,8 @@ def run(options: argparse.Namespace) -> int:
             raise ConfigurationError(
                 f"--{name.replace('_', '-')} must be at least 1. Received: {value}."
             )
+    if options.link != LOOPBACK:
+        check_rate(options.link)
     wanted = {"1x1", *(options.places or map(str, PLACES))}
     places = [place for place in PLACES if str(place) in wanted]
     models = QUICK_MODELS if options.quick else DEFAULT_MODELS

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import math
 import os
@@ -50,11 +51,16 @@ NO_RESTARTS = {
 }
 
 
+# Of each the launcher holds pipes and threads.
+MOST_LOCAL_WORKERS = 256
+
+
 def _integer(least: int, most: float = math.inf) -> Callable[[str], int]:
     def integer(text: str) -> int:
         number = int(text)
         if not least <= number <= most:
-            raise argparse.ArgumentTypeError(f"out of range: {text}")
+            bound = f"from {least} on" if most == math.inf else f"{least} to {most}"
+            raise argparse.ArgumentTypeError(f"needs an integer, {bound}, not {text}")
         return number
 
     return integer
@@ -75,10 +81,11 @@ class Workers:
 
 def _workers(text: str) -> Workers:
     least, colon, most = text.partition(":")
-    workers = Workers(int(least), int(most if colon else least))
-    if not 1 <= workers.least <= workers.most:
-        raise argparse.ArgumentTypeError(f"needs N or MIN:MAX, from 1 up, not {text}")
-    return workers
+    with contextlib.suppress(ValueError):  # no number
+        workers = Workers(int(least), int(most if colon else least))
+        if 1 <= workers.least <= workers.most:
+            return workers
+    raise argparse.ArgumentTypeError(f"needs N or MIN:MAX, from 1 up, not {text!r}")
 
 
 def _seconds(text: str) -> float:
@@ -240,6 +247,11 @@ def _launch_here(options: argparse.Namespace, program: Program) -> int:
     program.refuse_if_missing()
     _refuse_within_a_cluster()
     workers: Workers = options.workers or Workers(1, 1)
+    if workers.most > MOST_LOCAL_WORKERS:
+        raise ConfigurationError(
+            f"--workers {workers}: this machine would start all of them. At most "
+            f"{MOST_LOCAL_WORKERS} run on one; --hosts, --slurm or --mpi start others."
+        )
     cores = int(describe_machine()["usable_cores"] or 1)
 
     def commands(places: Sequence[int], restarts: int) -> list[WorkerCommand]:

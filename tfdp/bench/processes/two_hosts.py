@@ -8,16 +8,32 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Iterator
 
-from tfdp.errors import DeviceError
+from tfdp.errors import ConfigurationError, DeviceError
 
-__all__ = ["ADDRESSES", "TwoHosts", "two_hosts", "why_no_hosts"]
+__all__ = ["ADDRESSES", "TwoHosts", "check_rate", "two_hosts", "why_no_hosts"]
 
 ADDRESSES = ("10.77.31.1", "10.77.31.2")
 TOOLS = ("ip", "tc")
+RATE = re.compile(r"(\d+(\.\d+)?)(bit|kbit|mbit|gbit|tbit)")
+
+
+def check_rate(rate: str) -> None:
+    """Refuses what `tc` would not take, or take for another rate, such as "nan".
+
+    Raises:
+      ConfigurationError: `rate` is not a number above 0 with a unit.
+    """
+    found = RATE.fullmatch(rate)
+    if found is None or float(found[1]) == 0:
+        raise ConfigurationError(
+            "The rate of a link is a number above 0 and a unit, such as 100mbit or "
+            f"1gbit (bit, kbit, mbit, gbit, tbit per second). Received: {rate!r}."
+        )
 
 
 def why_no_hosts() -> str | None:
@@ -94,8 +110,10 @@ def two_hosts(rate: str) -> Iterator[TwoHosts]:
     """The hosts, taken away again at the end.
 
     Raises:
+      ConfigurationError: `rate` is none; see `check_rate`.
       DeviceError: where they cannot be made; it says why.
     """
+    check_rate(rate)
     reason = why_no_hosts()
     if reason:
         raise DeviceError(
