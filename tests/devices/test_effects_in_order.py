@@ -12,7 +12,7 @@ from tests.support.parity import (
     loss_and_gradients,
     make_strategy,
 )
-from tests.support.replica_steps import replica_function
+from tests.support.replica_steps import distribute, replica_function
 from tfdp.errors import CollectiveError, LocalStateWarning
 
 # Two updates by gradients below 10 with the learning rate 0.01, each a sum of 12 terms,
@@ -159,6 +159,34 @@ def test_each_replica_has_the_order_of_its_program(engine):
     seen.clear()
     step()
     assert seen == [("before", 0), *wanted, ("behind", 0)]
+
+
+@pytest.mark.parametrize("engine", ["in_process", "tensorflow"])
+def test_what_lies_between_two_runs_stays_there(engine):
+    """The first run has exchanges and no effects of its own."""
+    strategy = make_strategy(2, engine=engine)
+    seen = []
+
+    def note(what, value):
+        tf.py_function(lambda v: seen.append(what), [value], [])
+
+    def noting(x):
+        note("own", x)
+        total = over_replicas(x)
+        note("sum", total)
+        return total
+
+    def twice(x):
+        note("first", tf.constant(0))
+        strategy.run(over_replicas, args=(x,))
+        note("between", tf.constant(0))
+        return strategy.run(noting, args=(x,))
+
+    function = tf.function(twice)
+    for _ in range(3):
+        seen.clear()
+        function(distribute(strategy, [1.0, 2.0]))
+        assert seen == ["first", "between", "own", "own", "sum", "sum"]
 
 
 def test_a_counter_that_replicas_share_is_changed_in_their_order():

@@ -95,7 +95,8 @@ class ReplicaEffects:
         stuck = [op for group in shared.values() for op in group if op not in levels]
         if stuck:
             raise CollectiveError(_message(stuck))
-        earlier = _operations()[: self._first]
+        alone = unordered()
+        earlier = [op for op in _operations()[: self._first] if op not in alone]
         for handle, group in ours.items():
             # Of one level they stay as they were built.
             ordered = sorted(group, key=levels.__getitem__)
