@@ -222,6 +222,44 @@ def test_replicas_that_take_turns():
     assert run([1.0, 2.0]) == [[9.0], [9.0]]
 
 
+def test_replicas_that_take_turns_keep_the_order_of_their_program():
+    strategy = make_strategy(2)
+    shared = tf.Variable(1.0)
+
+    def replica_step(x):
+        tf.distribute.get_replica_context().merge_call(lambda strategy: None)
+        shared.assign(over_replicas(x * shared))
+        shared.assign(2.0)
+        return x
+
+    replica_function(strategy, replica_step)([1.0, 2.0])
+    assert shared.numpy() == 2.0
+
+
+def test_a_function_that_meets_nobody_may_use_several_things():
+    """A teacher that was made outside of the scope, moved towards the weights."""
+    strategy = make_strategy(2)
+    first, second = tf.Variable(1.0), tf.Variable(2.0)
+    with strategy.scope():
+        own = tf.Variable(3.0)
+
+    @tf.function
+    def target(x):
+        return x * first * second + own
+
+    def replica_step(x):
+        total = over_replicas(target(x))
+        first.assign(total)
+        second.assign(0.5)
+        own.assign(-total)
+        return total, own + 0.0
+
+    run = replica_function(strategy, replica_step)
+    # (1 + 2) * 1 * 2 + 2 * 3, and then (1 + 2) * 12 * 0.5 - 2 * 12.
+    assert run([1.0, 2.0]) == [[12.0, -12.0]] * 2
+    assert run([1.0, 2.0]) == [[-6.0, 6.0]] * 2
+
+
 def test_a_function_that_does_both_is_refused():
     """It cannot be half way when the next replica begins."""
     strategy = make_strategy(2)

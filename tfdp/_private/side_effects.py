@@ -6,7 +6,7 @@ which it was built. TensorFlow adds the edges for it when a function has been tr
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import tensorflow as tf
 from tensorflow.python.framework.auto_control_deps import op_is_stateful
@@ -16,7 +16,14 @@ from tensorflow.python.framework.auto_control_deps_utils import (
 
 from tfdp._private.names import run_independently
 
-__all__ = ["has_effects", "is_ordered_here", "ordered_by_us", "touched_by", "unordered"]
+__all__ = [
+    "has_effects",
+    "is_ordered_here",
+    "run_behind",
+    "run_independently",
+    "touched_by",
+    "unordered",
+]
 
 
 def is_ordered_here() -> bool:
@@ -42,17 +49,6 @@ def touched_by(op: tf.Operation) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
     return list(reads), list(writes)
 
 
-def ordered_by_us(
-    ops: Sequence[tf.Operation], before: Iterable[tf.Operation]
-) -> tf.Operation:
-    """Has `ops` run one after the other, behind `before`, and not as TensorFlow would.
-
-    Returns:
-      The last of them.
-    """
-    last = list(before)
-    for op in ops:
-        op._add_control_inputs(last)
-        run_independently(op)
-        last = [op]
-    return ops[-1]
+def run_behind(op: tf.Operation, before: Iterable[tf.Operation]) -> None:
+    """Has `op` wait for all of `before`."""
+    op._add_control_inputs(list(before))
