@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -51,7 +52,11 @@ def _graph_named(name: str, graph: Any) -> Any:
     while graph is not None:
         function = graph._get_function(name)
         if function is not None:
-            return function.graph
+            # One that was written down and not traced (`function_protos`) has none:
+            # it fails or calls another one.
+            with contextlib.suppress(AttributeError):
+                return function.graph
+            return None
         graph = getattr(graph, "outer_graph", None)
     return None
 

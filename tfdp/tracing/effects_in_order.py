@@ -4,20 +4,21 @@ The graphs of replicas are built one after the other, and TensorFlow runs what h
 effects in the order in which it was built: all that one replica prints, checks, asks of
 Python (`tf.py_function`) or does to a table before all that the next one does. Where
 one does so behind an exchange, and the next before it, the two would wait for each
-other. So here it runs by how many exchanges lie before it, in the graph or in the
-replica's program; of those alike, in the order in which it was built. Replicas that
-stop at each exchange until the others are there, as those of
-`tf.distribute.MirroredStrategy` do, have the same order.
+other. So here it runs by how many exchanges a replica's program has before it; of those
+alike, in the order in which it was built. Replicas that stop at each exchange until the
+others are there, as those of `tf.distribute.MirroredStrategy` do, have the same order.
 """
 
 from __future__ import annotations
 
 import collections
+import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import tensorflow as tf
 
+from tfdp._private.names import whole_of
 from tfdp._private.side_effects import (
     has_effects,
     is_ordered_here,
@@ -27,7 +28,8 @@ from tfdp._private.side_effects import (
     unordered,
 )
 from tfdp.errors import CollectiveError
-from tfdp.tracing.meetings import Edge, Meeting, levels_of, meetings_of
+from tfdp.tracing.meetings import Edge, Meeting, exchanges_of, levels_of, meetings_of
+from tfdp.tracing.replica_invariance import outermost
 from tfdp.tracing.whose_operation import ReplicaPlaces, operations
 
 __all__ = ["ReplicaEffects"]
@@ -85,27 +87,28 @@ class ReplicaEffects:
         }
         moved = dict.fromkeys(op for group in ours.values() for op in group)
         of_others = list(_edges_of_tensorflow(operations(), ours))
-        programs = _edges_of_programs(ops, moved, meetings, replica_of)
-        levels = levels_of(ops, meetings, [*of_others, *programs])
+        ordered = _by_programs(ops, ours, meetings, replica_of)
+        levels = levels_of(ops, meetings, [*of_others, *_chains(ordered)])
         if any(op not in levels for op in moved):
-            # Two replicas build exchanges in two orders: what the graph says is left.
+            # Replicas build exchanges in different orders: what the graph says is left.
             in_replicas = _edges_in_replicas(ours, replica_of)
             levels = levels_of(ops, meetings, [*of_others, *in_replicas])
+            ordered = {
+                handle: sorted(group, key=lambda op: levels.get(op, 0))
+                for handle, group in ours.items()
+            }
         stuck = [op for group in shared.values() for op in group if op not in levels]
         if stuck:
             raise CollectiveError(_message(stuck))
-        earlier = [op for op in operations()[: self._first] if op not in unordered()]
+        earlier = _done_to(operations()[: self._first])
         for op in moved:
             run_independently(op)
         for first, second in of_others:
             if first in moved or second in moved:
                 run_behind(second, [first])
-        for handle, group in ours.items():
-            # Of one level they stay as they were built.
-            ordered = sorted(group, key=levels.__getitem__)
-            before = [op for op in earlier if _is_ordered_by(handle, op)]
-            last = before[-1:] if handle is None else before
-            for op in ordered:
+        for handle, group in ordered.items():
+            last = earlier[handle][-1:] if handle is None else earlier[handle]
+            for op in group:
                 run_behind(op, last)
                 last = [op]
             _leave_behind(last, handle)
@@ -130,25 +133,41 @@ def _shared(ops: Sequence[tf.Operation], replica_of: dict[tf.Operation, int]) ->
     return {
         handle: group
         for handle, group in groups.items()
-        if handle in written and len(replicas[handle]) > 1
+        if handle in written
+        and len(replicas[handle]) > 1
+        and not _is_of_a_replica(handle)
     }
 
 
-def _edges_of_programs(
+def _is_of_a_replica(handle: Any) -> bool:
+    """Whether it is a replica's own copy, such as a slot that the step has made: all
+    copies get their first values by one who makes them for all."""
+    found = None if handle is None else outermost(handle.deref())
+    return found is not None and whole_of(found) is not None
+
+
+def _by_programs(
     ops: Sequence[tf.Operation],
-    moved: Collection[tf.Operation],
-    meetings: Collection[tf.Operation],
+    groups: Groups,
+    meetings: dict[tf.Operation, Meeting],
     replica_of: dict[tf.Operation, int],
-) -> Iterator[Edge]:
-    """All that replicas do, behind the exchanges that their programs have before it."""
-    since: dict[int, list[tf.Operation]] = collections.defaultdict(list)
+) -> Groups:
+    """As replicas do that stop at each exchange until all others are there."""
+    seen: dict[int, set[Any]] = collections.defaultdict(set)
+    behind = {}
     for op in ops:
-        earlier = since[replica_of[op]]
-        if op in moved:
-            yield from ((before, op) for before in earlier)
-            earlier.clear()
-        if op in moved or op in meetings:
-            earlier.append(op)
+        if op in meetings:
+            seen[replica_of[op]] |= exchanges_of(meetings[op])
+        behind[op] = len(seen[replica_of[op]])
+    return {
+        handle: sorted(group, key=behind.__getitem__)
+        for handle, group in groups.items()
+    }
+
+
+def _chains(groups: Groups) -> Iterator[Edge]:
+    for group in groups.values():
+        yield from itertools.pairwise(group)
 
 
 def _edges_in_replicas(
@@ -200,10 +219,19 @@ def _handles(op: tf.Operation) -> list[tf.Tensor]:
     return [*reads, *writes]
 
 
-def _is_ordered_by(handle: Any, op: tf.Operation) -> bool:
-    if handle is None:
-        return has_effects(op) and not _handles(op)
-    return any(one.ref() == handle for one in _handles(op))
+def _done_to(ops: Sequence[tf.Operation]) -> Groups:
+    """What TensorFlow would have wait for `ops`, by what they are done to."""
+    found: Groups = collections.defaultdict(list)
+    alone = unordered()
+    for op in ops:
+        if op in alone:
+            continue
+        handles = [handle.ref() for handle in _handles(op)]
+        if not handles and has_effects(op):
+            handles = [None]
+        for handle in handles:
+            found[handle].append(op)
+    return found
 
 
 def _leave_behind(last: Sequence[tf.Operation], handle: Any) -> None:

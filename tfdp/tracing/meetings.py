@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from tfdp._private.step_ops import graphs_called
 
-__all__ = ["Edge", "Meeting", "levels_of", "meetings_of"]
+__all__ = ["Edge", "Meeting", "exchanges_of", "levels_of", "meetings_of"]
 
 #: An operation, and one that runs behind it.
 Edge: TypeAlias = tuple[tf.Operation, tf.Operation]
@@ -38,7 +38,7 @@ def meetings_of(ops: Sequence[tf.Operation]) -> dict[tf.Operation, Meeting]:
 
 def _meeting(op: tf.Operation, known: dict[int, Meeting]) -> Meeting:
     if op.type in ("Send", "Recv"):
-        name = op.get_attr("tensor_name")
+        name = op.get_attr("tensor_name").decode()
         return ({name}, set()) if op.type == "Send" else (set(), {name})
     if op.type.startswith("Collective") and len(op.inputs) > 3:
         # A key that is not known is a size; its group's key is of this exchange only.
@@ -57,6 +57,16 @@ def _meeting(op: tf.Operation, known: dict[int, Meeting]) -> Meeting:
         brings |= known[id(graph)][0]
         awaits |= known[id(graph)][1]
     return brings, awaits
+
+
+def exchanges_of(meeting: Meeting) -> set[Any]:
+    """The exchanges that an operation takes part in: names, alike on all replicas."""
+    # Where replicas hand tensors over one exchange has several names, below its own.
+    return {
+        tuple(name.split("/")[:3]) if isinstance(name, str) else name
+        for names in meeting
+        for name in names
+    }
 
 
 def levels_of(
