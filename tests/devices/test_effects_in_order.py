@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+import tfdp
 from tests.support.parity import (
     classification_data,
     loss_and_gradients,
@@ -122,6 +123,15 @@ def test_what_replicas_do_before_and_behind_an_update(name, options):
     one = fitted(tf.distribute.get_strategy(), KINDS[name])
     for mine, theirs in zip(model.get_weights(), one.get_weights(), strict=True):
         np.testing.assert_allclose(mine, theirs, rtol=0, atol=TOLERANCE)
+
+
+def test_beside_functions_that_were_written_down():
+    """Compression across replicas calls some, of which nobody has a graph."""
+    strategy = make_strategy(
+        2, compression=tfdp.compression.Int8(), compression_across="replicas"
+    )
+    model = fitted(strategy, KINDS["printing"])
+    assert np.isfinite(model.get_weights()[0]).all()
 
 
 @pytest.mark.parametrize("engine", ["in_process", "tensorflow"])
@@ -276,7 +286,9 @@ def test_a_function_that_does_both_is_refused():
 
 
 CHANGES = {
-    "added to": (lambda v, x: v.assign_add(1.0), "is added to by each of 2 replicas"),
+    "counter": (lambda v, x: v.assign_add(1.0), "is counted up by each of 2 replicas"),
+    "sum": (lambda v, x: v.assign_add(tf.reduce_sum(x)), None),
+    "maximum": (lambda v, x: v.assign(tf.maximum(v, tf.reduce_max(x))), None),
     "of before": (lambda v, x: v.assign(0.9 * v), "by what it was before"),
     "of rows": (lambda v, x: v.assign(tf.reduce_mean(x)), "of its own rows"),
     "of all rows": (lambda v, x: v.assign(over_replicas(tf.reduce_sum(x))), None),

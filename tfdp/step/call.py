@@ -25,6 +25,7 @@ from tfdp.step.alike_shapes import with_alike_shapes
 from tfdp.step.batch_first import batch_first
 from tfdp.step.borrowed_rows import borrow_rows, leaves_borrowed_out, return_rows
 from tfdp.step.finite_guard import FiniteGuard
+from tfdp.step.gathered_rows import with_own_gathers
 from tfdp.step.held_optimizers import optimizers_of
 from tfdp.step.jit import jitted_train_step
 from tfdp.step.late_state import with_late_state
@@ -162,7 +163,7 @@ class StepCall:
         arguments = (self.args, self.kwargs)
         step = as_the_caller_is(self.step)
         if not self._is_compiled:
-            step = with_late_state(step, self.run)
+            step = with_own_gathers(with_late_state(step, self.run), self.run)
         with (
             led_optimizers(optimizers, self.run),
             led_reports(self.model, self.run) as noted,

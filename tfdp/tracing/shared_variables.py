@@ -20,6 +20,7 @@ from tfdp.tracing.run import ReplicaRun
 __all__ = ["suspect_shared"]
 
 ADDITIONS = ("AssignAddVariableOp", "AssignSubVariableOp")
+EXTREMES = ("Maximum", "Minimum")
 
 
 def suspect_shared(
@@ -32,9 +33,10 @@ def suspect_shared(
       shared: by the handle of a resource, as a reference, what several replicas do.
     """
     for handle, group in shared.items():
-        what = next(filter(None, (_what_is_wrong(run, op) for op in group)), None)
-        if what is None:
-            continue
+        found = [what for op in group if (what := _what_is_wrong(run, op))]
+        if len(found) < 2:
+            continue  # nothing, or one replica does it for all
+        what = found[0]
         run.state_suspicions.add(
             f"the variable {_name_of(handle.deref())!r}, which was not made in "
             f"strategy.scope(), {what}. Make it in strategy.scope(): then each replica "
@@ -44,10 +46,15 @@ def suspect_shared(
 
 def _what_is_wrong(run: ReplicaRun, op: tf.Operation) -> str | None:
     if op.type in ADDITIONS:
-        return f"is added to by each of {run.replicas} replicas"
+        # What replicas add of their rows is that of all rows; a count of steps is not.
+        step = tf.get_static_value(op.inputs[1])
+        is_count = step is not None and step.shape == () and abs(step) == 1
+        return f"is counted up by each of {run.replicas} replicas" if is_count else None
     if op.type != "AssignVariableOp":
         return None
     handle, value = op.inputs
+    if value.op.type in EXTREMES:
+        return None  # the same, however often
     if any(read is handle for read in _read_for(value)):
         return (
             f"is assigned to by each of {run.replicas} replicas, by what it was before"
