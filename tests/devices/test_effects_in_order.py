@@ -135,6 +135,25 @@ def test_beside_functions_that_were_written_down():
 
 
 @pytest.mark.parametrize("engine", ["in_process", "tensorflow"])
+def test_beside_a_function_that_is_called_twice(engine):
+    """Its exchanges have the same names in both calls."""
+    strategy = make_strategy(2, engine=engine)
+    within, seen = tf.function(over_replicas), []
+
+    def note(what, value):
+        tf.py_function(lambda v: seen.append(what), [value], [])
+
+    def replica_step(x):
+        note("before", x)
+        once = within(x)
+        note("between", once)
+        return within(once)
+
+    assert replica_function(strategy, replica_step)([1.0, 2.0]) == [[6.0], [6.0]]
+    assert seen == ["before"] * 2 + ["between"] * 2
+
+
+@pytest.mark.parametrize("engine", ["in_process", "tensorflow"])
 def test_each_replica_has_the_order_of_its_program(engine):
     """Also where what comes later waits for no exchange, and around a run."""
     strategy = make_strategy(3, engine=engine)

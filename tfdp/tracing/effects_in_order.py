@@ -66,7 +66,7 @@ class ReplicaEffects:
         ops = operations()[self._first :]
         replica_of = self._places.of(ops, self._first)
         shared = _shared(ops, replica_of)
-        meetings = meetings_of(ops) if shared else {}
+        meetings = meetings_of(ops, replica_of) if shared else {}
         if meetings:
             self._order(ops, shared, meetings, replica_of)
         return {handle: group for handle, group in shared.items() if handle is not None}

@@ -7,7 +7,7 @@ which is no edge of the graph.
 from __future__ import annotations
 
 import collections
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import tensorflow as tf
@@ -18,25 +18,45 @@ __all__ = ["Edge", "Meeting", "exchanges_of", "levels_of", "meetings_of"]
 
 #: An operation, and one that runs behind it.
 Edge: TypeAlias = tuple[tf.Operation, tf.Operation]
-#: What an operation brings to exchanges, and what it waits for, by name.
+# The names of what an operation brings to exchanges, and of what it waits for.
+Names: TypeAlias = tuple[set[Any], set[Any]]
+#: The same, each with how often the replica has had it before.
 Meeting: TypeAlias = tuple[set[Any], set[Any]]
 
 
-def meetings_of(ops: Sequence[tf.Operation]) -> dict[tf.Operation, Meeting]:
+def meetings_of(
+    ops: Sequence[tf.Operation], replica_of: Mapping[tf.Operation, int]
+) -> dict[tf.Operation, Meeting]:
     """Those of `ops` that take part in exchanges: which they give to and wait for.
 
     A function that is called, and a conditional, take part in all that is within them.
+    Called twice, it has each name twice: then the first of one replica meets the first
+    of another.
+
+    Args:
+      ops: of a step, in the order of building.
+      replica_of: whose each of them is.
     """
-    known: dict[int, Meeting] = {}
+    known: dict[int, Names] = {}
+    times: collections.Counter[Any] = collections.Counter()
     found = {}
     for op in ops:
-        brings, awaits = _meeting(op, known)
-        if brings or awaits:
-            found[op] = brings, awaits
+        names = _names_of(op, known)
+        if not any(names):
+            continue
+        replica = replica_of[op]
+        brings, awaits = (
+            {(name, times[replica, side, name]) for name in some}
+            for side, some in enumerate(names)
+        )
+        times.update(
+            (replica, side, name) for side, some in enumerate(names) for name in some
+        )
+        found[op] = brings, awaits
     return found
 
 
-def _meeting(op: tf.Operation, known: dict[int, Meeting]) -> Meeting:
+def _names_of(op: tf.Operation, known: dict[int, Names]) -> Names:
     if op.type in ("Send", "Recv"):
         name = op.get_attr("tensor_name").decode()
         return ({name}, set()) if op.type == "Send" else (set(), {name})
@@ -49,7 +69,7 @@ def _meeting(op: tf.Operation, known: dict[int, Meeting]) -> Meeting:
     for graph in graphs_called(op):
         if id(graph) not in known:
             known[id(graph)] = set(), set()
-            inner = meetings_of(graph.get_operations()).values()
+            inner = [_names_of(one, known) for one in graph.get_operations()]
             known[id(graph)] = (
                 set().union(*(some for some, _ in inner)),
                 set().union(*(some for _, some in inner)),
@@ -63,9 +83,9 @@ def exchanges_of(meeting: Meeting) -> set[Any]:
     """The exchanges that an operation takes part in: names, alike on all replicas."""
     # Where replicas hand tensors over one exchange has several names, below its own.
     return {
-        tuple(name.split("/")[:3]) if isinstance(name, str) else name
+        (tuple(name.split("/")[:3]) if isinstance(name, str) else name, time)
         for names in meeting
-        for name in names
+        for name, time in names
     }
 
 
