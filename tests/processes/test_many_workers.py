@@ -38,8 +38,9 @@ def test_connections_and_threads_are_bounded(workers):
         # To and from the neighbours, on four channels; and worker 0 knows everybody.
         assert found["connections"] == 4 * 2 * distances
         assert found["control"] == (workers - 1 if rank == 0 else 1)
-        # This one, the membership's, and one that sends what is long to each neighbour.
-        assert found["threads"] <= 2 + distances
+        # This one, the membership's, and one for each neighbour, before and behind, to
+        # whom something did not go at once: on an idle machine one or none.
+        assert found["threads"] <= 2 + 2 * distances
         assert found["ways"] == said[0]["ways"]
 
 
