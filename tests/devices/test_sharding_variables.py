@@ -270,6 +270,29 @@ def test_an_unknown_optimizer_must_say_that_it_is_elementwise(stage):
         np.testing.assert_array_equal(a, b)
 
 
+class ClippingByNorm(keras.optimizers.SGD):
+    """Looks at whole gradients before Keras does."""
+
+    def apply(self, grads, trainable_variables=None):
+        grads = [g / keras.ops.maximum(keras.ops.norm(g), 1.0) for g in grads]
+        return super().apply(grads, trainable_variables)
+
+
+class ClippingAsKerasAsks(keras.optimizers.SGD):
+    def _clip_gradients(self, grads):
+        return [g / keras.ops.maximum(keras.ops.norm(g), 1.0) for g in grads]
+
+
+@pytest.mark.parametrize(
+    "optimizer, method",
+    [(ClippingByNorm, "apply"), (ClippingAsKerasAsks, "_clip_gradients")],
+)
+@pytest.mark.parametrize("stage", STAGES)
+def test_one_that_looks_at_gradients_itself_is_refused(stage, optimizer, method):
+    with pytest.raises(ConfigurationError, match=f"its own {method} may need whole"):
+        fit_once(make_strategy(2, stage), lambda: optimizer(0.1))
+
+
 @pytest.mark.parametrize("stage", STAGES)
 def test_an_unwrapped_optimizer_in_a_custom_loop_is_led(stage):
     x = tf.constant(classification_data()[0])

@@ -47,6 +47,7 @@ __all__ = ["check_shardable", "clip_over_shards", "shard_leads"]
 ELEMENTWISE = (
     "SGD RMSprop Adam Adadelta Adagrad Adamax Nadam Ftrl Lion ScheduleFreeAdamW"
 ).split()
+GIVEN_GRADIENTS = ("apply", "apply_gradients", CLIP, APPLY_GRADIENTS)
 ADVICE = {
     "Lamb": "Take tfdp.optimizers.LAMB(form='keras'), which is the same to the bit.",
     "Adafactor": "It needs the rows and columns of whole matrices.",
@@ -62,10 +63,19 @@ def check_shardable(optimizer: keras.optimizers.Optimizer) -> None:
     Raises:
       ConfigurationError: naming the optimizer and what to do.
     """
+    is_elementwise = getattr(optimizer, "is_elementwise", False)
+    # Of what is given to these, Keras' own look at single elements, or are led.
+    own = next((name for name in GIVEN_GRADIENTS if _is_own(optimizer, name)), None)
+    if own is not None and not is_elementwise:
+        raise ConfigurationError(
+            f"The optimizer {type(optimizer).__name__} cannot update shards: its own "
+            f"{own} may need whole gradients, of which each replica has a shard. If it "
+            "looks at single elements only, say so with the class attribute "
+            "is_elementwise = True. Or use shard='none'."
+        )
     # What sends its momentum does so in whole variables (tfdp.step.momentum_sums).
     if not hasattr(optimizer, "momentum_compression") and (
-        hasattr(optimizer, "update_phases")
-        or getattr(optimizer, "is_elementwise", False)
+        hasattr(optimizer, "update_phases") or is_elementwise
     ):
         return
     owner = next(c for c in type(optimizer).__mro__ if "update_step" in vars(c))
@@ -81,6 +91,12 @@ def check_shardable(optimizer: keras.optimizers.Optimizer) -> None:
         f"update_step may need whole tensors. {advice} Or use shard='none'. Allowed: "
         f"{', '.join(ELEMENTWISE)}, AdamW, tfdp.optimizers.LARS and LAMB."
     )
+
+
+def _is_own(optimizer: keras.optimizers.Optimizer, method: str) -> bool:
+    """Whether a class that is neither Keras' nor tfdp's defines `method`."""
+    owner = next((c for c in type(optimizer).__mro__ if method in vars(c)), None)
+    return owner is not None and not owner.__module__.startswith(("keras.", "tfdp."))
 
 
 def shard_leads(
