@@ -41,7 +41,13 @@ from tfdp.plan.exclusions import variable_path
 from tfdp.sharding.updates import ShardUpdates
 from tfdp.sharding.variables import ShardedVariable, shard_kind
 
-__all__ = ["check_shardable", "clip_over_shards", "shard_leads"]
+__all__ = [
+    "check_shardable",
+    "clip_over_shards",
+    "is_own",
+    "own_look_at_gradients",
+    "shard_leads",
+]
 
 # Those whose update of an element needs that element only.
 ELEMENTWISE = (
@@ -64,9 +70,8 @@ def check_shardable(optimizer: keras.optimizers.Optimizer) -> None:
       ConfigurationError: naming the optimizer and what to do.
     """
     is_elementwise = getattr(optimizer, "is_elementwise", False)
-    # Of what is given to these, Keras' own look at single elements, or are led.
-    own = next((name for name in GIVEN_GRADIENTS if _is_own(optimizer, name)), None)
-    if own is not None and not is_elementwise:
+    own = own_look_at_gradients(optimizer)
+    if own is not None:
         raise ConfigurationError(
             f"The optimizer {type(optimizer).__name__} cannot update shards: its own "
             f"{own} may need whole gradients, of which each replica has a shard. If it "
@@ -93,7 +98,18 @@ def check_shardable(optimizer: keras.optimizers.Optimizer) -> None:
     )
 
 
-def _is_own(optimizer: keras.optimizers.Optimizer, method: str) -> bool:
+def own_look_at_gradients(optimizer: keras.optimizers.Optimizer) -> str | None:
+    """The method with which a class of the program's own looks at all gradients.
+
+    Those of Keras look at single elements, or are led. None: there is none, or the
+    class says that it looks at single elements.
+    """
+    if getattr(optimizer, "is_elementwise", False):
+        return None
+    return next((name for name in GIVEN_GRADIENTS if is_own(optimizer, name)), None)
+
+
+def is_own(optimizer: keras.optimizers.Optimizer, method: str) -> bool:
     """Whether a class that is neither Keras' nor tfdp's defines `method`."""
     owner = next((c for c in type(optimizer).__mro__ if method in vars(c)), None)
     return owner is not None and not owner.__module__.startswith(("keras.", "tfdp."))

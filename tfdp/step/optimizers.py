@@ -32,9 +32,12 @@ from tfdp._private.optimizer_hooks import (
     by_keras,
     variables_built_with,
 )
+from tfdp.errors import ConfigurationError
 from tfdp.sharding.optimizers import (
     check_shardable,
     clip_over_shards,
+    is_own,
+    own_look_at_gradients,
     shard_leads,
 )
 from tfdp.sharding.updates import shards_of
@@ -76,6 +79,8 @@ def _leads(optimizer: keras.optimizers.Optimizer, run: ReplicaRun) -> dict[str, 
     if getattr(optimizer, "reduces_gradients", False):
         return {}  # DistributedOptimizer does all of this itself
     leads: dict[str, Any] = {"apply": functools.partial(_apply, optimizer, run)}
+    if is_own(optimizer, "apply_gradients"):
+        leads["apply_gradients"] = functools.partial(_apply_gradients, optimizer, run)
     # A loss scaler chooses a branch by its test. Replicas that chose apart would wait
     # for each other for ever, so they agree on the answer first.
     if hasattr(optimizer, "inner_optimizer"):
@@ -102,14 +107,36 @@ def _reduces_first(optimizer: keras.optimizers.Optimizer) -> bool:
     return not accumulates or (shards is not None and shards.stage > 1)
 
 
+def _apply_gradients(
+    optimizer: keras.optimizers.Optimizer,
+    run: ReplicaRun,
+    grads_and_vars: Iterable[tuple[Any, Any]],
+    **more: Any,
+) -> Any:
+    """A program's own `apply_gradients`; Keras' is but another way to call `apply`."""
+    own = type(optimizer).apply_gradients.__get__(optimizer)
+    gradients, variables = zip(*grads_and_vars, strict=True)
+
+    def original(gradients: Sequence[Any], variables: Sequence[Any]) -> None:
+        own(list(zip(gradients, variables, strict=True)), **more)
+
+    _apply(optimizer, run, gradients, variables, original)
+    return optimizer.iterations
+
+
 def _apply(
     optimizer: keras.optimizers.Optimizer,
     run: ReplicaRun,
     gradients: Sequence[Any],
     trainable_variables: Any = None,
+    original: Callable[..., Any] | None = None,
 ) -> Any:
-    """Keras' `apply`, with gradients that are reduced when they must be."""
-    original = type(optimizer).apply.__get__(optimizer)
+    """Keras' `apply`, with gradients that are reduced when they must be.
+
+    Args:
+      original: what is done with them; None: what the optimizer's class does.
+    """
+    original = original or type(optimizer).apply.__get__(optimizer)
     # An optimizer that another one holds is called with what that one has reduced.
     is_given_reduced = tf.distribute.in_cross_replica_context() or run.is_updating
     if is_given_reduced:
@@ -132,6 +159,8 @@ def _apply(
     if reduces_first:
         gradients = _reduce_before(optimizer, run, gradients, variables)
     else:
+        if run.replicas > 1:
+            _refuse_own_look(optimizer)
         bring_layers_together(run, current_rank())
 
     built_with = variables or variables_built_with(optimizer)
@@ -150,6 +179,25 @@ def _apply(
             )
 
     update_if_finite(optimizer, gradients, built_with, update)
+
+
+def _refuse_own_look(optimizer: keras.optimizers.Optimizer) -> None:
+    """Refuses a program's own look at gradients that are yet to be added.
+
+    Raises:
+      ConfigurationError: naming the method that looks.
+    """
+    for leaf in innermost_optimizers(optimizer):
+        own = own_look_at_gradients(leaf)
+        if own is not None:
+            raise ConfigurationError(
+                f"The optimizer {type(leaf).__name__} has {own} of its own, and "
+                "accumulates gradients (gradient_accumulation_steps): it would look at "
+                "each replica's part of their sum, which Keras adds up later. If it "
+                "looks at single elements only, and only multiplies them, say so with "
+                "the class attribute is_elementwise = True. Or accumulate with "
+                "tfdp.DistributedOptimizer(optimizer, accumulate_steps=...)."
+            )
 
 
 def _build_as_keras(

@@ -1,0 +1,102 @@
+"""Optimizers of a program's own that look at all gradients before Keras does."""
+
+import keras
+import pytest
+import tensorflow as tf
+
+import tfdp
+from tests.support.parity import (
+    classification_data,
+    dense_model,
+    largest_difference,
+    loss_and_gradients,
+    make_strategy,
+)
+from tfdp.errors import ConfigurationError
+
+
+def clipped(gradients):
+    return [g / keras.ops.maximum(10 * keras.ops.norm(g), 1.0) for g in gradients]
+
+
+class InApply(keras.optimizers.SGD):
+    def apply(self, grads, trainable_variables=None):
+        return super().apply(clipped(grads), trainable_variables)
+
+
+class InApplyGradients(keras.optimizers.SGD):
+    def apply_gradients(self, grads_and_vars):
+        gradients, variables = zip(*grads_and_vars, strict=True)
+        pairs = zip(clipped(gradients), variables, strict=True)
+        return super().apply_gradients(pairs)
+
+
+class InClipping(keras.optimizers.SGD):
+    def _clip_gradients(self, grads):
+        return clipped(grads)
+
+
+class Halving(keras.optimizers.SGD):
+    """Of an element it looks at that element only."""
+
+    is_elementwise = True
+
+    def apply(self, grads, trainable_variables=None):
+        return super().apply([g / 2 for g in grads], trainable_variables)
+
+
+class Stepping(keras.Sequential):
+    def train_step(self, data):
+        loss, gradients = loss_and_gradients(self, data)
+        variables = self.trainable_variables
+        done = self.optimizer.apply_gradients(zip(gradients, variables, strict=True))
+        return {"loss": loss, "done": tf.cast(done, "float32")}
+
+
+LOOKING = (InApply, InApplyGradients, InClipping)
+
+
+def fitted(strategy, optimizer):
+    with strategy.scope():
+        model = Stepping(dense_model().layers)
+        model.compile(
+            optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        )
+    data = classification_data(28)
+    model.fit(*data, batch_size=8, epochs=2, verbose=0, shuffle=False)
+    return model
+
+
+@pytest.mark.parametrize("kind", [*LOOKING, Halving])
+def test_they_look_at_the_gradients_of_the_whole_batch(kind):
+    one = fitted(tf.distribute.get_strategy(), kind(0.5, momentum=0.9))
+    several = fitted(make_strategy(3), kind(0.5, momentum=0.9))
+    # 8 updates of length 0.05 (Halving: 0.5) and momentum; sums of 33 terms.
+    assert largest_difference(one, several) < 1e-5
+    assert int(several.optimizer.iterations.numpy()) == 8
+
+
+@pytest.mark.parametrize("kind", LOOKING)
+def test_parts_of_a_sum_are_not_shown_to_them(kind):
+    """Keras accumulates each replica's own part, and reduces behind their look."""
+    with pytest.raises(ConfigurationError, match=f"{kind.__name__} has .* of its own"):
+        fitted(make_strategy(2), kind(0.1, gradient_accumulation_steps=2))
+    fitted(make_strategy(1), kind(0.1, gradient_accumulation_steps=2))
+
+
+def test_what_looks_at_single_elements_accumulates():
+    def optimizer():
+        return Halving(0.5, gradient_accumulation_steps=2)
+
+    one = fitted(tf.distribute.get_strategy(), optimizer())
+    several = fitted(make_strategy(4), optimizer())
+    assert largest_difference(one, several) < 1e-5
+
+
+def test_accumulation_around_them_shows_them_the_sum():
+    def optimizer():
+        return tfdp.DistributedOptimizer(InApply(0.5), accumulate_steps=2)
+
+    several = fitted(make_strategy(3), optimizer())
+    alone = fitted(make_strategy(1), optimizer())
+    assert largest_difference(alone, several) < 1e-5
