@@ -106,6 +106,7 @@ def fitted(strategy, kind):
     return model
 
 
+@pytest.mark.worth_seconds(12)
 @pytest.mark.parametrize(
     "options",
     [
@@ -315,6 +316,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.worth_seconds(5)
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_variable_of_no_replica_is_told_of(name, recwarn):
     change, words = CHANGES[name]

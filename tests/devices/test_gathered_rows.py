@@ -44,6 +44,7 @@ def build():
     return Centred()
 
 
+@pytest.mark.worth_seconds(8)
 @pytest.mark.parametrize(
     "options",
     [{"replicas": 2}, {"replicas": 3, "engine": "tensorflow"}, {"replicas": 4}],

@@ -67,6 +67,7 @@ def fitted(strategy, optimizer):
     return model
 
 
+@pytest.mark.worth_seconds(6)
 @pytest.mark.parametrize("kind", [*LOOKING, Halving])
 def test_they_look_at_the_gradients_of_the_whole_batch(kind):
     one = fitted(tf.distribute.get_strategy(), kind(0.5, momentum=0.9))
