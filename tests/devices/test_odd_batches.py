@@ -280,3 +280,52 @@ def test_a_loop_of_your_own_that_got_no_batch_changes_nothing(wrap):
         while True:
             train(batches)
     assert copies(steps) == [2, 2]
+
+
+class OfValues(keras.Model):
+    """Takes a ragged tensor apart, which Keras' shapes of a batch are not."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = keras.layers.Dense(5)
+
+    def call(self, inputs):
+        values = inputs.with_values(self.dense(inputs.values))
+        return tf.reduce_mean(values, axis=1)
+
+
+@pytest.mark.parametrize("metrics", [None, ["accuracy"]])
+def test_a_built_model_is_not_called_on_shapes(metrics):
+    """Under a strategy Keras does, before it trains; one device does not."""
+    lengths = [1, 2, 3, 4, 5, 4, 3, 2, 1]
+    values = np.random.default_rng(0).normal(size=(25, 4)).astype("float32")
+    ragged = tf.RaggedTensor.from_row_lengths(values, lengths)
+    data = tf.data.Dataset.from_tensor_slices((ragged, y)).batch(4)
+
+    def run(strategy):
+        with (strategy or tf.distribute.get_strategy()).scope():
+            keras.utils.set_random_seed(3)
+            model = OfValues()
+            model(ragged[:2])
+            loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+            model.compile("sgd", loss, metrics=metrics, jit_compile=False)
+        return model.fit(data, epochs=2, verbose=0).history, model.get_weights()
+
+    assert_alike(*both(run))
+
+
+def test_a_layer_that_works_in_training_only():
+    """`RandomCrop` does not crop outside of it (Keras 3.15)."""
+    with make_strategy(2).scope():
+        model = keras.Sequential(
+            [
+                keras.Input((8, 8, 1)),
+                keras.layers.RandomCrop(6, 6),
+                keras.layers.Flatten(),
+                keras.layers.Dense(3),
+            ]
+        )
+        model.compile("sgd", "mse", jit_compile=False)
+    images = np.random.default_rng(0).normal(size=(7, 8, 8, 1))
+    history = model.fit(images, np.ones((7, 3)), batch_size=4, verbose=0).history
+    assert np.isfinite(history["loss"]).all()

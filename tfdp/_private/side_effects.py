@@ -14,13 +14,10 @@ from tensorflow.python.framework.auto_control_deps_utils import (
     get_read_write_resource_inputs,
 )
 
-from tfdp._private.names import run_independently
-
 __all__ = [
     "has_effects",
     "is_ordered_here",
     "run_behind",
-    "run_independently",
     "touched_by",
     "unordered",
 ]

@@ -18,12 +18,11 @@ from typing import Any, TypeAlias
 
 import tensorflow as tf
 
-from tfdp._private.names import whole_of
+from tfdp._private.names import run_independently, whole_of
 from tfdp._private.side_effects import (
     has_effects,
     is_ordered_here,
     run_behind,
-    run_independently,
     touched_by,
     unordered,
 )
