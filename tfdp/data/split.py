@@ -19,8 +19,8 @@ from tfdp.data.keras_input import NoElement
 from tfdp.errors import DataError
 
 __all__ = [
-    "has_sparse",
     "in_parts",
+    "is_split_by_us",
     "parts",
     "rows_between",
     "rows_of_batch",
@@ -101,10 +101,18 @@ def _are_of_one_length(*batch: Any) -> tf.Tensor:
         return tf.constant(True)
 
 
-def has_sparse(dataset: tf.data.Dataset) -> bool:
-    """Whether batches have sparse elements: TensorFlow cannot split off no rows."""
-    leaves = tf.nest.flatten(dataset.element_spec)
-    return any(isinstance(leaf, tf.SparseTensorSpec) for leaf in leaves)
+def is_split_by_us(dataset: tf.data.Dataset) -> bool:
+    """Whether batches have elements of which TensorFlow cannot split off no rows.
+
+    Those are sparse ones, and ragged ones but for rows of numbers.
+    """
+    return any(map(_stands_no_empty_part, tf.nest.flatten(dataset.element_spec)))
+
+
+def _stands_no_empty_part(spec: Any) -> bool:
+    if isinstance(spec, tf.RaggedTensorSpec):
+        return spec.shape.rank != 2
+    return isinstance(spec, tf.SparseTensorSpec)
 
 
 def parts(dataset: tf.data.Dataset, replicas: int) -> tf.data.Dataset:

@@ -21,7 +21,7 @@ from tfdp.checks import is_whole
 from tfdp.data.grain_passes import with_own_state
 from tfdp.data.keras_input import keras_input, with_none
 from tfdp.data.padding import distribute_padded, global_batch_rows, is_of_one_size
-from tfdp.data.split import has_sparse, parts, splittable
+from tfdp.data.split import is_split_by_us, parts, splittable
 from tfdp.errors import ConfigurationError, LocalMeanWarning, LocalStateWarning
 from tfdp.plan.shards import Sharding
 from tfdp.step.build import builds_from_plain_batch
@@ -305,7 +305,7 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
             distributed = distribute_padded(
                 self, dataset, global_batch_rows(dataset, self._stated_rows)
             )
-        elif self._replicas > 1 and has_sparse(dataset):
+        elif self._replicas > 1 and is_split_by_us(dataset):
             split = parts(dataset, len(self.extended.worker_devices))
             distributed = tf.distribute.Strategy.distribute_datasets_from_function(
                 self, lambda _: split, options
