@@ -36,6 +36,23 @@ class InClipping(keras.optimizers.SGD):
         return clipped(grads)
 
 
+class InUpdateStep(keras.optimizers.SGD):
+    def _backend_update_step(self, grads, trainable_variables, learning_rate):
+        grads = clipped(grads)
+        super()._backend_update_step(grads, trainable_variables, learning_rate)
+
+
+class InReduction(keras.optimizers.SGD):
+    def _all_reduce_sum_gradients(self, grads_and_vars):
+        pairs = super()._all_reduce_sum_gradients(grads_and_vars)
+        return [(g / 2, v) for g, v in pairs]
+
+
+class OwnTest(keras.optimizers.LossScaleOptimizer):
+    def check_finite(self, grads):
+        return keras.ops.all([keras.ops.norm(g) < 1e9 for g in grads])
+
+
 class Halving(keras.optimizers.SGD):
     """Of an element it looks at that element only."""
 
@@ -53,7 +70,7 @@ class Stepping(keras.Sequential):
         return {"loss": loss, "done": tf.cast(done, "float32")}
 
 
-LOOKING = (InApply, InApplyGradients, InClipping)
+LOOKING = (InApply, InApplyGradients, InUpdateStep)
 
 
 def fitted(strategy, optimizer):
@@ -68,7 +85,7 @@ def fitted(strategy, optimizer):
 
 
 @pytest.mark.worth_seconds(6)
-@pytest.mark.parametrize("kind", [*LOOKING, Halving])
+@pytest.mark.parametrize("kind", [*LOOKING, InClipping, Halving])
 def test_they_look_at_the_gradients_of_the_whole_batch(kind):
     one = fitted(tf.distribute.get_strategy(), kind(0.5, momentum=0.9))
     several = fitted(make_strategy(3), kind(0.5, momentum=0.9))
@@ -83,6 +100,26 @@ def test_parts_of_a_sum_are_not_shown_to_them(kind):
     with pytest.raises(ConfigurationError, match=f"{kind.__name__} has .* of its own"):
         fitted(make_strategy(2), kind(0.1, gradient_accumulation_steps=2))
     fitted(make_strategy(1), kind(0.1, gradient_accumulation_steps=2))
+
+
+def test_a_sum_in_the_place_of_ours_is_refused():
+    with pytest.raises(ConfigurationError, match="which would not be called"):
+        fitted(make_strategy(2), InReduction(0.1))
+    fitted(make_strategy(1), InReduction(0.1))
+
+
+@pytest.mark.parametrize("accumulation", [None, 2])
+def test_an_own_test_for_infinities_sees_the_sum_or_is_refused(accumulation):
+    def optimizer():
+        inner = keras.optimizers.SGD(0.1, gradient_accumulation_steps=accumulation)
+        return OwnTest(inner, initial_scale=8.0)
+
+    if accumulation is not None:
+        with pytest.raises(ConfigurationError, match="check_finite of its own"):
+            fitted(make_strategy(3), optimizer())
+        return
+    one = fitted(tf.distribute.get_strategy(), optimizer())
+    assert largest_difference(one, fitted(make_strategy(3), optimizer())) < 1e-5
 
 
 def test_what_looks_at_single_elements_accumulates():

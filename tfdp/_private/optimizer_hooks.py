@@ -18,6 +18,8 @@ __all__ = [
     "AVERAGE",
     "CLIP",
     "DECAY",
+    "IN_USE",
+    "ON_THE_WAY",
     "OVERWRITE_WITH_AVERAGE",
     "REDUCE",
     "UPDATE_OF_STRATEGY",
@@ -42,6 +44,15 @@ UPDATE_STEP = "_backend_update_step"
 UPDATE_OF_STRATEGY = "_distributed_tf_update_step"
 AVERAGE = "_update_model_variables_moving_average"
 OVERWRITE_WITH_AVERAGE = "_overwrite_model_variables_with_average_value"
+# What it is given on its way to be accumulated; what it is given on its way to be used.
+ON_THE_WAY = (
+    *("apply", "apply_gradients", "_filter_empty_gradients", APPLY_GRADIENTS),
+    *(UPDATE_STEP, "_backend_increment_gradient_accumulators"),
+)
+IN_USE = (
+    *(CLIP, "_overwrite_variables_directly_with_gradients", UPDATE_OF_STRATEGY),
+    *("assign", "assign_add", "assign_sub"),
+)
 
 
 def by_keras(optimizer: keras.optimizers.Optimizer, method: str) -> Callable[..., Any]:

@@ -28,6 +28,8 @@ from tfdp._private.optimizer_hooks import (
     AVERAGE,
     CLIP,
     DECAY,
+    IN_USE,
+    ON_THE_WAY,
     OVERWRITE_WITH_AVERAGE,
     UPDATE_OF_STRATEGY,
     UPDATE_STEP,
@@ -53,7 +55,8 @@ __all__ = [
 ELEMENTWISE = (
     "SGD RMSprop Adam Adadelta Adagrad Adamax Nadam Ftrl Lion ScheduleFreeAdamW"
 ).split()
-GIVEN_GRADIENTS = ("apply", "apply_gradients", CLIP, APPLY_GRADIENTS)
+# These are led in the place of what a class has of its own.
+REPLACED = (AVERAGE,)
 ADVICE = {
     "Lamb": "Take tfdp.optimizers.LAMB(form='keras'), which is the same to the bit.",
     "Adafactor": "It needs the rows and columns of whole matrices.",
@@ -70,13 +73,19 @@ def check_shardable(optimizer: keras.optimizers.Optimizer) -> None:
       ConfigurationError: naming the optimizer and what to do.
     """
     is_elementwise = getattr(optimizer, "is_elementwise", False)
-    own = own_look_at_gradients(optimizer)
+    own = own_look_at_gradients(optimizer, (*ON_THE_WAY, *IN_USE))
     if own is not None:
         raise ConfigurationError(
             f"The optimizer {type(optimizer).__name__} cannot update shards: its own "
             f"{own} may need whole gradients, of which each replica has a shard. If it "
             "looks at single elements only, say so with the class attribute "
             "is_elementwise = True. Or use shard='none'."
+        )
+    own = next((name for name in REPLACED if is_own(optimizer, name)), None)
+    if own is not None:
+        raise ConfigurationError(
+            f"The optimizer {type(optimizer).__name__} cannot update shards: its own "
+            f"{own} would not be called. Use shard='none'."
         )
     # What sends its momentum does so in whole variables (tfdp.step.momentum_sums).
     if not hasattr(optimizer, "momentum_compression") and (
@@ -98,15 +107,17 @@ def check_shardable(optimizer: keras.optimizers.Optimizer) -> None:
     )
 
 
-def own_look_at_gradients(optimizer: keras.optimizers.Optimizer) -> str | None:
-    """The method with which a class of the program's own looks at all gradients.
+def own_look_at_gradients(
+    optimizer: keras.optimizers.Optimizer, methods: Sequence[str]
+) -> str | None:
+    """The one of `methods` with which a class of the program's own looks at gradients.
 
     Those of Keras look at single elements, or are led. None: there is none, or the
     class says that it looks at single elements.
     """
     if getattr(optimizer, "is_elementwise", False):
         return None
-    return next((name for name in GIVEN_GRADIENTS if is_own(optimizer, name)), None)
+    return next((name for name in methods if is_own(optimizer, name)), None)
 
 
 def is_own(optimizer: keras.optimizers.Optimizer, method: str) -> bool:

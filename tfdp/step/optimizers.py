@@ -28,6 +28,7 @@ from tfdp._private.instance_attributes import instance_attributes
 from tfdp._private.names import current_rank
 from tfdp._private.optimizer_hooks import (
     CLIP,
+    ON_THE_WAY,
     REDUCE,
     by_keras,
     variables_built_with,
@@ -144,6 +145,8 @@ def _apply(
     if shards_of(optimizer) is not None:
         for leaf in innermost_optimizers(optimizer):
             check_shardable(leaf)
+    if run.replicas > 1:
+        _refuse_own_reduction(optimizer)
     # Lists, because Keras gives zips, which end with the first who reads them.
     variables = None if trainable_variables is None else list(trainable_variables)
     gradients = list(gradients)
@@ -181,6 +184,22 @@ def _apply(
     update_if_finite(optimizer, gradients, built_with, update)
 
 
+def _refuse_own_reduction(optimizer: keras.optimizers.Optimizer) -> None:
+    """Refuses what stands in the place of the sum over the replicas.
+
+    Raises:
+      ConfigurationError: a class of the program's own reduces gradients.
+    """
+    for leaf in innermost_optimizers(optimizer):
+        if is_own(leaf, REDUCE):
+            raise ConfigurationError(
+                f"The optimizer {type(leaf).__name__} has {REDUCE} of its own, which "
+                "would not be called: gradients are added up before an optimizer looks "
+                "at them. What it does with the sum belongs into apply, before it "
+                "calls super().apply."
+            )
+
+
 def _refuse_own_look(optimizer: keras.optimizers.Optimizer) -> None:
     """Refuses a program's own look at gradients that are yet to be added.
 
@@ -188,7 +207,7 @@ def _refuse_own_look(optimizer: keras.optimizers.Optimizer) -> None:
       ConfigurationError: naming the method that looks.
     """
     for leaf in innermost_optimizers(optimizer):
-        own = own_look_at_gradients(leaf)
+        own = own_look_at_gradients(leaf, ON_THE_WAY)
         if own is not None:
             raise ConfigurationError(
                 f"The optimizer {type(leaf).__name__} has {own} of its own, and "
@@ -259,6 +278,12 @@ def _check_finite(
     is_alike = _reduces_first(optimizer) and shards_of(optimizer) is None
     if is_alike or tf.distribute.in_cross_replica_context():
         return type(optimizer).check_finite(optimizer, gradients)
+    if is_own(optimizer, "check_finite"):
+        raise ConfigurationError(
+            f"The optimizer {type(optimizer).__name__} has check_finite of its own, "
+            "which would look at each replica's part of the gradients, or its shards: "
+            "leave out shard= and gradient_accumulation_steps, or the method."
+        )
     return agree_finite(optimizer, gradients)
 
 
