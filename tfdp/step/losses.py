@@ -29,6 +29,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdp._private.frames import frame_of_caller
+from tfdp._private.names import run_independently
 from tfdp.tracing.batch_rows import goes_with_rows
 from tfdp.tracing.loss_suspicions import (
     is_share,
@@ -207,8 +208,10 @@ def _not_cancelled(denominator: tf.Tensor, reducer: FrameType | None) -> tf.Tens
     size = tf.reduce_sum(tf.abs(weights))
     is_lost = tf.logical_and(tf.equal(denominator, 0), tf.not_equal(size, 0))
     check = tf.debugging.Assert(tf.logical_not(is_lost), [WEIGHTS_CANCEL])
-    # An eager one has raised already.
-    with tf.control_dependencies([] if check is None else [check]):
+    if check is None:
+        return denominator  # an eager one has raised already
+    run_independently(check)  # it need not wait for what other replicas check
+    with tf.control_dependencies([check]):
         return tf.identity(denominator)
 
 
