@@ -319,6 +319,8 @@ class HandOver:
             )
             if tf.compat.v1.get_default_graph() is self._run_graph:
                 self._received.append(tensor.op)
+            else:
+                self._end_call_behind(tensor.op, target)
             shape = like.shape
             if partly and shape.rank is not None:
                 shape = tf.TensorShape([None]).concatenate(shape[1:])
@@ -329,6 +331,16 @@ class HandOver:
                 return tf.ensure_shape(tensor, shape)
         tensor.set_shape(shape)
         return tensor
+
+    def _end_call_behind(self, received: tf.Operation, rank: int) -> None:
+        """Has a function not end before it has `received`; then it may be called again.
+
+        Both calls have the same names, and what is received waits for nothing: the
+        second call would take what is the first one's. A replica's calls come one after
+        the other by its token.
+        """
+        with tf.control_dependencies([received]):
+            tf.raw_ops.VarIsInitializedOp(resource=self._tokens[rank].handle)
 
     def _rendezvous_name(self, key: str, source: int, target: int) -> str:
         return f"tfdp/{self._key}/{key}/{source}-{target}"
