@@ -1,7 +1,8 @@
 """One of two workers that add several times in one step, in several runs.
 
 `python -m tests.support.runs_in_a_step ENGINE`: runs side by side in one function, and
-a function with a run in it that is called several times.
+a function with a run in it that is called several times, and a function that replicas
+call several times, beside a sum of their own.
 """
 
 import sys
@@ -27,10 +28,20 @@ def main(engine):
     def run(x):
         return strategy.experimental_local_results(strategy.run(total, (x,)))
 
-    called = tf.function(run)
+    called, within = tf.function(run), tf.function(total)
+
+    def mixed(*given):
+        first, *others = given
+        return [total(first), *(within(x) for x in others)]
+
+    def run_mixed(given):
+        results = strategy.run(mixed, given)
+        return [strategy.experimental_local_results(result) for result in results]
+
     ways = {
         "side by side": tf.function(lambda given: [run(x) for x in given]),
         "called": tf.function(lambda given: [called(x) for x in given]),
+        "within": tf.function(run_mixed),
     }
     of_each = [10.0**rank for rank in range(strategy.num_replicas_in_sync)]
     given = [

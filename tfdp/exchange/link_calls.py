@@ -11,6 +11,8 @@ import numpy as np
 import tensorflow as tf
 
 from tfdp._private import names
+from tfdp._private.side_effects import run_behind
+from tfdp._private.step_ops import CALLS, graphs_called
 from tfdp.hosts.begun_exchanges import BegunExchanges
 from tfdp.hosts.python_calls import counted
 
@@ -19,6 +21,9 @@ __all__ = ["LINK_BEGIN", "LINK_CALL", "LinkCalls"]
 #: What their ops are called, for who reads a graph.
 LINK_CALL = "tfdp_link_call"
 LINK_BEGIN = "tfdp_link_begin"
+
+# The operations that call Python.
+PYTHON = ("PyFunc", "PyFuncStateless", "EagerPyFunc")
 
 #: What a call hands to the next one: nothing but that it is over.
 TOKEN = np.uint8(0)
@@ -124,6 +129,26 @@ class LinkCalls:
         self._last_ends[graph] = results[0].op.name
         return _of_known_shapes(results, specs), ticket
 
+    def end_run(self) -> None:
+        """When replicas are built: functions that they call take their turns, too.
+
+        Such a function (`tf.function`) may be one of an earlier trace, and be called
+        again: nothing of the graph around it is in it, and no token.
+        """
+        known: dict[int, bool] = {}
+        since: list[tf.Operation] = []  # the last such function, and what is behind it
+        for op in tf.compat.v1.get_default_graph().get_operations():
+            if not _is_call_of_link(op) and not _holds_calls(op, known):
+                continue
+            is_function = op.type in CALLS
+            if is_function:
+                run_behind(op, since)
+                since = [op]
+                continue
+            if since and since[0].type in CALLS:
+                run_behind(op, since[:1])
+            since.append(op)
+
     def _op(
         self,
         function: Callable[..., list],
@@ -181,6 +206,27 @@ def _token_of(graph: tf.Graph, last_ops: LastOps) -> list[tf.Tensor]:
     # other, that its gathers of weights come one after the other: and the gradients of
     # parallel branches would come in another order than on the other replicas.
     return [tf.identity(graph.get_operation_by_name(last).outputs[-1])]
+
+
+def _is_call_of_link(op: tf.Operation) -> bool:
+    return op.type in PYTHON and (LINK_CALL in op.name or LINK_BEGIN in op.name)
+
+
+def _holds_calls(op: tf.Operation, known: dict[int, bool]) -> bool:
+    """Whether `op` calls functions with calls of the link in them.
+
+    Args:
+      known: by the ids of functions' graphs, what was found before.
+    """
+    for graph in graphs_called(op):
+        if id(graph) not in known:
+            known[id(graph)] = any(
+                _is_call_of_link(one) or _holds_calls(one, known)
+                for one in graph.get_operations()
+            )
+        if known[id(graph)]:
+            return True
+    return False
 
 
 def _in_turn(function: Callable[..., list], count: int) -> Callable[..., list]:

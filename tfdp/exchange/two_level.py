@@ -69,6 +69,7 @@ class AcrossHostsEngine(Engine):
         self._hand.begin_run(tf.compat.v1.get_default_graph())
 
     def end_run(self) -> None:
+        self._calls.end_run()
         self.within.end_run()
         # Calls of the link have no names: hosts meet in their order.
         self._hand.end_run(is_apart=False)
