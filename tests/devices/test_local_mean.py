@@ -356,3 +356,43 @@ class LossInLoop(HandWritten):
 def test_a_loss_in_a_loop_of_the_step_is_noticed():
     with pytest.warns(LocalMeanWarning, match="within a tf.while_loop"):
         train(make_strategy(2), build=hand_written(None, LossInLoop))
+
+
+class OfObjects(keras.losses.Loss):
+    """Uses Keras loss objects, whose results are shares of the global loss already."""
+
+    def __init__(self, mixes):
+        super().__init__()
+        self.inner, self.mixes = keras.losses.MeanSquaredError(), mixes
+
+    def call(self, y, p):
+        first, second = self.inner(y, p), self.inner(2 * y, p)
+        if self.mixes:
+            return first + keras.ops.mean(keras.ops.abs(y - p), axis=-1)
+        return keras.ops.stack([first, second])
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_a_loss_of_loss_objects_is_not_scaled_twice(eager):
+    x, labels = classification_data(21)
+    y = np.eye(5, dtype="float32")[labels]
+
+    def fitted(strategy, mixes):
+        with strategy.scope():
+            model = dense_model()
+            model.compile(
+                keras.optimizers.SGD(0.05),
+                OfObjects(mixes),
+                run_eagerly=eager,
+                jit_compile=False,
+            )
+        model.fit(x, y, batch_size=8, verbose=0, shuffle=False)
+        return model
+
+    one, several = (
+        fitted(strategy, False)
+        for strategy in (tf.distribute.get_strategy(), make_strategy(3))
+    )
+    assert largest_difference(one, several) < 1e-6
+    with pytest.raises(ConfigurationError, match="keras.losses.mean_squared_error"):
+        fitted(make_strategy(3), True)

@@ -30,7 +30,9 @@ import tensorflow as tf
 
 from tfdp._private.frames import frame_of_caller
 from tfdp._private.names import run_independently
+from tfdp.errors import ConfigurationError
 from tfdp.tracing.batch_rows import goes_with_rows
+from tfdp.tracing.loss_shares import LossShares, Standing
 from tfdp.tracing.loss_suspicions import (
     is_share,
     reported_standing,
@@ -88,7 +90,9 @@ def loss_replica_count(
     value, shares = asker.f_locals["value"], run.shares[trace_of(rank)]
     count = _replica_count(run)
     if asker.f_code.co_name == SCALE:
-        if _is_added_share(run, rank, value, asker.f_back):
+        if _is_of_shares(shares, asker.f_back) or _is_added_share(
+            run, rank, value, asker.f_back
+        ):
             # No factor: in eager mode a product of two of them is told by neither.
             count.fraction = tf.ones([], value.dtype)
         else:
@@ -146,6 +150,26 @@ def _report_factor(
     return tf.math.divide_no_nan(
         run.total_in_group(rank), tf.cast(run.count_of(rank), tf.float32)
     )
+
+
+def _is_of_shares(shares: LossShares, reducer: FrameType | None) -> bool:
+    """Whether the values of which Keras took the mean are shares already.
+
+    Raises:
+      ConfigurationError: when a part of them is, and would be scaled once more.
+    """
+    if _name_of(reducer) != "reduce_values" or reducer is None:
+        return False
+    standing = shares.standing_of(reducer.f_locals["values"])
+    if standing is Standing.MIXED:
+        raise ConfigurationError(
+            "The call() of a loss, or a function given as one, mixes values of single "
+            "rows with the result of a Keras loss object, which is this replica's "
+            "share of the global loss already and would be scaled once more. Take the "
+            "function of that loss, which gives a value for each row: "
+            "keras.losses.mean_squared_error(y, p), not MeanSquaredError()(y, p)."
+        )
+    return standing is Standing.SHARE
 
 
 def _is_added_share(
