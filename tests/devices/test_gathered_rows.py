@@ -5,7 +5,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+import tfdp
 from tests.support.parity import classification_data, make_strategy, train
+from tfdp.errors import ConfigurationError
 
 
 class Centred(keras.Model):
@@ -42,6 +44,12 @@ def gathered(values):
 def build():
     keras.utils.set_random_seed(2)
     return Centred()
+
+
+def test_rows_that_fill_a_batch_up_are_refused():
+    strategy = tfdp.DataParallelStrategy(["CPU:0", "CPU:1"], pad_batches=True)
+    with pytest.raises(ConfigurationError, match="the filling would be in it"):
+        train(strategy, build, data=classification_data(21), batch_size=8, epochs=1)
 
 
 @pytest.mark.worth_seconds(8)

@@ -62,12 +62,20 @@ class Halving(keras.optimizers.SGD):
         return super().apply([g / 2 for g in grads], trainable_variables)
 
 
+class Wrapping(keras.optimizers.LossScaleOptimizer):
+    def apply(self, grads, trainable_variables=None):
+        return super().apply(clipped(grads), trainable_variables)
+
+
 class Stepping(keras.Sequential):
+    """Reports variables besides, as many programs do."""
+
     def train_step(self, data):
         loss, gradients = loss_and_gradients(self, data)
         variables = self.trainable_variables
         done = self.optimizer.apply_gradients(zip(gradients, variables, strict=True))
-        return {"loss": loss, "done": tf.cast(done, "float32")}
+        rate = self.optimizer.learning_rate
+        return {"loss": loss, "done": tf.cast(done, "float32"), "rate": rate}
 
 
 LOOKING = (InApply, InApplyGradients, InUpdateStep)
@@ -120,6 +128,22 @@ def test_an_own_test_for_infinities_sees_the_sum_or_is_refused(accumulation):
         return
     one = fitted(tf.distribute.get_strategy(), optimizer())
     assert largest_difference(one, fitted(make_strategy(3), optimizer())) < 1e-5
+
+
+@pytest.mark.parametrize("options", [{}, {"shard": "optimizer"}])
+def test_a_wrapper_sees_the_sum_or_is_refused(options):
+    def optimizer(accumulation=None):
+        inner = keras.optimizers.SGD(0.5, gradient_accumulation_steps=accumulation)
+        return Wrapping(inner, initial_scale=8.0)
+
+    if options:
+        with pytest.raises(ConfigurationError, match="its own apply may need whole"):
+            fitted(make_strategy(3, **options), optimizer())
+        return
+    one = fitted(tf.distribute.get_strategy(), optimizer())
+    assert largest_difference(one, fitted(make_strategy(3), optimizer())) < 1e-5
+    with pytest.raises(ConfigurationError, match="Wrapping has apply of its own"):
+        fitted(make_strategy(3), optimizer(2))
 
 
 def test_what_looks_at_single_elements_accumulates():

@@ -44,6 +44,7 @@ from tfdp.sharding.updates import ShardUpdates
 from tfdp.sharding.variables import ShardedVariable, shard_kind
 
 __all__ = [
+    "check_own_hooks",
     "check_shardable",
     "clip_over_shards",
     "is_own",
@@ -73,20 +74,7 @@ def check_shardable(optimizer: keras.optimizers.Optimizer) -> None:
       ConfigurationError: naming the optimizer and what to do.
     """
     is_elementwise = getattr(optimizer, "is_elementwise", False)
-    own = own_look_at_gradients(optimizer, (*ON_THE_WAY, *IN_USE))
-    if own is not None:
-        raise ConfigurationError(
-            f"The optimizer {type(optimizer).__name__} cannot update shards: its own "
-            f"{own} may need whole gradients, of which each replica has a shard. If it "
-            "looks at single elements only, say so with the class attribute "
-            "is_elementwise = True. Or use shard='none'."
-        )
-    own = next((name for name in REPLACED if is_own(optimizer, name)), None)
-    if own is not None:
-        raise ConfigurationError(
-            f"The optimizer {type(optimizer).__name__} cannot update shards: its own "
-            f"{own} would not be called. Use shard='none'."
-        )
+    check_own_hooks(optimizer)
     # What sends its momentum does so in whole variables (tfdp.step.momentum_sums).
     if not hasattr(optimizer, "momentum_compression") and (
         hasattr(optimizer, "update_phases") or is_elementwise
@@ -105,6 +93,28 @@ def check_shardable(optimizer: keras.optimizers.Optimizer) -> None:
         f"update_step may need whole tensors. {advice} Or use shard='none'. Allowed: "
         f"{', '.join(ELEMENTWISE)}, AdamW, tfdp.optimizers.LARS and LAMB."
     )
+
+
+def check_own_hooks(optimizer: keras.optimizers.Optimizer) -> None:
+    """Refuses hooks of a program's own that would be given shards of gradients.
+
+    Raises:
+      ConfigurationError: naming the optimizer, the hook and what to do.
+    """
+    own = own_look_at_gradients(optimizer, (*ON_THE_WAY, *IN_USE))
+    if own is not None:
+        raise ConfigurationError(
+            f"The optimizer {type(optimizer).__name__} cannot update shards: its own "
+            f"{own} may need whole gradients, of which each replica has a shard. If it "
+            "looks at single elements only, say so with the class attribute "
+            "is_elementwise = True. Or use shard='none'."
+        )
+    own = next((name for name in REPLACED if is_own(optimizer, name)), None)
+    if own is not None:
+        raise ConfigurationError(
+            f"The optimizer {type(optimizer).__name__} cannot update shards: its own "
+            f"{own} would not be called. Use shard='none'."
+        )
 
 
 def own_look_at_gradients(

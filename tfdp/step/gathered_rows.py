@@ -1,6 +1,7 @@
 """What a replica without rows brings to a gather: nothing.
 
-It computes on a row that another one has, which is in the gather already.
+It computes on a row that another one has, which is in the gather already. Rows that
+fill a batch up would be in the gather as well: refused.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import tensorflow as tf
 from tfdp._private.autograph import library_code
 from tfdp._private.instance_attributes import instance_attributes
 from tfdp._private.names import current_rank
+from tfdp.errors import ConfigurationError
 from tfdp.tracing.run import ReplicaRun
 
 __all__ = ["with_own_gathers"]
@@ -26,7 +28,7 @@ def with_own_gathers(step: Callable, run: ReplicaRun) -> Callable:
       step: what every replica runs.
       run: in which it is traced.
     """
-    if run.owns_rows is None or tf.executing_eagerly():
+    if tf.executing_eagerly():
         return step
 
     @library_code
@@ -45,8 +47,23 @@ def _gather(
 ) -> Any:
     original = type(context).all_gather.__get__(context)
     if axis == 0:
+        _refuse_filling(run, value)
         value = tf.nest.map_structure(lambda part: _own_rows(run, part), value)
     return original(value, axis, options)
+
+
+def _refuse_filling(run: ReplicaRun, value: Any) -> None:
+    padding = run.padding_of(current_rank())
+    if padding is None:
+        return
+    for part in tf.nest.flatten(value):
+        if tf.TensorShape(part.shape)[:1] == [padding.rows]:
+            raise ConfigurationError(
+                "all_gather was asked for what has a row for each row of a batch that "
+                "was filled up to a fixed size (pad_batches): the filling would be in "
+                "it. Leave out pad_batches, or give batches of one size "
+                "(drop_remainder=True), which are not filled up."
+            )
 
 
 def _own_rows(run: ReplicaRun, value: Any) -> Any:
@@ -57,7 +74,7 @@ def _own_rows(run: ReplicaRun, value: Any) -> Any:
     """
     if not isinstance(value, tf.Tensor) or value.shape.rank == 0:
         return value
-    if value.shape[0] is not None:
+    if value.shape[0] is not None or run.owns_rows is None:
         return value
     own = tf.cast(run.has_own_rows(current_rank()), tf.int32)
     return value[: tf.shape(value)[0] * own]

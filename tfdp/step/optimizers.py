@@ -35,6 +35,7 @@ from tfdp._private.optimizer_hooks import (
 )
 from tfdp.errors import ConfigurationError
 from tfdp.sharding.optimizers import (
+    check_own_hooks,
     check_shardable,
     clip_over_shards,
     is_own,
@@ -143,6 +144,7 @@ def _apply(
     if is_given_reduced:
         return original(gradients, trainable_variables)
     if shards_of(optimizer) is not None:
+        check_own_hooks(optimizer)
         for leaf in innermost_optimizers(optimizer):
             check_shardable(leaf)
     if run.replicas > 1:
@@ -206,7 +208,7 @@ def _refuse_own_look(optimizer: keras.optimizers.Optimizer) -> None:
     Raises:
       ConfigurationError: naming the method that looks.
     """
-    for leaf in innermost_optimizers(optimizer):
+    for leaf in (optimizer, *innermost_optimizers(optimizer)):
         own = own_look_at_gradients(leaf, ON_THE_WAY)
         if own is not None:
             raise ConfigurationError(

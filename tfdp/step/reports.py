@@ -218,15 +218,12 @@ def whole_logs(
     Returns:
       The same structure with plain numbers, but for what is no number.
     """
-    leaves = tf.nest.flatten(logs)
+    leaves = [_read(leaf) for leaf in tf.nest.flatten(logs)]
     sums: dict[Any, tf.Tensor] = {}
     derived: dict[int, Derivation] = {}
     for place, leaf in enumerate(leaves):
         # A step may return a variable: each replica's is what it holds by now.
-        parts = [
-            part.read_value() if isinstance(part, tf.Variable) else part
-            for part in parts_of(leaf)
-        ]
+        parts = [_read(part) for part in parts_of(leaf)]
         derivation = _derivation(parts, run, noted)
         if derivation is not None:
             derived[place] = derivation
@@ -246,6 +243,15 @@ def whole_logs(
             wholes = [_whole_result(result, sums, noted) for result in results]
             leaves[place] = derived[place].of(wholes)
     return tf.nest.pack_sequence_as(logs, leaves)
+
+
+def _read(value: Any) -> Any:
+    """What a variable holds; a step may return a learning rate, or a counter."""
+    if isinstance(value, keras.Variable):
+        return tf.convert_to_tensor(value.value)
+    is_variable = isinstance(value, tf.Variable)
+    is_of_replicas = isinstance(value, tf.distribute.DistributedValues)
+    return value.read_value() if is_variable and not is_of_replicas else value
 
 
 def _derivation(
