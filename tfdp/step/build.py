@@ -19,6 +19,7 @@ import tensorflow as tf
 
 from tfdp._private.instance_attributes import instance_attributes
 from tfdp._private.keras_models import BUILD, build_symbolically
+from tfdp.errors import TfdpError
 from tfdp.step.borrowed_rows import row_like
 from tfdp.step.held_optimizers import optimizers_of
 from tfdp.tracing.keras_steps import is_stock_step
@@ -46,7 +47,7 @@ def builds_from_plain_batch(model: Any) -> None:
         except Exception as error:
             # One device would not have called a built model: some stand no call without
             # training (RandomCrop), or without the ragged tensors that they are given.
-            if is_stock and not model.built:
+            if is_stock and (not model.built or isinstance(error, TfdpError)):
                 raise
             logging.getLogger("tfdp").debug(
                 "model %s is left to its train_step: %s", model.name, error

@@ -22,6 +22,7 @@ normalization) would get wrong gradients.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
@@ -32,7 +33,7 @@ from tfdp._private.frames import frame_of_caller
 from tfdp._private.names import run_independently
 from tfdp.errors import ConfigurationError
 from tfdp.tracing.batch_rows import goes_with_rows
-from tfdp.tracing.loss_shares import LossShares, Standing
+from tfdp.tracing.loss_shares import LossShares, Standing, ancestors
 from tfdp.tracing.loss_suspicions import (
     is_share,
     reported_standing,
@@ -52,6 +53,9 @@ WEIGHTS_CANCEL = (
     "reduction='mean_with_sample_weight' its rows would count for nothing. Use weights "
     "that are not negative, or reduction='sum_over_batch_size'."
 )
+
+# How many operations the result of a loss is away from what a program makes of it.
+MOST_NEAR = 100
 
 SumOverReplicas = Callable[[tf.Tensor, Any], tf.Tensor]
 
@@ -160,7 +164,13 @@ def _is_of_shares(shares: LossShares, reducer: FrameType | None) -> bool:
     """
     if _name_of(reducer) != "reduce_values" or reducer is None:
         return False
-    standing = shares.standing_of(reducer.f_locals["values"])
+    values = reducer.f_locals["values"]
+    if not isinstance(values, tf.__internal__.EagerTensor):
+        # Mostly none is near, and all that values are made of is a whole forward pass.
+        near = itertools.islice(ancestors(values), MOST_NEAR) if shares else ()
+        if not any(map(shares.is_factor, near)):
+            return False
+    standing = shares.standing_of(values)
     if standing is Standing.MIXED:
         raise ConfigurationError(
             "The call() of a loss, or a function given as one, mixes values of single "

@@ -114,10 +114,14 @@ def _stored_in_this_branch(
     """
     if not run.ends_with_late_state:
         return list(state)
+    around = graphs_inside(None)
     outside = {
         one
         for one, graph in run.stored_graphs(rank).items()
-        if any(map(is_branch_graph, graphs_inside(graph)))
+        # Not of a function that was called: what is around that, such as a loop of
+        # steps and its conditionals, is around the update as well.
+        if any(each is graph for each in around)
+        and any(map(is_branch_graph, graphs_inside(graph)))
     }
     run.leave_local_state(rank, (one for one in state if id(one) in outside))
     return [variable for variable in state if id(variable) not in outside]
