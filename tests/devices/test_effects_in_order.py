@@ -25,6 +25,16 @@ def over_replicas(value):
     return tf.distribute.get_replica_context().all_reduce("SUM", value)
 
 
+def notes():
+    """A list, and what a program calls to note a word and a number there."""
+    seen = []
+
+    def note(what, value):
+        tf.py_function(lambda v: seen.append((what, int(v))), [value], [])
+
+    return seen, note
+
+
 class Acting(keras.Model):
     """Does something around an update in each step: `before(x)` gives the rows."""
 
@@ -139,10 +149,7 @@ def test_beside_functions_that_were_written_down():
 def test_beside_a_function_that_is_called_twice(engine):
     """Its exchanges have the same names in both calls."""
     strategy = make_strategy(2, engine=engine)
-    within, seen = tf.function(over_replicas), []
-
-    def note(what, value):
-        tf.py_function(lambda v: seen.append(what), [value], [])
+    within, (seen, note) = tf.function(over_replicas), notes()
 
     def replica_step(x):
         note("before", x)
@@ -151,17 +158,15 @@ def test_beside_a_function_that_is_called_twice(engine):
         return within(once)
 
     assert replica_function(strategy, replica_step)([1.0, 2.0]) == [[6.0], [6.0]]
-    assert seen == ["before"] * 2 + ["between"] * 2
+    words = [what for what, _ in seen]
+    assert words == ["before"] * 2 + ["between"] * 2
 
 
 @pytest.mark.parametrize("engine", ["in_process", "tensorflow"])
 def test_each_replica_has_the_order_of_its_program(engine):
     """Also where what comes later waits for no exchange, and around a run."""
     strategy = make_strategy(3, engine=engine)
-    seen = []
-
-    def note(what, value):
-        tf.py_function(lambda v: seen.append((what, int(v))), [value], [])
+    seen, note = notes()
 
     def replica_step(x):
         note("own", x)
@@ -195,10 +200,7 @@ def test_each_replica_has_the_order_of_its_program(engine):
 def test_what_lies_between_two_runs_stays_there(engine):
     """The first run has exchanges and no effects of its own."""
     strategy = make_strategy(2, engine=engine)
-    seen = []
-
-    def note(what, value):
-        tf.py_function(lambda v: seen.append(what), [value], [])
+    seen, note = notes()
 
     def noting(x):
         note("own", x)
@@ -216,7 +218,8 @@ def test_what_lies_between_two_runs_stays_there(engine):
     for _ in range(3):
         seen.clear()
         function(distribute(strategy, [1.0, 2.0]))
-        assert seen == ["first", "between", "own", "own", "sum", "sum"]
+        words = [what for what, _ in seen]
+        assert words == ["first", "between", "own", "own", "sum", "sum"]
 
 
 def test_a_counter_that_replicas_share_is_changed_in_their_order():

@@ -11,11 +11,14 @@ import tensorflow as tf
 __all__ = [
     "CALLS",
     "IS_CALL",
+    "MAY_CALL",
+    "PYTHON",
     "called_graph",
     "given_to",
     "graphs_called",
     "is_compiled_by_xla",
     "is_resource",
+    "names_called",
     "only_called",
 ]
 
@@ -31,6 +34,10 @@ CALLED_BY = {
     **dict.fromkeys(("While", "StatelessWhile"), ("cond", "body")),
     **dict.fromkeys(("Case", "StatelessCase"), ("branches",)),
 }
+#: The types of those that hold graphs of their own.
+MAY_CALL = frozenset(CALLED_BY)
+#: The types of those that call Python.
+PYTHON = frozenset(("EagerPyFunc", "PyFunc", "PyFuncStateless"))
 
 
 def called_graph(op: tf.Operation, attribute: str) -> Any:
@@ -38,14 +45,18 @@ def called_graph(op: tf.Operation, attribute: str) -> Any:
     return _graph_named(op.get_attr(attribute).name, op.graph)
 
 
-def graphs_called(op: tf.Operation) -> Iterator[Any]:
-    """The graphs of all functions that `op` may call, as far as they are known."""
+def names_called(op: tf.Operation) -> Iterator[str]:
+    """The names of all functions that `op` may call."""
     for attribute in CALLED_BY.get(op.type, ()):
         value = op.get_attr(attribute)
         for function in value if isinstance(value, list) else [value]:
-            graph = _graph_named(function.name, op.graph)
-            if graph is not None:
-                yield graph
+            yield function.name
+
+
+def graphs_called(op: tf.Operation) -> Iterator[Any]:
+    """The graphs of all functions that `op` may call, as far as they are known."""
+    graphs = (_graph_named(name, op.graph) for name in names_called(op))
+    return (graph for graph in graphs if graph is not None)
 
 
 def _graph_named(name: str, graph: Any) -> Any:

@@ -8,7 +8,7 @@ import sys
 import tensorflow as tf
 
 from tfdp.data.index import RecordIndex
-from tfdp.data.pipeline import count_batches
+from tfdp.data.pipeline import batches_of, count_batches
 from tfdp.errors import ConfigurationError
 
 __all__ = ["HostShare", "share_of_host"]
@@ -44,8 +44,7 @@ class HostShare:
           ConfigurationError: no host has one.
         """
         count_batches(self.most_examples, self.batch_size, drop_remainder)
-        whole, rest = divmod(self.examples, self.batch_size)
-        return whole if drop_remainder else whole + bool(rest)
+        return batches_of(self.examples, self.batch_size, drop_remainder)
 
 
 def share_of_host(

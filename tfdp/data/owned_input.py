@@ -17,11 +17,9 @@ from typing import Any
 import tensorflow as tf
 
 from tfdp._private import names
+from tfdp._private.step_ops import PYTHON
 
-__all__ = ["PYTHON", "owned"]
-
-#: The operations that call Python code.
-PYTHON = {"EagerPyFunc", "PyFunc", "PyFuncStateless"}
+__all__ = ["owned"]
 
 
 def owned(dataset: tf.data.Dataset) -> tf.data.Dataset:

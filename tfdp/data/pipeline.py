@@ -40,16 +40,18 @@ def check_batching(
         )
 
 
+def batches_of(examples: int, batch_size: int, drop_remainder: bool) -> int:
+    """The number of batches in one epoch."""
+    return examples // batch_size if drop_remainder else -(-examples // batch_size)
+
+
 def count_batches(examples: int, global_batch_size: int, drop_remainder: bool) -> int:
     """The number of batches in one epoch.
 
     Raises:
       ConfigurationError: There is not even one.
     """
-    if drop_remainder:
-        batches = examples // global_batch_size
-    else:
-        batches = -(-examples // global_batch_size)
+    batches = batches_of(examples, global_batch_size, drop_remainder)
     if batches == 0:
         if not examples:
             raise ConfigurationError("there are no examples: no batch can be made")

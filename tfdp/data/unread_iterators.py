@@ -14,7 +14,7 @@ import re
 import tensorflow as tf
 
 from tfdp._private import names
-from tfdp.data.owned_input import PYTHON
+from tfdp._private.step_ops import PYTHON
 
 __all__ = ["makes_nothing_happen"]
 

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from tfdp._private import names
 from tfdp._private.side_effects import run_behind
-from tfdp._private.step_ops import CALLS, graphs_called
+from tfdp._private.step_ops import CALLS, MAY_CALL, PYTHON, graphs_called
 from tfdp.hosts.begun_exchanges import BegunExchanges
 from tfdp.hosts.python_calls import counted
 
@@ -22,19 +22,13 @@ __all__ = ["LINK_BEGIN", "LINK_CALL", "LinkCalls"]
 LINK_CALL = "tfdp_link_call"
 LINK_BEGIN = "tfdp_link_begin"
 
-# The operations that call Python.
-PYTHON = ("PyFunc", "PyFuncStateless", "EagerPyFunc")
-
 #: What a call hands to the next one: nothing but that it is over.
 TOKEN = np.uint8(0)
 
 #: By graph the name of an operation: the operation itself would keep the graph.
 LastOps: TypeAlias = "weakref.WeakKeyDictionary[tf.Graph, str]"
 #: What holds graphs of its own, of which a call may be in one.
-CONTROL_FLOW = {
-    *("If", "StatelessIf", "Case", "StatelessCase"),
-    *("While", "StatelessWhile"),
-}
+CONTROL_FLOW = MAY_CALL.difference(CALLS)
 
 
 class LinkCalls:
@@ -140,12 +134,10 @@ class LinkCalls:
         for op in tf.compat.v1.get_default_graph().get_operations():
             if not _is_call_of_link(op) and not _holds_calls(op, known):
                 continue
-            is_function = op.type in CALLS
-            if is_function:
+            if op.type in CALLS:
                 run_behind(op, since)
-                since = [op]
-                continue
-            if since and since[0].type in CALLS:
+                since.clear()
+            elif since and since[0].type in CALLS:
                 run_behind(op, since[:1])
             since.append(op)
 

@@ -10,6 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdp._private.step_ops import (
+    PYTHON,
     called_graph,
     given_to,
     is_compiled_by_xla,
@@ -36,7 +37,6 @@ from tfdp.planning.step_graph import COMPILED, ENDLESS, Op, StepGraph, StoredVar
 
 __all__ = ["read_graph"]
 
-PYTHON = frozenset("EagerPyFunc PyFunc PyFuncStateless".split())
 RECEIVED = frozenset("Recv _Recv".split())
 LOOPS = frozenset("While StatelessWhile".split())
 ADDS = frozenset(

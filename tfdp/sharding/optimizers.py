@@ -56,8 +56,6 @@ __all__ = [
 ELEMENTWISE = (
     "SGD RMSprop Adam Adadelta Adagrad Adamax Nadam Ftrl Lion ScheduleFreeAdamW"
 ).split()
-# These are led in the place of what a class has of its own.
-REPLACED = (AVERAGE,)
 ADVICE = {
     "Lamb": "Take tfdp.optimizers.LAMB(form='keras'), which is the same to the bit.",
     "Adafactor": "It needs the rows and columns of whole matrices.",
@@ -109,11 +107,10 @@ def check_own_hooks(optimizer: keras.optimizers.Optimizer) -> None:
             "looks at single elements only, say so with the class attribute "
             "is_elementwise = True. Or use shard='none'."
         )
-    own = next((name for name in REPLACED if is_own(optimizer, name)), None)
-    if own is not None:
+    if is_own(optimizer, AVERAGE):  # it is led in the place of what a class has
         raise ConfigurationError(
             f"The optimizer {type(optimizer).__name__} cannot update shards: its own "
-            f"{own} would not be called. Use shard='none'."
+            f"{AVERAGE} would not be called. Use shard='none'."
         )
 
 

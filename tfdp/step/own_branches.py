@@ -14,7 +14,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdp._private.names import SyncOnReadVariable, whole_of
-from tfdp._private.step_ops import CALLS, called_graph
+from tfdp._private.step_ops import CALLS, called_graph, names_called
 from tfdp.errors import CollectiveError
 from tfdp.tracing.loss_shares import ancestors, key_of
 from tfdp.tracing.replica_invariance import is_exchanged, outermost
@@ -70,15 +70,9 @@ def _message(why: str) -> str:
 def _condition_of(branch: tf.Graph) -> tf.Tensor | None:
     """What decides whether `branch` is taken; None: it is no conditional's."""
     for op in branch.outer_graph.get_operations():
-        if op.type in CONDITIONALS and branch.name in _branch_names(op):
+        if op.type in CONDITIONALS and branch.name in names_called(op):
             return op.inputs[0]
     return None
-
-
-def _branch_names(op: tf.Operation) -> Iterator[str]:
-    if "Case" in op.type:
-        return (function.name for function in op.get_attr("branches"))
-    return (op.get_attr(part).name for part in ("then_branch", "else_branch"))
 
 
 def _what_is_own(run: ReplicaRun, rank: int, condition: tf.Tensor) -> str | None:

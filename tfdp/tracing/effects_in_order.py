@@ -99,43 +99,42 @@ class ReplicaEffects:
         stuck = [op for group in shared.values() for op in group if op not in levels]
         if stuck:
             raise CollectiveError(_message(stuck))
-        earlier = _done_to(operations()[: self._first])
+        alone = unordered()
+        built_before = operations()[: self._first]
+        earlier = _done_to(op for op in built_before if op not in alone)
         for op in moved:
             run_independently(op)
         for first, second in of_others:
             if first in moved or second in moved:
                 run_behind(second, [first])
         for handle, group in ordered.items():
-            last = earlier[handle][-1:] if handle is None else earlier[handle]
+            last = earlier.get(handle, [])
+            last = last[-1:] if handle is None else last
             for op in group:
                 run_behind(op, last)
                 last = [op]
             _leave_behind(last, handle)
-        for handle, last in _touched(moved, ours).items():
-            _leave_behind(last, handle)
+        for handle, last in _done_to(moved).items():
+            if handle not in ours:
+                _leave_behind(last, handle)
 
 
 def _shared(ops: Sequence[tf.Operation], replica_of: dict[tf.Operation, int]) -> Groups:
     """What several replicas do to what they share, and not only read."""
-    groups: Groups = collections.defaultdict(list)
-    replicas = collections.defaultdict(set)
-    written: set[Any] = {None}
     alone = unordered()
-    for op in ops:
-        if not has_effects(op) or op in alone:
-            continue
-        reads, writes = touched_by(op)
-        written.update(handle.ref() for handle in writes)
-        for handle in [one.ref() for one in (*reads, *writes)] or [None]:
-            groups[handle].append(op)
-            replicas[handle].add(replica_of[op])
+    groups = _done_to(op for op in ops if has_effects(op) and op not in alone)
     return {
         handle: group
         for handle, group in groups.items()
-        if handle in written
-        and len(replicas[handle]) > 1
+        if len({replica_of[op] for op in group}) > 1
+        and any(_changes(op, handle) for op in group)
         and not _is_of_a_replica(handle)
     }
+
+
+def _changes(op: tf.Operation, handle: Any) -> bool:
+    _, writes = touched_by(op)
+    return handle is None or any(one.ref() == handle for one in writes)
 
 
 def _is_of_a_replica(handle: Any) -> bool:
@@ -203,32 +202,14 @@ def _edges_of_tensorflow(
             writer[handle] = op
 
 
-def _touched(moved: Iterable[tf.Operation], but: Collection[Any]) -> Groups:
-    """By the handle of a resource: which of `moved` touch it."""
+def _done_to(ops: Iterable[tf.Operation]) -> Groups:
+    """`ops` by what they are done to; what has no effects and touches nothing is left
+    out."""
     found: Groups = collections.defaultdict(list)
-    for op in moved:
-        for handle in _handles(op):
-            if handle.ref() not in but:
-                found[handle.ref()].append(op)
-    return found
-
-
-def _handles(op: tf.Operation) -> list[tf.Tensor]:
-    reads, writes = touched_by(op)
-    return [*reads, *writes]
-
-
-def _done_to(ops: Sequence[tf.Operation]) -> Groups:
-    """What TensorFlow would have wait for `ops`, by what they are done to."""
-    found: Groups = collections.defaultdict(list)
-    alone = unordered()
     for op in ops:
-        if op in alone:
-            continue
-        handles = [handle.ref() for handle in _handles(op)]
-        if not handles and has_effects(op):
-            handles = [None]
-        for handle in handles:
+        reads, writes = touched_by(op)
+        handles = [handle.ref() for handle in (*reads, *writes)]
+        for handle in handles or ([None] if has_effects(op) else []):
             found[handle].append(op)
     return found
 

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdp._private.step_ops import given_to, only_called
+from tfdp._private.step_ops import MAY_CALL, given_to, only_called
 from tfdp.tracing.replica_invariance import outermost
 
 __all__ = ["LossShares", "Standing", "ancestors", "goes_into", "key_of"]
@@ -31,11 +31,6 @@ LINEAR = {
     *("StopGradient", "Sum"),
 }
 QUOTIENTS = {"RealDiv", "DivNoNan", "Div"}
-# What they compute is not seen from outside.
-CALLS = {
-    *("PartitionedCall", "StatefulPartitionedCall", "If", "StatelessIf", "Case"),
-    *("StatelessCase", "While", "StatelessWhile"),
-}
 # Their other inputs are axes and shapes.
 FIRST_INPUT_ONLY = {"EnsureShape", "ExpandDims", "Mean", "Reshape", "Sum"}
 
@@ -175,7 +170,8 @@ class LossShares:
         for tensor in ancestors(value, self._free):
             if self.is_factor(tensor):
                 return True
-            if tensor.op.type in CALLS and graphs - {id(tensor.graph)}:
+            # What such an operation computes is not seen from outside.
+            if tensor.op.type in MAY_CALL and graphs - {id(tensor.graph)}:
                 return True  # perhaps: the call may hold the factor
             visited.add(key_of(tensor))
         self._free |= visited
