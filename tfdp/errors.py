@@ -119,7 +119,7 @@ class LocalMeanWarning(UserWarning):
 
 
 class LocalStateWarning(UserWarning):
-    """What a layer stores looks like something that is no mean over rows."""
+    """What a layer stores, or a metric counts, looks like no mean or sum over rows."""
 
 
 class NotFiniteWarning(UserWarning):

@@ -18,7 +18,27 @@ UPDATES = {
     "rows": lambda v, x: v.assign_add(ops.cast(ops.sum(x[:, 0] > 0), v.dtype)),
     "batches": lambda v, x: v.assign_add(1.0),
     "maximum": lambda v, x: v.assign(ops.maximum(v, ops.max(x))),
+    "all's maximum": lambda v, x: v.assign(ops.maximum(v, maximum_of_all(x))),
     "average of sums": lambda v, x: v.assign(0.9 * v + 0.1 * ops.sum(x)),
+    "average of products": lambda v, x: v.assign(
+        0.9 * v + 0.1 * ops.matmul(ops.transpose(x[:, :1]), x[:, 1:2])[0, 0]
+    ),
+    "average of einsum": lambda v, x: v.assign(
+        0.9 * v + 0.1 * ops.einsum("ri,rj->ij", x[:, :1], x[:, 1:2])[0, 0]
+    ),
+    "average of segments": lambda v, x: v.assign(
+        0.9 * v + 0.1 * ops.segment_sum(x[:, 0], ops.cast(x[:, 1] > 0, "int32"), 2)[0]
+    ),
+    "average of squares": lambda v, x: v.assign(0.9 * v + 0.1 * tf.nn.l2_loss(x)),
+    "average of counts": lambda v, x: v.assign(
+        0.9 * v
+        + ops.cast(
+            ops.bincount(ops.cast(x[:, 1] > 0, "int32"), minlength=2)[0], v.dtype
+        )
+    ),
+    "mean of products": lambda v, x: v.assign(
+        0.9 * v + 0.1 * ops.mean(ops.matmul(x, ops.ones((12, 3))))
+    ),
     "average of all's sums": lambda v, x: v.assign(0.9 * v + 0.1 * sum_of_all(x)),
 }
 
@@ -28,6 +48,12 @@ def sum_of_all(x):
     if not tf.distribute.in_cross_replica_context() and tf.distribute.has_strategy():
         total = tf.distribute.get_replica_context().all_reduce("sum", total)
     return total
+
+
+def maximum_of_all(x):
+    if not tf.distribute.in_cross_replica_context() and tf.distribute.has_strategy():
+        x = tf.distribute.get_replica_context().all_gather(x, axis=0)
+    return ops.max(x)
 
 
 class Storing(keras.layers.Layer):
@@ -68,6 +94,7 @@ def stored(strategy, update, options):
         ("rows", {"aggregation": "sum", "dtype": "int32"}),
         ("batches", {}),
         ("batches", {"aggregation": "only_first_replica"}),
+        ("mean of products", {}),
     ],
     ids=[
         "mean-none",
@@ -76,6 +103,7 @@ def stored(strategy, update, options):
         "rows-sum",
         "batches-none",
         "batches-first",
+        "mean of products-none",
     ],
 )
 def test_has_one_devices_value(update, options):
@@ -92,8 +120,13 @@ def test_has_one_devices_value(update, options):
     "update, remedy",
     [
         ("sum", "aggregation='sum'"),
-        ("maximum", "over all replicas"),
+        ("maximum", "all_gather"),
         ("average of sums", "all_reduce"),
+        ("average of products", "all_reduce"),
+        ("average of einsum", "all_reduce"),
+        ("average of segments", "all_reduce"),
+        ("average of squares", "all_reduce"),
+        ("average of counts", "all_reduce"),
     ],
 )
 def test_what_is_no_mean_over_rows_is_told(update, remedy):
@@ -101,10 +134,11 @@ def test_what_is_no_mean_over_rows_is_told(update, remedy):
         stored(make_strategy(2), update, {})
 
 
-def test_a_sum_that_was_taken_over_all_is_not_told():
+@pytest.mark.parametrize("update", ["average of all's sums", "all's maximum"])
+def test_what_was_taken_over_all_is_not_told(update):
     with warnings.catch_warnings():
         warnings.simplefilter("error", LocalStateWarning)
-        copies = stored(make_strategy(2), "average of all's sums", {})
+        copies = stored(make_strategy(2), update, {})
     assert copies[0] == copies[1]
 
 

@@ -92,6 +92,40 @@ def test_a_loss_function_that_returns_a_scalar_is_noticed():
         train(make_strategy(2), loss=scalar_loss, epochs=1)
 
 
+class NumberLoss(keras.losses.Loss):
+    """A loss of a program's own that makes one number of all rows itself."""
+
+    def __init__(self, of_rows, reduction):
+        super().__init__(reduction=reduction)
+        self.of_rows = of_rows
+
+    def call(self, y_true, y_pred):
+        labels = tf.cast(tf.reshape(y_true, [-1]), tf.int32)
+        return self.of_rows(
+            tf.nn.sparse_softmax_cross_entropy_with_logits(labels, y_pred)
+        )
+
+
+@pytest.mark.parametrize("reduction", ["sum_over_batch_size", "sum", "none"])
+def test_a_loss_that_takes_a_mean_itself_is_noticed(reduction):
+    with pytest.warns(LocalMeanWarning, match="a scalar|a number for all rows"):
+        loss = NumberLoss(tf.reduce_mean, reduction)
+        train(make_strategy(2), loss=loss, epochs=1)
+
+
+@pytest.mark.parametrize("reduction", ["sum", "none"])
+@pytest.mark.parametrize("of_rows", [tf.reduce_sum, lambda rows: rows])
+def test_a_loss_that_adds_up_itself_is_not_suspected(of_rows, reduction):
+    loss = NumberLoss(of_rows, reduction)
+    one, _ = train(None, loss=loss, optimizer=lambda: keras.optimizers.SGD(0.002))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", LocalMeanWarning)
+        several, _ = train(
+            make_strategy(2), loss=loss, optimizer=lambda: keras.optimizers.SGD(0.002)
+        )
+    assert largest_difference(one, several) < 1e-5
+
+
 @pytest.mark.parametrize("reduction", ["sum", None])
 def test_sums_are_not_suspected(reduction):
     loss = keras.losses.SparseCategoricalCrossentropy(

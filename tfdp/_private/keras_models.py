@@ -34,6 +34,8 @@ __all__ = [
     "losses_added_in",
     "mask_of",
     "metrics_as_compiled",
+    "metrics_of_layers",
+    "metrics_within",
     "own_values",
     "put_mask",
     "seed_generators_of",
@@ -89,6 +91,19 @@ def given_metrics(model: keras.Model) -> Iterator[keras.metrics.Metric]:
         for metric in tf.nest.flatten(getattr(compiled, name, None)):
             if isinstance(metric, keras.metrics.Metric):
                 yield metric
+
+
+def metrics_within(metric: keras.metrics.Metric) -> Iterator[keras.metrics.Metric]:
+    """`metric`, and every metric that it holds as an attribute, at any depth."""
+    yield metric
+    for one in getattr(metric, "_metrics", ()):
+        yield from metrics_within(one)
+
+
+def metrics_of_layers(model: keras.Model) -> Iterator[keras.metrics.Metric]:
+    """The metrics that `model` and its layers hold as attributes."""
+    for layer in layers_within(model):
+        yield from layer._metrics
 
 
 def given_losses(model: keras.Model) -> list[Any]:

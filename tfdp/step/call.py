@@ -30,6 +30,7 @@ from tfdp.step.held_optimizers import optimizers_of
 from tfdp.step.jit import jitted_train_step
 from tfdp.step.late_state import with_late_state
 from tfdp.step.layer_state import suspect_stored
+from tfdp.step.metric_state import suspect_counted
 from tfdp.step.optimizers import led_optimizers
 from tfdp.step.own_losses import own_losses
 from tfdp.step.padding import leaves_filling_out, step_without_filling
@@ -177,6 +178,7 @@ class StepCall:
             self.step = recorded(step, self.run) if tf.executing_eagerly() else step
             yield noted
         suspect_stored(self.run)
+        suspect_counted(self.run)
 
     def _leaving_filling_out(self) -> contextlib.AbstractContextManager[None]:
         if self._filled_rows is None:

@@ -95,9 +95,10 @@ def _what_it_looks_like(
             "replicas first: tf.distribute.get_replica_context().all_reduce('sum', x)"
         )
     is_extreme = value.op.type in ("Maximum", "Minimum")
-    if is_extreme and is_read_among(handle, value.op.inputs):
+    is_running = is_extreme and is_read_among(handle, value.op.inputs)
+    if is_running and is_of_own_rows(run.batches, trace_of(rank), value):
         return (
-            "a running maximum or minimum. Take it over all replicas, or in a metric, "
-            "or on one device"
+            "a running maximum or minimum. Take that over all replicas first: "
+            "tf.reduce_max(tf.distribute.get_replica_context().all_gather(x, axis=0))"
         )
     return None

@@ -22,11 +22,13 @@ import tensorflow as tf
 
 from tfdp._private.frames import number_counted_by_mean
 from tfdp._private.instance_attributes import instance_attributes
-from tfdp._private.keras_models import own_values
+from tfdp._private.keras_models import metrics_of_layers, metrics_within, own_values
 from tfdp._private.names import DistributedVariable, current_rank
 from tfdp.step.derived_reports import Derivation, Mixture, derivation_of
 from tfdp.tracing.loss_shares import Standing, key_of
 from tfdp.tracing.loss_suspicions import reported_standing
+from tfdp.tracing.own_rows import batch_keys
+from tfdp.tracing.row_means import suspect_number
 from tfdp.tracing.run import ReplicaRun, trace_of
 
 __all__ = ["NotedResults", "led_reports", "recorded", "whole_logs"]
@@ -63,7 +65,7 @@ def led_reports(model: Any, run: ReplicaRun) -> Iterator[NotedResults]:
     noted = NotedResults()
     with contextlib.ExitStack() as stack:
         if isinstance(model, keras.Model) and run.replicas > 1:
-            for metric in _metrics_of(model):
+            for metric in {id(one): one for one in _metrics_of(model)}.values():
                 led = {"result": functools.partial(_result, metric, noted)}
                 update = _UPDATES.get(type(metric).update_state)
                 if update is not None:
@@ -90,9 +92,11 @@ def _metrics_of(model: keras.Model) -> Iterator[keras.metrics.Metric]:
     # Before it is compiled a model's list of metrics may fail.
     if not getattr(model, "compiled", False):
         return
-    for metric in model.metrics:
+    # Also what a property `metrics` of a program's own leaves out.
+    for metric in [*model.metrics, *metrics_of_layers(model)]:
         inner = getattr(metric, "metrics", None)  # those given to `compile`
-        yield from [metric] if inner is None else inner
+        for one in [metric] if inner is None else inner:
+            yield from metrics_within(one)
 
 
 def _result(metric: Any, noted: NotedResults) -> Any:
@@ -124,7 +128,8 @@ def _update_mean(
     if not is_number and (sample_weight is None or _rank_of(sample_weight)):
         return update(values, sample_weight=sample_weight)  # row by row
     if is_number:
-        value = _without_share(metric, run, rank, values, value)
+        rows = batch_keys(run.batches, trace_of(rank))
+        value = _without_share(metric, run, rank, values, value, rows)
     else:
         size = tf.cast(tf.size(value), value.dtype)
         value = tf.math.divide_no_nan(tf.reduce_sum(value), size)
@@ -136,11 +141,18 @@ def _update_mean(
 
 
 def _without_share(
-    metric: Any, run: ReplicaRun, rank: Any, number: Any, value: tf.Tensor
+    metric: Any, run: ReplicaRun, rank: Any, number: Any, value: tf.Tensor, rows: set
 ) -> tf.Tensor:
-    """`value`, which is `number`, as a mean over the replica's own rows."""
+    """`value`, which is `number`, as a mean over the replica's own rows.
+
+    Args:
+      rows: the keys of the tensors that it is surely made of, if of any rows.
+    """
     who = f"the metric {metric.name!r} was given"
-    if reported_standing(run, rank, number, who) is not Standing.SHARE:
+    standing = reported_standing(run, rank, number, who)
+    if standing is Standing.LOCAL:
+        suspect_number(run, metric, value, rows, near=False)
+    if standing is not Standing.SHARE:
         return value
     in_group = tf.cast(run.share_in_group(rank), value.dtype)
     return tf.math.divide_no_nan(value, in_group)
@@ -159,7 +171,8 @@ def _numbers_by_rows(metric: keras.metrics.Mean, run: ReplicaRun) -> Iterator[No
         if number is not None and not tf.distribute.in_cross_replica_context():
             rank = current_rank()
             share = tf.cast(run.share_of(rank), value.dtype)
-            value = _without_share(metric, run, rank, number, value)
+            rows = batch_keys(run.batches, trace_of(rank))
+            value = _without_share(metric, run, rank, number, value, rows)
             value = tf.where(share > 0, value * share, tf.zeros_like(value))
         return type(metric.total).assign_add(metric.total, value, *args, **options)
 
@@ -184,6 +197,9 @@ def _update_wrapped(
     if sample_weight is None and not tf.distribute.in_cross_replica_context():
         values = own_values(metric, y_true, y_pred)
     if values is not None:
+        if not values.shape.rank:
+            near = {key_of(one) for one in (y_true, y_pred) if tf.is_tensor(one)}
+            suspect_number(run, metric, values, near, near=True)
         return _update_mean(metric, run, values)
     update = keras.metrics.MeanMetricWrapper.update_state.__get__(metric)
     return update(y_true, y_pred, sample_weight)

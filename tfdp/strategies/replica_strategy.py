@@ -216,7 +216,7 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
             result = whole_logs(
                 result, run, noted, self.experimental_local_results, over_hosts
             )
-        if call.optimizers:
+        if call.optimizers or call.model is not None:
             self._warn_of_local_mean(call.model, call.fn, run)
         result = call.own_rows_of(result)
         if call.is_prediction and run.counts is None and self._replicas > 1:

@@ -16,6 +16,7 @@ from tfdp.tracing.replica_invariance import is_exchanged, outermost
 from tfdp.tracing.run import ReplicaRun, trace_of
 
 __all__ = [
+    "is_number_for_all_rows",
     "is_share",
     "is_sum_over_rows",
     "reported_standing",
@@ -25,10 +26,18 @@ __all__ = [
 
 # What a sum is followed by on its way to `add_loss`: none of it divides by the rows.
 PASSING = {
-    *("AddN", "AddV2", "Cast", "Identity", "Mul", "Neg", "Pack", "Reshape", "Squeeze"),
-    "Sub",
+    *("AddN", "AddV2", "Cast", "ExpandDims", "Identity", "Mul", "Neg", "Pack"),
+    *("Reshape", "Squeeze", "StridedSlice", "Sub", "Transpose"),
 }
 QUOTIENTS = {"RealDiv", "DivNoNan", "Div"}
+SELECTS = {"Select", "SelectV2"}
+# Which of their inputs have the rows that they add up.
+SUMS_OF_ROWS = {
+    **dict.fromkeys(("L2Loss", "SegmentSum", "UnsortedSegmentSum"), slice(1)),
+    **dict.fromkeys(("Bincount", "DenseBincount", "RaggedBincount"), slice(None)),
+    "ScatterNd": slice(2),
+    "TensorScatterAdd": slice(1, 3),
+}
 
 
 def is_share(shares: LossShares, loss: Any, caller: str) -> bool:
@@ -90,6 +99,13 @@ def suspect_added_sum(run: ReplicaRun, rank: Any, loss: tf.Tensor) -> None:
         )
 
 
+def is_number_for_all_rows(run: ReplicaRun, rank: Any, loss: tf.Tensor) -> bool:
+    """Whether `loss` is one number for all rows, and no sum over them, in graphs."""
+    if loss.shape.rank != 0 or isinstance(loss, tf.__internal__.EagerTensor):
+        return False
+    return not is_sum_over_rows(loss, batch_keys(run.batches, trace_of(rank)))
+
+
 def is_sum_over_rows(loss: tf.Tensor, batch: set[Any]) -> bool:
     """Whether a term of `loss` is a sum over rows that nothing divides by their number.
 
@@ -116,7 +132,27 @@ def is_sum_over_rows(loss: tf.Tensor, batch: set[Any]) -> bool:
             todo.append(inputs[0])
         elif op.type in PASSING:
             todo += inputs
+        elif op.type in SELECTS:
+            todo += inputs[1:]
+        elif any(is_made_of(one, batch) for one in _added_along_rows(op)):
+            return True
     return False
+
+
+def _added_along_rows(op: tf.Operation) -> list[tf.Tensor]:
+    """The inputs of an operation, other than Sum, that it adds up along their rows."""
+    inputs = list(op.inputs)
+    if op.type == "MatMul":
+        first, second = inputs
+        # Of each the axis that both have in common is its rows, or its columns.
+        return [first] * op.get_attr("transpose_a") + [second] * (
+            not op.get_attr("transpose_b")
+        )
+    if op.type == "Einsum":
+        given, made = op.get_attr("equation").decode().split("->")
+        labels = zip(given.split(","), inputs, strict=True)
+        return [one for label, one in labels if label[:1] not in ("", ".", *made)]
+    return inputs[SUMS_OF_ROWS[op.type]] if op.type in SUMS_OF_ROWS else []
 
 
 def _is_number_of_rows(divisor: tf.Tensor, total: tf.Tensor) -> bool:
@@ -146,5 +182,10 @@ def why_loss_seems_local(model: Any, step: Any, run: ReplicaRun) -> str | None:
     losses = filter(None, given_losses(model))
     reductions = {getattr(loss, "reduction", "mean") for loss in losses}
     if reductions <= {"sum", "none", None}:
-        return None
+        if not run.number_losses:
+            return None
+        return (
+            "its loss returns a number for all rows, of which Keras takes no mean with "
+            f"reduction={'sum' if 'sum' in reductions else 'none'!r}"
+        )
     return "its loss function returns a scalar, so Keras took no mean"

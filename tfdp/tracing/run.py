@@ -20,8 +20,15 @@ __all__ = ["ReplicaRun", "trace_of"]
 
 # What a forward and backward pass leaves in a run, of which nothing was there before.
 NOTES = (
-    *("scaled_losses", "shares", "added_losses", "suspicions", "state_suspicions"),
-    *("local_state", "stored", "denominators", "mixed"),
+    *(
+        "scaled_losses",
+        "number_losses",
+        "shares",
+        "added_losses",
+        "suspicions",
+        "state_suspicions",
+    ),
+    *("local_state", "stored", "counted", "denominators", "mixed"),
 )
 
 
@@ -45,6 +52,8 @@ class ReplicaRun:
     hosts_are_alike: bool = False
     #: Traces (see `trace_of`) whose loss was brought to its share of the global one.
     scaled_losses: set[int] = dataclasses.field(default_factory=set)
+    #: Traces whose loss is one number for all rows, and no sum over them.
+    number_losses: set[int] = dataclasses.field(default_factory=set)
     #: By trace: which numbers are shares of the global loss already.
     shares: dict[int, LossShares] = dataclasses.field(
         default_factory=lambda: collections.defaultdict(LossShares)
@@ -63,6 +72,11 @@ class ReplicaRun:
     local_state: dict[int, dict[int, Any]] = dataclasses.field(default_factory=dict)
     #: What was assigned to them in graphs: the rank, the variable, the value.
     stored: list[tuple[int, Any, tf.Tensor]] = dataclasses.field(default_factory=list)
+    #: What was assigned in graphs to the sums of metrics: the rank, the variable, the
+    #: value, and whether it is added to what the variable holds.
+    counted: list[tuple[int, Any, tf.Tensor, bool]] = dataclasses.field(
+        default_factory=list
+    )
     #: Whether what is left of it is brought together at the end of the step.
     ends_with_late_state: bool = False
     #: The ids of variables that are brought together at the end of the step, as the
@@ -301,12 +315,15 @@ class ReplicaRun:
         if self.updates.get(trace_of(rank)):
             return
         self.local_state.setdefault(trace_of(rank), {})[id(variable)] = variable
-        # A variable may be assigned, too, and an eager tensor within a graph.
-        is_of_graph = isinstance(value, tf.Tensor) and not isinstance(
-            value, tf.__internal__.EagerTensor
-        )
-        if isinstance(rank, int) and is_of_graph:
+        if isinstance(rank, int) and _is_of_graph(value):
             self.stored.append((rank, variable, value))
+
+    def note_counted(
+        self, rank: Any, variable: Any, value: Any, is_added: bool
+    ) -> None:
+        """Remembers what a replica assigns, or adds, to a sum of a metric."""
+        if isinstance(rank, int) and _is_of_graph(value):
+            self.counted.append((rank, variable, value, is_added))
 
     def next_exchange_due(self, rank: Any, within: str) -> int:
         """See `current_run.name_of_gradient`; counts by the name that is begun with."""
@@ -334,6 +351,12 @@ class ReplicaRun:
     def stored_graphs(self, rank: Any) -> dict[int, Any]:
         """By the ids of variables: the graph in which the replica stored them last."""
         return {id(v): value.graph for by, v, value in self.stored if by == rank}
+
+
+def _is_of_graph(value: Any) -> bool:
+    # A variable may be assigned, too, and an eager tensor within a graph.
+    is_eager = isinstance(value, tf.__internal__.EagerTensor)
+    return isinstance(value, tf.Tensor) and not is_eager
 
 
 def trace_of(rank: Any) -> int:

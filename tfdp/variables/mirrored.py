@@ -202,20 +202,27 @@ class ReplicaOnReadVariable(PythonNumber, SyncOnReadVariable):
 
     def assign_add(self, value: Any, *args: Any, **kwargs: Any) -> Any:
         """Adds what a replica found on rows of its own."""
-        return super().assign_add(self._own_or(self._zero, value), *args, **kwargs)
+        value = self._own_or(self._zero, value, is_added=True)
+        return super().assign_add(value, *args, **kwargs)
 
     def assign_sub(self, value: Any, *args: Any, **kwargs: Any) -> Any:
         """Subtracts what a replica found on rows of its own."""
-        return super().assign_sub(self._own_or(self._zero, value), *args, **kwargs)
+        value = self._own_or(self._zero, value, is_added=True)
+        return super().assign_sub(value, *args, **kwargs)
 
     def _zero(self) -> tf.Tensor:
         return tf.zeros(self.shape, self.dtype)
 
-    def _own_or(self, otherwise: Callable[[], Any], value: Any) -> Any:
+    def _own_or(
+        self, otherwise: Callable[[], Any], value: Any, *, is_added: bool = False
+    ) -> Any:
         context = tf.distribute.get_replica_context()
         if context is None or context.strategy is not self.distribute_strategy:
             return value
-        own = context.strategy.extended.current_run.has_own_rows(current_rank())
+        run, rank = context.strategy.extended.current_run, current_rank()
+        if self.aggregation == tf.VariableAggregation.SUM:
+            run.note_counted(rank, self, value, is_added)
+        own = run.has_own_rows(rank)
         if own is True:
             return value
         value = tf.convert_to_tensor(value, self.dtype)
