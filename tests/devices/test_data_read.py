@@ -162,6 +162,8 @@ def test_fit_takes_the_batches(index):
         ({"variable_length": "cut"}, "ragged"),
         ({"cycle_length": 0}, "cycle_length"),
         ({"shuffle_buffer_examples": 0}, "shuffle_buffer_examples"),
+        ({"shuffle_buffer_examples": 2**63}, "9223372036854775807"),
+        ({"global_batch_size": 2**63}, "9223372036854775807"),
     ],
 )
 def test_bad_arguments_are_refused(index, options, message):

@@ -227,3 +227,9 @@ def test_each_kind_of_set_has_its_reader(sets, tmp_path):
         tfdp.data.index_webdataset(tmp_path / "*.zip", name="x")
     with pytest.raises(ConfigurationError, match="begins a file name"):
         tfdp.data.index_webdataset(tmp_path / "*.tar", name="a/b")
+
+
+@pytest.mark.parametrize("pattern", [["a.tar", "b.tar"], None, 5])
+def test_a_pattern_that_is_no_text_is_refused(pattern):
+    with pytest.raises(tfdp.errors.ConfigurationError, match="one pattern"):
+        tfdp.data.index_webdataset(pattern, name="a")

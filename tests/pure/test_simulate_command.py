@@ -92,6 +92,8 @@ def test_lists(option, capsys):
         ([*KNOWN[1:], "--samples-per-second", "nan"], "above 0"),
         ([*H100, "--flops-per-second", "0"], "above 0"),
         (["--list", "--json"], "--list prints a text"),
+        (["--published", "--model", "x"], "--model says nothing"),
+        (["--published", "--list"], "--published says nothing"),
         (["--published", "--json"], "--published prints a text"),
         (["--published", "--plot", "curve.html"], "--published prints a text"),
         ([*KNOWN[1:], "--samples-per-second", "5", "--batch", "0"], "at least 1"),

@@ -168,7 +168,7 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Runs `tfdp simulate`; returns the exit code."""
     if options.list or options.published:
-        _refuse_output(options)
+        _refuse_others(options)
         print(known_names() if options.list else published_table())
         return 0
     try:
@@ -191,13 +191,17 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _refuse_output(options: argparse.Namespace) -> None:
-    for name in ("json", "plot"):
-        if getattr(options, name):
+def _refuse_others(options: argparse.Namespace) -> None:
+    """Refuses what says something of a curve, where a text is printed."""
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    for name, default in vars(parser.parse_args([])).items():
+        is_text = name == ("list" if options.list else "published")
+        if not is_text and getattr(options, name) != default:
             which = "--list" if options.list else "--published"
             raise ConfigurationError(
-                f"{which} prints a text, and --{name} is of a curve: leave one of both "
-                "out."
+                f"{which} prints a text, of which --{name.replace('_', '-')} says "
+                "nothing: leave one of both out."
             )
 
 

@@ -341,12 +341,17 @@ def files_to_index(
       Of the files, names and sizes only.
 
     Raises:
-      ConfigurationError: `name` is not allowed.
+      ConfigurationError: `name` is not allowed, or `pattern` is no text or path.
       DataError: no file matches, or files of several directories do.
     """
     if not is_plain_name(f"{name}{SUFFIX}"):
         raise ConfigurationError(
             f"name is {str(name)[:300]!r}; it begins a file name beside the files"
+        )
+    if not isinstance(pattern, (str, os.PathLike)):
+        raise ConfigurationError(
+            "files to index are named by one pattern, such as 'out/train-*.tar'. "
+            f"Received: {str(pattern)[:300]!r}."
         )
     text = os.fspath(pattern)
     paths = list(filter(is_member, matching_files(pattern)))

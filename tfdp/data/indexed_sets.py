@@ -7,10 +7,9 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from tfdp.checks import is_whole
 from tfdp.data.host_share import HostShare, share_of_host
 from tfdp.data.index import RecordIndex, find_index, require_container
-from tfdp.data.pipeline import check_batching
+from tfdp.data.pipeline import check_batching, check_positive
 from tfdp.data.seeds import seeds_of_program
 from tfdp.errors import ConfigurationError
 
@@ -43,21 +42,12 @@ def open_share(
       ConfigurationError: an argument is out of range, or of another kind of files.
       DataError: there is no such set.
     """
-    check_batching(global_batch_size, seed, variable_length)
-    _check_positive("cycle_length", cycle_length)
-    if shuffle_buffer_examples is not None:
-        _check_positive("shuffle_buffer_examples", shuffle_buffer_examples)
+    check_batching(global_batch_size, seed, variable_length, shuffle_buffer_examples)
+    check_positive("cycle_length", cycle_length)
     index = find_index(source)
     require_container(index, container)
     _check_names(index, as_supervised)
     return share_of_host(index, global_batch_size, input_context, deterministic)
-
-
-def _check_positive(name: str, value: int) -> None:
-    if not is_whole(value, least=1):
-        raise ConfigurationError(
-            f"{name} must be an integer of at least 1. Received: {value!r}."
-        )
 
 
 def _check_names(index: RecordIndex, as_supervised: Sequence[str] | None) -> None:

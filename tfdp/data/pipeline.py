@@ -10,24 +10,37 @@ import tensorflow as tf
 from tfdp.checks import is_whole
 from tfdp.errors import ConfigurationError
 
-__all__ = ["batch_examples", "check_batching", "finish_batches", "select_features"]
+__all__ = [
+    "batch_examples",
+    "check_batching",
+    "check_positive",
+    "finish_batches",
+    "select_features",
+]
 
 VARIABLE_LENGTHS = ("ragged", "pad")
+# tf.data counts in int64.
+MOST = 2**63 - 1
 
 
 def check_batching(
-    global_batch_size: int, seed: int, variable_length: str = "ragged"
+    global_batch_size: int,
+    seed: int,
+    variable_length: str = "ragged",
+    shuffle_buffer_examples: int | None = None,
 ) -> None:
     """Refuses what no reader can do.
 
     Raises:
       ConfigurationError: An argument is out of range.
     """
-    if not is_whole(global_batch_size, least=1):
+    if not is_whole(global_batch_size, 1, MOST):
         raise ConfigurationError(
-            "global_batch_size must be an integer of at least 1: the samples of all "
+            f"global_batch_size must be an integer of 1 to {MOST}: the samples of all "
             f"replicas together in one step. Received: {global_batch_size!r}."
         )
+    if shuffle_buffer_examples is not None:
+        check_positive("shuffle_buffer_examples", shuffle_buffer_examples)
     if not is_whole(seed):
         raise ConfigurationError(
             "seed must be an integer. Every host needs the same one, or their parts of "
@@ -37,6 +50,18 @@ def check_batching(
         raise ConfigurationError(
             f"variable_length must be one of {VARIABLE_LENGTHS}. Received: "
             f"{variable_length!r}."
+        )
+
+
+def check_positive(name: str, value: int) -> None:
+    """Refuses what is no number of examples, or of files.
+
+    Raises:
+      ConfigurationError: with `name`.
+    """
+    if not is_whole(value, 1, MOST):
+        raise ConfigurationError(
+            f"{name} must be an integer of 1 to {MOST}. Received: {value!r}."
         )
 
 

@@ -75,7 +75,7 @@ def from_tfds(
       DataError: The dataset is not there, not prepared, or in a format that
         TensorFlow cannot read.
     """
-    check_batching(global_batch_size, seed, variable_length)
+    check_batching(global_batch_size, seed, variable_length, shuffle_buffer_examples)
     tfds = _import_tfds()
     builder = _find_builder(tfds, builder_or_name, data_dir, download)
     try:
