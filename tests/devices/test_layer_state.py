@@ -39,6 +39,13 @@ UPDATES = {
     "mean of products": lambda v, x: v.assign(
         0.9 * v + 0.1 * ops.mean(ops.matmul(x, ops.ones((12, 3))))
     ),
+    "queue": lambda v, x: v.assign(ops.concatenate([x[:, 0], v])[:5]),
+    "queue of all": lambda v, x: v.assign(ops.concatenate([all_of(x)[:, 0], v])[:5]),
+    "quotient": lambda v, x: v.assign(ops.mean(x[:, 0]) / ops.mean(ops.abs(x[:, 1]))),
+    "threshold": lambda v, x: v.assign(v + 0.1 * ops.sign(ops.mean(x))),
+    "projection": lambda v, x: v.assign(
+        (ops.mean(x, axis=0, keepdims=True) @ ops.ones((12, 1)))[0, 0]
+    ),
     "average of all's sums": lambda v, x: v.assign(0.9 * v + 0.1 * sum_of_all(x)),
 }
 
@@ -50,10 +57,14 @@ def sum_of_all(x):
     return total
 
 
+def all_of(x):
+    if tf.distribute.in_cross_replica_context() or not tf.distribute.has_strategy():
+        return x
+    return tf.distribute.get_replica_context().all_gather(x, axis=0)
+
+
 def maximum_of_all(x):
-    if not tf.distribute.in_cross_replica_context() and tf.distribute.has_strategy():
-        x = tf.distribute.get_replica_context().all_gather(x, axis=0)
-    return ops.max(x)
+    return ops.max(all_of(x))
 
 
 class Storing(keras.layers.Layer):
@@ -62,9 +73,8 @@ class Storing(keras.layers.Layer):
         self.update, self.options = UPDATES[update], options
 
     def build(self, shape):
-        self.stored = self.add_weight(
-            shape=(), initializer="zeros", trainable=False, **self.options
-        )
+        options = {"shape": (), "trainable": False, **self.options}
+        self.stored = self.add_weight(initializer="zeros", **options)
 
     def call(self, inputs, training=False):
         if training:
@@ -95,6 +105,8 @@ def stored(strategy, update, options):
         ("batches", {}),
         ("batches", {"aggregation": "only_first_replica"}),
         ("mean of products", {}),
+        ("projection", {}),
+        ("queue of all", {"shape": (5,)}),
     ],
     ids=[
         "mean-none",
@@ -104,6 +116,8 @@ def stored(strategy, update, options):
         "batches-none",
         "batches-first",
         "mean of products-none",
+        "projection-none",
+        "queue of all-none",
     ],
 )
 def test_has_one_devices_value(update, options):
@@ -111,7 +125,7 @@ def test_has_one_devices_value(update, options):
     with warnings.catch_warnings():
         warnings.simplefilter("error", LocalStateWarning)
         copies = stored(make_strategy(2), update, options)
-    assert copies[0] == copies[1]
+    np.testing.assert_array_equal(copies[0], copies[1])
     # 15 rows of 12 squares: 180 u.
     np.testing.assert_allclose(copies[0], one, rtol=2e-5)
 
@@ -127,11 +141,15 @@ def test_has_one_devices_value(update, options):
         ("average of segments", "all_reduce"),
         ("average of squares", "all_reduce"),
         ("average of counts", "all_reduce"),
+        ("queue", "all_gather"),
+        ("quotient", "all_gather"),
+        ("threshold", "all_gather"),
     ],
 )
 def test_what_is_no_mean_over_rows_is_told(update, remedy):
+    options = {"shape": (5,)} if update == "queue" else {}
     with pytest.warns(LocalStateWarning, match=remedy):
-        stored(make_strategy(2), update, {})
+        stored(make_strategy(2), update, options)
 
 
 @pytest.mark.parametrize("update", ["average of all's sums", "all's maximum"])

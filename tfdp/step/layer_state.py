@@ -17,9 +17,9 @@ from tfdp._private.keras_models import layers_within
 from tfdp._private.names import own_copy
 from tfdp.errors import ConfigurationError
 from tfdp.tracing.assigned_terms import is_read_among, term_added_to
-from tfdp.tracing.loss_suspicions import is_sum_over_rows
 from tfdp.tracing.own_rows import batch_keys, is_of_own_rows
 from tfdp.tracing.replica_invariance import outermost
+from tfdp.tracing.row_means import is_no_mean_over_rows, is_sum_over_rows
 from tfdp.tracing.run import ReplicaRun, trace_of
 from tfdp.tracing.share_made import made_of_shares
 
@@ -51,10 +51,11 @@ def suspect_stored(run: ReplicaRun) -> None:
     """Notes stored values whose mean over the replicas is not one device's value."""
     if run.replicas == 1:
         return
-    of_shares = made_of_shares(run)
+    of_shares, sums = made_of_shares(run)
     if of_shares:
         run.state_suspicions.add(_what_is_of_shares(of_shares))
-    told = {id(variable) for variable in of_shares}
+    # What a step has accumulated itself is known to be a part of a sum.
+    told = run.own_sums | {id(variable) for variable in (*of_shares, *sums)}
     for rank, variable, value in run.stored:
         if id(variable) in told:
             continue
@@ -100,5 +101,13 @@ def _what_it_looks_like(
         return (
             "a running maximum or minimum. Take that over all replicas first: "
             "tf.reduce_max(tf.distribute.get_replica_context().all_gather(x, axis=0))"
+        )
+    is_own = keys and is_no_mean_over_rows(value, keys)
+    if is_own and is_of_own_rows(run.batches, trace_of(rank), value):
+        return (
+            "made of rows themselves (a queue of them), or in another way that is no "
+            "mean over rows (a quotient, a root, a threshold). Gather the rows of all "
+            "replicas first, and make all of them store the same: "
+            "tf.distribute.get_replica_context().all_gather(rows, axis=0)"
         )
     return None

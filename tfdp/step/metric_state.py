@@ -16,10 +16,9 @@ from tfdp._private.names import own_copy
 from tfdp._private.step_ops import MAY_CALL
 from tfdp.tracing.assigned_terms import is_read_among, term_added_to
 from tfdp.tracing.loss_shares import ancestors
-from tfdp.tracing.loss_suspicions import is_sum_over_rows
 from tfdp.tracing.own_rows import batch_keys
 from tfdp.tracing.replica_invariance import is_exchanged, outermost
-from tfdp.tracing.row_means import is_of_values
+from tfdp.tracing.row_means import is_of_values, is_sum_over_rows
 from tfdp.tracing.run import ReplicaRun, trace_of
 
 __all__ = ["suspect_counted"]

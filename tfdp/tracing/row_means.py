@@ -1,4 +1,4 @@
-"""Whether a number is a mean over a replica's rows, told from the graph that makes it.
+"""Whether something is a mean or a sum over a replica's rows, told from its graph.
 
 The mean over all rows is the replicas' means, weighed by their rows. Of no other number
 it is: of a root, a quotient of two sums, a maximum, replicas only have their own.
@@ -12,15 +12,36 @@ import tensorflow as tf
 
 from tfdp.tracing.batch_rows import REDUCTIONS, reduced_axes
 from tfdp.tracing.loss_shares import ancestors, key_of
+from tfdp.tracing.own_rows import is_made_of
 from tfdp.tracing.replica_invariance import is_exchanged, outermost
 from tfdp.tracing.run import ReplicaRun
 
-__all__ = ["is_no_mean_over_rows", "is_of_values", "suspect_number"]
+__all__ = [
+    "is_no_mean_over_rows",
+    "is_of_values",
+    "is_sum_over_rows",
+    "suspect_number",
+]
 
 # What passes a number on, or terms of one: each may be a mean.
 TERMS = {
-    *("AddN", "AddV2", "Add", "Cast", "EnsureShape", "ExpandDims", "Identity", "Neg"),
-    *("Pack", "Reshape", "Squeeze", "StopGradient", "Sub"),
+    *("AddN", "AddV2", "Add", "BroadcastTo", "Cast", "ConcatV2", "EnsureShape"),
+    *("ExpandDims", "GatherV2", "Identity", "Neg", "Pack", "Pad", "Reshape"),
+    *("Split", "SplitV", "Squeeze", "StopGradient", "StridedSlice", "Sub", "Tile"),
+    *("Transpose", "Unpack"),
+}
+PRODUCTS = {"BatchMatMulV2", "Einsum", "MatMul", "Mul"}
+# What a sum is followed by: none of it divides by the rows.
+PASSING = {
+    *("AddN", "AddV2", "Cast", "ExpandDims", "Identity", "Mul", "Neg", "Pack"),
+    *("Reshape", "Squeeze", "StridedSlice", "Sub", "Transpose"),
+}
+# Which of their inputs have the rows that they add up.
+SUMS_OF_ROWS = {
+    **dict.fromkeys(("L2Loss", "SegmentSum", "UnsortedSegmentSum"), slice(1)),
+    **dict.fromkeys(("Bincount", "DenseBincount", "RaggedBincount"), slice(None)),
+    "ScatterNd": slice(2),
+    "TensorScatterAdd": slice(1, 3),
 }
 SHAPES = {"Shape", "ShapeN", "Size"}
 QUOTIENTS = {"RealDiv", "DivNoNan", "Div"}
@@ -28,7 +49,7 @@ SELECTS = {"Select", "SelectV2"}
 # What is made within them is not looked for.
 FUNCTIONS = {
     *("If", "StatelessIf", "While", "StatelessWhile", "Case", "StatelessCase"),
-    *("PartitionedCall", "StatefulPartitionedCall"),
+    *("PartitionedCall", "StatefulPartitionedCall", "FusedBatchNormV3"),
 }
 
 
@@ -58,7 +79,7 @@ def is_no_mean_over_rows(
     """Whether `number` is made of rows, and surely not as a mean over them.
 
     Args:
-      number: a scalar of the graph being built.
+      number: one of the graph being built, or an array that has nothing of single rows.
       rows: the keys (`key_of`) of the tensors of rows that it may be made of.
       rows_are_near: whether nothing lies between them and `number` but what a metric
         does, so that each row has to count for itself. A model may have layers whose
@@ -71,19 +92,23 @@ def is_no_mean_over_rows(
         if found is None or not is_of_values(found, rows):
             continue
         op, inputs = found.op, list(found.op.inputs)
-        if op.type in TERMS:
+        if key_of(found) in rows:
+            if found.shape.rank:
+                return True  # rows as they are
+        elif op.type in TERMS:
             todo += [(one, is_divided) for one in inputs]
         elif op.type in SELECTS:
             todo += [(one, is_divided) for one in inputs[1:]]
-        elif op.type == "Mul":
+        elif op.type in PRODUCTS:
             factors = [one for one in inputs if is_of_values(one, rows)]
-            if len(factors) > 1:
+            added = {key_of(one) for one in _added_along_rows(op)}
+            if len(factors) > 1 or added & {key_of(one) for one in factors}:
                 return True
             todo += [(one, is_divided) for one in factors]
         elif op.type in QUOTIENTS:
             if is_of_values(inputs[1], rows):
                 return True
-            todo.append((inputs[0], True))
+            todo.append((inputs[0], _is_number_of_rows(inputs[1], inputs[0])))
         elif op.type in ("Mean", "Sum"):
             axes = reduced_axes(inputs)
             if axes is None or 0 not in axes:
@@ -92,9 +117,69 @@ def is_no_mean_over_rows(
                 return True
             elif rows_are_near and _mixes_rows(inputs[0], rows):
                 return True
-        elif op.type not in FUNCTIONS and key_of(found) not in rows:
+        elif op.type not in FUNCTIONS:
             return True
     return False
+
+
+def is_sum_over_rows(loss: tf.Tensor, batch: set[Any]) -> bool:
+    """Whether a term of `loss` is a sum over rows that nothing divides by their number.
+
+    Args:
+      loss: a tensor of the graph being built.
+      batch: the keys (`key_of`) of the tensors that the replica was given.
+    """
+    todo = [loss]
+    while todo:
+        tensor = outermost(todo.pop())
+        if tensor is None or isinstance(tensor, tf.__internal__.EagerTensor):
+            continue
+        if is_exchanged(tensor):
+            continue
+        op, inputs = tensor.op, list(tensor.op.inputs)
+        if op.type in QUOTIENTS:
+            if not _is_number_of_rows(inputs[1], inputs[0]):
+                todo.append(inputs[0])
+        elif op.type == "Sum":
+            is_stack = inputs[0].op.type == "Pack"  # of terms, not of rows
+            is_over_rows = 0 in (reduced_axes(inputs) or ()) and not is_stack
+            if is_over_rows and is_made_of(inputs[0], batch):
+                return True
+            todo.append(inputs[0])
+        elif op.type in PASSING:
+            todo += inputs
+        elif op.type in SELECTS:
+            todo += inputs[1:]
+        elif any(is_made_of(one, batch) for one in _added_along_rows(op)):
+            return True
+    return False
+
+
+def _added_along_rows(op: tf.Operation) -> list[tf.Tensor]:
+    """The inputs of an operation, other than Sum, that it adds up along their rows."""
+    inputs = list(op.inputs)
+    if op.type == "MatMul":
+        first, second = inputs
+        # Of each the axis that both have in common is its rows, or its columns.
+        return [first] * op.get_attr("transpose_a") + [second] * (
+            not op.get_attr("transpose_b")
+        )
+    if op.type == "Einsum":
+        given, made = op.get_attr("equation").decode().split("->")
+        labels = zip(given.split(","), inputs, strict=True)
+        return [one for label, one in labels if label[:1] not in ("", ".", *made)]
+    return inputs[SUMS_OF_ROWS[op.type]] if op.type in SUMS_OF_ROWS else []
+
+
+def _is_number_of_rows(divisor: tf.Tensor, total: tf.Tensor) -> bool:
+    """Whether it is taken from data, or from the shape of what was added up."""
+    number = tf.get_static_value(divisor)
+    if number is None:
+        return True
+    while total.op.type in PASSING and len(total.op.inputs) == 1:
+        total = total.op.inputs[0]
+    shape = total.op.inputs[0].shape if total.op.type == "Sum" else tf.TensorShape([])
+    return bool(shape.rank) and number in (shape[0], shape.num_elements())
 
 
 def is_of_values(tensor: tf.Tensor, rows: set[Any]) -> bool:

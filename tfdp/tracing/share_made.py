@@ -22,18 +22,20 @@ from tfdp.tracing.run import ReplicaRun, trace_of
 __all__ = ["made_of_shares"]
 
 
-def made_of_shares(run: ReplicaRun) -> list[Any]:
+def made_of_shares(run: ReplicaRun) -> tuple[list[Any], list[Any]]:
     """Variables in which a replica stored what is made of its share of the loss.
-
-    Left out is what is only added to, by values that it does not go into.
 
     Args:
       run: whose replicas are traced. They do alike, so one of them is asked.
+
+    Returns:
+      Those of which the mean is brought together; and those that are only added to, by
+      values that they do not go into, which stay parts of a sum.
     """
     rank = next((rank for rank, _, _ in run.stored), 0)
     shares = run.shares.get(trace_of(rank))
     if not shares:
-        return []
+        return [], []
     stored = [
         (variable, outermost(own_copy(variable, rank).handle), value)
         for by, variable, value in run.stored
@@ -46,11 +48,13 @@ def made_of_shares(run: ReplicaRun) -> list[Any]:
     ]
     ways = _Ways(terms)
     of_shares = ways.from_those(shares.is_factor)
-    return [
-        variable
-        for (variable, handle, _), term, own in zip(stored, terms, added, strict=True)
-        if _key(term) in of_shares and (own is None or key_of(handle) in ways.outside)
-    ]
+    mixed: list[Any] = []
+    sums: list[Any] = []
+    for (variable, handle, _), term, own in zip(stored, terms, added, strict=True):
+        if _key(term) in of_shares:
+            is_sum = own is not None and key_of(handle) not in ways.outside
+            (sums if is_sum else mixed).append(variable)
+    return mixed, sums
 
 
 class _Ways:
