@@ -241,6 +241,40 @@ def test_nonsensical_options_are_refused():
         tfdp.DistributedOptimizer(keras.optimizers.LossScaleOptimizer(sgd()))
     with pytest.raises(ConfigurationError, match="initial_scale"):
         tfdp.DistributedOptimizer(sgd(), initial_scale=-1)
+    with pytest.raises(ConfigurationError, match="initial_scale.*Received: inf"):
+        tfdp.DistributedOptimizer(sgd(), initial_scale=float("inf"))
+
+
+class Holding(keras.optimizers.Optimizer):
+    """An optimizer of a program's own around another one."""
+
+    def __init__(self, inner):
+        super().__init__(learning_rate=1.0)
+        self.inner = inner
+
+    def build(self, variables):
+        super().build(variables)
+        if not self.inner.built:
+            self.inner.build(variables)
+
+    def apply(self, grads, trainable_variables=None):
+        self.inner.apply(grads, trainable_variables)
+        self.iterations.assign_add(1)
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+@pytest.mark.parametrize("holder", [Holding, keras.optimizers.LossScaleOptimizer])
+def test_one_that_another_holds_is_refused(holder, steps):
+    """It would add up once more what its holder's gradients are: twice too much."""
+    with pytest.raises(ConfigurationError, match="is held by another|Cond.call"):
+        train(make_strategy(2), optimizer=lambda: holder(distributed(steps)()))
+
+
+@pytest.mark.parametrize("holder", [Holding, keras.optimizers.LossScaleOptimizer])
+def test_one_that_holds_a_plain_one_is_that_of_one_device(holder):
+    one, _ = train(None, optimizer=lambda: holder(sgd()), epochs=1)
+    several, _ = train(make_strategy(2), optimizer=lambda: holder(sgd()), epochs=1)
+    assert largest_difference(one, several) < 1e-6
 
 
 def test_a_stock_strategy_is_refused():

@@ -15,8 +15,7 @@ from tfdp._private.optimizer_hooks import (
     variable_index,
     variables_built_with,
 )
-from tfdp.checks import is_whole
-from tfdp.errors import ConfigurationError, ScopeError
+from tfdp.errors import ConfigurationError
 from tfdp.optimizers.apart import (
     averages_wait,
     make_rounds,
@@ -24,6 +23,7 @@ from tfdp.optimizers.apart import (
     refuse_with_sync,
 )
 from tfdp.optimizers.batch_weights import weight_to_keep
+from tfdp.optimizers.distributed_checks import check_arguments, check_place
 from tfdp.sharding.updates import ACCUMULATOR_NAME, shards_of
 from tfdp.step.finite_guard import update_if_finite
 from tfdp.step.local_values import LocalValues
@@ -102,7 +102,7 @@ class DistributedOptimizer(LossScaleHooks):
         sync: Sync | None = None,
         name: str | None = None,
     ):
-        _check_arguments(optimizer, accumulate_steps, initial_scale)
+        check_arguments(optimizer, accumulate_steps, initial_scale)
         # Keras' base class takes it away from the inner optimizer.
         static_scale = optimizer.loss_scale_factor
         super().__init__(
@@ -189,7 +189,7 @@ class DistributedOptimizer(LossScaleHooks):
         if not self.built:
             self.build(list(trainable_variables))
             self.built = True
-        self._refuse_other_strategies()
+        check_place(self)
         if self.sync is not None:
             refuse_outside_of_fit(self)
         variables = list(trainable_variables or variables_built_with(self))
@@ -351,41 +351,3 @@ class DistributedOptimizer(LossScaleHooks):
         else:
             extended = tf.distribute.get_strategy().extended
             extended.update_own_copy(variable.value, fn, value)
-
-    def _refuse_other_strategies(self) -> None:
-        strategy = tf.distribute.get_strategy()
-        if strategy.num_replicas_in_sync > 1 and current_run() is None:
-            raise ScopeError(
-                f"DistributedOptimizer {self.name!r} is used under "
-                f"{type(strategy).__name__}, which stops all replicas at every "
-                "reduction and so cannot accumulate or test within one. Use "
-                "tfdp.DataParallelStrategy() in its place."
-            )
-
-
-def _check_arguments(optimizer: Any, accumulate_steps: Any, initial_scale: Any) -> None:
-    if not isinstance(optimizer, keras.optimizers.Optimizer):
-        raise ConfigurationError(
-            "DistributedOptimizer wraps a keras.optimizers.Optimizer, not a name. "
-            f"Received: {optimizer!r}."
-        )
-    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-        raise ConfigurationError(
-            "DistributedOptimizer scales the loss itself: pass the optimizer inside "
-            f"{optimizer.name!r} (its inner_optimizer) instead."
-        )
-    if optimizer.gradient_accumulation_steps:
-        raise ConfigurationError(
-            "Accumulation is asked for twice: use DistributedOptimizer("
-            f"accumulate_steps={optimizer.gradient_accumulation_steps}) and leave "
-            "gradient_accumulation_steps of the inner optimizer out."
-        )
-    if not is_whole(accumulate_steps, least=1):
-        raise ConfigurationError(
-            "accumulate_steps must be an integer of at least 1. Received: "
-            f"{accumulate_steps!r}."
-        )
-    if not isinstance(initial_scale, (int, float)) or not initial_scale > 0:
-        raise ConfigurationError(
-            f"initial_scale must be a number above 0. Received: {initial_scale!r}."
-        )
