@@ -6,6 +6,7 @@ import pytest
 import tensorflow as tf
 
 import tfdp
+from tests.support.holding import Holding
 from tests.support.parity import (
     classification_data,
     dense_model,
@@ -243,23 +244,6 @@ def test_nonsensical_options_are_refused():
         tfdp.DistributedOptimizer(sgd(), initial_scale=-1)
     with pytest.raises(ConfigurationError, match="initial_scale.*Received: inf"):
         tfdp.DistributedOptimizer(sgd(), initial_scale=float("inf"))
-
-
-class Holding(keras.optimizers.Optimizer):
-    """An optimizer of a program's own around another one."""
-
-    def __init__(self, inner):
-        super().__init__(learning_rate=1.0)
-        self.inner = inner
-
-    def build(self, variables):
-        super().build(variables)
-        if not self.inner.built:
-            self.inner.build(variables)
-
-    def apply(self, grads, trainable_variables=None):
-        self.inner.apply(grads, trainable_variables)
-        self.iterations.assign_add(1)
 
 
 @pytest.mark.parametrize("steps", [1, 2])

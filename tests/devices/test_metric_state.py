@@ -242,6 +242,16 @@ def test_a_mean_over_rows_is_one_devices(function):
     np.testing.assert_allclose(several, one, rtol=1e-5)
 
 
+@pytest.mark.parametrize("train", [False, True])
+def test_a_number_of_gathered_rows_is_one_devices(train):
+    def root(y, p):
+        return ops.sqrt(ops.mean(ops.square(of_all(y) - of_all(p))))
+
+    one = evaluated(None, lambda: NO_MEANS["root"], train=train)
+    several = evaluated_without_warning(make_strategy(3), lambda: root, train=train)
+    np.testing.assert_allclose(several, one, rtol=1e-5)
+
+
 def test_rows_that_a_layer_mixes_are_not_told():
     evaluated_without_warning(
         make_strategy(3), lambda: MEANS["mean"], train=True, normalize=True
@@ -260,7 +270,7 @@ class OwnStep(keras.Model):
     def __init__(self, number):
         super().__init__()
         self.dense, self.number = keras.layers.Dense(1), number
-        self.tracker = keras.metrics.Mean()
+        self.tracker, self.rate = keras.metrics.Mean(), keras.metrics.Mean()
 
     @property
     def metrics(self):
@@ -276,6 +286,7 @@ class OwnStep(keras.Model):
         variables = self.trainable_variables
         self.optimizer.apply(tape.gradient(loss, variables), variables)
         self.tracker.update_state(self.number(loss, self(x) - y))
+        self.rate.update_state(self.optimizer.learning_rate)
         return {"number": self.tracker.result()}
 
 

@@ -7,6 +7,7 @@ import tensorflow as tf
 
 import tfdp
 from tests.support.compression_table import IDENTITIES
+from tests.support.holding import Holding
 from tests.support.one_bit import BLOCK, SHAPE, drawn, scaled_signs, stepping, updated
 from tests.support.parity import (
     classification_data,
@@ -213,6 +214,17 @@ def test_places_that_cannot_be_are_refused(make, options, words):
             model = dense_model()
             loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
             model.compile(optimizer(**options), loss, jit_compile=False)
+        model.fit(x, y, batch_size=24, verbose=0)
+
+
+def test_one_that_another_holds_is_refused():
+    """Gradients are summed for its holder, so nothing would be made small."""
+    x, y = classification_data()
+    with make_strategy(2).scope():
+        model = dense_model()
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(Holding(optimizer()), loss, jit_compile=False)
+    with pytest.raises(ConfigurationError, match="held by another optimizer"):
         model.fit(x, y, batch_size=24, verbose=0)
 
 

@@ -15,6 +15,7 @@ from tfdp.compression.momentum import MomentumCompression
 from tfdp.errors import ConfigurationError, ScopeError
 from tfdp.step.repeated_rows import CLIPPING
 from tfdp.tracing.current_run import current_run
+from tfdp.tracing.run import ReplicaRun
 
 __all__ = ["SentMomentum", "refuse_keras_arguments"]
 
@@ -66,15 +67,27 @@ class SentMomentum(DecayHooks):
 
         Raises:
           ScopeError: under several replicas of a strategy that is not tfdp's.
+          ConfigurationError: another optimizer holds it, which had gradients added up.
         """
-        strategy = tf.distribute.get_strategy()
-        if strategy.num_replicas_in_sync > 1 and current_run() is None:
+        strategy, found = tf.distribute.get_strategy(), current_run()
+        if found is not None and found[0].replicas > 1 and found[0].is_updating:
+            self._refuse_gradients_sent(found[0])
+        if strategy.num_replicas_in_sync > 1 and found is None:
             raise ScopeError(
                 f"{type(self).__name__} is used under {type(strategy).__name__}, which "
                 "would send its gradients as they are. Use tfdp.DataParallelStrategy "
                 "or tfdp.MultiHostDataParallelStrategy."
             )
         return super().apply(grads, trainable_variables)
+
+    def _refuse_gradients_sent(self, run: ReplicaRun) -> None:
+        if id(self) not in run.sent_momentum:
+            raise ConfigurationError(
+                f"{type(self).__name__} is held by another optimizer, for which "
+                "gradients were added up as they are: its momentum would not be sent, "
+                "and nothing made small. Give it to compile, alone or in "
+                "keras.optimizers.LossScaleOptimizer or tfdp.DistributedOptimizer."
+            )
 
     def get_config(self) -> dict[str, Any]:
         """The arguments, as plain data."""

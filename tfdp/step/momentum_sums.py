@@ -24,6 +24,7 @@ from tfdp.errors import ConfigurationError
 from tfdp.exchange.compressed import CompressedSums
 from tfdp.exchange.reducer import Reducer
 from tfdp.step.compression import PlainSums, is_taken, sum_compressed
+from tfdp.tracing.current_run import current_run
 
 __all__ = ["momentum_compression_of", "sum_by_momentum"]
 
@@ -58,6 +59,9 @@ def sum_by_momentum(
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     strategy = tf.distribute.get_strategy()
     _refuse_here(inner, strategy, reducer)
+    found = current_run()
+    if found is not None:
+        found[0].sent_momentum.add(id(inner))
     compressed = reducer.compressed_by(asked.method, asked.across)
     _refuse_place(inner, strategy, asked, compressed)
     is_plain = tf.convert_to_tensor(inner.iterations) < asked.warmup_steps

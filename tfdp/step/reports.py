@@ -35,6 +35,7 @@ __all__ = ["NotedResults", "led_reports", "recorded", "whole_logs"]
 
 # The shape of a Keras loss of an empty replica in eager mode: it takes no mean.
 NO_LOSSES = (0,)
+VARIABLES = (keras.Variable, tf.Variable)
 
 SumOverHosts = Callable[[tf.Tensor], tf.Tensor]
 
@@ -120,8 +121,10 @@ def _update_mean(
     if tf.distribute.in_cross_replica_context():
         return update(values, sample_weight=sample_weight)
     rank = current_rank()
-    value = values if tf.is_tensor(values) else tf.convert_to_tensor(values)
-    value = tf.cast(value, metric.dtype)
+    # A learning rate is a variable.
+    is_tensor = tf.is_tensor(values) and not isinstance(values, VARIABLES)
+    number = values if is_tensor else tf.convert_to_tensor(values)
+    value = tf.cast(number, metric.dtype)
     if value.shape.rank is None:
         return update(values, sample_weight=sample_weight)
     is_number = not value.shape.rank
@@ -129,7 +132,7 @@ def _update_mean(
         return update(values, sample_weight=sample_weight)  # row by row
     if is_number:
         rows = batch_keys(run.batches, trace_of(rank))
-        value = _without_share(metric, run, rank, values, value, rows)
+        value = _without_share(metric, run, rank, number, value, rows)
     else:
         size = tf.cast(tf.size(value), value.dtype)
         value = tf.math.divide_no_nan(tf.reduce_sum(value), size)
@@ -151,7 +154,7 @@ def _without_share(
     who = f"the metric {metric.name!r} was given"
     standing = reported_standing(run, rank, number, who)
     if standing is Standing.LOCAL:
-        suspect_number(run, metric, value, rows, near=False)
+        suspect_number(run, rank, metric, value, rows, near=False)
     if standing is not Standing.SHARE:
         return value
     in_group = tf.cast(run.share_in_group(rank), value.dtype)
@@ -199,7 +202,7 @@ def _update_wrapped(
     if values is not None:
         if not values.shape.rank:
             near = {key_of(one) for one in (y_true, y_pred) if tf.is_tensor(one)}
-            suspect_number(run, metric, values, near, near=True)
+            suspect_number(run, current_rank(), metric, values, near, near=True)
         return _update_mean(metric, run, values)
     update = keras.metrics.MeanMetricWrapper.update_state.__get__(metric)
     return update(y_true, y_pred, sample_weight)

@@ -12,9 +12,9 @@ import tensorflow as tf
 
 from tfdp.tracing.batch_rows import REDUCTIONS, reduced_axes
 from tfdp.tracing.loss_shares import ancestors, key_of
-from tfdp.tracing.own_rows import is_made_of
+from tfdp.tracing.own_rows import is_made_of, is_of_own_rows
 from tfdp.tracing.replica_invariance import is_exchanged, outermost
-from tfdp.tracing.run import ReplicaRun
+from tfdp.tracing.run import ReplicaRun, trace_of
 
 __all__ = [
     "is_no_mean_over_rows",
@@ -54,7 +54,13 @@ FUNCTIONS = {
 
 
 def suspect_number(
-    run: ReplicaRun, metric: Any, number: tf.Tensor, rows: set[Any], *, near: bool
+    run: ReplicaRun,
+    rank: Any,
+    metric: Any,
+    number: tf.Tensor,
+    rows: set[Any],
+    *,
+    near: bool,
 ) -> None:
     """Notes a number that `metric` counts, where it is no mean over rows.
 
@@ -63,13 +69,17 @@ def suspect_number(
     """
     if run.group_size == 1 or isinstance(number, tf.__internal__.EagerTensor):
         return
-    if is_no_mean_over_rows(number, rows, rows_are_near=near):
+    if not is_no_mean_over_rows(number, rows, rows_are_near=near):
+        return
+    if is_of_own_rows(run.batches, trace_of(rank), number):
         run.state_suspicions.add(
             f"the metric {metric.name!r} counts one number for all rows which is no "
             "mean over them, such as a root, a quotient of sums, a sum or a maximum. "
             "Each replica has that of its own rows, their mean is reported, and one "
             "device reports another number. Give it a number for each row; or keep "
-            "sums over rows in a metric, and make the rest of them in its result()"
+            "sums over rows in a metric, and make the rest of them in its result(); or "
+            "gather the rows of all replicas first, "
+            "tf.distribute.get_replica_context().all_gather(y, axis=0)"
         )
 
 

@@ -126,6 +126,8 @@ class ReplicaRun:
     #: The ids of variables whose gradients, which come out of a function, have each row
     #: once on every replica (`step.repeated_rows`).
     rows_once: set[int] = dataclasses.field(default_factory=set)
+    #: The ids of optimizers whose momentum was sent in the place of gradients.
+    sent_momentum: set[int] = dataclasses.field(default_factory=set)
     #: What the replicas do alike, and share; see `tfdp/step/shared_functions.py`.
     functions: Any = None
 
