@@ -107,6 +107,8 @@ def is_no_mean_over_rows(
                 return True  # rows as they are
         elif op.type in TERMS:
             todo += [(one, is_divided) for one in inputs]
+        elif op.type == "IdentityN":
+            todo.append((inputs[found.value_index], is_divided))
         elif op.type in SELECTS:
             todo += [(one, is_divided) for one in inputs[1:]]
         elif op.type in PRODUCTS:
@@ -114,6 +116,9 @@ def is_no_mean_over_rows(
             added = {key_of(one) for one in _added_along_rows(op)}
             if len(factors) > 1 or added & {key_of(one) for one in factors}:
                 return True
+            others = (one for one in inputs if not any(one is each for each in factors))
+            # One of them may be 1 over the number of rows.
+            is_divided |= any(tf.get_static_value(one) is None for one in others)
             todo += [(one, is_divided) for one in factors]
         elif op.type in QUOTIENTS:
             if is_of_values(inputs[1], rows):
@@ -121,7 +126,7 @@ def is_no_mean_over_rows(
             todo.append((inputs[0], _is_number_of_rows(inputs[1], inputs[0])))
         elif op.type in ("Mean", "Sum"):
             axes = reduced_axes(inputs)
-            if axes is None or 0 not in axes:
+            if axes is None or 0 not in axes or _is_of_terms(inputs[0]):
                 todo.append((inputs[0], is_divided))
             elif op.type == "Sum" and not is_divided:
                 return True
@@ -151,10 +156,10 @@ def is_sum_over_rows(loss: tf.Tensor, batch: set[Any]) -> bool:
             if not _is_number_of_rows(inputs[1], inputs[0]):
                 todo.append(inputs[0])
         elif op.type == "Sum":
-            is_stack = inputs[0].op.type == "Pack"  # of terms, not of rows
-            is_over_rows = 0 in (reduced_axes(inputs) or ()) and not is_stack
-            if is_over_rows and is_made_of(inputs[0], batch):
-                return True
+            is_over_rows = 0 in (reduced_axes(inputs) or ())
+            if is_over_rows and not _is_of_terms(inputs[0]):
+                if is_made_of(inputs[0], batch):
+                    return True
             todo.append(inputs[0])
         elif op.type in PASSING:
             todo += inputs
@@ -163,6 +168,12 @@ def is_sum_over_rows(loss: tf.Tensor, batch: set[Any]) -> bool:
         elif any(is_made_of(one, batch) for one in _added_along_rows(op)):
             return True
     return False
+
+
+def _is_of_terms(tensor: tf.Tensor) -> bool:
+    """Whether the first axis of `tensor` is one of terms, and not of rows."""
+    found = outermost(tensor)
+    return getattr(getattr(found, "op", None), "type", None) == "Pack"
 
 
 def _added_along_rows(op: tf.Operation) -> list[tf.Tensor]:
