@@ -126,6 +126,23 @@ def test_a_loss_that_adds_up_itself_is_not_suspected(of_rows, reduction):
     assert largest_difference(one, several) < 1e-5
 
 
+def test_losses_of_layers_alone_are_not_suspected():
+    def trained(strategy):
+        with (strategy or tf.distribute.get_strategy()).scope():
+            model = dense_model()
+            model.layers[0].activity_regularizer = keras.regularizers.L2(0.1)
+            model.compile("sgd", jit_compile=False)
+        x, _ = classification_data(samples=22)
+        model.fit(x, batch_size=8, shuffle=False, verbose=0)
+        return model
+
+    one = trained(None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", LocalMeanWarning)
+        several = trained(make_strategy(3))
+    assert largest_difference(one, several) < 1e-6
+
+
 @pytest.mark.parametrize("reduction", ["sum", None])
 def test_sums_are_not_suspected(reduction):
     loss = keras.losses.SparseCategoricalCrossentropy(

@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 from tests.support.parity import make_strategy
-from tfdp.errors import LocalStateWarning
+from tfdp.errors import LocalMeanWarning, LocalStateWarning
 
 ops = keras.ops
 
@@ -308,15 +308,22 @@ def reported_by_own_step(strategy, number):
     return history["number"][0]
 
 
+def whole(loss, errors):
+    if tf.distribute.in_cross_replica_context() or not tf.distribute.has_strategy():
+        return loss
+    return tf.distribute.get_replica_context().all_reduce("sum", loss)
+
+
 @pytest.mark.parametrize(
     "number",
-    [lambda loss, errors: loss, lambda loss, errors: ops.mean(ops.abs(errors))],
-    ids=["loss", "mean"],
+    [lambda loss, errors: loss, lambda loss, errors: ops.mean(ops.abs(errors)), whole],
+    ids=["loss", "mean", "loss added up"],
 )
 def test_a_mean_left_out_of_metrics_weighs_parts_by_their_rows(number):
     one = reported_by_own_step(None, number)
     with warnings.catch_warnings():
-        warnings.simplefilter("error", LocalStateWarning)
+        for category in (LocalStateWarning, LocalMeanWarning):
+            warnings.simplefilter("error", category)
         several = reported_by_own_step(make_strategy(3), number)
     np.testing.assert_allclose(several, one, rtol=1e-5)
 

@@ -21,7 +21,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdp._private.step_ops import MAY_CALL, given_to, only_called
-from tfdp.tracing.replica_invariance import outermost
+from tfdp.tracing.replica_invariance import is_exchanged, outermost
 
 __all__ = ["LossShares", "Standing", "ancestors", "goes_into", "key_of"]
 
@@ -128,6 +128,9 @@ class LossShares:
             if key_of(tensor) in seen:
                 continue
             seen.add(key_of(tensor))
+            if is_exchanged(tensor):
+                yield Standing.LOCAL  # a sum over replicas, which is no part of one
+                continue
             op, inputs = tensor.op, list(tensor.op.inputs)
             called = only_called(op)
             inner = None if called is None else called.outputs[tensor.value_index]
@@ -155,7 +158,7 @@ class LossShares:
             elif op.type == "SelectV2" and not self._is_share_made(inputs[0]):
                 todo += inputs[1:]  # 0 on a replica without rows, for one
             elif op.type in LINEAR:
-                todo += _terms_of(op)
+                todo += _terms_of(tensor)
             else:
                 made_of_shares = self._is_share_made(tensor)
                 yield Standing.MIXED if made_of_shares else Standing.LOCAL
@@ -167,7 +170,7 @@ class LossShares:
             return False
         visited = set()
         graphs = {id(factor.graph) for factor in self._factors.values()}
-        for tensor in ancestors(value, self._free):
+        for tensor in ancestors(value, self._free, is_behind=is_exchanged):
             if self.is_factor(tensor):
                 return True
             # What such an operation computes is not seen from outside.
@@ -213,9 +216,9 @@ class LossShares:
         return [(factor, slope) for factor, slope in pairs if slope is not None]
 
 
-def _terms_of(op: tf.Operation) -> list[tf.Tensor]:
+def _terms_of(tensor: tf.Tensor) -> Sequence[tf.Tensor]:
     """What a linear operation adds, or lays together, without its axes and shapes."""
-    inputs = list(op.inputs)
+    op, inputs = tensor.op, goes_into(tensor)
     if op.type in FIRST_INPUT_ONLY:
         return inputs[:1]
     return inputs[:-1] if op.type == "ConcatV2" else inputs

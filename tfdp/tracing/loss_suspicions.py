@@ -105,8 +105,8 @@ def why_loss_seems_local(model: Any, step: Any, run: ReplicaRun) -> str | None:
     losses = filter(None, given_losses(model))
     reductions = {getattr(loss, "reduction", "mean") for loss in losses}
     if reductions <= {"sum", "none", None}:
-        if not run.number_losses:
-            return None
+        if not reductions or not run.number_losses:
+            return None  # layers alone gave losses, or Keras took none for a number
         return (
             "its loss returns a number for all rows, of which Keras takes no mean with "
             f"reduction={'sum' if 'sum' in reductions else 'none'!r}"
