@@ -219,6 +219,8 @@ MEANS = {
     "two means": lambda y, p: 0.5 * ops.mean(p) + 0.25 * ops.mean(ops.abs(y)) - 1.0,
     "sum of means": lambda y, p: ops.sum(ops.stack([ops.mean(p), ops.mean(y)])),
     "sum times": lambda y, p: ops.sum(ops.abs(y - p)) * (1.0 / rows_of(y)),
+    "mean of columns": lambda y, p: ops.mean(ops.mean(ops.abs(y - p), axis=0)),
+    "sum of columns": lambda y, p: ops.sum(ops.mean(ops.abs(y - p), axis=0)),
     "identities": lambda y, p: tf.identity_n([ops.mean(p), ops.mean(y)])[1],
     "accuracy": lambda y, p: ops.mean(ops.cast((y > 0) == (p > 0), "float32")),
     "constant": lambda y, p: tf.constant(1.5),
@@ -232,6 +234,9 @@ NO_MEANS = {
     "dice": lambda y, p: 2 * ops.sum(y * p) / (ops.sum(y * y) + ops.sum(p * p)),
     "mean of roots": lambda y, p: ops.mean(
         ops.stack([ops.sqrt(ops.mean(ops.abs(p))), ops.mean(y)])
+    ),
+    "root of columns": lambda y, p: ops.mean(
+        ops.sqrt(ops.mean(ops.square(y - p), axis=0))
     ),
     "deviation": lambda y, p: ops.std(p),
     "variance": lambda y, p: ops.mean(ops.square(p - ops.mean(p))),

@@ -126,12 +126,16 @@ def is_no_mean_over_rows(
             todo.append((inputs[0], _is_number_of_rows(inputs[1], inputs[0])))
         elif op.type in ("Mean", "Sum"):
             axes = reduced_axes(inputs)
-            if axes is None or 0 not in axes or _is_of_terms(inputs[0]):
+            is_over_rows = axes is not None and 0 in axes
+            is_sum = op.type == "Sum" and not is_divided
+            if not is_over_rows or _is_of_terms(inputs[0]):
                 todo.append((inputs[0], is_divided))
-            elif op.type == "Sum" and not is_divided:
-                return True
-            elif rows_are_near and _mixes_rows(inputs[0], rows):
-                return True
+            elif is_sum or rows_are_near:
+                # Where rows are reduced before, the first axis is another one.
+                if _mixes_rows(inputs[0], rows):
+                    todo.append((inputs[0], is_divided))
+                elif is_sum:
+                    return True
         elif op.type not in FUNCTIONS:
             return True
     return False
