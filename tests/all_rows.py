@@ -27,6 +27,7 @@ REPOSITORY = pathlib.Path(__file__).parents[1]
 #: Tables that take longer than everything else together, cut into so many pieces.
 PIECES = {
     "tests/devices/test_conformance.py": 40,
+    "tests/devices/test_damaged_files.py": 7,
     "tests/devices/test_losses_exact.py": 8,
     "tests/devices/test_metrics_exact.py": 4,
     "tests/devices/test_sharding.py": 4,
