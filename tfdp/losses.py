@@ -14,6 +14,7 @@ from tfdp.errors import ConfigurationError
 from tfdp.tracing.current_run import current_run
 from tfdp.tracing.loss_shares import Standing
 from tfdp.tracing.loss_suspicions import is_share
+from tfdp.tracing.row_means import suspect_loss
 from tfdp.tracing.run import trace_of
 
 __all__ = ["local_mean", "local_sum"]
@@ -28,8 +29,13 @@ def local_mean(loss: tf.Tensor) -> tf.Tensor:
     mean over the global batch, however unevenly the samples lie. Outside a tfdp
     strategy, and on one replica, the loss comes back as it is.
 
+    A loss that is no mean over samples (Dice, a root of a mean) is each replica's of
+    its own samples, which `LocalMeanWarning` tells. It is that of the whole batch where
+    samples are gathered first, `tf.distribute.get_replica_context().all_gather(x, 0)`.
+
     Args:
-      loss: a scalar, the mean over the samples of this replica.
+      loss: a scalar, the mean over the samples of this replica, or any number that all
+        replicas have alike.
 
     Returns:
       The scaled scalar; take its gradient.
@@ -61,6 +67,7 @@ def local_mean(loss: tf.Tensor) -> tf.Tensor:
     shares = run.shares[trace_of(rank)]
     if is_share(shares, loss, "local_mean"):
         return loss
+    suspect_loss(run, rank, loss)
     return loss * shares.factor(run.share_in_group(rank), loss.dtype)
 
 

@@ -126,6 +126,37 @@ def test_a_loss_that_adds_up_itself_is_not_suspected(of_rows, reduction):
     assert largest_difference(one, several) < 1e-5
 
 
+def dice(y, p):
+    y = keras.ops.one_hot(keras.ops.reshape(y, (-1,)), 5)
+    p = keras.ops.softmax(p)
+    both, each = keras.ops.sum(y * p), keras.ops.sum(y * y) + keras.ops.sum(p * p)
+    return 1 - 2 * both / each
+
+
+def dice_of_all(y, p):
+    if tf.distribute.in_cross_replica_context() or not tf.distribute.has_strategy():
+        return dice(y, p)
+    gather = tf.distribute.get_replica_context().all_gather
+    return tfdp.losses.local_mean(dice(gather(y, axis=0), gather(p, axis=0)))
+
+
+@pytest.mark.parametrize("samples", [96, 79])
+def test_a_loss_of_gathered_rows_is_one_devices(samples):
+    """Of 79 rows in batches of 24 the last has 7, in three uneven parts."""
+    data = classification_data(samples=samples)
+    one, _ = train(None, loss=dice_of_all, data=data)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", LocalMeanWarning)
+        several, _ = train(make_strategy(3), loss=dice_of_all, data=data)
+    # 8 updates of 0.05 times gradients below 1.
+    assert largest_difference(one, several) < 1e-6
+
+
+def test_a_local_mean_of_what_is_none_is_noticed():
+    with pytest.warns(LocalMeanWarning, match="no mean over rows.*all_gather"):
+        train(make_strategy(3), loss=lambda y, p: tfdp.losses.local_mean(dice(y, p)))
+
+
 def test_losses_of_layers_alone_are_not_suspected():
     def trained(strategy):
         with (strategy or tf.distribute.get_strategy()).scope():

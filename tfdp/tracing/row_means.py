@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from tfdp.tracing.batch_rows import REDUCTIONS, reduced_axes
 from tfdp.tracing.loss_shares import ancestors, key_of
-from tfdp.tracing.own_rows import is_made_of, is_of_own_rows
+from tfdp.tracing.own_rows import batch_keys, is_made_of, is_of_own_rows
 from tfdp.tracing.replica_invariance import is_exchanged, outermost
 from tfdp.tracing.run import ReplicaRun, trace_of
 
@@ -20,6 +20,7 @@ __all__ = [
     "is_no_mean_over_rows",
     "is_of_values",
     "is_sum_over_rows",
+    "suspect_loss",
     "suspect_number",
 ]
 
@@ -80,6 +81,24 @@ def suspect_number(
             "sums over rows in a metric, and make the rest of them in its result(); or "
             "gather the rows of all replicas first, "
             "tf.distribute.get_replica_context().all_gather(y, axis=0)"
+        )
+
+
+def suspect_loss(run: ReplicaRun, rank: Any, loss: tf.Tensor) -> None:
+    """Notes a loss, said to be a mean over rows, which is none."""
+    if run.group_size == 1 or isinstance(loss, tf.__internal__.EagerTensor):
+        return
+    rows = batch_keys(run.batches, trace_of(rank))
+    if not is_no_mean_over_rows(loss, rows):
+        return
+    if is_of_own_rows(run.batches, trace_of(rank), loss):
+        run.suspicions.add(
+            "local_mean was given a number that is no mean over rows, such as a root, "
+            "a quotient of sums (Dice) or a sum. Each replica has that of its own "
+            "rows, and the mean of these is another loss than that of the whole batch. "
+            "Gather the rows first, "
+            "tf.distribute.get_replica_context().all_gather(x, axis=0); of a sum take "
+            "local_sum"
         )
 
 
