@@ -1,7 +1,8 @@
 """What a hand-written loss is: a mean, or a sum, over the replica's samples.
 
 Losses of Keras say so themselves. A custom `train_step`, or a loss function that
-returns a scalar, does not; the two functions here say it.
+returns a scalar, does not; `local_mean` and `local_sum` say it. A loss that is neither,
+since its rows see each other, is made of `all_rows`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,64 @@ from tfdp.tracing.loss_suspicions import is_share
 from tfdp.tracing.row_means import suspect_loss
 from tfdp.tracing.run import trace_of
 
-__all__ = ["local_mean", "local_sum"]
+__all__ = ["all_rows", "local_mean", "local_sum"]
+
+
+def all_rows(x: Any) -> Any:
+    """The rows of all replicas, joined in the order of the global batch.
+
+        x_0, x_1, ... x_(R-1)        x_r: (n_r, ...) on replica r; the result: (N, ...)
+
+    For losses and metrics whose rows see each other (Dice, contrastive losses, a root
+    of a mean): made of all rows they are those of one device on the whole batch, and
+    so are their gradients, which come back to each replica's rows.
+
+    Args:
+      x: a tensor with a row for each sample of this replica, or a structure of them, of
+        one shape but for the first axis; replicas may have different numbers of rows.
+
+    Returns:
+      The same structure on every replica. Where replicas do not run, on one replica and
+      under the default strategy: `x` itself.
+
+    Raises:
+      ConfigurationError: a tensor has no rows.
+
+    Cost: each replica receives the other replicas' rows, (R - 1) / R of the result's
+    bytes, and its gradient goes as many bytes back.
+
+    Example:
+
+    ```python
+    import keras
+    import tfdp
+
+    def dice(y, p):
+        both = 2 * keras.ops.sum(y * p)
+        return 1 - both / (keras.ops.sum(y * y) + keras.ops.sum(p * p))
+
+    def whole_dice(y, p):
+        loss = dice(tfdp.losses.all_rows(y), tfdp.losses.all_rows(p))
+        return tfdp.losses.local_mean(loss)
+
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1, "sigmoid")])
+    model.compile("sgd", whole_dice)
+    ```
+
+    Source: rows gathered over devices for a loss on pairs of them, as T. Chen et al.,
+    2020 (SimCLR), section 2.2, sum over all of a batch of 4096.
+    """
+    for part in tf.nest.flatten(x):
+        if not tf.TensorShape(part.shape).rank:
+            raise ConfigurationError(
+                "all_rows needs tensors with a row for each sample; of a number take "
+                "tf.distribute.get_replica_context().all_reduce. Received: "
+                f"{part!r}."
+            )
+    context = tf.distribute.get_replica_context()
+    if context is None or context.num_replicas_in_sync == 1:
+        return x
+    return tf.nest.map_structure(lambda part: context.all_gather(part, axis=0), x)
 
 
 def local_mean(loss: tf.Tensor) -> tf.Tensor:
@@ -31,7 +89,7 @@ def local_mean(loss: tf.Tensor) -> tf.Tensor:
 
     A loss that is no mean over samples (Dice, a root of a mean) is each replica's of
     its own samples, which `LocalMeanWarning` tells. It is that of the whole batch where
-    samples are gathered first, `tf.distribute.get_replica_context().all_gather(x, 0)`.
+    samples are gathered first, with `all_rows`.
 
     Args:
       loss: a scalar, the mean over the samples of this replica, or any number that all

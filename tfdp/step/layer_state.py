@@ -100,14 +100,14 @@ def _what_it_looks_like(
     if is_running and is_of_own_rows(run.batches, trace_of(rank), value):
         return (
             "a running maximum or minimum. Take that over all replicas first: "
-            "tf.reduce_max(tf.distribute.get_replica_context().all_gather(x, axis=0))"
+            "tf.reduce_max(tfdp.losses.all_rows(x))"
         )
     is_own = keys and is_no_mean_over_rows(value, keys)
     if is_own and is_of_own_rows(run.batches, trace_of(rank), value):
         return (
             "made of rows themselves (a queue of them), or in another way that is no "
             "mean over rows (a quotient, a root, a threshold). Gather the rows of all "
-            "replicas first, and make all of them store the same: "
-            "tf.distribute.get_replica_context().all_gather(rows, axis=0)"
+            "replicas first, tfdp.losses.all_rows(rows), and make all of them store "
+            "the same"
         )
     return None

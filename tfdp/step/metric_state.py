@@ -26,8 +26,7 @@ __all__ = ["suspect_counted"]
 REMEDY = (
     "Keep sums over rows, and make the rest of them in result(); or make the variable "
     "by add_variable(..., aggregation='only_first_replica'), and give it what is the "
-    "same on all replicas, made of "
-    "tf.distribute.get_replica_context().all_gather(rows, axis=0)"
+    "same on all replicas, made of tfdp.losses.all_rows(rows)"
 )
 # A metric is so many operations at most; what it counts is made of a whole model.
 MOST_NEAR = 300

@@ -79,8 +79,7 @@ def suspect_number(
             "Each replica has that of its own rows, their mean is reported, and one "
             "device reports another number. Give it a number for each row; or keep "
             "sums over rows in a metric, and make the rest of them in its result(); or "
-            "gather the rows of all replicas first, "
-            "tf.distribute.get_replica_context().all_gather(y, axis=0)"
+            "gather the rows of all replicas first, tfdp.losses.all_rows(y)"
         )
 
 
@@ -96,9 +95,7 @@ def suspect_loss(run: ReplicaRun, rank: Any, loss: tf.Tensor) -> None:
             "local_mean was given a number that is no mean over rows, such as a root, "
             "a quotient of sums (Dice) or a sum. Each replica has that of its own "
             "rows, and the mean of these is another loss than that of the whole batch. "
-            "Gather the rows first, "
-            "tf.distribute.get_replica_context().all_gather(x, axis=0); of a sum take "
-            "local_sum"
+            "Gather the rows first, tfdp.losses.all_rows(x); of a sum take local_sum"
         )
 
 
