@@ -39,6 +39,22 @@ UPDATES = {
     "mean of products": lambda v, x: v.assign(
         0.9 * v + 0.1 * ops.mean(ops.matmul(x, ops.ones((12, 3))))
     ),
+    "mean by products": lambda v, x: v.assign(
+        0.9 * v + ops.matmul(ops.transpose(x), x)[0, 0] / number_of(x)
+    ),
+    "mean by einsum": lambda v, x: v.assign(
+        0.9 * v + ops.einsum("bi,bj->i", x, x)[0] / number_of(x)
+    ),
+    "mean by times": lambda v, x: v.assign(
+        0.9 * v + ops.sum(x[:, 0]) * (1.0 / number_of(x))
+    ),
+    "mean by ones": lambda v, x: v.assign(
+        0.9 * v + ops.sum(x[:, 0]) / ops.sum(ops.ones_like(x[:, 0]))
+    ),
+    "mean by segments": lambda v, x: v.assign(
+        0.9 * v
+        + tf.math.unsorted_segment_sum(x[:, 0], tf.argmax(x, -1), 12)[0] / number_of(x)
+    ),
     "queue": lambda v, x: v.assign(ops.concatenate([x[:, 0], v])[:5]),
     "queue of all": lambda v, x: v.assign(ops.concatenate([all_of(x)[:, 0], v])[:5]),
     "quotient": lambda v, x: v.assign(ops.mean(x[:, 0]) / ops.mean(ops.abs(x[:, 1]))),
@@ -55,6 +71,10 @@ def sum_of_all(x):
     if not tf.distribute.in_cross_replica_context() and tf.distribute.has_strategy():
         total = tf.distribute.get_replica_context().all_reduce("sum", total)
     return total
+
+
+def number_of(x):
+    return ops.cast(ops.shape(x)[0], x.dtype)
 
 
 def all_of(x):
@@ -106,6 +126,11 @@ def stored(strategy, update, options):
         ("batches", {"aggregation": "only_first_replica"}),
         ("mean of products", {}),
         ("projection", {}),
+        ("mean by products", {}),
+        ("mean by einsum", {}),
+        ("mean by times", {}),
+        ("mean by ones", {}),
+        ("mean by segments", {}),
         ("queue of all", {"shape": (5,)}),
     ],
     ids=[
@@ -117,6 +142,11 @@ def stored(strategy, update, options):
         "batches-first",
         "mean of products-none",
         "projection-none",
+        "mean by products-none",
+        "mean by einsum-none",
+        "mean by times-none",
+        "mean by ones-none",
+        "mean by segments-none",
         "queue of all-none",
     ],
 )
@@ -134,16 +164,16 @@ def test_has_one_devices_value(update, options):
     "update, remedy",
     [
         ("sum", "aggregation='sum'"),
-        ("maximum", "all_gather"),
+        ("maximum", "all_rows"),
         ("average of sums", "all_reduce"),
         ("average of products", "all_reduce"),
         ("average of einsum", "all_reduce"),
         ("average of segments", "all_reduce"),
         ("average of squares", "all_reduce"),
         ("average of counts", "all_reduce"),
-        ("queue", "all_gather"),
-        ("quotient", "all_gather"),
-        ("threshold", "all_gather"),
+        ("queue", "all_rows"),
+        ("quotient", "all_rows"),
+        ("threshold", "all_rows"),
     ],
 )
 def test_what_is_no_mean_over_rows_is_told(update, remedy):

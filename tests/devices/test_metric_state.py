@@ -148,14 +148,14 @@ class Holding(keras.metrics.Metric):
         return self.mean.result()
 
 
-def evaluated(strategy, metric, train=False, normalize=False):
+def evaluated(strategy, metric, train=False, normalize=False, jit_compile=False):
     """What `metric()` says of 22 rows in batches of 8, the last in uneven parts."""
     with (strategy or tf.distribute.get_strategy()).scope():
         keras.utils.set_random_seed(1)
         layers = [keras.layers.BatchNormalization()] if normalize else []
         layers = [keras.layers.Dense(6), *layers, keras.layers.Dense(1)]
         model = keras.Sequential([keras.Input((4,)), *layers])
-        model.compile("sgd", "mse", metrics=[metric()], jit_compile=False)
+        model.compile("sgd", "mse", metrics=[metric()], jit_compile=jit_compile)
     numbers = np.random.default_rng(0)
     x = numbers.normal(size=(22, 4)).astype("float32")
     y = (2 * x[:, :1] + numbers.normal(size=(22, 1))).astype("float32")
@@ -172,7 +172,8 @@ def evaluated(strategy, metric, train=False, normalize=False):
 
 def evaluated_without_warning(strategy, metric, **options):
     with warnings.catch_warnings():
-        warnings.simplefilter("error", LocalStateWarning)
+        for category in (LocalMeanWarning, LocalStateWarning):
+            warnings.simplefilter("error", category)
         return evaluated(strategy, metric, **options)
 
 
@@ -244,6 +245,14 @@ NO_MEANS = {
     "sum": lambda y, p: ops.sum(ops.abs(y - p)),
     "product": lambda y, p: ops.mean(y) * ops.mean(p),
 }
+
+
+@pytest.mark.parametrize("metric", [lambda: MEANS["mean"], Holding], ids=["f", "held"])
+def test_compiled_steps_are_not_suspected(metric):
+    options = {"train": True, "jit_compile": True}
+    one = evaluated(None, metric, **options)
+    several = evaluated_without_warning(make_strategy(3), metric, **options)
+    np.testing.assert_allclose(several, one, rtol=1e-5)
 
 
 @pytest.mark.parametrize("function", MEANS.values(), ids=MEANS)

@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 from tests.support.parity import copies, loss_and_gradients, make_strategy
-from tfdp.errors import LocalStateWarning
+from tfdp.errors import LocalMeanWarning, LocalStateWarning
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(29, 6)).astype("float32")
@@ -46,10 +46,10 @@ class Accumulating(keras.Model):
             total.assign(tf.zeros_like(total))
 
 
-def accumulated(strategy, rows):
+def accumulated(strategy, rows, make=Accumulating):
     with strategy.scope():
         keras.utils.set_random_seed(3)
-        model = Accumulating()
+        model = make()
         model.compile(
             keras.optimizers.SGD(0.5),
             keras.losses.SparseCategoricalCrossentropy(from_logits=True),
@@ -101,6 +101,57 @@ def test_each_replica_keeps_its_part_of_the_sum(rows, replicas, train):
     one = train(tf.distribute.get_strategy(), rows)
     for mine, theirs in zip(found, one, strict=True):
         # Three updates of 0.5 times gradients below 2, of sums of 24 terms.
+        np.testing.assert_allclose(mine, theirs, rtol=0, atol=2e-6)
+
+
+class GivingVariables(Accumulating):
+    """Gives the optimizer the variables in which it has added up."""
+
+    def update(self):
+        pairs = zip(self.sums, self.trainable_variables, strict=True)
+        self.optimizer.apply_gradients(pairs)
+        for total in self.sums:
+            total.assign(tf.zeros_like(total))
+
+
+@pytest.mark.parametrize("rows", [24, 25, 29])
+def test_variables_may_be_given_as_gradients(rows):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", LocalStateWarning)
+        found = accumulated(make_strategy(3), rows, GivingVariables)
+    one = accumulated(tf.distribute.get_strategy(), rows, GivingVariables)
+    for mine, theirs in zip(found, one, strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=0, atol=2e-6)
+
+
+class Clipping(Accumulating):
+    """Adds gradients up over the replicas itself, to clip them by their norm."""
+
+    def train_step(self, data):
+        loss, gradients = loss_and_gradients(self, data)
+        replicas = 1
+        if (
+            tf.distribute.has_strategy()
+            and not tf.distribute.in_cross_replica_context()
+        ):
+            context = tf.distribute.get_replica_context()
+            gradients = context.all_reduce("sum", gradients)
+            replicas = context.num_replicas_in_sync
+        norm = tf.linalg.global_norm(gradients)
+        gradients, _ = tf.clip_by_global_norm(gradients, 0.1, norm)
+        gradients = [gradient / replicas for gradient in gradients]
+        self.optimizer.apply(gradients, self.trainable_variables)
+        return {"loss": loss, "norm": norm}
+
+
+@pytest.mark.parametrize("rows", [24, 25, 29])
+def test_what_is_added_up_already_counts_on_replicas_without_rows(rows):
+    with warnings.catch_warnings():
+        for category in (LocalMeanWarning, LocalStateWarning):
+            warnings.simplefilter("error", category)
+        found = accumulated(make_strategy(3), rows, Clipping)
+    one = accumulated(tf.distribute.get_strategy(), rows, Clipping)
+    for mine, theirs in zip(found, one, strict=True):
         np.testing.assert_allclose(mine, theirs, rtol=0, atol=2e-6)
 
 

@@ -34,6 +34,7 @@ from tfdp.step.state_means import bring_layers_together
 from tfdp.step.sums import agree_finite, reduce_gradients
 from tfdp.sync.checked import checked_sync
 from tfdp.sync.rounds import Sync
+from tfdp.tracing.assigned_terms import as_tensors
 from tfdp.tracing.current_run import current_run
 
 __all__ = ["DistributedOptimizer"]
@@ -194,7 +195,7 @@ class DistributedOptimizer(LossScaleHooks):
             refuse_outside_of_fit(self)
         variables = list(trainable_variables or variables_built_with(self))
         refuse_overwritten(variables, type(self).__name__)
-        gradients = list(grads)
+        gradients = as_tensors(grads)
         if self.static_scale is not None:
             gradients = [
                 g if g is None else keras.ops.divide(g, self.static_scale)

@@ -31,8 +31,9 @@ from tfdp._private.instance_attributes import instance_attributes
 from tfdp._private.names import PerReplica, current_rank
 from tfdp._private.optimizer_hooks import variables_built_with
 from tfdp.sharding.variables import ShardedVariable, shard_kind
-from tfdp.tracing.assigned_terms import handles_of, passed_on
+from tfdp.tracing.assigned_terms import as_tensors, handles_of, passed_on
 from tfdp.tracing.keras_steps import is_stock_step, name_of_step
+from tfdp.tracing.own_rows import batch_keys, is_of_sums_alone
 from tfdp.tracing.run import ReplicaRun, trace_of
 from tfdp.tracing.sample_counts import parts_by_replica
 
@@ -155,7 +156,8 @@ def _apply(
         return apply(gradients, trainable_variables)
     rank = current_rank()
     stored = handles_of(run.local_state.get(trace_of(rank), {}).values(), rank)
-    own = list(gradients)
+    own = as_tensors(gradients)
+    keys = batch_keys(run.batches, trace_of(rank))
     built_with = trainable_variables or variables_built_with(optimizer)
     variables = list(built_with or [None] * len(own))
     for place, (gradient, variable) in enumerate(zip(own, variables, strict=True)):
@@ -163,8 +165,10 @@ def _apply(
         is_sum = variable is not None and shard_kind(variable) is ShardedVariable
         if gradient is None or is_sum:
             continue
-        # What a step has accumulated itself is of rows that it had before.
-        if not passed_on([gradient], stored):
+        # What a step has accumulated itself is of rows that it had before, and what it
+        # has added up over replicas of those of all.
+        is_whole = is_of_sums_alone(gradient, keys)
+        if not is_whole and not passed_on([gradient], stored):
             own[place] = run.own_gradient(rank, gradient)
     with run.summing_own_parts(rank):
         return apply(own, trainable_variables)

@@ -49,6 +49,7 @@ from tfdp.step.overwritten import is_overwritten, overwritten_alike
 from tfdp.step.shared_update import update_by_one_graph
 from tfdp.step.state_means import bring_layers_together
 from tfdp.step.sums import agree_finite, largest_of_replicas, reduce_gradients
+from tfdp.tracing.assigned_terms import as_tensors
 from tfdp.tracing.before_the_step import do_before_the_step
 from tfdp.tracing.current_run import current_run
 from tfdp.tracing.run import ReplicaRun
@@ -151,7 +152,7 @@ def _apply(
         _refuse_own_reduction(optimizer)
     # Lists, because Keras gives zips, which end with the first who reads them.
     variables = None if trainable_variables is None else list(trainable_variables)
-    gradients = list(gradients)
+    gradients = as_tensors(gradients)
     if variables is not None and not optimizer.built:
         _build_as_keras(optimizer, run, variables)
     if variables is not None and run.replicas > 1:

@@ -5,19 +5,29 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from tfdp._private.names import own_copy
 from tfdp.tracing.replica_invariance import outermost
 
-__all__ = ["handles_of", "is_read_among", "passed_on", "term_added_to"]
+__all__ = ["as_tensors", "handles_of", "is_read_among", "passed_on", "term_added_to"]
 
+VARIABLES = (keras.Variable, tf.Variable)
 SAME_VALUE = {"Cast", "Identity"}
 # What passes a variable's value on, times a factor or beside others.
 LINEAR = {
     *("AddN", "AddV2", "Cast", "Identity", "IdentityN", "Mul", "Neg", "RealDiv"),
     *("Reshape", "SelectV2", "Sub"),
 }
+
+
+def as_tensors(gradients: Iterable[Any]) -> list[Any]:
+    """Gradients; of a variable, which may be given as one, what it holds."""
+    return [
+        tf.convert_to_tensor(one) if isinstance(one, VARIABLES) else one
+        for one in gradients
+    ]
 
 
 def term_added_to(handle: tf.Tensor, value: tf.Tensor) -> tf.Tensor | None:

@@ -20,7 +20,13 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdp._private.step_ops import MAY_CALL, given_to, only_called
+from tfdp._private.step_ops import (
+    MAY_CALL,
+    given_to,
+    graphs_called,
+    names_called,
+    only_called,
+)
 from tfdp.tracing.replica_invariance import is_exchanged, outermost
 
 __all__ = ["LossShares", "Standing", "ancestors", "goes_into", "key_of"]
@@ -165,18 +171,40 @@ class LossShares:
 
     def _is_share_made(self, value: tf.Tensor) -> bool:
         """Whether any factor stands somewhere in `value`."""
-        key = key_of(value)
-        if key in self._free:
-            return False
-        visited = set()
         graphs = {id(factor.graph) for factor in self._factors.values()}
-        for tensor in ancestors(value, self._free, is_behind=is_exchanged):
+        # Of functions that are called: what they were given first, by argument.
+        given: dict[Any, tf.Tensor] = {}
+        inside: set[int] = set()
+        seen, todo, visited = set(), [value], set()
+        while todo:
+            tensor = outermost(todo.pop(), lambda tensor: key_of(tensor) in given)
+            if tensor is None or isinstance(tensor, tf.__internal__.EagerTensor):
+                continue
+            key = key_of(tensor)
+            if key in seen or key in self._free or is_exchanged(tensor):
+                continue
+            seen.add(key)
+            called = only_called(tensor.op)
             if self.is_factor(tensor):
                 return True
+            if id(tensor.graph) not in inside:
+                visited.add(key)
+            if key in given:
+                todo.append(given[key])
+            elif called is not None:
+                arguments = given_to(called, tensor.op.inputs)
+                todo.append(called.outputs[tensor.value_index])
+                of = zip(map(key_of, called.inputs), arguments, strict=True)
+                for argument, one in of:
+                    # Of another call of the same function the arguments are others.
+                    if given.setdefault(argument, one) is not one:
+                        todo.append(one)
+                inside.add(id(called))
             # What such an operation computes is not seen from outside.
-            if tensor.op.type in MAY_CALL and graphs - {id(tensor.graph)}:
-                return True  # perhaps: the call may hold the factor
-            visited.add(key_of(tensor))
+            elif tensor.op.type in MAY_CALL and _may_hold(tensor.op, graphs):
+                return True  # perhaps
+            else:
+                todo += goes_into(tensor)
         self._free |= visited
         return False
 
@@ -214,6 +242,21 @@ class LossShares:
         slopes = self._tape.gradient(value, factors)  # type: ignore[union-attr]
         pairs = zip(factors, slopes, strict=True)
         return [(factor, slope) for factor, slope in pairs if slope is not None]
+
+
+def _may_hold(op: tf.Operation, graphs: Collection[int]) -> bool:
+    """Whether what `op` calls is, or calls, one of the graphs, named by their ids."""
+    todo = [op]
+    while todo:
+        op = todo.pop()
+        called = list(graphs_called(op))
+        if len(called) < len(list(names_called(op))):
+            return True  # perhaps: one is not known
+        for graph in called:
+            if id(graph) in graphs:
+                return True
+            todo += [one for one in graph.get_operations() if one.type in MAY_CALL]
+    return False
 
 
 def _terms_of(tensor: tf.Tensor) -> Sequence[tf.Tensor]:

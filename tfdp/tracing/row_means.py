@@ -6,6 +6,7 @@ it is: of a root, a quotient of two sums, a maximum, replicas only have their ow
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import tensorflow as tf
@@ -29,7 +30,7 @@ TERMS = {
     *("AddN", "AddV2", "Add", "BroadcastTo", "Cast", "ConcatV2", "EnsureShape"),
     *("ExpandDims", "GatherV2", "Identity", "Neg", "Pack", "Pad", "Reshape"),
     *("Split", "SplitV", "Squeeze", "StopGradient", "StridedSlice", "Sub", "Tile"),
-    *("Transpose", "Unpack"),
+    *("DiagPart", "MatrixDiagPartV3", "Transpose", "Unpack"),
 }
 PRODUCTS = {"BatchMatMulV2", "Einsum", "MatMul", "Mul"}
 # What a sum is followed by: none of it divides by the rows.
@@ -44,7 +45,9 @@ SUMS_OF_ROWS = {
     "ScatterNd": slice(2),
     "TensorScatterAdd": slice(1, 3),
 }
-SHAPES = {"Shape", "ShapeN", "Size"}
+SHAPES = {"OnesLike", "Shape", "ShapeN", "Size", "ZerosLike"}
+# A number of rows is so many operations away at most.
+MOST_NEAR = 20
 QUOTIENTS = {"RealDiv", "DivNoNan", "Div"}
 SELECTS = {"Select", "SelectV2"}
 # What is made within them is not looked for.
@@ -129,12 +132,14 @@ def is_no_mean_over_rows(
             todo += [(one, is_divided) for one in inputs[1:]]
         elif op.type in PRODUCTS:
             factors = [one for one in inputs if is_of_values(one, rows)]
-            added = {key_of(one) for one in _added_along_rows(op)}
-            if len(factors) > 1 or added & {key_of(one) for one in factors}:
+            if any(is_of_values(one, rows) for one in _added_along_rows(op)):
+                if not is_divided:
+                    return True
+                continue
+            if len(factors) > 1:
                 return True
-            others = (one for one in inputs if not any(one is each for each in factors))
-            # One of them may be 1 over the number of rows.
-            is_divided |= any(tf.get_static_value(one) is None for one in others)
+            # By 1 over their number.
+            is_divided |= any(_is_of_shapes(one, rows) for one in inputs)
             todo += [(one, is_divided) for one in factors]
         elif op.type in QUOTIENTS:
             if is_of_values(inputs[1], rows):
@@ -152,7 +157,7 @@ def is_no_mean_over_rows(
                     todo.append((inputs[0], is_divided))
                 elif is_sum:
                     return True
-        elif op.type not in FUNCTIONS:
+        elif op.type not in FUNCTIONS and not (is_divided and _added_along_rows(op)):
             return True
     return False
 
@@ -182,7 +187,10 @@ def is_sum_over_rows(loss: tf.Tensor, batch: set[Any]) -> bool:
                     return True
             todo.append(inputs[0])
         elif op.type in PASSING:
-            todo += inputs
+            is_divided = op.type == "Mul" and any(
+                _is_of_shapes(one, batch) for one in inputs
+            )
+            todo += [] if is_divided else inputs
         elif op.type in SELECTS:
             todo += inputs[1:]
         elif any(is_made_of(one, batch) for one in _added_along_rows(op)):
@@ -221,6 +229,14 @@ def _is_number_of_rows(divisor: tf.Tensor, total: tf.Tensor) -> bool:
         total = total.op.inputs[0]
     shape = total.op.inputs[0].shape if total.op.type == "Sum" else tf.TensorShape([])
     return bool(shape.rank) and number in (shape[0], shape.num_elements())
+
+
+def _is_of_shapes(tensor: tf.Tensor, rows: set[Any]) -> bool:
+    """Whether `tensor` is a number made of that of rows alone, such as 1 over it."""
+    if tensor.shape.rank != 0 or isinstance(tensor, tf.__internal__.EagerTensor):
+        return False
+    near = itertools.islice(ancestors(tensor), MOST_NEAR)
+    return any(one.op.type in SHAPES for one in near) and not is_of_values(tensor, rows)
 
 
 def is_of_values(tensor: tf.Tensor, rows: set[Any]) -> bool:
