@@ -103,6 +103,22 @@ def running_mean(a, b, errors):
     b.assign(total)
 
 
+def products(a, b, errors):
+    a.assign(a * (1.0 + ops.mean(errors)))
+
+
+def sum_of_maxima(a, b, errors):
+    a.assign_add(ops.max(errors))
+
+
+def sum_of_squared_sums(a, b, errors):
+    a.assign_add(ops.square(ops.sum(errors)))
+
+
+def log_sum(a, b, errors):
+    a.assign(ops.logaddexp(a, ops.sum(errors)))
+
+
 ADD_UP = [
     *(add_up, add_up_in_two_terms, add_up_where_finite, add_up_in_a_branch),
     *(add_up_in_numpy, add_up_and_forget, start_again),
@@ -117,6 +133,10 @@ NO_SUMS = {
     average_by_subtracted: "moves by what it holds",
     average_by_difference: "moves by what it holds",
     running_mean: "moves by what it holds",
+    products: "something else than a sum",
+    sum_of_maxima: "such as of maxima",
+    sum_of_squared_sums: "such as of maxima",
+    log_sum: "moves by what it holds",
 }
 
 
@@ -222,6 +242,8 @@ MEANS = {
     "sum times": lambda y, p: ops.sum(ops.abs(y - p)) * (1.0 / rows_of(y)),
     "mean of columns": lambda y, p: ops.mean(ops.mean(ops.abs(y - p), axis=0)),
     "sum of columns": lambda y, p: ops.sum(ops.mean(ops.abs(y - p), axis=0)),
+    "one of a column": lambda y, p: ops.mean(ops.abs(y - p), axis=0),
+    "kept axes": lambda y, p: ops.mean(ops.abs(y - p), keepdims=True),
     "identities": lambda y, p: tf.identity_n([ops.mean(p), ops.mean(y)])[1],
     "accuracy": lambda y, p: ops.mean(ops.cast((y > 0) == (p > 0), "float32")),
     "constant": lambda y, p: tf.constant(1.5),
@@ -239,6 +261,9 @@ NO_MEANS = {
     "root of columns": lambda y, p: ops.mean(
         ops.sqrt(ops.mean(ops.square(y - p), axis=0))
     ),
+    "chosen rows": lambda y, p: ops.mean(tf.boolean_mask(p, y[:, 0] > -9.0)),
+    "highest rows": lambda y, p: ops.mean(tf.math.top_k(p[:, 0], k=1)[0]),
+    "running sum": lambda y, p: ops.mean(ops.cumsum(p, axis=0)),
     "deviation": lambda y, p: ops.std(p),
     "variance": lambda y, p: ops.mean(ops.square(p - ops.mean(p))),
     "maximum": lambda y, p: ops.max(ops.abs(y - p)),

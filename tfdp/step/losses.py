@@ -35,7 +35,7 @@ from tfdp.errors import ConfigurationError
 from tfdp.tracing.batch_rows import goes_with_rows
 from tfdp.tracing.loss_shares import LossShares, Standing, ancestors
 from tfdp.tracing.loss_suspicions import (
-    is_number_for_all_rows,
+    is_mean_taken_by_hand,
     is_share,
     reported_standing,
     suspect_added_sum,
@@ -109,8 +109,8 @@ def loss_replica_count(
             run.added_losses.add(trace_of(rank))
     else:
         reported_standing(run, rank, value, "the model's `compute_loss` returned")
-        if is_number_for_all_rows(run, rank, value):
-            run.number_losses.add(trace_of(rank))
+        if is_mean_taken_by_hand(run, rank, value):
+            run.mean_losses.add(trace_of(rank))
         factor = _report_factor(run, rank, value, asker.f_back)
         count.report_factor = shares.report_factor(factor, value.dtype)
     return count

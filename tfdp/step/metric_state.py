@@ -8,21 +8,24 @@ holds, and the value of the last batch are not.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from tfdp._private.names import own_copy
-from tfdp._private.step_ops import MAY_CALL
+from tfdp._private.step_ops import MAY_CALL, PYTHON
 from tfdp.tracing.assigned_terms import is_read_among, term_added_to
 from tfdp.tracing.loss_shares import ancestors
-from tfdp.tracing.own_rows import batch_keys
+from tfdp.tracing.own_rows import batch_keys, is_of_own_rows
 from tfdp.tracing.replica_invariance import is_exchanged, outermost
-from tfdp.tracing.row_means import is_of_values, is_sum_over_rows
+from tfdp.tracing.row_means import is_no_mean_over_rows, is_of_values, is_sum_over_rows
 from tfdp.tracing.run import ReplicaRun, trace_of
 
 __all__ = ["suspect_counted"]
 
+MOVES_BY_ITSELF = "something that moves by what it holds, such as a running mean"
+NO_SUM = "a sum of what is none over rows, such as of maxima or of roots"
 REMEDY = (
     "Keep sums over rows, and make the rest of them in result(); or make the variable "
     "by add_variable(..., aggregation='only_first_replica'), and give it what is the "
@@ -31,8 +34,14 @@ REMEDY = (
 # A metric is so many operations at most; what it counts is made of a whole model.
 MOST_NEAR = 300
 SELECTS = {"Select", "SelectV2"}
+# What they make of it is not looked for.
+NOT_LOOKED_INTO = MAY_CALL | PYTHON
+TERMS_OF_SUMS = {"Add", "AddN", "AddV2", "Sub"}
+SUMS_IN_PLACE = {"TensorScatterAdd", "TensorScatterSub", "XlaDynamicUpdateSlice"}
 SAME_VALUE = {"Cast", "EnsureShape", "Identity", "Reshape"}
-EXTREMES = {"Maximum", "Minimum", "Max", "Min"}
+EXTREMES = {
+    *("Max", "Maximum", "Min", "Minimum", "TensorScatterMax", "TensorScatterMin"),
+}
 
 
 def suspect_counted(run: ReplicaRun) -> None:
@@ -44,11 +53,16 @@ def suspect_counted(run: ReplicaRun) -> None:
         handles.setdefault(rank, set()).add(id(_handle(variable, rank)))
     for rank, variable, value, is_added in run.counted:
         keys = batch_keys(run.batches, trace_of(rank))
+        if id(variable) in run.numbers_told:
+            continue
         if is_added:
-            what = _of_a_term(value, handles[rank])
+            what = _of_a_term(value, handles[rank], keys)
         else:
             what = _of_a_value(_handle(variable, rank), value, handles[rank], keys)
-        if what is not None:
+        is_whole = what == NO_SUM and not is_of_own_rows(
+            run.batches, trace_of(rank), value
+        )
+        if what is not None and not is_whole:
             name = variable.name.split(":")[0]
             run.state_suspicions.add(
                 f"what a metric counts in {name!r} is added up over the replicas, and "
@@ -60,10 +74,12 @@ def _handle(variable: object, rank: int) -> tf.Tensor | None:
     return outermost(own_copy(variable, rank).handle)
 
 
-def _of_a_term(term: tf.Tensor, handles: set[int]) -> str | None:
+def _of_a_term(term: tf.Tensor, handles: set[int], rows: set[Any]) -> str | None:
     """What the sum of `term` over the steps looks like; None: a sum over rows."""
     if _reads(term, handles):
-        return "something that moves by what it holds, such as a running mean"
+        return MOVES_BY_ITSELF
+    if is_no_mean_over_rows(term, rows, may_be_sum=True):
+        return NO_SUM
     return None
 
 
@@ -83,37 +99,51 @@ def _of_a_value(
         if one.op.type == "Sub" and is_read_among(handle, inputs[:1]):
             term = inputs[1]
         if term is not None:
-            what = _of_a_term(term, handles)
+            what = _of_a_term(term, handles, rows)
             if what is not None:
                 return what
         elif one.op.type in SAME_VALUE:
             todo += inputs[:1]
         elif one.op.type in SELECTS:  # as where a step is left out
             todo += inputs[1:]
-        elif one.op.type in MAY_CALL:  # what they make of it is not looked for
+        elif one.op.type in NOT_LOOKED_INTO:
             continue
         elif one.op.type in EXTREMES and _reads(one, {id(handle)}):
             return "a running maximum or minimum"
         elif not _reads(one, {id(handle)}):
             return "a value of the last batch, or one that all replicas have alike"
-        elif _forgets(one, {id(handle)}, rows):
-            return "an average that forgets what is long ago"
+        elif one.op.type == "TensorScatterUpdate":
+            if not _reads(inputs[2], {id(handle)}):
+                return "values of the last batch"
+        elif one.op.type in TERMS_OF_SUMS:
+            held = [each for each in inputs if _reads(each, {id(handle)})]
+            if len(held) > 1:
+                return MOVES_BY_ITSELF
+            if held[0].op.type == "Mul":
+                if _forgets(held[0], inputs, rows):
+                    return "an average that forgets what is long ago"
+                continue
+            todo += held
+            for each in inputs:
+                what = None if each is held[0] else _of_a_term(each, handles, rows)
+                if what is not None:
+                    return what
+        elif one.op.type in SUMS_IN_PLACE:
+            continue
+        else:
+            return "something else than a sum of what it held and of rows"
     return None
 
 
-def _forgets(value: tf.Tensor, handle: set[int], rows: set[Any]) -> bool:
-    """Whether `value` is a multiple of what the variable holds, plus no sum over rows.
+def _forgets(held: tf.Tensor, terms: Sequence[tf.Tensor], rows: set[Any]) -> bool:
+    """Whether `held`, a multiple of what was there, gets no sum over rows added.
 
     A sum that forgets adds up over the replicas as well.
     """
-    if value.op.type not in ("Add", "AddV2", "Sub"):
-        return False
-    held = [one for one in value.op.inputs if _reads(one, handle)]
-    if len(held) != 1 or held[0].op.type != "Mul":
-        return False
-    added = (one for one in value.op.inputs if one is not held[0])
     return any(
-        is_of_values(one, rows) and not is_sum_over_rows(one, rows) for one in added
+        is_of_values(one, rows) and not is_sum_over_rows(one, rows)
+        for one in terms
+        if one is not held
     )
 
 

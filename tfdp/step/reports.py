@@ -28,7 +28,7 @@ from tfdp.step.derived_reports import Derivation, Mixture, derivation_of
 from tfdp.tracing.loss_shares import Standing, key_of
 from tfdp.tracing.loss_suspicions import reported_standing
 from tfdp.tracing.own_rows import batch_keys
-from tfdp.tracing.row_means import suspect_number
+from tfdp.tracing.row_means import suspect_number, suspect_returned
 from tfdp.tracing.run import ReplicaRun, trace_of
 
 __all__ = ["NotedResults", "led_reports", "recorded", "whole_logs"]
@@ -128,6 +128,9 @@ def _update_mean(
     if value.shape.rank is None:
         return update(values, sample_weight=sample_weight)
     is_number = not value.shape.rank
+    if sample_weight is None and _has_no_rows(value, run, rank):
+        value = number = tf.reduce_mean(value)
+        is_number = True
     if not is_number and (sample_weight is None or _rank_of(sample_weight)):
         return update(values, sample_weight=sample_weight)  # row by row
     if is_number:
@@ -141,6 +144,16 @@ def _update_mean(
         sample_weight = share
     value = tf.where(share > 0, value, tf.zeros_like(value))
     return update(value, sample_weight=sample_weight)
+
+
+def _has_no_rows(value: tf.Tensor, run: ReplicaRun, rank: Any) -> bool:
+    """Whether `value` surely has an entry for something else than the batch's rows.
+
+    Its length is known then, where that of the batch is not: parts may be uneven.
+    """
+    batch = [one for one in run.batches.get(trace_of(rank), ()) if one.shape.rank]
+    is_known = bool(value.shape.rank) and value.shape[0] is not None
+    return is_known and bool(batch) and all(one.shape[0] is None for one in batch)
 
 
 def _without_share(
@@ -337,6 +350,7 @@ def _bring(value: tf.Tensor, run: ReplicaRun, rank: int) -> tf.Tensor:
         return (
             own * tf.cast(run.share_of_group(rank), own.dtype) if run.is_local else own
         )
+    suspect_returned(run, rank, value)
     share = tf.cast(run.share_of(rank), value.dtype)
     return tf.where(share > 0, value * share, tf.zeros_like(value))
 

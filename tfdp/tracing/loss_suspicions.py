@@ -11,11 +11,15 @@ from tfdp.errors import ConfigurationError
 from tfdp.tracing.keras_steps import is_stock_step, name_of_step
 from tfdp.tracing.loss_shares import LossShares, Standing
 from tfdp.tracing.own_rows import batch_keys
-from tfdp.tracing.row_means import is_sum_over_rows
+from tfdp.tracing.replica_invariance import outermost
+from tfdp.tracing.row_means import is_plain_mean, is_sum_over_rows
 from tfdp.tracing.run import ReplicaRun, trace_of
 
+# What a mean is followed by on its way to a loss, and is one still, or a term.
+TERMS = {"AddN", "AddV2", "Cast", "Identity", "Neg", "Reshape", "Squeeze", "Sub"}
+
 __all__ = [
-    "is_number_for_all_rows",
+    "is_mean_taken_by_hand",
     "is_share",
     "reported_standing",
     "suspect_added_sum",
@@ -82,11 +86,30 @@ def suspect_added_sum(run: ReplicaRun, rank: Any, loss: tf.Tensor) -> None:
         )
 
 
-def is_number_for_all_rows(run: ReplicaRun, rank: Any, loss: tf.Tensor) -> bool:
-    """Whether `loss` is one number for all rows, and no sum over them, in graphs."""
+def is_mean_taken_by_hand(run: ReplicaRun, rank: Any, loss: tf.Tensor) -> bool:
+    """Whether a term of `loss`, of a graph, is a mean over rows, and no share."""
     if loss.shape.rank != 0 or isinstance(loss, tf.__internal__.EagerTensor):
         return False
-    return not is_sum_over_rows(loss, batch_keys(run.batches, trace_of(rank)))
+    shares = run.shares[trace_of(rank)]
+    rows = batch_keys(run.batches, trace_of(rank))
+    todo = [loss]
+    while todo:
+        tensor = outermost(todo.pop())
+        if tensor is None or isinstance(tensor, tf.__internal__.EagerTensor):
+            continue
+        op, inputs = tensor.op, list(tensor.op.inputs)
+        if op.type == "Mean":
+            if is_plain_mean(tensor, rows):
+                return True
+        elif op.type in TERMS:
+            todo += inputs
+        elif op.type in ("Select", "SelectV2"):
+            todo += inputs[1:]
+        elif op.type == "Mul" and not any(map(shares.is_factor, inputs)):
+            # Times their number, a mean is a sum.
+            is_constant = any(tf.get_static_value(one) is not None for one in inputs)
+            todo += inputs if is_constant else []
+    return False
 
 
 def why_loss_seems_local(model: Any, step: Any, run: ReplicaRun) -> str | None:
@@ -105,10 +128,10 @@ def why_loss_seems_local(model: Any, step: Any, run: ReplicaRun) -> str | None:
     losses = filter(None, given_losses(model))
     reductions = {getattr(loss, "reduction", "mean") for loss in losses}
     if reductions <= {"sum", "none", None}:
-        if not reductions or not run.number_losses:
+        if not reductions or not run.mean_losses:
             return None  # layers alone gave losses, or Keras took none for a number
         return (
-            "its loss returns a number for all rows, of which Keras takes no mean with "
+            "its loss takes a mean over all rows itself, and Keras none with "
             f"reduction={'sum' if 'sum' in reductions else 'none'!r}"
         )
     return "its loss function returns a scalar, so Keras took no mean"

@@ -10,8 +10,10 @@ import tensorflow as tf
 from tfdp.tracing.loss_shares import ancestors, key_of
 from tfdp.tracing.replica_invariance import is_exchanged
 
-__all__ = ["batch_keys", "is_made_of", "is_of_own_rows", "is_of_sums_alone"]
+__all__ = ["SHAPES", "batch_keys", "is_made_of", "is_of_own_rows", "is_of_sums_alone"]
 
+#: What an operation makes of the shape of its input, and not of values.
+SHAPES = frozenset(("OnesLike", "Shape", "ShapeN", "Size", "ZerosLike"))
 #: See `ReplicaRun.batches`.
 Batches: TypeAlias = Mapping[int, Sequence[tf.Tensor]]
 
@@ -58,7 +60,7 @@ def is_of_sums_alone(value: Any, batch: set[Any]) -> bool:
         if is_exchanged(tensor):
             exchanged.append(tensor)
             return True
-        return False
+        return tensor.op.type in SHAPES  # how many rows there are says nothing of them
 
     def is_batch(tensor: tf.Tensor) -> bool:
         return key_of(tensor) in batch

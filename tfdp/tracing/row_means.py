@@ -13,13 +13,14 @@ import tensorflow as tf
 
 from tfdp.tracing.batch_rows import REDUCTIONS, reduced_axes
 from tfdp.tracing.loss_shares import ancestors, key_of
-from tfdp.tracing.own_rows import batch_keys, is_made_of, is_of_own_rows
+from tfdp.tracing.own_rows import SHAPES, batch_keys, is_made_of, is_of_own_rows
 from tfdp.tracing.replica_invariance import is_exchanged, outermost
 from tfdp.tracing.run import ReplicaRun, trace_of
 
 __all__ = [
     "is_no_mean_over_rows",
     "is_of_values",
+    "is_plain_mean",
     "is_sum_over_rows",
     "suspect_loss",
     "suspect_number",
@@ -30,8 +31,11 @@ TERMS = {
     *("AddN", "AddV2", "Add", "BroadcastTo", "Cast", "ConcatV2", "EnsureShape"),
     *("ExpandDims", "GatherV2", "Identity", "Neg", "Pack", "Pad", "Reshape"),
     *("Split", "SplitV", "Squeeze", "StopGradient", "StridedSlice", "Sub", "Tile"),
-    *("DiagPart", "MatrixDiagPartV3", "Transpose", "Unpack"),
+    *("Cumsum", "DiagPart", "MatrixDiagPartV3", "ReverseV2", "Transpose", "Unpack"),
 }
+# What reorders, chooses or compares rows.
+MIXING = {"CumulativeLogsumexp", "Cumprod", "Roll", "UniqueV2", "UniqueWithCountsV2"}
+MIXING_ON_FIRST_AXIS = {"Cumsum", "ReverseV2"}
 PRODUCTS = {"BatchMatMulV2", "Einsum", "MatMul", "Mul"}
 # What a sum is followed by: none of it divides by the rows.
 PASSING = {
@@ -45,11 +49,17 @@ SUMS_OF_ROWS = {
     "ScatterNd": slice(2),
     "TensorScatterAdd": slice(1, 3),
 }
-SHAPES = {"OnesLike", "Shape", "ShapeN", "Size", "ZerosLike"}
 # A number of rows is so many operations away at most.
 MOST_NEAR = 20
 QUOTIENTS = {"RealDiv", "DivNoNan", "Div"}
 SELECTS = {"Select", "SelectV2"}
+NO_MEAN = (
+    "which is no mean over them, such as a root, a quotient of sums, a sum or a "
+    "maximum. Each replica has that of its own rows, their mean is reported, and one "
+    "device reports another number. Give a metric a number for each row; or keep sums "
+    "over rows in one, and make the rest of them in its result(); or gather the rows "
+    "of all replicas first, tfdp.losses.all_rows(y)"
+)
 # What is made within them is not looked for.
 FUNCTIONS = {
     *("If", "StatelessIf", "While", "StatelessWhile", "Case", "StatelessCase"),
@@ -71,29 +81,32 @@ def suspect_number(
     Args:
       rows, near: see `is_no_mean_over_rows`.
     """
-    if run.group_size == 1 or isinstance(number, tf.__internal__.EagerTensor):
-        return
-    if not is_no_mean_over_rows(number, rows, rows_are_near=near):
-        return
-    if is_of_own_rows(run.batches, trace_of(rank), number):
+    if _is_no_mean_of_own(run, rank, number, rows, near=near):
+        run.numbers_told.update(id(variable.value) for variable in metric.variables)
         run.state_suspicions.add(
-            f"the metric {metric.name!r} counts one number for all rows which is no "
-            "mean over them, such as a root, a quotient of sums, a sum or a maximum. "
-            "Each replica has that of its own rows, their mean is reported, and one "
-            "device reports another number. Give it a number for each row; or keep "
-            "sums over rows in a metric, and make the rest of them in its result(); or "
-            "gather the rows of all replicas first, tfdp.losses.all_rows(y)"
+            f"the metric {metric.name!r} counts one number for all rows {NO_MEAN}"
         )
+
+
+def suspect_returned(run: ReplicaRun, rank: Any, number: tf.Tensor) -> None:
+    """Notes a number that a step returns, where it is no mean over rows."""
+    rows = batch_keys(run.batches, trace_of(rank))
+    if _is_no_mean_of_own(run, rank, number, rows):
+        run.state_suspicions.add(f"a number is returned for all rows {NO_MEAN}")
+
+
+def _is_no_mean_of_own(
+    run: ReplicaRun, rank: Any, number: Any, rows: set[Any], *, near: bool = False
+) -> bool:
+    if run.group_size == 1 or isinstance(number, tf.__internal__.EagerTensor):
+        return False
+    is_none = is_no_mean_over_rows(number, rows, rows_are_near=near)
+    return is_none and is_of_own_rows(run.batches, trace_of(rank), number)
 
 
 def suspect_loss(run: ReplicaRun, rank: Any, loss: tf.Tensor) -> None:
     """Notes a loss, said to be a mean over rows, which is none."""
-    if run.group_size == 1 or isinstance(loss, tf.__internal__.EagerTensor):
-        return
-    rows = batch_keys(run.batches, trace_of(rank))
-    if not is_no_mean_over_rows(loss, rows):
-        return
-    if is_of_own_rows(run.batches, trace_of(rank), loss):
+    if _is_no_mean_of_own(run, rank, loss, batch_keys(run.batches, trace_of(rank))):
         run.suspicions.add(
             "local_mean was given a number that is no mean over rows, such as a root, "
             "a quotient of sums (Dice) or a sum. Each replica has that of its own "
@@ -103,7 +116,11 @@ def suspect_loss(run: ReplicaRun, rank: Any, loss: tf.Tensor) -> None:
 
 
 def is_no_mean_over_rows(
-    number: tf.Tensor, rows: set[Any], *, rows_are_near: bool = False
+    number: tf.Tensor,
+    rows: set[Any],
+    *,
+    rows_are_near: bool = False,
+    may_be_sum: bool = False,
 ) -> bool:
     """Whether `number` is made of rows, and surely not as a mean over them.
 
@@ -113,8 +130,9 @@ def is_no_mean_over_rows(
       rows_are_near: whether nothing lies between them and `number` but what a metric
         does, so that each row has to count for itself. A model may have layers whose
         rows depend on each other.
+      may_be_sum: whether a sum over rows will do.
     """
-    todo = [(number, False)]
+    todo = [(number, may_be_sum)]
     while todo:
         tensor, is_divided = todo.pop()
         found = outermost(tensor, lambda one: key_of(one) in rows)
@@ -144,7 +162,8 @@ def is_no_mean_over_rows(
         elif op.type in QUOTIENTS:
             if is_of_values(inputs[1], rows):
                 return True
-            todo.append((inputs[0], _is_number_of_rows(inputs[1], inputs[0])))
+            is_divided |= _is_number_of_rows(inputs[1], inputs[0])
+            todo.append((inputs[0], is_divided))
         elif op.type in ("Mean", "Sum"):
             axes = reduced_axes(inputs)
             is_over_rows = axes is not None and 0 in axes
@@ -160,6 +179,14 @@ def is_no_mean_over_rows(
         elif op.type not in FUNCTIONS and not (is_divided and _added_along_rows(op)):
             return True
     return False
+
+
+def is_plain_mean(mean: tf.Tensor, rows: set[Any]) -> bool:
+    """Whether the result of a Mean is one over rows, and not over columns of sums."""
+    inputs = list(mean.op.inputs)
+    is_over_rows = 0 in (reduced_axes(inputs) or ()) and not _is_of_terms(inputs[0])
+    is_reduced = inputs[0].op.type in REDUCTIONS and _is_over_rows(inputs[0].op)
+    return is_over_rows and not is_reduced and is_of_values(mean, rows)
 
 
 def is_sum_over_rows(loss: tf.Tensor, batch: set[Any]) -> bool:
@@ -258,10 +285,28 @@ def _mixes_rows(tensor: tf.Tensor, rows: set[Any]) -> bool:
         tensor, is_found=is_row, is_behind=lambda one: is_row(one) or _is_behind(one)
     )
     return any(
-        0 in (reduced_axes(list(one.op.inputs)) or ()) and is_of_values(one, rows)
+        _is_over_rows(one.op)
+        and any(is_of_values(each, rows) for each in one.op.inputs)
         for one in near
-        if one.op.type in REDUCTIONS
     )
+
+
+def _is_over_rows(op: tf.Operation) -> bool:
+    """Whether an operation makes something of several rows of its first input."""
+    inputs = list(op.inputs)
+    if op.type in REDUCTIONS:
+        return 0 in (reduced_axes(inputs) or ())
+    if op.type in MIXING_ON_FIRST_AXIS:
+        axes = tf.get_static_value(inputs[1])
+        return axes is not None and 0 in axes.reshape(-1) % inputs[0].shape.rank
+    if op.type == "TopKV2":
+        return inputs[0].shape.rank == 1
+    if op.type == "Transpose":
+        order = tf.get_static_value(inputs[1])
+        return order is not None and order[0] != 0
+    if op.type == "Where":  # of a mask, which chooses rows
+        return True
+    return op.type in MIXING
 
 
 def _is_behind(tensor: tf.Tensor) -> bool:

@@ -22,7 +22,7 @@ __all__ = ["ReplicaRun", "trace_of"]
 NOTES = (
     *(
         "scaled_losses",
-        "number_losses",
+        "mean_losses",
         "shares",
         "added_losses",
         "suspicions",
@@ -52,8 +52,8 @@ class ReplicaRun:
     hosts_are_alike: bool = False
     #: Traces (see `trace_of`) whose loss was brought to its share of the global one.
     scaled_losses: set[int] = dataclasses.field(default_factory=set)
-    #: Traces whose loss is one number for all rows, and no sum over them.
-    number_losses: set[int] = dataclasses.field(default_factory=set)
+    #: Traces whose loss is a mean over rows that the program took itself.
+    mean_losses: set[int] = dataclasses.field(default_factory=set)
     #: By trace: which numbers are shares of the global loss already.
     shares: dict[int, LossShares] = dataclasses.field(
         default_factory=lambda: collections.defaultdict(LossShares)
@@ -77,6 +77,8 @@ class ReplicaRun:
     counted: list[tuple[int, Any, tf.Tensor, bool]] = dataclasses.field(
         default_factory=list
     )
+    #: The ids of variables of metrics of whose numbers a warning tells already.
+    numbers_told: set[int] = dataclasses.field(default_factory=set)
     #: Whether what is left of it is brought together at the end of the step.
     ends_with_late_state: bool = False
     #: The ids of variables that are brought together at the end of the step, as the
