@@ -67,6 +67,11 @@ def led_reports(model: Any, run: ReplicaRun) -> Iterator[NotedResults]:
     with contextlib.ExitStack() as stack:
         if isinstance(model, keras.Model) and run.replicas > 1:
             for metric in {id(one): one for one in _metrics_of(model)}.values():
+                if type(metric).__module__.startswith("keras."):
+                    # What Keras' own count adds up, and numbers that they are given
+                    # are looked at where they are given.
+                    own = metric.variables
+                    run.numbers_told.update(id(variable.value) for variable in own)
                 led = {"result": functools.partial(_result, metric, noted)}
                 update = _UPDATES.get(type(metric).update_state)
                 if update is not None:

@@ -34,8 +34,8 @@ TERMS = {
     *("Cumsum", "DiagPart", "MatrixDiagPartV3", "ReverseV2", "Transpose", "Unpack"),
 }
 # What reorders, chooses or compares rows.
-MIXING = {"CumulativeLogsumexp", "Cumprod", "Roll", "UniqueV2", "UniqueWithCountsV2"}
-MIXING_ON_FIRST_AXIS = {"Cumsum", "ReverseV2"}
+MIXING = {"Roll", "UniqueV2", "UniqueWithCountsV2", "Where"}  # of a mask: chosen rows
+MIXING_ON_FIRST_AXIS = {"Cumprod", "Cumsum", "CumulativeLogsumexp", "ReverseV2"}
 PRODUCTS = {"BatchMatMulV2", "Einsum", "MatMul", "Mul"}
 # What a sum is followed by: none of it divides by the rows.
 PASSING = {
@@ -301,11 +301,6 @@ def _is_over_rows(op: tf.Operation) -> bool:
         return axes is not None and 0 in axes.reshape(-1) % inputs[0].shape.rank
     if op.type == "TopKV2":
         return inputs[0].shape.rank == 1
-    if op.type == "Transpose":
-        order = tf.get_static_value(inputs[1])
-        return order is not None and order[0] != 0
-    if op.type == "Where":  # of a mask, which chooses rows
-        return True
     return op.type in MIXING
 
 
