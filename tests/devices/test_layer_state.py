@@ -115,6 +115,7 @@ def stored(strategy, update, options):
     return copies(model.layers[0].stored)
 
 
+@pytest.mark.worth_seconds(4)
 @pytest.mark.parametrize(
     "update, options",
     [
@@ -160,6 +161,7 @@ def test_has_one_devices_value(update, options):
     np.testing.assert_allclose(copies[0], one, rtol=2e-5)
 
 
+@pytest.mark.worth_seconds(4)
 @pytest.mark.parametrize(
     "update, remedy",
     [

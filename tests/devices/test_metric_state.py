@@ -197,6 +197,7 @@ def evaluated_without_warning(strategy, metric, **options):
         return evaluated(strategy, metric, **options)
 
 
+@pytest.mark.worth_seconds(6)
 @pytest.mark.parametrize("update", ADD_UP, ids=lambda update: update.__name__)
 def test_what_adds_up_is_one_devices(update):
     one = evaluated(None, lambda: Own(update))
@@ -204,6 +205,7 @@ def test_what_adds_up_is_one_devices(update):
     np.testing.assert_allclose(several, one, rtol=1e-5)  # 22 rows of a few sums
 
 
+@pytest.mark.worth_seconds(6)
 @pytest.mark.parametrize("update", NO_SUMS, ids=lambda update: update.__name__)
 def test_what_does_not_add_up_is_told(update):
     with pytest.warns(LocalStateWarning, match=NO_SUMS[update]):
@@ -280,6 +282,7 @@ def test_compiled_steps_are_not_suspected(metric):
     np.testing.assert_allclose(several, one, rtol=1e-5)
 
 
+@pytest.mark.worth_seconds(6)
 @pytest.mark.parametrize("function", MEANS.values(), ids=MEANS)
 def test_a_mean_over_rows_is_one_devices(function):
     one = evaluated(None, lambda: function)
@@ -303,6 +306,7 @@ def test_rows_that_a_layer_mixes_are_not_told():
     )
 
 
+@pytest.mark.worth_seconds(6)
 @pytest.mark.parametrize("function", NO_MEANS.values(), ids=NO_MEANS)
 def test_another_number_of_all_rows_is_told(function):
     with pytest.warns(LocalStateWarning, match="no mean over them"):
