@@ -53,6 +53,18 @@ def add_up_in_numpy(a, b, errors):
     b.assign(b + rows_of(errors))
 
 
+def add_up_by_numpy(a, b, errors):
+    total = tf.numpy_function(lambda new: new.sum(), [errors], tf.float32)
+    a.assign_add(tf.ensure_shape(total, ()))
+    b.assign_add(rows_of(errors))
+
+
+def add_up_a_histogram(a, b, errors):
+    counts = tf.histogram_fixed_width(errors, [0.0, 1.0], nbins=2)
+    a.assign_add(tf.cast(counts[1], tf.float32))
+    b.assign_add(rows_of(errors))
+
+
 def add_up_and_forget(a, b, errors):
     a.assign(0.9 * a + ops.sum(errors))
     b.assign(0.9 * b + rows_of(errors))
@@ -121,7 +133,8 @@ def log_sum(a, b, errors):
 
 ADD_UP = [
     *(add_up, add_up_in_two_terms, add_up_where_finite, add_up_in_a_branch),
-    *(add_up_in_numpy, add_up_and_forget, start_again),
+    *(add_up_in_numpy, add_up_by_numpy, add_up_a_histogram, add_up_and_forget),
+    start_again,
 ]
 NO_SUMS = {
     maximum: "a running maximum",

@@ -11,6 +11,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdp._private.step_ops import MAY_CALL, PYTHON
 from tfdp.tracing.batch_rows import REDUCTIONS, reduced_axes
 from tfdp.tracing.loss_shares import ancestors, key_of
 from tfdp.tracing.own_rows import SHAPES, batch_keys, is_made_of, is_of_own_rows
@@ -46,6 +47,7 @@ PASSING = {
 SUMS_OF_ROWS = {
     **dict.fromkeys(("L2Loss", "SegmentSum", "UnsortedSegmentSum"), slice(1)),
     **dict.fromkeys(("Bincount", "DenseBincount", "RaggedBincount"), slice(None)),
+    "HistogramFixedWidth": slice(1),
     "ScatterNd": slice(2),
     "TensorScatterAdd": slice(1, 3),
 }
@@ -61,10 +63,7 @@ NO_MEAN = (
     "of all replicas first, tfdp.losses.all_rows(y)"
 )
 # What is made within them is not looked for.
-FUNCTIONS = {
-    *("If", "StatelessIf", "While", "StatelessWhile", "Case", "StatelessCase"),
-    *("PartitionedCall", "StatefulPartitionedCall", "FusedBatchNormV3"),
-}
+FUNCTIONS = MAY_CALL | {"FusedBatchNormV3"}
 
 
 def suspect_number(
@@ -176,7 +175,9 @@ def is_no_mean_over_rows(
                     todo.append((inputs[0], is_divided))
                 elif is_sum:
                     return True
-        elif op.type not in FUNCTIONS and not (is_divided and _added_along_rows(op)):
+        elif op.type in FUNCTIONS or (may_be_sum and op.type in PYTHON):
+            continue
+        elif not (is_divided and _added_along_rows(op)):
             return True
     return False
 
