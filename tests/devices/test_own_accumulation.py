@@ -114,16 +114,6 @@ class GivingVariables(Accumulating):
             total.assign(tf.zeros_like(total))
 
 
-@pytest.mark.parametrize("rows", [24, 25, 29])
-def test_variables_may_be_given_as_gradients(rows):
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", LocalStateWarning)
-        found = accumulated(make_strategy(3), rows, GivingVariables)
-    one = accumulated(tf.distribute.get_strategy(), rows, GivingVariables)
-    for mine, theirs in zip(found, one, strict=True):
-        np.testing.assert_allclose(mine, theirs, rtol=0, atol=2e-6)
-
-
 class Clipping(Accumulating):
     """Adds gradients up over the replicas itself, to clip them by their norm."""
 
@@ -144,13 +134,16 @@ class Clipping(Accumulating):
         return {"loss": loss, "norm": norm}
 
 
+@pytest.mark.worth_seconds(4)
+@pytest.mark.parametrize("make", [GivingVariables, Clipping])
 @pytest.mark.parametrize("rows", [24, 25, 29])
-def test_what_is_added_up_already_counts_on_replicas_without_rows(rows):
+def test_what_else_an_optimizer_is_given_is_one_devices(rows, make):
+    """Variables; and what is a sum over replicas already, also where one has no row."""
     with warnings.catch_warnings():
         for category in (LocalMeanWarning, LocalStateWarning):
             warnings.simplefilter("error", category)
-        found = accumulated(make_strategy(3), rows, Clipping)
-    one = accumulated(tf.distribute.get_strategy(), rows, Clipping)
+        found = accumulated(make_strategy(3), rows, make)
+    one = accumulated(tf.distribute.get_strategy(), rows, make)
     for mine, theirs in zip(found, one, strict=True):
         np.testing.assert_allclose(mine, theirs, rtol=0, atol=2e-6)
 
