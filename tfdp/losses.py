@@ -11,6 +11,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdp._private.names import in_compiled_function
 from tfdp.errors import ConfigurationError
 from tfdp.tracing.current_run import current_run
 from tfdp.tracing.loss_shares import Standing
@@ -38,8 +39,13 @@ def all_rows(x: Any) -> Any:
       The same structure on every replica. Where replicas do not run, on one replica and
       under the default strategy: `x` itself.
 
+    Each replica makes the same of all rows. So a loss is a number (a mean) in
+    `local_mean`, as below; a sum, or losses of single rows that Keras adds up
+    (`reduction="sum"`), would count once for each replica.
+
     Raises:
-      ConfigurationError: a tensor has no rows.
+      ConfigurationError: a tensor has no rows; or XLA compiles what a replica computes
+        (`jit_compile=True`), which can exchange nothing then, but on TPUs.
 
     Cost: each replica receives the other replicas' rows, (R - 1) / R of the result's
     bytes, and its gradient goes as many bytes back.
@@ -75,6 +81,11 @@ def all_rows(x: Any) -> Any:
     context = tf.distribute.get_replica_context()
     if context is None or context.num_replicas_in_sync == 1:
         return x
+    if in_compiled_function() and not getattr(context.strategy, "compiles_steps", True):
+        raise ConfigurationError(
+            "all_rows is an exchange of replicas, which what XLA compiles cannot make: "
+            "compile the model with jit_compile=False."
+        )
     return tf.nest.map_structure(lambda part: context.all_gather(part, axis=0), x)
 
 

@@ -130,3 +130,8 @@ def test_replicas_that_train_apart_refuse_it():
         model.compile(optimizer, of_all(dice), jit_compile=False)
     with pytest.raises(ConfigurationError, match="sync"):
         model.fit(x, y, batch_size=12, verbose=0)
+
+
+def test_a_compiled_replica_refuses_it():
+    with pytest.raises(ConfigurationError, match="jit_compile=False"):
+        trained(make_strategy(2), dice, 24, jit_compile=True)
