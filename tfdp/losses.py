@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import keras
+import numpy as np
 import tensorflow as tf
 
 from tfdp._private.names import in_compiled_function
@@ -20,6 +22,8 @@ from tfdp.tracing.row_means import suspect_loss
 from tfdp.tracing.run import trace_of
 
 __all__ = ["all_rows", "local_mean", "local_sum"]
+
+DENSE = (keras.Variable, np.ndarray, tf.Tensor, tf.Variable)
 
 
 def all_rows(x: Any) -> Any:
@@ -40,12 +44,14 @@ def all_rows(x: Any) -> Any:
       under the default strategy: `x` itself.
 
     Each replica makes the same of all rows. So a loss is a number (a mean) in
-    `local_mean`, as below; a sum, or losses of single rows that Keras adds up
-    (`reduction="sum"`), would count once for each replica.
+    `local_mean`, as below, and a metric a function that gives a number; a sum, or what
+    is of single rows of all and added up (`reduction="sum"`, `keras.metrics.Sum`),
+    would count once for each replica.
 
     Raises:
-      ConfigurationError: a tensor has no rows; or XLA compiles what a replica computes
-        (`jit_compile=True`), which can exchange nothing then, but on TPUs.
+      ConfigurationError: something is no dense tensor with rows; or XLA compiles what
+        a replica computes (`jit_compile=True`), which can exchange nothing then, but on
+        TPUs; or it is called in a `tf.function`, a branch or a loop of the step.
 
     Cost: each replica receives the other replicas' rows, (R - 1) / R of the result's
     bytes, and its gradient goes as many bytes back.
@@ -72,11 +78,11 @@ def all_rows(x: Any) -> Any:
     2020 (SimCLR), section 2.2, sum over all of a batch of 4096.
     """
     for part in tf.nest.flatten(x):
-        if not tf.TensorShape(part.shape).rank:
+        if not isinstance(part, DENSE) or not tf.TensorShape(part.shape).rank:
             raise ConfigurationError(
-                "all_rows needs tensors with a row for each sample; of a number take "
-                "tf.distribute.get_replica_context().all_reduce. Received: "
-                f"{part!r}."
+                "all_rows needs dense tensors with a row for each sample; of a number "
+                "take tf.distribute.get_replica_context().all_reduce. Received: "
+                f"{str(part)[:300]}."
             )
     context = tf.distribute.get_replica_context()
     if context is None or context.num_replicas_in_sync == 1:
@@ -86,7 +92,17 @@ def all_rows(x: Any) -> Any:
             "all_rows is an exchange of replicas, which what XLA compiles cannot make: "
             "compile the model with jit_compile=False."
         )
-    return tf.nest.map_structure(lambda part: context.all_gather(part, axis=0), x)
+    try:
+        return tf.nest.map_structure(
+            lambda part: context.all_gather(tf.convert_to_tensor(part), axis=0), x
+        )
+    except RuntimeError as error:
+        if "merge_call" not in str(error):
+            raise
+        raise ConfigurationError(
+            "all_rows was called within a tf.function, a branch or a loop of a step, "
+            "where replicas cannot meet. Call it before, in the step itself."
+        ) from error
 
 
 def local_mean(loss: tf.Tensor) -> tf.Tensor:

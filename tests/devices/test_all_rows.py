@@ -115,9 +115,32 @@ def test_outside_of_replicas_they_are_those_there_are():
         assert all_rows(x) is x
 
 
-def test_a_number_is_refused():
+@pytest.mark.parametrize(
+    "x",
+    [
+        tf.constant(1.0),
+        tf.ragged.constant([[1.0], [2.0, 3.0]]),
+        tf.sparse.from_dense([[1.0]]),
+        {"a": None},
+        [1.0, 2.0],
+    ],
+    ids=["number", "ragged", "sparse", "nothing", "numbers"],
+)
+def test_what_has_no_rows_is_refused(x):
     with pytest.raises(ConfigurationError, match="a row for each sample"):
-        all_rows(tf.constant(1.0))
+        all_rows(x)
+
+
+def test_branches_refuse_it():
+    def in_a_branch(y, p):
+        return tf.cond(ops.sum(p) > 0, lambda: dice(all_rows(y), p), lambda: 0.0)
+
+    with make_strategy(2).scope():
+        model = keras.Sequential([keras.Input((12,)), keras.layers.Dense(5)])
+        model.compile("sgd", in_a_branch, jit_compile=False)
+    x, y = classification_data(samples=24)
+    with pytest.raises(ConfigurationError, match="a branch or a loop"):
+        model.fit(x, y, batch_size=12, verbose=0)
 
 
 def test_replicas_that_train_apart_refuse_it():
