@@ -33,9 +33,10 @@ from tfdp._private.optimizer_hooks import variables_built_with
 from tfdp.sharding.variables import ShardedVariable, shard_kind
 from tfdp.tracing.assigned_terms import as_tensors, handles_of, passed_on
 from tfdp.tracing.keras_steps import is_stock_step, name_of_step
-from tfdp.tracing.own_rows import batch_keys, is_of_sums_alone
+from tfdp.tracing.own_rows import batch_keys
 from tfdp.tracing.run import ReplicaRun, trace_of
 from tfdp.tracing.sample_counts import parts_by_replica
+from tfdp.tracing.sums_alone import are_of_sums_alone
 
 __all__ = ["borrow_rows", "leaves_borrowed_out", "return_rows", "row_like"]
 
@@ -160,16 +161,20 @@ def _apply(
     keys = batch_keys(run.batches, trace_of(rank))
     built_with = trainable_variables or variables_built_with(optimizer)
     variables = list(built_with or [None] * len(own))
+    places = []
     for place, (gradient, variable) in enumerate(zip(own, variables, strict=True)):
         # What is stored in shards has been summed already, of own parts.
         is_sum = variable is not None and shard_kind(variable) is ShardedVariable
-        if gradient is None or is_sum:
+        if gradient is None or is_sum or run.is_own_gradient(rank, gradient):
             continue
-        # What a step has accumulated itself is of rows that it had before, and what it
-        # has added up over replicas of those of all.
-        is_whole = is_of_sums_alone(gradient, keys)
-        if not is_whole and not passed_on([gradient], stored):
-            own[place] = run.own_gradient(rank, gradient)
+        # What a step has accumulated itself is of rows that it had before.
+        if not passed_on([gradient], stored):
+            places.append(place)
+    # What a step has added up over replicas is of the rows of all.
+    are_whole = are_of_sums_alone([own[place] for place in places], keys)
+    for place, is_whole in zip(places, are_whole, strict=True):
+        if not is_whole:
+            own[place] = run.own_part(rank, own[place])
     with run.summing_own_parts(rank):
         return apply(own, trainable_variables)
 

@@ -19,7 +19,12 @@ from tfdp.tracing.assigned_terms import is_read_among, term_added_to
 from tfdp.tracing.loss_shares import ancestors
 from tfdp.tracing.own_rows import batch_keys, is_of_own_rows
 from tfdp.tracing.replica_invariance import is_exchanged, outermost
-from tfdp.tracing.row_means import is_no_mean_over_rows, is_of_values, is_sum_over_rows
+from tfdp.tracing.row_means import (
+    SELECTS,
+    is_no_mean_over_rows,
+    is_of_values,
+    is_sum_over_rows,
+)
 from tfdp.tracing.run import ReplicaRun, trace_of
 
 __all__ = ["suspect_counted"]
@@ -33,7 +38,6 @@ REMEDY = (
 )
 # A metric is so many operations at most; what it counts is made of a whole model.
 MOST_NEAR = 300
-SELECTS = {"Select", "SelectV2"}
 # What they make of it is not looked for.
 NOT_LOOKED_INTO = MAY_CALL | PYTHON
 TERMS_OF_SUMS = {"Add", "AddN", "AddV2", "Sub"}

@@ -25,6 +25,7 @@ from tfdp._private.instance_attributes import instance_attributes
 from tfdp._private.keras_models import metrics_of_layers, metrics_within, own_values
 from tfdp._private.names import DistributedVariable, current_rank
 from tfdp.step.derived_reports import Derivation, Mixture, derivation_of
+from tfdp.tracing.assigned_terms import as_tensors
 from tfdp.tracing.loss_shares import Standing, key_of
 from tfdp.tracing.loss_suspicions import reported_standing
 from tfdp.tracing.own_rows import batch_keys
@@ -35,7 +36,6 @@ __all__ = ["NotedResults", "led_reports", "recorded", "whole_logs"]
 
 # The shape of a Keras loss of an empty replica in eager mode: it takes no mean.
 NO_LOSSES = (0,)
-VARIABLES = (keras.Variable, tf.Variable)
 
 SumOverHosts = Callable[[tf.Tensor], tf.Tensor]
 
@@ -126,9 +126,8 @@ def _update_mean(
     if tf.distribute.in_cross_replica_context():
         return update(values, sample_weight=sample_weight)
     rank = current_rank()
-    # A learning rate is a variable.
-    is_tensor = tf.is_tensor(values) and not isinstance(values, VARIABLES)
-    number = values if is_tensor else tf.convert_to_tensor(values)
+    (number,) = as_tensors([values])  # a learning rate is a variable
+    number = number if tf.is_tensor(number) else tf.convert_to_tensor(number)
     value = tf.cast(number, metric.dtype)
     if value.shape.rank is None:
         return update(values, sample_weight=sample_weight)
@@ -139,8 +138,7 @@ def _update_mean(
     if not is_number and (sample_weight is None or _rank_of(sample_weight)):
         return update(values, sample_weight=sample_weight)  # row by row
     if is_number:
-        rows = batch_keys(run.batches, trace_of(rank))
-        value = _without_share(metric, run, rank, number, value, rows)
+        value = _without_share(metric, run, rank, number, value)
     else:
         size = tf.cast(tf.size(value), value.dtype)
         value = tf.math.divide_no_nan(tf.reduce_sum(value), size)
@@ -162,16 +160,13 @@ def _has_no_rows(value: tf.Tensor, run: ReplicaRun, rank: Any) -> bool:
 
 
 def _without_share(
-    metric: Any, run: ReplicaRun, rank: Any, number: Any, value: tf.Tensor, rows: set
+    metric: Any, run: ReplicaRun, rank: Any, number: Any, value: tf.Tensor
 ) -> tf.Tensor:
-    """`value`, which is `number`, as a mean over the replica's own rows.
-
-    Args:
-      rows: the keys of the tensors that it is surely made of, if of any rows.
-    """
+    """`value`, which is `number`, as a mean over the replica's own rows."""
     who = f"the metric {metric.name!r} was given"
     standing = reported_standing(run, rank, number, who)
     if standing is Standing.LOCAL:
+        rows = batch_keys(run.batches, trace_of(rank))
         suspect_number(run, rank, metric, value, rows, near=False)
     if standing is not Standing.SHARE:
         return value
@@ -192,8 +187,7 @@ def _numbers_by_rows(metric: keras.metrics.Mean, run: ReplicaRun) -> Iterator[No
         if number is not None and not tf.distribute.in_cross_replica_context():
             rank = current_rank()
             share = tf.cast(run.share_of(rank), value.dtype)
-            rows = batch_keys(run.batches, trace_of(rank))
-            value = _without_share(metric, run, rank, number, value, rows)
+            value = _without_share(metric, run, rank, number, value)
             value = tf.where(share > 0, value * share, tf.zeros_like(value))
         return type(metric.total).assign_add(metric.total, value, *args, **options)
 

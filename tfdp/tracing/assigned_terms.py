@@ -22,11 +22,11 @@ LINEAR = {
 }
 
 
-def as_tensors(gradients: Iterable[Any]) -> list[Any]:
-    """Gradients; of a variable, which may be given as one, what it holds."""
+def as_tensors(given: Iterable[Any]) -> list[Any]:
+    """Gradients, or numbers; of a variable, which may be one, what it holds."""
     return [
         tf.convert_to_tensor(one) if isinstance(one, VARIABLES) else one
-        for one in gradients
+        for one in given
     ]
 
 

@@ -29,7 +29,7 @@ from tfdp._private.step_ops import (
 )
 from tfdp.tracing.replica_invariance import is_exchanged, outermost
 
-__all__ = ["LossShares", "Standing", "ancestors", "goes_into", "key_of"]
+__all__ = ["QUOTIENTS", "LossShares", "Standing", "ancestors", "goes_into", "key_of"]
 
 LINEAR = {
     *("AddN", "AddV2", "Add", "Cast", "ConcatV2", "EnsureShape", "ExpandDims"),

@@ -12,7 +12,7 @@ from tfdp.tracing.keras_steps import is_stock_step, name_of_step
 from tfdp.tracing.loss_shares import LossShares, Standing
 from tfdp.tracing.own_rows import batch_keys
 from tfdp.tracing.replica_invariance import outermost
-from tfdp.tracing.row_means import is_plain_mean, is_sum_over_rows
+from tfdp.tracing.row_means import SELECTS, is_plain_mean, is_sum_over_rows
 from tfdp.tracing.run import ReplicaRun, trace_of
 
 # What a mean is followed by on its way to a loss, and is one still, or a term.
@@ -103,7 +103,7 @@ def is_mean_taken_by_hand(run: ReplicaRun, rank: Any, loss: tf.Tensor) -> bool:
                 return True
         elif op.type in TERMS:
             todo += inputs
-        elif op.type in ("Select", "SelectV2"):
+        elif op.type in SELECTS:
             todo += inputs[1:]
         elif op.type == "Mul" and not any(map(shares.is_factor, inputs)):
             # Times their number, a mean is a sum.

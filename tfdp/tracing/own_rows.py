@@ -10,7 +10,7 @@ import tensorflow as tf
 from tfdp.tracing.loss_shares import ancestors, key_of
 from tfdp.tracing.replica_invariance import is_exchanged
 
-__all__ = ["SHAPES", "batch_keys", "is_made_of", "is_of_own_rows", "is_of_sums_alone"]
+__all__ = ["SHAPES", "batch_keys", "is_made_of", "is_of_own_rows"]
 
 #: What an operation makes of the shape of its input, and not of values.
 SHAPES = frozenset(("OnesLike", "Shape", "ShapeN", "Size", "ZerosLike"))
@@ -42,30 +42,3 @@ def is_of_own_rows(batches: Batches, trace: int, value: tf.Tensor) -> bool:
         return False
     others = [batch_keys(batches, other) for other in batches if other != trace]
     return not others or not all(is_made_of(value, batch) for batch in others)
-
-
-def is_of_sums_alone(value: Any, batch: set[Any]) -> bool:
-    """Whether `value`, of a graph, is made of rows by exchanges of replicas only.
-
-    Args:
-      value: a tensor, or slices.
-      batch: the keys of the tensors that the replica was given.
-    """
-    parts = tf.nest.flatten(value, expand_composites=True)
-    if any(isinstance(one, tf.__internal__.EagerTensor) for one in parts):
-        return False
-    exchanged = []
-
-    def is_behind(tensor: tf.Tensor) -> bool:
-        if is_exchanged(tensor):
-            exchanged.append(tensor)
-            return True
-        return tensor.op.type in SHAPES  # how many rows there are says nothing of them
-
-    def is_batch(tensor: tf.Tensor) -> bool:
-        return key_of(tensor) in batch
-
-    for one in parts:
-        if any(map(is_batch, ancestors(one, is_found=is_batch, is_behind=is_behind))):
-            return False
-    return bool(exchanged)

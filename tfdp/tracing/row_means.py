@@ -13,12 +13,13 @@ import tensorflow as tf
 
 from tfdp._private.step_ops import MAY_CALL, PYTHON
 from tfdp.tracing.batch_rows import REDUCTIONS, reduced_axes
-from tfdp.tracing.loss_shares import ancestors, key_of
+from tfdp.tracing.loss_shares import QUOTIENTS, ancestors, key_of
 from tfdp.tracing.own_rows import SHAPES, batch_keys, is_made_of, is_of_own_rows
 from tfdp.tracing.replica_invariance import is_exchanged, outermost
 from tfdp.tracing.run import ReplicaRun, trace_of
 
 __all__ = [
+    "SELECTS",
     "is_no_mean_over_rows",
     "is_of_values",
     "is_plain_mean",
@@ -53,7 +54,6 @@ SUMS_OF_ROWS = {
 }
 # A number of rows is so many operations away at most.
 MOST_NEAR = 20
-QUOTIENTS = {"RealDiv", "DivNoNan", "Div"}
 SELECTS = {"Select", "SelectV2"}
 NO_MEAN = (
     "which is no mean over them, such as a root, a quotient of sums, a sum or a "

@@ -246,12 +246,15 @@ class ReplicaRun:
         # Not times 0: what a borrowed row gives may be infinite.
         return tf.where(own, value, tf.zeros_like(value))
 
+    def is_own_gradient(self, rank: Any, gradient: Any) -> bool:
+        """Whether it is known to be of own rows alone; mostly it is."""
+        is_dense = not isinstance(gradient, tf.IndexedSlices)
+        return is_dense and self.loss_is_own and trace_of(rank) not in self.mixed
+
     def own_gradient(self, rank: Any, gradient: Any) -> Any:
         """The part of `gradient` that own rows have; mostly it is just that."""
-        is_dense = not isinstance(gradient, tf.IndexedSlices)
-        if is_dense and self.loss_is_own and trace_of(rank) not in self.mixed:
-            return gradient
-        return self.own_part(rank, gradient)
+        is_own = self.is_own_gradient(rank, gradient)
+        return gradient if is_own else self.own_part(rank, gradient)
 
     def parts_to_sum(self, rank: Any, values: Any) -> Any:
         """`values` that a layer or a loss is about to sum over the replicas."""
