@@ -7,6 +7,7 @@ and the state of single rows cannot.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,9 +18,9 @@ from tfdp._private.keras_models import layers_within
 from tfdp._private.names import own_copy
 from tfdp.errors import ConfigurationError
 from tfdp.tracing.assigned_terms import is_read_among, term_added_to
-from tfdp.tracing.own_rows import batch_keys, is_of_own_rows
+from tfdp.tracing.own_rows import MadeOf, is_of_own_rows
 from tfdp.tracing.replica_invariance import outermost
-from tfdp.tracing.row_means import is_no_mean_over_rows, is_sum_over_rows
+from tfdp.tracing.row_means import is_no_mean_over_rows, is_sum_over_rows, rows_of
 from tfdp.tracing.run import ReplicaRun, trace_of
 from tfdp.tracing.share_made import made_of_shares
 
@@ -56,10 +57,11 @@ def suspect_stored(run: ReplicaRun) -> None:
         run.state_suspicions.add(_what_is_of_shares(of_shares))
     # What a step has accumulated itself is known to be a part of a sum.
     told = run.own_sums | {id(variable) for variable in (*of_shares, *sums)}
+    of_rank = functools.cache(functools.partial(rows_of, run))
     for rank, variable, value in run.stored:
         if id(variable) in told:
             continue
-        what = _what_it_looks_like(run, rank, variable, value)
+        what = _what_it_looks_like(run, rank, variable, value, of_rank(rank))
         if what is not None:
             name = variable.name.split(":")[0]
             run.state_suspicions.add(
@@ -81,12 +83,11 @@ def _what_is_of_shares(variables: Sequence[Any]) -> str:
 
 
 def _what_it_looks_like(
-    run: ReplicaRun, rank: int, variable: Any, value: tf.Tensor
+    run: ReplicaRun, rank: int, variable: Any, value: tf.Tensor, rows: MadeOf
 ) -> str | None:
     handle = outermost(own_copy(variable, rank).handle)
-    keys = batch_keys(run.batches, trace_of(rank))
     added = term_added_to(handle, value)
-    is_sum = keys and is_sum_over_rows(value if added is None else added, keys)
+    is_sum = rows.keys and is_sum_over_rows(value if added is None else added, rows)
     # Asked of sums only: it looks at all that the value is made of.
     if is_sum and is_of_own_rows(run.batches, trace_of(rank), value):
         if added is not None:
@@ -102,7 +103,7 @@ def _what_it_looks_like(
             "a running maximum or minimum. Take that over all replicas first: "
             "tf.reduce_max(tfdp.losses.all_rows(x))"
         )
-    is_own = keys and is_no_mean_over_rows(value, keys)
+    is_own = rows.keys and is_no_mean_over_rows(value, rows)
     if is_own and is_of_own_rows(run.batches, trace_of(rank), value):
         return (
             "made of rows themselves (a queue of them), or in another way that is no "

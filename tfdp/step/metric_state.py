@@ -7,23 +7,23 @@ holds, and the value of the last batch are not.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
-from typing import Any
 
 import tensorflow as tf
 
 from tfdp._private.names import own_copy
 from tfdp._private.step_ops import MAY_CALL, PYTHON
 from tfdp.tracing.assigned_terms import is_read_among, term_added_to
-from tfdp.tracing.loss_shares import ancestors
-from tfdp.tracing.own_rows import batch_keys, is_of_own_rows
+from tfdp.tracing.loss_shares import ancestors, key_of
+from tfdp.tracing.own_rows import MadeOf, is_of_own_rows
 from tfdp.tracing.replica_invariance import is_exchanged, outermost
 from tfdp.tracing.row_means import (
     SELECTS,
     is_no_mean_over_rows,
-    is_of_values,
     is_sum_over_rows,
+    rows_of,
 )
 from tfdp.tracing.run import ReplicaRun, trace_of
 
@@ -55,14 +55,15 @@ def suspect_counted(run: ReplicaRun) -> None:
     handles: dict[int, set[int]] = {}
     for rank, variable, _, _ in run.counted:
         handles.setdefault(rank, set()).add(id(_handle(variable, rank)))
+    of_rank = functools.cache(functools.partial(rows_of, run))
     for rank, variable, value, is_added in run.counted:
-        keys = batch_keys(run.batches, trace_of(rank))
+        rows = of_rank(rank)
         if id(variable) in run.numbers_told:
             continue
         if is_added:
-            what = _of_a_term(value, handles[rank], keys)
+            what = _of_a_term(value, handles[rank], rows)
         else:
-            what = _of_a_value(_handle(variable, rank), value, handles[rank], keys)
+            what = _of_a_value(_handle(variable, rank), value, handles[rank], rows)
         is_whole = what == NO_SUM and not is_of_own_rows(
             run.batches, trace_of(rank), value
         )
@@ -78,7 +79,7 @@ def _handle(variable: object, rank: int) -> tf.Tensor | None:
     return outermost(own_copy(variable, rank).handle)
 
 
-def _of_a_term(term: tf.Tensor, handles: set[int], rows: set[Any]) -> str | None:
+def _of_a_term(term: tf.Tensor, handles: set[int], rows: MadeOf) -> str | None:
     """What the sum of `term` over the steps looks like; None: a sum over rows."""
     if _reads(term, handles):
         return MOVES_BY_ITSELF
@@ -88,14 +89,17 @@ def _of_a_term(term: tf.Tensor, handles: set[int], rows: set[Any]) -> str | None
 
 
 def _of_a_value(
-    handle: tf.Tensor | None, value: tf.Tensor, handles: set[int], rows: set[Any]
+    handle: tf.Tensor | None, value: tf.Tensor, handles: set[int], rows: MadeOf
 ) -> str | None:
     """What a variable of `handle` that is given `value` looks like; None: a sum."""
-    todo = [value]
+    todo, seen = [value], set()
     while todo:
         one = outermost(todo.pop())
         if one is None or isinstance(one, tf.__internal__.EagerTensor):
             continue
+        if key_of(one) in seen:
+            continue
+        seen.add(key_of(one))
         inputs = list(one.op.inputs)
         if is_read_among(handle, [one]) or _is_zero(one):
             continue
@@ -139,13 +143,13 @@ def _of_a_value(
     return None
 
 
-def _forgets(held: tf.Tensor, terms: Sequence[tf.Tensor], rows: set[Any]) -> bool:
+def _forgets(held: tf.Tensor, terms: Sequence[tf.Tensor], rows: MadeOf) -> bool:
     """Whether `held`, a multiple of what was there, gets no sum over rows added.
 
     A sum that forgets adds up over the replicas as well.
     """
     return any(
-        is_of_values(one, rows) and not is_sum_over_rows(one, rows)
+        one in rows and not is_sum_over_rows(one, rows)
         for one in terms
         if one is not held
     )

@@ -28,8 +28,12 @@ from tfdp.step.derived_reports import Derivation, Mixture, derivation_of
 from tfdp.tracing.assigned_terms import as_tensors
 from tfdp.tracing.loss_shares import Standing, key_of
 from tfdp.tracing.loss_suspicions import reported_standing
-from tfdp.tracing.own_rows import batch_keys
-from tfdp.tracing.row_means import suspect_number, suspect_returned
+from tfdp.tracing.row_means import (
+    of_values,
+    rows_of,
+    suspect_number,
+    suspect_returned,
+)
 from tfdp.tracing.run import ReplicaRun, trace_of
 
 __all__ = ["NotedResults", "led_reports", "recorded", "whole_logs"]
@@ -166,8 +170,7 @@ def _without_share(
     who = f"the metric {metric.name!r} was given"
     standing = reported_standing(run, rank, number, who)
     if standing is Standing.LOCAL:
-        rows = batch_keys(run.batches, trace_of(rank))
-        suspect_number(run, rank, metric, value, rows, near=False)
+        suspect_number(run, rank, metric, value, rows_of(run, rank), near=False)
     if standing is not Standing.SHARE:
         return value
     in_group = tf.cast(run.share_in_group(rank), value.dtype)
@@ -214,7 +217,8 @@ def _update_wrapped(
     if values is not None:
         if not values.shape.rank:
             near = {key_of(one) for one in (y_true, y_pred) if tf.is_tensor(one)}
-            suspect_number(run, current_rank(), metric, values, near, near=True)
+            rows = of_values(near)
+            suspect_number(run, current_rank(), metric, values, rows, near=True)
         return _update_mean(metric, run, values)
     update = keras.metrics.MeanMetricWrapper.update_state.__get__(metric)
     return update(y_true, y_pred, sample_weight)

@@ -9,10 +9,9 @@ import tensorflow as tf
 from tfdp._private.keras_models import given_losses
 from tfdp.errors import ConfigurationError
 from tfdp.tracing.keras_steps import is_stock_step, name_of_step
-from tfdp.tracing.loss_shares import LossShares, Standing
-from tfdp.tracing.own_rows import batch_keys
+from tfdp.tracing.loss_shares import LossShares, Standing, key_of
 from tfdp.tracing.replica_invariance import outermost
-from tfdp.tracing.row_means import SELECTS, is_plain_mean, is_sum_over_rows
+from tfdp.tracing.row_means import SELECTS, is_plain_mean, is_sum_over_rows, rows_of
 from tfdp.tracing.run import ReplicaRun, trace_of
 
 # What a mean is followed by on its way to a loss, and is one still, or a term.
@@ -77,8 +76,8 @@ def suspect_added_sum(run: ReplicaRun, rank: Any, loss: tf.Tensor) -> None:
     """Notes a loss for `add_loss` that seems to be a sum over the replica's rows."""
     if run.group_size == 1 or isinstance(loss, tf.__internal__.EagerTensor):
         return
-    keys = batch_keys(run.batches, trace_of(rank))
-    if keys and is_sum_over_rows(loss, keys):
+    rows = rows_of(run, rank)
+    if rows.keys and is_sum_over_rows(loss, rows):
         run.suspicions.add(
             "a layer gave add_loss what looks like a sum over its rows, which was "
             "taken for their mean. Give it the mean, or, to add the replicas' sums, "
@@ -91,12 +90,15 @@ def is_mean_taken_by_hand(run: ReplicaRun, rank: Any, loss: tf.Tensor) -> bool:
     if loss.shape.rank != 0 or isinstance(loss, tf.__internal__.EagerTensor):
         return False
     shares = run.shares[trace_of(rank)]
-    rows = batch_keys(run.batches, trace_of(rank))
-    todo = [loss]
+    rows = rows_of(run, rank)
+    todo, seen = [loss], set()
     while todo:
         tensor = outermost(todo.pop())
         if tensor is None or isinstance(tensor, tf.__internal__.EagerTensor):
             continue
+        if key_of(tensor) in seen:
+            continue
+        seen.add(key_of(tensor))
         op, inputs = tensor.op, list(tensor.op.inputs)
         if op.type == "Mean":
             if is_plain_mean(tensor, rows):

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import tensorflow as tf
 
-from tfdp.tracing.loss_shares import ancestors, key_of
-from tfdp.tracing.replica_invariance import is_exchanged
+from tfdp.tracing.loss_shares import goes_into, key_of
+from tfdp.tracing.replica_invariance import is_exchanged, outermost
 
-__all__ = ["SHAPES", "batch_keys", "is_made_of", "is_of_own_rows"]
+__all__ = ["MadeOf", "SHAPES", "batch_keys", "is_of_own_rows"]
 
 #: What an operation makes of the shape of its input, and not of values.
 SHAPES = frozenset(("OnesLike", "Shape", "ShapeN", "Size", "ZerosLike"))
@@ -23,14 +23,48 @@ def batch_keys(batches: Batches, trace: int) -> set[Any]:
     return {key_of(tensor) for tensor in batches.get(trace, ())}
 
 
-def is_made_of(value: tf.Tensor, batch: set[Any]) -> bool:
-    """Whether a tensor with one of these keys goes into `value`, by no exchange."""
+class MadeOf:
+    """All that is made of some tensors; `value in MadeOf(keys)`.
 
-    def is_batch(tensor: tf.Tensor) -> bool:
-        return key_of(tensor) in batch
+    What was found is remembered: many values of one step are asked for, and each is
+    made of the whole model before it.
 
-    made_of = ancestors(value, is_found=is_batch, is_behind=is_exchanged)
-    return any(map(is_batch, made_of))
+    Args:
+      keys: the keys (`key_of`) of these tensors.
+      is_end: what the ways back end at, such as sums over replicas.
+    """
+
+    def __init__(
+        self, keys: set[Any], is_end: Callable[[tf.Tensor], bool] = is_exchanged
+    ) -> None:
+        self.keys = keys
+        self._is_end = is_end
+        self._found: dict[Any, bool] = dict.fromkeys(keys, True)
+
+    def _is_one(self, tensor: tf.Tensor) -> bool:
+        return key_of(tensor) in self.keys
+
+    def __contains__(self, value: tf.Tensor) -> bool:
+        # Depth first, by a list: graphs are deeper than Python's stack.
+        path: list[tuple[Any, Iterator[tf.Tensor]]] = [(None, iter([value]))]
+        while path:
+            tensor = next(path[-1][1], None)
+            if tensor is None:
+                path.pop()
+                continue
+            tensor = outermost(tensor, self._is_one)
+            if tensor is None or isinstance(tensor, tf.__internal__.EagerTensor):
+                continue
+            key = key_of(tensor)
+            if key not in self._found:
+                # Until one of its inputs is found to be.
+                self._found[key] = False
+                if not self._is_end(tensor):
+                    path.append((key, iter(goes_into(tensor))))
+            elif self._found[key]:
+                self._found.update((key, True) for key, _ in path[1:])
+                return True
+        return False
 
 
 def is_of_own_rows(batches: Batches, trace: int, value: tf.Tensor) -> bool:
@@ -38,7 +72,7 @@ def is_of_own_rows(batches: Batches, trace: int, value: tf.Tensor) -> bool:
 
     What was gathered, or added up where replicas meet, is made of all.
     """
-    if not is_made_of(value, batch_keys(batches, trace)):
+    if value not in MadeOf(batch_keys(batches, trace)):
         return False
     others = [batch_keys(batches, other) for other in batches if other != trace]
-    return not others or not all(is_made_of(value, batch) for batch in others)
+    return not others or not all(value in MadeOf(batch) for batch in others)

@@ -14,16 +14,17 @@ import tensorflow as tf
 from tfdp._private.step_ops import MAY_CALL, PYTHON
 from tfdp.tracing.batch_rows import REDUCTIONS, reduced_axes
 from tfdp.tracing.loss_shares import QUOTIENTS, ancestors, key_of
-from tfdp.tracing.own_rows import SHAPES, batch_keys, is_made_of, is_of_own_rows
+from tfdp.tracing.own_rows import SHAPES, MadeOf, batch_keys, is_of_own_rows
 from tfdp.tracing.replica_invariance import is_exchanged, outermost
 from tfdp.tracing.run import ReplicaRun, trace_of
 
 __all__ = [
     "SELECTS",
     "is_no_mean_over_rows",
-    "is_of_values",
     "is_plain_mean",
     "is_sum_over_rows",
+    "of_values",
+    "rows_of",
     "suspect_loss",
     "suspect_number",
 ]
@@ -66,12 +67,26 @@ NO_MEAN = (
 FUNCTIONS = MAY_CALL | {"FusedBatchNormV3"}
 
 
+def of_values(keys: set[Any]) -> MadeOf:
+    """What values of rows go into, and not their number alone.
+
+    Args:
+      keys: the keys (`key_of`) of the tensors of rows.
+    """
+    return MadeOf(keys, _is_behind)
+
+
+def rows_of(run: ReplicaRun, rank: Any) -> MadeOf:
+    """`of_values` of the rows that a replica was given."""
+    return of_values(batch_keys(run.batches, trace_of(rank)))
+
+
 def suspect_number(
     run: ReplicaRun,
     rank: Any,
     metric: Any,
     number: tf.Tensor,
-    rows: set[Any],
+    rows: MadeOf,
     *,
     near: bool,
 ) -> None:
@@ -89,13 +104,12 @@ def suspect_number(
 
 def suspect_returned(run: ReplicaRun, rank: Any, number: tf.Tensor) -> None:
     """Notes a number that a step returns, where it is no mean over rows."""
-    rows = batch_keys(run.batches, trace_of(rank))
-    if _is_no_mean_of_own(run, rank, number, rows):
+    if _is_no_mean_of_own(run, rank, number, rows_of(run, rank)):
         run.state_suspicions.add(f"a number is returned for all rows {NO_MEAN}")
 
 
 def _is_no_mean_of_own(
-    run: ReplicaRun, rank: Any, number: Any, rows: set[Any], *, near: bool = False
+    run: ReplicaRun, rank: Any, number: Any, rows: MadeOf, *, near: bool = False
 ) -> bool:
     if run.group_size == 1 or isinstance(number, tf.__internal__.EagerTensor):
         return False
@@ -105,7 +119,7 @@ def _is_no_mean_of_own(
 
 def suspect_loss(run: ReplicaRun, rank: Any, loss: tf.Tensor) -> None:
     """Notes a loss, said to be a mean over rows, which is none."""
-    if _is_no_mean_of_own(run, rank, loss, batch_keys(run.batches, trace_of(rank))):
+    if _is_no_mean_of_own(run, rank, loss, rows_of(run, rank)):
         run.suspicions.add(
             "local_mean was given a number that is no mean over rows, such as a root, "
             "a quotient of sums (Dice) or a sum. Each replica has that of its own "
@@ -116,7 +130,7 @@ def suspect_loss(run: ReplicaRun, rank: Any, loss: tf.Tensor) -> None:
 
 def is_no_mean_over_rows(
     number: tf.Tensor,
-    rows: set[Any],
+    rows: MadeOf,
     *,
     rows_are_near: bool = False,
     may_be_sum: bool = False,
@@ -125,20 +139,23 @@ def is_no_mean_over_rows(
 
     Args:
       number: one of the graph being built, or an array that has nothing of single rows.
-      rows: the keys (`key_of`) of the tensors of rows that it may be made of.
+      rows: what it may be made of; see `of_values`.
       rows_are_near: whether nothing lies between them and `number` but what a metric
         does, so that each row has to count for itself. A model may have layers whose
         rows depend on each other.
       may_be_sum: whether a sum over rows will do.
     """
-    todo = [(number, may_be_sum)]
+    todo, seen = [(number, may_be_sum)], set()
     while todo:
         tensor, is_divided = todo.pop()
-        found = outermost(tensor, lambda one: key_of(one) in rows)
-        if found is None or not is_of_values(found, rows):
+        found = outermost(tensor, lambda one: key_of(one) in rows.keys)
+        if found is None or found not in rows:
             continue
+        if (key_of(found), is_divided) in seen:
+            continue
+        seen.add((key_of(found), is_divided))
         op, inputs = found.op, list(found.op.inputs)
-        if key_of(found) in rows:
+        if key_of(found) in rows.keys:
             if found.shape.rank:
                 return True  # rows as they are
         elif op.type in TERMS:
@@ -148,8 +165,8 @@ def is_no_mean_over_rows(
         elif op.type in SELECTS:
             todo += [(one, is_divided) for one in inputs[1:]]
         elif op.type in PRODUCTS:
-            factors = [one for one in inputs if is_of_values(one, rows)]
-            if any(is_of_values(one, rows) for one in _added_along_rows(op)):
+            factors = [one for one in inputs if one in rows]
+            if any(one in rows for one in _added_along_rows(op)):
                 if not is_divided:
                     return True
                 continue
@@ -159,7 +176,7 @@ def is_no_mean_over_rows(
             is_divided |= any(_is_of_shapes(one, rows) for one in inputs)
             todo += [(one, is_divided) for one in factors]
         elif op.type in QUOTIENTS:
-            if is_of_values(inputs[1], rows):
+            if inputs[1] in rows:
                 return True
             is_divided |= _is_number_of_rows(inputs[1], inputs[0])
             todo.append((inputs[0], is_divided))
@@ -182,28 +199,30 @@ def is_no_mean_over_rows(
     return False
 
 
-def is_plain_mean(mean: tf.Tensor, rows: set[Any]) -> bool:
+def is_plain_mean(mean: tf.Tensor, rows: MadeOf) -> bool:
     """Whether the result of a Mean is one over rows, and not over columns of sums."""
     inputs = list(mean.op.inputs)
     is_over_rows = 0 in (reduced_axes(inputs) or ()) and not _is_of_terms(inputs[0])
     is_reduced = inputs[0].op.type in REDUCTIONS and _is_over_rows(inputs[0].op)
-    return is_over_rows and not is_reduced and is_of_values(mean, rows)
+    return is_over_rows and not is_reduced and mean in rows
 
 
-def is_sum_over_rows(loss: tf.Tensor, batch: set[Any]) -> bool:
+def is_sum_over_rows(loss: tf.Tensor, rows: MadeOf) -> bool:
     """Whether a term of `loss` is a sum over rows that nothing divides by their number.
 
     Args:
       loss: a tensor of the graph being built.
-      batch: the keys (`key_of`) of the tensors that the replica was given.
+      rows: those that the replica was given; see `of_values`.
     """
-    todo = [loss]
+    numbered = MadeOf(rows.keys)  # a sum of ones over them is one as well
+    todo, seen = [loss], set()
     while todo:
         tensor = outermost(todo.pop())
         if tensor is None or isinstance(tensor, tf.__internal__.EagerTensor):
             continue
-        if is_exchanged(tensor):
+        if key_of(tensor) in seen or is_exchanged(tensor):
             continue
+        seen.add(key_of(tensor))
         op, inputs = tensor.op, list(tensor.op.inputs)
         if op.type in QUOTIENTS:
             if not _is_number_of_rows(inputs[1], inputs[0]):
@@ -211,17 +230,17 @@ def is_sum_over_rows(loss: tf.Tensor, batch: set[Any]) -> bool:
         elif op.type == "Sum":
             is_over_rows = 0 in (reduced_axes(inputs) or ())
             if is_over_rows and not _is_of_terms(inputs[0]):
-                if is_made_of(inputs[0], batch):
+                if inputs[0] in numbered:
                     return True
             todo.append(inputs[0])
         elif op.type in PASSING:
             is_divided = op.type == "Mul" and any(
-                _is_of_shapes(one, batch) for one in inputs
+                _is_of_shapes(one, rows) for one in inputs
             )
             todo += [] if is_divided else inputs
         elif op.type in SELECTS:
             todo += inputs[1:]
-        elif any(is_made_of(one, batch) for one in _added_along_rows(op)):
+        elif any(one in numbered for one in _added_along_rows(op)):
             return True
     return False
 
@@ -259,35 +278,25 @@ def _is_number_of_rows(divisor: tf.Tensor, total: tf.Tensor) -> bool:
     return bool(shape.rank) and number in (shape[0], shape.num_elements())
 
 
-def _is_of_shapes(tensor: tf.Tensor, rows: set[Any]) -> bool:
+def _is_of_shapes(tensor: tf.Tensor, rows: MadeOf) -> bool:
     """Whether `tensor` is a number made of that of rows alone, such as 1 over it."""
     if tensor.shape.rank != 0 or isinstance(tensor, tf.__internal__.EagerTensor):
         return False
     near = itertools.islice(ancestors(tensor), MOST_NEAR)
-    return any(one.op.type in SHAPES for one in near) and not is_of_values(tensor, rows)
+    return any(one.op.type in SHAPES for one in near) and tensor not in rows
 
 
-def is_of_values(tensor: tf.Tensor, rows: set[Any]) -> bool:
-    """Whether values of rows go into `tensor`, and not their number alone."""
-
-    def is_row(one: tf.Tensor) -> bool:
-        return key_of(one) in rows
-
-    return any(map(is_row, ancestors(tensor, is_found=is_row, is_behind=_is_behind)))
-
-
-def _mixes_rows(tensor: tf.Tensor, rows: set[Any]) -> bool:
+def _mixes_rows(tensor: tf.Tensor, rows: MadeOf) -> bool:
     """Whether what `tensor` holds of a row depends on other rows."""
 
     def is_row(one: tf.Tensor) -> bool:
-        return key_of(one) in rows
+        return key_of(one) in rows.keys
 
     near = ancestors(
         tensor, is_found=is_row, is_behind=lambda one: is_row(one) or _is_behind(one)
     )
     return any(
-        _is_over_rows(one.op)
-        and any(is_of_values(each, rows) for each in one.op.inputs)
+        _is_over_rows(one.op) and any(each in rows for each in one.op.inputs)
         for one in near
     )
 
