@@ -6,6 +6,8 @@ stands for such a function in Python.
 
 from __future__ import annotations
 
+import functools
+import hashlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,6 +22,7 @@ __all__ = [
     "NOT_INLINED",
     "OPTIMIZED_ALREADY",
     "AtomicFunction",
+    "as_always",
     "attr_value_pb2",
     "config_pb2",
     "function_pb2",
@@ -28,7 +31,7 @@ __all__ = [
     "only_calling",
 ]
 
-CALLING, NEVER = "_called", "_never"
+CALLING, NEVER = "_called", "__tfdp_never_"
 # TensorFlow then optimizes the body once for all who call, and does not put a copy of
 # it into the place of each call.
 NOT_INLINED = {"_noinline": True}
@@ -41,6 +44,12 @@ OPTIMIZED_ALREADY = attr_value_pb2.AttrValue(s=_config.SerializeToString())
 def name_of(function: AtomicFunction) -> attr_value_pb2.NameAttrList:
     """What an operation's attribute says of the function that it calls."""
     return attr_value_pb2.NameAttrList(name=function.name.decode())
+
+
+def as_always() -> attr_value_pb2.AttrValue:
+    """What TensorFlow does to functions that are called, in this process."""
+    options = eager_context.context().function_call_options
+    return attr_value_pb2.AttrValue(s=options.config_proto_serialized)
 
 
 def only_calling(
@@ -76,12 +85,25 @@ def only_calling(
 
 def never_taken(function: AtomicFunction) -> AtomicFunction:
     """What takes and returns the same types as `function`, and fails."""
-    inner = function.cached_definition.signature
+    signature = function.cached_definition.signature
+    arguments = tuple(argument.type for argument in signature.input_arg)
+    results = tuple(result.type for result in signature.output_arg)
+    return _failing(eager_context.context(), arguments, results)
+
+
+# One for all functions of these types: each is made, and looked at, for itself. It is
+# kept: what nobody holds TensorFlow forgets.
+@functools.cache
+def _failing(
+    context: Any, arguments: tuple[int, ...], results: tuple[int, ...]
+) -> AtomicFunction:
     definition = function_pb2.FunctionDef()
     outer = definition.signature
-    outer.name, outer.is_stateful = inner.name + NEVER, True
-    for place, argument in enumerate(inner.input_arg):
-        outer.input_arg.add(name=f"argument_{place}", type=argument.type)
+    types = repr((arguments, results)).encode()
+    outer.name = NEVER + hashlib.sha256(types).hexdigest()
+    outer.is_stateful = True
+    for place, kind in enumerate(arguments):
+        outer.input_arg.add(name=f"argument_{place}", type=kind)
     holds = definition.node_def.add(name="holds", op="Const")
     holds.attr["dtype"].type = types_pb2.DT_BOOL
     holds.attr["value"].tensor.CopyFrom(tf.make_tensor_proto(False))
@@ -89,11 +111,11 @@ def never_taken(function: AtomicFunction) -> AtomicFunction:
     fails.input.extend(["holds:output:0", "holds:output:0"])
     fails.attr["T"].list.type.append(types_pb2.DT_BOOL)
     _runs(definition, "fails")
-    for place, result in enumerate(inner.output_arg):
+    for place, kind in enumerate(results):
         name = f"result_{place}"
-        outer.output_arg.add(name=name, type=result.type)
+        outer.output_arg.add(name=name, type=kind)
         made = definition.node_def.add(name=name, op="Placeholder", input=["^fails"])
-        made.attr["dtype"].type = result.type
+        made.attr["dtype"].type = kind
         made.attr["shape"].shape.unknown_rank = True
         definition.ret[name] = f"{name}:output:0"
     return _made(definition)

@@ -16,9 +16,14 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdp._private.function_protos import NOT_INLINED, name_of, never_taken
+from tfdp._private.function_protos import (
+    NOT_INLINED,
+    attr_value_pb2,
+    name_of,
+    never_taken,
+)
 
-__all__ = ["as_conditional", "in_one_call", "is_there"]
+__all__ = ["as_conditional", "call_instead", "in_one_call", "is_there"]
 
 
 def in_one_call(
@@ -86,3 +91,10 @@ def as_conditional(
     for result, (_, shape) in zip(call.outputs, outputs, strict=True):
         result.set_shape(shape)
     return call
+
+
+def call_instead(call: tf.Operation, function: Any) -> None:
+    """Has a conditional call `function`, which takes and returns the same."""
+    call.graph._add_function_recursive(function)
+    branch = attr_value_pb2.AttrValue(func=name_of(function))
+    call._set_attr("then_branch", branch)

@@ -3,12 +3,15 @@
 TensorFlow optimizes a function that is not inlined when it is instantiated, once more
 for each device that a call of it is placed on, and not with the graph around it. Here
 its graph optimizer is asked before, as the converter to TFLite asks it; calls of what
-comes back are told not to ask again.
+comes back are told not to ask again. It lets Python run meanwhile, so that the step is
+traced on.
 """
 
 from __future__ import annotations
 
+import concurrent.futures
 import logging
+import threading
 from typing import Any
 
 import tensorflow as tf
@@ -29,6 +32,7 @@ from tfdp._private.names import eager_context
 
 __all__ = [
     "CALLS_OF_FUNCTIONS",
+    "begin_optimizing",
     "call_optimized",
     "optimized_once",
     "tell_shape",
@@ -38,17 +42,45 @@ CALLS_OF_FUNCTIONS = ("PartitionedCall", "StatefulPartitionedCall")
 
 CPU = "/job:localhost/replica:0/task:0/device:CPU:0"
 SUFFIX = "_optimized_once"
+# The optimizer keeps more than one core busy by itself where it can.
+_one_at_a_time = threading.Lock()
+
+#: What the graph optimizer makes of a function and of those that it calls.
+Library = list[function_pb2.FunctionDef]
 
 
-def optimized_once(concrete: Any) -> AtomicFunction | None:
-    """`concrete`, a function for CPUs, as TensorFlow's graph optimizer leaves it.
+def begin_optimizing(concrete: Any) -> concurrent.futures.Future[Library]:
+    """Lets TensorFlow's graph optimizer work at `concrete`, a function for CPUs."""
+    found: concurrent.futures.Future[Library] = concurrent.futures.Future()
+    config = eager_context.context().config
+
+    def optimize() -> None:
+        try:
+            with _one_at_a_time:
+                graph = concrete.graph.as_graph_def()
+                found.set_result(_optimized(concrete.function_def, graph, config))
+        except BaseException as error:
+            found.set_exception(error)
+
+    # Not a daemon: at Python's end one that comes back from C++ would end the process.
+    threading.Thread(target=optimize, name="tfdp-optimizer").start()
+    return found
+
+
+def optimized_once(
+    concrete: Any, found: concurrent.futures.Future[Library]
+) -> AtomicFunction | None:
+    """`concrete`, as TensorFlow's graph optimizer leaves it.
+
+    Args:
+      found: what `begin_optimizing` said of it; waits for that.
 
     Returns:
       What `call_optimized` puts in its place; None: what came back is called otherwise.
     """
     definition = concrete.function_def
     try:
-        library = _optimized(definition, concrete.graph.as_graph_def())
+        library = found.result()
     except Exception as error:
         # It is faster with it, and as right without it.
         logging.getLogger("tfdp").debug("not optimized once for all: %r", error)
@@ -101,8 +133,10 @@ def tell_shape(handle: tf.Tensor, variable: Any) -> None:
 
 
 def _optimized(
-    definition: function_pb2.FunctionDef, graph: graph_pb2.GraphDef
-) -> list[function_pb2.FunctionDef]:
+    definition: function_pb2.FunctionDef,
+    graph: graph_pb2.GraphDef,
+    context_config: config_pb2.ConfigProto,
+) -> Library:
     """The function, and those that it calls, from a graph that only calls it."""
     caller = graph_pb2.GraphDef(versions=graph.versions)
     caller.library.CopyFrom(graph.library)
@@ -125,7 +159,7 @@ def _optimized(
     meta = meta_graph_pb2.MetaGraphDef(graph_def=caller)
     meta.collection_def["train_op"].node_list.value.append("call")
     config = config_pb2.ConfigProto()
-    config.CopyFrom(eager_context.context().config)
+    config.CopyFrom(context_config)
     config.graph_options.rewrite_options.min_graph_nodes = -1  # the caller is small
     device = device_properties_pb2.NamedDevice(name=CPU)
     device.properties.type = "CPU"

@@ -21,25 +21,15 @@ from tensorflow.python.framework import auto_control_deps_utils
 from tfdp._private.function_protos import (
     OPTIMIZED_ALREADY,
     AtomicFunction,
+    as_always,
     attr_value_pb2,
     only_calling,
 )
 from tfdp._private.names import run_independently, stop_recording
-from tfdp._private.one_call import as_conditional, is_there
+from tfdp._private.one_call import as_conditional, call_instead, is_there
 from tfdp._private.step_ops import IS_CALL
 
 __all__ = ["SharedCall"]
-
-# Operations for which TensorFlow has one kernel on CPUs, wherever they are placed.
-IN_PLACE = {
-    *("AssignAddVariableOp", "AssignSubVariableOp", "AssignVariableOp", "Const"),
-    *("ReadVariableOp", "Identity", "NoOp", "Cast", "Reshape", "Shape", "Fill"),
-    *("AddV2", "Sub", "Mul", "RealDiv", "DivNoNan", "Reciprocal", "Neg", "Square"),
-    *("Sqrt", "Rsqrt", "Pow", "Exp", "Log", "Abs", "Sign", "Maximum", "Minimum"),
-    *("Sum", "L2Loss", "Greater", "GreaterEqual", "Less", "LessEqual", "Equal"),
-    *("LogicalAnd", "LogicalNot", "LogicalOr", "IsFinite", "All", "Any", "Select"),
-    *("SelectV2", "ZerosLike", "OnesLike"),
-}
 
 
 class SharedCall:
@@ -47,16 +37,11 @@ class SharedCall:
 
     Args:
       concrete: the function, TensorFlow's concrete one.
-      optimized: what stands for it in calls.
     """
 
-    def __init__(self, concrete: Any, optimized: AtomicFunction) -> None:
+    def __init__(self, concrete: Any) -> None:
         self._type = concrete.function_type
-        self._called = optimized
-        if not _runs_in_place(optimized):
-            # A branch is made for one device as it is. What TensorFlow does to a
-            # function that it places is lost: oneDNN's convolutions are put in there.
-            self._called = only_calling(optimized, OPTIMIZED_ALREADY, concrete.graph)
+        self._plain, self._graph = concrete._inference_function, concrete.graph
         reads = auto_control_deps_utils.get_read_only_resource_input_indices_graph(
             concrete.graph
         )
@@ -64,13 +49,18 @@ class SharedCall:
         places = attr_value_pb2.AttrValue.ListValue(i=[place + 1 for place in reads])
         self._reads = attr_value_pb2.AttrValue(list=places)
 
-    def add(self, inputs: Sequence[tf.Tensor], token: tf.Tensor) -> Any:
-        """Adds a call to the graph, and returns what the function returns.
+    def add(
+        self, inputs: Sequence[tf.Tensor], token: tf.Tensor
+    ) -> tuple[Any, tf.Operation]:
+        """Adds a call to the graph, for `call_optimized`.
 
         Args:
           inputs: its arguments, and in the place of what it captured what the replica
             has.
           token: the handle of a variable of the replica.
+
+        Returns:
+          What the function returns, and the call.
         """
         condition = is_there(token)
         # TensorFlow believes that the question changes the variable.
@@ -78,19 +68,25 @@ class SharedCall:
         outputs = [(o.dtype, o.shape) for o in self._type.flat_outputs]
         # As TensorFlow's own call of a function does.
         with stop_recording():
-            call = as_conditional(self._called, inputs, outputs, condition)
+            call = as_conditional(self._plain, inputs, outputs, condition)
         # So that who reads a variable need not wait for others who do.
         call._set_attr(
             auto_control_deps_utils.READ_ONLY_RESOURCE_INPUTS_ATTR, self._reads
         )
         call._set_attr(IS_CALL, attr_value_pb2.AttrValue(b=True))
-        return self._type.pack_output(list(call.outputs))
+        return self._type.pack_output(list(call.outputs)), call
 
+    def call_optimized(
+        self, call: tf.Operation, optimized: AtomicFunction | None
+    ) -> None:
+        """Has a call call what was made of the function.
 
-def _runs_in_place(function: AtomicFunction) -> bool:
-    """Whether it does the same where TensorFlow does not place it.
-
-    To place it for each device takes longer than all else before it runs.
-    """
-    nodes = function.cached_definition.node_def
-    return all(node.op in IN_PLACE and not node.device for node in nodes)
+        Args:
+          optimized: what stands for it; None: TensorFlow optimizes it for each device.
+        """
+        # Through one more function: a branch is made for one device as it is. What
+        # TensorFlow does to a function that it places would be lost (oneDNN's
+        # convolutions are put in there), and its optimizer copies a branch for each.
+        how = as_always() if optimized is None else OPTIMIZED_ALREADY
+        called = only_calling(optimized or self._plain, how, self._graph)
+        call_instead(call, called)

@@ -19,6 +19,7 @@ from tfdp._private.function_protos import NOT_INLINED
 from tfdp._private.names import whole_of
 from tfdp._private.optimized_once import (
     CALLS_OF_FUNCTIONS,
+    begin_optimizing,
     call_optimized,
     optimized_once,
     tell_shape,
@@ -29,6 +30,7 @@ from tfdp._private.traced_alone import mark_traced_alone
 
 __all__ = [
     "AsksForItsReplica",
+    "LaterChanges",
     "TracedAlone",
     "are_alike",
     "have_one_content",
@@ -49,6 +51,31 @@ CALLS |= {"PartitionedCall": ["f"], "StatelessIf": ["then_branch", "else_branch"
 CALLS |= {"While": ["cond", "body"], "StatelessWhile": ["cond", "body"]}
 
 
+class LaterChanges:
+    """What is still to be changed in a graph when functions have been optimized.
+
+    Args:
+      graph: of a step. What is built into a graph within, such as a branch, is changed
+        at once: when the branch is built, it is as it is. None: everything is.
+    """
+
+    def __init__(self, graph: Any):
+        self._graph = graph
+        self._changes: list[Callable[[], None]] = []
+
+    def add(self, change: Callable[[], None]) -> None:
+        """Makes a change of the graph being built, by `make` at the latest."""
+        if tf.compat.v1.get_default_graph() is self._graph:
+            self._changes.append(change)
+        else:
+            change()
+
+    def make(self) -> None:
+        """Makes all changes: the graph is about to be finished."""
+        while self._changes:
+            self._changes.pop(0)()
+
+
 @dataclasses.dataclass(frozen=True)
 class TracedAlone:
     """A function that was traced for one replica, in whose place others may call it.
@@ -66,9 +93,13 @@ class TracedAlone:
     own: tuple[tf.Tensor, ...] = ()
 
     @functools.cached_property
+    def _optimizing(self) -> Any:
+        return begin_optimizing(self.function)
+
+    @functools.cached_property
     def optimized(self) -> Any:
         """What stands for it in calls; None: TensorFlow optimizes each by itself."""
-        return optimized_once(self.function)
+        return optimized_once(self.function, self._optimizing)
 
     @functools.cached_property
     def _shared_call(self) -> SharedCall | None:
@@ -76,9 +107,7 @@ class TracedAlone:
         # What is behind these a conditional does not say.
         if any(tensor.dtype in (tf.resource, tf.variant) for tensor in outputs):
             return None
-        if self.optimized is None:
-            return None
-        return SharedCall(self.function, self.optimized)
+        return SharedCall(self.function)
 
     def call(
         self,
@@ -88,6 +117,7 @@ class TracedAlone:
         *,
         looked_into: bool = True,
         is_run: bool = True,
+        changes: LaterChanges | None = None,
     ) -> Any:
         """Adds a call to the graph.
 
@@ -98,23 +128,37 @@ class TracedAlone:
           looked_into: whether TensorFlow's graph optimizer may look into the function
             at each call, which may take as long as to optimize all else.
           is_run: False for what is only looked at: nobody optimizes that.
+          changes: takes down what to do when the function is optimized; None: now.
         """
         captures = self.captures
         if rank is not None:
             captures = tuple(_of_rank(c, rank, self.own, own) for c in captures)
+        changes = changes or LaterChanges(None)
+        if is_run:
+            _ = self._optimizing  # has begun, then
         token = next((c for c in captures if c.dtype == tf.resource), None)
         is_hidden = is_run and not looked_into and token is not None
         if is_hidden and self._shared_call is not None:
-            return self._shared_call.add([*arguments, *captures], token)
+            shared = self._shared_call
+            results, call = shared.add([*arguments, *captures], token)
+            changes.add(lambda: shared.call_optimized(call, self.optimized))
+            return results
         self.function.set_external_captures(captures)
         graph = tf.compat.v1.get_default_graph()
         before = len(graph.get_operations())
         results = self.function(*arguments)
-        for operation in graph.get_operations()[before:]:
-            if is_run and operation.type in CALLS_OF_FUNCTIONS:
-                if self.optimized is not None:
-                    call_optimized(operation, self.optimized)
+        calls = [
+            operation
+            for operation in graph.get_operations()[before:]
+            if is_run and operation.type in CALLS_OF_FUNCTIONS
+        ]
+        changes.add(lambda: self._optimize(calls))
         return results
+
+    def _optimize(self, calls: Sequence[tf.Operation]) -> None:
+        for call in calls:
+            if self.optimized is not None:
+                call_optimized(call, self.optimized)
 
     def takes(
         self, arguments: Sequence[tf.Tensor], own: Sequence[tf.Tensor] = ()

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from tfdp._private import names
+from tfdp.exchange.lists_as_one import apart, as_one
 from tfdp.exchange.sparse import join_rows
 from tfdp.exchange.traffic import TrafficCount
 
@@ -262,10 +263,7 @@ class HandOver:
         self, tensors: Sequence[tf.Tensor], source: int, target: int, key: str
     ) -> None:
         with tf.device(self.devices[source]):
-            # One value that holds on to all of them: no copy.
-            together = tf.raw_ops.CompositeTensorVariantFromComponents(
-                components=list(tensors), metadata=""
-            )
+            together = as_one(tensors)
         self._send(together, source, target, key)
 
     def _receive_list(
@@ -273,12 +271,7 @@ class HandOver:
     ) -> list[tf.Tensor]:
         together = self.receive(tf.TensorSpec([], tf.variant), source, target, key)
         with tf.device(self.devices[target]):
-            tensors = tf.raw_ops.CompositeTensorVariantToComponents(
-                encoded=together, metadata="", Tcomponents=[t.dtype for t in like]
-            )
-        for tensor, other in zip(tensors, like, strict=True):
-            tensor.set_shape(other.shape)
-        return list(tensors)
+            return apart(together, like)
 
     def send(self, tensor: tf.Tensor, source: int, target: int, key: str) -> None:
         """Hands `tensor` of the replica `source` to `target`, who receives it."""

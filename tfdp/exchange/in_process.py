@@ -20,6 +20,7 @@ from tfdp._private.host_input import share_memory
 from tfdp._private.one_call import in_one_call
 from tfdp.exchange.engine import Engine, next_group_key
 from tfdp.exchange.hand_over import HandOver
+from tfdp.exchange.lists_as_one import apart, as_one
 from tfdp.exchange.shard_pieces import cut, pad_shard, whole_from_parts
 from tfdp.exchange.wire_types import check_summable
 from tfdp.plan.shards import ShardLayout
@@ -88,13 +89,15 @@ class InProcessEngine(Engine):
         roots = [self._choose_root(call, t, place) for place, t in enumerate(tensors)]
         self._hand.count_lists(tensors, roots, rank)
 
-        def sums(*given: tf.Tensor) -> list[tf.Tensor]:
+        def sums(together: tf.Tensor) -> list[tf.Tensor]:
             self._hand.touch_token(rank)
             with tf.name_scope(f"replica_{rank}/tfdp_all_reduce"):
-                return self._hand.sum_lists(given, roots, rank, f"{call}")
+                own = apart(together, tensors)
+                return self._hand.sum_lists(own, roots, rank, f"{call}")
 
         with tf.device(self.devices[rank]):
-            return in_one_call(sums, tensors, self._hand.token_of(rank))
+            # As one argument: TensorFlow looks at each of them many times.
+            return in_one_call(sums, [as_one(tensors)], self._hand.token_of(rank))
 
     @property
     def host_groups(self) -> tuple[tuple[int, ...], ...] | None:

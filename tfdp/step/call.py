@@ -36,6 +36,7 @@ from tfdp.step.own_losses import own_losses
 from tfdp.step.padding import leaves_filling_out, step_without_filling
 from tfdp.step.reductions import led_reductions
 from tfdp.step.reports import led_reports, recorded
+from tfdp.step.shared_functions import SharedFunctions
 from tfdp.step.shared_pass import by_one_graph, can_share_pass
 from tfdp.step.step_meter import StepMeter
 from tfdp.tracing.keras_steps import (
@@ -163,6 +164,7 @@ class StepCall:
         """
         arguments = (self.args, self.kwargs)
         step = as_the_caller_is(self.step)
+        shared = SharedFunctions.of(self.run)
         if not self._is_compiled:
             step = with_own_gathers(with_late_state(step, self.run), self.run)
         with (
@@ -177,6 +179,7 @@ class StepCall:
         ):
             self.step = recorded(step, self.run) if tf.executing_eagerly() else step
             yield noted
+        shared.finish()
         suspect_stored(self.run)
         suspect_counted(self.run)
 

@@ -24,6 +24,7 @@ import tensorflow as tf
 
 from tfdp._private.shared_graphs import (
     AsksForItsReplica,
+    LaterChanges,
     TracedAlone,
     are_alike,
     can_be_repeated,
@@ -53,11 +54,15 @@ def _never() -> bool:
 
 
 class SharedFunctions:
-    """The functions that the replicas of one `strategy.run` share."""
+    """The functions that the replicas of one `strategy.run` share.
+
+    Made where the graph of the step is built, and `finish`ed there.
+    """
 
     def __init__(self) -> None:
         #: Whether TensorFlow's graph optimizer looks into them at each call.
         self.looked_into = True
+        self._changes = LaterChanges(tf.compat.v1.get_default_graph())
         self._parts: dict[Any, _Part] = {}
         self._calls: dict[tuple[Any, int], int] = {}
 
@@ -68,6 +73,10 @@ class SharedFunctions:
             run.functions = cls()
         found: SharedFunctions = run.functions
         return found
+
+    def finish(self) -> None:
+        """Waits until all of them have been optimized, and has them called so."""
+        self._changes.make()
 
     def call(
         self,
@@ -91,9 +100,9 @@ class SharedFunctions:
           is_known: whether no person's code runs in `function`.
         """
         part = self._next_part(key, rank)
-        into = self.looked_into
+        how: Any = {"looked_into": self.looked_into, "changes": self._changes}
         if part.is_alike and part.first is not None and part.first.takes(arguments):
-            part.first.call(arguments, rank, looked_into=into)
+            part.first.call(arguments, rank, **how)
             return
         traced = None
         if part.first is None and not part.has_exchange and is_known():
@@ -111,9 +120,9 @@ class SharedFunctions:
             part.is_alike = are_alike(part.first, traced, rank)
             if part.is_alike:
                 # One body for TensorFlow to optimize, not two.
-                part.first.call(arguments, rank, looked_into=into)
+                part.first.call(arguments, rank, **how)
                 return
-        traced.call(arguments, looked_into=into)
+        traced.call(arguments, **how)
 
     def results_of(
         self,
@@ -146,9 +155,9 @@ class SharedFunctions:
             return None
         if part.first is not None and not part.first.takes([], own):
             return None
-        into = self.looked_into
+        how: Any = {"looked_into": self.looked_into, "changes": self._changes}
         if part.first is not None and part.is_alike:
-            return part.first.call([], rank, own, looked_into=into)
+            return part.first.call([], rank, own, **how)
         # One that is not alike is a function, too: whose results come out of one is
         # handled otherwise than whose do not, and all replicas must exchange alike.
         traced = _trace_any(function, own, device)
@@ -159,12 +168,12 @@ class SharedFunctions:
             part.first = traced
             part.is_alike = is_shown_by_one(traced, rank, common) and is_known()
             part.is_alike = part.is_alike or None
-            return traced.call([], looked_into=into)
+            return traced.call([], **how)
         if part.is_alike is None:
             part.is_alike = are_alike(part.first, traced, rank)
         if part.is_alike:
-            return part.first.call([], rank, own, looked_into=into)
-        return traced.call([], looked_into=into)
+            return part.first.call([], rank, own, **how)
+        return traced.call([], **how)
 
     def _next_part(self, key: Any, rank: int) -> _Part:
         number = self._calls.get((key, rank), 0)
