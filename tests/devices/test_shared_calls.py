@@ -118,12 +118,14 @@ def called_in(graph):
 
 def test_what_is_built_into_a_branch_calls_what_is_optimized():
     """A branch is done before the step is: later changes of its calls would be lost."""
-    variable = tf.Variable(1.0)
-    changes, begun = [], []
+    with make_strategy(2).scope():
+        whole = tf.Variable(1.0)
+    variable = whole.values[0]
+    begun = []
 
     @tf.function
     def step(number):
-        changes.append(LaterChanges(tf.compat.v1.get_default_graph()))
+        changes = LaterChanges(tf.compat.v1.get_default_graph())
 
         def body(given):
             variable.assign_add(given[0])
@@ -131,13 +133,13 @@ def test_what_is_built_into_a_branch_calls_what_is_optimized():
         traced = trace_alone(body, [number], variable.device)
 
         def call():
-            traced.call([number], looked_into=False, changes=changes[0])
+            traced.call([number], looked_into=False, changes=changes)
             return number
 
         tf.cond(number > 0.0, call, lambda: number)
         call()
         begun.extend(called_in(tf.compat.v1.get_default_graph()))
-        changes[0].make()
+        changes.make()
         return number
 
     graph = step.get_concrete_function(tf.constant(2.0)).graph

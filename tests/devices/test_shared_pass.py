@@ -12,7 +12,7 @@ import pytest
 import tensorflow as tf
 
 from tests.support.parity import make_strategy
-from tfdp.step import call, shared_functions, shared_pass
+from tfdp.step import call, shared_functions, shared_pass, shared_update
 
 pytestmark = pytest.mark.timeout(250)
 
@@ -90,6 +90,32 @@ class Branching(Counted):
         )
 
 
+class Functional(Counted):
+    """A `tf.function` of its own, which uses a weight, and is called twice."""
+
+    def build(self, shape):
+        self.scale = self.add_weight(shape=(shape[-1],), initializer="ones")
+
+    @tf.function
+    def scaled(self, inputs):
+        return self.scale * tf.nn.tanh(inputs)
+
+    def change(self, inputs):
+        return self.scaled(self.scaled(inputs))
+
+
+class Table(keras.optimizers.schedules.LearningRateSchedule):
+    """Rates by a table, which lies on the host and belongs to no replica."""
+
+    def __init__(self):
+        keys, rates = tf.constant([0, 3], tf.int64), tf.constant([0.02, 0.01])
+        pairs = tf.lookup.KeyValueTensorInitializer(keys, rates)
+        self.table = tf.lookup.StaticHashTable(pairs, 0.005)
+
+    def __call__(self, step):
+        return self.table.lookup(tf.cast(step, tf.int64))
+
+
 def layers_of(*own):
     return [
         keras.Input((FEATURES,)),
@@ -126,6 +152,10 @@ def with_branches():
     return keras.Sequential(layers_of(Branching()))
 
 
+def with_functions():
+    return keras.Sequential(layers_of(Functional()))
+
+
 def recurrent():
     return keras.Sequential(
         [
@@ -149,9 +179,13 @@ MODELS = {
     "dropout": with_dropout,
     "convolution": convolution,
     "branches": with_branches,
+    "functions": with_functions,
     "recurrent": recurrent,
     "two-outputs": two_outputs,
 }
+
+# Those with code of a person: traced for two replicas.
+OWN_CODE = ("branches", "functions", "rates-by-table")
 
 CASES = {
     **{name: (name, {}) for name in MODELS},
@@ -167,6 +201,11 @@ CASES = {
     "three-steps": ("plain", {"compile": {"steps_per_execution": 3}}),
     "stage-1": ("plain", {"shard": "optimizer"}),
     "mixed-float16": ("dropout", {"policy": "mixed_float16"}),
+    "float16-accumulated": (
+        "plain",
+        {"policy": "mixed_float16", "optimizer": {"gradient_accumulation_steps": 2}},
+    ),
+    "rates-by-table": ("plain", {"rate": Table}),
     "two-rows": ("dropout", {"rows": 11}),  # the last batch: two rows for three
     "whole-batches": ("dropout", {"rows": 18}),
 }
@@ -175,6 +214,7 @@ CASES = {
 @pytest.fixture(autouse=True)
 def of_small_models(monkeypatch):
     monkeypatch.setattr(shared_pass, "LEAST_VARIABLES", 1)
+    monkeypatch.setattr(shared_update, "LEAST_VARIABLES", 1)
     Counted.traces = 0
     for kind in Counted.__subclasses__():
         kind.traces = 0
@@ -216,7 +256,8 @@ def train(make_model, options, replicas=REPLICAS):
         strategy = make_strategy(replicas, options.get("shard", "none"))
         with strategy.scope():
             model = make_model()
-            optimizer = keras.optimizers.Adam(0.01, **options.get("optimizer", {}))
+            rate = options.get("rate", lambda: 0.01)()
+            optimizer = keras.optimizers.Adam(rate, **options.get("optimizer", {}))
             loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
             metrics = ["accuracy"]
             has_two = make_model is two_outputs
@@ -258,8 +299,7 @@ def test_a_shared_pass_is_each_replicas_own(name, shared, shown, monkeypatch):
     values, history = train(MODELS[model], options)
     assert shown
     assert all(shown)
-    # A layer of a person's own is traced twice.
-    assert len(shared) == (len(shown) if name == "branches" else 0)
+    assert len(shared) == (len(shown) if name in OWN_CODE else 0)
     assert all(shared)
     without_sharing(monkeypatch)
     own_values, own_history = train(MODELS[model], options)
@@ -294,8 +334,8 @@ def test_layers_of_keras_are_traced_for_one_replica(monkeypatch):
 
     monkeypatch.setattr(shared_functions, "trace_alone", trace_alone)
     train(plain, {"rows": 18}, replicas=4)
-    # The pass, the shares of what batch normalization stores, and their means.
-    assert len(counted) == 3
+    # The pass, the shares of what batch normalization stores, their means, the update.
+    assert len(counted) == 4
 
 
 @pytest.mark.worth_seconds(12)

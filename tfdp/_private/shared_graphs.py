@@ -16,7 +16,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdp._private.function_protos import NOT_INLINED
-from tfdp._private.names import whole_of
+from tfdp._private.names import eager_context, whole_of
 from tfdp._private.optimized_once import (
     CALLS_OF_FUNCTIONS,
     begin_optimizing,
@@ -137,7 +137,11 @@ class TracedAlone:
         if is_run:
             _ = self._optimizing  # has begun, then
         token = next((c for c in captures if c.dtype == tf.resource), None)
-        is_hidden = is_run and not looked_into and token is not None
+        # A conditional's inputs lie on one device: no tables or writers of the host.
+        is_own = all(
+            c.dtype != tf.resource or whole_of(c) is not None for c in captures
+        )
+        is_hidden = is_run and not looked_into and token is not None and is_own
         if is_hidden and self._shared_call is not None:
             shared = self._shared_call
             results, call = shared.add([*arguments, *captures], token)
@@ -187,7 +191,9 @@ def trace_alone(
     def body(*inner: tf.Tensor) -> Any:
         graph = tf.compat.v1.get_default_graph()
         mark_traced_alone(graph)
-        with tf.device(None):
+        # By the device outside of graphs TensorFlow tells for which replica it has
+        # traced a `tf.function` that is called here, and captured its variables.
+        with tf.device(None), eager_context.device(device):
             results = function(list(inner))
         # What lay on this replica's device is to lie on that of whoever calls.
         for operation in graph.get_operations():

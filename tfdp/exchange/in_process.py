@@ -89,13 +89,15 @@ class InProcessEngine(Engine):
         roots = [self._choose_root(call, t, place) for place, t in enumerate(tensors)]
         self._hand.count_lists(tensors, roots, rank)
 
+        scope = f"replica_{rank}/tfdp_all_reduce"
+
         def sums(together: tf.Tensor) -> list[tf.Tensor]:
             self._hand.touch_token(rank)
-            with tf.name_scope(f"replica_{rank}/tfdp_all_reduce"):
+            with tf.name_scope(scope):
                 own = apart(together, tensors)
                 return self._hand.sum_lists(own, roots, rank, f"{call}")
 
-        with tf.device(self.devices[rank]):
+        with tf.device(self.devices[rank]), tf.name_scope(scope):
             # As one argument: TensorFlow looks at each of them many times.
             return in_one_call(sums, [as_one(tensors)], self._hand.token_of(rank))
 

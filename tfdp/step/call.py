@@ -45,6 +45,7 @@ from tfdp.tracing.keras_steps import (
     name_of_step,
 )
 from tfdp.tracing.padded_batch import find_padded, trim_rows, without_padding
+from tfdp.tracing.row_pairs import suspect_pairs
 from tfdp.tracing.run import ReplicaRun
 from tfdp.tracing.sample_counts import sample_counts
 
@@ -180,6 +181,7 @@ class StepCall:
             self.step = recorded(step, self.run) if tf.executing_eagerly() else step
             yield noted
         shared.finish()
+        suspect_pairs(self.run)
         suspect_stored(self.run)
         suspect_counted(self.run)
 

@@ -41,6 +41,10 @@ CROSSENTROPIES = {
 }
 REDUCTIONS = {"All", "Any", "ArgMax", "ArgMin", "Max", "Mean", "Min", "Prod", "Sum"}
 FIRST_INPUT = {"BatchMatMulV2", "BiasAdd", "Cumsum"}
+FIRST_INPUT_OF_MODELS = {
+    *("AvgPool", "Conv2D", "Conv3D", "DepthwiseConv2dNative", "FusedBatchNormV3"),
+    "MaxPool",
+}
 
 
 def goes_with_rows(run: ReplicaRun, rank: Any, values: tf.Tensor) -> bool:
@@ -88,12 +92,15 @@ def goes_with_rows(run: ReplicaRun, rank: Any, values: tf.Tensor) -> bool:
     return False
 
 
-def has_rows_of(value: tf.Tensor, batch: Iterable[tf.Tensor]) -> bool:
+def has_rows_of(
+    value: tf.Tensor, batch: Iterable[tf.Tensor], *, deeply: bool = False
+) -> bool:
     """Whether the first axis of `value` is surely that of a tensor of `batch`.
 
     Args:
       value: a tensor of the graph being built, of one axis or more.
       batch: what the replica was given.
+      deeply: through what a model does, too, and not only what a loss does.
 
     Returns:
       False also when it cannot be told.
@@ -109,6 +116,8 @@ def has_rows_of(value: tf.Tensor, batch: Iterable[tf.Tensor]) -> bool:
         if tensor.shape.rank and key_of(tensor) not in seen:
             seen.add(key_of(tensor))
             todo.extend(_of_same_rows(tensor))
+            if deeply:
+                todo.extend(_of_same_rows_in_models(tensor))
     return False
 
 
@@ -131,6 +140,20 @@ def _of_same_rows(tensor: tf.Tensor) -> list[tf.Tensor]:
         return inputs[:1]
     rule = RULES.get(op.type)
     return rule(op, inputs) if rule is not None else []
+
+
+def _of_same_rows_in_models(tensor: tf.Tensor) -> list[tf.Tensor]:
+    op, inputs = tensor.op, list(tensor.op.inputs)
+    if op.type in FIRST_INPUT_OF_MODELS and tensor.value_index == 0:
+        return inputs[:1]
+    if op.type == "Reshape":  # each row flattened
+        shape, before = tf.get_static_value(inputs[1]), inputs[0].shape
+        if before.rank and before[0] is not None and tensor.shape.rank:
+            return inputs[:1] if tensor.shape[0] == before[0] else []
+        is_flat = shape is not None and shape.size and shape[0] == -1
+        is_whole = is_flat and before[1:].num_elements() == -shape.prod()
+        return inputs[:1] if is_whole else []
+    return []
 
 
 def _reduction(op: tf.Operation, inputs: list[tf.Tensor]) -> list[tf.Tensor]:
