@@ -104,6 +104,34 @@ class Functional(Counted):
         return self.scaled(self.scaled(inputs))
 
 
+class Late(Counted):
+    """Makes a variable when it is called, which all replicas do together."""
+
+    kept: list = []
+
+    def change(self, inputs):
+        if not self.kept:
+            self.kept.append(tf.Variable([1.0, 2.0], trainable=False))
+        return inputs * tf.reduce_sum(self.kept[0])
+
+
+class Counting(keras.optimizers.SGD):
+    """A `tf.function` of its own, which counts in a variable."""
+
+    def build(self, variables):
+        super().build(variables)
+        self.calls = self.add_variable((), name="calls", initializer="zeros")
+
+    @tf.function
+    def counted(self, gradient):
+        self.calls.assign_add(1.0)
+        return gradient / (self.calls + 1.0)
+
+    def update_step(self, gradient, variable, learning_rate):
+        rate = tf.cast(learning_rate, variable.dtype)
+        self.assign_sub(variable, self.counted(gradient) * rate)
+
+
 class Table(keras.optimizers.schedules.LearningRateSchedule):
     """Rates by a table, which lies on the host and belongs to no replica."""
 
@@ -257,7 +285,8 @@ def train(make_model, options, replicas=REPLICAS):
         with strategy.scope():
             model = make_model()
             rate = options.get("rate", lambda: 0.01)()
-            optimizer = keras.optimizers.Adam(rate, **options.get("optimizer", {}))
+            kind = options.get("kind", keras.optimizers.Adam)
+            optimizer = kind(rate, **options.get("optimizer", {}))
             loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
             metrics = ["accuracy"]
             has_two = make_model is two_outputs
@@ -336,6 +365,24 @@ def test_layers_of_keras_are_traced_for_one_replica(monkeypatch):
     train(plain, {"rows": 18}, replicas=4)
     # The pass, the shares of what batch normalization stores, their means, the update.
     assert len(counted) == 4
+
+
+@pytest.mark.parametrize("own", [{}, {"kind": Counting}], ids=["adam", "counting"])
+def test_what_is_made_late_or_counted_is_each_replicas(own, monkeypatch):
+    def trained():
+        Late.kept.clear()
+        made = train(lambda: keras.Sequential(layers_of(Late())), own)
+        copies = [copy.numpy().tolist() for copy in Late.kept[0].values]
+        assert copies == [[1.0, 2.0]] * REPLICAS
+        return made
+
+    values, history = trained()
+    without_sharing(monkeypatch)
+    monkeypatch.setattr(shared_update, "LEAST_VARIABLES", 1000)
+    own_values, own_history = trained()
+    for here, there in zip(values, own_values, strict=True):
+        np.testing.assert_array_equal(here, there)
+    assert history == own_history
 
 
 @pytest.mark.worth_seconds(12)

@@ -26,7 +26,7 @@ from tfdp._private.optimized_once import (
 )
 from tfdp._private.shared_calls import SharedCall
 from tfdp._private.step_ops import called_graph
-from tfdp._private.traced_alone import mark_traced_alone
+from tfdp._private.traced_alone import mark_traced_alone, refuse_variable
 
 __all__ = [
     "AsksForItsReplica",
@@ -185,7 +185,7 @@ def trace_alone(
     """`function(arguments)` as a function that does not name `device`, the replica's.
 
     Raises:
-      ExchangeInside: when replicas exchange something in it.
+      ExchangeInside: when replicas exchange something in it, or it makes a variable.
     """
 
     def body(*inner: tf.Tensor) -> Any:
@@ -193,7 +193,11 @@ def trace_alone(
         mark_traced_alone(graph)
         # By the device outside of graphs TensorFlow tells for which replica it has
         # traced a `tf.function` that is called here, and captured its variables.
-        with tf.device(None), eager_context.device(device):
+        with (
+            tf.device(None),
+            eager_context.device(device),
+            tf.variable_creator_scope(refuse_variable),
+        ):
             results = function(list(inner))
         # What lay on this replica's device is to lie on that of whoever calls.
         for operation in graph.get_operations():

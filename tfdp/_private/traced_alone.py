@@ -6,7 +6,13 @@ from typing import Any
 
 from tfdp._private.names import graphs_inside
 
-__all__ = ["ExchangeInside", "is_traced_alone", "mark_traced_alone"]
+__all__ = [
+    "ExchangeInside",
+    "VariableInside",
+    "is_traced_alone",
+    "mark_traced_alone",
+    "refuse_variable",
+]
 
 # Set on the graph of such a function while it is traced.
 MARK = "_tfdp_traced_alone"
@@ -14,6 +20,19 @@ MARK = "_tfdp_traced_alone"
 
 class ExchangeInside(Exception):
     """An exchange between replicas was about to be built into such a function."""
+
+
+class VariableInside(ExchangeInside):
+    """A variable was about to be made there: all replicas get a copy of it together."""
+
+
+def refuse_variable(next_creator: Any, **options: Any) -> Any:
+    """A variable creator for such graphs, in which nobody would initialize it.
+
+    Raises:
+      VariableInside: always.
+    """
+    raise VariableInside
 
 
 def mark_traced_alone(graph: Any) -> None:
