@@ -89,6 +89,7 @@ def fitted(strategy, loss, kind=Model):
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.worth_seconds(5)
 @pytest.mark.parametrize("loss", [by_local_mean, "mse"], ids=["local_mean", "keras"])
 def test_each_is_looked_at_once(loss):
     model, numbers = fitted(make_strategy(3), loss)
@@ -102,6 +103,7 @@ def test_each_is_looked_at_once(loss):
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.worth_seconds(2)
 @pytest.mark.parametrize("reduce", [tf.reduce_mean, tf.reduce_sum])
 def test_a_loss_of_ones_own_is_looked_at_once(reduce):
     with warnings.catch_warnings(record=True) as told:
