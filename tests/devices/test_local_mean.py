@@ -476,3 +476,79 @@ def test_a_loss_of_loss_objects_is_not_scaled_twice(eager):
     assert largest_difference(one, several) < 1e-6
     with pytest.raises(ConfigurationError, match="keras.losses.mean_squared_error"):
         fitted(make_strategy(3), True)
+
+
+def of_mean(loss):
+    return loss
+
+
+def of_shared_sum(loss):
+    return tfdp.losses.local_sum(loss / 2)
+
+
+class TwoLosses(keras.Model):
+    """Keras takes the mean of one loss; of the other one the step does."""
+
+    def __init__(self, bring, reduce=False):
+        super().__init__()
+        self.bring, self.reduce = bring, reduce
+        self.first, self.second = keras.layers.Dense(5), keras.layers.Dense(3)
+        self.other = keras.optimizers.SGD(0.05, name="other")
+
+    def call(self, x):
+        return self.first(x)
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape(persistent=True) as tape:
+            loss = self.compute_loss(x, y, self(x, training=True))
+            other = self.bring(tf.reduce_mean(tf.square(self.second(x) - 1.0)))
+        weights = self.first.trainable_variables
+        self.optimizer.apply(tape.gradient(loss, weights), weights)
+        weights = self.second.trainable_variables
+        gradients = tape.gradient(other, weights)
+        if self.reduce:
+            context = tf.distribute.get_replica_context()
+            gradients = context.all_reduce("mean", gradients)
+        self.other.apply(gradients, weights)
+        return {"loss": loss}
+
+
+def two_losses(strategy, **options):
+    data = classification_data(samples=48)
+
+    def build():
+        keras.utils.set_random_seed(3)
+        model = TwoLosses(**options)
+        model.first.build((None, 12))
+        model.second.build((None, 12))
+        model.built = True
+        model.other.build(model.second.trainable_variables)
+        return model
+
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        model, _ = train(strategy, build, data=data)
+    return model, [str(w.message) for w in told if w.category is LocalMeanWarning]
+
+
+def test_one_of_two_losses_that_is_no_share_is_noticed():
+    _, told = two_losses(make_strategy(2), bring=of_mean)
+    (message,) = set(told)
+    assert "'other'" in message
+    assert "local_mean" in message
+
+
+@pytest.mark.parametrize("bring", [tfdp.losses.local_mean, of_shared_sum])
+def test_two_losses_that_are_shares_are_exact(bring):
+    one, _ = two_losses(None, bring=of_mean)
+    several, told = two_losses(make_strategy(2), bring=bring)
+    assert told == []
+    # 6 updates with rates below 1 on gradients below 3: see parity.py.
+    assert largest_difference(one, several) < 1e-5
+
+
+def test_gradients_that_a_step_reduces_are_not_suspected():
+    one, _ = two_losses(None, bring=of_mean)
+    several, told = two_losses(make_strategy(2), bring=of_mean, reduce=True)
+    assert told == []

@@ -28,6 +28,7 @@ from tfdp.step.state_means import store_state, weighted_state
 from tfdp.tracing.assigned_terms import handles_of, passed_on
 from tfdp.tracing.current_run import current_run
 from tfdp.tracing.eager_order import sum_in_words
+from tfdp.tracing.loss_suspicions import suspect_gradients
 from tfdp.tracing.run import ReplicaRun
 
 __all__ = ["agree_finite", "largest_of_replicas", "reduce_gradients"]
@@ -72,6 +73,7 @@ def reduce_gradients(
     rank = current_rank()
     in_shards = [i for i, kind in enumerate(kinds) if kind not in WHOLE_GRADIENTS]
     refuse_own_scaling(run, rank, [gradients[i] for i in in_shards])
+    suspect_gradients(run, rank, [gradients[i] for i in whole], optimizer)
     state = run.take_local_state(rank)
     if not tf.executing_eagerly():
         # What a step has accumulated itself is a part of a sum, and no mean over rows.

@@ -150,26 +150,26 @@ class LossShares:
             elif op.type == "Const":
                 if np.any(tf.get_static_value(tensor)):
                     yield Standing.CONSTANT
-            elif op.type in QUOTIENTS and not self._is_share_made(inputs[1]):
+            elif op.type in QUOTIENTS and not self.is_share_made(inputs[1]):
                 todo.append(inputs[0])
             elif op.type == "Mul":
                 if any(map(self.is_factor, inputs)):
                     yield Standing.SHARE
                     continue
-                made = [t for t in inputs if self._is_share_made(t)]
+                made = [t for t in inputs if self.is_share_made(t)]
                 if len(made) == 1:
                     todo += made
                 else:
                     yield Standing.MIXED if made else Standing.LOCAL
-            elif op.type == "SelectV2" and not self._is_share_made(inputs[0]):
+            elif op.type == "SelectV2" and not self.is_share_made(inputs[0]):
                 todo += inputs[1:]  # 0 on a replica without rows, for one
             elif op.type in LINEAR:
                 todo += _terms_of(tensor)
             else:
-                made_of_shares = self._is_share_made(tensor)
+                made_of_shares = self.is_share_made(tensor)
                 yield Standing.MIXED if made_of_shares else Standing.LOCAL
 
-    def _is_share_made(self, value: tf.Tensor) -> bool:
+    def is_share_made(self, value: tf.Tensor) -> bool:
         """Whether any factor stands somewhere in `value`."""
         graphs = {id(factor.graph) for factor in self._factors.values()}
         # Of functions that are called: what they were given first, by argument.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -10,6 +11,7 @@ from tfdp._private.keras_models import given_losses
 from tfdp.errors import ConfigurationError
 from tfdp.tracing.keras_steps import is_stock_step, name_of_step
 from tfdp.tracing.loss_shares import LossShares, Standing, key_of
+from tfdp.tracing.own_rows import is_of_own_rows
 from tfdp.tracing.replica_invariance import outermost
 from tfdp.tracing.row_means import SELECTS, is_plain_mean, is_sum_over_rows, rows_of
 from tfdp.tracing.run import ReplicaRun, trace_of
@@ -22,6 +24,7 @@ __all__ = [
     "is_share",
     "reported_standing",
     "suspect_added_sum",
+    "suspect_gradients",
     "why_loss_seems_local",
 ]
 
@@ -85,6 +88,22 @@ def suspect_added_sum(run: ReplicaRun, rank: Any, loss: tf.Tensor) -> None:
         )
 
 
+def suspect_gradients(
+    run: ReplicaRun, rank: Any, gradients: Sequence[Any], optimizer: Any
+) -> None:
+    """Notes an optimizer that gets gradients of a loss which is no share."""
+    if run.group_size == 1 or not run.batches or trace_of(rank) != min(run.batches):
+        return
+    # Of the last one: it is the nearest to the loss.
+    parts = tf.nest.flatten(list(gradients)[-1:], expand_composites=True)
+    for part in parts[:1]:
+        if part is None or isinstance(part, tf.__internal__.EagerTensor):
+            continue
+        is_share = run.shares[trace_of(rank)].is_share_made(part)
+        if not is_share and is_of_own_rows(run.batches, trace_of(rank), part):
+            run.local_optimizers.add(str(optimizer.name))
+
+
 def is_mean_taken_by_hand(run: ReplicaRun, rank: Any, loss: tf.Tensor) -> bool:
     """Whether a term of `loss`, of a graph, is a mean over rows, and no share."""
     if loss.shape.rank != 0 or isinstance(loss, tf.__internal__.EagerTensor):
@@ -121,8 +140,16 @@ def why_loss_seems_local(model: Any, step: Any, run: ReplicaRun) -> str | None:
       A clause for a message, or None when the loss was brought to its share, or is a
       sum, so that adding the replicas' gradients is right.
     """
-    if run.group_size == 1 or name_of_step(step) != "train_step" or run.scaled_losses:
+    if run.group_size == 1 or name_of_step(step) != "train_step":
         return None
+    if run.scaled_losses:
+        names = ", ".join(sorted(map(repr, run.local_optimizers)))
+        if not names or is_stock_step(step):
+            return None
+        return (
+            "of one loss of its train_step Keras took the mean, and of another one, "
+            f"whose gradients go to the optimizer {names}, it did not"
+        )
     if not is_stock_step(step):
         if run.added_losses:
             return None

@@ -52,6 +52,8 @@ class ReplicaRun:
     hosts_are_alike: bool = False
     #: Traces (see `trace_of`) whose loss was brought to its share of the global one.
     scaled_losses: set[int] = dataclasses.field(default_factory=set)
+    #: Names of optimizers with gradients of a loss that was not.
+    local_optimizers: set[str] = dataclasses.field(default_factory=set)
     #: Traces whose loss is a mean over rows that the program took itself.
     mean_losses: set[int] = dataclasses.field(default_factory=set)
     #: By trace: which numbers are shares of the global loss already.
