@@ -55,6 +55,7 @@ APART = {
     "own with all": lambda y, p: ops.mean(
         ops.matmul(p, ops.transpose(all_rows(p))), axis=-1
     ),
+    "diagonal": lambda y, p: tf.linalg.diag_part(tf.matmul(p, p, transpose_b=True)),
     "each by itself": lambda y, p: ops.einsum("id,id->i", p, p),
     "weighted": lambda y, p: ops.sum(labels_of(y)[:, None] * p, axis=-1),
     "columns": lambda y, p: ops.sum(ops.einsum("bi,bj->bij", p, p), axis=(1, 2)),
@@ -68,14 +69,30 @@ APART = {
 }
 
 
+def two_views(y, p):
+    both = ops.normalize(ops.concatenate([p, 1.1 * p], axis=0))
+    scores = ops.matmul(both, ops.transpose(both))
+    return contrastive(scores)[: ops.shape(p)[0]]
+
+
+PAIRED["two views"] = two_views
+
+
 def encoder():
     layers = keras.layers
     x = inputs = keras.Input((12,))
     x = layers.Reshape((4, 3, 1))(x)
-    x = layers.Conv2D(4, 2, activation="relu")(x)
+    x = layers.Conv2D(4, 2, activation="relu")(layers.ZeroPadding2D((0, 1))(x))
     x = layers.MaxPooling2D((2, 1))(layers.BatchNormalization()(x))
     x = layers.Flatten()(x)
     return keras.Model(inputs, layers.Dense(5)(x))
+
+
+def of_tokens():
+    layers = keras.layers
+    x = inputs = keras.Input((12,))
+    x = layers.Dense(6, "relu")(layers.Reshape((4, 3))(x))
+    return keras.Model(inputs, layers.Dense(5)(layers.GlobalAveragePooling1D()(x)))
 
 
 def attending():
@@ -87,14 +104,14 @@ def attending():
     return keras.Model(inputs, layers.Dense(5)(x))
 
 
-def warned(loss, build, count=13, strategy=None):
+def warned(loss, build, count=13, strategy=None, batch_size=8):
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         with (strategy or make_strategy(2)).scope():
             keras.utils.set_random_seed(0)
             model = build()
             model.compile(keras.optimizers.SGD(0.01), loss)
-        model.fit(**rows(count), batch_size=8, verbose=0)
+        model.fit(**rows(count), batch_size=batch_size, verbose=0)
     return [str(w.message) for w in told if w.category is LocalMeanWarning]
 
 
@@ -113,6 +130,25 @@ def test_pairs_of_own_rows_are_told_of(name, count):
 @pytest.mark.parametrize("name", APART)
 def test_what_is_no_pair_of_own_rows_is_not(name, build):
     assert warned(APART[name], build) == []
+
+
+@pytest.mark.parametrize("count", [16, 13])
+def test_pairs_of_means_of_tokens_are_told_of(count):
+    (told,) = warned(PAIRED["transposed"], of_tokens, count)
+    assert "rows are paired" in told
+
+
+def machine():
+    inputs = keras.Input((12,))
+    hidden = keras.layers.Dense(4)(inputs)
+    squares = ops.reshape(ops.sum(hidden * hidden, 1), (-1, 1))
+    return keras.Model(inputs, keras.layers.Dense(1)(inputs) + squares)
+
+
+# With a row for each replica nothing tells rows from columns.
+@pytest.mark.parametrize("batch_size", [2, 8])
+def test_a_factorization_machine_pairs_no_rows(batch_size):
+    assert warned("mse", machine, 16, batch_size=batch_size) == []
 
 
 def test_circle_pairs_rows():

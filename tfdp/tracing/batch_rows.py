@@ -105,7 +105,9 @@ def has_rows_of(
     Returns:
       False also when it cannot be told.
     """
+    batch = list(batch)
     keys = {key_of(tensor) for tensor in batch}
+    known = next((tensor.shape[0] for tensor in batch if tensor.shape.rank), None)
     todo, seen = collections.deque([value]), set[Any]()
     while todo and len(seen) < MOST_OPS:
         tensor = outermost(todo.popleft(), lambda found: key_of(found) in keys)
@@ -117,7 +119,7 @@ def has_rows_of(
             seen.add(key_of(tensor))
             todo.extend(_of_same_rows(tensor))
             if deeply:
-                todo.extend(_of_same_rows_in_models(tensor))
+                todo.extend(_of_same_rows_in_models(tensor, known))
     return False
 
 
@@ -142,17 +144,29 @@ def _of_same_rows(tensor: tf.Tensor) -> list[tf.Tensor]:
     return rule(op, inputs) if rule is not None else []
 
 
-def _of_same_rows_in_models(tensor: tf.Tensor) -> list[tf.Tensor]:
+def _of_same_rows_in_models(tensor: tf.Tensor, rows: int | None) -> list[tf.Tensor]:
+    """The inputs along whose first axis that of `tensor` runs, row by row.
+
+    Args:
+      rows: how many the batch has, where that is known.
+    """
     op, inputs = tensor.op, list(tensor.op.inputs)
     if op.type in FIRST_INPUT_OF_MODELS and tensor.value_index == 0:
         return inputs[:1]
-    if op.type == "Reshape":  # each row flattened
-        shape, before = tf.get_static_value(inputs[1]), inputs[0].shape
-        if before.rank and before[0] is not None and tensor.shape.rank:
-            return inputs[:1] if tensor.shape[0] == before[0] else []
-        is_flat = shape is not None and shape.size and shape[0] == -1
-        is_whole = is_flat and before[1:].num_elements() == -shape.prod()
-        return inputs[:1] if is_whole else []
+    if op.type == "Reshape":  # rows flattened, or with their tokens one axis
+        before, after = inputs[0].shape, tensor.shape
+        if not before.rank or not after.rank:
+            return []
+        if before[0] is None or after[0] is None:
+            return inputs[:1] if before[0] == after[0] else []
+        return inputs[:1] if rows and after[0] % rows == 0 and after[0] else []
+    if op.type == "ConcatV2":  # two views of each row, one behind the other
+        return inputs[:-1] if tf.get_static_value(inputs[-1]) == 0 else []
+    if op.type == "Split":
+        return inputs[1:]
+    if op.type in ("Pad", "PadV2", "MirrorPad"):
+        paddings = tf.get_static_value(inputs[1])
+        return inputs[:1] if paddings is not None and not paddings[0].any() else []
     return []
 
 

@@ -24,6 +24,7 @@ BETWEEN = {
     *("AddV2", "Equal", "Greater", "GreaterEqual", "Less", "LessEqual", "LogicalAnd"),
     *("Maximum", "Minimum", "Mul", "NotEqual", "SquaredDifference", "Sub"),
 }
+DIAGONALS = {"DiagPart", "MatrixDiagPart", "MatrixDiagPartV2", "MatrixDiagPartV3"}
 PASSED_ON = {"Cast", "EnsureShape", "Identity", "StopGradient"}
 
 
@@ -33,9 +34,11 @@ def suspect_pairs(run: ReplicaRun) -> None:
         return
     # Of one replica: the others do the same, or are told of by something else.
     batch = run.batches[min(run.batches)]
+    if any(tensor.shape.rank and tensor.shape[0] == 1 for tensor in batch):
+        return  # of one row nobody can tell along which axis it stands
     rows = of_values({key_of(tensor) for tensor in batch})
     for op in _operations(tf.compat.v1.get_default_graph()):
-        pair = _pair_of(op)
+        pair = None if _is_of_each_alone(op) else _pair_of(op)
         if pair is None or not all(tensor in rows for tensor in pair):
             continue
         if all(has_rows_of(tensor, batch, deeply=True) for tensor in pair):
@@ -61,6 +64,14 @@ def _operations(graph: tf.Graph) -> Iterator[tf.Operation]:
             if op.type in MAY_CALL:
                 todo += graphs_called(op)
             yield op
+
+
+def _is_of_each_alone(op: tf.Operation) -> bool:
+    """Whether of a product of rows with rows only that of each with itself is used."""
+    if op.type not in ("Einsum", "MatMul"):
+        return False
+    used = {consumer.type for consumer in op.outputs[0].consumers()}
+    return bool(used & DIAGONALS) and used <= DIAGONALS | {"Shape", "ZerosLike"}
 
 
 def _pair_of(op: tf.Operation) -> Sequence[tf.Tensor] | None:
