@@ -42,7 +42,7 @@ CALLS_OF_FUNCTIONS = ("PartitionedCall", "StatefulPartitionedCall")
 
 CPU = "/job:localhost/replica:0/task:0/device:CPU:0"
 SUFFIX = "_optimized_once"
-# The optimizer keeps more than one core busy by itself where it can.
+# One function after the other, as before it worked beside Python.
 _one_at_a_time = threading.Lock()
 
 #: What the graph optimizer makes of a function and of those that it calls.

@@ -8,7 +8,6 @@ from tfdp._private.names import graphs_inside
 
 __all__ = [
     "ExchangeInside",
-    "VariableInside",
     "is_traced_alone",
     "mark_traced_alone",
     "refuse_variable",
@@ -19,20 +18,16 @@ MARK = "_tfdp_traced_alone"
 
 
 class ExchangeInside(Exception):
-    """An exchange between replicas was about to be built into such a function."""
-
-
-class VariableInside(ExchangeInside):
-    """A variable was about to be made there: all replicas get a copy of it together."""
+    """What replicas do together was about to be built into such a function."""
 
 
 def refuse_variable(next_creator: Any, **options: Any) -> Any:
     """A variable creator for such graphs, in which nobody would initialize it.
 
     Raises:
-      VariableInside: always.
+      ExchangeInside: always; replicas get their copies of a variable together.
     """
-    raise VariableInside
+    raise ExchangeInside
 
 
 def mark_traced_alone(graph: Any) -> None:

@@ -92,16 +92,17 @@ def suspect_gradients(
     run: ReplicaRun, rank: Any, gradients: Sequence[Any], optimizer: Any
 ) -> None:
     """Notes an optimizer that gets gradients of a loss which is no share."""
-    if run.group_size == 1 or not run.batches or trace_of(rank) != min(run.batches):
+    trace = trace_of(rank)
+    if run.group_size == 1 or not run.batches or trace != min(run.batches):
         return
     # Of the last one: it is the nearest to the loss.
     parts = tf.nest.flatten(list(gradients)[-1:], expand_composites=True)
-    for part in parts[:1]:
-        if part is None or isinstance(part, tf.__internal__.EagerTensor):
-            continue
-        is_share = run.shares[trace_of(rank)].is_share_made(part)
-        if not is_share and is_of_own_rows(run.batches, trace_of(rank), part):
-            run.local_optimizers.add(str(optimizer.name))
+    part = next(iter(parts), None)
+    if part is None or isinstance(part, tf.__internal__.EagerTensor):
+        return
+    is_share = run.shares[trace].is_share_made(part)
+    if not is_share and is_of_own_rows(run.batches, trace, part):
+        run.local_optimizers.add(str(optimizer.name))
 
 
 def is_mean_taken_by_hand(run: ReplicaRun, rank: Any, loss: tf.Tensor) -> bool:

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from tfdp._private.step_ops import MAY_CALL, graphs_called
 from tfdp.tracing.batch_rows import has_rows_of
-from tfdp.tracing.loss_shares import key_of
+from tfdp.tracing.own_rows import batch_keys
 from tfdp.tracing.replica_invariance import outermost
 from tfdp.tracing.row_means import of_values
 from tfdp.tracing.run import ReplicaRun
@@ -33,10 +33,11 @@ def suspect_pairs(run: ReplicaRun) -> None:
     if run.group_size == 1 or not run.batches or tf.executing_eagerly():
         return
     # Of one replica: the others do the same, or are told of by something else.
-    batch = run.batches[min(run.batches)]
+    trace = min(run.batches)
+    batch = run.batches[trace]
     if any(tensor.shape.rank and tensor.shape[0] == 1 for tensor in batch):
         return  # of one row nobody can tell along which axis it stands
-    rows = of_values({key_of(tensor) for tensor in batch})
+    rows = of_values(batch_keys(run.batches, trace))
     for op in _operations(tf.compat.v1.get_default_graph()):
         pair = None if _is_of_each_alone(op) else _pair_of(op)
         if pair is None or not all(tensor in rows for tensor in pair):
