@@ -47,25 +47,28 @@ def run_python(words: Sequence[str], timeout_seconds: float, **more: str) -> lis
     Raises:
       ProcessFailed: it failed or took too long.
     """
+    process = None
     with ended_together():
-        process = subprocess.Popen(
-            [sys.executable, *words],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            env={**os.environ, **more},
-            start_new_session=True,
-        )
         try:
+            with _signals_held():
+                process = subprocess.Popen(
+                    [sys.executable, *words],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    text=True,
+                    errors="replace",
+                    env={**os.environ, **more},
+                    start_new_session=True,
+                )
             output, _ = process.communicate(timeout=timeout_seconds)
         except subprocess.TimeoutExpired:
             lines = _last_lines(_end(process))
             how = f"no result within {timeout_seconds:g} s; it was stopped"
             raise ProcessFailed(how, lines, took_too_long=True) from None
         except BaseException:
-            _end(process)
+            if process is not None:
+                _end(process)
             raise
     code = process.returncode
     if code:
@@ -102,14 +105,42 @@ def ended_together() -> Iterator[None]:
             signal.signal(number, handler)
 
 
+@contextlib.contextmanager
+def _signals_held() -> Iterator[None]:
+    """Signals that come while this lasts are heard at its end.
+
+    A process that is being started runs, maybe for long on busy cores, before anybody
+    here can name it: a signal that raised then would leave it behind. They are not
+    blocked by the system, since the process would inherit that.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[int] = []
+    before = {
+        number: signal.signal(number, lambda number, _: came.append(number))
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
+        if callable(signal.getsignal(number))
+    }
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        for number in came:
+            signal.raise_signal(number)
+
+
 def _end(process: subprocess.Popen) -> str:
     """Asks a process to end, which a launcher hands on, and kills what is left."""
     process.terminate()
-    # Not until its output ends: what it has started may hold that, and stay.
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(GRACE_SECONDS)
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
+    try:
+        # Not until its output ends: what it has started may hold that, and stay.
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(GRACE_SECONDS)
+    finally:  # also when a second signal ends the wait
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
     return str(process.communicate()[0])
 
 
