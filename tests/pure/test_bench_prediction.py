@@ -22,9 +22,9 @@ from tfdp.simulator.step import Training, play_exchange
 CALL_SECONDS = 0.003  # from Python into TensorFlow and back
 # As many bytes as ResNet-50 has.
 SETS = {
-    **WITHIN_SETS.content,
-    **BETWEEN_SETS.content,
-    command.SUM_SUBJECT: (214, 478_200),
+    **{name: WITHIN_SETS.tensors(name) for name in WITHIN_SETS.names},
+    **{name: BETWEEN_SETS.tensors(name) for name in BETWEEN_SETS.names},
+    command.SUM_SUBJECT: [478_200] * 214,
 }
 ROW_RATE = 1.5e9
 CODING = {"int8": 1.5e9}
@@ -32,9 +32,8 @@ GRADIENTS = [[4 * 10**6, 5.0, "float32"], [400, 0.0, "float32"]]
 
 
 def seconds_of_sum(name, processes, replicas, machine):
-    """What the simulator says of a set of equal tensors, all there at once."""
-    count, size_bytes = SETS[name]
-    model = ModelProfile(name, (Gradient(size_bytes, 1.0),) * count)
+    """What the simulator says of a set of tensors, all there at once."""
+    model = ModelProfile(name, tuple(Gradient(each, 1.0) for each in SETS[name]))
     training = Training(
         model, Compute(1e-12, 1e-12), machine.machine(replicas), algorithm="sockets"
     )
@@ -88,12 +87,11 @@ def machine(monkeypatch):
 
 @pytest.mark.parametrize("sets", [WITHIN_SETS, BETWEEN_SETS])
 def test_the_sets_are_what_the_fit_takes_them_for(sets):
-    for name, (count, size_bytes) in sets.content.items():
-        shapes = GRADIENT_SETS[name]()
-        assert len(shapes) == count
-        assert 4 * count_parameters(shapes) == count * size_bytes
-    total = {name: count * each for name, (count, each) in sets.content.items()}
-    assert total[sets.few] == total[sets.many] < total[sets.large]
+    total = {name: sum(sets.tensors(name)) for name in sets.names}
+    assert total[sets.few] == total[sets.many] == 4 << 20
+    assert total[sets.large] == 4 * count_parameters(GRADIENT_SETS["widening"]())
+    # As many bytes as the sum that `tfdp bench prediction` predicts, but other tensors.
+    assert total[sets.large] == pytest.approx(sum(SETS[command.SUM_SUBJECT]), rel=0.05)
     assert sets.units(sets.few) < sets.units(sets.many)
 
 
@@ -101,8 +99,8 @@ def test_the_sets_are_what_the_fit_takes_them_for(sets):
 def test_a_link_is_found_again_whatever_a_call_costs(sets):
     # 1 us a unit and 1 GB/s for each of 3 times the bytes; half of 2 cores.
     times = {}
-    for name, (tensors, size_bytes) in sets.content.items():
-        taken = 1e-6 * sets.units(name) + 3 * tensors * size_bytes / 1e9
+    for name in sets.names:
+        taken = 1e-6 * sets.units(name) + 3 * sum(sets.tensors(name)) / 1e9
         times[name] = SumTimes(taken + 0.5, 0.5 * 2 * taken + 0.7)
     link = fit_link(sets, times, 3, rounds=1, cores=2)
     assert link.latency_seconds == pytest.approx(1e-6)
@@ -111,7 +109,7 @@ def test_a_link_is_found_again_whatever_a_call_costs(sets):
 
 
 def test_noise_gives_no_link_that_means_nothing():
-    times = {name: SumTimes(0.1, 9.0) for name in WITHIN_SETS.content}
+    times = {name: SumTimes(0.1, 9.0) for name in WITHIN_SETS.names}
     link = fit_link(WITHIN_SETS, times, 1, rounds=1, cores=2)
     assert link.latency_seconds > 0 and link.bytes_per_second > 0
     assert 0 <= link.compute_share <= 1

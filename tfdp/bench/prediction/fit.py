@@ -1,16 +1,17 @@
 """Latency and rate of a link from three sums. Pure.
 
 Of a few tensors, of the same bytes in more tensors, and of many bytes: 4 MB, 4 MB and
-101 MB. With t their times and u the units of each, by which a sum has its latency,
+99 MB. With t their times and u the units of each, by which a sum has its latency,
 
     seconds of a unit  c = (t of many - t of few) / (u of many - u of few)
-    bytes per second   work of (101 MB - 4 MB)
-                       / (t of 101 MB - t of 4 MB - c (u of 101 MB - u of 4 MB))
+    bytes per second   work of (99 MB - 4 MB)
+                       / (t of 99 MB - t of 4 MB - c (u of 99 MB - u of 4 MB))
 
-As many bytes as a model of some size has, in several buckets of several tensors: what
-is larger than the caches takes longer, and so does what is packed.
-Between processes a unit is a bucket: 4 MB are one, or two where tensors have 1 MB, as
-many of a large model have: what a tensor takes besides its bytes is in the rate.
+The many bytes are tensors of all sizes, as a model has them: what is larger than the
+caches takes longer, and so does what is packed, and cores share large tensors and small
+ones less evenly than equal ones.
+Between processes a unit is a bucket: 4 MB are one, or two where tensors have 1 MB: what
+a tensor takes besides its bytes is in the rate.
 Within a process nothing is packed and a unit is a tensor, of which each replica adds
 some: there are 64 at least, so that all cores add.
 What a call costs besides, from Python into TensorFlow and back, falls out of both.
@@ -19,7 +20,9 @@ What a call costs besides, from Python into TensorFlow and back, falls out of bo
 from __future__ import annotations
 
 import dataclasses
+import math
 
+from tfdp.bench.subjects.gradient_sets import FLOAT32_BYTES, GRADIENT_SETS
 from tfdp.plan.buckets import TensorInfo, plan_buckets
 from tfdp.plan.communication import Communication
 from tfdp.simulator.machine import Link
@@ -31,56 +34,44 @@ LEAST_SECONDS = 1e-7
 
 @dataclasses.dataclass(frozen=True)
 class SumSets:
-    """Three of `gradient_sets.GRADIENT_SETS`, of equal tensors each.
+    """Three of `gradient_sets.GRADIENT_SETS`.
 
     Args:
-      few, many, large: names: 4 MB in few and in many tensors, 101 MB.
-      content: by name the tensors, and the bytes of each.
+      few, many: names, of 4 MB in few and in many equal tensors.
+      large: name, of 99 MB.
       packed: whether a unit is a bucket; else it is a tensor.
     """
 
     few: str
     many: str
     large: str
-    content: dict[str, tuple[int, int]]
     packed: bool
+
+    @property
+    def names(self) -> tuple[str, str, str]:
+        """Of all three."""
+        return (self.few, self.many, self.large)
+
+    def tensors(self, name: str) -> list[int]:
+        """Of a set, the bytes of each tensor."""
+        return [FLOAT32_BYTES * math.prod(shape) for shape in GRADIENT_SETS[name]()]
 
     def units(self, name: str) -> int:
         """Of a set, as tfdp plans them by default."""
-        count, size_bytes = self.content[name]
+        tensors = self.tensors(name)
         if not self.packed:
-            return count
+            return len(tensors)
         defaults = Communication()
         plan = plan_buckets(
-            [TensorInfo(size_bytes, "float32")] * count,
+            [TensorInfo(size_bytes, "float32") for size_bytes in tensors],
             bucket_bytes=defaults.bucket_bytes,
             first_bucket_bytes=defaults.first_bucket_bytes,
         )
         return len(plan)
 
 
-BETWEEN_SETS = SumSets(
-    "equal-1x1m",
-    "equal-4x256k",
-    "equal-96x256k",
-    {
-        "equal-1x1m": (1, 1 << 22),
-        "equal-4x256k": (4, 1 << 20),
-        "equal-96x256k": (96, 1 << 20),
-    },
-    packed=True,
-)
-WITHIN_SETS = SumSets(
-    "equal-64x16k",
-    "equal-256x4k",
-    "equal-64x384k",
-    {
-        "equal-64x16k": (64, 1 << 16),
-        "equal-256x4k": (256, 1 << 14),
-        "equal-64x384k": (64, 3 << 19),
-    },
-    packed=False,
-)
+BETWEEN_SETS = SumSets("equal-1x1m", "equal-4x256k", "widening", packed=True)
+WITHIN_SETS = SumSets("equal-64x16k", "equal-256x4k", "widening", packed=False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,8 +100,8 @@ def fit_link(
       cores: that the processes may use together.
     """
     few, many, large = (times[name] for name in (sets.few, sets.many, sets.large))
-    sizes = {name: count * each for name, (count, each) in sets.content.items()}
-    units = {name: sets.units(name) for name in sizes}
+    sizes = {name: sum(sets.tensors(name)) for name in sets.names}
+    units = {name: sets.units(name) for name in sets.names}
     more_units = units[sets.many] - units[sets.few]
     unit_seconds = max((many.seconds - few.seconds) / more_units, LEAST_SECONDS)
     longer = max(large.seconds - few.seconds, LEAST_SECONDS)

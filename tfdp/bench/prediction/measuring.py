@@ -159,7 +159,7 @@ def sums_for_link(place: Place, repeats: int, quick: bool) -> list[tuple[str, Re
     """The arms that `link_of` needs the figures of."""
     return [
         (place.arm, place.request(SUM_CASE, name, repeats, quick))
-        for name in _sets(place).content
+        for name in _sets(place).names
     ]
 
 
@@ -177,7 +177,7 @@ def link_of(place: Place, found: Sequence[Figures], cores: int) -> Link:
             statistics.median(figures.seconds),
             statistics.median(figures.processor_seconds),
         )
-        for name, figures in zip(sets.content, found, strict=True)
+        for name, figures in zip(sets.names, found, strict=True)
     }
     if place.processes == 1:
         moved = moved_in_process(place.replicas)

@@ -43,6 +43,19 @@ def _equal(tensors: int, numbers: int) -> Callable[[], Shapes]:
     return lambda: [(numbers,)] * tensors
 
 
+def _widening() -> Shapes:
+    """126 tensors, 24,809,472 numbers: of all sizes, as those of a network are.
+
+    Blocks as transformers have them, in four widths.
+    """
+    found: Shapes = []
+    for width, blocks in ((128, 8), (256, 8), (512, 4), (1024, 1)):
+        square, wide, narrow = (width, width), (width, 4 * width), (4 * width, width)
+        block: Shapes = [square, (width,), wide, (4 * width,), narrow, (width,)]
+        found += block * blocks
+    return found
+
+
 def _bert_base() -> Shapes:
     """BERT-base, uncased: 199 tensors, 109,482,240 numbers.
 
@@ -75,7 +88,6 @@ GRADIENT_SETS: dict[str, Callable[[], Shapes]] = {
     "equal-1x1m": _equal(1, 1 << 20),
     "equal-64x16k": _equal(64, 1 << 14),
     "equal-4x256k": _equal(4, 1 << 18),
-    "equal-96x256k": _equal(96, 1 << 18),
     "equal-256x4k": _equal(256, 1 << 12),
-    "equal-64x384k": _equal(64, 3 << 17),
+    "widening": _widening,
 }
