@@ -31,14 +31,11 @@ from tfdp._private.function_protos import (
 from tfdp._private.names import eager_context
 
 __all__ = [
-    "CALLS_OF_FUNCTIONS",
     "begin_optimizing",
     "call_optimized",
     "optimized_once",
     "tell_shape",
 ]
-
-CALLS_OF_FUNCTIONS = ("PartitionedCall", "StatefulPartitionedCall")
 
 CPU = "/job:localhost/replica:0/task:0/device:CPU:0"
 SUFFIX = "_optimized_once"

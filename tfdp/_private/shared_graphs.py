@@ -18,14 +18,19 @@ import tensorflow as tf
 from tfdp._private.function_protos import NOT_INLINED
 from tfdp._private.names import eager_context, whole_of
 from tfdp._private.optimized_once import (
-    CALLS_OF_FUNCTIONS,
     begin_optimizing,
     call_optimized,
     optimized_once,
     tell_shape,
 )
 from tfdp._private.shared_calls import SharedCall
-from tfdp._private.step_ops import called_graph
+from tfdp._private.step_ops import (
+    CALLS,
+    MAY_CALL,
+    called_graph,
+    graphs_called,
+    names_called,
+)
 from tfdp._private.traced_alone import mark_traced_alone, refuse_variable
 
 __all__ = [
@@ -46,9 +51,8 @@ OF_VARIABLES = {
     *("AssignSubVariableOp", "ResourceGather", "ResourceGatherNd", "Assert"),
     *("ResourceScatterAdd", "ResourceScatterSub", "ResourceScatterUpdate"),
 }
-CALLS = {"StatefulPartitionedCall": ["f"], "If": ["then_branch", "else_branch"]}
-CALLS |= {"PartitionedCall": ["f"], "StatelessIf": ["then_branch", "else_branch"]}
-CALLS |= {"While": ["cond", "body"], "StatelessWhile": ["cond", "body"]}
+# One with `Case` that keeps something is built by each replica.
+KNOWN_CALLS = MAY_CALL.difference(("Case", "StatelessCase"))
 
 
 class LaterChanges:
@@ -154,7 +158,7 @@ class TracedAlone:
         calls = [
             operation
             for operation in graph.get_operations()[before:]
-            if is_run and operation.type in CALLS_OF_FUNCTIONS
+            if is_run and operation.type in CALLS
         ]
         changes.add(lambda: self._optimize(calls))
         return results
@@ -228,11 +232,12 @@ def can_be_repeated(traced: TracedAlone) -> bool:
 
 def _keeps_nothing(graph: Any) -> bool:
     for operation in graph.get_operations():
-        for attribute in CALLS.get(operation.type, ()):
-            inner = called_graph(operation, attribute)
-            if inner is None or not _keeps_nothing(inner):
+        if operation.type in KNOWN_CALLS:
+            inner = list(graphs_called(operation))
+            are_known = len(inner) == len(list(names_called(operation)))
+            if not are_known or not all(map(_keeps_nothing, inner)):
                 return False
-        known = operation.type in CALLS or operation.type in OF_VARIABLES
+        known = operation.type in KNOWN_CALLS or operation.type in OF_VARIABLES
         if operation.op_def.is_stateful and not known:
             return False
     return True
