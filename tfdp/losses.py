@@ -18,6 +18,7 @@ from tfdp.errors import ConfigurationError
 from tfdp.tracing.current_run import current_run
 from tfdp.tracing.loss_shares import Standing
 from tfdp.tracing.loss_suspicions import is_share
+from tfdp.tracing.replica_invariance import OWN_ROWS
 from tfdp.tracing.row_means import suspect_loss
 from tfdp.tracing.run import trace_of
 
@@ -155,7 +156,7 @@ def own_rows(values: Any, like: Any) -> Any:
 
     def part_of(value: Any) -> tf.Tensor:
         sizes = [before, rows, behind]
-        part = tf.split(value, sizes, axis=0, name="tfdp_own_rows")[1]
+        part = tf.split(value, sizes, axis=0, name=OWN_ROWS)[1]
         return tf.ensure_shape(part, length.concatenate(part.shape[1:]))
 
     return tf.nest.map_structure(part_of, values)

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from tests.support.parity import classification_data, largest_difference, make_strategy
 from tests.support.replica_steps import replica_function
-from tfdp.errors import ConfigurationError
+from tfdp.errors import ConfigurationError, LocalMeanWarning
 from tfdp.losses import all_rows, own_rows
 
 ops = keras.ops
@@ -39,6 +39,16 @@ def rank_of_row(y, p):
 def rank_in_batch(y, p):
     first = p[:, 0]
     return ops.sum(ops.cast(first[None] > first[:, None], "float32"), axis=1)
+
+
+class OwnStep(keras.Sequential):
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x, y, self(x, training=True))
+        variables = self.trainable_variables
+        self.optimizer.apply(tape.gradient(loss, variables), variables)
+        return {"loss": loss}
 
 
 class OfFunction(keras.losses.Loss):
@@ -104,6 +114,27 @@ def test_a_loss_of_each_row_is_one_devices(
     assert set(found) == {"loss", "rank", "loss_again"}
     for name, values in expected.items():
         np.testing.assert_allclose(found[name], values, rtol=1e-5, err_msg=name)
+
+
+@pytest.mark.parametrize(
+    "model_class, reduction",
+    [(keras.Sequential, "sum"), (keras.Sequential, None), (OwnStep, "sum")],
+)
+def test_a_sum_over_all_rows_is_told_of(model_class, reduction):
+    """It counts once for each replica."""
+
+    def trained(loss):
+        with make_strategy(2).scope():
+            model = model_class([keras.Input((12,)), keras.layers.Dense(5)])
+            model.compile("sgd", OfFunction(loss, reduction), jit_compile=False)
+        model.fit(*classification_data(samples=24), batch_size=12, verbose=0)
+
+    with pytest.warns(LocalMeanWarning, match="once for each replica.*own_rows"):
+        trained(of_each_row)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", LocalMeanWarning)
+        trained(contrastive)
+        trained(keras.losses.sparse_categorical_crossentropy)
 
 
 @pytest.mark.parametrize(

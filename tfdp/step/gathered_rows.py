@@ -20,6 +20,9 @@ from tfdp.tracing.run import ReplicaRun
 
 __all__ = ["with_own_gathers"]
 
+# See `tfdp.tracing.replica_invariance.is_exchanged`.
+GATHERED = "tfdp_gathered_rows"
+
 
 def with_own_gathers(step: Callable, run: ReplicaRun) -> Callable:
     """`step`, whose `all_gather` along the first axis leaves borrowed rows out.
@@ -49,7 +52,11 @@ def _gather(
     if axis == 0:
         _refuse_filling(run, value)
         value = tf.nest.map_structure(lambda part: _own_rows(run, part), value)
-    return original(value, axis, options)
+    # Where replicas hand rows over, each one's own are in its graph as they are: by the
+    # name they are known to be among those of all.
+    return tf.nest.map_structure(
+        lambda rows: tf.identity(rows, name=GATHERED), original(value, axis, options)
+    )
 
 
 def _refuse_filling(run: ReplicaRun, value: Any) -> None:

@@ -22,6 +22,7 @@ from tfdp._private.keras_models import given_losses
 from tfdp._private.names import current_rank
 from tfdp.errors import ConfigurationError
 from tfdp.tracing.loss_shares import Standing
+from tfdp.tracing.loss_suspicions import suspect_sum_of_all
 from tfdp.tracing.run import ReplicaRun, trace_of
 
 __all__ = ["led_reductions"]
@@ -51,6 +52,7 @@ def _losses_of_rows(call: Any, run: ReplicaRun, *args: Any, **kwargs: Any) -> An
     is_rows = tf.is_tensor(losses) and losses.shape.rank != 0
     if not is_rows or tf.distribute.in_cross_replica_context():
         return losses  # of a scalar nothing says what it is
+    suspect_sum_of_all(run, current_rank(), losses)
     trace = trace_of(current_rank())
     run.scaled_losses.add(trace)
     shares = run.shares[trace]
@@ -69,6 +71,7 @@ def _of_rows_or_whole(compute: Any, run: ReplicaRun, *args: Any, **kwargs: Any) 
     loss = compute(*args, **kwargs)
     if not tf.is_tensor(loss) or not loss.shape.rank:
         return loss
+    suspect_sum_of_all(run, current_rank(), loss)
     if run.shares[trace_of(current_rank())].standing_of(loss) is Standing.LOCAL:
         return loss
     raise ConfigurationError(

@@ -11,10 +11,11 @@ from tfdp._private.keras_models import given_losses
 from tfdp.errors import ConfigurationError
 from tfdp.tracing.keras_steps import is_stock_step, name_of_step
 from tfdp.tracing.loss_shares import LossShares, Standing, key_of
-from tfdp.tracing.own_rows import is_of_own_rows
+from tfdp.tracing.own_rows import batch_keys, is_of_own_rows
 from tfdp.tracing.replica_invariance import outermost
 from tfdp.tracing.row_means import SELECTS, is_plain_mean, is_sum_over_rows, rows_of
 from tfdp.tracing.run import ReplicaRun, trace_of
+from tfdp.tracing.sums_alone import are_of_sums_alone
 
 # What a mean is followed by on its way to a loss, and is one still, or a term.
 TERMS = {"AddN", "AddV2", "Cast", "Identity", "Neg", "Reshape", "Squeeze", "Sub"}
@@ -25,6 +26,7 @@ __all__ = [
     "reported_standing",
     "suspect_added_sum",
     "suspect_gradients",
+    "suspect_sum_of_all",
     "why_loss_seems_local",
 ]
 
@@ -85,6 +87,20 @@ def suspect_added_sum(run: ReplicaRun, rank: Any, loss: tf.Tensor) -> None:
             "a layer gave add_loss what looks like a sum over its rows, which was "
             "taken for their mean. Give it the mean, or, to add the replicas' sums, "
             "tfdp.losses.local_sum(loss)"
+        )
+
+
+def suspect_sum_of_all(run: ReplicaRun, rank: Any, losses: tf.Tensor) -> None:
+    """Notes losses of rows, to be added up, that all replicas have alike."""
+    if run.group_size == 1 or isinstance(losses, tf.__internal__.EagerTensor):
+        return
+    keys = batch_keys(run.batches, trace_of(rank))
+    if keys and are_of_sums_alone([losses], keys)[0]:
+        run.suspicions.add(
+            "a loss with reduction='sum' or 'none' is made of the rows of all replicas "
+            "(tfdp.losses.all_rows): each replica has the same values, and each counts "
+            "once for each replica. Take those of this replica's rows, "
+            "tfdp.losses.own_rows(values, y)"
         )
 
 

@@ -7,11 +7,13 @@ from typing import Any
 
 import tensorflow as tf
 
-__all__ = ["is_exchanged", "is_same_on_every_replica", "outermost"]
+__all__ = ["OWN_ROWS", "is_exchanged", "is_same_on_every_replica", "outermost"]
 
 # Below a name scope that begins so, and by operations with such a name, exchanges are
 # built.
 EXCHANGE_SCOPE = "tfdp_"
+# The name of the operation by which a replica takes its own of the rows of all.
+OWN_ROWS = "own_rows_of_all"
 # Counters are a handful of ops away from their variable; give up beyond that.
 MOST_OPS = 64
 

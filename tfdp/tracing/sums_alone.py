@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from tfdp.tracing.loss_shares import key_of
 from tfdp.tracing.own_rows import SHAPES
-from tfdp.tracing.replica_invariance import is_exchanged
+from tfdp.tracing.replica_invariance import OWN_ROWS, is_exchanged
 from tfdp.tracing.ways import Ways
 
 __all__ = ["are_of_sums_alone"]
@@ -25,7 +25,8 @@ def are_of_sums_alone(values: Sequence[Any], batch: set[Any]) -> list[bool]:
     """
 
     def is_batch(tensor: tf.Tensor) -> bool:
-        return key_of(tensor) in batch
+        is_own = tensor.op.name.split("/")[-1].startswith(OWN_ROWS)
+        return is_own or key_of(tensor) in batch
 
     def is_end(tensor: tf.Tensor) -> bool:
         # How many rows there are says nothing of them.
