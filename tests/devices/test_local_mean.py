@@ -384,6 +384,66 @@ def test_what_compute_loss_adds_is_noticed_and_its_local_mean_exact(how):
     assert largest_difference(one, several) < 1e-5
 
 
+class OnlyComputeLoss(HandWritten):
+    """The example of `keras.Model.compute_loss`: no loss is compiled."""
+
+    train_step = keras.Model.train_step
+
+    def compute_loss(
+        self, x=None, y=None, y_pred=None, sample_weight=None, training=True
+    ):
+        right = tf.one_hot(tf.reshape(y, (-1,)), tf.shape(y_pred)[-1])
+        return self.state_loss(tf.square(y_pred - right))
+
+
+def train_on_compute_loss(strategy, loss, **how):
+    x, y = classification_data(samples=48)
+    with (strategy or tf.distribute.get_strategy()).scope():
+        model = hand_written(loss, OnlyComputeLoss)()
+        model.compile(keras.optimizers.SGD(0.05), **{"jit_compile": False, **how})
+    model.fit(x, y, batch_size=24, shuffle=False, verbose=0)
+    return model
+
+
+@pytest.mark.parametrize("how", [{}, {"run_eagerly": True}], ids=["graph", "eager"])
+@pytest.mark.parametrize(
+    "loss",
+    [
+        tf.reduce_mean,
+        lambda rows: 3.0 * tf.reduce_mean(rows) + tf.reduce_mean(rows**2),
+        lambda rows: tf.sqrt(tf.reduce_mean(rows)),
+        lambda rows: tf.reduce_mean(tf.reduce_sum(rows, axis=-1)),
+    ],
+    ids=["mean", "terms", "root", "mean of sums"],
+)
+def test_a_loss_that_compute_loss_takes_itself_is_noticed(loss, how):
+    """Its gradients are twice too large on two replicas."""
+    with pytest.warns(LocalMeanWarning, match="its compute_loss is its own"):
+        train_on_compute_loss(make_strategy(2), loss, **how)
+
+
+def a_sum(rows):
+    return tf.reduce_sum(rows) / 240
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda rows: tfdp.losses.local_mean(tf.reduce_mean(rows)),
+        lambda rows: tfdp.losses.local_sum(a_sum(rows)),
+        a_sum,  # seen to be one
+    ],
+    ids=["mean", "sum that is said", "sum"],
+)
+def test_a_loss_that_compute_loss_takes_itself_may_say_what_it_is(loss):
+    one = train_on_compute_loss(None, loss)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", LocalMeanWarning)
+        several = train_on_compute_loss(make_strategy(3), loss)
+    # 2 updates of 0.05 times gradients of a few units.
+    assert largest_difference(one, several) < 1e-6
+
+
 def trained_on_sequences(strategy, steps):
     """Weights after batches whose rows have other lengths, `steps` in an execution."""
 

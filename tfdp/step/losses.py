@@ -38,6 +38,7 @@ from tfdp.tracing.loss_suspicions import (
     is_mean_taken_by_hand,
     is_share,
     reported_standing,
+    seems_local,
     suspect_added_sum,
 )
 from tfdp.tracing.padded_batch import Padding
@@ -108,7 +109,10 @@ def loss_replica_count(
         else:
             run.added_losses.add(trace_of(rank))
     else:
-        reported_standing(run, rank, value, "the model's `compute_loss` returned")
+        who = "the model's `compute_loss` returned"
+        standing = reported_standing(run, rank, value, who)
+        if standing is Standing.LOCAL and seems_local(run, rank, value):
+            run.local_losses.add(trace_of(rank))
         if is_mean_taken_by_hand(run, rank, value):
             run.mean_losses.add(trace_of(rank))
         factor = _report_factor(run, rank, value, asker.f_back)

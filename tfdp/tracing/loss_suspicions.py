@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from tfdp._private.keras_models import given_losses
@@ -24,6 +25,7 @@ __all__ = [
     "is_mean_taken_by_hand",
     "is_share",
     "reported_standing",
+    "seems_local",
     "suspect_added_sum",
     "suspect_gradients",
     "suspect_sum_of_all",
@@ -150,6 +152,16 @@ def is_mean_taken_by_hand(run: ReplicaRun, rank: Any, loss: tf.Tensor) -> bool:
     return False
 
 
+def seems_local(run: ReplicaRun, rank: Any, loss: tf.Tensor) -> bool:
+    """Whether `loss`, no share, is of own rows and not seen to be a sum over them."""
+    if loss.shape.rank != 0:
+        return False
+    if isinstance(loss, tf.__internal__.EagerTensor):
+        return True  # of what it is made cannot be seen
+    is_own = is_of_own_rows(run.batches, trace_of(rank), loss)
+    return is_own and not is_sum_over_rows(loss, rows_of(run, rank))
+
+
 def why_loss_seems_local(model: Any, step: Any, run: ReplicaRun) -> str | None:
     """Why the loss of a training step may be a mean over the local batch only.
 
@@ -174,8 +186,13 @@ def why_loss_seems_local(model: Any, step: Any, run: ReplicaRun) -> str | None:
     losses = filter(None, given_losses(model))
     reductions = {getattr(loss, "reduction", "mean") for loss in losses}
     if reductions <= {"sum", "none", None}:
-        if not reductions or not run.mean_losses:
-            return None  # layers alone gave losses, or Keras took none for a number
+        if not reductions:  # layers alone give losses, or `compute_loss` makes them
+            is_own = type(model).compute_loss is not keras.Model.compute_loss
+            if is_own and run.local_losses:
+                return "its compute_loss is its own and no Keras loss took a mean in it"
+            return None
+        if not run.mean_losses:
+            return None  # Keras took none for a number
         return (
             "its loss takes a mean over all rows itself, and Keras none with "
             f"reduction={'sum' if 'sum' in reductions else 'none'!r}"

@@ -23,6 +23,7 @@ NOTES = (
     *(
         "scaled_losses",
         "mean_losses",
+        "local_losses",
         "shares",
         "added_losses",
         "suspicions",
@@ -56,6 +57,8 @@ class ReplicaRun:
     local_optimizers: set[str] = dataclasses.field(default_factory=set)
     #: Traces whose loss is a mean over rows that the program took itself.
     mean_losses: set[int] = dataclasses.field(default_factory=set)
+    #: Traces whose loss is of own rows, no share, and not seen to be a sum over them.
+    local_losses: set[int] = dataclasses.field(default_factory=set)
     #: By trace: which numbers are shares of the global loss already.
     shares: dict[int, LossShares] = dataclasses.field(
         default_factory=lambda: collections.defaultdict(LossShares)
