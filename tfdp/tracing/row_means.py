@@ -272,8 +272,11 @@ def _is_number_of_rows(divisor: tf.Tensor, total: tf.Tensor) -> bool:
     number = tf.get_static_value(divisor)
     if number is None:
         return True
-    while total.op.type in PASSING and len(total.op.inputs) == 1:
-        total = total.op.inputs[0]
+    while total.op.type in PASSING:  # perhaps times a constant
+        parts = [one for one in total.op.inputs if tf.get_static_value(one) is None]
+        if len(parts) != 1:
+            break
+        (total,) = parts
     shape = total.op.inputs[0].shape if total.op.type == "Sum" else tf.TensorShape([])
     return bool(shape.rank) and number in (shape[0], shape.num_elements())
 
