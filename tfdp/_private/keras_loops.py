@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from tfdp._private.frames import is_building_model
 
-__all__ = ["lead_loop", "watch_loop"]
+__all__ = ["begin_no_epoch_to_build", "lead_loop", "watch_loop"]
 
 InWords = Callable[[], str]
 Around = Callable[[InWords, InWords], contextlib.AbstractContextManager[None]]
@@ -57,6 +57,22 @@ def lead_loop(loop: Any, around: Around) -> None:
     vars(loop).update(
         _enumerate_iterator=counted, catch_stop_iteration=catch_stop_iteration
     )
+
+
+def begin_no_epoch_to_build(adapter: Any) -> None:
+    """Lets a data adapter begin no epoch where a model is built, as on one device.
+
+    A `keras.utils.PyDataset` is told when epochs begin. Its threads (`workers` above 1)
+    make batches from then on, and keep them for the next epoch, which then had these
+    twice, and others not at all.
+    """
+    kind = type(adapter)
+
+    def on_epoch_begin() -> None:
+        if not is_building_model():
+            kind.on_epoch_begin(adapter)
+
+    vars(adapter)["on_epoch_begin"] = on_epoch_begin
 
 
 def watch_loop(

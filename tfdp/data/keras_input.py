@@ -16,8 +16,12 @@ import tensorflow as tf
 
 from tfdp._private import frames
 from tfdp._private.host_input import HostIterator
+from tfdp._private.keras_loops import begin_no_epoch_to_build
 from tfdp._private.names import NoneTensorSpec
 from tfdp.data.unread_iterators import makes_nothing_happen
+
+# Adapters of what Python gives, of which Keras states shapes.
+OF_PYTHON = ("GeneratorDataAdapter", "PyDatasetAdapter")
 
 __all__ = ["KerasInput", "NoElement", "keras_input", "with_none"]
 
@@ -75,11 +79,13 @@ def keras_input(element_spec: Any, distributed: Any, source: tf.data.Dataset) ->
       distributed: what the strategy made of it.
       source: what was distributed.
     """
-    adapter, _ = frames.batch_size_of_caller()
+    adapter = frames.adapter_of_caller()
     if adapter is None:
         return distributed
+    begin_no_epoch_to_build(adapter)
     leaves = tf.nest.flatten(element_spec)
-    if adapter != "GeneratorDataAdapter" and not all(map(_tells_shape, leaves)):
+    is_of_python = type(adapter).__name__ in OF_PYTHON
+    if not is_of_python and not all(map(_tells_shape, leaves)):
         return distributed
     stated = [None if _is_none(leaf) else leaf for leaf in leaves]
     spec = tf.nest.pack_sequence_as(element_spec, stated)
