@@ -42,6 +42,7 @@ from tfdp.errors import ConfigurationError
 from tfdp.plan.exclusions import variable_path
 from tfdp.sharding.updates import ShardUpdates
 from tfdp.sharding.variables import ShardedVariable, shard_kind
+from tfdp.tracing.current_run import current_run
 
 __all__ = [
     "check_own_hooks",
@@ -269,7 +270,10 @@ def _update_flat(
     """
     place = variable_index(optimizer, variable)
     slots = [value for value in vars(optimizer).values() if isinstance(value, list)]
+    found = current_run()
     with contextlib.ExitStack() as stack:
+        if found is not None:
+            stack.enter_context(found[0].updating_shard())
         for slot in slots:
             state = slot[place] if place < len(slot) else None
             if state is not None and shard_kind(state) is ShardedVariable:

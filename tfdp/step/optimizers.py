@@ -43,6 +43,7 @@ from tfdp.sharding.optimizers import (
     shard_leads,
 )
 from tfdp.sharding.updates import shards_of
+from tfdp.step.drawn_updates import watch_draws
 from tfdp.step.finite_guard import update_if_finite
 from tfdp.step.held_optimizers import innermost_optimizers
 from tfdp.step.overwritten import is_overwritten, overwritten_alike
@@ -140,6 +141,7 @@ def _apply(
       original: what is done with them; None: what the optimizer's class does.
     """
     original = original or type(optimizer).apply.__get__(optimizer)
+    original = watch_draws([optimizer, *innermost_optimizers(optimizer)], run, original)
     # An optimizer that another one holds is called with what that one has reduced.
     is_given_reduced = tf.distribute.in_cross_replica_context() or run.is_updating
     if is_given_reduced:

@@ -110,6 +110,8 @@ class ReplicaRun:
     sums_own_parts: set[int] = dataclasses.field(default_factory=set)
     #: By trace: the optimizers at work, outermost first, and whether they still reduce.
     updates: dict[int, list[bool]] = dataclasses.field(default_factory=dict)
+    #: Traces in which an optimizer updates this replica's shard of something.
+    shard_updates: set[int] = dataclasses.field(default_factory=set)
     #: The replicas of this process that step together while others train apart
     #: (`tfdp.sync`); None: all replicas do.
     groups: tuple[tuple[int, ...], ...] | None = None
@@ -288,6 +290,12 @@ class ReplicaRun:
         return bool(self.updates.get(trace_of(current_rank())))
 
     @property
+    def updates_alike(self) -> bool:
+        """Whether an optimizer is at work that does the same on all replicas."""
+        is_own = self.is_local or trace_of(current_rank()) in self.shard_updates
+        return self.is_updating and not is_own
+
+    @property
     def reduces_in_update(self) -> bool:
         """Whether the optimizer at work got gradients that are not reduced yet."""
         return any(self.updates.get(trace_of(current_rank()), []))
@@ -305,6 +313,16 @@ class ReplicaRun:
             yield
         finally:
             mine.pop()
+
+    @contextlib.contextmanager
+    def updating_shard(self) -> Iterator[None]:
+        """While this lasts an optimizer updates the replica's shard of something."""
+        trace = trace_of(current_rank())
+        self.shard_updates.add(trace)
+        try:
+            yield
+        finally:
+            self.shard_updates.discard(trace)
 
     def batch_weight(self, rank: Any) -> tf.Tensor:
         """What this global batch weighs beside others of the same accumulation.

@@ -235,7 +235,8 @@ class SeedVariable(ReplicaMirroredVariable):
     Replica r reads `stored + r * SEED_STRIDE` in the first word and writes back what
     it was given minus that, so every replica draws numbers of its own while the stored
     state stays the same everywhere and goes into files as that of one device. Replica
-    0 draws what one device would.
+    0 draws what one device would, and so do all where an optimizer draws (Langevin
+    dynamics): what they add to copies of one weight has to be the same.
     """
 
     def own_offset(self) -> tf.Tensor | None:
@@ -244,6 +245,8 @@ class SeedVariable(ReplicaMirroredVariable):
         if context is None or context.strategy is not self.distribute_strategy:
             return None
         extended, rank = self.distribute_strategy.extended, current_rank()
+        if extended.current_run.updates_alike:
+            return None
         given = extended.current_run.seed_offsets.get(rank)
         if given is not None and is_traced_alone():
             return given[self.dtype]

@@ -1,0 +1,64 @@
+"""Optimizers that draw random numbers: copies of a weight must get the same ones.
+
+`keras.random` draws alike on all replicas there (`tfdp.variables.mirrored`).
+TensorFlow's own random operations are seeded by their place in the graph, which is
+another one for each replica, or by nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdp.tracing.run import ReplicaRun
+
+__all__ = ["watch_draws"]
+
+DRAWS = {
+    *("Multinomial", "ParameterizedTruncatedNormal", "RandomGamma", "RandomPoissonV2"),
+    *("RandomShuffle", "RandomStandardNormal", "RandomUniform", "RandomUniformInt"),
+    *("RngReadAndSkip", "StatefulStandardNormalV2", "StatefulTruncatedNormal"),
+    *("StatefulUniform", "StatefulUniformInt", "TruncatedNormal"),
+}
+
+
+def watch_draws(
+    optimizers: Iterable[keras.optimizers.Optimizer],
+    run: ReplicaRun,
+    update: Callable[..., Any],
+) -> Callable[..., Any]:
+    """`update`, which notes for a warning where replicas draw apart in it.
+
+    Args:
+      optimizers: who updates; of Keras' own and tfdp's is known that they draw nothing.
+      run: in which the replicas are traced.
+      update: builds the update of one replica.
+    """
+    own = [each for each in optimizers if not _is_known(type(each))]
+    if not own or run.replicas == 1 or run.is_local or tf.executing_eagerly():
+        return update
+
+    @functools.wraps(update)
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        graph = tf.compat.v1.get_default_graph()
+        before = len(graph.get_operations())
+        result = update(*args, **kwargs)
+        if any(op.type in DRAWS for op in graph.get_operations()[before:]):
+            names = ", ".join(sorted({type(each).__name__ for each in own}))
+            run.state_suspicions.add(
+                f"the optimizer {names} draws random numbers by TensorFlow, which are "
+                "others on each replica, so that the copies of the weights become "
+                "unlike. Draw with keras.random and a keras.random.SeedGenerator that "
+                "the optimizer holds: in an update all replicas draw alike by it"
+            )
+        return result
+
+    return watched
+
+
+def _is_known(kind: type) -> bool:
+    return kind.__module__.startswith(("keras.", "tfdp."))
