@@ -198,3 +198,61 @@ def test_leaves_are_not_looked_into():
     kept.function = own_function
     assert not runs_known_code([kept])
     assert runs_known_code([kept], (Kept,))
+
+
+def helped(difference):
+    return 2 * difference
+
+
+def by_helper(y, p):
+    return keras.ops.mean(helped(y - p), axis=-1)
+
+
+SOME_LAYER = keras.layers.Dense(1)
+KEPT_OUTPUTS = []
+
+
+class OwnMean(keras.metrics.Mean):
+    def update_state(self, y, p, sample_weight=None):
+        return super().update_state(by_helper(y, p), sample_weight)
+
+
+class OfSomeLayer(keras.metrics.Mean):
+    def update_state(self, y, p, sample_weight=None):
+        return super().update_state(SOME_LAYER.last)
+
+
+class OfHeldLayer(OwnMean):
+    def __init__(self):
+        super().__init__()
+        self.held = SOME_LAYER
+
+
+class OwnRate(keras.optimizers.schedules.LearningRateSchedule):
+    def __init__(self):
+        self.steps = {"first": 10}
+
+    def __call__(self, step):
+        return 0.1 / (1 + step / self.steps["first"])
+
+
+@pytest.mark.parametrize(
+    "make, works_on_given",
+    [
+        (lambda: by_helper, True),
+        (lambda: lambda y, p: by_helper(y, p), True),
+        (OwnMean, True),
+        (OwnRate, True),
+        (lambda: keras.metrics.MeanMetricWrapper(by_helper), True),
+        (lambda: lambda y, p: SOME_LAYER.last, False),
+        (lambda: lambda y, p: KEPT_OUTPUTS[0], False),
+        (lambda: lambda y, p: pytest.importorskip("numpy"), False),
+        (OfSomeLayer, False),
+        (OfHeldLayer, False),
+        (lambda: keras.metrics.MeanMetricWrapper(lambda y, p: SOME_LAYER.last), False),
+    ],
+)
+def test_own_code_may_work_on_what_it_is_given_alone(make, works_on_given):
+    made = make()
+    assert not runs_known_code([made])
+    assert runs_known_code([made], works_on_given=True) is works_on_given

@@ -50,6 +50,17 @@ class OfTrace(Counted):
         return inputs * float(self.traces)
 
 
+class Caught(Counted):
+    """Asks for the rank, and takes an error for "no replica"."""
+
+    def change(self, inputs):
+        try:
+            rank = tf.distribute.get_replica_context().replica_id_in_sync_group
+        except Exception:
+            rank = 0
+        return inputs * tf.cast(1 + rank, inputs.dtype)
+
+
 class OfTensor(Counted):
     """The rank is in the graph."""
 
@@ -387,7 +398,7 @@ def test_what_is_made_late_or_counted_is_each_replicas(own, monkeypatch):
 
 
 @pytest.mark.worth_seconds(12)
-@pytest.mark.parametrize("kind", [OfReplica, OfTensor, Exchanging])
+@pytest.mark.parametrize("kind", [OfReplica, OfTensor, Exchanging, Caught])
 def test_what_replicas_do_apart_each_does(kind, monkeypatch):
     values, history = train(lambda: keras.Sequential(layers_of(kind())), {"rows": 18})
     # The first replica once in vain.
@@ -397,6 +408,51 @@ def test_what_replicas_do_apart_each_does(kind, monkeypatch):
     for here, there in zip(values, own, strict=True):
         np.testing.assert_array_equal(here, there)
     assert history == own_history
+
+
+class Kept(Counted):
+    """Leaves a tensor behind."""
+
+    def change(self, inputs):
+        self.mean = tf.reduce_mean(inputs)
+        return inputs
+
+
+def own_metric(y, p):
+    return tf.reduce_mean(p, axis=-1)
+
+
+@pytest.mark.parametrize("asks", ["a metric", "an optimizer", "the model", "nobody"])
+def test_what_a_layer_leaves_may_be_asked_for_behind_the_pass(asks, shown):
+    """A tensor of a function that replicas share is out of reach."""
+    layer = Kept()
+
+    class OfLayer(keras.metrics.Mean):
+        def update_state(self, y, p, sample_weight=None):
+            return super().update_state(layer.mean)
+
+    class ByLayer(keras.optimizers.SGD):
+        def update_step(self, gradient, variable, learning_rate):
+            super().update_step(gradient * layer.mean, variable, learning_rate)
+
+    with make_strategy(REPLICAS).scope():
+        model = keras.Sequential(layers_of(layer))
+        metrics = [OfLayer("asked") if asks == "a metric" else own_metric]
+        metrics = None if asks == "the model" else metrics
+        optimizer = ByLayer(0.1) if asks == "an optimizer" else "sgd"
+        model.compile(optimizer, "sparse_categorical_crossentropy", metrics=metrics)
+        if asks == "the model":
+            mean = keras.metrics.Mean("asked")
+
+            def compute_metrics(x, y, y_pred, sample_weight=None):
+                mean.update_state(layer.mean)
+                return {"asked": mean.result()}
+
+            model.compute_metrics = compute_metrics
+    inputs = np.ones((18, FEATURES), np.float32)
+    model.fit(inputs, np.zeros(18), batch_size=9, verbose=0)
+    # Functions that work on what they are given are in nobody's way.
+    assert bool(shown) == (asks == "nobody")
 
 
 def test_what_each_trace_does_otherwise_each_replica_does(monkeypatch):

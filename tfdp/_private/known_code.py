@@ -21,6 +21,7 @@ import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 
@@ -55,7 +56,11 @@ LEAVES: tuple[type, ...] = (
 
 
 def runs_known_code(
-    roots: Iterable[Any], leaves: tuple[type, ...] = (), besides: Any = None
+    roots: Iterable[Any],
+    leaves: tuple[type, ...] = (),
+    besides: Any = None,
+    *,
+    works_on_given: bool = False,
 ) -> bool:
     """Whether no person's code is held by `roots`, or by what they hold.
 
@@ -63,17 +68,26 @@ def runs_known_code(
       roots: any objects.
       leaves: types of tfdp's own whose objects nobody need look into.
       besides: an object that is not looked into, where one of them holds it.
+      works_on_given: whether a person's functions and classes will do that name nothing
+        but libraries, values and such functions, and hold no layer: that work on what
+        they are given, and on what is their own.
     """
-    todo, seen = list(roots), {id(besides): besides}
+    # With each value whether a person's code holds it.
+    todo: list[tuple[Any, bool]] = [(root, False) for root in roots]
+    seen = {(id(besides), False): besides}
     while todo:
-        value = todo.pop()
-        if type(value) in VALUES or id(value) in seen:
+        value, of_person = todo.pop()
+        if type(value) in VALUES or (id(value), of_person) in seen:
             continue
-        seen[id(value)] = value  # kept, so that nobody else gets its id
+        seen[id(value), of_person] = value  # kept, so that nobody else gets its id
+        if of_person and isinstance(value, keras.Layer):
+            return False
         held = _held_by(value, leaves)
+        if held is None and works_on_given:
+            held, of_person = _worked_on(value), True
         if held is None:
             return False
-        todo += held
+        todo += [(each, of_person) for each in held]
     return True
 
 
@@ -121,12 +135,49 @@ def _held_by_function(function: types.FunctionType) -> list[Any] | None:
     held = list(function.__defaults__ or ())
     held += (function.__kwdefaults__ or {}).values()
     held += vars(function).values()
-    for cell in function.__closure__ or ():
-        try:
-            held.append(cell.cell_contents)
-        except ValueError:
-            pass  # it is empty
+    return held + [_content_of(cell) for cell in function.__closure__ or ()]
+
+
+def _worked_on(value: Any) -> list[Any] | None:
+    """What a person's function, class or object may work on; None: not known."""
+    if isinstance(value, types.FunctionType):
+        return _named_by(value)
+    if isinstance(value, types.ModuleType):
+        return None
+    is_class = isinstance(value, type)
+    held = [] if is_class else list(getattr(value, "__dict__", {}).values())
+    for base in (value if is_class else type(value)).__mro__:
+        if _is_known(base):
+            held.append(base)
+            continue
+        for name, member in vars(base).items():
+            functions = list(_functions_of(member))
+            is_own = not (name.startswith("__") and name.endswith("__"))
+            held += functions or ([member] if is_own else [])
     return held
+
+
+def _named_by(function: types.FunctionType) -> list[Any] | None:
+    """What a person's function may work on; None: something that others may change."""
+    names: set[str] = set()
+    codes = [function.__code__]
+    for code in codes:
+        names.update(code.co_names)
+        codes += [each for each in code.co_consts if isinstance(each, types.CodeType)]
+    outside = function.__globals__
+    held = [outside[name] for name in names if name in outside]
+    held += [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+    held += vars(function).values()
+    held += [_content_of(cell) for cell in function.__closure__ or ()]
+    changing = (list, dict, set, collections.deque, keras.Layer)
+    return None if any(isinstance(each, changing) for each in held) else held
+
+
+def _content_of(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return None  # it is empty
 
 
 @functools.cache

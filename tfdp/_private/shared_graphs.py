@@ -252,11 +252,16 @@ def nobody_asks_for_the_replica() -> Iterator[None]:
     """While this lasts, who asks which replica it is meets an error.
 
     What Python decides by the answer is not seen in the graph.
+
+    Raises:
+      AsksForItsReplica: somebody has asked, also where that error was caught.
     """
     context: Any = tf.distribute.get_replica_context()
     plain = type(context)
+    asked = []
 
     def refuse(self: Any) -> Any:
+        asked.append(True)
         raise AsksForItsReplica
 
     led = {"replica_id_in_sync_group": property(refuse), "__slots__": ()}
@@ -265,6 +270,8 @@ def nobody_asks_for_the_replica() -> Iterator[None]:
         yield
     finally:
         context.__class__ = plain
+    if asked:
+        raise AsksForItsReplica
 
 
 def _places(tensors: Sequence[tf.Tensor], among: Sequence[tf.Tensor]) -> list[int]:

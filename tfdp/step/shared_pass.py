@@ -14,6 +14,7 @@ import keras
 import tensorflow as tf
 
 from tfdp._private.autograph import library_code
+from tfdp._private.keras_models import metrics_as_compiled
 from tfdp._private.known_code import runs_known_code
 from tfdp._private.names import current_rank
 from tfdp.step.keras_pass import PassResults, finish_train_step, forward_and_backward
@@ -62,14 +63,28 @@ def can_share_pass(
     optimizer = model.optimizer
     if not model.built or optimizer is None or not optimizer.built:
         return False
-    for name in ("compute_metrics", "get_metrics_result"):
-        if getattr(type(model), name) is not getattr(keras.Model, name):
-            return False  # it may ask for what the pass has left in layers
     if len(model.trainable_weights) < LEAST_VARIABLES:
         return False
     if stage > 1:
         return False  # gradients are made bucket by bucket, or weights gathered
-    return run.counts is None or len({_if_known(n) for n in run.counts}) == 1
+    if run.counts is not None and len({_if_known(n) for n in run.counts}) > 1:
+        return False
+    return not _may_ask_layers(model)
+
+
+def _may_ask_layers(model: Any) -> bool:
+    """Whether what comes behind the pass may ask for what that has left in layers.
+
+    Such tensors are of the function's graph, where nobody else can have them.
+    """
+    for name in ("compute_metrics", "get_metrics_result"):
+        own = getattr(model, name)
+        if getattr(own, "__func__", own) is not getattr(keras.Model, name):
+            return True
+    behind = [metrics_as_compiled(model), model.optimizer]
+    return not runs_known_code(
+        behind, (ReplicaRun,), besides=model, works_on_given=True
+    )
 
 
 def _runs_known_code(model: keras.Model) -> bool:
