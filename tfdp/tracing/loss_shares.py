@@ -39,6 +39,8 @@ LINEAR = {
 QUOTIENTS = {"RealDiv", "DivNoNan", "Div"}
 # Their other inputs are axes and shapes.
 FIRST_INPUT_ONLY = {"EnsureShape", "ExpandDims", "Mean", "Reshape", "Sum"}
+# The name scope of what TensorFlow's tapes build.
+GRADIENT_SCOPE = "gradient_tape"
 
 
 class Standing(enum.Enum):
@@ -63,7 +65,8 @@ class LossShares:
     def __init__(self) -> None:
         self._factors: dict[Any, tf.Tensor] = {}
         self._reports: dict[Any, tf.Tensor] = {}
-        self._free: set[Any] = set()
+        # Made of no factor: by ways through gradients, and by others only.
+        self._free: dict[bool, set[Any]] = {True: set(), False: set()}
         # Records what is made of the factors, in eager mode.
         self._tape: tf.GradientTape | None = None
         self._is_recording = False
@@ -150,27 +153,35 @@ class LossShares:
             elif op.type == "Const":
                 if np.any(tf.get_static_value(tensor)):
                     yield Standing.CONSTANT
-            elif op.type in QUOTIENTS and not self.is_share_made(inputs[1]):
+            elif op.type in QUOTIENTS and not self._is_made(inputs[1]):
                 todo.append(inputs[0])
             elif op.type == "Mul":
                 if any(map(self.is_factor, inputs)):
                     yield Standing.SHARE
                     continue
-                made = [t for t in inputs if self.is_share_made(t)]
+                made = [t for t in inputs if self._is_made(t)]
                 if len(made) == 1:
                     todo += made
                 else:
                     yield Standing.MIXED if made else Standing.LOCAL
-            elif op.type == "SelectV2" and not self.is_share_made(inputs[0]):
+            elif op.type == "SelectV2" and not self._is_made(inputs[0]):
                 todo += inputs[1:]  # 0 on a replica without rows, for one
             elif op.type in LINEAR:
                 todo += _terms_of(tensor)
             else:
-                made_of_shares = self.is_share_made(tensor)
+                made_of_shares = self._is_made(tensor)
                 yield Standing.MIXED if made_of_shares else Standing.LOCAL
 
-    def is_share_made(self, value: tf.Tensor) -> bool:
-        """Whether any factor stands somewhere in `value`."""
+    def is_share_made(self, value: tf.Tensor, *, by_gradients: bool = True) -> bool:
+        """Whether any factor stands somewhere in `value`.
+
+        Args:
+          value: of a graph.
+          by_gradients: also where it stands in the gradient of a loss that `value` is
+            made of, such as rows that were moved by it (adversarial training). Those
+            are no part of that loss.
+        """
+        known_free = self._free[by_gradients]
         graphs = {id(factor.graph) for factor in self._factors.values()}
         # Of functions that are called: what they were given first, by argument.
         given: dict[Any, tf.Tensor] = {}
@@ -181,7 +192,9 @@ class LossShares:
             if tensor is None or isinstance(tensor, tf.__internal__.EagerTensor):
                 continue
             key = key_of(tensor)
-            if key in seen or key in self._free or is_exchanged(tensor):
+            if key in seen or key in known_free or is_exchanged(tensor):
+                continue
+            if not by_gradients and _is_of_gradient(tensor):
                 continue
             seen.add(key)
             called = only_called(tensor.op)
@@ -205,8 +218,11 @@ class LossShares:
                 return True  # perhaps
             else:
                 todo += goes_into(tensor)
-        self._free |= visited
+        known_free |= visited
         return False
+
+    def _is_made(self, value: tf.Tensor) -> bool:
+        return self.is_share_made(value, by_gradients=False)
 
     def _is_made_of(self, value: tf.Tensor, noted: dict[Any, tf.Tensor]) -> bool:
         """Whether `value` is a product with one of `noted`, perhaps reshaped."""
@@ -257,6 +273,10 @@ def _may_hold(op: tf.Operation, graphs: Collection[int]) -> bool:
                 return True
             todo += [one for one in graph.get_operations() if one.type in MAY_CALL]
     return False
+
+
+def _is_of_gradient(tensor: tf.Tensor) -> bool:
+    return GRADIENT_SCOPE in tensor.op.name.split("/")
 
 
 def _terms_of(tensor: tf.Tensor) -> Sequence[tf.Tensor]:
