@@ -194,6 +194,9 @@ def test_the_update_of_any_optimizer_is_timed(tmp_path, build, optimizer):
     [
         ("StatefulPartitionedCall/adam/update_0/Mul_3:Mul", "update of weights"),
         ("StatefulPartitionedCall/replica_1/adam_2/Sub_28:Sub", "update of weights"),
+        # In a function that replicas share.
+        ("adam/Sub_122:Sub", "update of weights"),
+        ("adamant/MatMul:MatMul", "computing"),
         ("StatefulPartitionedCall/adam/tfdp_all_gather/concat", "gather of weights"),
         ("gradient_tape/model/adamant/MatMul:MatMul", "computing"),
     ],

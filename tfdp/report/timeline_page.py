@@ -68,9 +68,11 @@ def kind_of(name: str, optimizers: Iterable[str] = ()) -> str:
     for part, kind in EXCHANGES.items():
         if part in name:
             return kind
-    # TensorFlow numbers the scopes of one name.
+    # TensorFlow numbers the scopes of one name. In a function that replicas share the
+    # name begins with it.
     is_update = any(
-        re.search(rf"/{re.escape(optimizer)}(_\d+)?/", name) for optimizer in optimizers
+        re.search(rf"(?:^|/){re.escape(optimizer)}(_\d+)?/", name)
+        for optimizer in optimizers
     )
     return UPDATE if is_update else "computing"
 
