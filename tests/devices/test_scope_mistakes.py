@@ -1,5 +1,7 @@
 """Mistakes with scopes: one typed error that says what to move where."""
 
+import warnings
+
 import keras
 import pytest
 import tensorflow as tf
@@ -11,7 +13,7 @@ from tests.support.parity import (
     largest_difference,
     make_strategy,
 )
-from tfdp.errors import ScopeError
+from tfdp.errors import LocalStateWarning, ScopeError
 
 X, Y = classification_data(samples=24)
 
@@ -73,6 +75,29 @@ def test_compiled_outside_trains_with_that_very_optimizer(make_optimizer):
     # The metrics' variables count every replica's rows once.
     assert history["accuracy"] == [float(accuracy.result())]
     assert accuracy.count.numpy() == len(X)
+
+
+@pytest.mark.parametrize("jit_compile", [False, True])
+def test_a_dropout_made_outside_draws_as_one_made_within(jit_compile):
+    """Replicas drew from one state in turn, and XLA could not reach it."""
+
+    def trained(made_outside):
+        keras.utils.set_random_seed(1)
+        strategy = make_strategy(3)
+        dropout = keras.layers.Dropout(0.4, seed=7) if made_outside else None
+        with strategy.scope():
+            hidden, logits = dense_model().layers
+            dropout = dropout or keras.layers.Dropout(0.4, seed=7)
+            layers = [keras.Input((12,)), hidden, dropout, logits]
+            loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+            model = keras.Sequential(layers)
+            model.compile("sgd", loss, jit_compile=jit_compile)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", LocalStateWarning)
+            model.fit(X, Y, batch_size=12, shuffle=False, verbose=0)
+        return model
+
+    assert largest_difference(trained(True), trained(False)) == 0.0
 
 
 def test_a_built_optimizer_made_outside():

@@ -1,9 +1,10 @@
-"""Optimizers and metrics that were made outside of the scope, before any use.
+"""Optimizers, metrics and seeds that were made outside of the scope, before any use.
 
 `model.compile("sgd")` outside of `strategy.scope()` makes an optimizer, and metrics,
 with plain variables. Until an optimizer is built these are a counter and a rate: they
 are made anew under the strategy, within the same objects, so that what a program holds
-on to stays what trains.
+on to stays what trains. So are the states of layers' random generators, all that a
+`Dropout` holds.
 """
 
 from __future__ import annotations
@@ -14,7 +15,12 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdp._private.keras_models import given_metrics, start_anew
+from tfdp._private.keras_models import (
+    given_metrics,
+    layers_within,
+    seed_generators_of,
+    start_anew,
+)
 from tfdp._private.names import DistributedVariable, is_default_strategy
 from tfdp._private.optimizer_hooks import put_under, strategy_of
 
@@ -39,6 +45,9 @@ def adopt_state(
             strategy.extended.made_optimizers.note(part)
     for metric in _metrics(model):
         _make_anew(metric.variables, strategy)
+    for layer in layers_within(model):
+        generators = seed_generators_of(layer)
+        _make_anew([generator.state for generator in generators], strategy)
 
 
 def _is_nobodys(optimizer: keras.optimizers.Optimizer) -> bool:
