@@ -150,21 +150,28 @@ class MeasuredMachine:
     def machine_here(self, topology: Topology) -> Machine:
         """So many processes on this one machine, which share its cores.
 
-        What replicas add within a process was measured with all cores. Of several
-        processes each has one core, or its part of fewer: so does `tfdp bench`.
+        What replicas add within a process was measured with all cores, of which each
+        replica keeps one busy. Of several processes each has one core, or its part of
+        fewer: so does `tfdp bench`.
 
         Args:
           topology: `hosts` processes of `devices_per_host` replicas each.
         """
         here = self.machine(topology.devices_per_host)
+        if topology.hosts == 1:
+            return here
         measured = here.within_host
-        mine = float(self.cores)
-        if topology.hosts > 1:
-            mine = min(1.0, self.cores / topology.hosts)
-        wanted = measured.compute_share * self.cores
+        mine = min(1.0, self.cores / topology.hosts)
+        # Processor time tells too few where they wait for memory, which all processes
+        # of the machine share, too.
+        wanted = max(
+            measured.compute_share * self.cores,
+            float(min(topology.devices_per_host, self.cores)),
+        )
         within = dataclasses.replace(
             measured,
-            # With fewer cores than it kept busy it is slower, and leaves none.
+            # With fewer cores than it kept busy it is slower, and leaves none. What a
+            # tensor costs besides its bytes is waiting.
             bytes_per_second=measured.bytes_per_second / max(wanted / mine, 1.0),
             compute_share=min(wanted / mine, 1.0),
         )

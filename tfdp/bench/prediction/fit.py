@@ -1,11 +1,11 @@
 """Latency and rate of a link from three sums. Pure.
 
 Of a few tensors, of the same bytes in more tensors, and of many bytes: 4 MB, 4 MB and
-99 MB. With t their times and u the units of each, by which a sum has its latency,
+102 MB. With t their times and u the units of each, by which a sum has its latency,
 
     seconds of a unit  c = (t of many - t of few) / (u of many - u of few)
-    bytes per second   work of (99 MB - 4 MB)
-                       / (t of 99 MB - t of 4 MB - c (u of 99 MB - u of 4 MB))
+    bytes per second   work of (102 MB - 4 MB)
+                       / (t of 102 MB - t of 4 MB - c (u of 102 MB - u of 4 MB))
 
 The many bytes are tensors of all sizes, as a model has them: what is larger than the
 caches takes longer, and so does what is packed, and cores share large tensors and small
@@ -38,7 +38,7 @@ class SumSets:
 
     Args:
       few, many: names, of 4 MB in few and in many equal tensors.
-      large: name, of 99 MB.
+      large: name, of 102 MB.
       packed: whether a unit is a bucket; else it is a tensor.
     """
 
