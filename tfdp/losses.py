@@ -142,13 +142,24 @@ def own_rows(values: Any, like: Any) -> Any:
     if context is None:
         _refuse_other_lengths(values, like)
         return values
+    rank = context.replica_id_in_sync_group
+    if in_compiled_function():
+        # On TPUs replicas have as many rows, of a number that is known.
+        size = like.shape[0]
+        if size is None:
+            raise ConfigurationError(
+                "own_rows needs to know how many rows a replica has where XLA compiles "
+                "what it computes: batch with drop_remainder=True."
+            )
+        return tf.nest.map_structure(
+            lambda value: _known_part(value, rank * size, size), values
+        )
     found = current_run()
     own = True if found is None else found[0].has_own_rows(found[1])
     rows = tf.shape(like)[0]
     # A row that this replica has borrowed is not among those of all.
     own_count = rows * tf.cast(own, rows.dtype)
     counts = _gathered("own_rows", context, own_count[None])
-    rank = context.replica_id_in_sync_group
     before = tf.reduce_sum(counts[:rank]) * tf.cast(own, rows.dtype)
     # Those of others behind it; not one may be left, or missing.
     behind = tf.reduce_sum(counts) - before - rows
@@ -160,6 +171,13 @@ def own_rows(values: Any, like: Any) -> Any:
         return tf.ensure_shape(part, length.concatenate(part.shape[1:]))
 
     return tf.nest.map_structure(part_of, values)
+
+
+def _known_part(value: Any, begin: Any, size: int) -> tf.Tensor:
+    """So many rows of `value`, in what XLA compiles: by sizes that are known."""
+    rest = value.shape[1:]
+    begins = tf.stack([begin, *[0] * rest.rank])
+    return tf.slice(value, begins, [size, *rest], name=OWN_ROWS)
 
 
 def _refuse_without_rows(name: str, values: Any, instead: str) -> None:

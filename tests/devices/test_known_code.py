@@ -1,5 +1,6 @@
 """Whose code a model runs: what a person wrote is found wherever it is."""
 
+import array
 import collections
 import functools
 import itertools
@@ -228,6 +229,12 @@ class OfHeldLayer(OwnMean):
         self.held = SOME_LAYER
 
 
+class OfForeign(OwnMean):
+    def __init__(self):
+        super().__init__()
+        self.held = array.array("f")
+
+
 class OwnRate(keras.optimizers.schedules.LearningRateSchedule):
     def __init__(self):
         self.steps = {"first": 10}
@@ -249,6 +256,7 @@ class OwnRate(keras.optimizers.schedules.LearningRateSchedule):
         (lambda: lambda y, p: pytest.importorskip("numpy"), False),
         (OfSomeLayer, False),
         (OfHeldLayer, False),
+        (OfForeign, False),
         (lambda: keras.metrics.MeanMetricWrapper(lambda y, p: SOME_LAYER.last), False),
     ],
 )

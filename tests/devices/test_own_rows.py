@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from tests.support.parity import classification_data, largest_difference, make_strategy
 from tests.support.replica_steps import replica_function
+from tfdp import losses
 from tfdp.errors import ConfigurationError, LocalMeanWarning
 from tfdp.losses import all_rows, own_rows
 
@@ -202,6 +203,14 @@ def test_other_numbers_of_rows_end_a_step(rows):
 def test_what_has_no_rows_is_refused(values, like):
     with pytest.raises(ConfigurationError, match="a row for each sample"):
         own_rows(values, like)
+
+
+def test_on_a_tpu_the_part_is_one_that_xla_compiles():
+    """Not run on a TPU."""
+    compiled = tf.function(losses._known_part, jit_compile=True)
+    x = tf.reshape(tf.range(24.0), (12, 2))
+    np.testing.assert_array_equal(compiled(x, tf.constant(8), 4), x[8:])
+    np.testing.assert_array_equal(compiled(x[:, 0], tf.constant(4), 4), x[4:8, 0])
 
 
 def test_a_compiled_replica_refuses_it():

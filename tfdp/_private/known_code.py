@@ -42,6 +42,11 @@ VALUES = {type(None), bool, int, float, complex, str, bytes, type(...), slice, r
 VALUES |= {type(NotImplemented), object, np.ndarray, np.dtype}
 MANY = (list, tuple, set, frozenset, collections.deque)
 HOLDING = (*MANY, dict, types.MappingProxyType)
+# Methods of classes that are not written in Python, and not looked into.
+NOT_OF_PYTHON = (
+    *(types.MethodDescriptorType, types.ClassMethodDescriptorType),
+    *(types.BuiltinFunctionType, types.GetSetDescriptorType),
+)
 # What holds nothing that is called.
 LEAVES: tuple[type, ...] = (
     *(tf.Tensor, tf.Variable, tf.DType, tf.TensorShape, tf.TypeSpec, tf.Graph),
@@ -153,6 +158,8 @@ def _worked_on(value: Any) -> list[Any] | None:
         for name, member in vars(base).items():
             functions = list(_functions_of(member))
             is_own = not (name.startswith("__") and name.endswith("__"))
+            if is_own and isinstance(member, NOT_OF_PYTHON):
+                return None
             held += functions or ([member] if is_own else [])
     return held
 

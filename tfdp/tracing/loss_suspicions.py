@@ -68,7 +68,8 @@ def reported_standing(run: ReplicaRun, rank: Any, loss: Any, who: str) -> Standi
             "(a Keras loss took its mean) and another part is not, such as a mean that "
             "was taken by hand, a penalty on weights, or sum(self.losses). If "
             "gradients are taken of it, that part counts once for each replica: bring "
-            "it to its share with tfdp.losses.local_mean(...)"
+            "it to its share with tfdp.losses.local_mean(...), or, where it is a sum "
+            "over rows, say so with tfdp.losses.local_sum(...)"
         )
     elif standing is Standing.SHARE and shares.has_constant(loss):
         run.suspicions.add(
