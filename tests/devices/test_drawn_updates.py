@@ -47,6 +47,7 @@ def assert_copies_are_alike(model):
             np.testing.assert_array_equal(other, first)
 
 
+@pytest.mark.worth_seconds(4)
 @pytest.mark.parametrize("is_shared", [False, True], ids=["", "one graph"])
 @pytest.mark.parametrize("options", [{}, {"run_eagerly": True}], ids=["", "eager"])
 @pytest.mark.parametrize("replicas", [2, 3])

@@ -58,6 +58,7 @@ def mean_of_rows(widths):
     return model
 
 
+@pytest.mark.worth_seconds(5)
 @pytest.mark.parametrize("widths", [(2,), (2, 3)], ids=["", "widths differ"])
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("replicas", [1, 3])

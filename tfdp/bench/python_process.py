@@ -62,14 +62,12 @@ def run_python(words: Sequence[str], timeout_seconds: float, **more: str) -> lis
                     start_new_session=True,
                 )
             output, _ = process.communicate(timeout=timeout_seconds)
-        except subprocess.TimeoutExpired:
-            lines = _last_lines(_end(process))
+        except BaseException as error:
+            lines = [] if process is None else _last_lines(_end(process))
+            if not isinstance(error, subprocess.TimeoutExpired):
+                raise
             how = f"no result within {timeout_seconds:g} s; it was stopped"
             raise ProcessFailed(how, lines, took_too_long=True) from None
-        except BaseException:
-            if process is not None:
-                _end(process)
-            raise
     code = process.returncode
     if code:
         how = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
@@ -118,15 +116,15 @@ def _signals_held() -> Iterator[None]:
         return
     came: list[int] = []
     before = {
-        number: signal.signal(number, lambda number, _: came.append(number))
-        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
-        if callable(signal.getsignal(number))
+        each: signal.signal(each, lambda number, _: came.append(number))
+        for each in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
+        if callable(signal.getsignal(each))
     }
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for each, handler in before.items():
+            signal.signal(each, handler)
         for number in came:
             signal.raise_signal(number)
 
