@@ -155,7 +155,9 @@ def own_rows(values: Any, like: Any) -> Any:
             lambda value: _known_part(value, rank * size, size), values
         )
     found = current_run()
-    own = True if found is None else found[0].has_own_rows(found[1])
+    # Eager replicas gather borrowed rows as well.
+    is_led = found is not None and not tf.executing_eagerly()
+    own = found[0].has_own_rows(found[1]) if is_led else True  # type: ignore[index]
     rows = tf.shape(like)[0]
     # A row that this replica has borrowed is not among those of all.
     own_count = rows * tf.cast(own, rows.dtype)

@@ -1,4 +1,4 @@
-"""Steps that move rows, or weigh them, by the gradient of a loss: a part of no loss."""
+"""Steps that move rows by the sign of a gradient of a loss, and other such steps."""
 
 import warnings
 
@@ -42,10 +42,10 @@ class Moved(keras.Model):
         return {"loss": loss}
 
 
-def trained(strategy, change, **options):
+def trained(strategy, change, model_class=Moved, **options):
     x, y = classification_data(samples=41)
     with (strategy or tf.distribute.get_strategy()).scope():
-        model = Moved(change)
+        model = model_class(change)
         model.build((None, 12))
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         options = {"jit_compile": False, **options}
@@ -58,10 +58,12 @@ def trained(strategy, change, **options):
 
 CHANGES = {
     "sign": lambda x, gradient: x + 0.1 * tf.sign(gradient),  # FGSM
-    "direction": lambda x, gradient: x + 0.1 * tf.math.l2_normalize(gradient, -1),
     "stopped": lambda x, gradient: x + tf.stop_gradient(0.1 * tf.sign(gradient)),
+    "clipped": lambda x, gradient: tf.clip_by_value(x + tf.sign(gradient), -1.0, 1.0),
+}
+OTHERS = {
     "gradient": lambda x, gradient: x + 5.0 * gradient,
-    "mask": lambda x, gradient: x * tf.cast(tf.abs(gradient) > 1e-3, x.dtype),
+    "of all rows": lambda x, gradient: x + gradient / tf.norm(gradient),
 }
 
 
@@ -80,6 +82,35 @@ def test_rows_moved_by_a_gradient_are_one_devices(replicas, change):
     np.testing.assert_allclose(found["loss"], expected["loss"], rtol=1e-5)
 
 
+@pytest.mark.parametrize("change", OTHERS)
+def test_what_may_be_another_on_each_replica_is_refused(change):
+    with pytest.raises(ConfigurationError, match="moved by the gradient of a loss"):
+        trained(make_strategy(2), OTHERS[change])
+
+
 def test_eager_mode_cannot_tell_and_says_so():
-    with pytest.raises(ConfigurationError, match="run_eagerly=True.*without it"):
+    with pytest.raises(ConfigurationError, match="not with run_eagerly=True"):
         trained(make_strategy(2), CHANGES["sign"], run_eagerly=True)
+
+
+@pytest.mark.parametrize("move", [lambda g: 0.5 * g, tf.sign], ids=["step", "sign"])
+def test_weights_moved_by_a_gradient_are_refused(move):
+    """MAML's inner step: a replica has a part of that gradient."""
+
+    class Inner(Moved):
+        def train_step(self, data):
+            x, y = data
+            hidden, logits = self.inner.layers
+            features = hidden(x)
+            with tf.GradientTape() as outer:
+                with tf.GradientTape() as tape:
+                    loss = self.compute_loss(x, y, logits(features))
+                kernel = logits.kernel
+                moved = kernel - move(tape.gradient(loss, kernel.value))
+                loss = self.compute_loss(x, y, features @ moved)
+            variables = [kernel]
+            self.optimizer.apply(outer.gradient(loss, [kernel.value]), variables)
+            return {"loss": loss}
+
+    with pytest.raises(ConfigurationError, match="moved by the gradient of a loss"):
+        trained(make_strategy(2), None, model_class=Inner)

@@ -423,6 +423,15 @@ def test_a_loss_that_compute_loss_takes_itself_is_noticed(loss, how):
         train_on_compute_loss(make_strategy(2), loss, **how)
 
 
+def of_all_replicas(rows):
+    """How many rows there are."""
+    mine = tf.cast(tf.shape(rows)[0], rows.dtype)
+    if not tf.distribute.has_strategy():
+        return mine
+    context = tf.distribute.get_replica_context()
+    return mine if context is None else context.all_reduce("SUM", mine)
+
+
 def a_sum(rows):
     return tf.reduce_sum(rows) / 240
 
@@ -433,8 +442,9 @@ def a_sum(rows):
         lambda rows: tfdp.losses.local_mean(tf.reduce_mean(rows)),
         lambda rows: tfdp.losses.local_sum(a_sum(rows)),
         a_sum,  # seen to be one
+        lambda rows: tf.reduce_sum(rows) / (5 * of_all_replicas(rows)),
     ],
-    ids=["mean", "sum that is said", "sum"],
+    ids=["mean", "sum that is said", "sum", "sum over all rows"],
 )
 def test_a_loss_that_compute_loss_takes_itself_may_say_what_it_is(loss):
     one = train_on_compute_loss(None, loss)

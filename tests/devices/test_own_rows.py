@@ -11,7 +11,7 @@ from tests.support.parity import classification_data, largest_difference, make_s
 from tests.support.replica_steps import replica_function
 from tfdp import losses
 from tfdp.errors import ConfigurationError, LocalMeanWarning
-from tfdp.losses import all_rows, own_rows
+from tfdp.losses import all_rows, local_mean, own_rows
 
 ops = keras.ops
 
@@ -203,6 +203,56 @@ def test_other_numbers_of_rows_end_a_step(rows):
 def test_what_has_no_rows_is_refused(values, like):
     with pytest.raises(ConfigurationError, match="a row for each sample"):
         own_rows(values, like)
+
+
+@pytest.mark.parametrize("takes_own", [False, True], ids=["all", "own"])
+def test_a_step_of_ones_own_may_take_its_mean(takes_own):
+    """Gradients that come back from a gather are those of a share."""
+
+    class ByHand(OwnStep):
+        def train_step(self, data):
+            x, y = data
+            with tf.GradientTape() as tape:
+                p = self(x, training=True)
+                losses = contrastive(y, p) if takes_own else of_each_row(y, p)
+                loss = local_mean(tf.reduce_mean(losses))
+            variables = self.trainable_variables
+            self.optimizer.apply(tape.gradient(loss, variables), variables)
+            return {"loss": loss}
+
+    def of(strategy):
+        with (strategy or tf.distribute.get_strategy()).scope():
+            keras.utils.set_random_seed(3)
+            model = ByHand([keras.Input((12,)), keras.layers.Dense(5)])
+            model.compile(keras.optimizers.SGD(0.1), jit_compile=False)
+        x, y = classification_data(samples=41)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", LocalMeanWarning)
+            model.fit(x, y, batch_size=12, shuffle=False, verbose=0)
+        return model
+
+    assert largest_difference(of(None), of(make_strategy(3))) < 2e-6
+
+
+@pytest.mark.parametrize("takes_own", [False, True], ids=["all", "own"])
+def test_a_mean_that_compute_loss_takes_of_them_is_asked_about(takes_own):
+    class Own(keras.Sequential):
+        def compute_loss(
+            self, x=None, y=None, y_pred=None, sample_weight=None, training=True
+        ):
+            losses = of_each_row(y, y_pred)
+            return tf.reduce_mean(own_rows(losses, y_pred) if takes_own else losses)
+
+    with make_strategy(2).scope():
+        model = Own([keras.Input((12,)), keras.layers.Dense(5)])
+        model.compile("sgd", jit_compile=False)
+    with pytest.warns(LocalMeanWarning, match="its compute_loss is its own"):
+        model.fit(*classification_data(samples=24), batch_size=12, verbose=0)
+
+
+def test_an_eager_replica_without_rows_takes_the_borrowed_one():
+    """Eager replicas gather it as well, as docs/exactness.md says."""
+    trained(make_strategy(3), contrastive, 37, run_eagerly=True)
 
 
 def test_on_a_tpu_the_part_is_one_that_xla_compiles():

@@ -16,12 +16,10 @@ from tfdp._private.autograph import library_code
 from tfdp._private.instance_attributes import instance_attributes
 from tfdp._private.names import current_rank
 from tfdp.errors import ConfigurationError
+from tfdp.tracing.replica_invariance import GATHERED_ROWS
 from tfdp.tracing.run import ReplicaRun
 
 __all__ = ["with_own_gathers"]
-
-# See `tfdp.tracing.replica_invariance.is_exchanged`.
-GATHERED = "tfdp_gathered_rows"
 
 
 def with_own_gathers(step: Callable, run: ReplicaRun) -> Callable:
@@ -52,10 +50,9 @@ def _gather(
     if axis == 0:
         _refuse_filling(run, value)
         value = tf.nest.map_structure(lambda part: _own_rows(run, part), value)
-    # Where replicas hand rows over, each one's own are in its graph as they are: by the
-    # name they are known to be among those of all.
     return tf.nest.map_structure(
-        lambda rows: tf.identity(rows, name=GATHERED), original(value, axis, options)
+        lambda rows: tf.identity(rows, name=GATHERED_ROWS),
+        original(value, axis, options),
     )
 
 

@@ -179,18 +179,16 @@ def _is_of_shares(shares: LossShares, reducer: FrameType | None) -> bool:
             return False
     standing = shares.standing_of(values)
     if standing is Standing.MIXED:
-        is_eager = isinstance(values, tf.__internal__.EagerTensor)
-        in_eager_mode = (
-            " With run_eagerly=True so do rows that were moved by the gradient of a "
-            "loss, which cannot be told apart there: train without it."
-        )
         raise ConfigurationError(
             "The call() of a loss, or a function given as one, mixes values of single "
             "rows with the result of a Keras loss object, which is this replica's "
             "share of the global loss already and would be scaled once more. Take the "
             "function of that loss, which gives a value for each row: "
-            "keras.losses.mean_squared_error(y, p), not MeanSquaredError()(y, p)."
-            + (in_eager_mode if is_eager else "")
+            "keras.losses.mean_squared_error(y, p), not MeanSquaredError()(y, p). Or "
+            "rows, or weights, were moved by the gradient of a loss: by the sign of a "
+            "gradient by rows they may be (not with run_eagerly=True); else take the "
+            "gradient of a sum of values of rows, tf.reduce_sum("
+            "keras.losses.mean_squared_error(y, p))."
         )
     return standing is Standing.SHARE
 

@@ -177,9 +177,10 @@ class LossShares:
 
         Args:
           value: of a graph.
-          by_gradients: also where it stands in the gradient of a loss that `value` is
-            made of, such as rows that were moved by it (adversarial training). Those
-            are no part of that loss.
+          by_gradients: also where `value` is made of rows that were moved by the sign
+            of a loss' gradient (FGSM, PGD). Of a loss that is a share that is the sign
+            of the global loss' gradient, and such rows are no part of a loss. What is
+            made of a gradient otherwise may be another thing on each replica.
         """
         known_free = self._free[by_gradients]
         graphs = {id(factor.graph) for factor in self._factors.values()}
@@ -194,7 +195,7 @@ class LossShares:
             key = key_of(tensor)
             if key in seen or key in known_free or is_exchanged(tensor):
                 continue
-            if not by_gradients and _is_of_gradient(tensor):
+            if not by_gradients and _is_sign_of_gradient(tensor):
                 continue
             seen.add(key)
             called = only_called(tensor.op)
@@ -275,8 +276,21 @@ def _may_hold(op: tf.Operation, graphs: Collection[int]) -> bool:
     return False
 
 
-def _is_of_gradient(tensor: tf.Tensor) -> bool:
-    return GRADIENT_SCOPE in tensor.op.name.split("/")
+def _is_sign_of_gradient(tensor: tf.Tensor) -> bool:
+    """Whether it is the sign of a gradient by rows."""
+    if tensor.op.type != "Sign":
+        return False
+    gradient = outermost(tensor.op.inputs[0])
+    if gradient is None or isinstance(gradient, tf.__internal__.EagerTensor):
+        return False
+    if GRADIENT_SCOPE not in gradient.op.name.split("/"):
+        return False
+    # By a weight it is a part of a sum over the replicas, of the weight's shape.
+    shape = gradient.shape
+    return not shape.is_fully_defined() or not any(
+        op.type == "ReadVariableOp" and op.outputs[0].shape == shape
+        for op in gradient.graph.get_operations()
+    )
 
 
 def _terms_of(tensor: tf.Tensor) -> Sequence[tf.Tensor]:

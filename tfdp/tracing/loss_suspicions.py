@@ -11,9 +11,9 @@ import tensorflow as tf
 from tfdp._private.keras_models import given_losses
 from tfdp.errors import ConfigurationError
 from tfdp.tracing.keras_steps import is_stock_step, name_of_step
-from tfdp.tracing.loss_shares import LossShares, Standing, key_of
+from tfdp.tracing.loss_shares import LossShares, Standing, ancestors, key_of
 from tfdp.tracing.own_rows import batch_keys, is_of_own_rows
-from tfdp.tracing.replica_invariance import outermost
+from tfdp.tracing.replica_invariance import GATHERED_ROWS, is_named, outermost
 from tfdp.tracing.row_means import SELECTS, is_plain_mean, is_sum_over_rows, rows_of
 from tfdp.tracing.run import ReplicaRun, trace_of
 from tfdp.tracing.sums_alone import are_of_sums_alone
@@ -98,7 +98,7 @@ def suspect_sum_of_all(run: ReplicaRun, rank: Any, losses: tf.Tensor) -> None:
     if run.group_size == 1 or isinstance(losses, tf.__internal__.EagerTensor):
         return
     keys = batch_keys(run.batches, trace_of(rank))
-    if keys and are_of_sums_alone([losses], keys)[0]:
+    if keys and are_of_sums_alone([losses], keys, or_of_gathered=True)[0]:
         run.suspicions.add(
             "a loss with reduction='sum' or 'none' is made of the rows of all replicas "
             "(tfdp.losses.all_rows): each replica has the same values, and each counts "
@@ -154,13 +154,14 @@ def is_mean_taken_by_hand(run: ReplicaRun, rank: Any, loss: tf.Tensor) -> bool:
 
 
 def seems_local(run: ReplicaRun, rank: Any, loss: tf.Tensor) -> bool:
-    """Whether `loss`, no share, is of own rows and not seen to be a sum over them."""
+    """Whether `loss`, no share, is of rows and not seen to be a sum over own ones."""
     if loss.shape.rank != 0:
         return False
     if isinstance(loss, tf.__internal__.EagerTensor):
         return True  # of what it is made cannot be seen
-    is_own = is_of_own_rows(run.batches, trace_of(rank), loss)
-    return is_own and not is_sum_over_rows(loss, rows_of(run, rank))
+    if is_of_own_rows(run.batches, trace_of(rank), loss):
+        return not is_sum_over_rows(loss, rows_of(run, rank))
+    return any(is_named(one, GATHERED_ROWS) for one in ancestors(loss))
 
 
 def why_loss_seems_local(model: Any, step: Any, run: ReplicaRun) -> str | None:

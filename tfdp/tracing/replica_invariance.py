@@ -7,13 +7,21 @@ from typing import Any
 
 import tensorflow as tf
 
-__all__ = ["OWN_ROWS", "is_exchanged", "is_same_on_every_replica", "outermost"]
+__all__ = [
+    "GATHERED_ROWS",
+    "OWN_ROWS",
+    "is_exchanged",
+    "is_named",
+    "is_same_on_every_replica",
+    "outermost",
+]
 
 # Below a name scope that begins so, and by operations with such a name, exchanges are
 # built.
 EXCHANGE_SCOPE = "tfdp_"
-# The name of the operation by which a replica takes its own of the rows of all.
-OWN_ROWS = "own_rows_of_all"
+# The names of the operations by which a replica has the rows of all, and takes its own
+# of them. Where replicas hand rows over, those of one are in its graph as they are.
+GATHERED_ROWS, OWN_ROWS = "gathered_rows_of_all", "own_rows_of_all"
 # Counters are a handful of ops away from their variable; give up beyond that.
 MOST_OPS = 64
 
@@ -62,6 +70,11 @@ def is_exchanged(tensor: tf.Tensor) -> bool:
     """
     scopes = tensor.op.name.split("/")
     return any(scope.startswith(EXCHANGE_SCOPE) for scope in scopes)
+
+
+def is_named(tensor: tf.Tensor, name: str) -> bool:
+    """Whether `tensor` is made by an operation of that name, whatever its number."""
+    return bool(tensor.op.name.split("/")[-1].startswith(name))
 
 
 def outermost(

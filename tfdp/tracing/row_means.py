@@ -215,6 +215,11 @@ def is_sum_over_rows(loss: tf.Tensor, rows: MadeOf) -> bool:
       rows: those that the replica was given; see `of_values`.
     """
     numbered = MadeOf(rows.keys)  # a sum of ones over them is one as well
+
+    def is_of_all(divisor: tf.Tensor) -> bool:  # the rows of all replicas
+        near = itertools.islice(ancestors(divisor), MOST_NEAR)
+        return any(map(is_exchanged, near))
+
     todo, seen = [loss], set()
     while todo:
         tensor = outermost(todo.pop())
@@ -225,7 +230,7 @@ def is_sum_over_rows(loss: tf.Tensor, rows: MadeOf) -> bool:
         seen.add(key_of(tensor))
         op, inputs = tensor.op, list(tensor.op.inputs)
         if op.type in QUOTIENTS:
-            if not _is_number_of_rows(inputs[1], inputs[0]):
+            if is_of_all(inputs[1]) or not _is_number_of_rows(inputs[1], inputs[0]):
                 todo.append(inputs[0])
         elif op.type == "Sum":
             is_over_rows = 0 in (reduced_axes(inputs) or ())
