@@ -229,6 +229,13 @@ class OfHeldLayer(OwnMean):
         self.held = SOME_LAYER
 
 
+class Holder:
+    kept = None
+
+
+HOLDER = Holder()
+
+
 class OfForeign(OwnMean):
     def __init__(self):
         super().__init__()
@@ -257,6 +264,8 @@ class OwnRate(keras.optimizers.schedules.LearningRateSchedule):
         (OfSomeLayer, False),
         (OfHeldLayer, False),
         (OfForeign, False),
+        (lambda: lambda y, p: HOLDER.kept, False),
+        (lambda: lambda y, p: Holder.kept, False),
         (lambda: keras.metrics.MeanMetricWrapper(lambda y, p: SOME_LAYER.last), False),
     ],
 )

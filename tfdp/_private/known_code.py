@@ -47,6 +47,7 @@ NOT_OF_PYTHON = (
     *(types.MethodDescriptorType, types.ClassMethodDescriptorType),
     *(types.BuiltinFunctionType, types.GetSetDescriptorType),
 )
+CHANGING = (list, dict, set, collections.deque, types.SimpleNamespace)
 # What holds nothing that is called.
 LEAVES: tuple[type, ...] = (
     *(tf.Tensor, tf.Variable, tf.DType, tf.TensorShape, tf.TypeSpec, tf.Graph),
@@ -172,12 +173,20 @@ def _named_by(function: types.FunctionType) -> list[Any] | None:
         names.update(code.co_names)
         codes += [each for each in code.co_consts if isinstance(each, types.CodeType)]
     outside = function.__globals__
-    held = [outside[name] for name in names if name in outside]
-    held += [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
-    held += vars(function).values()
-    held += [_content_of(cell) for cell in function.__closure__ or ()]
-    changing = (list, dict, set, collections.deque, keras.Layer)
-    return None if any(isinstance(each, changing) for each in held) else held
+    named = {name: outside[name] for name in names if name in outside}
+    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    named |= {name: _content_of(cell) for name, cell in cells}
+    its_class = [named.pop("__class__")] if "__class__" in named else []  # for `super`
+    held = [*named.values(), *vars(function).values(), *(function.__defaults__ or ())]
+    held += (function.__kwdefaults__ or {}).values()
+    return None if any(map(_may_change, held)) else held + its_class
+
+
+def _may_change(value: Any) -> bool:
+    """Whether it may hold something else by the time that it is asked."""
+    kind = value if isinstance(value, type) else type(value)
+    is_changing = issubclass(kind, (*CHANGING, keras.Layer))
+    return is_changing or not all(map(_is_known, kind.__mro__))
 
 
 def _content_of(cell: types.CellType) -> Any:
