@@ -78,9 +78,30 @@ def test_a_draw_without_a_generator_is_alike():
     assert_copies_are_alike(model)
 
 
-def test_a_draw_by_tensorflow_is_told_of():
-    with pytest.warns(LocalStateWarning, match="ByTensorFlow draws.*SeedGenerator"):
-        train(make_strategy(2), optimizer=lambda: ByTensorFlow(0.05), epochs=1)
+class InFunction(Langevin):
+    @tf.function
+    def draw(self, shape):
+        return tf.random.normal(shape)
+
+
+class RandomRate(keras.optimizers.schedules.LearningRateSchedule):
+    def __call__(self, step):
+        return 0.05 * tf.random.uniform([])
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: ByTensorFlow(0.05),
+        lambda: InFunction(0.05),
+        lambda: keras.optimizers.SGD(RandomRate()),
+    ],
+    ids=["step", "function", "rate"],
+)
+def test_a_draw_by_tensorflow_is_told_of(make):
+    match = f"{type(make()).__name__} draws.*SeedGenerator"
+    with pytest.warns(LocalStateWarning, match=match):
+        train(make_strategy(2), optimizer=make, epochs=1)
 
 
 @pytest.mark.parametrize("shard", ["optimizer", "parameters"])

@@ -100,6 +100,16 @@ def test_a_dropout_made_outside_draws_as_one_made_within(jit_compile):
     assert largest_difference(trained(True), trained(False)) == 0.0
 
 
+def test_a_dropout_may_be_in_models_of_two_strategies():
+    dropout = keras.layers.Dropout(0.4, seed=7)
+    for replicas in (3, 2, 3):
+        with make_strategy(replicas).scope():
+            hidden, logits = dense_model().layers
+            layers = [keras.Input((12,)), hidden, dropout, logits]
+            model = compile_model(keras.Sequential(layers))
+        model.fit(X, Y, batch_size=12, verbose=0)
+
+
 def test_a_built_optimizer_made_outside():
     optimizer = keras.optimizers.SGD(0.1)
     optimizer.build(dense_model().trainable_variables)

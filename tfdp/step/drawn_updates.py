@@ -14,6 +14,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdp._private.known_code import runs_known_code
+from tfdp._private.step_ops import graphs_called
 from tfdp.tracing.run import ReplicaRun
 
 __all__ = ["watch_draws"]
@@ -34,12 +36,14 @@ def watch_draws(
     """`update`, which notes for a warning where replicas draw apart in it.
 
     Args:
-      optimizers: who updates; of Keras' own and tfdp's is known that they draw nothing.
+      optimizers: who updates; Keras' own and tfdp's draw nothing.
       run: in which the replicas are traced.
       update: builds the update of one replica.
     """
-    own = [each for each in optimizers if not _is_known(type(each))]
-    if not own or run.replicas == 1 or run.is_local or tf.executing_eagerly():
+    if run.replicas == 1 or run.is_local or tf.executing_eagerly():
+        return update
+    own = [each for each in optimizers if not runs_known_code([each], (ReplicaRun,))]
+    if not own:
         return update
 
     @functools.wraps(update)
@@ -47,7 +51,7 @@ def watch_draws(
         graph = tf.compat.v1.get_default_graph()
         before = len(graph.get_operations())
         result = update(*args, **kwargs)
-        if any(op.type in DRAWS for op in graph.get_operations()[before:]):
+        if any(map(_draws, graph.get_operations()[before:])):
             names = ", ".join(sorted({type(each).__name__ for each in own}))
             run.state_suspicions.add(
                 f"the optimizer {names} draws random numbers by TensorFlow, which are "
@@ -60,5 +64,6 @@ def watch_draws(
     return watched
 
 
-def _is_known(kind: type) -> bool:
-    return kind.__module__.startswith(("keras.", "tfdp."))
+def _draws(op: tf.Operation) -> bool:
+    within = (one for graph in graphs_called(op) for one in graph.get_operations())
+    return op.type in DRAWS or any(map(_draws, within))

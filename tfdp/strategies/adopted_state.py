@@ -46,8 +46,10 @@ def adopt_state(
     for metric in _metrics(model):
         _make_anew(metric.variables, strategy)
     for layer in layers_within(model):
-        generators = seed_generators_of(layer)
-        _make_anew([generator.state for generator in generators], strategy)
+        for generator in seed_generators_of(layer):
+            # A layer without weights may be in models of several strategies.
+            if not _is_of(generator.state, strategy):
+                _make_anew([generator.state], strategy, again=True)
 
 
 def _is_nobodys(optimizer: keras.optimizers.Optimizer) -> bool:
@@ -72,11 +74,18 @@ def _metrics(model: keras.Model) -> Iterator[keras.metrics.Metric]:
     yield from given_metrics(model)
 
 
+def _is_of(variable: keras.Variable, strategy: tf.distribute.Strategy) -> bool:
+    return getattr(variable.value, "distribute_strategy", None) is strategy
+
+
 def _make_anew(
-    variables: Iterable[keras.Variable], strategy: tf.distribute.Strategy
+    variables: Iterable[keras.Variable],
+    strategy: tf.distribute.Strategy,
+    *,
+    again: bool = False,
 ) -> None:
     for variable in variables:
-        if isinstance(variable.value, DistributedVariable):
+        if isinstance(variable.value, DistributedVariable) and not again:
             continue
         with tf.init_scope():
             value = variable.numpy()
