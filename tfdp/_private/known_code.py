@@ -86,8 +86,10 @@ def runs_known_code(
         if type(value) in VALUES or (id(value), of_person) in seen:
             continue
         seen[id(value), of_person] = value  # kept, so that nobody else gets its id
-        if of_person and isinstance(value, keras.Layer):
-            return False
+        if works_on_given and isinstance(value, keras.Layer):
+            if of_person:
+                return False
+            continue  # libraries ask it for nothing that it has left
         held = _held_by(value, leaves)
         if held is None and works_on_given:
             held, of_person = _worked_on(value), True
