@@ -15,6 +15,7 @@ import keras
 import tensorflow as tf
 
 from tfdp._private.known_code import runs_known_code
+from tfdp._private.names import current_rank
 from tfdp._private.step_ops import graphs_called
 from tfdp.tracing.run import ReplicaRun
 
@@ -42,6 +43,9 @@ def watch_draws(
     """
     if run.replicas == 1 or run.is_local or tf.executing_eagerly():
         return update
+    rank = current_rank()
+    if isinstance(rank, int) and rank != 0:
+        return update  # what one of them draws by all do
     own = [each for each in optimizers if not runs_known_code([each], (ReplicaRun,))]
     if not own:
         return update

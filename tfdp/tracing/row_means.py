@@ -215,11 +215,6 @@ def is_sum_over_rows(loss: tf.Tensor, rows: MadeOf) -> bool:
       rows: those that the replica was given; see `of_values`.
     """
     numbered = MadeOf(rows.keys)  # a sum of ones over them is one as well
-
-    def is_of_all(divisor: tf.Tensor) -> bool:  # the rows of all replicas
-        near = itertools.islice(ancestors(divisor), MOST_NEAR)
-        return any(map(is_exchanged, near))
-
     todo, seen = [loss], set()
     while todo:
         tensor = outermost(todo.pop())
@@ -230,7 +225,7 @@ def is_sum_over_rows(loss: tf.Tensor, rows: MadeOf) -> bool:
         seen.add(key_of(tensor))
         op, inputs = tensor.op, list(tensor.op.inputs)
         if op.type in QUOTIENTS:
-            if is_of_all(inputs[1]) or not _is_number_of_rows(inputs[1], inputs[0]):
+            if _is_of_all(inputs[1]) or not _is_number_of_rows(inputs[1], inputs[0]):
                 todo.append(inputs[0])
         elif op.type == "Sum":
             is_over_rows = 0 in (reduced_axes(inputs) or ())
@@ -270,6 +265,12 @@ def _added_along_rows(op: tf.Operation) -> list[tf.Tensor]:
         labels = zip(given.split(","), inputs, strict=True)
         return [one for label, one in labels if label[:1] not in ("", ".", *made)]
     return inputs[SUMS_OF_ROWS[op.type]] if op.type in SUMS_OF_ROWS else []
+
+
+def _is_of_all(number: tf.Tensor) -> bool:
+    """Whether it is made of an exchange, such as the number of all replicas' rows."""
+    near = itertools.islice(ancestors(number), MOST_NEAR)
+    return any(map(is_exchanged, near))
 
 
 def _is_number_of_rows(divisor: tf.Tensor, total: tf.Tensor) -> bool:
