@@ -37,7 +37,11 @@ SYNCS = {
 
 
 class SentBytes(keras.callbacks.Callback):
-    """What this host has sent in each step."""
+    """What this host has sent in each step, and since the one before it in its epoch.
+
+    What travels meanwhile may be handed to the kernel while no step runs. What an epoch
+    ends with is sent between epochs, and not counted.
+    """
 
     def __init__(self, link):
         super().__init__()
@@ -46,11 +50,13 @@ class SentBytes(keras.callbacks.Callback):
     def _all(self):
         return sum(self.link.sent_bytes(channel) for channel in CHANNELS)
 
-    def on_train_batch_begin(self, batch, logs=None):
+    def on_epoch_begin(self, epoch, logs=None):
         self.before = self._all()
 
     def on_train_batch_end(self, batch, logs=None):
-        self.counts.append(self._all() - self.before)
+        now = self._all()
+        self.counts.append(now - self.before)
+        self.before = now
 
 
 def local_weights(model, strategy):
