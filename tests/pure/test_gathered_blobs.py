@@ -6,10 +6,12 @@ import socket
 import struct
 import tracemalloc
 
+import numpy as np
 import pytest
 
 from tests.pure.test_socket_link import on_workers
 from tfdp.errors import CollectiveError
+from tfdp.hosts.doubling import MOST_AT_ONCE_BYTES
 from tfdp.hosts.wire import LARGEST_TAKE_BYTES, Receiver
 
 HUGE_BYTES = 2**60
@@ -69,6 +71,25 @@ def test_memory_is_taken_as_bytes_come():
         receiver.close()
     # One part that was being filled; whatever else Python makes is far smaller.
     assert peak_bytes < 2 * LARGEST_TAKE_BYTES
+
+
+@pytest.mark.parametrize("workers", [2, 3, 5])
+def test_long_and_short_blobs_reach_everybody(workers):
+    # Short ones are joined; long ones are not; and what is far more than a worker's
+    # own is taken as it comes.
+    sizes = [[0, 3, 70_000, 3 * MOST_AT_ONCE_BYTES, 5][rank] for rank in range(workers)]
+
+    def work(link):
+        sent = [
+            bytes([rank, 7, rank ^ 1]) * (size // 3) for rank, size in enumerate(sizes)
+        ]
+        for _ in range(2):  # the second time in memory that is used again
+            own = np.frombuffer(bytearray(sent[link.rank]), np.uint8)
+            assert [bytes(each) for each in link.gather_memory(own, "rows")] == sent
+            assert link.gather(sent[link.rank], "rows") == sent
+        return [type(each) for each in link.gather(sent[link.rank], "rows")]
+
+    assert on_workers(workers, work) == [[bytes] * workers] * workers
 
 
 def test_long_blobs_come_whole():

@@ -5,6 +5,7 @@ import pytest
 
 from tests.pure.test_socket_link import on_workers
 from tfdp.errors import CollectiveError
+from tfdp.hosts.buffers import BufferPool
 from tfdp.hosts.row_sums import HEADER, RowExchange, add_rows, most_rows
 
 TABLE, WIDTH = 300, 8
@@ -84,7 +85,7 @@ def test_rows_that_are_not_added_come_host_by_host():
 def test_sixteen_bits_are_added_in_thirty_two():
     ones = np.arange(3), np.full((3, 2), 1, np.float16)
     small = np.arange(3), np.full((3, 2), 2.0**-11, np.float16)
-    values, _ = add_rows([ones, small, small], np.dtype(np.float16))
+    values, _ = add_rows([ones, small, small], np.dtype(np.float16), BufferPool())
     # In float16 1 + 2^-11 is 1.
     np.testing.assert_array_equal(values, np.float16(1 + 2.0**-10))
 
@@ -101,8 +102,8 @@ def test_what_is_not_as_long_as_it_says_is_refused(blob, words):
     class Link:
         workers = 2
 
-        def gather(self, mine, label, channel):
-            return [mine, blob]
+        def gather_memory(self, mine, label):
+            return [mine.data, memoryview(blob)]
 
     exchange = RowExchange((TABLE, WIDTH), "table", None, summed=True)
     with pytest.raises(CollectiveError, match=f"Worker 1 sent {words}"):
@@ -124,8 +125,8 @@ def test_a_row_outside_of_the_table_is_refused():
     class Link:
         workers = 2
 
-        def gather(self, mine, label, channel):
-            return [mine, HEADER.pack(299, False)]
+        def gather_memory(self, mine, label):
+            return [mine.data, memoryview(HEADER.pack(299, False))]
 
     exchange = RowExchange((TABLE, WIDTH), "table", None, summed=True)
     values, indices = rows_of(0, 3)

@@ -53,7 +53,6 @@ class StandInLink(HostLink):
     def _nothing(self, *arguments, **options):
         raise NotImplementedError
 
-    reduce_scatter = all_gather = all_to_all = share_note = leave_note = (
-        wait_for_notes
-    ) = _nothing
+    reduce_scatter = all_gather = all_to_all = gather_memory = _nothing
+    share_note = leave_note = wait_for_notes = _nothing
     on_note = give_up = _nothing

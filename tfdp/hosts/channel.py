@@ -41,7 +41,7 @@ class Neighbours:
         self.sender = sender
         self.receiver = receiver
 
-    def send(self, data: np.ndarray | bytes) -> None:
+    def send(self, data: np.ndarray | bytes | memoryview) -> None:
         """See `Sender.send`."""
         self.sender.send(data)
 

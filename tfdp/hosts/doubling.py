@@ -11,8 +11,9 @@ sends to the worker so far after and what receives from the one so far before.
 
 from __future__ import annotations
 
+import functools
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -22,12 +23,17 @@ from tfdp.errors import CollectiveError
 __all__ = ["End", "gather_blobs", "gather_rows", "leaving", "swap_rows"]
 
 LENGTH_BYTES = 8
+# So many bytes are sent in one piece; to put more together costs more than it saves.
+MOST_JOINED_BYTES = 1 << 16
+# What an announced size takes of memory before anything has come, from whoever.
+MOST_AT_ONCE_BYTES = 1 << 20
+FRESH = functools.partial(np.empty, dtype=np.uint8)
 
 
 class End(Protocol):
     """The connections at one distance."""
 
-    def send(self, data: np.ndarray | bytes) -> None:
+    def send(self, data: np.ndarray | bytes | memoryview) -> None:
         """Queues data for the worker after; it must not change any more."""
 
     def fill(self, array: np.ndarray) -> None:
@@ -83,36 +89,57 @@ def swap_rows(rows: np.ndarray, ends: Sequence[End], begun: bool = False) -> np.
 
 
 def gather_blobs(
-    blob: bytes, rank: int, workers: int, most_bytes: int, ends: Sequence[End]
-) -> list[bytes]:
+    blob: bytes | np.ndarray,
+    rank: int,
+    workers: int,
+    most_bytes: int,
+    ends: Sequence[End],
+    room: Callable[[int], np.ndarray] = FRESH,
+) -> list[memoryview]:
     """The bytes of all workers, by rank; their lengths may differ.
 
     Args:
-      blob: this worker's.
+      blob: this worker's; of an array, of uint8.
       rank, workers: of this worker; how many there are.
       most_bytes: what each may bring, as all have agreed.
       ends: see above.
+      room: for so many bytes that come, if they are not many more than this worker's.
 
     Raises:
       CollectiveError: when this worker brings more, or another one says that it does:
         before any memory is taken for it.
     """
     _check_size(len(blob), rank, most_bytes)
-    held = [blob]  # by how many places before
+    own = blob.data if isinstance(blob, np.ndarray) else memoryview(blob)
+    held = [own]  # by how many places before
+    at_once = max(MOST_AT_ONCE_BYTES, workers * len(blob))
     for end in ends:
         count = min(len(held), workers - len(held))
         lengths = struct.Struct(f"<{count}Q")
-        sizes = map(len, held[:count])
-        end.send(b"".join([lengths.pack(*sizes), *held[:count]]))
+        sizes = list(map(len, held[:count]))
+        parts: list[bytes | memoryview] = [lengths.pack(*sizes), *held[:count]]
+        for part in parts if sum(sizes) > MOST_JOINED_BYTES else [b"".join(parts)]:
+            end.send(part)
         coming = lengths.unpack(end.take(count * LENGTH_BYTES))
         first = len(held)
         for place, size in enumerate(coming, start=first):
             _check_size(size, (rank - place) % workers, most_bytes)
-        came = memoryview(end.take(sum(coming)))
+        came = _taken(end, sum(coming), room if sum(coming) <= at_once else None)
         for size in coming:
-            held.append(bytes(came[:size]))
+            held.append(came[:size])
             came = came[size:]
     return [held[(rank - other) % workers] for other in range(workers)]
+
+
+def _taken(
+    end: End, size_bytes: int, room: Callable[[int], np.ndarray] | None
+) -> memoryview:
+    """The next bytes from `end`; without room memory is taken as they come."""
+    if room is None:
+        return memoryview(end.take(size_bytes))
+    memory = room(size_bytes)
+    end.fill(memory)
+    return memory.data
 
 
 def _check_size(size: int, rank: int, most_bytes: int) -> None:

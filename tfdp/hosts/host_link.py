@@ -163,6 +163,22 @@ class HostLink(abc.ABC):
         """
 
     @abc.abstractmethod
+    def gather_memory(self, memory: np.ndarray, label: str) -> list[memoryview]:
+        """As `gather` within a step, without copies.
+
+        Args:
+          memory: of uint8, this worker's bytes.
+          label: names the exchange in errors.
+
+        Returns:
+          Everybody's. What came lies in memory that the link uses again when nobody
+          holds any of it; this worker's is `memory`.
+
+        Raises:
+          CollectiveError: as `gather`.
+        """
+
+    @abc.abstractmethod
     def sent_bytes(self, channel: str | None = None) -> int:
         """What this worker has sent in exchanges so far, their headers included.
 

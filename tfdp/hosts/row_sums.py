@@ -15,8 +15,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from tfdp.errors import CollectiveError
+from tfdp.hosts.buffers import BufferPool, views_of
 from tfdp.hosts.host_link import HostLink
 from tfdp.hosts.rounded_wire import round_to, wire_type
+from tfdp.hosts.wire import as_bytes
 
 __all__ = ["RowExchange", "add_rows", "most_rows"]
 
@@ -33,12 +35,14 @@ class RowExchange:
       label: names the exchange in errors.
       wire_dtype: the smaller float type in which values travel; None for their own.
       summed: whether rows with the same index are added, each host's own before.
+      pool: where the memory is from for what is sent, and for sums.
     """
 
     table: tuple[int, ...] | None
     label: str
     wire_dtype: str | None
     summed: bool
+    pool: BufferPool = dataclasses.field(default_factory=BufferPool, compare=False)
 
     def __call__(
         self, link: HostLink, values: np.ndarray, indices: np.ndarray
@@ -69,22 +73,31 @@ class RowExchange:
         )
         most = self._most_rows(link.workers, values, indices, sent)
         is_sent = most is None or len(indices) <= most
-        blob = HEADER.pack(len(indices), is_sent)
+        parts: list[bytes | memoryview] = [HEADER.pack(len(indices), is_sent)]
         if is_sent:
-            blob += indices.tobytes() + round_to(sent, values).tobytes()
-        blobs = link.gather(blob, told, "step")
+            on_wire = values if sent == values.dtype else round_to(sent, values)
+            parts += map(as_bytes, map(np.ascontiguousarray, [indices, on_wire]))
+        blobs = link.gather_memory(self._in_one(parts), told)
         if not all(_has_rows(blob) for blob in blobs):
             return self._whole_table(link, values, indices)
-        parts = [
+        came = [
             _rows_of(blob, host, sent, values, indices)
             for host, blob in enumerate(blobs)
         ]
         if self.summed:
-            return add_rows(parts, values.dtype)
+            return add_rows(came, values.dtype, self.pool)
         return (
-            np.concatenate([rows.astype(values.dtype) for _, rows in parts]),
-            np.concatenate([where for where, _ in parts]),
+            np.concatenate([rows.astype(values.dtype) for _, rows in came]),
+            np.concatenate([where for where, _ in came]),
         )
+
+    def _in_one(self, parts: Sequence[bytes | memoryview]) -> np.ndarray:
+        memory = self.pool.take(sum(map(len, parts)))
+        begin = 0
+        for part in parts:
+            memory.data[begin : begin + len(part)] = part
+            begin += len(part)
+        return memory
 
     def _wire_type(self, own: np.dtype) -> np.dtype:
         return own if self.wire_dtype is None else wire_type(self.wire_dtype)
@@ -128,37 +141,41 @@ def most_rows(table_rows: int, row_bytes: int, index_bytes: int, hosts: int) -> 
 
 
 def add_rows(
-    parts: Sequence[tuple[np.ndarray, np.ndarray]], dtype: np.dtype
+    parts: Sequence[tuple[np.ndarray, np.ndarray]], dtype: np.dtype, pool: BufferPool
 ) -> tuple[np.ndarray, np.ndarray]:
     """The sums of rows with the same index, in the order of the parts, and the indices.
 
     Args:
       parts: indices, no two alike in one part, and values.
       dtype: of the sums; 16-bit floats are added in 32 bits.
+      pool: where their memory is from.
 
     >>> one = np.array([4, 1]), np.array([[1.0], [2.0]])
-    >>> values, indices = add_rows([one, one], np.dtype(float))
+    >>> values, indices = add_rows([one, one], np.dtype(float), BufferPool())
     >>> indices.tolist(), values.tolist()
     ([1, 4], [[4.0], [2.0]])
     """
     where = [indices for indices, _ in parts]
     indices, places = np.unique(np.concatenate(where), return_inverse=True)
     added_as = np.dtype(np.float32) if dtype.itemsize == 2 else dtype
-    sums = np.zeros((len(indices), *parts[0][1].shape[1:]), added_as)
+    shape = (len(indices), *parts[0][1].shape[1:])
+    (sums,) = views_of(pool, [np.broadcast_to(np.zeros((), added_as), shape)])
+    sums[...] = 0
     first = 0
     with np.errstate(over="ignore", invalid="ignore"):
         for mine, values in parts:
-            sums[places[first : first + len(mine)]] += values.astype(added_as)
+            to = places[first : first + len(mine)]
+            sums[to] += values.astype(added_as, copy=False)
             first += len(mine)
         return sums.astype(dtype, copy=False), indices
 
 
-def _has_rows(blob: bytes) -> bool:
+def _has_rows(blob: memoryview) -> bool:
     return len(blob) >= HEADER.size and HEADER.unpack_from(blob)[1]
 
 
 def _rows_of(
-    blob: bytes, host: int, sent: np.dtype, values: np.ndarray, indices: np.ndarray
+    blob: memoryview, host: int, sent: np.dtype, values: np.ndarray, indices: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """The indices and values in what `host` has sent, like those of this host."""
     count, _ = HEADER.unpack_from(blob)

@@ -139,7 +139,7 @@ class Sender:
         """What is with the kernel so far."""
         return self._taken_bytes
 
-    def send(self, data: np.ndarray | bytes) -> None:
+    def send(self, data: np.ndarray | bytes | memoryview) -> None:
         """Sends or queues `data`, which must stay as it is until it is sent.
 
         Raises:
@@ -298,8 +298,8 @@ class Receiver:
             self._connection.close()
 
 
-def as_bytes(data: np.ndarray | bytes) -> memoryview:
+def as_bytes(data: np.ndarray | bytes | memoryview) -> memoryview:
     """The memory of `data`, whatever its type (bfloat16 has no buffer of its own)."""
-    if isinstance(data, bytes):
+    if not isinstance(data, np.ndarray):
         return memoryview(data)
     return data.reshape(-1).view(np.uint8).data

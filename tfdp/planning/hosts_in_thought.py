@@ -172,6 +172,10 @@ class _NoLink(HostLink):
         """As many of its own."""
         return [blob] * self.workers
 
+    def gather_memory(self, memory: np.ndarray, label: str) -> list[memoryview]:
+        """As many of its own."""
+        return [memory.data] * self.workers
+
     def _nothing(self, *arguments: Any, **options: Any) -> Any:
         raise ConfigurationError(
             "A step that is planned asked other hosts for a word before it ran, which "

@@ -39,6 +39,7 @@ from tfdp.step.reports import led_reports, recorded
 from tfdp.step.shared_functions import SharedFunctions
 from tfdp.step.shared_pass import by_one_graph, can_share_pass
 from tfdp.step.step_meter import StepMeter
+from tfdp.step.tables_in_place import read_in_place
 from tfdp.tracing.keras_steps import (
     is_predict_step,
     is_stock_train_step,
@@ -181,6 +182,8 @@ class StepCall:
             self.step = recorded(step, self.run) if tf.executing_eagerly() else step
             yield noted
         shared.finish()
+        if not (self._is_compiled or tf.executing_eagerly()):
+            read_in_place(tf.compat.v1.get_default_graph())
         suspect_pairs(self.run)
         suspect_stored(self.run)
         suspect_counted(self.run)
