@@ -12,7 +12,12 @@ import pytest
 import tensorflow as tf
 
 from tests.support.kept_optimizers import Keeper, data, fit, loop, one_step, scaled
-from tests.support.parity import dense_model, make_strategy
+from tests.support.parity import (
+    classification_data,
+    dense_model,
+    largest_difference,
+    make_strategy,
+)
 from tfdp.errors import ConfigurationError, ScopeError
 
 # A hang must not last: each row takes seconds.
@@ -176,3 +181,37 @@ def test_an_optimizer_in_a_list_is_checked_before_training():
     optimizer.build(model.net.trainable_variables[:0])
     with pytest.raises(ScopeError, match="was made under no strategy"):
         model.fit(*data(False), batch_size=24, verbose=0)
+
+
+class ByMergeCall(keras.Sequential):
+    """Adds its gradients up itself, and updates where there are no replicas."""
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x, y, self(x, training=True))
+        variables = list(self.trainable_variables)
+        gradients = tape.gradient(loss, variables)
+        context = tf.distribute.get_replica_context()
+        context.merge_call(
+            lambda strategy, *sums: self.optimizer.apply(list(sums), variables),
+            args=tuple(context.all_reduce("sum", gradients)),
+        )
+        return {"loss": loss}
+
+
+@pytest.mark.parametrize("replicas", [2, 3])
+def test_an_update_outside_of_replicas(replicas):
+    def trained(strategy):
+        with strategy.scope():
+            keras.utils.set_random_seed(2)
+            model = ByMergeCall([keras.Input((12,)), keras.layers.Dense(5)])
+            loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+            model.compile(SGD(), loss, jit_compile=False)
+        x, y = classification_data(samples=48)
+        model.fit(x, y, batch_size=12, shuffle=False, verbose=0)
+        return model
+
+    several = trained(make_strategy(replicas))
+    one = trained(tf.distribute.get_strategy())
+    assert largest_difference(one, several) < BOUND

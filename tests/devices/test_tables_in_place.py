@@ -62,7 +62,7 @@ def is_read_in_place(variable):
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_who_reads_gets_a_copy_without_it(monkeypatch, optimizer):
     # Else the other rows would show nothing.
-    monkeypatch.setattr("tfdp.step.call.read_in_place", lambda graph: None)
+    monkeypatch.setattr("tfdp.step.call.read_in_place", lambda ops: None)
     model = fitted(make_strategy(2), OPTIMIZERS[optimizer])
     assert not any(map(is_read_in_place, copies_of(model, 2)))
 
@@ -113,7 +113,7 @@ def test_a_step_that_reads_the_table_between_updates_sees_each_of_them():
         table.scatter_add(tf.IndexedSlices(tf.ones([2, WIDTH]), rows))
         second = tf.identity(table.read_value())
         table.scatter_sub(tf.IndexedSlices(tf.fill([2, WIDTH], 3.0), rows))
-        read_in_place(tf.compat.v1.get_default_graph())
+        read_in_place(tf.compat.v1.get_default_graph().get_operations())
         return first, second, tf.identity(table.read_value())
 
     for turn in range(2):
@@ -149,9 +149,75 @@ def test_an_update_within_functions_is_found(around):
     @tf.function
     def step():
         result = wrapped()
-        read_in_place(tf.compat.v1.get_default_graph())
+        read_in_place(tf.compat.v1.get_default_graph().get_operations())
         return result
 
     step()
     assert is_read_in_place(table)
     assert float(tf.reduce_sum(table)) == WIDTH
+
+
+def test_a_step_that_xla_compiles_as_a_whole_has_no_such_mode():
+    """XLA has no kernel for what ends it."""
+    strategy = make_strategy(1)
+    with strategy.scope():
+        table = tf.Variable(tf.zeros([WORDS, WIDTH]))
+
+    def replica(places):
+        ones = tf.ones([tf.shape(places)[0], WIDTH])
+        table.scatter_add(tf.IndexedSlices(ones, places))
+
+    @tf.function(jit_compile=True)
+    def step(places):
+        strategy.run(replica, args=(places,))
+
+    step(tf.constant([3, 5]))
+    assert float(tf.reduce_sum(table)) == 2 * WIDTH
+
+
+def test_a_variable_that_a_step_makes_is_left_alone():
+    """In a branch that is not taken it is never there."""
+
+    def makes_one():
+        handle = tf.raw_ops.VarHandleOp(
+            dtype=tf.float32, shape=[4, 2], shared_name="made_in_a_branch"
+        )
+        tf.raw_ops.AssignVariableOp(resource=handle, value=tf.zeros([4, 2]))
+        tf.raw_ops.ResourceScatterAdd(
+            resource=handle, indices=[1], updates=tf.ones([1, 2])
+        )
+        return tf.constant(1)
+
+    def replica(x):
+        return tf.cond(x > 0, makes_one, lambda: tf.constant(0))
+
+    strategy = make_strategy(2)
+
+    @tf.function
+    def step(x):
+        return strategy.run(replica, args=(x,))
+
+    assert [int(each) for each in step(tf.constant(-1)).values] == [0, 0]
+
+
+def test_several_runs_in_a_function_end_it_once_each():
+    strategy = make_strategy(2)
+    with strategy.scope():
+        table = tf.Variable(tf.zeros([WORDS, WIDTH]))
+
+    def replica():
+        first = tf.reduce_sum(tf.convert_to_tensor(table))
+        table.scatter_add(
+            tf.IndexedSlices(tf.ones([1, WIDTH]), tf.constant([3])),
+        )
+        return first
+
+    @tf.function
+    def steps():
+        return [strategy.run(replica) for _ in range(3)]
+
+    sums = [[float(each) / WIDTH for each in one.values] for one in steps()]
+    assert sums == [[0, 0], [1, 1], [2, 2]]
+    graph = steps.get_concrete_function().graph
+    types = [op.type for op in graph.get_operations()]
+    assert types.count("DisableCopyOnRead") == 3 * 2

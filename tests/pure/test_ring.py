@@ -143,6 +143,23 @@ def test_a_buffer_is_reused_only_when_nobody_holds_it():
     assert len(reused) == 1
 
 
+def test_sizes_that_grow_leave_no_buffers_behind():
+    pool = BufferPool()
+    held = pool.take(150_000)
+    for size_bytes in range(100_000, 300_000, 1000):
+        pool.take(size_bytes)
+    sizes = sorted(buffer.size for buffer in pool._buffers)
+    # What is held stays, and one for what is far smaller than the last.
+    assert sum(sizes) < 300_000 + 150_000 + held.size + 1000
+    assert held.base.size in sizes
+    small, large = pool.take(1000), pool.take(3_000_000)
+    del small, large
+    before = [id(buffer) for buffer in pool._buffers]
+    for size_bytes in (1000, 299_000, 3_000_000) * 3:
+        pool.take(size_bytes)
+    assert [id(buffer) for buffer in pool._buffers] == before
+
+
 @pytest.mark.parametrize("shape", [(), (1,), (3, 5), (64,)])
 def test_an_unaligned_copy_is_equal_and_lies_elsewhere(shape):
     array = np.arange(np.prod(shape), dtype=np.float64).reshape(shape)

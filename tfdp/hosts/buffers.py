@@ -29,10 +29,21 @@ class BufferPool:
     def take(self, size_bytes: int) -> np.ndarray:
         """An array of at least `size_bytes` uint8, aligned, with undefined content."""
         with self._lock:
+            free = []
             for buffer in self._buffers:
                 # The pool's list, the loop's name and getrefcount's own argument.
-                if sys.getrefcount(buffer) == 3 and fits(buffer, size_bytes):
-                    return aligned(buffer, size_bytes)
+                if sys.getrefcount(buffer) == 3:
+                    if fits(buffer, size_bytes):
+                        return aligned(buffer, size_bytes)
+                    free.append(id(buffer))
+            # Where sizes change, one that is a little larger than all before takes
+            # their place: else a buffer of each size would stay.
+            self._buffers = [
+                buffer
+                for buffer in self._buffers
+                if id(buffer) not in free
+                or not buffer.size < size_bytes <= 2 * buffer.size
+            ]
             buffer = np.empty(size_bytes + ALIGNMENT_BYTES, np.uint8)
             self._buffers.append(buffer)
             return aligned(buffer, size_bytes)

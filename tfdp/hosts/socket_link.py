@@ -214,17 +214,17 @@ class SocketLink(HostLink):
         most_bytes: int = MOST_GATHERED_BYTES,
     ) -> list[bytes]:
         """See `HostLink.gather`."""
-        return list(map(bytes, self._gather(blob, label, channel, most_bytes)))
+        with self._exchange("gather", (), label, channel, limit=most_bytes) as ring:
+            own = blob, self.rank, self.workers, most_bytes
+            blobs = gather_blobs(*own, ring.neighbours)
+            ring.flush()
+        return list(map(bytes, blobs))
 
     def gather_memory(self, memory: np.ndarray, label: str) -> list[memoryview]:
         """See `HostLink.gather_memory`."""
-        return self._gather(memory, label, "step", MOST_GATHERED_BYTES)
-
-    def _gather(
-        self, blob: bytes | np.ndarray, label: str, channel: str, most_bytes: int
-    ) -> list[memoryview]:
-        with self._exchange("gather", (), label, channel, limit=most_bytes) as ring:
-            own = blob, self.rank, self.workers, most_bytes
+        limit = MOST_GATHERED_BYTES
+        with self._exchange("gather", (), label, "step", limit=limit) as ring:
+            own = memory, self.rank, self.workers, limit
             blobs = gather_blobs(*own, ring.neighbours, self._pool.take)
             ring.flush()
         return blobs

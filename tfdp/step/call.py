@@ -49,6 +49,7 @@ from tfdp.tracing.padded_batch import find_padded, trim_rows, without_padding
 from tfdp.tracing.row_pairs import suspect_pairs
 from tfdp.tracing.run import ReplicaRun
 from tfdp.tracing.sample_counts import sample_counts
+from tfdp.tracing.whose_operation import operations
 
 __all__ = ["StepCall"]
 
@@ -167,6 +168,7 @@ class StepCall:
         arguments = (self.args, self.kwargs)
         step = as_the_caller_is(self.step)
         shared = SharedFunctions.of(self.run)
+        built_before = 0 if tf.executing_eagerly() else len(operations())
         if not self._is_compiled:
             step = with_own_gathers(with_late_state(step, self.run), self.run)
         with (
@@ -183,7 +185,7 @@ class StepCall:
             yield noted
         shared.finish()
         if not (self._is_compiled or tf.executing_eagerly()):
-            read_in_place(tf.compat.v1.get_default_graph())
+            read_in_place(operations()[built_before:])
         suspect_pairs(self.run)
         suspect_stored(self.run)
         suspect_counted(self.run)

@@ -43,6 +43,8 @@ def watch_draws(
     """
     if run.replicas == 1 or run.is_local or tf.executing_eagerly():
         return update
+    if tf.distribute.in_cross_replica_context():
+        return update  # as a program's own merge_call does: one draws for all copies
     rank = current_rank()
     if isinstance(rank, int) and rank != 0:
         return update  # what one of them draws by all do

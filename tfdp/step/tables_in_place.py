@@ -13,11 +13,12 @@ Saves: in each step a copy of the table, in time and in memory.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
 
+from tfdp._private.names import in_compiled_function
 from tfdp._private.step_ops import (
     MAY_CALL,
     given_to,
@@ -31,20 +32,26 @@ __all__ = ["read_in_place"]
 SCATTERS = "ResourceScatter"
 
 
-def read_in_place(graph: Any) -> None:
-    """Ends, behind all that `graph` does, the copies for who reads changed tables.
+def read_in_place(ops: Sequence[tf.Operation]) -> None:
+    """Ends, behind `ops`, the copies for who reads tables that they change.
 
     Args:
-      graph: of a step, which is still being built.
+      ops: of a step, whose graph is still being built.
     """
-    handles = {id(handle): handle for handle in _scattered(graph, {})}
+    if in_compiled_function():
+        return  # XLA changes no variable in place, and knows no such mode
+    handles = {id(handle): handle for handle in _scattered(ops, {})}
     for handle in handles.values():
-        tf.raw_ops.DisableCopyOnRead(resource=handle)
+        # One that was there before the step; what it makes itself may never be there.
+        if handle.op.type == "Placeholder":
+            tf.raw_ops.DisableCopyOnRead(resource=handle)
 
 
-def _scattered(graph: Any, known: dict[Any, list[tf.Tensor]]) -> Iterator[tf.Tensor]:
-    """The handles, in `graph`, of variables of which rows are changed, some twice."""
-    for op in graph.get_operations():
+def _scattered(
+    ops: Sequence[tf.Operation], known: dict[Any, list[tf.Tensor]]
+) -> Iterator[tf.Tensor]:
+    """The handles of variables of which `ops` change rows, some of them twice."""
+    for op in ops:
         if op.type.startswith(SCATTERS):
             yield op.inputs[0]
         elif op.type in MAY_CALL and not is_compiled_by_xla(op):
@@ -56,7 +63,7 @@ def _scattered_within(
     inner: Any, op: tf.Operation, known: dict[Any, list[tf.Tensor]]
 ) -> Iterator[tf.Tensor]:
     if inner not in known:
-        known[inner] = list(_scattered(inner, known))
+        known[inner] = list(_scattered(inner.get_operations(), known))
     own = list(map(id, known[inner]))
     for argument, given in zip(inner.inputs, given_to(inner, op.inputs), strict=False):
         if id(argument) in own and is_resource(given):

@@ -41,15 +41,15 @@ def adopt_state(
             continue
         for part in parts:
             put_under(part, strategy)
-            _make_anew(part.variables, strategy)
+            _make_anew(_of_no_strategy(part.variables), strategy)
             strategy.extended.made_optimizers.note(part)
     for metric in _metrics(model):
-        _make_anew(metric.variables, strategy)
+        _make_anew(_of_no_strategy(metric.variables), strategy)
     for layer in layers_within(model):
         for generator in seed_generators_of(layer):
             # A layer without weights may be in models of several strategies.
             if not _is_of(generator.state, strategy):
-                _make_anew([generator.state], strategy, again=True)
+                _make_anew([generator.state], strategy)
 
 
 def _is_nobodys(optimizer: keras.optimizers.Optimizer) -> bool:
@@ -78,15 +78,14 @@ def _is_of(variable: keras.Variable, strategy: tf.distribute.Strategy) -> bool:
     return getattr(variable.value, "distribute_strategy", None) is strategy
 
 
+def _of_no_strategy(variables: Iterable[keras.Variable]) -> list[keras.Variable]:
+    return [v for v in variables if not isinstance(v.value, DistributedVariable)]
+
+
 def _make_anew(
-    variables: Iterable[keras.Variable],
-    strategy: tf.distribute.Strategy,
-    *,
-    again: bool = False,
+    variables: Iterable[keras.Variable], strategy: tf.distribute.Strategy
 ) -> None:
     for variable in variables:
-        if isinstance(variable.value, DistributedVariable) and not again:
-            continue
         with tf.init_scope():
             value = variable.numpy()
             with strategy.scope():

@@ -159,7 +159,7 @@ def seems_local(run: ReplicaRun, rank: Any, loss: tf.Tensor) -> bool:
         return False
     if isinstance(loss, tf.__internal__.EagerTensor):
         return True  # of what it is made cannot be seen
-    if trace_of(rank) != min(run.batches, default=None):
+    if run.batches and trace_of(rank) != min(run.batches):
         return False  # asked of one replica: it goes through the whole model
     if is_of_own_rows(run.batches, trace_of(rank), loss):
         return not is_sum_over_rows(loss, rows_of(run, rank))
