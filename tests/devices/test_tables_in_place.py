@@ -178,10 +178,7 @@ def test_a_step_that_xla_compiles_as_a_whole_has_no_such_mode():
 def test_a_variable_that_a_step_makes_is_left_alone():
     """In a branch that is not taken it is never there."""
 
-    def makes_one():
-        handle = tf.raw_ops.VarHandleOp(
-            dtype=tf.float32, shape=[4, 2], shared_name="made_in_a_branch"
-        )
+    def change(handle):
         tf.raw_ops.AssignVariableOp(resource=handle, value=tf.zeros([4, 2]))
         tf.raw_ops.ResourceScatterAdd(
             resource=handle, indices=[1], updates=tf.ones([1, 2])
@@ -189,7 +186,10 @@ def test_a_variable_that_a_step_makes_is_left_alone():
         return tf.constant(1)
 
     def replica(x):
-        return tf.cond(x > 0, makes_one, lambda: tf.constant(0))
+        handle = tf.raw_ops.VarHandleOp(
+            dtype=tf.float32, shape=[4, 2], shared_name="assigned_in_a_branch"
+        )
+        return tf.cond(x > 0, lambda: change(handle), lambda: tf.constant(0))
 
     strategy = make_strategy(2)
 
