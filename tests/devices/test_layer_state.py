@@ -16,6 +16,7 @@ UPDATES = {
     "mean": lambda v, x: v.assign(0.9 * v + 0.1 * ops.mean(ops.square(x))),
     "sum": lambda v, x: v.assign_add(ops.sum(ops.square(x))),
     "rows": lambda v, x: v.assign_add(ops.cast(ops.sum(x[:, 0] > 0), v.dtype)),
+    "rows less": lambda v, x: v.assign_sub(ops.cast(ops.sum(x[:, 0] > 0), v.dtype)),
     "batches": lambda v, x: v.assign_add(1.0),
     "maximum": lambda v, x: v.assign(ops.maximum(v, ops.max(x))),
     "all's maximum": lambda v, x: v.assign(ops.maximum(v, maximum_of_all(x))),
@@ -102,7 +103,7 @@ class Storing(keras.layers.Layer):
         return inputs
 
 
-def stored(strategy, update, options):
+def stored(strategy, update, options, **compile_options):
     def build():
         layers = [keras.Input((12,)), Storing(update, **options)]
         return keras.Sequential([*layers, keras.layers.Dense(5)])
@@ -110,7 +111,12 @@ def stored(strategy, update, options):
     data = rows()
     # Three batches; the last leaves one replica without a row.
     model, _ = train(
-        strategy, build, data=(data["x"], data["y"]), batch_size=7, epochs=1
+        strategy,
+        build,
+        data=(data["x"], data["y"]),
+        batch_size=7,
+        epochs=1,
+        **compile_options,
     )
     return copies(model.layers[0].stored)
 
@@ -159,6 +165,20 @@ def test_has_one_devices_value(update, options):
     np.testing.assert_array_equal(copies[0], copies[1])
     # 15 rows of 12 squares: 180 u.
     np.testing.assert_allclose(copies[0], one, rtol=2e-5)
+
+
+@pytest.mark.parametrize("update", ["rows", "rows less"])
+@pytest.mark.parametrize("dtype", ["float32", "int32"])
+@pytest.mark.parametrize("replicas", [2, 3])
+def test_eager_replicas_add_up_what_they_add(replicas, dtype, update):
+    """Keras hands over the sum; where it was taken, what was added is known."""
+    options = {"aggregation": "sum", "dtype": dtype}
+    (one,) = stored(None, update, options)
+    assert abs(one) > 3
+    strategy = make_strategy(replicas)
+    for copy in stored(strategy, update, options, run_eagerly=True):
+        # A third of a float thrice, after each of three batches: 9 u.
+        np.testing.assert_allclose(copy, one, rtol=1e-6)
 
 
 @pytest.mark.worth_seconds(4)

@@ -13,6 +13,7 @@ from types import FrameType
 from typing import Any
 
 import keras
+import tensorflow as tf
 
 __all__ = [
     "adapter_of_caller",
@@ -25,6 +26,7 @@ __all__ = [
     "is_made_for_autocast",
     "loop_of_caller",
     "model_built_by_caller",
+    "number_added_by_keras",
     "number_counted_by_mean",
     "training_input_of_caller",
 ]
@@ -53,6 +55,23 @@ def number_counted_by_mean() -> Any:
     values, weight = map(frame.f_locals.get, ("values", "sample_weight"))
     rank = getattr(getattr(values, "shape", None), "rank", None)
     return values if weight is None and rank == 0 else None
+
+
+def number_added_by_keras(variable: tf.Variable) -> Any:
+    """What `keras.Variable.assign_add` is adding to `variable`; None: another caller.
+
+    It assigns the sum. What `assign_sub` takes away is less than 0.
+    """
+    signs = {
+        keras.Variable.assign_add.__code__: 1,
+        keras.Variable.assign_sub.__code__: -1,
+    }
+    for frame in itertools.islice(_frames(), MOST_FRAMES):
+        sign = signs.get(frame.f_code)
+        if sign and frame.f_locals["self"].value is variable:
+            number = tf.cast(frame.f_locals["value"], variable.dtype)
+            return number if sign > 0 else -number
+    return None
 
 
 def fit_of_caller() -> tuple[Any, Any] | None:

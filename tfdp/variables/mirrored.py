@@ -7,6 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdp._private.frames import number_added_by_keras
 from tfdp._private.names import (
     MirroredVariable,
     SyncOnReadVariable,
@@ -167,10 +168,11 @@ class ReplicaMirroredVariable(PythonNumber, OwnMeans, LocalView):
         a borrowed row nothing is added.
         """
         run, rank = self.distribute_strategy.extended.current_run, current_rank()
-        if isinstance(value, tf.__internal__.EagerTensor):
-            return update_fn, run.own_part(rank, value)
         component = self._get_replica(rank)
-        added = term_added_to(outermost(component.handle), value)
+        if isinstance(value, tf.__internal__.EagerTensor):
+            added = number_added_by_keras(self)
+        else:
+            added = term_added_to(outermost(component.handle), value)
         if added is None:
             return update_fn, run.own_part(rank, value)
         added, before = run.own_part(rank, added), component.read_value()
