@@ -28,12 +28,14 @@ WITH_ONE_DEVICE = ("sgd", "masked-embedding", "loss-scaling", "jit", "custom-loo
     "built-while-traced",
     "gathered-rows",
     "optimizer-in-a-dictionary",
+    "words",
 )
 WITH_SHARDS = ("accumulation", "clipping", "distributed-optimizer", "eager", "ema") + (
     "lamb",
     "loss-scaling",
     "recurrent",
     "synchronized",
+    "words",
 )
 NAMES = {
     "2x2": tuple(host_training.SCENARIOS),
@@ -45,15 +47,15 @@ NAMES = {
     # Each host has all shards, which count once.
     "2x2-optimizer-host": ("clipping", "eager-clipping"),
     "2x2-tensorflow": ("accumulation", "custom-loop", "loss-scaling")
-    + ("masked-embedding", "parts", "steps-per-execution"),
+    + ("masked-embedding", "parts", "steps-per-execution", "words"),
     "2x2-tensorflow-host": ("accumulation", "lamb"),
 }
 # The rows of the tier `test`: each layout is a group of processes, and takes as long as
 # what it is asked to train.
 IN_TEST = {
     "2x2": ("accumulation", "custom-loop", "gathered-rows", "loss-scaling")
-    + ("masked-embedding", "parts", "sgd"),
-    "3x1-parameters": ("accumulation", "lamb"),
+    + ("masked-embedding", "parts", "sgd", "words"),
+    "3x1-parameters": ("accumulation", "lamb", "words"),
     "2x2-tensorflow": ("accumulation", "parts"),
 }
 ROWS = [

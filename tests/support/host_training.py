@@ -85,6 +85,23 @@ def sequences():
     return tokens, rng.integers(0, 4, tokens.shape)
 
 
+def words_model():
+    """A mean over the words of a text, which is none of a text without words."""
+    keras.utils.set_random_seed(3)
+    words = keras.Input((6,), dtype="int32")
+    embedded = keras.layers.Embedding(9, 512, mask_zero=True)(words // 2)
+    mean = keras.layers.GlobalAveragePooling1D()(embedded)
+    # Large enough for a branch (`tfdp.tracing.kept_if`); the last layer is not.
+    hidden = keras.layers.Dense(520, "tanh")(mean)
+    return keras.Model(words, keras.layers.Dense(4)(hidden))
+
+
+def texts_with_one_left():
+    """24, 24 and 1: a host is left without a row, and makes one up, of a 1 and 0s."""
+    rng = np.random.default_rng(1)
+    return rng.integers(2, 18, (49, 6)), rng.integers(0, 4, 49)
+
+
 def loss_scaling():
     """float16, with an infinity in one row: one update of each epoch is left out."""
     x, y = classification_data(ROWS)
@@ -286,6 +303,7 @@ SCENARIOS = {
     ),
     "synchronized": lambda: fitted(normalized_model),
     "masked-embedding": lambda: fitted(embedding_model, data=sequences()),
+    "words": lambda: fitted(words_model, data=texts_with_one_left()),
     "recurrent": lambda: fitted(recurrent_model, data=sequences(), optimizer=adam()),
     "loss-scaling": loss_scaling,
     "custom-loop": custom_loop,

@@ -64,6 +64,7 @@ def borrow_rows(
     if all(own is True for own in owns):
         return arguments
     run.owns_rows = owns
+    run.makes_rows_up = hosts > 1 and owns[0] is not True
 
     def fill(value: Any) -> Any:
         parts = _parts_of(value, len(owns))
@@ -174,7 +175,7 @@ def _apply(
     are_whole = are_of_sums_alone([own[place] for place in places], keys)
     for place, is_whole in zip(places, are_whole, strict=True):
         if not is_whole:
-            own[place] = run.own_part(rank, own[place])
+            own[place] = run.own_gradient(rank, own[place])
     with run.summing_own_parts(rank):
         return apply(own, trainable_variables)
 
@@ -269,7 +270,7 @@ def row_like(part: Any) -> Any:
         return tf.RaggedTensor.from_row_splits(one, splits, validate=False)
     shape = tf.concat([[1], tf.maximum(tf.shape(part)[1:], 1)], axis=0)
     if part.dtype == tf.string:
-        row = tf.fill(shape, "")
+        row = tf.fill(shape, "1")  # a word that is not masked, and a number
     elif not part.dtype.is_floating:
         # One 1 and zeros behind it: a label, or words of which one is not masked
         # (`mask_zero`), for a mean over none is not a number.

@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from tfdp._private.names import current_rank
 from tfdp.tracing.eager_order import EagerOrder
+from tfdp.tracing.kept_if import kept_if
 from tfdp.tracing.loss_shares import LossShares
 from tfdp.tracing.padded_batch import Padding
 
@@ -20,15 +21,8 @@ __all__ = ["ReplicaRun", "trace_of"]
 
 # What a forward and backward pass leaves in a run, of which nothing was there before.
 NOTES = (
-    *(
-        "scaled_losses",
-        "mean_losses",
-        "local_losses",
-        "shares",
-        "added_losses",
-        "suspicions",
-        "state_suspicions",
-    ),
+    *("scaled_losses", "mean_losses", "local_losses", "shares", "added_losses"),
+    *("suspicions", "state_suspicions"),
     *("local_state", "stored", "counted", "denominators", "mixed"),
 )
 
@@ -102,6 +96,9 @@ class ReplicaRun:
     owns_rows: list[Any] | None = None
     #: Whether the loss is 0 where rows are borrowed, and with it its gradients.
     loss_is_own: bool = False
+    #: Whether such a row may be one that was made up: 0 times what the model makes of
+    #: it may be no number.
+    makes_rows_up: bool = False
     #: Traces in which layers summed over replicas, so that what one replica computes
     #: gets gradients from the others' losses.
     mixed: set[int] = dataclasses.field(default_factory=set)
@@ -255,13 +252,18 @@ class ReplicaRun:
 
     def is_own_gradient(self, rank: Any, gradient: Any) -> bool:
         """Whether it is known to be of own rows alone; mostly it is."""
-        is_dense = not isinstance(gradient, tf.IndexedSlices)
-        return is_dense and self.loss_is_own and trace_of(rank) not in self.mixed
+        if isinstance(gradient, tf.IndexedSlices) or self.makes_rows_up:
+            return False
+        return self.loss_is_own and trace_of(rank) not in self.mixed
 
     def own_gradient(self, rank: Any, gradient: Any) -> Any:
         """The part of `gradient` that own rows have; mostly it is just that."""
-        is_own = self.is_own_gradient(rank, gradient)
-        return gradient if is_own else self.own_part(rank, gradient)
+        own = self.has_own_rows(rank)
+        if own is True or self.is_own_gradient(rank, gradient):
+            return gradient
+        if self.makes_rows_up and tf.is_tensor(own) and isinstance(gradient, tf.Tensor):
+            return kept_if(own, gradient)
+        return self.own_part(rank, gradient)
 
     def parts_to_sum(self, rank: Any, values: Any) -> Any:
         """`values` that a layer or a loss is about to sum over the replicas."""
