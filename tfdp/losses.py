@@ -252,6 +252,9 @@ def local_mean(loss: tf.Tensor) -> tf.Tensor:
     Returns:
       The scaled scalar; take its gradient.
 
+    Raises:
+      ConfigurationError: it is no floating-point number.
+
     Example, in a model's own `train_step`:
 
     ```python
@@ -274,6 +277,7 @@ def local_mean(loss: tf.Tensor) -> tf.Tensor:
     if found is None:
         return loss
     run, rank = found
+    loss = _as_tensor("local_mean", loss)
     _refuse_padding(run.padding_of(rank))
     run.scaled_losses.add(trace_of(rank))
     shares = run.shares[trace_of(rank)]
@@ -293,17 +297,35 @@ def local_sum(loss: tf.Tensor) -> tf.Tensor:
 
     Returns:
       `loss`.
+
+    Raises:
+      ConfigurationError: as `local_mean`.
     """
     found = current_run()
     if found is None:
         return loss
     run, rank = found
+    loss = _as_tensor("local_sum", loss)
     _refuse_padding(run.padding_of(rank))
     run.scaled_losses.add(trace_of(rank))
     shares = run.shares[trace_of(rank)]
     if shares.standing_of(loss) is Standing.SHARE:
         return loss
     return loss * shares.factor(1.0, loss.dtype)
+
+
+def _as_tensor(function: str, loss: Any) -> tf.Tensor:
+    """What a variable holds, or a Python number is, for what looks into graphs."""
+    try:
+        found = tf.convert_to_tensor(loss)
+    except (TypeError, ValueError):
+        found = None
+    if found is None or not found.dtype.is_floating:
+        raise ConfigurationError(
+            f"tfdp.losses.{function} takes a loss: a floating-point number, as a "
+            f"tensor, a variable or a Python number. Received: {loss!r}."
+        )
+    return found
 
 
 def _refuse_padding(padding: Any) -> None:

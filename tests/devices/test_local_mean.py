@@ -623,3 +623,51 @@ def test_gradients_that_a_step_reduces_are_not_suspected():
     one, _ = two_losses(None, bring=of_mean)
     several, told = two_losses(make_strategy(2), bring=of_mean, reduce=True)
     assert told == []
+
+
+class Weighted(keras.Sequential):
+    """A loss times a trained weight, and a penalty on that weight (A. Kendall)."""
+
+    def __init__(self, say, layers):
+        super().__init__(layers)
+        self.say = say
+        self.doubt = self.add_weight(shape=(), initializer="zeros", name="doubt")
+
+    def compute_loss(
+        self, x=None, y=None, y_pred=None, sample_weight=None, training=True
+    ):
+        loss = super().compute_loss(x, y, y_pred, sample_weight, training)
+        return loss * keras.ops.exp(-self.doubt) + self.say(self.doubt)
+
+
+@pytest.mark.parametrize("how", [{}, {"run_eagerly": True}], ids=str)
+@pytest.mark.parametrize(
+    "say",
+    [
+        lambda doubt: tfdp.losses.local_mean(doubt),
+        lambda doubt: tfdp.losses.local_mean(doubt.value),
+        lambda doubt: tfdp.losses.local_mean(keras.ops.convert_to_tensor(doubt)),
+        lambda doubt: tfdp.losses.local_mean(0.5) + tfdp.losses.local_mean(doubt),
+        lambda doubt: tfdp.losses.local_mean(np.float32(0.5)),
+    ],
+    ids=["variable", "value", "tensor", "number", "numpy"],
+)
+def test_a_variable_and_a_number_have_a_local_mean(say, how):
+    def build():
+        return Weighted(say, [keras.Input((12,)), keras.layers.Dense(5)])
+
+    data = classification_data(samples=53)
+    keras.utils.set_random_seed(3)
+    one, expected = train(None, build, data=data, **how)
+    keras.utils.set_random_seed(3)
+    several, found = train(make_strategy(3), build, data=data, **how)
+    np.testing.assert_allclose(found["loss"], expected["loss"], rtol=1e-5)
+    assert largest_difference(one, several) < 1e-5
+
+
+@pytest.mark.parametrize("state", [tfdp.losses.local_mean, tfdp.losses.local_sum])
+@pytest.mark.parametrize("loss", [None, "loss", 3, tf.constant(3)], ids=repr)
+def test_what_is_no_loss_is_refused(state, loss):
+    build = hand_written(lambda mean: state(loss))
+    with pytest.raises(ConfigurationError, match="floating-point number"):
+        train(make_strategy(2), build)

@@ -430,13 +430,39 @@ def test_parts_have_fixed_shapes():
     assert is_of_one_size(static, 2) and not is_of_one_size(static, 3)
 
 
+@pytest.mark.parametrize(
+    "behind",
+    [
+        lambda batches: batches,
+        lambda batches: batches.prefetch(1).cache().repeat(2).take(2).skip(1),
+        lambda batches: batches.shuffle(2, seed=1).with_options(tf.data.Options()),
+        lambda batches: batches.filter(lambda rows: tf.shape(rows)[0] > 0),
+    ],
+)
+@pytest.mark.parametrize("calls", [None, 2])
+def test_the_size_of_batches_costs_no_pass_of_a_shuffle(behind, calls):
+    def passes(looks):
+        numbers = tf.data.Dataset.range(20).shuffle(20, seed=7)
+        batches = behind(numbers.batch(8, num_parallel_calls=calls))
+        if looks:
+            assert global_batch_rows(batches) == 8
+        return [[each.tolist() for each in batches.as_numpy_iterator()] for _ in "ab"]
+
+    assert passes(looks=True) == passes(looks=False)
+
+
+def test_batches_that_are_changed_are_looked_at():
+    batches = tf.data.Dataset.range(20).batch(8).map(lambda rows: rows[:5])
+    assert global_batch_rows(batches) == 5
+
+
 def test_the_size_of_a_batch_is_found_or_asked_for():
     numbers = tf.data.Dataset.range(10)
     assert global_batch_rows(numbers.batch(4)) == 4
     assert global_batch_rows(numbers.batch(4, drop_remainder=True)) == 4
     assert global_batch_rows(numbers.batch(4), stated=6) == 6
     with pytest.raises(DataError, match="no batch"):
-        global_batch_rows(numbers.take(0).batch(4))
+        global_batch_rows(numbers.take(0).batch(4).map(tf.negative))
 
     def generator():
         for _ in range(3):
@@ -480,3 +506,17 @@ def test_what_cannot_be_filled_up_is_refused(dataset):
 def test_batch_size_is_in_use():
     """The fits above have a short last batch, which leaves a replica without a row."""
     assert ROWS_OF_FIT % BATCH_SIZE == 1
+
+
+def test_a_seeded_shuffle_has_the_order_of_one_device():
+    x, y = classification_data(samples=41)
+
+    def of(strategy):
+        shuffled = tf.data.Dataset.from_tensor_slices((x, y)).shuffle(41, seed=7)
+        with (strategy or tf.distribute.get_strategy()).scope():
+            model = dense_model()
+            model.compile(keras.optimizers.SGD(0.1), crossentropy())
+        return model.fit(shuffled.batch(12), epochs=2, verbose=0).history["loss"]
+
+    # The loss of another order is another one from its third number on.
+    np.testing.assert_allclose(of(padding_mirrored(4)), of(None), rtol=1e-5)

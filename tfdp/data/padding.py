@@ -6,6 +6,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdp._private.batch_stages import rows_of_batches
 from tfdp._private.frames import batch_size_of_caller
 from tfdp.errors import ConfigurationError, DataError
 from tfdp.tracing.padded_batch import PaddedBatch
@@ -25,7 +26,8 @@ def global_batch_rows(dataset: tf.data.Dataset, stated: int | None = None) -> in
     Args:
       dataset: of batches.
       stated: what the user said; None to find out: from the shapes, from `fit`'s
-        `batch_size`, or from the first batch, which is then read once more.
+        `batch_size`, from the dataset's own `batch`, or from the first batch, which is
+        then read once more.
 
     Raises:
       ConfigurationError: when none of these tells.
@@ -41,6 +43,10 @@ def global_batch_rows(dataset: tf.data.Dataset, stated: int | None = None) -> in
             f"The size of the batches is not known: the data come through a {source}, "
             "which does not tell. Pass pad_batches=<global batch size> to the strategy."
         )
+    rows = rows_of_batches(dataset)
+    if rows is not None:
+        return rows
+    # A shuffle before would have another order from then on.
     for batch in dataset.take(1):
         return int(tf.shape(tf.nest.flatten(batch)[0])[0])
     raise DataError("The dataset has no batch at all.")
