@@ -288,3 +288,27 @@ def test_state_of_single_rows_is_refused():
     data = rows(16)
     with pytest.raises(ConfigurationError, match="return_state"):
         train(make_strategy(2), build, data=(data["x"], data["y"]), batch_size=8)
+
+
+@pytest.mark.parametrize("synchronized", [True, False])
+@pytest.mark.parametrize("masked", [True, False])
+def test_a_mask_ends_the_synchronization_of_keras_layer(masked, synchronized):
+    """Which is told; of a layer that has none nothing is."""
+
+    def build():
+        layers = [
+            keras.Input((6,), dtype="int32"),
+            keras.layers.Embedding(9, 4, mask_zero=masked),
+            keras.layers.BatchNormalization(synchronized=synchronized),
+            keras.layers.GlobalAveragePooling1D(),
+        ]
+        return keras.Sequential([*layers, keras.layers.Dense(5)])
+
+    rng = np.random.default_rng(1)
+    data = rng.integers(1, 9, (14, 6)), rng.integers(0, 5, 14)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", LocalStateWarning)
+        train(make_strategy(2), build, data=data, batch_size=7, epochs=1)
+    told = [str(one.message) for one in caught if one.category is LocalStateWarning]
+    assert len(told) == (1 if masked and synchronized else 0)
+    assert all("tfdp.layers.SyncBatchNormalization" in one for one in told)

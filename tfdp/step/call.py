@@ -187,7 +187,7 @@ class StepCall:
         if not (self._is_compiled or tf.executing_eagerly()):
             read_in_place(operations()[built_before:])
         suspect_pairs(self.run)
-        suspect_stored(self.run)
+        suspect_stored(self.run, self.model)
         suspect_counted(self.run)
 
     def _leaving_filling_out(self) -> contextlib.AbstractContextManager[None]:

@@ -48,8 +48,13 @@ def check_no_row_state(model: Any) -> None:
             )
 
 
-def suspect_stored(run: ReplicaRun) -> None:
-    """Notes stored values whose mean over the replicas is not one device's value."""
+def suspect_stored(run: ReplicaRun, model: Any) -> None:
+    """Notes stored values whose mean over the replicas is not one device's value.
+
+    Args:
+      run: whose replicas have been traced.
+      model: whose step it is, perhaps.
+    """
     if run.replicas == 1:
         return
     of_shares, sums = made_of_shares(run)
@@ -62,12 +67,40 @@ def suspect_stored(run: ReplicaRun) -> None:
         if id(variable) in told:
             continue
         what = _what_it_looks_like(run, rank, variable, value, of_rank(rank))
-        if what is not None:
-            name = variable.name.split(":")[0]
-            run.state_suspicions.add(
-                f"what a layer stores in {name!r} is brought together as a mean over "
-                f"the replicas' rows, and it looks like {what}"
-            )
+        clause = None if what is None else _clause(model, variable, what)
+        if clause is not None:
+            run.state_suspicions.add(clause)
+
+
+def _clause(model: Any, variable: Any, what: str) -> str | None:
+    """What to say of a stored value that looks like `what`; None: nothing."""
+    layer = _normalization_of(model, variable)
+    if layer is None:
+        name = variable.name.split(":")[0]
+        return (
+            f"what a layer stores in {name!r} is brought together as a mean over "
+            f"the replicas' rows, and it looks like {what}"
+        )
+    if not layer.synchronized:
+        return None  # of a replica's own rows, as its documentation says
+    return (
+        f"the layer {layer.name!r} has synchronized=True and gets a mask (of words, or "
+        "of rows that fill up a batch), with which Keras' BatchNormalization takes the "
+        "statistics of each replica's own rows. Take tfdp.layers.SyncBatchNormalization"
+    )
+
+
+def _normalization_of(
+    model: Any, variable: Any
+) -> keras.layers.BatchNormalization | None:
+    """The layer of Keras' whose moving statistic it is."""
+    if not isinstance(model, keras.Model):
+        return None
+    for layer in layers_within(model):
+        if isinstance(layer, keras.layers.BatchNormalization) and layer.built:
+            if any(weight.value is variable for weight in layer.non_trainable_weights):
+                return layer
+    return None
 
 
 def _what_is_of_shares(variables: Sequence[Any]) -> str:
