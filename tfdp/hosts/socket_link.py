@@ -25,8 +25,8 @@ from tfdp.hosts.broken_exchange import closed, out_of_step, why_it_broke
 from tfdp.hosts.buffers import BufferPool, put_own, views_of, wholes_of
 from tfdp.hosts.channel import Channel, see_off
 from tfdp.hosts.doubling import gather_blobs, swap_rows
-from tfdp.hosts.host_link import CHANNELS, MOST_GATHERED_BYTES, HostLink, Packed, Ranges
-from tfdp.hosts.last_words import lost_another
+from tfdp.hosts.host_link import CHANNELS, MOST_GATHERED_BYTES, Packed, Ranges
+from tfdp.hosts.link_notes import LinkWithNotes
 from tfdp.hosts.link_speed import agreed_speed
 from tfdp.hosts.lost_worker import say_lost
 from tfdp.hosts.membership import Membership
@@ -40,7 +40,7 @@ from tfdp.plan.sum_ways import LinkSpeed, SumWays
 __all__ = ["SocketLink"]
 
 
-class SocketLink(HostLink):
+class SocketLink(LinkWithNotes):
     """A `HostLink` over TCP, with nothing but the standard library and NumPy.
 
     Args:
@@ -214,59 +214,32 @@ class SocketLink(HostLink):
         most_bytes: int = MOST_GATHERED_BYTES,
     ) -> list[bytes]:
         """See `HostLink.gather`."""
-        with self._exchange("gather", (), label, channel, limit=most_bytes) as ring:
-            own = blob, self.rank, self.workers, most_bytes
-            blobs = gather_blobs(*own, ring.neighbours)
-            ring.flush()
-        return list(map(bytes, blobs))
+        return list(map(bytes, self._gather(blob, label, channel, most_bytes)))
 
     def gather_memory(self, memory: np.ndarray, label: str) -> list[memoryview]:
         """See `HostLink.gather_memory`."""
-        limit = MOST_GATHERED_BYTES
-        with self._exchange("gather", (), label, "step", limit=limit) as ring:
-            own = memory, self.rank, self.workers, limit
-            blobs = gather_blobs(*own, ring.neighbours, self._pool.take)
+        limit, room = MOST_GATHERED_BYTES, self._pool.take
+        return self._gather(memory, label, "step", limit, room)
+
+    def _gather(
+        self,
+        blob: bytes | np.ndarray,
+        label: str,
+        channel: str,
+        most_bytes: int,
+        *room: Callable[[int], np.ndarray],
+    ) -> list[memoryview]:
+        with self._exchange("gather", (), label, channel, limit=most_bytes) as ring:
+            own = blob, self.rank, self.workers, most_bytes
+            blobs = gather_blobs(*own, ring.neighbours, *room)
             ring.flush()
         return blobs
-
-    def share_note(self, key: str, note: str) -> dict[int, str]:
-        """See `HostLink.share_note`."""
-        missing = functools.partial(self._membership.without_note, key)
-        with (
-            self._waiting_for_word(key),
-            self._waits.waiting(f"a comparison ({key})", missing),
-        ):
-            return self._membership.share_note(key, note, self.timeout_seconds)
-
-    def leave_note(self, key: str, note: str) -> None:
-        """See `HostLink.leave_note`."""
-        self._membership.leave_note(key, note)
-
-    def wait_for_notes(
-        self, key: str, enough: Callable[[dict[int, str]], bool]
-    ) -> dict[int, str]:
-        """See `HostLink.wait_for_notes`."""
-        with self._waiting_for_word(key):
-            return self._membership.wait_for_notes(key, enough, self.timeout_seconds)
 
     def loop_of_steps(
         self, made: Callable[[], str], planned: Callable[[], str]
     ) -> contextlib.AbstractContextManager[None]:
         """See `HostLink.loop_of_steps`."""
         return self._loops.loop(made, planned)
-
-    @contextlib.contextmanager
-    def _waiting_for_word(self, key: str) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            if self._is_closed:
-                raise closed(self.rank, f"it waited for a word on {key!r}") from error
-            lost_another()
-            raise WorkerLostError(
-                f"Worker {self.rank} waited for a word of the others on {key!r}: "
-                f"{error}. Look at their output for the first error."
-            ) from error
 
     def sent_bytes(self, channel: str | None = None) -> int:
         """See `HostLink.sent_bytes`."""
@@ -277,14 +250,6 @@ class SocketLink(HostLink):
     def exchange_seconds(self, channel: str) -> float:
         """See `HostLink.exchange_seconds`."""
         return self._channels[channel].seconds
-
-    def on_note(self, key: str, listener: Callable[[dict[int, str]], None]) -> None:
-        """See `HostLink.on_note`."""
-        self._membership.on_note(key, listener)
-
-    def give_up(self, reason: str) -> None:
-        """See `HostLink.give_up`."""
-        self._membership.give_up(reason)
 
     def on_failure(self, listener: Callable[[str], None]) -> None:
         """See `HostLink.on_failure`."""
