@@ -17,6 +17,13 @@ UPDATES = {
     "sum": lambda v, x: v.assign_add(ops.sum(ops.square(x))),
     "rows": lambda v, x: v.assign_add(ops.cast(ops.sum(x[:, 0] > 0), v.dtype)),
     "rows less": lambda v, x: v.assign_sub(ops.cast(ops.sum(x[:, 0] > 0), v.dtype)),
+    "rows twice": lambda v, x: (
+        v.assign_add(ops.cast(ops.sum(x[:, 0] > 0), v.dtype)),
+        v.assign_sub(2 * ops.cast(ops.sum(x[:, 1] > 0), v.dtype)),
+    ),
+    "rows wide": lambda v, x: v.assign_add(
+        tf.reduce_sum(tf.cast(x[:, 0] > 0, wider(v.dtype)))
+    ),
     "batches": lambda v, x: v.assign_add(1.0),
     "maximum": lambda v, x: v.assign(ops.maximum(v, ops.max(x))),
     "all's maximum": lambda v, x: v.assign(ops.maximum(v, maximum_of_all(x))),
@@ -82,6 +89,10 @@ def all_of(x):
     if tf.distribute.in_cross_replica_context() or not tf.distribute.has_strategy():
         return x
     return tf.distribute.get_replica_context().all_gather(x, axis=0)
+
+
+def wider(dtype):
+    return {"float32": "float64", "int32": "int64"}[dtype]
 
 
 def maximum_of_all(x):
@@ -167,16 +178,17 @@ def test_has_one_devices_value(update, options):
     np.testing.assert_allclose(copies[0], one, rtol=2e-5)
 
 
-@pytest.mark.parametrize("update", ["rows", "rows less"])
+@pytest.mark.parametrize("update", ["rows", "rows less", "rows twice", "rows wide"])
 @pytest.mark.parametrize("dtype", ["float32", "int32"])
 @pytest.mark.parametrize("replicas", [2, 3])
-def test_eager_replicas_add_up_what_they_add(replicas, dtype, update):
-    """Keras hands over the sum; where it was taken, what was added is known."""
+@pytest.mark.parametrize("eager", [True, False], ids=["eager", "graph"])
+def test_replicas_add_up_what_they_add(replicas, dtype, update, eager):
+    """Keras hands over the sum; how it was taken tells what was added."""
     options = {"aggregation": "sum", "dtype": dtype}
     (one,) = stored(None, update, options)
     assert abs(one) > 3
     strategy = make_strategy(replicas)
-    for copy in stored(strategy, update, options, run_eagerly=True):
+    for copy in stored(strategy, update, options, run_eagerly=eager):
         # A third of a float thrice, after each of three batches: 9 u.
         np.testing.assert_allclose(copy, one, rtol=1e-6)
 

@@ -451,6 +451,15 @@ def test_the_size_of_batches_costs_no_pass_of_a_shuffle(behind, calls):
     assert passes(looks=True) == passes(looks=False)
 
 
+def test_a_batch_is_no_larger_than_the_data():
+    numbers = tf.data.Dataset.range(20)
+    assert global_batch_rows(numbers.batch(10**9)) == 20
+    assert global_batch_rows(numbers.repeat().batch(50)) == 50
+    unknown = numbers.filter(lambda number: number != 3)
+    assert global_batch_rows(unknown.batch(10**9)) == 19
+    assert global_batch_rows(unknown.batch(50)) == 50
+
+
 def test_batches_that_are_changed_are_looked_at():
     batches = tf.data.Dataset.range(20).batch(8).map(lambda rows: rows[:5])
     assert global_batch_rows(batches) == 5

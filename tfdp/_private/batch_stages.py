@@ -16,10 +16,11 @@ KEEP_BATCHES = {
     *("OptionsDataset", "PrefetchDataset", "RepeatDataset", "ShuffleDataset"),
     *("SkipDataset", "TakeDataset"),
 }
+MOST_BELIEVED_ROWS = 1 << 16
 
 
 def rows_of_batches(dataset: tf.data.Dataset) -> int | None:
-    """What `batch` was given, the last one of `dataset`; None: it is not seen."""
+    """The largest batch of `dataset`, by what it says itself; None: nothing."""
     stage = dataset
     while type(stage).__name__.lstrip("_") in KEEP_BATCHES:
         inputs = stage._inputs()
@@ -28,6 +29,15 @@ def rows_of_batches(dataset: tf.data.Dataset) -> int | None:
         (stage,) = inputs
     if type(stage).__name__.lstrip("_") not in BATCHES:
         return None
-    rows = getattr(stage, "_batch_size", None)
-    found = None if rows is None else tf.get_static_value(rows)
-    return None if found is None else int(found)
+    given = getattr(stage, "_batch_size", None)
+    rows = None if given is None else tf.get_static_value(given)
+    if rows is None:
+        return None
+    (source,) = stage._inputs()
+    there_are = int(source.cardinality())
+    if there_are == tf.data.INFINITE_CARDINALITY:
+        return int(rows)
+    if there_are == tf.data.UNKNOWN_CARDINALITY:
+        # Who writes more may mean: whatever there is.
+        return int(rows) if rows <= MOST_BELIEVED_ROWS else None
+    return min(int(rows), there_are) or None

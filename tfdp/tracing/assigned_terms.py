@@ -11,7 +11,14 @@ import tensorflow as tf
 from tfdp._private.names import own_copy
 from tfdp.tracing.replica_invariance import outermost
 
-__all__ = ["as_tensors", "handles_of", "is_read_among", "passed_on", "term_added_to"]
+__all__ = [
+    "as_tensors",
+    "change_of",
+    "handles_of",
+    "is_read_among",
+    "passed_on",
+    "term_added_to",
+]
 
 VARIABLES = (keras.Variable, tf.Variable)
 SAME_VALUE = {"Cast", "Identity"}
@@ -38,6 +45,22 @@ def term_added_to(handle: tf.Tensor, value: tf.Tensor) -> tf.Tensor | None:
     if _is_read_of(handle, first):
         return second
     return first if _is_read_of(handle, second) else None
+
+
+def change_of(handle: tf.Tensor, value: tf.Tensor) -> tf.Tensor | None:
+    """d, where `value` is what the variable of `handle` holds, plus d or less -d.
+
+    In the type of `value`, to which Keras casts such a sum of another one.
+    """
+    tensor = value
+    while tensor.op.type in SAME_VALUE:
+        (tensor,) = tensor.op.inputs
+    change = term_added_to(handle, tensor)
+    if change is None and tensor.op.type == "Sub":
+        before, taken = tensor.op.inputs
+        if _is_read_of(handle, before):
+            change = tf.zeros_like(taken) - taken  # also of types without a sign
+    return None if change is None else tf.cast(change, value.dtype)
 
 
 def is_read_among(handle: tf.Tensor, values: Iterable[Any]) -> bool:

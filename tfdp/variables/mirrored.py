@@ -16,7 +16,7 @@ from tfdp._private.names import (
 )
 from tfdp._private.traced_alone import is_traced_alone
 from tfdp.errors import ConfigurationError
-from tfdp.tracing.assigned_terms import term_added_to
+from tfdp.tracing.assigned_terms import change_of, term_added_to
 from tfdp.tracing.own_rows import is_of_own_rows
 from tfdp.tracing.replica_invariance import is_same_on_every_replica, outermost
 from tfdp.variables.local_view import LocalView
@@ -172,7 +172,7 @@ class ReplicaMirroredVariable(PythonNumber, OwnMeans, LocalView):
         if isinstance(value, tf.__internal__.EagerTensor):
             added = number_added_by_keras(self)
         else:
-            added = term_added_to(outermost(component.handle), value)
+            added = change_of(outermost(component.handle), value)
         if added is None:
             return update_fn, run.own_part(rank, value)
         added, before = run.own_part(rank, added), component.read_value()
