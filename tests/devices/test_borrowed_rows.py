@@ -15,7 +15,7 @@ NONE = np.zeros([0], "int64")
         (tf.zeros([0, 3], tf.int32), [[1, 0, 0]]),
         (tf.zeros([0], tf.uint8), [1]),
         (tf.zeros([0, 2], tf.bool), [[True, False]]),
-        (tf.zeros([0, 2], tf.string), [[b"", b""]]),
+        (tf.zeros([0, 2], tf.string), [[b"1", b"1"]]),
         (tf.zeros([0, 3]), [[0.25, 0.5, 0.75]]),
         (tf.zeros([0, 0, 2], tf.int64), [[[1, 0]]]),
         (tf.RaggedTensor.from_row_lengths(tf.zeros([0]), NONE), [[0.5]]),
