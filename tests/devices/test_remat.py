@@ -81,6 +81,51 @@ def test_trains_to_the_same_weights(replicas, shard, options, arguments):
     assert abs(loss_once - loss_twice) < 1e-4
 
 
+@pytest.mark.parametrize("shard", ["none", "parameters"])
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
+def test_the_backward_pass_computes_in_the_layers_type(policy, shard):
+    types = []
+
+    class Noting(keras.layers.Dense):
+        def call(self, inputs):
+            types.append(keras.ops.convert_to_tensor(self.kernel).dtype)
+            return super().call(inputs)
+
+    def weights_after_training(change):
+        types.clear()
+        keras.utils.set_random_seed(3)
+        with make_strategy(2, shard).scope():
+            model = keras.Sequential(
+                [keras.Input((12,)), Noting(9, "tanh"), Noting(5, dtype="float32")]
+            )
+            change(model)
+            model.compile(
+                keras.optimizers.SGD(0.1),
+                keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+                jit_compile=False,
+            )
+        model.fit(*classification_data(48), batch_size=24, shuffle=False, verbose=0)
+        return model.get_weights(), [
+            keras.backend.standardize_dtype(kind) for kind in types
+        ]
+
+    keras.config.set_dtype_policy(policy)
+    try:
+        once, types_once = weights_after_training(lambda model: None)
+        twice, types_twice = weights_after_training(tfdp.remat)
+    finally:
+        keras.config.set_dtype_policy("float32")
+    half = policy.removeprefix("mixed_")
+    # Each layer once forward on each replica; and once more, the last one first.
+    assert set(types_once) == {half, "float32"}
+    assert types_twice.count(half) == types_twice.count("float32")
+    assert types_twice.count(half) >= types_once.count(half) + 2
+    for one, other in zip(once, twice, strict=True):
+        # Two steps of 0.1 with gradients below 2, of which each number was rounded to
+        # 2^-8 of itself at most, now and then to the other side.
+        np.testing.assert_allclose(one, other, rtol=0, atol=2 * 0.1 * 2 * 2**-8)
+
+
 def test_the_backward_pass_computes_again():
     calls = []
 

@@ -14,6 +14,7 @@ import keras
 import tensorflow as tf
 
 from tfdp._private.instance_attributes import instance_attributes
+from tfdp._private.keras_autocast import stored_value
 from tfdp._private.keras_models import (
     layers_within,
     losses_added_in,
@@ -98,7 +99,7 @@ def count_losses(layer: keras.layers.Layer) -> int:
 
 def own_copies(variables: Sequence[keras.Variable]) -> list[tf.Variable]:
     """What the calling replica itself holds of each variable: its copy or its shard."""
-    stored = [variable.value for variable in variables]
+    stored = [stored_value(variable) for variable in variables]
     if tf.distribute.in_cross_replica_context():
         return []
     return [

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import keras
 import tensorflow as tf
 
+from tfdp._private.keras_autocast import autocast_dtype, computing_in
 from tfdp.checks import is_whole
 from tfdp.errors import ConfigurationError
 from tfdp.exchange.exchange_names import exchanges_of
@@ -117,13 +118,16 @@ def _twice(block: keras.layers.Layer, call: Callable, prefetch: int) -> Callable
         flat = keras.tree.flatten((args, kwargs))
         places = [i for i, value in enumerate(flat) if tf.is_tensor(value)]
         draws = RandomDraws(block)
+        # Keras says so while it calls a layer, and nobody does in the backward pass.
+        dtype = autocast_dtype()
 
         def compute(tensors: Sequence[tf.Tensor]) -> Any:
             filled = list(flat)
             for place, tensor in zip(places, tensors, strict=True):
                 filled[place] = tensor
             own_args, own_kwargs = keras.tree.pack_sequence_as((args, kwargs), filled)
-            return call(*own_args, **own_kwargs)
+            with computing_in(dtype):
+                return call(*own_args, **own_kwargs)
 
         tensors = [flat[place] for place in places]
         losses = count_losses(block)

@@ -156,7 +156,10 @@ class Rounds:
         def within() -> list[Any]:
             if alone:
                 return list(gradients)  # slices of embeddings, too, as they are
-            shares = [_share(v, run.share_in_group(rank), rank) for v in state]
+            # A group without rows has kept what it had, all of its replicas alike.
+            total, even = run.total_in_group(rank), run.even_share
+            share = tf.where(total > 0, run.share_in_group(rank), even)
+            shares = [_share(v, share, rank) for v in state]
             sums = [self._reducer.sum_within(v, rank) for v in [*gradients, *shares]]
             _assign(state, sums[len(gradients) :], rank)
             return sums[: len(gradients)]

@@ -66,6 +66,7 @@ class ReplicaMirroredVariable(PythonNumber, OwnMeans, LocalView):
             if self.dtype.is_floating:
                 run.note_local_state(rank, self, value)
                 value = self._added_of_own_rows(run, rank, value)
+                value = self._of_rows_of_group(run, rank, value)
                 if not run.is_updating:
                     self.note_own()
             elif not run.is_updating and not _is_alike(value, self, rank):
@@ -138,6 +139,20 @@ class ReplicaMirroredVariable(PythonNumber, OwnMeans, LocalView):
         if added is None or not is_of_own_rows(run.batches, rank, added):
             return value
         return component.read_value() + run.own_part(rank, added)
+
+    def _of_rows_of_group(self, run: Any, rank: Any, value: Any) -> Any:
+        """`value`; where replicas train apart and the group has no rows, what it was.
+
+        In a plain step such a value counts for nothing in the mean of all. Here the
+        group goes on with it.
+        """
+        if not run.is_local or run.is_updating or not isinstance(rank, int):
+            return value
+        own = [run.has_own_rows(peer) for peer in run.group_of(rank)]
+        if any(has_rows is True for has_rows in own):
+            return value
+        before = self._get_replica(rank).read_value()
+        return tf.where(tf.reduce_any(tf.stack(own)), value, before)
 
     def _of_first_replica(self, value: tf.Tensor, rank: Any) -> tf.Tensor:
         extended = self.distribute_strategy.extended
