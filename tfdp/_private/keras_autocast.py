@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import keras
 import tensorflow as tf
-from keras.src.backend.common.variables import AutocastScope
 
-from tfdp._private.names import get_autocast_scope
+from tfdp._private.names import get_autocast_scope, keras_state
 
-__all__ = ["autocast_dtype", "computing_in", "stored_value"]
+__all__ = ["autocast_dtype", "autocast_scope", "autocasting_as", "stored_value"]
+
+# What Keras calls it.
+ATTRIBUTE = "autocast_scope"
 
 
 def autocast_dtype() -> tf.DType | None:
@@ -21,19 +24,25 @@ def autocast_dtype() -> tf.DType | None:
     return None if dtype is None else tf.as_dtype(dtype)
 
 
-def computing_in(dtype: tf.DType | None) -> contextlib.AbstractContextManager:
-    """While this lasts variables are read as in a layer that computes in `dtype`.
+def autocast_scope() -> Any:
+    """How the layer being called reads variables, for `autocasting_as`."""
+    return get_autocast_scope()
 
-    Args:
-      dtype: None: as they are stored.
-    """
-    scope: contextlib.AbstractContextManager = AutocastScope(
-        None if dtype is None else dtype.name
-    )
-    return scope
+
+@contextlib.contextmanager
+def autocasting_as(scope: Any) -> Iterator[None]:
+    """While this lasts variables are read as where `autocast_scope` gave `scope`."""
+    outside = get_autocast_scope()
+    # Not a new scope without a type where there was none: in one Keras takes all
+    # variables to be of its default type.
+    keras_state.set_global_attribute(ATTRIBUTE, scope)
+    try:
+        yield
+    finally:
+        keras_state.set_global_attribute(ATTRIBUTE, outside)
 
 
 def stored_value(variable: keras.Variable) -> Any:
     """What a variable holds, and not that in the type of the layer being called."""
-    with computing_in(None):
+    with autocasting_as(None):
         return variable.value

@@ -71,6 +71,11 @@ def seed_generators_of(layer: keras.layers.Layer) -> list[keras.random.SeedGener
     return layer._seed_generators
 
 
+def state_of(layer: keras.layers.Layer) -> list[keras.Variable]:
+    """What this very layer stores besides weights that it was made to train."""
+    return [v for v in layer._non_trainable_variables if v._value is not None]
+
+
 def loss_trackers(model: keras.Model) -> tuple[Any, list[Any]]:
     """The metric of the whole loss, and those of each output; None before compile."""
     return (

@@ -18,7 +18,10 @@ from tfdp._private.keras_autocast import stored_value
 from tfdp._private.keras_models import (
     layers_within,
     losses_added_in,
+    mask_of,
+    put_mask,
     seed_generators_of,
+    state_of,
 )
 from tfdp._private.names import (
     DistributedVariable,
@@ -28,15 +31,29 @@ from tfdp._private.names import (
     stop_recording,
     variable_accessed,
 )
+from tfdp.errors import ConfigurationError
+from tfdp.variables.global_seed import drawing_globally
 
 __all__ = [
     "RandomDraws",
+    "copy_in_name",
     "count_losses",
     "own_copies",
     "record_gradient",
+    "refuse_assigned_weights",
+    "refuse_other_draws",
     "stop_recording",
+    "stored_in",
     "without_updates",
 ]
+
+
+# Operations that draw anew each time they run.
+DRAWS = frozenset(
+    "Multinomial ParameterizedTruncatedNormal RandomGamma RandomPoissonV2 "
+    "RandomShuffle RandomStandardNormal RandomUniform RandomUniformInt "
+    "TruncatedNormal".split()
+)
 
 
 class RandomDraws:
@@ -84,12 +101,90 @@ class RandomDraws:
                 stack.enter_context(
                     instance_attributes(generator, {"next": next_of(generator)})
                 )
+            stack.enter_context(drawing_globally(next_of))
             yield
 
 
-def without_updates() -> contextlib.AbstractContextManager:
-    """While this lasts assignments to Keras variables have no effect."""
-    return keras.StatelessScope()
+def stored_in(layer: keras.layers.Layer) -> list[tuple[keras.Variable, tf.Tensor]]:
+    """What the layers within `layer` store, as it is now."""
+    if tf.distribute.in_cross_replica_context():
+        return []
+    variables = [v for sublayer in layers_within(layer) for v in state_of(sublayer)]
+    return [(v, tf.identity(stored_value(v))) for v in variables]
+
+
+def without_updates(
+    stored: Sequence[tuple[keras.Variable, tf.Tensor]],
+) -> contextlib.AbstractContextManager:
+    """While this lasts assignments to Keras variables have no effect.
+
+    Args:
+      stored: values that are read of such variables.
+    """
+    return keras.StatelessScope(state_mapping=stored)
+
+
+def refuse_assigned_weights(layer: keras.layers.Layer, scope: Any) -> None:
+    """Refuses a layer that assigns to a weight that is trained.
+
+    Args:
+      layer: that was computed once more.
+      scope: of `without_updates`, in which it was.
+
+    Raises:
+      ConfigurationError: when it has assigned to one in this pass.
+    """
+    for variable in layer.trainable_variables:
+        if id(variable) in scope.state_mapping:
+            raise ConfigurationError(
+                f"The layer {layer.name!r} assigns to {variable.path!r} while it "
+                "computes (keras.layers.SpectralNormalization does), and when it is "
+                "computed again that weight is another one. Leave it out: "
+                "tfdp.remat(model, policy=lambda layer: layer is not ...)."
+            )
+
+
+def copy_in_name(tensor: tf.Tensor) -> tf.Tensor:
+    """The same tensor under another name, with the mask that Keras left with it."""
+    copied = tf.identity(tensor)
+    mask = mask_of(tensor)
+    if mask is not None:
+        put_mask(copied, mask)
+    return copied
+
+
+def refuse_other_draws(
+    layer: keras.layers.Layer,
+    outputs: Sequence[tf.Tensor],
+    inputs: Sequence[tf.Tensor],
+) -> None:
+    """Refuses what draws numbers of which nobody can have the same again.
+
+    Args:
+      layer: for the message.
+      outputs: of a pass, in a graph; eager tensors do not say what made them.
+      inputs: of the pass: what made these is not looked at.
+
+    Raises:
+      ConfigurationError: with what to do.
+    """
+    if tf.executing_eagerly():
+        return
+    seen = {id(tensor.op) for tensor in inputs}
+    pending = [tensor.op for tensor in outputs]
+    while pending:
+        operation = pending.pop()
+        if id(operation) in seen:
+            continue
+        seen.add(id(operation))
+        if operation.type in DRAWS:
+            raise ConfigurationError(
+                f"The layer {layer.name!r} draws random numbers by TensorFlow "
+                f"({operation.type}), and would draw others when it is computed again. "
+                "Draw by keras.random, or leave it out: "
+                "tfdp.remat(model, policy=lambda layer: layer is not ...)."
+            )
+        pending += [tensor.op for tensor in operation.inputs]
 
 
 def count_losses(layer: keras.layers.Layer) -> int:

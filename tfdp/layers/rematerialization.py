@@ -13,16 +13,20 @@ from typing import Any, TypeVar
 import keras
 import tensorflow as tf
 
-from tfdp._private.keras_autocast import autocast_dtype, computing_in
+from tfdp._private.keras_autocast import autocast_scope, autocasting_as
 from tfdp.checks import is_whole
 from tfdp.errors import ConfigurationError
 from tfdp.exchange.exchange_names import exchanges_of
 from tfdp.layers.recompute import (
     RandomDraws,
+    copy_in_name,
     count_losses,
     own_copies,
     record_gradient,
+    refuse_assigned_weights,
+    refuse_other_draws,
     stop_recording,
+    stored_in,
     without_updates,
 )
 from tfdp.tracing.current_run import name_of_gradient
@@ -60,7 +64,10 @@ def remat(
 
     Raises:
       ConfigurationError: when an argument is not as above, and, when it runs, for a
-        block that calls `add_loss`, whose gradient would be lost.
+        block that calls `add_loss`, whose gradient would be lost; that assigns to a
+        weight that is trained (`keras.layers.SpectralNormalization`); or that draws
+        random numbers by TensorFlow and not by `keras.random` (seen in graphs, not with
+        `run_eagerly=True`).
 
     Cost: one more forward pass. Not saved with the model: call it again after loading.
 
@@ -119,38 +126,40 @@ def _twice(block: keras.layers.Layer, call: Callable, prefetch: int) -> Callable
         places = [i for i, value in enumerate(flat) if tf.is_tensor(value)]
         draws = RandomDraws(block)
         # Keras says so while it calls a layer, and nobody does in the backward pass.
-        dtype = autocast_dtype()
+        scope = autocast_scope()
 
         def compute(tensors: Sequence[tf.Tensor]) -> Any:
             filled = list(flat)
             for place, tensor in zip(places, tensors, strict=True):
                 filled[place] = tensor
             own_args, own_kwargs = keras.tree.pack_sequence_as((args, kwargs), filled)
-            with computing_in(dtype):
+            with autocasting_as(scope):
                 return call(*own_args, **own_kwargs)
 
         tensors = [flat[place] for place in places]
-        losses = count_losses(block)
+        stored, losses = stored_in(block), count_losses(block)
         with (
             stop_recording(),
             _after_block(tensors, "forward", prefetch),
             draws.recording(),
         ):
             result = compute(tensors)
-            outputs = [tf.identity(output) for output in keras.tree.flatten(result)]
+            made = keras.tree.flatten(result)
+            outputs = list(map(copy_in_name, made))
         if count_losses(block) != losses:
             raise ConfigurationError(
                 f"The layer {block.name!r} calls add_loss, whose gradient would be "
                 "lost in a block that is computed again. Leave it out: "
                 "tfdp.remat(model, policy=lambda layer: layer is not ...)."
             )
+        refuse_other_draws(block, made, tensors)
         variables = own_copies(block.trainable_variables)
         name = name_of_gradient()
 
         def backward(*upstream: Any) -> list[Any]:
-            given = compute, tensors, upstream, variables, draws, prefetch
+            given = compute, tensors, upstream, variables, stored, draws, prefetch
             with exchanges_of(name):
-                return _gradients(*given)
+                return _gradients(block, *given)
 
         record_gradient(outputs, tensors, variables, backward)
         return keras.tree.pack_sequence_as(result, outputs)
@@ -160,21 +169,25 @@ def _twice(block: keras.layers.Layer, call: Callable, prefetch: int) -> Callable
 
 
 def _gradients(
+    block: keras.layers.Layer,
     compute: Callable,
     tensors: Sequence[tf.Tensor],
     upstream: Sequence[Any],
     variables: Sequence[Any],
+    stored: Sequence[Any],
     draws: RandomDraws,
     prefetch: int,
 ) -> list[Any]:
     """Those of a block's inputs and variables, from its inputs alone."""
     arrived = [gradient for gradient in upstream if gradient is not None]
     with _after_block(arrived, "backward", prefetch):
-        with tf.GradientTape() as tape, without_updates(), draws.replaying():
+        without = without_updates(stored)
+        with tf.GradientTape() as tape, without as scope, draws.replaying():
             # Copies in name: TensorFlow would find that the results exist already.
-            inputs = [tf.identity(tensor) for tensor in tensors]
+            inputs = list(map(copy_in_name, tensors))
             tape.watch([t for t in inputs if t.dtype.is_floating])
             outputs = keras.tree.flatten(compute(inputs))
+        refuse_assigned_weights(block, scope)
         used = [(o, u) for o, u in zip(outputs, upstream, strict=True) if u is not None]
         found = tape.gradient(
             [output for output, _ in used],

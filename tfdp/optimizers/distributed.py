@@ -258,8 +258,10 @@ class DistributedOptimizer(LossScaleHooks):
         indices = [variable_index(self, variable) for variable in variables]
         if self._accumulates_shards():
             gradients = self._reduced(gradients, variables, weight)
-        elif found is not None and self._rounds is None:
-            bring_layers_together(*found)
+        elif found is not None:
+            rounds = self._rounds
+            bring = rounds.bring_layers_together if rounds else bring_layers_together
+            bring(*found)
         for index, gradient in zip(indices, gradients, strict=True):
             if gradient is not None:
                 dense = tf.convert_to_tensor(gradient)

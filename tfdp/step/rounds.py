@@ -24,6 +24,7 @@ from tfdp._private.names import own_copy
 from tfdp.errors import ConfigurationError
 from tfdp.exchange.compressed import CompressedSums
 from tfdp.exchange.reducer import Reducer
+from tfdp.step.group_sums import assign_local, parts_of, share_of_state, times
 from tfdp.step.living_rounds import living_rounds
 from tfdp.step.local_values import LocalValues
 from tfdp.step.on_the_way import OnTheWay
@@ -147,8 +148,7 @@ class Rounds:
           run: the run.
           rank: the calling replica.
         """
-        state = run.take_local_state(rank)
-        self._refuse_unknown(state)
+        state = self._take_state(run, rank)
         start, alone = self.sync.start_step, run.group_size == 1
         if not alone:
             gradients = [tf.convert_to_tensor(gradient) for gradient in gradients]
@@ -156,20 +156,15 @@ class Rounds:
         def within() -> list[Any]:
             if alone:
                 return list(gradients)  # slices of embeddings, too, as they are
-            # A group without rows has kept what it had, all of its replicas alike.
-            total, even = run.total_in_group(rank), run.even_share
-            share = tf.where(total > 0, run.share_in_group(rank), even)
-            shares = [_share(v, share, rank) for v in state]
-            sums = [self._reducer.sum_within(v, rank) for v in [*gradients, *shares]]
-            _assign(state, sums[len(gradients) :], rank)
-            return sums[: len(gradients)]
+            self._mean_within(state, run, rank)
+            return [self._reducer.sum_within(v, rank) for v in gradients]
 
         if start == 0:
             return within()
         parts = tf.cond(
             self._count(rank) < start,
-            lambda: _parts(self._everywhere(gradients, weight, state, run, rank)),
-            lambda: _parts(within()),
+            lambda: parts_of(self._everywhere(gradients, weight, state, run, rank)),
+            lambda: parts_of(within()),
         )
         return [
             tf.IndexedSlices(*part, gradient.dense_shape)
@@ -177,6 +172,49 @@ class Rounds:
             else part[0]
             for part, gradient in zip(parts, gradients, strict=True)
         ]
+
+    def bring_layers_together(self, run: ReplicaRun, rank: int) -> None:
+        """Before gradients are accumulated: what layers store of this batch is that of
+        whoever steps together; see `state_means.bring_layers_together`."""
+        state = self._take_state(run, rank)
+        start = self.sync.start_step
+        if not state or (run.group_size == 1 and not start):
+            return
+
+        def within() -> tf.Tensor:
+            if run.group_size > 1:
+                self._mean_within(state, run, rank)
+            return tf.constant(True)
+
+        def everywhere() -> tf.Tensor:
+            rows = tf.cast(run.count_of(rank), tf.float32)
+            [all_rows] = self._reducer.all_reduce([rows], rank, mean=False)
+            share = tf.math.divide_no_nan(rows, all_rows)
+            shares = [share_of_state(variable, share, rank) for variable in state]
+            means = self._reducer.all_reduce(shares, rank, mean=False)
+            assign_local(state, means, rank)
+            return tf.constant(True)
+
+        if start:
+            tf.cond(self._count(rank) < start, everywhere, within)
+        else:
+            within()
+
+    def _take_state(self, run: ReplicaRun, rank: int) -> list[LocalView]:
+        state = run.take_local_state(rank)
+        self._refuse_unknown(state)
+        return state
+
+    def _mean_within(
+        self, state: Sequence[LocalView], run: ReplicaRun, rank: int
+    ) -> None:
+        """What layers have stored becomes its mean over the rows of the group."""
+        # A group without rows has kept what it had, all of its replicas alike.
+        total, even = run.total_in_group(rank), run.even_share
+        share = tf.where(total > 0, run.share_in_group(rank), even)
+        shares = [share_of_state(v, share, rank) for v in state]
+        sums = [self._reducer.sum_within(v, rank) for v in shares]
+        assign_local(state, sums, rank)
 
     def _everywhere(
         self,
@@ -196,11 +234,11 @@ class Rounds:
         all_weights, all_rows = self._reducer.all_reduce(counts, rank, mean=False)
         # Before they are summed, so that a 16-bit wire has no larger numbers to carry.
         part = tf.math.divide_no_nan(weight, all_weights)
-        own = [_times(gradient, part) for gradient in gradients]
+        own = [times(gradient, part) for gradient in gradients]
         share = tf.math.divide_no_nan(rows, all_rows)
-        shares = [_share(variable, share, rank) for variable in state]
+        shares = [share_of_state(variable, share, rank) for variable in state]
         sums, means = self._reducer.sum_gradients(own, shares, rank)
-        _assign(state, means, rank)
+        assign_local(state, means, rank)
         return sums
 
     def after_update(self, rank: int) -> None:
@@ -355,33 +393,3 @@ class Rounds:
                     "would store another value. Make it a weight of a layer "
                     "(add_weight(trainable=False)), or leave sync out."
                 )
-
-
-def _parts(gradients: Sequence[Any]) -> list[list[tf.Tensor]]:
-    """Tensors that a conditional can return: of slices their values and indices."""
-    return [
-        [g.values, g.indices] if isinstance(g, tf.IndexedSlices) else [g]
-        for g in gradients
-    ]
-
-
-def _times(gradient: Any, factor: tf.Tensor) -> Any:
-    factor = tf.cast(factor, gradient.dtype)
-    if not isinstance(gradient, tf.IndexedSlices):
-        return gradient * factor
-    values = gradient.values * factor
-    return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
-
-
-def _share(variable: LocalView, share: tf.Tensor, rank: int) -> tf.Tensor:
-    value = variable.local_copy(rank).read_value()
-    share = tf.cast(share, value.dtype)
-    # Statistics of no sample are not a number, and 0 times that is not 0.
-    return tf.where(share > 0, value * share, tf.zeros_like(value))
-
-
-def _assign(
-    variables: Sequence[LocalView], values: Sequence[tf.Tensor], rank: int
-) -> None:
-    for variable, value in zip(variables, values, strict=True):
-        variable.local_copy(rank).assign(value)

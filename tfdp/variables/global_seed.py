@@ -29,6 +29,7 @@ from tfdp._private.names import (
 from tfdp.variables.mirrored import SEED_STRIDE
 
 __all__ = [
+    "drawing_globally",
     "draws_apart",
     "global_seed_states",
     "make_global_seed_states",
@@ -218,3 +219,32 @@ def draws_apart(first_draw: int | None) -> Iterator[Callable[[Any], None]]:
     finally:
         # Not by each replica: where they take turns another one has put its own.
         put(seed)
+
+
+class _Led:
+    """Stands for Keras' global generator, which is made when it is first asked.
+
+    Args:
+      next_of: for a generator its `next` of the time being.
+    """
+
+    def __init__(self, next_of: Callable[[Any], Callable]):
+        self._next_of = next_of
+        self.plain = keras_state.get_global_attribute(ATTRIBUTE)
+
+    def next(self, ordered: bool = True) -> Any:
+        """What the global generator gives, by `next_of`."""
+        if self.plain is None:
+            self.plain = keras.random.SeedGenerator()  # as Keras does
+        return self._next_of(self.plain)(ordered)
+
+
+@contextlib.contextmanager
+def drawing_globally(next_of: Callable[[Any], Callable]) -> Iterator[None]:
+    """While this lasts draws without a seed are led as `next_of(generator)` says."""
+    led = _Led(next_of)
+    keras_state.set_global_attribute(ATTRIBUTE, led)
+    try:
+        yield
+    finally:
+        keras_state.set_global_attribute(ATTRIBUTE, led.plain)
