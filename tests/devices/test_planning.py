@@ -10,6 +10,7 @@ import tensorflow as tf
 import tfdp
 from tfdp.errors import ConfigurationError
 from tfdp.planning import alike_updates, plan, ways
+from tfdp.planning import planner as planner_module
 from tfdp.planning.answer import Answer
 from tfdp.planning.planner import Planner
 from tfdp.planning.ways import largest_batch, ways_to_fit
@@ -197,6 +198,40 @@ def test_one_graph_for_updates_of_a_shape_counts_as_many(make, monkeypatch):
     # Orders differ where calls wait for each other; what is stored does not.
     assert once.parts["slots"] == each.parts["slots"]
     assert once.peak_bytes == pytest.approx(each.peak_bytes, rel=0.05)
+
+
+DEEP, ROWS = 20, 512
+
+
+def build_deep():
+    layers = [keras.layers.Dense(WIDTH, "tanh") for _ in range(DEEP)]
+    model = keras.Sequential([keras.Input((WIDTH,)), *layers])
+    model.compile("sgd", "mse", jit_compile=False)
+    return model
+
+
+@pytest.mark.worth_seconds(8)
+def test_passes_that_wait_for_no_other_replica_come_one_after_the_other(monkeypatch):
+    """Four replicas on CPUs: as many of them as there are threads are in their pass."""
+    peaks, batch_bytes = {}, 2 * 4 * ROWS * WIDTH * FLOAT_BYTES
+    for cores in (1, 4):
+        monkeypatch.setattr(planner_module, "usable_cores", lambda cores=cores: cores)
+        found = plan(build_deep, 4 * ROWS, replicas=4, device_type="CPU")
+        peaks[cores] = 4 * found.peak_bytes
+    # What the weights and their gradients are, once for each replica and once summed.
+    weights = DEEP * (KERNEL_BYTES + BIAS_BYTES)
+    passes = DEEP * ROWS * WIDTH * FLOAT_BYTES
+    assert peaks[1] <= 9 * weights + batch_bytes + 1.2 * passes
+    assert peaks[4] >= 4 * weights + batch_bytes + 3.0 * passes
+    # A GPU has a replica for itself.
+    monkeypatch.setattr(planner_module, "usable_cores", lambda: 1)
+    of_gpus = plan(build_deep, 4 * ROWS, replicas=4)
+    assert 4 * of_gpus.peak_bytes >= 4 * weights + batch_bytes + 3.0 * passes
+
+
+def test_a_wrong_device_type_is_refused():
+    with pytest.raises(ConfigurationError, match="device_type must be 'GPU' or 'CPU'"):
+        plan(build, 64, device_type="TPU")
 
 
 def test_the_largest_batch_fits_and_a_larger_one_does_not():

@@ -18,7 +18,7 @@ import os
 import sys
 import time
 
-STEPS_BEFORE, STEPS = 3, 8
+STEPS_BEFORE, STEPS = 3, 24
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,6 +151,7 @@ def predict(case):
         shard=case.stage,
         remat=case.remat,
         communication=communication_of(case),
+        device_type="CPU",
     )
     return {
         "predicted": found.peak_bytes,

@@ -56,6 +56,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--hosts", type=integer_from(1), metavar="H", default=1, help="(default: 1)"
     )
     parser.add_argument(
+        "--device-type",
+        choices=("GPU", "CPU"),
+        default="GPU",
+        help="on which the replicas run (default: GPU)",
+    )
+    parser.add_argument(
         "--shard",
         default="none",
         metavar="WHAT",
@@ -131,6 +137,7 @@ def _answer(
         replicas=options.replicas,
         hosts=options.hosts,
         shard=sharding,
+        device_type=options.device_type,
         any_rows=memory_bytes is not None and not options.quick,
     )
     rows, remat = planner.local_rows, options.remat

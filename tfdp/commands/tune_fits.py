@@ -99,12 +99,20 @@ def _answers(orders: Orders) -> list[Any]:
     from tfdp.strategies.quiet import import_tensorflow_quietly
 
     import_tensorflow_quietly()
+    import tensorflow as tf
+
     from tfdp.planning.memory_plan import needed_for
     from tfdp.planning.planner import Planner, have_devices
 
     have_devices(orders.replicas)
     build, batch = load_model(orders.target, orders.rows)
-    planner = Planner(build, batch, replicas=orders.replicas, hosts=orders.processes)
+    planner = Planner(
+        build,
+        batch,
+        replicas=orders.replicas,
+        hosts=orders.processes,
+        device_type="GPU" if tf.config.list_physical_devices("GPU") else "CPU",
+    )
     found: list[Any] = []
     for shard, remat, steps in orders.stored:
         rows = -(-planner.local_rows // steps)

@@ -22,6 +22,7 @@ def plan(
     remat: bool = False,
     memory_bytes: int | None = None,
     communication: Communication | None = None,
+    device_type: str = "GPU",
 ) -> MemoryPlan:
     """What a training step of `model` will need per replica, without running it.
 
@@ -41,6 +42,9 @@ def plan(
       remat: whether `tfdp.remat` makes every layer a block.
       memory_bytes: what one replica may take.
       communication: as `DataParallelStrategy` takes it.
+      device_type: "GPU", or "CPU" for replicas on CPUs, which share the graphs of what
+        they do alike: passes of more replicas than cores do not lie in memory at a
+        time.
 
     Returns:
       The plan: `.peak_bytes`, `.parts`, `.fits`.
@@ -77,5 +81,6 @@ def plan(
         hosts=hosts,
         shard=shard,
         communication=communication,
+        device_type=device_type,
     )
     return planner.at(planner.local_rows, remat=remat, memory_bytes=memory_bytes)

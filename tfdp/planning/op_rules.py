@@ -14,6 +14,7 @@ from collections.abc import Sequence
 __all__ = [
     "CONVOLUTIONS",
     "Tensor",
+    "access_of",
     "flops_of",
     "most_bytes",
     "reused_inputs",
@@ -40,6 +41,10 @@ IN_PLACE = frozenset(
     "Sigmoid SigmoidGrad Sign Sin Softmax SoftmaxCrossEntropyWithLogits Softplus "
     "SoftplusGrad Softsign SoftsignGrad SparseSoftmaxCrossEntropyWithLogits Sqrt "
     "SqrtGrad Square SquaredDifference Sub Tanh TanhGrad ZerosLike".split()
+)
+ADDS = frozenset(
+    "AssignAddVariableOp AssignSubVariableOp ResourceScatterAdd ResourceScatterSub "
+    "ResourceScatterUpdate".split()
 )
 CONVOLUTIONS = {
     # kind -> which of (inputs..., output) is the filter, and which the smaller image
@@ -77,6 +82,17 @@ class Tensor:
     def size_bytes(self) -> int:
         """Its memory."""
         return self.elements * self.element_bytes
+
+
+def access_of(kind: str) -> str:
+    """What is done to a variable: "read", "assign" or "add"; "": something else.
+
+    >>> access_of("AssignSubVariableOp")
+    'add'
+    """
+    if kind in ADDS:
+        return "add"
+    return {"ReadVariableOp": "read", "AssignVariableOp": "assign"}.get(kind, "")
 
 
 def shared_input(

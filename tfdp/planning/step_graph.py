@@ -5,7 +5,18 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-__all__ = ["COMPILED", "ENDLESS", "NOT_KNOWN", "Op", "StepGraph", "StoredVariable"]
+__all__ = [
+    "COMPILED",
+    "ENDLESS",
+    "NOT_KNOWN",
+    "Op",
+    "Place",
+    "StepGraph",
+    "StoredVariable",
+]
+
+#: A tensor's place in the step: (op, output).
+Place = tuple[int, int]
 
 #: A note of a step: it has loops that turn as often as they like.
 ENDLESS = "loops of which one turn is counted, for want of their number"
@@ -54,7 +65,7 @@ class Op:
     """
 
     kind: str
-    inputs: tuple[tuple[int, int], ...] = ()
+    inputs: tuple[Place, ...] = ()
     controls: tuple[int, ...] = ()
     output_bytes: tuple[int, ...] = ()
     shares: tuple[int | None, ...] = ()
@@ -80,13 +91,16 @@ class StepGraph:
       lies_in: variables that lie where the link has put them in the step before: place
         to that of what the link keeps. All that lie in one of these share its memory,
         and the link takes as much anew.
+      whole_passes: whether each replica's forward and backward pass is one call, within
+        which no replica waits for another.
     """
 
     ops: tuple[Op, ...]
     variables: tuple[StoredVariable, ...] = ()
-    results: tuple[tuple[int, int], ...] = ()
+    results: tuple[Place, ...] = ()
     notes: Mapping[str, int] = dataclasses.field(default_factory=dict)
     lies_in: Mapping[int, int] = dataclasses.field(default_factory=dict)
+    whole_passes: bool = False
 
     @property
     def flops(self) -> float:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -15,34 +14,38 @@ from tfdp._private.step_ops import (
     given_to,
     is_compiled_by_xla,
     is_resource,
-    only_called,
 )
 from tfdp.exchange.compressed import COMPRESSED_SUM, WHERE_FINITE
 from tfdp.exchange.link_calls import LINK_CALL
 from tfdp.planning.any_rows import AnyRows
 from tfdp.planning.branches import BRANCHES, handed_on
+from tfdp.planning.calls import add_together, begin_behind, put_in_place
 from tfdp.planning.graph_order import in_order, needed_ops
+from tfdp.planning.hand_overs import RECEIVED, SENT, HandOvers, with_lists_apart
 from tfdp.planning.link_memory import OF_LINKS, lying_in_what_links_keep
 from tfdp.planning.liveness import run_in_thought
 from tfdp.planning.loops import kept_per_turn, turns_of
 from tfdp.planning.op_rules import (
     Tensor,
+    access_of,
     flops_of,
     most_bytes,
     reused_inputs,
     shared_input,
 )
 from tfdp.planning.scratch import scratch_bytes_of
-from tfdp.planning.step_graph import COMPILED, ENDLESS, Op, StepGraph, StoredVariable
+from tfdp.planning.step_graph import (
+    COMPILED,
+    ENDLESS,
+    Op,
+    Place,
+    StepGraph,
+    StoredVariable,
+)
 
 __all__ = ["read_graph"]
 
-RECEIVED = frozenset("Recv _Recv".split())
 LOOPS = frozenset("While StatelessWhile".split())
-ADDS = frozenset(
-    "AssignAddVariableOp AssignSubVariableOp ResourceScatterAdd ResourceScatterSub "
-    "ResourceScatterUpdate".split()
-)
 # What has its memory elsewhere: the batch, which stands among the variables.
 GIVEN = frozenset("Placeholder".split())
 CONSTANT = "Const"
@@ -50,9 +53,6 @@ CONSTANT = "Const"
 SMALL = frozenset(
     "BroadcastGradientArgs FusedBatchNormGradV3 FusedBatchNormV3 Shape".split()
 )
-
-# A tensor's place in the step: (op, output).
-Place = tuple[int, int]
 
 
 def read_graph(
@@ -92,12 +92,15 @@ def read_graph(
         if id(outer) in variables
     }
     results = reader.read(graph, {}, handles, needed_ops(graph))
+    reader.hand_overs.connect(reader.ops)
+    ops = with_lists_apart(reader.ops)
     return StepGraph(
-        tuple(reader.ops),
+        ops,
         tuple(reader.variables),
         tuple(place for place in results if place is not None),
         dict(reader.notes),
-        lying_in_what_links_keep(reader.ops, reader.variables),
+        lying_in_what_links_keep(ops, reader.variables),
+        reader.whole_passes,
     )
 
 
@@ -127,7 +130,8 @@ class _Reader:
         self._weight_shapes = frozenset(weight_shapes)
         self.ops: list[Op] = []
         self.notes: collections.Counter[str] = collections.Counter()
-        self._sent: dict[str, Place] = {}
+        self.hand_overs = HandOvers()
+        self.whole_passes = False
 
     def read(
         self,
@@ -163,7 +167,7 @@ class _Reader:
             inputs = [
                 places.get((tensor.op.name, tensor.value_index)) for tensor in op.inputs
             ]
-            inner = only_called(op)
+            inner = put_in_place(op)
             if inner is not None and not _is_fused(op):
                 self._call(op, inner, inputs, controls, places, ends, handles)
                 continue
@@ -188,6 +192,9 @@ class _Reader:
         if is_compiled_by_xla(op):
             self.notes[COMPILED] += 1
         first = len(self.ops)
+        is_whole = op.type in BRANCHES
+        if is_whole:
+            inputs = add_together(self.ops, op, inputs, controls)
         given = {
             parameter.op.name: place
             for parameter, place in zip(
@@ -205,14 +212,15 @@ class _Reader:
         self._device, self._caller = op.device or self._device, f"{outside[1]}{op.name}"
         results = self.read(inner, given, inner_handles, needed_ops(inner))
         self._device, self._caller = outside
+        begin_behind(self.ops, first, controls)
+        ends[op.name] = list(range(first, len(self.ops)))
+        if is_whole:
+            # Who calls holds what it has given until all has run.
+            results = add_together(self.ops, op, results, ends[op.name], inputs)
+            self.whole_passes |= any(results)
+            ends[op.name] = [len(self.ops) - 1]
         for number, result in enumerate(results):
             places[op.name, number] = result
-        if controls:
-            for place in range(first, len(self.ops)):
-                before = self.ops[place]
-                if not before.inputs or before.variable is not None:
-                    self.ops[place] = _with_controls(before, controls)
-        ends[op.name] = list(range(first, len(self.ops)))
 
     def _op(
         self,
@@ -239,10 +247,11 @@ class _Reader:
         if op.type in ("BatchMatMulV2", "BatchMatMul"):
             transposes = op.get_attr("adj_x")
         own_inputs = [place for place in inputs if place is not None]
-        if op.type in ("Send", "_Send"):
-            self._sent[op.get_attr("tensor_name").decode()] = own_inputs[0]
+        if op.type in SENT:
+            self.hand_overs.send(op.get_attr("tensor_name").decode(), own_inputs[0])
         elif op.type in RECEIVED:
-            source = self._sent.get(op.get_attr("tensor_name").decode())
+            name = op.get_attr("tensor_name").decode()
+            source = self.hand_overs.receive(name, len(self.ops))
             if source is not None:
                 own_inputs, shares = [source], [0]
                 inputs = [source]
@@ -275,11 +284,8 @@ class _Reader:
         variable = handles.get(op.inputs[0].op.name)
         if variable is None:
             return None, ""
-        if op.type == "ReadVariableOp":
-            return variable, "read"
-        if op.type == "AssignVariableOp":
-            return variable, "assign"
-        return (variable, "add") if op.type in ADDS else (None, "")
+        access = access_of(op.type)
+        return (variable, access) if access else (None, "")
 
     def _pooled(
         self, op: Any, inputs: Sequence[Place | None], read: Sequence[Tensor]
@@ -381,10 +387,6 @@ class _Reader:
                 reader.read(inner, {}, {}, needed_ops(inner))
                 total += sum(inside.flops for inside in reader.ops)
         return total * ((turns_of(op) or 1) if op.type in LOOPS else 1)
-
-
-def _with_controls(op: Op, controls: Sequence[int]) -> Op:
-    return dataclasses.replace(op, controls=(*op.controls, *controls))
 
 
 def _is_fused(op: Any) -> bool:

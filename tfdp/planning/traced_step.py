@@ -91,6 +91,7 @@ class TracedModel:
       sharding: what is sharded, and by whom.
       communication: as a strategy takes it.
       hosts: that train together, each on as many devices.
+      device_type: "CPU": replicas share graphs as they do there.
     """
 
     def __init__(
@@ -103,6 +104,7 @@ class TracedModel:
         sharding: Sharding,
         communication: Communication | None = None,
         hosts: int = 1,
+        device_type: str = "GPU",
     ):
         self.replicas = len(devices)
         # The rows of the one trace, its graph, and lengths that are not of a batch.
@@ -122,6 +124,7 @@ class TracedModel:
             self._strategy = DataParallelStrategy(
                 devices, alone=True, communication=communication, shard=alone
             )
+        self._strategy.extended.shares_graphs = device_type == "CPU"
         with self._strategy.scope(), large_variables_left_empty(LEAST_EMPTY_BYTES):
             self.model = build()
         is_model = isinstance(self.model, keras.Model)

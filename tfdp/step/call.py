@@ -145,11 +145,11 @@ class StepCall:
             arguments = (self.args, self.kwargs)
             self.args, self.kwargs = with_alike_shapes(arguments, self.run)
 
-    def share_pass(self, stage: int) -> None:
+    def share_pass(self, extended: Any) -> None:
         """Lets replicas share the graph of what each computes, where they can."""
         if self.step is not self.fn:
             return
-        if can_share_pass(self.fn, self.run, self._devices, stage):
+        if can_share_pass(self.fn, self.run, extended):
             self.step = by_one_graph(self.model, self.run)
 
     @contextlib.contextmanager

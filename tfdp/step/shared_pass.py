@@ -7,7 +7,7 @@ takes as many times longer as there are replicas.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -20,7 +20,7 @@ from tfdp._private.names import current_rank
 from tfdp.step.keras_pass import PassResults, finish_train_step, forward_and_backward
 from tfdp.step.repeated_rows import has_rows_once
 from tfdp.step.shared_functions import SharedFunctions
-from tfdp.step.shared_update import LEAST_VARIABLES, is_on_cpu
+from tfdp.step.shared_update import LEAST_VARIABLES, may_share_graphs
 from tfdp.tracing.keras_steps import is_stock_train_step
 from tfdp.tracing.run import ReplicaRun, trace_of
 from tfdp.variables.mirrored import seed_offsets
@@ -37,9 +37,7 @@ NOT_IN_PASS = {
 }
 
 
-def can_share_pass(
-    step: Callable, run: ReplicaRun, devices: Sequence[str], stage: int
-) -> bool:
+def can_share_pass(step: Callable, run: ReplicaRun, extended: Any) -> bool:
     """Whether replicas may share the forward and backward pass of `step`.
 
     Only of a step that Keras wrote, and whose parts are in the order in which Keras
@@ -50,14 +48,13 @@ def can_share_pass(
     Args:
       step: what runs on every replica.
       run: which is about to be traced.
-      devices: of the replicas.
-      stage: which of the stages of `shard=`; 0: nothing is sharded.
+      extended: of the strategy.
     """
     if tf.executing_eagerly() or run.replicas < LEAST_REPLICAS:
         return False
     if run.spans_hosts or run.is_local:
         return False
-    if not is_stock_train_step(step) or not all(map(is_on_cpu, devices)):
+    if not is_stock_train_step(step) or not may_share_graphs(extended):
         return False
     model: Any = step.__self__  # type: ignore[attr-defined]
     optimizer = model.optimizer
@@ -65,7 +62,7 @@ def can_share_pass(
         return False
     if len(model.trainable_weights) < LEAST_VARIABLES:
         return False
-    if stage > 1:
+    if extended.shards is not None and extended.shards.stage > 1:
         return False  # gradients are made bucket by bucket, or weights gathered
     if run.counts is not None and len({_if_known(n) for n in run.counts}) > 1:
         return False

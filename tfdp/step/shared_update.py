@@ -14,7 +14,7 @@ from tfdp.step.shared_functions import SharedFunctions
 from tfdp.tracing.run import ReplicaRun
 from tfdp.variables.local_view import LocalView
 
-__all__ = ["LEAST_VARIABLES", "is_on_cpu", "update_by_one_graph"]
+__all__ = ["LEAST_VARIABLES", "may_share_graphs", "update_by_one_graph"]
 
 # A call takes some 0.1 ms of a step; what is saved, once, grows with the variables.
 LEAST_VARIABLES = 32
@@ -67,9 +67,14 @@ def update_by_one_graph(
     )
 
 
-def is_on_cpu(device: str) -> bool:
-    """Whether a full name is that of a CPU."""
-    return bool(tf.DeviceSpec.from_string(device).device_type == "CPU")
+def may_share_graphs(extended: Any) -> bool:
+    """Whether the replicas of a strategy may share graphs.
+
+    On CPUs alone: elsewhere it was never run, and a first step that fails is worse than
+    a slow one. And not where a step is planned that GPUs are to run.
+    """
+    specs = map(tf.DeviceSpec.from_string, extended.worker_devices)
+    return extended.shares_graphs and all(spec.device_type == "CPU" for spec in specs)
 
 
 def _device_of(rank: int) -> str:
@@ -86,8 +91,7 @@ def _can_be_shared(run: ReplicaRun, rank: Any, variables: Sequence[Any]) -> bool
         return False
     if run.is_local or len(variables) < LEAST_VARIABLES:
         return False
-    # Elsewhere it was never run, and a first step that fails is worse than a slow one.
-    if not is_on_cpu(_device_of(rank)):
+    if not may_share_graphs(tf.distribute.get_strategy().extended):
         return False
     # Who watches a variable is told by each replica as it is traced.
     stored = [getattr(variable, "value", variable) for variable in variables]

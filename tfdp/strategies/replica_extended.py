@@ -43,6 +43,8 @@ class ReplicaExtended(LastingInput):
     finite_guard: FiniteGuard | None = None
     #: Counts samples, and when batches come; None: nobody asks.
     step_meter: StepMeter | None = None
+    #: Whether replicas on CPUs may share the graphs of what they do alike.
+    shares_graphs = True
     #: Whether random layers draw apart on every replica.
     _draws_per_replica: bool
     #: The rank of this process's first replica among those that step together.

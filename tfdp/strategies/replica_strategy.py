@@ -201,8 +201,7 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
         begin_local_run(call.fn, call.optimizers, run, self, is_jitted=is_jitted)
         self._complete_run(run)
         call.make_shapes_alike()
-        shards = self.extended.shards
-        call.share_pass(0 if shards is None else shards.stage)
+        call.share_pass(self.extended)
         call.meet(self.extended.step_meter)
         with (
             self._as_current(run),
