@@ -12,16 +12,20 @@ from tfdp.errors import ConfigurationError
 from tfdp.strategies import multi_host
 
 
-@pytest.fixture
-def strategy(monkeypatch):
+def make_living(monkeypatch, rank, devices):
     monkeypatch.setattr(multi_host, "join_living_hosts", StandInLivingHosts)
     monkeypatch.setattr(multi_host.atexit, "register", lambda function: None)
     monkeypatch.setattr(multi_host, "use_virtual_devices", lambda count: None)
     return tfdp.MultiHostDataParallelStrategy(
-        tfdp.Cluster(workers=2, rank=1, coordinator="127.0.0.1:1"),
-        devices_per_host=2,
+        tfdp.Cluster(workers=2, rank=rank, coordinator="127.0.0.1:1"),
+        devices_per_host=devices,
         communication=tfdp.Communication(min_hosts=1),
     )
+
+
+@pytest.fixture
+def strategy(monkeypatch):
+    return make_living(monkeypatch, 1, 2)
 
 
 def fit(strategy, optimizer, **options):
@@ -102,3 +106,37 @@ def test_random_layers_draw_apart_from_those_of_other_hosts(strategy):
 def test_a_number_of_hosts_is_a_whole_one(value):
     with pytest.raises(ConfigurationError, match="min_hosts"):
         tfdp.Communication(min_hosts=value)
+
+
+def test_a_host_of_one_replica_that_has_no_rows_makes_one_up(monkeypatch):
+    """The last batch has a row, which is the other host's."""
+    seen = []
+
+    class Seen(keras.layers.Layer):
+        def call(self, inputs):
+            seen.append(inputs.shape[0])
+            return inputs
+
+    strategy = make_living(monkeypatch, 0, 1)
+    with strategy.scope():
+        model = keras.Sequential(
+            [
+                keras.Input((5,)),
+                keras.layers.BatchNormalization(momentum=0.5),
+                Seen(),
+                keras.layers.Dense(1),
+            ]
+        )
+        optimizer = tfdp.DistributedOptimizer(
+            keras.optimizers.Adam(0.1), sync=tfdp.sync.LocalSGD(every=100)
+        )
+        model.compile(optimizer, "mse", jit_compile=False)
+    x = np.random.default_rng(1).normal(size=(9, 5)).astype("float32")
+    model.fit(x, x[:, :1], batch_size=8, shuffle=False, verbose=0)
+    local = [
+        np.asarray(v.value.local_copy(0) if v.value.has_local else v)
+        for v in model.weights
+    ]
+    assert all(np.isfinite(weight).all() for weight in local)
+    own = x[:4].astype("float64")
+    np.testing.assert_allclose(local[2], own.mean(0) / 2, rtol=0, atol=1e-6)

@@ -11,3 +11,7 @@ class StandInLivingHosts:
 
     def close(self):
         """Nobody hears of it."""
+
+    def exchange_state(self, arrays):
+        """Nobody has another one."""
+        return list(arrays)

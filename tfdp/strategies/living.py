@@ -126,7 +126,11 @@ class _FitAmongHosts:
             self._ahead -= _number(self._told, batches)
         mine = epoch * batches + batch + self._ahead
         self._told = self._hosts.place = divmod(mine, batches)
-        if mine < self._epochs * batches:
+        left = self._epochs * batches - mine
+        if left == 1 and self._ahead:
+            # Keras looks behind the step; before the next one it has begun an epoch.
+            self._model.stop_training = True
+        if left > 0:
             return True
         self._model.stop_training = True
         return False

@@ -290,6 +290,10 @@ class MultiHostDataParallelStrategy(SumsOverHosts, DataParallelStrategy):
         return 1 if self.living is not None else self.cluster.workers
 
     @property
+    def _hosts_of_batch(self) -> int:
+        return self.cluster.workers
+
+    @property
     def _notes(self) -> tuple[str, ...]:
         return self._meeting.notes
 

@@ -93,6 +93,11 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
         return 1
 
     @property
+    def _hosts_of_batch(self) -> int:
+        """How many processes a batch is divided among: some may be left without rows."""
+        return self.hosts
+
+    @property
     def _engine_in_words(self) -> str:
         raise NotImplementedError
 
@@ -189,7 +194,7 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
             self.extended.worker_devices,
             is_compiled=self.compiles_steps,
             is_reported=is_reported,
-            hosts=self.hosts,
+            hosts=self._hosts_of_batch,
         )
         self._adopt_and_check(call.model, call.optimizers)
         optimizers = self.extended.made_optimizers.together_with(call.optimizers)
