@@ -29,6 +29,7 @@ WITH_ONE_DEVICE = ("sgd", "masked-embedding", "loss-scaling", "jit", "custom-loo
     "gathered-rows",
     "optimizer-in-a-dictionary",
     "words",
+    "eager-words",
 )
 WITH_SHARDS = ("accumulation", "clipping", "distributed-optimizer", "eager", "ema") + (
     "lamb",
@@ -55,6 +56,7 @@ NAMES = {
 IN_TEST = {
     "2x2": ("accumulation", "custom-loop", "gathered-rows", "loss-scaling")
     + ("masked-embedding", "parts", "sgd", "words"),
+    "3x1": ("eager-words",),
     "3x1-parameters": ("accumulation", "lamb", "words"),
     "2x2-tensorflow": ("accumulation", "parts"),
 }

@@ -85,12 +85,14 @@ def sequences():
     return tokens, rng.integers(0, 4, tokens.shape)
 
 
-def words_model():
+def words_model(*behind_the_mean):
     """A mean over the words of a text, which is none of a text without words."""
     keras.utils.set_random_seed(3)
     words = keras.Input((6,), dtype="int32")
     embedded = keras.layers.Embedding(9, 512, mask_zero=True)(words // 2)
     mean = keras.layers.GlobalAveragePooling1D()(embedded)
+    for layer in behind_the_mean:
+        mean = layer(mean)
     # Large enough for a branch (`tfdp.tracing.kept_if`); the last layer is not.
     hidden = keras.layers.Dense(520, "tanh")(mean)
     return keras.Model(words, keras.layers.Dense(4)(hidden))
@@ -304,6 +306,13 @@ SCENARIOS = {
     "synchronized": lambda: fitted(normalized_model),
     "masked-embedding": lambda: fitted(embedding_model, data=sequences()),
     "words": lambda: fitted(words_model, data=texts_with_one_left()),
+    # A sum over all hosts of what is no number where a host has no row.
+    "eager-words": lambda: fitted(
+        lambda: words_model(tfdp.layers.SyncBatchNormalization()),
+        data=texts_with_one_left(),
+        epochs=1,
+        run_eagerly=True,
+    ),
     "recurrent": lambda: fitted(recurrent_model, data=sequences(), optimizer=adam()),
     "loss-scaling": loss_scaling,
     "custom-loop": custom_loop,

@@ -191,6 +191,8 @@ def _to_reduce(run: ReplicaRun, rank: Any, reduce_op: Any, value: Any) -> Any:
 def _parts_to_reduce(run: ReplicaRun, reduce_op: Any, value: Any) -> Any:
     """`_to_reduce` of each replica's part of `value`."""
     if not isinstance(value, PerReplica):
-        return value
+        # That of a host's only replica comes as it is.
+        is_its_own = tf.is_tensor(value) and len(run.owns_rows or ()) == 1
+        return _to_reduce(run, 0, reduce_op, value) if is_its_own else value
     parts = enumerate(value.values)
     return PerReplica([_to_reduce(run, rank, reduce_op, part) for rank, part in parts])

@@ -94,7 +94,7 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
 
     @property
     def _hosts_of_batch(self) -> int:
-        """How many processes a batch is divided among: some may be left without rows."""
+        """How many processes a batch is divided among; some may get no rows of it."""
         return self.hosts
 
     @property
