@@ -56,6 +56,28 @@ def test_a_recurrent_layer_is_counted_by_its_turns():
     assert 3.5 < long.flops / short.flops < 4.2
 
 
+WORDS, WIDTH = 20_000, 64
+
+
+def words_and_layers():
+    # So many variables that replicas share the graphs of their passes.
+    layers = [keras.layers.Dense(WIDTH) for _ in range(16)]
+    looked_up = keras.layers.Embedding(WORDS, WIDTH)
+    return compiled(keras.Input((5,), dtype="int32"), looked_up, *layers)
+
+
+@pytest.mark.worth_seconds(6)
+@pytest.mark.parametrize("device_type", ["GPU", "CPU"])
+def test_rows_of_a_table_that_are_made_whole_count_as_the_table(device_type):
+    """With shards; how large they are stands in the graph behind them."""
+    found = plan(
+        words_and_layers, 16, replicas=4, shard="optimizer", device_type=device_type
+    )
+    table_bytes = WORDS * WIDTH * 4
+    stored = found.parts["weights"] + found.parts["slots"]
+    assert found.peak_bytes >= stored + table_bytes
+
+
 @pytest.mark.parametrize("by_rows", [True, False])
 def test_texts_are_planned(by_rows):
     def build():

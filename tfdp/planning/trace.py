@@ -260,7 +260,7 @@ class _Reader:
             inputs=tuple(own_inputs),
             controls=tuple(controls),
             output_bytes=tuple(
-                self._size_of(op, number, inputs, made) for number in range(len(made))
+                self._size_of(op, number, inputs) for number in range(len(made))
             ),
             shares=tuple(shares),
             reuses=tuple(
@@ -294,7 +294,7 @@ class _Reader:
 
         It is as large as what the link is given, of which it may hand on a part.
         """
-        made = sum(self._size_of(op, n, inputs, ()) for n in range(len(op.outputs)))
+        made = sum(self._size_of(op, n, inputs) for n in range(len(op.outputs)))
         given = sum(tensor.size_bytes for tensor in read)
         self.variables.append(StoredVariable(max(made, given), OF_LINKS))
         return len(self.variables) - 1
@@ -304,12 +304,8 @@ class _Reader:
         op: Any,
         number: int,
         inputs: Sequence[Place | None],
-        made: Sequence[Tensor],
     ) -> int:
-        if op.type in PYTHON:
-            tensor = self._ensured(op.outputs[number])
-        else:
-            tensor = made[number]
+        tensor = self._ensured(op.outputs[number])
         if op.type in LOOPS and (body := called_graph(op, "body")) is not None:
             item = kept_per_turn(body, number)
             kept = 0 if item is None else self._tensor(item).size_bytes
@@ -361,11 +357,12 @@ class _Reader:
         return Tensor(dims, tensor.dtype.size)
 
     def _ensured(self, tensor: Any) -> Tensor:
-        """What a function of Python returns: as large as the next op makes sure of."""
-        for op in tensor.consumers():
+        """What only the running step knows: as large as the next op makes sure of."""
+        known = self._tensor(tensor)
+        for op in tensor.consumers() if known.shape is None else ():
             if op.type == "EnsureShape" and op.outputs[0].shape.is_fully_defined():
                 return self._tensor(op.outputs[0])
-        return self._tensor(tensor)
+        return known
 
     def _part_of(self, op: Any) -> str:
         if "tfdp_all" in op.name or "tfdp_reduce" in op.name:
