@@ -44,6 +44,26 @@ class ReadsWhatItStores(keras.layers.Layer):
         return scaled
 
 
+class TakesMore(keras.layers.Layer):
+    """Takes rows by name, and a constant that was made outside of all graphs."""
+
+    def call(self, rows, extra=None):
+        return rows["a"] * rows["b"] + extra
+
+
+def constant_model():
+    x = keras.Input((WIDTH,))
+    hidden = keras.layers.Dense(WIDTH, "tanh")(x)
+    more = TakesMore()({"a": hidden, "b": x}, extra=keras.ops.ones((WIDTH,)))
+    return keras.Model(x, keras.layers.Dense(1)(more))
+
+
+def sparse_model():
+    x = keras.Input((WIDTH,), sparse=True)
+    hidden = keras.layers.Dense(WIDTH, "tanh")(x)
+    return keras.Model(x, keras.layers.Dense(1)(hidden))
+
+
 def text_model(*layers):
     encoder = keras.Sequential(
         [
@@ -78,6 +98,8 @@ MODELS = {
     "renormalization": lambda: dense_model(
         keras.layers.BatchNormalization(momentum=0.5, renorm=True)
     ),
+    "constants": constant_model,
+    "sparse-rows": sparse_model,
     # Keras opens no scope of autocasting for these.
     "half": lambda: dense_model(keras.layers.Dense(WIDTH, "tanh", dtype="bfloat16")),
 }
@@ -95,9 +117,12 @@ def trained(make, change, **options):
     if model.input_shape == (None, LENGTH):
         x = random.integers(1, WORDS, (ROWS, LENGTH))
         x[::2, 2:] = 0
+    if model.inputs[0].sparse:
+        x = tf.sparse.from_dense(np.where(x > 0, x, 0))
     # Random numbers of the global generator: from here on the same.
     keras.utils.set_random_seed(4)
-    model.fit(x, y, batch_size=12, epochs=2, shuffle=False, verbose=0)
+    data = tf.data.Dataset.from_tensor_slices((x, y)).batch(12)
+    model.fit(data, epochs=2, verbose=0)
     return model.get_weights()
 
 

@@ -170,8 +170,9 @@ def refuse_other_draws(
     """
     if tf.executing_eagerly():
         return
-    seen = {id(tensor.op) for tensor in inputs}
-    pending = [tensor.op for tensor in outputs]
+    # Constants that a program has made before are eager, in graphs as well.
+    seen = {id(tensor.op) for tensor in inputs if _is_of_graph(tensor)}
+    pending = [tensor.op for tensor in outputs if _is_of_graph(tensor)]
     while pending:
         operation = pending.pop()
         if id(operation) in seen:
@@ -190,6 +191,10 @@ def refuse_other_draws(
 def count_losses(layer: keras.layers.Layer) -> int:
     """How many losses `add_loss` has left in `layer` and the layers within it."""
     return sum(len(losses_added_in(sublayer)) for sublayer in layers_within(layer))
+
+
+def _is_of_graph(tensor: tf.Tensor) -> bool:
+    return not isinstance(tensor, tf.__internal__.EagerTensor)
 
 
 def own_copies(variables: Sequence[keras.Variable]) -> list[tf.Variable]:

@@ -64,9 +64,10 @@ def remat(
 
     Raises:
       ConfigurationError: when an argument is not as above, and, when it runs, for a
-        block that calls `add_loss`, whose gradient would be lost; that assigns to a
-        weight that is trained (`keras.layers.SpectralNormalization`); or that draws
-        random numbers by TensorFlow and not by `keras.random` (seen in graphs, not with
+        block that is given ragged tensors or calls `add_loss`, whose gradient would be
+        lost; that assigns to a weight that is trained
+        (`keras.layers.SpectralNormalization`); or that draws random numbers by
+        TensorFlow and not by `keras.random` (seen in graphs, not with
         `run_eagerly=True`).
 
     Cost: one more forward pass. Not saved with the model: call it again after loading.
@@ -123,7 +124,14 @@ def _twice(block: keras.layers.Layer, call: Callable, prefetch: int) -> Callable
 
     def rematerialized(*args: Any, **kwargs: Any) -> Any:
         flat = keras.tree.flatten((args, kwargs))
-        places = [i for i, value in enumerate(flat) if tf.is_tensor(value)]
+        # Sparse rows come from the data: nobody asks for their gradient.
+        places = [i for i, value in enumerate(flat) if isinstance(value, tf.Tensor)]
+        if any(isinstance(value, tf.RaggedTensor) for value in flat):
+            raise ConfigurationError(
+                f"The layer {block.name!r} is given a ragged tensor, whose gradient "
+                "would be lost in a block that is computed again. Leave it out: "
+                "tfdp.remat(model, policy=lambda layer: layer is not ...)."
+            )
         draws = RandomDraws(block)
         # Keras says so while it calls a layer, and nobody does in the backward pass.
         scope = autocast_scope()
