@@ -86,6 +86,8 @@ class Answer:
             ("sent by a replica in a step", _megabytes(plan.sent_bytes)),
             ("shard", plan.shard + (", with tfdp.remat" if plan.remat else "")),
         ]
+        if plan.replicas > 1:
+            rows.append(("planned for replicas on", f"{plan.device_type}s"))
         if plan.host_parts:
             rows.append(
                 ("of the host's memory, by a replica", _megabytes(plan.host_bytes))
