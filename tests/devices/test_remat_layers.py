@@ -1,5 +1,7 @@
 """What layers do besides computing, in blocks that are computed twice."""
 
+import contextlib
+
 import keras
 import numpy as np
 import pytest
@@ -64,6 +66,60 @@ def sparse_model():
     return keras.Model(x, keras.layers.Dense(1)(hidden))
 
 
+class IsNotToldOfTraining(keras.layers.Layer):
+    """Leaves it to Keras to tell the layers within."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers_within = [
+            keras.layers.BatchNormalization(momentum=0.5),
+            keras.layers.Dropout(0.4, seed=3),
+        ]
+
+    def call(self, inputs):
+        for layer in self.layers_within:
+            inputs = layer(inputs)
+        return inputs
+
+
+class Block(keras.layers.Layer):
+    """May be a block of others that are blocks."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = keras.Sequential(
+            [keras.layers.Dense(WIDTH, "tanh"), keras.layers.Dropout(0.4, seed=3)]
+        )
+
+    def call(self, inputs, training=None):
+        return self.inner(inputs, training=training)
+
+
+def remat_within(model, policy):
+    for layer in model.layers:
+        if isinstance(layer, Block):
+            tfdp.remat(layer.inner)
+    tfdp.remat(model, policy)
+
+
+def stateful_model():
+    x = keras.Input((WIDTH,), batch_size=12)
+    row = keras.layers.Reshape((2, WIDTH // 2))(keras.layers.Dense(WIDTH)(x))
+    hidden = keras.layers.LSTM(4, stateful=True)(row)
+    return keras.Model(x, keras.layers.Dense(1)(hidden))
+
+
+class Counts(keras.layers.Layer):
+    """Divides by the mean of all inputs so far, and returns no tensor besides."""
+
+    def build(self, shape):
+        self.mean = keras.metrics.Mean()
+
+    def call(self, inputs):
+        self.mean.update_state(keras.ops.abs(inputs))
+        return inputs / (self.mean.result() + 1.0)
+
+
 def text_model(*layers):
     encoder = keras.Sequential(
         [
@@ -100,13 +156,21 @@ MODELS = {
     ),
     "constants": constant_model,
     "sparse-rows": sparse_model,
+    "training-not-told": lambda: dense_model(IsNotToldOfTraining()),
+    "blocks-within-blocks": lambda: dense_model(Block()),
+    "metric": lambda: dense_model(Counts()),
+    "stateful": stateful_model,
     # Keras opens no scope of autocasting for these.
     "half": lambda: dense_model(keras.layers.Dense(WIDTH, "tanh", dtype="bfloat16")),
 }
 
 
-def trained(make, change, **options):
-    with make_strategy(2).scope():
+# What replicas would each have of their own is refused, or added up.
+ON_ONE_DEVICE = ("metric", "stateful")
+
+
+def trained(make, change, replicas=2, **options):
+    with make_strategy(replicas).scope() if replicas > 1 else contextlib.nullcontext():
         keras.utils.set_random_seed(3)
         model = make()
         change(model)
@@ -114,7 +178,7 @@ def trained(make, change, **options):
     random = np.random.default_rng(1)
     y = random.normal(size=(ROWS, 1))
     x = random.normal(size=(ROWS, WIDTH)).astype("float32")
-    if model.input_shape == (None, LENGTH):
+    if model.input_shape[1:] == (LENGTH,):
         x = random.integers(1, WORDS, (ROWS, LENGTH))
         x[::2, 2:] = 0
     if model.inputs[0].sparse:
@@ -129,10 +193,9 @@ def trained(make, change, **options):
 @pytest.mark.parametrize("policy", ["each", "whole"])
 @pytest.mark.parametrize("name", MODELS)
 def test_the_second_pass_does_what_the_first_did(name, policy):
-    once = trained(MODELS[name], lambda model: None, jit_compile=False)
-    twice = trained(
-        MODELS[name], lambda model: tfdp.remat(model, policy), jit_compile=False
-    )
+    options = {"jit_compile": False, "replicas": 1 if name in ON_ONE_DEVICE else 2}
+    once = trained(MODELS[name], lambda model: None, **options)
+    twice = trained(MODELS[name], lambda model: remat_within(model, policy), **options)
     for one, other in zip(once, twice, strict=True):
         # Four steps of 0.2 with gradients below 10, sums of some 100 numbers that are
         # rounded to u: 4 * 0.2 * 10 * 100 u = 5e-5. Another function's are 1e-3 off.

@@ -73,7 +73,15 @@ def seed_generators_of(layer: keras.layers.Layer) -> list[keras.random.SeedGener
 
 def state_of(layer: keras.layers.Layer) -> list[keras.Variable]:
     """What this very layer stores besides weights that it was made to train."""
-    return [v for v in layer._non_trainable_variables if v._value is not None]
+    stored = [*layer._non_trainable_variables]
+    stored += [v for metric in layer._metrics for v in metric.variables]
+    # Those of a recurrent layer that is stateful, which Keras does not count.
+    stored += keras.tree.flatten(getattr(layer, "states", None) or [])
+    return [
+        v
+        for v in stored
+        if isinstance(v, keras.Variable) and v._value is not None and not v.trainable
+    ]
 
 
 def loss_trackers(model: keras.Model) -> tuple[Any, list[Any]]:

@@ -1,26 +1,24 @@
 """What a layer does besides computing, told apart when it is computed twice.
 
-A second pass through the same layer must draw the same random numbers, and must not
-update moving statistics or counters again.
+A second pass through the same layer must see what the first one saw, and must not
+update moving statistics or counters again. What is random is in `random_draws`.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from tfdp._private.instance_attributes import instance_attributes
 from tfdp._private.keras_autocast import stored_value
 from tfdp._private.keras_models import (
     layers_within,
     losses_added_in,
     mask_of,
     put_mask,
-    seed_generators_of,
     state_of,
 )
 from tfdp._private.names import (
@@ -32,77 +30,25 @@ from tfdp._private.names import (
     variable_accessed,
 )
 from tfdp.errors import ConfigurationError
-from tfdp.variables.global_seed import drawing_globally
 
 __all__ = [
-    "RandomDraws",
+    "as_read",
     "copy_in_name",
     "count_losses",
     "own_copies",
     "record_gradient",
+    "refuse_assigned_state",
     "refuse_assigned_weights",
-    "refuse_other_draws",
     "stop_recording",
     "stored_in",
     "without_updates",
 ]
 
 
-# Operations that draw anew each time they run.
-DRAWS = frozenset(
-    "Multinomial ParameterizedTruncatedNormal RandomGamma RandomPoissonV2 "
-    "RandomShuffle RandomStandardNormal RandomUniform RandomUniformInt "
-    "TruncatedNormal".split()
+ASSIGNS = frozenset(
+    "AssignAddVariableOp AssignSubVariableOp AssignVariableOp ResourceScatterAdd "
+    "ResourceScatterSub ResourceScatterUpdate".split()
 )
-
-
-class RandomDraws:
-    """The seeds that the random layers within `layer` drew in one pass."""
-
-    def __init__(self, layer: keras.layers.Layer):
-        self._generators = [
-            generator
-            for sublayer in layers_within(layer)
-            for generator in seed_generators_of(sublayer)
-        ]
-        self._drawn: list[Any] = []
-
-    @contextlib.contextmanager
-    def recording(self) -> Iterator[None]:
-        """While this lasts every draw is noted."""
-        self._drawn = []
-
-        def next_of(generator: Any) -> Any:
-            def draw(ordered: bool = True) -> Any:
-                seed = type(generator).next(generator, ordered)
-                self._drawn.append(seed)
-                return seed
-
-            return draw
-
-        with self._drawing(next_of):
-            yield
-
-    @contextlib.contextmanager
-    def replaying(self) -> Iterator[None]:
-        """While this lasts every draw gives what it gave before, in the same order."""
-        left = iter(self._drawn)
-
-        def next_of(generator: Any) -> Any:
-            return lambda ordered=True: next(left)
-
-        with self._drawing(next_of):
-            yield
-
-    @contextlib.contextmanager
-    def _drawing(self, next_of: Any) -> Iterator[None]:
-        with contextlib.ExitStack() as stack:
-            for generator in self._generators:
-                stack.enter_context(
-                    instance_attributes(generator, {"next": next_of(generator)})
-                )
-            stack.enter_context(drawing_globally(next_of))
-            yield
 
 
 def stored_in(layer: keras.layers.Layer) -> list[tuple[keras.Variable, tf.Tensor]]:
@@ -121,7 +67,15 @@ def without_updates(
     Args:
       stored: values that are read of such variables.
     """
-    return keras.StatelessScope(state_mapping=stored)
+    return _Apart(state_mapping=stored)
+
+
+class _Apart(keras.StatelessScope):
+    """In which what is stored and read again has no gradient, as in a variable."""
+
+    def add_update(self, update: tuple[keras.Variable, Any]) -> None:
+        variable, value = update
+        super().add_update((variable, tf.stop_gradient(value)))
 
 
 def refuse_assigned_weights(layer: keras.layers.Layer, scope: Any) -> None:
@@ -144,8 +98,14 @@ def refuse_assigned_weights(layer: keras.layers.Layer, scope: Any) -> None:
             )
 
 
-def copy_in_name(tensor: tf.Tensor) -> tf.Tensor:
-    """The same tensor under another name, with the mask that Keras left with it."""
+def copy_in_name(tensor: Any) -> Any:
+    """The same tensor under another name, with the mask that Keras left with it.
+
+    Args:
+      tensor: or what becomes one, such as a number; None stays None.
+    """
+    if tensor is None:
+        return None
     copied = tf.identity(tensor)
     mask = mask_of(tensor)
     if mask is not None:
@@ -153,48 +113,37 @@ def copy_in_name(tensor: tf.Tensor) -> tf.Tensor:
     return copied
 
 
-def refuse_other_draws(
-    layer: keras.layers.Layer,
-    outputs: Sequence[tf.Tensor],
-    inputs: Sequence[tf.Tensor],
+def refuse_assigned_state(
+    layer: keras.layers.Layer, operations: Sequence[tf.Operation]
 ) -> None:
-    """Refuses what draws numbers of which nobody can have the same again.
+    """Refuses a layer that assigns to variables of TensorFlow, which are no weights.
 
     Args:
-      layer: for the message.
-      outputs: of a pass, in a graph; eager tensors do not say what made them.
-      inputs: of the pass: what made these is not looked at.
+      layer: that was computed once more, without updates of Keras' variables.
+      operations: of that pass.
 
     Raises:
       ConfigurationError: with what to do.
     """
-    if tf.executing_eagerly():
-        return
-    # Constants that a program has made before are eager, in graphs as well.
-    seen = {id(tensor.op) for tensor in inputs if _is_of_graph(tensor)}
-    pending = [tensor.op for tensor in outputs if _is_of_graph(tensor)]
-    while pending:
-        operation = pending.pop()
-        if id(operation) in seen:
-            continue
-        seen.add(id(operation))
-        if operation.type in DRAWS:
+    for operation in operations:
+        if operation.type in ASSIGNS:
             raise ConfigurationError(
-                f"The layer {layer.name!r} draws random numbers by TensorFlow "
-                f"({operation.type}), and would draw others when it is computed again. "
-                "Draw by keras.random, or leave it out: "
-                "tfdp.remat(model, policy=lambda layer: layer is not ...)."
+                f"The layer {layer.name!r} assigns to a tf.Variable "
+                f"({operation.name}), and would assign once more when it is computed "
+                "again. Make it a weight (add_weight(trainable=False)), or leave it "
+                "out: tfdp.remat(model, policy=lambda layer: layer is not ...)."
             )
-        pending += [tensor.op for tensor in operation.inputs]
+
+
+def as_read(value: Any) -> Any:
+    """The tensor of a variable; anything else as it is."""
+    is_variable = isinstance(value, (keras.Variable, tf.Variable, DistributedVariable))
+    return tf.convert_to_tensor(value) if is_variable else value
 
 
 def count_losses(layer: keras.layers.Layer) -> int:
     """How many losses `add_loss` has left in `layer` and the layers within it."""
     return sum(len(losses_added_in(sublayer)) for sublayer in layers_within(layer))
-
-
-def _is_of_graph(tensor: tf.Tensor) -> bool:
-    return not isinstance(tensor, tf.__internal__.EagerTensor)
 
 
 def own_copies(variables: Sequence[keras.Variable]) -> list[tf.Variable]:

@@ -13,23 +13,25 @@ from typing import Any, TypeVar
 import keras
 import tensorflow as tf
 
+from tfdp._private.call_context import call_context, calling_as
 from tfdp._private.keras_autocast import autocast_scope, autocasting_as
 from tfdp.checks import is_whole
 from tfdp.errors import ConfigurationError
 from tfdp.exchange.exchange_names import exchanges_of
+from tfdp.layers.random_draws import RandomDraws, other_draws, refuse_other_draws
 from tfdp.layers.recompute import (
-    RandomDraws,
+    as_read,
     copy_in_name,
     count_losses,
     own_copies,
     record_gradient,
+    refuse_assigned_state,
     refuse_assigned_weights,
-    refuse_other_draws,
     stop_recording,
     stored_in,
     without_updates,
 )
-from tfdp.tracing.current_run import name_of_gradient
+from tfdp.tracing.current_run import current_run, name_of_gradient
 
 __all__ = ["remat"]
 
@@ -66,9 +68,9 @@ def remat(
       ConfigurationError: when an argument is not as above, and, when it runs, for a
         block that is given ragged tensors or calls `add_loss`, whose gradient would be
         lost; that assigns to a weight that is trained
-        (`keras.layers.SpectralNormalization`); or that draws random numbers by
-        TensorFlow and not by `keras.random` (seen in graphs, not with
-        `run_eagerly=True`).
+        (`keras.layers.SpectralNormalization`); and, seen in graphs but not with
+        `run_eagerly=True`, that draws random numbers by TensorFlow and not by
+        `keras.random`, or assigns to a variable of TensorFlow which is no weight.
 
     Cost: one more forward pass. Not saved with the model: call it again after loading.
 
@@ -123,7 +125,7 @@ def _twice(block: keras.layers.Layer, call: Callable, prefetch: int) -> Callable
     """`call`, which keeps nothing but its inputs for its gradient."""
 
     def rematerialized(*args: Any, **kwargs: Any) -> Any:
-        flat = keras.tree.flatten((args, kwargs))
+        flat = list(map(as_read, keras.tree.flatten((args, kwargs))))
         # Sparse rows come from the data: nobody asks for their gradient.
         places = [i for i, value in enumerate(flat) if isinstance(value, tf.Tensor)]
         if any(isinstance(value, tf.RaggedTensor) for value in flat):
@@ -133,44 +135,47 @@ def _twice(block: keras.layers.Layer, call: Callable, prefetch: int) -> Callable
                 "tfdp.remat(model, policy=lambda layer: layer is not ...)."
             )
         draws = RandomDraws(block)
-        # Keras says so while it calls a layer, and nobody does in the backward pass.
-        scope = autocast_scope()
+        # What Keras says while it calls a layer, and nobody in the backward pass.
+        scope, context = autocast_scope(), call_context()
 
         def compute(tensors: Sequence[tf.Tensor]) -> Any:
             filled = list(flat)
             for place, tensor in zip(places, tensors, strict=True):
                 filled[place] = tensor
             own_args, own_kwargs = keras.tree.pack_sequence_as((args, kwargs), filled)
-            with autocasting_as(scope):
+            with autocasting_as(scope), calling_as(context):
                 return call(*own_args, **own_kwargs)
 
         tensors = [flat[place] for place in places]
         stored, losses = stored_in(block), count_losses(block)
+        before = len(_operations())
         with (
             stop_recording(),
             _after_block(tensors, "forward", prefetch),
             draws.recording(),
         ):
             result = compute(tensors)
-            made = keras.tree.flatten(result)
-            outputs = list(map(copy_in_name, made))
+            made = list(map(copy_in_name, keras.tree.flatten(result)))
+        outputs = [tensor for tensor in made if tensor is not None]
         if count_losses(block) != losses:
             raise ConfigurationError(
                 f"The layer {block.name!r} calls add_loss, whose gradient would be "
                 "lost in a block that is computed again. Leave it out: "
                 "tfdp.remat(model, policy=lambda layer: layer is not ...)."
             )
-        refuse_other_draws(block, made, tensors)
+        others = other_draws(_operations()[before:])
         variables = own_copies(block.trainable_variables)
         name = name_of_gradient()
 
         def backward(*upstream: Any) -> list[Any]:
+            # Not before: who predicts asks for no gradient.
+            refuse_other_draws(block, others)
             given = compute, tensors, upstream, variables, stored, draws, prefetch
             with exchanges_of(name):
                 return _gradients(block, *given)
 
         record_gradient(outputs, tensors, variables, backward)
-        return keras.tree.pack_sequence_as(result, outputs)
+        return keras.tree.pack_sequence_as(result, made)
 
     rematerialized.is_rematerialized = True  # type: ignore[attr-defined]
     return rematerialized
@@ -189,14 +194,20 @@ def _gradients(
     """Those of a block's inputs and variables, from its inputs alone."""
     arrived = [gradient for gradient in upstream if gradient is not None]
     with _after_block(arrived, "backward", prefetch):
-        without = without_updates(stored)
+        without, before = without_updates(stored), len(_operations())
         with tf.GradientTape() as tape, without as scope, draws.replaying():
             # Copies in name: TensorFlow would find that the results exist already.
             inputs = list(map(copy_in_name, tensors))
             tape.watch([t for t in inputs if t.dtype.is_floating])
-            outputs = keras.tree.flatten(compute(inputs))
+            made = list(map(copy_in_name, keras.tree.flatten(compute(inputs))))
         refuse_assigned_weights(block, scope)
-        used = [(o, u) for o, u in zip(outputs, upstream, strict=True) if u is not None]
+        refuse_assigned_state(block, _operations()[before:])
+        outputs = [tensor for tensor in made if tensor is not None]
+        used = [
+            (output, gradient)
+            for output, gradient in zip(outputs, upstream, strict=True)
+            if gradient is not None and output.dtype.is_floating
+        ]
         found = tape.gradient(
             [output for output, _ in used],
             [*inputs, *variables],
@@ -212,6 +223,19 @@ def _gradients(
             for gradient in found[len(inputs) :]
         ]
     return [*found[: len(inputs)], *of_variables]
+
+
+def _operations() -> list[tf.Operation]:
+    """Those of the graph being built; eagerly there are none.
+
+    Nor where replicas of another strategy build it in turn: an operation may be
+    another replica's there, which has come to a layer of its own meanwhile.
+    """
+    in_turn = tf.distribute.get_strategy().num_replicas_in_sync > 1
+    if tf.executing_eagerly() or (in_turn and current_run() is None):
+        return []
+    found: list[tf.Operation] = tf.compat.v1.get_default_graph().get_operations()
+    return found
 
 
 def _after_block(tensors: Sequence[tf.Tensor], way: str, prefetch: int) -> Any:

@@ -127,8 +127,8 @@ class _FitAmongHosts:
         mine = epoch * batches + batch + self._ahead
         self._told = self._hosts.place = divmod(mine, batches)
         left = self._epochs * batches - mine
-        if left == 1 and self._ahead:
-            # Keras looks behind the step; before the next one it has begun an epoch.
+        if left <= self._model.steps_per_execution and self._ahead:
+            # Keras looks behind the steps; before the next one it has begun an epoch.
             self._model.stop_training = True
         if left > 0:
             return True

@@ -225,10 +225,10 @@ class _Led:
     """Stands for Keras' global generator, which is made when it is first asked.
 
     Args:
-      next_of: for a generator its `next` of the time being.
+      next_of: for the `next` of a generator that of the time being.
     """
 
-    def __init__(self, next_of: Callable[[Any], Callable]):
+    def __init__(self, next_of: Callable[[Callable], Callable]):
         self._next_of = next_of
         self.plain = keras_state.get_global_attribute(ATTRIBUTE)
 
@@ -236,12 +236,12 @@ class _Led:
         """What the global generator gives, by `next_of`."""
         if self.plain is None:
             self.plain = keras.random.SeedGenerator()  # as Keras does
-        return self._next_of(self.plain)(ordered)
+        return self._next_of(lambda given: self.plain.next(given))(ordered)
 
 
 @contextlib.contextmanager
-def drawing_globally(next_of: Callable[[Any], Callable]) -> Iterator[None]:
-    """While this lasts draws without a seed are led as `next_of(generator)` says."""
+def drawing_globally(next_of: Callable[[Callable], Callable]) -> Iterator[None]:
+    """While this lasts draws without a seed are led as `next_of(next)` says."""
     led = _Led(next_of)
     keras_state.set_global_attribute(ATTRIBUTE, led)
     try:

@@ -1,0 +1,169 @@
+"""The random numbers of a layer, drawn once more as they were."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdp._private.keras_models import layers_within, seed_generators_of
+from tfdp._private.step_ops import graphs_called
+from tfdp.errors import ConfigurationError
+from tfdp.variables.global_seed import drawing_globally
+
+__all__ = ["RandomDraws", "other_draws", "refuse_other_draws"]
+
+# Operations that draw anew each time they run.
+DRAWS = frozenset(
+    "Multinomial ParameterizedTruncatedNormal RandomGamma RandomPoissonV2 "
+    "RandomShuffle RandomStandardNormal RandomUniform RandomUniformInt RngReadAndSkip "
+    "TruncatedNormal".split()
+)
+
+# What a generator's `next` is for the time being.
+Draw = Callable[[bool], Any]
+
+
+class RandomDraws:
+    """The seeds that the random layers within `layer` drew in one pass."""
+
+    def __init__(self, layer: keras.layers.Layer):
+        self._generators = [
+            generator
+            for sublayer in layers_within(layer)
+            for generator in seed_generators_of(sublayer)
+        ]
+        self._drawn: list[Any] = []
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[None]:
+        """While this lasts every draw is noted."""
+        self._drawn = []
+
+        def recorded(plain: Draw) -> Draw:
+            def draw(ordered: bool) -> Any:
+                seed = plain(ordered)
+                self._drawn.append(seed)
+                return seed
+
+            return draw
+
+        with self._drawing(recorded):
+            yield
+
+    @contextlib.contextmanager
+    def replaying(self) -> Iterator[None]:
+        """While this lasts every draw gives what it gave before, in the same order."""
+        left = iter(self._drawn)
+
+        def replayed(plain: Draw) -> Draw:
+            return lambda ordered: next(left)
+
+        with self._drawing(replayed):
+            yield
+
+    @contextlib.contextmanager
+    def _drawing(self, led: Callable[[Draw], Draw]) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for generator in self._generators:
+                stack.enter_context(_leads.leading(generator, led))
+            stack.enter_context(drawing_globally(led))
+            yield
+
+
+class _Leads:
+    """What draws in the place of generators, in each thread by itself.
+
+    Eager replicas are threads that take turns at their exchanges, so that one of them
+    may begin a block, and end it, while another one is in the middle of it.
+    """
+
+    def __init__(self) -> None:
+        self._of_thread = threading.local()
+        self._lock = threading.Lock()
+        self._users: dict[int, int] = defaultdict(int)
+
+    @contextlib.contextmanager
+    def leading(self, generator: Any, led: Callable[[Draw], Draw]) -> Iterator[None]:
+        """While this lasts `generator` draws in this thread as `led` says.
+
+        Of a block within a block: on top of what the outer one leads it with.
+        """
+        draws = self._draws_of(generator)
+        draws.append(led(draws[-1] if draws else _plain(generator)))
+        self._use(generator, 1)
+        try:
+            yield
+        finally:
+            self._use(generator, -1)
+            draws.pop()
+
+    def _draws_of(self, generator: Any) -> list[Draw]:
+        of_thread = vars(self._of_thread).setdefault("draws", defaultdict(list))
+        found: list[Draw] = of_thread[id(generator)]
+        return found
+
+    def _use(self, generator: Any, change: int) -> None:
+        with self._lock:
+            self._users[id(generator)] += change
+            if not self._users[id(generator)]:
+                del self._users[id(generator)]
+                vars(generator).pop("next")
+            elif change > 0:
+                # Not by setattr: Keras' objects track what is set on them.
+                vars(generator)["next"] = self._next_of(generator)
+
+    def _next_of(self, generator: Any) -> Callable:
+        def draw(ordered: bool = True) -> Any:
+            draws = self._draws_of(generator)
+            return (draws[-1] if draws else _plain(generator))(ordered)
+
+        return draw
+
+
+_leads = _Leads()
+
+
+def _plain(generator: Any) -> Draw:
+    return lambda ordered: type(generator).next(generator, ordered)
+
+
+def other_draws(operations: Sequence[tf.Operation]) -> str:
+    """The kind of one that draws numbers which nobody can have again; "": none."""
+    return next(filter(None, map(_draws_in, operations)), "")
+
+
+def refuse_other_draws(layer: keras.layers.Layer, draws: str) -> None:
+    """Refuses to compute once more a layer that would draw other numbers.
+
+    Args:
+      layer: for the message.
+      draws: the `other_draws` of its first pass.
+
+    Raises:
+      ConfigurationError: with what to do, where there are any.
+    """
+    if draws:
+        raise ConfigurationError(
+            f"The layer {layer.name!r} draws random numbers by TensorFlow ({draws}), "
+            "and would draw others when it is computed again. Draw by keras.random, "
+            "or leave it out: "
+            "tfdp.remat(model, policy=lambda layer: layer is not ...)."
+        )
+
+
+def _draws_in(operation: tf.Operation) -> str:
+    """What draws there, or in what it calls; "": nothing."""
+    if operation.type in DRAWS:
+        return str(operation.type)
+    found = (
+        _draws_in(inner)
+        for graph in graphs_called(operation)
+        for inner in graph.get_operations()
+    )
+    return next(filter(None, found), "")
