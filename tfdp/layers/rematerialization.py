@@ -143,8 +143,11 @@ def _twice(block: keras.layers.Layer, call: Callable, prefetch: int) -> Callable
             for place, tensor in zip(places, tensors, strict=True):
                 filled[place] = tensor
             own_args, own_kwargs = keras.tree.pack_sequence_as((args, kwargs), filled)
+            return call(*own_args, **own_kwargs)
+
+        def compute_again(tensors: Sequence[tf.Tensor]) -> Any:
             with autocasting_as(scope), calling_as(context):
-                return call(*own_args, **own_kwargs)
+                return compute(tensors)
 
         tensors = [flat[place] for place in places]
         stored, losses = stored_in(block), count_losses(block)
@@ -170,7 +173,7 @@ def _twice(block: keras.layers.Layer, call: Callable, prefetch: int) -> Callable
         def backward(*upstream: Any) -> list[Any]:
             # Not before: who predicts asks for no gradient.
             refuse_other_draws(block, others)
-            given = compute, tensors, upstream, variables, stored, draws, prefetch
+            given = compute_again, tensors, upstream, variables, stored, draws, prefetch
             with exchanges_of(name):
                 return _gradients(block, *given)
 

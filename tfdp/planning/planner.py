@@ -325,9 +325,12 @@ def _facts_of(
 
 
 def _played(graph: StepGraph, replicas: int, turns: Sequence[int]) -> StepMemory:
-    # Where tensors are handed from replica to replica within a pass, what waits for one
-    # goes on in another thread; measured peaks are those of one thread more.
-    threads = usable_cores() + (replicas > 1 and not graph.whole_passes)
+    threads = usable_cores()
+    if replicas > 1 and not graph.whole_passes:
+        # Where replicas hand tensors to each other within a pass, all of them may be in
+        # the middle of theirs, and what waits goes on in another thread: measured peaks
+        # are those of one thread more.
+        threads = max(threads + 1, replicas)
     return run_in_thought(graph, threads, turns)
 
 
