@@ -81,6 +81,7 @@ def test_trains_to_the_same_weights(replicas, shard, options, arguments):
     assert abs(loss_once - loss_twice) < 1e-4
 
 
+@pytest.mark.worth_seconds(5)
 @pytest.mark.parametrize("shard", ["none", "parameters"])
 @pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
 def test_the_backward_pass_computes_in_the_layers_type(policy, shard):
