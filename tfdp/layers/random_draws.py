@@ -94,19 +94,18 @@ class _Leads:
 
         Of a block within a block: on top of what the outer one leads it with.
         """
-        draws = self._draws_of(generator)
-        draws.append(led(draws[-1] if draws else _plain(generator)))
+        key, own = id(generator), vars(self._of_thread)
+        outer = own.get(key)
+        own[key] = led(outer or _plain(generator))
         self._use(generator, 1)
         try:
             yield
         finally:
             self._use(generator, -1)
-            draws.pop()
-
-    def _draws_of(self, generator: Any) -> list[Draw]:
-        of_thread = vars(self._of_thread).setdefault("draws", defaultdict(list))
-        found: list[Draw] = of_thread[id(generator)]
-        return found
+            if outer is None:
+                del own[key]
+            else:
+                own[key] = outer
 
     def _use(self, generator: Any, change: int) -> None:
         with self._lock:
@@ -120,8 +119,8 @@ class _Leads:
 
     def _next_of(self, generator: Any) -> Callable:
         def draw(ordered: bool = True) -> Any:
-            draws = self._draws_of(generator)
-            return (draws[-1] if draws else _plain(generator))(ordered)
+            led = vars(self._of_thread).get(id(generator))
+            return (led or _plain(generator))(ordered)
 
         return draw
 
