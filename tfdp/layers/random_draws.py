@@ -94,7 +94,7 @@ class _Leads:
 
         Of a block within a block: on top of what the outer one leads it with.
         """
-        key, own = id(generator), vars(self._of_thread)
+        key, own = id(generator), self._of_this_thread()
         outer = own.get(key)
         own[key] = led(outer or _plain(generator))
         self._use(generator, 1)
@@ -106,6 +106,10 @@ class _Leads:
                 del own[key]
             else:
                 own[key] = outer
+
+    def _of_this_thread(self) -> dict[int, Draw]:
+        found: dict[int, Draw] = vars(self._of_thread).setdefault("led", {})
+        return found
 
     def _use(self, generator: Any, change: int) -> None:
         with self._lock:
@@ -119,7 +123,7 @@ class _Leads:
 
     def _next_of(self, generator: Any) -> Callable:
         def draw(ordered: bool = True) -> Any:
-            led = vars(self._of_thread).get(id(generator))
+            led = self._of_this_thread().get(id(generator))
             return (led or _plain(generator))(ordered)
 
         return draw
