@@ -160,9 +160,23 @@ MODELS = {
     "blocks-within-blocks": lambda: dense_model(Block()),
     "metric": lambda: dense_model(Counts()),
     "stateful": stateful_model,
+    "function": lambda: dense_model(InAFunction(keras.layers.Dense(WIDTH, "tanh"))),
     # Keras opens no scope of autocasting for these.
     "half": lambda: dense_model(keras.layers.Dense(WIDTH, "tanh", dtype="bfloat16")),
 }
+
+
+class InAFunction(keras.layers.Layer):
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+        self.function = tf.function(lambda x: layer(x, training=True))
+
+    def build(self, shape):
+        self.layer.build(shape)
+
+    def call(self, x):
+        return self.function(x)
 
 
 # What replicas would each have of their own is refused, or added up.
@@ -210,6 +224,14 @@ def test_the_second_pass_does_what_the_first_did(name, policy):
         (
             lambda: keras.layers.SpectralNormalization(keras.layers.Dense(WIDTH)),
             "assigns to .*kernel. while it computes",
+        ),
+        (
+            lambda: InAFunction(keras.layers.Dropout(0.5)),
+            "draws random numbers or assigns to a variable in a tf.function",
+        ),
+        (
+            lambda: InAFunction(keras.layers.BatchNormalization()),
+            "draws random numbers or assigns to a variable in a tf.function",
         ),
     ],
 )

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator
 from typing import Any
 
+from tfdp._private.keras_attributes import keras_attribute
 from tfdp._private.names import keras_state
 
 __all__ = ["call_context", "calling_as"]
@@ -24,12 +24,6 @@ def call_context() -> Any:
     return copy.copy(keras_state.get_global_attribute(ATTRIBUTE))
 
 
-@contextlib.contextmanager
-def calling_as(context: Any) -> Iterator[None]:
+def calling_as(context: Any) -> contextlib.AbstractContextManager[None]:
     """While this lasts layers are called as where `call_context` gave `context`."""
-    outside = keras_state.get_global_attribute(ATTRIBUTE)
-    keras_state.set_global_attribute(ATTRIBUTE, copy.copy(context))
-    try:
-        yield
-    finally:
-        keras_state.set_global_attribute(ATTRIBUTE, outside)
+    return keras_attribute(ATTRIBUTE, copy.copy(context))

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from tfdp._private.names import get_autocast_scope, keras_state
+from tfdp._private.keras_attributes import keras_attribute
+from tfdp._private.names import get_autocast_scope
 
-__all__ = ["autocast_dtype", "autocast_scope", "autocasting_as", "stored_value"]
+__all__ = ["autocast_dtype", "autocasting_as", "get_autocast_scope", "stored_value"]
 
 # What Keras calls it.
 ATTRIBUTE = "autocast_scope"
@@ -24,22 +24,13 @@ def autocast_dtype() -> tf.DType | None:
     return None if dtype is None else tf.as_dtype(dtype)
 
 
-def autocast_scope() -> Any:
-    """How the layer being called reads variables, for `autocasting_as`."""
-    return get_autocast_scope()
+def autocasting_as(scope: Any) -> contextlib.AbstractContextManager[None]:
+    """While this lasts variables are read as where `get_autocast_scope` gave `scope`.
 
-
-@contextlib.contextmanager
-def autocasting_as(scope: Any) -> Iterator[None]:
-    """While this lasts variables are read as where `autocast_scope` gave `scope`."""
-    outside = get_autocast_scope()
-    # Not a new scope without a type where there was none: in one Keras takes all
-    # variables to be of its default type.
-    keras_state.set_global_attribute(ATTRIBUTE, scope)
-    try:
-        yield
-    finally:
-        keras_state.set_global_attribute(ATTRIBUTE, outside)
+    Not in a new scope without a type where there was none: in one Keras takes all
+    variables to be of its default type.
+    """
+    return keras_attribute(ATTRIBUTE, scope)
 
 
 def stored_value(variable: keras.Variable) -> Any:

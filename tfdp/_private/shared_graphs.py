@@ -17,6 +17,7 @@ import tensorflow as tf
 
 from tfdp._private.function_protos import NOT_INLINED
 from tfdp._private.names import eager_context, whole_of
+from tfdp._private.op_types import ASSIGNS
 from tfdp._private.optimized_once import (
     begin_optimizing,
     call_optimized,
@@ -47,9 +48,8 @@ __all__ = [
 
 # Operations that keep something, and keep it in what they are given.
 OF_VARIABLES = {
-    *("ReadVariableOp", "AssignVariableOp", "AssignAddVariableOp", "VariableShape"),
-    *("AssignSubVariableOp", "ResourceGather", "ResourceGatherNd", "Assert"),
-    *("ResourceScatterAdd", "ResourceScatterSub", "ResourceScatterUpdate"),
+    *("ReadVariableOp", "VariableShape", "ResourceGather", "ResourceGatherNd"),
+    *("Assert", *ASSIGNS),
 }
 # One with `Case` that keeps something is built by each replica.
 KNOWN_CALLS = MAY_CALL.difference(("Case", "StatelessCase"))

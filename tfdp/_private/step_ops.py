@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import tensorflow as tf
@@ -20,6 +20,7 @@ __all__ = [
     "is_resource",
     "names_called",
     "only_called",
+    "operations_within",
 ]
 
 T = TypeVar("T")
@@ -57,6 +58,18 @@ def graphs_called(op: tf.Operation) -> Iterator[Any]:
     """The graphs of all functions that `op` may call, as far as they are known."""
     graphs = (_graph_named(name, op.graph) for name in names_called(op))
     return (graph for graph in graphs if graph is not None)
+
+
+def operations_within(operations: Iterable[tf.Operation]) -> Iterator[tf.Operation]:
+    """Those, and those of all functions that they may call, however deep; each once."""
+    todo, seen = [operations], set()
+    while todo:
+        for op in todo.pop():
+            yield op
+            for graph in graphs_called(op):
+                if id(graph) not in seen:
+                    seen.add(id(graph))
+                    todo.append(graph.get_operations())
 
 
 def _graph_named(name: str, graph: Any) -> Any:

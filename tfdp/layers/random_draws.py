@@ -5,25 +5,15 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
-import tensorflow as tf
 
 from tfdp._private.keras_models import layers_within, seed_generators_of
-from tfdp._private.step_ops import graphs_called
-from tfdp.errors import ConfigurationError
 from tfdp.variables.global_seed import drawing_globally
 
-__all__ = ["RandomDraws", "other_draws", "refuse_other_draws"]
-
-# Operations that draw anew each time they run.
-DRAWS = frozenset(
-    "Multinomial ParameterizedTruncatedNormal RandomGamma RandomPoissonV2 "
-    "RandomShuffle RandomStandardNormal RandomUniform RandomUniformInt RngReadAndSkip "
-    "TruncatedNormal".split()
-)
+__all__ = ["RandomDraws"]
 
 # What a generator's `next` is for the time being.
 Draw = Callable[[bool], Any]
@@ -134,39 +124,3 @@ _leads = _Leads()
 
 def _plain(generator: Any) -> Draw:
     return lambda ordered: type(generator).next(generator, ordered)
-
-
-def other_draws(operations: Sequence[tf.Operation]) -> str:
-    """The kind of one that draws numbers which nobody can have again; "": none."""
-    return next(filter(None, map(_draws_in, operations)), "")
-
-
-def refuse_other_draws(layer: keras.layers.Layer, draws: str) -> None:
-    """Refuses to compute once more a layer that would draw other numbers.
-
-    Args:
-      layer: for the message.
-      draws: the `other_draws` of its first pass.
-
-    Raises:
-      ConfigurationError: with what to do, where there are any.
-    """
-    if draws:
-        raise ConfigurationError(
-            f"The layer {layer.name!r} draws random numbers by TensorFlow ({draws}), "
-            "and would draw others when it is computed again. Draw by keras.random, "
-            "or leave it out: "
-            "tfdp.remat(model, policy=lambda layer: layer is not ...)."
-        )
-
-
-def _draws_in(operation: tf.Operation) -> str:
-    """What draws there, or in what it calls; "": nothing."""
-    if operation.type in DRAWS:
-        return str(operation.type)
-    found = (
-        _draws_in(inner)
-        for graph in graphs_called(operation)
-        for inner in graph.get_operations()
-    )
-    return next(filter(None, found), "")

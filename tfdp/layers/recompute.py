@@ -29,7 +29,6 @@ from tfdp._private.names import (
     stop_recording,
     variable_accessed,
 )
-from tfdp.errors import ConfigurationError
 
 __all__ = [
     "as_read",
@@ -37,18 +36,10 @@ __all__ = [
     "count_losses",
     "own_copies",
     "record_gradient",
-    "refuse_assigned_state",
-    "refuse_assigned_weights",
     "stop_recording",
     "stored_in",
     "without_updates",
 ]
-
-
-ASSIGNS = frozenset(
-    "AssignAddVariableOp AssignSubVariableOp AssignVariableOp ResourceScatterAdd "
-    "ResourceScatterSub ResourceScatterUpdate".split()
-)
 
 
 def stored_in(layer: keras.layers.Layer) -> list[tuple[keras.Variable, tf.Tensor]]:
@@ -78,26 +69,6 @@ class _Apart(keras.StatelessScope):
         super().add_update((variable, tf.stop_gradient(value)))
 
 
-def refuse_assigned_weights(layer: keras.layers.Layer, scope: Any) -> None:
-    """Refuses a layer that assigns to a weight that is trained.
-
-    Args:
-      layer: that was computed once more.
-      scope: of `without_updates`, in which it was.
-
-    Raises:
-      ConfigurationError: when it has assigned to one in this pass.
-    """
-    for variable in layer.trainable_variables:
-        if id(variable) in scope.state_mapping:
-            raise ConfigurationError(
-                f"The layer {layer.name!r} assigns to {variable.path!r} while it "
-                "computes (keras.layers.SpectralNormalization does), and when it is "
-                "computed again that weight is another one. Leave it out: "
-                "tfdp.remat(model, policy=lambda layer: layer is not ...)."
-            )
-
-
 def copy_in_name(tensor: Any) -> Any:
     """The same tensor under another name, with the mask that Keras left with it.
 
@@ -111,28 +82,6 @@ def copy_in_name(tensor: Any) -> Any:
     if mask is not None:
         put_mask(copied, mask)
     return copied
-
-
-def refuse_assigned_state(
-    layer: keras.layers.Layer, operations: Sequence[tf.Operation]
-) -> None:
-    """Refuses a layer that assigns to variables of TensorFlow, which are no weights.
-
-    Args:
-      layer: that was computed once more, without updates of Keras' variables.
-      operations: of that pass.
-
-    Raises:
-      ConfigurationError: with what to do.
-    """
-    for operation in operations:
-        if operation.type in ASSIGNS:
-            raise ConfigurationError(
-                f"The layer {layer.name!r} assigns to a tf.Variable "
-                f"({operation.name}), and would assign once more when it is computed "
-                "again. Make it a weight (add_weight(trainable=False)), or leave it "
-                "out: tfdp.remat(model, policy=lambda layer: layer is not ...)."
-            )
 
 
 def as_read(value: Any) -> Any:

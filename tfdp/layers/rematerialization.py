@@ -14,19 +14,25 @@ import keras
 import tensorflow as tf
 
 from tfdp._private.call_context import call_context, calling_as
-from tfdp._private.keras_autocast import autocast_scope, autocasting_as
+from tfdp._private.keras_autocast import autocasting_as, get_autocast_scope
 from tfdp.checks import is_whole
 from tfdp.errors import ConfigurationError
 from tfdp.exchange.exchange_names import exchanges_of
-from tfdp.layers.random_draws import RandomDraws, other_draws, refuse_other_draws
+from tfdp.layers.block_refusals import (
+    other_draws,
+    refuse_added_losses,
+    refuse_assigned_state,
+    refuse_assigned_weights,
+    refuse_other_draws,
+    refuse_ragged,
+)
+from tfdp.layers.random_draws import RandomDraws
 from tfdp.layers.recompute import (
     as_read,
     copy_in_name,
     count_losses,
     own_copies,
     record_gradient,
-    refuse_assigned_state,
-    refuse_assigned_weights,
     stop_recording,
     stored_in,
     without_updates,
@@ -70,7 +76,8 @@ def remat(
         lost; that assigns to a weight that is trained
         (`keras.layers.SpectralNormalization`); and, seen in graphs but not with
         `run_eagerly=True`, that draws random numbers by TensorFlow and not by
-        `keras.random`, or assigns to a variable of TensorFlow which is no weight.
+        `keras.random`, assigns to a variable of TensorFlow which is no weight, or
+        draws or assigns in a `tf.function` of its own.
 
     Cost: one more forward pass. Not saved with the model: call it again after loading.
 
@@ -128,15 +135,10 @@ def _twice(block: keras.layers.Layer, call: Callable, prefetch: int) -> Callable
         flat = list(map(as_read, keras.tree.flatten((args, kwargs))))
         # Sparse rows come from the data: nobody asks for their gradient.
         places = [i for i, value in enumerate(flat) if isinstance(value, tf.Tensor)]
-        if any(isinstance(value, tf.RaggedTensor) for value in flat):
-            raise ConfigurationError(
-                f"The layer {block.name!r} is given a ragged tensor, whose gradient "
-                "would be lost in a block that is computed again. Leave it out: "
-                "tfdp.remat(model, policy=lambda layer: layer is not ...)."
-            )
+        refuse_ragged(block, flat)
         draws = RandomDraws(block)
         # What Keras says while it calls a layer, and nobody in the backward pass.
-        scope, context = autocast_scope(), call_context()
+        scope, context = get_autocast_scope(), call_context()
 
         def compute(tensors: Sequence[tf.Tensor]) -> Any:
             filled = list(flat)
@@ -160,12 +162,7 @@ def _twice(block: keras.layers.Layer, call: Callable, prefetch: int) -> Callable
             result = compute(tensors)
             made = list(map(copy_in_name, keras.tree.flatten(result)))
         outputs = [tensor for tensor in made if tensor is not None]
-        if count_losses(block) != losses:
-            raise ConfigurationError(
-                f"The layer {block.name!r} calls add_loss, whose gradient would be "
-                "lost in a block that is computed again. Leave it out: "
-                "tfdp.remat(model, policy=lambda layer: layer is not ...)."
-            )
+        refuse_added_losses(block, count_losses(block) - losses)
         others = other_draws(_operations()[before:])
         variables = own_copies(block.trainable_variables)
         name = name_of_gradient()

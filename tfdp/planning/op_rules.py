@@ -11,6 +11,8 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
+from tfdp._private.op_types import ADDS
+
 __all__ = [
     "CONVOLUTIONS",
     "Tensor",
@@ -41,10 +43,6 @@ IN_PLACE = frozenset(
     "Sigmoid SigmoidGrad Sign Sin Softmax SoftmaxCrossEntropyWithLogits Softplus "
     "SoftplusGrad Softsign SoftsignGrad SparseSoftmaxCrossEntropyWithLogits Sqrt "
     "SqrtGrad Square SquaredDifference Sub Tanh TanhGrad ZerosLike".split()
-)
-ADDS = frozenset(
-    "AssignAddVariableOp AssignSubVariableOp ResourceScatterAdd ResourceScatterSub "
-    "ResourceScatterUpdate".split()
 )
 CONVOLUTIONS = {
     # kind -> which of (inputs..., output) is the filter, and which the smaller image

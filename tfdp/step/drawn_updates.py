@@ -16,17 +16,11 @@ import tensorflow as tf
 
 from tfdp._private.known_code import runs_known_code
 from tfdp._private.names import current_rank
-from tfdp._private.step_ops import graphs_called
+from tfdp._private.op_types import DRAWS
+from tfdp._private.step_ops import operations_within
 from tfdp.tracing.run import ReplicaRun
 
 __all__ = ["watch_draws"]
-
-DRAWS = {
-    *("Multinomial", "ParameterizedTruncatedNormal", "RandomGamma", "RandomPoissonV2"),
-    *("RandomShuffle", "RandomStandardNormal", "RandomUniform", "RandomUniformInt"),
-    *("RngReadAndSkip", "StatefulStandardNormalV2", "StatefulTruncatedNormal"),
-    *("StatefulUniform", "StatefulUniformInt", "TruncatedNormal"),
-}
 
 
 def watch_draws(
@@ -57,7 +51,8 @@ def watch_draws(
         graph = tf.compat.v1.get_default_graph()
         before = len(graph.get_operations())
         result = update(*args, **kwargs)
-        if any(map(_draws, graph.get_operations()[before:])):
+        made = operations_within(graph.get_operations()[before:])
+        if any(op.type in DRAWS for op in made):
             names = ", ".join(sorted({type(each).__name__ for each in own}))
             run.state_suspicions.add(
                 f"the optimizer {names} draws random numbers by TensorFlow, which are "
@@ -68,8 +63,3 @@ def watch_draws(
         return result
 
     return watched
-
-
-def _draws(op: tf.Operation) -> bool:
-    within = (one for graph in graphs_called(op) for one in graph.get_operations())
-    return op.type in DRAWS or any(map(_draws, within))

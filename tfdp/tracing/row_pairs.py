@@ -6,11 +6,11 @@ has its own rows only, so that each meets fewer others than on one device.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import tensorflow as tf
 
-from tfdp._private.step_ops import MAY_CALL, graphs_called
+from tfdp._private.step_ops import operations_within
 from tfdp.tracing.batch_rows import has_rows_of
 from tfdp.tracing.own_rows import batch_keys
 from tfdp.tracing.replica_invariance import outermost
@@ -38,7 +38,8 @@ def suspect_pairs(run: ReplicaRun) -> None:
     if any(tensor.shape.rank and tensor.shape[0] == 1 for tensor in batch):
         return  # of one row nobody can tell along which axis it stands
     rows = of_values(batch_keys(run.batches, trace))
-    for op in _operations(tf.compat.v1.get_default_graph()):
+    graph = tf.compat.v1.get_default_graph()
+    for op in operations_within(graph.get_operations()):
         pair = None if _is_of_each_alone(op) else _pair_of(op)
         if pair is None or not all(tensor in rows for tensor in pair):
             continue
@@ -51,20 +52,6 @@ def suspect_pairs(run: ReplicaRun) -> None:
                 "to its share, tfdp.losses.local_mean(loss)"
             )
             return
-
-
-def _operations(graph: tf.Graph) -> Iterator[tf.Operation]:
-    """Of `graph` and of all functions that it may call."""
-    todo, seen = [graph], set()
-    while todo:
-        graph = todo.pop()
-        if id(graph) in seen:
-            continue
-        seen.add(id(graph))
-        for op in graph.get_operations():
-            if op.type in MAY_CALL:
-                todo += graphs_called(op)
-            yield op
 
 
 def _is_of_each_alone(op: tf.Operation) -> bool:

@@ -20,6 +20,7 @@ import keras
 import tensorflow as tf
 
 from tfdp._private.autograph import library_code
+from tfdp._private.keras_attributes import keras_attribute
 from tfdp._private.names import (
     current_rank,
     global_seed,
@@ -171,13 +172,9 @@ def with_global_seed(
     @library_code
     @functools.wraps(function)
     def seeded(*args: Any, **kwargs: Any) -> Any:
-        before = keras_state.get_global_attribute(ATTRIBUTE)
-        keras_state.set_global_attribute(ATTRIBUTE, generator)
-        draw_as(current_rank())
-        try:
+        with keras_attribute(ATTRIBUTE, generator):
+            draw_as(current_rank())
             return function(*args, **kwargs)
-        finally:
-            keras_state.set_global_attribute(ATTRIBUTE, before)
 
     return seeded
 
