@@ -166,22 +166,6 @@ def test_a_skipped_batch_leaves_nothing_behind(row):
         assert history[name] == expected_history[name]
 
 
-@SKIPS
-@pytest.mark.slow
-def test_what_compression_leaves_stays_finite():
-    def make():
-        return make_strategy(
-            2, compression=tfdp.compression.TopK(0.2), compression_across="replicas"
-        )
-
-    model, guard = compiled(make()), NaNGuard("skip")
-    fit(model, bad_data(), guard)
-    assert guard.skipped_steps == 1
-    expected = compiled(make())
-    fit(expected, without_bad_batch())
-    check_equal(model, expected)
-
-
 @pytest.mark.slow
 def test_healthy_training_is_what_it_is_without():
     models = []

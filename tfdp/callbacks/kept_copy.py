@@ -52,6 +52,10 @@ class KeptCopy:
         """Makes everything what it was; nothing, before the first copy."""
         for copy, value in self._kept:
             copy.assign(value)
+        known = {id(copy) for copy, _ in self._kept}
+        for copy in _left_by_sums(self._model) if self._kept else ():
+            if id(copy) not in known:  # made since then, with zeros
+                copy.assign(tf.zeros_like(copy))
         self.times_used += 1
 
 
@@ -70,7 +74,12 @@ def _copies(model: keras.Model) -> Iterator[tf.Variable]:
             yield from (value.shard(rank) for rank in _ranks(model))
         else:
             yield from getattr(value, "values", (value,))
-    for optimizer in optimizers:
+    yield from _left_by_sums(model)
+
+
+def _left_by_sums(model: keras.Model) -> Iterator[tf.Variable]:
+    """What compressed sums keep from step to step: made by the first of them."""
+    for optimizer in optimizers_of(model):
         state = getattr(optimizer, STATE, None)
         if state is not None:
             yield from state.copies

@@ -35,6 +35,7 @@ from tfdp.step.sums import agree_finite, reduce_gradients
 from tfdp.sync.checked import checked_sync
 from tfdp.sync.rounds import Sync
 from tfdp.tracing.assigned_terms import as_tensors
+from tfdp.tracing.batch_weight import batch_weight
 from tfdp.tracing.current_run import current_run
 
 __all__ = ["DistributedOptimizer"]
@@ -202,8 +203,9 @@ class DistributedOptimizer(LossScaleHooks):
                 for g in gradients
             ]
         if self.accumulate_steps == 1:
-            found = current_run()
-            weight = None if found is None else found[0].batch_weight(found[1])
+            weighs = self.sync is not None and self.sync.start_step > 0
+            found = current_run() if weighs else None
+            weight = None if found is None else batch_weight(*found)
             reduced = self._reduced(gradients, variables, weight)
             self._update_weights(reduced, variables)
         else:
@@ -248,7 +250,7 @@ class DistributedOptimizer(LossScaleHooks):
 
     def _accumulate(self, gradients: list[Any], variables: list[Any]) -> None:
         found = current_run()
-        known = None if found is None else found[0].batch_weight(found[1])
+        known = None if found is None else batch_weight(*found)
         kept = weight_to_keep(
             known,
             tf.convert_to_tensor(self._weight_sum),

@@ -16,6 +16,7 @@ from tfdp._private.optimizer_hooks import (
 from tfdp.errors import ConfigurationError
 from tfdp.exchange.compressed import CompressedSums, Kept, are_finite
 from tfdp.plan.exclusions import variable_path
+from tfdp.step.finite_guard import remember
 from tfdp.variables.of_ranks import OfRanks
 
 __all__ = [
@@ -75,8 +76,7 @@ class CompressionState(tf.Module):
         """Every variable of this process that holds some of it."""
         kept = [self.steps]
         for of in self.of_variables.values():
-            kept += [] if of.residual is None else [of.residual]
-            kept += of.slots.values()
+            kept += of.parts
         return [copy for of_ranks in kept for copy in of_ranks.copies]
 
 
@@ -90,6 +90,12 @@ class OfVariable(tf.Module):
             name: OfRanks(slot, devices, is_alike=name in method.alike_slots)
             for name, slot in method.slots(shape).items()
         }
+
+    @property
+    def parts(self) -> list[OfRanks]:
+        """The residual, where there is one, and the slots."""
+        residual = [] if self.residual is None else [self.residual]
+        return [*residual, *self.slots.values()]
 
     def read(self, place: int, unit: tf.Tensor | None) -> Kept:
         """What is kept, in units of the gradients of this step."""
@@ -158,8 +164,11 @@ def sum_compressed(
     step = steps.read_value()
     before, speaks = [], compressed.group.speaks(rank)
     speaker = sum(map(compressed.group.speaks, range(rank)))
+    own = [steps]
     if speaks:
         before = [kept.read(speaker, unit) for kept in kept_of]
+        own += [part.copies[speaker] for kept in kept_of for part in kept.parts]
+    remember(optimizer, variables, own)
     others = []
 
     def count_bad(mine: tf.Tensor) -> tf.Tensor:

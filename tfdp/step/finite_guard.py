@@ -39,7 +39,7 @@ from tfdp.tracing.padded_batch import find_padded
 from tfdp.tracing.run import ReplicaRun
 from tfdp.variables.mirrored import is_seed_state
 
-__all__ = ["FiniteGuard", "LeftOut", "note_loss", "update_if_finite"]
+__all__ = ["FiniteGuard", "LeftOut", "note_loss", "remember", "update_if_finite"]
 
 NONE = -1
 
@@ -108,7 +108,8 @@ class FiniteGuard:
                 result = step(*args, **kwargs)
                 notes.end(parts, stops=self._stops)
             finally:
-                notes.before = []  # tensors of this graph
+                # Tensors of this graph.
+                notes.before, notes.of_sums = [], {}
             return result
 
         return guarded_step
@@ -158,6 +159,18 @@ class FiniteGuard:
             )
             notes.is_left_out.assign(notes.is_left_out.read_value() | is_left_out)
         return tf.logical_not(is_left_out)
+
+    def remember(
+        self, optimizer: Any, rank: int, copies: Sequence[tuple[tf.Variable, tf.Tensor]]
+    ) -> None:
+        """Has `copies` put back where the update of `optimizer` is left out."""
+        self._notes[rank].of_sums.setdefault(id(optimizer), []).extend(copies)
+
+    def remembered(
+        self, optimizer: Any, rank: int
+    ) -> list[tuple[tf.Variable, tf.Tensor]]:
+        """What was given to `remember` in this step so far."""
+        return list(self._notes[rank].of_sums.get(id(optimizer), []))
 
     def put_back(self, rank: int) -> tf.Tensor:
         """Within a step: makes what it stored so far what it was; gives False."""
@@ -219,6 +232,8 @@ class _Notes:
         self.batch: list[tf.Variable] = []
         # While a step is traced: what it may store, and what that was.
         self.before: list[tuple[tf.Variable, tf.Tensor]] = []
+        # Then, by optimizer: the same of what its sums keep from step to step.
+        self.of_sums: dict[int, list[tuple[tf.Variable, tf.Tensor]]] = {}
 
     def begin(self) -> None:
         """A step begins."""
@@ -290,10 +305,36 @@ def update_if_finite(
         update()
         return tf.constant(True)
 
+    # Not what is added up in the update itself: then nothing is, where it is left out.
+    remembered = guard.remembered(optimizer, rank)
+
+    def left_out() -> tf.Tensor:
+        for copy, value in remembered:
+            copy.assign(value)
+        return guard.put_back(rank)
+
     is_good = guard.may_update(optimizer, gradients, run, rank)
     # Put back now and in the end: groups that train apart may meet in this step, and
     # bring together what layers store; metrics are updated after the weights.
-    tf.cond(is_good, updated, lambda: guard.put_back(rank))
+    tf.cond(is_good, updated, left_out)
+
+
+def remember(
+    optimizer: keras.optimizers.Optimizer,
+    variables: Sequence[Any],
+    copies: Sequence[tf.Variable],
+) -> None:
+    """Before sums change what they keep from step to step, for who leaves steps out.
+
+    Args:
+      optimizer: whose gradients are added up.
+      variables: what they are of.
+      copies: what the calling replica keeps.
+    """
+    guard = getattr(tf.distribute.get_strategy().extended, "finite_guard", None)
+    found = current_run()
+    if guard is not None and found is not None and guard.is_about(variables):
+        guard.remember(optimizer, found[1], [(c, c.read_value()) for c in copies])
 
 
 def note_loss(model: Any, loss: tf.Tensor) -> None:

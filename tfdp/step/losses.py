@@ -33,6 +33,7 @@ from tfdp._private.frames import frame_of_caller
 from tfdp._private.names import run_independently
 from tfdp.errors import ConfigurationError
 from tfdp.tracing.batch_rows import goes_with_rows
+from tfdp.tracing.batch_weight import Denominator
 from tfdp.tracing.loss_shares import LossShares, Standing, ancestors
 from tfdp.tracing.loss_suspicions import (
     is_mean_taken_by_hand,
@@ -123,15 +124,17 @@ def loss_replica_count(
 def note_of_one_replica(run: ReplicaRun, rank: Any) -> None:
     """Notes what a loss was divided by where nothing is to be scaled.
 
-    An accumulation weighs its batches by it; see `ReplicaRun.batch_weight`.
+    An accumulation weighs its batches by it; see `tracing.batch_weight`.
     """
     asker = frame_of_caller()
     if not _is_loss_of_keras(asker, SCALE):
         return
     denominator = _own_denominator(run, rank, asker.f_back)
-    if denominator is not None:
+    if denominator is None:
+        _note_row_mean(run, rank, asker.f_back)
+    else:
         noted = tf.stop_gradient(tf.cast(denominator, tf.float32))
-        run.denominators.setdefault(trace_of(rank), []).append(noted)
+        _note_denominator(run, rank, noted, asker.f_back)
 
 
 def _is_loss_of_keras(asker: FrameType, *names: str) -> bool:
@@ -216,9 +219,11 @@ def _fraction(
     if padding is not None:
         weights = _weight_denominator(reducer)
         if not _is_global(weights, reducer, padding):
+            _note_row_mean(run, rank, reducer)
             return _fraction_of_rows(reducer, padding)
     denominator = _own_denominator(run, rank, reducer)
     if denominator is None:
+        _note_row_mean(run, rank, reducer)
         return run.even_share if run.is_even else run.share_in_group(rank)
     denominator = _not_cancelled(denominator, reducer)
     denominator = tf.stop_gradient(tf.cast(denominator, tf.float32))
@@ -229,8 +234,22 @@ def _fraction(
         mask = tf.cast(_mask_of(reducer), tf.float32)
         counted = tf.reduce_sum(mask * padding.weights(mask.shape.rank))
     total = sum_over_replicas(counted, rank)
-    run.denominators.setdefault(trace_of(rank), []).append(total)
+    _note_denominator(run, rank, total, reducer)
     return tf.math.divide_no_nan(denominator, total)
+
+
+def _note_denominator(
+    run: ReplicaRun, rank: Any, total: tf.Tensor, reducer: FrameType | None
+) -> None:
+    of = _mask_as_given(reducer)
+    if _reduction(reducer) == "mean_with_sample_weight" or of is None:
+        of = total  # nobody else's
+    run.denominators.setdefault(trace_of(rank), []).append(Denominator(total, of))
+
+
+def _note_row_mean(run: ReplicaRun, rank: Any, reducer: FrameType | None) -> None:
+    if _name_of(reducer) == "reduce_values":  # else a penalty, alike in all batches
+        run.row_means.add(trace_of(rank))
 
 
 def _own_denominator(run: ReplicaRun, rank: Any, reducer: FrameType | None) -> Any:
@@ -306,6 +325,15 @@ def _mask_of(reducer: FrameType | None) -> Any:
     if outer is None or outer.f_code.co_name != "reduce_weighted_values":
         return None
     return outer.f_locals.get("mask")
+
+
+def _mask_as_given(reducer: FrameType | None) -> Any:
+    """As `_mask_of`, before Keras cast it for one of several losses."""
+    outer = reducer.f_back if reducer is not None else None
+    caller = outer.f_back if outer is not None else None
+    if caller is None or not _is_loss_of_keras(caller, "__call__"):
+        return None
+    return caller.f_locals.get("mask")
 
 
 def _weight_denominator(reducer: FrameType | None) -> Any:

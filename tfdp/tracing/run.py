@@ -23,7 +23,7 @@ __all__ = ["ReplicaRun", "trace_of"]
 NOTES = (
     *("scaled_losses", "mean_losses", "local_losses", "shares", "added_losses"),
     *("suspicions", "state_suspicions"),
-    *("local_state", "stored", "counted", "denominators", "mixed"),
+    *("local_state", "stored", "counted", "denominators", "row_means", "mixed"),
 )
 
 
@@ -85,8 +85,11 @@ class ReplicaRun:
     late_state: set[int] | None = None
     #: The ids of variables in which replicas hold their own sums of gradients.
     own_sums: set[int] = dataclasses.field(default_factory=set)
-    #: By trace: what the global batch's masked or weighted means were divided by.
-    denominators: dict[int, list[tf.Tensor]] = dataclasses.field(default_factory=dict)
+    #: By trace: what the global batch's masked or weighted means were divided by
+    #: (`batch_weight.Denominator`).
+    denominators: dict[int, list[Any]] = dataclasses.field(default_factory=dict)
+    #: Traces in which a loss is a mean over rows.
+    row_means: set[int] = dataclasses.field(default_factory=set)
     #: By trace: which rows are real, of batches filled up to a fixed size.
     padding: dict[int, Padding] = dataclasses.field(default_factory=dict)
     #: Whether a replica without rows would borrow one, on every host.
@@ -325,19 +328,6 @@ class ReplicaRun:
             yield
         finally:
             self.shard_updates.discard(trace)
-
-    def batch_weight(self, rank: Any) -> tf.Tensor:
-        """What this global batch weighs beside others of the same accumulation.
-
-        The unmasked entries or weights where the one loss is a mean over those, else
-        the samples; 1 where nothing is known.
-        """
-        denominators = self.denominators.get(trace_of(rank), [])
-        if len(denominators) == 1:
-            return denominators[0]
-        if self.total_of(rank) is None:
-            return tf.constant(1.0)
-        return self.total_in_group(rank)
 
     def note_local_state(self, rank: Any, variable: Any, value: Any = None) -> None:
         """Remembers that a replica changed its own copy of `variable` to `value`.

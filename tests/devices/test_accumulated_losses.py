@@ -1,0 +1,78 @@
+"""Several losses of a model whose gradients are accumulated, or of groups.
+
+The reference is one device on batches of all rows. Texts are short in every other
+micro-batch and long in the others, so that masked means weigh them apart.
+"""
+
+import contextlib
+import warnings
+
+import keras
+import numpy as np
+import pytest
+
+import tfdp
+from tests.support.parity import make_strategy
+from tfdp.errors import LocalMeanWarning
+
+RNG = np.random.default_rng(3)
+ROWS, WORDS, LENGTH, BATCH = 48, 20, 10, 12
+LENGTHS = np.where(np.arange(ROWS) % BATCH < BATCH // 2, 2, 9)
+TEXTS = RNG.integers(1, WORDS, (ROWS, LENGTH)) * (np.arange(LENGTH) < LENGTHS[:, None])
+TARGETS = {
+    "tags": RNG.normal(size=(ROWS, LENGTH, 1)).astype("float32"),
+    "names": RNG.normal(size=(ROWS, LENGTH, 1)).astype("float32"),
+    "class": TEXTS.sum(1, keepdims=True).astype("float32") / 50,
+}
+MASKED, MIXED = ("tags", "names"), ("tags", "class")
+
+
+def trained(heads, replicas=1, rows=BATCH, **options):
+    with make_strategy(replicas).scope() if options else contextlib.nullcontext():
+        keras.utils.set_random_seed(1)
+        texts = keras.Input((LENGTH,), dtype="int32")
+        words = keras.layers.Embedding(WORDS, 6, mask_zero=True)(texts)
+        pooled = keras.layers.GlobalAveragePooling1D()(words)
+        outputs = {
+            name: keras.layers.Dense(1, name=name)(pooled if name == "class" else words)
+            for name in heads
+        }
+        model = keras.Model(texts, outputs)
+        optimizer = keras.optimizers.SGD(0.1)
+        if options:
+            optimizer = tfdp.DistributedOptimizer(optimizer, **options)
+        model.compile(optimizer, dict.fromkeys(heads, "mse"), jit_compile=False)
+    targets = {name: TARGETS[name] for name in heads}
+    model.fit(TEXTS, targets, batch_size=rows, shuffle=False, verbose=0)
+    return model.get_weights()
+
+
+def largest(one, other):
+    return max(np.abs(a - b).max() for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("heads", [MASKED, ("tags",), ("class",)])
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_losses_of_one_mask_are_those_of_one_large_batch(heads, replicas):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", LocalMeanWarning)
+        own = trained(heads, replicas, rows=BATCH // 2, accumulate_steps=2)
+    # Four updates of 0.1 with gradients below 10, each a sum of some 100 numbers that
+    # are rounded to u: 4 * 0.1 * 10 * 100 u = 2.4e-5. Weighed by rows: 5e-2 off.
+    assert largest(own, trained(heads)) < 2.4e-5
+
+
+SYNC = tfdp.sync.LocalSGD(every=2, start_step=100, across="replicas")
+
+
+@pytest.mark.parametrize("options", [{"accumulate_steps": 2}, {"sync": SYNC}])
+def test_losses_over_unlike_numbers_are_told(options):
+    with pytest.warns(LocalMeanWarning, match="means over unlike numbers"):
+        trained(MIXED, 2, **options)
+
+
+def test_nothing_is_told_where_no_batches_are_added_up():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", LocalMeanWarning)
+        own = trained(MIXED, 2, dynamic_loss_scale=False)
+    assert largest(own, trained(MIXED)) < 2.4e-5
