@@ -120,6 +120,20 @@ def test_an_average_before_the_first_meeting_changes_nothing():
     np.testing.assert_array_equal(vector_of(model.get_weights()), before)
 
 
+def test_averages_before_the_first_meeting_are_the_weights_of_the_start():
+    """Not zeros, which a callback would give the model to be evaluated with."""
+    sync = tfdp.sync.DiLoCo(20, across="replicas")
+    model = compiled(make_strategy(2), sync, inner=lambda: sgd(use_ema=True))
+    before, seen = vector_of(model.get_weights()), []
+    swap = keras.callbacks.SwapEMAWeights(swap_on_epoch=True)
+    look = keras.callbacks.LambdaCallback(
+        on_test_end=lambda logs: seen.append(vector_of(model.get_weights()))
+    )
+    data = regression_data(48)
+    model.fit(*data, validation_data=data, callbacks=[swap, look], verbose=0)
+    np.testing.assert_array_equal(seen, [before])
+
+
 class OwnStep(keras.Sequential):
     """A mean taken by hand, and two embeddings' worth of slices."""
 

@@ -28,6 +28,7 @@ from tfdp.step.group_sums import assign_local, parts_of, share_of_state, times
 from tfdp.step.living_rounds import living_rounds
 from tfdp.step.local_values import LocalValues
 from tfdp.step.on_the_way import OnTheWay
+from tfdp.step.outer_averages import OuterAverages
 from tfdp.step.outer_update import (
     compressed_mean_over_groups,
     mean_over_groups,
@@ -74,7 +75,6 @@ class Rounds:
         self.sync, self.group_size = sync, group_size
         self._reducer: Reducer = strategy.extended.reducer
         self._weights, self._momenta, self._updates = weights, momenta, updates
-        self._averages, self._average_momentum = averages, average_momentum
         self._optimizer = optimizer
         self._replicas = strategy.num_replicas_in_sync
         method = getattr(sync, "compression", None)
@@ -89,6 +89,9 @@ class Rounds:
         self._fragments = fragments_of(sizes, getattr(sync, "fragments", 1))
         self._overlap_steps = getattr(sync, "overlap_steps", 0)
         self._local_share = getattr(sync, "local_share", 0.0)
+        self._averages = OuterAverages(
+            weights, averages, average_momentum, self._first_meeting
+        )
         self._on_the_way: list[OnTheWay] = []
         if self._overlap_steps:
             self._make_room(strategy)
@@ -246,6 +249,8 @@ class Rounds:
         start = self.sync.start_step
         count = self._count(rank) + 1
         own_copy(self._updates, rank).assign(count)
+        if start == 0:
+            self._averages.begin(count, rank)
 
         def in_round() -> tf.Tensor:
             since, overlap = count - start, self._overlap_steps
@@ -276,7 +281,7 @@ class Rounds:
         for variable in (*self._weights, *self._layer_state):
             local = variable.local_copy(rank).read_value()
             variable.outer_copy(rank).assign(local)
-        return self._average(count, rank, range(len(self._weights)))
+        return self._averages.move(count, rank, range(len(self._weights)))
 
     def _meeting(
         self, number: int, count: tf.Tensor, rank: int
@@ -356,20 +361,7 @@ class Rounds:
             local = variable.local_copy(rank)
             local.assign(mixed(share, local.read_value(), value))
             variable.outer_copy(rank).assign(value)
-        return self._average(count, rank, places)
-
-    def _average(self, count: tf.Tensor, rank: int, places: Sequence[int]) -> tf.Tensor:
-        """Moves averages towards the outer weights; the first time, onto them."""
-        first = self._first_meeting
-        for place in places if self._averages else ():
-            average = self._averages[place]
-            if average is not None:
-                own = own_copy(average, rank)
-                kept = tf.where(count <= first, 0.0, self._average_momentum)
-                kept = tf.cast(kept, own.dtype)
-                value = self._weights[place].outer_copy(rank).read_value()
-                own.assign(kept * own.read_value() + (1 - kept) * value)
-        return tf.constant(True)
+        return self._averages.move(count, rank, places)
 
     @property
     def _first_meeting(self) -> int:
