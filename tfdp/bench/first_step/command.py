@@ -8,6 +8,7 @@ import pathlib
 import statistics
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from tfdp.bench.first_step.worker import FirstStepFigures, FirstStepRequest
 from tfdp.bench.worker_process import WorkerFailed, run_worker
@@ -19,10 +20,11 @@ __all__ = ["run_first_step"]
 SUBJECTS, QUICK_SUBJECTS = ("resnet50", "transformer-12"), ("transformer-tiny",)
 # TensorFlow's oneDNN build keeps a pool of what it once took.
 ENVIRONMENT = {"TF_ONEDNN_USE_SYSTEM_ALLOCATOR": "1"}
-COLUMNS = "{:>16} {:>2} {:>22} {:>24} {:>12} {:>13} {:>11} {:>12} {:>11}"
+WORKER = "tfdp.bench.first_step.worker"
+COLUMNS = "{:>16} {:>2} {:>22} {:>24} {:>12} {:>13} {:>10} {:>11} {:>12} {:>11}"
 TITLES = (
     *("model", "N", "first step, s", "processor, s", "next step, s"),
-    *("processor, s", "graph, MB", "at rest, MB", "peaks, MB"),
+    *("processor, s", "ready, MB", "graph, MB", "at rest, MB", "peaks, MB"),
 )
 
 
@@ -65,8 +67,9 @@ def run_first_step(
     print(
         f"fit to the end of its first step, Adam, {requests[0].local_batch} samples a "
         f"replica; medians (least to most) of {repeats}; next: a step that has its "
-        "graph; at rest: weights, slots, TensorFlow; peaks: of the first step, of the "
-        "next\n\n" + COLUMNS.format(*TITLES)
+        "graph; ready: the peak before the first step computes anything, with weights "
+        "and TensorFlow; at rest: weights, slots, TensorFlow; peaks: of the first "
+        "step, of the next\n\n" + COLUMNS.format(*TITLES)
     )
     for request, figures in found.items():
         if figures:
@@ -101,6 +104,7 @@ def _line(request: FirstStepRequest, figures: Sequence[FirstStepFigures]) -> str
         spread("first_processor_seconds"),
         middle("next_seconds", form=".2f"),
         middle("next_processor_seconds", form=".2f"),
+        middle("ready_peak_bytes", 1e-6),
         middle("graph_bytes", 1e-6),
         middle("stored_bytes", 1e-6),
         ", ".join(peaks),
@@ -108,5 +112,8 @@ def _line(request: FirstStepRequest, figures: Sequence[FirstStepFigures]) -> str
 
 
 def _measure(request: FirstStepRequest, timeout_seconds: float) -> FirstStepFigures:
-    worker, asked = "tfdp.bench.first_step.worker", dataclasses.asdict(request)
-    return FirstStepFigures(**run_worker(worker, asked, timeout_seconds, **ENVIRONMENT))
+    found: dict[str, Any] = {}
+    for stops in (False, True):
+        asked = dataclasses.asdict(dataclasses.replace(request, stops=stops))
+        found |= run_worker(WORKER, asked, timeout_seconds, **ENVIRONMENT)
+    return FirstStepFigures(**found)

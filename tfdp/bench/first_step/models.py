@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import keras
 
-__all__ = ["CLASSES", "MODELS", "WORDS"]
+__all__ = ["CLASSES", "MODELS", "WORDS", "that_stops"]
 
 CLASSES, WORDS = 10, 1000
 
@@ -45,3 +45,20 @@ MODELS: dict[str, Callable[[], keras.Model]] = {
     "transformer-12": _transformer(12, 256, 8),
     "transformer-tiny": _transformer(2, 16, 2),
 }
+
+
+def that_stops(model: keras.Model) -> keras.Model:
+    """`model`, of which a step fails before anything of it is computed."""
+    import keras
+    import tensorflow as tf
+
+    class StopsHere(keras.layers.Layer):
+        def call(self, inputs: tf.Tensor) -> tf.Tensor:
+            # Not known while the graph is built; never so.
+            is_odd = tf.reduce_any(tf.not_equal(inputs, inputs))
+            with tf.control_dependencies([tf.debugging.Assert(is_odd, ["stops"])]):
+                return tf.identity(inputs)
+
+    first = model.inputs[0]
+    inputs = keras.Input(first.shape[1:], dtype=first.dtype)
+    return keras.Model(inputs, model(StopsHere()(inputs)))

@@ -15,11 +15,15 @@ import math
 import os
 import sys
 import time
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
-from tfdp.bench.first_step.models import CLASSES, MODELS, WORDS
+from tfdp.bench.first_step.models import CLASSES, MODELS, WORDS, that_stops
 from tfdp.cluster.process_memory import forget_peak, resident_and_peak_bytes
 from tfdp.files.json_file import write_json
+
+if TYPE_CHECKING:
+    import keras
 
 __all__ = ["FirstStepFigures", "FirstStepRequest", "main"]
 
@@ -35,11 +39,13 @@ class FirstStepRequest:
       devices: replicas, each on a logical CPU; 1: no strategy.
       model: a key of `MODELS`.
       local_batch: samples of a replica.
+      stops: whether the first step fails when its graph is ready.
     """
 
     devices: int
     model: str
     local_batch: int = 2
+    stops: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,6 +63,9 @@ class FirstStepFigures:
         graph.
       first_peak_bytes: the most that was resident until the first step was done.
       next_peak_bytes: the most in the steps after it.
+      ready_peak_bytes: the most that was resident in another process, in which the
+        first step failed before it computed anything: TensorFlow, the copies of weights
+        and the graph, with all that it takes to build it.
     """
 
     first_seconds: float
@@ -67,6 +76,7 @@ class FirstStepFigures:
     graph_bytes: int
     first_peak_bytes: int
     next_peak_bytes: int
+    ready_peak_bytes: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,24 +110,7 @@ def measure(request: FirstStepRequest) -> FirstStepFigures:
 
     devices = tfdp.use_virtual_devices(request.devices)
     empty = _mark().resident_bytes
-    keras.utils.set_random_seed(SEED)
-    scope: Any = contextlib.nullcontext()
-    if request.devices > 1:
-        scope = tfdp.DataParallelStrategy(devices, alone=True).scope()
-    with scope:
-        model = MODELS[request.model]()
-        loss = keras.losses.SparseCategoricalCrossentropy()
-        model.compile(
-            keras.optimizers.Adam(1e-4), loss, metrics=["accuracy"], jit_compile=False
-        )
-        model.optimizer.build(model.trainable_variables)
-    batch = request.local_batch * request.devices
-    generator = np.random.default_rng(SEED)
-    shape = (STEPS * batch, *model.input_shape[1:])
-    inputs: Any = generator.integers(0, WORDS, shape)
-    if len(shape) > 2:
-        inputs = generator.normal(size=shape).astype("float32")
-    labels = generator.integers(0, CLASSES, STEPS * batch)
+    model, inputs, labels = _prepared(request, devices)
     marks: list[_Mark] = []
 
     class Marks(keras.callbacks.Callback):
@@ -125,9 +118,7 @@ def measure(request: FirstStepRequest) -> FirstStepFigures:
             marks.append(_mark())
 
     marks.append(_mark())
-    history = model.fit(
-        inputs, labels, batch_size=batch, shuffle=False, verbose=0, callbacks=[Marks()]
-    )
+    history = _fit(request, model, inputs, labels, Marks())
     if not np.isfinite(history.history["loss"][0]):
         raise ValueError("The loss is not finite: the figures would mean nothing.")
     before, first, *following = marks
@@ -150,12 +141,80 @@ def measure(request: FirstStepRequest) -> FirstStepFigures:
     )
 
 
+def measure_ready(request: FirstStepRequest) -> int:
+    """The most that is resident before the first step computes anything, bytes."""
+    import tensorflow as tf
+
+    import tfdp
+
+    devices = tfdp.use_virtual_devices(request.devices)
+    model, inputs, labels = _prepared(request, devices)
+    forget_peak()
+    try:
+        _fit(request, model, inputs, labels)
+    except (tf.errors.InvalidArgumentError, tf.errors.CancelledError):
+        # Of several replicas that of another one may be told: what it has waited for.
+        return resident_and_peak_bytes()[1]
+    raise ValueError("The step did not fail: the figure would mean nothing.")
+
+
+def _prepared(
+    request: FirstStepRequest, devices: Sequence[str]
+) -> tuple[keras.Model, Any, Any]:
+    """The compiled model, and what it is trained on."""
+    import keras
+    import numpy as np
+
+    import tfdp
+
+    keras.utils.set_random_seed(SEED)
+    scope: Any = contextlib.nullcontext()
+    if request.devices > 1:
+        scope = tfdp.DataParallelStrategy(devices, alone=True).scope()
+    with scope:
+        model = MODELS[request.model]()
+        if request.stops:
+            model = that_stops(model)
+        loss = keras.losses.SparseCategoricalCrossentropy()
+        model.compile(
+            keras.optimizers.Adam(1e-4), loss, metrics=["accuracy"], jit_compile=False
+        )
+        model.optimizer.build(model.trainable_variables)
+    rows = STEPS * request.local_batch * request.devices
+    generator = np.random.default_rng(SEED)
+    shape = (rows, *model.input_shape[1:])
+    inputs: Any = generator.integers(0, WORDS, shape)
+    if len(shape) > 2:
+        inputs = generator.normal(size=shape).astype("float32")
+    return model, inputs, generator.integers(0, CLASSES, rows)
+
+
+def _fit(
+    request: FirstStepRequest,
+    model: keras.Model,
+    inputs: Any,
+    labels: Any,
+    *callbacks: Any,
+) -> keras.callbacks.History:
+    return model.fit(
+        inputs,
+        labels,
+        batch_size=request.local_batch * request.devices,
+        shuffle=False,
+        verbose=0,
+        callbacks=list(callbacks),
+    )
+
+
 def main(arguments: list[str]) -> None:
     """Entry point of the worker process."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     request_json, result_path = arguments
-    figures = measure(FirstStepRequest(**json.loads(request_json)))
-    write_json(result_path, dataclasses.asdict(figures))
+    request = FirstStepRequest(**json.loads(request_json))
+    if request.stops:
+        write_json(result_path, {"ready_peak_bytes": measure_ready(request)})
+    else:
+        write_json(result_path, dataclasses.asdict(measure(request)))
 
 
 if __name__ == "__main__":
