@@ -58,6 +58,10 @@ class NaNGuard(keras.callbacks.Callback):
     replicas leaves out its own update. With `steps_per_execution` "raise" and
     "rollback" leave out what comes after such a step in the same execution, too.
 
+    In a step with several optimizers what one has updated is put back where a later one
+    finds something, with averages of weights that the step takes itself; not what is
+    updated, or stored, in a branch or a loop of the step.
+
     A weight that an update itself made infinite is noticed with the next loss; one that
     no loss depends on, and the optimizer's state, at the end of each epoch and before a
     copy is taken. Hosts that train apart (`sync=`) tell and raise each their own.
@@ -81,8 +85,9 @@ class NaNGuard(keras.callbacks.Callback):
 
     Cost: in each step a pass over the gradients and one sum of a number over all
     replicas; the training step is traced once more, when training begins and after it
-    has ended; Keras waits for each batch before it starts the next. "rollback": on each
-    device as many bytes as it has weights and state of the optimizer. To find the cause
+    has ended; Keras waits for each batch before it starts the next. "rollback", and
+    several optimizers: on each device as many bytes as it has weights and state of
+    optimizers. To find the cause
     takes an eager step.
 
     ```python

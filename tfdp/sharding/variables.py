@@ -35,7 +35,7 @@ from tfdp.sharding.saved_model import (
     read_shards,
     read_stand_in,
 )
-from tfdp.variables.mirrored import ReplicaMirroredVariable
+from tfdp.variables.mirrored import ReplicaMirroredVariable, before_storing
 
 __all__ = [
     "LocalShardVariable",
@@ -210,6 +210,8 @@ class ShardedVariable(DistributedVariable):
         assigned = getattr(_local, "assigned", None)
         if assigned is not None:
             assigned[id(self)] = whole.numpy()
+        if self._is_in_replica():
+            before_storing(self, self._values[current_rank()])
         for rank in self._ranks_here():
             device = self._values[rank].device
             with tf.device(self.cutting_device or device):

@@ -17,7 +17,7 @@ only where the scale is down to 1 and cannot be their cause.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import keras
@@ -31,8 +31,10 @@ from tfdp._private.names import (
     make_note,
     own_copy,
 )
+from tfdp._private.optimizer_hooks import variables_built_with
 from tfdp.exchange.compressed import are_finite
 from tfdp.exchange.reducer import Reducer
+from tfdp.step.held_optimizers import optimizers_of
 from tfdp.step.loss_scale import scale_when_summed
 from tfdp.tracing.current_run import current_run
 from tfdp.tracing.padded_batch import find_padded
@@ -78,6 +80,8 @@ class FiniteGuard:
         self.model, self._reducer, self._stops = model, reducer, stops
         self._notes = [_Notes() for _ in range(replicas)]
         self._read = 0
+        #: Whether one may have updated when the next finds something.
+        self.has_several = len(optimizers_of(model)) > 1
         #: The nested batch of each replica that was kept; None: it cannot be kept.
         self._structure: Any = None
 
@@ -109,7 +113,7 @@ class FiniteGuard:
                 notes.end(parts, stops=self._stops)
             finally:
                 # Tensors of this graph.
-                notes.before, notes.of_sums = [], {}
+                notes.before, notes.of_sums, notes.graph = [], {}, None
             return result
 
         return guarded_step
@@ -172,6 +176,28 @@ class FiniteGuard:
         """What was given to `remember` in this step so far."""
         return list(self._notes[rank].of_sums.get(id(optimizer), []))
 
+    def remember_stored(self, rank: int, copies: Iterable[tf.Variable]) -> None:
+        """Before a step stores in `copies`: they are put back where it is left out.
+
+        Not within a branch or a loop of the step, whose values end with it.
+        """
+        notes = self._notes[rank]
+        if tf.compat.v1.get_default_graph() is not notes.graph:
+            return
+        known = {id(copy) for copy, _ in notes.before}
+        notes.before += [(c, c.read_value()) for c in copies if id(c) not in known]
+
+    def remember_update(self, optimizer: Any, rank: int) -> Callable[[], None]:
+        """Before an update: gives what has it put back by who finds something later."""
+        notes = self._notes[rank]
+        if not self.has_several or tf.compat.v1.get_default_graph() is not notes.graph:
+            return lambda: None
+        updated = [*variables_built_with(optimizer), *optimizer.variables]
+        copies = {id(c): c for c in (_own(v, rank) for v in updated) if c is not None}
+        before = [(copy, copy.read_value()) for copy in copies.values()]
+        before += self.remembered(optimizer, rank)
+        return lambda: notes.before.extend(before)
+
     def put_back(self, rank: int) -> tf.Tensor:
         """Within a step: makes what it stored so far what it was; gives False."""
         return self._notes[rank].put_back()
@@ -232,11 +258,13 @@ class _Notes:
         self.batch: list[tf.Variable] = []
         # While a step is traced: what it may store, and what that was.
         self.before: list[tuple[tf.Variable, tf.Tensor]] = []
+        self.graph: tf.Graph | None = None
         # Then, by optimizer: the same of what its sums keep from step to step.
         self.of_sums: dict[int, list[tuple[tf.Variable, tf.Tensor]]] = {}
 
     def begin(self) -> None:
         """A step begins."""
+        self.graph = tf.compat.v1.get_default_graph()
         self.bad_loss.assign(False)
         self.is_left_out.assign(False)
 
@@ -316,7 +344,9 @@ def update_if_finite(
     is_good = guard.may_update(optimizer, gradients, run, rank)
     # Put back now and in the end: groups that train apart may meet in this step, and
     # bring together what layers store; metrics are updated after the weights.
+    note_update = guard.remember_update(optimizer, rank)
     tf.cond(is_good, updated, left_out)
+    note_update()
 
 
 def remember(

@@ -10,8 +10,7 @@ it computes is looked at in the order in which it comes about:
     loss        what `compute_loss` returned
     gradient    what the optimizer would get, before it is summed over the replicas
 
-Nothing is updated: in the optimizer's place stands one that only looks on, and what the
-step stores is put back.
+Nothing is updated: optimizers only look on, and what the step stores is put back.
 """
 
 from __future__ import annotations
@@ -29,6 +28,7 @@ import tensorflow as tf
 from tfdp._private.instance_attributes import instance_attributes
 from tfdp._private.keras_models import layers_within
 from tfdp._private.names import current_rank
+from tfdp._private.optimizer_hooks import variables_built_with
 from tfdp.sharding.variables import ShardedVariable
 from tfdp.step.held_optimizers import optimizers_of
 from tfdp.step.local_run import groups_across
@@ -163,34 +163,28 @@ class _Look:
         return any(finding.kind == kind for finding in self.findings)
 
 
-class _OnlyLooks:
-    """Stands in an optimizer's place, and updates nothing."""
+def _only_looks(optimizer: Any, looks: Sequence[_Look]) -> dict[str, Callable]:
+    """What an optimizer does meanwhile: it looks at gradients, and updates nothing."""
 
-    def __init__(self, optimizer: Any, looks: Sequence[_Look]):
-        self._optimizer, self._looks = optimizer, looks
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._optimizer, name)
-
-    def apply_gradients(self, grads_and_vars: Any) -> None:
-        """See `keras.optimizers.Optimizer`."""
-        gradients, variables = zip(*grads_and_vars, strict=True)
-        self.apply(gradients, variables)
-
-    def apply(self, grads: Any, trainable_variables: Any = None) -> None:
-        """See `keras.optimizers.Optimizer`."""
-        look = self._looks[current_rank()]
-        variables = trainable_variables or self._optimizer.variables
+    def apply(grads: Any, trainable_variables: Any = None) -> None:
+        look = looks[current_rank()]
+        variables = trainable_variables or variables_built_with(optimizer)
         for gradient, variable in zip(grads, variables, strict=False):
             if gradient is not None:
                 look.at("gradient", variable.path, gradient)
+
+    def apply_gradients(grads_and_vars: Any, **more: Any) -> None:
+        apply(*zip(*grads_and_vars, strict=True))
+
+    return {"apply": apply, "apply_gradients": apply_gradients}
 
 
 def _run_again(
     model: keras.Model, strategy: Any, batches: Sequence[Any], looks: Sequence[_Look]
 ) -> None:
     groups = None
-    for optimizer in optimizers_of(model):
+    only_looks = [(o, _only_looks(o, looks)) for o in optimizers_of(model)]
+    for optimizer, _ in only_looks:
         sync = getattr(optimizer, "sync", None)
         if sync is not None:
             groups = groups_across(strategy, sync.across)
@@ -209,11 +203,17 @@ def _run_again(
     def again(parts: list[Any]) -> None:
         if groups is not None:
             strategy.extended.current_run.groups = groups
+        for optimizer, methods in only_looks:
+            # On top of those that lead it in this run, and are gone with it.
+            vars(optimizer).update(methods)
         arguments = tf.nest.pack_sequence_as(structure, parts, expand_composites=True)
         args, kwargs = arguments
         model.train_step(*args, **kwargs)
 
-    strategy.run(again, args=(values,))
+    with contextlib.ExitStack() as stack:
+        for optimizer, methods in only_looks:
+            stack.enter_context(instance_attributes(optimizer, methods))
+        strategy.run(again, args=(values,))
 
 
 def _part_of(column: Sequence[tf.Tensor], first_rank: int, context: Any) -> tf.Tensor:
@@ -244,10 +244,7 @@ def _looking(model: keras.Model, looks: Sequence[_Look]) -> Iterator[None]:
             if layer is not model:
                 led = {"call": _looked_at(layer.call, layer, looks)}
                 stack.enter_context(instance_attributes(layer, led))
-        of_model = {
-            "compute_loss": _loss_looked_at(model.compute_loss, looks),
-            "optimizer": _OnlyLooks(model.optimizer, looks),
-        }
+        of_model = {"compute_loss": _loss_looked_at(model.compute_loss, looks)}
         stack.enter_context(instance_attributes(model, of_model))
         yield
 
@@ -278,10 +275,14 @@ def _loss_looked_at(compute: Callable, looks: Sequence[_Look]) -> Callable:
 
 @contextlib.contextmanager
 def _as_it_was(model: keras.Model) -> Iterator[None]:
-    """Puts back, in the end, what a step stores: statistics, sums, random states."""
+    """Puts back, in the end, what a step stores: statistics, sums, random states, and
+    averages of weights that it takes itself."""
     copies = []
-    for variable in [*model.non_trainable_variables, *model.metrics_variables]:
+    for variable in [*model.variables, *model.metrics_variables]:
         value = variable.value
+        if isinstance(value, ShardedVariable):
+            copies += [value.shard(rank) for rank in range(len(value.values))]
+            continue
         copies += list(getattr(value, "values", ()))
         if getattr(value, "has_local", False):
             copies += [value.local_copy(rank) for rank in range(len(value.values))]

@@ -27,6 +27,7 @@ __all__ = [
     "ReplicaMirroredVariable",
     "ReplicaOnReadVariable",
     "SeedVariable",
+    "before_storing",
     "is_seed_state",
     "seed_offset",
     "seed_offsets",
@@ -45,6 +46,13 @@ class PythonNumber:
 
     def __float__(self) -> float:
         return float(self.numpy())  # type: ignore[attr-defined]
+
+
+def before_storing(variable: Any, own: tf.Variable) -> None:
+    """Before a step of a replica, and no optimizer, assigns to its own part."""
+    guard = variable.distribute_strategy.extended.finite_guard
+    if guard is not None:
+        guard.remember_stored(current_rank(), [own])
 
 
 class ReplicaMirroredVariable(PythonNumber, OwnMeans, LocalView):
@@ -69,6 +77,7 @@ class ReplicaMirroredVariable(PythonNumber, OwnMeans, LocalView):
                 value = self._of_rows_of_group(run, rank, value)
                 if not run.is_updating:
                     self.note_own()
+                    before_storing(self, self._get_replica(rank))
             elif not run.is_updating and not _is_alike(value, self, rank):
                 self.is_of_replica = True
         if tf.is_tensor(value) and isinstance(rank, int):

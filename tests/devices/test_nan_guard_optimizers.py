@@ -1,0 +1,120 @@
+"""`NaNGuard` and a step of a program's own, with two optimizers and an average.
+
+As in test_nan_guard: everything is equal to the last bit to a training without the bad
+batch. The second loss is bad when the first optimizer has updated.
+"""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfdp
+from tests.support.parity import make_strategy
+from tfdp.callbacks import NaNGuard
+from tfdp.errors import NotFiniteError
+
+pytestmark = pytest.mark.filterwarnings("ignore::tfdp.errors.NotFiniteWarning")
+
+RNG = np.random.default_rng(0)
+ROWS, BATCH, BAD_ROW = 32, 8, 13
+X = RNG.normal(size=(ROWS, 4)).astype("float32")
+Y = RNG.normal(size=(ROWS, 2)).astype("float32")
+GOOD_ROWS = np.arange(ROWS) // BATCH != BAD_ROW // BATCH
+
+
+class Two(keras.Model):
+    """Two networks, as a GAN has them, and the moving average of the first one."""
+
+    def __init__(self):
+        super().__init__()
+        self.networks = [self.network() for _ in range(3)]
+        self.networks[2].set_weights(self.networks[0].get_weights())
+
+    def network(self):
+        layers = [keras.layers.Dense(5, "tanh"), keras.layers.Dense(1)]
+        return keras.Sequential([keras.Input((4,)), *layers])
+
+    def set_optimizers(self, make):
+        self.own = [make(), make()]
+        for optimizer, network in zip(self.own, self.networks, strict=False):
+            optimizer.build(network.trainable_variables)
+
+    def train_step(self, data):
+        x, y = data
+        losses = {}
+        for place, optimizer in enumerate(self.own):
+            weights = self.networks[place].trainable_variables
+            with tf.GradientTape() as tape:
+                rows = self.networks[place](x, training=True)
+                targets = y[:, place : place + 1]
+                loss = self.compute_loss(x=x, y=targets, y_pred=rows)
+                scaled = optimizer.scale_loss(loss)
+            optimizer.apply(tape.gradient(scaled, weights), weights)
+            losses[f"loss {place}"] = loss
+        pairs = zip(self.networks[2].weights, self.networks[0].weights, strict=True)
+        for average, weight in pairs:
+            average.assign(0.9 * average + 0.1 * weight)
+        return losses
+
+
+def adam():
+    return keras.optimizers.Adam(0.05)
+
+
+def distributed():
+    return tfdp.DistributedOptimizer(adam())
+
+
+def compressing():
+    method = tfdp.compression.TopK(0.2, min_bytes=0)
+    return make_strategy(2, compression=method, compression_across="replicas")
+
+
+ROWS_OF_TABLE = {
+    "one": (lambda: make_strategy(1), adam),
+    "two": (lambda: make_strategy(2), adam),
+    "three": (lambda: make_strategy(3), adam),
+    "optimizer": (lambda: make_strategy(2, "optimizer"), adam),
+    "parameters": (lambda: make_strategy(2, "parameters"), adam),
+    "distributed": (lambda: make_strategy(2), distributed),
+    "compressed": (compressing, lambda: keras.optimizers.SGD(0.05)),
+}
+
+
+def trained(row, targets, rows, on_nan="skip"):
+    make, optimizer = ROWS_OF_TABLE[row]
+    with make().scope():
+        keras.utils.set_random_seed(1)
+        model = Two()
+        model.compile(loss="mse", jit_compile=False)
+        model.set_optimizers(optimizer)
+    guard = NaNGuard(on_nan)
+    options = {"batch_size": BATCH, "shuffle": False, "verbose": 0}
+    model.fit(X[rows], targets[rows], callbacks=[guard], **options)
+    return model, guard
+
+
+def values(model):
+    owners = (*model.networks, *model.own)
+    return [variable.numpy() for owner in owners for variable in owner.variables]
+
+
+@pytest.mark.parametrize("bad_loss", [0, 1])
+@pytest.mark.parametrize("row", ROWS_OF_TABLE)
+@pytest.mark.worth_seconds(20)
+def test_neither_optimizer_leaves_anything_behind(row, bad_loss):
+    targets = Y.copy()
+    targets[BAD_ROW, bad_loss] = np.nan
+    model, guard = trained(row, targets, np.arange(ROWS))
+    assert guard.skipped_steps == 1
+    expected, _ = trained(row, Y, GOOD_ROWS)
+    for value, other in zip(values(model), values(expected), strict=True):
+        np.testing.assert_array_equal(value, other)
+
+
+def test_the_cause_is_told_and_nothing_was_updated():
+    targets = Y.copy()
+    targets[BAD_ROW, 1] = np.nan
+    with pytest.raises(NotFiniteError, match=r"input y.*row|the loss"):
+        trained("two", targets, np.arange(ROWS), on_nan="raise")
