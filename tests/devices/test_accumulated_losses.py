@@ -10,6 +10,7 @@ import warnings
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import tfdp
 from tests.support.parity import make_strategy
@@ -76,3 +77,56 @@ def test_nothing_is_told_where_no_batches_are_added_up():
         warnings.simplefilter("error", LocalMeanWarning)
         own = trained(MIXED, 2, dynamic_loss_scale=False)
     assert largest(own, trained(MIXED)) < 2.4e-5
+
+
+class Two(keras.Model):
+    """A loss over what a mask leaves and one over rows, each with its own optimizer."""
+
+    def __init__(self, make):
+        super().__init__()
+        self.networks = [keras.Sequential([keras.layers.Dense(1)]) for _ in range(2)]
+        self.losses_of = [
+            keras.losses.MeanSquaredError(reduction="mean_with_sample_weight"),
+            keras.losses.MeanSquaredError(),
+        ]
+        self.own = [make(), make()]
+        for network, optimizer in zip(self.networks, self.own, strict=True):
+            network.build((None, LENGTH))
+            optimizer.build(network.trainable_variables)
+
+    def train_step(self, data):
+        x, y, weights = data
+        parts = zip(self.networks, self.losses_of, self.own, strict=True)
+        for (network, loss_of, optimizer), own in zip(
+            parts, (weights, None), strict=True
+        ):
+            with tf.GradientTape() as tape:
+                loss = loss_of(y, network(x), sample_weight=own)
+            trained = network.trainable_variables
+            optimizer.apply(tape.gradient(loss, trained), trained)
+        return {"steps": tf.ones([])}
+
+
+def trained_apart(replicas, rows, make):
+    strategy = make_strategy(replicas).scope() if replicas else contextlib.nullcontext()
+    with strategy:
+        keras.utils.set_random_seed(1)
+        model = Two(make)
+        model.compile(jit_compile=False)
+    x = TEXTS.astype("float32") / WORDS
+    y, weights = TARGETS["class"], (LENGTHS / LENGTH).astype("float32")
+    data = tf.data.Dataset.from_tensor_slices((x, y, weights)).batch(rows)
+    model.fit(data, verbose=0)
+    return model.get_weights()
+
+
+def test_each_optimizer_weighs_by_its_own_losses():
+    def accumulating():
+        return tfdp.DistributedOptimizer(keras.optimizers.SGD(0.5), accumulate_steps=2)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", LocalMeanWarning)
+        own = trained_apart(2, BATCH // 2, accumulating)
+    one_device = trained_apart(None, BATCH, lambda: keras.optimizers.SGD(0.5))
+    # As above; weighed by the other one's denominator 1e-2 off.
+    assert largest(own, one_device) < 2.4e-5

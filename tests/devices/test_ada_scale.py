@@ -6,8 +6,9 @@ import pytest
 
 import tfdp
 from tests.devices.test_gradient_noise_scale import compiled, strategy_of
+from tests.devices.test_nan_guard_compression import infinite_for_class_5
 from tests.support.parity import classification_data
-from tfdp.callbacks import AdaScale
+from tfdp.callbacks import AdaScale, NaNGuard
 from tfdp.errors import ConfigurationError
 from tfdp.plan.noise_scale import split_norms
 
@@ -107,6 +108,28 @@ def test_where_all_is_noise_a_batch_is_worth_all_its_parts():
     # batch's noise is, and so is the gain's distance from 4.
     assert 2.5 < callback.gain <= REPLICAS
     assert callback.progress > 2 * 120
+
+
+@pytest.mark.filterwarnings("ignore::tfdp.errors.NotFiniteWarning")
+def test_a_step_that_a_guard_leaves_out_is_worth_nothing():
+    """Its loss is infinite and its gradients are finite."""
+    x, y = classification_data(64)
+    bad = y.copy()
+    bad[24] = 5
+    rows = np.arange(64) // 16 != 1
+    found = []
+    for given in ((x, bad), (x[rows], y[rows])):
+        with strategy_of(REPLICAS).scope():
+            keras.utils.set_random_seed(3)
+            model = keras.Sequential([keras.Input((12,)), keras.layers.Dense(5)])
+            sgd = keras.optimizers.SGD(0.0)
+            model.compile(sgd, infinite_for_class_5, jit_compile=False)
+        callback, guard = AdaScale(0.05), NaNGuard("skip")
+        options = {"batch_size": 16, "shuffle": False, "verbose": 0}
+        model.fit(*given, callbacks=[callback, guard], **options)
+        found.append((callback.progress, callback.gain))
+    assert guard.skipped_steps == 0
+    assert found[0] == found[1]
 
 
 def test_it_ends_where_the_small_batch_would_have():

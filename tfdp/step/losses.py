@@ -244,12 +244,16 @@ def _note_denominator(
     of = _mask_as_given(reducer)
     if _reduction(reducer) == "mean_with_sample_weight" or of is None:
         of = total  # nobody else's
-    run.denominators.setdefault(trace_of(rank), []).append(Denominator(total, of))
+    _note(run, rank, Denominator(total, of))
 
 
 def _note_row_mean(run: ReplicaRun, rank: Any, reducer: FrameType | None) -> None:
     if _name_of(reducer) == "reduce_values":  # else a penalty, alike in all batches
-        run.row_means.add(trace_of(rank))
+        _note(run, rank, Denominator(None))
+
+
+def _note(run: ReplicaRun, rank: Any, denominator: Denominator) -> None:
+    run.denominators.setdefault(trace_of(rank), []).append(denominator)
 
 
 def _own_denominator(run: ReplicaRun, rank: Any, reducer: FrameType | None) -> Any:

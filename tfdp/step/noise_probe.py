@@ -105,6 +105,10 @@ class NoiseProbe:
             note.scatter_nd_update(place[None, None], row[None])
             count.assign_add(1)
 
+    def notes_of(self, rank: int) -> list[tf.Variable]:
+        """What `after` changes."""
+        return [self._notes[rank], self._counts[rank]]
+
     def read(self) -> list[NormsOfStep]:
         """The norms of each step that ran since they were last read."""
         count, note = int(self._counts[0].numpy()), self._notes[0].numpy()

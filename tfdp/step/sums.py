@@ -19,6 +19,7 @@ from tfdp.step.compression import (
     refuse_momentum,
     sum_compressed,
 )
+from tfdp.step.finite_guard import remember
 from tfdp.step.loss_scale import scale_when_summed
 from tfdp.step.momentum_sums import momentum_compression_of, sum_by_momentum
 from tfdp.step.noise_probe import probe_of
@@ -99,6 +100,7 @@ def reduce_gradients(
                 value = merge_rows(value)
             results[place] = value
         if probe is not None:
+            remember(optimizer, variables, probe.notes_of(rank))
             probe.after(totals, means.pop(), run, rank)
         # Assigned in this replica and not by `assign`, which would reduce once more.
         store_state(state, means, run, rank)

@@ -16,30 +16,34 @@ __all__ = ["Denominator", "batch_weight"]
 
 
 class Denominator(NamedTuple):
-    """What the mean of one loss over the global batch was divided by, if not by rows.
+    """What the mean of one loss over the global batch was divided by.
 
     Args:
-      total: a float scalar.
+      total: a float scalar; None: the number of rows.
       of: the mask or the weights that it counts; losses that share it divide alike.
     """
 
-    total: tf.Tensor
-    of: Any
+    total: tf.Tensor | None
+    of: Any = None
 
 
 def batch_weight(run: ReplicaRun, rank: Any) -> tf.Tensor:
     """What the losses of the global batch were divided by, in the mean over them.
 
     The unmasked entries or weights where they are means over those, else the samples; 1
-    where nothing is known. Losses that divide apart are told of in a warning.
+    where nothing is known. Losses that divide apart are told of in a warning. Of the
+    losses that were taken since the last optimizer asked; all, where there are none.
     """
     trace = trace_of(rank)
-    found: list[Denominator] = run.denominators.get(trace, [])
-    totals = [each.total for each in found]
-    has_rows = trace in run.row_means or not found
+    noted: list[Denominator] = run.denominators.get(trace, [])
+    found = noted[run.denominators_used.get(trace, 0) :] or noted
+    run.denominators_used[trace] = len(noted)
+    totals = [each.total for each in found if each.total is not None]
+    has_rows = len(totals) < len(found) or not found
+    kinds = {id(each.of) for each in found}
     if has_rows and run.total_of(rank) is not None:
         totals.append(run.total_in_group(rank))
-    if len({id(each.of) for each in found}) + has_rows > 1:
+    if len(kinds) > 1:
         run.suspicions.add(
             "losses are means over unlike numbers (rows; the entries that a mask "
             "leaves; weights), and batches are added up to one update "

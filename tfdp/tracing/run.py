@@ -23,7 +23,7 @@ __all__ = ["ReplicaRun", "trace_of"]
 NOTES = (
     *("scaled_losses", "mean_losses", "local_losses", "shares", "added_losses"),
     *("suspicions", "state_suspicions"),
-    *("local_state", "stored", "counted", "denominators", "row_means", "mixed"),
+    *("local_state", "stored", "counted", "denominators", "mixed"),
 )
 
 
@@ -85,11 +85,10 @@ class ReplicaRun:
     late_state: set[int] | None = None
     #: The ids of variables in which replicas hold their own sums of gradients.
     own_sums: set[int] = dataclasses.field(default_factory=set)
-    #: By trace: what the global batch's masked or weighted means were divided by
-    #: (`batch_weight.Denominator`).
+    #: By trace: what the means of losses over the global batch were divided by
+    #: (`batch_weight.Denominator`), and how many of these an optimizer has asked for.
     denominators: dict[int, list[Any]] = dataclasses.field(default_factory=dict)
-    #: Traces in which a loss is a mean over rows.
-    row_means: set[int] = dataclasses.field(default_factory=set)
+    denominators_used: dict[int, int] = dataclasses.field(default_factory=dict)
     #: By trace: which rows are real, of batches filled up to a fixed size.
     padding: dict[int, Padding] = dataclasses.field(default_factory=dict)
     #: Whether a replica without rows would borrow one, on every host.
