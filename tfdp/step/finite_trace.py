@@ -183,8 +183,11 @@ def _run_again(
     model: keras.Model, strategy: Any, batches: Sequence[Any], looks: Sequence[_Look]
 ) -> None:
     groups = None
-    only_looks = [(o, _only_looks(o, looks)) for o in optimizers_of(model)]
-    for optimizer, _ in only_looks:
+    owned = optimizers_of(model)
+    # Those too that a model holds in an object of its own.
+    every = strategy.extended.made_optimizers.together_with(owned)
+    only_looks = [(o, _only_looks(o, looks)) for o in every]
+    for optimizer in owned:
         sync = getattr(optimizer, "sync", None)
         if sync is not None:
             groups = groups_across(strategy, sync.across)
