@@ -52,6 +52,7 @@ from tensorflow.python.distribute.values import (
 from tensorflow.python.eager import context as eager_context
 
 # The open gradient tapes: what they do not see, and what they are told.
+from tensorflow.python.eager.record import could_possibly_record as is_recording
 from tensorflow.python.eager.record import record_operation, stop_recording
 from tensorflow.python.eager.tape import variable_accessed
 from tensorflow.python.framework.device_spec import DeviceSpecV2 as DeviceSpec
@@ -104,6 +105,7 @@ __all__ = [
     "is_branch_graph",
     "is_default_strategy",
     "is_loop_graph",
+    "is_recording",
     "keras_state",
     "make_counter",
     "make_note",

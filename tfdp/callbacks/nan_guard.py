@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import keras
+import tensorflow as tf
 
 from tfdp.callbacks.findings_in_words import in_words
 from tfdp.callbacks.kept_copy import KeptCopy
@@ -58,9 +59,9 @@ class NaNGuard(keras.callbacks.Callback):
     replicas leaves out its own update. With `steps_per_execution` "raise" and
     "rollback" leave out what comes after such a step in the same execution, too.
 
-    In a step with several optimizers what one has updated is put back where a later one
+    In a step with several updates what one has changed is put back where a later one
     finds something, with averages of weights that the step takes itself; not what is
-    updated, or stored, in a branch or a loop of the step.
+    updated, or stored, in a branch, a loop or a `tf.function` of the step.
 
     A weight that an update itself made infinite is noticed with the next loss; one that
     no loss depends on, and the optimizer's state, at the end of each epoch and before a
@@ -86,8 +87,8 @@ class NaNGuard(keras.callbacks.Callback):
     Cost: in each step a pass over the gradients and one sum of a number over all
     replicas; the training step is traced once more, when training begins and after it
     has ended; Keras waits for each batch before it starts the next. "rollback", and
-    several optimizers: on each device as many bytes as it has weights and state of
-    optimizers. To find the cause
+    several updates in a step: on each device as many bytes as it has weights and state
+    of optimizers. To find the cause
     takes an eager step.
 
     ```python
@@ -305,11 +306,11 @@ def _trains_apart(model: keras.Model) -> bool:
 
 def _refuse_what_cannot_act(model: keras.Model, on_nan: str) -> None:
     refuse_strategy(model.distribute_strategy, "NaNGuard")
-    if model.run_eagerly:
+    if model.run_eagerly or tf.config.functions_run_eagerly():
         raise ConfigurationError(
-            "NaNGuard acts in graphs, and the model was compiled with "
-            "run_eagerly=True. Compile with run_eagerly=False, or leave the callback "
-            "out."
+            "NaNGuard acts in graphs, and the model runs eagerly. Compile it with "
+            "run_eagerly=False (without tf.config.run_functions_eagerly(True)), or "
+            "leave the callback out."
         )
     if not _trains_apart(model):
         return

@@ -28,13 +28,12 @@ from tfdp._private.names import (
     DistributedVariable,
     current_rank,
     in_compiled_function,
-    make_note,
     own_copy,
 )
 from tfdp._private.optimizer_hooks import variables_built_with
 from tfdp.exchange.compressed import are_finite
 from tfdp.exchange.reducer import Reducer
-from tfdp.step.held_optimizers import optimizers_of
+from tfdp.step.guard_notes import NONE, GuardNotes
 from tfdp.step.loss_scale import scale_when_summed
 from tfdp.tracing.current_run import current_run
 from tfdp.tracing.padded_batch import find_padded
@@ -42,8 +41,6 @@ from tfdp.tracing.run import ReplicaRun
 from tfdp.variables.mirrored import is_seed_state
 
 __all__ = ["FiniteGuard", "LeftOut", "note_loss", "remember", "update_if_finite"]
-
-NONE = -1
 
 
 class LeftOut(NamedTuple):
@@ -78,10 +75,8 @@ class FiniteGuard:
         self, model: keras.Model, reducer: Reducer, replicas: int, *, stops: bool
     ):
         self.model, self._reducer, self._stops = model, reducer, stops
-        self._notes = [_Notes() for _ in range(replicas)]
+        self._notes = [GuardNotes() for _ in range(replicas)]
         self._read = 0
-        #: Whether one may have updated when the next finds something.
-        self.has_several = len(optimizers_of(model)) > 1
         #: The nested batch of each replica that was kept; None: it cannot be kept.
         self._structure: Any = None
 
@@ -113,7 +108,8 @@ class FiniteGuard:
                 notes.end(parts, stops=self._stops)
             finally:
                 # Tensors of this graph.
-                notes.before, notes.of_sums, notes.graph = [], {}, None
+                notes.before, notes.of_sums, notes.updated = [], {}, []
+                notes.graph = None
             return result
 
         return guarded_step
@@ -173,8 +169,14 @@ class FiniteGuard:
     def remembered(
         self, optimizer: Any, rank: int
     ) -> list[tuple[tf.Variable, tf.Tensor]]:
-        """What was given to `remember` in this step so far."""
-        return list(self._notes[rank].of_sums.get(id(optimizer), []))
+        """What was given to `remember` since the optimizer's last update.
+
+        Not what is added up in a branch, as in an update of an accumulation: nothing is
+        where that is left out.
+        """
+        given = self._notes[rank].of_sums.pop(id(optimizer), [])
+        graph = tf.compat.v1.get_default_graph()
+        return [(copy, value) for copy, value in given if value.graph is graph]
 
     def remember_stored(self, rank: int, copies: Iterable[tf.Variable]) -> None:
         """Before a step stores in `copies`: they are put back where it is left out.
@@ -182,21 +184,35 @@ class FiniteGuard:
         Not within a branch or a loop of the step, whose values end with it.
         """
         notes = self._notes[rank]
-        if tf.compat.v1.get_default_graph() is not notes.graph:
-            return
-        known = {id(copy) for copy, _ in notes.before}
-        notes.before += [(c, c.read_value()) for c in copies if id(c) not in known]
+        if tf.compat.v1.get_default_graph() is notes.graph:
+            known = notes.known()
+            # Of what an update has changed just now, what it was before that.
+            updated = {id(copy): value for copy, value in notes.updated}
+            for copy in copies:
+                if id(copy) not in known:
+                    value = updated.get(id(copy))
+                    value = copy.read_value() if value is None else value
+                    notes.before.append((copy, value))
 
-    def remember_update(self, optimizer: Any, rank: int) -> Callable[[], None]:
-        """Before an update: gives what has it put back by who finds something later."""
-        notes = self._notes[rank]
-        if not self.has_several or tf.compat.v1.get_default_graph() is not notes.graph:
-            return lambda: None
+    def values_before(
+        self, optimizer: Any, rank: int
+    ) -> list[tuple[tf.Variable, tf.Tensor]]:
+        """What `optimizer` is about to update; see `GuardNotes.updated`."""
+        if tf.compat.v1.get_default_graph() is not self._notes[rank].graph:
+            return []
         updated = [*variables_built_with(optimizer), *optimizer.variables]
         copies = {id(c): c for c in (_own(v, rank) for v in updated) if c is not None}
-        before = [(copy, copy.read_value()) for copy in copies.values()]
-        before += self.remembered(optimizer, rank)
-        return lambda: notes.before.extend(before)
+        return [(copy, copy.read_value()) for copy in copies.values()]
+
+    def begin_update(self, rank: int) -> None:
+        """What the update before has changed is put back by who finds something now."""
+        self._notes[rank].take_updated()
+
+    def end_update(
+        self, rank: int, before: Sequence[tuple[tf.Variable, tf.Tensor]]
+    ) -> None:
+        """Notes what an update has changed, and what that was before."""
+        self._notes[rank].updated = list(before)
 
     def put_back(self, rank: int) -> tf.Tensor:
         """Within a step: makes what it stored so far what it was; gives False."""
@@ -245,69 +261,6 @@ class FiniteGuard:
         return parts
 
 
-class _Notes:
-    """What graphs note of one replica; each replica its own, and none waits."""
-
-    def __init__(self) -> None:
-        self.armed_steps = make_note(0, tf.int64)
-        self.bad_loss = make_note(False, tf.bool)
-        self.is_left_out = make_note(False, tf.bool)
-        self.is_stopped = make_note(False, tf.bool)
-        # Steps, left out, in a row, most in a row, the first one left out.
-        self.counts = make_note([0, 0, 0, 0, NONE], tf.int64)
-        self.batch: list[tf.Variable] = []
-        # While a step is traced: what it may store, and what that was.
-        self.before: list[tuple[tf.Variable, tf.Tensor]] = []
-        self.graph: tf.Graph | None = None
-        # Then, by optimizer: the same of what its sums keep from step to step.
-        self.of_sums: dict[int, list[tuple[tf.Variable, tf.Tensor]]] = {}
-
-    def begin(self) -> None:
-        """A step begins."""
-        self.graph = tf.compat.v1.get_default_graph()
-        self.bad_loss.assign(False)
-        self.is_left_out.assign(False)
-
-    def put_back(self) -> tf.Tensor:
-        """Makes what a step stored what it was before."""
-        for copy, value in self.before:
-            copy.assign(value)
-        return tf.constant(False)
-
-    def end(self, parts: Sequence[tf.Tensor], *, stops: bool) -> None:
-        """A step ends; where nothing was updated, what it stored is put back."""
-        if [part.dtype for part in parts] != [note.dtype for note in self.batch]:
-            self.batch = [make_note_of_any_shape(part.dtype) for part in parts]
-        is_left_out = self.is_left_out.read_value()
-        steps, left_out, in_a_row, most, first = tf.unstack(self.counts.read_value())
-        steps += 1
-        in_a_row = tf.where(is_left_out, in_a_row + 1, 0)
-        is_first = is_left_out & (first == NONE)
-
-        def keep_batch() -> tf.Tensor:
-            for note, part in zip(self.batch, parts, strict=True):
-                note.assign(part)
-            return tf.constant(True)
-
-        def leave_out() -> tf.Tensor:
-            self.put_back()
-            return tf.cond(is_first, keep_batch, lambda: tf.constant(False))
-
-        tf.cond(is_left_out, leave_out, lambda: tf.constant(False))
-        self.counts.assign(
-            [
-                steps,
-                left_out + tf.cast(is_left_out, tf.int64),
-                in_a_row,
-                tf.maximum(most, in_a_row),
-                tf.where(is_first, steps, first),
-            ]
-        )
-        self.armed_steps.assign(tf.maximum(self.armed_steps.read_value() - 1, 0))
-        if stops:
-            self.is_stopped.assign(self.is_stopped.read_value() | is_left_out)
-
-
 def update_if_finite(
     optimizer: keras.optimizers.Optimizer,
     gradients: Sequence[Any],
@@ -333,7 +286,7 @@ def update_if_finite(
         update()
         return tf.constant(True)
 
-    # Not what is added up in the update itself: then nothing is, where it is left out.
+    guard.begin_update(rank)
     remembered = guard.remembered(optimizer, rank)
 
     def left_out() -> tf.Tensor:
@@ -341,12 +294,12 @@ def update_if_finite(
             copy.assign(value)
         return guard.put_back(rank)
 
+    before = guard.values_before(optimizer, rank)
     is_good = guard.may_update(optimizer, gradients, run, rank)
     # Put back now and in the end: groups that train apart may meet in this step, and
     # bring together what layers store; metrics are updated after the weights.
-    note_update = guard.remember_update(optimizer, rank)
     tf.cond(is_good, updated, left_out)
-    note_update()
+    guard.end_update(rank, [*before, *remembered])
 
 
 def remember(
@@ -372,12 +325,6 @@ def note_loss(model: Any, loss: tf.Tensor) -> None:
     guard = getattr(tf.distribute.get_strategy().extended, "finite_guard", None)
     if guard is not None and guard.model is model:
         guard.note_loss(loss)
-
-
-def make_note_of_any_shape(dtype: tf.DType) -> tf.Variable:
-    """A variable of this process for tensors whose shapes are not known yet."""
-    with tf.init_scope():
-        return make_note(tf.zeros([0], dtype), dtype, any_shape=True)
 
 
 def _stored_by_steps(model: keras.Model) -> list[keras.Variable]:

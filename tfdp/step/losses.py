@@ -30,7 +30,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdp._private.frames import frame_of_caller
-from tfdp._private.names import run_independently
+from tfdp._private.names import is_recording, run_independently
 from tfdp.errors import ConfigurationError
 from tfdp.tracing.batch_rows import goes_with_rows
 from tfdp.tracing.batch_weight import Denominator
@@ -241,10 +241,12 @@ def _fraction(
 def _note_denominator(
     run: ReplicaRun, rank: Any, total: tf.Tensor, reducer: FrameType | None
 ) -> None:
-    of = _mask_as_given(reducer)
-    if _reduction(reducer) == "mean_with_sample_weight" or of is None:
-        of = total  # nobody else's
-    _note(run, rank, Denominator(total, of))
+    name = "mask"
+    if _reduction(reducer) == "mean_with_sample_weight":
+        name = "sample_weight"
+    of = _as_given(reducer, name)
+    # Nobody else's, where that is not seen.
+    _note(run, rank, Denominator(total, total if of is None else of))
 
 
 def _note_row_mean(run: ReplicaRun, rank: Any, reducer: FrameType | None) -> None:
@@ -253,7 +255,8 @@ def _note_row_mean(run: ReplicaRun, rank: Any, reducer: FrameType | None) -> Non
 
 
 def _note(run: ReplicaRun, rank: Any, denominator: Denominator) -> None:
-    run.denominators.setdefault(trace_of(rank), []).append(denominator)
+    if is_recording():  # else it is only looked at, and has no gradient
+        run.denominators.setdefault(trace_of(rank), []).append(denominator)
 
 
 def _own_denominator(run: ReplicaRun, rank: Any, reducer: FrameType | None) -> Any:
@@ -331,13 +334,13 @@ def _mask_of(reducer: FrameType | None) -> Any:
     return outer.f_locals.get("mask")
 
 
-def _mask_as_given(reducer: FrameType | None) -> Any:
-    """As `_mask_of`, before Keras cast it for one of several losses."""
+def _as_given(reducer: FrameType | None, name: str) -> Any:
+    """The mask or the weights of the loss that was called, before Keras cast them."""
     outer = reducer.f_back if reducer is not None else None
     caller = outer.f_back if outer is not None else None
     if caller is None or not _is_loss_of_keras(caller, "__call__"):
         return None
-    return caller.f_locals.get("mask")
+    return caller.f_locals.get(name)
 
 
 def _weight_denominator(reducer: FrameType | None) -> Any:

@@ -10,9 +10,17 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
+from tfdp._private.names import graphs_inside
 from tfdp.tracing.run import ReplicaRun, trace_of
 
 __all__ = ["Denominator", "batch_weight"]
+
+# What has the numbers of its first input, as far as a mask goes.
+SAME = {"All", "Cast", "EnsureShape", "ExpandDims", "Identity", "Reshape", "Squeeze"}
+JOINED = {"ConcatV2", "LogicalAnd", "LogicalOr", "Pack"}
+COMPARED = {"Equal", "Greater", "GreaterEqual", "Less", "LessEqual", "NotEqual"}
+# Of a mask that layers have handed on; then it is taken for another one.
+MOST_OPS = 24
 
 
 class Denominator(NamedTuple):
@@ -38,12 +46,8 @@ def batch_weight(run: ReplicaRun, rank: Any) -> tf.Tensor:
     noted: list[Denominator] = run.denominators.get(trace, [])
     found = noted[run.denominators_used.get(trace, 0) :] or noted
     run.denominators_used[trace] = len(noted)
-    totals = [each.total for each in found if each.total is not None]
-    has_rows = len(totals) < len(found) or not found
-    kinds = {id(each.of) for each in found}
-    if has_rows and run.total_of(rank) is not None:
-        totals.append(run.total_in_group(rank))
-    if len(kinds) > 1:
+    made_of = _MadeOf()
+    if len({made_of(each.of) for each in found}) > 1:
         run.suspicions.add(
             "losses are means over unlike numbers (rows; the entries that a mask "
             "leaves; weights), and batches are added up to one update "
@@ -53,6 +57,58 @@ def batch_weight(run: ReplicaRun, rank: Any) -> tf.Tensor:
             "It is where all losses are means over rows: masked entries as weights, "
             "sample_weight=mask, with the losses' own reduction"
         )
+    totals = [each.total for each in found if each.total is not None]
+    if not all(map(_is_near, totals)):
+        totals = []  # of a function that the step has called
+    has_rows = len(totals) < len(found) or not found
+    if has_rows and run.total_of(rank) is not None:
+        totals.append(run.total_in_group(rank))
     if not totals:
         return tf.constant(1.0)
     return totals[0] if len(totals) == 1 else tf.add_n(totals) / len(totals)
+
+
+def _is_near(tensor: tf.Tensor) -> bool:
+    """Whether the graph that is being built can use `tensor`."""
+    if isinstance(tensor, tf.__internal__.EagerTensor):
+        return True
+    return any(tensor.graph is graph for graph in graphs_inside(None))
+
+
+class _MadeOf:
+    """What masks, or weights, are made of: a number, alike where they are alike.
+
+    Each layer asks the one before for its mask, which is then computed once more, and
+    losses cast it.
+    """
+
+    def __init__(self) -> None:
+        self._numbers: dict[Any, int] = {}
+        self._known: dict[int, int] = {}
+
+    def __call__(self, of: Any, depth: int = MOST_OPS) -> int:
+        if id(of) not in self._known:
+            self._known[id(of)] = self._number_of(of, depth)
+        return self._known[id(of)]
+
+    def _number_of(self, of: Any, depth: int) -> int:
+        is_graph = isinstance(of, tf.Tensor)
+        if not is_graph or isinstance(of, tf.__internal__.EagerTensor) or not depth:
+            return self._numbered(id(of))
+        op = of.op
+        if op.type == "Const":
+            return self._numbered(tf.get_static_value(of).tobytes())
+        if op.type not in SAME | JOINED | COMPARED:
+            return self._numbered(id(of))
+        parts = [self(part, depth - 1) for part in op.inputs]
+        if op.type in SAME:
+            return parts[0]
+        if op.type in JOINED:
+            # Layers that merge leave what all of their inputs leave, or any of them.
+            parts = parts[:-1] if op.type == "ConcatV2" else parts
+            if len(set(parts)) == 1:
+                return parts[0]
+        return self._numbered((op.type, *parts))
+
+    def _numbered(self, key: Any) -> int:
+        return self._numbers.setdefault(key, len(self._numbers))
