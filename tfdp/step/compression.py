@@ -16,7 +16,7 @@ from tfdp._private.optimizer_hooks import (
 from tfdp.errors import ConfigurationError
 from tfdp.exchange.compressed import CompressedSums, Kept, are_finite
 from tfdp.plan.exclusions import variable_path
-from tfdp.step.finite_guard import remember
+from tfdp.step.guard_notes import remember
 from tfdp.variables.of_ranks import OfRanks
 
 __all__ = [

@@ -40,7 +40,7 @@ from tfdp.tracing.padded_batch import find_padded
 from tfdp.tracing.run import ReplicaRun
 from tfdp.variables.mirrored import is_seed_state
 
-__all__ = ["FiniteGuard", "LeftOut", "note_loss", "remember", "update_if_finite"]
+__all__ = ["FiniteGuard", "LeftOut", "note_loss", "update_if_finite"]
 
 
 class LeftOut(NamedTuple):
@@ -300,24 +300,6 @@ def update_if_finite(
     # bring together what layers store; metrics are updated after the weights.
     tf.cond(is_good, updated, left_out)
     guard.end_update(rank, [*before, *remembered])
-
-
-def remember(
-    optimizer: keras.optimizers.Optimizer,
-    variables: Sequence[Any],
-    copies: Sequence[tf.Variable],
-) -> None:
-    """Before sums change what they keep from step to step, for who leaves steps out.
-
-    Args:
-      optimizer: whose gradients are added up.
-      variables: what they are of.
-      copies: what the calling replica keeps.
-    """
-    guard = getattr(tf.distribute.get_strategy().extended, "finite_guard", None)
-    found = current_run()
-    if guard is not None and found is not None and guard.is_about(variables):
-        guard.remember(optimizer, found[1], [(c, c.read_value()) for c in copies])
 
 
 def note_loss(model: Any, loss: tf.Tensor) -> None:

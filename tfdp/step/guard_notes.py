@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
+import keras
 import tensorflow as tf
 
 from tfdp._private.names import make_note
+from tfdp.tracing.current_run import current_run
 
-__all__ = ["NONE", "GuardNotes"]
+__all__ = ["NONE", "GuardNotes", "remember"]
 
 NONE = -1
 
@@ -90,6 +93,24 @@ class GuardNotes:
         self.armed_steps.assign(tf.maximum(self.armed_steps.read_value() - 1, 0))
         if stops:
             self.is_stopped.assign(self.is_stopped.read_value() | is_left_out)
+
+
+def remember(
+    optimizer: keras.optimizers.Optimizer,
+    variables: Sequence[Any],
+    copies: Sequence[tf.Variable],
+) -> None:
+    """Before sums change what they keep from step to step, for who leaves steps out.
+
+    Args:
+      optimizer: whose gradients are added up.
+      variables: what they are of.
+      copies: what the calling replica keeps.
+    """
+    guard = getattr(tf.distribute.get_strategy().extended, "finite_guard", None)
+    found = current_run()
+    if guard is not None and found is not None and guard.is_about(variables):
+        guard.remember(optimizer, found[1], [(c, c.read_value()) for c in copies])
 
 
 def _make_note_of_any_shape(dtype: tf.DType) -> tf.Variable:

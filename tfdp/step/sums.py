@@ -19,7 +19,7 @@ from tfdp.step.compression import (
     refuse_momentum,
     sum_compressed,
 )
-from tfdp.step.finite_guard import remember
+from tfdp.step.guard_notes import remember
 from tfdp.step.loss_scale import scale_when_summed
 from tfdp.step.momentum_sums import momentum_compression_of, sum_by_momentum
 from tfdp.step.noise_probe import probe_of
