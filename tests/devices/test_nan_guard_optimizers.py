@@ -74,6 +74,28 @@ class Often(Two):
         return logs
 
 
+class InABranch(Two):
+    """The first update is in a branch of the step, as every n-th one of a WGAN is."""
+
+    def train_step(self, data):
+        x, y = data
+
+        def update(place):
+            weights = self.networks[place].trainable_variables
+            with tf.GradientTape() as tape:
+                rows = self.networks[place](x, training=True)
+                loss = self.compute_loss(x=x, y=y[:, :1], y_pred=rows)
+            self.own[place].apply(tape.gradient(loss, weights), weights)
+            return loss
+
+        def first():
+            update(0)
+            return True
+
+        tf.cond(self.own[0].iterations.value % 2 < 2, first, lambda: False)
+        return {"loss 1": update(1)}
+
+
 def adam():
     return keras.optimizers.Adam(0.05)
 
@@ -146,6 +168,12 @@ def test_neither_optimizer_leaves_anything_behind(row, bad_loss):
 @pytest.mark.worth_seconds(8)
 def test_no_update_of_an_optimizer_stays_that_makes_several(row, bad_loss):
     check_nothing_is_left(row, bad_loss, Often)
+
+
+def test_what_sums_leave_in_a_branch_is_left_to_it():
+    model, guard = trained("compressed", Y, np.arange(ROWS), make_model=InABranch)
+    assert guard.skipped_steps == 0
+    assert int(model.own[0].iterations.numpy()) == ROWS // BATCH
 
 
 def test_sums_in_an_update_of_an_accumulation_are_left_to_it():

@@ -184,7 +184,7 @@ class FiniteGuard:
         Not within a branch or a loop of the step, whose values end with it.
         """
         notes = self._notes[rank]
-        if tf.compat.v1.get_default_graph() is notes.graph:
+        if notes.is_of_graph():
             known = notes.known()
             # Of what an update has changed just now, what it was before that.
             updated = {id(copy): value for copy, value in notes.updated}
@@ -198,7 +198,7 @@ class FiniteGuard:
         self, optimizer: Any, rank: int
     ) -> list[tuple[tf.Variable, tf.Tensor]]:
         """What `optimizer` is about to update; see `GuardNotes.updated`."""
-        if tf.compat.v1.get_default_graph() is not self._notes[rank].graph:
+        if not self._notes[rank].is_of_graph():
             return []
         updated = [*variables_built_with(optimizer), *optimizer.variables]
         copies = {id(c): c for c in (_own(v, rank) for v in updated) if c is not None}
@@ -212,7 +212,8 @@ class FiniteGuard:
         self, rank: int, before: Sequence[tuple[tf.Variable, tf.Tensor]]
     ) -> None:
         """Notes what an update has changed, and what that was before."""
-        self._notes[rank].updated = list(before)
+        if self._notes[rank].is_of_graph():
+            self._notes[rank].updated = list(before)
 
     def put_back(self, rank: int) -> tf.Tensor:
         """Within a step: makes what it stored so far what it was; gives False."""

@@ -36,6 +36,11 @@ class GuardNotes:
         # another one follows, which may find something.
         self.updated: list[tuple[tf.Variable, tf.Tensor]] = []
 
+    def is_of_graph(self) -> bool:
+        """Whether the step's own graph is being built; values of a branch, a loop or a
+        function end with it."""
+        return tf.compat.v1.get_default_graph() is self.graph
+
     def known(self) -> set[int]:
         """The ids of what is put back already: the first value of each counts."""
         return {id(copy) for copy, _ in self.before}
