@@ -135,3 +135,47 @@ def test_each_optimizer_weighs_by_its_own_losses():
     one_device = trained_apart(None, BATCH, lambda: keras.optimizers.SGD(0.5))
     # As above; weighed by the other one's denominator 1e-2 off.
     assert largest(own, one_device) < 2.4e-5
+
+
+def summed(replicas, rows, regularizer=None, fewer=0, **options):
+    """A network whose loss is a sum over the rows."""
+    with make_strategy(replicas).scope() if options else contextlib.nullcontext():
+        keras.utils.set_random_seed(1)
+        layer = keras.layers.Dense(1, kernel_regularizer=regularizer)
+        model = keras.Sequential([keras.Input((LENGTH,)), layer])
+        optimizer = keras.optimizers.SGD(0.01)
+        if options:
+            optimizer = tfdp.DistributedOptimizer(optimizer, **options)
+        loss = keras.losses.MeanSquaredError(reduction="sum")
+        model.compile(optimizer, loss, jit_compile=False)
+    x, y = TEXTS.astype("float32") / WORDS, TARGETS["class"]
+    last = ROWS - fewer
+    model.fit(x[:last], y[:last], batch_size=rows, shuffle=False, verbose=0)
+    return model.get_weights()
+
+
+@pytest.mark.parametrize(
+    ("replicas", "options"),
+    [
+        (1, {"accumulate_steps": 2}),
+        (2, {"accumulate_steps": 2}),
+        (2, {"accumulate_steps": 3}),
+        (3, {"sync": tfdp.sync.DiLoCo(every=2, start_step=100, across="replicas")}),
+    ],
+)
+def test_sums_are_added_up(replicas, options):
+    steps = options.get("accumulate_steps", 1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", LocalMeanWarning)
+        own = summed(replicas, BATCH // steps, fewer=7 if steps == 1 else 0, **options)
+    one_device = summed(1, BATCH, fewer=7 if steps == 1 else 0)
+    # Updates of 0.01 with gradients of some 10 (means of K sums: 1 / K of that), each a
+    # sum of 12 numbers that are rounded to u: far below 4 * 0.1 * 12 u = 3e-7, and the
+    # weights are rounded to 6e-8 each time.
+    assert largest(own, one_device) < 1e-6
+
+
+@pytest.mark.parametrize("options", [{"accumulate_steps": 2}, {"sync": SYNC}])
+def test_a_penalty_beside_a_sum_is_told(options):
+    with pytest.warns(LocalMeanWarning, match="a loss is a sum over rows"):
+        summed(2, BATCH, regularizer="l2", **options)

@@ -51,8 +51,9 @@ class DistributedOptimizer(LossScaleHooks):
 
         g = sum_k W_k sum_r g_kr / sum_k W_k
 
-    which is the gradient of one step on all K batches together. Without a strategy
-    nobody counts rows, and batches weigh alike. `iterations` counts updates, so
+    which is the gradient of one step on all K batches together; of sums, whose losses
+    have `reduction="sum"`, it is sum_k sum_r g_kr. Without a strategy nobody counts
+    rows or knows of sums, and batches weigh alike: the mean. `iterations` counts updates, so
     schedules mean what they say.
 
     Stock optimizers are exact under `DataParallelStrategy` as they are, in `model.fit`
@@ -251,8 +252,9 @@ class DistributedOptimizer(LossScaleHooks):
     def _accumulate(self, gradients: list[Any], variables: list[Any]) -> None:
         found = current_run()
         known = None if found is None else batch_weight(*found)
+        are_sums = found is not None and known is None
         kept = weight_to_keep(
-            known,
+            tf.ones([]) if are_sums else known,
             tf.convert_to_tensor(self._weight_sum),
             tf.convert_to_tensor(self._micro_step),
         )
@@ -275,6 +277,8 @@ class DistributedOptimizer(LossScaleHooks):
 
         def update() -> None:
             total = tf.abs(tf.convert_to_tensor(self._weight_sum))
+            if are_sums:
+                total /= tf.cast(tf.convert_to_tensor(self._micro_step), total.dtype)
             means = [
                 None
                 if gradient is None
@@ -285,7 +289,8 @@ class DistributedOptimizer(LossScaleHooks):
                 for index, gradient in zip(indices, gradients, strict=True)
             ]
             if not self._accumulates_shards():
-                means = self._reduced(means, variables, total)
+                weighs = None if are_sums else total
+                means = self._reduced(means, variables, weighs)
             self._update_weights(means, variables)
             for spent in (*self._accumulators, self._weight_sum, self._micro_step):
                 self._set(spent, tf.zeros_like(tf.convert_to_tensor(spent)))
@@ -301,7 +306,10 @@ class DistributedOptimizer(LossScaleHooks):
     def _reduced(
         self, gradients: list[Any], variables: list[Any], weight: Any
     ) -> list[Any]:
-        """The sums over those who step together; `weight` is that of their batches."""
+        """The sums over those who step together.
+
+        `weight` is that of their batches; None: they have none, being sums.
+        """
         found = current_run()
         if found is None:
             return gradients

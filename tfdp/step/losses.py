@@ -33,7 +33,7 @@ from tfdp._private.frames import frame_of_caller
 from tfdp._private.names import is_recording, run_independently
 from tfdp.errors import ConfigurationError
 from tfdp.tracing.batch_rows import goes_with_rows
-from tfdp.tracing.batch_weight import Denominator
+from tfdp.tracing.batch_weight import PENALTY, SUM, Denominator
 from tfdp.tracing.loss_shares import LossShares, Standing, ancestors
 from tfdp.tracing.loss_suspicions import (
     is_mean_taken_by_hand,
@@ -250,8 +250,13 @@ def _note_denominator(
 
 
 def _note_row_mean(run: ReplicaRun, rank: Any, reducer: FrameType | None) -> None:
-    if _name_of(reducer) == "reduce_values":  # else a penalty, alike in all batches
-        _note(run, rank, Denominator(None))
+    is_mean = _name_of(reducer) == "reduce_values"  # else a penalty, alike in all
+    _note(run, rank, Denominator(None, of=None if is_mean else PENALTY))
+
+
+def note_sum(run: ReplicaRun, rank: Any) -> None:
+    """Notes a loss that nothing divides; see `note_of_one_replica`."""
+    _note(run, rank, Denominator(None, of=SUM))
 
 
 def _note(run: ReplicaRun, rank: Any, denominator: Denominator) -> None:

@@ -21,6 +21,7 @@ from tfdp._private.instance_attributes import instance_attributes
 from tfdp._private.keras_models import given_losses
 from tfdp._private.names import current_rank
 from tfdp.errors import ConfigurationError
+from tfdp.step.losses import note_sum
 from tfdp.tracing.loss_shares import Standing
 from tfdp.tracing.loss_suspicions import suspect_sum_of_all
 from tfdp.tracing.run import ReplicaRun, trace_of
@@ -53,6 +54,7 @@ def _losses_of_rows(call: Any, run: ReplicaRun, *args: Any, **kwargs: Any) -> An
     if not is_rows or tf.distribute.in_cross_replica_context():
         return losses  # of a scalar nothing says what it is
     suspect_sum_of_all(run, current_rank(), losses)
+    note_sum(run, current_rank())
     trace = trace_of(current_rank())
     run.scaled_losses.add(trace)
     shares = run.shares[trace]

@@ -140,14 +140,19 @@ class Rounds:
                     self._on_the_way[-1].grow(variable.shape, variable.dtype)
 
     def reduced(
-        self, gradients: Sequence[Any], weight: tf.Tensor, run: ReplicaRun, rank: int
+        self,
+        gradients: Sequence[Any],
+        weight: tf.Tensor | None,
+        run: ReplicaRun,
+        rank: int,
     ) -> list[Any]:
         """The gradient of the mean over whoever steps together, for the next update.
 
         Args:
           gradients: this replica's part of the gradient of its group's mean. Slices of
             embeddings become dense where a group has several replicas.
-          weight: what the group's mean weighs beside those of other groups.
+          weight: what the group's mean weighs beside those of other groups; None: it
+            is a sum.
           run: the run.
           rank: the calling replica.
         """
@@ -222,22 +227,27 @@ class Rounds:
     def _everywhere(
         self,
         gradients: Sequence[Any],
-        weight: tf.Tensor,
+        weight: tf.Tensor | None,
         state: Sequence[LocalView],
         run: ReplicaRun,
         rank: int,
     ) -> list[Any]:
         """One device's gradient: sum of W_g g_g over the groups, by the sum of W_g.
 
+        Of sums, which have no weight, the sum of g_g.
+
         So no group needs to know the others' samples before its loss is taken.
         """
         rows = tf.cast(run.count_of(rank), tf.float32)
+        weighs = tf.ones([]) if weight is None else weight
         # A weight is its group's, which has several replicas.
-        counts = [weight / run.group_size, rows]
+        counts = [weighs / run.group_size, rows]
         all_weights, all_rows = self._reducer.all_reduce(counts, rank, mean=False)
         # Before they are summed, so that a 16-bit wire has no larger numbers to carry.
-        part = tf.math.divide_no_nan(weight, all_weights)
-        own = [times(gradient, part) for gradient in gradients]
+        part = tf.math.divide_no_nan(weighs, all_weights)
+        own = list(gradients)
+        if weight is not None:
+            own = [times(gradient, part) for gradient in gradients]
         share = tf.math.divide_no_nan(rows, all_rows)
         shares = [share_of_state(variable, share, rank) for variable in state]
         sums, means = self._reducer.sum_gradients(own, shares, rank)

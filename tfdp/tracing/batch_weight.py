@@ -2,6 +2,7 @@
 
 A gradient is a sum over all losses of a model, and has one weight. Where these are
 means over unlike numbers, such as rows and unmasked entries, none is right for all.
+Sums have none: those of all batches are added.
 """
 
 from __future__ import annotations
@@ -13,12 +14,33 @@ import tensorflow as tf
 from tfdp._private.names import graphs_inside
 from tfdp.tracing.run import ReplicaRun, trace_of
 
-__all__ = ["Denominator", "batch_weight"]
+__all__ = ["PENALTY", "SUM", "Denominator", "batch_weight"]
+
+# In the place of what a loss was divided by: it is a sum over the rows, or a number
+# that has nothing to do with them.
+SUM, PENALTY = "sum", "penalty"
 
 # What has the numbers of its first input, as far as a mask goes.
 SAME = {"All", "Cast", "EnsureShape", "ExpandDims", "Identity", "Reshape", "Squeeze"}
 JOINED = {"ConcatV2", "LogicalAnd", "LogicalOr", "Pack"}
 COMPARED = {"Equal", "Greater", "GreaterEqual", "Less", "LessEqual", "NotEqual"}
+_ADDED_UP = (
+    "batches are added up to one update (accumulate_steps, or sync with start_step): "
+)
+_UNLIKE = (
+    "losses are means over unlike numbers (rows; the entries that a mask "
+    f"leaves; weights), and {_ADDED_UP}each has one weight for all "
+    "of its losses, the mean of these numbers. Where they are not in the same "
+    "proportion in all batches, the update is not that of one large batch. "
+    "It is where all losses are means over rows: masked entries as weights, "
+    "sample_weight=mask, with the losses' own reduction"
+)
+_BESIDE_SUM = (
+    "a loss is a sum over rows (reduction='sum') and another one, or a penalty such as "
+    f"a kernel_regularizer, is not, and {_ADDED_UP}the sums of one large batch are "
+    "those of its parts, a mean or a penalty is not, so that the update is not that "
+    "of one large batch. It is where all losses are means over rows"
+)
 # Of a mask that layers have handed on; then it is taken for another one.
 MOST_OPS = 24
 
@@ -28,39 +50,41 @@ class Denominator(NamedTuple):
 
     Args:
       total: a float scalar; None: the number of rows.
-      of: the mask or the weights that it counts; losses that share it divide alike.
+      of: the mask or the weights that it counts, losses that share it divide alike; or
+        `SUM` or `PENALTY`.
     """
 
     total: tf.Tensor | None
     of: Any = None
 
 
-def batch_weight(run: ReplicaRun, rank: Any) -> tf.Tensor:
+def batch_weight(run: ReplicaRun, rank: Any) -> tf.Tensor | None:
     """What the losses of the global batch were divided by, in the mean over them.
 
     The unmasked entries or weights where they are means over those, else the samples; 1
     where nothing is known. Losses that divide apart are told of in a warning. Of the
     losses that were taken since the last optimizer asked; all, where there are none.
+
+    Returns:
+      The number; None: by nothing, the losses are sums.
     """
     trace = trace_of(rank)
     noted: list[Denominator] = run.denominators.get(trace, [])
     found = noted[run.denominators_used.get(trace, 0) :] or noted
     run.denominators_used[trace] = len(noted)
+    means = [each for each in found if each.of is not SUM and each.of is not PENALTY]
+    if any(each.of is SUM for each in found):
+        if any(each.of is not SUM for each in found):
+            run.suspicions.add(_BESIDE_SUM)
+        if not means:
+            return None
     made_of = _MadeOf()
-    if len({made_of(each.of) for each in found}) > 1:
-        run.suspicions.add(
-            "losses are means over unlike numbers (rows; the entries that a mask "
-            "leaves; weights), and batches are added up to one update "
-            "(accumulate_steps, or sync with start_step): each has one weight for all "
-            "of its losses, the mean of these numbers. Where they are not in the same "
-            "proportion in all batches, the update is not that of one large batch. "
-            "It is where all losses are means over rows: masked entries as weights, "
-            "sample_weight=mask, with the losses' own reduction"
-        )
-    totals = [each.total for each in found if each.total is not None]
+    if len({made_of(each.of) for each in means}) > 1:
+        run.suspicions.add(_UNLIKE)
+    totals = [each.total for each in means if each.total is not None]
     if not all(map(_is_near, totals)):
         totals = []  # of a function that the step has called
-    has_rows = len(totals) < len(found) or not found
+    has_rows = len(totals) < len(means) or not means
     if has_rows and run.total_of(rank) is not None:
         totals.append(run.total_in_group(rank))
     if not totals:
