@@ -11,7 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdp.data.same_batches import new_dataset_name, no_rows, same_batches
-from tfdp.data.split import rows_between, rows_of_batch
+from tfdp.data.split import has_rows, length_of, rows_between
 from tfdp.hosts.host_link import HostLink
 from tfdp.hosts.python_calls import counted
 
@@ -47,10 +47,8 @@ def rows_of_place(dataset: tf.data.Dataset, rank: int, hosts: int) -> tf.data.Da
     """The rows of one of so many hosts of every batch; see `own_part`."""
 
     def take(batch: Any) -> Any:
-        rows = rows_of_batch(batch)
-        start, stop = rows * rank // hosts, rows * (rank + 1) // hosts
         return tf.nest.map_structure(
-            lambda part: _rows(part, start, stop, rank, hosts), batch
+            lambda part: _rows(part, rank, hosts) if has_rows(part) else part, batch
         )
 
     # A map hands the parts of a tuple over one by one.
@@ -62,8 +60,9 @@ def rows_of_place(dataset: tf.data.Dataset, rank: int, hosts: int) -> tf.data.Da
     )
 
 
-def _rows(part: Any, start: tf.Tensor, stop: tf.Tensor, rank: int, hosts: int) -> Any:
-    taken = rows_between(part, start, stop)
+def _rows(part: Any, rank: int, hosts: int) -> Any:
+    rows = length_of(part)
+    taken = rows_between(part, rows * rank // hosts, rows * (rank + 1) // hosts)
     if isinstance(part, tf.Tensor) and part.shape[0] is not None:
         rows = part.shape[0]
         own = rows * (rank + 1) // hosts - rows * rank // hosts

@@ -8,6 +8,7 @@ errors of its inside.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,11 +20,12 @@ from tfdp.data.keras_input import NoElement
 from tfdp.errors import DataError
 
 __all__ = [
+    "has_rows",
     "in_parts",
     "is_split_by_us",
+    "length_of",
     "parts",
     "rows_between",
-    "rows_of_batch",
     "splittable",
 ]
 
@@ -34,18 +36,25 @@ ADVICE = (
 )
 
 
-def splittable(dataset: tf.data.Dataset, reader: str | None) -> tf.data.Dataset:
-    """`dataset`, made sure to have elements of one length in each batch.
+def splittable(
+    dataset: tf.data.Dataset, reader: str | None, replicas: int | None = None
+) -> tf.data.Dataset:
+    """`dataset`, made sure to have elements that are split alike in each batch.
+
+    They have one length, or each a multiple of the number of replicas: of elements with
+    8 and 24 rows each of four replicas gets 2 and 6, a quarter of both, and a loss over
+    either is divided by what it is on one device.
 
     Args:
       dataset: of global batches.
       reader: the class of Keras' data adapter, when a Keras loop is to read it. Then
         None is `NoElement` until `strategy.run`.
+      replicas: N, of all hosts; None: only elements of one length are split alike.
 
     Raises:
-      DataError: when an element is a scalar, or of another length by its shape, or
-        None outside of Keras. Where shapes leave lengths open, the error comes with the
-        batch (`tf.errors.InvalidArgumentError`).
+      DataError: when an element is a scalar, or of a length by its shape that is not
+        split alike, or None outside of Keras. Where shapes leave lengths open, the
+        error comes with the batch (`tf.errors.InvalidArgumentError`).
 
     Cost: none where the shapes tell, or Keras has looked; else a comparison per batch.
     """
@@ -65,17 +74,19 @@ def splittable(dataset: tf.data.Dataset, reader: str | None) -> tf.data.Dataset:
         if shape is not None and shape.rank:
             lengths.setdefault(shape[0], name)
     known = [length for length in lengths if length is not None]
-    if len(known) > 1:
+    if len(known) > 1 and not (
+        replicas and all(n and n % replicas == 0 for n in known)
+    ):
         raise DataError(
             f"The elements {lengths[known[0]]} and {lengths[known[1]]} of each batch "
-            f"have {known[0]} and {known[1]} rows. {ADVICE}"
+            f"have {known[0]} and {known[1]} rows. {_advice(replicas)}"
         )
     if any(isinstance(leaf, NoneTensorSpec) for _, leaf in leaves):
         dataset = dataset.map(_without_none)
     if None not in lengths or len(leaves) == 1 or reader == "ArrayDataAdapter":
         return dataset
     # A filter, because TensorFlow looks through it for the size of the batches.
-    checked = dataset.filter(_are_of_one_length)
+    checked = dataset.filter(functools.partial(_are_split_alike, replicas))
     batches = dataset.cardinality()
     if batches == tf.data.UNKNOWN_CARDINALITY:
         return checked
@@ -89,16 +100,34 @@ def _without_none(*batch: Any) -> Any:
     return marked_batch if len(marked_batch) > 1 else marked_batch[0]
 
 
-def _are_of_one_length(*batch: Any) -> tf.Tensor:
-    parts = [part for part in tf.nest.flatten(batch) if _has_rows(part)]
-    lengths = [_length(part) for part in parts]
-    message = f"The elements of a batch have different numbers of rows. {ADVICE}"
-    checks = [
-        tf.debugging.assert_equal(length, lengths[0], message=message)
-        for length in lengths[1:]
-    ]
-    with tf.control_dependencies(checks):
+def _are_split_alike(replicas: int | None, *batch: Any) -> tf.Tensor:
+    parts = [part for part in tf.nest.flatten(batch) if has_rows(part)]
+    check = _check_lengths([length_of(part) for part in parts], replicas)
+    with tf.control_dependencies([check]):
         return tf.constant(True)
+
+
+def _check_lengths(lengths: Sequence[tf.Tensor], replicas: int | None) -> tf.Operation:
+    """Fails where elements of so many rows are not split alike; see `splittable`."""
+    all_lengths = tf.stack(lengths)
+    is_alike = tf.reduce_all(all_lengths == all_lengths[0])
+    if replicas:
+        are_multiples = (all_lengths % replicas == 0) & (all_lengths > 0)
+        is_alike |= tf.reduce_all(are_multiples)
+    message = (
+        f"The elements of a batch have different numbers of rows. {_advice(replicas)}"
+    )
+    return tf.debugging.Assert(is_alike, [message, all_lengths])
+
+
+def _advice(replicas: int | None) -> str:
+    if not replicas:
+        return ADVICE
+    return (
+        f"{ADVICE} Elements of different lengths, such as labelled and unlabelled "
+        f"rows, are split where each length is a multiple of the {replicas} replicas "
+        "in every batch (drop_remainder=True leaves the odd last one out)."
+    )
 
 
 def is_split_by_us(dataset: tf.data.Dataset) -> bool:
@@ -123,12 +152,16 @@ def parts(dataset: tf.data.Dataset, replicas: int) -> tf.data.Dataset:
 
     def split(*batch: Any) -> tf.data.Dataset:
         elements = batch if len(batch) > 1 else batch[0]
-        rows = rows_of_batch(elements)
 
         def part_of(rank: tf.Tensor) -> Any:
-            start, stop = (-((-rows * place) // replicas) for place in (rank, rank + 1))
+            def part(element: Any) -> Any:
+                rows = length_of(element)
+                start, stop = (-((-rows * r) // replicas) for r in (rank, rank + 1))
+                return rows_between(element, start, stop)
+
             return tf.nest.map_structure(
-                lambda part: rows_between(part, start, stop), elements
+                lambda element: part(element) if has_rows(element) else element,
+                elements,
             )
 
         return tf.data.Dataset.range(replicas).map(part_of)
@@ -143,12 +176,15 @@ def in_parts(batch: Any, devices: Sequence[str]) -> Any:
     it is the same on each, but not a sum, nor the square of a sparse gradient's rows.
 
     Args:
-      batch: nested tuples, lists and dicts of tensors or None, of n rows each.
+      batch: nested tuples, lists and dicts of tensors or None, of n rows each; see
+        `splittable`.
       devices: of the replicas; replica r of N gets the rows from n r / N to
         n (r + 1) / N, rounded up.
 
     Raises:
       DataError: when an element is a scalar.
+      tf.errors.InvalidArgumentError: when elements are not split alike, as in
+        `splittable`.
     """
     elements = [part for part in tf.nest.flatten(batch) if part is not None]
     if not elements or any(isinstance(part, PerReplica) for part in elements):
@@ -161,17 +197,14 @@ def in_parts(batch: Any, devices: Sequence[str]) -> Any:
     ]
     if any(part.shape.rank == 0 for part in tensors):
         raise DataError(f"An element of this batch is a scalar. {ADVICE}")
-    known = tensors[0].shape[0]
-    rows = _length(tensors[0]) if known is None else known
-    message = f"The elements of a batch have different numbers of rows. {ADVICE}"
-    for part in tensors[1:]:
-        tf.debugging.assert_equal(
-            _length(part), tf.cast(rows, tf.int64), message=message
-        )
     replicas = len(devices)
-    places = [-((-rows * rank) // replicas) for rank in range(replicas + 1)]
+    known = {part.shape[0] for part in tensors}
+    if None in known or len(known) > 1:
+        _check_lengths([length_of(part) for part in tensors], replicas)
 
     def split(part: Any) -> Any:
+        rows = length_of(part) if part.shape[0] is None else part.shape[0]
+        places = [-((-rows * rank) // replicas) for rank in range(replicas + 1)]
         values = []
         for start, stop, device in zip(places, places[1:], devices, strict=False):
             with tf.device(device):
@@ -184,12 +217,7 @@ def in_parts(batch: Any, devices: Sequence[str]) -> Any:
     )
 
 
-def rows_of_batch(batch: Any) -> tf.Tensor:
-    """How many rows the elements of `batch` have, a scalar of type int64."""
-    return next(_length(part) for part in tf.nest.flatten(batch) if _has_rows(part))
-
-
-def _length(part: Any) -> tf.Tensor:
+def length_of(part: Any) -> tf.Tensor:
     """The length of the first axis, a scalar of type int64."""
     if isinstance(part, tf.RaggedTensor):
         return tf.cast(part.nrows(), tf.int64)
@@ -199,9 +227,7 @@ def _length(part: Any) -> tf.Tensor:
 
 
 def rows_between(part: Any, start: tf.Tensor, stop: tf.Tensor) -> Any:
-    """The rows from `start` to `stop`; what has no rows as it is."""
-    if not _has_rows(part):
-        return part
+    """The rows from `start` to `stop`."""
     if not isinstance(part, tf.SparseTensor):
         return part[start:stop]
     first = tf.concat([[start], tf.zeros_like(part.dense_shape[1:])], axis=0)
@@ -209,6 +235,6 @@ def rows_between(part: Any, start: tf.Tensor, stop: tf.Tensor) -> Any:
     return tf.sparse.slice(part, first, size)
 
 
-def _has_rows(part: Any) -> bool:
+def has_rows(part: Any) -> bool:
     """Whether `part` is an element that is split: not Keras' mark for None."""
     return tf.is_tensor(part) and not isinstance(part, tf.experimental.Optional)

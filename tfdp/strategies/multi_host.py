@@ -355,12 +355,15 @@ class MultiHostDataParallelStrategy(SumsOverHosts, DataParallelStrategy):
             return until_all_end(dataset, link)
         return own_part(dataset, link, policies)
 
+    def _splits_multiples_of(self) -> int | None:
+        """None where hosts come and go: their parts are no fixed shares."""
+        return None if self.living is not None else super()._splits_multiples_of()
+
     def _lead_fit(self, fit: tuple[Any, Any] | None) -> None:
         if fit is None:
             return
-        model, callbacks = fit
         let_only_the_chief_write(
-            callbacks,
+            fit[1],
             self.is_chief,
             lambda model, restored: share_state(
                 model, restored, self.is_chief, self.from_chief
@@ -380,10 +383,8 @@ class MultiHostDataParallelStrategy(SumsOverHosts, DataParallelStrategy):
             return super().distribute_datasets_from_function(
                 lambda _: dataset_fn(context), options
             )
-        link = self._group.link
-        return super().distribute_datasets_from_function(
-            lambda _: until_all_end(dataset_fn(context), link), options
-        )
+        own, link = super().distribute_datasets_from_function, self._group.link
+        return own(lambda _: until_all_end(dataset_fn(context), link), options)
 
     def from_chief(self, value: np.ndarray, label: str = "value") -> np.ndarray:
         """Worker 0's array, on every host; see `DataParallelStrategy.from_chief`."""

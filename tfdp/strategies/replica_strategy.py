@@ -17,6 +17,7 @@ import tensorflow as tf
 
 from tfdp._private import frames, names
 from tfdp._private.given_functions import is_function, traced_as
+from tfdp._private.grain_inputs import grain_input_of
 from tfdp.checks import is_whole
 from tfdp.data.grain_passes import with_own_state
 from tfdp.data.keras_input import keras_input, with_none
@@ -302,7 +303,8 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
         dataset = with_own_state(dataset, frames.adapter_of_caller())
         element_spec = dataset.element_spec
         if self._replicas > 1:
-            dataset = splittable(dataset, frames.batch_size_of_caller()[0])
+            reader = frames.batch_size_of_caller()[0]
+            dataset = splittable(dataset, reader, self._splits_multiples_of())
         dataset = self._part_of_host(dataset)
         is_odd = not is_of_one_size(dataset, self._replicas)
         if self.pad_batches and (is_odd or self.compiles_steps):
@@ -321,6 +323,13 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
     def _part_of_host(self, dataset: Any) -> Any:
         """What this host's replicas split among them."""
         return dataset
+
+    def _splits_multiples_of(self) -> int | None:
+        """N, whose multiples are split alike; None: a batch has one number of rows."""
+        is_filled = self.pad_batches or self.compiles_steps
+        # A grain loader may read a shard on each host, whose batches are unlike.
+        is_grain = grain_input_of(frames.adapter_of_caller()) is not None
+        return None if is_filled or is_grain else self._replicas
 
     @property
     def _sum_of_logs(self) -> Callable[[tf.Tensor], tf.Tensor] | None:
