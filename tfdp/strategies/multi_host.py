@@ -184,6 +184,7 @@ class MultiHostDataParallelStrategy(SumsOverHosts, DataParallelStrategy):
         if self.cluster.workers > 1:
             add_waiting_thread()
         is_living = communication.min_hosts is not None
+        self._has_fixed_shares = not is_living
         if is_living and (sharding.stage or sharding.offloads):
             raise ConfigurationError(
                 "Communication(min_hosts=...) is for hosts that train apart (sync=), "
@@ -354,10 +355,6 @@ class MultiHostDataParallelStrategy(SumsOverHosts, DataParallelStrategy):
         if has_own_shard(frames.adapter_of_caller(), link):
             return until_all_end(dataset, link)
         return own_part(dataset, link, policies)
-
-    def _splits_multiples_of(self) -> int | None:
-        """None where hosts come and go: their parts are no fixed shares."""
-        return None if self.living is not None else super()._splits_multiples_of()
 
     def _lead_fit(self, fit: tuple[Any, Any] | None) -> None:
         if fit is None:

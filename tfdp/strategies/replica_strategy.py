@@ -324,12 +324,15 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
         """What this host's replicas split among them."""
         return dataset
 
+    _has_fixed_shares = True
+
     def _splits_multiples_of(self) -> int | None:
         """N, whose multiples are split alike; None: a batch has one number of rows."""
         is_filled = self.pad_batches or self.compiles_steps
         # A grain loader may read a shard on each host, whose batches are unlike.
         is_grain = grain_input_of(frames.adapter_of_caller()) is not None
-        return None if is_filled or is_grain else self._replicas
+        has_shares = self._has_fixed_shares and not is_filled and not is_grain
+        return self._replicas if has_shares else None
 
     @property
     def _sum_of_logs(self) -> Callable[[tf.Tensor], tf.Tensor] | None:
