@@ -293,7 +293,7 @@ def local_sum(loss: tf.Tensor) -> tf.Tensor:
     For sums over the samples, and for losses already divided by the global batch.
 
     Args:
-      loss: a scalar.
+      loss: a scalar; or a value for each row, whose gradient is that of their sum.
 
     Returns:
       `loss`.

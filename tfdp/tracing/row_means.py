@@ -225,7 +225,8 @@ def is_sum_over_rows(loss: tf.Tensor, rows: MadeOf) -> bool:
         seen.add(key_of(tensor))
         op, inputs = tensor.op, list(tensor.op.inputs)
         if op.type in QUOTIENTS:
-            if _is_of_all(inputs[1]) or not _is_number_of_rows(inputs[1], inputs[0]):
+            is_of_all = _is_of_all(inputs[1], numbered)
+            if is_of_all or not _is_number_of_rows(inputs[1], inputs[0]):
                 todo.append(inputs[0])
         elif op.type == "Sum":
             is_over_rows = 0 in (reduced_axes(inputs) or ())
@@ -267,9 +268,17 @@ def _added_along_rows(op: tf.Operation) -> list[tf.Tensor]:
     return inputs[SUMS_OF_ROWS[op.type]] if op.type in SUMS_OF_ROWS else []
 
 
-def _is_of_all(number: tf.Tensor) -> bool:
-    """Whether it is made of an exchange, such as the number of all replicas' rows."""
-    near = itertools.islice(ancestors(number), MOST_NEAR)
+def _is_of_all(number: tf.Tensor, rows: MadeOf) -> bool:
+    """Whether it is made of an exchange, such as the number of all replicas' rows.
+
+    The number of own ones is not, whatever was gathered to compute what they became:
+    weights, where replicas share them.
+    """
+
+    def is_own(one: tf.Tensor) -> bool:
+        return one.op.type in SHAPES and one.op.inputs[0] in rows
+
+    near = itertools.islice(ancestors(number, is_behind=is_own), MOST_NEAR)
     return any(map(is_exchanged, near))
 
 
