@@ -280,3 +280,8 @@ def test_numbers_that_are_not_in_the_part_are_refused(copied):
         note_identity(path, "1" * 15, 1, 2)
         with pytest.raises(DataError, match="not in the part"):
             merged(copied / "1")
+
+
+def test_a_folder_that_is_not_there_is_said(tmp_path, capsys):
+    assert main(["merge", str(tmp_path / "missing"), str(tmp_path / "w.keras")]) == 1
+    assert "There is no folder" in capsys.readouterr().err

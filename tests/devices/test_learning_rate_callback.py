@@ -1,5 +1,6 @@
 """The learning rate in the progress bar, in History and in TensorBoard's files."""
 
+import contextlib
 import re
 
 import keras
@@ -7,7 +8,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.support.parity import stock_strategy
+from tests.support.parity import make_strategy, stock_strategy
 from tfdp.callbacks import LearningRateLogger
 from tfdp.errors import ConfigurationError
 from tfdp.optimizers import LARS
@@ -182,3 +183,46 @@ def test_a_loop_without_logs_is_left_alone():
     callback.set_model(make_model())
     callback.on_train_batch_end(0)
     callback.on_epoch_end(0)
+
+
+class TwoOptimizers(keras.Model):
+    """As a GAN: compiled with optimizers of its own, and none of Keras'."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.other = keras.layers.Dense(1), keras.layers.Dense(1)
+
+    def compile(self, one_optimizer, other_optimizer):
+        super().compile(jit_compile=False)
+        self.one_optimizer, self.other_optimizer = one_optimizer, other_optimizer
+
+    def call(self, x):
+        return self.one(x) + self.other(x)
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape(persistent=True) as tape:
+            loss = keras.losses.MeanSquaredError()(y, self(x))
+        for layer, optimizer in (
+            (self.one, self.one_optimizer),
+            (self.other, self.other_optimizer),
+        ):
+            trained = layer.trainable_variables
+            optimizer.apply(tape.gradient(loss, trained), trained)
+        return {"loss": loss}
+
+
+@pytest.mark.parametrize("replicas", [0, 2])
+def test_of_a_model_with_optimizers_of_its_own_each_has_a_rate(replicas):
+    with make_strategy(replicas).scope() if replicas else contextlib.nullcontext():
+        model = TwoOptimizers()
+        model.build((None, 3))
+        model.compile(keras.optimizers.SGD(0.01), LARS(make_schedule()))
+    history = fit(model, [LearningRateLogger()]).history
+    assert {name for name in history if "rate" in name} == {
+        "learning_rate_one_optimizer",
+        "learning_rate_other_optimizer",
+    }
+    np.testing.assert_allclose(history["learning_rate_one_optimizer"], [0.01] * EPOCHS)
+    ends = SCHEDULE_SLOPE * STEPS * np.arange(1, EPOCHS + 1)
+    np.testing.assert_allclose(history["learning_rate_other_optimizer"], ends)

@@ -22,7 +22,9 @@ class LearningRateLogger(keras.callbacks.Callback):
     The value is `optimizer.learning_rate` when the batch or epoch ends, which is the
     rate of the step to come: the one that Keras' own TensorBoard callback writes. It is
     not averaged over the epoch. A `LossScaleOptimizer` is looked through; a
-    `MultiOptimizer` gives one `learning_rate_<name>` for each of its optimizers.
+    `MultiOptimizer` gives one `learning_rate_<name>` for each of its optimizers. Where
+    the compiled one makes no update and the model has others of its own (a GAN), each
+    of them gives a `learning_rate_<attribute>`, as `learning_rate_generator_optimizer`.
 
     Place it before the callbacks that shall see it: Keras hands the logs down the list.
     With `steps_per_execution=N` Keras ends a batch every N steps, so the value comes
@@ -61,24 +63,42 @@ class LearningRateLogger(keras.callbacks.Callback):
     ) -> None:
         """Adds the learning rate to the logs of the batch."""
         if logs is not None:
-            logs.update(learning_rates(self.model.optimizer))
+            logs.update(learning_rates_of(self.model))
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Adds the learning rate to the logs of the epoch."""
         if logs is not None:
-            logs.update(learning_rates(self.model.optimizer))
+            logs.update(learning_rates_of(self.model))
 
 
-def learning_rates(optimizer: Any) -> dict[str, float]:
+def learning_rates_of(model: keras.Model) -> dict[str, float]:
+    """The current learning rates of whatever updates `model`, by their names in logs."""
+    if not _has_updated(model.optimizer):
+        # Keras compiles, and builds, an RMSprop where nobody names an optimizer.
+        own = {
+            name: learning_rates(value, f"learning_rate_{name}")
+            for name, value in vars(model).items()
+            if isinstance(value, keras.optimizers.Optimizer) and _has_updated(value)
+        }
+        if own:
+            return {key: rate for rates in own.values() for key, rate in rates.items()}
+    return learning_rates(model.optimizer)
+
+
+def learning_rates(optimizer: Any, name: str = "learning_rate") -> dict[str, float]:
     """The current learning rate of `optimizer`, or of each that it is made of."""
     while hasattr(optimizer, "inner_optimizer"):
         optimizer = optimizer.inner_optimizer
     if hasattr(optimizer, "optimizers"):
         return {
-            f"learning_rate_{inner.name}": _as_float(inner.learning_rate)
+            f"{name}_{inner.name}": _as_float(inner.learning_rate)
             for inner in optimizer.optimizers
         }
-    return {"learning_rate": _as_float(optimizer.learning_rate)}
+    return {name: _as_float(optimizer.learning_rate)}
+
+
+def _has_updated(optimizer: keras.optimizers.Optimizer) -> bool:
+    return optimizer.built and _as_float(optimizer.iterations) > 0
 
 
 def _as_float(value: Any) -> float:

@@ -105,6 +105,8 @@ def read_index(folder: Path) -> PartsIndex:
     try:
         content = parse_json(path.read_bytes())
     except FileNotFoundError as error:
+        if not folder.is_dir():
+            raise DataError(f"There is no folder {folder}.") from error
         raise DataError(
             f"{folder} has no {INDEX_NAME}: tfdp.checkpoint.save_parts, which writes "
             "it last, has not ended there on the first host."
