@@ -72,7 +72,7 @@ class LearningRateLogger(keras.callbacks.Callback):
 
 
 def learning_rates_of(model: keras.Model) -> dict[str, float]:
-    """The current learning rates of whatever updates `model`, by their names in logs."""
+    """The learning rates of whatever updates `model` now, by their names in logs."""
     if not _has_updated(model.optimizer):
         # Keras compiles, and builds, an RMSprop where nobody names an optimizer.
         own = {
