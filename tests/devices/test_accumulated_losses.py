@@ -154,6 +154,7 @@ def summed(replicas, rows, regularizer=None, fewer=0, **options):
     return model.get_weights()
 
 
+@pytest.mark.worth_seconds(5)
 @pytest.mark.parametrize(
     ("replicas", "options"),
     [
@@ -175,6 +176,7 @@ def test_sums_are_added_up(replicas, options):
     assert largest(own, one_device) < 1e-6
 
 
+@pytest.mark.worth_seconds(5)
 @pytest.mark.parametrize("options", [{"accumulate_steps": 2}, {"sync": SYNC}])
 def test_a_penalty_beside_a_sum_is_told(options):
     with pytest.warns(LocalMeanWarning, match="a loss is a sum over rows"):

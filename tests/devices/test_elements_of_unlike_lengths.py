@@ -15,6 +15,7 @@ from tests.support.fixmatch import WIDTH, FixMatch, U, X, Y, rows_of, trained
 from tests.support.parity import make_strategy
 
 
+@pytest.mark.worth_seconds(8)
 @pytest.mark.parametrize("has_shapes", [True, False])
 @pytest.mark.parametrize("replicas", [2, 3])
 @pytest.mark.parametrize("stage", [0, 3])
@@ -65,6 +66,7 @@ def test_batches_that_are_filled_up_have_one_number_of_rows():
         next(iter(data))
 
 
+@pytest.mark.worth_seconds(5)
 @pytest.mark.parametrize("replicas", [2, 3])
 def test_a_batch_that_nobody_distributed(replicas):
     def trained_on(scope):
