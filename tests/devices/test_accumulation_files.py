@@ -120,7 +120,7 @@ def with_optimizers(ways):
     ]
 
 
-@pytest.mark.worth_seconds(20)
+@pytest.mark.worth_seconds(12)
 @pytest.mark.parametrize("writer, reader, optimizer", with_optimizers(WAYS))
 def test_a_checkpoint_is_restored(writer, reader, optimizer, tmp_path):
     other = compiled(reader, optimizer)
@@ -176,7 +176,7 @@ def through_tensorflow(folder, model, reader, optimizer, build=compiled):
     return other
 
 
-@pytest.mark.worth_seconds(20)
+@pytest.mark.worth_seconds(12)
 @pytest.mark.parametrize(
     "through", [through_a_keras_file, through_weights, through_tensorflow]
 )

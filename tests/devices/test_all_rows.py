@@ -58,7 +58,7 @@ def trained(strategy, loss, samples, **options):
     return model, model.fit(x, y, **fit_options).history
 
 
-@pytest.mark.worth_seconds(6)
+@pytest.mark.worth_seconds(4)
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("samples", [48, 41, 37], ids=lambda n: f"{n} rows")
 @pytest.mark.parametrize(

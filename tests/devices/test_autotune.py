@@ -93,7 +93,7 @@ def clock(monkeypatch):
     return make
 
 
-@pytest.mark.worth_seconds(10)
+@pytest.mark.worth_seconds(6)
 @pytest.mark.parametrize(
     "more",
     [
@@ -131,7 +131,7 @@ class Broken(Exception):
     """What breaks a fit off."""
 
 
-@pytest.mark.worth_seconds(8)
+@pytest.mark.worth_seconds(7)
 @pytest.mark.parametrize("broken_at", [7, 50])
 def test_a_training_that_goes_on_from_a_checkpoint(tmp_path, broken_at):
     """Broken off while it tunes, or after that: it tunes anew, and the bits are those

@@ -39,7 +39,7 @@ def check(case, strategy, **options):
     return check_parity(case.build, case.data, strategy, **options)
 
 
-@pytest.mark.worth_seconds(6)
+@pytest.mark.worth_seconds(4)
 @pytest.mark.filterwarnings("ignore::tfdp.errors.LocalMeanWarning")
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_known_fault_is_found_and_named(fault):

@@ -102,7 +102,7 @@ def bound(replicas, steps=STEPS):
     return steps * (4 * replicas + 2 + 72) * 8 * replicas * steps * 2.0**-24
 
 
-@pytest.mark.worth_seconds(24)
+@pytest.mark.worth_seconds(14)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
 def test_what_arrives_and_what_is_left_are_the_gradients(method, layout):
@@ -128,7 +128,7 @@ def test_what_arrives_and_what_is_left_are_the_gradients(method, layout):
             assert np.abs(left[place]).max() > 1e-4
 
 
-@pytest.mark.worth_seconds(6)
+@pytest.mark.worth_seconds(4)
 @pytest.mark.parametrize("layout", ["2-in_process", "2x2-in_process"])
 @pytest.mark.parametrize(
     "method",
@@ -245,7 +245,7 @@ def test_a_checkpoint_resumes_bit_for_bit(method, tmp_path):
         np.testing.assert_array_equal(one, other)
 
 
-@pytest.mark.worth_seconds(8)
+@pytest.mark.worth_seconds(5)
 @pytest.mark.parametrize("method", LOSSY.values(), ids=LOSSY)
 def test_an_infinity_is_seen_by_all_and_kept_by_none(method):
     """A loss scaler leaves the step out, and halves; what was left stays as it was."""

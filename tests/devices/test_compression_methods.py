@@ -117,7 +117,7 @@ def exchange(method, values, step=5):
     return Threads(len(values)).run(one)
 
 
-@pytest.mark.worth_seconds(8)
+@pytest.mark.worth_seconds(5)
 @pytest.mark.parametrize("peers", [2, 3, 5])
 @pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
 def test_sums_and_what_is_left_are_the_values(method, peers):

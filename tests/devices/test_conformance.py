@@ -78,7 +78,7 @@ def _small_tables_travel_by_rows(monkeypatch):
 
 
 @pytest.mark.quick
-@pytest.mark.worth_seconds(36)
+@pytest.mark.worth_seconds(22)
 @pytest.mark.parametrize("optimizer, option, layout, kind", ROWS)
 def test_equals_one_device(optimizer, option, layout, kind, record_property):
     # In half precision the rounding of activations is far above that of the exchange:

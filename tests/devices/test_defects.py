@@ -50,7 +50,7 @@ def largest_difference(a, b):
 SLOW = ("D6-clipnorm", "D6-clipvalue", "D10-bool")
 
 
-@pytest.mark.worth_seconds(12)
+@pytest.mark.worth_seconds(7)
 @pytest.mark.timeout(60 * len(defects.DEFECTS))
 @pytest.mark.parametrize(
     "name", covering(defects.DEFECTS, defects.DEFECTS.keys() - SLOW)

@@ -37,7 +37,7 @@ def distributed(steps, **options):
     return lambda: tfdp.DistributedOptimizer(sgd(**options), accumulate_steps=steps)
 
 
-@pytest.mark.worth_seconds(12)
+@pytest.mark.worth_seconds(7)
 @pytest.mark.parametrize("options", INNER_OPTIONS.values(), ids=INNER_OPTIONS)
 @pytest.mark.parametrize("steps", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_equals_the_inner_optimizer_on_the_whole_batch(options, steps):

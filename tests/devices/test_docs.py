@@ -32,7 +32,7 @@ def name_of(page):
 WITH_CODE = [page for page in pages() if BLOCK.search(page.read_text("utf-8"))]
 
 
-@pytest.mark.worth_seconds(40)
+@pytest.mark.worth_seconds(24)
 @pytest.mark.parametrize("page", WITH_CODE, ids=name_of)
 def test_the_code_of_a_page_runs(page, tmp_path):
     # Not the page's own name: a program's folder is where it imports from first.

@@ -116,7 +116,7 @@ def fitted(strategy, kind):
     return model
 
 
-@pytest.mark.worth_seconds(12)
+@pytest.mark.worth_seconds(7)
 @pytest.mark.parametrize(
     "options",
     [

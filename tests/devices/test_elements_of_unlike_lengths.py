@@ -15,7 +15,7 @@ from tests.support.fixmatch import WIDTH, FixMatch, U, X, Y, rows_of, trained
 from tests.support.parity import make_strategy
 
 
-@pytest.mark.worth_seconds(8)
+@pytest.mark.worth_seconds(5)
 @pytest.mark.parametrize("has_shapes", [True, False])
 @pytest.mark.parametrize("replicas", [2, 3])
 @pytest.mark.parametrize("stage", [0, 3])

@@ -166,7 +166,7 @@ def steps_of(program, strategy, replicas, **options):
     return {kind: model.steps(kind, replicas) for kind in model.seen}
 
 
-@pytest.mark.worth_seconds(15)
+@pytest.mark.worth_seconds(9)
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
 @pytest.mark.parametrize("replicas", [2, 4])
 def test_the_batches_of_all_epochs_are_those_of_one_device(program, replicas):

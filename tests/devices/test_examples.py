@@ -25,7 +25,7 @@ def _accuracy(lines):
     return float(found[1])
 
 
-@pytest.mark.worth_seconds(300)
+@pytest.mark.worth_seconds(180)
 def test_digits_learns_says_what_it_does_and_repeats_itself(tmp_path):
     settings = ("--epochs", "4", "--batch", "96", "--replicas", "3", "--out", "run")
     first = _run_digits(tmp_path, *settings)

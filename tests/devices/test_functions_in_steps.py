@@ -47,7 +47,7 @@ def forward_and_backward(function, x):
     return tf.stack([total, tape.gradient(total, x)])
 
 
-@pytest.mark.worth_seconds(20)
+@pytest.mark.worth_seconds(12)
 @pytest.mark.parametrize("made", STRATEGIES)
 @pytest.mark.parametrize(
     "calls", [beside_each_other, behind_each_other, forward_and_backward]

@@ -52,7 +52,7 @@ def test_rows_that_fill_a_batch_up_are_refused():
         train(strategy, build, data=classification_data(21), batch_size=8, epochs=1)
 
 
-@pytest.mark.worth_seconds(8)
+@pytest.mark.worth_seconds(5)
 @pytest.mark.parametrize(
     "options",
     [{"replicas": 2}, {"replicas": 3, "engine": "tensorflow"}, {"replicas": 4}],

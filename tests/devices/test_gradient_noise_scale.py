@@ -118,7 +118,7 @@ def check_norms(model, strategy, data, callback):
     np.testing.assert_allclose(callback.norms, expected, rtol=1e-5)
 
 
-@pytest.mark.worth_seconds(12)
+@pytest.mark.worth_seconds(7)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_norms_are_those_of_the_replicas_means(optimizer):
     strategy, data, callback = strategy_of(), classification_data(ROWS), NotesNorms()
@@ -130,7 +130,7 @@ def test_norms_are_those_of_the_replicas_means(optimizer):
 
 
 @pytest.mark.quick
-@pytest.mark.worth_seconds(12)
+@pytest.mark.worth_seconds(7)
 @pytest.mark.parametrize(
     "replicas, communication",
     [
@@ -169,7 +169,7 @@ def linear_data(steps, seed):
     return x, rng.normal(size=(len(x), 1)) * SIGMA
 
 
-@pytest.mark.worth_seconds(8)
+@pytest.mark.worth_seconds(5)
 @pytest.mark.parametrize("seed", range(5))
 def test_the_truth_is_in_the_interval(seed):
     """Of five draws all, which has a chance of 0.77 for any five; these are fixed."""
@@ -189,7 +189,7 @@ def test_the_truth_is_in_the_interval(seed):
     assert "150 steps" in words and "batches of 24 rows" in words
 
 
-@pytest.mark.worth_seconds(15)
+@pytest.mark.worth_seconds(10)
 def test_steps_that_are_not_finite_are_left_out():
     x, y = classification_data(ROWS)
     x[30] = np.inf
@@ -210,7 +210,7 @@ def test_a_step_with_rows_on_one_replica_is_left_out():
     assert [norms.parts for norms in callback.norms] == [4, 4, 1] * 2
 
 
-@pytest.mark.worth_seconds(15)
+@pytest.mark.worth_seconds(12)
 def test_training_is_what_it_is_without():
     data, weights = classification_data(ROWS), []
     for callbacks in ([], [GradientNoiseScale()]):

@@ -266,7 +266,7 @@ class StoresLate(keras.Model):
         return {"loss": loss}
 
 
-@pytest.mark.worth_seconds(6)
+@pytest.mark.worth_seconds(4)
 @pytest.mark.parametrize("replicas", [2, 3])
 @pytest.mark.parametrize("updates", [True, False])
 @pytest.mark.parametrize("center", CENTERS)

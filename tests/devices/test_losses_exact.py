@@ -201,7 +201,7 @@ ROWS = [
 ]
 
 
-@pytest.mark.worth_seconds(12)
+@pytest.mark.worth_seconds(7)
 @pytest.mark.parametrize("weighting, loss, layout", ROWS)
 def test_gradient_and_report_equal_one_device(weighting, loss, layout):
     group = group_of(loss)

@@ -210,7 +210,7 @@ def evaluated_without_warning(strategy, metric, **options):
         return evaluated(strategy, metric, **options)
 
 
-@pytest.mark.worth_seconds(6)
+@pytest.mark.worth_seconds(4)
 @pytest.mark.parametrize("update", ADD_UP, ids=lambda update: update.__name__)
 def test_what_adds_up_is_one_devices(update):
     one = evaluated(None, lambda: Own(update))
@@ -218,7 +218,7 @@ def test_what_adds_up_is_one_devices(update):
     np.testing.assert_allclose(several, one, rtol=1e-5)  # 22 rows of a few sums
 
 
-@pytest.mark.worth_seconds(6)
+@pytest.mark.worth_seconds(4)
 @pytest.mark.parametrize("update", NO_SUMS, ids=lambda update: update.__name__)
 def test_what_does_not_add_up_is_told(update):
     with pytest.warns(LocalStateWarning, match=NO_SUMS[update]):
@@ -295,7 +295,7 @@ def test_compiled_steps_are_not_suspected(metric):
     np.testing.assert_allclose(several, one, rtol=1e-5)
 
 
-@pytest.mark.worth_seconds(6)
+@pytest.mark.worth_seconds(4)
 @pytest.mark.parametrize("function", MEANS.values(), ids=MEANS)
 def test_a_mean_over_rows_is_one_devices(function):
     one = evaluated(None, lambda: function)
@@ -319,7 +319,7 @@ def test_rows_that_a_layer_mixes_are_not_told():
     )
 
 
-@pytest.mark.worth_seconds(6)
+@pytest.mark.worth_seconds(4)
 @pytest.mark.parametrize("function", NO_MEANS.values(), ids=NO_MEANS)
 def test_another_number_of_all_rows_is_told(function):
     with pytest.warns(LocalStateWarning, match="no mean over them"):

@@ -240,7 +240,7 @@ RUNS = [
 ]
 
 
-@pytest.mark.worth_seconds(100)
+@pytest.mark.worth_seconds(14)
 @pytest.mark.filterwarnings("ignore:You are passing weight as `float`")
 @pytest.mark.parametrize("weighted, layout", RUNS)
 @pytest.mark.parametrize("name", ROWS)

@@ -51,7 +51,7 @@ def check_all_equal(model, expected):
 
 
 @SKIPS
-@pytest.mark.worth_seconds(6)
+@pytest.mark.worth_seconds(4)
 @pytest.mark.parametrize("method", METHODS)
 def test_a_bad_gradient_leaves_nothing_behind(method):
     model, guard = compressing(method), NaNGuard("skip")
@@ -71,7 +71,7 @@ def infinite_for_class_5(labels, predictions):
 
 
 @SKIPS
-@pytest.mark.worth_seconds(6)
+@pytest.mark.worth_seconds(4)
 @pytest.mark.parametrize("method", METHODS)
 def test_a_bad_loss_alone_leaves_nothing_behind(method):
     x, y = good_data()
@@ -85,7 +85,7 @@ def test_a_bad_loss_alone_leaves_nothing_behind(method):
 
 
 @SKIPS
-@pytest.mark.worth_seconds(6)
+@pytest.mark.worth_seconds(4)
 @pytest.mark.parametrize("every", [2, 100])
 @pytest.mark.parametrize("method", METHODS)
 def test_who_goes_back_has_left_to_send_what_was_left_then(method, every):

@@ -158,14 +158,14 @@ def values(model):
 
 @pytest.mark.parametrize("bad_loss", [0, 1])
 @pytest.mark.parametrize("row", ROWS_OF_TABLE)
-@pytest.mark.worth_seconds(20)
+@pytest.mark.worth_seconds(12)
 def test_neither_optimizer_leaves_anything_behind(row, bad_loss):
     check_nothing_is_left(row, bad_loss, Two)
 
 
 @pytest.mark.parametrize("bad_loss", [0, 1])
 @pytest.mark.parametrize("row", ["two", "parameters", "compressed"])
-@pytest.mark.worth_seconds(8)
+@pytest.mark.worth_seconds(5)
 def test_no_update_of_an_optimizer_stays_that_makes_several(row, bad_loss):
     check_nothing_is_left(row, bad_loss, Often)
 

@@ -101,7 +101,7 @@ def test_a_step_that_overflows_changes_nothing():
     np.testing.assert_array_equal(found[4], found[5])
 
 
-@pytest.mark.worth_seconds(6)
+@pytest.mark.worth_seconds(4)
 @pytest.mark.parametrize("hosts", [False, True], ids=["3", "2x2"])
 @pytest.mark.parametrize("method", IDENTITIES.values(), ids=IDENTITIES)
 def test_nothing_lost_is_one_device(method, hosts):

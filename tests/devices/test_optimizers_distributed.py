@@ -88,7 +88,7 @@ def assert_equal_to_one_device(two_replicas, make_optimizer, epochs=1):
     return two
 
 
-@pytest.mark.worth_seconds(30)
+@pytest.mark.worth_seconds(18)
 @pytest.mark.parametrize("form", covering(FORMS, COVERING))
 def test_two_replicas_equal_one_device(form, two_replicas):
     def make_optimizer():

@@ -89,7 +89,7 @@ def trained(strategy, loss, samples, weighted=False, reduction=None, **options):
         return model, model.fit(x, y, sample_weight=weights, **fit_options).history
 
 
-@pytest.mark.worth_seconds(6)
+@pytest.mark.worth_seconds(4)
 @pytest.mark.parametrize("weighted", [False, True], ids=["", "weighted"])
 @pytest.mark.parametrize("reduction", [None, "sum"])
 @pytest.mark.parametrize("samples", [48, 41, 37], ids=lambda n: f"{n} rows")

@@ -30,7 +30,7 @@ def build(activation="relu", **options):
     return model
 
 
-@pytest.mark.worth_seconds(10)
+@pytest.mark.worth_seconds(6)
 @pytest.mark.parametrize("shard", ["none", "optimizer", "parameters"])
 def test_what_is_stored_is_what_the_formulas_say(shard):
     found = plan(build, 64, replicas=4, shard=shard).parts
@@ -114,7 +114,7 @@ def test_shards_of_more_replicas_than_are_traced_follow_the_formula():
     assert found.sent_bytes == 2 * WEIGHT_BYTES * 15 // 16
 
 
-@pytest.mark.worth_seconds(12)
+@pytest.mark.worth_seconds(7)
 @pytest.mark.parametrize("shard", ["none", "optimizer", "parameters"])
 @pytest.mark.parametrize("hosts", [2, 16])
 def test_hosts_share_states_and_keep_what_they_sum(hosts, shard):
@@ -338,7 +338,7 @@ def halved():
     return model
 
 
-@pytest.mark.worth_seconds(12)
+@pytest.mark.worth_seconds(7)
 @pytest.mark.parametrize("build_model", [build, looked_up, halved])
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_one_trace_says_of_all_rows_what_a_trace_of_each_says(build_model, replicas):

@@ -204,7 +204,7 @@ def trained(make, change, replicas=2, **options):
     return model.get_weights()
 
 
-@pytest.mark.worth_seconds(16)
+@pytest.mark.worth_seconds(10)
 @pytest.mark.parametrize("policy", ["each", "whole"])
 @pytest.mark.parametrize("name", MODELS)
 def test_the_second_pass_does_what_the_first_did(name, policy):

@@ -125,7 +125,7 @@ def test_pairs_of_own_rows_are_told_of(name, count):
     assert "all_rows" in told
 
 
-@pytest.mark.worth_seconds(7)
+@pytest.mark.worth_seconds(4)
 @pytest.mark.parametrize("build", [encoder, attending])
 @pytest.mark.parametrize("name", APART)
 def test_what_is_no_pair_of_own_rows_is_not(name, build):

@@ -222,7 +222,7 @@ ROWS = made(
 
 
 @pytest.mark.quick
-@pytest.mark.worth_seconds(18)
+@pytest.mark.worth_seconds(11)
 @pytest.mark.parametrize("name, stage", ROWS)
 def test_trains_to_the_weights_of_stage_0(name, stage):
     expected, expected_loss = unsharded(name)

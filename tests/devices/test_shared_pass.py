@@ -332,7 +332,7 @@ def without_sharing(monkeypatch):
     monkeypatch.setattr(call, "can_share_pass", lambda *given: False)
 
 
-@pytest.mark.worth_seconds(36)
+@pytest.mark.worth_seconds(22)
 @pytest.mark.parametrize("name", CASES)
 def test_a_shared_pass_is_each_replicas_own(name, shared, shown, monkeypatch):
     model, options = CASES[name]
@@ -348,7 +348,7 @@ def test_a_shared_pass_is_each_replicas_own(name, shared, shown, monkeypatch):
     assert history == own_history
 
 
-@pytest.mark.worth_seconds(12)
+@pytest.mark.worth_seconds(7)
 @pytest.mark.parametrize("name", CASES)
 def test_two_traces_agree_with_what_one_shows(name, shared, monkeypatch):
     shown = answers_of("is_shown_by_one", monkeypatch, believed=False)
@@ -378,7 +378,7 @@ def test_layers_of_keras_are_traced_for_one_replica(monkeypatch):
     assert len(counted) == 4
 
 
-@pytest.mark.worth_seconds(8)
+@pytest.mark.worth_seconds(5)
 @pytest.mark.parametrize("own", [{}, {"kind": Counting}], ids=["adam", "counting"])
 def test_what_is_made_late_or_counted_is_each_replicas(own, monkeypatch):
     def trained():

@@ -117,7 +117,7 @@ def copies_of(model):
     return [[copy.numpy() for copy in v.value.values] for v in variables]
 
 
-@pytest.mark.worth_seconds(12)
+@pytest.mark.worth_seconds(7)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_shared_update_is_each_replicas_own(name, monkeypatch):
     shared = copies_of(train(OPTIMIZERS[name]))
@@ -129,7 +129,7 @@ def test_a_shared_update_is_each_replicas_own(name, monkeypatch):
             np.testing.assert_array_equal(copy, there[0])
 
 
-@pytest.mark.worth_seconds(12)
+@pytest.mark.worth_seconds(7)
 @pytest.mark.parametrize("name", KERAS)
 def test_two_traces_agree_with_what_one_shows(name, monkeypatch):
     shown, alike = [], []

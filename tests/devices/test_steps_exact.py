@@ -95,7 +95,7 @@ COVERING_IN_EAGER_MODE = (
 
 
 @pytest.mark.quick
-@pytest.mark.worth_seconds(6)
+@pytest.mark.worth_seconds(4)
 @pytest.mark.parametrize("name", covering(STEPS, COVERING))
 def test_fit_and_evaluate_equal_one_device(name):
     assert_same(name, make_strategy(2))

@@ -82,7 +82,7 @@ CASES = [
 
 
 @pytest.mark.quick
-@pytest.mark.worth_seconds(8)
+@pytest.mark.worth_seconds(5)
 @pytest.mark.parametrize("replicas, options, feature", CASES)
 def test_weights_equal_one_device_on_the_whole_batch(replicas, options, feature):
     if feature == "run_eagerly" and replicas > 2:
@@ -115,7 +115,7 @@ def test_the_replicas_copies_stay_equal_bit_for_bit(replicas, options):
             np.testing.assert_array_equal(first, other)
 
 
-@pytest.mark.worth_seconds(100)
+@pytest.mark.worth_seconds(10)
 def test_evaluate_and_predict_give_every_row_in_order():
     x, y = classification_data(samples=37)
     one, _ = train(None, data=(x, y), metrics=["accuracy"])

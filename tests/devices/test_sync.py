@@ -63,7 +63,7 @@ SYNCS = {
 }
 
 
-@pytest.mark.worth_seconds(30)
+@pytest.mark.worth_seconds(18)
 @pytest.mark.parametrize("rows", [96, 53], ids=["even", "short"])
 @pytest.mark.parametrize("sync", SYNCS.values(), ids=SYNCS)
 def test_rounds_are_those_of_the_equations(sync, rows):
@@ -219,7 +219,7 @@ def test_a_round_is_the_mean_of_models_that_were_trained_alone(across):
         assert np.ptp(theirs, axis=0).max() > 1e-3
 
 
-@pytest.mark.worth_seconds(12)
+@pytest.mark.worth_seconds(7)
 @pytest.mark.parametrize("accumulated", [1, 2])
 @pytest.mark.parametrize("across", ["replicas", "hosts"])
 @pytest.mark.parametrize("every", [1, 3])

@@ -48,7 +48,7 @@ PLACES = {
 }
 
 
-@pytest.mark.worth_seconds(10)
+@pytest.mark.worth_seconds(6)
 @pytest.mark.parametrize("place", PLACES)
 def test_rounds_elsewhere(place):
     replicas, communication = PLACES[place]

@@ -88,7 +88,7 @@ def assert_compiled_equals_one_device(optimizer, strategy=None):
     assert history["accuracy"] == pytest.approx(history_one["accuracy"])
 
 
-@pytest.mark.worth_seconds(100)
+@pytest.mark.worth_seconds(9)
 @pytest.mark.parametrize("name", covering(OPTIMIZERS, COVERING))
 def test_the_step_of_each_optimizer(name):
     assert_compiled_equals_one_device(OPTIMIZERS[name])

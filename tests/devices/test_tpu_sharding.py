@@ -57,7 +57,7 @@ def unsharded(name):
 
 
 @pytest.mark.quick
-@pytest.mark.worth_seconds(6)
+@pytest.mark.worth_seconds(4)
 @pytest.mark.parametrize(
     "name", covering([name for name in CASES if name not in ELSEWHERE], COVERING)
 )
