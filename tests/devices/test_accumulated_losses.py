@@ -181,3 +181,73 @@ def test_sums_are_added_up(replicas, options):
 def test_a_penalty_beside_a_sum_is_told(options):
     with pytest.warns(LocalMeanWarning, match="a loss is a sum over rows"):
         summed(2, BATCH, regularizer="l2", **options)
+
+
+class Own(keras.Model):
+    """A sum over rows that the step takes itself, in one way or another."""
+
+    def __init__(self, way):
+        super().__init__()
+        self.network, self.way = keras.layers.Dense(1), way
+        self.sum_of = keras.losses.MeanSquaredError(reduction="sum")
+        self.mean_of = keras.losses.MeanSquaredError()
+
+    def call(self, x):
+        return self.network(x)
+
+    def loss_of(self, x, y):
+        predicted = self.network(x)
+        if self.way == "whole":
+            rows = tf.reduce_sum((y - predicted) ** 2)
+            return tfdp.losses.local_sum(rows / (BATCH // 2))
+        if self.way == "sum":
+            return tfdp.losses.local_sum(self.sum_of(y, predicted))
+        if self.way == "compiled":
+            return tfdp.losses.local_sum(self.compute_loss(x, y, predicted))
+        loss = self.sum_of(y, predicted)
+        return loss + self.mean_of(y, predicted) if self.way == "beside" else loss
+
+    def train_step(self, data):
+        with tf.GradientTape() as tape:
+            loss = self.loss_of(*data)
+        trained = self.trainable_variables
+        self.optimizer.apply(tape.gradient(loss, trained), trained)
+        return {"steps": tf.ones([])}
+
+
+def summed_by_hand(way, replicas, rows):
+    with make_strategy(replicas).scope() if replicas else contextlib.nullcontext():
+        keras.utils.set_random_seed(1)
+        model = Own(way)
+        model.network.build((None, LENGTH))
+        model.built = True
+        optimizer = keras.optimizers.SGD(0.01)
+        if replicas:
+            optimizer = tfdp.DistributedOptimizer(optimizer, accumulate_steps=2)
+        loss = model.sum_of if way == "compiled" else None
+        model.compile(optimizer, loss, jit_compile=False)
+    x, y = TEXTS.astype("float32") / WORDS, TARGETS["class"]
+    model.fit(x, y, batch_size=rows, shuffle=False, verbose=0)
+    return model.get_weights()
+
+
+@pytest.mark.parametrize(
+    ("way", "times"), [("sum", 1.0), ("compiled", 1.0), ("whole", 2.0)]
+)
+def test_sums_that_a_step_states_are_added_up(way, times, monkeypatch):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", LocalMeanWarning)
+        own = summed_by_hand(way, 2, BATCH // 2)
+    # What is divided by the rows of a batch is a mean: of two batches the mean of both.
+    if way == "whole":
+        monkeypatch.setattr(tfdp.losses, "local_sum", lambda loss: loss / times)
+    # As in `test_sums_are_added_up`.
+    assert largest(own, summed_by_hand(way, 0, BATCH)) < 1e-6
+
+
+@pytest.mark.parametrize("way", ["unseen", "beside"])
+def test_a_sum_of_which_nobody_says_what_becomes_is_told(way):
+    with pytest.warns(
+        LocalMeanWarning, match=r"Take the gradient of tfdp.losses.local"
+    ):
+        summed_by_hand(way, 2, BATCH // 2)

@@ -51,10 +51,12 @@ def test_each_replica_has_its_part_of_both(has_shapes):
 @pytest.mark.parametrize(("labelled", "unlabelled"), [(6, 8), (5, 9)])
 def test_what_is_no_multiple_is_refused(labelled, unlabelled):
     strategy = make_strategy(3)
-    with pytest.raises(tfdp.errors.DataError, match="a multiple of the 3 replicas"):
+    with pytest.raises(
+        tfdp.errors.DataError, match="a multiple of the number of replicas"
+    ):
         strategy.experimental_distribute_dataset(zipped(labelled, unlabelled, True))
     data = strategy.experimental_distribute_dataset(zipped(labelled, unlabelled, False))
-    message = "a multiple of the 3 replicas"
+    message = "a multiple of the number of replicas"
     with pytest.raises(tf.errors.InvalidArgumentError, match=message):
         next(iter(data))
 
@@ -66,19 +68,50 @@ def test_batches_that_are_filled_up_have_one_number_of_rows():
         next(iter(data))
 
 
-@pytest.mark.worth_seconds(5)
-@pytest.mark.parametrize("replicas", [2, 3])
-def test_a_batch_that_nobody_distributed(replicas):
-    def trained_on(scope):
-        with scope:
-            keras.utils.set_random_seed(1)
-            model = FixMatch()
-            model.network.build((None, WIDTH))
-            model.built = True
-            model.compile(keras.optimizers.SGD(0.1), jit_compile=False)
-        model.train_on_batch((X[:12], Y[:12]), U[:36])
-        return model.get_weights()
+def joined(rows):
+    """Labels of rows that the model joins: each half of them belongs to one element."""
+    halves = rows_of((X, X), rows, True)
+    labels = tf.concat([tf.zeros(rows), tf.ones(rows)], 0)
+    return halves.map(lambda a, b: ((a, b), labels))
 
-    own = trained_on(make_strategy(replicas).scope())
-    for a, b in zip(own, trained_on(contextlib.nullcontext()), strict=True):
-        np.testing.assert_allclose(a, b, atol=1e-6)
+
+def labelled(rows):
+    labels = tf.concat([tf.zeros(rows), tf.ones(rows)], 0)
+    return tf.data.Dataset.zip(
+        rows_of((X, X), rows, True), tf.data.Dataset.from_tensors(labels).repeat()
+    )
+
+
+def two_views(rows, has_shapes=True):
+    views = rows_of(X, rows, has_shapes).map(lambda x: tf.concat([x, 0.9 * x], 0))
+    return tf.data.Dataset.zip(rows_of(X, rows, has_shapes), views)
+
+
+@pytest.mark.parametrize("make", [joined, labelled, two_views])
+def test_rows_that_belong_together_are_not_parted(make):
+    with pytest.raises(tfdp.errors.DataError, match=r"come out of tf.data.Dataset.zip"):
+        make_strategy(2).experimental_distribute_dataset(make(6))
+
+
+def test_rows_of_views_are_not_parted_where_shapes_do_not_tell():
+    data = make_strategy(2).experimental_distribute_dataset(two_views(6, False))
+    with pytest.raises(tf.errors.InvalidArgumentError, match="tf.data.Dataset.zip"):
+        next(iter(data))
+
+
+def test_what_is_mapped_keeps_its_rows():
+    u = rows_of(U, 9, True).map(lambda u: 2 * u).prefetch(1)
+    data = tf.data.Dataset.zip({"x": rows_of((X, Y), 6, True), "u": u}).repeat(2)
+    first, *_ = make_strategy(3).experimental_distribute_dataset(data)
+    local = make_strategy(3).experimental_local_results(first)
+    np.testing.assert_array_equal(np.concatenate([b["u"] for b in local]), 2 * U[:9])
+
+
+def test_a_batch_that_nobody_distributed_has_one_length():
+    with make_strategy(2).scope():
+        model = FixMatch()
+        model.network.build((None, WIDTH))
+        model.built = True
+        model.compile(keras.optimizers.SGD(0.1), jit_compile=False)
+    with pytest.raises(tf.errors.InvalidArgumentError, match="different numbers"):
+        model.train_on_batch((X[:12], Y[:12]), U[:36])

@@ -1,4 +1,4 @@
-"""How many rows a `tf.data` pipeline puts into a batch, without reading any.
+"""What a `tf.data` pipeline makes its batches of, without reading any.
 
 Checked against TensorFlow 2.20 and 2.21.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import tensorflow as tf
 
-__all__ = ["rows_of_batches"]
+__all__ = ["is_zip_of_batches", "rows_of_batches"]
 
 BATCHES = {"BatchDataset", "ParallelBatchDataset"}
 # What leaves each batch as it is.
@@ -16,21 +16,14 @@ KEEP_BATCHES = {
     *("OptionsDataset", "PrefetchDataset", "RepeatDataset", "ShuffleDataset"),
     *("SkipDataset", "TakeDataset"),
 }
+MAPS = {"MapDataset", "ParallelMapDataset"}
 MOST_BELIEVED_ROWS = 1 << 16
 
 
 def rows_of_batches(dataset: tf.data.Dataset) -> int | None:
     """The largest batch of `dataset`, by what it says itself; None: nothing."""
-    stage = dataset
-    while type(stage).__name__.lstrip("_") in KEEP_BATCHES:
-        inputs = stage._inputs()
-        if len(inputs) != 1:
-            return None
-        (stage,) = inputs
-    if type(stage).__name__.lstrip("_") not in BATCHES:
-        return None
-    given = getattr(stage, "_batch_size", None)
-    rows = None if given is None else tf.get_static_value(given)
+    stage, _ = _behind(dataset, KEEP_BATCHES)
+    rows = _batch_size(stage)
     if rows is None:
         return None
     (source,) = stage._inputs()
@@ -41,3 +34,46 @@ def rows_of_batches(dataset: tf.data.Dataset) -> int | None:
         # Who writes more may mean: whatever there is.
         return int(rows) if rows <= MOST_BELIEVED_ROWS else None
     return min(int(rows), there_are) or None
+
+
+def is_zip_of_batches(dataset: tf.data.Dataset) -> bool:
+    """Whether elements of a batch come from datasets that were batched each by itself.
+
+    So no row of one element has to do with a certain row of another. Where batches were
+    mapped after that, shapes must tell that there are as many rows as before: a map may
+    put rows behind each other that belong together.
+    """
+    stage, _ = _behind(dataset, KEEP_BATCHES)
+    return _kind(stage) == "ZipDataset" and all(map(_is_of_batches, stage._inputs()))
+
+
+def _is_of_batches(dataset: tf.data.Dataset) -> bool:
+    if is_zip_of_batches(dataset):
+        return True
+    stage, is_mapped = _behind(dataset, KEEP_BATCHES | MAPS)
+    if _kind(stage) not in BATCHES:
+        return False
+    leaves = tf.nest.flatten(dataset.element_spec)
+    lengths = [leaf.shape[0] if leaf.shape.rank else None for leaf in leaves]
+    return not is_mapped or {_batch_size(stage)} == set(lengths) != {None}
+
+
+def _behind(dataset: tf.data.Dataset, kinds: set[str]) -> tuple[tf.data.Dataset, bool]:
+    """The first stage of another kind on the way back; and whether a map was on it."""
+    stage, is_mapped = dataset, False
+    while _kind(stage) in kinds and len(stage._inputs()) == 1:
+        is_mapped = is_mapped or _kind(stage) in MAPS
+        (stage,) = stage._inputs()
+    return stage, is_mapped
+
+
+def _kind(stage: tf.data.Dataset) -> str:
+    return type(stage).__name__.lstrip("_")
+
+
+def _batch_size(stage: tf.data.Dataset) -> int | None:
+    """What a stage that batches rows was given; None: it does not, or not known."""
+    if _kind(stage) not in BATCHES:
+        return None
+    given = getattr(stage, "_batch_size", None)
+    return None if given is None else tf.get_static_value(given)

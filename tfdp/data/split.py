@@ -15,6 +15,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdp._private.batch_stages import is_zip_of_batches
 from tfdp._private.names import NoneTensorSpec, PerReplica
 from tfdp.data.keras_input import NoElement
 from tfdp.errors import DataError
@@ -35,15 +36,25 @@ ADVICE = (
     "model."
 )
 
+UNLIKE = (
+    "Elements of different lengths, such as labelled and unlabelled rows, are split "
+    "where they come out of tf.data.Dataset.zip, of datasets that were batched before, "
+    "and each length is a multiple of the number of replicas in every batch "
+    "(drop_remainder=True leaves the odd last one out, and lets shapes tell lengths, "
+    "which batches need that are mapped); docs/data.md says where not."
+)
+
 
 def splittable(
     dataset: tf.data.Dataset, reader: str | None, replicas: int | None = None
 ) -> tf.data.Dataset:
     """`dataset`, made sure to have elements that are split alike in each batch.
 
-    They have one length, or each a multiple of the number of replicas: of elements with
-    8 and 24 rows each of four replicas gets 2 and 6, a quarter of both, and a loss over
-    either is divided by what it is on one device.
+    They have one length; or come from datasets of their own (a zip of batched ones) and
+    have each a multiple of the number of replicas: of elements with 8 and 24 rows each
+    of four replicas gets 2 and 6, a quarter of both, and a loss over either is divided
+    by what it is on one device. Other rows may belong together, as 16 labels to 8 and 8
+    rows that the model joins, and be split apart.
 
     Args:
       dataset: of global batches.
@@ -58,6 +69,8 @@ def splittable(
 
     Cost: none where the shapes tell, or Keras has looked; else a comparison per batch.
     """
+    if not is_zip_of_batches(dataset):
+        replicas = None
     spec = dataset.element_spec
     leaves = keras.tree.flatten_with_path(spec)
     lengths: dict[int | None, str] = {}
@@ -79,7 +92,7 @@ def splittable(
     ):
         raise DataError(
             f"The elements {lengths[known[0]]} and {lengths[known[1]]} of each batch "
-            f"have {known[0]} and {known[1]} rows. {_advice(replicas)}"
+            f"have {known[0]} and {known[1]} rows. {ADVICE} {UNLIKE}"
         )
     if any(isinstance(leaf, NoneTensorSpec) for _, leaf in leaves):
         dataset = dataset.map(_without_none)
@@ -114,20 +127,8 @@ def _check_lengths(lengths: Sequence[tf.Tensor], replicas: int | None) -> tf.Ope
     if replicas:
         are_multiples = (all_lengths % replicas == 0) & (all_lengths > 0)
         is_alike |= tf.reduce_all(are_multiples)
-    message = (
-        f"The elements of a batch have different numbers of rows. {_advice(replicas)}"
-    )
-    return tf.debugging.Assert(is_alike, [message, all_lengths])
-
-
-def _advice(replicas: int | None) -> str:
-    if not replicas:
-        return ADVICE
-    return (
-        f"{ADVICE} Elements of different lengths, such as labelled and unlabelled "
-        f"rows, are split where each length is a multiple of the {replicas} replicas "
-        "in every batch (drop_remainder=True leaves the odd last one out)."
-    )
+    message = f"The elements of a batch have different numbers of rows. {ADVICE} "
+    return tf.debugging.Assert(is_alike, [message + UNLIKE, all_lengths])
 
 
 def is_split_by_us(dataset: tf.data.Dataset) -> bool:
@@ -176,15 +177,13 @@ def in_parts(batch: Any, devices: Sequence[str]) -> Any:
     it is the same on each, but not a sum, nor the square of a sparse gradient's rows.
 
     Args:
-      batch: nested tuples, lists and dicts of tensors or None, of n rows each; see
-        `splittable`.
+      batch: nested tuples, lists and dicts of tensors or None, of n rows each.
       devices: of the replicas; replica r of N gets the rows from n r / N to
         n (r + 1) / N, rounded up.
 
     Raises:
       DataError: when an element is a scalar.
-      tf.errors.InvalidArgumentError: when elements are not split alike, as in
-        `splittable`.
+      tf.errors.InvalidArgumentError: when elements have different lengths.
     """
     elements = [part for part in tf.nest.flatten(batch) if part is not None]
     if not elements or any(isinstance(part, PerReplica) for part in elements):
@@ -200,7 +199,7 @@ def in_parts(batch: Any, devices: Sequence[str]) -> Any:
     replicas = len(devices)
     known = {part.shape[0] for part in tensors}
     if None in known or len(known) > 1:
-        _check_lengths([length_of(part) for part in tensors], replicas)
+        _check_lengths([length_of(part) for part in tensors], None)
 
     def split(part: Any) -> Any:
         rows = length_of(part) if part.shape[0] is None else part.shape[0]

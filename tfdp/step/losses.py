@@ -30,10 +30,10 @@ from typing import Any
 import tensorflow as tf
 
 from tfdp._private.frames import frame_of_caller
-from tfdp._private.names import is_recording, run_independently
+from tfdp._private.names import run_independently
 from tfdp.errors import ConfigurationError
 from tfdp.tracing.batch_rows import goes_with_rows
-from tfdp.tracing.batch_weight import PENALTY, SUM, Denominator
+from tfdp.tracing.batch_weight import Denominator, Kind, note_denominator
 from tfdp.tracing.loss_shares import LossShares, Standing, ancestors
 from tfdp.tracing.loss_suspicions import (
     is_mean_taken_by_hand,
@@ -246,22 +246,12 @@ def _note_denominator(
         name = "sample_weight"
     of = _as_given(reducer, name)
     # Nobody else's, where that is not seen.
-    _note(run, rank, Denominator(total, total if of is None else of))
+    note_denominator(run, rank, Denominator(total, total if of is None else of))
 
 
 def _note_row_mean(run: ReplicaRun, rank: Any, reducer: FrameType | None) -> None:
     is_mean = _name_of(reducer) == "reduce_values"  # else a penalty, alike in all
-    _note(run, rank, Denominator(None, of=None if is_mean else PENALTY))
-
-
-def note_sum(run: ReplicaRun, rank: Any) -> None:
-    """Notes a loss that nothing divides; see `note_of_one_replica`."""
-    _note(run, rank, Denominator(None, of=SUM))
-
-
-def _note(run: ReplicaRun, rank: Any, denominator: Denominator) -> None:
-    if is_recording():  # else it is only looked at, and has no gradient
-        run.denominators.setdefault(trace_of(rank), []).append(denominator)
+    note_denominator(run, rank, Denominator(None, of=None if is_mean else Kind.PENALTY))
 
 
 def _own_denominator(run: ReplicaRun, rank: Any, reducer: FrameType | None) -> Any:

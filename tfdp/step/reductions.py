@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import keras
@@ -21,7 +21,7 @@ from tfdp._private.instance_attributes import instance_attributes
 from tfdp._private.keras_models import given_losses
 from tfdp._private.names import current_rank
 from tfdp.errors import ConfigurationError
-from tfdp.step.losses import note_sum
+from tfdp.tracing.batch_weight import Denominator, Kind, note_denominator
 from tfdp.tracing.loss_shares import Standing
 from tfdp.tracing.loss_suspicions import suspect_sum_of_all
 from tfdp.tracing.run import ReplicaRun, trace_of
@@ -41,11 +41,32 @@ def led_reductions(model: Any, run: ReplicaRun) -> Iterator[None]:
             compute = functools.partial(_of_rows_or_whole, model.compute_loss, run)
             stack.enter_context(instance_attributes(model, {"compute_loss": compute}))
         # One loss may be given for several outputs: it is led once.
-        for loss in {id(loss): loss for loss in losses}.values():
-            if isinstance(loss, keras.losses.Loss) and loss.reduction == "sum":
-                led = {"call": functools.partial(_losses_of_rows, loss.call, run)}
-                stack.enter_context(instance_attributes(loss, led))
+        led = dict.fromkeys(_sums_in(losses), _losses_of_rows)
+        held = _sums_in(vars(model).values()) if isinstance(model, keras.Model) else []
+        for loss in held:
+            led.setdefault(loss, _unseen)
+        for loss, lead in led.items():
+            call = functools.partial(lead, loss.call, run)
+            stack.enter_context(instance_attributes(loss, {"call": call}))
         yield
+
+
+def _sums_in(values: Iterable[Any]) -> list[keras.losses.Loss]:
+    """The loss objects among `values`, and in their lists, that add up rows."""
+    found: list[keras.losses.Loss] = []
+    for value in values:
+        is_several = isinstance(value, (list, tuple))
+        for each in value if is_several else (value,):
+            if isinstance(each, keras.losses.Loss) and each.reduction == "sum":
+                found.append(each)
+    return found
+
+
+def _unseen(call: Any, run: ReplicaRun, *args: Any, **kwargs: Any) -> Any:
+    """What a loss of the program's own gives: it may divide the sum by anything."""
+    if not tf.distribute.in_cross_replica_context():
+        note_denominator(run, current_rank(), Denominator(None, of=Kind.UNSEEN))
+    return call(*args, **kwargs)
 
 
 def _losses_of_rows(call: Any, run: ReplicaRun, *args: Any, **kwargs: Any) -> Any:
@@ -54,7 +75,7 @@ def _losses_of_rows(call: Any, run: ReplicaRun, *args: Any, **kwargs: Any) -> An
     if not is_rows or tf.distribute.in_cross_replica_context():
         return losses  # of a scalar nothing says what it is
     suspect_sum_of_all(run, current_rank(), losses)
-    note_sum(run, current_rank())
+    note_denominator(run, current_rank(), Denominator(None, of=Kind.SUM))
     trace = trace_of(current_rank())
     run.scaled_losses.add(trace)
     shares = run.shares[trace]

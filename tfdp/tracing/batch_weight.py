@@ -7,18 +7,26 @@ Sums have none: those of all batches are added.
 
 from __future__ import annotations
 
+import enum
 from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from tfdp._private.names import graphs_inside
+from tfdp._private.names import graphs_inside, is_recording
+from tfdp.tracing.row_means import is_plain_sum, rows_of
 from tfdp.tracing.run import ReplicaRun, trace_of
 
-__all__ = ["PENALTY", "SUM", "Denominator", "batch_weight"]
+__all__ = ["Denominator", "Kind", "batch_weight", "note_denominator"]
 
-# In the place of what a loss was divided by: it is a sum over the rows, or a number
-# that has nothing to do with them.
-SUM, PENALTY = "sum", "penalty"
+
+class Kind(enum.Enum):
+    """In the place of what a loss was divided by."""
+
+    SUM = "a sum over the rows"
+    PENALTY = "a number that has nothing to do with rows"
+    STATED = "whatever local_sum was given: replicas' add up, batches may not"
+    UNSEEN = "a sum of which nobody sees what becomes"
+
 
 # What has the numbers of its first input, as far as a mask goes.
 SAME = {"All", "Cast", "EnsureShape", "ExpandDims", "Identity", "Reshape", "Squeeze"}
@@ -34,6 +42,11 @@ _UNLIKE = (
     "proportion in all batches, the update is not that of one large batch. "
     "It is where all losses are means over rows: masked entries as weights, "
     "sample_weight=mask, with the losses' own reduction"
+)
+_UNSEEN = (
+    "a loss of its own with reduction='sum' is taken, nobody said what the replicas' "
+    f"losses add up to, and {_ADDED_UP}they are weighed as means over rows, which a "
+    "sum is not. Take the gradient of tfdp.losses.local_sum(loss), or a mean"
 )
 _BESIDE_SUM = (
     "a loss is a sum over rows (reduction='sum') and another one, or a penalty such as "
@@ -51,11 +64,19 @@ class Denominator(NamedTuple):
     Args:
       total: a float scalar; None: the number of rows.
       of: the mask or the weights that it counts, losses that share it divide alike; or
-        `SUM` or `PENALTY`.
+        a `Kind`.
+      loss: of what is `STATED`.
     """
 
     total: tf.Tensor | None
     of: Any = None
+    loss: Any = None
+
+
+def note_denominator(run: ReplicaRun, rank: Any, denominator: Denominator) -> None:
+    """Notes it for the next optimizer that adds up batches, where a tape records."""
+    if is_recording():  # else it is only looked at, and has no gradient
+        run.denominators.setdefault(trace_of(rank), []).append(denominator)
 
 
 def batch_weight(run: ReplicaRun, rank: Any) -> tf.Tensor | None:
@@ -72,9 +93,14 @@ def batch_weight(run: ReplicaRun, rank: Any) -> tf.Tensor | None:
     noted: list[Denominator] = run.denominators.get(trace, [])
     found = noted[run.denominators_used.get(trace, 0) :] or noted
     run.denominators_used[trace] = len(noted)
-    means = [each for each in found if each.of is not SUM and each.of is not PENALTY]
-    if any(each.of is SUM for each in found):
-        if any(each.of is not SUM for each in found):
+    found = [_made_out(each, run, rank) for each in found]
+    if any(each.of is Kind.UNSEEN for each in found):
+        if not any(each.of is Kind.SUM for each in found):
+            run.suspicions.add(_UNSEEN)
+        found = [each for each in found if each.of is not Kind.UNSEEN]
+    means = [each for each in found if not isinstance(each.of, Kind)]
+    if any(each.of is Kind.SUM for each in found):
+        if any(each.of is not Kind.SUM for each in found):
             run.suspicions.add(_BESIDE_SUM)
         if not means:
             return None
@@ -90,6 +116,14 @@ def batch_weight(run: ReplicaRun, rank: Any) -> tf.Tensor | None:
     if not totals:
         return tf.constant(1.0)
     return totals[0] if len(totals) == 1 else tf.add_n(totals) / len(totals)
+
+
+def _made_out(noted: Denominator, run: ReplicaRun, rank: Any) -> Denominator:
+    """What `local_sum` was given: a plain sum over rows; else one by their number."""
+    if noted.of is not Kind.STATED:
+        return noted
+    is_sum = is_plain_sum(noted.loss, rows_of(run, rank))
+    return Denominator(None, of=Kind.SUM if is_sum else None)
 
 
 def _is_near(tensor: tf.Tensor) -> bool:
