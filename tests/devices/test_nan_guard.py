@@ -367,6 +367,9 @@ def test_replicas_that_train_apart_leave_out_their_own(across, replicas):
     model, guard = compiled(make(), distributed(sync=sync)), NaNGuard("skip")
     with pytest.warns(NotFiniteWarning, match="the input x"):
         fit(model, bad_data(), guard, ReplicaCheck(1))
+    # Who has left out nothing is not looked at, and the batch is computed again.
+    assert {finding.kind for finding in guard.findings} >= {"input", "loss"}
+    assert "unknown" not in {finding.kind for finding in guard.findings}
     assert guard.skipped_steps == 1
     assert all(np.isfinite(w).all() for w in model.get_weights())
 

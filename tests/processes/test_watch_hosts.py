@@ -63,3 +63,24 @@ def test_a_nan_is_traced_to_its_host(engine):
     assert "replica 3 (CPU:1 of worker 1): first the input x" in told["message"]
     assert "replica 0" not in told["message"]
     assert told["finite"]
+
+
+@pytest.mark.worth_seconds(12)
+@pytest.mark.parametrize(
+    "devices", [1, pytest.param(2, marks=pytest.mark.slow)], ids=["2x1", "2x2"]
+)
+def test_a_host_that_trains_apart_looks_for_the_cause_alone(devices):
+    variables = {"TFDP_DEVICES_PER_WORKER": str(devices)}
+    with Workers(2, "tests.support.guard_apart", variables=variables) as started:
+        outputs = started.succeed()
+    other, bad = (
+        json.loads(next(line for line in output.splitlines() if "told" in line)[5:])
+        for output in outputs
+    )
+    assert other["found"] == []
+    rank = 2 * devices - 1  # whose row it was
+    assert [rank, "input", "x"] in bad["found"]
+    assert [rank, "loss", "the loss"] in bad["found"]
+    assert {finding[0] for finding in bad["found"]} == {rank}
+    assert other["weights"] == bad["weights"]
+    assert abs(bad["weights"][1][0]) < 1.0  # no NaN

@@ -239,7 +239,10 @@ class FiniteGuard:
 
     def kept_batches(self) -> list[Any] | None:
         """The batch of each replica in the first step that was left out; None where it
-        cannot be kept: it was filled up."""
+        cannot be kept: it was filled up.
+
+        Of a replica that has left out none, where replicas train apart, it is None.
+        """
         if self._structure is None:
             return None
         return [
@@ -248,6 +251,8 @@ class FiniteGuard:
                 [part.read_value() for part in notes.batch],
                 expand_composites=True,
             )
+            if int(notes.counts.numpy()[4]) != NONE
+            else None
             for notes in self._notes
         ]
 

@@ -31,7 +31,8 @@ from tfdp._private.names import current_rank
 from tfdp._private.optimizer_hooks import variables_built_with
 from tfdp.sharding.variables import ShardedVariable
 from tfdp.step.held_optimizers import optimizers_of
-from tfdp.step.local_run import groups_across
+from tfdp.step.local_run import LooksApart
+from tfdp.variables.local_view import LocalView
 
 __all__ = ["Finding", "find_not_finite", "state_of_replica", "weights_not_finite"]
 
@@ -70,8 +71,8 @@ def find_not_finite(
 
     Args:
       model: whose step it is.
-      batches: what each replica's step was given, as (args, kwargs); None: nobody kept
-        it.
+      batches: what each replica's step was given, as (args, kwargs), None for a replica
+        that has left out nothing; None: nobody kept it.
       first_rank: that of this process's first replica.
     """
     strategy = model.distribute_strategy
@@ -87,18 +88,23 @@ def find_not_finite(
     if batches is None:
         reason = "its batch was filled up to a fixed size (pad_batches)"
         return [Finding(first_rank, "unknown", reason)]
-    for look, (args, _) in zip(looks, batches, strict=True):
+    bad = [one for one in zip(looks, batches, strict=True) if one[1] is not None]
+    if not bad:
+        return [Finding(first_rank, "unknown", "no replica has kept its batch")]
+    for look, (args, _) in bad:
         for name, part in _named_parts(args):
             look.at("input", name, part, has_rows=True)
+    # The step runs on all replicas, on the others with what nobody looks at.
+    given = [bad[0][1] if batch is None else batch for batch in batches]
     try:
         with _as_it_was(model), _looking(model, looks):
-            _run_again(model, strategy, batches, looks)
+            _run_again(model, strategy, given, looks)
     except Exception as error:  # what a model's own step may raise, nobody knows
         # Keras says first where it was, and then what.
         lines = [line for line in str(error).splitlines() if line.strip()][:2]
         words = f"{type(error).__name__}: {' '.join(lines)}"
-        looks[0].findings.append(Finding(first_rank, "unknown", words))
-    return [finding for look in looks for finding in look.findings]
+        bad[0][0].findings.append(Finding(bad[0][0].rank, "unknown", words))
+    return [finding for look, _ in bad for finding in look.findings]
 
 
 def weights_not_finite(model: keras.Model, first_rank: int) -> list[Finding]:
@@ -121,7 +127,7 @@ def state_of_replica(
         value = variable.value
         if isinstance(value, ShardedVariable):
             yield variable.path, value.shard(rank)
-        elif getattr(value, "has_local", False):
+        elif isinstance(value, LocalView) and value.has_local:
             yield variable.path, value.local_copy(rank)
         elif hasattr(value, "values"):
             yield variable.path, value.values[rank]
@@ -182,15 +188,10 @@ def _only_looks(optimizer: Any, looks: Sequence[_Look]) -> dict[str, Callable]:
 def _run_again(
     model: keras.Model, strategy: Any, batches: Sequence[Any], looks: Sequence[_Look]
 ) -> None:
-    groups = None
     owned = optimizers_of(model)
     # Those too that a model holds in an object of its own.
     every = strategy.extended.made_optimizers.together_with(owned)
     only_looks = [(o, _only_looks(o, looks)) for o in every]
-    for optimizer in owned:
-        sync = getattr(optimizer, "sync", None)
-        if sync is not None:
-            groups = groups_across(strategy, sync.across)
     structure = batches[0]
     columns = zip(
         *(tf.nest.flatten(batch, expand_composites=True) for batch in batches),
@@ -204,8 +205,6 @@ def _run_again(
     ]
 
     def again(parts: list[Any]) -> None:
-        if groups is not None:
-            strategy.extended.current_run.groups = groups
         for optimizer, methods in only_looks:
             # On top of those that lead it in this run, and are gone with it.
             vars(optimizer).update(methods)
@@ -216,7 +215,8 @@ def _run_again(
     with contextlib.ExitStack() as stack:
         for optimizer, methods in only_looks:
             stack.enter_context(instance_attributes(optimizer, methods))
-        strategy.run(again, args=(values,))
+        is_apart = any(getattr(o, "sync", None) is not None for o in owned)
+        strategy.run(LooksApart(again) if is_apart else again, args=(values,))
 
 
 def _part_of(column: Sequence[tf.Tensor], first_rank: int, context: Any) -> tf.Tensor:
@@ -287,7 +287,9 @@ def _as_it_was(model: keras.Model) -> Iterator[None]:
             copies += [value.shard(rank) for rank in range(len(value.values))]
             continue
         copies += list(getattr(value, "values", ()))
-        if getattr(value, "has_local", False):
+        # By its class: what a metric's variable has not, TensorFlow looks for in its
+        # sum over all hosts, of which some may be in a step.
+        if isinstance(value, LocalView) and value.has_local:
             copies += [value.local_copy(rank) for rank in range(len(value.values))]
     before = [copy.read_value() for copy in copies]
     try:

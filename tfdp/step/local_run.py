@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -13,7 +14,7 @@ from tfdp.sync.rounds import Sync
 from tfdp.tracing.keras_steps import name_of_step
 from tfdp.tracing.run import ReplicaRun
 
-__all__ = ["begin_local_run", "groups_across", "refuse_in_local_run"]
+__all__ = ["LooksApart", "begin_local_run", "groups_across", "refuse_in_local_run"]
 
 Groups = tuple[tuple[int, ...], ...]
 
@@ -56,6 +57,21 @@ def groups_across(strategy: tf.distribute.Strategy, across: str) -> Groups:
     return groups
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class LooksApart:
+    """A step that only looks, where replicas train apart: it asks no other replica.
+
+    Args:
+      look: what runs on each replica.
+    """
+
+    look: Callable[..., Any]
+
+    def __call__(self, *args: Any) -> Any:
+        """What the look gives."""
+        return self.look(*args)
+
+
 def begin_local_run(
     step: Any,
     optimizers: Sequence[keras.optimizers.Optimizer],
@@ -68,7 +84,7 @@ def begin_local_run(
     and one of its optimizers says so.
 
     Args:
-      step: what runs on each replica.
+      step: what runs on each replica; one that `LooksApart` begins no round.
       optimizers: those of the model that `step` is of.
       run: the strategy's run, before the replicas are traced.
       strategy: the strategy.
@@ -77,6 +93,10 @@ def begin_local_run(
     Raises:
       ConfigurationError: when such a step cannot be.
     """
+    if isinstance(step, LooksApart):
+        # Others may be in a step; and eager replicas, which take turns, would wait.
+        run.groups = tuple((rank,) for rank in range(run.replicas))
+        return
     syncs = {o: o.sync for o in optimizers if isinstance(_sync_of(o), Sync)}
     if not syncs or name_of_step(step) != "train_step":
         return
