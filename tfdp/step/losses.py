@@ -245,8 +245,11 @@ def _note_denominator(
     if _reduction(reducer) == "mean_with_sample_weight":
         name = "sample_weight"
     of = _as_given(reducer, name)
-    # Nobody else's, where that is not seen.
-    note_denominator(run, rank, Denominator(total, total if of is None else of))
+    if of is None and reducer is not None:
+        values = reducer.f_locals["values"]
+        note_denominator(run, rank, Denominator(total, Kind.COUNTED, values))
+    else:
+        note_denominator(run, rank, Denominator(total, of))
 
 
 def _note_row_mean(run: ReplicaRun, rank: Any, reducer: FrameType | None) -> None:

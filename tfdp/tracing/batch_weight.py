@@ -26,6 +26,7 @@ class Kind(enum.Enum):
     PENALTY = "a number that has nothing to do with rows"
     STATED = "whatever local_sum was given: replicas' add up, batches may not"
     UNSEEN = "a sum of which nobody sees what becomes"
+    COUNTED = "the number of values that are not one for each row"
 
 
 # What has the numbers of its first input, as far as a mask goes.
@@ -65,7 +66,7 @@ class Denominator(NamedTuple):
       total: a float scalar; None: the number of rows.
       of: the mask or the weights that it counts, losses that share it divide alike; or
         a `Kind`.
-      loss: of what is `STATED`.
+      loss: what is `STATED`, or the values that were `COUNTED`.
     """
 
     total: tf.Tensor | None
@@ -119,7 +120,15 @@ def batch_weight(run: ReplicaRun, rank: Any) -> tf.Tensor | None:
 
 
 def _made_out(noted: Denominator, run: ReplicaRun, rank: Any) -> Denominator:
-    """What `local_sum` was given: a plain sum over rows; else one by their number."""
+    """What `local_sum` was given: a plain sum over rows; else one by their number.
+
+    And values that are of no row, such as those of a GAN's noise, are taken to be as
+    many as rows.
+    """
+    if noted.of is Kind.COUNTED:
+        is_eager = isinstance(noted.loss, tf.__internal__.EagerTensor)
+        is_of_rows = is_eager or noted.loss in rows_of(run, rank)
+        return Denominator(noted.total, noted.total if is_of_rows else None)
     if noted.of is not Kind.STATED:
         return noted
     is_sum = is_plain_sum(noted.loss, rows_of(run, rank))
