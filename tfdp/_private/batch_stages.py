@@ -54,7 +54,10 @@ def _is_of_batches(dataset: tf.data.Dataset) -> bool:
     if _kind(stage) not in BATCHES:
         return False
     leaves = tf.nest.flatten(dataset.element_spec)
-    lengths = [leaf.shape[0] if leaf.shape.rank else None for leaf in leaves]
+    shapes = [getattr(leaf, "shape", None) for leaf in leaves]  # None has none
+    lengths = [
+        shape[0] if shape is not None and shape.rank else None for shape in shapes
+    ]
     return not is_mapped or {_batch_size(stage)} == set(lengths) != {None}
 
 
