@@ -15,7 +15,6 @@ import tensorflow as tf
 
 from tfdp._private.names import in_compiled_function
 from tfdp.errors import ConfigurationError
-from tfdp.tracing.batch_weight import Denominator, Kind, note_denominator
 from tfdp.tracing.current_run import current_run
 from tfdp.tracing.loss_shares import Standing
 from tfdp.tracing.loss_suspicions import is_share
@@ -291,9 +290,7 @@ def local_mean(loss: tf.Tensor) -> tf.Tensor:
 def local_sum(loss: tf.Tensor) -> tf.Tensor:
     """States that adding the replicas' losses gives the global one; changes nothing.
 
-    For sums over the samples, and for losses already divided by the global batch. With
-    `accumulate_steps` a plain sum over samples is added up over the batches, and any
-    other number weighed by their samples.
+    For sums over the samples, and for losses already divided by the global batch.
 
     Args:
       loss: a scalar; or a value for each row, whose gradient is that of their sum.
@@ -314,7 +311,6 @@ def local_sum(loss: tf.Tensor) -> tf.Tensor:
     shares = run.shares[trace_of(rank)]
     if shares.standing_of(loss) is Standing.SHARE:
         return loss
-    note_denominator(run, rank, Denominator(None, of=Kind.STATED, loss=loss))
     return loss * shares.factor(1.0, loss.dtype)
 
 

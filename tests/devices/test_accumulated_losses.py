@@ -184,12 +184,11 @@ def test_a_penalty_beside_a_sum_is_told(options):
 
 
 class Own(keras.Model):
-    """A sum over rows that the step takes itself, in one way or another."""
+    """A loss that the step takes itself, in one way or another."""
 
-    def __init__(self, way):
+    def __init__(self, way, rows):
         super().__init__()
-        self.network, self.way = keras.layers.Dense(1), way
-        self.sum_of = keras.losses.MeanSquaredError(reduction="sum")
+        self.network, self.way, self.rows = keras.layers.Dense(1), way, rows
         self.mean_of = keras.losses.MeanSquaredError()
 
     def call(self, x):
@@ -197,19 +196,16 @@ class Own(keras.Model):
 
     def loss_of(self, x, y):
         predicted = self.network(x)
-        if self.way == "whole":
-            rows = tf.reduce_sum((y - predicted) ** 2)
-            return tfdp.losses.local_sum(rows / (BATCH // 2))
-        if self.way == "sum":
-            return tfdp.losses.local_sum(self.sum_of(y, predicted))
-        if self.way == "compiled":
-            return tfdp.losses.local_sum(self.compute_loss(x, y, predicted))
         if self.way == "noise":
             made = self.network(tf.random.normal((tf.shape(x)[0], LENGTH)))
             other = self.mean_of(tf.ones_like(made), made)
             return self.mean_of(y, predicted) + other
-        loss = self.sum_of(y, predicted)
-        return loss + self.mean_of(y, predicted) if self.way == "beside" else loss
+        if self.way == "compiled":
+            return self.compute_loss(x, y, predicted) / self.rows
+        squares = tf.reduce_sum((y - predicted) ** 2)
+        if self.way == "before":
+            return tfdp.losses.local_sum(squares / self.rows)
+        return tfdp.losses.local_sum(squares) / self.rows
 
     def train_step(self, data):
         with tf.GradientTape() as tape:
@@ -219,45 +215,32 @@ class Own(keras.Model):
         return {"steps": tf.ones([])}
 
 
-def summed_by_hand(way, replicas, rows):
+def divided_by_hand(way, replicas, rows):
     with make_strategy(replicas).scope() if replicas else contextlib.nullcontext():
         keras.utils.set_random_seed(1)
-        model = Own(way)
+        model = Own(way, rows)
         model.network.build((None, LENGTH))
         model.built = True
         optimizer = keras.optimizers.SGD(0.01)
         if replicas:
             optimizer = tfdp.DistributedOptimizer(optimizer, accumulate_steps=2)
-        loss = model.sum_of if way == "compiled" else None
-        model.compile(optimizer, loss, jit_compile=False)
+        loss = keras.losses.MeanSquaredError(reduction="sum")
+        model.compile(optimizer, loss if way == "compiled" else None, jit_compile=False)
     x, y = TEXTS.astype("float32") / WORDS, TARGETS["class"]
     model.fit(x, y, batch_size=rows, shuffle=False, verbose=0)
     return model.get_weights()
 
 
-@pytest.mark.parametrize(
-    ("way", "times"), [("sum", 1.0), ("compiled", 1.0), ("whole", 2.0)]
-)
-def test_sums_that_a_step_states_are_added_up(way, times, monkeypatch):
+@pytest.mark.parametrize("way", ["compiled", "before", "behind"])
+def test_sums_that_a_step_divides_are_means(way):
     with warnings.catch_warnings():
         warnings.simplefilter("error", LocalMeanWarning)
-        own = summed_by_hand(way, 2, BATCH // 2)
-    # What is divided by the rows of a batch is a mean: of two batches the mean of both.
-    if way == "whole":
-        monkeypatch.setattr(tfdp.losses, "local_sum", lambda loss: loss / times)
+        own = divided_by_hand(way, 2, BATCH // 2)
     # As in `test_sums_are_added_up`.
-    assert largest(own, summed_by_hand(way, 0, BATCH)) < 1e-6
-
-
-@pytest.mark.parametrize("way", ["unseen", "beside"])
-def test_a_sum_of_which_nobody_says_what_becomes_is_told(way):
-    with pytest.warns(
-        LocalMeanWarning, match=r"Take the gradient of tfdp.losses.local"
-    ):
-        summed_by_hand(way, 2, BATCH // 2)
+    assert largest(own, divided_by_hand(way, 0, BATCH)) < 1e-6
 
 
 def test_as_many_numbers_that_are_of_no_row_are_not_suspected():
     with warnings.catch_warnings():
         warnings.simplefilter("error", LocalMeanWarning)
-        summed_by_hand("noise", 2, BATCH // 2)
+        divided_by_hand("noise", 2, BATCH // 2)

@@ -87,7 +87,13 @@ def two_views(rows, has_shapes=True):
     return tf.data.Dataset.zip(rows_of(X, rows, has_shapes), views)
 
 
-@pytest.mark.parametrize("make", [joined, labelled, two_views])
+def labels_in_batches(rows):
+    parts = [rows_of(X, rows, True)] * 2
+    labels = tf.data.Dataset.from_tensor_slices(np.repeat([0, 1], rows)).repeat()
+    return tf.data.Dataset.zip(*parts, labels.batch(2 * rows, drop_remainder=True))
+
+
+@pytest.mark.parametrize("make", [joined, labelled, two_views, labels_in_batches])
 def test_rows_that_belong_together_are_not_parted(make):
     with pytest.raises(tfdp.errors.DataError, match=r"come out of tf.data.Dataset.zip"):
         make_strategy(2).experimental_distribute_dataset(make(6))

@@ -5,6 +5,9 @@ Checked against TensorFlow 2.20 and 2.21.
 
 from __future__ import annotations
 
+import itertools
+from typing import Any
+
 import tensorflow as tf
 
 __all__ = ["is_zip_of_batches", "rows_of_batches"]
@@ -41,24 +44,42 @@ def is_zip_of_batches(dataset: tf.data.Dataset) -> bool:
 
     So no row of one element has to do with a certain row of another. Where batches were
     mapped after that, shapes must tell that there are as many rows as before: a map may
-    put rows behind each other that belong together.
+    put rows behind each other that belong together. And where one has as many rows as
+    several others together, these may be what the model joins, and it their labels.
     """
-    stage, _ = _behind(dataset, KEEP_BATCHES)
-    return _kind(stage) == "ZipDataset" and all(map(_is_of_batches, stage._inputs()))
-
-
-def _is_of_batches(dataset: tf.data.Dataset) -> bool:
-    if is_zip_of_batches(dataset):
-        return True
-    stage, is_mapped = _behind(dataset, KEEP_BATCHES | MAPS)
-    if _kind(stage) not in BATCHES:
+    sizes = _zipped_sizes(dataset)
+    if not sizes or None in sizes:
         return False
+    for place, size in enumerate(sizes):
+        others = sizes[:place] + sizes[place + 1 :]
+        for number in range(2, len(others) + 1):
+            if any(
+                sum(some) == size for some in itertools.combinations(others, number)
+            ):
+                return False
+    return True
+
+
+def _zipped_sizes(dataset: tf.data.Dataset) -> list[Any]:
+    """The rows of a batch of each dataset that was zipped; None: not known."""
+    stage, _ = _behind(dataset, KEEP_BATCHES)
+    if _kind(stage) != "ZipDataset":
+        return []
+    sizes = []
+    for part in stage._inputs():
+        sizes += _zipped_sizes(part) or [_size_of_batches(part)]
+    return sizes
+
+
+def _size_of_batches(dataset: tf.data.Dataset) -> int | None:
+    stage, is_mapped = _behind(dataset, KEEP_BATCHES | MAPS)
+    size = _batch_size(stage)
     leaves = tf.nest.flatten(dataset.element_spec)
     shapes = [getattr(leaf, "shape", None) for leaf in leaves]  # None has none
     lengths = [
         shape[0] if shape is not None and shape.rank else None for shape in shapes
     ]
-    return not is_mapped or {_batch_size(stage)} == set(lengths) != {None}
+    return size if not is_mapped or set(lengths) == {size} else None
 
 
 def _behind(dataset: tf.data.Dataset, kinds: set[str]) -> tuple[tf.data.Dataset, bool]:

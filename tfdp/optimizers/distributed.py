@@ -51,10 +51,11 @@ class DistributedOptimizer(LossScaleHooks):
 
         g = sum_k W_k sum_r g_kr / sum_k W_k
 
-    which is the gradient of one step on all K batches together; of sums, by compiled
-    losses with `reduction="sum"` or `tfdp.losses.local_sum`, it is sum_k sum_r g_kr.
-    Without a strategy nobody counts rows or knows of sums, and batches weigh alike: the
-    mean. `iterations` counts updates, so schedules mean what they say.
+    which is the gradient of one step on all K batches together. Of compiled losses with
+    `reduction="sum"`, in Keras' own `train_step`, it is sum_k sum_r g_kr. A step of
+    one's own may divide its sums, so these are weighed as means. Without a strategy
+    nobody counts rows or knows of sums, and batches weigh alike: the mean. `iterations`
+    counts updates, so schedules mean what they say.
 
     Stock optimizers are exact under `DataParallelStrategy` as they are, in `model.fit`
     and in custom loops; this wrapper is for accumulation weighted by samples or tokens.

@@ -174,7 +174,7 @@ class StepCall:
         with (
             led_optimizers(optimizers, self.run),
             led_reports(self.model, self.run) as noted,
-            led_reductions(self.model, self.run),
+            led_reductions(self.model, self.run, self.fn),
             leaves_borrowed_out(self.fn, optimizers, self.run),
             own_losses(self.model if replicas > 1 else None),
             _looking_at_loss(self.model, self._guard),

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import keras
@@ -22,6 +22,7 @@ from tfdp._private.keras_models import given_losses
 from tfdp._private.names import current_rank
 from tfdp.errors import ConfigurationError
 from tfdp.tracing.batch_weight import Denominator, Kind, note_denominator
+from tfdp.tracing.keras_steps import is_stock_step
 from tfdp.tracing.loss_shares import Standing
 from tfdp.tracing.loss_suspicions import suspect_sum_of_all
 from tfdp.tracing.run import ReplicaRun, trace_of
@@ -30,52 +31,38 @@ __all__ = ["led_reductions"]
 
 
 @contextlib.contextmanager
-def led_reductions(model: Any, run: ReplicaRun) -> Iterator[None]:
+def led_reductions(model: Any, run: ReplicaRun, step: Any) -> Iterator[None]:
     """While this lasts, what the sums among `model`'s losses give is a share.
 
-    `compute_loss` of the model refuses what is neither of rows nor of the batch.
+    `compute_loss` of the model refuses what is neither of rows nor of the batch. Where
+    `step` is Keras' own, and so is `compute_loss`, nothing divides a sum.
     """
+    is_stock = is_stock_step(step)
+    is_stock = is_stock and type(model).compute_loss is keras.Model.compute_loss
     with contextlib.ExitStack() as stack:
         losses = given_losses(model) if isinstance(model, keras.Model) else []
         if losses and run.replicas > 1:
             compute = functools.partial(_of_rows_or_whole, model.compute_loss, run)
             stack.enter_context(instance_attributes(model, {"compute_loss": compute}))
         # One loss may be given for several outputs: it is led once.
-        led = dict.fromkeys(_sums_in(losses), _losses_of_rows)
-        held = _sums_in(vars(model).values()) if isinstance(model, keras.Model) else []
-        for loss in held:
-            led.setdefault(loss, _unseen)
-        for loss, lead in led.items():
-            call = functools.partial(lead, loss.call, run)
-            stack.enter_context(instance_attributes(loss, {"call": call}))
+        for loss in {id(loss): loss for loss in losses}.values():
+            if isinstance(loss, keras.losses.Loss) and loss.reduction == "sum":
+                lead = functools.partial(_losses_of_rows, loss.call, run, is_stock)
+                led = {"call": lead}
+                stack.enter_context(instance_attributes(loss, led))
         yield
 
 
-def _sums_in(values: Iterable[Any]) -> list[keras.losses.Loss]:
-    """The loss objects among `values`, and in their lists, that add up rows."""
-    found: list[keras.losses.Loss] = []
-    for value in values:
-        is_several = isinstance(value, (list, tuple))
-        for each in value if is_several else (value,):
-            if isinstance(each, keras.losses.Loss) and each.reduction == "sum":
-                found.append(each)
-    return found
-
-
-def _unseen(call: Any, run: ReplicaRun, *args: Any, **kwargs: Any) -> Any:
-    """What a loss of the program's own gives: it may divide the sum by anything."""
-    if not tf.distribute.in_cross_replica_context():
-        note_denominator(run, current_rank(), Denominator(None, of=Kind.UNSEEN))
-    return call(*args, **kwargs)
-
-
-def _losses_of_rows(call: Any, run: ReplicaRun, *args: Any, **kwargs: Any) -> Any:
+def _losses_of_rows(
+    call: Any, run: ReplicaRun, is_stock: bool, *args: Any, **kwargs: Any
+) -> Any:
     losses = call(*args, **kwargs)
     is_rows = tf.is_tensor(losses) and losses.shape.rank != 0
     if not is_rows or tf.distribute.in_cross_replica_context():
         return losses  # of a scalar nothing says what it is
     suspect_sum_of_all(run, current_rank(), losses)
-    note_denominator(run, current_rank(), Denominator(None, of=Kind.SUM))
+    if is_stock:
+        note_denominator(run, current_rank(), Denominator(None, of=Kind.SUM))
     trace = trace_of(current_rank())
     run.scaled_losses.add(trace)
     shares = run.shares[trace]

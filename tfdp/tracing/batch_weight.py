@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from tfdp._private.names import graphs_inside, is_recording
-from tfdp.tracing.row_means import is_plain_sum, rows_of
+from tfdp.tracing.row_means import rows_of
 from tfdp.tracing.run import ReplicaRun, trace_of
 
 __all__ = ["Denominator", "Kind", "batch_weight", "note_denominator"]
@@ -24,8 +24,6 @@ class Kind(enum.Enum):
 
     SUM = "a sum over the rows"
     PENALTY = "a number that has nothing to do with rows"
-    STATED = "whatever local_sum was given: replicas' add up, batches may not"
-    UNSEEN = "a sum of which nobody sees what becomes"
     COUNTED = "the number of values that are not one for each row"
 
 
@@ -44,11 +42,6 @@ _UNLIKE = (
     "It is where all losses are means over rows: masked entries as weights, "
     "sample_weight=mask, with the losses' own reduction"
 )
-_UNSEEN = (
-    "a loss of its own with reduction='sum' is taken, nobody said what the replicas' "
-    f"losses add up to, and {_ADDED_UP}they are weighed as means over rows, which a "
-    "sum is not. Take the gradient of tfdp.losses.local_sum(loss), or a mean"
-)
 _BESIDE_SUM = (
     "a loss is a sum over rows (reduction='sum') and another one, or a penalty such as "
     f"a kernel_regularizer, is not, and {_ADDED_UP}the sums of one large batch are "
@@ -66,12 +59,12 @@ class Denominator(NamedTuple):
       total: a float scalar; None: the number of rows.
       of: the mask or the weights that it counts, losses that share it divide alike; or
         a `Kind`.
-      loss: what is `STATED`, or the values that were `COUNTED`.
+      values: those that were `COUNTED`.
     """
 
     total: tf.Tensor | None
     of: Any = None
-    loss: Any = None
+    values: Any = None
 
 
 def note_denominator(run: ReplicaRun, rank: Any, denominator: Denominator) -> None:
@@ -95,10 +88,6 @@ def batch_weight(run: ReplicaRun, rank: Any) -> tf.Tensor | None:
     found = noted[run.denominators_used.get(trace, 0) :] or noted
     run.denominators_used[trace] = len(noted)
     found = [_made_out(each, run, rank) for each in found]
-    if any(each.of is Kind.UNSEEN for each in found):
-        if not any(each.of is Kind.SUM for each in found):
-            run.suspicions.add(_UNSEEN)
-        found = [each for each in found if each.of is not Kind.UNSEEN]
     means = [each for each in found if not isinstance(each.of, Kind)]
     if any(each.of is Kind.SUM for each in found):
         if any(each.of is not Kind.SUM for each in found):
@@ -120,19 +109,13 @@ def batch_weight(run: ReplicaRun, rank: Any) -> tf.Tensor | None:
 
 
 def _made_out(noted: Denominator, run: ReplicaRun, rank: Any) -> Denominator:
-    """What `local_sum` was given: a plain sum over rows; else one by their number.
-
-    And values that are of no row, such as those of a GAN's noise, are taken to be as
-    many as rows.
-    """
-    if noted.of is Kind.COUNTED:
-        is_eager = isinstance(noted.loss, tf.__internal__.EagerTensor)
-        is_of_rows = is_eager or noted.loss in rows_of(run, rank)
-        return Denominator(noted.total, noted.total if is_of_rows else None)
-    if noted.of is not Kind.STATED:
+    """Values that are of no row, such as those of a GAN's noise, are taken to be as
+    many as rows."""
+    if noted.of is not Kind.COUNTED:
         return noted
-    is_sum = is_plain_sum(noted.loss, rows_of(run, rank))
-    return Denominator(None, of=Kind.SUM if is_sum else None)
+    is_eager = isinstance(noted.values, tf.__internal__.EagerTensor)
+    is_of_rows = is_eager or noted.values in rows_of(run, rank)
+    return Denominator(noted.total, noted.total if is_of_rows else None)
 
 
 def _is_near(tensor: tf.Tensor) -> bool:

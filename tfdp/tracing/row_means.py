@@ -22,7 +22,6 @@ __all__ = [
     "SELECTS",
     "is_no_mean_over_rows",
     "is_plain_mean",
-    "is_plain_sum",
     "is_sum_over_rows",
     "of_values",
     "rows_of",
@@ -244,30 +243,6 @@ def is_sum_over_rows(loss: tf.Tensor, rows: MadeOf) -> bool:
             todo += inputs[1:]
         elif any(one in numbered for one in _added_along_rows(op)):
             return True
-    return False
-
-
-def is_plain_sum(loss: Any, rows: MadeOf) -> bool:
-    """Whether a term of `loss` is a sum over rows, times or by nothing.
-
-    Args:
-      loss: a tensor; of an eager one nothing is seen.
-      rows: see `is_sum_over_rows`.
-    """
-    todo, seen = [loss], set()
-    while todo:
-        tensor = outermost(todo.pop())
-        if tensor is None or isinstance(tensor, tf.__internal__.EagerTensor):
-            continue
-        if key_of(tensor) in seen:
-            continue
-        seen.add(key_of(tensor))
-        inputs = list(tensor.op.inputs)
-        if tensor.op.type == "Sum" and 0 in (reduced_axes(inputs) or ()):
-            if inputs[0] in rows:
-                return True
-        elif tensor.op.type in TERMS:
-            todo += inputs
     return False
 
 
