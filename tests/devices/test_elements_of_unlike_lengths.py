@@ -105,6 +105,15 @@ def test_rows_of_views_are_not_parted_where_shapes_do_not_tell():
         next(iter(data))
 
 
+def test_a_zip_of_many_datasets_is_looked_at_at_once():
+    """Of 48 datasets there are 2 ** 47 choices that might add up to one of them."""
+    few, many = rows_of(X, 6, True), rows_of(U, 9, True)
+    data = tf.data.Dataset.zip(*[few] * 47, many)
+    first, *_ = make_strategy(3).experimental_distribute_dataset(data)
+    local = make_strategy(3).experimental_local_results(first)
+    assert [(len(parts[0]), len(parts[-1])) for parts in local] == [(2, 3)] * 3
+
+
 def test_what_is_mapped_keeps_its_rows():
     u = rows_of(U, 9, True).map(lambda u: 2 * u).prefetch(1)
     data = tf.data.Dataset.zip({"x": rows_of((X, Y), 6, True), "u": u}).repeat(2)

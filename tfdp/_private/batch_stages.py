@@ -5,7 +5,6 @@ Checked against TensorFlow 2.20 and 2.21.
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import tensorflow as tf
@@ -50,14 +49,26 @@ def is_zip_of_batches(dataset: tf.data.Dataset) -> bool:
     sizes = _zipped_sizes(dataset)
     if not sizes or None in sizes:
         return False
-    for place, size in enumerate(sizes):
-        others = sizes[:place] + sizes[place + 1 :]
-        for number in range(2, len(others) + 1):
-            if any(
-                sum(some) == size for some in itertools.combinations(others, number)
-            ):
-                return False
-    return True
+    return not any(
+        _is_sum_of_several(size, sizes[:place] + sizes[place + 1 :])
+        for place, size in enumerate(sizes)
+    )
+
+
+def _is_sum_of_several(size: int, others: list[int]) -> bool:
+    """Whether two or more of `others` add up to `size`; all are above 0.
+
+    >>> _is_sum_of_several(16, [8, 3, 8]), _is_sum_of_several(16, [16, 8])
+    (True, False)
+    """
+    single: set[int] = set()
+    several: set[int] = set()
+    for other in others:  # not all choices: there are 2 ** len(others)
+        several |= {
+            total + other for total in single | several if total + other <= size
+        }
+        single.add(other)
+    return size in several
 
 
 def _zipped_sizes(dataset: tf.data.Dataset) -> list[Any]:
