@@ -15,6 +15,7 @@ import tensorflow as tf
 
 from tfdp._private.call_context import call_context, calling_as
 from tfdp._private.keras_autocast import autocasting_as, get_autocast_scope
+from tfdp._private.shape_inputs import ask_shapes_of
 from tfdp.checks import is_whole
 from tfdp.errors import ConfigurationError
 from tfdp.exchange.exchange_names import exchanges_of
@@ -213,6 +214,9 @@ def _gradients(
             [*inputs, *variables],
             output_gradients=[gradient for _, gradient in used],
         )
+        # A gradient that needs no more of an input than its shape (of padding, sums,
+        # reshapes) would keep it until then.
+        ask_shapes_of(tensors, inputs, _operations()[before:])
     # An update must not overtake what still reads the old weights. TensorFlow says so
     # by control edges from reads to updates, but its graph optimizer takes one away
     # where it sees a path beside it, and then the path (shapes of what is computed
