@@ -337,3 +337,39 @@ def test_a_variable_of_no_replica_is_told_of(name, recwarn):
         fitted(make_strategy(2), kind)
     if words is None:
         assert not [w for w in recwarn if w.category is LocalStateWarning]
+
+
+class AppliesTwice(keras.Model):
+    """A critic, as keras.io's WGAN-GP has it, whose optimizer nobody has built."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = keras.Sequential([keras.Input((6,)), keras.layers.Dense(2)])
+        self.own_optimizer = keras.optimizers.RMSprop(0.01)
+
+    def train_step(self, x):
+        weights = self.net.trainable_variables
+        for _ in range(2):
+            with tf.GradientTape() as tape:
+                rows = tf.reduce_mean(self.net(x, training=True) ** 2)
+                loss = tfdp.losses.local_mean(rows)
+            gradients = tape.gradient(loss, weights)
+            self.own_optimizer.apply_gradients(zip(gradients, weights, strict=True))
+        return {"loss": loss}
+
+
+def test_slots_that_a_step_makes_are_no_shared_variables():
+    """No `LocalStateWarning`, which is an error here."""
+    found = []
+    x = np.random.default_rng(1).normal(size=(16, 6)).astype("float32")
+    for replicas in (1, 2):
+        with make_strategy(replicas).scope():
+            keras.utils.set_random_seed(3)
+            model = AppliesTwice()
+            model.compile(jit_compile=False)
+        model.fit(x, batch_size=8, shuffle=False, verbose=0)
+        found.append(model.net.get_weights())
+    for one, several in zip(*found, strict=True):
+        # Four updates of at most 0.03, gradients of 8 terms: 4 * 0.03 * 8 u = 6e-8,
+        # and RMSprop divides by roots as small as 0.3 of them.
+        np.testing.assert_allclose(several, one, rtol=0, atol=2e-6)

@@ -22,7 +22,13 @@ from tfdp._private.keras_models import (
 )
 from tfdp.errors import ConfigurationError, DataError
 
-__all__ = ["FitLocals", "PassesOfData", "fit_around", "is_within_fit"]
+__all__ = [
+    "FitLocals",
+    "PassesOfData",
+    "callbacks_around",
+    "fit_around",
+    "is_within_fit",
+]
 
 
 class FitLocals(NamedTuple):
@@ -49,6 +55,14 @@ def fit_around(model: keras.Model) -> FitLocals | None:
                 int(found["initial_epoch"] or 0),
             )
     return None
+
+
+def callbacks_around(model: keras.Model) -> list[keras.callbacks.Callback]:
+    """All callbacks of the `fit` of `model` in which the caller runs."""
+    for found in frames.fits_around():
+        if found.get("self") is model:
+            return list(getattr(found.get("callbacks"), "callbacks", ()))
+    return []
 
 
 def is_within_fit(frame: FrameType | None, passes: PassesOfData) -> bool:

@@ -179,6 +179,9 @@ def own_copy(variable: Any, rank: Any) -> Any:
 def whole_of(component: Any) -> Any:
     """The distributed variable that `component` is one device's part of; None: none."""
     container = getattr(component, "_distributed_container", None)
+    if container is None and (owner := getattr(component, "_parent_trackable", None)):
+        # The handle of one that a step has made: its variable knows.
+        container = getattr(owner(), "_distributed_container", None)
     return None if container is None else container()
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import keras
 
+from tfdp._private.fit_frames import callbacks_around
 from tfdp.callbacks.gradient_noise_scale import GradientNoiseScale
 from tfdp.checks import is_number
 from tfdp.errors import ConfigurationError
@@ -15,6 +16,11 @@ from tfdp.plan.schedule_formulas import check_rate
 from tfdp.step.noise_probe import NormsOfStep
 
 __all__ = ["AdaScale"]
+
+SET_RATES = (
+    keras.callbacks.LearningRateScheduler,
+    keras.callbacks.ReduceLROnPlateau,
+)
 
 
 class AdaScale(GradientNoiseScale):
@@ -44,7 +50,8 @@ class AdaScale(GradientNoiseScale):
 
     Raises:
       ConfigurationError: when an argument is not as above; when training starts: as
-        `GradientNoiseScale`, and where the optimizer has a schedule of its own.
+        `GradientNoiseScale`, where the optimizer has a schedule of its own, and beside
+        Keras' callbacks that set the learning rate.
 
     Cost: as `GradientNoiseScale`, and an assignment to the learning rate per batch.
     With `steps_per_execution` above 1 so many steps have the same gain.
@@ -70,8 +77,8 @@ class AdaScale(GradientNoiseScale):
     Distributed Training", algorithm 1. Differs from the paper: the gain of a step is
     from the steps before it, and 1 in the first three; the estimates are those of
     `tfdp.plan.noise_scale`, whose replicas may have unequal parts, so that S need not
-    be their number. `progress` is not in checkpoints: keep it, and pass it as
-    `initial_progress`.
+    be their number. `tfdp.callbacks.Checkpoint` keeps `progress` and the estimates; for
+    checkpoints of your own keep `progress`, and pass it as `initial_progress`.
     """
 
     def __init__(
@@ -115,6 +122,23 @@ class AdaScale(GradientNoiseScale):
                 f"has a schedule of its own ({rate!r}). Give that to AdaScale, and the "
                 "optimizer a number."
             )
+        for callback in callbacks_around(self.model):
+            if isinstance(callback, SET_RATES):
+                raise ConfigurationError(
+                    "AdaScale sets the learning rate in every step, and would take "
+                    f"away what {type(callback).__name__} sets. Give AdaScale its "
+                    "schedule, in steps of the small batch, and leave it out."
+                )
+        self._set_rate()
+
+    def state_to_keep(self) -> dict[str, Any]:
+        """What a checkpoint of the training keeps: the progress, too."""
+        return super().state_to_keep() | {"progress": self.progress, "gain": self.gain}
+
+    def take_back(self, state: dict[str, Any]) -> None:
+        """Goes on from there."""
+        super().take_back(state)
+        self.progress, self.gain = state["progress"], state["gain"]
         self._set_rate()
 
     def on_train_batch_end(

@@ -278,14 +278,13 @@ class Checkpoint(keras.callbacks.Callback):
         put_back_random(self._known("random"))
         known = self._known("callbacks")
         try:
-            is_given = put_back(self._others, known, self.restored.arrays)
-        except (AttributeError, KeyError, TypeError, ValueError):
-            is_given = False
-        if not is_given:
+            forgotten = put_back(self._others, known, self.restored.arrays)
+        except (AttributeError, IndexError, KeyError, TypeError, ValueError):
+            forgotten = ["callbacks"]
+        if forgotten:
             warnings.warn(
-                "History, EarlyStopping, ReduceLROnPlateau, SwapEMAWeights and "
-                "ModelCheckpoint begin anew: there are others, or in another order, "
-                f"than in the checkpoint {self.restored.directory}.",
+                f"{', '.join(forgotten)} begin anew: there are others, or in another "
+                f"order, than in the checkpoint {self.restored.directory}.",
                 CheckpointWarning,
                 stacklevel=2,
             )

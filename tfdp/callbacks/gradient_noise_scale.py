@@ -144,6 +144,18 @@ class GradientNoiseScale(keras.callbacks.Callback):
         self.model.distribute_strategy.extended.noise_probe = None
         self.model.make_train_function(force=True)
 
+    def state_to_keep(self) -> dict[str, Any]:
+        """What a checkpoint of the training keeps: all that the steps have told."""
+        numbers = [self.skipped_steps, self._steps, self._rows, self._part_rows]
+        return {"numbers": numbers, "sums": self._average.sums}
+
+    def take_back(self, state: dict[str, Any]) -> None:
+        """Goes on from there."""
+        skipped, steps, self._rows, self._part_rows = state["numbers"]
+        self.skipped_steps, self._steps = int(skipped), int(steps)
+        self._average.sums = state["sums"]
+        self.estimate = self._average.estimate()
+
     def summary(self) -> str:
         """The estimate in words, with its interval, and what it says of the batch."""
         estimate = self.estimate

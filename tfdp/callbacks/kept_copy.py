@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from tfdp.sharding.variables import ShardedVariable
 from tfdp.step.compression import STATE
-from tfdp.step.held_optimizers import optimizers_of
+from tfdp.step.held_optimizers import innermost_optimizers, optimizers_of
 
 __all__ = ["KeptCopy"]
 
@@ -19,7 +19,8 @@ __all__ = ["KeptCopy"]
 class KeptCopy:
     """Keeps what training has made of a model, and gives it back.
 
-    Random states are left as they are: the same draws would come once more.
+    Random states are left as they are: the same draws would come once more. So are
+    learning rates: a schedule knows its step, and a number is what callbacks have set.
 
     Args:
       model: made under a strategy of tfdp.
@@ -62,7 +63,9 @@ class KeptCopy:
 def _copies(model: keras.Model) -> Iterator[tf.Variable]:
     """Every copy and every shard that a device of this process holds."""
     optimizers = optimizers_of(model)
-    seen: set[int] = set()
+    leaves = [leaf for owner in optimizers for leaf in innermost_optimizers(owner)]
+    rates = [leaf.learning_rate for leaf in leaves]
+    seen = {id(rate.value) for rate in rates if isinstance(rate, keras.Variable)}
     states = [optimizer.variables for optimizer in optimizers]
     # Not the model's variables: metrics and random states go on.
     for variable in itertools.chain(model.weights, *states):

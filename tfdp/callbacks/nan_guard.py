@@ -30,6 +30,7 @@ __all__ = ["NaNGuard"]
 REACTIONS = ("raise", "skip", "rollback")
 MOST_IN_A_ROW = 10
 KEEP_EVERY_STEPS = 100
+KEPT = ("skipped_steps", "rollbacks", "skipped_steps_of_epoch")
 
 
 class NaNGuard(keras.callbacks.Callback):
@@ -49,7 +50,8 @@ class NaNGuard(keras.callbacks.Callback):
                       counts. More than `most_in_a_row` one after the other: as "raise"
         "rollback"    as "skip", and weights and the optimizer's state go back to the
                       last copy of them, which is taken every `keep_every_steps` steps,
-                      while all weights are finite. More than `most_in_a_row` times to
+                      while all weights are finite; not a learning rate that is a
+                      number, which callbacks set. More than `most_in_a_row` times to
                       the same copy: as "raise"
 
     A loss scaler (`LossScaleOptimizer`, mixed_float16) finds gradients that are not
@@ -155,17 +157,27 @@ class NaNGuard(keras.callbacks.Callback):
         self.model.make_train_function(force=True)
         self._steps, self._has_warned = StepCount(), False
         self._copy = KeptCopy(self.model) if self.on_nan == "rollback" else None
-        self._keep_copy()
-
-    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Starts the epoch's count."""
         self._skipped_before = self.skipped_steps
+
+    def state_to_keep(self) -> dict[str, Any]:
+        """What a checkpoint of the training keeps: what was left out so far."""
+        of_epoch = self.skipped_steps - self._skipped_before
+        numbers = (self.skipped_steps, self.rollbacks, of_epoch)
+        return dict(zip(KEPT, numbers, strict=True))
+
+    def take_back(self, state: dict[str, Any]) -> None:
+        """Goes on counting from there."""
+        self.skipped_steps, self.rollbacks, of_epoch = (int(state[n]) for n in KEPT)
+        self._skipped_before = self.skipped_steps - of_epoch
 
     def on_train_batch_begin(
         self, batch: int, logs: dict[str, Any] | None = None
     ) -> None:
         """Lets the graphs act."""
         self._steps.begin(batch)
+        if not self._steps.done:
+            # Not when training begins: other callbacks restore weights there.
+            self._keep_copy()
         if self._guard is not None:
             self._guard.arm(self.model.steps_per_execution)
 
@@ -198,6 +210,7 @@ class NaNGuard(keras.callbacks.Callback):
             self._tell(found, when, is_enough=not self._can_roll_back())
             self._roll_back()
         self._count_in(logs)
+        self._skipped_before = self.skipped_steps
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         """Looks no more; the next training builds graphs that do not, either."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 
 __all__ = [
     "NoiseAverage",
@@ -124,6 +125,15 @@ class NoiseAverage:
         # Sums of w, w x, w y; and of w^2 times 1, x, y, x^2, xy, y^2.
         self._first = [0.0] * 3
         self._second = [0.0] * 6
+
+    @property
+    def sums(self) -> list[float]:
+        """All that it knows, as plain numbers; may be set to what it was."""
+        return [*self._first, *self._second]
+
+    @sums.setter
+    def sums(self, sums: Sequence[float]) -> None:
+        self._first, self._second = list(sums[:3]), list(sums[3:9])
 
     def add(self, squared_norm: float, trace: float) -> None:
         """Takes in what one step tells; see `split_norms`."""

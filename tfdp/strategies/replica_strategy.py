@@ -225,7 +225,7 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
             self._warn_of_local_mean(call.model, call.fn, run)
         result = call.own_rows_of(result)
         if call.is_prediction and run.counts is None and self._replicas > 1:
-            return keras_steps.rows_of_first_replica(result)
+            result = keras_steps.rows_of_first_replica(result)
         return self._complete_result(call.fn, result)
 
     @contextlib.contextmanager
@@ -298,6 +298,9 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
     def experimental_distribute_dataset(self, dataset: Any, options: Any = None) -> Any:
         """Splits global batches; see `tf.distribute.Strategy`."""
         self._first_fit.look(self, self._notes)
+        if self.extended.finite_guard and frames.training_input_of_caller():
+            # Of a fit that an error has ended: this one may have no such callback.
+            self.extended.finite_guard.arm(0)
         scope_checks.check_not_nested(self)
         scope_checks.check_dataset(dataset)
         dataset = with_own_state(dataset, frames.adapter_of_caller())
