@@ -391,3 +391,28 @@ def test_names_that_no_file_can_have_are_refused(tmp_path):
     assert len(list(data.read_tfrecords(tmp_path, 3))) == 1
     with pytest.raises(ConfigurationError, match="cannot be made"):
         data.write_tfrecords({"x": np.arange(3)}, tmp_path / ("n" * 300), num_shards=1)
+
+
+def test_what_cannot_be_indexed_is_said(tmp_path):
+    label = {"label": data.FeatureSpec((), "int64")}
+    for name, options in (("empty", None), ("packed", "GZIP")):
+        path = str(tmp_path / f"{name}-0.tfrecord")
+        with tf.io.TFRecordWriter(path, options) as writer:
+            if options:
+                value = tf.train.Feature(int64_list=tf.train.Int64List(value=[1]))
+                features = tf.train.Features(feature={"label": value})
+                writer.write(tf.train.Example(features=features).SerializeToString())
+    for name, words in (("empty", "hold no records"), ("packed", "compression='GZIP'")):
+        with pytest.raises(DataError, match=words):
+            data.index_tfrecords(tmp_path / f"{name}-*.tfrecord", label, name=name)
+    for features in ({"label": "int64"}, {1: label["label"]}):
+        with pytest.raises(ConfigurationError, match="names with a FeatureSpec each"):
+            data.index_tfrecords(tmp_path / "packed-*", features, name="x")
+    for shape in (None, 3, "ab"):
+        with pytest.raises(ConfigurationError, match="shape of a feature is a tuple"):
+            data.FeatureSpec(shape, "int64")
+    with pytest.raises(DataError, match="names are texts"):
+        data.write_tfrecords({1: np.arange(3)}, tmp_path, num_shards=1)
+    for place in ("", "/"):
+        with pytest.raises(DataError, match="no [*].index.json in"):
+            data.read_tfrecords(place, 4)

@@ -358,8 +358,8 @@ class AppliesTwice(keras.Model):
         return {"loss": loss}
 
 
+@pytest.mark.filterwarnings("error::tfdp.errors.LocalStateWarning")
 def test_slots_that_a_step_makes_are_no_shared_variables():
-    """No `LocalStateWarning`, which is an error here."""
     found = []
     x = np.random.default_rng(1).normal(size=(16, 6)).astype("float32")
     for replicas in (1, 2):

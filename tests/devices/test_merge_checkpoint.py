@@ -4,6 +4,7 @@ Two hosts' parts are in tests/processes/test_host_files.py.
 """
 
 import json
+import os
 
 import keras
 import numpy as np
@@ -205,3 +206,42 @@ def test_a_description_makes_the_model():
 def test_a_strangers_description_is_refused(text):
     with pytest.raises(DataError, match="cannot make the model"):
         model_of(text, SHAPES)
+
+
+def test_a_script_that_ends_is_no_success(tmp_path, capsys):
+    saved(tmp_path / "run", steps=(1,))
+    script = tmp_path / "model.py"
+    script.write_text("import sys\ndef build_model():\n    sys.exit(0)\n")
+    merged = tmp_path / "model.keras"
+    words = "merge", str(tmp_path / "run"), str(merged), "--model", str(script)
+    assert main(words) == 1
+    assert "nothing was merged" in capsys.readouterr().err and not merged.exists()
+
+
+@pytest.mark.parametrize("ending", [".keras", ".weights.h5"])
+def test_where_nothing_can_be_written_is_said_with_its_name(tmp_path, ending, capsys):
+    saved(tmp_path / "run", steps=(1,))
+    (tmp_path / f"folder{ending}").mkdir()
+    (tmp_path / f"device{ending}").symlink_to("/dev/full")
+    for name in (f"folder{ending}", f"device{ending}"):
+        assert main(["merge", str(tmp_path / "run"), str(tmp_path / name)]) == 1
+        assert name in capsys.readouterr().err
+
+
+def test_a_part_is_not_replaced_by_the_whole(tmp_path, capsys):
+    model = make_model(2)
+    tfdp.checkpoint.save_parts(model, tmp_path)
+    (part,) = tmp_path.glob("part-*.keras")
+    before = part.read_bytes()
+    assert main(["merge", str(tmp_path), str(part)]) == 1
+    assert "one of the parts" in capsys.readouterr().err
+    assert part.read_bytes() == before
+
+
+def test_a_pipe_in_the_place_of_a_manifest_is_damage(tmp_path):
+    saved(tmp_path / "run", steps=(1,))
+    (folder,) = folders_newest_first(tmp_path / "run")
+    (folder / MANIFEST_NAME).unlink()
+    os.mkfifo(folder / MANIFEST_NAME)
+    with pytest.raises(DataError, match="is damaged .ValueError: it is no file"):
+        merge_parts(tmp_path / "run", tmp_path / "model.keras")

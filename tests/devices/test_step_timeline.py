@@ -215,3 +215,13 @@ def test_names_are_text_in_the_page():
 def test_the_first_step_is_refused(step):
     with pytest.raises(ConfigurationError, match="at least 2"):
         tfdp.callbacks.StepTimeline(step=step)
+
+
+def test_a_page_that_cannot_be_is_refused_before_training(tmp_path):
+    model = dense_model()
+    model.compile("sgd", "sparse_categorical_crossentropy")
+    x, y = classification_data(8)
+    for path in (tmp_path / "missing" / "x.html", tmp_path, "/dev/full", ""):
+        timeline = tfdp.callbacks.StepTimeline(path)
+        with pytest.raises(ConfigurationError, match="^StepTimeline: path "):
+            model.fit(x, y, verbose=0, callbacks=[timeline])

@@ -233,3 +233,13 @@ def test_each_kind_of_set_has_its_reader(sets, tmp_path):
 def test_a_pattern_that_is_no_text_is_refused(pattern):
     with pytest.raises(tfdp.errors.ConfigurationError, match="one pattern"):
         tfdp.data.index_webdataset(pattern, name="a")
+
+
+def test_what_has_no_ending_is_no_sample(tmp_path):
+    with tarfile.open(tmp_path / "a.tar", "w") as archive:
+        add(archive, "a/1.cls", b"1")
+        add(archive, "a/LICENSE", b"free")
+        add(archive, "a/1.txt", b"one")
+    index = tfdp.data.index_webdataset(tmp_path / "a.tar", name="a")
+    assert [file.examples for file in index.files] == [1]
+    assert set(index.features) == {"__key__", "cls", "txt"}

@@ -290,6 +290,37 @@ def test_a_reader_that_leaves_ends_the_workers(launcher, tmp_path):
     assert wait_until(lambda: not any(map(is_alive, family)))
 
 
+SAVES_WHEN_ASKED = """
+def save(*_):
+    note(f"saved{RANK}")
+    sys.exit(0)
+signal.signal(signal.SIGTERM, save)
+note(f"up{RANK}")
+while not os.path.exists(str(FOLDER / "done")):
+    print("more", flush=True)
+    time.sleep(0.01)
+"""
+
+
+def test_workers_are_asked_to_end_where_nobody_reads(launcher, tmp_path):
+    process = launcher(SAVES_WHEN_ASKED, "--workers", 2)
+    assert wait_until(lambda: all((tmp_path / f"up{i}").exists() for i in (0, 1)), 60)
+    process.stdout.close()
+    assert process.wait(SLACK_SECONDS) == 141
+    assert all((tmp_path / f"saved{i}").exists() for i in (0, 1))
+
+
+def test_a_log_that_cannot_be_written_ends_nobody(launch, tmp_path):
+    logs = tmp_path / "logs"
+    logs.mkdir()
+    (logs / "worker-0.log").symlink_to("/dev/full")
+    options = "--workers", 2, "--log-dir", logs
+    code, out, err, _ = launch("print('here', RANK)", *options)
+    assert (code, sorted(out)) == (0, ["[0] here 0", "[1] here 1"])
+    assert len(err) == 1 and "worker-0.log cannot be written (No space" in err[0]
+    assert "here 1" in (logs / "worker-1.log").read_text()
+
+
 # Notes when nobody has taken anything from its output for a while.
 TALKING = """
 import select

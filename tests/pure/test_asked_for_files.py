@@ -29,6 +29,35 @@ def test_a_file_does_not_take_the_place_of_a_folder_or_a_device(tmp_path):
     refuse_bad_place("--json", None)
 
 
+def test_a_link_leads_to_the_file_that_is_written(tmp_path):
+    page, link, loop = (tmp_path / name for name in ("page", "link", "loop"))
+    link.symlink_to("page")
+    loop.symlink_to("loop")
+    for text in ("one", "two"):  # made, and replaced
+        refuse_bad_place("--page", str(link))
+        write_text_for("--page", link, text)
+        assert link.is_symlink() and page.read_text("utf-8") == text
+    with pytest.raises(ConfigurationError, match="a link to itself"):
+        refuse_bad_place("--page", str(loop))
+    with pytest.raises(ConfigurationError, match="cannot be written .it is no file"):
+        write_text_for("--page", loop, "three")
+    assert loop.is_symlink()
+
+
+def test_what_a_process_has_open_is_no_place_for_a_file(tmp_path, monkeypatch):
+    """Whatever stands there: `tfdp ... --page /dev/stdout > page`, as root."""
+    stream = tmp_path / "stream"
+    with (tmp_path / "page").open("w") as file:
+        stream.symlink_to(f"/proc/self/fd/{file.fileno()}")
+        with pytest.raises(ConfigurationError, match="a device or a pipe"):
+            refuse_bad_place("--page", str(stream))
+    device = tmp_path / "device"
+    device.symlink_to(os.devnull)
+    with pytest.raises(ConfigurationError, match="cannot be written .it is no file"):
+        write_text_for("--page", device, "text")
+    assert not os.path.isfile(os.devnull)
+
+
 def test_two_options_do_not_write_to_one_file(tmp_path):
     page, link = tmp_path / "page", tmp_path / "link"
     link.symlink_to(page)

@@ -142,7 +142,7 @@ def image(content):
         (lambda content: image(content).update(shape=[10**30]), "shape"),
         (lambda content: image(content).update(shape=[2**40]), "no record can hold"),
         (lambda content: image(content).update(shape=[2.5]), "shape"),
-        (lambda content: image(content).update(shape=5), "TypeError"),
+        (lambda content: image(content).update(shape=5), "a tuple of lengths"),
         (lambda content: image(content).update(encoding=["x"]), "encoding"),
         (lambda content: content.update(examples=5.0), "examples"),
         (lambda content: content.update(examples="9" * 5000), "promises 9{100} "),

@@ -1,6 +1,8 @@
 """Prefixed lines, the last lines of a worker, ports and signal names."""
 
+import errno
 import io
+import os
 import random
 import signal
 import socket
@@ -12,6 +14,7 @@ from tfdp.cluster.ports import any_port, checked_port, free_port
 from tfdp.errors import ConfigurationError
 from tfdp.launch import output
 from tfdp.launch.logs import WorkerLogs
+from tfdp.launch.outlet import Outlet
 from tfdp.launch.output import MOST_BYTES, LineRelay, Tail
 from tfdp.launch.signals import received_signals, signal_name
 
@@ -176,3 +179,22 @@ def test_an_ignored_signal_stays_ignored():
             assert received == []
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+def test_a_stream_that_takes_nothing_loses_lines_and_raises_nothing():
+    full = os.open("/dev/full", os.O_WRONLY)
+    outlet = Outlet(full)
+    outlet.write(b"one\n")
+    outlet.flush()
+    os.close(full)
+    assert outlet.failure == os.strerror(errno.ENOSPC)
+    assert not outlet.has_pending and not outlet.reader_left
+    reads, writes = os.pipe()
+    os.close(reads)
+    outlet = Outlet(writes)
+    outlet.write(b"two\n")
+    outlet.flush()
+    assert outlet.reader_left and not outlet.has_pending
+    outlet.write(b"three\n")
+    assert not outlet.has_pending
+    os.close(writes)

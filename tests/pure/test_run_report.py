@@ -20,7 +20,7 @@ from tests.support.made_runs import (
 from tfdp.commands.cli import main
 from tfdp.errors import DataError
 from tfdp.runs.advice import advice
-from tfdp.runs.entries import content_from
+from tfdp.runs.entries import CHECKS, content_from
 from tfdp.runs.facts import facts_of
 from tfdp.runs.in_words import summary
 from tfdp.runs.lines import content_of, line_of
@@ -144,6 +144,13 @@ def test_what_cannot_be_known_is_said(tmp_path, made, why):
 )
 def test_the_advice_is_about_what_costs_most(tmp_path, made, words):
     assert advice(facts(made, tmp_path)).startswith(words)
+
+
+def test_an_epoch_may_have_any_number_of_steps():
+    for name in ("steps", "steps_per_epoch"):
+        assert CHECKS[name](2_000_000_000) == 2_000_000_000
+    with pytest.raises(ValueError, match="no whole number from 1 to"):
+        CHECKS["workers"](2_000_000_000)
 
 
 def test_a_run_that_becomes_slower_is_told(tmp_path):
@@ -322,6 +329,7 @@ def test_two_runs_stand_side_by_side(tmp_path, capsys):
         (["run", "--page", "run"], "that is a folder"),
         (["run", "--json", "run"], "that is a folder"),
         (["run", "--json", "n" * 300], "cannot be written"),
+        (["run", "--json", "link/report.html"], "the page is written to the same file"),
     ],
 )
 def test_what_cannot_be_done_is_said(tmp_path, monkeypatch, capsys, arguments, words):

@@ -11,6 +11,7 @@ import keras
 from tfdp._private.step_trace import StepTrace
 from tfdp.checks import is_whole
 from tfdp.errors import ConfigurationError
+from tfdp.files.asked_for import refuse_bad_place
 from tfdp.files.atomic import replaced
 from tfdp.report.chrome_trace import chrome_trace
 from tfdp.report.timeline_page import draw_timeline, hidden_share, seconds_by_kind
@@ -40,7 +41,8 @@ class StepTimeline(keras.callbacks.Callback):
         those are the very first, in which TensorFlow traces, the K steps after them.
 
     Raises:
-      ConfigurationError: when `step` is below 2.
+      ConfigurationError: when `step` is below 2; when training starts: nothing can be
+        written to `path`.
 
     Cost: the one step is a little slower. On GPUs it shows what the host's threads did,
     not the kernels (TensorBoard's profiler does).
@@ -86,6 +88,14 @@ class StepTimeline(keras.callbacks.Callback):
         self._steps_before = 0
         self._steps_together = 1
 
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Looks whether the page can be where it is to be.
+
+        Raises:
+          ConfigurationError: it cannot.
+        """
+        refuse_bad_place("StepTimeline: path", os.fspath(self.path))
+
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         """Starts the trace before its step."""
         self._steps_together = self._steps_of_execution(batch)
@@ -113,7 +123,12 @@ class StepTimeline(keras.callbacks.Callback):
             for kind, seconds in seconds_by_kind(events, optimizers).items()
         }
         steps = f"step {first}" if together == 1 else f"steps {first} to {last}"
-        self._write(events, steps, optimizers)
+        try:
+            self._write(events, steps, optimizers)
+        except OSError as error:
+            # A look at a training does not end it.
+            print(f"\ntfdp: no timeline was written: {error}.")
+            return
         share = self.hidden_share
         # `tfdp report` counts what the same replica computed, which is less.
         behind = f"; another thread computed in {share or 0:.0%} of the exchanges' time"

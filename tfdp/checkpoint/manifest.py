@@ -153,6 +153,8 @@ def read_manifest(folder: Place) -> Manifest:
     """
     path = folder / MANIFEST_NAME
     try:
+        if isinstance(path, Path) and path.exists() and not path.is_file():
+            raise ValueError("it is no file")  # a pipe would be waited for
         size_bytes = path.stat().st_size
         if size_bytes > LARGEST_MANIFEST_BYTES:
             raise ValueError(f"it has {size_bytes} bytes")

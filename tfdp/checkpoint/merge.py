@@ -12,7 +12,11 @@ from typing import Any
 import keras
 import numpy as np
 
-from tfdp.checkpoint.merge_checkpoint import holds_checkpoints, merge_checkpoint
+from tfdp.checkpoint.merge_checkpoint import (
+    holds_checkpoints,
+    merge_checkpoint,
+    written,
+)
 from tfdp.checkpoint.part_files import (
     IDENTITY_NAME,
     WEIGHTS_NAME,
@@ -23,7 +27,8 @@ from tfdp.checkpoint.part_files import (
 )
 from tfdp.data.places import place_of
 from tfdp.errors import ConfigurationError, DataError
-from tfdp.files.atomic import replaced, temporary
+from tfdp.files.asked_for import refuse_bad_place
+from tfdp.files.atomic import temporary
 from tfdp.progress_bar import progress_bar
 
 __all__ = ["merge_parts"]
@@ -55,8 +60,8 @@ def merge_parts(
       DataError: when the index or a part is missing or damaged, or a part is of another
         call of `save_parts`; naming it and what it is. When no checkpoint can be used,
         or the description does not suffice.
-      ConfigurationError: when there is no folder to write to; when `build` makes
-        another model, or is given where there is no checkpoint.
+      ConfigurationError: when `path` cannot be written, or is one of the parts; when
+        `build` makes another model, or is given where there is no checkpoint.
 
     Warns:
       CheckpointWarning: a checkpoint is damaged, and the one before was taken.
@@ -96,18 +101,26 @@ def merge_parts(
     if not isinstance(folder, Path):
         raise DataError(f"{folder} holds no checkpoint of a training.")
     index = read_index(folder)
+    is_beside = os.path.realpath(target.parent) == os.path.realpath(folder)
+    if is_beside and target.name in index.names:
+        raise ConfigurationError(
+            f"{target} is one of the parts that are to be merged, and would be lost. "
+            "Give another name."
+        )
     with contextlib.ExitStack() as stack:
         parts = [
             stack.enter_context(_open_part(folder / name, index, number))
             for number, name in enumerate(index.names, 1)
         ]
         if target.name.endswith(".weights.h5"):
-            with replaced(target) as half_written:
+            with written(target) as half_written:
                 _join(parts, index, half_written)
             return target
-        weights = stack.enter_context(temporary(target.with_name(WEIGHTS_NAME)))
-        _join(parts, index, weights)
-        with replaced(target) as half_written:
+        with (
+            written(target) as half_written,
+            temporary(target.with_name(WEIGHTS_NAME)) as weights,
+        ):
+            _join(parts, index, weights)
             _pack(parts[0], weights, half_written)
     return target
 
@@ -122,6 +135,7 @@ def _check_target(target: Path) -> None:
         raise ConfigurationError(
             f"There is no folder {target.parent} to write {target.name} to. Make it."
         )
+    refuse_bad_place("The file", str(target))
 
 
 class _Part:

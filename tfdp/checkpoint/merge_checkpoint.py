@@ -25,7 +25,7 @@ from tfdp.data.places import Place
 from tfdp.errors import CheckpointWarning, ConfigurationError, DataError
 from tfdp.files.atomic import replaced
 
-__all__ = ["holds_checkpoints", "merge_checkpoint"]
+__all__ = ["holds_checkpoints", "merge_checkpoint", "written"]
 
 MODEL = "model/"
 
@@ -74,7 +74,7 @@ def merge_checkpoint(
                     stacklevel=3,
                 )
             continue
-        with replaced(target) as half_written:
+        with written(target) as half_written:
             if target.name.endswith(".weights.h5"):
                 model.save_weights(half_written)
             else:
@@ -84,6 +84,23 @@ def merge_checkpoint(
         f"No checkpoint in {directory} can be merged: {' '.join(damaged)} Bring them "
         "again from where they were copied."
     )
+
+
+@contextlib.contextmanager
+def written(target: Path) -> Iterator[Path]:
+    """As `replaced`; what the disk does not take is said with the file's name.
+
+    Raises:
+      ConfigurationError: `target` cannot be written.
+    """
+    try:
+        with replaced(target) as half_written:
+            yield half_written
+    except (OSError, RuntimeError) as error:
+        # HDF5 says by a RuntimeError that a disk is full.
+        raise ConfigurationError(
+            f"{target} cannot be written ({error}). Give another place."
+        ) from error
 
 
 ALONE = Hosts(0, 1, None, lambda value, label: value)

@@ -142,7 +142,9 @@ class Writer:
                 raise DataError(
                     f"Worker {number} has written its part of a checkpoint to {path}, "
                     "and worker 0 does not find it there. Give a directory that all "
-                    "hosts see: a shared file system, or a URL such as gs://bucket/run."
+                    "hosts see: a shared file system, or a URL (gs://bucket/run). "
+                    "Give each training its own: two of them remove what the other "
+                    "has begun."
                 )
 
     def _remove_old(self, newest: Place) -> None:

@@ -133,6 +133,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
       arguments: without the program's name; None takes those of the process.
     """
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None and hasattr(stream, "reconfigure"):
+            # A name that the terminal's character set lacks is written by its number.
+            stream.reconfigure(errors="backslashreplace")
     words = list(sys.argv[1:] if arguments is None else arguments)
     # What stands first is the command, or an option that ends the program.
     options = make_parser(words[0] if words else "").parse_args(words)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import sys
+import traceback
 
 __all__ = ["add_arguments", "run"]
 
@@ -31,11 +33,17 @@ def run(options: argparse.Namespace) -> int:
 
     import_tensorflow_quietly()
     from tfdp.checkpoint.merge import merge_parts
-    from tfdp.commands.check_target import load_build, parse_target
+    from tfdp.commands.check_target import ENDED_ITSELF, load_build, parse_target
 
     build = None
-    if options.model is not None:
-        build = load_build(parse_target(options.model))
-    path = merge_parts(options.directory, options.path, build=build)
+    try:
+        if options.model is not None:
+            build = load_build(parse_target(options.model))
+        path = merge_parts(options.directory, options.path, build=build)
+    except SystemExit:
+        # Whatever code it gave: 0 would say that the file was written.
+        traceback.print_exc()
+        print(f"tfdp: nothing was merged: {ENDED_ITSELF}", file=sys.stderr)
+        return 1
     print(f"wrote {path} ({path.stat().st_size:,} bytes)")
     return 0

@@ -98,6 +98,13 @@ def run(options: argparse.Namespace) -> int:
         traceback.print_exc()
         print(f"tfdp plan: {ENDED_ITSELF}", file=sys.stderr)
         return NOT_PLANNED
+    except _NotLoaded:
+        traceback.print_exc()
+        print(f"tfdp plan: {options.model} could not be loaded", file=sys.stderr)
+        return NOT_PLANNED
+    except MemoryError as error:
+        print(f"tfdp plan: such a batch cannot be made here: {error}", file=sys.stderr)
+        return NOT_PLANNED
     except Exception:
         # The target's own code: its traceback says where.
         traceback.print_exc()
@@ -110,6 +117,10 @@ def run(options: argparse.Namespace) -> int:
         print(f"tfdp plan: {error}", file=sys.stderr)
         return NOT_PLANNED
     return DOES_NOT_FIT if answer.plan.fits is False else FITS
+
+
+class _NotLoaded(Exception):
+    """The target's own code has failed before there was a model."""
 
 
 def _write(answer: Any, options: argparse.Namespace) -> None:
@@ -130,7 +141,12 @@ def _answer(
     from tfdp.planning.ways import largest_batch, ways_to_fit
 
     have_devices(options.replicas, is_offloading=sharding.offloads)
-    build, batch = load_model(options.model, options.batch)
+    try:
+        build, batch = load_model(options.model, options.batch)
+    except TfdpError:
+        raise
+    except Exception as error:
+        raise _NotLoaded(f"{type(error).__name__}: {error}") from error
     planner = Planner(
         build,
         batch,

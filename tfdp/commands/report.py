@@ -43,6 +43,11 @@ def run(options: argparse.Namespace) -> int:
     for option, path in (("--page", options.page), ("--json", options.json)):
         _refuse_record(option, path, options.runs)
     page = Path(options.page or Path(options.runs[0], "report.html"))
+    if options.json is not None and _same_place(options.json, page):
+        raise ConfigurationError(
+            f"--json {options.json}: the page is written to the same file. Give "
+            "another name, or the page one: --page PATH."
+        )
     found: list[tuple[str, Facts]] = []
     with progress_bar("reading", len(names)) as advance:
         for name, directory in zip(names, options.runs, strict=True):
@@ -61,6 +66,11 @@ def run(options: argparse.Namespace) -> int:
         write_json_for("--json", options.json, values)
     print(f"\nin pictures: {page.absolute()}")
     return 0
+
+
+def _same_place(one: str | Path, other: str | Path) -> bool:
+    """Whether two paths lead to one file."""
+    return os.path.realpath(one) == os.path.realpath(other)
 
 
 def _names(directories: Sequence[str]) -> list[str]:

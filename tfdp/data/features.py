@@ -62,6 +62,11 @@ class FeatureSpec:
     encoding: str = ""
 
     def __post_init__(self) -> None:
+        if not isinstance(self.shape, list | tuple):
+            raise ConfigurationError(
+                "The shape of a feature is a tuple of lengths, () for a single value. "
+                f"Received: {self.shape!r}."
+            )
         object.__setattr__(self, "shape", tuple(self.shape))
         if self.dtype not in DTYPES:
             raise ConfigurationError(
@@ -253,6 +258,11 @@ def _require_mapping(example: Any, number: int) -> None:
             f"example {number} is a {type(example).__name__}; an example is a "
             "non-empty dict of name to array, number, bytes or text"
         )
+    for name in example:
+        if not isinstance(name, str):
+            raise DataError(
+                f"example {number} has a feature named {name!r}; names are texts"
+            )
 
 
 def _named_array(name: str, value: Any, number: int) -> np.ndarray:

@@ -267,7 +267,8 @@ def find_index(source: str | os.PathLike[str] | RecordIndex) -> RecordIndex:
 def _find(text: str, path: Place) -> RecordIndex:
     if text.endswith(SUFFIX):
         return RecordIndex.load(path)
-    of_set = path.with_name(path.name + SUFFIX)
+    # Not `with_name`, which the current folder and the root have none for.
+    of_set = path.parent / f"{path.name}{SUFFIX}"
     # Behind a URL the start of a file's name may pass for a folder.
     if isinstance(path, RemotePath) and of_set.is_file():
         return RecordIndex.load(of_set)

@@ -82,6 +82,8 @@ def tar_samples(path: Place) -> Iterator[dict[str, bytes]]:
                 if not member.isfile() or place.name.startswith((".", "__")):
                     continue
                 stem, _, feature = place.name.partition(".")
+                if not feature:
+                    continue  # a LICENSE beside the samples, say
                 key = str(place.with_name(stem)).encode()
                 if sample and key != sample[KEY]:
                     yield sample

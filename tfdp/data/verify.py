@@ -39,6 +39,7 @@ __all__ = [
 ]
 
 _RECORDS_PER_READ = 1024
+GZIP_MAGIC = b"\x1f\x8b"
 _REMEDY = "restore the file or write the set again"
 
 
@@ -275,6 +276,13 @@ def index_tfrecords(
         )
     if not features:
         raise ConfigurationError("features is empty; name at least one feature")
+    for feature, spec in features.items():
+        if not isinstance(feature, str) or not isinstance(spec, FeatureSpec):
+            raise ConfigurationError(
+                "features are names with a FeatureSpec each, such as "
+                f'{{"label": FeatureSpec((), "int64")}}. Received: {feature!r}: '
+                f"{spec!r}."
+            )
     directory, unread = files_to_index(
         pattern,
         name,
@@ -289,14 +297,25 @@ def index_tfrecords(
             return file
         fault = describe_fault(path, file, compression)
         fault = fault or _describe_content_fault(path, features, compression)
+        if fault and not compression and _is_packed(path):
+            raise DataError(
+                f"{path} is packed by gzip: index it with compression='GZIP'."
+            )
         if fault:
             raise DataError(fault)
         return file
 
     files = in_turn("indexing records", unread, indexed)
+    if not any(file.examples for file in files):
+        raise DataError(f"The files of {pattern} hold no records: nothing to index.")
     index = RecordIndex(directory, name, dict(features), tuple(files), compression)
     index.save()
     return index
+
+
+def _is_packed(path: Place) -> bool:
+    with tf.io.gfile.GFile(str(path), "rb") as file:
+        return bool(file.read(len(GZIP_MAGIC)) == GZIP_MAGIC)
 
 
 def _file_as_found(path: Place, compression: str) -> RecordFile:

@@ -24,6 +24,10 @@ __all__ = [
 ]
 
 
+# One after the other; the system follows no more either.
+MOST_LINKS = 40
+
+
 def refuse_bad_places(places: Mapping[str, str | None]) -> None:
     """As `refuse_bad_place`, of each option and its path; no two may be one file.
 
@@ -57,13 +61,28 @@ def refuse_bad_place(option: str, path: str | None) -> None:
     there = ""
     if os.path.isdir(path or "."):
         there = "a folder"
-    elif os.path.exists(path) and not os.path.isfile(path):
+    elif os.path.exists(path) and not os.path.isfile(path) or _is_stream(path):
         there = "a device or a pipe"  # whose place the file would take
+    elif os.path.islink(path) and os.path.islink(os.path.realpath(path)):
+        there = "a link to itself"
     if there:
         raise ConfigurationError(
             f"{option} {path or repr(path)}: that is {there}. Give the path of a file, "
             "which is made or replaced."
         )
+
+
+def _is_stream(path: str) -> bool:
+    """Whether this is what a process has open already, such as /dev/stdout."""
+    target = os.path.abspath(path)
+    for _ in range(MOST_LINKS):
+        if target.startswith(("/dev/fd/", "/proc/")):
+            return True
+        if not os.path.islink(target):
+            break
+        link = os.path.join(os.path.dirname(target), os.readlink(target))
+        target = os.path.normpath(link)
+    return False
 
 
 @contextlib.contextmanager

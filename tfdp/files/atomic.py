@@ -9,6 +9,7 @@ it left is removed a day after its last change.
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import hashlib
 import itertools
@@ -47,12 +48,15 @@ def replaced(path: str | os.PathLike[str]) -> Iterator[Path]:
 
     The name ends as `path` does, which tells some writers the format. After an error
     nothing of it is left, and `path` is what it was. At the end the file outlasts a
-    power cut.
+    power cut. Where `path` is a link, what it leads to is replaced.
 
     Raises:
-      OSError: when it cannot take the place of `path`.
+      OSError: when it cannot take the place of `path`: there is a device, or a folder.
     """
-    target = Path(path)
+    target = Path(os.path.realpath(path)) if os.path.islink(path) else Path(path)
+    if os.path.lexists(target) and not os.path.isfile(target):
+        # Else a device would be gone, for all programs of the machine.
+        raise OSError(errno.EINVAL, "it is no file, or a link to itself", str(target))
     with temporary(target) as half_written:
         yield half_written
         sync_file(half_written)

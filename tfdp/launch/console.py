@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Sequence
+from typing import TextIO
 
 from tfdp.launch.outlet import Outlet
 
@@ -19,19 +21,29 @@ class Console:
     """Standard output and standard error, written while somebody takes it."""
 
     def __init__(self) -> None:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        self.stdout = Outlet(sys.stdout.fileno())
-        self.stderr = Outlet(sys.stderr.fileno())
+        self.stdout = Outlet(_descriptor_of(sys.stdout))
+        self.stderr = Outlet(_descriptor_of(sys.stderr))
+        self._has_told = False
 
     @property
     def _outlets(self) -> tuple[Outlet, Outlet]:
         return self.stdout, self.stderr
 
+    @property
+    def reader_left(self) -> bool:
+        """Whether nobody will read one of the two any more."""
+        return any(outlet.reader_left for outlet in self._outlets)
+
     def flush(self) -> None:
-        """Writes what the streams take now."""
+        """Writes what the streams take now; says once on stderr if one takes nothing:
+        a disk that is full does not end a training."""
         for outlet in self._outlets:
             outlet.flush()
+        failure = self.stdout.failure
+        if failure and not self.reader_left and not self._has_told:
+            self._has_told = True
+            lost = f"standard output cannot be written ({failure}): lines are lost"
+            self.say([f"{lost} until it can; the workers go on"])
 
     def wait_for_room(self, seconds: float) -> bool:
         """Waits at most so long for a stream that is full; False: none is, or drops."""
@@ -69,3 +81,11 @@ class Console:
                 asked_seconds = asked_seconds or time.monotonic()
                 if time.monotonic() - asked_seconds > LAST_WAIT_SECONDS:
                     break
+
+
+def _descriptor_of(stream: TextIO | None) -> int:
+    """Where a stream of Python's writes to; nowhere, where it was closed before."""
+    if stream is None:
+        return os.open(os.devnull, os.O_WRONLY)
+    stream.flush()
+    return stream.fileno()

@@ -115,7 +115,7 @@ class Group:
                 self._turn()
                 each_turn()
         finally:
-            # Also when the launcher itself fails, say because its reader has left.
+            # Also when the launcher itself fails.
             self._clean_up()
 
     def _started(self, command: WorkerCommand) -> Worker:
@@ -163,6 +163,8 @@ class Group:
             if now_seconds - asks.ended_seconds >= self._grace_seconds:
                 self._stop(signal.SIGTERM)
         elif cause_is_known(staying) or self._stdin.has_ended:
+            self._stop(signal.SIGTERM)
+        if self._console.reader_left:
             self._stop(signal.SIGTERM)
         if not self._waits and not any(worker.is_running for worker in self.workers):
             self._stop(signal.SIGTERM)  # what the workers have left behind

@@ -32,6 +32,10 @@ class Outlet:
         self._poll.register(descriptor, select.POLLOUT)
         #: Whether lines that find no room are thrown away.
         self.drops = False
+        #: Why what came last could not be written (a disk is full), and is lost; None.
+        self.failure: str | None = None
+        #: Whether nobody will read the stream any more.
+        self.reader_left = False
 
     @property
     def has_pending(self) -> bool:
@@ -44,12 +48,8 @@ class Outlet:
         return len(self._pending) > MOST_PENDING_BYTES
 
     def write(self, data: bytes) -> None:
-        """Keeps `data` until the stream takes it.
-
-        Raises:
-          BrokenPipeError: when the reader of the stream has left.
-        """
-        if not (self.drops and self.is_full):
+        """Keeps `data` until the stream takes it."""
+        if not self.reader_left and not (self.drops and self.is_full):
             self._pending += data
 
     def flush(self) -> None:
@@ -59,8 +59,7 @@ class Outlet:
     def wait(self, seconds: float) -> None:
         """Writes what the stream takes, and waits at most `seconds` for it to begin.
 
-        Raises:
-          BrokenPipeError: when the reader of the stream has left.
+        What cannot be written is thrown away: see `failure` and `reader_left`.
         """
         milliseconds = 1000 * seconds
         while self._pending and self._poll.poll(milliseconds):
@@ -69,8 +68,10 @@ class Outlet:
                 written = os.write(self._descriptor, self._pending[:PIECE_BYTES])
             except BlockingIOError:
                 return  # somebody else writes to it, and was faster
+            except OSError as error:
+                self.reader_left = isinstance(error, BrokenPipeError)
+                self.failure = error.strerror or str(error)
+                self._pending.clear()
+                return
             del self._pending[:written]
-
-    def give_up(self) -> None:
-        """Throws away what was not written."""
-        self._pending.clear()
+            self.failure = None

@@ -73,6 +73,10 @@ def launch(
     Returns:
       The exit code of the last start, see `Group.exit_code`. When a signal comes
       between two starts: START_AGAIN, or 128 + s when nothing is known to be saved.
+
+    Raises:
+      BrokenPipeError: nobody reads the launcher's output any more, and the workers
+        were asked to end.
     """
     with (
         received_signals() as received,
@@ -90,6 +94,8 @@ def launch(
             if logs is not None:
                 logs.close()
         run.console.write_the_rest(received)
+        if run.console.reader_left:
+            raise BrokenPipeError
         return code
 
 
@@ -121,6 +127,8 @@ class _Launch:
     ):
         self.console = Console()
         self._logs = logs
+        if logs is not None:
+            logs.say = self.console.say
         self._places = places
         self._judge = judge
         self._guard = guard
@@ -145,7 +153,7 @@ class _Launch:
             self.console.say(report)
             if code == 0:
                 self._say_that_it_is_done()
-            if code == 0 or stopped_by is not None:
+            if code == 0 or stopped_by is not None or self.console.reader_left:
                 return code
             self._failure = self._failure or _failure_of(group)
             ending = _ending_of(group, places, self._places.hosts)

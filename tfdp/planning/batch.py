@@ -19,6 +19,9 @@ FORMS = (
     "arrays, (x, y), of one global batch; or a dataset's element_spec of one"
 )
 
+# TensorFlow counts no more elements along a dimension in many of its kernels.
+MOST_ROWS = 2**31 - 1
+
 
 class Batch:
     """What a row of a batch is, and how many rows the caller asked about.
@@ -60,6 +63,10 @@ def batch_of(batch: Any, model: keras.Model) -> Batch:
       ConfigurationError: when it is of no known form, or leaves a dimension open.
     """
     if is_whole(batch, least=1):
+        if batch > MOST_ROWS:
+            raise ConfigurationError(
+                f"batch must be at most {MOST_ROWS:,} rows. Received: {batch}."
+            )
         return Batch(_rows_of_model(model), batch)
     if isinstance(batch, bool | int | float | str) or batch is None:
         raise ConfigurationError(f"batch must be {FORMS}. Received: {batch!r}.")

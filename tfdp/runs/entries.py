@@ -204,7 +204,14 @@ def _count(value: Any) -> int:
 
 
 def _from_one(value: Any) -> int:
-    if not is_count(value, least=1) or value > MOST_WORKERS:
+    if not is_count(value, least=1):
+        raise ValueError("no whole number from 1 on")
+    return int(value)
+
+
+def _listed(value: Any) -> int:
+    """Things of which a table has a row for each."""
+    if _from_one(value) > MOST_WORKERS:
         raise ValueError(f"no whole number from 1 to {MOST_WORKERS}")
     return int(value)
 
@@ -245,7 +252,8 @@ def _names(value: Any) -> tuple[str, ...]:
 
 CHECKS: dict[str, Any] = {
     **dict.fromkeys(("session", "host"), _text),
-    **dict.fromkeys(("workers", "replicas", "steps", "steps_per_epoch"), _from_one),
+    **dict.fromkeys(("workers", "replicas"), _listed),
+    **dict.fromkeys(("steps", "steps_per_epoch"), _from_one),
     **dict.fromkeys(("worker", "restarts", "step", "epoch", "batch"), _count),
     **dict.fromkeys(("samples", "within_bytes", "between_bytes"), _count),
     **dict.fromkeys(("resident_bytes", "peak_bytes"), _count),
