@@ -96,6 +96,46 @@ def test_data_that_fails_leaves_no_guard_in_the_next_fit():
     assert np.isnan(model.get_weights()[0]).any()
 
 
+def test_a_fit_within_a_fit_leaves_the_guard_of_the_outer_one():
+    x, y = bad_data()
+    model = compiled(make_strategy(2), sgd())
+    with model.distribute_strategy.scope():
+        other = keras.Sequential([keras.Input((12,)), keras.layers.Dense(1)])
+        other.compile("sgd", "mse")
+
+    class FitsAnother(keras.callbacks.Callback):
+        def on_train_batch_begin(self, batch, logs=None):
+            other.fit(good_data()[0][:8], y[:8, None], batch_size=8, verbose=0)
+
+    guard = NaNGuard("skip")
+    fit(model, (x, y), guard, FitsAnother())
+    assert guard.skipped_steps == 1
+    assert np.isfinite(model.get_weights()[0]).all()
+
+
+class OfAnotherVersion(keras.callbacks.Callback):
+    def __init__(self, takes):
+        super().__init__()
+        self.takes = takes
+
+    def state_to_keep(self):
+        return {"number": 1}
+
+    def take_back(self, state):
+        if not self.takes:
+            raise LookupError("another version")
+
+
+def test_one_that_cannot_take_back_does_not_keep_the_others_from_it(tmp_path):
+    died(tmp_path, good_data(), lambda: [OfAnotherVersion(True), NaNGuard("skip")], 3)
+    guard = NaNGuard("skip")
+    guard.skipped_steps = 7
+    with pytest.warns(CheckpointWarning, match="^OfAnotherVersion begin"):
+        callbacks = [OfAnotherVersion(False), guard, Checkpoint(tmp_path)]
+        fit(compiled(make_strategy(2), sgd()), good_data(), *callbacks)
+    assert guard.skipped_steps == 0
+
+
 def test_steps_that_were_left_out_before_a_restart_count(tmp_path):
     x, y = bad_data()
     whole = fit(compiled(make_strategy(2), sgd()), (x, y), NaNGuard("skip"))

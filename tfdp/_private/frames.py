@@ -24,6 +24,7 @@ __all__ = [
     "is_building_model",
     "is_called_by_keras_loop",
     "is_made_for_autocast",
+    "is_outermost_fit",
     "loop_of_caller",
     "model_built_by_caller",
     "number_added_by_keras",
@@ -96,6 +97,11 @@ def training_input_of_caller() -> dict[str, Any] | None:
         if frame.f_code.co_name in ("evaluate", "predict"):
             return None
     return None
+
+
+def is_outermost_fit() -> bool:
+    """Whether a `fit` makes the input it trains on, and runs in no other one."""
+    return len(list(fits_around())) == 1 and training_input_of_caller() is not None
 
 
 def fits_around(frame: FrameType | None = None) -> Iterator[dict[str, Any]]:

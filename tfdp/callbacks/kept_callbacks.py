@@ -124,7 +124,10 @@ def put_back(
             forgotten.append(name)
             continue
         entries.remove(entry)
-        callback.take_back({name: _numbers(v) for name, v in entry[1].items()})
+        try:
+            callback.take_back({name: _numbers(v) for name, v in entry[1].items()})
+        except Exception:  # of another version: the others go on all the same
+            forgotten.append(_name_of(callback))
     of_keras = [callback for callback in known if callback not in own]
     found = [entry for entry in entries if entry[0] in NAMES]
     if [name for name, _ in found] != list(map(_name_of, of_keras)):

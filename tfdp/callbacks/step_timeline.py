@@ -88,16 +88,15 @@ class StepTimeline(keras.callbacks.Callback):
         self._steps_before = 0
         self._steps_together = 1
 
-    def on_train_begin(self, logs: Any = None) -> None:
-        """Looks whether the page can be where it is to be.
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        """Starts the trace before its step.
 
         Raises:
-          ConfigurationError: it cannot.
+          ConfigurationError: in the first step: the page cannot be where it is to be.
         """
-        refuse_bad_place("StepTimeline: path", os.fspath(self.path))
-
-    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """Starts the trace before its step."""
+        if not self._steps_before:
+            # Not before: another callback may have made the folder.
+            refuse_bad_place("StepTimeline: path", os.fspath(self.path))
         self._steps_together = self._steps_of_execution(batch)
         reached = self._steps_before + self._steps_together
         is_first = self._steps_before == 0

@@ -101,8 +101,8 @@ def merge_parts(
     if not isinstance(folder, Path):
         raise DataError(f"{folder} holds no checkpoint of a training.")
     index = read_index(folder)
-    is_beside = os.path.realpath(target.parent) == os.path.realpath(folder)
-    if is_beside and target.name in index.names:
+    parts_of_it = [os.path.realpath(folder / name) for name in index.names]
+    if os.path.realpath(target) in parts_of_it:
         raise ConfigurationError(
             f"{target} is one of the parts that are to be merged, and would be lost. "
             "Give another name."

@@ -22,7 +22,7 @@ from tfdp.checkpoint.manifest import (
 )
 from tfdp.checkpoint.restored import check_parts, give_back, open_parts
 from tfdp.data.places import Place
-from tfdp.errors import CheckpointWarning, ConfigurationError, DataError
+from tfdp.errors import CheckpointWarning, ConfigurationError, DataError, TfdpError
 from tfdp.files.atomic import replaced
 
 __all__ = ["holds_checkpoints", "merge_checkpoint", "written"]
@@ -96,6 +96,8 @@ def written(target: Path) -> Iterator[Path]:
     try:
         with replaced(target) as half_written:
             yield half_written
+    except TfdpError:
+        raise
     except (OSError, RuntimeError) as error:
         # HDF5 says by a RuntimeError that a disk is full.
         raise ConfigurationError(

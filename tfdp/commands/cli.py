@@ -12,6 +12,7 @@ import argparse
 import difflib
 import errno
 import importlib
+import io
 import os
 import re
 import sys
@@ -134,7 +135,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
       arguments: without the program's name; None takes those of the process.
     """
     for stream in (sys.stdout, sys.stderr):
-        if stream is not None and hasattr(stream, "reconfigure"):
+        is_file = isinstance(stream, io.TextIOWrapper) and not stream.closed
+        if is_file and stream.errors == "strict":
             # A name that the terminal's character set lacks is written by its number.
             stream.reconfigure(errors="backslashreplace")
     words = list(sys.argv[1:] if arguments is None else arguments)
@@ -164,7 +166,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _forget_output() -> None:
     """Has Python write what is left of the output nowhere, when it exits."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    if sys.stdout is not None:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 if __name__ == "__main__":

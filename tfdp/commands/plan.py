@@ -31,6 +31,9 @@ EPILOG = "\n".join(
     )
 )
 
+# Of `tfdp.remat`, which loads TensorFlow.
+POLICIES = ("each", "segments", "whole")
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the options of `tfdp plan`."""
@@ -74,6 +77,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--remat", action="store_true", help="with tfdp.remat(model), layer by layer"
+    )
+    parser.add_argument(
+        "--remat-policy",
+        dest="remat",
+        metavar="POLICY",
+        choices=POLICIES,
+        help=f"with tfdp.remat(model, POLICY): {', '.join(POLICIES)}",
     )
     parser.add_argument(
         "--quick",

@@ -88,8 +88,8 @@ def _refuse_record(option: str, path: str | None, directories: Sequence[str]) ->
     if path is None:
         return
     folders = {os.path.realpath(directory) for directory in directories}
-    place = Path(path).absolute()
-    if is_read(place.name) and os.path.realpath(place.parent) in folders:
+    place = Path(os.path.realpath(path))
+    if is_read(place.name) and str(place.parent) in folders:
         raise ConfigurationError(
             f"{option} {path} is a part of the run's own record, which would be lost. "
             "Give another name."

@@ -62,12 +62,16 @@ class FeatureSpec:
     encoding: str = ""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.shape, list | tuple):
+        try:
+            shape = None if isinstance(self.shape, str) else tuple(self.shape)
+        except (TypeError, ValueError):  # of a TensorShape of which nothing is known
+            shape = None
+        if shape is None:
             raise ConfigurationError(
                 "The shape of a feature is a tuple of lengths, () for a single value. "
                 f"Received: {self.shape!r}."
             )
-        object.__setattr__(self, "shape", tuple(self.shape))
+        object.__setattr__(self, "shape", shape)
         if self.dtype not in DTYPES:
             raise ConfigurationError(
                 f"The dtype of a feature must be one of {', '.join(DTYPES)}. "

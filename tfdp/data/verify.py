@@ -39,7 +39,7 @@ __all__ = [
 ]
 
 _RECORDS_PER_READ = 1024
-GZIP_MAGIC = b"\x1f\x8b"
+GZIP_MAGIC = b"\x1f\x8b\x08"
 _REMEDY = "restore the file or write the set again"
 
 

@@ -39,6 +39,9 @@ class Console:
         a disk that is full does not end a training."""
         for outlet in self._outlets:
             outlet.flush()
+        self._tell_of_loss()
+
+    def _tell_of_loss(self) -> None:
         failure = self.stdout.failure
         if failure and not self.reader_left and not self._has_told:
             self._has_told = True
@@ -81,6 +84,7 @@ class Console:
                 asked_seconds = asked_seconds or time.monotonic()
                 if time.monotonic() - asked_seconds > LAST_WAIT_SECONDS:
                     break
+        self._tell_of_loss()
 
 
 def _descriptor_of(stream: TextIO | None) -> int:

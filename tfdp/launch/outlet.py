@@ -32,7 +32,7 @@ class Outlet:
         self._poll.register(descriptor, select.POLLOUT)
         #: Whether lines that find no room are thrown away.
         self.drops = False
-        #: Why what came last could not be written (a disk is full), and is lost; None.
+        #: Why something could not be written (a disk is full), and is lost; None.
         self.failure: str | None = None
         #: Whether nobody will read the stream any more.
         self.reader_left = False
@@ -74,4 +74,3 @@ class Outlet:
                 self._pending.clear()
                 return
             del self._pending[:written]
-            self.failure = None

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import signal
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -232,7 +233,7 @@ class _Launch:
             if not self._wait(verdict.wait_seconds):
                 return []
             answering = self._answering()
-            if self._received:
+            if self._must_end:
                 return []
             missing = [p for p in self._judge.places if p not in answering]
             names = " and ".join(self._places.hosts[place] for place in missing)
@@ -252,10 +253,15 @@ class _Launch:
     def _wait(self, seconds: float) -> bool:
         """Waits, unless a signal comes; False: one has come."""
         deadline = time.monotonic() + seconds
-        while not self._received and (left := deadline - time.monotonic()) > 0:
+        while not self._must_end and (left := deadline - time.monotonic()) > 0:
             self.console.flush()
             time.sleep(min(left, POLL_SECONDS))
-        return not self._received
+        return not self._must_end
+
+    @property
+    def _must_end(self) -> bool:
+        """Whether a signal has come, or nobody reads what is said any more."""
+        return bool(self._received) or self.console.reader_left
 
     def _say_what_follows(self, ending: Ending, verdict: Verdict) -> None:
         judge, lines = self._judge, []
@@ -278,7 +284,7 @@ class _Launch:
         self.console.say(lines)
 
     def _code_between_starts(self) -> int:
-        number = self._received[0]
+        number = self._received[0] if self._received else signal.SIGPIPE
         self.console.say([f"stopped by {signal_name(number)}, before a restart"])
         return START_AGAIN if self._judge.saved_step else 128 + number
 

@@ -69,16 +69,17 @@ class _Apart(keras.StatelessScope):
         super().add_update((variable, tf.stop_gradient(value)))
 
 
-def copy_in_name(tensor: Any) -> Any:
+def copy_in_name(tensor: Any, mask: Any = None) -> Any:
     """The same tensor under another name, with the mask that Keras left with it.
 
     Args:
       tensor: or what becomes one, such as a number; None stays None.
+      mask: that it had, where it may have lost it since.
     """
     if tensor is None:
         return None
     copied = tf.identity(tensor)
-    mask = mask_of(tensor)
+    mask = mask_of(tensor) if mask is None else mask
     if mask is not None:
         put_mask(copied, mask)
     return copied

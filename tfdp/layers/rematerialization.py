@@ -8,13 +8,14 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import keras
 import tensorflow as tf
 
 from tfdp._private.call_context import call_context, calling_as
 from tfdp._private.keras_autocast import autocasting_as, get_autocast_scope
+from tfdp._private.keras_models import mask_of
 from tfdp._private.shape_inputs import ask_shapes_of
 from tfdp.checks import is_whole
 from tfdp.errors import ConfigurationError
@@ -38,12 +39,13 @@ from tfdp.layers.recompute import (
     stored_in,
     without_updates,
 )
+from tfdp.layers.segments import cut_in_segments
 from tfdp.tracing.current_run import current_run, name_of_gradient
 
 __all__ = ["remat"]
 
 LayerOrModel = TypeVar("LayerOrModel", bound=keras.layers.Layer)
-POLICIES = ("each", "whole")
+POLICIES = ("each", "whole", "segments")
 
 _local = threading.local()
 
@@ -63,8 +65,9 @@ def remat(
     Args:
       layer: a built or unbuilt layer or model; changed in place.
       policy: what is a block. "each": every layer that a model calls, and a layer that
-        is no model itself; "whole": the model as one block; a function: those of the
-        model's layers for which it returns True.
+        is no model itself; "whole": the model as one block; "segments": runs of layers
+        of a functional or sequential model, so cut that least is held at once; a
+        function: those of the model's layers for which it returns True.
       prefetch: for how many blocks ahead weights may be gathered, at least 0, which
         takes the least memory.
 
@@ -107,6 +110,9 @@ def remat(
         raise ConfigurationError(
             f"prefetch must be an integer of at least 0. Received: {prefetch!r}."
         )
+    if policy == "segments":
+        cut_in_segments(layer, lambda block, call: _twice(block, call, prefetch))
+        return layer
     for block in _blocks(layer, policy):
         if not getattr(block.call, "is_rematerialized", False):
             # Past Keras' own __setattr__, which refuses changes after the build.
@@ -153,6 +159,8 @@ def _twice(block: keras.layers.Layer, call: Callable, prefetch: int) -> Callable
                 return compute(tensors)
 
         tensors = [flat[place] for place in places]
+        # Now: `MultiHeadAttention.call` takes the masks of its inputs away.
+        masks = list(map(mask_of, tensors))
         stored, losses = stored_in(block), count_losses(block)
         before = len(_operations())
         with (
@@ -171,7 +179,8 @@ def _twice(block: keras.layers.Layer, call: Callable, prefetch: int) -> Callable
         def backward(*upstream: Any) -> list[Any]:
             # Not before: who predicts asks for no gradient.
             refuse_other_draws(block, others)
-            given = compute_again, tensors, upstream, variables, stored, draws, prefetch
+            inputs = _Inputs(tensors, masks)
+            given = compute_again, inputs, upstream, variables, stored, draws, prefetch
             with exchanges_of(name):
                 return _gradients(block, *given)
 
@@ -182,10 +191,17 @@ def _twice(block: keras.layers.Layer, call: Callable, prefetch: int) -> Callable
     return rematerialized
 
 
+class _Inputs(NamedTuple):
+    """What a block was given, and the mask that each had then."""
+
+    tensors: Sequence[tf.Tensor]
+    masks: Sequence[Any]
+
+
 def _gradients(
     block: keras.layers.Layer,
     compute: Callable,
-    tensors: Sequence[tf.Tensor],
+    given: _Inputs,
     upstream: Sequence[Any],
     variables: Sequence[Any],
     stored: Sequence[Any],
@@ -198,7 +214,7 @@ def _gradients(
         without, before = without_updates(stored), len(_operations())
         with tf.GradientTape() as tape, without as scope, draws.replaying():
             # Copies in name: TensorFlow would find that the results exist already.
-            inputs = list(map(copy_in_name, tensors))
+            inputs = list(map(copy_in_name, *given))
             tape.watch([t for t in inputs if t.dtype.is_floating])
             made = list(map(copy_in_name, keras.tree.flatten(compute(inputs))))
         refuse_assigned_weights(block, scope)
@@ -216,7 +232,7 @@ def _gradients(
         )
         # A gradient that needs no more of an input than its shape (of padding, sums,
         # reshapes) would keep it until then.
-        ask_shapes_of(tensors, inputs, _operations()[before:])
+        ask_shapes_of(given.tensors, inputs, _operations()[before:])
     # An update must not overtake what still reads the old weights. TensorFlow says so
     # by control edges from reads to updates, but its graph optimizer takes one away
     # where it sees a path beside it, and then the path (shapes of what is computed

@@ -84,7 +84,7 @@ class Answer:
         rows = [
             ("FLOPs of a replica in a step", f"{plan.flops:.3g}"),
             ("sent by a replica in a step", _megabytes(plan.sent_bytes)),
-            ("shard", plan.shard + (", with tfdp.remat" if plan.remat else "")),
+            ("shard", plan.shard + _remat_in_words(plan.remat)),
         ]
         if plan.replicas > 1:
             rows.append(("planned for replicas on", f"{plan.device_type}s"))
@@ -163,6 +163,13 @@ def _at_least(plan: MemoryPlan) -> str:
     return (
         f"at least {plan.local_rows}" if plan.larger_may_fit else f"{plan.local_rows}"
     )
+
+
+def _remat_in_words(remat: bool | str) -> str:
+    if not remat:
+        return ""
+    policy = f'(policy="{remat}")' if isinstance(remat, str) else ""
+    return f", with tfdp.remat{policy}"
 
 
 def _megabytes(size_bytes: int) -> str:

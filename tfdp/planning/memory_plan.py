@@ -23,7 +23,8 @@ class MemoryPlan:
       local_rows: of a replica's batch.
       replicas: how many train together, on all hosts.
       shard: "none", "optimizer", "gradients" or "parameters".
-      remat: whether layers compute their forward pass twice.
+      remat: whether layers compute their forward pass twice, or the policy by which
+        they do.
       parts: what lies in memory at the peak: name to bytes.
       memory_bytes: what a replica may take; None: that was not asked.
       flops: additions and multiplications of a replica in a step.
@@ -43,7 +44,7 @@ class MemoryPlan:
     local_rows: int
     replicas: int
     shard: str
-    remat: bool
+    remat: bool | str
     parts: Mapping[str, int]
     memory_bytes: int | None
     flops: float
@@ -118,7 +119,7 @@ def sent_bytes(
     trainable_bytes: int,
     replicas: int,
     stage: int,
-    remat: bool,
+    remat: bool | str,
     tables: Sequence[tuple[int, int, bool]] = (),
 ) -> int:
     """What a replica sends in a step, for gradients as large as the weights.

@@ -19,7 +19,7 @@ def plan(
     replicas: int = 1,
     hosts: int = 1,
     shard: str | int | Sharding = "none",
-    remat: bool = False,
+    remat: bool | str = False,
     memory_bytes: int | None = None,
     communication: Communication | None = None,
     device_type: str = "GPU",
@@ -39,7 +39,8 @@ def plan(
       replicas: of each host, at least 1.
       hosts: at least 1.
       shard: as `DataParallelStrategy` takes it.
-      remat: whether `tfdp.remat` makes every layer a block.
+      remat: whether `tfdp.remat` makes every layer a block; or its `policy`, such as
+        "segments".
       memory_bytes: what one replica may take.
       communication: as `DataParallelStrategy` takes it.
       device_type: "GPU", or "CPU" for replicas on CPUs, which share the graphs of what

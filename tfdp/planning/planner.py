@@ -69,10 +69,10 @@ class Planner:
         self._batch = batch
         self._communication = communication
         self._any_rows = any_rows
-        self._traced: dict[tuple[int, str, bool], TracedModel] = {}
-        self._found: dict[tuple[int, int, str, bool], dict[str, Any]] = {}
-        self._graphs: dict[tuple[int, int, str, bool], StepGraph] = {}
-        self._lines: dict[tuple[int, int, int, str, bool], StepOfRows] = {}
+        self._traced: dict[tuple[int, str, bool | str], TracedModel] = {}
+        self._found: dict[tuple[int, int, str, bool | str], dict[str, Any]] = {}
+        self._graphs: dict[tuple[int, int, str, bool | str], StepGraph] = {}
+        self._lines: dict[tuple[int, int, int, str, bool | str], StepOfRows] = {}
         self._rows: tuple[int, int] | None = None
         self._most_traced = _most_traced(communication, hosts)
         have_devices(replicas, self._most_traced, self.sharding.offloads)
@@ -104,7 +104,7 @@ class Planner:
         local_rows: int,
         *,
         shard: str | None = None,
-        remat: bool = False,
+        remat: bool | str = False,
         memory_bytes: int | None = None,
     ) -> MemoryPlan:
         """The plan for batches of `local_rows` rows in each replica.
@@ -154,7 +154,7 @@ class Planner:
         return (of_host,) if of_host <= self._most_traced else (2, self._most_traced)
 
     def _model(
-        self, number: int, sharding: Sharding | None = None, remat: bool = False
+        self, number: int, sharding: Sharding | None = None, remat: bool | str = False
     ) -> TracedModel:
         sharding = sharding or self.sharding
         key = (number, str(sharding.what), remat)
@@ -176,7 +176,7 @@ class Planner:
         return self._traced[key]
 
     def _measured(
-        self, number: int, local_rows: int, sharding: Sharding, remat: bool
+        self, number: int, local_rows: int, sharding: Sharding, remat: bool | str
     ) -> dict[str, Any]:
         key = (number, local_rows, str(sharding.what), remat)
         if key not in self._found:
@@ -208,7 +208,7 @@ class Planner:
         rows: int,
         *,
         shard: str | None = None,
-        remat: bool = False,
+        remat: bool | str = False,
         memory_bytes: int | None = None,
         quickly: bool = False,
     ) -> MemoryPlan:
@@ -247,7 +247,7 @@ class Planner:
         )
 
     def _sent_bytes(
-        self, facts: dict[str, Any], rows: int, sharding: Sharding, remat: bool
+        self, facts: dict[str, Any], rows: int, sharding: Sharding, remat: bool | str
     ) -> int:
         tables = [
             (table.size_bytes, table.sent_bytes(rows, adds_rows), adds_rows)
@@ -258,7 +258,12 @@ class Planner:
         )
 
     def are_of_one_graph(
-        self, few: int, many: int, *, shard: str | None = None, remat: bool = False
+        self,
+        few: int,
+        many: int,
+        *,
+        shard: str | None = None,
+        remat: bool | str = False,
     ) -> bool:
         """Whether plans may be computed from these two numbers, which were traced."""
         sharding = self._sharding_of(shard)
@@ -270,7 +275,7 @@ class Planner:
         return True
 
     def _step_of_rows(
-        self, number: int, few: int, many: int, sharding: Sharding, remat: bool
+        self, number: int, few: int, many: int, sharding: Sharding, remat: bool | str
     ) -> StepOfRows:
         key = (number, few, many, str(sharding.what), remat)
         if key not in self._lines:

@@ -87,7 +87,8 @@ class TracedModel:
       build: makes the compiled model.
       devices: one per replica.
       batch: what the caller knows of a batch.
-      remat: whether each layer's forward pass is computed twice.
+      remat: whether blocks of layers compute their forward pass twice; a text says
+        which blocks, as `tfdp.remat` takes it.
       sharding: what is sharded, and by whom.
       communication: as a strategy takes it.
       hosts: that train together, each on as many devices.
@@ -100,7 +101,7 @@ class TracedModel:
         devices: list[str],
         batch: Any,
         *,
-        remat: bool,
+        remat: bool | str,
         sharding: Sharding,
         communication: Communication | None = None,
         hosts: int = 1,
@@ -139,7 +140,7 @@ class TracedModel:
         #: Whether the step would run op by op; here it is a graph.
         self.is_eager = bool(self.model.run_eagerly)
         if remat:
-            recompute(self.model)
+            recompute(self.model, "each" if remat is True else str(remat))
         for optimizer in innermost_optimizers(self.model.optimizer):
             trace_updates_once(optimizer)
 

@@ -35,7 +35,7 @@ def largest_batch(
     memory_bytes: int,
     *,
     shard: str | None = None,
-    remat: bool = False,
+    remat: bool | str = False,
 ) -> MemoryPlan | None:
     """The plan of the largest local batch that fits; None: not even one row does.
 
@@ -155,7 +155,7 @@ def ways_to_fit(planner: Planner, memory_bytes: int) -> Iterator[Way]:
     base = planner.at(rows)
     stages = SHARD_STAGES[planner.sharding.stage :] if planner.replicas > 1 else (own,)
     for shard in stages:
-        for remat in (False, True):
+        for remat in (False, True, "segments"):
             if (shard, remat) == (own, False):
                 continue
             try:
@@ -169,9 +169,10 @@ def ways_to_fit(planner: Planner, memory_bytes: int) -> Iterator[Way]:
             yield _accumulating(micro, steps, planner, memory_bytes)
 
 
-def _words(shard: str, remat: bool, own: str) -> str:
+def _words(shard: str, remat: bool | str, own: str) -> str:
     words = [] if shard == own else [f'shard="{shard}"']
-    return " and ".join([*words, *(["tfdp.remat(model)"] if remat else [])])
+    policy = f', "{remat}"' if isinstance(remat, str) else ""
+    return " and ".join([*words, *([f"tfdp.remat(model{policy})"] if remat else [])])
 
 
 def _way(name: str, found: MemoryPlan, base: MemoryPlan, memory_bytes: int) -> Way:

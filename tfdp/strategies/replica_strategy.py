@@ -298,7 +298,7 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
     def experimental_distribute_dataset(self, dataset: Any, options: Any = None) -> Any:
         """Splits global batches; see `tf.distribute.Strategy`."""
         self._first_fit.look(self, self._notes)
-        if self.extended.finite_guard and frames.training_input_of_caller():
+        if self.extended.finite_guard and frames.is_outermost_fit():
             # Of a fit that an error has ended: this one may have no such callback.
             self.extended.finite_guard.arm(0)
         scope_checks.check_not_nested(self)
