@@ -57,13 +57,13 @@ SEGMENTS = {"policy": "segments"}
         (3, "parameters", {}, {}),
         (3, "parameters", {}, NO_PREFETCH),
         (2, "none", {}, SEGMENTS),
-        (3, "parameters", {}, SEGMENTS),
         *made(
             pytest.param(*row, marks=pytest.mark.slow)
             for row in (
                 (1, "none", {}, NO_PREFETCH),
                 (2, "optimizer", {}, {}),
                 (3, "parameters", {}, WHOLE),
+                (3, "parameters", {}, SEGMENTS),
                 (2, "parameters", {"run_eagerly": True}, {}),
             )
         ),

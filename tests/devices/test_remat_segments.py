@@ -9,6 +9,7 @@ import tensorflow as tf
 
 import tfdp
 from tests.support.parity import make_strategy
+from tests.support.slow_rows import made
 from tfdp.errors import ConfigurationError
 from tfdp.layers.segments import cuts_of
 
@@ -88,13 +89,18 @@ def trained(build, change, replicas=1, shard="none", **options):
 @pytest.mark.parametrize(
     "build, replicas, shard, options",
     [
-        (residual_network, 1, "none", {"run_eagerly": True}),
         (residual_network, 2, "none", {}),
-        (residual_network, 2, "parameters", {}),
-        (encoder, 1, "none", {"jit_compile": False}),
         (encoder, 2, "gradients", {}),
-        (nested, 2, "none", {"jit_compile": True}),
         (nested, 3, "none", {}),
+        *made(
+            pytest.param(*row, marks=pytest.mark.slow)
+            for row in (
+                (residual_network, 1, "none", {"run_eagerly": True}),
+                (residual_network, 2, "parameters", {}),
+                (encoder, 1, "none", {}),
+                (nested, 2, "none", {"jit_compile": True}),
+            )
+        ),
     ],
 )
 def test_trains_as_without(build, replicas, shard, options):
@@ -113,6 +119,30 @@ def test_trains_as_without(build, replicas, shard, options):
         *(keras.tree.flatten(found[1:]) for found in (once, twice)), strict=True
     ):
         np.testing.assert_allclose(one, other, rtol=1e-3, atol=1e-3)
+
+
+def test_weights_that_operations_are_given_have_their_gradients():
+    """A table that the output shares, and complex numbers on the way."""
+    found = []
+    words = np.random.default_rng(2).integers(0, 11, (4, 6))
+    for change in (lambda model, policy: model, tfdp.remat):
+        keras.utils.set_random_seed(5)
+        inputs = keras.Input((6,), dtype="int32")
+        table = keras.layers.Embedding(11, 8)
+        x = table(inputs)
+        for _ in range(4):
+            x = keras.layers.Dense(8, "tanh")(x)
+        turned = keras.ops.cast(x, "complex64") * (0.5 + 1j)
+        x = x + keras.ops.real(turned * turned)
+        logits = keras.ops.einsum("bsd,vd->bsv", x, table.embeddings)
+        model = change(keras.Model(inputs, logits), "segments")
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(model(words, training=True) ** 2)
+        gradients = tape.gradient(loss, model.trainable_variables)
+        found.append([tf.convert_to_tensor(gradient) for gradient in gradients])
+    for one, other in zip(*found, strict=True):
+        # The same operations; a use that is left out is 1e-1 of a gradient.
+        np.testing.assert_allclose(other, one, rtol=1e-4, atol=1e-5)
 
 
 def test_only_what_later_segments_read_is_kept():
@@ -153,8 +183,9 @@ def _made_by(tensor):
 def held(costs, kept, cuts):
     """The definition, once more."""
     bounds = [0, *(cut + 1 for cut in cuts)]
-    parts = [sum(costs[a:b]) for a, b in itertools.pairwise(bounds)]
-    return max(parts) + sum(kept[cut] for cut in cuts)
+    runs = [costs[a:b] for a, b in itertools.pairwise(bounds)]
+    most = max((sum(run) for run in runs if len(run) > 1), default=0)
+    return most + sum(kept[cut] for cut in cuts)
 
 
 def test_cuts_are_near_the_best():
@@ -193,6 +224,12 @@ def test_a_model_is_saved_cloned_and_cut_again(tmp_path):
 class Own(keras.Model):
     def call(self, x):
         return x
+
+
+def test_a_model_without_layers_has_nothing_to_cut():
+    inputs = keras.Input((3,))
+    model = tfdp.remat(keras.Model(inputs, inputs), "segments")
+    assert model(np.ones((2, 3))).shape == (2, 3)
 
 
 @pytest.mark.parametrize(

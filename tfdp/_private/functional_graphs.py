@@ -28,12 +28,14 @@ class Node(NamedTuple):
       operation: a layer, or an operation of `keras.ops`.
       takes: symbolic tensors, by which the call knows its arguments.
       gives: symbolic tensors, one for each result.
+      variables: that it is given beside tensors, as a tied table is.
       fill: (values by the ids of symbolic tensors) -> arguments and keyword arguments.
     """
 
     operation: Any
     takes: tuple[Any, ...]
     gives: tuple[Any, ...]
+    variables: tuple[keras.Variable, ...]
     fill: Callable[[Mapping[int, Any]], tuple[Any, Any]]
 
 
@@ -68,12 +70,18 @@ def nodes_of(functional: Any) -> list[Node]:
             node.operation,
             tuple(node.input_tensors),
             tuple(node.outputs),
+            tuple(_variables_in(node.arguments)),
             node.arguments.fill_in,
         )
         for depth in sorted(by_depth, reverse=True)
         for node in by_depth[depth]
         if node.operation and not node.is_input
     ]
+
+
+def _variables_in(arguments: Any) -> list[keras.Variable]:
+    flat = keras.tree.flatten((arguments.args, arguments.kwargs))
+    return [value for value in flat if isinstance(value, keras.Variable)]
 
 
 def run_nodes(

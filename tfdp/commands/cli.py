@@ -135,8 +135,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
       arguments: without the program's name; None takes those of the process.
     """
     for stream in (sys.stdout, sys.stderr):
-        is_file = isinstance(stream, io.TextIOWrapper) and not stream.closed
-        if is_file and stream.errors == "strict":
+        if not isinstance(stream, io.TextIOWrapper) or stream.closed:
+            continue
+        if stream.errors == "strict":
             # A name that the terminal's character set lacks is written by its number.
             stream.reconfigure(errors="backslashreplace")
     words = list(sys.argv[1:] if arguments is None else arguments)

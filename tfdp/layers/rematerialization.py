@@ -83,7 +83,8 @@ def remat(
         `keras.random`, assigns to a variable of TensorFlow which is no weight, or
         draws or assigns in a `tf.function` of its own.
 
-    Cost: one more forward pass. Not saved with the model: call it again after loading.
+    Cost: one more forward pass. Not saved with the model: call it again after loading,
+    and after layers were added to a `Sequential`.
 
     Differs from `keras.RematScope`: its modes "full" and "larger_than" raise on this
     backend, and its "activations" covers activation functions only.

@@ -50,8 +50,10 @@ def cut_in_segments(model: keras.Model, twice: Twice) -> None:
     if is_led(functional):
         return
     nodes = nodes_of(functional)
+    if not nodes:
+        return
     segments = _segments(nodes, functional)
-    calls = [twice(_Segment(segment.layers), segment.run) for segment in segments]
+    calls = [twice(_Segment(segment), segment.run) for segment in segments]
 
     def lead(inputs: list[Any], operation_fn: Callable) -> list[Any]:
         values = {id(t): v for t, v in zip(functional.inputs, inputs, strict=True)}
@@ -70,6 +72,9 @@ def cuts_of(costs: Sequence[float], kept: Sequence[float]) -> list[int]:
 
         held = what is kept at all cuts + the cost of the most costly segment
 
+    A segment of one call counts as nothing there: it cannot be cut. (The last layer of
+    a language model costs more than all others.)
+
     Args:
       costs: of each call, the size of what it gives.
       kept: behind each call, the size of what later ones read; 0 behind the last.
@@ -77,25 +82,19 @@ def cuts_of(costs: Sequence[float], kept: Sequence[float]) -> list[int]:
     Returns:
       Places of calls, in their order; the last one always.
 
-    >>> cuts_of([4, 4, 4, 4], [1, 4, 1, 0])
-    [0, 2, 3]
+    >>> cuts_of([4, 4, 4, 4, 50], [5, 1, 5, 3, 0])
+    [1, 3, 4]
     """
-    total, largest = sum(costs), max(costs)
-    best: tuple[float, list[int]] = (total, [len(costs) - 1])
-    limit = total
-    for _ in range(TRIED):
-        limit = max(limit * STEP, largest)
-        found = _cuts_within(costs, kept, limit)
-        best = min(best, found, key=lambda one: one[0])
-        if limit == largest:
-            break
-    return best[1]
+    limits = [sum(costs) * STEP**power for power in range(TRIED)]
+    found = [_cuts_within(costs, kept, limit) for limit in limits]
+    return min(found, key=lambda one: one[0])[1]
 
 
 def _cuts_within(
     costs: Sequence[float], kept: Sequence[float], limit: float
 ) -> tuple[float, list[int]]:
-    """The cuts that keep least, with no segment above `limit`; what is held then."""
+    """The cuts that keep least, with no segment of several calls above `limit`, and
+    what is held then."""
     # By the number of calls in front of a cut: what is kept up to it, and the cut
     # before.
     least, before = [0.0] + [math.inf] * len(costs), [0] * (len(costs) + 1)
@@ -103,7 +102,7 @@ def _cuts_within(
         cost = 0.0
         for begin in range(end - 1, -1, -1):
             cost += costs[begin]
-            if cost > limit:
+            if cost > limit and begin < end - 1:
                 break
             if least[begin] + kept[end - 1] < least[end]:
                 least[end], before[end] = least[begin] + kept[end - 1], begin
@@ -111,7 +110,8 @@ def _cuts_within(
     most = 0.0
     while end:
         cuts.append(end - 1)
-        most = max(most, sum(costs[before[end] : end]))
+        if end - before[end] > 1:
+            most = max(most, sum(costs[before[end] : end]))
         end = before[end]
     return least[-1] + most, cuts[::-1]
 
@@ -119,10 +119,23 @@ def _cuts_within(
 class _Segment(keras.layers.Layer):
     """The layers of a segment, for who asks a block for its weights and state."""
 
-    def __init__(self, layers: Sequence[keras.layers.Layer]):
-        super().__init__()
-        self.parts = list(layers)
+    _given: list[keras.Variable]
+
+    def __init__(self, run: _Run):
+        names = [getattr(node.operation, "name", "") for node in run.nodes]
+        super().__init__(name=f"segment_from_{names[0]}_to_{names[-1]}")
+        self.parts = run.layers
         self.built = True
+        # Past Keras, which would count them: they are other layers' weights.
+        given = [v for node in run.nodes for v in node.variables]
+        object.__setattr__(self, "_given", given)
+
+    @property
+    def trainable_variables(self) -> list[keras.Variable]:
+        """Those of its layers, and those that operations are given by themselves."""
+        given: list[keras.Variable] = [v for v in self._given if v.trainable]
+        found = [*super().trainable_variables, *given]
+        return list({id(variable): variable for variable in found}.values())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,10 +169,12 @@ class _Run:
 def _segments(nodes: Sequence[Node], functional: Any) -> list[_Run]:
     last_use = {id(t): place for place, node in enumerate(nodes) for t in node.takes}
     last_use |= {id(t): len(nodes) for t in functional.outputs}
-    costs, kept, live = [], [], dict[int, float]()
+    costs: list[float] = []
+    kept: list[float] = []
+    live: dict[int, float] = {}
     for place, node in enumerate(nodes):
         costs.append(sum(map(_size_of, node.gives)) + _within(node.operation))
-        live |= {id(t): _size_of(t) for t in node.gives}
+        live |= {id(t): _kept_size_of(t) for t in node.gives}
         live = {t: size for t, size in live.items() if last_use.get(t, -1) > place}
         kept.append(sum(live.values()))
     segments, begin = [], 0
@@ -171,6 +186,14 @@ def _segments(nodes: Sequence[Node], functional: Any) -> list[_Run]:
         segments.append(_Run(tuple(within), tuple(taken.values()), tuple(gives)))
         begin = cut + 1
     return segments
+
+
+def _kept_size_of(symbol: Any) -> float:
+    """Endless for what must not go from a segment to the next."""
+    # A block gives no gradient to its complex inputs, and takes dense tensors.
+    is_complex = str(symbol.dtype).startswith("complex")
+    is_dense = not any(getattr(symbol, kind, False) for kind in ("sparse", "ragged"))
+    return _size_of(symbol) if is_dense and not is_complex else math.inf
 
 
 def _size_of(symbol: Any) -> float:
@@ -199,10 +222,12 @@ def _innermost(model: keras.Model) -> Any:
             "use 'each', or a function that chooses its layers."
         )
     nodes = nodes_of(functional)
+    if not nodes:
+        return functional
     costs = [sum(map(_size_of, n.gives)) + _within(n.operation) for n in nodes]
     place = max(range(len(nodes)), key=costs.__getitem__)
     inner = nodes[place].operation
     is_most = 2 * costs[place] > sum(costs)
-    if is_most and isinstance(inner, keras.Model) and functional_of(inner) is not None:
-        return _innermost(inner)
+    if is_most and isinstance(inner, keras.Model) and is_run_by_keras(inner):
+        return functional if functional_of(inner) is None else _innermost(inner)
     return functional
