@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import keras
-import tensorflow as tf
 
 __all__ = [
     "Node",
@@ -108,7 +107,8 @@ def lead_runs(
 
     def run(inputs: Any, operation_fn: Any = lambda op: op, call_fn: Any = None) -> Any:
         flat = keras.tree.flatten(inputs)
-        if call_fn is not None or not all(map(tf.is_tensor, flat)):
+        is_symbolic = any(isinstance(value, keras.KerasTensor) for value in flat)
+        if call_fn is not None or is_symbolic:
             return own(inputs, operation_fn, call_fn)
         outputs = lead(flat, operation_fn)
         return keras.tree.pack_sequence_as(functional._outputs_struct, outputs)

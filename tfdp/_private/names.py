@@ -52,8 +52,12 @@ from tensorflow.python.distribute.values import (
 from tensorflow.python.eager import context as eager_context
 
 # The open gradient tapes: what they do not see, and what they are told.
+from tensorflow.python.eager.record import (
+    VariableWatcher,
+    record_operation,
+    stop_recording,
+)
 from tensorflow.python.eager.record import could_possibly_record as is_recording
-from tensorflow.python.eager.record import record_operation, stop_recording
 from tensorflow.python.eager.tape import variable_accessed
 from tensorflow.python.framework.device_spec import DeviceSpecV2 as DeviceSpec
 
@@ -92,6 +96,7 @@ __all__ = [
     "UnaryUnchangedStructureDataset",
     "UninitializedVariable",
     "UpdateContext",
+    "VariableWatcher",
     "autograph_artifact",
     "common_devices",
     "count_in_graph",

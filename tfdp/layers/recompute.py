@@ -23,18 +23,22 @@ from tfdp._private.keras_models import (
 )
 from tfdp._private.names import (
     DistributedVariable,
+    VariableWatcher,
     current_rank,
     own_copy,
     record_operation,
     stop_recording,
     variable_accessed,
+    whole_of,
 )
 
 __all__ = [
     "as_read",
     "copy_in_name",
     "count_losses",
+    "VariableWatcher",
     "own_copies",
+    "read_besides",
     "record_gradient",
     "stop_recording",
     "stored_in",
@@ -108,6 +112,33 @@ def own_copies(variables: Sequence[keras.Variable]) -> list[tf.Variable]:
         else value
         for value in stored
     ]
+
+
+def read_besides(
+    watcher: VariableWatcher, own: Sequence[tf.Variable]
+) -> list[tf.Variable]:
+    """Trained variables that a block has read, and that its layers do not hold.
+
+    Such as the table of a layer elsewhere, in a `Lambda` or an operation of Keras.
+
+    Args:
+      watcher: of the first pass.
+      own: the `own_copies` of the block's.
+    """
+    if tf.distribute.in_cross_replica_context():
+        return []
+    found = [v for v in watcher.watched_variables() if v.trainable]
+    # Those of all replicas are read to gather shards.
+    copies = {id(copy): copy for copy in map(_copy_here, found)}
+    return [copy for place, copy in copies.items() if place not in set(map(id, own))]
+
+
+def _copy_here(variable: Any) -> tf.Variable:
+    """What the calling replica trains of a variable, or of one copy of it."""
+    whole = variable
+    if not isinstance(variable, DistributedVariable):
+        whole = whole_of(variable)
+    return variable if whole is None else own_copy(whole, current_rank())
 
 
 def record_gradient(

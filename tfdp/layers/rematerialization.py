@@ -30,10 +30,12 @@ from tfdp.layers.block_refusals import (
 )
 from tfdp.layers.random_draws import RandomDraws
 from tfdp.layers.recompute import (
+    VariableWatcher,
     as_read,
     copy_in_name,
     count_losses,
     own_copies,
+    read_besides,
     record_gradient,
     stop_recording,
     stored_in,
@@ -165,6 +167,7 @@ def _twice(block: keras.layers.Layer, call: Callable, prefetch: int) -> Callable
         stored, losses = stored_in(block), count_losses(block)
         before = len(_operations())
         with (
+            VariableWatcher() as watcher,
             stop_recording(),
             _after_block(tensors, "forward", prefetch),
             draws.recording(),
@@ -175,6 +178,7 @@ def _twice(block: keras.layers.Layer, call: Callable, prefetch: int) -> Callable
         refuse_added_losses(block, count_losses(block) - losses)
         others = other_draws(_operations()[before:])
         variables = own_copies(block.trainable_variables)
+        variables += read_besides(watcher, variables)
         name = name_of_gradient()
 
         def backward(*upstream: Any) -> list[Any]:
