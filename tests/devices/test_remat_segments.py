@@ -125,7 +125,7 @@ def test_weights_that_operations_are_given_have_their_gradients():
     """A table that the output shares, and complex numbers on the way."""
     found = []
     words = np.random.default_rng(2).integers(0, 11, (4, 6))
-    for change in (lambda model, policy: model, tfdp.remat):
+    for policy in (None, "segments", "each"):
         keras.utils.set_random_seed(5)
         inputs = keras.Input((6,), dtype="int32")
         table = keras.layers.Embedding(11, 8)
@@ -135,14 +135,39 @@ def test_weights_that_operations_are_given_have_their_gradients():
         turned = keras.ops.cast(x, "complex64") * (0.5 + 1j)
         x = x + keras.ops.real(turned * turned)
         logits = keras.ops.einsum("bsd,vd->bsv", x, table.embeddings)
-        model = change(keras.Model(inputs, logits), "segments")
+        model = keras.Model(inputs, logits)
+        if policy is not None:
+            tfdp.remat(model, policy)
         with tf.GradientTape() as tape:
             loss = tf.reduce_sum(model(words, training=True) ** 2)
         gradients = tape.gradient(loss, model.trainable_variables)
         found.append([tf.convert_to_tensor(gradient) for gradient in gradients])
-    for one, other in zip(*found, strict=True):
+    for one, *others in zip(*found, strict=True):
         # The same operations; a use that is left out is 1e-1 of a gradient.
-        np.testing.assert_allclose(other, one, rtol=1e-4, atol=1e-5)
+        for other in others:
+            np.testing.assert_allclose(other, one, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("policy", ["each", "segments"])
+def test_frozen_weights_have_no_gradients(policy):
+    model = keras.Sequential(
+        [keras.Input((6,)), *(keras.layers.Dense(6, "tanh") for _ in range(6))]
+    )
+    for layer in model.layers[:3]:
+        layer.trainable = False
+    tfdp.remat(model, policy)
+
+    @tf.function
+    def gradients(x):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(model(x))
+        return tape.gradient(loss, model.trainable_variables)
+
+    graph = gradients.get_concrete_function(tf.TensorSpec((4, 6))).graph
+    products = [op for op in graph.get_operations() if op.type == "MatMul"]
+    # A gradient of a weight is a product with the layer's input, transposed.
+    of_weights = [op for op in products if op.get_attr("transpose_a")]
+    assert len(of_weights) == 3
 
 
 @pytest.mark.parametrize("policy", ["each", "segments"])

@@ -27,7 +27,6 @@ from tfdp._private.names import (
     current_rank,
     own_copy,
     record_operation,
-    stop_recording,
     variable_accessed,
     whole_of,
 )
@@ -36,11 +35,9 @@ __all__ = [
     "as_read",
     "copy_in_name",
     "count_losses",
-    "VariableWatcher",
     "own_copies",
     "read_besides",
     "record_gradient",
-    "stop_recording",
     "stored_in",
     "without_updates",
 ]
@@ -117,13 +114,13 @@ def own_copies(variables: Sequence[keras.Variable]) -> list[tf.Variable]:
 def read_besides(
     watcher: VariableWatcher, own: Sequence[tf.Variable]
 ) -> list[tf.Variable]:
-    """Trained variables that a block has read, and that its layers do not hold.
+    """Variables that a block has read, and that its layers do not hold.
 
     Such as the table of a layer elsewhere, in a `Lambda` or an operation of Keras.
 
     Args:
       watcher: of the first pass.
-      own: the `own_copies` of the block's.
+      own: the `own_copies` of all that it holds.
     """
     if tf.distribute.in_cross_replica_context():
         return []

@@ -16,6 +16,7 @@ import tensorflow as tf
 from tfdp._private.call_context import call_context, calling_as
 from tfdp._private.keras_autocast import autocasting_as, get_autocast_scope
 from tfdp._private.keras_models import mask_of
+from tfdp._private.names import VariableWatcher, stop_recording
 from tfdp._private.shape_inputs import ask_shapes_of
 from tfdp.checks import is_whole
 from tfdp.errors import ConfigurationError
@@ -30,14 +31,12 @@ from tfdp.layers.block_refusals import (
 )
 from tfdp.layers.random_draws import RandomDraws
 from tfdp.layers.recompute import (
-    VariableWatcher,
     as_read,
     copy_in_name,
     count_losses,
     own_copies,
     read_besides,
     record_gradient,
-    stop_recording,
     stored_in,
     without_updates,
 )
@@ -178,7 +177,8 @@ def _twice(block: keras.layers.Layer, call: Callable, prefetch: int) -> Callable
         refuse_added_losses(block, count_losses(block) - losses)
         others = other_draws(_operations()[before:])
         variables = own_copies(block.trainable_variables)
-        variables += read_besides(watcher, variables)
+        # Frozen ones are for TensorFlow trainable all the same.
+        variables += read_besides(watcher, own_copies(block.variables))
         name = name_of_gradient()
 
         def backward(*upstream: Any) -> list[Any]:
@@ -220,7 +220,7 @@ def _gradients(
         with tf.GradientTape() as tape, without as scope, draws.replaying():
             # Copies in name: TensorFlow would find that the results exist already.
             inputs = list(map(copy_in_name, *given))
-            tape.watch([t for t in inputs if t.dtype.is_floating])
+            tape.watch(list(filter(_has_gradient, inputs)))
             made = list(map(copy_in_name, keras.tree.flatten(compute(inputs))))
         refuse_assigned_weights(block, scope)
         refuse_assigned_state(block, _operations()[before:])
@@ -228,7 +228,7 @@ def _gradients(
         used = [
             (output, gradient)
             for output, gradient in zip(outputs, upstream, strict=True)
-            if gradient is not None and output.dtype.is_floating
+            if gradient is not None and _has_gradient(output)
         ]
         found = tape.gradient(
             [output for output, _ in used],
@@ -248,6 +248,10 @@ def _gradients(
             for gradient in found[len(inputs) :]
         ]
     return [*found[: len(inputs)], *of_variables]
+
+
+def _has_gradient(tensor: tf.Tensor) -> bool:
+    return bool(tensor.dtype.is_floating or tensor.dtype.is_complex)
 
 
 def _operations() -> list[tf.Operation]:

@@ -131,11 +131,15 @@ class _Segment(keras.layers.Layer):
         object.__setattr__(self, "_given", given)
 
     @property
-    def trainable_variables(self) -> list[keras.Variable]:
+    def variables(self) -> list[keras.Variable]:
         """Those of its layers, and those that operations are given by themselves."""
-        given: list[keras.Variable] = [v for v in self._given if v.trainable]
-        found = [*super().trainable_variables, *given]
+        found = [*super().variables, *self._given]
         return list({id(variable): variable for variable in found}.values())
+
+    @property
+    def trainable_variables(self) -> list[keras.Variable]:
+        """Those of them that are trained."""
+        return [variable for variable in self.variables if variable.trainable]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -190,10 +194,8 @@ def _segments(nodes: Sequence[Node], functional: Any) -> list[_Run]:
 
 def _kept_size_of(symbol: Any) -> float:
     """Endless for what must not go from a segment to the next."""
-    # A block gives no gradient to its complex inputs, and takes dense tensors.
-    is_complex = str(symbol.dtype).startswith("complex")
     is_dense = not any(getattr(symbol, kind, False) for kind in ("sparse", "ragged"))
-    return _size_of(symbol) if is_dense and not is_complex else math.inf
+    return _size_of(symbol) if is_dense else math.inf
 
 
 def _size_of(symbol: Any) -> float:
