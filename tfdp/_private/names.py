@@ -110,6 +110,7 @@ __all__ = [
     "is_branch_graph",
     "is_default_strategy",
     "is_loop_graph",
+    "is_of_whole",
     "is_recording",
     "keras_state",
     "make_counter",
@@ -184,10 +185,17 @@ def own_copy(variable: Any, rank: Any) -> Any:
 def whole_of(component: Any) -> Any:
     """The distributed variable that `component` is one device's part of; None: none."""
     container = getattr(component, "_distributed_container", None)
-    if container is None and (owner := getattr(component, "_parent_trackable", None)):
-        # The handle of one that a step has made: its variable knows.
-        container = getattr(owner(), "_distributed_container", None)
     return None if container is None else container()
+
+
+def is_of_whole(handle: Any) -> bool:
+    """Whether a handle is of one device's part of a distributed variable.
+
+    Of one that a step has made its variable knows, and the handle does not.
+    """
+    owner = getattr(handle, "_parent_trackable", None)
+    parts = (handle, owner() if owner is not None else None)
+    return any(whole_of(part) is not None for part in parts)
 
 
 def is_default_strategy(strategy: tf.distribute.Strategy) -> bool:

@@ -119,7 +119,7 @@ def _cuts_within(
 class _Segment(keras.layers.Layer):
     """The layers of a segment, for who asks a block for its weights and state."""
 
-    _given: list[keras.Variable]
+    given_variables: list[keras.Variable]
 
     def __init__(self, run: _Run):
         names = [getattr(node.operation, "name", "") for node in run.nodes]
@@ -128,12 +128,12 @@ class _Segment(keras.layers.Layer):
         self.built = True
         # Past Keras, which would count them: they are other layers' weights.
         given = [v for node in run.nodes for v in node.variables]
-        object.__setattr__(self, "_given", given)
+        object.__setattr__(self, "given_variables", given)
 
     @property
     def variables(self) -> list[keras.Variable]:
         """Those of its layers, and those that operations are given by themselves."""
-        found = [*super().variables, *self._given]
+        found = [*super().variables, *self.given_variables]
         return list({id(variable): variable for variable in found}.values())
 
     @property

@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 
 import tensorflow as tf
 
-from tfdp._private.names import run_independently, whole_of
+from tfdp._private.names import is_of_whole, run_independently
 from tfdp._private.side_effects import (
     has_effects,
     is_ordered_here,
@@ -141,7 +141,7 @@ def _is_of_a_replica(handle: Any) -> bool:
     """Whether it is a replica's own copy, such as a slot that the step has made: all
     copies get their first values by one who makes them for all."""
     found = None if handle is None else outermost(handle.deref())
-    return found is not None and whole_of(found) is not None
+    return found is not None and is_of_whole(found)
 
 
 def _by_programs(
