@@ -34,8 +34,8 @@ EPILOG = "\n".join(
         f"TARGET is {FORMS}.",
         f"A function returns {RETURNS}.",
         "Exit status: 0 the check holds, or does but for batch normalization per "
-        "replica, which is by design; 1 it does not; 2 nothing was checked, or the "
-        "report could not be written.",
+        "replica, which is by design; 1 it does not; 2 nothing was checked, the check "
+        "cannot tell, or the report could not be written.",
     )
 )
 
@@ -105,6 +105,8 @@ def run(options: argparse.Namespace) -> int:
         except TfdpError as error:
             print(f"tfdp check: {error}", file=sys.stderr)
             return NOT_CHECKED
+    if report.cannot_tell:
+        return NOT_CHECKED
     return HOLDS if report.ok or report.is_intended else FAILS
 
 

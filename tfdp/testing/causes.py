@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Callable
 
 from tfdp.testing.facts import Facts
+from tfdp.testing.report import HIDDEN_BY_ROUNDING
 
 __all__ = [
     "COMBINATIONS",
@@ -58,7 +59,7 @@ def _weighted_means(facts: Facts) -> tuple[str, ...] | None:
 
 
 NOTHING_TO_TELL = Cause(
-    name="nothing to tell by",
+    name=HIDDEN_BY_ROUNDING,
     where=lambda facts: (
         None if facts.moved_enough or facts.synchronized_batch_norms else ()
     ),

@@ -11,7 +11,7 @@ from tfdp.layers import SyncBatchNormalization
 from tfdp.step.held_optimizers import optimizers_of
 from tfdp.testing.batches import repeat_first_share, trim_to_multiple
 from tfdp.testing.comparison import Setting
-from tfdp.testing.model_parts import inner_optimizers, layers_of
+from tfdp.testing.model_parts import HALF_PRECISION, inner_optimizers, layers_of
 from tfdp.testing.trainee import ModelChange
 
 __all__ = [
@@ -86,6 +86,13 @@ def _freeze(model: keras.Model, replicas: int) -> None:
             layer.trainable = False
 
 
+def _compute_in_float32(model: keras.Model, replicas: int) -> None:
+    del replicas
+    for layer in layers_of(model):
+        if layer.compute_dtype in HALF_PRECISION:
+            layer.dtype_policy = keras.DTypePolicy("float32")
+
+
 def _plain_sgd(scale: Callable[[int], float]) -> ModelChange:
     def change(model: keras.Model, replicas: int) -> None:
         rate = LEARNING_RATE
@@ -101,6 +108,7 @@ CHANGES: dict[str, Callable[[Setting], Setting]] = {
     "no_clipping": _model_change(_remove_clipping),
     "freeze_batch_norm": _model_change(_freeze),
     "freeze_synchronized_batch_norm": _model_change(_freeze),
+    "compute_in_float32": _model_change(_compute_in_float32),
     "same_rows": _same_rows,
     "sgd": _model_change(_plain_sgd(lambda replicas: 1.0)),
     "sgd_divided": _model_change(_plain_sgd(lambda replicas: 1.0 / replicas)),

@@ -13,7 +13,12 @@ import tensorflow as tf
 from tfdp.errors import ConfigurationError
 from tfdp.testing import rounding
 from tfdp.testing.batches import Batch, row_count, take_rows
-from tfdp.testing.model_parts import compute_round_off, unit_round_off
+from tfdp.testing.model_parts import (
+    HALF_PRECISION,
+    compute_round_off,
+    layers_of,
+    unit_round_off,
+)
 from tfdp.testing.report import VariableRow, tell_enough
 from tfdp.testing.trainee import ModelChange, Trainee
 
@@ -52,10 +57,23 @@ class Comparison:
     @property
     def ok(self) -> bool:
         """Whether every row holds, and enough of them tell."""
+        return self._no_row_exceeds and tell_enough(self.rows)
+
+    @property
+    def is_too_coarse(self) -> bool:
+        """Whether rounding in half precision would hide a wrong step."""
         return (
-            self.error is None
-            and all(row.first_step_over is None for row in self.rows)
-            and tell_enough(self.rows)
+            self._no_row_exceeds
+            and not self.ok
+            and any(
+                layer.compute_dtype in HALF_PRECISION for layer in layers_of(self.model)
+            )
+        )
+
+    @property
+    def _no_row_exceeds(self) -> bool:
+        return self.error is None and all(
+            row.first_step_over is None for row in self.rows
         )
 
 

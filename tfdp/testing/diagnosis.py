@@ -24,12 +24,10 @@ from tfdp.testing.changes import (
 from tfdp.testing.comparison import Comparison, Setting, compare
 from tfdp.testing.crashes import explain_error
 from tfdp.testing.facts import Facts
-from tfdp.testing.model_parts import inner_optimizers, layers_of
+from tfdp.testing.model_parts import HALF_PRECISION, inner_optimizers, layers_of
 from tfdp.testing.report import Finding, tell_enough
 
 __all__ = ["diagnose", "read_facts"]
-
-HALF_PRECISION = ("float16", "bfloat16")
 
 
 def diagnose(setting: Setting, comparison: Comparison) -> tuple[Finding, ...]:

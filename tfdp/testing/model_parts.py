@@ -9,6 +9,7 @@ import keras
 import numpy as np
 
 __all__ = [
+    "HALF_PRECISION",
     "compute_round_off",
     "inner_optimizers",
     "layers_of",
@@ -17,6 +18,7 @@ __all__ = [
     "unit_round_off",
 ]
 
+HALF_PRECISION = ("float16", "bfloat16")
 # Numbers that say how much a layer of Keras draws; 0 switches it off.
 AMOUNTS = ("rate", "stddev", "dropout", "recurrent_dropout")
 # Bits of the significand, the hidden one among them: u = 2^-bits.

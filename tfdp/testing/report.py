@@ -11,7 +11,13 @@ from typing import Any
 from tfdp.report.text_table import format_table
 from tfdp.testing.rounding import excess
 
-__all__ = ["Finding", "ParityReport", "VariableRow", "tell_enough"]
+__all__ = [
+    "HIDDEN_BY_ROUNDING",
+    "Finding",
+    "ParityReport",
+    "VariableRow",
+    "tell_enough",
+]
 
 # A bound above this share of a variable's movement shows nothing: a wrong step would
 # be within it.
@@ -19,6 +25,8 @@ LARGEST_TELLING_SHARE = 0.1
 
 # The cause that is a choice of the model's, and no fault.
 INTENDED = "batch normalization per replica"
+# The cause that only says that rounding hides everything else.
+HIDDEN_BY_ROUNDING = "nothing to tell by"
 
 HOLDS, EXCEEDS, TOO_SMALL = "holds", "exceeds", "too small to tell"
 
@@ -149,6 +157,12 @@ class ParityReport:
         return self.error is None and not self.exceeding and tell_enough(self.rows)
 
     @property
+    def cannot_tell(self) -> bool:
+        """Whether nothing exceeds its bound, but a wrong step would be within it."""
+        known = {finding.cause for finding in self.causes} - {HIDDEN_BY_ROUNDING}
+        return not (self.ok or self.error or self.exceeding or known)
+
+    @property
     def is_intended(self) -> bool:
         """Whether all that differs is batch normalization per replica, by design.
 
@@ -166,6 +180,7 @@ class ParityReport:
         """Plain data for `json.dump`; numbers that are not finite become strings."""
         plain = dataclasses.asdict(self)
         plain["ok"] = self.ok
+        plain["cannot_tell"] = self.cannot_tell
         plain["is_intended"] = self.is_intended
         for row, derived in zip(plain["rows"], self.rows, strict=True):
             row["ratio"] = derived.ratio
@@ -218,8 +233,13 @@ class ParityReport:
                 f"than rounding explains; the furthest, {worst.ratio:.1e} times the "
                 f"bound: {worst.path}"
             )
+        if self.cannot_tell:
+            return (
+                "CANNOT TELL: most variables moved by less than ten times what "
+                "rounding explains, so that a wrong step would not show"
+            )
         if not self.ok:
-            return "FAILS: too few of the variables moved far enough to tell"
+            return "FAILS: rounding moves most variables about as far as training does"
         largest = max(row.ratio for row in self.rows)
         silent = sum(row.verdict == TOO_SMALL for row in self.rows)
         return (
