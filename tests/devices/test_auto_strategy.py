@@ -159,6 +159,117 @@ def test_input_that_each_replica_makes_does_not_hide_it(monkeypatch, capfd):
     assert capfd.readouterr().err.count("tfdp: DataParallelStrategy(2 rep") == 1
 
 
+# What acts between hosts only, by the value that a strategy of one host takes for it.
+BETWEEN_HOSTS = [
+    ("wire_dtype", "float16", None),
+    ("compression", tfdp.compression.Int8(), None),
+    ("min_hosts", 2, None),
+    ("engine", "sockets", "auto"),
+    ("engine", "mpi", "auto"),
+]
+
+
+@pytest.mark.parametrize("option, given, taken", BETWEEN_HOSTS)
+def test_options_between_hosts_have_no_effect_on_one(option, given, taken):
+    """Elsewhere (`test_option_places.py`) a strategy made by name refuses them."""
+    communication = tfdp.Communication(**{option: given, "bucket_bytes": 7})
+    strategy = tfdp.auto_strategy(communication=communication)
+    assert strategy.communication == tfdp.Communication(bucket_bytes=7)
+    assert getattr(strategy.communication, option) == taken
+    (line,) = strategy.idle_options.lines
+    assert line.startswith(f"{option} has no effect on one host: ")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"compression": tfdp.compression.Int8(), "compression_across": "replicas"},
+        {"compression": tfdp.compression.Int8(), "hierarchy": (2, 2)},
+        {"engine": "tensorflow", "timeout_seconds": 7, "repeated_rows": "sum"},
+    ],
+)
+def test_options_that_act_on_one_host_do(options):
+    communication = tfdp.Communication(**options)
+    strategy = tfdp.auto_strategy(communication=communication)
+    assert strategy.communication == communication
+    assert strategy.idle_options.lines == ()
+
+
+def auto_on_a_tpu(monkeypatch, **options):
+    monkeypatch.setenv("TPU_NAME", "my-tpu")
+    monkeypatch.setattr(
+        "tfdp.strategies.auto.TPUDataParallelStrategy",
+        lambda address, **options: StandInStrategy(2, **options),
+    )
+    return tfdp.auto_strategy(communication=tfdp.Communication(**options))
+
+
+def test_options_between_hosts_have_no_effect_on_a_tpu(monkeypatch):
+    options = {"wire_dtype": "bfloat16", "engine": "mpi", "min_hosts": 1}
+    strategy = auto_on_a_tpu(monkeypatch, **options, timeout_seconds=7)
+    names = [
+        line.split(" has no effect on a TPU: ")[0]
+        for line in strategy.idle_options.lines
+    ]
+    assert sorted(names) == sorted(options)  # a deadline is kept where nobody is late
+    with pytest.raises(ConfigurationError, match="hierarchy='flat'.*on a TPU"):
+        auto_on_a_tpu(monkeypatch, wire_dtype="bfloat16", hierarchy="flat")
+
+
+@pytest.mark.worth_seconds(10)
+def test_hosts_that_train_apart_are_one_host(monkeypatch, capfd):
+    """On one host the script of docs/communication.md trains as without `sync`."""
+    monkeypatch.setattr(FirstFit, "_said", set())
+    draw = np.random.default_rng(3)
+    x, y = (draw.standard_normal((24, n)).astype("float32") for n in (3, 1))
+    weights = []
+    for sync in (None, tfdp.sync.DiLoCo(every=2, start_step=1)):
+        keras.utils.set_random_seed(3)
+        strategy = tfdp.auto_strategy(
+            communication=tfdp.Communication(min_hosts=1, timeout_seconds=60)
+        )
+        with strategy.scope():
+            model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+            inner = keras.optimizers.SGD(0.1, momentum=0.5)
+            optimizer = tfdp.DistributedOptimizer(inner, sync=sync)
+            optimizer.build(model.trainable_variables)
+            model.compile(optimizer, "mse")
+        model.fit(x, y, batch_size=8, epochs=2, shuffle=False, verbose=0)
+        weights.append(np.concatenate([w.ravel() for w in model.get_weights()]))
+    # The same graph of the same numbers.
+    np.testing.assert_array_equal(*weights)
+    said = capfd.readouterr().err
+    for option in ("min_hosts", "sync"):
+        assert said.count(f"tfdp: {option} has no effect on one host: ") == 1
+    # A file of the model trains hosts apart again where there are several.
+    assert optimizer.get_config()["sync"] == sync.get_config()
+
+
+@pytest.mark.parametrize(
+    "make, words",
+    [
+        (lambda: tfdp.DataParallelStrategy(), "across='hosts' lets hosts train apart"),
+        (lambda: StandInStrategy(2), "StandInStrategy cannot"),
+    ],
+)
+def test_a_strategy_made_by_name_refuses_hosts_that_train_apart(make, words):
+    with make().scope():
+        optimizer = tfdp.DistributedOptimizer(
+            keras.optimizers.SGD(), sync=tfdp.sync.LocalSGD(2)
+        )
+        with pytest.raises(ConfigurationError, match=words):
+            optimizer.build([keras.Variable(np.zeros(3, "float32"))])
+
+
+def test_simulated_hosts_train_apart():
+    strategy = tfdp.auto_strategy(communication=tfdp.Communication(hierarchy=(2, 2)))
+    with strategy.scope():
+        sync = tfdp.sync.LocalSGD(2)
+        optimizer = tfdp.DistributedOptimizer(keras.optimizers.SGD(), sync=sync)
+        optimizer.build([keras.Variable(np.zeros(3, "float32"))])
+    assert optimizer.sync == sync and strategy.idle_options.lines == ()
+
+
 UNUSED = """
 import keras, numpy as np
 import tfdp

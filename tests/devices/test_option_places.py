@@ -15,11 +15,11 @@ from tests.support.stand_in_link import StandInLink
 from tests.support.stand_in_living import StandInLivingHosts
 from tests.support.tpu_stand_in import StandInStrategy
 from tfdp.errors import ConfigurationError
-from tfdp.strategies import meeting, multi_host
+from tfdp.strategies import auto, meeting, multi_host
 
 PAGE = (REPOSITORY / "docs" / "options.md").read_text("utf-8")
 ROW = re.compile(r"^\| `(\w+=.*?)` \| (.*) \|$", re.MULTILINE)
-WORDS = {"works", "bound", "refused", "-"}
+WORDS = {"works", "bound", "refused", "no effect", "-"}
 
 
 def one_process(**options):
@@ -40,7 +40,17 @@ def tpu(**options):
     return StandInStrategy(2, **options)
 
 
-COLUMNS = {"one": one_process, "several": hosts(2), "one of": hosts(1), "tpu": tpu}
+def auto_on_one_host(**options):
+    return tfdp.auto_strategy(**{"devices_per_host": 2, **options})
+
+
+COLUMNS = {
+    "one": one_process,
+    "several": hosts(2),
+    "one of": hosts(1),
+    "tpu": tpu,
+    "auto": auto_on_one_host,
+}
 ROWS = [(row[1], row[2].split(" | ")) for row in ROW.finditer(PAGE)]
 CELLS = [
     pytest.param(arguments, column, word, id=f"{arguments}-{column}-{word}")
@@ -57,6 +67,9 @@ def nobody_else(monkeypatch):
     monkeypatch.setattr(meeting, "meet_by_collectives", lambda link: None)
     monkeypatch.setattr(multi_host, "join_living_hosts", StandInLivingHosts)
     monkeypatch.setattr(multi_host, "use_virtual_devices", lambda count: None)
+    monkeypatch.setattr(
+        auto, "use_virtual_devices", lambda count: [f"CPU:{n}" for n in range(count)]
+    )
     monkeypatch.setattr(multi_host.atexit, "register", lambda function: None)
 
 
@@ -74,7 +87,10 @@ def test_every_cell(arguments, column, word):
         with pytest.raises(ConfigurationError):
             make(**options)
     else:
-        assert make(**options).num_replicas_in_sync >= 2
+        strategy = make(**options)
+        assert strategy.num_replicas_in_sync >= 2
+        left_out = strategy.idle_options and strategy.idle_options.lines
+        assert bool(left_out) == (word == "no effect")
 
 
 def test_the_table_has_every_option():

@@ -7,6 +7,7 @@ import tensorflow as tf
 
 import tfdp
 import tfdp.strategies.tpu_system
+from tests.support.tpu_stand_in import StandInStrategy
 from tfdp.errors import ConfigurationError, DeviceError, TPUError
 from tfdp.strategies.tpu import check_communication
 
@@ -33,10 +34,11 @@ def test_auto_strategy_passes_address_and_options(monkeypatch):
     monkeypatch.setenv("TPU_NAME", "my-tpu")
     monkeypatch.setattr(
         "tfdp.strategies.auto.TPUDataParallelStrategy",
-        lambda tpu, **options: seen.append((tpu, options)),
+        lambda tpu, **options: seen.append((tpu, options)) or StandInStrategy(2),
     )
     tfdp.auto_strategy(wire_dtype="bfloat16")
-    assert seen == [("my-tpu", {"wire_dtype": "bfloat16"})]
+    options = {"wire_dtype": "bfloat16", "communication": tfdp.Communication()}
+    assert seen == [("my-tpu", options)]
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ from tfdp import compression
 from tfdp._private.names import current_rank
 from tfdp._private.optimizer_hooks import (
     LossScaleHooks,
+    strategy_of,
     variable_index,
     variables_built_with,
 )
@@ -26,6 +27,7 @@ from tfdp.optimizers.batch_weights import weight_to_keep
 from tfdp.optimizers.distributed_checks import check_arguments, check_place
 from tfdp.sharding.updates import ACCUMULATOR_NAME, shards_of
 from tfdp.step.finite_guard import update_if_finite
+from tfdp.step.local_run import has_no_effect
 from tfdp.step.local_values import LocalValues
 from tfdp.step.optimizers import takes_reduced
 from tfdp.step.overwritten import refuse_overwritten
@@ -120,7 +122,7 @@ class DistributedOptimizer(LossScaleHooks):
         if dynamic_loss_scale is None:
             dynamic_loss_scale = keras.config.dtype_policy().name == "mixed_float16"
         self.dynamic_loss_scale = bool(dynamic_loss_scale)
-        self.sync = checked_sync(sync)
+        self._given_sync = self.sync = checked_sync(sync)
         if self.sync is not None:
             refuse_with_sync(optimizer)
         self._rounds: Rounds | None = None
@@ -140,6 +142,8 @@ class DistributedOptimizer(LossScaleHooks):
             self._micro_step = self.add_variable(
                 shape=(), dtype="int", name="micro_step"
             )
+        if self.sync is not None and has_no_effect(self.sync, strategy_of(self)):
+            self.sync = None
         if self.sync is not None:
             self._rounds = make_rounds(self, self.sync, variables)
             # Tracked, so that checkpoints hold it.
@@ -230,7 +234,7 @@ class DistributedOptimizer(LossScaleHooks):
         config.update(
             accumulate_steps=self.accumulate_steps,
             dynamic_loss_scale=self.dynamic_loss_scale,
-            sync=None if self.sync is None else self.sync.get_config(),
+            sync=self._given_sync and self._given_sync.get_config(),
         )
         config["optimizer"]["config"]["loss_scale_factor"] = self.static_scale
         return config

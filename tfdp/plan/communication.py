@@ -18,6 +18,7 @@ __all__ = [
     "refuse_compressed_shards",
     "refuse_idle_options",
     "uncompressed",
+    "without_idle_options",
 ]
 
 MIB = 1 << 20
@@ -268,6 +269,37 @@ def refuse_idle_options(communication: Communication, hosts: int) -> None:
     """
     if hosts > 1 and communication.compression and communication.link_dtype:
         communication.compression.refuse_selection()
+    for name, (allowed, why) in _idle_options(communication, hosts).items():
+        raise ConfigurationError(
+            f"Communication({name}={getattr(communication, name)!r}) cannot act on "
+            f"{'one host' if hosts == 1 else f'{hosts} hosts'}: {why}. Allowed "
+            f"here: {', '.join(map(repr, allowed))}."
+        )
+
+
+def without_idle_options(
+    communication: Communication,
+) -> tuple[Communication, dict[str, str]]:
+    """The same without options that act between hosts only.
+
+    Returns:
+      The rest, which acts on one host as well; and by option that was left out, why it
+      cannot act there.
+
+    >>> rest, idle = without_idle_options(Communication(wire_dtype="bfloat16"))
+    >>> rest == Communication(), idle
+    (True, {'wire_dtype': 'gradients are rounded between hosts only'})
+    """
+    idle = {name: why for name, (_, why) in _idle_options(communication, 1).items()}
+    defaults = Communication()
+    rest = {name: getattr(defaults, name) for name in idle}
+    return dataclasses.replace(communication, **rest), idle
+
+
+def _idle_options(
+    communication: Communication, hosts: int
+) -> dict[str, tuple[tuple[Any, ...], str]]:
+    """By option that cannot act on as many hosts: what can, and why."""
     reasons: dict[str, tuple[tuple[Any, ...], str]] = dict(
         ON_ONE_HOST if hosts == 1 else ON_SEVERAL_HOSTS
     )
@@ -281,14 +313,11 @@ def refuse_idle_options(communication: Communication, hosts: int) -> None:
         communication
     ):
         reasons.pop("compression", None)
-    for name, (allowed, why) in reasons.items():
-        value = getattr(communication, name)
-        if value not in allowed:
-            raise ConfigurationError(
-                f"Communication({name}={value!r}) cannot act on "
-                f"{'one host' if hosts == 1 else f'{hosts} hosts'}: {why}. Allowed "
-                f"here: {', '.join(map(repr, allowed))}."
-            )
+    return {
+        name: reason
+        for name, reason in reasons.items()
+        if getattr(communication, name) not in reason[0]
+    }
 
 
 def _simulates_hosts(communication: Communication) -> bool:

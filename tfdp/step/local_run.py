@@ -14,9 +14,29 @@ from tfdp.sync.rounds import Sync
 from tfdp.tracing.keras_steps import name_of_step
 from tfdp.tracing.run import ReplicaRun
 
-__all__ = ["LooksApart", "begin_local_run", "groups_across", "refuse_in_local_run"]
+__all__ = [
+    "LooksApart",
+    "begin_local_run",
+    "groups_across",
+    "has_no_effect",
+    "refuse_in_local_run",
+]
 
 Groups = tuple[tuple[int, ...], ...]
+
+
+def has_no_effect(sync: Sync, strategy: tf.distribute.Strategy) -> bool:
+    """Whether `sync` lets hosts train apart and `auto_strategy` has found one host.
+
+    Its replicas then meet in every step, and the first `fit` says so.
+    """
+    idle_options = getattr(strategy, "idle_options", None)
+    if sync.across != "hosts" or idle_options is None:
+        return False
+    if strategy.extended.reducer.host_groups is not None:
+        return False  # `hierarchy=(2, 2)` simulates hosts
+    idle_options.add("sync", "there are no other hosts to train apart from")
+    return True
 
 
 def groups_across(strategy: tf.distribute.Strategy, across: str) -> Groups:
@@ -97,7 +117,11 @@ def begin_local_run(
         # Others may be in a step; and eager replicas, which take turns, would wait.
         run.groups = tuple((rank,) for rank in range(run.replicas))
         return
-    syncs = {o: o.sync for o in optimizers if isinstance(_sync_of(o), Sync)}
+    syncs = {
+        o: o.sync
+        for o in optimizers
+        if isinstance(_sync_of(o), Sync) and not has_no_effect(o.sync, strategy)
+    }
     if not syncs or name_of_step(step) != "train_step":
         return
     across = {sync.across for sync in syncs.values()}

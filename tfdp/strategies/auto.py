@@ -12,7 +12,11 @@ from tfdp.checks import is_whole
 from tfdp.cluster import Cluster, find_cluster
 from tfdp.cluster.tpu import find_tpu
 from tfdp.errors import ConfigurationError
-from tfdp.plan.communication import Communication
+from tfdp.plan.communication import (
+    Communication,
+    checked_communication,
+    without_idle_options,
+)
 from tfdp.plan.shards import Sharding, sharding_of
 from tfdp.strategies.data_parallel import DataParallelStrategy
 from tfdp.strategies.devices import (
@@ -20,6 +24,7 @@ from tfdp.strategies.devices import (
     first_devices,
     use_virtual_devices,
 )
+from tfdp.strategies.idle_options import IdleOptions
 from tfdp.strategies.multi_host import MultiHostDataParallelStrategy
 from tfdp.strategies.tpu import TPUDataParallelStrategy
 
@@ -62,6 +67,10 @@ def auto_strategy(
     device file speaks of a TPU, a `TPUDataParallelStrategy`; else all GPUs, or all
     logical CPUs where there is none, as a `DataParallelStrategy`. `print(strategy)`
     says which, and the first `fit` of a job does.
+
+    Options that act between hosts only have no effect on one host or a TPU, and the
+    first `fit` says so: `wire_dtype`, `compression`, `min_hosts` and the engines
+    "sockets" and "mpi" of `Communication`, `sync` of `DistributedOptimizer`.
 
     Args:
       cpu_devices: on a machine without GPU and TPU and without a launcher, the logical
@@ -121,10 +130,14 @@ def auto_strategy(
     if cluster is not None and cluster.workers > 1:
         _refuse(options, ON_SEVERAL_HOSTS, f"{cluster.workers} hosts")
         return MultiHostDataParallelStrategy(cluster, **options)
+    rest, idle = without_idle_options(checked_communication(communication))
     tpu = find_tpu()
     if tpu is not None:
         _refuse(options, ON_A_TPU, "a TPU")
-        return TPUDataParallelStrategy(tpu.address, **options)
+        options["communication"] = _without_deadlines(rest)
+        on_tpu = TPUDataParallelStrategy(tpu.address, **options)
+        on_tpu.idle_options = IdleOptions("a TPU", idle)
+        return on_tpu
     _refuse(options, ON_ONE_HOST, "one host")
     # All replicas are of this host, so both groups of shards are the same.
     sharding = sharding_of(
@@ -134,7 +147,10 @@ def auto_strategy(
         options.pop(name, None)
     options["shard"] = dataclasses.replace(sharding, group="all")
     devices = _own_devices(cluster, options.pop("devices_per_host", None), cpu_devices)
-    return DataParallelStrategy(devices, **options)
+    options["communication"] = rest
+    strategy = DataParallelStrategy(devices, **options)
+    strategy.idle_options = IdleOptions("one host", idle)
+    return strategy
 
 
 def _says(name: str, value: Any) -> bool:
@@ -142,6 +158,16 @@ def _says(name: str, value: Any) -> bool:
     default = inspect.signature(auto_strategy).parameters[name].default
     # 0 is no False, and 1 no True: what was given wrongly is for the strategy to say.
     return type(value) is not type(default) or value != default
+
+
+def _without_deadlines(communication: Communication) -> Communication:
+    """The same with the default deadlines: the cores of a TPU wait for no worker."""
+    defaults = Communication()
+    return dataclasses.replace(
+        communication,
+        timeout_seconds=defaults.timeout_seconds,
+        silence_seconds=defaults.silence_seconds,
+    )
 
 
 def _refuse(options: dict[str, Any], reasons: dict[str, str], where: str) -> None:

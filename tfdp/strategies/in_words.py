@@ -75,21 +75,22 @@ class FirstFit:
     _said: set[str] = set()
 
     def __init__(self) -> None:
-        self._is_over = False
+        self._looked_at = 0  # lines
 
     def look(self, strategy: Any, notes: Sequence[str]) -> None:
         """Says it, if Keras' `fit` is among the callers.
 
         Args:
           strategy: its `repr` is said, by worker 0.
-          notes: lines that follow.
+          notes: lines that follow; later ones are said when they are there.
         """
-        if self._is_over or _unsaid or next(fits_around(), None) is None:
+        count = 1 + len(notes)
+        if count == self._looked_at or _unsaid or next(fits_around(), None) is None:
             return
-        self._is_over = True
-        text = repr(strategy)
-        if strategy.is_chief and text not in self._said:
-            self._said.add(text)
-            for line in (text, *notes):
+        lines = (repr(strategy), *notes)[self._looked_at :]
+        self._looked_at = count
+        for line in lines:
+            if strategy.is_chief and line not in self._said:
+                self._said.add(line)
                 # Ray Train writes what is printed a second time.
                 sys.stderr.write(f"tfdp: {line}\n")

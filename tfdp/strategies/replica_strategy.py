@@ -37,6 +37,7 @@ from tfdp.step.reduced_parts import parts_of_one_shape
 from tfdp.step.reports import whole_logs
 from tfdp.strategies import scope_checks
 from tfdp.strategies.adopted_state import adopt_state
+from tfdp.strategies.idle_options import IdleOptions
 from tfdp.strategies.in_words import FirstFit, strategy_in_words
 from tfdp.strategies.unused import note_used
 from tfdp.tracing import keras_steps
@@ -73,6 +74,8 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
     compiles_steps = False
     #: Whether short batches are filled up; a number is the size of a whole batch.
     pad_batches: bool | int = False
+    #: Options that act between hosts only and were left out; None: they are refused.
+    idle_options: IdleOptions | None = None
     _sharding = Sharding()
 
     def __repr__(self) -> str:
@@ -105,7 +108,7 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
     @property
     def _notes(self) -> tuple[str, ...]:
         """What is worth saying of the strategy once, beside its `repr`."""
-        return ()
+        return () if self.idle_options is None else self.idle_options.lines
 
     @functools.cached_property
     def _first_fit(self) -> FirstFit:
