@@ -8,7 +8,7 @@ import tensorflow as tf
 import tfdp
 from tests.support.compression_table import IDENTITIES, LOSSY, METHODS
 from tests.support.parity import classification_data, dense_model, rounding_bound
-from tfdp.compression import FP8, Cast, Int8, PowerSGD, SignSGD, TopK
+from tfdp.compression import FP8, Cast, Int8, PowerSGD, RandomK, SignSGD, TopK
 from tfdp.errors import ConfigurationError
 
 #: Replicas, engine and hierarchy; of simulated hosts the sums within are exact.
@@ -478,7 +478,7 @@ def test_what_is_left_belongs_to_a_variable_and_not_to_an_order(tmp_path):
 @pytest.mark.parametrize("wrap", [None, "loss-scale"])
 def test_an_optimizer_that_its_first_step_builds(wrap):
     """A loop of one's own, as most are written: nobody calls `build`."""
-    model = Linear(strategy_for(TopK(1.0, min_bytes=0)))
+    model = Linear(strategy_for(RandomK(1.0, min_bytes=0)))
     with model.strategy.scope():
         model.optimizer = keras.optimizers.SGD(1.0) if wrap is None else loss_scaled()()
     gradients = draw(2, steps=2)

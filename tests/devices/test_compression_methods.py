@@ -352,7 +352,9 @@ def test_messages_are_as_small_as_they_say(method, factor):
         (lambda: FP8("e3m4"), "'e4m3' or 'e5m2'"),
         (lambda: FP8(scale=0.0), "finite number above 0"),
         (lambda: Cast("float32"), "'bfloat16' or 'float16'"),
-        (lambda: TopK(0.0), "above 0, to 1"),
+        (lambda: TopK(0.0), "above 0, to 0.5"),
+        (lambda: TopK(1), "places are sent as well"),
+        (lambda: TopK(0.51), "more bytes than the whole gradient. Received: 0.51"),
         (lambda: TopK(0.1, momentum_correction=1.0), "from 0 to below 1"),
         (
             lambda: TopK(0.1, momentum_correction=0.9, error_feedback=False),

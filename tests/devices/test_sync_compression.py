@@ -9,10 +9,10 @@ import tfdp
 from tests.devices.test_sync import BOUND, DILOCO, compiled
 from tests.support.apart import regression_data, vector_of
 from tests.support.parity import make_strategy
-from tfdp.compression import Int4, Int8, PowerSGD, TopK
+from tfdp.compression import Int4, Int8, PowerSGD, RandomK, TopK
 from tfdp.errors import ConfigurationError
 
-EVERYTHING = TopK(1.0, min_bytes=0)
+EVERYTHING = RandomK(1.0, min_bytes=0)
 
 
 def trained(method, across="replicas", epochs=3, model=None, **options):

@@ -5,7 +5,6 @@ from tfdp.compression import FP8, Cast, Int4, Int8, PowerSGD, RandomK, SignSGD, 
 SMALL = {"min_bytes": 0}
 #: Nothing is lost but by rounding.
 IDENTITIES = {
-    "top-k-all": TopK(1.0, **SMALL),
     "random-k-all": RandomK(1.0, **SMALL),
     "power-sgd-full": PowerSGD(1000, start_step=0, min_compression_rate=1e-6, **SMALL),
     "power-sgd-later": PowerSGD(1, start_step=1000, min_compression_rate=1, **SMALL),

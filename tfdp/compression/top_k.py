@@ -16,6 +16,8 @@ from tfdp.compression.method import Exchanged, Method, Peers, Slots
 __all__ = ["TopK", "count_of"]
 
 FIRST_RATIO = 0.25
+# A number and its place take 8 bytes, a number of the whole gradient 4.
+MOST_RATIO = 0.5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,8 +29,8 @@ class TopK(Method):
     v + g.
 
     Args:
-      ratio: the share of numbers that is sent, above 0 to 1; at least one number of
-        every variable.
+      ratio: the share of numbers that is sent, above 0 to 0.5; at least one number of
+        every variable. Each is sent with its place, in twice its bytes.
       momentum_correction: m, from 0 to below 1; None or 0 for none. The optimizer must
         then have no momentum of its own: `keras.optimizers.SGD(lr)`.
       warmup_steps: the share falls from 1/4 (or `ratio`, where that is more) to
@@ -68,8 +70,13 @@ class TopK(Method):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        is_ratio = is_number(self.ratio) and 0 < self.ratio <= 1
-        self.require(is_ratio, "ratio", "a number above 0, to 1")
+        is_ratio = is_number(self.ratio) and 0 < self.ratio <= MOST_RATIO
+        self.require(
+            is_ratio,
+            "ratio",
+            f"a number above 0, to {MOST_RATIO}: places are sent as well, so that more "
+            "than half of the numbers are more bytes than the whole gradient",
+        )
         momentum = self.momentum_correction
         self.require(
             momentum is None or (is_number(momentum) and 0 <= momentum < 1),
