@@ -46,13 +46,17 @@ class StepTrace:
         """Begins.
 
         Raises:
-          tf.errors.AlreadyExistsError: when the profiler is running already.
+          tf.errors.AlreadyExistsError: when a profiler is running already.
         """
         self._folder = tempfile.TemporaryDirectory(prefix="tfdp-trace-")
         options = tf.profiler.experimental.ProfilerOptions(
             host_tracer_level=2, python_tracer_level=0
         )
-        tf.profiler.experimental.start(self._folder.name, options=options)
+        try:
+            tf.profiler.experimental.start(self._folder.name, options=options)
+        except tf.errors.AlreadyExistsError:
+            self._folder.cleanup()
+            raise
 
     def stop(self) -> list[TraceEvent]:
         """Ends, and returns the ops by start."""

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import keras
+import tensorflow as tf
 
 from tfdp._private.step_trace import StepTrace
 from tfdp.checks import is_whole
@@ -30,7 +31,8 @@ class StepTimeline(keras.callbacks.Callback):
     as a trace, `.trace.json`, by replica and thread, which https://ui.perfetto.dev
     opens. A training that ends before the step says so. On CPUs TensorFlow does not
     tell of which replica an op is in a graph that replicas share: from 32 weights on
-    the update, and with 3 replicas and more all that they compute.
+    the update, and with 3 replicas and more all that they compute. TensorFlow has one
+    profiler: while another callback uses it nothing is drawn, and a line says so.
 
     Args:
       path: of the HTML page to write. On several hosts each writes its own: host 1
@@ -102,8 +104,7 @@ class StepTimeline(keras.callbacks.Callback):
         is_first = self._steps_before == 0
         if not is_first and reached >= self.step and self.drawn_steps is None:
             self.drawn_steps = (self._steps_before + 1, reached)
-            self._trace = StepTrace()
-            self._trace.start()
+            self._trace = self._started_trace()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Draws the steps that were traced."""
@@ -151,6 +152,22 @@ class StepTimeline(keras.callbacks.Callback):
                 f"steps, and StepTimeline(step={self.step}) waits for step "
                 f"{self.step}, not among the first that run. Take {instead}."
             )
+
+    def _started_trace(self) -> StepTrace | None:
+        trace = StepTrace()
+        try:
+            trace.start()
+        except tf.errors.AlreadyExistsError:
+            # An error would end the training while the other profiler runs on.
+            print(
+                "\ntfdp: no timeline was written: TensorFlow has one profiler, and "
+                f"another user of it is at work in step {self.step} (a second "
+                "StepTimeline, keras.callbacks.TensorBoard(profile_batch=...) or "
+                "tf.profiler). Give each other steps, by StepTimeline(step=...), or "
+                "leave one of them out."
+            )
+            return None
+        return trace
 
     def _write(self, events: Any, steps: str, optimizers: list[str]) -> None:
         """The page and the trace, each whole or not at all."""
