@@ -86,6 +86,7 @@ REFUSED = {
         p.layout.shard == 3 and p.eagerly and _uses(p, ("dense-unit-norm",))
     ),
     "inside a function compiled by XLA": _exchanges_within_a_step,
+    "is stored in shards": lambda p: p.layout.shard == 3 and p.jit,
     "The size of the batches is not known": lambda p: (
         p.layout.pad_batches is True and p.data.source != "arrays"
     ),

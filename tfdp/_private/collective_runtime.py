@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from tfdp._private.names import eager_context
+from tfdp.cluster.machine import restart_in_words
 from tfdp.errors import ConfigurationError
 
 __all__ = ["abort_collectives", "has_started", "start_collectives"]
@@ -64,7 +65,7 @@ def start_collectives(rank: int, addresses: Sequence[str]) -> bool:
         raise ConfigurationError(
             "Communication(engine='tensorflow') on several hosts: make the strategy "
             "before anything else uses TensorFlow (tensors, variables, models, lists "
-            f"of logical devices). TensorFlow says: {error}"
+            f"of logical devices).{restart_in_words()} TensorFlow says: {error}"
         ) from error
     # Starts the server.
     tf.config.list_logical_devices()

@@ -107,6 +107,12 @@ def read_index(folder: Path) -> PartsIndex:
     except FileNotFoundError as error:
         if not folder.is_dir():
             raise DataError(f"There is no folder {folder}.") from error
+        if not any(folder.iterdir()):
+            raise DataError(
+                f"The folder {folder} is empty. Give the one that "
+                "tfdp.checkpoint.save_parts, or tfdp.callbacks.Checkpoint, has written "
+                "to."
+            ) from error
         raise DataError(
             f"{folder} has no {INDEX_NAME}: tfdp.checkpoint.save_parts, which writes "
             "it last, has not ended there on the first host."

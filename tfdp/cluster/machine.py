@@ -5,13 +5,20 @@
 
 from __future__ import annotations
 
+import builtins
 import importlib.metadata
 import os
 import platform
 
 from tfdp._version import __version__
 
-__all__ = ["PACKAGES", "describe_machine", "installed_versions", "usable_cores"]
+__all__ = [
+    "PACKAGES",
+    "describe_machine",
+    "installed_versions",
+    "restart_in_words",
+    "usable_cores",
+]
 
 # The packages whose versions decide how tfdp behaves. The TensorFlow of the CPU and
 # the TPU extra goes by another distribution name; the first one found counts.
@@ -42,6 +49,16 @@ def _version(distribution: str) -> str | None:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def restart_in_words() -> str:
+    """What a notebook needs before a setting can come earlier; "" elsewhere.
+
+    Its process goes on when a cell runs again, and with it what TensorFlow has started.
+    """
+    is_notebook = hasattr(builtins, "__IPYTHON__")  # IPython sets it
+    text = " In a notebook, restart the kernel, and run this cell first."
+    return text if is_notebook else ""
 
 
 def describe_machine() -> dict[str, str | int | None]:

@@ -31,9 +31,9 @@ __all__ = [
 ]
 
 ADVICE = (
-    "A strategy splits every element of a batch along its first axis. Repeat what is "
-    "the same for all rows once for each row (tf.repeat), or make it a part of the "
-    "model."
+    "A strategy splits every element of a batch along its first axis. If the dataset "
+    "gives single rows, .batch(global_batch_size) is missing. Repeat what is the same "
+    "for all rows once for each row (tf.repeat), or make it a part of the model."
 )
 
 UNLIKE = (
@@ -41,7 +41,10 @@ UNLIKE = (
     "where they come out of tf.data.Dataset.zip, of datasets that were batched before, "
     "and each length is a multiple of the number of replicas in every batch "
     "(drop_remainder=True leaves the odd last one out, and lets shapes tell lengths, "
-    "which batches need that are mapped); docs/data.md says where not."
+    "which batches need that are mapped); docs/data.md says where not. Batches of "
+    "graphs, with nodes, edges and labels, cannot be split: give each replica whole "
+    "graphs by strategy.distribute_datasets_from_function, first an element with one "
+    "row per graph (docs/data.md)."
 )
 
 

@@ -133,9 +133,8 @@ class Engine(abc.ABC):
             raise CollectiveError(
                 "An exchange between replicas was built inside a function compiled by "
                 "XLA (jit_compile=True), where it cannot run. Masked or weighted mean "
-                "losses, synchronized batch normalization, shard='parameters', "
-                "train_on_batch and a train_step of your own need one there: compile "
-                "with "
+                "losses, synchronized batch normalization, train_on_batch and a "
+                "train_step of your own need one there: compile with "
                 "jit_compile=False, or keep the exchange outside the compiled "
                 "function."
             )

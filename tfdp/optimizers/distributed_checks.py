@@ -23,8 +23,9 @@ def check_arguments(optimizer: Any, accumulate_steps: Any, initial_scale: Any) -
     """
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise ConfigurationError(
-            "DistributedOptimizer wraps a keras.optimizers.Optimizer, not a name. "
-            f"Received: {optimizer!r}."
+            "DistributedOptimizer wraps a keras.optimizers.Optimizer, such as "
+            "keras.optimizers.Adam(1e-3). Received: "
+            f"{_what_it_is(optimizer)}."
         )
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         raise ConfigurationError(
@@ -46,6 +47,14 @@ def check_arguments(optimizer: Any, accumulate_steps: Any, initial_scale: Any) -
         raise ConfigurationError(
             f"initial_scale must be a number above 0. Received: {initial_scale!r}."
         )
+
+
+def _what_it_is(given: Any) -> str:
+    if isinstance(given, type):
+        return f"the class {given.__name__}; call it: {given.__name__}()"
+    if isinstance(given, str):
+        return f"{given!r}; pass keras.optimizers.get({given!r})"
+    return repr(given)
 
 
 def check_place(optimizer: keras.optimizers.Optimizer) -> None:

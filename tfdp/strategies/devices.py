@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from tfdp.checks import is_whole
-from tfdp.cluster.machine import usable_cores
+from tfdp.cluster.machine import restart_in_words, usable_cores
 from tfdp.cluster.nvidia import driver_gpus, explain_unseen_gpus
 from tfdp.errors import ConfigurationError, DeviceError, DeviceWarning
 
@@ -69,7 +69,7 @@ def use_virtual_devices(count: int) -> list[str]:
             f"use_virtual_devices({count}) came too late: TensorFlow has already "
             f"started with {present} logical CPU(s), and devices are fixed then. Call "
             "it before the first tensor, model or strategy is made (right after the "
-            "imports)."
+            f"imports).{restart_in_words()}"
         ) from error
     return names
 
@@ -168,7 +168,7 @@ def find_devices(devices: Sequence[str] | None = None) -> tuple[str, ...]:
             raise DeviceError(
                 f"There is no device {given!r}. Present: {', '.join(short)}. For more "
                 "logical CPUs call tfdp.use_virtual_devices(n) before TensorFlow "
-                "starts."
+                f"starts.{restart_in_words()}"
             )
     if len(set(full_names)) != len(full_names):
         raise DeviceError(

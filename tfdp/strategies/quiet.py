@@ -15,6 +15,7 @@ import tempfile
 import warnings
 from collections.abc import Iterator, Sequence
 
+from tfdp.cluster.machine import restart_in_words
 from tfdp.errors import TooLateWarning
 
 __all__ = ["NOT_NEEDED_FOR_A_STEP", "import_tensorflow_quietly", "quiet"]
@@ -51,7 +52,8 @@ def quiet() -> None:
         if not _was_called:
             warnings.warn(
                 "tfdp.quiet() came after TensorFlow, whose lines are written by now. "
-                "Call it before `import keras` and `import tensorflow`.",
+                "Call it before `import keras` and `import tensorflow`."
+                + restart_in_words(),
                 TooLateWarning,
                 stacklevel=2,
             )

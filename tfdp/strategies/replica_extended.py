@@ -7,9 +7,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdp._private.names import current_rank, stop_recording
+from tfdp._private.names import current_rank, in_compiled_function, stop_recording
 from tfdp.data.lasting_input import LastingInput
-from tfdp.errors import ScopeError
+from tfdp.errors import CollectiveError, ScopeError
 from tfdp.exchange.reducer import Reducer
 from tfdp.sharding.updates import ACCUMULATOR_NAME, SHARD_CLASSES, ShardUpdates
 from tfdp.sharding.variables import ShardedVariable
@@ -68,7 +68,21 @@ class ReplicaExtended(LastingInput):
         return super()._update(variable, fn, (value,), kwargs, True)  # type: ignore[misc]
 
     def read_sharded(self, variable: ShardedVariable, rank: Any) -> tf.Tensor:
-        """The whole of a sharded variable, in replica context."""
+        """The whole of a sharded variable, in replica context.
+
+        Raises:
+          CollectiveError: within a function that XLA compiles, and not as part of a
+            step that it compiles as a whole.
+        """
+        strategy = self._container_strategy()  # type: ignore[attr-defined]
+        if in_compiled_function() and not strategy.compiles_steps:
+            raise CollectiveError(
+                f"The variable {variable.name!r} is stored in shards "
+                f"(shard={strategy.shard!r}), which a function that XLA compiles "
+                "(jit_compile=True) cannot gather. Compile the model with "
+                'jit_compile=False, or take shard="gradients", which keeps weights '
+                "whole."
+            )
         return self.shards_in_use().read(variable, rank)
 
     def shards_in_use(self) -> ShardUpdates:

@@ -44,7 +44,8 @@ def check_model(
         if strategy_of(optimizer) is not strategy:
             raise ScopeError(
                 f"The optimizer {optimizer.name!r} of model {model.name!r} was made "
-                f"under {_name(strategy_of(optimizer))}, but the model trains under "
+                f"under {_name(strategy_of(optimizer), strategy)}, but the model "
+                "trains under "
                 f"{_name(strategy)}: compile was called in another scope, or the "
                 f"optimizer is built already, for other variables. {ADVICE}"
             )
@@ -105,16 +106,16 @@ def check_not_nested(strategy: tf.distribute.Strategy) -> None:
     if current is not strategy:
         raise ScopeError(
             f"{_name(strategy)} is entered, or a model made under it is used, within "
-            f"the scope of {_name(current)}. A model belongs to one strategy: leave "
-            "the other scope first, and call fit outside any scope."
+            f"the scope of {_name(current, strategy)}. A model belongs to one "
+            "strategy: leave the other scope first, and call fit outside any scope."
         )
 
 
-def _name(strategy: tf.distribute.Strategy) -> str:
+def _name(strategy: Any, beside: Any = None) -> str:
+    """What a strategy is called in errors that name `beside` too."""
     if not isinstance(strategy, tf.distribute.Strategy) or is_default_strategy(
         strategy
     ):
         return "no strategy"
-    if strategy.num_replicas_in_sync == 1 and not tf.distribute.has_strategy():
-        return type(strategy).__name__
-    return f"{type(strategy).__name__} at {id(strategy):#x}"
+    another = beside is not strategy and repr(beside) == repr(strategy)
+    return f"another {strategy!r}" if another else repr(strategy)

@@ -10,6 +10,7 @@ import keras
 import tensorflow as tf
 
 from tfdp.checks import is_whole
+from tfdp.cluster.machine import restart_in_words
 from tfdp.errors import ConfigurationError, DeviceError, ParityError, ScopeError
 from tfdp.strategies.data_parallel import DataParallelStrategy
 from tfdp.strategies.devices import find_devices
@@ -243,5 +244,6 @@ def _strategy_of(replicas: int) -> DataParallelStrategy:
         raise DeviceError(
             f"{replicas} replicas need as many devices, and there are {len(devices)}. "
             f"Call tfdp.use_virtual_devices({replicas}) before TensorFlow starts."
+            f"{restart_in_words()}"
         )
     return DataParallelStrategy(devices[:replicas], alone=True)

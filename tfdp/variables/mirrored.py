@@ -23,6 +23,7 @@ from tfdp.variables.local_view import LocalView
 from tfdp.variables.own_means import OwnMeans
 
 __all__ = [
+    "HandleOfReplica",
     "PythonNumber",
     "ReplicaMirroredVariable",
     "ReplicaOnReadVariable",
@@ -48,6 +49,28 @@ class PythonNumber:
         return float(self.numpy())  # type: ignore[attr-defined]
 
 
+class HandleOfReplica:
+    """A variable whose handle exists within replicas only; a mixin."""
+
+    @property
+    def handle(self) -> tf.Tensor:
+        """The resource of the copy that is meant here.
+
+        Raises:
+          ConfigurationError: outside of replicas none is meant.
+        """
+        try:
+            return super().handle  # type: ignore[misc]
+        except ValueError as error:
+            raise ConfigurationError(
+                f"The variable {self.name!r} has a copy on each replica, and within "  # type: ignore[attr-defined]
+                "strategy.scope() but outside of strategy.run nothing says which one "
+                "is meant. Put the step (the model's call under a GradientTape, "
+                "optimizer.apply) into a function and run it on every replica, by "
+                "strategy.run(step, args=(batch,)); model.fit does that itself."
+            ) from error
+
+
 def before_storing(variable: Any, own: tf.Variable) -> None:
     """Before a step of a replica, and no optimizer, assigns to its own part."""
     guard = variable.distribute_strategy.extended.finite_guard
@@ -55,7 +78,7 @@ def before_storing(variable: Any, own: tf.Variable) -> None:
         guard.remember_stored(current_rank(), [own])
 
 
-class ReplicaMirroredVariable(PythonNumber, OwnMeans, LocalView):
+class ReplicaMirroredVariable(PythonNumber, HandleOfReplica, OwnMeans, LocalView):
     """A mirrored variable whose first-replica-only updates need no `merge_call`.
 
     Keras' counters are such variables. Stock TensorFlow goes to the cross-replica
@@ -219,7 +242,7 @@ def _is_alike(value: Any, variable: ReplicaMirroredVariable, rank: Any) -> bool:
     return is_same_on_every_replica(value, own_copy(variable, rank))
 
 
-class ReplicaOnReadVariable(PythonNumber, SyncOnReadVariable):
+class ReplicaOnReadVariable(PythonNumber, HandleOfReplica, SyncOnReadVariable):
     """The sums of a metric, to which a borrowed row (`borrowed_rows`) adds nothing."""
 
     def assign(self, value: Any, *args: Any, **kwargs: Any) -> Any:
