@@ -25,6 +25,7 @@ __all__ = [
     "ReplicaDriftError",
     "ReplicaDriftWarning",
     "RunRecordWarning",
+    "SameRowsWarning",
     "ScopeError",
     "SlowInputWarning",
     "TPUError",
@@ -132,6 +133,10 @@ class ReplicaDriftWarning(UserWarning):
 
 class RunRecordWarning(UserWarning):
     """What a training does is recorded no further."""
+
+
+class SameRowsWarning(UserWarning):
+    """Every replica trains on the same rows: a dataset was not distributed."""
 
 
 class SlowInputWarning(UserWarning):

@@ -1,5 +1,8 @@
 """Loops of one's own: what stands around `strategy.run`."""
 
+import re
+import warnings
+
 import keras
 import numpy as np
 import pytest
@@ -9,7 +12,7 @@ import tfdp
 from tests.support.fresh_python import run_python
 from tests.support.package_source import REPOSITORY
 from tests.support.parity import classification_data, dense_model, make_strategy
-from tfdp.errors import ConfigurationError
+from tfdp.errors import ConfigurationError, SameRowsWarning
 
 # Warnings come once in a process.
 CONVERTED = """
@@ -200,3 +203,83 @@ def test_the_row_that_an_empty_replica_borrows_counts_for_no_optimizer():
         model.compile(jit_compile=False)
     model.fit(np.array([[1.0]], "float32"), batch_size=2, verbose=0)
     assert float(model.weight.value) == 1.0
+
+
+def training(strategy):
+    """A model, and a step of training it, as loops of one's own have it."""
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((12,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse", jit_compile=False)
+        model.optimizer.build(model.trainable_variables)
+    loss = keras.losses.MeanSquaredError()
+
+    def step(x, y, table=None):
+        with tf.GradientTape() as tape:
+            value = loss(y, model(x))
+        variables = model.trainable_variables
+        model.optimizer.apply(tape.gradient(value, variables), variables)
+        return value
+
+    return model, step
+
+
+X = classification_data(24)[0]
+ROWS = tf.data.Dataset.from_tensor_slices((X, X[:, :1])).batch(8)
+
+
+def of_graph(strategy, graph):
+    return lambda x, y: strategy.run(graph, (x, y))
+
+
+LOOPS = {
+    "eager": lambda strategy, step: lambda x, y: strategy.run(step, (x, y)),
+    "by name": lambda strategy, step: (
+        lambda x, y: strategy.run(step, kwargs={"x": x, "y": y})
+    ),
+    "arrays": lambda strategy, step: (
+        lambda x, y: strategy.run(step, (x.numpy(), y.numpy()))
+    ),
+    "in a graph": lambda strategy, step: tf.function(
+        lambda x, y: strategy.run(step, (x, y))
+    ),
+    "a graph": lambda strategy, step: of_graph(strategy, tf.function(step)),
+}
+
+
+@pytest.mark.worth_seconds(10)
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_loop_over_a_dataset_that_nobody_distributed(loop):
+    strategy = make_strategy(2)
+    _, step = training(strategy)
+    run = LOOPS[loop](strategy, step)
+    with pytest.warns(SameRowsWarning) as caught:
+        for x, y in ROWS:
+            run(x, y)
+    [warning] = [w for w in caught if w.category is SameRowsWarning]  # once
+    words = r"all 2 replicas the same tensor of shape \(8, 12\).*experimental_distrib"
+    assert re.search(words, str(warning.message))
+
+
+def test_what_replicas_may_all_be_given():
+    """A table beside a batch, inputs of a model, values to assign, Keras' own loops."""
+    strategy = make_strategy(2)
+    model, step = training(strategy)
+    with strategy.scope():
+        rates = tf.Variable([0.0, 0.0])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", SameRowsWarning)
+        for x, y in strategy.experimental_distribute_dataset(ROWS):
+            strategy.run(step, (x, y, tf.ones([5])))
+        strategy.run(model, (X,))
+        strategy.run(lambda value: rates.assign(value), (tf.constant([0.1, 0.2]),))
+        model.fit(ROWS, verbose=0)
+        model.evaluate(X, X[:, :1], verbose=0)
+        for loop in (model.train_on_batch, model.test_on_batch):
+            loop(X, X[:, :1])
+        model.predict_on_batch(X)
+    alone = make_strategy(1)
+    _, step = training(alone)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", SameRowsWarning)
+        for x, y in ROWS:
+            alone.run(step, (x, y))

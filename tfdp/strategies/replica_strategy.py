@@ -39,6 +39,7 @@ from tfdp.strategies import scope_checks
 from tfdp.strategies.adopted_state import adopt_state
 from tfdp.strategies.idle_options import IdleOptions
 from tfdp.strategies.in_words import FirstFit, strategy_in_words
+from tfdp.strategies.same_rows import warn_of_same_rows
 from tfdp.strategies.unused import note_used
 from tfdp.tracing import keras_steps
 from tfdp.tracing.eager_order import sum_in_words
@@ -218,6 +219,8 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
         ):
             result = super().run(call.step, call.args, call.kwargs, options)
             refuse_own_branches(run, self.extended.reducer.branches)
+        if not is_reported:
+            warn_of_same_rows(self, (call.args, call.kwargs), run)
         if call.is_reported and run.replicas > 1:
             # Where hosts train apart, a step's numbers are of this host.
             over_hosts = None if run.is_local else self._sum_of_logs
