@@ -1,7 +1,6 @@
 """What a first program gets wrong: each message names the cause and what to do."""
 
 import builtins
-import sys
 
 import keras
 import numpy as np
@@ -19,7 +18,6 @@ from tfdp.errors import (
     ScopeError,
     TooLateWarning,
 )
-from tfdp.strategies import unused
 
 X = np.random.default_rng(0).normal(size=(24, 4)).astype("float32")
 NODES, EDGES = np.ones((6, 4), "float32"), np.array([[0, 1], [1, 2], [3, 4], [4, 5]])
@@ -135,22 +133,6 @@ def test_a_notebook_has_its_kernel_restarted(monkeypatch):
         tfdp.use_virtual_devices(3)
     with pytest.warns(TooLateWarning, match="restart the kernel"):
         tfdp.quiet()
-
-
-@pytest.mark.parametrize("code, says", [(2, False), ("no data", False), (0, True)])
-def test_a_program_that_ends_by_an_exit_code(code, says, monkeypatch, capsys):
-    """An unused strategy is no news where a failure has ended the program."""
-    for name in ("last_type", "ps1"):
-        monkeypatch.delattr(sys, name, raising=False)
-    monkeypatch.setattr(sys, "exit", sys.exit)
-    monkeypatch.setattr(unused, "_made", ["DataParallelStrategy(2 replicas)"])
-    for name in ("_used", "_exit_codes"):
-        monkeypatch.setattr(unused, name, [])
-    unused._note_exit_codes()
-    with pytest.raises(SystemExit):
-        sys.exit(code)
-    unused._say_if_unused()
-    assert ("made and never used" in capsys.readouterr().err) == says
 
 
 def test_a_second_profiler_draws_nothing_and_ends_no_training(tmp_path, capsys):
