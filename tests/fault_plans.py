@@ -6,14 +6,18 @@ Each plan is drawn from its seed, and printed: what is trained, by how many work
 what goes wrong in each start: a worker is killed in a step, after one, while a
 checkpoint is written, committed or restored, is stopped for seconds, or for longer than
 the others wait for a sign of it and then continued or killed, gets SIGTERM or finds the
-disk full; between two starts the newest checkpoint is damaged, or the number
-of workers changes. The training is started again until it has come to its end. Then
+disk full; beside that one worker's disk may fail for a while, at any point of a save:
+full, stale, or not the one of the others; between two starts the newest checkpoint is
+damaged, or the number of workers changes. The training is started again until it has
+come to its end. Then
 
 - the final weights and optimizer are those of the same training without faults, bit for
   bit with as many workers, else within BOUND;
 - in each epoch every sample was trained on once;
 - a worker that was stopped for too long has been named by another;
-- nothing is left: no process, no half-written file.
+- where a disk failed all workers have warned of the same, and named its worker alone;
+- no start has lasted for half of `timeout_seconds`;
+- nothing is left: no process, no half-written file, no part of a save that failed.
 
 Workers are forked from this process, which has imported TensorFlow and used nothing of
 it: real processes, without the seconds of the import.
@@ -26,6 +30,7 @@ import json
 import os
 import pathlib
 import random
+import re
 import secrets
 import shutil
 import signal
@@ -35,12 +40,19 @@ import traceback
 
 import numpy as np
 
-from tests.support.resumed_training import ROWS, SAMPLES, Options, main
+from tests.support.resumed_training import (
+    DISK_ERRORS,
+    DISK_POINTS,
+    ROWS,
+    SAMPLES,
+    Options,
+    main,
+)
 from tests.support.workers import free_port
 from tfdp.checkpoint.manifest import MANIFEST_NAME, folders_newest_first
 
 #: Only there to end a hang.
-LONGEST_SECONDS = 600
+LONGEST_SECONDS = 900
 MOST_STARTS = 8
 # Of three replicas each has a third of the samples, in float32: 3e-8 of a gradient near
 # 1, times a rate of 0.5 with momentum, in 24 steps. Two replicas differ by round-off of
@@ -85,6 +97,7 @@ class Plan:
       faults: of each start; later ones have none.
       damage: before each start: None, "byte" or "half".
       silence_seconds: after which the others take a stopped worker for lost.
+      disks: of each start, the disk that fails for a while; None: none does.
     """
 
     number: int
@@ -93,6 +106,7 @@ class Plan:
     faults: list[dict]
     damage: list[str | None]
     silence_seconds: float = 15.0
+    disks: list[dict | None] = dataclasses.field(default_factory=list)
 
 
 def draw(seed, number):
@@ -133,7 +147,23 @@ def draw(seed, number):
         chance.choice([None, None, "byte", "half"]) for _ in range(starts)
     ]
     silence_seconds = make_stops_long(faults, random.Random(f"{seed} {number} long"))
-    return Plan(number, training, workers, faults, damage, silence_seconds)
+    disks = draw_disks(workers, random.Random(f"{seed} {number} disk"))
+    return Plan(number, training, workers, faults, damage, silence_seconds, disks)
+
+
+def draw_disks(workers, chance):
+    """Draws whose disk fails in each start, and where in a save."""
+    disks = []
+    for count in workers:
+        point = chance.choice(list(DISK_POINTS))
+        how = chance.choice(DISK_POINTS[point])
+        rank = chance.randrange(count) if point.endswith("the part") else 0
+        times = chance.choice([1, 1, 2, 4])
+        disk = {"point": point, "how": how, "rank": rank, "times": times}
+        disk["number"] = chance.randint(1, 8)
+        is_drawn = chance.random() < 0.7 and (how != "not shared" or count > 1)
+        disks.append(disk if is_drawn else None)
+    return disks
 
 
 def make_stops_long(faults, chance):
@@ -282,6 +312,50 @@ def check_names(fault, codes, log):
         raise ValueError(f"worker {rank} was stopped, and nobody says so; see {log}")
 
 
+def words_of(disk):
+    """What all workers say of a disk that fails."""
+    rank, point = disk["rank"], disk["point"]
+    if disk["how"] == "not shared":
+        # Worker 0 cannot know whose directory is the wrong one, and says what it sees.
+        seen = rank or 1
+        return f"worker {seen} has written its part, and worker 0 does not find it at"
+    cause = f"(OSError: [Errno {DISK_ERRORS[disk['how']][0]}]"
+    if point.endswith("the part"):
+        return f"worker {rank} could not write its part {cause}"
+    if point == "delete":
+        return "is whole, but worker 0 could not delete step-"
+    is_whole = "is whole, but " if point == "commit" else "was not written: "
+    return f"{is_whole}worker 0 could not finish it {cause}"
+
+
+def check_disk(disk, workers, log):
+    """All have warned of the same, once for each save, and of the right worker."""
+    texts = [
+        pathlib.Path(f"{log}.{r}").read_text(errors="replace") for r in range(workers)
+    ]
+    warned = [
+        [line for line in text.splitlines() if "CheckpointWarning: The check" in line]
+        for text in texts
+    ]
+    warned = [[line.partition("Warning: ")[2] for line in lines] for lines in warned]
+    struck = texts[disk["rank"]].count(f"fault: {disk}")
+    said = {tuple(lines) for lines in warned}
+    lines = list(said)[0]
+    # What could not be deleted is tried again, without a word.
+    is_enough = len(lines) == struck
+    if disk["point"] == "delete":
+        is_enough = bool(lines) == bool(struck)
+    blamed = set(re.findall(r"worker (\d+) could not", " ".join(lines)))
+    words = words_of(disk)
+    if (
+        len(said) > 1
+        or not is_enough
+        or not all(words in line for line in lines)
+        or blamed - {str(disk["rank"])}
+    ):
+        raise ValueError(f"{struck} times {words!r}, and what was said is {warned}")
+
+
 def carry_out(plan, seed, folder, known):
     """Runs a plan; what came of it.
 
@@ -300,17 +374,25 @@ def carry_out(plan, seed, folder, known):
             damaged = damage_newest(checkpoints, plan.damage[start], chance)
             said.append(f"damaged {damaged.name if damaged else 'nothing'}")
         fault = plan.faults[start] if start < len(plan.faults) else None
+        disk = plan.disks[start] if start < len(plan.disks) else None
         options = Options(
             *(checkpoints, str(result), start),
             fault=fault,
+            disk=disk,
             silence_seconds=plan.silence_seconds,
             **options_of(plan.training),
         )
+        began = time.monotonic()
         codes = run_workers(workers, options, f"{result}.{start}.log")
+        seconds = time.monotonic() - began
+        if seconds > options.timeout_seconds / 2:
+            raise TimeoutError(f"start {start} took {seconds:.0f} s")
         said.append(f"{workers} workers ended with {codes}")
         if fault and fault.get("stop_seconds", 0.0) > plan.silence_seconds:
             check_names(fault, codes, f"{result}.{start}.log")
         if not any(codes):
+            if disk and (fault is None or fault["how"] not in DISK_ERRORS):
+                check_disk(disk, workers, f"{result}.{start}.log")
             break
     else:
         raise RuntimeError("it did not come to its end")
@@ -326,6 +408,12 @@ def carry_out(plan, seed, folder, known):
         raise ValueError(f"numbers differ by {largest}: {differences}")
     check_samples(result, 3)
     left = [p for p in pathlib.Path(checkpoints).rglob(".writing-*")]
+    left += pathlib.Path(checkpoints).parent.glob(f"{result.name}.checkpoints.of-*/*")
+    left += [
+        path
+        for path in folders_newest_first(pathlib.Path(checkpoints))
+        if not (path / MANIFEST_NAME).exists()
+    ]
     if left:
         raise ValueError(f"left: {left}")
     return "; ".join([*said, f"largest difference {largest:g}"])

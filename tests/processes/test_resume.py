@@ -15,6 +15,9 @@ from tests.support.package_source import REPOSITORY
 KILL = {"where": "within", "how": "kill", "rank": 1, "number": 5, "seconds": 0.02}
 TERM = {"where": "after", "how": "term", "rank": 1, "number": 4, "seconds": 0.0}
 COMMIT = {"where": "committing", "how": "kill", "rank": 0, "number": 2, "seconds": 1.0}
+FULL = {"point": "before the part", "how": "full", "rank": 1, "number": 1, "times": 1}
+NOT_SHARED = FULL | {"how": "not shared", "number": 3, "times": 2}
+MANIFEST = {"point": "manifest", "how": "stale", "rank": 0, "number": 2, "times": 2}
 
 
 def stopped(where, how, rank, number, seconds=0.0):
@@ -32,8 +35,14 @@ def long_stop(number, *faults):
 
 
 PLANS = {
-    "everything": Plan(0, "everything", [2, 2, 2], [KILL, TERM], [None, None, "byte"]),
-    "resized": Plan(1, "resized", [2, 1, 3], [KILL, COMMIT], [None, None, "half"]),
+    "everything": Plan(
+        *(0, "everything", [2, 2, 2], [KILL, TERM], [None, None, "byte"]),
+        disks=[None, FULL, NOT_SHARED],
+    ),
+    "resized": Plan(
+        *(1, "resized", [2, 1, 3], [KILL, COMMIT], [None, None, "half"]),
+        disks=[None, None, MANIFEST],
+    ),
     "grain": Plan(2, "grain", [2, 2], [KILL], [None, None]),
     "grain-shards": Plan(3, "grain-shards", [2, 2], [KILL], [None, None]),
     "stopped-in-a-step": long_stop(

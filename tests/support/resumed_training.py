@@ -10,10 +10,12 @@ import dataclasses
 import json
 import os
 import pathlib
+import shutil
 import signal
 import sys
 import threading
 import time
+import warnings
 
 import keras
 import numpy as np
@@ -25,6 +27,19 @@ from tfdp.checkpoint import checkpoint, writer
 SAMPLES, ROWS, FEATURES, CLASSES = 96, 12, 8, 3
 #: Only there to end a hang.
 LONGEST_WAIT_SECONDS = 300
+DISK_ERRORS = {
+    "full": (28, "No space left on device"),
+    "stale": (116, "Stale file handle"),
+}
+#: Where a disk fails in a save, and how; behind the parts it is that of worker 0 only.
+DISK_POINTS = {
+    "before the part": ["full", "stale", "not shared"],
+    "after the part": ["full", "stale"],
+    "manifest": ["full", "stale"],
+    "rename": ["full", "stale"],
+    "commit": ["full", "stale"],
+    "delete": ["stale"],
+}
 
 
 @dataclasses.dataclass
@@ -39,6 +54,9 @@ class Options:
       fault: {"where", "how", "rank", "number", "seconds"}; None: none. How "wait" makes
         the file "path", and goes on when there is one with ".go" behind its name. How
         "stop", and "stop and kill", stop it for "stop_seconds", or else "seconds".
+      disk: {"point", "how", "rank", "number", "times"}: in the `number`-th save, and as
+        many as "times" in all, the disk of that worker fails at that point of the save;
+        see DISK_POINTS. None: it does not.
     """
 
     folder: str
@@ -54,10 +72,11 @@ class Options:
     dropout: float = 0.3
     dtype: str = "float32"
     devices: int = 1
-    timeout_seconds: float = 300
+    timeout_seconds: float = 600
     silence_seconds: float = 15
     width: int = 16
     fault: dict | None = None
+    disk: dict | None = None
 
 
 class Counting(keras.Model):
@@ -130,8 +149,8 @@ def strike(fault):
         os.kill(os.getpid(), signal.SIGTERM)
     elif how == "raise":
         raise RuntimeError("a planned fault")
-    elif how == "full":
-        raise OSError(28, "No space left on device")
+    elif how in DISK_ERRORS:
+        raise OSError(*DISK_ERRORS[how])
     elif how == "wait":
         path = pathlib.Path(fault["path"])
         path.touch()
@@ -186,6 +205,53 @@ def around(function, fault):
         return result
 
     return faulty
+
+
+def prepare_disk(disk, private):
+    """Lets the disk of this process fail for a while.
+
+    Args:
+      disk: see `Options`.
+      private: the directory that it sees where it is not shared.
+    """
+    saves, first = [], disk["number"]
+
+    def is_on(point):
+        is_now = first <= len(saves) < first + disk["times"]
+        return is_now and point == disk["point"]
+
+    def at(point, module, name, *, before=True, of=""):
+        function = getattr(module, name)
+
+        def faulty(*arguments, **keywords):
+            is_meant = is_on(point) and of in str(arguments)
+            if before and is_meant:
+                strike(disk)
+            result = function(*arguments, **keywords)
+            if not before and is_meant:
+                strike(disk)
+            return result
+
+        setattr(module, name, faulty)
+
+    def start(self, *arguments):
+        saves.append(1)
+        shared = self._directory
+        if disk["how"] == "not shared" and is_on(disk["point"]):
+            print(f"fault: {disk}", flush=True)
+            self._directory = private
+        begin(self, *arguments)
+        self._directory = shared
+
+    begin, writer.Writer.start = writer.Writer.start, start
+    if disk["how"] == "not shared":
+        return
+    at("before the part", writer, "write_arrays")
+    at("after the part", writer, "write_arrays", before=False)
+    at("manifest", writer, "write_manifest")
+    at("rename", os, "replace", of="manifest.json'")
+    at("commit", writer, "write_manifest", before=False)
+    at("delete", shutil, "rmtree", of="/step-")
 
 
 def prepare(fault, callbacks):
@@ -286,6 +352,8 @@ def model_of(options):
 
 def main(text):
     options = Options(**json.loads(text))
+    # The same warning of several saves is to be seen each time.
+    warnings.simplefilter("always", tfdp.errors.CheckpointWarning)
     rank = int(os.environ.get("TFDP_RANK", "0"))
     tfdp.use_virtual_devices(options.devices)
     seen = Seen(f"{options.result}.{rank}.{options.start}.samples")
@@ -295,6 +363,8 @@ def main(text):
     ]
     if options.fault is not None and options.fault["rank"] == rank:
         prepare(options.fault, callbacks)
+    if options.disk is not None and options.disk["rank"] == rank:
+        prepare_disk(options.disk, pathlib.Path(f"{options.folder}.of-{rank}"))
     model = model_of(options)
     history = model.fit(
         **input_of(options), epochs=options.epochs, verbose=0, callbacks=callbacks

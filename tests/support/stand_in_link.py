@@ -54,5 +54,5 @@ class StandInLink(HostLink):
         raise NotImplementedError
 
     reduce_scatter = all_gather = all_to_all = gather_memory = _nothing
-    share_note = leave_note = wait_for_notes = _nothing
+    share_note = without_note = leave_note = wait_for_notes = _nothing
     on_note = give_up = _nothing

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import os
@@ -9,6 +10,7 @@ import signal
 import sys
 import time
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import keras
@@ -48,6 +50,15 @@ _fits = itertools.count()
 TIME = "time"
 
 
+@contextlib.contextmanager
+def _warns(what_now: str) -> Iterator[None]:
+    """A warning in the place of an error: a training outlives its checkpoints."""
+    try:
+        yield
+    except DataError as error:
+        warnings.warn(f"{error} {what_now}", CheckpointWarning, stacklevel=4)
+
+
 class Checkpoint(keras.callbacks.Callback):
     """Saves all that a `fit` is while it trains, and goes on from there when it starts.
 
@@ -82,8 +93,9 @@ class Checkpoint(keras.callbacks.Callback):
 
     Warns:
       CheckpointWarning: a checkpoint is damaged, and the one before was taken; one
-        could not be written (a full disk), and training goes on; or the callbacks are
-        others than before.
+        could not be written (a full disk), or is being written for longer than
+        `timeout_seconds`, and training goes on; or the callbacks are others than
+        before.
 
     Cost: training waits for a copy of what is saved in the host's memory, which is kept
     for the next one until training ends; see `tfdp.checkpoint.Checkpoint`. Keras waits
@@ -172,11 +184,11 @@ class Checkpoint(keras.callbacks.Callback):
         around.callbacks.callbacks = [
             *(BeforeOthers(self._give_back), *self._others, self)
         ]
-        self._files.make_directory()
         self._passes = around.passes
         self._first_epoch = initial_epoch(self.model) or around.initial_epoch
         self._logs: dict[str, Any] = {}
         self._hosts: Hosts = hosts_of(self.model.distribute_strategy)
+        self._files.make_directory()
         self._input = KeptInput(self._passes.adapter, self._hosts)
         self._meeting = Meeting(self._hosts, f"fit {next(_fits)}")
         self._step = self._batch = 0
@@ -199,7 +211,7 @@ class Checkpoint(keras.callbacks.Callback):
         self._place = place
         self._first_epoch = place.first_epoch
         self._put_back_state = state_of(self.model) if place.batch else lambda: None
-        self._check_batches(place)
+        place.check_batches(self._passes.batches_per_epoch)
         epochs = self.params["epochs"]
         set_initial_epoch(self.model, epochs if place.has_stopped else place.epoch)
         if place.has_stopped or place.epoch >= epochs:
@@ -230,25 +242,6 @@ class Checkpoint(keras.callbacks.Callback):
                 if place.batches_read and not is_placed
                 else ""
             )
-        )
-
-    def _check_batches(self, place: Place) -> None:
-        """Refuses other batches within an epoch: other samples would be left out."""
-        was, now = place.batches_per_epoch, self._passes.batches_per_epoch
-        if was is None or now is None or was == now:
-            return
-        if place.batch or place.batches_read:
-            raise DataError(
-                f"An epoch has {now} batches here, and had {was} when the checkpoint "
-                f"was written, in the middle of one: leaving out {place.batches_read} "
-                "would leave out other samples. Give the data and the batch size that "
-                "it began with, or this training a directory of its own."
-            )
-        warnings.warn(
-            f"An epoch has {now} batches from now on, and had {was} before: the data, "
-            "or the batch size, is another one.",
-            CheckpointWarning,
-            stacklevel=2,
         )
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
@@ -346,10 +339,6 @@ class Checkpoint(keras.callbacks.Callback):
         set_initial_epoch(self.model, self._epoch_of_program)
 
     def _save(self, *, is_epoch_end: bool) -> None:
-        try:
-            self._files.wait()
-        except DataError as error:
-            warnings.warn(f"{error} Training goes on.", CheckpointWarning, stacklevel=2)
         self._saved_seconds = time.monotonic()
         self._hidden.warn_of_used()
         ended, read = self._passes.place(is_epoch_end)
@@ -370,12 +359,13 @@ class Checkpoint(keras.callbacks.Callback):
             "logs": kept_logs(self._logs),
             "input": self._input.kept(read),
         }
-        self._files.save(
-            self.model,
-            step=self._step,
-            program=program,
-            arrays=arrays_of(self._others),
-        )
+        with _warns("Training goes on."):
+            self._files.save(
+                self.model,
+                step=self._step,
+                program=program,
+                arrays=arrays_of(self._others),
+            )
 
     def _stop(self) -> None:
         """Ends the program, once the checkpoint is on the disk."""

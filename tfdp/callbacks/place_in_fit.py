@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from tfdp.checkpoint.checkpoint import Restored
-from tfdp.errors import DataError
+from tfdp.errors import CheckpointWarning, DataError
 from tfdp.files.checked_json import is_count
 
 __all__ = ["Place"]
@@ -66,3 +67,32 @@ class Place:
                 "callback a directory of its own."
             )
         return place
+
+    def check_batches(self, now: int | None) -> None:
+        """Refuses other batches within an epoch: other samples would be left out.
+
+        Args:
+          now: how many batches an epoch has, as Keras knows them; None: it does not.
+
+        Raises:
+          DataError: other ones than before, in the middle of an epoch.
+
+        Warns:
+          CheckpointWarning: other ones than before, between two epochs.
+        """
+        was = self.batches_per_epoch
+        if was is None or now is None or was == now:
+            return
+        if self.batch or self.batches_read:
+            raise DataError(
+                f"An epoch has {now} batches here, and had {was} when the checkpoint "
+                f"was written, in the middle of one: leaving out {self.batches_read} "
+                "would leave out other samples. Give the data and the batch size that "
+                "it began with, or this training a directory of its own."
+            )
+        warnings.warn(
+            f"An epoch has {now} batches from now on, and had {was} before: the data, "
+            "or the batch size, is another one.",
+            CheckpointWarning,
+            stacklevel=3,
+        )

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
-import math
 import os
 import secrets
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,32 +20,36 @@ from tfdp._private.keras_models import updates_all_variables
 from tfdp.checkpoint.architecture import architecture_of
 from tfdp.checkpoint.array_files import ArrayFile
 from tfdp.checkpoint.copies import Copies
-from tfdp.checkpoint.entries import Entry, entries_of
+from tfdp.checkpoint.dealt_out import deal_out, given_entries
+from tfdp.checkpoint.directories import (
+    refuse_another_view,
+)
+from tfdp.checkpoint.entries import entries_of
 from tfdp.checkpoint.hosts import Hosts, hosts_of
 from tfdp.checkpoint.manifest import (
     UNFINISHED,
     UNSEEN,
     Manifest,
-    Noted,
     folders_newest_first,
     read_manifest,
 )
 from tfdp.checkpoint.noted_optimizers import noted_optimizers
 from tfdp.checkpoint.restored import (
-    GIVEN,
     check_parts,
     give_back,
     given_arrays,
     open_parts,
 )
-from tfdp.checkpoint.writer import Writer
+from tfdp.checkpoint.writer import Content, Writer
 from tfdp.checks import is_whole
 from tfdp.data.places import Place, place_of
-from tfdp.errors import CheckpointWarning, ConfigurationError, DataError
+from tfdp.errors import CheckpointWarning, ConfigurationError, DataError, TfdpError
 
 __all__ = ["Checkpoint", "Restored"]
 
 MOST_STEPS = 10**18 - 1
+# In the place of an identity: the save before has not ended.
+LEFT_OUT = -1
 # A key of a note may be used once, by whichever object.
 _looks = itertools.count()
 
@@ -160,7 +162,7 @@ class Checkpoint:
         """Takes a copy, and begins to write it.
 
         Call it on all hosts after the same step. While an earlier one is still being
-        written, it waits for that first.
+        written, it waits for that first, until that one is `timeout_seconds` old.
 
         Args:
           model: built and compiled.
@@ -170,21 +172,52 @@ class Checkpoint:
 
         Raises:
           ConfigurationError: the model is not built, or `step` is no such number.
-          DataError: the checkpoint before could not be written.
+          DataError: the checkpoint before could not be written, and this one is begun
+            all the same; or it is still being written, and this one is left out. The
+            same error on all hosts.
+          CollectiveError: another host was lost meanwhile.
         """
         if not is_whole(step, least=0, most=MOST_STEPS):
             raise ConfigurationError(
                 f"step must be an int from 0 to {MOST_STEPS}. Received: {step!r}."
             )
-        self.wait()
         hosts = hosts_of(_built(model, "saved"))
         # An identity for each call: parts of two calls cannot be taken for one.
-        number = hosts.number_of_chief(secrets.randbits(32), "name of the checkpoint")
-        entries = entries_of(model) | _given(arrays or {})
-        noted, mine = _deal_out(entries, hosts)
-        arrays = self._copies.take({name: entries[name].read for name in mine})
+        number = secrets.randbits(32) if self._writer.has_ended() else LEFT_OUT
+        if hosts.is_chief and number != LEFT_OUT:
+            self._writer.remove_leftovers()
+        number = hosts.number_of_chief(number, "name of the checkpoint")
+        if number == LEFT_OUT:
+            raise self._writer.still_writes()
+        failed = self._writer.take_outcome()
+        if failed is not None and not isinstance(failed, DataError):
+            raise failed
+        write = f"{number:08x}"
+        content: Content
+        try:
+            content = self._content(model, hosts, step, write, program, arrays)
+        except TfdpError:
+            raise
+        except Exception as error:
+            # No memory for the copies, say: the others must hear of it.
+            content = f"{type(error).__name__}: {str(error)[:300]}"
+        self._writer.start(step, write, content, hosts)
+        if failed is not None:
+            raise failed
+
+    def _content(
+        self,
+        model: keras.Model,
+        hosts: Hosts,
+        step: int,
+        write: str,
+        program: Mapping[str, Any] | None,
+        arrays: Mapping[str, np.ndarray] | None,
+    ) -> Content:
+        entries = entries_of(model) | given_entries(arrays or {})
+        noted, mine = deal_out(entries, hosts)
         manifest = Manifest(
-            f"{number:08x}",
+            write,
             step,
             (),
             (_local_replicas(model),),
@@ -193,16 +226,24 @@ class Checkpoint:
             noted_optimizers(model),
             architecture_of(model),
         )
-        self._writer.start(manifest, arrays, hosts)
+        return manifest, self._copies.take({name: entries[name].read for name in mine})
 
     def wait(self) -> None:
         """Waits until what was saved is on the disk, on all hosts.
 
         Raises:
           DataError: it could not be written; the checkpoints before are as they were.
+            Or it is `timeout_seconds` old and still being written.
           CollectiveError: another host was lost meanwhile.
+
+        Warns:
+          CheckpointWarning: it is written, and an old one could not be deleted.
         """
-        self._writer.wait()
+        if not self._writer.has_ended():
+            raise self._writer.still_writes()
+        failed = self._writer.take_outcome()
+        if failed is not None:
+            raise failed
 
     def forget_copies(self) -> None:
         """Gives back the memory of the copies, which is kept for the next `save`.
@@ -210,8 +251,10 @@ class Checkpoint:
         Raises:
           DataError, CollectiveError: as `wait`, which comes first.
         """
-        self.wait()
-        self._copies.forget()
+        try:
+            self.wait()
+        finally:
+            self._copies.forget()
 
     def steps(self) -> list[int]:
         """The steps of the whole checkpoints, newest first; nothing is read but their
@@ -225,7 +268,10 @@ class Checkpoint:
         return steps
 
     def restore(
-        self, model: keras.Model, *, weights_only: bool = False
+        self,
+        model: keras.Model,
+        *,
+        weights_only: bool = False,
     ) -> Restored | None:
         """Gives a model what the newest checkpoint that is whole and undamaged holds.
 
@@ -256,7 +302,8 @@ class Checkpoint:
         # All go by what worker 0 sees: a file system may show others less, for a while.
         found = folders_newest_first(self._directory)
         names = hosts.text_of_chief(" ".join(path.name for path in found))
-        self._refuse_another_view(hosts, found if not names else [])
+        if not names:
+            refuse_another_view(self._directory, found, hosts, f"{next(_looks)}")
         damaged: list[str] = []
         for name in names.split():
             folder = self._directory / name
@@ -278,23 +325,6 @@ class Checkpoint:
                 "directory to begin anew."
             )
         return None
-
-    def _refuse_another_view(self, hosts: Hosts, found: Sequence[Place]) -> None:
-        """Where worker 0 sees nothing, what others see must not be lost in silence."""
-        mine = ""
-        for folder in found:
-            with contextlib.suppress(DataError):
-                read_manifest(folder)
-                mine = folder.name
-                break
-        notes = hosts.share_note(f"checkpoints seen {next(_looks)}", mine)
-        for rank, name in sorted(notes.items()):
-            if name:
-                raise DataError(
-                    f"Worker {rank} sees the checkpoint {name} in {self._directory}, "
-                    "and worker 0 sees none there. Give a directory that all hosts "
-                    "see; is it mounted on worker 0?"
-                )
 
     def _usable(
         self,
@@ -354,43 +384,6 @@ def _built(model: Any, what: str) -> tf.distribute.Strategy:
         with model.distribute_strategy.scope():
             compiled.build(model.trainable_variables)
     return model.distribute_strategy
-
-
-def _given(arrays: Mapping[str, np.ndarray]) -> dict[str, Entry]:
-    given = {name: np.asarray(array) for name, array in arrays.items()}
-    return {
-        f"{GIVEN}{name}": Entry(
-            name,
-            "whole",
-            array.shape,
-            array.dtype.name,
-            functools.partial(np.asarray, array),
-            lambda value: None,
-        )
-        for name, array in given.items()
-    }
-
-
-def _deal_out(
-    entries: Mapping[str, Entry], hosts: Hosts
-) -> tuple[dict[str, Noted], list[str]]:
-    """What the manifest says of the entries, and the names of those of this host."""
-    noted, mine = {}, []
-    filled = [0] * hosts.count
-    for name, entry in entries.items():
-        parts = entry.lengths
-        has_some = True
-        if entry.kind == "whole":
-            # All have it: the least loaded one writes it.
-            part = filled.index(min(filled))
-            filled[part] += math.prod(entry.shape)
-            parts, has_some = (part,), part == hosts.rank
-        elif entry.kind == "shards":
-            has_some = bool(parts[hosts.rank])
-        noted[name] = Noted(entry.path, entry.kind, entry.shape, entry.dtype, parts)
-        if has_some:
-            mine.append(name)
-    return noted, mine
 
 
 def _local_replicas(model: keras.Model) -> int:

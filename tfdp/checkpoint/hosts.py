@@ -35,6 +35,11 @@ class Hosts:
         """Whether this is worker 0."""
         return self.rank == 0
 
+    @property
+    def timeout_seconds(self) -> float | None:
+        """How long an exchange may wait for the others; None: there are none."""
+        return None if self.link is None else self.link.timeout_seconds
+
     def number_of_chief(self, number: int, label: str) -> int:
         """Worker 0's number, on every host; an exchange, in the common order."""
         if self.link is None:
@@ -54,15 +59,24 @@ class Hosts:
             return [text]
         return [blob.decode() for blob in self.link.gather(text.encode(), label)]
 
-    def share_note(self, key: str, note: str) -> dict[int, str]:
+    def share_note(
+        self, key: str, note: str, has_deadline: bool = True
+    ) -> dict[int, str]:
         """Everybody's note, by rank; from any thread, in no common order.
+
+        Args:
+          key, note, has_deadline: see `HostLink.share_note`.
 
         Raises:
           CollectiveError: a host was lost, or said nothing in time.
         """
         if self.link is None:
             return {0: note}
-        return self.link.share_note(key, note)
+        return self.link.share_note(key, note, has_deadline)
+
+    def without_note(self, key: str) -> list[int]:
+        """The workers whose note under `key` has not come."""
+        return [0] if self.link is None else self.link.without_note(key)
 
 
 def hosts_of(strategy: tf.distribute.Strategy) -> Hosts:

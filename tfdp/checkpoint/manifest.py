@@ -37,6 +37,7 @@ __all__ = [
     "part_name",
     "read_manifest",
     "remove_folder",
+    "remove_unfinished",
     "write_manifest",
 ]
 
@@ -237,15 +238,28 @@ def remove_folder(folder: Place) -> None:
     """Deletes a checkpoint: first its manifest, so that it never is half of one.
 
     Of a link, the link: what it leads to is somebody's who put it there.
+
+    Raises:
+      OSError, DataError: something of it is left.
     """
     if isinstance(folder, Path) and folder.is_symlink():
         folder.unlink(missing_ok=True)
         return
     (folder / MANIFEST_NAME).unlink(missing_ok=True)
-    if isinstance(folder, Path):
-        shutil.rmtree(folder, ignore_errors=True)
-        return
-    import tensorflow as tf
+    # Another worker may remove it, too.
+    with contextlib.suppress(FileNotFoundError):
+        shutil.rmtree(folder) if isinstance(folder, Path) else folder.remove_all()
 
-    with contextlib.suppress(tf.errors.OpError):
-        tf.io.gfile.rmtree(str(folder))
+
+def remove_unfinished(folder: Place) -> None:
+    """Deletes what lies in a folder if it has no manifest, and so is no checkpoint.
+
+    Raises:
+      OSError, DataError: something of it is left.
+    """
+    try:
+        read_manifest(folder)
+    except DataError as error:
+        # A manifest that cannot be read now, or here, may be good.
+        if UNFINISHED in str(error):
+            remove_folder(folder)

@@ -165,6 +165,11 @@ class RemotePath:
     def _remove(self) -> None:
         _gfile().remove(self._url)
 
+    @_in_plain_words
+    def remove_all(self) -> None:
+        """Removes the folder, and all that lies in it."""
+        _gfile().rmtree(self._url)
+
 
 class RemoteFile:
     """A file behind a URL, to read bytes of; a store answers when it is asked."""

@@ -199,16 +199,24 @@ class HostLink(abc.ABC):
         """
 
     @abc.abstractmethod
-    def share_note(self, key: str, note: str) -> dict[int, str]:
+    def share_note(
+        self, key: str, note: str, has_deadline: bool = True
+    ) -> dict[int, str]:
         """Everybody's note under `key`, by rank; in any order, from any thread.
 
         Args:
           key: the same on all workers, and used once.
           note: a few words.
+          has_deadline: whether to wait for `timeout_seconds` at most, and not as long
+            as all workers live.
 
         Raises:
-          WorkerLostError: when not all have left one in time.
+          WorkerLostError: when not all have left one in time, or a worker was lost.
         """
+
+    @abc.abstractmethod
+    def without_note(self, key: str) -> list[int]:
+        """The workers whose note under `key` has not come."""
 
     @abc.abstractmethod
     def leave_note(self, key: str, note: str) -> None:

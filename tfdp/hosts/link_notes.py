@@ -23,14 +23,21 @@ class LinkWithNotes(HostLink):
     _waits: Waits
     _is_closed: bool
 
-    def share_note(self, key: str, note: str) -> dict[int, str]:
+    def share_note(
+        self, key: str, note: str, has_deadline: bool = True
+    ) -> dict[int, str]:
         """See `HostLink.share_note`."""
-        missing = functools.partial(self._membership.without_note, key)
+        missing = functools.partial(self.without_note, key)
+        seconds = self.timeout_seconds if has_deadline else None
         with (
             self._waiting_for_word(key),
             self._waits.waiting(f"a comparison ({key})", missing),
         ):
-            return self._membership.share_note(key, note, self.timeout_seconds)
+            return self._membership.share_note(key, note, seconds)
+
+    def without_note(self, key: str) -> list[int]:
+        """See `HostLink.without_note`."""
+        return self._membership.without_note(key)
 
     def leave_note(self, key: str, note: str) -> None:
         """See `HostLink.leave_note`."""

@@ -146,13 +146,13 @@ class Membership:
             return self.with_standstill(self._left.reason(), self._silence_seconds)
         return self.failure
 
-    def share_note(self, key: str, note: str, seconds: float) -> dict[int, str]:
+    def share_note(self, key: str, note: str, seconds: float | None) -> dict[int, str]:
         """Everybody's note under `key`, by rank, once all have left one.
 
         Args:
           key: the same on all workers, and used once.
           note: a few words.
-          seconds: how long to wait for the others.
+          seconds: how long to wait for the others; None: as long as they live.
 
         Raises:
           TimeoutError: when not all have left one by then; it names who has not.
@@ -173,7 +173,7 @@ class Membership:
             self._tell({"note": [key, note]})
 
     def wait_for_notes(
-        self, key: str, enough: Callable[[dict[int, str]], bool], seconds: float
+        self, key: str, enough: Callable[[dict[int, str]], bool], seconds: float | None
     ) -> dict[int, str]:
         """The notes under `key`, by rank, once they are `enough`.
 
@@ -200,7 +200,7 @@ class Membership:
             raise ConnectionError(self._left.reason())
         missing = sorted(set(range(self._workers)) - notes.keys()) or "others"
         reason = f"no word of {key} from workers {missing}"
-        raise TimeoutError(self.with_standstill(reason, seconds))
+        raise TimeoutError(self.with_standstill(reason, seconds or 0.0))
 
     def _lacks_word_of_who_left(self, key: str) -> bool:
         # Notes come before the goodbye, on the same connection.
