@@ -86,8 +86,9 @@ class Checkpoint(keras.callbacks.Callback):
       on_signal: whether to save on SIGTERM and SIGINT.
 
     Raises:
-      ConfigurationError: when an argument is not as above; when training starts: the
-        model, or optimizer, is another one than in the checkpoints.
+      ConfigurationError: when an argument is not as above; when training starts: a host
+        cannot write to the directory, or sees another one; the model, or optimizer, is
+        another one than in the checkpoints.
       DataError: when training starts: there are checkpoints, and none can be used, or
         the data has fewer batches than were trained on.
 
@@ -188,7 +189,7 @@ class Checkpoint(keras.callbacks.Callback):
         self._first_epoch = initial_epoch(self.model) or around.initial_epoch
         self._logs: dict[str, Any] = {}
         self._hosts: Hosts = hosts_of(self.model.distribute_strategy)
-        self._files.make_directory()
+        self._files.check_directory(self.model)
         self._input = KeptInput(self._passes.adapter, self._hosts)
         self._meeting = Meeting(self._hosts, f"fit {next(_fits)}")
         self._step = self._batch = 0
@@ -322,17 +323,23 @@ class Checkpoint(keras.callbacks.Callback):
         """Waits until all is on the disk.
 
         Raises:
-          DataError: the last checkpoint could not be written.
+          DataError: the last checkpoint could not be written, and a signal ends the
+            program.
+
+        Warns:
+          CheckpointWarning: it could not be written, and `fit` returns all the same:
+            else the trained model would be lost.
         """
         if self._is_first_epoch and self.restored is not None:
             # There was nothing to train, and the program goes on as if it had been.
             self._passes.draw_again(self._place)
             self._give_back()
         self._close()
-        self._files.forget_copies()
         if self._signals.received is not None:
             # In the last validation, say: all is saved, and the signal still holds.
             self._stop()
+        with _warns("The trained model is in memory: save it elsewhere."):
+            self._files.forget_copies()
 
     def _close(self) -> None:
         self._signals.close()

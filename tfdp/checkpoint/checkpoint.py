@@ -22,6 +22,7 @@ from tfdp.checkpoint.array_files import ArrayFile
 from tfdp.checkpoint.copies import Copies
 from tfdp.checkpoint.dealt_out import deal_out, given_entries
 from tfdp.checkpoint.directories import (
+    check_directory,
     refuse_another_view,
 )
 from tfdp.checkpoint.entries import entries_of
@@ -136,20 +137,21 @@ class Checkpoint:
         """Where the checkpoints are."""
         return str(self._directory)
 
-    def make_directory(self) -> None:
+    def check_directory(self, model: keras.Model) -> None:
         """Makes the directory, so that what is wrong with it is known early.
 
+        Call it on all hosts, before the first step.
+
+        Args:
+          model: what will be saved.
+
         Raises:
-          ConfigurationError: it cannot be one.
+          ConfigurationError: a host cannot write to it, or it is another one there; the
+            same error on all hosts.
+
+        Cost: one file for each host, for a moment, and four small exchanges.
         """
-        try:
-            self._directory.mkdir(parents=True, exist_ok=True)
-        except (OSError, DataError) as error:
-            raise ConfigurationError(
-                f"Checkpoints cannot be written to {self._directory} "
-                f"({type(error).__name__}: {str(error)[:300]}). Give a directory, or "
-                "the name of one that can be made."
-            ) from error
+        check_directory(self._directory, hosts_of(model.distribute_strategy))
 
     def save(
         self,

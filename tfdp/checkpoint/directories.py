@@ -3,14 +3,89 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Sequence
+from pathlib import Path
 
 from tfdp.checkpoint.hosts import Hosts
 from tfdp.checkpoint.manifest import read_manifest
 from tfdp.data.places import Place
-from tfdp.errors import DataError
+from tfdp.errors import ConfigurationError, DataError
+from tfdp.files.atomic import remove_leftovers, temporary_name
 
-__all__ = ["refuse_another_view"]
+__all__ = ["check_directory", "refuse_another_view"]
+
+# A network file system may show a new file late.
+LONGEST_SIGHT_SECONDS = 5.0
+POLL_SECONDS = 0.1
+
+
+def check_directory(directory: Place, hosts: Hosts) -> None:
+    """Refuses a directory that a worker cannot write to, or that is another one there.
+
+    Each worker makes an empty file in it, and looks for that of worker 0. Call it on
+    all hosts.
+
+    Raises:
+      ConfigurationError: the same on all hosts.
+    """
+    said = hosts.text_of_chief(f"{temporary_name('mark')}/{directory}")
+    mark, _, chiefs = said.partition("/")
+    mine = directory / (mark if hosts.is_chief else temporary_name("mark"))
+    try:
+        failed = _told(hosts, _make(directory, mine))
+        if failed:
+            raise ConfigurationError(
+                f"Checkpoints cannot be written to {failed}. Give a directory that "
+                "every worker may write to, or the name of one that can be made."
+            )
+        unseen = _told(hosts, _look_for(directory, mark))
+        if unseen:
+            raise ConfigurationError(
+                "The directory of checkpoints is not one and the same on all workers. "
+                f"A file that worker 0 has made in its {chiefs} is not in {unseen}. "
+                "Give a directory that all workers see under one name, on a shared "
+                "file system that is mounted on each host, or a URL (gs://bucket/run)."
+            )
+    finally:
+        with contextlib.suppress(OSError, DataError):
+            mine.unlink(missing_ok=True)
+
+
+def _told(hosts: Hosts, mine: str) -> str:
+    """What all workers have found wrong; nothing: ""."""
+    texts = hosts.texts(mine, "check of the directory of checkpoints")
+    of = " on worker {}" if hosts.count > 1 else ""
+    return "; ".join(
+        text.replace("\0", of.format(rank), 1)
+        for rank, text in enumerate(texts)
+        if text
+    )
+
+
+def _make(directory: Place, mark: Place) -> str:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        remove_leftovers(directory)
+        # Empty: a disk that is full now may have room when the first one is saved.
+        mark.touch() if isinstance(mark, Path) else mark.write_text("mark")
+    except (OSError, DataError) as error:
+        return f"{directory}\0 ({type(error).__name__}: {str(error)[:300]})"
+    return ""
+
+
+def _look_for(directory: Place, mark: str) -> str:
+    why = ""
+    deadline = time.monotonic() + LONGEST_SIGHT_SECONDS
+    while True:
+        try:
+            if (directory / mark).is_file():
+                return ""
+        except (OSError, DataError) as error:
+            why = f" ({type(error).__name__}: {str(error)[:300]})"
+        if time.monotonic() > deadline:
+            return f"{directory}\0{why}"
+        time.sleep(POLL_SECONDS)
 
 
 def refuse_another_view(
