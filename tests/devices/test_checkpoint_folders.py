@@ -110,6 +110,23 @@ def test_a_last_save_that_fails_does_not_lose_the_model(tmp_path, monkeypatch):
     assert len(history.epoch) == 3 and not list(tmp_path.iterdir())
 
 
+def test_what_is_not_there_is_not_restored(tmp_path):
+    model = make()
+    files = tfdp.checkpoint.Checkpoint(tmp_path / "runs" / "good")
+    files.save(model, step=3)
+    files.wait()
+    misspelt = tfdp.checkpoint.Checkpoint(tmp_path / "runs" / "god")
+    assert misspelt.restore(model, must_exist=False) is None
+    with pytest.raises(DataError, match=r"no such folder. .*/runs holds good. Give"):
+        misspelt.restore(model)
+    above = tfdp.checkpoint.Checkpoint(tmp_path / "runs")
+    with pytest.raises(DataError, match="in .*/runs, which holds good. "):
+        above.restore(model, weights_only=True)
+    elsewhere = tfdp.checkpoint.Checkpoint(tmp_path / "rums" / "good")
+    with pytest.raises(DataError, match=rf"folder. {tmp_path} holds runs. "):
+        elsewhere.restore(model)
+
+
 class OneOfTwo(Hosts):
     """Worker 0; worker 1 says what it is told to."""
 

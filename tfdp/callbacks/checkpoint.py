@@ -198,7 +198,7 @@ class Checkpoint(keras.callbacks.Callback):
         warn_of_what_is_lost(self.model, self._passes, self._on_signal)
         self._hidden = HiddenOptimizers(self.model)
         self._passes.build(self.model)
-        self.restored = self._files.restore(self.model)
+        self.restored = self._files.restore(self.model, must_exist=False)
         if self.restored is not None:
             self._go_on(self.restored)
         progress.note_resumed(self._step)

@@ -23,6 +23,7 @@ from tfdp.checkpoint.copies import Copies
 from tfdp.checkpoint.dealt_out import deal_out, given_entries
 from tfdp.checkpoint.directories import (
     check_directory,
+    no_checkpoint,
     refuse_another_view,
 )
 from tfdp.checkpoint.entries import entries_of
@@ -274,6 +275,7 @@ class Checkpoint:
         model: keras.Model,
         *,
         weights_only: bool = False,
+        must_exist: bool = True,
     ) -> Restored | None:
         """Gives a model what the newest checkpoint that is whole and undamaged holds.
 
@@ -285,13 +287,14 @@ class Checkpoint:
           model: built, and alike to the one that was saved.
           weights_only: leave optimizer, metrics and all else as they are: for a model
             that shall predict, or start another training.
+          must_exist: whether to raise an error when there is no checkpoint.
 
         Returns:
-          What was restored; None: there is no checkpoint.
+          What was restored; None, with `must_exist=False`: there is no checkpoint.
 
         Raises:
           ConfigurationError: the model, or its optimizer, is another one.
-          DataError: there are checkpoints, and none of them can be used.
+          DataError: there is no checkpoint, or none of them can be used.
 
         Warns:
           CheckpointWarning: for each newer one that could not be used, with the reason.
@@ -326,6 +329,8 @@ class Checkpoint:
                 "Bring them again from where they were copied, or give another "
                 "directory to begin anew."
             )
+        if must_exist:
+            raise no_checkpoint(self._directory)
         return None
 
     def _usable(

@@ -13,11 +13,12 @@ from tfdp.data.places import Place
 from tfdp.errors import ConfigurationError, DataError
 from tfdp.files.atomic import remove_leftovers, temporary_name
 
-__all__ = ["check_directory", "refuse_another_view"]
+__all__ = ["check_directory", "no_checkpoint", "refuse_another_view"]
 
 # A network file system may show a new file late.
 LONGEST_SIGHT_SECONDS = 5.0
 POLL_SECONDS = 0.1
+MOST_LISTED = 20
 
 
 def check_directory(directory: Place, hosts: Hosts) -> None:
@@ -116,3 +117,34 @@ def refuse_another_view(
                 "0 sees none there. Give a directory that all hosts see; is it mounted "
                 "on worker 0?"
             )
+
+
+def no_checkpoint(directory: Place) -> DataError:
+    """Says that there is none, and what there is instead."""
+    there = f"which holds {_listed(directory)}"
+    if not _is_folder(directory):
+        there = "and no such folder"
+    parent = directory.parent
+    while parent != parent.parent and not _is_folder(parent):
+        parent = parent.parent
+    return DataError(
+        f"There is no checkpoint in {directory}, {there}. {parent} holds "
+        f"{_listed(parent)}. Give the directory that the checkpoints were saved to; "
+        "where there may be none yet, restore(model, must_exist=False) returns None."
+    )
+
+
+def _is_folder(place: Place) -> bool:
+    try:
+        return place.is_dir()
+    except (OSError, DataError):
+        return False
+
+
+def _listed(folder: Place) -> str:
+    try:
+        names = sorted(path.name for path in folder.glob("*"))
+    except (OSError, DataError) as error:
+        return f"what cannot be listed ({type(error).__name__})"
+    more = f" and {len(names) - MOST_LISTED} more" if names[MOST_LISTED:] else ""
+    return ", ".join(names[:MOST_LISTED]) + more if names else "nothing"
