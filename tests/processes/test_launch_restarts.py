@@ -110,6 +110,20 @@ raise ValueError("always")
     assert own_lines(err)[-1] == "not started again: 2 of 2 restarts are used up"
 
 
+def test_failures_of_other_causes_are_not_the_same(launches):
+    # Without last words a worker is told by its last line, TensorFlow's stack left out.
+    script = """
+print("start")
+cause = ["no row", "no column", "no row"][RESTARTS]
+print(f"{cause}\\n\\t [[{{{{node a}}}}]] [Op:f]", file=sys.stderr)
+sys.exit(1)
+"""
+    code, out, err, _ = launches.run(START + script, "--max-restarts", 2)
+    assert code == 1
+    assert len(starts(out)) == 3
+    assert own_lines(err)[-1] == "not started again: 2 of 2 restarts are used up"
+
+
 def test_without_the_option_nothing_starts_again(launches):
     code, out, err, _ = launches.run(START + 'print("start"); sys.exit(3)')
     assert (code, len(starts(out)), len(own_lines(err))) == (3, 1, 1)

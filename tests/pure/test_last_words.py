@@ -5,7 +5,12 @@ import json
 import pytest
 
 from tests.support.fresh_python import run_program
-from tfdp.hosts.last_words import LastWords, parse_last_words, read_last_words
+from tfdp.hosts.last_words import (
+    LastWords,
+    cause_of,
+    parse_last_words,
+    read_last_words,
+)
 
 WORDS = LastWords("ValueError: no", "Traceback\n", 12.5, False)
 
@@ -34,7 +39,41 @@ def test_nonsense_is_no_word(text, tmp_path):
     assert read_last_words(str(tmp_path), 8) is None
 
 
-PROGRAM = """
+# As TensorFlow writes them, frames and all.
+FRAMES = "\n\n".join(f'  File "/home/a/train.py", line {n}, in f' for n in range(40))
+GRAPH = (
+    "Graph execution error:\n\nDetected at node a defined at (most recent call last):"
+)
+OP = "\t [[{{node a}}]]"
+CAUSES = {
+    "no row\n  7 of 8": f"{GRAPH}\n{FRAMES}\n\nno row\n  7 of 8\n{OP} [Op:f]",
+    "OOM in a": f"{GRAPH}\n{FRAMES}\n\nOOM in a\n{OP}\nHint: see\n [Op:f]",
+    "ValueError: no row": (
+        f"{GRAPH}\n<stack traces unavailable>\nValueError: no row\n"
+        'Traceback (most recent call last):\n\n  File "/home/a.py", line 3, in f\n'
+        "    raise ValueError('no row')\n           ^^^^^\n\nValueError: no row\n\n\n"
+        "\t [[{{node PyFunc}}]]\n\t [[IteratorGetNext]] [Op:f]"
+    ),
+    "    ValueError: no\n    row": (
+        'in user code:\n\n    File "/home/a.py", line 3, in f  *\n'
+        '        raise ValueError("no\\nrow")\n\n    ValueError: no\n    row\n'
+    ),
+    "assertion failed: [x]": (
+        "{{function_node __wrapped__Get_device_/job:a}} assertion failed: [x]\n"
+        "\t [[{{function_node b}}{{node c}}]] [Op:Get]"
+    ),
+    "first\nsecond [[1]]": "first\nsecond [[1]]",
+    FRAMES: FRAMES,  # nothing else is said
+}
+
+
+@pytest.mark.parametrize("cause", CAUSES)
+def test_of_a_long_message_the_cause_is_kept(cause):
+    assert cause_of(CAUSES[cause]) == cause
+
+
+PROGRAM = f"""
+GRAPH_ERROR = {CAUSES["OOM in a"]!r}
 import os
 from tfdp.errors import WorkerLostError
 from tfdp.hosts import last_words, lost_worker
@@ -52,6 +91,8 @@ ENDINGS = {
         True,
     ),
     "lost_worker.say_lost(0, 1.0, 'x', 'y'); raise OSError('end')": ("OSError", True),
+    # A stack in a message is no cause, and takes no room from it.
+    "raise RuntimeError(GRAPH_ERROR)": ("RuntimeError: OOM in a", False),
     "print(1 / 0)": ("ZeroDivisionError: division by zero", False),
 }
 

@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import re
 import sys
 import time
 import traceback
@@ -35,6 +36,10 @@ __all__ = [
 
 FOLDER_VARIABLE = "TFDP_LAST_WORDS"
 MOST_CHARACTERS = 300
+# Lines of TensorFlow's errors: where in the program; which op; what every error says.
+FRAME = re.compile(r'( *)(?:File ".*", line \d+|<stack traces unavailable>)')
+OP = re.compile(r"\t \[\[.*|\s*\[Op:.*|\{\{\w+ [^{}]*\}\}\s*")
+NO_CAUSE = re.compile(r"Hint: |\d+ (?:successful operations|derived errors ignored)\.")
 MOST_TRACEBACK_CHARACTERS = 20_000
 MOST_BYTES = 200_000
 
@@ -44,7 +49,7 @@ class LastWords:
     """Why a process ends.
 
     Args:
-      error: type and message, in one line.
+      error: type and message, in one line; of TensorFlow's messages the cause.
       traceback: as Python prints it.
       time_seconds: when, by this machine's clock.
       is_consequence: whether it ends because another worker was lost.
@@ -100,15 +105,42 @@ def words_of_now() -> LastWords | None:
 
 def _words_of(error: BaseException) -> LastWords:
     text = f"{type(error).__name__}: {error}"
+    cause = cause_of(str(error)).strip()
+    if not cause.startswith(kind := f"{type(error).__name__}: "):
+        cause = kind + cause
     trace = "".join(traceback.format_exception(error))
     # TensorFlow puts the text of our error into one of its own.
     names_loss = WorkerLostError.__name__ in text or isinstance(error, WorkerLostError)
     return LastWords(
-        error=" ".join(text.split())[:MOST_CHARACTERS],
+        error=" ".join(cause.split())[:MOST_CHARACTERS],
         traceback=trace[-MOST_TRACEBACK_CHARACTERS:],
         time_seconds=time.time(),
         is_consequence=_State.has_lost_another or names_loss,
     )
+
+
+def cause_of(message: str) -> str:
+    """What TensorFlow's message says after its stack; another message as it is.
+
+    >>> cause_of('Graph execution error:\\n  File "a.py", line 3\\n\\nno row 7 [Op:f]')
+    'no row 7'
+    """
+    kept: list[str] = []
+    stack_indent: int | None = None
+    for line in message.splitlines():
+        indent = len(line) - len(line.lstrip())
+        if frame := FRAME.match(line):
+            # What stood before it introduces it, or is said once more after it.
+            kept, stack_indent = [], len(frame[1])
+        elif not line.strip():
+            stack_indent = None
+        elif stack_indent is None or indent <= stack_indent:
+            kept.append(line)  # and else it is the line of code
+    without_ops = [OP.sub("", line) for line in kept]
+    cause = "\n".join(
+        line for line in without_ops if line.strip() and not NO_CAUSE.match(line)
+    )
+    return cause or message
 
 
 def _leave(words: LastWords) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 
 from tfdp.cluster.progress import Progress
 from tfdp.cluster.restart import START_AGAIN
+from tfdp.hosts.last_words import cause_of
 from tfdp.launch.again import Ending, Judge, Verdict, combine
 from tfdp.launch.cause import first_failure, report_of_all, who_asks_again
 from tfdp.launch.console import POLL_SECONDS, Console
@@ -300,7 +301,8 @@ def _ending_of(group: Group, places: Sequence[int], hosts: Sequence[str]) -> End
     if own is not None and own.step is not None:
         # The others may have come a step further, or not so far.
         progress = dataclasses.replace(progress, step=own.step)
-    words, last = failed.last_words, failed.tail.text_lines()[-1:]
+    words = failed.last_words
+    last = cause_of("\n".join(failed.tail.text_lines())).splitlines()[-1:]
     # All that is known may be that one has lost another, in a place that nobody knows.
     is_consequence = words is not None and words.is_consequence
     return Ending(
