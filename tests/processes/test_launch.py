@@ -178,6 +178,63 @@ def test_who_lost_another_is_not_the_cause(launch, tmp_path, where, how):
         assert report[0].endswith("exit code 7. Its last lines:")
 
 
+# Worker 1 ends with 0, by what is said before it.
+LEAVING = """
+from tfdp.cluster import progress
+from tfdp.errors import WorkerLostError
+from tfdp.hosts import last_words
+
+last_words.listen()
+{before}
+if RANK == 1:
+    print("leaves")
+    atexit.register(note, "left")
+    sys.exit(0)
+{then}
+"""
+MEETS, WAITS = "progress.note_strategy()", 'wait_for("left")\n'
+LOSES = 'raise WorkerLostError("Worker 0 waited for the others: worker {} has ended")'
+RIGHT = {
+    # What it did before, and what worker 0 does then -> what is said of worker 1.
+    "before it joined": ("", f"{MEETS}; time.sleep(600)", "it never made a strategy"),
+    "before a second strategy": (
+        MEETS,
+        f"{MEETS}; time.sleep(600)",
+        "it made 1 of 2 strategies",
+    ),
+    "in the middle": (MEETS, LOSES.format(1), "worker 0 still needed it"),
+    "after all have trained": (MEETS, "print('saves')", None),
+    "another was lost": (MEETS, LOSES.format(2), "worker 0 failed first"),
+    # Such as a search for the best settings, one on each worker.
+    "no strategy at all": ("", "print('goes on')", None),
+}
+
+
+@pytest.mark.worth_seconds(8)
+@pytest.mark.parametrize("where", ["here", "ssh"])
+@pytest.mark.parametrize("when", RIGHT)
+def test_who_ends_with_0_while_another_needs_it_is_named(tmp_path, where, when):
+    before, then, said = RIGHT[when]
+    options, path = ["--workers", 2], None
+    if where == "ssh":
+        options, path = ["--hosts", "alpha,beta"], ssh(tmp_path)
+    patches = ["from tfdp.launch import cause", "cause.LOST_ONE_SECONDS = 0.3"]
+    script = "import atexit\n" + LEAVING.format(before=before, then=WAITS + then)
+    with Launches(tmp_path, patches) as launches:
+        code, _, err, seconds = launches.run(script, *options, path=path)
+    assert seconds < SLACK_SECONDS
+    report = [line for line in err if line.startswith("tfdp launch: ")]
+    if said is None:
+        assert (code, report) == (0, [])
+        return
+    assert code == 1
+    assert said in report[0]
+    if when != "another was lost":
+        assert report[0].startswith("tfdp launch: worker 1 ended with exit code 0 ")
+        assert "    leaves" in err
+        assert report[1].startswith("tfdp launch: worker 0 ")
+
+
 def test_a_worker_that_will_not_end_is_killed_after_the_grace_time(launch):
     script = """
 if RANK == 0:

@@ -129,6 +129,26 @@ def test_without_the_option_nothing_starts_again(launches):
     assert (code, len(starts(out)), len(own_lines(err))) == (3, 1, 1)
 
 
+def test_who_has_left_too_early_starts_again_as_after_any_failure(launches):
+    script = """
+print("start")
+if RANK == 0:
+    progress.note_strategy()
+    time.sleep(0 if RESTARTS == 2 else 600)
+elif RESTARTS == 2:
+    progress.note_strategy()
+elif RESTARTS == 1:
+    raise ValueError("another failure")
+"""
+    options = ["--workers", 2, "--max-restarts", 2]
+    code, out, err, _ = launches.run(START + script, *options)
+    assert (code, len(starts(out))) == (0, 6), err
+    again = script.replace("RESTARTS == 1", "False")
+    code, out, err, _ = launches.run(START + again, *options)
+    assert (code, len(starts(out))) == (1, 4), err
+    assert own_lines(err)[-1].startswith("not started again: the same twice in a row")
+
+
 def test_a_killed_worker_starts_again_with_its_peers(launches):
     script = """
 print("start")
@@ -277,7 +297,9 @@ def test_who_has_saved_without_restarts_ends_with_that_code(launches):
 
 def test_a_progress_file_of_nonsense_says_nothing(launches):
     script = """
-os.mkfifo(os.path.join(os.environ[progress.FOLDER_VARIABLE], f"{os.getpid()}.progress"))
+path = os.path.join(os.environ[progress.FOLDER_VARIABLE], f"{os.getpid()}.progress")
+os.unlink(path)
+os.mkfifo(path)
 progress.note_resumed(3)
 sys.exit(0 if RESTARTS else 3)
 """

@@ -5,6 +5,7 @@ import socket
 
 import pytest
 
+from tests.support.launching import Launches
 from tests.support.workers import LONGEST_SECONDS, Workers
 
 # How the worker fails -> what the others say. A process that is stopped is told by its
@@ -70,6 +71,32 @@ def test_who_waits_in_a_collective_of_tensorflow_is_told(how):
         )
         assert re.search(said, text), text
         assert time_of("ended", text) - time_of("failing", output) < SOON_SECONDS
+
+
+# What ends worker 1 with 0 -> what the launcher says of it.
+LEFT_EARLY = {
+    "if RANK == 1: sys.exit(0)": "before it joined the training (it never made a",
+    "pass": "in the middle of the training, and worker 0 still needed it",
+}
+TRAINING = """
+import runpy
+{}
+sys.argv[1:] = ["leave", "600", "600"]
+runpy.run_module("tests.support.lost_worker", run_name="__main__")
+"""
+
+
+@pytest.mark.worth_seconds(30)
+@pytest.mark.parametrize("how", LEFT_EARLY)
+def test_the_launcher_names_a_worker_that_ends_with_0_too_early(how, tmp_path):
+    """Nobody waits for the ten minutes that a strategy waits for the others."""
+    with Launches(tmp_path) as launches:
+        code, _, err, seconds = launches.run(TRAINING.format(how), "--workers", 2)
+    said = [line for line in err if line.startswith("tfdp launch: ")]
+    assert code == 1
+    start = f"tfdp launch: worker 1 ended with exit code 0 {LEFT_EARLY[how]}"
+    assert said[0].startswith(start), said
+    assert seconds < SOON_SECONDS
 
 
 def test_a_worker_that_never_comes_is_named():

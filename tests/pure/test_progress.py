@@ -16,9 +16,11 @@ from tfdp.cluster.progress import (
     BODY,
     RECORD_BYTES,
     Progress,
+    begin_notes,
     note_resumed,
     note_saved,
     note_step,
+    note_strategy,
     parse_progress,
     read_progress,
 )
@@ -154,21 +156,37 @@ def record(*values):
 
 @pytest.mark.parametrize("seconds", [math.nan, math.inf, -math.inf, -1.0, 1e300])
 def test_a_time_that_cannot_be_is_left_out(seconds, folder):
-    body = BODY.pack(progress.MARK, 1, 2, -1, seconds, seconds)
+    body = BODY.pack(progress.MARK, 1, 2, -1, -1, seconds, seconds)
     checksum = progress.CHECKSUM.pack(progress.zlib.crc32(body))
     path_of(folder).write_bytes(body + checksum)
     assert read(folder) == Progress(resumed_step=1, saved_step=2)
-    body = BODY.pack(progress.MARK, 1, 2, -2, 0.0, 0.0)
+    body = BODY.pack(progress.MARK, 1, 2, -2, -1, 0.0, 0.0)
     path_of(folder).write_bytes(
         body + progress.CHECKSUM.pack(progress.zlib.crc32(body))
     )
     assert read(folder) is None
 
 
+def test_strategies_are_counted_from_0_where_the_launcher_could_make_the_file(folder):
+    begin_notes(str(folder / "gone"), os.getpid())
+    assert read(folder / "gone") is None
+    begin_notes(str(folder), os.getpid())
+    assert read(folder) == Progress(strategies=0)
+    note_strategy()
+    note_step(7)
+    note_strategy()
+    assert read(folder) == Progress(step=7, strategies=2)
+    # What the process has noted before stays.
+    begin_notes(str(folder), os.getpid())
+    assert read(folder) == Progress(step=7, strategies=2)
+    assert len(list(folder.iterdir())) == 1
+
+
 def test_progress_travels_by_age():
     now_seconds = time.monotonic()
-    told = Progress(3, 4, None, now_seconds - 20, now_seconds - 10)
+    told = Progress(3, 4, None, now_seconds - 20, now_seconds - 10, strategies=2)
     found = parse_progress(told.to_json().encode())
+    assert found.strategies == 2
     assert (found.resumed_step, found.saved_step, found.step) == (3, 4, None)
     # Between telling and hearing the clock goes on; it is heard as later, not earlier.
     assert 0 <= found.saved_seconds - told.saved_seconds < 5
@@ -185,6 +203,7 @@ def test_progress_travels_by_age():
         b"\xff",
         b'{"step": -1}',
         b'{"step": true}',
+        b'{"strategies": -1}',
         b'{"saved_step": 1e3}',
         b'{"step": 9223372036854775808}',
         b'{"step": %s}' % (b"9" * 5000),

@@ -5,12 +5,17 @@ that is saved whole; `tfdp launch --max-restarts` reads it to say what a failure
 cost, and whether the training gets anywhere. A step is the number of updates since the
 training began, over all restarts. Without such a launcher nothing is written.
 
+A worker also notes each strategy of all workers that it begins to make: a worker that
+has ended and made fewer than another one will not come to where that one waits.
+
 The note is one record of a fixed size in a file named for the process, in the folder
-that the launcher names: a system call, no file is opened or renamed for a step.
+that the launcher names: a system call, no file is opened or renamed for a step. The
+launcher makes the file with the worker: where it is missing, notes are lost.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -20,6 +25,7 @@ import struct
 import threading
 import time
 import zlib
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,21 +36,26 @@ from tfdp.files.checked_json import LARGEST_COUNT, is_count, parse_json
 __all__ = [
     "FOLDER_VARIABLE",
     "Progress",
+    "begin_notes",
     "note_resumed",
     "note_saved",
     "note_step",
+    "note_strategy",
     "parse_progress",
     "read_progress",
 ]
 
 FOLDER_VARIABLE = "TFDP_PROGRESS"
-# A mark; steps resumed from, saved and done; when resumed and saved, by the clock that
-# all processes of a machine share; a checksum, as it may be read while it is written.
-BODY = struct.Struct("<8sqqqdd")
+# A mark; steps resumed from, saved and done; strategies of all workers; when resumed
+# and saved, by the clock that all processes of a machine share; a checksum, as it may
+# be read while it is written.
+BODY = struct.Struct("<8sqqqqdd")
 CHECKSUM = struct.Struct("<I")
 RECORD_BYTES = BODY.size + CHECKSUM.size
-MARK = b"tfdp-at\x01"
+MARK = b"tfdp-at\x02"
 UNKNOWN = -1
+NO_TIMES = (math.nan, math.nan)
+NONE = {"strategies": 0}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +67,7 @@ class Progress:
       saved_step: of the newest save that was whole.
       step: the last that was done.
       resumed_seconds, saved_seconds: when, by `time.monotonic` of the reader's machine.
+      strategies: how many strategies of all workers it has begun to make.
     """
 
     resumed_step: int | None = None
@@ -63,6 +75,7 @@ class Progress:
     step: int | None = None
     resumed_seconds: float | None = None
     saved_seconds: float | None = None
+    strategies: int | None = None
 
     @property
     def reached_step(self) -> int | None:
@@ -85,14 +98,14 @@ class _Notes:
 
     lock = threading.Lock()
     descriptor: int | None = None
-    steps = {"resumed": UNKNOWN, "saved": UNKNOWN, "done": UNKNOWN}
+    counts = {"resumed": UNKNOWN, "saved": UNKNOWN, "done": UNKNOWN, **NONE}
     seconds = {"resumed": math.nan, "saved": math.nan}
 
 
 def _forget() -> None:
     _Notes.lock = threading.Lock()
     _Notes.descriptor = None
-    _Notes.steps = dict.fromkeys(_Notes.steps, UNKNOWN)
+    _Notes.counts = {**dict.fromkeys(_Notes.counts, UNKNOWN), **NONE}
     _Notes.seconds = dict.fromkeys(_Notes.seconds, math.nan)
 
 
@@ -137,12 +150,42 @@ def note_step(step: int) -> None:
     Raises:
       ConfigurationError: when it is no Python int from 0 to 2^63 - 1.
 
-    Cost: 60 bytes written to a file that stays open, some microseconds; nothing when no
+    Cost: 68 bytes written to a file that stays open, some microseconds; nothing when no
     launcher listens. A disk that is full or gone is no error: the launcher knows less.
 
     >>> note_step(1200)
     """
     _note("done", step)
+
+
+def note_strategy() -> None:
+    """Says that this worker begins to make a strategy, for which it needs all others.
+
+    Cost: as `note_step`.
+    """
+    _note("strategies", _Notes.counts["strategies"] + 1)
+
+
+def begin_notes(folder: str, process: int) -> None:
+    """The launcher's part: a file in which the process has room, and noted nothing yet.
+
+    Args:
+      folder: the launcher's; where the file cannot be made, nothing is said.
+      process: the id of the worker, which has just started.
+    """
+    path = Path(folder, file_name(process))
+    first = path.with_suffix(".first")
+    with contextlib.suppress(OSError):
+        first.write_bytes(_record({**dict.fromkeys(_Notes.counts, UNKNOWN), **NONE}))
+        try:
+            os.link(first, path)  # never over what the process has noted meanwhile
+        finally:
+            first.unlink()
+
+
+def _record(counts: Mapping[str, int], seconds: Sequence[float] = NO_TIMES) -> bytes:
+    body = BODY.pack(MARK, *counts.values(), *seconds)
+    return body + CHECKSUM.pack(zlib.crc32(body))
 
 
 def _note(what: str, step: int) -> None:
@@ -156,18 +199,16 @@ def _note(what: str, step: int) -> None:
     if not folder:
         return
     with _Notes.lock:
-        _Notes.steps[what] = step
+        _Notes.counts[what] = step
         if what in _Notes.seconds:
             _Notes.seconds[what] = time.monotonic()
-        steps, seconds = _Notes.steps.values(), _Notes.seconds.values()
-        body = BODY.pack(MARK, *steps, *seconds)
+        record = _record(_Notes.counts, list(_Notes.seconds.values()))
         try:
             if _Notes.descriptor is None:
                 path = Path(folder, file_name(os.getpid()))
                 # Nothing there can make the training wait.
                 flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
                 _Notes.descriptor = os.open(path, flags, 0o600)
-            record = body + CHECKSUM.pack(zlib.crc32(body))
             os.pwrite(_Notes.descriptor, record, 0)
         except OSError:
             pass
@@ -213,16 +254,19 @@ def _parse_record(record: bytes) -> Progress | None:
     body, checksum = record[: BODY.size], record[BODY.size :]
     if CHECKSUM.unpack(checksum) != (zlib.crc32(body),):
         return None
-    mark, *steps, resumed_seconds, saved_seconds = BODY.unpack(body)
-    if mark != MARK or any(step < UNKNOWN for step in steps):
+    mark, *counts, resumed_seconds, saved_seconds = BODY.unpack(body)
+    if mark != MARK or any(count < UNKNOWN for count in counts):
         return None
-    resumed, saved, done = (None if step == UNKNOWN else step for step in steps)
+    resumed, saved, done, strategies = (
+        None if count == UNKNOWN else count for count in counts
+    )
     return Progress(
         resumed_step=resumed,
         saved_step=saved,
         step=done,
         resumed_seconds=_past(resumed_seconds) if resumed is not None else None,
         saved_seconds=_past(saved_seconds) if saved is not None else None,
+        strategies=strategies,
     )
 
 
@@ -239,11 +283,12 @@ def parse_progress(text: bytes) -> Progress | None:
         return None
     if not isinstance(found, dict):
         return None
-    steps = {name: found.get(name) for name in ("resumed_step", "saved_step", "step")}
-    if not all(step is None or is_count(step) for step in steps.values()):
+    names = ("resumed_step", "saved_step", "step", "strategies")
+    counts = {name: found.get(name) for name in names}
+    if not all(count is None or is_count(count) for count in counts.values()):
         return None
     return Progress(
-        **steps,
+        **counts,
         resumed_seconds=_time_of(found.get("resumed_seconds")),
         saved_seconds=_time_of(found.get("saved_seconds")),
     )

@@ -3,10 +3,15 @@
 Workers end together: one raises, and its peers fail because they lost it, often before
 it has ended itself. So a worker whose last words speak of another one is never the
 cause while another is there.
+
+A worker that ends with 0 has failed, too, while another one needs it: one that has
+begun to make a strategy of all workers to which the first never came, or one that ended
+because it lost the first. Programs that make no such strategies end as they like.
 """
 
 from __future__ import annotations
 
+import re
 import signal
 import time
 from collections.abc import Sequence
@@ -17,6 +22,7 @@ from tfdp.launch.worker import Worker
 __all__ = [
     "cause_is_known",
     "first_failure",
+    "note_who_left_early",
     "report_of_all",
     "who_asks_again",
 ]
@@ -56,6 +62,41 @@ def first_failure(workers: Sequence[Worker]) -> Worker | None:
         )
 
     return min(failed, key=order, default=None)
+
+
+def note_who_left_early(workers: Sequence[Worker]) -> None:
+    """Notes in workers that have ended with 0 that another one still needs them.
+
+    Call it while they run: who needs another may be stopped later. A worker in the
+    place of one that was lost may leave: the others have gone on without it.
+    """
+    ended = [w for w in workers if w.has_ended_well and not w.is_replacement]
+    if not ended:
+        return
+    others = [worker for worker in workers if worker not in ended]
+    made = {w.rank: w.strategies or 0 for w in others if w.is_running}
+    most = max(made, key=made.__getitem__, default=None)
+    for worker in ended:
+        own = worker.strategies
+        if most is not None and own is not None and own < made[most]:
+            which = f"it made {own} of {made[most]} strategies"
+            worker.left_early = (
+                "before it joined the training "
+                f"({which if own else 'it never made a strategy'}), and worker {most} "
+                "waits for it; every worker must run the whole script"
+            )
+        elif loser := next((w for w in others if _has_lost(w, worker)), None):
+            worker.left_early = (
+                f"in the middle of the training, and worker {loser.rank} still needed "
+                "it; every worker must take part to the end"
+            )
+
+
+def _has_lost(loser: Worker, worker: Worker) -> bool:
+    words = loser.last_words if _lost_another(loser) else None
+    return words is not None and bool(
+        re.search(rf"\bworker {worker.rank}\b", words.error)
+    )
 
 
 def who_asks_again(workers: Sequence[Worker]) -> Worker | None:
@@ -115,16 +156,16 @@ def report_of_all(
 
 def _report_of_first(failed: Worker) -> list[str]:
     seconds = failed.failed_seconds - failed.started_seconds
-    words = failed.last_words
-    if words is None:
-        end, lines = (
-            f"{failed.describe_end()}. Its last lines",
-            failed.tail.text_lines(),
-        )
+    what = f"failed first, {seconds:.1f} s after its start: "
+    words, lines = failed.last_words, failed.tail.text_lines()
+    if failed.left_early:
+        what = f"ended with {failed.describe_end()}. Its last lines"
+    elif words is None:
+        what += f"{failed.describe_end()}. Its last lines"
     else:
-        end = f"{words.error} ({failed.describe_end()}). Its traceback"
+        what += f"{words.error} ({failed.describe_end()}). Its traceback"
         lines = words.traceback.splitlines()[-TRACEBACK_LINES:]
-    head = f"worker {failed.rank} failed first, {seconds:.1f} s after its start: {end}:"
+    head = f"worker {failed.rank} {what}:"
     return ["\n".join([head, *(f"    {line}" for line in lines)])]
 
 

@@ -17,7 +17,12 @@ import time
 from collections.abc import Callable, Sequence
 
 from tfdp.cluster.restart import START_AGAIN
-from tfdp.launch.cause import cause_is_known, first_failure, who_asks_again
+from tfdp.launch.cause import (
+    cause_is_known,
+    first_failure,
+    note_who_left_early,
+    who_asks_again,
+)
 from tfdp.launch.console import LAST_WAIT_SECONDS, POLL_SECONDS, Console
 from tfdp.launch.guard import OrphanGuard, signal_strays
 from tfdp.launch.logs import WorkerLogs
@@ -146,6 +151,7 @@ class Group:
                 self._guard.release(worker.group)
                 worker.close_input()
                 self.workers[place] = self._started(again.command(worker))
+                self.workers[place].is_replacement = True
                 staying.append(self.workers[place])
         return staying
 
@@ -153,6 +159,7 @@ class Group:
         self._pass_lines_on()
         for worker in self.workers:
             worker.check()
+        note_who_left_early(self.workers)
         self._obey_signals()
         staying = self._staying()
         self._waits = len(staying) < len(self.workers)
@@ -248,6 +255,7 @@ class Group:
         while self._selector.get_map() and time.monotonic() < deadline:
             if not read(self._selector, POLL_SECONDS):
                 break
+        note_who_left_early(self.workers)  # by the last lines of other machines
         self._selector.close()
         self._control.close()
 
@@ -255,7 +263,8 @@ class Group:
         """Of the launcher, were this the last start.
 
         0 when all workers ended with 0; that of the first failure, where a worker
-        killed by signal s counts as 128 + s; START_AGAIN when nobody failed, and a
+        killed by signal s counts as 128 + s, and one that ended with 0 while another
+        needed it as 1; START_AGAIN when nobody failed, and a
         worker ended with it by itself, or some did when they were asked to end and all
         others with 0; else 128 + s when the launcher was stopped by a signal s.
         """

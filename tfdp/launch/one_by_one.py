@@ -42,6 +42,8 @@ class OneByOne:
         """Whether this worker has ended, and another process takes its place."""
         if worker.is_running or not (worker.has_failed or worker.asks_again):
             return False
+        if worker.left_early:
+            return False  # it would do that again
         if worker.group not in self._due_seconds and self._used < self._most_restarts:
             self._used += 1
             self._times[worker.rank] += 1

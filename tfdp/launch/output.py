@@ -101,6 +101,8 @@ class LineRelay:
         self._prefix = prefix
         self._tail = tail
         self._pending = b""
+        #: Whether the stream has come to its end.
+        self.is_closed = False
 
     def feed(self, data: bytes) -> None:
         """Takes the next bytes of the stream and writes the lines they complete."""
@@ -130,6 +132,7 @@ class LineRelay:
 
     def close(self) -> None:
         """Writes what is left, as a line."""
+        self.is_closed = True
         rest, self._pending = self._pending.rstrip(b"\r"), b""
         if rest:
             self._write([rest])

@@ -60,17 +60,19 @@ def _watch(command: WorkerCommand, *, grace_seconds: float) -> int:
     ):
         console = Console()
         group = Group(guard, console, folder, grace_seconds, received, show_ranks=False)
-        has_told_start = False
+        told: tuple[int | None, bool] | None = None
 
-        def tell_start() -> None:
-            nonlocal has_told_start
-            if not has_told_start:
-                progress = group.workers[0].progress
-                if progress is not None and progress.resumed_step is not None:
-                    has_told_start = True
+        def tell_news() -> None:
+            """That it goes on, and that it makes a strategy; not each of its steps."""
+            nonlocal told
+            progress = group.workers[0].progress
+            if progress is not None:
+                news = progress.strategies, progress.resumed_step is not None
+                if news != told:
+                    told = news
                     _tell(console, PROGRESS_MARK, progress.to_json())
 
-        group.run([command], end_of_stdin_stops=True, each_turn=tell_start)
+        group.run([command], end_of_stdin_stops=True, each_turn=tell_news)
         worker = group.workers[0]
         progress, words = worker.progress, worker.last_words
         if progress is not None:

@@ -74,7 +74,12 @@ class Worker:
         #: By the clock of last words, when the launcher asked it to end.
         self._asked_seconds: float | None = None
         self.tail = Tail()
+        self._relays: list[LineRelay] = []
         self.stopped_by: int | None = None  # the last signal that the launcher sent
+        #: How it ended with 0 while others needed it; see `tfdp.launch.cause`.
+        self.left_early = ""
+        #: Whether it was started in the place of one that ended, while others went on.
+        self.is_replacement = False
         self.started_seconds = time.monotonic()
         environment = dict(start.environment)
         if not self.is_remote:
@@ -90,6 +95,8 @@ class Worker:
             stderr=subprocess.PIPE,
             start_new_session=True,
         )
+        if not self.is_remote:
+            progress.begin_notes(folder, self.process.pid)
         self.ended_seconds: float | None = None
         if self.process.stdin is not None:
             with contextlib.suppress(BrokenPipeError):  # it has ended; see `check`
@@ -124,6 +131,16 @@ class Worker:
             return self._progress
         return read_progress(self._folder, self.process.pid)
 
+    @property
+    def strategies(self) -> int | None:
+        """How many strategies of all workers it has begun to make; None: unknown.
+
+        Of a worker on another machine that has ended, once all its lines have come.
+        """
+        is_heard = not self.is_remote or all(relay.is_closed for relay in self._relays)
+        noted = self.progress if self.is_running or is_heard else None
+        return None if noted is None else noted.strategies
+
     def _hear_last_words(self, text: bytes) -> None:
         self._last_words = parse_last_words(text)
 
@@ -133,11 +150,18 @@ class Worker:
     @property
     def has_failed(self) -> bool:
         """Whether it came to a bad end, or is about to, before it was asked to."""
-        if self.last_words is not None:
+        if self.last_words is not None or self.left_early:
             return True
         if self.is_running or self.stopped_by is not None:
             return False
         return self.exit_code not in (0, START_AGAIN)
+
+    @property
+    def has_ended_well(self) -> bool:
+        """Whether it ended by itself, with 0, while no other worker needed it."""
+        if self.is_running or self.stopped_by is not None or self.has_failed:
+            return False
+        return self.exit_code == 0
 
     @property
     def asks_again(self) -> bool:
@@ -177,6 +201,8 @@ class Worker:
     def exit_code(self) -> int:
         """As a shell gives it: 128 + the signal's number for a killed process."""
         code = self.process.returncode or 0
+        if self.left_early:
+            return 1  # 0 would say that all went well
         if self.stopped_by is not None and self.last_words is not None:
             return 1  # it was on its way; Python's own code for an error
         return 128 - code if code < 0 else code
@@ -196,6 +222,8 @@ class Worker:
     def describe_end(self) -> str:
         """`exit code 3`, or `killed by SIGKILL`."""
         code = self.process.returncode
+        if self.left_early:
+            return f"exit code {code} {self.left_early}"
         if code == START_AGAIN:
             return f"exit code {code}: saved, start me again"
         if code is not None and code < 0:
@@ -263,6 +291,7 @@ class Worker:
                     log=log,
                     shows_bars=self.rank == 0,
                 )
+                self._relays.append(relay)
                 selector.register(stream, selectors.EVENT_READ, relay)
 
 

@@ -14,7 +14,7 @@ import tensorflow as tf
 from tfdp._private import frames
 from tfdp._private.keras_loops import lead_loop
 from tfdp.checks import is_whole
-from tfdp.cluster import Cluster, find_cluster
+from tfdp.cluster import Cluster, find_cluster, progress
 from tfdp.data.grain_shards import has_own_shard
 from tfdp.data.hosts import own_part, until_all_end
 from tfdp.data.seeds import agree_on_seed, seed_to_share
@@ -191,6 +191,8 @@ class MultiHostDataParallelStrategy(SumsOverHosts, DataParallelStrategy):
                 "and with shard= replicas of all hosts have to be there. Leave one of "
                 "the two out."
             )
+        if self.cluster.workers > 1 and self.cluster.source == "tfdp":
+            progress.note_strategy()  # from now on it waits for all others
         self._meeting = meet(self.cluster, communication, sharding)
         self._group = self._meeting.group
         return first_devices(count, find_devices(), f"devices_per_host={count}")
