@@ -186,6 +186,39 @@ sys.exit(0 if RESTARTS else 5)
     assert "ended well after 1 restart" in err
 
 
+NO_SPACE = """
+from tfdp.launch import own_folder
+def no_space(*_, **__):
+    raise OSError(28, "No space left on device")
+own_folder.os.mkdir = own_folder.tempfile.mkdtemp = no_space
+"""
+
+
+@pytest.mark.parametrize("how", ["removed", "full"])
+def test_a_launcher_without_its_folder_restarts(tmp_path, how):
+    script = """
+import shutil
+print("start")
+progress.note_strategy()
+if RESTARTS == 0 and RANK == 1:
+    if {is_removed}:
+        shutil.rmtree(os.path.dirname(os.environ[progress.FOLDER_VARIABLE]))
+    sys.exit(3)
+note(f"up{{RANK}}")
+wait_for("up1")
+"""
+    script = script.format(is_removed=how == "removed")
+    options = ["--workers", 2, "--max-restarts", 1]
+    with Launches(tmp_path, [*QUICK, NO_SPACE if how == "full" else ""]) as launches:
+        code, out, err, _ = launches.run(START + script, *options)
+        left = list(launches.own.iterdir())
+    assert (code, len(starts(out)), left) == (0, 4, []), err
+    said = own_lines(err)
+    lost = [line for line in said if "cannot be made (No space left" in line]
+    assert len(lost) == (2 if how == "full" else 0)
+    assert said[len(lost) // 2].startswith("worker 1 failed first"), said
+
+
 @pytest.mark.parametrize("saved", [0, 8])
 def test_a_signal_between_two_starts_ends_it(tmp_path, saved):
     script = f"progress.note_saved({saved})\nsys.exit(3)"

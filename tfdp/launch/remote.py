@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import os
 import sys
-import tempfile
 
 from tfdp.cluster.job_key import JOB_KEY, checked_job_key
 from tfdp.errors import ClusterError
 from tfdp.launch.console import Console
 from tfdp.launch.group import Group
-from tfdp.launch.guard import FOLDER_PREFIX, OrphanGuard
+from tfdp.launch.guard import OrphanGuard
 from tfdp.launch.output import LAST_WORDS_MARK, PROGRESS_MARK
+from tfdp.launch.own_folder import OwnFolder
 from tfdp.launch.signals import received_signals
 from tfdp.launch.worker import WorkerCommand
 
@@ -55,10 +55,11 @@ def _watch(command: WorkerCommand, *, grace_seconds: float) -> int:
     """Runs the worker; tells of its progress, and what it died of, on stderr."""
     with (
         received_signals() as received,
-        tempfile.TemporaryDirectory(prefix=FOLDER_PREFIX) as folder,
-        OrphanGuard(grace_seconds, folder) as guard,
+        OwnFolder() as own_folder,
+        OrphanGuard(grace_seconds, own_folder.path) as guard,
     ):
         console = Console()
+        folder = own_folder.begin_start(console.say)
         group = Group(guard, console, folder, grace_seconds, received, show_ranks=False)
         told: tuple[int | None, bool] | None = None
 

@@ -6,9 +6,7 @@ start all -> one fails -> all are stopped -> report -> wait -> start all
 from __future__ import annotations
 
 import dataclasses
-import os
 import signal
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 
@@ -19,9 +17,10 @@ from tfdp.launch.again import Ending, Judge, Verdict, combine
 from tfdp.launch.cause import first_failure, report_of_all, who_asks_again
 from tfdp.launch.console import POLL_SECONDS, Console
 from tfdp.launch.group import Group
-from tfdp.launch.guard import FOLDER_PREFIX, OrphanGuard
+from tfdp.launch.guard import OrphanGuard
 from tfdp.launch.logs import WorkerLogs
 from tfdp.launch.one_by_one import OneByOne
+from tfdp.launch.own_folder import OwnFolder
 from tfdp.launch.signals import received_signals, signal_name
 from tfdp.launch.worker import WorkerCommand
 
@@ -82,8 +81,8 @@ def launch(
     """
     with (
         received_signals() as received,
-        tempfile.TemporaryDirectory(prefix=FOLDER_PREFIX) as folder,
-        OrphanGuard(grace_seconds, folder) as guard,
+        OwnFolder() as folder,
+        OrphanGuard(grace_seconds, folder.path) as guard,
     ):
         judge = Judge(
             range(places.number), least_workers, 0 if one_by_one else most_restarts
@@ -122,7 +121,7 @@ class _Launch:
         places: Places,
         judge: Judge,
         guard: OrphanGuard,
-        folder: str,
+        folder: OwnFolder,
         grace_seconds: float,
         received: Sequence[int],
         logs: WorkerLogs | None,
@@ -167,15 +166,13 @@ class _Launch:
             places = following
 
     def _run(self, places: Sequence[int]) -> Group:
-        """One start, in a folder of its own: the numbers of processes come again."""
-        folder = os.path.join(self._folder, str(self._starts))
-        os.mkdir(folder, 0o700)
+        """One start of all workers, to its end."""
         if self._logs is not None:
             self._logs.begin()
         group = Group(
             self._guard,
             self.console,
-            folder,
+            self._folder.begin_start(self.console.say),
             self._grace_seconds,
             self._received,
             logs=self._logs,

@@ -61,7 +61,8 @@ class Worker:
 
     Args:
       start: how.
-      folder: where workers on this machine leave their last words and progress.
+      folder: where workers on this machine leave their last words and progress; it
+        need not be there.
     """
 
     def __init__(self, start: WorkerCommand, folder: str):
