@@ -503,6 +503,34 @@ wait_for("never")
     assert any(line.startswith("worker 0 was stopped") for line in said), said
 
 
+@pytest.mark.parametrize("fails", ["after the others", "before the others"])
+def test_none_starts_again_when_the_others_have_ended_well(tmp_path, fails):
+    script = """
+print("start")
+note(f"up{RANK}", os.getpid())
+if RANK == 1:
+    if AFTER:
+        for name in ("up0", "up2"):
+            wait_for(name)
+            while os.path.exists("/proc/" + (FOLDER / name).read_text()):
+                time.sleep(0.02)
+    note("fails")
+    sys.exit(3)
+wait_for("up1" if AFTER else "fails")
+if not AFTER:
+    time.sleep(1.0)  # for the launcher to promise that worker 1 starts again
+""".replace("AFTER", str(fails == "after the others"))
+    options = ["--workers", 3, "--max-restarts", 9, "--restart", "one"]
+    with Launches(tmp_path, ENDLESS) as launches:
+        code, out, err, seconds = launches.run(START + script, *options)
+    assert (code, len(starts(out))) == (3, 3), err
+    said = own_lines(err)
+    over = "worker 1 is not started again: workers 0, 2 ended with exit code 0, and "
+    assert sum(line.startswith(over) for line in said) == 1, said
+    assert any(line.startswith("worker 1 failed first") for line in said), said
+    assert seconds < SLACK_SECONDS
+
+
 @pytest.mark.parametrize(
     "options", [[], ["--max-restarts", 1, "--workers", "1:2"]], ids=["none", "min:max"]
 )

@@ -143,7 +143,7 @@ class Group:
             return self.workers
         staying = []
         for place, worker in enumerate(self.workers):
-            if not again.comes_again(worker):
+            if not again.comes_again(worker, self.workers):
                 staying.append(worker)
             elif again.is_due(worker):
                 if worker.group_is_left:

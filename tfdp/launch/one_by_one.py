@@ -37,13 +37,28 @@ class OneByOne:
         #: When a worker that has ended starts again, by its process group.
         self._due_seconds: dict[int, float] = {}
         self._times = [0] * len(commands)
+        #: Process groups of which was said that the training has ended without them.
+        self._over: set[int] = set()
 
-    def comes_again(self, worker: Worker) -> bool:
-        """Whether this worker has ended, and another process takes its place."""
+    def comes_again(self, worker: Worker, workers: Sequence[Worker]) -> bool:
+        """Whether this worker has ended, and another process takes its place.
+
+        None does once the training has ended: nobody else runs, and one has come to
+        its good end.
+
+        Args:
+          worker: which.
+          workers: all of them.
+        """
         if worker.is_running or not (worker.has_failed or worker.asks_again):
             return False
         if worker.left_early:
             return False  # it would do that again
+        if not any(w.is_running for w in workers):
+            done = [str(w.rank) for w in workers if w.has_ended_well]
+            if done:
+                self._say_that_it_is_over(worker, done)
+                return False
         if worker.group not in self._due_seconds and self._used < self._most_restarts:
             self._used += 1
             self._times[worker.rank] += 1
@@ -59,6 +74,17 @@ class OneByOne:
                 ]
             )
         return worker.group in self._due_seconds
+
+    def _say_that_it_is_over(self, worker: Worker, done: Sequence[str]) -> None:
+        if worker.group not in self._over:
+            self._over.add(worker.group)
+            others = "worker" if len(done) == 1 else "workers"
+            self._say(
+                [
+                    f"worker {worker.rank} is not started again: {others} "
+                    f"{', '.join(done)} ended with exit code 0, and no other runs"
+                ]
+            )
 
     def is_due(self, worker: Worker) -> bool:
         """Whether it starts again now."""
