@@ -103,7 +103,14 @@ os.kill(os.getpid(), signal.SIGKILL)
     code, _, err, _ = launch(script, "--workers", 2)
     assert code == 128 + signal.SIGKILL
     assert "worker 1 failed first" in err[0]
-    assert "killed by SIGKILL" in err[0]
+    assert "killed by SIGKILL (often out of memory; see dmesg)." in err[0]
+
+
+def test_a_killed_worker_of_another_machine_may_have_had_no_memory(launch, tmp_path):
+    script = "os.kill(os.getpid(), signal.SIGKILL)"
+    code, _, err, _ = launch(script, "--hosts", "alpha", path=ssh(tmp_path))
+    assert code == 128 + signal.SIGKILL
+    assert "exit code 137 (often out of memory; see dmesg there)." in err[0]
 
 
 def test_a_cause_that_shows_after_its_consequence_is_named(launch, tmp_path):

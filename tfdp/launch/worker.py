@@ -221,15 +221,21 @@ class Worker:
         return True
 
     def describe_end(self) -> str:
-        """`exit code 3`, or `killed by SIGKILL`."""
+        """`exit code 3`, or `killed by SIGTERM`."""
         code = self.process.returncode
         if self.left_early:
             return f"exit code {code} {self.left_early}"
         if code == START_AGAIN:
             return f"exit code {code}: saved, start me again"
+        how = f"exit code {code}"
         if code is not None and code < 0:
-            return f"killed by {signal_name(-code)}"
-        return f"exit code {code}"
+            how = f"killed by {signal_name(-code)}"
+        # Another machine's shell has 128 + s for the signal.
+        if code == -signal.SIGKILL or (self.is_remote and code == 128 + signal.SIGKILL):
+            where = " there" if self.is_remote else ""
+            if self.stopped_by != signal.SIGKILL:
+                how += f" (often out of memory; see dmesg{where})"
+        return how
 
     @property
     def group_is_left(self) -> bool:
