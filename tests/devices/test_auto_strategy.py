@@ -164,6 +164,7 @@ BETWEEN_HOSTS = [
     ("wire_dtype", "float16", None),
     ("compression", tfdp.compression.Int8(), None),
     ("min_hosts", 2, None),
+    ("checksum", True, False),
     ("engine", "sockets", "auto"),
     ("engine", "mpi", "auto"),
 ]

@@ -24,6 +24,7 @@ from tfdp.plan.topology import Topology
         {"timeout_seconds": 0},
         {"timeout_seconds": float("inf")},
         {"timeout_seconds": "10"},
+        {"checksum": 1},
     ],
 )
 def test_nonsense_is_refused_when_made(arguments):

@@ -42,4 +42,11 @@ def test_nothing_is_said_elsewhere(monkeypatch, cluster, variable):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         link = choose_link.make_link(cluster, SOCKETS)
-    assert link[-1] == job_secret(cluster)
+    assert link[-2:] == (job_secret(cluster), False)
+
+
+def test_checksums_are_of_sockets(monkeypatch):
+    """Also where an MPI launcher started the workers, whose connections have none."""
+    monkeypatch.setattr(choose_link, "mpi_is_available", lambda: True)
+    cluster = Cluster(2, 0, "127.0.0.1:1")
+    assert choose_link.make_link(cluster, Communication(checksum=True))[-1] is True

@@ -1,6 +1,6 @@
 """Both ends of a connection of a ring, closed at every moment.
 
-Over a connection alone, and with memory that both ends share.
+Over a connection alone, with checksums, and with memory that both ends share.
 """
 
 import functools
@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from tests.support.wires import HANG_SECONDS, in_a_thread, shared_places
+from tfdp.hosts.checked_wire import CheckedReceiver, CheckedSender
 from tfdp.hosts.shared_places import CAN_SHARE, PLACE_BYTES
 from tfdp.hosts.shared_wire import SharedReceiver, SharedSender
 from tfdp.hosts.wire import LARGEST_DIRECT_BYTES, Receiver, Sender
@@ -22,11 +23,13 @@ def pair():
         yield here, there
 
 
-@pytest.fixture(params=["connection", "memory"])
+@pytest.fixture(params=["connection", "checksums", "memory"])
 def ends(request):
     """What makes each of the two ends."""
     if request.param == "connection":
         return Sender, Receiver
+    if request.param == "checksums":
+        return CheckedSender, CheckedReceiver
     if not CAN_SHARE:
         pytest.skip("memory without a name is Linux' own")
     mine, theirs = shared_places()

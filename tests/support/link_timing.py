@@ -3,7 +3,7 @@
     python -m tests.support.link_timing RANK WORKERS COORDINATOR MEGABYTES REPEATS
 
 With several devices per host the local sum is part of the time: DEVICES=2. WIRE_DTYPE
-is the type in which the numbers travel.
+is the type in which the numbers travel, CHECKSUM=1 sends blocks with checksums.
 """
 
 import os
@@ -17,7 +17,8 @@ from tfdp.hosts.socket_link import SocketLink
 
 def main(rank, workers, coordinator, megabytes, repeats):
     devices = int(os.environ.get("DEVICES", "1"))
-    link = SocketLink(rank, workers, coordinator, timeout_seconds=120)
+    checksum = os.environ.get("CHECKSUM") == "1"
+    link = SocketLink(rank, workers, coordinator, 120.0, checksum=checksum)
     elements = int(megabytes * 250_000)
     local = [
         np.full(elements, rank * devices + d + 1, np.float32) for d in range(devices)

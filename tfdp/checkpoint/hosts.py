@@ -9,6 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdp.errors import ConfigurationError
+from tfdp.hosts.messages import read_as
 
 __all__ = ["Hosts", "hosts_of"]
 
@@ -51,13 +52,14 @@ class Hosts:
         if self.link is None:
             return text
         mine = text.encode() if self.is_chief else b""
-        return self.link.gather(mine, "text of worker 0")[0].decode()
+        return _text(self.link.gather(mine, "text of worker 0")[0], 0)
 
     def texts(self, text: str, label: str) -> list[str]:
         """Every host's text, by rank; an exchange, in the common order."""
         if self.link is None:
             return [text]
-        return [blob.decode() for blob in self.link.gather(text.encode(), label)]
+        blobs = self.link.gather(text.encode(), label)
+        return [_text(blob, rank) for rank, blob in enumerate(blobs)]
 
     def share_note(
         self, key: str, note: str, has_deadline: bool = True
@@ -77,6 +79,10 @@ class Hosts:
     def without_note(self, key: str) -> list[int]:
         """The workers whose note under `key` has not come."""
         return [0] if self.link is None else self.link.without_note(key)
+
+
+def _text(blob: bytes, rank: int) -> str:
+    return read_as(lambda data: bytes(data).decode(), blob, rank, "text")
 
 
 def hosts_of(strategy: tf.distribute.Strategy) -> Hosts:

@@ -10,6 +10,7 @@ import tensorflow as tf
 from tfdp.exchange.two_level import AcrossHostsEngine
 from tfdp.hosts.buffers import unaligned_copy
 from tfdp.hosts.host_link import HostLink
+from tfdp.hosts.messages import read_as
 
 __all__ = ["HostGroup"]
 
@@ -45,7 +46,12 @@ class HostGroup:
         # What has the same bytes need not be the same.
         told = f"{label}: {value.dtype.name} {list(value.shape)}"
         first = self.link.gather(mine, told, most_bytes=value.nbytes)[0]
-        received = np.frombuffer(first, value.dtype).reshape(value.shape)
+        received = read_as(
+            lambda blob: np.frombuffer(blob, value.dtype).reshape(value.shape),
+            first,
+            0,
+            f"array of {told}",
+        )
         return unaligned_copy(received)
 
     def sum_arrays(self, arrays: Sequence[np.ndarray], label: str) -> list[np.ndarray]:

@@ -7,11 +7,12 @@ import contextlib
 from tfdp.errors import CollectiveError
 from tfdp.hosts.agreement import Disagreement, difference
 from tfdp.hosts.channel import Channel
+from tfdp.hosts.checked_wire import DamagedBlockError
 from tfdp.hosts.lost_worker import late_words
 from tfdp.hosts.membership import Membership
 from tfdp.hosts.worker_names import name_workers
 
-__all__ = ["closed", "out_of_step", "why_it_broke"]
+__all__ = ["closed", "damaged", "out_of_step", "why_it_broke"]
 
 # How long a failure may take to be heard after a connection has broken: more than 3 s
 # by 256 workers on two busy cores. Who hears it sooner waits no longer.
@@ -50,6 +51,23 @@ def out_of_step(
     return CollectiveError(
         f"Workers are out of step: {both}. Every worker must run the same steps on the "
         "same model: look for code that only some workers run."
+    )
+
+
+def damaged(
+    rank: int, workers: int, ring: Channel, found: DamagedBlockError
+) -> CollectiveError:
+    """For a block that is not as it was sent: it names both ends, and what to do."""
+    distance = 1
+    for each in ring.neighbours:
+        if each.receiver is found.receiver:
+            break
+        distance *= 2
+    return CollectiveError(
+        f"What worker {rank} received of worker {(rank - distance) % workers} in "
+        f"{ring.words} is not what was sent: {found}. The network between them or the "
+        "memory of one of the two damages data. Nothing of the block was used; go on "
+        "from the last checkpoint, without the machine or the link that is at fault."
     )
 
 

@@ -15,6 +15,7 @@ import numpy as np
 
 from tfdp.errors import CollectiveError, TfdpError
 from tfdp.hosts.agreement import HEADER, Disagreement, Terms
+from tfdp.hosts.checked_wire import CheckedReceiver, CheckedSender
 from tfdp.hosts.ring import Ends
 from tfdp.hosts.rounded_wire import RoundedWire, wire_type
 from tfdp.hosts.same_machine import NOTHING_SHARED, SharedMemory
@@ -80,16 +81,20 @@ class Channel:
         connections: Sequence[tuple[socket.socket, socket.socket]],
         timeout_seconds: float,
         shared: SharedMemory = NOTHING_SHARED,
+        checksum: bool = False,
     ) -> Channel:
         """A channel over connections to and from the neighbours, by distance.
 
         Args:
           connections, timeout_seconds: see `Sender`.
           shared: the memory that there is between this worker and those next to it.
+          checksum: whether what goes through connections alone has checksums.
         """
         nearest, *farther = connections
-        ends = [_neighbours(nearest, timeout_seconds, shared)]
-        ends += [_neighbours(each, timeout_seconds) for each in farther]
+        ends = [_neighbours(nearest, timeout_seconds, shared, checksum)]
+        ends += [
+            _neighbours(each, timeout_seconds, checksum=checksum) for each in farther
+        ]
         return cls(ends)
 
     def begin(self, terms: Terms) -> None:
@@ -192,13 +197,17 @@ def _neighbours(
     connections: tuple[socket.socket, socket.socket],
     timeout_seconds: float,
     shared: SharedMemory = NOTHING_SHARED,
+    checksum: bool = False,
 ) -> Neighbours:
     after, before = connections
+    sender, receiver = (
+        (CheckedSender, CheckedReceiver) if checksum else (Sender, Receiver)
+    )
     return Neighbours(
-        Sender(after, timeout_seconds)
+        sender(after, timeout_seconds)
         if shared.after is None
         else SharedSender(after, timeout_seconds, shared.after),
-        Receiver(before, timeout_seconds)
+        receiver(before, timeout_seconds)
         if shared.before is None
         else SharedReceiver(before, timeout_seconds, shared.before),
     )

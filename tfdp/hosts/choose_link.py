@@ -22,6 +22,8 @@ def link_name(communication: Communication) -> tuple[str, str]:
     """The link that `communication` asks for, or that suits this process, and why."""
     if communication.engine != "auto":
         return communication.engine, "asked for by name"
+    if communication.checksum:
+        return "sockets", "Communication(checksum=True) is of what sockets carry"
     if mpi_is_available():
         return "mpi", "an MPI launcher started this process, and mpi4py is installed"
     return "sockets", (
@@ -65,6 +67,7 @@ def make_link(cluster: Cluster, communication: Communication) -> HostLink:
         communication.timeout_seconds,
         communication.silence_seconds,
         job_secret(cluster),
+        communication.checksum,
     )
 
 

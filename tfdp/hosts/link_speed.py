@@ -15,6 +15,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from tfdp.hosts.doubling import End, gather_blobs
+from tfdp.hosts.messages import read_as
 from tfdp.plan.sum_ways import LinkSpeed
 
 __all__ = ["agreed_speed"]
@@ -34,17 +35,23 @@ def agreed_speed(ends: Sequence[End], rank: int, workers: int) -> LinkSpeed:
       rank, workers: this worker; how many there are.
 
     Raises:
-      ValueError: when what a worker says is no speed.
+      CollectiveError: when what a worker says is no speed.
 
     Cost: 6 messages of 64 bytes and 4 of 64 KiB to each neighbour, and a gather.
     """
     own = _measured_speed(ends)
     blob = SPEED.pack(own.latency_seconds, own.bytes_per_second)
     blobs = gather_blobs(blob, rank, workers, SPEED.size, ends)
-    numbers = [SPEED.unpack(each) for each in blobs]
-    if not all(0 < number < float("inf") for pair in numbers for number in pair):
-        raise ValueError("what a worker has measured of the link is no speed")
-    return LinkSpeed.middle_of([LinkSpeed(*pair) for pair in numbers])
+    return LinkSpeed.middle_of(
+        [read_as(_speed, each, who, "speed") for who, each in enumerate(blobs)]
+    )
+
+
+def _speed(blob: bytes | memoryview) -> LinkSpeed:
+    numbers = SPEED.unpack(blob)
+    if not all(0 < number < float("inf") for number in numbers):
+        raise ValueError("not two finite numbers above 0")
+    return LinkSpeed(*numbers)
 
 
 def _measured_speed(ends: Sequence[End]) -> LinkSpeed:

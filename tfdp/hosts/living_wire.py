@@ -11,11 +11,14 @@ import dataclasses
 import hashlib
 import json
 import socket
+import struct
 import time
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+from absl import logging
 
 from tfdp._version import __version__
 from tfdp.hosts.dial import dial
@@ -47,6 +50,7 @@ REFUSED_SECONDS = 0.1
 MOST_SECONDS_OF_A_TRY = 3.0
 ANSWER_SECONDS = 2.0
 MOST_WORKERS = 1 << 20
+CHECKSUM = struct.Struct("<I")
 
 
 class FoundOutError(ConnectionError):
@@ -193,38 +197,56 @@ class Watched:
         self.check = check
         connection.settimeout(LOOK_SECONDS)
 
-    def send(self, *arrays: np.ndarray | bytes) -> None:
-        """Sends all of them.
+    def send(self, *arrays: np.ndarray) -> None:
+        """Sends all of them, each with a checksum.
 
         Raises:
           OSError: the connection broke.
           Whatever `check` raises.
         """
         for array in arrays:
-            view = as_bytes(array)
-            while view.nbytes:
-                try:
-                    view = view[self._connection.send(view) :]
-                except TimeoutError:
-                    self.check()
+            self._send(as_bytes(array))
+            self._send(memoryview(_checksum_of(array)))
 
     def tell(self, message: dict[str, Any]) -> None:
         """Sends a line."""
-        self.send(json.dumps(message).encode() + b"\n")
+        self._send(memoryview(json.dumps(message).encode() + b"\n"))
+
+    def _send(self, view: memoryview) -> None:
+        while view.nbytes:
+            try:
+                view = view[self._connection.send(view) :]
+            except TimeoutError:
+                self.check()
 
     def fill(self, arrays: Sequence[np.ndarray]) -> None:
-        """Fills arrays with what comes; errors as `send`."""
+        """Fills arrays with what comes; errors as `send`.
+
+        Raises:
+          ConnectionError: also when one is not as it was sent.
+        """
         for array in arrays:
-            view = as_bytes(array)
-            while view.nbytes:
-                try:
-                    got = self._connection.recv_into(view)
-                except TimeoutError:
-                    self.check()
-                    continue
-                if not got:
-                    raise ConnectionError("closed")
-                view = view[got:]
+            checksum = bytearray(CHECKSUM.size)
+            self._fill(as_bytes(array))
+            self._fill(memoryview(checksum))
+            if checksum != _checksum_of(array):
+                logging.warning(
+                    "tfdp: Weights from another host came with another checksum than "
+                    "they were sent with, and were thrown away: the network between "
+                    "the hosts or the memory of one of them damages data."
+                )
+                raise ConnectionError("what came is not what was sent")
+
+    def _fill(self, view: memoryview) -> None:
+        while view.nbytes:
+            try:
+                got = self._connection.recv_into(view)
+            except TimeoutError:
+                self.check()
+                continue
+            if not got:
+                raise ConnectionError("closed")
+            view = view[got:]
 
     def hear(self) -> dict[str, Any]:
         """The next line; errors as `send`, and ValueError when it is none."""
@@ -245,6 +267,11 @@ class Watched:
     def close(self) -> None:
         """Closes the connection."""
         self._connection.close()
+
+
+def _checksum_of(array: np.ndarray) -> bytes:
+    # Once in many steps: the standard library is fast enough.
+    return CHECKSUM.pack(zlib.crc32(as_bytes(array)))
 
 
 def tell_and_close(connection: socket.socket, message: dict[str, Any]) -> None:

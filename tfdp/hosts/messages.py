@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from typing import Any
+import struct
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 from tfdp.checks import is_number, is_whole
 from tfdp.errors import CollectiveError
@@ -16,11 +17,13 @@ __all__ = [
     "checked_text",
     "parse_object",
     "raise_if_refused",
+    "read_as",
     "sentence",
 ]
 
 # Of the reason that another worker gives.
 MOST_REASON_CHARACTERS = 4096
+Read = TypeVar("Read")
 
 
 def parse_object(line: bytes | bytearray) -> dict[str, Any]:
@@ -39,6 +42,31 @@ def parse_object(line: bytes | bytearray) -> dict[str, Any]:
     if not isinstance(message, dict):
         raise ValueError("not an object")
     return message
+
+
+def read_as(
+    read: Callable[[bytes | memoryview], Read],
+    data: bytes | memoryview,
+    rank: int,
+    what: str,
+) -> Read:
+    """What worker `rank` has sent to all, as `read` makes it of the bytes.
+
+    Raises:
+      CollectiveError: when it is nothing of the kind.
+
+    >>> read_as(struct.Struct("<B").unpack, b"5", 1, "number")
+    (53,)
+    """
+    try:
+        return read(data)
+    # Of text, JSON and NumPy; of structs; of what is nested too deeply, or lacks parts.
+    except (ValueError, struct.error, RecursionError, TypeError, LookupError) as error:
+        raise CollectiveError(
+            f"Worker {rank} sent no {what}, but {len(data)} bytes that cannot be read "
+            f"as one ({error}): it runs another program or another tfdp, or the "
+            "network damages data. Communication(checksum=True) tells which."
+        ) from error
 
 
 def checked_integer(value: object, least: int, most: int) -> int:

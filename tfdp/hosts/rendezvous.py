@@ -77,6 +77,7 @@ class _Hello:
     workers: int
     version: str
     port: int
+    checksum: bool
 
 
 @dataclasses.dataclass
@@ -112,6 +113,7 @@ def meet(
     timeout_seconds: float,
     secret: bytes = b"",
     present: set[int] | None = None,
+    checksum: bool = False,
 ) -> Meeting:
     """Connects this worker with all others.
 
@@ -123,6 +125,7 @@ def meet(
       timeout_seconds: how long to wait for the others.
       secret: what all workers of the job know; see `job_secret`.
       present: is given the ranks of those who have come, on worker 0.
+      checksum: whether this worker sends checksums, which all have to do alike.
 
     Raises:
       CollectiveError: when not all came in time (it names who was missing), or when
@@ -134,10 +137,12 @@ def meet(
         if rank == 0:
             present = set() if present is None else present
             party = _receive_all(
-                workers, address, secret, deadline, present, on_failure
+                workers, address, secret, deadline, present, checksum, on_failure
             )
         else:
-            party = _join(rank, workers, address, secret, deadline, on_failure)
+            party = _join(
+                rank, workers, address, secret, deadline, checksum, on_failure
+            )
         # Who came first may have used up its time while it waited for the others.
         deadline = max(deadline, time.monotonic() + HANDSHAKE_SECONDS)
         neighbours = connect_neighbours(
@@ -175,6 +180,7 @@ def _receive_all(
     secret: bytes,
     deadline: float,
     present: set[int],
+    checksum: bool,
     on_failure: contextlib.ExitStack,
 ) -> _Party:
     control: dict[int, socket.socket] = {}
@@ -189,7 +195,7 @@ def _receive_all(
                 _refuse_all(control, _who_is_missing(missing, workers) + door.words())
             # Who has left may come again: started anew, or too late the first time.
             _drop_ended(control)
-            reason = _why_refused(hello, workers, control)
+            reason = _why_refused(hello, workers, checksum, control)
             if reason is not None:
                 _tell(connection, {"refused": reason})
                 connection.close()
@@ -222,15 +228,17 @@ def _parse_hello(words: dict[str, Any]) -> _Hello:
         workers=workers,
         version=checked_text(words.get("version"), MOST_CHARACTERS),
         port=checked_integer(words.get("port"), 1, MOST_PORT),
+        checksum=words.get("checksum") is True,
     )
 
 
 def _why_refused(
-    hello: _Hello, workers: int, present: dict[int, socket.socket]
+    hello: _Hello, workers: int, checksum: bool, present: dict[int, socket.socket]
 ) -> str | None:
     for theirs, mine, words in (
         (hello.workers, workers, "workers"),
         (hello.version, __version__, "the tfdp version"),
+        (hello.checksum, checksum, "Communication.checksum"),
     ):
         if theirs != mine:
             return (
@@ -277,6 +285,7 @@ def _join(
     coordinator: Address,
     secret: bytes,
     deadline: float,
+    checksum: bool,
     on_failure: contextlib.ExitStack,
 ) -> _Party:
     listener: socket.socket | None = None
@@ -288,7 +297,7 @@ def _join(
         # On the interface that leads to worker 0.
         listener = on_failure.enter_context(listen(local_address(connection)))
         port = listener.getsockname()[1]
-        return dataclasses.asdict(_Hello(rank, workers, __version__, port))
+        return dataclasses.asdict(_Hello(rank, workers, __version__, port, checksum))
 
     where = join_address(*coordinator)
     connection = _dial_worker_0(rank, coordinator, secret, hello, deadline)

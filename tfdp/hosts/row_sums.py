@@ -17,6 +17,7 @@ import numpy as np
 from tfdp.errors import CollectiveError
 from tfdp.hosts.buffers import BufferPool, views_of
 from tfdp.hosts.host_link import HostLink
+from tfdp.hosts.messages import read_as
 from tfdp.hosts.rounded_wire import round_to, wire_type
 from tfdp.hosts.wire import as_bytes
 
@@ -78,11 +79,15 @@ class RowExchange:
             on_wire = values if sent == values.dtype else round_to(sent, values)
             parts += map(as_bytes, map(np.ascontiguousarray, [indices, on_wire]))
         blobs = link.gather_memory(self._in_one(parts), told)
-        if not all(_has_rows(blob) for blob in blobs):
+        heads = [
+            read_as(HEADER.unpack_from, blob, host, "number of rows")
+            for host, blob in enumerate(blobs)
+        ]
+        if not all(has_rows for _, has_rows in heads):
             return self._whole_table(link, values, indices)
         came = [
-            _rows_of(blob, host, sent, values, indices)
-            for host, blob in enumerate(blobs)
+            _rows_of(blob, host, count, sent, values, indices)
+            for host, (blob, (count, _)) in enumerate(zip(blobs, heads, strict=True))
         ]
         if self.summed:
             return add_rows(came, values.dtype, self.pool)
@@ -170,15 +175,15 @@ def add_rows(
         return sums.astype(dtype, copy=False), indices
 
 
-def _has_rows(blob: memoryview) -> bool:
-    return len(blob) >= HEADER.size and HEADER.unpack_from(blob)[1]
-
-
 def _rows_of(
-    blob: memoryview, host: int, sent: np.dtype, values: np.ndarray, indices: np.ndarray
+    blob: memoryview,
+    host: int,
+    count: int,
+    sent: np.dtype,
+    values: np.ndarray,
+    indices: np.ndarray,
 ) -> tuple[np.ndarray, np.ndarray]:
     """The indices and values in what `host` has sent, like those of this host."""
-    count, _ = HEADER.unpack_from(blob)
     width = int(np.prod(values.shape[1:], dtype=int))
     row_bytes = indices.itemsize + width * sent.itemsize
     if count < 0 or len(blob) != HEADER.size + count * row_bytes:

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from absl import logging
 
 from tfdp.hosts.host_link import HostLink
+from tfdp.hosts.messages import read_as
 from tfdp.hosts.packet_filter import (
     admit_all,
     admit_only,
@@ -54,7 +55,7 @@ def keep_to_workers(link: HostLink, ports: Sequence[int]) -> bool:
         if unreached:
             problem = f"worker {link.rank} did not reach workers {unreached}"
     blobs = link.gather(problem.encode(), SETTINGS, most_bytes=MOST_BYTES)
-    problems = [blob.decode() for blob in blobs]
+    problems = [blob.decode(errors="replace") for blob in blobs]
     first = next(filter(None, problems), "")
     if first:
         with contextlib.suppress(OSError), listeners_on(ports[link.rank]) as listeners:
@@ -83,8 +84,11 @@ def _source(host: str, port: int) -> str:
 def _senders(link: HostLink, told: Sequence[bytes]) -> list[str]:
     """From where workers may come: as they say, and where this one reaches them."""
     senders = {"127.0.0.1", "::1"}
-    for host, blob in zip(link.hosts, told, strict=True):
-        senders |= {host, str(json.loads(blob)[link.rank])}
+    for rank, (host, blob) in enumerate(zip(link.hosts, told, strict=True)):
+        source = read_as(
+            lambda blob: str(json.loads(bytes(blob))[link.rank]), blob, rank, "list"
+        )
+        senders |= {host, source}
     return sorted(senders - {""})
 
 

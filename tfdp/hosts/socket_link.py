@@ -21,9 +21,10 @@ import numpy as np
 
 from tfdp.errors import WorkerLostError
 from tfdp.hosts.agreement import Disagreement, terms_of
-from tfdp.hosts.broken_exchange import closed, out_of_step, why_it_broke
+from tfdp.hosts.broken_exchange import closed, damaged, out_of_step, why_it_broke
 from tfdp.hosts.buffers import BufferPool, put_own, views_of, wholes_of
 from tfdp.hosts.channel import Channel, see_off
+from tfdp.hosts.checked_wire import DamagedBlockError, crc32c
 from tfdp.hosts.doubling import gather_blobs, swap_rows
 from tfdp.hosts.host_link import CHANNELS, MOST_GATHERED_BYTES, Packed, Ranges
 from tfdp.hosts.link_notes import LinkWithNotes
@@ -41,13 +42,14 @@ __all__ = ["SocketLink"]
 
 
 class SocketLink(LinkWithNotes):
-    """A `HostLink` over TCP, with nothing but the standard library and NumPy.
+    """A `HostLink` over TCP.
 
     Args:
       rank, workers, timeout_seconds: see `HostLink`.
       coordinator: "host:port" where worker 0 listens.
       silence_seconds: how long a worker may send no heartbeat.
       secret: what all workers of the job know; see `job_secret`.
+      checksum: whether blocks that cross a network have checksums, alike on all.
     """
 
     name = "sockets"
@@ -61,8 +63,11 @@ class SocketLink(LinkWithNotes):
         timeout_seconds: float,
         silence_seconds: float = 15.0,
         secret: bytes = b"",
+        checksum: bool = False,
     ):
         super().__init__(rank, workers, timeout_seconds)
+        if checksum:
+            crc32c()  # refuses before the others are met
         with says_that_it_waits_to_meet(rank, workers, coordinator) as present:
             meeting = meet(
                 rank,
@@ -72,11 +77,12 @@ class SocketLink(LinkWithNotes):
                 timeout_seconds,
                 secret,
                 present,
+                checksum,
             )
         # Its own each: a step that waits must not hold up what the host itself asks.
         ends = zip(CHANNELS, meeting.neighbours, meeting.shared, strict=True)
         self._channels = {
-            name: Channel.over(pairs, timeout_seconds, shared)
+            name: Channel.over(pairs, timeout_seconds, shared, checksum)
             for name, pairs, shared in ends
         }
         self.hosts = meeting.hosts
@@ -357,6 +363,9 @@ class SocketLink(LinkWithNotes):
         failure, reason = error, f"{type(error).__name__} {error}".rstrip()
         if isinstance(error, Disagreement):
             failure = out_of_step(self._membership, self.workers, error, note_key)
+            reason = str(failure).rstrip(".")
+        if isinstance(error, DamagedBlockError):
+            failure = damaged(self.rank, self.workers, ring, error)
             reason = str(failure).rstrip(".")
         # Another error is this worker's own, raised in the middle of an exchange.
         if isinstance(error, OSError):

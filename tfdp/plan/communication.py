@@ -39,6 +39,11 @@ ON_ONE_HOST = {
         "compression_across='replicas'",
     ),
     "min_hosts": ((None,), "there are no others that could die"),
+    "checksum": ((False,), "what stays within a host has no checksums"),
+}
+# Where blocks have checksums, besides.
+WITH_CHECKSUMS = {
+    "engine": (("auto", "sockets"), "checksum=True is of what sockets carry"),
 }
 # Where hosts may die (min_hosts), besides.
 ON_LIVING_HOSTS = {
@@ -117,6 +122,12 @@ class Communication:
         when others die; they may come back. From 1 to the number of hosts; more than
         half of them rules out that two parts of a cut network train on apart. None:
         the loss of a host ends the training.
+      checksum: True gives each block that goes over sockets a CRC32C, which ends the
+        training where one bit of it was changed on its way, before anything damaged is
+        added; docs/hosts.md has the cost. `engine="auto"` is `"sockets"` then. What
+        processes of one machine hand over in shared memory has none, and what hosts
+        that may die exchange (`min_hosts`) always has one. False: TCP's own checksum
+        only, of 16 bits.
 
     Raises:
       ConfigurationError: when a value is out of its range.
@@ -141,6 +152,7 @@ of at least 1. Received: 0.
     compression_across: Literal["hosts", "replicas"] = "hosts"
     repeated_rows: Literal["auto", "sum"] = "auto"
     min_hosts: int | None = None
+    checksum: bool = False
 
     def __post_init__(self) -> None:
         for name in ("bucket_bytes", "first_bucket_bytes"):
@@ -169,6 +181,11 @@ of at least 1. Received: 0.
             raise ConfigurationError(
                 "Communication.min_hosts must be None or an integer of at least 1. "
                 f"Received: {self.min_hosts!r}."
+            )
+        if not isinstance(self.checksum, bool):
+            raise ConfigurationError(
+                "Communication.checksum must be True or False. Received: "
+                f"{self.checksum!r}."
             )
         self._check_seconds("timeout_seconds", above=0.0)
         self._check_seconds("silence_seconds", above=2.0, or_equal=True)
@@ -303,6 +320,8 @@ def _idle_options(
     reasons: dict[str, tuple[tuple[Any, ...], str]] = dict(
         ON_ONE_HOST if hosts == 1 else ON_SEVERAL_HOSTS
     )
+    if hosts > 1 and communication.checksum:
+        reasons |= WITH_CHECKSUMS
     if hosts > 1 and communication.min_hosts is not None:
         reasons |= ON_LIVING_HOSTS
         reasons["min_hosts"] = (

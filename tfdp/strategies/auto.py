@@ -69,8 +69,8 @@ def auto_strategy(
     says which, and the first `fit` of a job does.
 
     Options that act between hosts only have no effect on one host or a TPU, and the
-    first `fit` says so: `wire_dtype`, `compression`, `min_hosts` and the engines
-    "sockets" and "mpi" of `Communication`, `sync` of `DistributedOptimizer`.
+    first `fit` says so: `wire_dtype`, `compression`, `min_hosts`, `checksum` and the
+    engines "sockets" and "mpi" of `Communication`, `sync` of `DistributedOptimizer`.
 
     Args:
       cpu_devices: on a machine without GPU and TPU and without a launcher, the logical

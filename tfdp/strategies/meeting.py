@@ -73,6 +73,8 @@ def meet(cluster: Cluster, communication: Communication, sharding: Sharding) -> 
         return _closed_on_error(group, lambda: _met_by_name(group))
     if communication.engine != "auto" or link_name(communication)[0] != "sockets":
         return Meeting()
+    if communication.checksum:
+        return Meeting()  # NCCL has none
     group = HostGroup(make_link(cluster, communication))
     return _closed_on_error(group, lambda: _chosen(group, over_all))
 

@@ -167,7 +167,7 @@ class MultiHostDataParallelStrategy(SumsOverHosts, DataParallelStrategy):
         if self.cluster.workers > 1:
             # It reduces within this host only; what is between hosts is not for it.
             communication = dataclasses.replace(
-                communication, engine="auto", min_hosts=None
+                communication, engine="auto", min_hosts=None, checksum=False
             )
         return HierarchicalAllReduce(communication)
 

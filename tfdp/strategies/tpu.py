@@ -40,6 +40,7 @@ NOT_ON_TPU = {
     "wire_dtype": "it is an argument of TPUDataParallelStrategy itself",
     "compression": "the cores' links are faster than any encoding",
     "compression_across": "the cores' links are faster than any encoding",
+    "checksum": "the cores share no network that tfdp uses",
     "repeated_rows": "XLA has no lists of a length that is known to a step only",
 }
 

@@ -1,0 +1,159 @@
+"""Both ends of a connection whose blocks have checksums: CRC32C, as iSCSI has.
+
+    each block   its length, the checksum of its bytes, the checksum of these two; then
+                 the bytes
+
+TCP's own checksum has 16 bits and network cards compute it, so that what a card, a
+switch or a driver changes may arrive as right. A processor computes a CRC32C with an
+instruction of its own, here while the block is in its cache to be sent or added.
+"""
+
+from __future__ import annotations
+
+import functools
+import socket
+import struct
+from collections.abc import Callable
+
+import numpy as np
+
+from tfdp.errors import MissingDependencyError
+from tfdp.hosts.ring import BLOCK_BYTES
+from tfdp.hosts.wire import LARGEST_DIRECT_BYTES, Receiver, Sender, as_bytes
+
+__all__ = ["CheckedReceiver", "CheckedSender", "DamagedBlockError", "crc32c"]
+
+SIZES = struct.Struct("<II")
+CHECKSUM = struct.Struct("<I")
+HEAD_BYTES = SIZES.size + CHECKSUM.size
+# What goes to the kernel in one piece, with its head.
+LARGEST_SHORT_BYTES = LARGEST_DIRECT_BYTES - HEAD_BYTES
+
+
+@functools.cache
+def crc32c() -> Callable[[np.ndarray], int]:
+    """What computes the CRC32C of an array of bytes.
+
+    Raises:
+      MissingDependencyError: nothing does so fast enough.
+    """
+    words = (
+        "Communication(checksum=True) needs the package google-crc32c, a dependency of "
+        "tfdp, with its compiled part. `pip install --force-reinstall google-crc32c` "
+        "brings both; or leave checksum out."
+    )
+    try:
+        import google_crc32c
+    except ImportError as error:
+        raise MissingDependencyError(f"{words} Importing it failed: {error}") from error
+    if google_crc32c.implementation != "c":
+        raise MissingDependencyError(
+            f"{words} Here it computes in {google_crc32c.implementation}, which is a "
+            "thousand times slower."
+        )
+    return google_crc32c.value  # type: ignore[no-any-return]
+
+
+def checksum_of(data: bytes | bytearray | memoryview) -> int:
+    """The CRC32C of `data`."""
+    # The package takes no memoryview; it takes an array of the same memory.
+    return crc32c()(np.frombuffer(data, np.uint8))
+
+
+class DamagedBlockError(Exception):
+    """What came is not what was sent.
+
+    Args:
+      receiver: where it came.
+      words: how that shows.
+    """
+
+    def __init__(self, receiver: Receiver, words: str):
+        super().__init__(words)
+        self.receiver = receiver
+
+
+class CheckedSender(Sender):
+    """A `Sender` of blocks with checksums."""
+
+    def __init__(self, connection: socket.socket, timeout_seconds: float):
+        super().__init__(connection, timeout_seconds)
+        self._heads = 0
+
+    @property
+    def sent_bytes(self) -> int:
+        """What is with the kernel so far, without heads."""
+        return self._taken_bytes - self._heads * HEAD_BYTES
+
+    def _begin(self, view: memoryview) -> None:
+        if view.nbytes > LARGEST_SHORT_BYTES:
+            self._put(functools.partial(self._send_blocks, view))
+        elif view.nbytes:
+            self._heads += 1
+            self._send_or_queue(memoryview(_head_of(view) + view))
+
+    def _send_blocks(self, view: memoryview) -> None:
+        for start in range(0, view.nbytes, BLOCK_BYTES):
+            block = view[start : start + BLOCK_BYTES]
+            head = _head_of(block)
+            # In one call: the head alone would be a packet of its own.
+            sent = self._connection.sendmsg([head, block])
+            if sent < len(head):
+                self._connection.sendall(head[sent:])
+            self._connection.sendall(block[max(sent - len(head), 0) :])
+            self._heads += 1
+            self._taken_bytes += len(head) + block.nbytes
+
+
+class CheckedReceiver(Receiver):
+    """A `Receiver` of what a `CheckedSender` sends; nothing damaged leaves it."""
+
+    def __init__(self, connection: socket.socket, timeout_seconds: float):
+        super().__init__(connection, timeout_seconds)
+        # Of a block that is longer than what was to be filled: the rest, checked.
+        self._rest = memoryview(b"")
+
+    def fill(self, array: np.ndarray) -> None:
+        """See `Receiver.fill`.
+
+        Raises:
+          DamagedBlockError: when a block is not as it was sent.
+        """
+        view = as_bytes(array)
+        with self._receiving:
+            while view.nbytes:
+                if not self._rest.nbytes:
+                    view = view[self._receive_block(view) :]
+                size = min(view.nbytes, self._rest.nbytes)
+                view[:size] = self._rest[:size]
+                view, self._rest = view[size:], self._rest[size:]
+
+    def _receive_block(self, view: memoryview) -> int:
+        """Receives a block; the bytes of it in `view`, none where it is longer."""
+        head = bytearray(HEAD_BYTES)
+        self._receive_whole(memoryview(head))
+        size, checksum = SIZES.unpack_from(head)
+        (of_head,) = CHECKSUM.unpack_from(head, SIZES.size)
+        if checksum_of(head[: SIZES.size]) != of_head:
+            raise DamagedBlockError(self, "the head of a block has another checksum")
+        if not 0 < size <= max(BLOCK_BYTES, LARGEST_SHORT_BYTES):
+            raise DamagedBlockError(self, f"a block of {size} bytes was announced")
+        is_longer = size > view.nbytes
+        block = memoryview(bytearray(size)) if is_longer else view[:size]
+        self._receive_whole(block)
+        if checksum_of(block) != checksum:
+            raise DamagedBlockError(
+                self, f"a block of {size} bytes has another checksum"
+            )
+        if is_longer:
+            self._rest = block
+        return 0 if is_longer else size
+
+    def _receive_whole(self, view: memoryview) -> None:
+        while view.nbytes:
+            view = view[self._receive_into(view, socket.MSG_WAITALL) :]
+
+
+def _head_of(block: memoryview) -> bytes:
+    sizes = SIZES.pack(block.nbytes, checksum_of(block))
+    return sizes + CHECKSUM.pack(checksum_of(sizes))
