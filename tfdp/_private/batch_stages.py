@@ -9,7 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
-__all__ = ["is_zip_of_batches", "rows_of_batches"]
+__all__ = ["holds_batches_of_rows", "is_zip_of_batches", "rows_of_batches"]
 
 BATCHES = {"BatchDataset", "ParallelBatchDataset"}
 # What leaves each batch as it is.
@@ -36,6 +36,24 @@ def rows_of_batches(dataset: tf.data.Dataset) -> int | None:
         # Who writes more may mean: whatever there is.
         return int(rows) if rows <= MOST_BELIEVED_ROWS else None
     return min(int(rows), there_are) or None
+
+
+def holds_batches_of_rows(dataset: tf.data.Dataset) -> bool:
+    """Whether elements are batches; no row of them is a number by itself.
+
+    A batch of such numbers may be a sequence, as the tokens of a text.
+    """
+    stage, _ = _behind(dataset, KEEP_BATCHES | MAPS)
+    if _kind(stage) not in BATCHES | {"PaddedBatchDataset"}:
+        return False
+    (source,) = stage._inputs()
+    rows = tf.nest.flatten(source.element_spec)
+    size = _batch_size(stage)
+    return not (len(rows) == 1 and rows[0].shape.rank == 0) and all(
+        leaf.shape.rank and leaf.shape[0] in (None, size)
+        for leaf in tf.nest.flatten(dataset.element_spec)
+        if isinstance(leaf, tf.TensorSpec)
+    )
 
 
 def is_zip_of_batches(dataset: tf.data.Dataset) -> bool:
@@ -108,7 +126,7 @@ def _kind(stage: tf.data.Dataset) -> str:
 
 def _batch_size(stage: tf.data.Dataset) -> int | None:
     """What a stage that batches rows was given; None: it does not, or not known."""
-    if _kind(stage) not in BATCHES:
+    if _kind(stage) not in BATCHES | {"PaddedBatchDataset"}:
         return None
     given = getattr(stage, "_batch_size", None)
     return None if given is None else tf.get_static_value(given)

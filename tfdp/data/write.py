@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tfdp._private.batch_stages import holds_batches_of_rows
 from tfdp.checks import is_whole
 from tfdp.data.encoding import encode_example
 from tfdp.data.features import FeatureSpec, check_example, infer_features
@@ -75,7 +76,8 @@ def write_tfrecords(
     Raises:
       ConfigurationError: An argument is out of range.
       DataError: An example is not like the first one (its number is named), or
-        there are fewer examples than files.
+        there are fewer examples than files, or a dataset is batched and `features`
+        does not name what it holds.
 
     Example:
       >>> import numpy as np, tempfile
@@ -87,6 +89,7 @@ def write_tfrecords(
       [3, 3, 2, 2]
     """
     _check_arguments(num_shards, name, compression)
+    _refuse_batches(examples, features or {}, feature_names)
     stream, declared = _example_stream(examples, feature_names)
     first = next(stream, None)
     if first is None:
@@ -165,6 +168,27 @@ def _check_arguments(num_shards: int, name: str, compression: str) -> None:
     if compression not in COMPRESSIONS:
         raise ConfigurationError(
             f"compression must be one of {COMPRESSIONS}. Received: {compression!r}."
+        )
+
+
+def _refuse_batches(
+    examples: Any, features: Mapping[str, FeatureSpec], names: Sequence[str] | None
+) -> None:
+    """Refuses a batched dataset, of which each record would hold a whole batch.
+
+    Raises:
+      DataError: `features` does not say that this is meant.
+    """
+    if not isinstance(examples, tf.data.Dataset) or not holds_batches_of_rows(examples):
+        return
+    spec = examples.element_spec
+    names = list(spec) if isinstance(spec, Mapping) else names or [""]
+    if not set(names) <= set(features):
+        raise DataError(
+            f"examples is a batched dataset (its elements are {spec}), and each record "
+            "would hold a whole batch. Leave .batch(...) out, or pass "
+            "dataset.unbatch(). Where such rows are one example, as a series in time, "
+            "name all of its features in features={name: FeatureSpec(shape, dtype)}."
         )
 
 
