@@ -6,6 +6,7 @@ T. Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost", arXiv 1604
 from __future__ import annotations
 
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -19,7 +20,7 @@ from tfdp._private.keras_models import mask_of
 from tfdp._private.names import VariableWatcher, stop_recording
 from tfdp._private.shape_inputs import ask_shapes_of
 from tfdp.checks import is_whole
-from tfdp.errors import ConfigurationError
+from tfdp.errors import ConfigurationError, TooLateWarning
 from tfdp.exchange.exchange_names import exchanges_of
 from tfdp.layers.block_refusals import (
     other_draws,
@@ -84,6 +85,11 @@ def remat(
         `keras.random`, assigns to a variable of TensorFlow which is no weight, or
         draws or assigns in a `tf.function` of its own.
 
+    Warns:
+      TooLateWarning: the model was trained already; the next `fit` runs the step that
+        was traced then, until the model is compiled again. A layer of such a model
+        cannot tell.
+
     Cost: one more forward pass. Not saved with the model: call it again after loading,
     and after layers were added to a `Sequential`.
 
@@ -111,6 +117,14 @@ def remat(
     if not is_whole(prefetch, least=0):
         raise ConfigurationError(
             f"prefetch must be an integer of at least 0. Received: {prefetch!r}."
+        )
+    if getattr(layer, "train_function", None) and not layer.run_eagerly:
+        warnings.warn(
+            f"tfdp.remat came after the model {layer.name!r} was trained, whose next "
+            "fit runs the step as it was traced before. Call model.compile(...) once "
+            "more, or tfdp.remat before the first fit.",
+            TooLateWarning,
+            stacklevel=2,
         )
     if policy == "segments":
         cut_in_segments(layer, lambda block, call: _twice(block, call, prefetch))
