@@ -19,7 +19,7 @@ from tfdp.callbacks.run_settings import (
     machine_in_words,
     settings_of,
 )
-from tfdp.callbacks.step_clock import StepClock
+from tfdp.callbacks.step_clock import StepClock, warn_unless_first
 from tfdp.callbacks.told_by_all import told_by_all
 from tfdp.callbacks.traffic_reading import TrafficReader, engine_of
 from tfdp.checks import is_number
@@ -90,7 +90,7 @@ class RunRecord(keras.callbacks.Callback):
 
     Warns:
       RunRecordWarning: a line could not be written (a full disk); the training goes on,
-        and is recorded no further.
+        and is recorded no further. Or another callback comes before it in the list.
 
     Cost: the training step is traced once more, when training begins and after it has
     ended; a step takes some 0.3 ms longer. Keras waits for each batch before it starts
@@ -149,6 +149,7 @@ class RunRecord(keras.callbacks.Callback):
         cluster = getattr(strategy, "cluster", None)
         worker, workers = (0, 1) if cluster is None else (cluster.rank, cluster.workers)
         self._is_apart = getattr(strategy, "living", None) is not None
+        warn_unless_first(self)
         self._close()  # what a training that failed has left
         self._file = RunFile(self.directory, worker)
         self.path = self._file.path

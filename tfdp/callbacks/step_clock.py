@@ -3,11 +3,31 @@
 from __future__ import annotations
 
 import time
+import warnings
 from typing import Any
 
 import keras
 
-__all__ = ["StepClock"]
+from tfdp._private.frames import fits_around
+from tfdp.errors import RunRecordWarning
+
+__all__ = ["StepClock", "warn_unless_first"]
+
+
+def warn_unless_first(callback: keras.callbacks.Callback) -> None:
+    """Warns where other callbacks of the `fit` that calls it come before `callback`.
+
+    What they do after a step is over is then done within what `callback` times.
+    """
+    callbacks = getattr(next(fits_around(), {}).get("callbacks"), "callbacks", [])
+    if callbacks and callbacks[0] is not callback:
+        name, before = type(callback).__name__, type(callbacks[0]).__name__
+        warnings.warn(
+            f"{name} comes behind {before} in callbacks=, so what {before} does after "
+            f"a step is recorded as a part of the step. Place {name} first.",
+            RunRecordWarning,
+            stacklevel=3,
+        )
 
 
 class StepClock:
