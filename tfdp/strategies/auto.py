@@ -93,7 +93,8 @@ def auto_strategy(
       ClusterError: when the environment names a cluster incompletely or contradicts
         itself.
       ConfigurationError: when an option is not as above, or cannot act on what was
-        found (docs/options.md).
+        found (docs/options.md), or `cpu_devices` and `devices_per_host` say two numbers
+        of logical CPUs.
       DeviceError: when there are fewer GPUs than `devices_per_host`, or TensorFlow has
         already started with another number of logical CPUs.
       TPUError: when there are signs of a TPU that cannot be used; it says which, and
@@ -187,6 +188,13 @@ def _own_devices(
     if count is None and cluster is not None:
         count = cluster.devices_per_worker
     if not tf.config.list_physical_devices("GPU"):
+        if None not in (cpu_devices, devices_per_host) and cpu_devices != count:
+            raise ConfigurationError(
+                f"auto_strategy(cpu_devices={cpu_devices}, "
+                f"devices_per_host={devices_per_host}) says two numbers of logical "
+                "CPUs, as there is no GPU here. Leave one of them out, or give both "
+                "the same number."
+            )
         cpus = cpu_devices if count is None else count
         return None if cpus is None else use_virtual_devices(cpus)
     if count is None:
