@@ -1,6 +1,9 @@
 """What a first program gets wrong: each message names the cause and what to do."""
 
 import builtins
+import copy
+import pickle
+import warnings
 
 import keras
 import numpy as np
@@ -15,6 +18,7 @@ from tfdp.errors import (
     ConfigurationError,
     DataError,
     DeviceError,
+    RunRecordWarning,
     ScopeError,
     TooLateWarning,
 )
@@ -146,3 +150,82 @@ def test_a_second_profiler_draws_nothing_and_ends_no_training(tmp_path, capsys):
     again = tfdp.callbacks.StepTimeline(pages[1], step=3)
     model.fit(X, X[:, :1], batch_size=4, verbose=0, callbacks=[again])
     assert pages[1].exists()
+
+
+def test_two_numbers_of_logical_cpus_are_refused():
+    with pytest.raises(ConfigurationError, match="cpu_devices=2, devices_per_host=4.*"):
+        tfdp.auto_strategy(cpu_devices=2, devices_per_host=4)
+    strategy = tfdp.auto_strategy(cpu_devices=4, devices_per_host=4)
+    assert strategy.num_replicas_in_sync == 4
+
+
+@pytest.mark.parametrize("eagerly", [False, True])
+def test_remat_of_a_model_that_has_trained(eagerly):
+    """A step that was traced goes on; none is where Python runs each time."""
+    model = compiled(make_strategy(2))
+    model.run_eagerly = eagerly
+    tfdp.remat(model)
+    model.fit(X, X[:, :1], verbose=0)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", TooLateWarning)
+        tfdp.remat(model)
+    said = [str(w.message) for w in caught if w.category is TooLateWarning]
+    assert ["model.compile" in text for text in said] == ([] if eagerly else [True])
+    model.compile("sgd", "mse")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", TooLateWarning)
+        tfdp.remat(model)
+
+
+def test_a_record_behind_another_callback(tmp_path):
+    model = compiled(make_strategy(2))
+    other = keras.callbacks.LambdaCallback()
+    record = tfdp.callbacks.RunRecord(tmp_path)
+    with pytest.warns(RunRecordWarning, match="behind LambdaCallback.*Place RunRecord"):
+        model.fit(X, X[:, :1], verbose=0, callbacks=[other, record])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RunRecordWarning)
+        model.fit(X, X[:, :1], verbose=0, callbacks=[record, other])
+
+
+def batched(dataset):
+    return dataset.batch(4, drop_remainder=True).map(lambda row: row).prefetch(1)
+
+
+@pytest.mark.parametrize(
+    "batches",
+    [
+        lambda rows: rows.batch(4).prefetch(1),
+        batched,
+        lambda rows: rows.padded_batch(4),
+    ],
+)
+def test_batches_are_no_records(batches, tmp_path):
+    rows = tf.data.Dataset.from_tensor_slices({"x": X, "y": X[:, 0]})
+    write = tfdp.data.write_tfrecords
+    with pytest.raises(DataError, match="batched dataset.*unbatch"):
+        write(batches(rows), tmp_path, num_shards=2)
+    assert not list(tmp_path.iterdir())
+    shapes = {"x": (4, 4), "y": (4,)}
+    stated = {n: tfdp.data.FeatureSpec(s, "float32") for n, s in shapes.items()}
+    index = write(batches(rows), tmp_path, num_shards=2, features=stated)
+    assert sum(file.examples for file in index.files) == 6
+
+
+def test_rows_and_sequences_are_records(tmp_path):
+    """Pairs of rows of one length; tokens that a batch has brought together."""
+    pairs = tf.data.Dataset.from_tensor_slices({"image": X, "mask": X > 0})
+    tokens = tf.data.Dataset.range(12).batch(4).map(lambda text: {"tokens": text})
+    for name, dataset, examples in (("pairs", pairs, 24), ("texts", tokens, 3)):
+        index = tfdp.data.write_tfrecords(dataset, tmp_path, num_shards=1, name=name)
+        assert index.files[0].examples == examples
+
+
+def test_a_strategy_stays_in_its_process():
+    """Its copy, and the file of a model that was made under it, do not leave it."""
+    strategy = make_strategy(2)
+    for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
+        with pytest.raises(ConfigurationError, match="KerasTuner.*train_loop_per_wor"):
+            pickle.dumps({"strategy": strategy}, protocol)
+    assert copy.deepcopy(strategy).num_replicas_in_sync == 2
+    assert pickle.loads(pickle.dumps(compiled(strategy))).count_params() == 5

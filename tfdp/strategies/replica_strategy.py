@@ -39,6 +39,7 @@ from tfdp.strategies import scope_checks
 from tfdp.strategies.adopted_state import adopt_state
 from tfdp.strategies.idle_options import IdleOptions
 from tfdp.strategies.in_words import FirstFit, strategy_in_words
+from tfdp.strategies.of_one_process import OfOneProcess
 from tfdp.strategies.same_rows import warn_of_same_rows
 from tfdp.strategies.unused import note_used
 from tfdp.tracing import keras_steps
@@ -64,7 +65,7 @@ def check_pad_batches(value: Any) -> bool | int:
     )
 
 
-class ReplicaContextStrategy(tf.distribute.Strategy):
+class ReplicaContextStrategy(OfOneProcess, tf.distribute.Strategy):
     """A strategy whose replicas reduce and update on their own; a mixin.
 
     It stands before the TensorFlow strategy among the bases. The strategy's extended
