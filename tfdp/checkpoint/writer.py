@@ -180,8 +180,8 @@ class Writer:
         if save is None:
             return DataError("No checkpoint is being written.")
         return DataError(
-            f"The checkpoint {save.folder} is still being written after "
-            f"{time.monotonic() - save.began_seconds:.0f} seconds, by "
+            f"The checkpoint {save.folder} is still being written after more than "
+            f"{save.hosts.timeout_seconds or 0:g} seconds, by "
             f"{name_workers(save.hosts.without_note(save.waits_for))}; no other one is "
             "begun before it has ended. Look at the disk of that worker. If it is only "
             "slow, save less often."
