@@ -136,6 +136,36 @@ def test_a_directory_that_cannot_be_made_is_refused(tmp_path):
             tfdp.checkpoint.save_parts(model, tmp_path / name)
 
 
+@pytest.mark.parametrize("failing", ["worker 1", "its part", "the index"])
+def test_one_host_that_cannot_write_fails_on_all(tmp_path, monkeypatch, failing):
+    model = trained(2, "parameters")
+    folder = tfdp.checkpoint.save_parts(model, tmp_path / "parts")
+    before = sorted(path.name for path in folder.iterdir())
+    full = OSError(28, "No space left on device")
+    told, saves, save = [], [], model.save
+
+    def gather(blob, label):
+        told.append(blob)
+        return [blob, f"OSError: {full}".encode() if failing == "worker 1" else b""]
+
+    def save_or_fail(path):
+        saves.append(path)
+        if len(saves) == {"its part": 1, "the index": 2}.get(failing):
+            raise full
+        save(path)
+
+    monkeypatch.setattr(model.distribute_strategy, "gather_bytes", gather)
+    monkeypatch.setattr(model, "save", save_or_fail)
+    name = failing if failing == "worker 1" else "worker 0"
+    with pytest.raises(DataError, match=rf"{name} \(OSError: .*No space left"):
+        tfdp.checkpoint.save_parts(model, folder)
+    # The other host has heard of it, and waits for nothing more.
+    assert len(told) == 1 + (failing == "the index")
+    assert bool(told[-1]) == (name == "worker 0")
+    assert sorted(path.name for path in folder.iterdir()) == before
+    tfdp.checkpoint.merge_parts(folder, tmp_path / "model.keras")
+
+
 def test_what_dead_writers_left_goes_and_what_others_own_stays(tmp_path):
     outside = tmp_path / "outside.keras"
     outside.write_text("mine")

@@ -8,9 +8,12 @@ no checkpoint.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
+import warnings
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +28,7 @@ from tfdp.checkpoint.part_files import (
     note_identity,
     other_parts,
 )
-from tfdp.errors import ConfigurationError
+from tfdp.errors import CheckpointWarning, ConfigurationError, DataError
 from tfdp.files.atomic import replaced, temporary
 from tfdp.plan.shards import ShardLayout
 from tfdp.sharding.variables import read_instead
@@ -55,6 +58,11 @@ def save_parts(model: keras.Model, directory: str | os.PathLike[str]) -> Path:
     Raises:
       ConfigurationError: when the model was not made in such a scope, or the directory
         cannot be made.
+      DataError: on several hosts, when one of them could not write; the same error on
+        all. The parts of earlier calls are as they were.
+
+    Warns:
+      CheckpointWarning: all is written, and a part of an earlier call is left.
 
     Cost: each host writes n / H bytes of the n bytes in shards over H hosts, and what
     is not sharded, and reads them once for their checksum. No host holds more than it
@@ -78,7 +86,6 @@ def save_parts(model: keras.Model, directory: str | os.PathLike[str]) -> Path:
     ```
     """
     strategy = _strategy_of(model)
-    folder = _made(directory)
     shards = strategy.extended.shards
     local = len(strategy.extended.worker_devices)
     parts, mine = 1, 0
@@ -88,35 +95,72 @@ def save_parts(model: keras.Model, directory: str | os.PathLike[str]) -> Path:
     # An identity for each call: parts of two calls cannot be taken for one.
     key = int(strategy.from_chief(np.array(secrets.randbits(60)), "name of the parts"))
     write = f"{key:015x}"
-    # Noted before anybody can have begun the next call.
-    before = other_parts(folder, write)
     index = PartsIndex(write, {}, parts)
-    if strategy.is_chief or parts > 1:
-        with read_instead(lambda variable: shards.own_range(variable)):
-            with replaced(folder / index.names[mine]) as half_written:
-                model.save(half_written)
-                note_identity(half_written, write, mine + 1, parts)
-    strategy.barrier("all parts of the checkpoint")
-    if strategy.is_chief:
-        index = PartsIndex(write, _places(model, folder, local, parts), parts)
-        with replaced(folder / INDEX_NAME) as half_written:
-            half_written.write_text(index.text())
-    strategy.barrier("the index of the checkpoint")
+    folder = Path(directory)
+    try:
+        with _on_all_hosts(strategy, folder, "all parts of the checkpoint"):
+            _make(folder)
+            # Noted before anybody can have begun the next call.
+            before = other_parts(folder, write)
+            if strategy.is_chief or parts > 1:
+                with read_instead(lambda variable: shards.own_range(variable)):
+                    with replaced(folder / index.names[mine]) as half_written:
+                        model.save(half_written)
+                        note_identity(half_written, write, mine + 1, parts)
+        with _on_all_hosts(strategy, folder, "the index of the checkpoint"):
+            if strategy.is_chief:
+                index = PartsIndex(write, _places(model, folder, local, parts), parts)
+                with replaced(folder / INDEX_NAME) as half_written:
+                    half_written.write_text(index.text())
+    except (DataError, OSError):
+        with contextlib.suppress(OSError):
+            (folder / index.names[mine]).unlink(missing_ok=True)
+        raise
     for path in before:
-        path.unlink(missing_ok=True)
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            warnings.warn(
+                f"The parts in {folder} are whole, and {path.name} of an earlier call "
+                f"could not be deleted ({type(error).__name__}: {error}).",
+                CheckpointWarning,
+                stacklevel=2,
+            )
     return folder
 
 
-def _made(directory: str | os.PathLike[str]) -> Path:
-    folder = Path(directory)
+@contextlib.contextmanager
+def _on_all_hosts(strategy: Any, folder: Path, label: str) -> Iterator[None]:
+    """Waits for all hosts at its end, and fails on all of them if it does on one.
+
+    Raises:
+      DataError: the same on all hosts; a host that is alone raises its own error.
+    """
+    own: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        own = error
+    words = "" if own is None else f"{type(own).__name__}: {str(own)[:300]}"
+    heard = strategy.gather_bytes(words.encode(), label)
+    if own is not None and len(heard) == 1:
+        raise own
+    failed = [f"worker {r} ({why.decode()})" for r, why in enumerate(heard) if why]
+    if failed:
+        raise DataError(
+            f"The parts of the model were not written to {folder}, because of "
+            f"{'; '.join(failed)}. The parts of earlier calls are as they were."
+        ) from own
+
+
+def _make(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except (OSError, ValueError) as error:
         raise ConfigurationError(
             f"The directory for the parts cannot be made: {error}. Received: "
-            f"{str(directory)[:300]!r}."
+            f"{str(folder)[:300]!r}."
         ) from error
-    return folder
 
 
 def _strategy_of(model: keras.Model) -> Any:
