@@ -3,6 +3,7 @@
 import io
 import re
 import tarfile
+import tracemalloc
 
 import keras
 import numpy as np
@@ -190,6 +191,64 @@ def test_samples_that_are_unlike_are_refused(tmp_path):
         add(archive, "1.jpg", b"y")
     with pytest.raises(DataError, match=r"a.tar.* it has 'jpg' twice"):
         tfdp.data.index_webdataset(tmp_path / "*.tar", name="a")
+
+
+def peak_of_index(folder):
+    """Bytes of Python's objects at the most, while a set is indexed; and its index."""
+    tracemalloc.start()
+    try:
+        index = tfdp.data.index_webdataset(folder / "*.tar.gz", name="a")
+        return tracemalloc.get_traced_memory()[1], index
+    finally:
+        tracemalloc.stop()
+
+
+LONG_BYTES = 20 << 20
+
+
+def test_long_samples_pass_through_little_memory(tmp_path):
+    with tarfile.open(tmp_path / "a.tar.gz", "w:gz", compresslevel=1) as archive:
+        # Short ones behind it, whose names come before and behind its own.
+        add(archive, "1.raw", b"x" * LONG_BYTES)
+        add(archive, "1.cls", b"1")
+        add(archive, "1.txt", b"one")
+        add(archive, "LICENSE", bytes(LONG_BYTES))
+    peak_bytes, index = peak_of_index(tmp_path)
+    # Of a block of 1 MiB there are some copies; the whole would take 20 MiB and more.
+    assert peak_bytes < 12 << 20
+    # What was read without being kept has the checksum of what is.
+    (batch,) = tfdp.data.read_webdataset(index, 1)
+    assert batch["raw"].numpy()[0] == b"x" * LONG_BYTES
+
+
+def long_header(archive):
+    member = tarfile.TarInfo("1.cls")
+    member.pax_headers = {"comment": "x" * (8 << 20)}
+    archive.addfile(member)
+
+
+def long_sample(archive):
+    # Each file is short enough; the last one's content is not even there.
+    add(archive, "1.cls", b"1")
+    for ending, size in (("jpg", 1 << 20), ("raw", (1 << 30) - (1 << 20))):
+        member = tarfile.TarInfo(f"1.{ending}")
+        member.size = size
+        archive.addfile(member, io.BytesIO(bytes(size)) if ending == "jpg" else None)
+
+
+TOO_LONG = {
+    long_header: r"sample 0 .*what comes before a file .* more than 4194304 bytes",
+    long_sample: r"sample 0 .*with 1.raw its files have 1073743361 bytes; at most "
+    "1073741824 are read",
+}
+
+
+@pytest.mark.parametrize("kind", TOO_LONG, ids=lambda kind: kind.__name__)
+def test_what_is_too_long_is_refused_unread(tmp_path, kind):
+    with tarfile.open(tmp_path / "a.tar.gz", "w:gz", format=tarfile.PAX_FORMAT) as made:
+        kind(made)
+    with pytest.raises(DataError, match=TOO_LONG[kind]):
+        peak_of_index(tmp_path)
 
 
 @pytest.mark.parametrize("kind", [tarfile.LNKTYPE, tarfile.SYMTYPE])

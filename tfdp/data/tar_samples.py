@@ -3,24 +3,43 @@
     000017.jpg 000017.cls 000018.jpg 000018.cls ...
 
 A sample's key is the path up to the first dot of the file's name, the rest is the name
-of a feature. Members come one after the other; nothing is written to the disk.
+of a feature. Members come one after the other; nothing is written to the disk. Packed
+files may hold a thousand times their size, so nothing in them is read without a limit.
 """
 
 from __future__ import annotations
 
 import bz2
 import contextlib
+import dataclasses
 import gzip
 import lzma
+import math
 import tarfile
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import PurePosixPath
-from typing import Any
+from typing import IO, Any, cast
 
+from tfdp.data.joined_checksums import joined_crc32
 from tfdp.data.places import Place, open_binary
 
-__all__ = ["KEY", "TarFault", "checksum_of_sample", "tar_samples"]
+__all__ = [
+    "KEY",
+    "MOST_SAMPLE_BYTES",
+    "Passed",
+    "TarFault",
+    "checksum_of_sample",
+    "tar_samples",
+]
+
+#: Of all files of a sample: a training has many samples in memory at once.
+MOST_SAMPLE_BYTES = 1 << 30
+BLOCK_BYTES = 1 << 20
+# Of what tarfile reads before a file's content, where it keeps all that comes.
+MOST_HEADER_BYTES = 4 * BLOCK_BYTES
+# Of a sample that need not be kept; beyond it the files are passed.
+MOST_KEPT_BYTES = 16 * BLOCK_BYTES
 
 # By how a packed file begins.
 UNPACKERS: dict[bytes, Callable[[Any], Any]] = {
@@ -48,28 +67,81 @@ class TarFault(Exception):
         self.sample, self.reason = sample, reason
 
 
-def tar_samples(path: Place) -> Iterator[dict[str, bytes]]:
+@dataclasses.dataclass(frozen=True)
+class Passed:
+    """Bytes that were read and not kept.
+
+    Args:
+      crc32: of them.
+      size_bytes: how many there were.
+    """
+
+    crc32: int
+    size_bytes: int
+
+    @classmethod
+    def through(cls, blocks: Iterable[bytes]) -> Passed:
+        """What is known of the blocks together."""
+        crc32 = size_bytes = 0
+        for block in blocks:
+            crc32, size_bytes = zlib.crc32(block, crc32), size_bytes + len(block)
+        return cls(crc32, size_bytes)
+
+    def __len__(self) -> int:
+        return self.size_bytes
+
+
+class _Metered:
+    """A file of which tarfile reads no more than it may.
+
+    Args:
+      file: to read from.
+    """
+
+    def __init__(self, file: Any):
+        self._file = file
+        self.allowed_bytes: float = MOST_HEADER_BYTES
+
+    def read(self, count: int) -> bytes:
+        """The next bytes."""
+        data: bytes = self._file.read(count)
+        self.allowed_bytes -= len(data)
+        if self.allowed_bytes < 0:
+            raise tarfile.ReadError(
+                f"what comes before a file (its name, a sparse file's map) has more "
+                f"than {MOST_HEADER_BYTES} bytes"
+            )
+        return data
+
+
+def tar_samples(path: Place, *, keeps: bool = True) -> Iterator[dict[str, Any]]:
     """The samples of a tar file, packed or not, in its order.
 
     Args:
       path: of the file.
+      keeps: all bytes of long samples; else a `Passed` comes in the place of some.
 
     Yields:
       Name of a feature to its bytes, with the key under `KEY`.
 
     Raises:
-      TarFault: the file is cut short or damaged, or a sample has a feature twice.
+      TarFault: the file is cut short or damaged, or a sample has a feature twice, or
+        more than `MOST_SAMPLE_BYTES`.
       OSError: it cannot be read.
     """
-    number = 0
-    sample: dict[str, bytes] = {}
+    number = sample_bytes = 0
+    sample: dict[str, Any] = {}
     try:
         with (
             open_binary(path) as packed,
-            _unpacked(packed) as file,
-            tarfile.open(fileobj=file, mode="r|") as archive,
+            _unpacked(packed) as unpacked,
+            tarfile.open(
+                fileobj=cast(Any, file := _Metered(unpacked)),
+                mode="r|",
+                bufsize=BLOCK_BYTES,
+            ) as archive,
         ):
-            for member in archive:
+            for member, blocks in _members(archive, file):
                 place = PurePosixPath(member.name)
                 if member.islnk() or member.issym():
                     raise TarFault(
@@ -87,19 +159,50 @@ def tar_samples(path: Place) -> Iterator[dict[str, bytes]]:
                 key = str(place.with_name(stem)).encode()
                 if sample and key != sample[KEY]:
                     yield sample
-                    number, sample = number + 1, {}
+                    number, sample, sample_bytes = number + 1, {}, 0
                 if feature in sample:
                     raise TarFault(number, f"it has {feature!r} twice")
-                content = archive.extractfile(member)
-                data = b"" if content is None else content.read()
-                if len(data) < member.size:
+                # With the header, so that many empty files are not free either.
+                sample_bytes += tarfile.BLOCKSIZE + member.size
+                if sample_bytes > MOST_SAMPLE_BYTES:
+                    raise TarFault(
+                        number,
+                        f"with {member.name} its files have {sample_bytes} bytes; at "
+                        f"most {MOST_SAMPLE_BYTES} are read into memory at once. Cut "
+                        "it into several samples",
+                    )
+                sample.setdefault(KEY, key)
+                is_kept = keeps or sample_bytes <= MOST_KEPT_BYTES
+                content = b"".join(blocks) if is_kept else Passed.through(blocks)
+                if len(content) < member.size:
                     raise TarFault(number, "the file ends within it")
-                sample = {KEY: key, **sample, feature: data}
+                sample[feature] = content
             _refuse_more(archive, number + bool(sample))
     except FAULTS as error:
         raise TarFault(number, str(error)) from error
     if sample:
         yield sample
+
+
+def _members(
+    archive: tarfile.TarFile, file: _Metered
+) -> Iterator[tuple[tarfile.TarInfo, Iterator[bytes]]]:
+    """Each with the blocks of its content; what nobody reads of them is passed over."""
+    while (member := archive.next()) is not None:
+        # tarfile keeps all that came.
+        archive.members.clear()  # type: ignore[attr-defined]
+        file.allowed_bytes = math.inf
+        blocks = _blocks(archive.extractfile(member) if member.isfile() else None)
+        yield member, blocks
+        for _ in blocks:
+            pass
+        file.allowed_bytes = MOST_HEADER_BYTES
+    file.allowed_bytes = math.inf
+
+
+def _blocks(content: IO[bytes] | None) -> Iterator[bytes]:
+    while content is not None and (block := content.read(BLOCK_BYTES)):
+        yield block
 
 
 def _unpacked(file: Any) -> contextlib.AbstractContextManager[Any]:
@@ -126,10 +229,15 @@ def _refuse_more(archive: tarfile.TarFile, number: int) -> None:
             )
 
 
-def checksum_of_sample(sample: Mapping[str, bytes]) -> str:
+def checksum_of_sample(sample: Mapping[str, bytes | Passed]) -> str:
     """8 hexadecimal digits for the key, the features' names and what they hold."""
     value = 0
     for name in sorted(sample):
-        for part in (name.encode(), b"\0", sample[name], b"\0"):
-            value = zlib.crc32(part, value)
+        value = zlib.crc32(name.encode() + b"\0", value)
+        content = sample[name]
+        if isinstance(content, Passed):
+            value = joined_crc32(value, content.crc32, content.size_bytes)
+        else:
+            value = zlib.crc32(content, value)
+        value = zlib.crc32(b"\0", value)
     return f"{value:08x}"

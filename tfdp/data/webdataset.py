@@ -51,7 +51,11 @@ def index_webdataset(pattern: str | os.PathLike[str], *, name: str) -> RecordInd
 
     Raises:
       ConfigurationError: `name` is not allowed.
-      DataError: No file matches, or one is damaged, or its samples are unlike.
+      DataError: No file matches, or one is damaged, or its samples are unlike, or the
+        files of a sample have more than 1 GiB together.
+
+    Cost: each file is read once, and a sample at most 16 MiB long is in memory for each
+    processor; of a longer one that much, and the rest passes by.
     """
     directory, unread = files_to_index(
         pattern, name, lambda path: ".tar" in path.name, " with .tar in its name"
@@ -71,7 +75,7 @@ def index_webdataset(pattern: str | os.PathLike[str], *, name: str) -> RecordInd
 def _features_of(path: Place) -> tuple[str, ...]:
     """The features of the first sample, sorted."""
     try:
-        for sample in tar_samples(path):
+        for sample in tar_samples(path, keeps=False):
             return tuple(sorted(sample))
     except TarFault as fault:
         raise DataError(_at(path, fault.sample, fault.reason)) from fault
@@ -83,7 +87,7 @@ def _features_of(path: Place) -> tuple[str, ...]:
 def _indexed(path: Place, file: RecordFile, features: Sequence[str]) -> RecordFile:
     checksums: list[str] = []
     try:
-        for number, sample in enumerate(tar_samples(path)):
+        for number, sample in enumerate(tar_samples(path, keeps=False)):
             if tuple(sorted(sample)) != tuple(features):
                 key = sample[KEY].decode("utf-8", "replace")
                 raise DataError(
