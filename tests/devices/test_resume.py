@@ -158,7 +158,7 @@ class Counted(keras.callbacks.Callback):
         lead_loop(next(frames.fits_around())["epoch_iterator"], self.around)
 
     @contextlib.contextmanager
-    def around(self, made, planned):
+    def around(self, made, planned, taken):
         yield
         self.made.append(made())
 

@@ -25,6 +25,20 @@ class StopEarly(keras.callbacks.Callback):
             self.model.stop_training = True
 
 
+class OnChief(keras.callbacks.Callback):
+    """Calls `work(model)` on worker 0 alone, when `event` comes for the second time."""
+
+    def __init__(self, event, work):
+        super().__init__()
+        self.work, self.count = work, 0
+        setattr(self, event, self.come)
+
+    def come(self, number, logs=None):
+        self.count += 1
+        if RANK == 0 and self.count == 2:
+            self.work(self.model)
+
+
 def run(case, model, x, y):
     steps = FEWER if RANK == 0 else MORE
     if case == "fit":
@@ -33,6 +47,18 @@ def run(case, model, x, y):
         model.evaluate(x, y, batch_size=BATCH, steps=steps, verbose=0)
     elif case == "a callback":
         model.fit(x, y, batch_size=BATCH, callbacks=[StopEarly()], verbose=0)
+    elif case in ("evaluates after an epoch", "evaluates in an epoch"):
+        event = "on_epoch_end" if "after" in case else "on_train_batch_end"
+        evaluates = OnChief(event, lambda model: model.evaluate(x, y, verbose=0))
+        model.fit(x, y, batch_size=BATCH, epochs=3, callbacks=[evaluates], verbose=0)
+    elif case == "another fit":
+        if RANK == 0:
+            model.predict(x, verbose=0)
+        model.fit(x, y, batch_size=BATCH, verbose=0)
+    elif case == "ends":
+        model.predict(x, verbose=0)
+        if RANK == 1:
+            model.evaluate(x, y, verbose=0)
     elif case == "alike":
         # The end of a generator is found by a step; here by one worker of two.
         told = {"steps_per_epoch": MORE} if RANK else {}

@@ -25,6 +25,7 @@ __all__ = [
     "is_called_by_keras_loop",
     "is_made_for_autocast",
     "is_outermost_fit",
+    "loop_around",
     "loop_of_caller",
     "model_built_by_caller",
     "number_added_by_keras",
@@ -115,6 +116,18 @@ def fits_around(frame: FrameType | None = None) -> Iterator[dict[str, Any]]:
         if frame.f_code.co_name == "fit" and _is_of_trainer(frame):
             yield frame.f_locals
         frame = frame.f_back
+
+
+def loop_around() -> tuple[str, dict[str, Any]]:
+    """Which loop of Keras the caller runs in, and what it holds.
+
+    Returns:
+      "fit", "evaluate" or "predict", and its local variables; "" outside of them.
+    """
+    for frame in _frames_of_trainer():
+        if frame.f_code.co_name in ("fit", "evaluate", "predict"):
+            return frame.f_code.co_name, frame.f_locals
+    return "", {}
 
 
 def batch_size_of_caller() -> tuple[str | None, int | None]:

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import tensorflow as tf
 
-from tfdp._private.frames import is_building_model
+from tfdp._private.frames import is_building_model, loop_of_caller
+from tfdp._private.host_input import HostIterator
 
-__all__ = ["begin_no_epoch_to_build", "lead_loop", "watch_loop"]
+__all__ = ["begin_no_epoch_to_build", "lead_loop", "noticing_loops", "watch_loop"]
 
 InWords = Callable[[], str]
-Around = Callable[[InWords, InWords], contextlib.AbstractContextManager[None]]
+# How many batches steps have taken from each iterator over the input; None: unknown.
+Taken = Callable[[], list[int] | None]
+Around = Callable[[InWords, InWords, Taken], contextlib.AbstractContextManager[None]]
 
 
 def lead_loop(loop: Any, around: Around) -> None:
@@ -23,17 +27,19 @@ def lead_loop(loop: Any, around: Around) -> None:
     Args:
       loop: what leads through its epochs (`frames.loop_of_caller`); None: nothing.
       around: is given what tells how many steps were made so far, in words ("3", or
-        "2 times 4" with `steps_per_execution=4`), and how many there are to be.
+        "2 times 4" with `steps_per_execution=4`), how many there are to be, and how
+        many batches were taken from each iterator at most.
     """
     if loop is None:
         return
-    kind, begun = type(loop), 0
+    kind, begun, taken = type(loop), 0, _TakenBatches()
 
     def counted() -> Iterator[Any]:
         nonlocal begun
         begun = 0
         for place in kind._enumerate_iterator(loop):
             begun += 1
+            taken.note(place[-1], loop.steps_per_execution)
             yield place
 
     def made() -> str:
@@ -46,7 +52,7 @@ def lead_loop(loop: Any, around: Around) -> None:
     @contextlib.contextmanager
     def catch_stop_iteration() -> Iterator[None]:
         nonlocal begun
-        with around(made, planned), kind.catch_stop_iteration(loop):
+        with around(made, planned, taken.by_iterator), kind.catch_stop_iteration(loop):
             try:
                 yield
             except (StopIteration, tf.errors.OutOfRangeError):
@@ -57,6 +63,57 @@ def lead_loop(loop: Any, around: Around) -> None:
     vars(loop).update(
         _enumerate_iterator=counted, catch_stop_iteration=catch_stop_iteration
     )
+
+
+class _TakenBatches:
+    """How many batches a loop has taken from each iterator that it has begun."""
+
+    def __init__(self) -> None:
+        self._counts: list[int] | None = []
+        self._last: Callable[[], Any] = lambda: None
+
+    def note(self, iterator: Any, batches: int) -> None:
+        """Notes that a step is about to take so many batches of `iterator`."""
+        if not isinstance(iterator, tf.distribute.DistributedIterator):
+            return  # what stands for a batch where a model is built
+        if not isinstance(iterator, HostIterator):
+            # It reads ahead from the moment when it is made, and may be dropped unread:
+            # which one the input pipeline sees as number n is not known.
+            self._counts = None
+        if self._counts is None:
+            return
+        if self._last() is not iterator:
+            self._last = weakref.ref(iterator)
+            self._counts.append(0)
+        self._counts[-1] += batches
+
+    def by_iterator(self) -> list[int] | None:
+        """The counts, in the order in which the iterators were begun; None: unknown."""
+        return None if self._counts is None else list(self._counts)
+
+
+def noticing_loops(distributed: Any, on_loop: Callable[[Any], None]) -> Any:
+    """`distributed`, a distributed dataset, which notices loops that read it.
+
+    Keras gives a strategy no word of a dataset that was distributed before. It reads
+    its `cardinality` while it makes the loop.
+
+    Args:
+      distributed: the dataset; it is changed.
+      on_loop: called with what leads through the epochs, once for each loop.
+    """
+    kind: Any = type(distributed)
+
+    class Noticing(kind):
+        @property
+        def cardinality(self) -> Any:
+            loop = loop_of_caller()
+            if loop is not None and "catch_stop_iteration" not in vars(loop):
+                on_loop(loop)
+            return super().cardinality
+
+    distributed.__class__ = Noticing
+    return distributed
 
 
 def begin_no_epoch_to_build(adapter: Any) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tfdp.data.batch_record import BatchRecord
 from tfdp.data.same_batches import new_dataset_name, no_rows, same_batches
 from tfdp.data.split import has_rows, length_of, rows_between
 from tfdp.hosts.host_link import HostLink
@@ -23,7 +24,11 @@ OVER = "over"
 
 
 def own_part(
-    dataset: tf.data.Dataset, link: HostLink, policies: str = ""
+    dataset: tf.data.Dataset,
+    link: HostLink,
+    policies: str = "",
+    name: str | None = None,
+    record: BatchRecord | None = None,
 ) -> tf.data.Dataset:
     """This host's rows of every global batch: a range, in the order of the hosts.
 
@@ -35,12 +40,14 @@ def own_part(
       dataset: global batches, the same on every host and in the same order.
       link: tells the hosts from each other.
       policies: the dtype policies of the model that reads it.
+      name, record: see `same_batches`.
 
     Raises:
       CollectiveError: when the dataset is read and the hosts' first batches, numbers
         of batches or policies differ; see `same_batches`.
     """
-    return rows_of_place(same_batches(dataset, link, policies), link.rank, link.workers)
+    alike = same_batches(dataset, link, policies, name, record)
+    return rows_of_place(alike, link.rank, link.workers)
 
 
 def rows_of_place(dataset: tf.data.Dataset, rank: int, hosts: int) -> tf.data.Dataset:
@@ -70,12 +77,15 @@ def _rows(part: Any, rank: int, hosts: int) -> Any:
     return taken
 
 
-def until_all_end(dataset: tf.data.Dataset, link: HostLink) -> tf.data.Dataset:
+def until_all_end(
+    dataset: tf.data.Dataset, link: HostLink, name: str | None = None
+) -> tf.data.Dataset:
     """`dataset`, then elements without rows until every other host has ended, too.
 
     Args:
       dataset: this host's elements; the hosts may have different numbers of them.
       link: tells the hosts from each other.
+      name: of the dataset, the same on all hosts; None: the next one.
 
     Cost: one word to the others per element, ahead of the training steps.
     """
@@ -87,7 +97,7 @@ def until_all_end(dataset: tf.data.Dataset, link: HostLink) -> tf.data.Dataset:
     marked = dataset.map(lambda *e: (e if len(e) > 1 else e[0], True))
     padding = empty.map(lambda *e: (e if len(e) > 1 else e[0], False)).repeat()
 
-    name = new_dataset_name()
+    name = name or new_dataset_name()
     iterators = itertools.count()
 
     own_elements: collections.Counter[str] = collections.Counter()

@@ -7,9 +7,10 @@ from typing import Any
 
 from tfdp.hosts.messages import checked_text
 
-__all__ = ["Goodbyes"]
+__all__ = ["END_OF_SCRIPT", "Goodbyes"]
 
 LONGEST_REASON_CHARACTERS = 1 << 20
+END_OF_SCRIPT = "has come to the end of its script"
 # The error that a worker left with, if any, and whether another worker caused it.
 Goodbye = tuple[str | None, bool]
 
@@ -46,7 +47,7 @@ class Goodbyes:
         left = list(self._left.items())
         rank, (error, _) = next((entry for entry in left if not entry[1][1]), left[0])
         if error is None:
-            return f"worker {rank} has come to the end of its script"
+            return f"worker {rank} {END_OF_SCRIPT}"
         return f"worker {rank} has raised {error}"
 
     def lack_word(self, heard_from: Collection[int]) -> bool:

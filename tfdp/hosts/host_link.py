@@ -9,7 +9,15 @@ from typing import TypeAlias
 
 import numpy as np
 
-__all__ = ["CHANNELS", "MOST_GATHERED_BYTES", "HostLink", "Packed", "Ranges"]
+__all__ = [
+    "CHANNELS",
+    "MOST_GATHERED_BYTES",
+    "NOTHING_TO_COMPARE",
+    "Compared",
+    "HostLink",
+    "Packed",
+    "Ranges",
+]
 
 # Exchanges inside training steps, those that Python asks for, those that travel while
 # steps go on, and every other one of those that steps make two at a time.
@@ -22,6 +30,24 @@ MOST_GATHERED_BYTES = 2**31 - 1
 Ranges: TypeAlias = Sequence[Sequence[tuple[int, int]]]
 # By array, the shapes of the tensors that were packed into it; () where it is one.
 Packed: TypeAlias = Sequence[Sequence[Sequence[int]]]
+
+
+class Compared:
+    """What all workers must have in common where they start and end a loop: nothing."""
+
+    def digest(self, *, is_end: bool) -> str:
+        """A checksum of it, at the end of the loop or at its start; "" for nothing."""
+        return ""
+
+    def explain(self, *, is_end: bool) -> None:
+        """Called on all workers where their checksums differ.
+
+        Raises:
+          TfdpError: on all workers alike, when what can be compared differs.
+        """
+
+
+NOTHING_TO_COMPARE = Compared()
 
 
 class HostLink(abc.ABC):
@@ -233,20 +259,39 @@ class HostLink(abc.ABC):
         """
 
     @abc.abstractmethod
+    def start(self, call: str) -> None:
+        """Says to the others that this worker has started `call`, and waits for them.
+
+        Args:
+          call: the same on all workers, in the same order: "evaluate (dataset 1)".
+
+        Raises:
+          CollectiveError, WorkerLostError: as `loop_of_steps`.
+        """
+
+    @abc.abstractmethod
     def loop_of_steps(
-        self, made: Callable[[], str], planned: Callable[[], str]
+        self,
+        made: Callable[[], str],
+        planned: Callable[[], str],
+        name: str,
+        compared: Compared = NOTHING_TO_COMPARE,
     ) -> contextlib.AbstractContextManager[None]:
-        """A loop of as many steps on all workers, which wait for each other at its end.
+        """A loop of as many steps on all workers, which wait for each other at its
+        start and at its end.
 
         Args:
           made: how many this worker has made so far, in words: "3", "2 times 4".
           planned: how many it is to make, as far as that is known: "5".
+          name: the same on all workers: "epoch 2 of fit (dataset 0)".
+          compared: what they compare at the start and at the end.
 
         Raises:
-          CollectiveError, WorkerLostError: when another worker has ended its loop
+          CollectiveError, WorkerLostError: when another worker has started or ended
+            another loop, has come to the end of its script, or has ended its loop
             after another number of exchanges or steps; on all of them, at once.
 
-        Cost: one word to the others.
+        Cost: two words to the others.
         """
 
     @abc.abstractmethod

@@ -26,7 +26,14 @@ from tfdp.hosts.buffers import BufferPool, put_own, views_of, wholes_of
 from tfdp.hosts.channel import Channel, see_off
 from tfdp.hosts.checked_wire import DamagedBlockError, crc32c
 from tfdp.hosts.doubling import gather_blobs, swap_rows
-from tfdp.hosts.host_link import CHANNELS, MOST_GATHERED_BYTES, Packed, Ranges
+from tfdp.hosts.host_link import (
+    CHANNELS,
+    MOST_GATHERED_BYTES,
+    NOTHING_TO_COMPARE,
+    Compared,
+    Packed,
+    Ranges,
+)
 from tfdp.hosts.link_notes import LinkWithNotes
 from tfdp.hosts.link_speed import agreed_speed
 from tfdp.hosts.lost_worker import say_lost
@@ -92,7 +99,6 @@ class SocketLink(LinkWithNotes):
         self._closing = threading.Lock()
         self._waits = Waits(rank)
         self._pool = BufferPool()
-        self._loops = StepLoops(lambda: self._membership, self.share_note)
         self._membership = Membership(
             rank,
             workers,
@@ -101,6 +107,7 @@ class SocketLink(LinkWithNotes):
             self._fail,
             self.look_around,
         )
+        self._loops = StepLoops(self._membership, self.share_note)
         try:
             self._ways = SumWays(workers, self._measured_speed())
         except BaseException:
@@ -241,11 +248,19 @@ class SocketLink(LinkWithNotes):
             ring.flush()
         return blobs
 
+    def start(self, call: str) -> None:
+        """See `HostLink.start`."""
+        self._loops.start(call)
+
     def loop_of_steps(
-        self, made: Callable[[], str], planned: Callable[[], str]
+        self,
+        made: Callable[[], str],
+        planned: Callable[[], str],
+        name: str,
+        compared: Compared = NOTHING_TO_COMPARE,
     ) -> contextlib.AbstractContextManager[None]:
         """See `HostLink.loop_of_steps`."""
-        return self._loops.loop(made, planned)
+        return self._loops.loop(made, planned, name, compared)
 
     def sent_bytes(self, channel: str | None = None) -> int:
         """See `HostLink.sent_bytes`."""
@@ -268,7 +283,9 @@ class SocketLink(LinkWithNotes):
     def look_around(self, missed_seconds: float) -> None:
         """Several times in a second, from another thread, while nobody is lost."""
         self._waits.look()
-        if (reason := self._loops.in_vain()) is not None:
+        # This thread begins before there are loops.
+        loops = vars(self).get("_loops")
+        if loops is not None and (reason := loops.in_vain()) is not None:
             self._membership.give_up(reason)
 
     def _note_failure(self) -> None:

@@ -128,6 +128,11 @@ class Communication:
         processes of one machine hand over in shared memory has none, and what hosts
         that may die exchange (`min_hosts`) always has one. False: TCP's own checksum
         only, of 16 bits.
+      compare_hosts: whether hosts compare what must be the same on all of them: when an
+        epoch of `fit` starts, checksums of weights, optimizer state and learning rate;
+        when a loop of `fit`, `evaluate` or `predict` ends, checksums of its batches.
+        docs/hosts.md has what it finds and what it costs. Where hosts train apart
+        (`min_hosts`) nothing is compared.
 
     Raises:
       ConfigurationError: when a value is out of its range.
@@ -153,6 +158,7 @@ of at least 1. Received: 0.
     repeated_rows: Literal["auto", "sum"] = "auto"
     min_hosts: int | None = None
     checksum: bool = False
+    compare_hosts: bool = True
 
     def __post_init__(self) -> None:
         for name in ("bucket_bytes", "first_bucket_bytes"):
@@ -186,6 +192,11 @@ of at least 1. Received: 0.
             raise ConfigurationError(
                 "Communication.checksum must be True or False. Received: "
                 f"{self.checksum!r}."
+            )
+        if not isinstance(self.compare_hosts, bool):
+            raise ConfigurationError(
+                "Communication.compare_hosts must be True or False. Received: "
+                f"{self.compare_hosts!r}."
             )
         self._check_seconds("timeout_seconds", above=0.0)
         self._check_seconds("silence_seconds", above=2.0, or_equal=True)

@@ -182,5 +182,6 @@ class _NoLink(HostLink):
             "none of tfdp's does. Plan with hosts=1, and please report this model."
         )
 
-    share_note = without_note = leave_note = wait_for_notes = loop_of_steps = _nothing
+    share_note = without_note = leave_note = wait_for_notes = _nothing
+    loop_of_steps = start = _nothing
     on_note = give_up = _nothing

@@ -43,11 +43,13 @@ class KeptAlike:
       copies: what each replica of this process holds, by its place.
       kept_with: for each copy a number: copies with the same one are alike, also those
         of other hosts.
+      spans_hosts: whether every host holds the same copies, in the same order.
     """
 
     name: str
     copies: tuple[tf.Variable, ...]
     kept_with: tuple[int, ...]
+    spans_hosts: bool = True
 
 
 def kept_alike(model: keras.Model, first_rank: int) -> Iterator[KeptAlike]:
@@ -114,11 +116,11 @@ def _rows_of(
     copies = tuple(value.values)
     is_of_group = getattr(value, "is_of_group", False)
     kept_with = tuple(alone) if is_of_group else (0,) * len(copies)
-    yield KeptAlike(name, copies, kept_with)
+    yield KeptAlike(name, copies, kept_with, not is_of_group)
     if getattr(value, "has_local", False):
         ranks = range(len(copies))
         local = tuple(value.local_copy(rank) for rank in ranks)
-        yield KeptAlike(f"{name} (local)", local, tuple(alone))
+        yield KeptAlike(f"{name} (local)", local, tuple(alone), False)
 
 
 def _is_own(name: str, value: Any) -> bool:

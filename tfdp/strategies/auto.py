@@ -135,7 +135,7 @@ def auto_strategy(
     tpu = find_tpu()
     if tpu is not None:
         _refuse(options, ON_A_TPU, "a TPU")
-        options["communication"] = _without_deadlines(rest)
+        options["communication"] = _without_bounds(rest)
         on_tpu = TPUDataParallelStrategy(tpu.address, **options)
         on_tpu.idle_options = IdleOptions("a TPU", idle)
         return on_tpu
@@ -161,13 +161,14 @@ def _says(name: str, value: Any) -> bool:
     return type(value) is not type(default) or value != default
 
 
-def _without_deadlines(communication: Communication) -> Communication:
-    """The same with the default deadlines: the cores of a TPU wait for no worker."""
+def _without_bounds(communication: Communication) -> Communication:
+    """The same with default bounds: the cores of a TPU wait for no worker."""
     defaults = Communication()
     return dataclasses.replace(
         communication,
         timeout_seconds=defaults.timeout_seconds,
         silence_seconds=defaults.silence_seconds,
+        compare_hosts=defaults.compare_hosts,
     )
 
 

@@ -12,11 +12,9 @@ import numpy as np
 import tensorflow as tf
 
 from tfdp._private import frames
-from tfdp._private.keras_loops import lead_loop
 from tfdp.checks import is_whole
 from tfdp.cluster import Cluster, find_cluster, progress
-from tfdp.data.grain_shards import has_own_shard
-from tfdp.data.hosts import own_part, until_all_end
+from tfdp.data.same_batches import new_dataset_name
 from tfdp.data.seeds import agree_on_seed, seed_to_share
 from tfdp.errors import ConfigurationError
 from tfdp.exchange.host_group import HostGroup
@@ -36,7 +34,6 @@ from tfdp.plan.communication import (
     uncompressed,
 )
 from tfdp.plan.shards import SHARD_GROUPS, Sharding, sharding_of
-from tfdp.strategies.chief_callbacks import let_only_the_chief_write, share_state
 from tfdp.strategies.cluster_resolver import resolver_of
 from tfdp.strategies.data_parallel import DataParallelStrategy
 from tfdp.strategies.devices import (
@@ -48,12 +45,13 @@ from tfdp.strategies.devices import (
 from tfdp.strategies.hierarchical import HierarchicalAllReduce
 from tfdp.strategies.host_engines import engine_across
 from tfdp.strategies.keras_backend import check_keras_backend
+from tfdp.strategies.led_loops import LedLoops, lead_callbacks
 from tfdp.strategies.living import join_living_hosts, own_share, refuse_exchange
 from tfdp.strategies.meeting import Meeting, meet, tried
 from tfdp.strategies.multi_host_extended import MultiHostExtended
 from tfdp.strategies.sums_over_hosts import SumsOverHosts
 from tfdp.strategies.versions import warn_of_unchecked_versions
-from tfdp.strategies.worker_settings import policies_of, settings_of
+from tfdp.strategies.worker_settings import settings_of
 
 __all__ = ["MultiHostDataParallelStrategy"]
 
@@ -140,6 +138,7 @@ class MultiHostDataParallelStrategy(SumsOverHosts, DataParallelStrategy):
         self._requested_devices = devices_per_host
         communication = checked_communication(communication)
         refuse_idle_options(communication, found.workers)
+        self._compares_hosts = communication.compare_hosts
         try:
             super().__init__(
                 self._own_devices(communication, sharding),
@@ -345,30 +344,24 @@ class MultiHostDataParallelStrategy(SumsOverHosts, DataParallelStrategy):
     def _part_of_host(self, dataset: Any) -> Any:
         """This host's rows of every global batch."""
         if self.living is not None:
-            self._lead_fit(frames.fit_of_caller())
+            lead_callbacks(self, frames.fit_of_caller())
             return own_share(dataset, self.cluster, self.living)
-        if self._group is None or not isinstance(dataset, tf.data.Dataset):
+        if self._loops is None or not isinstance(dataset, tf.data.Dataset):
             return dataset
-        fit = frames.fit_of_caller()
-        policies = policies_of(fit[0]) if fit is not None else ""
-        self._lead_fit(fit)
-        link = self._group.link
-        lead_loop(frames.loop_of_caller(), link.loop_of_steps)
-        if has_own_shard(frames.adapter_of_caller(), link):
-            return until_all_end(dataset, link)
-        return own_part(dataset, link, policies)
+        return self._loops.part_of_host(dataset)
 
-    def _lead_fit(self, fit: tuple[Any, Any] | None) -> None:
-        if fit is None:
-            return
-        let_only_the_chief_write(
-            fit[1],
-            self.is_chief,
-            lambda model, restored: share_state(
-                model, restored, self.is_chief, self.from_chief
-            ),
-            all_must_read=self.shards_over_hosts,
-        )
+    @property
+    def _loops(self) -> LedLoops | None:
+        """Those that all hosts run together; None where this one is alone."""
+        link = self.link
+        return None if link is None else LedLoops(self, link, self._compares_hosts)
+
+    def experimental_distribute_dataset(self, dataset: Any, options: Any = None) -> Any:
+        """See `DataParallelStrategy.experimental_distribute_dataset`."""
+        distributed = super().experimental_distribute_dataset(dataset, options)
+        if self._loops is None or frames.loop_of_caller() is not None:
+            return distributed
+        return self._loops.noticed(distributed, "a distributed dataset")
 
     def distribute_datasets_from_function(
         self, dataset_fn: Callable, options: Any = None
@@ -378,12 +371,15 @@ class MultiHostDataParallelStrategy(SumsOverHosts, DataParallelStrategy):
             return super().distribute_datasets_from_function(dataset_fn, options)
         workers, here = self.cluster.workers, len(self.extended.worker_devices)
         context = tf.distribute.InputContext(workers, self.cluster.rank, workers * here)
-        if self._group is None:
+        if self._loops is None:
             return super().distribute_datasets_from_function(
                 lambda _: dataset_fn(context), options
             )
-        own, link = super().distribute_datasets_from_function, self._group.link
-        return own(lambda _: until_all_end(dataset_fn(context), link), options)
+        loops, name = self._loops, new_dataset_name()
+        distributed = super().distribute_datasets_from_function(
+            lambda _: loops.part_of_function(dataset_fn(context), name), options
+        )
+        return loops.noticed(distributed, name)
 
     def from_chief(self, value: np.ndarray, label: str = "value") -> np.ndarray:
         """Worker 0's array, on every host; see `DataParallelStrategy.from_chief`."""
