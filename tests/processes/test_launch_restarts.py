@@ -186,6 +186,31 @@ sys.exit(0 if RESTARTS else 5)
     assert "ended well after 1 restart" in err
 
 
+def test_what_killed_workers_throw_away_is_removed(launches):
+    # Within the launcher's folder, where that is there; after each start.
+    script = """
+import shutil
+from tfdp.cluster.scratch import scratch_folder
+if RESTARTS == 1:
+    shutil.rmtree(os.path.dirname(os.environ[progress.FOLDER_VARIABLE]))
+folder = scratch_folder()
+print("start", folder.name)
+(pathlib.Path(folder.name) / "model.keras").write_bytes(b"large")
+if RESTARTS == 0:
+    note("first", folder.name)
+    os.kill(os.getpid(), signal.SIGKILL)
+assert not os.path.exists((FOLDER / "first").read_text())
+folder.cleanup()
+sys.exit(3 if RESTARTS == 1 else 0)
+"""
+    code, out, err, _ = launches.run(START + script, "--max-restarts", 2)
+    assert code == 0, err
+    first, second, third = (line.split()[1] for line in starts(out))
+    own = f"{launches.own}/tfdp-launch-"
+    assert sum(path.startswith(own) for path in (first, second, third)) == 2
+    assert not any(launches.own.iterdir())
+
+
 NO_SPACE = """
 from tfdp.launch import own_folder
 def no_space(*_, **__):

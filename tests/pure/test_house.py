@@ -8,7 +8,7 @@ import re
 import pytest
 
 from tests.pure.test_layers import LAYERS, imported_modules, unit_of
-from tests.support.package_source import PACKAGE, REPOSITORY, modules
+from tests.support.package_source import PACKAGE, REPOSITORY, imported_names, modules
 
 PAGE = REPOSITORY.joinpath("docs", "house.md").read_text("utf-8")
 ROOMS = sorted(path.parent.name for path in PACKAGE.glob("*/__init__.py"))
@@ -52,6 +52,18 @@ def test_rooms_have_no_circle():
             if room in graph and unit_of(name) in graph and unit_of(name) != room:
                 graph[room].add(unit_of(name))
     assert len(list(graphlib.TopologicalSorter(graph).static_order())) == len(ROOMS)
+
+
+def test_what_a_worker_throws_away_lies_in_the_launchers_folder():
+    # Others are no workers of a launcher; `quiet` has a file without a name.
+    importing = {
+        module.name
+        for module in MODULES
+        for _, name in imported_names(module)
+        if name.split(".")[0] == "tempfile"
+        and unit_of(module.name) not in ("bench", "commands", "launch")
+    }
+    assert importing == {"tfdp.cluster.scratch", "tfdp.strategies.quiet"}
 
 
 def test_folders_are_two_deep_at_most():

@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 import re
-import tempfile
 from collections.abc import Iterator
 from typing import Any
 
 import tensorflow as tf
 from tensorflow.tsl.profiler.protobuf import xplane_pb2
+
+from tfdp.cluster.scratch import scratch_folder
 
 __all__ = ["StepTrace", "TraceEvent"]
 
@@ -48,7 +49,7 @@ class StepTrace:
         Raises:
           tf.errors.AlreadyExistsError: when a profiler is running already.
         """
-        self._folder = tempfile.TemporaryDirectory(prefix="tfdp-trace-")
+        self._folder = scratch_folder()
         options = tf.profiler.experimental.ProfilerOptions(
             host_tracer_level=2, python_tracer_level=0
         )

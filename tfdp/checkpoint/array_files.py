@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import tempfile
 import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -23,6 +22,7 @@ import numpy as np
 
 from tfdp.checkpoint.part_files import damage_named
 from tfdp.checks import is_whole
+from tfdp.cluster.scratch import scratch_folder
 from tfdp.data.places import Place, RemotePath, open_binary
 from tfdp.errors import DataError
 from tfdp.files.atomic import replaced
@@ -75,7 +75,7 @@ def write_arrays(
     a URL, a file in the temporary folder of this machine first.
     """
     if isinstance(place, RemotePath):
-        with tempfile.TemporaryDirectory(prefix="tfdp-") as folder:
+        with scratch_folder() as folder:
             local = Path(folder) / place.name
             _write(local, arrays, identity)
             _copy_to(local, place)
@@ -298,7 +298,7 @@ def _local(place: Place) -> Iterator[Path]:
     if not isinstance(place, RemotePath):
         yield place
         return
-    with tempfile.TemporaryDirectory(prefix="tfdp-") as folder:
+    with scratch_folder() as folder:
         local = Path(folder) / "arrays"
         with place.open() as source, local.open("wb") as target:
             while block := source.read(BLOCK_BYTES):

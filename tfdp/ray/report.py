@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-import tempfile
 from collections.abc import Mapping
 from typing import Any
 
 import keras
 
 from tfdp.checks import is_whole
+from tfdp.cluster.scratch import scratch_folder
 from tfdp.errors import ConfigurationError
 
 __all__ = ["ReportCallback"]
@@ -79,9 +79,7 @@ class ReportCallback(keras.callbacks.Callback):
         with contextlib.ExitStack() as until_it_is_sent:
             checkpoint = None
             if self._is_due(epoch):
-                folder = until_it_is_sent.enter_context(
-                    tempfile.TemporaryDirectory(prefix="tfdp_ray_")
-                )
+                folder = until_it_is_sent.enter_context(scratch_folder())
                 checkpoint = self._write(folder)
             # A barrier: all workers come here, with a file or without.
             self._train.report(metrics, checkpoint=checkpoint)

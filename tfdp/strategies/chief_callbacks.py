@@ -11,7 +11,6 @@ run all callbacks, and the others write into a folder that is thrown away.
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -20,6 +19,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdp._private.keras_models import initial_epoch, set_initial_epoch
+from tfdp.cluster.scratch import scratch_folder
 from tfdp.sharding.variables import ShardedVariable, noted_assignments
 
 __all__ = ["let_only_the_chief_write", "share_state"]
@@ -76,7 +76,7 @@ def let_only_the_chief_write(
 
 def _write_elsewhere(callback: Any, attributes: tuple[str, ...]) -> None:
     # The folder goes when the callback does.
-    callback.tfdp_folder = folder = tempfile.TemporaryDirectory(prefix="tfdp_")
+    callback.tfdp_folder = folder = scratch_folder()
     given, *inside = attributes
     root = os.path.join(folder.name, os.path.basename(getattr(callback, given)))
     for attribute in inside:
