@@ -100,7 +100,9 @@ def test_what_is_no_stage_is_refused(shard, capsys):
 
 @pytest.mark.parametrize("command", ["tune", "check"])
 def test_others_say_what_cannot_be_written_too(command, in_folder, monkeypatch, capsys):
-    found = types.SimpleNamespace(ok=True, run=lambda: found, to_json=dict)
+    found = types.SimpleNamespace(
+        ok=True, cannot_tell=False, run=lambda: found, to_json=dict
+    )
     (in_folder / "model.py").touch()
     monkeypatch.setattr(tune, "_run_of", lambda _: found)
     monkeypatch.setattr(tune, "_document", lambda *_: {})
