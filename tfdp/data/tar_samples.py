@@ -35,7 +35,7 @@ __all__ = [
 
 #: Of all files of a sample: a training has many samples in memory at once.
 MOST_SAMPLE_BYTES = 1 << 30
-BLOCK_BYTES = 1 << 20
+BLOCK_BYTES = 1048576
 # Of what tarfile reads before a file's content, where it keeps all that comes.
 MOST_HEADER_BYTES = 4 * BLOCK_BYTES
 # Of a sample that need not be kept; beyond it the files are passed.
@@ -136,9 +136,7 @@ def tar_samples(path: Place, *, keeps: bool = True) -> Iterator[dict[str, Any]]:
             open_binary(path) as packed,
             _unpacked(packed) as unpacked,
             tarfile.open(
-                fileobj=cast(Any, file := _Metered(unpacked)),
-                mode="r|",
-                bufsize=BLOCK_BYTES,
+                fileobj=cast(Any, file := _Metered(unpacked)), mode="r|"
             ) as archive,
         ):
             for member, blocks in _members(archive, file):
