@@ -302,7 +302,7 @@ def check_names(fault, codes, log):
     said = {other: pathlib.Path(f"{log}.{other}") for other in range(len(codes))}
     said = {other: path.read_text(errors="replace") for other, path in said.items()}
     others = [codes[other] for other in said if other != rank]
-    if not others or "fault: {" not in said.pop(rank):
+    if not others or f"fault: {fault}" not in said.pop(rank):
         return
     if fault["where"] == "within" and not any(others):
         return  # it came late, and the training had ended
