@@ -150,7 +150,7 @@ class Checkpoint:
           ConfigurationError: a host cannot write to it, or it is another one there; the
             same error on all hosts.
 
-        Cost: one file for each host, for a moment, and four small exchanges.
+        Cost: one file for each host, for a moment, and three small exchanges.
         """
         check_directory(self._directory, hosts_of(model.distribute_strategy))
 
@@ -202,7 +202,7 @@ class Checkpoint:
         except TfdpError:
             raise
         except Exception as error:
-            # No memory for the copies, say: the others must hear of it.
+            # Such as no memory for the copies. The note to the other workers says so.
             content = f"{type(error).__name__}: {str(error)[:300]}"
         self._writer.start(step, write, content, hosts)
         if failed is not None:

@@ -34,13 +34,13 @@ def check_directory(directory: Place, hosts: Hosts) -> None:
     mark, _, chiefs = said.partition("/")
     mine = directory / (mark if hosts.is_chief else temporary_name("mark"))
     try:
-        failed = _told(hosts, _make(directory, mine))
+        failed = _gathered(hosts, _make(directory, mine))
         if failed:
             raise ConfigurationError(
                 f"Checkpoints cannot be written to {failed}. Give a directory that "
                 "every worker may write to, or the name of one that can be made."
             )
-        unseen = _told(hosts, _look_for(directory, mark))
+        unseen = _gathered(hosts, _look_for(directory, mark))
         if unseen:
             raise ConfigurationError(
                 "The directory of checkpoints is not one and the same on all workers. "
@@ -53,8 +53,8 @@ def check_directory(directory: Place, hosts: Hosts) -> None:
             mine.unlink(missing_ok=True)
 
 
-def _told(hosts: Hosts, mine: str) -> str:
-    """What all workers have found wrong; nothing: ""."""
+def _gathered(hosts: Hosts, mine: str) -> str:
+    """What is wrong on all workers, of which `mine` is on this one; "": nothing is."""
     texts = hosts.texts(mine, "check of the directory of checkpoints")
     of = " on worker {}" if hosts.count > 1 else ""
     return "; ".join(
@@ -70,7 +70,7 @@ def _make(directory: Place, mark: Place) -> str:
         remove_leftovers(directory)
         # Empty: a disk that is full now may have room when the first one is saved.
         mark.touch() if isinstance(mark, Path) else mark.write_text("mark")
-    except (OSError, DataError) as error:
+    except (OSError, ValueError, DataError) as error:
         return f"{directory}\0 ({type(error).__name__}: {str(error)[:300]})"
     return ""
 

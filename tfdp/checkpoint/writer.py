@@ -1,9 +1,9 @@
 """Writes a checkpoint beside the training: one at a time, in a thread of its own.
 
-Every save has one outcome, which worker 0 decides once all workers have said how their
-part ended, and which all workers get: whatever failed, on whichever worker, each of
-them raises the same error, and none waits for a word that does not come. These waits
-have no deadline but the life of the other workers: a disk may be slow.
+Every save has one outcome. Worker 0 decides it once the notes of all workers say how
+their parts ended, and all workers get it: whatever failed, on any worker, each of them
+raises the same error, and none waits for a note that does not come. These waits have no
+deadline, as a disk may be slow; they end when a worker is lost.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from tfdp.hosts.worker_names import name_workers
 
 __all__ = ["Content", "Writer"]
 
-# Of those whose parts failed: a full disk that all share fails on each of them.
+# Of the workers whose parts failed: a full disk that all share fails on each of them.
 MOST_NAMED = 8
 # What is saved, or why this worker has none of it.
 Content: TypeAlias = tuple[Manifest, Mapping[str, np.ndarray]] | str
@@ -86,7 +86,7 @@ class Writer:
         self._keep = keep
         self._save: _Save | None = None
         self._damaged: set[str] = set()
-        # Of a start before, say.
+        # A start that was killed may have left some.
         self._may_have_leftovers = True
 
     def leave_out(self, folder: Place) -> None:
@@ -175,7 +175,7 @@ class Writer:
         return save.error
 
     def still_writes(self) -> DataError:
-        """What to say of a save that lasts too long, and for whom it waits."""
+        """Why no other save can begin, with the workers that the save waits for."""
         save = self._save
         if save is None:
             return DataError("No checkpoint is being written.")
@@ -206,7 +206,7 @@ class Writer:
         notes = hosts.share_note(save.waits_for, said, has_deadline=False)
         outcome = parse_json(notes[0])
         if outcome["error"]:
-            # Where it does not see the directory of worker 0, its part lies elsewhere.
+            # Where the directory is not that of worker 0 this part is still there.
             self._remove_unfinished(save.folder)
             raise DataError(str(outcome["error"]))
         progress.note_saved(save.step)
@@ -217,7 +217,7 @@ class Writer:
         save: _Save,
         content: Content,
     ) -> dict[str, object]:
-        """What this host has to say of its part."""
+        """Writes this host's part; the note of how that ended."""
         if isinstance(content, str):
             return {"error": content}
         manifest, arrays = content
@@ -253,7 +253,7 @@ class Writer:
                 write_manifest(save.folder, manifest)
         except Exception as error:
             failed = f"worker 0 could not finish it ({_words(error)})"
-        # What fails behind the manifest's rename leaves a whole one.
+        # A failure after the manifest was renamed leaves a whole checkpoint.
         if failed and not _is_whole(save.folder):
             self._remove_unfinished(save.folder)
             return {"error": str(_failed(save, failed)), "warning": ""}
