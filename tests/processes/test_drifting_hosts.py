@@ -10,12 +10,9 @@ from tests.support.workers import Workers
 # The others are of the tier `test-all`: each is a model of its own.
 IN_TEST = {
     "weights between epochs",
-    "learning rate of an epoch",
     "learning rate in the last epoch",
-    "optimizer state",
     "loss scale",
     "seed of a generator between passes",
-    "order of rows in the last batch",
     "batches of the validation",
     "alike: own batches",
     "alike: read ahead, never trained on",
@@ -25,8 +22,10 @@ MARKS = {
 }
 
 
-def run(*arguments):
-    with Workers(2, "tests.support.drifting_hosts", *arguments) as workers:
+def run(*arguments, devices=1):
+    variables = {"TFDP_DEVICES_PER_WORKER": str(devices)}
+    program = "tests.support.drifting_hosts"
+    with Workers(2, program, *arguments, variables=variables) as workers:
         return workers.succeed()
 
 
@@ -74,6 +73,7 @@ def test_the_comparison_can_be_turned_off():
 
 @pytest.mark.slow
 def test_shards_of_each_host():
-    for output in run("--shard", "optimizer state", "weights between epochs"):
+    cases = ("optimizer state", "weights between epochs")
+    for output in run("--shard", *cases, devices=2):
         assert "momentum" in said(output, "optimizer state")
         assert "kernel" in said(output, "weights between epochs")

@@ -233,19 +233,19 @@ DIFFERENT = {
     ),
     "learning rate before fit": (
         Case(change=add_to(rate_of, 0.01)),
-        r"start of epoch 1 .*learning_rate of \w+ \(0.0",
+        r"start of epoch 1 .*learning rate of \w+ \(0.0",
     ),
     "learning rate of an epoch": (
         Case(change=add_to(rate_of, 0.01), at=("on_epoch_begin", 1)),
-        r"start of epoch 2 .*learning_rate of \w+ \(0.0",
+        r"start of epoch 2 .*learning rate of \w+ \(0.0",
     ),
     "learning rate in the last epoch": (
         Case(change=add_to(rate_of, 0.01), at=LAST, epochs=1),
-        "end of epoch 1 .*learning_rate",
+        "end of epoch 1 .*learning rate",
     ),
     "learning rate of a schedule": (
         Case(decay, change=None),
-        "start of epoch 2 .*learning_rate",
+        "start of epoch 2 .*learning rate",
     ),
     "optimizer state": (
         Case(change=add_to(slot_of, 0.1), at=SECOND),

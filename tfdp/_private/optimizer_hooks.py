@@ -30,6 +30,7 @@ __all__ = [
     "by_keras",
     "is_between_updates",
     "put_under",
+    "rate_of",
     "strategy_of",
     "variable_index",
     "variables_built_with",
@@ -53,6 +54,18 @@ IN_USE = (
     *(CLIP, "_overwrite_variables_directly_with_gradients", UPDATE_OF_STRATEGY),
     *("assign", "assign_add", "assign_sub"),
 )
+
+
+def rate_of(optimizer: keras.optimizers.Optimizer) -> float | None:
+    """The learning rate now; None where a function of the program gives it.
+
+    Such a function may count its calls.
+    """
+    rate = getattr(optimizer, "_learning_rate", None)
+    is_schedule = isinstance(rate, keras.optimizers.schedules.LearningRateSchedule)
+    if rate is None or (callable(rate) and not is_schedule):
+        return None
+    return float(keras.ops.convert_to_numpy(optimizer.learning_rate))
 
 
 def by_keras(optimizer: keras.optimizers.Optimizer, method: str) -> Callable[..., Any]:

@@ -17,12 +17,12 @@ from typing import Any
 
 import keras
 
-from tfdp.callbacks.learning_rate import learning_rates
+from tfdp._private.optimizer_hooks import rate_of
 from tfdp.callbacks.told_by_all import first_rank_of, told_by_all
 from tfdp.data.batch_record import BatchRecord, common_ends, first_differences
 from tfdp.errors import CollectiveError, ReplicaDriftError
 from tfdp.hosts.host_link import Compared
-from tfdp.step.held_optimizers import optimizers_of
+from tfdp.step.held_optimizers import innermost_optimizers, optimizers_of
 from tfdp.step.replicated_state import kept_alike
 from tfdp.variables.bit_hash import bit_hash
 
@@ -30,7 +30,7 @@ __all__ = ["ComparedHosts"]
 
 DIGEST_BYTES = 16
 MOST_NAMED = 5
-RATE = "the "
+RATE = "the learning rate"
 OFF = "Communication(compare_hosts=False) turns this comparison off."
 
 
@@ -117,9 +117,11 @@ def state_of_host(model: keras.Model) -> list[tuple[str, str]]:
             hashes += [(kept.name, bit_hash(copy)) for copy in copies.values()]
     # Only now: on a GPU all of them run before one is waited for.
     state = [(name, f"{int(value):08x}") for name, value in hashes]
-    for optimizer in optimizers_of(model):
-        for name, rate in learning_rates(optimizer).items():
-            state.append((f"{RATE}{name} of {optimizer.name}", repr(rate)))
+    for owner in optimizers_of(model):
+        for optimizer in innermost_optimizers(owner):
+            rate = rate_of(optimizer)
+            if rate is not None:
+                state.append((f"{RATE} of {optimizer.name}", repr(rate)))
     return state
 
 

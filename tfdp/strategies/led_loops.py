@@ -104,7 +104,7 @@ class LedLoops:
         ) -> contextlib.AbstractContextManager[None]:
             kind, held = frames.loop_around()
             which = f"epoch {held['epoch'] + 1} of fit" if kind == "fit" else kind
-            name = f"{which} ({dataset})"
+            name = f"{which or 'a loop'} ({dataset})"
             compared = NOTHING_TO_COMPARE
             if self._compares:
                 fit = held if kind == "fit" else None
