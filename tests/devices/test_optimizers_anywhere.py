@@ -166,9 +166,9 @@ def test_one_that_the_strategy_does_not_know_is_refused(optimizer, words):
     with strategy.scope():
         net, unknown = dense_model(), optimizer()
     # As if it were a copy, or made where no scope is open.
-    strategy.extended.made_optimizers = type(strategy.extended.made_optimizers)()
+    strategy.extended.remember_made()
     unknown.build(net.trainable_variables)
-    strategy.extended.made_optimizers = type(strategy.extended.made_optimizers)()
+    strategy.extended.remember_made()
     with pytest.raises(ConfigurationError, match=words):
         replica_losses(strategy, unknown, net)
 

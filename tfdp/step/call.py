@@ -30,7 +30,7 @@ from tfdp.step.held_optimizers import optimizers_of
 from tfdp.step.jit import jitted_train_step
 from tfdp.step.late_state import with_late_state
 from tfdp.step.layer_state import suspect_stored
-from tfdp.step.metric_state import suspect_counted
+from tfdp.step.metric_state import suspect_counted, suspect_steps_counted
 from tfdp.step.optimizers import led_optimizers
 from tfdp.step.own_losses import own_losses
 from tfdp.step.padding import leaves_filling_out, step_without_filling
@@ -40,6 +40,7 @@ from tfdp.step.shared_functions import SharedFunctions
 from tfdp.step.shared_pass import by_one_graph, can_share_pass
 from tfdp.step.step_meter import StepMeter
 from tfdp.step.tables_in_place import read_in_place
+from tfdp.step.written_summaries import suspect_written
 from tfdp.tracing.keras_steps import (
     is_predict_step,
     is_stock_train_step,
@@ -154,12 +155,16 @@ class StepCall:
 
     @contextlib.contextmanager
     def leading(
-        self, optimizers: Sequence[keras.optimizers.Optimizer], replicas: int
+        self,
+        optimizers: Sequence[keras.optimizers.Optimizer],
+        made_metrics: Sequence[keras.metrics.Metric],
+        replicas: int,
     ) -> Iterator[Any]:
         """While this lasts, optimizers reduce first, and losses count by their rows.
 
         Args:
           optimizers: all that the step may use.
+          made_metrics: those made in the strategy's scope, by any model or by none.
           replicas: on all hosts.
 
         Yields:
@@ -173,12 +178,12 @@ class StepCall:
             step = with_own_gathers(with_late_state(step, self.run), self.run)
         with (
             led_optimizers(optimizers, self.run),
-            led_reports(self.model, self.run) as noted,
+            led_reports(self.model, self.run, made_metrics) as noted,
             led_reductions(self.model, self.run, self.fn),
             leaves_borrowed_out(self.fn, optimizers, self.run),
             own_losses(self.model if replicas > 1 else None),
             _looking_at_loss(self.model, self._guard),
-            self._leaving_filling_out(),
+            self._leaving_filling_out(made_metrics),
             batch_first(step, None if self._is_compiled else arguments) as step,
         ):
             self.step = recorded(step, self.run) if tf.executing_eagerly() else step
@@ -186,14 +191,18 @@ class StepCall:
         shared.finish()
         if not (self._is_compiled or tf.executing_eagerly()):
             read_in_place(operations()[built_before:])
+            suspect_written(self.run, operations()[built_before:])
         suspect_pairs(self.run)
         suspect_stored(self.run, self.model)
         suspect_counted(self.run)
+        suspect_steps_counted(self.run, made_metrics)
 
-    def _leaving_filling_out(self) -> contextlib.AbstractContextManager[None]:
+    def _leaving_filling_out(
+        self, made_metrics: Sequence[keras.metrics.Metric]
+    ) -> contextlib.AbstractContextManager[None]:
         if self._filled_rows is None:
             return contextlib.nullcontext()
-        return leaves_filling_out(self.model, self.run)
+        return leaves_filling_out(self.model, self.run, made_metrics)
 
     def guard(self, guard: FiniteGuard | None) -> None:
         """Lets `guard` watch the step, where it is what `guard` is for."""

@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
+import keras
+import numpy as np
 import tensorflow as tf
 
 from tfdp._private.names import own_copy
 from tfdp._private.step_ops import MAY_CALL, PYTHON
-from tfdp.tracing.assigned_terms import is_read_among, term_added_to
-from tfdp.tracing.loss_shares import ancestors, key_of
+from tfdp.tracing.assigned_terms import change_of, is_read_among, term_added_to
+from tfdp.tracing.loss_shares import Standing, ancestors, key_of
 from tfdp.tracing.own_rows import MadeOf, is_of_own_rows
 from tfdp.tracing.replica_invariance import is_exchanged, outermost
 from tfdp.tracing.row_means import (
@@ -27,7 +29,7 @@ from tfdp.tracing.row_means import (
 )
 from tfdp.tracing.run import ReplicaRun, trace_of
 
-__all__ = ["suspect_counted"]
+__all__ = ["suspect_counted", "suspect_steps_counted"]
 
 MOVES_BY_ITSELF = "something that moves by what it holds, such as a running mean"
 NO_SUM = "a sum of what is none over rows, such as of maxima or of roots"
@@ -73,6 +75,42 @@ def suspect_counted(run: ReplicaRun) -> None:
                 f"what a metric counts in {name!r} is added up over the replicas, and "
                 f"it looks like {what}. {REMEDY}"
             )
+
+
+def suspect_steps_counted(
+    run: ReplicaRun, metrics: Iterable[keras.metrics.Metric]
+) -> None:
+    """Notes metrics that divide a sum of losses by steps that each replica counts.
+
+    Of a loss each replica adds its share, so the sum is that of one device; of steps
+    each adds one.
+    """
+    if run.replicas == 1:
+        return
+    owners = {id(v.value): metric for metric in metrics for v in metric.variables}
+    adds_shares, counts_steps = set(), set()
+    for rank, variable, value, is_added in run.counted:
+        metric = owners.get(id(variable))
+        if metric is None or id(variable) in run.numbers_told:
+            continue
+        term = value
+        if not is_added:
+            term = change_of(_handle(variable, rank), value)
+        if term is None:
+            continue
+        step = tf.get_static_value(term)
+        if step is not None and np.size(step) == 1 and abs(step) == 1:
+            counts_steps.add(metric.name)
+        elif run.shares[trace_of(rank)].standing_of(term) is Standing.SHARE:
+            adds_shares.add(metric.name)
+    for name in adds_shares & counts_steps:
+        run.state_suspicions.add(
+            f"the metric {name!r} adds up a loss, of which each of {run.replicas} "
+            "replicas brings its share, and counts steps, of which each brings one: "
+            f"its quotient is 1/{run.replicas} of the loss. Give the loss to a "
+            "keras.metrics.Mean, or make the metric's class one of its subclasses, "
+            "which hands the loss to super().update_state"
+        )
 
 
 def _handle(variable: object, rank: int) -> tf.Tensor | None:

@@ -21,7 +21,7 @@ from tfdp.tracing.replica_invariance import is_exchanged, outermost
 from tfdp.tracing.run import ReplicaRun
 from tfdp.variables.mirrored import SeedVariable
 
-__all__ = ["refuse_own_branches"]
+__all__ = ["refuse_own_branches", "what_is_own"]
 
 CONDITIONALS = {"If", "StatelessIf", "Case", "StatelessCase"}
 # How many rows there are is mostly alike on all replicas, and what it decides on too.
@@ -47,7 +47,7 @@ def refuse_own_branches(
         condition = _condition_of(branch)
         if condition is None:
             continue
-        why = _what_is_own(run, rank, condition)
+        why = what_is_own(run, rank, condition)
         if why is not None:
             raise CollectiveError(_message(why))
         told.setdefault(rank, []).append(_told_from_others(rank, condition))
@@ -75,11 +75,11 @@ def _condition_of(branch: tf.Graph) -> tf.Tensor | None:
     return None
 
 
-def _what_is_own(run: ReplicaRun, rank: int, condition: tf.Tensor) -> str | None:
-    """By what of its own a replica decides, in words; None: nothing is seen."""
+def what_is_own(run: ReplicaRun, rank: int, value: tf.Tensor) -> str | None:
+    """By what of its own a replica makes a value, in words; None: nothing is seen."""
     owners = {key_of(part): r for r in run.batches for part in _rows_of(run, r)}
     found = set()
-    for tensor in _made_here(condition, owners):
+    for tensor in _made_here(value, owners):
         found.add(owners.get(key_of(tensor)))
         variable = _variable_of(tensor)
         if isinstance(variable, SyncOnReadVariable):
@@ -121,8 +121,8 @@ def _told_from_others(rank: int, condition: tf.Tensor) -> tuple[Any, ...]:
     return tuple(told)
 
 
-def _made_here(condition: tf.Tensor, batch: Collection[Any]) -> Iterator[tf.Tensor]:
-    """What `condition` is made of, but for what lies behind exchanges and shapes."""
+def _made_here(value: tf.Tensor, batch: Collection[Any]) -> Iterator[tf.Tensor]:
+    """What `value` is made of, but for what lies behind exchanges and shapes."""
 
     def is_found(tensor: tf.Tensor) -> bool:
         is_known = key_of(tensor) in batch or tensor.dtype == tf.resource
@@ -131,7 +131,7 @@ def _made_here(condition: tf.Tensor, batch: Collection[Any]) -> Iterator[tf.Tens
     def is_behind(tensor: tf.Tensor) -> bool:
         return is_exchanged(tensor) or tensor.op.type in SHAPES
 
-    todo = [condition]
+    todo = [value]
     while todo:
         made_of = ancestors(todo.pop(), is_found=is_found, is_behind=is_behind)
         for tensor in made_of:

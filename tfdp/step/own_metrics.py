@@ -8,7 +8,7 @@ own may be given anything: what has as many rows as the filled-up batch gets a w
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -21,15 +21,22 @@ from tfdp.tracing.padded_batch import Padding
 __all__ = ["own_metrics", "weigh_rows", "without_filling"]
 
 
-def own_metrics(model: keras.Model) -> Iterator[keras.metrics.Metric]:
-    """The metrics of `model` that are neither of its losses nor given to `compile`."""
+def own_metrics(
+    model: keras.Model, made_metrics: Sequence[keras.metrics.Metric]
+) -> Iterator[keras.metrics.Metric]:
+    """The metrics that a step of `model` may update itself: each once.
+
+    Args:
+      model: its own, but for those of its losses and those given to `compile`.
+      made_metrics: it may use them without listing them.
+    """
     if not getattr(model, "compiled", False):
         return  # before, the list of metrics may fail
     of_whole_loss, of_outputs = loss_trackers(model)
-    led = [of_whole_loss, *of_outputs, metrics_as_compiled(model)]
-    for metric in model.metrics:
-        if not any(metric is other for other in led):
-            yield metric
+    compiled = metrics_as_compiled(model)
+    led = [of_whole_loss, *of_outputs, compiled, *getattr(compiled, "metrics", ())]
+    own = {id(metric): metric for metric in [*model.metrics, *made_metrics]}
+    yield from (own[key] for key in own.keys() - set(map(id, led)))
 
 
 def without_filling(update: Callable, padding: Padding, metric: Any) -> Callable:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -40,7 +40,9 @@ Find = Callable[[], Padding | None]
 
 
 @contextlib.contextmanager
-def leaves_filling_out(model: Any, run: ReplicaRun) -> Iterator[None]:
+def leaves_filling_out(
+    model: Any, run: ReplicaRun, made_metrics: Sequence[keras.metrics.Metric]
+) -> Iterator[None]:
     """While this lasts, `model` leaves the filling out of its loss and metrics.
 
     Args:
@@ -72,7 +74,8 @@ def leaves_filling_out(model: Any, run: ReplicaRun) -> Iterator[None]:
     if metrics is not None:
         leads.append((metrics, "update_state", _weigh_each_metric))
     leads += [
-        (metric, "update_state", without_filling) for metric in own_metrics(model)
+        (metric, "update_state", without_filling)
+        for metric in own_metrics(model, made_metrics)
     ]
     with contextlib.ExitStack() as stack:
         for target, name, lead in leads:

@@ -65,12 +65,20 @@ class NotedResults:
 
 
 @contextlib.contextmanager
-def led_reports(model: Any, run: ReplicaRun) -> Iterator[NotedResults]:
-    """While this lasts, the means that `model` reports take in the replicas' shares."""
+def led_reports(
+    model: Any, run: ReplicaRun, made_metrics: Sequence[keras.metrics.Metric]
+) -> Iterator[NotedResults]:
+    """While this lasts, the means that `model` reports take in the replicas' shares.
+
+    Args:
+      model: whose step runs.
+      made_metrics: its step may use them, whether the model lists them or not.
+    """
     noted = NotedResults()
     with contextlib.ExitStack() as stack:
         if isinstance(model, keras.Model) and run.replicas > 1:
-            for metric in {id(one): one for one in _metrics_of(model)}.values():
+            metrics = _metrics_of(model, made_metrics)
+            for metric in {id(one): one for one in metrics}.values():
                 if type(metric).__module__.startswith("keras."):
                     # What Keras' own count adds up, and numbers that they are given
                     # are looked at where they are given.
@@ -98,10 +106,13 @@ def recorded(step: Callable, run: ReplicaRun) -> Callable:
     return recorded_step
 
 
-def _metrics_of(model: keras.Model) -> Iterator[keras.metrics.Metric]:
+def _metrics_of(
+    model: keras.Model, made_metrics: Sequence[keras.metrics.Metric]
+) -> Iterator[keras.metrics.Metric]:
     # Before it is compiled a model's list of metrics may fail.
     if not getattr(model, "compiled", False):
         return
+    yield from made_metrics
     # Also what a property `metrics` of a program's own leaves out.
     for metric in [*model.metrics, *metrics_of_layers(model)]:
         inner = getattr(metric, "metrics", None)  # those given to `compile`

@@ -32,7 +32,6 @@ from tfdp.sharding.updates import (
 from tfdp.sharding.variables import ShardedVariable
 from tfdp.step.local_run import refuse_in_local_run
 from tfdp.step.shard_gradients import is_made_of_shards, refuse_sum_of_shards
-from tfdp.strategies.made_optimizers import MadeOptimizers
 from tfdp.strategies.replica_extended import ReplicaExtended
 from tfdp.tracing.eager_order import EagerOrder
 from tfdp.tracing.effects_in_order import ReplicaEffects
@@ -77,7 +76,7 @@ class DataParallelExtended(ReplicaExtended, MirroredExtended):
         if sharding is not None and sharding.is_needed(reducer.shard_parts):
             self.shards = ShardUpdates(strategy, devices, reducer, sharding)
         self.current_run = ReplicaRun(len(devices))
-        self.made_optimizers = MadeOptimizers()
+        self.remember_made()
         self._draws_per_replica = draws_per_replica
         super().__init__(
             strategy, devices=list(devices), cross_device_ops=cross_device_ops
@@ -151,7 +150,7 @@ class DataParallelExtended(ReplicaExtended, MirroredExtended):
         return super().batch_reduce_to(reduce_op, value_destination_pairs, options)
 
     def _create_variable(self, next_creator: Callable, **kwargs: Any) -> Any:
-        self.made_optimizers.note_maker()
+        self.note_maker()
         shards, shard_class = self.shards, None
         if shards is not None and kwargs.get("initial_value") is not None:
             value = self.draw_start(kwargs, self.worker_devices[0])

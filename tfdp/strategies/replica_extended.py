@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from tfdp._private.names import current_rank, in_compiled_function, stop_recording
@@ -17,7 +18,7 @@ from tfdp.step.finite_guard import FiniteGuard
 from tfdp.step.noise_probe import NoiseProbe
 from tfdp.step.step_meter import StepMeter
 from tfdp.step.unled_optimizers import refuse_unled
-from tfdp.strategies.made_optimizers import MadeOptimizers
+from tfdp.strategies.made_in_scope import MadeInScope
 from tfdp.strategies.scope_checks import check_component
 from tfdp.tracing.run import ReplicaRun
 from tfdp.variables.mirrored import is_seed_state
@@ -36,7 +37,8 @@ class ReplicaExtended(LastingInput):
     #: Makes and updates what is sharded; None: nothing is.
     shards: ShardUpdates | None
     current_run: ReplicaRun
-    made_optimizers: MadeOptimizers
+    made_optimizers: MadeInScope[keras.optimizers.Optimizer]
+    made_metrics: MadeInScope[keras.metrics.Metric]
     #: Notes the norms of gradients; None: nobody asks.
     noise_probe: NoiseProbe | None = None
     #: Leaves out steps that are not finite; None: nobody asks.
@@ -97,6 +99,16 @@ class ReplicaExtended(LastingInput):
                 "it under the strategy in whose scope it was made."
             )
         return self.shards
+
+    def remember_made(self) -> None:
+        """Before the first variable is made: begins to remember who makes them."""
+        self.made_optimizers = MadeInScope(keras.optimizers.Optimizer)
+        self.made_metrics = MadeInScope(keras.metrics.Metric)
+
+    def note_maker(self) -> None:
+        """Notes the optimizer or metric that is making a variable, if one is."""
+        self.made_optimizers.note_maker()
+        self.made_metrics.note_maker()
 
     def begin_run(self) -> None:
         """Before the replicas of one `strategy.run` are traced."""

@@ -204,6 +204,7 @@ class ReplicaContextStrategy(OfOneProcess, tf.distribute.Strategy):
         )
         self._adopt_and_check(call.model, call.optimizers)
         optimizers = self.extended.made_optimizers.together_with(call.optimizers)
+        made_metrics = self.extended.made_metrics.together_with(())
         if call.model in self._jit_models:
             call.compile_replicas()
         run = call.take_batch()
@@ -216,7 +217,7 @@ class ReplicaContextStrategy(OfOneProcess, tf.distribute.Strategy):
         call.meet(self.extended.step_meter)
         with (
             self._as_current(run),
-            call.leading(optimizers, self._replicas) as noted,
+            call.leading(optimizers, made_metrics, self._replicas) as noted,
         ):
             result = super().run(call.step, call.args, call.kwargs, options)
             refuse_own_branches(run, self.extended.reducer.branches)

@@ -18,7 +18,6 @@ from tfdp.plan.shards import Sharding
 from tfdp.sharding.tpu_variables import tpu_shard_class
 from tfdp.sharding.updates import SHARD_CLASSES, ShardUpdates
 from tfdp.sharding.variables import ShardedVariable
-from tfdp.strategies.made_optimizers import MadeOptimizers
 from tfdp.strategies.replica_extended import ReplicaExtended
 from tfdp.tracing.run import ReplicaRun
 from tfdp.variables.global_seed import with_global_seed
@@ -56,7 +55,7 @@ class TPUDataParallelExtended(ReplicaExtended, TPUExtended):
         self._draws_per_replica = draws_per_replica
         #: Whether an update of one variable is being built: assignments are final.
         self.is_updating_own_copy = False
-        self.made_optimizers = MadeOptimizers()
+        self.remember_made()
         self.shards: ShardUpdates | None = None
         super().__init__(strategy, resolver, device_assignment=device_assignment)
         # Classes of variables, not policies, say how a variable behaves: ours are such.
@@ -111,7 +110,7 @@ class TPUDataParallelExtended(ReplicaExtended, TPUExtended):
         return result if group else (result,)
 
     def _create_variable(self, next_creator: Callable, **kwargs: Any) -> Any:
-        self.made_optimizers.note_maker()
+        self.note_maker()
         shards, shard_class = self.shards, None
         if shards is not None and kwargs.get("initial_value") is not None:
             value = self.draw_start(kwargs, "CPU:0")
