@@ -143,7 +143,7 @@ def _apply(
     original = original or type(optimizer).apply.__get__(optimizer)
     original = watch_draws([optimizer, *innermost_optimizers(optimizer)], run, original)
     # An optimizer that another one holds is called with what that one has reduced.
-    is_given_reduced = tf.distribute.in_cross_replica_context() or run.is_updating
+    is_given_reduced = current_run() is None or run.is_updating
     if is_given_reduced:
         return original(gradients, trainable_variables)
     if shards_of(optimizer) is not None:
@@ -295,8 +295,8 @@ def _check_finite(
 def _clip_unless_held_back(
     run: ReplicaRun, clip: Callable[[Sequence[Any]], Any], gradients: Sequence[Any]
 ) -> Any:
-    is_replica = not tf.distribute.in_cross_replica_context()
-    return gradients if is_replica and run.reduces_in_update else clip(gradients)
+    is_held_back = current_run() is not None and run.reduces_in_update
+    return gradients if is_held_back else clip(gradients)
 
 
 def _reduce(
@@ -306,7 +306,7 @@ def _reduce(
 ) -> list[tuple[Any, Any]]:
     """Reduces, and then clips, what was not reduced before."""
     pairs = list(grads_and_vars)
-    if tf.distribute.in_cross_replica_context() or not run.reduces_in_update:
+    if current_run() is None or not run.reduces_in_update:
         return pairs
     places = [i for i, (gradient, _) in enumerate(pairs) if gradient is not None]
     variables = [pairs[i][1] for i in places]

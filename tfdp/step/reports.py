@@ -26,6 +26,7 @@ from tfdp._private.keras_models import metrics_of_layers, metrics_within, own_va
 from tfdp._private.names import DistributedVariable, current_rank
 from tfdp.step.derived_reports import Derivation, Mixture, derivation_of
 from tfdp.tracing.assigned_terms import as_tensors
+from tfdp.tracing.current_run import current_run
 from tfdp.tracing.loss_shares import Standing, key_of
 from tfdp.tracing.loss_suspicions import reported_standing
 from tfdp.tracing.row_means import (
@@ -138,7 +139,7 @@ def _update_mean(
 ) -> Any:
     """`keras.metrics.Mean.update_state` of one replica, as its part of one device's."""
     update = keras.metrics.Mean.update_state.__get__(metric)
-    if tf.distribute.in_cross_replica_context():
+    if current_run() is None:  # perhaps another thread, while this one traces
         return update(values, sample_weight=sample_weight)
     rank = current_rank()
     (number,) = as_tensors([values])  # a learning rate is a variable
@@ -198,7 +199,7 @@ def _numbers_by_rows(metric: keras.metrics.Mean, run: ReplicaRun) -> Iterator[No
 
     def add_to_total(value: Any, *args: Any, **options: Any) -> Any:
         number = number_counted_by_mean()
-        if number is not None and not tf.distribute.in_cross_replica_context():
+        if number is not None and current_run() is not None:
             rank = current_rank()
             share = tf.cast(run.share_of(rank), value.dtype)
             value = _without_share(metric, run, rank, number, value)
@@ -207,7 +208,7 @@ def _numbers_by_rows(metric: keras.metrics.Mean, run: ReplicaRun) -> Iterator[No
 
     def add_to_count(value: Any, *args: Any, **options: Any) -> Any:
         number = number_counted_by_mean()
-        if number is not None and not tf.distribute.in_cross_replica_context():
+        if number is not None and current_run() is not None:
             value = tf.cast(run.share_of(current_rank()), number.dtype)
         return type(metric.count).assign_add(metric.count, value, *args, **options)
 
@@ -223,7 +224,7 @@ def _update_wrapped(
 ) -> Any:
     """`MeanMetricWrapper.update_state`: a number of all rows counts by its rows."""
     values = None
-    if sample_weight is None and not tf.distribute.in_cross_replica_context():
+    if sample_weight is None and current_run() is not None:
         values = own_values(metric, y_true, y_pred)
     if values is not None:
         if not values.shape.rank:

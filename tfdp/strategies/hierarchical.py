@@ -18,6 +18,7 @@ from tfdp.plan.communication import (
 )
 from tfdp.plan.topology import Topology
 from tfdp.strategies.devices import find_devices
+from tfdp.tracing.one_trace import one_trace
 
 __all__ = ["HierarchicalAllReduce"]
 
@@ -77,15 +78,16 @@ class HierarchicalAllReduce(tf.distribute.ReductionToOneDevice):
             return super().batch_reduce_implementation(
                 reduce_op, value_destination_pairs, options
             )
-        pipeline = self.pipeline(devices)
-        pipeline.begin_run()
         mean = reduce_op == tf.distribute.ReduceOp.MEAN
         by_rank = []
-        for rank, device in enumerate(devices):
-            with tf.device(device):
-                mine = [value.values[rank] for value, _ in value_destination_pairs]
-                by_rank.append(pipeline.all_reduce(mine, rank, mean=mean))
-        pipeline.end_run()
+        with one_trace():
+            pipeline = self.pipeline(devices)
+            pipeline.begin_run()
+            for rank, device in enumerate(devices):
+                with tf.device(device):
+                    mine = [value.values[rank] for value, _ in value_destination_pairs]
+                    by_rank.append(pipeline.all_reduce(mine, rank, mean=mean))
+            pipeline.end_run()
         return [regroup_mirrored(parts) for parts in zip(*by_rank, strict=True)]
 
     def pipeline(self, devices: tuple[str, ...]) -> GradientPipeline:

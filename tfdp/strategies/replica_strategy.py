@@ -40,11 +40,13 @@ from tfdp.strategies.adopted_state import adopt_state
 from tfdp.strategies.idle_options import IdleOptions
 from tfdp.strategies.in_words import FirstFit, strategy_in_words
 from tfdp.strategies.of_one_process import OfOneProcess
+from tfdp.strategies.one_thread import OneThread
 from tfdp.strategies.same_rows import warn_of_same_rows
 from tfdp.strategies.unused import note_used
 from tfdp.tracing import keras_steps
 from tfdp.tracing.eager_order import sum_in_words
 from tfdp.tracing.loss_suspicions import why_loss_seems_local
+from tfdp.tracing.one_trace import one_trace
 from tfdp.tracing.padded_batch import without_padding
 from tfdp.tracing.run import ReplicaRun
 
@@ -188,11 +190,13 @@ class ReplicaContextStrategy(OfOneProcess, tf.distribute.Strategy):
         is_reported = frames.is_called_by_keras_loop()
         if is_function(fn) and tf.executing_eagerly():
             return self._in_graph(fn)(args, kwargs or {}, options, is_reported)
-        return self._run(fn, args, kwargs, options, is_reported)
+        with one_trace():
+            return self._run(fn, args, kwargs, options, is_reported)
 
     def _run(
         self, fn: Callable, args: Any, kwargs: Any, options: Any, is_reported: bool
     ) -> Any:
+        self._check_thread()
         call = StepCall(
             fn,
             args,
@@ -292,7 +296,8 @@ class ReplicaContextStrategy(OfOneProcess, tf.distribute.Strategy):
             run, of = self._run, weakref.ref(fn)  # the key of a weak dictionary
 
             def run_on_all(*given: Any) -> Any:
-                return run(of(), *given)  # type: ignore[arg-type]
+                with one_trace():
+                    return run(of(), *given)  # type: ignore[arg-type]
 
             graphs[fn] = tf.function(
                 traced_as(fn, run_on_all), autograph=False, reduce_retracing=True
@@ -316,6 +321,7 @@ class ReplicaContextStrategy(OfOneProcess, tf.distribute.Strategy):
         if self._replicas > 1:
             reader = frames.batch_size_of_caller()[0]
             dataset = splittable(dataset, reader, self._splits_multiples_of())
+        self._check_thread()
         dataset = self._part_of_host(dataset)
         is_odd = not is_of_one_size(dataset, self._replicas)
         if self.pad_batches and (is_odd or self.compiles_steps):
@@ -334,6 +340,14 @@ class ReplicaContextStrategy(OfOneProcess, tf.distribute.Strategy):
     def _part_of_host(self, dataset: Any) -> Any:
         """What this host's replicas split among them."""
         return dataset
+
+    @functools.cached_property
+    def _one_thread(self) -> OneThread:
+        return OneThread()
+
+    def _check_thread(self) -> None:
+        if self._hosts_of_batch > 1:
+            self._one_thread.check(self._hosts_of_batch)
 
     _has_fixed_shares = True
 
