@@ -149,6 +149,36 @@ def test_the_backward_pass_computes_again():
     assert len(calls) == 2
 
 
+class Recomputed(keras.layers.Layer):
+    """What TensorFlow offers in the place of `tfdp.remat`."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def build(self, shape):
+        self.inner.build(shape)
+
+    def call(self, inputs):
+        return tf.recompute_grad(self.inner)(inputs)
+
+
+@pytest.mark.parametrize("run_eagerly", [False, True])
+def test_recompute_grad_of_weights_in_shards_is_refused(run_eagerly):
+    with make_strategy(2, "parameters").scope():
+        model = keras.Sequential(
+            [
+                keras.Input((12,)),
+                Recomputed(keras.layers.Dense(16)),
+                keras.layers.Dense(5),
+            ]
+        )
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile("sgd", loss, run_eagerly=run_eagerly, jit_compile=False)
+    with pytest.raises(ConfigurationError, match=r"tfdp\.remat\(layer\)"):
+        model.fit(*classification_data(14), verbose=0)
+
+
 def test_moving_statistics_are_updated_once():
     layer = tfdp.remat(keras.layers.BatchNormalization(momentum=0.5))
     x = tf.constant([[1.0], [3.0]])

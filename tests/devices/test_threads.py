@@ -52,7 +52,7 @@ def trained(model, number):
     x, y = classification_data(42 + number)
     options = {"batch_size": 14, "verbose": 0}
     history = model.fit(
-        x, y, epochs=3, shuffle=False, validation_data=(x, y), **options
+        x, y, epochs=2, shuffle=False, validation_data=(x, y), **options
     ).history
     return [*history.values(), *model.get_weights(), model.predict(x, **options)]
 
@@ -72,7 +72,7 @@ class Thread(threading.Thread):
             self._error = error
 
     def join_for_result(self):
-        self.join(300)
+        self.join(900)
         assert not self.is_alive(), "a thread hangs"
         if self._error is not None:
             raise self._error

@@ -32,6 +32,7 @@ from tfdp.sharding.variables import (
     LocalShardVariable,
     ShardedVariable,
     ShardUpdatedVariable,
+    refuse_gradient_of_shard,
     shard_update,
 )
 from tfdp.sharding.views import ShardView
@@ -198,6 +199,7 @@ class ShardUpdates:
 
         def scatter(upstream: Any) -> tf.Tensor:
             upstream = tf.cast(tf.convert_to_tensor(upstream), variable.dtype)
+            refuse_gradient_of_shard(variable, upstream)
             run = self._strategy.extended.current_run
             upstream = run.own_gradient(rank, upstream)
             if not tf.executing_eagerly():

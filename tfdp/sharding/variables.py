@@ -43,6 +43,7 @@ __all__ = [
     "ShardedVariable",
     "noted_assignments",
     "read_instead",
+    "refuse_gradient_of_shard",
     "shard_kind",
     "shard_update",
     "updating_rank",
@@ -107,6 +108,24 @@ def _checked(value: Any, dtype: tf.DType, layout: ShardLayout) -> tf.Tensor:
             f"{layout.shape}."
         )
     return tensor
+
+
+def refuse_gradient_of_shard(variable: ShardedVariable, gradient: tf.Tensor) -> None:
+    """Refuses for the gradient of what a replica read what is that of its shard.
+
+    Raises:
+      ConfigurationError: it has not the shape of the whole variable.
+    """
+    if gradient.shape.is_compatible_with(variable.shape):
+        return
+    raise ConfigurationError(
+        f"The gradient of {variable.name!r}, of shape {variable.shape}, came as one of "
+        f"shape {gradient.shape}. The variable is stored in shards, and tf."
+        "recompute_grad, or a tf.custom_gradient that is given `variables`, takes the "
+        "gradient of the replica's shard for that of the whole. To compute again "
+        "instead of keeping activations use tfdp.remat(layer), which gathers the "
+        'weights again; or leave shard="parameters" out (shard="gradients" can stay).'
+    )
 
 
 class ShardedVariable(DistributedVariable):
