@@ -180,5 +180,5 @@ def test_a_callback_that_was_not_there_begins_anew_and_the_others_go_on(tmp_path
     ],
 )
 def test_ada_scale_refuses_who_sets_the_rate_as_well(other):
-    with pytest.raises(ConfigurationError, match="AdaScale sets the learning rate"):
+    with pytest.raises(ConfigurationError, match="would set the learning rate"):
         fit(compiled(make_strategy(2), sgd()), good_data(), AdaScale(0.1), other())

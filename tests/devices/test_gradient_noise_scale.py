@@ -20,6 +20,7 @@ import tfdp
 from tests.support.parity import classification_data, dense_model
 from tfdp.callbacks import GradientNoiseScale
 from tfdp.errors import ConfigurationError
+from tfdp.step.observers import observers_of
 
 FEATURES, SIGMA = 4, 2.0
 TRUTH = FEATURES + 1 + FEATURES * SIGMA**2  # with |w| = 1
@@ -221,7 +222,7 @@ def test_training_is_what_it_is_without():
         )
         # Nothing is left of it.
         model.fit(*data, batch_size=BATCH, shuffle=False, verbose=0)
-        assert model.distribute_strategy.extended.noise_probe is None
+        assert observers_of(model, object) == []
         weights.append(model.get_weights())
         for variable in model.trainable_variables:
             copies = [copy.numpy() for copy in variable.value.values]
@@ -242,7 +243,7 @@ def test_a_model_after_an_interrupted_one_is_not_looked_at():
     with pytest.raises(KeyboardInterrupt):
         first.fit(*data, verbose=0, callbacks=[callback, Interrupts()])
     compiled(strategy).fit(*data, batch_size=BATCH, verbose=0)
-    assert callback._probe.read() == []
+    assert callback._reader.read() == []
 
 
 class UpdatesTwice(keras.Sequential):

@@ -57,12 +57,14 @@ def fit_around(model: keras.Model) -> FitLocals | None:
     return None
 
 
-def callbacks_around(model: keras.Model) -> list[keras.callbacks.Callback]:
-    """All callbacks of the `fit` of `model` in which the caller runs."""
-    for found in frames.fits_around():
-        if found.get("self") is model:
-            return list(getattr(found.get("callbacks"), "callbacks", ()))
-    return []
+def callbacks_around(model: keras.Model | None) -> list[keras.callbacks.Callback]:
+    """All callbacks of each `fit` of `model` in which the caller runs; None: of any."""
+    return [
+        callback
+        for found in frames.fits_around()
+        if model is None or found.get("self") is model
+        for callback in getattr(found.get("callbacks"), "callbacks", ())
+    ]
 
 
 def is_within_fit(frame: FrameType | None, passes: PassesOfData) -> bool:

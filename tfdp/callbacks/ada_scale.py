@@ -7,7 +7,7 @@ from typing import Any
 
 import keras
 
-from tfdp._private.fit_frames import callbacks_around
+from tfdp.callbacks.beside_others import refuse_others
 from tfdp.callbacks.gradient_noise_scale import GradientNoiseScale
 from tfdp.checks import is_number
 from tfdp.errors import ConfigurationError
@@ -51,7 +51,7 @@ class AdaScale(GradientNoiseScale):
     Raises:
       ConfigurationError: when an argument is not as above; when training starts: as
         `GradientNoiseScale`, where the optimizer has a schedule of its own, and beside
-        Keras' callbacks that set the learning rate.
+        other callbacks that set the learning rate.
 
     Cost: as `GradientNoiseScale`, and an assignment to the learning rate per batch.
     With `steps_per_execution` above 1 so many steps have the same gain.
@@ -122,13 +122,11 @@ class AdaScale(GradientNoiseScale):
                 f"has a schedule of its own ({rate!r}). Give that to AdaScale, and the "
                 "optimizer a number."
             )
-        for callback in callbacks_around(self.model):
-            if isinstance(callback, SET_RATES):
-                raise ConfigurationError(
-                    "AdaScale sets the learning rate in every step, and would take "
-                    f"away what {type(callback).__name__} sets. Give AdaScale its "
-                    "schedule, in steps of the small batch, and leave it out."
-                )
+        refuse_others(
+            self,
+            (*SET_RATES, AdaScale),
+            "set the learning rate (AdaScale takes a schedule)",
+        )
         self._set_rate()
 
     def state_to_keep(self) -> dict[str, Any]:

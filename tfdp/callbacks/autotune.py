@@ -11,6 +11,7 @@ from typing import Any
 
 import keras
 
+from tfdp.callbacks.beside_others import refuse_others
 from tfdp.callbacks.step_count import StepCount
 from tfdp.callbacks.told_by_all import refuse_strategy, told_by_all
 from tfdp.callbacks.tuned_buckets import (
@@ -70,9 +71,10 @@ class Autotune(keras.callbacks.Callback):
     Raises:
       ConfigurationError: when an argument is not as above; when training starts: under
         a strategy that is not tfdp's or is of a TPU; with `sync=` or `min_hosts`,
-        where most steps send nothing; with compression other than `wire_dtype`, which
-        keeps what it did not send; with shard="gradients" or "parameters", where
-        `bucket_bytes` also bounds the memory; and with `run_eagerly=True`.
+        where most steps send nothing; beside another `Autotune`; with compression
+        other than `wire_dtype`, which keeps what it did not send; with
+        shard="gradients" or "parameters", where `bucket_bytes` also bounds the memory;
+        and with `run_eagerly=True`.
 
     Cost: (settings + 1) + 3 rounds of `steps` + 2 steps, at the speed of what is tried,
     and one more trace of the step for each setting, whose graphs are held meanwhile.
@@ -138,6 +140,7 @@ class Autotune(keras.callbacks.Callback):
         reason = why_refused(self.model)
         if reason is not None:
             raise ConfigurationError(f"Autotune cannot act here: {reason}")
+        refuse_others(self, (Autotune,), "set sizes of buckets", of_strategy=True)
         self._pipeline = strategy.extended.reducer
         self._own = self._pipeline.communication
         reason = why_nothing_acts(self._pipeline)

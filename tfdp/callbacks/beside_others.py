@@ -1,15 +1,16 @@
-"""What the callbacks beside a `Checkpoint` may be, and who is asked before them."""
+"""What the callbacks beside one another may be, and which of them comes first."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import keras
 
+from tfdp._private.fit_frames import callbacks_around
 from tfdp.errors import ConfigurationError
 
-__all__ = ["BeforeOthers", "refuse_other_keepers"]
+__all__ = ["BeforeOthers", "refuse_others"]
 
 
 class BeforeOthers(keras.callbacks.Callback):
@@ -28,18 +29,31 @@ class BeforeOthers(keras.callbacks.Callback):
         self._function()
 
 
-def refuse_other_keepers(
-    others: Iterable[keras.callbacks.Callback], kind: type[keras.callbacks.Callback]
+def refuse_others(
+    callback: keras.callbacks.Callback,
+    kinds: tuple[type[keras.callbacks.Callback], ...],
+    what: str,
+    *,
+    of_strategy: bool = False,
 ) -> None:
-    """Refuses a second callback that would give the same training back.
+    """Refuses another callback that would act on the same thing.
+
+    Args:
+      callback: of a `fit` that begins.
+      kinds: of the others, in this `fit` and in those of the model in which it runs.
+      what: both would do, in words.
+      of_strategy: also in those of other models under the same strategy.
 
     Raises:
       ConfigurationError: there is one.
     """
-    for other in others:
-        if isinstance(other, keras.callbacks.BackupAndRestore | kind):
+    strategy = callback.model.distribute_strategy
+    for other in callbacks_around(None if of_strategy else callback.model):
+        if other is callback or not isinstance(other, kinds):
+            continue
+        if other.model.distribute_strategy is strategy:
             raise ConfigurationError(
-                f"Two callbacks of this fit would restore the training, and overwrite "
-                f"each other: tfdp.callbacks.Checkpoint and {type(other).__name__}. "
+                f"Two callbacks of this fit would {what}, and overwrite each other: "
+                f"{type(callback).__name__} and {type(other).__name__}. "
                 "Leave one of them out."
             )

@@ -21,7 +21,7 @@ from tfdp._private.keras_models import (
     set_initial_epoch,
     stand_in_for_logs,
 )
-from tfdp.callbacks.beside_others import BeforeOthers, refuse_other_keepers
+from tfdp.callbacks.beside_others import BeforeOthers, refuse_others
 from tfdp.callbacks.kept_callbacks import (
     arrays_of,
     kept_logs,
@@ -181,7 +181,8 @@ class Checkpoint(keras.callbacks.Callback):
         self._others = [
             c for c in listed if c is not self and not isinstance(c, BeforeOthers)
         ]
-        refuse_other_keepers(self._others, Checkpoint)
+        keepers = (keras.callbacks.BackupAndRestore, Checkpoint)
+        refuse_others(self, keepers, "restore the training")
         around.callbacks.callbacks = [
             *(BeforeOthers(self._give_back), *self._others, self)
         ]

@@ -12,7 +12,7 @@ from tfdp.errors import ConfigurationError
 from tfdp.exchange.pipeline import GradientPipeline
 from tfdp.plan.noise_scale import NoiseAverage, NoiseEstimate, split_norms
 from tfdp.step.momentum_sums import momentum_compression_of
-from tfdp.step.noise_probe import NoiseProbe, NormsOfStep
+from tfdp.step.noise_probe import NormsOfStep, NormsReader
 
 __all__ = ["GradientNoiseScale"]
 
@@ -103,7 +103,7 @@ class GradientNoiseScale(keras.callbacks.Callback):
         #: Steps that were left out so far.
         self.skipped_steps = 0
         self._average = NoiseAverage(self.decay)
-        self._probe: NoiseProbe | None = None
+        self._reader: NormsReader | None = None
         # Sums over steps, of what a batch and one of its parts had.
         self._steps, self._rows, self._part_rows = 0, 0.0, 0.0
 
@@ -114,22 +114,22 @@ class GradientNoiseScale(keras.callbacks.Callback):
           ConfigurationError: where they cannot tell.
         """
         _refuse_what_cannot_tell(self.model, type(self).__name__)
-        strategy = self.model.distribute_strategy
-        self._probe = NoiseProbe(
-            self.model.optimizer,
-            self.model.trainable_variables,
-            len(strategy.extended.worker_devices),
-            self.model.steps_per_execution,
-        )
-        strategy.extended.noise_probe = self._probe
+        self._reader = NormsReader(self.model)
         self.model.make_train_function(force=True)
+
+    def on_train_batch_begin(
+        self, batch: int, logs: dict[str, Any] | None = None
+    ) -> None:
+        """Leaves out what came since the last batch: another callback's `fit`."""
+        if self._reader is not None:
+            self._reader.skip()
 
     def on_train_batch_end(
         self, batch: int, logs: dict[str, Any] | None = None
     ) -> None:
         """Takes in the steps that have run."""
-        if self._probe is not None:
-            for norms in self._probe.read():
+        if self._reader is not None:
+            for norms in self._reader.read():
                 self.take_in(norms)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
@@ -140,8 +140,9 @@ class GradientNoiseScale(keras.callbacks.Callback):
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         """Looks no more; the next training builds graphs that do not, either."""
-        self._probe = None
-        self.model.distribute_strategy.extended.noise_probe = None
+        if self._reader is not None:
+            self._reader.close()
+        self._reader = None
         self.model.make_train_function(force=True)
 
     def state_to_keep(self) -> dict[str, Any]:

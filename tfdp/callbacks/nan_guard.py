@@ -10,6 +10,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdp.callbacks.beside_others import refuse_others
 from tfdp.callbacks.findings_in_words import in_words
 from tfdp.callbacks.kept_copy import KeptCopy
 from tfdp.callbacks.step_count import StepCount, is_due
@@ -24,6 +25,7 @@ from tfdp.errors import ConfigurationError, NotFiniteError, NotFiniteWarning
 from tfdp.step.finite_guard import FiniteGuard, LeftOut
 from tfdp.step.finite_trace import Finding, find_not_finite, weights_not_finite
 from tfdp.step.held_optimizers import optimizers_of
+from tfdp.step.observers import attach, detach
 
 __all__ = ["NaNGuard"]
 
@@ -81,7 +83,8 @@ class NaNGuard(keras.callbacks.Callback):
 
     Raises:
       ConfigurationError: when an argument is not as above; when training starts: under
-        a strategy that is not tfdp's, or is of a TPU, with `run_eagerly=True`; of
+        a strategy that is not tfdp's, or is of a TPU, with `run_eagerly=True`; beside
+        another `NaNGuard`; of
         `sync=`, with "rollback" (the copies of several groups are of several moments)
         and with accumulate_steps above 1 (groups would count apart).
       NotFiniteError: while training, on all hosts; its `findings` hold what was found.
@@ -147,13 +150,14 @@ class NaNGuard(keras.callbacks.Callback):
         """
         strategy = self.model.distribute_strategy
         _refuse_what_cannot_act(self.model, self.on_nan)
+        refuse_others(self, (NaNGuard,), "leave steps out")
         self._guard = FiniteGuard(
             self.model,
             strategy.extended.reducer,
             len(strategy.extended.worker_devices),
             stops=self.on_nan != "skip",
         )
-        strategy.extended.finite_guard = self._guard
+        attach(self.model, self._guard)
         self.model.make_train_function(force=True)
         self._steps, self._has_warned = StepCount(), False
         self._copy = KeptCopy(self.model) if self.on_nan == "rollback" else None
@@ -214,8 +218,9 @@ class NaNGuard(keras.callbacks.Callback):
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         """Looks no more; the next training builds graphs that do not, either."""
+        if self._guard is not None:
+            detach(self.model, self._guard)
         self._guard = self._copy = None
-        self.model.distribute_strategy.extended.finite_guard = None
         self.model.make_train_function(force=True)
 
     def _left_out(self) -> bool:

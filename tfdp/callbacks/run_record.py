@@ -31,6 +31,7 @@ from tfdp.exchange.engine import Engine
 from tfdp.runs.entries import MOST_NAMES, End, Entry, Epoch, Start, Steps
 from tfdp.runs.run_file import RunFile
 from tfdp.runs.thinning import steps_of_line
+from tfdp.step.observers import attach, detach
 from tfdp.step.step_meter import StepMeter
 
 __all__ = ["RunRecord"]
@@ -192,9 +193,9 @@ class RunRecord(keras.callbacks.Callback):
         with contextlib.suppress(ConfigurationError):  # nobody can count there
             self._engine = engine_of(self.model, "RunRecord")
             self._reader = TrafficReader(self._engine)
-        if hasattr(strategy.extended, "step_meter"):
-            self._meter = StepMeter(self.model)
-            strategy.extended.step_meter = self._meter
+        if hasattr(strategy.extended, "current_run"):  # it is one of tfdp's
+            self._meter = StepMeter()
+            attach(self.model, self._meter)
             self.model.make_train_function(force=True)
         self._clock = StepClock(self.model)
 
@@ -306,11 +307,8 @@ class RunRecord(keras.callbacks.Callback):
             self._reader.close()
         if self._clock is not None:
             self._clock.close()
-        extended = (
-            None if self._meter is None else self.model.distribute_strategy.extended
-        )
-        if extended is not None and extended.step_meter is self._meter:
-            extended.step_meter = None
+        if self._meter is not None:
+            detach(self.model, self._meter)
         self._file = self._reader = self._meter = self._clock = None
 
     def _write_line(self) -> None:

@@ -51,7 +51,8 @@ class StepClock:
 
     def close(self) -> None:
         """Leads no more."""
-        if self._step is not None:
+        # Another callback may lead it meanwhile, or have built it anew.
+        if self._model.train_function == self._clocked:
             self._model.train_function = self._step
 
     def _clocked(self, *args: Any) -> Any:

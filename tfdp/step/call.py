@@ -31,6 +31,8 @@ from tfdp.step.jit import jitted_train_step
 from tfdp.step.late_state import with_late_state
 from tfdp.step.layer_state import suspect_stored
 from tfdp.step.metric_state import suspect_counted, suspect_steps_counted
+from tfdp.step.noise_probe import NoiseProbe
+from tfdp.step.observers import observers_of
 from tfdp.step.optimizers import led_optimizers
 from tfdp.step.own_losses import own_losses
 from tfdp.step.padding import leaves_filling_out, step_without_filling
@@ -90,7 +92,6 @@ class StepCall:
         self._hosts = hosts
         self._filled_rows: Any = None
         self._has_own_shapes = False
-        self._guard: FiniteGuard | None = None
 
     @property
     def rows_here(self) -> Any:
@@ -103,11 +104,10 @@ class StepCall:
             return None if counts is None else sum(counts)
         return tf.add_n([tf.cast(n, tf.int32) for n in counts])
 
-    def meet(self, meter: StepMeter | None) -> None:
-        """Lets `meter` see the step, where it is one of training its model."""
-        if meter is not None and meter.model is self.model:
-            if name_of_step(self.fn) == "train_step":
-                meter.note(self.rows_here, (self.args, self.kwargs))
+    def meter(self) -> None:
+        """Lets meters count the step, where it is one of training."""
+        for meter in self._observers_of(StepMeter):
+            meter.note(self.rows_here, (self.args, self.kwargs))
 
     def compile_replicas(self) -> None:
         """Lets XLA compile what each replica computes, where the step is Keras' own."""
@@ -182,7 +182,7 @@ class StepCall:
             led_reductions(self.model, self.run, self.fn),
             leaves_borrowed_out(self.fn, optimizers, self.run),
             own_losses(self.model if replicas > 1 else None),
-            _looking_at_loss(self.model, self._guard),
+            _looking_at_loss(self.model, self.run.guard),
             self._leaving_filling_out(made_metrics),
             batch_first(step, None if self._is_compiled else arguments) as step,
         ):
@@ -204,13 +204,16 @@ class StepCall:
             return contextlib.nullcontext()
         return leaves_filling_out(self.model, self.run, made_metrics)
 
-    def guard(self, guard: FiniteGuard | None) -> None:
-        """Lets `guard` watch the step, where it is what `guard` is for."""
-        if guard is None or guard.model is not self.model:
-            return
-        if name_of_step(self.fn) == "train_step":
-            self._guard = guard
+    def observe(self) -> None:
+        """Lets guards and probes see the step, where it is one of training."""
+        self.run.probes = self._observers_of(NoiseProbe)
+        for guard in self._observers_of(FiniteGuard)[-1:]:
+            self.run.guard = guard
             self.step = guard.around(self.step)
+
+    def _observers_of(self, kind: type) -> list[Any]:
+        is_training = name_of_step(self.fn) == "train_step"
+        return observers_of(self.model, kind) if is_training else []
 
     def own_rows_of(self, result: Any) -> Any:
         """`result` without what was computed of filling and of borrowed rows."""

@@ -60,8 +60,7 @@ class LeftOut(NamedTuple):
 class FiniteGuard:
     """Leaves out the updates of steps that are not finite, while it is in use.
 
-    It is of the graphs that are built while a strategy's extended has it as
-    `finite_guard`.
+    It is in the graphs that are built while it is attached (`tfdp.step.observers`).
 
     Args:
       model: whose `train_step` is watched.
@@ -281,9 +280,9 @@ def update_if_finite(
         replica's own where that comes later.
       update: what it does.
     """
-    guard = getattr(tf.distribute.get_strategy().extended, "finite_guard", None)
     found = current_run()
-    if guard is None or found is None or not guard.is_about(variables):
+    guard = None if found is None else found[0].guard
+    if found is None or guard is None or not guard.is_about(variables):
         update()
         return
     run, rank = found
@@ -310,7 +309,8 @@ def update_if_finite(
 
 def note_loss(model: Any, loss: tf.Tensor) -> None:
     """Lets the guard of `model`, where there is one, look at a loss."""
-    guard = getattr(tf.distribute.get_strategy().extended, "finite_guard", None)
+    found = current_run()
+    guard = None if found is None else found[0].guard
     if guard is not None and guard.model is model:
         guard.note_loss(loss)
 

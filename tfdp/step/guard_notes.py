@@ -112,9 +112,9 @@ def remember(
       variables: what they are of.
       copies: what the calling replica keeps.
     """
-    guard = getattr(tf.distribute.get_strategy().extended, "finite_guard", None)
     found = current_run()
-    if guard is not None and found is not None and guard.is_about(variables):
+    guard = None if found is None else found[0].guard
+    if found is not None and guard is not None and guard.is_about(variables):
         guard.remember(optimizer, found[1], [(c, c.read_value()) for c in copies])
 
 

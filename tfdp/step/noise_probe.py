@@ -12,17 +12,19 @@ beside a 1 from each replica that has rows.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
+import keras
 import tensorflow as tf
 
 from tfdp._private.names import make_note
 from tfdp.errors import ConfigurationError
 from tfdp.step.loss_scale import scale_when_summed
+from tfdp.step.observers import attach, detach, observers_of
 from tfdp.tracing.run import ReplicaRun
 
-__all__ = ["NoiseProbe", "NormsOfStep"]
+__all__ = ["NoiseProbe", "NormsOfStep", "NormsReader"]
 
 
 class NormsOfStep(NamedTuple):
@@ -37,8 +39,8 @@ class NormsOfStep(NamedTuple):
 class NoiseProbe:
     """Notes the norms of the gradients of each step, while it is in use.
 
-    It is of the graphs that are built while a strategy's extended has it as
-    `noise_probe`.
+    It is in the graphs that are built while it is attached (`tfdp.step.observers`).
+    Callbacks of one training share it, and each reads it by a `NormsReader`.
 
     Args:
       optimizer: the model's own; tells by what the loss was scaled.
@@ -60,12 +62,12 @@ class NoiseProbe:
             make_note(tf.zeros([steps, 4]), tf.float32) for _ in range(replicas)
         ]
         self._counts = [make_note(0, tf.int64) for _ in range(replicas)]
-        self._read = 0
+        #: How many read it.
+        self.readers = 0
         self._last: tuple[ReplicaRun, set[int]] | None = None
 
     def is_about(self, variables: Sequence[Any]) -> bool:
-        """Whether these gradients are the model's: an interrupted `fit` leaves the
-        probe where it is, and another model may train next."""
+        """Whether these gradients are the model's: a step may have other variables."""
         own = set(map(id, self._variables))
         return any(id(variable) in own for variable in variables)
 
@@ -109,12 +111,15 @@ class NoiseProbe:
         """What `after` changes."""
         return [self._notes[rank], self._counts[rank]]
 
-    def read(self) -> list[NormsOfStep]:
-        """The norms of each step that ran since they were last read."""
-        count, note = int(self._counts[0].numpy()), self._notes[0].numpy()
-        places = range(self._read, count)
-        self._read = count
-        return [NormsOfStep(*note[place % len(note)].tolist()) for place in places]
+    @property
+    def steps(self) -> int:
+        """How many were noted."""
+        return int(self._counts[0].numpy())
+
+    def norms(self, steps: Iterable[int]) -> list[NormsOfStep]:
+        """The norms of these, counted from 0, of the last ones."""
+        note = self._notes[0].numpy()
+        return [NormsOfStep(*note[step % len(note)].tolist()) for step in steps]
 
     def _inverse_scale(self) -> tf.Tensor | None:
         scale = scale_when_summed(self._optimizer)
@@ -132,10 +137,45 @@ class NoiseProbe:
         self._last[1].add(rank)
 
 
-def probe_of(variables: Sequence[Any]) -> NoiseProbe | None:
-    """What looks at the gradients of `variables`; None in most trainings: nobody."""
-    probe = getattr(tf.distribute.get_strategy().extended, "noise_probe", None)
-    return probe if probe is not None and probe.is_about(variables) else None
+class NormsReader:
+    """Reads the norms of the steps of one `fit`.
+
+    Args:
+      model: it gets a probe, or shares the one that it has.
+    """
+
+    def __init__(self, model: keras.Model):
+        self._model = model
+        probes = observers_of(model, NoiseProbe)
+        if not probes:
+            probes = [
+                NoiseProbe(
+                    model.optimizer,
+                    model.trainable_variables,
+                    len(model.distribute_strategy.extended.worker_devices),
+                    model.steps_per_execution,
+                )
+            ]
+            attach(model, probes[0])
+        self._probe = probes[0]
+        self._probe.readers += 1
+        self.skip()
+
+    def skip(self) -> None:
+        """Leaves out the steps that ran so far: of another `fit` of the model."""
+        self._read = self._probe.steps
+
+    def read(self) -> list[NormsOfStep]:
+        """The norms of each step that ran since then."""
+        steps = range(self._read, self._probe.steps)
+        self._read = steps.stop
+        return self._probe.norms(steps)
+
+    def close(self) -> None:
+        """Reads no more; steps that are built then note nothing for it."""
+        self._probe.readers -= 1
+        if not self._probe.readers:
+            detach(self._model, self._probe)
 
 
 def squared_norm(gradients: Sequence[Any], factor: tf.Tensor | None) -> tf.Tensor:

@@ -21,17 +21,13 @@ __all__ = ["StepMeter"]
 class StepMeter:
     """Looks at the training steps of a model, while it is in use.
 
-    It sees the graphs that are built while a strategy's extended has it as
-    `step_meter`, and eager steps.
-
-    Args:
-      model: whose steps.
+    It sees the graphs that are built while it is attached (`tfdp.step.observers`), and
+    eager steps.
 
     Cost: four small ops in a step.
     """
 
-    def __init__(self, model: Any):
-        self.model = model
+    def __init__(self) -> None:
         self._samples, self._eager_samples = make_counter(), 0
         self._steps, self._eager_steps = make_counter(), 0
         self._arrived = make_note(0.0, tf.float64)

@@ -22,7 +22,6 @@ from tfdp.step.compression import (
 from tfdp.step.guard_notes import remember
 from tfdp.step.loss_scale import scale_when_summed
 from tfdp.step.momentum_sums import momentum_compression_of, sum_by_momentum
-from tfdp.step.noise_probe import probe_of
 from tfdp.step.repeated_rows import as_asked, has_rows_once, takes_sums_alike
 from tfdp.step.shard_gradients import refuse_own_scaling
 from tfdp.step.state_means import store_state, weighted_state
@@ -82,8 +81,10 @@ def reduce_gradients(
         state = [variable for variable in state if id(variable) not in run.own_sums]
         state = _stored_in_this_branch(state, run, rank)
     shares = weighted_state(state, run, rank)
-    probe = probe_of(variables)
-    shares += [] if probe is None else probe.before(gradients, run, rank)
+    # Optimizers of a model may update different variables.
+    probes = [probe for probe in run.probes if probe.is_about(variables)]
+    for probe in probes:
+        shares += probe.before(gradients, run, rank)
     if whole or shares:
         totals, means = _sum_gradients(
             [gradients[i] for i in whole],
@@ -99,7 +100,7 @@ def reduce_gradients(
             if is_once and isinstance(value, tf.IndexedSlices):
                 value = merge_rows(value)
             results[place] = value
-        if probe is not None:
+        for probe in reversed(probes):
             remember(optimizer, variables, probe.notes_of(rank))
             probe.after(totals, means.pop(), run, rank)
         # Assigned in this replica and not by `assign`, which would reduce once more.

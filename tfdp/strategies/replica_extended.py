@@ -14,9 +14,6 @@ from tfdp.errors import CollectiveError, ScopeError
 from tfdp.exchange.reducer import Reducer
 from tfdp.sharding.updates import ACCUMULATOR_NAME, SHARD_CLASSES, ShardUpdates
 from tfdp.sharding.variables import ShardedVariable
-from tfdp.step.finite_guard import FiniteGuard
-from tfdp.step.noise_probe import NoiseProbe
-from tfdp.step.step_meter import StepMeter
 from tfdp.step.unled_optimizers import refuse_unled
 from tfdp.strategies.made_in_scope import MadeInScope
 from tfdp.strategies.scope_checks import check_component
@@ -39,12 +36,6 @@ class ReplicaExtended(LastingInput):
     current_run: ReplicaRun
     made_optimizers: MadeInScope[keras.optimizers.Optimizer]
     made_metrics: MadeInScope[keras.metrics.Metric]
-    #: Notes the norms of gradients; None: nobody asks.
-    noise_probe: NoiseProbe | None = None
-    #: Leaves out steps that are not finite; None: nobody asks.
-    finite_guard: FiniteGuard | None = None
-    #: Counts samples, and when batches come; None: nobody asks.
-    step_meter: StepMeter | None = None
     #: Whether replicas on CPUs may share the graphs of what they do alike.
     shares_graphs = True
     #: Whether random layers draw apart on every replica.

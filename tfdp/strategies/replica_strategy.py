@@ -27,11 +27,13 @@ from tfdp.errors import ConfigurationError, LocalMeanWarning, LocalStateWarning
 from tfdp.plan.shards import Sharding
 from tfdp.step.build import builds_from_plain_batch
 from tfdp.step.call import StepCall
+from tfdp.step.finite_guard import FiniteGuard
 from tfdp.step.held_optimizers import optimizers_of
 from tfdp.step.jit import take_over_jit
 from tfdp.step.layer_state import check_no_row_state
 from tfdp.step.local_run import begin_local_run
 from tfdp.step.losses import loss_replica_count, note_of_one_replica
+from tfdp.step.observers import detach, observers_of
 from tfdp.step.own_branches import refuse_own_branches
 from tfdp.step.reduced_parts import parts_of_one_shape
 from tfdp.step.reports import whole_logs
@@ -212,13 +214,13 @@ class ReplicaContextStrategy(OfOneProcess, tf.distribute.Strategy):
         if call.model in self._jit_models:
             call.compile_replicas()
         run = call.take_batch()
-        call.guard(self.extended.finite_guard)
+        call.observe()
         is_jitted = call.model in self._jit_models
         begin_local_run(call.fn, call.optimizers, run, self, is_jitted=is_jitted)
         self._complete_run(run)
         call.make_shapes_alike()
         call.share_pass(self.extended)
-        call.meet(self.extended.step_meter)
+        call.meter()
         with (
             self._as_current(run),
             call.leading(optimizers, made_metrics, self._replicas) as noted,
@@ -311,9 +313,13 @@ class ReplicaContextStrategy(OfOneProcess, tf.distribute.Strategy):
     def experimental_distribute_dataset(self, dataset: Any, options: Any = None) -> Any:
         """Splits global batches; see `tf.distribute.Strategy`."""
         self._first_fit.look(self, self._notes)
-        if self.extended.finite_guard and frames.is_outermost_fit():
-            # Of a fit that an error has ended: this one may have no such callback.
-            self.extended.finite_guard.arm(0)
+        if frames.is_outermost_fit():
+            model = next(frames.fits_around())["self"]
+            for observer in observers_of(model, object):
+                # A fit that failed left it; this fit may have no such callback.
+                if isinstance(observer, FiniteGuard):
+                    observer.arm(0)
+                detach(model, observer)
         scope_checks.check_not_nested(self)
         scope_checks.check_dataset(dataset)
         dataset = with_own_state(dataset, frames.adapter_of_caller())

@@ -136,6 +136,10 @@ class ReplicaRun:
     rows_once: set[int] = dataclasses.field(default_factory=set)
     #: The ids of optimizers whose momentum was sent in the place of gradients.
     sent_momentum: set[int] = dataclasses.field(default_factory=set)
+    #: Leaves the step out where it is not finite (`tfdp.step.finite_guard`), or None.
+    guard: Any = None
+    #: Note the norms of its gradients (`tfdp.step.noise_probe`).
+    probes: list[Any] = dataclasses.field(default_factory=list)
     #: What the replicas do alike, and share; see `tfdp/step/shared_functions.py`.
     functions: Any = None
 

@@ -73,7 +73,7 @@ class HandleOfReplica:
 
 def before_storing(variable: Any, own: tf.Variable) -> None:
     """Before a step of a replica, and no optimizer, assigns to its own part."""
-    guard = variable.distribute_strategy.extended.finite_guard
+    guard = variable.distribute_strategy.extended.current_run.guard
     if guard is not None:
         guard.remember_stored(current_rank(), [own])
 
