@@ -19,6 +19,7 @@ from keras.src.models.functional import Functional
 from tfdp._private.names import keras_state
 
 __all__ = [
+    "ADD_UP",
     "BUILD",
     "LOSSES",
     "build_as_declared",
@@ -54,6 +55,8 @@ BUILD = "_symbolic_build"
 # How a variable gets its first value.
 INITIALIZE = "_initialize_with_initializer"
 EPOCH_LOGS = "_get_metrics_result_or_logs"
+#: The method of a model that makes a number of what a layer gave `add_loss`.
+ADD_UP = "_aggregate_additional_loss"
 
 
 def layers_within(layer: keras.layers.Layer) -> list[keras.layers.Layer]:

@@ -158,14 +158,12 @@ class StepCall:
         self,
         optimizers: Sequence[keras.optimizers.Optimizer],
         made_metrics: Sequence[keras.metrics.Metric],
-        replicas: int,
     ) -> Iterator[Any]:
         """While this lasts, optimizers reduce first, and losses count by their rows.
 
         Args:
           optimizers: all that the step may use.
           made_metrics: those made in the strategy's scope, by any model or by none.
-          replicas: on all hosts.
 
         Yields:
           What the replicas report is noted here; see `reports.whole_logs`.
@@ -181,7 +179,7 @@ class StepCall:
             led_reports(self.model, self.run, made_metrics) as noted,
             led_reductions(self.model, self.run, self.fn),
             leaves_borrowed_out(self.fn, optimizers, self.run),
-            own_losses(self.model if replicas > 1 else None),
+            own_losses(self.model, self.run),
             _looking_at_loss(self.model, self.run.guard),
             self._leaving_filling_out(made_metrics),
             batch_first(step, None if self._is_compiled else arguments) as step,

@@ -30,6 +30,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdp._private.frames import frame_of_caller
+from tfdp._private.keras_models import ADD_UP
 from tfdp._private.names import run_independently
 from tfdp.errors import ConfigurationError
 from tfdp.tracing.batch_rows import goes_with_rows
@@ -40,7 +41,6 @@ from tfdp.tracing.loss_suspicions import (
     is_share,
     reported_standing,
     seems_local,
-    suspect_added_sum,
 )
 from tfdp.tracing.padded_batch import Padding
 from tfdp.tracing.run import ReplicaRun, trace_of
@@ -98,7 +98,7 @@ def loss_replica_count(
     count = _replica_count(run)
     if asker.f_code.co_name == SCALE:
         if _is_of_shares(shares, asker.f_back) or _is_added_share(
-            run, rank, value, asker.f_back
+            shares, value, asker.f_back
         ):
             # No factor: in eager mode a product of two of them is told by neither.
             count.fraction = tf.ones([], value.dtype)
@@ -196,16 +196,9 @@ def _is_of_shares(shares: LossShares, reducer: FrameType | None) -> bool:
     return standing is Standing.SHARE
 
 
-def _is_added_share(
-    run: ReplicaRun, rank: Any, value: Any, reducer: FrameType | None
-) -> bool:
-    """Whether a layer gave `add_loss` what is a share already."""
-    if _name_of(reducer) != "_aggregate_additional_loss":
-        return False
-    if is_share(run.shares[trace_of(rank)], value, "add_loss"):
-        return True
-    suspect_added_sum(run, rank, value)
-    return False
+def _is_added_share(shares: LossShares, value: Any, reducer: FrameType | None) -> bool:
+    """Whether what a layer gave `add_loss` is a share already."""
+    return _name_of(reducer) == ADD_UP and is_share(shares, value, "add_loss")
 
 
 def _fraction(

@@ -4,20 +4,27 @@ Keras keeps the losses of a layer in one list, which a model clears when it is c
 In eager mode replicas take turns wherever they sum something, such as the statistics of
 synchronised batch normalization: one would clear the losses that another has added, or
 count them as its own.
+
+A layer may give a value for each row. Keras' trainer adds these up, so that each
+replica has a part of their sum, which is its share of the loss already.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator, MutableSequence
 from typing import Any
 
 import keras
+import tensorflow as tf
 
 from tfdp._private.instance_attributes import instance_attributes
-from tfdp._private.keras_models import LOSSES, layers_within
+from tfdp._private.keras_models import ADD_UP, LOSSES, layers_within
 from tfdp._private.names import current_rank
-from tfdp.tracing.run import trace_of
+from tfdp.tracing.loss_shares import Standing
+from tfdp.tracing.loss_suspicions import are_values_of_rows, suspect_added_sum
+from tfdp.tracing.run import ReplicaRun, trace_of
 
 __all__ = ["own_losses"]
 
@@ -50,10 +57,27 @@ class OwnLosses(MutableSequence):
 
 
 @contextlib.contextmanager
-def own_losses(model: Any) -> Iterator[None]:
+def own_losses(model: Any, run: ReplicaRun) -> Iterator[None]:
     """While this lasts, each replica has its own losses of the layers of `model`."""
     with contextlib.ExitStack() as stack:
-        if isinstance(model, keras.Model):
+        if isinstance(model, keras.Model) and run.replicas > 1:
             for layer in layers_within(model):
-                stack.enter_context(instance_attributes(layer, {LOSSES: OwnLosses()}))
+                led: dict[str, Any] = {LOSSES: OwnLosses()}
+                if isinstance(layer, keras.Model):
+                    led[ADD_UP] = functools.partial(_add_up, layer, run)
+                stack.enter_context(instance_attributes(layer, led))
         yield
+
+
+def _add_up(model: keras.Model, run: ReplicaRun, loss: Any) -> Any:
+    """The number that `model` makes of what a layer gave `add_loss`."""
+    rank, given = current_rank(), tf.convert_to_tensor(loss)
+    shares = run.shares[trace_of(rank)]
+    if shares.standing_of(given) is Standing.LOCAL:
+        if given.shape.rank != 0 and are_values_of_rows(run, rank, given):
+            if not given.dtype.is_floating:
+                given = tf.cast(given, keras.config.floatx())
+            loss = tf.reduce_sum(given) * shares.factor(1.0, given.dtype)
+        else:
+            suspect_added_sum(run, rank, given)
+    return getattr(type(model), ADD_UP)(model, loss)

@@ -223,7 +223,7 @@ class ReplicaContextStrategy(OfOneProcess, tf.distribute.Strategy):
         call.meter()
         with (
             self._as_current(run),
-            call.leading(optimizers, made_metrics, self._replicas) as noted,
+            call.leading(optimizers, made_metrics) as noted,
         ):
             result = super().run(call.step, call.args, call.kwargs, options)
             refuse_own_branches(run, self.extended.reducer.branches)

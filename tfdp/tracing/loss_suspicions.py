@@ -9,7 +9,9 @@ import keras
 import tensorflow as tf
 
 from tfdp._private.keras_models import given_losses
+from tfdp._private.names import in_compiled_function
 from tfdp.errors import ConfigurationError
+from tfdp.tracing.batch_rows import has_rows_of
 from tfdp.tracing.keras_steps import is_stock_step, name_of_step
 from tfdp.tracing.loss_shares import LossShares, Standing, ancestors, key_of
 from tfdp.tracing.own_rows import batch_keys, is_of_own_rows
@@ -22,6 +24,7 @@ from tfdp.tracing.sums_alone import are_of_sums_alone
 TERMS = {"AddN", "AddV2", "Cast", "Identity", "Neg", "Reshape", "Squeeze", "Sub"}
 
 __all__ = [
+    "are_values_of_rows",
     "is_mean_taken_by_hand",
     "is_share",
     "reported_standing",
@@ -128,6 +131,45 @@ def is_mean_taken_by_hand(run: ReplicaRun, rank: Any, loss: tf.Tensor) -> bool:
     """Whether a term of `loss`, of a graph, is a mean over rows, and no share."""
     if loss.shape.rank != 0 or isinstance(loss, tf.__internal__.EagerTensor):
         return False
+    return _has_mean(run, rank, loss)
+
+
+def are_values_of_rows(run: ReplicaRun, rank: Any, loss: tf.Tensor) -> bool:
+    """Whether what a layer gave `add_loss` are values of the replica's rows.
+
+    Keras adds them up. Otherwise their sum is a number of all rows together, as any
+    other number that a layer gives.
+
+    Args:
+      loss: it has one axis or more.
+    """
+    batch = run.batches.get(trace_of(rank), [])
+    rows = batch[0].shape[0] if batch else None
+    length = loss.shape[0] if loss.shape.rank else None
+    is_eager = isinstance(loss, tf.__internal__.EagerTensor)
+    if is_eager and rows is None:
+        rows = run.count_of(rank)
+    has_graph = not is_eager and not in_compiled_function()
+    if length is not None and length != rows:
+        if not rows or length % rows:
+            return False
+        if has_graph:
+            return has_rows_of(loss, batch, deeply=True)
+        run.suspicions.add(
+            f"a layer gave add_loss a tensor of shape {tuple(loss.shape)} on a replica "
+            f"of {rows} rows. With run_eagerly=True or jit_compile=True nothing tells "
+            "whether it has several values of each row, and their sum was taken for a "
+            "mean over the rows. Give it one value for each row, or a number: the mean "
+            "over the rows, or tfdp.losses.local_sum(...) of a sum"
+        )
+        return False
+    if not has_graph:
+        return True
+    is_made = not batch or is_of_own_rows(run.batches, trace_of(rank), loss)
+    return is_made and not _has_mean(run, rank, loss)
+
+
+def _has_mean(run: ReplicaRun, rank: Any, loss: tf.Tensor) -> bool:
     shares = run.shares[trace_of(rank)]
     rows = rows_of(run, rank)
     todo, seen = [loss], set()
