@@ -4,7 +4,7 @@ Keras averages what the replicas' steps return, and its running means count what
 replica brings once, whatever its rows. With n_r of the n rows on replica r:
 
     a share of the loss (`loss_shares`)     the sum over the replicas
-    a number of the replica's own rows      the sum of n_r / n times it
+    numbers of the replica's own rows       the sum of n_r / n times them
     a metric's result                       taken anew from the sums of its state
 
 A replica without a row brings nothing, not the mean of nothing, which is no number.
@@ -267,6 +267,7 @@ def whole_logs(
     """
     leaves = [_read(leaf) for leaf in tf.nest.flatten(logs)]
     sums: dict[Any, tf.Tensor] = {}
+    types: dict[int, tf.DType] = {}
     derived: dict[int, Derivation] = {}
     for place, leaf in enumerate(leaves):
         # A step may return a variable: each replica's is what it holds by now.
@@ -280,11 +281,12 @@ def whole_logs(
                         sums[id(variable)] = _sum(_copies(variable))
         elif _are_numbers(parts, run):
             sums[place] = _sum([_bring(part, run, r) for r, part in enumerate(parts)])
+            types[place] = parts[0].dtype
     if sum_over_hosts is not None:
         sums = _summed_over_hosts(sums, sum_over_hosts)
     for place in range(len(leaves)):
         if place in sums:
-            leaves[place] = sums[place]
+            leaves[place] = _of_type(sums[place], types[place])
         elif place in derived:
             results = derived[place].results
             wholes = [_whole_result(result, sums, noted) for result in results]
@@ -351,9 +353,12 @@ def _are_numbers(parts: Sequence[Any], run: ReplicaRun) -> bool:
     is_own = len(parts) == (run.replicas if run.counts is None else len(run.counts))
     if not is_own or not all(isinstance(p, tf.Tensor) for p in parts):
         return False
-    shapes = {tuple(p.shape) for p in parts if p.shape.rank is not None}
-    is_float = all(p.dtype.is_floating for p in parts)
-    return is_float and () in shapes and shapes <= {(), NO_LOSSES}
+    if not all(p.dtype.is_floating or p.dtype.is_integer for p in parts):
+        return False
+    ranks = {p.shape.rank for p in parts if tuple(p.shape) != NO_LOSSES}
+    has_none = any(tuple(p.shape) == NO_LOSSES for p in parts)
+    # Keras leaves single losses of rows out only where it makes a number of them.
+    return len(ranks) == 1 and None not in ranks and (ranks == {0} or not has_none)
 
 
 def _bring(value: tf.Tensor, run: ReplicaRun, rank: int) -> tf.Tensor:
@@ -366,8 +371,17 @@ def _bring(value: tf.Tensor, run: ReplicaRun, rank: int) -> tf.Tensor:
             own * tf.cast(run.share_of_group(rank), own.dtype) if run.is_local else own
         )
     suspect_returned(run, rank, value)
-    share = tf.cast(run.share_of(rank), value.dtype)
+    if value.dtype.is_integer:
+        value = tf.cast(value, tf.float64)  # so that what all have alike stays whole
+        share = run.share_of(rank, tf.float64)
+    else:
+        share = tf.cast(run.share_of(rank), value.dtype)
     return tf.where(share > 0, value * share, tf.zeros_like(value))
+
+
+def _of_type(number: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
+    """The mean of whole numbers as a whole number, as one device would report it."""
+    return tf.cast(tf.round(number), dtype) if dtype.is_integer else number
 
 
 def _sum(parts: Sequence[tf.Tensor]) -> tf.Tensor:
@@ -385,8 +399,10 @@ def _summed_over_hosts(
     for dtype in sorted({value.dtype.name for value in sums.values()}):
         keys = [key for key, value in sums.items() if value.dtype.name == dtype]
         flat = [tf.reshape(sums[key], [-1]) for key in keys]
-        lengths = [part.shape[0] for part in flat]
-        pieces = tf.split(sum_over_hosts(tf.concat(flat, 0)), lengths)
+        lengths = tf.stack([tf.size(part) for part in flat])
+        total = sum_over_hosts(tf.concat(flat, 0))
+        pieces = tf.split(total, lengths, num=len(keys))
         for key, piece in zip(keys, pieces, strict=True):
-            totals[key] = tf.reshape(piece, sums[key].shape)
+            whole = tf.reshape(piece, tf.shape(sums[key]))
+            totals[key] = tf.ensure_shape(whole, sums[key].shape)
     return totals

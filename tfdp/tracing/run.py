@@ -193,13 +193,12 @@ class ReplicaRun:
         """What all replicas have in common in the graph."""
         return [self.total] if isinstance(self.total, tf.Tensor) else []
 
-    def share_of(self, rank: Any) -> tf.Tensor:
-        """n_r / N: this replica's part of all samples, a float32 scalar."""
+    def share_of(self, rank: Any, dtype: tf.DType = tf.float32) -> tf.Tensor:
+        """n_r / N: this replica's part of all samples, a scalar."""
         if self.is_even:
-            return tf.constant(1.0 / self.replicas)
+            return tf.constant(1.0 / self.replicas, dtype)
         return tf.math.divide_no_nan(
-            tf.cast(self.count_of(rank), tf.float32),
-            tf.cast(self.total_of(rank), tf.float32),
+            tf.cast(self.count_of(rank), dtype), tf.cast(self.total_of(rank), dtype)
         )
 
     def share_in_group(self, rank: Any) -> tf.Tensor:
