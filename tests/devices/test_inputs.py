@@ -150,3 +150,20 @@ def test_a_model_without_input_shape_is_built_from_the_first_batch():
     several, _ = train(make_strategy(2), build)
     assert largest_difference(one, several) < 1e-5
     assert dense_model().count_params() != several.count_params()
+
+
+def test_an_unbuilt_model_may_predict_sparse_batches_first():
+    """It is built from the length of their rows, also where a replica gets none."""
+    dense = np.random.default_rng(0).random((7, 6)).astype("float32")
+    rows = tf.sparse.from_dense(np.where(dense < 0.5, 0, dense))
+    batches = tf.data.Dataset.from_tensor_slices(rows).batch(3)
+
+    def predicted(strategy):
+        keras.utils.set_random_seed(3)
+        with strategy.scope():
+            model = keras.Sequential([keras.layers.Dense(4)])
+        return model.predict(batches, verbose=0)
+
+    expected = predicted(tf.distribute.get_strategy())
+    # Sums of six products below 1, rounded in another order: 12 u.
+    np.testing.assert_allclose(predicted(make_strategy(2)), expected, atol=1e-6)

@@ -117,6 +117,46 @@ def test_activation_checkpointing_composes():
             np.testing.assert_allclose(a.numpy(), b.numpy(), rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("call", ["predict", "predict_on_batch"])
+def test_an_unbuilt_model_may_predict_first(call):
+    """On one device TensorFlow makes its variables before XLA compiles the call."""
+    x, _ = classification_data(samples=7)
+
+    def predicted(strategy):
+        keras.utils.set_random_seed(3)
+        with strategy.scope():
+            model = keras.Sequential([keras.layers.Dense(4), keras.layers.Dense(2)])
+            model.compile("sgd", "mse", jit_compile=True)
+        return getattr(model, call)(x)
+
+    # Two layers with inputs of at most 12 and 4 terms: 2 x 16 u of values below 20.
+    expected = predicted(tf.distribute.get_strategy())
+    np.testing.assert_allclose(predicted(make_strategy(2)), expected, atol=1e-4)
+
+
+def test_copies_of_a_variable_that_compiled_code_makes_start_as_one_draw():
+    strategy = make_strategy(3)
+    made = []
+
+    @tf.function(jit_compile=True)
+    def compiled(x):
+        if not made:
+            made.append(tf.Variable(lambda: tf.random.normal([2, 3])))
+        return x * tf.reduce_sum(made[0])
+
+    @tf.function
+    def step():
+        return strategy.run(lambda: compiled(tf.constant(2.0)))
+
+    results = strategy.experimental_local_results(step())
+    copies = [copy.numpy() for copy in made[0].values]
+    assert len(copies) == 3 and np.ptp(copies[0]) > 0
+    for copy, result in zip(copies, results, strict=True):
+        np.testing.assert_array_equal(copy, copies[0])
+        # The sum of six values, of which none is above 6: 36 u, twice.
+        np.testing.assert_allclose(result, 2 * copy.sum(), rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("engine", ["in_process", "tensorflow"])
 def test_a_gradient_may_lose_its_shape_on_one_replica(engine):
     """As some that XLA compiles do; buckets must be cut alike on all of them."""

@@ -285,7 +285,7 @@ def test_fit_and_evaluate_report_them():
         np.testing.assert_allclose(got[key], value, rtol=1e-5)
 
 
-def test_what_a_metric_has_summed_is_a_number_of_python():
+def test_what_a_metric_has_summed_is_a_number_of_python_and_an_array():
     """Outside of replicas, as of one device: the sum over all of them."""
     strategy = make_strategy(2)
     with strategy.scope():
@@ -302,6 +302,9 @@ def test_what_a_metric_has_summed_is_a_number_of_python():
     step()
     assert float(mean.total) == float(mean.total.value) == 1 + 2 + 3 + 4
     assert int(mean.count) == 4
+    with strategy.scope():
+        inside = np.asarray(mean.total.value)
+    assert inside == np.array(mean.total.value, "float64") == 10
 
 
 class Rows(keras.metrics.Metric):

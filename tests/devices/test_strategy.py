@@ -232,6 +232,19 @@ def test_bad_devices_are_refused(devices, error, words):
         tfdp.DataParallelStrategy(devices)
 
 
+def test_numpy_makes_arrays_of_variables_inside_the_scope():
+    with make_strategy(2).scope():
+        model = dense_model()
+        model.compile(keras.optimizers.SGD(0.5))
+        for variable in [*model.variables, *model.optimizer.variables]:
+            array = np.asarray(variable.value)
+            assert array.shape == variable.shape and array.dtype == variable.dtype
+            np.testing.assert_array_equal(array, variable.numpy())
+        rate = model.optimizer.learning_rate.value
+        assert np.array(rate, "float64", copy=True) == 0.5
+        assert np.asarray(rate) == 0.5
+
+
 def test_bad_options_are_refused():
     with pytest.raises(ConfigurationError, match="shard must be one of"):
         tfdp.DataParallelStrategy(shard="everything")

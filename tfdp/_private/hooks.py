@@ -25,6 +25,7 @@ HOOKS = {
     "_get_cross_device_ops": "what reduces a certain value is asked for",
     "_get_local_replica_id": "a replica's place on this host is asked for",
     "_get_replica_id_in_sync_group": "a replica's place among all is asked for",
+    "_get_variable_creator_initial_value": "TensorFlow makes a variable's copy",
     "_make_collective_ops_with_fallbacks": "the strategy is made",
     "_num_replicas_in_sync": "the number of TPU cores, as TensorFlow counted it",
     "_replica_ctx_all_reduce": "a replica asks for a sum or mean",

@@ -228,13 +228,16 @@ def length_of(part: Any) -> tf.Tensor:
     return tf.shape(part, out_type=tf.int64)[0]
 
 
-def rows_between(part: Any, start: tf.Tensor, stop: tf.Tensor) -> Any:
+def rows_between(part: Any, start: tf.Tensor | int, stop: tf.Tensor | int) -> Any:
     """The rows from `start` to `stop`."""
     if not isinstance(part, tf.SparseTensor):
         return part[start:stop]
     first = tf.concat([[start], tf.zeros_like(part.dense_shape[1:])], axis=0)
     size = tf.concat([[stop - start], part.dense_shape[1:]], axis=0)
-    return tf.sparse.slice(part, first, size)
+    rows = tf.sparse.slice(part, first, size)
+    # Layers are built from the length of rows, which a slice forgets.
+    rows.set_shape([None, *part.shape[1:]])
+    return rows
 
 
 def has_rows(part: Any) -> bool:

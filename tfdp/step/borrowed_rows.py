@@ -30,6 +30,7 @@ from tfdp._private.host_input import share_memory
 from tfdp._private.instance_attributes import instance_attributes
 from tfdp._private.names import PerReplica, current_rank
 from tfdp._private.optimizer_hooks import variables_built_with
+from tfdp.data.split import rows_between
 from tfdp.sharding.variables import ShardedVariable, shard_kind
 from tfdp.tracing.assigned_terms import as_tensors, handles_of, passed_on
 from tfdp.tracing.keras_steps import is_stock_step, name_of_step
@@ -73,7 +74,7 @@ def borrow_rows(
         first = parts[0]
         with tf.device(devices[0]):
             row = _either(
-                owns[0], lambda: _first_rows(first, 1), lambda: row_like(first)
+                owns[0], lambda: rows_between(first, 0, 1), lambda: row_like(first)
             )
         filled = [
             _part_or(row, own, part, device)
@@ -189,11 +190,15 @@ def _either(condition: Any, yes: Callable[[], Any], no: Callable[[], Any]) -> An
 
 def _part_or(row: Any, own: Any, part: Any, device: str) -> Any:
     with tf.device(device):
-        return _either(own, lambda: part, lambda: row)
+        filled = _either(own, lambda: part, lambda: row)
+    if isinstance(part, tf.SparseTensor):
+        # Layers are built from the length of rows, which a conditional forgets.
+        filled.set_shape([None, *part.shape[1:]])
+    return filled
 
 
 def _part_or_nothing(own: Any, part: Any) -> Any:
-    return _either(own, lambda: part, lambda: _first_rows(part, 0))
+    return _either(own, lambda: part, lambda: rows_between(part, 0, 0))
 
 
 def _filled_on_host(arguments: Any, owns: Sequence[Any], device: str) -> Any:
@@ -246,13 +251,6 @@ def _joined(value: Any, parts: Sequence[Any]) -> Any:
 
 def _have_rows(parts: Sequence[Any]) -> bool:
     return bool(parts) and all(tf.is_tensor(part) and part.shape.rank for part in parts)
-
-
-def _first_rows(part: Any, rows: int) -> Any:
-    if not isinstance(part, tf.SparseTensor):
-        return part[:rows]
-    size = tf.concat([[rows], part.dense_shape[1:]], axis=0)
-    return tf.sparse.slice(part, tf.zeros_like(part.dense_shape), size)
 
 
 def row_like(part: Any) -> Any:

@@ -152,12 +152,14 @@ class DataParallelExtended(ReplicaExtended, MirroredExtended):
     def _create_variable(self, next_creator: Callable, **kwargs: Any) -> Any:
         self.note_maker()
         shards, shard_class = self.shards, None
-        if shards is not None and kwargs.get("initial_value") is not None:
-            value = self.draw_start(kwargs, self.worker_devices[0])
-            shard_class = shards.class_of(kwargs, value)
-            if shard_class is not None and issubclass(shard_class, ShardedVariable):
-                value = self._common_start(value, kwargs)
-                return shards.make(shard_class, next_creator, kwargs, value)
+        if kwargs.get("initial_value") is not None:
+            if shards is not None or not tf.executing_eagerly():
+                value = self.draw_start(kwargs, self.worker_devices[0])
+            if shards is not None:
+                shard_class = shards.class_of(kwargs, value)
+                if shard_class is not None and issubclass(shard_class, ShardedVariable):
+                    value = self._common_start(value, kwargs)
+                    return shards.make(shard_class, next_creator, kwargs, value)
         variable = super()._create_variable(next_creator, **kwargs)
         if type(variable) is SyncOnReadVariable:
             return ReplicaOnReadVariable(
@@ -168,6 +170,20 @@ class DataParallelExtended(ReplicaExtended, MirroredExtended):
         own = self.has_own_sums(kwargs)
         plain = OwnSumVariable if own else ReplicaMirroredVariable
         return self.made_for_replicas(variable, shard_class, plain, SeedVariable)
+
+    def _get_variable_creator_initial_value(
+        self, replica_id: int, device: Any, primary_var: Any, **kwargs: Any
+    ) -> Any:
+        """What a copy starts as: in a graph the one draw that all copies start as.
+
+        TensorFlow's further copies read the first one. What reads a variable cannot be
+        moved out of a `tf.function` that makes it, and XLA compiles no such function.
+        """
+        if not tf.executing_eagerly():
+            return kwargs["initial_value"]
+        return super()._get_variable_creator_initial_value(
+            replica_id, device, primary_var, **kwargs
+        )
 
     def _common_start(self, value: tf.Tensor, kwargs: dict[str, Any]) -> tf.Tensor:
         """The value that a variable stored in shards starts as on all hosts."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from tfdp._private.frames import number_added_by_keras
@@ -24,7 +25,7 @@ from tfdp.variables.own_means import OwnMeans
 
 __all__ = [
     "HandleOfReplica",
-    "PythonNumber",
+    "PythonValue",
     "ReplicaMirroredVariable",
     "ReplicaOnReadVariable",
     "SeedVariable",
@@ -39,8 +40,12 @@ SEED_STRIDE = 0x9E3779B9
 SEED_TYPES = (tf.int64, tf.uint32)
 
 
-class PythonNumber:
-    """`int()` and `float()` of a scalar variable, as of one device's; a mixin."""
+class PythonValue:
+    """What Python and NumPy make of a variable, as of one device's; a mixin."""
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        value = np.asarray(self.numpy(), dtype)  # type: ignore[attr-defined]
+        return value.copy() if copy else value
 
     def __int__(self) -> int:
         return int(self.numpy())  # type: ignore[attr-defined]
@@ -78,7 +83,7 @@ def before_storing(variable: Any, own: tf.Variable) -> None:
         guard.remember_stored(current_rank(), [own])
 
 
-class ReplicaMirroredVariable(PythonNumber, HandleOfReplica, OwnMeans, LocalView):
+class ReplicaMirroredVariable(PythonValue, HandleOfReplica, OwnMeans, LocalView):
     """A mirrored variable whose first-replica-only updates need no `merge_call`.
 
     Keras' counters are such variables. Stock TensorFlow goes to the cross-replica
@@ -242,7 +247,7 @@ def _is_alike(value: Any, variable: ReplicaMirroredVariable, rank: Any) -> bool:
     return is_same_on_every_replica(value, own_copy(variable, rank))
 
 
-class ReplicaOnReadVariable(PythonNumber, HandleOfReplica, SyncOnReadVariable):
+class ReplicaOnReadVariable(PythonValue, HandleOfReplica, SyncOnReadVariable):
     """The sums of a metric, to which a borrowed row (`borrowed_rows`) adds nothing."""
 
     def assign(self, value: Any, *args: Any, **kwargs: Any) -> Any:

@@ -21,7 +21,7 @@ from tfdp._private.tpu_names import (
 )
 from tfdp.errors import CollectiveError
 from tfdp.tracing.replica_invariance import is_same_on_every_replica
-from tfdp.variables.mirrored import PythonNumber, seed_offset
+from tfdp.variables.mirrored import PythonValue, seed_offset
 from tfdp.variables.own_means import OwnMeans
 from tfdp.variables.own_sums import OwnSums
 
@@ -88,9 +88,7 @@ class AssignedInReplica(TPUVariableMixin):
         return self.assign_add(-delta, use_locking, name, read_value)
 
 
-class TPUReplicaVariable(
-    PythonNumber, OwnMeans, AssignedInReplica, TPUMirroredVariable
-):
+class TPUReplicaVariable(PythonValue, OwnMeans, AssignedInReplica, TPUMirroredVariable):
     """A variable with a copy on every TPU core, which each replica assigns to."""
 
     def _stored(self) -> tf.Tensor:
