@@ -8,10 +8,31 @@ import tensorflow as tf
 
 from tfdp._private.batch_stages import rows_of_batches
 from tfdp._private.frames import batch_size_of_caller
+from tfdp.checks import is_whole
 from tfdp.errors import ConfigurationError, DataError
 from tfdp.tracing.padded_batch import PaddedBatch
 
-__all__ = ["distribute_padded", "global_batch_rows", "is_of_one_size", "pad_parts"]
+__all__ = [
+    "check_pad_batches",
+    "distribute_padded",
+    "global_batch_rows",
+    "is_of_one_size",
+    "pad_parts",
+]
+
+
+def check_pad_batches(value: Any) -> bool | int:
+    """`value`, when it can be the argument `pad_batches` of a strategy.
+
+    Raises:
+      ConfigurationError: when it is neither a switch nor a size.
+    """
+    if isinstance(value, bool) or is_whole(value, least=1):
+        return value
+    raise ConfigurationError(
+        "pad_batches must be True, False, or the global batch size (at least 1). "
+        f"Received: {value!r}."
+    )
 
 
 def is_of_one_size(dataset: Any, replicas: int) -> bool:

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from tfdp.variables.local_view import LocalView
 
-__all__ = ["assign_local", "parts_of", "share_of_state", "times"]
+__all__ = [
+    "SumOverHosts",
+    "assign_local",
+    "parts_of",
+    "share_of_state",
+    "summed_over_hosts",
+    "times",
+]
+
+SumOverHosts = Callable[[tf.Tensor], tf.Tensor]
 
 
 def parts_of(gradients: Sequence[Any]) -> list[list[tf.Tensor]]:
@@ -43,3 +52,20 @@ def assign_local(
     """Stores a value in each of the replica's own variables."""
     for variable, value in zip(variables, values, strict=True):
         variable.local_copy(rank).assign(value)
+
+
+def summed_over_hosts(
+    sums: dict[Any, tf.Tensor], sum_over_hosts: SumOverHosts
+) -> dict[Any, tf.Tensor]:
+    """`sums` added up over the hosts, in one exchange for each type."""
+    totals: dict[Any, tf.Tensor] = {}
+    for dtype in sorted({value.dtype.name for value in sums.values()}):
+        keys = [key for key, value in sums.items() if value.dtype.name == dtype]
+        flat = [tf.reshape(sums[key], [-1]) for key in keys]
+        lengths = tf.stack([tf.size(part) for part in flat])
+        total = sum_over_hosts(tf.concat(flat, 0))
+        pieces = tf.split(total, lengths, num=len(keys))
+        for key, piece in zip(keys, pieces, strict=True):
+            whole = tf.reshape(piece, tf.shape(sums[key]))
+            totals[key] = tf.ensure_shape(whole, sums[key].shape)
+    return totals

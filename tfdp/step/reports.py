@@ -25,6 +25,7 @@ from tfdp._private.instance_attributes import instance_attributes
 from tfdp._private.keras_models import metrics_of_layers, metrics_within, own_values
 from tfdp._private.names import DistributedVariable, current_rank
 from tfdp.step.derived_reports import Derivation, Mixture, derivation_of
+from tfdp.step.group_sums import SumOverHosts, summed_over_hosts
 from tfdp.tracing.assigned_terms import as_tensors
 from tfdp.tracing.current_run import current_run
 from tfdp.tracing.loss_shares import Standing, key_of
@@ -41,8 +42,6 @@ __all__ = ["NotedResults", "led_reports", "recorded", "whole_logs"]
 
 # The shape of a Keras loss of an empty replica in eager mode: it takes no mean.
 NO_LOSSES = (0,)
-
-SumOverHosts = Callable[[tf.Tensor], tf.Tensor]
 
 
 class NotedResults:
@@ -283,7 +282,7 @@ def whole_logs(
             sums[place] = _sum([_bring(part, run, r) for r, part in enumerate(parts)])
             types[place] = parts[0].dtype
     if sum_over_hosts is not None:
-        sums = _summed_over_hosts(sums, sum_over_hosts)
+        sums = summed_over_hosts(sums, sum_over_hosts)
     for place in range(len(leaves)):
         if place in sums:
             leaves[place] = _of_type(sums[place], types[place])
@@ -389,20 +388,3 @@ def _sum(parts: Sequence[tf.Tensor]) -> tf.Tensor:
     for part in parts[1:]:
         total = total + part
     return total
-
-
-def _summed_over_hosts(
-    sums: dict[Any, tf.Tensor], sum_over_hosts: SumOverHosts
-) -> dict[Any, tf.Tensor]:
-    """`sums` added up over the hosts, in one exchange for each type."""
-    totals: dict[Any, tf.Tensor] = {}
-    for dtype in sorted({value.dtype.name for value in sums.values()}):
-        keys = [key for key, value in sums.items() if value.dtype.name == dtype]
-        flat = [tf.reshape(sums[key], [-1]) for key in keys]
-        lengths = tf.stack([tf.size(part) for part in flat])
-        total = sum_over_hosts(tf.concat(flat, 0))
-        pieces = tf.split(total, lengths, num=len(keys))
-        for key, piece in zip(keys, pieces, strict=True):
-            whole = tf.reshape(piece, tf.shape(sums[key]))
-            totals[key] = tf.ensure_shape(whole, sums[key].shape)
-    return totals

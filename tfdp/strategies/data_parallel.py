@@ -8,6 +8,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdp.cluster import find_cluster
+from tfdp.data.padding import check_pad_batches
 from tfdp.errors import ClusterError, ConfigurationError
 from tfdp.exchange.pipeline import GradientPipeline
 from tfdp.plan.buckets import Bucket
@@ -26,7 +27,6 @@ from tfdp.strategies.hierarchical import HierarchicalAllReduce
 from tfdp.strategies.keras_backend import check_keras_backend
 from tfdp.strategies.replica_strategy import (
     ReplicaContextStrategy,
-    check_pad_batches,
 )
 from tfdp.strategies.unused import note_made
 from tfdp.strategies.versions import warn_of_unchecked_versions

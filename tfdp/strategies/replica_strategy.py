@@ -18,12 +18,11 @@ import tensorflow as tf
 from tfdp._private import frames, names
 from tfdp._private.given_functions import is_function, traced_as
 from tfdp._private.grain_inputs import grain_input_of
-from tfdp.checks import is_whole
 from tfdp.data.grain_passes import with_own_state
 from tfdp.data.keras_input import keras_input, with_none
 from tfdp.data.padding import distribute_padded, global_batch_rows, is_of_one_size
 from tfdp.data.split import is_split_by_us, parts, splittable
-from tfdp.errors import ConfigurationError, LocalMeanWarning, LocalStateWarning
+from tfdp.errors import LocalMeanWarning, LocalStateWarning
 from tfdp.plan.shards import Sharding
 from tfdp.step.build import builds_from_plain_batch
 from tfdp.step.call import StepCall
@@ -52,21 +51,7 @@ from tfdp.tracing.one_trace import one_trace
 from tfdp.tracing.padded_batch import without_padding
 from tfdp.tracing.run import ReplicaRun
 
-__all__ = ["ReplicaContextStrategy", "check_pad_batches"]
-
-
-def check_pad_batches(value: Any) -> bool | int:
-    """`value`, when it can be the argument `pad_batches` of a strategy.
-
-    Raises:
-      ConfigurationError: when it is neither a switch nor a size.
-    """
-    if isinstance(value, bool) or is_whole(value, least=1):
-        return value
-    raise ConfigurationError(
-        "pad_batches must be True, False, or the global batch size (at least 1). "
-        f"Received: {value!r}."
-    )
+__all__ = ["ReplicaContextStrategy"]
 
 
 class ReplicaContextStrategy(OfOneProcess, tf.distribute.Strategy):

@@ -10,6 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdp._private.given_functions import is_function
+from tfdp.data.padding import check_pad_batches
 from tfdp.errors import ConfigurationError
 from tfdp.exchange.tpu import CrossReplicaReducer
 from tfdp.plan.communication import Communication, checked_communication
@@ -17,7 +18,6 @@ from tfdp.plan.shards import Sharding, sharding_of
 from tfdp.strategies.keras_backend import check_keras_backend
 from tfdp.strategies.replica_strategy import (
     ReplicaContextStrategy,
-    check_pad_batches,
 )
 from tfdp.strategies.tpu_extended import TPUDataParallelExtended
 from tfdp.strategies.tpu_system import connect
