@@ -101,7 +101,7 @@ UNKNOWN = int(tf.data.UNKNOWN_CARDINALITY)
 BUCKETS = 1 << 62
 DIGEST_BYTES = 16
 # Of a larger part of a batch that is not the first one, a checksum reads so many
-# numbers, spread evenly: some 0.1 ms for each part.
+# numbers, spread evenly: a batch takes less than a millisecond.
 MOST_NUMBERS = 1 << 15
 
 
