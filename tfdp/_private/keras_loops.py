@@ -13,7 +13,13 @@ import tensorflow as tf
 from tfdp._private.frames import is_building_model, loop_of_caller
 from tfdp._private.host_input import HostIterator
 
-__all__ = ["begin_no_epoch_to_build", "lead_loop", "noticing_loops", "watch_loop"]
+__all__ = [
+    "begin_no_epoch_to_build",
+    "lead_loop",
+    "noticing_loops",
+    "raise_instead",
+    "watch_loop",
+]
 
 InWords = Callable[[], str]
 # How many batches steps have taken from each iterator over the input; None: unknown.
@@ -114,6 +120,31 @@ def noticing_loops(distributed: Any, on_loop: Callable[[Any], None]) -> Any:
 
     distributed.__class__ = Noticing
     return distributed
+
+
+def raise_instead(loop: Any, error_of: Callable[[Exception], Exception | None]) -> None:
+    """Lets a loop end with the errors of tfdp that TensorFlow's stand for.
+
+    Args:
+      loop: what leads through its epochs (`frames.loop_of_caller`); None: nothing.
+      error_of: gives that error; None: it stands for none.
+    """
+    if loop is None:
+        return
+    catch = loop.catch_stop_iteration  # Keras' own, or that of who leads it already
+
+    @contextlib.contextmanager
+    def catch_stop_iteration() -> Iterator[None]:
+        with catch():
+            try:
+                yield
+            except tf.errors.InvalidArgumentError as error:
+                instead = error_of(error)
+                if instead is None:
+                    raise
+                raise instead from error
+
+    vars(loop)["catch_stop_iteration"] = catch_stop_iteration
 
 
 def begin_no_epoch_to_build(adapter: Any) -> None:

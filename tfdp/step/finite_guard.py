@@ -35,12 +35,19 @@ from tfdp.exchange.compressed import are_finite
 from tfdp.exchange.reducer import Reducer
 from tfdp.step.guard_notes import NONE, GuardNotes
 from tfdp.step.loss_scale import scale_when_summed
+from tfdp.step.observers import detach, observers_of
 from tfdp.tracing.current_run import current_run
 from tfdp.tracing.padded_batch import find_padded
 from tfdp.tracing.run import ReplicaRun
 from tfdp.variables.mirrored import is_seed_state
 
-__all__ = ["FiniteGuard", "LeftOut", "note_loss", "update_if_finite"]
+__all__ = [
+    "FiniteGuard",
+    "LeftOut",
+    "forget_failed_fit",
+    "note_loss",
+    "update_if_finite",
+]
 
 
 class LeftOut(NamedTuple):
@@ -313,6 +320,14 @@ def note_loss(model: Any, loss: tf.Tensor) -> None:
     guard = None if found is None else found[0].guard
     if guard is not None and guard.model is model:
         guard.note_loss(loss)
+
+
+def forget_failed_fit(model: keras.Model) -> None:
+    """Detaches what the callbacks of a `fit` that failed have left."""
+    for observer in observers_of(model, object):
+        if isinstance(observer, FiniteGuard):
+            observer.arm(0)  # graphs of that `fit` are still there
+        detach(model, observer)
 
 
 def _stored_by_steps(model: keras.Model) -> list[keras.Variable]:

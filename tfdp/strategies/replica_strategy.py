@@ -18,6 +18,7 @@ import tensorflow as tf
 from tfdp._private import frames, names
 from tfdp._private.given_functions import is_function, traced_as
 from tfdp._private.grain_inputs import grain_input_of
+from tfdp._private.keras_loops import raise_instead
 from tfdp.data.grain_passes import with_own_state
 from tfdp.data.keras_input import keras_input, with_none
 from tfdp.data.padding import distribute_padded, global_batch_rows, is_of_one_size
@@ -26,14 +27,14 @@ from tfdp.errors import LocalMeanWarning, LocalStateWarning
 from tfdp.plan.shards import Sharding
 from tfdp.step.build import builds_from_plain_batch
 from tfdp.step.call import StepCall
-from tfdp.step.finite_guard import FiniteGuard
+from tfdp.step.finite_guard import forget_failed_fit
 from tfdp.step.held_optimizers import optimizers_of
 from tfdp.step.jit import take_over_jit
 from tfdp.step.layer_state import check_no_row_state
 from tfdp.step.local_run import begin_local_run
 from tfdp.step.losses import loss_replica_count, note_of_one_replica
-from tfdp.step.observers import detach, observers_of
 from tfdp.step.own_branches import refuse_own_branches
+from tfdp.step.predictions import joined_outputs, why_not_joined
 from tfdp.step.reduced_parts import parts_of_one_shape
 from tfdp.step.reports import whole_logs
 from tfdp.strategies import scope_checks
@@ -222,10 +223,15 @@ class ReplicaContextStrategy(OfOneProcess, tf.distribute.Strategy):
             )
         if call.optimizers or call.model is not None:
             self._warn_of_local_mean(call.model, call.fn, run)
-        result = call.own_rows_of(result)
-        if call.is_prediction and run.counts is None and self._replicas > 1:
-            result = keras_steps.rows_of_first_replica(result)
-        return self._complete_result(call.fn, result)
+        is_joined = call.is_prediction and self._replicas > 1
+        if not is_joined or self.compiles_steps or run.counts is None:
+            result = call.own_rows_of(result)
+            if is_joined and run.counts is None:
+                result = keras_steps.rows_of_first_replica(result)
+            return self._complete_result(call.fn, result)
+        all_rows = functools.partial(self._complete_result, call.fn)
+        own, of_all_hosts = call.own_rows_of, self._of_all_hosts
+        return joined_outputs(result, run, self, of_all_hosts, own, all_rows)
 
     @contextlib.contextmanager
     def _as_current(self, run: ReplicaRun) -> Iterator[None]:
@@ -299,12 +305,7 @@ class ReplicaContextStrategy(OfOneProcess, tf.distribute.Strategy):
         """Splits global batches; see `tf.distribute.Strategy`."""
         self._first_fit.look(self, self._notes)
         if frames.is_outermost_fit():
-            model = next(frames.fits_around())["self"]
-            for observer in observers_of(model, object):
-                # A fit that failed left it; this fit may have no such callback.
-                if isinstance(observer, FiniteGuard):
-                    observer.arm(0)
-                detach(model, observer)
+            forget_failed_fit(next(frames.fits_around())["self"])
         scope_checks.check_not_nested(self)
         scope_checks.check_dataset(dataset)
         dataset = with_own_state(dataset, frames.adapter_of_caller())
@@ -314,6 +315,7 @@ class ReplicaContextStrategy(OfOneProcess, tf.distribute.Strategy):
             dataset = splittable(dataset, reader, self._splits_multiples_of())
         self._check_thread()
         dataset = self._part_of_host(dataset)
+        raise_instead(frames.loop_of_caller(), why_not_joined)
         is_odd = not is_of_one_size(dataset, self._replicas)
         if self.pad_batches and (is_odd or self.compiles_steps):
             distributed = distribute_padded(
@@ -357,6 +359,10 @@ class ReplicaContextStrategy(OfOneProcess, tf.distribute.Strategy):
 
     def _complete_run(self, run: ReplicaRun) -> None:
         """Adds what only several hosts together know; before the replicas run."""
+
+    def _of_all_hosts(self, vector: tf.Tensor) -> tf.Tensor:
+        """The vectors of all hosts, one behind the other."""
+        return vector
 
     def _complete_result(self, fn: Callable, result: Any) -> Any:
         """Adds what only several hosts together have; after the replicas ran."""

@@ -71,6 +71,9 @@ class SumsOverHosts(ReplicaContextStrategy):
             total = tf.cast(run.total, tf.int32)
             run.total = self._group.sum(total, "number of samples")
 
+    def _of_all_hosts(self, vector: tf.Tensor) -> tf.Tensor:
+        return vector if self._group is None else self._group.gather(vector)
+
     def _complete_result(self, fn: Callable, result: Any) -> Any:
         """All hosts' rows where Keras is about to join those of this host."""
         group = self._group

@@ -75,9 +75,11 @@ def rows_of_first_replica(result: Any) -> Any:
     """
 
     def first_rows(value: Any) -> Any:
-        if not isinstance(value, PerReplica) or not value.values[0].shape.rank:
+        if not isinstance(value, PerReplica):
             return value
         first, *others = value.values
+        if not first.shape.rank:
+            return first
         return PerReplica((first, *(part[:0] for part in others)))
 
     return tf.nest.map_structure(first_rows, result)
