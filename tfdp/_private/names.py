@@ -124,6 +124,7 @@ __all__ = [
     "record_operation",
     "regroup_mirrored",
     "run_independently",
+    "stay_unclustered",
     "select_replica",
     "stages_of",
     "stop_recording",
@@ -302,9 +303,21 @@ def run_independently(op: tf.Operation) -> None:
     exchange would wait for the previous replica's, which waits for this one: a
     deadlock. The op still runs before the function returns.
     """
+    stay_unclustered(op)
     manager = tf.compat.v1.get_default_graph().experimental_acd_manager
     if manager is not None:
         manager.run_independently(op)
+
+
+def stay_unclustered(op: tf.Operation) -> None:
+    """Frees the graph that `op` runs in from XLA's automatic clustering.
+
+    A cluster starts when all of its inputs are there. TensorFlow puts operations before
+    and after an exchange into one, where no edge of the graph says that the second ones
+    wait for another replica: both replicas would wait forever. TensorFlow clusters no
+    graph with an operation that has this attribute.
+    """
+    op._set_attr("_XlaAlreadyClustered", tf.compat.v1.AttrValue(b=True))
 
 
 def in_compiled_function() -> bool:

@@ -22,6 +22,7 @@ from tfdp._private.function_protos import (
     name_of,
     never_taken,
 )
+from tfdp._private.names import stay_unclustered
 
 __all__ = ["as_conditional", "call_instead", "in_one_call", "is_there"]
 
@@ -57,7 +58,10 @@ def is_there(handle: tf.Tensor) -> tf.Tensor:
 
     Of a constant one the optimizer would make a plain call.
     """
-    return tf.raw_ops.VarIsInitializedOp(resource=handle)
+    there = tf.raw_ops.VarIsInitializedOp(resource=handle)
+    # What is called may exchange, and who makes clusters does not look into it.
+    stay_unclustered(there.op)
+    return there
 
 
 def as_conditional(
