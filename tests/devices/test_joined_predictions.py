@@ -32,6 +32,8 @@ def several(model, x):
         "table": tf.ones([5, 2]) * model.temperature,
         "width": tf.shape(x)[1],
         "tokens": tf.reshape(x, [-1, 2]),  # two of each row
+        # Rows by their number alone; no value of the batch is in them.
+        "ones": tf.ones([tf.shape(x)[0], 1]),
     }
 
 
@@ -48,7 +50,7 @@ def predicted(strategy, take, batch, rows=ROWS, **options):
     "replicas, rows, batch, options",
     [
         (2, 9, 4, {}),  # the last batch has one row, and one replica none
-        (4, 8, 4, {}),  # of known size: one row a replica
+        (4, 8, 8, {}),  # of known size: two rows a replica
         (2, 9, 9, {}),
         (2, 8, 4, {"run_eagerly": True}),
         (2, 8, 4, {"steps_per_execution": 2}),
@@ -84,6 +86,13 @@ def test_rows_of_another_size_on_each_replica_are_refused(is_eager):
 
     with pytest.raises(ConfigurationError, match=r"the output .*to_tensor\(shape="):
         predicted(make_strategy(2), take, 4, run_eagerly=is_eager)
+
+
+def test_what_each_row_draws_is_joined():
+    def take(model, x):
+        return tf.random.uniform([tf.shape(x)[0], 3])
+
+    assert predicted(make_strategy(2), take, 4, ROWS[:8]).shape == (8, 3)
 
 
 def test_one_batch_is_predicted_once():

@@ -16,7 +16,6 @@ import tensorflow as tf
 
 from tfdp._private.names import PerReplica
 from tfdp.errors import ConfigurationError
-from tfdp.tracing.row_means import rows_of
 from tfdp.tracing.run import ReplicaRun, trace_of
 
 __all__ = ["joined_outputs", "why_not_joined"]
@@ -123,11 +122,9 @@ def _has_rows(run: ReplicaRun, output: tf.Tensor) -> bool:
     rows, length = batch[0].shape[0] if batch else None, output.shape[0]
     if length is None:
         return True
-    if isinstance(output, tf.__internal__.EagerTensor):
-        rows = run.count_of(0) if rows is None else rows
-        return not rows or length % rows == 0
-    # By chance a value of no row may be as long.
-    return bool(rows) and length % rows == 0 and output in rows_of(run, 0)
+    if rows is None and tf.executing_eagerly():
+        rows = run.count_of(0)
+    return rows is not None and (rows == 0 or length % int(rows) == 0)
 
 
 def _checked(
