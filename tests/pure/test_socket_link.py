@@ -212,26 +212,42 @@ def test_a_meeting_that_cannot_be_is_refused_everywhere(ranks, sizes, words):
 def test_who_came_first_waits_as_long_as_worker_0(comes, monkeypatch):
     monkeypatch.setattr(rendezvous, "HANDSHAKE_SECONDS", 0.5)
     address = f"127.0.0.1:{free_port()}"
+    # Worker 1 has this long to reach worker 0, which listens by then.
+    own_seconds = 3
+    own_time_is_over = threading.Event()
 
-    def join(rank, timeout_seconds, starts_after):
-        time.sleep(starts_after)
-        if rank == 2 and not comes:
+    def join(rank):
+        seconds = 60 if comes else 2 * own_seconds
+        if rank == 1:
+            seconds = own_seconds
+            wait_until_heard(address)
+            threading.Timer(own_seconds + 1, own_time_is_over.set).start()
+        if rank == 2 and not (comes and own_time_is_over.wait(60)):
             return None
         try:
-            link = SocketLink(rank, 3, address, timeout_seconds=timeout_seconds)
+            link = SocketLink(rank, 3, address, timeout_seconds=seconds)
         except CollectiveError as error:
             return str(error)
         link.close()
         return "met"
 
-    # Worker 1's own time is over long before worker 0's.
     with concurrent.futures.ThreadPoolExecutor(3) as threads:
-        words = list(threads.map(join, range(3), (4, 0.7, 4), (0, 0, 2.5)))
+        words = list(threads.map(join, range(3)))
     if comes:
         assert words == ["met"] * 3
     else:
         assert "worker 2 did not arrive at worker 0 in time" in words[0]
         assert words[1] == words[0]
+
+
+def wait_until_heard(address):
+    """Returns when somebody listens at `address`, to whom this is a stranger."""
+    while True:
+        try:
+            socket.create_connection(parse_address(address), timeout=60).close()
+            return
+        except ConnectionRefusedError:
+            time.sleep(0.01)
 
 
 def test_strangers_at_the_door_do_not_matter():

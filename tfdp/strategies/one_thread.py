@@ -24,11 +24,13 @@ class OneThread:
         """Notes the calling thread.
 
         Args:
-          hosts: how many train together.
+          hosts: how many train together; one alone needs no order.
 
         Raises:
           CollectiveError: another thread was noted, and has not ended.
         """
+        if hosts == 1:
+            return
         here = threading.current_thread()
         with self._lock:
             first = self._first

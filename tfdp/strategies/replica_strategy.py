@@ -184,7 +184,7 @@ class ReplicaContextStrategy(OfOneProcess, tf.distribute.Strategy):
     def _run(
         self, fn: Callable, args: Any, kwargs: Any, options: Any, is_reported: bool
     ) -> Any:
-        self._check_thread()
+        self._one_thread.check(self._hosts_of_batch)
         call = StepCall(
             fn,
             args,
@@ -313,7 +313,7 @@ class ReplicaContextStrategy(OfOneProcess, tf.distribute.Strategy):
         if self._replicas > 1:
             reader = frames.batch_size_of_caller()[0]
             dataset = splittable(dataset, reader, self._splits_multiples_of())
-        self._check_thread()
+        self._one_thread.check(self._hosts_of_batch)
         dataset = self._part_of_host(dataset)
         raise_instead(frames.loop_of_caller(), why_not_joined)
         is_odd = not is_of_one_size(dataset, self._replicas)
@@ -337,10 +337,6 @@ class ReplicaContextStrategy(OfOneProcess, tf.distribute.Strategy):
     @functools.cached_property
     def _one_thread(self) -> OneThread:
         return OneThread()
-
-    def _check_thread(self) -> None:
-        if self._hosts_of_batch > 1:
-            self._one_thread.check(self._hosts_of_batch)
 
     _has_fixed_shares = True
 
