@@ -6,6 +6,7 @@ import socket
 import pytest
 
 from tests.support.launching import Launches
+from tests.support.package_source import REPOSITORY
 from tests.support.workers import LONGEST_SECONDS, Workers
 
 # How the worker fails -> what the others say. A process that is stopped is told by its
@@ -78,9 +79,10 @@ LEFT_EARLY = {
     "if RANK == 1: sys.exit(0)": "before it joined the training (it never made a",
     "pass": "in the middle of the training, and worker 0 still needed it",
 }
-TRAINING = """
+TRAINING = f"""
 import runpy
-{}
+{{}}
+sys.path.insert(0, {str(REPOSITORY)!r})
 sys.argv[1:] = ["leave", "600", "600"]
 runpy.run_module("tests.support.lost_worker", run_name="__main__")
 """

@@ -97,7 +97,14 @@ def test_the_wheel_states_what_it_needs(wheel):
         for line in lines
         if line.startswith("Requires-Dist") and "extra ==" not in line
     }
-    assert plain == {"keras", "numpy", "absl-py", "safetensors", "rich"}
+    assert plain == {
+        "keras",
+        "numpy",
+        "absl-py",
+        "safetensors",
+        "google-crc32c",
+        "rich",
+    }
 
 
 def test_the_citation_names_this_version():
