@@ -95,8 +95,10 @@ def test_a_second_call_replaces_the_first(tmp_path):
 
 
 def test_what_is_missing_or_does_not_fit_is_named(tmp_path):
-    with pytest.raises(DataError, match=r"no parts\.json"):
-        tfdp.checkpoint.merge_parts(tmp_path, tmp_path / "model.keras")
+    for words in ("is empty", r"no parts\.json"):
+        with pytest.raises(DataError, match=words):
+            tfdp.checkpoint.merge_parts(tmp_path, tmp_path / "model.keras")
+        (tmp_path / "another file").touch()
     tfdp.checkpoint.save_parts(trained(2, "parameters"), tmp_path)
     with pytest.raises(DataError, match=r"\.keras or a \.weights\.h5"):
         tfdp.checkpoint.merge_parts(tmp_path, tmp_path / "model.h5")

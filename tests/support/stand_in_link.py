@@ -44,7 +44,7 @@ class StandInLink(HostLink):
     def news(self):
         return None
 
-    def start(self, call):
+    def start(self, call, *, only_within_a_loop=False):
         pass
 
     def loop_of_steps(self, made, planned, name, compared=None):

@@ -259,11 +259,12 @@ class HostLink(abc.ABC):
         """
 
     @abc.abstractmethod
-    def start(self, call: str) -> None:
+    def start(self, call: str, *, only_within_a_loop: bool = False) -> None:
         """Says to the others that this worker has started `call`, and waits for them.
 
         Args:
           call: the same on all workers, in the same order: "evaluate (dataset 1)".
+          only_within_a_loop: whether nothing is said outside of a loop of steps.
 
         Raises:
           CollectiveError, WorkerLostError: as `loop_of_steps`.

@@ -248,9 +248,9 @@ class SocketLink(LinkWithNotes):
             ring.flush()
         return blobs
 
-    def start(self, call: str) -> None:
+    def start(self, call: str, *, only_within_a_loop: bool = False) -> None:
         """See `HostLink.start`."""
-        self._loops.start(call)
+        self._loops.start(call, only_within_a_loop=only_within_a_loop)
 
     def loop_of_steps(
         self,

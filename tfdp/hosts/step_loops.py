@@ -103,8 +103,10 @@ class StepLoops:
         self._last_event = "made its strategy"
         self._open: list[_Loop] = []  # outermost first
 
-    def start(self, call: str) -> None:
+    def start(self, call: str, *, only_within_a_loop: bool) -> None:
         """See `HostLink.start`."""
+        if only_within_a_loop and not self._open:
+            return
         self._come_to(f"started {call}", NOTHING_TO_COMPARE, is_end=False)
 
     @contextlib.contextmanager

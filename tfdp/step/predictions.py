@@ -96,7 +96,8 @@ def why_not_joined(error: BaseException) -> ConfigurationError | None:
     found = FOUND.search(str(error))
     if found is None:
         return None
-    return ConfigurationError("".join(found.groups()).removeprefix("tfdp: "))
+    text = "".join(found.groups()).removeprefix("tfdp: ")
+    return ConfigurationError(text.replace("\\'", "'"))  # TensorFlow escapes them
 
 
 def _are_dense(parts: Parts) -> bool:

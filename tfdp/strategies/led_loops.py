@@ -95,9 +95,11 @@ class LedLoops:
         """
         if loop is None:
             return
-        if frames.training_input_of_caller() is not None:
-            # Before anything is built: a worker that is elsewhere would not come.
-            self._link.start(f"fit ({dataset})")
+        # Before anything is built or reset, which takes exchanges: a worker that is
+        # elsewhere, as in the next step of the loop around this one, would not come.
+        is_fit = frames.training_input_of_caller() is not None
+        call = f"{frames.loop_around()[0]} ({dataset})"
+        self._link.start(call, only_within_a_loop=not is_fit)
 
         def around(
             made: InWords, planned: InWords, taken: Taken

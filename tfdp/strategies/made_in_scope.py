@@ -18,6 +18,9 @@ from tfdp._private.names import keras_state
 __all__ = ["MadeInScope"]
 
 T = TypeVar("T")
+# One thread may make a model while another one trains. For the process: a strategy with
+# a lock of its own could not be copied.
+_lock = threading.Lock()
 
 
 class MadeInScope(Generic[T]):
@@ -30,8 +33,6 @@ class MadeInScope(Generic[T]):
     def __init__(self, kind: type[T]):
         self._kind = kind
         self._known: weakref.WeakSet[T] = weakref.WeakSet()
-        # One thread may make a model while another one trains.
-        self._lock = threading.Lock()
 
     def note_maker(self) -> None:
         """Notes the object that is making a variable, if one is."""
@@ -42,11 +43,11 @@ class MadeInScope(Generic[T]):
 
     def note(self, made: T) -> None:
         """Notes one."""
-        with self._lock:
+        with _lock:
             self._known.add(made)
 
     def together_with(self, others: Iterable[T]) -> list[T]:
         """All that are known, and `others`; each once."""
-        with self._lock:
+        with _lock:
             known = list(self._known)
         return list({id(one): one for one in [*known, *others]}.values())

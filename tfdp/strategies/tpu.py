@@ -37,6 +37,7 @@ NOT_ON_TPU = {
     "timeout_seconds": "the cores run one program, in lockstep",
     "silence_seconds": "the cores run one program, in lockstep",
     "min_hosts": "the cores run one program, in lockstep",
+    "compare_hosts": "the cores run one program, in lockstep",
     "wire_dtype": "it is an argument of TPUDataParallelStrategy itself",
     "compression": "the cores' links are faster than any encoding",
     "compression_across": "the cores' links are faster than any encoding",
