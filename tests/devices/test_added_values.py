@@ -128,3 +128,25 @@ def test_a_loss_of_which_nothing_shows_the_rows_is_added_up():
 def test_eager_values_of_which_nothing_shows_the_rows_are_warned_of():
     with pytest.warns(LocalMeanWarning, match=r"shape \(16, 3\).*4 rows"):
         trained(make_strategy(2), [GRAPH["tokens"]], 16, 8, run_eagerly=True)
+
+
+class PenalizesItsWeights(keras.layers.Layer):
+    def build(self, shape):
+        self.scale = self.add_weight(shape=(4,), initializer="ones")
+
+    def call(self, inputs):
+        self.add_loss(0.1 * self.scale**2)
+        return inputs
+
+
+@pytest.mark.parametrize("options", [{"jit_compile": True}, {"run_eagerly": True}])
+def test_a_penalty_as_long_as_the_rows_is_told_of_where_no_graph_tells(options):
+    x, y = classification_data(8)
+    with make_strategy(2).scope():
+        model = keras.Sequential(
+            [keras.Input((12,)), PenalizesItsWeights(), keras.layers.Dense(5)]
+        )
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile("sgd", loss, **options)
+    with pytest.warns(LocalMeanWarning, match="both that of a weight and as long as"):
+        model.fit(x, y, batch_size=8, verbose=0)

@@ -10,6 +10,7 @@ import tensorflow as tf
 import tfdp
 from tests.support.parity import classification_data, make_strategy
 from tfdp.errors import CollectiveError
+from tfdp.tracing import one_trace
 
 
 class Waits(keras.layers.Layer):
@@ -118,6 +119,19 @@ def test_a_metric_of_another_thread_counts_as_it_is():
     model_for(strategy, 0, begin_another).fit(*classification_data(14), verbose=0)
     # Each replica traces the layer.
     assert counts == [1.0, 2.0]
+
+
+def test_a_thread_that_never_gets_its_turn_says_who_has_it(monkeypatch):
+    monkeypatch.setattr(one_trace, "LONGEST_WAIT_SECONDS", 0.1)
+    strategy = make_strategy(2)
+
+    def wait_for_another():
+        thread = Thread(strategy.run, lambda: tf.constant(1.0))
+        thread.start()
+        thread.join_for_result()
+
+    with pytest.raises(CollectiveError, match="while thread 'MainThread' builds one"):
+        strategy.run(wait_for_another)
 
 
 def test_a_second_thread_is_refused_where_hosts_train_together():

@@ -74,7 +74,8 @@ def _add_up(model: keras.Model, run: ReplicaRun, loss: Any) -> Any:
     rank, given = current_rank(), tf.convert_to_tensor(loss)
     shares = run.shares[trace_of(rank)]
     if shares.standing_of(given) is Standing.LOCAL:
-        if given.shape.rank != 0 and are_values_of_rows(run, rank, given):
+        shapes = {tuple(weight.shape) for weight in model.trainable_weights}
+        if given.shape.rank != 0 and are_values_of_rows(run, rank, given, shapes):
             if not given.dtype.is_floating:
                 given = tf.cast(given, keras.config.floatx())
             loss = tf.reduce_sum(given) * shares.factor(1.0, given.dtype)

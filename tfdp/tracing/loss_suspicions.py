@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import keras
@@ -134,7 +134,12 @@ def is_mean_taken_by_hand(run: ReplicaRun, rank: Any, loss: tf.Tensor) -> bool:
     return _has_mean(run, rank, loss)
 
 
-def are_values_of_rows(run: ReplicaRun, rank: Any, loss: tf.Tensor) -> bool:
+def are_values_of_rows(
+    run: ReplicaRun,
+    rank: Any,
+    loss: tf.Tensor,
+    shapes_of_weights: Collection[tuple[int, ...]],
+) -> bool:
     """Whether what a layer gave `add_loss` are values of the replica's rows.
 
     Keras adds them up. Otherwise their sum is a number of all rows together, as any
@@ -142,6 +147,7 @@ def are_values_of_rows(run: ReplicaRun, rank: Any, loss: tf.Tensor) -> bool:
 
     Args:
       loss: it has one axis or more.
+      shapes_of_weights: of the model; a penalty on a weight may have its shape.
     """
     batch = run.batches.get(trace_of(rank), [])
     rows = batch[0].shape[0] if batch else None
@@ -164,6 +170,14 @@ def are_values_of_rows(run: ReplicaRun, rank: Any, loss: tf.Tensor) -> bool:
         )
         return False
     if not has_graph:
+        if tuple(loss.shape) in shapes_of_weights:
+            run.suspicions.add(
+                f"a layer gave add_loss a tensor of shape {tuple(loss.shape)}, which "
+                "is both that of a weight and as long as the replica has rows. With "
+                "run_eagerly=True or jit_compile=True it was taken for values of "
+                "rows. Give add_loss the sum of a penalty, "
+                "keras.ops.sum(penalty), or leave jit_compile and run_eagerly out"
+            )
         return True
     is_made = not batch or is_of_own_rows(run.batches, trace_of(rank), loss)
     return is_made and not _has_mean(run, rank, loss)

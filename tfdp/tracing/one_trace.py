@@ -12,14 +12,45 @@ import threading
 
 import tensorflow as tf
 
+from tfdp.errors import CollectiveError
+
 __all__ = ["one_trace"]
 
+LONGEST_WAIT_SECONDS = 600.0
+
+
+class _Turn:
+    """A lock that its thread may take again, and that other threads wait for."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._owner = ""
+
+    def __enter__(self) -> None:
+        if not self._lock.acquire(timeout=LONGEST_WAIT_SECONDS):
+            here = threading.current_thread().name
+            raise CollectiveError(
+                f"Thread {here!r} waited {LONGEST_WAIT_SECONDS:g} seconds to build the "
+                f"step of a model while thread {self._owner!r} builds one, or runs one "
+                f"eagerly. If {self._owner!r} waits for {here!r} in its step, as by "
+                "join(), neither goes on: let it wait outside of the step."
+            )
+        self._owner = threading.current_thread().name
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+
 # For the process: models, optimizers and TensorFlow's graphs belong to no strategy.
-_turn = threading.RLock()
+_turn = _Turn()
 
 
-def one_trace() -> contextlib.AbstractContextManager:
-    """Waits until no other thread traces replicas; while this lasts, none does."""
+def one_trace() -> contextlib.AbstractContextManager[None]:
+    """Waits until no other thread traces replicas; while this lasts, none does.
+
+    Raises:
+      CollectiveError: when entered, if another thread does for ten minutes.
+    """
     is_replica = (
         tf.distribute.has_strategy() and not tf.distribute.in_cross_replica_context()
     )
