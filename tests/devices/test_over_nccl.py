@@ -18,6 +18,7 @@ from tests.support.over_nccl import (
 from tfdp.exchange import choose_engine, collectives
 from tfdp.exchange.round_sizes import KNOWN_SIZE, ROUND_SIZES, round_size
 from tfdp.plan.shards import ShardLayout
+from tfdp.plan.topology import Topology
 
 pytestmark = pytest.mark.timeout(250)
 
@@ -50,6 +51,24 @@ def test_bfloat16_is_added_as_float32(hierarchy):
             tf.cast(result, tf.float32), np.full((3, 5), TOTAL)
         )
     assert types_of(collectives_of(step), SUMS) == {tf.float32}
+
+
+def test_the_ring_adds_on_gpus_in_types_that_their_kernel_adds():
+    # Halves of one GPU, which NCCL refuses. Only traced: there is no GPU here.
+    devices = ["/device:GPU:0", "/device:GPU:1"]
+    engine = collectives.TensorFlowEngine(devices, Topology(1, 2), hint="ring")
+    given = [tf.int32, tf.bfloat16, tf.float16, tf.float32, tf.int64, tf.uint8]
+    added = [tf.int64, tf.float32, tf.float16, tf.float32, tf.int64, tf.int64]
+    for dtype, other in zip(given, added, strict=True):
+        step = step_of(
+            engine,
+            lambda engine, rank, dtype=dtype: engine.all_reduce(
+                tf.zeros([3, 5], dtype), rank
+            ),
+        )
+        results = step.get_concrete_function().structured_outputs
+        assert {result.dtype for result in results} == {dtype}
+        assert types_of(collectives_of(step), SUMS) == {other}
 
 
 @pytest.mark.parametrize("hierarchy", LEVELS)

@@ -36,7 +36,7 @@ from tfdp.exchange.collective_order import learn_order, rearranged
 from tfdp.exchange.engine import Engine, next_group_key
 from tfdp.exchange.round_sizes import KEYS_OF_LAUNCH, KNOWN_SIZE, round_size
 from tfdp.exchange.shard_packing import join_rows, split_row, to_rows
-from tfdp.exchange.wire_types import nccl_sum_dtype, to_gather_wire, to_sum_wire
+from tfdp.exchange.wire_types import collective_sum_dtype, to_gather_wire, to_sum_wire
 from tfdp.plan.shards import ShardLayout
 from tfdp.plan.topology import Topology
 
@@ -226,9 +226,10 @@ class TensorFlowEngine(Engine):
 
     def _to_sum(self, tensor: tf.Tensor) -> tf.Tensor:
         """`tensor` in a type that these collectives add; mostly its own."""
-        if not self._over_nccl:
-            return tensor
-        return tf.cast(tensor, nccl_sum_dtype(tensor.dtype))
+        dtype = collective_sum_dtype(
+            tensor.dtype, self.devices[0], over_nccl=self._over_nccl
+        )
+        return tf.cast(tensor, dtype)
 
     def _of_one_size(self, flat: tf.Tensor, rank: int) -> tuple[tf.Tensor, tf.Tensor]:
         """`flat`, and its size, which is that on all replicas.

@@ -36,7 +36,7 @@ from tfdp.exchange.packing import pack, unpack
 from tfdp.exchange.pieces import cut_pieces, join_pieces, plan_pieces
 from tfdp.exchange.traffic import ring_bytes
 from tfdp.exchange.two_level import LEADER, AcrossHostsEngine
-from tfdp.exchange.wire_types import fitting_wire_dtype, nccl_sum_dtype
+from tfdp.exchange.wire_types import collective_sum_dtype, fitting_wire_dtype
 from tfdp.hosts.exchange_watch import ExchangeWatch
 from tfdp.hosts.host_link import HostLink
 from tfdp.hosts.python_calls import counted
@@ -222,7 +222,8 @@ class TensorFlowAcrossHostsEngine(AcrossHostsEngine):
     def _on_wire(self, buffer: tf.Tensor, wire_dtype: str | None) -> tf.Tensor:
         small = fitting_wire_dtype([buffer], wire_dtype)
         dtype = tf.as_dtype(small) if small else buffer.dtype
-        return tf.cast(buffer, nccl_sum_dtype(dtype) if self._over_nccl else dtype)
+        summed = collective_sum_dtype(dtype, self.devices[0], over_nccl=self._over_nccl)
+        return tf.cast(buffer, summed)
 
     @property
     def _group_size(self) -> int:

@@ -1,7 +1,7 @@
 """Number types on the wire: which travel as they are, and exact stand-ins for others.
 
 TensorFlow's collectives add bfloat16, float16, float32, float64, int32 and int64, and
-gather all of these but bfloat16, which is added as float32 over NCCL. Other types
+gather all of these but bfloat16; GPUs add some in a wider one. Other types
 travel in a wider one that holds every sum modulo the narrow type's range, or as pairs
 of reals, and come back unchanged.
 """
@@ -16,9 +16,9 @@ from tfdp.errors import CollectiveError
 
 __all__ = [
     "check_summable",
+    "collective_sum_dtype",
     "fitting_wire_dtype",
     "is_wider_float",
-    "nccl_sum_dtype",
     "to_gather_wire",
     "to_sum_wire",
 ]
@@ -69,11 +69,24 @@ def fitting_wire_dtype(
     return wire_dtype if fits else None
 
 
-def nccl_sum_dtype(dtype: tf.DType) -> tf.DType:
-    """The type in which numbers of `dtype`, one that is summed, are added by NCCL."""
+def collective_sum_dtype(dtype: tf.DType, device: str, *, over_nccl: bool) -> tf.DType:
+    """The type in which collectives add numbers of `dtype`; mostly their own.
+
+    Args:
+      dtype: one of those that are summed.
+      device: of a replica.
+      over_nccl: whether NCCL adds; else TensorFlow's ring.
+    """
+    if not over_nccl and tf.DeviceSpec.from_string(device).device_type != "GPU":
+        return dtype
     # NCCL could, but TensorFlow 2.21 gives it no bfloat16 (`kValidDataTypes` of
-    # nccl_manager.cc), though the op takes it: the step would end in an error.
-    return tf.float32 if dtype == tf.bfloat16 else dtype
+    # nccl_manager.cc), though the op takes it: the step would end in an error. The ring
+    # adds with the kernel of `Add`, which MLIR does not generate for bfloat16.
+    if dtype == tf.bfloat16:
+        return tf.float32
+    # For int32 that kernel expects its arguments in the memory of the host
+    # (cwise_op_add_1.cc), and the ring gives it addresses in that of a GPU.
+    return tf.int64 if dtype == tf.int32 and not over_nccl else dtype
 
 
 def to_sum_wire(tensor: tf.Tensor) -> tuple[tf.Tensor, Restore]:
