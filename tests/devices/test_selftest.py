@@ -2,7 +2,9 @@
 
 import functools
 import json
+import re
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -12,7 +14,8 @@ from tests.support.fresh_python import run_python
 from tfdp.bench.worker_process import run_worker
 from tfdp.errors import CollectiveError, ParityError
 from tfdp.exchange.pipeline import GradientPipeline
-from tfdp.selftest import rates, sums, training
+from tfdp.selftest import memory, overhead, rates, sums, training
+from tfdp.selftest.networks import build_large
 from tfdp.selftest.parts import Part
 from tfdp.selftest.sums import check_sums, largest_number
 
@@ -80,10 +83,54 @@ def test_a_replica_that_hears_nothing_is_found(monkeypatch):
 
     changed_sums(monkeypatch, own_on_the_last)
     # Looking for the causes takes most of the time, and has its own tests.
-    quick = functools.partial(training.check_parity, diagnose=False)
-    monkeypatch.setattr(training, "check_parity", quick)
+    compare = training.compare_and_report
+    monkeypatch.setattr(
+        training,
+        "compare_and_report",
+        lambda setting, diagnose: compare(setting, False),
+    )
     with pytest.raises(ParityError):
         training.check_training(strategy_of(2), False)
+
+
+def test_one_replica_is_held_against_plain_keras_in_half_precision(monkeypatch):
+    before = keras.config.dtype_policy()
+    keras.config.set_dtype_policy("mixed_bfloat16")
+    try:
+        said = training.check_training(strategy_of(1), False)
+        assert said == "3 steps as in plain Keras: 8 variables"
+        # One that computes otherwise under the strategy is found.
+        built = training._build
+        monkeypatch.setattr(training, "_build", functools.partial(twice, built))
+        with pytest.raises(ParityError):
+            training.check_training(strategy_of(1), False)
+    finally:
+        keras.config.set_dtype_policy(before)
+
+
+def twice(build, jit_compile):
+    model = build(jit_compile)
+    if tf.distribute.has_strategy():
+        model.optimizer.learning_rate = 2 * float(model.optimizer.learning_rate)
+    return model
+
+
+def test_overhead_is_told(monkeypatch):
+    monkeypatch.setattr(overhead, "REPEATS", 2)
+    monkeypatch.setattr(overhead, "STEPS", {"CPU": (3, 3)})
+    said = overhead.measure_overhead(strategy_of(1))
+    words = r"{} \d+\.\d+ and \d+\.\d+ ms a step \(\d+\.\d+ of plain Keras\)"
+    assert re.fullmatch(", ".join(words.format(n) for n in ("small", "large")), said)
+
+
+def test_memory_is_told(monkeypatch):
+    monkeypatch.setattr(memory, "ROWS", 2)
+    monkeypatch.setattr(memory, "build_large", lambda kind: build_large("CPU"))
+    config = tf.config.experimental
+    monkeypatch.setattr(config, "reset_memory_stats", lambda name: None)
+    monkeypatch.setattr(config, "get_memory_info", lambda name: {"peak": 5_000_000})
+    said = memory.measure_memory(strategy_of(1))
+    assert re.fullmatch(r"5\.0 MB at the most, planned \d+\.\d MB", said), said
 
 
 def test_rates_are_told(small):
@@ -91,12 +138,19 @@ def test_rates_are_told(small):
     assert said.startswith("1 MiB ") and said.endswith(" GB/s)")
 
 
-@pytest.mark.worth_seconds(10)
-def test_a_part_runs_in_its_process():
-    part = {"title": "t", "kind": "training", "strategy": {"shard": "optimizer"}}
+@pytest.mark.worth_seconds(16)
+@pytest.mark.parametrize(
+    "more, said",
+    [
+        ({"strategy": {"shard": "optimizer"}}, "3 steps as on one device"),
+        ({"one_replica": True, "policy": "mixed_float16"}, "3 steps as in plain Keras"),
+    ],
+)
+def test_a_part_runs_in_its_process(more, said):
+    part = {"title": "t", "kind": "training", **more}
     asked = {"part": part, "device_type": "cpu", "devices": 2}
     found = run_worker(WORKER, asked, 300)
-    assert found["state"] == "right" and found["said"].startswith("3 steps")
+    assert found["state"] == "right" and found["said"].startswith(said)
     assert Part(**part).kind == "training"
 
 

@@ -1,6 +1,7 @@
 """`tfdp selftest`: which parts there are, what is told of them, and what is written."""
 
 import json
+import os
 import sys
 
 import pytest
@@ -26,6 +27,7 @@ FACTS = {
     "cluster": None,
     "warnings": [],
 }
+GROWTH = "TF_FORCE_GPU_ALLOW_GROWTH"
 GPU = {"name": "/physical_device:GPU:0", "type": "GPU", "model": "A100"}
 
 
@@ -42,6 +44,8 @@ def asked(monkeypatch):
         return found
 
     monkeypatch.setattr(command, "run_worker", stand_in)
+    monkeypatch.setenv(GROWTH, "before")  # and set back afterwards
+    monkeypatch.delenv(GROWTH)
     monkeypatch.setattr(command, "gather_facts", lambda: FACTS)
     monkeypatch.setattr(command, "gpu_links", lambda: "GPU0 NV4 GPU1")
     asked_and_answers = asked, answers
@@ -49,14 +53,28 @@ def asked(monkeypatch):
 
 
 def test_every_engine_and_stage_is_looked_at():
-    titles = [part.title for part in parts_for(3)]
+    titles = [part.title for part in parts_for("cpu", 3)]
     assert len(set(titles)) == len(titles)
     for word in ("in_process", "tensorflow", "none", "optimizer", "gradients", "XLA"):
         assert any(word in title for title in titles), word
     assert not any(
-        "two levels" in title for title in [*titles, *map(str, parts_for(5))]
+        "two levels" in title for title in [*titles, *map(str, parts_for("cpu", 5))]
     )
-    assert sum("two levels" in part.title for part in parts_for(4)) == 2
+    assert sum("two levels" in part.title for part in parts_for("cpu", 4)) == 2
+
+
+def test_on_gpus_one_replica_is_looked_at_too():
+    on_cpus, on_gpus = (parts_for(kind, 2) for kind in ("cpu", "gpu"))
+    more = [part for part in on_gpus if part not in on_cpus]
+    assert len(on_gpus) == len(on_cpus) + len(more)
+    assert all(part.one_replica for part in more)
+    trained = {(p.policy, p.jit_compile) for p in more if p.kind == "training"}
+    assert trained == {
+        *(("float32", False), ("float32", True)),
+        *(("mixed_bfloat16", False), ("mixed_float16", False)),
+    }
+    # A CPU has no allocator that tells its peak.
+    assert [part.kind for part in more if part.kind != "training"] == ["memory"]
 
 
 def test_all_is_right(asked, tmp_path, capsys):
@@ -64,7 +82,7 @@ def test_all_is_right(asked, tmp_path, capsys):
     assert cli.main(["selftest", "--json", str(path)]) == 0
     said = capsys.readouterr().out
     report = json.loads(path.read_text("utf-8"))
-    titles = [part.title for part in parts_for(2)]
+    titles = [part.title for part in parts_for("cpu", 2)]
     assert [part["title"] for part in report["parts"]] == titles
     assert report["gpu_links"] == "GPU0 NV4 GPU1" and report["facts"] == FACTS
     assert all(title in said for title in titles)
@@ -82,21 +100,25 @@ def test_all_is_right(asked, tmp_path, capsys):
 def test_one_that_is_not_right_does_not_stop_the_others(
     asked, tmp_path, capsys, found, word
 ):
-    title = parts_for(2)[1].title
+    title = parts_for("cpu", 2)[1].title
     asked[1][title] = found
     path = tmp_path / "report.json"
     assert cli.main(["selftest", "--json", str(path)]) == 1
     said = capsys.readouterr().out
     parts = json.loads(path.read_text("utf-8"))["parts"]
-    assert len(parts) == len(parts_for(2))
+    assert len(parts) == len(parts_for("cpu", 2))
     assert [part["title"] for part in parts if part["state"] != "right"] == [title]
     assert f"1 of {len(parts)} NOT right: {title}" in said and word in said
 
 
-def test_gpus_are_taken_where_there_are_two(asked, monkeypatch, tmp_path):
-    gpus = {**FACTS, "devices": {"physical": [GPU] * 4, "logical": []}}
-    monkeypatch.setattr(command, "gather_facts", lambda: gpus)
+def with_gpus(monkeypatch, tmp_path, count):
+    found = {**FACTS, "devices": {"physical": [GPU] * count, "logical": []}}
+    monkeypatch.setattr(command, "gather_facts", lambda: found)
     monkeypatch.chdir(tmp_path)
+
+
+def test_all_gpus_are_taken(asked, monkeypatch, tmp_path):
+    with_gpus(monkeypatch, tmp_path, 4)
     assert cli.main(["selftest"]) == 0
     assert (tmp_path / command.REPORT).exists()
     assert {(a["device_type"], a["devices"]) for a in asked[0]} == {("gpu", 4)}
@@ -105,8 +127,30 @@ def test_gpus_are_taken_where_there_are_two(asked, monkeypatch, tmp_path):
     assert {(a["device_type"], a["devices"]) for a in asked[0]} == {("cpu", 2)}
 
 
+@pytest.mark.parametrize("words, devices", [([], 2), (["--devices", "4"], 4)])
+def test_a_single_gpu_is_split(asked, monkeypatch, tmp_path, capsys, words, devices):
+    with_gpus(monkeypatch, tmp_path, 1)
+    assert cli.main(["selftest", *words]) == 0
+    assert {(a["device_type"], a["devices"]) for a in asked[0]} == {("gpu", devices)}
+    titles = [a["part"]["title"] for a in asked[0]]
+    assert titles == [part.title for part in parts_for("gpu", devices)]
+    assert f"{devices} logical GPUs of one GPU" in capsys.readouterr().out
+    # Or the command would keep all memory of the GPU from the workers.
+    assert os.environ[GROWTH] == "true"
+
+
+def test_what_the_user_says_of_growth_stays(asked, monkeypatch, tmp_path):
+    with_gpus(monkeypatch, tmp_path, 1)
+    monkeypatch.setenv(GROWTH, "false")
+    assert cli.main(["selftest"]) == 0
+    assert os.environ[GROWTH] == "false"
+
+
 def test_more_gpus_than_there_are_are_refused(asked, capsys, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+    with_gpus(monkeypatch, tmp_path, 2)
+    assert cli.main(["selftest", "--devices", "3"]) == 1
+    assert "3 GPUs were asked for, and TensorFlow sees 2" in capsys.readouterr().err
+    with_gpus(monkeypatch, tmp_path, 0)
     assert cli.main(["selftest", "--device-type", "gpu"]) == 1
     assert "2 GPUs were asked for, and TensorFlow sees 0" in capsys.readouterr().err
     assert not asked[0]
@@ -162,15 +206,44 @@ def test_a_worker_that_leaves_no_result(tmp_path, monkeypatch, source, seconds, 
         run_worker(name, {}, seconds)
 
 
-def test_gpus_that_are_not_there_are_no_devices(monkeypatch):
+def pretend_gpus(monkeypatch, count):
+    """TensorFlow sees so many; gives how each was split."""
+    split = []
+
     class Config:
         @staticmethod
         def list_physical_devices(kind):
-            return []
+            return [f"{kind}:{number}" for number in range(count)]
+
+        @staticmethod
+        def LogicalDeviceConfiguration(memory_limit):
+            return memory_limit
+
+        @staticmethod
+        def set_logical_device_configuration(gpu, parts):
+            split.append((gpu, parts))
 
     class TensorFlow:
         config = Config
 
     monkeypatch.setitem(sys.modules, "tensorflow", TensorFlow)
-    with pytest.raises(DeviceError, match="2 GPUs were asked for, but there are 0"):
-        worker_process.set_up_devices("gpu", 2)
+    return split
+
+
+@pytest.mark.parametrize("gpus, may_split", [(0, True), (1, False), (2, True)])
+def test_gpus_that_are_not_there_are_no_devices(monkeypatch, gpus, may_split):
+    split = pretend_gpus(monkeypatch, gpus)
+    words = f"3 GPUs were asked for, but there are {gpus}"
+    with pytest.raises(DeviceError, match=words):
+        worker_process.set_up_devices("gpu", 3, may_split=may_split)
+    assert not split
+
+
+def test_a_worker_splits_the_only_gpu_if_it_may(monkeypatch):
+    split = pretend_gpus(monkeypatch, 1)
+    found = worker_process.set_up_devices("gpu", 3, may_split=True)
+    assert found == ["GPU:0", "GPU:1", "GPU:2"]
+    assert split == [("GPU:0", [worker_process.SPLIT_GPU_MIB] * 3)]
+    split.clear()
+    assert worker_process.set_up_devices("gpu", 1, may_split=True) == ["GPU:0"]
+    assert not split

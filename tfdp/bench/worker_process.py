@@ -19,6 +19,9 @@ from tfdp.files.json_file import write_json
 
 __all__ = ["WorkerFailed", "answer", "run_worker", "set_up_devices"]
 
+# The most that each logical GPU takes of the one GPU; `tfdp selftest` takes a quarter.
+SPLIT_GPU_MIB = 4096
+
 
 class WorkerFailed(Exception):
     """It left no result; says how it ended, and what it printed last.
@@ -73,12 +76,15 @@ def answer(arguments: list[str], find: Callable[[dict[str, Any]], Any]) -> None:
     write_json(result_path, find(json.loads(asked)))
 
 
-def set_up_devices(device_type: str, count: int) -> list[str]:
+def set_up_devices(
+    device_type: str, count: int, *, may_split: bool = False
+) -> list[str]:
     """Their names; TensorFlow must not have started.
 
     Args:
       device_type: "cpu" makes `count` logical CPUs, "gpu" takes the first GPUs.
       count: of the devices.
+      may_split: whether the only GPU of a machine is cut into `count` logical ones.
 
     Raises:
       DeviceError: when there are fewer GPUs than asked for.
@@ -92,7 +98,10 @@ def set_up_devices(device_type: str, count: int) -> list[str]:
         tf.config.set_visible_devices([], "GPU")
         return tfdp.use_virtual_devices(count)
     gpus = tf.config.list_physical_devices("GPU")
-    if len(gpus) < count:
+    if may_split and len(gpus) == 1 and count > 1:
+        part = tf.config.LogicalDeviceConfiguration(memory_limit=SPLIT_GPU_MIB)
+        tf.config.set_logical_device_configuration(gpus[0], [part] * count)
+    elif len(gpus) < count:
         raise DeviceError(
             f"{count} GPUs were asked for, but there are {len(gpus)}. Ask for fewer, "
             "or for --device-type cpu."

@@ -11,6 +11,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 
 __all__ = [
+    "ALLOW_GROWTH",
     "VISIBLE",
     "ask_for_gpus",
     "driver_gpus",
@@ -21,6 +22,9 @@ __all__ = [
 ]
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
+# TensorFlow then takes the memory of a GPU as it needs it, and leaves the rest to other
+# processes.
+ALLOW_GROWTH = ("TF_FORCE_GPU_ALLOW_GROWTH", "true")
 # A folder for each GPU, made by the driver itself.
 DRIVER_FOLDER = pathlib.Path("/proc/driver/nvidia/gpus")
 # What programs talk to the driver by; a container that was given no GPU has none.

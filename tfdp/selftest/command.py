@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import datetime
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -12,7 +13,7 @@ from typing import Any
 
 from tfdp.bench.worker_process import WorkerFailed, run_worker
 from tfdp.checks import integer_from
-from tfdp.cluster.nvidia import gpu_links
+from tfdp.cluster.nvidia import ALLOW_GROWTH, gpu_links
 from tfdp.commands.info import format_facts, gather_facts
 from tfdp.errors import ConfigurationError, DeviceError
 from tfdp.files.asked_for import refuse_bad_place, write_json_for
@@ -33,13 +34,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--devices",
         type=integer_from(2),
         metavar="N",
-        help="so many GPUs, or logical CPUs (default: all GPUs; without two of them 2 "
-        "logical CPUs)",
+        help="so many GPUs, or logical CPUs; a single GPU is split into so many "
+        "(default: all GPUs; 2 logical devices where there are fewer than two)",
     )
     parser.add_argument(
         "--device-type",
         choices=("cpu", "gpu"),
-        help="logical CPUs, or GPUs (default: GPUs where there are two)",
+        help="logical CPUs, or GPUs (default: GPUs where there are any)",
     )
     parser.add_argument(
         "--timeout-seconds",
@@ -73,13 +74,20 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
+    # Or this process would keep all memory of the GPUs from those that look at them.
+    os.environ.setdefault(*ALLOW_GROWTH)
     facts = gather_facts()
-    device_type, devices = _choose(facts, options.device_type, options.devices)
+    gpus = _count_gpus(facts)
+    device_type, devices = _choose(gpus, options.device_type, options.devices)
     print(format_facts(facts), end="\n\n", flush=True)
-    what = "GPUs" if device_type == "gpu" else "logical CPUs"
+    what = "logical CPUs"
+    if device_type == "gpu":
+        what = (
+            "logical GPUs of one GPU, and at the whole of it" if gpus == 1 else "GPUs"
+        )
     print(f"looking at {devices} {what}", flush=True)
     found = _look_at_all(
-        parts_for(devices), device_type, devices, options.timeout_seconds
+        parts_for(device_type, devices), device_type, devices, options.timeout_seconds
     )
     wrong = [each["title"] for each in found if each["state"] != "right"]
     report = {
@@ -99,16 +107,18 @@ def _run(options: argparse.Namespace) -> int:
     return SOME_WRONG if wrong else ALL_RIGHT
 
 
-def _choose(
-    facts: dict[str, Any], device_type: str | None, devices: int | None
-) -> tuple[str, int]:
+def _count_gpus(facts: dict[str, Any]) -> int:
     listed = (facts["devices"] or {}).get("physical", [])
-    gpus = sum(device["type"] == "GPU" for device in listed)
+    return sum(device["type"] == "GPU" for device in listed)
+
+
+def _choose(gpus: int, device_type: str | None, devices: int | None) -> tuple[str, int]:
     if device_type is None:
-        device_type = "gpu" if gpus >= 2 else "cpu"
+        device_type = "gpu" if gpus else "cpu"
     if devices is None:
         devices = max(gpus, 2) if device_type == "gpu" else 2
-    if device_type == "gpu" and gpus < devices:
+    # One is split into as many logical ones.
+    if device_type == "gpu" and gpus < devices and gpus != 1:
         raise DeviceError(
             f"{devices} GPUs were asked for, and TensorFlow sees {gpus}. Ask for fewer "
             "with --devices, or for --device-type cpu."

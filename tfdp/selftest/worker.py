@@ -16,8 +16,15 @@ RIGHT, WRONG = "right", "WRONG"
 
 def look_at(part: Part, device_type: str, count: int) -> dict[str, str]:
     """What was found, as plain data: the state, and what there is to say of it."""
-    devices = set_up_devices(device_type, count)
+    if part.one_replica:
+        devices = set_up_devices(device_type, 1)
+    else:
+        devices = set_up_devices(device_type, count, may_split=True)
+    import keras
+
     import tfdp
+
+    keras.config.set_dtype_policy(part.policy)
 
     given = dict(part.communication)
     if isinstance(given.get("hierarchy"), list):
@@ -41,6 +48,14 @@ def _look(part: Part, strategy: Any) -> str:
         from tfdp.selftest.training import check_training
 
         return check_training(strategy, part.jit_compile)
+    if part.kind == "memory":
+        from tfdp.selftest.memory import measure_memory
+
+        return measure_memory(strategy)
+    if part.kind == "overhead":
+        from tfdp.selftest.overhead import measure_overhead
+
+        return measure_overhead(strategy)
     from tfdp.selftest.rates import measure_rates
 
     return measure_rates(strategy)

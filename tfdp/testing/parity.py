@@ -22,7 +22,7 @@ from tfdp.testing.crashes import describe_error
 from tfdp.testing.diagnosis import diagnose as find_causes
 from tfdp.testing.report import Finding, ParityReport
 
-__all__ = ["check_parity"]
+__all__ = ["check_parity", "compare_and_report"]
 
 RANDOM_LAYERS = ("off", "keep")
 COARSE = (
@@ -119,6 +119,24 @@ def check_parity(
         seed=seed,
         keep_random_layers=random_layers == "keep",
     )
+    report, error = compare_and_report(setting, diagnose)
+    if raise_on_failure and not report.ok:
+        raise ParityError(str(report), report=report) from error
+    return report
+
+
+def compare_and_report(
+    setting: Setting, diagnose: bool
+) -> tuple[ParityReport, Exception | None]:
+    """What `check_parity` finds, also of a strategy with one replica.
+
+    Args:
+      setting: what is trained.
+      diagnose: as there.
+
+    Returns:
+      The report, and what the training under the strategy has raised.
+    """
     with _float32_products(), unsaid():
         comparison = compare(setting)
         notes = []
@@ -131,10 +149,7 @@ def check_parity(
         causes: tuple[Finding, ...] = ()
         if diagnose and not comparison.ok:
             causes = find_causes(setting, comparison)
-    report = _report(setting, comparison, causes, notes)
-    if raise_on_failure and not report.ok:
-        raise ParityError(str(report), report=report) from comparison.error
-    return report
+    return _report(setting, comparison, causes, notes), comparison.error
 
 
 def _report(
