@@ -1,5 +1,7 @@
 """Which engine GPUs get, by TensorFlow's settings; there is no GPU here."""
 
+from types import SimpleNamespace
+
 import pytest
 import tensorflow as tf
 
@@ -50,3 +52,35 @@ def test_logical_gpus_that_share_one_are_not_given_to_nccl(
     assert ("share a GPU" in choice.reason) == (parts > 1)
     # Several hosts ask the same.
     assert ("share a GPU" in meeting._why_not_here(over_all=False)) == (parts > 1)
+
+
+@pytest.mark.parametrize(
+    "others, visible, reasons",
+    [
+        (["GPU-a", "GPU-b\nGPU-d"], [0, 1], {}),
+        (
+            ["GPU-a", "GPU-c\nGPU-a"],
+            [0],
+            {1: "GPU-a is also worker 0's GPU", 2: "GPU-c is also worker 1's GPU"},
+        ),
+        # A program may have hidden all but its own from TensorFlow, not from CUDA.
+        (["GPU-d", "GPU-a"], [1], {}),
+        # Without nvidia-smi, and of one that sends what is no name.
+        (["", "\xff"], [0, 1, 7], {}),
+    ],
+)
+def test_gpus_that_workers_share_are_not_given_to_nccl(
+    monkeypatch, others, visible, reasons
+):
+    class Link:
+        def gather(self, blob, label, most_bytes):
+            assert len(blob) <= most_bytes
+            return [*(each.encode("latin-1") for each in others), blob]
+
+    gpus = [SimpleNamespace(name=f"/physical_device:GPU:{n}") for n in visible]
+    monkeypatch.setattr(meeting, "local_gpus", lambda: gpus)
+    monkeypatch.setattr(meeting, "gpu_names", lambda environment: ["GPU-c", "GPU-e"])
+    found = meeting._shared_gpus(Link())
+    assert found.keys() == reasons.keys()
+    for rank, words in reasons.items():
+        assert words in found[rank] and "NCCL refuses" in found[rank]

@@ -84,6 +84,7 @@ def test_no_program_is_refused(words):
         ["--workers", "0", "a.py"],
         ["--workers", "two", "a.py"],
         ["--devices-per-worker", "0", "a.py"],
+        ["--workers-per-gpu", "0", "a.py"],
         ["--port", "65536", "a.py"],
         ["--grace-seconds", "-1", "a.py"],
         ["--grace-seconds", "nan", "a.py"],
@@ -122,6 +123,10 @@ def test_bad_options_are_refused(arguments, capsys):
         *(
             ([*where, "--workers", "1:2", "a.py"], "the scheduler decides")
             for where in (["--slurm"], ["--mpi"], ["--kubernetes", "image"])
+        ),
+        *(
+            ([*where, "--workers-per-gpu", "2", "a.py"], f"no effect with {where[0]}")
+            for where in (["--slurm"], ["--mpi"], ["--hosts", "a"])
         ),
         (
             ["--hosts", "a,b", "--workers", "1:3", "--max-restarts", "1", "a.py"],
@@ -248,6 +253,47 @@ def test_workers_share_the_gpus():
     for gpus in (["0"], ["0", "1", "2"]):
         with pytest.raises(ConfigurationError, match="share . GPUs evenly"):
             share_of_gpus(gpus, workers=2, rank=0)
+
+
+def shared_gpus(environment, workers, per_gpu, **options):
+    commands = local_commands(
+        *(SCRIPT, environment),
+        **{"workers": workers, "port": 1, "devices_per_worker": None, "cores": 2},
+        **{"job_key": KEY, "workers_per_gpu": per_gpu, **options},
+    )
+    return [start.environment for start in commands]
+
+
+GROWTH = "TF_FORCE_GPU_ALLOW_GROWTH"
+
+
+def test_workers_share_one_gpu_when_told_so():
+    made = shared_gpus({"CUDA_VISIBLE_DEVICES": "5,7"}, 4, 2)
+    assert [each["CUDA_VISIBLE_DEVICES"] for each in made] == ["5", "5", "7", "7"]
+    # Or the first of them would take nearly all of its memory.
+    assert {each[GROWTH] for each in made} == {"true"}
+    made = shared_gpus({"CUDA_VISIBLE_DEVICES": "5", GROWTH: "false"}, 2, 2)
+    assert {each[GROWTH] for each in made} == {"false"}
+    assert GROWTH not in shared_gpus({"CUDA_VISIBLE_DEVICES": "5,7"}, 2, 1)[0]
+    # A place keeps its GPU when another one is left out.
+    made = shared_gpus({"CUDA_VISIBLE_DEVICES": "5,7"}, 4, 2, places=[1, 3])
+    assert [each["CUDA_VISIBLE_DEVICES"] for each in made] == ["5", "7"]
+
+
+@pytest.mark.parametrize(
+    "visible, workers, words",
+    [
+        ("", 2, "this machine has none"),
+        ("5", 3, "2 on 1 GPUs is for --workers 2. Received: 3"),
+        ("5,7", 2, "2 on 2 GPUs is for --workers 4. Received: 2"),
+        ("5", 1, "2 on 1 GPUs is for --workers 2. Received: 1"),
+    ],
+)
+def test_workers_that_are_not_as_many_as_share_gpus_are_refused(
+    visible, workers, words
+):
+    with pytest.raises(ConfigurationError, match=words):
+        shared_gpus({"CUDA_VISIBLE_DEVICES": visible}, workers, 2)
 
 
 def test_a_place_keeps_its_gpus_when_another_is_left_out():

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from tfdp.cluster import nvidia
-from tfdp.cluster.nvidia import driver_gpus, explain_unseen_gpus
+from tfdp.cluster.nvidia import driver_gpus, explain_unseen_gpus, gpu_names
 
 
 def folder_of(tmp_path, models):
@@ -31,6 +31,27 @@ def test_nvidia_smi_is_asked_where_the_driver_has_no_folder(tmp_path, monkeypatc
     assert driver_gpus(tmp_path / "none") == ["NVIDIA L4"]
     program.write_text("#!/bin/sh\necho no driver; exit 9\n")
     assert driver_gpus(tmp_path / "none") == []
+
+
+@pytest.mark.parametrize(
+    "visible, names",
+    [
+        (None, ["GPU-aa", "GPU-ab"]),
+        ("1", ["GPU-ab"]),
+        ("1,0", ["GPU-ab", "GPU-aa"]),
+        ("GPU-ab", ["GPU-ab"]),
+        ("GPU-ab,-1", ["GPU-ab"]),
+        ("", []),
+        # What is not known stays as it is: beyond the list, two that begin so, a part.
+        ("2,GPU-a,MIG-c", ["2", "GPU-a", "MIG-c"]),
+    ],
+)
+def test_gpus_have_unique_names(monkeypatch, visible, names):
+    monkeypatch.setattr(nvidia, "ask_for_gpus", lambda what: ["GPU-aa", "GPU-ab"])
+    environment = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    assert gpu_names(environment) == names
+    monkeypatch.setattr(nvidia, "ask_for_gpus", lambda what: [])
+    assert gpu_names(environment) == []  # "0" may be another one for another worker
 
 
 SAID = [

@@ -7,12 +7,14 @@ Logical CPUs stand in for the GPUs, and TensorFlow's ring for NCCL.
 
 import os
 import sys
+import types
 
 import keras
 import numpy as np
 import tensorflow as tf
 
 import tfdp
+from tfdp.cluster import nvidia
 from tfdp.exchange import two_level_collectives
 from tfdp.strategies import meeting
 
@@ -33,7 +35,10 @@ def expected():
 
 def prepare(case, rank):
     has_gpu = case != "one without" or rank == 0
-    meeting.local_gpus = lambda: ["a stand-in"] if has_gpu else []
+    gpu = types.SimpleNamespace(name="/physical_device:GPU:0")
+    meeting.local_gpus = lambda: [gpu] if has_gpu else []
+    nvidia.ask_for_gpus = lambda what: ["GPU-a", "GPU-b"]
+    os.environ[nvidia.VISIBLE] = "GPU-a" if case == "one GPU" else str(rank)
     tf.config.get_logical_device_configuration = lambda gpu: None
     two_level_collectives.SMALLEST_BYTES = 0
     if case == "in use" and rank == 1:

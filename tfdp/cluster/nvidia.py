@@ -17,6 +17,7 @@ __all__ = [
     "driver_gpus",
     "explain_unseen_gpus",
     "gpu_links",
+    "gpu_names",
     "named_gpus",
     "usable_gpus",
 ]
@@ -107,6 +108,36 @@ def named_gpus(environment: Mapping[str, str]) -> list[str] | None:
     # CUDA stops at the first name that is none: "-1" hides all.
     end = next((i for i, n in enumerate(named) if n in ("", "-1")), len(named))
     return named[:end]
+
+
+def gpu_names(environment: Mapping[str, str]) -> list[str]:
+    """The GPUs that CUDA shows to this process, in its order, by unique names.
+
+    Where `nvidia-smi` and CUDA count the GPUs of a machine in different orders the
+    names may be exchanged, in the same way in all processes that see all of them.
+
+    Args:
+      environment: of the process.
+
+    Returns:
+      Such as "GPU-8a56a4bc-..."; nothing where `nvidia-smi` does not answer.
+
+    Cost: a run of nvidia-smi of a second or so.
+    """
+    uuids = ask_for_gpus("uuid")
+    named = named_gpus(environment)
+    if named is None or not uuids:
+        return uuids
+    return [_unique(name, uuids) for name in named]
+
+
+def _unique(name: str, uuids: Sequence[str]) -> str:
+    """The unique name of what CUDA_VISIBLE_DEVICES calls `name`; else `name` itself."""
+    if name.isdecimal():
+        return uuids[int(name)] if int(name) < len(uuids) else name
+    # CUDA takes the beginning of one as well.
+    full = [uuid for uuid in uuids if uuid.startswith(name)]
+    return full[0] if len(full) == 1 else name
 
 
 def explain_unseen_gpus(

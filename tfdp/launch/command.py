@@ -16,6 +16,7 @@ from tfdp.cluster.machine import describe_machine
 from tfdp.cluster.ports import any_port, checked_port, free_port
 from tfdp.cluster.restart import START_AGAIN
 from tfdp.errors import ClusterError, ConfigurationError
+from tfdp.launch.gpus import add_gpu_arguments, refuse_gpu_words
 from tfdp.launch.guard import OrphanGuard
 from tfdp.launch.handover import become, mpi_command, slurm_command
 from tfdp.launch.kubernetes import manifest
@@ -129,6 +130,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="D",
         help="replicas of each worker; without GPUs it makes D logical CPUs",
     )
+    add_gpu_arguments(parser)
     _add_places(parser)
     add_manifest_arguments(parser)
     parser.add_argument(
@@ -220,6 +222,7 @@ def _refuse_what_cannot_act(options: argparse.Namespace) -> None:
         "--mpi": options.mpi,
         "--kubernetes": options.kubernetes is not None,
     }
+    refuse_gpu_words({"--hosts": options.hosts is not None, **others}, options)
     for name, is_chosen in others.items():
         if is_chosen and options.log_dir is not None:
             raise ConfigurationError(
@@ -265,6 +268,7 @@ def _launch_here(options: argparse.Namespace, program: Program) -> int:
             job_key=_job_key(),
             places=places,
             restarts=restarts,
+            workers_per_gpu=options.workers_per_gpu,
         )
 
     return launch(

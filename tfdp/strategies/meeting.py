@@ -9,12 +9,15 @@ the hosts agree before that, after it, and once more after the trial.
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import tensorflow as tf
 
 from tfdp._private.collective_runtime import has_started
 from tfdp.cluster import Cluster
+from tfdp.cluster.nvidia import gpu_names
 from tfdp.errors import CollectiveError, ConfigurationError
 from tfdp.exchange.choose_engine import choose_engine, gpus_are_split
 from tfdp.exchange.collective_trial import NO_ANSWER, try_collectives
@@ -29,6 +32,8 @@ __all__ = ["Meeting", "meet", "tried"]
 
 # The longest reason that travels.
 MOST_REASON_BYTES = 1000
+# Of the names of a worker's GPUs, some 40 each.
+MOST_NAMES_BYTES = 10_000
 NO_GPU = "it has no GPU"
 NOT_RUN = (
     'gradients cross between hosts by NCCL, which engine="auto" takes where all hosts '
@@ -99,6 +104,8 @@ def _chosen(group: HostGroup, over_all: bool) -> Meeting:
         if NO_GPU in reasons.values():
             return Meeting(group)  # nobody expects it
     if not reasons:
+        reasons = _shared_gpus(group.link)
+    if not reasons:
         reasons = _reasons(group.link, _start(group.link), "whether NCCL has started")
     return Meeting(group, not reasons, _fallen_back(reasons))
 
@@ -116,9 +123,32 @@ def _why_not_here(over_all: bool) -> str:
     return ""
 
 
-def local_gpus() -> Sequence[object]:
+def local_gpus() -> Sequence[Any]:
     """The GPUs that this process may use; TensorFlow does not start for it."""
     return tf.config.get_visible_devices("GPU")
+
+
+def local_gpu_names() -> list[str]:
+    """Unique names of `local_gpus`; of those alone for which there are any."""
+    names = gpu_names(os.environ)
+    places = [int(gpu.name.rsplit(":", 1)[1]) for gpu in local_gpus()]
+    return [names[place] for place in places if place < len(names)]
+
+
+def _shared_gpus(link: HostLink) -> dict[int, str]:
+    """By rank, which GPU a worker shares with one before it; the same on all hosts."""
+    blob = "\n".join(local_gpu_names()).encode()[:MOST_NAMES_BYTES]
+    told = link.gather(blob, "which GPUs the workers have", most_bytes=MOST_NAMES_BYTES)
+    owners: dict[str, int] = {}
+    reasons: dict[int, str] = {}
+    for rank, other in enumerate(told):
+        for name in other.decode("utf-8", "replace").splitlines():
+            if owners.setdefault(name, rank) != rank:
+                reasons[rank] = (
+                    f"{name[:MOST_REASON_BYTES]} is also worker {owners[name]}'s GPU, "
+                    "and NCCL refuses two ranks on one"
+                )
+    return reasons
 
 
 def _start(link: HostLink) -> str:
