@@ -62,6 +62,7 @@ site: $(SITE_VENV)/.installed
 	mkdir -p out/site-source
 	cp -r README.md CONTRIBUTING.md CHANGELOG.md CITATION.cff LICENSE constraints.txt \
 	  docs examples out/site-source
+	rm -r out/site-source/docs/notes
 	NO_MKDOCS_2_WARNING=1 $(SITE_VENV)/bin/mkdocs build --strict
 
 # Any Python will do: those that the tests run with are found by their versions.

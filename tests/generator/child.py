@@ -13,7 +13,7 @@ from tests.generator.program import Program
 
 # A waiting process uses no processor; one that works on a loaded machine gets some.
 # TensorFlow waits up to 60 seconds for the thread that tunes a pipeline, when its
-# iterator is dropped at a bad moment (docs/log.md), and a program has several.
+# iterator is dropped at a bad moment, and a program has several.
 IDLE_SECONDS = 200.0
 # No program here works for so long.
 MOST_SECONDS = 900.0

@@ -1,6 +1,6 @@
 """Trainings with planned faults, in real processes; see tests/fault_plans.py.
 
-A few fixed plans; fifty drawn ones, and what came of them, are in docs/log.md.
+A few fixed plans; `python -m tests.fault_plans` draws others.
 """
 
 import importlib.util

@@ -6,6 +6,7 @@ import pytest
 
 from tests.support.package_source import REPOSITORY
 from tests.support.public_names import (
+    NOTES,
     ROOMS,
     arguments_of,
     definition_of,
@@ -21,13 +22,8 @@ NAME = re.compile(r"(?<![\w./-])tfdp(?:\.[A-Za-z_]\w*)+(?![\w/]|\.(?:py|md|html|
 #: `tfdp.a(b=c)` with nothing in parentheses within, and the options that it is given.
 CALL = re.compile(r"(?<![\w./-])(tfdp(?:\.[A-Za-z_]\w*)+)\(([^()]*)\)")
 OPTION = re.compile(r"(?:^|[,\s])([a-z_]\w*)=(?!=)")
-#: The log tells of names that were there on its date; the changes, of all there were.
-OF_THE_PAST = ("docs/log.md", "CHANGELOG.md")
-PAGES = [
-    page
-    for page in pages()
-    if page.relative_to(REPOSITORY).as_posix() not in OF_THE_PAST
-]
+# Notes name what there was on their date.
+PAGES = [page for page in pages() if page.parent != NOTES]
 
 
 def entries():

@@ -1,4 +1,4 @@
-"""What the fault of one host costs the others, in seconds: a table for docs/log.md.
+"""What the fault of one host costs the others, in seconds: a table for docs/faults.md.
 
     python -m tests.support.living_table FOLDER
 

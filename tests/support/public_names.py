@@ -128,6 +128,10 @@ def public_names() -> list[str]:
     return sorted({*names, *(name for room in ROOMS for name in listed(room))})
 
 
+#: Dated notes for the developers, which are not on the site.
+NOTES = REPOSITORY / "docs" / "notes"
+
+
 def pages():
     """The pages for people, as paths."""
     return [

@@ -12,7 +12,8 @@ __all__ = ["Copies"]
 class Copies:
     """Copies into the memory of the copies before.
 
-    The pages of new memory cost more than to fill them: see docs/log.md, 2026-11-22.
+    New memory pages cost more than the copy itself: measured on Linux, 2.1 GB/s
+    into new pages and 8 into pages that are there.
     """
 
     def __init__(self) -> None:

@@ -180,7 +180,7 @@ class TensorFlowAcrossHostsEngine(AcrossHostsEngine):
         if rank != LEADER:
             return totals
         with tf.device(self.devices[LEADER]):
-            # The ring of TensorFlow waits for memory on large buffers; see docs/log.md.
+            # TensorFlow's ring waits for new memory on large buffers: measured on CPUs.
             elements = [total.shape.num_elements() for total in totals]
             plan = plan_pieces(elements, PIECE_BYTES // totals[0].dtype.size)
             pieces = cut_pieces(totals, plan)
