@@ -31,7 +31,7 @@ import one_gpu_report as report
 
 HERE = pathlib.Path(__file__).resolve().parent
 ROOT = HERE.parent
-ROW = "ROW "
+ROW, READY = "ROW ", "READY"
 GRACE_SECONDS = 5.0
 # On CPUs a rehearsal may share few cores.
 REHEARSAL_FACTOR = 8
@@ -44,9 +44,10 @@ class Group:
     Args:
       name: of the group.
       section: of the report, where its rows stand.
-      seconds: its deadline on a GPU.
+      seconds: its deadline on a GPU; of one that runs alone, first to make itself
+        ready beside others, and again in its turn.
       words: what Python runs. A program that prints no rows is one row: its exit code.
-      alone: whether nothing may run beside it.
+      alone: whether nothing may run beside it, once it has its turn.
       environment: more variables.
     """
 
@@ -81,11 +82,13 @@ def groups_of(folder: pathlib.Path, has_gpu: bool) -> list[Group]:
     twice = {"CUDA_VISIBLE_DEVICES": "0,0"} if has_gpu else {}
     return [
         rows("rows", "versions", "facts", 60),
-        # These two take longest: the first to start.
+        # What takes longest, or longest to make itself ready, starts first.
         rows("memory", "plan", "memory", 120),
-        program("selftest", 120, "-m", "tfdp", "selftest", "--json", answers),
-        rows("exact", "sums-2", "sums", 60),
-        rows("exact", "sums-4", "sums", 70),
+        program("selftest", 140, "-m", "tfdp", "selftest", "--json", answers),
+        rows("speed", "overhead-resnet50", "overhead", 120, alone=True),
+        rows("speed", "overhead-bert", "overhead", 120, alone=True),
+        rows("exact", "sums-2", "sums", 80),
+        rows("exact", "sums-4", "sums", 90),
         *(rows("exact", f"stages-{name}", "stages", 110) for name in stages),
         *(rows("memory", f"memory-{case}", "memory", 80) for case in cases),
         program(
@@ -94,8 +97,8 @@ def groups_of(folder: pathlib.Path, has_gpu: bool) -> list[Group]:
             *("-m", "tfdp", "launch", "--workers", "2", readme["sockets"]),
             **twice,
         ),
-        program("readme", 60, readme["readme"]),
-        program("info", 50, "-m", "tfdp", "info"),
+        program("readme", 80, readme["readme"]),
+        program("info", 70, "-m", "tfdp", "info"),
         program(
             "digits",
             90,
@@ -106,15 +109,13 @@ def groups_of(folder: pathlib.Path, has_gpu: bool) -> list[Group]:
         rows("exact", "drift-deterministic", "drift", 70),
         # TensorFlow's collectives may hang here: NCCL refuses two ranks on a card.
         rows("exact", "sums-tensorflow", "sums", 50),
-        rows("speed", "overhead-resnet50", "overhead", 75, alone=True),
-        rows("speed", "overhead-bert", "overhead", 75, alone=True),
         rows("speed", "halves-sums", "halves", 40, alone=True),
         rows("speed", "packing", "packing", 40, alone=True),
         rows("torch", "torch", "packing", 40, alone=True),
+        rows("memory", "timeline", "timeline", 60, alone=True),
         rows("speed", "overhead-small", "overhead", 50, alone=True),
-        rows("memory", "timeline", "timeline", 50, alone=True),
         rows("speed", "halves-steps", "halves", 70, alone=True),
-        rows("speed", "overhead-bert-jit", "overhead", 75, alone=True),
+        rows("speed", "overhead-bert-jit", "overhead", 120, alone=True),
     ]
 
 
@@ -177,6 +178,7 @@ class Process:
     def __init__(self, group: Group, results: Results, seconds: float):
         self.group, self.results = group, results
         self.seconds, self.start = seconds, time.monotonic()
+        self.is_ready, self.has_turn = False, False
         self._rows, self._last = 0, ""
         logs = results.folder / "logs"
         logs.mkdir(exist_ok=True)
@@ -185,7 +187,7 @@ class Process:
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         self._process = subprocess.Popen(
             [sys.executable, *group.words],
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.PIPE if group.alone else subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -215,18 +217,40 @@ class Process:
                     row = json.loads(line[len(ROW) :])
                     self._rows += 1
                     self.results.add(self.group, row)
+            elif line.strip() == READY and self.group.alone:
+                self.is_ready = True
             elif line.strip():
                 self._last = line.strip()[-200:]
 
-    def has_ended(self) -> bool:
-        """Whether it has ended, or had to be ended at its deadline; then its row."""
-        code = self._process.poll()
-        taken = time.monotonic() - self.start
-        if code is None and taken < self.seconds:
+    @property
+    def waits(self) -> bool:
+        """Whether it is ready and waits for its turn."""
+        return self.is_ready and not self.has_turn
+
+    def give_turn(self) -> None:
+        """Lets it go on, alone; its deadline begins anew."""
+        self.has_turn, self.start = True, time.monotonic()
+        pipe = self._process.stdin
+        with contextlib.suppress(OSError):  # it died; `has_ended` says so
+            if pipe is not None:
+                pipe.write("\n")
+                pipe.close()
+
+    def has_ended(self, until: float) -> bool:
+        """Whether it has ended, or had to be ended at its deadline; then its row.
+
+        Args:
+          until: by `time.monotonic`, when all have to be over.
+        """
+        code, now = self._process.poll(), time.monotonic()
+        taken = now - self.start
+        if code is None and now < until and (self.waits or taken < self.seconds):
             return False
         self.end()
         row = {"row": "", "seconds": round(taken, 1), "said": self._last}
-        if code is None:
+        if code is None and self.waits:
+            row |= {"state": "NOT RUN: the total time was over"}
+        elif code is None:
             row |= {"state": f"TOO LONG: stopped after {taken:.0f} s"}
         elif code:
             row |= {"state": f"FAILED: exit code {code}"}
@@ -251,7 +275,10 @@ class Process:
 def run_groups(
     groups: Sequence[Group], results: Results, until: float, at_once: int, factor: float
 ) -> None:
-    """Runs them in order, `at_once` beside each other where they may.
+    """Runs them, `at_once` beside each other; those that run alone in their order.
+
+    These make themselves ready beside the others, and have their turns when nothing
+    else is left to run.
 
     Args:
       groups: what to run.
@@ -263,13 +290,14 @@ def run_groups(
     waiting, running = list(groups), []
     try:
         while waiting or running:
-            running = [process for process in running if not process.has_ended()]
-            left = until - time.monotonic()
-            while waiting and left > 0 and _may_start(waiting[0], running, at_once):
+            running = [each for each in running if not each.has_ended(until)]
+            is_over = time.monotonic() >= until
+            while waiting and not is_over and _busy(running) < at_once:
                 group = waiting.pop(0)
-                seconds = min(group.seconds * factor, left)
-                running.append(Process(group, results, seconds))
-            if left <= 0:
+                running.append(Process(group, results, group.seconds * factor))
+            if not waiting and running and not _busy(running):
+                running[0].give_turn()
+            if is_over:
                 for group in waiting:
                     row = {"row": "", "state": "NOT RUN: the total time was over"}
                     results.add(group, {**row, "seconds": 0.0})
@@ -280,10 +308,8 @@ def run_groups(
             process.end()
 
 
-def _may_start(group: Group, running: Sequence[Process], at_once: int) -> bool:
-    if group.alone:
-        return not running
-    return len(running) < at_once and not any(p.group.alone for p in running)
+def _busy(running: Sequence[Process]) -> int:
+    return sum(not process.waits for process in running)
 
 
 @contextlib.contextmanager

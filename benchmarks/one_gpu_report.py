@@ -13,6 +13,8 @@ from typing import Any
 
 Row = dict[str, Any]
 QUERY_SECONDS = 20
+# There where the driver is, and the machine, or container, was given a GPU.
+CONTROL_FILE = pathlib.Path("/dev/nvidiactl")
 REHEARSAL = (
     "**Rehearsal on logical CPUs at tiny sizes: no GPU was used, and the figures say "
     "nothing of one.**"
@@ -23,8 +25,9 @@ SECTIONS = {
     "overhead": (
         "Overhead at one replica",
         "Blocks of steps in turn, in one process; medians. `ratio` is the time beside "
-        "plain Keras in the same turn, with the lowest and the highest turn. The first "
-        "arm also pays for loading kernels in its first step.",
+        "plain Keras in the same turn, with the lowest and the highest turn. First "
+        "steps of the two large models ran while other processes did, and the first "
+        "arm's also loads kernels.",
     ),
     "sums": ("Sums, bit for bit", "On logical GPUs of the card, against NumPy."),
     "stages": (
@@ -47,7 +50,11 @@ SECTIONS = {
         "Peak memory of a step",
         "By the allocator, of each of two logical GPUs, beside `tfdp.planning.plan`.",
     ),
-    "timeline": ("Sums beside backprop", ""),
+    "timeline": (
+        "Sums beside backprop",
+        "An encoder on two logical GPUs. Streams of both replicas count: what computes "
+        "beside a sum may be the other replica.",
+    ),
     "drift": ("Embeddings on two logical GPUs", "`ReplicaCheck` in 32 steps."),
     "programs": (
         "Programs",
@@ -61,9 +68,12 @@ def machine_facts(root: pathlib.Path, command: Sequence[str]) -> dict[str, Any]:
     asked = "name,driver_version,memory.total,power.limit"
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0") in ("", "-1")
     smi = ["nvidia-smi", f"--query-gpu={asked}", "--format=csv,noheader"]
+    gpus = _said(smi).splitlines()
+    if not gpus and CONTROL_FILE.exists():
+        gpus = ["a GPU of which nvidia-smi says nothing"]
     return {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat("T", "seconds"),
-        "gpus": [] if hidden else _said(smi).splitlines(),
+        "gpus": [] if hidden else gpus,
         "cores": os.cpu_count(),
         "python": platform.python_version(),
         "commit": _commit(root),

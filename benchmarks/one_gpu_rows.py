@@ -67,6 +67,18 @@ def devices(count: int, memory_mb: int = 0) -> tuple[list[str], bool]:
     return [f"GPU:{index}" for index in range(count)], True
 
 
+def wait_for_turn() -> None:
+    """Says that all is ready, and waits until nothing runs beside this process."""
+    if _device:
+        import tensorflow as tf
+
+        # The device has started, too.
+        tf.reduce_sum(tf.ones([8])).numpy()
+        tf.test.experimental.sync_devices()
+    print("READY", flush=True)
+    sys.stdin.readline()
+
+
 def run_group(groups: Mapping[str, Callable[[pathlib.Path], None]]) -> None:
     """Runs the group that the command line names."""
     name, folder = sys.argv[1:3]

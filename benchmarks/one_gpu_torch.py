@@ -7,7 +7,7 @@ import pathlib
 import statistics
 from typing import Any
 
-from one_gpu_rows import emit, resnet50_shapes, row, run_group
+from one_gpu_rows import emit, resnet50_shapes, row, run_group, wait_for_turn
 
 CALLS, REPEATS = 10, 7
 
@@ -22,6 +22,8 @@ def peer_rates(folder: pathlib.Path) -> None:
     if not torch.cuda.is_available():
         emit("PyTorch", "ok", 0.0, {"ms": "PyTorch sees no GPU"})
         return
+    torch.cuda.synchronize()
+    wait_for_turn()
     values = [torch.randn(shape, device="cuda") for shape in resnet50_shapes()]
     size = 4 * sum(value.numel() for value in values)
     flat = torch.cat([value.reshape(-1) for value in values])

@@ -11,6 +11,23 @@ SECONDS = 60
 GOOD = "print('ROW ' + json.dumps(dict(row='a', state='ok', seconds=1.5, "
 GOOD = f"import json; {GOOD}figures={{'ms': 2.0}}, device='CPU')))"
 CRASH = f"{GOOD}; import os; os.kill(os.getpid(), 9)"
+ALONE = """
+import json, pathlib, sys
+folder = pathlib.Path(sys.argv[1])
+(folder / "ready").touch()
+print("READY", flush=True)
+sys.stdin.readline()
+state = "ok" if (folder / "done").exists() else "too early"
+print("ROW " + json.dumps(dict(row="a", state=state, seconds=1.0, figures={})))
+"""
+BESIDE = """
+import pathlib, sys, time
+folder = pathlib.Path(sys.argv[1])
+while not (folder / "ready").exists():
+    time.sleep(0.01)
+time.sleep(0.5)  # a turn that is given now would be too early
+(folder / "done").touch()
+"""
 HANG = "import time; print('still here', flush=True); time.sleep(600)"
 
 
@@ -33,8 +50,8 @@ def run(one_gpu, folder, groups, seconds=SECONDS):
     return states, (folder / "report.md").read_text("utf-8")
 
 
-def group(one_gpu, name, program, seconds=SECONDS, alone=False):
-    return one_gpu.Group(name, "overhead", seconds, ("-c", program), alone)
+def group(one_gpu, name, program, *words, seconds=SECONDS, alone=False):
+    return one_gpu.Group(name, "overhead", seconds, ("-c", program, *words), alone)
 
 
 def test_what_crashes_or_hangs_is_one_line(one_gpu, tmp_path, capfd):
@@ -61,12 +78,23 @@ def test_what_crashes_or_hangs_is_one_line(one_gpu, tmp_path, capfd):
 
 def test_the_total_time_leaves_a_report(one_gpu, tmp_path):
     groups = [
-        group(one_gpu, "hang", HANG, alone=True),
-        group(one_gpu, "good", GOOD, alone=True),
+        group(one_gpu, "hang", HANG),
+        group(one_gpu, "hang too", HANG, alone=True),
+        group(one_gpu, "good", GOOD),
     ]
     states, page = run(one_gpu, tmp_path, groups, seconds=2)
-    assert states == {("hang", ""): "TOO LONG", ("good", ""): "NOT RUN"}
+    states_of = {name: state for (name, _), state in states.items()}
+    assert states_of == {"hang": "TOO LONG", "hang too": "TOO LONG", "good": "NOT RUN"}
     assert "the total time was over" in page
+
+
+def test_what_is_timed_waits_for_its_turn(one_gpu, tmp_path):
+    groups = [
+        group(one_gpu, "alone", ALONE, str(tmp_path), alone=True),
+        group(one_gpu, "beside", BESIDE, str(tmp_path)),
+    ]
+    states, _ = run(one_gpu, tmp_path, groups)
+    assert states == {("alone", "a"): "ok", ("beside", ""): "ok"}
 
 
 def test_a_figure_beside_its_plan(one_gpu):
