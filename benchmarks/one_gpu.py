@@ -32,7 +32,7 @@ import one_gpu_report as report
 HERE = pathlib.Path(__file__).resolve().parent
 ROOT = HERE.parent
 ROW, READY = "ROW ", "READY"
-GRACE_SECONDS = 5.0
+GRACE_SECONDS = 3.0
 # On CPUs a rehearsal may share few cores.
 REHEARSAL_FACTOR = 8
 
@@ -183,7 +183,7 @@ class Process:
         logs = results.folder / "logs"
         logs.mkdir(exist_ok=True)
         name = re.sub(r"\W+", "-", group.name)
-        self._log = open(logs / f"{name}.txt", "w", encoding="utf-8", errors="replace")  # noqa: SIM115
+        self._log = open(logs / f"{name}.txt", "w", encoding="utf-8", errors="replace")
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         self._process = subprocess.Popen(
             [sys.executable, *group.words],
@@ -350,6 +350,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             run_groups(chosen, results, begun + total, at_once, factor)
     except KeyboardInterrupt as error:
         ended = f"cut short by {error or 'an interrupt'}"
+        done = {row["group"] for row in results.rows}
+        missing = [group.name for group in chosen if group.name not in done]
+        if missing:
+            ended += f", without {', '.join(missing)}"
     machine["seconds"] = round(time.monotonic() - begun)
     results.write(ended)
     print(f"{machine['seconds']} s; {folder / 'report.md'}")

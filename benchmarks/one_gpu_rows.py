@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import pathlib
 import sys
@@ -184,6 +185,13 @@ def _compiled(model: Any, optimizer: Any, jit_compile: bool) -> Any:
     return model
 
 
+def _loaded_cudnn() -> str:
+    try:
+        return str(ctypes.CDLL("libcudnn.so.9").cudnnGetVersion())
+    except (OSError, AttributeError):
+        return "not found by its name, libcudnn.so.9"
+
+
 def versions(folder: pathlib.Path) -> None:
     """TensorFlow, Keras, CUDA, cuDNN, and the card as TensorFlow sees it."""
     import keras
@@ -204,6 +212,7 @@ def versions(folder: pathlib.Path) -> None:
         "tfdp": tfdp.__version__,
         "CUDA of TensorFlow": str(built.get("cuda_version", "none")),
         "cuDNN of TensorFlow": str(built.get("cudnn_version", "none")),
+        "cuDNN here": _loaded_cudnn() if gpus else "none",
     }
     emit("", "ok", 0.0, figures)
 

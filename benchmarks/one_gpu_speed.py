@@ -72,6 +72,8 @@ class Timed:
 
         from tfdp.bench.one_process.interleave import time_in_turn
 
+        if not self.arms:
+            return
         start = time.perf_counter()
         figures: dict[str, list[float]] = {name: [] for name in self.arms}
         for _ in range(MOST_ROUNDS):
