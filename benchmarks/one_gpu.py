@@ -24,6 +24,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -154,8 +155,11 @@ class Results:
         with self._lock:
             row = {"group": group.name, "section": group.section, **row}
             self.rows.append(row)
-            print(report.line_of(row), flush=True)
-            self.write()
+            try:
+                print(report.line_of(row), flush=True)
+                self.write()
+            except Exception:  # else what comes after this row would be lost, too
+                traceback.print_exc()
 
     def write(self, ended: str = "") -> None:
         """Writes both files; `ended`: how the run ended, where it was cut short."""

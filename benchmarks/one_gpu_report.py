@@ -172,7 +172,7 @@ def _with_errors(rows: Sequence[Row]) -> list[Row]:
             continue
         if case in planned:
             figures |= planned[case]
-            if figures.get("peak MB"):
+            if figures.get("peak MB") and figures.get("planned MB"):
                 error = figures["planned MB"] / figures["peak MB"] - 1
                 figures["error %"] = 100 * error
         joined.append({**row, "figures": figures})

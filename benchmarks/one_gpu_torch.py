@@ -15,12 +15,12 @@ CALLS, REPEATS = 10, 7
 def peer_rates(folder: pathlib.Path) -> None:
     """Flatten, copy and add of ResNet-50's gradients, in GB/s."""
     if importlib.util.find_spec("torch") is None:
-        emit("PyTorch", "ok", 0.0, {"ms": "PyTorch is not installed"})
+        emit("PyTorch", "ok", 0.0, {"note": "it is not installed"})
         return
     import torch
 
     if not torch.cuda.is_available():
-        emit("PyTorch", "ok", 0.0, {"ms": "PyTorch sees no GPU"})
+        emit("PyTorch", "ok", 0.0, {"note": "it sees no GPU"})
         return
     torch.cuda.synchronize()
     wait_for_turn()

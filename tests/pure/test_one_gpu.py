@@ -97,6 +97,14 @@ def test_what_is_timed_waits_for_its_turn(one_gpu, tmp_path):
     assert states == {("alone", "a"): "ok", ("beside", ""): "ok"}
 
 
+def test_a_page_that_fails_loses_no_row(one_gpu, tmp_path, monkeypatch):
+    monkeypatch.setattr(one_gpu.report, "report_text", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):  # when the run ends
+        run(one_gpu, tmp_path, [group(one_gpu, "crash", CRASH)])
+    rows = json.loads((tmp_path / "rows.json").read_text("utf-8"))["rows"]
+    assert [row["state"] for row in rows] == ["ok", "FAILED: exit code -9"]
+
+
 def test_a_figure_beside_its_plan(one_gpu):
     def row(group, case, **figures):
         return {
@@ -109,11 +117,13 @@ def test_a_figure_beside_its_plan(one_gpu):
         }
 
     rows = [
+        row("plan", "remat", **{"planned MB": 95.0}),
+        row("memory-remat", "remat", note="no reading"),
         row("plan", "none", **{"planned MB": 95.0}),
         row("memory-none", "none", **{"peak MB": 100.0}),
     ]
     machine = one_gpu.report.machine_facts(REPOSITORY, [])
-    assert "| 100 | 95 | -5 |" in one_gpu.report.report_text(machine, rows, "")
+    assert "| 95 | 100 | -5 |" in one_gpu.report.report_text(machine, rows, "")
 
 
 def test_resnet_50_has_its_weights(one_gpu):
