@@ -85,11 +85,11 @@ def groups_of(folder: pathlib.Path, has_gpu: bool) -> list[Group]:
         rows("rows", "versions", "facts", 60),
         # What takes longest, or longest to make itself ready, starts first.
         rows("memory", "plan", "memory", 120),
-        program("selftest", 140, "-m", "tfdp", "selftest", "--json", answers),
+        program("selftest", 200, "-m", "tfdp", "selftest", "--json", answers),
         rows("speed", "overhead-resnet50", "overhead", 120, alone=True),
         rows("speed", "overhead-bert", "overhead", 120, alone=True),
         rows("exact", "sums-2", "sums", 80),
-        rows("exact", "sums-4", "sums", 90),
+        rows("exact", "sums-4", "sums", 120),
         *(rows("exact", f"stages-{name}", "stages", 110) for name in stages),
         *(rows("memory", f"memory-{case}", "memory", 80) for case in cases),
         program(
@@ -113,10 +113,10 @@ def groups_of(folder: pathlib.Path, has_gpu: bool) -> list[Group]:
         rows("speed", "halves-sums", "halves", 40, alone=True),
         rows("speed", "packing", "packing", 40, alone=True),
         rows("torch", "torch", "packing", 40, alone=True),
-        rows("memory", "timeline", "timeline", 60, alone=True),
-        rows("speed", "overhead-small", "overhead", 50, alone=True),
-        rows("speed", "halves-steps", "halves", 70, alone=True),
+        rows("speed", "overhead-small", "overhead", 90, alone=True),
         rows("speed", "overhead-bert-jit", "overhead", 120, alone=True),
+        rows("speed", "halves-steps", "halves", 120, alone=True),
+        rows("memory", "timeline", "timeline", 60, alone=True),
     ]
 
 

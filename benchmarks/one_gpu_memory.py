@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Callable
 from typing import Any
 
+import one_gpu_allocations as allocations
 import one_gpu_rows as subjects
 from one_gpu_rows import devices, emit, row, run_group, wait_for_turn
 
@@ -80,6 +81,16 @@ def memory(case: str, folder: pathlib.Path) -> None:
     memory_of = tf.config.experimental.get_memory_info
 
     def measure() -> dict[str, Any]:
+        events: list[dict[str, Any]] = []
+        with allocations.profiled(events):
+            figures = train()
+        for allocator, peak in sorted(allocations.peaks(events).items()):
+            print(allocator, json.dumps(peak), flush=True)
+            figures[f"{allocator} requested MB"] = peak["requested MB"]
+            figures[f"{allocator} in chunks of MB"] = peak["chunks MB"]
+        return figures
+
+    def train() -> dict[str, Any]:
         before = [memory_of(name)["current"] if real else 0 for name in names]
         strategy = tfdp.DataParallelStrategy(names, alone=True, **options)
         with strategy.scope():
@@ -95,7 +106,8 @@ def memory(case: str, folder: pathlib.Path) -> None:
             return {"note": "only GPUs have a reading"}
         for name in names:
             tf.config.experimental.reset_memory_stats(name)
-        model.fit(data, steps_per_epoch=3, verbose=0)
+        with tf.profiler.experimental.Trace(allocations.MARK):
+            model.fit(data, steps_per_epoch=3, verbose=0)
         found = [memory_of(name) for name in names]
         peaks = [
             (each["peak"] - first) / 1e6

@@ -175,9 +175,9 @@ def overhead(kind: str, folder: pathlib.Path) -> None:
     batch = batch if real else 8
     x, y = data(real, batch)
     timed = Timed(f"{kind}, bfloat16", 8, batch, of, 6.0 if real else 2.0)
-    strategies = _strategies(name)
-    for arm in (PLAIN, "tfdp"):
-        make = strategies[arm]
+    for arm, make in _strategies(name).items():
+        if jit and arm == "MirroredStrategy":
+            continue
         timed.add(
             arm,
             lambda make=make: _step_of(
@@ -185,18 +185,7 @@ def overhead(kind: str, folder: pathlib.Path) -> None:
             ),
         )
     wait_for_turn()
-    # First without the stock strategy: it may not work here.
     timed.measure(PLAIN)
-    if jit:
-        return
-    make = strategies["MirroredStrategy"]
-    is_made = timed.add(
-        "MirroredStrategy",
-        lambda: _step_of(make(), functools.partial(build, real, jit), x, y),
-    )
-    if is_made:
-        timed.label += ", three in turn"
-        timed.measure(PLAIN)
 
 
 def overhead_small(folder: pathlib.Path) -> None:
@@ -204,11 +193,11 @@ def overhead_small(folder: pathlib.Path) -> None:
     [name], real = devices(1)
     import numpy as np
 
-    wait_for_turn()
     rng = np.random.default_rng(0)
     x = rng.normal(size=(32, 64)).astype("float32")
     y = rng.integers(0, 10, (32,)).astype("int32")
     seconds = 6.0 if real else 2.0
+    measured = []
     for jit in (False, True):
         build = functools.partial(subjects.small_network, real, jit)
         steps = Timed(f"tiny network{', XLA' * jit}", 200, 32, "rows/s", seconds)
@@ -224,8 +213,10 @@ def overhead_small(folder: pathlib.Path) -> None:
                 continue
             steps.add(arm, lambda make=make, b=build: _step_of(make(), b, x, y))
             fits.add(arm, lambda make=make, b=build: _fit_of(make(), b, x, y, 200))
-        steps.measure(PLAIN)
-        fits.measure(PLAIN)
+        measured += [steps, fits]
+    wait_for_turn()
+    for timed in measured:
+        timed.measure(PLAIN)
 
 
 def halves_sums(folder: pathlib.Path) -> None:
@@ -234,7 +225,6 @@ def halves_sums(folder: pathlib.Path) -> None:
     from tfdp.bench.one_process.arms import ARMS
     from tfdp.bench.one_process.reduction import make_gradients, make_reduction
 
-    wait_for_turn()
     shapes = subjects.resnet50_shapes() if real else [(64, 64), (64,)] * 8
     gradients = [make_gradients(shapes, rank, d) for rank, d in enumerate(names)]
     timed = Timed("sum of ResNet-50's gradients", 10, 1, "", 6.0)
@@ -243,6 +233,7 @@ def halves_sums(folder: pathlib.Path) -> None:
             arm,
             lambda arm=arm: make_reduction(ARMS[arm](names), gradients, read=True),
         )
+    wait_for_turn()
     timed.measure("stock-hierarchical-copy")
 
 
@@ -253,7 +244,6 @@ def halves_steps(folder: pathlib.Path) -> None:
 
     from tfdp.bench.one_process.arms import ARMS
 
-    wait_for_turn()
     keras.config.set_dtype_policy("mixed_bfloat16")
     batch = 128 if real else 8
     x, y = _images(real, batch)
@@ -265,8 +255,8 @@ def halves_steps(folder: pathlib.Path) -> None:
                 ARMS[arm](names), functools.partial(subjects.resnet50, real), x, y
             ),
         )
-        # As it stands, in case that the second one does not work.
-        timed.measure("stock-hierarchical-copy")
+    wait_for_turn()
+    timed.measure("stock-hierarchical-copy")
 
 
 def packing(folder: pathlib.Path) -> None:
