@@ -134,11 +134,7 @@ def timeline(folder: pathlib.Path) -> None:
     batch = 64 if real else 8
     strategy = tfdp.DataParallelStrategy(names, alone=True)
     with strategy.scope():
-        model = (
-            subjects.encoder(12, 768, 12, 128, 8_000, dropout=0.0)
-            if real
-            else _network(real)
-        )
+        model = _network(real)
     import numpy as np
 
     [(_, length)] = [model.input_shape]
