@@ -19,7 +19,8 @@ from typing import Any
 import tensorflow as tf
 
 from tfdp._private import names
-from tfdp._private.host_input import read_on_host
+from tfdp._private.frames import adapter_of_caller
+from tfdp._private.host_input import read_on_host, share_memory
 from tfdp.data.owned_input import owned
 
 __all__ = ["LastingInput"]
@@ -31,7 +32,17 @@ class LastingInput:
     """For an extended strategy: makes the datasets that it distributes last, in memory
     of their own."""
 
+    worker_devices: tuple[str, ...]
+    #: Whether no other process has replicas that make the step together with these.
+    is_of_one_host = True
+
     def _experimental_distribute_dataset(self, dataset: Any, options: Any) -> Any:
+        is_of_one = self.is_of_one_host and len(self.worker_devices) == 1
+        if is_of_one and share_memory(self.worker_devices):
+            if adapter_of_caller() is not None:
+                # Keras reads it as without a strategy. No thread of TensorFlow reads
+                # ahead, so that nothing has to last.
+                return owned(dataset)
         distributed = super()._experimental_distribute_dataset(  # type: ignore[misc]
             dataset, options
         )

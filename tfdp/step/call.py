@@ -120,6 +120,7 @@ class StepCall:
             self.args = in_parts(self.args, self._devices)
         arguments = (self.args, self.kwargs or {})
         self.run = run = sample_counts(arguments, len(self._devices))
+        run.is_of_one = len(self._devices) == self._hosts == 1
         padded = find_padded((self.args, self.kwargs))
         if padded is not None:
             padded.set_shapes()

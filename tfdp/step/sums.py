@@ -75,7 +75,9 @@ def reduce_gradients(
     refuse_own_scaling(run, rank, [gradients[i] for i in in_shards])
     suspect_gradients(run, rank, [gradients[i] for i in whole], optimizer)
     state = run.take_local_state(rank)
-    if not tf.executing_eagerly():
+    if run.is_of_one:
+        state = []  # what the replica holds is the mean already
+    elif not tf.executing_eagerly():
         # What a step has accumulated itself is a part of a sum, and no mean over rows.
         run.own_sums |= passed_on(gradients, handles_of(state, rank))
         state = [variable for variable in state if id(variable) not in run.own_sums]
@@ -97,7 +99,7 @@ def reduce_gradients(
             is_once = has_rows_once(gradients[place]) or (
                 id(variables[place]) in run.rows_once
             )
-            if is_once and isinstance(value, tf.IndexedSlices):
+            if is_once and isinstance(value, tf.IndexedSlices) and not run.is_of_one:
                 value = merge_rows(value)
             results[place] = value
         for probe in reversed(probes):
@@ -204,8 +206,9 @@ def _in_shape(gradient: Any, variable: Any) -> Any:
     What a replica compiles (`jit_compile=True`) may come back without a shape, on one
     replica and not on another, and buckets are cut by the shapes.
     """
-    is_lost = isinstance(gradient, tf.Tensor) and gradient.shape.num_elements() is None
-    return tf.ensure_shape(gradient, variable.shape) if is_lost else gradient
+    if isinstance(gradient, tf.Tensor) and gradient.shape.num_elements() is None:
+        gradient.set_shape(variable.shape)  # which is no operation of the step
+    return gradient
 
 
 def agree_finite(

@@ -37,6 +37,8 @@ class MultiHostExtended(DataParallelExtended):
       group: sums and joins over hosts.
     """
 
+    is_of_one_host = False
+
     def __init__(
         self,
         *args: Any,

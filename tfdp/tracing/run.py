@@ -45,6 +45,8 @@ class ReplicaRun:
     total: Any = None
     spans_hosts: bool = False
     hosts_are_alike: bool = False
+    #: Whether one replica makes the whole step: what it has is what all have.
+    is_of_one: bool = False
     #: Traces (see `trace_of`) whose loss was brought to its share of the global one.
     scaled_losses: set[int] = dataclasses.field(default_factory=set)
     #: Names of optimizers with gradients of a loss that was not.
