@@ -15,7 +15,6 @@ from tests.support.parity import (
     train,
 )
 from tfdp.errors import LocalStateWarning
-from tfdp.step import shared_update
 
 
 class Langevin(keras.optimizers.SGD):
@@ -48,13 +47,9 @@ def assert_copies_are_alike(model):
 
 
 @pytest.mark.worth_seconds(4)
-@pytest.mark.parametrize("is_shared", [False, True], ids=["", "one graph"])
 @pytest.mark.parametrize("options", [{}, {"run_eagerly": True}], ids=["", "eager"])
 @pytest.mark.parametrize("replicas", [2, 3])
-def test_replicas_draw_as_one_device(replicas, options, is_shared, monkeypatch):
-    if is_shared:
-        monkeypatch.setattr(shared_update, "LEAST_VARIABLES", 1)
-
+def test_replicas_draw_as_one_device(replicas, options):
     def of(strategy):
         return train(strategy, optimizer=lambda: Langevin(0.05, 0.9), **options)[0]
 

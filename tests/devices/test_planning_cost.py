@@ -5,7 +5,6 @@ import contextlib
 import keras
 import pytest
 
-from tfdp._private import shared_graphs
 from tfdp._private.keras_models import build_symbolically
 from tfdp.planning import plan, traced_step
 
@@ -123,18 +122,3 @@ def test_a_builder_that_fails_leaves_keras_as_it_was():
     with contextlib.suppress(KeyError):
         plan(build, 8)
     assert keras.Variable._initialize_with_initializer is before
-
-
-def test_updates_that_are_only_looked_at_are_not_optimized(monkeypatch):
-    def begin_optimizing(function):
-        raise AssertionError("optimized")
-
-    monkeypatch.setattr(shared_graphs, "begin_optimizing", begin_optimizing)
-
-    def build():
-        layers = [keras.layers.Dense(WIDTH) for _ in range(3)]
-        model = keras.Sequential([keras.Input((WIDTH,)), *layers])
-        model.compile("adam", "mse", jit_compile=False)
-        return model
-
-    assert plan(build, 8).peak_bytes > 0

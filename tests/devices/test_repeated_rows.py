@@ -15,7 +15,6 @@ from tests.support.parity import UNIT_ROUND_OFF, largest_difference, make_strate
 from tfdp.errors import ConfigurationError
 from tfdp.exchange import sparse
 from tfdp.exchange.sparse import SMALL_TABLE_BYTES, merge_rows, travels_dense
-from tfdp.step import shared_pass
 from tfdp.step.repeated_rows import takes_sums_alike
 
 # Above SMALL_TABLE_BYTES, or it would travel as a whole.
@@ -292,9 +291,8 @@ def of_sparse_rows(strategy, optimizer):
     [ADAM, functools.partial(SGD, global_clipnorm=0.1)],
     ids=["adam", "global_clipnorm"],
 )
-def test_rows_that_one_device_has_once_are_added(optimizer, replicas, monkeypatch):
+def test_rows_that_one_device_has_once_are_added(optimizer, replicas):
     """The first layer's product with a sparse matrix: its columns, each once."""
-    monkeypatch.setattr(shared_pass, "LEAST_VARIABLES", 1)  # of 3 replicas
     expected = of_sparse_rows(tf.distribute.get_strategy(), optimizer)
     found = of_sparse_rows(make_strategy(replicas), optimizer)
     # Sums of 15 rows in 6 steps; without the addition Adam is off by 3e-2.

@@ -10,7 +10,6 @@ import tensorflow as tf
 import tfdp
 from tests.support.parity import make_strategy
 from tfdp._private.names import own_copy
-from tfdp.step import shared_pass, shared_update
 from tfdp.step.tables_in_place import read_in_place
 
 WORDS, WIDTH = 1500, 6
@@ -71,15 +70,6 @@ def test_who_reads_gets_a_copy_without_it(monkeypatch, optimizer):
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_a_table_is_read_where_it_lies(optimizer, replicas):
     model = fitted(make_strategy(replicas), OPTIMIZERS[optimizer])
-    for copy in copies_of(model, replicas):
-        assert is_read_in_place(copy)
-
-
-@pytest.mark.parametrize("replicas", [2, 3])
-def test_also_where_replicas_share_the_update_and_the_pass(monkeypatch, replicas):
-    monkeypatch.setattr(shared_update, "LEAST_VARIABLES", 1)
-    monkeypatch.setattr(shared_pass, "LEAST_VARIABLES", 1)
-    model = fitted(make_strategy(replicas))
     for copy in copies_of(model, replicas):
         assert is_read_in_place(copy)
 

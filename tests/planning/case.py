@@ -154,7 +154,6 @@ def predict(case):
         shard=case.stage,
         remat=case.remat,
         communication=communication_of(case),
-        device_type="CPU",
     )
     return {
         "predicted": found.peak_bytes,

@@ -124,7 +124,6 @@ __all__ = [
     "record_operation",
     "regroup_mirrored",
     "run_independently",
-    "stay_unclustered",
     "select_replica",
     "stages_of",
     "stop_recording",
@@ -303,13 +302,13 @@ def run_independently(op: tf.Operation) -> None:
     exchange would wait for the previous replica's, which waits for this one: a
     deadlock. The op still runs before the function returns.
     """
-    stay_unclustered(op)
+    _stay_unclustered(op)
     manager = tf.compat.v1.get_default_graph().experimental_acd_manager
     if manager is not None:
         manager.run_independently(op)
 
 
-def stay_unclustered(op: tf.Operation) -> None:
+def _stay_unclustered(op: tf.Operation) -> None:
     """Frees the graph that `op` runs in from XLA's automatic clustering.
 
     A cluster starts when all of its inputs are there. TensorFlow puts operations before

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -10,7 +9,6 @@ import tensorflow as tf
 
 __all__ = [
     "CALLS",
-    "IS_CALL",
     "MAY_CALL",
     "PYTHON",
     "called_graph",
@@ -25,8 +23,6 @@ __all__ = [
 
 T = TypeVar("T")
 
-# Set on a conditional that stands for a plain call.
-IS_CALL = "_tfdp_is_call"
 CALLS = ("PartitionedCall", "StatefulPartitionedCall")
 # By the type of an operation: the attributes that name the functions it may call.
 CALLED_BY = {
@@ -76,25 +72,14 @@ def _graph_named(name: str, graph: Any) -> Any:
     while graph is not None:
         function = graph._get_function(name)
         if function is not None:
-            # One that was written down and not traced (`function_protos`) has none:
-            # it fails or calls another one.
-            with contextlib.suppress(AttributeError):
-                return function.graph
-            return None
+            return function.graph
         graph = getattr(graph, "outer_graph", None)
     return None
 
 
 def only_called(op: tf.Operation) -> Any:
-    """The graph of the function of which `op` is but a call; None: it is another op.
-
-    Where it is a conditional, its first input is what says so.
-    """
-    if op.type in CALLS:
-        return called_graph(op, "f")
-    if op.type == "If" and IS_CALL in op.node_def.attr:
-        return called_graph(op, "then_branch")
-    return None
+    """The graph of the function of which `op` is but a call; None: it is another op."""
+    return called_graph(op, "f") if op.type in CALLS else None
 
 
 def given_to(inner: Any, inputs: Sequence[T]) -> Sequence[T]:

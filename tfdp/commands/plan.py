@@ -61,8 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--device-type",
         choices=("GPU", "CPU"),
-        default="GPU",
-        help="on which the replicas run (default: GPU)",
+        help="deprecated, and without effect",
     )
     parser.add_argument(
         "--shard",
@@ -163,7 +162,6 @@ def _answer(
         replicas=options.replicas,
         hosts=options.hosts,
         shard=sharding,
-        device_type=options.device_type,
         any_rows=memory_bytes is not None and not options.quick,
     )
     rows, remat = planner.local_rows, options.remat

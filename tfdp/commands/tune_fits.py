@@ -99,7 +99,6 @@ def _answers(orders: Orders) -> list[Any]:
     from tfdp.strategies.quiet import import_tensorflow_quietly
 
     import_tensorflow_quietly()
-    import tensorflow as tf
 
     from tfdp.planning.memory_plan import needed_for
     from tfdp.planning.planner import Planner, have_devices
@@ -111,7 +110,6 @@ def _answers(orders: Orders) -> list[Any]:
         batch,
         replicas=orders.replicas,
         hosts=orders.processes,
-        device_type="GPU" if tf.config.list_physical_devices("GPU") else "CPU",
     )
     found: list[Any] = []
     for shard, remat, steps in orders.stored:

@@ -41,10 +41,6 @@ class CallNumbers:
         self._names_met.clear()
         self._first.clear()
 
-    def coming(self, rank: int) -> int:
-        """The number that the next exchange of `rank` has, if it has no name."""
-        return self._counts[rank]
-
     def next(self, rank: int, what: str = "", tensors: Sequence[tf.Tensor] = ()) -> int:
         """The number of this exchange; below 0 for one that has a name.
 

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from tfdp._private import names
-from tfdp._private.traced_alone import ExchangeInside, is_traced_alone
 from tfdp.errors import CollectiveError
 from tfdp.exchange.call_numbers import CallNumbers
 from tfdp.exchange.late_exchange import LateExchange
@@ -122,13 +121,10 @@ class Engine(abc.ABC):
           what, tensors: see `CallNumbers.next`.
 
         Raises:
-          ExchangeInside: in a function that replicas may share; who traces it asks.
           CollectiveError: inside a `tf.while_loop` within the replica function, or
             inside a function that XLA compiles; or where another replica does
             something else.
         """
-        if is_traced_alone():
-            raise ExchangeInside
         if names.in_compiled_function():
             raise CollectiveError(
                 "An exchange between replicas was built inside a function compiled by "
@@ -187,26 +183,6 @@ class Engine(abc.ABC):
         if len(tensors) == 1:
             return [self.all_reduce(tensors[0], rank)]
         return unpack(self.all_reduce(pack(tensors), rank), tensors)
-
-    def sums_at_once(self, rank: int, wanted: bool) -> bool:
-        """Whether `all_reduce_at_once` is what all replicas call next.
-
-        Args:
-          rank: the calling replica.
-          wanted: whether this one would.
-        """
-        return False
-
-    def all_reduce_at_once(
-        self, tensors: Sequence[tf.Tensor], rank: int
-    ) -> list[tf.Tensor]:
-        """The sums of tensors that are there at the same time, in one exchange.
-
-        Args:
-          tensors: of any types and shapes, alike on all replicas.
-          rank: the calling replica.
-        """
-        raise CollectiveError(f"The engine {self.name!r} sums bucket by bucket.")
 
     #: The type in which `all_reduce_gradients` sends; None for the gradients' own.
     wire_dtype: str | None = None

@@ -11,13 +11,11 @@ chained and wait for each other; `touch_token` gives it one.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 
 import tensorflow as tf
 
 from tfdp._private import names
-from tfdp.exchange.lists_as_one import apart, as_one
 from tfdp.exchange.sparse import join_rows
 from tfdp.exchange.traffic import TrafficCount
 
@@ -200,79 +198,6 @@ class HandOver:
         with tf.device(self.devices[rank]):
             return tf.stack(parts)
 
-    def sum_lists(
-        self, tensors: Sequence[tf.Tensor], roots: Sequence[int], rank: int, key: str
-    ) -> list[tf.Tensor]:
-        """The sum of each tensor over all replicas, on each of them.
-
-        All that goes from one replica to another goes in one hand-over: it begins when
-        all of it is there. Who calls counts what is sent (`count_lists`).
-
-        Args:
-          tensors: alike on all replicas.
-          roots: for each tensor the replica that adds.
-          rank: the calling replica.
-          key: see the class.
-        """
-        ranks = range(len(self.devices))
-        peers = [peer for peer in ranks if peer != rank]
-        of_root: dict[int, list[int]] = {}
-        for place, root in enumerate(roots):
-            of_root.setdefault(root, []).append(place)
-        lists = {root: [tensors[i] for i in of_root[root]] for root in of_root}
-        for root in of_root:
-            if root != rank:
-                self._send_list(lists[root], rank, root, f"{key}/parts")
-        sums = {}
-        if rank in of_root:
-            like = lists[rank]
-            parts = [
-                like
-                if peer == rank
-                else self._receive_list(like, peer, rank, f"{key}/parts")
-                for peer in ranks
-            ]
-            with tf.device(self.devices[rank]):
-                # By rank, and two at a time; nothing makes an AddN of it (see
-                # `sum_in_order`) in a function that nobody optimizes.
-                sums[rank] = [
-                    functools.reduce(tf.add, of_all)
-                    for of_all in zip(*parts, strict=True)
-                ]
-            for peer in peers:
-                self._send_list(sums[rank], rank, peer, f"{key}/sums")
-        for root in of_root:
-            if root != rank:
-                sums[root] = self._receive_list(lists[root], root, rank, f"{key}/sums")
-        results = {
-            place: value
-            for root, places in of_root.items()
-            for place, value in zip(places, sums[root], strict=True)
-        }
-        return [results[place] for place in range(len(tensors))]
-
-    def count_lists(
-        self, tensors: Sequence[tf.Tensor], roots: Sequence[int], rank: int
-    ) -> None:
-        """Counts what `rank` sends in `sum_lists`."""
-        for tensor, root in zip(tensors, roots, strict=True):
-            times = len(self.devices) - 1 if root == rank else 1
-            self._traffic.add(rank, tensor, times)
-
-    def _send_list(
-        self, tensors: Sequence[tf.Tensor], source: int, target: int, key: str
-    ) -> None:
-        with tf.device(self.devices[source]):
-            together = as_one(tensors)
-        self._send(together, source, target, key)
-
-    def _receive_list(
-        self, like: Sequence[tf.Tensor], source: int, target: int, key: str
-    ) -> list[tf.Tensor]:
-        together = self.receive(tf.TensorSpec([], tf.variant), source, target, key)
-        with tf.device(self.devices[target]):
-            return apart(together, like)
-
     def send(self, tensor: tf.Tensor, source: int, target: int, key: str) -> None:
         """Hands `tensor` of the replica `source` to `target`, who receives it."""
         self._traffic.add(source, tensor)
@@ -337,10 +262,6 @@ class HandOver:
 
     def _rendezvous_name(self, key: str, source: int, target: int) -> str:
         return f"tfdp/{self._key}/{key}/{source}-{target}"
-
-    def token_of(self, rank: int) -> tf.Variable:
-        """The resource that is this replica's only."""
-        return self._tokens[rank]
 
     def touch_token(self, rank: int) -> None:
         """Gives an inner graph a resource of this replica (see the top), once."""

@@ -16,11 +16,8 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from tfdp._private.host_input import share_memory
-from tfdp._private.one_call import in_one_call
 from tfdp.exchange.engine import Engine, next_group_key
 from tfdp.exchange.hand_over import HandOver
-from tfdp.exchange.lists_as_one import apart, as_one
 from tfdp.exchange.shard_pieces import cut, pad_shard, whole_from_parts
 from tfdp.exchange.wire_types import check_summable
 from tfdp.plan.shards import ShardLayout
@@ -44,8 +41,7 @@ class InProcessEngine(Engine):
         super().__init__(devices, topology)
         self._hand = HandOver(self.devices, next_group_key(), self.traffic)
         self._root_bytes = dict.fromkeys(topology.all_ranks, 0)
-        self._root_of_call: dict[tuple[int, int], int] = {}
-        self._at_once: dict[int, bool] = {}
+        self._root_of_call: dict[int, int] = {}
         self._swap_numbers = [0] * len(self.devices)
 
     def begin_run(self) -> None:
@@ -54,7 +50,7 @@ class InProcessEngine(Engine):
         self._root_bytes = dict.fromkeys(self.topology.all_ranks, 0)
         self._swap_numbers = [max(self._swap_numbers)] * len(self.devices)
         # Each trace begins anew, so that two traces of one step choose alike.
-        self._root_of_call, self._at_once = {}, {}
+        self._root_of_call = {}
 
     def end_run(self) -> None:
         self._hand.end_run()
@@ -71,35 +67,6 @@ class InProcessEngine(Engine):
         return self._hand.share_from(
             total, rank, leader, within, f"{call}/down", tensor
         )
-
-    def sums_at_once(self, rank: int, wanted: bool) -> bool:
-        """See `Engine`. The first replica to come says what all of them do."""
-        is_outermost = tf.compat.v1.get_default_graph() is self.run_graph
-        # The call hands lists over as variants, which have kernels for CPUs only.
-        on_cpus = share_memory(self.devices)
-        can = is_outermost and self.host_groups is None and on_cpus
-        return self._at_once.setdefault(self._call_numbers.coming(rank), wanted and can)
-
-    def all_reduce_at_once(
-        self, tensors: Sequence[tf.Tensor], rank: int
-    ) -> list[tf.Tensor]:
-        for tensor in tensors:
-            check_summable(tensor.dtype)
-        call = self.next_call_number(rank)
-        roots = [self._choose_root(call, t, place) for place, t in enumerate(tensors)]
-        self._hand.count_lists(tensors, roots, rank)
-
-        scope = f"replica_{rank}/tfdp_all_reduce"
-
-        def sums(together: tf.Tensor) -> list[tf.Tensor]:
-            self._hand.touch_token(rank)
-            with tf.name_scope(scope):
-                own = apart(together, tensors)
-                return self._hand.sum_lists(own, roots, rank, f"{call}")
-
-        with tf.device(self.devices[rank]), tf.name_scope(scope):
-            # As one argument: TensorFlow looks at each of them many times.
-            return in_one_call(sums, [as_one(tensors)], self._hand.token_of(rank))
 
     @property
     def host_groups(self) -> tuple[tuple[int, ...], ...] | None:
@@ -264,16 +231,15 @@ class InProcessEngine(Engine):
             tensor, rank, 0, ranks, f"{call}/broadcast", tensor
         )
 
-    def _choose_root(self, call: int, tensor: tf.Tensor, place: int = 0) -> int:
+    def _choose_root(self, call: int, tensor: tf.Tensor) -> int:
         """The replica with the fewest bytes to add so far; the same on all ranks.
 
         The first replica to reach a call decides, because only the order of calls,
         not the order of replicas, is the same in every trace.
         """
-        key = call, place
-        if key not in self._root_of_call:
+        if call not in self._root_of_call:
             root = min(self._root_bytes, key=lambda r: (self._root_bytes[r], r))
             elements = tensor.shape.num_elements() or 1
             self._root_bytes[root] += elements * tensor.dtype.size
-            self._root_of_call[key] = root
-        return self._root_of_call[key]
+            self._root_of_call[call] = root
+        return self._root_of_call[call]

@@ -186,11 +186,6 @@ class GradientPipeline:
         buckets = self.plan([values[i] for i in dense])
         if at_once and self.engine.reduces_buckets:
             buckets = joined_if_few(buckets, self.communication.bucket_bytes)
-        if self.engine.sums_at_once(rank, at_once):
-            places = [dense[i] for bucket in buckets for i in bucket.indices]
-            results = self.engine.all_reduce_at_once([values[i] for i in places], rank)
-            reduced.update(zip(places, results, strict=True))
-            buckets = ()
         for number, bucket in enumerate(buckets, start=1):
             places = [dense[i] for i in bucket.indices]
             tensors = [values[place] for place in places]

@@ -86,8 +86,6 @@ class Answer:
             ("sent by a replica in a step", _megabytes(plan.sent_bytes)),
             ("shard", plan.shard + _remat_in_words(plan.remat)),
         ]
-        if plan.replicas > 1:
-            rows.append(("planned for replicas on", f"{plan.device_type}s"))
         if plan.host_parts:
             rows.append(
                 ("of the host's memory, by a replica", _megabytes(plan.host_bytes))

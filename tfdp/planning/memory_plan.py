@@ -34,7 +34,6 @@ class MemoryPlan:
       notes: what the prediction does not know, in words.
       is_known: whether nothing is missing that may be large, such as a loop's turns.
       hosts: of the replicas.
-      device_type: "GPU" or "CPU", on which the replicas run.
       host_parts: with `offload=` what a replica takes of its host's memory besides, as
         `parts`.
       larger_may_fit: of the largest batch that fits, whether no larger one was looked
@@ -53,7 +52,6 @@ class MemoryPlan:
     notes: tuple[str, ...] = ()
     is_known: bool = True
     hosts: int = 1
-    device_type: str = "GPU"
     host_parts: Mapping[str, int] = dataclasses.field(default_factory=dict)
     larger_may_fit: bool = False
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 from tfdp.plan.communication import Communication
@@ -22,7 +23,7 @@ def plan(
     remat: bool | str = False,
     memory_bytes: int | None = None,
     communication: Communication | None = None,
-    device_type: str = "GPU",
+    device_type: str | None = None,
 ) -> MemoryPlan:
     """What a training step of `model` will need per replica, without running it.
 
@@ -43,9 +44,8 @@ def plan(
         "segments".
       memory_bytes: what one replica may take.
       communication: as `DataParallelStrategy` takes it.
-      device_type: "GPU", or "CPU" for replicas on CPUs, which share the graphs of what
-        they do alike: passes of more replicas than cores do not lie in memory at a
-        time.
+      device_type: deprecated, and without effect: replicas on CPUs need what replicas
+        on GPUs need.
 
     Returns:
       The plan: `.peak_bytes`, `.parts`, `.fits`.
@@ -75,6 +75,13 @@ def plan(
     Source: what is stored where, Rajbhandari et al. 2020, "ZeRO", arXiv 1910.02054,
     section 3; the activations are counted, not taken from a formula.
     """
+    if device_type is not None:
+        warnings.warn(
+            "plan(device_type=...) has no effect any more, and will be removed: leave "
+            "it out.",
+            DeprecationWarning,
+            stacklevel=2,
+        )
     planner = Planner(
         model,
         batch,
@@ -82,6 +89,5 @@ def plan(
         hosts=hosts,
         shard=shard,
         communication=communication,
-        device_type=device_type,
     )
     return planner.at(planner.local_rows, remat=remat, memory_bytes=memory_bytes)

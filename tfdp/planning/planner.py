@@ -27,7 +27,6 @@ __all__ = ["Planner", "have_devices"]
 # More replicas than these are not traced: between two of these numbers each part of the
 # memory grows and shrinks as a + b / N.
 MOST_TRACED = 4
-DEVICE_TYPES = ("GPU", "CPU")
 
 
 class Planner:
@@ -47,7 +46,6 @@ class Planner:
         hosts: int = 1,
         shard: str | int | Sharding = "none",
         communication: Communication | None = None,
-        device_type: str = "GPU",
         any_rows: bool = False,
     ):
         for name, value in (("replicas", replicas), ("hosts", hosts)):
@@ -55,13 +53,7 @@ class Planner:
                 raise ConfigurationError(
                     f"{name} must be an integer of at least 1. Received: {value!r}."
                 )
-        if device_type not in DEVICE_TYPES:
-            raise ConfigurationError(
-                f"device_type must be {' or '.join(map(repr, DEVICE_TYPES))}. "
-                f"Received: {device_type!r}."
-            )
         self.sharding = sharding_of(shard)
-        self.device_type = device_type
         self.replicas = replicas * hosts
         self.hosts = hosts
         self._of_host = replicas
@@ -135,7 +127,6 @@ class Planner:
             trainable_bytes=found[-1]["trainable_bytes"],
             sent_bytes=self._sent_bytes(found[-1], local_rows, sharding, remat),
             hosts=self.hosts,
-            device_type=self.device_type,
             host_parts=of_host,
             notes=found[-1]["notes"],
             is_known=found[-1]["is_known"],
@@ -146,11 +137,10 @@ class Planner:
         of_host = self._of_host
         if of_host == 1:
             return (1,)
-        # Without shards, and on one host, all replicas do the same; on CPUs those of
-        # three and more do it in other graphs.
+        # Without shards, and on one host, all replicas do the same.
         is_plain = self._communication in (None, Communication())
         if self.hosts == 1 and not sharding.stage and is_plain:
-            return (2 if self.device_type == "GPU" else min(of_host, MOST_TRACED),)
+            return (2,)
         return (of_host,) if of_host <= self._most_traced else (2, self._most_traced)
 
     def _model(
@@ -171,7 +161,6 @@ class Planner:
                 sharding=sharding,
                 communication=self._communication,
                 hosts=self.hosts,
-                device_type=self.device_type,
             )
         return self._traced[key]
 
@@ -331,7 +320,7 @@ def _facts_of(
 
 def _played(graph: StepGraph, replicas: int, turns: Sequence[int]) -> StepMemory:
     threads = usable_cores()
-    if replicas > 1 and not graph.whole_passes:
+    if replicas > 1:
         # Where replicas hand tensors to each other within a pass, all of them may be in
         # the middle of theirs, and what waits goes on in another thread: measured peaks
         # are those of one thread more.

@@ -91,8 +91,6 @@ class StepGraph:
       lies_in: variables that lie where the link has put them in the step before: place
         to that of what the link keeps. All that lie in one of these share its memory,
         and the link takes as much anew.
-      whole_passes: whether each replica's forward and backward pass is one call, within
-        which no replica waits for another.
     """
 
     ops: tuple[Op, ...]
@@ -100,7 +98,6 @@ class StepGraph:
     results: tuple[Place, ...] = ()
     notes: Mapping[str, int] = dataclasses.field(default_factory=dict)
     lies_in: Mapping[int, int] = dataclasses.field(default_factory=dict)
-    whole_passes: bool = False
 
     @property
     def flops(self) -> float:

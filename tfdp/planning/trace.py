@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -14,14 +15,14 @@ from tfdp._private.step_ops import (
     given_to,
     is_compiled_by_xla,
     is_resource,
+    only_called,
 )
 from tfdp.exchange.compressed import COMPRESSED_SUM, WHERE_FINITE
 from tfdp.exchange.link_calls import LINK_CALL
 from tfdp.planning.any_rows import AnyRows
 from tfdp.planning.branches import BRANCHES, handed_on
-from tfdp.planning.calls import add_together, begin_behind, put_in_place
 from tfdp.planning.graph_order import in_order, needed_ops
-from tfdp.planning.hand_overs import RECEIVED, SENT, HandOvers, with_lists_apart
+from tfdp.planning.hand_overs import RECEIVED, SENT, HandOvers
 from tfdp.planning.link_memory import OF_LINKS, lying_in_what_links_keep
 from tfdp.planning.liveness import run_in_thought
 from tfdp.planning.loops import kept_per_turn, turns_of
@@ -93,14 +94,13 @@ def read_graph(
     }
     results = reader.read(graph, {}, handles, needed_ops(graph))
     reader.hand_overs.connect(reader.ops)
-    ops = with_lists_apart(reader.ops)
+    ops = tuple(reader.ops)
     return StepGraph(
         ops,
         tuple(reader.variables),
         tuple(place for place in results if place is not None),
         dict(reader.notes),
         lying_in_what_links_keep(ops, reader.variables),
-        reader.whole_passes,
     )
 
 
@@ -131,7 +131,6 @@ class _Reader:
         self.ops: list[Op] = []
         self.notes: collections.Counter[str] = collections.Counter()
         self.hand_overs = HandOvers()
-        self.whole_passes = False
 
     def read(
         self,
@@ -167,7 +166,7 @@ class _Reader:
             inputs = [
                 places.get((tensor.op.name, tensor.value_index)) for tensor in op.inputs
             ]
-            inner = put_in_place(op)
+            inner = only_called(op)
             if inner is not None and not _is_fused(op):
                 self._call(op, inner, inputs, controls, places, ends, handles)
                 continue
@@ -192,9 +191,6 @@ class _Reader:
         if is_compiled_by_xla(op):
             self.notes[COMPILED] += 1
         first = len(self.ops)
-        is_whole = op.type in BRANCHES
-        if is_whole:
-            inputs = add_together(self.ops, op, inputs, controls)
         given = {
             parameter.op.name: place
             for parameter, place in zip(
@@ -212,15 +208,18 @@ class _Reader:
         self._device, self._caller = op.device or self._device, f"{outside[1]}{op.name}"
         results = self.read(inner, given, inner_handles, needed_ops(inner))
         self._device, self._caller = outside
-        begin_behind(self.ops, first, controls)
+        self._begin_behind(first, controls)
         ends[op.name] = list(range(first, len(self.ops)))
-        if is_whole:
-            # Who calls holds what it has given until all has run.
-            results = add_together(self.ops, op, results, ends[op.name], inputs)
-            self.whole_passes |= any(results)
-            ends[op.name] = [len(self.ops) - 1]
         for number, result in enumerate(results):
             places[op.name, number] = result
+
+    def _begin_behind(self, first: int, controls: Sequence[int]) -> None:
+        """Has ops from `first` on that wait for nothing wait for `controls`."""
+        for place in range(first, len(self.ops)) if controls else ():
+            op = self.ops[place]
+            if not op.inputs or op.variable is not None:
+                controlled = (*op.controls, *controls)
+                self.ops[place] = dataclasses.replace(op, controls=controlled)
 
     def _op(
         self,

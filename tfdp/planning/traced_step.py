@@ -18,14 +18,12 @@ from tfdp.errors import ConfigurationError
 from tfdp.layers.rematerialization import remat as recompute
 from tfdp.plan.communication import Communication
 from tfdp.plan.shards import Sharding
-from tfdp.planning.alike_updates import trace_updates_once
 from tfdp.planning.any_rows import AnyRows, NotOfRows, rows_to_trace
 from tfdp.planning.batch import Batch, batch_of
 from tfdp.planning.hosts_in_thought import HostOfMany
 from tfdp.planning.step_graph import StepGraph, StoredVariable
 from tfdp.planning.trace import read_graph
 from tfdp.sharding.updates import host_of
-from tfdp.step.held_optimizers import innermost_optimizers
 from tfdp.step.jit import take_over_jit
 from tfdp.step.repeated_rows import takes_sums_alike
 from tfdp.step.table_rows import Table, tables_of
@@ -92,7 +90,6 @@ class TracedModel:
       sharding: what is sharded, and by whom.
       communication: as a strategy takes it.
       hosts: that train together, each on as many devices.
-      device_type: "CPU": replicas share graphs as they do there.
     """
 
     def __init__(
@@ -105,7 +102,6 @@ class TracedModel:
         sharding: Sharding,
         communication: Communication | None = None,
         hosts: int = 1,
-        device_type: str = "GPU",
     ):
         self.replicas = len(devices)
         # The rows of the one trace, its graph, and lengths that are not of a batch.
@@ -125,7 +121,6 @@ class TracedModel:
             self._strategy = DataParallelStrategy(
                 devices, alone=True, communication=communication, shard=alone
             )
-        self._strategy.extended.shares_graphs = device_type == "CPU"
         with self._strategy.scope(), large_variables_left_empty(LEAST_EMPTY_BYTES):
             self.model = build()
         is_model = isinstance(self.model, keras.Model)
@@ -141,8 +136,6 @@ class TracedModel:
         self.is_eager = bool(self.model.run_eagerly)
         if remat:
             recompute(self.model, "each" if remat is True else str(remat))
-        for optimizer in innermost_optimizers(self.model.optimizer):
-            trace_updates_once(optimizer)
 
     def graph_of(self, local_rows: int, *, of_any: bool = False) -> StepGraph:
         """The step of all replicas on batches of `local_rows` each.

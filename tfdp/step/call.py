@@ -38,8 +38,6 @@ from tfdp.step.own_losses import own_losses
 from tfdp.step.padding import leaves_filling_out, step_without_filling
 from tfdp.step.reductions import led_reductions
 from tfdp.step.reports import led_reports, recorded
-from tfdp.step.shared_functions import SharedFunctions
-from tfdp.step.shared_pass import by_one_graph, can_share_pass
 from tfdp.step.step_meter import StepMeter
 from tfdp.step.tables_in_place import read_in_place
 from tfdp.step.written_summaries import suspect_written
@@ -147,13 +145,6 @@ class StepCall:
             arguments = (self.args, self.kwargs)
             self.args, self.kwargs = with_alike_shapes(arguments, self.run)
 
-    def share_pass(self, extended: Any) -> None:
-        """Lets replicas share the graph of what each computes, where they can."""
-        if self.step is not self.fn:
-            return
-        if can_share_pass(self.fn, self.run, extended):
-            self.step = by_one_graph(self.model, self.run)
-
     @contextlib.contextmanager
     def leading(
         self,
@@ -171,7 +162,6 @@ class StepCall:
         """
         arguments = (self.args, self.kwargs)
         step = as_the_caller_is(self.step)
-        shared = SharedFunctions.of(self.run)
         built_before = 0 if tf.executing_eagerly() else len(operations())
         if not self._is_compiled:
             step = with_own_gathers(with_late_state(step, self.run), self.run)
@@ -187,7 +177,6 @@ class StepCall:
         ):
             self.step = recorded(step, self.run) if tf.executing_eagerly() else step
             yield noted
-        shared.finish()
         if not (self._is_compiled or tf.executing_eagerly()):
             read_in_place(operations()[built_before:])
             suspect_written(self.run, operations()[built_before:])

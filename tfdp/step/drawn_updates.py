@@ -14,7 +14,6 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdp._private.known_code import runs_known_code
 from tfdp._private.names import current_rank
 from tfdp._private.op_types import DRAWS
 from tfdp._private.step_ops import operations_within
@@ -31,7 +30,7 @@ def watch_draws(
     """`update`, which notes for a warning where replicas draw apart in it.
 
     Args:
-      optimizers: who updates; Keras' own and tfdp's draw nothing.
+      optimizers: those that update.
       run: in which the replicas are traced.
       update: builds the update of one replica.
     """
@@ -42,9 +41,6 @@ def watch_draws(
     rank = current_rank()
     if isinstance(rank, int) and rank != 0:
         return update  # what one of them draws by all do
-    own = [each for each in optimizers if not runs_known_code([each], (ReplicaRun,))]
-    if not own:
-        return update
 
     @functools.wraps(update)
     def watched(*args: Any, **kwargs: Any) -> Any:
@@ -53,7 +49,7 @@ def watch_draws(
         result = update(*args, **kwargs)
         made = operations_within(graph.get_operations()[before:])
         if any(op.type in DRAWS for op in made):
-            names = ", ".join(sorted({type(each).__name__ for each in own}))
+            names = ", ".join(sorted({type(each).__name__ for each in optimizers}))
             run.state_suspicions.add(
                 f"the optimizer {names} draws random numbers by TensorFlow, which are "
                 "others on each replica, so that the copies of the weights become "

@@ -47,7 +47,6 @@ from tfdp.step.drawn_updates import watch_draws
 from tfdp.step.finite_guard import update_if_finite
 from tfdp.step.held_optimizers import innermost_optimizers
 from tfdp.step.overwritten import is_overwritten, overwritten_alike
-from tfdp.step.shared_update import update_by_one_graph
 from tfdp.step.state_means import bring_layers_together
 from tfdp.step.sums import agree_finite, largest_of_replicas, reduce_gradients
 from tfdp.tracing.assigned_terms import as_tensors
@@ -175,16 +174,7 @@ def _apply(
 
     def update() -> None:
         with run.updating(reduces=not reduces_first):
-            if not reduces_first or shards_of(optimizer) is not None:
-                original(gradients, variables)  # replicas exchange something in it
-                return
-            update_by_one_graph(
-                optimizer,
-                run,
-                gradients,
-                built_with,
-                lambda given: original(given, variables),
-            )
+            original(gradients, variables)
 
     update_if_finite(optimizer, gradients, built_with, update)
 

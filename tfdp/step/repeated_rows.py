@@ -48,10 +48,7 @@ def takes_sums_alike(optimizer: keras.optimizers.Optimizer) -> bool:
 
 
 def has_rows_once(gradient: Any) -> bool:
-    """Whether one device's `gradient` has each row once, as the graph tells.
-
-    A function that replicas share does not show it outside; see `ReplicaRun.rows_once`.
-    """
+    """Whether one device's `gradient` has each row once, as the graph tells."""
     if not isinstance(gradient, tf.IndexedSlices):
         return False
     tensor = outermost(gradient.indices)

@@ -1,7 +1,6 @@
 """Moving statistics that each replica updated on its own: their mean over all samples.
 
-Each replica adds its share, and stores the sum. Replicas that share the forward pass
-share the few operations for each of them as well.
+Each replica adds its share, and stores the sum.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ from typing import Any
 import tensorflow as tf
 
 from tfdp._private.names import own_copy
-from tfdp.step.shared_functions import SharedFunctions
 from tfdp.tracing.eager_order import sum_in_words
 from tfdp.tracing.run import ReplicaRun
 
@@ -60,24 +58,7 @@ def weighted_state(state: Sequence[Any], run: ReplicaRun, rank: Any) -> list[tf.
       run: in which it is traced.
       rank: the calling replica.
     """
-
-    def shares() -> list[tf.Tensor]:
-        return [_weighted(variable, run, rank) for variable in state]
-
-    if not run.gradients_at_once or not state:
-        return shares()
-    count = run.count_of(rank)
-    own = [count] if isinstance(count, tf.Tensor) else []
-    found = SharedFunctions.of(run).results_of(
-        "shares",
-        rank,
-        shares,
-        own,
-        _device_of(rank),
-        common=run.common_tensors,
-        is_known=_always,
-    )
-    return shares() if found is None else list(found)
+    return [_weighted(variable, run, rank) for variable in state]
 
 
 def store_state(
@@ -88,20 +69,9 @@ def store_state(
     In this replica, and not by `assign`, which would reduce once more.
     """
 
-    def store(values: Sequence[tf.Tensor]) -> None:
-        for variable, value in zip(state, values, strict=True):
-            extended = variable.distribute_strategy.extended
-            extended.update_own_copy(variable, lambda own, v: own.assign(v), value)
-
-    if run.gradients_at_once and state:
-        of_rank = rank, store, list(means), _device_of(rank)
-        SharedFunctions.of(run).call("means", *of_rank, is_known=_always)
-    else:
-        store(means)
-
-
-def _always() -> bool:
-    return True  # what runs stands in this file
+    for variable, value in zip(state, means, strict=True):
+        extended = variable.distribute_strategy.extended
+        extended.update_own_copy(variable, lambda own, v: own.assign(v), value)
 
 
 def _weighted(variable: Any, run: ReplicaRun, rank: Any) -> tf.Tensor:
@@ -109,7 +79,3 @@ def _weighted(variable: Any, run: ReplicaRun, rank: Any) -> tf.Tensor:
     value = own_copy(variable, rank).read_value()
     # Statistics of no sample are not a number, and 0 times that is not 0.
     return tf.where(share > 0, value * share, tf.zeros_like(value))
-
-
-def _device_of(rank: int) -> str:
-    return str(tf.distribute.get_strategy().extended.worker_devices[rank])

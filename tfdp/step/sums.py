@@ -96,10 +96,8 @@ def reduce_gradients(
             optimizer,
         )
         for place, value in zip(whole, totals, strict=True):
-            is_once = has_rows_once(gradients[place]) or (
-                id(variables[place]) in run.rows_once
-            )
-            if is_once and isinstance(value, tf.IndexedSlices) and not run.is_of_one:
+            is_rows = isinstance(value, tf.IndexedSlices) and not run.is_of_one
+            if is_rows and has_rows_once(gradients[place]):
                 value = merge_rows(value)
             results[place] = value
         for probe in reversed(probes):
@@ -156,8 +154,6 @@ def _sum_gradients(
         plain_sums = functools.partial(
             reducer.sum_gradients, rank=rank, sum_rows=takes_sums_alike(optimizer)
         )
-        if found is not None and found[0].gradients_at_once:
-            plain_sums = functools.partial(plain_sums, at_once=True)
         asked = momentum_compression_of(optimizer)
         if asked is not None:
             return sum_by_momentum(

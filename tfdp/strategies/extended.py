@@ -14,7 +14,6 @@ from typing import Any
 import tensorflow as tf
 
 from tfdp._private.names import (
-    DistributedVariable,
     MirroredExtended,
     MirroredVariable,
     PerReplica,
@@ -22,7 +21,6 @@ from tfdp._private.names import (
     current_rank,
     own_copy,
 )
-from tfdp._private.traced_alone import is_traced_alone
 from tfdp.exchange.reducer import Reducer
 from tfdp.plan.shards import Sharding
 from tfdp.sharding.updates import (
@@ -93,9 +91,6 @@ class DataParallelExtended(ReplicaExtended, MirroredExtended):
     ) -> Any:
         if isinstance(var, SHARD_CLASSES) and not tf.executing_eagerly():
             return self.shards_in_use().update(var, fn, args, kwargs)
-        if is_traced_alone() and isinstance(var, DistributedVariable):
-            # On the device of whoever calls, also in the branches of conditionals.
-            return fn(own_copy(var, current_rank()), *args, **kwargs)
         result = super()._replica_ctx_update(var, fn, args, kwargs, group)
         if isinstance(var, LocalView):
             var.note_update()

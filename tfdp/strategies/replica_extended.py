@@ -36,8 +36,6 @@ class ReplicaExtended(LastingInput):
     current_run: ReplicaRun
     made_optimizers: MadeInScope[keras.optimizers.Optimizer]
     made_metrics: MadeInScope[keras.metrics.Metric]
-    #: Whether replicas on CPUs may share the graphs of what they do alike.
-    shares_graphs = True
     #: Whether random layers draw apart on every replica.
     _draws_per_replica: bool
     #: The rank of this process's first replica among those that step together.

@@ -205,7 +205,6 @@ class ReplicaContextStrategy(OfOneProcess, tf.distribute.Strategy):
         begin_local_run(call.fn, call.optimizers, run, self, is_jitted=is_jitted)
         self._complete_run(run)
         call.make_shapes_alike()
-        call.share_pass(self.extended)
         call.meter()
         with (
             self._as_current(run),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import copy
 import dataclasses
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -18,13 +17,6 @@ from tfdp.tracing.loss_shares import LossShares
 from tfdp.tracing.padded_batch import Padding
 
 __all__ = ["ReplicaRun", "trace_of"]
-
-# What a forward and backward pass leaves in a run, of which nothing was there before.
-NOTES = (
-    *("scaled_losses", "mean_losses", "local_losses", "shares", "added_losses"),
-    *("suspicions", "state_suspicions"),
-    *("local_state", "stored", "counted", "denominators", "mixed"),
-)
 
 
 @dataclasses.dataclass
@@ -126,24 +118,12 @@ class ReplicaRun:
     )
     #: What eager replicas have met for so far.
     eager_order: EagerOrder = dataclasses.field(default_factory=EagerOrder)
-    #: By replica: what it adds to stored seeds, by type, in a function that is shared.
-    seed_offsets: dict[int, dict[tf.DType, tf.Tensor]] = dataclasses.field(
-        default_factory=dict
-    )
-    #: Whether the gradients of replicas are there all together, or not at all: they
-    #: come from a function.
-    gradients_at_once: bool = False
-    #: The ids of variables whose gradients, which come out of a function, have each row
-    #: once on every replica (`step.repeated_rows`).
-    rows_once: set[int] = dataclasses.field(default_factory=set)
     #: The ids of optimizers whose momentum was sent in the place of gradients.
     sent_momentum: set[int] = dataclasses.field(default_factory=set)
     #: Leaves the step out where it is not finite (`tfdp.step.finite_guard`), or None.
     guard: Any = None
     #: Note the norms of its gradients (`tfdp.step.noise_probe`).
     probes: list[Any] = dataclasses.field(default_factory=list)
-    #: What the replicas do alike, and share; see `tfdp/step/shared_functions.py`.
-    functions: Any = None
 
     @property
     def is_local(self) -> bool:
@@ -189,11 +169,6 @@ class ReplicaRun:
     def padding_of(self, rank: Any) -> Padding | None:
         """What fills up the part of `rank`; None for a batch as it came."""
         return self.padding.get(trace_of(rank))
-
-    @property
-    def common_tensors(self) -> list[tf.Tensor]:
-        """What all replicas have in common in the graph."""
-        return [self.total] if isinstance(self.total, tf.Tensor) else []
 
     def share_of(self, rank: Any, dtype: tf.DType = tf.float32) -> tf.Tensor:
         """n_r / N: this replica's part of all samples, a scalar."""
@@ -355,15 +330,6 @@ class ReplicaRun:
         """See `current_run.name_of_gradient`; counts by the name that is begun with."""
         self.exchanges_due[trace_of(rank), within] += 1
         return self.exchanges_due[trace_of(rank), within]
-
-    def notes(self) -> dict[str, Any]:
-        """What traces have noted so far; see `put_back`."""
-        return {name: copy.copy(getattr(self, name)) for name in NOTES}
-
-    def put_back(self, notes: dict[str, Any]) -> None:
-        """Forgets what was noted since `notes`, by the trace of a part in vain."""
-        for name, value in notes.items():
-            setattr(self, name, value)
 
     def take_local_state(self, rank: Any) -> list[Any]:
         """What the replica changed on its own since it was last asked."""

@@ -15,7 +15,6 @@ from tfdp._private.names import (
     current_rank,
     own_copy,
 )
-from tfdp._private.traced_alone import is_traced_alone
 from tfdp.errors import ConfigurationError
 from tfdp.tracing.assigned_terms import change_of, term_added_to
 from tfdp.tracing.own_rows import is_of_own_rows
@@ -32,7 +31,6 @@ __all__ = [
     "before_storing",
     "is_seed_state",
     "seed_offset",
-    "seed_offsets",
 ]
 
 # 2^32 divided by the golden ratio: multiples of it are far apart modulo 2^32.
@@ -301,9 +299,6 @@ class SeedVariable(ReplicaMirroredVariable):
         extended, rank = self.distribute_strategy.extended, current_rank()
         if extended.current_run.updates_alike:
             return None
-        given = extended.current_run.seed_offsets.get(rank)
-        if given is not None and is_traced_alone():
-            return given[self.dtype]
         return seed_offset(extended.first_draw + rank, self.dtype)
 
     def _get(self) -> Any:
@@ -342,15 +337,6 @@ def seed_offset(rank: Any, dtype: tf.DType) -> tf.Tensor | None:
     # The product of two numbers of 32 bits, without its high half.
     words = tf.cast(rank, tf.uint32) * tf.constant(SEED_STRIDE, tf.uint32)
     return tf.stack([tf.cast(words, dtype), tf.zeros([], dtype)])
-
-
-def seed_offsets(rank: int) -> dict[tf.DType, tf.Tensor]:
-    """`seed_offset` for each type that a stored seed may have; zeros for nothing."""
-    found = {dtype: seed_offset(rank, dtype) for dtype in SEED_TYPES}
-    return {
-        dtype: tf.constant([0, 0], dtype) if offset is None else offset
-        for dtype, offset in found.items()
-    }
 
 
 def is_seed_state(variable: MirroredVariable) -> bool:
