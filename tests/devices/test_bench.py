@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 
 from tests.support.fresh_python import run_python
-from tfdp.bench.cases import REDUCTION_ARMS
+from tfdp.bench.cases import CASES, REDUCTION_ARMS
 from tfdp.bench.one_process.arms import ARMS
 from tfdp.bench.one_process.reduction import (
     check_sums,
@@ -27,6 +27,7 @@ from tfdp.commands import info
 from tfdp.errors import CollectiveError, DeviceError
 
 DEVICES = ["CPU:0", "CPU:1", "CPU:2", "CPU:3"]
+SUM = CASES["allreduce-resnet50"]
 # Not "stock-default": its collectives abort when strategies of different size meet in
 # one process, as they do in a test session. The command, below, runs it.
 ARMS_HERE = [
@@ -81,7 +82,7 @@ def test_stock_arms_with_wrong_sums_are_left_out():
     # an odd number of them.
     result = measure_reduction(
         Request(
-            "allreduce-resnet50",
+            SUM,
             arms=("stock-hierarchical-copy", "stock-one-device"),
             quick=True,
             repeats=1,
@@ -164,8 +165,8 @@ def test_a_failing_case_is_told_and_the_rest_still_runs():
     outcomes = []
     report = run_requests(
         [
-            Request("allreduce-resnet50", devices=9, quick=True, device_type="gpu"),
-            Request("allreduce-resnet50", quick=True, repeats=1),
+            Request(SUM, devices=9, quick=True, device_type="gpu"),
+            Request(SUM, quick=True, repeats=1),
         ],
         command="",
         timeout_seconds=900,
@@ -180,41 +181,8 @@ def test_a_failing_case_is_told_and_the_rest_still_runs():
 
 
 def test_a_worker_that_takes_too_long_is_stopped():
-    report = run_requests(
-        [Request("allreduce-resnet50")], command="", timeout_seconds=0.5
-    )
+    report = run_requests([Request(SUM)], command="", timeout_seconds=0.5)
     assert "no result within 0.5 s" in report.failures[0].reason
-
-
-@pytest.mark.slow
-def test_the_memory_of_each_stage_is_measured(tmp_path):
-    path = tmp_path / "memory.json"
-    options = ["memory", "--quick", "--devices", "2", "--json", str(path)]
-    done = run_python("-m", "tfdp", "bench", *options)
-    assert done.returncode == 0, done.stderr
-    rows = json.loads(path.read_text())["rows"]
-    assert [row["stage"] for row in rows] == [0, 1, 2, 3]
-    for row in rows:
-        for key in ("weights", "slots"):
-            # Besides the slots there are two numbers: iterations and learning rate.
-            excess = row["measured"][key] - row["expected"][key]
-            assert 0 <= excess <= 16
-
-
-@pytest.mark.slow
-def test_the_first_step_is_measured(tmp_path):
-    path = tmp_path / "first.json"
-    options = ["first-step", "--quick", "--devices", "1", "3", "--json", str(path)]
-    done = run_python("-m", "tfdp", "bench", *options)
-    assert done.returncode == 0, done.stderr
-    rows = json.loads(path.read_text())["rows"]
-    assert [row["devices"] for row in rows] == [1, 3]
-    for row in rows:
-        (figures,) = row["figures"]
-        # A step that has its graph does a part of what the first one does.
-        times = figures["first_processor_seconds"], figures["next_processor_seconds"]
-        assert 0 < times[1] < times[0]
-        assert figures["graph_bytes"] < figures["first_peak_bytes"]
 
 
 def test_info_tells_what_would_be_chosen():

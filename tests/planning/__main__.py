@@ -24,11 +24,11 @@ import threading
 import time
 from os import environ
 
+from benchmarks.memory import ENVIRONMENT
 from tests.planning.case import Case
 from tests.planning.hub import HUB_MODELS
 from tests.planning.models import MODELS
 from tests.planning.sample import ROWS, sample
-from tfdp.bench.memory.command import ENVIRONMENT
 
 SECONDS_OF_CASE = 420
 # Traced in seconds.

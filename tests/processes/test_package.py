@@ -29,7 +29,7 @@ def built(tmp_path_factory):
     copy = tmp_path_factory.mktemp("sources")
     for name in SOURCES:
         (copy / name).write_bytes((REPOSITORY / name).read_bytes())
-    for path in PACKAGE.rglob("*"):
+    for path in [*PACKAGE.rglob("*"), *REPOSITORY.glob("benchmarks/*.py")]:
         if path.is_file() and "__pycache__" not in path.parts:
             target = copy / path.relative_to(REPOSITORY)
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -69,7 +69,8 @@ def test_the_wheel_holds_every_module_and_the_licence(wheel):
     assert modules <= names
     assert "tfdp/py.typed" in names
     assert any(name.endswith("licenses/LICENSE") for name in names)
-    assert not any(name.startswith(("tests/", "examples/")) for name in names)
+    outside = ("benchmarks/", "tests/", "examples/")
+    assert not any(name.startswith(outside) for name in names)
 
 
 def test_the_wheel_states_what_it_needs(wheel):
@@ -87,7 +88,6 @@ def test_the_wheel_states_what_it_needs(wheel):
         "grain",
         "tune",
         "mpi",
-        "bench-torch",
         "docs",
         "examples",
         "dev",

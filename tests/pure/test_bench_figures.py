@@ -1,7 +1,6 @@
 """How benchmark figures are taken, summed up, stored and shown; no TensorFlow."""
 
 import dataclasses
-import importlib.util
 import json
 import os
 import subprocess
@@ -12,7 +11,7 @@ from tests.support.fresh_python import run_program, run_python
 from tfdp.bench.cases import CASES, select_cases
 from tfdp.bench.one_process.arms import ARMS
 from tfdp.bench.one_process.interleave import time_in_turn
-from tfdp.bench.one_process.runner import Failure, Report, run_requests
+from tfdp.bench.one_process.runner import Failure, Report
 from tfdp.bench.processes import two_hosts as two_hosts_module
 from tfdp.bench.processes.arms import GROUP_ARMS
 from tfdp.bench.request import Request
@@ -25,8 +24,8 @@ from tfdp.bench.results import (
 )
 from tfdp.bench.subjects.gradient_sets import GRADIENT_SETS, count_parameters
 from tfdp.bench.subjects.models import MODELS
-from tfdp.bench.subjects.torch_models import TORCH_MODELS
 from tfdp.bench.table import format_failure, format_heading, format_result
+from tfdp.errors import DeviceError
 from tfdp.files.json_file import write_json
 
 
@@ -155,13 +154,11 @@ def test_efficiency_is_per_worker_and_repeat():
 
 
 def test_several_workers_have_arms_of_their_own():
-    sums = Request("allreduce-resnet50", devices=1, workers=2).arm_names
+    sums = Request(CASES["allreduce-resnet50"], devices=1, workers=2).arm_names
     ours = ("stock-multi-worker", "tfdp-sockets", "tfdp-mpi", "tfdp-tensorflow")
-    assert sums == (*ours, "torch-gloo")
-    training = Request("train-mlp", devices=1, workers=2).arm_names
-    theirs = ("torch-one-process", "torch-gloo")
-    bounds = ("one-process", "no-exchange")
-    assert training == (*bounds, *ours, *theirs, "tfdp-sockets-no-overlap")
+    assert sums == ours
+    training = Request(CASES["train-mlp"], devices=1, workers=2).arm_names
+    assert training == ("one-process", "no-exchange", *ours)
     assert GROUP_ARMS["stock-multi-worker"].why_left_out(1) is None
     assert "one logical CPU" in GROUP_ARMS["stock-multi-worker"].why_left_out(2)
 
@@ -173,8 +170,10 @@ def test_several_workers_have_arms_of_their_own():
         (["--workers", "2", "--arms", "stock-default"], "no arm of allreduce-resnet50"),
         (["allreduce", "--workers", "2", "--arms", "one-process"], "no arm of"),
         (["--workers", "2", "--device-type", "gpu"], "--device-type cpu"),
-        (["network", "--workers", "3"], "leave out --workers"),
-        (["network", "--arms", "one-process"], "no arm of network-allreduce-100mbit"),
+        (["execution", "--workers", "2"], "leave out --workers"),
+        (["first-step"], "python -m benchmarks.first_step"),
+        (["--case", "network-allreduce-1gbit"], "python -m benchmarks.workers"),
+        (["--arms", "torch-gloo", "--workers", "2"], "python -m benchmarks.workers"),
     ],
 )
 def test_options_that_do_not_fit_are_refused_at_once(options, problem):
@@ -233,39 +232,21 @@ def test_the_heading_says_what_the_figures_belong_to():
 
 def test_every_case_names_what_exists():
     for case in CASES.values():
-        subjects = GRADIENT_SETS if case.work == "allreduce" else MODELS
+        subjects = GRADIENT_SETS if case.suite == "allreduce" else MODELS
         assert {case.subject, case.quick_subject} <= set(subjects)
-        if case.link:
-            assert all(case.work in GROUP_ARMS[arm].works for arm in case.arms)
-            assert "tfdp-sockets" in case.arms
-        else:
-            assert set(case.arms) <= set(ARMS)
-            assert any(arm.startswith("stock-") for arm in case.arms)
-            assert "tfdp" in case.arms
+        assert set(case.arms) <= set(ARMS)
+        assert any(arm.startswith("stock-") for arm in case.arms)
+        assert "tfdp" in case.arms
 
 
-def test_pytorch_has_every_model_that_its_arms_may_be_asked_for():
-    cases = [case for case in CASES.values() if case.work == "train"]
-    asked = {name for case in cases for name in (case.subject, case.quick_subject)}
-    assert asked <= TORCH_MODELS.keys() <= MODELS.keys()
-
-
-def test_pytorch_is_named_where_it_is_missing(monkeypatch):
-    row = GROUP_ARMS["torch-gloo"]
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert "pip install 'tfdp[bench-torch]'" in row.why_left_out(1)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: "somewhere")
-    assert row.why_left_out(1) is None
-    assert "one replica per process" in row.why_left_out(2)
-
-
-def test_pytorch_is_compared_with_one_process_of_its_own():
-    # Two workers, twice the images in the same time: 1 of PyTorch's own speed, though
-    # it is half as fast as the other.
+def test_an_arm_is_compared_with_the_one_process_that_it_names():
+    # Two workers, twice the images in the same time: 1 of the speed of the arm that it
+    # names, though that is half as fast as the other.
+    named = {"one_process": "torch-one-process"}
     figures = {
         "one-process": ArmResult((0.1,), items_per_call=64),
-        "torch-one-process": ArmResult((0.2,), items_per_call=64),
-        "torch-gloo": ArmResult((0.2,), items_per_call=128),
+        "torch-one-process": ArmResult((0.2,), items_per_call=64, facts=named),
+        "torch-gloo": ArmResult((0.2,), items_per_call=128, facts=named),
     }
     assert efficiency(trained_by(2, **figures))["torch-gloo"] == (1.0,)
     del figures["torch-one-process"]
@@ -275,17 +256,15 @@ def test_pytorch_is_compared_with_one_process_of_its_own():
 
 
 @pytest.mark.parametrize("reason", ["is no root", None])
-def test_hosts_that_cannot_be_made_fail_the_case_with_the_reason(monkeypatch, reason):
+def test_hosts_that_cannot_be_made_say_why(monkeypatch, reason):
     def refused(*words):
         raise subprocess.CalledProcessError(1, words, stderr="not permitted\n")
 
     monkeypatch.setattr(two_hosts_module, "why_no_hosts", lambda: reason)
     monkeypatch.setattr(two_hosts_module, "_run", refused)
-    request = Request("network-allreduce-1gbit", devices=2, workers=2, quick=True)
-    report = run_requests([request], command="", timeout_seconds=10)
-    (failure,) = report.failures
-    assert failure.devices == 4
-    assert (reason or "'not permitted'") in failure.reason
+    with pytest.raises(DeviceError, match=reason or "'not permitted'"):
+        with two_hosts_module.two_hosts("1gbit"):
+            raise AssertionError("no hosts")
 
 
 def test_bytes_on_the_link_stand_in_the_table():
@@ -303,9 +282,8 @@ def test_cases_are_selected_by_suite_and_name():
         case for case in CASES.values() if case.suite in ("allreduce", "train")
     ]
     assert defaults == [case.name for case in by_default]
-    network = [case.name for case in select_cases("network")]
-    assert network == [case.name for case in CASES.values() if case.link]
-    assert [case.name for case in select_cases(names=network[:1])] == network[:1]
+    (execution,) = select_cases("execution")
+    assert select_cases(names=[execution.name]) == [execution]
     names = ["train-cnn", "allreduce-resnet50"]
     assert [case.name for case in select_cases("train", names)] == ["train-cnn"]
 

@@ -9,12 +9,14 @@ import pytest
 
 from tests.pure.test_layers import LAYERS, imported_modules, unit_of
 from tests.support.package_source import PACKAGE, REPOSITORY, imported_names, modules
+from tfdp.bench.cases import SCRIPTS
 
 PAGE = REPOSITORY.joinpath("docs", "house.md").read_text("utf-8")
 ROOMS = sorted(path.parent.name for path in PACKAGE.glob("*/__init__.py"))
 MODULES = modules()
 MOST_LINES = 400
 MOST_CODE_LINES = 60
+MOST_LINES_OF_A_SCRIPT = 600
 # Ten layers with two or three files in each. The longest: `plan` on top of a strategy
 # of several hosts, down to the private names.
 MOST_FILES_IN_A_CHAIN = 17
@@ -77,6 +79,13 @@ def test_a_file_holds_one_idea(module):
     assert lines <= MOST_LINES
     long = [name for name, count in functions(module.tree) if count > MOST_CODE_LINES]
     assert long == []
+
+
+def test_the_benchmark_scripts_keep_their_measure():
+    scripts = REPOSITORY.joinpath("benchmarks").glob("*.py")
+    lines = {path.name: path.read_text("utf-8").count("\n") for path in scripts}
+    assert {f"{script}.py" for script in SCRIPTS.values()} <= set(lines)
+    assert max(lines.values()) <= MOST_LINES_OF_A_SCRIPT
 
 
 def functions(tree):

@@ -27,6 +27,7 @@ LAYERS = {
     "bench": 9,
     "commands": 9,
     "launch": 9,
+    "measuring": 9,
     "selftest": 9,
     "": 8,
     "planning": 8,
@@ -129,6 +130,16 @@ def test_every_module_has_a_layer():
 @pytest.mark.parametrize("module", MODULES, ids=lambda module: module.name)
 def test_imports_point_down(module):
     assert violations(module) == []
+
+
+def test_the_package_imports_no_benchmark_script():
+    importing = {
+        module.name
+        for module in MODULES
+        for _, name in imported_names(module)
+        if name.split(".")[0] == "benchmarks"
+    }
+    assert importing == set()
 
 
 def test_imports_have_no_cycle():

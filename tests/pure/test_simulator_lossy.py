@@ -8,10 +8,10 @@ import pytest
 
 from tests.pure.test_simulator_machine_file import MACHINE as MEASURED
 from tests.support.fake_trials import HOSTS, MODEL
-from tfdp.bench.prediction import coding
 from tfdp.commands import cli
 from tfdp.errors import CollectiveError, ConfigurationError, DataError
 from tfdp.files.checked_json import parse_json, with_checksum
+from tfdp.measuring import one_core
 from tfdp.plan.topology import Topology
 from tfdp.planning import memory_plan
 from tfdp.simulator import lossy
@@ -182,7 +182,7 @@ def test_steps_with_compression_that_were_measured(name):
 
 def test_names_are_those_of_tune():
     assert list(KNOWN_WAYS) == list(LOSSY)
-    assert set(coding.WAYS) == set(KNOWN_WAYS) - {"float16"}
+    assert set(one_core.WAYS) == set(KNOWN_WAYS) - {"float16"}
 
 
 def test_on_a_fast_link_what_is_dear_to_code_comes_last():
@@ -280,5 +280,5 @@ def test_numbers_that_mean_nothing_are_refused(fields):
 
 def test_a_benchmark_that_fails_says_so(monkeypatch):
     monkeypatch.setattr(sys, "executable", "/bin/false")
-    with pytest.raises(CollectiveError, match="tfdp bench compression"):
-        coding.measure_coding(2, True, 60.0)
+    with pytest.raises(CollectiveError, match="measuring coding on one core failed"):
+        one_core.measure_coding(2, True, 60.0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-__all__ = ["CASES", "DEFAULT_SUITES", "SUITES", "Case", "Link", "select_cases"]
+__all__ = ["CASES", "DEFAULT_SUITES", "SCRIPTS", "SUITES", "Case", "select_cases"]
 
 STOCK_DEFAULT = "stock-default"
 REDUCTION_ARMS = (
@@ -13,41 +13,7 @@ REDUCTION_ARMS = (
     "stock-one-device",
     "tfdp",
 )
-TWO_LEVEL_ARMS = ("tfdp-sockets-flat", "tfdp-sockets", "torch-gloo-flat")
-OVERLAP_ARMS = (
-    "tfdp-sockets-no-overlap",
-    "tfdp-sockets",
-    "tfdp-sockets-small-buckets",
-    "tfdp-sockets-bfloat16",
-    "torch-gloo",
-)
-COMPRESSED_SUM_ARMS = ("tfdp-sockets", "tfdp-sockets-bfloat16", "tfdp-sockets-int8")
-COMPRESSED_TRAINING_ARMS = (
-    *COMPRESSED_SUM_ARMS,
-    "tfdp-sockets-sign",
-    "tfdp-sockets-top-k",
-    "tfdp-sockets-power-sgd",
-    "torch-gloo",
-    "torch-gloo-float16",
-    "torch-gloo-power-sgd",
-)
-EPOCH_ARMS = ("one-device", STOCK_DEFAULT, "tfdp")
 TRAINING_ARMS = ("one-device", STOCK_DEFAULT, "tfdp", "tfdp-open-batch")
-
-
-@dataclasses.dataclass(frozen=True)
-class Link:
-    """Two hosts, joined by a link of limited rate.
-
-    Args:
-      rate: each way, in the words of `tc`.
-      work: "allreduce" or "train", as the suites of these names.
-      devices_per_host: replicas of each.
-    """
-
-    rate: str
-    work: str
-    devices_per_host: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,15 +23,12 @@ class Case:
     Args:
       name: what `--case` takes.
       suite: "allreduce" times reductions of a list of gradients, "train" times
-        training steps, "execution" calls of several, "epoch" whole epochs of `fit`,
-        "network" either of the first two over a link of limited rate.
+        training steps, "execution" calls of several.
       subject: a key of `gradient_sets.GRADIENT_SETS` or `models.MODELS`.
       quick_subject: the small one that `--quick` takes instead.
-      arms: keys of `arms.ARMS`, in the order of the table; with a link, of
-        `processes.arms.GROUP_ARMS`.
-      calls: reductions, training steps or fits per arm and repeat.
+      arms: keys of `arms.ARMS`, in the order of the table.
+      calls: reductions, training steps or executions per arm and repeat.
       description: one line for `--list`.
-      link: what joins the hosts, for cases that make some.
     """
 
     name: str
@@ -75,12 +38,6 @@ class Case:
     arms: tuple[str, ...]
     calls: int
     description: str
-    link: Link | None = None
-
-    @property
-    def work(self) -> str:
-        """What is timed: "allreduce", "train", "execution" or "epoch"."""
-        return self.link.work if self.link else self.suite
 
 
 _ROWS: tuple[Case, ...] = (
@@ -148,91 +105,28 @@ _ROWS: tuple[Case, ...] = (
         calls=10,
         description="the same with steps_per_execution=10",
     ),
-    Case(
-        name="epoch-tiny",
-        suite="epoch",
-        subject="mlp-tiny",
-        quick_subject="mlp-tiny",
-        arms=EPOCH_ARMS,
-        calls=1,
-        description="4 epochs of 10 steps of a tiny dense network by Keras' fit",
-    ),
-    Case(
-        name="network-allreduce-100mbit",
-        suite="network",
-        subject="cnn-1m",
-        quick_subject="tiny",
-        arms=TWO_LEVEL_ARMS,
-        calls=1,
-        description="sum of a CNN's gradients, 4.8 MB, over a link of 100 Mbit/s",
-        link=Link("100mbit", "allreduce", devices_per_host=2),
-    ),
-    Case(
-        name="network-allreduce-1gbit",
-        suite="network",
-        subject="resnet50",
-        quick_subject="tiny",
-        arms=TWO_LEVEL_ARMS,
-        calls=1,
-        description="sum of ResNet-50's gradients, 102 MB, over a link of 1 Gbit/s",
-        link=Link("1gbit", "allreduce", devices_per_host=2),
-    ),
-    Case(
-        name="network-train-cnn-1gbit",
-        suite="network",
-        subject="cnn-1m",
-        quick_subject="cnn-tiny",
-        arms=OVERLAP_ARMS,
-        calls=8,
-        description="training of the small CNN over 1 Gbit/s, with overlap and without",
-        link=Link("1gbit", "train", devices_per_host=1),
-    ),
-    Case(
-        name="network-train-mlp-1gbit",
-        suite="network",
-        subject="mlp-20m",
-        quick_subject="mlp-tiny",
-        arms=OVERLAP_ARMS,
-        calls=2,
-        description="training of the dense network over 1 Gbit/s, the same way",
-        link=Link("1gbit", "train", devices_per_host=1),
-    ),
-    Case(
-        name="network-train-words-1gbit",
-        suite="network",
-        subject="words-13m",
-        quick_subject="words-tiny",
-        arms=("tfdp-sockets", "tfdp-sockets-bfloat16"),
-        calls=4,
-        description="training of the table of words over 1 Gbit/s, two replicas a host",
-        link=Link("1gbit", "train", devices_per_host=2),
-    ),
-    Case(
-        name="network-compressed-sums-1gbit",
-        suite="network",
-        subject="resnet50",
-        quick_subject="tiny",
-        arms=COMPRESSED_SUM_ARMS,
-        calls=1,
-        description="sum of ResNet-50's gradients over 1 Gbit/s, in 32, 16 and 8 bits",
-        link=Link("1gbit", "allreduce", devices_per_host=2),
-    ),
-    Case(
-        name="network-compressed-mlp-1gbit",
-        suite="network",
-        subject="mlp-20m",
-        quick_subject="mlp-tiny",
-        arms=COMPRESSED_TRAINING_ARMS,
-        calls=2,
-        description="training of the dense network over 1 Gbit/s, compressed",
-        link=Link("1gbit", "train", devices_per_host=1),
-    ),
 )
 
 CASES = {case.name: case for case in _ROWS}
 SUITES = tuple(dict.fromkeys(case.suite for case in _ROWS))
-# By name only: networks, which need root, epochs and executions.
+# Executions are by name only.
 DEFAULT_SUITES = ("allreduce", "train")
+
+# How the names of suites, cases and arms begin that scripts of the repository measure,
+# and not this command -> the script in the folder `benchmarks`.
+SCRIPTS = {
+    "checkpoint": "checkpoint",
+    "compression": "compression",
+    "epoch": "epochs",
+    "first-step": "first_step",
+    "links": "links",
+    "memory": "memory",
+    "network": "workers",
+    "prediction": "prediction",
+    "tfdp-mpi-": "workers",
+    "tfdp-sockets-": "workers",
+    "torch-": "workers",
+}
 
 
 def select_cases(

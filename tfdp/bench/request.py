@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
-from tfdp.bench.cases import CASES, Case
+from tfdp.bench.cases import Case
 from tfdp.bench.processes.arms import GROUP_ARMS
 
 __all__ = ["Request"]
@@ -16,7 +17,7 @@ class Request:
     """One case on one number of devices, as the command line travels to the worker.
 
     Args:
-      case_name: a key of `cases.CASES`.
+      case: what to measure.
       devices: number of replicas; with several workers, of each.
       workers: processes, one core each; 1 measures within one process.
       repeats: figures per arm.
@@ -30,7 +31,7 @@ class Request:
       subject: what to run instead of the case's own.
     """
 
-    case_name: str
+    case: Case
     devices: int = 2
     workers: int = 1
     repeats: int = 20
@@ -41,22 +42,22 @@ class Request:
     warmup_calls: int = 3
     subject: str | None = None
 
-    @property
-    def case(self) -> Case:
-        """The row of the table."""
-        return CASES[self.case_name]
+    @classmethod
+    def from_json(cls, plain: Mapping[str, Any]) -> Request:
+        """The request whose `dataclasses.asdict` travelled as JSON."""
+        return cls(**{**plain, "case": Case(**plain["case"])})
 
     @property
     def arm_names(self) -> tuple[str, ...]:
         """The arms to run."""
         if self.arms:
             return tuple(self.arms)
-        if self.workers == 1 or self.case.link:
-            return self.case.arms
+        if self.workers == 1:
+            return tuple(self.case.arms)
         return tuple(
             name
             for name, arm in GROUP_ARMS.items()
-            if arm.by_default and self.case.work in arm.works
+            if arm.by_default and self.case.suite in arm.works
         )
 
     @property

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tfdp.bench.one_process.arms import STOCK_PREFIX
-from tfdp.bench.processes.arms import one_process_arm
+from tfdp.bench.processes.arms import ONE_PROCESS
 
 __all__ = [
     "ArmResult",
@@ -48,16 +48,6 @@ def spread(figures: Sequence[float]) -> Spread:
         lower_quartile=quartiles[0],
         upper_quartile=quartiles[2],
     )
-
-
-def least_to_most(figures: Sequence[float], form: str, unit: str = "") -> str:
-    """Median and extremes in words.
-
-    >>> least_to_most([3.0, 1.0, 2.5], ".1f", " s")
-    '2.5 s (1.0 to 3.0)'
-    """
-    middle = f"{statistics.median(figures):{form}}{unit}"
-    return f"{middle} ({min(figures):{form}} to {max(figures):{form}})"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,12 +150,11 @@ def efficiency(result: CaseResult) -> dict[str, tuple[float, ...]]:
     """By arm, its images/s over those of as many single processes, repeat by repeat.
 
     W workers with the efficiency 1 are W times as fast as one process on one core.
-    PyTorch's arms are compared with one process of PyTorch. Without the arms whose
-    one process was not run.
+    Without the arms whose one process was not run.
     """
     found = {}
     for name, arm in result.arms.items():
-        one = one_process_arm(name)
+        one = arm.facts.get("one_process", ONE_PROCESS)
         if one in result.arms:
             workers = 1 if name == one else result.settings["workers"]
             ratios = relative_speed(arm, result.arms[one])

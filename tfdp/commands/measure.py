@@ -7,17 +7,17 @@ import pathlib
 import sys
 from collections.abc import Sequence
 
-from tfdp.bench.prediction.arrangements import Place
-from tfdp.bench.prediction.measuring import (
+from tfdp.bench.processes.two_hosts import check_rate
+from tfdp.commands.measure_target import measure_target
+from tfdp.errors import ConfigurationError
+from tfdp.files.asked_for import refuse_bad_place, written_for
+from tfdp.measuring.machine import (
     CASES_OF_MODELS,
     LOOPBACK,
     PLACES,
     measure_machine,
 )
-from tfdp.bench.processes.two_hosts import check_rate
-from tfdp.commands.measure_target import measure_target
-from tfdp.errors import ConfigurationError
-from tfdp.files.asked_for import refuse_bad_place, written_for
+from tfdp.measuring.places import Place
 from tfdp.simulator.machine_file import write_machine
 from tfdp.simulator.measured import MeasuredMachine, MeasuredModel
 

@@ -136,8 +136,8 @@ def _figures(orders: Orders) -> dict[str, Any]:
     import tensorflow as tf
 
     import tfdp
-    from tfdp.bench.prediction.keras_profile import inputs_of, profile_of
     from tfdp.bench.processes.arms import without_sums
+    from tfdp.planning.keras_profile import inputs_of, profile_of
     from tfdp.testing.batches import collect_batches, row_count, take_rows
 
     if len(tf.config.list_physical_devices("GPU")) >= orders.replicas:

@@ -255,7 +255,7 @@ def _lossy(options: argparse.Namespace) -> Lossy | None:
     elif rate is None:
         raise ConfigurationError(
             f"How fast {options.hardware} makes gradients small is not known: give "
-            "--coding-bytes-per-second. `tfdp bench compression` measures it of a core."
+            "--coding-bytes-per-second. `tfdp measure` measures it of a core."
         )
     else:
         # A card does it beside what it computes at the cost of that.

@@ -68,8 +68,8 @@ def _figures(orders: TrialOrders) -> tuple[dict[str, Any], bool]:
     import_tensorflow_quietly()
     import keras
 
-    from tfdp.bench.prediction.keras_profile import inputs_of, profile_of
     from tfdp.layers.rematerialization import remat
+    from tfdp.planning.keras_profile import inputs_of, profile_of
 
     setting = Setting.from_json(orders.setting)
     strategy = _strategy(orders, setting)

@@ -97,7 +97,7 @@ class Lossy:
 
 #: Where the rates below are from.
 RATES_SOURCE = (
-    "tfdp bench compression, ResNet-50's gradients on one core of a virtual x86 "
+    "benchmarks/compression.py, ResNet-50's gradients on one core of a virtual x86 "
     "machine, 2026-11-23; float16 is taken to be as bfloat16"
 )
 #: By the names of `tfdp tune --allow-lossy`, each with the arguments of its defaults.

@@ -70,7 +70,7 @@ def measure_reduction(request: Request, devices: list[str]) -> CaseResult:
     )
     parameters = count_parameters(shapes)
     return CaseResult(
-        case=request.case_name,
+        case=request.case.name,
         suite=request.case.suite,
         devices=len(devices),
         subject={

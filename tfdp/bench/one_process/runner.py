@@ -12,7 +12,6 @@ from tfdp.bench.request import Request
 from tfdp.bench.results import CaseResult
 from tfdp.bench.worker_process import WorkerFailed, run_worker
 from tfdp.cluster.machine import describe_machine, installed_versions
-from tfdp.errors import DeviceError
 from tfdp.progress_bar import progress_bar
 
 __all__ = ["Failure", "Report", "run_requests"]
@@ -73,7 +72,7 @@ def run_requests(
     """
     results, failures = [], []
     for request in requests:
-        with progress_bar(f"measuring {request.case_name}", 0):
+        with progress_bar(f"measuring {request.case.name}", 0):
             outcomes = _run(request, timeout_seconds)
         for outcome in outcomes:
             on_result(outcome)
@@ -94,13 +93,9 @@ def run_requests(
 def _run(request: Request, timeout_seconds: float) -> list[CaseResult | Failure]:
     if request.workers == 1:
         return [_run_worker(request, timeout_seconds)]
-    try:
-        result, failed = measure_groups(request, timeout_seconds)
-    except DeviceError as error:
-        replicas = request.workers * request.devices
-        return [Failure(request.case_name, replicas, str(error))]
+    result, failed = measure_groups(request, timeout_seconds)
     outcomes: list[CaseResult | Failure] = [
-        Failure(request.case_name, request.workers * request.devices, reason, arm)
+        Failure(request.case.name, request.workers * request.devices, reason, arm)
         for arm, reason in failed.items()
     ]
     return outcomes if result is None else [*outcomes, result]
@@ -110,5 +105,5 @@ def _run_worker(request: Request, timeout_seconds: float) -> CaseResult | Failur
     try:
         result = run_worker(WORKER, dataclasses.asdict(request), timeout_seconds)
     except WorkerFailed as error:
-        return Failure(request.case_name, request.devices, str(error))
+        return Failure(request.case.name, request.devices, str(error))
     return CaseResult.from_json(result)

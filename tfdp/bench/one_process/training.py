@@ -54,27 +54,19 @@ class TrainingArm:
         return sum(math.prod(w.shape) for w in self.network.trainable_weights)
 
 
-MakeArm = Callable[[tf.distribute.Strategy, BenchmarkModel, bool], TrainingArm]
-
-
-def measure_training(
-    request: Request, devices: list[str], make_arm: MakeArm | None = None
-) -> CaseResult:
-    """Runs a "train" or "epoch" case in this process.
+def measure_training(request: Request, devices: list[str]) -> CaseResult:
+    """Runs a "train" or "execution" case in this process.
 
     Args:
       request: what to run.
       devices: names of the devices, one replica each.
-      make_arm: what one call trains; None: a step.
 
     Raises:
       CollectiveError: when an arm's loss is not finite.
     """
     model = MODELS[request.subject_name]
     arms = {
-        arm: (make_arm or make_training_arm)(
-            ARMS[arm](devices), model, arm in OPEN_BATCH_ARMS
-        )
+        arm: make_training_arm(ARMS[arm](devices), model, arm in OPEN_BATCH_ARMS)
         for arm in request.arm_names
     }
     losses = {arm: warm_up(arm, arms[arm], request) for arm in arms}
@@ -85,7 +77,7 @@ def measure_training(
         finish=tf.test.experimental.sync_devices,
     )
     return CaseResult(
-        case=request.case_name,
+        case=request.case.name,
         suite=request.case.suite,
         devices=len(devices),
         subject={

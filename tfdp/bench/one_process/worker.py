@@ -24,22 +24,18 @@ def run_request(request: Request) -> CaseResult:
 
     tf.config.threading.set_intra_op_parallelism_threads(request.intra_op_threads)
     devices = set_up_devices(request.device_type, request.devices)
-    if request.case.work == "allreduce":
+    if request.case.suite == "allreduce":
         from tfdp.bench.one_process.reduction import measure_reduction
 
         return measure_reduction(request, devices)
     from tfdp.bench.one_process.training import measure_training
 
-    if request.case.work == "epoch":
-        from tfdp.bench.one_process.epochs import make_epoch_arm
-
-        return measure_training(request, devices, make_epoch_arm)
     return measure_training(request, devices)
 
 
 def main(arguments: list[str]) -> None:
     """Entry point of the worker process."""
-    answer(arguments, lambda asked: run_request(Request(**asked)).to_json())
+    answer(arguments, lambda asked: run_request(Request.from_json(asked)).to_json())
 
 
 if __name__ == "__main__":

@@ -18,14 +18,17 @@ if TYPE_CHECKING:
     import tensorflow as tf
 
 __all__ = [
+    "BOTH",
     "GROUP_ARMS",
     "NO_EXCHANGE",
     "NO_SUMS",
     "ONE_PROCESS",
     "GroupArm",
     "Place",
+    "Work",
     "find_mpiexec",
-    "one_process_arm",
+    "mpi_is_left_out",
+    "tfdp_over",
     "without_sums",
 ]
 
@@ -33,9 +36,9 @@ ONE_PROCESS = "one-process"
 NO_EXCHANGE = "no-exchange"
 STOCK_MULTI_WORKER = "stock-multi-worker"
 NO_SUMS = "-no-sums"
-TORCH_PREFIX = "torch-"
-SMALL_BUCKET_BYTES = 1 << 20
 BOTH = ("allreduce", "train")
+# What is timed, once per call; and what a worker says of it when it is ready.
+Work = tuple[Callable[[], object], dict[str, Any]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,14 +67,16 @@ class GroupArm:
       start: "local" starts the workers here, "mpi" through mpiexec, "single" only one.
       works: what it can do: "allreduce" sums, "train" steps.
       make_strategy: called in each process, before anything else uses TensorFlow;
-        None for arms of PyTorch.
+        None where `prepare` does without.
       why_left_out: from the number of devices per worker, the reason not to run it
         here; None when it can run.
       by_default: whether it runs when no arms are named.
       is_flat: one process per replica, with no level within the hosts.
       may_move: not bound to one core, as a process with several replicas should not be.
-      coarseness: what its sums may lose of a number, as a share of the largest one of
-        its tensor; 0 for arms that add what they are given.
+      prepare: from the request, the arm's name and the place, its work in a process;
+        None: the sum or the step of `processes.work` under the strategy.
+      one_process: the arm of one process that its efficiency is compared with.
+      member: the module that is the program of its processes.
     """
 
     start: Literal["local", "mpi", "single"]
@@ -81,7 +86,9 @@ class GroupArm:
     by_default: bool = True
     is_flat: bool = False
     may_move: bool = False
-    coarseness: float = 0.0
+    prepare: Callable[[Any, str, Place], Work] | None = None
+    one_process: str = ONE_PROCESS
+    member: str = "tfdp.bench.processes.member"
 
 
 def find_mpiexec() -> str | None:
@@ -112,7 +119,16 @@ def _stock_multi_worker(place: Place) -> tf.distribute.Strategy:
     return tf.distribute.MultiWorkerMirroredStrategy(resolver, options)
 
 
-def _tfdp(engine: Literal["sockets", "mpi", "tensorflow"], **options: Any) -> Callable:
+def tfdp_over(
+    engine: Literal["sockets", "mpi", "tensorflow"], **options: Any
+) -> Callable[[Place], tf.distribute.Strategy]:
+    """What makes tfdp's strategy with this engine.
+
+    Args:
+      engine: what sums between the processes.
+      **options: more arguments of `Communication`.
+    """
+
     def make(place: Place) -> tf.distribute.Strategy:
         import tfdp
 
@@ -130,41 +146,6 @@ def _tfdp(engine: Literal["sockets", "mpi", "tensorflow"], **options: Any) -> Ca
         )
 
     return make
-
-
-def _compressed_arm(
-    method: str, works: tuple[str, ...], coarseness: float = 0.0, **options: Any
-) -> GroupArm:
-    """Gradients in fewer bytes between hosts, by a method of `tfdp.compression`."""
-
-    def make(place: Place) -> tf.distribute.Strategy:
-        from tfdp import compression
-
-        chosen = getattr(compression, method)(**options)
-        return _tfdp("sockets", compression=chosen)(place)
-
-    return GroupArm("local", works, make, by_default=False, coarseness=coarseness)
-
-
-def _without_overlap(make: Callable) -> Callable:
-    """Strategies whose exchanges wait for the whole of backprop."""
-
-    def make_waiting(place: Place) -> tf.distribute.Strategy:
-        import tensorflow as tf
-
-        strategy = make(place)
-        reducer = strategy.extended.reducer
-        all_reduce = reducer.all_reduce
-
-        def after_all(values: Any, rank: int, **options: Any) -> Any:
-            # The models here have no sparse gradients.
-            with tf.control_dependencies(values):
-                return all_reduce([tf.identity(v) for v in values], rank, **options)
-
-        reducer.all_reduce = after_all
-        return strategy
-
-    return make_waiting
 
 
 def _in_process(place: Place) -> tf.distribute.Strategy:
@@ -195,32 +176,14 @@ def _stock_is_left_out(devices_per_worker: int) -> str | None:
     return "MultiWorkerMirroredStrategy drives one logical CPU per process"
 
 
-def _mpi_is_left_out(devices_per_worker: int) -> str | None:
+def mpi_is_left_out(devices_per_worker: int) -> str | None:
+    """Why arms of MPI cannot run here; None where they can."""
     if importlib.util.find_spec("mpi4py") is None:
         return "mpi4py is not installed: pip install 'tfdp[mpi]'"
     if find_mpiexec() is None:
         return "mpiexec is neither on PATH nor beside this Python"
     return None
 
-
-def _torch_is_left_out(devices_per_worker: int) -> str | None:
-    if importlib.util.find_spec("torch") is None:
-        return "torch is not installed: pip install 'tfdp[bench-torch]'"
-    if devices_per_worker == 1:
-        return None
-    return "PyTorch has one replica per process"
-
-
-def one_process_arm(arm: str) -> str:
-    """The arm of one process whose speed the efficiency of `arm` is measured by.
-
-    >>> one_process_arm("tfdp-mpi")
-    'one-process'
-    """
-    return TORCH_ONE_PROCESS if arm.startswith(TORCH_PREFIX) else ONE_PROCESS
-
-
-TORCH_ONE_PROCESS = f"{TORCH_PREFIX}one-process"
 
 GROUP_ARMS = {
     ONE_PROCESS: GroupArm("single", ("train",), _one_device),
@@ -229,50 +192,9 @@ GROUP_ARMS = {
     STOCK_MULTI_WORKER: GroupArm(
         "local", BOTH, _stock_multi_worker, _stock_is_left_out
     ),
-    "tfdp-sockets": GroupArm("local", BOTH, _tfdp("sockets")),
-    "tfdp-mpi": GroupArm("mpi", BOTH, _tfdp("mpi"), _mpi_is_left_out),
-    "tfdp-tensorflow": GroupArm("local", BOTH, _tfdp("tensorflow")),
-    TORCH_ONE_PROCESS: GroupArm("single", ("train",), None, _torch_is_left_out),
-    "torch-gloo": GroupArm("local", BOTH, None, _torch_is_left_out),
-    "tfdp-sockets-no-overlap": GroupArm(
-        "local", ("train",), _without_overlap(_tfdp("sockets"))
-    ),
-    "tfdp-sockets-small-buckets": GroupArm(
-        "local",
-        ("train",),
-        _tfdp("sockets", bucket_bytes=SMALL_BUCKET_BYTES),
-        by_default=False,
-    ),
-    "tfdp-sockets-bfloat16": GroupArm(
-        "local",
-        BOTH,
-        _tfdp("sockets", wire_dtype="bfloat16"),
-        by_default=False,
-        coarseness=2.0**-7,  # rounded once by each host, and the sum once more
-    ),
-    "tfdp-sockets-float16": GroupArm(
-        "local", ("train",), _tfdp("sockets", wire_dtype="float16"), by_default=False
-    ),
-    "tfdp-mpi-bfloat16": GroupArm(
-        "mpi",
-        ("train",),
-        _tfdp("mpi", wire_dtype="bfloat16"),
-        _mpi_is_left_out,
-        by_default=False,
-    ),
-    # Of 127 steps each number is off by half of one at most.
-    "tfdp-sockets-int8": _compressed_arm("Int8", BOTH, coarseness=1 / 127),
-    "tfdp-sockets-sign": _compressed_arm("SignSGD", ("train",)),
-    "tfdp-sockets-top-k": _compressed_arm("TopK", ("train",), ratio=0.01),
-    "tfdp-sockets-power-sgd": _compressed_arm(
-        "PowerSGD", ("train",), rank=1, start_step=0
-    ),
-    "torch-gloo-float16": GroupArm(
-        "local", ("train",), None, _torch_is_left_out, by_default=False
-    ),
-    "torch-gloo-power-sgd": GroupArm(
-        "local", ("train",), None, _torch_is_left_out, by_default=False
-    ),
+    "tfdp-sockets": GroupArm("local", BOTH, tfdp_over("sockets")),
+    "tfdp-mpi": GroupArm("mpi", BOTH, tfdp_over("mpi"), mpi_is_left_out),
+    "tfdp-tensorflow": GroupArm("local", BOTH, tfdp_over("tensorflow")),
     "tfdp-in-process": GroupArm(
         "single", BOTH, _in_process, by_default=False, may_move=True
     ),
@@ -284,12 +206,6 @@ GROUP_ARMS = {
         may_move=True,
     ),
     f"tfdp-sockets{NO_SUMS}": GroupArm(
-        "local", ("train",), _without_sums(_tfdp("sockets")), by_default=False
-    ),
-    "tfdp-sockets-flat": GroupArm(
-        "local", BOTH, _tfdp("sockets"), by_default=False, is_flat=True
-    ),
-    "torch-gloo-flat": GroupArm(
-        "local", BOTH, None, _torch_is_left_out, by_default=False, is_flat=True
+        "local", ("train",), _without_sums(tfdp_over("sockets")), by_default=False
     ),
 }

@@ -14,9 +14,10 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from typing import Any
 
-from tfdp.bench.processes.arms import GROUP_ARMS, find_mpiexec
+from tfdp.bench.processes.arms import GROUP_ARMS, GroupArm, find_mpiexec
 from tfdp.bench.processes.member import Orders
 from tfdp.bench.processes.two_hosts import ADDRESSES, TwoHosts
 from tfdp.bench.request import Request
@@ -40,9 +41,10 @@ class Group:
 
     Args:
       request: what they measure.
-      arm: a key of `GROUP_ARMS`.
+      arm: a key of `arms`.
       budget_seconds: how long they may take for everything together.
       hosts: where the processes live, shared out host by host; None: here.
+      arms: by name.
     """
 
     def __init__(
@@ -51,12 +53,13 @@ class Group:
         arm: str,
         budget_seconds: float,
         hosts: TwoHosts | None = None,
+        arms: Mapping[str, GroupArm] = GROUP_ARMS,
     ):
         self.arm = arm
         self._calls = request.calls
         self._budget_seconds = self._left_seconds = budget_seconds
         replicas = request.workers * request.devices
-        row = GROUP_ARMS[arm]
+        row = self._row = arms[arm]
         self.workers = replicas if row.is_flat else request.workers
         if row.start == "single":
             self.workers = 1
@@ -140,15 +143,15 @@ class Group:
             workers=self.workers,
             devices_per_worker=self._devices_per_worker,
             cores=tuple(cores[self._host_of(rank)] for rank in range(self.workers))
-            if has_core_each and not GROUP_ARMS[self.arm].may_move
+            if has_core_each and not self._row.may_move
             else (),
             addresses=addresses,
             control_path=f"{self._folder.name}/control",
             timeout_seconds=self._budget_seconds,
         )
         words = (json.dumps(dataclasses.asdict(orders)),)
-        program = Program("tfdp.bench.processes.member", words, is_module=True)
-        if GROUP_ARMS[self.arm].start == "mpi":
+        program = Program(self._row.member, words, is_module=True)
+        if self._row.start == "mpi":
             _, *rest = mpi_command(
                 program,
                 workers=self.workers,

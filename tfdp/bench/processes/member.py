@@ -11,16 +11,16 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Mapping
 
 from tfdp.bench.one_process.interleave import time_in_turn
-from tfdp.bench.processes.arms import GROUP_ARMS, Place
+from tfdp.bench.processes.arms import GROUP_ARMS, GroupArm, Place, Work
 from tfdp.bench.processes.control import Control
 from tfdp.bench.request import Request
 from tfdp.cluster import find_cluster
+from tfdp.errors import ConfigurationError
 
-__all__ = ["Orders", "main"]
+__all__ = ["Orders", "main", "start_tensorflow"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Orders:
 
     Args:
       request: the fields of `Request`.
-      arm: a key of `GROUP_ARMS`.
+      arm: which of the arms.
       workers: processes of the group.
       devices_per_worker: logical CPUs of each.
       cores: by rank, the core that a process stays on; empty to let them move.
@@ -48,12 +48,17 @@ class Orders:
     timeout_seconds: float
 
 
-def main(arguments: list[str]) -> None:
-    """Entry point of the process."""
+def main(arguments: list[str], arms: Mapping[str, GroupArm] = GROUP_ARMS) -> None:
+    """Entry point of the process.
+
+    Args:
+      arguments: the orders, as JSON.
+      arms: by name.
+    """
     # What TensorFlow prints while it starts would bury a worker's own error.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     orders = Orders(**json.loads(arguments[0]))
-    request = Request(**orders.request)
+    request = Request.from_json(orders.request)
     cluster = find_cluster()
     place = Place(
         rank=cluster.rank if cluster else 0,
@@ -66,7 +71,7 @@ def main(arguments: list[str]) -> None:
     if orders.cores:
         os.sched_setaffinity(0, {orders.cores[place.rank]})
     control = Control(orders.control_path, place.rank)
-    call, facts = _prepare(request, orders.arm, place)
+    call, facts = _prepare(request, orders.arm, arms[orders.arm], place)
     control.say(facts)
     while calls := control.next_turn():
         busy_before = time.process_time()
@@ -76,24 +81,26 @@ def main(arguments: list[str]) -> None:
         control.say({"seconds": seconds[orders.arm][0], "processor_seconds": busy})
 
 
-def _prepare(
-    request: Request, arm: str, place: Place
-) -> tuple[Callable[[], object], dict[str, Any]]:
-    make_strategy = GROUP_ARMS[arm].make_strategy
-    if make_strategy is None:
-        from tfdp.bench.processes.torch_work import prepare_torch
+def _prepare(request: Request, arm: str, row: GroupArm, place: Place) -> Work:
+    if row.prepare is not None:
+        return row.prepare(request, arm, place)
+    if row.make_strategy is None:
+        raise ConfigurationError(f"The arm {arm!r} has neither work nor strategy.")
+    start_tensorflow(request)
+    strategy = row.make_strategy(place)
+    from tfdp.bench.processes.work import prepare_reduction, prepare_training
 
-        return prepare_torch(request, arm, place)
+    is_reduction = request.case.suite == "allreduce"
+    prepare = prepare_reduction if is_reduction else prepare_training
+    return prepare(request, arm, strategy, place)
+
+
+def start_tensorflow(request: Request) -> None:
+    """Sets threads and devices, before anything else uses TensorFlow."""
     import tensorflow as tf
 
     tf.config.threading.set_intra_op_parallelism_threads(request.intra_op_threads)
     tf.config.set_visible_devices([], "GPU")
-    strategy = make_strategy(place)
-    from tfdp.bench.processes.work import prepare_reduction, prepare_training
-
-    is_reduction = request.case.work == "allreduce"
-    prepare = prepare_reduction if is_reduction else prepare_training
-    return prepare(request, arm, strategy, place)
 
 
 if __name__ == "__main__":

@@ -8,13 +8,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tfdp.bench.one_process.interleave import turns
-from tfdp.bench.processes.arms import GROUP_ARMS
+from tfdp.bench.processes.arms import GROUP_ARMS, GroupArm
 from tfdp.bench.processes.group import Group
-from tfdp.bench.processes.two_hosts import TwoHosts, two_hosts
+from tfdp.bench.processes.two_hosts import TwoHosts
 from tfdp.bench.request import Request
 from tfdp.bench.results import ArmResult, CaseResult
 from tfdp.errors import CollectiveError
@@ -23,16 +23,19 @@ __all__ = ["measure_groups"]
 
 
 def measure_groups(
-    request: Request, timeout_seconds: float
+    request: Request,
+    timeout_seconds: float,
+    *,
+    hosts: TwoHosts | None = None,
+    arms: Mapping[str, GroupArm] = GROUP_ARMS,
 ) -> tuple[CaseResult | None, dict[str, str]]:
     """Runs every arm of a case, each in processes of its own.
 
     Args:
       request: what to measure; `workers` is at least 2.
       timeout_seconds: for all arms together; each may take an equal part of it.
-
-    Raises:
-      DeviceError: when the case wants hosts of its own, and none can be made.
+      hosts: where the processes live; None: here.
+      arms: by name.
 
     Returns:
       The result, None when no arm gave one; and by arm the reason why it failed.
@@ -40,16 +43,16 @@ def measure_groups(
     left_out = {
         arm: f"{arm}: {reason}"
         for arm in request.arm_names
-        if (reason := _why_left_out(arm, request.devices))
+        if (reason := _why_left_out(arms[arm], request.devices))
     }
     names = [arm for arm in request.arm_names if arm not in left_out]
     load_before = os.getloadavg()[0]
-    figures = _take_turns(request, names, timeout_seconds)
+    figures = _take_turns(request, names, timeout_seconds, hosts, arms)
     measured = [arm for arm in names if arm not in figures.failed]
     if not measured:
         return None, figures.failed
     result = CaseResult(
-        case=request.case_name,
+        case=request.case.name,
         suite=request.case.suite,
         devices=request.workers * request.devices,
         subject=figures.answers[measured[0]][0]["subject"],
@@ -59,10 +62,8 @@ def measure_groups(
             "devices_per_worker": request.devices,
             "one_core_each": len(os.sched_getaffinity(0)) >= request.workers,
             "load_before_and_after": [load_before, os.getloadavg()[0]],
-            "reference_arms": _reference_arms(request),
-            **({"link_rate": request.case.link.rate} if request.case.link else {}),
         },
-        arms={arm: figures.result_of(arm, request) for arm in measured},
+        arms={arm: figures.result_of(arm, arms[arm]) for arm in measured},
         left_out=left_out,
     )
     return result, figures.failed
@@ -75,7 +76,7 @@ class _Figures:
     Args:
       answers: what each process of the arm said when it was ready.
       seconds: of each turn.
-      sent: bytes of a call that a host sent; 0 without a link.
+      sent: bytes of a call that a host sent; of hosts of their own.
       failed: why an arm has no part any more.
     """
 
@@ -84,28 +85,30 @@ class _Figures:
     sent: dict[str, list[float]] = dataclasses.field(default_factory=dict)
     failed: dict[str, str] = dataclasses.field(default_factory=dict)
 
-    def result_of(self, arm: str, request: Request) -> ArmResult:
+    def result_of(self, arm: str, row: GroupArm) -> ArmResult:
         """The figures of one arm."""
-        sent = {"sent_bytes_per_call": self.sent[arm]} if request.case.link else {}
+        sent = {"sent_bytes_per_call": self.sent[arm]} if arm in self.sent else {}
         workers = [answer["facts"] for answer in self.answers[arm]]
         return ArmResult(
             tuple(self.seconds[arm]),
             self.answers[arm][0]["items_per_call"],
-            {"workers": workers, **sent},
+            {"workers": workers, "one_process": row.one_process, **sent},
         )
 
 
 def _take_turns(
-    request: Request, names: Sequence[str], timeout_seconds: float
+    request: Request,
+    names: Sequence[str],
+    timeout_seconds: float,
+    hosts: TwoHosts | None,
+    arms: Mapping[str, GroupArm],
 ) -> _Figures:
     """Starts the processes of all arms, and gives one arm after the other a turn."""
     figures = _Figures()
     with contextlib.ExitStack() as stack:
-        link = request.case.link
-        hosts = stack.enter_context(two_hosts(link.rate)) if link else None
         groups: dict[str, Group] = {}
         for arm in names:
-            group = Group(request, arm, timeout_seconds / len(names), hosts)
+            group = Group(request, arm, timeout_seconds / len(names), hosts, arms)
             stack.callback(group.close)
             groups[arm] = group
             try:
@@ -118,9 +121,10 @@ def _take_turns(
                 try:
                     before = _sent_bytes(hosts)
                     figures.seconds.setdefault(arm, []).append(groups[arm].turn())
-                    # One more call than is timed; see `time_in_turn`.
-                    share = (_sent_bytes(hosts) - before) / (request.calls + 1)
-                    figures.sent.setdefault(arm, []).append(share)
+                    if hosts is not None:
+                        # One more call than is timed; see `time_in_turn`.
+                        share = (_sent_bytes(hosts) - before) / (request.calls + 1)
+                        figures.sent.setdefault(arm, []).append(share)
                 except (CollectiveError, OSError) as error:
                     figures.failed[arm] = str(error)
                     # It may spin in a collective, beside the arms that are timed.
@@ -128,14 +132,8 @@ def _take_turns(
     return figures
 
 
-def _why_left_out(arm: str, devices_per_worker: int) -> str | None:
-    row = GROUP_ARMS[arm]
+def _why_left_out(row: GroupArm, devices_per_worker: int) -> str | None:
     return row.why_left_out(1 if row.is_flat else devices_per_worker)
-
-
-def _reference_arms(request: Request) -> list[str]:
-    """Arms that the others are compared with, beside the stock ones."""
-    return [request.arm_names[0]] if request.case.link else ["torch-gloo"]
 
 
 def _sent_bytes(hosts: TwoHosts | None) -> float:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import resource
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdp._private.names import current_rank
 from tfdp.bench.one_process.reduction import (
     make_gradient,
     make_gradients,
@@ -25,13 +23,12 @@ from tfdp.bench.one_process.training import (
     make_training_arm,
     warm_up,
 )
-from tfdp.bench.prediction.keras_profile import profile_of
 from tfdp.bench.processes.arms import (
-    GROUP_ARMS,
     NO_EXCHANGE,
     NO_SUMS,
     STOCK_MULTI_WORKER,
     Place,
+    Work,
 )
 from tfdp.bench.request import Request
 from tfdp.bench.subjects.gradient_sets import (
@@ -45,17 +42,31 @@ from tfdp.bench.subjects.images import (
     own_rows,
 )
 from tfdp.bench.subjects.models import MODELS, BenchmarkModel
-from tfdp.step.compression import sum_compressed
+from tfdp.planning.keras_profile import profile_of
 
 __all__ = ["prepare_reduction", "prepare_training"]
 
-Work = tuple[Callable[[], object], dict[str, Any]]
+SumOf = Callable[[list[tf.Tensor]], list[tf.Tensor]]
 
 
 def prepare_reduction(
-    request: Request, arm: str, strategy: tf.distribute.Strategy, place: Place
+    request: Request,
+    arm: str,
+    strategy: tf.distribute.Strategy,
+    place: Place,
+    sum_of: SumOf | None = None,
+    coarseness: float = 0.0,
 ) -> Work:
     """A reduction whose sums were found right on this worker, and its facts.
+
+    Args:
+      request: what to reduce.
+      arm: which one, for errors.
+      strategy: what sums.
+      place: of this process.
+      sum_of: as in `make_reduction`.
+      coarseness: what the sums may lose of a number, as a share of the largest one of
+        its tensor.
 
     Raises:
       CollectiveError: when a sum is wrong.
@@ -67,9 +78,6 @@ def prepare_reduction(
         first + local: make_gradients(shapes, first + local, device)
         for local, device in enumerate(devices)
     }
-    coarseness = GROUP_ARMS[arm].coarseness
-    # What makes gradients small does so where an optimizer asks for their sums.
-    sum_of = make_gradient_sums(strategy, shapes) if coarseness else None
     sums = make_reduction(strategy, gradients, sum_of=sum_of)()
     for index, on_replicas in enumerate(sums):
         parts = [
@@ -96,29 +104,6 @@ def prepare_reduction(
             "bytes_per_replica": parameters * FLOAT32_BYTES,
         },
     }
-
-
-def make_gradient_sums(
-    strategy: tf.distribute.Strategy, shapes: Sequence[tuple[int, ...]]
-) -> Callable[[list[tf.Tensor]], list[tf.Tensor]]:
-    """Sums of gradients as an optimizer of tfdp's strategies has them, compressed."""
-    reducer = strategy.extended.reducer
-    with strategy.scope():
-        weights = [keras.Variable(tf.zeros(shape)) for shape in shapes]
-        optimizer = keras.optimizers.SGD()
-        optimizer.build(weights)
-
-    def sum_of(mine: list[tf.Tensor]) -> list[tf.Tensor]:
-        rank = current_rank()
-        plain_sums = functools.partial(reducer.sum_gradients, rank=rank)
-        if reducer.compressed is None:  # the link rounds by itself
-            return plain_sums(mine, [])[0]
-        sums, _ = sum_compressed(
-            reducer.compressed, mine, [], rank, weights, optimizer, plain_sums
-        )
-        return sums
-
-    return sum_of
 
 
 def prepare_training(

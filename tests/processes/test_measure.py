@@ -1,12 +1,8 @@
-"""`tfdp measure` and `tfdp bench prediction` with real processes, on a tiny subject."""
-
-import json
-import statistics
+"""`tfdp measure` with real processes, on a tiny subject."""
 
 import pytest
 
 from tests.support.fresh_python import run_python
-from tfdp.bench.prediction.command import QUICK_MODELS
 from tfdp.commands.measure_target import measure_target
 from tfdp.errors import ConfigurationError
 from tfdp.simulator.machine_file import read_machine
@@ -60,19 +56,3 @@ def test_an_own_model_is_timed_without_sums(tmp_path):
     assert set(found.step_seconds) == {(1, 1), (1, 2)}
     with pytest.raises(ConfigurationError, match="ZeroDivisionError"):
         measure_target(f"{path}:failing", [1], **settings)
-
-
-@pytest.mark.slow
-def test_a_step_is_predicted_beside_the_measured_one(tmp_path):
-    path = tmp_path / "rows.json"
-    done = run_python(
-        *("-m", "tfdp", "bench", "prediction", "--quick", "--json", path),
-        *("--timeout-seconds", "800"),
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    rows = json.loads(path.read_text("utf-8"))["rows"]
-    assert [row["subject"] for row in rows] == list(QUICK_MODELS)
-    for row in rows:
-        assert row["place"] == "2x1"
-        assert statistics.median(row["predicted"]) > row["without_sums"] > 0
-    assert f"{len(rows)} steps: off by" in done.stdout

@@ -1,31 +1,41 @@
 """Times sums of a few numbers over 2 to 64 processes of one machine, by sockets.
 
-The arms live in the same processes and take turns; a figure is that of the slowest
-worker. All processes share the cores of the machine, so that more of them take longer
-whatever they do: what is compared are the arms.
+The processes have no TensorFlow. The arms live in the same processes and take turns; a
+figure is that of the slowest worker. All processes share the cores of the machine, so
+that more of them take longer whatever they do: what is compared are the arms.
 """
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
 import multiprocessing
 import os
 import secrets
+import stat
 import statistics
+import threading
 import time
 from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
 from typing import Any
 
-from tfdp.bench.links.worker import ARMS, LinkRequest, measure_links
+import numpy as np
+
+from benchmarks.shared import Load, make_parser, run_script, write_report
 from tfdp.bench.results import spread
 from tfdp.cluster.description import join_address
 from tfdp.cluster.machine import describe_machine
 from tfdp.cluster.ports import LOOPBACK, free_port
-from tfdp.files.asked_for import write_json_for, write_text_for
+from tfdp.files.asked_for import write_text_for
+from tfdp.hosts.socket_link import SocketLink
 from tfdp.plan.sum_ways import rounds
 from tfdp.report.curve_page import draw_page
 
-__all__ = ["run_links"]
-
+# A ring for every sum; what the rule chooses.
+ARMS = ("ring", "chosen")
+LINK_TIMEOUT_SECONDS = 300.0
+Seconds = dict[str, list[float]]
 WORKERS, QUICK_WORKERS = (2, 4, 8, 16, 32, 64), (2, 3)
 # The number of samples; a small bucket; the last bucket of a small network.
 ELEMENTS, QUICK_ELEMENTS = (1, 1_000, 25_000), (1, 100)
@@ -49,53 +59,140 @@ class BenchmarkError(Exception):
     """A measurement that gave no figures."""
 
 
-def run_links(
-    *,
-    repeats: int,
-    quick: bool,
-    json_path: str | None,
-    plot_path: str | None,
-    timeout_seconds: float,
-) -> int:
-    """Runs `tfdp bench links`; returns the exit code.
+@dataclasses.dataclass(frozen=True)
+class LinkRequest:
+    """What the processes of one job do.
 
     Args:
-      repeats: figures for each arm.
-      quick: few processes, which shows only that it runs.
-      json_path: also write all figures here.
-      plot_path: also draw them here, as an HTML page.
-      timeout_seconds: the most that one number of processes may take.
+      workers: how many they are.
+      coordinator: "host:port" where they meet.
+      secret: of the job.
+      elements: float32 numbers of each sum that is timed.
+      repeats, calls: figures for each arm, and sums in each figure.
     """
-    machine, load_before = describe_machine(), os.getloadavg()[0]
+
+    workers: int
+    coordinator: str
+    secret: bytes
+    elements: tuple[int, ...]
+    repeats: int
+    calls: int
+
+
+def measure_links(rank: int, request: LinkRequest, answer: Connection) -> None:
+    """Sends what this worker measured: a dictionary, or the text of its error."""
+    try:
+        answer.send(_figures(rank, request))
+    except Exception as error:
+        answer.send(f"worker {rank}: {type(error).__name__}: {error}")
+
+
+def _figures(rank: int, request: LinkRequest) -> dict[str, object]:
+    start = time.perf_counter()
+    link = SocketLink(
+        rank,
+        request.workers,
+        request.coordinator,
+        LINK_TIMEOUT_SECONDS,
+        secret=request.secret,
+    )
+    meeting_seconds = time.perf_counter() - start
+    try:
+        ways = {
+            str(elements): link.way_of_sum(4 * elements)
+            for elements in request.elements
+        }
+        taken = {
+            str(elements): _times_in_turn(link, request, elements)
+            for elements in request.elements
+        }
+        barrier = []
+        for _ in range(request.repeats):
+            start = time.perf_counter()
+            for _ in range(request.calls):
+                link.gather(b"", "barrier", most_bytes=0)
+            barrier.append((time.perf_counter() - start) / request.calls)
+        return {
+            "meeting_seconds": meeting_seconds,
+            "barrier_seconds": barrier,
+            "sum_seconds": {size: of[0] for size, of in taken.items()},
+            "processor_seconds": {size: of[1] for size, of in taken.items()},
+            "ways": ways,
+            "threads": threading.active_count(),
+            "connections": _connections(),
+        }
+    finally:
+        link.close()
+
+
+def _times_in_turn(
+    link: SocketLink, request: LinkRequest, elements: int
+) -> tuple[Seconds, Seconds]:
+    """By arm the seconds of a sum, and those of a processor; each sum is checked."""
+    array = np.full(elements, link.rank + 1.0, np.float32)
+    total = request.workers * (request.workers + 1) / 2
+    passed: Seconds = {arm: [] for arm in ARMS}
+    busy: Seconds = {arm: [] for arm in ARMS}
+    for repeat in range(1 + request.repeats):  # the first one does not count
+        for arm in ARMS if repeat % 2 else ARMS[::-1]:
+            link.take_way("ring" if arm == "ring" else None)
+            link.gather(b"", "next turn", most_bytes=0)
+            start, busy_before = time.perf_counter(), time.process_time()
+            for _ in range(request.calls):
+                (found_total,) = link.sum([array], "timing")
+            seconds = time.perf_counter() - start
+            busy_seconds = time.process_time() - busy_before
+            if not (found_total == total).all():
+                raise ArithmeticError(f"a wrong sum by the arm {arm}")
+            if repeat:
+                passed[arm].append(seconds / request.calls)
+                busy[arm].append(busy_seconds / request.calls)
+    link.take_way(None)
+    return passed, busy
+
+
+def _connections() -> int:
+    """Sockets of this process; -1 where the system does not tell."""
+    try:
+        numbers = list(map(int, os.listdir("/proc/self/fd")))
+    except OSError:
+        return -1
+    return sum(map(_is_socket, numbers))
+
+
+def _is_socket(number: int) -> bool:
+    try:
+        return stat.S_ISSOCK(os.fstat(number).st_mode)
+    except OSError:  # the one by which the folder was read
+        return False
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measures each number of processes."""
+    machine, load = describe_machine(), Load()
     print(
         f"float32 sums over sockets; {machine['processor']}, "
-        f"{machine['usable_cores']} usable cores; median (quartiles) of {repeats} "
-        f"repeats of {CALLS} sums; processor: of all workers together, which other "
-        "programs change less\n\n" + COLUMNS.format(*TITLES),
+        f"{machine['usable_cores']} usable cores; median (quartiles) of "
+        f"{options.repeats} repeats of {CALLS} sums; processor: of all workers "
+        "together, which other programs change less\n\n" + COLUMNS.format(*TITLES),
         flush=True,
     )
     rows: list[dict[str, Any]] = []
-    for workers in QUICK_WORKERS if quick else WORKERS:
+    for workers in QUICK_WORKERS if options.quick else WORKERS:
+        elements = QUICK_ELEMENTS if options.quick else ELEMENTS
         try:
             found = _measure(
-                workers,
-                QUICK_ELEMENTS if quick else ELEMENTS,
-                repeats,
-                timeout_seconds,
+                workers, elements, options.repeats, options.timeout_seconds
             )
         except BenchmarkError as error:
             print(f"{workers:>7} failed: {error}", flush=True)
             return 1
         rows.append(found)
         print("\n".join(_lines(found)), flush=True)
-    load_after = os.getloadavg()[0]
-    print(f"load of the machine before {load_before:.1f}, after {load_after:.1f}")
-    if json_path:
-        write_json_for(
-            "--json", json_path, {"suite": "links", "machine": machine, "rows": rows}
-        )
-    if plot_path:
-        write_text_for("--plot", plot_path, _page(rows))
+    print(load)
+    write_report(options.json, "links", rows=rows)
+    if options.plot:
+        write_text_for("--plot", options.plot, _page(rows))
     return 0
 
 
@@ -231,3 +328,9 @@ def _page(rows: Sequence[dict[str, Any]]) -> str:
         places=[str(row["workers"]) for row in rows],
         place_name="processes",
     )
+
+
+if __name__ == "__main__":
+    parser = make_parser(__doc__, repeats=20)
+    parser.add_argument("--plot", metavar="PATH", help="also draw them, as HTML")
+    run_script(parser, run)

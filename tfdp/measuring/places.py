@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+from tfdp.bench.cases import CASES
 from tfdp.bench.one_process.interleave import turns
 from tfdp.bench.processes.arms import NO_SUMS
 from tfdp.bench.processes.group import Group
@@ -40,7 +41,7 @@ class Place:
     def request(self, case: str, subject: str, repeats: int, quick: bool) -> Request:
         """What the processes are asked for."""
         return Request(
-            case_name=case,
+            CASES[case],
             devices=self.replicas,
             workers=self.processes,
             repeats=repeats,

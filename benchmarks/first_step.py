@@ -1,34 +1,99 @@
-"""Measures the first step of one training: `python -m tfdp.bench.first_step.worker`.
+"""Measures how long `fit` takes until its first step is done, and what memory it takes.
 
-A process of its own: what TensorFlow has traced once, it keeps. The request comes as
-JSON in the first argument; the figures go as JSON into the file named by the second.
+Over numbers of replicas. Each figure comes from two processes of its own, since
+TensorFlow keeps what it has traced once: one trains, and in the other the first step
+fails when its graph is ready.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import ctypes
 import dataclasses
 import gc
-import json
 import math
-import os
+import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from tfdp.bench.first_step.models import CLASSES, MODELS, WORDS, that_stops
+from benchmarks.shared import (
+    Load,
+    add_devices,
+    make_parser,
+    needs_proc,
+    run_script,
+    write_report,
+)
+from tfdp.bench.worker_process import WorkerFailed, run_worker
 from tfdp.cluster.process_memory import forget_peak, resident_and_peak_bytes
-from tfdp.files.json_file import write_json
 
 if TYPE_CHECKING:
     import keras
 
-__all__ = ["FirstStepFigures", "FirstStepRequest", "main"]
+SUBJECTS, QUICK_SUBJECTS = ("resnet50", "transformer-12"), ("transformer-tiny",)
+# TensorFlow's oneDNN build keeps a pool of what it once took.
+ENVIRONMENT = {"TF_ONEDNN_USE_SYSTEM_ALLOCATOR": "1"}
+CLASSES, WORDS = 10, 1000
+SEED, STEPS = 1, 3
+COLUMNS = "{:>16} {:>2} {:>22} {:>24} {:>12} {:>13} {:>10} {:>11} {:>12} {:>11}"
+TITLES = (
+    *("model", "N", "first step, s", "processor, s", "next step, s"),
+    *("processor, s", "ready, MB", "graph, MB", "at rest, MB", "peaks, MB"),
+)
 
-SEED = 1
-STEPS = 3
+
+def _resnet50() -> keras.Model:
+    from keras import applications
+
+    return applications.ResNet50(weights=None, input_shape=(32, 32, 3), classes=CLASSES)
+
+
+def _transformer(layers: int, width: int, heads: int) -> Callable[[], keras.Model]:
+    """Vaswani et al. 2017, section 3.1, with the norms before, as most train it now."""
+
+    def build() -> keras.Model:
+        import keras
+        from keras.layers import Dense, LayerNormalization, MultiHeadAttention
+
+        words = keras.Input((16,), dtype="int32")
+        x: Any = keras.layers.Embedding(WORDS, width)(words)
+        for _ in range(layers):
+            y = LayerNormalization()(x)
+            x = keras.layers.add([x, MultiHeadAttention(heads, width // heads)(y, y)])
+            y = Dense(4 * width, "gelu")(LayerNormalization()(x))
+            x = keras.layers.add([x, Dense(width)(y)])
+        x = keras.layers.GlobalAveragePooling1D()(x)
+        return keras.Model(words, Dense(CLASSES, activation="softmax")(x))
+
+    return build
+
+
+#: What makes a model, not yet compiled: of images, or of words.
+MODELS: dict[str, Callable[[], keras.Model]] = {
+    "resnet50": _resnet50,  # for images of 32 x 32
+    "transformer-12": _transformer(12, 256, 8),
+    "transformer-tiny": _transformer(2, 16, 2),
+}
+
+
+def that_stops(model: keras.Model) -> keras.Model:
+    """`model`, of which a step fails before anything of it is computed."""
+    import keras
+    import tensorflow as tf
+
+    class StopsHere(keras.layers.Layer):
+        def call(self, inputs: tf.Tensor) -> tf.Tensor:
+            # Not known while the graph is built; never so.
+            is_odd = tf.reduce_any(tf.not_equal(inputs, inputs))
+            with tf.control_dependencies([tf.debugging.Assert(is_odd, ["stops"])]):
+                return tf.identity(inputs)
+
+    first = model.inputs[0]
+    inputs = keras.Input(first.shape[1:], dtype=first.dtype)
+    return keras.Model(inputs, model(StopsHere()(inputs)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -206,16 +271,90 @@ def _fit(
     )
 
 
-def main(arguments: list[str]) -> None:
-    """Entry point of the worker process."""
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-    request_json, result_path = arguments
-    request = FirstStepRequest(**json.loads(request_json))
+def run(options: argparse.Namespace) -> int:
+    """Measures every model on every number of replicas, in turn; 1 replica trains
+    without a strategy."""
+    needs_proc()
+    requests = [
+        FirstStepRequest(number, model)
+        for model in (QUICK_SUBJECTS if options.quick else SUBJECTS)
+        for number in options.devices
+    ]
+    found: dict[FirstStepRequest, list[FirstStepFigures]] = {r: [] for r in requests}
+    failed, load = 0, Load()
+    for _ in range(options.repeats):
+        for request in requests:
+            try:
+                found[request].append(_measure(request, options.timeout_seconds))
+            except WorkerFailed as error:
+                failed = 1
+                why = error.in_a_line
+                print(f"{request.model}, {request.devices}: {why}", file=sys.stderr)
+            load.note()
+    print(
+        f"fit to the end of its first step, Adam, {requests[0].local_batch} samples a "
+        f"replica; medians (least to most) of {options.repeats}; next: a step that has "
+        "its graph; ready: the peak before the first step computes anything, with "
+        "weights and TensorFlow; at rest: weights, slots, TensorFlow; peaks: of the "
+        "first step, of the next\n\n" + COLUMNS.format(*TITLES)
+    )
+    for request, figures in found.items():
+        if figures:
+            print(_line(request, figures))
+    print(f"\n{load}", flush=True)
+    rows = [
+        {**dataclasses.asdict(r), "figures": [dataclasses.asdict(f) for f in of]}
+        for r, of in found.items()
+    ]
+    write_report(options.json, "first-step", loads=load.figures, rows=rows)
+    return failed
+
+
+def _line(request: FirstStepRequest, figures: Sequence[FirstStepFigures]) -> str:
+    def all_of(key: str) -> list[float]:
+        return [getattr(figure, key) for figure in figures]
+
+    def middle(key: str, factor: float = 1.0, form: str = ".0f") -> str:
+        return format(statistics.median(all_of(key)) * factor, form)
+
+    def spread(key: str) -> str:
+        values = all_of(key)
+        return f"{middle(key, form='.1f')} ({min(values):.1f} .. {max(values):.1f})"
+
+    peaks = [middle(f"{of}_peak_bytes", 1e-6) for of in ("first", "next")]
+    return COLUMNS.format(
+        request.model,
+        request.devices,
+        spread("first_seconds"),
+        spread("first_processor_seconds"),
+        middle("next_seconds", form=".2f"),
+        middle("next_processor_seconds", form=".2f"),
+        middle("ready_peak_bytes", 1e-6),
+        middle("graph_bytes", 1e-6),
+        middle("stored_bytes", 1e-6),
+        ", ".join(peaks),
+    )
+
+
+def _measure(request: FirstStepRequest, timeout_seconds: float) -> FirstStepFigures:
+    found: dict[str, Any] = {}
+    for stops in (False, True):
+        asked = dataclasses.asdict(dataclasses.replace(request, stops=stops))
+        found |= run_worker(
+            "benchmarks.first_step", asked, timeout_seconds, **ENVIRONMENT
+        )
+    return FirstStepFigures(**found)
+
+
+def find(asked: dict[str, Any]) -> dict[str, Any]:
+    """What a worker process measures."""
+    request = FirstStepRequest(**asked)
     if request.stops:
-        write_json(result_path, {"ready_peak_bytes": measure_ready(request)})
-    else:
-        write_json(result_path, dataclasses.asdict(measure(request)))
+        return {"ready_peak_bytes": measure_ready(request)}
+    return dataclasses.asdict(measure(request))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    parser = make_parser(__doc__, repeats=3)
+    add_devices(parser, [1, 2])
+    run_script(parser, run, find)

@@ -1,18 +1,16 @@
-"""How a machine's numbers are fitted, and told; processes are stood in for."""
+"""How `tfdp measure` fits a machine's numbers; a stand-in replaces the processes."""
 
-import contextlib
 import dataclasses
 import doctest
-import json
 
 import pytest
 
-from tfdp.bench.prediction import arrangements, command, measuring
-from tfdp.bench.prediction.arrangements import Figures, Place
-from tfdp.bench.prediction.fit import BETWEEN_SETS, WITHIN_SETS, SumTimes, fit_link
 from tfdp.bench.subjects.gradient_sets import GRADIENT_SETS, count_parameters
 from tfdp.commands import cli, measure_target
-from tfdp.errors import CollectiveError
+from tfdp.measuring import machine as measuring
+from tfdp.measuring import places
+from tfdp.measuring.link_fit import BETWEEN_SETS, WITHIN_SETS, SumTimes, fit_link
+from tfdp.measuring.places import Figures, Place
 from tfdp.plan.topology import Topology
 from tfdp.simulator.machine_file import read_machine
 from tfdp.simulator.measured import MeasuredModel
@@ -20,11 +18,9 @@ from tfdp.simulator.model import Compute, Gradient, ModelProfile
 from tfdp.simulator.step import Training, play_exchange
 
 CALL_SECONDS = 0.003  # from Python into TensorFlow and back
-# As many bytes as ResNet-50 has.
 SETS = {
     **{name: WITHIN_SETS.tensors(name) for name in WITHIN_SETS.names},
     **{name: BETWEEN_SETS.tensors(name) for name in BETWEEN_SETS.names},
-    command.SUM_SUBJECT: [478_200] * 214,
 }
 ROW_RATE = 1.5e9
 CODING = {"int8": 1.5e9}
@@ -77,10 +73,9 @@ def machine(monkeypatch):
     # Four replicas are joined by half of what two are.
     slower = dataclasses.replace(MACHINE.within_host, bytes_per_second=4e9)
     stand_in = Machine(dataclasses.replace(MACHINE, within_host_of={4: slower}), places)
-    for module in (measuring, command):
-        monkeypatch.setattr(module, "measure_place", stand_in.measure)
-        monkeypatch.setattr(module, "usable_cores", lambda: 2)
-        monkeypatch.setattr(module, "measure_rows", lambda *given: ROW_RATE)
+    monkeypatch.setattr(measuring, "measure_place", stand_in.measure)
+    monkeypatch.setattr(measuring, "usable_cores", lambda: 2)
+    monkeypatch.setattr(measuring, "measure_rows", lambda *given: ROW_RATE)
     monkeypatch.setattr(measuring, "measure_coding", lambda *given: dict(CODING))
     return stand_in
 
@@ -90,8 +85,6 @@ def test_the_sets_are_what_the_fit_takes_them_for(sets):
     total = {name: sum(sets.tensors(name)) for name in sets.names}
     assert total[sets.few] == total[sets.many] == 4 << 20
     assert total[sets.large] == 4 * count_parameters(GRADIENT_SETS["widening"]())
-    # As many bytes as the sum that `tfdp bench prediction` predicts, but other tensors.
-    assert total[sets.large] == pytest.approx(sum(SETS[command.SUM_SUBJECT]), rel=0.05)
     assert sets.units(sets.few) < sets.units(sets.many)
 
 
@@ -161,82 +154,10 @@ def test_an_own_model_stands_beside_the_links(machine, tmp_path, monkeypatch, ca
     assert "mine, 8 samples a replica" in capsys.readouterr().out
 
 
-def test_the_benchmark_tells_how_far_off(machine, tmp_path, capsys):
-    path = tmp_path / "rows.json"
-    assert cli.main(["bench", "prediction", "--repeats", "3", "--json", str(path)]) == 0
-    said = capsys.readouterr().out
-    rows = json.loads(path.read_text("utf-8"))["rows"]
-    # The stand-in's steps with sums take what those without do.
-    steps = [row for row in rows if row["without_sums"]]
-    assert {(row["subject"], row["place"]) for row in steps} == {
-        (model, place)
-        for model in command.MODELS
-        for place in ("1x2", "1x4", "2x1", "2x2")
-    }
-    for row in steps:
-        without = machine.step_seconds[tuple(map(int, row["place"].split("x")))]
-        assert row["without_sums"] == pytest.approx(without)
-        # One figure in three is nine times as long, of both neighbours.
-        first, slow, _ = row["predicted"]
-        assert first > without and slow > 9 * without
-        assert row["error"] == pytest.approx(first / without - 1)
-    assert "20 steps: off by" in said and "4 sums: off by" in said
-    sums = {row["place"]: row for row in rows if not row["without_sums"]}
-    for place in ("1x2", "1x4", "2x1"):  # 2x2 has a core for two, the stand-in has not
-        (measured, *_), (predicted, *_) = (
-            sums[place][key] for key in ("measured", "predicted")
-        )
-        # The tensors are not the stand-in's, as many bytes in other pieces.
-        assert predicted == pytest.approx(measured - CALL_SECONDS, rel=0.15)
-
-
-@pytest.mark.parametrize(
-    "arguments, option, told",
-    [
-        (["measure", "--models", "cnn-1m"], "--output", "200.0 ms a step"),
-        (["bench", "prediction", "--repeats", "3"], "--json", "20 steps: off by"),
-    ],
-)
-def test_what_cannot_be_written_is_told_all_the_same(
-    arguments, option, told, machine, tmp_path, capsys
-):
-    path = tmp_path / ("n" * 300)
-    assert cli.main([*arguments, option, str(path)]) == 2
-    said = capsys.readouterr()
-    assert told in said.out
-    assert f"tfdp {arguments[0]}: {option} {path} cannot be written" in said.err
-
-
-def test_over_a_link_two_hosts_have_a_replica_and_two(machine, monkeypatch, capsys):
-    for module in (measuring, command):
-        monkeypatch.setattr(module, "two_hosts", contextlib.nullcontext)
-    asked = ["bench", "prediction", "--repeats", "3", "--link-rates", "1gbit"]
-    assert cli.main(asked) == 0
-    said = capsys.readouterr().out
-    assert "10 steps: off by" in said and "2 sums: off by" in said
-    lines = [line for line in said.splitlines() if "1gbit" in line]
-    places = [place for line in lines for place in ("2x1", "2x2") if place in line]
-    assert len(lines) == 12 and places == ["2x1"] * 6 + ["2x2"] * 6
-
-
 def test_processes_on_a_core_each_take_a_part_of_these_cores(machine, monkeypatch):
     # Of four cores two are used; the stand-in's sums take 0.75 of these.
     link = measuring.measure_link(Place(2, 1), "loopback", 4, 3, False, 60)
     assert link.compute_share == pytest.approx(0.75)
-
-
-def test_an_arm_that_fails_is_told_and_the_others_go_on(machine, monkeypatch, capsys):
-    figures = machine.figures
-
-    def failing(arm, request):
-        if request.subject == "mlp-20m":
-            raise CollectiveError("worker 1 ended")
-        return figures(arm, request)
-
-    monkeypatch.setattr(machine, "figures", failing)
-    assert cli.main(["bench", "prediction", "--repeats", "3"]) == 1
-    said = capsys.readouterr().out
-    assert "worker 1 ended" in said and "16 steps: off by" in said
 
 
 @pytest.mark.parametrize(
@@ -249,8 +170,6 @@ def test_an_arm_that_fails_is_told_and_the_others_go_on(machine, monkeypatch, ca
         (["measure", "--output", "m.json", "--batch", "3"], 1),
         (["measure", "--output", "m.json", "--target", "none.py"], 1),
         (["measure", "--output", "m.json", "--target", "a b"], 1),
-        (["bench", "links", "--link-rates", "1gbit"], 2),
-        (["bench", "prediction", "--json", "/nowhere/rows.json"], 2),
     ],
 )
 def test_what_cannot_act_is_refused_before_anything_runs(
@@ -265,5 +184,14 @@ def test_what_cannot_act_is_refused_before_anything_runs(
 def test_places_have_their_arms():
     assert Place(1, 4).arm == "tfdp-in-process"
     assert Place(2, 1).without_sums == "tfdp-sockets-no-sums"
-    for module in (arrangements, measure_target):
+    for module in (places, measure_target):
         assert doctest.testmod(module).failed == 0
+
+
+def test_numbers_that_cannot_be_written_are_printed(machine, tmp_path, capsys):
+    path = tmp_path / ("n" * 300)
+    arguments = ["measure", "--models", "cnn-1m", "--output", str(path)]
+    assert cli.main(arguments) == 2
+    said = capsys.readouterr()
+    assert "200.0 ms a step" in said.out
+    assert f"tfdp measure: --output {path} cannot be written" in said.err

@@ -9,19 +9,18 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tfdp.bench.prediction.arrangements import Figures, Place, measure_place
-from tfdp.bench.prediction.coding import measure_coding
-from tfdp.bench.prediction.fit import (
+from tfdp.bench.processes.two_hosts import two_hosts
+from tfdp.bench.request import Request
+from tfdp.cluster.machine import describe_machine, usable_cores
+from tfdp.measuring.link_fit import (
     BETWEEN_SETS,
     WITHIN_SETS,
     SumSets,
     SumTimes,
     fit_link,
 )
-from tfdp.bench.prediction.rows import measure_rows
-from tfdp.bench.processes.two_hosts import two_hosts
-from tfdp.bench.request import Request
-from tfdp.cluster.machine import describe_machine, usable_cores
+from tfdp.measuring.one_core import measure_coding, measure_rows
+from tfdp.measuring.places import Figures, Place, measure_place
 from tfdp.simulator.machine import Link
 from tfdp.simulator.measured import MeasuredMachine, MeasuredModel
 from tfdp.simulator.model import Gradient, ModelProfile

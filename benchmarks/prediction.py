@@ -1,4 +1,4 @@
-"""`tfdp bench prediction`: steps and sums measured, and predicted beside them.
+"""Measures steps and sums, and predicts them beside it by the simulator.
 
 A prediction knows the model's step without sums, from arms that take turns with those
 that are predicted, and the links' figures, from sums of other sizes: of a step from
@@ -9,17 +9,21 @@ the step, or the sum, that it predicts.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import dataclasses
 import functools
 import itertools
-import os
 import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from tfdp.bench.prediction.arrangements import Place, measure_place
-from tfdp.bench.prediction.measuring import (
+from benchmarks.shared import Load, make_parser, run_script, write_report
+from tfdp.bench.processes.two_hosts import two_hosts
+from tfdp.bench.results import spread
+from tfdp.cluster.machine import usable_cores
+from tfdp.errors import CollectiveError, DeviceError
+from tfdp.measuring.machine import (
     BETWEEN,
     CASES_OF_MODELS,
     LOOPBACK,
@@ -30,20 +34,14 @@ from tfdp.bench.prediction.measuring import (
     profile_from,
     sums_for_link,
 )
-from tfdp.bench.prediction.rows import measure_rows
-from tfdp.bench.processes.two_hosts import two_hosts
-from tfdp.bench.results import spread
-from tfdp.cluster.machine import describe_machine, usable_cores
-from tfdp.errors import CollectiveError, DeviceError
-from tfdp.files.asked_for import write_json_for
+from tfdp.measuring.one_core import measure_rows
+from tfdp.measuring.places import Place, measure_place
 from tfdp.plan.topology import Topology
 from tfdp.simulator.known_models import MODELS as KNOWN_MODELS
 from tfdp.simulator.machine import Link
 from tfdp.simulator.measured import MeasuredMachine, MeasuredModel
 from tfdp.simulator.model import Compute
 from tfdp.simulator.step import Training, play_exchange, predict_step
-
-__all__ = ["run_prediction"]
 
 MODELS = ("cnn-1m", "mlp-20m", "resnet20", "transformer-1m", "words-13m")
 QUICK_MODELS = ("mlp-tiny", "words-tiny")
@@ -54,6 +52,15 @@ QUICK_PLACES: tuple[Place, ...] = (Place(2, 1),)
 ON_LINKS: tuple[Place, ...] = (Place(2, 1), Place(2, 2))
 SUM_SUBJECT = "resnet50"
 COLUMNS = "{:<10} {:>5} {:>9} {:>12} {:>24} {:>10} {:>7}"
+TITLES = (
+    "subject",
+    "place",
+    "link",
+    "no sums, ms",
+    "measured, ms",
+    "predicted",
+    "off by",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,58 +91,22 @@ class Row:
         return statistics.median(p / m for p, m in pairs) - 1
 
 
-def run_prediction(
-    links: Sequence[str] | None,
-    *,
-    repeats: int,
-    quick: bool,
-    json_path: str | None,
-    timeout_seconds: float,
-) -> int:
-    """Measures, predicts and tells; returns the exit code, 1 where an arm failed.
-
-    Args:
-      links: "loopback", and rates in the words of `tc`, which need root; None: the
-        first.
-      repeats: figures for each arm.
-      quick: a tiny model in one place, which shows only that it runs.
-      json_path: also write all figures here.
-      timeout_seconds: the most that the processes of one arm may take.
-    """
-    runner = _Runner(repeats, quick, timeout_seconds)
-    facts, load_before = describe_machine(), os.getloadavg()[0]
+def run(options: argparse.Namespace) -> int:
+    """Measures and predicts on every link; returns 1 where an arm failed."""
+    runner = _Runner(options.repeats, options.quick, options.timeout_seconds)
+    load = Load()
     print(COLUMNS.format(*TITLES), flush=True)
-    for link in links or [LOOPBACK]:
+    for link in options.link_rates:
         try:
             runner.run(link)
         except (CollectiveError, DeviceError) as error:
             runner.failures.append(f"{link}: {error}")
-    load_after = os.getloadavg()[0]
-    for line in _summary(runner.rows):
-        print(line)
-    print(f"load of the machine before {load_before:.1f}, after {load_after:.1f}")
+    print("\n".join([*_summary(runner.rows), str(load)]))
     for failure in runner.failures:
         print(f"failed: {failure}")
-    if json_path:
-        rows = [{**dataclasses.asdict(r), "error": r.error} for r in runner.rows]
-        load = [load_before, load_after]
-        write_json_for(
-            "--json",
-            json_path,
-            {"suite": "prediction", "machine": facts, "load": load, "rows": rows},
-        )
+    rows = [{**dataclasses.asdict(r), "error": r.error} for r in runner.rows]
+    write_report(options.json, "prediction", load=load.figures, rows=rows)
     return 1 if runner.failures else 0
-
-
-TITLES = (
-    "subject",
-    "place",
-    "link",
-    "no sums, ms",
-    "measured, ms",
-    "predicted",
-    "off by",
-)
 
 
 class _Runner:
@@ -296,3 +267,16 @@ def _summary(rows: Sequence[Row]) -> list[str]:
                 f"in the median, {100 * max(errors):.0f}% at most"
             )
     return found
+
+
+if __name__ == "__main__":
+    parser = make_parser(__doc__, repeats=9)
+    parser.add_argument(
+        "--link-rates",
+        nargs="+",
+        default=[LOOPBACK],
+        metavar="RATE",
+        help="links between two processes: loopback, or a rate such as 1gbit, which "
+        "needs root (default: loopback)",
+    )
+    run_script(parser, run)

@@ -1,0 +1,43 @@
+"""The scripts of `benchmarks/` run, on tiny subjects: no figure means anything."""
+
+import json
+
+import pytest
+
+from tests.support.fresh_python import run_python
+
+# Sums of one arm of the script's own; without it ten groups of processes would start.
+OF_WORKERS = ["--case", "allreduce-resnet50", "--arms", "tfdp-sockets-int8"]
+
+
+@pytest.mark.worth_seconds(15.0)
+@pytest.mark.parametrize(
+    "script, options",
+    [
+        ("checkpoint", []),
+        ("compression", []),
+        ("epochs", []),
+        ("first_step", ["--devices", "1"]),
+        ("links", []),
+        ("memory", ["--devices", "2"]),
+        pytest.param("prediction", [], marks=pytest.mark.slow),
+        ("workers", OF_WORKERS),
+    ],
+)
+def test_a_script_measures_and_writes_its_figures(script, options, tmp_path):
+    path = tmp_path / "figures.json"
+    done = run_python(
+        *("-m", f"benchmarks.{script}", "--quick", "--repeats", "1"),
+        *("--json", path, *options),
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads(path.read_text("utf-8"))
+    assert report["suite"].replace("-", "_") == script
+    assert report["machine"]["usable_cores"] >= 1
+    assert any(report[key] for key in ("rows", "results", "seconds") if key in report)
+
+
+def test_the_script_that_takes_minutes_says_what_it_measures():
+    done = run_python("-m", "benchmarks.prediction", "--help")
+    assert done.returncode == 0, done.stderr
+    assert "--link-rates" in done.stdout

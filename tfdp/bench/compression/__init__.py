@@ -1,1 +1,0 @@
-"""`tfdp bench compression`: what each way to compress gradients costs, and saves."""

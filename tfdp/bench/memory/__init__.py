@@ -1,1 +1,0 @@
-"""`tfdp bench memory`: what each replica holds, beside what formulas say."""

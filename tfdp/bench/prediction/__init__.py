@@ -1,1 +1,0 @@
-"""A machine's numbers measured, and steps predicted from them beside measured ones."""

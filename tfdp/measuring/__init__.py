@@ -1,0 +1,1 @@
+"""`tfdp measure`: this machine's numbers, as the simulator needs them."""
