@@ -39,14 +39,11 @@ class TrainingArm:
         loss so far.
       global_batch: images of one call of `step`, over all replicas.
       network: the model.
-      warmup_steps: the least number of steps before anything is timed.
     """
 
     step: Callable[[], tf.Tensor]
     global_batch: int
     network: keras.Model
-    # Once through the data, so that the cache is full before the clock starts.
-    warmup_steps: int = BATCHES_IN_MEMORY
 
     @property
     def parameters(self) -> int:
@@ -145,7 +142,8 @@ def warm_up(arm: str, training_arm: TrainingArm, request: Request) -> float:
     Raises:
       CollectiveError: when it is not finite.
     """
-    for _ in range(max(request.warmup_calls, training_arm.warmup_steps)):
+    # Once through the data, so that the cache is full before the clock starts.
+    for _ in range(max(request.warmup_calls, BATCHES_IN_MEMORY)):
         loss = training_arm.step()
     if not math.isfinite(float(loss)):
         raise CollectiveError(
