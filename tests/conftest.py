@@ -5,13 +5,14 @@ test session does is to make them. `tests/pure` never imports TensorFlow: the sp
 happens in `tests/devices/conftest.py`.
 """
 
+import dataclasses
 import gc
 import os
 import pathlib
 
 import pytest
 
-from tests.support import slow_rows, tiers
+from tests.support import affected, slow_rows, tiers
 from tests.support.startup import sitecustomize  # the same for this process
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
@@ -41,8 +42,49 @@ def pytest_addoption(parser):
     )
 
 
+DRAW = pytest.StashKey[tiers.Draw]()
+
+
 def pytest_configure(config):
     slow_rows.wanted = config.getoption("--tier") in ("rest", "all")
+    given = getattr(config, "workerinput", {}).get("draw")
+    config.stash[DRAW] = tiers.Draw(**given) if given else draw(config)
+
+
+def draw(config):
+    """What the rows are drawn by; once for all processes of xdist."""
+    if config.getoption("--tier") not in ("test", "rest"):
+        return tiers.Draw(0)
+    number = tiers.round_of_commit()
+    if all(".py" in arg for arg in config.args):  # they run whole
+        return tiers.Draw(number)
+    changed = tiers.changed_files()
+    tools = tiers.has_changed_tools(changed)
+    return tiers.Draw(number, affected.nearness(changed), tools)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node):
+    node.workerinput["draw"] = dataclasses.asdict(node.config.stash[DRAW])
+
+
+def pytest_report_header(config):
+    if config.getoption("--tier") in ("test", "rest"):
+        return str(config.stash[DRAW])
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    """A failure names what its row was drawn by, and how it runs again."""
+    report = yield
+    if report.failed and item.config.getoption("--tier") == "test":
+        number = item.config.stash[DRAW].number
+        again = (
+            f"python -m pytest '{item.nodeid}'\nall rows that were drawn with it: "
+            f"{tiers.SEED_VARIABLE}={number} make test"
+        )
+        report.sections.append(("this row again", again))
+    return report
 
 
 def pytest_collection_finish():
@@ -65,6 +107,8 @@ def pytest_collection_modifyitems(config, items):
     if not 1 <= number <= of:
         raise pytest.UsageError("--piece must be K/N with K from 1 to N")
     keep(config, items, rows_of_tier(config, items))
+    if config.getoption("--tier") == "test":
+        items.sort(key=lambda item: config.stash[DRAW].distance(item.nodeid))
     # Rows that stand together share what takes long to make.
     first, end = (len(items) * edge // of for edge in (number - 1, number))
     keep(config, items, {item.nodeid for item in items[first:end]})
@@ -87,7 +131,9 @@ def rows_of_tier(config, items):
         pure = [name for name in names if name.startswith("tests/pure/")]
         toured = [item.nodeid for item in fast if "quick" in item.keywords]
         names, worth = [*pure, *toured], dict.fromkeys(toured, tiers.TOUR_SECONDS)
-    wanted = tiers.rows_that_fit(names, tiers.read_durations(), worth)
+        wanted = tiers.rows_that_fit(names, tiers.read_durations(), worth)
+    else:
+        wanted = config.stash[DRAW].rows(names, tiers.read_durations(), worth)
     if tier == "rest":
         return everything - wanted
     named = {arg.partition("::")[0] for arg in config.args if ".py" in arg}

@@ -1,7 +1,8 @@
 """Which rows each tier of the tests runs, by how long people wait.
 
 quick  what is pure, and the rows marked `quick`
-test   every test function that is not long, of a table a sample
+test   of every test function a fixed sample of its rows, of all other rows a twelfth,
+       another one at each commit, and what imports a changed module
 rest   what `test` leaves out, the rows marked `slow` too
 all    everything: what `test` runs, and the rest
 
@@ -9,23 +10,52 @@ all    everything: what `test` runs, and the rest
 that it does not hold takes no time worth speaking of, or is new: it runs.
 """
 
+import dataclasses
 import json
+import os
 import pathlib
+import subprocess
+import time
 import zlib
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 
-DURATIONS = pathlib.Path(__file__).parents[1] / "durations.json"
+REPOSITORY = pathlib.Path(__file__).parents[2]
+DURATIONS = REPOSITORY / "tests" / "durations.json"
 TIERS = ("quick", "test", "rest", "all")
 #: What the rows of one test function may take together, in the tier `test`; the mark
-#: `worth_seconds` says another number.
+#: `worth_seconds` gives another number.
 ROWS_SECONDS = 1.5
+#: The share of it that the fixed sample has. The rest is for the rows of the round.
+FIXED_SHARE = 0.6
+#: After so many commits every row that is not marked slow has run.
+ROUNDS = 12
+#: What the rows that import a changed module may take beyond the two samples.
+AFFECTED_SECONDS = 60.0
+#: What the rows of tools may take together, where no tool has changed.
+TOOLS_SECONDS = 10.0
 #: What the rows of a function marked `quick` may take together, in that tier.
 TOUR_SECONDS = 6.0
 #: What a single row may take where none fits.
 QUICKEST_ROW_SECONDS = 3.0
 #: Shorter ones are not written down.
 LEAST_SECONDS = 0.1
+#: Names the round; see `round_of_commit`.
+SEED_VARIABLE = "TFDP_TEST_SEED"
+MAIN_BRANCHES = ("origin/HEAD", "origin/main", "main", "origin/master", "master")
+
+#: Rooms of tools: no training imports them.
+TOOL_ROOMS = frozenset(
+    ("bench", "commands", "planning", "report", "runs", "selftest", "simulator")
+    + ("tools", "tune")
+)
+#: How the names of their tests begin.
+TOOL_TESTS = (
+    *("test_autotune", "test_bench", "test_check_command", "test_check_parity"),
+    *("test_check_report", "test_check_target", "test_plan_command", "test_planning"),
+    *("test_report", "test_run_record", "test_run_report", "test_selftest"),
+    *("test_simulat", "test_tune", "test_tuning"),
+)
 
 
 def read_durations(path=DURATIONS) -> dict[str, float]:
@@ -48,35 +78,167 @@ def write_durations(seconds: dict[str, float], path=DURATIONS) -> None:
     path.write_text(json.dumps(by_file, indent=0) + "\n", "utf-8")
 
 
+def git(*arguments: str) -> str:
+    """What git prints; nothing where it is missing or fails."""
+    try:
+        done = subprocess.run(
+            ["git", *arguments], cwd=REPOSITORY, capture_output=True, text=True
+        )
+    except OSError:
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def round_of_commit() -> int:
+    """The number by which the tier `test` draws: that of the commit in its history.
+
+    Hashes alone promise nothing: twelve of them leave a third of all rows out. The
+    numbers of twelve commits in a row cover all. A clone without history draws by the
+    hash, files without git by the day. TFDP_TEST_SEED overrides them.
+    """
+    if os.environ.get(SEED_VARIABLE):
+        return int(os.environ[SEED_VARIABLE])
+    commit = git("rev-parse", "HEAD")
+    if not commit:
+        return int(time.time()) // 86400
+    if git("rev-parse", "--is-shallow-repository") == "true":
+        return int(commit[:8], 16)
+    return int(git("rev-list", "--count", "--first-parent", "HEAD"))
+
+
+def changed_files() -> set[str]:
+    """Python files that this branch has changed, by their paths in the repository.
+
+    On the main branch: that the last commit has changed. Those that are not committed
+    belong to both.
+    """
+    main = next(filter(None, (git("rev-parse", name) for name in MAIN_BRANCHES)), "")
+    base = main and git("merge-base", "HEAD", main)
+    if not base or base == git("rev-parse", "HEAD"):
+        base = git("rev-parse", "HEAD~1") or "HEAD"
+    lines = git("diff", "--name-only", base, "--", "*.py").splitlines()
+    lines += git(
+        "ls-files", "--others", "--exclude-standard", "--", "*.py"
+    ).splitlines()
+    return set(lines)
+
+
+def is_of_tools(name: str) -> bool:
+    """Whether a row, or its file, tests a tool."""
+    return name.partition("::")[0].rpartition("/")[2].startswith(TOOL_TESTS)
+
+
+def has_changed_tools(changed: Iterable[str]) -> bool:
+    """Whether a file of a tool is among those."""
+    rooms = (pathlib.PurePosixPath(path).parts for path in changed)
+    return any(
+        parts[0] == "benchmarks" or (parts[0] == "tfdp" and parts[1] in TOOL_ROOMS)
+        for parts in rooms
+    )
+
+
+def by_chance(name: str) -> int:
+    """An order of rows, the same every time: neighbours in a table differ little."""
+    return zlib.crc32(name.encode())
+
+
 def rows_that_fit(
     names: Iterable[str],
     seconds: Mapping[str, float],
     worth: Mapping[str, float] = MappingProxyType({}),
+    share: float = 1.0,
 ) -> set[str]:
-    """The rows that the tier `test` runs.
+    """Of each test function a sample of its rows, the same every time.
 
-    Of each test function a sample of the rows, the same every time, as many as fit
-    together in what it is worth; where none fits, the quickest, if it takes no more
-    than QUICKEST_ROW_SECONDS.
+    As many as fit together in what the function is worth; where none fits, the
+    quickest, if it takes no more than QUICKEST_ROW_SECONDS.
 
     Args:
       names: of all rows.
       seconds: what rows took; see `read_durations`.
       worth: what the function of a row is worth, where that is not ROWS_SECONDS.
+      share: the share of its worth that is used.
     """
     functions: dict[str, list[str]] = {}
     for name in names:
         functions.setdefault(name.partition("[")[0], []).append(name)
     fitting = set()
     for rows in functions.values():
-        left = max(worth.get(row, ROWS_SECONDS) for row in rows)
-        sample = []
-        for row in sorted(rows, key=lambda row: zlib.crc32(row.encode())):
-            if seconds.get(row, 0.0) <= left:
-                sample.append(row)
-                left -= seconds.get(row, 0.0)
-        quickest = min(rows, key=lambda row: seconds.get(row, 0.0))
+        left = share * max(worth.get(row, ROWS_SECONDS) for row in rows)
+        sample = take(sorted(rows, key=by_chance), seconds, left)
+        quickest = min(rows, key=lambda row: (seconds.get(row, 0.0), row))
         if not sample and seconds.get(quickest, 0.0) <= QUICKEST_ROW_SECONDS:
             sample.append(quickest)
         fitting.update(sample)
     return fitting
+
+
+def take(names: Iterable[str], seconds: Mapping[str, float], left: float) -> list[str]:
+    """Those that fit together in the seconds that are left, the first ones first."""
+    taken = []
+    for name in names:
+        if seconds.get(name, 0.0) <= left:
+            taken.append(name)
+            left -= seconds.get(name, 0.0)
+    return taken
+
+
+@dataclasses.dataclass(frozen=True)
+class Draw:
+    """What the tier `test` draws its rows by.
+
+    Args:
+      number: of the round; twelve that follow each other cover every row.
+      nearness: from the file of a test to the number of imports between it and a
+        changed module.
+      tools: whether a tool has changed.
+    """
+
+    number: int
+    nearness: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    tools: bool = False
+
+    def rows(
+        self,
+        names: Iterable[str],
+        seconds: Mapping[str, float],
+        worth: Mapping[str, float] = MappingProxyType({}),
+    ) -> set[str]:
+        """The rows that run, of those names; see `rows_that_fit`."""
+        names = list(names)
+        tools = [name for name in names if is_of_tools(name)]
+        core = [name for name in names if not is_of_tools(name)]
+        chosen = rows_that_fit(core, seconds, worth, FIXED_SHARE)
+        chosen.update(name for name in core if self.is_due(name))
+        chosen.update(tools if self.tools else self._smoke(tools, seconds))
+        near = [name for name in names if name.partition("::")[0] in self.nearness]
+        near.sort(key=lambda name: (self.distance(name), by_chance(name)))
+        more = (name for name in near if name not in chosen)
+        return chosen | set(take(more, seconds, AFFECTED_SECONDS))
+
+    def is_due(self, name: str) -> bool:
+        """Whether the round has this row, besides the fixed sample."""
+        return (by_chance(name) // 7 - self.number) % ROUNDS == 0
+
+    def distance(self, name: str) -> float:
+        """How many imports the row's file is from a change; infinite: not affected."""
+        return self.nearness.get(name.partition("::")[0], float("inf"))
+
+    def _smoke(self, tools: list[str], seconds: Mapping[str, float]) -> list[str]:
+        """Of each function the quickest row, as many as fit, others in each round."""
+        quickest: dict[str, str] = {}
+        for name in sorted(tools, key=lambda name: (seconds.get(name, 0.0), name)):
+            quickest.setdefault(name.partition("[")[0], name)
+        at_once = [name for name in tools if name not in seconds]
+        longer = [name for name in quickest.values() if name in seconds]
+        longer.sort(key=lambda name: zlib.crc32(f"{self.number} {name}".encode()))
+        return at_once + take(longer, seconds, TOOLS_SECONDS)
+
+    def __str__(self) -> str:
+        tools = (
+            "all of the tools' rows" if self.tools else "a sample of the tools' rows"
+        )
+        return (
+            f"rows drawn by {SEED_VARIABLE}={self.number}; {len(self.nearness)} files "
+            f"import what has changed; {tools}"
+        )
