@@ -43,8 +43,14 @@ def test_of_a_long_table_a_sample_runs():
 
 def test_where_none_fits_the_quickest_row_runs():
     rows = table(3)
-    seconds = dict(zip(rows, (ROWS_SECONDS + 2, ROWS_SECONDS + 1, 100.0), strict=True))
+    seconds = dict(
+        zip(rows, (ROWS_SECONDS + 2, ROWS_SECONDS + 0.5, 100.0), strict=True)
+    )
     assert rows_that_fit(rows, seconds) == {rows[1]}
+    assert rows_that_fit(rows, seconds, share=0.5) == set()
+    kept = table(3, "tests/test_conformance.py::test_b")
+    seconds = dict(zip(kept, seconds.values(), strict=True))
+    assert rows_that_fit(kept, seconds, share=0.5) == {kept[1]}
 
 
 def test_what_is_long_is_left_to_the_tier_of_all():

@@ -37,7 +37,7 @@ TOOLS_SECONDS = 10.0
 #: What the rows of a function marked `quick` may take together, in that tier.
 TOUR_SECONDS = 6.0
 #: What a single row may take where none fits.
-QUICKEST_ROW_SECONDS = 3.0
+QUICKEST_ROW_SECONDS = 2.5
 #: Shorter ones are not written down.
 LEAST_SECONDS = 0.1
 #: Names the round; see `round_of_commit`.
@@ -48,6 +48,11 @@ MAIN_BRANCHES = ("origin/HEAD", "origin/main", "main", "origin/master", "master"
 TOOL_ROOMS = frozenset(
     ("bench", "commands", "planning", "report", "runs", "selftest", "simulator")
     + ("tools", "tune")
+)
+#: Tables whose fixed samples have all of what they are worth.
+WHOLE_SHARE = ("test_conformance", "test_defects", "test_generator", "test_living") + (
+    "test_framework_contract",
+    "test_exchange_faults",
 )
 #: How the names of their tests begin.
 TOOL_TESTS = (
@@ -125,7 +130,12 @@ def changed_files() -> set[str]:
 
 def is_of_tools(name: str) -> bool:
     """Whether a row, or its file, tests a tool."""
-    return name.partition("::")[0].rpartition("/")[2].startswith(TOOL_TESTS)
+    return file_name(name).startswith(TOOL_TESTS)
+
+
+def file_name(name: str) -> str:
+    """Of a row's name, or of a path, the last part of the path."""
+    return name.partition("::")[0].rpartition("/")[2]
 
 
 def has_changed_tools(changed: Iterable[str]) -> bool:
@@ -151,23 +161,24 @@ def rows_that_fit(
     """Of each test function a sample of its rows, the same every time.
 
     As many as fit together in what the function is worth; where none fits, the
-    quickest, if it takes no more than QUICKEST_ROW_SECONDS.
+    quickest, if it takes no more than QUICKEST_ROW_SECONDS. Both count by the share.
 
     Args:
       names: of all rows.
       seconds: what rows took; see `read_durations`.
       worth: what the function of a row is worth, where that is not ROWS_SECONDS.
-      share: the share of its worth that is used.
+      share: of both that is used; all of it for the tables in WHOLE_SHARE.
     """
     functions: dict[str, list[str]] = {}
     for name in names:
         functions.setdefault(name.partition("[")[0], []).append(name)
     fitting = set()
     for rows in functions.values():
-        left = share * max(worth.get(row, ROWS_SECONDS) for row in rows)
+        part = 1.0 if file_name(rows[0]).startswith(WHOLE_SHARE) else share
+        left = part * max(worth.get(row, ROWS_SECONDS) for row in rows)
         sample = take(sorted(rows, key=by_chance), seconds, left)
         quickest = min(rows, key=lambda row: (seconds.get(row, 0.0), row))
-        if not sample and seconds.get(quickest, 0.0) <= QUICKEST_ROW_SECONDS:
+        if not sample and seconds.get(quickest, 0.0) <= part * QUICKEST_ROW_SECONDS:
             sample.append(quickest)
         fitting.update(sample)
     return fitting
