@@ -9,8 +9,8 @@ Garbage is looked for less often: a tenth of what tests take, and 0.4 seconds of
 import, were searches that found little. Nothing may depend on when they come.
 
 Compiled modules are kept, also where PYTHONDONTWRITEBYTECODE is set, as in many images
-of containers: each process compiled all of tfdp anew, 0.3 seconds, and each of pytest all
-tests, 4 seconds.
+of containers: each process compiled all of tfdp anew, 0.3 seconds, and each of pytest
+all tests, 4 seconds.
 
 Python finds it by PYTHONPATH, which tests/conftest.py sets. It imports nothing of the
 project: a test may be about just that.
