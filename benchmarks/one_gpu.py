@@ -1,6 +1,6 @@
 """What tfdp does on a machine with one GPU, as a report of one page.
 
-    python benchmarks/one_gpu.py --out DIR [--total-seconds S] [--only NAME ...]
+    python -m benchmarks.one_gpu --out DIR [--total-seconds S] [--only NAME ...]
 
 Each group of rows is a process of its own with a deadline, so that a crash or a hang is
 one line of the report. What is only right or wrong, and memory, run several at once;
@@ -28,10 +28,9 @@ import traceback
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import one_gpu_report as report
+from benchmarks import one_gpu_report as report
 
-HERE = pathlib.Path(__file__).resolve().parent
-ROOT = HERE.parent
+ROOT = pathlib.Path(__file__).resolve().parents[1]
 ROW, READY = "ROW ", "READY"
 GRACE_SECONDS = 3.0
 # On CPUs a rehearsal may share few cores.
@@ -63,12 +62,14 @@ class Group:
 def groups_of(folder: pathlib.Path, has_gpu: bool) -> list[Group]:
     """All groups, in the order in which they start."""
 
-    def rows(file: str, name: str, section: str, seconds: float, alone: bool = False):
-        words = (str(HERE / f"one_gpu_{file}.py"), name, str(folder))
+    def rows(
+        file: str, name: str, section: str, seconds: float, alone: bool = False
+    ) -> Group:
+        words = ("-m", f"benchmarks.one_gpu_{file}", name, str(folder))
         hidden = planned if name == "plan" else ()
         return Group(name, section, seconds, words, alone, hidden)
 
-    def program(name: str, seconds: float, *words: str, **environment: str):
+    def program(name: str, seconds: float, *words: str, **environment: str) -> Group:
         return Group(
             name, "programs", seconds, words, environment=tuple(environment.items())
         )
@@ -291,7 +292,8 @@ def run_groups(
       at_once: processes.
       factor: of each deadline.
     """
-    waiting, running = list(groups), []
+    waiting = list(groups)
+    running: list[Process] = []
     try:
         while waiting or running:
             running = [each for each in running if not each.has_ended(until)]
@@ -338,7 +340,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     begun = time.monotonic()
     folder = options.out.resolve()
     folder.mkdir(parents=True, exist_ok=True)
-    machine = report.machine_facts(ROOT, ["benchmarks/one_gpu.py", *sys.argv[1:]])
+    machine = report.machine_facts(ROOT, ["-m benchmarks.one_gpu", *sys.argv[1:]])
     has_gpu = bool(machine["gpus"])
     groups = groups_of(folder, has_gpu)
     names = [group.name for group in groups]

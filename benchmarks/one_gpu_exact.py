@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from one_gpu_rows import devices, emit, row, run_group
+from benchmarks.one_gpu_rows import devices, emit, row, run_group
 
 MEMORY_MB = 4_000
 STEPS, BATCH, SIDE, CLASSES = 4, 64, 12, 10
@@ -22,7 +22,7 @@ POLICIES = {
 }
 
 
-def sums(count: int, engine: str, folder: pathlib.Path) -> None:
+def sums(count: int, engine: Any, folder: pathlib.Path) -> None:
     """Sums of whole numbers of five types, on every replica."""
     names, _ = devices(count, MEMORY_MB)
     import tfdp

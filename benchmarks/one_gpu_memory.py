@@ -12,9 +12,9 @@ import tempfile
 from collections.abc import Callable
 from typing import Any
 
-import one_gpu_allocations as allocations
-import one_gpu_rows as subjects
-from one_gpu_rows import devices, emit, row, run_group, wait_for_turn
+from benchmarks import one_gpu_allocations as allocations
+from benchmarks import one_gpu_rows as subjects
+from benchmarks.one_gpu_rows import devices, emit, row, run_group, wait_for_turn
 
 HALF_MB = 16_000
 REPLICAS = 2

@@ -120,7 +120,7 @@ def line_of(row: Row) -> str:
 
 def report_text(machine: Mapping[str, Any], rows: Sequence[Row], ended: str) -> str:
     """The page."""
-    versions = next((r["figures"] for r in rows if r["group"] == "versions"), {})
+    versions: Row = next((r["figures"] for r in rows if r["group"] == "versions"), {})
     name = versions.get("GPU") or ""
     lines = [f"# tfdp on one GPU: {name}" if name else REHEARSAL, ""]
     if machine["gpus"] and not name:

@@ -1,6 +1,6 @@
 """What the groups of `one_gpu.py` share: rows, devices, models.
 
-`python one_gpu_rows.py versions DIR` is the group of the versions.
+`python -m benchmarks.one_gpu_rows versions DIR` is the group of the versions.
 """
 
 from __future__ import annotations

@@ -10,8 +10,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import one_gpu_rows as subjects
-from one_gpu_rows import devices, row, run_group, wait_for_turn
+from benchmarks import one_gpu_rows as subjects
+from benchmarks.one_gpu_rows import devices, row, run_group, wait_for_turn
 
 Arms = dict[str, Callable[[], Any]]
 HALF_MB = 24_000
@@ -102,12 +102,13 @@ class Timed:
             subjects.emit(f"{self.label}, {name}", "ok", taken, told)
 
 
-def _step_of(strategy: Any, build: Callable[[], Any], x: Any, y: Any) -> Any:
+def _step_of(make: Callable[[], Any], build: Callable[[], Any], x: Any, y: Any) -> Any:
     """One call trains one batch: Keras' own train function, as `fit` calls it."""
     import keras
     import tensorflow as tf
 
     keras.utils.set_random_seed(0)
+    strategy = make()
     with contextlib.nullcontext() if strategy is None else strategy.scope():
         model = build()
         model.optimizer.build(model.trainable_variables)
@@ -119,16 +120,26 @@ def _step_of(strategy: Any, build: Callable[[], Any], x: Any, y: Any) -> Any:
     return lambda: model.train_function(batches)
 
 
-def _fit_of(strategy: Any, build: Callable[[], Any], x: Any, y: Any, steps: int) -> Any:
+def _fit_of(
+    make: Callable[[], Any], build: Callable[[], Any], x: Any, y: Any, steps: int
+) -> Any:
     """One call is a `fit` of so many steps."""
     import keras
     import tensorflow as tf
 
     keras.utils.set_random_seed(0)
+    strategy = make()
     with contextlib.nullcontext() if strategy is None else strategy.scope():
         model = build()
     data = tf.data.Dataset.from_tensors((x, y)).cache().repeat().prefetch(2)
     return lambda: model.fit(data, steps_per_epoch=steps, verbose=0)
+
+
+def _sum_of(arm: Callable[[Any], Any], names: list[str], gradients: Any) -> Any:
+    """One call adds the gradients of all replicas."""
+    from tfdp.bench.one_process.reduction import make_reduction
+
+    return make_reduction(arm(names), gradients, read=True)
 
 
 def _images(real: bool, batch: int) -> tuple[Any, Any]:
@@ -180,8 +191,8 @@ def overhead(kind: str, folder: pathlib.Path) -> None:
             continue
         timed.add(
             arm,
-            lambda make=make: _step_of(
-                make(), functools.partial(build, real, jit), x, y
+            functools.partial(
+                _step_of, make, functools.partial(build, real, jit), x, y
             ),
         )
     wait_for_turn()
@@ -211,8 +222,8 @@ def overhead_small(folder: pathlib.Path) -> None:
         for arm, make in _strategies(name).items():
             if jit and arm == "MirroredStrategy":
                 continue
-            steps.add(arm, lambda make=make, b=build: _step_of(make(), b, x, y))
-            fits.add(arm, lambda make=make, b=build: _fit_of(make(), b, x, y, 200))
+            steps.add(arm, functools.partial(_step_of, make, build, x, y))
+            fits.add(arm, functools.partial(_fit_of, make, build, x, y, 200))
         measured += [steps, fits]
     wait_for_turn()
     for timed in measured:
@@ -223,7 +234,7 @@ def halves_sums(folder: pathlib.Path) -> None:
     """Two logical GPUs: sums of ResNet-50's gradients beside the stock ways."""
     names, real = devices(2, HALF_MB)
     from tfdp.bench.one_process.arms import ARMS
-    from tfdp.bench.one_process.reduction import make_gradients, make_reduction
+    from tfdp.bench.one_process.reduction import make_gradients
 
     shapes = subjects.resnet50_shapes() if real else [(64, 64), (64,)] * 8
     gradients = [make_gradients(shapes, rank, d) for rank, d in enumerate(names)]
@@ -231,7 +242,7 @@ def halves_sums(folder: pathlib.Path) -> None:
     for arm in ("tfdp", "stock-hierarchical-copy", "stock-one-device"):
         timed.add(
             arm,
-            lambda arm=arm: make_reduction(ARMS[arm](names), gradients, read=True),
+            functools.partial(_sum_of, ARMS[arm], names, gradients),
         )
     wait_for_turn()
     timed.measure("stock-hierarchical-copy")
@@ -251,8 +262,12 @@ def halves_steps(folder: pathlib.Path) -> None:
     for arm in ("tfdp", "stock-hierarchical-copy"):
         timed.add(
             arm,
-            lambda arm=arm: _step_of(
-                ARMS[arm](names), functools.partial(subjects.resnet50, real), x, y
+            functools.partial(
+                _step_of,
+                functools.partial(ARMS[arm], names),
+                functools.partial(subjects.resnet50, real),
+                x,
+                y,
             ),
         )
     wait_for_turn()
@@ -323,7 +338,7 @@ def packing(folder: pathlib.Path) -> None:
         row(f"tfdp, {way}", measure, body, moved)
 
 
-GROUPS = {
+GROUPS: dict[str, Callable[[pathlib.Path], None]] = {
     "overhead-resnet50": functools.partial(overhead, "resnet50"),
     "overhead-bert": functools.partial(overhead, "bert"),
     "overhead-bert-jit": functools.partial(overhead, "bert, jit"),

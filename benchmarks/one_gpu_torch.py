@@ -7,7 +7,7 @@ import pathlib
 import statistics
 from typing import Any
 
-from one_gpu_rows import emit, resnet50_shapes, row, run_group, wait_for_turn
+from benchmarks.one_gpu_rows import emit, resnet50_shapes, row, run_group, wait_for_turn
 
 CALLS, REPEATS = 10, 7
 

@@ -32,9 +32,8 @@ HANG = "import time; print('still here', flush=True); time.sleep(600)"
 
 
 @pytest.fixture
-def one_gpu(monkeypatch):
-    monkeypatch.syspath_prepend(REPOSITORY / "benchmarks")
-    import one_gpu
+def one_gpu():
+    from benchmarks import one_gpu
 
     return one_gpu
 
@@ -127,8 +126,7 @@ def test_a_figure_beside_its_plan(one_gpu):
 
 
 def test_resnet_50_has_its_weights(one_gpu):
-    from one_gpu_rows import resnet50_shapes
-
+    from benchmarks.one_gpu_rows import resnet50_shapes
     from tfdp.bench.subjects.gradient_sets import count_parameters
 
     assert len(resnet50_shapes()) == 214
