@@ -95,6 +95,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Runs `tfdp plan`; returns the exit status: 0 fits, 1 does not, 2 not planned."""
+    if options.device_type is not None:
+        print(
+            "tfdp plan: --device-type is deprecated and has no effect: replicas on "
+            "CPUs need what replicas on GPUs need",
+            file=sys.stderr,
+        )
     try:
         memory_bytes = None if options.memory is None else bytes_of(options.memory)
         sharding = _sharding(options)
