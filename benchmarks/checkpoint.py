@@ -29,12 +29,12 @@ import numpy as np
 import tensorflow as tf
 
 from benchmarks.shared import least_to_most, make_parser, run_script, write_report
-from tfdp.bench.subjects.images import LOCAL_BATCH, SEED, make_images
-from tfdp.bench.subjects.models import MODELS
 from tfdp.callbacks import Checkpoint as CheckpointCallback
 from tfdp.checkpoint import Checkpoint
 from tfdp.files.atomic import sync_file
 from tfdp.strategies.data_parallel import DataParallelStrategy
+from tfdp.tools.bench.subjects.images import LOCAL_BATCH, SEED, make_images
+from tfdp.tools.bench.subjects.models import MODELS
 
 WIDTH, LAYERS = 5_000, 4
 QUICK_WIDTH = 250

@@ -12,14 +12,14 @@ import argparse
 from typing import Any
 
 from benchmarks.shared import add_devices, make_parser, run_script, write_report
-from tfdp.bench.cases import STOCK_DEFAULT
-from tfdp.bench.one_process.arms import ARMS
-from tfdp.bench.one_process.interleave import time_in_turn
-from tfdp.bench.results import ArmResult, CaseResult
-from tfdp.bench.subjects.images import LOCAL_BATCH, make_images
-from tfdp.bench.subjects.models import MODELS
-from tfdp.bench.table import format_result
-from tfdp.bench.worker_process import run_worker, set_up_devices
+from tfdp.tools.bench.cases import STOCK_DEFAULT
+from tfdp.tools.bench.one_process.arms import ARMS
+from tfdp.tools.bench.one_process.interleave import time_in_turn
+from tfdp.tools.bench.results import ArmResult, CaseResult
+from tfdp.tools.bench.subjects.images import LOCAL_BATCH, make_images
+from tfdp.tools.bench.subjects.models import MODELS
+from tfdp.tools.bench.table import format_result
+from tfdp.tools.bench.worker_process import run_worker, set_up_devices
 
 ARM_NAMES = ("one-device", STOCK_DEFAULT, "tfdp")
 SUBJECT = "mlp-tiny"
@@ -77,7 +77,7 @@ def _fits(strategy: Any, epochs: int) -> tuple[Any, int]:
     """A call of `fit`, warmed up, and the images that it trains on."""
     import numpy as np
 
-    from tfdp.bench.one_process.training import build_network
+    from tfdp.tools.bench.one_process.training import build_network
 
     global_batch = LOCAL_BATCH * strategy.num_replicas_in_sync
     network = build_network(strategy, MODELS[SUBJECT])

@@ -20,9 +20,9 @@ from benchmarks.shared import (
     run_script,
     write_report,
 )
-from tfdp.bench.worker_process import WorkerFailed, run_worker
 from tfdp.cluster.process_memory import forget_peak, peak_bytes, resident_bytes
 from tfdp.plan.shards import SHARD_STAGES
+from tfdp.tools.bench.worker_process import WorkerFailed, run_worker
 
 # 12 layers of 2,896 x 2,896: 100.6 million weights.
 LAYERS, WIDTH = 12, 2896

@@ -19,11 +19,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.shared import Load, make_parser, run_script, write_report
-from tfdp.bench.processes.two_hosts import two_hosts
-from tfdp.bench.results import spread
 from tfdp.cluster.machine import usable_cores
 from tfdp.errors import CollectiveError, DeviceError
-from tfdp.measuring.machine import (
+from tfdp.plan.topology import Topology
+from tfdp.tools.bench.processes.two_hosts import two_hosts
+from tfdp.tools.bench.results import spread
+from tfdp.tools.measuring.machine import (
     BETWEEN,
     CASES_OF_MODELS,
     LOOPBACK,
@@ -34,14 +35,13 @@ from tfdp.measuring.machine import (
     profile_from,
     sums_for_link,
 )
-from tfdp.measuring.one_core import measure_rows
-from tfdp.measuring.places import Place, measure_place
-from tfdp.plan.topology import Topology
-from tfdp.simulator.known_models import MODELS as KNOWN_MODELS
-from tfdp.simulator.machine import Link
-from tfdp.simulator.measured import MeasuredMachine, MeasuredModel
-from tfdp.simulator.model import Compute
-from tfdp.simulator.step import Training, play_exchange, predict_step
+from tfdp.tools.measuring.one_core import measure_rows
+from tfdp.tools.measuring.places import Place, measure_place
+from tfdp.tools.simulator.known_models import MODELS as KNOWN_MODELS
+from tfdp.tools.simulator.machine import Link
+from tfdp.tools.simulator.measured import MeasuredMachine, MeasuredModel
+from tfdp.tools.simulator.model import Compute
+from tfdp.tools.simulator.step import Training, play_exchange, predict_step
 
 MODELS = ("cnn-1m", "mlp-20m", "resnet20", "transformer-1m", "words-13m")
 QUICK_MODELS = ("mlp-tiny", "words-tiny")

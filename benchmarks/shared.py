@@ -10,11 +10,11 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from tfdp.bench.worker_process import answer
 from tfdp.checks import integer_from
 from tfdp.cluster.machine import describe_machine
 from tfdp.errors import ConfigurationError, DeviceError
 from tfdp.files.asked_for import refuse_bad_places, write_json_for
+from tfdp.tools.bench.worker_process import answer
 
 __all__ = [
     "Load",

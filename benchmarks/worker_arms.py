@@ -17,9 +17,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from tfdp.bench.one_process.sum_check import check_sum
-from tfdp.bench.processes import member
-from tfdp.bench.processes.arms import (
+from tfdp.errors import CollectiveError
+from tfdp.plan.buckets import TensorInfo, plan_buckets
+from tfdp.plan.communication import Communication
+from tfdp.tools.bench.one_process.sum_check import check_sum
+from tfdp.tools.bench.processes import member
+from tfdp.tools.bench.processes.arms import (
     BOTH,
     GROUP_ARMS,
     GroupArm,
@@ -28,23 +31,20 @@ from tfdp.bench.processes.arms import (
     mpi_is_left_out,
     tfdp_over,
 )
-from tfdp.bench.request import Request
-from tfdp.bench.subjects.gradient_sets import (
+from tfdp.tools.bench.request import Request
+from tfdp.tools.bench.subjects.gradient_sets import (
     FLOAT32_BYTES,
     GRADIENT_SETS,
     count_parameters,
 )
-from tfdp.bench.subjects.images import (
+from tfdp.tools.bench.subjects.images import (
     BATCHES_IN_MEMORY,
     LOCAL_BATCH,
     SEED,
     make_images,
     own_rows,
 )
-from tfdp.bench.subjects.models import MODELS
-from tfdp.errors import CollectiveError
-from tfdp.plan.buckets import TensorInfo, plan_buckets
-from tfdp.plan.communication import Communication
+from tfdp.tools.bench.subjects.models import MODELS
 
 if TYPE_CHECKING:
     import tensorflow as tf
@@ -99,7 +99,7 @@ def _coarse_sums(make: MakeStrategy, coarseness: float) -> Callable[..., Work]:
     def prepare(request: Request, arm: str, place: Place) -> Work:
         member.start_tensorflow(request)
         strategy = make(place)
-        from tfdp.bench.processes.work import prepare_reduction, prepare_training
+        from tfdp.tools.bench.processes.work import prepare_reduction, prepare_training
 
         if request.case.suite == "train":
             return prepare_training(request, arm, strategy, place)

@@ -16,12 +16,12 @@ import sys
 
 from benchmarks.shared import make_parser, run_script, write_report
 from benchmarks.worker_arms import ARMS
-from tfdp.bench.cases import CASES, Case
-from tfdp.bench.processes.runner import measure_groups
-from tfdp.bench.processes.two_hosts import two_hosts
-from tfdp.bench.request import Request
-from tfdp.bench.table import format_result
 from tfdp.errors import ConfigurationError
+from tfdp.tools.bench.cases import CASES, Case
+from tfdp.tools.bench.processes.runner import measure_groups
+from tfdp.tools.bench.processes.two_hosts import two_hosts
+from tfdp.tools.bench.request import Request
+from tfdp.tools.bench.table import format_result
 
 TWO_LEVEL_ARMS = ("tfdp-sockets-flat", "tfdp-sockets", "torch-gloo-flat")
 OVERLAP_ARMS = (

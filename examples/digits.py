@@ -25,7 +25,7 @@ import keras
 import sklearn.datasets
 import sklearn.model_selection
 
-from tfdp.report import write_learning_curve
+from tfdp.tools.report import write_learning_curve
 
 SEED = 7
 NUM_SHARDS = 4

@@ -33,7 +33,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdp.report import write_learning_curve
+from tfdp.tools.report import write_learning_curve
 
 SEED = 7
 FEATURES = {

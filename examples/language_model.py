@@ -28,7 +28,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdp.plan.shards import SHARD_STAGES, ShardLayout
-from tfdp.report import write_learning_curve
+from tfdp.tools.report import write_learning_curve
 
 SEED = 7
 HEADS = 4

@@ -47,7 +47,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdp.report import write_learning_curve
+from tfdp.tools.report import write_learning_curve
 
 SMALL_BATCH = 128
 LARGE_BATCH = 4096

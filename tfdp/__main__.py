@@ -2,6 +2,6 @@
 
 import sys
 
-from tfdp.commands.cli import main
+from tfdp.tools.commands.cli import main
 
 sys.exit(main())

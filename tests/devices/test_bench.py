@@ -10,21 +10,21 @@ import pytest
 import tensorflow as tf
 
 from tests.support.fresh_python import run_python
-from tfdp.bench.cases import CASES, REDUCTION_ARMS
-from tfdp.bench.one_process.arms import ARMS
-from tfdp.bench.one_process.reduction import (
+from tfdp.errors import CollectiveError, DeviceError
+from tfdp.tools.bench.cases import CASES, REDUCTION_ARMS
+from tfdp.tools.bench.one_process.arms import ARMS
+from tfdp.tools.bench.one_process.reduction import (
     check_sums,
     make_reduction,
     measure_reduction,
 )
-from tfdp.bench.one_process.runner import Failure, run_requests
-from tfdp.bench.one_process.training import make_training_arm
-from tfdp.bench.request import Request
-from tfdp.bench.subjects.gradient_sets import GRADIENT_SETS, count_parameters
-from tfdp.bench.subjects.models import MODELS
-from tfdp.bench.table import format_result
-from tfdp.commands import info
-from tfdp.errors import CollectiveError, DeviceError
+from tfdp.tools.bench.one_process.runner import Failure, run_requests
+from tfdp.tools.bench.one_process.training import make_training_arm
+from tfdp.tools.bench.request import Request
+from tfdp.tools.bench.subjects.gradient_sets import GRADIENT_SETS, count_parameters
+from tfdp.tools.bench.subjects.models import MODELS
+from tfdp.tools.bench.table import format_result
+from tfdp.tools.commands import info
 
 DEVICES = ["CPU:0", "CPU:1", "CPU:2", "CPU:3"]
 SUM = CASES["allreduce-resnet50"]

@@ -19,9 +19,9 @@ from tfdp.callbacks import (
     Traffic,
 )
 from tfdp.errors import ConfigurationError
-from tfdp.runs.read import read_run
 from tfdp.step.noise_probe import NoiseProbe
 from tfdp.step.observers import observers_of
+from tfdp.tools.runs.read import read_run
 
 ROWS, BATCH = 53, 12  # on 4 replicas the last batch has parts of 2, 2, 1 and no rows
 SKIPS = pytest.mark.filterwarnings("ignore::tfdp.errors.NotFiniteWarning")

@@ -31,8 +31,8 @@ from tests.support.parity_faults import (
 )
 from tfdp.errors import ParityError
 from tfdp.testing import check_parity, comparison
-from tfdp.testing.causes import COMBINATIONS, SEPARABLE
-from tfdp.testing.model_parts import compute_round_off
+from tfdp.tools.testing.causes import COMBINATIONS, SEPARABLE
+from tfdp.tools.testing.model_parts import compute_round_off
 
 
 def check(case, strategy, **options):

@@ -8,7 +8,7 @@ import tensorflow as tf
 from tests.support.parity import classification_data, make_strategy
 from tfdp.errors import ConfigurationError, DeviceError, ScopeError
 from tfdp.testing import check_parity
-from tfdp.testing.batches import as_dataset, collect_batches, row_count, take_rows
+from tfdp.tools.testing.batches import as_dataset, collect_batches, row_count, take_rows
 
 EVEN = 16
 

@@ -5,11 +5,11 @@ import numpy as np
 import tensorflow as tf
 
 import tfdp
-from tfdp.bench.one_process.training import make_training_arm
-from tfdp.bench.processes.arms import _without_sums
-from tfdp.bench.subjects.models import MODELS
-from tfdp.planning.keras_profile import profile_of
 from tfdp.step.table_rows import tables_of
+from tfdp.tools.bench.one_process.training import make_training_arm
+from tfdp.tools.bench.processes.arms import _without_sums
+from tfdp.tools.bench.subjects.models import MODELS
+from tfdp.tools.planning.keras_profile import profile_of
 
 DEVICES = ["CPU:0", "CPU:1"]
 

@@ -16,9 +16,9 @@ from tests.support.fresh_python import run_python
 from tfdp.checkpoint import Checkpoint, merge_parts
 from tfdp.checkpoint.architecture import architecture_of, model_of
 from tfdp.checkpoint.manifest import MANIFEST_NAME, folders_newest_first
-from tfdp.commands.cli import main
 from tfdp.errors import CheckpointWarning, ConfigurationError, DataError
 from tfdp.files.checked_json import with_checksum
+from tfdp.tools.commands.cli import main
 
 
 def saved(folder, replicas=2, steps=(3, 6), **options):

@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.conformance_reference import worst_ratio
 from tests.support.parity import largest_difference, largest_distance
-from tfdp.testing import rounding
+from tfdp.tools.testing import rounding
 
 ARRAYS = [np.zeros(2), np.ones((2, 2)), np.zeros(0), np.full(3, 2.0)]
 

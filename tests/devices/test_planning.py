@@ -10,10 +10,10 @@ import tensorflow as tf
 import tfdp
 from tfdp.errors import ConfigurationError
 from tfdp.planning import plan, ways
-from tfdp.planning import planner as planner_module
-from tfdp.planning.answer import Answer
-from tfdp.planning.planner import Planner
-from tfdp.planning.ways import largest_batch, ways_to_fit
+from tfdp.tools.planning import planner as planner_module
+from tfdp.tools.planning.answer import Answer
+from tfdp.tools.planning.planner import Planner
+from tfdp.tools.planning.ways import largest_batch, ways_to_fit
 
 WIDTH, DEPTH, FLOAT_BYTES = 128, 4, 4
 KERNEL_BYTES = WIDTH * WIDTH * FLOAT_BYTES

@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 from tfdp.planning import plan
-from tfdp.planning.answer import Answer
+from tfdp.tools.planning.answer import Answer
 
 
 def compiled(*layers):

@@ -10,12 +10,12 @@ import tensorflow as tf
 import tfdp
 from tests.support.parity import stock_strategy
 from tfdp.callbacks import RunRecord, StepTimeline, Traffic
-from tfdp.commands.cli import main
 from tfdp.errors import ConfigurationError, RunRecordWarning
-from tfdp.runs.facts import facts_of
-from tfdp.runs.read import read_run
-from tfdp.runs.run_file import RunFile
 from tfdp.step.observers import observers_of
+from tfdp.tools.commands.cli import main
+from tfdp.tools.runs.facts import facts_of
+from tfdp.tools.runs.read import read_run
+from tfdp.tools.runs.run_file import RunFile
 
 ROWS, BATCH = 45, 8
 GRADIENT_BYTES = 20

@@ -11,15 +11,15 @@ import tensorflow as tf
 
 import tfdp
 from tests.support.fresh_python import run_python
-from tfdp.bench.worker_process import run_worker
 from tfdp.errors import CollectiveError, ParityError
 from tfdp.exchange.pipeline import GradientPipeline
-from tfdp.selftest import memory, overhead, rates, sums, training
-from tfdp.selftest.networks import build_large
-from tfdp.selftest.parts import Part
-from tfdp.selftest.sums import check_sums, largest_number
+from tfdp.tools.bench.worker_process import run_worker
+from tfdp.tools.selftest import memory, overhead, rates, sums, training
+from tfdp.tools.selftest.networks import build_large
+from tfdp.tools.selftest.parts import Part
+from tfdp.tools.selftest.sums import check_sums, largest_number
 
-WORKER = "tfdp.selftest.worker"
+WORKER = "tfdp.tools.selftest.worker"
 
 
 @pytest.fixture

@@ -1,6 +1,6 @@
 """One device's answer to a program, and how far rounding can carry it.
 
-The bound is that of `tfdp.testing.rounding`, for any model: one device's run is
+The bound is that of `tfdp.tools.testing.rounding`, for any model: one device's run is
 repeated ("twins") with the rows of each batch in another order and the inputs and first
 weights moved by one rounding each. What that does not reach is added as in
 `tests/support/conformance_reference.py`: where terms of a gradient cancel exactly on
@@ -23,8 +23,8 @@ from tests.generator.calls import Caller
 from tests.generator.layers import RANDOM
 from tests.generator.program import layer_names
 from tests.generator.train_steps import halves
-from tfdp.testing import rounding
-from tfdp.testing.model_parts import compute_round_off, unit_round_off
+from tfdp.tools.testing import rounding
+from tfdp.tools.testing.model_parts import compute_round_off, unit_round_off
 
 TWINS = 3
 WIDEST = 64

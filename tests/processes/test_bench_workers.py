@@ -5,11 +5,11 @@ import json
 import pytest
 
 from tests.support.fresh_python import run_python
-from tfdp.bench.cases import CASES
-from tfdp.bench.processes.arms import GROUP_ARMS
-from tfdp.bench.processes.group import Group
-from tfdp.bench.request import Request
 from tfdp.errors import CollectiveError
+from tfdp.tools.bench.cases import CASES
+from tfdp.tools.bench.processes.arms import GROUP_ARMS
+from tfdp.tools.bench.processes.group import Group
+from tfdp.tools.bench.request import Request
 
 # Containers run tests as root, which Open MPI refuses without these.
 MAY_RUN_AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}

@@ -3,10 +3,10 @@
 import pytest
 
 from tests.support.fresh_python import run_python
-from tfdp.commands.measure_target import measure_target
 from tfdp.errors import ConfigurationError
-from tfdp.simulator.machine_file import read_machine
-from tfdp.simulator.step import predict_step
+from tfdp.tools.commands.measure_target import measure_target
+from tfdp.tools.simulator.machine_file import read_machine
+from tfdp.tools.simulator.step import predict_step
 
 
 @pytest.mark.slow

@@ -8,9 +8,9 @@ import json
 import pytest
 
 from tests.support.launching import Launches
-from tfdp.commands.cli import main
-from tfdp.runs.facts import facts_of
-from tfdp.runs.read import read_run
+from tfdp.tools.commands.cli import main
+from tfdp.tools.runs.facts import facts_of
+from tfdp.tools.runs.read import read_run
 
 SCRIPT = """
 import json

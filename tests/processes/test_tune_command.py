@@ -10,10 +10,10 @@ import time
 import pytest
 
 from tests.support.fresh_python import run_python
-from tfdp.commands.tune_fits import what_fits
-from tfdp.commands.tune_processes import TrialFailed, Trials
-from tfdp.tune.setting import DEFAULTS, Setting
-from tfdp.tune.space import Place
+from tfdp.tools.commands.tune_fits import what_fits
+from tfdp.tools.commands.tune_processes import TrialFailed, Trials
+from tfdp.tools.tune.setting import DEFAULTS, Setting
+from tfdp.tools.tune.space import Place
 
 SCRIPT = """
 import keras

@@ -8,25 +8,25 @@ import subprocess
 import pytest
 
 from tests.support.fresh_python import run_program, run_python
-from tfdp.bench.cases import CASES, select_cases
-from tfdp.bench.one_process.arms import ARMS
-from tfdp.bench.one_process.interleave import time_in_turn
-from tfdp.bench.one_process.runner import Failure, Report
-from tfdp.bench.processes import two_hosts as two_hosts_module
-from tfdp.bench.processes.arms import GROUP_ARMS
-from tfdp.bench.request import Request
-from tfdp.bench.results import (
+from tfdp.errors import DeviceError
+from tfdp.files.json_file import write_json
+from tfdp.tools.bench.cases import CASES, select_cases
+from tfdp.tools.bench.one_process.arms import ARMS
+from tfdp.tools.bench.one_process.interleave import time_in_turn
+from tfdp.tools.bench.one_process.runner import Failure, Report
+from tfdp.tools.bench.processes import two_hosts as two_hosts_module
+from tfdp.tools.bench.processes.arms import GROUP_ARMS
+from tfdp.tools.bench.request import Request
+from tfdp.tools.bench.results import (
     ArmResult,
     CaseResult,
     efficiency,
     relative_speed,
     spread,
 )
-from tfdp.bench.subjects.gradient_sets import GRADIENT_SETS, count_parameters
-from tfdp.bench.subjects.models import MODELS
-from tfdp.bench.table import format_failure, format_heading, format_result
-from tfdp.errors import DeviceError
-from tfdp.files.json_file import write_json
+from tfdp.tools.bench.subjects.gradient_sets import GRADIENT_SETS, count_parameters
+from tfdp.tools.bench.subjects.models import MODELS
+from tfdp.tools.bench.table import format_failure, format_heading, format_result
 
 
 class Clock:
@@ -307,8 +307,9 @@ def test_json_is_written_whole_or_not_at_all(tmp_path):
 
 def test_figures_need_no_tensorflow():
     done = run_program(
-        "import sys, tfdp.bench.command\n"
-        "import tfdp.bench.one_process.runner, tfdp.bench.one_process.worker\n"
+        "import sys, tfdp.tools.bench.command\n"
+        "import tfdp.tools.bench.one_process.runner\n"
+        "import tfdp.tools.bench.one_process.worker\n"
         "print({'tensorflow', 'keras'} & set(sys.modules))"
     )
     assert done.stdout == "set()\n", done.stderr

@@ -11,17 +11,17 @@ import pytest
 
 from tests.support.fresh_python import run_program
 from tests.support.package_source import REPOSITORY
-from tfdp.testing import rounding
-from tfdp.testing.causes import (
+from tfdp.tools.testing import rounding
+from tfdp.tools.testing.causes import (
     COMBINATIONS,
     FROM_FACTS,
     NOTHING_TO_TELL,
     SEPARABLE,
     UNKNOWN,
 )
-from tfdp.testing.crashes import KNOWN, describe_error, explain_error
-from tfdp.testing.facts import Facts
-from tfdp.testing.report import INTENDED, Finding, ParityReport, VariableRow
+from tfdp.tools.testing.crashes import KNOWN, describe_error, explain_error
+from tfdp.tools.testing.facts import Facts
+from tfdp.tools.testing.report import INTENDED, Finding, ParityReport, VariableRow
 
 ROW = VariableRow(
     path="model/dense/kernel",
@@ -241,7 +241,7 @@ def test_other_errors_are_told_as_they_are():
 
 def test_reports_load_without_tensorflow():
     done = run_program(
-        "import sys, tfdp.testing.report, tfdp.testing.causes\n"
+        "import sys, tfdp.tools.testing.report, tfdp.tools.testing.causes\n"
         "print({'tensorflow', 'keras'} & set(sys.modules))\n"
     )
     assert done.stdout == "set()\n", done.stderr

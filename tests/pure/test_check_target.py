@@ -5,9 +5,9 @@ import sys
 import pytest
 
 from tests.support.fresh_python import run_program
-from tfdp.commands import cli
-from tfdp.commands.check_target import Target, load_target, parse_target
 from tfdp.errors import ConfigurationError
+from tfdp.tools.commands import cli
+from tfdp.tools.commands.check_target import Target, load_target, parse_target
 
 BUILD_AND_DATA = """
 def build():
@@ -133,7 +133,7 @@ def test_a_missing_module_is_told_from_a_missing_import_of_it(folder):
 def test_help_loads_no_tensorflow():
     done = run_program(
         "import sys\n"
-        "from tfdp.commands.cli import main\n"
+        "from tfdp.tools.commands.cli import main\n"
         "try:\n"
         "    main(['check', '--help'])\n"
         "except SystemExit as stopped:\n"

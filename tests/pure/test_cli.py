@@ -10,12 +10,12 @@ import pytest
 
 from tests.support.fresh_python import run_program, run_python
 from tests.support.package_source import REPOSITORY
-from tfdp.commands import cli, info
+from tfdp.tools.commands import cli, info
 
 PROGRAM = """
 import sys
 sys.argv = ["tfdp", *{arguments!r}]
-from tfdp.commands.cli import main
+from tfdp.tools.commands.cli import main
 try:
     code = main()
 except SystemExit as exit:
@@ -41,7 +41,7 @@ def test_help_and_lists_load_no_tensorflow(arguments, expected):
     assert done.stdout.endswith("loaded [] code 0\n"), done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("module", ["tfdp", "tfdp.commands.cli"])
+@pytest.mark.parametrize("module", ["tfdp", "tfdp.tools.commands.cli"])
 def test_the_package_runs_as_a_program(module):
     done = run_python("-m", module, "bench", "--list")
     assert done.returncode == 0, done.stderr
@@ -84,10 +84,10 @@ def test_without_a_command_all_are_named(capsys):
 
 def test_a_command_imports_no_other():
     code = (
-        "import contextlib, sys; from tfdp.commands import cli\n"
+        "import contextlib, sys; from tfdp.tools.commands import cli\n"
         "with contextlib.suppress(SystemExit): cli.main(['info', '--help'])\n"
-        "assert 'tfdp.commands.info' in sys.modules\n"
-        "assert not {'tfdp.bench', 'tfdp.launch'} & set(sys.modules)"
+        "assert 'tfdp.tools.commands.info' in sys.modules\n"
+        "assert not {'tfdp.tools.bench', 'tfdp.launch'} & set(sys.modules)"
     )
     done = run_python("-c", code)
     assert done.returncode == 0, done.stderr
@@ -135,12 +135,12 @@ def test_info_without_tensorflow_says_what_to_install():
     done = run_program(
         PROGRAM.format(arguments=["info", "--json"])
         .replace(
-            "from tfdp.commands.cli",
-            "import tfdp.commands.info\nfrom tfdp.commands.cli",
+            "from tfdp.tools.commands.cli",
+            "import tfdp.tools.commands.info\nfrom tfdp.tools.commands.cli",
         )
         .replace(
             "try:",
-            "info = tfdp.commands.info\n"
+            "info = tfdp.tools.commands.info\n"
             "versions = dict(info.installed_versions(), tensorflow=None)\n"
             "info.installed_versions = lambda: versions\n"
             "try:",

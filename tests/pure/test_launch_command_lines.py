@@ -8,7 +8,6 @@ import pytest
 
 from tests.support.fresh_python import run_program
 from tfdp.cluster import Cluster, find_cluster, restarts
-from tfdp.commands import cli
 from tfdp.errors import ConfigurationError
 from tfdp.launch import command as launch_command
 from tfdp.launch.environment import cluster_variables, local_environment
@@ -17,6 +16,7 @@ from tfdp.launch.handover import become, mpi_command, slurm_command
 from tfdp.launch.local import local_commands
 from tfdp.launch.program import Program, parse_program
 from tfdp.launch.ssh import parse_hosts, remote_command, ssh_commands
+from tfdp.tools.commands import cli
 
 SCRIPT = Program("my train.py", ("--name", "it's"))
 KEY = "0123456789abcdef"
@@ -399,7 +399,7 @@ def test_launching_loads_no_tensorflow(tmp_path):
     script.write_text("print('ran')")
     done = run_program(
         "import sys\n"
-        "from tfdp.commands.cli import main\n"
+        "from tfdp.tools.commands.cli import main\n"
         f"code = main(['launch', '--workers', '2', {str(script)!r}])\n"
         "print(code, sorted({'tensorflow', 'keras', 'numpy'} & set(sys.modules)))\n"
     )

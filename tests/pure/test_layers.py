@@ -1,7 +1,8 @@
 """Imports point down: the layers of the package, held by a test.
 
-    9 entry      what a person starts: the command line, benchmarks
-    8 face       the public names; the parity check; plans of trainings
+   10 tools      beside the core, up to 16: plans, reports, comparisons, the commands
+    9 entry      `tfdp launch`
+    8 face       the public names
     7 user API   strategies, callbacks, the distributed optimizer
     6 step       what a replica does in one step; files of a trained model
     5 shards     variables of which each replica holds, or updates, a part
@@ -23,12 +24,20 @@ from tests.support.package_source import imported_names, modules, parse
 
 # First part below `tfdp` -> layer. The package itself (its public names) is "".
 LAYERS = {
-    "__main__": 9,
-    "bench": 9,
-    "commands": 9,
+    "__main__": 16,
+    "tools.selftest": 15,
+    "tools.commands": 14,
+    "tools.measuring": 13,
+    "tools.bench": 12,
+    "tools.callbacks": 12,
+    "tools.planning": 11,
+    "tools.runs": 11,
+    "tools.testing": 11,
+    "tools.tune": 11,
+    "tools": 10,
+    "tools.report": 10,
+    "tools.simulator": 10,
     "launch": 9,
-    "measuring": 9,
-    "selftest": 9,
     "": 8,
     "planning": 8,
     "testing": 8,
@@ -48,12 +57,8 @@ LAYERS = {
     "_private": 2,
     "compression": 2,
     "hosts": 2,
-    "tune": 2,
     "cluster": 1,
     "plan": 1,
-    "report": 1,
-    "runs": 1,
-    "simulator": 1,
     "schedules": 1,
     "sync": 1,
     "_version": 0,
@@ -62,6 +67,9 @@ LAYERS = {
     "files": 0,
     "progress_bar": 0,
 }
+# The core never imports a tool. These hand on public names that tools define, and do
+# nothing else: a name of a tool is where users have always found it.
+FACES = {"tfdp.callbacks", "tfdp.planning", "tfdp.testing"}
 # Rooms that load no framework.
 PURE = {
     "checks",
@@ -73,21 +81,26 @@ PURE = {
     "launch",
     "plan",
     "progress_bar",
-    "report",
-    "runs",
-    "simulator",
     "sync",
-    "tune",
+    "tools.report",
+    "tools.runs",
+    "tools.simulator",
+    "tools.tune",
 }
+# Of the core, that tools import.
+MOST_INNER_MODULES = 46
 FRAMEWORKS = {"tensorflow", "keras"}
 MODULES = modules()
 MODULE_NAMES = {module.name for module in MODULES}
 
 
 def unit_of(name):
-    """The row of LAYERS for a dotted name: tfdp.hosts.ring -> hosts."""
-    parts = name.split(".")
-    return parts[1] if len(parts) > 1 else ""
+    """The row of LAYERS for a dotted name: tfdp.hosts.ring -> hosts.
+
+    Of tools each has its own row: tfdp.tools.tune.search -> tools.tune.
+    """
+    parts = name.split(".")[1:]
+    return ".".join(parts[: 2 if parts[:1] == ["tools"] else 1])
 
 
 def imported_modules(module):
@@ -106,13 +119,17 @@ def imported_modules(module):
     return found
 
 
+def is_face_of(module, name):
+    return module.name in FACES and name.startswith("tfdp.tools.")
+
+
 def violations(module):
     own_layer = LAYERS[unit_of(module.name)]
     found = [
         f"{module.path}:{line} (layer {own_layer}) imports {name} "
         f"(layer {LAYERS[unit_of(name)]})"
         for line, name in imported_modules(module)
-        if LAYERS[unit_of(name)] > own_layer
+        if LAYERS[unit_of(name)] > own_layer and not is_face_of(module, name)
     ]
     if unit_of(module.name) in PURE:
         found += [
@@ -140,6 +157,32 @@ def test_the_package_imports_no_benchmark_script():
         if name.split(".")[0] == "benchmarks"
     }
     assert importing == set()
+
+
+def test_the_core_imports_no_tool():
+    importing = {
+        module.name
+        for module in MODULES
+        if not unit_of(module.name).startswith(("tools", "__main__"))
+        for _, name in imported_modules(module)
+        if unit_of(name).startswith("tools")
+    }
+    assert importing <= FACES
+
+
+def test_tools_reach_no_more_of_the_core():
+    """Public names, `plan` and the ground aside. The number may only become smaller."""
+    grounds = {unit for unit, layer in LAYERS.items() if not layer} | {"plan", ""}
+    inner = {
+        name
+        for module in MODULES
+        if unit_of(module.name).startswith("tools")
+        for _, name in imported_modules(module)
+        if not unit_of(name).startswith("tools")
+        and unit_of(name) not in grounds
+        and name.count(".") > 1
+    }
+    assert len(inner) == MOST_INNER_MODULES
 
 
 def test_imports_have_no_cycle():
@@ -170,7 +213,7 @@ def test_imports_have_no_cycle():
         ("tfdp.exchange.pipeline", "from ..strategies.data_parallel import X"),
         (
             "tfdp.strategies.data_parallel",
-            "def late():\n    from tfdp.commands.cli import main",
+            "def late():\n    from tfdp.tools.commands.cli import main",
         ),
     ],
 )

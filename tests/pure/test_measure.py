@@ -5,17 +5,17 @@ import doctest
 
 import pytest
 
-from tfdp.bench.subjects.gradient_sets import GRADIENT_SETS, count_parameters
-from tfdp.commands import cli, measure_target
-from tfdp.measuring import machine as measuring
-from tfdp.measuring import places
-from tfdp.measuring.link_fit import BETWEEN_SETS, WITHIN_SETS, SumTimes, fit_link
-from tfdp.measuring.places import Figures, Place
 from tfdp.plan.topology import Topology
-from tfdp.simulator.machine_file import read_machine
-from tfdp.simulator.measured import MeasuredModel
-from tfdp.simulator.model import Compute, Gradient, ModelProfile
-from tfdp.simulator.step import Training, play_exchange
+from tfdp.tools.bench.subjects.gradient_sets import GRADIENT_SETS, count_parameters
+from tfdp.tools.commands import cli, measure_target
+from tfdp.tools.measuring import machine as measuring
+from tfdp.tools.measuring import places
+from tfdp.tools.measuring.link_fit import BETWEEN_SETS, WITHIN_SETS, SumTimes, fit_link
+from tfdp.tools.measuring.places import Figures, Place
+from tfdp.tools.simulator.machine_file import read_machine
+from tfdp.tools.simulator.measured import MeasuredModel
+from tfdp.tools.simulator.model import Compute, Gradient, ModelProfile
+from tfdp.tools.simulator.step import Training, play_exchange
 
 CALL_SECONDS = 0.003  # from Python into TensorFlow and back
 SETS = {
@@ -144,7 +144,7 @@ def test_an_own_model_stands_beside_the_links(machine, tmp_path, monkeypatch, ca
         profile = ModelProfile("mine", (Gradient(400, 1.0),), 2.0)
         return MeasuredModel(profile, options["samples"], seconds)
 
-    monkeypatch.setattr("tfdp.commands.measure.measure_target", measured)
+    monkeypatch.setattr("tfdp.tools.commands.measure.measure_target", measured)
     path = tmp_path / "machine.json"
     asked = ["--target", "mine.py", "--batch", "8", "--places", "1x2", "2x1"]
     assert cli.main(["measure", "--output", str(path), *asked]) == 0

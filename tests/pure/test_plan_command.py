@@ -5,8 +5,8 @@ import types
 
 import pytest
 
-from tfdp.commands import cli, plan, tune
-from tfdp.commands.plan_model import bytes_of
+from tfdp.tools.commands import cli, plan, tune
+from tfdp.tools.commands.plan_model import bytes_of
 
 MODEL = ["plan", "model.py", "--batch", "8"]
 FITS = types.SimpleNamespace(
@@ -64,7 +64,7 @@ def test_a_target_that_ends_the_program_was_not_planned(
 
     (in_folder / "model.py").touch()
     for command, inner in (("plan", "_answer"), ("check", "_check")):
-        monkeypatch.setattr(f"tfdp.commands.{command}.{inner}", ends)
+        monkeypatch.setattr(f"tfdp.tools.commands.{command}.{inner}", ends)
         batch = ["--batch", "8"] if command == "plan" else []
         assert cli.main([command, "model.py", *batch]) == 2
         assert f"tfdp {command}: the target ended by itself" in capsys.readouterr().err
@@ -106,7 +106,7 @@ def test_others_say_what_cannot_be_written_too(command, in_folder, monkeypatch, 
     (in_folder / "model.py").touch()
     monkeypatch.setattr(tune, "_run_of", lambda _: found)
     monkeypatch.setattr(tune, "_document", lambda *_: {})
-    monkeypatch.setattr("tfdp.commands.check._check", lambda *_: found)
+    monkeypatch.setattr("tfdp.tools.commands.check._check", lambda *_: found)
     batch = ["--batch", "8"] if command == "tune" else []
     for path, code in (("file", 0), ("n" * 300, 2)):
         assert cli.main([command, "model.py", *batch, "--json", path]) == code

@@ -2,12 +2,12 @@
 
 import pytest
 
-from tfdp.planning.any_rows import AnyRows, NotOfRows, rows_to_trace
-from tfdp.planning.link_memory import lying_in_what_links_keep
-from tfdp.planning.liveness import TURNS, run_in_thought
-from tfdp.planning.op_rules import Tensor, flops_of, reused_inputs, shared_input
-from tfdp.planning.scratch import scratch_bytes_of
-from tfdp.planning.step_graph import Op, StepGraph, StoredVariable
+from tfdp.tools.planning.any_rows import AnyRows, NotOfRows, rows_to_trace
+from tfdp.tools.planning.link_memory import lying_in_what_links_keep
+from tfdp.tools.planning.liveness import TURNS, run_in_thought
+from tfdp.tools.planning.op_rules import Tensor, flops_of, reused_inputs, shared_input
+from tfdp.tools.planning.scratch import scratch_bytes_of
+from tfdp.tools.planning.step_graph import Op, StepGraph, StoredVariable
 
 
 def peak(*ops, variables=(), results=(), threads=1):

@@ -28,7 +28,7 @@ OWN_OBJECTS = {"self", "cls"}
 # (file, attribute): underscore names of tfdp's own objects, read from outside.
 # `os._exit` is the documented way to end a process without its handlers.
 ALLOWED = {
-    ("tfdp/bench/processes/control.py", "_exit"),
+    ("tfdp/tools/bench/processes/control.py", "_exit"),
     ("tfdp/hosts/mpi_link.py", "_exit"),
     ("tfdp/strategies/multi_host.py", "_make_extended"),
     ("tfdp/strategies/sums_over_hosts.py", "_reduce_values"),

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from tfdp.bench.python_process import ProcessFailed, ended_together, run_python
+from tfdp.tools.bench.python_process import ProcessFailed, ended_together, run_python
 
 SECONDS = 60
 # It starts one that ignores SIGTERM, writes down both, and waits with it.
@@ -82,7 +82,7 @@ def test_nothing_is_left_when_who_asked_ends(tmp_path, number, when):
     asks = (
         "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "signal.signal(signal.SIGHUP, signal.SIG_DFL)\n"  # the tests may have nohup
-        "from tfdp.bench.python_process import run_python\n"
+        "from tfdp.tools.bench.python_process import run_python\n"
         f"{SLOW_TO_START if when == 'while it starts' else ''}\n"
         f"run_python(['-c', {WITH_A_CHILD!r}, {str(told)!r}], 600)"
     )

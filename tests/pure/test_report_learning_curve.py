@@ -9,8 +9,8 @@ import xml.etree.ElementTree
 import pytest
 
 from tfdp.errors import ConfigurationError
-from tfdp.report import write_learning_curve
-from tfdp.report.line_chart import ticks_between
+from tfdp.tools.report import write_learning_curve
+from tfdp.tools.report.line_chart import ticks_between
 
 _HISTORY = {
     "loss": [2.0, 1.0, 0.5],

@@ -8,12 +8,12 @@ import pytest
 
 from tests.support.made_runs import MadeRun, write_trace
 from tfdp.errors import ConfigurationError, DataError
-from tfdp.runs.entries import End, Steps, content_from, entry_from
-from tfdp.runs.lines import MOST_LINE_BYTES, content_of, line_of
-from tfdp.runs.read import read_run
-from tfdp.runs.run_file import RunFile
-from tfdp.runs.thinning import LINES, steps_of_line
-from tfdp.runs.traces import read_trace
+from tfdp.tools.runs.entries import End, Steps, content_from, entry_from
+from tfdp.tools.runs.lines import MOST_LINE_BYTES, content_of, line_of
+from tfdp.tools.runs.read import read_run
+from tfdp.tools.runs.run_file import RunFile
+from tfdp.tools.runs.thinning import LINES, steps_of_line
+from tfdp.tools.runs.traces import read_trace
 
 
 def steps(**changes):

@@ -17,15 +17,15 @@ from tests.support.made_runs import (
     MadeRun,
     write_trace,
 )
-from tfdp.commands.cli import main
 from tfdp.errors import DataError
-from tfdp.runs.advice import advice
-from tfdp.runs.entries import CHECKS, content_from
-from tfdp.runs.facts import facts_of
-from tfdp.runs.in_words import summary
-from tfdp.runs.lines import content_of, line_of
-from tfdp.runs.page import draw_run
-from tfdp.runs.read import read_run
+from tfdp.tools.commands.cli import main
+from tfdp.tools.runs.advice import advice
+from tfdp.tools.runs.entries import CHECKS, content_from
+from tfdp.tools.runs.facts import facts_of
+from tfdp.tools.runs.in_words import summary
+from tfdp.tools.runs.lines import content_of, line_of
+from tfdp.tools.runs.page import draw_run
+from tfdp.tools.runs.read import read_run
 
 USUAL_SECONDS = STEP_SECONDS + BETWEEN_SECONDS
 

@@ -6,12 +6,12 @@ import sys
 
 import pytest
 
-from tfdp.bench import worker_process
-from tfdp.bench.worker_process import WorkerFailed, run_worker
-from tfdp.commands import cli
 from tfdp.errors import DeviceError
-from tfdp.selftest import command
-from tfdp.selftest.parts import parts_for
+from tfdp.tools.bench import worker_process
+from tfdp.tools.bench.worker_process import WorkerFailed, run_worker
+from tfdp.tools.commands import cli
+from tfdp.tools.selftest import command
+from tfdp.tools.selftest.parts import parts_for
 
 FACTS = {
     "versions": {"tfdp": "1"},

@@ -7,9 +7,9 @@ import xml.etree.ElementTree
 import pytest
 
 from tests.pure.test_simulator_machine_file import MACHINE
-from tfdp.commands import cli
-from tfdp.simulator.machine_file import write_machine
-from tfdp.simulator.step import PARTS
+from tfdp.tools.commands import cli
+from tfdp.tools.simulator.machine_file import write_machine
+from tfdp.tools.simulator.step import PARTS
 
 KNOWN = ["simulate", "--model", "resnet50", "--hardware", "p100-25gbit"]
 H100 = ["--model", "resnet50", "--hardware", "h100-8x400gbit"]

@@ -8,10 +8,10 @@ with sums is what is predicted.
 import pytest
 
 from tfdp.plan.topology import Topology
-from tfdp.simulator.known_models import MODELS, dense_network
-from tfdp.simulator.machine import Link, Machine
-from tfdp.simulator.model import Compute, Gradient, ModelProfile
-from tfdp.simulator.step import Training, play_exchange, predict_step
+from tfdp.tools.simulator.known_models import MODELS, dense_network
+from tfdp.tools.simulator.machine import Link, Machine
+from tfdp.tools.simulator.model import Compute, Gradient, ModelProfile
+from tfdp.tools.simulator.step import Training, play_exchange, predict_step
 
 BUCKETS = {"bucket_bytes": 25 << 20, "first_bucket_bytes": 1 << 20}
 DENSE = dense_network("mlp-20m", (784, 4096, 4096, 10))

@@ -8,24 +8,24 @@ import pytest
 
 from tests.pure.test_simulator_machine_file import MACHINE as MEASURED
 from tests.support.fake_trials import HOSTS, MODEL
-from tfdp.commands import cli
 from tfdp.errors import CollectiveError, ConfigurationError, DataError
 from tfdp.files.checked_json import parse_json, with_checksum
-from tfdp.measuring import one_core
 from tfdp.plan.topology import Topology
-from tfdp.planning import memory_plan
-from tfdp.simulator import lossy
-from tfdp.simulator.known_models import dense_network
-from tfdp.simulator.lossy import KEEPING, KNOWN_WAYS, Lossy, known_ways
-from tfdp.simulator.machine import Link, Machine
-from tfdp.simulator.machine_file import read_machine, write_machine
-from tfdp.simulator.measured import ROW_BYTES_PER_SECOND
-from tfdp.simulator.model import Compute, Gradient, ModelProfile
-from tfdp.simulator.step import Training, play_exchange, predict_step
-from tfdp.simulator.sums import exchange_stages, row_stages
-from tfdp.tune.proposal import TrialFacts, in_order
-from tfdp.tune.setting import DEFAULTS, LOSSY, Setting
-from tfdp.tune.space import Space, knobs_of
+from tfdp.tools.commands import cli
+from tfdp.tools.measuring import one_core
+from tfdp.tools.planning import memory_plan
+from tfdp.tools.simulator import lossy
+from tfdp.tools.simulator.known_models import dense_network
+from tfdp.tools.simulator.lossy import KEEPING, KNOWN_WAYS, Lossy, known_ways
+from tfdp.tools.simulator.machine import Link, Machine
+from tfdp.tools.simulator.machine_file import read_machine, write_machine
+from tfdp.tools.simulator.measured import ROW_BYTES_PER_SECOND
+from tfdp.tools.simulator.model import Compute, Gradient, ModelProfile
+from tfdp.tools.simulator.step import Training, play_exchange, predict_step
+from tfdp.tools.simulator.sums import exchange_stages, row_stages
+from tfdp.tools.tune.proposal import TrialFacts, in_order
+from tfdp.tools.tune.setting import DEFAULTS, LOSSY, Setting
+from tfdp.tools.tune.space import Space, knobs_of
 
 # 10 bytes/s and 1 s within a host, 5 bytes/s and 3 s between hosts.
 LINKS = Machine("slow", 2, Link(1.0, 10.0), Link(3.0, 5.0), launch_seconds=1e-12)

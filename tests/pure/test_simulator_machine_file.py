@@ -8,11 +8,11 @@ import pytest
 from tfdp.errors import ConfigurationError, DataError
 from tfdp.files.checked_json import with_checksum
 from tfdp.plan.topology import Topology
-from tfdp.simulator.machine import Link
-from tfdp.simulator.machine_file import read_machine, write_machine
-from tfdp.simulator.measured import MeasuredMachine, MeasuredModel
-from tfdp.simulator.model import Gradient, ModelProfile
-from tfdp.simulator.step import predict_step
+from tfdp.tools.simulator.machine import Link
+from tfdp.tools.simulator.machine_file import read_machine, write_machine
+from tfdp.tools.simulator.measured import MeasuredMachine, MeasuredModel
+from tfdp.tools.simulator.model import Gradient, ModelProfile
+from tfdp.tools.simulator.step import predict_step
 
 PROFILE = ModelProfile("net", (Gradient(4_000_000, 3.0), Gradient(400, 1.0)), 12.0)
 MODEL = MeasuredModel(PROFILE, 64, {(1, 1): 0.1, (1, 2): 0.15, (2, 1): 0.11})
@@ -196,6 +196,6 @@ def test_a_missing_file_and_one_too_large(tmp_path, monkeypatch):
         read_machine(tmp_path / "none.json")
     with pytest.raises(DataError, match="cannot be read"):
         read_machine(tmp_path)
-    monkeypatch.setattr("tfdp.simulator.machine_file.MOST_BYTES", 10)
+    monkeypatch.setattr("tfdp.tools.simulator.machine_file.MOST_BYTES", 10)
     with pytest.raises(DataError, match="more than 10 bytes"):
         read_machine(write_machine(MACHINE, tmp_path / "machine.json"))

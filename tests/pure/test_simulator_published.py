@@ -3,9 +3,9 @@
 import pytest
 
 from tests.support.package_source import REPOSITORY
-from tfdp.simulator import known_models
-from tfdp.simulator.known_models import MODELS
-from tfdp.simulator.published import POINTS
+from tfdp.tools.simulator import known_models
+from tfdp.tools.simulator.known_models import MODELS
+from tfdp.tools.simulator.published import POINTS
 
 PAGE = REPOSITORY.joinpath("docs", "planning.md").read_text("utf-8")
 WITHIN = 0.10

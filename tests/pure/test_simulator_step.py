@@ -9,17 +9,17 @@ import pytest
 
 from tfdp.errors import ConfigurationError
 from tfdp.plan.topology import Topology
-from tfdp.simulator import failures, model, scaling, step, stragglers
-from tfdp.simulator.failures import Reliability, best_interval_seconds
-from tfdp.simulator.known_hardware import HARDWARE
-from tfdp.simulator.known_models import MODELS, dense_network
-from tfdp.simulator.machine import Link, Machine
-from tfdp.simulator.model import Compute, Gradient, ModelProfile
-from tfdp.simulator.overlap import play_step
-from tfdp.simulator.scaling import device_counts, scaling_curve, strong_scaling
-from tfdp.simulator.step import PARTS, InputRate, Training, predict_step
-from tfdp.simulator.stragglers import Jitter, expected_maximum, harmonic
-from tfdp.simulator.sums import Stage
+from tfdp.tools.simulator import failures, model, scaling, step, stragglers
+from tfdp.tools.simulator.failures import Reliability, best_interval_seconds
+from tfdp.tools.simulator.known_hardware import HARDWARE
+from tfdp.tools.simulator.known_models import MODELS, dense_network
+from tfdp.tools.simulator.machine import Link, Machine
+from tfdp.tools.simulator.model import Compute, Gradient, ModelProfile
+from tfdp.tools.simulator.overlap import play_step
+from tfdp.tools.simulator.scaling import device_counts, scaling_curve, strong_scaling
+from tfdp.tools.simulator.step import PARTS, InputRate, Training, predict_step
+from tfdp.tools.simulator.stragglers import Jitter, expected_maximum, harmonic
+from tfdp.tools.simulator.sums import Stage
 
 # Each host one device; 1e5 bytes/s, and next to nothing besides.
 LINE = Machine(

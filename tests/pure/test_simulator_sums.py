@@ -7,9 +7,9 @@ import pytest
 from tfdp.errors import ConfigurationError
 from tfdp.plan.sum_ways import LinkSpeed, SumWays
 from tfdp.plan.topology import Topology
-from tfdp.simulator import checked, model_parallel, overlap, sums
-from tfdp.simulator.machine import Link, Machine
-from tfdp.simulator.sums import ALGORITHMS, exchange_stages, sum_seconds
+from tfdp.tools.simulator import checked, model_parallel, overlap, sums
+from tfdp.tools.simulator.machine import Link, Machine
+from tfdp.tools.simulator.sums import ALGORITHMS, exchange_stages, sum_seconds
 
 # 10 bytes/s and 1 s within a host, 5 bytes/s (2 cards of 5, half reached) and 3 s
 # between hosts; next to nothing to launch.

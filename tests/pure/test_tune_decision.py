@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from tfdp.tune.decision import Gain, decide
-from tfdp.tune.setting import DEFAULTS, Setting
+from tfdp.tools.tune.decision import Gain, decide
+from tfdp.tools.tune.setting import DEFAULTS, Setting
 
 FAST, OTHER = Setting(bucket_bytes=1), Setting(bucket_bytes=2)
 

@@ -5,13 +5,13 @@ import itertools
 import pytest
 
 from tests.support.fake_trials import HOSTS, FakeTrials, fails
-from tfdp.commands.cli import make_parser
-from tfdp.commands.tune_processes import TrialFailed, run_module
-from tfdp.commands.tune_run import TuneRun
 from tfdp.errors import ConfigurationError, MissingDependencyError
-from tfdp.tune.search import SearchByOptuna
-from tfdp.tune.setting import DEFAULTS, Setting
-from tfdp.tune.space import knobs_of
+from tfdp.tools.commands.cli import make_parser
+from tfdp.tools.commands.tune_processes import TrialFailed, run_module
+from tfdp.tools.commands.tune_run import TuneRun
+from tfdp.tools.tune.search import SearchByOptuna
+from tfdp.tools.tune.setting import DEFAULTS, Setting
+from tfdp.tools.tune.space import knobs_of
 
 
 def run(trials, *, knobs=None, memory_bytes=None, fits=None, **more):
@@ -175,7 +175,7 @@ def test_optuna_finds_it_with_fewer_trials():
 def test_optuna_is_asked_until_nothing_is_left():
     pytest.importorskip("optuna")
     from tests.support.fake_trials import MODEL
-    from tfdp.tune.space import Space
+    from tfdp.tools.tune.space import Space
 
     space = Space(HOSTS, knobs_of(HOSTS), MODEL)
     search = SearchByOptuna(space, space.settings, trials=4)

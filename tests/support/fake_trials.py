@@ -2,10 +2,10 @@
 
 import random
 
-from tfdp.commands.tune_processes import Measured, TrialFailed
-from tfdp.simulator.model import Gradient, ModelProfile
-from tfdp.tune.proposal import TrialFacts
-from tfdp.tune.space import Place
+from tfdp.tools.commands.tune_processes import Measured, TrialFailed
+from tfdp.tools.simulator.model import Gradient, ModelProfile
+from tfdp.tools.tune.proposal import TrialFacts
+from tfdp.tools.tune.space import Place
 
 #: Four layers of 4, 4, 1 and 0.25 MB, and their biases.
 SIZES = (4_000_000, 4_000, 4_000_000, 4_000, 1_000_000, 1_000, 250_000, 40)

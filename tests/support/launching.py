@@ -70,7 +70,7 @@ class Launches:
             environment["PATH"] = f"{path}{os.pathsep}{environment['PATH']}"
         lines = [
             "import sys",
-            "from tfdp.commands.cli import main",
+            "from tfdp.tools.commands.cli import main",
             *self._patches,
             "sys.exit(main(sys.argv[1:]))",
         ]

@@ -3,10 +3,10 @@
 import dataclasses
 import json
 
-from tfdp.report.chrome_trace import chrome_trace
-from tfdp.runs.entries import End, Epoch, Start, Steps
-from tfdp.runs.run_file import RunFile
-from tfdp.runs.thinning import steps_of_line
+from tfdp.tools.report.chrome_trace import chrome_trace
+from tfdp.tools.runs.entries import End, Epoch, Start, Steps
+from tfdp.tools.runs.run_file import RunFile
+from tfdp.tools.runs.thinning import steps_of_line
 
 STEP_SECONDS, EXCHANGE_SECONDS, BETWEEN_SECONDS = 0.04, 0.004, 0.001
 BATCH, BETWEEN_BYTES, WITHIN_BYTES = 32, 4_000_000, 8_000_000

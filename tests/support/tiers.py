@@ -45,10 +45,7 @@ SEED_VARIABLE = "TFDP_TEST_SEED"
 MAIN_BRANCHES = ("origin/HEAD", "origin/main", "main", "origin/master", "master")
 
 #: Rooms of tools: no training imports them.
-TOOL_ROOMS = frozenset(
-    ("bench", "commands", "planning", "report", "runs", "selftest", "simulator")
-    + ("tools", "tune")
-)
+TOOL_ROOMS = frozenset({"tools"})
 #: Tables whose fixed samples have all of what they are worth.
 WHOLE_SHARE = ("test_conformance", "test_defects", "test_generator", "test_living") + (
     "test_framework_contract",

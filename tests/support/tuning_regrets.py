@@ -9,8 +9,8 @@ import json
 import pathlib
 import statistics
 
-from tfdp.tune.decision import decide
-from tfdp.tune.setting import Setting
+from tfdp.tools.tune.decision import decide
+from tfdp.tools.tune.setting import Setting
 
 DECIDING = 3
 

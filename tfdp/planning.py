@@ -1,0 +1,6 @@
+"""What a training will need, before it is launched: `tfdp.planning.plan`."""
+
+from tfdp.tools.planning.memory_plan import MemoryPlan
+from tfdp.tools.planning.one_plan import plan
+
+__all__ = ["MemoryPlan", "plan"]

@@ -1,5 +1,0 @@
-"""Pages with pictures, and tables of text."""
-
-from tfdp.report.learning_curve import write_learning_curve
-
-__all__ = ["write_learning_curve"]

@@ -1,0 +1,1 @@
+"""Beside the core: plans, measurements, reports, comparisons, and the commands."""

@@ -1,0 +1,223 @@
+"""The `tfdp bench` command."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from collections.abc import Callable, Collection
+
+from tfdp.checks import integer_from
+from tfdp.errors import ConfigurationError
+from tfdp.files.asked_for import refuse_bad_place, write_json_for
+from tfdp.tools.bench.cases import CASES, SCRIPTS, SUITES, Case, select_cases
+from tfdp.tools.bench.one_process.arms import ARMS
+from tfdp.tools.bench.one_process.runner import Failure, run_requests
+from tfdp.tools.bench.processes.arms import GROUP_ARMS
+from tfdp.tools.bench.request import Request
+from tfdp.tools.bench.results import CaseResult
+from tfdp.tools.bench.table import (
+    format_cases,
+    format_failure,
+    format_heading,
+    format_result,
+)
+
+__all__ = ["add_arguments", "run"]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the options of `tfdp bench`."""
+    _add_what_is_measured(parser)
+    _add_where_it_is_measured(parser)
+    _add_how_it_is_measured(parser)
+
+
+def _add_what_is_measured(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "suite",
+        nargs="?",
+        choices=SUITES,
+        type=_name_among(SUITES),
+        help="allreduce: sums of gradient lists; train: training steps; execution: "
+        "several steps in one call; default: the first two",
+    )
+    parser.add_argument("--list", action="store_true", help="list the cases and stop")
+    parser.add_argument(
+        "--case",
+        nargs="+",
+        choices=CASES,
+        type=_name_among(CASES),
+        metavar="CASE",
+        help="only these cases",
+    )
+    arms = dict.fromkeys([*ARMS, *GROUP_ARMS])
+    parser.add_argument(
+        "--arms",
+        nargs="+",
+        choices=arms,
+        type=_name_among(arms),
+        metavar="ARM",
+        default=(),
+        help=f"compare these instead of a case's own: {', '.join(ARMS)}; with "
+        f"--workers: {', '.join(GROUP_ARMS)}",
+    )
+
+
+def _name_among(known: Collection[str]) -> Callable[[str], str]:
+    """Names the script, where a name is not `known` and a script measures its kind."""
+
+    def checked(name: str) -> str:
+        for start, script in SCRIPTS.items():
+            if name.startswith(start) and name not in known:
+                raise argparse.ArgumentTypeError(
+                    f"tfdp bench does not measure {name!r}: a script does, in tfdp's "
+                    f"repository. There run: python -m benchmarks.{script} --help"
+                )
+        return name
+
+    return checked
+
+
+def _add_where_it_is_measured(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--devices",
+        nargs="+",
+        type=integer_from(1),
+        metavar="N",
+        default=[2],
+        help="numbers of replicas to run each case on (default: 2)",
+    )
+    parser.add_argument(
+        "--workers",
+        type=integer_from(1),
+        metavar="W",
+        default=1,
+        help="measure the arms of several processes, with W of them, one core each",
+    )
+    parser.add_argument(
+        "--devices-per-worker",
+        type=integer_from(1),
+        metavar="D",
+        default=1,
+        help="with --workers: logical CPUs of each process (default: 1)",
+    )
+    parser.add_argument(
+        "--device-type",
+        choices=("cpu", "gpu"),
+        default="cpu",
+        help="logical CPUs of this machine, or its first GPUs (default: cpu)",
+    )
+
+
+def _add_how_it_is_measured(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--repeats",
+        type=integer_from(1),
+        metavar="R",
+        help="figures per arm (default: 20)",
+    )
+    parser.add_argument(
+        "--intra-op-threads",
+        type=integer_from(1),
+        metavar="T",
+        default=1,
+        help="threads of one TensorFlow op, the same for all arms (default: 1)",
+    )
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="tiny subjects, 2 repeats: shows that it runs, says nothing of speed",
+    )
+    parser.add_argument("--json", metavar="PATH", help="also write all figures here")
+    parser.add_argument(
+        "--timeout-seconds",
+        type=integer_from(1),
+        metavar="S",
+        default=900,
+        help="stop a case that takes longer (default: 900)",
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    """Runs `tfdp bench`; returns the exit code.
+
+    1 when a case failed, 2 when what was asked for cannot be, or could not be written.
+    """
+    try:
+        return _run(options)
+    except ConfigurationError as error:
+        print(f"tfdp bench: {error}", file=sys.stderr)
+        return 2
+
+
+def _run(options: argparse.Namespace) -> int:
+    cases = select_cases(options.suite, options.case)
+    if not cases:
+        raise ConfigurationError(
+            f"none of {', '.join(options.case)} is in the suite {options.suite!r}. "
+            "See: tfdp bench --list"
+        )
+    if options.list:
+        print(format_cases(cases))
+        return 0
+    refuse_bad_place("--json", options.json)
+    _refuse_what_does_not_fit(options, cases)
+    report = run_requests(
+        [request for case in cases for request in _requests(options, case)],
+        command=shlex.join(["tfdp", *sys.argv[1:]]),
+        timeout_seconds=options.timeout_seconds,
+        on_result=_show,
+    )
+    if options.json:
+        write_json_for("--json", options.json, report.to_json())
+    print(format_heading(report))
+    return 1 if report.failures else 0
+
+
+def _requests(options: argparse.Namespace, case: Case) -> list[Request]:
+    """One request for each number of devices."""
+    several = options.workers > 1
+    return [
+        Request(
+            case,
+            devices=devices,
+            workers=options.workers,
+            repeats=options.repeats or (2 if options.quick else 20),
+            arms=tuple(options.arms),
+            quick=options.quick,
+            device_type=options.device_type,
+            intra_op_threads=options.intra_op_threads,
+        )
+        for devices in ([options.devices_per_worker] if several else options.devices)
+    ]
+
+
+def _refuse_what_does_not_fit(options: argparse.Namespace, cases: list[Case]) -> None:
+    """Raises ConfigurationError for options that do not go together."""
+    if options.workers == 1:
+        wrong = [arm for arm in options.arms if arm not in ARMS]
+        if wrong:
+            raise ConfigurationError(f"--arms {' '.join(wrong)}: only with --workers")
+        return
+    if options.device_type != "cpu":
+        raise ConfigurationError(
+            "--workers compares processes on CPUs: take --device-type cpu"
+        )
+    for case in cases:
+        if case.suite == "execution":
+            raise ConfigurationError(
+                f"{case.name}: in one process only; leave out --workers"
+            )
+        for arm in options.arms:
+            if arm not in GROUP_ARMS or case.suite not in GROUP_ARMS[arm].works:
+                raise ConfigurationError(
+                    f"--arms {arm}: no arm of {case.name} with --workers"
+                )
+
+
+def _show(outcome: CaseResult | Failure) -> None:
+    if isinstance(outcome, Failure):
+        print(format_failure(outcome), end="\n\n", file=sys.stderr, flush=True)
+    else:
+        print(format_result(outcome), end="\n\n", flush=True)

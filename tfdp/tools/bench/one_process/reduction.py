@@ -1,0 +1,159 @@
+"""Times `ReplicaContext.all_reduce` of a list of gradients.
+
+Every replica reads gradients of its own from variables on its device, and reads one
+element of every sum there too, as an update would read all of them. Without that read
+TensorFlow hands out the sums of an arm that adds on one device from there, and the way
+back to the replicas, half of the work, is never measured. Handing the gradients in
+as arguments would cost time: TensorFlow needs some 10 ms to take in 400 of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import tensorflow as tf
+
+from tfdp.errors import CollectiveError
+from tfdp.tools.bench.one_process.arms import ARMS, STOCK_PREFIX
+from tfdp.tools.bench.one_process.interleave import time_in_turn
+from tfdp.tools.bench.one_process.sum_check import check_sum
+from tfdp.tools.bench.request import Request
+from tfdp.tools.bench.results import ArmResult, CaseResult
+from tfdp.tools.bench.subjects.gradient_sets import (
+    FLOAT32_BYTES,
+    GRADIENT_SETS,
+    count_parameters,
+)
+
+__all__ = [
+    "check_sums",
+    "make_gradient",
+    "make_gradients",
+    "make_reduction",
+    "measure_reduction",
+]
+
+
+def measure_reduction(request: Request, devices: list[str]) -> CaseResult:
+    """Runs an "allreduce" case in this process.
+
+    Args:
+      request: what to run.
+      devices: names of the devices, one replica each.
+
+    Raises:
+      CollectiveError: when sums are wrong; a stock arm is then left out instead.
+    """
+    shapes = GRADIENT_SETS[request.subject_name]()
+    gradients = [
+        make_gradients(shapes, rank, device) for rank, device in enumerate(devices)
+    ]
+    reductions, left_out = {}, {}
+    for arm in request.arm_names:
+        strategy = ARMS[arm](devices)
+        try:
+            check_sums(arm, make_reduction(strategy, gradients)(), gradients)
+        except CollectiveError as error:
+            if not arm.startswith(STOCK_PREFIX):
+                raise
+            left_out[arm] = str(error)
+            continue
+        reduction = make_reduction(strategy, gradients, read=True)
+        for _ in range(request.warmup_calls):
+            reduction()
+        reductions[arm] = reduction
+    seconds = time_in_turn(
+        reductions,
+        repeats=request.repeats,
+        calls=request.calls,
+        finish=tf.test.experimental.sync_devices,
+    )
+    parameters = count_parameters(shapes)
+    return CaseResult(
+        case=request.case.name,
+        suite=request.case.suite,
+        devices=len(devices),
+        subject={
+            "name": request.subject_name,
+            "tensors": len(shapes),
+            "parameters": parameters,
+            "bytes_per_replica": parameters * FLOAT32_BYTES,
+        },
+        settings=request.settings(),
+        arms={arm: ArmResult(tuple(figures)) for arm, figures in seconds.items()},
+        left_out=left_out,
+    )
+
+
+def make_gradients(
+    shapes: Sequence[tuple[int, ...]], rank: int, device: str
+) -> list[tf.Variable]:
+    """Normal random numbers on `device`, other ones on every rank."""
+    with tf.device(device):
+        return [
+            tf.Variable(make_gradient(shape, rank, index))
+            for index, shape in enumerate(shapes)
+        ]
+
+
+def make_gradient(shape: tuple[int, ...], rank: int, index: int) -> tf.Tensor:
+    """The gradient `index` of replica `rank`, which every process can make."""
+    return tf.random.stateless_normal(shape, seed=[rank, index])
+
+
+def make_reduction(
+    strategy: tf.distribute.Strategy,
+    gradients: Mapping[int, Sequence[tf.Variable]] | Sequence[Sequence[tf.Variable]],
+    *,
+    read: bool = False,
+    sum_of: Callable[[list[tf.Tensor]], list[tf.Tensor]] | None = None,
+) -> Callable[[], list[tuple[tf.Tensor, ...]]]:
+    """One call that sums the gradients of all replicas.
+
+    Args:
+      strategy: what sums.
+      gradients: by the rank of each replica of this process a list of variables, in
+        the same order.
+      read: whether each replica reads one element of every sum and returns these,
+        which is what is timed, or returns the sums, to be checked.
+      sum_of: sums a replica's own, in replica context; None:
+        `ReplicaContext.all_reduce` does.
+
+    Returns:
+      A function of nothing; per gradient it returns the sum on every replica, or, with
+      `read`, one vector on every replica.
+    """
+
+    def in_replica() -> list[tf.Tensor]:
+        context = tf.distribute.get_replica_context()
+        rank = int(tf.get_static_value(context.replica_id_in_sync_group))
+        mine = [gradient.read_value() for gradient in gradients[rank]]
+        if sum_of is None:
+            sums = context.all_reduce(tf.distribute.ReduceOp.SUM, mine)
+        else:
+            sums = sum_of(mine)
+        if not read:
+            return sums
+        return [tf.stack([value[(0,) * value.shape.rank] for value in sums])]
+
+    @tf.function(autograph=False)
+    def reduce_all() -> list[tuple[tf.Tensor, ...]]:
+        sums = strategy.run(in_replica)
+        return [strategy.experimental_local_results(value) for value in sums]
+
+    return reduce_all.get_concrete_function()
+
+
+def check_sums(
+    arm: str,
+    sums: Sequence[Sequence[tf.Tensor]],
+    gradients: Sequence[Sequence[tf.Variable]],
+) -> None:
+    """Refuses to time an arm whose sums are wrong on any replica.
+
+    Raises:
+      CollectiveError: see `check_sum`.
+    """
+    for index, on_replicas in enumerate(sums):
+        parts = [mine[index].numpy() for mine in gradients]
+        check_sum(arm, index, parts, on_replicas)

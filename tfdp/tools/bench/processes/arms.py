@@ -1,0 +1,211 @@
+"""The arms of several processes: how each is started and what trains in it.
+
+Adding an arm is adding a row to `GROUP_ARMS`. TensorFlow is imported inside the
+functions, so that the names can be listed and checked without it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import os
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    import tensorflow as tf
+
+__all__ = [
+    "BOTH",
+    "GROUP_ARMS",
+    "NO_EXCHANGE",
+    "NO_SUMS",
+    "ONE_PROCESS",
+    "GroupArm",
+    "Place",
+    "Work",
+    "find_mpiexec",
+    "mpi_is_left_out",
+    "tfdp_over",
+    "without_sums",
+]
+
+ONE_PROCESS = "one-process"
+NO_EXCHANGE = "no-exchange"
+STOCK_MULTI_WORKER = "stock-multi-worker"
+NO_SUMS = "-no-sums"
+BOTH = ("allreduce", "train")
+# What is timed, once per call; and what a worker says of it when it is ready.
+Work = tuple[Callable[[], object], dict[str, Any]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where a process stands in its group.
+
+    Args:
+      rank, workers: of this process, and how many there are.
+      addresses: "host:port" of every worker; MPI's workers find each other by MPI.
+      devices_per_worker: logical CPUs of each.
+      timeout_seconds: how long a worker waits for the others.
+    """
+
+    rank: int
+    workers: int
+    addresses: tuple[str, ...]
+    devices_per_worker: int
+    timeout_seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupArm:
+    """One way to train in several processes.
+
+    Args:
+      start: "local" starts the workers here, "mpi" through mpiexec, "single" only one.
+      works: what it can do: "allreduce" sums, "train" steps.
+      make_strategy: called in each process, before anything else uses TensorFlow;
+        None where `prepare` does without.
+      why_left_out: from the number of devices per worker, the reason not to run it
+        here; None when it can run.
+      by_default: whether it runs when no arms are named.
+      is_flat: one process per replica, with no level within the hosts.
+      may_move: not bound to one core, as a process with several replicas should not be.
+      prepare: from the request, the arm's name and the place, its work in a process;
+        None: the sum or the step of `processes.work` under the strategy.
+      one_process: the arm of one process that its efficiency is compared with.
+      member: the module that is the program of its processes.
+    """
+
+    start: Literal["local", "mpi", "single"]
+    works: tuple[str, ...]
+    make_strategy: Callable[[Place], tf.distribute.Strategy] | None
+    why_left_out: Callable[[int], str | None] = lambda devices_per_worker: None
+    by_default: bool = True
+    is_flat: bool = False
+    may_move: bool = False
+    prepare: Callable[[Any, str, Place], Work] | None = None
+    one_process: str = ONE_PROCESS
+    member: str = "tfdp.tools.bench.processes.member"
+
+
+def find_mpiexec() -> str | None:
+    """Path of mpiexec, on PATH or beside this Python, where wheels put it."""
+    folders = [os.path.dirname(sys.executable), os.environ.get("PATH", "")]
+    return shutil.which("mpiexec", path=os.pathsep.join(folders))
+
+
+def _one_device(place: Place) -> tf.distribute.Strategy:
+    import tensorflow as tf
+
+    return tf.distribute.get_strategy()
+
+
+def _stock_multi_worker(place: Place) -> tf.distribute.Strategy:
+    import tensorflow as tf
+
+    # What TF_CONFIG would say.
+    resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
+        tf.train.ClusterSpec({"worker": list(place.addresses)}),
+        task_type="worker",
+        task_id=place.rank,
+        rpc_layer="grpc",
+    )
+    options = tf.distribute.experimental.CommunicationOptions(
+        implementation=tf.distribute.experimental.CommunicationImplementation.RING
+    )
+    return tf.distribute.MultiWorkerMirroredStrategy(resolver, options)
+
+
+def tfdp_over(
+    engine: Literal["sockets", "mpi", "tensorflow"], **options: Any
+) -> Callable[[Place], tf.distribute.Strategy]:
+    """What makes tfdp's strategy with this engine.
+
+    Args:
+      engine: what sums between the processes.
+      **options: more arguments of `Communication`.
+    """
+
+    def make(place: Place) -> tf.distribute.Strategy:
+        import tfdp
+
+        return tfdp.MultiHostDataParallelStrategy(
+            tfdp.Cluster(
+                workers=place.workers,
+                rank=place.rank,
+                coordinator=place.addresses[0],
+                source="argument",
+            ),
+            devices_per_host=place.devices_per_worker,
+            communication=tfdp.Communication(
+                engine=engine, timeout_seconds=place.timeout_seconds, **options
+            ),
+        )
+
+    return make
+
+
+def _in_process(place: Place) -> tf.distribute.Strategy:
+    import tfdp
+
+    devices = tfdp.use_virtual_devices(place.devices_per_worker)
+    return tfdp.DataParallelStrategy(devices)
+
+
+def _without_sums(make: Callable) -> Callable:
+    """Strategies whose replicas keep their own gradients: a step but for the sums."""
+    return lambda place: without_sums(make(place))
+
+
+def without_sums(strategy: Any) -> Any:
+    """`strategy`, whose replicas keep their own gradients from now on."""
+
+    def keep(values: Sequence[Any], rank: int, **options: Any) -> list[Any]:
+        return list(values)
+
+    strategy.extended.reducer.all_reduce = keep
+    return strategy
+
+
+def _stock_is_left_out(devices_per_worker: int) -> str | None:
+    if devices_per_worker == 1:
+        return None
+    return "MultiWorkerMirroredStrategy drives one logical CPU per process"
+
+
+def mpi_is_left_out(devices_per_worker: int) -> str | None:
+    """Why arms of MPI cannot run here; None where they can."""
+    if importlib.util.find_spec("mpi4py") is None:
+        return "mpi4py is not installed: pip install 'tfdp[mpi]'"
+    if find_mpiexec() is None:
+        return "mpiexec is neither on PATH nor beside this Python"
+    return None
+
+
+GROUP_ARMS = {
+    ONE_PROCESS: GroupArm("single", ("train",), _one_device),
+    # As many models as workers: no exchange can be faster than none.
+    NO_EXCHANGE: GroupArm("local", ("train",), _one_device),
+    STOCK_MULTI_WORKER: GroupArm(
+        "local", BOTH, _stock_multi_worker, _stock_is_left_out
+    ),
+    "tfdp-sockets": GroupArm("local", BOTH, tfdp_over("sockets")),
+    "tfdp-mpi": GroupArm("mpi", BOTH, tfdp_over("mpi"), mpi_is_left_out),
+    "tfdp-tensorflow": GroupArm("local", BOTH, tfdp_over("tensorflow")),
+    "tfdp-in-process": GroupArm(
+        "single", BOTH, _in_process, by_default=False, may_move=True
+    ),
+    f"tfdp-in-process{NO_SUMS}": GroupArm(
+        "single",
+        ("train",),
+        _without_sums(_in_process),
+        by_default=False,
+        may_move=True,
+    ),
+    f"tfdp-sockets{NO_SUMS}": GroupArm(
+        "local", ("train",), _without_sums(tfdp_over("sockets")), by_default=False
+    ),
+}

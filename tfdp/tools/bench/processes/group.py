@@ -1,0 +1,258 @@
+"""The processes of one arm, seen from the benchmark that gives them turns."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import pathlib
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from tfdp.cluster.job_key import JOB_KEY, make_job_key
+from tfdp.cluster.ports import LOOPBACK, free_port
+from tfdp.errors import CollectiveError
+from tfdp.launch.environment import cluster_variables, local_environment
+from tfdp.launch.handover import mpi_command
+from tfdp.launch.program import Program
+from tfdp.tools.bench.processes.arms import GROUP_ARMS, GroupArm, find_mpiexec
+from tfdp.tools.bench.processes.member import Orders
+from tfdp.tools.bench.processes.two_hosts import ADDRESSES, TwoHosts
+from tfdp.tools.bench.request import Request
+
+__all__ = ["Group"]
+
+OUTPUT_LINES_KEPT = 15
+LEAVE_SECONDS = 5.0
+POLL_SECONDS = 0.2
+GLOO_CARD = "GLOO_SOCKET_IFNAME"
+
+
+class Group:
+    """Starts the processes of `arm`; they end with this object's `close`.
+
+    Args:
+      request: what they measure.
+      arm: a key of `arms`.
+      budget_seconds: how long they may take for everything together.
+      hosts: where the processes live, shared out host by host; None: here.
+      arms: by name.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        arm: str,
+        budget_seconds: float,
+        hosts: TwoHosts | None = None,
+        arms: Mapping[str, GroupArm] = GROUP_ARMS,
+    ):
+        self.arm = arm
+        self._calls = request.calls
+        self._budget_seconds = self._left_seconds = budget_seconds
+        replicas = request.workers * request.devices
+        row = self._row = arms[arm]
+        self.workers = replicas if row.is_flat else request.workers
+        if row.start == "single":
+            self.workers = 1
+        self._devices_per_worker = 1 if row.is_flat else request.devices
+        self._network = hosts
+        self._folder = tempfile.TemporaryDirectory(prefix="tfdp-bench-")
+        self._server = socket.socket(socket.AF_UNIX)
+        self._server.bind(f"{self._folder.name}/control")
+        self._server.listen(self.workers)
+        self._connections: dict[int, socket.socket] = {}
+        self._processes: list[subprocess.Popen] = []
+        self._request = request
+        self._is_closed = self._has_failed = False
+        self._job_key = make_job_key()
+        #: Per call of the last turn, of all threads of all workers.
+        self.processor_seconds = 0.0
+
+    def start(self) -> list[dict[str, Any]]:
+        """What each worker says once it is ready to be timed, by rank.
+
+        Raises:
+          CollectiveError: when one ends, or the time is over; with its last lines.
+        """
+        start = time.monotonic()
+        for number, (command, environment) in enumerate(self._commands()):
+            with self._output_path(number).open("wb") as output:
+                self._processes.append(
+                    subprocess.Popen(
+                        command,
+                        env=environment,
+                        stdin=subprocess.DEVNULL,
+                        stdout=output,
+                        stderr=subprocess.STDOUT,
+                        start_new_session=True,
+                    )
+                )
+        while len(self._connections) < self.workers:
+            self._accept(start)
+        self._left_seconds -= time.monotonic() - start
+        return self._hear_all()
+
+    def turn(self) -> float:
+        """Seconds per call, of the slowest worker.
+
+        Raises:
+          CollectiveError: as `start`.
+        """
+        self._tell_all(self._calls)
+        answers = self._hear_all()
+        self.processor_seconds = sum(answer["processor_seconds"] for answer in answers)
+        return max(answer["seconds"] for answer in answers)
+
+    def close(self) -> None:
+        """Ends all processes, at once where they do not end by themselves."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if not self._has_failed:
+            with contextlib.suppress(OSError):  # gone already
+                self._tell_all(0)
+                self._wait_for_end(LEAVE_SECONDS)
+        for connection in self._connections.values():
+            connection.close()  # ends the worker, see `Control`
+        self._server.close()
+        self._wait_for_end(LEAVE_SECONDS)
+        for process in self._processes:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        self._folder.cleanup()
+
+    def _commands(self) -> list[tuple[list[str], dict[str, str]]]:
+        addresses = tuple(
+            f"{self._address_of(rank)}:{free_port()}" for rank in range(self.workers)
+        )
+        cores = sorted(os.sched_getaffinity(0))
+        has_core_each = len(cores) >= self._request.workers
+        orders = Orders(
+            request=dataclasses.asdict(self._request),
+            arm=self.arm,
+            workers=self.workers,
+            devices_per_worker=self._devices_per_worker,
+            cores=tuple(cores[self._host_of(rank)] for rank in range(self.workers))
+            if has_core_each and not self._row.may_move
+            else (),
+            addresses=addresses,
+            control_path=f"{self._folder.name}/control",
+            timeout_seconds=self._budget_seconds,
+        )
+        words = (json.dumps(dataclasses.asdict(orders)),)
+        program = Program(self._row.member, words, is_module=True)
+        if self._row.start == "mpi":
+            _, *rest = mpi_command(
+                program,
+                workers=self.workers,
+                devices_per_worker=self._devices_per_worker,
+            )
+            return [([find_mpiexec() or "mpiexec", *rest], dict(os.environ))]
+        return [
+            self._command(program, rank, addresses[0], len(cores))
+            for rank in range(self.workers)
+        ]
+
+    def _command(
+        self, program: Program, rank: int, coordinator: str, cores: int
+    ) -> tuple[list[str], dict[str, str]]:
+        variables = cluster_variables(
+            self.workers, rank, coordinator, self._devices_per_worker
+        )
+        variables[JOB_KEY] = self._job_key
+        environment = local_environment(
+            os.environ, variables, workers=self.workers, rank=rank, cores=cores
+        )
+        command = program.command(sys.executable)
+        if self._network is None:
+            # gloo would look for the card that the machine's name belongs to.
+            return list(command), {**environment, GLOO_CARD: "lo"}
+        host = self._host_of(rank)
+        environment[GLOO_CARD] = self._network.cards[host]
+        return self._network.command(host, *command), environment
+
+    def _host_of(self, rank: int) -> int:
+        """Hosts hold as many workers each; without a network each is one's own."""
+        return rank * self._request.workers // max(self.workers, self._request.workers)
+
+    def _address_of(self, rank: int) -> str:
+        return ADDRESSES[self._host_of(rank)] if self._network else LOOPBACK
+
+    def _accept(self, start: float) -> None:
+        self._server.settimeout(POLL_SECONDS)
+        try:
+            connection, _ = self._server.accept()
+        except TimeoutError:
+            for number, process in enumerate(self._processes):
+                if process.poll() is not None:
+                    reason = f"a process ended with exit code {process.returncode}"
+                    raise self._failure(reason, number) from None
+            if time.monotonic() - start > self._left_seconds:
+                raise self._failure(self._late()) from None
+            return
+        self._connections[_read_line(connection)["rank"]] = connection
+
+    def _tell_all(self, calls: int) -> None:
+        for connection in self._connections.values():
+            connection.sendall(json.dumps({"calls": calls}).encode() + b"\n")
+
+    def _hear_all(self) -> list[dict[str, Any]]:
+        ranks = {connection: rank for rank, connection in self._connections.items()}
+        answers: dict[int, dict[str, Any]] = {}
+        while len(answers) < self.workers:
+            start = time.monotonic()
+            waiting = [c for c, rank in ranks.items() if rank not in answers]
+            ready, _, _ = select.select(waiting, [], [], max(self._left_seconds, 0))
+            self._left_seconds -= time.monotonic() - start
+            if not ready:
+                raise self._failure(self._late())
+            for connection in ready:
+                rank = ranks[connection]
+                try:
+                    answers[rank] = _read_line(connection)
+                except (OSError, ValueError) as error:
+                    raise self._failure(f"worker {rank} ended", rank) from error
+        return [answers[rank] for rank in range(self.workers)]
+
+    def _late(self) -> str:
+        return f"not done within its {self._budget_seconds:g} s; it was stopped"
+
+    def _output_path(self, number: int) -> pathlib.Path:
+        return pathlib.Path(self._folder.name, f"output-{number}")
+
+    def _failure(self, reason: str, rank: int = 0) -> CollectiveError:
+        self._has_failed = True
+        self._wait_for_end(1.0)  # for the last lines
+        # mpiexec is a single process, with everybody's output.
+        path = self._output_path(rank if rank < len(self._processes) else 0)
+        output = path.read_text("utf-8", "replace").strip().splitlines()
+        return CollectiveError("\n".join([reason, *output[-OUTPUT_LINES_KEPT:]]))
+
+    def _wait_for_end(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        for process in self._processes:
+            try:
+                process.wait(max(deadline - time.monotonic(), 0))
+            except subprocess.TimeoutExpired:
+                return
+
+
+def _read_line(connection: socket.socket) -> dict[str, Any]:
+    # A worker says one short line and then waits, so nothing follows it.
+    data = b""
+    while not data.endswith(b"\n"):
+        part = connection.recv(1 << 16)
+        if not part:
+            raise ConnectionError("the other side has closed the connection")
+        data += part
+    return json.loads(data)

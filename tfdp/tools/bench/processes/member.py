@@ -1,0 +1,107 @@
+"""One process of a group: `python -m tfdp.tools.bench.processes.member ORDERS`, JSON.
+
+It sets up its arm, says that it is ready, and then times as many calls as it is told
+each time that it is told.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+import time
+from collections.abc import Mapping
+
+from tfdp.cluster import find_cluster
+from tfdp.errors import ConfigurationError
+from tfdp.tools.bench.one_process.interleave import time_in_turn
+from tfdp.tools.bench.processes.arms import GROUP_ARMS, GroupArm, Place, Work
+from tfdp.tools.bench.processes.control import Control
+from tfdp.tools.bench.request import Request
+
+__all__ = ["Orders", "main", "start_tensorflow"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Orders:
+    """What a process is told at its start, alike for all of its group.
+
+    Args:
+      request: the fields of `Request`.
+      arm: which of the arms.
+      workers: processes of the group.
+      devices_per_worker: logical CPUs of each.
+      cores: by rank, the core that a process stays on; empty to let them move.
+      addresses: see `Place`.
+      control_path: the benchmark's socket.
+      timeout_seconds: see `Place`.
+    """
+
+    request: dict
+    arm: str
+    workers: int
+    devices_per_worker: int
+    cores: tuple[int, ...]
+    addresses: tuple[str, ...]
+    control_path: str
+    timeout_seconds: float
+
+
+def main(arguments: list[str], arms: Mapping[str, GroupArm] = GROUP_ARMS) -> None:
+    """Entry point of the process.
+
+    Args:
+      arguments: the orders, as JSON.
+      arms: by name.
+    """
+    # What TensorFlow prints while it starts would bury a worker's own error.
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    orders = Orders(**json.loads(arguments[0]))
+    request = Request.from_json(orders.request)
+    cluster = find_cluster()
+    place = Place(
+        rank=cluster.rank if cluster else 0,
+        workers=orders.workers,
+        addresses=tuple(orders.addresses),
+        devices_per_worker=orders.devices_per_worker,
+        timeout_seconds=orders.timeout_seconds,
+    )
+    # Before TensorFlow starts its threads, which stay where their parent is.
+    if orders.cores:
+        os.sched_setaffinity(0, {orders.cores[place.rank]})
+    control = Control(orders.control_path, place.rank)
+    call, facts = _prepare(request, orders.arm, arms[orders.arm], place)
+    control.say(facts)
+    while calls := control.next_turn():
+        busy_before = time.process_time()
+        seconds = time_in_turn({orders.arm: call}, repeats=1, calls=calls)
+        # One more call than is timed.
+        busy = (time.process_time() - busy_before) / (calls + 1)
+        control.say({"seconds": seconds[orders.arm][0], "processor_seconds": busy})
+
+
+def _prepare(request: Request, arm: str, row: GroupArm, place: Place) -> Work:
+    if row.prepare is not None:
+        return row.prepare(request, arm, place)
+    if row.make_strategy is None:
+        raise ConfigurationError(f"The arm {arm!r} has neither work nor strategy.")
+    start_tensorflow(request)
+    strategy = row.make_strategy(place)
+    from tfdp.tools.bench.processes.work import prepare_reduction, prepare_training
+
+    is_reduction = request.case.suite == "allreduce"
+    prepare = prepare_reduction if is_reduction else prepare_training
+    return prepare(request, arm, strategy, place)
+
+
+def start_tensorflow(request: Request) -> None:
+    """Sets threads and devices, before anything else uses TensorFlow."""
+    import tensorflow as tf
+
+    tf.config.threading.set_intra_op_parallelism_threads(request.intra_op_threads)
+    tf.config.set_visible_devices([], "GPU")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

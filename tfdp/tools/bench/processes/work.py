@@ -1,0 +1,195 @@
+"""What one of several processes does in its turn: a reduction, or a training step."""
+
+from __future__ import annotations
+
+import math
+import resource
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfdp.tools.bench.one_process.reduction import (
+    make_gradient,
+    make_gradients,
+    make_reduction,
+)
+from tfdp.tools.bench.one_process.sum_check import check_sum
+from tfdp.tools.bench.one_process.training import (
+    TrainingArm,
+    build_network,
+    make_training_arm,
+    warm_up,
+)
+from tfdp.tools.bench.processes.arms import (
+    NO_EXCHANGE,
+    NO_SUMS,
+    STOCK_MULTI_WORKER,
+    Place,
+    Work,
+)
+from tfdp.tools.bench.request import Request
+from tfdp.tools.bench.subjects.gradient_sets import (
+    FLOAT32_BYTES,
+    GRADIENT_SETS,
+    count_parameters,
+)
+from tfdp.tools.bench.subjects.images import (
+    LOCAL_BATCH,
+    make_images,
+    own_rows,
+)
+from tfdp.tools.bench.subjects.models import MODELS, BenchmarkModel
+from tfdp.tools.planning.keras_profile import profile_of
+
+__all__ = ["prepare_reduction", "prepare_training"]
+
+SumOf = Callable[[list[tf.Tensor]], list[tf.Tensor]]
+
+
+def prepare_reduction(
+    request: Request,
+    arm: str,
+    strategy: tf.distribute.Strategy,
+    place: Place,
+    sum_of: SumOf | None = None,
+    coarseness: float = 0.0,
+) -> Work:
+    """A reduction whose sums were found right on this worker, and its facts.
+
+    Args:
+      request: what to reduce.
+      arm: which one, for errors.
+      strategy: what sums.
+      place: of this process.
+      sum_of: as in `make_reduction`.
+      coarseness: what the sums may lose of a number, as a share of the largest one of
+        its tensor.
+
+    Raises:
+      CollectiveError: when a sum is wrong.
+    """
+    shapes = GRADIENT_SETS[request.subject_name]()
+    devices = strategy.extended.worker_devices
+    first = place.rank * len(devices)
+    gradients = {
+        first + local: make_gradients(shapes, first + local, device)
+        for local, device in enumerate(devices)
+    }
+    sums = make_reduction(strategy, gradients, sum_of=sum_of)()
+    for index, on_replicas in enumerate(sums):
+        parts = [
+            make_gradient(shapes[index], rank, index).numpy()
+            for rank in range(place.workers * len(devices))
+        ]
+        check_sum(arm, index, parts, on_replicas, coarseness)
+    del sums
+    reduction = make_reduction(strategy, gradients, read=True, sum_of=sum_of)
+    for _ in range(request.warmup_calls):
+        reduction()
+    parameters = count_parameters(shapes)
+
+    def call() -> list[np.ndarray]:
+        return [value.numpy() for on_replicas in reduction() for value in on_replicas]
+
+    return call, {
+        "items_per_call": 1,
+        "facts": {"sums_checked": len(shapes)},
+        "subject": {
+            "name": request.subject_name,
+            "tensors": len(shapes),
+            "parameters": parameters,
+            "bytes_per_replica": parameters * FLOAT32_BYTES,
+        },
+    }
+
+
+def prepare_training(
+    request: Request, arm: str, strategy: tf.distribute.Strategy, place: Place
+) -> Work:
+    """A warmed-up training step, and its facts.
+
+    Raises:
+      CollectiveError: when the loss is not finite.
+    """
+    model = MODELS[request.subject_name]
+    if arm == STOCK_MULTI_WORKER:
+        training = make_hand_written_arm(strategy, model, place)
+    else:
+        training = make_training_arm(strategy, model)
+    warm_up(arm, training, request)
+    models = place.workers if arm == NO_EXCHANGE else 1
+    peak_bytes = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return lambda: float(training.step()), {
+        "items_per_call": models * training.global_batch,
+        "facts": {
+            "weight_norm_after_warm_up": _norm(training.network),
+            "peak_bytes": peak_bytes,
+            **(
+                {"profile": _profile(training.network, model)} if NO_SUMS in arm else {}
+            ),
+        },
+        "subject": {
+            "name": request.subject_name,
+            "parameters": training.parameters,
+            "local_batch": LOCAL_BATCH,
+        },
+    }
+
+
+def _profile(network: keras.Model, model: BenchmarkModel) -> dict[str, Any]:
+    inputs, _ = make_images(model, LOCAL_BATCH)
+    profile = profile_of(network, [inputs[:LOCAL_BATCH]])
+    return {**profile, "local_batch": LOCAL_BATCH}
+
+
+def make_hand_written_arm(
+    strategy: tf.distribute.Strategy, model: BenchmarkModel, place: Place
+) -> TrainingArm:
+    """The same training without Keras' `fit`, which stock strategies cannot run here.
+
+    It does less than Keras' step: no metrics, no loss over all workers, and each
+    worker is handed its own rows of the global batches.
+    """
+    replicas = strategy.num_replicas_in_sync
+    network = build_network(strategy, model)
+    loss_function = keras.losses.SparseCategoricalCrossentropy(
+        from_logits=True, reduction="sum"
+    )
+
+    def in_replica(images: tf.Tensor, labels: tf.Tensor) -> tf.Tensor:
+        with tf.GradientTape() as tape:
+            loss = loss_function(labels, network(images, training=True))
+            loss = loss / (LOCAL_BATCH * replicas)
+        weights = network.trainable_variables
+        network.optimizer.apply(tape.gradient(loss, weights), weights)
+        return loss
+
+    @tf.function
+    def step(batches: Any) -> tf.Tensor:
+        # Of one replica per worker: its own loss, without another exchange.
+        return strategy.run(in_replica, args=next(batches))
+
+    dataset = own_dataset(make_images(model, LOCAL_BATCH * replicas), place)
+    batches = iter(strategy.distribute_datasets_from_function(lambda _: dataset))
+    return TrainingArm(
+        step=lambda: strategy.experimental_local_results(step(batches))[0],
+        global_batch=LOCAL_BATCH * replicas,
+        network=network,
+    )
+
+
+def own_dataset(images: tuple[np.ndarray, np.ndarray], place: Place) -> tf.data.Dataset:
+    """This worker's rows of every global batch, for ever."""
+
+    mine = tuple(own_rows(array, place.rank, place.workers) for array in images)
+    dataset = tf.data.Dataset.from_tensor_slices(mine)
+    batches = dataset.batch(LOCAL_BATCH, drop_remainder=True)
+    return batches.cache().repeat().prefetch(2)
+
+
+def _norm(network: keras.Model) -> float:
+    squares = [np.sum(np.square(w.numpy(), dtype=np.float64)) for w in network.weights]
+    return math.sqrt(math.fsum(squares))

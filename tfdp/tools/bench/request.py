@@ -1,0 +1,84 @@
+"""What the runner asks of a worker."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from tfdp.tools.bench.cases import Case
+from tfdp.tools.bench.processes.arms import GROUP_ARMS
+
+__all__ = ["Request"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """One case on one number of devices, as the command line travels to the worker.
+
+    Args:
+      case: what to measure.
+      devices: number of replicas; with several workers, of each.
+      workers: processes, one core each; 1 measures within one process.
+      repeats: figures per arm.
+      arms: keys of `arms.ARMS`, with several workers of `processes.arms.GROUP_ARMS`;
+        empty for the case's own.
+      quick: take the case's small subject and two calls per repeat.
+      device_type: "cpu" makes `devices` logical CPUs, "gpu" takes the first GPUs.
+      intra_op_threads: threads of one TensorFlow op. One, so that a logical CPU
+        stands for one core and more devices means more hardware.
+      warmup_calls: calls per arm before anything is timed.
+      subject: what to run instead of the case's own.
+    """
+
+    case: Case
+    devices: int = 2
+    workers: int = 1
+    repeats: int = 20
+    arms: tuple[str, ...] = ()
+    quick: bool = False
+    device_type: str = "cpu"
+    intra_op_threads: int = 1
+    warmup_calls: int = 3
+    subject: str | None = None
+
+    @classmethod
+    def from_json(cls, plain: Mapping[str, Any]) -> Request:
+        """The request whose `dataclasses.asdict` travelled as JSON."""
+        return cls(**{**plain, "case": Case(**plain["case"])})
+
+    @property
+    def arm_names(self) -> tuple[str, ...]:
+        """The arms to run."""
+        if self.arms:
+            return tuple(self.arms)
+        if self.workers == 1:
+            return tuple(self.case.arms)
+        return tuple(
+            name
+            for name, arm in GROUP_ARMS.items()
+            if arm.by_default and self.case.suite in arm.works
+        )
+
+    @property
+    def subject_name(self) -> str:
+        """The gradient set or model to run."""
+        if self.subject is not None:
+            return self.subject
+        return self.case.quick_subject if self.quick else self.case.subject
+
+    @property
+    def calls(self) -> int:
+        """Timed calls per arm and repeat."""
+        return 2 if self.quick else self.case.calls
+
+    def settings(self) -> dict[str, Any]:
+        """What decides the figures, for the record."""
+        return {
+            "repeats": self.repeats,
+            "calls_per_repeat": self.calls,
+            "warmup_calls": self.warmup_calls,
+            "device_type": self.device_type,
+            "intra_op_threads": self.intra_op_threads,
+            "quick": self.quick,
+        }

@@ -1,0 +1,1 @@
+"""Callbacks that need a tool: `Autotune`, `RunRecord`, `StepTimeline`."""

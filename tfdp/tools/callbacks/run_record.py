@@ -1,0 +1,387 @@
+"""`RunRecord`: a `fit` in a small file, for `tfdp report`."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import platform
+import secrets
+import time
+import warnings
+from typing import Any
+
+import keras
+
+from tfdp.callbacks.step_clock import StepClock, warn_unless_first
+from tfdp.callbacks.told_by_all import told_by_all
+from tfdp.callbacks.traffic_reading import TrafficReader, engine_of
+from tfdp.checks import is_number
+from tfdp.cluster import restarts
+from tfdp.cluster.machine import installed_versions
+from tfdp.cluster.process_memory import resident_and_peak_bytes
+from tfdp.errors import ConfigurationError, RunRecordWarning
+from tfdp.exchange.engine import Engine
+from tfdp.step.observers import attach, detach
+from tfdp.step.step_meter import StepMeter
+from tfdp.tools.callbacks.run_settings import (
+    device_bytes,
+    devices_here,
+    machine_in_words,
+    settings_of,
+)
+from tfdp.tools.runs.entries import MOST_NAMES, End, Entry, Epoch, Start, Steps
+from tfdp.tools.runs.run_file import RunFile
+from tfdp.tools.runs.thinning import steps_of_line
+
+__all__ = ["RunRecord"]
+
+# Asking for memory takes as long as all else that a step is noted with.
+MEMORY_SECONDS = 0.1
+MEMORY = ("resident_bytes", "peak_bytes", "device_bytes", "device_peak_bytes")
+
+
+@dataclasses.dataclass
+class _Line:
+    """The steps of the line that is being made.
+
+    Args:
+      most_steps: after how many it is written.
+      sent_before: bytes within and between hosts until it began.
+      exchange_before: seconds in exchanges until then.
+    """
+
+    most_steps: int
+    sent_before: tuple[int | None, int | None]
+    exchange_before: float | None
+    steps: int = 0
+    batch: int = 0
+    seconds: float = 0.0
+    step_seconds: float = 0.0
+    validation_seconds: float = 0.0
+    longest_seconds: float = 0.0
+    input_seconds: float | None = 0.0
+
+
+class RunRecord(keras.callbacks.Callback):
+    """Writes what a `fit` does, step by step, for `tfdp report`.
+
+    For each step its time, the part of it that waited for the batch, the part in
+    exchanges with other workers, samples, bytes sent within and between hosts, memory,
+    the loss; for each epoch what Keras reports of it; and once the settings, versions
+    and machines. `tfdp report DIRECTORY` makes a page of it: where the time went, who
+    was slow, what to do about it.
+
+    Every worker has a file of its own, `worker-0.jsonl` and so on, to which a line is
+    added at a time: a process that is killed leaves what it did until then. A training
+    that goes on after a restart adds to the same files. After 1,000 steps two of them
+    share a line, after 3,000 four, and so on: a million steps are some 10,000 lines of
+    400 bytes, and a line for each epoch.
+
+    Place it first among the callbacks, on every worker: what comes behind it counts as
+    "between steps", and not as a step. For one page with pictures of single steps, let
+    `StepTimeline` write into the same directory.
+
+    Args:
+      directory: of this run alone; made where it is missing. Hosts may have one each:
+        copy the files together then.
+
+    Raises:
+      ConfigurationError: when training starts: the directory cannot be written to.
+
+    Warns:
+      RunRecordWarning: a line could not be written (a full disk); the training goes on,
+        and is recorded no further. Or another callback comes before it in the list.
+
+    Cost: the training step is traced once more, when training begins and after it has
+    ended; a step takes some 0.3 ms longer. Keras waits for each batch before it starts
+    the next. Nothing in a `fit` without it.
+
+    What is not known is left out: samples and waiting for batches under a strategy that
+    is not tfdp's, waiting for batches with `steps_per_execution` above 1, time in
+    exchanges with `Communication(engine="tensorflow")` between hosts.
+
+    ```python
+    import tempfile
+
+    import keras
+    import numpy as np
+    import tfdp
+
+    with tfdp.DataParallelStrategy().scope():
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    folder = tempfile.mkdtemp()
+    x = np.ones((64, 4), "float32")
+    record = tfdp.callbacks.RunRecord(folder)
+    model.fit(x, x[:, :1], batch_size=8, verbose=0, callbacks=[record])
+    print(record.path)  # and then: tfdp report FOLDER
+    ```
+    """
+
+    def __init__(self, directory: str | os.PathLike[str]):
+        super().__init__()
+        if not isinstance(directory, str | os.PathLike) or not os.fspath(directory):
+            raise ConfigurationError(
+                f"directory must be the path of one. Received: {directory!r}."
+            )
+        self.directory = os.fspath(directory)
+        #: This worker's file; None before training begins.
+        self.path: os.PathLike[str] | None = None
+        self._file: RunFile | None = None
+        self._reader: TrafficReader | None = None
+        self._meter: StepMeter | None = None
+        self._clock: StepClock | None = None
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Writes what this training is, and begins to count.
+
+        Raises:
+          ConfigurationError: see the class.
+        """
+        self._began = self._ended = time.perf_counter()
+        self._done = 0
+        self._line: _Line | None = None
+        self._epoch = 0
+        self._is_within_epoch = False
+        self._memory_asked = -MEMORY_SECONDS
+        self._pending_validation = self._validated = self._test_began = 0.0
+        strategy = self.model.distribute_strategy
+        cluster = getattr(strategy, "cluster", None)
+        worker, workers = (0, 1) if cluster is None else (cluster.rank, cluster.workers)
+        self._is_apart = getattr(strategy, "living", None) is not None
+        warn_unless_first(self)
+        self._close()  # what a training that failed has left
+        self._file = RunFile(self.directory, worker)
+        self.path = self._file.path
+        session, hosts = self._session(strategy)
+        self._session_id = session
+        self._write(
+            Start(
+                session,
+                worker,
+                workers,
+                self._replicas(strategy, workers),
+                platform.node()[:200],
+                time.time(),
+                self.params.get("steps") or None,
+                restarts(),
+                tuple(hosts) if worker == 0 else (),
+                settings_of(self.model, self.params),
+                {name: str(v) for name, v in installed_versions().items()},
+                machine_in_words(),
+            )
+        )
+        self._begin_to_count(strategy)
+        self._samples = self._samples_now()
+
+    def _session(self, strategy: Any) -> tuple[str, list[str]]:
+        """The word that all workers have for this start, and their machines."""
+        mine = {"session": secrets.token_hex(8), "host": platform.node()[:200]}
+        # Hosts that train apart begin when they like, and none waits for another.
+        if self._is_apart or not hasattr(strategy, "gather_bytes"):
+            return mine["session"], [mine["host"]]
+        everybody = told_by_all(strategy, mine, "the record of the run")
+        return str(everybody[0]["session"]), [str(each["host"]) for each in everybody]
+
+    def _replicas(self, strategy: Any, workers: int) -> int:
+        here = len(devices_here(strategy))
+        return max(int(strategy.num_replicas_in_sync), here * workers)
+
+    def _begin_to_count(self, strategy: Any) -> None:
+        self._engine: Engine | None = None
+        with contextlib.suppress(ConfigurationError):  # nobody can count there
+            self._engine = engine_of(self.model, "RunRecord")
+            self._reader = TrafficReader(self._engine)
+        if hasattr(strategy.extended, "current_run"):  # it is one of tfdp's
+            self._meter = StepMeter()
+            attach(self.model, self._meter)
+            self.model.make_train_function(force=True)
+        self._clock = StepClock(self.model)
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Notes which it is."""
+        self._epoch, self._validated, self._is_within_epoch = epoch, 0.0, True
+
+    def on_train_batch_begin(
+        self, batch: int, logs: dict[str, Any] | None = None
+    ) -> None:
+        """Starts the clock of a step."""
+        self._first_batch = batch
+        if self._line is None:
+            self._line = _Line(
+                steps_of_line(self._done),
+                self._sent(),
+                self._exchange_seconds(),
+            )
+        if self._clock is not None:
+            self._clock.start()
+
+    def on_train_batch_end(
+        self, batch: int, logs: dict[str, Any] | None = None
+    ) -> None:
+        """Notes a step, and writes the line when it has its steps."""
+        now, line, clock = time.perf_counter(), self._line, self._clock
+        if line is None or clock is None:
+            return
+        steps = self._steps_made(batch)
+        self._done += steps
+        seconds = now - self._ended
+        line.steps += steps
+        line.batch = self._first_batch + steps
+        line.seconds += seconds
+        line.step_seconds += now - clock.began
+        line.validation_seconds += self._pending_validation
+        line.longest_seconds = max(line.longest_seconds, seconds)
+        waited = self._input_seconds(now, clock)
+        is_known = waited is not None and line.input_seconds is not None
+        line.input_seconds = line.input_seconds + waited if is_known else None  # type: ignore[operator]
+        self._pending_validation, self._ended = 0.0, now
+        self._loss = (logs or {}).get("loss")
+        if line.steps >= line.most_steps:
+            self._write_line()
+
+    def _steps_made(self, batch: int) -> int:
+        """In the execution that ends; Keras counts the last of an epoch as whole."""
+        together = batch - self._first_batch + 1
+        if together > 1 and self._meter is not None:
+            return self._meter.steps - self._done
+        epoch = self.params.get("steps")
+        return min(together, epoch - self._first_batch) if epoch else together
+
+    def _input_seconds(self, now: float, clock: StepClock) -> float | None:
+        """From the beginning of a step until its batch was there."""
+        arrived = None if self._meter is None else self._meter.arrived_seconds
+        # Of several steps that run together nobody tells when the others ended.
+        if arrived is None or self.model.steps_per_execution > 1:
+            return None
+        waited = arrived - clock.began_by_clock
+        return min(max(0.0, waited), now - clock.began)
+
+    def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Ends the line: validation sends, too."""
+        self._is_within_epoch = False
+        self._write_line()
+        self._test_began = time.perf_counter()
+
+    def on_test_end(self, logs: dict[str, Any] | None = None) -> None:
+        """Notes how long it took."""
+        took = time.perf_counter() - self._test_began
+        self._pending_validation += took
+        self._validated += took
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Writes what Keras reports of it."""
+        self._is_within_epoch = False
+        self._write_line()
+        numbers = {
+            str(name)[:200]: float(value)
+            for name, value in list((logs or {}).items())[:MOST_NAMES]
+            if is_number(value)
+        }
+        self._write(
+            Epoch(
+                self._session_id,
+                epoch,
+                self._done,
+                time.perf_counter() - self._began,
+                self._validated,
+                numbers,
+            )
+        )
+
+    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+        """Writes that the training ended, and counts no more."""
+        self._write_line()
+        seconds = time.perf_counter() - self._began
+        self._write(End(self._session_id, self._done, seconds))
+        is_metered = self._meter is not None
+        self._close()
+        if is_metered:
+            self.model.make_train_function(force=True)
+
+    def _close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+        if self._reader is not None:
+            self._reader.close()
+        if self._clock is not None:
+            self._clock.close()
+        if self._meter is not None:
+            detach(self.model, self._meter)
+        self._file = self._reader = self._meter = self._clock = None
+
+    def _write_line(self) -> None:
+        line, self._line = self._line, None
+        if line is None or not line.steps:
+            return
+        samples_before, self._samples = self._samples, self._samples_now()
+        within, between = map(_difference, self._sent(), line.sent_before)
+        memory = dict(zip(MEMORY, self._memory(), strict=True))
+        self._write(
+            Steps(
+                self._session_id,
+                self._done,
+                line.steps,
+                self._epoch,
+                line.batch,
+                self._ended - self._began,
+                line.seconds,
+                line.step_seconds,
+                line.validation_seconds,
+                line.longest_seconds,
+                line.input_seconds,
+                _difference(self._exchange_seconds(), line.exchange_before),
+                _difference(self._samples, samples_before),
+                within,
+                between,
+                loss=float(self._loss) if is_number(self._loss) else None,
+                **memory,
+            )
+        )
+
+    def _sent(self) -> tuple[int | None, int | None]:
+        if self._reader is None:
+            return None, None
+        within, between = self._reader.sent()
+        # What goes to hosts that may die is not the engine's.
+        return within, None if self._is_apart else between
+
+    def _exchange_seconds(self) -> float | None:
+        if self._reader is None or self._is_apart:
+            return None
+        return 0.0 if self._engine is None else self._engine.seconds_between_hosts()
+
+    def _samples_now(self) -> int | None:
+        return None if self._meter is None else self._meter.samples
+
+    def _memory(self) -> tuple[int | None, ...]:
+        """Of the process and of GPUs, now and at most; not asked for in each step."""
+        now = time.perf_counter()
+        if now - self._memory_asked < MEMORY_SECONDS and self._is_within_epoch:
+            return None, None, None, None
+        self._memory_asked = now
+        device = device_bytes(self.model.distribute_strategy) or (None, None)
+        try:
+            return *resident_and_peak_bytes(), *device
+        except OSError:
+            return None, None, *device
+
+    def _write(self, entry: Entry) -> None:
+        if self._file is None:
+            return
+        try:
+            self._file.add(entry)
+        except OSError as error:
+            self._file.close()
+            self._file = None
+            warnings.warn(
+                f"The run is recorded no further: {self.path} cannot be written "
+                f"({error.strerror}). Training goes on.",
+                RunRecordWarning,
+                stacklevel=2,
+            )
+
+
+def _difference(now: Any, before: Any) -> Any:
+    return None if now is None or before is None else max(0, now - before)

@@ -1,0 +1,207 @@
+"""`StepTimeline`: a step of `fit` as a picture."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdp._private.step_trace import StepTrace
+from tfdp.checks import is_whole
+from tfdp.errors import ConfigurationError
+from tfdp.files.asked_for import refuse_bad_place
+from tfdp.files.atomic import replaced
+from tfdp.step.held_optimizers import names_of_updates
+from tfdp.tools.report.chrome_trace import chrome_trace
+from tfdp.tools.report.timeline_page import draw_timeline, hidden_share, seconds_by_kind
+
+__all__ = ["StepTimeline"]
+
+
+class StepTimeline(keras.callbacks.Callback):
+    """Draws what every thread did in one training step: exchanges, update, the rest.
+
+    Shows whether gradients and weights travel while the model computes. Prints the path
+    of the page, in how much of the exchanges' time another thread computed (that of
+    another replica, too; `tfdp report` counts the same replica's computing), and how
+    long the weights' update took on all threads together. Beside the page lies the same
+    as a trace, `.trace.json`, by replica and thread, which https://ui.perfetto.dev
+    opens. A training that ends before the step says so. On CPUs TensorFlow does not
+    tell of which replica an op is in a graph that replicas share: from 32 weights on
+    the update, and with 3 replicas and more all that they compute. TensorFlow has one
+    profiler: while another callback uses it nothing is drawn, and a line says so.
+
+    Args:
+      path: of the HTML page to write. On several hosts each writes its own: host 1
+        `timeline.host1.html` where this is `timeline.html`.
+      step: the training step to draw, counted from 1; the first ones are slower than
+        the rest, because TensorFlow traces and warms up. At least 2. With
+        `steps_per_execution=K` the K steps are drawn that run together with it; if
+        those are the very first, in which TensorFlow traces, the K steps after them.
+
+    Raises:
+      ConfigurationError: when `step` is below 2; when training starts: nothing can be
+        written to `path`.
+
+    Cost: the one step is a little slower. On GPUs it shows what the host's threads did,
+    not the kernels (TensorBoard's profiler does).
+
+    ```python
+    import pathlib
+    import tempfile
+
+    import keras
+    import numpy as np
+    import tfdp
+
+    with tfdp.DataParallelStrategy().scope():
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse", jit_compile=False)
+    page = pathlib.Path(tempfile.mkdtemp(), "timeline.html")
+    timeline = tfdp.callbacks.StepTimeline(page)
+    x = np.zeros((64, 4), "float32")
+    model.fit(x, x[:, :1], batch_size=8, verbose=0, callbacks=[timeline])
+    ```
+    """
+
+    def __init__(self, path: str | os.PathLike[str] = "timeline.html", step: int = 5):
+        super().__init__()
+        if not is_whole(step, least=2):
+            raise ConfigurationError(
+                "step must be a whole number of at least 2: in the first step "
+                f"TensorFlow traces the model. Received: {step!r}."
+            )
+        self.path = Path(path)
+        self.step = step
+        #: Of the trace, once it is written.
+        self.trace_path: Path | None = None
+        #: The share of the exchanges' time in which another thread computed; None
+        #: before the step, and without exchanges.
+        self.hidden_share: float | None = None
+        #: Seconds per step on all threads together by kind of op; empty before the
+        #: step. On GPUs the host's: what launches took, not kernels.
+        self.seconds: dict[str, float] = {}
+        #: The steps that were drawn, the first and the last; None before.
+        self.drawn_steps: tuple[int, int] | None = None
+        self._trace: StepTrace | None = None
+        self._steps_before = 0
+        self._steps_together = 1
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        """Starts the trace before its step.
+
+        Raises:
+          ConfigurationError: in the first step: the page cannot be where it is to be.
+        """
+        if not self._steps_before:
+            # Not before: another callback may have made the folder.
+            refuse_bad_place("StepTimeline: path", os.fspath(self.path))
+        self._steps_together = self._steps_of_execution(batch)
+        reached = self._steps_before + self._steps_together
+        is_first = self._steps_before == 0
+        if not is_first and reached >= self.step and self.drawn_steps is None:
+            self.drawn_steps = (self._steps_before + 1, reached)
+            self._trace = self._started_trace()
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Draws the steps that were traced."""
+        self._steps_before += self._steps_together
+        if self._trace is None or self.drawn_steps is None:
+            return
+        events, self._trace = self._trace.stop(), None
+        if not events:
+            return
+        self.hidden_share = hidden_share(events)
+        optimizers = names_of_updates(self.model)
+        first, last = self.drawn_steps
+        together = last - first + 1
+        self.seconds = {
+            kind: seconds / together
+            for kind, seconds in seconds_by_kind(events, optimizers).items()
+        }
+        steps = f"step {first}" if together == 1 else f"steps {first} to {last}"
+        try:
+            self._write(events, steps, optimizers)
+        except OSError as error:
+            # A look at a training does not end it.
+            print(f"\ntfdp: no timeline was written: {error}.")
+            return
+        share = self.hidden_share
+        # `tfdp report` counts what the same replica computed, which is less.
+        behind = f"; another thread computed in {share or 0:.0%} of the exchanges' time"
+        hidden = "" if share is None else behind
+        update_ms = self.seconds["update of weights"] * 1e3
+        print(
+            f"\ntimeline of {steps}: {self.path}{hidden}; update of weights: "
+            f"{update_ms:.1f} ms per step on all threads together; for "
+            f"https://ui.perfetto.dev: {self.trace_path}"
+        )
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """Says when the step never came."""
+        if self.drawn_steps is None:
+            last = self._steps_before
+            instead = f"StepTimeline(step={last})" if last >= 2 else "more steps"
+            if last > 2 and self._steps_together > 1:
+                instead = "more steps, or a smaller steps_per_execution"
+            print(
+                f"\ntfdp: no timeline was written: the training ended after {last} "
+                f"steps, and StepTimeline(step={self.step}) waits for step "
+                f"{self.step}, not among the first that run. Take {instead}."
+            )
+
+    def _started_trace(self) -> StepTrace | None:
+        trace = StepTrace()
+        try:
+            trace.start()
+        except tf.errors.AlreadyExistsError:
+            # An error would end the training while the other profiler runs on.
+            print(
+                "\ntfdp: no timeline was written: TensorFlow has one profiler, and "
+                f"another user of it is at work in step {self.step} (a second "
+                "StepTimeline, keras.callbacks.TensorBoard(profile_batch=...) or "
+                "tf.profiler). Give each other steps, by StepTimeline(step=...), or "
+                "leave one of them out."
+            )
+            return None
+        return trace
+
+    def _write(self, events: Any, steps: str, optimizers: list[str]) -> None:
+        """The page and the trace, each whole or not at all."""
+        strategy = self.model.distribute_strategy
+        cluster = getattr(strategy, "cluster", None)
+        host, hosts = (cluster.rank, cluster.workers) if cluster is not None else (0, 1)
+        if host:
+            self.path = self.path.with_suffix(f".host{host}{self.path.suffix}")
+        self.trace_path = self.path.with_suffix(".trace.json")
+        of_host = f", host {host} of {hosts}" if hosts > 1 else ""
+        local = 1 if strategy is None else strategy.num_replicas_in_sync // hosts
+        for path, text in (
+            (
+                self.path,
+                draw_timeline(
+                    events, f"Training {steps}{of_host}", optimizers, host * local
+                ),
+            ),
+            (
+                self.trace_path,
+                chrome_trace(
+                    events,
+                    optimizers,
+                    host=host,
+                    hosts=hosts,
+                    first_rank=host * local,
+                ),
+            ),
+        ):
+            with replaced(path) as half_written:
+                half_written.write_text(text, encoding="utf-8")
+
+    def _steps_of_execution(self, batch: int) -> int:
+        """How many steps run until the next end; the last ones may be fewer."""
+        together = self.model.steps_per_execution
+        steps = (self.params or {}).get("steps")
+        return together if steps is None else max(1, min(together, steps - batch))

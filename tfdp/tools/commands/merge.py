@@ -1,0 +1,49 @@
+"""`tfdp merge`: one ordinary Keras file from what several hosts have written."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import traceback
+
+__all__ = ["add_arguments", "run"]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the command's arguments."""
+    parser.add_argument(
+        "directory",
+        help="where tfdp.checkpoint.save_parts has written, a directory of "
+        "tfdp.callbacks.Checkpoint (its newest whole one is taken), or one checkpoint "
+        "in it",
+    )
+    parser.add_argument("path", help="the file to write: .keras or .weights.h5")
+    parser.add_argument(
+        "--model",
+        metavar="TARGET",
+        help="what makes the model, where a checkpoint does not describe it: "
+        "path/to/script.py that defines build_model(), path/to/script.py:function or "
+        "package.module:function",
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    """Merges, and says what was written."""
+    from tfdp.strategies.quiet import import_tensorflow_quietly
+
+    import_tensorflow_quietly()
+    from tfdp.checkpoint.merge import merge_parts
+    from tfdp.tools.commands.check_target import ENDED_ITSELF, load_build, parse_target
+
+    build = None
+    try:
+        if options.model is not None:
+            build = load_build(parse_target(options.model))
+        path = merge_parts(options.directory, options.path, build=build)
+    except SystemExit:
+        # Whatever code it gave: 0 would say that the file was written.
+        traceback.print_exc()
+        print(f"tfdp: nothing was merged: {ENDED_ITSELF}", file=sys.stderr)
+        return 1
+    print(f"wrote {path} ({path.stat().st_size:,} bytes)")
+    return 0

@@ -1,0 +1,218 @@
+"""One trial of `tfdp tune`: a few steps of the user's own model with one setting.
+
+In processes of its own, since TensorFlow's devices and engines are set when it starts:
+`python -m tfdp.tools.commands.tune_trial ORDERS`, JSON. Of several workers all train,
+and the first one writes what came of it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from tfdp.errors import ConfigurationError
+from tfdp.files.json_file import write_json
+from tfdp.hosts.sum_speed import speed_of_sums
+from tfdp.tools.commands.check_target import (
+    load_target,
+    parse_target,
+    training_a_target,
+)
+from tfdp.tools.commands.plan_model import load_model
+from tfdp.tools.tune.setting import Setting
+
+__all__ = ["TrialOrders", "main"]
+
+WARM_UP_STEPS = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class TrialOrders:
+    """What the processes of a trial are told.
+
+    Args:
+      target: as `tfdp check` takes it.
+      rows: of the global batch.
+      processes, replicas: how many, and of each.
+      setting: as JSON.
+      steps: that are timed.
+      timeout_seconds: for the wait of workers for each other.
+      asks_facts: whether the link is measured, too.
+      result_path: where the figures go.
+    """
+
+    target: str
+    rows: int
+    processes: int
+    replicas: int
+    setting: dict[str, Any]
+    steps: int
+    timeout_seconds: float
+    asks_facts: bool
+    result_path: str
+
+
+def main(arguments: list[str]) -> None:
+    """Entry point of a process."""
+    orders = TrialOrders(**json.loads(arguments[0]))
+    with training_a_target():
+        figures, is_chief = _figures(orders)
+    if is_chief:
+        write_json(orders.result_path, figures)
+
+
+def _figures(orders: TrialOrders) -> tuple[dict[str, Any], bool]:
+    from tfdp.strategies.quiet import import_tensorflow_quietly
+
+    import_tensorflow_quietly()
+    import keras
+
+    from tfdp.layers.rematerialization import remat
+    from tfdp.tools.planning.keras_profile import inputs_of, profile_of
+
+    setting = Setting.from_json(orders.setting)
+    strategy = _strategy(orders, setting)
+    build, data = _target(orders)
+    keras.utils.set_random_seed(0)
+    with strategy.scope():
+        model = build()
+    if setting.remat:
+        remat(model)
+    _accumulate(model, setting.accumulation_steps)
+    clock = _clock()
+    together = setting.accumulation_steps
+    steps = WARM_UP_STEPS + orders.steps * together
+    dataset = _batches(data, model, orders.rows // together)
+    model.fit(dataset, steps_per_epoch=steps, verbose=0, callbacks=[clock])
+    batch = next(iter(dataset))
+    own_rows = max(1, orders.rows // (orders.processes * orders.replicas))
+    figures = {
+        "engine": strategy.engine_name,
+        "seconds": clock.seconds_of(orders.steps, together),
+        "profile": profile_of(
+            model, [array[:own_rows] for array in inputs_of(model, batch)]
+        ),
+    }
+    link = getattr(strategy, "link", None)
+    if orders.asks_facts and link is not None:
+        figures["link"] = dataclasses.asdict(speed_of_sums(link))
+    return figures, strategy.is_chief
+
+
+def _strategy(orders: TrialOrders, setting: Setting) -> Any:
+    import tensorflow as tf
+
+    import tfdp
+
+    options: dict[str, Any] = {
+        "communication": _communication(setting, orders.timeout_seconds),
+        "shard": setting.shard,
+    }
+    if orders.processes > 1:
+        return tfdp.MultiHostDataParallelStrategy(
+            devices_per_host=orders.replicas, **options
+        )
+    if len(tf.config.list_physical_devices("GPU")) >= orders.replicas:
+        devices = [f"GPU:{number}" for number in range(orders.replicas)]
+    else:
+        devices = tfdp.use_virtual_devices(orders.replicas)
+    return tfdp.DataParallelStrategy(devices, **options)
+
+
+def _communication(setting: Setting, timeout_seconds: float) -> Any:
+    import tfdp
+    from tfdp import compression
+
+    given: dict[str, Any] = {}
+    if setting.lossy_argument is not None:
+        name, value = setting.lossy_argument
+        is_class = name == "compression"
+        given[name] = getattr(compression, value)() if is_class else value
+    return tfdp.Communication(
+        bucket_bytes=setting.bucket_bytes,
+        first_bucket_bytes=setting.first_bucket_bytes,
+        engine=setting.engine,  # type: ignore[arg-type]
+        hierarchy=setting.hierarchy,  # type: ignore[arg-type]
+        timeout_seconds=timeout_seconds,
+        **given,
+    )
+
+
+def _accumulate(model: Any, steps: int) -> None:
+    """Has the model's optimizer update after so many steps.
+
+    Raises:
+      ConfigurationError: it cannot, or has an opinion of its own.
+    """
+    if steps == 1:
+        return
+    optimizer = model.optimizer
+    given = getattr(optimizer, "gradient_accumulation_steps", "none")
+    if given is not None or optimizer.built:
+        raise ConfigurationError(
+            f"The optimizer {optimizer.name!r} cannot be told to accumulate: it "
+            f"{'is built already' if optimizer.built else f'says {given!r} itself'}."
+        )
+    optimizer.gradient_accumulation_steps = steps
+
+
+def _target(orders: TrialOrders) -> tuple[Callable[[], Any], Any]:
+    """What makes the model, and its data; None for a model of keras.applications."""
+    if orders.target.isidentifier():
+        return load_model(orders.target, orders.rows)[0], None
+    found = load_target(parse_target(orders.target))
+    return found.build, found.data
+
+
+def _batches(data: Any, model: Any, rows: int) -> Any:
+    """The first rows of the data, again and again: what is read is not measured."""
+    import numpy as np
+    import tensorflow as tf
+
+    from tfdp.tools.testing.batches import collect_batches, row_count, take_rows
+
+    if data is None:
+        shape = model.inputs[0].shape[1:]
+        images = np.random.default_rng(0).normal(size=(rows, *shape))
+        data = (images.astype("float32"), np.zeros(rows, "int32"))
+    (batch,) = collect_batches(data, 1, rows)
+    count = row_count(batch)
+    batch = take_rows(batch, [row % count for row in range(rows)])
+    return tf.data.Dataset.from_tensors(batch).repeat()
+
+
+def _clock() -> Any:
+    import keras
+
+    class Clock(keras.callbacks.Callback):
+        """When each execution ended, and with which step."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.ends: list[tuple[int, float]] = []
+
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            self.ends.append((batch, time.perf_counter()))
+
+        def seconds_of(self, count: int, together: int) -> list[float]:
+            """Of each step of a whole batch, in which so many are made together."""
+            each: list[float] = []
+            for (first, before), (last, after) in itertools.pairwise(self.ends):
+                each += [(after - before) / (last - first)] * (last - first)
+            timed = each[-count * together :]
+            whole = len(timed) // together * together
+            return [
+                sum(timed[place : place + together])
+                for place in range(0, whole, together)
+            ]
+
+    return Clock()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

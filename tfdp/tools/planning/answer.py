@@ -1,0 +1,174 @@
+"""What `tfdp plan` answers: as a table, as values for a file, and as a page."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from tfdp.tools.planning.memory_plan import MemoryPlan
+from tfdp.tools.planning.page import COLOURS, draw_plan
+from tfdp.tools.planning.way import Way
+
+__all__ = ["Answer"]
+
+WAY_TITLES = ("setting", "peak", "fits", "more FLOPs", "sent in a step")
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """A plan, and what was looked at besides.
+
+    Args:
+      model: its name on the command line.
+      plan: of the setting that was asked about.
+      largest: of the largest batch that fits; None: none does, or it was not asked.
+      ways: settings that need less.
+    """
+
+    model: str
+    plan: MemoryPlan
+    largest: MemoryPlan | None
+    ways: Sequence[Way]
+
+    @property
+    def sentence(self) -> str:
+        """The answer in words."""
+        plan = self.plan
+        of = f"a replica of {plan.replicas}" if plan.replicas > 1 else "one replica"
+        text = (
+            f"{self.model}: {of} with {plan.local_rows} rows needs "
+            f"{_megabytes(plan.peak_bytes)} at the peak of a step"
+        )
+        if plan.memory_bytes is None:
+            return f"{text}."
+        given = _megabytes(plan.memory_bytes)
+        if not plan.is_known:
+            return (
+                f"{text}, and perhaps much more: whether it fits in {given} is not "
+                "known."
+            )
+        if plan.fits:
+            spare = 1 - plan.peak_bytes / plan.memory_bytes
+            return f"{text}. It fits in {given}, with {spare:.0%} to spare."
+        return (
+            f"{text}, and {_megabytes(plan.needed_bytes)} with the margin that a "
+            f"prediction needs. It does not fit in {given}."
+        )
+
+    def part_rows(self) -> list[tuple[str, str, str]]:
+        """Part, size and share, in the order of the page."""
+        plan = self.plan
+        return [
+            (part, _megabytes(plan.parts[part]), f"{share:.0%}")
+            for part in COLOURS
+            if (share := plan.parts.get(part, 0) / max(plan.peak_bytes, 1)) >= 0.0005
+        ]
+
+    def way_rows(self) -> list[tuple[str, ...]]:
+        """One row for each setting."""
+        return [
+            (
+                way.name,
+                _megabytes(way.peak_bytes),
+                "yes" if way.fits else "no",
+                f"{way.more_flops:+.0%}",
+                _megabytes(way.sent_bytes),
+            )
+            for way in self.ways
+        ]
+
+    def fact_rows(self) -> list[tuple[str, str]]:
+        """What else was found."""
+        plan = self.plan
+        rows = [
+            ("FLOPs of a replica in a step", f"{plan.flops:.3g}"),
+            ("sent by a replica in a step", _megabytes(plan.sent_bytes)),
+            ("shard", plan.shard + _remat_in_words(plan.remat)),
+        ]
+        if plan.host_parts:
+            rows.append(
+                ("of the host's memory, by a replica", _megabytes(plan.host_bytes))
+            )
+        if self.largest is not None:
+            rows.append(
+                (
+                    "largest batch that fits",
+                    f"{_at_least(self.largest)} rows for each replica "
+                    f"({_megabytes(self.largest.peak_bytes)})",
+                )
+            )
+        notes = list(plan.notes)
+        if self.largest is not None and self.largest.larger_may_fit:
+            notes.append(
+                f"whether more than {self.largest.local_rows} rows fit: no larger "
+                "batch was looked at"
+            )
+        return [*rows, *(("not known", note) for note in notes)]
+
+    def print(self) -> None:
+        """Prints the sentence and the tables."""
+        from rich.console import Console
+        from rich.table import Table
+
+        console = Console()
+        console.print(self.sentence, soft_wrap=True, highlight=False)
+        for titles, rows in (
+            (("part", "bytes", "share"), self.part_rows()),
+            (("besides", ""), self.fact_rows()),
+            (WAY_TITLES, self.way_rows()),
+        ):
+            if not rows:
+                continue
+            table = Table(box=None, pad_edge=False, header_style="bold")
+            for place, title in enumerate(titles):
+                is_text = place == 0 or titles[0] == "besides"
+                table.add_column(title, justify="left" if is_text else "right")
+            for row in rows:
+                table.add_row(*row)
+            console.print()
+            console.print(table)
+
+    def to_json(self) -> dict[str, Any]:
+        """All of it, for a file."""
+        return {
+            "model": self.model,
+            "plan": self.plan.to_json(),
+            "largest": None if self.largest is None else self.largest.to_json(),
+            "ways": [dataclasses.asdict(way) for way in self.ways],
+        }
+
+    def page(self) -> str:
+        """The HTML page."""
+        bars = [(f"{self.plan.local_rows} rows", dict(self.plan.parts))]
+        if self.largest is not None:
+            name = f"{_at_least(self.largest)} rows, the most that fit"
+            bars.append((name, dict(self.largest.parts)))
+        return draw_plan(
+            f"tfdp plan: {self.model}",
+            self.sentence,
+            bars,
+            [
+                ("Memory by part", ("part", "bytes", "share"), self.part_rows()),
+                ("Besides", ("", ""), self.fact_rows()),
+                ("Ways to need less", WAY_TITLES, self.way_rows()),
+            ],
+            self.plan.memory_bytes,
+        )
+
+
+def _at_least(plan: MemoryPlan) -> str:
+    return (
+        f"at least {plan.local_rows}" if plan.larger_may_fit else f"{plan.local_rows}"
+    )
+
+
+def _remat_in_words(remat: bool | str) -> str:
+    if not remat:
+        return ""
+    policy = f'(policy="{remat}")' if isinstance(remat, str) else ""
+    return f", with tfdp.remat{policy}"
+
+
+def _megabytes(size_bytes: int) -> str:
+    return f"{size_bytes / 1e6:,.1f} MB"

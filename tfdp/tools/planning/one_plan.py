@@ -1,0 +1,93 @@
+"""Whether a training fits, before it is launched: `tfdp.planning.plan`."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+from tfdp.plan.communication import Communication
+from tfdp.plan.shards import Sharding
+from tfdp.tools.planning.memory_plan import MemoryPlan
+from tfdp.tools.planning.planner import Planner
+
+__all__ = ["plan"]
+
+
+def plan(
+    model: Any,
+    batch: Any,
+    *,
+    replicas: int = 1,
+    hosts: int = 1,
+    shard: str | int | Sharding = "none",
+    remat: bool | str = False,
+    memory_bytes: int | None = None,
+    communication: Communication | None = None,
+    device_type: str | None = None,
+) -> MemoryPlan:
+    """What a training step of `model` will need per replica, without running it.
+
+        peak = max over the order of ops of  sum of the tensors that are held
+
+    The step is traced as `fit` traces it, under a `DataParallelStrategy` of logical
+    CPUs; nothing is trained, and the model that is given is left alone.
+
+    Args:
+      model: a function without arguments that builds and compiles a model, or a
+        compiled model that Keras can make again from its configuration.
+      batch: rows of the global batch; or arrays (x, y) of one; or a dataset's
+        `element_spec`, whose first dimension is the global batch.
+      replicas: of each host, at least 1.
+      hosts: at least 1.
+      shard: as `DataParallelStrategy` takes it.
+      remat: whether `tfdp.remat` makes every layer a block; or its `policy`, such as
+        "segments".
+      memory_bytes: what one replica may take.
+      communication: as `DataParallelStrategy` takes it.
+      device_type: deprecated, and without effect: replicas on CPUs need what replicas
+        on GPUs need.
+
+    Returns:
+      The plan: `.peak_bytes`, `.parts`, `.fits`.
+
+    Raises:
+      ConfigurationError: when an argument is not as above, the batch has not a row for
+        each replica, or something cannot be planned.
+      DeviceError: when TensorFlow has already started with fewer logical CPUs than
+        replicas are traced.
+
+    Cost: the weights and the optimizer's state of every replica that is traced (at most
+    4), in the memory of this process; seconds.
+
+    ```python
+    import keras
+    from tfdp.planning import plan
+
+    def build():
+        model = keras.Sequential([keras.Input((64,)), keras.layers.Dense(1000)])
+        model.compile("adam", "mse")
+        return model
+
+    found = plan(build, batch=32, memory_bytes=2 * 2**20)
+    print(found.peak_bytes, found.fits, found.parts["slots"])
+    ```
+
+    Source: what is stored where, Rajbhandari et al. 2020, "ZeRO", arXiv 1910.02054,
+    section 3; the activations are counted, not taken from a formula.
+    """
+    if device_type is not None:
+        warnings.warn(
+            "plan(device_type=...) has no effect any more, and will be removed: leave "
+            "it out.",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+    planner = Planner(
+        model,
+        batch,
+        replicas=replicas,
+        hosts=hosts,
+        shard=shard,
+        communication=communication,
+    )
+    return planner.at(planner.local_rows, remat=remat, memory_bytes=memory_bytes)

@@ -1,0 +1,5 @@
+"""Pages with pictures, and tables of text."""
+
+from tfdp.tools.report.learning_curve import write_learning_curve
+
+__all__ = ["write_learning_curve"]

@@ -1,0 +1,117 @@
+"""The learning curve of a run as one picture: a PNG, or a page that needs nothing."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import numbers
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tfdp.errors import ConfigurationError
+from tfdp.files.atomic import replaced
+from tfdp.tools.report.curve_page import draw_page
+
+__all__ = ["write_learning_curve"]
+
+Curve = Sequence[float]
+# Panel title -> line name -> one value for each epoch.
+Panels = dict[str, dict[str, Curve]]
+
+_SUFFIXES = (".png", ".html")
+_COLUMNS = 3
+
+
+def write_learning_curve(
+    history: Any, path: str | os.PathLike[str], *, title: str = "Learning curve"
+) -> Path:
+    """Draws each metric over the epochs, training beside validation.
+
+    A `.png` is drawn by matplotlib. Where that is not installed, and for `.html`, the
+    result is one HTML page with the curves as SVG, which needs no other file.
+
+    Args:
+      history: what `model.fit` returned, or its `history`: metric name to one
+        value for each epoch. `loss` and `val_loss` share a panel.
+      path: where the picture goes, ending in `.png` or `.html`.
+      title: the line above the panels.
+
+    Returns:
+      The path that was written: `path`, but ending in `.html` when a PNG was
+      asked for and matplotlib is not installed.
+
+    Raises:
+      ConfigurationError: the history is empty or no numbers, or the ending is
+        another one.
+
+    ```python
+    from tfdp.tools.report import write_learning_curve
+
+    history = {"loss": [0.9, 0.4, 0.2], "val_loss": [0.8, 0.5, 0.4]}
+    print(write_learning_curve(history, "curve.html").name)  # curve.html
+    ```
+    """
+    path = Path(path)
+    if path.suffix not in _SUFFIXES:
+        raise ConfigurationError(
+            f"the path of a learning curve ends in {' or '.join(_SUFFIXES)}. "
+            f"Received: {path}."
+        )
+    panels = _panels(history)
+    if path.suffix == ".png" and importlib.util.find_spec("matplotlib") is None:
+        path = path.with_suffix(".html")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replaced(path) as half_written:
+        if path.suffix == ".png":
+            _draw_png(panels, title, half_written)
+        else:
+            half_written.write_text(draw_page(panels, title), "utf-8")
+    return path
+
+
+def _panels(history: Any) -> Panels:
+    curves = getattr(history, "history", history)
+    if not isinstance(curves, Mapping) or not any(map(len, curves.values())):
+        raise ConfigurationError(
+            "a learning curve needs at least one epoch of at least one metric. "
+            f"Received: {curves!r}."
+        )
+    panels: Panels = {}
+    for name, values in curves.items():
+        if not all(isinstance(value, numbers.Real) for value in values):
+            raise ConfigurationError(
+                f"the values of {name!r} must be numbers, one for each epoch. "
+                f"Received: {values!r}."
+            )
+        metric = name.removeprefix("val_")
+        line = "validation" if name.startswith("val_") else "training"
+        panels.setdefault(metric, {})[line] = [float(value) for value in values]
+    return panels
+
+
+def _draw_png(panels: Panels, title: str, path: Path) -> None:
+    # The figure is made without pyplot, which would pick a window system and keep
+    # the figure alive.
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    columns = min(_COLUMNS, len(panels))
+    rows = math.ceil(len(panels) / columns)
+    figure = Figure(figsize=(4.4 * columns, 3.4 * rows), layout="constrained")
+    figure.suptitle(title)
+    axes = figure.subplots(rows, columns, squeeze=False)
+    for axis in axes.flat[len(panels) :]:
+        axis.set_visible(False)
+    for axis, (metric, lines) in zip(axes.flat, panels.items(), strict=False):
+        for name, values in lines.items():
+            epochs = range(1, len(values) + 1)
+            axis.plot(epochs, values, marker="o", markersize=3, label=name)
+        axis.set_title(metric.replace("_", " "))
+        axis.set_xlabel("epoch")
+        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axis.grid(alpha=0.3)
+        if len(lines) > 1:
+            axis.legend()
+    figure.savefig(path, format="png", dpi=120)

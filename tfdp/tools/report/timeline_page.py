@@ -1,0 +1,192 @@
+"""A step as a picture: a lane for each thread, a box for each op. One HTML page."""
+
+from __future__ import annotations
+
+import html
+import re
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+from tfdp.tools.report.html_page import html_page, legend, svg_line, svg_text
+from tfdp.tools.report.spans import covered
+
+__all__ = [
+    "draw_timeline",
+    "hidden_share",
+    "kind_of",
+    "replica_of",
+    "seconds_by_kind",
+]
+
+# Part of an op's name -> what it is.
+EXCHANGES = {
+    "tfdp_all_gather": "gather of weights",
+    "tfdp_reduce_scatter": "scatter of gradients",
+    "tfdp_all_reduce": "sum of gradients",
+}
+UPDATE = "update of weights"
+COLOURS = {
+    "gather of weights": "#c2571a",
+    "scatter of gradients": "#2f7d4f",
+    "sum of gradients": "#7a4fa0",
+    UPDATE: "#d9a521",
+    "computing": "#9dbbdb",
+}
+_WIDTH, _LANE, _GAP, _LEFT, _TOP = 1100, 26, 8, 80, 30
+_MOST_TICKS = 10
+# Boxes thinner than this part of a pixel are left out.
+_THINNEST = 0.02
+
+# TensorFlow's scope of every replica's ops but the first one's.
+REPLICA = re.compile(r"(?:^|/)replica_(\d+)/")
+# What is not within it is done for all: the input.
+STEP = re.compile(r"PartitionedCall/")
+
+
+class Event(Protocol):
+    """An op: where, what, when."""
+
+    @property
+    def thread(self) -> str:
+        """Which thread ran it."""
+
+    @property
+    def name(self) -> str:
+        """The op's."""
+
+    @property
+    def start_us(self) -> float:
+        """When it began."""
+
+    @property
+    def duration_us(self) -> float:
+        """How long it ran."""
+
+
+def kind_of(name: str, optimizers: Iterable[str] = ()) -> str:
+    """What an op with this name does, where the optimizers have these names."""
+    for part, kind in EXCHANGES.items():
+        if part in name:
+            return kind
+    # TensorFlow numbers the scopes of one name. In a function that replicas share the
+    # name begins with it.
+    is_update = any(
+        re.search(rf"(?:^|/){re.escape(optimizer)}(_\d+)?/", name)
+        for optimizer in optimizers
+    )
+    return UPDATE if is_update else "computing"
+
+
+def replica_of(name: str, first_rank: int = 0) -> int | None:
+    """The rank of the replica that an op is of; None: of none.
+
+    What is done for all within the step counts as the first one's: neither has a scope.
+
+    Args:
+      name: the op's.
+      first_rank: of the first replica of this host.
+
+    >>> replica_of("StatefulPartitionedCall/replica_1/dense/MatMul:MatMul", 2)
+    3
+    """
+    if found := REPLICA.search(name):
+        return first_rank + int(found[1])
+    return first_rank if STEP.search(name) else None
+
+
+def seconds_by_kind(
+    events: Iterable[Event], optimizers: Sequence[str]
+) -> dict[str, float]:
+    """How long ops of each kind ran, on all threads together."""
+    seconds = dict.fromkeys(COLOURS, 0.0)
+    for event in events:
+        seconds[kind_of(event.name, optimizers)] += event.duration_us / 1e6
+    return seconds
+
+
+def hidden_share(events: Sequence[Event]) -> float | None:
+    """The share of the exchanges' time in which another thread computed.
+
+    None without exchanges.
+    """
+    exchanges = frozenset(EXCHANGES.values())
+    computing = [e for e in events if kind_of(e.name) not in exchanges]
+    total = hidden = 0.0
+    for exchange in events:
+        if kind_of(exchange.name) not in exchanges:
+            continue
+        start, stop = exchange.start_us, exchange.start_us + exchange.duration_us
+        others = (
+            (max(start, e.start_us), min(stop, e.start_us + e.duration_us))
+            for e in computing
+            if e.thread != exchange.thread
+        )
+        total += stop - start
+        hidden += covered(others)
+    return hidden / total if total else None
+
+
+def draw_timeline(
+    events: Sequence[Event],
+    title: str,
+    optimizers: Sequence[str] = (),
+    first_rank: int = 0,
+) -> str:
+    """The page.
+
+    Args:
+      events: of one step; at least one.
+      title: above the picture.
+      optimizers: what the optimizers are called.
+      first_rank: of the first replica of this host.
+    """
+    first = min(e.start_us for e in events)
+    last = max(e.start_us + e.duration_us for e in events)
+    scale = (_WIDTH - _LEFT - 10) / max(last - first, 1e-9)
+    threads = list(dict.fromkeys(e.thread for e in events))
+    height = _TOP + len(threads) * (_LANE + _GAP) + 20
+    parts = [
+        f'<svg width="{_WIDTH}" height="{height}" viewBox="0 0 {_WIDTH} {height}">',
+        *_axis((last - first) / 1e3, scale * 1e3, height),
+    ]
+    for lane, thread in enumerate(threads):
+        y = _TOP + lane * (_LANE + _GAP)
+        parts.append(f'<text x="4" y="{y + 17}">thread {lane + 1}</text>')
+        for event in events:
+            if event.thread == thread and event.duration_us * scale >= _THINNEST:
+                x = _LEFT + (event.start_us - first) * scale
+                colour = COLOURS[kind_of(event.name, optimizers)]
+                width = event.duration_us * scale
+                replica = replica_of(event.name, first_rank)
+                parts.append(_box(event, replica, colour, x, y, width))
+    parts.append("</svg>")
+    return html_page(
+        title, legend(COLOURS), *parts, "<p>Point at a box to see the op.</p>"
+    )
+
+
+def _box(
+    event: Event, replica: int | None, colour: str, x: float, y: float, width: float
+) -> str:
+    of = "" if replica is None else f"replica {replica}, "
+    text = html.escape(f"{of}{event.name}: {event.duration_us / 1e3:.3f} ms")
+    return (
+        f'<rect x="{x:.2f}" y="{y}" width="{max(width, 0.4):.2f}" height="{_LANE}" '
+        f'fill="{colour}"><title>{text}</title></rect>'
+    )
+
+
+def _axis(total_ms: float, scale: float, height: int) -> list[str]:
+    step = next(
+        s * 10.0**p
+        for p in range(-3, 7)
+        for s in (1, 2, 5)
+        if total_ms / (s * 10.0**p) <= _MOST_TICKS
+    )
+    ticks = [n * step for n in range(int(total_ms / step) + 1)]
+    return [
+        svg_line(x, _TOP - 6, x, height - 16, "#ddd")
+        + svg_text(x, 16, f"{tick:g} ms", "middle")
+        for tick in ticks
+        for x in [_LEFT + tick * scale]
+    ]

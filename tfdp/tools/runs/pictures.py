@@ -1,0 +1,302 @@
+"""The pictures of a run: each a piece of HTML for its page."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+
+from tfdp.tools.report.curve_page import draw_panel
+from tfdp.tools.report.html_page import legend
+from tfdp.tools.report.line_chart import COLOURS, Chart, Point, draw_chart, thinned
+from tfdp.tools.report.part_bars import part_bars
+from tfdp.tools.report.units import seconds_in_words
+from tfdp.tools.runs.entries import Steps
+from tfdp.tools.runs.facts import Facts, Rate, epochs_of, merged
+from tfdp.tools.runs.together import (
+    BETWEEN,
+    COMPUTING,
+    FIRST,
+    INPUT,
+    SENDING,
+    VALIDATION,
+    WAITING,
+)
+from tfdp.tools.runs.traces import ReplicaTrace
+
+__all__ = [
+    "bytes_pictures",
+    "compared_bars",
+    "compared_pictures",
+    "learning_pictures",
+    "memory_pictures",
+    "part_picture",
+    "rate_pictures",
+    "trace_picture",
+    "wait_picture",
+]
+
+# In the order of drawing.
+PART_COLOURS = {
+    COMPUTING: "#9dbbdb",
+    SENDING: "#7a4fa0",
+    WAITING: "#c2571a",
+    INPUT: "#d9a521",
+    BETWEEN: "#777777",
+    VALIDATION: "#2f7d4f",
+    FIRST: "#cccccc",
+}
+TRACE_COLOURS = {
+    "computing": "#9dbbdb",
+    "exchange behind computing": "#7a4fa0",
+    "exchange alone": "#c2571a",
+    "update of weights": "#d9a521",
+    "nothing": "#dddddd",
+}
+MOST_BARS, MOST_PANELS = 64, 24
+# Of the line of a rate: what is shorter is noise.
+MOST_RATES = 100
+MOST_RUNS = len(COLOURS)
+UNITS = (
+    (2 * 86400.0, 86400.0, "days"),
+    (7200.0, 3600.0, "hours"),
+    (120.0, 60.0, "min"),
+)
+
+
+def rate_pictures(facts: Facts) -> list[str]:
+    """Samples per second, and the time of a step, over the time of the run."""
+    unit, name = _time_unit(facts.seconds)
+    marks = [(start.from_seconds / unit, "started again") for start in facts.starts[1:]]
+    rates, steps = list[Point](), list[Point]()
+    for stretch in _stretches(facts):
+        if rates:
+            rates.append((rates[-1][0], math.nan))
+            steps.append((steps[-1][0], math.nan))
+        for rate in stretch:
+            ends = (rate.at_seconds - rate.seconds, rate.at_seconds)
+            speed, step_ms = _speed(facts, rate), 1e3 * rate.seconds / rate.steps
+            rates += [(end_seconds / unit, speed) for end_seconds in ends]
+            steps += [(end_seconds / unit, step_ms) for end_seconds in ends]
+    return [
+        draw_chart(Chart(title, {"": points}, name, marks=marks, from_zero=True))
+        for title, points in ((_rate_name(facts), rates), ("ms per step", steps))
+        if points
+    ]
+
+
+def part_picture(facts: Facts) -> str:
+    """Where the time of each worker went, without the steps in which it traced."""
+    shown = {part: PART_COLOURS[part] for part in PART_COLOURS if part != FIRST}
+    bars = []
+    for rank, parts in facts.part_seconds.items():
+        mine = {part: parts[part] for part in shown}
+        total = sum(mine.values())
+        share = mine[COMPUTING] / total if total else 0.0
+        end = f"{seconds_in_words(total)}, {share:.0%} computing"
+        bars.append((f"worker {rank}", end, mine))
+    return legend(shown) + _bars(bars, shown, "s")
+
+
+def wait_picture(facts: Facts) -> str:
+    """How long each worker waited for others; short: the others waited for it."""
+    found = facts.stragglers.waited_seconds
+    bars = [
+        (f"worker {rank}", f"waited {seconds_in_words(seconds)}", {WAITING: seconds})
+        for rank, seconds in found.items()
+    ]
+    return _bars(bars, {WAITING: PART_COLOURS[WAITING]}, "s")
+
+
+def trace_picture(replicas: Sequence[ReplicaTrace]) -> str:
+    """What each replica did in the steps of a trace."""
+    bars = []
+    for replica in replicas:
+        hidden = replica.hidden_share
+        end = "no exchange" if hidden is None else f"{hidden:.0%} of exchanges hidden"
+        parts = {part: 1e3 * s for part, s in replica.part_seconds.items()}
+        bars.append((f"replica {replica.rank}", end, parts))
+    return legend(TRACE_COLOURS) + _bars(bars, TRACE_COLOURS, "ms")
+
+
+def memory_pictures(facts: Facts) -> list[str]:
+    """Memory over the time, of the host and of GPUs."""
+    pictures = []
+    for field, title in (
+        ("resident_bytes", "memory of the process in GB"),
+        ("device_bytes", "memory of the fullest GPU in GB"),
+    ):
+        if drawn := _over_time(facts, field, title, lambda line, v: v / 1e9):
+            pictures.append(drawn)
+    return pictures
+
+
+def bytes_pictures(facts: Facts) -> list[str]:
+    """What a step sends over the time, where anything is sent."""
+    pictures = []
+    for field, title in (
+        ("within_bytes", "MB per step within hosts"),
+        ("between_bytes", "MB per step between hosts"),
+    ):
+        if not any(facts.per_step(field).values()):
+            continue
+        drawn = _over_time(facts, field, title, lambda line, v: v / line.steps / 1e6)
+        pictures.append(drawn or "")
+    return pictures
+
+
+def learning_pictures(facts: Facts) -> list[str]:
+    """The loss step by step, and what Keras reports of epochs."""
+    pictures = []
+    points: list[Point] = []
+    done = 0
+    for session in facts.run.sessions:
+        if points:
+            points.append((points[-1][0], math.nan))
+        done = session.first.first_step or done
+        mine: list[Point] = []
+        for line in session.first.steps:
+            if line.loss is not None:
+                mine.append((float(done + line.step), line.loss))
+        points += thinned(mine)
+        done += session.first.steps[-1].step if session.first.steps else 0
+    if points:
+        title = "loss (of the epoch so far)"
+        pictures.append(draw_chart(Chart(title, {"": points}, "steps")))
+    panels: dict[str, dict[str, list[float]]] = {}
+    epochs = epochs_of(facts.run)
+    for number, epoch in enumerate(epochs):
+        for name, value in epoch.logs.items():
+            if name.startswith("bytes_"):
+                continue
+            metric = name.removeprefix("val_")
+            kind = "validation" if name.startswith("val_") else "training"
+            empty = [math.nan] * len(epochs)
+            panels.setdefault(metric, {}).setdefault(kind, empty)[number] = value
+    places = [str(epoch.epoch + 1) for epoch in epochs] if len(epochs) <= 8 else ()
+    return pictures + [
+        draw_panel(metric, lines, places)
+        for metric, lines in itertools.islice(panels.items(), MOST_PANELS)
+    ]
+
+
+def compared_bars(runs: Sequence[tuple[str, Facts]]) -> str:
+    """Where the time of a step went, of the mean worker of each run."""
+    shown = {part: PART_COLOURS[part] for part in PART_COLOURS if part != FIRST}
+    bars = []
+    for name, facts in runs:
+        count = max(1, facts.steps) * max(1, len(facts.part_seconds))
+        workers = facts.part_seconds.values()
+        parts = {p: 1e3 * sum(each[p] for each in workers) / count for p in shown}
+        bars.append((name, f"{sum(parts.values()):.4g} ms per step", parts))
+    return legend(shown) + part_bars(bars, shown, "ms")
+
+
+def compared_pictures(runs: Sequence[tuple[str, Facts]]) -> list[str]:
+    """Throughput and metrics of runs, as many as there are colours."""
+    runs = runs[:MOST_RUNS]
+    rates, metrics = {}, dict[str, dict[str, list[Point]]]()
+    for name, facts in runs:
+        seen = [rate for stretch in _stretches(facts) for rate in stretch]
+        steps = itertools.accumulate(rate.steps for rate in seen)
+        speeds = [_speed(facts, rate) for rate in seen]
+        rates[name] = list(zip(map(float, steps), speeds, strict=True))
+        for epoch in epochs_of(facts.run):
+            for metric, value in epoch.logs.items():
+                if not metric.startswith("bytes_"):
+                    line = metrics.setdefault(metric, {}).setdefault(name, [])
+                    line.append((epoch.epoch + 1.0, value))
+    charts = [Chart("samples or steps per second", rates, "steps", from_zero=True)]
+    charts += [
+        Chart(metric, lines, "epoch", dots=True)
+        for metric, lines in itertools.islice(metrics.items(), MOST_PANELS)
+    ]
+    return [draw_chart(chart) for chart in charts if any(chart.lines.values())]
+
+
+def _bars(
+    bars: Sequence[tuple[str, str, Mapping[str, float]]],
+    colours: Mapping[str, str],
+    unit: str,
+) -> str:
+    """No more than people look at: the first ones."""
+    drawn = part_bars(bars[:MOST_BARS], colours, unit)
+    more = len(bars) - MOST_BARS
+    return drawn + (f"<p>{more} more are not drawn.</p>" if more > 0 else "")
+
+
+def _rate_name(facts: Facts) -> str:
+    known = facts.samples_per_second is not None
+    return "samples per second" if known else "steps per second"
+
+
+def _speed(facts: Facts, rate: Rate) -> float:
+    if facts.samples_per_second is not None:
+        return rate.samples_per_second or 0.0
+    return rate.steps / rate.seconds
+
+
+def _stretches(facts: Facts) -> list[list[Rate]]:
+    """The steady rates of each start that has any, merged to what can be seen."""
+    width = math.ceil(len(facts.steady) / MOST_RATES)
+    found = []
+    for start in facts.starts:
+        mine = [
+            rate
+            for rate in facts.steady
+            if start.from_seconds < rate.at_seconds <= start.to_seconds
+        ]
+        if mine:
+            places = range(0, len(mine), width)
+            found.append([merged(mine[place : place + width]) for place in places])
+    return found
+
+
+def _time_unit(seconds: float) -> tuple[float, str]:
+    for least, unit, name in UNITS:
+        if seconds >= least:
+            return unit, name
+    return 1.0, "seconds"
+
+
+def _over_time(
+    facts: Facts, field: str, title: str, value: Callable[[Steps, float], float]
+) -> str | None:
+    """A line for each worker; of more than four the least, the median and the most."""
+    unit, name = _time_unit(facts.seconds)
+    lines: dict[str, list[Point]] = {}
+    for session, start in zip(facts.run.sessions, facts.starts, strict=True):
+        for rank, worker in session.workers.items():
+            mine = []
+            for line in worker.steps:
+                found = getattr(line, field)
+                if found is not None:
+                    at_seconds = start.from_seconds + line.at_seconds
+                    mine.append((at_seconds / unit, value(line, found)))
+            if mine:
+                points = lines.setdefault(f"worker {rank}", [])
+                # No line over the time between two starts.
+                points += [(points[-1][0], math.nan)] if points else []
+                points += thinned(mine)
+    if not lines:
+        return None
+    if len(lines) > len(COLOURS):
+        lines = _spread(list(lines.values()))
+    return draw_chart(Chart(title, lines, name, from_zero=True))
+
+
+def _spread(lines: Sequence[Sequence[Point]]) -> dict[str, list[Point]]:
+    shortest = min(map(len, lines))
+    found: dict[str, list[Point]] = {"least": [], "median": [], "most": []}
+    for number in range(shortest):
+        here = [line[number] for line in lines]
+        values = sorted(y for _, y in here)
+        place = here[0][0]
+        for name, y in (
+            ("least", values[0]),
+            ("median", statistics.median(values)),
+            ("most", values[-1]),
+        ):
+            found[name].append((place, y))
+    return found

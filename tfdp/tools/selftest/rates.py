@@ -1,0 +1,47 @@
+"""How fast sums of some sizes are."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+
+import tensorflow as tf
+
+from tfdp.strategies.data_parallel import DataParallelStrategy
+from tfdp.tools.bench.one_process.interleave import time_in_turn
+from tfdp.tools.bench.one_process.reduction import make_gradients, make_reduction
+
+__all__ = ["measure_rates"]
+
+SIZES_BYTES = tuple(n << 20 for n in (1, 16, 128))
+REPEATS, CALLS, WARM_UP = 7, 3, 2
+
+
+def measure_rates(strategy: DataParallelStrategy) -> str:
+    """Times sums of float32 that lie on the devices.
+
+    Returns:
+      For each size the median time, and what NCCL's own tests call the bandwidth of
+      the bus: 2 (N - 1) / N of the bytes, by that time.
+    """
+    devices = strategy.extended.worker_devices
+    arms: dict[str, Callable[[], object]] = {}
+    for size_bytes in SIZES_BYTES:
+        shapes = [(size_bytes // 4,)]
+        gradients = [make_gradients(shapes, r, d) for r, d in enumerate(devices)]
+        arms[str(size_bytes)] = make_reduction(strategy, gradients, read=True)
+        for _ in range(WARM_UP):
+            arms[str(size_bytes)]()
+    seconds = time_in_turn(
+        arms,
+        repeats=REPEATS,
+        calls=CALLS,
+        finish=tf.test.experimental.sync_devices,
+    )
+    share = 2 * (len(devices) - 1) / len(devices)
+    told = []
+    for size, figures in seconds.items():
+        taken = statistics.median(figures)
+        rate = share * int(size) / taken / 1e9
+        told.append(f"{int(size) >> 20} MiB {1e3 * taken:.3g} ms ({rate:.3g} GB/s)")
+    return ", ".join(told)

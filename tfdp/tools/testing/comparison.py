@@ -1,0 +1,344 @@
+"""Trains the same model on one device and on N replicas; a row per variable."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfdp.errors import ConfigurationError
+from tfdp.tools.testing import rounding
+from tfdp.tools.testing.batches import Batch, row_count, take_rows
+from tfdp.tools.testing.model_parts import (
+    HALF_PRECISION,
+    compute_round_off,
+    layers_of,
+    unit_round_off,
+)
+from tfdp.tools.testing.report import VariableRow, tell_enough
+from tfdp.tools.testing.trainee import ModelChange, Trainee
+
+__all__ = ["Comparison", "Setting", "compare"]
+
+# One-device trainings that differ by rounding only; see `rounding`.
+TWINS = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """What is trained, on what, and how."""
+
+    build: Callable[[], keras.Model]
+    strategy: tf.distribute.Strategy
+    batches: tuple[Batch, ...]
+    seed: int
+    keep_random_layers: bool = False
+    changes: tuple[ModelChange, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """What one comparison gave; `model` is the one-device model, for its facts."""
+
+    model: keras.Model
+    rows: tuple[VariableRow, ...]
+    switched_off: tuple[str, ...]
+    drawing_layers: tuple[str, ...]
+    finite_on_one_device: bool
+    finite_on_replicas: bool
+    loss_one_device: float | None
+    loss_replicas: float | None
+    error: Exception | None = None
+
+    @property
+    def ok(self) -> bool:
+        """Whether every row holds, and enough of them tell."""
+        return self._no_row_exceeds and tell_enough(self.rows)
+
+    @property
+    def is_too_coarse(self) -> bool:
+        """Whether rounding in half precision would hide a wrong step."""
+        return (
+            self._no_row_exceeds
+            and not self.ok
+            and any(
+                layer.compute_dtype in HALF_PRECISION for layer in layers_of(self.model)
+            )
+        )
+
+    @property
+    def _no_row_exceeds(self) -> bool:
+        return self.error is None and all(
+            row.first_step_over is None for row in self.rows
+        )
+
+
+class _Movements:
+    """The weights of a training after every step, one array per weight."""
+
+    def __init__(self, start: Sequence[np.ndarray]):
+        self.start = list(start)
+        self.steps: dict[int, list[np.ndarray]] = {}
+
+    def note(self, step: int, weights: list[list[np.ndarray]]) -> None:
+        self.steps[step] = [copies[0] for copies in weights]
+
+    @property
+    def finite(self) -> bool:
+        return all(
+            np.isfinite(rounding.largest(value))
+            for weights in self.steps.values()
+            for value in weights
+        )
+
+
+def compare(setting: Setting) -> Comparison:
+    """Trains on one device, its twins, and on the replicas.
+
+    An error of the training on one device is raised as it is; one of the replicas is
+    part of the result.
+
+    Raises:
+      ConfigurationError: when `build` does not do what it must.
+    """
+    one, several, error = _make_both(setting)
+    start = one.values()
+    states_before = one.random_states()
+    reference = _Movements(_weights(one.model))
+    loss_one = one.train(setting.batches, reference.note)
+    states_after = one.random_states()
+    drawing = [
+        name
+        for name, states in states_before.items()
+        if any(map(_differ, states, states_after[name]))
+    ]
+    spreads = _twin_spreads(setting, one, start, reference, permute=not drawing)
+    distances = _Distances(reference)
+    loss_several = None
+    if several is not None:
+        # An experiment may have given the replicas another rate.
+        several.load(start, rates=False)
+        try:
+            loss_several = several.train(setting.batches, distances.note)
+        except Exception as raised:
+            error = raised
+    bounds = _bounds(setting, one.model, reference, spreads)
+    rows = () if error else _rows(one.model, reference, distances, bounds)
+    return Comparison(
+        model=one.model,
+        rows=rows,
+        switched_off=tuple(one.switched_off),
+        drawing_layers=tuple(drawing),
+        finite_on_one_device=reference.finite,
+        finite_on_replicas=distances.finite,
+        loss_one_device=loss_one,
+        loss_replicas=loss_several,
+        error=error,
+    )
+
+
+def _make_both(setting: Setting) -> tuple[Trainee, Trainee | None, Exception | None]:
+    one = _trainee(setting, None)
+    one.make(setting.batches[0])
+    if not one.model.trainable_weights:
+        raise ConfigurationError(
+            f"No weight of the model {one.model.name!r} is trainable, so there is no "
+            "training to compare. Unfreeze what is to be trained before compile()."
+        )
+    several = _trainee(setting, setting.strategy)
+    try:
+        several.make(setting.batches[0])
+    except ConfigurationError:
+        raise
+    except Exception as error:
+        return one, None, error
+    if one.model is several.model:
+        raise ConfigurationError(
+            f"build() returned the same model twice ({one.model.name!r}). It must make "
+            "a new one at every call: once under the strategy's scope, once under none."
+        )
+    # "auto" means one thing under a strategy and another on one device, and XLA rounds
+    # otherwise.
+    one.jit_compile = one.model.jit_compile = several.model.jit_compile
+    return one, several, None
+
+
+def _trainee(setting: Setting, strategy: tf.distribute.Strategy | None) -> Trainee:
+    return Trainee(
+        setting.build,
+        strategy,
+        device=setting.strategy.extended.worker_devices[0],
+        seed=setting.seed,
+        keep_random_layers=setting.keep_random_layers,
+        changes=setting.changes,
+    )
+
+
+def _weights(model: keras.Model) -> list[np.ndarray]:
+    return [weight.numpy() for weight in model.weights]
+
+
+def _differ(a: np.ndarray, b: np.ndarray) -> bool:
+    return not np.array_equal(a, b)
+
+
+def _twin_spreads(
+    setting: Setting,
+    one: Trainee,
+    start: list[np.ndarray],
+    reference: _Movements,
+    *,
+    permute: bool,
+) -> dict[int, list[float]]:
+    """Step -> per weight how far the twins' movements are from the reference's.
+
+    With layers that draw, rows keep their order: another would get another mask.
+    """
+    generator = np.random.default_rng(setting.seed)
+    unit = compute_round_off(one.model)
+    spreads = {step: [0.0] * len(weights) for step, weights in reference.steps.items()}
+    for _ in range(TWINS):
+        batches = tuple(
+            _twin_batch(batch, unit, generator, permute) for batch in setting.batches
+        )
+        one.load(start)
+        for weight in one.model.trainable_weights:
+            weight.assign(rounding.nudge(weight.numpy(), unit, generator))
+        twin = _Movements(_weights(one.model))
+        one.train(batches, twin.note)
+        for step, weights in twin.steps.items():
+            for index, value in enumerate(weights):
+                moved = rounding.difference(value, twin.start[index])
+                expected = rounding.difference(
+                    reference.steps[step][index], reference.start[index]
+                )
+                found = rounding.largest_difference(moved, expected)
+                spreads[step][index] = max(spreads[step][index], found)
+    return spreads
+
+
+def _twin_batch(
+    batch: Batch, unit: float, generator: np.random.Generator, permute: bool
+) -> Batch:
+    if permute:
+        batch = take_rows(batch, generator.permutation(row_count(batch)))
+    inputs, *others = batch if isinstance(batch, tuple) else (batch,)
+    inputs = tf.nest.map_structure(
+        lambda leaf: _nudged_input(leaf, unit, generator), inputs
+    )
+    return (inputs, *others) if isinstance(batch, tuple) else inputs
+
+
+def _nudged_input(leaf: Any, unit: float, generator: np.random.Generator) -> Any:
+    if not isinstance(leaf, tf.Tensor) or not leaf.dtype.is_floating:
+        return leaf
+    values = leaf.numpy()
+    # Whole numbers stay: sums of them are exact, and they may stand for words.
+    nudged = rounding.nudge(values, unit, generator)
+    return tf.constant(np.where(values == np.round(values), values, nudged))
+
+
+class _Distances:
+    """How far each weight of each replica is from the reference, after every step."""
+
+    def __init__(self, reference: _Movements):
+        self._reference = reference
+        self.steps: dict[int, list[float]] = {}
+        self.first: list[np.ndarray] = []
+        self.finite = True
+
+    def note(self, step: int, weights: list[list[np.ndarray]]) -> None:
+        if not self.first:
+            self.first = [copies[0] for copies in weights]
+        self.steps[step] = [
+            max(rounding.largest_difference(copy, expected) for copy in copies)
+            for copies, expected in zip(
+                weights, self._reference.steps[step], strict=True
+            )
+        ]
+        self.finite &= all(
+            np.isfinite(rounding.largest(copy)) for copies in weights for copy in copies
+        )
+
+
+def _bounds(
+    setting: Setting,
+    model: keras.Model,
+    reference: _Movements,
+    spreads: dict[int, list[float]],
+) -> dict[int, list[float]]:
+    rows = max(row_count(batch) for batch in setting.batches)
+    unit = compute_round_off(model)
+    travel = [0.0] * len(reference.start)
+    last = reference.start
+    bounds: dict[int, list[float]] = {}
+    for step, weights in sorted(reference.steps.items()):
+        bounds[step] = []
+        for index, value in enumerate(weights):
+            travel[index] += rounding.largest_difference(value, last[index])
+            stored = unit_round_off(value.dtype.name)
+            bounds[step].append(
+                rounding.bound(
+                    spread=spreads[step][index],
+                    step=step,
+                    largest_weight=rounding.largest(value),
+                    travel=travel[index] if stored else 0.0,
+                    rows=rows,
+                    variable_round_off=stored,
+                    compute_round_off=max(unit, stored),
+                )
+            )
+        last = weights
+    return bounds
+
+
+def _rows(
+    model: keras.Model,
+    reference: _Movements,
+    distances: _Distances,
+    bounds: dict[int, list[float]],
+) -> tuple[VariableRow, ...]:
+    trainable = {id(weight) for weight in model.trainable_weights}
+    first_step = min(reference.steps)
+    rows = []
+    for index, weight in enumerate(model.weights):
+        start = reference.start[index]
+        pairs = {
+            step: (distances.steps[step][index], bounds[step][index])
+            for step in sorted(reference.steps)
+        }
+        excesses = {step: rounding.excess(*pair) for step, pair in pairs.items()}
+        step = max(excesses, key=lambda step: excesses[step])
+        over = [step for step, excess in excesses.items() if excess > 1]
+        rows.append(
+            VariableRow(
+                path=weight.path,
+                shape=tuple(weight.shape),
+                trainable=id(weight) in trainable,
+                largest_difference=pairs[step][0],
+                bound=pairs[step][1],
+                movement=max(
+                    rounding.largest_difference(weights[index], start)
+                    for weights in reference.steps.values()
+                ),
+                step=step,
+                first_step_over=over[0] if over else None,
+                update_ratio=_update_ratio(
+                    distances.first[index], reference.steps[first_step][index], start
+                ),
+            )
+        )
+    return tuple(rows)
+
+
+def _update_ratio(
+    after: np.ndarray, expected: np.ndarray, start: np.ndarray
+) -> float | None:
+    length = float(np.linalg.norm(rounding.difference(expected, start)))
+    if not length or not np.isfinite(length):
+        return None
+    return float(np.linalg.norm(rounding.difference(after, start))) / length

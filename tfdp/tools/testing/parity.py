@@ -1,0 +1,264 @@
+"""`check_parity`: N replicas against one device, on the user's own model and data."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdp.checks import is_whole
+from tfdp.cluster.machine import restart_in_words
+from tfdp.errors import ConfigurationError, DeviceError, ParityError, ScopeError
+from tfdp.strategies.data_parallel import DataParallelStrategy
+from tfdp.strategies.devices import find_devices
+from tfdp.strategies.in_words import unsaid
+from tfdp.tools.testing.batches import collect_batches, row_count
+from tfdp.tools.testing.changes import CHANGES
+from tfdp.tools.testing.comparison import Comparison, Setting, compare
+from tfdp.tools.testing.crashes import describe_error
+from tfdp.tools.testing.diagnosis import diagnose as find_causes
+from tfdp.tools.testing.report import Finding, ParityReport
+
+__all__ = ["check_parity", "compare_and_report"]
+
+RANDOM_LAYERS = ("off", "keep")
+COARSE = (
+    "computed in float32 for the check: in half precision every difference is within "
+    "what rounding explains, but that rounding would also hide a wrong step"
+)
+
+
+def check_parity(
+    build: Callable[[], keras.Model],
+    data: Any,
+    strategy: tf.distribute.Strategy | int | None = None,
+    *,
+    steps: int = 4,
+    batch_size: int = 32,
+    seed: int = 0,
+    random_layers: str = "off",
+    diagnose: bool = True,
+    raise_on_failure: bool = False,
+) -> ParityReport:
+    """Trains a model on one device and on N replicas, and compares every variable.
+
+    Both start from the same weights and take the same global batches through `fit`. For
+    a variable w, with w_1 on one device and w_r on replica r, each step must hold
+
+        max_r |w_r - w_1| <= 8 spread + 2 t u |w| + 2 sqrt(n) u travel
+
+    where the right side is what the order of float32 sums explains: the spread of
+    one-device trainings that differ by rounding only, and the rounding of t updates
+    and of sums over n rows (u the unit round-off, travel the way that w went). Where it
+    does not hold, the report names the known causes, found by experiment. Where
+    rounding in half precision would hide a wrong step, the layers of the model compute
+    in float32 in a second comparison, which decides.
+
+    Args:
+      build: makes, compiles and returns a new model. It is called under the strategy's
+        scope and under none, with `keras.utils.set_random_seed(seed)` before.
+      data: a tuple of arrays (x, y) or (x, y, sample_weight); or a `tf.data.Dataset` or
+        another iterable of global batches. Of arrays with more batches than `steps` the
+        first ones and the last, perhaps short, one are taken.
+      strategy: a strategy of this process; or a number of replicas, at least 2, for a
+        `tfdp.DataParallelStrategy` on the first such devices; None: on all devices.
+      steps: training steps, at least 1.
+      batch_size: rows of a global batch, at least 1; for arrays only.
+      seed: for `build`, and for the order of rows on one device; 0 or more.
+      random_layers: "off" sets the rates of dropout and noise to 0, because they draw
+        differently on every replica by design; "keep" leaves them.
+      diagnose: look for the causes of a failure, which takes a handful of further
+        comparisons.
+      raise_on_failure: raise instead of returning a report that is not `ok`.
+
+    Returns:
+      A `ParityReport`: `print` it, or ask for `ok`, `rows`, `causes`, `to_json()`.
+
+    Raises:
+      ConfigurationError: when an argument is not as above.
+      DeviceError: when there are fewer devices than replicas.
+      ScopeError: when called inside a strategy's scope.
+      ParityError: when `raise_on_failure` is set and the check fails; its `report`
+        holds the report.
+
+    Cost: 5 short trainings, 4 of them on one device; up to 10 in half precision.
+
+    ```python
+    import keras
+    import numpy as np
+    import tfdp
+
+    tfdp.use_virtual_devices(2)
+
+    def build():
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+        model.compile(optimizer=keras.optimizers.SGD(0.1), loss="mse")
+        return model
+
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(30, 4)), rng.normal(size=(30, 1))
+    report = tfdp.testing.check_parity(build, (x, y), 2, steps=2, batch_size=16)
+    print(report)
+    if not report.ok:
+        raise SystemExit(1)
+    ```
+
+    Source: N. J. Higham, Accuracy and Stability of Numerical Algorithms, 2002, section
+    4.2; N. J. Higham and T. Mary, A New Approach to Probabilistic Rounding Error
+    Analysis, 2019. Differs from them: the constants of the model are measured.
+    """
+    _check_arguments(build, steps, batch_size, seed, random_layers)
+    chosen = _choose_strategy(strategy)
+    setting = Setting(
+        build=build,
+        strategy=chosen,
+        batches=collect_batches(data, steps, batch_size),
+        seed=seed,
+        keep_random_layers=random_layers == "keep",
+    )
+    report, error = compare_and_report(setting, diagnose)
+    if raise_on_failure and not report.ok:
+        raise ParityError(str(report), report=report) from error
+    return report
+
+
+def compare_and_report(
+    setting: Setting, diagnose: bool
+) -> tuple[ParityReport, Exception | None]:
+    """What `check_parity` finds, also of a strategy with one replica.
+
+    Args:
+      setting: what is trained.
+      diagnose: as there.
+
+    Returns:
+      The report, and what the training under the strategy has raised.
+    """
+    with _float32_products(), unsaid():
+        comparison = compare(setting)
+        notes = []
+        if comparison.is_too_coarse:
+            # How much a half-precision kernel rounds depends on the processor; whether
+            # the replicas' sums are right does not.
+            notes.append(COARSE)
+            setting = CHANGES["compute_in_float32"](setting)
+            comparison = compare(setting)
+        causes: tuple[Finding, ...] = ()
+        if diagnose and not comparison.ok:
+            causes = find_causes(setting, comparison)
+    return _report(setting, comparison, causes, notes), comparison.error
+
+
+def _report(
+    setting: Setting,
+    comparison: Comparison,
+    causes: tuple[Finding, ...],
+    notes: list[str],
+) -> ParityReport:
+    error = comparison.error
+    if comparison.switched_off:
+        notes.append(
+            "switched off for the check, because each replica draws on its own by "
+            f"design: {', '.join(comparison.switched_off)}"
+        )
+    return ParityReport(
+        model=comparison.model.name,
+        strategy=type(setting.strategy).__name__,
+        replicas=setting.strategy.num_replicas_in_sync,
+        steps=len(setting.batches),
+        batch_rows=tuple(row_count(batch) for batch in setting.batches),
+        seed=setting.seed,
+        rows=comparison.rows,
+        causes=causes,
+        notes=tuple(notes),
+        loss_one_device=comparison.loss_one_device,
+        loss_replicas=comparison.loss_replicas,
+        error=None if error is None else describe_error(error),
+    )
+
+
+@contextlib.contextmanager
+def _float32_products() -> Iterator[None]:
+    """No TensorFloat-32, whose 10 bits would hide most of what is looked for."""
+    before = tf.config.experimental.tensor_float_32_execution_enabled()
+    tf.config.experimental.enable_tensor_float_32_execution(False)
+    try:
+        yield
+    finally:
+        tf.config.experimental.enable_tensor_float_32_execution(before)
+
+
+def _check_arguments(
+    build: Any, steps: Any, batch_size: Any, seed: Any, random_layers: Any
+) -> None:
+    # A model is callable, too.
+    if not callable(build) or isinstance(build, keras.Model):
+        raise ConfigurationError(
+            "build must be a function without arguments that makes, compiles and "
+            f"returns a model. Received: {type(build).__name__}."
+        )
+    for name, value, least in [
+        ("steps", steps, 1),
+        ("batch_size", batch_size, 1),
+        ("seed", seed, 0),
+    ]:
+        if not is_whole(value, least):
+            raise ConfigurationError(
+                f"{name} must be an integer of at least {least}. Received: {value!r}."
+            )
+    if random_layers not in RANDOM_LAYERS:
+        raise ConfigurationError(
+            f"random_layers must be 'off' or 'keep'. Received: {random_layers!r}."
+        )
+    if tf.distribute.has_strategy():
+        raise ScopeError(
+            "check_parity was called inside a strategy's scope. Call it outside: it "
+            "builds the model under the scope itself, and once more under none."
+        )
+
+
+def _choose_strategy(strategy: Any) -> tf.distribute.Strategy:
+    if strategy is None:
+        strategy = DataParallelStrategy(alone=True)
+    elif is_whole(strategy):
+        strategy = _strategy_of(strategy)
+    if not isinstance(strategy, tf.distribute.Strategy):
+        raise ConfigurationError(
+            "strategy must be a tf.distribute.Strategy, a number of replicas or None. "
+            f"Received: {strategy!r}."
+        )
+    replicas = strategy.num_replicas_in_sync
+    if replicas < 2:
+        raise ConfigurationError(
+            "The strategy has one replica, which is one device: there is nothing to "
+            "compare. Call tfdp.use_virtual_devices(2) before TensorFlow starts, or "
+            "name more devices."
+        )
+    if len(strategy.extended.worker_devices) != replicas:
+        raise ConfigurationError(
+            f"{type(strategy).__name__} spreads over several processes, of which this "
+            "is one. Check the model on one host, with as many virtual devices as "
+            "there are replicas."
+        )
+    return strategy
+
+
+def _strategy_of(replicas: int) -> DataParallelStrategy:
+    if replicas < 2:
+        raise ConfigurationError(
+            f"strategy as a number of replicas must be at least 2. "
+            f"Received: {replicas}."
+        )
+    devices = find_devices()
+    if len(devices) < replicas:
+        devices = tuple(device.name for device in tf.config.list_logical_devices("CPU"))
+    if len(devices) < replicas:
+        raise DeviceError(
+            f"{replicas} replicas need as many devices, and there are {len(devices)}. "
+            f"Call tfdp.use_virtual_devices({replicas}) before TensorFlow starts."
+            f"{restart_in_words()}"
+        )
+    return DataParallelStrategy(devices[:replicas], alone=True)

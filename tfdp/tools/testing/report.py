@@ -1,0 +1,283 @@
+"""What a parity check found: plain data, a table to read, JSON for machines."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import textwrap
+from collections.abc import Sequence
+from typing import Any
+
+from tfdp.tools.report.text_table import format_table
+from tfdp.tools.testing.rounding import excess
+
+__all__ = [
+    "HIDDEN_BY_ROUNDING",
+    "Finding",
+    "ParityReport",
+    "VariableRow",
+    "tell_enough",
+]
+
+# A bound above this share of a variable's movement shows nothing: a wrong step would
+# be within it.
+LARGEST_TELLING_SHARE = 0.1
+
+# The cause that is a choice of the model's, and no fault.
+INTENDED = "batch normalization per replica"
+# The cause that only says that rounding hides everything else.
+HIDDEN_BY_ROUNDING = "nothing to tell by"
+
+HOLDS, EXCEEDS, TOO_SMALL = "holds", "exceeds", "too small to tell"
+
+
+@dataclasses.dataclass(frozen=True)
+class VariableRow:
+    """One variable: how far N replicas are from one device, and how far they may be.
+
+    `largest_difference` and `bound` belong to the step where their ratio is largest.
+
+    Args:
+      path: the variable's path, layer names first.
+      shape: its shape.
+      trainable: whether the optimizer updates it.
+      largest_difference: largest magnitude, over its elements and all replicas.
+      bound: what rounding explains of it; see `tfdp.tools.testing.rounding`.
+      movement: how far the variable moved on one device from its initial value.
+      step: the step of the two figures, from 1.
+      first_step_over: the first step at which the bound does not hold; None: never.
+      update_ratio: length of the first update on N replicas over that on one device;
+        None when it did not move.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    trainable: bool
+    largest_difference: float
+    bound: float
+    movement: float
+    step: int
+    first_step_over: int | None
+    update_ratio: float | None
+
+    @property
+    def ratio(self) -> float:
+        """Difference over bound: above 1 rounding does not explain it."""
+        return excess(self.largest_difference, self.bound)
+
+    @property
+    def verdict(self) -> str:
+        """ "holds", "exceeds" or "too small to tell"."""
+        if self.first_step_over is not None:
+            return EXCEEDS
+        if self.movement and self.bound > LARGEST_TELLING_SHARE * self.movement:
+            return TOO_SMALL
+        return HOLDS
+
+    @property
+    def tells(self) -> bool:
+        """Whether the variable moved, and far enough for a wrong step to show."""
+        return bool(self.movement) and self.verdict != TOO_SMALL
+
+
+def tell_enough(rows: Sequence[VariableRow]) -> bool:
+    """Whether half of the trained variables moved far enough for errors to show.
+
+    Some never do: a bias before a normalisation has no gradient but rounding.
+    """
+    moved = [row for row in rows if row.trainable and row.movement]
+    return bool(moved) and 2 * sum(row.tells for row in moved) >= len(moved)
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """One known cause, found by its evidence.
+
+    Args:
+      cause: its short name, the same in every version.
+      where: the layers, options or batches that it concerns.
+      evidence: what showed it.
+      why: what happens.
+      instead: what to write instead.
+    """
+
+    cause: str
+    where: tuple[str, ...]
+    evidence: str
+    why: str
+    instead: str
+
+    def __str__(self) -> str:
+        places = f": {', '.join(self.where)}" if self.where else ""
+        parts = [
+            ("found by: ", self.evidence),
+            ("why: ", self.why),
+            ("instead: ", self.instead),
+        ]
+        lines = [f"cause: {self.cause}{places}"]
+        lines += [_wrapped(label, text) for label, text in parts if text]
+        return "\n".join(lines)
+
+
+@dataclasses.dataclass(frozen=True)
+class ParityReport:
+    """What `check_parity` found. `print(report)` is the table.
+
+    Args:
+      model: the model's name.
+      strategy: the class of the strategy.
+      replicas: how many.
+      steps: training steps taken.
+      batch_rows: rows of each global batch.
+      seed: what `build` and the order of rows were seeded with.
+      rows: one per variable, in the model's order.
+      causes: what is known to make such a difference, where the check fails.
+      notes: what was done to the model for the check.
+      loss_one_device: what `fit` reported; None when there is no loss.
+      loss_replicas: the same on N replicas.
+      error: what training under the strategy raised; None: nothing.
+    """
+
+    model: str
+    strategy: str
+    replicas: int
+    steps: int
+    batch_rows: tuple[int, ...]
+    seed: int
+    rows: tuple[VariableRow, ...]
+    causes: tuple[Finding, ...] = ()
+    notes: tuple[str, ...] = ()
+    loss_one_device: float | None = None
+    loss_replicas: float | None = None
+    error: str | None = None
+
+    @property
+    def ok(self) -> bool:
+        """Whether every variable holds, and enough of them moved enough to tell."""
+        return self.error is None and not self.exceeding and tell_enough(self.rows)
+
+    @property
+    def cannot_tell(self) -> bool:
+        """Whether nothing exceeds its bound, but a wrong step would be within it."""
+        known = {finding.cause for finding in self.causes} - {HIDDEN_BY_ROUNDING}
+        return not (self.ok or self.error or self.exceeding or known)
+
+    @property
+    def is_intended(self) -> bool:
+        """Whether all that differs is batch normalization per replica, by design.
+
+        The experiment says so: with these layers frozen every variable holds.
+        """
+        names = {finding.cause for finding in self.causes}
+        return self.error is None and names == {INTENDED}
+
+    @property
+    def exceeding(self) -> tuple[VariableRow, ...]:
+        """The rows that rounding does not explain."""
+        return tuple(row for row in self.rows if row.verdict == EXCEEDS)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data for `json.dump`; numbers that are not finite become strings."""
+        plain = dataclasses.asdict(self)
+        plain["ok"] = self.ok
+        plain["cannot_tell"] = self.cannot_tell
+        plain["is_intended"] = self.is_intended
+        for row, derived in zip(plain["rows"], self.rows, strict=True):
+            row["ratio"] = derived.ratio
+            row["verdict"] = derived.verdict
+        return _finite(plain)
+
+    def __str__(self) -> str:
+        blocks = ["\n".join(self._heading())]
+        if self.rows:
+            rows = [TITLES, *map(_cells, self.rows)]
+            # Names to the left, figures to the right, what is said of them to the left.
+            blocks.append(format_table(rows, left=(0, len(TITLES) - 1)))
+        causes = [str(finding) for finding in self.causes]
+        # The last word is what counts: a failure's cause, or that there is none.
+        if self.is_intended:
+            blocks += [*causes, self._summary()]
+        else:
+            blocks += [self._summary(), *causes]
+        return "\n\n".join(blocks)
+
+    def _heading(self) -> list[str]:
+        rows = ", ".join(map(str, self.batch_rows))
+        lines = [
+            f"parity of {self.model}: {self.replicas} replicas of {self.strategy} "
+            f"against one device, {self.steps} steps, global batches of {rows} rows, "
+            f"seed {self.seed}"
+        ]
+        if self.loss_one_device is not None and self.loss_replicas is not None:
+            lines.append(
+                f"loss that fit reports: {self.loss_one_device:.6g} on one device, "
+                f"{self.loss_replicas:.6g} on {self.replicas} replicas"
+            )
+        return lines + [_wrapped("note: ", note) for note in self.notes]
+
+    def _summary(self) -> str:
+        if self.error is not None:
+            return f"FAILS: training under the strategy raised {self.error}"
+        total = len(self.rows)
+        if self.is_intended:
+            return (
+                "HOLDS, but for batch normalization (intended): "
+                f"{len(self.exceeding)} of {total} variables are further apart than "
+                "rounding explains, because each replica normalizes with its own rows; "
+                "with these layers frozen all hold"
+            )
+        if self.exceeding:
+            worst = max(self.exceeding, key=lambda row: row.ratio)
+            return (
+                f"FAILS: {len(self.exceeding)} of {total} variables are further apart "
+                f"than rounding explains; the furthest, {worst.ratio:.1e} times the "
+                f"bound: {worst.path}"
+            )
+        if self.cannot_tell:
+            return (
+                "CANNOT TELL: most variables moved by less than ten times what "
+                "rounding explains, so that a wrong step would not show"
+            )
+        if not self.ok:
+            return "FAILS: rounding moves most variables about as far as training does"
+        largest = max(row.ratio for row in self.rows)
+        silent = sum(row.verdict == TOO_SMALL for row in self.rows)
+        return (
+            f"HOLDS: all {total} variables are within what rounding explains; the "
+            f"largest difference is {largest:.2f} of its bound"
+            + (f"; {silent} moved too little to tell" if silent else "")
+        )
+
+
+TITLES = ("variable", "shape", "difference", "bound", "ratio", "first update", "")
+
+
+def _cells(row: VariableRow) -> tuple[str, ...]:
+    verdict = row.verdict
+    if row.first_step_over is not None:
+        verdict = f"EXCEEDS from step {row.first_step_over}"
+    return (
+        row.path,
+        str(row.shape),
+        f"{row.largest_difference:.1e}",
+        f"{row.bound:.1e}",
+        f"{row.ratio:.2f}" if row.ratio < 1000 else f"{row.ratio:.1e}",
+        "" if row.update_ratio is None else f"x {row.update_ratio:.4g}",
+        verdict,
+    )
+
+
+def _wrapped(label: str, text: str) -> str:
+    return textwrap.fill(
+        text, 88, initial_indent=label, subsequent_indent=" " * len(label)
+    )
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value
