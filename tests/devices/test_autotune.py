@@ -19,9 +19,9 @@ from tests.support.parity import (
     rounding_bound,
 )
 from tfdp.callbacks import Autotune
-from tfdp.callbacks import autotune as module
 from tfdp.errors import ConfigurationError
 from tfdp.exchange.pipeline import GradientPipeline
+from tfdp.tools.callbacks import autotune as module
 
 # Gradients of 1,584 + 132 + 660 + 20 bytes: one bucket, four of these, three of those.
 SIZES = [(64, 64), (700, 700)]

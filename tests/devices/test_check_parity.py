@@ -30,7 +30,8 @@ from tests.support.parity_faults import (
     sgd,
 )
 from tfdp.errors import ParityError
-from tfdp.testing import check_parity, comparison
+from tfdp.testing import check_parity
+from tfdp.tools.testing import comparison
 from tfdp.tools.testing.causes import COMBINATIONS, SEPARABLE
 from tfdp.tools.testing.model_parts import compute_round_off
 

@@ -9,8 +9,9 @@ import tensorflow as tf
 
 import tfdp
 from tfdp.errors import ConfigurationError
-from tfdp.planning import plan, ways
+from tfdp.planning import plan
 from tfdp.tools.planning import planner as planner_module
+from tfdp.tools.planning import ways
 from tfdp.tools.planning.answer import Answer
 from tfdp.tools.planning.planner import Planner
 from tfdp.tools.planning.ways import largest_batch, ways_to_fit

@@ -6,7 +6,8 @@ import keras
 import pytest
 
 from tfdp._private.keras_models import build_symbolically
-from tfdp.planning import plan, traced_step
+from tfdp.planning import plan
+from tfdp.tools.planning import traced_step
 
 WIDTH = 64
 ROWS = 16

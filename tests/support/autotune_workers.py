@@ -16,7 +16,7 @@ import numpy as np
 
 import tfdp
 from tests.support.parity import classification_data, dense_model
-from tfdp.callbacks import autotune as module
+from tfdp.tools.callbacks import autotune as module
 
 
 class Clock:

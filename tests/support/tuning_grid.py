@@ -19,8 +19,8 @@ import time
 import tfdp
 from tests.support import tuning_subjects
 from tests.support.tuning_regrets import regrets
-from tfdp.callbacks import autotune
 from tfdp.files.json_file import write_json
+from tfdp.tools.callbacks import autotune
 
 
 class Grid(tfdp.callbacks.Autotune):
