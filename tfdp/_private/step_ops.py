@@ -72,7 +72,7 @@ def _graph_named(name: str, graph: Any) -> Any:
     while graph is not None:
         function = graph._get_function(name)
         if function is not None:
-            # One that TensorFlow did not trace, such as those of its CTC loss, has none.
+            # One that was not traced, such as those of TensorFlow's CTC loss, has none.
             return getattr(function, "graph", None)
         graph = getattr(graph, "outer_graph", None)
     return None
