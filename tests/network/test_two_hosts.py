@@ -109,7 +109,7 @@ def test_the_benchmark_counts_two_levels_and_one(tmp_path):
     path = tmp_path / "report.json"
     arms = ["tfdp-sockets-flat", "tfdp-sockets"]
     done = run_python(
-        *("-m", "tfdp", "bench", "network", "--arms", *arms),
+        *("-m", "benchmarks.workers", "--arms", *arms),
         *("--case", "network-allreduce-100mbit", "--repeats", "1"),
         *("--json", path, "--timeout-seconds", "150"),
     )
