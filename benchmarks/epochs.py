@@ -13,12 +13,11 @@ from typing import Any
 
 from benchmarks.shared import add_devices, make_parser, run_script, write_report
 from tfdp.tools.bench.cases import STOCK_DEFAULT
+from tfdp.tools.bench.command import format_result
 from tfdp.tools.bench.one_process.arms import ARMS
 from tfdp.tools.bench.one_process.interleave import time_in_turn
 from tfdp.tools.bench.results import ArmResult, CaseResult
-from tfdp.tools.bench.subjects.images import LOCAL_BATCH, make_images
-from tfdp.tools.bench.subjects.models import MODELS
-from tfdp.tools.bench.table import format_result
+from tfdp.tools.bench.subjects import LOCAL_BATCH, MODELS, make_images
 from tfdp.tools.bench.worker_process import run_worker, set_up_devices
 
 ARM_NAMES = ("one-device", STOCK_DEFAULT, "tfdp")

@@ -27,7 +27,7 @@ from benchmarks.shared import (
     run_script,
     write_report,
 )
-from tfdp.cluster.process_memory import forget_peak, resident_and_peak_bytes
+from tfdp.cluster.machine import forget_peak, resident_and_peak_bytes
 from tfdp.tools.bench.worker_process import WorkerFailed, run_worker
 
 if TYPE_CHECKING:

@@ -23,14 +23,14 @@ from typing import Any
 import numpy as np
 
 from benchmarks.shared import Load, make_parser, run_script, write_report
+from tfdp.cluster.addresses import LOOPBACK, free_port
 from tfdp.cluster.description import join_address
 from tfdp.cluster.machine import describe_machine
-from tfdp.cluster.ports import LOOPBACK, free_port
 from tfdp.files.asked_for import write_text_for
 from tfdp.hosts.socket_link import SocketLink
 from tfdp.plan.sum_ways import rounds
 from tfdp.tools.bench.results import spread
-from tfdp.tools.report.curve_page import draw_page
+from tfdp.tools.report.learning_curve import draw_page
 
 # A ring for every sum; what the rule chooses.
 ARMS = ("ring", "chosen")

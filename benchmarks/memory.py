@@ -20,7 +20,7 @@ from benchmarks.shared import (
     run_script,
     write_report,
 )
-from tfdp.cluster.process_memory import forget_peak, peak_bytes, resident_bytes
+from tfdp.cluster.machine import forget_peak, peak_bytes, resident_bytes
 from tfdp.plan.shards import SHARD_STAGES
 from tfdp.tools.bench.worker_process import WorkerFailed, run_worker
 

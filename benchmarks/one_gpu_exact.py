@@ -26,7 +26,7 @@ def sums(count: int, engine: Any, folder: pathlib.Path) -> None:
     """Sums of whole numbers of five types, on every replica."""
     names, _ = devices(count, MEMORY_MB)
     import tfdp
-    from tfdp.tools.selftest.sums import check_sums
+    from tfdp.tools.selftest.training import check_sums
 
     def check(**options: Any) -> dict[str, Any]:
         strategy = tfdp.DataParallelStrategy(

@@ -159,7 +159,7 @@ def timeline(folder: pathlib.Path) -> None:
 def _of_card(model: Any, data: Any, folder: pathlib.Path) -> dict[str, Any]:
     import tensorflow as tf
 
-    from tfdp.tools.report.spans import both, joined, length
+    from tfdp.tools.report.timeline_page import both, joined, length
 
     scratch = tempfile.mkdtemp(prefix="one-gpu-")
     try:

@@ -37,7 +37,7 @@ from tfdp.tools.measuring.machine import (
 )
 from tfdp.tools.measuring.one_core import measure_rows
 from tfdp.tools.measuring.places import Place, measure_place
-from tfdp.tools.simulator.known_models import MODELS as KNOWN_MODELS
+from tfdp.tools.simulator.known import MODELS as KNOWN_MODELS
 from tfdp.tools.simulator.machine import Link
 from tfdp.tools.simulator.measured import MeasuredMachine, MeasuredModel
 from tfdp.tools.simulator.model import Compute

@@ -20,6 +20,11 @@ import numpy as np
 from tfdp.errors import CollectiveError
 from tfdp.plan.buckets import TensorInfo, plan_buckets
 from tfdp.plan.communication import Communication
+from tfdp.tools.bench.gradient_sets import (
+    FLOAT32_BYTES,
+    GRADIENT_SETS,
+    count_parameters,
+)
 from tfdp.tools.bench.one_process.sum_check import check_sum
 from tfdp.tools.bench.processes import member
 from tfdp.tools.bench.processes.arms import (
@@ -32,19 +37,14 @@ from tfdp.tools.bench.processes.arms import (
     tfdp_over,
 )
 from tfdp.tools.bench.request import Request
-from tfdp.tools.bench.subjects.gradient_sets import (
-    FLOAT32_BYTES,
-    GRADIENT_SETS,
-    count_parameters,
-)
-from tfdp.tools.bench.subjects.images import (
+from tfdp.tools.bench.subjects import (
     BATCHES_IN_MEMORY,
     LOCAL_BATCH,
+    MODELS,
     SEED,
     make_images,
     own_rows,
 )
-from tfdp.tools.bench.subjects.models import MODELS
 
 if TYPE_CHECKING:
     import tensorflow as tf

@@ -8,8 +8,6 @@ import numbers
 from collections.abc import Callable
 from typing import TypeGuard
 
-__all__ = ["integer_from", "is_number", "is_whole"]
-
 
 def is_whole(
     value: object, least: float = -math.inf, most: float = math.inf

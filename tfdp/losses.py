@@ -15,12 +15,11 @@ import tensorflow as tf
 
 from tfdp._private.names import in_compiled_function
 from tfdp.errors import ConfigurationError
-from tfdp.tracing.current_run import current_run
 from tfdp.tracing.loss_shares import Standing
 from tfdp.tracing.loss_suspicions import is_share
 from tfdp.tracing.replica_invariance import OWN_ROWS
 from tfdp.tracing.row_means import suspect_loss
-from tfdp.tracing.run import trace_of
+from tfdp.tracing.run import current_run, trace_of
 
 __all__ = ["all_rows", "local_mean", "local_sum", "own_rows"]
 
@@ -83,7 +82,7 @@ def all_rows(x: Any) -> Any:
         x,
         "of a number take tf.distribute.get_replica_context().all_reduce",
     )
-    context = _replicas_that_meet("all_rows")
+    context = _replicas_in_sync("all_rows")
     return x if context is None else _gathered("all_rows", context, x)
 
 
@@ -138,7 +137,7 @@ def own_rows(values: Any, like: Any) -> Any:
     directions.
     """
     _refuse_without_rows("own_rows", [values, like], "take of a number all of it")
-    context = _replicas_that_meet("own_rows")
+    context = _replicas_in_sync("own_rows")
     if context is None:
         _refuse_other_lengths(values, like)
         return values
@@ -156,8 +155,8 @@ def own_rows(values: Any, like: Any) -> Any:
         )
     found = current_run()
     # Eager replicas gather borrowed rows as well.
-    is_led = found is not None and not tf.executing_eagerly()
-    own = found[0].has_own_rows(found[1]) if is_led else True  # type: ignore[index]
+    is_overridden = found is not None and not tf.executing_eagerly()
+    own = found[0].has_own_rows(found[1]) if is_overridden else True  # type: ignore[index]
     rows = tf.shape(like)[0]
     # A row that this replica has borrowed is not among those of all.
     own_count = rows * tf.cast(own, rows.dtype)
@@ -201,7 +200,7 @@ def _refuse_other_lengths(values: Any, like: Any) -> None:
             )
 
 
-def _replicas_that_meet(name: str) -> Any:
+def _replicas_in_sync(name: str) -> Any:
     """The context of this replica; None where there is no other one.
 
     Raises:

@@ -12,8 +12,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-__all__ = ["progress_bar"]
-
 DELAY_SECONDS = 2.0
 #: Between two lines where there is no terminal.
 LINE_SECONDS = 30.0

@@ -12,6 +12,8 @@ import tensorflow as tf
 from tests.support.fresh_python import run_python
 from tfdp.errors import CollectiveError, DeviceError
 from tfdp.tools.bench.cases import CASES, REDUCTION_ARMS
+from tfdp.tools.bench.command import format_result
+from tfdp.tools.bench.gradient_sets import GRADIENT_SETS, count_parameters
 from tfdp.tools.bench.one_process.arms import ARMS
 from tfdp.tools.bench.one_process.reduction import (
     check_sums,
@@ -21,9 +23,7 @@ from tfdp.tools.bench.one_process.reduction import (
 from tfdp.tools.bench.one_process.runner import Failure, run_requests
 from tfdp.tools.bench.one_process.training import make_training_arm
 from tfdp.tools.bench.request import Request
-from tfdp.tools.bench.subjects.gradient_sets import GRADIENT_SETS, count_parameters
-from tfdp.tools.bench.subjects.models import MODELS
-from tfdp.tools.bench.table import format_result
+from tfdp.tools.bench.subjects import MODELS
 from tfdp.tools.commands import info
 
 DEVICES = ["CPU:0", "CPU:1", "CPU:2", "CPU:3"]

@@ -192,7 +192,7 @@ def test_variables_in_half_precision_never_fail_a_right_model():
     # variables tell depends on the processor.
     keras.config.set_dtype_policy("bfloat16")
     report = check(Case(mlp(), rows(2 * EVEN)), make_strategy(2), diagnose=False)
-    assert report.ok or report.cannot_tell, str(report)
+    assert report.ok or report.inconclusive, str(report)
 
 
 class SlightlyTooLarge(PlainMean):
@@ -229,7 +229,7 @@ class DrawsOutsideKeras(keras.layers.Layer):
 def test_training_that_is_not_repeatable_tells_nothing():
     report = check(Case(mlp(DrawsOutsideKeras)), make_strategy(2))
     assert not report.ok
-    assert report.cannot_tell
+    assert report.inconclusive
     assert [found.cause for found in report.causes] == ["nothing to tell by"]
     assert {row.verdict for row in report.rows} == {"too small to tell"}
 

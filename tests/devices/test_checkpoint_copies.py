@@ -4,7 +4,7 @@ import keras
 import numpy as np
 
 import tfdp
-from tfdp.checkpoint.copies import Copies
+from tfdp.checkpoint.checkpoint import Copies
 
 
 def test_copies_are_taken_in_the_memory_of_those_before():

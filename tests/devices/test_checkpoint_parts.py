@@ -16,7 +16,7 @@ import pytest
 import tfdp
 from tests.support.parity import classification_data, dense_model, make_strategy
 from tests.support.two_parts import content_of, saved_model, write_parts
-from tfdp.checkpoint.part_files import note_identity, part_names
+from tfdp.checkpoint.parts import note_identity, part_names
 from tfdp.errors import ConfigurationError, DataError
 from tfdp.files.checked_json import with_checksum
 from tfdp.tools.commands.cli import main

@@ -7,7 +7,7 @@ import tensorflow as tf
 
 import tfdp
 from tfdp.exchange.choose_engine import choose_engine
-from tfdp.strategies import meeting
+from tfdp.strategies import connect_hosts
 
 GPUS = [tf.config.PhysicalDevice(f"/physical_device:GPU:{i}", "GPU") for i in range(4)]
 
@@ -51,7 +51,7 @@ def test_logical_gpus_that_share_one_are_not_given_to_nccl(
     assert (choice.name, choice.hint) == (name, hint)
     assert ("share a GPU" in choice.reason) == (parts > 1)
     # Several hosts ask the same.
-    assert ("share a GPU" in meeting._why_not_here(over_all=False)) == (parts > 1)
+    assert ("share a GPU" in connect_hosts._why_not_here(over_all=False)) == (parts > 1)
 
 
 @pytest.mark.parametrize(
@@ -78,9 +78,11 @@ def test_gpus_that_workers_share_are_not_given_to_nccl(
             return [*(each.encode("latin-1") for each in others), blob]
 
     gpus = [SimpleNamespace(name=f"/physical_device:GPU:{n}") for n in visible]
-    monkeypatch.setattr(meeting, "local_gpus", lambda: gpus)
-    monkeypatch.setattr(meeting, "gpu_names", lambda environment: ["GPU-c", "GPU-e"])
-    found = meeting._shared_gpus(Link())
+    monkeypatch.setattr(connect_hosts, "local_gpus", lambda: gpus)
+    monkeypatch.setattr(
+        connect_hosts, "gpu_names", lambda environment: ["GPU-c", "GPU-e"]
+    )
+    found = connect_hosts._shared_gpus(Link())
     assert found.keys() == reasons.keys()
     for rank, words in reasons.items():
         assert words in found[rank] and "NCCL refuses" in found[rank]

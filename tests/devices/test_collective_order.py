@@ -10,8 +10,7 @@ import tensorflow as tf
 
 import tfdp
 from tests.support.over_nccl import step_of
-from tfdp.exchange.collective_order import rearranged
-from tfdp.exchange.collectives import TensorFlowEngine
+from tfdp.exchange.collectives import TensorFlowEngine, rearranged
 from tfdp.plan.topology import Topology
 
 pytestmark = pytest.mark.timeout(250)
@@ -104,7 +103,7 @@ def test_rows_go_to_the_replica_of_their_number(order):
 def test_words_of_replicas_are_joined_in_their_order(order):
     results, _ = exchange(
         ORDERS[order],
-        lambda engine, rank: engine.all_gather_alike(
+        lambda engine, rank: engine.all_gather_equal(
             tf.constant([rank, rank + 7]), rank
         ),
     )

@@ -283,3 +283,30 @@ def test_what_replicas_may_all_be_given():
         warnings.simplefilter("error", SameRowsWarning)
         for x, y in ROWS:
             alone.run(step, (x, y))
+
+
+@pytest.mark.worth_seconds(3)
+def test_two_calls_of_one_optimizer_in_a_step_are_two_updates():
+    """Gradients are r + 1 on replica r: a sum of 6. float32 holds all results."""
+    strategy = make_strategy(3)
+    with strategy.scope():
+        first = tf.Variable(tf.zeros([3]))
+        second = tf.Variable(tf.zeros([3]))
+        optimizer = keras.optimizers.SGD(1.0)
+        optimizer.build([first, second])
+
+    @tf.function
+    def step():
+        def replica():
+            rank = tf.distribute.get_replica_context().replica_id_in_sync_group
+            gradient = tf.cast(tf.fill([3], rank + 1), tf.float32)
+            optimizer.apply([gradient, 10 * gradient], [first, second])
+            optimizer.apply([-100 * gradient, gradient], [first, second])
+
+        strategy.run(replica)
+
+    step()
+    for copy in first.values:
+        np.testing.assert_array_equal(copy.numpy(), -6.0 * (1 - 100))
+    for copy in second.values:
+        np.testing.assert_array_equal(copy.numpy(), -6.0 * (10 + 1))

@@ -10,7 +10,7 @@ from keras import ops
 
 from tests.support.parity import classification_data, dense_model, make_strategy
 from tfdp.errors import LocalMeanWarning
-from tfdp.step.derived_reports import Mixture, derivation_of
+from tfdp.step.reports import DerivedReport, derivation_of
 
 
 class Deriving(keras.Model):
@@ -122,7 +122,7 @@ def test_only_what_can_be_done_again_is():
             return tensor is result
 
         assert derivation_of(noise, is_result) is None
-        assert isinstance(derivation_of(result + noise, is_result), Mixture)
+        assert isinstance(derivation_of(result + noise, is_result), DerivedReport)
         again = derivation_of(tf.exp(result) + 1.0, is_result).of([tf.constant(0.0)])
         with tf.compat.v1.Session() as session:
             assert session.run(again) == 2.0

@@ -9,7 +9,7 @@ from tensorflow.python.framework import func_graph
 import tfdp
 from tests.support.parity import make_strategy, stock_strategy
 from tfdp._private import host_input
-from tfdp.data.unread_iterators import makes_nothing_happen
+from tfdp.data.keras_input import makes_nothing_happen
 
 BATCH = 8
 DEVICES = ("CPU:0", "CPU:1", "CPU:2", "CPU:3")

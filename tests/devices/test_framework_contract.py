@@ -15,7 +15,7 @@ from tensorflow.python.autograph.impl import conversion
 from tests.support.parity import make_strategy
 from tfdp._private import frames, names
 from tfdp.step import losses
-from tfdp.step.repeated_rows import CLIPPING
+from tfdp.step.table_rows import CLIPPING
 
 
 def test_keras_asks_for_a_batch_in_the_function_that_is_recognised():

@@ -40,11 +40,11 @@ def test_a_program_that_is_right():
 
 @pytest.mark.parametrize("fault", ["equal_shares", "a_replica_dropped", "not_a_number"])
 def test_a_planted_fault(fault, monkeypatch):
-    from tfdp.exchange import hand_over
+    from tfdp.exchange import send_receive
     from tfdp.tracing.run import ReplicaRun
 
     monkeypatch.setattr(ReplicaRun, "share_of", ReplicaRun.share_of)
-    monkeypatch.setattr(hand_over, "sum_in_order", hand_over.sum_in_order)
+    monkeypatch.setattr(send_receive, "sum_in_order", send_receive.sum_in_order)
     FAULTS[fault]()
     verdict = judge(UNEVEN)
     assert verdict.kind == "differs"

@@ -16,8 +16,7 @@ import tensorflow as tf
 from tests.devices.test_checkpoint import make_model
 from tests.devices.test_resume import BreakOff, Broken, assert_ends_alike, run
 from tests.support.parity import classification_data, make_strategy
-from tfdp.data.grain_passes import MOST_STATES, GrainPasses
-from tfdp.data.grain_shards import is_shard_of
+from tfdp.data.grain import MOST_STATES, GrainPasses, is_shard_of
 from tfdp.errors import ConfigurationError, DataError
 
 grain = pytest.importorskip("grain", reason="pip install 'tfdp[grain]'")

@@ -14,7 +14,7 @@ from tests.support.parity import make_strategy
 from tests.support.stand_in_link import StandInLink
 from tfdp.errors import CollectiveError, ConfigurationError
 from tfdp.exchange.host_group import HostGroup
-from tfdp.strategies import meeting, multi_host
+from tfdp.strategies import connect_hosts, multi_host
 
 TWO = tfdp.Cluster(rank=0, workers=2, coordinator="127.0.0.1:1")
 
@@ -67,7 +67,7 @@ def test_an_array_of_another_kind_than_the_chiefs_is_refused(others):
 @pytest.fixture
 def nobody_else(monkeypatch):
     monkeypatch.setattr(multi_host, "make_link", StandInLink)
-    monkeypatch.setattr(meeting, "make_link", StandInLink)
+    monkeypatch.setattr(connect_hosts, "make_link", StandInLink)
     monkeypatch.setattr(multi_host.atexit, "register", lambda function: None)
 
 

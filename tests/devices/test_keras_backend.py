@@ -9,7 +9,7 @@ import tensorflow as tf
 import tfdp
 from tfdp._private.names import CHECKED_VERSIONS
 from tfdp.errors import ConfigurationError, UncheckedVersionWarning
-from tfdp.strategies.versions import warn_of_unchecked_versions
+from tfdp.strategies.startup_checks import warn_of_unchecked_versions
 
 STRATEGIES = {
     "one host": lambda: tfdp.DataParallelStrategy(["CPU:0"]),

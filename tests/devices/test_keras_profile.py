@@ -8,7 +8,7 @@ import tfdp
 from tfdp.step.table_rows import tables_of
 from tfdp.tools.bench.one_process.training import make_training_arm
 from tfdp.tools.bench.processes.arms import _without_sums
-from tfdp.tools.bench.subjects.models import MODELS
+from tfdp.tools.bench.subjects import MODELS
 from tfdp.tools.planning.keras_profile import profile_of
 
 DEVICES = ["CPU:0", "CPU:1"]

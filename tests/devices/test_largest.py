@@ -4,9 +4,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfdp.compression import TopK, largest
-from tfdp.compression.largest import largest_places
-from tfdp.compression.top_k import count_of
+from tfdp.compression import TopK, top_k
+from tfdp.compression.top_k import count_of, largest_places
 
 # Above 100 times the least count for which a sample is taken.
 ELEMENTS = 200_003
@@ -71,7 +70,7 @@ def test_the_places_are_those_of_ordering_all(numbers, count):
 
 
 def test_a_guess_that_is_too_high_changes_nothing(monkeypatch):
-    monkeypatch.setattr(largest, "DEVIATIONS", -6)
+    monkeypatch.setattr(top_k, "DEVIATIONS", -6)
     found = largest_places(tf.constant(NORMAL), 2001, 2001)
     np.testing.assert_array_equal(np.sort(found), expected(NORMAL, 2001))
 

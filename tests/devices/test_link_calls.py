@@ -7,8 +7,8 @@ import pytest
 import tensorflow as tf
 
 from tfdp.errors import CollectiveError
-from tfdp.exchange.link_calls import LinkCalls
-from tfdp.hosts.begun_exchanges import BegunExchanges
+from tfdp.exchange.host_calls import LinkCalls
+from tfdp.hosts.async_exchanges import AsyncExchanges
 
 # What comes first is slow: whatever does not wait for it runs before it.
 SECONDS = {"before": 0.3, "within": 0.2, "after": 0.1, "last": 0.0}
@@ -243,7 +243,7 @@ def test_eager_calls_ahead_are_made_at_once():
 @pytest.mark.parametrize("channel", ["step", "ahead"])
 def test_after_one_that_fails_none_of_its_step_is_made(channel):
     """Others wait for its part in vain, and would take the next one for it."""
-    exchanges = BegunExchanges()
+    exchanges = AsyncExchanges()
     goes_on, made = threading.Event(), []
 
     def fail():

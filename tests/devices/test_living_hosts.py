@@ -13,7 +13,7 @@ from tfdp.strategies import multi_host
 
 
 def make_living(monkeypatch, rank, devices):
-    monkeypatch.setattr(multi_host, "join_living_hosts", StandInLivingHosts)
+    monkeypatch.setattr(multi_host, "join_elastic_hosts", StandInLivingHosts)
     monkeypatch.setattr(multi_host.atexit, "register", lambda function: None)
     monkeypatch.setattr(multi_host, "use_virtual_devices", lambda count: None)
     return tfdp.MultiHostDataParallelStrategy(

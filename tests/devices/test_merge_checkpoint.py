@@ -14,8 +14,8 @@ import tfdp
 from tests.devices.test_checkpoint import CASES, make_model, train
 from tests.support.fresh_python import run_python
 from tfdp.checkpoint import Checkpoint, merge_parts
-from tfdp.checkpoint.architecture import architecture_of, model_of
 from tfdp.checkpoint.manifest import MANIFEST_NAME, folders_newest_first
+from tfdp.checkpoint.model_description import architecture_of, model_of
 from tfdp.errors import CheckpointWarning, ConfigurationError, DataError
 from tfdp.files.checked_json import with_checksum
 from tfdp.tools.commands.cli import main

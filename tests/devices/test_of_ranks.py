@@ -2,7 +2,7 @@
 
 import tensorflow as tf
 
-from tfdp.variables.of_ranks import OfRanks
+from tfdp.variables.own_values import OfRanks
 
 
 class _Kept(OfRanks):

@@ -15,7 +15,7 @@ from tests.support.stand_in_link import StandInLink
 from tests.support.stand_in_living import StandInLivingHosts
 from tests.support.tpu_stand_in import StandInStrategy
 from tfdp.errors import ConfigurationError
-from tfdp.strategies import auto, meeting, multi_host
+from tfdp.strategies import auto, connect_hosts, multi_host
 
 PAGE = (REPOSITORY / "docs" / "options.md").read_text("utf-8")
 ROW = re.compile(r"^\| `(\w+=.*?)` \| (.*) \|$", re.MULTILINE)
@@ -63,9 +63,9 @@ CELLS = [
 def nobody_else(monkeypatch):
     """Workers of their own: the others are this one, as far as the link tells."""
     monkeypatch.setattr(multi_host, "make_link", StandInLink)
-    monkeypatch.setattr(meeting, "make_link", StandInLink)
-    monkeypatch.setattr(meeting, "meet_by_collectives", lambda link: None)
-    monkeypatch.setattr(multi_host, "join_living_hosts", StandInLivingHosts)
+    monkeypatch.setattr(connect_hosts, "make_link", StandInLink)
+    monkeypatch.setattr(connect_hosts, "rendezvous_by_collectives", lambda link: None)
+    monkeypatch.setattr(multi_host, "join_elastic_hosts", StandInLivingHosts)
     monkeypatch.setattr(multi_host, "use_virtual_devices", lambda count: None)
     monkeypatch.setattr(
         auto, "use_virtual_devices", lambda count: [f"CPU:{n}" for n in range(count)]

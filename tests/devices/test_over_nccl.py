@@ -16,7 +16,7 @@ from tests.support.over_nccl import (
     step_of,
 )
 from tfdp.exchange import choose_engine, collectives
-from tfdp.exchange.round_sizes import KNOWN_SIZE, ROUND_SIZES, round_size
+from tfdp.exchange.collectives import KNOWN_SIZE, ROUND_SIZES, round_size
 from tfdp.plan.shards import ShardLayout
 from tfdp.plan.topology import Topology
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfdp.exchange.pieces import cut_pieces, join_pieces, plan_pieces
+from tfdp.exchange.two_level_collectives import cut_pieces, join_pieces, plan_pieces
 
 SHAPES = {
     "small ones share a piece": [(2,), (1, 3), (), (2, 2)],

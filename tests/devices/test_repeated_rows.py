@@ -15,7 +15,7 @@ from tests.support.parity import UNIT_ROUND_OFF, largest_difference, make_strate
 from tfdp.errors import ConfigurationError
 from tfdp.exchange import sparse
 from tfdp.exchange.sparse import SMALL_TABLE_BYTES, merge_rows, travels_dense
-from tfdp.step.repeated_rows import takes_sums_alike
+from tfdp.step.table_rows import sums_repeated_rows
 
 # Above SMALL_TABLE_BYTES, or it would travel as a whole.
 WORDS, WIDTH = 1500, 6
@@ -155,7 +155,7 @@ def test_rows_are_added_for_those_who_make_the_same_update(name, options):
     # Sums of 30 numbers below 4, in two steps of rates up to 1, and the update's own.
     np.testing.assert_allclose(added, dense, rtol=0, atol=1e-5)
     difference = np.max(np.abs(as_they_come - dense))
-    if takes_sums_alike(make()):
+    if sums_repeated_rows(make()):
         assert difference < 1e-5
     elif name != "MultiOptimizer":  # whose table is SGD's; its other part is Adam's
         assert difference > 1e-3
@@ -167,12 +167,12 @@ def test_wrapped_ones_and_those_of_others_are_looked_into():
 
     sgd, adam = keras.optimizers.SGD, keras.optimizers.Adam
     scaler = keras.optimizers.LossScaleOptimizer
-    assert takes_sums_alike(tfdp.DistributedOptimizer(sgd()))
-    assert takes_sums_alike(scaler(sgd()))
-    assert takes_sums_alike(tfdp.optimizers.LAMB())
-    assert not takes_sums_alike(scaler(adam()))
-    assert not takes_sums_alike(tfdp.DistributedOptimizer(sgd(global_clipnorm=1.0)))
-    assert not takes_sums_alike(Mine())
+    assert sums_repeated_rows(tfdp.DistributedOptimizer(sgd()))
+    assert sums_repeated_rows(scaler(sgd()))
+    assert sums_repeated_rows(tfdp.optimizers.LAMB())
+    assert not sums_repeated_rows(scaler(adam()))
+    assert not sums_repeated_rows(tfdp.DistributedOptimizer(sgd(global_clipnorm=1.0)))
+    assert not sums_repeated_rows(Mine())
 
 
 def trained(strategy, optimizer, policy="float32", run_eagerly=False):

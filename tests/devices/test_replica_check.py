@@ -9,7 +9,7 @@ import tfdp
 from tests.support.parity import classification_data, make_strategy, stock_strategy
 from tfdp.callbacks import ReplicaCheck
 from tfdp.errors import ConfigurationError, ReplicaDriftError, ReplicaDriftWarning
-from tfdp.step.replicated_state import kept_alike
+from tfdp.step.replicated_state import replicated_state_of
 from tfdp.variables.bit_hash import GOLDEN, STEPS, WORDS_AT_ONCE, bit_hash
 
 WORDS = 2**32
@@ -144,7 +144,7 @@ def test_replicas_that_train_are_alike(row):
     model, check = compiled(make(), optimizer, **options), ReplicaCheck(1)
     fit(model, check)
     assert check.checks == (2 if row == "executions" else 6)
-    names = [kept.name for kept in kept_alike(model, 0)]
+    names = [kept.name for kept in replicated_state_of(model, 0)]
     assert not [name for name in names if name.endswith("/positive")]
     # Eager tensors do not tell what they were made of.
     counted = () if row == "eager" else ("calls",)

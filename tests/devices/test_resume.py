@@ -17,7 +17,7 @@ import tfdp
 from tests.devices.test_checkpoint import make_model
 from tests.support.parity import classification_data
 from tfdp._private import frames
-from tfdp._private.keras_loops import lead_loop
+from tfdp._private.keras_loops import wrap_loop
 from tfdp.errors import CheckpointWarning, ConfigurationError, DataError
 
 SAMPLES, ROWS, EPOCHS = 130, 12, 2
@@ -155,7 +155,7 @@ class Counted(keras.callbacks.Callback):
 
     def on_train_begin(self, logs=None):
         self.made = []
-        lead_loop(next(frames.fits_around())["epoch_iterator"], self.around)
+        wrap_loop(next(frames.fits_around())["epoch_iterator"], self.around)
 
     @contextlib.contextmanager
     def around(self, made, planned, taken):

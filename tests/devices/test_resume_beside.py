@@ -15,7 +15,7 @@ import tfdp
 from tests.devices.test_resume import Broken
 from tests.support.parity import make_strategy
 from tfdp.errors import CheckpointWarning, ConfigurationError, DataError
-from tfdp.step.held_optimizers import optimizers_of
+from tfdp.step.find_optimizers import optimizers_of
 
 SAMPLES, ROWS, EPOCHS = 20, 4, 3
 RANDOM = np.random.default_rng(0)

@@ -11,7 +11,7 @@ import warnings
 import keras
 import pytest
 
-from tfdp.checkpoint import Checkpoint, checkpoint, copies, manifest, writer
+from tfdp.checkpoint import Checkpoint, checkpoint, manifest, writer
 from tfdp.checkpoint.hosts import Hosts
 from tfdp.checkpoint.manifest import MANIFEST_NAME
 from tfdp.errors import CheckpointWarning, DataError
@@ -122,7 +122,7 @@ FAULTS = {
         False,
     ),
     "no memory for copies": (
-        (copies.Copies, "take", MemoryError("of copies"), True, 1),
+        (checkpoint.Copies, "take", MemoryError("of copies"), True, 1),
         "worker 1 could not write its part (MemoryError",
         False,
     ),

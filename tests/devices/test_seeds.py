@@ -7,14 +7,14 @@ import tensorflow as tf
 from tests.support.seed_order import order_of
 from tfdp import data
 from tfdp._private import names
-from tfdp.data import seeds
+from tfdp.data import hosts
 
 
 @pytest.fixture(autouse=True)
 def _no_seed(monkeypatch):
     before = names.global_seed()
     names.put_global_seed(None)
-    monkeypatch.setattr(seeds, "_agreed", None)
+    monkeypatch.setattr(hosts, "_agreed", None)
     yield
     names.put_global_seed(before)
 
@@ -22,30 +22,30 @@ def _no_seed(monkeypatch):
 @pytest.mark.parametrize("seed", [0, 1, 2**31 - 1])
 def test_the_seed_of_the_first_hosts_program_is_everybodys(seed):
     tf.random.set_seed(seed)
-    shared = seeds.seed_to_share()
+    shared = hosts.seed_to_share()
     names.put_global_seed(None)
-    seeds.agree_on_seed(shared)
-    assert names.global_seed() == seeds.program_seed() == seed
+    hosts.agree_on_seed(shared)
+    assert names.global_seed() == hosts.program_seed() == seed
 
 
 def test_a_program_keeps_its_own_seed():
     tf.random.set_seed(0)
-    seeds.agree_on_seed(np.array([1, 5]))
+    hosts.agree_on_seed(np.array([1, 5]))
     assert names.global_seed() == 0
 
 
 def test_a_drawn_seed_is_nobodys():
-    shared = seeds.seed_to_share()
-    seeds.agree_on_seed(shared)
-    assert names.global_seed() == shared[1] and seeds.program_seed() is None
+    shared = hosts.seed_to_share()
+    hosts.agree_on_seed(shared)
+    assert names.global_seed() == shared[1] and hosts.program_seed() is None
     # A second strategy in the process: the same, and the draws go on.
     first = tf.random.uniform([]).numpy()
-    np.testing.assert_array_equal(seeds.seed_to_share(), shared)
-    seeds.agree_on_seed(shared)
+    np.testing.assert_array_equal(hosts.seed_to_share(), shared)
+    hosts.agree_on_seed(shared)
     assert tf.random.uniform([]).numpy() != first
     # Set later, it is the program's.
     tf.random.set_seed(3)
-    assert seeds.program_seed() == 3
+    assert hosts.program_seed() == 3
 
 
 @pytest.mark.parametrize("seed", [0, 7])
@@ -55,8 +55,8 @@ def test_records_come_in_the_order_of_their_seed(tmp_path, seed):
     assert order_of(tmp_path, seed) == alone
     for job in (0, 12345, 2**31 - 1):
         names.put_global_seed(None)
-        seeds._agreed = None
-        seeds.agree_on_seed(np.array([0, job]))
+        hosts._agreed = None
+        hosts.agree_on_seed(np.array([0, job]))
         assert order_of(tmp_path, seed) == alone
         assert names.global_seed() == job
     # What the program sets has a say, as on one host.

@@ -14,17 +14,17 @@ from tests.support.fresh_python import run_python
 from tfdp.errors import CollectiveError, ParityError
 from tfdp.exchange.pipeline import GradientPipeline
 from tfdp.tools.bench.worker_process import run_worker
-from tfdp.tools.selftest import memory, overhead, rates, sums, training
-from tfdp.tools.selftest.networks import build_large
+from tfdp.tools.selftest import memory, overhead, rates, training
+from tfdp.tools.selftest.memory import build_large
 from tfdp.tools.selftest.parts import Part
-from tfdp.tools.selftest.sums import check_sums, largest_number
+from tfdp.tools.selftest.training import check_sums, largest_number
 
 WORKER = "tfdp.tools.selftest.worker"
 
 
 @pytest.fixture
 def small(monkeypatch):
-    monkeypatch.setattr(sums, "SHAPES", ((), (7, 3), (1_003,)))
+    monkeypatch.setattr(training, "SHAPES", ((), (7, 3), (1_003,)))
     monkeypatch.setattr(rates, "SIZES_BYTES", (1 << 20,))
 
 

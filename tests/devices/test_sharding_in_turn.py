@@ -6,7 +6,7 @@ import pytest
 import tensorflow as tf
 
 from tests.support.parity import classification_data, make_strategy, train
-from tfdp._private.delayed_tensors import delay
+from tfdp._private.step_ops import delay
 
 LAYERS = 5
 

@@ -10,8 +10,8 @@ import tensorflow as tf
 import tfdp
 from tests.support.parity import classification_data, dense_model, make_strategy
 from tfdp.errors import ConfigurationError
-from tfdp.tools.report.chrome_trace import chrome_trace
 from tfdp.tools.report.timeline_page import (
+    chrome_trace,
     draw_timeline,
     hidden_share,
     kind_of,

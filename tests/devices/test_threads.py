@@ -10,7 +10,7 @@ import tensorflow as tf
 import tfdp
 from tests.support.parity import classification_data, make_strategy
 from tfdp.errors import CollectiveError
-from tfdp.tracing import one_trace
+from tfdp.tracing import trace_order
 
 
 class Waits(keras.layers.Layer):
@@ -122,7 +122,7 @@ def test_a_metric_of_another_thread_counts_as_it_is():
 
 
 def test_a_thread_that_never_gets_its_turn_says_who_has_it(monkeypatch):
-    monkeypatch.setattr(one_trace, "LONGEST_WAIT_SECONDS", 0.1)
+    monkeypatch.setattr(trace_order, "LONGEST_WAIT_SECONDS", 0.1)
     strategy = make_strategy(2)
 
     def wait_for_another():

@@ -14,7 +14,7 @@ import tfdp
 from tests.support.conformance_table import OPTIMIZERS, UNSHARDABLE
 from tests.support.slow_rows import covering
 from tests.support.tpu_stand_in import StandInStrategy
-from tfdp.exchange.tpu_ops import CrossReplicaOps
+from tfdp.exchange.tpu import CrossReplicaOps
 
 ROWS, BATCH_SIZE, CLASSES = 13, 5, 4  # the last batch has 3 rows
 # An optimizer, and options of which each adds a graph of its own; the rest is slow.

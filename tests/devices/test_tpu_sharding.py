@@ -27,7 +27,7 @@ from tests.support.slow_rows import covering
 from tests.support.tpu_stand_in import StandInStrategy
 from tfdp.errors import ConfigurationError
 from tfdp.exchange.tpu import CrossReplicaReducer
-from tfdp.strategies.tpu_extended import TPUDataParallelExtended
+from tfdp.strategies.tpu import TPUDataParallelExtended
 
 STAGE_1 = {"shard": "optimizer", "shard_min_bytes": 0}
 # A run without a graph is none of a TPU's; the others ask another engine or layout.

@@ -27,7 +27,7 @@ from tests.support.parity import (
 from tests.support.tpu_stand_in import StandInStrategy
 from tfdp.errors import CollectiveError, ConfigurationError, ScopeError
 from tfdp.exchange.tpu import CrossReplicaReducer
-from tfdp.strategies.tpu_extended import TPUDataParallelExtended
+from tfdp.strategies.tpu import TPUDataParallelExtended
 
 
 def test_keras_sees_a_tpu_strategy():

@@ -6,7 +6,7 @@ import pytest
 import tensorflow as tf
 
 import tfdp
-import tfdp.strategies.tpu_system
+import tfdp.strategies.tpu
 from tests.support.tpu_stand_in import StandInStrategy
 from tfdp.errors import ConfigurationError, DeviceError, TPUError
 from tfdp.strategies.tpu import check_communication
@@ -58,7 +58,7 @@ def system(monkeypatch):
         def master(self):
             return "" if self.tpu == "local" else self.tpu
 
-    monkeypatch.setattr(tfdp.strategies.tpu_system, "_CONNECTED", {})
+    monkeypatch.setattr(tfdp.strategies.tpu, "_CONNECTED", {})
     monkeypatch.setattr(tf.distribute.cluster_resolver, "TPUClusterResolver", Resolver)
     monkeypatch.setattr(
         tf.config, "experimental_connect_to_cluster", state.connected.append
@@ -68,22 +68,22 @@ def system(monkeypatch):
 
 
 def test_a_tpu_is_started_once(system):
-    first = tfdp.strategies.tpu_system.connect("local")
-    assert tfdp.strategies.tpu_system.connect("local") is first
+    first = tfdp.strategies.tpu.connect("local")
+    assert tfdp.strategies.tpu.connect("local") is first
     assert system.started == system.connected == [first]
-    other = tfdp.strategies.tpu_system.connect("grpc://10.0.0.2:8470")
+    other = tfdp.strategies.tpu.connect("grpc://10.0.0.2:8470")
     assert system.started == [first, other]
     # A resolver of one's own for the same TPU starts nothing again.
     resolver = tf.distribute.cluster_resolver.TPUClusterResolver(tpu="local")
-    assert tfdp.strategies.tpu_system.connect(resolver) is first
+    assert tfdp.strategies.tpu.connect(resolver) is first
 
 
 def test_after_a_failure_it_can_be_tried_again(system):
     system.error = tf.errors.UnavailableError(None, None, "failed to connect")
     with pytest.raises(TPUError, match="does not answer"):
-        tfdp.strategies.tpu_system.connect("local")
+        tfdp.strategies.tpu.connect("local")
     system.error = None
-    assert tfdp.strategies.tpu_system.connect("local") in system.started
+    assert tfdp.strategies.tpu.connect("local") in system.started
 
 
 @pytest.mark.parametrize("tpu", [None, 3, "", ["local"]])

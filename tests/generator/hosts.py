@@ -91,7 +91,7 @@ class HostsChild(Child):
         while (asked := connection.recv()) is not None:
             program, *place = asked
             _start_devices(program.layout.replicas // HOSTS)
-            with Meeting(*place) as meeting:
+            with Rendezvous(*place) as meeting:
                 verdict = judge(program, meeting.strategy, may_repeat=False)
             connection.send(verdict)
 
@@ -110,7 +110,7 @@ class _Other(Child):
             program, *place = asked
             _start_devices(program.layout.replicas // HOSTS)
             told = None
-            with Meeting(*place) as meeting:
+            with Rendezvous(*place) as meeting:
                 try:
                     run_replicas(program, meeting.strategy)
                 except Exception as error:
@@ -143,7 +143,7 @@ def _start_devices(count):
     tfdp.use_virtual_devices(count)
 
 
-class Meeting:
+class Rendezvous:
     """Makes the strategies of one program, and closes them.
 
     Args:

@@ -17,17 +17,17 @@ def equal_shares():
 
 def a_replica_dropped():
     """The sum leaves the last replica of three or more out."""
-    from tfdp.exchange import hand_over
+    from tfdp.exchange import send_receive
 
-    whole = hand_over.sum_in_order
-    hand_over.sum_in_order = lambda parts: whole(parts[:2])
+    whole = send_receive.sum_in_order
+    send_receive.sum_in_order = lambda parts: whole(parts[:2])
 
 
 def not_a_number():
     """The sums are not numbers where a weight is large."""
-    from tfdp.exchange import hand_over
+    from tfdp.exchange import send_receive
 
-    whole = hand_over.sum_in_order
+    whole = send_receive.sum_in_order
 
     def broken(parts):
         total = whole(parts)
@@ -35,7 +35,7 @@ def not_a_number():
             return total
         return tf.where(tf.abs(total) > 0.05, tf.cast(float("nan"), total.dtype), total)
 
-    hand_over.sum_in_order = broken
+    send_receive.sum_in_order = broken
 
 
 def a_host_twice():

@@ -65,7 +65,7 @@ def measure(case):
 
     import tfdp
     from tests.planning.models import make_of
-    from tfdp.cluster.process_memory import forget_peak, peak_bytes, resident_bytes
+    from tfdp.cluster.machine import forget_peak, peak_bytes, resident_bytes
 
     build, rows_of = make_of(case.model)
     strategy = strategy_of(case)

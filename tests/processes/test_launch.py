@@ -134,9 +134,9 @@ os.kill(os.getpid(), signal.SIGKILL)
 LOSING = """
 import atexit
 from tfdp.errors import WorkerLostError
-from tfdp.hosts import last_words
+from tfdp.hosts import crash_report
 
-last_words.listen()
+crash_report.listen()
 if RANK == 0:
     wait_for("raised")
     atexit.register(note, "lost")
@@ -189,9 +189,9 @@ def test_who_lost_another_is_not_the_cause(launch, tmp_path, where, how):
 LEAVING = """
 from tfdp.cluster import progress
 from tfdp.errors import WorkerLostError
-from tfdp.hosts import last_words
+from tfdp.hosts import crash_report
 
-last_words.listen()
+crash_report.listen()
 {before}
 if RANK == 1:
     print("leaves")

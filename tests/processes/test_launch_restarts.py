@@ -18,10 +18,13 @@ from tests.support.launching import (
 from tests.support.workers import LONGEST_SECONDS
 from tfdp.cluster import START_AGAIN
 
-QUICK = ["from tfdp.launch import again", "again.FIRST_WAIT_SECONDS = 0.01"]
+QUICK = [
+    "from tfdp.launch import restart_policy",
+    "restart_policy.FIRST_WAIT_SECONDS = 0.01",
+]
 ENDLESS = [
-    "from tfdp.launch import again",
-    "again.FIRST_WAIT_SECONDS = again.LONGEST_WAIT_SECONDS = 6000.0",
+    "from tfdp.launch import restart_policy",
+    "restart_policy.FIRST_WAIT_SECONDS = restart_policy.LONGEST_WAIT_SECONDS = 6000.0",
 ]
 # Prepended to the scripts: which start this is, and the notes of a training loop.
 START = """
@@ -404,9 +407,9 @@ time.sleep(600)
 def test_who_only_lost_another_is_not_left_out(tmp_path):
     script = """
 from tfdp.errors import WorkerLostError
-from tfdp.hosts import last_words
+from tfdp.hosts import crash_report
 
-last_words.listen()
+crash_report.listen()
 print("start", RESTARTS, WORKERS)
 if RESTARTS < 2:
     if RANK == 0:

@@ -7,7 +7,7 @@ import pytest
 
 from tests.support.launching import Launches, is_alive, pids, wait_until
 from tests.support.workers import LONGEST_SECONDS
-from tfdp.hosts import last_words
+from tfdp.hosts import crash_report
 from tfdp.launch import guard
 
 
@@ -95,4 +95,4 @@ def test_strays_of_another_launch_are_left_alone(launches, tmp_path):
 
 def test_the_guard_knows_where_workers_find_the_folder():
     """It runs as a script, which imports nothing of the package."""
-    assert guard.FOLDER_VARIABLE == last_words.FOLDER_VARIABLE
+    assert guard.FOLDER_VARIABLE == crash_report.FOLDER_VARIABLE

@@ -13,7 +13,7 @@ import pytest
 from tests.support.living_group import LivingGroup
 
 SILENCE_SECONDS = 2.0
-# Of what is stated (`tfdp.hosts.living_hosts`), with the time that a busy machine may
+# Of what is stated (`tfdp.hosts.elastic_group`), with the time that a busy machine may
 # take to run processes.
 SLACK_SECONDS = 20.0
 UPDATES = 40

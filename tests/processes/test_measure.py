@@ -4,8 +4,8 @@ import pytest
 
 from tests.support.fresh_python import run_python
 from tfdp.errors import ConfigurationError
-from tfdp.tools.commands.measure_target import measure_target
-from tfdp.tools.simulator.machine_file import read_machine
+from tfdp.tools.commands.measure import measure_target
+from tfdp.tools.simulator.measured import read_machine
 from tfdp.tools.simulator.step import predict_step
 
 

@@ -10,10 +10,9 @@ import time
 import pytest
 
 from tests.support.fresh_python import run_python
-from tfdp.tools.commands.tune_fits import what_fits
 from tfdp.tools.commands.tune_processes import TrialFailed, Trials
-from tfdp.tools.tune.setting import DEFAULTS, Setting
-from tfdp.tools.tune.space import Place
+from tfdp.tools.commands.tune_run import what_fits
+from tfdp.tools.tune.space import DEFAULTS, Place, Setting
 
 SCRIPT = """
 import keras

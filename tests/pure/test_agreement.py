@@ -9,7 +9,13 @@ import pytest
 
 from tests.pure.test_socket_link import on_workers
 from tfdp.errors import CollectiveError
-from tfdp.hosts.agreement import HEADER, Disagreement, Terms, difference, terms_of
+from tfdp.hosts.collective_fingerprint import (
+    HEADER,
+    CollectiveMismatch,
+    Fingerprint,
+    difference,
+    fingerprint_of,
+)
 
 HALVES = [[(0, 2), (2, 4)]]
 THIRD = [[(0, 1), (1, 4)]]
@@ -171,12 +177,12 @@ def test_numbers_that_keras_gives_names_may_differ():
 
 def test_the_header_keeps_its_size():
     assert HEADER.size == 24
-    terms = Terms("mpi shards", 2**40 + 3, 2**40, "label")
+    terms = Fingerprint("mpi shards", 2**40 + 3, 2**40, "label")
     assert len(terms.header) == 24
 
 
 def noted(**changes):
-    terms = terms_of("sum", 7, [np.zeros(2, np.int32)], "weights")
+    terms = fingerprint_of("sum", 7, [np.zeros(2, np.int32)], "weights")
     return json.dumps({**json.loads(terms.note), **changes})
 
 
@@ -189,17 +195,17 @@ def noted(**changes):
     ],
 )
 def test_without_the_others_note_its_header_is_told(note):
-    mine = terms_of("sum", 7, [np.zeros(2, np.float32)], "weights")
-    theirs = terms_of("sum", 7, [np.zeros(2, np.int32)], "weights")
-    words = difference(0, 1, Disagreement(mine, theirs.header), note)
+    mine = fingerprint_of("sum", 7, [np.zeros(2, np.float32)], "weights")
+    theirs = fingerprint_of("sum", 7, [np.zeros(2, np.int32)], "weights")
+    words = difference(0, 1, CollectiveMismatch(mine, theirs.header), note)
     assert "worker 0 is at exchange 7, sum of 8 bytes: float32 [2] (weights)" in words
     assert "worker 1 at exchange 7, sum of 8 bytes, with another label, types" in words
 
 
 def test_a_note_of_another_exchange_is_not_taken_for_this_one():
-    mine = terms_of("sum", 7, [np.zeros(2, np.float32)], "weights")
-    theirs = terms_of("gather", 8, (), "rows", limit=64)
-    words = difference(0, 1, Disagreement(mine, theirs.header), mine.note)
+    mine = fingerprint_of("sum", 7, [np.zeros(2, np.float32)], "weights")
+    theirs = fingerprint_of("gather", 8, (), "rows", limit=64)
+    words = difference(0, 1, CollectiveMismatch(mine, theirs.header), mine.note)
     assert words.endswith("worker 1 at exchange 8, gather of at most 64 bytes each")
 
 

@@ -1,6 +1,6 @@
 """Checksums of batches: hosts that have read ahead by different numbers agree."""
 
-from tfdp.data.batch_record import BatchRecord, common_ends, first_differences
+from tfdp.data.same_batches import BatchRecord, common_ends, first_differences
 
 
 def record_of(*passes):

@@ -9,8 +9,10 @@ import pytest
 
 from tests.support.fresh_python import run_program, run_python
 from tfdp.errors import DeviceError
-from tfdp.files.json_file import write_json
+from tfdp.files.checked_json import write_json
 from tfdp.tools.bench.cases import CASES, select_cases
+from tfdp.tools.bench.command import format_failure, format_heading, format_result
+from tfdp.tools.bench.gradient_sets import GRADIENT_SETS, count_parameters
 from tfdp.tools.bench.one_process.arms import ARMS
 from tfdp.tools.bench.one_process.interleave import time_in_turn
 from tfdp.tools.bench.one_process.runner import Failure, Report
@@ -24,9 +26,7 @@ from tfdp.tools.bench.results import (
     relative_speed,
     spread,
 )
-from tfdp.tools.bench.subjects.gradient_sets import GRADIENT_SETS, count_parameters
-from tfdp.tools.bench.subjects.models import MODELS
-from tfdp.tools.bench.table import format_failure, format_heading, format_result
+from tfdp.tools.bench.subjects import MODELS
 
 
 class Clock:

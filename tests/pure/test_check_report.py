@@ -94,8 +94,8 @@ def test_verdict_of_a_row(row, verdict, tells):
 def test_a_report_has_one_of_three_verdicts(rows, fields, verdict):
     made = report(*rows, **fields)
     assert made.ok is (verdict == "HOLDS")
-    assert made.cannot_tell is (verdict == "CANNOT TELL")
-    assert made.to_json()["cannot_tell"] is made.cannot_tell
+    assert made.inconclusive is (verdict == "CANNOT TELL")
+    assert made.to_json()["inconclusive"] is made.inconclusive
     found = [word for word in ("HOLDS", "FAILS", "CANNOT TELL") if word in str(made)]
     assert found == [verdict]
 

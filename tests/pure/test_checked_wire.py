@@ -13,15 +13,15 @@ from tests.pure.test_socket_link import on_workers
 from tests.support.wires import HANG_SECONDS, in_a_thread
 from tests.support.workers import free_port
 from tfdp.errors import CollectiveError, MissingDependencyError
-from tfdp.hosts import checked_wire, link_speed, shared_places
+from tfdp.hosts import checked_wire, link_speed, shared_memory
 from tfdp.hosts.checked_wire import (
     HEAD_BYTES,
     CheckedReceiver,
     CheckedSender,
     DamagedBlockError,
 )
-from tfdp.hosts.living_hosts import LEFT_OUT, MET, LivingHosts
-from tfdp.hosts.living_wire import Watched
+from tfdp.hosts.elastic_group import LEFT_OUT, MET, ElasticHosts
+from tfdp.hosts.elastic_transfers import Watched
 from tfdp.hosts.messages import read_as
 from tfdp.hosts.row_sums import RowExchange
 from tfdp.hosts.socket_link import SocketLink
@@ -128,7 +128,7 @@ def test_a_changed_bit_ends_the_exchange_and_names_both_ends(
     monkeypatch, way, distance, size
 ):
     """Without checksums other numbers are the sums, and no error says so."""
-    monkeypatch.setattr(shared_places, "CAN_SHARE", False)
+    monkeypatch.setattr(shared_memory, "CAN_SHARE", False)
     arrays = [np.random.default_rng(rank).normal(size=size) for rank in range(3)]
 
     def work(link):
@@ -150,7 +150,7 @@ def test_a_changed_bit_ends_the_exchange_and_names_both_ends(
 
 @pytest.mark.parametrize("workers", [2, 3])
 def test_sums_with_and_without_checksums_have_the_same_bits(monkeypatch, workers):
-    monkeypatch.setattr(shared_places, "CAN_SHARE", False)
+    monkeypatch.setattr(shared_memory, "CAN_SHARE", False)
     arrays = np.random.default_rng(5).normal(size=(workers, 150_001))
 
     def work(link):
@@ -248,7 +248,7 @@ def test_hosts_that_come_and_go_throw_damaged_weights_away(
     monkeypatch.setattr(Watched, "_send", flipping)
 
     def run(rank):
-        hosts = LivingHosts(
+        hosts = ElasticHosts(
             rank, 2, address, timeout_seconds=60, silence_seconds=5, secret=b"key"
         )
         hosts.exchange_state([np.zeros(size)])

@@ -21,7 +21,7 @@ from tests.support.launcher_environments import (
     tf_config,
 )
 from tfdp.cluster import Cluster, find_cluster
-from tfdp.cluster.slurm import expand_hosts, slurm_port
+from tfdp.cluster.find import expand_hosts, slurm_port
 from tfdp.errors import ClusterError, ConfigurationError
 
 SLURM_PORT = 20000 + 200505 % 10000

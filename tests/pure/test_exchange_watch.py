@@ -9,7 +9,7 @@ import pytest
 from tfdp.errors import CollectiveError, WorkerLostError
 from tfdp.hosts import exchange_watch as module
 from tfdp.hosts.exchange_watch import ExchangeWatch
-from tfdp.hosts.standstill import Standstill
+from tfdp.hosts.membership import Standstill
 
 SOON_SECONDS = 5.0
 

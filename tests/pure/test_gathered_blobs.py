@@ -11,7 +11,7 @@ import pytest
 
 from tests.pure.test_socket_link import on_workers
 from tfdp.errors import CollectiveError
-from tfdp.hosts.doubling import MOST_AT_ONCE_BYTES
+from tfdp.hosts.recursive_doubling import MOST_AT_ONCE_BYTES
 from tfdp.hosts.wire import LARGEST_TAKE_BYTES, Receiver
 
 HUGE_BYTES = 2**60

@@ -27,10 +27,9 @@ from tests.support.open_files import open_files
 from tests.support.workers import free_port
 from tfdp.cluster import Cluster
 from tfdp.errors import CollectiveError
-from tfdp.hosts import door, neighbours, rendezvous
-from tfdp.hosts.dial import dial
-from tfdp.hosts.handshake import MAGIC, NONCE_BYTES, PROOF_BYTES, greet, job_secret
-from tfdp.hosts.listeners import is_loopback, listen_at
+from tfdp.hosts import listener, rendezvous
+from tfdp.hosts.connect import MAGIC, NONCE_BYTES, PROOF_BYTES, dial, greet, job_secret
+from tfdp.hosts.listener import is_loopback, listen_at
 from tfdp.hosts.rendezvous import meet
 from tfdp.hosts.socket_link import SocketLink
 
@@ -92,7 +91,7 @@ def test_a_guest_changes_nothing_and_learns_nothing(monkeypatch, kind, purpose):
 
 @pytest.mark.parametrize("kind", ["wrong key", "silence", "rank '1'", "JSON bomb"])
 def test_a_meeting_with_guests_ends_in_time_and_counts_them(monkeypatch, kind):
-    monkeypatch.setattr(door, "HANDSHAKE_SECONDS", 0.3)
+    monkeypatch.setattr(listener, "HANDSHAKE_SECONDS", 0.3)
     with GuestedDoors(monkeypatch, kind, "meeting", SECRET):
         with pytest.raises(CollectiveError) as caught:
             meet(0, 2, f"127.0.0.1:{free_port()}", 1, 1.0, SECRET)
@@ -108,7 +107,7 @@ def test_a_meeting_with_guests_ends_in_time_and_counts_them(monkeypatch, kind):
 
 
 def test_one_deadline_holds_for_a_whole_handshake(monkeypatch):
-    monkeypatch.setattr(door, "HANDSHAKE_SECONDS", 0.5)
+    monkeypatch.setattr(listener, "HANDSHAKE_SECONDS", 0.5)
     address = ("127.0.0.1", free_port())
 
     def drip(guest):
@@ -118,7 +117,7 @@ def test_one_deadline_holds_for_a_whole_handshake(monkeypatch):
                 guest.sendall(bytes([byte]))
                 time.sleep(0.1)
 
-    with door.Door(listen_at(*address), SECRET, "meeting", dict) as opened:
+    with listener.Listener(listen_at(*address), SECRET, "meeting", dict) as opened:
         with socket.create_connection(address) as guest:
             threading.Thread(target=drip, args=(guest,), daemon=True).start()
             end = time.monotonic() + TIMEOUT_SECONDS
@@ -130,7 +129,7 @@ def test_one_deadline_holds_for_a_whole_handshake(monkeypatch):
 
 
 def test_there_is_room_for_so_many_guests_and_always_for_a_worker(monkeypatch):
-    monkeypatch.setattr(door, "MOST_GUESTS", 4)
+    monkeypatch.setattr(listener, "MOST_GUESTS", 4)
     listen, guests = rendezvous.listen_at, []
 
     def with_many_guests(*address):
@@ -216,15 +215,15 @@ def test_a_worker_that_was_started_again_takes_its_place(monkeypatch, place):
 def test_the_right_key_twice_takes_no_place_in_a_ring(monkeypatch):
     again = []
 
-    def dial_twice(*arguments):
-        connection = dial(*arguments)
+    def dial_twice(*arguments, **named):
+        connection = dial(*arguments, **named)
         # While the other connections are still waited for.
         place = {"channel": 0, "distance": 1}
         if arguments[2] == "ring" and place.items() <= arguments[3](connection).items():
             again.append(dial(*arguments))
         return connection
 
-    monkeypatch.setattr(neighbours, "dial", dial_twice)
+    monkeypatch.setattr(rendezvous, "dial", dial_twice)
     assert run_job() == [[7.0, 70.0]] * 3
     assert len(again) == 3
     for connection in again:
@@ -377,8 +376,8 @@ def test_worker_0_listens_where_it_is_looked_for(
     names_resolve_to(monkeypatch, *addresses)
     listeners = listen_at(host, free_port())
     found = {listener.getsockname()[0] for listener in listeners}
-    for listener in listeners:
-        listener.close()
+    for opened in listeners:
+        opened.close()
     assert found <= expected and len(listeners) == 1
 
 

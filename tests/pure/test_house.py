@@ -19,12 +19,12 @@ ROOMS = sorted(
     for path in PACKAGE.glob(pattern)
 )
 MODULES = modules()
-MOST_LINES = 400
+MOST_LINES = 600
 MOST_CODE_LINES = 60
 MOST_LINES_OF_A_SCRIPT = 600
 # Ten layers with two or three files in each. The longest: `plan` on top of a strategy
 # of several hosts, down to the private names.
-MOST_FILES_IN_A_CHAIN = 17
+MOST_FILES_IN_A_CHAIN = 19
 
 
 def first_line(room):

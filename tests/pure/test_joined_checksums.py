@@ -5,7 +5,7 @@ import zlib
 
 import pytest
 
-from tfdp.data.joined_checksums import joined_crc32
+from tfdp.data.tar_samples import joined_crc32
 
 
 @pytest.mark.parametrize("seed", range(20))

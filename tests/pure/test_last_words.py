@@ -5,18 +5,18 @@ import json
 import pytest
 
 from tests.support.fresh_python import run_program
-from tfdp.hosts.last_words import (
-    LastWords,
+from tfdp.hosts.crash_report import (
+    CrashReport,
     cause_of,
-    parse_last_words,
-    read_last_words,
+    parse_crash_report,
+    read_crash_report,
 )
 
-WORDS = LastWords("ValueError: no", "Traceback\n", 12.5, False)
+WORDS = CrashReport("ValueError: no", "Traceback\n", 12.5, False)
 
 
 def test_words_come_back():
-    assert parse_last_words(WORDS.to_json().encode()) == WORDS
+    assert parse_crash_report(WORDS.to_json().encode()) == WORDS
 
 
 @pytest.mark.parametrize(
@@ -33,10 +33,10 @@ def test_words_come_back():
     ],
 )
 def test_nonsense_is_no_word(text, tmp_path):
-    assert parse_last_words(text) is None
+    assert parse_crash_report(text) is None
     (tmp_path / "7.json").write_bytes(text)
-    assert read_last_words(str(tmp_path), 7) is None
-    assert read_last_words(str(tmp_path), 8) is None
+    assert read_crash_report(str(tmp_path), 7) is None
+    assert read_crash_report(str(tmp_path), 8) is None
 
 
 # As TensorFlow writes them, frames and all.
@@ -76,10 +76,10 @@ PROGRAM = f"""
 GRAPH_ERROR = {CAUSES["OOM in a"]!r}
 import os
 from tfdp.errors import WorkerLostError
-from tfdp.hosts import last_words, lost_worker
+from tfdp.hosts import crash_report, waits
 
-last_words.listen()
-last_words.listen()
+crash_report.listen()
+crash_report.listen()
 print(os.getpid(), flush=True)
 """
 ENDINGS = {
@@ -90,7 +90,7 @@ ENDINGS = {
         "RuntimeError",
         True,
     ),
-    "lost_worker.say_lost(0, 1.0, 'x', 'y'); raise OSError('end')": ("OSError", True),
+    "waits.say_lost(0, 1.0, 'x', 'y'); raise OSError('end')": ("OSError", True),
     # A stack in a message is no cause, and takes no room from it.
     "raise RuntimeError(GRAPH_ERROR)": ("RuntimeError: OOM in a", False),
     "print(1 / 0)": ("ZeroDivisionError: division by zero", False),
@@ -102,7 +102,7 @@ def test_an_error_is_noted(ending, tmp_path):
     error, is_consequence = ENDINGS[ending]
     done = run_program(PROGRAM + ending, environment={"TFDP_LAST_WORDS": str(tmp_path)})
     assert done.returncode == 1
-    words = read_last_words(str(tmp_path), int(done.stdout.split()[0]))
+    words = read_crash_report(str(tmp_path), int(done.stdout.split()[0]))
     assert words.error.startswith(error)
     assert len(words.error) <= 300
     assert words.is_consequence == is_consequence

@@ -1,4 +1,4 @@
-"""`LateSums`: sums that are begun, looked at, taken, or let go."""
+"""`AsyncSums`: sums that are begun, looked at, taken, or let go."""
 
 import threading
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tfdp.errors import WorkerLostError
-from tfdp.hosts.late_sums import LateSums
+from tfdp.hosts.async_exchanges import AsyncSums
 
 
 class Link:
@@ -34,7 +34,7 @@ def link():
 
 
 def test_sums_of_all_types_come_in_their_places(link):
-    late = LateSums(link)
+    late = AsyncSums(link)
     mine = [np.float32([1, 2]), np.int64([3]), np.float32([[4]])]
     late.begin(7, mine, "a")
     mine[0][:] = 0  # the caller's memory is its own
@@ -47,7 +47,7 @@ def test_sums_of_all_types_come_in_their_places(link):
 
 
 def test_nobody_waits_who_begins_and_the_order_stays(link):
-    late = LateSums(link)
+    late = AsyncSums(link)
     for ticket, label in enumerate("abc"):
         late.begin(ticket, [np.float32([ticket])], label)
     late.forget(1)
@@ -60,7 +60,7 @@ def test_nobody_waits_who_begins_and_the_order_stays(link):
 
 
 def test_who_takes_learns_why_there_is_nothing(link):
-    late = LateSums(link)
+    late = AsyncSums(link)
     link.error = WorkerLostError("worker 1 left")
     link.may_go.set()
     late.begin(0, [np.float32([1])], "a")

@@ -11,9 +11,8 @@ from tfdp.cluster import Cluster, find_cluster, restarts
 from tfdp.errors import ConfigurationError
 from tfdp.launch import command as launch_command
 from tfdp.launch.environment import cluster_variables, local_environment
-from tfdp.launch.gpus import own_gpus, share_of_gpus
 from tfdp.launch.handover import become, mpi_command, slurm_command
-from tfdp.launch.local import local_commands
+from tfdp.launch.local import local_commands, own_gpus, share_of_gpus
 from tfdp.launch.program import Program, parse_program
 from tfdp.launch.ssh import parse_hosts, remote_command, ssh_commands
 from tfdp.tools.commands import cli

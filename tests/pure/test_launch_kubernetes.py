@@ -5,10 +5,8 @@ import re
 import pytest
 
 from tfdp.cluster import Cluster, find_cluster
-from tfdp.launch.kubernetes import job_name, manifest
-from tfdp.launch.pods import Volume
+from tfdp.launch.kubernetes import Volume, job_name, manifest, yaml_text
 from tfdp.launch.program import Program
-from tfdp.launch.yaml_text import yaml_text
 
 KEY = "0123456789abcdef"
 PROGRAM = Program("examples/digits.py", ("--epochs", "3"))

@@ -9,13 +9,12 @@ import socket
 
 import pytest
 
-from tfdp.cluster import ports as port_module
-from tfdp.cluster.ports import any_port, checked_port, free_port
+from tfdp.cluster import addresses as port_module
+from tfdp.cluster.addresses import any_port, checked_port, free_port
 from tfdp.errors import ConfigurationError
 from tfdp.launch import output
-from tfdp.launch.logs import WorkerLogs
-from tfdp.launch.outlet import Outlet
-from tfdp.launch.output import MOST_BYTES, LineRelay, Tail
+from tfdp.launch.console import Outlet
+from tfdp.launch.output import MOST_BYTES, LineRelay, Tail, WorkerLogs
 from tfdp.launch.signals import received_signals, signal_name
 
 

@@ -7,7 +7,7 @@ import pytest
 from tfdp.cluster import Cluster
 from tfdp.errors import JobKeyWarning
 from tfdp.hosts import choose_link
-from tfdp.hosts.handshake import job_secret
+from tfdp.hosts.connect import job_secret
 from tfdp.plan.communication import Communication
 
 KEY = "0123456789abcdef"

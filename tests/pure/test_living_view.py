@@ -7,7 +7,12 @@ import random
 import numpy as np
 import pytest
 
-from tfdp.hosts.living_view import (
+from tfdp.hosts.elastic_transfers import (
+    ElasticHello,
+    fingerprint_of_arrays,
+    parse_hello,
+)
+from tfdp.hosts.elastic_view import (
     ALIVE,
     DONE,
     GONE,
@@ -17,7 +22,6 @@ from tfdp.hosts.living_view import (
     judge,
     parse_answer,
 )
-from tfdp.hosts.living_wire import LivingHello, parse_hello, terms_of_arrays
 
 ANSWER = Answer(
     session="s",
@@ -66,8 +70,10 @@ def test_what_a_host_says_is_what_another_hears():
 
 def test_terms_tell_shapes_and_types_apart():
     a, b = np.zeros((2, 3), "float32"), np.zeros((3, 2), "float32")
-    terms = [terms_of_arrays(v) for v in ([a], [b], [a, b], [a.astype("float64")])]
-    assert len(set(terms)) == 4 and terms[0] == terms_of_arrays([a + 1])
+    terms = [
+        fingerprint_of_arrays(v) for v in ([a], [b], [a, b], [a.astype("float64")])
+    ]
+    assert len(set(terms)) == 4 and terms[0] == fingerprint_of_arrays([a + 1])
 
 
 NONSENSE = (None, -1, 2**70, 1.5, "", "x" * 300, [], [[]], {}, {"a": 1}, True, [1, 1])
@@ -76,7 +82,7 @@ NONSENSE = (None, -1, 2**70, 1.5, "", "x" * 300, [], [[]], {}, {"a": 1}, True, [
 @pytest.mark.parametrize("seed", range(4))
 def test_what_no_host_sends_is_a_value_error(seed):
     draw = random.Random(seed)
-    hello = dataclasses.asdict(LivingHello("come", 1, 3, 5, epoch=2, update=8))
+    hello = dataclasses.asdict(ElasticHello("come", 1, 3, 5, epoch=2, update=8))
     for valid, parse in (
         (View(1, "s", members=(0, 1), addresses={0: ("h", 5)}).as_json(), 0),
         (hello, 1),

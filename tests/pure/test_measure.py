@@ -6,14 +6,13 @@ import doctest
 import pytest
 
 from tfdp.plan.topology import Topology
-from tfdp.tools.bench.subjects.gradient_sets import GRADIENT_SETS, count_parameters
-from tfdp.tools.commands import cli, measure_target
+from tfdp.tools.bench.gradient_sets import GRADIENT_SETS, count_parameters
+from tfdp.tools.commands import cli, measure
 from tfdp.tools.measuring import machine as measuring
 from tfdp.tools.measuring import places
-from tfdp.tools.measuring.link_fit import BETWEEN_SETS, WITHIN_SETS, SumTimes, fit_link
+from tfdp.tools.measuring.machine import BETWEEN_SETS, WITHIN_SETS, SumTimes, fit_link
 from tfdp.tools.measuring.places import Figures, Place
-from tfdp.tools.simulator.machine_file import read_machine
-from tfdp.tools.simulator.measured import MeasuredModel
+from tfdp.tools.simulator.measured import MeasuredModel, read_machine
 from tfdp.tools.simulator.model import Compute, Gradient, ModelProfile
 from tfdp.tools.simulator.step import Training, play_exchange
 
@@ -184,7 +183,7 @@ def test_what_cannot_act_is_refused_before_anything_runs(
 def test_places_have_their_arms():
     assert Place(1, 4).arm == "tfdp-in-process"
     assert Place(2, 1).without_sums == "tfdp-sockets-no-sums"
-    for module in (places, measure_target):
+    for module in (places, measure):
         assert doctest.testmod(module).failed == 0
 
 

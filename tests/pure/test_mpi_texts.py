@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from tests.support.package_source import REPOSITORY
-from tfdp.hosts.mpi_texts import (
+from tfdp.hosts.mpi_link import (
     LONGEST_TEXT_BYTES,
     bytes_of_first,
     text_of_first,

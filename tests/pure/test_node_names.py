@@ -8,11 +8,11 @@ import pytest
 
 from tests.support.launcher_environments import KUBERNETES, SLURM
 from tests.support.launching import program
-from tfdp.cluster import Cluster, find_cluster, node_names
-from tfdp.cluster.node_names import slurm_address, unknown_name_seconds
+from tfdp.cluster import Cluster, addresses, find_cluster
+from tfdp.cluster.addresses import slurm_address, unknown_name_seconds
 from tfdp.errors import CollectiveError
 from tfdp.hosts import rendezvous
-from tfdp.hosts.dial import dial
+from tfdp.hosts.connect import dial
 from tfdp.hosts.rendezvous import meet
 
 NODE = (
@@ -87,7 +87,7 @@ def test_the_name_stays_where_slurm_knows_no_better(slurm, unknown_names, said, 
 
 def test_slurm_is_not_asked_for_a_name_that_is_known(slurm, monkeypatch):
     slurm(NODE.format(address="10.0.0.7"))
-    monkeypatch.setattr(node_names, "_is_known", lambda _: True)
+    monkeypatch.setattr(addresses, "_is_known", lambda _: True)
     slurm_address.cache_clear()
     assert find_cluster().coordinator == "gnode10:20505"
     slurm_address.cache_clear()
@@ -140,4 +140,4 @@ class AtTry:
 
 def test_names_may_come_late_in_pods_only():
     assert unknown_name_seconds(KUBERNETES) == math.inf
-    assert unknown_name_seconds(SLURM) == node_names.UNKNOWN_NAME_SECONDS
+    assert unknown_name_seconds(SLURM) == addresses.UNKNOWN_NAME_SECONDS

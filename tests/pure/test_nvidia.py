@@ -47,10 +47,10 @@ def test_nvidia_smi_is_asked_where_the_driver_has_no_folder(tmp_path, monkeypatc
     ],
 )
 def test_gpus_have_unique_names(monkeypatch, visible, names):
-    monkeypatch.setattr(nvidia, "ask_for_gpus", lambda what: ["GPU-aa", "GPU-ab"])
+    monkeypatch.setattr(nvidia, "query_gpus", lambda what: ["GPU-aa", "GPU-ab"])
     environment = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
     assert gpu_names(environment) == names
-    monkeypatch.setattr(nvidia, "ask_for_gpus", lambda what: [])
+    monkeypatch.setattr(nvidia, "query_gpus", lambda what: [])
     assert gpu_names(environment) == []  # "0" may be another one for another worker
 
 

@@ -4,8 +4,8 @@ import socket
 
 import pytest
 
-from tfdp.hosts import own_address as module
-from tfdp.hosts.own_address import own_address
+from tfdp.hosts import mpi_link as module
+from tfdp.hosts.mpi_link import own_address
 
 # As Debian's /etc/hosts has it: the own name is loopback, the others' are not.
 NAMES = {"here": "127.0.1.1", "there": "10.0.0.7"}

@@ -7,7 +7,7 @@ import pytest
 
 from tests.support.guests import can_use_ipv6
 from tests.support.open_files import open_files
-from tfdp.hosts.packet_filter import (
+from tfdp.hosts.server_guard import (
     admit_all,
     admit_only,
     listeners_on,

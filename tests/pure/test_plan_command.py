@@ -46,7 +46,7 @@ def test_what_cannot_be_written_is_not_taken_for_what_does_not_fit(
 
     monkeypatch.setattr(plan, "_answer", lambda *_: FITS)
     assert cli.main([*MODEL, option, "file"]) == 0
-    for writer in ("asked_for", "json_file"):
+    for writer in ("asked_for", "checked_json"):
         monkeypatch.setattr(f"tfdp.files.{writer}.replaced", full_disk)
     assert cli.main([*MODEL, option, "file"]) == 2
     said = capsys.readouterr()
@@ -101,7 +101,7 @@ def test_what_is_no_stage_is_refused(shard, capsys):
 @pytest.mark.parametrize("command", ["tune", "check"])
 def test_others_say_what_cannot_be_written_too(command, in_folder, monkeypatch, capsys):
     found = types.SimpleNamespace(
-        ok=True, cannot_tell=False, run=lambda: found, to_json=dict
+        ok=True, inconclusive=False, run=lambda: found, to_json=dict
     )
     (in_folder / "model.py").touch()
     monkeypatch.setattr(tune, "_run_of", lambda _: found)

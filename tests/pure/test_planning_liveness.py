@@ -3,16 +3,20 @@
 import pytest
 
 from tfdp.tools.planning.any_rows import AnyRows, NotOfRows, rows_to_trace
-from tfdp.tools.planning.link_memory import lying_in_what_links_keep
-from tfdp.tools.planning.liveness import TURNS, run_in_thought
-from tfdp.tools.planning.op_rules import Tensor, flops_of, reused_inputs, shared_input
-from tfdp.tools.planning.scratch import scratch_bytes_of
+from tfdp.tools.planning.liveness import TURNS, dry_run, lying_in_what_links_keep
+from tfdp.tools.planning.op_rules import (
+    Tensor,
+    flops_of,
+    reused_inputs,
+    scratch_bytes_of,
+    shared_input,
+)
 from tfdp.tools.planning.step_graph import Op, StepGraph, StoredVariable
 
 
 def peak(*ops, variables=(), results=(), threads=1):
     graph = StepGraph(tuple(ops), tuple(variables), tuple(results))
-    return run_in_thought(graph, threads).peak_bytes
+    return dry_run(graph, threads).peak_bytes
 
 
 def made(size_bytes, *inputs, **more):
@@ -122,7 +126,7 @@ def test_the_parts_add_up_to_the_peak():
     graph = StepGraph(
         (made(10), made(20, 0, part="gradients")), (StoredVariable(5, "slots"),)
     )
-    found = run_in_thought(graph)
+    found = dry_run(graph)
     assert found.parts == {"slots": 5, "activations": 10, "gradients": 20}
     assert found.peak_bytes == 35
 
@@ -130,12 +134,12 @@ def test_the_parts_add_up_to_the_peak():
 def test_ops_that_wait_for_each_other_are_an_error():
     ops = (Op("A", controls=(1,)), Op("B", controls=(0,)))
     with pytest.raises(ValueError, match="2 ops of the step wait"):
-        run_in_thought(StepGraph(ops))
+        dry_run(StepGraph(ops))
 
 
 def test_the_same_step_has_the_same_peak_each_time():
     ops = tuple(made(10 + i, *([i // 2] if i else [])) for i in range(60))
-    found = {run_in_thought(StepGraph(ops), 2).peak_bytes for _ in range(3)}
+    found = {dry_run(StepGraph(ops), 2).peak_bytes for _ in range(3)}
     assert len(found) == 1
 
 
@@ -215,10 +219,10 @@ def test_an_order_of_ops_can_be_asked_for_again():
     ops = [made(100 + n) for n in range(9)]
     ops += [made(1, *range(n, n + 4)) for n in range(5)]
     graph = StepGraph(tuple(ops))
-    found = run_in_thought(graph)
-    alone = [run_in_thought(graph, turns=(turn,)) for turn in range(TURNS)]
+    found = dry_run(graph)
+    alone = [dry_run(graph, turns=(turn,)) for turn in range(TURNS)]
     assert found.peak_bytes == max(each.peak_bytes for each in alone)
-    assert run_in_thought(graph, turns=(found.turn,)) == found
+    assert dry_run(graph, turns=(found.turn,)) == found
 
 
 def test_lengths_that_the_rows_divide_are_of_the_batch():
@@ -256,7 +260,7 @@ def test_weights_that_a_link_gathered_are_there_once_for_all_replicas():
     lies_in = lying_in_what_links_keep(ops, stored)
     assert lies_in == {0: 2, 1: 2}
     graph = StepGraph(ops, tuple(stored), lies_in=lies_in)
-    found = run_in_thought(graph, 1)
+    found = dry_run(graph, 1)
     assert found.peak_bytes == 200
     assert found.parts == {"weights": 100, "exchange": 100}
     # Of what a link has summed and others computed with nothing lies there.

@@ -28,10 +28,10 @@ OWN_OBJECTS = {"self", "cls"}
 # (file, attribute): underscore names of tfdp's own objects, read from outside.
 # `os._exit` is the documented way to end a process without its handlers.
 ALLOWED = {
-    ("tfdp/tools/bench/processes/control.py", "_exit"),
+    ("tfdp/tools/bench/processes/member.py", "_exit"),
     ("tfdp/hosts/mpi_link.py", "_exit"),
     ("tfdp/strategies/multi_host.py", "_make_extended"),
-    ("tfdp/strategies/sums_over_hosts.py", "_reduce_values"),
+    ("tfdp/strategies/multi_host.py", "_reduce_values"),
     ("tfdp/strategies/multi_host.py", "_replicas"),
 }
 REFLECTION = {"getattr", "setattr", "hasattr", "delattr"}

@@ -10,7 +10,7 @@ import pytest
 
 from tfdp.errors import ConfigurationError
 from tfdp.tools.report import write_learning_curve
-from tfdp.tools.report.line_chart import ticks_between
+from tfdp.tools.report.charts import ticks_between
 
 _HISTORY = {
     "loss": [2.0, 1.0, 0.5],

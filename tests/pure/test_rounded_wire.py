@@ -7,8 +7,7 @@ import pytest
 
 from tests.pure.test_ring import on_threads
 from tests.pure.test_socket_link import on_workers
-from tfdp.hosts.ring import Ends, ring_sum
-from tfdp.hosts.rounded_wire import RoundedWire, part_edges, wire_type
+from tfdp.hosts.ring import Ends, RoundedWire, part_edges, ring_sum, wire_type
 
 SHAPES = [(1000,), (3,), (7, 40), (), (0,)]
 # Half a unit in the last place of 8 and 11 significant bits.

@@ -11,8 +11,7 @@ from tfdp.errors import ConfigurationError, DataError
 from tfdp.tools.runs.entries import End, Steps, content_from, entry_from
 from tfdp.tools.runs.lines import MOST_LINE_BYTES, content_of, line_of
 from tfdp.tools.runs.read import read_run
-from tfdp.tools.runs.run_file import RunFile
-from tfdp.tools.runs.thinning import LINES, steps_of_line
+from tfdp.tools.runs.run_file import LINES, RunFile, steps_of_line
 from tfdp.tools.runs.traces import read_trace
 
 

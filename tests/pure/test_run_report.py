@@ -19,10 +19,9 @@ from tests.support.made_runs import (
 )
 from tfdp.errors import DataError
 from tfdp.tools.commands.cli import main
-from tfdp.tools.runs.advice import advice
 from tfdp.tools.runs.entries import CHECKS, content_from
 from tfdp.tools.runs.facts import facts_of
-from tfdp.tools.runs.in_words import summary
+from tfdp.tools.runs.in_words import advice, summary
 from tfdp.tools.runs.lines import content_of, line_of
 from tfdp.tools.runs.page import draw_run
 from tfdp.tools.runs.read import read_run

@@ -12,17 +12,21 @@ import pytest
 from tests.support.open_files import open_files
 from tests.support.wires import HANG_SECONDS, in_a_thread, over_loopback, shared_places
 from tfdp.hosts.ring import add_up
-from tfdp.hosts.same_machine import NoAnswer, share_memory
-from tfdp.hosts.shared_places import (
+from tfdp.hosts.shared_memory import (
     CAN_SHARE,
+    HEAD,
+    LIES_IN_PLACE,
     PLACE_BYTES,
     PLACES,
     SEALS,
     SIZE_BYTES,
+    NoAnswer,
     OwnPlaces,
+    SharedReceiver,
+    SharedSender,
     open_places,
+    share_memory,
 )
-from tfdp.hosts.shared_wire import HEAD, LIES_IN_PLACE, SharedReceiver, SharedSender
 from tfdp.hosts.wire import LARGEST_DIRECT_BYTES
 
 pytestmark = pytest.mark.skipif(
@@ -306,14 +310,14 @@ def test_machines_share_nothing(places):
 
 
 def test_what_cannot_be_made_or_opened_is_not_shared(places, monkeypatch):
-    monkeypatch.setattr("tfdp.hosts.shared_places.CAN_SHARE", False)
+    monkeypatch.setattr("tfdp.hosts.shared_memory.CAN_SHARE", False)
     assert share(ring_of_two()) == [[(None, None)]] * 2
-    monkeypatch.setattr("tfdp.hosts.shared_places.CAN_SHARE", True)
+    monkeypatch.setattr("tfdp.hosts.shared_memory.CAN_SHARE", True)
 
     def refuse(offer):
         raise PermissionError("of another user")
 
-    monkeypatch.setattr("tfdp.hosts.same_machine.open_places", refuse)
+    monkeypatch.setattr("tfdp.hosts.shared_memory.open_places", refuse)
     assert share(ring_of_two()) == [[(None, None)]] * 2
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from tests.pure.test_simulator_machine_file import MACHINE
 from tfdp.tools.commands import cli
-from tfdp.tools.simulator.machine_file import write_machine
+from tfdp.tools.simulator.measured import write_machine
 from tfdp.tools.simulator.step import PARTS
 
 KNOWN = ["simulate", "--model", "resnet50", "--hardware", "p100-25gbit"]

@@ -8,7 +8,7 @@ with sums is what is predicted.
 import pytest
 
 from tfdp.plan.topology import Topology
-from tfdp.tools.simulator.known_models import MODELS, dense_network
+from tfdp.tools.simulator.known import MODELS, dense_network
 from tfdp.tools.simulator.machine import Link, Machine
 from tfdp.tools.simulator.model import Compute, Gradient, ModelProfile
 from tfdp.tools.simulator.step import Training, play_exchange, predict_step

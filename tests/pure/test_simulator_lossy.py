@@ -15,17 +15,19 @@ from tfdp.tools.commands import cli
 from tfdp.tools.measuring import one_core
 from tfdp.tools.planning import memory_plan
 from tfdp.tools.simulator import lossy
-from tfdp.tools.simulator.known_models import dense_network
+from tfdp.tools.simulator.known import dense_network
 from tfdp.tools.simulator.lossy import KEEPING, KNOWN_WAYS, Lossy, known_ways
 from tfdp.tools.simulator.machine import Link, Machine
-from tfdp.tools.simulator.machine_file import read_machine, write_machine
-from tfdp.tools.simulator.measured import ROW_BYTES_PER_SECOND
+from tfdp.tools.simulator.measured import (
+    ROW_BYTES_PER_SECOND,
+    read_machine,
+    write_machine,
+)
 from tfdp.tools.simulator.model import Compute, Gradient, ModelProfile
 from tfdp.tools.simulator.step import Training, play_exchange, predict_step
 from tfdp.tools.simulator.sums import exchange_stages, row_stages
 from tfdp.tools.tune.proposal import TrialFacts, in_order
-from tfdp.tools.tune.setting import DEFAULTS, LOSSY, Setting
-from tfdp.tools.tune.space import Space, knobs_of
+from tfdp.tools.tune.space import DEFAULTS, LOSSY, Setting, Space, knobs_of
 
 # 10 bytes/s and 1 s within a host, 5 bytes/s and 3 s between hosts.
 LINKS = Machine("slow", 2, Link(1.0, 10.0), Link(3.0, 5.0), launch_seconds=1e-12)

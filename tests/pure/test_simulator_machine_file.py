@@ -9,8 +9,12 @@ from tfdp.errors import ConfigurationError, DataError
 from tfdp.files.checked_json import with_checksum
 from tfdp.plan.topology import Topology
 from tfdp.tools.simulator.machine import Link
-from tfdp.tools.simulator.machine_file import read_machine, write_machine
-from tfdp.tools.simulator.measured import MeasuredMachine, MeasuredModel
+from tfdp.tools.simulator.measured import (
+    MeasuredMachine,
+    MeasuredModel,
+    read_machine,
+    write_machine,
+)
 from tfdp.tools.simulator.model import Gradient, ModelProfile
 from tfdp.tools.simulator.step import predict_step
 
@@ -196,6 +200,6 @@ def test_a_missing_file_and_one_too_large(tmp_path, monkeypatch):
         read_machine(tmp_path / "none.json")
     with pytest.raises(DataError, match="cannot be read"):
         read_machine(tmp_path)
-    monkeypatch.setattr("tfdp.tools.simulator.machine_file.MOST_BYTES", 10)
+    monkeypatch.setattr("tfdp.tools.simulator.measured.MOST_BYTES", 10)
     with pytest.raises(DataError, match="more than 10 bytes"):
         read_machine(write_machine(MACHINE, tmp_path / "machine.json"))

@@ -3,8 +3,8 @@
 import pytest
 
 from tests.support.package_source import REPOSITORY
-from tfdp.tools.simulator import known_models
-from tfdp.tools.simulator.known_models import MODELS
+from tfdp.tools.simulator import known
+from tfdp.tools.simulator.known import MODELS
 from tfdp.tools.simulator.published import POINTS
 
 PAGE = REPOSITORY.joinpath("docs", "planning.md").read_text("utf-8")
@@ -64,6 +64,6 @@ def test_language_models_have_the_weights_of_their_names(name, weights):
 
 
 def test_dense_networks_are_counted():
-    assert known_models.dense_network("mlp", (784, 4096, 4096, 10)).gradient_bytes == (
+    assert known.dense_network("mlp", (784, 4096, 4096, 10)).gradient_bytes == (
         4 * 20_037_642
     )

@@ -9,16 +9,25 @@ import pytest
 
 from tfdp.errors import ConfigurationError
 from tfdp.plan.topology import Topology
-from tfdp.tools.simulator import failures, model, scaling, step, stragglers
-from tfdp.tools.simulator.failures import Reliability, best_interval_seconds
-from tfdp.tools.simulator.known_hardware import HARDWARE
-from tfdp.tools.simulator.known_models import MODELS, dense_network
+from tfdp.tools.simulator import failures, model, scaling, step
+from tfdp.tools.simulator.failures import (
+    Jitter,
+    Reliability,
+    best_interval_seconds,
+    expected_maximum,
+    harmonic,
+)
+from tfdp.tools.simulator.known import HARDWARE, MODELS, dense_network
 from tfdp.tools.simulator.machine import Link, Machine
 from tfdp.tools.simulator.model import Compute, Gradient, ModelProfile
-from tfdp.tools.simulator.overlap import play_step
 from tfdp.tools.simulator.scaling import device_counts, scaling_curve, strong_scaling
-from tfdp.tools.simulator.step import PARTS, InputRate, Training, predict_step
-from tfdp.tools.simulator.stragglers import Jitter, expected_maximum, harmonic
+from tfdp.tools.simulator.step import (
+    PARTS,
+    InputRate,
+    Training,
+    play_step,
+    predict_step,
+)
 from tfdp.tools.simulator.sums import Stage
 
 # Each host one device; 1e5 bytes/s, and next to nothing besides.
@@ -274,6 +283,6 @@ def test_16384_devices_within_5_seconds():
     assert rates == sorted(rates)
 
 
-@pytest.mark.parametrize("module", [failures, model, scaling, step, stragglers])
+@pytest.mark.parametrize("module", [failures, model, scaling, step, failures])
 def test_examples(module):
     assert doctest.testmod(module).failed == 0

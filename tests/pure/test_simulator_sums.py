@@ -7,7 +7,7 @@ import pytest
 from tfdp.errors import ConfigurationError
 from tfdp.plan.sum_ways import LinkSpeed, SumWays
 from tfdp.plan.topology import Topology
-from tfdp.tools.simulator import checked, model_parallel, overlap, sums
+from tfdp.tools.simulator import machine, published, step, sums
 from tfdp.tools.simulator.machine import Link, Machine
 from tfdp.tools.simulator.sums import ALGORITHMS, exchange_stages, sum_seconds
 
@@ -90,6 +90,6 @@ def test_what_cannot_act_is_refused():
         sum_seconds(1, HOST, MACHINE, "star")
 
 
-@pytest.mark.parametrize("module", [checked, model_parallel, overlap, sums])
+@pytest.mark.parametrize("module", [machine, published, step, sums])
 def test_examples(module):
     assert doctest.testmod(module).failed == 0

@@ -11,11 +11,10 @@ from tests.pure.test_ring import on_threads
 from tests.pure.test_socket_link import on_workers
 from tests.support.mesh import bits, on_mesh
 from tests.support.tcp_counts import handed_to_tcp
-from tfdp.hosts import shared_places
-from tfdp.hosts.doubling import gather_blobs, gather_rows, swap_rows
+from tfdp.hosts import shared_memory
+from tfdp.hosts.recursive_doubling import SmallSum, gather_blobs, gather_rows, swap_rows
 from tfdp.hosts.ring import Ends, ring_sum
-from tfdp.hosts.shared_places import CAN_SHARE
-from tfdp.hosts.small_sums import SmallSum
+from tfdp.hosts.shared_memory import CAN_SHARE
 from tfdp.plan.sum_ways import rounds, sent_bytes
 
 WAYS = ("gather", "doubling")
@@ -143,7 +142,7 @@ def test_rows_and_blobs_reach_everybody(workers):
 @pytest.mark.parametrize("workers", [2, 3, 6])
 @pytest.mark.parametrize("shares", [False, True])
 def test_all_ways_give_one_sum_over_sockets(monkeypatch, workers, shares):
-    monkeypatch.setattr(shared_places, "CAN_SHARE", shares and CAN_SHARE)
+    monkeypatch.setattr(shared_memory, "CAN_SHARE", shares and CAN_SHARE)
     shapes = [(3,), (), (70, 9)]
 
     def work(link):
@@ -175,7 +174,7 @@ def test_all_ways_give_one_sum_over_sockets(monkeypatch, workers, shares):
 @pytest.mark.parametrize("workers", [2, 3, 5])
 def test_the_kernel_counts_the_same_bytes(monkeypatch, workers):
     # What lies in shared memory never comes to it.
-    monkeypatch.setattr(shared_places, "CAN_SHARE", False)
+    monkeypatch.setattr(shared_memory, "CAN_SHARE", False)
 
     def work(link):
         handed, sent = handed_to_tcp(link), link.sent_bytes()

@@ -6,8 +6,7 @@ import threading
 import pytest
 
 from tfdp.hosts import membership as module
-from tfdp.hosts.membership import Membership
-from tfdp.hosts.standstill import Standstill, boot_seconds
+from tfdp.hosts.membership import Membership, Standstill, boot_seconds
 
 # Only there to end a hang.
 HANG_SECONDS = 60

@@ -18,7 +18,7 @@ from tests.support import mutations
 from tests.support.guests import hello_of
 from tfdp.cluster import Cluster, find_cluster
 from tfdp.errors import ClusterError, ConfigurationError
-from tfdp.hosts.handshake import (
+from tfdp.hosts.connect import (
     LENGTH,
     StrangerError,
     _proof,

@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from tfdp.hosts import doubling, small_sums, worker_names
+from tfdp.hosts import recursive_doubling, worker_names
 from tfdp.plan import sum_ways
 from tfdp.plan.sum_ways import (
     MOST_BYTES_GATHERED_OF_ALL,
@@ -79,5 +79,5 @@ def test_the_speed_of_all_is_the_middle_whatever_the_order():
 
 
 def test_the_examples_say_what_comes():
-    for module in (doubling, small_sums, sum_ways, worker_names):
+    for module in (recursive_doubling, recursive_doubling, sum_ways, worker_names):
         assert doctest.testmod(module).failed == 0

@@ -7,8 +7,8 @@ import pytest
 
 import tfdp
 from tfdp.errors import ConfigurationError
-from tfdp.sync.checked import checked_sync
-from tfdp.sync.fragments import fragments_of, meeting_of
+from tfdp.optimizers.distributed import checked_sync
+from tfdp.sync.rounds import fragments_of, synchronization_of
 
 DILOCO, LOCAL_SGD = tfdp.sync.DiLoCo, tfdp.sync.LocalSGD
 
@@ -89,6 +89,6 @@ def test_fragments_hold_every_variable_once_and_are_even():
 
 
 def test_fragments_meet_in_turn_and_once_in_a_round():
-    meetings = [meeting_of(p, 4, 12) for p in range(4)]
+    meetings = [synchronization_of(p, 4, 12) for p in range(4)]
     assert meetings == [3, 6, 9, 0]
-    assert [meeting_of(0, 1, every) for every in (1, 7)] == [0, 0]
+    assert [synchronization_of(0, 1, every) for every in (1, 7)] == [0, 0]

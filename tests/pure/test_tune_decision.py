@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from tfdp.tools.tune.decision import Gain, decide
-from tfdp.tools.tune.setting import DEFAULTS, Setting
+from tfdp.tools.tune.space import DEFAULTS, Setting
+from tfdp.tools.tune.tuning import Gain, decide
 
 FAST, OTHER = Setting(bucket_bytes=1), Setting(bucket_bytes=2)
 

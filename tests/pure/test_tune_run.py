@@ -9,9 +9,8 @@ from tfdp.errors import ConfigurationError, MissingDependencyError
 from tfdp.tools.commands.cli import make_parser
 from tfdp.tools.commands.tune_processes import TrialFailed, run_module
 from tfdp.tools.commands.tune_run import TuneRun
-from tfdp.tools.tune.search import SearchByOptuna
-from tfdp.tools.tune.setting import DEFAULTS, Setting
-from tfdp.tools.tune.space import knobs_of
+from tfdp.tools.tune.space import DEFAULTS, Setting, knobs_of
+from tfdp.tools.tune.tuning import SearchByOptuna
 
 
 def run(trials, *, knobs=None, memory_bytes=None, fits=None, **more):

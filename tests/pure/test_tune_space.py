@@ -9,8 +9,7 @@ from tfdp.errors import ConfigurationError
 from tfdp.plan.communication import Communication
 from tfdp.tools.simulator.machine import Link
 from tfdp.tools.tune.proposal import TrialFacts, in_order, predicted_speed
-from tfdp.tools.tune.setting import DEFAULTS, LOSSY, Setting
-from tfdp.tools.tune.space import Place, Space, knobs_of
+from tfdp.tools.tune.space import DEFAULTS, LOSSY, Place, Setting, Space, knobs_of
 
 ONE_PROCESS = Place(1, 4, 64, "in_process")
 

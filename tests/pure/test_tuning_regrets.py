@@ -7,7 +7,7 @@ import statistics
 import pytest
 
 from tests.support.tuning_regrets import DECIDING, regrets
-from tfdp.tools.tune.setting import Setting
+from tfdp.tools.tune.space import Setting
 
 SETTINGS = [Setting(bucket_bytes=2**20 << n) for n in range(8)]
 

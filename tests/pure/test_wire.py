@@ -11,8 +11,12 @@ import pytest
 
 from tests.support.wires import HANG_SECONDS, in_a_thread, shared_places
 from tfdp.hosts.checked_wire import CheckedReceiver, CheckedSender
-from tfdp.hosts.shared_places import CAN_SHARE, PLACE_BYTES
-from tfdp.hosts.shared_wire import SharedReceiver, SharedSender
+from tfdp.hosts.shared_memory import (
+    CAN_SHARE,
+    PLACE_BYTES,
+    SharedReceiver,
+    SharedSender,
+)
 from tfdp.hosts.wire import LARGEST_DIRECT_BYTES, Receiver, Sender
 
 

@@ -16,7 +16,7 @@ import tensorflow as tf
 import tfdp
 from tfdp.cluster import nvidia
 from tfdp.exchange import two_level_collectives
-from tfdp.strategies import meeting
+from tfdp.strategies import connect_hosts
 
 ROWS, FEATURES, RATE = 12, 5, 0.1
 
@@ -36,8 +36,8 @@ def expected():
 def prepare(case, rank):
     has_gpu = case != "one without" or rank == 0
     gpu = types.SimpleNamespace(name="/physical_device:GPU:0")
-    meeting.local_gpus = lambda: [gpu] if has_gpu else []
-    nvidia.ask_for_gpus = lambda what: ["GPU-a", "GPU-b"]
+    connect_hosts.local_gpus = lambda: [gpu] if has_gpu else []
+    nvidia.query_gpus = lambda what: ["GPU-a", "GPU-b"]
     os.environ[nvidia.VISIBLE] = "GPU-a" if case == "one GPU" else str(rank)
     tf.config.get_logical_device_configuration = lambda gpu: None
     two_level_collectives.SMALLEST_BYTES = 0
@@ -45,20 +45,20 @@ def prepare(case, rank):
         tfdp.use_virtual_devices(2)
         tf.constant(1.0)
     if case == "no library":
-        really_try = meeting.try_collectives
-        meeting.try_collectives = lambda *arguments: (
+        really_try = connect_hosts.try_collectives
+        connect_hosts.try_collectives = lambda *arguments: (
             "NotFoundError: libnccl.so.2"
             if rank == 1
             else really_try(*arguments, trial_seconds=3.0)
         )
     if case == "no server" and rank == 1:
-        start = meeting.meet_by_collectives
+        start = connect_hosts.rendezvous_by_collectives
 
         def fail(link):
             start(link)
             raise tf.errors.UnknownError(None, None, "Could not start gRPC server")
 
-        meeting.meet_by_collectives = fail
+        connect_hosts.rendezvous_by_collectives = fail
 
 
 def main(case):

@@ -9,7 +9,7 @@ import socket
 import sys
 
 import tfdp
-from tfdp.hosts import server_door
+from tfdp.hosts import server_guard
 
 # On loopback any address of 127.0.0.0/8 can be a sender, as other machines elsewhere.
 STRANGER, WORKER = "127.0.0.2", "127.0.0.1"
@@ -18,11 +18,11 @@ DROPPED_SECONDS = 0.5
 
 def main(mode):
     if mode == "none":
-        server_door.admit_only = refuse
+        server_guard.admit_only = refuse
     if mode == "lies":
-        server_door._senders = lambda link, told: ["127.0.0.9"]
+        server_guard._senders = lambda link, told: ["127.0.0.9"]
     seen = []
-    keep = server_door.keep_to_workers
+    keep = server_guard.keep_to_workers
 
     def noting_keep(link, ports):
         seen.append((keep(link, ports), ports))

@@ -16,9 +16,8 @@ import numpy as np
 import tensorflow as tf
 
 import tfdp
-from tfdp.data.batch_record import BatchRecord
-from tfdp.data.same_batches import new_dataset_name, same_batches
-from tfdp.strategies.compared_hosts import state_of_host
+from tfdp.data.same_batches import BatchRecord, new_dataset_name, same_batches
+from tfdp.strategies.multi_host_loops import state_of_host
 
 STEPS_OF_EPOCH = 100
 REPEATS = 5

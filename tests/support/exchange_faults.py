@@ -33,8 +33,8 @@ import numpy as np
 from tests.support.package_source import REPOSITORY
 from tests.support.workers import free_port
 from tfdp.errors import CollectiveError
-from tfdp.hosts.broken_exchange import NEWS_SECONDS
 from tfdp.hosts.socket_link import SocketLink
+from tfdp.hosts.waits import NEWS_SECONDS
 
 SILENCE_SECONDS = 2.0
 TIMEOUT_SECONDS = 4.0

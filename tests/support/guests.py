@@ -9,7 +9,7 @@ import threading
 
 from tfdp._version import __version__
 from tfdp.hosts import rendezvous
-from tfdp.hosts.handshake import (
+from tfdp.hosts.connect import (
     LENGTH,
     MAGIC,
     NONCE_BYTES,
@@ -55,7 +55,7 @@ def hello_of(purpose, **changed):
     return {**usual, **changed}
 
 
-class Guest:
+class Peer:
     """Knocks at one port, from a thread of its own, until it is turned away.
 
     Args:
@@ -315,7 +315,7 @@ class GuestedDoors:
             for listener in opened if isinstance(opened, list) else [opened]:
                 self.listeners.append(listener.getsockname()[:2])
                 if purpose == self._purpose:
-                    guest = Guest(self._kind, self._secret)
+                    guest = Peer(self._kind, self._secret)
                     self.guests.append(guest)
                     guest.knock(self.listeners[-1], purpose)
             return opened

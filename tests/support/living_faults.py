@@ -11,7 +11,7 @@ import signal
 import threading
 import time
 
-from tfdp.hosts.living_meeting import Meeting
+from tfdp.hosts.elastic_all_reduce import OuterAllReduce
 
 SIGNALS = {"die": signal.SIGKILL, "stop": signal.SIGSTOP, "late": None}
 LATE_SECONDS = 12.0
@@ -57,7 +57,7 @@ class Faults:
                 os.kill(os.getpid(), SIGNALS[name])
 
     def _within(self, name, mark, update, when, method):
-        original = getattr(Meeting, method)
+        original = getattr(OuterAllReduce, method)
 
         def faulty(meeting, *arguments):
             is_now = meeting._update == update
@@ -68,4 +68,4 @@ class Faults:
                 self._happen(name, mark)
             return results
 
-        setattr(Meeting, method, faulty)
+        setattr(OuterAllReduce, method, faulty)

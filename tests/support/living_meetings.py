@@ -18,7 +18,7 @@ import time
 import numpy as np
 
 from tests.support.living_faults import Faults
-from tfdp.hosts.living_hosts import LEFT_OUT, MET, LivingHosts
+from tfdp.hosts.elastic_group import LEFT_OUT, MET, ElasticHosts
 
 EVERY = 4
 SIZE = 1000
@@ -28,7 +28,7 @@ def main(folder, updates, *plans):
     plans = dict(plan.split("=", 1) for plan in plans)
     folder, rank = pathlib.Path(folder), int(os.environ["TFDP_RANK"])
     faults = Faults(folder, rank, plans)
-    hosts = LivingHosts(
+    hosts = ElasticHosts(
         rank,
         int(os.environ["TFDP_WORKERS"]),
         os.environ["TFDP_COORDINATOR"],

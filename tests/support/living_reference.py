@@ -23,7 +23,7 @@ def lines_of(folder):
     }
 
 
-def meetings_of(folder):
+def collectives_of(folder):
     """By update: the line of each rank that took part in the meeting after it.
 
     A host that was left out notes that update, too, with the epoch that it knew.
@@ -46,7 +46,7 @@ def check_meetings(folder, workers, sync):
     Returns:
       By update, who took part.
     """
-    meetings = meetings_of(folder)
+    meetings = collectives_of(folder)
     reference = Reference(sync, workers)
     batches = batches_of(folder)
     for update, by_rank in meetings.items():

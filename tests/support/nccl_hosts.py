@@ -10,7 +10,7 @@ import numpy as np
 
 import tfdp
 from tfdp.exchange import two_level_collectives
-from tfdp.strategies import host_engines
+from tfdp.strategies import multi_host
 
 ROWS, FEATURES, UNITS = 20, 6, 16
 
@@ -43,7 +43,7 @@ def trained(build):
 
 def main(wire_dtype=None):
     two_level_collectives.SMALLEST_BYTES = 0
-    host_engines.TensorFlowAcrossHostsEngine = AsOverNccl
+    multi_host.TensorFlowAcrossHostsEngine = AsOverNccl
     strategy = tfdp.MultiHostDataParallelStrategy(
         communication=tfdp.Communication(
             engine="tensorflow",

@@ -10,7 +10,7 @@ import sys
 import numpy as np
 
 from tfdp.hosts import rendezvous
-from tfdp.hosts.server_door import keep_to_workers
+from tfdp.hosts.server_guard import keep_to_workers
 from tfdp.hosts.socket_link import SocketLink
 
 WORKERS = 3

@@ -1,4 +1,4 @@
-"""In the place of `LivingHosts`, for what a strategy does before it meets anybody."""
+"""In the place of `ElasticHosts`, for what a strategy does before it meets anybody."""
 
 
 class StandInLivingHosts:

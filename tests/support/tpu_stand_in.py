@@ -27,7 +27,7 @@ from tensorflow.python.tpu import tpu_replication
 import tfdp
 from tests.support.queue_exchange import QueueExchange
 from tfdp.exchange.tpu import CrossReplicaReducer
-from tfdp.strategies.tpu_extended import TPUDataParallelExtended
+from tfdp.strategies.tpu import TPUDataParallelExtended
 
 
 class Assignment:

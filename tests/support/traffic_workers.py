@@ -18,10 +18,10 @@ import numpy as np
 
 import tfdp
 from tests.support.tcp_counts import handed_to_tcp
-from tfdp.hosts import shared_places
+from tfdp.hosts import shared_memory
 
 # What lies in shared memory, the kernel does not count.
-shared_places.CAN_SHARE = False
+shared_memory.CAN_SHARE = False
 
 BATCHES, EPOCHS = 4, 3
 

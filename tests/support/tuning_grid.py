@@ -19,7 +19,7 @@ import time
 import tfdp
 from tests.support import tuning_subjects
 from tests.support.tuning_regrets import regrets
-from tfdp.files.json_file import write_json
+from tfdp.files.checked_json import write_json
 from tfdp.tools.callbacks import autotune
 
 

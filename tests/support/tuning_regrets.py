@@ -9,8 +9,8 @@ import json
 import pathlib
 import statistics
 
-from tfdp.tools.tune.decision import decide
-from tfdp.tools.tune.setting import Setting
+from tfdp.tools.tune.space import Setting
+from tfdp.tools.tune.tuning import decide
 
 DECIDING = 3
 

@@ -6,7 +6,7 @@ import h5py
 import keras
 import numpy as np
 
-from tfdp.checkpoint.part_files import (
+from tfdp.checkpoint.parts import (
     INDEX_NAME,
     WEIGHTS_NAME,
     PartsIndex,

@@ -4,7 +4,7 @@ import concurrent.futures
 import socket
 import threading
 
-from tfdp.hosts.shared_places import OwnPlaces, open_places
+from tfdp.hosts.shared_memory import OwnPlaces, open_places
 from tfdp.hosts.wire import tuned
 
 #: Only there to end a hang.

@@ -10,9 +10,9 @@ import keras
 __all__ = [
     "Node",
     "functional_of",
-    "is_led",
+    "is_overridden",
     "is_run_by_keras",
-    "lead_runs",
+    "override_runs",
     "nodes_of",
     "run_nodes",
 ]
@@ -56,8 +56,8 @@ def is_run_by_keras(model: keras.Model) -> bool:
     return type(model).call.__module__.startswith("keras.src.")
 
 
-def is_led(functional: Any) -> bool:
-    """Whether `lead_runs` was called for it."""
+def is_overridden(functional: Any) -> bool:
+    """Whether `override_runs` was called for it."""
     return RUN in vars(functional)
 
 
@@ -96,7 +96,7 @@ def run_nodes(
             values[id(symbol)] = value
 
 
-def lead_runs(
+def override_runs(
     functional: Any, lead: Callable[[list[Any], Callable[[Any], Callable]], list[Any]]
 ) -> None:
     """Has `lead(inputs, operation_fn)` give the outputs where tensors are computed.

@@ -16,7 +16,7 @@ ADAPTER = "GrainDatasetAdapter"
 
 
 class OwnState(Protocol):
-    """What of `tfdp.data.grain_passes.GrainPasses` others need."""
+    """What of `tfdp.data.grain.GrainPasses` others need."""
 
     def keep(self) -> None: ...
     def state_after(self, batches: int) -> str | None: ...

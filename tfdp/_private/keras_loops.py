@@ -15,7 +15,7 @@ from tfdp._private.host_input import HostIterator
 
 __all__ = [
     "begin_no_epoch_to_build",
-    "lead_loop",
+    "wrap_loop",
     "noticing_loops",
     "raise_instead",
     "watch_loop",
@@ -27,7 +27,7 @@ Taken = Callable[[], list[int] | None]
 Around = Callable[[InWords, InWords, Taken], contextlib.AbstractContextManager[None]]
 
 
-def lead_loop(loop: Any, around: Around) -> None:
+def wrap_loop(loop: Any, around: Around) -> None:
     """Puts `around` about each loop of `fit`, `evaluate` or `predict`.
 
     Args:

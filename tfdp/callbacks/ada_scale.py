@@ -7,15 +7,13 @@ from typing import Any
 
 import keras
 
-from tfdp.callbacks.beside_others import refuse_others
 from tfdp.callbacks.gradient_noise_scale import GradientNoiseScale
+from tfdp.callbacks.other_callbacks import refuse_others
 from tfdp.checks import is_number
 from tfdp.errors import ConfigurationError
 from tfdp.plan.noise_scale import ada_scale_gain
 from tfdp.plan.schedule_formulas import check_rate
-from tfdp.step.noise_probe import NormsOfStep
-
-__all__ = ["AdaScale"]
+from tfdp.step.observers import NormsOfStep
 
 SET_RATES = (
     keras.callbacks.LearningRateScheduler,

@@ -2,49 +2,50 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import itertools
 import os
 import signal
 import sys
+import threading
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import Any
 
 import keras
 
-from tfdp._private.fit_frames import fit_around, is_within_fit
+from tfdp._private.keras_fit import fit_around, is_within_fit
 from tfdp._private.keras_models import (
     initial_epoch,
     set_initial_epoch,
     stand_in_for_logs,
 )
-from tfdp.callbacks.beside_others import BeforeOthers, refuse_others
-from tfdp.callbacks.kept_callbacks import (
+from tfdp.callbacks.other_callbacks import BeforeOthers, refuse_others
+from tfdp.callbacks.step_count import is_due
+from tfdp.callbacks.training_state import (
+    HiddenOptimizers,
+    KeptInput,
+    Place,
     arrays_of,
     kept_logs,
     kept_of,
     put_back,
     put_back_logs,
+    put_back_random,
+    random_now,
+    warn_of_what_is_lost,
 )
-from tfdp.callbacks.kept_input import KeptInput
-from tfdp.callbacks.kept_random import put_back_random, random_now
-from tfdp.callbacks.not_kept import HiddenOptimizers, warn_of_what_is_lost
-from tfdp.callbacks.place_in_fit import Place
-from tfdp.callbacks.step_count import is_due
-from tfdp.callbacks.stop_signals import StopSignals
 from tfdp.checkpoint.checkpoint import Checkpoint as Files
 from tfdp.checkpoint.checkpoint import Restored
 from tfdp.checkpoint.entries import state_of
-from tfdp.checkpoint.hosts import Hosts, hosts_of
-from tfdp.checkpoint.meeting import Meeting
+from tfdp.checkpoint.hosts import Hosts, StepAgreement, hosts_of
 from tfdp.checks import is_number, is_whole
 from tfdp.cluster import START_AGAIN, progress
 from tfdp.errors import CheckpointWarning, ConfigurationError, DataError
-
-__all__ = ["Checkpoint"]
 
 _fits = itertools.count()
 TIME = "time"
@@ -192,7 +193,7 @@ class Checkpoint(keras.callbacks.Callback):
         self._hosts: Hosts = hosts_of(self.model.distribute_strategy)
         self._files.check_directory(self.model)
         self._input = KeptInput(self._passes.adapter, self._hosts)
-        self._meeting = Meeting(self._hosts, f"fit {next(_fits)}")
+        self._synchronization = StepAgreement(self._hosts, f"fit {next(_fits)}")
         self._step = self._batch = 0
         self._epoch_of_program = initial_epoch(self.model)
         self._is_first_epoch = True
@@ -297,11 +298,11 @@ class Checkpoint(keras.callbacks.Callback):
         every = self._every_steps
         is_now = every is not None and is_due(every, before, self._step)
         if self._signals.received is not None:
-            self._meeting.ask(f"signal {self._signals.received}")
+            self._synchronization.ask(f"signal {self._signals.received}")
         elif self._every_seconds is not None and self._hosts.is_chief:
             if time.monotonic() - self._saved_seconds >= self._every_seconds:
-                self._meeting.ask(TIME)
-        reason = self._meeting.after_step(self._step)
+                self._synchronization.ask(TIME)
+        reason = self._synchronization.after_step(self._step)
         if is_now or reason is not None:
             self._save(is_epoch_end=False)
         if reason is not None and reason != TIME:
@@ -390,3 +391,79 @@ class Checkpoint(keras.callbacks.Callback):
     def _say(self, line: str) -> None:
         if self._hosts.is_chief:
             print(line, file=sys.stderr, flush=True)
+
+
+# Signals that ask a program to end, noted until the training can save.
+
+
+# A program that has been told to end, and goes on, hears SIGTERM again after this time.
+ENDING_SECONDS = 60.0
+
+
+class StopSignals:
+    """Notes SIGTERM and SIGINT; a second SIGINT does what it did before.
+
+    A second SIGTERM does nothing: launchers send one to all when the first worker has
+    saved and ended, and whoever will not wait sends SIGKILL.
+
+    Args:
+      is_active: whether to; only the main thread can.
+      is_within: whether a frame is of the training that looks at the notes.
+    """
+
+    def __init__(self, is_active: bool, is_within: Callable[[FrameType | None], bool]):
+        self._is_within = is_within
+        #: The first that came.
+        self.received: int | None = None
+        self._before: dict[int, Any] = {}
+        if is_active and threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGINT):
+                before = signal.getsignal(number)
+                # Whom nobody can put back, and what is ignored, stays.
+                if before is not None and before != signal.SIG_IGN:
+                    self._before[number] = before
+                    signal.signal(number, self._note)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        # After an error in `fit` nobody would ever look at a note.
+        if self._is_within(frame):
+            if self.received is None:
+                self.received = number
+                return
+            if number == signal.SIGTERM:
+                return
+        self.close()
+        signal.raise_signal(number)
+
+    def end(self) -> None:
+        """As `close`, and a SIGTERM that comes while the program ends does nothing.
+
+        Slurm sends one to the workers that are left as soon as the first has ended; who
+        died of it would not end with the code that asks to be started again.
+        """
+        before = self._before.get(signal.SIGTERM)
+        self.close()
+        if before is not None and signal.getsignal(signal.SIGTERM) == before:
+            signal.signal(signal.SIGTERM, _Ending(before))
+            # Python puts handlers of its own back before the process is gone.
+            atexit.register(signal.signal, signal.SIGTERM, signal.SIG_IGN)
+
+    def close(self) -> None:
+        """Puts back what was there before."""
+        before, self._before = self._before, {}
+        for number, handler in before.items():
+            if signal.getsignal(number) == self._note:
+                signal.signal(number, handler)
+
+
+class _Ending:
+    """Takes SIGTERM for a while, and is then what was there before."""
+
+    def __init__(self, before: Any):
+        self._before = before
+        self._until = time.monotonic() + ENDING_SECONDS
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if time.monotonic() >= self._until:
+            signal.signal(number, self._before)
+            signal.raise_signal(number)

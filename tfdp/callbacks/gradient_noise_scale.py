@@ -11,11 +11,8 @@ from tfdp.checks import is_number
 from tfdp.errors import ConfigurationError
 from tfdp.exchange.pipeline import GradientPipeline
 from tfdp.plan.noise_scale import NoiseAverage, NoiseEstimate, split_norms
-from tfdp.step.momentum_sums import momentum_compression_of
-from tfdp.step.noise_probe import NormsOfStep, NormsReader
-
-__all__ = ["GradientNoiseScale"]
-
+from tfdp.step.compression import momentum_compression_of
+from tfdp.step.observers import NormsOfStep, NormsReader
 
 # Where (1 + decay) / (1 - decay), as many steps as count, is `FEWEST_STEPS`.
 LEAST_DECAY = 0.5
@@ -113,7 +110,7 @@ class GradientNoiseScale(keras.callbacks.Callback):
         Raises:
           ConfigurationError: where they cannot tell.
         """
-        _refuse_what_cannot_tell(self.model, type(self).__name__)
+        _check_can_measure(self.model, type(self).__name__)
         self._reader = NormsReader(self.model)
         self.model.make_train_function(force=True)
 
@@ -196,7 +193,7 @@ class GradientNoiseScale(keras.callbacks.Callback):
         self._part_rows += norms.rows / norms.parts
 
 
-def _refuse_what_cannot_tell(model: keras.Model, name: str) -> None:
+def _check_can_measure(model: keras.Model, name: str) -> None:
     strategy, optimizer = model.distribute_strategy, model.optimizer
     pipeline = getattr(strategy.extended, "reducer", None)
     inner = getattr(optimizer, "inner_optimizer", optimizer)

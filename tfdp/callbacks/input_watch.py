@@ -12,8 +12,6 @@ import tensorflow as tf
 from tfdp.checks import is_whole
 from tfdp.errors import ConfigurationError, SlowInputWarning
 
-__all__ = ["InputWatch"]
-
 # Of the time of a training step: below it the input keeps up, with a little to spare.
 MOST_SHARE = 0.8
 

@@ -8,8 +8,6 @@ import keras
 
 from tfdp.errors import ConfigurationError
 
-__all__ = ["LearningRateLogger"]
-
 
 class LearningRateLogger(keras.callbacks.Callback):
     """Adds `learning_rate` to the logs of every batch and epoch of `fit`.

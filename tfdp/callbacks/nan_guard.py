@@ -3,31 +3,30 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from tfdp.callbacks.beside_others import refuse_others
-from tfdp.callbacks.findings_in_words import in_words
-from tfdp.callbacks.kept_copy import KeptCopy
-from tfdp.callbacks.step_count import StepCount, is_due
-from tfdp.callbacks.told_by_all import (
+from tfdp.callbacks.gather_from_hosts import (
     first_rank_of,
+    gather_from_hosts,
     places_of,
     refuse_strategy,
-    told_by_all,
 )
+from tfdp.callbacks.other_callbacks import refuse_others
+from tfdp.callbacks.step_count import StepCount, is_due
 from tfdp.checks import is_whole
 from tfdp.errors import ConfigurationError, NotFiniteError, NotFiniteWarning
+from tfdp.sharding.variables import ShardedVariable
+from tfdp.step.compression import STATE
+from tfdp.step.find_optimizers import innermost_optimizers, optimizers_of
 from tfdp.step.finite_guard import FiniteGuard, LeftOut
 from tfdp.step.finite_trace import Finding, find_not_finite, weights_not_finite
-from tfdp.step.held_optimizers import optimizers_of
 from tfdp.step.observers import attach, detach
-
-__all__ = ["NaNGuard"]
 
 REACTIONS = ("raise", "skip", "rollback")
 MOST_IN_A_ROW = 10
@@ -266,7 +265,7 @@ class NaNGuard(keras.callbacks.Callback):
         """What all hosts found; each its own, where hosts train apart."""
         if _trains_apart(self.model):
             return mine
-        everybody = told_by_all(
+        everybody = gather_from_hosts(
             self.model.distribute_strategy,
             [dataclasses.astuple(finding) for finding in mine],
             "what is not finite",
@@ -277,7 +276,9 @@ class NaNGuard(keras.callbacks.Callback):
         strategy = self.model.distribute_strategy
         if _trains_apart(self.model):
             return [""] * first_rank_of(strategy) + places_of(strategy)
-        told = told_by_all(strategy, places_of(strategy), "the places of replicas")
+        told = gather_from_hosts(
+            strategy, places_of(strategy), "the places of replicas"
+        )
         return [place for places in told for place in places]
 
     def _is_due(self, before: int) -> bool:
@@ -344,3 +345,143 @@ def _refuse_what_cannot_act(model: keras.Model, on_nan: str) -> None:
             "of replicas, which meet after equal numbers of updates, would count "
             "apart. Use accumulate_steps=1, or leave sync out."
         )
+
+
+# What `NaNGuard` found, in words.
+
+
+# A message names so many gradients of a replica.
+MOST_NAMED = 3
+WHAT = {
+    "weight": "the weight",
+    "input": "the input",
+    "layer": "the output of layer",
+}
+
+
+def in_words(found: Sequence[Finding], places: Sequence[str], when: str) -> str:
+    """What is not finite, where, and what to do."""
+    by_rank: dict[int, list[Finding]] = {}
+    for finding in found:
+        by_rank.setdefault(finding.rank, []).append(finding)
+    clauses = [
+        f"{places[rank]}: {_in_order(findings)}" for rank, findings in by_rank.items()
+    ]
+    if not clauses:
+        clauses = [
+            "computed once more the batch was finite on every replica, so the cause "
+            "is in its random draws, in XLA or in adding gradients up"
+        ]
+    return (
+        f"A loss or a gradient is not finite {when}, which was left out: "
+        f"{'; '.join(clauses)}. If it is the input, look at those rows; else a smaller "
+        "learning rate, clipping or a loss that is defined everywhere helps. "
+        "NaNGuard(on_nan='skip') goes on without such batches."
+    )
+
+
+def _in_order(findings: Sequence[Finding]) -> str:
+    gradients = [finding for finding in findings if finding.kind == "gradient"]
+    apart = ("gradient", "unknown")
+    words = [_words(finding) for finding in findings if finding.kind not in apart]
+    if gradients:
+        named = ", ".join(finding.name for finding in gradients[:MOST_NAMED])
+        more = len(gradients) - MOST_NAMED
+        and_more = f" and {more} more" if more > 0 else ""
+        words.append(f"the gradient of {named}{and_more}")
+    clauses = ["first " + ", then ".join(words)] if words else []
+    clauses += [
+        f"more is not known, as the batch could not be computed again ({finding.name})"
+        for finding in findings
+        if finding.kind == "unknown"
+    ]
+    return ", ".join(clauses)
+
+
+def _words(finding: Finding) -> str:
+    if finding.kind == "loss":
+        return "the loss"
+    row = "" if finding.row is None else f", the first in row {finding.row}"
+    return (
+        f"{WHAT[finding.kind]} {finding.name} ({finding.nans} NaN and "
+        f"{finding.infinities} infinite of {finding.numbers} numbers{row})"
+    )
+
+
+# `KeptCopy`: weights and the optimizer's state as they were, on their devices.
+
+
+class KeptCopy:
+    """Keeps what training has made of a model, and gives it back.
+
+    Random states are left as they are: the same draws would come once more. So are
+    learning rates: a schedule knows its step, and a number is what callbacks have set.
+
+    Args:
+      model: made under a strategy of tfdp.
+
+    Cost: the bytes of all that on each device, from the next update on.
+    """
+
+    def __init__(self, model: keras.Model):
+        self._model = model
+        self._kept: list[tuple[tf.Variable, tf.Tensor]] = []
+        #: How often the copy was given back since it was taken.
+        self.times_used = 0
+
+    def can_be_taken(self) -> bool:
+        """Whether all that training makes is there; a model may build itself late."""
+        return self._model.built and all(o.built for o in optimizers_of(self._model))
+
+    @property
+    def is_taken(self) -> bool:
+        """Whether there is something to go back to."""
+        return bool(self._kept)
+
+    def take(self) -> None:
+        """Keeps what everything is now, in the place of what was kept before."""
+        # Read values are kept as they are: an update then writes elsewhere.
+        self._kept = [(copy, copy.read_value()) for copy in _copies(self._model)]
+        self.times_used = 0
+
+    def put_back(self) -> None:
+        """Makes everything what it was; nothing, before the first copy."""
+        for copy, value in self._kept:
+            copy.assign(value)
+        known = {id(copy) for copy, _ in self._kept}
+        for copy in _left_by_sums(self._model) if self._kept else ():
+            if id(copy) not in known:  # made since then, with zeros
+                copy.assign(tf.zeros_like(copy))
+        self.times_used += 1
+
+
+def _copies(model: keras.Model) -> Iterator[tf.Variable]:
+    """Every copy and every shard that a device of this process holds."""
+    optimizers = optimizers_of(model)
+    leaves = [leaf for owner in optimizers for leaf in innermost_optimizers(owner)]
+    rates = [leaf.learning_rate for leaf in leaves]
+    seen = {id(rate.value) for rate in rates if isinstance(rate, keras.Variable)}
+    states = [optimizer.variables for optimizer in optimizers]
+    # Not the model's variables: metrics and random states go on.
+    for variable in itertools.chain(model.weights, *states):
+        value: Any = variable.value
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, ShardedVariable):
+            yield from (value.shard(rank) for rank in _ranks(model))
+        else:
+            yield from getattr(value, "values", (value,))
+    yield from _left_by_sums(model)
+
+
+def _left_by_sums(model: keras.Model) -> Iterator[tf.Variable]:
+    """What compressed sums keep from step to step: made by the first of them."""
+    for optimizer in optimizers_of(model):
+        state = getattr(optimizer, STATE, None)
+        if state is not None:
+            yield from state.copies
+
+
+def _ranks(model: keras.Model) -> range:
+    return range(len(model.distribute_strategy.extended.worker_devices))

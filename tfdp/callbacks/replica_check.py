@@ -8,13 +8,13 @@ from typing import Any
 
 import keras
 
-from tfdp.callbacks.step_count import StepCount, is_due
-from tfdp.callbacks.told_by_all import (
+from tfdp.callbacks.gather_from_hosts import (
     first_rank_of,
+    gather_from_hosts,
     places_of,
     refuse_strategy,
-    told_by_all,
 )
+from tfdp.callbacks.step_count import StepCount, is_due
 from tfdp.checks import is_whole
 from tfdp.errors import (
     CollectiveError,
@@ -23,10 +23,8 @@ from tfdp.errors import (
     ReplicaDriftWarning,
 )
 from tfdp.plan.drift import Drift, Holding, find_drifts
-from tfdp.step.replicated_state import kept_alike
+from tfdp.step.replicated_state import replicated_state_of
 from tfdp.variables.bit_hash import bit_hash
-
-__all__ = ["ReplicaCheck"]
 
 REACTIONS = ("raise", "warn")
 # An error names so many variables; `drifts` has all.
@@ -156,7 +154,7 @@ class ReplicaCheck(keras.callbacks.Callback):
             return
         strategy = self.model.distribute_strategy
         hashes, kept_with, names = [], [], []
-        for kept in kept_alike(self.model, first_rank_of(strategy)):
+        for kept in replicated_state_of(self.model, first_rank_of(strategy)):
             names.append(kept.name)
             kept_with.append(kept.kept_with)
             hashes.append([bit_hash(copy) for copy in kept.copies])
@@ -165,7 +163,7 @@ class ReplicaCheck(keras.callbacks.Callback):
             "kept_with": kept_with,
             "places": places_of(strategy),
         }
-        everybody = told_by_all(strategy, mine, "what replicas keep alike")
+        everybody = gather_from_hosts(strategy, mine, "what replicas keep alike")
         places, holdings = _holdings(names, everybody)
         self.checks += 1
         found = find_drifts(holdings)

@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from tfdp.checkpoint.part_files import damage_named
+from tfdp.checkpoint.parts import damage_named
 from tfdp.checks import is_whole
 from tfdp.cluster.scratch import scratch_folder
 from tfdp.data.places import Place, RemotePath, open_binary
@@ -28,8 +28,6 @@ from tfdp.errors import DataError
 from tfdp.files.atomic import replaced
 from tfdp.files.checked_json import is_count, parse_json
 from tfdp.files.direct import CHECK_BYTES, DirectReader, DirectWriter, page_buffer
-
-__all__ = ["ArrayFile", "Identity", "open_arrays", "write_arrays"]
 
 FACTS = "tfdp.json"
 # A header of more is nobody's: 100,000 arrays take some 15 MB.

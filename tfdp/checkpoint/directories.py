@@ -13,8 +13,6 @@ from tfdp.data.places import Place
 from tfdp.errors import ConfigurationError, DataError
 from tfdp.files.atomic import remove_leftovers, temporary_name
 
-__all__ = ["check_directory", "no_checkpoint", "refuse_another_view"]
-
 # A network file system may show a new file late.
 LONGEST_SIGHT_SECONDS = 5.0
 POLL_SECONDS = 0.1

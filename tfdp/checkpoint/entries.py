@@ -27,14 +27,11 @@ from tfdp._private.names import SyncOnReadVariable
 from tfdp.sharding.updates import ACCUMULATOR_NAME, shards_of
 from tfdp.sharding.variables import ShardedVariable
 from tfdp.step.compression import compression_entries
-from tfdp.step.held_optimizers import optimizers_of
+from tfdp.step.find_optimizers import optimizers_of
 from tfdp.variables.global_seed import global_seed_states
 from tfdp.variables.local_view import LocalView
 from tfdp.variables.mirrored import is_seed_state
-from tfdp.variables.of_ranks import OfRanks
-from tfdp.variables.own_sums import OwnSums
-
-__all__ = ["Entry", "Rows", "entries_of", "state_of", "sum_of"]
+from tfdp.variables.own_values import OfRanks, OwnSums
 
 # What the batches of an accumulation weigh: those of all replicas, on each of them.
 WEIGHT_NAME = "accumulated_weight"
@@ -184,9 +181,9 @@ def _entry_of(variable: keras.Variable, rule: str | None = None) -> Entry:
     if isinstance(value, LocalView) and value.is_of_group:
         copies = [value.outer_copy(rank) for rank in range(len(value.values))]
         rule = "mean" if copies[0].dtype.is_floating else "first"
-        give = _alike_or(copies, rule)
+        give = _identical_or(copies, rule)
         if isinstance(value, OwnSums):
-            give = _alike_or(copies, "sum")
+            give = _identical_or(copies, "sum")
         elif WEIGHT_NAME in path:
             give = _own_or(copies, _shares_of_groups(value.group_size, len(copies)))
         return Entry(path, "ranks", shape, dtype, _stacked(copies), give)
@@ -203,7 +200,7 @@ def _entry_of(variable: keras.Variable, rule: str | None = None) -> Entry:
         )
     if rule not in (None, "all"):
         copies = list(getattr(value, "values", [value]))
-        give = _alike_or(copies, rule)
+        give = _identical_or(copies, rule)
         read = _stacked(copies)
         return Entry(path, "ranks", shape, dtype, read, give, is_sum=is_sum)
     return _whole(variable, shape, is_sum)
@@ -293,7 +290,7 @@ def _deal(of_ranks: OfRanks, rows: Rows) -> None:
         of_ranks.assign_rows([part] * len(of_ranks.copies))
 
 
-def _alike_or(copies: list[tf.Variable], rule: str) -> Callable[[Rows], None]:
+def _identical_or(copies: list[tf.Variable], rule: str) -> Callable[[Rows], None]:
     def values(rows: Rows) -> list[Any]:
         value = rows.all[0]
         if rule == "sum":

@@ -19,27 +19,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tfdp.checkpoint.noted_optimizers import NotedOptimizer
+from tfdp.checkpoint.model_description import NotedOptimizer
 from tfdp.data.places import Place, RemotePath
 from tfdp.errors import DataError
 from tfdp.files.atomic import replaced, sync_folder
 from tfdp.files.checked_json import checksum_of, is_count, parse_json, with_checksum
-
-__all__ = [
-    "KINDS",
-    "MANIFEST_NAME",
-    "UNFINISHED",
-    "UNSEEN",
-    "Manifest",
-    "Noted",
-    "folder_name",
-    "folders_newest_first",
-    "part_name",
-    "read_manifest",
-    "remove_folder",
-    "remove_unfinished",
-    "write_manifest",
-]
 
 MANIFEST_NAME = "manifest.json"
 FORMAT = "tfdp.checkpoint/1"

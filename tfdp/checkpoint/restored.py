@@ -15,17 +15,15 @@ from tfdp.checkpoint.array_files import ArrayFile, open_arrays
 from tfdp.checkpoint.entries import Entry, Rows, entries_of, sum_of
 from tfdp.checkpoint.hosts import Hosts
 from tfdp.checkpoint.manifest import Manifest, Noted, part_name
-from tfdp.checkpoint.noted_optimizers import (
+from tfdp.checkpoint.model_description import (
     build_as_noted,
     noted_optimizers,
 )
 from tfdp.data.places import Place
 from tfdp.errors import ConfigurationError, DataError
 from tfdp.step.compression import compression_entries, make_compression_entries
-from tfdp.step.held_optimizers import optimizers_of
+from tfdp.step.find_optimizers import optimizers_of
 from tfdp.variables.global_seed import make_global_seed_states
-
-__all__ = ["GIVEN", "check_parts", "give_back", "given_arrays", "open_parts"]
 
 # What a run may have that another has not: it starts as new there.
 SEEDS = "seeds/"
@@ -106,15 +104,15 @@ def give_back(
         build_as_noted(model, manifest.optimizers)
         _make_what_waits(model, manifest)
         wanted = entries_of(model)
-    _check_alike(wanted, manifest.entries, weights_only)
-    before = _Company.of_manifest(manifest)
-    now = _Company.of_model(model, hosts)
+    _check_identical(wanted, manifest.entries, weights_only)
+    before = _CheckpointWorkers.of_manifest(manifest)
+    now = _CheckpointWorkers.of_model(model, hosts)
     for name, entry in wanted.items():
         noted = manifest.entries.get(name)
         if noted is not None:
             value = _value(name, entry, noted, files, hosts)
             if isinstance(value, Rows):
-                value = _known_to_company(value, name, before, now)
+                value = _every_worker_has(value, name, before, now)
             entry.give(value)
         elif COMPRESSION in name:
             local = len(entry.read())
@@ -151,7 +149,7 @@ def _make_what_waits(model: keras.Model, manifest: Manifest) -> None:
                 )
 
 
-def _check_alike(
+def _check_identical(
     wanted: Mapping[str, Entry], noted: Mapping[str, Noted], weights_only: bool
 ) -> None:
     for name, entry in wanted.items():
@@ -228,25 +226,27 @@ def _value(
 
 
 @dataclasses.dataclass(frozen=True)
-class _Company:
+class _CheckpointWorkers:
     """Who trains: the replicas of each host, and in which groups for each optimizer."""
 
     replicas: tuple[int, ...]
     group_sizes: tuple[int | None, ...]
 
     @classmethod
-    def of_manifest(cls, manifest: Manifest) -> _Company:
+    def of_manifest(cls, manifest: Manifest) -> _CheckpointWorkers:
         sizes = (optimizer.group_size for optimizer in manifest.optimizers)
         return cls(manifest.replicas, tuple(sizes))
 
     @classmethod
-    def of_model(cls, model: keras.Model, hosts: Hosts) -> _Company:
+    def of_model(cls, model: keras.Model, hosts: Hosts) -> _CheckpointWorkers:
         local = int(model.distribute_strategy.num_replicas_in_sync) // hosts.count
         sizes = (optimizer.group_size for optimizer in noted_optimizers(model))
         return cls((local,) * hosts.count, tuple(sizes))
 
 
-def _known_to_company(rows: Rows, name: str, before: _Company, now: _Company) -> Rows:
+def _every_worker_has(
+    rows: Rows, name: str, before: _CheckpointWorkers, now: _CheckpointWorkers
+) -> Rows:
     """`rows`, which are nobody's own where other replicas train, or in other groups."""
     is_same = before.replicas == now.replicas
     group_size, of_optimizer = None, OF_OPTIMIZER.match(name)

@@ -38,8 +38,6 @@ from tfdp.errors import CheckpointWarning, DataError, TfdpError
 from tfdp.files.checked_json import parse_json
 from tfdp.hosts.worker_names import name_workers
 
-__all__ = ["Content", "Writer"]
-
 # Of the workers whose parts failed: a full disk that all share fails on each of them.
 MOST_NAMED = 8
 # What is saved, or why this worker has none of it.

@@ -7,7 +7,7 @@ TensorFlow here.
 
 from tfdp.cluster.description import Cluster
 from tfdp.cluster.find import find_cluster
-from tfdp.cluster.restart import START_AGAIN, restarts
+from tfdp.cluster.progress import START_AGAIN, restarts
 from tfdp.cluster.tpu import find_tpu
 
 __all__ = ["START_AGAIN", "Cluster", "find_cluster", "find_tpu", "restarts"]

@@ -9,8 +9,6 @@ from collections.abc import Mapping
 
 from tfdp.errors import ClusterError
 
-__all__ = ["JOB_KEY", "checked_job_key", "find_job_key", "make_job_key"]
-
 JOB_KEY = "TFDP_JOB_KEY"
 KEY_BYTES = 32
 # Who has heard one worker prove that it knows the key can try keys on his own machine:

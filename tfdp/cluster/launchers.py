@@ -4,19 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from tfdp.cluster.claim import Claim, integer, present
-from tfdp.cluster.description import join_address
-from tfdp.cluster.ports import FIRST_PORT, LAST_PORT
+from tfdp.cluster.addresses import FIRST_PORT, LAST_PORT
+from tfdp.cluster.description import Claim, integer, join_address, present
 from tfdp.errors import ClusterError
-
-__all__ = [
-    "DEFAULT_PORT",
-    "read_kubernetes",
-    "read_mpich",
-    "read_open_mpi",
-    "read_tfdp",
-    "read_torchrun",
-]
 
 # Where worker 0 of a Kubernetes job listens: it has an address of its own.
 DEFAULT_PORT = 25000

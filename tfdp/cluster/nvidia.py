@@ -10,18 +10,6 @@ import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
 
-__all__ = [
-    "ALLOW_GROWTH",
-    "VISIBLE",
-    "ask_for_gpus",
-    "driver_gpus",
-    "explain_unseen_gpus",
-    "gpu_links",
-    "gpu_names",
-    "named_gpus",
-    "usable_gpus",
-]
-
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 # TensorFlow then takes the memory of a GPU as it needs it, and leaves the rest to other
 # processes.
@@ -46,25 +34,25 @@ def driver_gpus(folder: pathlib.Path = DRIVER_FOLDER) -> list[str]:
         listed = [_model(gpu / "information") for gpu in sorted(folder.iterdir())]
     except OSError:
         listed = []
-    return listed or ask_for_gpus("name")
+    return listed or query_gpus("name")
 
 
-def ask_for_gpus(what: str) -> list[str]:
+def query_gpus(what: str) -> list[str]:
     """What `nvidia-smi` says of each GPU; nothing where there is no such program.
 
     Args:
       what: as in `nvidia-smi --help-query-gpu`, such as "name" or "uuid".
     """
-    said = _ask(f"--query-gpu={what}", "--format=csv,noheader")
+    said = _query(f"--query-gpu={what}", "--format=csv,noheader")
     return [line.strip() for line in said.splitlines() if line.strip()]
 
 
 def gpu_links() -> str:
     """How GPUs are connected with each other, as `nvidia-smi` draws it; "" without."""
-    return _ask("topo", "-m")
+    return _query("topo", "-m")
 
 
-def _ask(*words: str) -> str:
+def _query(*words: str) -> str:
     if shutil.which(PROGRAM) is None:
         return ""
     try:
@@ -124,7 +112,7 @@ def gpu_names(environment: Mapping[str, str]) -> list[str]:
 
     Cost: a run of nvidia-smi of a second or so.
     """
-    uuids = ask_for_gpus("uuid")
+    uuids = query_gpus("uuid")
     named = named_gpus(environment)
     if named is None or not uuids:
         return uuids

@@ -30,20 +30,9 @@ from pathlib import Path
 from typing import Any
 
 from tfdp.checks import is_number
+from tfdp.cluster.description import integer, present
 from tfdp.errors import ConfigurationError
 from tfdp.files.checked_json import LARGEST_COUNT, is_count, parse_json
-
-__all__ = [
-    "FOLDER_VARIABLE",
-    "Progress",
-    "begin_notes",
-    "note_resumed",
-    "note_saved",
-    "note_step",
-    "note_strategy",
-    "parse_progress",
-    "read_progress",
-]
 
 FOLDER_VARIABLE = "TFDP_PROGRESS"
 # A mark; steps resumed from, saved and done; strategies of all workers; when resumed
@@ -299,3 +288,29 @@ def _time_of(age_seconds: object) -> float | None:
     if not is_number(age_seconds) or not 0 <= age_seconds <= now_seconds:
         return None
     return now_seconds - age_seconds
+
+
+# What a worker and whoever starts it agree on: "saved, start me again".
+
+
+#: Exit code of a worker that was asked to stop, has saved, and would go on from there.
+#: EX_TEMPFAIL of BSD's sysexits.h: "the user is invited to retry". Python, shells and
+#: signals (128 and above) use it for nothing else.
+START_AGAIN = 75
+RESTARTS = "TFDP_RESTARTS"
+
+
+def restarts(environment: Mapping[str, str] | None = None) -> int:
+    """How often `tfdp launch` has started this training again; 0 the first time.
+
+    Args:
+      environment: variables by name; None takes those of this process.
+
+    Raises:
+      ClusterError: when TFDP_RESTARTS is no integer of at least 0.
+
+    >>> restarts({}), restarts({"TFDP_RESTARTS": "2"})
+    (0, 2)
+    """
+    found = present(os.environ if environment is None else environment, RESTARTS)
+    return integer(found, RESTARTS, least=0) or 0

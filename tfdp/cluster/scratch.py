@@ -11,8 +11,6 @@ import tempfile
 
 from tfdp.cluster.progress import FOLDER_VARIABLE
 
-__all__ = ["scratch_folder"]
-
 
 def scratch_folder() -> tempfile.TemporaryDirectory[str]:
     """A new folder, which goes with the object, or when a `with` block ends.

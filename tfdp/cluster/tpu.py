@@ -8,8 +8,6 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 
-__all__ = ["TPUSigns", "explain_tpu_failure", "find_tpu"]
-
 # Each says that TPU cores hang on this machine itself.
 LOCAL_VARIABLES = ("TPU_ACCELERATOR_TYPE", "TPU_WORKER_ID", "TPU_WORKER_HOSTNAMES")
 DEVICE_FILES = "/dev/accel*"

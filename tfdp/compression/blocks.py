@@ -23,8 +23,6 @@ from tfdp.compression.method import (
     all_reduce_bytes,
 )
 
-__all__ = ["Blockwise", "is_block"]
-
 # Up to so many peers everybody's message goes to everybody. Among more, each adds up a
 # part for all and sends the sum, rounded again.
 MOST_THAT_GATHER = 2

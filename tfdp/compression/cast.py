@@ -10,8 +10,6 @@ import tensorflow as tf
 from tfdp.compression.blocks import Blockwise
 from tfdp.plan.compression import CAST_DTYPES
 
-__all__ = ["Cast"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Cast(Blockwise):

@@ -12,8 +12,6 @@ from tfdp.checks import is_number
 from tfdp.compression.blocks import MOST_THAT_GATHER, Blockwise
 from tfdp.compression.method import Exchanged, Peers, Slots
 
-__all__ = ["FP8"]
-
 
 @dataclasses.dataclass(frozen=True)
 class _Format:

@@ -8,8 +8,6 @@ import tensorflow as tf
 
 from tfdp.compression.blocks import Blockwise, is_block
 
-__all__ = ["Int4", "Int8"]
-
 # Numbers of a row that are no longer worth another halving.
 LEAST_HALVED = 32
 ALL_BUT_SIGN = 0x7FFFFFFF

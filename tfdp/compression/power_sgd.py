@@ -18,8 +18,6 @@ from tfdp.compression.method import (
     all_reduce_bytes,
 )
 
-__all__ = ["PowerSGD"]
-
 
 @dataclasses.dataclass(frozen=True)
 class PowerSGD(Method):

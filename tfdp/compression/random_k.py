@@ -18,8 +18,6 @@ from tfdp.compression.method import (
 )
 from tfdp.compression.top_k import count_of
 
-__all__ = ["RandomK"]
-
 
 @dataclasses.dataclass(frozen=True)
 class RandomK(Method):

@@ -8,8 +8,6 @@ import tensorflow as tf
 
 from tfdp.compression.blocks import Blockwise, is_block
 
-__all__ = ["SignSGD"]
-
 
 @dataclasses.dataclass(frozen=True)
 class SignSGD(Blockwise):

@@ -15,8 +15,6 @@ import tensorflow as tf
 
 from tfdp.data.features import FeatureSpec
 
-__all__ = ["decode_examples", "encode_example"]
-
 # What `tf.io.decode_raw` cannot name is read as the type of the same width.
 _BITCAST_FROM = {"uint32": tf.int32, "uint64": tf.int64}
 

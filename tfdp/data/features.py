@@ -15,8 +15,6 @@ import numpy as np
 from tfdp.errors import ConfigurationError, DataError
 from tfdp.files.checked_json import is_count
 
-__all__ = ["ENCODINGS", "FeatureSpec", "as_array", "check_example", "infer_features"]
-
 LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
 _SMALL_INTEGERS = ("bool", "int8", "int16", "int32", "uint8", "uint16", "uint32")
 _RAW_ONLY = ("uint64", "float16", "bfloat16", "float64", "complex64", "complex128")

@@ -20,8 +20,6 @@ from dataclasses import dataclass
 
 from tfdp.data.places import Place, open_binary
 
-__all__ = ["Framing", "FramingFault", "digest_of_ends", "scan_records"]
-
 HEADER_BYTES, FOOTER_BYTES = 12, 4
 BLOCK_BYTES = 2**20
 END_BYTES = 4096

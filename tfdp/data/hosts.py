@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import itertools
 from collections.abc import Iterator
 from typing import Any
@@ -10,14 +11,11 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdp.data.batch_record import BatchRecord
-from tfdp.data.same_batches import new_dataset_name, no_rows, same_batches
+from tfdp._private import names
+from tfdp.data.same_batches import BatchRecord, new_dataset_name, no_rows, same_batches
 from tfdp.data.split import has_rows, length_of, rows_between
 from tfdp.hosts.host_link import HostLink
 from tfdp.hosts.python_calls import counted
-
-__all__ = ["own_part", "rows_of_place", "until_all_end"]
-
 
 # Said by a host, behind the number of its elements, when no more of them will come.
 OVER = "over"
@@ -156,3 +154,65 @@ def _others_have(link: HostLink, key: str, number: int) -> bool:
 
     notes = link.wait_for_notes(key, is_known)
     return any(reached(note) for rank, note in notes.items() if rank != link.rank)
+
+
+# The seed that hosts agree on where the program has set none.
+#
+# Without a global seed TensorFlow orders `shuffle(seed=7)` by that 7 alone, and draws a
+# seed for `shuffle()`. Hosts need one draw for all of them, so the strategy sets a
+# global seed. That one goes into every other order as well, and differs from job to
+# job: readers that promise an order by their own seed leave it out.
+
+
+# What `agree_on_seed` has set; None: nothing.
+_agreed: int | None = None
+
+
+def program_seed() -> int | None:
+    """What the program gave `tf.random.set_seed`, 0 included; None: nothing."""
+    seed = names.global_seed()
+    return None if seed == _agreed else seed
+
+
+def seed_to_share() -> np.ndarray:
+    """Whether the program has set a seed, and that seed or a drawn one: int64 [2]."""
+    seed = program_seed()
+    if seed is None:
+        drawn = np.random.default_rng().integers(2**31)
+        return np.array([0, drawn if _agreed is None else _agreed])
+    return np.array([1, seed])
+
+
+def agree_on_seed(shared: np.ndarray) -> None:
+    """Sets what the first host shares, on a host whose program has set none.
+
+    Args:
+      shared: the first host's `seed_to_share`.
+    """
+    global _agreed
+    if program_seed() is not None:
+        return
+    is_programs, seed = map(int, shared)
+    if names.global_seed() != seed:
+        # It begins all draws anew: not for a second strategy.
+        tf.random.set_seed(seed)
+    # The first host's program has set it, so it counts as set here as well.
+    _agreed = None if is_programs else seed
+
+
+@contextlib.contextmanager
+def seeds_of_program() -> Iterator[None]:
+    """While it is open, TensorFlow has the global seed of the program, or none.
+
+    Only for what has a seed of its own: whatever else is made meanwhile, by other
+    threads too, would draw on each host for itself.
+    """
+    seed = names.global_seed()
+    if seed is None or seed != _agreed:
+        yield
+        return
+    names.put_global_seed(None)
+    try:
+        yield
+    finally:
+        names.put_global_seed(seed)

@@ -28,15 +28,6 @@ from tfdp.files.checked_json import (
     with_checksum,
 )
 
-__all__ = [
-    "COMPRESSIONS",
-    "RecordFile",
-    "RecordIndex",
-    "files_to_index",
-    "find_index",
-    "require_container",
-]
-
 SUFFIX = ".index.json"
 _FORMAT, _TAR_FORMAT = "tfdp.tfrecords/2", "tfdp.webdataset/1"
 # The first format had no checksums.

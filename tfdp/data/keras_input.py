@@ -9,21 +9,20 @@ the dataset states.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from tfdp._private import frames
+from tfdp._private import frames, names
 from tfdp._private.host_input import HostIterator
 from tfdp._private.keras_loops import begin_no_epoch_to_build
 from tfdp._private.names import NoneTensorSpec
-from tfdp.data.unread_iterators import makes_nothing_happen
+from tfdp._private.step_ops import PYTHON
 
 # Adapters of what Python gives, of which Keras states shapes.
 OF_PYTHON = ("GeneratorDataAdapter", "PyDatasetAdapter")
-
-__all__ = ["KerasInput", "NoElement", "keras_input", "with_none"]
 
 
 class NoElement(NamedTuple):
@@ -85,7 +84,7 @@ def keras_input(element_spec: Any, distributed: Any, source: tf.data.Dataset) ->
     begin_no_epoch_to_build(adapter)
     leaves = tf.nest.flatten(element_spec)
     is_of_python = type(adapter).__name__ in OF_PYTHON
-    if not is_of_python and not all(map(_tells_shape, leaves)):
+    if not is_of_python and not all(map(_has_static_shape, leaves)):
         return distributed
     stated = [None if _is_none(leaf) else leaf for leaf in leaves]
     spec = tf.nest.pack_sequence_as(element_spec, stated)
@@ -97,6 +96,67 @@ def _is_none(spec: Any) -> bool:
     return isinstance(spec, (tf.OptionalSpec, NoneTensorSpec))
 
 
-def _tells_shape(spec: Any) -> bool:
+def _has_static_shape(spec: Any) -> bool:
     shape = getattr(spec, "shape", tf.TensorShape(None))
     return _is_none(spec) or bool(shape.rank and shape[1:].is_fully_defined())
+
+
+# Whether an iterator that nobody read may stand for the next one.
+#
+# Behind a finite dataset Keras makes an iterator when an epoch ends, and another one
+# when the next begins: the first is dropped unread. Making one costs as much as some
+# steps of a small model. Where nothing happens when an iterator is made, the first may
+# be used in the place of the second. A shuffle with `reshuffle_each_iteration` takes
+# its next seeds when an iterator is made, so that dropped ones count; Python code and
+# services might.
+
+
+# By the names of their classes, which are those of their operations: what happens in
+# these happens when somebody reads.
+QUIET = {
+    "Batch",
+    "Cache",
+    "Concatenate",
+    "Filter",
+    "FlatMap",
+    "Interleave",
+    "Lasting",
+    "Map",
+    "Options",
+    "PaddedBatch",
+    "ParallelBatch",
+    "ParallelInterleave",
+    "ParallelMap",
+    "Prefetch",
+    "Range",
+    "Repeat",
+    "Shard",
+    "Skip",
+    "TFRecord",
+    "Take",
+    "Tensor",
+    "TensorSlice",
+    "Zip",
+}
+KIND = re.compile(r"_?(\w*?)Dataset(V\d)?")
+
+
+def makes_nothing_happen(dataset: tf.data.Dataset) -> bool:
+    """Whether an iterator of `dataset` that nobody reads leaves no trace.
+
+    False also where that is not known.
+    """
+    for stage in names.stages_of(dataset):
+        if not _is_quiet(type(stage).__name__):
+            return False
+        for operation in names.operations_of(stage):
+            if operation in PYTHON:
+                return False
+            if "Dataset" in operation and not _is_quiet(operation):
+                return False
+    return True
+
+
+def _is_quiet(name: str) -> bool:
+    found = KIND.fullmatch(name)
+    return found is not None and found[1] in QUIET

@@ -12,14 +12,6 @@ from tfdp.checks import is_whole
 from tfdp.errors import ConfigurationError, DataError
 from tfdp.tracing.padded_batch import PaddedBatch
 
-__all__ = [
-    "check_pad_batches",
-    "distribute_padded",
-    "global_batch_rows",
-    "is_of_one_size",
-    "pad_parts",
-]
-
 
 def check_pad_batches(value: Any) -> bool | int:
     """`value`, when it can be the argument `pad_batches` of a strategy.

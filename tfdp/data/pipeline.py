@@ -10,14 +10,6 @@ import tensorflow as tf
 from tfdp.checks import is_whole
 from tfdp.errors import ConfigurationError
 
-__all__ = [
-    "batch_examples",
-    "check_batching",
-    "check_positive",
-    "finish_batches",
-    "select_features",
-]
-
 VARIABLE_LENGTHS = ("ragged", "pad")
 # tf.data counts in int64.
 MOST = 2**63 - 1

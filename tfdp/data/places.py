@@ -16,8 +16,6 @@ from typing import Any, NamedTuple, TypeVar
 
 from tfdp.errors import ConfigurationError, DataError
 
-__all__ = ["Place", "RemotePath", "matching_files", "open_binary", "place_of"]
-
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 

@@ -25,8 +25,6 @@ from tfdp.data.pipeline import (
 )
 from tfdp.data.verify import FileCheck, check_before_reading
 
-__all__ = ["read_tfrecords"]
-
 # Records come in chunks from one file after the other: what is done for each chunk
 # costs little for each record. The sizes bound the memory of the files in reading.
 _CHUNK_BYTES = 1024 * 1024

@@ -4,7 +4,7 @@ Hosts compare a checksum of the first batch, and how many there are where they k
 Otherwise a host that comes to the end says so, and a host that goes on ends the
 exchange in which it would wait for rows that no host has. Of a loop of `fit`,
 `evaluate` or `predict` the checksums of all batches are kept until the loop ends
-(`tfdp.data.batch_record`).
+(`tfdp.data.same_batches`).
 """
 
 from __future__ import annotations
@@ -13,19 +13,16 @@ import hashlib
 import itertools
 import json
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from tfdp.data.batch_record import BatchRecord
 from tfdp.errors import CollectiveError
 from tfdp.hosts.host_link import HostLink
 from tfdp.hosts.messages import sentence
 from tfdp.hosts.python_calls import counted
-
-__all__ = ["new_dataset_name", "no_rows", "same_batches"]
 
 # Datasets are numbered in the order in which a process distributes them, iterators by
 # dataset: the same on every host.
@@ -84,7 +81,7 @@ def same_batches(
         (iterator, count), (batch, is_batch) = state, element
         iterator = tf.cond(
             (iterator < 0) | tf.logical_not(is_batch) | sees_all,
-            lambda: _ask(comparison, iterator, count, is_batch, batch),
+            lambda: _query(comparison, iterator, count, is_batch, batch),
             lambda: iterator,
         )
         return (iterator, count + 1), element
@@ -105,7 +102,7 @@ DIGEST_BYTES = 16
 MOST_NUMBERS = 1 << 15
 
 
-def _ask(
+def _query(
     comparison: _Comparison,
     iterator: tf.Tensor,
     count: tf.Tensor,
@@ -353,3 +350,103 @@ def no_rows(spec: Any) -> Any:
             tf.zeros([0, len(shape)], tf.int64), tf.zeros([0], spec.dtype), shape
         )
     return tf.zeros([0, *(size or 1 for size in spec.shape[1:])], spec.dtype)
+
+
+# Checksums of the batches that a host has read, until the hosts have compared them.
+#
+# Input is read ahead: at the end of an epoch hosts may have read different numbers of
+# batches, and have trained on the same ones. So what is compared is bounded by what the
+# steps have taken, where that is known, and by what all hosts have read.
+
+
+# By iterator: the number of the first batch that is told, and the checksums from there.
+Told = Mapping[int, tuple[int, list[str]]]
+
+
+class BatchRecord:
+    """Of one dataset on this host, by iterator. Threads of input pipelines write it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._first: dict[int, int] = {}
+        self._checksums: dict[int, list[str]] = {}
+
+    def note(self, iterator: int, checksum: str) -> None:
+        """Keeps the checksum of the next batch of `iterator`."""
+        with self._lock:
+            self._first.setdefault(iterator, 0)
+            self._checksums.setdefault(iterator, []).append(checksum)
+
+    def told(self, taken: Sequence[int] | None) -> dict[int, tuple[int, list[str]]]:
+        """What was not compared yet.
+
+        Args:
+          taken: how many batches steps have taken from each iterator; None: unknown,
+            and what was read ahead is told as well.
+        """
+        with self._lock:
+            told = {}
+            for iterator, checksums in self._checksums.items():
+                first, end = self._first[iterator], len(checksums)
+                if taken is not None:
+                    known = taken[iterator] if iterator < len(taken) else 0
+                    end = min(max(known - first, 0), end)
+                if end:
+                    told[iterator] = (first, checksums[:end])
+            return told
+
+    def forget(self, ends: Mapping[int, int]) -> None:
+        """Drops what was compared: of each iterator the batches before that number."""
+        with self._lock:
+            for iterator, end in ends.items():
+                done = end - self._first[iterator]
+                self._first[iterator] = end
+                del self._checksums[iterator][:done]
+
+    def keep(self, told: Told, ends: Mapping[int, int]) -> None:
+        """Takes back what was forgotten, from those numbers on, as not compared yet.
+
+        Args:
+          told: what `told` gave, and was forgotten.
+          ends: by iterator, up to which number it was compared; else not at all.
+        """
+        with self._lock:
+            for iterator, (first, checksums) in told.items():
+                start = max(ends.get(iterator, first), first)
+                self._first[iterator] = start
+                self._checksums[iterator][:0] = checksums[start - first :]
+
+
+def first_differences(everybody: Sequence[Told]) -> dict[int, tuple[int, int]]:
+    """By rank, where a host first read another batch than host 0: iterator and number.
+
+    Args:
+      everybody: what each host tells, by rank.
+    """
+    found = {}
+    for rank, theirs in enumerate(everybody):
+        for iterator in sorted(set(theirs) & set(everybody[0])):
+            (first, own), (other_first, others) = (
+                everybody[0][iterator],
+                theirs[iterator],
+            )
+            start = max(first, other_first)
+            pairs = zip(
+                own[start - first :], others[start - other_first :], strict=False
+            )
+            number = next((n for n, (a, b) in enumerate(pairs, start) if a != b), None)
+            if number is not None:
+                found[rank] = (iterator, number)
+                break
+    return found
+
+
+def common_ends(everybody: Sequence[Told]) -> dict[int, int]:
+    """By iterator, up to which number all hosts have told their batches."""
+    iterators = set.intersection(*map(set, everybody))
+    return {
+        iterator: min(
+            first + len(told) for first, told in (t[iterator] for t in everybody)
+        )
+        for iterator in iterators
+    }

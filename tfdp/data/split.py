@@ -20,16 +20,6 @@ from tfdp._private.names import NoneTensorSpec, PerReplica
 from tfdp.data.keras_input import NoElement
 from tfdp.errors import DataError
 
-__all__ = [
-    "has_rows",
-    "in_parts",
-    "is_split_by_us",
-    "length_of",
-    "parts",
-    "rows_between",
-    "splittable",
-]
-
 ADVICE = (
     "A strategy splits every element of a batch along its first axis. If the dataset "
     "gives single rows, .batch(global_batch_size) is missing. Repeat what is the same "
@@ -102,7 +92,7 @@ def splittable(
     if None not in lengths or len(leaves) == 1 or reader == "ArrayDataAdapter":
         return dataset
     # A filter, because TensorFlow looks through it for the size of the batches.
-    checked = dataset.filter(functools.partial(_are_split_alike, replicas))
+    checked = dataset.filter(functools.partial(_have_the_same_split, replicas))
     batches = dataset.cardinality()
     if batches == tf.data.UNKNOWN_CARDINALITY:
         return checked
@@ -116,7 +106,7 @@ def _without_none(*batch: Any) -> Any:
     return marked_batch if len(marked_batch) > 1 else marked_batch[0]
 
 
-def _are_split_alike(replicas: int | None, *batch: Any) -> tf.Tensor:
+def _have_the_same_split(replicas: int | None, *batch: Any) -> tf.Tensor:
     parts = [part for part in tf.nest.flatten(batch) if has_rows(part)]
     check = _check_lengths([length_of(part) for part in parts], replicas)
     with tf.control_dependencies([check]):

@@ -12,6 +12,7 @@ from __future__ import annotations
 import bz2
 import contextlib
 import dataclasses
+import functools
 import gzip
 import lzma
 import math
@@ -21,17 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import PurePosixPath
 from typing import IO, Any, cast
 
-from tfdp.data.joined_checksums import joined_crc32
 from tfdp.data.places import Place, open_binary
-
-__all__ = [
-    "KEY",
-    "MOST_SAMPLE_BYTES",
-    "Passed",
-    "TarFault",
-    "checksum_of_sample",
-    "tar_samples",
-]
 
 #: Of all files of a sample: a training has many samples in memory at once.
 MOST_SAMPLE_BYTES = 1 << 30
@@ -239,3 +230,55 @@ def checksum_of_sample(sample: Mapping[str, bytes | Passed]) -> str:
             value = zlib.crc32(content, value)
         value = zlib.crc32(b"\0", value)
     return f"{value:08x}"
+
+
+# The CRC-32 of bytes in a row, by the CRC-32 of each part: without the bytes.
+
+
+# Of polynomials over two elements, the highest bit the lowest power: x^0, and the one
+# by which CRC-32 divides, without its x^32.
+ONE, DIVISOR = 1 << 31, 0xEDB88320
+
+
+def joined_crc32(first: int, second: int, second_bytes: int) -> int:
+    """As `zlib.crc32` of both parts, one behind the other.
+
+        crc(A B) = crc(A) x^(8 |B|) + crc(B)
+
+    Args:
+      first: `zlib.crc32` of the first part.
+      second: that of the second.
+      second_bytes: length of the second, at least 0.
+
+    Source: Mark Adler, `crc32_combine` of zlib 1.2.12.
+
+    >>> import zlib
+    >>> joined_crc32(zlib.crc32(b"12"), zlib.crc32(b"345"), 3) == zlib.crc32(b"12345")
+    True
+    """
+    shift, bit = ONE, 3  # a byte is 2^3 bits
+    while second_bytes:
+        if second_bytes & 1:
+            shift = _product(_power(bit), shift)
+        second_bytes >>= 1
+        bit += 1
+    return _product(shift, first) ^ second
+
+
+@functools.cache
+def _power(bit: int) -> int:
+    """x^(2^bit)."""
+    if not bit:
+        return ONE >> 1
+    half = _power(bit - 1)
+    return _product(half, half)
+
+
+def _product(one: int, other: int) -> int:
+    product = 0
+    while one:
+        if one & ONE:
+            product ^= other
+        one = one << 1 & 0xFFFFFFFF
+        other = other >> 1 ^ (DIVISOR if other & 1 else 0)
+    return product

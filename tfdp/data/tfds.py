@@ -8,6 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdp.data.hosts import seeds_of_program
 from tfdp.data.pipeline import (
     batch_examples,
     check_batching,
@@ -16,10 +17,7 @@ from tfdp.data.pipeline import (
     select_features,
 )
 from tfdp.data.places import place_of
-from tfdp.data.seeds import seeds_of_program
 from tfdp.errors import ConfigurationError, DataError, MissingDependencyError
-
-__all__ = ["from_tfds"]
 
 _DEFAULT_BUFFER_EXAMPLES = 10_000
 _INTERLEAVE_FILES = 16

@@ -24,11 +24,9 @@ from tfdp.data.pipeline import (
     select_features,
 )
 from tfdp.data.places import Place, place_of
-from tfdp.data.sound_files import in_turn
 from tfdp.data.tar_samples import KEY, TarFault, checksum_of_sample, tar_samples
+from tfdp.data.verify import in_turn
 from tfdp.errors import DataError
-
-__all__ = ["index_webdataset", "read_webdataset"]
 
 _REMEDY = "restore the file, or index the set again (tfdp.data.index_webdataset)"
 

@@ -30,8 +30,6 @@ from tfdp.files.atomic import (
 from tfdp.files.checked_json import is_plain_name
 from tfdp.progress_bar import progress_bar
 
-__all__ = ["write_tfrecords"]
-
 # The bar is told of so many at once: it takes longer than a small record.
 EXAMPLES_PER_ADVANCE = 256
 

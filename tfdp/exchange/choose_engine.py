@@ -13,8 +13,6 @@ from tfdp.exchange.in_process import InProcessEngine
 from tfdp.plan.communication import Communication
 from tfdp.plan.topology import Topology
 
-__all__ = ["EngineChoice", "choose_engine", "gpus_are_split", "make_engine"]
-
 
 @dataclasses.dataclass(frozen=True)
 class EngineChoice:

@@ -28,19 +28,16 @@ import collections
 import dataclasses
 from collections.abc import Sequence
 
+import numpy as np
 import tensorflow as tf
 
 from tfdp._private import names
-from tfdp.exchange.call_numbers import CallNumbers
-from tfdp.exchange.collective_order import learn_order, rearranged
-from tfdp.exchange.engine import Engine, next_group_key
-from tfdp.exchange.round_sizes import KEYS_OF_LAUNCH, KNOWN_SIZE, round_size
-from tfdp.exchange.shard_packing import join_rows, split_row, to_rows
+from tfdp.errors import CollectiveError
+from tfdp.exchange.engine import CallNumbers, Engine, next_group_key
+from tfdp.exchange.packing import join_rows, split_row, to_rows
 from tfdp.exchange.wire_types import collective_sum_dtype, to_gather_wire, to_sum_wire
 from tfdp.plan.shards import ShardLayout
 from tfdp.plan.topology import Topology
-
-__all__ = ["TensorFlowEngine"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,9 +145,9 @@ class TensorFlowEngine(Engine):
         result.set_shape(tf.TensorShape([None]).concatenate(wire.shape[1:]))
         return restore(result)
 
-    def all_gather_alike(self, tensor: tf.Tensor, rank: int) -> tf.Tensor:
+    def all_gather_equal(self, tensor: tf.Tensor, rank: int) -> tf.Tensor:
         if tensor.shape.num_elements() is None:
-            return super().all_gather_alike(tensor, rank)
+            return super().all_gather_equal(tensor, rank)
         self.next_call_number(rank)
         whole = self._gather_same_type(tensor[None], self._everyone, rank)
         return tf.ensure_shape(whole, [self.replicas, *tensor.shape])
@@ -376,3 +373,135 @@ class TensorFlowEngine(Engine):
             # process cannot lose each other; a failed one ends the whole step.
             "timeout_seconds": 0.0,
         }
+
+
+# In which order TensorFlow takes the members of a group of collectives.
+#
+# Its gathers, reduce-scatters and all-to-alls go by a rank that it gives itself, and no
+# op tells it: it sorts the members by the names of their devices, and then puts GPUs in
+# a row along the links that they have between them (`CompleteDefaultRanking` and
+# `OrderTaskDeviceMap` in collective_param_resolver_local.cc). So replica 0 need not be
+# its first, neither where devices are given in another order nor where only some GPUs
+# reach each other's memory.
+#
+# It is asked by a gather of the replicas' own numbers, whose order is what it shows.
+
+
+# No launch of a step has it: they count up from 0, and no size has this place.
+ASKING_KEY = 2**31 - 2
+
+
+def learn_order(
+    devices: Sequence[str],
+    tokens: Sequence[tf.Variable],
+    group_key: int,
+    hint: str,
+) -> tuple[int, ...]:
+    """Which member stands at each of TensorFlow's places of a group.
+
+    It runs at once, also while a graph is being traced.
+
+    Args:
+      devices: of the members, all of this process.
+      tokens: see `names.make_token`; one for each member.
+      group_key: the group's name to TensorFlow.
+      hint: the implementation asked of TensorFlow.
+
+    Returns:
+      `order[place]`, an index into `devices`.
+
+    Raises:
+      CollectiveError: when the gather brings other numbers than were sent.
+    """
+    if len(devices) == 1:
+        return (0,)
+
+    def gathers() -> list[tf.Tensor]:
+        results = []
+        for member, device in enumerate(devices):
+            with tf.device(device):
+                # A type that lies in a GPU's own memory, which int32 does not.
+                own = tf.fill([1], tf.constant(float(member)))
+                result = tf.raw_ops.CollectiveGatherV2(
+                    input=own,
+                    group_size=len(devices),
+                    group_key=group_key,
+                    instance_key=ASKING_KEY,
+                    ordering_token=[tokens[member].handle],
+                    communication_hint=hint,
+                    timeout_seconds=0.0,  # see TensorFlowEngine
+                )
+            results.append(result)
+        return results
+
+    with tf.init_scope(), tf.device(None):
+        # As one graph, also where functions are told to run eagerly: there the first
+        # member would wait for the second, which comes after it.
+        told = tf.function(gathers, autograph=False).get_concrete_function()()
+    orders = {tuple(int(number) for number in one.numpy()) for one in told}
+    if len(orders) != 1 or sorted(*orders) != list(range(len(devices))):
+        raise CollectiveError(
+            f"TensorFlow's collectives gathered {sorted(orders)} where members 0 to "
+            f"{len(devices) - 1} sent their numbers. Use Communication(engine="
+            "'in_process')."
+        )
+    return orders.pop()
+
+
+def rearranged(rows: tf.Tensor, order: Sequence[int]) -> tf.Tensor:
+    """`rows` with row `order[i]` at place i; as they are where that changes nothing.
+
+    Args:
+      rows: the first dimension is a multiple of `len(order)`: so many rows are one.
+      order: numbers each from 0 on once.
+    """
+    if tuple(order) == tuple(range(len(order))):
+        return rows
+    whole = tf.reshape(rows, [len(order), -1])
+    moved = tf.gather(whole, np.asarray(order, np.int32))
+    result = tf.reshape(moved, tf.shape(rows))
+    result.set_shape(rows.shape)
+    return result
+
+
+# Few sizes for tensors of any size: what TensorFlow's collectives are told beforehand.
+#
+# TensorFlow remembers the shape that the key of a collective was first used with, and
+# refuses another one. So a tensor whose size is known only while the step runs is
+# filled up to the next round size, and each of these few sizes has a key.
+#
+# Round sizes are the numbers of three bits, times a power of two: 1, 2, .. 8, 10, 12,
+# 14, 16, 20, .. They are at most 5/4 of what they hold.
+
+
+# TensorFlow counts elements, and keys, in int32. The last one is not round.
+MOST_ELEMENTS = 2**31 - 1
+ROUND_SIZES = np.array(
+    [
+        1,
+        2,
+        3,
+        *(quarters * 2**power for power in range(29) for quarters in (4, 5, 6, 7)),
+        MOST_ELEMENTS,
+    ],
+    np.int32,
+)
+#: So many keys are one launch's: of its round sizes, by number, and one besides.
+KEYS_OF_LAUNCH = 128
+#: The place among them of a tensor whose size is known beforehand.
+KNOWN_SIZE = KEYS_OF_LAUNCH - 1
+
+
+def round_size(elements: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    """The least round size that holds so many elements.
+
+    Args:
+      elements: int32, from 0 on.
+
+    Returns:
+      Its number in `ROUND_SIZES` and the size, at least 1.
+    """
+    # Keys and shapes are read by the CPU, also those of what lies on a GPU.
+    with tf.device("CPU:0"):
+        number = tf.reduce_sum(tf.cast(ROUND_SIZES < elements, tf.int32))
+        return number, tf.gather(ROUND_SIZES, number)

@@ -19,14 +19,6 @@ from tfdp.exchange.peers import PeerGroup
 from tfdp.plan.buckets import TensorInfo, plan_buckets
 from tfdp.plan.communication import Communication
 
-__all__ = [
-    "COMPRESSED_SUM",
-    "WHERE_FINITE",
-    "CompressedSums",
-    "Kept",
-    "are_finite",
-]
-
 #: In the names of ops that compress, for who reads a graph.
 COMPRESSED_SUM = "tfdp_compressed_sum"
 # A message that is long enough for any network. Until the first is made small nothing

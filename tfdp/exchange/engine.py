@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import abc
+import collections
+import contextlib
 import itertools
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 
 import tensorflow as tf
 
 from tfdp._private import names
 from tfdp.errors import CollectiveError
-from tfdp.exchange.call_numbers import CallNumbers
-from tfdp.exchange.late_exchange import LateExchange
-from tfdp.exchange.packing import pack, unpack
-from tfdp.exchange.shard_pieces import whole_from_shards
+from tfdp.exchange.late_exchange import AsyncExchange
+from tfdp.exchange.packing import pack, unpack, whole_from_shards
 from tfdp.exchange.sparse import join_rows, merge_rows
 from tfdp.exchange.traffic import TrafficCount
 from tfdp.plan.shards import ShardLayout
 from tfdp.plan.topology import Topology
-
-__all__ = ["Engine", "next_group_key"]
 
 # TensorFlow's names of its collectives' ways -> what people call them.
 HINTS_IN_WORDS = {"nccl": "NCCL", "ring": "TensorFlow's ring"}
@@ -50,7 +49,7 @@ class Engine(abc.ABC):
     #: Whether tensors should be packed into one buffer per bucket.
     packs: bool = True
     #: Makes sums while steps go on; None: sums are made in the step that asks.
-    late: LateExchange | None = None
+    late: AsyncExchange | None = None
     #: The way that TensorFlow's collectives are asked for; "": they are not used.
     _hint: str = ""
 
@@ -305,7 +304,7 @@ class Engine(abc.ABC):
           rank: the calling replica.
         """
 
-    def all_gather_alike(self, tensor: tf.Tensor, rank: int) -> tf.Tensor:
+    def all_gather_equal(self, tensor: tf.Tensor, rank: int) -> tf.Tensor:
         """All replicas' tensors, which have one shape, as [replicas, ...].
 
         Args:
@@ -330,3 +329,111 @@ class Engine(abc.ABC):
     @abc.abstractmethod
     def broadcast(self, tensor: tf.Tensor, rank: int) -> tf.Tensor:
         """Replica 0's `tensor`, on every replica."""
+
+
+# The numbers under which replicas meet while they are traced one after the other.
+
+
+class CallNumbers:
+    """Counts the exchanges of each replica, in order or by name.
+
+    Args:
+      replicas: of this process.
+    """
+
+    def __init__(self, replicas: int):
+        self._counts = [0] * replicas
+        # By its name, and how often that came before: the number of an exchange.
+        self._named: dict[tuple[str, int], int] = {}
+        self._named_so_far = 0
+        self._names_met: collections.Counter[tuple[str, int]] = collections.Counter()
+        #: By the number: which replica came first, and for what.
+        self._first: dict[int, tuple[int, str]] = {}
+
+    def begin_run(self) -> None:
+        """All replicas count alike again.
+
+        A trace that failed half-way has left some ahead of others; without this every
+        later exchange would wait for a partner that never comes.
+        """
+        self._counts = [max(self._counts)] * len(self._counts)
+        # Numbers go on: one graph may hold several runs.
+        self._named.clear()
+        self._names_met.clear()
+        self._first.clear()
+
+    def next(self, rank: int, what: str = "", tensors: Sequence[tf.Tensor] = ()) -> int:
+        """The number of this exchange; below 0 for one that has a name.
+
+        Args:
+          rank: the calling replica.
+          what: is done, in words; "": it may differ between replicas.
+          tensors: of which all replicas have the same shapes.
+
+        Raises:
+          CollectiveError: where another replica does something else.
+        """
+        name = name_of_exchanges()
+        if name is None:
+            number = self._counts[rank]
+            self._counts[rank] += 1
+        else:
+            number = self._number_of(name, rank)
+        if what and all(tensor.shape.is_fully_defined() for tensor in tensors):
+            shapes = ", ".join(f"{t.dtype.name} {t.shape}" for t in tensors)
+            self._check_identical(number, rank, f"{what} of {shapes}")
+        return number
+
+    def _number_of(self, name: str, rank: int) -> int:
+        before = self._names_met[name, rank]
+        self._names_met[name, rank] += 1
+        if (name, before) not in self._named:
+            self._named_so_far += 1
+            self._named[name, before] = -self._named_so_far
+        return self._named[name, before]
+
+    def _check_identical(self, number: int, rank: int, what: str) -> None:
+        first, of_first = self._first.setdefault(number, (rank, what))
+        if of_first != what:
+            raise CollectiveError(
+                f"Replicas {first} and {rank} would exchange different tensors: "
+                f"{first} comes with the {of_first}, {rank} with the {what}. They must "
+                "come to their exchanges (gradients, all_reduce, synchronized batch "
+                "normalization) in the same order. Look for code that only some "
+                "replicas run; and gradients of a model's own all_reduce in two "
+                "branches may come in another order on each replica: take one "
+                "all_reduce of both."
+            )
+
+
+# What replicas meet for, where they may come to it in another order.
+#
+# Exchanges of a forward pass are built in the order of the program, which is the same
+# on all replicas. A tape takes gradients in an order of its own, which may differ: it
+# goes by how many operations lie between, and a replica that adds has others than those
+# that receive. An exchange of a backward pass is named after what it is the gradient
+# of.
+
+
+_local = threading.local()
+
+
+@contextlib.contextmanager
+def exchanges_of(name: str) -> Iterator[None]:
+    """While this lasts, replicas meet under `name`, and not by the order of exchanges.
+
+    Args:
+      name: alike on all replicas; several exchanges of one name are counted. "": by
+        the order all the same.
+    """
+    before = name_of_exchanges()
+    _local.name = name
+    try:
+        yield
+    finally:
+        _local.name = before
+
+
+def name_of_exchanges() -> str | None:
+    """What the calling replica is about to meet for; None: the next in order."""
+    return getattr(_local, "name", None) or None

@@ -12,8 +12,6 @@ from tfdp.hosts.buffers import unaligned_copy
 from tfdp.hosts.host_link import HostLink
 from tfdp.hosts.messages import read_as
 
-__all__ = ["HostGroup"]
-
 
 class HostGroup:
     """Sums, rows and words over hosts: in graphs by the engine, else by the link.

@@ -17,13 +17,11 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from tfdp.exchange.engine import Engine, next_group_key
-from tfdp.exchange.hand_over import HandOver
-from tfdp.exchange.shard_pieces import cut, pad_shard, whole_from_parts
+from tfdp.exchange.packing import cut, pad_shard, whole_from_parts
+from tfdp.exchange.send_receive import SendReceive
 from tfdp.exchange.wire_types import check_summable
 from tfdp.plan.shards import ShardLayout
 from tfdp.plan.topology import Topology
-
-__all__ = ["InProcessEngine"]
 
 
 class InProcessEngine(Engine):
@@ -39,7 +37,7 @@ class InProcessEngine(Engine):
 
     def __init__(self, devices: Sequence[str], topology: Topology):
         super().__init__(devices, topology)
-        self._hand = HandOver(self.devices, next_group_key(), self.traffic)
+        self._hand = SendReceive(self.devices, next_group_key(), self.traffic)
         self._root_bytes = dict.fromkeys(topology.all_ranks, 0)
         self._root_of_call: dict[int, int] = {}
         self._swap_numbers = [0] * len(self.devices)

@@ -1,4 +1,4 @@
-"""`LateExchange`: sums that a step begins and a later one takes, over several hosts."""
+"""`AsyncExchange`: sums over hosts that one step starts and a later step takes."""
 
 from __future__ import annotations
 
@@ -8,14 +8,12 @@ from typing import Protocol
 import numpy as np
 import tensorflow as tf
 
+from tfdp.hosts.async_exchanges import AsyncSums
 from tfdp.hosts.host_link import HostLink
-from tfdp.hosts.late_sums import LateSums
-
-__all__ = ["LateExchange"]
 
 
 class _AcrossHosts(Protocol):
-    """What is asked of `AcrossHostsEngine`, which holds a `LateExchange`."""
+    """What is asked of `AcrossHostsEngine`, which holds a `AsyncExchange`."""
 
     link: HostLink
 
@@ -37,7 +35,7 @@ class _AcrossHosts(Protocol):
     ) -> list[tf.Tensor]: ...
 
 
-class LateExchange:
+class AsyncExchange:
     """Replicas of a host add up at once, the hosts' sums travel while steps go on.
 
     Args:
@@ -49,7 +47,7 @@ class LateExchange:
 
     def __init__(self, engine: _AcrossHosts):
         self._engine = engine
-        self.sums = LateSums(engine.link)
+        self.sums = AsyncSums(engine.link)
 
     def begin(
         self, tensors: Sequence[tf.Tensor], rank: int, ticket: int, label: str

@@ -12,8 +12,6 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-__all__ = ["PeerGroup", "PeersOfOne"]
-
 
 class PeerGroup(abc.ABC):
     """Who exchanges, and how. All calls are made by every replica that speaks.

@@ -7,13 +7,13 @@ from typing import TypeAlias
 
 import tensorflow as tf
 
-from tfdp._private.delayed_tensors import delay
+from tfdp._private.step_ops import delay
 from tfdp.compression.method import Method
-from tfdp.exchange.choose_peers import peer_group
 from tfdp.exchange.compressed import CompressedSums
 from tfdp.exchange.engine import Engine
-from tfdp.exchange.late_exchange import LateExchange
-from tfdp.exchange.shard_packing import of_known_shape
+from tfdp.exchange.late_exchange import AsyncExchange
+from tfdp.exchange.packing import of_known_shape
+from tfdp.exchange.peer_groups import peer_group
 from tfdp.exchange.sparse import merge_rows, travels_dense
 from tfdp.plan.buckets import (
     Bucket,
@@ -25,8 +25,6 @@ from tfdp.plan.buckets import (
 from tfdp.plan.communication import Communication
 from tfdp.plan.compression import Compression
 from tfdp.plan.shards import ShardLayout
-
-__all__ = ["GradientPipeline"]
 
 Value: TypeAlias = tf.Tensor | tf.IndexedSlices
 
@@ -161,7 +159,7 @@ class GradientPipeline:
         return self.engine.all_reduce_within(tf.convert_to_tensor(value), rank)
 
     @property
-    def late(self) -> LateExchange | None:
+    def late(self) -> AsyncExchange | None:
         """What makes sums while steps go on; see `Reducer`."""
         return self.engine.late
 

@@ -14,11 +14,9 @@ from typing import Any, Protocol
 import tensorflow as tf
 
 from tfdp.exchange.compressed import CompressedSums
-from tfdp.exchange.late_exchange import LateExchange
+from tfdp.exchange.late_exchange import AsyncExchange
 from tfdp.plan.compression import Compression
 from tfdp.plan.shards import ShardLayout
-
-__all__ = ["Reducer"]
 
 
 class Reducer(Protocol):
@@ -37,7 +35,7 @@ class Reducer(Protocol):
         """
 
     @property
-    def late(self) -> LateExchange | None:
+    def late(self) -> AsyncExchange | None:
         """What makes sums while steps go on; None: here they are made at once."""
 
     def begin_run(self) -> None:

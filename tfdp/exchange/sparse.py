@@ -2,7 +2,7 @@
 
 The sum of sparse gradients is the list of everybody's rows; whoever applies it adds
 those with the same index. Rows of one index may be added on the way where that makes no
-other update: see `tfdp.step.repeated_rows`. Every replica may bring another number of
+other update: see `tfdp.step.table_rows`. Every replica may bring another number of
 rows.
 """
 
@@ -11,8 +11,6 @@ from __future__ import annotations
 import tensorflow as tf
 
 from tfdp._private import names
-
-__all__ = ["join_rows", "merge_rows", "table_shape", "travels_dense"]
 
 # A table's gradient of so many bytes goes into a bucket: an exchange of its own costs
 # more.

@@ -11,16 +11,13 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdp._private.tpu_names import xla_reduce_scatter
 from tfdp.errors import CollectiveError
 from tfdp.exchange.compressed import CompressedSums
-from tfdp.exchange.shard_packing import join_rows, of_known_shape, to_rows
-from tfdp.exchange.shard_pieces import whole_from_shards
-from tfdp.exchange.tpu_ops import CrossReplicaOps
-from tfdp.exchange.wire_dtype import from_wire, to_wire
+from tfdp.exchange.packing import join_rows, of_known_shape, to_rows, whole_from_shards
+from tfdp.exchange.wire_types import is_wider_float
 from tfdp.plan.compression import Compression
 from tfdp.plan.shards import ShardLayout
-
-__all__ = ["CrossReplicaReducer"]
 
 # What XLA's sum takes (tpu_strategy.py, _DTYPES_SUPPORTED_BY_CROSS_REPLICA_SUM).
 SUMMABLE = (
@@ -246,3 +243,104 @@ class CrossReplicaReducer:
                 "reduction."
             )
         return self._ops.sum(value)
+
+
+# Exchanges between TPU cores: ops of XLA's, within the program that all cores run.
+
+
+# What `XlaReduceScatter` takes (tf2xla/ops/xla_ops.cc).
+SCATTERABLE = (tf.bfloat16, tf.float16, tf.float32, tf.int32, tf.uint32)
+
+
+class CrossReplicaOps:
+    """The exchanges of N replicas, with `n` bytes of a whole tensor.
+
+    Args:
+      replicas: N, how many run the program.
+    """
+
+    def __init__(self, replicas: int):
+        self.replicas = replicas
+        self._group = [list(range(replicas))]
+
+    def sum(self, tensor: tf.Tensor) -> tf.Tensor:
+        """The sum of `tensor` over all replicas, on each: 2 n (N - 1) / N bytes."""
+        return tf.raw_ops.CrossReplicaSum(input=tensor, group_assignment=self._group)
+
+    def scatter_sum(self, rows: tf.Tensor, rank: tf.Tensor) -> tf.Tensor:
+        """Row `rank` of the sum of `rows` over all replicas: n (N - 1) / N bytes.
+
+        Args:
+          rows: `[N, k]` on every replica.
+          rank: the calling replica.
+
+        Returns:
+          `[k]`.
+        """
+        if rows.dtype not in SCATTERABLE:
+            return tf.gather(self.sum(rows), rank)
+        row = xla_reduce_scatter(
+            input=rows,
+            group_assignment=self._group,
+            scatter_dimension=0,
+            reduce_op="Add",
+        )
+        return tf.reshape(row, rows.shape[1:])
+
+    def gather(self, row: tf.Tensor) -> tf.Tensor:
+        """Every replica's `row`, in rank order, on each: n (N - 1) / N bytes.
+
+        TensorFlow has no all-gather for TPU programs. Each replica hands its row to
+        every other one in an all-to-all, which puts as many bytes on the links.
+
+        Args:
+          row: `[k]`.
+
+        Returns:
+          `[N, k]`.
+        """
+        copies = tf.tile(row[tf.newaxis], [self.replicas, 1])
+        return tf.raw_ops.AllToAll(
+            input=copies,
+            group_assignment=self._group,
+            concat_dimension=0,
+            split_dimension=0,
+            split_count=self.replicas,
+        )
+
+
+# Gradients in a smaller type on the way, and back.
+
+
+def to_wire(gradients: Sequence[Any], wire_dtype: str | None) -> list[Any]:
+    """The gradients as they travel: in `wire_dtype`, if any."""
+    if wire_dtype is None:
+        return list(gradients)
+    return [_cast(gradient, wire_dtype) for gradient in gradients]
+
+
+def from_wire(reduced: Sequence[Any], gradients: Sequence[Any]) -> list[Any]:
+    """What came, in the types of the `gradients` that were sent."""
+    pairs = zip(reduced, gradients, strict=True)
+    return [
+        value if value.dtype == gradient.dtype else _back(value, gradient.dtype)
+        for value, gradient in pairs
+    ]
+
+
+def _cast(gradient: Any, wire_dtype: str) -> Any:
+    """Wider floats only; a scalar costs nothing and may be a count."""
+    if isinstance(gradient, tf.IndexedSlices):
+        return tf.IndexedSlices(
+            _cast(gradient.values, wire_dtype), gradient.indices, gradient.dense_shape
+        )
+    tensor = tf.convert_to_tensor(gradient)
+    is_wider = is_wider_float(tensor.dtype, wire_dtype)
+    return tf.cast(tensor, wire_dtype) if is_wider and tensor.shape.rank else tensor
+
+
+def _back(value: Any, dtype: tf.DType) -> Any:
+    if isinstance(value, tf.IndexedSlices):
+        values = tf.cast(value.values, dtype)
+        return tf.IndexedSlices(values, value.indices, value.dense_shape)
+    return tf.cast(value, dtype)

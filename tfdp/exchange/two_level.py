@@ -15,20 +15,17 @@ import numpy as np
 import tensorflow as tf
 
 from tfdp.exchange.engine import Engine, next_group_key
-from tfdp.exchange.hand_over import HandOver
+from tfdp.exchange.host_calls import LinkCalls
 from tfdp.exchange.in_process import InProcessEngine
-from tfdp.exchange.late_exchange import LateExchange
-from tfdp.exchange.link_calls import LinkCalls
-from tfdp.exchange.packing import SmallTogether
-from tfdp.exchange.shard_pieces import cut, pad_shard
+from tfdp.exchange.late_exchange import AsyncExchange
+from tfdp.exchange.packing import SmallTogether, cut, pad_shard
+from tfdp.exchange.send_receive import SendReceive
 from tfdp.exchange.sparse import table_shape
 from tfdp.exchange.wire_types import check_summable, fitting_wire_dtype
 from tfdp.hosts.host_link import HostLink
 from tfdp.hosts.row_sums import RowExchange
 from tfdp.plan.shards import ShardLayout
 from tfdp.plan.topology import Topology
-
-__all__ = ["AcrossHostsEngine"]
 
 LEADER = 0
 
@@ -59,9 +56,9 @@ class AcrossHostsEngine(Engine):
         self.within = InProcessEngine(devices, Topology(1, len(devices)))
         self.traffic = self.within.traffic
         self._here = self.within.topology.all_ranks
-        self._hand = HandOver(devices, next_group_key(), self.traffic)
+        self._hand = SendReceive(devices, next_group_key(), self.traffic)
         self._calls = LinkCalls()
-        self.late: LateExchange = LateExchange(self)
+        self.late: AsyncExchange = AsyncExchange(self)
 
     def begin_run(self) -> None:
         super().begin_run()

@@ -18,6 +18,7 @@ the size.
 
 from __future__ import annotations
 
+import hashlib
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -27,22 +28,18 @@ import tensorflow as tf
 
 from tfdp._private import names
 from tfdp._private.collective_runtime import abort_collectives, start_collectives
+from tfdp.cluster.addresses import free_port
 from tfdp.cluster.description import join_address
-from tfdp.cluster.ports import free_port
 from tfdp.errors import ConfigurationError
-from tfdp.exchange.collective_keys import CollectiveKeys
 from tfdp.exchange.engine import next_group_key
 from tfdp.exchange.packing import pack, unpack
-from tfdp.exchange.pieces import cut_pieces, join_pieces, plan_pieces
 from tfdp.exchange.traffic import ring_bytes
 from tfdp.exchange.two_level import LEADER, AcrossHostsEngine
 from tfdp.exchange.wire_types import collective_sum_dtype, fitting_wire_dtype
 from tfdp.hosts.exchange_watch import ExchangeWatch
 from tfdp.hosts.host_link import HostLink
 from tfdp.hosts.python_calls import counted
-from tfdp.hosts.server_door import keep_to_workers
-
-__all__ = ["TensorFlowAcrossHostsEngine", "meet_by_collectives"]
+from tfdp.hosts.server_guard import keep_to_workers
 
 # Smaller ones take as long by the ring as a round trip of the link, or longer.
 SMALLEST_BYTES = 64 * 2**10
@@ -53,7 +50,7 @@ SUMMABLE = frozenset(
 )
 
 
-def meet_by_collectives(link: HostLink) -> None:
+def rendezvous_by_collectives(link: HostLink) -> None:
     """Lets TensorFlow's collectives of this worker meet those of the others.
 
     Before TensorFlow starts: the names of its devices change.
@@ -271,3 +268,189 @@ def _are_large(tensors: Sequence[tf.Tensor]) -> bool:
     if None in elements or tensors[0].dtype not in SUMMABLE:
         return False
     return sum(elements) * tensors[0].dtype.size >= SMALLEST_BYTES
+
+
+# The numbers by which TensorFlow finds the partners of a collective.
+
+
+# TensorFlow takes an int32, and tfdp none that is negative.
+KEYS = 2**31
+
+
+class CollectiveKeys:
+    """A number for each exchange of a group, the same on every host.
+
+    Hosts may trace at different times, so the number follows from what the exchange
+    is. Two of them may fall on one number (of 1000 some pair does in 1 of 4300 groups):
+    then the later one takes the next that is free. Hosts trace the same program, so
+    they meet such a pair in the same order.
+    """
+
+    def __init__(self) -> None:
+        self._keys: dict[str, int] = {}
+        self._taken: set[int] = set()
+
+    def key_of(self, exchange: str) -> int:
+        """The number of `exchange`, which no other one has."""
+        if exchange not in self._keys:
+            key = first_choice(exchange)
+            while key in self._taken:
+                key = (key + 1) % KEYS
+            self._keys[exchange] = key
+            self._taken.add(key)
+        return self._keys[exchange]
+
+
+def first_choice(exchange: str) -> int:
+    """The number that it has unless another exchange has it already."""
+    digest = hashlib.blake2b(exchange.encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "little") % KEYS
+
+
+# Tensors in flat pieces of limited size: large ones cut, small ones side by side.
+
+
+# For each piece, in order: which tensor, and how many elements of it.
+Plan = list[list[tuple[int, int]]]
+
+
+def plan_pieces(element_counts: Sequence[int], most_elements: int) -> Plan:
+    """Which elements of which tensor go into which piece.
+
+    Args:
+      element_counts: of each tensor.
+      most_elements: of a piece, at least 1.
+
+    >>> plan_pieces([3, 2, 9, 1], 4)
+    [[(0, 3)], [(1, 2)], [(2, 4)], [(2, 4)], [(2, 1), (3, 1)]]
+    """
+    plan: Plan = []
+    room = 0
+    for tensor, elements in enumerate(element_counts):
+        # A tensor that fits into one piece is not torn apart.
+        if room < min(elements, most_elements):
+            room = 0
+        while elements:
+            if not room:
+                plan.append([])
+                room = most_elements
+            taken = min(elements, room)
+            plan[-1].append((tensor, taken))
+            room -= taken
+            elements -= taken
+    return plan
+
+
+def cut_pieces(tensors: Sequence[tf.Tensor], plan: Plan) -> list[tf.Tensor]:
+    """The pieces of `plan`, flat."""
+    sizes: list[list[int]] = [[] for _ in tensors]
+    for piece in plan:
+        for tensor, elements in piece:
+            sizes[tensor].append(elements)
+    parts = [
+        _split(tensor, of_it) for tensor, of_it in zip(tensors, sizes, strict=True)
+    ]
+    pieces = []
+    for piece in plan:
+        inside = [parts[tensor].pop(0) for tensor, _ in piece]
+        pieces.append(inside[0] if len(inside) == 1 else tf.concat(inside, 0))
+    return pieces
+
+
+def join_pieces(
+    pieces: Sequence[tf.Tensor], plan: Plan, like: Sequence[tf.Tensor]
+) -> list[tf.Tensor]:
+    """The inverse of `cut_pieces`: tensors shaped as those in `like`."""
+    parts: list[list[tf.Tensor]] = [[] for _ in like]
+    for piece, inside in zip(pieces, plan, strict=True):
+        sizes = [elements for _, elements in inside]
+        for part, (tensor, _) in zip(_split(piece, sizes), inside, strict=True):
+            parts[tensor].append(part)
+    return [
+        tf.reshape(tf.concat(of_it, 0) if of_it else tensor, tensor.shape)
+        for of_it, tensor in zip(parts, like, strict=True)
+    ]
+
+
+def _split(tensor: tf.Tensor, sizes: list[int]) -> list[tf.Tensor]:
+    flat = tf.reshape(tensor, [-1])
+    return [flat] if len(sizes) == 1 else tf.split(flat, sizes) if sizes else []
+
+
+# A first, small sum by TensorFlow's collectives: do they work between these hosts?
+#
+# A library that is missing, or a network that lets nothing through, shows in the first
+# collective only, and one that failed cannot be used again in its process.
+
+
+#: What a worker says that is not at fault itself, perhaps.
+NO_ANSWER = "the other workers were not heard"
+
+ELEMENTS = 256
+#: How long a worker waits for the others here, who are all on their way.
+TRIAL_SECONDS = 60.0
+
+
+def try_collectives(
+    link: HostLink,
+    devices: Sequence[str],
+    hint: str,
+    trial_seconds: float = TRIAL_SECONDS,
+) -> str:
+    """Adds up what is known on all hosts.
+
+    Args:
+      link: tells which host this is; nothing crosses it.
+      devices: of this host's replicas.
+      hint: "nccl": over all replicas; "ring": over the first of each host.
+      trial_seconds: until a worker that hears nothing gives up.
+
+    Returns:
+      What went wrong on this host, in a few words; "" when the sums were right.
+    """
+    members = list(devices) if hint == "nccl" else list(devices[:1])
+    hosts = link.workers
+    group_key, instance_key = next_group_key(), 1
+    first = link.rank * len(members)
+    tokens = [names.make_token(device) for device in members]
+
+    @tf.function(autograph=False)
+    def sums() -> list[tf.Tensor]:
+        totals = []
+        for place, device in enumerate(members):
+            with tf.device(device):
+                total = tf.raw_ops.CollectiveReduceV2(
+                    input=tf.fill([ELEMENTS], float(first + place + 1)),
+                    merge_op="Add",
+                    final_op="Id",
+                    group_size=hosts * len(members),
+                    group_key=group_key,
+                    instance_key=instance_key,
+                    ordering_token=[tokens[place].handle],
+                    communication_hint=hint,
+                    timeout_seconds=trial_seconds,
+                )
+            # Or one replica's would wait for the next one's.
+            names.run_independently(total.op)
+            totals.append(total)
+        return totals
+
+    count = hosts * len(members)
+    expected = count * (count + 1) / 2
+    try:
+        found = [total.numpy() for total in sums()]
+    except tf.errors.DeadlineExceededError:
+        return NO_ANSWER
+    except tf.errors.OpError as error:
+        return f"{type(error).__name__}: {_first_line(error.message)}"
+    if all(np.array_equal(total, np.full(ELEMENTS, expected)) for total in found):
+        return ""
+    return f"a sum over {count} replicas was {found[0][0]:g} in the place of {expected}"
+
+
+def _first_line(message: str) -> str:
+    """Of TensorFlow's message, behind its headings."""
+    lines = [line.strip() for line in message.splitlines()]
+    headings = ("Graph execution error", "Detected at node")
+    told = [line for line in lines if line and not line.startswith(headings)]
+    return told[0] if told else message.strip()

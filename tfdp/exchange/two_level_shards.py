@@ -11,12 +11,10 @@ from collections.abc import Sequence
 import numpy as np
 import tensorflow as tf
 
-from tfdp.exchange.shard_pieces import pad_shard
+from tfdp.exchange.packing import pad_shard
 from tfdp.exchange.two_level import LEADER, AcrossHostsEngine
 from tfdp.exchange.wire_types import fitting_wire_dtype
 from tfdp.plan.shards import ShardLayout
-
-__all__ = ["ShardsAcrossHostsEngine"]
 
 
 class ShardsAcrossHostsEngine(AcrossHostsEngine):

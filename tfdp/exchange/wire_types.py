@@ -14,15 +14,6 @@ import tensorflow as tf
 
 from tfdp.errors import CollectiveError
 
-__all__ = [
-    "check_summable",
-    "collective_sum_dtype",
-    "fitting_wire_dtype",
-    "is_wider_float",
-    "to_gather_wire",
-    "to_sum_wire",
-]
-
 Restore = Callable[[tf.Tensor], tf.Tensor]
 
 SUMMED = {tf.bfloat16, tf.float16, tf.float32, tf.float64, tf.int32, tf.int64}

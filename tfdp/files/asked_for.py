@@ -13,16 +13,7 @@ from typing import Any
 
 from tfdp.errors import ConfigurationError
 from tfdp.files.atomic import replaced
-from tfdp.files.json_file import write_json
-
-__all__ = [
-    "refuse_bad_place",
-    "refuse_bad_places",
-    "write_json_for",
-    "write_text_for",
-    "written_for",
-]
-
+from tfdp.files.checked_json import write_json
 
 # One after the other; the system follows no more either.
 MOST_LINKS = 40

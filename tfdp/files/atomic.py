@@ -21,15 +21,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-__all__ = [
-    "remove_leftovers",
-    "replaced",
-    "sync_file",
-    "sync_folder",
-    "temporary",
-    "temporary_name",
-]
-
 PREFIX = ".writing-"
 TEMPORARY = re.compile(
     rf"{re.escape(PREFIX)}(?P<place>[0-9a-f]{{16}})-(?P<pid>\d{{1,10}})-"

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from typing import Any
 
 from tfdp.checks import is_whole
-
-__all__ = ["checksum_of", "is_count", "is_plain_name", "parse_json", "with_checksum"]
+from tfdp.files.atomic import replaced
 
 # What a file system takes as one name, in bytes.
 LONGEST_NAME_BYTES = 255
@@ -77,3 +77,16 @@ def is_plain_name(name: object) -> bool:
 def is_count(value: object, least: int = 0) -> bool:
     """Whether it is a whole number from `least` that 63 bits hold, and no bool."""
     return is_whole(value, least, LARGEST_COUNT)
+
+
+# Writes JSON so that a reader never meets half a file.
+
+
+def write_json(path: str | os.PathLike[str], value: Any) -> None:
+    """Writes `value` as JSON to `path`, through a temporary name beside it.
+
+    Raises:
+      OSError: when the folder does not exist or cannot be written to.
+    """
+    with replaced(path) as half_written:
+        half_written.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")

@@ -19,8 +19,6 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-__all__ = ["CHECK_BYTES", "DirectReader", "DirectWriter", "page_buffer"]
-
 # Places, sizes and memory must be multiples of what the disk asks for: 512 or 4096.
 ALIGNED_BYTES = 4096
 BLOCK_BYTES = 8 * 2**20
@@ -173,9 +171,7 @@ class DirectReader(_DirectFile):
             size_bytes = min(BLOCK_BYTES, _upwards(end - at))
             pieces.append((at, buffer[place : place + size_bytes]))
         read = self._call if end - begin >= SMALL_BYTES else self._call_cached
-        for at, room in _each_before_asked(
-            lambda piece: _fill(read, *piece, end), pieces
-        ):
+        for at, room in _read_ahead(lambda piece: _fill(read, *piece, end), pieces):
             yield room[max(begin - at, 0) : end - at]
 
     @staticmethod
@@ -201,7 +197,7 @@ def _fill(read: Callable[..., int], at: int, room: np.ndarray, end: int) -> None
         got += count
 
 
-def _each_before_asked(
+def _read_ahead(
     make: Callable[[Piece], object], pieces: list[Piece]
 ) -> Iterator[Piece]:
     """Each of the pieces, made, while the next is being made in another thread."""

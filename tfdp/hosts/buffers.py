@@ -8,8 +8,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-__all__ = ["BufferPool", "put_own", "unaligned_copy", "views_of", "wholes_of"]
-
 # TensorFlow uses a NumPy result where it lies only when it begins at such an address.
 ALIGNMENT_BYTES = 64
 

@@ -14,16 +14,17 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from tfdp.errors import CollectiveError, TfdpError
-from tfdp.hosts.agreement import HEADER, Disagreement, Terms
 from tfdp.hosts.checked_wire import CheckedReceiver, CheckedSender
-from tfdp.hosts.ring import Ends
-from tfdp.hosts.rounded_wire import RoundedWire, wire_type
-from tfdp.hosts.same_machine import NOTHING_SHARED, SharedMemory
-from tfdp.hosts.shared_places import PLACE_BYTES
-from tfdp.hosts.shared_wire import SharedReceiver, SharedSender
+from tfdp.hosts.collective_fingerprint import HEADER, CollectiveMismatch, Fingerprint
+from tfdp.hosts.ring import Ends, RoundedWire, wire_type
+from tfdp.hosts.shared_memory import (
+    NOTHING_SHARED,
+    PLACE_BYTES,
+    SharedMemory,
+    SharedReceiver,
+    SharedSender,
+)
 from tfdp.hosts.wire import LARGEST_DIRECT_BYTES, Receiver, Sender, as_bytes
-
-__all__ = ["Channel", "Neighbours", "see_off"]
 
 # How long who ends waits for another worker to take in what it has sent to it: less
 # than others may be silent.
@@ -31,7 +32,7 @@ SEEN_OFF_SECONDS = 10.0
 
 
 class Neighbours:
-    """The two connections at one distance; an `End` of `tfdp.hosts.doubling`.
+    """The two connections at one distance; an `End` of `tfdp.hosts.recursive_doubling`.
 
     Args:
       sender: to the worker so far after.
@@ -67,7 +68,7 @@ class Channel:
         self.lock = threading.Lock()
         self.count = 0
         #: What the exchange under way, or the last one, is about.
-        self.terms = Terms("gather", 0, 0, "none yet")
+        self.terms = Fingerprint("gather", 0, 0, "none yet")
         #: When it began (`time.monotonic`).
         self.start = 0.0
         #: How long exchanges have lasted so far.
@@ -97,7 +98,7 @@ class Channel:
         ]
         return cls(ends)
 
-    def begin(self, terms: Terms) -> None:
+    def begin(self, terms: Fingerprint) -> None:
         """Notes what this worker brings."""
         self.terms, self.start = terms, time.monotonic()
 
@@ -128,7 +129,7 @@ class Channel:
             once, so that nobody waits for the comparison and then for numbers.
 
         Raises:
-          Disagreement: when it differs.
+          CollectiveMismatch: when it differs.
           OSError: as `Receiver.fill`.
         """
         mine = self.terms.header
@@ -147,7 +148,7 @@ class Channel:
         if theirs != mine:
             if rest is None:
                 self.sender.flush()  # the worker after has to see it as well
-            raise Disagreement(self.terms, theirs)
+            raise CollectiveMismatch(self.terms, theirs)
 
     @property
     def words(self) -> str:

@@ -21,8 +21,6 @@ from tfdp.errors import MissingDependencyError
 from tfdp.hosts.ring import BLOCK_BYTES
 from tfdp.hosts.wire import LARGEST_DIRECT_BYTES, Receiver, Sender, as_bytes
 
-__all__ = ["CheckedReceiver", "CheckedSender", "DamagedBlockError", "crc32c"]
-
 SIZES = struct.Struct("<II")
 CHECKSUM = struct.Struct("<I")
 HEAD_BYTES = SIZES.size + CHECKSUM.size

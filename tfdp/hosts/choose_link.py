@@ -7,15 +7,13 @@ import warnings
 from tfdp.cluster import Cluster
 from tfdp.cluster.job_key import find_job_key
 from tfdp.errors import ConfigurationError, JobKeyWarning
-from tfdp.hosts.handshake import job_secret
+from tfdp.hosts.connect import job_secret
 from tfdp.hosts.host_link import HostLink
-from tfdp.hosts.listeners import is_loopback
+from tfdp.hosts.listener import is_loopback
 from tfdp.hosts.mpi_link import MpiLink, mpi_is_available
 from tfdp.hosts.rendezvous import parse_address
 from tfdp.hosts.socket_link import SocketLink
 from tfdp.plan.communication import Communication
-
-__all__ = ["link_name", "make_link", "warn_without_key"]
 
 
 def link_name(communication: Communication) -> tuple[str, str]:

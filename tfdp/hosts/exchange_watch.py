@@ -13,12 +13,9 @@ from collections.abc import Callable
 
 from tfdp.errors import CollectiveError, WorkerLostError
 from tfdp.hosts.host_link import HostLink
-from tfdp.hosts.lost_worker import late_words, say_lost
-from tfdp.hosts.standstill import Standstill, boot_seconds
-from tfdp.hosts.waits import NOTICE_SECONDS, say_waiting
+from tfdp.hosts.membership import Standstill, boot_seconds
+from tfdp.hosts.waits import NOTICE_SECONDS, late_words, say_lost, say_waiting
 from tfdp.hosts.worker_names import name_workers
-
-__all__ = ["ExchangeWatch"]
 
 LOOK_SECONDS = 0.2
 # A busy machine may let the thread look later.
@@ -115,7 +112,7 @@ class ExchangeWatch:
                     said_of, what = oldest, f"an exchange ({label})"
                     say_waiting(self._link.rank, now - since, what, self._late(begun))
                 if now - since > self._link.timeout_seconds:
-                    self._end(self._who_is_missing(begun))
+                    self._end(self._missing_workers(begun))
                 elif now - since > LOOK_SECONDS and (news := self._link.news()):
                     self._end(news)
 
@@ -124,7 +121,7 @@ class ExchangeWatch:
         others = [r for r in range(self._link.workers) if r != self._link.rank]
         return [r for r in others if int(notes.get(r, 0)) < begun]
 
-    def _who_is_missing(self, begun: int) -> str:
+    def _missing_workers(self, begun: int) -> str:
         late = self._late(begun)
         if late:
             return late_words(name_workers(late), self._link.timeout_seconds)

@@ -9,16 +9,6 @@ from typing import TypeAlias
 
 import numpy as np
 
-__all__ = [
-    "CHANNELS",
-    "MOST_GATHERED_BYTES",
-    "NOTHING_TO_COMPARE",
-    "Compared",
-    "HostLink",
-    "Packed",
-    "Ranges",
-]
-
 # Exchanges inside training steps, those that Python asks for, those that travel while
 # steps go on, and every other one of those that steps make two at a time.
 CHANNELS = ("step", "host", "late", "ahead")

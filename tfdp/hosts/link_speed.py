@@ -14,11 +14,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from tfdp.hosts.doubling import End, gather_blobs
+from tfdp.hosts.host_link import HostLink
 from tfdp.hosts.messages import read_as
+from tfdp.hosts.recursive_doubling import End, gather_blobs
 from tfdp.plan.sum_ways import LinkSpeed
-
-__all__ = ["agreed_speed"]
 
 SHORT_BYTES, SHORT_REPEATS = 64, 5
 LONG_BYTES, LONG_REPEATS = 1 << 16, 3
@@ -31,7 +30,7 @@ def agreed_speed(ends: Sequence[End], rank: int, workers: int) -> LinkSpeed:
     """The medians of what the workers measure, all at once; the same on all of them.
 
     Args:
-      ends: the connections to the neighbours, see `tfdp.hosts.doubling`.
+      ends: the connections to the neighbours, see `tfdp.hosts.recursive_doubling`.
       rank, workers: this worker; how many there are.
 
     Raises:
@@ -72,3 +71,37 @@ def _seconds_of_a_round(ends: Sequence[End], size_bytes: int, repeats: int) -> f
         seconds.append((time.perf_counter() - start) / len(ends))
     # In the first one workers wait for those that met last.
     return max(statistics.median(seconds[1:]), LEAST_SECONDS)
+
+
+# How fast sums between hosts are: a latency and a rate, from sums of two sizes.
+
+
+SMALL_BYTES, LARGE_BYTES, REPEATS = 4096, 4 << 20, 3
+# Of a clock that did not move.
+LEAST_SUM_SECONDS = 1e-6
+
+
+def speed_of_sums(link: HostLink) -> LinkSpeed:
+    """What this host sees; others see nearly the same. All hosts must ask.
+
+    Args:
+      link: to the other hosts, at least one.
+
+    Cost: three sums of 4 MiB and three small ones.
+    """
+    seconds = {}
+    for size_bytes in (SMALL_BYTES, LARGE_BYTES):
+        times = []
+        for _ in range(REPEATS):
+            array = np.ones(size_bytes // 4, np.float32)
+            start = time.perf_counter()
+            link.sum([array], "speed of sums", "host")
+            times.append(time.perf_counter() - start)
+        seconds[size_bytes] = statistics.median(times)
+    hops = link.workers - 1
+    moved = 2 * hops / link.workers * (LARGE_BYTES - SMALL_BYTES)
+    longer = seconds[LARGE_BYTES] - seconds[SMALL_BYTES]
+    return LinkSpeed(
+        max(seconds[SMALL_BYTES] / (2 * hops), LEAST_SUM_SECONDS),
+        moved / max(longer, LEAST_SUM_SECONDS),
+    )

@@ -23,16 +23,12 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
-from tfdp.hosts.goodbyes import Goodbyes
+from tfdp.hosts.crash_report import words_of_now
 from tfdp.hosts.host_link import CHANNELS
-from tfdp.hosts.last_words import words_of_now
 from tfdp.hosts.messages import checked_integer, checked_text, parse_object
-from tfdp.hosts.standstill import Standstill, boot_seconds
-
-__all__ = ["BEAT_SECONDS", "Membership"]
 
 BEAT_SECONDS = 0.5
 # Beats and notes are short; a table of what many workers have noted is longer.
@@ -186,11 +182,11 @@ class Membership:
                     self.failure
                     or self._closing
                     or enough(self._notes.get(key, {}))
-                    or self._lacks_word_of_who_left(key)
+                    or self._lacks_departure_reports(key)
                 ),
                 seconds,
             )
-            is_in_vain = self._lacks_word_of_who_left(key)
+            is_in_vain = self._lacks_departure_reports(key)
             notes = dict(self._notes.get(key, {}))
         if enough(notes):
             return notes
@@ -202,7 +198,7 @@ class Membership:
         reason = f"no word of {key} from workers {missing}"
         raise TimeoutError(self.with_standstill(reason, seconds or 0.0))
 
-    def _lacks_word_of_who_left(self, key: str) -> bool:
+    def _lacks_departure_reports(self, key: str) -> bool:
         # Notes come before the goodbye, on the same connection.
         return self._left.lack_word(self._notes.get(key, {}))
 
@@ -213,9 +209,9 @@ class Membership:
         """
         with self._changed:
             self._note_listeners[key] = listener
-        self._tell_listener(key)
+        self._notify_listener(key)
 
-    def _tell_listener(self, key: str) -> None:
+    def _notify_listener(self, key: str) -> None:
         with self._changed:
             listener = self._note_listeners.get(key)
             notes = dict(self._notes.get(key, {}))
@@ -237,7 +233,7 @@ class Membership:
             # may leave, and the others would wait for a note that was never passed on.
             self._tell({"notes": [key, dict(self._notes[key])]})
             self._changed.notify_all()
-        self._tell_listener(key)
+        self._notify_listener(key)
 
     def leave(self) -> None:
         """Says goodbye, so that the end of this process is no failure.
@@ -252,7 +248,7 @@ class Membership:
         # Those who left before come first: perhaps this one leaves because of them.
         # And how far everybody was: who waits in a call of MPI must know who will come.
         at = self._known_positions()
-        self._tell({"at": at, "left": self._left.as_told(), "goodbye": goodbye})
+        self._tell({"at": at, "left": self._left.as_reported(), "goodbye": goodbye})
         self._thread.join(2 * BEAT_SECONDS)
         for connection in self._connections.values():
             connection.close()
@@ -265,7 +261,7 @@ class Membership:
         while not self._closing and self.failure is None:
             if time.monotonic() >= next_beat:
                 self._tell(
-                    {"at": self._known_positions(), "left": self._left.as_told()}
+                    {"at": self._known_positions(), "left": self._left.as_reported()}
                 )
                 next_beat = time.monotonic() + BEAT_SECONDS
             ready = selector.select(BEAT_SECONDS / 2)
@@ -350,7 +346,7 @@ class Membership:
             with self._changed:
                 self._notes[self._checked_note(key)] = checked
                 self._changed.notify_all()
-            self._tell_listener(key)
+            self._notify_listener(key)
         for channel, positions in message.get("at", {}).items():
             self._take_positions(channel, positions)
 
@@ -397,3 +393,107 @@ class Membership:
                 if peer not in self._left:
                     with contextlib.suppress(OSError):
                         connection.sendall(line)
+
+
+# Who left, in which order, and why.
+
+
+LONGEST_REASON_CHARACTERS = 1 << 20
+END_OF_SCRIPT = "has come to the end of its script"
+# The error that a worker left with, if any, and whether another worker caused it.
+Goodbye = tuple[str | None, bool]
+
+
+class Goodbyes:
+    """The goodbyes that this worker has heard, or heard of, by rank."""
+
+    def __init__(self) -> None:
+        self._left: dict[int, Goodbye] = {}  # in the order in which they left
+
+    def note(self, rank: int, goodbye: Any) -> None:
+        """Notes that `rank` left; the first goodbye of a worker counts.
+
+        Raises:
+          ValueError, TypeError: when `goodbye` is not one that a worker sends.
+        """
+        error, is_consequence = goodbye
+        if error is not None:
+            checked_text(error, LONGEST_REASON_CHARACTERS)
+        self._left.setdefault(rank, (error, bool(is_consequence)))
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(list(self._left))
+
+    def __bool__(self) -> bool:
+        return bool(self._left)
+
+    def as_reported(self) -> dict[int, Goodbye]:
+        """For a message to the others."""
+        return dict(self._left)
+
+    def reason(self) -> str:
+        """The goodbye that matters: others may have left because that one did."""
+        left = list(self._left.items())
+        rank, (error, _) = next((entry for entry in left if not entry[1][1]), left[0])
+        if error is None:
+            return f"worker {rank} {END_OF_SCRIPT}"
+        return f"worker {rank} has raised {error}"
+
+    def lack_word(self, heard_from: Collection[int]) -> bool:
+        """Whether one of them left without its word, or with an error."""
+        return any(
+            error is not None or rank not in heard_from
+            for rank, (error, _) in list(self._left.items())
+        )
+
+
+# Notices that this process did not run for a while.
+#
+# A process that was stopped (SIGSTOP, a debugger) or whose machine slept finds, on
+# waking, that it has heard of nobody for long. That says nothing about the others.
+
+
+class Standstill:
+    """A thread that looks at it again and again learns when it could not.
+
+    Args:
+      usual_seconds: the longest time between two looks of a thread that runs.
+      clock: seconds, also of a machine that sleeps.
+    """
+
+    def __init__(self, usual_seconds: float, clock: Callable[[], float] | None = None):
+        self._usual_seconds = usual_seconds
+        self._clock = clock or boot_seconds
+        self._last_look = self._clock()
+        self._seconds = 0.0
+        self._end = float("-inf")
+
+    def look(self) -> float:
+        """How much longer than usual the last look is ago, in seconds; 0 as a rule."""
+        now = self._clock()
+        missed = max(now - self._last_look - self._usual_seconds, 0.0)
+        if missed:
+            self._seconds, self._end = now - self._last_look, now
+        self._last_look = now
+        return missed
+
+    def seconds_within(self, recent_seconds: float) -> float:
+        """How long the last standstill was, if it ended within so many seconds; or 0.
+
+        One that lasts to this moment, unseen by the thread, counts.
+        """
+        now = self._clock()
+        if now - self._last_look > 2 * self._usual_seconds:
+            return now - self._last_look
+        return self._seconds if now - self._end <= recent_seconds else 0.0
+
+
+def boot_seconds() -> float:
+    """Seconds of a clock that runs on while the machine sleeps.
+
+    `time.monotonic` stands still then, on Linux as on macOS.
+    """
+    for name in ("CLOCK_BOOTTIME", "CLOCK_MONOTONIC"):
+        if hasattr(time, name):
+            return time.clock_gettime(getattr(time, name))
+    return time.monotonic()

@@ -10,17 +10,6 @@ from typing import Any, TypeVar
 from tfdp.checks import is_number, is_whole
 from tfdp.errors import CollectiveError
 
-__all__ = [
-    "MOST_REASON_CHARACTERS",
-    "checked_integer",
-    "checked_seconds",
-    "checked_text",
-    "parse_object",
-    "raise_if_refused",
-    "read_as",
-    "sentence",
-]
-
 # Of the reason that another worker gives.
 MOST_REASON_CHARACTERS = 4096
 Read = TypeVar("Read")

@@ -13,6 +13,7 @@ leaves after an exchange that failed, says why and aborts the job.
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import os
 import secrets
 import socket
@@ -25,23 +26,15 @@ from typing import Any
 import numpy as np
 from absl import logging
 
+from tfdp.cluster.addresses import LOOPBACK, free_port
 from tfdp.cluster.description import join_address
-from tfdp.cluster.ports import LOOPBACK, free_port
-from tfdp.errors import (
-    CollectiveError,
-    ConfigurationError,
-    MissingDependencyError,
-)
+from tfdp.errors import CollectiveError, ConfigurationError, MissingDependencyError
 from tfdp.hosts.buffers import put_own, views_of, wholes_of
-from tfdp.hosts.handshake import session_secret
+from tfdp.hosts.connect import session_secret
 from tfdp.hosts.host_link import Packed, Ranges
-from tfdp.hosts.mpi_texts import bytes_of_first, text_of_first, texts_at_first
-from tfdp.hosts.own_address import own_address
-from tfdp.hosts.rounded_wire import part_edges, round_to, wire_type
+from tfdp.hosts.ring import part_edges, round_to, wire_type
 from tfdp.hosts.socket_link import SocketLink
 from tfdp.hosts.worker_names import name_workers
-
-__all__ = ["MpiLink", "mpi_is_available"]
 
 # Types that MPI adds up by itself; float16 and bfloat16 go over the sockets.
 MPI_TYPES = frozenset("fdilq") | frozenset("bBhHILQ")
@@ -390,3 +383,100 @@ class MpiLink(SocketLink):
         abort.start()
         abort.join(ABORT_SECONDS)
         os._exit(EXIT_CODE)
+
+
+# Short texts over MPI, in buffers of one size: nothing that comes is unpickled.
+#
+# mpi4py's own way for objects pickles them, and allocates what a message announces.
+
+
+# Names of machines and addresses: the longest that DNS has is 255.
+LONGEST_TEXT_BYTES = 512
+
+
+def texts_at_first(world: Any, text: str) -> list[str] | None:
+    """Everybody's `text`, by rank, on worker 0; None elsewhere.
+
+    Args:
+      world: a communicator of mpi4py.
+      text: cut to LONGEST_TEXT_BYTES.
+    """
+    rows = np.zeros((world.size, LONGEST_TEXT_BYTES), np.uint8)
+    world.Gather(_buffer_of(text), rows if world.rank == 0 else None)
+    return [_text_in(row) for row in rows] if world.rank == 0 else None
+
+
+def text_of_first(world: Any, text: str) -> str:
+    """Worker 0's `text`, on every worker; see `texts_at_first`."""
+    buffer = _buffer_of(text)
+    world.Bcast(buffer)
+    return _text_in(buffer)
+
+
+def bytes_of_first(world: Any, own: bytes) -> bytes:
+    """Worker 0's bytes, on every worker, which all bring as many."""
+    buffer = np.frombuffer(bytearray(own), np.uint8)
+    world.Bcast(buffer)
+    return buffer.tobytes()
+
+
+def _buffer_of(text: str) -> np.ndarray:
+    buffer = np.zeros(LONGEST_TEXT_BYTES, np.uint8)
+    told = text.encode()[:LONGEST_TEXT_BYTES]
+    buffer[: len(told)] = np.frombuffer(told, np.uint8)
+    return buffer
+
+
+def _text_in(buffer: np.ndarray) -> str:
+    return buffer.tobytes().rstrip(b"\0").decode(errors="replace")
+
+
+# Which address of this machine other machines can reach.
+
+
+# RFC 5737: of no machine. Its route is the default one.
+ELSEWHERE = "192.0.2.1"
+ANY_PORT = 9
+
+
+def own_address(others: Sequence[str]) -> str | None:
+    """The IPv4 address by which machines of these names reach this one; or None.
+
+    It is where the route to one of them begins. The own name is asked last: Debian's
+    /etc/hosts gives it the address 127.0.1.1, which no other machine can use.
+
+    Args:
+      others: host names of other machines.
+    """
+    own_name = socket.gethostname()
+    for name in dict.fromkeys(others):
+        if name != own_name:
+            for target in _addresses_of(name):
+                source = _start_of_route(target)
+                if source is not None and _is_reachable(source):
+                    return source
+    candidates = [*_addresses_of(own_name), _start_of_route(ELSEWHERE)]
+    return next((c for c in candidates if c is not None and _is_reachable(c)), None)
+
+
+def _addresses_of(name: str) -> list[str]:
+    try:
+        found = socket.getaddrinfo(name, None, socket.AF_INET, socket.SOCK_STREAM)
+    except OSError:
+        return []
+    return [str(address[0]) for *_, address in found]
+
+
+def _start_of_route(target: str) -> str | None:
+    """This machine's address on the way to `target`; nothing is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((target, ANY_PORT))
+        except OSError:
+            return None
+        return str(probe.getsockname()[0])
+
+
+def _is_reachable(address: str) -> bool:
+    parsed = ipaddress.ip_address(address)
+    return not (parsed.is_loopback or parsed.is_unspecified or parsed.is_link_local)

@@ -20,8 +20,6 @@ from typing import ParamSpec, TypeVar
 
 from absl import logging
 
-__all__ = ["PythonCalls", "counted", "let_calls_end_at_exit"]
-
 # Whoever waits for others inside of a call is woken before; the rest takes no time.
 LONGEST_SECONDS = 60.0
 LAST_ERROR = ("last_type", "last_value", "last_traceback", "last_exc")

@@ -3,45 +3,51 @@
     worker r   dials worker 0, proves the job's secret, says its rank and data port
     worker 0   "until when I wait"; once all are there, the table of data ports and a
                random number, the session, which nobody else is told
-    all        dial the data ports of their neighbours (`tfdp.hosts.neighbours`), with
+    all        dial the data ports of their neighbours (`tfdp.hosts.rendezvous`), with
                the session's secret; those of one machine agree on memory that they
-               share (`tfdp.hosts.same_machine`)
+               share (`tfdp.hosts.shared_memory`)
 
-Whoever fails at a door is ignored (`tfdp.hosts.door`); a worker of the job that does
-not fit (another tfdp, another number of workers, a rank that is taken) ends the
+Whoever fails at a door is ignored (`tfdp.hosts.listener`); a worker of the job that
+does not fit (another tfdp, another number of workers, a rank that is taken) ends the
 meeting, with the reason on all sides.
 """
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import dataclasses
+import itertools
 import secrets
 import socket
+import threading
 import time
+from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import Any
 
 from tfdp._version import __version__
+from tfdp.cluster.addresses import unknown_name_seconds
 from tfdp.cluster.description import join_address, split_address
-from tfdp.cluster.node_names import unknown_name_seconds
 from tfdp.errors import CollectiveError
-from tfdp.hosts.dial import HANDSHAKE_SECONDS, Hello, dial
-from tfdp.hosts.door import Door
-from tfdp.hosts.handshake import StrangerError, session_secret
-from tfdp.hosts.listeners import listen, listen_at, local_address
+from tfdp.hosts.connect import (
+    HANDSHAKE_SECONDS,
+    Hello,
+    StrangerError,
+    dial,
+    session_secret,
+)
+from tfdp.hosts.listener import Listener, listen, listen_at, local_address
 from tfdp.hosts.messages import (
     checked_integer,
     checked_seconds,
     checked_text,
     raise_if_refused,
 )
-from tfdp.hosts.neighbours import Address, Pair, connect_neighbours
-from tfdp.hosts.same_machine import NoAnswer, SharedMemory, share_memory
+from tfdp.hosts.shared_memory import NoAnswer, SharedMemory, share_memory
 from tfdp.hosts.wire import has_ended, read_line, write_line
 from tfdp.hosts.worker_names import name_workers
-
-__all__ = ["Meeting", "meet", "parse_address"]
+from tfdp.plan.sum_ways import distances
 
 MOST_WORKERS = 1 << 20
 MOST_PORT = 65535
@@ -52,7 +58,7 @@ SESSION_BYTES = 32
 
 
 @dataclasses.dataclass
-class Meeting:
+class WorkerConnections:
     """The connections of one worker after all have met.
 
     Args:
@@ -114,7 +120,7 @@ def meet(
     secret: bytes = b"",
     present: set[int] | None = None,
     checksum: bool = False,
-) -> Meeting:
+) -> WorkerConnections:
     """Connects this worker with all others.
 
     Args:
@@ -157,7 +163,7 @@ def meet(
         shared = _share_memory(rank, workers, neighbours, deadline)
         on_failure.pop_all()
     hosts = [host for host, _ in party.addresses]
-    return Meeting(party.control, neighbours, shared, hosts)
+    return WorkerConnections(party.control, neighbours, shared, hosts)
 
 
 def _share_memory(
@@ -186,13 +192,13 @@ def _receive_all(
     control: dict[int, socket.socket] = {}
     addresses: dict[int, Address] = {}
     on_failure.callback(lambda: _close_all(control.values()))
-    with Door(listen_at(*address), secret, "meeting", _parse_hello) as door:
+    with Listener(listen_at(*address), secret, "meeting", _parse_hello) as door:
         while len(control) < workers - 1:
             try:
                 connection, host, hello = door.next_worker(deadline)
             except TimeoutError:
                 missing = sorted(set(range(1, workers)) - control.keys())
-                _refuse_all(control, _who_is_missing(missing, workers) + door.words())
+                _refuse_all(control, _missing_workers(missing, workers) + door.words())
             # Who has left may come again: started anew, or too late the first time.
             _drop_ended(control)
             reason = _why_refused(hello, workers, checksum, control)
@@ -253,7 +259,7 @@ def _why_refused(
     return None
 
 
-def _who_is_missing(missing: list[int], workers: int) -> str:
+def _missing_workers(missing: list[int], workers: int) -> str:
     return (
         f"Not all {workers} workers came together: {name_workers(missing)} did not "
         "arrive at worker 0 in time. See their output; check that they can reach the "
@@ -374,5 +380,136 @@ def _parse_table(
 
 
 def _close_all(connections: Any) -> None:
+    for connection in connections:
+        connection.close()
+
+
+# Each worker's connections to those 1, 2, 4 ... places after it and before it.
+#
+#     p workers, c channels:   2 c ceil(log2 p) connections of each worker, half of them
+#                              dialed by it
+#
+# A sum of many workers needs a round for each distance; in a ring, which is the
+# distance 1 alone, it would need one for each worker.
+
+
+Address = tuple[str, int]
+Pair = tuple[socket.socket, socket.socket]
+# Channel, and distance.
+Place = tuple[int, int]
+
+
+def connect_neighbours(
+    rank: int,
+    addresses: Sequence[Address],
+    listener: socket.socket,
+    channels: int,
+    secret: bytes,
+    deadline: float,
+) -> list[list[Pair]]:
+    """Dials the workers after this one, from a thread, while those before dial it.
+
+    Args:
+      rank: this worker.
+      addresses: of all workers' data ports, by rank.
+      listener: at this worker's; closed here.
+      channels: how many sets of connections to make.
+      secret: of the session; see `session_secret`.
+      deadline: for all of it (`time.monotonic`).
+
+    Returns:
+      By channel, by distance: to the worker so far after, from the one so far before.
+
+    Raises:
+      CollectiveError: when not all of them are there in time; it names who is missing.
+    """
+    workers = len(addresses)
+    places = list(itertools.product(range(channels), distances(workers)))
+    after: dict[Place, socket.socket] = {}
+    before: dict[Place, socket.socket] = {}
+    given_up = threading.Event()
+
+    def parse(words: dict[str, Any]) -> Place:
+        channel = checked_integer(words.get("channel"), 0, channels - 1)
+        distance = checked_integer(words.get("distance"), 1, workers - 1)
+        if (channel, distance) not in places:
+            raise ValueError("a distance that there is not")
+        source = (rank - distance) % workers
+        checked_integer(words.get("rank"), source, source)
+        return channel, distance
+
+    door = Listener([listener], secret, "ring", parse)
+    with concurrent.futures.ThreadPoolExecutor(1) as dialing, door:
+        dialed = dialing.submit(
+            _dial_all, rank, addresses, places, after, secret, deadline, given_up
+        )
+        try:
+            _accept_neighbours(door, places, before, deadline)
+            door.close()
+            dialed.result()
+        except BaseException as error:
+            given_up.set()
+            concurrent.futures.wait([dialed])
+            _close_neighbours([*after.values(), *before.values()])
+            if not isinstance(error, OSError):
+                raise
+            missing = {(rank - d) % workers for c, d in places if (c, d) not in before}
+            # One is dialed after the other: who comes later may well be there.
+            dialing_now = [d for c, d in places if (c, d) not in after][:1]
+            missing |= {(rank + d) % workers for d in dialing_now}
+            raise CollectiveError(
+                f"Worker {rank} could not connect with its neighbours, "
+                f"{_with_addresses(sorted(missing), addresses)}: {error}."
+                f"{door.words()} Workers must reach each other directly; check "
+                "firewalls between them."
+            ) from error
+    return [
+        [(after[channel, d], before[channel, d]) for d in distances(workers)]
+        for channel in range(channels)
+    ]
+
+
+def _with_addresses(ranks: Sequence[int], addresses: Sequence[Address]) -> str:
+    where = ", ".join(join_address(*addresses[rank]) for rank in ranks)
+    return f"{name_workers(ranks)} at {where}"
+
+
+def _dial_all(
+    rank: int,
+    addresses: Sequence[Address],
+    places: Sequence[Place],
+    after: dict[Place, socket.socket],
+    secret: bytes,
+    deadline: float,
+    given_up: threading.Event,
+) -> None:
+    for channel, distance in places:
+        hello = {"rank": rank, "channel": channel, "distance": distance}
+        after[channel, distance] = dial(
+            addresses[(rank + distance) % len(addresses)],
+            secret,
+            "ring",
+            lambda _, hello=hello: hello,  # type: ignore[misc]
+            deadline,
+            given_up,
+        )
+
+
+def _accept_neighbours(
+    door: Listener[Place],
+    places: Sequence[Place],
+    before: dict[Place, socket.socket],
+    deadline: float,
+) -> None:
+    while len(before) < len(places):
+        connection, _, place = door.next_worker(deadline)
+        earlier = before.get(place)
+        if earlier is not None and not has_ended(earlier):
+            connection.close()
+            continue
+        before[place] = connection
+
+
+def _close_neighbours(connections: Iterable[socket.socket]) -> None:
     for connection in connections:
         connection.close()

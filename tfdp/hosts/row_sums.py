@@ -18,10 +18,8 @@ from tfdp.errors import CollectiveError
 from tfdp.hosts.buffers import BufferPool, views_of
 from tfdp.hosts.host_link import HostLink
 from tfdp.hosts.messages import read_as
-from tfdp.hosts.rounded_wire import round_to, wire_type
+from tfdp.hosts.ring import round_to, wire_type
 from tfdp.hosts.wire import as_bytes
-
-__all__ = ["RowExchange", "add_rows", "most_rows"]
 
 # How many rows, and whether they follow.
 HEADER = struct.Struct("<q?7x")

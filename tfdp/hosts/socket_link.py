@@ -20,32 +20,94 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from tfdp.errors import WorkerLostError
-from tfdp.hosts.agreement import Disagreement, terms_of
-from tfdp.hosts.broken_exchange import closed, damaged, out_of_step, why_it_broke
 from tfdp.hosts.buffers import BufferPool, put_own, views_of, wholes_of
 from tfdp.hosts.channel import Channel, see_off
 from tfdp.hosts.checked_wire import DamagedBlockError, crc32c
-from tfdp.hosts.doubling import gather_blobs, swap_rows
+from tfdp.hosts.collective_fingerprint import CollectiveMismatch, fingerprint_of
+from tfdp.hosts.crash_report import lost_another
 from tfdp.hosts.host_link import (
     CHANNELS,
     MOST_GATHERED_BYTES,
     NOTHING_TO_COMPARE,
     Compared,
+    HostLink,
     Packed,
     Ranges,
 )
-from tfdp.hosts.link_notes import LinkWithNotes
 from tfdp.hosts.link_speed import agreed_speed
-from tfdp.hosts.lost_worker import say_lost
 from tfdp.hosts.membership import Membership
+from tfdp.hosts.recursive_doubling import SmallSum, gather_blobs, swap_rows
 from tfdp.hosts.rendezvous import meet
 from tfdp.hosts.ring import by_worker, ring_all_gather, ring_reduce_scatter, ring_sum
-from tfdp.hosts.small_sums import SmallSum
 from tfdp.hosts.step_loops import StepLoops
-from tfdp.hosts.waits import Waits, says_that_it_waits_to_meet
+from tfdp.hosts.waits import (
+    Waits,
+    closed,
+    damaged,
+    out_of_step,
+    reports_wait_for_barrier,
+    say_lost,
+    why_it_broke,
+)
 from tfdp.plan.sum_ways import LinkSpeed, SumWays
 
-__all__ = ["SocketLink"]
+# What workers tell each other beside exchanges: notes, by way of worker 0.
+
+
+class LinkWithNotes(HostLink):
+    """The notes of a `HostLink`, over its membership."""
+
+    _membership: Membership
+    _waits: Waits
+    _is_closed: bool
+
+    def share_note(
+        self, key: str, note: str, has_deadline: bool = True
+    ) -> dict[int, str]:
+        """See `HostLink.share_note`."""
+        missing = functools.partial(self.without_note, key)
+        seconds = self.timeout_seconds if has_deadline else None
+        with (
+            self._waiting_for_word(key),
+            self._waits.waiting(f"a comparison ({key})", missing),
+        ):
+            return self._membership.share_note(key, note, seconds)
+
+    def without_note(self, key: str) -> list[int]:
+        """See `HostLink.without_note`."""
+        return self._membership.without_note(key)
+
+    def leave_note(self, key: str, note: str) -> None:
+        """See `HostLink.leave_note`."""
+        self._membership.leave_note(key, note)
+
+    def wait_for_notes(
+        self, key: str, enough: Callable[[dict[int, str]], bool]
+    ) -> dict[int, str]:
+        """See `HostLink.wait_for_notes`."""
+        with self._waiting_for_word(key):
+            return self._membership.wait_for_notes(key, enough, self.timeout_seconds)
+
+    def on_note(self, key: str, listener: Callable[[dict[int, str]], None]) -> None:
+        """See `HostLink.on_note`."""
+        self._membership.on_note(key, listener)
+
+    def give_up(self, reason: str) -> None:
+        """See `HostLink.give_up`."""
+        self._membership.give_up(reason)
+
+    @contextlib.contextmanager
+    def _waiting_for_word(self, key: str) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if self._is_closed:
+                raise closed(self.rank, f"it waited for a word on {key!r}") from error
+            lost_another()
+            raise WorkerLostError(
+                f"Worker {self.rank} waited for a word of the others on {key!r}: "
+                f"{error}. Look at their output for the first error."
+            ) from error
 
 
 class SocketLink(LinkWithNotes):
@@ -75,7 +137,7 @@ class SocketLink(LinkWithNotes):
         super().__init__(rank, workers, timeout_seconds)
         if checksum:
             crc32c()  # refuses before the others are met
-        with says_that_it_waits_to_meet(rank, workers, coordinator) as present:
+        with reports_wait_for_barrier(rank, workers, coordinator) as present:
             meeting = meet(
                 rank,
                 workers,
@@ -346,7 +408,9 @@ class SocketLink(LinkWithNotes):
             # and others accuse those who are behind.
             ring.count += 1
             ring.begin(
-                terms_of(kind, ring.count, arrays, label, wire_dtype, parts, limit)
+                fingerprint_of(
+                    kind, ring.count, arrays, label, wire_dtype, parts, limit
+                )
             )
             self._membership.arrive(ring.count, channel)
             late = functools.partial(self._membership.late, ring.count, channel)
@@ -378,7 +442,7 @@ class SocketLink(LinkWithNotes):
         note_key = f"last exchange of {channel}"
         self._membership.leave_note(note_key, ring.terms.note)
         failure, reason = error, f"{type(error).__name__} {error}".rstrip()
-        if isinstance(error, Disagreement):
+        if isinstance(error, CollectiveMismatch):
             failure = out_of_step(self._membership, self.workers, error, note_key)
             reason = str(failure).rstrip(".")
         if isinstance(error, DamagedBlockError):

@@ -15,13 +15,10 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 
 from tfdp.errors import CollectiveError, WorkerLostError
-from tfdp.hosts.goodbyes import END_OF_SCRIPT
 from tfdp.hosts.host_link import NOTHING_TO_COMPARE, Compared
-from tfdp.hosts.membership import Membership
+from tfdp.hosts.membership import END_OF_SCRIPT, Membership
 from tfdp.hosts.messages import checked_integer, checked_text, parse_object, sentence
 from tfdp.hosts.worker_names import name_workers
-
-__all__ = ["StepLoops"]
 
 # Exchanges of these come in the program's order; notes of a loop say how far each is.
 CHANNELS = ("step", "host")

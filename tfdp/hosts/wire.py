@@ -17,15 +17,6 @@ import numpy as np
 
 from tfdp.hosts.messages import parse_object
 
-__all__ = [
-    "Receiver",
-    "Sender",
-    "has_ended",
-    "read_line",
-    "receive_exactly",
-    "write_line",
-]
-
 SOCKET_BUFFER_BYTES = 4 << 20
 LONGEST_LINE_BYTES = 1 << 20
 # What an announced size takes of memory before anything has come.

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["name_workers"]
-
 # Fewer in a row are said one by one.
 LEAST_RUN = 4
 

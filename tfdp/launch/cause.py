@@ -19,14 +19,6 @@ from collections.abc import Sequence
 from tfdp.launch.signals import signal_name
 from tfdp.launch.worker import Worker
 
-__all__ = [
-    "cause_is_known",
-    "first_failure",
-    "note_who_left_early",
-    "report_of_all",
-    "who_asks_again",
-]
-
 # How long the cause of a failure may need to show after its consequence: a worker that
 # is killed closes its sockets first, and a peer may notice that and end before it.
 CAUSE_SECONDS = 0.2
@@ -45,7 +37,7 @@ def first_failure(workers: Sequence[Worker]) -> Worker | None:
         end.
     """
     failed = [worker for worker in workers if worker.has_failed]
-    if any(worker.asks_again for worker in workers):
+    if any(worker.requests_restart for worker in workers):
         # It left, and the others have lost it.
         failed = [worker for worker in failed if not _lost_another(worker)]
     # The kernel closes the connections of a killed process before anybody can see
@@ -64,7 +56,7 @@ def first_failure(workers: Sequence[Worker]) -> Worker | None:
     return min(failed, key=order, default=None)
 
 
-def note_who_left_early(workers: Sequence[Worker]) -> None:
+def note_early_exits(workers: Sequence[Worker]) -> None:
     """Notes in workers that have ended with 0 that another one still needs them.
 
     Call it while they run: who needs another may be stopped later. A worker in the
@@ -99,12 +91,12 @@ def _has_lost(loser: Worker, worker: Worker) -> bool:
     )
 
 
-def who_asks_again(workers: Sequence[Worker]) -> Worker | None:
+def restart_requests(workers: Sequence[Worker]) -> Worker | None:
     """Who was the first to end by itself and say "saved, start me again".
 
     None: nobody, or another one has failed by itself.
     """
-    asking = [worker for worker in workers if worker.asks_again]
+    asking = [worker for worker in workers if worker.requests_restart]
     if first_failure(workers) is not None:
         return None
     return min(asking, key=lambda worker: worker.ended_seconds or 0.0, default=None)
@@ -143,7 +135,7 @@ def report_of_all(
     elif stopped_by is not None:
         lines = [f"stopped by {signal_name(stopped_by)}"]
     else:
-        first = who_asks_again(workers)
+        first = restart_requests(workers)
         if first is None:
             return []
         lines = [f"worker {first.rank} has saved, and asks to be started again"]

@@ -11,30 +11,26 @@ import shutil
 from collections.abc import Callable, Sequence
 
 from tfdp.cluster import find_cluster
+from tfdp.cluster.addresses import any_port, checked_port, free_port
 from tfdp.cluster.job_key import JOB_KEY, find_job_key, make_job_key
 from tfdp.cluster.machine import describe_machine
-from tfdp.cluster.ports import any_port, checked_port, free_port
-from tfdp.cluster.restart import START_AGAIN
+from tfdp.cluster.progress import START_AGAIN
 from tfdp.errors import ClusterError, ConfigurationError
-from tfdp.launch.gpus import add_gpu_arguments, refuse_gpu_words
 from tfdp.launch.guard import OrphanGuard
 from tfdp.launch.handover import become, mpi_command, slurm_command
-from tfdp.launch.kubernetes import manifest
-from tfdp.launch.local import local_commands
-from tfdp.launch.logs import WorkerLogs
-from tfdp.launch.manifest_options import (
+from tfdp.launch.kubernetes import (
     add_manifest_arguments,
+    manifest,
+    parse_volume,
     refuse_words_of_manifests,
+    yaml_text,
 )
-from tfdp.launch.pods import parse_volume
+from tfdp.launch.local import add_gpu_arguments, local_commands, refuse_gpu_words
+from tfdp.launch.output import WorkerLogs
 from tfdp.launch.program import Program, parse_program
-from tfdp.launch.reach import answering_hosts
-from tfdp.launch.restarts import Places, launch
+from tfdp.launch.restarts import Places, answering_hosts, launch
 from tfdp.launch.ssh import parse_hosts, ssh_commands
 from tfdp.launch.worker import WorkerCommand
-from tfdp.launch.yaml_text import yaml_text
-
-__all__ = ["add_arguments", "run"]
 
 GRACE_SECONDS = 5.0
 # What mpiexec, torchrun and accelerate call the number of processes.
@@ -195,7 +191,7 @@ def run(options: argparse.Namespace) -> int:
     if options.kubernetes is not None:
         return _print_manifest(options, program)
     if options.slurm or options.mpi:
-        return _hand_over(options, program)
+        return _run_foreign_launcher(options, program)
     if options.hosts is not None:
         return _launch_over_ssh(options, program)
     return _launch_here(options, program)
@@ -349,7 +345,7 @@ def _job_key() -> str:
     return find_job_key() or make_job_key()
 
 
-def _hand_over(options: argparse.Namespace, program: Program) -> int:
+def _run_foreign_launcher(options: argparse.Namespace, program: Program) -> int:
     name = "--slurm" if options.slurm else "--mpi"
     if options.port is not None:
         raise ConfigurationError(

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from tfdp.cluster.restart import RESTARTS
-
-__all__ = ["UNBUFFERED", "cluster_variables", "device_variables", "local_environment"]
+from tfdp.cluster.progress import RESTARTS
 
 # A worker's output goes through a pipe, where Python would hold back its last lines.
 UNBUFFERED = {"PYTHONUNBUFFERED": "1"}

@@ -16,20 +16,18 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 
-from tfdp.cluster.restart import START_AGAIN
+from tfdp.cluster.progress import START_AGAIN
 from tfdp.launch.cause import (
     cause_is_known,
     first_failure,
-    note_who_left_early,
-    who_asks_again,
+    note_early_exits,
+    restart_requests,
 )
 from tfdp.launch.console import LAST_WAIT_SECONDS, POLL_SECONDS, Console
 from tfdp.launch.guard import OrphanGuard, signal_strays
-from tfdp.launch.logs import WorkerLogs
 from tfdp.launch.one_by_one import OneByOne
+from tfdp.launch.output import WorkerLogs
 from tfdp.launch.worker import Worker, WorkerCommand, read
-
-__all__ = ["Group"]
 
 # For whoever watches a worker on another machine to say how that ended.
 REMOTE_SECONDS = 5.0
@@ -159,12 +157,12 @@ class Group:
         self._pass_lines_on()
         for worker in self.workers:
             worker.check()
-        note_who_left_early(self.workers)
+        note_early_exits(self.workers)
         self._obey_signals()
         staying = self._staying()
         self._waits = len(staying) < len(self.workers)
         now_seconds = time.monotonic()
-        asks = who_asks_again(staying)
+        asks = restart_requests(staying)
         if asks is not None and asks.ended_seconds is not None:
             # The others are saving, too, or on their way out.
             if now_seconds - asks.ended_seconds >= self._grace_seconds:
@@ -255,7 +253,7 @@ class Group:
         while self._selector.get_map() and time.monotonic() < deadline:
             if not read(self._selector, POLL_SECONDS):
                 break
-        note_who_left_early(self.workers)  # by the last lines of other machines
+        note_early_exits(self.workers)  # by the last lines of other machines
         self._selector.close()
         self._control.close()
 
@@ -271,7 +269,7 @@ class Group:
         failed = first_failure(self.workers)
         if failed is not None:
             return failed.exit_code
-        if who_asks_again(self.workers) is not None:
+        if restart_requests(self.workers) is not None:
             return START_AGAIN
         codes = {worker.exit_code for worker in self.workers}
         if START_AGAIN in codes and codes <= {0, START_AGAIN}:

@@ -25,17 +25,9 @@ import sys
 import time
 from types import TracebackType
 
-__all__ = [
-    "FOLDER_PREFIX",
-    "OrphanGuard",
-    "group_exists",
-    "signal_group",
-    "signal_strays",
-]
-
 #: Of the name of the folder that the launcher gives to its guard.
 FOLDER_PREFIX = "tfdp-launch-"
-#: Where a worker finds the folder; `tfdp.hosts.last_words` has it as well.
+#: Where a worker finds the folder; `tfdp.hosts.crash_report` has it as well.
 FOLDER_VARIABLE = "TFDP_LAST_WORDS"
 POLL_SECONDS = 0.05
 

@@ -15,8 +15,6 @@ from tfdp.errors import ConfigurationError
 from tfdp.launch.environment import UNBUFFERED, device_variables
 from tfdp.launch.program import Program
 
-__all__ = ["become", "mpi_command", "slurm_command"]
-
 
 def slurm_command(
     program: Program, *, workers: int | None, devices_per_worker: int | None

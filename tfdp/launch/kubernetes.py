@@ -8,17 +8,20 @@ which also starts all pods again at once. The Secret holds the job's key.
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
+import json
+import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from tfdp.cluster.job_key import JOB_KEY
 from tfdp.cluster.launchers import DEFAULT_PORT
-from tfdp.cluster.restart import START_AGAIN
+from tfdp.cluster.progress import START_AGAIN
+from tfdp.errors import ConfigurationError
 from tfdp.launch.environment import UNBUFFERED, device_variables
-from tfdp.launch.pods import SECRET_ENTRY, Volume, checked_image, pod
 from tfdp.launch.program import Program
-
-__all__ = ["job_name", "manifest"]
 
 # A pod's name, the Job's with "-INDEX", is a DNS label of at most 63 characters.
 MOST_NAME_CHARACTERS = 52
@@ -189,3 +192,212 @@ def job_name(program: Program) -> str:
     """
     words = re.sub(r"[^a-z0-9]+", "-", program.name.lower())
     return f"tfdp-{words}"[:MOST_NAME_CHARACTERS].strip("-")
+
+
+# The pod of one worker: its container, GPUs and volumes.
+
+
+SECRET_ENTRY = "job-key"
+# The resource of NVIDIA's device plugin.
+GPU = "nvidia.com/gpu"
+CLAIM_NAME = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")
+# NCCL hands over through shared memory, of which a container has 64 MiB.
+SHARED_MEMORY = "/dev/shm"  # noqa: S108
+
+
+@dataclasses.dataclass(frozen=True)
+class Volume:
+    """A PersistentVolumeClaim, and where the workers see it."""
+
+    claim: str
+    path: str
+
+
+def parse_volume(text: str) -> Volume:
+    """`CLAIM:/PATH`.
+
+    Raises:
+      ConfigurationError: when it is none, or Kubernetes has no such names.
+
+    >>> parse_volume("records:/data")
+    Volume(claim='records', path='/data')
+    """
+    claim, _, path = text.partition(":")
+    if not CLAIM_NAME.fullmatch(claim) or not path.startswith("/") or ":" in path:
+        raise ConfigurationError(
+            "--volume needs CLAIM:/PATH, the name of a PersistentVolumeClaim and where "
+            f"the workers are to see it. Received: {text!r}."
+        )
+    return Volume(claim, path)
+
+
+def checked_image(image: str) -> str:
+    """The image's name.
+
+    Raises:
+      ConfigurationError: when it is empty or holds spaces.
+    """
+    if not image or any(character.isspace() for character in image):
+        raise ConfigurationError(
+            "--kubernetes needs the name of a container image, as "
+            f"registry.example/train:1. Received: {image!r}."
+        )
+    return image
+
+
+def pod(
+    image: str,
+    command: Sequence[str],
+    *,
+    variables: Mapping[str, str],
+    secret: str,
+    port: int,
+    grace_seconds: float,
+    gpus: int = 0,
+    volumes: Sequence[Volume] = (),
+) -> dict[str, Any]:
+    """The `spec` of a pod, which is not started again in its place.
+
+    Args:
+      image: that holds Python, tfdp and the program.
+      command: of the container.
+      variables: of its environment.
+      secret: the name of the Secret with the job's key.
+      port: of worker 0, where all meet.
+      grace_seconds: between asking a pod to end and killing it.
+      gpus: of NVIDIA, for this pod.
+      volumes: claims to mount.
+    """
+    key = {"secretKeyRef": {"name": secret, "key": SECRET_ENTRY}}
+    container: dict[str, Any] = {
+        "name": "worker",
+        "image": image,
+        "command": list(command),
+        "env": [
+            *({"name": name, "value": value} for name, value in variables.items()),
+            {"name": JOB_KEY, "valueFrom": key},
+        ],
+        "ports": [{"name": "coordinator", "containerPort": port}],
+    }
+    sources: list[tuple[str, dict[str, Any]]] = [
+        (volume.path, {"persistentVolumeClaim": {"claimName": volume.claim}})
+        for volume in volumes
+    ]
+    if gpus:
+        container["resources"] = {"limits": {GPU: gpus}}
+        sources.append((SHARED_MEMORY, {"emptyDir": {"medium": "Memory"}}))
+    made: dict[str, Any] = {
+        "restartPolicy": "Never",
+        "terminationGracePeriodSeconds": math.ceil(grace_seconds),
+        "containers": [container],
+    }
+    if sources:
+        container["volumeMounts"] = [
+            {"name": f"volume-{place}", "mountPath": path}
+            for place, (path, _) in enumerate(sources)
+        ]
+        made["volumes"] = [
+            {"name": f"volume-{place}", **source}
+            for place, (_, source) in enumerate(sources)
+        ]
+    return made
+
+
+# Plain values as YAML that people edit: block style, what needs it in quotes.
+
+
+# Words that no reader of YAML takes for anything but text, but for READ_OTHERWISE.
+PLAIN = re.compile(r"[A-Za-z/][A-Za-z0-9_./-]*")
+READ_OTHERWISE = {"true", "false", "yes", "no", "on", "off", "y", "n", "null"}
+
+
+def yaml_text(value: Any) -> str:
+    """A value of dicts, lists, str, int, bool and float as YAML, with a line's end.
+
+    >>> print(yaml_text({"a": [1, "x: y"], "b": {"on": True}, "c": []}), end="")
+    a:
+    - 1
+    - "x: y"
+    b:
+      "on": true
+    c: []
+    """
+    return "\n".join(_lines(value)) + "\n"
+
+
+def _lines(value: Any) -> list[str]:
+    if isinstance(value, dict) and value:
+        return [line for item in value.items() for line in _entry(*item)]
+    if isinstance(value, list) and value:
+        return [line for item in value for line in _item(item)]
+    return [_scalar(value)]
+
+
+def _entry(key: str, value: Any) -> list[str]:
+    inner = _lines(value)
+    if isinstance(value, dict) and value:
+        return [f"{_scalar(key)}:", *(f"  {line}" for line in inner)]
+    if isinstance(value, list) and value:
+        return [f"{_scalar(key)}:", *inner]
+    return [f"{_scalar(key)}: {inner[0]}"]
+
+
+def _item(value: Any) -> list[str]:
+    first, *others = _lines(value)
+    return [f"- {first}", *(f"  {line}" for line in others)]
+
+
+def _scalar(value: Any) -> str:
+    is_plain = isinstance(value, str) and PLAIN.fullmatch(value)
+    if is_plain and value.lower() not in READ_OTHERWISE:
+        return str(value)
+    # JSON is YAML. As it is, and not as pairs of surrogates, which YAML does not have.
+    return json.dumps(value, ensure_ascii=False)
+
+
+# The options of `tfdp launch --kubernetes` that no other way to start knows.
+
+
+def add_manifest_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares them."""
+    parser.add_argument(
+        "--jobset", action="store_true", help="with --kubernetes: a JobSet, not a Job"
+    )
+    parser.add_argument(
+        "--gpus",
+        type=_count,
+        default=0,
+        metavar="G",
+        help="with --kubernetes: GPUs to ask for, for each worker",
+    )
+    parser.add_argument(
+        "--volume",
+        action="append",
+        default=[],
+        metavar="CLAIM:/PATH",
+        help="with --kubernetes: a PersistentVolumeClaim, and where workers see it",
+    )
+
+
+def _count(text: str) -> int:
+    number = int(text)
+    if number < 0:
+        raise argparse.ArgumentTypeError(f"out of range: {text}")
+    return number
+
+
+def refuse_words_of_manifests(options: argparse.Namespace) -> None:
+    """Where no manifest is written.
+
+    Raises:
+      ConfigurationError: when one of them is given.
+    """
+    for name, is_given, instead in (
+        ("--jobset", options.jobset, "It is a kind of manifest."),
+        ("--gpus", options.gpus, "Workers take the GPUs that there are."),
+        ("--volume", options.volume, "Workers see the files of their machine."),
+    ):
+        if is_given:
+            raise ConfigurationError(
+                f"{name} has no effect without --kubernetes IMAGE. {instead}"
+            )

@@ -10,11 +10,9 @@ import dataclasses
 import time
 from collections.abc import Callable, Sequence
 
-from tfdp.cluster.restart import RESTARTS
-from tfdp.launch.again import wait_seconds
+from tfdp.cluster.progress import RESTARTS
+from tfdp.launch.restart_policy import wait_seconds
 from tfdp.launch.worker import Worker, WorkerCommand
-
-__all__ = ["OneByOne"]
 
 
 class OneByOne:
@@ -50,7 +48,7 @@ class OneByOne:
           worker: which.
           workers: all of them.
         """
-        if worker.is_running or not (worker.has_failed or worker.asks_again):
+        if worker.is_running or not (worker.has_failed or worker.requests_restart):
             return False
         if worker.left_early:
             return False  # it would do that again

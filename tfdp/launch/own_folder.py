@@ -16,8 +16,6 @@ from types import TracebackType
 
 from tfdp.launch.guard import FOLDER_PREFIX
 
-__all__ = ["OwnFolder"]
-
 PRIVATE = 0o700
 
 

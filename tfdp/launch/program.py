@@ -8,8 +8,6 @@ from collections.abc import Sequence
 
 from tfdp.errors import ConfigurationError
 
-__all__ = ["Program", "parse_program"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Program:

@@ -19,8 +19,6 @@ from tfdp.launch.own_folder import OwnFolder
 from tfdp.launch.signals import received_signals
 from tfdp.launch.worker import WorkerCommand
 
-__all__ = ["main"]
-
 MOST_LINE_BYTES = 1024
 
 
@@ -63,7 +61,7 @@ def _watch(command: WorkerCommand, *, grace_seconds: float) -> int:
         group = Group(guard, console, folder, grace_seconds, received, show_ranks=False)
         told: tuple[int | None, bool] | None = None
 
-        def tell_news() -> None:
+        def send_news() -> None:
             """That it goes on, and that it makes a strategy; not each of its steps."""
             nonlocal told
             progress = group.workers[0].progress
@@ -73,7 +71,7 @@ def _watch(command: WorkerCommand, *, grace_seconds: float) -> int:
                     told = news
                     _tell(console, PROGRESS_MARK, progress.to_json())
 
-        group.run([command], end_of_stdin_stops=True, each_turn=tell_news)
+        group.run([command], end_of_stdin_stops=True, each_turn=send_news)
         worker = group.workers[0]
         progress, words = worker.progress, worker.last_words
         if progress is not None:

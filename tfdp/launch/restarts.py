@@ -7,24 +7,23 @@ from __future__ import annotations
 
 import dataclasses
 import signal
+import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
-from tfdp.cluster.progress import Progress
-from tfdp.cluster.restart import START_AGAIN
-from tfdp.hosts.last_words import cause_of
-from tfdp.launch.again import Ending, Judge, Verdict, combine
-from tfdp.launch.cause import first_failure, report_of_all, who_asks_again
+from tfdp.cluster.progress import START_AGAIN, Progress
+from tfdp.hosts.crash_report import cause_of
+from tfdp.launch.cause import first_failure, report_of_all, restart_requests
 from tfdp.launch.console import POLL_SECONDS, Console
 from tfdp.launch.group import Group
 from tfdp.launch.guard import OrphanGuard
-from tfdp.launch.logs import WorkerLogs
 from tfdp.launch.one_by_one import OneByOne
+from tfdp.launch.output import WorkerLogs
 from tfdp.launch.own_folder import OwnFolder
+from tfdp.launch.restart_policy import Ending, Judge, Verdict, combine
 from tfdp.launch.signals import received_signals, signal_name
-from tfdp.launch.worker import WorkerCommand
-
-__all__ = ["Answering", "Places", "launch"]
+from tfdp.launch.ssh import CONNECT_SECONDS, SSH
+from tfdp.launch.worker import SSH_ERROR, WorkerCommand
 
 # Between two looks at how far the workers are.
 LOOK_SECONDS = 0.2
@@ -266,7 +265,7 @@ class _Launch:
         step = ending.progress.reached_step
         if ending.who and step is not None:
             lines.append(f"{ending.who} failed at step {step}")
-        elif not ending.who and not ending.asks_again:
+        elif not ending.who and not ending.requests_restart:
             lines.append(ending.error)  # no worker has said so
         if verdict.dropped is not None:
             lines.append(f"{ending.who} {verdict.reason}: {len(judge.places)} go on")
@@ -291,9 +290,11 @@ def _ending_of(group: Group, places: Sequence[int], hosts: Sequence[str]) -> End
     progress = combine([worker.progress for worker in group.workers])
     failed = first_failure(group.workers)
     if failed is None:
-        asks = who_asks_again(group.workers) is not None
+        asks = restart_requests(group.workers) is not None
         how = "saved, and ask to be started again" if asks else "ended"
-        return Ending(f"the workers have {how}", asks_again=asks, progress=progress)
+        return Ending(
+            f"the workers have {how}", requests_restart=asks, progress=progress
+        )
     place, own = places[failed.rank], failed.progress
     if own is not None and own.step is not None:
         # The others may have come a step further, or not so far.
@@ -316,3 +317,51 @@ def _failure_of(group: Group) -> _Failure:
     known = (progress.saved_seconds, progress.resumed_seconds, group.started_seconds)
     since_seconds = next(seconds for seconds in known if seconds is not None)
     return _Failure(since_seconds, progress.reached_step)
+
+
+# Which hosts answer: asked before workers start again.
+
+
+PROBE_POLL_SECONDS = 0.05
+# After the connection: for a shell to start there, on a busy machine.
+SHELL_SECONDS = 30.0
+
+
+def answering_hosts(
+    hosts: Sequence[str],
+    environment: Mapping[str, str],
+    guard: OrphanGuard,
+    received: Sequence[int],
+) -> list[str]:
+    """Those of the hosts on which ssh runs a command; all are asked at once.
+
+    Args:
+      environment: of the ssh processes.
+      guard: ends them when the launcher is killed.
+      received: signals, a list that grows; one ends the asking.
+    """
+    asked = [
+        subprocess.Popen(
+            [*SSH, host, "true"],
+            env=dict(environment),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        for host in hosts
+    ]
+    for process in asked:
+        guard.watch(process.pid)
+    deadline = time.monotonic() + CONNECT_SECONDS + SHELL_SECONDS
+    while any(process.poll() is None for process in asked):
+        if received or time.monotonic() > deadline:
+            break
+        time.sleep(PROBE_POLL_SECONDS)
+    answers = [process.poll() not in (None, SSH_ERROR) for process in asked]
+    for process in asked:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+        guard.release(process.pid)
+    return [host for host, answers in zip(hosts, answers, strict=True) if answers]

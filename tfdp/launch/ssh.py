@@ -18,8 +18,6 @@ from tfdp.launch.environment import UNBUFFERED, cluster_variables
 from tfdp.launch.program import Program
 from tfdp.launch.worker import WorkerCommand
 
-__all__ = ["CONNECT_SECONDS", "SSH", "parse_hosts", "ssh_commands"]
-
 CONNECT_SECONDS = 30
 SSH = (
     "ssh",

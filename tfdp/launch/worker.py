@@ -13,10 +13,9 @@ from collections.abc import Mapping, Sequence
 from typing import BinaryIO, cast
 
 from tfdp.cluster import progress
-from tfdp.cluster.progress import Progress, parse_progress, read_progress
-from tfdp.cluster.restart import START_AGAIN
-from tfdp.hosts import last_words
-from tfdp.hosts.last_words import LastWords, parse_last_words, read_last_words
+from tfdp.cluster.progress import START_AGAIN, Progress, parse_progress, read_progress
+from tfdp.hosts import crash_report
+from tfdp.hosts.crash_report import CrashReport, parse_crash_report, read_crash_report
 from tfdp.launch.guard import group_exists, signal_group
 from tfdp.launch.output import (
     LAST_WORDS_MARK,
@@ -26,8 +25,6 @@ from tfdp.launch.output import (
     Target,
 )
 from tfdp.launch.signals import signal_name
-
-__all__ = ["Worker", "WorkerCommand", "read"]
 
 READ_BYTES = 1 << 16
 # What ssh ends with when it could not connect, or lost the connection.
@@ -70,7 +67,7 @@ class Worker:
         self._folder = folder
         #: Whether it runs on another machine, where a `tfdp.launch.remote` watches it.
         self.is_remote = start.keeps_stdin
-        self._last_words: LastWords | None = None
+        self._last_words: CrashReport | None = None
         self._progress: Progress | None = None
         #: By the clock of last words, when the launcher asked it to end.
         self._asked_seconds: float | None = None
@@ -86,7 +83,7 @@ class Worker:
         if not self.is_remote:
             # By it strays are known. What ssh starts may be of use to others: the
             # master of shared connections.
-            environment[last_words.FOLDER_VARIABLE] = folder
+            environment[crash_report.FOLDER_VARIABLE] = folder
             environment[progress.FOLDER_VARIABLE] = folder
         self.process = subprocess.Popen(
             list(start.command),
@@ -110,11 +107,11 @@ class Worker:
         return self.process.pid
 
     @property
-    def last_words(self) -> LastWords | None:
+    def last_words(self) -> CrashReport | None:
         """What it died of, if it said so before it was asked to end."""
         words = self._last_words
         if words is None and not self.is_remote:
-            words = self._last_words = read_last_words(self._folder, self.process.pid)
+            words = self._last_words = read_crash_report(self._folder, self.process.pid)
         if words is None or self._asked_seconds is None:
             return words
         # The clock of another machine is not this one's.
@@ -143,7 +140,7 @@ class Worker:
         return None if noted is None else noted.strategies
 
     def _hear_last_words(self, text: bytes) -> None:
-        self._last_words = parse_last_words(text)
+        self._last_words = parse_crash_report(text)
 
     def _hear_progress(self, text: bytes) -> None:
         self._progress = parse_progress(text) or self._progress
@@ -165,7 +162,7 @@ class Worker:
         return self.exit_code == 0
 
     @property
-    def asks_again(self) -> bool:
+    def requests_restart(self) -> bool:
         """Whether it ended by itself, and says: saved, start me again."""
         if self.is_running or self.stopped_by is not None:
             return False

@@ -14,8 +14,6 @@ from tfdp.layers.sync_batch_normalization import (
     check_group_size,
 )
 
-__all__ = ["convert_batch_normalization"]
-
 
 def convert_batch_normalization(
     model: keras.Model, group_size: int | None = None

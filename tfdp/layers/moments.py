@@ -10,15 +10,6 @@ from typing import NamedTuple
 
 import tensorflow as tf
 
-__all__ = [
-    "Moments",
-    "broadcast_channels",
-    "channel_sums",
-    "local_moments",
-    "merge",
-    "unpack",
-]
-
 
 class Moments(NamedTuple):
     """What is known of a set of samples, for each of C channels.

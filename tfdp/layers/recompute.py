@@ -13,7 +13,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdp._private.keras_autocast import stored_value
+from tfdp._private.keras_layers import stored_value
 from tfdp._private.keras_models import (
     layers_within,
     losses_added_in,
@@ -30,17 +30,6 @@ from tfdp._private.names import (
     variable_accessed,
     whole_of,
 )
-
-__all__ = [
-    "as_read",
-    "copy_in_name",
-    "count_losses",
-    "own_copies",
-    "read_besides",
-    "record_gradient",
-    "stored_in",
-    "without_updates",
-]
 
 
 def stored_in(layer: keras.layers.Layer) -> list[tuple[keras.Variable, tf.Tensor]]:

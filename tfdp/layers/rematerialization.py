@@ -5,32 +5,29 @@ T. Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost", arXiv 1604
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import keras
 import tensorflow as tf
 
-from tfdp._private.call_context import call_context, calling_as
-from tfdp._private.keras_autocast import autocasting_as, get_autocast_scope
-from tfdp._private.keras_models import mask_of
+from tfdp._private.keras_layers import (
+    autocasting_as,
+    call_context,
+    calling_as,
+    get_autocast_scope,
+)
+from tfdp._private.keras_models import layers_within, mask_of, seed_generators_of
 from tfdp._private.names import VariableWatcher, stop_recording
-from tfdp._private.shape_inputs import ask_shapes_of
+from tfdp._private.step_ops import ASSIGNS, DRAWS, operations_within, reads_only_shapes
 from tfdp.checks import is_whole
 from tfdp.errors import ConfigurationError, TooLateWarning
-from tfdp.exchange.exchange_names import exchanges_of
-from tfdp.layers.block_refusals import (
-    other_draws,
-    refuse_added_losses,
-    refuse_assigned_state,
-    refuse_assigned_weights,
-    refuse_other_draws,
-    refuse_ragged,
-)
-from tfdp.layers.random_draws import RandomDraws
+from tfdp.exchange.engine import exchanges_of
 from tfdp.layers.recompute import (
     as_read,
     copy_in_name,
@@ -42,9 +39,8 @@ from tfdp.layers.recompute import (
     without_updates,
 )
 from tfdp.layers.segments import cut_in_segments
-from tfdp.tracing.current_run import current_run, name_of_gradient
-
-__all__ = ["remat"]
+from tfdp.tracing.run import current_run, name_of_gradient
+from tfdp.variables.global_seed import drawing_globally
 
 LayerOrModel = TypeVar("LayerOrModel", bound=keras.layers.Layer)
 POLICIES = ("each", "whole", "segments")
@@ -251,7 +247,7 @@ def _gradients(
         )
         # A gradient that needs no more of an input than its shape (of padding, sums,
         # reshapes) would keep it until then.
-        ask_shapes_of(given.tensors, inputs, _operations()[before:])
+        reads_only_shapes(given.tensors, inputs, _operations()[before:])
     # An update must not overtake what still reads the old weights. TensorFlow says so
     # by control edges from reads to updates, but its graph optimizer takes one away
     # where it sees a path beside it, and then the path (shapes of what is computed
@@ -296,3 +292,228 @@ def _after_block(tensors: Sequence[tf.Tensor], way: str, prefetch: int) -> Any:
     begun[1].append(list(tensors))
     earlier = begun[1][max(len(begun[1]) - 1 - prefetch, 0)]
     return tf.control_dependencies(earlier)
+
+
+# What a block must not do that is computed twice, and how it is refused.
+
+
+def refuse_ragged(layer: keras.layers.Layer, given: Sequence[Any]) -> None:
+    """Refuses a layer that is given a ragged tensor.
+
+    Args:
+      layer: the block, as in the other refusals.
+      given: what it is called with.
+
+    Raises:
+      ConfigurationError: with what to do, as the others do.
+    """
+    if any(isinstance(value, tf.RaggedTensor) for value in given):
+        _refuse(
+            layer,
+            "is given a ragged tensor, whose gradient would be lost in a block that "
+            "is computed again",
+        )
+
+
+def refuse_added_losses(layer: keras.layers.Layer, number: int) -> None:
+    """Refuses a layer that has called `add_loss` so many times."""
+    if number:
+        _refuse(
+            layer,
+            "calls add_loss, whose gradient would be lost in a block that is computed "
+            "again",
+        )
+
+
+def refuse_assigned_weights(layer: keras.layers.Layer, scope: Any) -> None:
+    """Refuses a layer that assigns to a weight that is trained.
+
+    Args:
+      layer: that was computed once more.
+      scope: of `without_updates`, in which it was.
+
+    Raises:
+      ConfigurationError: when it has assigned to one in this pass.
+    """
+    for variable in layer.trainable_variables:
+        if id(variable) in scope.state_mapping:
+            _refuse(
+                layer,
+                f"assigns to {variable.path!r} while it computes "
+                "(keras.layers.SpectralNormalization does), and when it is computed "
+                "again that weight is another one",
+            )
+
+
+def refuse_assigned_state(
+    layer: keras.layers.Layer, operations: Sequence[tf.Operation]
+) -> None:
+    """Refuses a layer that assigns where Keras does not know of it.
+
+    To variables of TensorFlow, which are no weights, or in a `tf.function` of its own,
+    whose graph is there since the first pass: with its draws, moving statistics and
+    counters.
+
+    Args:
+      layer: that was computed once more, without updates of Keras' variables.
+      operations: of that pass.
+
+    Raises:
+      ConfigurationError: with what to do.
+    """
+    for operation in operations:
+        if operation.type in ASSIGNS:
+            _refuse(
+                layer,
+                f"assigns to a tf.Variable ({operation.name}), and would assign once "
+                "more when it is computed again",
+                "Make it a weight (add_weight(trainable=False))",
+            )
+        if any(inner.type in ASSIGNS for inner in operations_within([operation])):
+            _refuse(
+                layer,
+                f"draws random numbers or assigns to a variable in a tf.function "
+                f"({operation.name}), and would do so once more when it is computed "
+                "again",
+                "Do that outside of the tf.function",
+            )
+
+
+def refuse_other_draws(layer: keras.layers.Layer, draws: str) -> None:
+    """Refuses a layer that would draw other numbers; `draws`: its `other_draws`."""
+    if draws:
+        _refuse(
+            layer,
+            f"draws random numbers by TensorFlow ({draws}), and would draw others "
+            "when it is computed again",
+            "Draw by keras.random",
+        )
+
+
+def other_draws(operations: Sequence[tf.Operation]) -> str:
+    """The kind of one that draws numbers which nobody can have again; "": none."""
+    made = operations_within(operations)
+    return next((str(op.type) for op in made if op.type in DRAWS), "")
+
+
+def _refuse(layer: keras.layers.Layer, why: str, instead: str = "") -> NoReturn:
+    """Says what a layer does, and what it might do instead, and what to do."""
+    way = f"{instead}, or leave" if instead else "Leave"
+    raise ConfigurationError(
+        f"The layer {layer.name!r} {why}. {way} it out: "
+        "tfdp.remat(model, policy=lambda layer: layer is not ...)."
+    )
+
+
+# The random numbers of a layer, drawn once more as they were.
+
+
+# What a generator's `next` is for the time being.
+Draw = Callable[[bool], Any]
+
+
+class RandomDraws:
+    """The seeds that the random layers within `layer` drew in one pass."""
+
+    def __init__(self, layer: keras.layers.Layer):
+        self._generators = [
+            generator
+            for sublayer in layers_within(layer)
+            for generator in seed_generators_of(sublayer)
+        ]
+        self._drawn: list[Any] = []
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[None]:
+        """While this lasts every draw is noted."""
+        self._drawn = []
+
+        def recorded(plain: Draw) -> Draw:
+            def draw(ordered: bool) -> Any:
+                seed = plain(ordered)
+                self._drawn.append(seed)
+                return seed
+
+            return draw
+
+        with self._drawing(recorded):
+            yield
+
+    @contextlib.contextmanager
+    def replaying(self) -> Iterator[None]:
+        """While this lasts every draw gives what it gave before, in the same order."""
+        left = iter(self._drawn)
+
+        def replayed(plain: Draw) -> Draw:
+            return lambda ordered: next(left)
+
+        with self._drawing(replayed):
+            yield
+
+    @contextlib.contextmanager
+    def _drawing(self, led: Callable[[Draw], Draw]) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for generator in self._generators:
+                stack.enter_context(_method_overrides.leading(generator, led))
+            stack.enter_context(drawing_globally(led))
+            yield
+
+
+class _Leads:
+    """What draws in the place of generators, in each thread by itself.
+
+    Eager replicas are threads that take turns at their exchanges, so that one of them
+    may begin a block, and end it, while another one is in the middle of it.
+    """
+
+    def __init__(self) -> None:
+        self._of_thread = threading.local()
+        self._lock = threading.Lock()
+        self._users: dict[int, int] = defaultdict(int)
+
+    @contextlib.contextmanager
+    def leading(self, generator: Any, led: Callable[[Draw], Draw]) -> Iterator[None]:
+        """While this lasts `generator` draws in this thread as `led` says.
+
+        Of a block within a block: on top of what the outer one leads it with.
+        """
+        key, own = id(generator), self._of_this_thread()
+        outer = own.get(key)
+        own[key] = led(outer or _plain(generator))
+        self._use(generator, 1)
+        try:
+            yield
+        finally:
+            self._use(generator, -1)
+            if outer is None:
+                del own[key]
+            else:
+                own[key] = outer
+
+    def _of_this_thread(self) -> dict[int, Draw]:
+        found: dict[int, Draw] = vars(self._of_thread).setdefault("led", {})
+        return found
+
+    def _use(self, generator: Any, change: int) -> None:
+        with self._lock:
+            self._users[id(generator)] += change
+            if not self._users[id(generator)]:
+                del self._users[id(generator)]
+                vars(generator).pop("next")
+            elif change > 0:
+                # Not by setattr: Keras' objects track what is set on them.
+                vars(generator)["next"] = self._next_of(generator)
+
+    def _next_of(self, generator: Any) -> Callable:
+        def draw(ordered: bool = True) -> Any:
+            led = self._of_this_thread().get(id(generator))
+            return (led or _plain(generator))(ordered)
+
+        return draw
+
+
+_method_overrides = _Leads()
+
+
+def _plain(generator: Any) -> Draw:
+    return lambda ordered: type(generator).next(generator, ordered)

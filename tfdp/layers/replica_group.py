@@ -8,8 +8,6 @@ import tensorflow as tf
 
 from tfdp.errors import ConfigurationError
 
-__all__ = ["ReplicaGroup"]
-
 
 class ReplicaGroup:
     """Groups of consecutive ranks: 0..g-1, g..2g-1, and so on, for group size g.

@@ -16,15 +16,13 @@ import keras
 from tfdp._private.functional_graphs import (
     Node,
     functional_of,
-    is_led,
+    is_overridden,
     is_run_by_keras,
-    lead_runs,
     nodes_of,
+    override_runs,
     run_nodes,
 )
 from tfdp.errors import ConfigurationError
-
-__all__ = ["cut_in_segments", "cuts_of"]
 
 # (block, its call) -> a call that is computed twice.
 Twice = Callable[[keras.layers.Layer, Callable], Callable]
@@ -47,7 +45,7 @@ def cut_in_segments(model: keras.Model, twice: Twice) -> None:
       ConfigurationError: when it is neither, or has a `call` of its own.
     """
     functional = _innermost(model)
-    if is_led(functional):
+    if is_overridden(functional):
         return
     nodes = nodes_of(functional)
     if not nodes:
@@ -64,7 +62,7 @@ def cut_in_segments(model: keras.Model, twice: Twice) -> None:
                 values[id(symbol)] = value
         return [values[id(symbol)] for symbol in functional.outputs]
 
-    lead_runs(functional, lead)
+    override_runs(functional, lead)
 
 
 def cuts_of(costs: Sequence[float], kept: Sequence[float]) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import numbers
 from typing import Any
 
@@ -9,16 +10,18 @@ import keras
 import tensorflow as tf
 
 from tfdp.errors import ConfigurationError
-from tfdp.layers.moments import Moments, local_moments, merge, unpack
-from tfdp.layers.moving_statistics import (
-    mean_over_groups,
-    renormalized,
-    update_moving_statistics,
+from tfdp.exchange.engine import exchanges_of
+from tfdp.layers.moments import (
+    Moments,
+    at_least_one,
+    broadcast_channels,
+    channel_sums,
+    local_moments,
+    merge,
+    unpack,
 )
-from tfdp.layers.normalize import normalize
 from tfdp.layers.replica_group import ReplicaGroup
-
-__all__ = ["SyncBatchNormalization", "check_group_size"]
+from tfdp.tracing.run import current_run, name_of_gradient
 
 
 def check_group_size(value: Any) -> int | None:
@@ -184,3 +187,179 @@ def check_mask(mask: Any, inputs: Any) -> None:
             f"inputs. Received: mask of shape {tuple(mask.shape)}, inputs of shape "
             f"{tuple(inputs.shape)}."
         )
+
+
+# What a batch-normalisation layer remembers of its batches, for inference.
+
+
+def mean_over_groups(by_group: Moments) -> Moments:
+    """The moments that all replicas remember when they normalise in groups.
+
+    With n_g samples in group g and n in all:
+
+        mean = sum n_g mean_g / n,   variance = sum n_g variance_g / n
+
+    It is what one device would remember, were the groups its batches: the variance is
+    the one that training divides by, so how far the groups' means lie apart is not in.
+
+    Args:
+      by_group: count [G, 1] or [G, C], the others [G, C].
+    """
+    count = tf.reduce_sum(by_group.count, axis=0)
+    weights = by_group.count / at_least_one(count)
+    return Moments(
+        count,
+        tf.reduce_sum(weights * by_group.mean, axis=0),
+        tf.reduce_sum(by_group.squared_deviations, axis=0),
+    )
+
+
+def update_moving_statistics(layer: Any, moments: Moments) -> None:
+    """Moves the layer's moving mean and variance towards `moments`.
+
+        moving = momentum moving + (1 - momentum) batch
+
+    Without samples (an empty batch, or all of it masked) they stay as they are.
+    With batch renormalisation the moving deviation is averaged, and its square less
+    epsilon is the moving variance, as in Keras.
+    """
+    run = current_run()
+    # The strategy sends what replicas assign on their own along with the gradients,
+    # to make it agree. This agrees already.
+    with run[0].updating() if run else contextlib.nullcontext():
+        _move_all(layer, moments)
+
+
+def _move_all(layer: Any, moments: Moments) -> None:
+    def move(variable: Any, batch: tf.Tensor, momentum: float) -> tf.Tensor:
+        one = tf.ones_like(moments.count)
+        keep = tf.where(moments.count > 0, momentum * one, one)
+        moved = keep * tf.cast(variable, batch.dtype) + (1.0 - keep) * batch
+        variable.assign(moved)
+        return moved
+
+    move(layer.moving_mean, moments.mean, layer.momentum)
+    if not layer.renorm:
+        move(layer.moving_variance, moments.variance, layer.momentum)
+        return
+    deviation = tf.sqrt(moments.variance + layer.epsilon)
+    move(layer.renorm_mean, moments.mean, layer.renorm_momentum)
+    move(layer.renorm_stddev, deviation, layer.renorm_momentum)
+    moved = move(layer.moving_stddev, deviation, layer.momentum)
+    layer.moving_variance.assign(tf.nn.relu(tf.square(moved) - layer.epsilon))
+
+
+def renormalized(
+    layer: Any, moments: Moments, scale: tf.Tensor, offset: tf.Tensor
+) -> tuple[tf.Tensor, tf.Tensor]:
+    """Scale and offset that make batch normalisation renormalise.
+
+        r = clip(deviation / renorm deviation),   d = clip((mean - renorm mean)
+        / renorm deviation),   y = scale (r xhat + d) + offset
+
+    r and d count as constants in the gradient.
+
+    Source: S. Ioffe, "Batch Renormalization", 2017, arXiv 1702.03275, algorithm 1.
+    """
+    dtype = moments.mean.dtype
+    clipping = layer.renorm_clipping
+    # As in Keras: the remembered deviation may start at 0.
+    reference = tf.maximum(tf.cast(layer.renorm_stddev, dtype), layer.epsilon**0.5)
+    r = tf.sqrt(moments.variance + layer.epsilon) / reference
+    d = (moments.mean - tf.cast(layer.renorm_mean, dtype)) / reference
+    if clipping.get("rmin") is not None:
+        r = tf.maximum(r, clipping["rmin"])
+    if clipping.get("rmax") is not None:
+        r = tf.minimum(r, clipping["rmax"])
+    if clipping.get("dmax") is not None:
+        d = tf.clip_by_value(d, -clipping["dmax"], clipping["dmax"])
+    r, d = tf.stop_gradient(r), tf.stop_gradient(d)
+    return scale * r, scale * d + offset
+
+
+# Normalisation by shared statistics, with its gradient written by hand.
+#
+# TensorFlow's own gradient of the packed exchange would send back a gradient for every
+# replica's count, mean and deviations. By hand it is two sums per channel.
+
+
+def normalize(
+    x: tf.Tensor,
+    scale: tf.Tensor,
+    offset: tf.Tensor,
+    *,
+    moments: Moments,
+    mask: tf.Tensor | None,
+    axis: int,
+    epsilon: float,
+    group: ReplicaGroup,
+) -> tf.Tensor:
+    """Scales `x` to zero mean and unit variance, with the moments of its group.
+
+        xhat = (x - mean) / sqrt(variance + epsilon)
+        y = scale xhat + offset
+
+    The moments are those of `x` on all replicas of the group, so an element of x acts
+    on every y of the group. With dy the gradient of the sum of all replicas' losses,
+    sums over all of the group's elements of a channel, and n how many count:
+
+        dx = scale / sqrt(variance + epsilon) (dy - sum dy / n - xhat sum(dy xhat) / n)
+        d scale = sum dy xhat,   d offset = sum dy     (this replica's elements only)
+
+    Elements that the mask leaves out keep the first term only; they are in the sums,
+    because the moments act on their y too. The gradient of scale and offset stays
+    local because it is the optimizer that adds it over replicas.
+
+    Args:
+      x: floats, any shape.
+      scale, offset: shape [C].
+      moments: of the group, count of shape [1] or [C]. Must be made from `x` by
+        differentiable steps: second derivatives go through them.
+      mask: as in `moments.local_moments`.
+      axis: that of the channels, from 0.
+      epsilon: added to the variance.
+      group: the replicas that share `moments`.
+
+    Returns:
+      y, shaped as x.
+
+    Cost: backward one all-reduce of 2 C numbers for each group of replicas.
+
+    Source: S. Ioffe, C. Szegedy, "Batch Normalization", 2015, arXiv 1502.03167,
+    algorithm 1 and the equations of section 3 put together.
+    """
+
+    def spread(vector: tf.Tensor) -> tf.Tensor:
+        return broadcast_channels(vector, x, axis)
+
+    # Out here, where tapes see it: second derivatives go through it.
+    inverse = tf.math.rsqrt(moments.variance + epsilon)
+
+    name = name_of_gradient()
+
+    @tf.custom_gradient
+    def apply(x, scale, offset):
+        # x - mean first: of nearly equal numbers it is exact, where x / deviation
+        # minus mean / deviation would lose what they have in common.
+        y = (x - spread(moments.mean)) * spread(scale * inverse) + spread(offset)
+
+        def gradient(dy):
+            # From x again, and not kept from the forward pass: one tensor less to
+            # hold, and the way on which second derivatives reach x.
+            xhat = (x - spread(moments.mean)) * spread(inverse)
+            channels = scale.shape[0]
+            sums = [channel_sums(part, axis, channels) for part in (dy, dy * xhat)]
+            with exchanges_of(name):
+                totals = group.sum_within(tf.concat(sums, axis=0))
+            divisor = at_least_one(moments.count)
+            mean_dy, mean_dy_xhat = (s / divisor for s in tf.split(totals, 2))
+            through_moments = spread(mean_dy) + xhat * spread(mean_dy_xhat)
+            if mask is not None:
+                zeros = tf.zeros_like(through_moments)
+                through_moments = tf.where(mask, through_moments, zeros)
+            dx = spread(scale * inverse) * (dy - through_moments)
+            return dx, sums[1], sums[0]
+
+        return y, gradient
+
+    return apply(x, scale, offset)

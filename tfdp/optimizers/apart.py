@@ -12,16 +12,14 @@ from tfdp._private.instance_attributes import instance_attributes
 from tfdp._private.names import is_default_strategy
 from tfdp._private.optimizer_hooks import AVERAGE, averages_of, strategy_of
 from tfdp.errors import ConfigurationError
+from tfdp.step.compression import momentum_compression_of
 from tfdp.step.local_run import groups_across
-from tfdp.step.momentum_sums import momentum_compression_of
-from tfdp.step.rounds import Rounds
+from tfdp.step.local_sgd import Rounds
 from tfdp.sync.diloco import DiLoCo
 from tfdp.sync.rounds import Sync
-from tfdp.tracing.current_run import current_run
+from tfdp.tracing.run import current_run
 from tfdp.variables.local_view import LocalView, keep_all_copies
-from tfdp.variables.own_sums import OwnSumVariable
-
-__all__ = ["averages_wait", "make_rounds", "refuse_outside_of_fit", "refuse_with_sync"]
+from tfdp.variables.own_values import OwnSumVariable
 
 
 def refuse_with_sync(optimizer: keras.optimizers.Optimizer) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,31 +17,28 @@ from tfdp._private.optimizer_hooks import (
     variable_index,
     variables_built_with,
 )
-from tfdp.errors import ConfigurationError
+from tfdp.checks import is_number, is_whole
+from tfdp.errors import ConfigurationError, ScopeError
 from tfdp.optimizers.apart import (
     averages_wait,
     make_rounds,
     refuse_outside_of_fit,
     refuse_with_sync,
 )
-from tfdp.optimizers.batch_weights import weight_to_keep
-from tfdp.optimizers.distributed_checks import check_arguments, check_place
 from tfdp.sharding.updates import ACCUMULATOR_NAME, shards_of
+from tfdp.step.buffer_synchronization import bring_layers_together
 from tfdp.step.finite_guard import update_if_finite
 from tfdp.step.local_run import has_no_effect
+from tfdp.step.local_sgd import Rounds
 from tfdp.step.local_values import LocalValues
-from tfdp.step.optimizers import takes_reduced
-from tfdp.step.overwritten import refuse_overwritten
-from tfdp.step.rounds import Rounds
-from tfdp.step.state_means import bring_layers_together
+from tfdp.step.optimizers import refuse_overwritten, takes_reduced
 from tfdp.step.sums import agree_finite, reduce_gradients
-from tfdp.sync.checked import checked_sync
+from tfdp.sync.diloco import DiLoCo
+from tfdp.sync.local_sgd import LocalSGD
 from tfdp.sync.rounds import Sync
 from tfdp.tracing.assigned_terms import as_tensors
 from tfdp.tracing.batch_weight import batch_weight
-from tfdp.tracing.current_run import current_run
-
-__all__ = ["DistributedOptimizer"]
+from tfdp.tracing.run import current_run
 
 
 # A LossScaleOptimizer, so that Keras does not wrap it in another under float16.
@@ -183,7 +181,7 @@ class DistributedOptimizer(LossScaleHooks):
 
     def finalize_variable_values(self, var_list: Sequence[Any]) -> None:
         """Gives the model the average of its weights, where it has one (`use_ema`)."""
-        if self._rounds is None or self._rounds.have_met():
+        if self._rounds is None or self._rounds.have_synchronized():
             super().finalize_variable_values(var_list)
 
     def scale_loss(self, loss: tf.Tensor) -> tf.Tensor:
@@ -369,3 +367,130 @@ class DistributedOptimizer(LossScaleHooks):
         else:
             extended = tf.distribute.get_strategy().extended
             extended.update_own_copy(variable.value, fn, value)
+
+
+# What `DistributedOptimizer` cannot be made of, and where it cannot update.
+
+
+def check_arguments(optimizer: Any, accumulate_steps: Any, initial_scale: Any) -> None:
+    """Refuses what `DistributedOptimizer` cannot be made of.
+
+    Raises:
+      ConfigurationError: naming the argument.
+    """
+    if not isinstance(optimizer, keras.optimizers.Optimizer):
+        raise ConfigurationError(
+            "DistributedOptimizer wraps a keras.optimizers.Optimizer, such as "
+            "keras.optimizers.Adam(1e-3). Received: "
+            f"{_what_it_is(optimizer)}."
+        )
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        raise ConfigurationError(
+            "DistributedOptimizer scales the loss itself: pass the optimizer inside "
+            f"{optimizer.name!r} (its inner_optimizer) instead."
+        )
+    if optimizer.gradient_accumulation_steps:
+        raise ConfigurationError(
+            "Accumulation is asked for twice: use DistributedOptimizer("
+            f"accumulate_steps={optimizer.gradient_accumulation_steps}) and leave "
+            "gradient_accumulation_steps of the inner optimizer out."
+        )
+    if not is_whole(accumulate_steps, least=1):
+        raise ConfigurationError(
+            "accumulate_steps must be an integer of at least 1. Received: "
+            f"{accumulate_steps!r}."
+        )
+    if not is_number(initial_scale) or not 0 < initial_scale < math.inf:
+        raise ConfigurationError(
+            f"initial_scale must be a number above 0. Received: {initial_scale!r}."
+        )
+
+
+def _what_it_is(given: Any) -> str:
+    if isinstance(given, type):
+        return f"the class {given.__name__}; call it: {given.__name__}()"
+    if isinstance(given, str):
+        return f"{given!r}; pass keras.optimizers.get({given!r})"
+    return repr(given)
+
+
+def check_place(optimizer: keras.optimizers.Optimizer) -> None:
+    """Refuses an update where `optimizer`, a distributed one, would not do it alone.
+
+    Raises:
+      ScopeError: under a stock strategy.
+      ConfigurationError: another optimizer holds it.
+    """
+    strategy, found = tf.distribute.get_strategy(), current_run()
+    if found is None and strategy.num_replicas_in_sync > 1:
+        raise ScopeError(
+            f"DistributedOptimizer {optimizer.name!r} is used under "
+            f"{type(strategy).__name__}, which stops all replicas at every "
+            "reduction and so cannot accumulate or test within one. Use "
+            "tfdp.DataParallelStrategy() in its place."
+        )
+    if found is not None and found[0].replicas > 1 and found[0].is_updating:
+        raise ConfigurationError(
+            f"DistributedOptimizer {optimizer.name!r} is held by another optimizer, "
+            "whose gradients are added up over the replicas already: it would add them "
+            "once more. Wrap the other way round, the optimizer that does the update "
+            "innermost; a loss is scaled by "
+            "DistributedOptimizer(optimizer, dynamic_loss_scale=True)."
+        )
+
+
+# What a batch of an accumulation weighs beside the others of it.
+#
+# A strategy counts the rows of every global batch (or its tokens); without one nobody
+# does, and all batches weigh alike. What those of an accumulation weigh together is one
+# variable, and goes into files: its sign says in which of the two units.
+#
+#     so far                      under a strategy      without one
+#     nothing                     its rows              1, kept as -1
+#     rows (above 0)              its rows              the mean of those before
+#     batches (below 0)           1, kept as -1         1, kept as -1
+#
+# So who reads a file in the middle of an accumulation goes on in its unit.
+
+
+def weight_to_keep(
+    known: tf.Tensor | None, so_far: tf.Tensor, batches: tf.Tensor
+) -> tf.Tensor:
+    """What the next batch adds to `so_far`; without its sign that is its weight.
+
+    Args:
+      known: its rows, or tokens; None: nobody knows.
+      so_far: a float scalar, the sum of what this has returned.
+      batches: an integer scalar, of how many batches.
+
+    >>> so_far, batches = tf.constant(-2.0), tf.constant(2)
+    >>> float(weight_to_keep(tf.constant(12.0), so_far, batches))
+    -1.0
+    """
+    mean = tf.math.divide_no_nan(so_far, tf.cast(batches, so_far.dtype))
+    if known is None:
+        return tf.where(so_far == 0, -tf.ones_like(so_far), mean)
+    return tf.where(so_far < 0, mean, tf.cast(known, so_far.dtype))
+
+
+# What the argument `sync` of a `DistributedOptimizer` can be.
+
+
+METHODS: dict[str, type[Sync]] = {"DiLoCo": DiLoCo, "LocalSGD": LocalSGD}
+
+
+def checked_sync(sync: Any) -> Sync | None:
+    """`sync`, when it can be that argument; made anew from what `get_config` told.
+
+    Raises:
+      ConfigurationError: when it is something else.
+    """
+    if isinstance(sync, dict) and sync.get("method") in METHODS:
+        values = dict(sync)
+        return METHODS[values.pop("method")](**values)
+    if sync is None or type(sync) in METHODS.values():
+        return sync  # type: ignore[no-any-return]
+    names = " or ".join(f"tfdp.sync.{name}(...)" for name in sorted(METHODS))
+    raise ConfigurationError(
+        f"sync must be {names}, or None to meet in every step. Received: {sync!r}."
+    )

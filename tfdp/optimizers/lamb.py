@@ -10,15 +10,14 @@ from keras import ops
 
 from tfdp._private.optimizer_hooks import variable_index
 from tfdp.errors import ConfigurationError
-from tfdp.optimizers.arguments import check_number
-from tfdp.optimizers.layerwise import LayerwiseOptimizer, UpdatePhases
-from tfdp.optimizers.trust_ratio import (
+from tfdp.optimizers.layerwise import (
+    LayerwiseOptimizer,
+    UpdatePhases,
     as_compute_tensor,
+    check_number,
     ratio_or_one,
     sum_of_squares,
 )
-
-__all__ = ["LAMB"]
 
 _EPSILON = {"paper": 1e-6, "nvlamb": 1e-6, "keras": 1e-7}
 _NVLAMB_GLOBAL_CLIPNORM = 1.0
@@ -98,7 +97,7 @@ class LAMB(LayerwiseOptimizer):
     """
 
     forms = ("paper", "nvlamb", "keras")
-    adds_repeated_rows = True  # see tfdp.step.repeated_rows
+    adds_repeated_rows = True  # see tfdp.step.table_rows
     decoupled_forms = ("keras",)
 
     def __init__(

@@ -9,15 +9,14 @@ import keras
 from keras import ops
 
 from tfdp._private.optimizer_hooks import variable_index
-from tfdp.optimizers.arguments import check_number
-from tfdp.optimizers.layerwise import LayerwiseOptimizer, UpdatePhases
-from tfdp.optimizers.trust_ratio import (
+from tfdp.optimizers.layerwise import (
+    LayerwiseOptimizer,
+    UpdatePhases,
     as_compute_tensor,
+    check_number,
     ratio_or_one,
     sum_of_squares,
 )
-
-__all__ = ["LARS"]
 
 # The reference takes epsilon 0 for "not given" and falls back to this value.
 _MLPERF_EPSILON = 1e-7
@@ -104,7 +103,7 @@ class LARS(LayerwiseOptimizer):
     """
 
     forms = ("classic", "unscaled", "mlperf")
-    adds_repeated_rows = True  # see tfdp.step.repeated_rows
+    adds_repeated_rows = True  # see tfdp.step.table_rows
 
     def __init__(
         self,

@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import warnings
 from collections.abc import Generator, Sequence
 from typing import Any, TypeAlias
 
+import keras
+import tensorflow as tf
+from keras import ops
+
 from tfdp._private.optimizer_hooks import DecayHooks, variable_index
+from tfdp.checks import is_number
 from tfdp.errors import ConfigurationError
-from tfdp.optimizers.arguments import (
-    check_choice,
-    check_learning_rate,
-    check_number,
-)
 from tfdp.plan.exclusions import (
     BIASES_AND_NORM_SCALES,
     check_patterns,
     is_excluded,
     variable_path,
 )
-
-__all__ = ["LayerwiseOptimizer", "UpdatePhases"]
 
 UpdatePhases: TypeAlias = Generator[tuple[Any, ...], tuple[Any, ...], None]
 
@@ -188,3 +187,78 @@ def _matches(
             stacklevel=3,
         )
     return matched
+
+
+# Norms of whole variables, and the ratio that they make.
+
+
+def as_compute_tensor(value: Any, dtype: Any = None) -> Any:
+    """`value` as a dense tensor of `dtype`, by default of float32 or wider.
+
+    The square of a float16 above 255 overflows and one below 2e-4 vanishes, and
+    bfloat16 keeps 8 bits, so norms and updates are computed in float32 and only the
+    result goes back to the variable's dtype. Sparse gradients (`tf.IndexedSlices`, as
+    an embedding makes) become dense: rows that occur twice must be summed before a
+    norm is taken of them.
+    """
+    if isinstance(value, tf.IndexedSlices):
+        value = tf.convert_to_tensor(value)
+    dtype = keras.utils.standardize_dtype(dtype or value.dtype)
+    return ops.cast(value, "float32" if dtype in ("float16", "bfloat16") else dtype)
+
+
+def sum_of_squares(tensor: Any) -> Any:
+    """The sum of the squares of all elements: a scalar of the tensor's dtype."""
+    # `power`, not `square`, as Keras' Lamb has it: run eagerly the two may differ in
+    # the last bit. A compiled graph turns this power into a square.
+    return ops.sum(ops.power(tensor, 2))
+
+
+def ratio_or_one(weight_norm: Any, update_norm: Any, denominator: Any) -> Any:
+    """`weight_norm / denominator`, but 1 where either norm is 0.
+
+    A zero weight would never leave 0 with a ratio of 0, and a zero update has no
+    direction to scale. `where` computes both branches, hence the safe denominator.
+    """
+    both = ops.logical_and(weight_norm > 0, update_norm > 0)
+    safe = ops.where(both, denominator, ops.ones_like(denominator))
+    return ops.where(both, weight_norm / safe, ops.ones_like(weight_norm))
+
+
+# Checks of the numbers and words that the optimizers are made with.
+
+
+def check_choice(name: str, value: Any, choices: Sequence[str]) -> str:
+    """`value`, refused unless it is one of `choices`."""
+    if value not in choices:
+        raise ConfigurationError(
+            f"{name} must be one of {', '.join(map(repr, choices))}. "
+            f"Received: {value!r}."
+        )
+    return value
+
+
+def check_number(
+    name: str, value: Any, *, below: float = math.inf, above_zero: bool = False
+) -> float:
+    """`value` as a float, refused unless 0 <= value < below (0 < value < below)."""
+    if (
+        not is_number(value)
+        or not 0 <= float(value) < below
+        or (above_zero and value == 0)
+    ):
+        allowed = "above 0" if above_zero else "of at least 0"
+        limit = "" if below == math.inf else f" and below {below:g}"
+        raise ConfigurationError(
+            f"{name} must be a finite number {allowed}{limit}. Received: {value!r}."
+        )
+    return float(value)
+
+
+def check_learning_rate(name: str, value: Any) -> Any:
+    """A number as a float; a schedule or function as it came; anything else refused."""
+    if callable(value) or isinstance(
+        value, keras.optimizers.schedules.LearningRateSchedule
+    ):
+        return value
+    return check_number(name, value)

@@ -10,11 +10,12 @@ from keras import ops
 
 from tfdp._private.optimizer_hooks import variable_index
 from tfdp.compression.method import Method
-from tfdp.optimizers.arguments import check_learning_rate, check_number
+from tfdp.optimizers.layerwise import (
+    as_compute_tensor,
+    check_learning_rate,
+    check_number,
+)
 from tfdp.optimizers.sent_momentum import SentMomentum, refuse_keras_arguments
-from tfdp.optimizers.trust_ratio import as_compute_tensor
-
-__all__ = ["OneBitAdam"]
 
 
 @keras.saving.register_keras_serializable("tfdp")

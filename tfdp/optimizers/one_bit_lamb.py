@@ -11,16 +11,14 @@ from keras import ops
 from tfdp._private.optimizer_hooks import variable_index
 from tfdp.compression.method import Method
 from tfdp.errors import ConfigurationError
-from tfdp.optimizers.arguments import check_number
 from tfdp.optimizers.lamb import LAMB
-from tfdp.optimizers.sent_momentum import SentMomentum, refuse_keras_arguments
-from tfdp.optimizers.trust_ratio import (
+from tfdp.optimizers.layerwise import (
     as_compute_tensor,
+    check_number,
     ratio_or_one,
     sum_of_squares,
 )
-
-__all__ = ["OneBitLAMB"]
+from tfdp.optimizers.sent_momentum import SentMomentum, refuse_keras_arguments
 
 
 @keras.saving.register_keras_serializable("tfdp")
@@ -107,7 +105,7 @@ class OneBitLAMB(SentMomentum, LAMB):
     with the one that rounded.
     """
 
-    adds_repeated_rows = True  # see tfdp.step.repeated_rows
+    adds_repeated_rows = True  # see tfdp.step.table_rows
 
     def __init__(
         self,

@@ -10,21 +10,17 @@ import tensorflow as tf
 from tfdp import compression as methods
 from tfdp._private.optimizer_hooks import DecayHooks, variable_index
 from tfdp.checks import is_whole
-from tfdp.compression.method import Method
-from tfdp.compression.momentum import MomentumCompression
+from tfdp.compression.method import Method, MomentumCompression
 from tfdp.errors import ConfigurationError, ScopeError
-from tfdp.step.repeated_rows import CLIPPING
-from tfdp.tracing.current_run import current_run
-from tfdp.tracing.run import ReplicaRun
-
-__all__ = ["SentMomentum", "refuse_keras_arguments"]
+from tfdp.step.table_rows import CLIPPING
+from tfdp.tracing.run import ReplicaRun, current_run
 
 
 class SentMomentum(DecayHooks):
     """A Keras optimizer whose momentum is made small on its way, after a warm-up.
 
     Subclasses call `send_momentum` when they are made, and make `_momentums` when they
-    are built. Where gradients are summed (`tfdp.step.momentum_sums`), they are then
+    are built. Where gradients are summed (`tfdp.step.compression`), they are then
     given the gradient by which their momentum comes to the sum that arrived.
     """
 

@@ -15,8 +15,6 @@ from collections.abc import Iterable, Sequence
 
 from tfdp.errors import ConfigurationError
 
-__all__ = ["Bucket", "TensorInfo", "joined_if_few", "plan_buckets", "predecessors"]
-
 # Below this a message costs its latency whatever its size, so two messages cost
 # twice as much as one and there is nothing to overlap: do not split such a set.
 SMALLEST_SPLIT_BYTES = 64 * 1024

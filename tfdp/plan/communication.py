@@ -10,17 +10,6 @@ from tfdp.errors import ConfigurationError
 from tfdp.plan.compression import CAST_DTYPES, Compression
 from tfdp.plan.topology import Topology
 
-__all__ = [
-    "ACROSS",
-    "MIB",
-    "Communication",
-    "checked_communication",
-    "refuse_compressed_shards",
-    "refuse_idle_options",
-    "uncompressed",
-    "without_idle_options",
-]
-
 MIB = 1 << 20
 ENGINES = ("auto", "in_process", "tensorflow", "sockets", "mpi")
 WIRE_DTYPES = (None, *CAST_DTYPES)

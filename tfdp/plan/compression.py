@@ -10,8 +10,6 @@ from tfdp.checks import is_whole
 from tfdp.errors import ConfigurationError
 from tfdp.plan.exclusions import check_patterns, is_excluded
 
-__all__ = ["CAST_DTYPES", "Compression"]
-
 CAST_DTYPES = ("bfloat16", "float16")
 
 

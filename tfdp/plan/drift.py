@@ -11,8 +11,6 @@ import collections
 import dataclasses
 from collections.abc import Sequence
 
-__all__ = ["Drift", "Holding", "find_drifts"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Holding:

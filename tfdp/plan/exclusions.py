@@ -8,8 +8,6 @@ from typing import Any
 
 from tfdp.errors import ConfigurationError
 
-__all__ = ["BIASES_AND_NORM_SCALES", "check_patterns", "is_excluded", "variable_path"]
-
 # What `None` means: Keras names every bias `bias`, the scale of batch, layer and group
 # normalisation `gamma` and their offset `beta`, and that of RMSNormalization `scale`.
 # Only the last part of the path counts: a layer called "scale" keeps its kernel.

@@ -14,14 +14,6 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
-__all__ = [
-    "NoiseAverage",
-    "NoiseEstimate",
-    "ada_scale_gain",
-    "split_norms",
-    "student_quantile",
-]
-
 # Of a standard normal: 95% lie within.
 NORMAL_QUANTILE = 1.959963984540054
 # Fewer tell nothing of their own spread.

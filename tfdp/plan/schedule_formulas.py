@@ -15,17 +15,6 @@ from typing import Any
 from tfdp.checks import is_number
 from tfdp.errors import ConfigurationError
 
-__all__ = [
-    "SCALING_RULES",
-    "check_rate",
-    "check_steps",
-    "interpolate",
-    "linear_warmup",
-    "polynomial_decay",
-    "remaining_fraction",
-    "scale_learning_rate",
-]
-
 SCALING_RULES = ("linear", "sqrt")
 
 

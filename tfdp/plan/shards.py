@@ -13,15 +13,6 @@ from typing import Any
 from tfdp.checks import is_whole
 from tfdp.errors import ConfigurationError
 
-__all__ = [
-    "SHARD_GROUPS",
-    "SHARD_STAGES",
-    "ShardLayout",
-    "Sharding",
-    "shard_stage",
-    "sharding_of",
-]
-
 #: Who may share shards: all replicas, or those of each host.
 SHARD_GROUPS = ("all", "host")
 #: What `shard=` takes; the place in the list is the stage.

@@ -24,8 +24,6 @@ import dataclasses
 import statistics
 from collections.abc import Sequence
 
-__all__ = ["WAYS", "LinkSpeed", "SumWays", "distances", "rounds", "sent_bytes"]
-
 WAYS = ("ring", "gather", "doubling")
 # What a worker holds of all others at once; a ring holds nothing.
 MOST_BYTES_GATHERED_OF_ALL = 1 << 18

@@ -11,8 +11,6 @@ import dataclasses
 from tfdp.checks import is_whole
 from tfdp.errors import ConfigurationError
 
-__all__ = ["Topology"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Topology:

@@ -19,8 +19,6 @@ from tfdp.checks import is_whole
 from tfdp.errors import ConfigurationError
 from tfdp.plan.shards import shard_stage
 
-__all__ = ["KERAS_ADAM", "MIXED_ADAM", "PUBLISHED", "StateBytes", "state_bytes"]
-
 
 @dataclasses.dataclass(frozen=True)
 class StateBytes:

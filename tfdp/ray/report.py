@@ -14,8 +14,6 @@ from tfdp.checks import is_whole
 from tfdp.cluster.scratch import scratch_folder
 from tfdp.errors import ConfigurationError
 
-__all__ = ["ReportCallback"]
-
 MODEL_NAME = "model.keras"
 
 

@@ -42,16 +42,7 @@ from tfdp.errors import ConfigurationError
 from tfdp.plan.exclusions import variable_path
 from tfdp.sharding.updates import ShardUpdates
 from tfdp.sharding.variables import ShardedVariable, shard_kind
-from tfdp.tracing.current_run import current_run
-
-__all__ = [
-    "check_own_hooks",
-    "check_shardable",
-    "clip_over_shards",
-    "is_own",
-    "own_look_at_gradients",
-    "shard_leads",
-]
+from tfdp.tracing.run import current_run
 
 # Those whose update of an element needs that element only.
 ELEMENTWISE = (
@@ -74,7 +65,7 @@ def check_shardable(optimizer: keras.optimizers.Optimizer) -> None:
     """
     is_elementwise = getattr(optimizer, "is_elementwise", False)
     check_own_hooks(optimizer)
-    # What sends its momentum does so in whole variables (tfdp.step.momentum_sums).
+    # What sends its momentum does so in whole variables (tfdp.step.compression).
     if not hasattr(optimizer, "momentum_compression") and (
         hasattr(optimizer, "update_phases") or is_elementwise
     ):
@@ -134,7 +125,7 @@ def is_own(optimizer: keras.optimizers.Optimizer, method: str) -> bool:
     return owner is not None and not owner.__module__.startswith(("keras.", "tfdp."))
 
 
-def shard_leads(
+def shard_overrides(
     optimizer: keras.optimizers.Optimizer, shards: ShardUpdates
 ) -> dict[str, Any]:
     """The instance attributes with which a shardable `optimizer` updates shards."""

@@ -12,15 +12,13 @@ import tensorflow as tf
 
 from tfdp._private.names import current_rank
 from tfdp._private.tpu_names import assign_in_replica, in_tpu_replica, read_stored
-from tfdp.exchange.shard_pieces import piece_of
+from tfdp.exchange.packing import piece_of
 from tfdp.sharding.variables import (
     ShardedVariable,
     ShardUpdatedVariable,
     updating_rank,
 )
 from tfdp.variables.tpu import AssignedInReplica, TPUReplicaVariable
-
-__all__ = ["TPUShardUpdatedVariable", "TPUShardedVariable", "tpu_shard_class"]
 
 
 class TPUShardedVariable(AssignedInReplica, ShardedVariable):

@@ -10,7 +10,7 @@ import keras
 import tensorflow as tf
 
 from tfdp._private.frames import is_made_for_autocast
-from tfdp._private.keras_autocast import autocast_dtype
+from tfdp._private.keras_layers import autocast_dtype
 from tfdp._private.names import (
     DistributedVariable,
     UpdateContext,
@@ -24,9 +24,9 @@ from tfdp._private.names import (
 )
 from tfdp._private.optimizer_hooks import strategy_of
 from tfdp.errors import ConfigurationError
-from tfdp.exchange.exchange_names import exchanges_of
+from tfdp.exchange.engine import exchanges_of
+from tfdp.exchange.packing import own_piece, piece_of
 from tfdp.exchange.reducer import Reducer
-from tfdp.exchange.shard_pieces import own_piece, piece_of
 from tfdp.plan.shards import Sharding, ShardLayout
 from tfdp.sharding.variables import (
     LocalShardVariable,
@@ -35,17 +35,8 @@ from tfdp.sharding.variables import (
     refuse_gradient_of_shard,
     shard_update,
 )
-from tfdp.sharding.views import ShardView
-from tfdp.tracing.current_run import name_of_gradient
 from tfdp.tracing.loss_shares import key_of
-from tfdp.tracing.run import trace_of
-
-__all__ = [
-    "ACCUMULATOR_NAME",
-    "SHARD_CLASSES",
-    "ShardUpdates",
-    "shards_of",
-]
+from tfdp.tracing.run import name_of_gradient, trace_of
 
 SHARD_CLASSES = (ShardedVariable, ShardUpdatedVariable)
 
@@ -344,7 +335,7 @@ class ShardUpdates:
             device = self._device_of_update(variable, target.device)
             with tf.device(device), UpdateContext(rank), shard_update(rank):
                 own_args, own_kwargs = select_replica(rank, (args, kwargs or {}))
-                _refuse_wholes(variable, own_args)
+                _check_no_whole_variables(variable, own_args)
                 fn(target, *own_args, **own_kwargs)
         if isinstance(variable, ShardUpdatedVariable):
             updated = [target.value() for target in targets]
@@ -354,7 +345,7 @@ class ShardUpdates:
                     target.copy.assign(whole)
 
 
-def _refuse_wholes(variable: Any, arguments: Any) -> None:
+def _check_no_whole_variables(variable: Any, arguments: Any) -> None:
     """An optimizer that nobody leads brings gradients of whole variables."""
     layout = variable.layout
     whole, shard = tf.TensorShape(layout.shape), tf.TensorShape([layout.shard_elements])
@@ -391,3 +382,104 @@ def _stored(variable: Any) -> Any:
 def shards_of(optimizer: keras.optimizers.Optimizer) -> ShardUpdates | None:
     """What updates the shards of the strategy of `optimizer`; None: it has none."""
     return getattr(strategy_of(optimizer).extended, "shards", None)
+
+
+# A shard of a mirrored weight, while an optimizer updates it.
+
+
+class ShardView:
+    """Shard `part` of one replica's copy of a mirrored weight, while it is updated.
+
+    Looks like a variable to an optimizer. What is assigned stays here, as a tensor on
+    the replica's device, until the shards of all replicas are gathered into the copies.
+    """
+
+    def __init__(self, variable: ShardUpdatedVariable, part: Any, copy_: Any):
+        self.variable = variable
+        self.copy = copy_
+        self.layout = variable.layout
+        self.graph = tf.compat.v1.get_default_graph()
+        self.is_assigned = False
+        with tf.device(copy_.device):
+            self._value = piece_of(copy_.read_value(), variable.layout, part)
+
+    def _distributed_container(self) -> ShardUpdatedVariable:
+        # By this Keras finds the slots that belong to the variable.
+        return self.variable
+
+    @property
+    def dtype(self) -> tf.DType:
+        """The variable's."""
+        return self._value.dtype
+
+    @property
+    def shape(self) -> tf.TensorShape:
+        """The shard's: flat."""
+        return self._value.shape
+
+    @property
+    def device(self) -> str:
+        """The replica's."""
+        return self.copy.device
+
+    @property
+    def name(self) -> str:
+        """The variable's."""
+        return self.variable.name
+
+    def value(self) -> tf.Tensor:
+        """The shard as it is by now."""
+        return self._value
+
+    read_value = value
+
+    def __tf_tensor__(self, dtype: Any = None, name: Any = None) -> tf.Tensor:
+        return tf.convert_to_tensor(self._value, dtype=dtype, name=name)
+
+    def assign(self, value: Any, **kwargs: Any) -> ShardView:
+        """Sets the shard."""
+        if tf.compat.v1.get_default_graph() is not self.graph:
+            raise ConfigurationError(
+                f"An optimizer updates {self.name!r} inside a conditional of its own, "
+                "which does not work with shard=...: use shard='none', or an optimizer "
+                "of Keras or tfdp."
+            )
+        with tf.device(self.device):
+            value = tf.cast(value, self.dtype)
+            self._value = tf.ensure_shape(tf.reshape(value, [-1]), self.shape)
+        self.is_assigned = True
+        return self
+
+    def assign_add(self, value: Any, **kwargs: Any) -> ShardView:
+        """Adds to the shard."""
+        with tf.device(self.device):
+            return self.assign(self._value + tf.cast(value, self.dtype))
+
+    def assign_sub(self, value: Any, **kwargs: Any) -> ShardView:
+        """Subtracts from the shard."""
+        with tf.device(self.device):
+            return self.assign(self._value - tf.cast(value, self.dtype))
+
+    def __add__(self, other: Any) -> tf.Tensor:
+        return self._value + other
+
+    def __radd__(self, other: Any) -> tf.Tensor:
+        return other + self._value
+
+    def __sub__(self, other: Any) -> tf.Tensor:
+        return self._value - other
+
+    def __rsub__(self, other: Any) -> tf.Tensor:
+        return other - self._value
+
+    def __mul__(self, other: Any) -> tf.Tensor:
+        return self._value * other
+
+    def __rmul__(self, other: Any) -> tf.Tensor:
+        return other * self._value
+
+    def __truediv__(self, other: Any) -> tf.Tensor:
+        return self._value / other
+
+    def __neg__(self) -> tf.Tensor:
+        return -self._value

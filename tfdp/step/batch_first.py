@@ -16,9 +16,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdp._private.autograph import library_code
-
-__all__ = ["batch_first", "tensors_of_this_graph"]
+from tfdp._private.functions import library_code
 
 
 @contextlib.contextmanager

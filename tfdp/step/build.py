@@ -20,12 +20,10 @@ import tensorflow as tf
 from tfdp._private.instance_attributes import instance_attributes
 from tfdp._private.keras_models import BUILD, build_symbolically
 from tfdp.errors import TfdpError
-from tfdp.step.borrowed_rows import row_like
-from tfdp.step.held_optimizers import optimizers_of
+from tfdp.step.dummy_rows import row_like
+from tfdp.step.find_optimizers import optimizers_of
 from tfdp.tracing.keras_steps import is_stock_step
 from tfdp.tracing.padded_batch import without_padding
-
-__all__ = ["builds_from_plain_batch"]
 
 
 def builds_from_plain_batch(model: Any) -> None:

@@ -1,7 +1,7 @@
 """One `strategy.run`, stage by stage; `ReplicaContextStrategy.run` is the list of them.
 
 take_batch   the rows of each replica: parts, counts, filling or borrowed rows
-make_shapes_alike  of static shapes, what all replicas and hosts have alike
+unify_shapes  of static shapes, what all replicas and hosts have alike
 leading      while replicas run: the batch comes first; optimizers, reports, losses
 own_rows_of  of what a prediction returns, the rows that came in
 """
@@ -16,43 +16,47 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdp._private.autograph import as_the_caller_is
-from tfdp._private.given_functions import as_replicas_run_it, python_function_of
+from tfdp._private.functions import (
+    as_replicas_run_it,
+    as_the_caller_is,
+    python_function_of,
+)
 from tfdp._private.instance_attributes import instance_attributes
 from tfdp.data.keras_input import with_none
 from tfdp.data.split import in_parts
-from tfdp.step.alike_shapes import with_alike_shapes
 from tfdp.step.batch_first import batch_first
-from tfdp.step.borrowed_rows import borrow_rows, leaves_borrowed_out, return_rows
+from tfdp.step.buffer_synchronization import (
+    suspect_stored,
+    suspect_written,
+    with_late_state,
+)
+from tfdp.step.dummy_rows import (
+    add_dummy_rows,
+    drop_dummy_rows,
+    ignores_dummy_rows,
+    with_own_gathers,
+    with_unified_shapes,
+)
+from tfdp.step.find_optimizers import optimizers_of
 from tfdp.step.finite_guard import FiniteGuard
-from tfdp.step.gathered_rows import with_own_gathers
-from tfdp.step.held_optimizers import optimizers_of
 from tfdp.step.jit import jitted_train_step
-from tfdp.step.late_state import with_late_state
-from tfdp.step.layer_state import suspect_stored
-from tfdp.step.metric_state import suspect_counted, suspect_steps_counted
-from tfdp.step.noise_probe import NoiseProbe
-from tfdp.step.observers import observers_of
-from tfdp.step.optimizers import led_optimizers
-from tfdp.step.own_losses import own_losses
+from tfdp.step.losses import overridden_reductions, own_losses
+from tfdp.step.metric_state import warn_if_rows_counted, warn_if_steps_counted
+from tfdp.step.observers import NoiseProbe, StepMeter, observers_of
+from tfdp.step.optimizers import overridden_optimizers
 from tfdp.step.padding import leaves_filling_out, step_without_filling
-from tfdp.step.reductions import led_reductions
-from tfdp.step.reports import led_reports, recorded
-from tfdp.step.step_meter import StepMeter
-from tfdp.step.tables_in_place import read_in_place
-from tfdp.step.written_summaries import suspect_written
+from tfdp.step.reports import overridden_reports, recorded
+from tfdp.step.table_rows import read_in_place
+from tfdp.tracing.effect_order import operations
 from tfdp.tracing.keras_steps import (
     is_predict_step,
     is_stock_train_step,
     name_of_step,
 )
 from tfdp.tracing.padded_batch import find_padded, trim_rows, without_padding
-from tfdp.tracing.row_pairs import suspect_pairs
+from tfdp.tracing.row_means import suspect_pairs
 from tfdp.tracing.run import ReplicaRun
 from tfdp.tracing.sample_counts import sample_counts
-from tfdp.tracing.whose_operation import operations
-
-__all__ = ["StepCall"]
 
 
 class StepCall:
@@ -129,7 +133,7 @@ class StepCall:
                 self.args = without_padding(self.args)
                 self.kwargs = without_padding(self.kwargs)
         elif not self._is_compiled and (self.is_step or self.is_prediction):
-            arguments = borrow_rows(
+            arguments = add_dummy_rows(
                 (self.args, self.kwargs), run, self._devices, self._hosts
             )
             self.args, self.kwargs = arguments
@@ -139,11 +143,11 @@ class StepCall:
             self._has_own_shapes = True
         return run
 
-    def make_shapes_alike(self) -> None:
+    def unify_shapes(self) -> None:
         """Forgets how many rows are known, where replicas or hosts have others."""
         if self._has_own_shapes:
             arguments = (self.args, self.kwargs)
-            self.args, self.kwargs = with_alike_shapes(arguments, self.run)
+            self.args, self.kwargs = with_unified_shapes(arguments, self.run)
 
     @contextlib.contextmanager
     def leading(
@@ -166,10 +170,10 @@ class StepCall:
         if not self._is_compiled:
             step = with_own_gathers(with_late_state(step, self.run), self.run)
         with (
-            led_optimizers(optimizers, self.run),
-            led_reports(self.model, self.run, made_metrics) as noted,
-            led_reductions(self.model, self.run, self.fn),
-            leaves_borrowed_out(self.fn, optimizers, self.run),
+            overridden_optimizers(optimizers, self.run),
+            overridden_reports(self.model, self.run, made_metrics) as noted,
+            overridden_reductions(self.model, self.run, self.fn),
+            ignores_dummy_rows(self.fn, optimizers, self.run),
             own_losses(self.model, self.run),
             _looking_at_loss(self.model, self.run.guard),
             self._leaving_filling_out(made_metrics),
@@ -182,8 +186,8 @@ class StepCall:
             suspect_written(self.run, operations()[built_before:])
         suspect_pairs(self.run)
         suspect_stored(self.run, self.model)
-        suspect_counted(self.run)
-        suspect_steps_counted(self.run, made_metrics)
+        warn_if_rows_counted(self.run)
+        warn_if_steps_counted(self.run, made_metrics)
 
     def _leaving_filling_out(
         self, made_metrics: Sequence[keras.metrics.Metric]
@@ -209,7 +213,7 @@ class StepCall:
             return result
         if self.run.padding:
             result = trim_rows(result, self._filled_rows)
-        return return_rows(result, self.run)
+        return drop_dummy_rows(result, self.run)
 
 
 def _looking_at_loss(

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from tfdp._private.autograph import library_code
+from tfdp._private.functions import library_code
 from tfdp._private.names import (
     DistributedVariable,
     current_rank,
@@ -33,21 +33,11 @@ from tfdp._private.names import (
 from tfdp._private.optimizer_hooks import variables_built_with
 from tfdp.exchange.compressed import are_finite
 from tfdp.exchange.reducer import Reducer
-from tfdp.step.guard_notes import NONE, GuardNotes
-from tfdp.step.loss_scale import scale_when_summed
+from tfdp.step.guard_notes import NONE, GuardNotes, scale_when_summed
 from tfdp.step.observers import detach, observers_of
-from tfdp.tracing.current_run import current_run
 from tfdp.tracing.padded_batch import find_padded
-from tfdp.tracing.run import ReplicaRun
+from tfdp.tracing.run import ReplicaRun, current_run
 from tfdp.variables.mirrored import is_seed_state
-
-__all__ = [
-    "FiniteGuard",
-    "LeftOut",
-    "forget_failed_fit",
-    "note_loss",
-    "update_if_finite",
-]
 
 
 class LeftOut(NamedTuple):

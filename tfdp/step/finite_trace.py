@@ -30,11 +30,9 @@ from tfdp._private.keras_models import layers_within
 from tfdp._private.names import current_rank
 from tfdp._private.optimizer_hooks import variables_built_with
 from tfdp.sharding.variables import ShardedVariable
-from tfdp.step.held_optimizers import optimizers_of
+from tfdp.step.find_optimizers import optimizers_of
 from tfdp.step.local_run import LooksApart
 from tfdp.variables.local_view import LocalView
-
-__all__ = ["Finding", "find_not_finite", "state_of_replica", "weights_not_finite"]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,9 +9,7 @@ import keras
 import tensorflow as tf
 
 from tfdp._private.names import make_note
-from tfdp.tracing.current_run import current_run
-
-__all__ = ["NONE", "GuardNotes", "remember"]
+from tfdp.tracing.run import current_run
 
 NONE = -1
 
@@ -122,3 +120,16 @@ def _make_note_of_any_shape(dtype: tf.DType) -> tf.Variable:
     """A variable of this process for tensors whose shapes are not known yet."""
     with tf.init_scope():
         return make_note(tf.zeros([0], dtype), dtype, any_shape=True)
+
+
+# By what an optimizer's gradients are multiplied when they are summed.
+
+
+def scale_when_summed(optimizer: Any) -> Any:
+    """What the gradients of `optimizer` are multiplied by then; None for nothing."""
+    if not hasattr(optimizer, "inner_optimizer"):
+        return optimizer.loss_scale_factor
+    # A DistributedOptimizer undoes the fixed scale before it sums.
+    if not getattr(optimizer, "dynamic_loss_scale", True):
+        return None
+    return optimizer.dynamic_scale if optimizer.built else optimizer.initial_scale

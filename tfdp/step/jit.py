@@ -23,8 +23,6 @@ from tfdp._private.keras_models import (
 from tfdp._private.names import unscale_loss_for_distribution
 from tfdp.step.finite_guard import note_loss
 
-__all__ = ["jitted_train_step", "take_over_jit"]
-
 
 def take_over_jit(model: keras.Model) -> bool:
     """Tells Keras not to compile the whole step; True if it was about to."""

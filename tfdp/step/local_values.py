@@ -14,11 +14,9 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from tfdp._private.checkpoint_hooks import checkpoint_as
 from tfdp._private.names import ResourceVariable
+from tfdp._private.variable_hooks import checkpoint_as
 from tfdp.variables.local_view import LocalView
-
-__all__ = ["LocalValues"]
 
 #: The mark of nothing; others are not negative.
 NO_MARK = -1

@@ -22,30 +22,36 @@ normalization) would get wrong gradients.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, MutableSequence
 from types import FrameType
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from tfdp._private.frames import frame_of_caller
-from tfdp._private.keras_models import ADD_UP
-from tfdp._private.names import run_independently
+from tfdp._private.instance_attributes import instance_attributes
+from tfdp._private.keras_models import ADD_UP, LOSSES, given_losses, layers_within
+from tfdp._private.names import current_rank, run_independently
 from tfdp.errors import ConfigurationError
 from tfdp.tracing.batch_rows import goes_with_rows
 from tfdp.tracing.batch_weight import Denominator, Kind, note_denominator
+from tfdp.tracing.keras_steps import is_stock_step
 from tfdp.tracing.loss_shares import LossShares, Standing, ancestors
 from tfdp.tracing.loss_suspicions import (
+    are_values_of_rows,
     is_mean_taken_by_hand,
     is_share,
     reported_standing,
     seems_local,
+    suspect_added_sum,
+    suspect_sum_of_all,
 )
 from tfdp.tracing.padded_batch import Padding
 from tfdp.tracing.run import ReplicaRun, trace_of
-
-__all__ = ["LossReplicaCount", "loss_replica_count", "note_of_one_replica"]
 
 LOSS_MODULE = "keras.src.losses.loss"
 SCALE = "scale_loss_for_distribution"
@@ -355,3 +361,139 @@ def _is_weighted_by_samples(reporter: FrameType | None) -> bool:
     if prediction is None:
         return True
     return tf.nest.flatten(prediction)[0].shape[0] is not None
+
+
+# What layers give `add_loss`, kept apart by replica.
+#
+# Keras keeps the losses of a layer in one list, which a model clears when it is called.
+# In eager mode replicas take turns wherever they sum something, such as the statistics
+# of synchronised batch normalization: one would clear the losses that another has
+# added, or count them as its own.
+#
+# A layer may give a value for each row. Keras' trainer adds these up, so that each
+# replica has a part of their sum, which is its share of the loss already.
+
+
+class OwnLosses(MutableSequence):
+    """A list for each trace of a run, used as the calling replica's own."""
+
+    def __init__(self) -> None:
+        self._by_trace: dict[int, list[Any]] = {}
+
+    @property
+    def _own(self) -> list[Any]:
+        return self._by_trace.setdefault(trace_of(current_rank()), [])
+
+    def __getitem__(self, place: Any) -> Any:
+        return self._own[place]
+
+    def __setitem__(self, place: Any, loss: Any) -> None:
+        self._own[place] = loss
+
+    def __delitem__(self, place: Any) -> None:
+        del self._own[place]
+
+    def __len__(self) -> int:
+        return len(self._own)
+
+    def insert(self, place: int, loss: Any) -> None:
+        """As `list.insert`, and with it `append` and `extend`."""
+        self._own.insert(place, loss)
+
+
+@contextlib.contextmanager
+def own_losses(model: Any, run: ReplicaRun) -> Iterator[None]:
+    """While this lasts, each replica has its own losses of the layers of `model`."""
+    with contextlib.ExitStack() as stack:
+        if isinstance(model, keras.Model) and run.replicas > 1:
+            for layer in layers_within(model):
+                led: dict[str, Any] = {LOSSES: OwnLosses()}
+                if isinstance(layer, keras.Model):
+                    led[ADD_UP] = functools.partial(_add_up, layer, run)
+                stack.enter_context(instance_attributes(layer, led))
+        yield
+
+
+def _add_up(model: keras.Model, run: ReplicaRun, loss: Any) -> Any:
+    """The number that `model` makes of what a layer gave `add_loss`."""
+    rank, given = current_rank(), tf.convert_to_tensor(loss)
+    shares = run.shares[trace_of(rank)]
+    if shares.standing_of(given) is Standing.LOCAL:
+        shapes = {tuple(weight.shape) for weight in model.trainable_weights}
+        if given.shape.rank != 0 and are_values_of_rows(run, rank, given, shapes):
+            if not given.dtype.is_floating:
+                given = tf.cast(given, keras.config.floatx())
+            loss = tf.reduce_sum(given) * shares.factor(1.0, given.dtype)
+        else:
+            suspect_added_sum(run, rank, given)
+    return getattr(type(model), ADD_UP)(model, loss)
+
+
+# Compiled losses with `reduction="sum"` or "none", told apart from means.
+#
+# Keras asks for the number of replicas where it takes a mean, and nobody where it takes
+# a sum. So the losses of the rows are multiplied by 1 before they are summed, by a
+# factor that is noted (`tracing.loss_shares`): what a step of one's own makes of the
+# sum, or reports of it, is then added over the replicas. Losses of rows are refused
+# where a mean or a sum was added to them, whoever asks for the loss.
+
+
+@contextlib.contextmanager
+def overridden_reductions(model: Any, run: ReplicaRun, step: Any) -> Iterator[None]:
+    """While this lasts, what the sums among `model`'s losses give is a share.
+
+    `compute_loss` of the model refuses what is neither of rows nor of the batch. Where
+    `step` is Keras' own, and so is `compute_loss`, nothing divides a sum.
+    """
+    is_stock = is_stock_step(step)
+    is_stock = is_stock and type(model).compute_loss is keras.Model.compute_loss
+    with contextlib.ExitStack() as stack:
+        losses = given_losses(model) if isinstance(model, keras.Model) else []
+        if losses and run.replicas > 1:
+            compute = functools.partial(_of_rows_or_whole, model.compute_loss, run)
+            stack.enter_context(instance_attributes(model, {"compute_loss": compute}))
+        # One loss may be given for several outputs: it is led once.
+        for loss in {id(loss): loss for loss in losses}.values():
+            if isinstance(loss, keras.losses.Loss) and loss.reduction == "sum":
+                lead = functools.partial(_losses_of_rows, loss.call, run, is_stock)
+                led = {"call": lead}
+                stack.enter_context(instance_attributes(loss, led))
+        yield
+
+
+def _losses_of_rows(
+    call: Any, run: ReplicaRun, is_stock: bool, *args: Any, **kwargs: Any
+) -> Any:
+    losses = call(*args, **kwargs)
+    is_rows = tf.is_tensor(losses) and losses.shape.rank != 0
+    if not is_rows or tf.distribute.in_cross_replica_context():
+        return losses  # of a scalar nothing says what it is
+    suspect_sum_of_all(run, current_rank(), losses)
+    if is_stock:
+        note_denominator(run, current_rank(), Denominator(None, of=Kind.SUM))
+    trace = trace_of(current_rank())
+    run.scaled_losses.add(trace)
+    shares = run.shares[trace]
+    return losses * shares.factor(1.0, losses.dtype)
+
+
+def _of_rows_or_whole(compute: Any, run: ReplicaRun, *args: Any, **kwargs: Any) -> Any:
+    """Refuses losses of rows to which a mean, or a sum, was added.
+
+    Keras adds it to each row's, so that one device counts it once for each row of the
+    global batch. A replica has other rows, and knew none of that at the mean.
+
+    Raises:
+      ConfigurationError: when the loss is such a sum.
+    """
+    loss = compute(*args, **kwargs)
+    if not tf.is_tensor(loss) or not loss.shape.rank:
+        return loss
+    suspect_sum_of_all(run, current_rank(), loss)
+    if run.shares[trace_of(current_rank())].standing_of(loss) is Standing.LOCAL:
+        return loss
+    raise ConfigurationError(
+        "A loss with reduction='none' was added to another one that is a mean "
+        "or a sum over the batch, which then counts once for each row. Give every "
+        "loss reduction='sum_over_batch_size', or 'sum'."
+    )

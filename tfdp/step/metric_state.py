@@ -18,8 +18,8 @@ import tensorflow as tf
 from tfdp._private.names import own_copy
 from tfdp._private.step_ops import MAY_CALL, PYTHON
 from tfdp.tracing.assigned_terms import change_of, is_read_among, term_added_to
+from tfdp.tracing.dependencies import DependsOn, is_of_own_rows
 from tfdp.tracing.loss_shares import Standing, ancestors, key_of
-from tfdp.tracing.own_rows import MadeOf, is_of_own_rows
 from tfdp.tracing.replica_invariance import is_exchanged, outermost
 from tfdp.tracing.row_means import (
     SELECTS,
@@ -28,8 +28,6 @@ from tfdp.tracing.row_means import (
     rows_of,
 )
 from tfdp.tracing.run import ReplicaRun, trace_of
-
-__all__ = ["suspect_counted", "suspect_steps_counted"]
 
 MOVES_BY_ITSELF = "something that moves by what it holds, such as a running mean"
 NO_SUM = "a sum of what is none over rows, such as of maxima or of roots"
@@ -50,7 +48,7 @@ EXTREMES = {
 }
 
 
-def suspect_counted(run: ReplicaRun) -> None:
+def warn_if_rows_counted(run: ReplicaRun) -> None:
     """Notes values of metrics whose sum over the replicas is not one device's value."""
     if run.replicas == 1:
         return
@@ -77,7 +75,7 @@ def suspect_counted(run: ReplicaRun) -> None:
             )
 
 
-def suspect_steps_counted(
+def warn_if_steps_counted(
     run: ReplicaRun, metrics: Iterable[keras.metrics.Metric]
 ) -> None:
     """Notes metrics that divide a sum of losses by steps that each replica counts.
@@ -117,7 +115,7 @@ def _handle(variable: object, rank: int) -> tf.Tensor | None:
     return outermost(own_copy(variable, rank).handle)
 
 
-def _of_a_term(term: tf.Tensor, handles: set[int], rows: MadeOf) -> str | None:
+def _of_a_term(term: tf.Tensor, handles: set[int], rows: DependsOn) -> str | None:
     """What the sum of `term` over the steps looks like; None: a sum over rows."""
     if _reads(term, handles):
         return MOVES_BY_ITSELF
@@ -127,7 +125,7 @@ def _of_a_term(term: tf.Tensor, handles: set[int], rows: MadeOf) -> str | None:
 
 
 def _of_a_value(
-    handle: tf.Tensor | None, value: tf.Tensor, handles: set[int], rows: MadeOf
+    handle: tf.Tensor | None, value: tf.Tensor, handles: set[int], rows: DependsOn
 ) -> str | None:
     """What a variable of `handle` that is given `value` looks like; None: a sum."""
     todo, seen = [value], set()
@@ -181,7 +179,7 @@ def _of_a_value(
     return None
 
 
-def _forgets(held: tf.Tensor, terms: Sequence[tf.Tensor], rows: MadeOf) -> bool:
+def _forgets(held: tf.Tensor, terms: Sequence[tf.Tensor], rows: DependsOn) -> bool:
     """Whether `held`, a multiple of what was there, gets no sum over rows added.
 
     A sum that forgets adds up over the replicas as well.

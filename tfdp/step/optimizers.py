@@ -25,45 +25,41 @@ import keras
 import tensorflow as tf
 
 from tfdp._private.instance_attributes import instance_attributes
-from tfdp._private.names import current_rank
+from tfdp._private.names import current_rank, is_branch_graph, keras_state
 from tfdp._private.optimizer_hooks import (
     CLIP,
     ON_THE_WAY,
     REDUCE,
     by_keras,
+    strategy_of,
     variables_built_with,
 )
-from tfdp.errors import ConfigurationError
+from tfdp._private.step_ops import DRAWS, operations_within
+from tfdp.errors import ConfigurationError, ScopeError
 from tfdp.sharding.optimizers import (
     check_own_hooks,
     check_shardable,
     clip_over_shards,
     is_own,
     own_look_at_gradients,
-    shard_leads,
+    shard_overrides,
 )
 from tfdp.sharding.updates import shards_of
-from tfdp.step.drawn_updates import watch_draws
+from tfdp.sharding.variables import shard_kind
+from tfdp.step.buffer_synchronization import bring_layers_together
+from tfdp.step.compression import momentum_compression_of
+from tfdp.step.find_optimizers import innermost_optimizers
 from tfdp.step.finite_guard import update_if_finite
-from tfdp.step.held_optimizers import innermost_optimizers
-from tfdp.step.overwritten import is_overwritten, overwritten_alike
-from tfdp.step.state_means import bring_layers_together
 from tfdp.step.sums import agree_finite, largest_of_replicas, reduce_gradients
+from tfdp.step.table_rows import CLIPPING
 from tfdp.tracing.assigned_terms import as_tensors
-from tfdp.tracing.before_the_step import do_before_the_step
-from tfdp.tracing.current_run import current_run
-from tfdp.tracing.run import ReplicaRun
-
-__all__ = [
-    "led_optimizers",
-    "takes_reduced",
-]
+from tfdp.tracing.run import ReplicaRun, current_run, do_before_the_step
 
 ALREADY_REDUCED = {REDUCE: lambda grads_and_vars: grads_and_vars}
 
 
 @contextlib.contextmanager
-def led_optimizers(
+def overridden_optimizers(
     optimizers: Iterable[keras.optimizers.Optimizer], run: ReplicaRun
 ) -> Iterator[None]:
     """While this lasts, `optimizers` reduce before they clip, test and update.
@@ -73,11 +69,15 @@ def led_optimizers(
     """
     with contextlib.ExitStack() as stack:
         for optimizer in optimizers:
-            stack.enter_context(instance_attributes(optimizer, _leads(optimizer, run)))
+            stack.enter_context(
+                instance_attributes(optimizer, _method_overrides(optimizer, run))
+            )
         yield
 
 
-def _leads(optimizer: keras.optimizers.Optimizer, run: ReplicaRun) -> dict[str, Any]:
+def _method_overrides(
+    optimizer: keras.optimizers.Optimizer, run: ReplicaRun
+) -> dict[str, Any]:
     """The instance attributes that lead `optimizer`."""
     if getattr(optimizer, "reduces_gradients", False):
         return {}  # DistributedOptimizer does all of this itself
@@ -90,7 +90,7 @@ def _leads(optimizer: keras.optimizers.Optimizer, run: ReplicaRun) -> dict[str, 
         leads["check_finite"] = functools.partial(_check_finite, optimizer)
         return leads
     shards = shards_of(optimizer)
-    own = {} if shards is None else shard_leads(optimizer, shards)
+    own = {} if shards is None else shard_overrides(optimizer, shards)
     # Keras clips before it accumulates and before it reduces. Gradients that are yet
     # to be reduced are held back here, and clipped right after (`_reduce`).
     clip = own.get(CLIP, by_keras(optimizer, CLIP))
@@ -157,7 +157,7 @@ def _apply(
     if variables is not None and not optimizer.built:
         _build_as_keras(optimizer, run, variables)
     if variables is not None and run.replicas > 1:
-        gradients = overwritten_alike(
+        gradients = overwritten_by_mean(
             gradients,
             variables,
             lambda values: largest_of_replicas(values, run, optimizer),
@@ -321,6 +321,191 @@ def takes_reduced(optimizer: keras.optimizers.Optimizer) -> Iterator[None]:
         for leaf in innermost_optimizers(optimizer):
             if shards is not None:
                 check_shardable(leaf)
-            own = {} if shards is None else shard_leads(leaf, shards)
+            own = {} if shards is None else shard_overrides(leaf, shards)
             stack.enter_context(instance_attributes(leaf, own | ALREADY_REDUCED))
         yield
+
+
+# Optimizers that draw random numbers: copies of a weight must get the same ones.
+#
+# `keras.random` draws alike on all replicas there (`tfdp.variables.mirrored`).
+# TensorFlow's own random operations are seeded by their place in the graph, which is
+# another one for each replica, or by nothing.
+
+
+def watch_draws(
+    optimizers: Iterable[keras.optimizers.Optimizer],
+    run: ReplicaRun,
+    update: Callable[..., Any],
+) -> Callable[..., Any]:
+    """`update`, which notes for a warning where replicas draw apart in it.
+
+    Args:
+      optimizers: those that update.
+      run: in which the replicas are traced.
+      update: builds the update of one replica.
+    """
+    if run.replicas == 1 or run.is_local or tf.executing_eagerly():
+        return update
+    if tf.distribute.in_cross_replica_context():
+        return update  # as a program's own merge_call does: one draws for all copies
+    rank = current_rank()
+    if isinstance(rank, int) and rank != 0:
+        return update  # what one of them draws by all do
+
+    @functools.wraps(update)
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        graph = tf.compat.v1.get_default_graph()
+        before = len(graph.get_operations())
+        result = update(*args, **kwargs)
+        made = operations_within(graph.get_operations()[before:])
+        if any(op.type in DRAWS for op in made):
+            names = ", ".join(sorted({type(each).__name__ for each in optimizers}))
+            run.state_suspicions.add(
+                f"the optimizer {names} draws random numbers by TensorFlow, which are "
+                "others on each replica, so that the copies of the weights become "
+                "unlike. Draw with keras.random and a keras.random.SeedGenerator that "
+                "the optimizer holds: in an update all replicas draw alike by it"
+            )
+        return result
+
+    return watched
+
+
+# Variables that Keras overwrites by their gradients, alike on all replicas.
+#
+# A layer of float8 (`quantize("float8")`) keeps the largest values that it has seen,
+# and hands the new ones on as gradients. Over the replicas the largest one counts, as
+# Keras has it over the micro-steps of an accumulation.
+
+
+# Of such a history the first value is new, the others are alike on all replicas.
+HISTORY = "amax_history"
+
+
+def is_overwritten(variable: Any) -> bool:
+    """Whether a gradient is what Keras stores in `variable` next."""
+    return bool(getattr(variable, "overwrite_with_gradient", False))
+
+
+def overwritten_by_mean(
+    gradients: list[Any],
+    variables: Sequence[Any],
+    largest: Callable[[list[tf.Tensor]], list[tf.Tensor]],
+) -> list[Any]:
+    """`gradients`, of which those to store are the largest of all replicas.
+
+    Args:
+      gradients: of the calling replica, one for each of `variables`.
+      largest: of vectors, element by element the largest that a replica has.
+
+    Cost: one exchange of a number for each such variable, from each replica; nothing
+    where there is none.
+
+    Raises:
+      ConfigurationError: where such a variable is in shards.
+    """
+    places = [
+        place
+        for place, variable in enumerate(variables)
+        if is_overwritten(variable) and gradients[place] is not None
+    ]
+    if not places:
+        return gradients
+    for place in places:
+        if shard_kind(variables[place]) is not None:
+            raise ConfigurationError(
+                f"The variable {variables[place].path!r}, which Keras overwrites by "
+                "its gradient, is in shards, and no replica has the whole of it. Give "
+                "the strategy a shard_min_bytes above its size, such as the default."
+            )
+    new = [_new_part(gradients[place], variables[place]) for place in places]
+    results = list(gradients)
+    for place, part in zip(places, largest(new), strict=True):
+        flat = tf.reshape(gradients[place], [-1])
+        whole = tf.concat([part, flat[part.shape[0] :]], axis=0)
+        results[place] = tf.reshape(whole, gradients[place].shape)
+    return results
+
+
+def _new_part(gradient: tf.Tensor, variable: Any) -> tf.Tensor:
+    flat = tf.reshape(gradient, [-1])
+    return flat[:1] if variable.name.endswith(HISTORY) else flat
+
+
+def refuse_overwritten(variables: Sequence[Any], wrapper: str) -> None:
+    """Refuses an optimizer that would add up what is to be stored.
+
+    Raises:
+      ConfigurationError: one of `variables` is overwritten by its gradient.
+    """
+    for variable in variables:
+        if is_overwritten(variable):
+            raise ConfigurationError(
+                f"{wrapper} adds gradients up, and that of {variable.path!r} is a "
+                "value to store (a layer of float8). Use the Keras optimizer itself."
+            )
+
+
+# Optimizers that nobody leads: what cannot be exact with them is refused.
+
+
+def check_overridden(value: Sequence[Any]) -> bool:
+    """Refuses a reduction that an unknown optimizer asks for, where it is not exact.
+
+    Returns:
+      Whether an optimizer that nobody leads asks: for the sum of its gradients.
+
+    Raises:
+      ScopeError: when it was made elsewhere.
+      ConfigurationError: when it would clip, test or update by shards before.
+    """
+    # TensorFlow's reduction is not told who asks; Keras' open name scopes tell.
+    stack = keras_state.get_global_attribute("name_scope_stack") or []
+    callers = [getattr(scope, "caller", None) for scope in stack]
+    optimizers = [c for c in callers if isinstance(c, keras.optimizers.Optimizer)]
+    for optimizer in optimizers:
+        if REDUCE in vars(optimizer) or "apply" in vars(optimizer):
+            return False
+    for optimizer in optimizers:
+        if strategy_of(optimizer) is not tf.distribute.get_strategy():
+            raise ScopeError(
+                f"The optimizer {optimizer.name!r} updates weights in strategy.run, "
+                "but was not made under this strategy. Make it in `with "
+                "strategy.scope():`, once and before strategy.run."
+            )
+        why = _why_not_exact(optimizer)
+        if why is not None:
+            raise ConfigurationError(
+                f"The optimizer {optimizer.name!r} was made within strategy.run, or "
+                f"copied, so the strategy does not know it, and {why}. Make it in "
+                "`with strategy.scope():`, once and before strategy.run, or wrap it: "
+                "tfdp.DistributedOptimizer(optimizer)."
+            )
+    is_overridden = any(getattr(o, "reduces_gradients", False) for o in optimizers)
+    return bool(optimizers) and not is_overridden
+
+
+def _why_not_exact(optimizer: keras.optimizers.Optimizer) -> str | None:
+    """Why adding the gradients of an unknown optimizer is not enough."""
+    if shards_of(optimizer) is not None:
+        return "with shard=... each replica would add another shard of its gradients"
+    set_options = [name for name in CLIPPING if getattr(optimizer, name, None)]
+    if set_options:
+        return (
+            f"has {set_options[0]} set: Keras would clip each replica's gradient "
+            "before they are added, which is another update than on one device"
+        )
+    reducer = tf.distribute.get_strategy().extended.reducer
+    if reducer.compressed is not None:
+        return "its gradients would be sent without Communication(compression=...)"
+    if momentum_compression_of(optimizer) is not None:
+        return "its gradients would be sent in the place of its momentum"
+    graph = tf.compat.v1.get_default_graph()
+    if is_branch_graph(graph) and not optimizer.gradient_accumulation_steps:
+        return (
+            "is called within a conditional, such as a loss scaler's, whose branch "
+            "each replica would choose by its own gradients: the replicas would wait "
+            "for each other for ever"
+        )
+    return None

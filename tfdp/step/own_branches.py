@@ -21,8 +21,6 @@ from tfdp.tracing.replica_invariance import is_exchanged, outermost
 from tfdp.tracing.run import ReplicaRun
 from tfdp.variables.mirrored import SeedVariable
 
-__all__ = ["refuse_own_branches", "what_is_own"]
-
 CONDITIONALS = {"If", "StatelessIf", "Case", "StatelessCase"}
 # How many rows there are is mostly alike on all replicas, and what it decides on too.
 SHAPES = {"Rank", "Shape", "ShapeN", "Size"}
@@ -50,7 +48,7 @@ def refuse_own_branches(
         why = what_is_own(run, rank, condition)
         if why is not None:
             raise CollectiveError(_message(why))
-        told.setdefault(rank, []).append(_told_from_others(rank, condition))
+        told.setdefault(rank, []).append(_differs_by_replica(rank, condition))
     if len(set(map(tuple, told.values()))) > 1:
         raise CollectiveError(_message("by its rank, or by a number that it draws"))
 
@@ -108,7 +106,7 @@ def _is_constant(tensor: tf.Tensor) -> bool:
     return is_eager or tensor.op.type == "Const"
 
 
-def _told_from_others(rank: int, condition: tf.Tensor) -> tuple[Any, ...]:
+def _differs_by_replica(rank: int, condition: tf.Tensor) -> tuple[Any, ...]:
     """What is another on replicas that decide otherwise: constants, seeds of draws."""
     told: list[Any] = []
     for tensor in _made_here(condition, ()):

@@ -27,15 +27,13 @@ from tfdp._private.optimizer_hooks import is_between_updates
 from tfdp.sharding.updates import ACCUMULATOR_NAME
 from tfdp.sharding.variables import ShardedVariable
 from tfdp.step.compression import STATE
-from tfdp.step.held_optimizers import optimizers_of
+from tfdp.step.find_optimizers import optimizers_of
 from tfdp.step.local_run import groups_across
 from tfdp.variables.mirrored import is_seed_state
 
-__all__ = ["KeptAlike", "kept_alike"]
-
 
 @dataclasses.dataclass(frozen=True)
-class KeptAlike:
+class ReplicatedState:
     """A variable of which several replicas hold the same.
 
     Args:
@@ -52,7 +50,9 @@ class KeptAlike:
     spans_hosts: bool = True
 
 
-def kept_alike(model: keras.Model, first_rank: int) -> Iterator[KeptAlike]:
+def replicated_state_of(
+    model: keras.Model, first_rank: int
+) -> Iterator[ReplicatedState]:
     """What the replicas that train `model` keep alike.
 
     Args:
@@ -81,7 +81,7 @@ def kept_alike(model: keras.Model, first_rank: int) -> Iterator[KeptAlike]:
         if state is not None:
             copies = tuple(state.steps.copies)
             name = f"{optimizer.name}/compression_steps"
-            yield KeptAlike(name, copies, (0,) * len(copies))
+            yield ReplicatedState(name, copies, (0,) * len(copies))
 
 
 def _groups_of(optimizers: list[Any], strategy: Any) -> tuple[tuple[int, ...], ...]:
@@ -101,7 +101,7 @@ def _name_of(variable: keras.Variable, owner: Any) -> str:
 
 def _rows_of(
     name: str, value: Any, alone: list[int], strategy: Any
-) -> Iterator[KeptAlike]:
+) -> Iterator[ReplicatedState]:
     if isinstance(value, ShardedVariable):
         is_accumulator = ACCUMULATOR_NAME in name
         if getattr(strategy, "shard_group", "all") == "host" and not is_accumulator:
@@ -109,18 +109,18 @@ def _rows_of(
             ranks = range(len(alone))
             copies = tuple(value.shard(rank) for rank in ranks)
             parts = tuple(shards.part_of(rank) for rank in ranks)
-            yield KeptAlike(f"{name} (shards)", copies, parts)
+            yield ReplicatedState(f"{name} (shards)", copies, parts)
         return
     if not isinstance(value, MirroredVariable) or _is_own(name, value):
         return
     copies = tuple(value.values)
     is_of_group = getattr(value, "is_of_group", False)
     kept_with = tuple(alone) if is_of_group else (0,) * len(copies)
-    yield KeptAlike(name, copies, kept_with, not is_of_group)
+    yield ReplicatedState(name, copies, kept_with, not is_of_group)
     if getattr(value, "has_local", False):
         ranks = range(len(copies))
         local = tuple(value.local_copy(rank) for rank in ranks)
-        yield KeptAlike(f"{name} (local)", local, tuple(alone), False)
+        yield ReplicatedState(f"{name} (local)", local, tuple(alone), False)
 
 
 def _is_own(name: str, value: Any) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -14,25 +14,22 @@ from tfdp.errors import ConfigurationError
 from tfdp.exchange.reducer import Reducer
 from tfdp.exchange.sparse import merge_rows
 from tfdp.sharding.variables import ShardUpdatedVariable, shard_kind
+from tfdp.step.buffer_synchronization import store_state, weighted_state
 from tfdp.step.compression import (
+    momentum_compression_of,
     refuse_eager_compression,
     refuse_momentum,
+    sum_by_momentum,
     sum_compressed,
 )
-from tfdp.step.guard_notes import remember
-from tfdp.step.loss_scale import scale_when_summed
-from tfdp.step.momentum_sums import momentum_compression_of, sum_by_momentum
-from tfdp.step.repeated_rows import as_asked, has_rows_once, takes_sums_alike
-from tfdp.step.shard_gradients import refuse_own_scaling
-from tfdp.step.state_means import store_state, weighted_state
+from tfdp.step.guard_notes import remember, scale_when_summed
+from tfdp.step.table_rows import as_requested, has_rows_once, sums_repeated_rows
 from tfdp.tracing.assigned_terms import handles_of, passed_on
-from tfdp.tracing.current_run import current_run
-from tfdp.tracing.eager_order import sum_in_words
+from tfdp.tracing.loss_shares import ancestors, goes_into, key_of
 from tfdp.tracing.loss_suspicions import suspect_gradients
-from tfdp.tracing.run import ReplicaRun
-
-__all__ = ["agree_finite", "largest_of_replicas", "reduce_gradients"]
-
+from tfdp.tracing.replica_invariance import is_exchanged, outermost
+from tfdp.tracing.run import ReplicaRun, current_run, trace_of
+from tfdp.tracing.trace_order import sum_in_words
 
 # The kinds of variables whose gradients have the variable's shape.
 WHOLE_GRADIENTS = (None, ShardUpdatedVariable)
@@ -152,7 +149,7 @@ def _sum_gradients(
             gradients = run.parts_to_sum(rank, list(gradients))
             state = run.parts_to_sum(rank, list(state))
         plain_sums = functools.partial(
-            reducer.sum_gradients, rank=rank, sum_rows=takes_sums_alike(optimizer)
+            reducer.sum_gradients, rank=rank, sum_rows=sums_repeated_rows(optimizer)
         )
         asked = momentum_compression_of(optimizer)
         if asked is not None:
@@ -186,7 +183,7 @@ def _sum_gradients(
         run.eager_order.meet(rank, sum_in_words([*gradients, *state]))
     context = tf.distribute.get_replica_context()
     sums = context.all_reduce(tf.distribute.ReduceOp.SUM, [*gradients, *state])
-    return as_asked(sums[: len(gradients)]), sums[len(gradients) :]
+    return as_requested(sums[: len(gradients)]), sums[len(gradients) :]
 
 
 def _reducer() -> Reducer | None:
@@ -240,3 +237,115 @@ def largest_of_replicas(
     _, [all_rows] = _sum_gradients([], [rows], current_rank(), [], optimizer)
     parts = tf.split(tf.reduce_max(all_rows, axis=0), lengths)
     return [tf.cast(p, value.dtype) for p, value in zip(parts, values, strict=True)]
+
+
+# Gradients of weights that are stored in shards, which are no wholes to a step.
+#
+# In a replica such a gradient is that replica's part of the sum over all replicas. A
+# step that adds it up once more would add different weights, and one that scales it by
+# a norm of its part would scale each part by another number.
+
+
+ELEMENTWISE = {
+    *("AddN", "AddV2", "Cast", "ClipByValue", "EnsureShape", "Identity", "IdentityN"),
+    *("Maximum", "Minimum", "Mul", "Neg", "RealDiv", "SelectV2", "Sub"),
+}
+REDUCTIONS = {
+    *("All", "Any", "EuclideanNorm", "L2Loss", "Max", "Mean", "Min", "Prod", "Sum"),
+}
+WHAT_IT_IS = (
+    'With shard="parameters" the gradient of a weight that is stored in shards is, in '
+    "each replica, that replica's part of the sum over all replicas"
+)
+WHAT_TO_DO = (
+    "For a norm over all weights take the all_reduce of the sum of the parts' squares; "
+    "or ask the optimizer (clipnorm, global_clipnorm), or train with "
+    'shard="gradients", where gradients are whole.'
+)
+
+
+def is_made_of_shards(run: ReplicaRun, rank: Any, value: Any) -> bool:
+    """Whether `value`, in a graph, is made of such gradients by no exchange.
+
+    Then it is not of the replica's own rows, which it may not have.
+    """
+    shards = run.shard_gradients[trace_of(rank)]
+    is_of_graph = isinstance(value, tf.Tensor) and not tf.executing_eagerly()
+    return bool(shards) and is_of_graph and _is_among(shards, _behind(value, shards))
+
+
+def refuse_sum_of_shards(run: ReplicaRun, rank: Any, values: Any) -> None:
+    """Refuses an `all_reduce` that a program takes of such gradients.
+
+    Raises:
+      ConfigurationError: naming what may be summed.
+    """
+    shards = run.shard_gradients[trace_of(rank)]
+    if not shards:
+        return
+    for value in tf.nest.flatten(values, expand_composites=True):
+        if tf.is_tensor(value) and _is_among(shards, _terms(value, shards)):
+            raise ConfigurationError(
+                f"{WHAT_IT_IS} already: an all_reduce would add parts of different "
+                f"weights. Leave it out. {WHAT_TO_DO}"
+            )
+
+
+def refuse_own_scaling(run: ReplicaRun, rank: Any, gradients: Iterable[Any]) -> None:
+    """Refuses gradients that were scaled by what one replica's parts say.
+
+    Args:
+      run: in which they are traced.
+      rank: the calling replica.
+      gradients: of weights that are stored in shards, as an optimizer gets them.
+
+    Raises:
+      ConfigurationError: naming what to scale by.
+    """
+    shards = run.shard_gradients[trace_of(rank)]
+    for gradient in gradients:
+        for term in _terms(gradient, shards):
+            if _is_of_a_part(term, shards):
+                raise ConfigurationError(
+                    f"{WHAT_IT_IS}, and here it is scaled by a number that is made of "
+                    f"one replica's parts. {WHAT_TO_DO}"
+                )
+
+
+def _terms(value: Any, shards: Collection[Any]) -> Iterator[tf.Tensor]:
+    """What `value` is element by element made of, down to `shards`, and they."""
+    todo, seen = [value], set()
+    while todo:
+        given = todo.pop()
+        tensor = given if key_of(given) in shards else outermost(given)
+        if tensor is None or key_of(tensor) in seen:
+            continue
+        seen.add(key_of(tensor))
+        is_eager = isinstance(tensor, tf.__internal__.EagerTensor)
+        is_made_so = not is_eager and tensor.op.type in ELEMENTWISE
+        if key_of(tensor) in shards or not is_made_so or is_exchanged(tensor):
+            yield tensor
+        else:
+            todo += goes_into(tensor)
+
+
+def _is_of_a_part(term: tf.Tensor, shards: Collection[Any]) -> bool:
+    """Whether `term` is made, by no exchange, of a norm of `shards` or its like."""
+    if key_of(term) in shards or isinstance(term, tf.__internal__.EagerTensor):
+        return False
+    return any(
+        tensor.op.type in REDUCTIONS and _is_among(shards, _behind(tensor, shards))
+        for tensor in _behind(term, shards)
+    )
+
+
+def _behind(term: tf.Tensor, shards: Collection[Any]) -> Iterator[tf.Tensor]:
+    """All that `term` is made of by no exchange but that which makes `shards`."""
+    return ancestors(
+        term,
+        is_behind=lambda tensor: key_of(tensor) not in shards and is_exchanged(tensor),
+    )
+
+
+def _is_among(shards: Collection[Any], terms: Iterable[tf.Tensor]) -> bool:
+    return any(key_of(term) in shards for term in terms)

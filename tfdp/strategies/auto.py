@@ -24,11 +24,9 @@ from tfdp.strategies.devices import (
     first_devices,
     use_virtual_devices,
 )
-from tfdp.strategies.idle_options import IdleOptions
 from tfdp.strategies.multi_host import MultiHostDataParallelStrategy
+from tfdp.strategies.startup_checks import IdleOptions
 from tfdp.strategies.tpu import TPUDataParallelStrategy
-
-__all__ = ["auto_strategy"]
 
 # What cannot act, by what was found, and why.
 ON_ONE_HOST = {

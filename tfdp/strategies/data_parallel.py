@@ -28,10 +28,8 @@ from tfdp.strategies.keras_backend import check_keras_backend
 from tfdp.strategies.replica_strategy import (
     ReplicaContextStrategy,
 )
+from tfdp.strategies.startup_checks import warn_of_unchecked_versions
 from tfdp.strategies.unused import note_made
-from tfdp.strategies.versions import warn_of_unchecked_versions
-
-__all__ = ["DataParallelStrategy"]
 
 
 class DataParallelStrategy(ReplicaContextStrategy, tf.distribute.MirroredStrategy):

@@ -15,15 +15,6 @@ from tfdp.cluster.machine import restart_in_words, usable_cores
 from tfdp.cluster.nvidia import driver_gpus, explain_unseen_gpus
 from tfdp.errors import ConfigurationError, DeviceError, DeviceWarning
 
-__all__ = [
-    "add_waiting_thread",
-    "find_devices",
-    "first_devices",
-    "unseen_gpus",
-    "use_virtual_devices",
-]
-
-
 MOST_VIRTUAL_DEVICES = 1024
 
 

@@ -29,12 +29,11 @@ from tfdp.sharding.updates import (
 )
 from tfdp.sharding.variables import ShardedVariable
 from tfdp.step.local_run import refuse_in_local_run
-from tfdp.step.shard_gradients import is_made_of_shards, refuse_sum_of_shards
+from tfdp.step.sums import is_made_of_shards, refuse_sum_of_shards
 from tfdp.strategies.replica_extended import ReplicaExtended
-from tfdp.tracing.eager_order import EagerOrder
-from tfdp.tracing.effects_in_order import ReplicaEffects
+from tfdp.tracing.effect_order import ReplicaEffects, suspect_shared
 from tfdp.tracing.run import ReplicaRun
-from tfdp.tracing.shared_variables import suspect_shared
+from tfdp.tracing.trace_order import EagerOrder
 from tfdp.variables.global_seed import draws_apart, with_global_seed
 from tfdp.variables.local_view import LocalView
 from tfdp.variables.mirrored import (
@@ -42,9 +41,7 @@ from tfdp.variables.mirrored import (
     ReplicaOnReadVariable,
     SeedVariable,
 )
-from tfdp.variables.own_sums import OwnSumVariable
-
-__all__ = ["DataParallelExtended"]
+from tfdp.variables.own_values import OwnSumVariable
 
 
 class DataParallelExtended(ReplicaExtended, MirroredExtended):

@@ -18,9 +18,7 @@ from tfdp.plan.communication import (
 )
 from tfdp.plan.topology import Topology
 from tfdp.strategies.devices import find_devices
-from tfdp.tracing.one_trace import one_trace
-
-__all__ = ["HierarchicalAllReduce"]
+from tfdp.tracing.trace_order import one_trace
 
 
 # ReductionToOneDevice adds single values, broadcasts and gathers as it stands; only

@@ -9,8 +9,6 @@ from typing import Any
 
 from tfdp._private.frames import fits_around
 
-__all__ = ["FirstFit", "strategy_in_words", "unsaid"]
-
 # More devices than this are given as the first and the last.
 MOST_NAMED_DEVICES = 4
 

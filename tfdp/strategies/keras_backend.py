@@ -7,8 +7,6 @@ import sys
 
 from tfdp.errors import ConfigurationError
 
-__all__ = ["check_keras_backend"]
-
 REQUIRED = "tensorflow"
 
 

@@ -5,26 +5,29 @@ from __future__ import annotations
 import atexit
 import dataclasses
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from tfdp._private import frames
+from tfdp._private import frames, names
 from tfdp.checks import is_whole
 from tfdp.cluster import Cluster, find_cluster, progress
+from tfdp.data.hosts import agree_on_seed, seed_to_share
 from tfdp.data.same_batches import new_dataset_name
-from tfdp.data.seeds import agree_on_seed, seed_to_share
 from tfdp.errors import ConfigurationError
+from tfdp.exchange.choose_engine import choose_engine
+from tfdp.exchange.elastic_pipeline import ElasticPipeline
 from tfdp.exchange.host_group import HostGroup
-from tfdp.exchange.living_pipeline import LivingPipeline
 from tfdp.exchange.pipeline import GradientPipeline
-from tfdp.hosts import last_words
-from tfdp.hosts.alike import refuse_differences
+from tfdp.exchange.two_level import AcrossHostsEngine
+from tfdp.exchange.two_level_collectives import TensorFlowAcrossHostsEngine
+from tfdp.exchange.two_level_shards import ShardsAcrossHostsEngine
+from tfdp.hosts import crash_report
 from tfdp.hosts.choose_link import make_link
+from tfdp.hosts.elastic_group import ElasticHosts
 from tfdp.hosts.host_link import HostLink
-from tfdp.hosts.living_hosts import LivingHosts
 from tfdp.hosts.python_calls import let_calls_end_at_exit
 from tfdp.plan.communication import (
     Communication,
@@ -34,7 +37,7 @@ from tfdp.plan.communication import (
     uncompressed,
 )
 from tfdp.plan.shards import SHARD_GROUPS, Sharding, sharding_of
-from tfdp.strategies.cluster_resolver import resolver_of
+from tfdp.strategies.connect_hosts import HostConnection, meet, tried
 from tfdp.strategies.data_parallel import DataParallelStrategy
 from tfdp.strategies.devices import (
     add_waiting_thread,
@@ -42,18 +45,152 @@ from tfdp.strategies.devices import (
     first_devices,
     use_virtual_devices,
 )
+from tfdp.strategies.elastic import join_elastic_hosts, own_share, refuse_exchange
 from tfdp.strategies.hierarchical import HierarchicalAllReduce
-from tfdp.strategies.host_engines import engine_across
 from tfdp.strategies.keras_backend import check_keras_backend
-from tfdp.strategies.led_loops import LedLoops, lead_callbacks
-from tfdp.strategies.living import join_living_hosts, own_share, refuse_exchange
-from tfdp.strategies.meeting import Meeting, meet, tried
 from tfdp.strategies.multi_host_extended import MultiHostExtended
-from tfdp.strategies.sums_over_hosts import SumsOverHosts
-from tfdp.strategies.versions import warn_of_unchecked_versions
-from tfdp.strategies.worker_settings import settings_of
+from tfdp.strategies.multi_host_loops import LedLoops, override_callbacks
+from tfdp.strategies.replica_strategy import ReplicaContextStrategy
+from tfdp.strategies.startup_checks import warn_of_unchecked_versions
+from tfdp.strategies.worker_settings import refuse_differences, settings_of
+from tfdp.tracing.keras_steps import is_predict_step
+from tfdp.tracing.run import ReplicaRun
 
-__all__ = ["MultiHostDataParallelStrategy"]
+# The engine that carries sums between hosts, as `Communication` and shards ask.
+
+
+def engine_across(
+    link: HostLink,
+    devices: tuple[str, ...],
+    communication: Communication,
+    shards_over_hosts: bool,
+    by_collectives: bool,
+) -> AcrossHostsEngine:
+    """The engine of one host among several.
+
+    Args:
+      link: to the others.
+      devices: of this host's replicas.
+      communication: the strategy's.
+      shards_over_hosts: whether hosts hold parts of one another's variables.
+      by_collectives: whether TensorFlow's collectives carry the gradients.
+    """
+    wire_dtype = communication.link_dtype
+    if by_collectives:
+        hint = choose_engine(devices, communication).hint
+        return TensorFlowAcrossHostsEngine(devices, link, hint, wire_dtype)
+    engine = ShardsAcrossHostsEngine if shards_over_hosts else AcrossHostsEngine
+    return engine(devices, link, wire_dtype)
+
+
+# The cluster as TensorFlow's own words have it: types of tasks, and their numbers.
+
+
+def resolver_of(
+    cluster: Cluster, hosts: Sequence[str], devices: Sequence[str]
+) -> tf.distribute.cluster_resolver.SimpleClusterResolver:
+    """A resolver that tells this worker's place, for programs that ask for it.
+
+    Every worker is a task of the type "worker" and its rank the task's number: worker
+    0 is the chief, as in TensorFlow's tutorials. Where TF_CONFIG names the cluster, its
+    own types, numbers and addresses.
+
+    Args:
+      cluster: the workers.
+      hosts: where each of them is reached, by rank.
+      devices: those of this worker.
+    """
+    kinds = [tf.DeviceSpec.from_string(device).device_type for device in devices]
+    accelerators = {"GPU": kinds.count("GPU")}
+    if cluster.source == "TF_CONFIG":
+        said = tf.distribute.cluster_resolver.TFConfigClusterResolver()
+        spec, task_type, task_id = said.cluster_spec(), said.task_type, said.task_id
+    else:
+        # Only worker 0 has an address where it can be met; the others have a name.
+        addresses = [cluster.coordinator or hosts[0], *hosts[1:]]
+        spec = tf.train.ClusterSpec({"worker": addresses})
+        task_type, task_id = "worker", cluster.rank
+    return tf.distribute.cluster_resolver.SimpleClusterResolver(
+        spec, task_type=task_type, task_id=task_id, num_accelerators=accelerators
+    )
+
+
+# What a strategy of several hosts adds up and joins over all of them.
+
+
+class SumsOverHosts(ReplicaContextStrategy):
+    """Reductions, rows and numbers of samples of all hosts; a mixin."""
+
+    #: The hosts; None for one that is alone, which exchanges nothing.
+    _group: HostGroup | None = None
+    #: Whether it is known that all hosts get as many rows: not where they train.
+    _hosts_are_alike = False
+
+    @property
+    def hosts(self) -> int:
+        """How many processes make each step together."""
+        return 1
+
+    def _reduce_values(self, reduce_op: Any, value: Any, axis: int | None) -> Any:
+        """Reduces over the replicas of all hosts."""
+        # The insides add up over hosts, as where TensorFlow asks them (`reduce_to`).
+        group = self._group
+        is_mean = str(getattr(reduce_op, "value", reduce_op)).upper() == "MEAN"
+        if group is None or not is_mean or axis is None:
+            return super()._reduce_values(reduce_op, value, axis)
+        total = self._reduce_values("SUM", value, axis)
+        counts = tf.nest.map_structure(
+            lambda v: group.sum(self._local_length(v, axis)), value
+        )
+        return tf.nest.map_structure(
+            lambda t, n: t / tf.cast(n, t.dtype), total, counts
+        )
+
+    def gather(self, value: Any, axis: int) -> Any:
+        """Joins the values of all replicas by rank; see `tf.distribute.Strategy`."""
+        local = super().gather(value, axis)
+        group = self._group
+        if group is None:
+            return local
+        return tf.nest.map_structure(lambda t: group.gather(t, axis), local)
+
+    @property
+    def _sum_of_logs(self) -> Callable[[tf.Tensor], tf.Tensor] | None:
+        return None if self._group is None else self._group.sum
+
+    def _local_length(self, value: Any, axis: int) -> tf.Tensor:
+        parts = self.experimental_local_results(value)
+        return tf.add_n([tf.cast(tf.shape(part)[axis], tf.int64) for part in parts])
+
+    def _complete_run(self, run: ReplicaRun) -> None:
+        """Counts the samples of all hosts, in cross-replica context."""
+        # Where hosts train apart, the others' samples do not matter.
+        if self._group is None or run.is_local:
+            return
+        run.replicas = self.num_replicas_in_sync
+        if run.counts is not None:
+            run.spans_hosts, run.hosts_are_alike = True, self._hosts_are_alike
+            total = tf.cast(run.total, tf.int32)
+            run.total = self._group.sum(total, "number of samples")
+
+    def _of_all_hosts(self, vector: tf.Tensor) -> tf.Tensor:
+        return vector if self._group is None else self._group.gather(vector)
+
+    def _complete_result(self, fn: Callable, result: Any) -> Any:
+        """All hosts' rows where Keras is about to join those of this host."""
+        group = self._group
+        if group is None or not is_predict_step(fn):
+            return result
+        return tf.nest.map_structure(lambda v: self._all_rows(v, group), result)
+
+    def _all_rows(self, value: Any, group: HostGroup) -> Any:
+        parts = self.experimental_local_results(value)
+        if parts[0].shape.rank == 0:
+            return value
+        rows = group.gather(tf.concat(parts, axis=0))
+        if len(parts) == 1:
+            return rows
+        return names.PerReplica((rows, *(part[:0] for part in parts[1:])))
 
 
 class MultiHostDataParallelStrategy(SumsOverHosts, DataParallelStrategy):
@@ -125,14 +262,14 @@ class MultiHostDataParallelStrategy(SumsOverHosts, DataParallelStrategy):
             )
         self.cluster = found
         if found.workers > 1:
-            last_words.listen()
+            crash_report.listen()
         sharding = sharding_of(
             shard, group=shard_group, min_bytes=shard_min_bytes, offload=offload
         )
         self._process = os.getpid()
-        self._meeting = Meeting()
+        self._synchronization = HostConnection()
         #: This host among others that may die and come back (`min_hosts`).
-        self.living: LivingHosts | None = None
+        self.living: ElasticHosts | None = None
         if devices_per_host is None:
             devices_per_host = found.devices_per_worker
         self._requested_devices = devices_per_host
@@ -192,8 +329,8 @@ class MultiHostDataParallelStrategy(SumsOverHosts, DataParallelStrategy):
             )
         if self.cluster.workers > 1 and self.cluster.source == "tfdp":
             progress.note_strategy()  # from now on it waits for all others
-        self._meeting = meet(self.cluster, communication, sharding)
-        self._group = self._meeting.group
+        self._synchronization = meet(self.cluster, communication, sharding)
+        self._group = self._synchronization.group
         return first_devices(count, find_devices(), f"devices_per_host={count}")
 
     def _make_extended(
@@ -205,7 +342,7 @@ class MultiHostDataParallelStrategy(SumsOverHosts, DataParallelStrategy):
     ) -> Any:
         if self.cluster.workers > 1 and communication.min_hosts is not None:
             settings = settings_of(self, devices, communication, draws_per_replica)
-            self.living = join_living_hosts(self.cluster, communication, settings)
+            self.living = join_elastic_hosts(self.cluster, communication, settings)
             let_calls_end_at_exit()
             atexit.register(self.close)
         if self.cluster.workers == 1 or self.living is not None:
@@ -226,7 +363,7 @@ class MultiHostDataParallelStrategy(SumsOverHosts, DataParallelStrategy):
         # Shuffles of `fit` are alike on all hosts: each takes its part of them.
         agree_on_seed(self.from_chief(seed_to_share(), "seed"))
         is_by_name = communication.engine == "tensorflow"
-        self._meeting = tried(self._meeting, devices, is_by_name)
+        self._synchronization = tried(self._synchronization, devices, is_by_name)
         return self._extended_over(
             group, devices, communication, cross_device_ops, draws_per_replica
         )
@@ -257,7 +394,7 @@ class MultiHostDataParallelStrategy(SumsOverHosts, DataParallelStrategy):
             devices,
             communication,
             self.shards_over_hosts,
-            by_collectives=self._meeting.by_collectives,
+            by_collectives=self._synchronization.by_collectives,
         )
         group.use(self._engine)
         self._pipeline = GradientPipeline(self._engine, communication)
@@ -279,7 +416,7 @@ class MultiHostDataParallelStrategy(SumsOverHosts, DataParallelStrategy):
         """What moves tensors between replicas, with the meetings of living hosts."""
         if self.living is None:
             return super().pipeline_of(pipeline, communication)
-        return LivingPipeline(pipeline.engine, communication, self.living)
+        return ElasticPipeline(pipeline.engine, communication, self.living)
 
     @property
     def cluster_resolver(self) -> tf.distribute.cluster_resolver.ClusterResolver:
@@ -297,7 +434,7 @@ class MultiHostDataParallelStrategy(SumsOverHosts, DataParallelStrategy):
 
     @property
     def _notes(self) -> tuple[str, ...]:
-        return self._meeting.notes
+        return self._synchronization.notes
 
     @property
     def shard_group(self) -> str:
@@ -344,7 +481,7 @@ class MultiHostDataParallelStrategy(SumsOverHosts, DataParallelStrategy):
     def _part_of_host(self, dataset: Any) -> Any:
         """This host's rows of every global batch."""
         if self.living is not None:
-            lead_callbacks(self, frames.fit_of_caller())
+            override_callbacks(self, frames.fit_of_caller())
             return own_share(dataset, self.cluster, self.living)
         if self._loops is None or not isinstance(dataset, tf.data.Dataset):
             return dataset

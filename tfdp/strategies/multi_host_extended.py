@@ -18,8 +18,6 @@ from tfdp.exchange.sparse import join_rows
 from tfdp.exchange.wire_types import check_summable
 from tfdp.strategies.extended import DataParallelExtended
 
-__all__ = ["FirstHostValue", "MultiHostExtended"]
-
 
 class FirstHostValue(Protocol):
     """Hands the first host's array to every host."""

@@ -18,8 +18,6 @@ from collections.abc import Iterator, Sequence
 from tfdp.cluster.machine import restart_in_words
 from tfdp.errors import TooLateWarning
 
-__all__ = ["NOT_NEEDED_FOR_A_STEP", "import_tensorflow_quietly", "quiet"]
-
 STDERR_DESCRIPTOR = 2
 LEVEL = "TF_CPP_MIN_LOG_LEVEL"
 # By TensorFlow's count: information and warnings are left out, errors are not.

@@ -9,18 +9,15 @@ import keras
 import tensorflow as tf
 
 from tfdp._private.names import current_rank, in_compiled_function, stop_recording
-from tfdp.data.lasting_input import LastingInput
+from tfdp.data.owned_input import LastingInput
 from tfdp.errors import CollectiveError, ScopeError
 from tfdp.exchange.reducer import Reducer
 from tfdp.sharding.updates import ACCUMULATOR_NAME, SHARD_CLASSES, ShardUpdates
 from tfdp.sharding.variables import ShardedVariable
-from tfdp.step.unled_optimizers import refuse_unled
-from tfdp.strategies.made_in_scope import MadeInScope
-from tfdp.strategies.scope_checks import check_component
+from tfdp.step.optimizers import check_overridden
+from tfdp.strategies.scope import MadeInScope, check_component
 from tfdp.tracing.run import ReplicaRun
 from tfdp.variables.mirrored import is_seed_state
-
-__all__ = ["ReplicaExtended"]
 
 
 class ReplicaExtended(LastingInput):
@@ -113,7 +110,7 @@ class ReplicaExtended(LastingInput):
         """
         flat, rank = tf.nest.flatten(value), current_rank()
         mean = reduce_op == tf.distribute.ReduceOp.MEAN
-        if refuse_unled(value) and not mean:
+        if check_overridden(value) and not mean:
             results, _ = self.reducer.sum_gradients(flat, [], rank)
         else:
             results = self.reducer.all_reduce(flat, rank, mean=mean)

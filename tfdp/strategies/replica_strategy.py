@@ -8,51 +8,75 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from tfdp._private import frames, names
-from tfdp._private.given_functions import is_function, traced_as
+from tfdp._private.functions import is_function, traced_as
 from tfdp._private.grain_inputs import grain_input_of
 from tfdp._private.keras_loops import raise_instead
-from tfdp.data.grain_passes import with_own_state
+from tfdp.data.grain import with_own_state
 from tfdp.data.keras_input import keras_input, with_none
 from tfdp.data.padding import distribute_padded, global_batch_rows, is_of_one_size
 from tfdp.data.split import is_split_by_us, parts, splittable
-from tfdp.errors import LocalMeanWarning, LocalStateWarning
+from tfdp.errors import (
+    CollectiveError,
+    ConfigurationError,
+    LocalMeanWarning,
+    LocalStateWarning,
+    SameRowsWarning,
+)
 from tfdp.plan.shards import Sharding
+from tfdp.step.buffer_synchronization import check_no_row_state
 from tfdp.step.build import builds_from_plain_batch
 from tfdp.step.call import StepCall
+from tfdp.step.find_optimizers import optimizers_of
 from tfdp.step.finite_guard import forget_failed_fit
-from tfdp.step.held_optimizers import optimizers_of
 from tfdp.step.jit import take_over_jit
-from tfdp.step.layer_state import check_no_row_state
 from tfdp.step.local_run import begin_local_run
 from tfdp.step.losses import loss_replica_count, note_of_one_replica
 from tfdp.step.own_branches import refuse_own_branches
-from tfdp.step.predictions import joined_outputs, why_not_joined
-from tfdp.step.reduced_parts import parts_of_one_shape
+from tfdp.step.predictions import joined_outputs, parts_of_one_shape, why_not_joined
 from tfdp.step.reports import whole_logs
-from tfdp.strategies import scope_checks
-from tfdp.strategies.adopted_state import adopt_state
-from tfdp.strategies.idle_options import IdleOptions
+from tfdp.strategies import scope
 from tfdp.strategies.in_words import FirstFit, strategy_in_words
-from tfdp.strategies.of_one_process import OfOneProcess
-from tfdp.strategies.one_thread import OneThread
-from tfdp.strategies.same_rows import warn_of_same_rows
+from tfdp.strategies.scope import adopt_state
+from tfdp.strategies.startup_checks import IdleOptions
 from tfdp.strategies.unused import note_used
 from tfdp.tracing import keras_steps
-from tfdp.tracing.eager_order import sum_in_words
 from tfdp.tracing.loss_suspicions import why_loss_seems_local
-from tfdp.tracing.one_trace import one_trace
 from tfdp.tracing.padded_batch import without_padding
 from tfdp.tracing.run import ReplicaRun
+from tfdp.tracing.trace_order import one_trace, sum_in_words
 
-__all__ = ["ReplicaContextStrategy"]
+# A strategy belongs to the process that made it, and cannot be sent to another one.
+
+
+class OfOneProcess:
+    """A strategy that `pickle` refuses by name; a mixin.
+
+    Others that pickle come to the same method: cloudpickle, Ray, multiprocessing.
+    """
+
+    def __reduce__(self) -> Any:
+        """Refuses to be pickled.
+
+        Raises:
+          ConfigurationError: always.
+        """
+        raise ConfigurationError(
+            f"{type(self).__name__} cannot be pickled: it holds devices and "
+            "connections of this process. Make the strategy, and the model in its "
+            "scope, within the function that the other process calls: build(hp) of "
+            "KerasTuner, the objective of a tuner, train_loop_per_worker of Ray. Hand "
+            "over settings, model.get_weights() or files instead."
+        )
 
 
 class ReplicaContextStrategy(OfOneProcess, tf.distribute.Strategy):
@@ -204,7 +228,7 @@ class ReplicaContextStrategy(OfOneProcess, tf.distribute.Strategy):
         is_jitted = call.model in self._jit_models
         begin_local_run(call.fn, call.optimizers, run, self, is_jitted=is_jitted)
         self._complete_run(run)
-        call.make_shapes_alike()
+        call.unify_shapes()
         call.meter()
         with (
             self._as_current(run),
@@ -242,7 +266,7 @@ class ReplicaContextStrategy(OfOneProcess, tf.distribute.Strategy):
 
     def _adopt_and_check(self, model: Any, optimizers: list[Any]) -> None:
         adopt_state(model, optimizers, self)
-        scope_checks.check_model(model, optimizers, self)
+        scope.check_model(model, optimizers, self)
         if self._replicas > 1:
             check_no_row_state(model)
 
@@ -268,7 +292,7 @@ class ReplicaContextStrategy(OfOneProcess, tf.distribute.Strategy):
     def scope(self) -> contextlib.AbstractContextManager:
         """The scope to make models in; see `tf.distribute.Strategy.scope`."""
         note_used()
-        scope_checks.check_not_nested(self)
+        scope.check_not_nested(self)
         model = frames.model_built_by_caller()
         if model is not None:
             self._adopt_and_check(model, optimizers_of(model))
@@ -305,8 +329,8 @@ class ReplicaContextStrategy(OfOneProcess, tf.distribute.Strategy):
         self._first_fit.look(self, self._notes)
         if frames.is_outermost_fit():
             forget_failed_fit(next(frames.fits_around())["self"])
-        scope_checks.check_not_nested(self)
-        scope_checks.check_dataset(dataset)
+        scope.check_not_nested(self)
+        scope.check_dataset(dataset)
         dataset = with_own_state(dataset, frames.adapter_of_caller())
         element_spec = dataset.element_spec
         if self._replicas > 1:
@@ -395,3 +419,90 @@ class ReplicaContextStrategy(OfOneProcess, tf.distribute.Strategy):
             return value if alone else self.extended.reducer.sum_within(value, rank)
         with run.summing_own_parts(rank):
             return context.all_reduce(tf.distribute.ReduceOp.SUM, value)
+
+
+# Of hosts that train together, one thread of each runs what they do in common.
+
+
+class OneThread:
+    """Refuses a second thread while the first one lives.
+
+    Each host would let its threads take turns by chance, and come to the exchanges of
+    two trainings in an order of its own.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._first: threading.Thread | None = None
+
+    def check(self, hosts: int) -> None:
+        """Notes the calling thread.
+
+        Args:
+          hosts: how many train together; one alone needs no order.
+
+        Raises:
+          CollectiveError: another thread was noted, and has not ended.
+        """
+        if hosts == 1:
+            return
+        here = threading.current_thread()
+        with self._lock:
+            first = self._first
+            if first is None or not first.is_alive():
+                first = self._first = here
+        if first is not here:
+            raise CollectiveError(
+                f"Thread {here.name!r} begins a step, or a fit, evaluate or predict, "
+                f"under a strategy of {hosts} hosts that thread {first.name!r} uses. "
+                "With two threads each host would come to the exchanges of the two in "
+                "another order. Call fit, evaluate and predict one after the other in "
+                f"one thread; another thread can begin when {first.name!r} has ended. "
+                "On one host threads can train side by side."
+            )
+
+
+# Says that every replica trains on the same rows: nobody has distributed the dataset.
+#
+# Keras distributes what `fit` is given; a loop of one's own has to do it.
+
+
+_warned: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def warn_of_same_rows(strategy: Any, arguments: Any, run: ReplicaRun) -> None:
+    """Warns, once for a strategy, where an optimizer has trained on shared rows.
+
+    Without an optimizer at work the same rows are no mistake: they build a model, or
+    are a table.
+
+    Args:
+      strategy: of the run.
+      arguments: what `strategy.run` was called with.
+      run: after the replicas have run.
+    """
+    # `updates` has an entry for each replica on which an optimizer was at work.
+    if run.replicas == 1 or not run.updates or strategy in _warned:
+        return
+    values = tf.nest.flatten(arguments)
+    if any(isinstance(value, tf.distribute.DistributedValues) for value in values):
+        return
+    shape = next((value.shape for value in values if _has_rows(value)), None)
+    if shape is None:
+        return
+    _warned.add(strategy)
+    warnings.warn(
+        f"strategy.run gave all {run.replicas} replicas the same tensor of shape "
+        f"{tuple(shape)}, and an optimizer trains on it: each replica trains on every "
+        f"row, so all rows are computed {run.replicas} times. Loop over "
+        "strategy.experimental_distribute_dataset(dataset), which gives each replica "
+        "its part of a batch. If the tensor is no batch (a table, say), let the "
+        "function use it without passing it as an argument.",
+        SameRowsWarning,
+        stacklevel=4,
+    )
+
+
+def _has_rows(value: Any) -> bool:
+    is_tensor = tf.is_tensor(value) and not isinstance(value, tf.Variable)
+    return (is_tensor or isinstance(value, np.ndarray)) and value.shape not in ((), [])

@@ -8,8 +8,6 @@ from __future__ import annotations
 import atexit
 import sys
 
-__all__ = ["note_made", "note_used"]
-
 _made: list[str] = []
 _used: list[bool] = []
 

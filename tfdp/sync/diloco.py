@@ -8,8 +8,6 @@ from tfdp.errors import ConfigurationError
 from tfdp.plan.compression import Compression
 from tfdp.sync.rounds import Sync, check_fraction, check_whole
 
-__all__ = ["DiLoCo"]
-
 
 @dataclasses.dataclass(frozen=True)
 class DiLoCo(Sync):

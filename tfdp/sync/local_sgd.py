@@ -6,8 +6,6 @@ import dataclasses
 
 from tfdp.sync.rounds import Sync
 
-__all__ = ["LocalSGD"]
-
 
 @dataclasses.dataclass(frozen=True)
 class LocalSGD(Sync):

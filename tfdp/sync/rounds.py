@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 from tfdp.checks import is_number, is_whole
 from tfdp.errors import ConfigurationError
-
-__all__ = ["Sync", "check_fraction", "check_whole"]
 
 ACROSS = ("hosts", "replicas")
 
@@ -67,3 +66,44 @@ def check_fraction(sync: Sync, name: str, *, below_one: bool) -> None:
             f"Received: {value!r}."
         )
     object.__setattr__(sync, name, float(value))  # a file has no NumPy
+
+
+# Which weights meet together, where not all do at once.
+
+
+def fragments_of(sizes: Sequence[int], fragments: int) -> tuple[tuple[int, ...], ...]:
+    """The variables of each fragment, as even in bytes as whole variables can be.
+
+    The largest first, each to the fragment that has least so far.
+
+    Args:
+      sizes: bytes of each variable.
+      fragments: how many fragments, at least 1.
+
+    Raises:
+      ConfigurationError: when there are fewer variables than fragments.
+
+    >>> fragments_of([40, 10, 30, 20], 2)
+    ((0, 1), (2, 3))
+    """
+    if fragments > len(sizes):
+        raise ConfigurationError(
+            f"DiLoCo(fragments={fragments}) cannot part {len(sizes)} variables: a "
+            "fragment holds one at least. Ask for fewer fragments."
+        )
+    parts: list[list[int]] = [[] for _ in range(fragments)]
+    filled = [0] * fragments
+    for place in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
+        least = min(range(fragments), key=lambda p: (filled[p], len(parts[p]), p))
+        parts[least].append(place)
+        filled[least] += sizes[place]
+    return tuple(tuple(sorted(part)) for part in parts)
+
+
+def synchronization_of(fragment: int, fragments: int, every: int) -> int:
+    """After which update of a round a fragment meets, modulo `every`.
+
+    >>> [synchronization_of(p, 3, 30) for p in range(3)]
+    [10, 20, 0]
+    """
+    return (fragment + 1) * (every // fragments) % every

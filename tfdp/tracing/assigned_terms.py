@@ -11,15 +11,6 @@ import tensorflow as tf
 from tfdp._private.names import own_copy
 from tfdp.tracing.replica_invariance import outermost
 
-__all__ = [
-    "as_tensors",
-    "change_of",
-    "handles_of",
-    "is_read_among",
-    "passed_on",
-    "term_added_to",
-]
-
 VARIABLES = (keras.Variable, tf.Variable)
 SAME_VALUE = {"Cast", "Identity"}
 # What passes a variable's value on, times a factor or beside others.

@@ -21,8 +21,6 @@ from tfdp.tracing.loss_shares import key_of
 from tfdp.tracing.replica_invariance import outermost
 from tfdp.tracing.run import ReplicaRun, trace_of
 
-__all__ = ["REDUCTIONS", "goes_with_rows", "has_rows_of", "reduced_axes"]
-
 # A loss is a few operations away from its labels; give up beyond that.
 MOST_OPS = 500
 

@@ -16,8 +16,6 @@ from tfdp._private.names import graphs_inside, is_recording
 from tfdp.tracing.row_means import rows_of
 from tfdp.tracing.run import ReplicaRun, trace_of
 
-__all__ = ["Denominator", "Kind", "batch_weight", "note_denominator"]
-
 
 class Kind(enum.Enum):
     """In the place of what a loss was divided by."""
@@ -94,7 +92,7 @@ def batch_weight(run: ReplicaRun, rank: Any) -> tf.Tensor | None:
             run.suspicions.add(_BESIDE_SUM)
         if not means:
             return None
-    made_of = _MadeOf()
+    made_of = _DependsOn()
     if len({made_of(each.of) for each in means}) > 1:
         run.suspicions.add(_UNLIKE)
     totals = [each.total for each in means if each.total is not None]
@@ -125,7 +123,7 @@ def _is_near(tensor: tf.Tensor) -> bool:
     return any(tensor.graph is graph for graph in graphs_inside(None))
 
 
-class _MadeOf:
+class _DependsOn:
     """What masks, or weights, are made of: a number, alike where they are alike.
 
     Each layer asks the one before for its mask, which is then computed once more, and

@@ -7,17 +7,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdp._private.given_functions import python_function_of
+from tfdp._private.functions import python_function_of
 from tfdp._private.names import PerReplica
-
-__all__ = [
-    "is_predict_step",
-    "is_stock_step",
-    "is_stock_train_step",
-    "name_of_step",
-    "representative_batch",
-    "rows_of_first_replica",
-]
 
 STEPS = ("train_step", "test_step")
 

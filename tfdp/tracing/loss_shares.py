@@ -29,8 +29,6 @@ from tfdp._private.step_ops import (
 )
 from tfdp.tracing.replica_invariance import is_exchanged, outermost
 
-__all__ = ["QUOTIENTS", "LossShares", "Standing", "ancestors", "goes_into", "key_of"]
-
 LINEAR = {
     *("AddN", "AddV2", "Add", "Cast", "ConcatV2", "EnsureShape", "ExpandDims"),
     *("Identity", "IdentityN", "Mean", "Neg", "Pack", "Reshape", "Squeeze", "Sub"),

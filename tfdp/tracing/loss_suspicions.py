@@ -12,28 +12,15 @@ from tfdp._private.keras_models import given_losses
 from tfdp._private.names import in_compiled_function
 from tfdp.errors import ConfigurationError
 from tfdp.tracing.batch_rows import has_rows_of
+from tfdp.tracing.dependencies import are_of_sums_alone, batch_keys, is_of_own_rows
 from tfdp.tracing.keras_steps import is_stock_step, name_of_step
 from tfdp.tracing.loss_shares import LossShares, Standing, ancestors, key_of
-from tfdp.tracing.own_rows import batch_keys, is_of_own_rows
 from tfdp.tracing.replica_invariance import GATHERED_ROWS, is_named, outermost
 from tfdp.tracing.row_means import SELECTS, is_plain_mean, is_sum_over_rows, rows_of
 from tfdp.tracing.run import ReplicaRun, trace_of
-from tfdp.tracing.sums_alone import are_of_sums_alone
 
 # What a mean is followed by on its way to a loss, and is one still, or a term.
 TERMS = {"AddN", "AddV2", "Cast", "Identity", "Neg", "Reshape", "Squeeze", "Sub"}
-
-__all__ = [
-    "are_values_of_rows",
-    "is_mean_taken_by_hand",
-    "is_share",
-    "reported_standing",
-    "seems_local",
-    "suspect_added_sum",
-    "suspect_gradients",
-    "suspect_sum_of_all",
-    "why_loss_seems_local",
-]
 
 
 def is_share(shares: LossShares, loss: Any, caller: str) -> bool:

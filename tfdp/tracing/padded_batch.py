@@ -17,8 +17,6 @@ import tensorflow as tf
 
 from tfdp._private.names import PerReplica
 
-__all__ = ["PaddedBatch", "Padding", "find_padded", "trim_rows", "without_padding"]
-
 
 class PaddedBatch(NamedTuple):
     """A batch of fixed size, and +n or -n for each of its rows.

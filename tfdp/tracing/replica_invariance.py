@@ -7,15 +7,6 @@ from typing import Any
 
 import tensorflow as tf
 
-__all__ = [
-    "GATHERED_ROWS",
-    "OWN_ROWS",
-    "is_exchanged",
-    "is_named",
-    "is_same_on_every_replica",
-    "outermost",
-]
-
 # Below a name scope that begins so, and by operations with such a name, exchanges are
 # built.
 EXCHANGE_SCOPE = "tfdp_"

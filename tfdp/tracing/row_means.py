@@ -7,27 +7,17 @@ it is: of a root, a quotient of two sums, a maximum, replicas only have their ow
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from tfdp._private.step_ops import MAY_CALL, PYTHON
-from tfdp.tracing.batch_rows import REDUCTIONS, reduced_axes
+from tfdp._private.step_ops import MAY_CALL, PYTHON, operations_within
+from tfdp.tracing.batch_rows import REDUCTIONS, has_rows_of, reduced_axes
+from tfdp.tracing.dependencies import SHAPES, DependsOn, batch_keys, is_of_own_rows
 from tfdp.tracing.loss_shares import QUOTIENTS, ancestors, key_of
-from tfdp.tracing.own_rows import SHAPES, MadeOf, batch_keys, is_of_own_rows
 from tfdp.tracing.replica_invariance import is_exchanged, outermost
 from tfdp.tracing.run import ReplicaRun, trace_of
-
-__all__ = [
-    "SELECTS",
-    "is_no_mean_over_rows",
-    "is_plain_mean",
-    "is_sum_over_rows",
-    "of_values",
-    "rows_of",
-    "suspect_loss",
-    "suspect_number",
-]
 
 # What passes a number on, or terms of one: each may be a mean.
 TERMS = {
@@ -67,16 +57,16 @@ NO_MEAN = (
 FUNCTIONS = MAY_CALL | {"FusedBatchNormV3"}
 
 
-def of_values(keys: set[Any]) -> MadeOf:
+def of_values(keys: set[Any]) -> DependsOn:
     """What values of rows go into, and not their number alone.
 
     Args:
       keys: the keys (`key_of`) of the tensors of rows.
     """
-    return MadeOf(keys, _is_behind)
+    return DependsOn(keys, _is_behind)
 
 
-def rows_of(run: ReplicaRun, rank: Any) -> MadeOf:
+def rows_of(run: ReplicaRun, rank: Any) -> DependsOn:
     """`of_values` of the rows that a replica was given."""
     return of_values(batch_keys(run.batches, trace_of(rank)))
 
@@ -86,7 +76,7 @@ def suspect_number(
     rank: Any,
     metric: Any,
     number: tf.Tensor,
-    rows: MadeOf,
+    rows: DependsOn,
     *,
     near: bool,
 ) -> None:
@@ -109,7 +99,7 @@ def suspect_returned(run: ReplicaRun, rank: Any, number: tf.Tensor) -> None:
 
 
 def _is_no_mean_of_own(
-    run: ReplicaRun, rank: Any, number: Any, rows: MadeOf, *, near: bool = False
+    run: ReplicaRun, rank: Any, number: Any, rows: DependsOn, *, near: bool = False
 ) -> bool:
     if run.group_size == 1 or isinstance(number, tf.__internal__.EagerTensor):
         return False
@@ -130,7 +120,7 @@ def suspect_loss(run: ReplicaRun, rank: Any, loss: tf.Tensor) -> None:
 
 def is_no_mean_over_rows(
     number: tf.Tensor,
-    rows: MadeOf,
+    rows: DependsOn,
     *,
     rows_are_near: bool = False,
     may_be_sum: bool = False,
@@ -199,7 +189,7 @@ def is_no_mean_over_rows(
     return False
 
 
-def is_plain_mean(mean: tf.Tensor, rows: MadeOf) -> bool:
+def is_plain_mean(mean: tf.Tensor, rows: DependsOn) -> bool:
     """Whether the result of a Mean is one over rows, and not over columns of sums."""
     inputs = list(mean.op.inputs)
     is_over_rows = 0 in (reduced_axes(inputs) or ()) and not _is_of_terms(inputs[0])
@@ -207,14 +197,14 @@ def is_plain_mean(mean: tf.Tensor, rows: MadeOf) -> bool:
     return is_over_rows and not is_reduced and mean in rows
 
 
-def is_sum_over_rows(loss: tf.Tensor, rows: MadeOf) -> bool:
+def is_sum_over_rows(loss: tf.Tensor, rows: DependsOn) -> bool:
     """Whether a term of `loss` is a sum over rows that nothing divides by their number.
 
     Args:
       loss: a tensor of the graph being built.
       rows: those that the replica was given; see `of_values`.
     """
-    numbered = MadeOf(rows.keys)  # a sum of ones over them is one as well
+    numbered = DependsOn(rows.keys)  # a sum of ones over them is one as well
     todo, seen = [loss], set()
     while todo:
         tensor = outermost(todo.pop())
@@ -268,7 +258,7 @@ def _added_along_rows(op: tf.Operation) -> list[tf.Tensor]:
     return inputs[SUMS_OF_ROWS[op.type]] if op.type in SUMS_OF_ROWS else []
 
 
-def _is_of_all(number: tf.Tensor, rows: MadeOf) -> bool:
+def _is_of_all(number: tf.Tensor, rows: DependsOn) -> bool:
     """Whether it is made of an exchange, such as the number of all replicas' rows.
 
     The number of own ones is not, whatever was gathered to compute what they became:
@@ -296,7 +286,7 @@ def _is_number_of_rows(divisor: tf.Tensor, total: tf.Tensor) -> bool:
     return bool(shape.rank) and number in (shape[0], shape.num_elements())
 
 
-def _is_of_shapes(tensor: tf.Tensor, rows: MadeOf) -> bool:
+def _is_of_shapes(tensor: tf.Tensor, rows: DependsOn) -> bool:
     """Whether `tensor` is a number made of that of rows alone, such as 1 over it."""
     if tensor.shape.rank != 0 or isinstance(tensor, tf.__internal__.EagerTensor):
         return False
@@ -304,7 +294,7 @@ def _is_of_shapes(tensor: tf.Tensor, rows: MadeOf) -> bool:
     return any(one.op.type in SHAPES for one in near) and tensor not in rows
 
 
-def _mixes_rows(tensor: tf.Tensor, rows: MadeOf) -> bool:
+def _mixes_rows(tensor: tf.Tensor, rows: DependsOn) -> bool:
     """Whether what `tensor` holds of a row depends on other rows."""
 
     def is_row(one: tf.Tensor) -> bool:
@@ -334,3 +324,107 @@ def _is_over_rows(op: tf.Operation) -> bool:
 
 def _is_behind(tensor: tf.Tensor) -> bool:
     return is_exchanged(tensor) or tensor.op.type in SHAPES
+
+
+# Rows that are paired with rows of their batch, told from the graph.
+#
+# Contrastive losses multiply each row by all others, or compare their labels. A replica
+# has its own rows only, so that each meets fewer others than on one device.
+
+
+# What compares or joins one row with another where each stands along another axis.
+BETWEEN = {
+    *("AddV2", "Equal", "Greater", "GreaterEqual", "Less", "LessEqual", "LogicalAnd"),
+    *("Maximum", "Minimum", "Mul", "NotEqual", "SquaredDifference", "Sub"),
+}
+DIAGONALS = {"DiagPart", "MatrixDiagPart", "MatrixDiagPartV2", "MatrixDiagPartV3"}
+PASSED_ON = {"Cast", "EnsureShape", "Identity", "StopGradient"}
+
+
+def suspect_pairs(run: ReplicaRun) -> None:
+    """Notes that rows are paired with rows of the replica alone."""
+    if run.group_size == 1 or not run.batches or tf.executing_eagerly():
+        return
+    # Of one replica: the others do the same, or are told of by something else.
+    trace = min(run.batches)
+    batch = run.batches[trace]
+    if any(tensor.shape.rank and tensor.shape[0] == 1 for tensor in batch):
+        return  # of one row nobody can tell along which axis it stands
+    rows = of_values(batch_keys(run.batches, trace))
+    graph = tf.compat.v1.get_default_graph()
+    for op in operations_within(graph.get_operations()):
+        pair = None if _is_of_each_alone(op) else _pair_of(op)
+        if pair is None or not all(tensor in rows for tensor in pair):
+            continue
+        if all(has_rows_of(tensor, batch, deeply=True) for tensor in pair):
+            run.suspicions.add(
+                f"rows are paired with all rows of their batch (in {op.name!r}), as in "
+                "contrastive losses, and a replica has its own rows only: each meets "
+                "fewer others than on one device. Pair them with the rows of all "
+                "replicas, tfdp.losses.all_rows(x), and bring the loss of all pairs "
+                "to its share, tfdp.losses.local_mean(loss)"
+            )
+            return
+
+
+def _is_of_each_alone(op: tf.Operation) -> bool:
+    """Whether of a product of rows with rows only that of each with itself is used."""
+    if op.type not in ("Einsum", "MatMul"):
+        return False
+    used = {consumer.type for consumer in op.outputs[0].consumers()}
+    return bool(used & DIAGONALS) and used <= DIAGONALS | {"Shape", "ZerosLike"}
+
+
+def _pair_of(op: tf.Operation) -> Sequence[tf.Tensor] | None:
+    """What would be paired if both had rows in front; None: `op` pairs nothing."""
+    if op.type == "MatMul":
+        first, second = op.inputs
+        if op.get_attr("transpose_a"):
+            return None  # a sum over the rows of the first one
+        if op.get_attr("transpose_b"):
+            return first, second
+        turned = _turned(second)
+        return None if turned is None else (first, turned)
+    if op.type == "Einsum" and len(op.inputs) == 2:
+        given, made = op.get_attr("equation").decode().split("->")
+        labels = [label[:1] for label in given.split(",")]
+        is_pair = labels[0] != labels[1] and all(one in made for one in labels)
+        return (
+            tuple(op.inputs) if is_pair and all(labels) and "." not in labels else None
+        )
+    if op.type in BETWEEN:
+        for one, other in (op.inputs, tuple(op.inputs)[::-1]):
+            rank, other_rank = one.shape.rank, other.shape.rank
+            if not rank or not other_rank or rank < 2 or one.shape[1] != 1:
+                continue
+            if other_rank == rank - 1:  # (n, 1, ...) with (n, ...)
+                return one, other
+            turned = _turned(other) if other.shape[0] == 1 else None
+            if other_rank == rank and turned is not None:
+                return one, turned
+    return None
+
+
+def _turned(tensor: tf.Tensor) -> tf.Tensor | None:
+    """What has in front what `tensor` has along a later axis; None: nobody can tell."""
+    found = outermost(tensor)
+    while found is not None and not isinstance(found, tf.__internal__.EagerTensor):
+        op = found.op
+        if op.type in PASSED_ON:
+            found = outermost(op.inputs[0])
+            continue
+        if op.type == "Transpose":
+            order = tf.get_static_value(op.inputs[1])
+            return op.inputs[0] if order is not None and order[0] != 0 else None
+        if op.type == "Reshape":  # (n,) to (1, n)
+            is_turned = op.inputs[0].shape.rank == 1 and found.shape[0] == 1
+            return op.inputs[0] if is_turned else None
+        if op.type == "ExpandDims":
+            axis = tf.get_static_value(op.inputs[1])
+            rank = op.inputs[0].shape.rank
+            is_first = axis is not None and rank and int(axis) % (rank + 1) == 0
+            return op.inputs[0] if is_first else None
+        if op.type == "StridedSlice":
+            return op.inputs[0] if op.get_attr("new_axis_mask") & 1 else None
+        return None
+    return None

@@ -5,18 +5,17 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import tensorflow as tf
 
-from tfdp._private.names import current_rank
-from tfdp.tracing.eager_order import EagerOrder
-from tfdp.tracing.kept_if import kept_if
+from tfdp._private.names import current_rank, in_compiled_function
+from tfdp.exchange.engine import name_of_exchanges
 from tfdp.tracing.loss_shares import LossShares
 from tfdp.tracing.padded_batch import Padding
-
-__all__ = ["ReplicaRun", "trace_of"]
+from tfdp.tracing.trace_order import EagerOrder
 
 
 @dataclasses.dataclass
@@ -76,7 +75,7 @@ class ReplicaRun:
     ends_with_late_state: bool = False
     #: The ids of variables that are brought together at the end of the step, as the
     #: first replica has found; None: none was asked.
-    late_state: set[int] | None = None
+    late_buffers: set[int] | None = None
     #: The ids of variables in which replicas hold their own sums of gradients.
     own_sums: set[int] = dataclasses.field(default_factory=set)
     #: By trace: what the means of losses over the global batch were divided by
@@ -122,7 +121,7 @@ class ReplicaRun:
     sent_momentum: set[int] = dataclasses.field(default_factory=set)
     #: Leaves the step out where it is not finite (`tfdp.step.finite_guard`), or None.
     guard: Any = None
-    #: Note the norms of its gradients (`tfdp.step.noise_probe`).
+    #: Note the norms of its gradients (`tfdp.step.observers`).
     probes: list[Any] = dataclasses.field(default_factory=list)
 
     @property
@@ -274,7 +273,7 @@ class ReplicaRun:
         return bool(self.updates.get(trace_of(current_rank())))
 
     @property
-    def updates_alike(self) -> bool:
+    def updates_replicated(self) -> bool:
         """Whether an optimizer is at work that does the same on all replicas."""
         is_own = self.is_local or trace_of(current_rank()) in self.shard_updates
         return self.is_updating and not is_own
@@ -358,3 +357,74 @@ def trace_of(rank: Any) -> int:
     a tensor.
     """
     return rank if isinstance(rank, int) else 0
+
+
+# A tensor, or zeros in its place: a large one is not copied where it is kept.
+
+
+# A branch takes milliseconds while a step is traced; what it saves of each step is to
+# read and write the tensor. (TensorFlow's Switch and Merge, built by hand, would take
+# neither, and a step with them never ends.)
+LEAST_BRANCH_BYTES = 1 << 20
+
+
+def kept_if(condition: Any, value: tf.Tensor) -> tf.Tensor:
+    """`value` where `condition` holds; else zeros, whatever `value` is made of.
+
+    Args:
+      condition: a scalar boolean tensor.
+      value: of any shape and number type.
+    """
+    if tf.executing_eagerly():
+        return value if condition else tf.zeros_like(value)
+    size_bytes = (value.shape.num_elements() or 0) * value.dtype.size
+    if size_bytes < LEAST_BRANCH_BYTES or in_compiled_function():
+        return tf.where(condition, value, tf.zeros_like(value))
+    return tf.cond(condition, lambda: value, lambda: tf.zeros_like(value))
+
+
+# The `ReplicaRun` that the calling code is part of, if any.
+
+
+def current_run() -> tuple[ReplicaRun, int] | None:
+    """The run and this replica's rank; None outside a tfdp strategy's replicas."""
+    if tf.distribute.in_cross_replica_context():
+        return None
+    run = getattr(tf.distribute.get_strategy().extended, "current_run", None)
+    return None if run is None else (run, current_rank())
+
+
+def name_of_gradient() -> str:
+    """Asked in a forward pass: the name of the exchanges that its gradient will take.
+
+    For `exchanges_of`, in the backward pass. What is computed again in a backward pass
+    has names that begin with that of what is.
+
+    Returns:
+      A name that all replicas and hosts find alike; "" where nobody meets under one.
+    """
+    found = current_run()
+    if found is None:
+        return ""
+    run, rank = found
+    within = name_of_exchanges() or ""
+    return f"{within}{run.next_exchange_due(rank, within)}."
+
+
+# What is done once for all replicas, while one of them is being traced.
+
+
+def do_before_the_step(function: Callable[[], None]) -> None:
+    """Calls it now, eagerly and in the scope of the strategy, outside of replicas.
+
+    `tf.init_scope` leaves the graph, not the replica, and `merge_call` needs all
+    replicas, and no function or conditional around it. Another thread is in neither.
+    """
+    strategy = tf.distribute.get_strategy()
+
+    def in_scope() -> None:
+        with strategy.scope():
+            function()
+
+    with ThreadPoolExecutor(1) as outside:
+        outside.submit(in_scope).result()

@@ -10,8 +10,6 @@ from tfdp._private.names import PerReplica
 from tfdp.errors import ScopeError
 from tfdp.tracing.run import ReplicaRun
 
-__all__ = ["parts_by_replica", "sample_counts"]
-
 
 def sample_counts(arguments: Any, replicas: int) -> ReplicaRun:
     """A `ReplicaRun` with the samples that each replica finds in `arguments`.

@@ -19,8 +19,6 @@ from typing import Any
 
 import tensorflow as tf
 
-__all__ = ["bit_hash"]
-
 GOLDEN = 0x9E3779B9
 STEPS = ((16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, 1))
 # A megabyte, which stays in a core's cache; compiled once, since all have one size.

@@ -19,8 +19,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdp._private.autograph import library_code
-from tfdp._private.keras_attributes import keras_attribute
+from tfdp._private.functions import library_code
+from tfdp._private.keras_layers import keras_attribute
 from tfdp._private.names import (
     current_rank,
     global_seed,
@@ -28,14 +28,6 @@ from tfdp._private.names import (
     put_global_seed,
 )
 from tfdp.variables.mirrored import SEED_STRIDE
-
-__all__ = [
-    "drawing_globally",
-    "draws_apart",
-    "global_seed_states",
-    "make_global_seed_states",
-    "with_global_seed",
-]
 
 # What Keras calls it.
 ATTRIBUTE = "global_seed_generator"

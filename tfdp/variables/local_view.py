@@ -16,12 +16,14 @@ from typing import Any, TypeAlias
 
 import tensorflow as tf
 
-from tfdp._private.checkpoint_hooks import assign_each, checkpoint_as, note_restored
-from tfdp._private.local_copies import local_copy_of
 from tfdp._private.names import MirroredVariable, current_rank
+from tfdp._private.variable_hooks import (
+    assign_each,
+    checkpoint_as,
+    local_copy_of,
+    note_restored,
+)
 from tfdp.errors import ConfigurationError
-
-__all__ = ["LocalView", "keep_all_copies"]
 
 NoteChange: TypeAlias = Callable[[int | None], None]
 

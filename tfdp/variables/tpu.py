@@ -21,16 +21,8 @@ from tfdp._private.tpu_names import (
 )
 from tfdp.errors import CollectiveError
 from tfdp.tracing.replica_invariance import is_same_on_every_replica
-from tfdp.variables.mirrored import PythonValue, seed_offset
-from tfdp.variables.own_means import OwnMeans
-from tfdp.variables.own_sums import OwnSums
-
-__all__ = [
-    "AssignedInReplica",
-    "TPUOwnSumVariable",
-    "TPUReplicaVariable",
-    "TPUSeedVariable",
-]
+from tfdp.variables.mirrored import OwnMeans, PythonValue, seed_offset
+from tfdp.variables.own_values import OwnSums
 
 
 class AssignedInReplica(TPUVariableMixin):

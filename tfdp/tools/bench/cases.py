@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 
-__all__ = ["CASES", "DEFAULT_SUITES", "SCRIPTS", "SUITES", "Case", "select_cases"]
-
 STOCK_DEFAULT = "stock-default"
 REDUCTION_ARMS = (
     STOCK_DEFAULT,

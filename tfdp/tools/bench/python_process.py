@@ -11,8 +11,6 @@ import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-__all__ = ["ProcessFailed", "ended_together", "run_python"]
-
 OUTPUT_LINES_KEPT = 15
 GRACE_SECONDS = 15.0
 

@@ -9,8 +9,6 @@ from typing import Any
 from tfdp.tools.bench.cases import Case
 from tfdp.tools.bench.processes.arms import GROUP_ARMS
 
-__all__ = ["Request"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Request:

@@ -10,15 +10,6 @@ from typing import Any
 from tfdp.tools.bench.one_process.arms import STOCK_PREFIX
 from tfdp.tools.bench.processes.arms import ONE_PROCESS
 
-__all__ = [
-    "ArmResult",
-    "CaseResult",
-    "Spread",
-    "efficiency",
-    "relative_speed",
-    "spread",
-]
-
 
 @dataclasses.dataclass(frozen=True)
 class Spread:

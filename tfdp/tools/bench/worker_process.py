@@ -14,10 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tfdp.errors import DeviceError
-from tfdp.files.json_file import write_json
+from tfdp.files.checked_json import write_json
 from tfdp.tools.bench.python_process import ProcessFailed, run_python
-
-__all__ = ["WorkerFailed", "answer", "run_worker", "set_up_devices"]
 
 # The most that each logical GPU takes of the one GPU; `tfdp selftest` takes a quarter.
 SPLIT_GPU_MIB = 4096

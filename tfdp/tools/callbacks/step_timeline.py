@@ -14,11 +14,13 @@ from tfdp.checks import is_whole
 from tfdp.errors import ConfigurationError
 from tfdp.files.asked_for import refuse_bad_place
 from tfdp.files.atomic import replaced
-from tfdp.step.held_optimizers import names_of_updates
-from tfdp.tools.report.chrome_trace import chrome_trace
-from tfdp.tools.report.timeline_page import draw_timeline, hidden_share, seconds_by_kind
-
-__all__ = ["StepTimeline"]
+from tfdp.step.find_optimizers import names_of_updates
+from tfdp.tools.report.timeline_page import (
+    chrome_trace,
+    draw_timeline,
+    hidden_share,
+    seconds_by_kind,
+)
 
 
 class StepTimeline(keras.callbacks.Callback):

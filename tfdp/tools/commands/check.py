@@ -24,8 +24,6 @@ from tfdp.tools.commands.check_target import (
     parse_target,
 )
 
-__all__ = ["add_arguments", "run"]
-
 HOLDS, FAILS, NOT_CHECKED = 0, 1, 2
 STRATEGIES = ("tfdp", "mirrored")
 EPILOG = "\n".join(
@@ -105,7 +103,7 @@ def run(options: argparse.Namespace) -> int:
         except TfdpError as error:
             print(f"tfdp check: {error}", file=sys.stderr)
             return NOT_CHECKED
-    if report.cannot_tell:
+    if report.inconclusive:
         return NOT_CHECKED
     return HOLDS if report.ok or report.is_intended else FAILS
 

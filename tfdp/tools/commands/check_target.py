@@ -16,16 +16,6 @@ from typing import Any
 from tfdp.errors import ConfigurationError
 from tfdp.strategies.unused import note_used
 
-__all__ = [
-    "ENDED_ITSELF",
-    "ModelAndData",
-    "Target",
-    "load_build",
-    "load_target",
-    "parse_target",
-    "training_a_target",
-]
-
 FORMS = (
     "path/to/script.py:function, package.module:function, or path/to/script.py that "
     "defines build_model() and make_data()"

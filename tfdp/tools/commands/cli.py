@@ -22,8 +22,6 @@ from typing import NoReturn
 from tfdp._version import __version__
 from tfdp.errors import TfdpError
 
-__all__ = ["main", "make_parser"]
-
 # Name -> (module with add_arguments(parser) and run(options), one line of help).
 COMMANDS = {
     "info": (

@@ -14,8 +14,6 @@ from tfdp.cluster.machine import describe_machine, installed_versions
 from tfdp.errors import ClusterError, DeviceWarning
 from tfdp.strategies.quiet import import_tensorflow_quietly
 
-__all__ = ["add_arguments", "format_facts", "gather_facts", "run"]
-
 # Below these tfdp does not work; `setup.cfg` asks for the same.
 MINIMUM_VERSIONS = {"tensorflow": (2, 20), "keras": (3, 12)}
 

@@ -6,8 +6,6 @@ import argparse
 import sys
 import traceback
 
-__all__ = ["add_arguments", "run"]
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the command's arguments."""

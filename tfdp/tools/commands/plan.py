@@ -19,8 +19,6 @@ from tfdp.strategies.quiet import NOT_NEEDED_FOR_A_STEP, import_tensorflow_quiet
 from tfdp.tools.commands.check_target import ENDED_ITSELF
 from tfdp.tools.commands.plan_model import FORMS, bytes_of, load_model
 
-__all__ = ["add_arguments", "run"]
-
 FITS, DOES_NOT_FIT, NOT_PLANNED = 0, 1, 2
 EPILOG = "\n".join(
     textwrap.fill(text, 80)

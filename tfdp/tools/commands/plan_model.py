@@ -10,8 +10,6 @@ from typing import Any
 from tfdp.errors import ConfigurationError
 from tfdp.tools.commands.check_target import load_target, parse_target
 
-__all__ = ["FORMS", "bytes_of", "load_model"]
-
 FORMS = (
     "what `tfdp check` takes (path/to/script.py, path/to/script.py:function, "
     "package.module:function), or a model of keras.applications by its name, such as "

@@ -15,8 +15,6 @@ from tfdp.tools.runs.in_words import compared, summary
 from tfdp.tools.runs.page import draw_comparison, draw_run
 from tfdp.tools.runs.read import is_read, read_run
 
-__all__ = ["add_arguments", "run"]
-
 EPILOG = (
     "RUN is the directory that tfdp.callbacks.RunRecord was given. The page is one "
     "file that needs no other: report.html in the directory of the (first) run."

@@ -17,9 +17,7 @@ from tfdp.tools.commands.tune_trial import TrialOrders
 from tfdp.tools.simulator.machine import Link
 from tfdp.tools.simulator.model import Gradient, ModelProfile
 from tfdp.tools.tune.proposal import TrialFacts
-from tfdp.tools.tune.setting import Setting
-
-__all__ = ["Measured", "TrialFailed", "Trials", "run_module"]
+from tfdp.tools.tune.space import Setting
 
 # What the cores do while a sum crosses a link of this machine; see `tfdp measure`.
 COMPUTE_SHARE = 0.5

@@ -16,17 +16,15 @@ from collections.abc import Callable
 from typing import Any
 
 from tfdp.errors import ConfigurationError
-from tfdp.files.json_file import write_json
-from tfdp.hosts.sum_speed import speed_of_sums
+from tfdp.files.checked_json import write_json
+from tfdp.hosts.link_speed import speed_of_sums
 from tfdp.tools.commands.check_target import (
     load_target,
     parse_target,
     training_a_target,
 )
 from tfdp.tools.commands.plan_model import load_model
-from tfdp.tools.tune.setting import Setting
-
-__all__ = ["TrialOrders", "main"]
+from tfdp.tools.tune.space import Setting
 
 WARM_UP_STEPS = 3
 

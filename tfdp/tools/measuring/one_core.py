@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tfdp.errors import CollectiveError
+from tfdp.tools.bench.gradient_sets import FLOAT32_BYTES, GRADIENT_SETS
 from tfdp.tools.bench.one_process.interleave import turns
-from tfdp.tools.bench.subjects.gradient_sets import FLOAT32_BYTES, GRADIENT_SETS
 from tfdp.tools.bench.worker_process import WorkerFailed, answer, run_worker
 
 if TYPE_CHECKING:
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
     from tfdp.compression.method import Method
 
-__all__ = ["WAYS", "measure_coding", "measure_rows", "take_one_thread", "time_coding"]
 
 #: Name in `KNOWN_WAYS` of the simulator -> method of `tfdp.compression`, arguments.
 WAYS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -192,7 +191,7 @@ def _rows_bytes_per_second(repeats: int) -> float:
     import tensorflow as tf
 
     from tfdp.exchange.sparse import join_rows
-    from tfdp.tools.bench.subjects.images import ZIPF_EXPONENT
+    from tfdp.tools.bench.subjects import ZIPF_EXPONENT
 
     random = np.random.default_rng(SEED)
     values = random.normal(size=(PARTS, ROWS, WIDTH)).astype(np.float32)

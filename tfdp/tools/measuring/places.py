@@ -14,8 +14,6 @@ from tfdp.tools.bench.processes.group import Group
 from tfdp.tools.bench.processes.two_hosts import TwoHosts
 from tfdp.tools.bench.request import Request
 
-__all__ = ["Figures", "Place", "measure_place"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Place:

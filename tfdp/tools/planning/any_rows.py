@@ -11,8 +11,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection, Iterable
 
-__all__ = ["AnyRows", "NotOfRows", "rows_to_trace"]
-
 # A batch is made, of zeros, to trace a step.
 MOST_BATCH_BYTES = 2**28
 # Between these: so few that batches are made soon, so many that no length is met by

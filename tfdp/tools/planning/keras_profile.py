@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import keras
 
-__all__ = ["inputs_of", "profile_of"]
-
 
 def profile_of(
     network: keras.Model, inputs: Sequence[Any] = (), *, adds_rows: bool | None = None
@@ -30,14 +28,13 @@ def profile_of(
     """
     import keras
 
-    from tfdp.step.repeated_rows import takes_sums_alike
-    from tfdp.step.table_rows import tables_of
+    from tfdp.step.table_rows import sums_repeated_rows, tables_of
 
     work = _work_by_kernel(network)
     rows: dict[int, list[Any]] = {}
     if len(inputs):
         if adds_rows is None:
-            adds_rows = takes_sums_alike(network.optimizer)
+            adds_rows = sums_repeated_rows(network.optimizer)
         rows = {
             id(table.variable): [
                 table.sent_bytes_of(inputs, adds_rows),

@@ -6,8 +6,6 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-__all__ = ["MARGIN", "MemoryPlan", "most_peak_bytes", "needed_for", "sent_bytes"]
-
 # What a prediction may be short of: it "fits" only with this share to spare.
 MARGIN = 0.10
 # And with these, for what threads and libraries take beside the tensors: of the

@@ -10,8 +10,6 @@ from tfdp.plan.shards import Sharding
 from tfdp.tools.planning.memory_plan import MemoryPlan
 from tfdp.tools.planning.planner import Planner
 
-__all__ = ["plan"]
-
 
 def plan(
     model: Any,

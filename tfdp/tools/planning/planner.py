@@ -15,14 +15,10 @@ from tfdp.plan.communication import Communication
 from tfdp.plan.shards import Sharding, sharding_of
 from tfdp.plan.topology import Topology
 from tfdp.strategies.devices import use_virtual_devices
-from tfdp.tools.planning.liveness import TURNS, StepMemory, run_in_thought
+from tfdp.tools.planning.liveness import TURNS, StepMemory, dry_run
 from tfdp.tools.planning.memory_plan import MemoryPlan, sent_bytes
-from tfdp.tools.planning.scaling import StepOfRows
-from tfdp.tools.planning.sides import side_of
-from tfdp.tools.planning.step_graph import NOT_KNOWN, StepGraph
+from tfdp.tools.planning.step_graph import NOT_KNOWN, Op, StepGraph
 from tfdp.tools.planning.traced_step import TracedModel, builder_of
-
-__all__ = ["Planner", "have_devices"]
 
 # More replicas than these are not traced: between two of these numbers each part of the
 # memory grows and shrinks as a + b / N.
@@ -325,7 +321,7 @@ def _played(graph: StepGraph, replicas: int, turns: Sequence[int]) -> StepMemory
         # the middle of theirs, and what waits goes on in another thread: measured peaks
         # are those of one thread more.
         threads = max(threads + 1, replicas)
-    return run_in_thought(graph, threads, turns)
+    return dry_run(graph, threads, turns)
 
 
 def _per_replica(memory: StepMemory, replicas: int) -> dict[str, float]:
@@ -377,3 +373,108 @@ def have_devices(
     except DeviceError:
         if len(tf.config.list_logical_devices("CPU")) < count:
             raise
+
+
+# A step for any number of rows, from the same step traced for two of them.
+
+
+class StepOfRows:
+    """The step as a line over the rows of a batch.
+
+        bytes(rows) = a + b rows    of each tensor
+
+    Args:
+      few: the step for `few_rows`.
+      few_rows: fewer than `many_rows`.
+      many: the same step for `many_rows`.
+      many_rows: see `few_rows`.
+
+    Raises:
+      ValueError: when the two are not of the same ops: TensorFlow built another graph
+        for another number of rows.
+    """
+
+    def __init__(self, few: StepGraph, few_rows: int, many: StepGraph, many_rows: int):
+        if [_kept(op) for op in few.ops] != [_kept(op) for op in many.ops]:
+            raise ValueError("the two steps are not of the same ops")
+        if len(few.variables) != len(many.variables):
+            raise ValueError("the two steps do not store the same variables")
+        self._few, self._many = few, many
+        self._few_rows, self._many_rows = few_rows, many_rows
+
+    def at(self, rows: int) -> StepGraph:
+        """The step for `rows` rows, at least 1."""
+        part = (rows - self._few_rows) / (self._many_rows - self._few_rows)
+
+        def between(few: float, many: float) -> int:
+            return max(0, round(few + part * (many - few)))
+
+        ops = tuple(
+            dataclasses.replace(
+                a,
+                output_bytes=tuple(map(between, a.output_bytes, b.output_bytes)),
+                scratch_bytes=between(a.scratch_bytes, b.scratch_bytes),
+                flops=float(between(a.flops, b.flops)),
+            )
+            for a, b in zip(self._few.ops, self._many.ops, strict=True)
+        )
+        variables = tuple(
+            dataclasses.replace(a, size_bytes=between(a.size_bytes, b.size_bytes))
+            for a, b in zip(self._few.variables, self._many.variables, strict=True)
+        )
+        return dataclasses.replace(self._few, ops=ops, variables=variables)
+
+
+def _kept(op: Op) -> tuple[object, ...]:
+    """What is the same for every number of rows."""
+    return op.kind, op.inputs, op.controls, len(op.output_bytes), op.variable
+
+
+# A step of which the host takes a part (`offload=`), as each of the two sees it.
+
+
+def side_of(graph: StepGraph, on_host: bool) -> StepGraph:
+    """The step with the memory of one side alone; the other side's takes none.
+
+    What crosses has memory on both: it counts from when it is made until its last
+    reader has run, which is a little longer than the copy lives.
+
+    Args:
+      graph: the step.
+      on_host: the side.
+
+    >>> from tfdp.tools.planning.liveness import dry_run
+    >>> of_host = Op("Neg", ((0, 0),), (), (4,), on_host=True)
+    >>> graph = StepGraph((Op("Made", output_bytes=(8,)), of_host))
+    >>> [dry_run(side_of(graph, side)).peak_bytes for side in (False, True)]
+    [8, 12]
+    """
+    read_here = {
+        tensor for op in graph.ops if op.on_host == on_host for tensor in op.inputs
+    }
+    ops = tuple(
+        op if op.on_host == on_host else _crossing(op, place, read_here)
+        for place, op in enumerate(graph.ops)
+    )
+    variables = tuple(
+        each if each.on_host == on_host else dataclasses.replace(each, size_bytes=0)
+        for each in graph.variables
+    )
+    return dataclasses.replace(graph, ops=ops, variables=variables)
+
+
+def _crossing(op: Op, place: int, read_here: set[tuple[int, int]]) -> Op:
+    """An op of the other side: what it makes is here where it is read here."""
+    return dataclasses.replace(
+        op,
+        output_bytes=tuple(
+            size if (place, number) in read_here else 0
+            for number, size in enumerate(op.output_bytes)
+        ),
+        # A copy, not the memory of the other side.
+        shares=(),
+        reuses=(),
+        variable=None if op.access == "read" else op.variable,
+        access="" if op.access == "read" else op.access,
+        scratch_bytes=0,
+    )

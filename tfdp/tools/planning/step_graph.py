@@ -5,16 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-__all__ = [
-    "COMPILED",
-    "ENDLESS",
-    "NOT_KNOWN",
-    "Op",
-    "Place",
-    "StepGraph",
-    "StoredVariable",
-]
-
 #: A tensor's place in the step: (op, output).
 Place = tuple[int, int]
 

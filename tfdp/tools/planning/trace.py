@@ -18,23 +18,22 @@ from tfdp._private.step_ops import (
     only_called,
 )
 from tfdp.exchange.compressed import COMPRESSED_SUM, WHERE_FINITE
-from tfdp.exchange.link_calls import LINK_CALL
+from tfdp.exchange.host_calls import LINK_CALL
 from tfdp.tools.planning.any_rows import AnyRows
-from tfdp.tools.planning.branches import BRANCHES, handed_on
-from tfdp.tools.planning.graph_order import in_order, needed_ops
-from tfdp.tools.planning.hand_overs import RECEIVED, SENT, HandOvers
-from tfdp.tools.planning.link_memory import OF_LINKS, lying_in_what_links_keep
-from tfdp.tools.planning.liveness import run_in_thought
-from tfdp.tools.planning.loops import kept_per_turn, turns_of
+from tfdp.tools.planning.liveness import (
+    OF_LINKS,
+    dry_run,
+    lying_in_what_links_keep,
+)
 from tfdp.tools.planning.op_rules import (
     Tensor,
     access_of,
     flops_of,
     most_bytes,
     reused_inputs,
+    scratch_bytes_of,
     shared_input,
 )
-from tfdp.tools.planning.scratch import scratch_bytes_of
 from tfdp.tools.planning.step_graph import (
     COMPILED,
     ENDLESS,
@@ -43,8 +42,6 @@ from tfdp.tools.planning.step_graph import (
     StepGraph,
     StoredVariable,
 )
-
-__all__ = ["read_graph"]
 
 LOOPS = frozenset("While StatelessWhile".split())
 # What has its memory elsewhere: the batch, which stands among the variables.
@@ -130,7 +127,7 @@ class _Reader:
         self._weight_shapes = frozenset(weight_shapes)
         self.ops: list[Op] = []
         self.notes: collections.Counter[str] = collections.Counter()
-        self.hand_overs = HandOvers()
+        self.hand_overs = SendReceivePairs()
 
     def read(
         self,
@@ -341,7 +338,7 @@ class _Reader:
                 reader = _Reader([], hosts=self._hosts, rows=self._rows)
                 reader.read(inner, {}, {}, needed_ops(inner))
                 step = StepGraph(tuple(reader.ops), tuple(reader.variables))
-                peaks.append(run_in_thought(step).peak_bytes)
+                peaks.append(dry_run(step).peak_bytes)
         return max(peaks)
 
     def _tensor(self, tensor: Any) -> Tensor:
@@ -392,3 +389,181 @@ def _is_fused(op: Any) -> bool:
 
 def _equation_of(op: Any) -> str:
     return op.get_attr("equation").decode() if op.type == "Einsum" else ""
+
+
+# Which inputs of a conditional are its results, where its first branch is taken.
+
+
+#: Conditionals -> the attributes that name their branches.
+BRANCHES = {
+    "If": ("then_branch", "else_branch"),
+    "StatelessIf": ("then_branch", "else_branch"),
+}
+
+
+def handed_on(op: Any, number: int) -> int | None:
+    """The input of `op` that its first branch returns as output `number`.
+
+    TensorFlow runs a conditional as switches, which have no memory of their own.
+
+    Args:
+      op: of BRANCHES.
+      number: of the output.
+
+    Returns:
+      The input's place; None: the branch makes the output itself.
+    """
+    inner = called_graph(op, BRANCHES[op.type][0])
+    if inner is None:
+        return None
+    tensor = inner.outputs[number]
+    while tensor.op.type == "Identity":
+        tensor = tensor.op.inputs[0]
+    places = [place for place, each in enumerate(inner.inputs) if each is tensor]
+    # The first input says which branch.
+    return places[0] + 1 if places else None
+
+
+# Which ops of a function are needed, and an order in which they can run.
+
+
+def needed_ops(graph: Any) -> set[str]:
+    """The names of the ops that the function's results, or its effects, need."""
+    stack = [tensor.op for tensor in graph.outputs] + list(graph.control_outputs)
+    seen: set[str] = set()
+    while stack:
+        op = stack.pop()
+        if op.name not in seen:
+            seen.add(op.name)
+            stack += [tensor.op for tensor in op.inputs]
+            stack += op.control_inputs
+    return seen
+
+
+def in_order(graph: Any, needed: set[str]) -> list[Any]:
+    """The needed ops, each after what it reads; a `Recv` after its `Send`."""
+    ops = {op.name: op for op in graph.get_operations() if op.name in needed}
+    senders = {
+        op.get_attr("tensor_name"): op
+        for op in ops.values()
+        if op.type in ("Send", "_Send")
+    }
+
+    turn = {name: number for number, name in enumerate(ops)}
+
+    def before(op: Any) -> list[Any]:
+        found = [tensor.op for tensor in op.inputs]
+        # TensorFlow lists them in another order each time.
+        found += sorted(op.control_inputs, key=lambda op: turn.get(op.name, -1))
+        if op.type in ("Recv", "_Recv"):
+            sender = senders.get(op.get_attr("tensor_name"))
+            found += [sender] if sender is not None else []
+        return [source for source in found if source.name in ops]
+
+    ordered: list[Any] = []
+    done: set[str] = set()
+    for start in ops.values():
+        stack = [(start, iter(before(start)))] if start.name not in done else []
+        opened = {start.name}
+        while stack:
+            op, sources = stack[-1]
+            source = next((s for s in sources if s.name not in done), None)
+            if source is None:
+                stack.pop()
+                done.add(op.name)
+                ordered.append(op)
+            elif source.name not in opened:
+                opened.add(source.name)
+                stack.append((source, iter(before(source))))
+    return ordered
+
+
+# What one replica hands to another within a step: who receives which tensor.
+#
+# A replica sends and receives by name, in functions of its own, so that a tensor may be
+# received, as the graph is read, before it was sent.
+
+
+SENT = frozenset("Send _Send".split())
+RECEIVED = frozenset("Recv _Recv".split())
+
+
+class SendReceivePairs:
+    """Sources of what is received, by the names under which it is sent."""
+
+    def __init__(self) -> None:
+        self._sent: dict[str, Place] = {}
+        self._awaited: list[tuple[int, str]] = []
+
+    def send(self, name: str, source: Place) -> None:
+        """Notes what is sent."""
+        self._sent[name] = source
+
+    def receive(self, name: str, place: int) -> Place | None:
+        """What the op at `place` receives; None: it was not sent yet, see `connect`."""
+        if name not in self._sent:
+            self._awaited.append((place, name))
+        return self._sent.get(name)
+
+    def connect(self, ops: list[Op]) -> None:
+        """Gives those their tensors who were read before what is sent to them."""
+        for place, name in self._awaited:
+            source = self._sent.get(name)
+            if source is None:
+                continue
+            size_bytes = ops[source[0]].output_bytes[source[1]]
+            ops[place] = dataclasses.replace(
+                ops[place],
+                inputs=(source,),
+                shares=(0,),
+                output_bytes=(ops[place].output_bytes[0] or size_bytes,),
+            )
+
+
+# What a loop keeps of its turns, for the backward pass and as its result.
+
+
+# Of these a list holds what is there anyway.
+NOT_MADE = frozenset("Const Placeholder ReadVariableOp".split())
+# Which input of them is the new item of a list.
+NEW_ITEM = {"TensorListPushBack": 1, "TensorListSetItem": 2}
+
+
+def turns_of(op: Any) -> int | None:
+    """How often a `While` turns; None: that is not known before it runs.
+
+    A recurrent layer turns once for each item of the list that its input is cut into.
+    """
+    most = tf.get_static_value(op.inputs[1]) if len(op.inputs) > 1 else None
+    if most is not None and most.ndim == 0 and most > 0:
+        return int(most)
+    found = []
+    for tensor in op.inputs:
+        if tensor.op.type == "TensorListFromTensor":
+            found.append(tensor.op.inputs[0].shape[0])
+        elif tensor.op.type == "TensorListReserve":
+            items = tf.get_static_value(tensor.op.inputs[1])
+            found.append(None if items is None or items < 0 else int(items))
+    known = [turns for turns in found if turns is not None]
+    return max(known) if known else None
+
+
+def kept_per_turn(body: Any, place: int) -> Any:
+    """What each turn adds to output `place` of a loop; None: it is no list, or that is
+    there anyway.
+
+    Args:
+      body: the graph of a turn.
+      place: of the loop's output.
+    """
+    output = body.outputs[place]
+    if output.dtype != tf.variant:
+        return None
+    op = output.op
+    while op.type == "Identity":
+        op = op.inputs[0].op
+    if op.type not in NEW_ITEM:
+        return None
+    item = op.inputs[NEW_ITEM[op.type]]
+    is_known = item.shape.is_fully_defined() and item.dtype.size is not None
+    return item if is_known and item.op.type not in NOT_MADE else None

@@ -4,33 +4,35 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from tfdp._private.keras_models import (
     build_as_declared,
+    given_losses,
     large_variables_left_empty,
 )
+from tfdp.checks import is_whole
+from tfdp.cluster import Cluster
 from tfdp.errors import ConfigurationError
+from tfdp.exchange.host_group import HostGroup
+from tfdp.hosts.host_link import MOST_GATHERED_BYTES, HostLink, Packed, Ranges
 from tfdp.layers.rematerialization import remat as recompute
 from tfdp.plan.communication import Communication
 from tfdp.plan.shards import Sharding
 from tfdp.sharding.updates import host_of
 from tfdp.step.jit import take_over_jit
-from tfdp.step.repeated_rows import takes_sums_alike
-from tfdp.step.table_rows import Table, tables_of
+from tfdp.step.table_rows import Table, sums_repeated_rows, tables_of
 from tfdp.strategies.data_parallel import DataParallelStrategy
 from tfdp.strategies.devices import find_devices
+from tfdp.strategies.multi_host import MultiHostDataParallelStrategy
 from tfdp.tools.planning.any_rows import AnyRows, NotOfRows, rows_to_trace
-from tfdp.tools.planning.batch import Batch, batch_of
-from tfdp.tools.planning.hosts_in_thought import HostOfMany
 from tfdp.tools.planning.step_graph import StepGraph, StoredVariable
 from tfdp.tools.planning.trace import read_graph
-
-__all__ = ["TracedModel", "builder_of"]
 
 # Of larger weights, and slots of an optimizer, nobody asks for the numbers.
 LEAST_EMPTY_BYTES = 2**20
@@ -211,7 +213,7 @@ class TracedModel:
     def tables(self) -> list[tuple[Table, bool]]:
         """Those whose gradients are rows, and whether rows of one word are added."""
         asked = self._communication or Communication()
-        adds_rows = asked.repeated_rows == "sum" or takes_sums_alike(
+        adds_rows = asked.repeated_rows == "sum" or sums_repeated_rows(
             self.model.optimizer
         )
         return [
@@ -242,3 +244,298 @@ class TracedModel:
 
 def _bytes_of(variable: Any) -> int:
     return math.prod(variable.shape) * tf.as_dtype(variable.dtype).size
+
+
+# One host among others that are not there: its step can be traced, and not run.
+
+
+class HostOfMany(MultiHostDataParallelStrategy):
+    """The first host's strategy, for graphs that are looked at and never run.
+
+    It is a `MultiHostDataParallelStrategy` that has met nobody: what a step would
+    exchange stands in its graph, as on a host that trains.
+
+    Args:
+      devices: of this host's replicas.
+      hosts: how many there are, at least 2.
+      communication: as the strategy takes it.
+      sharding: what is sharded, and by whom.
+
+    Raises:
+      ConfigurationError: as the strategy; for `Communication(min_hosts=...)`, since
+        hosts that train apart are hosts alone; and for `engine="tensorflow"`, whose
+        collectives between hosts can be traced only where they have met.
+    """
+
+    # Memory is counted by shapes, on which a host that trains would not rely.
+    _hosts_are_alike = True
+
+    def __init__(
+        self,
+        devices: Sequence[str],
+        hosts: int,
+        communication: Communication | None,
+        sharding: Sharding,
+    ):
+        if communication is not None and communication.min_hosts is not None:
+            raise ConfigurationError(
+                f"Communication(min_hosts={communication.min_hosts}) is for hosts that "
+                "train apart between their meetings: plan one of them, hosts=1, and "
+                "add what sync= keeps, one or two more sets of weights."
+            )
+        if communication is not None and communication.engine == "tensorflow":
+            raise ConfigurationError(
+                "Communication(engine='tensorflow') between hosts cannot be planned "
+                "before they have met. Plan with engine='sockets'."
+            )
+        self._planned_devices = list(devices)
+        super().__init__(
+            Cluster(workers=hosts, rank=0, coordinator=None),
+            devices_per_host=len(devices),
+            communication=communication,
+            shard=sharding,
+        )
+
+    def _own_devices(
+        self, communication: Communication, sharding: Sharding
+    ) -> list[str]:
+        self._others = HostGroup(_NoLink(self.cluster.workers))
+        self._group = self._others
+        return self._planned_devices
+
+    def _make_extended(
+        self,
+        devices: tuple[str, ...],
+        communication: Communication,
+        cross_device_ops: tf.distribute.CrossDeviceOps,
+        draws_per_replica: bool,
+    ) -> Any:
+        self._refuse_idle_shards(devices, communication)
+        return self._extended_over(
+            self._others, devices, communication, cross_device_ops, draws_per_replica
+        )
+
+    def from_chief(self, value: np.ndarray, label: str = "value") -> np.ndarray:
+        """Its own: it is the chief."""
+        return value
+
+
+class _NoLink(HostLink):
+    """To hosts that are not there: nothing crosses it, and nobody is waited for."""
+
+    name = "sockets"
+
+    def __init__(self, workers: int):
+        super().__init__(0, workers, 1.0)
+        self.hosts = ["localhost"] * workers
+
+    def close(self) -> None:
+        """Nobody has to hear it."""
+
+    def on_failure(self, listener: Callable[[str], None]) -> None:
+        """Nobody is lost."""
+
+    def news(self) -> str | None:
+        """None."""
+        return None
+
+    def sent_bytes(self, channel: str | None = None) -> int:
+        """None."""
+        return 0
+
+    def exchange_seconds(self, channel: str) -> float:
+        """None."""
+        return 0.0
+
+    # What a model asks for while it is built: nobody looks at the numbers.
+
+    def sum(
+        self,
+        arrays: Sequence[np.ndarray],
+        label: str,
+        channel: str = "step",
+        wire_dtype: str | None = None,
+        packed: Packed = (),
+    ) -> list[np.ndarray]:
+        """Its own."""
+        return list(arrays)
+
+    def reduce_scatter(
+        self,
+        arrays: Sequence[np.ndarray],
+        ranges: Ranges,
+        label: str,
+        wire_dtype: str | None = None,
+    ) -> list[np.ndarray]:
+        """Its own ranges."""
+        return [
+            array[slice(*of_array[self.rank])]
+            for array, of_array in zip(arrays, ranges, strict=True)
+        ]
+
+    def all_gather(
+        self,
+        pieces: Sequence[np.ndarray],
+        ranges: Ranges,
+        label: str,
+        channel: str = "step",
+    ) -> list[np.ndarray]:
+        """Zeros beside its own."""
+        wholes = []
+        for piece, of_array in zip(pieces, ranges, strict=True):
+            whole = np.zeros(of_array[-1][1], piece.dtype)
+            whole[slice(*of_array[self.rank])] = piece
+            wholes.append(whole)
+        return wholes
+
+    def all_to_all(self, rows: np.ndarray, label: str) -> np.ndarray:
+        """Its own."""
+        return rows
+
+    def gather(
+        self,
+        blob: bytes,
+        label: str,
+        channel: str = "host",
+        most_bytes: int = MOST_GATHERED_BYTES,
+    ) -> list[bytes]:
+        """As many of its own."""
+        return [blob] * self.workers
+
+    def gather_memory(self, memory: np.ndarray, label: str) -> list[memoryview]:
+        """As many of its own."""
+        return [memory.data] * self.workers
+
+    def _nothing(self, *arguments: Any, **options: Any) -> Any:
+        raise ConfigurationError(
+            "A step that is planned asked other hosts for a word before it ran, which "
+            "none of tfdp's does. Plan with hosts=1, and please report this model."
+        )
+
+    share_note = without_note = leave_note = wait_for_notes = _nothing
+    loop_of_steps = start = _nothing
+    on_note = give_up = _nothing
+
+
+# A batch of a given number of rows, in whatever form the caller knows its batches.
+
+
+FORMS = (
+    "a number of rows of the global batch, for a functional or sequential model; "
+    "arrays, (x, y), of one global batch; or a dataset's element_spec of one"
+)
+
+# TensorFlow counts no more elements along a dimension in many of its kernels.
+MOST_ROWS = 2**31 - 1
+
+
+class Batch:
+    """What a row of a batch is, and how many rows the caller asked about.
+
+    Args:
+      like: a structure of `tf.TensorSpec`, without the first dimension.
+      rows: of the global batch.
+    """
+
+    def __init__(self, like: Any, rows: int):
+        self.like = like
+        self.rows = rows
+
+    def zeros(self, rows: int) -> Any:
+        """A batch of `rows` rows in which every number is 0 and every text empty."""
+        return tf.nest.map_structure(
+            lambda spec: (
+                # Keras builds no model from arrays of objects, which NumPy's are.
+                tf.fill((rows, *spec.shape), "")
+                if spec.dtype == tf.string
+                else np.zeros((rows, *spec.shape), spec.dtype.as_numpy_dtype)
+            ),
+            self.like,
+        )
+
+    @property
+    def row_bytes(self) -> int:
+        """Of one row."""
+        return sum(
+            int(np.prod(spec.shape)) * spec.dtype.size
+            for spec in tf.nest.flatten(self.like)
+        )
+
+
+def batch_of(batch: Any, model: keras.Model) -> Batch:
+    """What the caller's `batch` says of `model`'s batches.
+
+    Raises:
+      ConfigurationError: when it is of no known form, or leaves a dimension open.
+    """
+    if is_whole(batch, least=1):
+        if batch > MOST_ROWS:
+            raise ConfigurationError(
+                f"batch must be at most {MOST_ROWS:,} rows. Received: {batch}."
+            )
+        return Batch(_rows_of_model(model), batch)
+    if isinstance(batch, bool | int | float | str) or batch is None:
+        raise ConfigurationError(f"batch must be {FORMS}. Received: {batch!r}.")
+    if isinstance(batch, list):
+        batch = tuple(batch)
+    specs = tf.nest.map_structure(_spec_of, batch)
+    rows = {spec.shape[0] for spec in tf.nest.flatten(specs) if spec.shape.rank}
+    if len(rows) != 1 or None in rows:
+        raise ConfigurationError(
+            "All parts of a batch must have one number of rows, which is known: "
+            f"batch(n, drop_remainder=True). Received: {specs}."
+        )
+    like = tf.nest.map_structure(
+        lambda spec: tf.TensorSpec(spec.shape[1:], spec.dtype), specs
+    )
+    return Batch(_closed(like), rows.pop())
+
+
+def _spec_of(part: Any) -> tf.TensorSpec:
+    if isinstance(part, tf.TensorSpec):
+        return part
+    if hasattr(part, "shape") and hasattr(part, "dtype"):
+        return tf.TensorSpec(part.shape, part.dtype)
+    raise ConfigurationError(f"batch must be {FORMS}. Received in it: {part!r}.")
+
+
+def _closed(like: Any) -> Any:
+    for spec in tf.nest.flatten(like):
+        if not spec.shape.is_fully_defined():
+            raise ConfigurationError(
+                "The memory of a step depends on every length in its batch. Received "
+                f"a part of shape {spec.shape}: give arrays, or an element_spec, whose "
+                "lengths are those of the largest batch."
+            )
+    return like
+
+
+def _rows_of_model(model: keras.Model) -> Any:
+    """Inputs as the model declares them, and targets as its loss wants them."""
+    inputs = getattr(model, "inputs", None)
+    if not inputs:
+        raise ConfigurationError(
+            f"The model {model.name!r} does not say what its inputs are (it is neither "
+            "functional nor a Sequential with an Input), so a number of rows is not "
+            f"enough. Give batch as {FORMS}."
+        )
+    # Keras' own structure: a list, a dictionary or one tensor.
+    structure = getattr(model, "input", inputs)
+    if isinstance(structure, list) and len(structure) == 1:
+        [structure] = structure
+    x = tf.nest.map_structure(
+        lambda part: tf.TensorSpec(part.shape[1:], part.dtype), structure
+    )
+    losses = [str(getattr(loss, "name", loss)) for loss in given_losses(model)]
+    targets = [
+        _target_of(output, losses[place % len(losses)] if losses else "")
+        for place, output in enumerate(model.outputs)
+    ]
+    y = targets[0] if len(targets) == 1 else tuple(targets)
+    return _closed((x, y))
+
+
+def _target_of(output: Any, loss: str) -> tf.TensorSpec:
+    if "sparse" in loss:
+        return tf.TensorSpec(output.shape[1:-1], tf.int32)
+    return tf.TensorSpec(output.shape[1:], tf.float32)

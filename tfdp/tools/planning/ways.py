@@ -16,9 +16,6 @@ from tfdp.tools.planning.memory_plan import (
     sent_bytes,
 )
 from tfdp.tools.planning.planner import Planner
-from tfdp.tools.planning.way import Way
-
-__all__ = ["largest_batch", "ways_to_fit"]
 
 # The batch is as large as was found, or at most this part larger.
 PRECISION = 0.05
@@ -205,3 +202,25 @@ def _accumulating(
         0.0,
         sent.get(stage, whole),
     )
+
+
+# `Way`: what makes a batch fit that does not, and what it costs.
+
+
+@dataclasses.dataclass(frozen=True)
+class Way:
+    """A setting, what it needs, and what it costs.
+
+    Args:
+      name: what to write in the program.
+      peak_bytes: per replica.
+      fits: whether that is within the memory, margin included.
+      more_flops: as a part of those of a step as it was asked about.
+      sent_bytes: by a replica in a step.
+    """
+
+    name: str
+    peak_bytes: int
+    fits: bool
+    more_flops: float
+    sent_bytes: int

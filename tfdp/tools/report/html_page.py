@@ -5,8 +5,6 @@ from __future__ import annotations
 import html
 from collections.abc import Mapping, Sequence
 
-__all__ = ["TABLE_STYLE", "html_page", "html_table", "legend", "svg_line", "svg_text"]
-
 #: For a page with tables.
 TABLE_STYLE = """\
 td, th { text-align: right; padding: 3px 12px; border-bottom: 1px solid #ddd; }

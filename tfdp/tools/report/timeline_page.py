@@ -3,20 +3,12 @@
 from __future__ import annotations
 
 import html
+import json
 import re
 from collections.abc import Iterable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from tfdp.tools.report.html_page import html_page, legend, svg_line, svg_text
-from tfdp.tools.report.spans import covered
-
-__all__ = [
-    "draw_timeline",
-    "hidden_share",
-    "kind_of",
-    "replica_of",
-    "seconds_by_kind",
-]
 
 # Part of an op's name -> what it is.
 EXCHANGES = {
@@ -190,3 +182,148 @@ def _axis(total_ms: float, scale: float, height: int) -> list[str]:
         for tick in ticks
         for x in [_LEFT + tick * scale]
     ]
+
+
+# Stretches of time: what they cover together.
+
+
+# From, to.
+Span = tuple[float, float]
+
+
+def joined(spans: Iterable[Span]) -> list[Span]:
+    """The union, in order and apart; spans that end before they begin are empty.
+
+    >>> joined([(4, 6), (0, 2), (1, 3), (9, 8)])
+    [(0, 3), (4, 6)]
+    """
+    union: list[Span] = []
+    for start, stop in sorted(spans):
+        if stop <= start:
+            continue
+        if union and start <= union[-1][1]:
+            union[-1] = union[-1][0], max(union[-1][1], stop)
+        else:
+            union.append((start, stop))
+    return union
+
+
+def length(spans: Iterable[Span]) -> float:
+    """Of spans that are apart, together."""
+    return sum(stop - start for start, stop in spans)
+
+
+def covered(spans: Iterable[Span]) -> float:
+    """The length of the union of spans.
+
+    >>> covered([(4, 6), (0, 2), (1, 3), (9, 8)])
+    5
+    """
+    return length(joined(spans))
+
+
+def both(first: Sequence[Span], second: Sequence[Span]) -> list[Span]:
+    """What is in one and in the other; each in order and apart.
+
+    >>> both([(0, 3), (4, 6)], [(2, 5)])
+    [(2, 3), (4, 5)]
+    """
+    found: list[Span] = []
+    mine = theirs = 0
+    while mine < len(first) and theirs < len(second):
+        start = max(first[mine][0], second[theirs][0])
+        stop = min(first[mine][1], second[theirs][1])
+        if start < stop:
+            found.append((start, stop))
+        if first[mine][1] < second[theirs][1]:
+            mine += 1
+        else:
+            theirs += 1
+    return found
+
+
+def without(first: Sequence[Span], second: Sequence[Span]) -> list[Span]:
+    """What is in the first and not in the second; each in order and apart.
+
+    >>> without([(0, 3), (4, 6)], [(2, 5)])
+    [(0, 2), (5, 6)]
+    """
+    found: list[Span] = []
+    place = 0
+    for start, stop in first:
+        while place < len(second) and second[place][1] <= start:
+            place += 1
+        here = place
+        while here < len(second) and second[here][0] < stop:
+            if second[here][0] > start:
+                found.append((start, second[here][0]))
+            start = max(start, second[here][1])
+            here += 1
+        if start < stop:
+            found.append((start, stop))
+    return found
+
+
+# A step as a file that Perfetto and `chrome://tracing` open.
+#
+# The form is Chrome's: "Trace Event Format", complete events ("X") and metadata ("M").
+
+
+def chrome_trace(
+    events: Sequence[Event],
+    optimizers: Sequence[str] = (),
+    *,
+    host: int = 0,
+    hosts: int = 1,
+    first_rank: int = 0,
+) -> str:
+    """The file's text: a process for each replica of this host, its threads in it.
+
+    The first replica's has what is done for all of them as well: TensorFlow gives both
+    no scope of their own.
+
+    Args:
+      events: of some steps, at least one; times in microseconds.
+      optimizers: what the optimizers are called.
+      host: this one, from 0.
+      hosts: how many there are.
+      first_rank: of the first replica of this host.
+    """
+    first_us = min(event.start_us for event in events)
+    threads = {
+        name: n for n, name in enumerate(dict.fromkeys(e.thread for e in events))
+    }
+    place = f"host {host}" if hosts > 1 else "host"
+    rows: dict[tuple[int, int], None] = {}
+    complete: list[dict[str, Any]] = []
+    for event in events:
+        rank = replica_of(event.name, first_rank)
+        # Perfetto leaves process 0 without a name.
+        process = 1 if rank is None else 2 + rank
+        thread = 1 + threads[event.thread]
+        rows[process, thread] = None
+        complete.append(
+            {
+                "ph": "X",
+                "name": event.name,
+                "cat": kind_of(event.name, optimizers),
+                "ts": round(event.start_us - first_us, 3),
+                "dur": round(event.duration_us, 3),
+                "pid": process,
+                "tid": thread,
+                "args": {"host": host, "replica": rank},
+            }
+        )
+    named = []
+    for process, thread in sorted(rows):
+        of = f"{place}, input" if process == 1 else f"{place}, replica {process - 2}"
+        named.append(_named("process_name", process, thread, of))
+        named.append(_named("thread_name", process, thread, f"thread {thread}"))
+    return json.dumps({"traceEvents": [*named, *complete], "displayTimeUnit": "ms"})
+
+
+def _named(what: str, process: int, thread: int, name: str) -> dict[str, Any]:
+    return {
+        **{"ph": "M", "name": what, "pid": process, "tid": thread},
+        "args": {"name": name},
+    }

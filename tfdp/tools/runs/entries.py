@@ -11,8 +11,6 @@ from tfdp.checks import is_number
 from tfdp.files.checked_json import is_count
 from tfdp.tools.runs.lines import KIND, VERSION, number_of
 
-__all__ = ["End", "Entry", "Epoch", "Start", "Steps", "content_from", "entry_from"]
-
 MOST_TEXT, MOST_NAMES = 1000, 200
 # Thirty thousand years: a sum of so many is finite still.
 MOST_SECONDS = 1e12

@@ -16,8 +16,6 @@ from typing import Any
 
 from tfdp.files.checked_json import parse_json
 
-__all__ = ["KIND", "MOST_LINE_BYTES", "VERSION", "content_of", "line_of"]
-
 #: What the first line of a start says it is, and which version.
 KIND, VERSION = "tfdp run record", 1
 #: Longer ones are not read.

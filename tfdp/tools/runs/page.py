@@ -7,15 +7,18 @@ import time
 import urllib.parse
 from collections.abc import Iterator, Mapping, Sequence
 
+from tfdp.tools.report.charts import PART_BARS_STYLE
 from tfdp.tools.report.html_page import TABLE_STYLE, html_page, html_table
-from tfdp.tools.report.part_bars import PART_BARS_STYLE
-from tfdp.tools.report.units import bytes_in_words, seconds_in_words
+from tfdp.tools.report.text import bytes_in_words, seconds_in_words
 from tfdp.tools.runs import pictures
-from tfdp.tools.runs.advice import advice
 from tfdp.tools.runs.facts import Facts
-from tfdp.tools.runs.in_words import figures, headline, side_by_side, straggler_in_words
-
-__all__ = ["draw_comparison", "draw_run"]
+from tfdp.tools.runs.in_words import (
+    advice,
+    figures,
+    headline,
+    side_by_side,
+    straggler_in_words,
+)
 
 STYLE = (
     TABLE_STYLE

@@ -7,11 +7,17 @@ import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 
-from tfdp.tools.report.curve_page import draw_panel
+from tfdp.tools.report.charts import (
+    COLOURS,
+    Chart,
+    Point,
+    draw_chart,
+    part_bars,
+    thinned,
+)
 from tfdp.tools.report.html_page import legend
-from tfdp.tools.report.line_chart import COLOURS, Chart, Point, draw_chart, thinned
-from tfdp.tools.report.part_bars import part_bars
-from tfdp.tools.report.units import seconds_in_words
+from tfdp.tools.report.learning_curve import draw_panel
+from tfdp.tools.report.text import seconds_in_words
 from tfdp.tools.runs.entries import Steps
 from tfdp.tools.runs.facts import Facts, Rate, epochs_of, merged
 from tfdp.tools.runs.together import (
@@ -24,18 +30,6 @@ from tfdp.tools.runs.together import (
     WAITING,
 )
 from tfdp.tools.runs.traces import ReplicaTrace
-
-__all__ = [
-    "bytes_pictures",
-    "compared_bars",
-    "compared_pictures",
-    "learning_pictures",
-    "memory_pictures",
-    "part_picture",
-    "rate_pictures",
-    "trace_picture",
-    "wait_picture",
-]
 
 # In the order of drawing.
 PART_COLOURS = {

@@ -20,8 +20,6 @@ from tfdp.tools.runs.entries import End, Entry, Epoch, Start, Steps, entry_from
 from tfdp.tools.runs.lines import MOST_LINE_BYTES, content_of
 from tfdp.tools.runs.run_file import name_of_file
 
-__all__ = ["Run", "Session", "WorkerRun", "is_read", "read_run"]
-
 FILE = re.compile(r"worker-(0|[1-9]\d{0,6})\.jsonl")
 TRACE_ENDING = ".trace.json"
 MOST_FILE_BYTES, MOST_LINES = 2**28, 500_000

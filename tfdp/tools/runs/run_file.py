@@ -10,8 +10,6 @@ from tfdp.errors import ConfigurationError
 from tfdp.tools.runs.entries import Entry, content_from
 from tfdp.tools.runs.lines import line_of
 
-__all__ = ["RunFile", "name_of_file"]
-
 
 def name_of_file(worker: int) -> str:
     """Of the file of a worker in the run's directory.
@@ -78,3 +76,25 @@ class RunFile:
         if descriptor is not None:
             with contextlib.suppress(OSError):
                 os.close(descriptor)
+
+
+# How many steps share a line: few lines for long runs, and none is ever rewritten.
+
+
+#: Lines of each width; a run of a million steps has ten thousand.
+LINES = 1000
+
+
+def steps_of_line(made: int) -> int:
+    """How many steps the next line holds: 1, after 1,000 lines 2, then 4 ...
+
+    It goes by the number of steps alone, so the lines of all workers are of the same
+    steps. A run of n steps has about 1000 log2(n / 1000) lines.
+
+    Args:
+      made: steps before it.
+
+    >>> [steps_of_line(made) for made in (0, 999, 1000, 2999, 3000, 10**6)]
+    [1, 1, 2, 2, 4, 512]
+    """
+    return 1 << ((made // LINES + 1).bit_length() - 1)

@@ -9,8 +9,6 @@ from collections.abc import Iterator, Mapping
 from tfdp.tools.runs.entries import Steps
 from tfdp.tools.runs.read import Session
 
-__all__ = ["PARTS", "Together", "parts_of", "steps_together"]
-
 FIRST = "first step"
 INPUT = "waiting for input"
 COMPUTING = "computing"

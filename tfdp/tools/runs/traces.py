@@ -13,10 +13,15 @@ from typing import Any
 from tfdp.checks import is_number
 from tfdp.errors import DataError
 from tfdp.files.checked_json import is_count, parse_json
-from tfdp.tools.report.spans import Span, both, joined, length, without
-from tfdp.tools.report.timeline_page import EXCHANGES, UPDATE
-
-__all__ = ["PARTS", "ReplicaTrace", "read_trace"]
+from tfdp.tools.report.timeline_page import (
+    EXCHANGES,
+    UPDATE,
+    Span,
+    both,
+    joined,
+    length,
+    without,
+)
 
 MOST_BYTES, MOST_EVENTS = 2**28, 2_000_000
 # Beyond it the difference of two times is rounded to microseconds.

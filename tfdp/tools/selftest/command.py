@@ -18,10 +18,8 @@ from tfdp.files.asked_for import refuse_bad_place, write_json_for
 from tfdp.progress_bar import progress_bar
 from tfdp.tools.bench.worker_process import WorkerFailed, run_worker
 from tfdp.tools.commands.info import format_facts, gather_facts
-from tfdp.tools.report.text_table import format_table
+from tfdp.tools.report.text import format_table
 from tfdp.tools.selftest.parts import Part, parts_for
-
-__all__ = ["add_arguments", "run"]
 
 WORKER = "tfdp.tools.selftest.worker"
 ALL_RIGHT, SOME_WRONG, NOT_WRITTEN = 0, 1, 2

@@ -15,9 +15,7 @@ import tensorflow as tf
 from tfdp.strategies.data_parallel import DataParallelStrategy
 from tfdp.strategies.in_words import unsaid
 from tfdp.tools.bench.one_process.interleave import turns
-from tfdp.tools.selftest.networks import build_large, build_small, make_batch
-
-__all__ = ["measure_overhead"]
+from tfdp.tools.selftest.memory import build_large, build_small, make_batch
 
 REPEATS = 9
 # By the type of the device: rows of a batch, and steps of a turn, small and large.

@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-__all__ = ["Part", "parts_for"]
-
 # Of the engines that can act on one host.
 ENGINES = ("in_process", "tensorflow")
 STAGES = ("none", "optimizer", "gradients", "parameters")

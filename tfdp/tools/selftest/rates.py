@@ -11,8 +11,6 @@ from tfdp.strategies.data_parallel import DataParallelStrategy
 from tfdp.tools.bench.one_process.interleave import time_in_turn
 from tfdp.tools.bench.one_process.reduction import make_gradients, make_reduction
 
-__all__ = ["measure_rates"]
-
 SIZES_BYTES = tuple(n << 20 for n in (1, 16, 128))
 REPEATS, CALLS, WARM_UP = 7, 3, 2
 

@@ -9,8 +9,6 @@ from tfdp.errors import TfdpError
 from tfdp.tools.bench.worker_process import answer, set_up_devices
 from tfdp.tools.selftest.parts import Part
 
-__all__ = ["look_at", "main"]
-
 RIGHT, WRONG = "right", "WRONG"
 
 
@@ -41,7 +39,7 @@ def look_at(part: Part, device_type: str, count: int) -> dict[str, str]:
 
 def _look(part: Part, strategy: Any) -> str:
     if part.kind == "sums":
-        from tfdp.tools.selftest.sums import check_sums
+        from tfdp.tools.selftest.training import check_sums
 
         return check_sums(strategy)
     if part.kind == "training":

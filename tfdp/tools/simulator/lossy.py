@@ -17,9 +17,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Literal
 
-from tfdp.tools.simulator.checked import positive, share
-
-__all__ = ["KNOWN_WAYS", "RATES_SOURCE", "Lossy", "known_ways"]
+from tfdp.tools.simulator.machine import positive, share
 
 MOST_THAT_GATHER = 2
 # Tensors from here on are `large`: the rates are those of ResNet-50's gradients, the

@@ -6,9 +6,7 @@ import dataclasses
 
 from tfdp.errors import ConfigurationError
 from tfdp.plan.buckets import Bucket, TensorInfo, plan_buckets
-from tfdp.tools.simulator.checked import at_least_zero, positive, share, whole
-
-__all__ = ["Compute", "Gradient", "ModelProfile", "ready_seconds"]
+from tfdp.tools.simulator.machine import at_least_zero, positive, share, whole
 
 # Backward has two products where forward has one: by the weights, and by the inputs.
 FORWARD_SHARE = 1 / 3

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterable
 
 from tfdp.errors import ConfigurationError
-from tfdp.tools.simulator.checked import whole
+from tfdp.tools.simulator.machine import whole
 from tfdp.tools.simulator.step import (
     MOST_DEVICES,
     PARTS,
@@ -14,8 +14,6 @@ from tfdp.tools.simulator.step import (
     Training,
     predict_step,
 )
-
-__all__ = ["device_counts", "lost_shares", "scaling_curve", "strong_scaling"]
 
 MOST_POINTS = 1000
 
@@ -54,8 +52,8 @@ def scaling_curve(training: Training, devices: Iterable[int]) -> list[StepPredic
       ConfigurationError: as `predict_step`, or for none or more than 1000 numbers.
 
     ```python
-    from tfdp.tools.simulator.known_hardware import HARDWARE
-    from tfdp.tools.simulator.known_models import MODELS
+    from tfdp.tools.simulator.known import HARDWARE
+    from tfdp.tools.simulator.known import MODELS
     from tfdp.tools.simulator.model import Compute
     from tfdp.tools.simulator.scaling import scaling_curve
     from tfdp.tools.simulator.step import Training

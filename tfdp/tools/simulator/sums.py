@@ -52,15 +52,6 @@ from tfdp.plan.topology import Topology
 from tfdp.tools.simulator.lossy import Lossy
 from tfdp.tools.simulator.machine import Machine
 
-__all__ = [
-    "ALGORITHMS",
-    "Stage",
-    "exchange_stages",
-    "moved_in_process",
-    "row_stages",
-    "sum_seconds",
-]
-
 ALGORITHMS = (
     "ring",
     "two_level",

@@ -15,16 +15,6 @@ import tensorflow as tf
 
 from tfdp.errors import ConfigurationError
 
-__all__ = [
-    "Batch",
-    "as_dataset",
-    "collect_batches",
-    "repeat_first_share",
-    "row_count",
-    "take_rows",
-    "trim_to_multiple",
-]
-
 Batch = Any
 
 ALLOWED = (

@@ -13,15 +13,6 @@ from collections.abc import Callable
 from tfdp.tools.testing.facts import Facts
 from tfdp.tools.testing.report import HIDDEN_BY_ROUNDING
 
-__all__ = [
-    "COMBINATIONS",
-    "FROM_FACTS",
-    "NOTHING_TO_TELL",
-    "SEPARABLE",
-    "UNKNOWN",
-    "Cause",
-]
-
 
 @dataclasses.dataclass(frozen=True)
 class Cause:

@@ -8,18 +8,11 @@ from collections.abc import Callable, Iterable
 import keras
 
 from tfdp.layers import SyncBatchNormalization
-from tfdp.step.held_optimizers import optimizers_of
+from tfdp.step.find_optimizers import optimizers_of
 from tfdp.tools.testing.batches import repeat_first_share, trim_to_multiple
 from tfdp.tools.testing.comparison import Setting
 from tfdp.tools.testing.model_parts import HALF_PRECISION, inner_optimizers, layers_of
 from tfdp.tools.testing.trainee import ModelChange
-
-__all__ = [
-    "CHANGES",
-    "apply_changes",
-    "is_local_batch_norm",
-    "is_synchronized_by_keras",
-]
 
 # Of the experiments that replace an optimizer which is not SGD.
 LEARNING_RATE = 0.01

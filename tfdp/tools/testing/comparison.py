@@ -19,10 +19,8 @@ from tfdp.tools.testing.model_parts import (
     layers_of,
     unit_round_off,
 )
-from tfdp.tools.testing.report import VariableRow, tell_enough
+from tfdp.tools.testing.report import VariableRow, be_conclusive
 from tfdp.tools.testing.trainee import ModelChange, Trainee
-
-__all__ = ["Comparison", "Setting", "compare"]
 
 # One-device trainings that differ by rounding only; see `rounding`.
 TWINS = 3
@@ -57,7 +55,7 @@ class Comparison:
     @property
     def ok(self) -> bool:
         """Whether every row holds, and enough of them tell."""
-        return self._no_row_exceeds and tell_enough(self.rows)
+        return self._no_row_exceeds and be_conclusive(self.rows)
 
     @property
     def is_too_coarse(self) -> bool:

@@ -7,8 +7,6 @@ import re
 
 from tfdp.tools.testing.report import Finding
 
-__all__ = ["describe_error", "explain_error"]
-
 # Keras prints parts of its messages in bold.
 TERMINAL_CODES = re.compile(r"\x1b\[[0-9;]*m")
 LONGEST_DESCRIPTION = 400

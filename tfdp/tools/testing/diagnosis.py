@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import keras
 
-from tfdp.step.held_optimizers import optimizers_of
+from tfdp.step.find_optimizers import optimizers_of
 from tfdp.tools.testing.batches import row_count
 from tfdp.tools.testing.causes import (
     COMBINATIONS,
@@ -25,9 +25,7 @@ from tfdp.tools.testing.comparison import Comparison, Setting, compare
 from tfdp.tools.testing.crashes import explain_error
 from tfdp.tools.testing.facts import Facts
 from tfdp.tools.testing.model_parts import HALF_PRECISION, inner_optimizers, layers_of
-from tfdp.tools.testing.report import Finding, tell_enough
-
-__all__ = ["diagnose", "read_facts"]
+from tfdp.tools.testing.report import Finding, be_conclusive
 
 
 def diagnose(setting: Setting, comparison: Comparison) -> tuple[Finding, ...]:
@@ -118,7 +116,7 @@ def read_facts(setting: Setting, comparison: Comparison) -> Facts:
         finite_on_one_device=comparison.finite_on_one_device,
         finite_on_replicas=comparison.finite_on_replicas,
         # Where a bound is exceeded there is something to tell by.
-        moved_enough=tell_enough(comparison.rows)
+        moved_enough=be_conclusive(comparison.rows)
         or any(row.first_step_over is not None for row in comparison.rows),
     )
 

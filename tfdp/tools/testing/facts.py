@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 
-__all__ = ["Facts"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Facts:

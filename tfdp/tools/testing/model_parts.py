@@ -8,16 +8,6 @@ from typing import Any
 import keras
 import numpy as np
 
-__all__ = [
-    "HALF_PRECISION",
-    "compute_round_off",
-    "inner_optimizers",
-    "layers_of",
-    "random_layers",
-    "switch_off_random_layers",
-    "unit_round_off",
-]
-
 HALF_PRECISION = ("float16", "bfloat16")
 # Numbers that say how much a layer of Keras draws; 0 switches it off.
 AMOUNTS = ("rate", "stddev", "dropout", "recurrent_dropout")

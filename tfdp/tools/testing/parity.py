@@ -22,8 +22,6 @@ from tfdp.tools.testing.crashes import describe_error
 from tfdp.tools.testing.diagnosis import diagnose as find_causes
 from tfdp.tools.testing.report import Finding, ParityReport
 
-__all__ = ["check_parity", "compare_and_report"]
-
 RANDOM_LAYERS = ("off", "keep")
 COARSE = (
     "computed in float32 for the check: in half precision every difference is within "

@@ -8,16 +8,8 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any
 
-from tfdp.tools.report.text_table import format_table
+from tfdp.tools.report.text import format_table
 from tfdp.tools.testing.rounding import excess
-
-__all__ = [
-    "HIDDEN_BY_ROUNDING",
-    "Finding",
-    "ParityReport",
-    "VariableRow",
-    "tell_enough",
-]
 
 # A bound above this share of a variable's movement shows nothing: a wrong step would
 # be within it.
@@ -80,7 +72,7 @@ class VariableRow:
         return bool(self.movement) and self.verdict != TOO_SMALL
 
 
-def tell_enough(rows: Sequence[VariableRow]) -> bool:
+def be_conclusive(rows: Sequence[VariableRow]) -> bool:
     """Whether half of the trained variables moved far enough for errors to show.
 
     Some never do: a bias before a normalisation has no gradient but rounding.
@@ -154,10 +146,10 @@ class ParityReport:
     @property
     def ok(self) -> bool:
         """Whether every variable holds, and enough of them moved enough to tell."""
-        return self.error is None and not self.exceeding and tell_enough(self.rows)
+        return self.error is None and not self.exceeding and be_conclusive(self.rows)
 
     @property
-    def cannot_tell(self) -> bool:
+    def inconclusive(self) -> bool:
         """Whether nothing exceeds its bound, but a wrong step would be within it."""
         known = {finding.cause for finding in self.causes} - {HIDDEN_BY_ROUNDING}
         return not (self.ok or self.error or self.exceeding or known)
@@ -180,7 +172,7 @@ class ParityReport:
         """Plain data for `json.dump`; numbers that are not finite become strings."""
         plain = dataclasses.asdict(self)
         plain["ok"] = self.ok
-        plain["cannot_tell"] = self.cannot_tell
+        plain["inconclusive"] = self.inconclusive
         plain["is_intended"] = self.is_intended
         for row, derived in zip(plain["rows"], self.rows, strict=True):
             row["ratio"] = derived.ratio
@@ -233,7 +225,7 @@ class ParityReport:
                 f"than rounding explains; the furthest, {worst.ratio:.1e} times the "
                 f"bound: {worst.path}"
             )
-        if self.cannot_tell:
+        if self.inconclusive:
             return (
                 "CANNOT TELL: most variables moved by less than ten times what "
                 "rounding explains, so that a wrong step would not show"

@@ -31,16 +31,6 @@ import math
 
 import numpy as np
 
-__all__ = [
-    "SAFETY",
-    "bound",
-    "difference",
-    "excess",
-    "largest",
-    "largest_difference",
-    "nudge",
-]
-
 # The spread is that of a few twins, and a twin differs from one device by one rounding
 # per weight, where a dot product of k terms rounds k times: sqrt(k) is 8 for k = 64.
 SAFETY = 8.0

@@ -12,11 +12,9 @@ import numpy as np
 import tensorflow as tf
 
 from tfdp.errors import ConfigurationError
-from tfdp.step.held_optimizers import optimizers_of
+from tfdp.step.find_optimizers import optimizers_of
 from tfdp.tools.testing.batches import Batch, as_dataset
 from tfdp.tools.testing.model_parts import random_layers, switch_off_random_layers
-
-__all__ = ["ModelChange", "OnStep", "Trainee"]
 
 # Changes a model that was just built; told how many replicas it will have.
 ModelChange = Callable[[keras.Model, int], None]

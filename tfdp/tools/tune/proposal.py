@@ -15,10 +15,7 @@ from tfdp.tools.simulator.lossy import KNOWN_WAYS, Lossy
 from tfdp.tools.simulator.machine import Link, Machine
 from tfdp.tools.simulator.model import Compute, ModelProfile
 from tfdp.tools.simulator.step import Training, play_exchange
-from tfdp.tools.tune.setting import DEFAULTS, Setting
-from tfdp.tools.tune.space import Place, Space
-
-__all__ = ["TrialFacts", "in_order", "predicted_speed"]
+from tfdp.tools.tune.space import DEFAULTS, Place, Setting, Space
 
 # Taken, not measured: what two cores of a PC hand to each other.
 WITHIN = Link(latency_seconds=3e-5, bytes_per_second=4e9, compute_share=1.0)

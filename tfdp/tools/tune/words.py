@@ -6,19 +6,8 @@ import dataclasses
 import statistics
 from collections.abc import Sequence
 
-from tfdp.tools.tune.decision import LEAST_ROUNDS, Verdict
-from tfdp.tools.tune.setting import Setting, bytes_in_words
-from tfdp.tools.tune.space import Space
-from tfdp.tools.tune.tuning import Trial
-
-__all__ = [
-    "Terms",
-    "changes_in_words",
-    "effect",
-    "line_of_round",
-    "line_of_trial",
-    "outcome",
-]
+from tfdp.tools.tune.space import Setting, Space, bytes_in_words
+from tfdp.tools.tune.tuning import LEAST_ROUNDS, Trial, Verdict
 
 ENGINES = {
     "in_process": "replicas hand tensors to each other (engine in_process)",

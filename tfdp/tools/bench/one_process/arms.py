@@ -14,7 +14,6 @@ from tfdp.plan.shards import SHARD_STAGES
 if TYPE_CHECKING:
     import tensorflow as tf
 
-__all__ = ["ARMS", "OPEN_BATCH_ARMS", "STOCK_PREFIX"]
 
 STOCK_PREFIX = "stock-"
 # Training arms whose batches may be of any length as far as the compiled step knows:

@@ -6,8 +6,6 @@ import gc
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-__all__ = ["time_in_turn", "turns"]
-
 
 def turns(names: Sequence[str], repeats: int) -> Iterator[str]:
     """Every name once per repeat, each repeat starting one place later.

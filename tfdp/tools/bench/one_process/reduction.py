@@ -14,24 +14,16 @@ from collections.abc import Callable, Mapping, Sequence
 import tensorflow as tf
 
 from tfdp.errors import CollectiveError
+from tfdp.tools.bench.gradient_sets import (
+    FLOAT32_BYTES,
+    GRADIENT_SETS,
+    count_parameters,
+)
 from tfdp.tools.bench.one_process.arms import ARMS, STOCK_PREFIX
 from tfdp.tools.bench.one_process.interleave import time_in_turn
 from tfdp.tools.bench.one_process.sum_check import check_sum
 from tfdp.tools.bench.request import Request
 from tfdp.tools.bench.results import ArmResult, CaseResult
-from tfdp.tools.bench.subjects.gradient_sets import (
-    FLOAT32_BYTES,
-    GRADIENT_SETS,
-    count_parameters,
-)
-
-__all__ = [
-    "check_sums",
-    "make_gradient",
-    "make_gradients",
-    "make_reduction",
-    "measure_reduction",
-]
 
 
 def measure_reduction(request: Request, devices: list[str]) -> CaseResult:

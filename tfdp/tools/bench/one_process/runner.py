@@ -14,8 +14,6 @@ from tfdp.tools.bench.request import Request
 from tfdp.tools.bench.results import CaseResult
 from tfdp.tools.bench.worker_process import WorkerFailed, run_worker
 
-__all__ = ["Failure", "Report", "run_requests"]
-
 WORKER = "tfdp.tools.bench.one_process.worker"
 
 

@@ -9,8 +9,6 @@ import numpy as np
 
 from tfdp.errors import CollectiveError
 
-__all__ = ["check_sum"]
-
 # Half the distance from 1 to the next float32: the most one addition is off, relative.
 FLOAT32_ROUNDING = 2.0**-24
 

@@ -18,21 +18,14 @@ from tfdp.tools.bench.one_process.arms import ARMS, OPEN_BATCH_ARMS
 from tfdp.tools.bench.one_process.interleave import time_in_turn
 from tfdp.tools.bench.request import Request
 from tfdp.tools.bench.results import ArmResult, CaseResult
-from tfdp.tools.bench.subjects.images import (
+from tfdp.tools.bench.subjects import (
     BATCHES_IN_MEMORY,
     LOCAL_BATCH,
+    MODELS,
     SEED,
+    BenchmarkModel,
     make_images,
 )
-from tfdp.tools.bench.subjects.models import MODELS, BenchmarkModel
-
-__all__ = [
-    "TrainingArm",
-    "build_network",
-    "make_training_arm",
-    "measure_training",
-    "warm_up",
-]
 
 
 @dataclasses.dataclass

@@ -11,8 +11,6 @@ from tfdp.tools.bench.request import Request
 from tfdp.tools.bench.results import CaseResult
 from tfdp.tools.bench.worker_process import answer, set_up_devices
 
-__all__ = ["main", "run_request"]
-
 
 def run_request(request: Request) -> CaseResult:
     """Sets up devices and threads, then measures.

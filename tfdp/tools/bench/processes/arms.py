@@ -17,20 +17,6 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     import tensorflow as tf
 
-__all__ = [
-    "BOTH",
-    "GROUP_ARMS",
-    "NO_EXCHANGE",
-    "NO_SUMS",
-    "ONE_PROCESS",
-    "GroupArm",
-    "Place",
-    "Work",
-    "find_mpiexec",
-    "mpi_is_left_out",
-    "tfdp_over",
-    "without_sums",
-]
 
 ONE_PROCESS = "one-process"
 NO_EXCHANGE = "no-exchange"

@@ -17,8 +17,8 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from tfdp.cluster.addresses import LOOPBACK, free_port
 from tfdp.cluster.job_key import JOB_KEY, make_job_key
-from tfdp.cluster.ports import LOOPBACK, free_port
 from tfdp.errors import CollectiveError
 from tfdp.launch.environment import cluster_variables, local_environment
 from tfdp.launch.handover import mpi_command
@@ -27,8 +27,6 @@ from tfdp.tools.bench.processes.arms import GROUP_ARMS, GroupArm, find_mpiexec
 from tfdp.tools.bench.processes.member import Orders
 from tfdp.tools.bench.processes.two_hosts import ADDRESSES, TwoHosts
 from tfdp.tools.bench.request import Request
-
-__all__ = ["Group"]
 
 OUTPUT_LINES_KEPT = 15
 LEAVE_SECONDS = 5.0
@@ -107,7 +105,7 @@ class Group:
         Raises:
           CollectiveError: as `start`.
         """
-        self._tell_all(self._calls)
+        self._send_to_all(self._calls)
         answers = self._hear_all()
         self.processor_seconds = sum(answer["processor_seconds"] for answer in answers)
         return max(answer["seconds"] for answer in answers)
@@ -119,7 +117,7 @@ class Group:
         self._is_closed = True
         if not self._has_failed:
             with contextlib.suppress(OSError):  # gone already
-                self._tell_all(0)
+                self._send_to_all(0)
                 self._wait_for_end(LEAVE_SECONDS)
         for connection in self._connections.values():
             connection.close()  # ends the worker, see `Control`
@@ -202,7 +200,7 @@ class Group:
             return
         self._connections[_read_line(connection)["rank"]] = connection
 
-    def _tell_all(self, calls: int) -> None:
+    def _send_to_all(self, calls: int) -> None:
         for connection in self._connections.values():
             connection.sendall(json.dumps({"calls": calls}).encode() + b"\n")
 

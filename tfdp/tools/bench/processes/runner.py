@@ -19,8 +19,6 @@ from tfdp.tools.bench.processes.two_hosts import TwoHosts
 from tfdp.tools.bench.request import Request
 from tfdp.tools.bench.results import ArmResult, CaseResult
 
-__all__ = ["measure_groups"]
-
 
 def measure_groups(
     request: Request,

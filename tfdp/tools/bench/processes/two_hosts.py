@@ -15,8 +15,6 @@ from collections.abc import Iterator
 
 from tfdp.errors import ConfigurationError, DeviceError
 
-__all__ = ["ADDRESSES", "TwoHosts", "check_rate", "two_hosts", "why_no_hosts"]
-
 ADDRESSES = ("10.77.31.1", "10.77.31.2")
 TOOLS = ("ip", "tc")
 RATE = re.compile(r"(\d+(\.\d+)?)(bit|kbit|mbit|gbit|tbit)")

@@ -11,6 +11,11 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdp.tools.bench.gradient_sets import (
+    FLOAT32_BYTES,
+    GRADIENT_SETS,
+    count_parameters,
+)
 from tfdp.tools.bench.one_process.reduction import (
     make_gradient,
     make_gradients,
@@ -31,20 +36,14 @@ from tfdp.tools.bench.processes.arms import (
     Work,
 )
 from tfdp.tools.bench.request import Request
-from tfdp.tools.bench.subjects.gradient_sets import (
-    FLOAT32_BYTES,
-    GRADIENT_SETS,
-    count_parameters,
-)
-from tfdp.tools.bench.subjects.images import (
+from tfdp.tools.bench.subjects import (
     LOCAL_BATCH,
+    MODELS,
+    BenchmarkModel,
     make_images,
     own_rows,
 )
-from tfdp.tools.bench.subjects.models import MODELS, BenchmarkModel
 from tfdp.tools.planning.keras_profile import profile_of
-
-__all__ = ["prepare_reduction", "prepare_training"]
 
 SumOf = Callable[[list[tf.Tensor]], list[tf.Tensor]]
 

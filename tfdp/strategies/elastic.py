@@ -1,0 +1,137 @@
+"""What `MultiHostDataParallelStrategy` does where hosts may die and come back.
+
+`Communication(min_hosts=...)`: to TensorFlow and Keras each host is then alone with its
+replicas; see `tfdp.hosts.elastic_group` for what is between them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfdp._private import frames
+from tfdp._private.keras_loops import watch_loop
+from tfdp._private.keras_models import initial_epoch, set_initial_epoch
+from tfdp.cluster import Cluster
+from tfdp.data.grain import is_own_shard
+from tfdp.data.hosts import agree_on_seed, rows_of_place, seed_to_share
+from tfdp.errors import ConfigurationError
+from tfdp.hosts.choose_link import warn_without_key
+from tfdp.hosts.connect import job_secret
+from tfdp.hosts.elastic_group import ElasticHosts
+from tfdp.plan.communication import Communication
+
+
+def join_elastic_hosts(
+    cluster: Cluster, communication: Communication, settings: Mapping[str, Any]
+) -> ElasticHosts:
+    """Meets the other hosts, or those that train already.
+
+    Raises:
+      ConfigurationError: there is no address to meet at.
+      CollectiveError: the others did not come in time, or have other settings.
+    """
+    if cluster.coordinator is None or communication.min_hosts is None:
+        raise ConfigurationError(
+            f"{cluster.source} tells ranks but no address of worker 0, and hosts that "
+            "may die meet over sockets. Set TFDP_COORDINATOR to its 'host:port' for "
+            "all workers."
+        )
+    warn_without_key(cluster)
+    hosts = ElasticHosts(
+        cluster.rank,
+        cluster.workers,
+        cluster.coordinator,
+        timeout_seconds=communication.timeout_seconds,
+        silence_seconds=communication.silence_seconds,
+        min_hosts=communication.min_hosts,
+        secret=job_secret(cluster),
+        settings=settings,
+        seed=[int(part) for part in seed_to_share()],
+    )
+    agree_on_seed(np.array(hosts.seed))
+    return hosts
+
+
+def refuse_exchange(label: str) -> None:
+    """Refuses what needs all hosts at one moment.
+
+    Raises:
+      ConfigurationError: always.
+    """
+    raise ConfigurationError(
+        f"All hosts would have to come together ({label}), and with "
+        "Communication(min_hosts=...) they may be at different steps, or dead. Leave "
+        "out what asks for it (a checkpoint of all hosts, a comparison of replicas, a "
+        "barrier), or min_hosts."
+    )
+
+
+def own_share(dataset: Any, cluster: Cluster, hosts: ElasticHosts) -> Any:
+    """The rows of this host's place of every batch that `fit` trains on.
+
+    The share of a host that is away is read by nobody. What is evaluated or predicted
+    is read as a whole by every host.
+    """
+    fit = frames.training_input_of_caller()
+    if fit is None or not isinstance(dataset, tf.data.Dataset):
+        return dataset
+    _FitAmongHosts(fit, hosts)
+    if is_own_shard(frames.adapter_of_caller(), cluster.rank, cluster.workers):
+        return dataset
+    return rows_of_place(dataset, cluster.rank, cluster.workers)
+
+
+class _FitAmongHosts:
+    """Tells others where this `fit` is, and ends it where theirs ends.
+
+    Args:
+      fit: what Keras' `fit` holds.
+      hosts: this host among the others.
+    """
+
+    def __init__(self, fit: Mapping[str, Any], hosts: ElasticHosts):
+        self._hosts, self._model = hosts, fit["self"]
+        self._epochs = int(fit["epochs"])
+        self._loop = frames.loop_of_caller()
+        self._epoch_of_program = initial_epoch(self._model)
+        #: By how many batches the group is further than this fit's own count.
+        self._ahead = 0
+        self._told: tuple[int, int] | None = None
+        first = self._epoch_of_program or int(fit["initial_epoch"] or 0)
+        if hosts.comes_back:
+            place = hosts.place_of_group()
+            if place is not None and first < place[0] < self._epochs:
+                first = place[0]
+                set_initial_epoch(self._model, first)
+        hosts.comes_back = False
+        watch_loop(self._loop, first, self._goes_on)
+
+    def _goes_on(self, epoch: int, batch: int) -> bool:
+        """Before each step; False ends the training."""
+        # `fit` has read it, and Keras would keep it for every later one.
+        set_initial_epoch(self._model, self._epoch_of_program)
+        batches = self._loop.num_batches
+        if not batches:
+            return True  # not known in the first pass over some pipelines
+        if self._told is not None and self._hosts.place != self._told:
+            # This host has come in meanwhile, and stands where its peer stood.
+            self._ahead += _number(self._hosts.place, batches)
+            self._ahead -= _number(self._told, batches)
+        mine = epoch * batches + batch + self._ahead
+        self._told = self._hosts.place = divmod(mine, batches)
+        left = self._epochs * batches - mine
+        if left <= self._model.steps_per_execution and self._ahead:
+            # Keras looks behind the steps; before the next one it has begun an epoch.
+            self._model.stop_training = True
+        if left > 0:
+            return True
+        self._model.stop_training = True
+        return False
+
+
+def _number(place: tuple[int, int], batches: int) -> int:
+    return place[0] * batches + place[1]

@@ -1,1 +1,0 @@
-"""What is measured: models, gradient lists, images; alike for every arm."""
