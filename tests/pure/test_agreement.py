@@ -121,7 +121,7 @@ def test_the_first_array_that_differs_is_told():
 
 
 @pytest.mark.parametrize(
-    "place, words", [(17, "number 17 of them"), (901, "the first 500 are alike")]
+    "place, words", [(17, "number 17 of them"), (901, "the first 500 are identical")]
 )
 def test_of_many_that_were_packed_the_first_that_differs_is_told(place, words):
     def work(link):

@@ -9,7 +9,7 @@ import pytest
 from tfdp.errors import CollectiveError, WorkerLostError
 from tfdp.hosts import exchange_watch as module
 from tfdp.hosts.exchange_watch import ExchangeWatch
-from tfdp.hosts.membership import Standstill
+from tfdp.hosts.membership import SuspendDetector
 
 SOON_SECONDS = 5.0
 
@@ -164,9 +164,9 @@ def test_who_did_not_run_itself_does_not_call_the_others_late(watched, monkeypat
             return self.seconds
 
     clock = Clock()
-    standstill = Standstill(1.0, clock)
+    standstill = SuspendDetector(1.0, clock)
     monkeypatch.setattr(module, "boot_seconds", clock)
-    monkeypatch.setattr(module, "Standstill", lambda usual_seconds: standstill)
+    monkeypatch.setattr(module, "SuspendDetector", lambda usual_seconds: standstill)
     looks = threading.Semaphore(0)
     look = standstill.look
     standstill.look = lambda: (looks.release(), look())[1]

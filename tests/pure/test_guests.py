@@ -30,7 +30,7 @@ from tfdp.errors import CollectiveError
 from tfdp.hosts import listener, rendezvous
 from tfdp.hosts.connect import MAGIC, NONCE_BYTES, PROOF_BYTES, dial, greet, job_secret
 from tfdp.hosts.listener import is_loopback, listen_at
-from tfdp.hosts.rendezvous import meet
+from tfdp.hosts.rendezvous import connect_workers
 from tfdp.hosts.socket_link import SocketLink
 
 SECRET = b"the secret of this job"
@@ -94,15 +94,15 @@ def test_a_meeting_with_guests_ends_in_time_and_counts_them(monkeypatch, kind):
     monkeypatch.setattr(listener, "HANDSHAKE_SECONDS", 0.3)
     with GuestedDoors(monkeypatch, kind, "meeting", SECRET):
         with pytest.raises(CollectiveError) as caught:
-            meet(0, 2, f"127.0.0.1:{free_port()}", 1, 1.0, SECRET)
+            connect_workers(0, 2, f"127.0.0.1:{free_port()}", 1, 1.0, SECRET)
     assert "worker 1 did not arrive at worker 0 in time" in str(caught.value)
     reason = {
         "wrong key": "it has another job key",
         "silence": "it did not say in time who it is",
-        "rank '1'": "what it says of itself is not what a worker says",
-        "JSON bomb": "it does not speak as a worker",
+        "rank '1'": "its hello is not one that a worker sends",
+        "JSON bomb": "it does not speak the protocol",
     }[kind]
-    words = f"At this door 1 other was turned away, the last from 127.0.0.1: {reason}"
+    words = f"This listener turned 1 other away, the last from 127.0.0.1: {reason}"
     assert words in str(caught.value)
 
 
@@ -125,11 +125,11 @@ def test_one_deadline_holds_for_a_whole_handshake(monkeypatch):
                 with pytest.raises(TimeoutError):
                     opened.next_worker(time.monotonic() + 0.1)
         assert opened.turned_away == 1
-        assert "it did not say in time who it is" in opened.words()
+        assert "it did not say in time who it is" in opened.rejections()
 
 
 def test_there_is_room_for_so_many_guests_and_always_for_a_worker(monkeypatch):
-    monkeypatch.setattr(listener, "MOST_GUESTS", 4)
+    monkeypatch.setattr(listener, "MOST_CANDIDATES", 4)
     listen, guests = rendezvous.listen_at, []
 
     def with_many_guests(*address):
@@ -146,14 +146,18 @@ def test_there_is_room_for_so_many_guests_and_always_for_a_worker(monkeypatch):
 def test_a_worker_of_another_key_is_told_and_the_job_goes_on(caplog):
     address = f"127.0.0.1:{free_port()}"
     with concurrent.futures.ThreadPoolExecutor(3) as threads:
-        first = threads.submit(meet, 0, 2, address, 1, TIMEOUT_SECONDS, SECRET)
+        first = threads.submit(
+            connect_workers, 0, 2, address, 1, TIMEOUT_SECONDS, SECRET
+        )
         with pytest.raises(CollectiveError) as caught:
-            meet(1, 2, address, 1, 1.0, b"the secret of another job")
+            connect_workers(1, 2, address, 1, 1.0, b"the secret of another job")
         assert "another job key (TFDP_JOB_KEY), or belongs to another job" in str(
             caught.value
         )
         assert not first.done()
-        second = threads.submit(meet, 1, 2, address, 1, TIMEOUT_SECONDS, SECRET)
+        second = threads.submit(
+            connect_workers, 1, 2, address, 1, TIMEOUT_SECONDS, SECRET
+        )
         close_all(first.result(), second.result())
     said = [record.getMessage() for record in caplog.records]
     assert sum("from 127.0.0.1: it has another job key" in text for text in said) == 1
@@ -189,11 +193,11 @@ def test_a_worker_that_was_started_again_takes_its_place(monkeypatch, place):
     with concurrent.futures.ThreadPoolExecutor(3) as threads:
 
         def come(rank):
-            met = threads.submit(meet, rank, *options)
+            met = threads.submit(connect_workers, rank, *options)
             assert let_in.acquire(timeout=TIMEOUT_SECONDS)
             return met
 
-        first = threads.submit(meet, 0, *options)
+        first = threads.submit(connect_workers, 0, *options)
         go_on.set()
         if place == "last":
             other = come(2)
@@ -285,7 +289,7 @@ def test_a_false_worker_0_is_told_nothing(kind):
         port = server.getsockname()[1]
         start = time.monotonic()
         with pytest.raises(CollectiveError, match="did not find worker 0 of its job"):
-            meet(1, 2, f"127.0.0.1:{port}", 1, 1.0, SECRET)
+            connect_workers(1, 2, f"127.0.0.1:{port}", 1, 1.0, SECRET)
         assert time.monotonic() - start < TIMEOUT_SECONDS
         server.shutdown(socket.SHUT_RDWR)
     thread.join(TIMEOUT_SECONDS)
@@ -315,12 +319,12 @@ def test_the_true_worker_0_is_found_after_a_false_one():
     with concurrent.futures.ThreadPoolExecutor(2) as threads:
         with socket.create_server(("127.0.0.1", port)) as false:
             second = threads.submit(
-                meet, 1, 2, f"127.0.0.1:{port}", 1, TIMEOUT_SECONDS, SECRET
+                connect_workers, 1, 2, f"127.0.0.1:{port}", 1, TIMEOUT_SECONDS, SECRET
             )
             connection, _ = false.accept()
             connection.close()
         first = threads.submit(
-            meet, 0, 2, f"127.0.0.1:{port}", 1, TIMEOUT_SECONDS, SECRET
+            connect_workers, 0, 2, f"127.0.0.1:{port}", 1, TIMEOUT_SECONDS, SECRET
         )
         close_all(first.result(), second.result())
 
@@ -342,7 +346,7 @@ def test_no_file_is_left_open_when_workers_do_not_meet():
     before = open_files()
     for rank in (0, 1):
         with pytest.raises(CollectiveError):
-            meet(rank, 3, f"127.0.0.1:{free_port()}", 2, 0.2, SECRET)
+            connect_workers(rank, 3, f"127.0.0.1:{free_port()}", 2, 0.2, SECRET)
     assert not open_files() - before
 
 
@@ -384,7 +388,7 @@ def test_worker_0_listens_where_it_is_looked_for(
 def test_a_port_that_is_taken_is_said():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         with pytest.raises(CollectiveError, match="Cannot listen on 127.0.0.1:"):
-            meet(0, 2, f"127.0.0.1:{taken.getsockname()[1]}", 1, 5.0)
+            connect_workers(0, 2, f"127.0.0.1:{taken.getsockname()[1]}", 1, 5.0)
 
 
 def test_loopback_is_known():

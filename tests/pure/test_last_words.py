@@ -90,7 +90,7 @@ ENDINGS = {
         "RuntimeError",
         True,
     ),
-    "waits.say_lost(0, 1.0, 'x', 'y'); raise OSError('end')": ("OSError", True),
+    "waits.log_lost(0, 1.0, 'x', 'y'); raise OSError('end')": ("OSError", True),
     # A stack in a message is no cause, and takes no room from it.
     "raise RuntimeError(GRAPH_ERROR)": ("RuntimeError: OOM in a", False),
     "print(1 / 0)": ("ZeroDivisionError: division by zero", False),

@@ -62,7 +62,7 @@ def test_what_a_host_says_is_what_another_hears():
     view = View(2, "s", True, 3, 8, 12, (0, 2), {0: ("h", 5)}, (4, 1))
     answer = parse_answer(json.loads(json.dumps(view.as_json())), 3)
     assert answer == Answer("s", True, 3, 8, 12, (0, 2), {0: ("h", 5)}, (4, 1))
-    view.is_told_out = True
+    view.is_excluded = True
     assert not parse_answer(view.as_json(), 3).is_in
     view.drop(0)
     assert view.members == (2,)

@@ -13,7 +13,7 @@ from tfdp.cluster.addresses import slurm_address, unknown_name_seconds
 from tfdp.errors import CollectiveError
 from tfdp.hosts import rendezvous
 from tfdp.hosts.connect import dial
-from tfdp.hosts.rendezvous import meet
+from tfdp.hosts.rendezvous import connect_workers
 
 NODE = (
     "NodeName=gnode10 Arch=x86_64 CPUTot=2 Gres=(null) NodeAddr={address} "
@@ -106,7 +106,7 @@ def test_a_name_that_stays_unknown_ends_the_meeting_before_its_time(
     monkeypatch.setattr(rendezvous, "unknown_name_seconds", lambda: 0.2)
     # An hour: the limit of this test's time would end it.
     with pytest.raises(CollectiveError, match="'gnode10' cannot be looked up") as error:
-        meet(1, 2, "gnode10:20505", 1, 3600.0)
+        connect_workers(1, 2, "gnode10:20505", 1, 3600.0)
     assert "TFDP_COORDINATOR=ADDRESS:PORT" in str(error.value)
     assert len(unknown_names) > 1
 

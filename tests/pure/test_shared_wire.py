@@ -10,21 +10,21 @@ import numpy as np
 import pytest
 
 from tests.support.open_files import open_files
-from tests.support.wires import HANG_SECONDS, in_a_thread, over_loopback, shared_places
+from tests.support.wires import HANG_SECONDS, in_a_thread, over_loopback, shared_slots
 from tfdp.hosts.ring import add_up
 from tfdp.hosts.shared_memory import (
     CAN_SHARE,
     HEAD,
-    LIES_IN_PLACE,
-    PLACE_BYTES,
-    PLACES,
+    LIES_IN_SLOT,
     SEALS,
     SIZE_BYTES,
+    SLOT_BYTES,
+    SLOTS,
     NoAnswer,
-    OwnPlaces,
+    OwnSlots,
     SharedReceiver,
     SharedSender,
-    open_places,
+    open_slots,
     share_memory,
 )
 from tfdp.hosts.wire import LARGEST_DIRECT_BYTES
@@ -46,33 +46,33 @@ def pair():
 
 
 @pytest.fixture
-def places():
-    return shared_places()
+def slots():
+    return shared_slots()
 
 
-def test_what_lies_in_the_places_outlives_who_sent_it(places):
+def test_what_lies_in_the_places_outlives_who_sent_it(slots):
     """As at the end of a job: the last sum is with the others, and the sender leaves.
 
     Over TCP: what the receiver tells back then meets a closed connection.
     """
     here, there = over_loopback()
-    sender = SharedSender(here, 30, places[0])
-    receiver = SharedReceiver(there, 30, places[1])
-    data = np.random.default_rng(0).bytes((2 * PLACES - 1) * PLACE_BYTES)
+    sender = SharedSender(here, 30, slots[0])
+    receiver = SharedReceiver(there, 30, slots[1])
+    data = np.random.default_rng(0).bytes((2 * SLOTS - 1) * SLOT_BYTES)
     sender.send(data)
-    came = [receiver.take(PLACES * PLACE_BYTES)]
-    sender.flush()  # half of the places came back, and nobody reads that
+    came = [receiver.take(SLOTS * SLOT_BYTES)]
+    sender.flush()  # half of the slots came back, and nobody reads that
     sender.close()
     sender._thread.join(HANG_SECONDS)
-    came.append(receiver.take((PLACES - 1) * PLACE_BYTES))
+    came.append(receiver.take((SLOTS - 1) * SLOT_BYTES))
     assert b"".join(came) == data
     with pytest.raises(OSError):
         receiver.take(1)
     receiver.close()
 
 
-def test_what_is_short_reaches_who_reads_it_late(places):
-    """Also with places that came back, and that the sender never read.
+def test_what_is_short_reaches_who_reads_it_late(slots):
+    """Also with slots that came back, and that the sender never read.
 
     A connection that is closed so is reset, and what it still has to send is lost.
     """
@@ -84,9 +84,9 @@ def test_what_is_short_reaches_who_reads_it_late(places):
         here = socket.create_connection(door.getsockname())
         there, _ = door.accept()
     here.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 22)
-    sender = SharedSender(here, 30, places[0])
-    receiver = SharedReceiver(there, 30, places[1])
-    long = np.random.default_rng(0).bytes(PLACES // 2 * PLACE_BYTES)
+    sender = SharedSender(here, 30, slots[0])
+    receiver = SharedReceiver(there, 30, slots[1])
+    long = np.random.default_rng(0).bytes(SLOTS // 2 * SLOT_BYTES)
     sender.send(long)
     assert receiver.take(len(long)) == long
     short = [bytes([number]) * 60_000 for number in range(20)]
@@ -95,7 +95,7 @@ def test_what_is_short_reaches_who_reads_it_late(places):
     sender.flush()
 
     def end():
-        sender.see_off(soon())
+        sender.drain(soon())
         sender.close()
 
     ended = in_a_thread(end)
@@ -106,25 +106,25 @@ def test_what_is_short_reaches_who_reads_it_late(places):
     receiver.close()
 
 
-def test_nobody_is_seen_off_for_ever(pair, places):
-    sender = SharedSender(pair[0], 30, places[0])
+def test_nobody_is_seen_off_for_ever(pair, slots):
+    sender = SharedSender(pair[0], 30, slots[0])
     sender.send(b"never read")
-    sender.see_off(time.monotonic() + 0.05)
+    sender.drain(time.monotonic() + 0.05)
     sender.close()
-    sender.see_off(soon())
+    sender.drain(soon())
 
 
 @pytest.mark.parametrize("is_long", [False, True])
 def test_who_closes_lets_go_of_the_memory(pair, is_long):
     before = open_files()
-    places = shared_places()
+    slots = shared_slots()
     assert any("/memfd:" in what for _, what, _ in open_files() - before)
-    sender = SharedSender(pair[0], 30, places[0])
-    receiver = SharedReceiver(pair[1], 30, places[1])
-    del places
+    sender = SharedSender(pair[0], 30, slots[0])
+    receiver = SharedReceiver(pair[1], 30, slots[1])
+    del slots
     if is_long:
-        sender.send(bytes(3 * PLACE_BYTES))
-        receiver.take(3 * PLACE_BYTES - 1)  # in the middle of a place
+        sender.send(bytes(3 * SLOT_BYTES))
+        receiver.take(3 * SLOT_BYTES - 1)  # in the middle of a place
     sender.close()
     receiver.close()
     if sender._thread is not None:
@@ -133,30 +133,30 @@ def test_who_closes_lets_go_of_the_memory(pair, is_long):
     with pytest.raises(OSError):
         receiver.take(1)
     with pytest.raises(OSError):
-        sender.send(bytes(2 * PLACE_BYTES))
+        sender.send(bytes(2 * SLOT_BYTES))
     sender.close()
 
 
-def test_a_sender_waits_for_a_place_until_its_deadline(pair, places):
-    sender = SharedSender(pair[0], 0.3, places[0])
-    sender.send(bytes(PLACES * PLACE_BYTES))
+def test_a_sender_waits_for_a_place_until_its_deadline(pair, slots):
+    sender = SharedSender(pair[0], 0.3, slots[0])
+    sender.send(bytes(SLOTS * SLOT_BYTES))
     sender.flush()
-    sender.send(bytes(PLACE_BYTES))
-    with pytest.raises(TimeoutError, match="no place"):
+    sender.send(bytes(SLOT_BYTES))
+    with pytest.raises(TimeoutError, match="no slot"):
         in_a_thread(sender.flush).result(HANG_SECONDS)
     sender.close()
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_what_is_added_where_it_lies_is_the_sum(pair, places, seed):
-    """Also of what came in part, through the connection, or in two places."""
+def test_what_is_added_where_it_lies_is_the_sum(pair, slots, seed):
+    """Also of what came in part, through the connection, or in two slots."""
     draw = np.random.default_rng(seed)
-    sizes = draw.choice([1, 5, 1000, PLACE_BYTES // 4, PLACE_BYTES // 2], 40)
+    sizes = draw.choice([1, 5, 1000, SLOT_BYTES // 4, SLOT_BYTES // 2], 40)
     data = draw.normal(size=int(sizes.sum())).astype(np.float32)
     own = draw.normal(size=data.size).astype(np.float32)
     data[:2] = own[:2] = np.finfo(np.float32).max  # too large: silently infinite
-    sender = SharedSender(pair[0], 30, places[0])
-    receiver = SharedReceiver(pair[1], 30, places[1])
+    sender = SharedSender(pair[0], 30, slots[0])
+    receiver = SharedReceiver(pair[1], 30, slots[1])
 
     def send_all():
         for part in np.split(data, np.cumsum(sizes)[:-1]):
@@ -185,32 +185,32 @@ def test_what_is_added_where_it_lies_is_the_sum(pair, places, seed):
     "head",
     [
         0,
-        LIES_IN_PLACE,
-        LIES_IN_PLACE | (PLACE_BYTES + 1),
+        LIES_IN_SLOT,
+        LIES_IN_SLOT | (SLOT_BYTES + 1),
         LARGEST_DIRECT_BYTES,
         1 << 30,
     ],
 )
-def test_a_length_that_cannot_be_is_an_error(pair, places, head):
-    receiver = SharedReceiver(pair[1], 30, places[1])
+def test_a_length_that_cannot_be_is_an_error(pair, slots, head):
+    receiver = SharedReceiver(pair[1], 30, slots[1])
     pair[0].sendall(HEAD.pack(head))
-    with pytest.raises(ConnectionError, match="no length"):
+    with pytest.raises(ConnectionError, match="an invalid length"):
         receiver.take(1)
 
 
 @pytest.mark.parametrize("back", [b"\x09", b"\xff" * 8, b"\x04\x04\x04"])
-def test_places_that_were_not_sent_do_not_come_back(pair, places, back):
-    sender = SharedSender(pair[0], 30, places[0])
+def test_places_that_were_not_sent_do_not_come_back(pair, slots, back):
+    sender = SharedSender(pair[0], 30, slots[0])
     pair[1].sendall(back)
-    sender.send(bytes((PLACES + 1) * PLACE_BYTES))
-    with pytest.raises(ConnectionError, match="more places"):
+    sender.send(bytes((SLOTS + 1) * SLOT_BYTES))
+    with pytest.raises(ConnectionError, match="more slots"):
         in_a_thread(sender.flush).result(HANG_SECONDS)
     sender.close()
 
 
-@pytest.mark.parametrize("sent_bytes", [0, 1, 3, LARGEST_DIRECT_BYTES, PLACE_BYTES + 5])
-def test_what_is_sent_is_counted_without_lengths(pair, places, sent_bytes):
-    sender = SharedSender(pair[0], 30, places[0])
+@pytest.mark.parametrize("sent_bytes", [0, 1, 3, LARGEST_DIRECT_BYTES, SLOT_BYTES + 5])
+def test_what_is_sent_is_counted_without_lengths(pair, slots, sent_bytes):
+    sender = SharedSender(pair[0], 30, slots[0])
     for _ in range(3):
         sender.send(bytes(sent_bytes))
     sender.flush()
@@ -240,15 +240,15 @@ def changed(offer, **changes):
         {"proof": 5},
     ],
 )
-def test_an_offer_that_is_none_opens_nothing(places, change):
-    own = OwnPlaces()
+def test_an_offer_that_is_none_opens_nothing(slots, change):
+    own = OwnSlots()
     with contextlib.closing(own), pytest.raises((OSError, ValueError)):
-        open_places(changed(own.offer, **change))
+        open_slots(changed(own.offer, **change))
 
 
-def test_nothing_but_such_memory_is_opened(places):
+def test_nothing_but_such_memory_is_opened(slots):
     """A pipe would be waited for; memory that can shrink would kill its reader."""
-    own = OwnPlaces()
+    own = OwnSlots()
     reads, writes = os.pipe()
     plain = os.memfd_create("tfdp-places", os.MFD_ALLOW_SEALING)
     os.ftruncate(plain, SIZE_BYTES)
@@ -259,7 +259,7 @@ def test_nothing_but_such_memory_is_opened(places):
     others = [reads, writes, plain, short]
     for descriptor in others:
         with pytest.raises(ValueError):
-            open_places(changed(own.offer, descriptor=descriptor))
+            open_slots(changed(own.offer, descriptor=descriptor))
     for descriptor in others:
         os.close(descriptor)
     own.close()
@@ -280,14 +280,14 @@ def ring_of_two(make=over_loopback):
     return [[(to_1, from_1)], [(to_0, from_0)]]
 
 
-def test_processes_of_one_machine_share_memory_and_leave_nothing_open(places):
+def test_processes_of_one_machine_share_memory_and_leave_nothing_open(slots):
     before = open_files()
     pairs = ring_of_two()
     ((first,), (second,)) = share(pairs)
     assert any("/memfd:" in what for _, what, _ in open_files() - before)
     assert first.after.proof == second.before.proof
     assert first.before.proof == second.after.proof
-    first.after[PLACES + 1][5] = 77
+    first.after[SLOTS + 1][5] = 77
     assert second.before[1][5] == 77
     # Python's maps keep a descriptor each, as long as they are there.
     del first, second
@@ -305,11 +305,11 @@ def other_address():
     return here, there
 
 
-def test_machines_share_nothing(places):
+def test_machines_share_nothing(slots):
     assert share(ring_of_two(other_address)) == [[(None, None)]] * 2
 
 
-def test_what_cannot_be_made_or_opened_is_not_shared(places, monkeypatch):
+def test_what_cannot_be_made_or_opened_is_not_shared(slots, monkeypatch):
     monkeypatch.setattr("tfdp.hosts.shared_memory.CAN_SHARE", False)
     assert share(ring_of_two()) == [[(None, None)]] * 2
     monkeypatch.setattr("tfdp.hosts.shared_memory.CAN_SHARE", True)
@@ -317,7 +317,7 @@ def test_what_cannot_be_made_or_opened_is_not_shared(places, monkeypatch):
     def refuse(offer):
         raise PermissionError("of another user")
 
-    monkeypatch.setattr("tfdp.hosts.shared_memory.open_places", refuse)
+    monkeypatch.setattr("tfdp.hosts.shared_memory.open_slots", refuse)
     assert share(ring_of_two()) == [[(None, None)]] * 2
 
 

@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from tfdp.hosts import membership as module
-from tfdp.hosts.membership import Membership, Standstill, boot_seconds
+from tfdp.hosts.membership import Membership, SuspendDetector, boot_seconds
 
 # Only there to end a hang.
 HANG_SECONDS = 60
@@ -23,7 +23,7 @@ class Clock:
 
 def test_what_is_longer_than_usual_is_missed():
     clock = Clock()
-    standstill = Standstill(1.0, clock)
+    standstill = SuspendDetector(1.0, clock)
     missed = []
     for clock.seconds in (0.5, 1.5, 9.0, 9.2):
         missed.append(standstill.look())
@@ -41,7 +41,7 @@ def test_what_is_longer_than_usual_is_missed():
 
 def test_a_standstill_that_nobody_has_looked_at_yet_counts():
     clock = Clock()
-    standstill = Standstill(1.0, clock)
+    standstill = SuspendDetector(1.0, clock)
     clock.seconds = 8.0
     assert standstill.seconds_within(5.0) == 8.0
 
@@ -59,8 +59,8 @@ class Sleeper:
     def __init__(self, monkeypatch, silence_seconds):
         self.clock = Clock()
         monkeypatch.setattr(module, "boot_seconds", self.clock)
-        standstill = Standstill(module.USUAL_LOOK_SECONDS, self.clock)
-        monkeypatch.setattr(module, "Standstill", lambda usual_seconds: standstill)
+        standstill = SuspendDetector(module.USUAL_LOOK_SECONDS, self.clock)
+        monkeypatch.setattr(module, "SuspendDetector", lambda usual_seconds: standstill)
         self.looks = threading.Semaphore(0)
         self.has_failed = threading.Event()
         self.worker_0, own = socket.socketpair()

@@ -60,8 +60,10 @@ def test_who_waits_says_so(said):
 
     with concurrent.futures.ThreadPoolExecutor(4) as threads:
         early = [threads.submit(meet, rank) for rank in (0, 1)]
-        said.wait_for("Worker 0 has waited", f"the meeting at {address}", LATE)
-        said.wait_for("Worker 1 has waited", f"the meeting at {address}", "the others")
+        said.wait_for("Worker 0 has waited", f"the rendezvous at {address}", LATE)
+        said.wait_for(
+            "Worker 1 has waited", f"the rendezvous at {address}", "the others"
+        )
         end(early, lambda _: meet(2))
 
         for label, channel in (("bucket 1 of 2", "step"), ("barrier", "host")):

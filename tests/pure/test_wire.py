@@ -9,11 +9,11 @@ import socket
 import numpy as np
 import pytest
 
-from tests.support.wires import HANG_SECONDS, in_a_thread, shared_places
+from tests.support.wires import HANG_SECONDS, in_a_thread, shared_slots
 from tfdp.hosts.checked_wire import CheckedReceiver, CheckedSender
 from tfdp.hosts.shared_memory import (
     CAN_SHARE,
-    PLACE_BYTES,
+    SLOT_BYTES,
     SharedReceiver,
     SharedSender,
 )
@@ -36,10 +36,10 @@ def ends(request):
         return CheckedSender, CheckedReceiver
     if not CAN_SHARE:
         pytest.skip("memory without a name is Linux' own")
-    mine, theirs = shared_places()
+    mine, theirs = shared_slots()
     return (
-        functools.partial(SharedSender, places=mine),
-        functools.partial(SharedReceiver, places=theirs),
+        functools.partial(SharedSender, slots=mine),
+        functools.partial(SharedReceiver, slots=theirs),
     )
 
 
@@ -158,7 +158,7 @@ def test_a_send_over_a_broken_connection_is_an_error(pair, ends):
 @pytest.mark.parametrize("seed", range(5))
 def test_sizes_that_are_asked_for_need_not_be_those_that_were_sent(pair, ends, seed):
     draw = np.random.default_rng(seed)
-    sizes = draw.choice([1, 7, LARGEST_DIRECT_BYTES, PLACE_BYTES, PLACE_BYTES + 1], 40)
+    sizes = draw.choice([1, 7, LARGEST_DIRECT_BYTES, SLOT_BYTES, SLOT_BYTES + 1], 40)
     data = np.frombuffer(draw.bytes(int(sizes.sum())), np.uint8)
     sender, receiver = ends[0](pair[0], 30), ends[1](pair[1], 30)
 

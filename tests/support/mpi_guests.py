@@ -30,13 +30,13 @@ def main():
 def visit(kind, purpose, rank, workers):
     with pytest.MonkeyPatch.context() as patch:
         with GuestedDoors(patch, kind, purpose, None) as doors:
-            meet = socket_link.meet
+            connect = socket_link.connect_workers
 
-            def noting_meet(*arguments):
+            def noting_connect(*arguments):
                 doors.note_secret(arguments[-1])
-                return meet(*arguments)
+                return connect(*arguments)
 
-            patch.setattr(socket_link, "meet", noting_meet)
+            patch.setattr(socket_link, "connect_workers", noting_connect)
             link = MpiLink(rank, workers, None, TIMEOUT_SECONDS)
             (total,) = link.sum([np.array([1.0, 10.0]) * 2.0**rank], "numbers")
             link.gather(b"", "the end")

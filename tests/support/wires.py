@@ -4,7 +4,7 @@ import concurrent.futures
 import socket
 import threading
 
-from tfdp.hosts.shared_memory import OwnPlaces, open_places
+from tfdp.hosts.shared_memory import OwnSlots, open_slots
 from tfdp.hosts.wire import tuned
 
 #: Only there to end a hang.
@@ -25,12 +25,12 @@ def in_a_thread(function, *arguments):
     return done
 
 
-def shared_places():
-    """The places of the end that sends, and those of the one that receives."""
-    own = OwnPlaces()
-    theirs = open_places(own.offer)
+def shared_slots():
+    """The slots of the end that sends, and those of the one that receives."""
+    own = OwnSlots()
+    theirs = open_slots(own.offer)
     own.close()
-    return own.places, theirs
+    return own.slots, theirs
 
 
 def over_loopback():

@@ -1,27 +1,26 @@
-"""`AsyncExchanges`: exchanges that are begun before those ahead of them are over."""
+"""Asynchronous exchanges: one thread per channel, handles to wait on."""
 
 from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 
 from tfdp.errors import CollectiveError
-from tfdp.hosts.host_link import HostLink
+from tfdp.hosts.host_link import Arrays, HostLink
 
-Exchange = Callable[[], Sequence[np.ndarray]]
+Exchange = Callable[[], Arrays]
 
 
 class AsyncExchanges:
-    """A thread for each channel makes them, in the order in which they are begun.
+    """Runs exchanges in one thread per channel, in the order of `begin`.
 
-    So the next one begins when the one before it in its channel is over, and not when
-    TensorFlow has found a thread for it: on a single core that is after some operation
-    that computes, and the network does nothing meanwhile. Once one has failed, those
-    that are begun before its error is taken, in any channel, are not made.
+    So an exchange starts when the previous one in its channel ends, without waiting for
+    a TensorFlow thread, which may be busy computing. After a failure, exchanges begun
+    before its error was taken are not run, in any channel.
     """
 
     def __init__(self) -> None:
@@ -29,17 +28,12 @@ class AsyncExchanges:
         self._lock = threading.Lock()
         self._tickets = itertools.count()
         self._failure: BaseException | None = None
-        #: The first ticket after the failure was told; None: nobody knows of it yet.
+        #: The first ticket after the failure was raised; None: not raised yet.
         self._first_since: int | None = None
-        self._begun: dict[int, Future[Sequence[np.ndarray]]] = {}
+        self._begun: dict[int, Future[Arrays]] = {}
 
     def begin(self, channel: str, exchange: Exchange) -> int:
-        """Queues an exchange; returns the ticket by which `take` finds it.
-
-        Args:
-          channel: whose turn it waits for.
-          exchange: called in the thread. What it sends must stay as it is until then.
-        """
+        """Queues `exchange`, whose inputs must not change; returns a ticket."""
         with self._lock:
             if channel not in self._threads:
                 name = f"tfdp-exchanges-{channel}"
@@ -49,13 +43,8 @@ class AsyncExchanges:
             self._begun[ticket] = made
         return ticket
 
-    def take(self, ticket: int) -> Sequence[np.ndarray]:
-        """What the exchange has made, once it is over, or the error that it raised.
-
-        Raises:
-          CollectiveError: when one before it has failed.
-          KeyError: when it was taken already.
-        """
+    def take(self, ticket: int) -> Arrays:
+        """Waits for an exchange; returns its result or raises its error, once."""
         with self._lock:
             begun = self._begun.pop(ticket)
         try:
@@ -66,18 +55,15 @@ class AsyncExchanges:
                     self._first_since = next(self._tickets)
             raise
 
-    def _made(self, ticket: int, exchange: Exchange) -> Sequence[np.ndarray]:
-        """What it makes, unless one before it has failed.
-
-        Whatever failed, others do not get this worker's part of it, and would take the
-        next one for it.
-        """
+    def _made(self, ticket: int, exchange: Exchange) -> Arrays:
+        # After any failure the others lack this worker's data, and would mistake the
+        # next exchange for it.
         with self._lock:
             failure, first = self._failure, self._first_since
         if failure is not None and (first is None or ticket < first):
             raise CollectiveError(
-                "After an exchange that failed those begun behind it are not made. It "
-                f"said: {type(failure).__name__}: {failure}"
+                "Exchanges begun before an earlier one failed are not run. Its error: "
+                f"{type(failure).__name__}: {failure}"
             ) from failure
         try:
             return exchange()
@@ -87,25 +73,18 @@ class AsyncExchanges:
             raise
 
     def close(self) -> None:
-        """Waits for those that were begun: each has its deadline."""
+        """Waits for exchanges in flight: each has its deadline."""
         with self._lock:
             threads, self._threads = self._threads, {}
         for thread in threads.values():
             thread.shutdown(wait=True)
 
 
-# `AsyncSums`: sums over the hosts that travel while training goes on.
-
-
 class AsyncSums:
-    """Begins sums in one step, and has them ready in a later one.
+    """Sums over hosts that run while training goes on.
 
-    One thread makes them, in the order in which they were begun, which is the same on
-    all hosts, over a channel of its own: what steps exchange meanwhile goes past them.
-    Each has the deadline of the link.
-
-    Args:
-      link: to the other hosts.
+    One thread runs them over the "late" channel, in the same order on all hosts; each
+    has the link's deadline.
     """
 
     def __init__(self, link: HostLink):
@@ -114,52 +93,41 @@ class AsyncSums:
         self._lock = threading.Lock()
         self._sums: dict[int, Future[list[np.ndarray]]] = {}
 
-    def begin(self, ticket: int, arrays: Sequence[np.ndarray], label: str) -> None:
-        """Starts a sum, without waiting for anybody.
-
-        Args:
-          ticket: names it in this process; an earlier one of this name is let go.
-          arrays: of number types, alike on all hosts; copied here.
-          label: names it in errors, alike on all hosts.
-        """
-        # The caller's memory may be TensorFlow's, which is free when the step ends.
+    def begin(self, ticket: int, arrays: Arrays, label: str) -> None:
+        """Copies arrays, starts a sum; replaces an earlier one of this ticket."""
+        # TensorFlow may own the caller's memory, and frees it at the step's end.
         own = [np.array(array, order="C") for array in arrays]
         with self._lock:
             self._sums[ticket] = self._thread.submit(self._sum, own, label)
 
     def _sum(self, arrays: list[np.ndarray], label: str) -> list[np.ndarray]:
         sums = list(arrays)
-        # A link sums arrays of one type. In the order of the arrays, alike everywhere.
+        # A link sums arrays of one type; the order of types is the same on all hosts.
         for dtype in dict.fromkeys(array.dtype for array in arrays):
             places = [i for i, array in enumerate(arrays) if array.dtype == dtype]
             own = [arrays[place] for place in places]
-            for place, total in zip(
-                places, self._link.sum(own, label, "late"), strict=True
-            ):
+            totals = self._link.sum(own, label, "late")
+            for place, total in zip(places, totals, strict=True):
                 sums[place] = total
         return sums
 
     def take(self, ticket: int) -> list[np.ndarray] | None:
-        """The sums, once they are there; None: nothing was begun.
-
-        Raises:
-          WorkerLostError: as `HostLink.sum`.
-        """
+        """Waits for the sums and removes them; None if none was begun."""
         with self._lock:
             begun = self._sums.pop(ticket, None)
         return None if begun is None else begun.result()
 
     def look(self, ticket: int) -> list[np.ndarray] | None:
-        """As `take`, and they can still be taken."""
+        """As `take`, but leaves them in place."""
         with self._lock:
             begun = self._sums.get(ticket)
         return None if begun is None else begun.result()
 
     def forget(self, ticket: int) -> None:
-        """Nobody wants them any more; the others still get this host's part."""
+        """Drops the result; the other hosts still get this host's part."""
         with self._lock:
             self._sums.pop(ticket, None)
 
     def close(self) -> None:
-        """Waits for what others wait for, too: each exchange has its deadline."""
+        """Waits for sums in flight: other hosts wait for them, too."""
         self._thread.shutdown(wait=True)

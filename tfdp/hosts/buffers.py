@@ -1,23 +1,24 @@
-"""Memory for results that TensorFlow takes over without a copy."""
+"""Memory for results that TensorFlow takes over without copying."""
 
 from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Sequence
 
 import numpy as np
 
-# TensorFlow uses a NumPy result where it lies only when it begins at such an address.
+from tfdp.hosts.host_link import Arrays, Ranges
+
+# TensorFlow takes over a NumPy result only if its address is a multiple of this.
 ALIGNMENT_BYTES = 64
 
 
 class BufferPool:
-    """Reuses memory once nobody holds an array in it any more.
+    """Reuses memory once no array refers to it.
 
-    Fresh memory costs a page fault for every 4 KB, which is more than the addition
-    itself; a buffer that is reused too early would change a tensor under its reader.
-    Python's reference count of the buffer tells: every view of it counts.
+    Fresh memory costs a page fault per 4 KB, more than the addition itself; reusing a
+    buffer too early would change a tensor in use. The buffer's reference count shows
+    when it is free: each view holds a reference.
     """
 
     def __init__(self) -> None:
@@ -25,7 +26,7 @@ class BufferPool:
         self._lock = threading.Lock()
 
     def take(self, size_bytes: int) -> np.ndarray:
-        """An array of at least `size_bytes` uint8, aligned, with undefined content."""
+        """At least `size_bytes` of aligned uint8 memory, not initialized."""
         with self._lock:
             free = []
             for buffer in self._buffers:
@@ -34,8 +35,8 @@ class BufferPool:
                     if fits(buffer, size_bytes):
                         return aligned(buffer, size_bytes)
                     free.append(id(buffer))
-            # Where sizes change, one that is a little larger than all before takes
-            # their place: else a buffer of each size would stay.
+            # A slightly larger request replaces smaller free buffers: otherwise growing
+            # sizes would leave one buffer each.
             self._buffers = [
                 buffer
                 for buffer in self._buffers
@@ -48,44 +49,33 @@ class BufferPool:
 
 
 def fits(buffer: np.ndarray, size_bytes: int) -> bool:
-    """Whether `buffer` holds that many bytes and is not far too large for them."""
+    """Whether `buffer` is large enough, and not far too large."""
     capacity = buffer.size - ALIGNMENT_BYTES
     return size_bytes <= capacity <= 2 * size_bytes + (1 << 16)
 
 
 def aligned(buffer: np.ndarray, size_bytes: int) -> np.ndarray:
-    """The part of `buffer` that begins at an aligned address."""
+    """The part of `buffer` that starts at an aligned address."""
     start = -buffer.ctypes.data % ALIGNMENT_BYTES
     return buffer[start : start + size_bytes]
 
 
-def views_of(pool: BufferPool, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Arrays shaped and typed as `arrays`, side by side in one buffer, all aligned."""
-    ends = []
-    offset = 0
+def views_of(pool: BufferPool, arrays: Arrays) -> list[np.ndarray]:
+    """Aligned arrays of the shapes and types of `arrays`, in one pool buffer."""
+    starts, offset = [], 0
     for array in arrays:
-        ends.append(offset)
+        starts.append(offset)
         offset += -(-array.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
     memory = pool.take(max(offset, 1))
     return [
         memory[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
-        for start, array in zip(ends, arrays, strict=True)
+        for start, array in zip(starts, arrays, strict=True)
     ]
 
 
-def wholes_of(
-    pool: BufferPool,
-    pieces: Sequence[np.ndarray],
-    ranges: Sequence[Sequence[tuple[int, int]]],
-) -> list[np.ndarray]:
-    """Flat arrays of which each worker has a piece, with undefined content.
-
-    Args:
-      pool: where their memory is from.
-      pieces: this worker's, flat.
-      ranges: for each array, by worker, first element and end.
-    """
-    # An array of the whole shape that takes no memory: only its shape is read.
+def wholes_of(pool: BufferPool, pieces: Arrays, ranges: Ranges) -> list[np.ndarray]:
+    """Uninitialized flat arrays that hold every worker's range; see `Ranges`."""
+    # Takes no memory: only its shape is read.
     likes = [
         np.broadcast_to(np.zeros((), piece.dtype), (of_array[-1][1],))
         for piece, of_array in zip(pieces, ranges, strict=True)
@@ -93,23 +83,14 @@ def wholes_of(
     return views_of(pool, likes)
 
 
-def put_own(
-    wholes: Sequence[np.ndarray],
-    pieces: Sequence[np.ndarray],
-    ranges: Sequence[Sequence[tuple[int, int]]],
-    rank: int,
-) -> None:
-    """Writes this worker's pieces into `wholes`, which `wholes_of` has made."""
+def put_own(wholes: Arrays, pieces: Arrays, ranges: Ranges, rank: int) -> None:
+    """Copies this worker's pieces into the results of `wholes_of`."""
     for whole, piece, of_array in zip(wholes, pieces, ranges, strict=True):
         whole[slice(*of_array[rank])] = piece
 
 
 def unaligned_copy(array: np.ndarray) -> np.ndarray:
-    """`array` at an address that TensorFlow does not take over: it has to copy.
-
-    For what becomes the memory of a variable, which TensorFlow may write into and hand
-    on as its own.
-    """
+    """A copy that TensorFlow must copy again: it writes into memory of variables."""
     memory = np.empty(array.nbytes + ALIGNMENT_BYTES + 8, np.uint8)
     start = -memory.ctypes.data % ALIGNMENT_BYTES + 8
     copy = memory[start : start + array.nbytes].view(array.dtype).reshape(array.shape)

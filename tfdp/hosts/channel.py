@@ -1,7 +1,7 @@
-"""`Channel`: connections to a worker's neighbours, with an order of their own.
+"""`Channel`: connections to the ring neighbors, with an exchange order of their own.
 
-The neighbours of a worker are those 1, 2, 4 ... places after it, to whom it sends, and
-as many places before it, from whom it receives. Those next to it make the ring.
+A worker sends to the workers 1, 2, 4 ... ranks after it, and receives from those 1, 2,
+4 ... ranks before it. The connections at distance 1 form the ring.
 """
 
 from __future__ import annotations
@@ -19,62 +19,44 @@ from tfdp.hosts.collective_fingerprint import HEADER, CollectiveMismatch, Finger
 from tfdp.hosts.ring import Ends, RoundedWire, wire_type
 from tfdp.hosts.shared_memory import (
     NOTHING_SHARED,
-    PLACE_BYTES,
+    SLOT_BYTES,
     SharedMemory,
     SharedReceiver,
     SharedSender,
 )
 from tfdp.hosts.wire import LARGEST_DIRECT_BYTES, Receiver, Sender, as_bytes
 
-# How long who ends waits for another worker to take in what it has sent to it: less
-# than others may be silent.
-SEEN_OFF_SECONDS = 10.0
+# How long `drain` waits for peers to take in sent data: less than the silence limit.
+DRAIN_SECONDS = 10.0
 
 
 class Neighbours:
-    """The two connections at one distance; an `End` of `tfdp.hosts.recursive_doubling`.
-
-    Args:
-      sender: to the worker so far after.
-      receiver: from the worker so far before.
-    """
+    """The two connections at one distance; implements `recursive_doubling.End`."""
 
     def __init__(self, sender: Sender, receiver: Receiver):
-        self.sender = sender
-        self.receiver = receiver
+        self.sender, self.receiver = sender, receiver
 
     def send(self, data: np.ndarray | bytes | memoryview) -> None:
-        """See `Sender.send`."""
         self.sender.send(data)
 
     def fill(self, array: np.ndarray) -> None:
-        """See `Receiver.fill`."""
         self.receiver.fill(array)
 
     def take(self, size_bytes: int) -> bytearray:
-        """See `Receiver.take`."""
         return self.receiver.take(size_bytes)
 
 
 class Channel:
-    """The connections of a channel, and the exchange that is under way on them.
-
-    Args:
-      neighbours: by distance, 1, 2, 4 ...
-    """
+    """The connections of one channel, by distance, and the exchange in flight."""
 
     def __init__(self, neighbours: Sequence[Neighbours]):
         self.neighbours = neighbours
         self.lock = threading.Lock()
         self.count = 0
-        #: What the exchange under way, or the last one, is about.
-        self.terms = Fingerprint("gather", 0, 0, "none yet")
-        #: When it began (`time.monotonic`).
-        self.start = 0.0
-        #: How long exchanges have lasted so far.
-        self.seconds = 0.0
-        #: Why there will be no other exchange.
-        self.failure: TfdpError | None = None
+        self.terms = Fingerprint("gather", 0, 0, "none yet")  # of the current exchange
+        self.start = 0.0  # of the current exchange (`time.monotonic`)
+        self.seconds = 0.0  # total duration of finished exchanges
+        self.failure: TfdpError | None = None  # why there will be no further exchange
 
     @classmethod
     def over(
@@ -84,53 +66,29 @@ class Channel:
         shared: SharedMemory = NOTHING_SHARED,
         checksum: bool = False,
     ) -> Channel:
-        """A channel over connections to and from the neighbours, by distance.
-
-        Args:
-          connections, timeout_seconds: see `Sender`.
-          shared: the memory that there is between this worker and those next to it.
-          checksum: whether what goes through connections alone has checksums.
-        """
-        nearest, *farther = connections
-        ends = [_neighbours(nearest, timeout_seconds, shared, checksum)]
-        ends += [
-            _neighbours(each, timeout_seconds, checksum=checksum) for each in farther
-        ]
-        return cls(ends)
-
-    def begin(self, terms: Fingerprint) -> None:
-        """Notes what this worker brings."""
-        self.terms, self.start = terms, time.monotonic()
-
-    def end(self) -> None:
-        """Notes that the exchange under way is over."""
-        self.seconds += time.monotonic() - self.start
+        """A channel over (to, from) connections by distance, `shared` at distance 1."""
+        memory = [shared, *[NOTHING_SHARED] * (len(connections) - 1)]
+        ends = zip(connections, memory, strict=True)
+        return cls([_neighbours(*end, timeout_seconds, checksum) for end in ends])
 
     @property
-    def sender(self) -> Sender:
-        """To the next worker of the ring."""
+    def sender(self) -> Sender:  # to the next worker of the ring
         return self.neighbours[0].sender
 
     @property
-    def receiver(self) -> Receiver:
-        """From the worker before."""
+    def receiver(self) -> Receiver:  # from the previous one
         return self.neighbours[0].receiver
 
     @property
     def sent_bytes(self) -> int:
-        """What this worker has sent to all of them."""
         return sum(each.sender.sent_bytes for each in self.neighbours)
 
     def agree(self, first: np.ndarray | None = None) -> None:
-        """Compares what this worker brings with what the worker before does.
+        """Compares this worker's fingerprint with that of the worker before it.
 
-        Args:
-          first: what the exchange sends to the next worker whatever comes; it goes at
-            once, so that nobody waits for the comparison and then for numbers.
-
-        Raises:
-          CollectiveMismatch: when it differs.
-          OSError: as `Receiver.fill`.
+        `first` is data that the exchange sends to the next worker in any case: sent
+        along with the header, which saves one latency. Raises CollectiveMismatch, or
+        OSError as `Receiver.fill`.
         """
         mine = self.terms.header
         rest = None
@@ -141,33 +99,32 @@ class Channel:
         else:
             self.sender.send(mine + as_bytes(first))  # one message, not two
         if rest is not None:
-            # The header by itself: of what is long nobody may take the end.
+            # Header first and alone: a long message may not be consumed to its end.
             self.sender.flush()
             self.sender.send(rest)
         theirs = bytes(self.receiver.take(HEADER.size))
         if theirs != mine:
             if rest is None:
-                self.sender.flush()  # the worker after has to see it as well
+                self.sender.flush()  # the worker after must see the mismatch as well
             raise CollectiveMismatch(self.terms, theirs)
 
     @property
-    def words(self) -> str:
-        """Names the exchange in errors."""
+    def description(self) -> str:
         return f"exchange {self.count} ({self.terms.label})"
 
     def ends(self, wire_dtype: str | None) -> Ends:
-        """What the ring exchanges blocks of arrays by."""
+        """The ring's send and receive functions, for `wire_dtype` or the own type."""
         send, receive = self.sender.send, self.receiver.fill
         if wire_dtype is None:
-            # A network is kept busy by smaller ones: a block has to come whole.
+            # Sockets use smaller blocks: a block must arrive whole to be passed on.
             shares = isinstance(self.sender, SharedSender) and self.receiver.add
-            block_bytes = PLACE_BYTES if shares else None
+            block_bytes = SLOT_BYTES if shares else None
             return Ends(send, receive, add=self.receiver.add, block_bytes=block_bytes)
         wire = RoundedWire(wire_type(wire_dtype), send, receive)
         return Ends(wire.send, wire.receive, wire.pass_on)
 
     def fail_with(self, error: BaseException) -> None:
-        """Notes why there is no other exchange; only those of tfdp keep their type."""
+        """Keeps the reason for later exchanges; other errors become CollectiveError."""
         self.failure = (
             error
             if isinstance(error, TfdpError)
@@ -175,30 +132,28 @@ class Channel:
         )
 
     def flush(self) -> None:
-        """Waits until all that was sent is with the kernel; see `Sender.flush`."""
         for each in self.neighbours:
             each.sender.flush()
 
     def close(self) -> None:
-        """Ends all connections; whoever waits in one gets an error."""
         for each in self.neighbours:
             each.sender.close()
             each.receiver.close()
 
 
-def see_off(channels: Iterable[Channel]) -> None:
-    """Before they are closed, all exchanges done: see `Sender.see_off`."""
-    until = time.monotonic() + SEEN_OFF_SECONDS
+def drain(channels: Iterable[Channel]) -> None:
+    """Drains all senders before an orderly close; see `Sender.drain`."""
+    until = time.monotonic() + DRAIN_SECONDS
     for channel in channels:
         for each in channel.neighbours:
-            each.sender.see_off(until)
+            each.sender.drain(until)
 
 
 def _neighbours(
     connections: tuple[socket.socket, socket.socket],
+    shared: SharedMemory,
     timeout_seconds: float,
-    shared: SharedMemory = NOTHING_SHARED,
-    checksum: bool = False,
+    checksum: bool,
 ) -> Neighbours:
     after, before = connections
     sender, receiver = (

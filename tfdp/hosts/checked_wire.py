@@ -1,11 +1,8 @@
-"""Both ends of a connection whose blocks have checksums: CRC32C, as iSCSI has.
+"""Sender and receiver whose blocks carry CRC32C checksums.
 
-    each block   its length, the checksum of its bytes, the checksum of these two; then
-                 the bytes
-
-TCP's own checksum has 16 bits and network cards compute it, so that what a card, a
-switch or a driver changes may arrive as right. A processor computes a CRC32C with an
-instruction of its own, here while the block is in its cache to be sent or added.
+A block: its length, the CRC of its bytes, the CRC of these two, then the bytes. TCP's
+own checksum has 16 bits and is computed by network cards, so data changed by a card,
+switch or driver can arrive as valid. Here blocks are checked while in the cache.
 """
 
 from __future__ import annotations
@@ -24,18 +21,14 @@ from tfdp.hosts.wire import LARGEST_DIRECT_BYTES, Receiver, Sender, as_bytes
 SIZES = struct.Struct("<II")
 CHECKSUM = struct.Struct("<I")
 HEAD_BYTES = SIZES.size + CHECKSUM.size
-# What goes to the kernel in one piece, with its head.
+# Largest message that goes to the kernel in one piece, without its head.
 LARGEST_SHORT_BYTES = LARGEST_DIRECT_BYTES - HEAD_BYTES
 
 
 @functools.cache
 def crc32c() -> Callable[[np.ndarray], int]:
-    """What computes the CRC32C of an array of bytes.
-
-    Raises:
-      MissingDependencyError: nothing does so fast enough.
-    """
-    words = (
+    """The CRC32C function for byte arrays; MissingDependencyError if it is slow."""
+    hint = (
         "Communication(checksum=True) needs the package google-crc32c, a dependency of "
         "tfdp, with its compiled part. `pip install --force-reinstall google-crc32c` "
         "brings both; or leave checksum out."
@@ -43,10 +36,10 @@ def crc32c() -> Callable[[np.ndarray], int]:
     try:
         import google_crc32c
     except ImportError as error:
-        raise MissingDependencyError(f"{words} Importing it failed: {error}") from error
+        raise MissingDependencyError(f"{hint} Importing it failed: {error}") from error
     if google_crc32c.implementation != "c":
         raise MissingDependencyError(
-            f"{words} Here it computes in {google_crc32c.implementation}, which is a "
+            f"{hint} Here it computes in {google_crc32c.implementation}, which is a "
             "thousand times slower."
         )
     return google_crc32c.value  # type: ignore[no-any-return]
@@ -59,20 +52,15 @@ def checksum_of(data: bytes | bytearray | memoryview) -> int:
 
 
 class DamagedBlockError(Exception):
-    """What came is not what was sent.
+    """A received block differs from the sent one; `receiver` is where it arrived."""
 
-    Args:
-      receiver: where it came.
-      words: how that shows.
-    """
-
-    def __init__(self, receiver: Receiver, words: str):
-        super().__init__(words)
+    def __init__(self, receiver: Receiver, reason: str):
+        super().__init__(reason)
         self.receiver = receiver
 
 
 class CheckedSender(Sender):
-    """A `Sender` of blocks with checksums."""
+    """A `Sender` whose blocks carry checksums."""
 
     def __init__(self, connection: socket.socket, timeout_seconds: float):
         super().__init__(connection, timeout_seconds)
@@ -80,7 +68,6 @@ class CheckedSender(Sender):
 
     @property
     def sent_bytes(self) -> int:
-        """What is with the kernel so far, without heads."""
         return self._taken_bytes - self._heads * HEAD_BYTES
 
     def _begin(self, view: memoryview) -> None:
@@ -94,7 +81,7 @@ class CheckedSender(Sender):
         for start in range(0, view.nbytes, BLOCK_BYTES):
             block = view[start : start + BLOCK_BYTES]
             head = _head_of(block)
-            # In one call: the head alone would be a packet of its own.
+            # One call: the head alone would become a packet of its own.
             sent = self._connection.sendmsg([head, block])
             if sent < len(head):
                 self._connection.sendall(head[sent:])
@@ -104,19 +91,15 @@ class CheckedSender(Sender):
 
 
 class CheckedReceiver(Receiver):
-    """A `Receiver` of what a `CheckedSender` sends; nothing damaged leaves it."""
+    """Receives from a `CheckedSender`; never returns damaged data."""
 
     def __init__(self, connection: socket.socket, timeout_seconds: float):
         super().__init__(connection, timeout_seconds)
-        # Of a block that is longer than what was to be filled: the rest, checked.
+        # Checked rest of a block that is longer than the array that it filled.
         self._rest = memoryview(b"")
 
     def fill(self, array: np.ndarray) -> None:
-        """See `Receiver.fill`.
-
-        Raises:
-          DamagedBlockError: when a block is not as it was sent.
-        """
+        """As `Receiver.fill`; raises DamagedBlockError for a damaged block."""
         view = as_bytes(array)
         with self._receiving:
             while view.nbytes:
@@ -127,7 +110,7 @@ class CheckedReceiver(Receiver):
                 view, self._rest = view[size:], self._rest[size:]
 
     def _receive_block(self, view: memoryview) -> int:
-        """Receives a block; the bytes of it in `view`, none where it is longer."""
+        """Receives a block; returns its bytes in `view`, 0 if `view` is too short."""
         head = bytearray(HEAD_BYTES)
         self._receive_whole(memoryview(head))
         size, checksum = SIZES.unpack_from(head)
@@ -140,9 +123,8 @@ class CheckedReceiver(Receiver):
         block = memoryview(bytearray(size)) if is_longer else view[:size]
         self._receive_whole(block)
         if checksum_of(block) != checksum:
-            raise DamagedBlockError(
-                self, f"a block of {size} bytes has another checksum"
-            )
+            reason = f"a block of {size} bytes has another checksum"
+            raise DamagedBlockError(self, reason)
         if is_longer:
             self._rest = block
         return 0 if is_longer else size

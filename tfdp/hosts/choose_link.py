@@ -1,4 +1,4 @@
-"""Which link suits a cluster, and why."""
+"""Chooses the link of a cluster, and gives the reason."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from tfdp.plan.communication import Communication
 
 
 def link_name(communication: Communication) -> tuple[str, str]:
-    """The link that `communication` asks for, or that suits this process, and why."""
+    """The name of the link that `communication` requests or that suits, and why."""
     if communication.engine != "auto":
-        return communication.engine, "asked for by name"
+        return communication.engine, "requested by name"
     if communication.checksum:
-        return "sockets", "Communication(checksum=True) is of what sockets carry"
+        return "sockets", "only sockets support Communication(checksum=True)"
     if mpi_is_available():
         return "mpi", "an MPI launcher started this process, and mpi4py is installed"
     return "sockets", (
@@ -31,10 +31,10 @@ def link_name(communication: Communication) -> tuple[str, str]:
 
 
 def make_link(cluster: Cluster, communication: Communication) -> HostLink:
-    """The link that `communication.engine` names; else MPI's where it started us.
+    """The link of `communication.engine`, or the one that suits this process.
 
     Raises:
-      ConfigurationError: when the engine cannot cross hosts, or no address is known.
+      ConfigurationError: the engine cannot cross hosts, or has no coordinator address.
     """
     engine, _ = link_name(communication)
     if engine not in ("sockets", "mpi", "tensorflow"):
@@ -42,41 +42,29 @@ def make_link(cluster: Cluster, communication: Communication) -> HostLink:
             f"Communication(engine={engine!r}) does not cross hosts. Allowed with "
             "several workers: 'auto', 'sockets', 'mpi', 'tensorflow'."
         )
-    rank, workers = cluster.rank, cluster.workers
+    rank, workers, secret = cluster.rank, cluster.workers, job_secret(cluster)
+    seconds = communication.timeout_seconds, communication.silence_seconds
     if engine == "mpi":
-        return MpiLink(
-            rank,
-            workers,
-            cluster.coordinator,
-            communication.timeout_seconds,
-            communication.silence_seconds,
-            job_secret(cluster),
-        )
+        return MpiLink(rank, workers, cluster.coordinator, *seconds, secret)
     if cluster.coordinator is None:
         raise ConfigurationError(
-            f"{cluster.source} tells ranks but no address of worker 0. Install "
+            f"{cluster.source} gives ranks but no address of worker 0. Install "
             "'tfdp[mpi]', or set TFDP_COORDINATOR to its 'host:port' for all workers."
         )
     warn_without_key(cluster)
-    return SocketLink(
-        rank,
-        workers,
-        cluster.coordinator,
-        communication.timeout_seconds,
-        communication.silence_seconds,
-        job_secret(cluster),
-        communication.checksum,
-    )
+    options = (*seconds, secret, communication.checksum)
+    return SocketLink(rank, workers, cluster.coordinator, *options)
 
 
 def warn_without_key(cluster: Cluster) -> None:
-    """On worker 0, where the workers meet at an address that others can reach."""
+    """On worker 0: warns if others can reach the coordinator and no key is set."""
     host, _ = parse_address(cluster.coordinator or "")
     if cluster.rank or is_loopback(host) or cluster.job_key or find_job_key():
         return
     warnings.warn(
-        f"The workers of this job have no key: whoever reaches {cluster.coordinator} "
-        "can join them, read what they exchange and change it. Give all workers the "
+        "The workers of this job have no key: anyone who reaches "
+        f"{cluster.coordinator} can join them, read what they exchange and change it. "
+        "Give all workers the "
         "same secret in the variable TFDP_JOB_KEY (`python -c 'import secrets; "
         "print(secrets.token_hex())'` makes one), or start them with `tfdp launch`, "
         "which does. See docs/security.md.",

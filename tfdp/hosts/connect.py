@@ -1,4 +1,4 @@
-"""Connections to another worker, tried until it is there and has proven who it is."""
+"""Connects to another worker, with retries, and authenticates both ends."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from tfdp.cluster.job_key import find_job_key
 from tfdp.hosts.messages import parse_object
 from tfdp.hosts.wire import receive_exactly, tuned
 
-# For a whole handshake: two round trips, and a busy machine.
+# For a whole handshake: two round trips on a busy machine.
 HANDSHAKE_SECONDS = 10.0
 CONNECT_SECONDS = 5.0
 RETRY_SECONDS = 0.05
-# After somebody else has answered, who may be there for long.
+# After another process has answered: it may stay for long.
 STRANGER_SECONDS = 0.5
 
-# What to say of oneself on a connection.
+# Returns what this worker sends about itself on a connection.
 Hello = Callable[[socket.socket], dict[str, Any]]
 
 
@@ -42,23 +42,19 @@ def dial(
     warns: bool = True,
     name_seconds: float = math.inf,
 ) -> socket.socket:
-    """A connection to the worker that listens at `address`.
+    """Connects to the worker that listens at `address`.
 
-    Tried again until `deadline` (`time.monotonic`), also after somebody else answered:
-    a worker of an earlier job may be about to leave. A name with several addresses is
-    tried at each.
+    Retries until `deadline` (`time.monotonic`), also after another process answers: a
+    worker of an earlier job may still be leaving. Tries all addresses of a name.
 
     Args:
-      secret, purpose: see `introduce`.
-      hello: what to say of oneself, see `introduce`.
-      given_up: set by another thread to end the tries.
-      warns: whether people are told of somebody else who answers.
-      name_seconds: how long the name may be unknown, from the first try on.
+      secret, purpose, hello: see `introduce`.
+      given_up: another thread sets it to end the retries.
+      warns: whether to log that another process answers.
+      name_seconds: how long the name may fail to resolve.
 
-    Raises:
-      StrangerError: when somebody answered, but did not prove to be of this job.
-      OSError: the last reason, when nobody listened there in time; a `socket.gaierror`
-        when nobody knows the name.
+    Raises StrangerError if a process answered that is not of this job, else the last
+    OSError; a `socket.gaierror` if the name does not resolve.
     """
     known_until = time.monotonic() + name_seconds
     stranger: StrangerError | None = None
@@ -66,17 +62,15 @@ def dial(
     while True:
         try:
             connection = _dial_once(address, secret, purpose, hello, deadline)
-            # An error holds the frames of all who called, and they would hold it: what
-            # they have would stay open until Python looks for such circles.
+            # An error holds its callers' frames, and they would hold it: what they
+            # refer to would stay open until Python collects such cycles.
             stranger = failure = None
             return connection
         except StrangerError as error:
             if stranger is None and warns:
                 logging.warning(
-                    "tfdp: At %s answers somebody else than the worker looked for: %s. "
-                    "Trying again until the time is over.",
-                    join_address(*address),
-                    error,
+                    f"tfdp: The process at {join_address(*address)} is not the worker "
+                    f"looked for: {error}. Trying again until the time is over."
                 )
             stranger = failure = error
         except socket.gaierror as error:
@@ -84,9 +78,9 @@ def dial(
                 raise
             failure = stranger or error
         except OSError as error:
-            # The name is known, and may be forgotten for as long again.
+            # The name resolves now, and may fail again for as long.
             known_until = time.monotonic() + name_seconds
-            # It is worth more to know that somebody was there.
+            # A stranger's answer is the more useful error.
             failure = stranger or error
         if time.monotonic() >= deadline or (given_up and given_up.is_set()):
             raise failure
@@ -94,25 +88,20 @@ def dial(
 
 
 def _dial_once(
-    address: tuple[str, int],
-    secret: bytes,
-    purpose: str,
-    hello: Hello,
-    deadline: float,
+    address: tuple[str, int], secret: bytes, purpose: str, hello: Hello, deadline: float
 ) -> socket.socket:
-    """A try at each of the addresses that the name has."""
+    """Tries each address of the name once."""
     failures: list[OSError] = []
-    for family, _, _, _, target in socket.getaddrinfo(
-        *address, type=socket.SOCK_STREAM
-    ):
+    found = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)
+    for family, _, _, _, target in found:
         connection = socket.socket(family, socket.SOCK_STREAM)
         try:
-            # Not less than a second: the last try is one, too.
+            # At least a second, for the last retry as well.
             remaining = max(deadline - time.monotonic(), 1.0)
             connection.settimeout(min(remaining, CONNECT_SECONDS))
             connection.connect(target)
             if connection.getsockname() == connection.getpeername():
-                # On a free local port Linux can connect a socket to itself.
+                # Linux can connect a socket on a free local port to itself.
                 raise ConnectionRefusedError(111, "Connection refused")
             steps = introduce(secret, purpose, hello(connection))
             seconds = min(remaining, HANDSHAKE_SECONDS)
@@ -127,7 +116,7 @@ def _dial_once(
     strangers = [error for error in failures if isinstance(error, StrangerError)]
     try:
         raise [*failures, *strangers][-1]
-    finally:  # as above
+    finally:  # break the reference cycle, see `dial`
         failures.clear()
         strangers.clear()
 
@@ -153,9 +142,9 @@ def _run(steps: Steps[None], connection: socket.socket, deadline: float) -> None
         return
 
 
-# The handshake of every connection: both ends prove that they know the job's secret.
+# The handshake of every connection: both ends prove that they have the job's secret.
 #
-#     who dials                                   who listens
+#     dialing end                                 listening end
 #     MAGIC, nonce d                         ->
 #                                            <-   MAGIC, nonce l
 #     HMAC(secret, "dials", ...)             ->
@@ -163,65 +152,51 @@ def _run(steps: Steps[None], connection: socket.socket, deadline: float) -> None
 #     hello, HMAC(secret, "says", ...)       ->
 #                                            <-   HMAC(secret, "welcomes", ...)
 #
-# What is signed (...) holds the purpose of the connection and both nonces, at last the
-# hello as well. Both nonces are fresh, so nothing that was recorded can be used again;
-# the words "dials", "listens" differ, so nobody can be sent his own proof. A stranger
-# who knocks, or who waits to be dialed, is told a random number and a proof of it, no
-# more: who somebody is and where his other ports are is said after both have proven
-# theirs. Nothing is parsed, and no memory taken by a length, before that.
+# The signed data (...) is the connection's purpose, both nonces, and finally the hello.
+# Fresh nonces prevent replay; different words prevent reflection of a peer's own proof.
+# A stranger gets a random number and a proof of it, no more: ranks and ports are sent
+# after both ends are authenticated, and nothing is parsed or allocated before.
 #
-# The steps are generators without a socket: they yield bytes to send (and are sent
-# b""), or the number of bytes that they want next (and are thrown a
-# ConnectionResetError when none come any more). `tfdp.hosts.listener` and
-# `tfdp.hosts.connect` run them.
-
+# The steps are generators without a socket: they yield bytes to send (and get b""), or
+# the number of bytes to read next (and are thrown a ConnectionResetError at the end).
 
 Result = TypeVar("Result")
 Steps: TypeAlias = Generator["bytes | int", bytes, Result]
 
-# With the number of this protocol.
+# Contains the protocol's version.
 MAGIC = b"tfdp 2\r\n"
-NONCE_BYTES = 32
-PROOF_BYTES = 32
+NONCE_BYTES = PROOF_BYTES = 32
 MOST_HELLO_BYTES = 1024
 LENGTH = struct.Struct(">H")
 HASH = "sha256"
 
-NOT_A_WORKER = "it does not speak as a worker of this tfdp does"
+NOT_A_WORKER = "it does not speak the protocol of this tfdp"
 NOT_OF_THE_JOB = "it has another job key (TFDP_JOB_KEY), or belongs to another job"
 HAS_CLOSED = "it closed the connection"
-NOT_WELCOME = "it closed the connection when it heard which worker this is"
-NO_HELLO = "what it says of itself is not what a worker says"
+NOT_WELCOME = "it closed the connection after this worker's hello"
+NO_HELLO = "its hello is not one that a worker sends"
 
 
 class StrangerError(ConnectionError):
-    """The other side has not proven that it belongs to the job."""
+    """The other end has not proven that it belongs to the job."""
 
 
 def job_secret(cluster: Cluster) -> bytes:
-    """What the workers of a job prove to know, from its key and its name.
-
-    Without a key anybody can compute it; it then tells jobs apart that have names.
-    """
+    """A job's secret, from key and name; without a key it only separates jobs."""
     key = cluster.job_key or find_job_key() or ""
     return hmac.digest(key.encode(), b"tfdp job " + cluster.job.encode(), HASH)
 
 
 def session_secret(secret: bytes, session: bytes) -> bytes:
-    """The secret of one meeting, of which `session` is told to its members only."""
+    """The secret of one rendezvous; only its members receive `session`."""
     return hmac.digest(secret, b"tfdp session " + session, HASH)
 
 
 def introduce(secret: bytes, purpose: str, hello: dict[str, Any]) -> Steps[None]:
-    """The steps of who dials.
+    """The handshake of the dialing end; `purpose` is the same at both ends.
 
-    Args:
-      secret: of the job or the session.
-      purpose: what the connection is for, the same at the other end.
-      hello: who this is, at most 1,024 bytes of JSON.
-
-    Raises:
-      StrangerError: when the other end cannot prove that it knows the secret.
+    `hello` describes this worker in at most 1,024 bytes of JSON. Raises StrangerError
+    if the other end does not prove that it has the secret.
     """
     nonce = secrets.token_bytes(NONCE_BYTES)
     yield MAGIC + nonce
@@ -237,15 +212,10 @@ def introduce(secret: bytes, purpose: str, hello: dict[str, Any]) -> Steps[None]
 def greet(
     secret: bytes, purpose: str, parse: Callable[[dict[str, Any]], Result]
 ) -> Steps[Result]:
-    """The steps of who listens; they return what `parse` makes of the hello.
+    """The handshake of the listening end; returns what `parse` makes of the hello.
 
-    Args:
-      secret, purpose: see `introduce`.
-      parse: checks the hello; its ValueError turns the other away.
-
-    Raises:
-      StrangerError: when the other end cannot prove that it knows the secret, or its
-        hello is not one.
+    Raises StrangerError if the other end does not prove that it has the secret, or
+    `parse` raises ValueError.
     """
     other = yield from _nonce_of_other()
     nonce = secrets.token_bytes(NONCE_BYTES)
@@ -268,7 +238,7 @@ def greet(
 
 
 def _nonce_of_other() -> Steps[bytes]:
-    # At once when the first bytes are those of another protocol.
+    # Fails at once on the first bytes of another protocol.
     if (yield from _hear(len(MAGIC), HAS_CLOSED)) != MAGIC:
         raise StrangerError(NOT_A_WORKER)
     return (yield from _hear(NONCE_BYTES, HAS_CLOSED))
@@ -277,12 +247,12 @@ def _nonce_of_other() -> Steps[bytes]:
 def _hear(size: int, if_closed: str) -> Steps[bytes]:
     try:
         return (yield size)
-    except ConnectionResetError as error:  # thrown in by who runs the steps
+    except ConnectionResetError as error:  # thrown into the generator
         raise StrangerError(if_closed) from error
 
 
 def _signed(purpose: str, dials: bytes, listens: bytes) -> bytes:
-    # Only what comes last, the hello, has no length of its own.
+    # Lengths are fixed or included, except that of the hello, which comes last.
     name = purpose.encode()
     return MAGIC + LENGTH.pack(len(name)) + name + dials + listens
 

@@ -1,9 +1,8 @@
-"""What a process died of: for its launcher, and for the workers that wait for it.
+"""Crash reports: why a process ended, for its launcher and for waiting workers.
 
-A worker that raises takes its peers with it: they fail because of it, and may well end
-before it does. So each notes the error that ends it, and whether another worker's end
-was the cause. The note goes into the folder that `tfdp launch` names, under the id of
-the process; processes that the worker has started have other ids.
+A worker that fails takes its peers with it, and they may end before it. So each process
+reports whether the loss of another worker caused its error. The report goes into the
+folder that `tfdp launch` names, under the process id, which separates child processes.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from tfdp.files.atomic import replaced
 
 FOLDER_VARIABLE = "TFDP_LAST_WORDS"
 MOST_CHARACTERS = 300
-# Lines of TensorFlow's errors: where in the program; which op; what every error says.
+# Parts of TensorFlow's messages: stack frames; op names; lines without a cause.
 FRAME = re.compile(r'( *)(?:File ".*", line \d+|<stack traces unavailable>)')
 OP = re.compile(r"\t \[\[.*|\s*\[Op:.*|\{\{\w+ [^{}]*\}\}\s*")
 NO_CAUSE = re.compile(r"Hint: |\d+ (?:successful operations|derived errors ignored)\.")
@@ -36,33 +35,25 @@ MOST_BYTES = 200_000
 
 @dataclasses.dataclass(frozen=True)
 class CrashReport:
-    """Why a process ends.
+    """Why a process ended."""
 
-    Args:
-      error: type and message, in one line; of TensorFlow's messages the cause.
-      traceback: as Python prints it.
-      time_seconds: when, by this machine's clock.
-      is_consequence: whether it ends because another worker was lost.
-    """
-
-    error: str
+    error: str  # type and message in one line; of TensorFlow's messages the cause
     traceback: str
     time_seconds: float
-    is_consequence: bool
+    is_consequence: bool  # whether the loss of another worker caused it
 
     def to_json(self) -> str:
-        """One line, for `parse_crash_report`."""
         return json.dumps(dataclasses.asdict(self))
 
 
 class _State:
-    said: CrashReport | None = None
+    report: CrashReport | None = None
     has_lost_another = False
     is_listening = False
 
 
 def listen() -> None:
-    """From now on an error that ends this process is noted."""
+    """Installs an exception hook that writes the crash report."""
     if _State.is_listening:
         return
     _State.is_listening = True
@@ -71,35 +62,35 @@ def listen() -> None:
     def note(
         kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
-        # Whatever goes wrong here, the error itself must be printed.
+        # The error itself must be printed even if the report fails.
         with contextlib.suppress(Exception):
-            _State.said = _words_of(error)
-            _leave(_State.said)
+            _State.report = _report_of(error)
+            _leave(_State.report)
         before(kind, error, trace)
 
     sys.excepthook = note
 
 
 def lost_another() -> None:
-    """Notes that a worker was lost: what ends this process now follows from it."""
+    """Records that a worker was lost: a later error is a consequence of that."""
     _State.has_lost_another = True
 
 
-def words_of_now() -> CrashReport | None:
-    """What ends this process, or is being handled; None: it comes to its end."""
+def current_report() -> CrashReport | None:
+    """The report of the error that ends this process or is being handled, if any."""
     handled = sys.exc_info()[1]
-    if _State.said is None and isinstance(handled, Exception):
-        return _words_of(handled)
-    return _State.said
+    if _State.report is None and isinstance(handled, Exception):
+        return _report_of(handled)
+    return _State.report
 
 
-def _words_of(error: BaseException) -> CrashReport:
+def _report_of(error: BaseException) -> CrashReport:
     text = f"{type(error).__name__}: {error}"
     cause = cause_of(str(error)).strip()
     if not cause.startswith(kind := f"{type(error).__name__}: "):
         cause = kind + cause
     trace = "".join(traceback.format_exception(error))
-    # TensorFlow puts the text of our error into one of its own.
+    # TensorFlow embeds the text of our error in its own.
     names_loss = WorkerLostError.__name__ in text or isinstance(error, WorkerLostError)
     return CrashReport(
         error=" ".join(cause.split())[:MOST_CHARACTERS],
@@ -110,7 +101,7 @@ def _words_of(error: BaseException) -> CrashReport:
 
 
 def cause_of(message: str) -> str:
-    """What TensorFlow's message says after its stack; another message as it is.
+    """The cause in a TensorFlow message, without its stack; other messages unchanged.
 
     >>> cause_of('Graph execution error:\\n  File "a.py", line 3\\n\\nno row 7 [Op:f]')
     'no row 7'
@@ -120,12 +111,12 @@ def cause_of(message: str) -> str:
     for line in message.splitlines():
         indent = len(line) - len(line.lstrip())
         if frame := FRAME.match(line):
-            # What stood before it introduces it, or is said once more after it.
+            # Earlier lines introduce the stack, or are repeated after it.
             kept, stack_indent = [], len(frame[1])
         elif not line.strip():
             stack_indent = None
         elif stack_indent is None or indent <= stack_indent:
-            kept.append(line)  # and else it is the line of code
+            kept.append(line)  # else it is a line of source code
     without_ops = [OP.sub("", line) for line in kept]
     cause = "\n".join(
         line for line in without_ops if line.strip() and not NO_CAUSE.match(line)
@@ -133,15 +124,15 @@ def cause_of(message: str) -> str:
     return cause or message
 
 
-def _leave(words: CrashReport) -> None:
+def _leave(report: CrashReport) -> None:
     folder = os.environ.get(FOLDER_VARIABLE)
     if folder:
         with replaced(Path(folder, f"{os.getpid()}.json")) as unfinished:
-            unfinished.write_text(words.to_json(), "utf-8")
+            unfinished.write_text(report.to_json(), "utf-8")
 
 
 def read_crash_report(folder: str, process: int) -> CrashReport | None:
-    """What the process with this id has left in the folder; None: nothing of sense."""
+    """The report that a process left in the folder; None if missing or invalid."""
     try:
         with open(Path(folder, f"{process}.json"), "rb") as file:
             return parse_crash_report(file.read(MOST_BYTES))
@@ -150,20 +141,15 @@ def read_crash_report(folder: str, process: int) -> CrashReport | None:
 
 
 def parse_crash_report(text: bytes) -> CrashReport | None:
-    """The words in a line of `CrashReport.to_json`; None where they make no sense."""
+    """Parses a line of `CrashReport.to_json`; None if it is invalid."""
     try:
         found: Any = json.loads(text)
     except (ValueError, RecursionError):
         return None
     if not isinstance(found, Mapping):
         return None
-    values: dict[str, Any] = {
-        field.name: found.get(field.name) for field in dataclasses.fields(CrashReport)
-    }
-    if not all(isinstance(values[name], str) for name in ("error", "traceback")):
-        return None
-    if not isinstance(values["is_consequence"], bool):
-        return None
-    if not isinstance(values["time_seconds"], float):
-        return None
-    return CrashReport(**values)
+    kinds = (str, str, float, bool)
+    fields = dataclasses.fields(CrashReport)
+    values: list[Any] = [found.get(field.name) for field in fields]
+    is_valid = all(map(isinstance, values, kinds))
+    return CrashReport(*values) if is_valid else None

@@ -1,17 +1,17 @@
-"""A meeting of the living: one adds up, all use the same sum, or meet once more.
+"""Fault-tolerant all-reduce: a two-phase commit led by the lowest rank.
 
-    member                          leader, the lowest rank
-    come, with its arrays     ->
+    member                          leader
+    its arrays                ->
                                     adds up in the order of ranks, divides
                               <-    the means
     "I hold them"             ->
-                                    decides: the meeting is done
+                                    commits: the all-reduce is done
                               <-    "done", the members of the next one
     "I use them"              ->
 
-Nobody uses means before all who are alive hold them. When the leader dies the next rank
-leads, and the meeting is repeated; where somebody has used the means already, the
-others, who hold them, hear of it from that one.
+No host uses the means before all live hosts hold them. When the leader dies, the next
+rank leads and the all-reduce is repeated; if a host has used the means already, others
+that hold them learn that from it.
 """
 
 from __future__ import annotations
@@ -37,86 +37,86 @@ from tfdp.hosts.elastic_transfers import (
     PeerLostError,
     Watched,
     fingerprint_of_arrays,
-    knock,
+    try_dial,
 )
 from tfdp.hosts.elastic_view import Answer
 from tfdp.hosts.messages import MOST_REASON_CHARACTERS, checked_text, raise_if_refused
 
 Arrays = list[np.ndarray]
 POLL_SECONDS = 0.05
-# Between two looks at somebody who has not come yet.
+# Interval of liveness checks of a host that has not come yet.
 LOOK_SECONDS = 0.5
 
 
 class OuterAllReduce:
-    """One meeting, as one host goes through it.
-
-    Args:
-      company: the hosts.
-      update: its number, the same on all hosts.
-      arrays: what this host brings.
-      say: is given a line for people when a host was lost.
-    """
+    """One all-reduce on one host; `update` is its number."""
 
     def __init__(
         self,
-        company: Members,
+        group: Members,
         update: int,
         arrays: Sequence[np.ndarray],
         say: Callable[[str], None],
     ):
-        self._company, self._update, self._say = company, update, say
+        self._group, self._update, self._say = group, update, say
+        self._late = f"it was {group.timeout_seconds:g} seconds late"
         self._arrays = [np.asarray(array, order="C") for array in arrays]
         self._terms = fingerprint_of_arrays(self._arrays)
         self._held: Arrays | None = None
-        #: Until when those who answer may come, once this host leads.
-        self._deadline = float("inf")
+        self._deadline = float("inf")  # the leader's, for members that answer queries
         self._lost_leaders = 0
-        #: Whether hosts wait for the state, and this one is to give it.
-        self.joiners: list[Peer] = []
+        self.joiners: list[Peer] = []  # they wait for this host to send the state
 
     def hold(self) -> Arrays:
-        """The means over all who take part, once the meeting is done.
+        """The means over all members.
 
-        Raises:
-          LeftOutError: the group goes on without this host.
-          WorkerLostError: fewer than `min_hosts` are left.
-          CollectiveError: the hosts bring different things.
+        Raises LeftOutError if the group goes on without this host, WorkerLostError if
+        fewer than `min_hosts` are left, CollectiveError if the hosts' arrays differ.
         """
-        company = self._company
+        group = self._group
         while True:
-            leader = min(company.view.members)
+            leader = min(group.view.members)
             try:
-                if leader == company.rank:
+                if leader == group.rank:
                     return self._lead()
                 return self._follow(leader)
             except PeerLostError as lost:
-                self._say(f"worker {lost.rank}, which led, is lost: {lost.reason}")
-                company.drop(lost.rank)
+                self._say(f"worker {lost.rank}, the leader, is lost: {lost.reason}")
+                group.drop(lost.rank)
                 self._lost_leaders += 1
             except AllReduceDoneError as done:
                 if self._held is None:
                     raise LeftOutError from done
                 answer = done.answer
-                company.take_over(
+                group.take_over(
                     answer.epoch, answer.done, answer.members, answer.addresses
                 )
                 return self._held
 
-    # As a member.
-
     def _follow(self, leader: int) -> Arrays:
-        company = self._company
-        late = _Late(company, leader, self._update)
-        patience = company.patience(leader, self._update, late.check)
+        group = self._group
+        deadline, has_come = time.monotonic() + group.timeout_seconds, False
+
+        def check_late(answer: Answer | None) -> None:
+            nonlocal deadline, has_come
+            if answer is not None and answer.at == self._update and not has_come:
+                # The leader now waits for the other members, for at most as long.
+                has_come = True
+                extra = group.timeout_seconds + group.silence_seconds
+                deadline = time.monotonic() + extra
+            if time.monotonic() >= deadline:
+                group.exclude(leader)
+                raise PeerLostError(leader, self._late)
+
+        detector = group.failure_detector(leader, self._update, check_late)
         while True:
-            patience.check()
+            detector.check()
             try:
-                hello = company.hello("come", self._update, self._arrays)
-                connection = knock(company.address(leader), company.secret, hello)
+                hello = group.hello("come", self._update, self._arrays)
+                connection = try_dial(group.address(leader), group.secret, hello)
             except OSError:
-                continue  # patience ends it
-            wire = Watched(connection, patience.check)
+                continue  # the failure detector ends this
+            wire = Watched(connection, detector.check)
             try:
                 return self._exchange(wire)
             except FoundOutError:
@@ -127,61 +127,61 @@ class OuterAllReduce:
                 wire.close()
 
     def _exchange(self, wire: Watched) -> Arrays:
-        company = self._company
+        group = self._group
         wire.send(*self._arrays)
-        message = wire.hear()
+        message = wire.receive_line()
         raise_if_refused(message)
         if "lost" in message:
             raise WorkerLostError(checked_text(message["lost"], MOST_REASON_CHARACTERS))
         means = [np.empty_like(array) for array in self._arrays]
         wire.fill(means)
         self._held = means
-        wire.tell({"holds": self._update})
-        company.adopt(wire.hear())
-        with contextlib.suppress(OSError):  # it is done, whoever dies now
-            wire.tell({"uses": self._update})
+        wire.send_line({"holds": self._update})
+        group.adopt(wire.receive_line())
+        with contextlib.suppress(OSError):  # committed, even if the leader dies now
+            wire.send_line({"uses": self._update})
         return means
 
-    # As the leader.
-
     def _lead(self) -> Arrays:
-        company = self._company
-        others = [rank for rank in company.view.members if rank != company.rank]
-        # They may still wait for one that led before, as long as this host has.
-        extra = 0.0 if self._lost_leaders == 0 else company.silence_seconds
-        self._deadline = time.monotonic() + company.timeout_seconds + extra
+        group = self._group
+        others = [rank for rank in group.view.members if rank != group.rank]
+        # They may still be waiting for an earlier leader, as long as this host did.
+        extra = 0.0 if self._lost_leaders == 0 else group.silence_seconds
+        self._deadline = time.monotonic() + group.timeout_seconds + extra
         wires = self._for_each(others, self._receive)
         brought = {rank: arrays for rank, (_, arrays) in wires.items()}
-        brought[company.rank] = self._arrays
+        brought[group.rank] = self._arrays
         self._refuse_too_few(len(brought), [wire for wire, _ in wires.values()])
         means = _means([brought[rank] for rank in sorted(brought)])
         holders = self._for_each(
             list(wires), lambda rank, stop: self._hand_out(rank, wires[rank][0], means)
         )
-        self._decide(sorted([company.rank, *holders]))
-        message = company.agreement(list(company.view.members))
+        self._decide(sorted([group.rank, *holders]))
+        message = group.agreement(list(group.view.members))
 
-        def tell(rank: int, stop: threading.Event) -> bool:
+        def finish(rank: int, stop: threading.Event) -> bool:
             wire = wires[rank][0]
             try:
-                wire.tell(message)
-                wire.hear()
+                wire.send_line(message)
+                wire.receive_line()
             except LeftOutError:
                 raise
             except (OSError, ValueError):
-                # Dead, or this host was stopped for long and is out itself.
-                self._look_once(rank)
+                # It died, or this host was suspended for long and is left out, which
+                # this detects. The next all-reduce detects the former.
+                with contextlib.suppress(PeerLostError):
+                    group.failure_detector(rank).check()
             finally:
                 wire.close()
             return True
 
-        self._for_each(list(holders), tell)
+        self._for_each(list(holders), finish)
         return means
 
     def _for_each(
         self, ranks: Sequence[int], work: Callable[[int, threading.Event], Any]
     ) -> dict[int, Any]:
-        """What `work` makes of each rank, side by side; without those lost."""
+        """The results of `work` by rank, in threads; without lost hosts."""
         if not ranks:
             return {}
         stop = threading.Event()
@@ -195,7 +195,7 @@ class OuterAllReduce:
                     results[rank] = future.result()
                 except PeerLostError as lost:
                     self._say(f"worker {rank} is lost: {lost.reason}")
-                    self._company.drop(rank)
+                    self._group.drop(rank)
                 except BaseException as error:
                     failure = failure or error
                     stop.set()
@@ -204,39 +204,36 @@ class OuterAllReduce:
         return results
 
     def _receive(self, rank: int, stop: threading.Event) -> tuple[Watched, Arrays]:
-        """The arrays of a member, once it has come."""
-        company = self._company
-        patience = company.patience(rank, self._update)
+        group = self._group
+        detector = group.failure_detector(rank, self._update)
         next_look = time.monotonic() + LOOK_SECONDS
         while not stop.is_set():
-            with company.changed:
-                guest = company.take("come", rank)
-                if guest is None:
-                    company.changed.wait(POLL_SECONDS)
+            with group.changed:
+                peer = group.listener.take("come", rank)
+                if peer is None:
+                    group.changed.wait(POLL_SECONDS)
             now = time.monotonic()
-            if guest is not None and guest.hello.update == self._update:
-                wire = Watched(guest.connection, patience.check)
-                arrays = self._take(guest, wire)
+            if peer is not None and peer.hello.update == self._update:
+                wire = Watched(peer.connection, detector.check)
+                arrays = self._take(peer, wire)
                 if arrays is not None:
                     return wire, arrays
             if now >= self._deadline:
-                company.exclude(rank)
-                raise PeerLostError(
-                    rank, f"it was {company.timeout_seconds:g} seconds late"
-                )
+                group.exclude(rank)
+                raise PeerLostError(rank, self._late)
             if now >= next_look:
-                patience.check()
+                detector.check()
                 next_look = time.monotonic() + LOOK_SECONDS
-        raise PeerLostError(rank, "the meeting is over")
+        raise PeerLostError(rank, "the all-reduce is over")
 
-    def _take(self, guest: Peer, wire: Watched) -> Arrays | None:
-        if guest.hello.terms != self._terms:
+    def _take(self, peer: Peer, wire: Watched) -> Arrays | None:
+        if peer.hello.terms != self._terms:
             reason = (
-                f"Worker {guest.hello.rank} brings other weights to the meeting after "
-                f"update {self._update} than worker {self._company.rank}. Give all "
+                f"Worker {peer.hello.rank} has other weights in the all-reduce after "
+                f"update {self._update} than worker {self._group.rank}. Give all "
                 "workers the same model and the same sync."
             )
-            wire.tell({"refused": reason})
+            wire.send_line({"refused": reason})
             wire.close()
             raise CollectiveError(reason)
         arrays = [np.empty_like(array) for array in self._arrays]
@@ -251,82 +248,55 @@ class OuterAllReduce:
 
     def _hand_out(self, rank: int, wire: Watched, means: Arrays) -> bool:
         try:
-            wire.tell({"means": self._update})
+            wire.send_line({"means": self._update})
             wire.send(*means)
-            wire.hear()
+            wire.receive_line()
             return True
         except FoundOutError:
             raise
         except (OSError, ValueError):
-            self._company.exclude(rank)
-            raise PeerLostError(rank, "its connection broke in the meeting") from None
-
-    def _look_once(self, rank: int) -> None:
-        patience = self._company.patience(rank)
-        try:
-            patience.check()
-        except PeerLostError:
-            return  # missed at the next meeting
+            self._group.exclude(rank)
+            raise PeerLostError(
+                rank, "its connection broke in the all-reduce"
+            ) from None
 
     def _refuse_too_few(self, present: int, wires: Sequence[Watched]) -> None:
-        """Waits until enough are there or wait to come in."""
-        company = self._company
-        deadline = time.monotonic() + company.timeout_seconds
+        """Waits until enough hosts take part or wait to join, or raises."""
+        group = self._group
+        deadline = time.monotonic() + group.timeout_seconds
         while True:
-            with company.changed:
-                if present + len(company.joiners()) >= company.min_hosts:
+            with group.changed:
+                if present + len(group.listener.joiners()) >= group.min_hosts:
                     return
-                company.changed.wait(LOOK_SECONDS)
+                group.changed.wait(LOOK_SECONDS)
             if time.monotonic() >= deadline:
                 reason = (
-                    f"{present} of {company.workers} hosts are left, and "
-                    f"Communication(min_hosts={company.min_hosts}) asks for more. "
-                    f"Nobody came back in {company.timeout_seconds:g} seconds."
+                    f"{present} of {group.workers} hosts are left, and "
+                    f"Communication(min_hosts={group.min_hosts}) requires more. No "
+                    f"host returned within {group.timeout_seconds:g} seconds."
                 )
                 for wire in wires:
                     with contextlib.suppress(OSError):
-                        wire.tell({"lost": reason})
+                        wire.send_line({"lost": reason})
                 raise WorkerLostError(reason)
 
     def _decide(self, members: list[int]) -> None:
-        """From here on the meeting is done, with those who hold and who come in."""
-        company = self._company
-        with company.changed:
-            view = company.view
-            if view.is_told_out:
+        """Commits, with the hosts that hold the means and those that join."""
+        group = self._group
+        with group.changed:
+            view = group.view
+            if view.is_excluded:
                 raise LeftOutError
-            for guest in company.take_joiners():
-                if guest.hello.rank in members:
-                    guest.connection.close()  # of a process that is there twice
+            for peer in group.listener.take_joiners():
+                if peer.hello.rank in members:
+                    peer.connection.close()  # two processes have this rank
                     continue
-                self.joiners.append(guest)
-                view.addresses[guest.hello.rank] = guest.address
+                self.joiners.append(peer)
+                view.addresses[peer.hello.rank] = peer.address
             view.epoch += 1
             view.done = self._update
-            joined = {guest.hello.rank for guest in self.joiners}
+            joined = {peer.hello.rank for peer in self.joiners}
             view.members = tuple(sorted({*members, *joined}))
-
-
-class _Late:
-    """Ends the patience with a leader that answers, and does not come or go on."""
-
-    def __init__(self, company: Members, leader: int, update: int):
-        self._company, self._leader, self._update = company, leader, update
-        self._deadline = time.monotonic() + company.timeout_seconds
-        self._is_there = False
-
-    def check(self, answer: Answer | None) -> None:
-        if answer is not None and answer.at == self._update and not self._is_there:
-            # It waits for others now, for as long at most.
-            self._is_there = True
-            company = self._company
-            extra = company.timeout_seconds + company.silence_seconds
-            self._deadline = time.monotonic() + extra
-        if time.monotonic() >= self._deadline:
-            self._company.exclude(self._leader)
-            raise PeerLostError(
-                self._leader, f"it was {self._company.timeout_seconds:g} seconds late"
-            )
 
 
 def _means(brought: Sequence[Arrays]) -> Arrays:

@@ -1,4 +1,4 @@
-"""The hosts of a group as one of them sees them: alive, dead, or gone on without it."""
+"""Membership of an elastic group, as one host sees it, and the host's listener."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from tfdp.hosts.elastic_transfers import (
     FailureDetector,
     FoundOutError,
     PeerLostError,
-    ask,
     fingerprint_of_arrays,
     parse_hello,
+    query,
     send_and_close,
 )
 from tfdp.hosts.elastic_view import (
@@ -43,7 +43,7 @@ class LeftOutError(FoundOutError):
 
 
 class AllReduceDoneError(FoundOutError):
-    """Another host has done the meeting that this one holds: so does this one."""
+    """Another host has finished the all-reduce whose means this host has."""
 
     def __init__(self, answer: Answer):
         super().__init__("done elsewhere")
@@ -52,35 +52,21 @@ class AllReduceDoneError(FoundOutError):
 
 @dataclasses.dataclass
 class Members:
-    """What every step of a meeting needs.
-
-    Args:
-      rank, workers: this host, of how many there may be.
-      secret: of the job.
-      coordinator: where worker 0 listens.
-      timeout_seconds: how long a host that answers may be late.
-      silence_seconds: how long one may give no answer.
-      min_hosts: with fewer no meeting ends.
-      view: what this host knows.
-      changed: guards `view`, and the door's guests.
-      door: this host's.
-      port: of it.
-    """
+    """What every phase of an all-reduce needs."""
 
     rank: int
     workers: int
     secret: bytes
-    coordinator: tuple[str, int]
-    timeout_seconds: float
-    silence_seconds: float
-    min_hosts: int
+    coordinator: tuple[str, int]  # where worker 0 listens
+    timeout_seconds: float  # how late a host may be that answers queries
+    silence_seconds: float  # how long a host may give no answer
+    min_hosts: int  # no all-reduce finishes with fewer
     view: View
-    changed: threading.Condition
-    door: ElasticListener | None = None
-    port: int = 1
+    changed: threading.Condition  # guards `view` and the peers of `listener`
+    port: int = 1  # of `listener`
+    listener: ElasticListener = dataclasses.field(init=False)
 
     def hello(self, kind: str, update: int = 0, arrays: Any = ()) -> ElasticHello:
-        """What this host says of itself."""
         view = self.view
         return ElasticHello(
             kind=kind,
@@ -94,56 +80,41 @@ class Members:
         )
 
     def address(self, rank: int) -> tuple[str, int]:
-        """Where that host listens.
-
-        Raises:
-          PeerLostError: nobody has said.
-        """
+        """Where that host listens; raises PeerLostError if unknown."""
         if rank == 0:
             return self.coordinator
         with self.changed:
             found = self.view.addresses.get(rank)
         if found is None:
-            raise PeerLostError(rank, "nobody knows where it is")
+            raise PeerLostError(rank, "its address is unknown")
         return found
 
-    def ask(self, rank: int, kind: str = "ask") -> Answer | None:
-        """What that host says of itself; None: nothing.
-
-        Raises:
-          ConnectionRefusedError: no process listens there.
-        """
+    def query(self, rank: int, kind: str = "ask") -> Answer | None:
+        """That host's reply or None; a ConnectionRefusedError if no process listens."""
         try:
-            message = ask(self.address(rank), self.secret, self.hello(kind))
+            message = query(self.address(rank), self.secret, self.hello(kind))
             return parse_answer(message, self.workers)
         except ConnectionRefusedError:
             raise
         except (OSError, ValueError):
             return None
 
-    def patience(
+    def failure_detector(
         self,
         rank: int,
         update: int | None = None,
         also: Callable[[Answer | None], None] = lambda answer: None,
     ) -> FailureDetector:
-        """The failure detector of a member; it ends when waiting is vain.
+        """For a member in the all-reduce after `update`; calls `also` with each reply.
 
-        Args:
-          rank: of the member.
-          update: of the meeting that this host is in.
-          also: further checks, called at each look.
-
-        Its `check` raises:
-          PeerLostError: the member is dead or silent.
-          LeftOutError: the group went on without this host.
-          AllReduceDoneError: the member has done the meeting of `update`.
+        Its `check` raises PeerLostError if the member is dead or silent, LeftOutError
+        if the group went on without this host, AllReduceDoneError if it has finished.
         """
 
         def look() -> bool:
-            if self.view.is_told_out:
+            if self.view.is_excluded:
                 raise LeftOutError
-            answer = self.ask(rank)
+            answer = self.query(rank)
             also(answer)
             if answer is None:
                 return False
@@ -153,54 +124,38 @@ class Members:
             if meaning == DONE:
                 raise AllReduceDoneError(answer)
             if meaning == GONE:
-                raise PeerLostError(rank, "it has begun anew, or was left out")
+                raise PeerLostError(rank, "it has restarted, or was left out")
             return True
 
         return FailureDetector(rank, self.silence_seconds, look)
 
     def exclude(self, rank: int) -> None:
-        """Goes on without a host that may live: it is told, or is dead.
+        """Removes a host that may be alive, once it was notified or is dead.
 
-        Raises:
-          LeftOutError: it has gone on without this host before.
+        Raises LeftOutError if it has gone on without this host before.
         """
-
-        is_told = False
+        was_reached = False
 
         def look() -> bool:
-            nonlocal is_told
-            answer = self.ask(rank, "drop")
+            nonlocal was_reached
+            answer = self.query(rank, "drop")
             if answer is not None and judge(self.view, answer) == OUT:
                 raise LeftOutError
-            is_told = answer is not None
-            return is_told
+            was_reached = answer is not None
+            return was_reached
 
-        patience = FailureDetector(rank, self.silence_seconds, look)
+        detector = FailureDetector(rank, self.silence_seconds, look)
         with contextlib.suppress(PeerLostError):
-            while not is_told:
-                patience.check()
+            while not was_reached:
+                detector.check()
         self.drop(rank)
 
     def drop(self, rank: int) -> None:
-        """Goes on without a host that is dead."""
         with self.changed:
             self.view.drop(rank)
 
-    def joiners(self) -> list[int]:
-        """Who waits at this host's door to come in. Under `changed`."""
-        return [] if self.door is None else self.door.joiners()
-
-    def take_joiners(self) -> list[Peer]:
-        """All of them, who are this host's to let in now. Under `changed`."""
-        guests = [self.take("join", rank) for rank in self.joiners()]
-        return [guest for guest in guests if guest is not None]
-
-    def take(self, kind: str, rank: int) -> Peer | None:
-        """See `ElasticListener.take`."""
-        return None if self.door is None else self.door.take(kind, rank)
-
     def agreement(self, members: list[int]) -> dict[str, Any]:
-        """What a meeting, or the entrance of a host, ends with, for `adopt`."""
+        """The agreement that ends an all-reduce or a join, for `adopt`."""
         view = self.view
         return {
             "epoch": view.epoch,
@@ -211,11 +166,7 @@ class Members:
         }
 
     def adopt(self, message: Mapping[str, Any]) -> None:
-        """Takes an agreement over.
-
-        Raises:
-          ValueError: when it is none.
-        """
+        """Takes over another host's agreement; raises ValueError if it is invalid."""
         epoch = checked_integer(message.get("epoch"), 0, MOST_COUNT)
         done = checked_integer(message.get("done"), 0, MOST_COUNT)
         members = parse_members(message.get("members"), self.workers)
@@ -229,17 +180,10 @@ class Members:
         members: tuple[int, ...],
         addresses: Mapping[int, tuple[str, int]],
     ) -> None:
-        """What another host has agreed to is agreed to here, too."""
         with self.changed:
             view = self.view
             view.epoch, view.done, view.members = epoch, done, members
             view.addresses |= addresses
-
-
-# The door of a host whose group may change: it answers, whatever the host is doing.
-#
-# A thread lets in who proves the job's secret. Who asks is told what this host knows;
-# who comes to a meeting, or wants to come in, is kept for whoever leads.
 
 
 TURN_SECONDS = 0.5
@@ -247,13 +191,7 @@ TURN_SECONDS = 0.5
 
 @dataclasses.dataclass(frozen=True)
 class Peer:
-    """Who was let in, and stays: a host at a meeting, or one that wants to come in.
-
-    Args:
-      connection: to it.
-      hello: what it said.
-      address: of its own door.
-    """
+    """A host that has connected for an all-reduce or to join; `address`: it listens."""
 
     connection: socket.socket
     hello: ElasticHello
@@ -261,15 +199,10 @@ class Peer:
 
 
 class ElasticListener:
-    """Listens, answers, and keeps guests.
+    """Answers other hosts from a thread; keeps hosts that come or join for `take`.
 
-    Args:
-      listeners: closed with the door.
-      secret: of the job.
-      view: what this host knows; read and changed under `changed`.
-      changed: notified when a guest has come.
-      on_start: what to do with a process that has just begun; on worker 0 only.
-      on_lives: what a group without this worker 0 is told, by its hello.
+    Closes `listeners`; notifies `changed` when a host is kept. On worker 0, `on_start`
+    handles new processes, `on_lives` the leader of a group without worker 0.
     """
 
     def __init__(
@@ -283,73 +216,74 @@ class ElasticListener:
     ):
         self._view, self._changed = view, changed
         self._on = {"start": on_start, "lives": on_lives}
-        #: Guests by kind ("come", "join") and rank.
-        self._guests: dict[tuple[str, int], Peer] = {}
+        self._peers: dict[tuple[str, int], Peer] = {}  # by kind ("come", "join"), rank
         self._is_closed = False
-        self._door = Listener(listeners, secret, PURPOSE, parse_hello)
-        self._thread = threading.Thread(
-            target=self._run, name="tfdp-living-door", daemon=True
-        )
+        self._listener = Listener(listeners, secret, PURPOSE, parse_hello)
+        name = "tfdp-elastic-listener"
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def take(self, kind: str, rank: int) -> Peer | None:
-        """The newest guest of that kind and rank, if one is there. Under `changed`."""
-        return self._guests.pop((kind, rank), None)
+        """Removes and returns a peer of that kind, or None. Under `changed`."""
+        return self._peers.pop((kind, rank), None)
 
     def joiners(self) -> list[int]:
-        """Who wants to come in, and has not left. Under `changed`."""
-        waiting = [rank for kind, rank in self._guests if kind == "join"]
+        """The ranks that wait to join and are still connected. Under `changed`."""
+        waiting = [rank for kind, rank in self._peers if kind == "join"]
         for rank in list(waiting):
-            if has_ended(self._guests["join", rank].connection):
-                self._guests.pop(("join", rank)).connection.close()
+            if has_ended(self._peers["join", rank].connection):
+                self._peers.pop(("join", rank)).connection.close()
                 waiting.remove(rank)
         return sorted(waiting)
 
+    def take_joiners(self) -> list[Peer]:
+        return [self._peers.pop(("join", rank)) for rank in self.joiners()]
+
     def close(self) -> None:
-        """Nobody is answered any more, which says that this host has left."""
+        """Stops answering, which shows that this host has left."""
         self._is_closed = True
         self._thread.join(4 * TURN_SECONDS)
         with self._changed:
-            guests, self._guests = list(self._guests.values()), {}
-        for guest in guests:
-            guest.connection.close()
+            peers, self._peers = list(self._peers.values()), {}
+        for peer in peers:
+            peer.connection.close()
 
     def _run(self) -> None:
-        with self._door:
+        with self._listener:
             while not self._is_closed:
                 with contextlib.suppress(TimeoutError):
                     until = time.monotonic() + TURN_SECONDS
-                    connection, host, hello = self._door.next_worker(until)
-                    guest = Peer(connection, hello, (host, hello.port))
+                    connection, host, hello = self._listener.next_worker(until)
+                    peer = Peer(connection, hello, (host, hello.port))
                     with contextlib.suppress(OSError, ValueError):
-                        self._receive(guest)
+                        self._receive(peer)
 
-    def _receive(self, guest: Peer) -> None:
-        hello, view = guest.hello, self._view
+    def _receive(self, peer: Peer) -> None:
+        hello, view = peer.hello, self._view
         if hello.kind in self._on:
-            self._on[hello.kind](guest)
+            self._on[hello.kind](peer)
             return
         if hello.kind in ("ask", "drop"):
-            send_and_close(guest.connection, self._answer(hello))
+            send_and_close(peer.connection, self._answer(hello))
             return
         with self._changed:
             is_member = hello.rank in view.members and hello.session == view.session
             if hello.kind == "join" or (is_member and hello.epoch == view.epoch):
-                earlier = self._guests.pop((hello.kind, hello.rank), None)
-                self._guests[hello.kind, hello.rank] = guest
+                earlier = self._peers.pop((hello.kind, hello.rank), None)
+                self._peers[hello.kind, hello.rank] = peer
                 self._changed.notify_all()
                 if earlier is not None:
                     earlier.connection.close()
                 return
-        # It will ask, and be told that it is out.
-        guest.connection.close()
+        # Its next query shows that it has been left out.
+        peer.connection.close()
 
     def _answer(self, hello: ElasticHello) -> dict[str, Any]:
         with self._changed:
             view = self._view
             is_in = view.is_in and hello.session == view.session
             if hello.kind == "drop" and is_in and hello.rank in view.members:
-                # Decided here, under this lock, so that not both drop each other.
-                view.is_told_out = True
+                # Decided under this lock, so that two hosts cannot drop each other.
+                view.is_excluded = True
                 self._changed.notify_all()
             return view.as_json()

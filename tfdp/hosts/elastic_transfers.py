@@ -1,7 +1,7 @@
-"""Transfers between hosts that may die: short waits, and a look at the other in each.
+"""Transfers between hosts that may die: short waits, with a liveness check in each.
 
-A host is alive when it answers at its door. So who waits for another asks there, again
-and again, and nobody has to send heartbeats between meetings.
+A host is alive if its listener answers. A host that waits for another queries it, so no
+heartbeats are needed between all-reduces.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import socket
 import struct
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -23,28 +23,35 @@ from absl import logging
 from tfdp._version import __version__
 from tfdp.hosts.connect import dial
 from tfdp.hosts.elastic_view import MOST_COUNT
-from tfdp.hosts.messages import checked_integer, checked_text, parse_object
+from tfdp.hosts.host_link import Arrays
+from tfdp.hosts.messages import (
+    MOST_CHARACTERS,
+    MOST_PORT,
+    MOST_WORKERS,
+    checked_integer,
+    checked_text,
+    parse_object,
+)
 from tfdp.hosts.wire import LONGEST_LINE_BYTES, as_bytes, read_line, write_line
 
 PURPOSE = "living"
 KINDS = ("start", "lives", "ask", "drop", "come", "join")
 LOOK_SECONDS = 1.0
-# Until a refused connection is tried once more.
+# Delay before a refused connection is retried.
 REFUSED_SECONDS = 0.1
-# What one try to ask may count for at most: a host that was stopped itself has missed
-# nothing of the others.
+# The most silence that one try may count for: a host that was suspended itself has
+# missed nothing of the others.
 MOST_SECONDS_OF_A_TRY = 3.0
 ANSWER_SECONDS = 2.0
-MOST_WORKERS = 1 << 20
 CHECKSUM = struct.Struct("<I")
 
 
 class FoundOutError(ConnectionError):
-    """A look at another host has shown that to wait for it makes no sense."""
+    """A check of another host has shown that waiting for it is useless."""
 
 
 class PeerLostError(FoundOutError):
-    """Another host is dead, silent or late: `rank`, and the reason in words."""
+    """Host `rank` is dead, silent or late, for `reason`."""
 
     def __init__(self, rank: int, reason: str):
         super().__init__(reason)
@@ -53,98 +60,75 @@ class PeerLostError(FoundOutError):
 
 @dataclasses.dataclass(frozen=True)
 class ElasticHello:
-    """What a host says of itself when it knocks.
+    """What a host sends when it connects."""
 
-    Args:
-      kind: one of KINDS.
-      rank, workers, version: which host this is, of how many, of which tfdp.
-      port: of its own door; 1 where it is not to be dialed.
-      session, epoch: of its group, as far as it knows.
-      update: of the meeting that it comes to.
-      terms: of what it brings, or waits for; see `fingerprint_of_arrays`.
-    """
-
-    kind: str
+    kind: str  # one of KINDS
     rank: int
     workers: int
-    port: int
+    port: int  # where it listens; 1 if others must not connect to it
     version: str = __version__
     session: str = ""
     epoch: int = 0
-    update: int = 0
-    terms: str = ""
+    update: int = 0  # of the all-reduce that it comes to
+    terms: str = ""  # fingerprint of the arrays that it brings or expects
 
 
-def parse_hello(words: dict[str, Any]) -> ElasticHello:
-    """A hello, checked; a ValueError when it is none."""
-    if words.get("kind") not in KINDS:
-        raise ValueError("no kind of hello")
-    workers = checked_integer(words.get("workers"), 2, MOST_WORKERS)
+def parse_hello(message: dict[str, Any]) -> ElasticHello:
+    """Parses a hello; raises ValueError if it is invalid."""
+    if message.get("kind") not in KINDS:
+        raise ValueError("not a kind of hello")
+    workers = checked_integer(message.get("workers"), 2, MOST_WORKERS)
     return ElasticHello(
-        kind=words["kind"],
-        rank=checked_integer(words.get("rank"), 0, workers - 1),
+        kind=message["kind"],
+        rank=checked_integer(message.get("rank"), 0, workers - 1),
         workers=workers,
-        port=checked_integer(words.get("port"), 1, 65535),
-        version=checked_text(words.get("version"), 255),
-        session=checked_text(words.get("session"), 255),
-        epoch=checked_integer(words.get("epoch"), 0, MOST_COUNT),
-        update=checked_integer(words.get("update"), 0, MOST_COUNT),
-        terms=checked_text(words.get("terms"), 64),
+        port=checked_integer(message.get("port"), 1, MOST_PORT),
+        version=checked_text(message.get("version"), MOST_CHARACTERS),
+        session=checked_text(message.get("session"), MOST_CHARACTERS),
+        epoch=checked_integer(message.get("epoch"), 0, MOST_COUNT),
+        update=checked_integer(message.get("update"), 0, MOST_COUNT),
+        terms=checked_text(message.get("terms"), 64),
     )
 
 
-def fingerprint_of_arrays(arrays: Sequence[np.ndarray]) -> str:
-    """A text that is the same for arrays of the same shapes and types."""
+def fingerprint_of_arrays(arrays: Arrays) -> str:
+    """The same text for arrays of the same shapes and types."""
     like = [[array.dtype.name, list(array.shape)] for array in arrays]
     return hashlib.sha256(json.dumps(like).encode()).hexdigest()
 
 
-def knock(
+def try_dial(
     address: tuple[str, int], secret: bytes, hello: ElasticHello
 ) -> socket.socket:
-    """One try to be let in at a door, of a second or two.
-
-    Raises:
-      OSError: nobody answered; a ConnectionRefusedError: nobody listens.
-    """
-    words = dataclasses.asdict(hello)
-    # Who dies in the middle of it, or is stopped, is no stranger.
+    """Connects with one try, of a second or two; OSError without an answer."""
+    message = dataclasses.asdict(hello)
+    # No warning: a host that dies or is suspended meanwhile is not a stranger.
     now = time.monotonic()
-    return dial(address, secret, PURPOSE, lambda _: words, now, warns=False)
+    return dial(address, secret, PURPOSE, lambda _: message, now, warns=False)
 
 
-def ask(address: tuple[str, int], secret: bytes, hello: ElasticHello) -> dict[str, Any]:
-    """The line with which a door answers.
-
-    Raises:
-      OSError, ValueError: it does not; see `knock`.
-    """
-    with knock(address, secret, hello) as connection:
+def query(
+    address: tuple[str, int], secret: bytes, hello: ElasticHello
+) -> dict[str, Any]:
+    """A listener's reply to `hello`; raises OSError or ValueError without one."""
+    with try_dial(address, secret, hello) as connection:
         return read_line(connection, time.monotonic() + ANSWER_SECONDS)
 
 
 class FailureDetector:
-    """How long a host may give no answer.
+    """Declares host `rank` lost after so many seconds of silence in consecutive tries.
 
-    Args:
-      rank: of that host.
-      silence_seconds: so long, added up over tries in a row.
-      look: asks it; returns whether it answered. A ConnectionRefusedError says that no
-        process is there.
+    `look` queries it; returns whether it answered, and raises ConnectionRefusedError if
+    its process is gone.
     """
 
     def __init__(self, rank: int, silence_seconds: float, look: Callable[[], bool]):
         self._rank, self._silence_seconds, self._look = rank, silence_seconds, look
         self._silent_seconds = 0.0
-        #: When the last try failed; None: it did not.
-        self._failed_at: float | None = None
+        self._failed_at: float | None = None  # the last try, if it failed
 
     def check(self) -> None:
-        """Asks once.
-
-        Raises:
-          PeerLostError: it has died, or was silent for too long.
-        """
+        """Queries once; raises PeerLostError if the host is dead or silent too long."""
         start = time.monotonic()
         since = start if self._failed_at is None else self._failed_at
         if self._answers():
@@ -173,12 +157,7 @@ class FailureDetector:
 
 
 class Watched:
-    """A connection on which each second without progress the other is looked at.
-
-    Args:
-      connection: closed by `close`.
-      check: raises when it makes no sense to wait any longer.
-    """
+    """A connection that calls `check`, which may raise, in each second of waiting."""
 
     def __init__(self, connection: socket.socket, check: Callable[[], None]):
         self._connection = connection
@@ -186,18 +165,12 @@ class Watched:
         connection.settimeout(LOOK_SECONDS)
 
     def send(self, *arrays: np.ndarray) -> None:
-        """Sends all of them, each with a checksum.
-
-        Raises:
-          OSError: the connection broke.
-          Whatever `check` raises.
-        """
+        """Sends arrays with checksums; raises OSError, or what `check` raises."""
         for array in arrays:
             self._send(as_bytes(array))
             self._send(memoryview(_checksum_of(array)))
 
-    def tell(self, message: dict[str, Any]) -> None:
-        """Sends a line."""
+    def send_line(self, message: dict[str, Any]) -> None:
         self._send(memoryview(json.dumps(message).encode() + b"\n"))
 
     def _send(self, view: memoryview) -> None:
@@ -207,12 +180,8 @@ class Watched:
             except TimeoutError:
                 self.check()
 
-    def fill(self, arrays: Sequence[np.ndarray]) -> None:
-        """Fills arrays with what comes; errors as `send`.
-
-        Raises:
-          ConnectionError: also when one is not as it was sent.
-        """
+    def fill(self, arrays: Arrays) -> None:
+        """Fills arrays; errors as `send`, or ConnectionError for a wrong checksum."""
         for array in arrays:
             checksum = bytearray(CHECKSUM.size)
             self._fill(as_bytes(array))
@@ -223,7 +192,7 @@ class Watched:
                     "they were sent with, and were thrown away: the network between "
                     "the hosts or the memory of one of them damages data."
                 )
-                raise ConnectionError("what came is not what was sent")
+                raise ConnectionError("received data is damaged")
 
     def _fill(self, view: memoryview) -> None:
         while view.nbytes:
@@ -236,34 +205,27 @@ class Watched:
                 raise ConnectionError("closed")
             view = view[got:]
 
-    def hear(self) -> dict[str, Any]:
-        """The next line; errors as `send`, and ValueError when it is none."""
-        line = bytearray()
+    def receive_line(self) -> dict[str, Any]:
+        """The next line; errors as `send`, or ValueError for an invalid one."""
+        line, part = bytearray(), bytearray(1)
         while not line.endswith(b"\n"):
-            try:
-                part = self._connection.recv(1)
-            except TimeoutError:
-                self.check()
-                continue
-            if not part:
-                raise ConnectionError("closed")
+            self._fill(memoryview(part))
             line += part
             if len(line) > LONGEST_LINE_BYTES:
                 raise ValueError("line too long")
         return parse_object(line)
 
     def close(self) -> None:
-        """Closes the connection."""
         self._connection.close()
 
 
 def _checksum_of(array: np.ndarray) -> bytes:
-    # Once in many steps: the standard library is fast enough.
+    # Rare enough for the standard library's CRC.
     return CHECKSUM.pack(zlib.crc32(as_bytes(array)))
 
 
 def send_and_close(connection: socket.socket, message: dict[str, Any]) -> None:
-    """Says a line to somebody who may have gone."""
+    """Sends a line to a peer that may have left, and closes the connection."""
     with connection, contextlib.suppress(OSError):
         connection.settimeout(ANSWER_SECONDS)
         write_line(connection, message)

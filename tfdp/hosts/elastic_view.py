@@ -1,9 +1,8 @@
-"""What a host knows of a group whose members may die and come back; pure rules.
+"""What a host of an elastic group knows of the group; pure rules, no sockets.
 
-Every meeting of the group has a number, the update after which it is, and ends with an
+Each outer all-reduce has a number, the update after which it happens, and ends with an
 epoch, one more than before, and the ranks of its members. A host that learns of an
-epoch as new as its own or newer in which it is no member is out: the group went on
-without it.
+epoch no older than its own in which it is not a member has been left out.
 """
 
 from __future__ import annotations
@@ -12,59 +11,41 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from tfdp.hosts.messages import checked_integer, checked_text
+from tfdp.hosts.messages import checked_address, checked_integer, checked_text
 
-# Of updates, epochs and batches: what another host says is no larger.
+# The largest update, epoch or batch number accepted from another host.
 MOST_COUNT = 2**62
-MOST_PORT = 65535
-MOST_CHARACTERS = 255
 
-# What another host's answer means to this one.
+# Results of `judge`.
 ALIVE = "it takes part, or will"
-DONE = "it has done this meeting, with this host among the members"
+DONE = "it has finished this all-reduce, with this host among the members"
 OUT = "the group went on without this host"
-GONE = "it is another process, or has lost what it had"
+GONE = "it is another process, or has lost its state"
 
 Address = tuple[str, int]
 
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """What a host says of itself at its door.
+    """A host's reply to a query."""
 
-    Args:
-      session: of the group; "" before there is one.
-      is_in: whether it has the group's state; False: it waits to come in.
-      epoch: of the newest agreement that it knows.
-      done: the update after which it met last.
-      at: the update of the meeting that it is in; None: it trains.
-      members: of that epoch, without those it has found dead since.
-      addresses: where each host that it knows listens, by rank.
-      place: epoch of `fit` and batch in it, from 0, that it is at.
-    """
-
-    session: str
-    is_in: bool
-    epoch: int
-    done: int
-    at: int | None
-    members: tuple[int, ...]
-    addresses: Mapping[int, Address]
-    place: tuple[int, int]
+    session: str  # of the group; "" before there is one
+    is_in: bool  # whether it has the group's state; false while it waits to join
+    epoch: int  # of the newest agreement it has
+    done: int  # the update of its last all-reduce
+    at: int | None  # the update of the all-reduce it is in; None while it trains
+    members: tuple[int, ...]  # of that epoch, without those found dead since
+    addresses: Mapping[int, Address]  # where the hosts listen
+    place: tuple[int, int]  # its epoch of `fit` and batch, from 0
 
     @property
     def leader(self) -> int | None:
-        """The lowest of the members, who adds up."""
         return min(self.members, default=None)
 
 
 @dataclasses.dataclass
 class View:
-    """What this host knows of its group; see `Answer`.
-
-    Args:
-      rank: of this host.
-    """
+    """What this host (`rank`) knows of its group; see `Answer`."""
 
     rank: int
     session: str = ""
@@ -75,41 +56,29 @@ class View:
     members: tuple[int, ...] = ()
     addresses: dict[int, Address] = dataclasses.field(default_factory=dict)
     place: tuple[int, int] = (0, 0)
-    #: Another host said so: the group goes on without this one.
-    is_told_out: bool = False
+    is_excluded: bool = False  # reported by another host
 
     def as_json(self) -> dict[str, Any]:
-        """For `parse_answer`."""
         return {
             "session": self.session,
-            "is_in": self.is_in and not self.is_told_out,
+            "is_in": self.is_in and not self.is_excluded,
             "epoch": self.epoch,
             "done": self.done,
             "at": self.at,
             "members": list(self.members),
-            "addresses": addresses_as_json(self.addresses),
+            "addresses": {str(rank): list(at) for rank, at in self.addresses.items()},
             "place": list(self.place),
         }
 
     def drop(self, rank: int) -> None:
-        """Goes on without a host that is dead; never taken back."""
         self.members = tuple(member for member in self.members if member != rank)
 
 
-def addresses_as_json(addresses: Mapping[int, Address]) -> dict[str, list[Any]]:
-    """For `parse_addresses`."""
-    return {str(rank): list(address) for rank, address in addresses.items()}
-
-
 def parse_answer(message: Mapping[str, Any], workers: int) -> Answer:
-    """A host's answer, checked.
-
-    Raises:
-      ValueError: when it is none.
-    """
+    """Parses a host's reply; raises ValueError, as the functions below."""
     at = message.get("at")
     return Answer(
-        session=checked_text(message.get("session"), MOST_CHARACTERS),
+        session=checked_text(message.get("session"), 255),
         is_in=message.get("is_in") is True,
         epoch=checked_integer(message.get("epoch"), 0, MOST_COUNT),
         done=checked_integer(message.get("done"), 0, MOST_COUNT),
@@ -121,17 +90,17 @@ def parse_answer(message: Mapping[str, Any], workers: int) -> Answer:
 
 
 def parse_place(value: object) -> tuple[int, int]:
-    """Epoch of `fit` and batch in it, or a ValueError."""
+    """Epoch of `fit` and batch."""
     if not isinstance(value, list) or len(value) != 2:
-        raise ValueError("no place")
+        raise ValueError("not a place")
     epoch, batch = (checked_integer(number, 0, MOST_COUNT) for number in value)
     return epoch, batch
 
 
 def parse_members(value: object, workers: int) -> tuple[int, ...]:
-    """Ranks in order, each once, or a ValueError."""
+    """Distinct ranks in order."""
     if not isinstance(value, list) or len(value) > workers:
-        raise ValueError("no list of members")
+        raise ValueError("not a list of members")
     ranks = [checked_integer(rank, 0, workers - 1) for rank in value]
     if ranks != sorted(set(ranks)):
         raise ValueError("members out of order")
@@ -139,28 +108,19 @@ def parse_members(value: object, workers: int) -> tuple[int, ...]:
 
 
 def parse_addresses(value: object, workers: int) -> dict[int, Address]:
-    """Host and port by rank, or a ValueError."""
+    """(host, port) by rank."""
     if not isinstance(value, dict) or len(value) > workers:
-        raise ValueError("no table of addresses")
-    addresses = {}
-    for text, entry in value.items():
-        if not isinstance(entry, list) or len(entry) != 2:
-            raise ValueError("no address")
-        rank = checked_integer(int(checked_text(text, 20)), 0, workers - 1)
-        addresses[rank] = (
-            checked_text(entry[0], MOST_CHARACTERS),
-            checked_integer(entry[1], 1, MOST_PORT),
-        )
-    return addresses
+        raise ValueError("not a table of addresses")
+    ranks = [
+        checked_integer(int(checked_text(rank, 20)), 0, workers - 1) for rank in value
+    ]
+    return dict(zip(ranks, map(checked_address, value.values()), strict=True))
 
 
 def judge(view: View, answer: Answer, update: int | None = None) -> str:
-    """What another host's answer means to this one: ALIVE, DONE, OUT or GONE.
+    """What the reply of a supposed member means to a host with `view`.
 
-    Args:
-      view: of this host, a member.
-      answer: of another that it takes for a member.
-      update: of the meeting that this host is in.
+    `update` is that of the all-reduce that this host is in, if any.
     """
     if answer.session != view.session or not answer.is_in:
         return GONE

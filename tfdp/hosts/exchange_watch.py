@@ -1,8 +1,7 @@
-"""`ExchangeWatch`: a deadline for exchanges that do not go through a link.
+"""`ExchangeWatch`: deadlines for TensorFlow's collectives.
 
-TensorFlow's collectives have a deadline of their own, which keeps a sleeping thread for
-every launch until it has passed: hundreds of thousands in an hour. One thread looks at
-all exchanges here.
+Their own timeout keeps a sleeping thread per launch until it expires: hundreds of
+thousands in an hour. Here one thread watches all exchanges.
 """
 
 from __future__ import annotations
@@ -13,27 +12,23 @@ from collections.abc import Callable
 
 from tfdp.errors import CollectiveError, WorkerLostError
 from tfdp.hosts.host_link import HostLink
-from tfdp.hosts.membership import Standstill, boot_seconds
-from tfdp.hosts.waits import NOTICE_SECONDS, late_words, say_lost, say_waiting
+from tfdp.hosts.membership import SuspendDetector, boot_seconds
+from tfdp.hosts.waits import NOTICE_SECONDS, late_reason, log_lost, log_waiting
 from tfdp.hosts.worker_names import name_workers
 
 LOOK_SECONDS = 0.2
-# A busy machine may let the thread look later.
+# A busy machine may delay the thread by this much.
 USUAL_LOOK_SECONDS = 1.0
-WORD_SECONDS = 1.0
+NOTE_SECONDS = 1.0
 NEWS_SECONDS = 3.0
 NOTE_KEY = "exchanges begun"
 
 
 class ExchangeWatch:
-    """Gives up when an exchange has been open for too long, and says who is missing.
+    """Gives up when an exchange is open for too long, and names the missing workers.
 
-    Args:
-      link: tells the workers how far the others are, and when one is lost.
-      give_up: ends all exchanges with a message; called from another thread.
-
-    All workers begin the same exchanges, so a worker that has begun fewer than this
-    one is one that it waits for.
+    All workers begin the same exchanges, so this worker waits for those that have begun
+    fewer. `give_up` is called with a message from another thread.
     """
 
     def __init__(self, link: HostLink, give_up: Callable[[str], None]):
@@ -42,20 +37,14 @@ class ExchangeWatch:
         self._open: dict[int, tuple[float, str]] = {}
         self._begun = 0
         self._lock = threading.Lock()
-        self._thread = threading.Thread(
-            target=self._look, name="tfdp-exchange-watch", daemon=True
-        )
+        name = "tfdp-exchange-watch"
+        self._thread = threading.Thread(target=self._look, name=name, daemon=True)
         self._is_closed = False
         self._is_over = threading.Event()
         self._has_told = threading.Event()
         link.on_failure(self._end)
 
     def begin(self, label: str) -> int:
-        """Notes that an exchange has begun; returns its number on this worker.
-
-        Raises:
-          CollectiveError: when the watch was closed.
-        """
         with self._lock:
             if self._is_closed:
                 raise CollectiveError(
@@ -71,16 +60,12 @@ class ExchangeWatch:
         return number
 
     def end(self, number: int) -> None:
-        """Notes that it has ended."""
         with self._lock:
             self._open.pop(number, None)
 
     def close(self) -> None:
-        """Before this worker leaves: hears why an exchange of its own failed.
-
-        TensorFlow feels that a connection is gone before the link says whose. Leaving
-        at once would make this worker the first that the others miss.
-        """
+        # If an exchange has failed, waits for the cause: TensorFlow notices a broken
+        # connection before the link does, and others would blame this worker.
         with self._lock:
             if self._is_closed:
                 return
@@ -91,26 +76,27 @@ class ExchangeWatch:
         self._is_over.set()
 
     def _look(self) -> None:
-        told, next_word, said_of = 0, 0.0, 0
-        standstill = Standstill(USUAL_LOOK_SECONDS)
+        shared, next_note, reported = 0, 0.0, 0
+        suspension = SuspendDetector(USUAL_LOOK_SECONDS)
         while not self._is_over.wait(LOOK_SECONDS):
-            now, missed_seconds = boot_seconds(), standstill.look()
+            now, missed_seconds = boot_seconds(), suspension.look()
             with self._lock:
-                if missed_seconds:  # nobody was late while this process did not run
+                # No worker was late while this process was suspended.
+                if missed_seconds:
                     self._open = {
                         number: (start + missed_seconds, label)
                         for number, (start, label) in self._open.items()
                     }
                 begun = self._begun
-                # Numbers grow, and dictionaries keep their order.
+                # Numbers increase and dicts keep their order: the first is the oldest.
                 oldest, (since, label) = next(iter(self._open.items()), (0, (now, "")))
             with contextlib.suppress(WorkerLostError, OSError):
-                if begun != told and now > next_word:
+                if begun != shared and now > next_note:
                     self._link.leave_note(NOTE_KEY, str(begun))
-                    told, next_word = begun, now + WORD_SECONDS
-                if now - since > NOTICE_SECONDS and oldest != said_of:
-                    said_of, what = oldest, f"an exchange ({label})"
-                    say_waiting(self._link.rank, now - since, what, self._late(begun))
+                    shared, next_note = begun, now + NOTE_SECONDS
+                if now - since > NOTICE_SECONDS and oldest != reported:
+                    reported, what = oldest, f"an exchange ({label})"
+                    log_waiting(self._link.rank, now - since, what, self._late(begun))
                 if now - since > self._link.timeout_seconds:
                     self._end(self._missing_workers(begun))
                 elif now - since > LOOK_SECONDS and (news := self._link.news()):
@@ -124,9 +110,9 @@ class ExchangeWatch:
     def _missing_workers(self, begun: int) -> str:
         late = self._late(begun)
         if late:
-            return late_words(name_workers(late), self._link.timeout_seconds)
+            return late_reason(name_workers(late), self._link.timeout_seconds)
         return (
-            "all workers are there, but nothing came within "
+            "all workers are there, but no data came within "
             f"{self._link.timeout_seconds:g} seconds: the network"
         )
 
@@ -137,13 +123,12 @@ class ExchangeWatch:
             self._is_over.set()
             waiting = min(self._open.values(), default=None)
         if waiting is None:
-            # Nobody waits here; whoever begins another exchange hears it at once.
+            # Nothing waits; a later exchange gets this message at once.
             message = f"Worker {self._link.rank} cannot go on: {reason}."
         else:
             start, label = waiting
             waited = boot_seconds() - start
-            message = say_lost(
-                self._link.rank, waited, f"an exchange ({label})", reason
-            )
+            exchange = f"an exchange ({label})"
+            message = log_lost(self._link.rank, waited, exchange, reason)
         self._give_up(message)
         self._has_told.set()

@@ -1,8 +1,7 @@
-"""How fast a link is while all workers use it: the latency and the rate.
+"""Measures a link's latency and rate while all workers use it.
 
-Everybody sends to each of its neighbours and waits for each of those that send to it,
-as in a sum: some times little, then more. Workers that share cores wait for each other
-there, and so they will in a sum.
+As in a sum, each worker sends to each neighbor and waits for each: first little data,
+then more. Workers that share cores delay each other here as in a sum.
 """
 
 from __future__ import annotations
@@ -22,21 +21,14 @@ from tfdp.plan.sum_ways import LinkSpeed
 SHORT_BYTES, SHORT_REPEATS = 64, 5
 LONG_BYTES, LONG_REPEATS = 1 << 16, 3
 SPEED = struct.Struct("<dd")
-# Of a clock that did not move.
+# If the clock did not advance.
 LEAST_SECONDS = 1e-7
 
 
 def agreed_speed(ends: Sequence[End], rank: int, workers: int) -> LinkSpeed:
-    """The medians of what the workers measure, all at once; the same on all of them.
+    """The medians of the workers' measurements, the same on all; or CollectiveError.
 
-    Args:
-      ends: the connections to the neighbours, see `tfdp.hosts.recursive_doubling`.
-      rank, workers: this worker; how many there are.
-
-    Raises:
-      CollectiveError: when what a worker says is no speed.
-
-    Cost: 6 messages of 64 bytes and 4 of 64 KiB to each neighbour, and a gather.
+    Cost: 6 messages of 64 bytes and 4 of 64 KiB to each neighbor, and a gather.
     """
     own = _measured_speed(ends)
     blob = SPEED.pack(own.latency_seconds, own.bytes_per_second)
@@ -56,36 +48,29 @@ def _speed(blob: bytes | memoryview) -> LinkSpeed:
 def _measured_speed(ends: Sequence[End]) -> LinkSpeed:
     short = _seconds_of_a_round(ends, SHORT_BYTES, SHORT_REPEATS)
     long = _seconds_of_a_round(ends, LONG_BYTES, LONG_REPEATS)
-    # With its latency: on a fast link the rate is too low by half, and never absurd.
+    # Includes the latency: on a fast link the rate is up to half too low, never absurd.
     return LinkSpeed(short, LONG_BYTES / long)
 
 
 def _seconds_of_a_round(ends: Sequence[End], size_bytes: int, repeats: int) -> float:
-    sent, came = np.zeros((2, size_bytes), np.uint8)
+    sent, received = np.zeros((2, size_bytes), np.uint8)
     seconds = []
     for _ in range(1 + repeats):
         start = time.perf_counter()
         for end in ends:
             end.send(sent)
-            end.fill(came)
+            end.fill(received)
         seconds.append((time.perf_counter() - start) / len(ends))
-    # In the first one workers wait for those that met last.
+    # The first round includes waiting for the workers that connected last.
     return max(statistics.median(seconds[1:]), LEAST_SECONDS)
 
 
-# How fast sums between hosts are: a latency and a rate, from sums of two sizes.
-
-
 SMALL_BYTES, LARGE_BYTES, REPEATS = 4096, 4 << 20, 3
-# Of a clock that did not move.
 LEAST_SUM_SECONDS = 1e-6
 
 
 def speed_of_sums(link: HostLink) -> LinkSpeed:
-    """What this host sees; others see nearly the same. All hosts must ask.
-
-    Args:
-      link: to the other hosts, at least one.
+    """This host's latency and rate of sums; a collective call on all hosts.
 
     Cost: three sums of 4 MiB and three small ones.
     """

@@ -1,9 +1,8 @@
-"""A door: listens, and lets in who proves to be of the job; strangers do not matter.
+"""Accepts connections and lets workers of the job in; rejects all others.
 
-All who knock are served side by side by the thread that waits, each with one deadline
-for its whole handshake. Whoever fails is closed out and counted. There is room for so
-many; when it is full, the one that has stood there longest goes, which a worker would
-not be, since its handshake takes two round trips.
+One thread serves all handshakes at once, each with one deadline. A candidate that fails
+is closed and counted. When MOST_CANDIDATES are open the oldest is closed: a worker's
+handshake takes two round trips, so it is not the oldest for long.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ import selectors
 import socket
 import time
 from collections.abc import Callable, Iterable
-from types import TracebackType
 from typing import Any, Generic, TypeVar
 
 from absl import logging
@@ -33,15 +31,13 @@ from tfdp.hosts.connect import (
 from tfdp.hosts.wire import tuned
 
 Hello = TypeVar("Hello")
-MOST_GUESTS = 128
+MOST_CANDIDATES = 128
 TOO_MANY_FILES = (errno.EMFILE, errno.ENFILE)
 PAUSE_SECONDS = 0.05
 
 
 @dataclasses.dataclass
 class _Candidate(Generic[Hello]):
-    """Somebody who knocked: what is known, and what was heard so far."""
-
     connection: socket.socket
     host: str
     steps: Steps[Hello]
@@ -51,13 +47,7 @@ class _Candidate(Generic[Hello]):
 
 
 class Listener(Generic[Hello]):
-    """Listening sockets with somebody who asks for the job's secret.
-
-    Args:
-      listeners: closed with the door.
-      secret, purpose: see `greet`.
-      parse: makes a hello of what a worker says, or raises ValueError.
-    """
+    """Listening sockets that require the job's secret; see `greet`. Closes them."""
 
     def __init__(
         self,
@@ -72,149 +62,131 @@ class Listener(Generic[Hello]):
         for listener in self._listeners:
             listener.setblocking(False)
             self._selector.register(listener, selectors.EVENT_READ)
-        # In the order in which they came, which is that of their deadlines.
-        self._guests: dict[socket.socket, _Candidate[Hello]] = {}
-        self._let_in: list[tuple[socket.socket, str, Hello]] = []
-        #: How many were turned away.
-        self.turned_away = 0
+        # In the order of arrival, which is that of the deadlines.
+        self._candidates: dict[socket.socket, _Candidate[Hello]] = {}
+        self._accepted: list[tuple[socket.socket, str, Hello]] = []
+        self.turned_away = 0  # how many connections were rejected
         self._last_words = ""
         self._has_warned = False
 
     def next_worker(self, deadline: float) -> tuple[socket.socket, str, Hello]:
-        """The next who has proven to be of the job: connection, its host, its hello.
-
-        Raises:
-          TimeoutError: when nobody has by `deadline` (`time.monotonic`).
-        """
-        while not self._let_in:
+        """The next authenticated worker (connection, host, hello), or TimeoutError."""
+        while not self._accepted:
             now = time.monotonic()
             if now >= deadline:
-                raise TimeoutError("nobody came")
-            for guest in list(self._guests.values()):
-                if guest.deadline <= now:
-                    self._turn_away(guest, "it did not say in time who it is")
-            until = min([deadline, *(g.deadline for g in self._guests.values())])
+                raise TimeoutError("no worker came")
+            for candidate in list(self._candidates.values()):
+                if candidate.deadline <= now:
+                    self._turn_away(candidate, "it did not say in time who it is")
+            until = min([deadline, *(g.deadline for g in self._candidates.values())])
             for key, _ in self._selector.select(max(until - now, 0.0)):
-                guest_there = self._guests.get(key.fileobj)  # type: ignore[call-overload]
-                if guest_there is not None:
-                    self._hear(guest_there)
+                ready = self._candidates.get(key.fileobj)  # type: ignore[call-overload]
+                if ready is not None:
+                    self._hear(ready)
                 elif key.fileobj in self._listeners:
                     self._open(key.fileobj)  # type: ignore[arg-type]
-        return self._let_in.pop(0)
+        return self._accepted.pop(0)
 
-    def words(self) -> str:
-        """What to add to the message that somebody is missing; "" without strangers."""
+    def rejections(self) -> str:
         if not self.turned_away:
             return ""
-        others = "1 other was" if self.turned_away == 1 else f"{self.turned_away} were"
-        return f" At this door {others} turned away, the last {self._last_words}."
+        others = "1 other" if self.turned_away == 1 else f"{self.turned_away} others"
+        return f" This listener turned {others} away, the last {self._last_words}."
 
     def close(self) -> None:
-        """Closes the listeners, and whoever has not proven anything yet."""
         self._selector.close()
-        waiting = [connection for connection, _, _ in self._let_in]
-        for each in (*self._listeners, *self._guests, *waiting):
+        waiting = [connection for connection, _, _ in self._accepted]
+        for each in (*self._listeners, *self._candidates, *waiting):
             each.close()
 
     def __enter__(self) -> Listener[Hello]:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _open(self, listener: socket.socket) -> None:
-        if len(self._guests) >= MOST_GUESTS:
+        if len(self._candidates) >= MOST_CANDIDATES:
             self._make_room()
         try:
             connection, address = listener.accept()
         except OSError as error:
             if error.errno in TOO_MANY_FILES and not self._make_room():
-                time.sleep(PAUSE_SECONDS)  # for others of this process to close some
+                time.sleep(PAUSE_SECONDS)  # until this process closes other files
             return
         connection.setblocking(False)
         host = address[0].removeprefix(IPV4_IN_IPV6)
         deadline = time.monotonic() + HANDSHAKE_SECONDS
-        guest = _Candidate(connection, host, self._greet(), deadline)
-        self._guests[connection] = guest
+        candidate = _Candidate(connection, host, self._greet(), deadline)
+        self._candidates[connection] = candidate
         self._selector.register(connection, selectors.EVENT_READ)
-        self._go_on(guest, None)
+        self._go_on(candidate, None)
 
     def _make_room(self) -> bool:
-        for guest in self._guests.values():
-            self._turn_away(guest, "too many came at once")
+        for candidate in self._candidates.values():
+            self._turn_away(candidate, "too many came at once")
             return True
         return False
 
-    def _hear(self, guest: _Candidate[Hello]) -> None:
+    def _hear(self, candidate: _Candidate[Hello]) -> None:
         try:
-            data = guest.connection.recv(guest.wanted - len(guest.heard))
+            data = candidate.connection.recv(candidate.wanted - len(candidate.heard))
         except BlockingIOError:
             return
         except OSError:
             data = b""
         if not data:
-            self._turn_away(guest, HAS_CLOSED)
+            self._turn_away(candidate, HAS_CLOSED)
             return
-        guest.heard += data
-        if len(guest.heard) == guest.wanted:
-            heard, guest.heard = guest.heard, b""
-            self._go_on(guest, heard)
+        candidate.heard += data
+        if len(candidate.heard) == candidate.wanted:
+            heard, candidate.heard = candidate.heard, b""
+            self._go_on(candidate, heard)
 
-    def _go_on(self, guest: _Candidate[Hello], heard: bytes | None) -> None:
-        """Takes the steps of the handshake until it wants to hear more."""
+    def _go_on(self, candidate: _Candidate[Hello], heard: bytes | None) -> None:
+        steps = candidate.steps
         try:
-            step = next(guest.steps) if heard is None else guest.steps.send(heard)
+            step = next(steps) if heard is None else steps.send(heard)
             while isinstance(step, bytes):
-                # Some bytes on a fresh connection: the kernel takes them at once.
-                if guest.connection.send(step) < len(step):
+                # A few bytes on a fresh connection: the kernel takes them at once.
+                if candidate.connection.send(step) < len(step):
                     raise StrangerError("it does not listen")
-                step = guest.steps.send(b"")
-            guest.wanted = step
+                step = steps.send(b"")
+            candidate.wanted = step
         except StopIteration as end:
-            self._forget(guest)
-            guest.connection.setblocking(True)
-            self._let_in.append((tuned(guest.connection), guest.host, end.value))
+            self._forget(candidate)
+            connection = candidate.connection
+            connection.setblocking(True)
+            self._accepted.append((tuned(connection), candidate.host, end.value))
         except StrangerError as error:
-            self._turn_away(guest, str(error))
+            self._turn_away(candidate, str(error))
         except OSError:
-            self._turn_away(guest, HAS_CLOSED)
+            self._turn_away(candidate, HAS_CLOSED)
 
-    def _turn_away(self, guest: _Candidate[Hello], reason: str) -> None:
-        self._forget(guest)
-        guest.connection.close()
+    def _turn_away(self, candidate: _Candidate[Hello], reason: str) -> None:
+        self._forget(candidate)
+        candidate.connection.close()
         self.turned_away += 1
-        self._last_words = f"from {guest.host}: {reason}"
+        self._last_words = f"from {candidate.host}: {reason}"
         if reason == NOT_OF_THE_JOB and not self._has_warned:
             self._has_warned = True
             logging.warning("tfdp: A connection %s. It is ignored.", self._last_words)
 
-    def _forget(self, guest: _Candidate[Hello]) -> None:
-        self._selector.unregister(guest.connection)
-        del self._guests[guest.connection]
-
-
-# Listening sockets, at as few addresses of this machine as will do.
+    def _forget(self, candidate: _Candidate[Hello]) -> None:
+        self._selector.unregister(candidate.connection)
+        del self._candidates[candidate.connection]
 
 
 BACKLOG = 128
-# Binding says so of an address that is not of this machine.
+# Errors of binding to an address of another machine.
 NOT_HERE = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
-# What a socket for both IPv4 and IPv6 makes of an IPv4 address.
+# How a socket for IPv4 and IPv6 shows an IPv4 address.
 IPV4_IN_IPV6 = "::ffff:"
 LOOPBACK_NAMES = ("localhost", "localhost.localdomain")
 
 
 def is_loopback(host: str) -> bool:
-    """Whether `host` means the machine that uses it, whichever that is.
-
-    >>> [is_loopback(host) for host in ("127.0.0.1", "::1", "localhost", "node1")]
-    [True, True, True, False]
-    """
+    """Whether `host` is the loopback address of any machine."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -222,7 +194,7 @@ def is_loopback(host: str) -> bool:
 
 
 def local_address(connection: socket.socket) -> Any:
-    """The address of this machine that `connection` uses, with port 0, for `listen`."""
+    """The local address of `connection` with port 0, for `listen`."""
     host, _, *rest = connection.getsockname()
     if host.startswith(IPV4_IN_IPV6):
         return host.removeprefix(IPV4_IN_IPV6), 0
@@ -230,15 +202,7 @@ def local_address(connection: socket.socket) -> Any:
 
 
 def listen(address: Any) -> socket.socket:
-    """A listening socket.
-
-    Args:
-      address: (host, port) and what else an IPv6 address has; host "" for all
-        addresses of this machine, port 0 for any free one.
-
-    Raises:
-      CollectiveError: when the address is taken or not of this machine.
-    """
+    """Listens at (host, port, ...), where "" is all addresses and 0 any free port."""
     try:
         return _listen(address)
     except OSError as error:
@@ -250,14 +214,10 @@ def listen(address: Any) -> socket.socket:
 
 
 def listen_at(host: str, port: int) -> list[socket.socket]:
-    """Listening sockets where others look for this machine under the name `host`.
+    """Listening sockets at those addresses of `host` that belong to this machine.
 
-    At those of its addresses that are of this machine. At all addresses when none is
-    (a service or a gateway stands between), and when the name is this machine's own
-    word for itself, by which others may know another address (Debian's 127.0.1.1).
-
-    Raises:
-      CollectiveError: when the port is taken.
+    Uses all addresses if none does (a service or gateway is in between), or if `host`
+    resolves to loopback, where others may resolve another address (Debian's 127.0.1.1).
     """
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
@@ -273,7 +233,7 @@ def listen_at(host: str, port: int) -> list[socket.socket]:
                 listeners.append(_listen(address))
             except OSError as error:
                 if error.errno not in NOT_HERE:
-                    listen(address)  # once more, for the words of the error
+                    listen(address)  # raises with a better message
     except BaseException:
         for listener in listeners:
             listener.close()
@@ -286,10 +246,7 @@ def _listen(address: Any) -> socket.socket:
     if not host and socket.has_dualstack_ipv6():
         try:
             return socket.create_server(
-                ("", port),
-                family=socket.AF_INET6,
-                backlog=BACKLOG,
-                dualstack_ipv6=True,
+                ("", port), family=socket.AF_INET6, backlog=BACKLOG, dualstack_ipv6=True
             )
         except OSError as error:
             if error.errno not in NOT_HERE:

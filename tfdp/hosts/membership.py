@@ -1,18 +1,15 @@
-"""Who is there: heartbeats between the workers, and the first failure told to all.
+"""Membership: heartbeats, broadcast of the first failure, and notes.
 
-Every worker holds one connection to worker 0, the coordinator, on which a thread sends
-a beat with the number of its current exchange. The kernel closes the connection of a
-process that dies, which is noticed at once; one that is stopped, or whose machine is
-gone, falls silent. Either way the coordinator tells everybody, and every waiting
-exchange ends with the same message. A worker that gives up an exchange for another
-reason says so in the same way, so that nobody waits for it.
+Each worker has one connection to worker 0, the coordinator. A thread sends a heartbeat
+with the number of the current exchange. The kernel closes the connection of a dead
+process at once; a stopped process or unreachable machine falls silent. The coordinator
+then tells all workers, and every waiting exchange ends with the same message. A worker
+that gives up an exchange for another reason reports it in the same way.
 
-A worker that did not run itself for a while (stopped, or its machine slept) has heard
-of nobody, and accuses nobody of that: it says that it stood still.
+A worker that was suspended itself reports that instead of blaming its silent peers.
 
-The same connections carry notes: a few words under a key, which everybody gets to see
-once all have left one. Unlike exchanges they need no common order, so input pipelines,
-which run ahead as they like, can agree by them.
+Notes are short texts under a key, sent to all workers. Unlike exchanges they need no
+common order, so input pipelines, which run ahead, can use them.
 """
 
 from __future__ import annotations
@@ -23,34 +20,31 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from typing import Any
 
-from tfdp.hosts.crash_report import words_of_now
+from tfdp.hosts.crash_report import current_report
 from tfdp.hosts.host_link import CHANNELS
 from tfdp.hosts.messages import checked_integer, checked_text, parse_object
 
 BEAT_SECONDS = 0.5
-# Beats and notes are short; a table of what many workers have noted is longer.
+# Heartbeats and notes are short; the table of many workers' notes is longer.
 LONGEST_LINE_BYTES = 1 << 20
 MOST_EXCHANGES = 1 << 63
-# The thread looks several times in a second; on a busy machine it may come late.
+# The thread looks several times per second; a busy machine may delay it.
 USUAL_LOOK_SECONDS = 2 * BEAT_SECONDS
 NoteListener = Callable[[dict[int, str]], None]
 
 
 class Membership:
-    """Watches the other workers from a thread of its own.
+    """Watches the other workers from a thread.
 
     Args:
-      rank: this worker.
-      workers: how many there are.
-      connections: to each other worker by rank (on worker 0), else to worker 0 only.
+      connections: on worker 0 to every other worker, by rank; else to worker 0.
       silence_seconds: how long a worker may be silent before it counts as lost.
-      on_failure: called once, when a worker is lost or has given up; from the thread,
-        or from that of `give_up`.
-      on_look: called several times in a second, from the thread, with the seconds that
-        this process did not run before, while nobody is lost.
+      on_failure: called once, when a worker is lost or has given up; from any thread.
+      on_look: called several times per second from the thread, while no worker is lost,
+        with the seconds for which this process was suspended before.
     """
 
     def __init__(
@@ -62,21 +56,19 @@ class Membership:
         on_failure: Callable[[], None],
         on_look: Callable[[float], None] = lambda missed_seconds: None,
     ):
-        self.rank = rank
+        self.rank, self._workers = rank, workers
         self.failure: str | None = None
-        self._workers = workers
-        #: By channel and rank: the exchange that it was last heard to be in.
+        #: By channel and rank: the last exchange reported.
         self.positions: dict[str, dict[int, int]] = {
             channel: dict.fromkeys((rank, *connections), 0) for channel in CHANNELS
         }
         self._connections = connections
         self._silence_seconds = silence_seconds
-        self._on_failure = on_failure
-        self._on_look = on_look
-        self._standstill = Standstill(USUAL_LOOK_SECONDS)
+        self._on_failure, self._on_look = on_failure, on_look
+        self._suspension = SuspendDetector(USUAL_LOOK_SECONDS)
         self._heard = dict.fromkeys(connections, boot_seconds())
         self._partial = dict.fromkeys(connections, b"")
-        self._left = Goodbyes()
+        self._left = Departures()
         self._closing = False
         self._notes: dict[str, dict[int, str]] = {}
         self._note_listeners: dict[str, NoteListener] = {}
@@ -90,40 +82,35 @@ class Membership:
         self._thread.start()
 
     def arrive(self, exchange: int, channel: str) -> None:
-        """Notes that this worker has come to exchange number `exchange`."""
         self.positions[channel][self.rank] = exchange
 
     def late(self, exchange: int, channel: str) -> list[int]:
-        """The workers that were not heard to have come to `exchange`."""
+        """The ranks that have not reported reaching `exchange`."""
         positions = self.positions[channel].copy()
         return sorted(r for r, at in positions.items() if at < exchange)
 
     def without_note(self, key: str) -> list[int]:
-        """The workers that have left no note under `key`."""
-        with self._changed:
-            notes = self._notes.get(key, {}).keys()
-            return sorted(set(range(self._workers)) - notes)
+        return sorted(set(range(self._workers)) - self.notes_under(key).keys())
 
     def notes_under(self, key: str) -> dict[int, str]:
-        """The notes that have come under `key`, by rank."""
         with self._changed:
             return dict(self._notes.get(key, {}))
 
     def left_before(self, exchange: int, channel: str) -> list[int]:
-        """Those that have left and will never come to `exchange`."""
+        """The ranks that have left and will never reach `exchange`."""
         positions = self.positions[channel]
-        return [rank for rank in self._left if positions[rank] < exchange]
+        return [rank for rank in list(self._left) if positions[rank] < exchange]
 
     def give_up(self, reason: str) -> None:
-        """Ends the exchanges of all workers, as the loss of a worker does."""
-        reason = self.with_standstill(reason, self._silence_seconds)
+        """Ends the exchanges of all workers, as a lost worker does."""
+        reason = self.with_suspension(reason, self._silence_seconds)
         if self.rank != 0 and self.failure is None:
             self._tell({"failure": reason})
         self._fail(reason)
 
-    def with_standstill(self, reason: str, recent_seconds: float) -> str:
-        """`reason`, and that this worker itself stood still, if it did lately."""
-        seconds = self._standstill.seconds_within(recent_seconds)
+    def with_suspension(self, reason: str, recent_seconds: float) -> str:
+        """`reason`, preceded by this worker's own suspension if that was recent."""
+        seconds = self._suspension.seconds_within(recent_seconds)
         itself = f"worker {self.rank} itself did not run"
         if seconds < self._silence_seconds / 2 or reason.startswith(itself):
             return reason
@@ -134,35 +121,29 @@ class Membership:
         )
 
     def wait_for_news(self, seconds: float) -> str | None:
-        """Why an exchange broke, which may be heard a moment after it is felt."""
+        """Why an exchange broke; the reason may arrive a moment after the break."""
         deadline = time.monotonic() + seconds
         while not (self.failure or self._left) and time.monotonic() < deadline:
             time.sleep(0.02)
         if self.failure is None and self._left:
-            return self.with_standstill(self._left.reason(), self._silence_seconds)
+            return self.with_suspension(self._left.reason(), self._silence_seconds)
         return self.failure
 
     def share_note(self, key: str, note: str, seconds: float | None) -> dict[int, str]:
-        """Everybody's note under `key`, by rank, once all have left one.
+        """All workers' notes under `key`, by rank, once all have left one.
 
-        Args:
-          key: the same on all workers, and used once.
-          note: a few words.
-          seconds: how long to wait for the others; None: as long as they live.
-
-        Raises:
-          TimeoutError: when not all have left one by then; it names who has not.
-          ConnectionError: when a worker was lost meanwhile.
+        Waits for `seconds`, or with None as long as all workers are alive. Raises
+        TimeoutError, which names missing workers, or ConnectionError if one was lost.
         """
         self.leave_note(key, note)
         notes = self.wait_for_notes(
             key, lambda notes: len(notes) == self._workers, seconds
         )
-        self.forget_notes(key)
+        with self._changed:
+            self._notes.pop(key, None)
         return notes
 
     def leave_note(self, key: str, note: str) -> None:
-        """Lets all workers read `note`, in the place of an earlier one; no waiting."""
         if self.rank == 0:
             self._keep_note(0, key, note)
         else:
@@ -171,11 +152,7 @@ class Membership:
     def wait_for_notes(
         self, key: str, enough: Callable[[dict[int, str]], bool], seconds: float | None
     ) -> dict[int, str]:
-        """The notes under `key`, by rank, once they are `enough`.
-
-        Raises:
-          As `share_note`.
-        """
+        """Waits until the notes under `key` are `enough`; errors as `share_note`."""
         with self._changed:
             self._changed.wait_for(
                 lambda: (
@@ -186,27 +163,23 @@ class Membership:
                 ),
                 seconds,
             )
-            is_in_vain = self._lacks_departure_reports(key)
+            is_hopeless = self._lacks_departure_reports(key)
             notes = dict(self._notes.get(key, {}))
         if enough(notes):
             return notes
         if self.failure or self._closing:
             raise ConnectionError(self.failure or "closed here")
-        if is_in_vain:
+        if is_hopeless:
             raise ConnectionError(self._left.reason())
         missing = sorted(set(range(self._workers)) - notes.keys()) or "others"
-        reason = f"no word of {key} from workers {missing}"
-        raise TimeoutError(self.with_standstill(reason, seconds or 0.0))
+        reason = f"no note of {key} from workers {missing}"
+        raise TimeoutError(self.with_suspension(reason, seconds or 0.0))
 
     def _lacks_departure_reports(self, key: str) -> bool:
-        # Notes come before the goodbye, on the same connection.
-        return self._left.lack_word(self._notes.get(key, {}))
+        # Notes arrive before the goodbye, on the same connection.
+        return self._left.lack_note(self._notes.get(key, {}))
 
     def on_note(self, key: str, listener: NoteListener) -> None:
-        """Calls `listener` with the notes under `key` now and whenever one comes.
-
-        Until all workers have left one, which then are forgotten.
-        """
         with self._changed:
             self._note_listeners[key] = listener
         self._notify_listener(key)
@@ -220,35 +193,27 @@ class Membership:
         if listener is not None and notes:
             listener(notes)
 
-    def forget_notes(self, key: str) -> None:
-        """Drops the notes under a key that nobody will use again."""
-        with self._changed:
-            self._notes.pop(key, None)
-
     def _keep_note(self, rank: int, key: str, note: str) -> None:
-        """On worker 0: collects, and tells everybody."""
+        """On worker 0: stores a note and broadcasts all notes under its key."""
         with self._changed:
             self._notes.setdefault(key, {})[rank] = note
-            # Told before anybody here can read it: whoever has all that it waited for
-            # may leave, and the others would wait for a note that was never passed on.
+            # Sent before threads here can read it: one that has all its notes may
+            # leave, and the others would wait for a note that was never passed on.
             self._tell({"notes": [key, dict(self._notes[key])]})
             self._changed.notify_all()
         self._notify_listener(key)
 
     def leave(self) -> None:
-        """Says goodbye, so that the end of this process is no failure.
-
-        And why, when an error ends it.
-        """
+        """Announces the departure and its error, if any, so that it is no failure."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
-        words = words_of_now()
-        goodbye = (words.error, words.is_consequence) if words else (None, False)
-        # Those who left before come first: perhaps this one leaves because of them.
-        # And how far everybody was: who waits in a call of MPI must know who will come.
+        report = current_report()
+        goodbye = (report.error, report.is_consequence) if report else (None, False)
+        # With earlier departures, which may be the cause of this one, and with all
+        # positions: a worker in an MPI call depends on which workers will come.
         at = self._known_positions()
-        self._tell({"at": at, "left": self._left.as_reported(), "goodbye": goodbye})
+        self._tell({"at": at, "left": dict(self._left), "goodbye": goodbye})
         self._thread.join(2 * BEAT_SECONDS)
         for connection in self._connections.values():
             connection.close()
@@ -260,9 +225,7 @@ class Membership:
         next_beat = 0.0
         while not self._closing and self.failure is None:
             if time.monotonic() >= next_beat:
-                self._tell(
-                    {"at": self._known_positions(), "left": self._left.as_reported()}
-                )
+                self._tell({"at": self._known_positions(), "left": dict(self._left)})
                 next_beat = time.monotonic() + BEAT_SECONDS
             ready = selector.select(BEAT_SECONDS / 2)
             missed_seconds = self._look()
@@ -275,21 +238,21 @@ class Membership:
         selector.close()
 
     def _look(self) -> float:
-        """Notes how long this thread did not run; nobody is silent meanwhile."""
-        missed_seconds = self._standstill.look()
+        """Returns for how long this thread was suspended; no peer was silent then."""
+        missed_seconds = self._suspension.look()
         if missed_seconds:
             for peer in self._heard:
                 self._heard[peer] += missed_seconds
         return missed_seconds
 
     def _known_positions(self) -> dict[str, dict[int, int]]:
-        # The coordinator passes on what it has heard; the others know themselves only.
+        # The coordinator forwards what it has heard; others report only themselves.
         if self.rank == 0:
             return {name: at.copy() for name, at in self.positions.items()}
         return {name: {self.rank: at[self.rank]} for name, at in self.positions.items()}
 
     def _read(self, peer: int) -> bool:
-        """Handles what `peer` sent; false when its connection is at its end."""
+        """Handles data from `peer`; false at the end of its connection."""
         try:
             data = self._connections[peer].recv(1 << 16)
         except TimeoutError:
@@ -314,11 +277,6 @@ class Membership:
         return True
 
     def _handle(self, peer: int, message: dict[str, Any]) -> None:
-        """Does what a message says.
-
-        Raises:
-          ValueError, TypeError, AttributeError: when it is not one of a worker.
-        """
         for text, goodbye in message.get("left", {}).items():
             rank = self._checked_rank(int(text))
             if rank != self.rank:
@@ -331,8 +289,8 @@ class Membership:
         if "failure" in message:
             reason = checked_text(message["failure"], LONGEST_LINE_BYTES)
             if not reason:
-                # It would end this thread, and be taken for no failure by who waits.
-                raise ValueError("a failure without a word")
+                # "" would end this thread and count as no failure.
+                raise ValueError("a failure without a reason")
             self._fail(reason)
         if "note" in message:
             key, note = message["note"]
@@ -352,7 +310,7 @@ class Membership:
 
     def _take_positions(self, channel: str, positions: dict[str, Any]) -> None:
         if channel not in CHANNELS:
-            raise ValueError("a channel that there is not")
+            raise ValueError("an unknown channel")
         for text, position in positions.items():
             rank = self._checked_rank(int(text))
             position = checked_integer(position, 0, MOST_EXCHANGES)
@@ -379,7 +337,7 @@ class Membership:
         with self._changed:
             if self.failure is not None or self._closing:
                 return
-            reason = self.with_standstill(reason, self._silence_seconds)
+            reason = self.with_suspension(reason, self._silence_seconds)
             self.failure = reason
             self._changed.notify_all()
         if self.rank == 0:
@@ -395,70 +353,43 @@ class Membership:
                         connection.sendall(line)
 
 
-# Who left, in which order, and why.
-
-
 LONGEST_REASON_CHARACTERS = 1 << 20
 END_OF_SCRIPT = "has come to the end of its script"
 # The error that a worker left with, if any, and whether another worker caused it.
 Goodbye = tuple[str | None, bool]
 
 
-class Goodbyes:
-    """The goodbyes that this worker has heard, or heard of, by rank."""
-
-    def __init__(self) -> None:
-        self._left: dict[int, Goodbye] = {}  # in the order in which they left
+class Departures(dict[int, Goodbye]):
+    """The goodbyes that this worker has received, by rank, in order of departure."""
 
     def note(self, rank: int, goodbye: Any) -> None:
-        """Notes that `rank` left; the first goodbye of a worker counts.
-
-        Raises:
-          ValueError, TypeError: when `goodbye` is not one that a worker sends.
-        """
+        """Records the first goodbye of `rank`; ValueError, TypeError if invalid."""
         error, is_consequence = goodbye
         if error is not None:
             checked_text(error, LONGEST_REASON_CHARACTERS)
-        self._left.setdefault(rank, (error, bool(is_consequence)))
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(list(self._left))
-
-    def __bool__(self) -> bool:
-        return bool(self._left)
-
-    def as_reported(self) -> dict[int, Goodbye]:
-        """For a message to the others."""
-        return dict(self._left)
+        self.setdefault(rank, (error, bool(is_consequence)))
 
     def reason(self) -> str:
-        """The goodbye that matters: others may have left because that one did."""
-        left = list(self._left.items())
+        """The goodbye of the first worker that left for a reason of its own."""
+        left = list(self.items())
         rank, (error, _) = next((entry for entry in left if not entry[1][1]), left[0])
         if error is None:
             return f"worker {rank} {END_OF_SCRIPT}"
         return f"worker {rank} has raised {error}"
 
-    def lack_word(self, heard_from: Collection[int]) -> bool:
-        """Whether one of them left without its word, or with an error."""
+    def lack_note(self, have_note: Collection[int]) -> bool:
+        """Whether a worker left without its note, or with an error."""
         return any(
-            error is not None or rank not in heard_from
-            for rank, (error, _) in list(self._left.items())
+            error is not None or rank not in have_note
+            for rank, (error, _) in list(self.items())
         )
 
 
-# Notices that this process did not run for a while.
-#
-# A process that was stopped (SIGSTOP, a debugger) or whose machine slept finds, on
-# waking, that it has heard of nobody for long. That says nothing about the others.
+class SuspendDetector:
+    """Detects that this process was suspended (SIGSTOP, a debugger, machine sleep).
 
-
-class Standstill:
-    """A thread that looks at it again and again learns when it could not.
-
-    Args:
-      usual_seconds: the longest time between two looks of a thread that runs.
-      clock: seconds, also of a machine that sleeps.
+    Such a process has heard from no peer for long, which says nothing about the peers.
+    `usual_seconds` is the longest usual time between two calls of `look`.
     """
 
     def __init__(self, usual_seconds: float, clock: Callable[[], float] | None = None):
@@ -469,7 +400,7 @@ class Standstill:
         self._end = float("-inf")
 
     def look(self) -> float:
-        """How much longer than usual the last look is ago, in seconds; 0 as a rule."""
+        """Seconds since the last call beyond the usual ones; normally 0."""
         now = self._clock()
         missed = max(now - self._last_look - self._usual_seconds, 0.0)
         if missed:
@@ -478,10 +409,7 @@ class Standstill:
         return missed
 
     def seconds_within(self, recent_seconds: float) -> float:
-        """How long the last standstill was, if it ended within so many seconds; or 0.
-
-        One that lasts to this moment, unseen by the thread, counts.
-        """
+        """The last suspension, if it ended within so many seconds or lasts; or 0."""
         now = self._clock()
         if now - self._last_look > 2 * self._usual_seconds:
             return now - self._last_look
@@ -489,10 +417,7 @@ class Standstill:
 
 
 def boot_seconds() -> float:
-    """Seconds of a clock that runs on while the machine sleeps.
-
-    `time.monotonic` stands still then, on Linux as on macOS.
-    """
+    """A clock that advances while the machine sleeps, unlike `time.monotonic`."""
     for name in ("CLOCK_BOOTTIME", "CLOCK_MONOTONIC"):
         if hasattr(time, name):
             return time.clock_gettime(getattr(time, name))

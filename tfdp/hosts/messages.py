@@ -1,29 +1,25 @@
-"""What comes in a message is what it must be, or a ValueError: never used unchecked."""
+"""Checks of received messages: bad input raises, and is never used unchecked."""
 
 from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from tfdp.checks import is_number, is_whole
 from tfdp.errors import CollectiveError
+from tfdp.hosts.worker_names import name_workers
 
-# Of the reason that another worker gives.
 MOST_REASON_CHARACTERS = 4096
+MOST_CHARACTERS = 255  # of a host name or version
+MOST_WORKERS = 1 << 20
+MOST_PORT = 65535
 Read = TypeVar("Read")
 
 
 def parse_object(line: bytes | bytearray) -> dict[str, Any]:
-    """A JSON object.
-
-    Raises:
-      ValueError: when it is not one, or nested too deeply.
-
-    >>> parse_object(b'{"rank": 1}')
-    {'rank': 1}
-    """
+    """Parses a JSON object; raises ValueError if it is none or nests too deeply."""
     try:
         message = json.loads(line)
     except RecursionError as error:
@@ -39,17 +35,10 @@ def read_as(
     rank: int,
     what: str,
 ) -> Read:
-    """What worker `rank` has sent to all, as `read` makes it of the bytes.
-
-    Raises:
-      CollectiveError: when it is nothing of the kind.
-
-    >>> read_as(struct.Struct("<B").unpack, b"5", 1, "number")
-    (53,)
-    """
+    """What `read` makes of worker `rank`'s bytes, or a CollectiveError about `what`."""
     try:
         return read(data)
-    # Of text, JSON and NumPy; of structs; of what is nested too deeply, or lacks parts.
+    # Raised by text, JSON and NumPy; by structs; by deep nesting; by missing parts.
     except (ValueError, struct.error, RecursionError, TypeError, LookupError) as error:
         raise CollectiveError(
             f"Worker {rank} sent no {what}, but {len(data)} bytes that cannot be read "
@@ -59,53 +48,71 @@ def read_as(
 
 
 def checked_integer(value: object, least: int, most: int) -> int:
-    """The value, if it is an integer from `least` to `most`.
-
-    Raises:
-      ValueError: when it is not; True is no integer.
-    """
+    """Returns `value` if it is an integer (no bool) in range, or ValueError."""
     if not is_whole(value, least, most):
         raise ValueError(f"not an integer from {least} to {most}")
     return value
 
 
 def checked_text(value: object, most_characters: int) -> str:
-    """The value, if it is a text of at most so many characters.
-
-    Raises:
-      ValueError: when it is not.
-    """
+    """Returns `value` if it is a text of at most so many characters, or ValueError."""
     if not isinstance(value, str) or len(value) > most_characters:
         raise ValueError(f"not a text of at most {most_characters} characters")
     return value
 
 
-def checked_seconds(value: object, most: float) -> float:
-    """The value, if it is a number from 0 to `most`.
+def checked_address(value: object) -> tuple[str, int]:
+    """Returns `value` if it is a list of host and port, or ValueError."""
+    if not isinstance(value, list) or len(value) != 2:
+        raise ValueError("not an address")
+    host, port = value
+    return checked_text(host, MOST_CHARACTERS), checked_integer(port, 1, MOST_PORT)
 
-    Raises:
-      ValueError: when it is not.
-    """
+
+def checked_seconds(value: object, most: float) -> float:
+    """Returns `value` as a float if it is a number from 0 to `most`, or ValueError."""
     if not is_number(value) or not 0 <= value <= most:
         raise ValueError(f"not a number from 0 to {most:g}")
     return float(value)
 
 
 def raise_if_refused(message: Mapping[str, Any]) -> None:
-    """Ends with the reason that another worker gives.
-
-    Raises:
-      CollectiveError: it refuses this one.
-      ValueError: it gives no reason in words.
-    """
+    """Raises CollectiveError with the reason that a refusing worker sent, if any."""
     if "refused" in message:
         raise CollectiveError(checked_text(message["refused"], MOST_REASON_CHARACTERS))
 
 
 def sentence(reason: str) -> str:
-    """What a worker gives for a reason, as an error says it by itself.
-
-    >>> sentence("the workers differ")
-    'The workers differ.'
-    """
+    """Turns the reason that a worker gave into a sentence of its own."""
     return f"{reason[0].upper()}{reason[1:]}."
+
+
+# Why worker 0 ends a rendezvous.
+
+
+def missing_workers(missing: Sequence[int], workers: int) -> str:
+    """The reason when workers did not arrive."""
+    return (
+        f"Not all {workers} workers came together: {name_workers(missing)} did not "
+        "arrive at worker 0 in time. See their output; check that they can reach the "
+        "coordinator's address."
+    )
+
+
+def setting_mismatch(rank: int, *settings: tuple[object, object, str]) -> str | None:
+    """The reason when a (theirs, mine, name) of worker `rank` differs, else None."""
+    for theirs, mine, name in settings:
+        if theirs != mine:
+            return (
+                f"Worker {rank} says {name}={theirs}, worker 0 says {mine}. Start all "
+                "workers with the same settings and the same tfdp."
+            )
+    return None
+
+
+def rank_is_taken(rank: int, workers: int) -> str:
+    """The reason when two workers have the same rank."""
+    return (
+        f"Two workers say that they are worker {rank} of {workers}. Give each process "
+        "a rank of its own."
+    )

@@ -1,13 +1,9 @@
-"""`MpiLink`: tensors by the site's MPI, everything else over sockets.
+"""`MpiLink`: a `HostLink` whose tensors use the site's MPI, all else sockets.
 
-MPI moves arrays through shared memory within a machine and over the fabric that it was
-built for between machines. It cannot tell who is missing, and waits by spinning; so the
-workers first come together on the socket ring, where waiting costs nothing and has a
-deadline, and only then call MPI.
-
-A call of MPI cannot be ended from outside, and neither can the wait for the others
-with which a process leaves MPI. So whoever is in a call that will not end, and whoever
-leaves after an exchange that failed, says why and aborts the job.
+MPI cannot name missing workers and waits by spinning, so workers synchronize on the
+socket ring first, with a deadline and without load, and only then call MPI. MPI calls
+cannot be interrupted, nor can MPI's finalization at process exit. So a worker in a call
+that will not end, or one that exits after a failed exchange, logs why and aborts.
 """
 
 from __future__ import annotations
@@ -31,23 +27,23 @@ from tfdp.cluster.description import join_address
 from tfdp.errors import CollectiveError, ConfigurationError, MissingDependencyError
 from tfdp.hosts.buffers import put_own, views_of, wholes_of
 from tfdp.hosts.connect import session_secret
-from tfdp.hosts.host_link import Packed, Ranges
+from tfdp.hosts.host_link import Arrays, Packed, Ranges
 from tfdp.hosts.ring import part_edges, round_to, wire_type
+from tfdp.hosts.server_guard import source_address
 from tfdp.hosts.socket_link import SocketLink
 from tfdp.hosts.worker_names import name_workers
 
-# Types that MPI adds up by itself; float16 and bfloat16 go over the sockets.
+# Types that MPI can add; float16 and bfloat16 use the sockets.
 MPI_TYPES = frozenset("fdilq") | frozenset("bBhHILQ")
 EXIT_CODE = 70
 SESSION_BYTES = 32
 ABORT_SECONDS = 5.0
-# Open MPI asks for the next message again and again. Told this before it starts, it
-# gives way to other threads in between: backprop runs on while a bucket travels.
-GIVES_WAY = "OMPI_MCA_mpi_yield_when_idle"
-# Open MPI takes scratch memory of half an array for every call, and the C library gives
-# what is above 128 KiB back to the system each time: then every 4 KB cost a page fault
-# again. Within one machine small pieces also stay in the cache from the addition to the
-# next reader; over a network each call costs round trips, so that pieces are larger.
+# Open MPI polls for messages. With this variable, set before it starts, it yields to
+# other threads in between: backprop continues while a bucket travels.
+YIELDS = "OMPI_MCA_mpi_yield_when_idle"
+# Open MPI allocates half an array per call, and the C library returns blocks above
+# 128 KiB to the system: then each 4 KB costs a page fault again. Within a machine small
+# pieces also stay in the cache; over a network calls cost round trips.
 ONE_MACHINE_PIECE_BYTES = 192 * 2**10
 NETWORK_PIECE_BYTES = 4 * 2**20
 
@@ -65,24 +61,19 @@ def mpi_is_available() -> bool:
 
 
 class MpiLink(SocketLink):
-    """A `HostLink` whose exchanges are MPI's, array by array, without a flat buffer.
+    """A `HostLink` whose exchanges use MPI, array by array, without a flat buffer.
 
-    Args:
-      rank, workers: as MPI has them.
-      coordinator: "host:port" of worker 0; None: MPI tells it to the others.
-      silence_seconds, secret: see `SocketLink`; MPI brings a key of its own besides.
-      timeout_seconds: see `HostLink`; it holds for coming together, and for each call
-        of MPI. Who is in a call that cannot end any more (a worker has died, left or
-        given up) says so and aborts the job with exit code 70, because MPI's calls
-        cannot be ended otherwise; so does, at its end, whoever had an error.
+    Without a `coordinator`, worker 0 sends its address through MPI. A worker in a call
+    that cannot end (a worker has died, left or given up, or `timeout_seconds` have
+    passed) logs that and aborts the job with exit code 70; so does one with an error.
 
     Raises:
-      MissingDependencyError: when mpi4py or an MPI library is not there.
-      ConfigurationError: when MPI knows another rank or number of workers.
+      MissingDependencyError: mpi4py or an MPI library is missing.
+      ConfigurationError: MPI's rank or number of workers differs.
     """
 
     name = "mpi"
-    step_channels = ("step",)  # other channels are those of sockets
+    step_channels = ("step",)  # other channels use sockets
 
     def __init__(
         self,
@@ -93,7 +84,7 @@ class MpiLink(SocketLink):
         silence_seconds: float = 15.0,
         secret: bytes = b"",
     ):
-        os.environ.setdefault(GIVES_WAY, "1")
+        os.environ.setdefault(YIELDS, "1")
         try:
             from mpi4py import MPI
             from mpi4py.run import set_abort_status
@@ -104,10 +95,8 @@ class MpiLink(SocketLink):
                 "or `tfdp launch --mpi`."
             ) from error
         self._world: Any = MPI.COMM_WORLD
-        self._sum_operation = MPI.SUM
-        self._in_place = MPI.IN_PLACE
-        self._mpi_error = MPI.Exception
-        self._set_abort_status = set_abort_status
+        self._sum_operation, self._in_place = MPI.SUM, MPI.IN_PLACE
+        self._mpi_error, self._set_abort_status = MPI.Exception, set_abort_status
         if (self._world.rank, self._world.size) != (rank, workers):
             raise ConfigurationError(
                 f"The cluster says worker {rank} of {workers}, MPI says "
@@ -120,30 +109,28 @@ class MpiLink(SocketLink):
         self._piece_bytes = (
             ONE_MACHINE_PIECE_BYTES if self._is_one_machine else NETWORK_PIECE_BYTES
         )
-        # Number and label of the exchange that is in MPI, and when MPI last answered.
+        # Number and label of the exchange in MPI; when MPI last returned.
         self._mpi_exchange: tuple[int, str] | None = None
         self._mpi_answered = 0.0
         self._cannot_enter: str | None = None
         self._mpi_state = threading.Condition()
         self._mpi_sent_bytes = 0
+        coordinator = coordinator or self._share_address()
+        # A key of this run, in addition to the job's.
+        session = bytes_of_first(self._world, secrets.token_bytes(SESSION_BYTES))
+        secret = session_secret(secret, session)
         super().__init__(
-            rank,
-            workers,
-            coordinator or self._share_address(),
-            timeout_seconds,
-            silence_seconds,
-            session_secret(secret, self._share_session()),
+            rank, workers, coordinator, timeout_seconds, silence_seconds, secret
         )
 
     def sum(
         self,
-        arrays: Sequence[np.ndarray],
+        arrays: Arrays,
         label: str,
         channel: str = "step",
         wire_dtype: str | None = None,
         packed: Packed = (),
     ) -> list[np.ndarray]:
-        """See `HostLink.sum`."""
         if channel != "step" or arrays[0].dtype.char not in MPI_TYPES:
             return super().sum(arrays, label, channel, wire_dtype, packed)
         arrays = [np.asarray(array, order="C") for array in arrays]
@@ -157,13 +144,9 @@ class MpiLink(SocketLink):
         return outputs
 
     def reduce_scatter(
-        self,
-        arrays: Sequence[np.ndarray],
-        ranges: Ranges,
-        label: str,
-        wire_dtype: str | None = None,
+        self, arrays: Arrays, ranges: Ranges, label: str, wire_dtype: str | None = None
     ) -> list[np.ndarray]:
-        """See `HostLink.reduce_scatter`; 16 bits travel over the sockets."""
+        """As `HostLink.reduce_scatter`; 16-bit types use the sockets."""
         if arrays[0].dtype.char not in MPI_TYPES or wire_dtype is not None:
             return super().reduce_scatter(arrays, ranges, label, wire_dtype)
         arrays = [np.asarray(array, order="C") for array in arrays]
@@ -180,13 +163,8 @@ class MpiLink(SocketLink):
         return outputs
 
     def all_gather(
-        self,
-        pieces: Sequence[np.ndarray],
-        ranges: Ranges,
-        label: str,
-        channel: str = "step",
+        self, pieces: Arrays, ranges: Ranges, label: str, channel: str = "step"
     ) -> list[np.ndarray]:
-        """See `HostLink.all_gather`."""
         if channel != "step" or pieces[0].dtype.char not in MPI_TYPES:
             return super().all_gather(pieces, ranges, label, channel)
         wholes = wholes_of(self._pool, pieces, ranges)
@@ -199,7 +177,6 @@ class MpiLink(SocketLink):
         return wholes
 
     def all_to_all(self, rows: np.ndarray, label: str) -> np.ndarray:
-        """See `HostLink.all_to_all`."""
         if rows.dtype.char not in MPI_TYPES:
             return super().all_to_all(rows, label)
         rows = np.asarray(rows, order="C")
@@ -213,7 +190,7 @@ class MpiLink(SocketLink):
     def _in_mpi(
         self,
         kind: str,
-        arrays: Sequence[np.ndarray],
+        arrays: Arrays,
         label: str,
         wire_dtype: str | None,
         parts: Packed | Ranges = (),
@@ -225,8 +202,8 @@ class MpiLink(SocketLink):
                 yield
             except self._mpi_error as error:
                 raise CollectiveError(
-                    f"MPI failed in {ring.words} on worker {self.rank}: {error}. See "
-                    "the output of the other workers and of the MPI library."
+                    f"MPI failed in {ring.description} on worker {self.rank}: {error}. "
+                    "See the output of the other workers and of the MPI library."
                 ) from error
             finally:
                 with self._mpi_state:
@@ -234,8 +211,8 @@ class MpiLink(SocketLink):
                     self._mpi_state.notify_all()
 
     def _enter_mpi(self, number: int, label: str) -> None:
-        # In one piece with the question whether all can still come: a loss that is
-        # heard before it keeps this worker out, one that is heard later finds it here.
+        # Atomic with the check that all can still come: a loss reported earlier keeps
+        # this worker out, a later one finds it in `_mpi_exchange`.
         with self._mpi_state:
             gone = self._membership.left_before(number, "step")
             if self._cannot_enter is not None or gone:
@@ -244,27 +221,17 @@ class MpiLink(SocketLink):
             self._mpi_exchange = (number, label)
 
     def _note_answer(self, round_bytes: int = 0) -> None:
-        """Notes that MPI answered, after as many bytes went round among all workers."""
+        """Records that an MPI call returned, which moved so many bytes per worker."""
         self._mpi_answered = time.monotonic()
-        # What a ring sends, and no other algorithm less; MPI does not tell its own.
+        # MPI does not report its traffic; a ring's is the minimum.
         self._mpi_sent_bytes += round_bytes * (self.workers - 1) // self.workers
 
     def sent_bytes(self, channel: str | None = None) -> int:
-        """See `HostLink.sent_bytes`; of MPI's calls what a ring sends."""
         of_mpi = self._mpi_sent_bytes if channel in (None, "step") else 0
         return super().sent_bytes(channel) + of_mpi
 
-    def _sum_rounded(
-        self,
-        arrays: Sequence[np.ndarray],
-        outputs: Sequence[np.ndarray],
-        wire: np.dtype,
-    ) -> None:
-        """The sums of numbers that were rounded to 16 bits before they travelled.
-
-        MPI has no 16-bit floats to add: it carries the bits, and each worker adds a
-        part of every piece, in the order of the ranks. All arrays go in one.
-        """
+    def _sum_rounded(self, arrays: Arrays, outputs: Arrays, wire: np.dtype) -> None:
+        """MPI cannot add 16-bit floats: it moves bits, and each worker adds a part."""
         flat = np.concatenate([round_to(wire, array.reshape(-1)) for array in arrays])
         elements = NETWORK_PIECE_BYTES // wire.itemsize
         for start in range(0, flat.size, elements):
@@ -282,11 +249,10 @@ class MpiLink(SocketLink):
         places = [own * rank for rank in range(self.workers)]
         bits, all_bits = piece.view(np.uint16), parts.view(np.uint16)
         self._world.Alltoallv(
-            [bits, (counts, edges[:-1])],
-            [all_bits, ([own] * self.workers, places)],
+            [bits, (counts, edges[:-1])], [all_bits, ([own] * self.workers, places)]
         )
         total = parts[0].astype(dtype)
-        with np.errstate(invalid="ignore"):  # infinities are for loss scaling to find
+        with np.errstate(invalid="ignore"):  # loss scaling looks for infinities
             for part in parts[1:]:
                 total += part.astype(dtype)
         mine = round_to(piece.dtype, total).view(np.uint16)
@@ -301,12 +267,7 @@ class MpiLink(SocketLink):
             self._note_answer(2 * array[piece].nbytes)
 
     def _share_address(self) -> str:
-        """Where worker 0 will listen; it tells the others through MPI.
-
-        Raises:
-          ConfigurationError: when it finds no address that the others can reach; on
-            all workers, so that nobody waits.
-        """
+        """Worker 0's address, sent through MPI; ConfigurationError on all without."""
         names = texts_at_first(self._world, socket.gethostname())
         address = ""
         if names is not None:
@@ -322,12 +283,12 @@ class MpiLink(SocketLink):
         return address
 
     def look_around(self, missed_seconds: float) -> None:
-        """Ends this process when its call of MPI will not end, or has not in time."""
+        """Aborts if this worker's MPI call will not end, or is too late."""
         super().look_around(missed_seconds)
         with self._mpi_state:
             if self._mpi_exchange is None:
                 return
-            self._mpi_answered += missed_seconds  # nobody ran, so nobody was late
+            self._mpi_answered += missed_seconds  # time while suspended does not count
             waited = time.monotonic() - self._mpi_answered
             gone = self._membership.left_before(self._mpi_exchange[0], "step")
         if gone:
@@ -336,7 +297,7 @@ class MpiLink(SocketLink):
             self._abort(f"{self.timeout_seconds:g} seconds had passed in one call")
 
     def _finish_exchange(self) -> None:
-        """Lets a call of MPI end, which others take part in; no other one begins."""
+        """Lets a running MPI call end, in which others take part; starts no other."""
         with self._mpi_state:
             self._cannot_enter = "closed here"
             self._mpi_state.wait_for(
@@ -344,18 +305,10 @@ class MpiLink(SocketLink):
             )
 
     def _note_failure(self) -> None:
-        """At the end of this process MPI aborts instead of waiting for the others.
-
-        That is after everything else: the error is printed by then.
-        """
+        """Makes MPI abort at exit, after the error is printed, instead of waiting."""
         self._set_abort_status(EXIT_CODE)
 
-    def _share_session(self) -> bytes:
-        """A secret of this run that MPI has brought to every worker."""
-        return bytes_of_first(self._world, secrets.token_bytes(SESSION_BYTES))
-
     def close_channels(self) -> None:
-        """See `SocketLink.close_channels`."""
         super().close_channels()
         with self._mpi_state:
             self._cannot_enter = self._cannot_enter or "the exchanges have ended"
@@ -364,19 +317,15 @@ class MpiLink(SocketLink):
             self._abort(self._membership.failure or "its strategy was closed")
 
     def _abort(self, reason: str) -> None:
-        """Ends this process, which is in a call of MPI, and the job with it."""
+        """Ends this process, which is in an MPI call, and the job."""
         number, label = self._mpi_exchange or (0, "none")
         logging.error(
-            "tfdp: Worker %d was in an MPI call of exchange %d (%s) when %s. This "
-            "process ends, and the job with it.",
-            self.rank,
-            number,
-            label,
-            reason,
+            f"tfdp: Worker {self.rank} was in an MPI call of exchange {number} "
+            f"({label}) when {reason}. This process ends, and the job with it."
         )
         sys.stdout.flush()
         sys.stderr.flush()
-        # From a thread of its own: MPI may not answer while a call is under way.
+        # In a thread: MPI may not return while another call is running.
         abort = threading.Thread(
             target=self._world.Abort, args=(EXIT_CODE,), daemon=True
         )
@@ -385,36 +334,29 @@ class MpiLink(SocketLink):
         os._exit(EXIT_CODE)
 
 
-# Short texts over MPI, in buffers of one size: nothing that comes is unpickled.
-#
-# mpi4py's own way for objects pickles them, and allocates what a message announces.
+# Short texts over MPI in buffers of fixed size: mpi4py's object interface would
+# unpickle received data and allocate announced sizes.
 
-
-# Names of machines and addresses: the longest that DNS has is 255.
+# Host names and addresses: DNS allows 255 bytes.
 LONGEST_TEXT_BYTES = 512
 
 
 def texts_at_first(world: Any, text: str) -> list[str] | None:
-    """Everybody's `text`, by rank, on worker 0; None elsewhere.
-
-    Args:
-      world: a communicator of mpi4py.
-      text: cut to LONGEST_TEXT_BYTES.
-    """
+    """All workers' `text` (cut to LONGEST_TEXT_BYTES) on worker 0; None elsewhere."""
     rows = np.zeros((world.size, LONGEST_TEXT_BYTES), np.uint8)
     world.Gather(_buffer_of(text), rows if world.rank == 0 else None)
     return [_text_in(row) for row in rows] if world.rank == 0 else None
 
 
 def text_of_first(world: Any, text: str) -> str:
-    """Worker 0's `text`, on every worker; see `texts_at_first`."""
+    """Worker 0's `text`, on every worker."""
     buffer = _buffer_of(text)
     world.Bcast(buffer)
     return _text_in(buffer)
 
 
 def bytes_of_first(world: Any, own: bytes) -> bytes:
-    """Worker 0's bytes, on every worker, which all bring as many."""
+    """Worker 0's bytes on every worker; all pass the same number."""
     buffer = np.frombuffer(bytearray(own), np.uint8)
     world.Bcast(buffer)
     return buffer.tobytes()
@@ -422,8 +364,8 @@ def bytes_of_first(world: Any, own: bytes) -> bytes:
 
 def _buffer_of(text: str) -> np.ndarray:
     buffer = np.zeros(LONGEST_TEXT_BYTES, np.uint8)
-    told = text.encode()[:LONGEST_TEXT_BYTES]
-    buffer[: len(told)] = np.frombuffer(told, np.uint8)
+    data = text.encode()[:LONGEST_TEXT_BYTES]
+    buffer[: len(data)] = np.frombuffer(data, np.uint8)
     return buffer
 
 
@@ -431,23 +373,13 @@ def _text_in(buffer: np.ndarray) -> str:
     return buffer.tobytes().rstrip(b"\0").decode(errors="replace")
 
 
-# Which address of this machine other machines can reach.
-
-
-# RFC 5737: of no machine. Its route is the default one.
+# RFC 5737: belongs to no machine, so it takes the default route.
 ELSEWHERE = "192.0.2.1"
 ANY_PORT = 9
 
 
 def own_address(others: Sequence[str]) -> str | None:
-    """The IPv4 address by which machines of these names reach this one; or None.
-
-    It is where the route to one of them begins. The own name is asked last: Debian's
-    /etc/hosts gives it the address 127.0.1.1, which no other machine can use.
-
-    Args:
-      others: host names of other machines.
-    """
+    """The IPv4 address where the route to machines named `others` starts, or None."""
     own_name = socket.gethostname()
     for name in dict.fromkeys(others):
         if name != own_name:
@@ -455,6 +387,7 @@ def own_address(others: Sequence[str]) -> str | None:
                 source = _start_of_route(target)
                 if source is not None and _is_reachable(source):
                     return source
+    # The own name last: Debian's /etc/hosts maps it to 127.0.1.1.
     candidates = [*_addresses_of(own_name), _start_of_route(ELSEWHERE)]
     return next((c for c in candidates if c is not None and _is_reachable(c)), None)
 
@@ -468,13 +401,9 @@ def _addresses_of(name: str) -> list[str]:
 
 
 def _start_of_route(target: str) -> str | None:
-    """This machine's address on the way to `target`; nothing is sent."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((target, ANY_PORT))
-        except OSError:
-            return None
-        return str(probe.getsockname()[0])
+    with contextlib.suppress(OSError):
+        return source_address(target, ANY_PORT)
+    return None
 
 
 def _is_reachable(address: str) -> bool:

@@ -1,11 +1,9 @@
-"""Calls of Python that threads of TensorFlow are in: the interpreter ends behind them.
+"""Lets TensorFlow's calls into Python finish before the interpreter shuts down.
 
-Python ends a thread on the spot that asks to run while the interpreter shuts down.
-TensorFlow is not told: what such a thread was computing, a batch that a pipeline reads
-ahead, never comes, and the process waits for it in a destructor for ever, after it has
-printed its error. So, before the interpreter shuts down, the calls that are under way
-are let end, and what an error has kept of a training (its frames hold iterators, and
-they the threads that read ahead) is dropped while Python still runs.
+Python kills a thread that wants to run during shutdown, and TensorFlow waits forever in
+a destructor for what that thread was computing (a prefetched batch). So at exit we wait
+for running calls, and drop what the last error keeps alive: its frames hold iterators,
+and those hold prefetching threads.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ from typing import ParamSpec, TypeVar
 
 from absl import logging
 
-# Whoever waits for others inside of a call is woken before; the rest takes no time.
+# Calls that wait for other workers are woken earlier; the others are short.
 LONGEST_SECONDS = 60.0
 LAST_ERROR = ("last_type", "last_value", "last_traceback", "last_exc")
 Arguments = ParamSpec("Arguments")
@@ -28,7 +26,7 @@ Result = TypeVar("Result")
 
 
 class PythonCalls:
-    """How many calls are under way, on any thread."""
+    """Counts the calls that are running, on any thread."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -37,7 +35,6 @@ class PythonCalls:
     def counted(
         self, function: Callable[Arguments, Result]
     ) -> Callable[Arguments, Result]:
-        """`function`, whose calls are counted while they last."""
 
         @functools.wraps(function)
         def call(*arguments: Arguments.args, **options: Arguments.kwargs) -> Result:
@@ -53,7 +50,7 @@ class PythonCalls:
         return call
 
     def wait_for_end(self, seconds: float) -> bool:
-        """Whether none is under way, after waiting for so long at most."""
+        """Waits until no call is running; false if one still is after `seconds`."""
         with self._changed:
             return self._changed.wait_for(lambda: self._under_way == 0, seconds)
 
@@ -65,24 +62,20 @@ counted = _calls.counted
 
 @functools.cache
 def let_calls_end_at_exit() -> None:
-    """From now on the interpreter ends behind the calls that are under way.
-
-    What is registered with `atexit` later comes before: what wakes those that wait.
-    """
+    """Waits for running calls at exit; what wakes them must be registered later."""
     atexit.register(_let_calls_end)
 
 
 def _let_calls_end() -> None:
     if not _calls.wait_for_end(LONGEST_SECONDS):
         logging.error(
-            "tfdp: A call of Python by TensorFlow has not ended after %.0f seconds. "
-            "This process may not come to its end.",
-            LONGEST_SECONDS,
+            "tfdp: A call of Python by TensorFlow has not ended after "
+            f"{LONGEST_SECONDS:g} seconds. This process may hang at exit."
         )
         return
     if getattr(sys, "last_value", None) is not None:
         for name in LAST_ERROR:
             if hasattr(sys, name):
                 delattr(sys, name)
-        # An error and the frames that it has come through hold each other.
+        # An error and the frames in its traceback refer to each other.
         gc.collect()

@@ -1,12 +1,11 @@
-"""Exchanges in ceil(log2 p) rounds: in each one twice as many workers have met.
+"""Exchanges in ceil(log2 p) rounds, for data too short for a ring.
 
 Bruck, Ho, Kipnis, Upfal and Weathersby, "Efficient Algorithms for All-to-All
-Communications in Multiport Message-Passing Systems" (1997): in round k everybody sends
-to the worker 2^k places after, and receives from the one 2^k places before. That needs
-no power of two, and p workers of ceil(log2 p) connections each.
+Communications in Multiport Message-Passing Systems" (1997): in round k each worker
+sends to the one 2^k ranks after it and receives from the one 2^k ranks before it, for
+any number of workers.
 
-Pure arithmetic and order, no sockets; `ends` are, for each distance 1, 2, 4 ..., what
-sends to the worker so far after and what receives from the one so far before.
+Arithmetic and order, no sockets. `ends` holds the connections by distance 1, 2, 4 ...
 """
 
 from __future__ import annotations
@@ -19,37 +18,31 @@ from typing import Protocol
 import numpy as np
 
 from tfdp.errors import CollectiveError
-from tfdp.hosts.ring import part_edges
+from tfdp.hosts.ring import Arrays, part_edges
 
 LENGTH_BYTES = 8
-# So many bytes are sent in one piece; to put more together costs more than it saves.
+# Up to this size parts are joined and sent at once; above, the copy costs more.
 MOST_JOINED_BYTES = 1 << 16
-# What an announced size takes of memory before anything has come, from whoever.
+# Largest allocation for an announced size before data arrives.
 MOST_AT_ONCE_BYTES = 1 << 20
 FRESH = functools.partial(np.empty, dtype=np.uint8)
 
 
 class End(Protocol):
-    """The connections at one distance."""
+    """The connections to the worker at one distance after, and from the one before."""
 
     def send(self, data: np.ndarray | bytes | memoryview) -> None:
-        """Queues data for the worker after; it must not change any more."""
+        """Queues data; it must not change afterwards."""
 
     def fill(self, array: np.ndarray) -> None:
-        """Fills an array with what comes from the worker before."""
+        """Fills an array with received data."""
 
     def take(self, size_bytes: int) -> bytearray:
-        """The next bytes from it."""
+        """The next bytes."""
 
 
 def gather_rows(rows: np.ndarray, ends: Sequence[End], begun: bool = False) -> None:
-    """Fills `rows` with everybody's: row d is that of the worker d places before.
-
-    Args:
-      rows: [workers, ...], contiguous; row 0 is this worker's own.
-      ends: see above.
-      begun: whether what the first round sends, row 0, has been sent already.
-    """
+    """Fills contiguous `rows`: row d from d ranks before. `begun`: row 0 was sent."""
     held = 1
     for end in ends:
         count = min(held, len(rows) - held)
@@ -60,30 +53,22 @@ def gather_rows(rows: np.ndarray, ends: Sequence[End], begun: bool = False) -> N
 
 
 def leaving(workers: int, distance: int) -> list[int]:
-    """The rows that go `distance` places on: those whose way has that bit.
-
-    >>> leaving(6, 2)
-    [2, 3]
-    """
+    """The rows that travel `distance` ranks: those with that bit set."""
     return [row for row in range(workers) if row & distance]
 
 
 def swap_rows(rows: np.ndarray, ends: Sequence[End], begun: bool = False) -> np.ndarray:
-    """Brings row d to the worker d places after; row d that returns is from d before.
+    """Sends row d to the worker d ranks after; returned row d is from d ranks before.
 
-    Args:
-      rows: [workers, ...]; changed. Row 0 stays.
-      ends: see above.
-      begun: whether what the first round sends, every second row from the first on, has
-        been sent already.
+    Changes `rows`. `begun`: whether the first round's data, odd rows, was sent already.
     """
     for bit, end in enumerate(ends):
         places = leaving(len(rows), 1 << bit)
         if bit > 0 or not begun:
             end.send(rows[places])
-        came = np.empty((len(places), *rows.shape[1:]), rows.dtype)
-        end.fill(came)
-        rows[places] = came
+        received = np.empty((len(places), *rows.shape[1:]), rows.dtype)
+        end.fill(received)
+        rows[places] = received
     return rows
 
 
@@ -95,22 +80,14 @@ def gather_blobs(
     ends: Sequence[End],
     room: Callable[[int], np.ndarray] = FRESH,
 ) -> list[memoryview]:
-    """The bytes of all workers, by rank; their lengths may differ.
+    """All workers' bytes (of arrays, uint8), by rank; their lengths may differ.
 
-    Args:
-      blob: this worker's; of an array, of uint8.
-      rank, workers: of this worker; how many there are.
-      most_bytes: what each may bring, as all have agreed.
-      ends: see above.
-      room: for so many bytes that come, if they are not many more than this worker's.
-
-    Raises:
-      CollectiveError: when this worker brings more, or another one says that it does:
-        before any memory is taken for it.
+    If one exceeds `most_bytes`, raises CollectiveError before memory is allocated.
+    `room` allocates memory for received bytes, if not much more than this worker's.
     """
     _check_size(len(blob), rank, most_bytes)
     own = blob.data if isinstance(blob, np.ndarray) else memoryview(blob)
-    held = [own]  # by how many places before
+    held = [own]  # by distance before this worker
     at_once = max(MOST_AT_ONCE_BYTES, workers * len(blob))
     for end in ends:
         count = min(len(held), workers - len(held))
@@ -123,17 +100,17 @@ def gather_blobs(
         first = len(held)
         for place, size in enumerate(coming, start=first):
             _check_size(size, (rank - place) % workers, most_bytes)
-        came = _taken(end, sum(coming), room if sum(coming) <= at_once else None)
+        received = _taken(end, sum(coming), room if sum(coming) <= at_once else None)
         for size in coming:
-            held.append(came[:size])
-            came = came[size:]
+            held.append(received[:size])
+            received = received[size:]
     return [held[(rank - other) % workers] for other in range(workers)]
 
 
 def _taken(
     end: End, size_bytes: int, room: Callable[[int], np.ndarray] | None
 ) -> memoryview:
-    """The next bytes from `end`; without room memory is taken as they come."""
+    """The next bytes from `end`; without `room` memory grows as they arrive."""
     if room is None:
         return memoryview(end.take(size_bytes))
     memory = room(size_bytes)
@@ -150,45 +127,33 @@ def _check_size(size: int, rank: int, most_bytes: int) -> None:
         )
 
 
-# Sums in few rounds, of what is too short for a ring to pay.
-#
-#     gather     everybody's numbers to everybody, who adds all of them
-#     doubling   everybody's part q to worker q, who adds it; the sums to everybody
-#
-# Either adds as a ring does (`tfdp.hosts.ring`): part q begins with worker q's numbers,
-# to which those of q + 1, q + 2 ... are added, one after the other. So every worker
-# gets the bits that a ring gives, whichever way a sum takes.
+# Small sums. "gather": each worker gets all numbers and adds them. "doubling": worker q
+# gets and adds part q, then all gather the sums. Both add as a ring does, part q from
+# worker q on, so that every way gives the same bits.
 
-
-# Up to here one call that is slow for each number beats a call for each row.
+# Up to this size one slow call for all numbers beats one call per row.
 MOST_ACCUMULATED = 1 << 13
 
 
 class SmallSum:
-    """One sum of flat arrays, in the few rounds of `way`.
+    """One sum of flat arrays (one dtype, not changed) by `way`: "gather" or "doubling".
 
-    Args:
-      way: "gather" or "doubling".
-      inputs: flat arrays of one dtype; not changed.
-      rank, workers: this worker; how many there are.
+    `first` is the first round's data; it may be sent before fingerprints are compared.
     """
 
-    def __init__(self, way: str, inputs: Sequence[np.ndarray], rank: int, workers: int):
-        self._way = way
-        self._rank = rank
-        self._workers = workers
+    def __init__(self, way: str, inputs: Arrays, rank: int, workers: int):
+        self._way, self._rank, self._workers = way, rank, workers
         self._flat = inputs[0] if len(inputs) == 1 else np.concatenate(inputs)
         if way == "gather":
             self._rows = np.empty((workers, self._flat.size), self._flat.dtype)
             self._rows[0] = self._flat
-            #: What the first round sends; it can go before the others are known here.
             self.first = self._rows[:1]
         else:
-            # Parts differ by one number; what fills up is 0 and is thrown away.
+            # Parts differ by at most one number; the padding is dropped.
             longest = -(-self._flat.size // workers)
             self._rows = np.zeros((workers, longest), self._flat.dtype)
             for part, start, stop in self._parts():
-                row = (part - rank) % workers  # for the worker so far after
+                row = (part - rank) % workers  # for the worker at that distance
                 self._rows[row, : stop - start] = self._flat[start:stop]
             self.first = self._rows[leaving(workers, 1)]
 
@@ -196,16 +161,11 @@ class SmallSum:
         edges = part_edges(self._flat.size, self._workers)
         return zip(range(self._workers), edges[:-1], edges[1:], strict=True)
 
-    def run(self, outputs: Sequence[np.ndarray], ends: Sequence[End]) -> None:
-        """Writes the sums into `outputs`, once `first` has been sent.
-
-        Args:
-          outputs: flat, shaped as the inputs.
-          ends: see `tfdp.hosts.recursive_doubling`.
-        """
-        # Loss scaling looks for infinities; a warning for each would bury others.
+    def run(self, outputs: Arrays, ends: Sequence[End]) -> None:
+        """Writes the sums into flat `outputs`; `first` must have been sent."""
+        # Loss scaling looks for infinities; a warning for each would bury other output.
         with np.errstate(over="ignore", invalid="ignore"):
-            total = self._gathered(ends) if self._way == "gather" else self._met(ends)
+            total = (self._gathered if self._way == "gather" else self._doubled)(ends)
         start = 0
         for output in outputs:
             output[...] = total[start : start + output.size]
@@ -216,21 +176,21 @@ class SmallSum:
         order = order_of_adding(self._flat.size, self._rank, self._workers)
         return added(self._rows.reshape(-1)[order])
 
-    def _met(self, ends: Sequence[End]) -> np.ndarray:
-        came = swap_rows(self._rows, ends, begun=True)
-        # Row d is of the worker d places before: the one after is the last row.
-        rows = np.empty_like(came)
-        rows[0] = added(np.concatenate([came[:1], came[:0:-1]]))
+    def _doubled(self, ends: Sequence[End]) -> np.ndarray:
+        received = swap_rows(self._rows, ends, begun=True)
+        # Row d is from d ranks before: the next worker's is the last row.
+        rows = np.empty_like(received)
+        rows[0] = added(np.concatenate([received[:1], received[:0:-1]]))
         gather_rows(rows, ends)
         sums = np.empty_like(self._flat)
         for part, start, stop in self._parts():
-            row = (self._rank - part) % self._workers  # of the worker so far before
+            row = (self._rank - part) % self._workers  # from that distance before
             sums[start:stop] = rows[row, : stop - start]
         return sums
 
 
 def added(rows: np.ndarray) -> np.ndarray:
-    """The sum of the rows, one after the other; NumPy's `sum` may add in pairs."""
+    """The sum of the rows in order; NumPy's `sum` may add pairwise."""
     if rows.size <= MOST_ACCUMULATED:
         return np.add.accumulate(rows, axis=0, dtype=rows.dtype)[-1]
     total = rows[0].copy()
@@ -241,10 +201,9 @@ def added(rows: np.ndarray) -> np.ndarray:
 
 @functools.lru_cache(maxsize=8)
 def order_of_adding(size: int, rank: int, workers: int) -> np.ndarray:
-    """Where the numbers stand that are added up, [workers, size], the first one first.
+    """Flat indices [workers, size] of the numbers to add, in order of addition.
 
-    Places in flat rows of `size` numbers by distance: those of this worker, of the
-    worker before it, and so on.
+    They index rows of `size` numbers by distance: own, worker before, and so on.
 
     >>> order_of_adding(4, rank=1, workers=2)
     array([[4, 5, 2, 3],

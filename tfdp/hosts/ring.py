@@ -1,13 +1,12 @@
-"""The ring exchanges over lists of arrays: pure arithmetic and order, no sockets.
+"""Ring all-reduce over lists of arrays: arithmetic and order, no sockets.
 
-Patarasuk and Yuan (2009): N members, N parts. N - 1 times everyone passes a part on and
-adds its own to the one that comes (reduce-scatter); then N - 1 times the finished parts
-go round (all-gather). Each member sends n (N - 1) / N bytes in either half, the least
-possible.
+Patarasuk and Yuan (2009): N members, N parts. In N - 1 rounds each member passes a part
+on and adds its own to the one it receives (reduce-scatter); in N - 1 more rounds the
+finished parts go round (all-gather). Each half sends n (N - 1) / N bytes per member,
+the minimum.
 
-The arrays are never joined into one: parts and blocks are ranges within them. Blocks
-are small enough to stay in the cache between being received and being added, and a
-block is passed on as soon as it is added.
+Arrays are not concatenated: parts and blocks are ranges within them. A block is small
+enough to stay in the cache from receipt to addition, and is passed on at once.
 """
 
 from __future__ import annotations
@@ -18,32 +17,32 @@ import numpy as np
 
 BLOCK_BYTES = 1 << 18
 
+Arrays = Sequence[np.ndarray]
 Block = tuple[int, int, int]  # array, first element, end
+Parts = Sequence[Sequence[Block]]  # by member
 Send = Callable[[np.ndarray], None]
 Receive = Callable[[np.ndarray], None]
 Add = Callable[[np.ndarray, np.ndarray], None]
 
 
-def add_up(came: np.ndarray, own: np.ndarray, total: np.ndarray) -> None:
+def add_up(received: np.ndarray, own: np.ndarray, total: np.ndarray) -> None:
     """Writes the sum of two arrays into `total`, which may be one of them."""
-    # Loss scaling looks for infinities; a warning for each would bury others.
+    # Loss scaling looks for infinities; a warning for each would bury other output.
     with np.errstate(over="ignore", invalid="ignore"):
-        np.add(came, own, out=total)
+        np.add(received, own, out=total)
 
 
 class Ends:
-    """What a member exchanges blocks by, with those before and after it.
+    """How a member exchanges blocks with its two ring neighbors.
 
     Args:
-      send: passes an array to the next member; may return before it is sent, so the
-        array must not change any more.
-      receive: fills an array from the member before.
-      pass_on: sends a block of a result, and may round it: what the others get is
-        then what this member keeps. `send` by default.
-      add: fills its first argument with the sum of what comes and its second one;
-        `receive` and an addition by default.
-      block_bytes: what is passed on at a time, BLOCK_BYTES by default; the others may
-        have other blocks.
+      send: sends an array to the next member; may return early, so the array must not
+        change afterwards.
+      receive: fills an array from the previous member.
+      pass_on: sends a block of a result and may round it in place, so that all members
+        keep the same bits; default `send`.
+      add: fills its first argument with the received block plus its second argument.
+      block_bytes: block size; members may use different ones.
     """
 
     def __init__(
@@ -65,13 +64,12 @@ class Ends:
 
 
 def split_evenly(sizes: Sequence[int], parts: int) -> list[list[Block]]:
-    """By part, the ranges (array, start, stop) of arrays with these element counts.
+    """By part, the ranges (array, start, stop) of evenly split arrays.
 
     >>> split_evenly([5, 3], parts=2)
     [[(0, 0, 4)], [(0, 4, 5), (1, 0, 3)]]
     """
-    total = sum(sizes)
-    edges = [total * part // parts for part in range(parts + 1)]
+    edges = part_edges(sum(sizes), parts)
     ranges: list[list[Block]] = [[] for _ in range(parts)]
     first = 0
     for array, size in enumerate(sizes):
@@ -85,7 +83,7 @@ def split_evenly(sizes: Sequence[int], parts: int) -> list[list[Block]]:
 
 
 def by_worker(ranges: Sequence[Sequence[tuple[int, int]]]) -> list[list[Block]]:
-    """The ranges of each array by worker as each worker's, with the array's number.
+    """Ranges by array and worker -> by worker, each with its array's index.
 
     >>> by_worker([[(0, 2), (2, 4)], [(0, 1), (1, 3)]])
     [[(0, 0, 2), (1, 0, 1)], [(0, 2, 4), (1, 1, 3)]]
@@ -99,7 +97,7 @@ def by_worker(ranges: Sequence[Sequence[tuple[int, int]]]) -> list[list[Block]]:
 def blocks_of(
     ranges: Sequence[Block], element_bytes: int, block_bytes: int
 ) -> list[Block]:
-    """The ranges cut into blocks of at most `block_bytes`, in their order.
+    """Cuts ranges into blocks of at most `block_bytes`, in order.
 
     >>> blocks_of([(0, 0, 4), (1, 2, 3)], element_bytes=4, block_bytes=12)
     [(0, 0, 3), (0, 3, 4), (1, 2, 3)]
@@ -113,44 +111,27 @@ def blocks_of(
 
 
 def ring_sum(
-    inputs: Sequence[np.ndarray],
-    outputs: Sequence[np.ndarray],
-    rank: int,
-    members: int,
-    ends: Ends,
+    inputs: Arrays, outputs: Arrays, rank: int, members: int, ends: Ends
 ) -> None:
-    """Writes the sum of everybody's `inputs` into `outputs`.
+    """Writes the sum of all members' `inputs` into `outputs`, of the same shapes.
 
-    All members end with the same bits: each part is added up once, along the ring.
-
-    Args:
-      inputs: flat contiguous arrays of one dtype; not changed.
-      outputs: the same shapes; not read before they are written.
-      rank: this member's place.
-      members: N, at least 2.
-      ends: what it exchanges blocks by.
+    Both are flat contiguous arrays of one dtype; `inputs` stay unchanged. All members
+    get the same bits: each part is added up once, along the ring.
     """
     ranges = split_evenly([array.size for array in inputs], members)
     parts = _blocks_by_part(inputs, ranges, ends)
-    # In the last round a part is finished, and passing it on starts the all-gather.
+    # A part is finished in the last round; passing it on starts the all-gather.
     _send(inputs, parts[rank], ends)
     _add_and_pass(inputs, outputs, parts, rank, members, ends)
     _pass_round(outputs, parts, rank, members - 1, ends.pass_on, ends)
 
 
 def ring_reduce_scatter(
-    inputs: Sequence[np.ndarray],
-    outputs: Sequence[np.ndarray],
-    ranges: Sequence[Sequence[Block]],
-    rank: int,
-    ends: Ends,
+    inputs: Arrays, outputs: Arrays, ranges: Parts, rank: int, ends: Ends
 ) -> None:
-    """Writes part `rank` of the sum of everybody's `inputs` into `outputs`.
+    """Writes part `rank` of the sum of all members' `inputs` into `outputs`.
 
-    Args:
-      inputs, rank, ends: see `ring_sum`.
-      outputs: the same shapes; outside of this member's part they hold partial sums.
-      ranges: by member, the part that it gets.
+    `outputs` have the inputs' shapes; outside of part `rank` they hold partial sums.
     """
     parts = _blocks_by_part(inputs, ranges, ends)
     first, rounds = rank - 1, len(parts) - 1
@@ -159,48 +140,30 @@ def ring_reduce_scatter(
 
 
 def ring_all_gather(
-    arrays: Sequence[np.ndarray],
-    ranges: Sequence[Sequence[Block]],
-    rank: int,
-    ends: Ends,
-    begun: bool = False,
+    arrays: Arrays, ranges: Parts, rank: int, ends: Ends, begun: bool = False
 ) -> None:
-    """Fills `arrays`, of which each member brings its part.
-
-    Args:
-      arrays: flat contiguous arrays of one dtype; part `rank` of them is filled.
-      ranges: by member, the part that it brings.
-      rank, ends: see `ring_sum`.
-      begun: whether this member's part has been sent already.
-    """
+    """Fills `arrays` with all parts; `rank` is filled and, if `begun`, sent already."""
     parts = _blocks_by_part(arrays, ranges, ends)
     if not begun:
         _send(arrays, parts[rank], ends)
     _pass_round(arrays, parts, rank - 1, len(parts) - 1, ends.send, ends)
 
 
-def _blocks_by_part(
-    arrays: Sequence[np.ndarray], ranges: Sequence[Sequence[Block]], ends: Ends
-) -> list[list[Block]]:
+def _blocks_by_part(arrays: Arrays, ranges: Parts, ends: Ends) -> list[list[Block]]:
     element_bytes = arrays[0].dtype.itemsize
     return [blocks_of(part, element_bytes, ends.block_bytes) for part in ranges]
 
 
-def _send(arrays: Sequence[np.ndarray], blocks: Sequence[Block], ends: Ends) -> None:
+def _send(arrays: Arrays, blocks: Sequence[Block], ends: Ends) -> None:
     for array, start, stop in blocks:
         ends.send(arrays[array][start:stop])
 
 
 def _add_and_pass(
-    inputs: Sequence[np.ndarray],
-    outputs: Sequence[np.ndarray],
-    parts: Sequence[Sequence[Block]],
-    first: int,
-    rounds: int,
-    ends: Ends,
+    inputs: Arrays, outputs: Arrays, parts: Parts, first: int, rounds: int, ends: Ends
 ) -> None:
-    """After part `first` was sent: adds to each part that comes, and passes it on
-    before round `rounds`."""
+    """After part `first` was sent: adds own blocks to received parts, and passes them
+    on in rounds before `rounds`."""
     members = len(parts)
     for step in range(1, members):
         for array, start, stop in parts[(first - step) % members]:
@@ -211,14 +174,9 @@ def _add_and_pass(
 
 
 def _pass_round(
-    arrays: Sequence[np.ndarray],
-    parts: Sequence[Sequence[Block]],
-    first: int,
-    rounds: int,
-    pass_on: Send,
-    ends: Ends,
+    arrays: Arrays, parts: Parts, first: int, rounds: int, pass_on: Send, ends: Ends
 ) -> None:
-    """Takes in part `first` and those before it; passes all but the last one on."""
+    """Receives part `first` and those before it; passes on all but the last."""
     for step in range(rounds):
         for array, start, stop in parts[(first - step) % len(parts)]:
             block = arrays[array][start:stop]
@@ -227,20 +185,13 @@ def _pass_round(
                 pass_on(block)
 
 
-# Sums whose parts travel between hosts in 16 bits.
-#
-# Every host adds in the arrays' own type. What it sends is rounded to the wire's type,
-# to the nearest number, ties to even; and of its part of the result it keeps what it
-# sent, so that all hosts end with the same bits. A number beyond the largest float16
-# (65,504) becomes infinite, as it should: loss scaling looks for that.
+# Sums that travel in 16 bits: members add in the arrays' own type, send values rounded
+# to nearest even, and keep what they sent, so that all end with the same bits. Values
+# beyond float16's 65,504 become infinite, which loss scaling looks for.
 
 
 def wire_type(name: str) -> np.dtype:
-    """NumPy's type of that name; bfloat16 is one that ml_dtypes brings.
-
-    >>> wire_type("bfloat16").itemsize
-    2
-    """
+    """NumPy's dtype of that name; bfloat16 is from ml_dtypes."""
     if name == "bfloat16":
         import ml_dtypes  # a dependency of Keras
 
@@ -249,51 +200,32 @@ def wire_type(name: str) -> np.dtype:
 
 
 def round_to(dtype: np.dtype, array: np.ndarray) -> np.ndarray:
-    """A copy of `array` in the wire's type; an overflow is an infinity, silently."""
+    """A copy in the wire's type; overflows become infinities without a warning."""
     with np.errstate(over="ignore"):
         return array.astype(dtype)
 
 
 def part_edges(elements: int, parts: int) -> list[int]:
-    """Where the parts of so many elements begin, and where the last one ends.
-
-    >>> part_edges(5, 2)
-    [0, 2, 5]
-    """
+    """Where evenly split parts begin; the last entry is the end of the last part."""
     return [elements * part // parts for part in range(parts + 1)]
 
 
 class RoundedWire:
-    """Both ends of a ring, for blocks that travel as `dtype`.
+    """Ring functions for blocks that travel as `dtype`; see `Ends`."""
 
-    Args:
-      dtype: the wire's type.
-      send, receive: of the ring; see `ring_sum`.
-    """
-
-    def __init__(
-        self,
-        dtype: np.dtype,
-        send: Callable[[np.ndarray], None],
-        receive: Callable[[np.ndarray], None],
-    ):
-        self._dtype = dtype
-        self._send = send
-        self._receive = receive
+    def __init__(self, dtype: np.dtype, send: Send, receive: Receive):
+        self._dtype, self._send, self._receive = dtype, send, receive
         self._received = np.empty(BLOCK_BYTES // dtype.itemsize, dtype)
 
     def send(self, block: np.ndarray) -> None:
-        """Sends `block`, which stays as it is."""
         self._send(round_to(self._dtype, block))
 
     def pass_on(self, block: np.ndarray) -> None:
-        """Sends `block`, and rounds it where it lies to what was sent."""
         rounded = round_to(self._dtype, block)
         block[...] = rounded
         self._send(rounded)
 
     def receive(self, block: np.ndarray) -> None:
-        """Fills `block`."""
         received = self._received[: block.size]
         self._receive(received)
         block[...] = received

@@ -1,4 +1,4 @@
-"""Keeps strangers from TensorFlow's server, which lets everybody in."""
+"""Restricts TensorFlow's server, which has no authentication, to the workers."""
 
 from __future__ import annotations
 
@@ -19,55 +19,42 @@ from tfdp.hosts.messages import read_as
 
 CONNECT_SECONDS = 5.0
 SETTINGS = "addresses of the workers"
-# An address for each worker, or why a door cannot be closed.
+# An address for each worker, or the reason why a port stays open.
 MOST_BYTES = 64 << 20
 
 
 def keep_to_workers(link: HostLink, ports: Sequence[int]) -> bool:
-    """Lets nobody but the workers' machines connect to the server of this process.
+    """Drops connections to this process's server from machines without a worker.
 
-    Each worker tells the others from which address it connects to them, and tries it
-    then. Where one does not get through (an address is changed on the way) the doors
-    are opened again, and where the kernel has no filters they stay open; a warning
-    says so.
-
-    Args:
-      link: between the workers; all call alike.
-      ports: of the workers' servers, by rank. All listen.
-
-    Returns:
-      Whether all doors are closed to others.
+    Workers exchange their source addresses, set filters, then test them by connecting.
+    If one cannot connect (an address is translated on its path), all filters are
+    removed, a warning is logged, and the result is false. `ports` are those of the
+    workers' servers, by rank; all must listen. A collective call.
 
     Cost: four small gathers, and one connection to each other worker.
     """
-    sources = [
-        _source(host, port) for host, port in zip(link.hosts, ports, strict=True)
-    ]
-    told = link.gather(json.dumps(sources).encode(), SETTINGS, most_bytes=MOST_BYTES)
-    problem = _close(ports[link.rank], _senders(link, told))
-    link.gather(b"", SETTINGS, most_bytes=0)  # every filter is set
+    addresses = zip(link.hosts, ports, strict=True)
+    sources = [_source(host, port) for host, port in addresses]
+    blobs = link.gather(json.dumps(sources).encode(), SETTINGS, most_bytes=MOST_BYTES)
+    problem = _close(ports[link.rank], _senders(link, blobs))
+    link.gather(b"", SETTINGS, most_bytes=0)  # barrier: every filter is set
     others = [rank for rank in range(link.workers) if rank != link.rank]
     if not problem:
         unreached = [r for r in others if not _reaches(link.hosts[r], ports[r])]
         if unreached:
             problem = f"worker {link.rank} did not reach workers {unreached}"
     blobs = link.gather(problem.encode(), SETTINGS, most_bytes=MOST_BYTES)
-    problems = [blob.decode(errors="replace") for blob in blobs]
-    first = next(filter(None, problems), "")
+    first = next(filter(None, (blob.decode(errors="replace") for blob in blobs)), "")
     if first:
         with contextlib.suppress(OSError), listeners_on(ports[link.rank]) as listeners:
             for listener in listeners:
                 admit_all(listener)
         logging.warning(
-            "tfdp: Everybody who reaches port %d of this machine can read and write "
-            "files by TensorFlow's server (%s). Let only the workers reach it, by a "
-            "firewall; see docs/security.md.",
-            ports[link.rank],
-            first,
+            f"tfdp: Anyone who reaches port {ports[link.rank]} of this machine can "
+            f"read and write files by TensorFlow's server ({first}). Let only the "
+            "workers reach it, by a firewall; see docs/security.md."
         )
-    link.gather(
-        b"", SETTINGS, most_bytes=0
-    )  # every filter is gone, where they had to go
+    link.gather(b"", SETTINGS, most_bytes=0)  # barrier: filters are gone if necessary
     return not first
 
 
@@ -78,10 +65,10 @@ def _source(host: str, port: int) -> str:
         return ""
 
 
-def _senders(link: HostLink, told: Sequence[bytes]) -> list[str]:
-    """From where workers may come: as they say, and where this one reaches them."""
+def _senders(link: HostLink, blobs: Sequence[bytes]) -> list[str]:
+    """Workers' source addresses: those they report, and those this worker dials."""
     senders = {"127.0.0.1", "::1"}
-    for rank, (host, blob) in enumerate(zip(link.hosts, told, strict=True)):
+    for rank, (host, blob) in enumerate(zip(link.hosts, blobs, strict=True)):
         source = read_as(
             lambda blob: str(json.loads(bytes(blob))[link.rank]), blob, rank, "list"
         )
@@ -90,7 +77,7 @@ def _senders(link: HostLink, told: Sequence[bytes]) -> list[str]:
 
 
 def _close(port: int, senders: Iterable[str]) -> str:
-    """Why the port could not be closed to others; "" when it was."""
+    """Restricts the port to `senders`; returns why that failed, or ""."""
     try:
         with listeners_on(port) as listeners:
             for listener in listeners:
@@ -108,34 +95,31 @@ def _reaches(host: str, port: int) -> bool:
     return True
 
 
-# Lets the kernel drop what comes to a listening socket, but from some addresses.
-#
-# For a server that asks nobody who he is and cannot be bound to an address, as
-# TensorFlow's: a classic BPF program (Linux, `man 7 socket`, SO_ATTACH_FILTER) looks at
-# the sender of each packet before TCP does. Needs no rights.
-
+# A packet filter for a server that has no authentication and listens everywhere: a
+# classic BPF program (Linux, `man 7 socket`, SO_ATTACH_FILTER) checks each packet's
+# sender before TCP does. It needs no privileges.
 
 SO_ATTACH_FILTER, SO_DETACH_FILTER = 26, 27
-# Operations of the machine, from linux/bpf_common.h.
+# BPF operations, from linux/bpf_common.h.
 LOAD_WORD, LOAD_BYTE, AND = 0x20, 0x30, 0x54
 JUMP, JUMP_IF_EQUAL, RETURN = 0x05, 0x15, 0x06
 INSTRUCTION = struct.Struct("=HBBI")
 PROGRAM = struct.Struct("HP")
 ADMIT, DROP = 0xFFFFFFFF, 0
-# Where the header of IP begins; TCP's is at 0.
+# Offset of the IP header; TCP's is at 0.
 HEADER = 0xFFF00000
 IPV4_SENDER, IPV6_SENDER = HEADER + 12, HEADER + 8
 VERSION_4, VERSION_6 = 0x40, 0x60
 
-# (operation, how far to jump if true, if false, operand)
+# (operation, jump if true, jump if false, operand)
 Instruction = tuple[int, int, int, int]
 
 
 @contextlib.contextmanager
 def listeners_on(port: int) -> Iterator[list[socket.socket]]:
-    """The listening sockets of this process with that port, whoever made them."""
+    """The listening sockets of this process with that port, from any library."""
     found = []
-    seen = set()  # also what is opened here gets a number of that folder
+    seen = set()  # a socket duplicated here gets another number in that folder
     try:
         for name in os.listdir("/proc/self/fd"):
             with contextlib.suppress(OSError):  # closed meanwhile, or no socket
@@ -163,13 +147,9 @@ def _listens_on(candidate: socket.socket, port: int) -> bool:
 
 
 def admit_only(listener: socket.socket, senders: Iterable[str]) -> None:
-    """From now on nobody connects to `listener` but from these addresses.
+    """Attaches a filter to `listener`: only these IP addresses can connect.
 
-    Args:
-      senders: IPv4 and IPv6 addresses, some hundreds at most.
-
-    Raises:
-      OSError: where the kernel cannot, or there are too many.
+    Raises OSError if the kernel has no filters, or for more than hundreds of addresses.
     """
     instructions = filter_program(senders)
     code = b"".join(INSTRUCTION.pack(*each) for each in instructions)
@@ -179,12 +159,12 @@ def admit_only(listener: socket.socket, senders: Iterable[str]) -> None:
 
 
 def admit_all(listener: socket.socket) -> None:
-    """Takes the filter of `admit_only` away."""
+    """Removes the filter of `admit_only`."""
     listener.setsockopt(socket.SOL_SOCKET, SO_DETACH_FILTER, 0)
 
 
 def filter_program(senders: Iterable[str]) -> list[Instruction]:
-    """The program that admits packets from these addresses."""
+    """The BPF program that admits packets from these addresses."""
     addresses = {ipaddress.ip_address(sender.partition("%")[0]) for sender in senders}
     version_4: list[Instruction] = [(LOAD_WORD, 0, 0, IPV4_SENDER)]
     version_6: list[Instruction] = []
@@ -196,7 +176,7 @@ def filter_program(senders: Iterable[str]) -> list[Instruction]:
             continue
         for place, word in enumerate(words):
             version_6.append((LOAD_WORD, 0, 0, IPV6_SENDER + 4 * place))
-            # To behind this address: two for each word to come, and the RETURN.
+            # Skip this address: two instructions per word left, and the RETURN.
             version_6.append((JUMP_IF_EQUAL, 0, 2 * (3 - place) + 1, word))
         version_6.append((RETURN, 0, 0, ADMIT))
     drop = (RETURN, 0, 0, DROP)
@@ -206,20 +186,12 @@ def filter_program(senders: Iterable[str]) -> list[Instruction]:
         (JUMP_IF_EQUAL, 0, 1, VERSION_6),
         (JUMP, 0, 0, len(version_4) + 3),
         (JUMP_IF_EQUAL, 1, 0, VERSION_4),
-        drop,
-        *version_4,
-        drop,
-        *version_6,
-        drop,
+        *(drop, *version_4, drop, *version_6, drop),
     ]
 
 
 def source_address(host: str, port: int) -> str:
-    """The address of this machine from which it would connect to `host`.
-
-    Raises:
-      OSError: when there is no way to it.
-    """
+    """The local address used to reach `host`; OSError if there is no route."""
     family, _, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(target)  # sends nothing

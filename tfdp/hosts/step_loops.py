@@ -1,10 +1,9 @@
-"""Loops of steps that all workers run in the same order, with as many steps in each.
+"""Checks that all workers run the same loops with the same numbers of steps.
 
-A worker that starts a loop leaves a note with the loop's name, and waits for the notes
-of the others; so does a worker that ends one, with its number of steps. Where the notes
-tell of different loops, all workers raise the same error at once. A worker that is in a
-later exchange than the one after which another left its note waits in vain: that ends
-the exchange on all of them, and the error says what each one does.
+A worker that starts or ends a loop leaves a note (with its number of steps at the end)
+and waits for all notes. If they differ, all workers raise the same error. A worker in a
+later exchange than the one after which another left its note would wait forever: the
+membership thread then ends that exchange on all workers, with an explanation.
 """
 
 from __future__ import annotations
@@ -20,12 +19,12 @@ from tfdp.hosts.membership import END_OF_SCRIPT, Membership
 from tfdp.hosts.messages import checked_integer, checked_text, parse_object, sentence
 from tfdp.hosts.worker_names import name_workers
 
-# Exchanges of these come in the program's order; notes of a loop say how far each is.
+# Channels whose exchanges follow the program's order.
 CHANNELS = ("step", "host")
 MOST_EXCHANGES = 1 << 63
 LONGEST_COUNT_CHARACTERS = 100
 LONGEST_TEXT_CHARACTERS = 1000
-# What a loop has made of its steps so far, or is to make of them, in words.
+# Returns how many steps a loop has made or will make, as text.
 StepsInWords = Callable[[], str]
 DIFFERENT = "the workers have different numbers of steps"
 SAME_ORDER = (
@@ -43,29 +42,17 @@ class _Loop:
 
 @dataclasses.dataclass(frozen=True)
 class _Place:
-    """Where a worker was when it started or ended a loop.
+    """Where a worker was when it started or ended a loop."""
 
-    Args:
-      event: "started epoch 2 of fit (dataset 0)".
-      exchanges: by channel, the number of its last exchange.
-      begun: how many steps of the loop around this one it had begun.
-      steps: how many steps the loop that ended has made, in words; "" at a start.
-      digest: of what all workers must have in common there; "" for nothing.
-    """
-
-    event: str
-    exchanges: dict[str, int]
-    begun: int
-    steps: str = ""
-    digest: str = ""
+    event: str  # "started epoch 2 of fit (dataset 0)"
+    exchanges: dict[str, int]  # by channel, the number of its last exchange
+    begun: int  # steps of the enclosing loop
+    steps: str = ""  # that the ended loop has made, as text; "" at a start
+    digest: str = ""  # see `Compared.digest`
 
     @classmethod
     def from_note(cls, note: str) -> _Place:
-        """The place that a note of another worker tells.
-
-        Raises:
-          ValueError: it tells none.
-        """
+        """Parses another worker's note; raises ValueError."""
         fields = parse_object(note.encode())
         exchanges = parse_object(json.dumps(fields.get("exchanges")).encode())
         return cls(
@@ -81,27 +68,19 @@ class _Place:
 
 
 class StepLoops:
-    """The loops of one worker, which all workers start and end in the same order.
-
-    Args:
-      membership: tells how far this worker is, and what the others have left.
-      share_note: everybody's note under a key, by rank; see `HostLink.share_note`.
-    """
+    """This worker's loops; `share_note` is that of `HostLink`."""
 
     def __init__(
-        self,
-        membership: Membership,
-        share_note: Callable[[str, str], dict[int, str]],
+        self, membership: Membership, share_note: Callable[[str, str], dict[int, str]]
     ):
         self._membership = membership
         self._share_note = share_note
-        self._places = 0  # how many starts and ends all workers have come to
+        self._places = 0  # how many starts and ends all workers have reached
         self._is_at_place = False
         self._last_event = "made its strategy"
         self._open: list[_Loop] = []  # outermost first
 
     def start(self, call: str, *, only_within_a_loop: bool) -> None:
-        """See `HostLink.start`."""
         if only_within_a_loop and not self._open:
             return
         self._come_to(f"started {call}", NOTHING_TO_COMPARE, is_end=False)
@@ -114,7 +93,6 @@ class StepLoops:
         name: str,
         compared: Compared = NOTHING_TO_COMPARE,
     ) -> Iterator[None]:
-        """See `HostLink.loop_of_steps`."""
         self._come_to(f"started {name}", compared, is_end=False)
         self._open.append(_Loop(name, made, planned))
         try:
@@ -146,18 +124,18 @@ class StepLoops:
         if len({place.event for place in places.values()}) > 1:
             raise CollectiveError(sentence(_other_order(places)))
         counts = {rank: place.steps for rank, place in places.items()}
-        # "2 times 4" steps may be 7: what cannot be compared has met in its exchanges.
+        # "2 times 4" steps may be 7: such counts were compared by their exchanges.
         if len(set(counts.values())) > 1 and all(map(str.isdigit, counts.values())):
             raise CollectiveError(sentence(_difference(counts)))
         if len({place.digest for place in places.values()}) > 1:
             compared.explain(is_end=is_end)
 
     def _explained(self, error: WorkerLostError, event: str) -> CollectiveError:
-        """`error`, which ended the wait for the others, with its cause if known."""
+        """Replaces `error`, which ended a barrier, by its cause if that is known."""
         membership = self._membership
         reason = membership.failure or ""
         if DIFFERENT in reason or SAME_ORDER in reason:
-            # Nobody is lost: another worker has found that it waits in vain.
+            # No worker is lost: another one has found the difference first.
             return CollectiveError(sentence(reason))
         left = membership.wait_for_news(0.0) or ""
         if not reason and left.endswith(END_OF_SCRIPT):
@@ -171,15 +149,14 @@ class StepLoops:
 
     @property
     def _begun(self) -> int:
-        """How many steps of the innermost open loop were begun."""
         return int(self._open[-1].made().split()[0]) if self._open else 0
 
     def in_vain(self) -> str | None:
-        """Why an exchange of this worker will not end: another one is elsewhere."""
+        """Why an exchange of this worker will never end: another one is elsewhere."""
         if self._is_at_place:
-            return None  # the notes of all workers will tell
+            return None  # the barrier itself will find the difference
         membership = self._membership
-        # Asked before the notes: later it could be that behind the next place.
+        # Read before the notes: read later, they could belong to the next barrier.
         key, begun = self._key, self._begun
         mine = {name: membership.positions[name][membership.rank] for name in CHANNELS}
         for rank, note in membership.notes_under(key).items():
@@ -189,8 +166,8 @@ class StepLoops:
                 return str(error).rstrip(".")
             is_start = not theirs.steps
             is_behind = any(theirs.exchanges[name] < mine[name] for name in CHANNELS)
-            # Not at an end: whoever does not know the number of its steps begins one
-            # more, which finds the end of the input.
+            # Only at a start: without a known number of steps a worker begins one more,
+            # which finds the end of the input.
             if rank != membership.rank and (
                 is_behind or (is_start and theirs.begun < begun)
             ):

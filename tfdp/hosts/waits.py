@@ -1,4 +1,4 @@
-"""Says once of each wait for other workers that it lasts, and for whom."""
+"""Logs each long wait for other workers once, and words the errors of failed ones."""
 
 from __future__ import annotations
 
@@ -21,14 +21,11 @@ from tfdp.hosts.worker_names import name_workers
 NOTICE_SECONDS = 5.0
 
 
-def say_waiting(rank: int, seconds: float, what: str, missing: Sequence[int]) -> None:
+def log_waiting(rank: int, seconds: float, what: str, missing: Sequence[int]) -> None:
     """Logs that worker `rank` waits in `what` for the workers `missing`."""
+    others = name_workers(missing) if missing else "the others"
     logging.warning(
-        "tfdp: Worker %d has waited %.0f seconds in %s for %s.",
-        rank,
-        seconds,
-        what,
-        name_workers(missing) if missing else "the others",
+        f"tfdp: Worker {rank} has waited {seconds:.0f} seconds in {what} for {others}."
     )
 
 
@@ -36,16 +33,16 @@ def say_waiting(rank: int, seconds: float, what: str, missing: Sequence[int]) ->
 def reports_wait_for_barrier(
     rank: int, workers: int, coordinator: str
 ) -> Iterator[set[int]]:
-    """While the workers meet: a set for those that have come, as worker 0 knows."""
+    """Logs a long rendezvous; yields a set for ranks that have arrived at worker 0."""
     present = {rank}
 
-    def say() -> None:
+    def log() -> None:
         missing = sorted(set(range(workers)) - present)
-        # The others hear of nobody before all have come.
+        # Other workers learn the ranks only when all have arrived.
         known = missing if rank == 0 else []
-        say_waiting(rank, NOTICE_SECONDS, f"the meeting at {coordinator}", known)
+        log_waiting(rank, NOTICE_SECONDS, f"the rendezvous at {coordinator}", known)
 
-    timer = threading.Timer(NOTICE_SECONDS, say)
+    timer = threading.Timer(NOTICE_SECONDS, log)
     timer.daemon = True
     timer.start()
     try:
@@ -55,11 +52,7 @@ def reports_wait_for_barrier(
 
 
 class Waits:
-    """What this worker waits in.
-
-    Args:
-      rank: this worker.
-    """
+    """The waits that this worker is in."""
 
     def __init__(self, rank: int):
         self._rank = rank
@@ -71,12 +64,7 @@ class Waits:
     def waiting(
         self, what: str, missing: Callable[[], Sequence[int]]
     ) -> Iterator[None]:
-        """While the block runs this worker waits.
-
-        Args:
-          what: "exchange 12 (number of samples)".
-          missing: the workers that it waits for, as far as they are known.
-        """
+        """Registers a wait during the block; `missing` returns the ranks if known."""
         with self._lock:
             number = next(self._numbers)
             self._open[number] = (time.monotonic(), what, missing)
@@ -87,7 +75,7 @@ class Waits:
                 self._open.pop(number, None)
 
     def look(self) -> None:
-        """Says what has lasted; called now and then, from a thread that never waits."""
+        """Logs long waits; called regularly from a thread that never waits."""
         now = time.monotonic()
         with self._lock:
             lasting = [
@@ -98,19 +86,16 @@ class Waits:
             for number, *_ in lasting:
                 del self._open[number]
         for _, seconds, what, missing in lasting:
-            say_waiting(self._rank, seconds, what, missing())
+            log_waiting(self._rank, seconds, what, missing())
 
 
-# What a worker says when it waited for others in vain.
-
-
-def late_words(workers: str, timeout_seconds: float) -> str:
-    """That `workers` ("worker 1") did not come in time."""
+def late_reason(workers: str, timeout_seconds: float) -> str:
+    """The reason when `workers` ("worker 1") are late."""
     return f"{workers} did not arrive within {timeout_seconds:g} seconds"
 
 
-def say_lost(rank: int, waited_seconds: float, exchange: str, reason: str) -> str:
-    """The message of a wait that ended without the others; logged, too.
+def log_lost(rank: int, waited_seconds: float, exchange: str, reason: str) -> str:
+    """Logs and returns the message of a wait that failed.
 
     TensorFlow buries the error of a Python call, or of a collective, in its own.
     """
@@ -124,16 +109,13 @@ def say_lost(rank: int, waited_seconds: float, exchange: str, reason: str) -> st
     return message
 
 
-# Why an exchange broke, in words: who was late or lost, who closed, who differs.
-
-
-# How long a failure may take to be heard after a connection has broken: more than 3 s
-# by 256 workers on two busy cores. Who hears it sooner waits no longer.
+# How long the reason may arrive after a connection has broken: more than 3 s with 256
+# workers on two busy cores.
 NEWS_SECONDS = 10.0
 
 
 def closed(rank: int, what: str) -> CollectiveError:
-    """For who exchanges, or waits, when this worker's link is closed."""
+    """For a call that uses, or waits on, this worker's closed link."""
     return CollectiveError(
         f"The connections of worker {rank} were closed (by `close()` of the strategy, "
         f"or at the end of the script) when {what}. Close a strategy after its last "
@@ -144,18 +126,11 @@ def closed(rank: int, what: str) -> CollectiveError:
 def out_of_step(
     membership: Membership, workers: int, found: CollectiveMismatch, note_key: str
 ) -> CollectiveError:
-    """For a header that is not of this worker's exchange; it tells of both.
-
-    Args:
-      membership: of this worker.
-      workers: how many there are.
-      found: the two headers.
-      note_key: under which each worker leaves what its last exchange was about.
-    """
+    """For a fingerprint mismatch; each worker leaves its exchange under `note_key`."""
     other = (membership.rank - 1) % workers
     notes: dict[int, str] = {}
-    # The header holds a digest of what the other is at; in words it comes as a note.
-    # Without one the error is less telling, and no less an error.
+    # The header holds only a digest; the other worker's note has the details. Without
+    # the note the error says less.
     with contextlib.suppress(OSError):
         notes = membership.wait_for_notes(
             note_key, lambda notes: other in notes, NEWS_SECONDS
@@ -170,17 +145,17 @@ def out_of_step(
 def damaged(
     rank: int, workers: int, ring: Channel, found: DamagedBlockError
 ) -> CollectiveError:
-    """For a block that is not as it was sent: it names both ends, and what to do."""
+    """For a block that was changed in transit; names both ends."""
     distance = 1
     for each in ring.neighbours:
         if each.receiver is found.receiver:
             break
         distance *= 2
     return CollectiveError(
-        f"What worker {rank} received of worker {(rank - distance) % workers} in "
-        f"{ring.words} is not what was sent: {found}. The network between them or the "
-        "memory of one of the two damages data. Nothing of the block was used; go on "
-        "from the last checkpoint, without the machine or the link that is at fault."
+        f"What worker {rank} received from worker {(rank - distance) % workers} in "
+        f"{ring.description} is not what was sent: {found}. The network between them "
+        "or the memory of one of the two damages data. Nothing of the block was used; "
+        "go on from the last checkpoint, without the machine or link at fault."
     )
 
 
@@ -191,14 +166,14 @@ def why_it_broke(
     error: OSError,
     timeout_seconds: float,
 ) -> str:
-    """Why a connection of the ring broke, or nothing came."""
+    """Why a connection of `ring` broke, or why no data came."""
     is_timeout = isinstance(error, (TimeoutError, BlockingIOError))
-    # A broken connection is felt at once, and who died is heard a moment later. After
-    # a timeout there is nothing to wait for: who is late has not failed.
+    # A broken connection shows at once, the lost worker's rank a moment later. After a
+    # timeout there is nothing to wait for: a late worker has not failed.
     reason = membership.wait_for_news(0.0 if is_timeout else NEWS_SECONDS)
     if reason is None and is_timeout:
         late = membership.late(ring.count, channel)
         who = name_workers(late) if late else "a worker"
-        reason = late_words(who, timeout_seconds)
-        return membership.with_standstill(reason, timeout_seconds)
+        reason = late_reason(who, timeout_seconds)
+        return membership.with_suspension(reason, timeout_seconds)
     return reason or f"a connection of worker {membership.rank} broke ({error})"

@@ -1,4 +1,4 @@
-"""Sockets: whole lines of JSON for agreements, whole buffers for arrays."""
+"""Sockets: JSON lines for control messages, whole buffers for arrays."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from tfdp.hosts.messages import parse_object
 
 SOCKET_BUFFER_BYTES = 4 << 20
 LONGEST_LINE_BYTES = 1 << 20
-# What an announced size takes of memory before anything has come.
+# Memory grows by this much as data arrives; an announced size is not trusted.
 LARGEST_TAKE_BYTES = 1 << 20
-# What is sent at once, by who has it: to wake a thread for it would take longer.
+# Up to this size the caller's thread sends: waking the sender thread takes longer.
 LARGEST_DIRECT_BYTES = 1 << 16
 
-# What a sender's thread does, or whom it tells that it is that far.
+# An action for the sender thread, or an event that it sets on reaching it.
 Queued = Callable[[], None] | threading.Event
 
 
 def tuned(connection: socket.socket) -> socket.socket:
-    """`connection` without delays for small messages, with room for large ones."""
+    """Turns off delays of small messages; makes room for large ones."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
         connection.setsockopt(socket.SOL_SOCKET, option, SOCKET_BUFFER_BYTES)
@@ -37,7 +37,7 @@ def tuned(connection: socket.socket) -> socket.socket:
 
 
 def has_ended(connection: socket.socket) -> bool:
-    """Whether the other side has closed it; asked of one that says nothing now."""
+    """Whether the peer has closed `connection`; data that waits counts as open."""
     timeout_seconds = connection.gettimeout()
     connection.setblocking(False)
     try:
@@ -52,20 +52,15 @@ def has_ended(connection: socket.socket) -> bool:
 
 
 def write_line(connection: socket.socket, message: dict[str, Any]) -> None:
-    """Sends one JSON object as a line."""
+    """Sends one JSON object as a line; `read_line` reads it."""
     connection.sendall(json.dumps(message).encode() + b"\n")
 
 
 def read_line(connection: socket.socket, deadline: float) -> dict[str, Any]:
-    """Reads one line, byte by byte so that nothing of what follows is taken.
+    """Reads one line byte by byte, so that nothing behind it is consumed.
 
-    Args:
-      deadline: for the whole line (`time.monotonic`).
-
-    Raises:
-      TimeoutError: when it has not come by then.
-      ConnectionError: when the other side has closed.
-      ValueError: when what comes is not a line of JSON, or is too long.
+    Raises TimeoutError past `deadline` (`time.monotonic`), ConnectionError if the peer
+    has closed, ValueError for a line that is not JSON, or too long.
     """
     line = bytearray()
     while not line.endswith(b"\n"):
@@ -76,12 +71,7 @@ def read_line(connection: socket.socket, deadline: float) -> dict[str, Any]:
 
 
 def receive_exactly(connection: socket.socket, size: int, deadline: float) -> bytes:
-    """The next `size` bytes, few.
-
-    Raises:
-      TimeoutError: when they have not come by `deadline` (`time.monotonic`).
-      ConnectionError: when the other side has closed.
-    """
+    """The next `size` bytes (few); TimeoutError past `deadline` (`time.monotonic`)."""
     data = b""
     while len(data) < size:
         remaining = deadline - time.monotonic()
@@ -96,7 +86,7 @@ def receive_exactly(connection: socket.socket, size: int, deadline: float) -> by
 
 
 def set_timeout(connection: socket.socket, option: int, seconds: float) -> None:
-    """A timeout that the kernel keeps, so that one call can move a whole buffer."""
+    """Sets a timeout in the kernel, so that one call can move a whole buffer."""
     # Python's own timeout would make the socket non-blocking: each call would then
     # move what fits in the kernel's buffer and poll in between.
     connection.settimeout(None)
@@ -106,20 +96,20 @@ def set_timeout(connection: socket.socket, option: int, seconds: float) -> None:
 
 
 class Sender:
-    """Sends arrays in order, without waiting for who receives them.
+    """Sends arrays in order without waiting for the receiver.
 
-    What is short goes to the kernel at once. For what is long, and for what the kernel
-    does not take, there is a thread of its own, from the first time that it is needed.
+    The caller's thread sends short data. Long data, and data that the kernel does not
+    take at once, go through a sender thread, which starts when first needed.
     """
 
     def __init__(self, connection: socket.socket, timeout_seconds: float):
         self._connection = connection
         self._queue: queue.SimpleQueue[Queued | None] = queue.SimpleQueue()
         self._failure: OSError | None = None
-        # Nothing is queued behind the end of the thread: nobody would ever take it.
+        # Guards the queue: nothing may be queued after the thread's end marker.
         self._queueing = threading.Lock()
         self._is_closed = False
-        # Items that were queued, and that the thread is done with.
+        # Counts of items queued and of items that the thread has finished.
         self._queued = self._done = 0
         self._taken_bytes = 0
         set_timeout(connection, socket.SO_SNDTIMEO, timeout_seconds)
@@ -127,15 +117,10 @@ class Sender:
 
     @property
     def sent_bytes(self) -> int:
-        """What is with the kernel so far."""
         return self._taken_bytes
 
     def send(self, data: np.ndarray | bytes | memoryview) -> None:
-        """Sends or queues `data`, which must stay as it is until it is sent.
-
-        Raises:
-          OSError: when an earlier send has failed, or this end was closed.
-        """
+        """Sends or queues `data`, which must not change until it is sent."""
         view = as_bytes(data)
         with self._queueing:
             if self._failure is not None:
@@ -143,11 +128,7 @@ class Sender:
             self._begin(view)
 
     def flush(self) -> None:
-        """Waits until everything is with the kernel.
-
-        Raises:
-          OSError: when it never will be.
-        """
+        """Waits until the kernel has all data; OSError if that cannot happen."""
         with self._queueing:
             if self._failure is not None:
                 raise self._failure
@@ -159,15 +140,10 @@ class Sender:
         if self._failure is not None:
             raise self._failure
 
-    def see_off(self, until: float) -> None:
-        """Before `close`: waits for what the kernel would not send after it.
-
-        Args:
-          until: when to stop waiting (`time.monotonic`).
-        """
+    def drain(self, until: float) -> None:
+        """Before `close`: waits until `until` for data that `close` would discard."""
 
     def close(self) -> None:
-        """Ends the thread and the connection, sent or not."""
         with self._queueing:
             if self._is_closed:
                 return
@@ -177,26 +153,25 @@ class Sender:
             with contextlib.suppress(OSError):
                 self._connection.shutdown(socket.SHUT_RDWR)
             if self._thread is None:
-                self._connection.close()  # nobody sends: that needs the lock
+                self._connection.close()  # sending needs the lock
                 self._end()
             else:
                 self._queue.put(None)
 
     def _end(self) -> None:
-        """When nothing will be sent any more."""
+        """Called when no more data will be sent."""
 
     def _begin(self, view: memoryview) -> None:
         self._send_or_queue(view)
 
     def _send_or_queue(self, view: memoryview) -> None:
-        """Sends `view` as far as nobody waits for it, and queues the rest."""
+        """Sends what the kernel takes at once, and queues the rest."""
         if self._queued == self._done and view.nbytes <= LARGEST_DIRECT_BYTES:
             view = view[self._send_now(view) :]
         if view.nbytes:
             self._put(functools.partial(self._send_all, view))
 
     def _send_now(self, view: memoryview) -> int:
-        """How many bytes of `view` the kernel takes at once."""
         if not view.nbytes:
             return 0
         try:
@@ -215,16 +190,15 @@ class Sender:
 
     def _put(self, item: Queued) -> None:
         if self._thread is None:
-            self._thread = threading.Thread(
-                target=self._run, name="tfdp-sender", daemon=True
-            )
+            name = "tfdp-sender"
+            self._thread = threading.Thread(target=self._run, name=name, daemon=True)
             self._thread.start()
         self._queued += 1
         self._queue.put(item)
 
     def _run(self) -> None:
-        # The thread that sends is the one that closes: the number of a descriptor that
-        # another one closed could meanwhile be that of another file.
+        # This thread also closes the connection: if another thread closed it, its
+        # descriptor number could already belong to another file.
         with self._connection:
             while (item := self._queue.get()) is not None:
                 if not isinstance(item, threading.Event) and self._failure is None:
@@ -233,16 +207,18 @@ class Sender:
                     except OSError as error:
                         self._failure = self._failure or error
                 self._done += 1
-                # Set after a failure as well: who flushes looks at it then.
+                # Also after a failure: `flush` then raises it.
                 if isinstance(item, threading.Event):
                     item.set()
         self._end()
 
 
 class Receiver:
-    """Receives arrays in order."""
+    """Receives arrays in order.
 
-    #: Adds to what comes without a copy of it (see `ring_sum`), where that can be.
+    `add`, where set, adds received data without copying it first; see `ring.Ends`.
+    """
+
     add: Callable[[np.ndarray, np.ndarray], None] | None = None
 
     def __init__(self, connection: socket.socket, timeout_seconds: float):
@@ -251,13 +227,7 @@ class Receiver:
         set_timeout(connection, socket.SO_RCVTIMEO, timeout_seconds)
 
     def fill(self, array: np.ndarray) -> None:
-        """Fills `array` with what comes.
-
-        Raises:
-          TimeoutError: when nothing came for the timeout.
-          ConnectionError: when the other side has closed.
-          OSError: when this end was closed.
-        """
+        """Fills `array`, or raises TimeoutError, ConnectionError (closed), OSError."""
         view = as_bytes(array)
         with self._receiving:
             while view.nbytes:
@@ -273,7 +243,7 @@ class Receiver:
         return got
 
     def take(self, size_bytes: int) -> bytearray:
-        """The next `size_bytes` bytes; memory is taken as they come."""
+        """The next `size_bytes` bytes; memory is allocated as they arrive."""
         data = bytearray()
         while missing := size_bytes - len(data):
             part = np.empty(min(missing, LARGEST_TAKE_BYTES), np.uint8)
@@ -282,15 +252,14 @@ class Receiver:
         return data
 
     def close(self) -> None:
-        """Ends the connection."""
         with contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
-        with self._receiving:  # see Sender; whoever receives has been woken
+        with self._receiving:  # see `Sender._run`
             self._connection.close()
 
 
 def as_bytes(data: np.ndarray | bytes | memoryview) -> memoryview:
-    """The memory of `data`, whatever its type (bfloat16 has no buffer of its own)."""
+    """The memory of `data` as bytes (bfloat16 does not export a buffer)."""
     if not isinstance(data, np.ndarray):
         return memoryview(data)
     return data.reshape(-1).view(np.uint8).data

@@ -1,15 +1,12 @@
-"""Workers in words."""
+"""Names of workers in messages."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-# Fewer in a row are said one by one.
-LEAST_RUN = 4
-
 
 def name_workers(ranks: Sequence[int]) -> str:
-    """Names workers by their ranks, long runs by their ends.
+    """Names workers by rank; a long run becomes "first to last".
 
     >>> name_workers([1])
     'worker 1'
@@ -22,8 +19,8 @@ def name_workers(ranks: Sequence[int]) -> str:
             runs[-1].append(rank)
         else:
             runs.append([rank])
-    words: list[str] = []
+    names: list[str] = []
     for run in runs:
-        is_long = len(run) >= LEAST_RUN
-        words += [f"{run[0]} to {run[-1]}"] if is_long else map(str, run)
-    return f"worker{'s' * (len(ranks) > 1)} {', '.join(words)}"
+        is_long = len(run) >= 4  # shorter ones are listed rank by rank
+        names += [f"{run[0]} to {run[-1]}"] if is_long else map(str, run)
+    return f"worker{'s' * (len(ranks) > 1)} {', '.join(names)}"
