@@ -174,7 +174,7 @@ def test_a_failing_case_is_told_and_the_rest_still_runs():
     )
     (failure,) = report.failures
     assert isinstance(outcomes[0], Failure)
-    assert "9 GPUs were asked for" in failure.reason
+    assert "9 GPUs were requested" in failure.reason
     assert DeviceError.__name__ in failure.reason
     (result,) = report.results
     assert list(result.arms) == list(REDUCTION_ARMS)

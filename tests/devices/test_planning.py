@@ -131,7 +131,7 @@ def test_hosts_share_states_and_keep_what_they_sum(hosts, shard):
     kept = whole if shard == "none" else 2 * whole
     assert found.parts["exchange"] >= kept
     # A host that trains does not know the rows of others; here they are known.
-    assert not any("shape is not known" in note for note in found.notes)
+    assert not any("shape is unknown" in note for note in found.notes)
 
 
 @pytest.mark.worth_seconds(8)
@@ -268,14 +268,18 @@ def test_the_answer_in_words_and_on_a_page():
         (2, {"replicas": 4}, "2 rows for 4 replicas"),
         (64, {"memory_bytes": 0}, "memory_bytes must be"),
         (64, {"shard": "all"}, "shard must be"),
-        (64, {"hosts": 2, "communication": tfdp.Communication(min_hosts=1)}, "apart"),
+        (
+            64,
+            {"hosts": 2, "communication": tfdp.Communication(min_hosts=1)},
+            "independently",
+        ),
         (64, {"hosts": 2, "shard": tfdp.Sharding(1, "host")}, "this host has one"),
         (
             64,
             {"hosts": 2, "communication": tfdp.Communication(engine="tensorflow")},
-            "before they have met",
+            "needs connected hosts",
         ),
-        ((tf.TensorSpec((None, 3), "float32"),), {}, "one number of rows"),
+        ((tf.TensorSpec((None, 3), "float32"),), {}, "same, fixed number of rows"),
     ],
 )
 def test_bad_arguments(batch, options, message):
@@ -330,7 +334,7 @@ def test_one_trace_says_of_all_rows_what_a_trace_of_each_says(build_model, repli
         assert found.parts["weights"] == expected.parts["weights"]
     (traced,) = once._traced.values()
     # What takes a part of its batch is traced for each number of rows.
-    assert traced.shares_a_trace == (build_model is not halved)
+    assert (traced.shared_trace is None) == (build_model is halved)
 
 
 @pytest.mark.worth_seconds(8)

@@ -37,7 +37,7 @@ def test_what_is_not_known_does_not_fit(build):
     found = plan(build, 4, memory_bytes=2**40)
     assert found.fits is False
     assert found.notes
-    assert "is not known" in Answer("it", found, None, []).sentence
+    assert "unknown" in Answer("it", found, None, []).sentence
 
 
 def test_a_recurrent_layer_is_counted_by_its_turns():

@@ -2,8 +2,9 @@
 
 import pytest
 
-from tfdp.tools.planning.any_rows import AnyRows, NotOfRows, rows_to_trace
-from tfdp.tools.planning.liveness import TURNS, dry_run, lying_in_what_links_keep
+from tfdp.tools.planning.any_rows import AnyRows, UnclearLength, rows_to_trace
+from tfdp.tools.planning.liveness import ORDERS, dry_run, variables_in_link_buffers
+from tfdp.tools.planning.memory_plan import most_peak_bytes, needed_for
 from tfdp.tools.planning.op_rules import (
     Tensor,
     flops_of,
@@ -21,6 +22,11 @@ def peak(*ops, variables=(), results=(), threads=1):
 
 def made(size_bytes, *inputs, **more):
     return Op("MatMul", tuple((i, 0) for i in inputs), (), (size_bytes,), **more)
+
+
+def test_the_margin_and_its_inverse():
+    assert needed_for(100 * 2**20) == 126 * 2**20
+    assert most_peak_bytes(126 * 2**20) == 100 * 2**20
 
 
 def test_a_chain_holds_two_of_its_tensors_at_a_time():
@@ -220,9 +226,9 @@ def test_an_order_of_ops_can_be_asked_for_again():
     ops += [made(1, *range(n, n + 4)) for n in range(5)]
     graph = StepGraph(tuple(ops))
     found = dry_run(graph)
-    alone = [dry_run(graph, turns=(turn,)) for turn in range(TURNS)]
+    alone = [dry_run(graph, orders=(order,)) for order in range(ORDERS)]
     assert found.peak_bytes == max(each.peak_bytes for each in alone)
-    assert dry_run(graph, turns=(found.turn,)) == found
+    assert dry_run(graph, orders=(found.order,)) == found
 
 
 def test_lengths_that_the_rows_divide_are_of_the_batch():
@@ -231,7 +237,7 @@ def test_lengths_that_the_rows_divide_are_of_the_batch():
     assert AnyRows(101, 8).length(7) == 7
     # Halves, and one more or less, are of the batch in a way that is not known.
     for length in (50, 51, 100, 102, 202 - 1, 34, 152):
-        with pytest.raises(NotOfRows, match="101 rows"):
+        with pytest.raises(UnclearLength, match="101 rows"):
             AnyRows(101, 8).length(length)
 
 
@@ -257,13 +263,13 @@ def test_weights_that_a_link_gathered_are_there_once_for_all_replicas():
         for place in (0, 1)
     ]
     ops = (gathered, *assigns)
-    lies_in = lying_in_what_links_keep(ops, stored)
-    assert lies_in == {0: 2, 1: 2}
-    graph = StepGraph(ops, tuple(stored), lies_in=lies_in)
+    in_link_buffer = variables_in_link_buffers(ops, stored)
+    assert in_link_buffer == {0: 2, 1: 2}
+    graph = StepGraph(ops, tuple(stored), in_link_buffer=in_link_buffer)
     found = dry_run(graph, 1)
     assert found.peak_bytes == 200
     assert found.parts == {"weights": 100, "exchange": 100}
     # Of what a link has summed and others computed with nothing lies there.
     scaled = Op("Mul", ((0, 0),), (), (100,))
     assign = Op("AssignVariableOp", ((1, 0),), variable=0, access="assign")
-    assert lying_in_what_links_keep((gathered, scaled, assign), stored) == {}
+    assert variables_in_link_buffers((gathered, scaled, assign), stored) == {}

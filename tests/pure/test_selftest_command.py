@@ -233,7 +233,7 @@ def pretend_gpus(monkeypatch, count):
 @pytest.mark.parametrize("gpus, may_split", [(0, True), (1, False), (2, True)])
 def test_gpus_that_are_not_there_are_no_devices(monkeypatch, gpus, may_split):
     split = pretend_gpus(monkeypatch, gpus)
-    words = f"3 GPUs were asked for, but there are {gpus}"
+    words = f"3 GPUs were requested, but there are {gpus}"
     with pytest.raises(DeviceError, match=words):
         worker_process.set_up_devices("gpu", 3, may_split=may_split)
     assert not split

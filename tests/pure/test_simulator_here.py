@@ -7,8 +7,9 @@ with sums is what is predicted.
 
 import pytest
 
+from tests.support.dense_profile import dense_network
 from tfdp.plan.topology import Topology
-from tfdp.tools.simulator.known import MODELS, dense_network
+from tfdp.tools.simulator.known import MODELS
 from tfdp.tools.simulator.machine import Link, Machine
 from tfdp.tools.simulator.model import Compute, Gradient, ModelProfile
 from tfdp.tools.simulator.step import Training, play_exchange, predict_step

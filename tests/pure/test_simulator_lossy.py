@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from tests.pure.test_simulator_machine_file import MACHINE as MEASURED
+from tests.support.dense_profile import dense_network
 from tests.support.fake_trials import HOSTS, MODEL
 from tfdp.errors import CollectiveError, ConfigurationError, DataError
 from tfdp.files.checked_json import parse_json, with_checksum
@@ -15,8 +16,7 @@ from tfdp.tools.commands import cli
 from tfdp.tools.measuring import one_core
 from tfdp.tools.planning import memory_plan
 from tfdp.tools.simulator import lossy
-from tfdp.tools.simulator.known import dense_network
-from tfdp.tools.simulator.lossy import KEEPING, KNOWN_WAYS, Lossy, known_ways
+from tfdp.tools.simulator.lossy import KEEPING, KNOWN_WAYS, Lossy
 from tfdp.tools.simulator.machine import Link, Machine
 from tfdp.tools.simulator.measured import (
     ROW_BYTES_PER_SECOND,
@@ -166,7 +166,9 @@ def test_steps_with_compression_that_were_measured(name):
     images, rate = STEPS[name]
     # Of 1 Gbit/s 1,448 of 1,514 bytes; a link there takes 0.75 of the cores.
     link = Link(2e-4, 1.25e8 * 1448 / 1514, compute_share=0.75)
-    lossy = known_ways({name: rate}).get(name)
+    lossy = None
+    if name in KNOWN_WAYS:
+        lossy = dataclasses.replace(KNOWN_WAYS[name], bytes_per_second=rate)
     if name in LARGE_SHARES:
         lossy = dataclasses.replace(lossy, large_share=LARGE_SHARES[name])
     training = Training(

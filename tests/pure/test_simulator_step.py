@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from tests.support.dense_profile import dense_network
 from tfdp.errors import ConfigurationError
 from tfdp.plan.topology import Topology
 from tfdp.tools.simulator import failures, model, scaling, step
@@ -15,18 +16,17 @@ from tfdp.tools.simulator.failures import (
     Reliability,
     best_interval_seconds,
     expected_maximum,
-    harmonic,
 )
-from tfdp.tools.simulator.known import HARDWARE, MODELS, dense_network
+from tfdp.tools.simulator.known import HARDWARE, MODELS
 from tfdp.tools.simulator.machine import Link, Machine
 from tfdp.tools.simulator.model import Compute, Gradient, ModelProfile
-from tfdp.tools.simulator.scaling import device_counts, scaling_curve, strong_scaling
+from tfdp.tools.simulator.scaling import device_counts, scaling_curve
 from tfdp.tools.simulator.step import (
     PARTS,
     InputRate,
     Training,
-    play_step,
     predict_step,
+    simulate_step,
 )
 from tfdp.tools.simulator.sums import Stage
 
@@ -83,7 +83,7 @@ def test_sums_that_take_half_of_the_computing_slow_backprop_down():
 
 def test_what_takes_all_of_the_computing_is_added_up():
     once = [Stage("within", 2.0, 1.0)]
-    found = play_step(6.0, [3.0, 5.0, 6.0], [once, once, once])
+    found = simulate_step(6.0, [3.0, 5.0, 6.0], [once, once, once])
     assert found.end_seconds == pytest.approx(12.0)
     assert found.computed_seconds == pytest.approx(10.0)
 
@@ -91,20 +91,26 @@ def test_what_takes_all_of_the_computing_is_added_up():
 def test_levels_work_at_the_same_time():
     both = [Stage("within", 1.0, 0.0), Stage("between", 3.0, 0.0)]
     # Within 0 to 1 and 1 to 2, between 1 to 4 and 4 to 7.
-    assert play_step(0.5, [0.0, 0.0], [both, both]).end_seconds == pytest.approx(7.0)
+    assert simulate_step(0.5, [0.0, 0.0], [both, both]).end_seconds == pytest.approx(
+        7.0
+    )
 
 
 def test_levels_that_need_the_same_cores_take_turns():
     both = [Stage("within", 1.0, 0.6), Stage("between", 3.0, 0.6)]
     # Within 0 to 1, and 1 to 2 by who has waited longer; between 2 to 5 and 5 to 8.
-    assert play_step(0.1, [0.0, 0.0], [both, both]).end_seconds == pytest.approx(8.0)
+    assert simulate_step(0.1, [0.0, 0.0], [both, both]).end_seconds == pytest.approx(
+        8.0
+    )
     half = [Stage("within", 1.0, 0.5), Stage("between", 3.0, 0.5)]
-    assert play_step(0.1, [0.0, 0.0], [half, half]).end_seconds == pytest.approx(7.0)
+    assert simulate_step(0.1, [0.0, 0.0], [half, half]).end_seconds == pytest.approx(
+        7.0
+    )
 
 
 def test_no_bucket_and_no_stage_are_a_step_without_sums():
-    assert play_step(2.0, [], []).end_seconds == 2.0
-    assert play_step(2.0, [1.0], [[]]).end_seconds == 2.0
+    assert simulate_step(2.0, [], []).end_seconds == 2.0
+    assert simulate_step(2.0, [1.0], [[]]).end_seconds == 2.0
 
 
 def test_parts_add_up_and_input_comes_last():
@@ -155,13 +161,6 @@ def test_the_expected_maximum_is_that_of_the_tables():
     }
     found = {count: expected_maximum(count) for count in table}
     assert found == pytest.approx(table, abs=6e-6)
-
-
-def test_harmonic_numbers_go_on_as_they_began():
-    exact = math.fsum(1 / number for number in range(1, 5001))
-    assert harmonic(5000) == pytest.approx(exact, rel=1e-12)
-    assert harmonic(999) + 1 / 1000 == pytest.approx(harmonic(1000), rel=1e-12)
-    assert Jitter(slow_share=0.5, slow_factor=3.0).waiting_share(2) == 1.5
 
 
 @pytest.mark.parametrize("pause, between", [(1.0, 1e4), (30.0, 1e4), (600.0, 1e4)])
@@ -215,11 +214,8 @@ def test_a_cluster_that_always_fails_trains_nothing():
         lambda: ModelProfile("m", ()),
         lambda: Compute(0.0, 1.0),
         lambda: Compute(1.0, 1.0, samples=0),
-        lambda: Compute.from_seconds(1.0, 1, update_share=1.0),
         lambda: Compute.from_flops(THREE, 1, 1e12),
         lambda: Jitter(-0.1),
-        lambda: Jitter(0.1, shape="square"),
-        lambda: Jitter(slow_factor=0.5),
         lambda: Reliability(0.0),
         lambda: Reliability(1.0, checkpoint_interval_seconds=0.0),
         lambda: InputRate(per_host=0.0),
@@ -234,7 +230,6 @@ def test_a_cluster_that_always_fails_trains_nothing():
         ),
         lambda: scaling_curve(TRAINING, []),
         lambda: scaling_curve(TRAINING, range(1, 2000)),
-        lambda: strong_scaling(TRAINING, [3], 4),
         lambda: device_counts(0, 4, 1),
     ],
 )
@@ -247,15 +242,6 @@ def test_what_means_nothing_is_refused_with_what_came(make):
 def test_flops_of_forward_are_a_third():
     found = Compute.from_flops(dense_network("d", (10, 5)), 4, 100.0)
     assert found == Compute(4.0, 8.0, 0.0, 4)
-
-
-def test_a_shared_global_batch_shrinks_each_part():
-    compute = Compute(2.0, 4.0, samples=8)
-    training = dataclasses.replace(TRAINING, compute=compute)
-    found = strong_scaling(training, [1, 2, 3, 4], 8)
-    assert [each.devices for each in found] == [1, 2, 4]
-    assert [each.part_seconds["compute"] for each in found] == [6.0, 3.0, 1.5]
-    assert {each.samples for each in found} == {8}
 
 
 def test_gathered_weights_cost_half_as_much_again():

@@ -9,7 +9,7 @@ from tfdp.plan.sum_ways import LinkSpeed, SumWays
 from tfdp.plan.topology import Topology
 from tfdp.tools.simulator import machine, published, step, sums
 from tfdp.tools.simulator.machine import Link, Machine
-from tfdp.tools.simulator.sums import ALGORITHMS, exchange_stages, sum_seconds
+from tfdp.tools.simulator.sums import ALGORITHMS, exchange_stages
 
 # 10 bytes/s and 1 s within a host, 5 bytes/s (2 cards of 5, half reached) and 3 s
 # between hosts; next to nothing to launch.
@@ -21,6 +21,10 @@ MACHINE = Machine(
     launch_seconds=1e-12,
 )
 HOST, HOSTS = Topology(1, 4), Topology(4, 2)
+
+
+def sum_seconds(*arguments):
+    return sum(stage.seconds for stage in exchange_stages(*arguments))
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from tfdp.errors import ConfigurationError, MissingDependencyError
 from tfdp.tools.commands.cli import make_parser
 from tfdp.tools.commands.tune_processes import TrialFailed, run_module
 from tfdp.tools.commands.tune_run import TuneRun
+from tfdp.tools.tune import words
 from tfdp.tools.tune.space import DEFAULTS, Setting, knobs_of
 from tfdp.tools.tune.tuning import SearchByOptuna
 
@@ -179,8 +180,8 @@ def test_optuna_is_asked_until_nothing_is_left():
     space = Space(HOSTS, knobs_of(HOSTS), MODEL)
     search = SearchByOptuna(space, space.settings, trials=4)
     asked = []
-    while (setting := search.ask()) is not None:
-        search.tell(setting, None if len(asked) % 3 == 0 else float(len(asked)))
+    while (setting := search.next_setting()) is not None:
+        search.record(setting, None if len(asked) % 3 == 0 else float(len(asked)))
         asked.append(setting)
     assert sorted(map(repr, asked)) == sorted(map(repr, space.settings))
 
@@ -202,6 +203,12 @@ def test_optuna_is_asked_until_nothing_is_left():
 def test_processes_that_come_to_a_bad_end(program, message):
     with pytest.raises(TrialFailed, match=message):
         run_module(["-c", program], 1.0 if "sleep" in program else 60.0)
+
+
+def test_gains_and_speeds_in_words():
+    gains = [words._faster(gain) for gain in (0.034, -0.5, 0.0004)]
+    assert gains == ["3.4% faster", "50.0% slower", "as fast"]
+    assert [words._speed(each) for each in (1234.56, 0.12345)] == ["1,234.6", "0.123"]
 
 
 @pytest.mark.parametrize(

@@ -1,16 +1,11 @@
-"""The table of benchmark cases. Adding a case is adding a row."""
+"""The table of benchmark cases; to add a case, add a row."""
 
 from __future__ import annotations
 
 import dataclasses
 
 STOCK_DEFAULT = "stock-default"
-REDUCTION_ARMS = (
-    STOCK_DEFAULT,
-    "stock-hierarchical-copy",
-    "stock-one-device",
-    "tfdp",
-)
+REDUCTION_ARMS = (STOCK_DEFAULT, "stock-hierarchical-copy", "stock-one-device", "tfdp")
 TRAINING_ARMS = ("one-device", STOCK_DEFAULT, "tfdp", "tfdp-open-batch")
 
 
@@ -19,14 +14,12 @@ class Case:
     """One thing to measure, for several arms.
 
     Args:
-      name: what `--case` takes.
-      suite: "allreduce" times reductions of a list of gradients, "train" times
-        training steps, "execution" calls of several.
-      subject: a key of `gradient_sets.GRADIENT_SETS` or `models.MODELS`.
-      quick_subject: the small one that `--quick` takes instead.
+      suite: "allreduce" times reductions of a list of gradients, "train" training
+        steps, "execution" calls of several steps.
+      subject: a key of `gradient_sets.GRADIENT_SETS` or `subjects.MODELS`.
+      quick_subject: the small one of `--quick`.
       arms: keys of `arms.ARMS`, in the order of the table.
-      calls: reductions, training steps or executions per arm and repeat.
-      description: one line for `--list`.
+      calls: reductions, steps or executions per arm and repeat.
     """
 
     name: str
@@ -98,7 +91,7 @@ _ROWS: tuple[Case, ...] = (
         suite="execution",
         subject="mlp-tiny-in-tens",
         quick_subject="mlp-tiny-in-tens",
-        # The default of a stock strategy fails there (Keras issue 19246).
+        # There a stock strategy fails by default (Keras issue 19246).
         arms=("one-device", "stock-one-device", "tfdp"),
         calls=10,
         description="the same with steps_per_execution=10",
@@ -107,11 +100,11 @@ _ROWS: tuple[Case, ...] = (
 
 CASES = {case.name: case for case in _ROWS}
 SUITES = tuple(dict.fromkeys(case.suite for case in _ROWS))
-# Executions are by name only.
+# Executions run only by name.
 DEFAULT_SUITES = ("allreduce", "train")
 
-# How the names of suites, cases and arms begin that scripts of the repository measure,
-# and not this command -> the script in the folder `benchmarks`.
+# Prefixes of suites, cases and arms that a script of the repository measures instead of
+# this command -> the script in the folder `benchmarks`.
 SCRIPTS = {
     "checkpoint": "checkpoint",
     "compression": "compression",
@@ -130,11 +123,7 @@ SCRIPTS = {
 def select_cases(
     suite: str | None = None, names: list[str] | None = None
 ) -> list[Case]:
-    """The cases of a suite (None: of the default ones), or those that `names` lists.
-
-    >>> [case.name for case in select_cases("train")]
-    ['train-mlp', 'train-cnn', 'train-words', 'train-tiny']
-    """
+    """The cases of a suite (None: of the default ones), or those in `names`."""
     return [
         case
         for case in _ROWS

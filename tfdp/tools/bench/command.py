@@ -34,12 +34,12 @@ from tfdp.tools.report.text import format_table
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the options of `tfdp bench`."""
-    _add_what_is_measured(parser)
-    _add_where_it_is_measured(parser)
-    _add_how_it_is_measured(parser)
+    _add_subject_options(parser)
+    _add_device_options(parser)
+    _add_timing_options(parser)
 
 
-def _add_what_is_measured(parser: argparse.ArgumentParser) -> None:
+def _add_subject_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "suite",
         nargs="?",
@@ -71,7 +71,7 @@ def _add_what_is_measured(parser: argparse.ArgumentParser) -> None:
 
 
 def _name_among(known: Collection[str]) -> Callable[[str], str]:
-    """Names the script, where a name is not `known` and a script measures its kind."""
+    """Points to the script that measures a name that is not `known`."""
 
     def checked(name: str) -> str:
         for start, script in SCRIPTS.items():
@@ -85,7 +85,7 @@ def _name_among(known: Collection[str]) -> Callable[[str], str]:
     return checked
 
 
-def _add_where_it_is_measured(parser: argparse.ArgumentParser) -> None:
+def _add_device_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--devices",
         nargs="+",
@@ -116,7 +116,7 @@ def _add_where_it_is_measured(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_how_it_is_measured(parser: argparse.ArgumentParser) -> None:
+def _add_timing_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--repeats",
         type=integer_from(1),
@@ -133,7 +133,7 @@ def _add_how_it_is_measured(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--quick",
         action="store_true",
-        help="tiny subjects, 2 repeats: shows that it runs, says nothing of speed",
+        help="tiny subjects, 2 repeats: a smoke test, not a measurement",
     )
     parser.add_argument("--json", metavar="PATH", help="also write all figures here")
     parser.add_argument(
@@ -146,10 +146,7 @@ def _add_how_it_is_measured(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Runs `tfdp bench`; returns the exit code.
-
-    1 when a case failed, 2 when what was asked for cannot be, or could not be written.
-    """
+    """Runs `tfdp bench`; returns 1 if a case failed, 2 for invalid options."""
     try:
         return _run(options)
     except ConfigurationError as error:
@@ -168,7 +165,7 @@ def _run(options: argparse.Namespace) -> int:
         print(format_cases(cases))
         return 0
     refuse_bad_place("--json", options.json)
-    _refuse_what_does_not_fit(options, cases)
+    _check_options(options, cases)
     report = run_requests(
         [request for case in cases for request in _requests(options, case)],
         command=shlex.join(["tfdp", *sys.argv[1:]]),
@@ -199,8 +196,7 @@ def _requests(options: argparse.Namespace, case: Case) -> list[Request]:
     ]
 
 
-def _refuse_what_does_not_fit(options: argparse.Namespace, cases: list[Case]) -> None:
-    """Raises ConfigurationError for options that do not go together."""
+def _check_options(options: argparse.Namespace, cases: list[Case]) -> None:
     if options.workers == 1:
         wrong = [arm for arm in options.arms if arm not in ARMS]
         if wrong:
@@ -229,23 +225,15 @@ def _show(outcome: CaseResult | Failure) -> None:
         print(format_result(outcome), end="\n\n", flush=True)
 
 
-# Results as text for the terminal.
-
-
 def format_cases(cases: Sequence[Case]) -> str:
-    """The `--list` table.
-
-    >>> from tfdp.tools.bench.cases import select_cases
-    >>> print(format_cases(select_cases("train")).splitlines()[0].split()[0])
-    case
-    """
+    """The `--list` table."""
     rows = [("case", "what it measures", "arms")]
     rows += [(case.name, case.description, ", ".join(case.arms)) for case in cases]
     return format_table(rows)
 
 
 def format_heading(report: Report) -> str:
-    """Machine, versions and command: what the figures belong to."""
+    """Machine, versions and command that the figures belong to."""
     machine = report.machine
     memory = machine["memory_bytes"]
     memory_text = f", {memory / 2**30:.0f} GiB" if memory else ""
@@ -264,28 +252,20 @@ def format_heading(report: Report) -> str:
 def format_result(result: CaseResult) -> str:
     """One case: a line per arm with its median, spread and ratios.
 
-    Brackets hold the quartiles: half of the repeats lie between them.
+    Brackets hold the quartiles.
     """
+    settings = result.settings
     if "local_batch" in result.subject:
         unit = "images/s"
         figures = {n: spread(arm.items_per_second) for n, arm in result.arms.items()}
     else:
         unit = "ms"
         figures = {
-            name: spread([1000 * seconds for seconds in arm.seconds])
-            for name, arm in result.arms.items()
+            n: spread([1000 * seconds for seconds in arm.seconds])
+            for n, arm in result.arms.items()
         }
-    references = [
-        reference
-        for reference in dict.fromkeys(
-            [
-                STOCK_DEFAULT,
-                result.best_stock,
-                *result.settings.get("reference_arms", ()),
-            ]
-        )
-        if reference is not None and reference in result.arms
-    ]
+    wanted = [STOCK_DEFAULT, result.best_stock, *settings.get("reference_arms", ())]
+    references = [name for name in dict.fromkeys(wanted) if name in result.arms]
     ratio_titles = [f"times as fast as {reference}" for reference in references]
     efficiencies = efficiency(result)
     if efficiencies:
@@ -297,12 +277,9 @@ def format_result(result: CaseResult) -> str:
     for name, figure in figures.items():
         ratios = [_ratio(result, name, reference) for reference in references]
         if efficiencies:
-            figures_of_one = efficiencies.get(name)
-            ratios.append(
-                _with_quartiles(spread(figures_of_one), "{:.2f}".format)
-                if figures_of_one
-                else ""
-            )
+            own = efficiencies.get(name)
+            text = _with_quartiles(spread(own), "{:.2f}".format) if own else ""
+            ratios.append(text)
         if is_counted:
             sent = result.arms[name].facts["sent_bytes_per_call"]
             ratios.append(_number(max(sent) / 1e6))
@@ -310,14 +287,14 @@ def format_result(result: CaseResult) -> str:
         span = f"{_number(figure.minimum)} .. {_number(figure.maximum)}"
         rows.append((name, middle, span, *ratios))
     notes = [f"left out: {reason}" for reason in result.left_out.values()]
-    if "load_before_and_after" in result.settings:
-        before, after = result.settings["load_before_and_after"]
+    if "load_before_and_after" in settings:
+        before, after = settings["load_before_and_after"]
         notes.append(f"load of the machine before {before:.1f}, after {after:.1f}")
     return "\n".join([_title(result), format_table(rows), *notes])
 
 
 def format_failure(failure: Failure) -> str:
-    """A case that gave no figures."""
+    """A case, or an arm of it, without figures."""
     arm = f", {failure.arm}" if failure.arm else ""
     return f"{failure.case}{arm}, {failure.devices} devices: FAILED: {failure.reason}"
 

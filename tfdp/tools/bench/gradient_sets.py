@@ -1,4 +1,4 @@
-"""Lists of gradient shapes to reduce: those of known models, and a tiny one."""
+"""Lists of gradient shapes to reduce: of known models, and synthetic ones."""
 
 from __future__ import annotations
 
@@ -10,16 +10,12 @@ Shapes = list[tuple[int, ...]]
 
 
 def count_parameters(shapes: Shapes) -> int:
-    """Numbers in all tensors together.
-
-    >>> count_parameters([(2, 3), (3,)])
-    9
-    """
+    """Number of elements in all tensors together."""
     return sum(math.prod(shape) for shape in shapes)
 
 
 def _tiny() -> Shapes:
-    # One large, one odd and several small tensors; and a scalar.
+    # One large, one odd and several small tensors, and a scalar.
     return [(64, 64), (7, 13, 3), (64,), (64,), (5,), ()]
 
 
@@ -32,7 +28,7 @@ def _resnet50() -> Shapes:
 
 
 def _small_cnn() -> Shapes:
-    """Those of the model "cnn-1m": 8 tensors, 1,199,882 numbers."""
+    """The model "cnn-1m": 8 tensors, 1,199,882 numbers."""
     convolutions: Shapes = [(3, 3, 1, 32), (32,), (3, 3, 32, 64), (64,)]
     return [*convolutions, (9216, 128), (128,), (128, 10), (10,)]
 
@@ -42,10 +38,7 @@ def _equal(tensors: int, numbers: int) -> Callable[[], Shapes]:
 
 
 def _widening() -> Shapes:
-    """222 tensors, 25,405,440 numbers: of all sizes, as those of a network are.
-
-    Blocks as transformers have them, in five widths.
-    """
+    """222 tensors, 25,405,440 numbers, of all sizes: transformer blocks in 5 widths."""
     found: Shapes = []
     for width, blocks in ((64, 16), (128, 8), (256, 8), (512, 4), (1024, 1)):
         square, wide, narrow = (width, width), (width, 4 * width), (4 * width, width)
@@ -57,8 +50,8 @@ def _widening() -> Shapes:
 def _bert_base() -> Shapes:
     """BERT-base, uncased: 199 tensors, 109,482,240 numbers.
 
-    Devlin et al. 2018, 12 layers, width 768, feed-forward 3,072; 30,522 word pieces,
-    512 positions and 2 segment types, with the pooler and without a task's head.
+    Devlin et al. 2018: 30,522 word pieces, 512 positions and 2 segment types, with the
+    pooler, without a task's head.
     """
     width, feed_forward, layers = 768, 3072, 12
     norm: Shapes = [(width,), (width,)]
@@ -82,7 +75,7 @@ GRADIENT_SETS: dict[str, Callable[[], Shapes]] = {
     "bert-base": _bert_base,
     "cnn-1m": _small_cnn,
     "tiny": _tiny,
-    # From which the costs of a bucket and of a byte are taken.
+    # The measurement of a link's latency and rate uses these (`tfdp measure`).
     "equal-1x1m": _equal(1, 1 << 20),
     "equal-64x16k": _equal(64, 1 << 14),
     "equal-4x256k": _equal(4, 1 << 18),

@@ -1,4 +1,4 @@
-"""A run of this Python with a deadline, which is ended with all that it has started."""
+"""Runs this Python with a deadline, and ends it with every process it started."""
 
 from __future__ import annotations
 
@@ -16,13 +16,7 @@ GRACE_SECONDS = 15.0
 
 
 class ProcessFailed(Exception):
-    """It came to a bad end.
-
-    Args:
-      how: it ended, in words that go on a line.
-      last_lines: of what it printed.
-      took_too_long: whether it was stopped at its deadline.
-    """
+    """`how` the process ended, for use in one line, and the last lines of output."""
 
     def __init__(self, how: str, last_lines: Sequence[str], took_too_long: bool):
         super().__init__("\n".join([*last_lines, how]))
@@ -32,18 +26,10 @@ class ProcessFailed(Exception):
 
 
 def run_python(words: Sequence[str], timeout_seconds: float, **more: str) -> list[str]:
-    """Runs this Python with `words`, and ends it and all that it has started.
+    """Runs this Python with the arguments `words`; returns its last output lines.
 
-    Args:
-      words: after the interpreter.
-      timeout_seconds: the most that it may take.
-      **more: variables of its environment.
-
-    Returns:
-      The last lines that it printed.
-
-    Raises:
-      ProcessFailed: it failed or took too long.
+    `more` are environment variables. Raises ProcessFailed if it fails or takes longer
+    than the timeout; then its process group is ended.
     """
     process = None
     with ended_together():
@@ -75,10 +61,10 @@ def run_python(words: Sequence[str], timeout_seconds: float, **more: str) -> lis
 
 @contextlib.contextmanager
 def ended_together() -> Iterator[None]:
-    """While this lasts, SIGTERM and SIGHUP end the process that runs, and then this.
+    """Makes SIGTERM and SIGHUP end the running child process before this one.
 
-    It is in a session of its own, where a terminal's signals do not come. Only the main
-    thread hears signals: in another one nothing changes.
+    The child is in a session of its own, which a terminal does not signal. Signal
+    handlers run in the main thread only: in other threads this does nothing.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -87,8 +73,7 @@ def ended_together() -> Iterator[None]:
     def leave(number: int, frame: Any) -> None:
         raise SystemExit(128 + number)
 
-    # One that is ignored, as SIGHUP under nohup, stays so; one that somebody else hears
-    # is theirs.
+    # Keep ignored signals (SIGHUP under nohup) and other code's handlers.
     before = {
         number: signal.signal(number, leave)
         for number in (signal.SIGTERM, signal.SIGHUP)
@@ -103,18 +88,18 @@ def ended_together() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _signals_held() -> Iterator[None]:
-    """Signals that come while this lasts are heard at its end.
+    """Defers signals until the end of the block.
 
-    A process that is being started runs, maybe for long on busy cores, before anybody
-    here can name it: a signal that raised then would leave it behind. They are not
-    blocked by the system, since the process would inherit that.
+    While Popen runs there is no process object yet (for long on busy cores): an
+    exception raised by a handler would leave the child behind. Blocking the signals
+    instead would be inherited by the child.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    came: list[int] = []
+    received: list[int] = []
     before = {
-        each: signal.signal(each, lambda number, _: came.append(number))
+        each: signal.signal(each, lambda number, _: received.append(number))
         for each in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
         if callable(signal.getsignal(each))
     }
@@ -123,15 +108,15 @@ def _signals_held() -> Iterator[None]:
     finally:
         for each, handler in before.items():
             signal.signal(each, handler)
-        for number in came:
+        for number in received:
             signal.raise_signal(number)
 
 
 def _end(process: subprocess.Popen) -> str:
-    """Asks a process to end, which a launcher hands on, and kills what is left."""
+    """Terminates a process, which a launcher forwards, and kills what is left."""
     process.terminate()
     try:
-        # Not until its output ends: what it has started may hold that, and stay.
+        # Not until its output ends: surviving grandchildren may hold the pipe open.
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(GRACE_SECONDS)
     finally:  # also when a second signal ends the wait

@@ -1,4 +1,4 @@
-"""What the runner asks of a worker."""
+"""What the runner sends to a worker."""
 
 from __future__ import annotations
 
@@ -12,21 +12,20 @@ from tfdp.tools.bench.processes.arms import GROUP_ARMS
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """One case on one number of devices, as the command line travels to the worker.
+    """One case on one number of devices.
 
     Args:
-      case: what to measure.
       devices: number of replicas; with several workers, of each.
       workers: processes, one core each; 1 measures within one process.
       repeats: figures per arm.
       arms: keys of `arms.ARMS`, with several workers of `processes.arms.GROUP_ARMS`;
         empty for the case's own.
-      quick: take the case's small subject and two calls per repeat.
-      device_type: "cpu" makes `devices` logical CPUs, "gpu" takes the first GPUs.
-      intra_op_threads: threads of one TensorFlow op. One, so that a logical CPU
-        stands for one core and more devices means more hardware.
-      warmup_calls: calls per arm before anything is timed.
-      subject: what to run instead of the case's own.
+      quick: use the case's small subject, and two calls per repeat.
+      device_type: "cpu" makes `devices` logical CPUs, "gpu" uses the first GPUs.
+      intra_op_threads: threads of one TensorFlow op. With 1 a logical CPU stands for a
+        core, and more devices for more hardware.
+      warmup_calls: untimed calls per arm.
+      subject: overrides the case's own.
     """
 
     case: Case
@@ -42,12 +41,11 @@ class Request:
 
     @classmethod
     def from_json(cls, plain: Mapping[str, Any]) -> Request:
-        """The request whose `dataclasses.asdict` travelled as JSON."""
+        """The inverse of `dataclasses.asdict`."""
         return cls(**{**plain, "case": Case(**plain["case"])})
 
     @property
     def arm_names(self) -> tuple[str, ...]:
-        """The arms to run."""
         if self.arms:
             return tuple(self.arms)
         if self.workers == 1:
@@ -71,7 +69,7 @@ class Request:
         return 2 if self.quick else self.case.calls
 
     def settings(self) -> dict[str, Any]:
-        """What decides the figures, for the record."""
+        """The settings that determine the figures, for the report."""
         return {
             "repeats": self.repeats,
             "calls_per_repeat": self.calls,

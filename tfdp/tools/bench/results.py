@@ -1,4 +1,4 @@
-"""Figures of a case, and what is made of them: medians, spreads, ratios."""
+"""Figures of a case, and their medians, spreads and ratios."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tfdp.tools.bench.processes.arms import ONE_PROCESS
 
 @dataclasses.dataclass(frozen=True)
 class Spread:
-    """Where a set of figures lies."""
+    """The distribution of a set of figures."""
 
     median: float
     minimum: float
@@ -23,11 +23,7 @@ class Spread:
 
 
 def spread(figures: Sequence[float]) -> Spread:
-    """Median, extremes and quartiles of at least one figure.
-
-    >>> spread([1.0, 2.0, 3.0, 4.0, 9.0]).median
-    3.0
-    """
+    """Median, extremes and quartiles of at least one figure."""
     if len(figures) == 1:
         quartiles = [figures[0]] * 3
     else:
@@ -43,12 +39,9 @@ def spread(figures: Sequence[float]) -> Spread:
 
 @dataclasses.dataclass(frozen=True)
 class ArmResult:
-    """What one arm took.
+    """Seconds per call, one figure per repeat.
 
-    Args:
-      seconds: per call, one figure per repeat.
-      items_per_call: images of a training step over all replicas; 1 for a reduction.
-      facts: what else is worth keeping, such as the last loss.
+    `items_per_call`: images of a training step over all replicas; 1 for a reduction.
     """
 
     seconds: tuple[float, ...]
@@ -62,10 +55,9 @@ class ArmResult:
 
 
 def relative_speed(arm: ArmResult, reference: ArmResult) -> tuple[float, ...]:
-    """How many times faster `arm` was than `reference`, repeat by repeat.
+    """How many times as fast `arm` was as `reference`, repeat by repeat.
 
-    Figures of the same repeat stand beside each other in time, so the machine's slow
-    minutes cancel out of the ratio.
+    Figures of a repeat are close in time: a slow minute of the machine cancels out.
     """
     pairs = zip(arm.items_per_second, reference.items_per_second, strict=True)
     return tuple(mine / theirs for mine, theirs in pairs)
@@ -75,13 +67,8 @@ def relative_speed(arm: ArmResult, reference: ArmResult) -> tuple[float, ...]:
 class CaseResult:
     """One case on one number of devices.
 
-    Args:
-      case, suite: as in `cases.Case`.
-      devices: number of replicas.
-      subject: what was reduced or trained, with its sizes.
-      settings: repeats, calls, threads and what else decides the figures.
-      arms: name -> figures, in the order of the table.
-      left_out: name -> why an arm was not timed.
+    `subject` has the sizes, `settings` the repeats, calls and the like; `arms` are in
+    the order of the table; `left_out` says why an arm was not timed.
     """
 
     case: str
@@ -103,7 +90,7 @@ class CaseResult:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data: the figures, and for readers the spreads and ratios."""
+        """Plain data: the figures, with spreads and ratios for readers."""
         plain = dataclasses.asdict(self)
         plain["best_stock"] = self.best_stock
         efficiencies = efficiency(self)
@@ -121,27 +108,20 @@ class CaseResult:
 
     @classmethod
     def from_json(cls, plain: Mapping[str, Any]) -> CaseResult:
-        """The result that `to_json` wrote; derived figures are made anew."""
+        """The inverse of `to_json`; derived figures are recomputed."""
         arms = {
             name: ArmResult(tuple(row["seconds"]), row["items_per_call"], row["facts"])
             for name, row in plain["arms"].items()
         }
-        return cls(
-            case=plain["case"],
-            suite=plain["suite"],
-            devices=plain["devices"],
-            subject=plain["subject"],
-            settings=plain["settings"],
-            arms=arms,
-            left_out=plain["left_out"],
-        )
+        fields = {each.name: plain[each.name] for each in dataclasses.fields(cls)}
+        return cls(**{**fields, "arms": arms})
 
 
 def efficiency(result: CaseResult) -> dict[str, tuple[float, ...]]:
-    """By arm, its images/s over those of as many single processes, repeat by repeat.
+    """By arm, images/s over those of equally many single processes, repeat by repeat.
 
-    W workers with the efficiency 1 are W times as fast as one process on one core.
-    Without the arms whose one process was not run.
+    With efficiency 1, W workers are W times as fast as one process on one core. Arms
+    without a measured single process are left out.
     """
     found = {}
     for name, arm in result.arms.items():

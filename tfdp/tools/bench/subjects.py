@@ -12,22 +12,24 @@ if TYPE_CHECKING:
     import keras
 
 
+#: From the input's shape, without the batch, and the number of classes.
+Build = Callable[[tuple[int, ...], int], Any]
+
+
 @dataclasses.dataclass(frozen=True)
 class BenchmarkModel:
-    """A model to train on synthetic images, or words.
+    """A model to train on synthetic images or token sequences.
 
     Args:
       build: makes the Keras model, not yet compiled.
-      input_shape: of one image, without the batch.
-      classes: number of labels.
-      words: how many words there are, for models whose input they are: whole numbers,
-        by Zipf's law, so that some occur often in a batch. 0: images.
-      momentum: of the optimizer. Without it an update touches the rows of the words of
-        a batch only, with it the whole table.
-      steps_per_execution: steps that one call of the training function makes.
+      words: vocabulary size of models on tokens, which are drawn by Zipf's law so that
+        some repeat within a batch; 0: images.
+      momentum: of the optimizer. Without it an update touches only a batch's rows of a
+        table, with it the whole table.
+      steps_per_execution: steps in one call of the training function.
     """
 
-    build: Callable[[tuple[int, ...], int], keras.Model]
+    build: Build
     input_shape: tuple[int, ...]
     classes: int = 10
     words: int = 0
@@ -35,64 +37,42 @@ class BenchmarkModel:
     steps_per_execution: int = 1
 
 
-def _mlp(width: int) -> Callable[[tuple[int, ...], int], keras.Model]:
+def _mlp(width: int) -> Build:
     def build(input_shape: tuple[int, ...], classes: int) -> keras.Model:
         from keras import Input, Sequential, layers
 
-        return Sequential(
-            [
-                Input(input_shape),
-                layers.Dense(width, activation="relu"),
-                layers.Dense(width, activation="relu"),
-                layers.Dense(classes),
-            ]
-        )
+        hidden = [layers.Dense(width, activation="relu") for _ in range(2)]
+        return Sequential([Input(input_shape), *hidden, layers.Dense(classes)])
 
     return build
 
 
-def _cnn(filters: int, width: int) -> Callable[[tuple[int, ...], int], keras.Model]:
+def _cnn(filters: int, width: int) -> Build:
     def build(input_shape: tuple[int, ...], classes: int) -> keras.Model:
         from keras import Input, Sequential, layers
 
-        return Sequential(
-            [
-                Input(input_shape),
-                layers.Conv2D(filters, 3, activation="relu"),
-                layers.Conv2D(2 * filters, 3, activation="relu"),
-                layers.MaxPooling2D(),
-                layers.Flatten(),
-                layers.Dense(width, activation="relu"),
-                layers.Dense(classes),
-            ]
-        )
+        images = Input(input_shape)
+        found = [layers.Conv2D(n, 3, activation="relu") for n in (filters, 2 * filters)]
+        found += [layers.MaxPooling2D(), layers.Flatten()]
+        found += [layers.Dense(width, activation="relu"), layers.Dense(classes)]
+        return Sequential([images, *found])
 
     return build
 
 
-def _words(words: int, width: int) -> Callable[[tuple[int, ...], int], keras.Model]:
+def _words(words: int, width: int) -> Build:
     def build(input_shape: tuple[int, ...], classes: int) -> keras.Model:
         from keras import Input, Sequential, layers
 
-        return Sequential(
-            [
-                Input(input_shape, dtype="int32"),
-                layers.Embedding(words, width),
-                layers.GlobalAveragePooling1D(),
-                layers.Dense(classes),
-            ]
-        )
+        tokens = Input(input_shape, dtype="int32")
+        hidden = [layers.Embedding(words, width), layers.GlobalAveragePooling1D()]
+        return Sequential([tokens, *hidden, layers.Dense(classes)])
 
     return build
 
 
-def _transformer(
-    words: int, width: int, heads: int, depth: int
-) -> Callable[[tuple[int, ...], int], keras.Model]:
-    """Vaswani et al. 2017's encoder, normalized first, over the words of a text.
-
-    It is not told their places: what it computes counts here, not what it learns.
-    """
+def _transformer(words: int, width: int, heads: int, depth: int) -> Build:
+    """Vaswani et al. 2017's encoder, normalized first, without positions."""
 
     def build(input_shape: tuple[int, ...], classes: int) -> keras.Model:
         from keras import Input, Model, layers
@@ -111,7 +91,7 @@ def _transformer(
     return build
 
 
-def _resnet(blocks: int, filters: int) -> Callable[[tuple[int, ...], int], keras.Model]:
+def _resnet(blocks: int, filters: int) -> Build:
     """He et al. 2016, section 4.2: three stages of blocks of two 3 x 3 convolutions."""
 
     def build(input_shape: tuple[int, ...], classes: int) -> keras.Model:
@@ -165,24 +145,21 @@ MODELS = {
 }
 
 
-# The images that training arms train on, the same for every arm.
-
-
 LOCAL_BATCH = 64
 BATCHES_IN_MEMORY = 8
 SEED = 1
-# Word n occurs as often as n to the minus this: texts have some 1.0 to 1.2.
+# Word n occurs proportionally to n to the minus this: 1.0 to 1.2 in texts.
 ZIPF_EXPONENT = 1.2
 
 
 def make_images(
     model: BenchmarkModel, global_batch: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Images, or words, and labels of all global batches, the same for every arm."""
+    """Inputs and labels of all global batches, the same for every arm."""
     random = np.random.default_rng(SEED)
     count = BATCHES_IN_MEMORY * global_batch
     if model.words:
-        # What is beyond the last word is drawn from all of them.
+        # Draw uniformly what exceeds the vocabulary.
         words = random.zipf(ZIPF_EXPONENT, (count, *model.input_shape)) - 1
         beyond = words >= model.words
         words[beyond] = random.integers(model.words, size=np.count_nonzero(beyond))

@@ -1,7 +1,7 @@
-"""Work in a process of its own, which starts TensorFlow afresh and may crash or hang.
+"""Runs work in a fresh process, with its own TensorFlow, which may crash or hang.
 
-What to do comes as JSON in the worker's first argument; what it found goes as JSON into
-the file named by the second.
+The request is JSON in the worker's first argument; the result is JSON in the file named
+by the second.
 """
 
 from __future__ import annotations
@@ -22,12 +22,7 @@ SPLIT_GPU_MIB = 4096
 
 
 class WorkerFailed(Exception):
-    """It left no result; says how it ended, and what it printed last.
-
-    Args:
-      how: it ended.
-      last_lines: of what it printed.
-    """
+    """The worker left no result; `how` it ended, and the last lines of its output."""
 
     def __init__(self, how: str, last_lines: Sequence[str] = ()):
         super().__init__("\n".join([how, *last_lines]))
@@ -36,27 +31,20 @@ class WorkerFailed(Exception):
 
     @property
     def in_a_line(self) -> str:
-        """How it ended, and the last that it printed."""
         return ": ".join([self.how, *self.last_lines[-1:]])
 
 
 def run_worker(
-    module: str, asked: Mapping[str, Any], timeout_seconds: float, **more: str
+    module: str, request: Mapping[str, Any], timeout_seconds: float, **more: str
 ) -> Any:
-    """What the worker found.
+    """Runs `module`, which calls `answer`, on a plain-data request; returns its result.
 
-    Args:
-      module: run as a program; it calls `answer`.
-      asked: plain data for it.
-      timeout_seconds: after which it is stopped, with all that it has started.
-      **more: variables of its environment.
-
-    Raises:
-      WorkerFailed: it ended with an error, or had to be stopped.
+    `more` are environment variables. Raises WorkerFailed if it fails or takes longer
+    than the timeout; then every process it started is ended.
     """
     with tempfile.TemporaryDirectory(prefix="tfdp-") as folder:
         result_path = pathlib.Path(folder, "result.json")
-        words = ["-m", module, json.dumps(asked), str(result_path)]
+        words = ["-m", module, json.dumps(request), str(result_path)]
         try:
             last_lines = run_python(words, timeout_seconds, **more)
         except ProcessFailed as error:
@@ -67,32 +55,28 @@ def run_worker(
 
 
 def answer(arguments: list[str], find: Callable[[dict[str, Any]], Any]) -> None:
-    """The worker's part: what `find` returns for what was asked goes into the file."""
-    # What TensorFlow prints while it starts would bury a worker's own error.
+    """The worker's side: writes what `find` returns for the request to the file."""
+    # TensorFlow's start-up log would bury a worker's own error.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-    asked, result_path = arguments
-    write_json(result_path, find(json.loads(asked)))
+    request, result_path = arguments
+    write_json(result_path, find(json.loads(request)))
 
 
 def set_up_devices(
     device_type: str, count: int, *, may_split: bool = False
 ) -> list[str]:
-    """Their names; TensorFlow must not have started.
+    """Creates the devices, before TensorFlow starts; returns their names.
 
     Args:
-      device_type: "cpu" makes `count` logical CPUs, "gpu" takes the first GPUs.
-      count: of the devices.
-      may_split: whether the only GPU of a machine is cut into `count` logical ones.
-
-    Raises:
-      DeviceError: when there are fewer GPUs than asked for.
+      device_type: "cpu" makes `count` logical CPUs, "gpu" uses the first GPUs.
+      may_split: whether a machine's only GPU is split into `count` logical ones.
     """
     import tensorflow as tf
 
     import tfdp
 
     if device_type == "cpu":
-        # On a machine with GPUs, too, only the logical CPUs are to be used.
+        # Hide the GPUs: only the logical CPUs are to be used.
         tf.config.set_visible_devices([], "GPU")
         return tfdp.use_virtual_devices(count)
     gpus = tf.config.list_physical_devices("GPU")
@@ -101,7 +85,7 @@ def set_up_devices(
         tf.config.set_logical_device_configuration(gpus[0], [part] * count)
     elif len(gpus) < count:
         raise DeviceError(
-            f"{count} GPUs were asked for, but there are {len(gpus)}. Ask for fewer, "
-            "or for --device-type cpu."
+            f"{count} GPUs were requested, but there are {len(gpus)}. Request fewer, "
+            "or use --device-type cpu."
         )
     return [f"GPU:{index}" for index in range(count)]

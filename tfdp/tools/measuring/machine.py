@@ -1,4 +1,4 @@
-"""Measures a machine: models' steps without sums, and sums without models."""
+"""Measures a machine: steps of models without sums, and sums without models."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tfdp.tools.simulator.sums import moved_in_process
 
 LOOPBACK = "loopback"
 PLACES = tuple(Place(*each) for each in ((1, 1), (1, 2), (1, 4), (2, 1), (2, 2)))
-#: Model -> the case that says how many calls make a figure.
+#: Model -> the case that determines the calls per figure.
 CASES_OF_MODELS = {
     "mlp-20m": "train-mlp",
     "cnn-1m": "train-cnn",
@@ -41,7 +41,7 @@ CASES_OF_MODELS = {
 }
 SUM_CASE = "allreduce-resnet50"
 WITHIN, BETWEEN = Place(1, 2), Place(2, 1)
-# Of 102 MB in eight ways; they differ by a few hundredths.
+# Of 102 MB with eight methods; repeats differ by a few per cent.
 MOST_CODINGS = 5
 
 
@@ -56,22 +56,14 @@ def measure_machine(
     say: Callable[[str], None] = lambda line: None,
     others: Sequence[MeasuredModel] = (),
 ) -> MeasuredMachine:
-    """What the simulator needs to know of this machine.
+    """Measures what the simulator needs about this machine.
 
-    Args:
-      models: keys of CASES_OF_MODELS.
-      places: where each model's step is measured; 1 x 1 first.
-      link: between two processes: LOOPBACK, or a rate in the words of `tc`, which
-        needs root.
-      repeats: figures of each arm; their medians count.
-      quick: two calls for each figure, which shows that it runs.
-      timeout_seconds: the most that the processes of one arm may take.
-      say: told what is going on.
-      others: models that were measured before.
+    `models` (keys of CASES_OF_MODELS) are measured in every place, 1 x 1 first;
+    `others` were measured before. `link` between two processes is LOOPBACK, or a rate
+    as `tc` takes it, as root. `quick`: a smoke test. `say` receives progress messages.
 
-    Raises:
-      CollectiveError: an arm failed; with its last lines.
-      DeviceError: the link cannot be made here.
+    Raises CollectiveError if an arm fails or takes longer than the timeout, DeviceError
+    if the link cannot be created here.
     """
     load, cores = os.getloadavg()[0], usable_cores()
     of_one = {place.replicas for place in places if place.processes == 1}
@@ -84,9 +76,9 @@ def measure_machine(
         )
     say(f"sums between two processes, {link}")
     between = measure_link(BETWEEN, link, cores, repeats, quick, timeout_seconds)
-    say("how fast a core makes gradients small")
+    say("gradient compression on one core")
     coding = measure_coding(min(repeats, MOST_CODINGS), quick, timeout_seconds)
-    say("how fast a core adds rows of a table")
+    say("sums of table rows on one core")
     rows = measure_rows(repeats, quick, timeout_seconds)
     measured = {}
     for name in models:
@@ -126,13 +118,10 @@ def measure_link(
     quick: bool,
     timeout_seconds: float,
 ) -> Link:
-    """The link of a place: between the replicas of one process, or two processes.
+    """The link between the replicas of one process, or between processes.
 
-    Several processes stay on a core each, where there are as many, and what sums take
-    is a part of these.
-
-    Raises:
-      CollectiveError, DeviceError: as `measure_machine`.
+    Several processes are pinned to a core each, if there are enough; the compute share
+    of sums refers to these.
     """
     with contextlib.ExitStack() as stack:
         is_shaped = link != LOOPBACK
@@ -142,7 +131,7 @@ def measure_link(
 
 
 def sums_for_link(place: Place, repeats: int, quick: bool) -> list[tuple[str, Request]]:
-    """The arms that `link_of` needs the figures of."""
+    """The arms whose figures `link_of` needs."""
     return [
         (place.arm, place.request(SUM_CASE, name, repeats, quick))
         for name in _sets(place).names
@@ -150,13 +139,7 @@ def sums_for_link(place: Place, repeats: int, quick: bool) -> list[tuple[str, Re
 
 
 def link_of(place: Place, found: Sequence[Figures], cores: int) -> Link:
-    """The link of a place.
-
-    Args:
-      place: one process, or several with one replica each.
-      found: of the arms of `sums_for_link`.
-      cores: that are usable here.
-    """
+    """The link of one process, or of several with one replica each, from its sums."""
     sets = _sets(place)
     times = {
         name: SumTimes(
@@ -169,7 +152,7 @@ def link_of(place: Place, found: Sequence[Figures], cores: int) -> Link:
         moved = moved_in_process(place.replicas)
         return fit_link(sets, times, moved, rounds=place.replicas, cores=cores)
     hops = place.processes - 1
-    # Each has one to itself, where there are as many.
+    # One each, if there are enough.
     cores = min(cores, place.processes)
     moved_bytes = 2 * hops / place.processes
     return fit_link(sets, times, moved_bytes, rounds=2 * hops, cores=cores)
@@ -180,7 +163,7 @@ def _sets(place: Place) -> SumSets:
 
 
 def profile_from(name: str, figures: Figures) -> ModelProfile:
-    """The model as the process that trained it has described it."""
+    """The model profile that the process which trained it reported."""
     said: dict[str, Any] = figures.facts["profile"]
     return ModelProfile(
         name,
@@ -189,35 +172,26 @@ def profile_from(name: str, figures: Figures) -> ModelProfile:
     )
 
 
-# Latency and rate of a link from three sums. Pure.
-#
-# Of a few tensors, of the same bytes in more tensors, and of many bytes: 4 MB, 4 MB and
-# 102 MB. With t their times and u the units of each, by which a sum has its latency,
+# Latency and rate of a link from three sums: 4 MB in few tensors, 4 MB in many, and 102
+# MB. With their times t and units u, each of which costs one latency,
 #
 #     seconds of a unit  c = (t of many - t of few) / (u of many - u of few)
 #     bytes per second   work of (102 MB - 4 MB)
 #                        / (t of 102 MB - t of 4 MB - c (u of 102 MB - u of 4 MB))
 #
-# The many bytes are tensors of all sizes, as a model has them: what is larger than the
-# caches takes longer, and so does what is packed, and cores share large tensors and
-# small ones less evenly than equal ones. Between processes a unit is a bucket: 4 MB are
-# one, or two where tensors have 1 MB: what a tensor takes besides its bytes is in the
-# rate. Within a process nothing is packed and a unit is a tensor, of which each replica
-# adds some: there are 64 at least, so that all cores add. What a call costs besides,
-# from Python into TensorFlow and back, falls out of both.
-
-
+# The 102 MB are tensors of all sizes, as in a model: they exceed caches, are packed and
+# shared unevenly by cores. Between processes a unit is a bucket (one or two for 4 MB);
+# what a tensor costs besides its bytes is in the rate. Within a process nothing is
+# packed: a unit is a tensor, of which each replica sums some, and 64 keep all cores
+# busy. The cost of a call from Python cancels out.
 LEAST_SECONDS = 1e-7
 
 
 @dataclasses.dataclass(frozen=True)
 class SumSets:
-    """Three of `gradient_sets.GRADIENT_SETS`.
+    """Keys of GRADIENT_SETS: 4 MB in few and in many equal tensors, and 102 MB.
 
-    Args:
-      few, many: names, of 4 MB in few and in many equal tensors.
-      large: name, of 102 MB.
-      packed: whether a unit is a bucket; else it is a tensor.
+    `packed`: whether a unit is a bucket instead of a tensor.
     """
 
     few: str
@@ -227,15 +201,14 @@ class SumSets:
 
     @property
     def names(self) -> tuple[str, str, str]:
-        """Of all three."""
         return (self.few, self.many, self.large)
 
     def tensors(self, name: str) -> list[int]:
-        """Of a set, the bytes of each tensor."""
+        """Bytes of each tensor of a set."""
         return [FLOAT32_BYTES * math.prod(shape) for shape in GRADIENT_SETS[name]()]
 
     def units(self, name: str) -> int:
-        """Of a set, as tfdp plans them by default."""
+        """Units of a set, as tfdp plans them by default."""
         tensors = self.tensors(name)
         if not self.packed:
             return len(tensors)
@@ -254,7 +227,7 @@ WITHIN_SETS = SumSets("equal-64x16k", "equal-256x4k", "widening", packed=False)
 
 @dataclasses.dataclass(frozen=True)
 class SumTimes:
-    """Of one of the sets: seconds of a call, and those of a processor."""
+    """Seconds of a call, and processor seconds, of one of the sets."""
 
     seconds: float
     processor_seconds: float
@@ -267,15 +240,11 @@ def fit_link(
     rounds: int,
     cores: int,
 ) -> Link:
-    """A link that takes as long as was measured.
+    """The link that takes as long as was measured.
 
-    Args:
-      sets: what was summed.
-      times: of each of them.
-      bytes_of_work: for each byte of a sum what is moved, by the simulator's formula:
-        replicas + 1 within a host, 2 (p - 1) / p between p processes.
-      rounds: latencies of a sum by that formula.
-      cores: that the processes may use together.
+    By the simulator's formula a sum has `rounds` latencies, and moves `bytes_of_work`
+    per byte: replicas + 1 within a host, 2 (p - 1) / p between p processes. `cores` are
+    those that the processes may use together.
     """
     few, many, large = (times[name] for name in (sets.few, sets.many, sets.large))
     sizes = {name: sum(sets.tensors(name)) for name in sets.names}

@@ -1,7 +1,7 @@
-"""What one core of this machine does: it codes gradients, and adds rows of a table.
+"""What one core achieves: gradient compression, and sums of table rows.
 
-In a process of its own, whose TensorFlow has one thread:
-`python -m tfdp.tools.measuring.one_core`.
+It runs in a process with single-threaded TensorFlow: `python -m
+tfdp.tools.measuring.one_core`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {
     "power_sgd": ("PowerSGD", {"rank": 1, "start_step": 0}),
 }
 PEERS = 2
-# Of two replicas, each with a batch of texts: rows of 256 bytes.
+# Two replicas, each with a batch of texts; rows of 256 bytes.
 PARTS, ROWS, WIDTH, WORDS = 2, 20_480, 64, 200_000
 SEED = 1
 
@@ -45,56 +45,42 @@ def measure_coding(
 ) -> dict[str, float]:
     """Bytes of gradients a second of one core, by the names of `KNOWN_WAYS`.
 
-    Args:
-      repeats: figures of each way; their medians count.
-      quick: few and small gradients, which shows that it runs.
-      timeout_seconds: the most that it may take.
-
-    Raises:
-      CollectiveError: it failed, or took too long; with its last lines.
+    `quick`: few and small gradients, as a smoke test. Raises CollectiveError if it
+    fails or takes too long.
     """
     return _run("coding", repeats, quick, timeout_seconds)
 
 
 def measure_rows(repeats: int, quick: bool, timeout_seconds: float) -> float:
-    """Bytes of rows a second that one core joins and adds, as a replica does.
-
-    Args:
-      repeats: figures; their median counts.
-      quick: one figure, which shows that it runs.
-      timeout_seconds: the most that it may take.
-
-    Raises:
-      CollectiveError: it failed, or took too long; with its last lines.
-    """
+    """Bytes of rows a second that a core joins and sums; raises as `measure_coding`."""
     return _run("rows", 1 if quick else repeats, quick, timeout_seconds)
 
 
 def _run(what: str, repeats: int, quick: bool, timeout_seconds: float) -> Any:
-    asked = {"what": what, "repeats": repeats, "quick": quick}
+    request = {"what": what, "repeats": repeats, "quick": quick}
     try:
-        return run_worker("tfdp.tools.measuring.one_core", asked, timeout_seconds)
+        return run_worker("tfdp.tools.measuring.one_core", request, timeout_seconds)
     except WorkerFailed as error:
         raise CollectiveError(f"measuring {what} on one core failed: {error}") from None
 
 
-def _find(asked: dict[str, Any]) -> Any:
+def _find(request: dict[str, Any]) -> Any:
     take_one_thread()
-    if asked["what"] == "rows":
-        return _rows_bytes_per_second(asked["repeats"])
+    if request["what"] == "rows":
+        return _rows_bytes_per_second(request["repeats"])
     from tfdp import compression
 
     methods = {
         way: getattr(compression, name)(**arguments)
         for way, (name, arguments) in WAYS.items()
     }
-    shapes = GRADIENT_SETS["tiny" if asked["quick"] else "resnet50"]()
-    found = time_coding(methods, shapes, asked["repeats"])
+    shapes = GRADIENT_SETS["tiny" if request["quick"] else "resnet50"]()
+    found = time_coding(methods, shapes, request["repeats"])
     return {way: dense / statistics.median(s) for way, (dense, _, s) in found.items()}
 
 
 def take_one_thread() -> None:
-    """One thread for all that TensorFlow does: a core stands for a host."""
+    """Limits TensorFlow to one thread: a core stands for a host."""
     import tensorflow as tf
 
     tf.config.threading.set_intra_op_parallelism_threads(1)
@@ -104,16 +90,11 @@ def take_one_thread() -> None:
 def time_coding(
     methods: Mapping[str, Method], shapes: Sequence[tuple[int, ...]], repeats: int
 ) -> dict[str, tuple[int, float, list[float]]]:
-    """What a host does in a step but for sending: encode, decode of two peers, add.
+    """Times a host's step without sending: encode, decode of two peers, add.
 
-    Args:
-      methods: by name; they take turns.
-      shapes: of the gradients; each method codes those that it takes.
-      repeats: figures of each.
-
-    Returns:
-      By name: the bytes of the gradients, the bytes sent in their place by each of two
-      peers, and the seconds of each repeat.
+    The methods take turns; each codes the gradients that it supports. Returns by name
+    the bytes of the gradients, the bytes that each of two peers sends instead, and the
+    seconds of each repeat.
     """
     prepared = {name: _prepare(method, shapes) for name, method in methods.items()}
     seconds: dict[str, list[float]] = {name: [] for name in methods}
@@ -128,7 +109,7 @@ def time_coding(
 
 
 class _Echo:
-    """Two peers; the other one sends what this one sends."""
+    """A group of two peers; the other one echoes this one."""
 
     size = PEERS
     place = 0
@@ -151,7 +132,7 @@ class _Echo:
 def _prepare(
     method: Method, shapes: Sequence[tuple[int, ...]]
 ) -> tuple[Callable[[], object], int, float]:
-    """One exchange, warmed up; the bytes of its gradients, and those that are sent."""
+    """One exchange, warmed up; the bytes of its gradients, and those sent."""
     import tensorflow as tf
 
     taken = [shape for shape in shapes if method.takes("", shape, "float32")]
@@ -163,8 +144,7 @@ def _prepare(
         {name: tf.ones(size) for name, size in method.slots(shape).items()}
         for shape in taken
     ]
-
-    # Variables: what hangs on constants alone TensorFlow computes once.
+    # Variables, since TensorFlow computes functions of constants only once.
     steps = tf.Variable(0, dtype=tf.int64)
     held = [tf.Variable(value) for value in values]
 
@@ -172,7 +152,7 @@ def _prepare(
     def exchange() -> list[tf.Tensor]:
         now = [value.read_value() for value in held]
         found = method.exchange(now, slots, _Echo(), steps.assign_add(1))
-        # One number of each, so that all are made and few are handed out.
+        # One number of each: all are computed, little is returned.
         made = [*found.sums, *found.left]
         return [tf.reduce_sum(tf.reshape(value, [-1])[:1]) for value in made]
 

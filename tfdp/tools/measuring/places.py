@@ -1,4 +1,4 @@
-"""Measures arms of one arrangement: so many processes of so many replicas, in turns."""
+"""Times arms in one arrangement of processes and replicas, in turns."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tfdp.tools.bench.request import Request
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Processes of this machine, and replicas of each.
+    """An arrangement: processes of this machine, and replicas of each.
 
     >>> str(Place(2, 1)), Place(1, 4).arm, Place(2, 2).without_sums
     ('2x1', 'tfdp-in-process', 'tfdp-sockets-no-sums')
@@ -28,16 +28,14 @@ class Place:
 
     @property
     def arm(self) -> str:
-        """What trains there."""
         return "tfdp-in-process" if self.processes == 1 else "tfdp-sockets"
 
     @property
     def without_sums(self) -> str:
-        """The same, and nobody sends anything."""
+        """The same arm without any exchange."""
         return f"{self.arm}{NO_SUMS}"
 
     def request(self, case: str, subject: str, repeats: int, quick: bool) -> Request:
-        """What the processes are asked for."""
         return Request(
             CASES[case],
             devices=self.replicas,
@@ -53,12 +51,9 @@ class Place:
 
 @dataclasses.dataclass
 class Figures:
-    """Of one arm.
+    """Of one arm, by repeat: seconds of a call, and processor seconds of all processes.
 
-    Args:
-      seconds: of a call, one for each repeat.
-      processor_seconds: of a call, of all processes together.
-      facts: what process 0 said when it was ready.
+    `facts`: what process 0 reported when it was ready.
     """
 
     seconds: list[float] = dataclasses.field(default_factory=list)
@@ -71,15 +66,10 @@ def measure_place(
     timeout_seconds: float,
     hosts: TwoHosts | None = None,
 ) -> list[Figures]:
-    """The figures of some arms; all live at once and take turns.
+    """The figures of some arms (with equal repeats); all live at once and take turns.
 
-    Args:
-      wanted: arms of `GROUP_ARMS`, each with what it measures; alike in their repeats.
-      timeout_seconds: the most that each of them may take for everything.
-      hosts: where the processes live; None: here.
-
-    Raises:
-      CollectiveError: a process ended or took too long; with its last lines.
+    `hosts`: where the processes run; None: here. Raises CollectiveError if a process
+    ends or takes longer than the timeout for everything.
     """
     found = [Figures() for _ in wanted]
     with contextlib.ExitStack() as stack:

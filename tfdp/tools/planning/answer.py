@@ -1,4 +1,4 @@
-"""What `tfdp plan` answers: as a table, as values for a file, and as a page."""
+"""The result of `tfdp plan`: as text tables, as JSON, and as an HTML page."""
 
 from __future__ import annotations
 
@@ -23,14 +23,7 @@ WAY_TITLES = ("setting", "peak", "fits", "more FLOPs", "sent in a step")
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """A plan, and what was looked at besides.
-
-    Args:
-      model: its name on the command line.
-      plan: of the setting that was asked about.
-      largest: of the largest batch that fits; None: none does, or it was not asked.
-      ways: settings that need less.
-    """
+    """A plan (`plan`), the largest batch that fits, and settings that need less."""
 
     model: str
     plan: MemoryPlan
@@ -39,7 +32,7 @@ class Answer:
 
     @property
     def sentence(self) -> str:
-        """The answer in words."""
+        """The result as a sentence."""
         plan = self.plan
         of = f"a replica of {plan.replicas}" if plan.replicas > 1 else "one replica"
         text = (
@@ -50,10 +43,7 @@ class Answer:
             return f"{text}."
         given = _megabytes(plan.memory_bytes)
         if not plan.is_known:
-            return (
-                f"{text}, and perhaps much more: whether it fits in {given} is not "
-                "known."
-            )
+            return f"{text}, perhaps much more: whether it fits in {given} is unknown."
         if plan.fits:
             spare = 1 - plan.peak_bytes / plan.memory_bytes
             return f"{text}. It fits in {given}, with {spare:.0%} to spare."
@@ -63,7 +53,7 @@ class Answer:
         )
 
     def part_rows(self) -> list[tuple[str, str, str]]:
-        """Part, size and share, in the order of the page."""
+        """(part, size, share), in the order of COLOURS."""
         plan = self.plan
         return [
             (part, _megabytes(plan.parts[part]), f"{share:.0%}")
@@ -72,7 +62,6 @@ class Answer:
         ]
 
     def way_rows(self) -> list[tuple[str, ...]]:
-        """One row for each setting."""
         return [
             (
                 way.name,
@@ -85,35 +74,29 @@ class Answer:
         ]
 
     def fact_rows(self) -> list[tuple[str, str]]:
-        """What else was found."""
         plan = self.plan
         rows = [
             ("FLOPs of a replica in a step", f"{plan.flops:.3g}"),
             ("sent by a replica in a step", _megabytes(plan.sent_bytes)),
-            ("shard", plan.shard + _remat_in_words(plan.remat)),
+            ("shard", plan.shard + _remat_text(plan.remat)),
         ]
         if plan.host_parts:
             rows.append(
                 ("of the host's memory, by a replica", _megabytes(plan.host_bytes))
             )
-        if self.largest is not None:
-            rows.append(
-                (
-                    "largest batch that fits",
-                    f"{_at_least(self.largest)} rows for each replica "
-                    f"({_megabytes(self.largest.peak_bytes)})",
-                )
-            )
         notes = list(plan.notes)
-        if self.largest is not None and self.largest.larger_may_fit:
-            notes.append(
-                f"whether more than {self.largest.local_rows} rows fit: no larger "
-                "batch was looked at"
-            )
+        if self.largest is not None:
+            size = _megabytes(self.largest.peak_bytes)
+            text = f"{_at_least(self.largest)} rows for each replica ({size})"
+            rows.append(("largest batch that fits", text))
+            if self.largest.larger_may_fit:
+                notes.append(
+                    f"whether more than {self.largest.local_rows} rows fit: no larger "
+                    "batch was tried"
+                )
         return [*rows, *(("not known", note) for note in notes)]
 
     def print(self) -> None:
-        """Prints the sentence and the tables."""
         from rich.console import Console
         from rich.table import Table
 
@@ -136,7 +119,6 @@ class Answer:
             console.print(table)
 
     def to_json(self) -> dict[str, Any]:
-        """All of it, for a file."""
         return {
             "model": self.model,
             "plan": self.plan.to_json(),
@@ -145,31 +127,32 @@ class Answer:
         }
 
     def page(self) -> str:
-        """The HTML page."""
+        """An HTML page: bars in SVG, no script, no other file."""
         bars = [(f"{self.plan.local_rows} rows", dict(self.plan.parts))]
         if self.largest is not None:
             name = f"{_at_least(self.largest)} rows, the most that fit"
             bars.append((name, dict(self.largest.parts)))
-        return draw_plan(
+        tables: list[tuple[str, Sequence[str], Sequence[Sequence[str]]]] = [
+            ("Memory by part", ("part", "bytes", "share"), self.part_rows()),
+            ("Besides", ("", ""), self.fact_rows()),
+            ("Ways to need less", WAY_TITLES, self.way_rows()),
+        ]
+        shown = {part for _, parts in bars for part in parts}
+        return html_page(
             f"tfdp plan: {self.model}",
-            self.sentence,
-            bars,
-            [
-                ("Memory by part", ("part", "bytes", "share"), self.part_rows()),
-                ("Besides", ("", ""), self.fact_rows()),
-                ("Ways to need less", WAY_TITLES, self.way_rows()),
-            ],
-            self.plan.memory_bytes,
+            f"<p>{html.escape(self.sentence)}</p>",
+            legend({part: colour for part, colour in COLOURS.items() if part in shown}),
+            _picture(bars, self.plan.memory_bytes),
+            *(html_table(*table) for table in tables if table[2]),
+            style=TABLE_STYLE,
         )
 
 
 def _at_least(plan: MemoryPlan) -> str:
-    return (
-        f"at least {plan.local_rows}" if plan.larger_may_fit else f"{plan.local_rows}"
-    )
+    return f"{'at least ' if plan.larger_may_fit else ''}{plan.local_rows}"
 
 
-def _remat_in_words(remat: bool | str) -> str:
+def _remat_text(remat: bool | str) -> str:
     if not remat:
         return ""
     policy = f'(policy="{remat}")' if isinstance(remat, str) else ""
@@ -180,10 +163,7 @@ def _megabytes(size_bytes: int) -> str:
     return f"{size_bytes / 1e6:,.1f} MB"
 
 
-# A plan as one HTML page with pictures: bars in SVG, no script, no other file.
-
-
-# In the order in which they are drawn: what stays first, what comes and goes last.
+# Drawn in this order: what stays in memory first, what comes and goes last.
 COLOURS = {
     "weights": "#1f5fa8",
     "slots": "#7a4fa0",
@@ -196,37 +176,8 @@ COLOURS = {
     "scratch": "#bbbbbb",
 }
 _WIDTH, _LEFT, _RIGHT, _BAR, _GAP, _TOP = 1000, 300, 110, 26, 12, 30
-# Narrower parts are not drawn.
+# Thinner parts (in pixels) are not drawn.
 _THINNEST = 0.2
-
-Table = tuple[str, Sequence[str], Sequence[Sequence[str]]]
-
-
-def draw_plan(
-    title: str,
-    sentence: str,
-    bars: Sequence[tuple[str, Mapping[str, int]]],
-    tables: Sequence[Table],
-    memory_bytes: int | None = None,
-) -> str:
-    """The page.
-
-    Args:
-      title: the heading.
-      sentence: the answer in words.
-      bars: what each one is of, and its parts in bytes.
-      tables: (heading, titles of the columns, rows).
-      memory_bytes: where a line is drawn; None: nowhere.
-    """
-    shown = {part for _, parts in bars for part in parts}
-    return html_page(
-        title,
-        f"<p>{html.escape(sentence)}</p>",
-        legend({part: colour for part, colour in COLOURS.items() if part in shown}),
-        _picture(bars, memory_bytes),
-        *(html_table(*table) for table in tables if table[2]),
-        style=TABLE_STYLE,
-    )
 
 
 def _picture(
@@ -245,8 +196,13 @@ def _picture(
         for part, colour in COLOURS.items():
             size_bytes = parts.get(part, 0)
             if size_bytes * scale >= _THINNEST:
-                lines.append(_box(x, y, size_bytes * scale, colour, part, size_bytes))
-                x += size_bytes * scale
+                width = size_bytes * scale
+                lines.append(
+                    f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="{_BAR}" '
+                    f'fill="{colour}"><title>{part}: {_megabytes(size_bytes)}</title>'
+                    "</rect>"
+                )
+                x += width
         total = sum(parts.values())
         lines.append(svg_text(x + 6, y + 17, f"{total / 1e6:,.0f} MB", "start"))
     if memory_bytes is not None:
@@ -254,12 +210,3 @@ def _picture(
         lines.append(svg_line(x, 18, x, height - 4, "#a00", 2))
         lines.append(svg_text(x, 12, f"memory: {memory_bytes / 1e6:,.0f} MB", "middle"))
     return "\n".join([*lines, "</svg>"])
-
-
-def _box(
-    x: float, y: float, width: float, colour: str, part: str, size_bytes: int
-) -> str:
-    return (
-        f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="{_BAR}" '
-        f'fill="{colour}"><title>{part}: {size_bytes / 1e6:,.1f} MB</title></rect>'
-    )

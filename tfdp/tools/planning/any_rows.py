@@ -1,9 +1,9 @@
-"""A step traced once and read for any number of rows.
+"""A step traced once and converted to any number of rows.
 
-A step is traced for a prime number of rows that divides no other length of the model.
-Whatever length of its tensors is a multiple of it is the batch, as often as it divides;
-all others have nothing to do with it. TensorFlow builds a few ops otherwise for small
-tensors: zeros of fewer than 1,000 numbers are a constant, which is not counted.
+It is traced for a prime number of rows that divides no other length of the model, so a
+tensor length that is a multiple of it is the batch; all others are independent of it.
+TensorFlow builds a few ops differently for small tensors: zeros of fewer than 1,000
+elements are a constant, which is not counted.
 """
 
 from __future__ import annotations
@@ -11,33 +11,29 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection, Iterable
 
-# A batch is made, of zeros, to trace a step.
+# Tracing allocates one batch of zeros of at most this size.
 MOST_BATCH_BYTES = 2**28
-# Between these: so few that batches are made soon, so many that no length is met by
-# chance.
+# Small enough to make the batch quickly, large enough to avoid chance matches.
 LEAST_ROWS, MOST_ROWS = 101, 1021
-# Parts of a batch that a model may take: to these of it, and one row more or less.
+# Fractions of a batch that a model may take, give or take one row.
 PARTS = ((1, 1), (1, 2), (1, 3), (1, 4), (2, 1), (3, 2), (2, 3))
 
 
-class NotOfRows(ValueError):
-    """The step has lengths that are near a part of its rows and no multiple of them."""
+class UnclearLength(ValueError):
+    """A length is near a fraction of the rows but no multiple of them."""
 
 
 class AnyRows:
-    """Lengths of a step that was traced for `traced` rows, for other rows.
+    """Converts lengths traced for `traced` rows (a prime) to `wanted` rows.
 
-    Args:
-      traced: a prime number.
-      wanted: rows; at least 1.
-      fixed: lengths that are known to be no part of a batch.
+    `fixed`: lengths that are independent of the batch.
 
     >>> rows = AnyRows(101, 8)
     >>> [rows.length(each) for each in (101, 768, 404, 101 * 101)]
     [8, 768, 32, 64]
     >>> rows.length(50)
     Traceback (most recent call last):
-    tfdp.tools.planning.any_rows.NotOfRows: 50 is near a part of 101 rows
+    tfdp.tools.planning.any_rows.UnclearLength: 50 is near a part of 101 rows
     """
 
     def __init__(self, traced: int, wanted: int, fixed: Collection[int] = ()):
@@ -45,13 +41,9 @@ class AnyRows:
         self._doubtful = near_parts(traced) - set(fixed)
 
     def length(self, size: int) -> int:
-        """For the wanted rows.
-
-        Raises:
-          NotOfRows: it may depend on the rows in another way.
-        """
+        """`size` for the wanted rows; UnclearLength if that is ambiguous."""
         if size in self._doubtful:
-            raise NotOfRows(f"{size} is near a part of {self._traced} rows")
+            raise UnclearLength(f"{size} is near a part of {self._traced} rows")
         times = 1
         while size and size % self._traced == 0:
             size //= self._traced
@@ -60,7 +52,7 @@ class AnyRows:
 
 
 def near_parts(rows: int) -> set[int]:
-    """Lengths that halves, thirds and the like of so many rows have, or one more."""
+    """Lengths of halves, thirds and the like of `rows`, give or take one."""
     found = {
         rows * above // below + more
         for (above, below), more in itertools.product(PARTS, (-1, 0, 1))
@@ -71,18 +63,12 @@ def near_parts(rows: int) -> set[int]:
 def rows_to_trace(
     input_lengths: Iterable[int], other_lengths: Iterable[int], row_bytes: int
 ) -> int | None:
-    """For how many rows a step is traced; None: there is no such number.
+    """For how many rows to trace a step; None: no suitable number.
 
-    Args:
-      input_lengths: of one row of the batch, such as the sides of images, of which
-        layers may make halves.
-      other_lengths: of the weights.
-      row_bytes: of the rows of all replicas that are traced.
+    `row_bytes`: of one row of every traced replica. Layers may halve `input_lengths`.
 
     >>> rows_to_trace([64], [768, 10_000], 256)
     1021
-    >>> rows_to_trace([224, 224, 3], [64, 1000], 602_112) is None
-    False
     """
     own, others = set(input_lengths), set(other_lengths)
     lengths = own | others | {size >> times for size in own for times in range(1, 8)}

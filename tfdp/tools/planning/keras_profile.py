@@ -1,4 +1,4 @@
-"""What the simulator needs to know of a Keras model, as plain data."""
+"""Gradient sizes and FLOPs of a Keras model, as plain data for the simulator."""
 
 from __future__ import annotations
 
@@ -13,18 +13,17 @@ if TYPE_CHECKING:
 def profile_of(
     network: keras.Model, inputs: Sequence[Any] = (), *, adds_rows: bool | None = None
 ) -> dict[str, Any]:
-    """Each gradient's bytes and the FLOPs behind it, in the order of the variables.
+    """Each gradient's bytes and the FLOPs of its layer, in the order of the variables.
 
-    A kernel counts twice its numbers for each place of the layer's output (all axes but
-    the batch and the channels), other variables nothing: exact for dense layers and
-    convolutions, too little for recurrent layers, and for attention without its scores.
+    A kernel counts twice its elements per output position (all axes but batch and
+    channels), other variables nothing: exact for dense and convolution layers, too
+    little for recurrent layers and for attention scores.
 
     Args:
-      network: a built model.
-      inputs: of a replica's batch, one array for each of the model's inputs: what rows
-        of tables it has. Without them tables count as sent whole.
-      adds_rows: whether rows of one word are added before they are sent; None: as the
-        model's optimizer says.
+      inputs: a replica's batch, one array per model input: counts the rows that tables
+        send. Without them tables count as sent whole.
+      adds_rows: whether equal rows are summed before they are sent; None: as the
+        model's optimizer requires.
     """
     import keras
 
@@ -57,12 +56,7 @@ def profile_of(
 
 
 def inputs_of(network: keras.Model, batch: Any) -> list[Any]:
-    """The arrays of a batch that are the model's inputs; none where that is not known.
-
-    Args:
-      network: a built model.
-      batch: what `fit` is given: inputs, or a tuple that begins with them.
-    """
+    """The arrays of a `fit` batch that are the model's inputs; [] if undetermined."""
     import keras
 
     found = keras.tree.flatten(batch[0] if isinstance(batch, tuple) else batch)
@@ -70,10 +64,10 @@ def inputs_of(network: keras.Model, batch: Any) -> list[Any]:
 
 
 def _work_by_kernel(network: keras.Model) -> dict[int, float]:
-    """FLOPs of a sample behind each kernel, by its `id`."""
+    """FLOPs of a sample for each kernel, by `id`."""
     from tfdp._private.keras_models import layers_within
 
-    # A layer within another one does not say what it makes: as many places as that.
+    # Inner layers of a composite layer have no output shape: use the outer one's.
     places_around: dict[int, int] = {}
     work: dict[int, float] = {}
     for layer in layers_within(network):
@@ -90,14 +84,14 @@ def _work_by_kernel(network: keras.Model) -> dict[int, float]:
 
 
 def _places_of(layer: keras.layers.Layer) -> int | None:
-    """How often a kernel acts in a sample; None: it was not called by itself."""
+    """How often a kernel is applied per sample; None: not called alone."""
     try:
         shape = layer.output.shape[1:]
-    except AttributeError:  # a layer that was called several times, or by hand
+    except AttributeError:  # called several times, or from another layer
         return None
     equation = getattr(layer, "equation", None)
     if equation and "." not in equation:
-        # Of an Einsum: the dimensions of the result that the kernel does not have.
+        # Einsum: the dimensions of the result that the kernel lacks.
         operands, result = equation.split("->")
         kernel = operands.split(",")[1]
         labels = zip(result[1:], shape, strict=True)

@@ -1,10 +1,9 @@
-"""The most memory that a step has at once: it is run without computing anything.
+"""Peak memory of a step, by a dry run that simulates TensorFlow's executor.
 
-What lives at the same time depends on the order in which ops run, which TensorFlow does
-not fix: an op runs when its inputs are there and a thread is free. So its executor is
-played: a thread that has run an op goes on with the cheap ones that it made ready and
-with the last of the dear ones, puts the others in front of its own queue, and a thread
-without work takes from the end of another's.
+What is live at once depends on the order of ops, which TensorFlow does not fix: an op
+runs when its inputs are ready and a thread is free. A thread that has run an op
+continues with the cheap ops it made ready and the last expensive one, puts the others
+at the front of its own queue, and an idle thread steals from the end of another's.
 """
 
 from __future__ import annotations
@@ -17,77 +16,59 @@ from collections.abc import Sequence
 
 from tfdp.tools.planning.step_graph import Op, StepGraph, StoredVariable
 
-# How fast ops run beside each other, which only the order depends on. A thread of a
-# machine of today, by order of magnitude.
+# Speeds that only influence the order of ops: magnitudes of a current CPU thread.
 FLOPS_PER_SECOND = 2e10
 BYTES_PER_SECOND = 5e9
 OP_SECONDS = 1e-6
-# TensorFlow hands an op to another thread when it takes more than 8,000 cycles.
-DEAR_SECONDS = 3e-6
-# By how much a turn of the play takes an op to be slower or faster: the same op on a
-# machine with other work, or a replica behind the others.
+# TensorFlow gives an op to another thread if it takes more than 8,000 cycles.
+EXPENSIVE_SECONDS = 3e-6
+# Factor by which a dry run varies an op's time: other load, a replica that is behind.
 SPREAD = 3.0
-#: In how many orders a step is played.
-TURNS = 6
+#: How many orders of ops are simulated.
+ORDERS = 6
 
 
 @dataclasses.dataclass(frozen=True)
 class StepMemory:
-    """What `dry_run` found.
-
-    Args:
-      peak_bytes: the most at once, variables included.
-      parts: what that was: "weights", "slots", "activations" ... to bytes.
-      peak_op: the op that ran then.
-      turn: in which order of ops, a number of those that were tried.
-    """
+    """What `dry_run` found: the peak, by part; the op at it, and the order of ops."""
 
     peak_bytes: int
     parts: dict[str, int]
     peak_op: str
-    turn: int = 0
+    order: int = 0
 
 
 def dry_run(
-    graph: StepGraph, threads: int = 2, turns: Sequence[int] = range(TURNS)
+    graph: StepGraph, threads: int = 2, orders: Sequence[int] = range(ORDERS)
 ) -> StepMemory:
-    """The peak of a step: the largest of several turns.
+    """The largest peak of a step over several orders of ops, on `threads` threads.
 
-    A training makes thousands of steps, in each of which ops run in another order. The
-    first turn takes every op to be as fast as its size says; in the others each of them
-    is up to `SPREAD` times slower or faster, by numbers that are always the same.
-
-    Args:
-      graph: the step.
-      threads: which run ops beside each other, at least 1.
-      turns: the numbers of the orders that are tried, at least one; 0 is the first.
-
-    Returns:
-      The peak, and what it was made of.
+    Order 0 takes every op's time from its size; in the others each op is up to `SPREAD`
+    times slower or faster, by fixed random numbers.
 
     Raises:
-      ValueError: when ops wait for each other.
+      ValueError: ops depend on each other in a cycle.
 
     >>> from tfdp.tools.planning.step_graph import Op
     >>> ops = (Op("Made", output_bytes=(8,)), Op("MatMul", ((0, 0),), (), (4,)))
     >>> dry_run(StepGraph(ops)).peak_bytes
     12
     """
-    wiring = _Wiring(graph)
-    found = [_Executor(graph, wiring, threads, turn).run() for turn in turns]
+    dependencies = _Dependencies(graph)
+    found = [_Executor(graph, dependencies, threads, order).run() for order in orders]
     return max(found, key=lambda memory: memory.peak_bytes)
 
 
-class _Wiring:
-    """What is the same in all turns: who waits for whom, and how long."""
+class _Dependencies:
+    """What all orders share: dependencies and times of ops."""
 
     def __init__(self, graph: StepGraph):
         self.followers: list[list[int]] = [[] for _ in graph.ops]
-        self.waits = [0] * len(graph.ops)
+        self.unmet = [0] * len(graph.ops)
         for place, op in enumerate(graph.ops):
             for source in [*(i for i, _ in op.inputs), *op.controls]:
                 self.followers[source].append(place)
-                self.waits[place] += 1
+                self.unmet[place] += 1
         self.seconds = [_seconds_of(graph, op) for op in graph.ops]
         self.readers = readers_of(graph)
 
@@ -95,15 +76,21 @@ class _Wiring:
 class _Executor:
     """TensorFlow's, as `tensorflow/core/common_runtime/executor.cc` describes it."""
 
-    def __init__(self, graph: StepGraph, wiring: _Wiring, threads: int, turn: int = 0):
+    def __init__(
+        self,
+        graph: StepGraph,
+        dependencies: _Dependencies,
+        threads: int,
+        order: int = 0,
+    ):
         self._graph = graph
-        self._turn = turn
-        self._memory = Memory(graph, wiring.readers)
-        self._followers = wiring.followers
-        self._waits = list(wiring.waits)
-        self._seconds = wiring.seconds
-        if turn:
-            chance = random.Random(turn)
+        self._order = order
+        self._memory = Memory(graph, dependencies.readers)
+        self._followers = dependencies.followers
+        self._unmet = list(dependencies.unmet)
+        self._seconds = dependencies.seconds
+        if order:
+            chance = random.Random(order)
             self._seconds = [
                 seconds * SPREAD ** chance.uniform(-1.0, 1.0)
                 for seconds in self._seconds
@@ -116,7 +103,7 @@ class _Executor:
         ]
 
     def run(self) -> StepMemory:
-        roots = (place for place, waits in enumerate(self._waits) if not waits)
+        roots = (place for place, unmet in enumerate(self._unmet) if not unmet)
         for number, place in enumerate(roots):
             self._queues[number % len(self._queues)].append(place)
         events: list[tuple[float, int, int, int]] = []
@@ -136,7 +123,7 @@ class _Executor:
             now, _, thread, place = heapq.heappop(events)
             self._memory.end(place)
             ended += 1
-            self._hand_on(thread, place)
+            self._release_followers(thread, place)
             idle.add(thread)
         if ended < len(self._graph.ops):
             raise ValueError(
@@ -144,7 +131,7 @@ class _Executor:
             )
         memory = self._memory
         return StepMemory(
-            memory.peak_bytes, memory.peak_by_part, memory.peak_op, self._turn
+            memory.peak_bytes, memory.peak_by_part, memory.peak_op, self._order
         )
 
     def _next_of(self, thread: int) -> int | None:
@@ -158,23 +145,23 @@ class _Executor:
                 return queue.pop()
         return None
 
-    def _hand_on(self, thread: int, place: int) -> None:
-        """Those that can run now: inline the cheap ones, and the last dear one."""
-        inline, dear = self._inline[thread], None
+    def _release_followers(self, thread: int, place: int) -> None:
+        """Schedules ready ops: inline the cheap ones and the last expensive one."""
+        inline, expensive = self._inline[thread], None
         for follower in self._followers[place]:
-            self._waits[follower] -= 1
-            if self._waits[follower]:
+            self._unmet[follower] -= 1
+            if self._unmet[follower]:
                 continue
-            if self._seconds[follower] < DEAR_SECONDS:
+            if self._seconds[follower] < EXPENSIVE_SECONDS:
                 inline.append(follower)
                 continue
-            if dear is not None:
-                self._queues[thread].appendleft(dear)
-            dear = follower
-        if dear is not None and inline:
-            self._queues[thread].appendleft(dear)
-        elif dear is not None:
-            inline.append(dear)
+            if expensive is not None:
+                self._queues[thread].appendleft(expensive)
+            expensive = follower
+        if expensive is not None and inline:
+            self._queues[thread].appendleft(expensive)
+        elif expensive is not None:
+            inline.append(expensive)
 
 
 def _seconds_of(graph: StepGraph, op: Op) -> float:
@@ -192,11 +179,8 @@ def _seconds_of(graph: StepGraph, op: Op) -> float:
     return OP_SECONDS + op.flops / FLOPS_PER_SECOND + moved / BYTES_PER_SECOND
 
 
-# Who holds which memory while a step runs: buffers, counted by those who hold them.
-
-
 def readers_of(graph: StepGraph) -> collections.Counter[tuple[int, int]]:
-    """How many ops, or the end of the step, wait for each output."""
+    """How many ops, or the end of the step, read each output."""
     readers: collections.Counter[tuple[int, int]] = collections.Counter(graph.results)
     for op in graph.ops:
         readers.update(op.inputs)
@@ -205,22 +189,18 @@ def readers_of(graph: StepGraph) -> collections.Counter[tuple[int, int]]:
 
 @dataclasses.dataclass(slots=True)
 class Buffer:
-    """Memory of one tensor, or of several that share it."""
+    """Memory of one tensor, or of several that share it, with its reference count."""
 
     size_bytes: int
     part: str
-    holders: int = 0
+    references: int = 0
 
 
 class Memory:
-    """The buffers of a step that runs, and the most that there were at once.
+    """The live buffers of a step, and the most bytes that were live at once.
 
-    A tensor is held by each op that has yet to read it; a variable holds its own.
-    TensorFlow counts alike: memory is free when the last reader has run.
-
-    Args:
-      graph: the step.
-      readers: `readers_of` it.
+    Each op that has yet to read a tensor holds a reference, as does a variable on its
+    own buffer; as in TensorFlow, memory is freed after the last reader.
     """
 
     def __init__(self, graph: StepGraph, readers: collections.Counter[tuple[int, int]]):
@@ -233,39 +213,39 @@ class Memory:
         self._readers = readers
         self._tensors: dict[tuple[int, int], Buffer] = {}
         self._variables = [
-            self._take(Buffer(variable.size_bytes, variable.part))
+            self._allocate(Buffer(variable.size_bytes, variable.part))
             for variable in graph.variables
         ]
         for buffer in self._variables:
-            buffer.holders = 1
-        self._put_where_the_link_did()
+            buffer.references = 1
+        self._share_link_buffers()
         self._note_peak("")
 
-    def _put_where_the_link_did(self) -> None:
-        """Variables that share what a link wrote in the step before, and keeps."""
+    def _share_link_buffers(self) -> None:
+        """Variables that share a buffer a link wrote in the previous step and keeps."""
         written: dict[int, Buffer] = {}
-        for place, kept in self._graph.lies_in.items():
+        for place, kept in self._graph.in_link_buffer.items():
             own = self._variables[place]
             if kept not in written:
                 size_bytes = self._variables[kept].size_bytes
-                written[kept] = self._take(Buffer(size_bytes, own.part, holders=1))
-            self._let_go(own)
-            written[kept].holders += 1
+                written[kept] = self._allocate(Buffer(size_bytes, own.part, 1))
+            self._release(own)
+            written[kept].references += 1
             self._variables[place] = written[kept]
 
     def begin(self, place: int) -> None:
-        """The op at `place` begins: its outputs and its scratch memory are there."""
+        """Starts the op at `place`: allocates its outputs and scratch memory."""
         op = self._graph.ops[place]
         outputs = self._outputs(op)
         self.live_bytes += op.scratch_bytes
         self.by_part["scratch"] += op.scratch_bytes
         self._note_peak(op.name or op.kind)
         for number, buffer in enumerate(outputs):
-            buffer.holders += self._readers[place, number]
+            buffer.references += self._readers[place, number]
             self._tensors[place, number] = buffer
 
     def end(self, place: int) -> None:
-        """The op at `place` has run: what only it needed is free."""
+        """Ends the op at `place`: releases what only it needed."""
         op = self._graph.ops[place]
         self.live_bytes -= op.scratch_bytes
         self.by_part["scratch"] -= op.scratch_bytes
@@ -273,15 +253,15 @@ class Memory:
             old = self._variables[op.variable]
             new = self._tensors[op.inputs[-1]]
             if new is not old:
-                new.holders += 1
+                new.references += 1
                 self._relabel(new, old.part)
                 self._variables[op.variable] = new
-                self._let_go(old)
+                self._release(old)
         for tensor in op.inputs:
-            self._let_go(self._tensors[tensor])
+            self._release(self._tensors[tensor])
         for number in range(len(op.output_bytes)):
             buffer = self._tensors[place, number]
-            if not buffer.holders:
+            if not buffer.references:
                 self._free(buffer)
 
     def _outputs(self, op: Op) -> list[Buffer]:
@@ -290,7 +270,7 @@ class Memory:
         free = [
             self._tensors[op.inputs[i]]
             for i in op.reuses
-            if self._tensors[op.inputs[i]].holders == 1
+            if self._tensors[op.inputs[i]].references == 1
         ]
         made = []
         for number, size_bytes in enumerate(op.output_bytes):
@@ -306,20 +286,20 @@ class Memory:
                     self._relabel(taken, op.part)
                     made.append(taken)
                 else:
-                    made.append(self._take(Buffer(size_bytes, op.part)))
+                    made.append(self._allocate(Buffer(size_bytes, op.part)))
         return made
 
     def _write(self, op: Op) -> None:
-        """Adds to a variable: in a copy where somebody still holds what it was."""
+        """Adds to a variable: in a copy if its old value still has readers."""
         place = op.variable or 0
         old = self._variables[place]
-        if old.holders > 1:
-            new = self._take(Buffer(old.size_bytes, old.part, holders=1))
+        if old.references > 1:
+            new = self._allocate(Buffer(old.size_bytes, old.part, 1))
             self._variables[place] = new
             self._relabel(old, op.part)
-            self._let_go(old)
+            self._release(old)
 
-    def _take(self, buffer: Buffer) -> Buffer:
+    def _allocate(self, buffer: Buffer) -> Buffer:
         self.live_bytes += buffer.size_bytes
         self.by_part[buffer.part] += buffer.size_bytes
         return buffer
@@ -329,9 +309,9 @@ class Memory:
         self.by_part[part] += buffer.size_bytes
         buffer.part = part
 
-    def _let_go(self, buffer: Buffer) -> None:
-        buffer.holders -= 1
-        if not buffer.holders:
+    def _release(self, buffer: Buffer) -> None:
+        buffer.references -= 1
+        if not buffer.references:
             self._free(buffer)
 
     def _free(self, buffer: Buffer) -> None:
@@ -346,34 +326,17 @@ class Memory:
             self.peak_op = name
 
 
-# Weights that a link has gathered lie in its own memory, once for all replicas.
-
-
-#: The part of what links keep for the next step.
+#: The part under which buffers of links are counted.
 OF_LINKS = "exchange"
 
 
-def lying_in_what_links_keep(
+def variables_in_link_buffers(
     ops: Sequence[Op], variables: Sequence[StoredVariable]
 ) -> dict[int, int]:
-    """The variables that are assigned what a link hands on, as it lies.
+    """Variables that are assigned a link's output without a copy -> the link's buffer.
 
-    TensorFlow takes an array over where it lies, and hands it to other replicas
-    without a copy: after a step their variables are one and the same memory.
-
-    Args:
-      ops: of a step.
-      variables: of it.
-
-    Returns:
-      For each such variable the place of what the link keeps.
-
-    >>> of_link = Op("EagerPyFunc", (), (), (8,), variable=1, access="read")
-    >>> row = Op("StridedSlice", ((0, 0),), (), (4,), shares=(0,))
-    >>> assign = Op("AssignVariableOp", ((1, 0),), variable=0, access="assign")
-    >>> stored = [StoredVariable(4, "weights"), StoredVariable(8, "exchange")]
-    >>> lying_in_what_links_keep([of_link, row, assign], stored)
-    {0: 1}
+    TensorFlow adopts the array and passes it to other replicas without a copy: after a
+    step their variables are one buffer. Values are places in `variables`.
     """
     found: dict[int, int] = {}
     for op in ops:
@@ -388,7 +351,7 @@ def lying_in_what_links_keep(
 
 
 def _variable_of(tensor: tuple[int, int], ops: Sequence[Op]) -> int | None:
-    """The variable whose memory a tensor is; None: it has memory of its own."""
+    """The variable whose memory a tensor shares; None: it has its own."""
     place, number = tensor
     while ops[place].shares and ops[place].shares[number] is not None:
         shared = ops[place].shares[number]

@@ -1,4 +1,4 @@
-"""What a plan says of the memory of a step."""
+"""`MemoryPlan`: the predicted memory of a step, FLOPs and traffic."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-# What a prediction may be short of: it "fits" only with this share to spare.
+# Error allowance of a prediction: it "fits" only with this share to spare.
 MARGIN = 0.10
-# And with these, for what threads and libraries take beside the tensors: of the
-# smallest models measured, more than a tenth.
+# Plus this for threads and libraries: more than a tenth of the smallest models.
 MARGIN_BYTES = 16 * 2**20
 
 
@@ -18,24 +17,20 @@ class MemoryPlan:
     """What a step of one replica will need.
 
     Args:
-      local_rows: of a replica's batch.
-      replicas: how many train together, on all hosts.
+      local_rows: rows of a replica's batch.
+      replicas: on all hosts.
       shard: "none", "optimizer", "gradients" or "parameters".
-      remat: whether layers compute their forward pass twice, or the policy by which
-        they do.
-      parts: what lies in memory at the peak: name to bytes.
-      memory_bytes: what a replica may take; None: that was not asked.
+      remat: whether layers compute their forward pass twice, or the policy.
+      parts: memory at the peak: name to bytes.
+      memory_bytes: memory of a replica; None: not given.
       flops: additions and multiplications of a replica in a step.
       trainable_bytes: of the trainable weights.
-      sent_bytes: what a replica sends in a step, of tables the most rows that a batch
-        can have.
-      notes: what the prediction does not know, in words.
-      is_known: whether nothing is missing that may be large, such as a loop's turns.
+      sent_bytes: by a replica in a step; for tables the most rows of a batch.
+      notes: what the prediction leaves out.
+      is_known: whether nothing large is left out, such as a loop's iterations.
       hosts: of the replicas.
-      host_parts: with `offload=` what a replica takes of its host's memory besides, as
-        `parts`.
-      larger_may_fit: of the largest batch that fits, whether no larger one was looked
-        at.
+      host_parts: with `offload=`, host memory of a replica; as `parts`.
+      larger_may_fit: for the largest batch that fits: no larger one was tried.
     """
 
     local_rows: int
@@ -55,37 +50,32 @@ class MemoryPlan:
 
     @property
     def peak_bytes(self) -> int:
-        """The most that a replica has in memory at once."""
+        """Peak memory of a replica."""
         return sum(self.parts.values())
 
     @property
     def host_bytes(self) -> int:
-        """The most that a replica has in the memory of its host, with `offload=`."""
+        """Peak host memory of a replica, with `offload=`."""
         return sum(self.host_parts.values())
 
     @property
     def needed_bytes(self) -> int:
-        """The peak and the margin that a prediction needs: it fits in that much."""
+        """The peak plus the margin: memory in which it fits."""
         return needed_for(self.peak_bytes)
 
     @property
     def fits(self) -> bool | None:
-        """Whether it fits, the margin included; None: no memory was given.
-
-        What is not known does not fit.
-        """
+        """Whether it fits with the margin; None: no memory given. Unknown: False."""
         return None if self.memory_bytes is None else self.fits_in(self.memory_bytes)
 
     def fits_in(self, memory_bytes: int) -> bool:
-        """Whether it fits in that much, the margin included."""
+        """Whether it fits in `memory_bytes` with the margin."""
         return self.is_known and self.needed_bytes <= memory_bytes
 
     def to_json(self) -> dict[str, Any]:
-        """All of it, for a file."""
+        """All fields and properties as plain data."""
         return {
             **dataclasses.asdict(self),
-            "parts": dict(self.parts),
-            "host_parts": dict(self.host_parts),
             "host_bytes": self.host_bytes,
             "peak_bytes": self.peak_bytes,
             "needed_bytes": self.needed_bytes,
@@ -94,20 +84,12 @@ class MemoryPlan:
 
 
 def needed_for(peak_bytes: int) -> int:
-    """What a peak needs with its margin.
-
-    >>> needed_for(100 * 2**20) / 2**20
-    126.0
-    """
+    """A peak plus its margin."""
     return round(peak_bytes * (1 + MARGIN)) + MARGIN_BYTES
 
 
 def most_peak_bytes(memory_bytes: int) -> int:
-    """The largest peak that needs no more than that.
-
-    >>> most_peak_bytes(126 * 2**20) / 2**20
-    100.0
-    """
+    """The largest peak that fits with its margin: the inverse of `needed_for`."""
     return max(0, round((memory_bytes - MARGIN_BYTES) / (1 + MARGIN)))
 
 
@@ -122,16 +104,9 @@ def sent_bytes(
 
         2 P (N - 1) / N,  and 3 P (N - 1) / N  at stage 3 with `remat`
 
-    Of a table of which it has r bytes of rows it sends (N - 1) r in the place of that,
-    to all others; where rows are added, the whole table if that is less. Shards have
-    no rows: their tables are sent whole.
-
-    Args:
-      trainable_bytes: P.
-      replicas: N.
-      stage: of the shards.
-      remat: whether layers compute their forward pass twice.
-      tables: of each whose gradient is rows its bytes, r, and whether rows are added.
+    with P trainable bytes and N replicas. Of each of `tables` (bytes, bytes of rows r,
+    whether rows are summed) it sends (N - 1) r to all others instead, or the whole
+    table where rows are summed and that is less. Shards send whole tables.
 
     >>> sent_bytes(100, replicas=4, stage=0, remat=False)
     150

@@ -1,4 +1,4 @@
-"""Whether a training fits, before it is launched: `tfdp.planning.plan`."""
+"""`tfdp.planning.plan`: whether a training fits in memory, before it is launched."""
 
 from __future__ import annotations
 
@@ -23,39 +23,34 @@ def plan(
     communication: Communication | None = None,
     device_type: str | None = None,
 ) -> MemoryPlan:
-    """What a training step of `model` will need per replica, without running it.
+    """What a training step of `model` needs per replica, without running it.
 
         peak = max over the order of ops of  sum of the tensors that are held
 
-    The step is traced as `fit` traces it, under a `DataParallelStrategy` of logical
-    CPUs; nothing is trained, and the model that is given is left alone.
+    The step is traced as `fit` traces it, under a strategy of logical CPUs. Nothing is
+    trained and `model` is not changed.
 
     Args:
       model: a function without arguments that builds and compiles a model, or a
         compiled model that Keras can make again from its configuration.
       batch: rows of the global batch; or arrays (x, y) of one; or a dataset's
         `element_spec`, whose first dimension is the global batch.
-      replicas: of each host, at least 1.
-      hosts: at least 1.
-      shard: as `DataParallelStrategy` takes it.
+      replicas, hosts: replicas of each host, and hosts; at least 1.
+      shard, communication: as `DataParallelStrategy` takes them.
       remat: whether `tfdp.remat` makes every layer a block; or its `policy`, such as
         "segments".
-      memory_bytes: what one replica may take.
-      communication: as `DataParallelStrategy` takes it.
-      device_type: deprecated, and without effect: replicas on CPUs need what replicas
-        on GPUs need.
+      memory_bytes: memory of one replica.
+      device_type: deprecated, no effect: CPU and GPU replicas need the same.
 
     Returns:
       The plan: `.peak_bytes`, `.parts`, `.fits`.
 
     Raises:
-      ConfigurationError: when an argument is not as above, the batch has not a row for
-        each replica, or something cannot be planned.
-      DeviceError: when TensorFlow has already started with fewer logical CPUs than
-        replicas are traced.
+      ConfigurationError: an invalid argument, fewer rows than replicas, or a model that
+        cannot be planned.
+      DeviceError: TensorFlow has already started with fewer logical CPUs than traced.
 
-    Cost: the weights and the optimizer's state of every replica that is traced (at most
-    4), in the memory of this process; seconds.
+    Cost: weights and optimizer state of at most 4 replicas, in this process; seconds.
 
     ```python
     import keras
@@ -71,12 +66,11 @@ def plan(
     ```
 
     Source: what is stored where, Rajbhandari et al. 2020, "ZeRO", arXiv 1910.02054,
-    section 3; the activations are counted, not taken from a formula.
+    section 3; activations are counted, not taken from a formula.
     """
     if device_type is not None:
         warnings.warn(
-            "plan(device_type=...) has no effect any more, and will be removed: leave "
-            "it out.",
+            "plan(device_type=...) has no effect and will be removed: leave it out.",
             DeprecationWarning,
             stacklevel=2,
         )

@@ -1,7 +1,7 @@
-"""What ops do with memory, and how much they compute, by their kind.
+"""Memory behaviour and FLOPs of ops, by kind.
 
-From the kernels for CPUs in TensorFlow's sources (`tensorflow/core/kernels`): which
-ones hand their input on, and which ones write into it when nobody else holds it
+From TensorFlow's CPU kernels (`tensorflow/core/kernels`): which ones forward their
+input, and which ones write into it when it has no other reader
 (`forward_input_or_allocate_output`).
 """
 
@@ -18,14 +18,14 @@ PASSED_ON = frozenset(
     "Bitcast CheckNumerics EnsureShape ExpandDims Identity PlaceholderWithDefault "
     "PreventGradient Reshape Snapshot Squeeze StopGradient".split()
 )
-# The same where it is a run of whole rows.
+# The same if the output is a run of whole rows.
 ROWS = frozenset("Slice StridedSlice".split())
 PIECES = frozenset("Split SplitV Unpack".split())
-# What they make is as large as all that they read.
+# The output is as large as all inputs together.
 JOINED = frozenset("ConcatV2 DynamicStitch Pack ParallelDynamicStitch".split())
-# An output may lie where an input of its size lay. Each was measured (the peak of a
-# process while one runs). `FusedBatchNormV3` and its gradient are not among them: their
-# sources ask for it, oneDNN's kernels, which run in their place on x86, do not.
+# An output may take over an input buffer of its size. Each was measured (peak of a
+# process running the op). `FusedBatchNormV3` and its gradient are absent: their sources
+# request it, but oneDNN's kernels, which replace them on x86, do not.
 IN_PLACE = frozenset(
     "Abs Add AddN AddV2 BiasAdd Ceil ClipByValue Cos Div DivNoNan Elu EluGrad Erf Exp "
     "Expm1 Floor Inv InvGrad LeakyRelu LeakyReluGrad Log Log1p LogSoftmax LogicalAnd "
@@ -52,11 +52,9 @@ CONVOLUTIONS = {
 
 @dataclasses.dataclass(frozen=True)
 class Tensor:
-    """What is known of a tensor before the step runs.
+    """The static shape of a tensor; None: rank or a dimension is unknown.
 
-    Args:
-      shape: its dimensions; None: how many, or how long, is not known.
-      element_bytes: of one element; 0 where it has no memory of its own.
+    `element_bytes` is 0 where the tensor has no memory of its own.
     """
 
     shape: tuple[int, ...] | None
@@ -64,21 +62,16 @@ class Tensor:
 
     @property
     def elements(self) -> int:
-        """How many numbers; 0 where that is not known."""
+        """Number of elements; 0 if unknown."""
         return 0 if self.shape is None else math.prod(self.shape)
 
     @property
     def size_bytes(self) -> int:
-        """Its memory."""
         return self.elements * self.element_bytes
 
 
 def access_of(kind: str) -> str:
-    """What is done to a variable: "read", "assign" or "add"; "": something else.
-
-    >>> access_of("AssignSubVariableOp")
-    'add'
-    """
+    """How an op accesses a variable: "read", "assign" or "add"; "": otherwise."""
     if kind in ADDS:
         return "add"
     return {"ReadVariableOp": "read", "AssignVariableOp": "assign"}.get(kind, "")
@@ -87,7 +80,7 @@ def access_of(kind: str) -> str:
 def shared_input(
     kind: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor], place: int
 ) -> int | None:
-    """The input whose memory output `place` is; None: it has memory of its own."""
+    """The input whose memory output `place` shares; None: it has its own."""
     if not inputs:
         return None
     if kind == "IdentityN":
@@ -95,7 +88,7 @@ def shared_input(
     if kind in PASSED_ON:
         return 0
     if kind == "Cast" and inputs[0].element_bytes == outputs[0].element_bytes:
-        return None  # to another type of that size; to the same one is an Identity
+        return None  # a cast to the same type is an Identity
     if kind in ROWS and _is_run_of_rows(inputs[0].shape, outputs[place].shape):
         return 0
     if kind in PIECES:
@@ -116,15 +109,7 @@ def _is_run_of_rows(
 
 
 def most_bytes(kind: str, read_bytes: Sequence[int]) -> int:
-    """What an output takes at most whose shape only the running step knows.
-
-    Args:
-      kind: of op.
-      read_bytes: of its inputs.
-
-    >>> most_bytes("ConcatV2", [8, 8, 4]), most_bytes("GatherV2", [8, 4])
-    (20, 8)
-    """
+    """Upper bound of the bytes of an output whose shape is unknown until run time."""
     return sum(read_bytes) if kind in JOINED else max(read_bytes, default=0)
 
 
@@ -139,7 +124,7 @@ def flops_of(
     outputs: Sequence[Tensor],
     transposes_first: bool = False,
 ) -> float:
-    """Multiplications and additions; those of element-wise ops one per element.
+    """Multiplications and additions; element-wise ops count one per element.
 
     >>> a, b, c = Tensor((2, 3), 4), Tensor((3, 5), 4), Tensor((2, 5), 4)
     >>> flops_of("MatMul", [a, b], [c])
@@ -155,7 +140,7 @@ def flops_of(
         return 2.0 * outputs[0].elements * inner
     if kind == "Einsum":
         sizes = [t.elements for t in (*inputs, outputs[0])]
-        # Exact where no dimension is in all three; one that is counts by its root.
+        # Exact if no dimension is in all three; one that is counts by its root.
         return 2.0 * math.sqrt(math.prod(map(float, sizes))) if len(sizes) > 2 else 0.0
     if kind in CONVOLUTIONS:
         of_filter, of_image = CONVOLUTIONS[kind]
@@ -165,55 +150,34 @@ def flops_of(
         weights, image = tensors[of_filter].shape, tensors[of_image]
         if not weights or not image.shape:
             return 0.0
-        # Each number of the smaller image is made of one filter's reach.
-        return 2.0 * image.elements * math.prod(weights[:-1]) / _groups(kind, weights)
+        # Each element of the smaller image takes one filter's reach.
+        depth = weights[-2] if kind.startswith("Depthwise") else 1
+        return 2.0 * image.elements * math.prod(weights[:-1]) / depth
     return float(sum(output.elements for output in outputs))
 
 
-def _groups(kind: str, weights: tuple[int, ...]) -> float:
-    """A filter of a depthwise convolution sees one channel."""
-    return float(weights[-2]) if kind.startswith("Depthwise") else 1.0
+# Scratch memory, measured op by op on an x86 CPU with two cores and oneDNN (TensorFlow
+# 2.21): process peak less the output. Other CPUs differ, GPUs much.
 
-
-# What kernels allocate for themselves while they run.
-#
-# Measured op by op, on an x86 CPU with two cores and oneDNN (TensorFlow 2.21): the peak
-# of the process while one op runs, less its output. Other CPUs differ, GPUs much.
-
-
-# Filters below this stay as they are; oneDNN brings larger ones into its own order.
+# oneDNN reorders only filters of at least this size.
 LEAST_FILTER_BYTES = 2**18
-# A product of matrices packs blocks of both, as large as half of them, or its result,
-# or this; narrow ones are not packed.
+# A matrix product packs blocks of both operands: as much as half of them, the result,
+# or this, whichever is least; narrow matrices are not packed.
 MOST_PACKED_BYTES = 2**23
 LEAST_PACKED_DIMENSION = 128
-# The gradient of a depthwise filter: oneDNN has a kernel for up to 3 x 3. For larger
-# ones it takes that of convolutions in groups, whose blocks are 16 x 16 channels, of
-# which a group has one: 256 numbers for each (format aBCde16c16b, on AVX-512).
+# Gradient of a depthwise filter: oneDNN has a kernel for up to 3 x 3. Larger ones use
+# the grouped convolution, with blocks of 16 x 16 channels of which a group has one: 256
+# elements for each (format aBCde16c16b, on AVX-512).
 MOST_DEPTHWISE_SIDE = 3
 CHANNELS_OF_BLOCK = 16
 
 
 def scratch_bytes_of(
-    kind: str,
-    inputs: Sequence[Tensor],
-    outputs: Sequence[Tensor],
-    equation: str = "",
+    kind: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor], equation: str = ""
 ) -> int:
-    """What a kernel allocates for itself while it runs.
-
-    Args:
-      kind: of op.
-      inputs: its inputs.
-      outputs: its outputs.
-      equation: of an `Einsum`.
-
-    >>> scratch_bytes_of("Conv2D", [Tensor((8, 9, 9, 512), 4),
-    ...                             Tensor((3, 3, 512, 512), 4)], [])
-    9437184
-    """
+    """What a kernel allocates for itself while it runs; `equation` of an `Einsum`."""
     if kind == "MaxPoolGrad" and len(inputs) > 1:
-        # The pooled image once more, and where each number came from, in 64 bits.
+        # The pooled image again, and a 64-bit argmax per element.
         return inputs[1].size_bytes + 8 * inputs[1].elements
     if kind == "DepthwiseConv2dNativeBackpropFilter" and outputs:
         return _blocks_of_groups(outputs[0])
@@ -230,7 +194,7 @@ def scratch_bytes_of(
 
 
 def _blocks_of_groups(of_filter: Tensor) -> int:
-    """A gradient of a depthwise filter as a convolution in groups makes it.
+    """A depthwise filter's gradient computed as a grouped convolution.
 
     >>> _blocks_of_groups(Tensor((5, 5, 576, 1), 4)) / 1e6
     14.7456
@@ -254,10 +218,10 @@ def _packed_bytes(inputs: Sequence[Tensor], output: Tensor) -> int:
 
 
 def _transposed_bytes(inputs: Sequence[Tensor], output: Tensor, equation: str) -> int:
-    """Copies of what does not lie as a product of matrices wants it.
+    """Copies of operands whose layout a matrix product cannot use.
 
-    An operand lies well as [batch, free, summed] or [batch, summed, free], the result
-    as [batch, free of the first, free of the second].
+    It takes an operand as [batch, free, summed] or [batch, summed, free], and gives
+    [batch, free of the first, free of the second].
     """
     left, arrow, result = equation.replace(" ", "").partition("->")
     first, comma, second = left.partition(",")

@@ -1,8 +1,9 @@
-"""Plans of one model for several batches and settings, each traced once."""
+"""Memory plans of one model for several batches and settings; each is traced once."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,22 +16,19 @@ from tfdp.plan.communication import Communication
 from tfdp.plan.shards import Sharding, sharding_of
 from tfdp.plan.topology import Topology
 from tfdp.strategies.devices import use_virtual_devices
-from tfdp.tools.planning.liveness import TURNS, StepMemory, dry_run
+from tfdp.tools.planning.liveness import ORDERS, StepMemory, dry_run
 from tfdp.tools.planning.memory_plan import MemoryPlan, sent_bytes
 from tfdp.tools.planning.step_graph import NOT_KNOWN, Op, StepGraph
 from tfdp.tools.planning.traced_step import TracedModel, builder_of
 
-# More replicas than these are not traced: between two of these numbers each part of the
-# memory grows and shrinks as a + b / N.
+# Trace at most this many replicas of a host; the rest follows a + b / N.
 MOST_TRACED = 4
 
 
 class Planner:
-    """Plans of one model for several batches and settings; see `plan`.
+    """Memory plans of one model; arguments as in `plan`.
 
-    Args:
-      model: see `plan`, as the others.
-      any_rows: whether several numbers of rows will be asked about.
+    `any_rows`: whether plans for several row counts will follow; they share a trace.
     """
 
     def __init__(
@@ -52,23 +50,21 @@ class Planner:
         self.sharding = sharding_of(shard)
         self.replicas = replicas * hosts
         self.hosts = hosts
-        self._of_host = replicas
+        self._per_host = replicas
         self._build = builder_of(model)
         self._batch = batch
         self._communication = communication
         self._any_rows = any_rows
         self._traced: dict[tuple[int, str, bool | str], TracedModel] = {}
         self._found: dict[tuple[int, int, str, bool | str], dict[str, Any]] = {}
-        self._graphs: dict[tuple[int, int, str, bool | str], StepGraph] = {}
-        self._lines: dict[tuple[int, int, int, str, bool | str], StepOfRows] = {}
-        self._rows: tuple[int, int] | None = None
+        self._interpolations: dict[tuple[Any, ...], InterpolatedStep] = {}
         self._most_traced = _most_traced(communication, hosts)
         have_devices(replicas, self._most_traced, self.sharding.offloads)
 
     @property
     def local_rows(self) -> int:
-        """Of the largest part of the batch that was asked about."""
-        rows, _ = self._row_facts()
+        """Rows of the largest shard of the batch."""
+        rows, _ = self._row_facts
         if rows < self.replicas:
             raise ConfigurationError(
                 f"The batch has {rows} rows for {self.replicas} replicas. Give at "
@@ -78,14 +74,12 @@ class Planner:
 
     @property
     def row_bytes(self) -> int:
-        """Of one row of the batch."""
-        return self._row_facts()[1]
+        return self._row_facts[1]
 
+    @functools.cached_property
     def _row_facts(self) -> tuple[int, int]:
-        if self._rows is None:
-            batch = self._model(self._traced_numbers(self.sharding)[0]).batch
-            self._rows = batch.rows, batch.row_bytes
-        return self._rows
+        batch = self._model(self._traced_counts(self.sharding)[0]).batch
+        return batch.rows, batch.row_bytes
 
     def at(
         self,
@@ -95,23 +89,16 @@ class Planner:
         remat: bool | str = False,
         memory_bytes: int | None = None,
     ) -> MemoryPlan:
-        """The plan for batches of `local_rows` rows in each replica.
-
-        Args:
-          local_rows: at least 1.
-          shard: in the place of what the planner was made with.
-          remat: see `plan`, as `memory_bytes`.
-          memory_bytes: see there.
-        """
+        """The plan for `local_rows` a replica; `shard` overrides the planner's own."""
         if memory_bytes is not None and not is_whole(memory_bytes, least=1):
             raise ConfigurationError(
                 "memory_bytes must be an integer of at least 1. Received: "
                 f"{memory_bytes!r}."
             )
         sharding = self._sharding_of(shard)
-        numbers = self._traced_numbers(sharding)
-        found = [self._measured(n, local_rows, sharding, remat) for n in numbers]
-        parts, of_host = self._parts_at(numbers, found)
+        counts = self._traced_counts(sharding)
+        found = [self._measured(n, local_rows, sharding, remat) for n in counts]
+        parts, of_host = self._parts_at(counts, found)
         return MemoryPlan(
             local_rows=local_rows,
             replicas=self.replicas,
@@ -128,12 +115,12 @@ class Planner:
             is_known=found[-1]["is_known"],
         )
 
-    def _traced_numbers(self, sharding: Sharding) -> tuple[int, ...]:
-        """How many replicas of a host are traced."""
-        of_host = self._of_host
+    def _traced_counts(self, sharding: Sharding) -> tuple[int, ...]:
+        """How many replicas of a host to trace."""
+        of_host = self._per_host
         if of_host == 1:
             return (1,)
-        # Without shards, and on one host, all replicas do the same.
+        # On one host without shards all replicas do the same.
         is_plain = self._communication in (None, Communication())
         if self.hosts == 1 and not sharding.stage and is_plain:
             return (2,)
@@ -145,9 +132,9 @@ class Planner:
         sharding = sharding or self.sharding
         key = (number, str(sharding.what), remat)
         if key not in self._traced:
-            # Weights of a setting that was looked at are in nobody's way any more.
+            # Free the weights of the previous setting.
             self._traced.clear()
-            # The memory of CPU:0 is the host's, where that is another one.
+            # With offloading CPU:0 stands for the host.
             first = int(sharding.offloads)
             self._traced[key] = TracedModel(
                 self._build,
@@ -167,18 +154,14 @@ class Planner:
         if key not in self._found:
             traced = self._model(number, sharding, remat)
             graph = traced.graph_of(local_rows, of_any=self._any_rows)
-            self._graphs[key] = graph
             notes = [f"{times} {what}" for what, times in graph.notes.items()]
             if traced.is_compiled:
-                notes.append(
-                    "planned without XLA, which the model asks for (jit_compile)"
-                )
+                notes.append("planned without XLA, though the model sets jit_compile")
             if traced.is_eager:
-                notes.append(
-                    "planned as a graph, and the model runs op by op (run_eagerly)"
-                )
+                notes.append("planned as a graph, though the model sets run_eagerly")
             self._found[key] = {
                 **_facts_of(graph, number, sharding),
+                "graph": graph,
                 "trainable_bytes": traced.trainable_bytes,
                 "tables": traced.tables,
                 "notes": tuple(notes),
@@ -186,7 +169,7 @@ class Planner:
             }
         return self._found[key]
 
-    def computed(
+    def interpolated(
         self,
         few: int,
         many: int,
@@ -195,33 +178,23 @@ class Planner:
         shard: str | None = None,
         remat: bool | str = False,
         memory_bytes: int | None = None,
-        quickly: bool = False,
+        one_order: bool = False,
     ) -> MemoryPlan:
-        """The plan for `rows` rows, computed from two numbers that were traced.
+        """The plan for `rows` rows, interpolated between two counts that `at` traced.
 
-        Args:
-          few: rows that `at` was asked about.
-          many: more of them.
-          rows: those to compute it for.
-          shard: as in `at`, like the others.
-          remat: see there.
-          memory_bytes: see there.
-          quickly: in one order of ops, that of the peak for `many` rows, and not in
-            all: the peak may be a little larger.
-
-        Raises:
-          ValueError: when TensorFlow built other graphs for the two.
+        `one_order`: dry-run only the op order of the peak at `many`: the true peak may
+        be slightly larger. Raises ValueError if the two graphs differ.
         """
         sharding = self._sharding_of(shard)
-        numbers = self._traced_numbers(sharding)
+        counts = self._traced_counts(sharding)
         found = []
-        for number in numbers:
-            graph = self._step_of_rows(number, few, many, sharding, remat).at(rows)
+        for number in counts:
+            graph = self._interpolated_step(number, few, many, sharding, remat).at(rows)
             traced = self._found[number, many, str(sharding.what), remat]
-            turns = [traced["turn"]] if quickly else range(TURNS)
-            found.append(_facts_of(graph, number, sharding, turns))
-        parts, of_host = self._parts_at(numbers, found)
-        traced = self._found[numbers[-1], many, str(sharding.what), remat]
+            orders = [traced["order"]] if one_order else range(ORDERS)
+            found.append(_facts_of(graph, number, sharding, orders))
+        parts, of_host = self._parts_at(counts, found)
+        traced = self._found[counts[-1], many, str(sharding.what), remat]
         return dataclasses.replace(
             self.at(many, shard=shard, remat=remat, memory_bytes=memory_bytes),
             local_rows=rows,
@@ -242,7 +215,7 @@ class Planner:
             facts["trainable_bytes"], self.replicas, sharding.stage, remat, tables
         )
 
-    def are_of_one_graph(
+    def share_one_graph(
         self,
         few: int,
         many: int,
@@ -250,33 +223,34 @@ class Planner:
         shard: str | None = None,
         remat: bool | str = False,
     ) -> bool:
-        """Whether plans may be computed from these two numbers, which were traced."""
+        """Whether `interpolated` may be used between these two traced row counts."""
         sharding = self._sharding_of(shard)
         try:
-            for number in self._traced_numbers(sharding):
-                self._step_of_rows(number, few, many, sharding, remat)
+            for number in self._traced_counts(sharding):
+                self._interpolated_step(number, few, many, sharding, remat)
         except ValueError:
             return False
         return True
 
-    def _step_of_rows(
+    def _interpolated_step(
         self, number: int, few: int, many: int, sharding: Sharding, remat: bool | str
-    ) -> StepOfRows:
+    ) -> InterpolatedStep:
         key = (number, few, many, str(sharding.what), remat)
-        if key not in self._lines:
-            graphs = [
-                self._graphs[number, n, str(sharding.what), remat] for n in (few, many)
-            ]
-            self._lines[key] = StepOfRows(graphs[0], few, graphs[1], many)
-        return self._lines[key]
+        if key not in self._interpolations:
+            of_few, of_many = (
+                self._found[number, n, str(sharding.what), remat]["graph"]
+                for n in (few, many)
+            )
+            self._interpolations[key] = InterpolatedStep(of_few, few, of_many, many)
+        return self._interpolations[key]
 
     def _parts_at(
-        self, numbers: tuple[int, ...], found: list[dict[str, Any]]
+        self, counts: tuple[int, ...], found: list[dict[str, Any]]
     ) -> tuple[dict[str, int], dict[str, int]]:
-        """Of the device and of the host, for as many replicas as there are."""
+        """Parts of device and host, extrapolated to all replicas of a host."""
         return (
-            _at_number(numbers, [one["parts"] for one in found], self._of_host),
-            _at_number(numbers, [one["host_parts"] for one in found], self._of_host),
+            _extrapolated(counts, [one["parts"] for one in found], self._per_host),
+            _extrapolated(counts, [one["host_parts"] for one in found], self._per_host),
         )
 
     def _sharding_of(self, shard: str | None) -> Sharding:
@@ -286,7 +260,7 @@ class Planner:
 
 
 def _most_traced(communication: Communication | None, hosts: int) -> int:
-    """How many replicas of a host are traced at most: all of a stated hierarchy."""
+    """How many replicas of a host to trace at most: all of an explicit hierarchy."""
     stated = None if communication is None else communication.hierarchy
     if hosts > 1 or not isinstance(stated, tuple):
         return MOST_TRACED
@@ -297,47 +271,43 @@ def _facts_of(
     graph: StepGraph,
     replicas: int,
     sharding: Sharding,
-    turns: Sequence[int] = range(TURNS),
+    orders: Sequence[int] = range(ORDERS),
 ) -> dict[str, Any]:
-    """What the play of a graph of so many replicas says of each of them."""
+    """Per-replica results of dry-running a graph of `replicas` replicas."""
     of_host = {}
     if sharding.offloads:
-        played = _played(side_of(graph, True), replicas, turns)
-        of_host = _per_replica(played, replicas)
+        memory = _simulated(side_of(graph, True), replicas, orders)
+        of_host = _per_replica(memory, replicas)
         graph = side_of(graph, False)
-    played = _played(graph, replicas, turns)
+    memory = _simulated(graph, replicas, orders)
     return {
-        "parts": _per_replica(played, replicas),
+        "parts": _per_replica(memory, replicas),
         "host_parts": of_host,
         "flops": graph.flops / replicas,
-        "turn": played.turn,
+        "order": memory.order,
     }
 
 
-def _played(graph: StepGraph, replicas: int, turns: Sequence[int]) -> StepMemory:
+def _simulated(graph: StepGraph, replicas: int, orders: Sequence[int]) -> StepMemory:
     threads = usable_cores()
     if replicas > 1:
-        # Where replicas hand tensors to each other within a pass, all of them may be in
-        # the middle of theirs, and what waits goes on in another thread: measured peaks
-        # are those of one thread more.
+        # Replicas exchange tensors within a pass, so all may be in the middle of theirs
+        # and continue on another thread: measured peaks match one thread more.
         threads = max(threads + 1, replicas)
-    return dry_run(graph, threads, turns)
+    return dry_run(graph, threads, orders)
 
 
 def _per_replica(memory: StepMemory, replicas: int) -> dict[str, float]:
     return {part: size / replicas for part, size in memory.parts.items()}
 
 
-def _at_number(
-    numbers: tuple[int, ...], found: list[dict[str, float]], replicas: int
+def _extrapolated(
+    counts: tuple[int, ...], found: list[dict[str, float]], replicas: int
 ) -> dict[str, int]:
-    """Each part for `replicas`, from what it is for one or two numbers of them.
-
-    part(N) = a + b / N
-    """
-    if len(numbers) == 1:
+    """Each part for `replicas`, from one or two traced counts: part(N) = a + b / N."""
+    if len(counts) == 1:
         return {part: round(size) for part, size in found[0].items() if round(size)}
-    few, many = numbers
+    few, many = counts
     parts = {}
     for part in {**found[0], **found[1]}:
         at_few, at_many = found[0].get(part, 0.0), found[1].get(part, 0.0)
@@ -351,22 +321,15 @@ def _at_number(
 def have_devices(
     replicas: int, most: int = MOST_TRACED, is_offloading: bool = False
 ) -> None:
-    """Sees to it that there are logical CPUs to trace so many replicas on, or more.
+    """Creates the logical CPUs for tracing; call it before the first tensor is made.
 
-    Before the first tensor is made: a model's data may be one.
-
-    Args:
-      replicas: of a host.
-      most: how many are traced.
-      is_offloading: whether the host has a device of its own.
-
-    Raises:
-      DeviceError: when TensorFlow has started with fewer.
+    `is_offloading`: one more device stands for the host. Raises DeviceError if
+    TensorFlow has already started with fewer.
     """
     count = min(replicas, most) + is_offloading
     [cpu, *_] = tf.config.list_physical_devices("CPU")
-    asked_before = tf.config.get_logical_device_configuration(cpu) or ()
-    if len(asked_before) >= count:
+    configured = tf.config.get_logical_device_configuration(cpu) or ()
+    if len(configured) >= count:
         return
     try:
         use_virtual_devices(count)
@@ -375,27 +338,15 @@ def have_devices(
             raise
 
 
-# A step for any number of rows, from the same step traced for two of them.
+class InterpolatedStep:
+    """A step for any number of rows, interpolated: bytes(rows) = a + b rows.
 
-
-class StepOfRows:
-    """The step as a line over the rows of a batch.
-
-        bytes(rows) = a + b rows    of each tensor
-
-    Args:
-      few: the step for `few_rows`.
-      few_rows: fewer than `many_rows`.
-      many: the same step for `many_rows`.
-      many_rows: see `few_rows`.
-
-    Raises:
-      ValueError: when the two are not of the same ops: TensorFlow built another graph
-        for another number of rows.
+    Raises ValueError if the steps for `few_rows` and `many_rows` differ in their ops:
+    TensorFlow built another graph.
     """
 
     def __init__(self, few: StepGraph, few_rows: int, many: StepGraph, many_rows: int):
-        if [_kept(op) for op in few.ops] != [_kept(op) for op in many.ops]:
+        if [_structure(op) for op in few.ops] != [_structure(op) for op in many.ops]:
             raise ValueError("the two steps are not of the same ops")
         if len(few.variables) != len(many.variables):
             raise ValueError("the two steps do not store the same variables")
@@ -403,7 +354,6 @@ class StepOfRows:
         self._few_rows, self._many_rows = few_rows, many_rows
 
     def at(self, rows: int) -> StepGraph:
-        """The step for `rows` rows, at least 1."""
         part = (rows - self._few_rows) / (self._many_rows - self._few_rows)
 
         def between(few: float, many: float) -> int:
@@ -425,35 +375,22 @@ class StepOfRows:
         return dataclasses.replace(self._few, ops=ops, variables=variables)
 
 
-def _kept(op: Op) -> tuple[object, ...]:
-    """What is the same for every number of rows."""
+def _structure(op: Op) -> tuple[object, ...]:
+    """What does not depend on the number of rows."""
     return op.kind, op.inputs, op.controls, len(op.output_bytes), op.variable
 
 
-# A step of which the host takes a part (`offload=`), as each of the two sees it.
-
-
 def side_of(graph: StepGraph, on_host: bool) -> StepGraph:
-    """The step with the memory of one side alone; the other side's takes none.
+    """The step with only the memory of the host or of the device (`offload=`).
 
-    What crosses has memory on both: it counts from when it is made until its last
-    reader has run, which is a little longer than the copy lives.
-
-    Args:
-      graph: the step.
-      on_host: the side.
-
-    >>> from tfdp.tools.planning.liveness import dry_run
-    >>> of_host = Op("Neg", ((0, 0),), (), (4,), on_host=True)
-    >>> graph = StepGraph((Op("Made", output_bytes=(8,)), of_host))
-    >>> [dry_run(side_of(graph, side)).peak_bytes for side in (False, True)]
-    [8, 12]
+    A tensor that crosses counts on both sides from when it is made until its last
+    reader has run: slightly longer than the copy lives.
     """
     read_here = {
         tensor for op in graph.ops if op.on_host == on_host for tensor in op.inputs
     }
     ops = tuple(
-        op if op.on_host == on_host else _crossing(op, place, read_here)
+        op if op.on_host == on_host else _seen_from_other_side(op, place, read_here)
         for place, op in enumerate(graph.ops)
     )
     variables = tuple(
@@ -463,8 +400,8 @@ def side_of(graph: StepGraph, on_host: bool) -> StepGraph:
     return dataclasses.replace(graph, ops=ops, variables=variables)
 
 
-def _crossing(op: Op, place: int, read_here: set[tuple[int, int]]) -> Op:
-    """An op of the other side: what it makes is here where it is read here."""
+def _seen_from_other_side(op: Op, place: int, read_here: set[tuple[int, int]]) -> Op:
+    """An op of the other side: its outputs count here only if they are read here."""
     return dataclasses.replace(
         op,
         output_bytes=tuple(

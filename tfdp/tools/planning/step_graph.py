@@ -1,29 +1,26 @@
-"""A training step as plain values: ops, what they read, how many bytes they make."""
+"""A training step as plain data: ops, what they read, how many bytes they make."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
 
-#: A tensor's place in the step: (op, output).
+#: An output in the step: (place of the op, number of the output).
 Place = tuple[int, int]
 
-#: A note of a step: it has loops that turn as often as they like.
-ENDLESS = "loops of which one turn is counted, for want of their number"
-#: Another one: XLA compiles a part of it, as it does convolutions in groups on CPUs.
+#: Notes of a step with which the peak may be much larger: loops of unknown length, and
+#: functions compiled by XLA, such as grouped convolutions on CPUs.
+ENDLESS = "loops whose number of iterations is unknown, counted as one iteration"
 COMPILED = "functions that XLA compiles, counted as if it did not"
-#: With these the peak may be much larger.
 NOT_KNOWN = frozenset((COMPILED, ENDLESS))
 
 
 @dataclasses.dataclass(frozen=True)
 class StoredVariable:
-    """What lies in memory between steps.
+    """A buffer that lives between steps.
 
-    Args:
-      size_bytes: of this copy, or this shard.
-      part: what it is: "weights", "slots" or "state".
-      on_host: whether it is in the memory of the host, and not of the device.
+    `size_bytes` of this copy or shard; `part`: "weights", "slots" or "state";
+    `on_host`: whether it is in the host's memory instead of the device's.
     """
 
     size_bytes: int
@@ -36,22 +33,19 @@ class Op:
     """An op of the step.
 
     Args:
-      kind: TensorFlow's name of what it does, such as "MatMul".
-      inputs: for each tensor that it reads (place of the op, place of its output).
-      controls: places of the ops that end before it begins, besides.
-      output_bytes: of each tensor that it makes.
-      shares: for each output the place of the input whose memory it is, always; None:
-        it has memory of its own.
-      reuses: places of inputs whose memory an output of the same size takes over when
-        nobody else needs it any more.
-      variable: the place of the variable that it reads or writes; None: of none.
-      access: of that variable: "read", "assign" (its memory becomes the last input's)
-        or "add" (in place, or in a copy while somebody still holds what was read).
-      scratch_bytes: what it needs while it runs, besides.
+      kind, name: TensorFlow's op type, such as "MatMul"; a name for messages.
+      inputs, controls: the tensors it reads; places of further ops that run before it.
+      output_bytes: of each output.
+      shares: for each output the input whose memory it always is; None: its own.
+      reuses: inputs whose memory an output of the same size takes over when they have
+        no other reader.
+      variable, access: place of the variable that it accesses, and how: "read",
+        "assign" (it adopts the last input's memory) or "add" (in place, or in a copy
+        while its old value has readers).
+      scratch_bytes: allocated only while it runs.
       flops: multiplications and additions.
-      part: what its outputs are: "activations", "gradients", "exchange", "update".
-      name: for messages.
-      on_host: whether the host runs it, and not the device.
+      part: of its outputs: "activations", "gradients", "exchange", "update".
+      on_host: whether the host runs it instead of the device.
     """
 
     kind: str
@@ -74,27 +68,20 @@ class StepGraph:
     """A step.
 
     Args:
-      ops: in an order in which each op comes after those that it reads.
-      variables: what is stored between steps.
-      results: (place of the op, place of its output) that live until the step ends.
-      notes: what is not known: words to how often.
-      lies_in: variables that lie where the link has put them in the step before: place
-        to that of what the link keeps. All that lie in one of these share its memory,
-        and the link takes as much anew.
+      ops: in topological order.
+      variables: buffers that live between steps.
+      results: outputs that live until the step ends.
+      notes: what is unknown -> how often.
+      in_link_buffer: variable -> the buffer of a link that it shares since the previous
+        step, with other variables; the link then allocates a new one.
     """
 
     ops: tuple[Op, ...]
     variables: tuple[StoredVariable, ...] = ()
     results: tuple[Place, ...] = ()
     notes: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    lies_in: Mapping[int, int] = dataclasses.field(default_factory=dict)
+    in_link_buffer: Mapping[int, int] = dataclasses.field(default_factory=dict)
 
     @property
     def flops(self) -> float:
-        """Of all ops."""
         return sum(op.flops for op in self.ops)
-
-    @property
-    def stored_bytes(self) -> int:
-        """Of all variables."""
-        return sum(variable.size_bytes for variable in self.variables)

@@ -1,4 +1,4 @@
-"""The graph of a training step, traced and not run, as a `StepGraph`."""
+"""Converts the graph of a traced training step into a `StepGraph`."""
 
 from __future__ import annotations
 
@@ -20,11 +20,7 @@ from tfdp._private.step_ops import (
 from tfdp.exchange.compressed import COMPRESSED_SUM, WHERE_FINITE
 from tfdp.exchange.host_calls import LINK_CALL
 from tfdp.tools.planning.any_rows import AnyRows
-from tfdp.tools.planning.liveness import (
-    OF_LINKS,
-    dry_run,
-    lying_in_what_links_keep,
-)
+from tfdp.tools.planning.liveness import OF_LINKS, dry_run, variables_in_link_buffers
 from tfdp.tools.planning.op_rules import (
     Tensor,
     access_of,
@@ -44,10 +40,9 @@ from tfdp.tools.planning.step_graph import (
 )
 
 LOOPS = frozenset("While StatelessWhile".split())
-# What has its memory elsewhere: the batch, which stands among the variables.
-GIVEN = frozenset("Placeholder".split())
-CONSTANT = "Const"
-# Of no known shape and no size: shapes, and what a GPU keeps of a batch normalization.
+# Memory counted elsewhere: the batch is one of the variables.
+ELSEWHERE = frozenset("Const Placeholder".split())
+# Unknown shape but negligible size: shapes, and a GPU's batch-normalization reserve.
 SMALL = frozenset(
     "BroadcastGradientArgs FusedBatchNormGradV3 FusedBatchNormV3 Shape".split()
 )
@@ -62,26 +57,18 @@ def read_graph(
     host_device: str = "",
     rows: AnyRows | None = None,
 ) -> StepGraph:
-    """The step as plain values.
+    """Converts `graph`; ops that nothing needs are left out, as TensorFlow prunes them.
 
     Args:
       graph: of a concrete function.
-      variables: for each variable that the function captured, by the `id` of its
-        handle: its place, and what it is.
-      batch_bytes: of what the function is given, which lives as long as it runs.
-      weight_shapes: of the trainable weights, by which their gradients are known.
-      hosts: that train together; each brings as many rows of an embedding.
-      host_device: the end of the name of the device whose memory is the host's; "":
-        none is.
-      rows: for which the step is wanted; None: for those that it was traced for.
-
-    Returns:
-      The step; ops that nothing needs are left out, as TensorFlow leaves them out.
-
-    Raises:
-      NotOfRows: with `rows`, where lengths may depend on them in another way.
+      variables: by `id` of the captured handle, each variable's place and description.
+      batch_bytes: of the function's inputs, which live as long as it runs.
+      weight_shapes: of the trainable weights; identify their gradients.
+      hosts: that train together; each contributes equally many rows of an embedding.
+      host_device: suffix of the device name whose memory is the host's; "": none.
+      rows: converts to another row count; raises UnclearLength if that is ambiguous.
     """
-    stored = [stored for _, stored in sorted(variables.values(), key=_place)]
+    stored = [stored for _, stored in sorted(variables.values(), key=lambda v: v[0])]
     stored.append(StoredVariable(batch_bytes, "batch"))
     reader = _Reader(stored, weight_shapes, hosts, host_device, rows)
     handles = {
@@ -90,19 +77,15 @@ def read_graph(
         if id(outer) in variables
     }
     results = reader.read(graph, {}, handles, needed_ops(graph))
-    reader.hand_overs.connect(reader.ops)
+    reader.pairs.connect(reader.ops)
     ops = tuple(reader.ops)
     return StepGraph(
         ops,
         tuple(reader.variables),
         tuple(place for place in results if place is not None),
         dict(reader.notes),
-        lying_in_what_links_keep(ops, reader.variables),
+        variables_in_link_buffers(ops, reader.variables),
     )
-
-
-def _place(item: tuple[int, StoredVariable]) -> int:
-    return item[0]
 
 
 class _Reader:
@@ -120,14 +103,12 @@ class _Reader:
         self._rows = rows
         self._hosts = hosts
         self._host_device = host_device
-        #: Where the function runs that is being read: what its ops do not say.
-        self._device = ""
-        #: The names of the calls of it.
-        self._caller = ""
+        # Device of the call being read, for ops that name none; names of the calls.
+        self._device = self._caller = ""
         self._weight_shapes = frozenset(weight_shapes)
         self.ops: list[Op] = []
         self.notes: collections.Counter[str] = collections.Counter()
-        self.hand_overs = SendReceivePairs()
+        self.pairs = SendReceivePairs()
 
     def read(
         self,
@@ -136,16 +117,12 @@ class _Reader:
         handles: dict[str, int],
         needed: set[str],
     ) -> list[Place | None]:
-        """Adds the ops of `graph`; returns the places of its outputs.
+        """Adds the needed ops of `graph`; returns the places of its outputs.
 
-        Args:
-          graph: of a function.
-          given: places of its inputs, by the names of their ops.
-          handles: variables among its inputs, likewise.
-          needed: names of the ops to add.
+        `given`: places of its inputs by op name; `handles`: variables, likewise.
         """
         places: dict[tuple[str, int], Place | None] = {}
-        # The op that ends last of those that stand for one; a call has several.
+        # Last op of each group that replaces one op; a call has several.
         ends: dict[str, list[int]] = {}
         handles = dict(handles)
         for op in in_order(graph, needed):
@@ -164,7 +141,9 @@ class _Reader:
                 places.get((tensor.op.name, tensor.value_index)) for tensor in op.inputs
             ]
             inner = only_called(op)
-            if inner is not None and not _is_fused(op):
+            # Compression is element-wise: XLA fuses it into one loop.
+            is_fused = COMPRESSED_SUM in op.name and is_compiled_by_xla(op)
+            if inner is not None and not is_fused:
                 self._call(op, inner, inputs, controls, places, ends, handles)
                 continue
             place = len(self.ops)
@@ -184,7 +163,7 @@ class _Reader:
         ends: dict[str, list[int]],
         handles: dict[str, int],
     ) -> None:
-        """A function's ops stand in the place of its call, as the optimizer does."""
+        """Inlines a function's ops instead of its call, as the optimizer does."""
         if is_compiled_by_xla(op):
             self.notes[COMPILED] += 1
         first = len(self.ops)
@@ -205,13 +184,13 @@ class _Reader:
         self._device, self._caller = op.device or self._device, f"{outside[1]}{op.name}"
         results = self.read(inner, given, inner_handles, needed_ops(inner))
         self._device, self._caller = outside
-        self._begin_behind(first, controls)
+        self._add_controls(first, controls)
         ends[op.name] = list(range(first, len(self.ops)))
         for number, result in enumerate(results):
             places[op.name, number] = result
 
-    def _begin_behind(self, first: int, controls: Sequence[int]) -> None:
-        """Has ops from `first` on that wait for nothing wait for `controls`."""
+    def _add_controls(self, first: int, controls: Sequence[int]) -> None:
+        """Makes ops from `first` on without inputs wait for `controls`."""
         for place in range(first, len(self.ops)) if controls else ():
             op = self.ops[place]
             if not op.inputs or op.variable is not None:
@@ -237,17 +216,19 @@ class _Reader:
         for number in range(len(made)):
             shared = shared_input(op.type, read, made, number)
             if is_finite:
-                shared = handed_on(op, number)
+                shared = branch_input(op, number)
             shares.append(None if shared is None else renumbered.get(shared))
         transposes = op.type == "MatMul" and op.get_attr("transpose_a")
         if op.type in ("BatchMatMulV2", "BatchMatMul"):
             transposes = op.get_attr("adj_x")
+        equation = op.get_attr("equation").decode() if op.type == "Einsum" else ""
+        inner_bytes, inner_flops = self._inner_costs(op)
         own_inputs = [place for place in inputs if place is not None]
-        if op.type in SENT:
-            self.hand_overs.send(op.get_attr("tensor_name").decode(), own_inputs[0])
-        elif op.type in RECEIVED:
+        if op.type in SENDS:
+            self.pairs.send(op.get_attr("tensor_name").decode(), own_inputs[0])
+        elif op.type in RECEIVES:
             name = op.get_attr("tensor_name").decode()
-            source = self.hand_overs.receive(name, len(self.ops))
+            source = self.pairs.receive(name, len(self.ops))
             if source is not None:
                 own_inputs, shares = [source], [0]
                 inputs = [source]
@@ -264,10 +245,9 @@ class _Reader:
             ),
             variable=variable,
             access=access,
-            scratch_bytes=scratch_bytes_of(op.type, read, made, _equation_of(op))
-            + (0 if is_finite else self._inside_bytes(op)),
-            flops=flops_of(op.type, read, made, bool(transposes))
-            + self._inside_flops(op),
+            scratch_bytes=scratch_bytes_of(op.type, read, made, equation)
+            + (0 if is_finite else inner_bytes),
+            flops=flops_of(op.type, read, made, bool(transposes)) + inner_flops,
             part=self._part_of(op),
             name=op.name,
             on_host=bool(self._host_device)
@@ -286,36 +266,31 @@ class _Reader:
     def _pooled(
         self, op: Any, inputs: Sequence[Place | None], read: Sequence[Tensor]
     ) -> int:
-        """A link writes into memory of its own, which it keeps for the next step.
+        """A link writes into a buffer of its own, kept for the next step.
 
-        It is as large as what the link is given, of which it may hand on a part.
+        It is as large as the link's input, which may exceed what it returns.
         """
         made = sum(self._size_of(op, n, inputs) for n in range(len(op.outputs)))
         given = sum(tensor.size_bytes for tensor in read)
         self.variables.append(StoredVariable(max(made, given), OF_LINKS))
         return len(self.variables) - 1
 
-    def _size_of(
-        self,
-        op: Any,
-        number: int,
-        inputs: Sequence[Place | None],
-    ) -> int:
-        tensor = self._ensured(op.outputs[number])
+    def _size_of(self, op: Any, number: int, inputs: Sequence[Place | None]) -> int:
+        tensor = self._ensured_tensor(op.outputs[number])
         if op.type in LOOPS and (body := called_graph(op, "body")) is not None:
-            item = kept_per_turn(body, number)
+            item = kept_per_iteration(body, number)
             kept = 0 if item is None else self._tensor(item).size_bytes
-            kept *= turns_of(op) or 1
+            kept *= iterations_of(op) or 1
             return max(kept, tensor.size_bytes)
-        if op.type in GIVEN or op.type == CONSTANT:
+        if op.type in ELSEWHERE:
             return 0
         if tensor.shape is not None or not tensor.element_bytes:
             return tensor.size_bytes
         if op.type in SMALL:
             return 0
-        if op.type in RECEIVED:
+        if op.type in RECEIVES:
             return self._bytes_at(inputs[0]) if inputs else 0
-        self.notes["tensors whose shape is not known before the step runs"] += 1
+        self.notes["tensors whose shape is unknown before the step runs"] += 1
         read = [self._bytes_at(place) for place in inputs if place is not None]
         if op.type in PYTHON and LINK_CALL in op.name and number < len(read):
             return self._hosts * read[number]
@@ -324,22 +299,21 @@ class _Reader:
     def _bytes_at(self, place: Place | None) -> int:
         return 0 if place is None else self.ops[place[0]].output_bytes[place[1]]
 
-    def _inside_bytes(self, op: Any) -> int:
-        """The most that the branches of a conditional, or the turn of a loop, need."""
-        attributes: tuple[str, ...] = BRANCHES.get(op.type, ())
-        if op.type in LOOPS:
-            attributes = ("body",)
-            if turns_of(op) is None:
-                self.notes[ENDLESS] += 1
-        peaks = [0]
-        for attribute in attributes:
-            inner = called_graph(op, attribute)
-            if inner is not None:
+    def _inner_costs(self, op: Any) -> tuple[int, float]:
+        """Peak bytes of one branch or iteration; FLOPs of all of them."""
+        is_loop = op.type in LOOPS
+        iterations = iterations_of(op) if is_loop else 1
+        if iterations is None:
+            self.notes[ENDLESS] += 1
+        peak_bytes, flops = 0, 0.0
+        for attribute in ("body",) if is_loop else BRANCHES.get(op.type, ()):
+            if (inner := called_graph(op, attribute)) is not None:
                 reader = _Reader([], hosts=self._hosts, rows=self._rows)
                 reader.read(inner, {}, {}, needed_ops(inner))
                 step = StepGraph(tuple(reader.ops), tuple(reader.variables))
-                peaks.append(dry_run(step).peak_bytes)
-        return max(peaks)
+                peak_bytes = max(peak_bytes, dry_run(step).peak_bytes)
+                flops += step.flops
+        return peak_bytes, flops * (iterations or 1)
 
     def _tensor(self, tensor: Any) -> Tensor:
         if is_resource(tensor) or tensor.dtype == tf.string:
@@ -352,8 +326,8 @@ class _Reader:
             dims = tuple(map(self._rows.length, dims))
         return Tensor(dims, tensor.dtype.size)
 
-    def _ensured(self, tensor: Any) -> Tensor:
-        """What only the running step knows: as large as the next op makes sure of."""
+    def _ensured_tensor(self, tensor: Any) -> Tensor:
+        """A size only known at run time is that of the following EnsureShape."""
         known = self._tensor(tensor)
         for op in tensor.consumers() if known.shape is None else ():
             if op.type == "EnsureShape" and op.outputs[0].shape.is_fully_defined():
@@ -370,29 +344,6 @@ class _Reader:
         is_update = "/update_" in op.name or "/update_" in self._caller
         return "update" if is_update else "activations"
 
-    def _inside_flops(self, op: Any) -> float:
-        """Of all turns of a loop; of the branches of a conditional together."""
-        attributes = ("body",) if op.type in LOOPS else BRANCHES.get(op.type, ())
-        total = 0.0
-        for attribute in attributes:
-            if (inner := called_graph(op, attribute)) is not None:
-                reader = _Reader([], rows=self._rows)
-                reader.read(inner, {}, {}, needed_ops(inner))
-                total += sum(inside.flops for inside in reader.ops)
-        return total * ((turns_of(op) or 1) if op.type in LOOPS else 1)
-
-
-def _is_fused(op: Any) -> bool:
-    """What compresses goes element by element: XLA makes one loop of it."""
-    return COMPRESSED_SUM in op.name and is_compiled_by_xla(op)
-
-
-def _equation_of(op: Any) -> str:
-    return op.get_attr("equation").decode() if op.type == "Einsum" else ""
-
-
-# Which inputs of a conditional are its results, where its first branch is taken.
-
 
 #: Conditionals -> the attributes that name their branches.
 BRANCHES = {
@@ -401,17 +352,10 @@ BRANCHES = {
 }
 
 
-def handed_on(op: Any, number: int) -> int | None:
-    """The input of `op` that its first branch returns as output `number`.
+def branch_input(op: Any, number: int) -> int | None:
+    """The input that the first branch of `op` returns as output `number`, or None.
 
-    TensorFlow runs a conditional as switches, which have no memory of their own.
-
-    Args:
-      op: of BRANCHES.
-      number: of the output.
-
-    Returns:
-      The input's place; None: the branch makes the output itself.
+    TensorFlow runs a conditional as switches, which allocate nothing.
     """
     inner = called_graph(op, BRANCHES[op.type][0])
     if inner is None:
@@ -420,15 +364,12 @@ def handed_on(op: Any, number: int) -> int | None:
     while tensor.op.type == "Identity":
         tensor = tensor.op.inputs[0]
     places = [place for place, each in enumerate(inner.inputs) if each is tensor]
-    # The first input says which branch.
+    # Input 0 selects the branch.
     return places[0] + 1 if places else None
 
 
-# Which ops of a function are needed, and an order in which they can run.
-
-
 def needed_ops(graph: Any) -> set[str]:
-    """The names of the ops that the function's results, or its effects, need."""
+    """The names of the ops that the function's results, or its side effects, need."""
     stack = [tensor.op for tensor in graph.outputs] + list(graph.control_outputs)
     seen: set[str] = set()
     while stack:
@@ -441,19 +382,18 @@ def needed_ops(graph: Any) -> set[str]:
 
 
 def in_order(graph: Any, needed: set[str]) -> list[Any]:
-    """The needed ops, each after what it reads; a `Recv` after its `Send`."""
+    """The needed ops in topological order; a `Recv` after its `Send`."""
     ops = {op.name: op for op in graph.get_operations() if op.name in needed}
     senders = {
         op.get_attr("tensor_name"): op
         for op in ops.values()
         if op.type in ("Send", "_Send")
     }
-
     turn = {name: number for number, name in enumerate(ops)}
 
     def before(op: Any) -> list[Any]:
         found = [tensor.op for tensor in op.inputs]
-        # TensorFlow lists them in another order each time.
+        # TensorFlow lists control inputs in a different order each time.
         found += sorted(op.control_inputs, key=lambda op: turn.get(op.name, -1))
         if op.type in ("Recv", "_Recv"):
             sender = senders.get(op.get_attr("tensor_name"))
@@ -478,35 +418,28 @@ def in_order(graph: Any, needed: set[str]) -> list[Any]:
     return ordered
 
 
-# What one replica hands to another within a step: who receives which tensor.
-#
-# A replica sends and receives by name, in functions of its own, so that a tensor may be
-# received, as the graph is read, before it was sent.
-
-
-SENT = frozenset("Send _Send".split())
-RECEIVED = frozenset("Recv _Recv".split())
+SENDS = frozenset("Send _Send".split())
+RECEIVES = frozenset("Recv _Recv".split())
 
 
 class SendReceivePairs:
-    """Sources of what is received, by the names under which it is sent."""
+    """Matches receives with sends by name; either may be read from the graph first."""
 
     def __init__(self) -> None:
         self._sent: dict[str, Place] = {}
         self._awaited: list[tuple[int, str]] = []
 
     def send(self, name: str, source: Place) -> None:
-        """Notes what is sent."""
         self._sent[name] = source
 
     def receive(self, name: str, place: int) -> Place | None:
-        """What the op at `place` receives; None: it was not sent yet, see `connect`."""
+        """What the op at `place` receives; None: not sent yet, see `connect`."""
         if name not in self._sent:
             self._awaited.append((place, name))
         return self._sent.get(name)
 
     def connect(self, ops: list[Op]) -> None:
-        """Gives those their tensors who were read before what is sent to them."""
+        """Connects the receives that were read before their sends."""
         for place, name in self._awaited:
             source = self._sent.get(name)
             if source is None:
@@ -520,19 +453,16 @@ class SendReceivePairs:
             )
 
 
-# What a loop keeps of its turns, for the backward pass and as its result.
-
-
-# Of these a list holds what is there anyway.
+# A list of these holds memory that exists anyway.
 NOT_MADE = frozenset("Const Placeholder ReadVariableOp".split())
-# Which input of them is the new item of a list.
+# Which input is the new item of a list.
 NEW_ITEM = {"TensorListPushBack": 1, "TensorListSetItem": 2}
 
 
-def turns_of(op: Any) -> int | None:
-    """How often a `While` turns; None: that is not known before it runs.
+def iterations_of(op: Any) -> int | None:
+    """Iterations of a `While`; None: unknown before it runs.
 
-    A recurrent layer turns once for each item of the list that its input is cut into.
+    A recurrent layer iterates once per item of the list its input is unstacked into.
     """
     most = tf.get_static_value(op.inputs[1]) if len(op.inputs) > 1 else None
     if most is not None and most.ndim == 0 and most > 0:
@@ -548,14 +478,8 @@ def turns_of(op: Any) -> int | None:
     return max(known) if known else None
 
 
-def kept_per_turn(body: Any, place: int) -> Any:
-    """What each turn adds to output `place` of a loop; None: it is no list, or that is
-    there anyway.
-
-    Args:
-      body: the graph of a turn.
-      place: of the loop's output.
-    """
+def kept_per_iteration(body: Any, place: int) -> Any:
+    """What each iteration appends to list output `place`; None: nothing new."""
     output = body.outputs[place]
     if output.dtype != tf.variant:
         return None

@@ -1,4 +1,4 @@
-"""The user's own training step under a strategy, traced once and not run."""
+"""The user's training step under a strategy: traced once, never run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tfdp.checks import is_whole
 from tfdp.cluster import Cluster
 from tfdp.errors import ConfigurationError
 from tfdp.exchange.host_group import HostGroup
-from tfdp.hosts.host_link import MOST_GATHERED_BYTES, HostLink, Packed, Ranges
+from tfdp.hosts.host_link import HostLink, Ranges
 from tfdp.layers.rematerialization import remat as recompute
 from tfdp.plan.communication import Communication
 from tfdp.plan.shards import Sharding
@@ -30,30 +30,23 @@ from tfdp.step.table_rows import Table, sums_repeated_rows, tables_of
 from tfdp.strategies.data_parallel import DataParallelStrategy
 from tfdp.strategies.devices import find_devices
 from tfdp.strategies.multi_host import MultiHostDataParallelStrategy
-from tfdp.tools.planning.any_rows import AnyRows, NotOfRows, rows_to_trace
+from tfdp.tools.planning.any_rows import AnyRows, UnclearLength, rows_to_trace
 from tfdp.tools.planning.step_graph import StepGraph, StoredVariable
 from tfdp.tools.planning.trace import read_graph
 
-# Of larger weights, and slots of an optimizer, nobody asks for the numbers.
+# Larger weights and optimizer slots are left without values: only shapes are needed.
 LEAST_EMPTY_BYTES = 2**20
 
 
 def builder_of(model: Any) -> Callable[[], keras.Model]:
-    """A function that makes a model like `model`, compiled.
-
-    Args:
-      model: such a function, or a compiled model that Keras can make again.
-
-    Raises:
-      ConfigurationError: when it is neither.
-    """
+    """Returns a function that makes a compiled model like `model`."""
     if isinstance(model, keras.Model):
         if getattr(model, "optimizer", None) is None:
             raise ConfigurationError(
-                f"The model {model.name!r} is not compiled: what its optimizer keeps "
-                "is a large part of the memory. Call model.compile(optimizer, loss)."
+                f"The model {model.name!r} is not compiled: its optimizer's slots are "
+                "a large part of the memory. Call model.compile(optimizer, loss)."
             )
-        return lambda: _made_again(model)
+        return lambda: _clone(model)
     if callable(model):
         return model
     raise ConfigurationError(
@@ -62,7 +55,7 @@ def builder_of(model: Any) -> Callable[[], keras.Model]:
     )
 
 
-def _made_again(model: keras.Model) -> keras.Model:
+def _clone(model: keras.Model) -> keras.Model:
     try:
         again = type(model).from_config(model.get_config())
         again.compile_from_config(model.get_compile_config())
@@ -81,17 +74,9 @@ def _made_again(model: keras.Model) -> keras.Model:
 
 
 class TracedModel:
-    """A model under a strategy of its own, whose step can be traced for any batch.
+    """A model under its own strategy, traced without values; arguments as in `plan`.
 
-    Args:
-      build: makes the compiled model.
-      devices: one per replica.
-      batch: what the caller knows of a batch.
-      remat: whether blocks of layers compute their forward pass twice; a text says
-        which blocks, as `tfdp.remat` takes it.
-      sharding: what is sharded, and by whom.
-      communication: as a strategy takes it.
-      hosts: that train together, each on as many devices.
+    `devices`: one per replica of a host, the same on each of `hosts`.
     """
 
     def __init__(
@@ -106,9 +91,9 @@ class TracedModel:
         hosts: int = 1,
     ):
         self.replicas = len(devices)
-        # The rows of the one trace, its graph, and lengths that are not of a batch.
-        self._for_all: tuple[int, Any, set[int]] | None = None
-        self._must_be_alone = False
+        #: Rows of the shared trace, its graph, and lengths independent of the batch.
+        self.shared_trace: tuple[int, Any, set[int]] | None = None
+        self._traces_each = False
         self._hosts = hosts
         self._communication = communication
         self._host_device = ""
@@ -117,7 +102,7 @@ class TracedModel:
             self._host_device = host_of(first)
         self._strategy: DataParallelStrategy
         if hosts > 1:
-            self._strategy = HostOfMany(devices, hosts, communication, sharding)
+            self._strategy = AbsentHosts(devices, hosts, communication, sharding)
         else:
             alone = dataclasses.replace(sharding, group="all")
             self._strategy = DataParallelStrategy(
@@ -132,46 +117,38 @@ class TracedModel:
                 f"{type(self.model).__name__}."
             )
         self.batch: Batch = batch_of(batch, self.model)
-        #: Whether XLA would compile what each replica computes; here it is not.
+        # What the model requested; here XLA and eager mode are off.
         self.is_compiled = take_over_jit(self.model)
-        #: Whether the step would run op by op; here it is a graph.
         self.is_eager = bool(self.model.run_eagerly)
         if remat:
             recompute(self.model, "each" if remat is True else str(remat))
 
     def graph_of(self, local_rows: int, *, of_any: bool = False) -> StepGraph:
-        """The step of all replicas on batches of `local_rows` each.
+        """The step of all replicas on `local_rows` (at least 1) each.
 
-        Args:
-          local_rows: at least 1.
-          of_any: whether other numbers will be asked about: they share one trace where
-            they can. A single row does not: what has one is broadcast.
+        `of_any`: share one trace among row counts where possible. A single row gets its
+        own: length-1 dimensions are broadcast.
         """
-        if of_any and local_rows > 1 and not self._must_be_alone:
+        if of_any and local_rows > 1 and not self._traces_each:
             try:
                 return self._from_one(local_rows)
             except Exception:
-                # A length that is no multiple of the rows, or a model that does not
-                # take so many: each number of rows gets a trace of its own.
-                self._must_be_alone, self._for_all = True, None
+                # A length that is no multiple of the rows, or a model that rejects the
+                # traced row count: trace each count separately.
+                self._traces_each, self.shared_trace = True, None
         return self._read(self._traced(local_rows), local_rows)
 
-    @property
-    def shares_a_trace(self) -> bool:
-        """Whether one trace has stood for several numbers of rows."""
-        return self._for_all is not None
-
     def _from_one(self, local_rows: int) -> StepGraph:
-        if self._for_all is None:
+        if self.shared_trace is None:
             shapes = [spec.shape.as_list() for spec in tf.nest.flatten(self.batch.like)]
             fixed = {size for shape in shapes for size in shape}
             weights = {size for v in self.model.weights for size in v.shape}
             row_bytes = self.batch.row_bytes * self.replicas
             rows = rows_to_trace(fixed, weights, row_bytes)
             if rows is None:
-                raise NotOfRows("no number of rows divides no other length")
-            self._for_all = rows, self._traced(rows), fixed | weights
-        traced_rows, graph, fixed = self._for_all
+                raise UnclearLength("every number of rows divides another length")
+            self.shared_trace = rows, self._traced(rows), fixed | weights
+        traced_rows, graph, fixed = self.shared_trace
         return self._read(graph, local_rows, AnyRows(traced_rows, local_rows, fixed))
 
     def _traced(self, local_rows: int) -> Any:
@@ -206,14 +183,13 @@ class TracedModel:
 
     @property
     def trainable_bytes(self) -> int:
-        """Of the trainable weights, whole."""
         return sum(_bytes_of(v) for v in self.model.trainable_variables)
 
     @property
     def tables(self) -> list[tuple[Table, bool]]:
-        """Those whose gradients are rows, and whether rows of one word are added."""
-        asked = self._communication or Communication()
-        adds_rows = asked.repeated_rows == "sum" or sums_repeated_rows(
+        """Embedding tables with sparse gradients, and whether equal rows are summed."""
+        communication = self._communication or Communication()
+        adds_rows = communication.repeated_rows == "sum" or sums_repeated_rows(
             self.model.optimizer
         )
         return [
@@ -246,28 +222,15 @@ def _bytes_of(variable: Any) -> int:
     return math.prod(variable.shape) * tf.as_dtype(variable.dtype).size
 
 
-# One host among others that are not there: its step can be traced, and not run.
+class AbsentHosts(MultiHostDataParallelStrategy):
+    """Strategy of host 0 of several absent hosts: its graphs are inspected, never run.
 
-
-class HostOfMany(MultiHostDataParallelStrategy):
-    """The first host's strategy, for graphs that are looked at and never run.
-
-    It is a `MultiHostDataParallelStrategy` that has met nobody: what a step would
-    exchange stands in its graph, as on a host that trains.
-
-    Args:
-      devices: of this host's replicas.
-      hosts: how many there are, at least 2.
-      communication: as the strategy takes it.
-      sharding: what is sharded, and by whom.
-
-    Raises:
-      ConfigurationError: as the strategy; for `Communication(min_hosts=...)`, since
-        hosts that train apart are hosts alone; and for `engine="tensorflow"`, whose
-        collectives between hosts can be traced only where they have met.
+    They contain the exchanges of a real step. `Communication(min_hosts=...)` is refused
+    since such hosts train independently, `engine="tensorflow"` since its collectives
+    can be traced only between connected hosts.
     """
 
-    # Memory is counted by shapes, on which a host that trains would not rely.
+    # Memory is counted by shapes; a real host must not rely on equal shapes.
     _hosts_are_alike = True
 
     def __init__(
@@ -280,13 +243,13 @@ class HostOfMany(MultiHostDataParallelStrategy):
         if communication is not None and communication.min_hosts is not None:
             raise ConfigurationError(
                 f"Communication(min_hosts={communication.min_hosts}) is for hosts that "
-                "train apart between their meetings: plan one of them, hosts=1, and "
-                "add what sync= keeps, one or two more sets of weights."
+                "train independently between synchronizations: plan one of them, "
+                "hosts=1, and add one or two sets of weights, which sync= keeps."
             )
         if communication is not None and communication.engine == "tensorflow":
             raise ConfigurationError(
-                "Communication(engine='tensorflow') between hosts cannot be planned "
-                "before they have met. Plan with engine='sockets'."
+                "Communication(engine='tensorflow') between hosts cannot be planned: "
+                "it needs connected hosts. Plan with engine='sockets'."
             )
         self._planned_devices = list(devices)
         super().__init__(
@@ -299,8 +262,8 @@ class HostOfMany(MultiHostDataParallelStrategy):
     def _own_devices(
         self, communication: Communication, sharding: Sharding
     ) -> list[str]:
-        self._others = HostGroup(_NoLink(self.cluster.workers))
-        self._group = self._others
+        self._absent = HostGroup(_AbsentPeers(self.cluster.workers))
+        self._group = self._absent
         return self._planned_devices
 
     def _make_extended(
@@ -312,16 +275,15 @@ class HostOfMany(MultiHostDataParallelStrategy):
     ) -> Any:
         self._refuse_idle_shards(devices, communication)
         return self._extended_over(
-            self._others, devices, communication, cross_device_ops, draws_per_replica
+            self._absent, devices, communication, cross_device_ops, draws_per_replica
         )
 
     def from_chief(self, value: np.ndarray, label: str = "value") -> np.ndarray:
-        """Its own: it is the chief."""
         return value
 
 
-class _NoLink(HostLink):
-    """To hosts that are not there: nothing crosses it, and nobody is waited for."""
+class _AbsentPeers(HostLink):
+    """A transport without peers: every collective returns local data or zeros."""
 
     name = "sockets"
 
@@ -330,57 +292,34 @@ class _NoLink(HostLink):
         self.hosts = ["localhost"] * workers
 
     def close(self) -> None:
-        """Nobody has to hear it."""
+        pass
 
     def on_failure(self, listener: Callable[[str], None]) -> None:
-        """Nobody is lost."""
+        pass
 
     def news(self) -> str | None:
-        """None."""
         return None
 
     def sent_bytes(self, channel: str | None = None) -> int:
-        """None."""
         return 0
 
     def exchange_seconds(self, channel: str) -> float:
-        """None."""
         return 0.0
 
-    # What a model asks for while it is built: nobody looks at the numbers.
-
-    def sum(
-        self,
-        arrays: Sequence[np.ndarray],
-        label: str,
-        channel: str = "step",
-        wire_dtype: str | None = None,
-        packed: Packed = (),
-    ) -> list[np.ndarray]:
-        """Its own."""
+    def sum(self, arrays: Any, *arguments: Any, **options: Any) -> list[np.ndarray]:
         return list(arrays)
 
     def reduce_scatter(
-        self,
-        arrays: Sequence[np.ndarray],
-        ranges: Ranges,
-        label: str,
-        wire_dtype: str | None = None,
+        self, arrays: Any, ranges: Ranges, *arguments: Any, **options: Any
     ) -> list[np.ndarray]:
-        """Its own ranges."""
         return [
             array[slice(*of_array[self.rank])]
             for array, of_array in zip(arrays, ranges, strict=True)
         ]
 
     def all_gather(
-        self,
-        pieces: Sequence[np.ndarray],
-        ranges: Ranges,
-        label: str,
-        channel: str = "step",
+        self, pieces: Any, ranges: Ranges, *arguments: Any, **options: Any
     ) -> list[np.ndarray]:
-        """Zeros beside its own."""
         wholes = []
         for piece, of_array in zip(pieces, ranges, strict=True):
             whole = np.zeros(of_array[-1][1], piece.dtype)
@@ -389,35 +328,22 @@ class _NoLink(HostLink):
         return wholes
 
     def all_to_all(self, rows: np.ndarray, label: str) -> np.ndarray:
-        """Its own."""
         return rows
 
-    def gather(
-        self,
-        blob: bytes,
-        label: str,
-        channel: str = "host",
-        most_bytes: int = MOST_GATHERED_BYTES,
-    ) -> list[bytes]:
-        """As many of its own."""
+    def gather(self, blob: bytes, *arguments: Any, **options: Any) -> list[bytes]:
         return [blob] * self.workers
 
     def gather_memory(self, memory: np.ndarray, label: str) -> list[memoryview]:
-        """As many of its own."""
         return [memory.data] * self.workers
 
     def _nothing(self, *arguments: Any, **options: Any) -> Any:
         raise ConfigurationError(
-            "A step that is planned asked other hosts for a word before it ran, which "
-            "none of tfdp's does. Plan with hosts=1, and please report this model."
+            "The model communicated with other hosts before its step ran, which "
+            "planning cannot do. Plan with hosts=1, and please report this model."
         )
 
     share_note = without_note = leave_note = wait_for_notes = _nothing
-    loop_of_steps = start = _nothing
-    on_note = give_up = _nothing
-
-
-# A batch of a given number of rows, in whatever form the caller knows its batches.
+    loop_of_steps = start = on_note = give_up = _nothing
 
 
 FORMS = (
@@ -425,27 +351,22 @@ FORMS = (
     "arrays, (x, y), of one global batch; or a dataset's element_spec of one"
 )
 
-# TensorFlow counts no more elements along a dimension in many of its kernels.
+# Many TensorFlow kernels index a dimension with 32 bits.
 MOST_ROWS = 2**31 - 1
 
 
 class Batch:
-    """What a row of a batch is, and how many rows the caller asked about.
-
-    Args:
-      like: a structure of `tf.TensorSpec`, without the first dimension.
-      rows: of the global batch.
-    """
+    """The row structure of a batch (`like`: TensorSpecs without rows), and its rows."""
 
     def __init__(self, like: Any, rows: int):
         self.like = like
         self.rows = rows
 
     def zeros(self, rows: int) -> Any:
-        """A batch of `rows` rows in which every number is 0 and every text empty."""
+        """A batch of `rows` rows of zeros and empty strings."""
         return tf.nest.map_structure(
             lambda spec: (
-                # Keras builds no model from arrays of objects, which NumPy's are.
+                # Keras builds no model from NumPy's object arrays.
                 tf.fill((rows, *spec.shape), "")
                 if spec.dtype == tf.string
                 else np.zeros((rows, *spec.shape), spec.dtype.as_numpy_dtype)
@@ -455,7 +376,6 @@ class Batch:
 
     @property
     def row_bytes(self) -> int:
-        """Of one row."""
         return sum(
             int(np.prod(spec.shape)) * spec.dtype.size
             for spec in tf.nest.flatten(self.like)
@@ -463,11 +383,7 @@ class Batch:
 
 
 def batch_of(batch: Any, model: keras.Model) -> Batch:
-    """What the caller's `batch` says of `model`'s batches.
-
-    Raises:
-      ConfigurationError: when it is of no known form, or leaves a dimension open.
-    """
+    """Converts the `batch` argument of `plan`."""
     if is_whole(batch, least=1):
         if batch > MOST_ROWS:
             raise ConfigurationError(
@@ -482,7 +398,7 @@ def batch_of(batch: Any, model: keras.Model) -> Batch:
     rows = {spec.shape[0] for spec in tf.nest.flatten(specs) if spec.shape.rank}
     if len(rows) != 1 or None in rows:
         raise ConfigurationError(
-            "All parts of a batch must have one number of rows, which is known: "
+            "All parts of a batch must have the same, fixed number of rows: "
             f"batch(n, drop_remainder=True). Received: {specs}."
         )
     like = tf.nest.map_structure(
@@ -511,11 +427,11 @@ def _closed(like: Any) -> Any:
 
 
 def _rows_of_model(model: keras.Model) -> Any:
-    """Inputs as the model declares them, and targets as its loss wants them."""
+    """Inputs as the model declares them, and targets as its loss takes them."""
     inputs = getattr(model, "inputs", None)
     if not inputs:
         raise ConfigurationError(
-            f"The model {model.name!r} does not say what its inputs are (it is neither "
+            f"The model {model.name!r} does not declare its inputs (it is neither "
             "functional nor a Sequential with an Input), so a number of rows is not "
             f"enough. Give batch as {FORMS}."
         )

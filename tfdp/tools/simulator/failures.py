@@ -1,7 +1,7 @@
-"""What checkpoints and failures cost, and the best interval between checkpoints.
+"""Cost of checkpoints, failures and stragglers; the best checkpoint interval.
 
-With the pause d of a checkpoint, the interval t of training between two of them, the
-mean time M between failures of the whole cluster and the time R until it trains again:
+With the pause d of a checkpoint, the training time t between two of them, the mean time
+M between failures of the whole cluster and the time R of a restart:
 
     Young (1974)       t = sqrt(2 d M)
     Daly (2006)        t = sqrt(2 d M) (1 + sqrt(d / (2 M)) / 3 + d / (18 M)) - d,
@@ -9,10 +9,8 @@ mean time M between failures of the whole cluster and the time R until it trains
     Daly (2006)        all time / time of training
                        = M e^(R / M) (e^((t + d) / M) - 1) / t
 
-for failures at random, in a checkpoint and in a restart as well.
-
-Source: Daly (2006), "A higher order estimate of the optimum checkpoint interval for
-restart dumps".
+for random failures, also during a checkpoint or a restart. Source: Daly (2006), "A
+higher order estimate of the optimum checkpoint interval for restart dumps".
 """
 
 from __future__ import annotations
@@ -21,24 +19,14 @@ import dataclasses
 import functools
 import math
 
-from tfdp.errors import ConfigurationError
-from tfdp.tools.simulator.machine import at_least_zero, positive, share
+from tfdp.tools.simulator.machine import at_least_zero, positive
 
-# Above this exponent nothing is ever done: the cluster fails before a checkpoint is.
+# Beyond this exponent the cluster practically always fails before a checkpoint.
 MOST_EXPONENT = 500.0
 
 
-def young_interval_seconds(pause_seconds: float, between_failures: float) -> float:
-    """Young's interval, of the first order.
-
-    >>> young_interval_seconds(pause_seconds=2.0, between_failures=100.0)
-    20.0
-    """
-    return math.sqrt(2 * pause_seconds * between_failures)
-
-
 def best_interval_seconds(pause_seconds: float, between_failures: float) -> float:
-    """Daly's interval: training between two checkpoints that loses the least.
+    """Daly's interval between two checkpoints, which loses the least.
 
     >>> round(best_interval_seconds(2.0, 100.0), 3)
     18.689
@@ -46,18 +34,15 @@ def best_interval_seconds(pause_seconds: float, between_failures: float) -> floa
     if pause_seconds >= 2 * between_failures:
         return between_failures
     ratio = pause_seconds / (2 * between_failures)
-    first = young_interval_seconds(pause_seconds, between_failures)
+    first = math.sqrt(2 * pause_seconds * between_failures)  # Young's
     return first * (1 + math.sqrt(ratio) / 3 + ratio / 9) - pause_seconds
 
 
 @dataclasses.dataclass(frozen=True)
 class Lost:
-    """Seconds lost for each second of training.
+    """Seconds lost for each second of training, with the interval between checkpoints.
 
-    Args:
-      checkpoints: in the pauses.
-      failures: training done again, and restarts; infinite where nothing is ever done.
-      interval_seconds: between two checkpoints, 0 without any.
+    `failures`: repeated training and restarts; infinite if nothing is ever finished.
     """
 
     checkpoints: float
@@ -67,13 +52,13 @@ class Lost:
 
 @dataclasses.dataclass(frozen=True)
 class Reliability:
-    """How often devices fail, and what is done about it.
+    """Failure rate of devices, and the handling of failures.
 
     Args:
       device_hours_between_failures: of one device with its part of the host; above 0.
-      restart_seconds: from a failure until training goes on, at least 0.
-      checkpoint_pause_seconds: that a checkpoint holds up training, above 0.
-      checkpoint_interval_seconds: of training between two, above 0; None: the best.
+      restart_seconds: from a failure until training continues, at least 0.
+      checkpoint_pause_seconds, checkpoint_interval_seconds: pause for a checkpoint, and
+        training between two, above 0; None: the best interval.
     """
 
     device_hours_between_failures: float
@@ -92,7 +77,7 @@ class Reliability:
             positive(owner, "checkpoint_interval_seconds", interval)
 
     def lost(self, devices: int) -> Lost:
-        """What so many devices lose, of which any one's failure stops all."""
+        """Losses of that many devices, where each failure stops all."""
         between = 3600 * self.device_hours_between_failures / devices
         pause = self.checkpoint_pause_seconds
         interval = self.checkpoint_interval_seconds
@@ -107,27 +92,7 @@ class Reliability:
         return Lost(checkpoints, max(total - 1 - checkpoints, 0.0), interval)
 
 
-# How long all wait for the slowest: the expected maximum of n draws.
-#
-# A step of a replica takes c (1 + e) with a random e. All wait for the slowest of n, so
-# a step is longer by
-#
-#     normal       c s E_n, E_n the expected maximum of n standard normal numbers
-#     exponential  c s (H_n - 1), H_n = 1 + 1/2 + ... + 1/n
-#
-# with the relative spread s (normal: the standard deviation; exponential: the mean of
-# what comes on top, of which one mean is in the average already). What is slow by a
-# factor f in a share q of its steps adds c (f - 1) (1 - (1 - q)^n).
-#
-# Source: order statistics, David and Nagaraja (2003), chapter 3; for stragglers in
-# training Chen, Pan, Monga, Bengio and Jozefowicz (2016).
-
-
-SHAPES = ("normal", "exponential")
-# From here on 1/n is so small that the series of the harmonic number is exact.
-FIRST_OF_SERIES = 1000
-EULER = 0.5772156649015329
-# Even, as Simpson's rule wants it.
+# Even, as Simpson's rule requires.
 SIMPSON_PARTS = 2000
 
 
@@ -150,7 +115,7 @@ def expected_maximum(count: int) -> float:
 
 @functools.cache
 def _tails() -> list[tuple[float, float]]:
-    """Weights of Simpson's rule from 0 to 12, and 1 - F there; beyond, next to 0."""
+    """Simpson's weights from 0 to 12, and 1 - F there; beyond, F is next to 1."""
     step = 12.0 / SIMPSON_PARTS
     found = []
     for place in range(SIMPSON_PARTS + 1):
@@ -162,54 +127,20 @@ def _tails() -> list[tuple[float, float]]:
     return found
 
 
-def harmonic(count: int) -> float:
-    """1 + 1/2 + ... + 1/count.
-
-    >>> round(harmonic(4), 6)  # Python 3.12 rounds a sum otherwise than 3.11
-    2.083333
-    """
-    if count < FIRST_OF_SERIES:
-        return sum(1 / number for number in range(1, count + 1))
-    return math.log(count) + EULER + 1 / (2 * count) - 1 / (12 * count**2)
-
-
 @dataclasses.dataclass(frozen=True)
 class Jitter:
-    """How unequal the replicas' steps are.
+    """Random variation of the replicas' steps, by a normal share `relative` of each.
 
-    Args:
-      relative: the spread s, at least 0, as a share of what a step computes.
-      shape: "normal" or "exponential".
-      slow_share: of its steps in which a replica is slow, from 0 to 1.
-      slow_factor: by which it is slow then, at least 1.
+    All wait for the slowest of n, so a step is longer by E_n, the expected maximum of n
+    standard normal numbers, times that (David and Nagaraja 2003, "Order Statistics",
+    chapter 3).
     """
 
     relative: float = 0.0
-    shape: str = "normal"
-    slow_share: float = 0.0
-    slow_factor: float = 1.0
 
     def __post_init__(self) -> None:
         at_least_zero("Jitter", "relative", self.relative)
-        share("Jitter", "slow_share", self.slow_share)
-        positive("Jitter", "slow_factor", self.slow_factor)
-        if self.slow_factor < 1 or self.shape not in SHAPES:
-            raise ConfigurationError(
-                f"Jitter: slow_factor must be at least 1, and shape one of "
-                f"{' or '.join(SHAPES)}. Received: {self.slow_factor!r}, "
-                f"{self.shape!r}."
-            )
 
     def waiting_share(self, replicas: int) -> float:
-        """By how much of its computing a step is longer, beyond the average.
-
-        >>> Jitter(0.1, shape="exponential").waiting_share(2)
-        0.05
-        """
-        spread = (
-            expected_maximum(replicas)
-            if self.shape == "normal"
-            else harmonic(replicas) - 1
-        )
-        some_slow = 1 - (1 - self.slow_share) ** replicas
-        return self.relative * spread + (self.slow_factor - 1) * some_slow
+        """How much longer a step is, as a share of its compute."""
+        return self.relative * expected_maximum(replicas)

@@ -1,14 +1,13 @@
-"""Hardware that papers and makers describe, each number with its source.
+"""Hardware and models from papers and data sheets, each number with its source.
 
-Latencies are those by which NCCL plans, for all GPUs alike (github.com/NVIDIA/nccl,
+Latencies are those of NCCL's planning for every GPU (github.com/NVIDIA/nccl,
 src/graph/tuning.cc: a hop of a ring by the protocol Simple 3.4 us over NVLink, 5.7 us
-over PCIe, 14.0 us over a network, 8.4 us before the first). So is the part of a link's
-rate that a sum gets, 0.92.
+over PCIe, 14.0 us over a network, 8.4 us before the first), as is the share of a link's
+rate that a sum achieves, 0.92.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 
 from tfdp.tools.simulator.machine import Link, Machine
@@ -16,11 +15,9 @@ from tfdp.tools.simulator.model import Gradient, ModelProfile
 
 NVLINK_SECONDS, PCIE_SECONDS, NETWORK_SECONDS = 3.4e-6, 5.7e-6, 14.0e-6
 LAUNCH_SECONDS = 8.4e-6
-#: Of a link's rate, for every link here.
 LINK_REACHED = 0.92
-#: Of the peak of bfloat16 products, for the devices that are given in FLOPs: 716 of 989
-#: TFLOP/s by cuBLAS, 8192 x 8192 x 8192 on an H100 SXM (Shankhdhar 2024, "Outperforming
-#: cuBLAS on H100"). What is no product of matrices is not in it.
+#: Share of peak bfloat16 FLOPs: 716 of 989 TFLOP/s by cuBLAS, 8192 x 8192 x 8192 on an
+#: H100 SXM (Shankhdhar 2024, "Outperforming cuBLAS on H100"); matrix products only.
 PRODUCTS_REACHED = 0.72
 GBIT = 1e9 / 8
 
@@ -100,13 +97,9 @@ _ROWS = (
 HARDWARE = {machine.name: machine for machine in _ROWS}
 
 
-# Models that papers measured: the size of each gradient, and the work behind it.
-#
-# Layer by layer from the papers' architectures: a convolution of k x k from c to d
-# channels on s x s places has 2 k k c d s s FLOPs a sample, a dense layer of c to d has
-# 2 c d. The numbers of weights are those of Keras' models; a test holds them.
-
-
+# Models, layer by layer from the papers: a k x k convolution from c to d channels has
+# 2 k k c d s s FLOPs a sample on s x s positions, a dense layer 2 c d. The numbers of
+# weights are those of Keras' models.
 FLOAT32 = 4
 Layers = list[Gradient]
 
@@ -119,7 +112,7 @@ def _dense(inputs: int, outputs: int, size: int = FLOAT32) -> Layers:
 def _convolution(
     height: int, width: int, inputs: int, outputs: int, side: int, vectors: int
 ) -> Layers:
-    """A kernel and so many vectors beside it: biases, scales and shifts."""
+    """A kernel and `vectors` further weights: biases, scales and shifts."""
     weights = height * width * inputs * outputs
     kernel = Gradient(FLOAT32 * weights, 2.0 * weights * side * side)
     return [kernel, *[Gradient(FLOAT32 * outputs, 0.0)] * vectors]
@@ -130,8 +123,7 @@ def _profile(name: str, layers: Layers) -> ModelProfile:
 
 
 def _resnet(name: str, blocks: tuple[int, int, int, int]) -> ModelProfile:
-    """He, Zhang, Ren and Sun 2016: bottlenecks, each convolution with its bias, its
-    batch normalization with scale and shift, as Keras has them."""
+    """He et al. 2016, as Keras: convolutions with bias, normalization with scale."""
     layers = _convolution(7, 7, 3, 64, 112, vectors=3)
     channels = 64
     for count, width, side in zip(
@@ -166,8 +158,7 @@ Branch = tuple[tuple[int, int, int], ...]
 
 
 def _inception_blocks() -> list[tuple[int, int, tuple[Branch, ...]]]:
-    """(inputs, side, branches) of the eleven mixed blocks that keep their side, and of
-    the two that halve it; those are written with the side of most of their work."""
+    """(inputs, side, branches) of the mixed blocks that keep their side."""
 
     def small(pooled: int) -> tuple[Branch, ...]:
         return (
@@ -181,13 +172,7 @@ def _inception_blocks() -> list[tuple[int, int, tuple[Branch, ...]]]:
         return (
             ((1, 1, 192),),
             ((1, 1, width), (1, 7, width), (7, 1, 192)),
-            (
-                (1, 1, width),
-                (7, 1, width),
-                (1, 7, width),
-                (7, 1, width),
-                (1, 7, 192),
-            ),
+            ((1, 1, width), (7, 1, width), (1, 7, width), (7, 1, width), (1, 7, 192)),
             ((1, 1, 192),),
         )
 
@@ -235,58 +220,11 @@ def _inception_v3() -> ModelProfile:
             layers += chain(192, 8, ((3, 3, 192),))
         for branch in branches:
             layers += chain(inputs, side, branch)
-        if side == 8:  # two branches end in a pair of 1 x 3 and 3 x 1, side by side
+        if side == 8:  # two branches end in parallel 1 x 3 and 3 x 1
             for _ in range(2):
                 layers += chain(384, side, ((1, 3, 384),))
                 layers += chain(384, side, ((3, 1, 384),))
     return _profile("inception-v3", layers + _dense(2048, 1000))
-
-
-def transformer(
-    name: str,
-    *,
-    layers: int,
-    width: int,
-    feed_forward: int,
-    key_value_width: int,
-    vocabulary: int,
-    sequence: int,
-    bytes_per_weight: int,
-) -> ModelProfile:
-    """A decoder with gated feed-forward layers, as Llama; a sample is one token.
-
-    Args:
-      name: for people.
-      layers, width, feed_forward: of the blocks.
-      key_value_width: of keys and of values together with all heads.
-      vocabulary: embedding and head, each with weights of its own.
-      sequence: tokens that attention sees at most; it sees half of them on average.
-      bytes_per_weight: as gradients are sent.
-    """
-    size = bytes_per_weight
-    attention = 2 * width * width + 2 * width * key_value_width
-    gated = 3 * width * feed_forward
-    scores = 2.0 * width * sequence  # 2 products of 2 FLOPs, half of the sequence
-    block = [
-        Gradient(size * attention, 2.0 * attention + scores),
-        Gradient(size * gated, 2.0 * gated),
-        Gradient(size * 2 * width, 0.0),
-    ]
-    embedding = Gradient(size * vocabulary * width, 0.0)
-    head = Gradient(size * vocabulary * width, 2.0 * vocabulary * width)
-    return _profile(name, [embedding, *block * layers, head])
-
-
-def dense_network(name: str, widths: tuple[int, ...]) -> ModelProfile:
-    """Dense layers from width to width.
-
-    >>> dense_network("d", (3, 2)).gradient_bytes
-    32
-    """
-    layers: Layers = []
-    for inputs, outputs in itertools.pairwise(widths):
-        layers += _dense(inputs, outputs)
-    return _profile(name, layers)
 
 
 def _bert_base() -> ModelProfile:
@@ -303,19 +241,21 @@ def _bert_base() -> ModelProfile:
     return _profile("bert-base", layers + _dense(width, width))
 
 
-def _llama_3(
-    name: str, layers: int, width: int, feed_forward: int
-) -> Callable[[], ModelProfile]:
-    return lambda: transformer(
-        name,
-        layers=layers,
-        width=width,
-        feed_forward=feed_forward,
-        key_value_width=1024,
-        vocabulary=128256,
-        sequence=8192,
-        bytes_per_weight=2,
-    )
+def _llama_3(name: str, layers: int, width: int, feed_forward: int) -> ModelProfile:
+    """A decoder with gated feed-forward layers; a sample is one token of 8,192."""
+    # Gradients are sent in 2 bytes; keys and values have 1,024 numbers each.
+    vocabulary, size = 128256 * width, 2
+    attention = 2 * width * width + 2 * width * 1024
+    gated = 3 * width * feed_forward
+    scores = 2.0 * width * 8192  # 2 products of 2 FLOPs, half of the sequence
+    block = [
+        Gradient(size * attention, 2.0 * attention + scores),
+        Gradient(size * gated, 2.0 * gated),
+        Gradient(size * 2 * width, 0.0),
+    ]
+    embedding = Gradient(size * vocabulary, 0.0)
+    head = Gradient(size * vocabulary, 2.0 * vocabulary)
+    return _profile(name, [embedding, *block * layers, head])
 
 
 # Name -> a function that makes the profile.
@@ -325,6 +265,6 @@ MODELS: dict[str, Callable[[], ModelProfile]] = {
     "inception-v3": _inception_v3,
     "vgg16": _vgg16,
     "bert-base": _bert_base,
-    "llama-3-8b": _llama_3("llama-3-8b", 32, 4096, 14336),
-    "llama-3-405b": _llama_3("llama-3-405b", 126, 16384, 53248),
+    "llama-3-8b": lambda: _llama_3("llama-3-8b", 32, 4096, 14336),
+    "llama-3-405b": lambda: _llama_3("llama-3-405b", 126, 16384, 53248),
 }

@@ -1,4 +1,4 @@
-"""What `tfdp measure` has found out about a machine, as values."""
+"""The result of `tfdp measure`: as values, as simulator input, and as a file."""
 
 from __future__ import annotations
 
@@ -12,30 +12,24 @@ from tfdp.errors import ConfigurationError, DataError
 from tfdp.files.atomic import replaced
 from tfdp.files.checked_json import checksum_of, parse_json, with_checksum
 from tfdp.plan.topology import Topology
-from tfdp.tools.simulator.lossy import KNOWN_WAYS, Lossy, known_ways
+from tfdp.tools.simulator.lossy import KNOWN_WAYS, Lossy
 from tfdp.tools.simulator.machine import Link, Machine, at_least_zero, positive, whole
 from tfdp.tools.simulator.model import Compute, Gradient, ModelProfile
 from tfdp.tools.simulator.step import Training
 
 MOST_PLACES = 4096
-# Where it was not measured: `tfdp.exchange.sparse.merge_rows` on one thread of a
-# virtual x86 machine, processor time, 2026-11-23: 1.95, 1.88 and 1.85 for 20, 41 and
-# 82 thousand rows of 256 bytes, a quarter to a fifth of them unlike.
+# Default: `tfdp.exchange.sparse.merge_rows` on one thread of a virtual x86 machine,
+# processor time, 2026-11-23: 1.95, 1.88 and 1.85 for 20, 41 and 82 thousand rows of 256
+# bytes, a quarter to a fifth of them distinct.
 ROW_BYTES_PER_SECOND = 1.9e9
 
 
 @dataclasses.dataclass(frozen=True)
 class MeasuredModel:
-    """A model's steps without any exchange.
+    """Steps of a model without any exchange; `samples` is the local batch.
 
-    Args:
-      profile: its gradients.
-      samples: the local batch that was measured.
-      step_seconds: (processes, replicas of each) on this machine -> seconds of a step
-        while all of them train and none sends anything; 1 x 1 is always among them.
-
-    Raises:
-      ConfigurationError: a number means nothing, or 1 x 1 is missing.
+    `step_seconds`: (processes, replicas of each) on this machine -> seconds of a step
+    while all train and none sends anything; 1 x 1 is required.
     """
 
     profile: ModelProfile
@@ -52,30 +46,24 @@ class MeasuredModel:
         if (1, 1) not in self.step_seconds:
             raise ConfigurationError(
                 f"The model {self.profile.name!r} has no step of one replica alone "
-                "(1x1): measure the machine again, by `tfdp measure`."
+                "(1x1): measure the machine again with `tfdp measure`."
             )
 
 
 @dataclasses.dataclass(frozen=True)
 class MeasuredMachine:
-    """A machine as a host of others that are like it.
+    """A measured machine, as one host of a cluster of identical ones.
 
     Args:
-      name: of it.
-      cores: that its processes may use, at least 1.
-      within_host: `bytes_per_second` of additions by all replicas of a host together,
-        where these are two.
-      between_hosts: between two processes, or over the link that was measured.
-      link: what that link is: "loopback", or a rate.
+      cores: usable by its processes.
+      within_host: for two replicas; `bytes_per_second` of all replicas' additions.
+      between_hosts, link: between two processes; "loopback", or the rate of a link.
       models: by name.
-      load: of the machine while it was measured, at least 0.
-      measured: when, for people.
-      coding: bytes of gradients a second that a core makes small and reads, by the
-        names of `lossy.KNOWN_WAYS`; those that were not measured are missing.
-      row_bytes_per_second: of rows of tables, that a core joins and adds by their
-        places.
-      within_host_of: replicas of a host -> what `within_host` is for so many; those
-        that were not measured are missing.
+      load, measured: of the machine while it was measured; date and time.
+      coding: bytes of gradients a second that a core compresses and decompresses, by
+        the measured names of `lossy.KNOWN_WAYS`.
+      row_bytes_per_second: of table rows that a core joins and sums by index.
+      within_host_of: replicas of a host -> `within_host` measured for so many.
     """
 
     name: str
@@ -106,24 +94,18 @@ class MeasuredMachine:
             positive("MeasuredMachine", f"coding of {name}", rate)
 
     def lossy(self, name: str) -> Lossy:
-        """A way to send fewer bytes, coded by one core of such a host.
-
-        Raises:
-          ConfigurationError: there is no such way.
-        """
-        ways = known_ways(self.coding)
-        if name not in ways:
+        """A compression coded by one core of this host."""
+        if name not in KNOWN_WAYS:
             raise ConfigurationError(
-                f"lossy must be one of {', '.join(ways)}. Received: {name!r}."
+                f"lossy must be one of {', '.join(KNOWN_WAYS)}. Received: {name!r}."
             )
-        return dataclasses.replace(ways[name], compute_share=1 / self.cores)
+        way = KNOWN_WAYS[name]
+        rate = self.coding.get(name, way.bytes_per_second)
+        share = 1 / self.cores
+        return dataclasses.replace(way, bytes_per_second=rate, compute_share=share)
 
     def model(self, name: str) -> MeasuredModel:
-        """A model by its name.
-
-        Raises:
-          ConfigurationError: it was not measured.
-        """
+        """A model by its name; ConfigurationError if it was not measured."""
         if name not in self.models:
             raise ConfigurationError(
                 f"The model {name!r} was not measured on {self.name!r}. Measured: "
@@ -132,13 +114,13 @@ class MeasuredMachine:
         return self.models[name]
 
     def within(self, replicas: int) -> Link:
-        """What joins so many replicas of a host, or the nearest number measured."""
+        """The link of that many replicas, or of the nearest number measured."""
         links = {2: self.within_host, **self.within_host_of}
         return links[min(links, key=lambda n: (abs(math.log(n / replicas)), -n))]
 
     def machine(self, devices_per_host: int) -> Machine:
-        """Hosts like this one, with so many replicas each."""
-        # What is measured of a sum holds its launch.
+        """A cluster of hosts like this one, with that many replicas each."""
+        # The measured latency of a sum includes its launch.
         return Machine(
             self.name,
             devices_per_host,
@@ -150,45 +132,38 @@ class MeasuredMachine:
         )
 
     def machine_here(self, topology: Topology) -> Machine:
-        """So many processes on this one machine, which share its cores.
+        """Several processes on this one machine, which share its cores.
 
-        What replicas add within a process was measured with all cores, of which each
-        replica keeps one busy. Of several processes each has one core, or its part of
-        fewer: so does `tfdp bench`.
-
-        Args:
-          topology: `hosts` processes of `devices_per_host` replicas each.
+        Sums within a process were measured with all cores, each replica using one. Of
+        several processes each has one core, or its share of fewer, as in `tfdp bench`.
+        `topology`: `hosts` processes of `devices_per_host` replicas.
         """
         here = self.machine(topology.devices_per_host)
         if topology.hosts == 1:
             return here
         measured = here.within_host
         mine = min(1.0, self.cores / topology.hosts)
-        # Processor time tells too few where they wait for memory, which all processes
-        # of the machine share, too.
+        # Processor time underestimates where cores wait for memory, which all processes
+        # of the machine share.
         wanted = max(
             measured.compute_share * self.cores,
             float(min(topology.devices_per_host, self.cores)),
         )
         within = dataclasses.replace(
             measured,
-            # With fewer cores than it kept busy it is slower, and leaves none. What a
-            # tensor costs besides its bytes is waiting.
+            # With fewer cores than it used it is slower and leaves none. The cost per
+            # tensor is waiting, and stays.
             bytes_per_second=measured.bytes_per_second / max(wanted / mine, 1.0),
             compute_share=min(wanted / mine, 1.0),
         )
         return dataclasses.replace(here, within_host=within)
 
     def training(self, model_name: str, devices_per_host: int) -> Training:
-        """That model's training on such hosts, each with a machine of its own.
-
-        Raises:
-          ConfigurationError: the model was not measured.
-        """
+        """Training of a measured model on separate hosts like this one."""
         model = self.model(model_name)
         alone = model.step_seconds[1, 1]
         sharing = tuple(
-            # On a busy machine two may seem to be faster than one.
+            # Under load two replicas may appear to be faster than one.
             (replicas, max(seconds / alone, 1.0))
             for (processes, replicas), seconds in sorted(model.step_seconds.items())
             if processes == 1
@@ -202,14 +177,9 @@ class MeasuredMachine:
         )
 
     def training_here(self, model_name: str, topology: Topology) -> Training:
-        """That model's training by so many processes, all on this one machine.
+        """Training of a measured model by several processes on this one machine.
 
-        Args:
-          model_name: of it.
-          topology: `hosts` processes of `devices_per_host` replicas each.
-
-        Raises:
-          ConfigurationError: the model was not measured, or not in that many places.
+        `topology`: `hosts` processes of `devices_per_host` replicas.
         """
         model = self.model(model_name)
         place = (topology.hosts, topology.devices_per_host)
@@ -229,21 +199,15 @@ class MeasuredMachine:
         )
 
 
-# A measured machine as a file: JSON with a checksum, read as a stranger's.
-
-
-# 2: a host's `bytes_per_second` are read and written ones; they were added ones.
+# The file: JSON with a checksum, validated as untrusted input. Version 2: a host's
+# `bytes_per_second` count bytes read and written; version 1 counted bytes added.
 KIND, VERSION = "tfdp measured machine", 2
 MOST_BYTES = 64 << 20
 LINK_FIELDS = ("latency_seconds", "bytes_per_second", "compute_share")
 
 
 def write_machine(machine: MeasuredMachine, path: str | os.PathLike[str]) -> Path:
-    """Writes `machine` to `path`, which a reader never meets half written.
-
-    Raises:
-      OSError: the folder is not there, or cannot be written to.
-    """
+    """Writes `machine` to `path`, atomically."""
     content = {
         "kind": KIND,
         "version": VERSION,
@@ -268,11 +232,10 @@ def write_machine(machine: MeasuredMachine, path: str | os.PathLike[str]) -> Pat
 
 
 def read_machine(path: str | os.PathLike[str]) -> MeasuredMachine:
-    """What `write_machine` wrote.
+    """Reads a file of `write_machine`.
 
-    Raises:
-      DataError: the file is missing, too large, damaged, no such file, of another
-        version, or holds what means nothing.
+    Raises DataError if it is missing, too large, damaged, of another kind or version,
+    or holds a value out of range.
     """
     try:
         with open(path, "rb") as file:
@@ -293,7 +256,7 @@ def read_machine(path: str | os.PathLike[str]) -> MeasuredMachine:
                 f"its version is {content.get('version')!r}, this reads {VERSION}"
             )
         if content.get("checksum") != checksum_of(content):
-            raise ValueError("it was changed or damaged: its checksum is another one")
+            raise ValueError("it was changed or damaged: its checksum differs")
         return _machine_of(content)
     except (ValueError, TypeError, KeyError, OverflowError) as error:
         reason = f"{error}" if isinstance(error, ValueError) else f"{error!r}"
@@ -314,7 +277,7 @@ def _machine_of(content: dict[str, Any]) -> MeasuredMachine:
         models={model.profile.name: model for model in models},
         load=content["load"],
         measured=_text(content["measured"], "measured"),
-        # Files from before there were any have none.
+        # Optional in older files.
         coding=_object(content.get("coding", {}), "coding"),
         row_bytes_per_second=content.get("row_bytes_per_second", ROW_BYTES_PER_SECOND),
         within_host_of={
@@ -340,26 +303,24 @@ def _model_content(model: MeasuredModel) -> dict[str, Any]:
         "name": profile.name,
         "samples": model.samples,
         "forward_flops_per_sample": profile.forward_flops_per_sample,
-        "gradients": [_gradient_content(each) for each in profile.gradients],
+        "gradients": [
+            # Rows only where there are any: the last three fields.
+            list(dataclasses.astuple(each)[: 6 if each.row_bytes else 3])
+            for each in profile.gradients
+        ],
         "step_seconds": [[*place, s] for place, s in model.step_seconds.items()],
     }
-
-
-def _gradient_content(gradient: Gradient) -> list[Any]:
-    fields = list(dataclasses.astuple(gradient))
-    return fields if gradient.row_bytes else fields[:3]
 
 
 def _model_of(content: Any) -> MeasuredModel:
     if not isinstance(content, dict):
         raise ConfigurationError("a model must be an object")
     gradients = []
-    for said in _list(content["gradients"], "gradients"):
-        size_bytes, work, dtype, *rows = _list(said, "a gradient")
+    for each in _list(content["gradients"], "gradients"):
+        size_bytes, work, dtype, *rows = _list(each, "a gradient")
         gradients.append(Gradient(size_bytes, work, _text(dtype, "dtype"), *rows))
-    seconds = {}
-    for processes, replicas, step in _list(content["step_seconds"], "step_seconds"):
-        seconds[processes, replicas] = step
+    steps = _list(content["step_seconds"], "step_seconds")
+    seconds = {(processes, replicas): step for processes, replicas, step in steps}
     profile = ModelProfile(
         _text(content["name"], "a model's name"),
         tuple(gradients),

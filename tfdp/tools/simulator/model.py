@@ -1,4 +1,4 @@
-"""What a step computes and sends: gradients, the work behind each, FLOPs."""
+"""What a step computes and sends: gradients, the FLOPs behind each, compute times."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import dataclasses
 
 from tfdp.errors import ConfigurationError
 from tfdp.plan.buckets import Bucket, TensorInfo, plan_buckets
-from tfdp.tools.simulator.machine import at_least_zero, positive, share, whole
+from tfdp.tools.simulator.machine import at_least_zero, positive, whole
 
-# Backward has two products where forward has one: by the weights, and by the inputs.
+# Backward has two matrix products where forward has one: for weights and for inputs.
 FORWARD_SHARE = 1 / 3
 MOST_GRADIENTS = 1_000_000
 
@@ -18,15 +18,13 @@ class Gradient:
     """The gradient of one variable.
 
     Args:
-      size_bytes: as it is sent, at least 0.
-      work: what backprop computes for its layer, in any unit that all gradients of a
-        model share; at least 0. A layer's work counts once, at its first variable.
-      dtype: the name of its element type.
-      row_bytes: of the rows of a table, with their places, that a replica has in a step
-        where it sends these in the place of the whole; 0: it sends all of it.
-      adds_rows: whether rows of one place are added before they cross between hosts.
-      unadded_bytes: of the rows of a replica before those of one place are added; 0: as
-        many as row_bytes.
+      size_bytes: as it is sent.
+      work: backward compute of its layer, in any unit shared by the model's gradients.
+        A layer's work counts once, at its first variable.
+      row_bytes: of a table whose rows are sent instead, the rows of a replica with
+        their indices; 0: all of it is sent.
+      adds_rows: whether rows of one index are summed before they cross hosts.
+      unadded_bytes: of a replica's rows before equal indices are summed; 0: row_bytes.
     """
 
     size_bytes: int
@@ -53,14 +51,9 @@ class Gradient:
 class ModelProfile:
     """A model as the simulator sees it.
 
-    Args:
-      name: for people.
-      gradients: in the order of the variables, the first layer's first.
-      forward_flops_per_sample: additions and multiplications of one forward pass, 0
-        where only measured times are used.
-
-    Raises:
-      ConfigurationError: a number means nothing, or there is no gradient.
+    `gradients`: in the order of the variables, the first layer's first.
+    `forward_flops_per_sample`: additions and multiplications; 0 if only measured times
+    are used.
     """
 
     name: str
@@ -73,19 +66,18 @@ class ModelProfile:
         )
         if not self.gradients:
             raise ConfigurationError(
-                f"The model {self.name!r} has no weight that training moves, so there "
-                "is nothing to exchange. Unfreeze what is to be trained."
+                f"The model {self.name!r} has no trainable weight, so there is nothing "
+                "to exchange. Unfreeze what is to be trained."
             )
         whole("ModelProfile", "gradients", len(self.gradients), 1, MOST_GRADIENTS)
 
     @property
     def gradient_bytes(self) -> int:
-        """Of all gradients."""
         return sum(gradient.size_bytes for gradient in self.gradients)
 
     @property
     def whole(self) -> ModelProfile:
-        """The same, of which all is sent as it is, rows of tables too."""
+        """The same model, sending whole tables instead of rows."""
         gradients = tuple(
             dataclasses.replace(each, row_bytes=0) for each in self.gradients
         )
@@ -94,10 +86,7 @@ class ModelProfile:
     def buckets(
         self, *, bucket_bytes: int, first_bucket_bytes: int
     ) -> tuple[Bucket, ...]:
-        """What travels together: the plan that a training would make.
-
-        Rows of tables are in no bucket: each table has an exchange of its own.
-        """
+        """The bucket plan of a training. Row exchanges of tables are in no bucket."""
         places = [n for n, each in enumerate(self.gradients) if not each.row_bytes]
         tensors = [
             TensorInfo(self.gradients[n].size_bytes, self.gradients[n].dtype)
@@ -114,12 +103,9 @@ class ModelProfile:
 
 @dataclasses.dataclass(frozen=True)
 class Compute:
-    """How long a replica computes in one step while nobody disturbs it.
+    """Compute times of one replica in one step, without interference.
 
-    Args:
-      forward_seconds, backward_seconds: of its whole local batch, above 0.
-      update_seconds: of the optimizer, at least 0.
-      samples: its local batch, at least 1.
+    `samples` is its local batch; forward and backward take more than 0 s.
     """
 
     forward_seconds: float
@@ -135,33 +121,14 @@ class Compute:
 
     @property
     def seconds(self) -> float:
-        """Of the whole step."""
         return self.forward_seconds + self.backward_seconds + self.update_seconds
 
     @classmethod
-    def from_seconds(
-        cls, seconds: float, samples: int, update_share: float = 0.0
-    ) -> Compute:
-        """From a measured step; a third of it, without the update, is forward.
-
-        Args:
-          seconds: of a step of one replica that exchanges nothing, above 0.
-          samples: its local batch.
-          update_share: what of it the optimizer takes, from 0 to 1, not all.
-
-        >>> Compute.from_seconds(3.0, samples=64)
-        Compute(forward_seconds=1.0, backward_seconds=2.0, update_seconds=0.0, \
-samples=64)
-        """
+    def from_seconds(cls, seconds: float, samples: int) -> Compute:
+        """From a measured step without exchange; a third of it is forward."""
         positive("Compute", "seconds", seconds)
-        share("Compute", "update_share", update_share)
-        if update_share == 1:
-            raise ConfigurationError(
-                "Compute: update_share must be below 1. Received: 1."
-            )
-        update = update_share * seconds
-        forward = FORWARD_SHARE * (seconds - update)
-        return cls(forward, seconds - update - forward, update, samples)
+        forward = FORWARD_SHARE * seconds
+        return cls(forward, seconds - forward, 0.0, samples)
 
     @classmethod
     def from_flops(
@@ -169,13 +136,7 @@ samples=64)
     ) -> Compute:
         """From FLOPs: backward takes twice those of forward.
 
-        Args:
-          model: with its `forward_flops_per_sample`.
-          samples: the local batch.
-          flops_per_second: that the device reaches, not its peak; above 0.
-
-        Raises:
-          ConfigurationError: the model has no FLOPs, or a number means nothing.
+        `flops_per_second`: achieved by the device, not its peak.
         """
         if not model.forward_flops_per_sample:
             raise ConfigurationError(
@@ -189,17 +150,16 @@ samples=64)
 
 
 def ready_seconds(model: ModelProfile, compute: Compute) -> list[float]:
-    """When each gradient is there, from the start of an undisturbed step.
+    """When each gradient is ready, from the start of a step without interference.
 
-    Backprop goes through the layers from the last to the first; each takes the part of
-    `compute.backward_seconds` that its work is of all work.
+    Backward runs from the last layer to the first, each in proportion to its work.
 
     >>> model = ModelProfile("m", (Gradient(4, work=3.0), Gradient(4, work=1.0)))
     >>> ready_seconds(model, Compute(1.0, 2.0))
     [3.0, 1.5]
     """
     total_work = sum(gradient.work for gradient in model.gradients)
-    # Without any work known they come evenly.
+    # Without any work given they come evenly.
     works = [each.work if total_work else 1.0 for each in model.gradients]
     total_work = total_work or float(len(works))
     ready, done = [0.0] * len(works), 0.0

@@ -1,44 +1,25 @@
-"""What a sum of n bytes costs on hosts and devices, by the algorithm.
+"""Cost of an all-reduce of n bytes on hosts and devices, by algorithm.
 
-With a latency a and a rate R of a link, p replicas on M hosts of g devices, `_i` within
-a host and `_e` between hosts, all rates of a host's connections together:
+docs/planning.md ("How a step is computed") has the formulas.
 
-    ring               max(2 n (p-1)/p / R_i, 2 n (p-1)/p / R_e)
-                       + (2 (p-1) - 2 (M-1)) a_i + 2 (M-1) a_e
-    two_level          2 n (g-1)/g / R_i + 2 (g-1) a_i
-                       + 2 n (M-1)/M / R_e + 2 (M-1) a_e
-    halving_doubling   within as two_level; 2 n (M-1)/M / R_e + 2 log2(M) a_e
-    recursive_doubling within as two_level; log2(M) (n / R_e + a_e)
-    tree               n-byte pipeline up and down, two trees of half the bytes:
-                       2 n / R_e + 2 (g-1) a_i + 2 log2(M) a_e, n / R_i where M = 1
-    in_process         one host: (g+1) n / R_i + g t a_i: the replicas add, all together
-    sockets            within as in_process, then the way of `tfdp.plan.sum_ways`
+In process nothing is packed: each tensor is summed separately, with ops on each
+replica. There the link's rate is that of memory: all replicas' data is read and the sum
+is written, in chunks that stay in a cache between additions.
 
-In process nothing is packed: each of t tensors is a sum of its own, with operations on
-each replica. R_i is a rate of
-memory there: what all replicas hold is read and the sum is written, in pieces that stay
-in a cache from one addition to the next.
+Compressed gradients (`lossy.py`) are summed within a host as in two_level or
+in_process; then each host encodes, sends and decodes.
 
-Gradients in fewer bytes (`tfdp.tools.simulator.lossy`) are added within a host as
-two_level, or in_process, does; then a host encodes, sends and decodes.
+Rows of a table are gathered on one replica of the host, summed and returned; then each
+host sends its rows to all others, or the whole table, where rows are summed and that
+costs less. One replica sums its host's rows by index, and each host those of all hosts;
+how many indices are distinct is unknown.
 
-The r bytes of rows that each replica has of a table are handed to one of a host, added
-and handed back; then each host sends what it has to all others:
+A gather or scatter is half an all-reduce. If the number of hosts is no power of 2,
+halving and doubling have one more step before and after, with all bytes.
 
-    rows               2 g r / R_i + g a_i + (M-1) g r / R_e + (M-1) a_e
-
-or, where they are added and the whole table costs less, the table. One replica adds
-those of its host by their places, u bytes of each replica before any are added, and
-each host those of all hosts: g u / A and M g r / A more. How many of these differ is
-not known.
-
-A gather or a scatter of n bytes is half a sum: half of the bytes, half of the steps.
-Where the number of hosts is no power of 2 the halvings and doublings have a step before
-and after, with all bytes.
-
-Sources: Patarasuk and Yuan (2009) for the ring; Thakur, Rabenseifner and Gropp (2005)
-for doubling and halving; Sanders, Speck and Traeff (2009) for two trees; the latencies
-of a ring over hosts are added as in NCCL's tuning.cc.
+Sources: Patarasuk and Yuan (2009), ring; Thakur, Rabenseifner and Gropp (2005),
+doubling and halving; Sanders, Speck and Traeff (2009), two trees; NCCL's tuning.cc,
+latencies of a ring over hosts.
 """
 
 from __future__ import annotations
@@ -66,38 +47,14 @@ WITHIN, BETWEEN, CODING = "within", "between", "coding"
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """A part of a sum, on one level of links.
+    """A part of an exchange, on one level of links ("within", "between" or "coding").
 
-    Args:
-      level: "within", "between" or, of what is made small, "coding"; what is on one
-        level is so in turn.
-      seconds: how long it takes alone.
-      compute_share: of the replicas' computing that stands still meanwhile.
+    Stages of a level do not overlap; `compute_share` of the replicas' compute is taken.
     """
 
     level: str
     seconds: float
     compute_share: float
-
-
-def sum_seconds(
-    size_bytes: float, topology: Topology, machine: Machine, algorithm: str
-) -> float:
-    """How long a sum of `size_bytes` takes alone, its launch included.
-
-    Args:
-      size_bytes: of each replica's tensors together.
-      topology: hosts and devices.
-      machine: their links.
-      algorithm: one of ALGORITHMS.
-
-    Raises:
-      ConfigurationError: there is no such algorithm, or it cannot act there.
-    """
-    return sum(
-        stage.seconds
-        for stage in exchange_stages(size_bytes, topology, machine, algorithm)
-    )
 
 
 def exchange_stages(
@@ -109,16 +66,11 @@ def exchange_stages(
     tensors: int = 1,
     lossy: Lossy | None = None,
 ) -> list[Stage]:
-    """The parts of a sum, in their order; none on a single replica.
+    """The stages of an exchange, in order; none on a single replica.
 
-    Args:
-      size_bytes, topology, machine, algorithm: as `sum_seconds`.
-      part: 1 for a sum, 1/2 for a gather or a scatter.
-      tensors: that the bytes are made of.
-      lossy: how hosts send fewer bytes; None: they do not.
-
-    Raises:
-      ConfigurationError: as `sum_seconds`.
+    `size_bytes` are those of each replica's `tensors` together; `part` is 1 for an
+    all-reduce and 1/2 for a gather or a scatter. Raises ConfigurationError for an
+    unknown algorithm, or one that cannot run there.
     """
     if algorithm not in ALGORITHMS:
         raise ConfigurationError(
@@ -127,9 +79,8 @@ def exchange_stages(
         )
     if algorithm == "in_process" and topology.hosts > 1:
         raise ConfigurationError(
-            "algorithm 'in_process' adds on one host. Received: "
-            f"{topology}; take 'sockets', or another one of "
-            f"{', '.join(ALGORITHMS)}."
+            f"algorithm 'in_process' adds on one host. Received: {topology}; take "
+            f"'sockets', or another one of {', '.join(ALGORITHMS)}."
         )
     if topology.num_replicas == 1:
         return []
@@ -160,18 +111,11 @@ def row_stages(
     algorithm: str,
     unadded_bytes: float = 0,
 ) -> list[Stage]:
-    """The parts of an exchange of rows of a table; none on a single replica.
+    """The stages of an exchange of table rows; as `exchange_stages`.
 
-    Args:
-      row_bytes: that each replica has, with their places.
-      table_bytes: of the whole table.
-      adds_rows: whether hosts add rows of one place, and may send the whole table.
-      topology, machine, algorithm: as `sum_seconds`.
-      unadded_bytes: of a replica's rows before those of one place are added; 0: as many
-        as row_bytes.
-
-    Raises:
-      ConfigurationError: as `sum_seconds`.
+    Each replica has `row_bytes` of rows with their indices (`unadded_bytes` before
+    equal indices are summed; 0: the same). With `adds_rows` hosts sum rows of one
+    index, and may send the whole table.
     """
     devices, hosts = topology.devices_per_host, topology.hosts
     within, between = machine.within_host, machine.between_hosts
@@ -206,7 +150,6 @@ def _small(
     lossy: Lossy,
     tensors: int,
 ) -> list[Stage]:
-    """Encoded, sent and decoded by each host."""
     link = machine.between_hosts
     half = part * lossy.coding_seconds(size_bytes, tensors) / 2
     seconds = part * lossy.sent_bytes(size_bytes, hosts) / link.rate
@@ -250,14 +193,14 @@ def _within(
         return moved_bytes / link.rate + devices * tensors * link.latency_seconds
     latencies = 2 * (devices - 1) * link.latency_seconds
     if algorithm == "tree":
-        # Between hosts the bytes of the tree go through the devices on their way.
+        # Between hosts the tree's bytes pass through the devices anyway.
         alone = size_bytes / link.rate if topology.hosts == 1 else 0.0
         return latencies + alone
     return latencies + 2 * size_bytes * (devices - 1) / devices / link.rate
 
 
 def moved_in_process(devices: int) -> int:
-    """For each byte of a sum, what is read and written of the memory of a host."""
+    """Bytes of memory read and written per byte of a sum."""
     return devices + 1
 
 
@@ -272,7 +215,7 @@ def _between(size_bytes: float, hosts: int, machine: Machine, algorithm: str) ->
         return 2 * (hosts - 1) * link.latency_seconds + least_sent
     if algorithm == "tree":
         return 2 * steps * link.latency_seconds + 2 * size_bytes / link.rate
-    # Those beyond the power of 2 hand theirs to a neighbour, and get the sum back.
+    # Hosts beyond the power of 2 send theirs to a neighbour and receive the sum.
     rest = 0.0
     if hosts & (hosts - 1):
         steps -= 1

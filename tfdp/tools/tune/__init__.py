@@ -1,10 +1,5 @@
 """Which settings train fastest: what is tried, in which order, and who wins.
 
-setting    one way to train
-space      the ways that differ, of those that are allowed
-proposal   how fast the simulator thinks each of them is
-search     which of them is tried next
-tuning     the trials, and the rounds in which the best meet the defaults
-decision   who wins
-words      all of it, as an explanation
+space      the settings that differ proposal   the simulated speed of each tuning
+the trials, the search, and the rounds that compare the best words      the report
 """

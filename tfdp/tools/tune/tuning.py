@@ -1,10 +1,10 @@
-"""The trials, and the rounds in which the best of them meet the defaults. Pure.
+"""The trials of a tuning, and the rounds that compare the best with the baseline.
 
-search     each setting once, as the search asks; the first is the baseline
+search     each setting once, in the order of the search; the first is the baseline
 rounds     the baseline and the finalists in turn: A B C, B C A, ...
-verdict    by the rounds alone: what was fast once was lucky, too
+verdict    by the rounds only: a fast single trial may be luck
 
-Who owns it asks for `setting`, tries it, and tells by `note` what came of it.
+The caller runs `setting` and reports the result with `note`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import statistics
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from tfdp.errors import ConfigurationError, MissingDependencyError
 from tfdp.tools.tune.space import Setting, Space
@@ -22,14 +22,10 @@ FINALISTS, ROUNDS = 2, 3
 
 @dataclasses.dataclass
 class Trial:
-    """One setting, and what came of it.
+    """One setting and its results.
 
-    Args:
-      setting: that was tried.
-      predicted: samples per second, by the simulator; None: it was not asked.
-      speed: samples per second, in the search; None: it failed.
-      failure: why, in words.
-      rounds: its speeds in the rounds.
+    `speed` (None: it failed), `predicted` by the simulator, and the speeds in the
+    `rounds` are samples per second.
     """
 
     setting: Setting
@@ -42,11 +38,8 @@ class Trial:
 class Tuning:
     """Trials of one program.
 
-    Args:
-      baseline: the defaults; where these do not fit, what comes nearest to them.
-      finalists: how many meet it in the rounds, at least 1.
-      rounds: at least 2.
-      most_trials: in the search, the baseline among them.
+    `baseline` are the defaults or, if these do not fit, the nearest setting that does;
+    it counts among `most_trials`. The rounds compare `finalists` others with it.
     """
 
     def __init__(
@@ -62,55 +55,44 @@ class Tuning:
         self._finalists, self._rounds = finalists, rounds
         self._most_trials = most_trials
         self._search: Search | None = None
-        #: What comes in the rounds; None: the search goes on.
+        #: The remaining trials of the rounds; None: still searching.
         self._in_turn: list[Trial] | None = None
         self._current: Trial | None = self.trials[0]
 
     @property
     def setting(self) -> Setting | None:
-        """What is to be tried now; None: it is over."""
+        """The setting to try now; None: finished."""
         return None if self._current is None else self._current.setting
 
     @property
     def is_searching(self) -> bool:
-        """Whether the rounds have not begun."""
         return self._in_turn is None
 
     @property
     def runs_left(self) -> int:
-        """How many times a setting will be tried from now on, at the most."""
+        """How many trials are left, at most, rounds included."""
         if self._in_turn is not None:
             return len(self._in_turn) + (self._current is not None)
         return self._most_trials - len(self.trials) + 1 + self.runs_of_rounds
 
     @property
     def runs_of_rounds(self) -> int:
-        """How many of them are in rounds."""
+        """How many trials the rounds have."""
         return self._rounds * (1 + self._finalists)
 
     def search(self, search: Search, predicted: dict[Setting, float]) -> None:
-        """What asks for the trials after the first, once that is known.
-
-        Args:
-          search: it.
-          predicted: samples per second by setting, for the words.
-        """
+        """Sets the search for the trials after the first, and the predicted speeds."""
         self._search, self._predicted = search, predicted
         self.trials[0].predicted = predicted.get(self.baseline)
 
     def note(self, speed: float | None, failure: str = "") -> None:
-        """What came of `setting`; then `setting` is the next one.
+        """Records the result of `setting`, in samples per second (None: it failed).
 
-        Args:
-          speed: samples per second; None: it failed.
-          failure: why.
-
-        Raises:
-          ConfigurationError: the baseline failed: there is nothing to compare with.
+        Raises ConfigurationError if the baseline failed: nothing to compare with.
         """
         trial = self._current
         if trial is None:
-            raise RuntimeError("nothing is being tried")
+            raise RuntimeError("no trial is running")
         if self._in_turn is not None:
             self._note_round(trial, speed, failure)
             return
@@ -118,44 +100,43 @@ class Tuning:
         if trial is self.trials[0]:
             if speed is None:
                 raise ConfigurationError(
-                    "The first trial failed, that of "
-                    f"{self.baseline.communication_line}, and there is nothing to "
-                    f"compare others with: {failure}"
+                    f"The first trial failed ({self.baseline.communication_line}), so "
+                    f"there is no baseline to compare others with: {failure}"
                 )
             self._current = None
         elif self._search is not None:
-            self._search.tell(trial.setting, speed)
+            self._search.record(trial.setting, speed)
 
     def go_on(self) -> None:
-        """Chooses the next setting; after each `note` of the search."""
+        """Chooses the next setting; call it after each `note` of the search."""
         if self._in_turn is not None:
             return
-        asked = None
+        setting = None
         if self._search is not None and len(self.trials) < self._most_trials:
-            asked = self._search.ask()
-        if asked is None:
+            setting = self._search.next_setting()
+        if setting is None:
             self.begin_rounds()
             return
-        self._current = Trial(asked, self._predicted.get(asked))
+        self._current = Trial(setting, self._predicted.get(setting))
         self.trials.append(self._current)
 
     def begin_rounds(self) -> None:
-        """Ends the search: the best and the baseline meet."""
+        """Ends the search: compares the best with the baseline."""
         first, *others = self.trials
         ran = [trial for trial in others if trial.speed is not None]
         ran.sort(key=lambda trial: -(trial.speed or 0.0))
-        met = [first, *ran[: self._finalists]]
+        compared = [first, *ran[: self._finalists]]
         self._in_turn = []
-        if len(met) > 1:
+        if len(compared) > 1:
             for number in range(self._rounds):
-                shift = number % len(met)
-                self._in_turn += [*met[shift:], *met[:shift]]
+                shift = number % len(compared)
+                self._in_turn += [*compared[shift:], *compared[:shift]]
         self._current = self._in_turn.pop(0) if self._in_turn else None
 
     def _note_round(self, trial: Trial, speed: float | None, failure: str) -> None:
         turns = self._in_turn or []
         if speed is None:
-            # It has failed now, so it may fail in the training.
+            # It failed now, so it may fail in training.
             trial.failure = failure
             turns = [each for each in turns if each is not trial]
             if trial is self.trials[0]:
@@ -166,76 +147,45 @@ class Tuning:
         self._current = turns.pop(0) if turns else None
 
     def stop(self) -> None:
-        """The time is over: no more trials."""
+        """Ends the trials: the time is up."""
         self._in_turn, self._current = [], None
 
     def verdict(self) -> Verdict:
-        """Who wins by the rounds that were measured in full."""
+        """The winner by the rounds that are complete."""
         first, *others = self.trials
-        met = [trial for trial in others if trial.rounds and not trial.failure]
-        full = min((len(each.rounds) for each in (first, *met)), default=0)
+        ran = [trial for trial in others if trial.rounds and not trial.failure]
+        full = min((len(each.rounds) for each in (first, *ran)), default=0)
         return decide(
             self.baseline,
             first.rounds[:full],
-            {trial.setting: trial.rounds[:full] for trial in met},
+            {trial.setting: trial.rounds[:full] for trial in ran},
         )
 
 
-# Which setting is tried next: all of them in order, or those that Optuna asks for.
-#
-# Optuna's TPE (Bergstra et al. 2011, "Algorithms for hyper-parameter optimization") is
-# told what the simulator likes best, and then asks by what was measured. What it asks
-# for twice is answered from memory: a trial costs a start of TensorFlow, an answer
-# nothing.
-
-
-# In a row, which have all been tried; then the simulator chooses.
+# After this many repeated suggestions in a row, take the simulator's next best.
 MOST_REPEATS = 30
 SEED = 0
-NOT_INSTALLED = (
-    "There are {settings} settings for {trials} trials, and what chooses among them, "
-    "Optuna, is not installed: pip install 'tfdp[tune]', or give --trials {settings}, "
-    "which tries them all."
-)
-
-
-class Search(Protocol):
-    """Says what to try."""
-
-    def ask(self) -> Setting | None:
-        """The next setting; None: there is no other."""
-
-    def tell(self, setting: Setting, speed: float | None) -> None:
-        """What came of it: samples per second; None: it failed."""
 
 
 class InOrder:
-    """All settings, one after the other.
-
-    Args:
-      settings: in their order.
-    """
+    """Tries all settings, in the given order."""
 
     def __init__(self, settings: Sequence[Setting]):
         self._left = list(settings)
 
-    def ask(self) -> Setting | None:
+    def next_setting(self) -> Setting | None:
         return self._left.pop(0) if self._left else None
 
-    def tell(self, setting: Setting, speed: float | None) -> None:
-        """Nothing comes of it: the order stands."""
+    def record(self, setting: Setting, speed: float | None) -> None:
+        pass
 
 
 class SearchByOptuna:
-    """Half of the trials are the simulator's best, the others are TPE's.
+    """The simulator's best for half of the trials, then Optuna's TPE.
 
-    Args:
-      space: what may be tried.
-      order: its settings, the best as predicted first.
-      trials: how many there will be.
-
-    Raises:
-      MissingDependencyError: Optuna is not installed.
+    TPE: Bergstra et al. 2011, "Algorithms for hyper-parameter optimization". A repeated
+    suggestion is answered from memory, since a trial starts TensorFlow. `order`: the
+    settings, the best as predicted first.
     """
 
     def __init__(self, space: Space, order: Sequence[Setting], trials: int):
@@ -243,11 +193,13 @@ class SearchByOptuna:
             import optuna
         except ImportError:
             raise MissingDependencyError(
-                NOT_INSTALLED.format(settings=len(order), trials=trials)
+                f"There are {len(order)} settings for {trials} trials, and Optuna, "
+                "which chooses among them, is not installed: pip install "
+                f"'tfdp[tune]', or try all with --trials {len(order)}."
             ) from None
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         self._space, self._left = space, list(order)
-        # Values of all types by their place, which is a plain number.
+        # Values of any type by index, which is a plain number.
         self._knobs: dict[str, tuple[Any, ...]] = {
             name: values for name, values in space.knobs.items() if len(values) > 1
         }
@@ -264,28 +216,28 @@ class SearchByOptuna:
         self._failed = optuna.trial.TrialState.FAIL
         for setting in order[: max(1, trials // 2)]:
             self._study.enqueue_trial(self._places_of(setting))
-        self._asked: dict[Setting, Any] = {}
-        self._known: dict[Setting, float | None] = {}
+        self._pending: dict[Setting, Any] = {}
+        self._speeds: dict[Setting, float | None] = {}
 
-    def ask(self) -> Setting | None:
+    def next_setting(self) -> Setting | None:
         for _ in range(MOST_REPEATS):
             trial = self._study.ask(self._distributions)
             setting = self._space.same_as(self._setting_of(trial.params))
             if setting in self._left:
                 self._left.remove(setting)
-                self._asked[setting] = trial
+                self._pending[setting] = trial
                 return setting
-            # Tried, does not fit, or cannot act.
-            self._tell(trial, self._known.get(setting))
+            # Already tried, does not fit, or cannot run.
+            self._report(trial, self._speeds.get(setting))
         return self._left.pop(0) if self._left else None
 
-    def tell(self, setting: Setting, speed: float | None) -> None:
-        self._known[setting] = speed
-        trial = self._asked.pop(setting, None)
+    def record(self, setting: Setting, speed: float | None) -> None:
+        self._speeds[setting] = speed
+        trial = self._pending.pop(setting, None)
         if trial is not None:
-            self._tell(trial, speed)
+            self._report(trial, speed)
 
-    def _tell(self, trial: Any, speed: float | None) -> None:
+    def _report(self, trial: Any, speed: float | None) -> None:
         if speed is None:
             self._study.tell(trial, state=self._failed)
         else:
@@ -303,77 +255,45 @@ class SearchByOptuna:
         )
 
 
+Search = InOrder | SearchByOptuna
+
+
 def search_of(space: Space, order: Sequence[Setting], trials: int) -> Search:
-    """All settings where there are trials enough, else those that Optuna asks for.
-
-    Args:
-      space: what may be tried.
-      order: its settings without those that were tried, the best as predicted first.
-      trials: how many there will be.
-
-    Raises:
-      MissingDependencyError: Optuna is needed and not installed.
-    """
+    """All settings in `order` if there are enough trials, else Optuna's choice."""
     if len(order) <= trials:
         return InOrder(order)
     return SearchByOptuna(space, order, trials)
 
 
-# Who wins: a challenger that beats the defaults by more than the spread. Pure.
-#
-# The defaults and the challengers are measured in rounds, in turn. In each round the
-# gain of a challenger is its speed over that of the defaults in the same round, so that
-# a slow minute of the machine cancels out. With G the median of its gains over the
-# rounds and S their range, the largest less the smallest,
-#
-#     it beats the defaults where  G - 1 > S
-#
-# Then it was faster in every round, too. Of figures that differ by chance alone it lets
-# 4.5% of single challengers pass in three rounds, and one of two finalists in 8% of the
-# cases, which are then as fast as the defaults; tests/pure/test_tune_decision.py
-# counts.
-
-
+# A challenger's gain is its speed over that of the defaults in the same round: a slow
+# minute of the machine cancels out. With G the median of its gains and S their range,
+# it beats the defaults where G - 1 > S; then it was faster in every round. If speeds
+# differ by chance only, 4.5% of single challengers pass in three rounds, and one of two
+# finalists in 8% of cases (counted by tests/pure/test_tune_decision.py).
 LEAST_ROUNDS = 2
 
 
 @dataclasses.dataclass(frozen=True)
 class Gain:
-    """What a challenger gained on the defaults.
-
-    Args:
-      median: of its speed over theirs, in each round, less 1.
-      spread: of these ratios, the largest less the smallest.
-    """
+    """Gain on the defaults: median of the speed ratios by round less 1; their range."""
 
     median: float
     spread: float
 
     @classmethod
     def of(cls, challenger: Sequence[float], defaults: Sequence[float]) -> Gain:
-        """From speeds in samples per second, by round.
-
-        >>> Gain.of([11.0, 12.0, 13.0], [10.0, 10.0, 10.0]).median
-        0.19999999999999996
-        """
+        """From samples per second, by round."""
         ratios = [a / b for a, b in zip(challenger, defaults, strict=True)]
         return cls(statistics.median(ratios) - 1, max(ratios) - min(ratios))
 
     @property
     def is_beyond_chance(self) -> bool:
-        """Whether it is faster by more than the spread."""
         return self.median > self.spread
 
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """What to train with.
-
-    Args:
-      winner: the setting.
-      gains: of each challenger.
-      rounds: that were measured.
-    """
+    """The winner, the gain of each challenger, and the number of rounds measured."""
 
     winner: Setting
     gains: Mapping[Setting, Gain]
@@ -385,13 +305,9 @@ def decide(
     default_speeds: Sequence[float],
     challengers: Mapping[Setting, Sequence[float]],
 ) -> Verdict:
-    """The fastest challenger that beats the defaults by more than the spread, or they.
+    """The fastest challenger that beats the defaults by more than the spread, or these.
 
-    Args:
-      defaults: what nobody has to be told to use.
-      default_speeds: samples per second, by round.
-      challengers: the same of others; one that was not measured in every round that
-        the defaults were cannot win.
+    A challenger without a speed in every round of the defaults cannot win.
     """
     rounds = len(default_speeds)
     gains = {

@@ -1,4 +1,4 @@
-"""Times several arms in turn, so that a slow minute of the machine hits them all."""
+"""Times several arms in turn, so that a slow minute of the machine affects all."""
 
 from __future__ import annotations
 
@@ -8,11 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 
 def turns(names: Sequence[str], repeats: int) -> Iterator[str]:
-    """Every name once per repeat, each repeat starting one place later.
-
-    >>> " ".join(turns("ABC", 2))
-    'A B C B C A'
-    """
+    """Every name once per repeat, each repeat starting one place later."""
     for repeat in range(repeats):
         shift = repeat % len(names)
         yield from names[shift:]
@@ -29,17 +25,10 @@ def time_in_turn(
 ) -> dict[str, list[float]]:
     """Seconds per call of each arm, one figure per repeat.
 
-    A repeat runs every arm once, each starting one place later than in the repeat
-    before: A B C, then B C A, so no arm always follows the same other. Before the
-    clock starts an arm makes one call that is not counted, since the arm before it
-    left its own data in the caches and the allocator.
-
-    Args:
-      arms: name -> one call of the thing to time.
-      repeats: number of figures per arm, at least 1.
-      calls: timed calls per figure, at least 1.
-      finish: waits until all calls are done, where calls return early (GPUs).
-      clock: seconds.
+    A repeat runs every arm once, starting one arm later than the repeat before (A B C,
+    then B C A), so that no arm always follows the same other. Each arm first makes one
+    untimed call, since the previous arm's data is in the caches and the allocator.
+    `finish` waits until all calls are done, where calls return early (GPUs).
 
     >>> ticks = iter(range(100))
     >>> time_in_turn({"a": int}, repeats=2, calls=1, clock=lambda: next(ticks))

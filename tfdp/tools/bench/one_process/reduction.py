@@ -1,10 +1,9 @@
 """Times `ReplicaContext.all_reduce` of a list of gradients.
 
-Every replica reads gradients of its own from variables on its device, and reads one
-element of every sum there too, as an update would read all of them. Without that read
-TensorFlow hands out the sums of an arm that adds on one device from there, and the way
-back to the replicas, half of the work, is never measured. Handing the gradients in
-as arguments would cost time: TensorFlow needs some 10 ms to take in 400 of them.
+Every replica reads its gradients from variables on its device, and one element of every
+sum, as an update would read all. Otherwise TensorFlow returns the sums of an arm that
+adds on one device from there, and the copy back to the replicas, half of the work, is
+not measured. Passing gradients as arguments costs time: 10 ms for 400 of them.
 """
 
 from __future__ import annotations
@@ -27,14 +26,9 @@ from tfdp.tools.bench.results import ArmResult, CaseResult
 
 
 def measure_reduction(request: Request, devices: list[str]) -> CaseResult:
-    """Runs an "allreduce" case in this process.
+    """Runs an "allreduce" case in this process, with one replica per device.
 
-    Args:
-      request: what to run.
-      devices: names of the devices, one replica each.
-
-    Raises:
-      CollectiveError: when sums are wrong; a stock arm is then left out instead.
+    Raises CollectiveError if sums are wrong; a stock arm is left out instead.
     """
     shapes = GRADIENT_SETS[request.subject_name]()
     gradients = [
@@ -80,7 +74,7 @@ def measure_reduction(request: Request, devices: list[str]) -> CaseResult:
 def make_gradients(
     shapes: Sequence[tuple[int, ...]], rank: int, device: str
 ) -> list[tf.Variable]:
-    """Normal random numbers on `device`, other ones on every rank."""
+    """Normal random numbers on `device`, different on every rank."""
     with tf.device(device):
         return [
             tf.Variable(make_gradient(shape, rank, index))
@@ -89,7 +83,7 @@ def make_gradients(
 
 
 def make_gradient(shape: tuple[int, ...], rank: int, index: int) -> tf.Tensor:
-    """The gradient `index` of replica `rank`, which every process can make."""
+    """Gradient `index` of replica `rank`, which every process can recompute."""
     return tf.random.stateless_normal(shape, seed=[rank, index])
 
 
@@ -100,20 +94,12 @@ def make_reduction(
     read: bool = False,
     sum_of: Callable[[list[tf.Tensor]], list[tf.Tensor]] | None = None,
 ) -> Callable[[], list[tuple[tf.Tensor, ...]]]:
-    """One call that sums the gradients of all replicas.
+    """Returns a function that sums the gradients of all replicas.
 
-    Args:
-      strategy: what sums.
-      gradients: by the rank of each replica of this process a list of variables, in
-        the same order.
-      read: whether each replica reads one element of every sum and returns these,
-        which is what is timed, or returns the sums, to be checked.
-      sum_of: sums a replica's own, in replica context; None:
-        `ReplicaContext.all_reduce` does.
-
-    Returns:
-      A function of nothing; per gradient it returns the sum on every replica, or, with
-      `read`, one vector on every replica.
+    `gradients`: by the rank of each replica of this process a list of variables. With
+    `read` each replica returns one element of every sum (for timing), else the function
+    returns per gradient the sum on every replica (for checking). `sum_of`, in replica
+    context, replaces `ReplicaContext.all_reduce`.
     """
 
     def in_replica() -> list[tf.Tensor]:
@@ -141,11 +127,7 @@ def check_sums(
     sums: Sequence[Sequence[tf.Tensor]],
     gradients: Sequence[Sequence[tf.Variable]],
 ) -> None:
-    """Refuses to time an arm whose sums are wrong on any replica.
-
-    Raises:
-      CollectiveError: see `check_sum`.
-    """
+    """Raises CollectiveError if an arm's sums are wrong on any replica."""
     for index, on_replicas in enumerate(sums):
         parts = [mine[index].numpy() for mine in gradients]
         check_sum(arm, index, parts, on_replicas)

@@ -1,4 +1,4 @@
-"""Runs cases, each in a worker process, and gathers a report."""
+"""Runs cases, each in a worker process, and collects a report."""
 
 from __future__ import annotations
 
@@ -41,10 +41,7 @@ class Report:
     def to_json(self) -> dict[str, Any]:
         """Plain data."""
         return {
-            "command": self.command,
-            "date": self.date,
-            "machine": self.machine,
-            "versions": self.versions,
+            **vars(self),
             "results": [result.to_json() for result in self.results],
             "failures": [dataclasses.asdict(failure) for failure in self.failures],
         }
@@ -57,16 +54,10 @@ def run_requests(
     timeout_seconds: float,
     on_result: Callable[[CaseResult | Failure], None] = lambda outcome: None,
 ) -> Report:
-    """Runs each request in processes of its own, one after the other.
+    """Runs each request in fresh processes, one after the other.
 
-    A case that fails does not keep the others from running; nor does an arm, where
-    each arm has processes of its own.
-
-    Args:
-      requests: what to run.
-      command: the command line, for the record.
-      timeout_seconds: the most a case may take before it is stopped.
-      on_result: called as soon as a case is done.
+    A failed case does not stop the others, nor does a failed arm that has processes of
+    its own. `on_result` is called as soon as a case is done.
     """
     results, failures = [], []
     for request in requests:

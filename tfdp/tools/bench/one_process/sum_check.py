@@ -1,4 +1,4 @@
-"""Refuses sums that are wrong before anything is timed. No TensorFlow."""
+"""Checks sums before anything is timed. No TensorFlow."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 from tfdp.errors import CollectiveError
 
-# Half the distance from 1 to the next float32: the most one addition is off, relative.
+# Half the distance from 1 to the next float32: largest relative error of an addition.
 FLOAT32_ROUNDING = 2.0**-24
 
 
@@ -20,27 +20,17 @@ def check_sum(
     on_replicas: Sequence[Any],
     coarseness: float = 0.0,
 ) -> None:
-    """Refuses one gradient's sum if it is wrong on any replica of this process.
+    """Raises CollectiveError if a gradient's sum is wrong on a replica of this process.
 
-    N float32 numbers added in any order are off by at most N - 1 roundings of the
-    sum of their magnitudes; twice that is allowed.
-
-    Args:
-      arm: whose sum it is.
-      index: of the gradient.
-      parts: each replica's own.
-      on_replicas: tensors of TensorFlow or PyTorch.
-      coarseness: what an arm may lose of a number on its way, as a share of the largest
-        one of its tensor.
-
-    Raises:
-      CollectiveError: naming the arm, the tensor and the replica.
+    N float32 numbers added in any order are off by at most N - 1 roundings of the sum
+    of their magnitudes; twice that is allowed. `coarseness`: what compression may lose,
+    relative to the largest number of a tensor.
     """
     parts = [part.astype(np.float64) for part in parts]
     expected = sum(parts)
     allowed = 2 * (len(parts) - 1) * FLOAT32_ROUNDING * sum(map(np.abs, parts))
     if coarseness:
-        # Hosts send the sums of their replicas, which are no larger than these.
+        # Hosts send the sums of their replicas, whose largest number is at most this.
         allowed = allowed + coarseness * sum(np.abs(part).max() for part in parts)
     for rank, value in enumerate(on_replicas):
         error = np.abs(value.numpy() - expected)

@@ -1,7 +1,7 @@
-"""Times Keras training steps on synthetic images that lie in memory.
+"""Times Keras training steps on synthetic data in memory.
 
-The step is Keras' own `train_function`, as `fit` calls it, without what `fit` does
-once per epoch. Every replica gets its own part of each global batch.
+The step is Keras' `train_function`, as `fit` calls it, without `fit`'s work per epoch.
+Every replica gets its own part of each global batch.
 """
 
 from __future__ import annotations
@@ -32,11 +32,8 @@ from tfdp.tools.bench.subjects import (
 class TrainingArm:
     """One strategy with its model and data.
 
-    Args:
-      step: trains as many global batches as one execution has steps, and returns the
-        loss so far.
-      global_batch: images of one call of `step`, over all replicas.
-      network: the model.
+    `step` trains one execution and returns the loss so far; `global_batch`: its images,
+    over all replicas.
     """
 
     step: Callable[[], tf.Tensor]
@@ -45,19 +42,13 @@ class TrainingArm:
 
     @property
     def parameters(self) -> int:
-        """Trainable numbers in the model."""
         return sum(math.prod(w.shape) for w in self.network.trainable_weights)
 
 
 def measure_training(request: Request, devices: list[str]) -> CaseResult:
-    """Runs a "train" or "execution" case in this process.
+    """Runs a "train" or "execution" case in this process, with one replica per device.
 
-    Args:
-      request: what to run.
-      devices: names of the devices, one replica each.
-
-    Raises:
-      CollectiveError: when an arm's loss is not finite.
+    Raises CollectiveError if an arm's loss is not finite.
     """
     model = MODELS[request.subject_name]
     arms = {
@@ -97,10 +88,7 @@ def make_training_arm(
 ) -> TrainingArm:
     """The model under `strategy`, with weights and data equal for every arm.
 
-    Args:
-      strategy: what trains it.
-      model: what is trained.
-      open_batch: whether the compiled step takes batches of any length.
+    `open_batch`: whether the compiled step takes batches of any length.
     """
     global_batch = LOCAL_BATCH * strategy.num_replicas_in_sync
     network = build_network(strategy, model)
@@ -119,7 +107,7 @@ def make_training_arm(
 def build_network(
     strategy: tf.distribute.Strategy, model: BenchmarkModel
 ) -> keras.Model:
-    """The compiled network with its optimizer's slots, the same for every arm."""
+    """The compiled network with its optimizer's slots, equal for every arm."""
     keras.utils.set_random_seed(SEED)
     with strategy.scope():
         network = model.build(model.input_shape, model.classes)
@@ -128,18 +116,13 @@ def build_network(
             loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
             steps_per_execution=model.steps_per_execution,
         )
-        # As `fit` does before its first step: a stock strategy cannot make the slots
-        # inside the step.
+        # As `fit` does: a stock strategy cannot create the slots inside the step.
         network.optimizer.build(network.trainable_variables)
     return network
 
 
 def warm_up(arm: str, training_arm: TrainingArm, request: Request) -> float:
-    """Trains some steps that are not timed; returns the loss.
-
-    Raises:
-      CollectiveError: when it is not finite.
-    """
+    """Trains some untimed steps; returns the loss, CollectiveError if not finite."""
     # Once through the data, so that the cache is full before the clock starts.
     for _ in range(max(request.warmup_calls, BATCHES_IN_MEMORY)):
         loss = training_arm.step()

@@ -1,7 +1,6 @@
-"""The arms of several processes: how each is started and what trains in it.
+"""The arms of several processes; to add an arm, add a row to `GROUP_ARMS`.
 
-Adding an arm is adding a row to `GROUP_ARMS`. TensorFlow is imported inside the
-functions, so that the names can be listed and checked without it.
+TensorFlow is imported in functions, so that names can be listed without it.
 """
 
 from __future__ import annotations
@@ -23,19 +22,15 @@ NO_EXCHANGE = "no-exchange"
 STOCK_MULTI_WORKER = "stock-multi-worker"
 NO_SUMS = "-no-sums"
 BOTH = ("allreduce", "train")
-# What is timed, once per call; and what a worker says of it when it is ready.
+# The timed call; and the facts that a worker reports when it is ready.
 Work = tuple[Callable[[], object], dict[str, Any]]
 
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where a process stands in its group.
+    """A process within its group.
 
-    Args:
-      rank, workers: of this process, and how many there are.
-      addresses: "host:port" of every worker; MPI's workers find each other by MPI.
-      devices_per_worker: logical CPUs of each.
-      timeout_seconds: how long a worker waits for the others.
+    `addresses`: "host:port" of every worker, except with MPI.
     """
 
     rank: int
@@ -50,19 +45,17 @@ class GroupArm:
     """One way to train in several processes.
 
     Args:
-      start: "local" starts the workers here, "mpi" through mpiexec, "single" only one.
-      works: what it can do: "allreduce" sums, "train" steps.
-      make_strategy: called in each process, before anything else uses TensorFlow;
-        None where `prepare` does without.
-      why_left_out: from the number of devices per worker, the reason not to run it
-        here; None when it can run.
+      start: "local" starts the workers here, "mpi" with mpiexec, "single" only one.
+      works: supported suites: "allreduce" sums, "train" steps.
+      make_strategy: called in each process, before anything else uses TensorFlow.
+      why_left_out: from the number of devices per worker, why it cannot run here.
       by_default: whether it runs when no arms are named.
-      is_flat: one process per replica, with no level within the hosts.
-      may_move: not bound to one core, as a process with several replicas should not be.
-      prepare: from the request, the arm's name and the place, its work in a process;
-        None: the sum or the step of `processes.work` under the strategy.
-      one_process: the arm of one process that its efficiency is compared with.
-      member: the module that is the program of its processes.
+      is_flat: one process per replica, without a level within hosts.
+      may_move: not pinned to one core, for processes with several replicas.
+      prepare: from the request, the arm's name and the place, its work; None: that of
+        `processes.work` under the strategy.
+      one_process: the single-process arm to which its efficiency refers.
+      member: the module that its processes run.
     """
 
     start: Literal["local", "mpi", "single"]
@@ -78,7 +71,7 @@ class GroupArm:
 
 
 def find_mpiexec() -> str | None:
-    """Path of mpiexec, on PATH or beside this Python, where wheels put it."""
+    """Path of mpiexec, on PATH or next to this Python, where wheels install it."""
     folders = [os.path.dirname(sys.executable), os.environ.get("PATH", "")]
     return shutil.which("mpiexec", path=os.pathsep.join(folders))
 
@@ -92,7 +85,7 @@ def _one_device(place: Place) -> tf.distribute.Strategy:
 def _stock_multi_worker(place: Place) -> tf.distribute.Strategy:
     import tensorflow as tf
 
-    # What TF_CONFIG would say.
+    # Equivalent to TF_CONFIG.
     resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
         tf.train.ClusterSpec({"worker": list(place.addresses)}),
         task_type="worker",
@@ -108,12 +101,7 @@ def _stock_multi_worker(place: Place) -> tf.distribute.Strategy:
 def tfdp_over(
     engine: Literal["sockets", "mpi", "tensorflow"], **options: Any
 ) -> Callable[[Place], tf.distribute.Strategy]:
-    """What makes tfdp's strategy with this engine.
-
-    Args:
-      engine: what sums between the processes.
-      **options: more arguments of `Communication`.
-    """
+    """Makes tfdp's strategy with this engine; `options` of `Communication`."""
 
     def make(place: Place) -> tf.distribute.Strategy:
         import tfdp
@@ -142,12 +130,12 @@ def _in_process(place: Place) -> tf.distribute.Strategy:
 
 
 def _without_sums(make: Callable) -> Callable:
-    """Strategies whose replicas keep their own gradients: a step but for the sums."""
+    """Strategies whose replicas keep their own gradients: a step without the sums."""
     return lambda place: without_sums(make(place))
 
 
 def without_sums(strategy: Any) -> Any:
-    """`strategy`, whose replicas keep their own gradients from now on."""
+    """Makes the replicas of `strategy` keep their own gradients; returns it."""
 
     def keep(values: Sequence[Any], rank: int, **options: Any) -> list[Any]:
         return list(values)
@@ -163,17 +151,17 @@ def _stock_is_left_out(devices_per_worker: int) -> str | None:
 
 
 def mpi_is_left_out(devices_per_worker: int) -> str | None:
-    """Why arms of MPI cannot run here; None where they can."""
+    """Why MPI arms cannot run here; None: they can."""
     if importlib.util.find_spec("mpi4py") is None:
         return "mpi4py is not installed: pip install 'tfdp[mpi]'"
     if find_mpiexec() is None:
-        return "mpiexec is neither on PATH nor beside this Python"
+        return "mpiexec is neither on PATH nor next to this Python"
     return None
 
 
 GROUP_ARMS = {
     ONE_PROCESS: GroupArm("single", ("train",), _one_device),
-    # As many models as workers: no exchange can be faster than none.
+    # Each worker trains its own model: the upper bound of speed.
     NO_EXCHANGE: GroupArm("local", ("train",), _one_device),
     STOCK_MULTI_WORKER: GroupArm(
         "local", BOTH, _stock_multi_worker, _stock_is_left_out

@@ -1,4 +1,4 @@
-"""The processes of one arm, seen from the benchmark that gives them turns."""
+"""Starts the processes of one arm and gives them turns, from the benchmark's side."""
 
 from __future__ import annotations
 
@@ -35,14 +35,9 @@ GLOO_CARD = "GLOO_SOCKET_IFNAME"
 
 
 class Group:
-    """Starts the processes of `arm`; they end with this object's `close`.
+    """The processes of `arm`, on `hosts` or here; `close` ends them.
 
-    Args:
-      request: what they measure.
-      arm: a key of `arms`.
-      budget_seconds: how long they may take for everything together.
-      hosts: where the processes live, shared out host by host; None: here.
-      arms: by name.
+    `budget_seconds`: for everything together.
     """
 
     def __init__(
@@ -72,15 +67,11 @@ class Group:
         self._request = request
         self._is_closed = self._has_failed = False
         self._job_key = make_job_key()
-        #: Per call of the last turn, of all threads of all workers.
+        #: Per call of the last turn, all threads of all workers together.
         self.processor_seconds = 0.0
 
     def start(self) -> list[dict[str, Any]]:
-        """What each worker says once it is ready to be timed, by rank.
-
-        Raises:
-          CollectiveError: when one ends, or the time is over; with its last lines.
-        """
+        """What each worker reports when ready, by rank; CollectiveError if one ends."""
         start = time.monotonic()
         for number, (command, environment) in enumerate(self._commands()):
             with self._output_path(number).open("wb") as output:
@@ -97,21 +88,17 @@ class Group:
         while len(self._connections) < self.workers:
             self._accept(start)
         self._left_seconds -= time.monotonic() - start
-        return self._hear_all()
+        return self._receive_all()
 
     def turn(self) -> float:
-        """Seconds per call, of the slowest worker.
-
-        Raises:
-          CollectiveError: as `start`.
-        """
+        """Seconds per call of the slowest worker; CollectiveError as `start`."""
         self._send_to_all(self._calls)
-        answers = self._hear_all()
+        answers = self._receive_all()
         self.processor_seconds = sum(answer["processor_seconds"] for answer in answers)
         return max(answer["seconds"] for answer in answers)
 
     def close(self) -> None:
-        """Ends all processes, at once where they do not end by themselves."""
+        """Ends all processes, by force if necessary."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -130,9 +117,11 @@ class Group:
         self._folder.cleanup()
 
     def _commands(self) -> list[tuple[list[str], dict[str, str]]]:
-        addresses = tuple(
-            f"{self._address_of(rank)}:{free_port()}" for rank in range(self.workers)
-        )
+        hosts = [
+            ADDRESSES[self._host_of(rank)] if self._network else LOOPBACK
+            for rank in range(self.workers)
+        ]
+        addresses = tuple(f"{host}:{free_port()}" for host in hosts)
         cores = sorted(os.sched_getaffinity(0))
         has_core_each = len(cores) >= self._request.workers
         orders = Orders(
@@ -173,18 +162,15 @@ class Group:
         )
         command = program.command(sys.executable)
         if self._network is None:
-            # gloo would look for the card that the machine's name belongs to.
+            # gloo would look up the card of the machine's name.
             return list(command), {**environment, GLOO_CARD: "lo"}
         host = self._host_of(rank)
         environment[GLOO_CARD] = self._network.cards[host]
         return self._network.command(host, *command), environment
 
     def _host_of(self, rank: int) -> int:
-        """Hosts hold as many workers each; without a network each is one's own."""
+        """Workers are split equally over hosts; without `hosts` over cores."""
         return rank * self._request.workers // max(self.workers, self._request.workers)
-
-    def _address_of(self, rank: int) -> str:
-        return ADDRESSES[self._host_of(rank)] if self._network else LOOPBACK
 
     def _accept(self, start: float) -> None:
         self._server.settimeout(POLL_SECONDS)
@@ -196,7 +182,7 @@ class Group:
                     reason = f"a process ended with exit code {process.returncode}"
                     raise self._failure(reason, number) from None
             if time.monotonic() - start > self._left_seconds:
-                raise self._failure(self._late()) from None
+                raise self._failure(self._timeout_text()) from None
             return
         self._connections[_read_line(connection)["rank"]] = connection
 
@@ -204,7 +190,7 @@ class Group:
         for connection in self._connections.values():
             connection.sendall(json.dumps({"calls": calls}).encode() + b"\n")
 
-    def _hear_all(self) -> list[dict[str, Any]]:
+    def _receive_all(self) -> list[dict[str, Any]]:
         ranks = {connection: rank for rank, connection in self._connections.items()}
         answers: dict[int, dict[str, Any]] = {}
         while len(answers) < self.workers:
@@ -213,7 +199,7 @@ class Group:
             ready, _, _ = select.select(waiting, [], [], max(self._left_seconds, 0))
             self._left_seconds -= time.monotonic() - start
             if not ready:
-                raise self._failure(self._late())
+                raise self._failure(self._timeout_text())
             for connection in ready:
                 rank = ranks[connection]
                 try:
@@ -222,7 +208,7 @@ class Group:
                     raise self._failure(f"worker {rank} ended", rank) from error
         return [answers[rank] for rank in range(self.workers)]
 
-    def _late(self) -> str:
+    def _timeout_text(self) -> str:
         return f"not done within its {self._budget_seconds:g} s; it was stopped"
 
     def _output_path(self, number: int) -> pathlib.Path:
@@ -230,8 +216,8 @@ class Group:
 
     def _failure(self, reason: str, rank: int = 0) -> CollectiveError:
         self._has_failed = True
-        self._wait_for_end(1.0)  # for the last lines
-        # mpiexec is a single process, with everybody's output.
+        self._wait_for_end(1.0)  # so that its last lines are written
+        # mpiexec is a single process, with the output of all workers.
         path = self._output_path(rank if rank < len(self._processes) else 0)
         output = path.read_text("utf-8", "replace").strip().splitlines()
         return CollectiveError("\n".join([reason, *output[-OUTPUT_LINES_KEPT:]]))
@@ -246,7 +232,7 @@ class Group:
 
 
 def _read_line(connection: socket.socket) -> dict[str, Any]:
-    # A worker says one short line and then waits, so nothing follows it.
+    # A worker sends one short line and then waits: nothing follows it.
     data = b""
     while not data.endswith(b"\n"):
         part = connection.recv(1 << 16)

@@ -1,7 +1,7 @@
 """One process of a group: `python -m tfdp.tools.bench.processes.member ORDERS`, JSON.
 
-It sets up its arm, says that it is ready, and then times as many calls as it is told
-each time that it is told.
+It sets up its arm, reports that it is ready, and then times calls each time that the
+benchmark sends their number.
 """
 
 from __future__ import annotations
@@ -26,17 +26,10 @@ from tfdp.tools.bench.request import Request
 
 @dataclasses.dataclass(frozen=True)
 class Orders:
-    """What a process is told at its start, alike for all of its group.
+    """The same for every process of a group; see `Request` and `Place`.
 
-    Args:
-      request: the fields of `Request`.
-      arm: which of the arms.
-      workers: processes of the group.
-      devices_per_worker: logical CPUs of each.
-      cores: by rank, the core that a process stays on; empty to let them move.
-      addresses: see `Place`.
-      control_path: the benchmark's socket.
-      timeout_seconds: see `Place`.
+    `cores`: by rank, the core to pin a process to; empty: not pinned. `control_path`:
+    the benchmark's socket.
     """
 
     request: dict
@@ -49,14 +42,43 @@ class Orders:
     timeout_seconds: float
 
 
-def main(arguments: list[str], arms: Mapping[str, GroupArm] = GROUP_ARMS) -> None:
-    """Entry point of the process.
+# Control connection: lines of JSON both ways, over a Unix socket because mpiexec passes
+# standard input to rank 0 only. When it closes the process ends, wherever it waits: no
+# worker outlives the benchmark.
+EXIT_CODE = 75
 
-    Args:
-      arguments: the orders, as JSON.
-      arms: by name.
-    """
-    # What TensorFlow prints while it starts would bury a worker's own error.
+
+class Control:
+    """A worker's end of the connection; first it sends its rank."""
+
+    def __init__(self, path: str, rank: int):
+        connection = socket.socket(socket.AF_UNIX)
+        connection.connect(path)
+        self._stream = connection.makefile("rw", encoding="utf-8")
+        self._turns: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self.send({"rank": rank})
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def send(self, message: dict[str, Any]) -> None:
+        self._stream.write(json.dumps(message) + "\n")
+        self._stream.flush()
+
+    def next_turn(self) -> int:
+        """Waits for the number of calls to time; 0: finished."""
+        return self._turns.get()
+
+    def _listen(self) -> None:
+        try:
+            for line in self._stream:
+                self._turns.put(json.loads(line)["calls"])
+        finally:
+            # A thread that hangs in a collective cannot be ended otherwise.
+            os._exit(EXIT_CODE)
+
+
+def main(arguments: list[str], arms: Mapping[str, GroupArm] = GROUP_ARMS) -> None:
+    """Entry point of the process; `arguments`: the orders, as JSON."""
+    # TensorFlow's start-up log would bury a worker's own error.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     orders = Orders(**json.loads(arguments[0]))
     request = Request.from_json(orders.request)
@@ -68,25 +90,25 @@ def main(arguments: list[str], arms: Mapping[str, GroupArm] = GROUP_ARMS) -> Non
         devices_per_worker=orders.devices_per_worker,
         timeout_seconds=orders.timeout_seconds,
     )
-    # Before TensorFlow starts its threads, which stay where their parent is.
+    # Before TensorFlow starts its threads, which inherit the affinity.
     if orders.cores:
         os.sched_setaffinity(0, {orders.cores[place.rank]})
     control = Control(orders.control_path, place.rank)
     call, facts = _prepare(request, orders.arm, arms[orders.arm], place)
-    control.say(facts)
+    control.send(facts)
     while calls := control.next_turn():
         busy_before = time.process_time()
         seconds = time_in_turn({orders.arm: call}, repeats=1, calls=calls)
-        # One more call than is timed.
+        # One untimed call more.
         busy = (time.process_time() - busy_before) / (calls + 1)
-        control.say({"seconds": seconds[orders.arm][0], "processor_seconds": busy})
+        control.send({"seconds": seconds[orders.arm][0], "processor_seconds": busy})
 
 
 def _prepare(request: Request, arm: str, row: GroupArm, place: Place) -> Work:
     if row.prepare is not None:
         return row.prepare(request, arm, place)
     if row.make_strategy is None:
-        raise ConfigurationError(f"The arm {arm!r} has neither work nor strategy.")
+        raise ConfigurationError(f"The arm {arm!r} has neither `prepare` nor strategy.")
     start_tensorflow(request)
     strategy = row.make_strategy(place)
     from tfdp.tools.bench.processes.work import prepare_reduction, prepare_training
@@ -102,51 +124,6 @@ def start_tensorflow(request: Request) -> None:
 
     tf.config.threading.set_intra_op_parallelism_threads(request.intra_op_threads)
     tf.config.set_visible_devices([], "GPU")
-
-
-# How the benchmark tells processes when it is their turn: lines of JSON, both ways.
-#
-# The connection is a Unix socket, because mpiexec passes standard input to rank 0 only.
-# Its end is the end of the process: no worker outlives the benchmark, wherever it
-# waits.
-
-
-EXIT_CODE = 75
-
-
-class Control:
-    """A worker's end of the connection.
-
-    Args:
-      path: of the benchmark's socket.
-      rank: of this worker, which it says first.
-    """
-
-    def __init__(self, path: str, rank: int):
-        connection = socket.socket(socket.AF_UNIX)
-        connection.connect(path)
-        self._stream = connection.makefile("rw", encoding="utf-8")
-        self._orders: queue.SimpleQueue[int] = queue.SimpleQueue()
-        self._is_over = False
-        self.say({"rank": rank})
-        threading.Thread(target=self._listen, daemon=True).start()
-
-    def say(self, message: dict[str, Any]) -> None:
-        """Sends one line."""
-        self._stream.write(json.dumps(message) + "\n")
-        self._stream.flush()
-
-    def next_turn(self) -> int:
-        """Waits for the number of calls to time; 0 when there is no more to do."""
-        return self._orders.get()
-
-    def _listen(self) -> None:
-        try:
-            for line in self._stream:
-                self._orders.put(json.loads(line)["calls"])
-        finally:
-            # A thread that hangs in a collective cannot be ended otherwise.
-            os._exit(EXIT_CODE)
 
 
 if __name__ == "__main__":

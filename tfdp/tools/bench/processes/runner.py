@@ -1,6 +1,6 @@
-"""Measures a case on several processes: a group of them per arm, all alive, in turns.
+"""Measures a case on several processes: a group per arm, in turns.
 
-An idle group waits on its connection and takes no core.
+All groups live at once; an idle one waits on its connection and takes no core.
 """
 
 from __future__ import annotations
@@ -27,21 +27,19 @@ def measure_groups(
     hosts: TwoHosts | None = None,
     arms: Mapping[str, GroupArm] = GROUP_ARMS,
 ) -> tuple[CaseResult | None, dict[str, str]]:
-    """Runs every arm of a case, each in processes of its own.
+    """Runs every arm of a case in its own processes, `hosts` or here.
 
-    Args:
-      request: what to measure; `workers` is at least 2.
-      timeout_seconds: for all arms together; each may take an equal part of it.
-      hosts: where the processes live; None: here.
-      arms: by name.
-
-    Returns:
-      The result, None when no arm gave one; and by arm the reason why it failed.
+    The arms share `timeout_seconds` equally. Returns the result, None if no arm gave
+    one; and by arm the reason why it failed.
     """
     left_out = {
         arm: f"{arm}: {reason}"
         for arm in request.arm_names
-        if (reason := _why_left_out(arms[arm], request.devices))
+        if (
+            reason := arms[arm].why_left_out(
+                1 if arms[arm].is_flat else request.devices
+            )
+        )
     }
     names = [arm for arm in request.arm_names if arm not in left_out]
     load_before = os.getloadavg()[0]
@@ -69,13 +67,10 @@ def measure_groups(
 
 @dataclasses.dataclass
 class _Figures:
-    """What the arms gave, by their names.
+    """The results of arms, by their names.
 
-    Args:
-      answers: what each process of the arm said when it was ready.
-      seconds: of each turn.
-      sent: bytes of a call that a host sent; of hosts of their own.
-      failed: why an arm has no part any more.
+    `answers`: what each process sent when it was ready; `sent`: bytes per call of a
+    host, with `hosts` only; `failed`: why an arm is no longer measured.
     """
 
     answers: dict[str, list[dict[str, Any]]] = dataclasses.field(default_factory=dict)
@@ -84,7 +79,6 @@ class _Figures:
     failed: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def result_of(self, arm: str, row: GroupArm) -> ArmResult:
-        """The figures of one arm."""
         sent = {"sent_bytes_per_call": self.sent[arm]} if arm in self.sent else {}
         workers = [answer["facts"] for answer in self.answers[arm]]
         return ArmResult(
@@ -101,7 +95,7 @@ def _take_turns(
     hosts: TwoHosts | None,
     arms: Mapping[str, GroupArm],
 ) -> _Figures:
-    """Starts the processes of all arms, and gives one arm after the other a turn."""
+    """Starts the processes of all arms, and gives each arm its turns."""
     figures = _Figures()
     with contextlib.ExitStack() as stack:
         groups: dict[str, Group] = {}
@@ -120,22 +114,18 @@ def _take_turns(
                     before = _sent_bytes(hosts)
                     figures.seconds.setdefault(arm, []).append(groups[arm].turn())
                     if hosts is not None:
-                        # One more call than is timed; see `time_in_turn`.
+                        # One untimed call more; see `time_in_turn`.
                         share = (_sent_bytes(hosts) - before) / (request.calls + 1)
                         figures.sent.setdefault(arm, []).append(share)
                 except (CollectiveError, OSError) as error:
                     figures.failed[arm] = str(error)
-                    # It may spin in a collective, beside the arms that are timed.
+                    # It may busy-wait in a collective while others are timed.
                     groups[arm].close()
     return figures
 
 
-def _why_left_out(row: GroupArm, devices_per_worker: int) -> str | None:
-    return row.why_left_out(1 if row.is_flat else devices_per_worker)
-
-
 def _sent_bytes(hosts: TwoHosts | None) -> float:
-    """What a host has sent until now, the mean of both."""
+    """Bytes a host has sent so far, the mean of both."""
     if hosts is None:
         return 0.0
     return sum(hosts.sent_bytes(host) for host in (0, 1)) / 2

@@ -1,7 +1,7 @@
-"""Two hosts on one machine: network namespaces joined by a link of limited rate.
+"""Two simulated hosts: network namespaces joined by a link of limited rate.
 
-The kernel's own TCP runs between them, over a pair of virtual cards whose sending side
-a token bucket (`tc ... tbf`) slows down to the rate. Needs root and iproute2.
+They use the kernel's TCP over a pair of virtual cards, whose sending side a token
+bucket (`tc ... tbf`) limits. Needs root and iproute2.
 """
 
 from __future__ import annotations
@@ -21,11 +21,7 @@ RATE = re.compile(r"(\d+(\.\d+)?)(bit|kbit|mbit|gbit|tbit)")
 
 
 def check_rate(rate: str) -> None:
-    """Refuses what `tc` would not take, or take for another rate, such as "nan".
-
-    Raises:
-      ConfigurationError: `rate` is not a number above 0 with a unit.
-    """
+    """Rejects rates that `tc` would reject or misread, such as "nan"."""
     found = RATE.fullmatch(rate)
     if found is None or float(found[1]) == 0:
         raise ConfigurationError(
@@ -49,11 +45,7 @@ def why_no_hosts() -> str | None:
 
 
 class TwoHosts:
-    """The two namespaces; `remove` takes them away.
-
-    Args:
-      rate: of the link, each way, in the words of `tc`: "100mbit".
-    """
+    """The two namespaces; `rate` of the link, each way, as `tc` takes it: "100mbit"."""
 
     def __init__(self, rate: str):
         self.names = [f"tfdp{os.getpid()}-{host}" for host in (0, 1)]
@@ -81,43 +73,38 @@ class TwoHosts:
             )
 
     def command(self, host: int, *words: str) -> list[str]:
-        """`words`, to be run on `host`."""
+        """`words`, as a command on `host`."""
         return ["ip", "netns", "exec", self.names[host], *words]
 
     def sent_bytes(self, host: int) -> int:
-        """What `host` has put on the link since it exists."""
+        """Bytes that `host` has put on the link."""
         path = f"/sys/class/net/{self.cards[host]}/statistics/tx_bytes"
         return int(_run(*self.command(host, "cat", path)))
 
     def cut(self) -> None:
-        """Pulls the cable: nothing arrives, and nobody is told."""
+        """Cuts the link: packets are lost without an error."""
         _run("ip", "-n", self.names[1], "link", "set", self.cards[1], "down")
 
     def join(self) -> None:
-        """Puts it back."""
+        """Restores the link."""
         _run("ip", "-n", self.names[1], "link", "set", self.cards[1], "up")
 
     def remove(self) -> None:
-        """Takes the namespaces away, and with them the link."""
+        """Deletes the namespaces, and with them the link."""
         for name in self.names:
             subprocess.run(["ip", "netns", "del", name], capture_output=True)
 
 
 @contextlib.contextmanager
 def two_hosts(rate: str) -> Iterator[TwoHosts]:
-    """The hosts, taken away again at the end.
-
-    Raises:
-      ConfigurationError: `rate` is none; see `check_rate`.
-      DeviceError: where they cannot be made; it says why.
-    """
+    """Two hosts, deleted at the end; DeviceError if they cannot be created here."""
     check_rate(rate)
     reason = why_no_hosts()
     if reason:
         raise DeviceError(
             f"Two hosts with a link of {rate} cannot be made here: {reason}. They are "
             "network namespaces: run as root on Linux, with iproute2 (ip, tc), in a "
-            "container with the right to make them (NET_ADMIN, SYS_ADMIN)."
+            "container that may create them (NET_ADMIN, SYS_ADMIN)."
         )
     hosts: TwoHosts | None = None
     try:

@@ -1,4 +1,4 @@
-"""What one of several processes does in its turn: a reduction, or a training step."""
+"""The timed work of one of several processes: a reduction, or a training step."""
 
 from __future__ import annotations
 
@@ -56,19 +56,9 @@ def prepare_reduction(
     sum_of: SumOf | None = None,
     coarseness: float = 0.0,
 ) -> Work:
-    """A reduction whose sums were found right on this worker, and its facts.
+    """A reduction whose sums are correct on this worker, and its facts.
 
-    Args:
-      request: what to reduce.
-      arm: which one, for errors.
-      strategy: what sums.
-      place: of this process.
-      sum_of: as in `make_reduction`.
-      coarseness: what the sums may lose of a number, as a share of the largest one of
-        its tensor.
-
-    Raises:
-      CollectiveError: when a sum is wrong.
+    `sum_of`: as in `make_reduction`; `coarseness`: as in `check_sum`, which may raise.
     """
     shapes = GRADIENT_SETS[request.subject_name]()
     devices = strategy.extended.worker_devices
@@ -108,11 +98,7 @@ def prepare_reduction(
 def prepare_training(
     request: Request, arm: str, strategy: tf.distribute.Strategy, place: Place
 ) -> Work:
-    """A warmed-up training step, and its facts.
-
-    Raises:
-      CollectiveError: when the loss is not finite.
-    """
+    """A warmed-up training step, and its facts; CollectiveError if loss not finite."""
     model = MODELS[request.subject_name]
     if arm == STOCK_MULTI_WORKER:
         training = make_hand_written_arm(strategy, model, place)
@@ -121,15 +107,17 @@ def prepare_training(
     warm_up(arm, training, request)
     models = place.workers if arm == NO_EXCHANGE else 1
     peak_bytes = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    facts: dict[str, Any] = {
+        "weight_norm_after_warm_up": _norm(training.network),
+        "peak_bytes": peak_bytes,
+    }
+    if NO_SUMS in arm:
+        inputs, _ = make_images(model, LOCAL_BATCH)
+        profile = profile_of(training.network, [inputs[:LOCAL_BATCH]])
+        facts["profile"] = {**profile, "local_batch": LOCAL_BATCH}
     return lambda: float(training.step()), {
         "items_per_call": models * training.global_batch,
-        "facts": {
-            "weight_norm_after_warm_up": _norm(training.network),
-            "peak_bytes": peak_bytes,
-            **(
-                {"profile": _profile(training.network, model)} if NO_SUMS in arm else {}
-            ),
-        },
+        "facts": facts,
         "subject": {
             "name": request.subject_name,
             "parameters": training.parameters,
@@ -138,19 +126,13 @@ def prepare_training(
     }
 
 
-def _profile(network: keras.Model, model: BenchmarkModel) -> dict[str, Any]:
-    inputs, _ = make_images(model, LOCAL_BATCH)
-    profile = profile_of(network, [inputs[:LOCAL_BATCH]])
-    return {**profile, "local_batch": LOCAL_BATCH}
-
-
 def make_hand_written_arm(
     strategy: tf.distribute.Strategy, model: BenchmarkModel, place: Place
 ) -> TrainingArm:
     """The same training without Keras' `fit`, which stock strategies cannot run here.
 
-    It does less than Keras' step: no metrics, no loss over all workers, and each
-    worker is handed its own rows of the global batches.
+    It does less: no metrics, no loss over all workers, and each worker gets its own
+    rows of the global batches.
     """
     replicas = strategy.num_replicas_in_sync
     network = build_network(strategy, model)
@@ -168,25 +150,22 @@ def make_hand_written_arm(
 
     @tf.function
     def step(batches: Any) -> tf.Tensor:
-        # Of one replica per worker: its own loss, without another exchange.
+        # The own loss, without another exchange.
         return strategy.run(in_replica, args=next(batches))
 
-    dataset = own_dataset(make_images(model, LOCAL_BATCH * replicas), place)
+    mine = tuple(
+        own_rows(array, place.rank, place.workers)
+        for array in make_images(model, LOCAL_BATCH * replicas)
+    )
+    dataset = tf.data.Dataset.from_tensor_slices(mine)
+    dataset = dataset.batch(LOCAL_BATCH, drop_remainder=True)
+    dataset = dataset.cache().repeat().prefetch(2)
     batches = iter(strategy.distribute_datasets_from_function(lambda _: dataset))
     return TrainingArm(
         step=lambda: strategy.experimental_local_results(step(batches))[0],
         global_batch=LOCAL_BATCH * replicas,
         network=network,
     )
-
-
-def own_dataset(images: tuple[np.ndarray, np.ndarray], place: Place) -> tf.data.Dataset:
-    """This worker's rows of every global batch, for ever."""
-
-    mine = tuple(own_rows(array, place.rank, place.workers) for array in images)
-    dataset = tf.data.Dataset.from_tensor_slices(mine)
-    batches = dataset.batch(LOCAL_BATCH, drop_remainder=True)
-    return batches.cache().repeat().prefetch(2)
 
 
 def _norm(network: keras.Model) -> float:
