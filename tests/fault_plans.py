@@ -318,7 +318,7 @@ def words_of(disk):
     if disk["how"] == "not shared":
         # Worker 0 cannot know whose directory is the wrong one, and says what it sees.
         seen = rank or 1
-        return f"worker {seen} has written its part, and worker 0 does not find it at"
+        return f"worker {seen} has written its part, but worker 0 does not find it at"
     cause = f"(OSError: [Errno {DISK_ERRORS[disk['how']][0]}]"
     if point.endswith("the part"):
         return f"worker {rank} could not write its part {cause}"

@@ -6,11 +6,11 @@ and the pure parts (topology, bucket plans) never load TensorFlow.
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import warnings
 from typing import TYPE_CHECKING, Any
 
+from tfdp._private.lazy_names import lazy_names
 from tfdp._version import __version__
 
 if TYPE_CHECKING:
@@ -97,10 +97,11 @@ if not _has_tensorflow():
     warnings.warn(MISSING_TENSORFLOW, stacklevel=2)
 
 
+_resolve, __dir__ = lazy_names(__name__, _PUBLIC)
+
+
 def __getattr__(name: str) -> Any:
-    if name not in _PUBLIC:
-        raise AttributeError(f"module 'tfdp' has no attribute {name!r}")
-    if name not in _PURE and not _has_tensorflow():
+    if name in _PUBLIC and name not in _PURE and not _has_tensorflow():
         from tfdp.errors import MissingDependencyError
 
         raise MissingDependencyError(MISSING_TENSORFLOW) from None
@@ -108,11 +109,4 @@ def __getattr__(name: str) -> Any:
         from tfdp.strategies.keras_backend import check_keras_backend
 
         check_keras_backend()
-    module = importlib.import_module(_PUBLIC[name])
-    value = module if _PUBLIC[name] == f"tfdp.{name}" else getattr(module, name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_PUBLIC})
+    return _resolve(name)

@@ -1,4 +1,4 @@
-"""What a training will need, before it is launched: `tfdp.planning.plan`."""
+"""Plans what a training will need before launch: `tfdp.planning.plan`."""
 
 from tfdp.tools.planning.memory_plan import MemoryPlan
 from tfdp.tools.planning.one_plan import plan

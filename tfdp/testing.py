@@ -1,12 +1,13 @@
 """The parity check: does a model train on N replicas as it does on one device?
 
-Names are resolved when first used, so that reports and causes load without TensorFlow.
+Names are imported when first used, so that reports load without TensorFlow.
 """
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from tfdp._private.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from tfdp.tools.testing.parity import check_parity
@@ -21,15 +22,4 @@ _PUBLIC = {
 }
 
 __all__ = ["Finding", "ParityReport", "VariableRow", "check_parity"]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _PUBLIC:
-        raise AttributeError(f"module 'tfdp.testing' has no attribute {name!r}")
-    value = getattr(importlib.import_module(_PUBLIC[name]), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_PUBLIC})
+__getattr__, __dir__ = lazy_names(__name__, _PUBLIC)

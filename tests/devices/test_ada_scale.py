@@ -34,9 +34,9 @@ class NotesNorms(AdaScale):
 
     norms = ()
 
-    def take_in(self, norms):
+    def add_step(self, norms):
         self.norms = (*self.norms, norms)
-        super().take_in(norms)
+        super().add_step(norms)
 
 
 def fitted(callback, data, optimizer=None, batch_size=24, epochs=2, **options):
@@ -161,7 +161,7 @@ def test_arguments_that_cannot_be_are_refused(arguments, words):
 
 def test_a_schedule_of_the_optimizers_own_is_refused():
     decay = keras.optimizers.schedules.ExponentialDecay(0.1, 10, 0.9)
-    with pytest.raises(ConfigurationError, match="a schedule of its own"):
+    with pytest.raises(ConfigurationError, match="has a schedule"):
         fitted(
             AdaScale(0.1), classification_data(), lambda: keras.optimizers.SGD(decay)
         )

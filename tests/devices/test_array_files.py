@@ -53,7 +53,7 @@ def test_what_was_written_is_read_whatever_the_blocks(
     given["small"] = np.ones((2, 3), ml_dtypes.float8_e4m3fn)
     size_bytes = write_arrays(path, given, WHO)
     with open_arrays(path, size_bytes, WHO) as file:
-        assert set(file.names) == set(given)
+        assert set(file.arrays) == set(given)
         for name, array in given.items():
             found = file.read(name)
             assert found.dtype == array.dtype and found.shape == array.shape
@@ -86,5 +86,5 @@ def test_every_changed_byte_of_an_array_is_seen(tmp_path):
             pytest.raises(DataError, match="have changed"),
             open_arrays(path, size_bytes, WHO) as file,
         ):
-            for name in file.names:
+            for name in file.arrays:
                 file.read(name)

@@ -305,7 +305,7 @@ def test_with_compression_it_is_refused():
 def test_without_a_strategy_it_is_refused():
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
     model.compile("sgd", "mse", jit_compile=False)
-    with pytest.raises(ConfigurationError, match="Autotune looks into the replicas"):
+    with pytest.raises(ConfigurationError, match="Autotune inspects replicas"):
         model.fit(np.ones((8, 4)), np.ones((8, 1)), verbose=0, callbacks=[tuned()])
 
 

@@ -130,7 +130,7 @@ def test_one_that_cannot_take_back_does_not_keep_the_others_from_it(tmp_path):
     died(tmp_path, good_data(), lambda: [OfAnotherVersion(True), NaNGuard("skip")], 3)
     guard = NaNGuard("skip")
     guard.skipped_steps = 7
-    with pytest.warns(CheckpointWarning, match="^OfAnotherVersion begin"):
+    with pytest.warns(CheckpointWarning, match="^OfAnotherVersion start"):
         callbacks = [OfAnotherVersion(False), guard, Checkpoint(tmp_path)]
         fit(compiled(make_strategy(2), sgd()), good_data(), *callbacks)
     assert guard.skipped_steps == 0
@@ -168,7 +168,7 @@ def test_a_callback_that_was_not_there_begins_anew_and_the_others_go_on(tmp_path
     data = good_data()
     died(tmp_path, data, lambda: [], 3)
     saves = Checkpoint(tmp_path)
-    with pytest.warns(CheckpointWarning, match="^NaNGuard begin"):
+    with pytest.warns(CheckpointWarning, match="^NaNGuard start"):
         fit(compiled(make_strategy(2), sgd()), data, saves, NaNGuard("skip"))
 
 

@@ -142,7 +142,7 @@ def test_steps_that_another_fit_of_the_model_made_count_for_nothing():
 @pytest.mark.parametrize(
     "make, what",
     [
-        (lambda: NaNGuard("skip"), "leave steps out"),
+        (lambda: NaNGuard("skip"), "skip steps"),
         (lambda: AdaScale(0.1), "set the learning rate"),
         (lambda: Autotune(), "set sizes of buckets"),
     ],

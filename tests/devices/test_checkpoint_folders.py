@@ -68,7 +68,7 @@ class InThreads(Hosts):
     [
         (("run", "run"), None),
         (("run", "link"), None),
-        (("run", "own"), "made in its .*/run is not in .*/own on worker 1. Give"),
+        (("run", "own"), "wrote to .*/run is missing in .*/own on worker 1. Give"),
         (("file", "run"), r"cannot be written to .*/file on worker 0 \("),
         (("run", "file/run"), r"cannot be written to .*/file/run on worker 1 \("),
     ],

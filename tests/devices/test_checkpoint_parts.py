@@ -134,7 +134,7 @@ def test_a_part_holds_no_whole_variable(tmp_path):
 def test_a_directory_that_cannot_be_made_is_refused(tmp_path):
     model = trained(2, "none")
     for name in ("n" * 300, "a\0b"):
-        with pytest.raises(ConfigurationError, match="cannot be made"):
+        with pytest.raises(ConfigurationError, match="Cannot create the directory"):
             tfdp.checkpoint.save_parts(model, tmp_path / name)
 
 

@@ -127,7 +127,7 @@ def test_an_optimizer_that_is_none(given, words):
 
 def test_an_empty_folder_is_not_merged(tmp_path):
     (tmp_path / "parts").mkdir()
-    with pytest.raises(DataError, match="parts is empty. Give the one that .*save_par"):
+    with pytest.raises(DataError, match="parts is empty. Give the .*save_parts"):
         merge_parts(tmp_path / "parts", tmp_path / "model.keras")
 
 
@@ -181,7 +181,7 @@ def test_a_record_behind_another_callback(tmp_path):
     model = compiled(make_strategy(2))
     other = keras.callbacks.LambdaCallback()
     record = tfdp.callbacks.RunRecord(tmp_path)
-    with pytest.warns(RunRecordWarning, match="behind LambdaCallback.*Place RunRecord"):
+    with pytest.warns(RunRecordWarning, match="after LambdaCallback.*Place RunRecord"):
         model.fit(X, X[:, :1], verbose=0, callbacks=[other, record])
     with warnings.catch_warnings():
         warnings.simplefilter("error", RunRecordWarning)

@@ -35,9 +35,9 @@ class NotesNorms(GradientNoiseScale):
         super().__init__(decay)
         self.norms = []
 
-    def take_in(self, norms):
+    def add_step(self, norms):
         self.norms.append(norms)
-        super().take_in(norms)
+        super().add_step(norms)
 
 
 def strategy_of(replicas=4, **communication):
@@ -296,4 +296,4 @@ def test_a_decay_out_of_range_is_refused(decay):
 def test_before_there_are_steps_the_summary_says_so():
     callback = GradientNoiseScale()
     assert callback.estimate is None
-    assert "not known" in callback.summary()
+    assert "not available" in callback.summary()

@@ -234,7 +234,7 @@ def test_a_part_is_not_replaced_by_the_whole(tmp_path, capsys):
     (part,) = tmp_path.glob("part-*.keras")
     before = part.read_bytes()
     assert main(["merge", str(tmp_path), str(part)]) == 1
-    assert "one of the parts" in capsys.readouterr().err
+    assert "is a part to merge" in capsys.readouterr().err
     assert part.read_bytes() == before
 
 
@@ -243,5 +243,5 @@ def test_a_pipe_in_the_place_of_a_manifest_is_damage(tmp_path):
     (folder,) = folders_newest_first(tmp_path / "run")
     (folder / MANIFEST_NAME).unlink()
     os.mkfifo(folder / MANIFEST_NAME)
-    with pytest.raises(DataError, match="is damaged .ValueError: it is no file"):
+    with pytest.raises(DataError, match="is damaged .ValueError: it is not a file"):
         merge_parts(tmp_path / "run", tmp_path / "model.keras")

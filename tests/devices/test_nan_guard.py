@@ -405,8 +405,8 @@ def test_a_train_step_of_its_own_is_watched():
     "arguments, words",
     [
         ({"on_nan": "ignore"}, "on_nan"),
-        ({"most_in_a_row": 3}, "most_in_a_row=3 has nothing"),
-        ({"on_nan": "skip", "keep_every_steps": 3}, "keep_every_steps=3 has nothing"),
+        ({"most_in_a_row": 3}, "most_in_a_row=3 has no effect"),
+        ({"on_nan": "skip", "keep_every_steps": 3}, "keep_every_steps=3 has no effect"),
         ({"on_nan": "skip", "most_in_a_row": 0}, "at least 1"),
         ({"on_nan": "rollback", "keep_every_steps": True}, "at least 1"),
     ],
@@ -434,7 +434,7 @@ SYNC = tfdp.sync.LocalSGD(every=2, across="replicas")
                 make_strategy(2), distributed(sync=SYNC, accumulate_steps=2)
             ),
             lambda: NaNGuard("skip"),
-            "would count apart",
+            "equal numbers of updates",
         ),
     ],
 )

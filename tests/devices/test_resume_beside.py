@@ -284,7 +284,7 @@ def test_what_would_be_wrong_is_refused(tmp_path):
     goes_on(ConfigurationError, "Freeze the same", make(momentum, frozen=1))
     goes_on(
         ConfigurationError,
-        "read before",
+        "read the dataset further",
         make(keras.optimizers.SGD(0.1, momentum=0.9), frozen=0),
         data,
     )

@@ -22,9 +22,9 @@ class NotesNorms(tfdp.callbacks.GradientNoiseScale):
         super().__init__(decay=1.0)
         self.norms = []
 
-    def take_in(self, norms):
+    def add_step(self, norms):
         self.norms.append(norms)
-        super().take_in(norms)
+        super().add_step(norms)
 
 
 def main(wire_dtype=None):

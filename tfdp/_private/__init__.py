@@ -1,12 +1,12 @@
 """Private TensorFlow and Keras names, under public ones.
 
-names, tpu_names    what is imported, and the versions that it was checked against
-hooks               what tfdp's classes override of TensorFlow's, and when each runs
-optimizer_hooks     the steps that Keras' optimizers take
-keras_models        what Keras' models and layers keep to themselves
-frames              who asks: every look at the call stack
-instance_attributes methods of one object replaced for a while
+names, tpu_names    what is imported, and the versions it was checked against
+hooks               TensorFlow hooks that tfdp's classes override
+optimizer_hooks     the methods by which Keras' optimizers update
+keras_models        private state of Keras' models and layers
+frames              every inspection of the call stack
+instance_attributes temporary method overrides on one instance
 
-Nothing else in the package may import `tensorflow.python` or `keras.src`, or reach into
-an object's underscore attributes (a test holds this).
+Nothing else in the package may import `tensorflow.python` or `keras.src`, or access
+underscore attributes of other objects (a test holds this).
 """

@@ -1,4 +1,4 @@
-"""What a `tf.data` pipeline makes its batches of, without reading any.
+"""Inspects how a `tf.data` pipeline forms its batches, without reading any.
 
 Checked against TensorFlow 2.20 and 2.21.
 """
@@ -9,10 +9,8 @@ from typing import Any
 
 import tensorflow as tf
 
-__all__ = ["holds_batches_of_rows", "is_zip_of_batches", "rows_of_batches"]
-
 BATCHES = {"BatchDataset", "ParallelBatchDataset"}
-# What leaves each batch as it is.
+# Stages that leave each batch unchanged.
 KEEP_BATCHES = {
     *("AssertCardinalityDataset", "CacheDataset", "FilterDataset", "ModelDataset"),
     *("OptionsDataset", "PrefetchDataset", "RepeatDataset", "ShuffleDataset"),
@@ -23,27 +21,27 @@ MOST_BELIEVED_ROWS = 1 << 16
 
 
 def rows_of_batches(dataset: tf.data.Dataset) -> int | None:
-    """The largest batch of `dataset`, by what it says itself; None: nothing."""
-    stage, _ = _behind(dataset, KEEP_BATCHES)
+    """The largest batch size of `dataset`, if its stages state it."""
+    stage, _ = _upstream(dataset, KEEP_BATCHES)
     rows = _batch_size(stage)
     if rows is None:
         return None
     (source,) = stage._inputs()
-    there_are = int(source.cardinality())
-    if there_are == tf.data.INFINITE_CARDINALITY:
+    count = int(source.cardinality())
+    if count == tf.data.INFINITE_CARDINALITY:
         return int(rows)
-    if there_are == tf.data.UNKNOWN_CARDINALITY:
-        # Who writes more may mean: whatever there is.
+    if count == tf.data.UNKNOWN_CARDINALITY:
+        # A larger size may mean: all rows.
         return int(rows) if rows <= MOST_BELIEVED_ROWS else None
-    return min(int(rows), there_are) or None
+    return min(int(rows), count) or None
 
 
 def holds_batches_of_rows(dataset: tf.data.Dataset) -> bool:
-    """Whether elements are batches; no row of them is a number by itself.
+    """Whether elements are batches of rows that are not single numbers.
 
-    A batch of such numbers may be a sequence, as the tokens of a text.
+    A batch of numbers may be a sequence, such as the tokens of a text.
     """
-    stage, _ = _behind(dataset, KEEP_BATCHES | MAPS)
+    stage, _ = _upstream(dataset, KEEP_BATCHES | MAPS)
     if _kind(stage) not in BATCHES | {"PaddedBatchDataset"}:
         return False
     (source,) = stage._inputs()
@@ -57,12 +55,11 @@ def holds_batches_of_rows(dataset: tf.data.Dataset) -> bool:
 
 
 def is_zip_of_batches(dataset: tf.data.Dataset) -> bool:
-    """Whether elements of a batch come from datasets that were batched each by itself.
+    """Whether elements come from datasets that were batched separately.
 
-    So no row of one element has to do with a certain row of another. Where batches were
-    mapped after that, shapes must tell that there are as many rows as before: a map may
-    put rows behind each other that belong together. And where one has as many rows as
-    several others together, these may be what the model joins, and it their labels.
+    Then rows of one element need not belong to rows of another. If batches were mapped
+    after that, static shapes must show that the number of rows is unchanged. If one has
+    as many rows as several others together, it may hold labels of these.
     """
     sizes = _zipped_sizes(dataset)
     if not sizes or None in sizes:
@@ -90,8 +87,8 @@ def _is_sum_of_several(size: int, others: list[int]) -> bool:
 
 
 def _zipped_sizes(dataset: tf.data.Dataset) -> list[Any]:
-    """The rows of a batch of each dataset that was zipped; None: not known."""
-    stage, _ = _behind(dataset, KEEP_BATCHES)
+    """The batch size of each zipped dataset; None: unknown."""
+    stage, _ = _upstream(dataset, KEEP_BATCHES)
     if _kind(stage) != "ZipDataset":
         return []
     sizes = []
@@ -101,7 +98,7 @@ def _zipped_sizes(dataset: tf.data.Dataset) -> list[Any]:
 
 
 def _size_of_batches(dataset: tf.data.Dataset) -> int | None:
-    stage, is_mapped = _behind(dataset, KEEP_BATCHES | MAPS)
+    stage, is_mapped = _upstream(dataset, KEEP_BATCHES | MAPS)
     size = _batch_size(stage)
     leaves = tf.nest.flatten(dataset.element_spec)
     shapes = [getattr(leaf, "shape", None) for leaf in leaves]  # None has none
@@ -111,8 +108,10 @@ def _size_of_batches(dataset: tf.data.Dataset) -> int | None:
     return size if not is_mapped or set(lengths) == {size} else None
 
 
-def _behind(dataset: tf.data.Dataset, kinds: set[str]) -> tuple[tf.data.Dataset, bool]:
-    """The first stage of another kind on the way back; and whether a map was on it."""
+def _upstream(
+    dataset: tf.data.Dataset, kinds: set[str]
+) -> tuple[tf.data.Dataset, bool]:
+    """The nearest upstream stage of another kind; and whether a map came after it."""
     stage, is_mapped = dataset, False
     while _kind(stage) in kinds and len(stage._inputs()) == 1:
         is_mapped = is_mapped or _kind(stage) in MAPS
@@ -125,7 +124,7 @@ def _kind(stage: tf.data.Dataset) -> str:
 
 
 def _batch_size(stage: tf.data.Dataset) -> int | None:
-    """What a stage that batches rows was given; None: it does not, or not known."""
+    """The batch size of a batching stage; None: it does not batch, or is unknown."""
     if _kind(stage) not in BATCHES | {"PaddedBatchDataset"}:
         return None
     given = getattr(stage, "_batch_size", None)

@@ -1,7 +1,7 @@
-"""Who asks: every look at the call stack that tfdp takes.
+"""Every inspection of the call stack by tfdp.
 
-Keras asks a strategy the same things for different ends, and tells only by the place
-from which it asks. Checked against Keras 3.12 and 3.15.
+Keras calls the same strategy methods for different purposes, which only the calling
+function distinguishes. Checked against Keras 3.12 and 3.15.
 """
 
 from __future__ import annotations
@@ -15,41 +15,22 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-__all__ = [
-    "adapter_of_caller",
-    "batch_size_of_caller",
-    "fit_of_caller",
-    "fits_around",
-    "frame_of_caller",
-    "is_building_model",
-    "is_called_by_keras_loop",
-    "is_made_for_autocast",
-    "is_outermost_fit",
-    "loop_around",
-    "loop_of_caller",
-    "model_built_by_caller",
-    "number_added_by_keras",
-    "number_counted_by_mean",
-    "training_input_of_caller",
-]
-
 KERAS_TRAINER_MODULE = "keras.src.backend.tensorflow.trainer"
 KERAS_STEP_FUNCTION = "one_step_on_data"
 KERAS_BUILD_FUNCTION = "_maybe_symbolic_build"
-
-# Keras makes its TensorFlow variable a few calls above the creator of the strategy.
+# Keras creates its TensorFlow variable a few calls above the strategy's creator.
 MOST_FRAMES = 40
 
 
 def frame_of_caller() -> FrameType:
-    """The frame of the caller's caller's caller: who asks the function that asks."""
+    """The frame of the caller's caller's caller."""
     return sys._getframe(3)
 
 
 def number_counted_by_mean() -> Any:
-    """What `keras.metrics.Mean` counts as one, whatever it is of; None: it does not.
+    """The value that the calling `keras.metrics.Mean` counts as one; else None.
 
-    Asked by what it calls to count: its own code is the caller's caller.
+    Only for a function that `update_state` calls directly.
     """
     frame = sys._getframe(2)
     if frame.f_code is not keras.metrics.Mean.update_state.__code__:
@@ -60,14 +41,12 @@ def number_counted_by_mean() -> Any:
 
 
 def number_added_by_keras(variable: tf.Variable) -> Any:
-    """What `keras.Variable.assign_add` is adding to `variable`; None: another caller.
+    """The value that `keras.Variable.assign_add` is adding to `variable`; else None.
 
-    It assigns the sum. What `assign_sub` takes away is less than 0.
+    It calls `assign` with the sum. For `assign_sub` the value is negated.
     """
-    signs = {
-        keras.Variable.assign_add.__code__: 1,
-        keras.Variable.assign_sub.__code__: -1,
-    }
+    kind = keras.Variable
+    signs = {kind.assign_add.__code__: 1, kind.assign_sub.__code__: -1}
     for frame in itertools.islice(_frames(), MOST_FRAMES):
         sign = signs.get(frame.f_code)
         if sign and frame.f_locals["self"].value is variable:
@@ -77,10 +56,9 @@ def number_added_by_keras(variable: tf.Variable) -> Any:
 
 
 def fit_of_caller() -> tuple[Any, Any] | None:
-    """The model and the callbacks of the `fit` that makes its input; None: no `fit`.
+    """The model and callbacks of the `fit` that creates its input; else None.
 
-    Keras asks the strategy to distribute the dataset before it looks at the callbacks;
-    no public hook is told about either.
+    Keras distributes the dataset before it calls callbacks; no public hook has either.
     """
     for frame in _frames_of_trainer():
         if frame.f_code.co_name in ("fit", "evaluate"):
@@ -89,10 +67,10 @@ def fit_of_caller() -> tuple[Any, Any] | None:
 
 
 def training_input_of_caller() -> dict[str, Any] | None:
-    """What a `fit` holds that makes the input it trains on; None: another caller."""
+    """The locals of a `fit` that creates its training input; else None."""
     for frame in _frames_of_trainer():
         if frame.f_code.co_name == "fit":
-            # Keras makes the input of the validation later.
+            # Keras creates the validation input later.
             is_first = frame.f_locals.get("epoch_iterator") is None
             return dict(frame.f_locals) if is_first else None
         if frame.f_code.co_name in ("evaluate", "predict"):
@@ -101,16 +79,12 @@ def training_input_of_caller() -> dict[str, Any] | None:
 
 
 def is_outermost_fit() -> bool:
-    """Whether a `fit` makes the input it trains on, and runs in no other one."""
+    """Whether an outermost `fit` creates its training input."""
     return len(list(fits_around())) == 1 and training_input_of_caller() is not None
 
 
 def fits_around(frame: FrameType | None = None) -> Iterator[dict[str, Any]]:
-    """What each `fit` holds in which a frame runs, innermost first.
-
-    Args:
-      frame: None: the caller's.
-    """
+    """The locals of each `fit` around a frame (None: the caller's), innermost first."""
     frame = frame or sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_name == "fit" and _is_of_trainer(frame):
@@ -119,11 +93,7 @@ def fits_around(frame: FrameType | None = None) -> Iterator[dict[str, Any]]:
 
 
 def loop_around() -> tuple[str, dict[str, Any]]:
-    """Which loop of Keras the caller runs in, and what it holds.
-
-    Returns:
-      "fit", "evaluate" or "predict", and its local variables; "" outside of them.
-    """
+    """The surrounding Keras loop ("fit", "evaluate", "predict", "") and its locals."""
     for frame in _frames_of_trainer():
         if frame.f_code.co_name in ("fit", "evaluate", "predict"):
             return frame.f_code.co_name, frame.f_locals
@@ -131,12 +101,7 @@ def loop_around() -> tuple[str, dict[str, Any]]:
 
 
 def batch_size_of_caller() -> tuple[str | None, int | None]:
-    """What the Keras loop that makes its input knows of the size of its batches.
-
-    Returns:
-      The name of the class of its data adapter, and the size; None for what is not
-      known.
-    """
+    """The class name of the calling Keras loop's data adapter, and its batch size."""
     loop = loop_of_caller()
     if loop is None:
         return None, None
@@ -144,12 +109,12 @@ def batch_size_of_caller() -> tuple[str | None, int | None]:
 
 
 def adapter_of_caller() -> Any:
-    """The data adapter of the Keras loop that makes its input; None: no such loop."""
+    """The data adapter of the Keras loop that creates its input; else None."""
     return getattr(loop_of_caller(), "data_adapter", None)
 
 
 def loop_of_caller() -> Any:
-    """What leads through the epochs of the Keras loop that makes its input, or None."""
+    """The epoch iterator of the Keras loop that creates its input; else None."""
     for frame in _frames_of_trainer():
         loop = frame.f_locals.get("self")
         if getattr(loop, "data_adapter", None) is not None:
@@ -158,28 +123,25 @@ def loop_of_caller() -> Any:
 
 
 def is_building_model() -> bool:
-    """Whether Keras is about to build a model from the first batch of its input."""
-    return any(
-        frame.f_code.co_name == KERAS_BUILD_FUNCTION for frame in _frames_of_trainer()
-    )
+    """Whether Keras is building a model from the first batch of its input."""
+    names = (frame.f_code.co_name for frame in _frames_of_trainer())
+    return KERAS_BUILD_FUNCTION in names
 
 
 def is_called_by_keras_loop() -> bool:
     """Whether the caller's caller is Keras' `fit` or `evaluate`, about to report.
 
-    Keras averages what the step returns on each replica; a user who runs the step in a
-    loop of their own gets each replica's own.
+    Keras averages the results over replicas; a custom loop gets each replica's own.
     """
     frame = sys._getframe(2)
     return frame.f_code.co_name == KERAS_STEP_FUNCTION and _is_of_trainer(frame)
 
 
 def model_built_by_caller() -> Any:
-    """The model whose symbolic build is the caller's caller; None: another caller.
+    """The model that the caller's caller builds symbolically; else None.
 
-    Keras calls `strategy.reduce("MEAN", <a real batch>)` there, only to learn shapes
-    and dtypes. It is told from a user's reduction by the calling function, because
-    the arguments look the same and a user's reduction must stay a reduction.
+    There Keras calls `strategy.reduce("MEAN", <a real batch>)` only for shapes and
+    dtypes. The arguments look like a user's reduction, which must stay one.
     """
     frame = sys._getframe(2)
     if frame.f_code.co_name == KERAS_BUILD_FUNCTION and _is_of_trainer(frame):
@@ -188,9 +150,9 @@ def model_built_by_caller() -> Any:
 
 
 def is_made_for_autocast() -> bool:
-    """Whether the variable that is being made belongs to a Keras variable that casts.
+    """Whether the variable being created belongs to a Keras variable that autocasts.
 
-    `layer.add_weight(autocast=False)` makes one that does not.
+    Not with `layer.add_weight(autocast=False)`.
     """
     for frame in itertools.islice(_frames(), MOST_FRAMES):
         owner = frame.f_locals.get("self")
@@ -200,7 +162,7 @@ def is_made_for_autocast() -> bool:
 
 
 def _frames() -> Iterator[FrameType]:
-    """Those below the one that iterates, innermost first."""
+    """The frames below the iterating one, innermost first."""
     frame = sys._getframe(1).f_back
     while frame is not None:
         yield frame

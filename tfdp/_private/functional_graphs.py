@@ -1,4 +1,4 @@
-"""The graph of a functional model: its operations, and how they are run."""
+"""The graph of a functional model: its operations, and how to run them."""
 
 from __future__ import annotations
 
@@ -7,52 +7,30 @@ from typing import Any, NamedTuple
 
 import keras
 
-__all__ = [
-    "Node",
-    "functional_of",
-    "is_overridden",
-    "is_run_by_keras",
-    "override_runs",
-    "nodes_of",
-    "run_nodes",
-]
-
 RUN = "_run_through_graph"
 
 
 class Node(NamedTuple):
-    """One call of an operation.
+    """One call of an operation."""
 
-    Args:
-      operation: a layer, or an operation of `keras.ops`.
-      takes: symbolic tensors, by which the call knows its arguments.
-      gives: symbolic tensors, one for each result.
-      variables: that it is given beside tensors, as a tied table is.
-      fill: (values by the ids of symbolic tensors) -> arguments and keyword arguments.
-    """
-
-    operation: Any
-    takes: tuple[Any, ...]
-    gives: tuple[Any, ...]
-    variables: tuple[keras.Variable, ...]
+    operation: Any  # a layer, or an operation of `keras.ops`
+    takes: tuple[Any, ...]  # symbolic input tensors
+    gives: tuple[Any, ...]  # symbolic output tensors
+    variables: tuple[keras.Variable, ...]  # in the arguments, such as a tied table
+    # (values by ids of symbolic tensors) -> args and kwargs
     fill: Callable[[Mapping[int, Any]], tuple[Any, Any]]
 
 
 def functional_of(model: keras.Model) -> Any:
-    """What runs the graph of a functional or built sequential model; None: no graph."""
+    """The functional graph of a functional or built sequential model; else None."""
     if isinstance(model, keras.Sequential):
         model = getattr(model, "_functional", None)
-    if (
-        model is None
-        or not hasattr(model, RUN)
-        or not hasattr(model, "_nodes_by_depth")
-    ):
-        return None
-    return model
+    has_graph = hasattr(model, RUN) and hasattr(model, "_nodes_by_depth")
+    return model if has_graph else None
 
 
 def is_run_by_keras(model: keras.Model) -> bool:
-    """Whether `call` of its class is the one that Keras wrote."""
+    """Whether the class has Keras' own `call`."""
     return type(model).call.__module__.startswith("keras.src.")
 
 
@@ -62,25 +40,19 @@ def is_overridden(functional: Any) -> bool:
 
 
 def nodes_of(functional: Any) -> list[Node]:
-    """In the order in which Keras runs them."""
+    """The nodes in the order in which Keras runs them."""
     by_depth = functional._nodes_by_depth
-    return [
-        Node(
-            node.operation,
-            tuple(node.input_tensors),
-            tuple(node.outputs),
-            tuple(_variables_in(node.arguments)),
-            node.arguments.fill_in,
-        )
-        for depth in sorted(by_depth, reverse=True)
-        for node in by_depth[depth]
-        if node.operation and not node.is_input
-    ]
+    nodes = [n for depth in sorted(by_depth, reverse=True) for n in by_depth[depth]]
+    return [_node_of(n) for n in nodes if n.operation and not n.is_input]
 
 
-def _variables_in(arguments: Any) -> list[keras.Variable]:
+def _node_of(node: Any) -> Node:
+    arguments, takes = node.arguments, tuple(node.input_tensors)
     flat = keras.tree.flatten((arguments.args, arguments.kwargs))
-    return [value for value in flat if isinstance(value, keras.Variable)]
+    variables = tuple(value for value in flat if isinstance(value, keras.Variable))
+    return Node(
+        node.operation, takes, tuple(node.outputs), variables, arguments.fill_in
+    )
 
 
 def run_nodes(
@@ -88,7 +60,7 @@ def run_nodes(
     values: dict[int, Any],
     operation_fn: Callable[[Any], Callable],
 ) -> None:
-    """Runs them as Keras does, and adds what they give to `values`."""
+    """Runs nodes as Keras does, adding their results to `values`."""
     for node in nodes:
         args, kwargs = node.fill(values)
         results = operation_fn(node.operation)(*args, **kwargs)
@@ -97,21 +69,23 @@ def run_nodes(
 
 
 def override_runs(
-    functional: Any, lead: Callable[[list[Any], Callable[[Any], Callable]], list[Any]]
+    functional: Any, run: Callable[[list[Any], Callable[[Any], Callable]], list[Any]]
 ) -> None:
-    """Has `lead(inputs, operation_fn)` give the outputs where tensors are computed.
+    """Makes `run(inputs, operation_fn)` compute the outputs of real tensors.
 
-    Where Keras asks for shapes, or clones the model, its own code runs.
+    For symbolic tensors, or when Keras clones the model, its own code runs.
     """
     own = functional._run_through_graph
 
-    def run(inputs: Any, operation_fn: Any = lambda op: op, call_fn: Any = None) -> Any:
+    def run_graph(
+        inputs: Any, operation_fn: Any = lambda op: op, call_fn: Any = None
+    ) -> Any:
         flat = keras.tree.flatten(inputs)
         is_symbolic = any(isinstance(value, keras.KerasTensor) for value in flat)
         if call_fn is not None or is_symbolic:
             return own(inputs, operation_fn, call_fn)
-        outputs = lead(flat, operation_fn)
+        outputs = run(flat, operation_fn)
         return keras.tree.pack_sequence_as(functional._outputs_struct, outputs)
 
-    # Past Keras' own __setattr__, which refuses changes after the build.
-    vars(functional)[RUN] = run
+    # Bypasses Keras' __setattr__, which refuses changes after the build.
+    vars(functional)[RUN] = run_graph

@@ -1,7 +1,7 @@
-"""tfdp's functions are library code to AutoGraph, as TensorFlow's and Keras' own are.
+"""Makes AutoGraph treat tfdp's functions as library code, like TensorFlow's and Keras'.
 
-It would convert each of them that a program's step calls, and all that they call: the
-first step of a loop of one's own took five times as long.
+Else it converts them and their callees: a custom loop's first step took five times as
+long.
 """
 
 from __future__ import annotations
@@ -19,52 +19,32 @@ from tensorflow.python.util.tf_decorator import unwrap
 
 from tfdp._private.names import autograph_artifact
 
-__all__ = [
-    "as_replicas_run_it",
-    "as_the_caller_is",
-    "is_function",
-    "library_code",
-    "python_function_of",
-    "traced_as",
-]
-
-
 Function = TypeVar("Function", bound=Callable)
 
-# The first rule that fits says.
+# The first matching rule applies.
 config.CONVERSION_RULES = (config.DoNotConvert("tfdp"), *config.CONVERSION_RULES)
 
 
 def library_code(function: Function) -> Function:
-    """A function that AutoGraph calls as it is, and which it still looks through.
+    """Marks a function that AutoGraph calls as it is, but not its function arguments.
 
-    For those that pass for a program's, by `functools.wraps`; others are known by their
-    module.
-
-    `tf.autograph.experimental.do_not_convert` would also leave the user's functions
-    as they are that this one is given, and an `if` on a tensor in them would fail.
+    For functions that `functools.wraps` makes look like the user's; others match by
+    module. `tf.autograph.experimental.do_not_convert` would also leave the user's
+    functions unconverted, so an `if` on a tensor in them would fail.
     """
     return autograph_artifact(function)
 
 
 def as_the_caller_is(function: Function) -> Function:
-    """`function`, converted by AutoGraph if that converts who calls this.
+    """`function`, converted by AutoGraph if AutoGraph converts the caller.
 
-    TensorFlow converts what `strategy.run` is given, and does not see it where it is
-    given library code that calls it.
+    TensorFlow converts what `strategy.run` is given, but not through library code.
     """
     status = tf.__internal__.autograph.control_status_ctx()
     if status.status.name != "ENABLED":
         return function
-    return tf.__internal__.autograph.tf_convert(
-        function, status, convert_by_default=False
-    )
-
-
-# The Python function in a `tf.function`, which runs on each replica in its place.
-#
-# A `tf.function` is traced once and called for one device. TensorFlow's strategies take
-# one that `strategy.run` is given apart, too.
+    convert = tf.__internal__.autograph.tf_convert
+    return convert(function, status, convert_by_default=False)
 
 
 def is_function(fn: Any) -> bool:
@@ -73,10 +53,7 @@ def is_function(fn: Any) -> bool:
 
 
 def python_function_of(fn: Any) -> Any:
-    """What `fn`, a `tf.function`, was made of; anything else as it is.
-
-    Of a method that is decorated in its class it is the method of the object.
-    """
+    """The Python function of a `tf.function`, bound if it is a method; else `fn`."""
     if not is_function(fn):
         return fn
     function = fn.python_function
@@ -88,9 +65,10 @@ def python_function_of(fn: Any) -> Any:
 
 
 def as_replicas_run_it(fn: Any) -> Callable:
-    """`fn`; of a `tf.function` what is in it, converted by AutoGraph as it asks.
+    """`fn`; for a `tf.function` its Python function, AutoGraph-converted if requested.
 
-    One that XLA compiles is called by each replica as it is.
+    A `tf.function` is traced once for one device, so each replica runs the Python
+    function. With `jit_compile=True` each replica calls it as it is.
     """
     if not is_function(fn):
         return fn
@@ -108,12 +86,11 @@ def as_replicas_run_it(fn: Any) -> Callable:
 
 
 def traced_as(fn: Any, wrapper: Callable) -> Callable:
-    """`wrapper`, of which TensorFlow warns as of `fn`, a `tf.function`.
+    """`wrapper`, marked so that TensorFlow counts its retraces as those of `fn`.
 
-    It counts by what is wrapped how often a function is traced: by the wrapper, those
-    of several functions would be counted together.
+    It counts by the wrapped function; several functions would share a wrapper's count.
     """
     noted: Any = wrapper
     noted.__signature__ = inspect.signature(wrapper)
-    noted.__wrapped__ = fn.python_function  # which holds no object that it is of
+    noted.__wrapped__ = fn.python_function  # unbound
     return wrapper

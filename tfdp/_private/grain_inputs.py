@@ -1,40 +1,30 @@
-"""What a `grain` input keeps to itself, and Keras' adapter of one.
+"""Private state of a `grain` input and of Keras' adapter; grain is not imported.
 
-grain is never imported here: who hands an input in has. Checked against grain 0.2.18,
-Keras 3.12 and 3.15.
+Checked against grain 0.2.18, Keras 3.12 and 3.15.
 """
 
 from __future__ import annotations
 
 import weakref
-from typing import Any, Protocol
+from typing import Any
 
-__all__ = ["OwnState", "grain_input_of", "keep_own_state", "own_state_of", "shards_of"]
-
-# As Keras looks at it, by names: grain need not be there.
+# By name, as in Keras: grain may be missing.
 ADAPTER = "GrainDatasetAdapter"
 
 
-class OwnState(Protocol):
-    """What of `tfdp.data.grain.GrainPasses` others need."""
-
-    def keep(self) -> None: ...
-    def state_after(self, batches: int) -> str | None: ...
-    def begin_next_at(self, batches: int, state: str) -> None: ...
-
-
-_own_states: weakref.WeakKeyDictionary[Any, OwnState] = weakref.WeakKeyDictionary()
+# Keras adapter -> its `tfdp.data.grain.GrainPasses`.
+_own_states: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
 def grain_input_of(adapter: Any) -> Any:
-    """The loader or dataset of grain that a data adapter of Keras' reads, or None."""
+    """The grain loader or dataset of a Keras data adapter, or None."""
     return adapter._dataset if type(adapter).__name__ == ADAPTER else None
 
 
 def shards_of(source: Any) -> tuple[int, int]:
-    """Which of how many shards a `grain.DataLoader` reads; (0, 1) is all.
+    """(shard, number of shards) that a `grain.DataLoader` reads; (0, 1) is all.
 
-    A dataset of grain is cut by slices, which cannot be told from others.
+    A grain dataset is sharded by slices, which look like any others.
     """
     options = getattr(source, "_shard_options", None)
     if options is None:
@@ -42,11 +32,11 @@ def shards_of(source: Any) -> tuple[int, int]:
     return int(options.shard_index), int(options.shard_count)
 
 
-def keep_own_state(adapter: Any, state: OwnState) -> None:
-    """Lets `own_state_of` find it, for as long as Keras has the adapter."""
+def keep_own_state(adapter: Any, state: Any) -> None:
+    """Registers `state` for as long as Keras holds the adapter."""
     _own_states[adapter] = state
 
 
-def own_state_of(adapter: Any) -> OwnState | None:
-    """What `keep_own_state` was given; None: nothing."""
+def own_state_of(adapter: Any) -> Any:
+    """What `keep_own_state` registered, or None."""
     return _own_states.get(adapter)

@@ -1,13 +1,11 @@
-"""Distributed datasets that replicas on CPUs read straight from the host's pipeline.
+"""Distributed datasets that replicas on CPUs read directly from the host's pipeline.
 
-TensorFlow reads for several devices through a `MultiDeviceIterator`: a thread of its
-own for the pipeline, and for each device a generator that calls the host, with a buffer
-and a thread. All of it is made anew for every epoch, with six functions traced for each
-replica. Logical CPUs share the memory that the pipeline fills: here the step takes one
-element of the pipeline for each replica, in rank order, which are the same elements.
-
-A pipeline that ends with fewer elements than replicas goes on with empty ones, so that
-the step need not ask of each element whether it is there.
+TensorFlow reads for several devices through a `MultiDeviceIterator`: a thread for the
+pipeline and, per device, a generator that calls the host, with a buffer and a thread,
+all created for every epoch with six traced functions per replica. Logical CPUs share
+the pipeline's memory: here the step takes one element per replica, in rank order, the
+same elements. A pipeline with fewer elements than replicas left is padded with empty
+ones, so the step has no condition per element.
 """
 
 from __future__ import annotations
@@ -19,15 +17,11 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.distribute import input_lib
 
-__all__ = ["HostIterator", "read_on_host", "share_memory"]
-
 
 def read_on_host(distributed: Any) -> Any:
-    """`distributed`, a dataset for the CPUs of one host, read without a detour.
+    """`distributed`, a dataset for the CPUs of one host, read directly.
 
-    Args:
-      distributed: what a mirrored strategy made of a dataset, or of a function. As it
-        is when it is for other devices, or has options of its own.
+    Returns it unchanged for other devices, or if it has options.
     """
     workers = distributed._input_workers
     if workers.num_workers != 1 or distributed._options is not None:
@@ -39,7 +33,7 @@ def read_on_host(distributed: Any) -> Any:
         input_lib.DistributedDataset: HostDataset,
         input_lib.DistributedDatasetsFromFunction: HostDatasetFromFunction,
     }
-    # The same dataset in all but how it is read, whatever else TensorFlow keeps in it.
+    # Copy all state of the dataset; only the class that reads differs.
     kind = kinds[type(distributed)]
     result = kind.__new__(kind)
     vars(result).update(vars(distributed))
@@ -47,17 +41,17 @@ def read_on_host(distributed: Any) -> Any:
 
 
 def share_memory(devices: Sequence[str]) -> bool:
-    """Whether `devices`, of this process, are all CPUs."""
+    """Whether all `devices`, of this process, are CPUs."""
     return all(tf.DeviceSpec.from_string(d).device_type == "CPU" for d in devices)
 
 
 class _HostRead:
-    """For a distributed dataset: makes iterators of the host's pipeline; a mixin."""
+    """Mixin of a distributed dataset: creates iterators over the host's pipeline."""
 
-    #: Whether every step finds as many elements as there are replicas, or none.
+    #: Whether every step finds elements for all replicas, or none.
     _is_split: bool
     _host_datasets: list[tf.data.Dataset]
-    # TensorFlow's, of both kinds.
+    # Attributes of both TensorFlow classes.
     _cardinality: Any
     _enable_get_next_as_optional: bool
     _input_workers: Any
@@ -89,7 +83,7 @@ class _HostRead:
 
 
 class HostDataset(_HostRead, input_lib.DistributedDataset):
-    """A dataset of global batches, of which the pipeline makes a part per replica."""
+    """A dataset of global batches, which the pipeline splits per replica."""
 
     _is_split = True
 
@@ -99,32 +93,31 @@ class HostDataset(_HostRead, input_lib.DistributedDataset):
 
 
 class HostDatasetFromFunction(_HostRead, input_lib.DistributedDatasetsFromFunction):
-    """A dataset of the replicas' batches, as a function made it."""
+    """A dataset of per-replica batches from a function."""
 
     _is_split = False
 
     @property
     def _host_datasets(self) -> list[tf.data.Dataset]:  # type: ignore[override]
-        # Nobody else reads ahead: it would be read when a step waits for it.
+        # Prefetch: otherwise a step would wait for each read.
         devices = self._input_workers.compute_devices_for_worker(0)
         return [dataset.prefetch(len(devices)) for dataset in self._datasets]
 
 
 class HostIterator(input_lib.DistributedIterator):
-    """Takes one element of the host's pipeline for each replica.
+    """Takes one element of the host's pipeline per replica.
 
-    Its `enable_get_next_as_optional` says whether a step may find elements for some of
-    the replicas only.
+    `enable_get_next_as_optional`: a step may find elements for only some replicas.
     """
 
-    #: Whether it was given to a step, or asked for a batch.
+    #: Whether a step or a caller has read it.
     is_read = False
 
     def get_next(self, name: str | None = None) -> Any:
         """The next element for all replicas, as per-replica values.
 
         Raises:
-          tf.errors.OutOfRangeError: when there is none for one of them.
+          tf.errors.OutOfRangeError: there is none for one of them.
         """
         if tf.distribute.get_replica_context() is not None and (
             tf.distribute.has_strategy()
@@ -165,7 +158,7 @@ class HostIterator(input_lib.DistributedIterator):
 
     @functools.cached_property
     def _type_spec(self) -> HostIteratorSpec:
-        # Every call of a step asks for it, and compares it.
+        # Every call of a step reads and compares it.
         self.is_read = True
         return HostIteratorSpec(
             self._input_workers,
@@ -180,7 +173,7 @@ class HostIterator(input_lib.DistributedIterator):
         self.is_read = True
         iterator = self._iterators[0]
         parts = [iterator.get_next() for _ in self._devices]
-        # One call to whoever counts them (TensorFlow refuses 33 in one trace).
+        # Count one call: TensorFlow refuses 33 in one trace.
         iterator._get_next_call_count -= min(
             len(parts) - 1, iterator._get_next_call_count
         )
@@ -191,11 +184,10 @@ class HostIterator(input_lib.DistributedIterator):
 
 
 class HostIteratorSpec(input_lib.DistributedIteratorSpec):
-    """What a traced step knows of a `HostIterator`."""
+    """The static type of a `HostIterator` in a traced step."""
 
     @property
     def value_type(self) -> type:
-        """See `tf.TypeSpec`."""
         return HostIterator
 
     @functools.cached_property
@@ -221,13 +213,13 @@ class HostIteratorSpec(input_lib.DistributedIteratorSpec):
         return (*super()._serialize(), self._traits)
 
     def sanity_check_type(self, other: Any) -> None:
-        """Refuses `other` where a trace for it would not do for this one."""
+        """Raises if a trace for `other` does not fit this one."""
         super().sanity_check_type(other)
         if self._traits != other._traits:
             raise ValueError(f"{self} and {other} end in different ways.")
 
     @property
     def _traits(self) -> tuple[bool, bool]:
-        """On what the graph depends besides the elements."""
+        """Properties that the graph depends on besides the elements."""
         is_endless = self._cardinality == tf.data.INFINITE_CARDINALITY
         return bool(is_endless), bool(self._enable_get_next_as_optional)

@@ -1,4 +1,4 @@
-"""Attributes that an object has for a while, in the place of its class' methods."""
+"""Temporary attributes of an instance, which override methods of its class."""
 
 from __future__ import annotations
 
@@ -6,14 +6,12 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-__all__ = ["instance_attributes"]
-
 
 @contextlib.contextmanager
 def instance_attributes(target: Any, attributes: dict[str, Any]) -> Iterator[None]:
-    """Sets attributes in the instance's own dictionary, and restores it after.
+    """Sets attributes in the instance dictionary, and restores it afterwards.
 
-    The dictionary, not setattr: Keras' objects track what is set on them.
+    Not by setattr: Keras' objects track what is set on them.
     """
     own = vars(target)
     before = {name: own[name] for name in attributes if name in own}

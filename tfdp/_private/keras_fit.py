@@ -1,7 +1,7 @@
-"""What Keras' `fit` holds while its callbacks run, and what its iterator knows.
+"""The locals of Keras' `fit` while callbacks run, and its data iterator.
 
 Keras gives callbacks neither its input nor each other. Checked against Keras 3.12 and
-3.15.
+3.15, TensorFlow 2.20 and 2.21.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import contextlib
 import weakref
 from collections.abc import Iterator
 from types import FrameType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
@@ -24,27 +24,14 @@ from tfdp._private.keras_models import (
 from tfdp._private.names import global_seed, stages_of
 from tfdp.errors import ConfigurationError, DataError
 
-__all__ = [
-    "DrawnOrder",
-    "FitLocals",
-    "PassesOfData",
-    "callbacks_around",
-    "fit_around",
-    "is_within_fit",
-    "order_of",
-    "stages_without_seed",
-    "what_fit_reads",
-]
+SHUFFLES = {"_ShuffleDataset", "ShuffleDataset", "_RandomDataset", "RandomDataset"}
+END = object()
+# For other adapters a pass would call the user's Python code.
+WITH_SEEDS = {"TFDatasetAdapter", "ArrayDataAdapter"}
 
 
 class FitLocals(NamedTuple):
-    """Of the `fit` that is running.
-
-    Args:
-      callbacks: all of them, in their order.
-      passes: what it reads.
-      initial_epoch: what it was given.
-    """
+    """Callbacks, data passes and `initial_epoch` of a running `fit`."""
 
     callbacks: keras.callbacks.CallbackList
     passes: PassesOfData
@@ -52,19 +39,17 @@ class FitLocals(NamedTuple):
 
 
 def fit_around(model: keras.Model) -> FitLocals | None:
-    """The `fit` of `model` in which the caller runs; None: there is none."""
+    """The `fit` of `model` in which the caller runs; else None."""
     for found in frames.fits_around():
         if found.get("self") is model:
-            return FitLocals(
-                found["callbacks"],
-                PassesOfData(found["epoch_iterator"], found.get("val_x")),
-                int(found["initial_epoch"] or 0),
-            )
+            passes = PassesOfData(found["epoch_iterator"], found.get("val_x"))
+            initial_epoch = int(found["initial_epoch"] or 0)
+            return FitLocals(found["callbacks"], passes, initial_epoch)
     return None
 
 
 def callbacks_around(model: keras.Model | None) -> list[keras.callbacks.Callback]:
-    """All callbacks of each `fit` of `model` in which the caller runs; None: of any."""
+    """All callbacks of each surrounding `fit` of `model`; None: of any model."""
     return [
         callback
         for found in frames.fits_around()
@@ -74,65 +59,44 @@ def callbacks_around(model: keras.Model | None) -> list[keras.callbacks.Callback
 
 
 def is_within_fit(frame: FrameType | None, passes: PassesOfData) -> bool:
-    """Whether `frame`, or one that called it, is of the `fit` that makes `passes`."""
+    """Whether `frame` runs within the `fit` that makes `passes`."""
     fits = () if frame is None else frames.fits_around(frame)
     return any(passes.are_of(found.get("epoch_iterator")) for found in fits)
 
 
-class PlaceInData(Protocol):
-    """What of `tfdp.callbacks.training_state.Place` is needed here."""
-
-    @property
-    def epoch(self) -> int: ...
-    @property
-    def batch(self) -> int: ...
-    @property
-    def passes_ended(self) -> int: ...
-    @property
-    def batches_read(self) -> int: ...
-    @property
-    def batches_per_epoch(self) -> int | None: ...
-    @property
-    def first_epoch(self) -> int: ...
-    @property
-    def drawn_before(self) -> int: ...
-
-
 class PassesOfData:
-    """The passes over its data that a `fit` makes, counted, and begun where one likes.
+    """Counts the passes of a `fit` over its data, and starts them at any place.
 
-    A pass is one iterator over all data: an epoch; where `steps_per_epoch` is given, as
-    many epochs as there are steps for.
+    A pass is one iterator over all data: an epoch; with `steps_per_epoch`, as many
+    epochs as it has steps for. Places are of `tfdp.callbacks.training_state.Place`.
 
     Args:
       epoch_iterator: Keras' own.
-      validated: what is read between them; None: nothing is.
+      validated: the validation data, if any.
     """
 
     def __init__(self, epoch_iterator: Any, validated: Any = None):
         self._of_keras = epoch_iterator
         self._validated = validated
-        self._begun = 0
+        self._started = 0
         vars(epoch_iterator)["_get_iterator"] = self._counted
         self._order = order_of(epoch_iterator)
         if hasattr(epoch_iterator.data_adapter, "py_dataset"):
             # Its order is drawn when an epoch ends, and was when `fit` began.
             self._order.note_pass()
             vars(epoch_iterator.data_adapter)["on_epoch_end"] = self._counted_end
-        #: What the order was drawn from before: a script may read the same data twice.
+        #: Draws before this `fit`: a script may read the same data twice.
         self.drawn_before = self._order.drawn
 
     @property
     def adapter(self) -> Any:
-        """Keras' data adapter of what is read."""
         return self._of_keras.data_adapter
 
     def are_of(self, epoch_iterator: Any) -> bool:
-        """Whether these are the passes of that iterator of Keras'."""
         return self._of_keras is epoch_iterator
 
     def _counted(self) -> Any:
-        self._begun += 1
+        self._started += 1
         if not hasattr(self._of_keras.data_adapter, "py_dataset"):
             self._order.note_pass()
         return type(self._of_keras)._get_iterator(self._of_keras)
@@ -142,12 +106,8 @@ class PassesOfData:
         adapter = self._of_keras.data_adapter
         type(adapter).on_epoch_end(adapter)
 
-    def draw_again(self, place: PlaceInData) -> None:
-        """Brings the order of the data to where it was at that place.
-
-        Raises:
-          ConfigurationError: the data was read further in this process.
-        """
+    def draw_again(self, place: Any) -> None:
+        """Advances the data order to `place`; raises if the data was read further."""
         it, adapter = self._of_keras, self._of_keras.data_adapter
         is_python = hasattr(adapter, "py_dataset")
         done = place.epoch - place.first_epoch if is_python else place.passes_ended
@@ -156,10 +116,9 @@ class PassesOfData:
             missing = done
         if missing < 0:
             raise ConfigurationError(
-                "This dataset was read before in this program, further than at the "
-                "place in the checkpoint, so its order cannot be the same again. Make "
-                "it anew before fit, or start the program again; and give two "
-                "trainings of one program directories of their own."
+                "This program has read the dataset further than the checkpoint, so its "
+                "order cannot be repeated. Create it again before fit, or restart the "
+                "program; and give two trainings of one program separate directories."
             )
         self.drawn_before = place.drawn_before
         if is_python:
@@ -172,13 +131,12 @@ class PassesOfData:
                 # Each pass draws the seeds of its shuffles when it begins.
                 iter(type(it)._get_iterator(it))
                 self._order.note_pass()
-        self._begun = place.passes_ended
+        self._started = place.passes_ended
 
     def build(self, model: keras.Model) -> None:
-        """Builds a model and its metrics by what the input states, nothing read.
+        """Builds a model and its metrics from the element spec, if it suffices.
 
-        Without a strategy Keras does so in the first step only. Where the input states
-        too little, it stays as it is.
+        Without a strategy Keras builds in the first step only.
         """
         batch = getattr(self._of_keras._distributed_dataset, "element_spec", None)
         if batch is not None:
@@ -186,43 +144,41 @@ class PassesOfData:
                 if updates_all_variables(model):
                     build_symbolically(model, data_batch=batch)
                 else:
-                    # Its step may give the optimizer some of the variables only.
+                    # A custom step may update only some of the variables.
                     build_without_optimizer(model, data_batch=batch)
 
     @property
     def without_seed(self) -> list[str]:
-        """What makes the order of the data another one in each process, in words."""
+        """Why the data order differs between processes, as texts."""
         dataset, is_unseeded = what_fit_reads(self._of_keras)
         found = ["shuffle=True without a seed"] if is_unseeded else []
         return found if dataset is None else [*found, *stages_without_seed(dataset)]
 
     @property
     def shares_order(self) -> bool:
-        """Whether validation draws from the same shuffle as the training."""
+        """Whether validation reads the same shuffle as training."""
         return self._order.is_drawn_by(self._validated)
 
     @property
     def batches_per_epoch(self) -> int | None:
-        """As Keras knows them by now."""
+        """As far as Keras has determined them."""
         return self._of_keras.num_batches
 
     def place(self, is_epoch_end: bool) -> tuple[int, int]:
-        """How many passes were ended, and how many batches of the next one read."""
+        """The number of finished passes, and of batches read in the next one."""
         it = self._of_keras
         goes_on = it.steps_per_epoch is not None or not is_epoch_end
-        if self._begun and goes_on and it._current_iterator is not None:
-            return self._begun - 1, it._steps_seen
-        if self._begun and not is_epoch_end:
-            return self._begun - 1, it._steps_seen  # of unknown length
-        return self._begun, 0
+        if self._started and goes_on and it._current_iterator is not None:
+            return self._started - 1, it._steps_seen
+        if self._started and not is_epoch_end:
+            return self._started - 1, it._steps_seen  # unknown length
+        return self._started, 0
 
-    def begin_at(self, place: PlaceInData, *, is_placed: bool = False) -> None:
-        """Lets the first epoch begin in the middle of a pass.
+    def begin_at(self, place: Any, *, is_placed: bool = False) -> None:
+        """Makes the first epoch begin within a pass.
 
-        Args:
-          place: where.
-          is_placed: whether the next pass begins there by itself; else what comes
-            before is read, and left out.
+        With `is_placed` the next pass begins there by itself; else reads and skips what
+        comes before.
 
         Raises:
           DataError: when the epoch begins: there are fewer batches.
@@ -231,7 +187,7 @@ class PassesOfData:
         if it._num_batches is None and it.steps_per_epoch is None:
             it._num_batches = place.batches_per_epoch
 
-        # Keras' own, or that of who leads the loop already.
+        # Keras' own, or an earlier override.
         enumerate_epoch = it._enumerate_iterator
 
         def first_epoch() -> Iterator[tuple[int, int, Any]]:
@@ -247,9 +203,9 @@ class PassesOfData:
                                 # Keras counts whole executions; the last was short.
                                 break
                             raise DataError(
-                                f"The data ends before {read} batches, and in the "
-                                "checkpoint as many were read of it: it is other data. "
-                                "Give this training a directory of its own."
+                                f"The data ends before the {read} batches that the "
+                                "checkpointed training had read: it is other data. "
+                                "Give this training another directory."
                             )
                     it._steps_seen += read - batch
                 if begin >= batch:
@@ -258,21 +214,8 @@ class PassesOfData:
         vars(it)["_enumerate_iterator"] = first_epoch
 
 
-END = object()
-# Of others a pass is a call of Python code, which must not be made in vain.
-WITH_SEEDS = {"TFDatasetAdapter", "ArrayDataAdapter"}
-
-
-# What decides the order of a `tf.data` pipeline, or does not.
-#
-# Checked against TensorFlow 2.20 and 2.21.
-
-
-SHUFFLES = {"_ShuffleDataset", "ShuffleDataset", "_RandomDataset", "RandomDataset"}
-
-
 def what_fit_reads(epoch_iterator: Any) -> tuple[tf.data.Dataset | None, bool]:
-    """The dataset that `fit` was given, and whether Keras shuffles arrays by itself."""
+    """The dataset given to `fit`, and whether Keras shuffles arrays without a seed."""
     adapter = epoch_iterator.data_adapter
     dataset = getattr(adapter, "_dataset", None)
     if not isinstance(dataset, tf.data.Dataset):
@@ -283,24 +226,20 @@ def what_fit_reads(epoch_iterator: Any) -> tuple[tf.data.Dataset | None, bool]:
     return dataset, is_shuffled_array and global_seed() is None
 
 
-# How many passes were made over data that draws the order of each from what the pass
-# before has left: a shuffle of tf.data, a PyDataset with an `on_epoch_end`.
+# Passes over data in an order that depends on the pass before: a tf.data shuffle, a
+# PyDataset with an `on_epoch_end`.
 _drawn: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 
 class DrawnOrder:
-    """How far the order of what `fit` reads was drawn in this process.
-
-    Args:
-      keepers: the objects that keep it from one `fit` to the next.
-    """
+    """How far this process has advanced the data order, stored per keeper object."""
 
     def __init__(self, keepers: list[Any]):
         self._keepers = keepers
 
     @property
     def is_kept(self) -> bool:
-        """Whether the next `fit` of the same data goes on with it."""
+        """Whether the next `fit` on the same data continues the order."""
         return bool(self._keepers)
 
     @property
@@ -309,31 +248,31 @@ class DrawnOrder:
         return max((_drawn.get(keeper, 0) for keeper in self._keepers), default=0)
 
     def is_drawn_by(self, other: Any) -> bool:
-        """Whether a dataset reads one of the objects as well."""
+        """Whether a dataset reads one of the objects, too."""
         if not isinstance(other, tf.data.Dataset):
             return False
         return any(stage is k for stage in stages_of(other) for k in self._keepers)
 
     def note_pass(self) -> None:
-        """One more was begun, or of a PyDataset, ended."""
+        """Counts a pass when it begins, for a PyDataset when it ends."""
         for keeper in self._keepers:
             _drawn[keeper] = _drawn.get(keeper, 0) + 1
 
 
 def order_of(epoch_iterator: Any) -> DrawnOrder:
-    """The order of what `fit` reads."""
+    """The order of the data that `fit` reads."""
     python = getattr(epoch_iterator.data_adapter, "py_dataset", None)
     if python is not None:
         changes = type(python).on_epoch_end is not keras.utils.PyDataset.on_epoch_end
-        is_known = changes and type(python).__hash__ is not None
-        return DrawnOrder([python] if is_known else [])
+        has_order = changes and type(python).__hash__ is not None
+        return DrawnOrder([python] if has_order else [])
     dataset, _ = what_fit_reads(epoch_iterator)
     stages = () if dataset is None else stages_of(dataset)
     return DrawnOrder([s for s in stages if type(s).__name__ in SHUFFLES])
 
 
 def stages_without_seed(dataset: tf.data.Dataset) -> Iterator[str]:
-    """What makes the order of `dataset` another one in each process, in words."""
+    """Why the order of `dataset` differs between processes, as texts."""
     if dataset.options().deterministic is False:
         yield "deterministic=False"
     for stage in stages_of(dataset):

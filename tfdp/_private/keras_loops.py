@@ -1,4 +1,4 @@
-"""Keras' loops over the steps of an epoch, counted, with something around each."""
+"""Overrides of Keras' epoch iterators, which count steps and wrap each loop."""
 
 from __future__ import annotations
 
@@ -13,78 +13,70 @@ import tensorflow as tf
 from tfdp._private.frames import is_building_model, loop_of_caller
 from tfdp._private.host_input import HostIterator
 
-__all__ = [
-    "begin_no_epoch_to_build",
-    "wrap_loop",
-    "noticing_loops",
-    "raise_instead",
-    "watch_loop",
-]
-
-InWords = Callable[[], str]
-# How many batches steps have taken from each iterator over the input; None: unknown.
+Text = Callable[[], str]
+# Batches taken from each iterator over the input; None: unknown.
 Taken = Callable[[], list[int] | None]
-Around = Callable[[InWords, InWords, Taken], contextlib.AbstractContextManager[None]]
+Around = Callable[[Text, Text, Taken], contextlib.AbstractContextManager[None]]
 
 
 def wrap_loop(loop: Any, around: Around) -> None:
-    """Puts `around` about each loop of `fit`, `evaluate` or `predict`.
+    """Runs each loop of `fit`, `evaluate` or `predict` within `around`.
 
     Args:
-      loop: what leads through its epochs (`frames.loop_of_caller`); None: nothing.
-      around: is given what tells how many steps were made so far, in words ("3", or
-        "2 times 4" with `steps_per_execution=4`), how many there are to be, and how
-        many batches were taken from each iterator at most.
+      loop: the epoch iterator (`frames.loop_of_caller`); None: do nothing.
+      around: takes functions that return the steps so far as text ("3", or "2 times 4"
+        with `steps_per_execution=4`), the planned steps, and the batches taken per
+        iterator.
     """
     if loop is None:
         return
-    kind, begun, taken = type(loop), 0, _TakenBatches()
+    kind, steps, taken = type(loop), 0, _TakenBatches()
 
     def counted() -> Iterator[Any]:
-        nonlocal begun
-        begun = 0
+        nonlocal steps
+        steps = 0
         for place in kind._enumerate_iterator(loop):
-            begun += 1
+            steps += 1
             taken.note(place[-1], loop.steps_per_execution)
             yield place
 
     def made() -> str:
         size = loop.steps_per_execution
-        return str(begun) if size == 1 else f"{begun} times {size}"
+        return str(steps) if size == 1 else f"{steps} times {size}"
 
     def planned() -> str:
         return str(loop.num_batches or f"at least {made()}")
 
     @contextlib.contextmanager
     def catch_stop_iteration() -> Iterator[None]:
-        nonlocal begun
+        nonlocal steps
         with around(made, planned, taken.by_iterator), kind.catch_stop_iteration(loop):
             try:
                 yield
             except (StopIteration, tf.errors.OutOfRangeError):
-                begun -= 1  # the one that found the end of the input
+                steps -= 1  # this step found the end of the input
                 raise
 
-    # Its own dictionary: these two are called by `fit` and by the loop on itself.
+    # In the instance dictionary: `fit` and the loop itself call these.
     vars(loop).update(
         _enumerate_iterator=counted, catch_stop_iteration=catch_stop_iteration
     )
 
 
 class _TakenBatches:
-    """How many batches a loop has taken from each iterator that it has begun."""
+    """Counts the batches that a loop has taken from each of its iterators."""
 
     def __init__(self) -> None:
         self._counts: list[int] | None = []
         self._last: Callable[[], Any] = lambda: None
 
     def note(self, iterator: Any, batches: int) -> None:
-        """Notes that a step is about to take so many batches of `iterator`."""
+        """A step is about to take `batches` of `iterator`."""
         if not isinstance(iterator, tf.distribute.DistributedIterator):
-            return  # what stands for a batch where a model is built
+            return  # a placeholder while a model is built
         if not isinstance(iterator, HostIterator):
-            # It reads ahead from the moment when it is made, and may be dropped unread:
-            # which one the input pipeline sees as number n is not known.
+            # It prefetches from its creation and may be dropped unread, so the order in
+            # the input pipeline is unknown.
             self._counts = None
         if self._counts is None:
             return
@@ -94,19 +86,15 @@ class _TakenBatches:
         self._counts[-1] += batches
 
     def by_iterator(self) -> list[int] | None:
-        """The counts, in the order in which the iterators were begun; None: unknown."""
+        """The counts in order of the iterators; None: unknown."""
         return None if self._counts is None else list(self._counts)
 
 
 def noticing_loops(distributed: Any, on_loop: Callable[[Any], None]) -> Any:
-    """`distributed`, a distributed dataset, which notices loops that read it.
+    """Makes the dataset call `on_loop(epoch iterator)` once per loop that reads it.
 
-    Keras gives a strategy no word of a dataset that was distributed before. It reads
-    its `cardinality` while it makes the loop.
-
-    Args:
-      distributed: the dataset; it is changed.
-      on_loop: called with what leads through the epochs, once for each loop.
+    Keras does not notify a strategy of a dataset that was distributed before; but it
+    reads `cardinality` while it creates the loop. Changes the class of `distributed`.
     """
     kind: Any = type(distributed)
 
@@ -123,15 +111,10 @@ def noticing_loops(distributed: Any, on_loop: Callable[[Any], None]) -> Any:
 
 
 def raise_instead(loop: Any, error_of: Callable[[Exception], Exception | None]) -> None:
-    """Lets a loop end with the errors of tfdp that TensorFlow's stand for.
-
-    Args:
-      loop: what leads through its epochs (`frames.loop_of_caller`); None: nothing.
-      error_of: gives that error; None: it stands for none.
-    """
+    """Raises `error_of(error)` instead of a TensorFlow error in a loop, unless None."""
     if loop is None:
         return
-    catch = loop.catch_stop_iteration  # Keras' own, or that of who leads it already
+    catch = loop.catch_stop_iteration  # Keras' own, or an earlier override
 
     @contextlib.contextmanager
     def catch_stop_iteration() -> Iterator[None]:
@@ -148,11 +131,10 @@ def raise_instead(loop: Any, error_of: Callable[[Exception], Exception | None]) 
 
 
 def begin_no_epoch_to_build(adapter: Any) -> None:
-    """Lets a data adapter begin no epoch where a model is built, as on one device.
+    """Starts no epoch of a data adapter while Keras builds a model.
 
-    A `keras.utils.PyDataset` is told when epochs begin. Its threads (`workers` above 1)
-    make batches from then on, and keep them for the next epoch, which then had these
-    twice, and others not at all.
+    A `keras.utils.PyDataset` with `workers` above 1 starts to make batches when an
+    epoch begins, and keeps them: the next epoch would repeat these and miss others.
     """
     kind = type(adapter)
 
@@ -166,12 +148,9 @@ def begin_no_epoch_to_build(adapter: Any) -> None:
 def watch_loop(
     loop: Any, first_epoch: int, before_step: Callable[[int, int], bool]
 ) -> None:
-    """Asks before each step of a `fit` whether there is to be one.
+    """Calls `before_step(epoch, batch)` before each step of `fit`; False ends an epoch.
 
-    Args:
-      loop: what leads through its epochs.
-      first_epoch: the number of the first of them.
-      before_step: is given the epoch and the batch in it; False ends the epoch.
+    `first_epoch` is the number of the first epoch of `loop`, the epoch iterator.
     """
     if loop is None:
         return
@@ -182,10 +161,7 @@ def watch_loop(
         is_epoch = not is_building_model()
         epoch = next(epochs) if is_epoch else first_epoch
         for begin, end, iterator in type(loop)._enumerate_iterator(loop):
-            if not is_epoch:
-                yield begin, end, iterator
-                continue
-            if not before_step(epoch, begin):
+            if is_epoch and not before_step(epoch, begin):
                 return
             yield begin, end, iterator
 

@@ -1,7 +1,4 @@
-"""What Keras' models, layers and variables keep to themselves, under public names.
-
-Checked against Keras 3.12 and 3.15.
-"""
+"""Private state of Keras' models and layers. Checked against Keras 3.12 and 3.15."""
 
 from __future__ import annotations
 
@@ -13,82 +10,51 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-# Models whose outputs say what they are before anything is computed.
+# Models that declare their outputs before they compute.
 from keras.src.models.functional import Functional
 
 from tfdp._private.names import keras_state
 
-__all__ = [
-    "ADD_UP",
-    "BUILD",
-    "LOSSES",
-    "build_as_declared",
-    "build_symbolically",
-    "build_without_optimizer",
-    "compute_loss",
-    "given_losses",
-    "given_metrics",
-    "initial_epoch",
-    "large_variables_left_empty",
-    "layers_within",
-    "loss_trackers",
-    "losses_added_in",
-    "mask_of",
-    "metrics_as_compiled",
-    "metrics_of_layers",
-    "metrics_within",
-    "own_values",
-    "put_mask",
-    "seed_generators_of",
-    "set_initial_epoch",
-    "stand_in_for_logs",
-    "start_anew",
-    "takes_training",
-    "updates_all_variables",
-    "variables_made_at_the_end",
-]
-
-#: The attribute of a layer that holds what its calls gave `add_loss`.
+#: The layer attribute that holds what calls gave `add_loss`.
 LOSSES = "_losses"
-#: The method of a model that builds it from the first batch.
+#: The model method that builds from the first batch.
 BUILD = "_symbolic_build"
-# How a variable gets its first value.
+# The method that sets a variable's first value.
 INITIALIZE = "_initialize_with_initializer"
 EPOCH_LOGS = "_get_metrics_result_or_logs"
-#: The method of a model that makes a number of what a layer gave `add_loss`.
+#: The model method that reduces what a layer gave `add_loss` to a number.
 ADD_UP = "_aggregate_additional_loss"
 
 
 def layers_within(layer: keras.layers.Layer) -> list[keras.layers.Layer]:
-    """`layer`, a model too, and every layer that it holds at any depth."""
+    """`layer` (or model) and all nested layers."""
     return list(layer._flatten_layers())
 
 
 def losses_added_in(layer: keras.layers.Layer) -> list[Any]:
-    """What the calls of this very layer gave `add_loss`."""
+    """What calls of this layer itself gave `add_loss`."""
     return layer._losses
 
 
 def seed_generators_of(layer: keras.layers.Layer) -> list[keras.random.SeedGenerator]:
-    """Those that this very layer draws from."""
+    """Those of this layer itself."""
     return layer._seed_generators
 
 
 def state_of(layer: keras.layers.Layer) -> list[keras.Variable]:
-    """What this very layer stores besides weights that it was made to train."""
+    """This layer's own state besides trainable weights."""
     stored = [*layer._non_trainable_variables]
     stored += [v for metric in layer._metrics for v in metric.variables]
-    # Those of a recurrent layer that is stateful, which Keras does not count.
+    # Keras does not list the states of stateful recurrent layers.
     stored += keras.tree.flatten(getattr(layer, "states", None) or [])
-    return [
-        v
-        for v in stored
-        if isinstance(v, keras.Variable) and v._value is not None and not v.trainable
+    built = [
+        v for v in stored if isinstance(v, keras.Variable) and v._value is not None
     ]
+    return [v for v in built if not v.trainable]
 
 
 def loss_trackers(model: keras.Model) -> tuple[Any, list[Any]]:
-    """The metric of the whole loss, and those of each output; None before compile."""
+    """The metric of the total loss, and those of each output; None before compile."""
     return (
         getattr(model, "_loss_tracker", None),
         getattr(getattr(model, "_compile_loss", None), "metrics", []),
@@ -96,12 +62,12 @@ def loss_trackers(model: keras.Model) -> tuple[Any, list[Any]]:
 
 
 def metrics_as_compiled(model: keras.Model) -> Any:
-    """What updates all metrics that `compile` was given; None: it was given none."""
+    """The container of the metrics given to `compile`, or None."""
     return getattr(model, "_compile_metrics", None)
 
 
 def given_metrics(model: keras.Model) -> Iterator[keras.metrics.Metric]:
-    """The metrics among what `compile` was given, built or not."""
+    """The metric objects given to `compile`, built or not."""
     compiled = metrics_as_compiled(model)
     for name in ("_user_metrics", "_user_weighted_metrics"):
         for metric in tf.nest.flatten(getattr(compiled, name, None)):
@@ -110,26 +76,26 @@ def given_metrics(model: keras.Model) -> Iterator[keras.metrics.Metric]:
 
 
 def metrics_within(metric: keras.metrics.Metric) -> Iterator[keras.metrics.Metric]:
-    """`metric`, and every metric that it holds as an attribute, at any depth."""
+    """`metric`, and all metrics in its attributes, recursively."""
     yield metric
     for one in getattr(metric, "_metrics", ()):
         yield from metrics_within(one)
 
 
 def metrics_of_layers(model: keras.Model) -> Iterator[keras.metrics.Metric]:
-    """The metrics that `model` and its layers hold as attributes."""
+    """The metrics in attributes of `model` and its layers."""
     for layer in layers_within(model):
         yield from layer._metrics
 
 
 def given_losses(model: keras.Model) -> list[Any]:
-    """The losses that `compile` was given: objects, functions and names."""
+    """The losses given to `compile`: objects, functions and names."""
     compiled = getattr(model, "_compile_loss", None)
     return tf.nest.flatten(getattr(compiled, "_user_loss", None))
 
 
 def takes_training(model: keras.Model) -> bool:
-    """Whether the model's `call` has the argument `training`."""
+    """Whether `call` has the argument `training`."""
     return bool(model._call_has_training_arg)
 
 
@@ -139,19 +105,15 @@ def compute_loss(model: keras.Model, **arguments: Any) -> tf.Tensor:
 
 
 def build_symbolically(model: keras.Model, **arguments: Any) -> None:
-    """Builds `model` from a batch, or an iterator's first; as Keras' loops do."""
+    """Builds `model` from a batch, or an iterator's first, as Keras' loops do."""
     model._symbolic_build(**arguments)
 
 
 def build_as_declared(model: keras.Model, data_batch: Any) -> None:
-    """As `build_symbolically`, for a model that is traced and not trained.
+    """As `build_symbolically`, for a compiled model that is traced and not trained.
 
-    Keras runs the whole model in a graph of its own to know what its metrics and
-    its loss are given. A functional model whose layers are built has said so.
-
-    Args:
-      model: compiled.
-      data_batch: (x, y) or (x, y, sample_weight), arrays.
+    Keras runs the whole model in a separate graph to learn the inputs of metrics and
+    losses. A functional model with built layers declares them.
     """
     outputs = _declared_outputs(model, data_batch)
     if outputs is None:
@@ -163,7 +125,7 @@ def build_as_declared(model: keras.Model, data_batch: Any) -> None:
             lambda output: tf.zeros(output.shape, output.dtype), outputs
         )
 
-    # Not by setattr, which would track it as a part of the model.
+    # setattr would track it as a part of the model.
     vars(model)["call"] = call
     try:
         build_symbolically(model, data_batch=data_batch)
@@ -172,7 +134,7 @@ def build_as_declared(model: keras.Model, data_batch: Any) -> None:
 
 
 def _declared_outputs(model: keras.Model, data_batch: Any) -> Any:
-    """What the model says that it makes of a batch; None: it does not say."""
+    """The outputs that the model declares for a batch, or None."""
     own = getattr(model, "_functional", None) or model  # of a Sequential model
     is_plain = type(model).call in (Functional.call, keras.Sequential.call)
     if not is_plain or not isinstance(own, Functional) or "call" in vars(model):
@@ -188,7 +150,7 @@ def _declared_outputs(model: keras.Model, data_batch: Any) -> Any:
     if len(rows) != 1 or of_any != declared or not is_known:
         return None
     if any(shape[0] is not None for shape in outputs):
-        return None  # the same for any number of rows: not for all models
+        return None  # a fixed number of rows
     [count] = rows
     return tf.nest.map_structure(
         lambda each: keras.KerasTensor((count, *each.shape[1:]), each.dtype), own.output
@@ -196,13 +158,13 @@ def _declared_outputs(model: keras.Model, data_batch: Any) -> Any:
 
 
 def updates_all_variables(model: keras.Model) -> bool:
-    """Whether a step updates all trainable variables by the compiled optimizer."""
+    """Whether the model has Keras' train_step, with the compiled optimizer only."""
     is_own = "train_step" in vars(model)
     return not is_own and type(model).train_step is keras.Model.train_step
 
 
 def build_without_optimizer(model: keras.Model, **arguments: Any) -> None:
-    """As `build_symbolically`, but the compiled optimizer stays as it is."""
+    """As `build_symbolically`, but without the compiled optimizer."""
     optimizer = vars(model).get("optimizer")
     vars(model)["optimizer"] = None
     try:
@@ -213,9 +175,9 @@ def build_without_optimizer(model: keras.Model, **arguments: Any) -> None:
 
 @contextlib.contextmanager
 def variables_made_at_the_end() -> Iterator[None]:
-    """Keras variables that are made within take memory when it ends.
+    """Delays memory allocation of new Keras variables to the end of the context.
 
-    None where it ends with an error: they are forgotten.
+    After an error they are never allocated.
     """
     try:
         with keras.StatelessScope(initialize_variables=False):
@@ -223,23 +185,19 @@ def variables_made_at_the_end() -> Iterator[None]:
     except BaseException:
         keras_state.set_global_attribute("uninitialized_variables", [])
         raise
-    # Keras makes them when it leaves the outermost scope.
+    # Keras allocates them when it leaves the outermost scope.
     with keras.StatelessScope():
         pass
 
 
 @contextlib.contextmanager
 def large_variables_left_empty(least_bytes: int) -> Iterator[None]:
-    """Keras variables that are made within have memory but no numbers, where large.
+    """Leaves Keras variables from `least_bytes` on uninitialized, for models not run.
 
-    Memory that nobody has written into takes none of the machine's. For models that are
-    looked at and not run.
-
-    Args:
-      least_bytes: from which size on.
+    Memory that is never written to takes no physical memory.
     """
     original = getattr(keras.Variable, INITIALIZE, None)
-    if original is None:  # of another Keras: then they have numbers
+    if original is None:  # another Keras: initialize them
         yield
         return
 
@@ -260,20 +218,19 @@ def large_variables_left_empty(least_bytes: int) -> Iterator[None]:
 
 
 def initial_epoch(model: keras.Model) -> int:
-    """The epoch at which `fit` begins when a callback has restored one; else 0."""
+    """The epoch at which `fit` begins if a callback has restored one; else 0."""
     return int(model._initial_epoch or 0)
 
 
 def set_initial_epoch(model: keras.Model, epoch: int) -> None:
-    """Lets `fit` begin at `epoch`."""
+    """Makes `fit` begin at `epoch`."""
     model._initial_epoch = epoch
 
 
-def stand_in_for_logs(model: keras.Model, logs: dict[str, Any]) -> None:
-    """Lets an epoch of `fit` that finds no batch left end with `logs`.
+def set_epoch_end_logs(model: keras.Model, logs: dict[str, Any]) -> None:
+    """Makes an epoch of `fit` without remaining batches end with `logs`.
 
-    Keras asks for the metrics' results by the names in the last step's logs. An empty
-    dictionary ends it.
+    Keras looks up metric results by the names in the last step's logs. {} ends it.
     """
     if not logs:
         vars(model).pop(EPOCH_LOGS, None)
@@ -282,36 +239,30 @@ def stand_in_for_logs(model: keras.Model, logs: dict[str, Any]) -> None:
     def with_logs(found: dict[str, Any]) -> dict[str, Any]:
         return getattr(type(model), EPOCH_LOGS)(model, found or logs)
 
-    # Not by setattr, which would track it as a part of the model.
+    # setattr would track it as a part of the model.
     vars(model)[EPOCH_LOGS] = with_logs
 
 
 def mask_of(tensor: Any) -> Any:
-    """The mask that the layer which made `tensor` left with it; None: no mask."""
+    """The mask that a layer attached to `tensor`, or None."""
     return getattr(tensor, "_keras_mask", None)
 
 
 def put_mask(tensor: Any, mask: Any) -> None:
-    """Leaves `mask` with `tensor`, as the layer did that made it."""
+    """Attaches `mask` to `tensor`, as layers do."""
     tensor._keras_mask = mask
 
 
 def start_anew(variable: keras.Variable, value: Any) -> None:
-    """Gives `variable` a TensorFlow variable made here and now, of `value`."""
+    """Gives `variable` a new TensorFlow variable with `value`, created here."""
     variable._initialize(value)
 
 
 def own_values(metric: keras.metrics.MeanMetricWrapper, *given: Any) -> Any:
-    """What a metric's function, where it is not Keras' own, makes of a batch.
+    """The result of a user-defined metric function for a batch; else None.
 
-    Keras' functions give a number for each row, a program's own may give one for all.
-
-    Args:
-      metric: as Keras wraps a function that is given to `compile`.
-      *given: the truth, and what was predicted.
-
-    Returns:
-      A tensor; None: the function is Keras', or a mask has a say in it.
+    Keras' functions return a number per row, custom ones may return one for all. None
+    if masked.
     """
     module = getattr(metric._fn, "__module__", None) or type(metric._fn).__module__
     masks = [getattr(part, "_keras_mask", None) for part in given]

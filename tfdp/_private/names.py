@@ -1,45 +1,30 @@
-"""Every private TensorFlow and Keras name that tfdp uses, and what for.
+"""Every private TensorFlow and Keras name that tfdp uses, and its purpose.
 
-When a new TensorFlow or Keras version moves one of them, this file and the tests in
-`tests/devices/test_framework_contract.py` say so first.
+`tests/devices/test_framework_contract.py` checks each.
 """
 
+# ruff: noqa: F401 (imported for other modules)
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
-
-# What Keras keeps for each thread: the open name scopes; the open scope of autocasting.
 from keras.src.backend.common import global_state as keras_state
 from keras.src.backend.common.variables import get_autocast_scope
-
-# What the loss is divided by for the replicas, taken back.
 from keras.src.losses.loss import unscale_loss_for_distribution
 
-# What AutoGraph calls as it is, and looks through to the functions that it is given.
+# Marks functions that AutoGraph does not convert, but their arguments.
 from tensorflow.python.autograph.impl.api import autograph_artifact
-
-# A dataset whose elements are those of another one.
 from tensorflow.python.data.ops.dataset_ops import UnaryUnchangedStructureDataset
-
-# Which devices values lie on, and how per-device results become one value.
 from tensorflow.python.distribute import cross_device_ops as _cross_device_ops
 from tensorflow.python.distribute import distribute_utils as _distribute_utils
-
-# What stands for no strategy.
-# Which replica's component an update in cross-replica context is about.
 from tensorflow.python.distribute.distribute_lib import (
     UpdateContext,
     _DefaultDistributionStrategy,
 )
 from tensorflow.python.distribute.distribute_utils import select_replica
-
-# The device-set of a strategy with mirrored variables: our base class.
 from tensorflow.python.distribute.mirrored_strategy import MirroredExtended
-
-# Per-replica values, and variables with one component per replica.
 from tensorflow.python.distribute.values import (
     DistributedVariable,
     Mirrored,
@@ -48,10 +33,8 @@ from tensorflow.python.distribute.values import (
     SyncOnReadVariable,
 )
 
-# The seed that `tf.random.set_seed` was given; the setter is public, the getter is not.
+# The global seed: the setter is public, the getter is not.
 from tensorflow.python.eager import context as eager_context
-
-# The open gradient tapes: what they do not see, and what they are told.
 from tensorflow.python.eager.record import (
     VariableWatcher,
     record_operation,
@@ -61,92 +44,31 @@ from tensorflow.python.eager.record import could_possibly_record as is_recording
 from tensorflow.python.eager.tape import variable_accessed
 from tensorflow.python.framework.device_spec import DeviceSpecV2 as DeviceSpec
 
-# What a dataset says of None; public, as `tf.NoneTensorSpec`, from 2.21 on.
+# The element spec of None; public as `tf.NoneTensorSpec` from 2.21 on.
 from tensorflow.python.framework.none_tensor import NoneTensorSpec
-
-# Whether a graph is compiled by XLA.
 from tensorflow.python.ops import control_flow_util as _control_flow_util
-
-# Graphs of the bodies of loops: an exchange between replicas cannot sit in one.
 from tensorflow.python.ops.control_flow_v2_func_graphs import (
     CondBranchFuncGraph,
     WhileBodyFuncGraph,
     WhileCondFuncGraph,
 )
-
-# A variable of one device, whatever strategy's scope it is made in; and one that holds
-# nothing.
 from tensorflow.python.ops.resource_variable_ops import (
     ResourceVariable,
     UninitializedVariable,
 )
-
-# Whether a SavedModel is being written, whose functions are traced once more for it.
 from tensorflow.python.saved_model.save_context import in_save_context
 
-__all__ = [
-    "CHECKED_VERSIONS",
-    "DeviceSpec",
-    "DistributedVariable",
-    "MirroredExtended",
-    "MirroredVariable",
-    "NoneTensorSpec",
-    "PerReplica",
-    "SyncOnReadVariable",
-    "UnaryUnchangedStructureDataset",
-    "UninitializedVariable",
-    "UpdateContext",
-    "VariableWatcher",
-    "autograph_artifact",
-    "common_devices",
-    "count_in_graph",
-    "current_rank",
-    "eager_context",
-    "get_autocast_scope",
-    "global_seed",
-    "graphs_inside",
-    "in_compiled_function",
-    "in_save_context",
-    "is_branch_graph",
-    "is_default_strategy",
-    "is_loop_graph",
-    "is_of_whole",
-    "is_recording",
-    "keras_state",
-    "make_counter",
-    "make_note",
-    "make_token",
-    "note_in_graph",
-    "outermost_function_graph",
-    "operations_of",
-    "own_copy",
-    "put_global_seed",
-    "record_operation",
-    "regroup_mirrored",
-    "run_independently",
-    "select_replica",
-    "stages_of",
-    "stop_recording",
-    "time_in_graph",
-    "unscale_loss_for_distribution",
-    "variable_accessed",
-    "variant_of",
-    "whole_of",
-    "with_host_datasets",
-]
-
-# The versions whose sources these names were read in and run with.
+# The versions these names were checked against.
 CHECKED_VERSIONS = {"tensorflow": "2.21.0", "keras": "3.15.1"}
 
 
 def common_devices(
     value_destination_pairs: Sequence[tuple[Any, Any]],
 ) -> tuple[str, ...] | None:
-    """The strategy's devices, when all values lie on them and are wanted there.
+    """The strategy's devices if all values lie on them and are wanted there; else None.
 
-    Arguments of a function have no device of their own yet, so the strategy whose
-    cross-replica context this is says which devices its replicas have. None when the
-    values are other than one per replica, or are wanted elsewhere.
+    Arguments of a function have no device yet: the strategy of this cross-replica
+    context decides. None unless each value has one component per replica.
     """
     if not _cross_device_ops._all_devices_match(value_destination_pairs):
         return None
@@ -158,15 +80,14 @@ def common_devices(
 
 
 def regroup_mirrored(parts: Sequence[Any]) -> Any:
-    """One mirrored value from one equal part per replica."""
+    """One mirrored value from one equal component per replica."""
     return _distribute_utils.regroup(tuple(parts), wrap_class=Mirrored)
 
 
 def current_rank() -> Any:
     """This replica's rank, in a replica context.
 
-    A Python integer where each replica's graph is built on its own; a scalar int32
-    tensor where one graph serves all of them, as on TPU.
+    A Python integer, or a scalar int32 tensor if one graph serves all replicas (TPU).
     """
     rank = tf.distribute.get_replica_context()._replica_id
     if tf.is_tensor(rank) and tf.get_static_value(rank) is None:
@@ -175,23 +96,23 @@ def current_rank() -> Any:
 
 
 def own_copy(variable: Any, rank: Any) -> Any:
-    """The copy of a distributed `variable` that the replica `rank` updates.
+    """The component of a distributed `variable` that the replica `rank` updates.
 
-    Where one graph serves all replicas the variable itself stands for it.
+    The variable itself if one graph serves all replicas.
     """
     return variable._get_replica(rank) if isinstance(rank, int) else variable
 
 
 def whole_of(component: Any) -> Any:
-    """The distributed variable that `component` is one device's part of; None: none."""
+    """The distributed variable of a component, or None."""
     container = getattr(component, "_distributed_container", None)
     return None if container is None else container()
 
 
 def is_of_whole(handle: Any) -> bool:
-    """Whether a handle is of one device's part of a distributed variable.
+    """Whether a handle belongs to a component of a distributed variable.
 
-    Of one that a step has made its variable knows, and the handle does not.
+    For variables created in a step only the variable stores this, not the handle.
     """
     owner = getattr(handle, "_parent_trackable", None)
     parts = (handle, owner() if owner is not None else None)
@@ -199,30 +120,30 @@ def is_of_whole(handle: Any) -> bool:
 
 
 def is_default_strategy(strategy: tf.distribute.Strategy) -> bool:
-    """Whether this is what `tf.distribute.get_strategy()` says outside of any scope."""
+    """Whether this is what `tf.distribute.get_strategy()` returns outside of scopes."""
     return isinstance(strategy, _DefaultDistributionStrategy)
 
 
 def global_seed() -> int | None:
-    """What `tf.random.set_seed` was given; None when it was not called."""
+    """The seed given to `tf.random.set_seed`, or None."""
     return eager_context.global_seed()
 
 
 def put_global_seed(seed: int | None) -> None:
     """Sets what `global_seed` returns, and nothing else.
 
-    `tf.random.set_seed` would also begin the draws of unseeded operations anew.
+    `tf.random.set_seed` would also restart the draws of unseeded operations.
     """
     eager_context.context()._seed = seed
 
 
 def variant_of(dataset: tf.data.Dataset) -> tf.Tensor:
-    """The tensor that is the dataset."""
+    """The dataset's variant tensor."""
     return dataset._variant_tensor
 
 
 def stages_of(dataset: tf.data.Dataset) -> Iterator[tf.data.Dataset]:
-    """`dataset` and all that it reads, each once."""
+    """`dataset` and all its upstream stages, each once."""
     todo, seen = [dataset], set()
     while todo:
         stage = todo.pop()
@@ -233,10 +154,10 @@ def stages_of(dataset: tf.data.Dataset) -> Iterator[tf.data.Dataset]:
 
 
 def operations_of(dataset: tf.data.Dataset) -> Iterator[str]:
-    """The types of the operations in the functions that `dataset` itself calls."""
+    """The op types in the functions that `dataset` itself calls."""
     for wrapper in dataset._functions():
         graph = wrapper.function.graph
-        # Not by their definitions, which hold a copy of each constant.
+        # Not from their definitions, which copy each constant.
         for inner in (graph, *(f.graph for f in graph._functions.values())):
             yield from (op.type for op in inner.get_operations())
 
@@ -244,8 +165,8 @@ def operations_of(dataset: tf.data.Dataset) -> Iterator[str]:
 def with_host_datasets(
     distributed: Any, change: Callable[[tf.data.Dataset], tf.data.Dataset]
 ) -> Any:
-    """A distributed dataset whose iterators read `change(dataset)` of each host's."""
-    # The attribute differs between datasets and functions that make them.
+    """Makes iterators of a distributed dataset read `change(dataset)` per host."""
+    # The attribute of datasets, and of functions that make them.
     for name in ("_cloned_datasets", "_datasets"):
         if hasattr(distributed, name):
             setattr(distributed, name, [change(d) for d in getattr(distributed, name)])
@@ -253,34 +174,34 @@ def with_host_datasets(
 
 
 def make_token(device: str) -> tf.Variable:
-    """A resource that belongs to `device` alone; its value is never used."""
+    """A resource of one `device`; its value is unused."""
     with tf.init_scope(), tf.device(device):
         return ResourceVariable(0.0, trainable=False)
 
 
 def make_counter() -> tf.Variable:
-    """A whole number that graphs count in."""
+    """An integer that graphs increment."""
     return make_note(0, tf.int64)
 
 
 def make_note(value: Any, dtype: tf.DType, *, any_shape: bool = False) -> tf.Variable:
-    """A variable of this process, and of no strategy, that graphs leave notes in."""
+    """A variable outside of all strategies that graphs write to."""
     shape = tf.TensorShape(None) if any_shape else None
     with tf.init_scope(), tf.device("CPU:0"):
         return ResourceVariable(value, dtype=dtype, trainable=False, shape=shape)
 
 
 def count_in_graph(counter: tf.Variable, amount: tf.Tensor) -> None:
-    """Adds `amount` to `counter` whenever the graph runs that is being built."""
+    """Adds `amount` to `counter` in each run of the current graph."""
     with tf.device("CPU:0"):
         op = tf.raw_ops.AssignAddVariableOp(resource=counter.handle, value=amount)
     if op is not None:
-        # Adding takes no order: nothing need wait for it, nor it for anything.
+        # Addition commutes: no ordering is needed.
         run_independently(op)
 
 
 def note_in_graph(note: tf.Variable, value: tf.Tensor) -> None:
-    """Puts `value` into `note` whenever the graph runs that is being built."""
+    """Stores `value` in `note` in each run of the current graph."""
     with tf.device("CPU:0"):
         op = tf.raw_ops.AssignVariableOp(resource=note.handle, value=value)
     if op is not None:
@@ -288,7 +209,7 @@ def note_in_graph(note: tf.Variable, value: tf.Tensor) -> None:
 
 
 def time_in_graph(after: Sequence[tf.Tensor]) -> tf.Tensor:
-    """Seconds since 1970 when all of `after` were there, in the running graph."""
+    """Seconds since 1970 when all of `after` are computed, in each run of the graph."""
     with tf.device("CPU:0"), tf.control_dependencies(after):
         now = tf.timestamp()
     run_independently(now.op)
@@ -296,11 +217,11 @@ def time_in_graph(after: Sequence[tf.Tensor]) -> tf.Tensor:
 
 
 def run_independently(op: tf.Operation) -> None:
-    """Frees `op` from the order that automatic control dependencies would impose.
+    """Exempts `op` from automatic control dependencies.
 
-    TensorFlow chains stateful ops in program order ACROSS devices. A replica's
-    exchange would wait for the previous replica's, which waits for this one: a
-    deadlock. The op still runs before the function returns.
+    TensorFlow chains stateful ops in program order ACROSS devices: a replica's exchange
+    would wait for the previous replica's, which waits for this one, a deadlock. The op
+    still runs before the function returns.
     """
     _stay_unclustered(op)
     manager = tf.compat.v1.get_default_graph().experimental_acd_manager
@@ -309,24 +230,23 @@ def run_independently(op: tf.Operation) -> None:
 
 
 def _stay_unclustered(op: tf.Operation) -> None:
-    """Frees the graph that `op` runs in from XLA's automatic clustering.
+    """Exempts the graph of `op` from XLA's automatic clustering.
 
-    A cluster starts when all of its inputs are there. TensorFlow puts operations before
-    and after an exchange into one, where no edge of the graph says that the second ones
-    wait for another replica: both replicas would wait forever. TensorFlow clusters no
-    graph with an operation that has this attribute.
+    A cluster starts when all its inputs exist. It may combine ops before and after an
+    exchange, since no edge shows that the latter wait for another replica: both
+    replicas would wait forever. No graph with this attribute is clustered.
     """
     op._set_attr("_XlaAlreadyClustered", tf.compat.v1.AttrValue(b=True))
 
 
 def in_compiled_function() -> bool:
-    """Whether the graph being built goes to XLA as a whole (`jit_compile=True`)."""
+    """Whether XLA compiles the whole current graph (`jit_compile=True`)."""
     graph = tf.compat.v1.get_default_graph()
     return bool(_control_flow_util.GraphOrParentsInXlaContext(graph))
 
 
 def graphs_inside(outer: Any) -> list[Any]:
-    """The graphs being built between `outer` (left out) and the innermost one."""
+    """The graphs being built inside `outer`, innermost first."""
     graphs = []
     graph = tf.compat.v1.get_default_graph()
     while graph is not None and graph is not outer:
@@ -336,13 +256,13 @@ def graphs_inside(outer: Any) -> list[Any]:
 
 
 def outermost_function_graph() -> Any:
-    """The outermost graph of a function that is being built; None: there is none."""
+    """The outermost function graph being built, or None."""
     graphs = [graph for graph in graphs_inside(None) if hasattr(graph, "outer_graph")]
     return graphs[-1] if graphs else None
 
 
 def is_loop_graph(graph: Any) -> bool:
-    """Whether `graph` is the body or the condition of a `tf.while_loop`."""
+    """Whether `graph` is the body or condition of a `tf.while_loop`."""
     return isinstance(graph, (WhileBodyFuncGraph, WhileCondFuncGraph))
 
 

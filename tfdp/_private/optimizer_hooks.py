@@ -1,7 +1,6 @@
-"""The private hooks of Keras' optimizers, under public names for tfdp's subclasses.
+"""Private hooks of Keras' optimizers, under public names for tfdp's subclasses.
 
-Checked against Keras 3.12 and 3.15: the base optimizer calls or offers these to every
-subclass, its own included, though their names begin with an underscore.
+The base optimizer calls or offers these. Checked against Keras 3.12 and 3.15.
 """
 
 from __future__ import annotations
@@ -13,30 +12,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-__all__ = [
-    "APPLY_GRADIENTS",
-    "AVERAGE",
-    "CLIP",
-    "DECAY",
-    "IN_USE",
-    "ON_THE_WAY",
-    "OVERWRITE_WITH_AVERAGE",
-    "REDUCE",
-    "UPDATE_OF_STRATEGY",
-    "UPDATE_STEP",
-    "DecayHooks",
-    "LossScaleHooks",
-    "averages_of",
-    "by_keras",
-    "is_between_updates",
-    "put_under",
-    "rate_of",
-    "strategy_of",
-    "variable_index",
-    "variables_built_with",
-]
-
-# The methods by which an optimizer's `apply` takes its way, in this order.
+# The methods that `apply` calls, in this order.
 REDUCE = "_all_reduce_sum_gradients"
 CLIP = "_clip_gradients"
 DECAY = "_apply_weight_decay"
@@ -45,7 +21,7 @@ UPDATE_STEP = "_backend_update_step"
 UPDATE_OF_STRATEGY = "_distributed_tf_update_step"
 AVERAGE = "_update_model_variables_moving_average"
 OVERWRITE_WITH_AVERAGE = "_overwrite_model_variables_with_average_value"
-# What it is given on its way to be accumulated; what it is given on its way to be used.
+# Methods that see gradients before, and after, accumulation.
 ON_THE_WAY = (
     *("apply", "apply_gradients", "_filter_empty_gradients", APPLY_GRADIENTS),
     *(UPDATE_STEP, "_backend_increment_gradient_accumulators"),
@@ -57,10 +33,7 @@ IN_USE = (
 
 
 def rate_of(optimizer: keras.optimizers.Optimizer) -> float | None:
-    """The learning rate now; None where a function of the program gives it.
-
-    Such a function may count its calls.
-    """
+    """The current learning rate; None for a callable, which may count its calls."""
     rate = getattr(optimizer, "_learning_rate", None)
     is_schedule = isinstance(rate, keras.optimizers.schedules.LearningRateSchedule)
     if rate is None or (callable(rate) and not is_schedule):
@@ -69,40 +42,40 @@ def rate_of(optimizer: keras.optimizers.Optimizer) -> float | None:
 
 
 def by_keras(optimizer: keras.optimizers.Optimizer, method: str) -> Callable[..., Any]:
-    """One of the methods above as the optimizer's class has it, led or not."""
+    """A method above as the optimizer's class defines it, without overrides."""
     return functools.partial(getattr(type(optimizer), method), optimizer)
 
 
 def strategy_of(optimizer: keras.optimizers.Optimizer) -> tf.distribute.Strategy:
-    """The strategy under whose scope `optimizer` was made."""
+    """The strategy of the scope in which `optimizer` was created."""
     return optimizer._distribution_strategy
 
 
 def put_under(
     optimizer: keras.optimizers.Optimizer, strategy: tf.distribute.Strategy
 ) -> None:
-    """Makes `strategy` the one under whose scope `optimizer` was made."""
-    # The dictionary, not setattr: Keras' objects track what is set on them.
+    """Sets the strategy that `strategy_of` returns."""
+    # setattr would track it: Keras' objects do.
     vars(optimizer)["_distribution_strategy"] = strategy
 
 
 def variables_built_with(optimizer: keras.optimizers.Optimizer) -> list[Any]:
-    """The variables that `optimizer` updates when it is given none."""
+    """The variables that `optimizer` updates by default."""
     return optimizer._trainable_variables
 
 
 def variable_index(optimizer: keras.optimizers.Optimizer, variable: Any) -> int:
-    """The place of `variable` among those that `optimizer` was built with."""
+    """The index of `variable` among those that `optimizer` was built with."""
     return int(optimizer._get_variable_index(variable))
 
 
 def averages_of(optimizer: keras.optimizers.Optimizer) -> list[Any]:
-    """The moving average of each of those variables; None for what is not averaged."""
+    """The moving average of each of those variables, or None."""
     return optimizer._model_variables_moving_average
 
 
 def is_between_updates(optimizer: keras.optimizers.Optimizer) -> bool:
-    """Whether `optimizer` has accumulated gradients that it has not updated with."""
+    """Whether `optimizer` holds accumulated gradients."""
     own = getattr(optimizer, "has_accumulated", None)
     if own is not None:
         return bool(own)
@@ -112,18 +85,18 @@ def is_between_updates(optimizer: keras.optimizers.Optimizer) -> bool:
 
 
 class DecayHooks(keras.optimizers.Optimizer):
-    """A Keras optimizer whose subclass decides what decays, and where."""
+    """A Keras optimizer with hooks for which variables decay, and when."""
 
     def decays(self, variable: Any) -> bool:
-        """Whether `variable` decays. Keras asks; a subclass may answer."""
+        """Whether `variable` decays; for subclasses to override."""
         return self.decays_by_keras(variable)
 
     def decays_before_update(self) -> bool:
-        """Whether Keras decays the weights before the update (decoupled decay)."""
+        """Whether weights decay before the update (decoupled decay)."""
         return True
 
     def decays_by_keras(self, variable: Any) -> bool:
-        """Keras' own answer: not excluded by `exclude_from_weight_decay()`."""
+        """Keras' default: not excluded by `exclude_from_weight_decay()`."""
         return bool(super()._use_weight_decay(variable))
 
     def _use_weight_decay(self, variable: Any) -> bool:
@@ -135,14 +108,14 @@ class DecayHooks(keras.optimizers.Optimizer):
 
 
 class LossScaleHooks(keras.optimizers.LossScaleOptimizer):
-    """Keras' loss scaler, with its decision apart from its `apply`."""
+    """Keras' loss scaler, with its decision separate from `apply`."""
 
     def update_if_finite(
         self, gradients: list[Any], variables: list[Any], is_finite: Any
     ) -> None:
-        """Updates where every gradient is finite, else only halves the scale."""
-        keras.ops.cond(
-            is_finite,
-            lambda: self._stateful_handle_finite_grads(gradients, variables),
-            self._stateful_handle_non_finite_grads,
-        )
+        """Updates if every gradient is finite, else only halves the scale."""
+
+        def update() -> None:
+            self._stateful_handle_finite_grads(gradients, variables)
+
+        keras.ops.cond(is_finite, update, self._stateful_handle_non_finite_grads)

@@ -1,4 +1,4 @@
-"""What every thread of TensorFlow did in a short while, by its own profiler."""
+"""Records the ops of every TensorFlow thread with its profiler."""
 
 from __future__ import annotations
 
@@ -13,23 +13,14 @@ from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
 from tfdp.cluster.scratch import scratch_folder
 
-__all__ = ["StepTrace", "TraceEvent"]
-
-# Events that are an op: "name:Type", or a name within the step's function.
+# Op events: "name:Type", or a name within the step's function.
 OP = re.compile(r"StatefulPartitionedCall/|[^:]:_?[A-Z]\w*$")
 CALLS = re.compile(r":(StatefulPartitionedCall|PartitionedCall|If|While)$")
 
 
 @dataclasses.dataclass(frozen=True)
 class TraceEvent:
-    """One op on one thread.
-
-    Args:
-      thread: which thread.
-      name: of the op.
-      start_us: when it began, in microseconds.
-      duration_us: how long it ran.
-    """
+    """One op on one thread."""
 
     thread: str
     name: str
@@ -44,23 +35,18 @@ class StepTrace:
         self._folder: Any = None
 
     def start(self) -> None:
-        """Begins.
-
-        Raises:
-          tf.errors.AlreadyExistsError: when a profiler is running already.
-        """
+        """Starts; raises `tf.errors.AlreadyExistsError` if a profiler is running."""
         self._folder = scratch_folder()
-        options = tf.profiler.experimental.ProfilerOptions(
-            host_tracer_level=2, python_tracer_level=0
-        )
+        profiler = tf.profiler.experimental
+        options = profiler.ProfilerOptions(host_tracer_level=2, python_tracer_level=0)
         try:
-            tf.profiler.experimental.start(self._folder.name, options=options)
+            profiler.start(self._folder.name, options=options)
         except tf.errors.AlreadyExistsError:
             self._folder.cleanup()
             raise
 
     def stop(self) -> list[TraceEvent]:
-        """Ends, and returns the ops by start."""
+        """Stops, and returns the ops in order of their start."""
         tf.profiler.experimental.stop()
         files = pathlib.Path(self._folder.name).rglob("*.xplane.pb")
         events = [event for path in files for event in _events(path)]
@@ -75,11 +61,8 @@ def _events(path: pathlib.Path) -> Iterator[TraceEvent]:
         for line in plane.lines:
             for event in line.events:
                 name = plane.event_metadata[event.metadata_id].name
-                # A call lasts as long as what it calls, which is there as well.
+                # Leave out calls: the ops they call are events, too.
                 if OP.search(name) and not CALLS.search(name):
-                    yield TraceEvent(
-                        thread=f"{plane.name} {line.name} {line.id}",
-                        name=name,
-                        start_us=line.timestamp_ns / 1e3 + event.offset_ps / 1e6,
-                        duration_us=event.duration_ps / 1e6,
-                    )
+                    thread = f"{plane.name} {line.name} {line.id}"
+                    start_us = line.timestamp_ns / 1e3 + event.offset_ps / 1e6
+                    yield TraceEvent(thread, name, start_us, event.duration_ps / 1e6)

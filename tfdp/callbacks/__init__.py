@@ -1,13 +1,10 @@
-"""Keras callbacks.
-
-Those that need a tool are resolved when first used, from `tfdp/tools/callbacks`.
-"""
+"""Keras callbacks."""
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from tfdp._private.lazy_names import lazy_names
 from tfdp.callbacks.ada_scale import AdaScale
 from tfdp.callbacks.checkpoint import Checkpoint
 from tfdp.callbacks.gradient_noise_scale import GradientNoiseScale
@@ -22,7 +19,7 @@ if TYPE_CHECKING:
     from tfdp.tools.callbacks.run_record import RunRecord
     from tfdp.tools.callbacks.step_timeline import StepTimeline
 
-# Public name -> module that defines it.
+# Imported when first used: public name -> defining module.
 _OF_TOOLS = {
     "Autotune": "tfdp.tools.callbacks.autotune",
     "RunRecord": "tfdp.tools.callbacks.run_record",
@@ -42,15 +39,4 @@ __all__ = [
     "StepTimeline",
     "Traffic",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _OF_TOOLS:
-        raise AttributeError(f"module 'tfdp.callbacks' has no attribute {name!r}")
-    value = getattr(importlib.import_module(_OF_TOOLS[name]), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_OF_TOOLS})
+__getattr__, __dir__ = lazy_names(__name__, _OF_TOOLS)

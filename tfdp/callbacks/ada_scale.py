@@ -1,4 +1,4 @@
-"""`AdaScale`: a small batch's learning rate, scaled by what a large one is worth."""
+"""`AdaScale`: scales the learning rate by the gain of a larger batch."""
 
 from __future__ import annotations
 
@@ -8,51 +8,45 @@ from typing import Any
 import keras
 
 from tfdp.callbacks.gradient_noise_scale import GradientNoiseScale
-from tfdp.callbacks.other_callbacks import refuse_others
+from tfdp.callbacks.other_callbacks import Logs, refuse_others
 from tfdp.checks import is_number
 from tfdp.errors import ConfigurationError
 from tfdp.plan.noise_scale import ada_scale_gain
 from tfdp.plan.schedule_formulas import check_rate
 from tfdp.step.observers import NormsOfStep
 
-SET_RATES = (
-    keras.callbacks.LearningRateScheduler,
-    keras.callbacks.ReduceLROnPlateau,
-)
-
 
 class AdaScale(GradientNoiseScale):
-    """Runs a schedule that was made for a batch S times smaller, faster by the gain r.
+    """Runs a schedule made for a batch S times smaller, faster by the gain r.
 
-    With the gradient G of all data, the covariance T of the gradients of b = B / S rows
-    together, B the rows of a batch, and the schedule lr of a training in batches of b:
+    With the gradient G of all data, the covariance T of gradients over b = B / S rows,
+    B rows per batch, and the schedule lr for batches of b:
 
         r = (tr(T) + |G|^2) / (tr(T) / S + |G|^2)        from 1 to S
         learning rate of a step:  r lr(floor(p))         then p <- p + r
 
-    Where noise is all there is a batch of S b rows is worth S steps, and where there is
-    none it is worth one. p is the progress, in steps of the small batch: end training
-    when it is what that training took (`total_steps`).
+    If noise dominates, a batch is worth S steps; without noise, one. p is the progress
+    in small-batch steps: end training at the `total_steps` that these take.
 
     Adds `ada_scale_gain` and `ada_scale_progress` to the logs of batches and epochs,
-    beside `gradient_noise_scale`, from whose estimates it has the gain.
+    and `gradient_noise_scale`; its estimates give the gain.
 
     Args:
       schedule: lr: a number of at least 0, or a Keras `LearningRateSchedule`.
-      scale: S, above 1; not whole where batches are not. None: the number of replicas,
-        for a schedule that one of them would train with on its rows alone.
-      total_steps: of the small batch, above 0: training ends when p has come there.
-        None: when `fit` ends it.
-      initial_progress: p at the start, at least 0: that of a training that goes on.
-      decay: see `GradientNoiseScale`; the paper's is 1 - S / 1000.
+      scale: S, above 1, possibly fractional. None: the number of replicas, for a
+        schedule made for one replica's rows.
+      total_steps: small-batch steps, above 0: training ends when p reaches it. None:
+        with `fit`.
+      initial_progress: p at the start, at least 0, to resume a training.
+      decay: see `GradientNoiseScale`; the paper uses 1 - S / 1000.
 
     Raises:
-      ConfigurationError: when an argument is not as above; when training starts: as
-        `GradientNoiseScale`, where the optimizer has a schedule of its own, and beside
-        other callbacks that set the learning rate.
+      ConfigurationError: an argument is not as above; when training starts: as
+        `GradientNoiseScale`; the optimizer has a schedule, or another callback sets the
+        rate.
 
-    Cost: as `GradientNoiseScale`, and an assignment to the learning rate per batch.
-    With `steps_per_execution` above 1 so many steps have the same gain.
+    Cost: as `GradientNoiseScale`, and one assignment per batch. All steps of an
+    execution (`steps_per_execution`) have the same gain.
 
     ```python
     import keras
@@ -72,11 +66,11 @@ class AdaScale(GradientNoiseScale):
     ```
 
     Source: Johnson et al. 2020, "AdaScale SGD: A User-Friendly Algorithm for
-    Distributed Training", algorithm 1. Differs from the paper: the gain of a step is
-    from the steps before it, and 1 in the first three; the estimates are those of
-    `tfdp.plan.noise_scale`, whose replicas may have unequal parts, so that S need not
-    be their number. `tfdp.callbacks.Checkpoint` keeps `progress` and the estimates; for
-    checkpoints of your own keep `progress`, and pass it as `initial_progress`.
+    Distributed Training", algorithm 1. Differs from the paper: the gain of a step comes
+    from the steps before it, and is 1 in the first three; the estimates are those of
+    `tfdp.plan.noise_scale`, for unequal parts, so S need not be the number of replicas.
+    `tfdp.callbacks.Checkpoint` stores `progress` and the estimates; for your own
+    checkpoints store `progress` and pass it as `initial_progress`.
     """
 
     def __init__(
@@ -93,54 +87,45 @@ class AdaScale(GradientNoiseScale):
             schedule = check_rate("AdaScale.schedule", schedule)
         if scale is not None and (not is_number(scale) or not scale > 1):
             raise ConfigurationError(
-                "AdaScale.scale must be a number above 1, how many of the schedule's "
-                f"batches make one, or None. Received: {scale!r}."
+                "AdaScale.scale must be a number above 1, the batch size over the "
+                f"schedule's, or None. Received: {scale!r}."
             )
         if total_steps is not None:
             check_rate("AdaScale.total_steps", total_steps, above_zero=True)
         self.schedule, self.scale, self.total_steps = schedule, scale, total_steps
-        #: In steps of the schedule's batch.
+        #: In steps of the small batch.
         self.progress = check_rate("AdaScale.initial_progress", initial_progress)
         #: Of the next step.
         self.gain = 1.0
 
-    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Begins to look at gradients, and sets the learning rate.
-
-        Raises:
-          ConfigurationError: where it cannot.
-        """
+    def on_train_begin(self, logs: Logs = None) -> None:
         super().on_train_begin(logs)
-        # Not what `learning_rate` gives, which is a number of a schedule as well.
+        # Not `learning_rate`, which is a number for a schedule, too.
         inner = getattr(self.model.optimizer, "inner_optimizer", self.model.optimizer)
         rate = inner.get_config().get("learning_rate")
         if not is_number(rate):
             raise ConfigurationError(
-                f"AdaScale sets the learning rate in every step, and {inner.name!r} "
-                f"has a schedule of its own ({rate!r}). Give that to AdaScale, and the "
+                f"AdaScale sets the learning rate in every step, but {inner.name!r} "
+                f"has a schedule ({rate!r}). Give the schedule to AdaScale, and the "
                 "optimizer a number."
             )
-        refuse_others(
-            self,
-            (*SET_RATES, AdaScale),
-            "set the learning rate (AdaScale takes a schedule)",
+        schedulers = (
+            keras.callbacks.LearningRateScheduler,
+            keras.callbacks.ReduceLROnPlateau,
         )
+        what = "set the learning rate (AdaScale takes a schedule)"
+        refuse_others(self, (*schedulers, AdaScale), what)
         self._set_rate()
 
     def state_to_keep(self) -> dict[str, Any]:
-        """What a checkpoint of the training keeps: the progress, too."""
         return super().state_to_keep() | {"progress": self.progress, "gain": self.gain}
 
     def take_back(self, state: dict[str, Any]) -> None:
-        """Goes on from there."""
         super().take_back(state)
         self.progress, self.gain = state["progress"], state["gain"]
         self._set_rate()
 
-    def on_train_batch_end(
-        self, batch: int, logs: dict[str, Any] | None = None
-    ) -> None:
-        """Goes on by what the steps that have run were worth."""
+    def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
         super().on_train_batch_end(batch, logs)
         estimate = self._average.estimate()
         if estimate is not None:
@@ -150,24 +135,22 @@ class AdaScale(GradientNoiseScale):
                 estimate.squared_norm, estimate.trace, rows / scale, scale
             )
         self._set_rate()
-        self._tell(logs)
+        self._add_to_logs(logs)
         if self.total_steps is not None and self.progress >= self.total_steps:
             self.model.stop_training = True
 
-    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Adds the estimate, the gain and the progress to the logs."""
+    def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
         super().on_epoch_end(epoch, logs)
-        self._tell(logs)
+        self._add_to_logs(logs)
 
-    def _tell(self, logs: dict[str, Any] | None) -> None:
+    def _add_to_logs(self, logs: Logs) -> None:
         if logs is not None:
             logs["ada_scale_gain"] = self.gain
             logs["ada_scale_progress"] = self.progress
 
-    def take_in(self, norms: NormsOfStep) -> None:
-        """Learns from one step that has run, and goes on by what it was worth."""
-        super().take_in(norms)
-        # A step that a loss scaler left out has not moved the weights.
+    def add_step(self, norms: NormsOfStep) -> None:
+        super().add_step(norms)
+        # A step that a loss scaler skipped has not changed the weights.
         if all(map(math.isfinite, norms)):
             self.progress += self.gain
 

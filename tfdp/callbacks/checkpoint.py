@@ -1,4 +1,4 @@
-"""`Checkpoint`: a `fit` that goes on where it was stopped, whatever stopped it."""
+"""`Checkpoint`: saves a `fit`, and resumes it after any stop."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ import keras
 from tfdp._private.keras_fit import fit_around, is_within_fit
 from tfdp._private.keras_models import (
     initial_epoch,
+    set_epoch_end_logs,
     set_initial_epoch,
-    stand_in_for_logs,
 )
-from tfdp.callbacks.other_callbacks import BeforeOthers, refuse_others
-from tfdp.callbacks.step_count import is_due
+from tfdp.callbacks.other_callbacks import BeforeOthers, Logs, refuse_others
+from tfdp.callbacks.step_count import check_count, is_due
 from tfdp.callbacks.training_state import (
     HiddenOptimizers,
     KeptInput,
@@ -37,23 +37,25 @@ from tfdp.callbacks.training_state import (
     put_back_logs,
     put_back_random,
     random_now,
-    warn_of_what_is_lost,
+    warn_of_unsaved_state,
 )
 from tfdp.checkpoint.checkpoint import Checkpoint as Files
 from tfdp.checkpoint.checkpoint import Restored
 from tfdp.checkpoint.entries import state_of
 from tfdp.checkpoint.hosts import Hosts, StepAgreement, hosts_of
-from tfdp.checks import is_number, is_whole
+from tfdp.checks import is_number
 from tfdp.cluster import START_AGAIN, progress
 from tfdp.errors import CheckpointWarning, ConfigurationError, DataError
 
 _fits = itertools.count()
 TIME = "time"
+# Until then a program that is exiting ignores SIGTERM.
+ENDING_SECONDS = 60.0
 
 
 @contextlib.contextmanager
 def _warns(what_now: str) -> Iterator[None]:
-    """A warning in the place of an error: a training outlives its checkpoints."""
+    """Turns an error into a warning: training continues without the checkpoint."""
     try:
         yield
     except DataError as error:
@@ -61,47 +63,45 @@ def _warns(what_now: str) -> Iterator[None]:
 
 
 class Checkpoint(keras.callbacks.Callback):
-    """Saves all that a `fit` is while it trains, and goes on from there when it starts.
+    """Saves the whole state of a `fit` while it trains, and resumes from it.
 
-    Run the same script again, and `fit` continues where the newest whole checkpoint
-    was written, also within an epoch, with the progress bar at the right step: weights,
-    optimizer, schedule, loss scale, seeds, metrics of the running epoch, history,
-    `EarlyStopping` and `ReduceLROnPlateau`, and the place in the data. With as many
-    replicas as before it ends, bit for bit, where an undisturbed run would have ended.
+    Run the same script again, and `fit` resumes from the newest whole checkpoint, also
+    within an epoch, with the progress bar at the right step: weights, optimizer,
+    schedule, loss scale, seeds, metrics of the running epoch, history, `EarlyStopping`
+    and `ReduceLROnPlateau`, and the place in the data. With the same number of replicas
+    the result is bit-identical to an uninterrupted run.
 
-    Batches that were trained on before are read again and left out. That they are the
-    same ones needs an order that the program decides: shuffles with a seed, or
+    Batches that were trained on are read again and skipped. For them to be the same
+    ones the program must decide the order: shuffles with a seed, or
     `keras.utils.set_random_seed(1)` at the top of the script.
 
-    SIGTERM and SIGINT (Ctrl-C) save after the step that is under way, on all hosts
-    after the same one. After SIGTERM the process ends with exit code 75, "start me
-    again"; after SIGINT with KeyboardInterrupt. A second Ctrl-C does not wait.
+    SIGTERM and SIGINT (Ctrl-C) save after the current step, the same one on all hosts.
+    After SIGTERM the process exits with code 75, "restart me"; after SIGINT with
+    KeyboardInterrupt. A second Ctrl-C does not wait.
 
     Args:
-      directory: of the checkpoints, one that all hosts see; see
-        `tfdp.checkpoint.Checkpoint`. For one training: give another one its own.
-      every_steps: save after as many training steps, from 1.
-      every_seconds: save when as many seconds have passed on worker 0, above 0.
-      every_epochs: save after as many epochs, from 1. Without any of the three: 1.
-      keep: how many whole checkpoints are left, from 1.
+      directory: of this training's checkpoints; all hosts must see it; see
+        `tfdp.checkpoint.Checkpoint`.
+      every_steps: save after this many training steps, from 1.
+      every_seconds: save when this many seconds have passed on worker 0, above 0.
+      every_epochs: save after this many epochs, from 1. Without any of the three: 1.
+      keep: how many whole checkpoints to keep, from 1.
       on_signal: whether to save on SIGTERM and SIGINT.
 
     Raises:
-      ConfigurationError: when an argument is not as above; when training starts: a host
-        cannot write to the directory, or sees another one; the model, or optimizer, is
-        another one than in the checkpoints.
-      DataError: when training starts: there are checkpoints, and none can be used, or
+      ConfigurationError: an argument is not as above; when training starts: a host
+        cannot write to the directory, or sees another one; the model, or optimizer,
+        differs from the checkpoint's.
+      DataError: when training starts: there are checkpoints, but none can be used, or
         the data has fewer batches than were trained on.
 
     Warns:
-      CheckpointWarning: a checkpoint is damaged, and the one before was taken; one
-        could not be written (a full disk), or is being written for longer than
-        `timeout_seconds`, and training goes on; or the callbacks are others than
-        before.
+      CheckpointWarning: a checkpoint is damaged, and the one before is used; one could
+        not be written, or takes longer than `timeout_seconds`, and training continues;
+        or the callbacks differ from before.
 
-    Cost: training waits for a copy of what is saved in the host's memory, which is kept
-    for the next one until training ends; see `tfdp.checkpoint.Checkpoint`. Keras waits
-    for each batch before it starts the next.
+    Cost: training waits for a copy of the state in host memory, which is reused until
+    training ends. Keras waits for each batch before it starts the next.
 
     ```python
     import tempfile
@@ -140,12 +140,8 @@ class Checkpoint(keras.callbacks.Callback):
         on_signal: bool = True,
     ):
         super().__init__()
-        for name, value in (("steps", every_steps), ("epochs", every_epochs)):
-            if value is not None and not is_whole(value, least=1):
-                raise ConfigurationError(
-                    f"every_{name} must be an int of at least 1, or None. Received: "
-                    f"{value!r}."
-                )
+        check_count("every_steps", every_steps)
+        check_count("every_epochs", every_epochs)
         if every_seconds is not None and not (
             is_number(every_seconds) and 0 < every_seconds < float("inf")
         ):
@@ -154,109 +150,95 @@ class Checkpoint(keras.callbacks.Callback):
                 f"{every_seconds!r}."
             )
         if not isinstance(on_signal, bool):
-            raise ConfigurationError(f"on_signal is a bool. Received: {on_signal!r}.")
+            raise ConfigurationError(
+                f"on_signal must be a bool. Received: {on_signal!r}."
+            )
         if every_steps is every_seconds is every_epochs is None:
             every_epochs = 1
         self._files = Files(directory, keep)
         self._every_steps, self._every_epochs = every_steps, every_epochs
         self._every_seconds = every_seconds
         self._on_signal = on_signal
-        #: What this training went on from; None: it began anew.
+        #: What this training resumed from; None: it started from scratch.
         self.restored: Restored | None = None
 
-    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Goes on from the newest checkpoint, if there is one.
-
-        Raises:
-          ConfigurationError, DataError: see the class.
-        """
+    def on_train_begin(self, logs: Logs = None) -> None:
+        """Resumes from the newest checkpoint, if there is one."""
         around = fit_around(self.model)
         if around is None:
             raise ConfigurationError(
-                "tfdp.callbacks.Checkpoint knows the place in the data of model.fit. "
-                "In a loop of your own use tfdp.checkpoint.Checkpoint."
+                "tfdp.callbacks.Checkpoint works in model.fit only. In a custom loop "
+                "use tfdp.checkpoint.Checkpoint."
             )
-        # After all others, so that what is saved holds what they did; and what they
-        # knew is given back before one of them sees the first epoch.
-        listed = around.callbacks.callbacks
-        self._others = [
-            c for c in listed if c is not self and not isinstance(c, BeforeOthers)
-        ]
+        # Last of all, to save what the others did; the others get their state back
+        # before any of them sees the first epoch.
+        listed = [c for c in around.callbacks.callbacks if c is not self]
+        self._others = [c for c in listed if not isinstance(c, BeforeOthers)]
         keepers = (keras.callbacks.BackupAndRestore, Checkpoint)
         refuse_others(self, keepers, "restore the training")
-        around.callbacks.callbacks = [
-            *(BeforeOthers(self._give_back), *self._others, self)
-        ]
+        first = BeforeOthers(self._restore_others)
+        around.callbacks.callbacks = [first, *self._others, self]
         self._passes = around.passes
         self._first_epoch = initial_epoch(self.model) or around.initial_epoch
         self._logs: dict[str, Any] = {}
         self._hosts: Hosts = hosts_of(self.model.distribute_strategy)
         self._files.check_directory(self.model)
         self._input = KeptInput(self._passes.adapter, self._hosts)
-        self._synchronization = StepAgreement(self._hosts, f"fit {next(_fits)}")
+        self._agreement = StepAgreement(self._hosts, f"fit {next(_fits)}")
         self._step = self._batch = 0
         self._epoch_of_program = initial_epoch(self.model)
         self._is_first_epoch = True
-        warn_of_what_is_lost(self.model, self._passes, self._on_signal)
+        warn_of_unsaved_state(self.model, self._passes, self._on_signal)
         self._hidden = HiddenOptimizers(self.model)
         self._passes.build(self.model)
         self.restored = self._files.restore(self.model, must_exist=False)
         if self.restored is not None:
-            self._go_on(self.restored)
+            self._resume(self.restored)
         progress.note_resumed(self._step)
         is_within = functools.partial(is_within_fit, passes=self._passes)
         self._signals = StopSignals(self._on_signal, is_within)
         self._saved_seconds = time.monotonic()
 
-    def _go_on(self, restored: Restored) -> None:
+    def _resume(self, restored: Restored) -> None:
         place = Place.of(restored)
-        self._step = restored.step
-        self._place = place
-        self._first_epoch = place.first_epoch
+        self._place, self._first_epoch = place, place.first_epoch
+        self._step, self._batch = restored.step, place.batch
         self._put_back_state = state_of(self.model) if place.batch else lambda: None
         place.check_batches(self._passes.batches_per_epoch)
         epochs = self.params["epochs"]
         set_initial_epoch(self.model, epochs if place.has_stopped else place.epoch)
         if place.has_stopped or place.epoch >= epochs:
+            remedy = "Request more epochs, or use another directory."
+            if place.has_stopped:
+                remedy = "A callback had stopped it: use another directory."
             warnings.warn(
                 f"There is nothing to train: {restored.directory} holds this training "
-                f"after {place.epoch} epochs. "
-                + (
-                    "A callback had stopped it: for another training, give it another "
-                    "directory."
-                    if place.has_stopped
-                    else "Ask for more epochs, or give another training its own "
-                    "directory."
-                ),
+                f"after {place.epoch} epochs. {remedy}",
                 CheckpointWarning,
                 stacklevel=2,
             )
-        self._batch = place.batch
-        is_placed = self._input.put_back(self._known("input"), place.batches_read)
+        is_placed = self._input.put_back(self._saved("input"), place.batches_read)
         self._passes.begin_at(place, is_placed=is_placed)
         if place.batch:
             logs = put_back_logs(restored.program.get("logs"))
-            stand_in_for_logs(self.model, logs)
-        self._say(
-            f"tfdp: goes on from {restored.directory}: step {restored.step}, epoch "
-            f"{place.epoch + 1}, batch {place.batch}"
-            + (
-                f"; reads {place.batches_read} batches again and leaves them out"
-                if place.batches_read and not is_placed
-                else ""
-            )
+            set_epoch_end_logs(self.model, logs)
+        skips = ""
+        if place.batches_read and not is_placed:
+            skips = f"; reads {place.batches_read} batches again and skips them"
+        self._print(
+            f"tfdp: resumes from {restored.directory}: step {restored.step}, epoch "
+            f"{place.epoch + 1}, batch {place.batch}{skips}"
         )
 
-    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Takes back what others did at the beginning of an epoch that goes on."""
+    def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
+        """Undoes what other callbacks did at the start of an epoch that is resumed."""
         self._epoch = epoch
-        # `fit` has read it, and Keras would keep it for every later one of this model.
+        # `fit` has read it, and Keras would use it in every later `fit` of this model.
         set_initial_epoch(self.model, self._epoch_of_program)
         if self._is_first_epoch and self._batch:
-            # They have done so before what was saved: a schedule that multiplies the
-            # learning rate would do it twice.
+            # They did so before the save: a schedule could multiply the rate twice.
             self._put_back_state()
-            put_back_random(self._known("random"))
+            put_back_random(self._saved("random"))
         if not self._is_first_epoch:
             self._batch = 0
         self._is_first_epoch = False
@@ -264,32 +246,30 @@ class Checkpoint(keras.callbacks.Callback):
         # The order of the epoch is drawn after this.
         self._random = random_now()
 
-    def _known(self, name: str) -> Any:
+    def _saved(self, name: str) -> Any:
         return None if self.restored is None else self.restored.program.get(name)
 
-    def _give_back(self) -> None:
-        """Gives the others, once, what they knew."""
+    def _restore_others(self) -> None:
+        """Restores the other callbacks' state, once."""
         if not self._is_first_epoch or self.restored is None:
             return
-        put_back_random(self._known("random"))
-        known = self._known("callbacks")
+        put_back_random(self._saved("random"))
+        saved = self._saved("callbacks")
         try:
-            forgotten = put_back(self._others, known, self.restored.arrays)
+            missed = put_back(self._others, saved, self.restored.arrays)
         except (AttributeError, IndexError, KeyError, TypeError, ValueError):
-            forgotten = ["callbacks"]
-        if forgotten:
+            missed = ["callbacks"]
+        if missed:
             warnings.warn(
-                f"{', '.join(forgotten)} begin anew: there are others, or in another "
-                f"order, than in the checkpoint {self.restored.directory}.",
+                f"{', '.join(missed)} start from scratch: the callbacks, or their "
+                f"order, differ from the checkpoint {self.restored.directory}.",
                 CheckpointWarning,
                 stacklevel=2,
             )
 
-    def on_train_batch_end(
-        self, batch: int, logs: dict[str, Any] | None = None
-    ) -> None:
-        """Saves when it is time, and ends the training after a signal."""
-        stand_in_for_logs(self.model, {})
+    def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
+        """Saves when due, and ends the training after a signal."""
+        set_epoch_end_logs(self.model, {})
         self._logs = dict(logs or {})
         before = self._step
         self._step += batch + 1 - self._batch
@@ -298,47 +278,42 @@ class Checkpoint(keras.callbacks.Callback):
         every = self._every_steps
         is_now = every is not None and is_due(every, before, self._step)
         if self._signals.received is not None:
-            self._synchronization.ask(f"signal {self._signals.received}")
+            self._agreement.request(f"signal {self._signals.received}")
         elif self._every_seconds is not None and self._hosts.is_chief:
             if time.monotonic() - self._saved_seconds >= self._every_seconds:
-                self._synchronization.ask(TIME)
-        reason = self._synchronization.after_step(self._step)
+                self._agreement.request(TIME)
+        reason = self._agreement.after_step(self._step)
         if is_now or reason is not None:
             self._save(is_epoch_end=False)
         if reason is not None and reason != TIME:
             self._stop()
 
-    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Saves when it is time, and at the end of the training."""
-        stand_in_for_logs(self.model, {})
+    def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
+        """Saves when due, and at the end of the training."""
+        set_epoch_end_logs(self.model, {})
         is_last = epoch + 1 >= self.params["epochs"] or self.model.stop_training
         every = self._every_epochs
         is_now = every is not None and is_due(every, epoch, epoch + 1)
-        # Several hosts may meet after a step only.
-        is_asked = self._signals.received is not None and self._hosts.count == 1
-        if is_now or is_last or is_asked:
+        # Several hosts agree after a step only.
+        has_signal = self._signals.received is not None and self._hosts.count == 1
+        if is_now or is_last or has_signal:
             self._save(is_epoch_end=True)
-        if is_asked and not is_last:
+        if has_signal and not is_last:
             self._stop()
 
-    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
-        """Waits until all is on the disk.
+    def on_train_end(self, logs: Logs = None) -> None:
+        """Waits until everything is on disk.
 
-        Raises:
-          DataError: the last checkpoint could not be written, and a signal ends the
-            program.
-
-        Warns:
-          CheckpointWarning: it could not be written, and `fit` returns all the same:
-            else the trained model would be lost.
+        A failed save only warns, so that `fit` returns the trained model; after a
+        signal it raises `DataError`.
         """
         if self._is_first_epoch and self.restored is not None:
-            # There was nothing to train, and the program goes on as if it had been.
+            # There was nothing to train; the program continues as if it had been.
             self._passes.draw_again(self._place)
-            self._give_back()
+            self._restore_others()
         self._close()
         if self._signals.received is not None:
-            # In the last validation, say: all is saved, and the signal still holds.
+            # Such as in the last validation: all is saved, but the signal holds.
             self._stop()
         with _warns("The trained model is in memory: save it elsewhere."):
             self._files.forget_copies()
@@ -368,64 +343,52 @@ class Checkpoint(keras.callbacks.Callback):
             "logs": kept_logs(self._logs),
             "input": self._input.kept(read),
         }
-        with _warns("Training goes on."):
+        arrays = arrays_of(self._others)
+        with _warns("Training continues."):
             self._files.save(
-                self.model,
-                step=self._step,
-                program=program,
-                arrays=arrays_of(self._others),
+                self.model, step=self._step, program=program, arrays=arrays
             )
 
     def _stop(self) -> None:
-        """Ends the program, once the checkpoint is on the disk."""
+        """Ends the program once the checkpoint is on disk."""
         number = self._signals.received
         self._files.forget_copies()
         if number == signal.SIGTERM:
             self._signals.end()
         self._close()
-        self._say(f"tfdp: saved step {self._step} in {self._files.directory}; ends")
+        self._print(f"tfdp: saved step {self._step} in {self._files.directory}; exits")
         if number == signal.SIGINT:
             raise KeyboardInterrupt
         raise SystemExit(START_AGAIN)
 
-    def _say(self, line: str) -> None:
+    def _print(self, line: str) -> None:
         if self._hosts.is_chief:
             print(line, file=sys.stderr, flush=True)
 
 
-# Signals that ask a program to end, noted until the training can save.
-
-
-# A program that has been told to end, and goes on, hears SIGTERM again after this time.
-ENDING_SECONDS = 60.0
-
-
 class StopSignals:
-    """Notes SIGTERM and SIGINT; a second SIGINT does what it did before.
+    """Records SIGTERM and SIGINT; a second SIGINT calls the previous handler.
 
-    A second SIGTERM does nothing: launchers send one to all when the first worker has
-    saved and ended, and whoever will not wait sends SIGKILL.
-
-    Args:
-      is_active: whether to; only the main thread can.
-      is_within: whether a frame is of the training that looks at the notes.
+    A second SIGTERM does nothing: launchers send one to all workers when the first has
+    saved and exited; SIGKILL ends a worker at once. Only the main thread can override
+    handlers. `is_within` returns whether a frame belongs to the training.
     """
 
     def __init__(self, is_active: bool, is_within: Callable[[FrameType | None], bool]):
         self._is_within = is_within
-        #: The first that came.
+        #: The first signal received.
         self.received: int | None = None
         self._before: dict[int, Any] = {}
         if is_active and threading.current_thread() is threading.main_thread():
             for number in (signal.SIGTERM, signal.SIGINT):
                 before = signal.getsignal(number)
-                # Whom nobody can put back, and what is ignored, stays.
+                # Ignored signals, and handlers that Python cannot restore, stay.
                 if before is not None and before != signal.SIG_IGN:
                     self._before[number] = before
                     signal.signal(number, self._note)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        # After an error in `fit` nobody would ever look at a note.
+        # After an error in `fit` nothing reads `received`.
         if self._is_within(frame):
             if self.received is None:
                 self.received = number
@@ -436,20 +399,20 @@ class StopSignals:
         signal.raise_signal(number)
 
     def end(self) -> None:
-        """As `close`, and a SIGTERM that comes while the program ends does nothing.
+        """As `close`, and ignores SIGTERM while the program exits.
 
-        Slurm sends one to the workers that are left as soon as the first has ended; who
-        died of it would not end with the code that asks to be started again.
+        Slurm sends one to the other workers as soon as the first has exited; it would
+        replace the exit code that requests a restart.
         """
         before = self._before.get(signal.SIGTERM)
         self.close()
         if before is not None and signal.getsignal(signal.SIGTERM) == before:
             signal.signal(signal.SIGTERM, _Ending(before))
-            # Python puts handlers of its own back before the process is gone.
+            # Python restores its handlers before the process is gone.
             atexit.register(signal.signal, signal.SIGTERM, signal.SIG_IGN)
 
     def close(self) -> None:
-        """Puts back what was there before."""
+        """Restores the previous handlers."""
         before, self._before = self._before, {}
         for number, handler in before.items():
             if signal.getsignal(number) == self._note:
@@ -457,7 +420,7 @@ class StopSignals:
 
 
 class _Ending:
-    """Takes SIGTERM for a while, and is then what was there before."""
+    """Ignores SIGTERM for a while, and then calls the previous handler."""
 
     def __init__(self, before: Any):
         self._before = before

@@ -1,4 +1,4 @@
-"""What every host found, on every host; and how a person knows a replica."""
+"""Values and replica names gathered from all hosts."""
 
 from __future__ import annotations
 
@@ -13,59 +13,44 @@ from tfdp.files.checked_json import parse_json
 
 
 def gather_from_hosts(strategy: Any, mine: Any, label: str) -> list[Any]:
-    """What every host tells, by rank; all hosts must ask.
-
-    Args:
-      mine: this host's, which JSON can hold.
-      label: names the exchange in errors.
-
-    Raises:
-      CollectiveError: when what came is no JSON.
-    """
+    """Every host's JSON value, by rank; a collective that `label` names in errors."""
     blobs = strategy.gather_bytes(json.dumps(mine).encode(), label)
     try:
         return [parse_json(blob) for blob in blobs]
     except ValueError as error:
         raise CollectiveError(
-            f"What a worker told of {label} cannot be read ({error}). Give every "
+            f"A worker's {label} cannot be read ({error}). Give every "
             "worker the same version of tfdp and the same callbacks."
         ) from error
 
 
 def first_rank_of(strategy: Any) -> int:
-    """The rank of this process's first replica among all."""
+    """The rank of this process's first replica."""
     cluster = getattr(strategy, "cluster", None)
     here = len(strategy.extended.worker_devices)
     return 0 if cluster is None else cluster.rank * here
 
 
 def places_of(strategy: Any) -> list[str]:
-    """Where each replica of this process is, in words, in their order."""
+    """Names of the replicas of this process with their devices, for messages."""
     cluster = getattr(strategy, "cluster", None)
     where = ""
     if cluster is not None and cluster.workers > 1:
         where = f" of worker {cluster.rank}"
-    first = first_rank_of(strategy)
-    names = [
-        tf.DeviceSpec.from_string(device) for device in strategy.extended.worker_devices
-    ]
+    devices = map(tf.DeviceSpec.from_string, strategy.extended.worker_devices)
     return [
-        f"replica {first + rank} ({name.device_type}:{name.device_index}{where})"
-        for rank, name in enumerate(names)
+        f"replica {rank} ({device.device_type}:{device.device_index}{where})"
+        for rank, device in enumerate(devices, first_rank_of(strategy))
     ]
 
 
-def refuse_strategy(strategy: Any, who: str) -> None:
-    """Refuses a strategy whose replicas this callback cannot look into.
-
-    Raises:
-      ConfigurationError: when it is not tfdp's, or is of a TPU.
-    """
+def refuse_strategy(strategy: Any, name: str) -> None:
+    """Raises a `ConfigurationError` unless the strategy is of tfdp, on CPUs or GPUs."""
     reducer = getattr(strategy.extended, "reducer", None)
     if not isinstance(reducer, GradientPipeline):
         raise ConfigurationError(
-            f"{who} looks into the replicas of tfdp on CPUs and GPUs, and the model "
+            f"{name} inspects replicas of tfdp on CPUs and GPUs, but the model "
             f"was compiled under {type(strategy).__name__}. Make it under "
-            "tfdp.DataParallelStrategy (of one device, too) or "
-            "tfdp.MultiHostDataParallelStrategy, or leave the callback out."
+            "tfdp.DataParallelStrategy (one device is enough) or "
+            "tfdp.MultiHostDataParallelStrategy, or remove the callback."
         )

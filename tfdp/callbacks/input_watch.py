@@ -12,30 +12,29 @@ import tensorflow as tf
 from tfdp.checks import is_whole
 from tfdp.errors import ConfigurationError, SlowInputWarning
 
-# Of the time of a training step: below it the input keeps up, with a little to spare.
+# Of the time of a training step.
 MOST_SHARE = 0.8
 
 
 class InputWatch(keras.callbacks.Callback):
-    """Measures whether `dataset` makes batches as fast as training takes them.
+    """Measures whether `dataset` makes batches as fast as training consumes them.
 
-    After the second epoch (the first one compiles, and fills caches) a few batches are
-    read without training:
+    After the second epoch (the first one compiles and fills caches) it reads a few
+    batches without training:
 
         share = seconds to make a batch / seconds of a training step
 
-    Where a share of 0.8 or more shows that devices wait, it warns once. Nothing is
-    measured where `fit` does not know its number of steps (a generator without
-    `steps_per_epoch`).
+    It warns once if the share is 0.8 or more: devices wait for data. It measures
+    nothing if `fit` has no number of steps (a generator without `steps_per_epoch`).
 
     Args:
       dataset: the `tf.data.Dataset` given to `fit`.
-      batches: how many to read, at least 2; one more is read first and not counted.
+      batches: how many to read, at least 2, after one that is not counted.
 
     Raises:
-      ConfigurationError: when an argument is not as above.
+      ConfigurationError: an argument is not as above.
 
-    Cost: reading `batches` + 1 batches once.
+    Cost: reads `batches` + 1 batches once.
 
     ```python
     import keras
@@ -72,14 +71,12 @@ class InputWatch(keras.callbacks.Callback):
         self._began = 0.0
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Starts the clock."""
         self._began = time.perf_counter()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """After the second epoch: measures, and warns."""
         seconds = time.perf_counter() - self._began
         self._epochs += 1
-        # Not counted batch by batch: Keras would wait for each of them.
+        # Not counted per batch: Keras would then wait for each of them.
         steps = self.params.get("steps")
         if self._epochs != 2 or not steps:
             return
@@ -91,7 +88,7 @@ class InputWatch(keras.callbacks.Callback):
                 f"The input makes a batch in {batch_seconds * 1e3:.1f} ms, a training "
                 f"step takes {step_seconds * 1e3:.1f} ms: the devices wait for data. "
                 "Map with num_parallel_calls=tf.data.AUTOTUNE, cache() what fits into "
-                "memory, prefetch(), read several files at a time (interleave).",
+                "memory, prefetch(), and interleave() files.",
                 SlowInputWarning,
                 stacklevel=2,
             )
@@ -99,7 +96,6 @@ class InputWatch(keras.callbacks.Callback):
     def _seconds_of_a_batch(self) -> float:
         iterator = iter(self.dataset.take(self.batches + 1))
         next(iterator, None)
-        began, made = time.perf_counter(), 0
-        for _ in iterator:
-            made += 1
-        return (time.perf_counter() - began) / max(made, 1)
+        began = time.perf_counter()
+        count = sum(1 for _ in iterator)
+        return (time.perf_counter() - began) / max(count, 1)

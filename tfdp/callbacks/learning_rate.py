@@ -6,31 +6,28 @@ from typing import Any
 
 import keras
 
+from tfdp.callbacks.other_callbacks import Logs
 from tfdp.errors import ConfigurationError
 
 
 class LearningRateLogger(keras.callbacks.Callback):
     """Adds `learning_rate` to the logs of every batch and epoch of `fit`.
 
-    From there the progress bar shows it, `History` and `CSVLogger` keep it, and
-    `keras.callbacks.TensorBoard` writes it: `epoch_learning_rate` always (that one
-    Keras knows by itself) and `batch_learning_rate` when its `update_freq` is not
-    `"epoch"`.
+    `keras.callbacks.TensorBoard` then writes `epoch_learning_rate` and, if its
+    `update_freq` is not `"epoch"`, `batch_learning_rate`.
 
-    The value is `optimizer.learning_rate` when the batch or epoch ends, which is the
-    rate of the step to come: the one that Keras' own TensorBoard callback writes. It is
-    not averaged over the epoch. A `LossScaleOptimizer` is looked through; a
-    `MultiOptimizer` gives one `learning_rate_<name>` for each of its optimizers. Where
-    the compiled one makes no update and the model has others of its own (a GAN), each
-    of them gives a `learning_rate_<attribute>`, as `learning_rate_generator_optimizer`.
+    The value is `optimizer.learning_rate` at the end of the batch or epoch, the rate of
+    the next step, as in Keras' TensorBoard callback; it is not averaged. A
+    `LossScaleOptimizer` is unwrapped; a `MultiOptimizer` gives one
+    `learning_rate_<name>` per optimizer. If the compiled optimizer makes no update and
+    the model has others (a GAN), each gives a `learning_rate_<attribute>`, as
+    `learning_rate_generator_optimizer`.
 
-    Place it before the callbacks that shall see it: Keras hands the logs down the list.
-    With `steps_per_execution=N` Keras ends a batch every N steps, so the value comes
-    every N steps. Like every callback that acts on batches, it makes Keras wait for
-    each batch before it starts the next.
+    Place it before callbacks that read the value. With `steps_per_execution=N` it comes
+    every N steps. Keras waits for each batch before it starts the next.
 
     Raises:
-      ConfigurationError: when training starts and the model has no optimizer.
+      ConfigurationError: training starts and the model has no optimizer.
 
     ```python
     import keras
@@ -48,43 +45,40 @@ class LearningRateLogger(keras.callbacks.Callback):
     ```
     """
 
-    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Refuses a model without an optimizer."""
+    def on_train_begin(self, logs: Logs = None) -> None:
         if getattr(self.model, "optimizer", None) is None:
             raise ConfigurationError(
                 "LearningRateLogger needs a model with an optimizer. Call "
                 "model.compile(optimizer=...) before fit."
             )
 
-    def on_train_batch_end(
-        self, batch: int, logs: dict[str, Any] | None = None
-    ) -> None:
-        """Adds the learning rate to the logs of the batch."""
+    def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
         if logs is not None:
             logs.update(learning_rates_of(self.model))
 
-    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Adds the learning rate to the logs of the epoch."""
+    def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
         if logs is not None:
             logs.update(learning_rates_of(self.model))
 
 
 def learning_rates_of(model: keras.Model) -> dict[str, float]:
-    """The learning rates of whatever updates `model` now, by their names in logs."""
+    """Log name -> learning rate of each optimizer that updates `model`."""
     if not _has_updated(model.optimizer):
-        # Keras compiles, and builds, an RMSprop where nobody names an optimizer.
-        own = {
+        # Keras compiles and builds an RMSprop by default.
+        others = {
             name: learning_rates(value, f"learning_rate_{name}")
             for name, value in vars(model).items()
             if isinstance(value, keras.optimizers.Optimizer) and _has_updated(value)
         }
-        if own:
-            return {key: rate for rates in own.values() for key, rate in rates.items()}
+        if others:
+            return {
+                key: rate for rates in others.values() for key, rate in rates.items()
+            }
     return learning_rates(model.optimizer)
 
 
 def learning_rates(optimizer: Any, name: str = "learning_rate") -> dict[str, float]:
-    """The current learning rate of `optimizer`, or of each that it is made of."""
+    """Log name -> learning rate of `optimizer`, or of each optimizer in it."""
     while hasattr(optimizer, "inner_optimizer"):
         optimizer = optimizer.inner_optimizer
     if hasattr(optimizer, "optimizers"):

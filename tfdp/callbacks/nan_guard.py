@@ -1,4 +1,4 @@
-"""`NaNGuard`: notices a NaN in its step, says where it began, and what then."""
+"""`NaNGuard`: detects a non-finite loss or gradient in its step, and reacts."""
 
 from __future__ import annotations
 
@@ -17,63 +17,60 @@ from tfdp.callbacks.gather_from_hosts import (
     places_of,
     refuse_strategy,
 )
-from tfdp.callbacks.other_callbacks import refuse_others
-from tfdp.callbacks.step_count import StepCount, is_due
-from tfdp.checks import is_whole
+from tfdp.callbacks.other_callbacks import Logs, refuse_others
+from tfdp.callbacks.step_count import StepCount, check_count, is_due
 from tfdp.errors import ConfigurationError, NotFiniteError, NotFiniteWarning
 from tfdp.sharding.variables import ShardedVariable
 from tfdp.step.compression import STATE
 from tfdp.step.find_optimizers import innermost_optimizers, optimizers_of
-from tfdp.step.finite_guard import FiniteGuard, LeftOut
+from tfdp.step.finite_guard import FiniteGuard
 from tfdp.step.finite_trace import Finding, find_not_finite, weights_not_finite
 from tfdp.step.observers import attach, detach
 
 REACTIONS = ("raise", "skip", "rollback")
+# Gradients of a replica that a message names.
+MOST_NAMED = 3
+WHAT = {"weight": "the weight", "input": "the input", "layer": "the output of layer"}
 MOST_IN_A_ROW = 10
 KEEP_EVERY_STEPS = 100
 KEPT = ("skipped_steps", "rollbacks", "skipped_steps_of_epoch")
 
 
 class NaNGuard(keras.callbacks.Callback):
-    """Notices that a loss or a gradient is NaN or infinite in the step where it is.
+    """Detects a NaN or infinite loss or gradient in the step in which it occurs.
 
-    Such a step updates nothing, on no replica: weights, the optimizer's state, moving
-    statistics and metrics are afterwards what they were before. Then its batch is
-    computed once more, layer by layer on every replica, and what is not finite is told
-    in the order in which it came about: a weight, the input (and which row), the first
-    layer, the loss, the gradients, and on which replica.
+    Such a step updates nothing on any replica: weights, optimizer state, moving
+    statistics and metrics stay as they were. Then its batch is computed again, layer by
+    layer on every replica, to report what is not finite in order of occurrence: a
+    weight, the input (and which row), the first layer, the loss, the gradients; and the
+    replica.
 
-    `on_nan` says what follows:
+    `on_nan` decides what follows:
 
-        "raise"       `NotFiniteError`, with all of that
-        "skip"        training goes on with the next batch. The first time a
-                      `NotFiniteWarning` tells the cause; `skipped_steps` in the logs
-                      counts. More than `most_in_a_row` one after the other: as "raise"
-        "rollback"    as "skip", and weights and the optimizer's state go back to the
-                      last copy of them, which is taken every `keep_every_steps` steps,
-                      while all weights are finite; not a learning rate that is a
-                      number, which callbacks set. More than `most_in_a_row` times to
-                      the same copy: as "raise"
+        "raise"       `NotFiniteError`, with the report
+        "skip"        training continues with the next batch. The first time, a
+                      `NotFiniteWarning` has the report; `skipped_steps` in the logs
+                      counts. More than `most_in_a_row` consecutive ones: as "raise"
+        "rollback"    as "skip", and weights and optimizer state (not a numeric learning
+                      rate, which callbacks set) return to the last copy, taken every
+                      `keep_every_steps` steps while all weights are finite. More than
+                      `most_in_a_row` times to the same copy: as "raise"
 
-    A loss scaler (`LossScaleOptimizer`, mixed_float16) finds gradients that are not
-    finite by itself and halves its scale: that is no fault, unless the loss itself is
-    not finite or the scale is down to 1. Under gradient accumulation the batch is left
-    out, and an update has as many good ones as ever. With `sync=` each group of
-    replicas leaves out its own update. With `steps_per_execution` "raise" and
-    "rollback" leave out what comes after such a step in the same execution, too.
+    A loss scaler (`LossScaleOptimizer`, mixed_float16) handles non-finite gradients:
+    that is no fault, unless the loss itself is not finite or the scale is down to 1.
+    Under gradient accumulation the batch is skipped, and an update has the usual number
+    of good ones. With `sync=` each group of replicas skips its own update, and hosts
+    report and raise independently. With `steps_per_execution`, "raise" and "rollback"
+    also skip the later steps of the same execution. If a later update of a step is not
+    finite, earlier ones and weight averages are undone; but not updates or stores in a
+    branch, loop or `tf.function` of the step.
 
-    In a step with several updates what one has changed is put back where a later one
-    finds something, with averages of weights that the step takes itself; not what is
-    updated, or stored, in a branch, a loop or a `tf.function` of the step.
-
-    A weight that an update itself made infinite is noticed with the next loss; one that
-    no loss depends on, and the optimizer's state, at the end of each epoch and before a
-    copy is taken. Hosts that train apart (`sync=`) tell and raise each their own.
-    The cause is looked for without XLA and with new random draws; where it does not
-    show again, the message says so; where the step cannot run eagerly (some with
-    `sync=`), it tells of weights and the input only. `keras.callbacks.TerminateOnNaN`
-    looks at the reported loss, a mean over the epoch so far, when the update has been
-    made.
+    A weight made infinite by an update is detected with the next loss; weights that no
+    loss depends on, and the optimizer state, at the end of each epoch and before a copy
+    is taken. The cause is searched without XLA and with new random draws; the message
+    says so if it does not recur. If the step cannot run eagerly (some with `sync=`),
+    the report covers weights and the input only. `keras.callbacks.TerminateOnNaN`
+    checks the reported loss, a mean over the epoch so far, after the update.
 
     Args:
       on_nan: "raise", "skip" or "rollback".
@@ -81,19 +78,16 @@ class NaNGuard(keras.callbacks.Callback):
       keep_every_steps: at least 1; None for 100. With "rollback" only.
 
     Raises:
-      ConfigurationError: when an argument is not as above; when training starts: under
-        a strategy that is not tfdp's, or is of a TPU, with `run_eagerly=True`; beside
-        another `NaNGuard`; of
-        `sync=`, with "rollback" (the copies of several groups are of several moments)
-        and with accumulate_steps above 1 (groups would count apart).
-      NotFiniteError: while training, on all hosts; its `findings` hold what was found.
+      ConfigurationError: an argument is not as above; when training starts: under a
+        strategy that is not tfdp's or of a TPU, with `run_eagerly=True`, or another
+        `NaNGuard`; with `sync=` and "rollback" or accumulate_steps above 1.
+      NotFiniteError: while training, on all hosts; `findings` holds the report.
 
-    Cost: in each step a pass over the gradients and one sum of a number over all
-    replicas; the training step is traced once more, when training begins and after it
-    has ended; Keras waits for each batch before it starts the next. "rollback", and
-    several updates in a step: on each device as many bytes as it has weights and state
-    of optimizers. To find the cause
-    takes an eager step.
+    Cost: per step a pass over the gradients and one all-reduce of a number; the
+    training step is retraced when training begins and after it ends; Keras waits for
+    each batch before it starts the next. "rollback", and several updates in a step: on
+    each device the bytes of its weights and optimizer state. The report takes an eager
+    step.
 
     ```python
     import keras
@@ -129,11 +123,11 @@ class NaNGuard(keras.callbacks.Callback):
         self.on_nan = on_nan
         self.most_in_a_row = most_in_a_row or MOST_IN_A_ROW
         self.keep_every_steps = keep_every_steps or KEEP_EVERY_STEPS
-        #: Steps whose update was left out, in all fits.
+        #: Steps skipped in all fits.
         self.skipped_steps = 0
-        #: How often weights went back to a copy.
+        #: Number of rollbacks.
         self.rollbacks = 0
-        #: What was found last.
+        #: The last report.
         self.findings: list[Finding] = []
         self._guard: FiniteGuard | None = None
         self._copy: KeptCopy | None = None
@@ -141,21 +135,12 @@ class NaNGuard(keras.callbacks.Callback):
         self._skipped_before = 0
         self._has_warned = False
 
-    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Begins to look: in graphs, which are therefore built anew.
-
-        Raises:
-          ConfigurationError: where they cannot.
-        """
-        strategy = self.model.distribute_strategy
-        _refuse_what_cannot_act(self.model, self.on_nan)
-        refuse_others(self, (NaNGuard,), "leave steps out")
-        self._guard = FiniteGuard(
-            self.model,
-            strategy.extended.reducer,
-            len(strategy.extended.worker_devices),
-            stops=self.on_nan != "skip",
-        )
+    def on_train_begin(self, logs: Logs = None) -> None:
+        _check_can_act(self.model, self.on_nan)
+        refuse_others(self, (NaNGuard,), "skip steps")
+        extended, stops = self.model.distribute_strategy.extended, self.on_nan != "skip"
+        devices = len(extended.worker_devices)
+        self._guard = FiniteGuard(self.model, extended.reducer, devices, stops=stops)
         attach(self.model, self._guard)
         self.model.make_train_function(force=True)
         self._steps, self._has_warned = StepCount(), False
@@ -163,89 +148,68 @@ class NaNGuard(keras.callbacks.Callback):
         self._skipped_before = self.skipped_steps
 
     def state_to_keep(self) -> dict[str, Any]:
-        """What a checkpoint of the training keeps: what was left out so far."""
         of_epoch = self.skipped_steps - self._skipped_before
         numbers = (self.skipped_steps, self.rollbacks, of_epoch)
         return dict(zip(KEPT, numbers, strict=True))
 
     def take_back(self, state: dict[str, Any]) -> None:
-        """Goes on counting from there."""
         self.skipped_steps, self.rollbacks, of_epoch = (int(state[n]) for n in KEPT)
         self._skipped_before = self.skipped_steps - of_epoch
 
-    def on_train_batch_begin(
-        self, batch: int, logs: dict[str, Any] | None = None
-    ) -> None:
-        """Lets the graphs act."""
+    def on_train_batch_begin(self, batch: int, logs: Logs = None) -> None:
         self._steps.begin(batch)
         if not self._steps.done:
-            # Not when training begins: other callbacks restore weights there.
+            # Not when training begins: other callbacks restore weights then.
             self._keep_copy()
         if self._guard is not None:
             self._guard.arm(self.model.steps_per_execution)
 
-    def on_train_batch_end(
-        self, batch: int, logs: dict[str, Any] | None = None
-    ) -> None:
-        """Looks whether a step was left out, and does what `on_nan` says.
-
-        Raises:
-          NotFiniteError: where that is to raise.
-        """
+    def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
         before = self._steps.end(batch)
         if self._guard is None:
             return
         self._guard.arm(0)
-        if not self._left_out() and self._is_due(before):
+        if not self._check_skipped() and self._is_due(before):
             self._keep_copy()
         self._count_in(logs)
 
-    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Looks at all weights, and at steps that came before the end of the input.
-
-        Raises:
-          NotFiniteError: when one is not finite, and there is no copy to go back to.
-        """
-        self._left_out()
+    def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
+        """Checks all weights, and steps that ran before the end of the input."""
+        self._check_skipped()
         found = self._bad_weights()
         if found:
             when = f"after step {self._steps.done} of this fit"
-            self._tell(found, when, is_enough=not self._can_roll_back())
+            self._report(found, when, is_enough=not self._can_roll_back())
             self._roll_back()
         self._count_in(logs)
         self._skipped_before = self.skipped_steps
 
-    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
-        """Looks no more; the next training builds graphs that do not, either."""
+    def on_train_end(self, logs: Logs = None) -> None:
         if self._guard is not None:
             detach(self.model, self._guard)
         self._guard = self._copy = None
         self.model.make_train_function(force=True)
 
-    def _left_out(self) -> bool:
-        """Whether steps were left out since the last time; reacts if so."""
-        left_out = None if self._guard is None else self._guard.read()
-        if left_out is not None:
-            self._react(left_out)
-        return left_out is not None
-
-    def _react(self, left_out: LeftOut) -> None:
-        self.skipped_steps += left_out.steps
-        when = f"in step {left_out.first} of this fit"
-        is_enough = (
-            self.on_nan == "raise" or left_out.most_in_a_row > self.most_in_a_row
-        )
+    def _check_skipped(self) -> bool:
+        """Reacts to skipped steps; returns whether there were any."""
+        skipped = None if self._guard is None else self._guard.read()
+        if skipped is None:
+            return False
+        self.skipped_steps += skipped.steps
+        when = f"in step {skipped.first} of this fit"
+        is_enough = self.on_nan == "raise" or skipped.most_in_a_row > self.most_in_a_row
         if self.on_nan == "rollback":
             is_enough = not self._can_roll_back()
         if is_enough or not self._has_warned:
-            # Before anything goes back: with the weights of that step.
-            self._tell(self._find(), when, is_enough=is_enough)
+            # Before a rollback: with the weights of that step.
+            self._report(self._find(), when, is_enough=is_enough)
         self._roll_back()
         self._guard.go_on()  # type: ignore[union-attr]
+        return True
 
-    def _tell(self, found: list[Finding], when: str, *, is_enough: bool) -> None:
+    def _report(self, found: list[Finding], when: str, *, is_enough: bool) -> None:
         self.findings = found
-        message = in_words(found, self._places(), when)
+        message = describe_findings(found, self._places(), when)
         if is_enough:
             self.on_train_end()
             raise NotFiniteError(message, findings=found)
@@ -255,34 +219,30 @@ class NaNGuard(keras.callbacks.Callback):
     def _find(self) -> list[Finding]:
         first = first_rank_of(self.model.distribute_strategy)
         batches = self._guard.kept_batches()  # type: ignore[union-attr]
-        return self._told(find_not_finite(self.model, batches, first))
+        return self._gather(find_not_finite(self.model, batches, first))
 
     def _bad_weights(self) -> list[Finding]:
         first = first_rank_of(self.model.distribute_strategy)
-        return self._told(weights_not_finite(self.model, first))
+        return self._gather(weights_not_finite(self.model, first))
 
-    def _told(self, mine: list[Finding]) -> list[Finding]:
-        """What all hosts found; each its own, where hosts train apart."""
-        if _trains_apart(self.model):
+    def _gather(self, mine: list[Finding]) -> list[Finding]:
+        """Findings of all hosts; in local training only of this one."""
+        if _is_local_training(self.model):
             return mine
-        everybody = gather_from_hosts(
-            self.model.distribute_strategy,
-            [dataclasses.astuple(finding) for finding in mine],
-            "what is not finite",
-        )
-        return [Finding(*fields) for told in everybody for fields in told]
+        strategy = self.model.distribute_strategy
+        fields = [dataclasses.astuple(finding) for finding in mine]
+        by_host = gather_from_hosts(strategy, fields, "what is not finite")
+        return [Finding(*fields) for values in by_host for fields in values]
 
     def _places(self) -> list[str]:
         strategy = self.model.distribute_strategy
-        if _trains_apart(self.model):
+        if _is_local_training(self.model):
             return [""] * first_rank_of(strategy) + places_of(strategy)
-        told = gather_from_hosts(
-            strategy, places_of(strategy), "the places of replicas"
-        )
-        return [place for places in told for place in places]
+        by_host = gather_from_hosts(strategy, places_of(strategy), "places of replicas")
+        return [place for places in by_host for place in places]
 
     def _is_due(self, before: int) -> bool:
-        """Whether to take a copy after good steps, of which there were `before`."""
+        """Whether to take a copy, given the number of steps before this execution."""
         is_first = self._copy is not None and not self._copy.is_taken
         return is_first or is_due(self.keep_every_steps, before, self._steps.done)
 
@@ -295,110 +255,85 @@ class NaNGuard(keras.callbacks.Callback):
         return self._copy is not None and self._copy.times_used < self.most_in_a_row
 
     def _roll_back(self) -> None:
-        """Goes back to the last copy, where copies are taken."""
         if self._copy is not None:
             self._copy.put_back()
             self.rollbacks += 1
 
-    def _count_in(self, logs: dict[str, Any] | None) -> None:
+    def _count_in(self, logs: Logs) -> None:
         if logs is not None and self.on_nan != "raise":
             logs["skipped_steps"] = self.skipped_steps - self._skipped_before
 
 
 def _check_count(name: str, value: Any, on_nan: str, acts_with: Sequence[str]) -> None:
-    if value is None:
-        return
-    if not is_whole(value, least=1):
+    check_count(name, value)
+    if value is not None and on_nan not in acts_with:
         raise ConfigurationError(
-            f"{name} must be an int of at least 1, or None. Received: {value!r}."
-        )
-    if on_nan not in acts_with:
-        raise ConfigurationError(
-            f"{name}={value} has nothing to act on with on_nan={on_nan!r}. Leave it "
-            f"out, or use on_nan={acts_with[-1]!r}."
+            f"{name}={value} has no effect with on_nan={on_nan!r}. Remove it, or use "
+            f"on_nan={acts_with[-1]!r}."
         )
 
 
-def _trains_apart(model: keras.Model) -> bool:
+def _is_local_training(model: keras.Model) -> bool:
     return any(getattr(o, "sync", None) is not None for o in optimizers_of(model))
 
 
-def _refuse_what_cannot_act(model: keras.Model, on_nan: str) -> None:
+def _check_can_act(model: keras.Model, on_nan: str) -> None:
     refuse_strategy(model.distribute_strategy, "NaNGuard")
     if model.run_eagerly or tf.config.functions_run_eagerly():
         raise ConfigurationError(
-            "NaNGuard acts in graphs, and the model runs eagerly. Compile it with "
-            "run_eagerly=False (without tf.config.run_functions_eagerly(True)), or "
-            "leave the callback out."
+            "NaNGuard works in graphs, but the model runs eagerly. Compile it with "
+            "run_eagerly=False, without tf.config.run_functions_eagerly(True)."
         )
-    if not _trains_apart(model):
+    if not _is_local_training(model):
         return
     if on_nan == "rollback":
         raise ConfigurationError(
-            "on_nan='rollback' goes back to one moment of all replicas, and with "
-            "sync=... groups of them train apart and meet at others. Use 'skip' or "
-            "'raise', or leave sync out."
+            "on_nan='rollback' restores one moment of all replicas, but with sync=... "
+            "groups of replicas train independently. Use 'skip', 'raise' or no sync."
         )
     if any(getattr(o, "accumulate_steps", 1) > 1 for o in optimizers_of(model)):
         raise ConfigurationError(
-            "NaNGuard leaves a batch out of an accumulation, and with sync=... groups "
-            "of replicas, which meet after equal numbers of updates, would count "
-            "apart. Use accumulate_steps=1, or leave sync out."
+            "NaNGuard skips a batch of an accumulation, but with sync=... groups of "
+            "replicas must make equal numbers of updates. Use one of the two."
         )
 
 
-# What `NaNGuard` found, in words.
-
-
-# A message names so many gradients of a replica.
-MOST_NAMED = 3
-WHAT = {
-    "weight": "the weight",
-    "input": "the input",
-    "layer": "the output of layer",
-}
-
-
-def in_words(found: Sequence[Finding], places: Sequence[str], when: str) -> str:
-    """What is not finite, where, and what to do."""
+def describe_findings(
+    found: Sequence[Finding], places: Sequence[str], when: str
+) -> str:
+    """What is not finite, where, and what to do, as text."""
     by_rank: dict[int, list[Finding]] = {}
     for finding in found:
         by_rank.setdefault(finding.rank, []).append(finding)
-    clauses = [
-        f"{places[rank]}: {_in_order(findings)}" for rank, findings in by_rank.items()
+    clauses = [f"{places[r]}: {_describe_replica(f)}" for r, f in by_rank.items()] or [
+        "computed again the batch was finite on every replica, so the cause is in "
+        "random draws, in XLA or in summing gradients"
     ]
-    if not clauses:
-        clauses = [
-            "computed once more the batch was finite on every replica, so the cause "
-            "is in its random draws, in XLA or in adding gradients up"
-        ]
     return (
-        f"A loss or a gradient is not finite {when}, which was left out: "
-        f"{'; '.join(clauses)}. If it is the input, look at those rows; else a smaller "
-        "learning rate, clipping or a loss that is defined everywhere helps. "
-        "NaNGuard(on_nan='skip') goes on without such batches."
+        f"A loss or a gradient is not finite {when}, which was skipped: "
+        f"{'; '.join(clauses)}. If it is the input, check those rows; else try a "
+        "smaller learning rate, clipping or a loss that is defined everywhere. "
+        "NaNGuard(on_nan='skip') continues without such batches."
     )
 
 
-def _in_order(findings: Sequence[Finding]) -> str:
-    gradients = [finding for finding in findings if finding.kind == "gradient"]
-    apart = ("gradient", "unknown")
-    words = [_words(finding) for finding in findings if finding.kind not in apart]
+def _describe_replica(findings: Sequence[Finding]) -> str:
+    gradients = [finding.name for finding in findings if finding.kind == "gradient"]
+    texts = [_describe(f) for f in findings if f.kind not in ("gradient", "unknown")]
     if gradients:
-        named = ", ".join(finding.name for finding in gradients[:MOST_NAMED])
         more = len(gradients) - MOST_NAMED
         and_more = f" and {more} more" if more > 0 else ""
-        words.append(f"the gradient of {named}{and_more}")
-    clauses = ["first " + ", then ".join(words)] if words else []
+        texts.append(f"the gradient of {', '.join(gradients[:MOST_NAMED])}{and_more}")
+    clauses = ["first " + ", then ".join(texts)] if texts else []
     clauses += [
-        f"more is not known, as the batch could not be computed again ({finding.name})"
+        f"the rest is unknown: the batch could not be computed again ({finding.name})"
         for finding in findings
         if finding.kind == "unknown"
     ]
     return ", ".join(clauses)
 
 
-def _words(finding: Finding) -> str:
+def _describe(finding: Finding) -> str:
     if finding.kind == "loss":
         return "the loss"
     row = "" if finding.row is None else f", the first in row {finding.row}"
@@ -408,17 +343,11 @@ def _words(finding: Finding) -> str:
     )
 
 
-# `KeptCopy`: weights and the optimizer's state as they were, on their devices.
-
-
 class KeptCopy:
-    """Keeps what training has made of a model, and gives it back.
+    """Copies of a model's weights and optimizer state, on their devices.
 
-    Random states are left as they are: the same draws would come once more. So are
-    learning rates: a schedule knows its step, and a number is what callbacks have set.
-
-    Args:
-      model: made under a strategy of tfdp.
+    Not random states, which would repeat their draws, nor learning rates: a schedule
+    depends on the step, and callbacks set a number.
 
     Cost: the bytes of all that on each device, from the next update on.
     """
@@ -426,62 +355,58 @@ class KeptCopy:
     def __init__(self, model: keras.Model):
         self._model = model
         self._kept: list[tuple[tf.Variable, tf.Tensor]] = []
-        #: How often the copy was given back since it was taken.
+        #: Rollbacks to this copy.
         self.times_used = 0
 
     def can_be_taken(self) -> bool:
-        """Whether all that training makes is there; a model may build itself late."""
+        """Whether all state exists; a model may build itself late."""
         return self._model.built and all(o.built for o in optimizers_of(self._model))
 
     @property
     def is_taken(self) -> bool:
-        """Whether there is something to go back to."""
         return bool(self._kept)
 
     def take(self) -> None:
-        """Keeps what everything is now, in the place of what was kept before."""
-        # Read values are kept as they are: an update then writes elsewhere.
+        """Replaces the copy by the current state."""
+        # A read value keeps its buffer: an update then writes elsewhere.
         self._kept = [(copy, copy.read_value()) for copy in _copies(self._model)]
         self.times_used = 0
 
     def put_back(self) -> None:
-        """Makes everything what it was; nothing, before the first copy."""
+        """Restores the copy, if there is one."""
         for copy, value in self._kept:
             copy.assign(value)
-        known = {id(copy) for copy, _ in self._kept}
-        for copy in _left_by_sums(self._model) if self._kept else ():
-            if id(copy) not in known:  # made since then, with zeros
+        copied = {id(copy) for copy, _ in self._kept}
+        for copy in _residuals_of(self._model) if self._kept else ():
+            if id(copy) not in copied:  # created since then, as zeros
                 copy.assign(tf.zeros_like(copy))
         self.times_used += 1
 
 
 def _copies(model: keras.Model) -> Iterator[tf.Variable]:
-    """Every copy and every shard that a device of this process holds."""
+    """Every variable, shards too, that a device of this process holds."""
     optimizers = optimizers_of(model)
     leaves = [leaf for owner in optimizers for leaf in innermost_optimizers(owner)]
     rates = [leaf.learning_rate for leaf in leaves]
     seen = {id(rate.value) for rate in rates if isinstance(rate, keras.Variable)}
+    ranks = range(len(model.distribute_strategy.extended.worker_devices))
     states = [optimizer.variables for optimizer in optimizers]
-    # Not the model's variables: metrics and random states go on.
+    # Not the model's variables: metrics and random states continue.
     for variable in itertools.chain(model.weights, *states):
         value: Any = variable.value
         if id(value) in seen:
             continue
         seen.add(id(value))
         if isinstance(value, ShardedVariable):
-            yield from (value.shard(rank) for rank in _ranks(model))
+            yield from (value.shard(rank) for rank in ranks)
         else:
             yield from getattr(value, "values", (value,))
-    yield from _left_by_sums(model)
+    yield from _residuals_of(model)
 
 
-def _left_by_sums(model: keras.Model) -> Iterator[tf.Variable]:
-    """What compressed sums keep from step to step: made by the first of them."""
+def _residuals_of(model: keras.Model) -> Iterator[tf.Variable]:
+    """Residuals of compressed sums, which the first sum creates."""
     for optimizer in optimizers_of(model):
         state = getattr(optimizer, STATE, None)
         if state is not None:
             yield from state.copies
-
-
-def _ranks(model: keras.Model) -> range:
-    return range(len(model.distribute_strategy.extended.worker_devices))

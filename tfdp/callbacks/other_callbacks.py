@@ -1,29 +1,26 @@
-"""What the callbacks beside one another may be, and which of them comes first."""
+"""Ordering and compatibility of callbacks in one `fit`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import keras
 
 from tfdp._private.keras_fit import callbacks_around
 from tfdp.errors import ConfigurationError
 
+Logs: TypeAlias = dict[str, Any] | None
+
 
 class BeforeOthers(keras.callbacks.Callback):
-    """The first of all callbacks.
-
-    Args:
-      function: called when an epoch begins, before the others hear of it.
-    """
+    """The first of all callbacks: calls `function` at the beginning of each epoch."""
 
     def __init__(self, function: Callable[[], None]):
         super().__init__()
         self._function = function
 
-    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Calls it."""
+    def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
         self._function()
 
 
@@ -34,16 +31,13 @@ def refuse_others(
     *,
     of_strategy: bool = False,
 ) -> None:
-    """Refuses another callback that would act on the same thing.
+    """Raises a `ConfigurationError` if another callback acts on the same thing.
 
     Args:
       callback: of a `fit` that begins.
       kinds: of the others, in this `fit` and in those of the model in which it runs.
-      what: both would do, in words.
-      of_strategy: also in those of other models under the same strategy.
-
-    Raises:
-      ConfigurationError: there is one.
+      what: both would do, for the message.
+      of_strategy: search the fits of all models under the same strategy.
     """
     strategy = callback.model.distribute_strategy
     for other in callbacks_around(None if of_strategy else callback.model):
@@ -52,6 +46,5 @@ def refuse_others(
         if other.model.distribute_strategy is strategy:
             raise ConfigurationError(
                 f"Two callbacks of this fit would {what}, and overwrite each other: "
-                f"{type(callback).__name__} and {type(other).__name__}. "
-                "Leave one of them out."
+                f"{type(callback).__name__} and {type(other).__name__}. Remove one."
             )

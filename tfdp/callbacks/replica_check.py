@@ -1,4 +1,4 @@
-"""`ReplicaCheck`: notices a replica whose weights are not those of the others."""
+"""`ReplicaCheck`: detects a replica with other weights than the rest."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from tfdp.callbacks.gather_from_hosts import (
     places_of,
     refuse_strategy,
 )
+from tfdp.callbacks.other_callbacks import Logs
 from tfdp.callbacks.step_count import StepCount, is_due
 from tfdp.checks import is_whole
 from tfdp.errors import (
@@ -27,46 +28,43 @@ from tfdp.step.replicated_state import replicated_state_of
 from tfdp.variables.bit_hash import bit_hash
 
 REACTIONS = ("raise", "warn")
-# An error names so many variables; `drifts` has all.
+# Variables that an error names; `drifts` has all.
 MOST_NAMED = 5
 
 
 class ReplicaCheck(keras.callbacks.Callback):
-    """Compares what replicas keep alike, over all replicas of all hosts, bit for bit.
+    """Compares replicated state over all replicas of all hosts, bit for bit.
 
-    Replicas that begin alike and update alike stay alike; nothing in training looks
-    whether they do. A flipped bit in a device's memory, a driver that computes
-    otherwise on one machine, or a variable that a program assigned on one replica goes
-    unseen: the loss still falls, to somewhere else. Every `every_steps` steps, and
-    when training ends, each replica hashes the bits of its weights, of the optimizer's
-    state and of what else is kept alike (`tfdp.step.replicated_state`), and the hashes
-    are compared. Where more than half of the holders of a variable agree, the others
-    are named, by rank, device and worker; of two replicas, both are.
+    Replicas that start equal and update equally stay equal, but training does not
+    verify it. After a flipped bit in a device's memory, a driver that computes
+    differently on one machine, or an assignment on one replica, the loss still falls.
+    Every `every_steps` steps, and when training ends, each replica hashes the bits of
+    its weights, optimizer state and other replicated state
+    (`tfdp.step.replicated_state`), and the hashes are compared. If more than half of
+    the holders of a variable agree, the others are named, by rank, device and worker;
+    else all.
 
-    -0.0 and 0.0 differ, and so do two NaN of other bits. With `shard=` a shard is held
-    once, so that only what is whole everywhere is compared; with shard_group="host" the
-    shards of the hosts, too. With `sync=` it is the outer weights, and within a group
-    that steps together the local ones. With gradient accumulation what layers store is
-    compared right after an update only. Metrics, accumulated gradients and random
-    states are each replica's own and not compared.
+    -0.0 and 0.0 differ, and so do two NaN with different bits. With `shard=` only what
+    is replicated is compared; with shard_group="host" also the shards, across hosts.
+    With `sync=` it compares the outer weights, and the local ones within a group that
+    steps together. With gradient accumulation, buffers are compared right after an
+    update only. Metrics, accumulated gradients and random states are not compared.
 
     Args:
-      every_steps: steps from one comparison to the next, at least 1. With
-        `steps_per_execution` it takes place after the execution in which it is due.
-      on_drift: "raise", or "warn": a `ReplicaDriftWarning` for each variable and
-        replica, once, and training goes on.
+      every_steps: steps between comparisons, at least 1. With `steps_per_execution` it
+        compares after the execution in which it is due.
+      on_drift: "raise", or "warn": a `ReplicaDriftWarning` once per variable and
+        replica, and training continues.
 
     Raises:
-      ConfigurationError: when an argument is not as above; when training starts: under
-        a strategy of several replicas that is not tfdp's, or is of a TPU.
-      ReplicaDriftError: after a comparison, on all hosts, when something drifted; its
-        `drifts` holds all of it.
+      ConfigurationError: an argument is not as above; when training starts: under a
+        strategy of several replicas that is not tfdp's or of a TPU.
+      ReplicaDriftError: on all hosts, when something drifted; `drifts` holds all of it.
 
-    Cost: reads everything that is compared, on its device: some 3 ns of a CPU's core
-    for 4 bytes (21 million parameters with Adam on two replicas: 0.34 s, the first time
-    0.9 s), and up to a millisecond for each variable; some 30 bytes to each other host
-    for each variable and replica. Nothing in the steps between. With one replica there
-    is nothing to compare, and it does nothing.
+    Cost: reads the compared state on its device: some 3 ns of a CPU core per 4 bytes
+    (21 million parameters with Adam on two replicas: 0.34 s, the first time 0.9 s), up
+    to a millisecond per variable, and some 30 bytes to each other host per variable and
+    replica. No cost in other steps or on one replica.
 
     ```python
     import keras
@@ -97,51 +95,31 @@ class ReplicaCheck(keras.callbacks.Callback):
             )
         self.every_steps = every_steps
         self.on_drift = on_drift
-        #: Comparisons that were made.
+        #: Number of comparisons.
         self.checks = 0
-        #: What was found, newest last.
+        #: What drifted, newest last.
         self.drifts: list[Drift] = []
         self._begin_training()
 
     def _begin_training(self) -> None:
         self._steps = StepCount()
         self._checked_at = 0
-        self._told: set[tuple[str, tuple[int, ...]]] = set()
+        self._reported: set[tuple[str, tuple[int, ...]]] = set()
 
-    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Refuses a strategy whose replicas it cannot see.
-
-        Raises:
-          ConfigurationError: then.
-        """
+    def on_train_begin(self, logs: Logs = None) -> None:
         if self._has_several():
             refuse_strategy(self.model.distribute_strategy, "ReplicaCheck")
         self._begin_training()
 
-    def on_train_batch_begin(
-        self, batch: int, logs: dict[str, Any] | None = None
-    ) -> None:
-        """Notes the first step of an execution."""
+    def on_train_batch_begin(self, batch: int, logs: Logs = None) -> None:
         self._steps.begin(batch)
 
-    def on_train_batch_end(
-        self, batch: int, logs: dict[str, Any] | None = None
-    ) -> None:
-        """Compares when it is time.
-
-        Raises:
-          ReplicaDriftError: when something drifted.
-        """
+    def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
         self._steps.end(batch)
         if is_due(self.every_steps, self._checked_at, self._steps.done):
             self._check()
 
-    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
-        """Compares what training ends with.
-
-        Raises:
-          ReplicaDriftError: when something drifted.
-        """
+    def on_train_end(self, logs: Logs = None) -> None:
         if self._steps.done > self._checked_at:
             self._check()
 
@@ -163,8 +141,8 @@ class ReplicaCheck(keras.callbacks.Callback):
             "kept_with": kept_with,
             "places": places_of(strategy),
         }
-        everybody = gather_from_hosts(strategy, mine, "what replicas keep alike")
-        places, holdings = _holdings(names, everybody)
+        by_host = gather_from_hosts(strategy, mine, "replicated state")
+        places, holdings = _holdings(names, by_host)
         self.checks += 1
         found = find_drifts(holdings)
         self.drifts += found
@@ -174,59 +152,55 @@ class ReplicaCheck(keras.callbacks.Callback):
     def _react(self, found: list[Drift], places: Sequence[str], since: int) -> None:
         when = f"between step {since} and step {self._steps.done} of this fit"
         if self.on_drift == "raise":
-            raise ReplicaDriftError(in_words(found, places, when), drifts=found)
-        news = [d for d in found if (d.variable, d.ranks) not in self._told]
-        self._told |= {(drift.variable, drift.ranks) for drift in news}
+            raise ReplicaDriftError(describe_drifts(found, places, when), drifts=found)
+        news = [d for d in found if (d.variable, d.ranks) not in self._reported]
+        self._reported |= {(drift.variable, drift.ranks) for drift in news}
         if news:
-            message = in_words(news, places, when)
+            message = describe_drifts(news, places, when)
             warnings.warn(message, ReplicaDriftWarning, stacklevel=2)
 
 
 def _holdings(
-    names: Sequence[str], everybody: Sequence[Any]
+    names: Sequence[str], by_host: Sequence[Any]
 ) -> tuple[list[str], list[Holding]]:
-    """All replicas, and what each holds, from what every host tells."""
+    """Names of all replicas, and what each holds, from the values of all hosts."""
     places: list[str] = []
     holdings = []
-    for host, told in enumerate(everybody):
-        if len(told["hashes"]) != len(names):
+    for host, values in enumerate(by_host):
+        if len(values["hashes"]) != len(names):
             raise CollectiveError(
-                f"Worker {host} compares {len(told['hashes'])} variables and this "
+                f"Worker {host} compares {len(values['hashes'])} variables and this "
                 f"one {len(names)}. Give every worker the same model and callbacks."
             )
-        rows = zip(names, told["hashes"], told["kept_with"], strict=True)
+        rows = zip(names, values["hashes"], values["kept_with"], strict=True)
         for name, hashes, kept_with in rows:
-            holdings += [
-                Holding(name, with_whom, len(places) + rank, value)
-                for rank, (value, with_whom) in enumerate(
-                    zip(hashes, kept_with, strict=True)
-                )
-            ]
-        places += told["places"]
+            copies = enumerate(zip(hashes, kept_with, strict=True), len(places))
+            holdings += [Holding(name, group, rank, h) for rank, (h, group) in copies]
+        places += values["places"]
     return places, holdings
 
 
-def in_words(found: Sequence[Drift], places: Sequence[str], when: str) -> str:
-    """What drifted, where and when, and what to do."""
-    by_who: dict[tuple[tuple[int, ...], bool, int], list[str]] = {}
+def describe_drifts(found: Sequence[Drift], places: Sequence[str], when: str) -> str:
+    """What drifted, where and when, and what to do, as text."""
+    by_replicas: dict[tuple[tuple[int, ...], bool, int], list[str]] = {}
     for drift in found:
         key = (drift.ranks, drift.is_known, drift.holders)
-        by_who.setdefault(key, []).append(drift.variable)
+        by_replicas.setdefault(key, []).append(drift.variable)
     clauses = []
-    for (ranks, is_known, holders), variables in by_who.items():
+    for (ranks, is_known, holders), variables in by_replicas.items():
         named = ", ".join(variables[:MOST_NAMED])
         more = len(variables) - MOST_NAMED
         named += f" and {more} more" if more > 0 else ""
-        who = ", ".join(places[rank] for rank in ranks)
+        replicas = ", ".join(places[rank] for rank in ranks)
         if is_known:
             verb = "differs" if len(ranks) == 1 else "differ"
             others = holders - len(ranks)
-            clauses.append(f"{who} {verb} from the {others} others in {named}")
+            clauses.append(f"{replicas} {verb} from the {others} others in {named}")
         else:
-            clauses.append(f"{who} differ in {named}; no majority says who is right")
+            clauses.append(f"{replicas} differ in {named}; there is no majority")
     return (
-        f"Replicas that are kept alike have drifted apart {when}: "
-        f"{'; '.join(clauses)}. Either a device or its memory made a mistake, or the "
-        "program assigned to a variable on one replica. Go back to a checkpoint from "
-        "before that step, and watch whether the same replica is named again."
+        f"Replicas have drifted {when}: {'; '.join(clauses)}. Either a device or its "
+        "memory made an error, or the program assigned to a variable on one replica. "
+        "Restore a checkpoint from before; if it names the same replica again, check "
+        "that device."
     )

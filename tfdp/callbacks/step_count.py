@@ -1,4 +1,4 @@
-"""The steps of a `fit`, several of which Keras may make in one execution."""
+"""The steps of a `fit`, several of which Keras may run in one execution."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from typing import Any
 import keras
 
 from tfdp._private.frames import fits_around
-from tfdp.errors import RunRecordWarning
+from tfdp.checks import is_whole
+from tfdp.errors import ConfigurationError, RunRecordWarning
 
 
 class StepCount:
-    """Counts steps from what Keras tells callbacks: the first and last of each."""
+    """Counts steps from the batch numbers that Keras passes to callbacks."""
 
     def __init__(self) -> None:
-        #: How many were made.
+        #: Steps made.
         self.done = 0
         self._first = 0
 
@@ -25,14 +26,22 @@ class StepCount:
         self._first = batch
 
     def end(self, batch: int) -> int:
-        """It ends with step `batch`; how many were made before it began."""
+        """An execution ends with step `batch`; returns the steps made before it."""
         before = self.done
         self.done += batch - self._first + 1
         return before
 
 
+def check_count(name: str, value: Any) -> None:
+    """Refuses a `value` other than None and whole numbers from 1."""
+    if value is not None and not is_whole(value, least=1):
+        raise ConfigurationError(
+            f"{name} must be an int of at least 1, or None. Received: {value!r}."
+        )
+
+
 def is_due(every: int, before: int, now: int) -> bool:
-    """Whether there is a multiple of `every` above `before`, and up to `now`.
+    """Whether a multiple of `every` is above `before`, and up to `now`.
 
     >>> [is_due(3, before, before + 2) for before in (0, 1, 2, 3)]
     [False, True, True, False]
@@ -40,47 +49,39 @@ def is_due(every: int, before: int, now: int) -> bool:
     return now // every > before // every
 
 
-# `StepClock`: when a step of `fit` begins, behind what callbacks do before it.
-
-
 def warn_unless_first(callback: keras.callbacks.Callback) -> None:
-    """Warns where other callbacks of the `fit` that calls it come before `callback`.
+    """Warns if other callbacks of the calling `fit` come before `callback`.
 
-    What they do after a step is over is then done within what `callback` times.
+    What they do after a step falls into the time that `callback` measures.
     """
     callbacks = getattr(next(fits_around(), {}).get("callbacks"), "callbacks", [])
     if callbacks and callbacks[0] is not callback:
         name, before = type(callback).__name__, type(callbacks[0]).__name__
         warnings.warn(
-            f"{name} comes behind {before} in callbacks=, so what {before} does after "
-            f"a step is recorded as a part of the step. Place {name} first.",
+            f"{name} comes after {before} in callbacks=, so the time of {before} "
+            f"counts as a part of the step. Place {name} first.",
             RunRecordWarning,
             stacklevel=3,
         )
 
 
 class StepClock:
-    """Leads what `fit` calls for a step, `model.train_function`, to note the time.
-
-    Args:
-      model: whose step it is; it gets its own back by `close`.
-    """
+    """Overrides `model.train_function` to record when each step of `fit` begins."""
 
     def __init__(self, model: keras.Model):
         self._model, self._step = model, model.train_function
-        #: When the last step began, by `time.perf_counter` and by the computer's clock,
-        #: the only one that what runs in a graph knows.
+        #: When the last step began, by `time.perf_counter` and by the system clock.
         self.began = self.began_by_clock = 0.0
         if self._step is not None:
             model.train_function = self._clocked
 
     def start(self) -> None:
-        """A step begins."""
+        """Records the beginning of a step."""
         self.began, self.began_by_clock = time.perf_counter(), time.time()
 
     def close(self) -> None:
-        """Leads no more."""
-        # Another callback may lead it meanwhile, or have built it anew.
+        """Restores the original function."""
+        # Another callback may have overridden or rebuilt it.
         if self._model.train_function == self._clocked:
             self._model.train_function = self._step
 

@@ -1,4 +1,4 @@
-"""What other callbacks know, as a checkpoint of a `fit` keeps it."""
+"""The state of a `fit` in a checkpoint: callbacks, input, random generators, place."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ from tfdp.errors import CheckpointWarning, ConfigurationError, DataError
 from tfdp.files.checked_json import is_count
 from tfdp.step.find_optimizers import optimizers_of
 
-# Plain numbers. The weights that EarlyStopping holds are arrays, see `arrays_of`.
+SHARDS, STATES = "shards", "states"
+# Words in the state of a Mersenne Twister.
+WORDS = 624
+# Attributes with plain numbers; `arrays_of` has the weights in EarlyStopping.
 BEST = "best_weights"
 ATTRIBUTES = {
     keras.callbacks.EarlyStopping: ("wait", "best", "best_epoch", "stopped_epoch"),
@@ -40,26 +43,25 @@ ATTRIBUTES = {
 
 @runtime_checkable
 class KeepsState(Protocol):
-    """A callback that says itself what it knows, in plain numbers and lists."""
+    """A callback with its own state, as plain numbers and lists."""
 
     def state_to_keep(self) -> dict[str, Any]:
-        """What it knows after a step."""
+        """Returns the state after a step."""
 
     def take_back(self, state: dict[str, Any]) -> None:
-        """Knows that again, before an epoch begins."""
+        """Restores the state, before an epoch begins."""
 
 
-# By which they stand in what is kept.
 NAMES = {kind.__name__ for kind in (keras.callbacks.History, *ATTRIBUTES)}
 
 
 def kept_of(callbacks: Iterable[keras.callbacks.Callback]) -> list[Any]:
-    """What each of them that is known here knows, as JSON can hold it, in order."""
-    return [[_name_of(callback), _kept(callback)] for callback in _known(callbacks)]
+    """The state of each supported callback, as JSON, in order."""
+    return [[_name_of(callback), _kept(callback)] for callback in _supported(callbacks)]
 
 
-def _known(callbacks: Iterable[keras.callbacks.Callback]) -> list[Any]:
-    """Keras' own, and behind them those that know by themselves what to keep."""
+def _supported(callbacks: Iterable[keras.callbacks.Callback]) -> list[Any]:
+    """Supported callbacks: Keras' first, then those that implement `KeepsState`."""
     callbacks = list(callbacks)
     of_keras = [c for c in callbacks if _kind_of(c) is not None]
     return [*of_keras, *filter(_is_own, callbacks)]
@@ -69,7 +71,7 @@ def _is_own(callback: keras.callbacks.Callback) -> bool:
     return _kind_of(callback) is None and isinstance(callback, KeepsState)
 
 
-def _kind_of(callback: keras.callbacks.Callback) -> type | None:
+def _kind_of(callback: keras.callbacks.Callback) -> Any:
     kinds = (keras.callbacks.History, *ATTRIBUTES)
     return next((kind for kind in kinds if isinstance(callback, kind)), None)
 
@@ -84,20 +86,15 @@ def _kept(callback: keras.callbacks.Callback) -> dict[str, Any]:
     if isinstance(callback, keras.callbacks.History):
         history = {name: _plain(values) for name, values in callback.history.items()}
         return {"epoch": _plain(callback.epoch), "history": history}
-    for kind, names in ATTRIBUTES.items():
-        if isinstance(callback, kind):
-            found = {n: getattr(callback, n) for n in names if hasattr(callback, n)}
-            return {name: _plain(value) for name, value in found.items()}
-    return {}
+    names = ATTRIBUTES[_kind_of(callback)]
+    return {n: _plain(getattr(callback, n)) for n in names if hasattr(callback, n)}
 
 
-def arrays_of(
-    callbacks: Iterable[keras.callbacks.Callback],
-) -> dict[str, np.ndarray]:
+def arrays_of(callbacks: Iterable[keras.callbacks.Callback]) -> dict[str, np.ndarray]:
     """The best weights that `EarlyStopping` holds, by name."""
     return {
         f"callback{number}/{place}": np.asarray(weight)
-        for number, callback in enumerate(_known(callbacks))
+        for number, callback in enumerate(_supported(callbacks))
         for place, weight in enumerate(getattr(callback, BEST, None) or ())
         if isinstance(callback, keras.callbacks.EarlyStopping)
     }
@@ -108,83 +105,70 @@ def put_back(
     kept: Any,
     arrays: Mapping[str, np.ndarray],
 ) -> list[str]:
-    """Gives callbacks what they knew.
+    """Restores the state of callbacks from `kept_of` and `arrays_of`.
 
-    Args:
-      callbacks: in their order.
-      kept: what `kept_of` returned.
-      arrays: and `arrays_of`.
-
-    Returns:
-      The names of those that were given nothing. Of Keras' it is all of them where the
-      list is another one now.
+    Returns the names of callbacks that were not restored; of Keras' it is all or none,
+    none restored if the list differs.
     """
-    known = _known(callbacks)
+    supported = _supported(callbacks)
     entries = list(kept) if isinstance(kept, list) else []
-    own = list(filter(_is_own, known))
-    forgotten = []
+    own = list(filter(_is_own, supported))
+    missed = []
     for callback in own:
         name = _name_of(callback)
         entry = next((e for e in entries if e[0] == name and name not in NAMES), None)
         if entry is None:
-            forgotten.append(name)
+            missed.append(name)
             continue
         entries.remove(entry)
         try:
-            callback.take_back({name: _numbers(v) for name, v in entry[1].items()})
-        except Exception:  # of another version: the others go on all the same
-            forgotten.append(_name_of(callback))
-    of_keras = [callback for callback in known if callback not in own]
+            callback.take_back({name: _from_plain(v) for name, v in entry[1].items()})
+        except Exception:  # state of another version
+            missed.append(name)
+    of_keras = [callback for callback in supported if callback not in own]
     found = [entry for entry in entries if entry[0] in NAMES]
     if [name for name, _ in found] != list(map(_name_of, of_keras)):
-        return [*map(_name_of, of_keras), *forgotten]
+        return [*map(_name_of, of_keras), *missed]
     for number, (callback, (_, state)) in enumerate(zip(of_keras, found, strict=True)):
-        _give(callback, state, number, arrays)
-    return forgotten
+        _restore(callback, state, number, arrays)
+    return missed
 
 
-def _give(
+def _restore(
     callback: keras.callbacks.Callback,
-    known: Any,
+    state: Any,
     number: int,
     arrays: Mapping[str, np.ndarray],
 ) -> None:
     if isinstance(callback, keras.callbacks.EarlyStopping):
-        names = itertools.takewhile(
-            arrays.__contains__,
-            (f"callback{number}/{place}" for place in itertools.count()),
-        )
-        setattr(callback, BEST, [arrays[name] for name in names] or None)
+        names = (f"callback{number}/{place}" for place in itertools.count())
+        found = itertools.takewhile(arrays.__contains__, names)
+        setattr(callback, BEST, [arrays[name] for name in found] or None)
     if isinstance(callback, keras.callbacks.History):
-        callback.epoch = list(known["epoch"])
-        callback.history = {n: _numbers(v) for n, v in known["history"].items()}
+        callback.epoch = list(state["epoch"])
+        callback.history = {n: _from_plain(v) for n, v in state["history"].items()}
         return
-    for kind, found in ATTRIBUTES.items():
-        if isinstance(callback, kind):
-            for name in found:
-                if name in known:
-                    setattr(callback, name, _numbers(known[name]))
+    for name in ATTRIBUTES[_kind_of(callback)]:
+        if name in state:
+            setattr(callback, name, _from_plain(state[name]))
 
 
 def kept_logs(logs: Mapping[str, Any]) -> dict[str, Any]:
-    """The numbers in the logs of a step, as JSON can hold them."""
-    return {
-        name: _plain(value)
-        for name, value in logs.items()
-        if isinstance(value, int | float | np.number)
-    }
+    """The numbers in the logs of a step, as JSON."""
+    numbers = int | float | np.number
+    return {n: _plain(v) for n, v in logs.items() if isinstance(v, numbers)}
 
 
 def put_back_logs(kept: Any) -> dict[str, Any]:
-    """What `kept_logs` returned; empty when that is not what came."""
+    """The inverse of `kept_logs`; empty if the input is invalid."""
     try:
-        return {str(name): _numbers(value) for name, value in kept.items()}
+        return {str(name): _from_plain(value) for name, value in kept.items()}
     except (AttributeError, KeyError, TypeError, ValueError):
         return {}
 
 
 def _plain(value: Any) -> Any:
-    """A value that JSON can hold: infinities and NaN as text."""
+    """A JSON value: infinities and NaN as text."""
     if isinstance(value, list | tuple):
         return [_plain(part) for part in value]
     if value is None or isinstance(value, bool | str):
@@ -198,27 +182,16 @@ def _plain(value: Any) -> Any:
     return number
 
 
-def _numbers(value: Any) -> Any:
+def _from_plain(value: Any) -> Any:
     if isinstance(value, list):
-        return [_numbers(part) for part in value]
+        return [_from_plain(part) for part in value]
     if isinstance(value, dict):
         return float(value["float"])
     return value
 
 
-# What the input of a `fit` knows of its own place, as a checkpoint keeps it.
-
-
-SHARDS, STATES = "shards", "states"
-
-
 class KeptInput:
-    """The state of a `grain` input that `fit` trains on; of others nothing.
-
-    Args:
-      adapter: Keras' data adapter of what is read.
-      hosts: who read together.
-    """
+    """The state of a `grain` input of `fit`; other inputs have none."""
 
     def __init__(self, adapter: Any, hosts: Hosts):
         self._hosts = hosts
@@ -229,11 +202,7 @@ class KeptInput:
             self._own.keep()
 
     def kept(self, batches: int) -> dict[str, Any] | None:
-        """What JSON can hold of it; call it on all hosts.
-
-        Args:
-          batches: how many were trained on in the pass that goes on.
-        """
+        """The state after `batches` of the current pass, as JSON; a collective."""
         if self._own is None:
             return None
         state = (batches and self._own.state_after(batches)) or ""
@@ -243,29 +212,24 @@ class KeptInput:
         return {SHARDS: self._shards, STATES: texts}
 
     def put_back(self, kept: Any, batches: int) -> bool:
-        """Lets the next pass begin where it was; false: it has to be read as far.
-
-        Args:
-          kept: what `kept` returned, from outside.
-          batches: how many of the pass come before.
+        """Makes the next pass begin after `batches`; false: the caller must skip them.
 
         Raises:
-          ConfigurationError: another number of shards is read now.
-          DataError: it is the state of another input.
+          ConfigurationError: the number of shards differs.
+          DataError: `kept` is the state of another input.
         """
         shards, states = _checked(kept)
         if batches and shards != self._shards:
             raise ConfigurationError(
                 f"The grain input has {self._shards} shards, and had {shards} when the "
-                "checkpoint was written in the middle of a pass over it: each shard "
-                "has its own samples in an order of its own, so that no place in "
-                "others is the same. Go on with as many hosts as before, or read all "
+                "checkpoint was written within a pass over it: each shard has its own "
+                "samples and order. Resume with the same number of hosts, or read all "
                 "of the input on every host (grain.sharding.NoSharding())."
             )
         if self._own is None or not batches or len(states) != max(shards, 1):
             return False
         state = states[self._hosts.rank if shards > 1 else 0]
-        # All or none: who reads again would be late.
+        # All or none: hosts that read again would be late.
         if not all(states):
             return False
         self._own.begin_next_at(batches, state)
@@ -273,7 +237,7 @@ class KeptInput:
 
 
 def _checked(kept: Any) -> tuple[int, list[str]]:
-    """The number of shards, and the states; of what makes no sense, none."""
+    """The number of shards, and the states; none if the input is invalid."""
     if not isinstance(kept, dict) or not is_count(kept.get(SHARDS)):
         return 1, []
     states = kept.get(STATES)
@@ -282,17 +246,11 @@ def _checked(kept: Any) -> tuple[int, list[str]]:
     return kept[SHARDS], states
 
 
-# The states of Python's and NumPy's global generators, as JSON can hold them.
-#
-# Keras shuffles the batches of a `PyDataset` by Python's, at the beginning of each
-# epoch.
-
-
-WORDS = 624
-
-
 def random_now() -> dict[str, Any]:
-    """Both states."""
+    """The states of Python's and NumPy's global generators, as JSON.
+
+    Keras shuffles the batches of a `PyDataset` by Python's at the start of an epoch.
+    """
     version, words, gauss = random.getstate()
     state: Any = np.random.get_state()
     name, keys, place, has_gauss, cached = state
@@ -302,11 +260,11 @@ def random_now() -> dict[str, Any]:
     }
 
 
-def put_back_random(said: Any) -> bool:
-    """Gives both what `random_now` returned; false when that is not what came."""
+def put_back_random(state: Any) -> bool:
+    """Restores the states of `random_now`; false if the input is invalid."""
     try:
-        version, words, gauss = said["python"]
-        name, keys, place, has_gauss, cached = said["numpy"]
+        version, words, gauss = state["python"]
+        name, keys, place, has_gauss, cached = state["numpy"]
         are_words = all(is_whole(word, 0, 2**32 - 1) for word in (*words, *keys))
         if not are_words or len(keys) != WORDS or name != "MT19937":
             return False
@@ -320,35 +278,28 @@ def put_back_random(said: Any) -> bool:
     return True
 
 
-# What a checkpoint of a `fit` cannot keep, said when the training begins.
-
-
 class HiddenOptimizers:
-    """Optimizers that only a part of the model holds, and whether a step uses them.
+    """Optimizers in parts of the model, such as a discriminator compiled by itself.
 
-    A discriminator that was compiled by itself has one. Most are never called, so it
-    is said when one was.
-
-    Args:
-      model: that is trained.
+    Most are never called, so it warns only after a step used one.
     """
 
     def __init__(self, model: keras.Model):
-        known = {id(optimizer) for optimizer in optimizers_of(model)}
+        saved = {id(optimizer) for optimizer in optimizers_of(model)}
         self._hidden = [
             (layer.name, optimizer, int(optimizer.iterations.numpy()))
             for layer in layers_within(model)
             for optimizer in optimizers_of(layer)
-            if id(optimizer) not in known
+            if id(optimizer) not in saved
         ]
 
     def warn_of_used(self) -> None:
-        """Once for each."""
+        """Warns once for each."""
         used = [h for h in self._hidden if int(h[1].iterations.numpy()) != h[2]]
         self._hidden = [hidden for hidden in self._hidden if hidden not in used]
         for name, optimizer, _ in used:
             warnings.warn(
-                f"{optimizer.name!r}, the optimizer of {name!r}, is not saved, and "
+                f"{optimizer.name!r}, the optimizer of {name!r}, is not saved, but "
                 "this training uses it. Make it an attribute of the trained model: "
                 f"model.its_optimizer = model.{name}.optimizer.",
                 CheckpointWarning,
@@ -356,23 +307,17 @@ class HiddenOptimizers:
             )
 
 
-def warn_of_what_is_lost(
+def warn_of_unsaved_state(
     model: keras.Model, passes: PassesOfData, on_signal: bool
 ) -> None:
-    """Warns of each thing that would not be the same after a restart.
-
-    Args:
-      model: that is trained.
-      passes: what it is trained on.
-      on_signal: whether signals are to be noted.
-    """
-    said = [*_of_data(passes), *_of_model(model)]
+    """Warns of each thing that will differ after a restart."""
+    texts = [*_of_data(passes), *_of_model(model)]
     if on_signal and threading.current_thread() is not threading.main_thread():
-        said.append(
-            "Signals save nothing: fit does not run in the main thread, to which they "
-            "come. Pass on_signal=False, and save by every_seconds."
+        texts.append(
+            "Signals save nothing: fit does not run in the main thread, which receives "
+            "them. Pass on_signal=False, and save by every_seconds."
         )
-    for text in said:
+    for text in texts:
         warnings.warn(text, CheckpointWarning, stacklevel=4)
 
 
@@ -380,16 +325,16 @@ def _of_data(passes: PassesOfData) -> Iterator[str]:
     found = passes.without_seed
     if found:
         yield (
-            f"The order of the data is another one after a restart ({found[0]}): a "
-            "fit that goes on within an epoch would leave out other samples than "
-            "it has trained on. Call keras.utils.set_random_seed(1) at the top of "
-            "the program, before the data is made, or give the shuffle a seed."
+            f"The order of the data changes after a restart ({found[0]}): a fit that "
+            "resumes within an epoch would skip other samples than it has trained on. "
+            "Call keras.utils.set_random_seed(1) at the top of the program, before "
+            "the data is created, or give the shuffle a seed."
         )
     if passes.shares_order:
         yield (
             "validation_data reads the same shuffle as the training data, which mixes "
-            "the two and makes the order another one after a restart. Shuffle after "
-            "they are split, or with reshuffle_each_iteration=False."
+            "the two and changes the order after a restart. Shuffle after the split, "
+            "or with reshuffle_each_iteration=False."
         )
 
 
@@ -399,53 +344,34 @@ def _of_model(model: keras.Model) -> Iterator[str]:
             if isinstance(value, tf.Variable | tf.random.Generator):
                 kind = type(value).__name__
                 yield (
-                    f"{name} of {layer.name!r} is not saved: Keras does not know a "
-                    f"TensorFlow {kind} as a part of the model. Use add_weight, or "
+                    f"{name} of {layer.name!r} is not saved: Keras does not track a "
+                    f"TensorFlow {kind}. Use add_weight, or "
                     "keras.random.SeedGenerator."
                 )
 
 
-# Where a `fit` is: the epoch, and the place in its data.
-
-
 @dataclass(frozen=True)
 class Place:
-    """What comes next.
-
-    Args:
-      epoch: to go on with, from 0.
-      batch: of the epoch, from 0.
-      passes_ended: over the data.
-      batches_read: of the pass that goes on.
-      batches_per_epoch: as Keras knew them; None: it did not.
-      has_stopped: whether a callback had stopped the training.
-      first_epoch: at which the training began, from 0.
-      drawn_before: how often the order of the data was drawn before it began.
-    """
+    """The place in `fit` and in its data from which to resume; numbers start at 0."""
 
     epoch: int
-    batch: int
-    passes_ended: int
-    batches_read: int
-    batches_per_epoch: int | None
-    has_stopped: bool
-    first_epoch: int
-    drawn_before: int
+    batch: int  # of the epoch
+    passes_ended: int  # over the data
+    batches_read: int  # of the current pass
+    batches_per_epoch: int | None  # None: Keras could not determine them
+    has_stopped: bool  # whether a callback had stopped the training
+    first_epoch: int  # at which the training began
+    drawn_before: int  # how often the data order was drawn before it began
 
     def as_json(self) -> dict[str, Any]:
-        """For the manifest."""
         return asdict(self)
 
     @classmethod
     def of(cls, restored: Restored) -> Place:
-        """The place that a checkpoint holds.
-
-        Raises:
-          DataError: it holds none: another program wrote it.
-        """
-        said: Any = restored.program.get("place")
+        """The place in a checkpoint; `DataError` if it has none."""
+        state: Any = restored.program.get("place")
         try:
-            place = cls(**said)
+            place = cls(**state)
         except TypeError:
             place = None
         if place is None or not all(
@@ -456,24 +382,21 @@ class Place:
             )
         ):
             raise DataError(
-                f"{restored.directory} says nothing of the place in the data: "
-                "tfdp.callbacks.Checkpoint did not write it. Read it by "
+                f"{restored.directory} has no place in the data: "
+                "tfdp.callbacks.Checkpoint did not write it. Read it with "
                 "tfdp.checkpoint.Checkpoint(directory).restore(model), and give the "
-                "callback a directory of its own."
+                "callback another directory."
             )
         return place
 
     def check_batches(self, now: int | None) -> None:
-        """Refuses other batches within an epoch: other samples would be left out.
-
-        Args:
-          now: how many batches an epoch has, as Keras knows them; None: it does not.
+        """Compares the batches per epoch, `now`; None: unknown.
 
         Raises:
-          DataError: other ones than before, in the middle of an epoch.
+          DataError: they differ, and the place is within an epoch or a pass.
 
         Warns:
-          CheckpointWarning: other ones than before, between two epochs.
+          CheckpointWarning: they differ, and the place is between two epochs.
         """
         was = self.batches_per_epoch
         if was is None or now is None or was == now:
@@ -481,13 +404,13 @@ class Place:
         if self.batch or self.batches_read:
             raise DataError(
                 f"An epoch has {now} batches here, and had {was} when the checkpoint "
-                f"was written, in the middle of one: leaving out {self.batches_read} "
-                "would leave out other samples. Give the data and the batch size that "
-                "it began with, or this training a directory of its own."
+                f"was written, within an epoch: {self.batches_read} skipped batches "
+                "would be other samples. Use the data and batch size that it began "
+                "with, or give this training another directory."
             )
         warnings.warn(
-            f"An epoch has {now} batches from now on, and had {was} before: the data, "
-            "or the batch size, is another one.",
+            f"An epoch has {now} batches from now on, and had {was} before: the data "
+            "or the batch size has changed.",
             CheckpointWarning,
             stacklevel=3,
         )

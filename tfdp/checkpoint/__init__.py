@@ -1,4 +1,4 @@
-"""Files of trainings: all of one, to go on from, and models in parts, to be merged."""
+"""Checkpoint files: trainings to resume, and models in parts to merge."""
 
 from tfdp.checkpoint.checkpoint import Checkpoint, Restored
 from tfdp.checkpoint.merge import merge_parts

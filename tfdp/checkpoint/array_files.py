@@ -1,16 +1,13 @@
-"""One file of named arrays, in the format safetensors, and what tells that it is whole.
+"""One file of named arrays in safetensors format, with a checksum for each array.
 
-The format is a header of names, types and places, and then the bytes: nothing in it is
-executed when it is read. After the arrays comes one more, the text of a JSON object:
-whose file this is, and a checksum of each array.
-
-It is written here and not by the format's library, which first makes a copy of all
-arrays in memory, and only then could a checksum be taken of what is written.
+The last array is a JSON text: the file's identity and the checksums. We do not write
+with the format's library: it copies all arrays in memory first.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import zlib
@@ -20,7 +17,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from tfdp.checkpoint.parts import damage_named
+from tfdp.checkpoint.parts import damage_as_data_error
 from tfdp.checks import is_whole
 from tfdp.cluster.scratch import scratch_folder
 from tfdp.data.places import Place, RemotePath, open_binary
@@ -30,24 +27,20 @@ from tfdp.files.checked_json import is_count, parse_json
 from tfdp.files.direct import CHECK_BYTES, DirectReader, DirectWriter, page_buffer
 
 FACTS = "tfdp.json"
-# A header of more is nobody's: 100,000 arrays take some 15 MB.
+# 100,000 arrays take some 15 MB.
 LONGEST_HEADER_BYTES = 100 * 2**20
 LENGTH_BYTES = 8
 ALIGNED_BYTES = 8
 WRITTEN_BYTES = 2**20
 LARGEST_CRC = 2**32 - 1
 BLOCK_BYTES = 2**24
-# Whoever reads takes the checkpoint before.
-NO_REMEDY = ""
-# The format's names; what it has none for is stored as bytes.
+# The format's type names; other types are stored as bytes.
 PLAIN = {
     "bool": "BOOL",
     **{f"int{bits}": f"I{bits}" for bits in (8, 16, 32, 64)},
     **{f"uint{bits}": f"U{bits}" for bits in (8, 16, 32, 64)},
-    "float16": "F16",
+    **{f"float{bits}": f"F{bits}" for bits in (16, 32, 64)},
     "bfloat16": "BF16",
-    "float32": "F32",
-    "float64": "F64",
 }
 
 Identity = Mapping[str, Any]
@@ -56,27 +49,18 @@ Identity = Mapping[str, Any]
 def write_arrays(
     place: Place, arrays: Mapping[str, np.ndarray], identity: Identity
 ) -> int:
-    """Writes a file whole, or not at all.
+    """Writes a file atomically; returns its size in bytes.
 
-    Args:
-      place: of the file.
-      arrays: by name.
-      identity: what tells it from others: what `open_arrays` will be asked for.
-
-    Returns:
-      The file's size in bytes.
-
-    Raises:
-      OSError: when it cannot be written.
-
-    Cost: one pass over the arrays, and no copy of one whose bytes lie in order. Behind
-    a URL, a file in the temporary folder of this machine first.
+    Cost: one pass over the arrays; copies only arrays that are not contiguous. A URL is
+    written to this machine's temporary folder first.
     """
     if isinstance(place, RemotePath):
+        import tensorflow as tf
+
         with scratch_folder() as folder:
             local = Path(folder) / place.name
             _write(local, arrays, identity)
-            _copy_to(local, place)
+            tf.io.gfile.copy(str(local), os.fspath(place), overwrite=True)
             return local.stat().st_size
     with replaced(place) as half_written:
         _write(half_written, arrays, identity)
@@ -85,24 +69,24 @@ def write_arrays(
 
 def _write(path: Path, arrays: Mapping[str, np.ndarray], identity: Identity) -> None:
     stored = {name: _stored(array) for name, array in arrays.items()}
-    # The format's order: the widest first, so that each begins at its own alignment.
+    # The format's order: widest first, so each array is aligned.
     names = sorted(stored, key=lambda name: (-stored[name].dtype.itemsize, name))
-    noted = {
+    records = {
         name: [str(array.dtype), list(array.shape), LARGEST_CRC]
         for name, array in arrays.items()
     }
-    # The header comes first and says how long the facts are, whose checksums are known
-    # last: room for the longest, and spaces after the others.
-    facts_bytes = len(_facts(identity, noted))
+    # The header comes first and holds the length of the facts, which hold checksums
+    # computed last: reserve room for the longest checksums and pad with spaces.
+    facts_bytes = len(_facts(identity, records))
     with DirectWriter(path) as file:
         file.write(_header(names, stored, facts_bytes))
         for name in names:
-            noted[name][2] = _write_array(file, stored[name])
-        file.write(_facts(identity, noted).ljust(facts_bytes))
+            records[name][2] = _write_array(file, stored[name])
+        file.write(_facts(identity, records).ljust(facts_bytes))
 
 
-def _facts(identity: Identity, noted: Mapping[str, Any]) -> bytes:
-    return json.dumps({**identity, "arrays": noted}).encode()
+def _facts(identity: Identity, records: Mapping[str, Any]) -> bytes:
+    return json.dumps({**identity, "arrays": records}).encode()
 
 
 def _header(
@@ -126,21 +110,14 @@ def _header_entry(
 
 
 def _write_array(file: DirectWriter, array: np.ndarray) -> int:
-    """Writes its bytes; returns their checksum."""
+    """Writes an array's bytes; returns their checksum."""
     content, crc = array.reshape(-1).view(np.uint8), 0
-    # In blocks that the processor's cache still holds when the file copies them. Both
-    # calls release the interpreter's lock.
+    # Blocks fit the processor's cache. Both calls release the interpreter lock.
     for begin in range(0, content.size, WRITTEN_BYTES):
         block = content[begin : begin + WRITTEN_BYTES].data
         crc = zlib.crc32(block, crc)
         file.write(block)
     return crc
-
-
-def _copy_to(local: Path, place: RemotePath) -> None:
-    import tensorflow as tf
-
-    tf.io.gfile.copy(os.fspath(local), os.fspath(place), overwrite=True)
 
 
 def _stored(array: np.ndarray) -> np.ndarray:
@@ -150,69 +127,46 @@ def _stored(array: np.ndarray) -> np.ndarray:
     return array.reshape(-1).view(np.uint8)
 
 
+@dataclasses.dataclass(eq=False)
 class ArrayFile:
-    """An open file of arrays; `open_arrays` makes it.
+    """An open file of arrays; `open_arrays` returns it."""
 
-    Args:
-      name: what to call it in messages.
-      file: its bytes.
-      places: by name of the array, where its bytes begin and end.
-      arrays: by name, what `write_arrays` noted of each.
-    """
+    name: str  # for messages
+    file: DirectReader
+    places: Mapping[str, tuple[int, int]]  # array name -> first and end byte
+    arrays: Mapping[str, Any]  # array name -> dtype, shape and checksum
 
-    def __init__(
-        self,
-        name: str,
-        file: DirectReader,
-        places: Mapping[str, tuple[int, int]],
-        arrays: Mapping[str, Any],
-    ):
-        self._name, self._file = name, file
-        self._places, self._arrays = places, arrays
+    def __post_init__(self) -> None:
         self._buffer = page_buffer(0)
 
-    @property
-    def names(self) -> list[str]:
-        """Those of all arrays."""
-        return list(self._arrays)
-
     def check(self, name: str) -> None:
-        """Reads an array, and forgets it.
-
-        Raises:
-          DataError: as `read`.
-        """
-        with self._noted(name) as (_, _, crc):
+        """Reads an array to verify its checksum."""
+        with self._record_of(name) as (_, _, crc):
             self._read(name, crc, CHECK_BYTES)
 
     def read(self, name: str) -> np.ndarray:
-        """An array, as it was written, until another one is read or checked.
-
-        Raises:
-          DataError: there is none of that name, or its bytes have changed.
-        """
-        with self._noted(name) as (dtype, shape, crc):
-            begin, end = self._places[name]
+        """Returns an array; valid until another one is read or checked."""
+        with self._record_of(name) as (dtype, shape, crc):
+            begin, end = self.places[name]
             self._read(name, crc, DirectReader.buffer_bytes(begin, end))
             first = DirectReader.offset(begin)
             stored = self._buffer[first : first + end - begin]
-            # The type is looked up by name among NumPy's, and those of ml_dtypes.
             return stored.view(_dtype(dtype)).reshape(shape)
 
     @contextlib.contextmanager
-    def _noted(self, name: str) -> Iterator[Any]:
-        if name not in self._arrays:
+    def _record_of(self, name: str) -> Iterator[Any]:
+        if name not in self.arrays:
             raise DataError(
-                f"{self._name} holds no {name!r}: it is another file's part."
+                f"{self.name} has no array {name!r}: it belongs to another checkpoint."
             )
-        with damage_named(self._name, NO_REMEDY):
-            yield self._arrays[name]
+        with damage_as_data_error(self.name):
+            yield self.arrays[name]
 
     def _read(self, name: str, crc: int, buffer_bytes: int) -> None:
         if self._buffer.size < buffer_bytes:
             self._buffer = page_buffer(buffer_bytes)
         found = 0
-        for block in self._file.blocks(*self._places[name], self._buffer):
+        for block in self.file.blocks(*self.places[name], self._buffer):
             found = zlib.crc32(block.data, found)
         if found != crc:
             raise ValueError(f"the bytes of {name!r} have changed")
@@ -226,7 +180,7 @@ def _dtype(name: str) -> np.dtype:
             return np.dtype(getattr(ml_dtypes, name))
     dtype = np.dtype(name)
     if dtype.hasobject:
-        raise ValueError(f"{name!r} is no type of numbers")
+        raise ValueError(f"{name!r} is not a numeric type")
     return dtype
 
 
@@ -234,29 +188,29 @@ def _dtype(name: str) -> np.dtype:
 def open_arrays(
     place: Place, size_bytes: int, identity: Identity
 ) -> Iterator[ArrayFile]:
-    """Opens a file that `write_arrays` wrote with that size and identity.
+    """Opens a file that `write_arrays` wrote with this size and identity.
 
     Raises:
-      DataError: it is missing, damaged, or another one; naming it.
+      DataError: it is missing, damaged, or another one.
     """
     from safetensors import safe_open
 
     with contextlib.ExitStack() as stack:
-        with damage_named(place, NO_REMEDY):
+        with damage_as_data_error(place):
             found = place.stat().st_size
             if found != size_bytes:
                 raise ValueError(f"it has {found} bytes, not {size_bytes}")
             local = stack.enter_context(_local(place))
             with open_binary(local) as file:
                 length = _header_bytes(file, found)
-                # Whether the header is one is the library's to say.
+                # The library validates the header.
                 with safe_open(local, "np"):
                     places = _places(file.read(length), LENGTH_BYTES + length)
             file = stack.enter_context(contextlib.closing(DirectReader(local)))
             facts = parse_json(_bytes_of(file, *places[FACTS]))
             for key, value in identity.items():
                 if facts[key] != value:
-                    raise ValueError(f"it is of {key} {facts[key]!r}, not {value!r}")
+                    raise ValueError(f"its {key} is {facts[key]!r}, not {value!r}")
             _check_arrays(facts["arrays"], found)
         yield ArrayFile(str(place), file, places, facts["arrays"])
 
@@ -274,21 +228,21 @@ def _header_bytes(file: BinaryIO, size_bytes: int) -> int:
 
 
 def _places(header: bytes, first_byte: int) -> dict[str, tuple[int, int]]:
-    """Where the bytes of each array begin and end: the library reads copies only."""
-    noted = parse_json(header)
-    noted.pop("__metadata__", None)
+    """Array name -> first and end byte: the library would return copies."""
+    records = parse_json(header)
+    records.pop("__metadata__", None)
     return {
         name: tuple(first_byte + offset for offset in array["data_offsets"])
-        for name, array in noted.items()
+        for name, array in records.items()
     }
 
 
 def _check_arrays(arrays: Any, size_bytes: int) -> None:
     for name, (dtype, shape, crc) in arrays.items():
         if not isinstance(name, str) or not isinstance(dtype, str):
-            raise ValueError("names and types of arrays are no text")
+            raise ValueError("array names and types are not text")
         if not all(is_count(size) for size in shape) or not is_whole(crc, 0, 2**32 - 1):
-            raise ValueError(f"what it says of {name!r} are no whole numbers")
+            raise ValueError(f"shape or checksum of {name!r} is not a whole number")
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""`Checkpoint`: all that a training is, whole or not at all."""
+"""`Checkpoint`: the whole state of a training, written atomically."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ from tfdp.checkpoint.hosts import Hosts, hosts_of
 from tfdp.checkpoint.manifest import (
     UNFINISHED,
     UNSEEN,
+    EntryRecord,
     Manifest,
-    Noted,
     folders_newest_first,
     read_manifest,
 )
-from tfdp.checkpoint.model_description import architecture_of, noted_optimizers
+from tfdp.checkpoint.model_description import architecture_of, optimizer_records
 from tfdp.checkpoint.restored import (
-    GIVEN,
+    PROGRAM,
     check_parts,
-    give_back,
-    given_arrays,
     open_parts,
+    program_arrays,
+    restore_entries,
 )
 from tfdp.checkpoint.writer import Content, Writer
 from tfdp.checks import is_whole
@@ -49,10 +49,10 @@ from tfdp.data.places import Place, place_of
 from tfdp.errors import CheckpointWarning, ConfigurationError, DataError, TfdpError
 
 MOST_STEPS = 10**18 - 1
-# In the place of an identity: the save before has not ended.
-LEFT_OUT = -1
-# A key of a note may be used once, by whichever object.
-_looks = itertools.count()
+# Sent instead of an identity: the save before has not ended.
+SKIPPED = -1
+# Each note key may be used once.
+_note_numbers = itertools.count()
 
 
 @dataclass(frozen=True)
@@ -60,10 +60,10 @@ class Restored:
     """What was restored.
 
     Args:
-      step: how many training steps came before.
-      directory: of the checkpoint that it came from.
-      program: what `save` was given beside the model.
-      damaged: newer ones that could not be used, and why.
+      step: training steps before the checkpoint.
+      directory: of the checkpoint.
+      program: what `save` was given.
+      damaged: why newer checkpoints could not be used.
       arrays: what `save` was given, by name.
     """
 
@@ -75,30 +75,28 @@ class Restored:
 
 
 class Checkpoint:
-    """Saves all that a training is, and gives it back to any number of replicas.
+    """Saves the state of a training and restores it on any number of replicas.
 
-    Model, optimizers with their averages, accumulators, loss scale and schedule, seeds,
-    the sums of metrics, what compressed gradients have still to send, and the weights
-    of replicas that train apart (`tfdp.sync`). Each host writes its part; worker 0
-    makes a checkpoint of the parts, by a file that it writes last, once all of them are
-    on the disk. One that was not finished, or was damaged, is never taken for a whole
-    one: `restore` names it and takes the one before.
+    The state is the model, optimizers with their averages, accumulators, loss scale and
+    schedule, seeds, metric sums, residuals of compressed gradients, and the weights of
+    replicas in local training (`tfdp.sync`). Each host writes its part; worker 0
+    completes the checkpoint with a manifest once all parts are on disk. `restore`
+    reports checkpoints that are unfinished or damaged and uses the one before.
 
-    `tfdp.callbacks.Checkpoint` calls it in `fit`, and knows the place in the data.
+    `tfdp.callbacks.Checkpoint` calls it in `fit` and adds the place in the data.
 
     Args:
-      directory: of the checkpoints, made when it is not there; one that all hosts see.
-        A URL that `tf.io.gfile` opens (`gs://bucket/run`) as well. For one training at
-        a time.
-      keep: how many whole checkpoints are left there, from 1.
+      directory: of the checkpoints, created if missing; all hosts must see it. May be a
+        URL that `tf.io.gfile` opens (`gs://bucket/run`). For one training at a time.
+      keep: how many whole checkpoints to keep, from 1.
 
     Raises:
-      ConfigurationError: when an argument is not as above.
+      ConfigurationError: an argument is not as above.
 
-    Cost: of the n bytes that all replicas have alike each of H hosts writes n / H, of
-    shards its own. Training waits for a copy of these bytes within the host's memory,
-    and, on several hosts, for the exchange of one number; writing runs beside it. The
-    memory of the copy is kept for the next one until `forget_copies`.
+    Cost: each of H hosts writes n / H of n replicated bytes, and its own shards.
+    Training waits for a copy of these bytes in host memory and, on several hosts, for
+    the exchange of one number; writing is asynchronous. The copy's memory is kept for
+    the next save until `forget_copies`.
 
     ```python
     import tempfile
@@ -119,37 +117,31 @@ class Checkpoint:
 
     def __init__(self, directory: str | os.PathLike[str], keep: int = 2):
         if not is_whole(keep, least=1):
-            raise ConfigurationError(
-                f"keep must be an int of at least 1. Received: {keep!r}."
-            )
+            raise ConfigurationError(f"keep must be an int from 1. Received: {keep!r}.")
         if not isinstance(directory, str | os.PathLike) or not os.fspath(directory):
             raise ConfigurationError(
                 f"directory must be a path or a URL. Received: {directory!r}."
             )
         place = place_of(directory)
-        # A program may go to another folder in between.
+        # The program may change its working directory.
         self._directory: Place = place.absolute() if isinstance(place, Path) else place
         self._writer = Writer(self._directory, keep)
         self._copies = Copies()
 
     @property
     def directory(self) -> str:
-        """Where the checkpoints are."""
         return str(self._directory)
 
     def check_directory(self, model: keras.Model) -> None:
-        """Makes the directory, so that what is wrong with it is known early.
-
-        Call it on all hosts, before the first step.
+        """Creates and checks the directory; call it on all hosts before the first step.
 
         Args:
           model: what will be saved.
 
         Raises:
-          ConfigurationError: a host cannot write to it, or it is another one there; the
-            same error on all hosts.
+          ConfigurationError: on all hosts: one cannot write to it, or sees another.
 
-        Cost: one file for each host, for a moment, and three small exchanges.
+        Cost: one temporary file per host, and three small collectives.
         """
         check_directory(self._directory, hosts_of(model.distribute_strategy))
 
@@ -161,47 +153,44 @@ class Checkpoint:
         program: Mapping[str, Any] | None = None,
         arrays: Mapping[str, np.ndarray] | None = None,
     ) -> None:
-        """Takes a copy, and begins to write it.
+        """Copies the state and starts to write it; call it on all hosts after a step.
 
-        Call it on all hosts after the same step. While an earlier one is still being
-        written, it waits for that first, until that one is `timeout_seconds` old.
+        Waits for an earlier save first, until that one is `timeout_seconds` old.
 
         Args:
           model: built and compiled.
-          step: how many training steps came before, from 0.
-          program: what else shall be there after `restore`: what JSON can hold.
-          arrays: and what it cannot, by name; the same on all hosts.
+          step: training steps so far, from 0.
+          program: further JSON values that `restore` returns.
+          arrays: further arrays that `restore` returns, by name; the same on all hosts.
 
         Raises:
-          ConfigurationError: the model is not built, or `step` is no such number.
-          DataError: the checkpoint before could not be written, and this one is begun
-            all the same; or it is still being written, and this one is left out. The
-            same error on all hosts.
-          CollectiveError: another host was lost meanwhile.
+          ConfigurationError: the model is not built, or `step` is not such a number.
+          DataError: on all hosts: the save before failed, and this one has started; or
+            it is still running, and this one is skipped.
+          CollectiveError: another host was lost.
         """
         if not is_whole(step, least=0, most=MOST_STEPS):
             raise ConfigurationError(
                 f"step must be an int from 0 to {MOST_STEPS}. Received: {step!r}."
             )
         hosts = hosts_of(_built(model, "saved"))
-        # An identity for each call: parts of two calls cannot be taken for one.
-        number = secrets.randbits(32) if self._writer.has_ended() else LEFT_OUT
-        if hosts.is_chief and number != LEFT_OUT:
+        # Parts of two calls must not be combined.
+        number = secrets.randbits(32) if self._writer.has_ended() else SKIPPED
+        if hosts.is_chief and number != SKIPPED:
             self._writer.remove_leftovers()
         number = hosts.number_of_chief(number, "name of the checkpoint")
-        if number == LEFT_OUT:
+        if number == SKIPPED:
             raise self._writer.still_writes()
         failed = self._writer.take_outcome()
         if failed is not None and not isinstance(failed, DataError):
             raise failed
         write = f"{number:08x}"
-        content: Content
         try:
-            content = self._content(model, hosts, step, write, program, arrays)
+            content: Content = self._content(model, hosts, step, write, program, arrays)
         except TfdpError:
             raise
         except Exception as error:
-            # Such as no memory for the copies. The note to the other workers says so.
+            # Such as no memory for the copies; the note to other workers says so.
             content = f"{type(error).__name__}: {str(error)[:300]}"
         self._writer.start(step, write, content, hosts)
         if failed is not None:
@@ -216,30 +205,25 @@ class Checkpoint:
         program: Mapping[str, Any] | None,
         arrays: Mapping[str, np.ndarray] | None,
     ) -> Content:
-        entries = entries_of(model) | given_entries(arrays or {})
-        noted, mine = deal_out(entries, hosts)
-        manifest = Manifest(
-            write,
-            step,
-            (),
-            (_local_replicas(model),),
-            noted,
-            dict(program or {}),
-            noted_optimizers(model),
-            architecture_of(model),
-        )
+        entries = entries_of(model) | program_entries(arrays or {})
+        records, mine = assign_to_hosts(entries, hosts)
+        strategy = model.distribute_strategy
+        replicas = int(strategy.num_replicas_in_sync) // getattr(strategy, "hosts", 1)
+        optimizers, text = optimizer_records(model), architecture_of(model)
+        parts, program = ((), (replicas,)), dict(program or {})
+        manifest = Manifest(write, step, *parts, records, program, optimizers, text)
         return manifest, self._copies.take({name: entries[name].read for name in mine})
 
     def wait(self) -> None:
-        """Waits until what was saved is on the disk, on all hosts.
+        """Waits until the save is on disk, on all hosts.
 
         Raises:
-          DataError: it could not be written; the checkpoints before are as they were.
-            Or it is `timeout_seconds` old and still being written.
-          CollectiveError: another host was lost meanwhile.
+          DataError: it could not be written, earlier checkpoints being unchanged; or it
+            is `timeout_seconds` old and still running.
+          CollectiveError: another host was lost.
 
         Warns:
-          CheckpointWarning: it is written, and an old one could not be deleted.
+          CheckpointWarning: it is written, but an old one could not be deleted.
         """
         if not self._writer.has_ended():
             raise self._writer.still_writes()
@@ -248,10 +232,10 @@ class Checkpoint:
             raise failed
 
     def forget_copies(self) -> None:
-        """Gives back the memory of the copies, which is kept for the next `save`.
+        """Waits, and frees the memory of the copies, which is kept for the next `save`.
 
         Raises:
-          DataError, CollectiveError: as `wait`, which comes first.
+          DataError, CollectiveError: as `wait`.
         """
         try:
             self.wait()
@@ -259,55 +243,47 @@ class Checkpoint:
             self._copies.forget()
 
     def steps(self) -> list[int]:
-        """The steps of the whole checkpoints, newest first; nothing is read but their
-        manifests."""
+        """The steps of the whole checkpoints, newest first; reads manifests only."""
         steps = []
         for folder in folders_newest_first(self._directory):
-            try:
+            with contextlib.suppress(DataError):
                 steps.append(read_manifest(folder).step)
-            except DataError:
-                continue
         return steps
 
     def restore(
-        self,
-        model: keras.Model,
-        *,
-        weights_only: bool = False,
-        must_exist: bool = True,
+        self, model: keras.Model, *, weights_only: bool = False, must_exist: bool = True
     ) -> Restored | None:
-        """Gives a model what the newest checkpoint that is whole and undamaged holds.
+        """Restores the newest whole checkpoint into a model; call it on all hosts.
 
-        Call it on all hosts. The number of hosts and replicas, and `shard=`, may be
-        other ones than when it was saved, none for plain Keras: see
-        `tfdp.checkpoint.entries` for what replicas have of their own.
+        The number of hosts and replicas, and `shard=`, may differ from when it was
+        saved; plain Keras works too. See `tfdp.checkpoint.entries` for per-replica
+        state.
 
         Args:
-          model: built, and alike to the one that was saved.
-          weights_only: leave optimizer, metrics and all else as they are: for a model
-            that shall predict, or start another training.
-          must_exist: whether to raise an error when there is no checkpoint.
+          model: built, of the same architecture as the saved one.
+          weights_only: leave optimizer, metrics and the rest as they are: to predict,
+            or to start another training.
+          must_exist: raise an error if there is no checkpoint.
 
         Returns:
-          What was restored; None, with `must_exist=False`: there is no checkpoint.
+          What was restored; None if there is no checkpoint and `must_exist=False`.
 
         Raises:
           ConfigurationError: the model, or its optimizer, is another one.
-          DataError: there is no checkpoint, or none of them can be used.
+          DataError: there is no checkpoint, or none can be used.
 
         Warns:
-          CheckpointWarning: for each newer one that could not be used, with the reason.
+          CheckpointWarning: for each newer checkpoint that cannot be used.
 
-        Cost: reads what was written twice, the first time to see that it is undamaged;
-        what is behind a URL is brought to this machine once.
+        Cost: reads all bytes twice, first to verify checksums; downloads a URL once.
         """
         self.wait()
         hosts = hosts_of(_built(model, "restored"))
-        # All go by what worker 0 sees: a file system may show others less, for a while.
+        # All use the list of worker 0: a file system may be stale on others.
         found = folders_newest_first(self._directory)
         names = hosts.text_of_chief(" ".join(path.name for path in found))
         if not names:
-            refuse_another_view(self._directory, found, hosts, f"{next(_looks)}")
+            refuse_another_view(self._directory, found, hosts, f"{next(_note_numbers)}")
         damaged: list[str] = []
         for name in names.split():
             folder = self._directory / name
@@ -316,8 +292,10 @@ class Checkpoint:
                 if usable is None:
                     continue
                 manifest, files = usable
-                give_back(model, files, manifest, hosts, weights_only=weights_only)
-                arrays = given_arrays(files, manifest)
+                restore_entries(
+                    model, files, manifest, hosts, weights_only=weights_only
+                )
+                arrays = program_arrays(files, manifest)
             return Restored(
                 manifest.step, str(folder), manifest.program, tuple(damaged), arrays
             )
@@ -325,8 +303,7 @@ class Checkpoint:
         if whole:
             raise DataError(
                 f"No checkpoint in {self._directory} can be used: {' '.join(whole)} "
-                "Bring them again from where they were copied, or give another "
-                "directory to begin anew."
+                "Copy them from their source again, or start in another directory."
             )
         if must_exist:
             raise no_checkpoint(self._directory)
@@ -339,8 +316,7 @@ class Checkpoint:
         damaged: list[str],
         stack: contextlib.ExitStack,
     ) -> tuple[Manifest, list[ArrayFile]] | None:
-        """The manifest and the parts, if no host has found anything wrong; else notes
-        why. The parts are open until `stack` closes them."""
+        """The manifest and open parts if no host found damage; else notes why."""
         why, usable = "", None
         try:
             manifest = read_manifest(folder)
@@ -349,9 +325,9 @@ class Checkpoint:
             usable = manifest, files
         except DataError as error:
             why = str(error)
-        notes = hosts.share_note(f"checkpoint {next(_looks)} {folder.name}", why)
+        notes = hosts.share_note(f"checkpoint {next(_note_numbers)} {folder.name}", why)
         if not notes[0]:
-            # Worker 0 has its manifest: who has not looks into another directory.
+            # Worker 0 has its manifest: the other host looks into another directory.
             notes = {rank: n.replace(UNFINISHED, UNSEEN) for rank, n in notes.items()}
         reasons = [
             f"{note} (seen by worker {rank})" if hosts.count > 1 else note
@@ -364,8 +340,7 @@ class Checkpoint:
         if UNFINISHED not in reasons[0]:
             self._writer.leave_out(folder)
             warnings.warn(
-                f"A checkpoint cannot be used, and the one before is taken: "
-                f"{reasons[0]}",
+                f"A checkpoint cannot be used; trying the one before it: {reasons[0]}",
                 CheckpointWarning,
                 stacklevel=4,
             )
@@ -373,38 +348,25 @@ class Checkpoint:
 
 
 def _built(model: Any, what: str) -> tf.distribute.Strategy:
-    """The strategy of a model that is built, and its optimizer as well.
-
-    Raises:
-      ConfigurationError: it is not.
-    """
+    """The strategy of a built model; `ConfigurationError` if it is not built."""
     if not isinstance(model, keras.Model) or not model.built:
         raise ConfigurationError(
-            f"A model is {what} when it is built: give it an Input, call it on a batch "
-            f"or build(shape). Received: {model!r}."
+            f"Only a built model can be {what}: give it an Input, call it on a batch, "
+            f"or call build(shape). Received: {model!r}."
         )
     compiled = getattr(model, "optimizer", None)
     if compiled is not None and not compiled.built and updates_all_variables(model):
-        # As Keras does before the first step: its slots are part of the training. Of
-        # another one only the step knows which variables are its own.
+        # As Keras does before the first step: the slots are part of the training. A
+        # custom train_step alone determines its optimizer's variables.
         with model.distribute_strategy.scope():
             compiled.build(model.trainable_variables)
     return model.distribute_strategy
 
 
-def _local_replicas(model: keras.Model) -> int:
-    strategy = model.distribute_strategy
-    return int(strategy.num_replicas_in_sync) // getattr(strategy, "hosts", 1)
-
-
-# Copies of a training's values that are taken again and again.
-
-
 class Copies:
-    """Copies into the memory of the copies before.
+    """Copies of arrays that reuse the memory of the copies before.
 
-    New memory pages cost more than the copy itself: measured on Linux, 2.1 GB/s
-    into new pages and 8 into pages that are there.
+    New memory pages cost more than the copy: 2.1 against 8 GB/s on Linux.
     """
 
     def __init__(self) -> None:
@@ -413,10 +375,10 @@ class Copies:
     def take(
         self, reads: Mapping[str, Callable[[], np.ndarray]]
     ) -> dict[str, np.ndarray]:
-        """Copies, in the memory of those that were taken before: nobody needs these.
+        """Copies values, overwriting the copies taken before.
 
         Args:
-          reads: by name; what gives a value, maybe in memory that changes later.
+          reads: name -> function that returns a value; its memory may change later.
         """
         kept, self._kept = self._kept, {}
         for name, read in reads.items():
@@ -424,7 +386,6 @@ class Copies:
         return dict(self._kept)
 
     def forget(self) -> None:
-        """Gives the memory back."""
         self._kept = {}
 
 
@@ -435,42 +396,36 @@ def _copy(value: np.ndarray, kept: np.ndarray | None) -> np.ndarray:
     return kept
 
 
-# Which host writes what of a checkpoint.
+def program_entries(arrays: Mapping[str, np.ndarray]) -> dict[str, Entry]:
+    """Entries of the arrays given to `save`."""
+    entries = {}
+    for name, array in arrays.items():
+        read = functools.partial(np.asarray, array)
+        shape, dtype = read().shape, read().dtype.name
+        entry = Entry(name, "whole", shape, dtype, read, lambda value: None)
+        entries[f"{PROGRAM}{name}"] = entry
+    return entries
 
 
-def given_entries(arrays: Mapping[str, np.ndarray]) -> dict[str, Entry]:
-    """The entries of arrays that `save` was given beside the model."""
-    given = {name: np.asarray(array) for name, array in arrays.items()}
-    return {
-        f"{GIVEN}{name}": Entry(
-            name,
-            "whole",
-            array.shape,
-            array.dtype.name,
-            functools.partial(np.asarray, array),
-            lambda value: None,
-        )
-        for name, array in given.items()
-    }
-
-
-def deal_out(
+def assign_to_hosts(
     entries: Mapping[str, Entry], hosts: Hosts
-) -> tuple[dict[str, Noted], list[str]]:
-    """What the manifest says of the entries, and the names of those of this host."""
-    noted, mine = {}, []
+) -> tuple[dict[str, EntryRecord], list[str]]:
+    """The manifest's records of all entries, and the names of this host's entries."""
+    records, mine = {}, []
     filled = [0] * hosts.count
     for name, entry in entries.items():
         parts = entry.lengths
-        has_some = True
+        is_writer = True
         if entry.kind == "whole":
-            # All have it: the least loaded one writes it.
+            # Replicated: the host with the least data writes it.
             part = filled.index(min(filled))
             filled[part] += math.prod(entry.shape)
-            parts, has_some = (part,), part == hosts.rank
+            parts, is_writer = (part,), part == hosts.rank
         elif entry.kind == "shards":
-            has_some = bool(parts[hosts.rank])
-        noted[name] = Noted(entry.path, entry.kind, entry.shape, entry.dtype, parts)
-        if has_some:
+            is_writer = bool(parts[hosts.rank])
+        records[name] = EntryRecord(
+            entry.path, entry.kind, entry.shape, entry.dtype, parts
+        )
+        if is_writer:
             mine.append(name)
-    return noted, mine
+    return records, mine

@@ -1,4 +1,4 @@
-"""The directory of checkpoints: whether all workers can use it, and what lies there."""
+"""Checks the checkpoint directory on all workers."""
 
 from __future__ import annotations
 
@@ -20,31 +20,30 @@ MOST_LISTED = 20
 
 
 def check_directory(directory: Place, hosts: Hosts) -> None:
-    """Refuses a directory that a worker cannot write to, or that is another one there.
+    """Refuses a directory that a worker cannot write to, or that is not shared.
 
-    Each worker makes an empty file in it, and looks for that of worker 0. Call it on
-    all hosts.
+    Each worker creates a marker file and looks for worker 0's. Call it on all hosts.
 
     Raises:
       ConfigurationError: the same on all hosts.
     """
-    said = hosts.text_of_chief(f"{temporary_name('mark')}/{directory}")
-    mark, _, chiefs = said.partition("/")
+    text = hosts.text_of_chief(f"{temporary_name('mark')}/{directory}")
+    mark, _, chief_directory = text.partition("/")
     mine = directory / (mark if hosts.is_chief else temporary_name("mark"))
     try:
         failed = _gathered(hosts, _make(directory, mine))
         if failed:
             raise ConfigurationError(
                 f"Checkpoints cannot be written to {failed}. Give a directory that "
-                "every worker may write to, or the name of one that can be made."
+                "every worker can create or write to."
             )
         unseen = _gathered(hosts, _look_for(directory, mark))
         if unseen:
             raise ConfigurationError(
-                "The directory of checkpoints is not one and the same on all workers. "
-                f"A file that worker 0 has made in its {chiefs} is not in {unseen}. "
-                "Give a directory that all workers see under one name, on a shared "
-                "file system that is mounted on each host, or a URL (gs://bucket/run)."
+                "The workers do not share one checkpoint directory: a file that "
+                f"worker 0 wrote to {chief_directory} is missing in {unseen}. "
+                "Give a path that is the same directory on all workers, on a shared "
+                "file system that each host mounts, or a URL (gs://bucket/run)."
             )
     finally:
         with contextlib.suppress(OSError, DataError):
@@ -52,7 +51,7 @@ def check_directory(directory: Place, hosts: Hosts) -> None:
 
 
 def _gathered(hosts: Hosts, mine: str) -> str:
-    """What is wrong on all workers, of which `mine` is on this one; "": nothing is."""
+    """All workers' error texts joined; "" if there are none."""
     texts = hosts.texts(mine, "check of the directory of checkpoints")
     of = " on worker {}" if hosts.count > 1 else ""
     return "; ".join(
@@ -66,7 +65,7 @@ def _make(directory: Place, mark: Place) -> str:
     try:
         directory.mkdir(parents=True, exist_ok=True)
         remove_leftovers(directory)
-        # Empty: a disk that is full now may have room when the first one is saved.
+        # Empty: a disk that is full now may have room at the first save.
         mark.touch() if isinstance(mark, Path) else mark.write_text("mark")
     except (OSError, ValueError, DataError) as error:
         return f"{directory}\0 ({type(error).__name__}: {str(error)[:300]})"
@@ -90,16 +89,9 @@ def _look_for(directory: Place, mark: str) -> str:
 def refuse_another_view(
     directory: Place, found: Sequence[Place], hosts: Hosts, key: str
 ) -> None:
-    """Where worker 0 sees nothing, what others see must not be lost in silence.
+    """Raises on all hosts if a host sees a checkpoint where worker 0 sees none.
 
-    Args:
-      directory: of the checkpoints.
-      found: the folders of checkpoints that this host sees.
-      hosts: who restores.
-      key: the same on all hosts, and used once.
-
-    Raises:
-      DataError: another host sees one; on all hosts.
+    `found` are this host's checkpoint folders; `key` is unique.
     """
     mine = ""
     for folder in found:
@@ -111,14 +103,13 @@ def refuse_another_view(
     for rank, name in sorted(notes.items()):
         if name:
             raise DataError(
-                f"Worker {rank} sees the checkpoint {name} in {directory}, and worker "
-                "0 sees none there. Give a directory that all hosts see; is it mounted "
-                "on worker 0?"
+                f"Worker {rank} sees the checkpoint {name} in {directory}, but worker "
+                "0 sees none. Give a directory that all hosts see and mount."
             )
 
 
 def no_checkpoint(directory: Place) -> DataError:
-    """Says that there is none, and what there is instead."""
+    """The error for a directory without checkpoints; lists what it holds."""
     there = f"which holds {_listed(directory)}"
     if not _is_folder(directory):
         there = "and no such folder"
@@ -128,7 +119,7 @@ def no_checkpoint(directory: Place) -> DataError:
     return DataError(
         f"There is no checkpoint in {directory}, {there}. {parent} holds "
         f"{_listed(parent)}. Give the directory that the checkpoints were saved to; "
-        "where there may be none yet, restore(model, must_exist=False) returns None."
+        "if there may be none yet, use restore(model, must_exist=False)."
     )
 
 
@@ -143,6 +134,6 @@ def _listed(folder: Place) -> str:
     try:
         names = sorted(path.name for path in folder.glob("*"))
     except (OSError, DataError) as error:
-        return f"what cannot be listed ({type(error).__name__})"
+        return f"entries that cannot be listed ({type(error).__name__})"
     more = f" and {len(names) - MOST_LISTED} more" if names[MOST_LISTED:] else ""
     return ", ".join(names[:MOST_LISTED]) + more if names else "nothing"

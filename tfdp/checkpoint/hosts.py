@@ -1,4 +1,4 @@
-"""The hosts that write and read a checkpoint together; one may be alone."""
+"""The hosts that write and read a checkpoint together, one or more."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ import tensorflow as tf
 from tfdp.errors import CollectiveError, ConfigurationError
 from tfdp.hosts.messages import read_as
 
+POLL_SECONDS = 0.5
+
 
 class Hosts:
-    """Those that train a model.
+    """The hosts that train a model.
 
     Args:
-      rank: this one.
-      count: how many there are.
-      link: to the others; None where there are none.
+      link: the transport to the others; None: this host is the only one.
       from_chief: see `DataParallelStrategy.from_chief`.
     """
 
@@ -34,29 +34,28 @@ class Hosts:
 
     @property
     def is_chief(self) -> bool:
-        """Whether this is worker 0."""
         return self.rank == 0
 
     @property
     def timeout_seconds(self) -> float | None:
-        """How long an exchange may wait for the others; None: there are none."""
+        """How long an exchange may wait for other hosts; None: there are none."""
         return None if self.link is None else self.link.timeout_seconds
 
     def number_of_chief(self, number: int, label: str) -> int:
-        """Worker 0's number, on every host; an exchange, in the common order."""
+        """Worker 0's number on every host; a collective."""
         if self.link is None:
             return number
         return int(self._from_chief(np.array(number, np.int64), label))
 
     def text_of_chief(self, text: str) -> str:
-        """Worker 0's text, on every host; an exchange, in the common order."""
+        """Worker 0's text on every host; a collective."""
         if self.link is None:
             return text
         mine = text.encode() if self.is_chief else b""
         return _text(self.link.gather(mine, "text of worker 0")[0], 0)
 
     def texts(self, text: str, label: str) -> list[str]:
-        """Every host's text, by rank; an exchange, in the common order."""
+        """Every host's text, by rank; a collective."""
         if self.link is None:
             return [text]
         blobs = self.link.gather(text.encode(), label)
@@ -65,20 +64,16 @@ class Hosts:
     def share_note(
         self, key: str, note: str, has_deadline: bool = True
     ) -> dict[int, str]:
-        """Everybody's note, by rank; from any thread, in no common order.
+        """Every host's note, by rank; from any thread, in no common order.
 
-        Args:
-          key, note, has_deadline: see `HostLink.share_note`.
-
-        Raises:
-          CollectiveError: a host was lost, or said nothing in time.
+        See `HostLink.share_note`. `CollectiveError`: a host sent none in time.
         """
         if self.link is None:
             return {0: note}
         return self.link.share_note(key, note, has_deadline)
 
     def without_note(self, key: str) -> list[int]:
-        """The workers whose note under `key` has not come."""
+        """The workers that have sent no note under `key`."""
         return [0] if self.link is None else self.link.without_note(key)
 
 
@@ -87,54 +82,42 @@ def _text(blob: bytes, rank: int) -> str:
 
 
 def hosts_of(strategy: tf.distribute.Strategy) -> Hosts:
-    """Those of a strategy.
-
-    Raises:
-      ConfigurationError: it spans processes that tfdp does not know of.
-    """
+    """The hosts of a strategy; `ConfigurationError` if elastic or not of tfdp."""
     if getattr(strategy, "living", None) is not None:
         raise ConfigurationError(
-            "A checkpoint is written by all hosts after the same step, and with "
-            "Communication(min_hosts=...) they may be at different ones, or dead: a "
-            "host that comes back takes its state from a live one. Leave the callback "
-            "out, and save the outer weights of worker 0 (keras.callbacks."
-            "ModelCheckpoint), or leave min_hosts out."
+            "All hosts write a checkpoint after the same step, but with "
+            "Communication(min_hosts=...) they may be at different steps, or gone; a "
+            "host that returns takes its state from a running one. Remove the "
+            "callback and save the outer weights on worker 0 (keras.callbacks."
+            "ModelCheckpoint), or remove min_hosts."
         )
     link = getattr(strategy, "link", None)
     if link is not None:
         return Hosts(link.rank, link.workers, link, strategy.from_chief)
     resolver = strategy.cluster_resolver
     spec = resolver.cluster_spec().as_dict() if resolver is not None else {}
-    workers = sum(
-        len(tasks) for job, tasks in spec.items() if job in ("chief", "worker")
-    )
+    workers = sum(len(spec.get(job, ())) for job in ("chief", "worker"))
     if workers > 1 and not hasattr(strategy, "from_chief"):
         raise ConfigurationError(
-            f"tfdp.checkpoint does not know the other workers of a "
+            f"tfdp.checkpoint cannot reach the other workers of a "
             f"{type(strategy).__name__}. Train with tfdp.auto_strategy(), or write "
             "checkpoints with tf.train.CheckpointManager."
         )
     return Hosts(0, 1, None, lambda value, label: value)
 
 
-# Lets any host ask that all do something after one and the same training step.
-#
-# A signal comes to one host, time passes differently on each, and yet all must save
-# after the same step, without an exchange in the steps before. Who wants to, leaves a
-# note; the others answer from the thread that hears it, with the number of steps that
-# they have done by then. Nobody who has answered c goes beyond step c + 1 before all
-# answers are there; so all can meet after the largest of them plus one.
-
-
-POLL_SECONDS = 0.5
-
-
 class StepAgreement:
-    """One host's side of it.
+    """One host's side of the agreement on a training step to save after.
+
+    A signal reaches one host, hosts progress at different speeds, and all must save
+    after the same step without a collective in the steps before. A host that wants to
+    save leaves a note; the others answer, from the listener thread, with their number
+    of finished steps. A host that answered c does not go beyond step c + 1 until all
+    answers have come; so all save after the largest answer plus one.
 
     Args:
-      hosts: who train together.
-      name: alike on all hosts, and used once.
+      hosts: that train together.
+      name: the same on all hosts, used once.
     """
 
     def __init__(self, hosts: Hosts, name: str):
@@ -153,18 +136,19 @@ class StepAgreement:
 
     @property
     def _key(self) -> str:
-        return f"{self._name}, meeting {self._number}"
+        return f"{self._name}, agreement {self._number}"
 
     def _hear(self, number: int, notes: dict[int, str]) -> None:
-        # In the thread of the link, which must not wait.
+        # Runs in the link's thread, which must not block.
         with self._changed:
             if number != self._number:
                 return
             self._answers |= {rank: json.loads(note) for rank, note in notes.items()}
             self._changed.notify_all()
-        self._answer("")
+        self.request("")
 
-    def _answer(self, reason: str) -> None:
+    def request(self, reason: str) -> None:
+        """Requests, or with "" answers, an agreement; nothing if already done."""
         with self._changed:
             if self._answered:
                 return
@@ -175,15 +159,8 @@ class StepAgreement:
         if self._hosts.link is not None:
             self._hosts.link.leave_note(key, json.dumps(note))
 
-    def ask(self, reason: str) -> None:
-        """Asks all hosts to meet; nothing where they are about to."""
-        self._answer(reason)
-
     def after_step(self, done: int) -> str | None:
-        """Why all meet now; None: they do not.
-
-        Args:
-          done: how many steps this host has done; the same steps on all hosts.
+        """The reason to save after this step, `done`, of all hosts; None: do not save.
 
         Raises:
           CollectiveError: a host was lost, or did not answer in time.
@@ -195,8 +172,7 @@ class StepAgreement:
             self._wait_for_answers()
             answers = self._answers
             last = max(int(answer["done"]) for answer in answers.values())
-            # One host, or all at the same step and none within the next: still one
-            # more, so that the rule is the same.
+            # Even if all answered from the same step: one rule for all cases.
             if self._hosts.count > 1 and done < last + 1:
                 return None
             reasons = [str(answers[r]["reason"]) for r in sorted(answers)]
@@ -215,12 +191,12 @@ class StepAgreement:
             news = link.news()
             if news is not None:
                 raise CollectiveError(
-                    f"The hosts cannot save together: {news}. The checkpoint before is "
-                    "as it was."
+                    f"The hosts cannot save together: {news}. Earlier "
+                    "checkpoints are unchanged."
                 )
             if time.monotonic() > deadline:
                 missing = sorted(set(range(self._hosts.count)) - set(self._answers))
                 raise CollectiveError(
                     f"Workers {missing} did not answer for {link.timeout_seconds:g} "
-                    "seconds when asked to save. The checkpoint before is as it was."
+                    "seconds to a request to save. Earlier checkpoints are unchanged."
                 )

@@ -1,9 +1,12 @@
-"""`save_parts`: every host writes what it holds, none gathers the whole.
+"""`save_parts`: every host writes the shards that it holds; no host gathers them.
 
-A part is a `.keras` file in which each sharded variable is this host's range of it,
-flat. Which of the numbers in the file these are, and how they fit together, stands in
-an index that the first host writes last: without it, or with a part missing, there is
-no checkpoint.
+    parts.json                       the index: names, and what the parts hold
+    part-1-of-2-<write>.keras        a Keras file and, in it, `tfdp.json`
+
+In a part, each sharded variable is this host's flat range. `<write>` is drawn per call,
+the same on all hosts. The index, which the first host writes last, and each part's
+`tfdp.json` hold it; `tfdp.json` also holds the part's number and checksums, so a file
+of another call, another part, or a changed byte is refused under any file name.
 """
 
 from __future__ import annotations
@@ -31,39 +34,45 @@ from tfdp.files.checked_json import checksum_of, is_count, parse_json, with_chec
 from tfdp.plan.shards import ShardLayout
 from tfdp.sharding.variables import read_instead
 
-# Nobody's weights: two whole numbers that say "variable k stands here".
+# Two integers that no weights hold: (MARK, k) marks variable k.
 MARK = 0x7F4A7C15F39CC060
+INDEX_NAME = "parts.json"
+# Keras' file name for the weights within a .keras file.
+WEIGHTS_NAME = "model.weights.h5"
+IDENTITY_NAME = "tfdp.json"
+INDEX_FORMAT, PART_FORMAT = "tfdp.parts/2", "tfdp.part/1"
+PART_NAME = re.compile(r"part-\d{1,9}-of-\d{1,9}-(?P<write>[0-9a-f]{15})\.keras")
+MOST_PARTS = 100_000
+BLOCK_BYTES = 2**20
+REMEDY = "Copy it from its host again, or save the model again."
 
 
 def save_parts(model: keras.Model, directory: str | os.PathLike[str]) -> Path:
-    """Writes a model, optimizer state included, one file for each host.
+    """Writes a model with its optimizer state, one file per host.
 
     Call it on every host. `tfdp merge DIRECTORY model.keras` (or `merge_parts`) makes
-    one ordinary file of the parts, which any number of replicas, and plain Keras, can
-    load. What an earlier call has written to the directory stays valid until all parts
-    are there, and on the disk; then the parts of all earlier calls are deleted.
+    one ordinary file of the parts, for any number of replicas or plain Keras. Parts of
+    earlier calls stay valid until all new parts are on disk; then they are deleted.
 
     Args:
       model: a built model, made in the scope of a strategy of tfdp.
-      directory: made when it is not there; one that all hosts see, or whose files
-        are brought together before they are merged.
+      directory: created if missing; shared, or its files are collected before merging.
 
     Returns:
       The directory.
 
     Raises:
-      ConfigurationError: when the model was not made in such a scope, or the directory
-        cannot be made.
-      DataError: on several hosts, when one of them could not write; the same error on
-        all. The parts of earlier calls are as they were.
+      ConfigurationError: the model is of another scope, or the directory cannot be
+        created.
+      DataError: on several hosts, one could not write; the same error on all. Parts of
+        earlier calls are unchanged.
 
     Warns:
-      CheckpointWarning: all is written, and a part of an earlier call is left.
+      CheckpointWarning: all is written, but a part of an earlier call is left.
 
-    Cost: each host writes n / H bytes of the n bytes in shards over H hosts, and what
-    is not sharded, and reads them once for their checksum. No host holds more than it
-    does in training. With `shard_group="host"` the first host has everything and writes
-    alone.
+    Cost: each of H hosts writes n / H of n sharded bytes and all replicated ones, and
+    reads them once for their checksum. No host holds more than in training. With
+    `shard_group="host"` the first host writes everything.
 
     ```python
     import pathlib
@@ -88,7 +97,7 @@ def save_parts(model: keras.Model, directory: str | os.PathLike[str]) -> Path:
     if shards is not None:
         parts = shards.reducer.shard_parts // local
         mine = shards.part_of(0) // local
-    # An identity for each call: parts of two calls cannot be taken for one.
+    # Parts of two calls must not be combined.
     key = int(strategy.from_chief(np.array(secrets.randbits(60)), "name of the parts"))
     write = f"{key:015x}"
     index = PartsIndex(write, {}, parts)
@@ -96,8 +105,9 @@ def save_parts(model: keras.Model, directory: str | os.PathLike[str]) -> Path:
     try:
         with _on_all_hosts(strategy, folder, "all parts of the checkpoint"):
             _make(folder)
-            # Noted before anybody can have begun the next call.
-            before = other_parts(folder, write)
+            # Listed before another host can start the next call.
+            found = map(PART_NAME.fullmatch, os.listdir(folder))
+            before = [folder / m[0] for m in found if m and m["write"] != write]
             if strategy.is_chief or parts > 1:
                 with read_instead(lambda variable: shards.own_range(variable)):
                     with replaced(folder / index.names[mine]) as half_written:
@@ -117,8 +127,8 @@ def save_parts(model: keras.Model, directory: str | os.PathLike[str]) -> Path:
             path.unlink(missing_ok=True)
         except OSError as error:
             warnings.warn(
-                f"The parts in {folder} are whole, and {path.name} of an earlier call "
-                f"could not be deleted ({type(error).__name__}: {error}).",
+                f"The parts in {folder} are complete, but {path.name} of an earlier "
+                f"call could not be deleted ({type(error).__name__}: {error}).",
                 CheckpointWarning,
                 stacklevel=2,
             )
@@ -127,25 +137,21 @@ def save_parts(model: keras.Model, directory: str | os.PathLike[str]) -> Path:
 
 @contextlib.contextmanager
 def _on_all_hosts(strategy: Any, folder: Path, label: str) -> Iterator[None]:
-    """Waits for all hosts at its end, and fails on all of them if it does on one.
-
-    Raises:
-      DataError: the same on all hosts; a host that is alone raises its own error.
-    """
+    """Waits for all hosts at its end; an error on one becomes the same on all."""
     own: Exception | None = None
     try:
         yield
     except Exception as error:
         own = error
     words = "" if own is None else f"{type(own).__name__}: {str(own)[:300]}"
-    heard = strategy.gather_bytes(words.encode(), label)
-    if own is not None and len(heard) == 1:
+    texts = strategy.gather_bytes(words.encode(), label)
+    if own is not None and len(texts) == 1:
         raise own
-    failed = [f"worker {r} ({why.decode()})" for r, why in enumerate(heard) if why]
+    failed = [f"worker {r} ({why.decode()})" for r, why in enumerate(texts) if why]
     if failed:
         raise DataError(
             f"The parts of the model were not written to {folder}, because of "
-            f"{'; '.join(failed)}. The parts of earlier calls are as they were."
+            f"{'; '.join(failed)}. Parts of earlier calls are unchanged."
         ) from own
 
 
@@ -154,8 +160,7 @@ def _make(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     except (OSError, ValueError) as error:
         raise ConfigurationError(
-            f"The directory for the parts cannot be made: {error}. Received: "
-            f"{str(folder)[:300]!r}."
+            f"Cannot create the directory {str(folder)[:300]!r} for the parts: {error}."
         ) from error
 
 
@@ -173,10 +178,10 @@ def _strategy_of(model: keras.Model) -> Any:
 
 
 def _places(model: keras.Model, folder: Path, local: int, parts: int) -> dict[str, Any]:
-    """By place in the file: the whole's shape, and the elements of each part.
+    """By place in the file: the whole shape, and the elements of each part.
 
-    Keras alone knows where it puts a variable: so the model is saved once more with a
-    mark in the place of each.
+    Only Keras determines where it stores a variable: so we save the model once more
+    with a mark instead of each.
     """
     import h5py
 
@@ -206,80 +211,31 @@ def _places(model: keras.Model, folder: Path, local: int, parts: int) -> dict[st
     return places
 
 
-# What a checkpoint in parts consists of, and what tells that it is whole and one.
-#
-#     parts.json                       the index: names, and what the parts hold
-#     part-1-of-2-<write>.keras        a Keras file and, in it, `tfdp.json`
-#
-# `<write>` is drawn for each call of `save_parts`, one for all hosts. It stands in the
-# index and in each part's `tfdp.json`, with the part's number and a checksum of all
-# else in the part: a file of another call, another part, or a changed byte is refused,
-# whatever the file is called.
-
-
-INDEX_NAME = "parts.json"
-# Keras' name for the numbers within a .keras file.
-WEIGHTS_NAME = "model.weights.h5"
-IDENTITY_NAME = "tfdp.json"
-INDEX_FORMAT, PART_FORMAT = "tfdp.parts/2", "tfdp.part/1"
-PART_NAME = re.compile(r"part-\d{1,9}-of-\d{1,9}-(?P<write>[0-9a-f]{15})\.keras")
-MOST_PARTS = 100_000
-BLOCK_BYTES = 2**20
-REMEDY = "Bring it from its host again, or save the model again"
-
-
 @dataclass(frozen=True)
 class PartsIndex:
-    """What the index of a checkpoint says.
+    """The index of a checkpoint in parts."""
 
-    Args:
-      write: the identity of the call that wrote it, 15 hexadecimal digits.
-      sharded: by place in the file of weights, the whole's `shape` and the `lengths` of
-        the parts' pieces.
-      parts: how many there are.
-    """
-
-    write: str
+    write: str  # the identity of the call, 15 hexadecimal digits
+    # Place in the weights file -> the whole `shape` and the parts' `lengths`.
     sharded: Mapping[str, Mapping[str, Any]]
     parts: int
 
     @property
     def names(self) -> list[str]:
-        """The parts' files."""
         return part_names(self.write, self.parts)
 
     def text(self) -> str:
-        """What the index's file holds."""
-        return with_checksum(
-            {
-                "format": INDEX_FORMAT,
-                "write": self.write,
-                "parts": self.names,
-                "sharded": self.sharded,
-            }
-        )
+        content = {"write": self.write, "parts": self.names, "sharded": self.sharded}
+        return with_checksum({"format": INDEX_FORMAT, **content})
 
 
 def part_names(write: str, parts: int) -> list[str]:
-    """The names of a checkpoint's parts."""
+    """The file names of the parts."""
     return [f"part-{i + 1}-of-{parts}-{write}.keras" for i in range(parts)]
 
 
-def other_parts(folder: Path, write: str) -> list[Path]:
-    """The parts of all other calls that lie in a folder."""
-    return [
-        path
-        for path in folder.glob("part-*.keras")
-        if (match := PART_NAME.fullmatch(path.name)) and match["write"] != write
-    ]
-
-
 def read_index(folder: Path) -> PartsIndex:
-    """The index of a folder.
-
-    Raises:
-      DataError: there is none, it is damaged, or a part is missing.
-    """
+    """The index of a folder; `DataError` if it or a part is missing or damaged."""
     path = folder / INDEX_NAME
     try:
         content = parse_json(path.read_bytes())
@@ -288,22 +244,21 @@ def read_index(folder: Path) -> PartsIndex:
             raise DataError(f"There is no folder {folder}.") from error
         if not any(folder.iterdir()):
             raise DataError(
-                f"The folder {folder} is empty. Give the one that "
-                "tfdp.checkpoint.save_parts, or tfdp.callbacks.Checkpoint, has written "
-                "to."
+                f"The folder {folder} is empty. Give the directory of "
+                "tfdp.checkpoint.save_parts or tfdp.callbacks.Checkpoint."
             ) from error
         raise DataError(
             f"{folder} has no {INDEX_NAME}: tfdp.checkpoint.save_parts, which writes "
-            "it last, has not ended there on the first host."
+            "it last, has not finished on the first host."
         ) from error
     except (OSError, ValueError) as error:
-        raise DataError(f"{path} cannot be read ({error}). {REMEDY}.") from error
+        raise DataError(f"{path} cannot be read ({error}). {REMEDY}") from error
     index = _index_of(path, content)
     missing = [name for name in index.names if not (folder / name).is_file()]
     if missing:
         raise DataError(
             f"{folder} lacks {', '.join(missing[:10])} of {index.parts} parts. "
-            "Bring the files of all hosts into one directory."
+            "Put the files of all hosts into one directory."
         )
     return index
 
@@ -311,9 +266,8 @@ def read_index(folder: Path) -> PartsIndex:
 def _index_of(path: Path, content: Any) -> PartsIndex:
     if isinstance(content, dict) and "format" not in content and "parts" in content:
         raise DataError(
-            f"{path} was written by a version of tfdp whose parts hold no checksums, "
-            "so that nothing tells whether they belong together. Merge it with that "
-            "version, or save the model again."
+            f"{path} was written by a version of tfdp without checksums of parts. "
+            "Merge it with that version, or save the model again."
         )
     try:
         if content["format"] != INDEX_FORMAT:
@@ -324,17 +278,16 @@ def _index_of(path: Path, content: Any) -> PartsIndex:
             )
         write, names, sharded = content["write"], content["parts"], content["sharded"]
         if not isinstance(names, list) or not 1 <= len(names) <= MOST_PARTS:
-            raise ValueError("its parts are no list of names")
-        if not isinstance(write, str) or names != part_names(write, len(names)):
-            raise ValueError("its parts have names that save_parts does not give")
-        if not all(map(PART_NAME.fullmatch, names)):
+            raise ValueError("its parts are not a list of names")
+        are_names = isinstance(write, str) and names == part_names(write, len(names))
+        if not are_names or not all(map(PART_NAME.fullmatch, names)):
             raise ValueError("its parts have names that save_parts does not give")
         for place, entry in sharded.items():
             _check_entry(place, entry, len(names))
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise DataError(
             f"{path} is not what save_parts writes ({type(error).__name__}: "
-            f"{str(error)[:300]}). {REMEDY}."
+            f"{str(error)[:300]}). {REMEDY}"
         ) from error
     return PartsIndex(write, sharded, len(names))
 
@@ -342,55 +295,41 @@ def _index_of(path: Path, content: Any) -> PartsIndex:
 def _check_entry(place: str, entry: Mapping[str, Any], parts: int) -> None:
     shape, lengths = entry["shape"], entry["lengths"]
     if not all(is_count(number) for number in (*shape, *lengths)):
-        raise ValueError(f"sizes at {place!r} are no whole numbers")
+        raise ValueError(f"sizes at {place!r} are not whole numbers")
     if len(lengths) != parts or sum(lengths) != math.prod(shape):
         raise ValueError(f"the pieces at {place!r} do not make up the whole")
 
 
 def note_identity(path: Path, write: str, number: int, parts: int) -> None:
-    """Puts into a part which one it is, and the checksum of all else in it.
-
-    Cost: reads the part once.
-    """
+    """Adds `tfdp.json` to a part: its identity, and checksums of everything else."""
     with zipfile.ZipFile(path, "a") as archive:
         entries = {
             entry.filename: _digest(archive, entry) for entry in archive.infolist()
         }
-        identity = {
-            "format": PART_FORMAT,
-            "write": write,
-            "part": number,
-            "parts": parts,
-            "entries": entries,
-        }
+        identity = {"format": PART_FORMAT, "write": write, "part": number}
+        identity |= {"parts": parts, "entries": entries}
         archive.writestr(IDENTITY_NAME, with_checksum(identity))
 
 
 @contextlib.contextmanager
 def checked_part(path: Path, write: str, number: int, parts: int) -> Iterator[Any]:
-    """The archive of a part, when it is the one meant and as it was written.
-
-    Raises:
-      DataError: it is damaged, or of another call, or another part; naming it.
-
-    Cost: reads the part once.
-    """
+    """The open archive of the part, or `DataError`; reads it once for its checksums."""
     with contextlib.ExitStack() as stack:
-        with damage_named(path):
+        with damage_as_data_error(path, REMEDY):
             archive = stack.enter_context(zipfile.ZipFile(path))
             _check_identity(path, _identity(archive, path), write, number, parts)
         yield archive
 
 
 def _identity(archive: zipfile.ZipFile, path: Path) -> dict[str, Any]:
-    """What the part says that it is, once all of it is seen to be as written."""
+    """The identity of a part, after verifying its checksums."""
     infos = archive.infolist()
     if len({info.filename for info in infos}) < len(infos):
         raise ValueError("two of its entries have one name")
-    # A size that is larger than the file is a lie, and would be believed below.
+    # A size beyond the file would be trusted below.
     claimed = sum(info.file_size for info in infos)
     if claimed > os.stat(path).st_size:
-        raise ValueError(f"its entries claim {claimed} bytes, more than the file has")
+        raise ValueError(f"its entries list {claimed} bytes, more than the file has")
     if any(info.compress_type != zipfile.ZIP_STORED for info in infos):
         raise ValueError("an entry is compressed, which Keras does not do")
     if IDENTITY_NAME not in archive.namelist():
@@ -419,8 +358,8 @@ def _check_identity(
         raise DataError(
             f"{path.name} does not belong here: it is part {found[1]} of {found[2]} of "
             f"the write {found[0]}, and the index needs part {number} of {parts} of "
-            f"the write {write}. Parts of two calls of save_parts make no model. "
-            "Bring the parts of one call into one directory, with its index."
+            f"the write {write}. Put the parts of one call of save_parts into one "
+            "directory, with its index."
         )
 
 
@@ -433,11 +372,11 @@ def _digest(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> str:
 
 
 @contextlib.contextmanager
-def damage_named(path: object, remedy: str = f" {REMEDY}.") -> Iterator[None]:
-    """Whatever reading a file raises becomes a `DataError` that names the file.
+def damage_as_data_error(path: object, remedy: str = "") -> Iterator[None]:
+    """Turns any error of reading a file into a `DataError` with its name.
 
-    The readers of archives and of HDF5 raise a dozen types for changed bytes: struct's,
-    zlib's, KeyError, RuntimeError, NotImplementedError...
+    Archive and HDF5 readers raise a dozen types for changed bytes, such as KeyError,
+    RuntimeError, struct.error and zlib.error.
     """
     try:
         yield
@@ -445,4 +384,4 @@ def damage_named(path: object, remedy: str = f" {REMEDY}.") -> Iterator[None]:
         raise
     except Exception as error:
         what = f"{type(error).__name__}: {str(error)[:300]}"
-        raise DataError(f"{path} is damaged ({what}).{remedy}") from error
+        raise DataError(f"{path} is damaged ({what}). {remedy}".rstrip()) from error

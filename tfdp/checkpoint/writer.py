@@ -1,8 +1,7 @@
-"""Writes a checkpoint beside the training: one at a time, in a thread of its own.
+"""Writes checkpoints asynchronously, one at a time, in a thread.
 
-Every save has one outcome. Worker 0 decides it once the notes of all workers say how
-their parts ended, and all workers get it: whatever failed, on any worker, each of them
-raises the same error, and none waits for a note that does not come. These waits have no
+Every save has one outcome, which worker 0 decides from the notes of all workers about
+their parts, and which all workers raise as the same error. The waits for notes have no
 deadline, as a disk may be slow; they end when a worker is lost.
 """
 
@@ -38,63 +37,46 @@ from tfdp.errors import CheckpointWarning, DataError, TfdpError
 from tfdp.files.checked_json import parse_json
 from tfdp.hosts.worker_names import name_workers
 
-# Of the workers whose parts failed: a full disk that all share fails on each of them.
+# Of failed workers: a full shared disk fails on each of them.
 MOST_NAMED = 8
-# What is saved, or why this worker has none of it.
+# What to save, or why this worker has nothing to save.
 Content: TypeAlias = tuple[Manifest, Mapping[str, np.ndarray]] | str
 
 
 @dataclass
 class _Save:
-    """One save, from its beginning until its outcome was taken.
-
-    Args:
-      folder: of the checkpoint.
-      write: its identity.
-      step: how many training steps came before.
-      hosts: who writes together.
-      thread: that writes.
-      began_seconds: when, by the monotonic clock.
-      waits_for: the key of the notes that it waits for.
-      error: why there is no checkpoint.
-      warning: what else failed.
-    """
+    """One save, until its outcome is taken."""
 
     folder: Place
     write: str
     step: int
     hosts: Hosts
     thread: threading.Thread
-    began_seconds: float
-    waits_for: str = ""
-    error: TfdpError | None = None
-    warning: str = ""
+    began_seconds: float  # by the monotonic clock
+    waits_for: str = ""  # the key of the notes that it waits for
+    error: TfdpError | None = None  # why there is no checkpoint
+    warning: str = ""  # what else failed
 
 
 class Writer:
-    """Writes what it is given; `take_outcome` says how the last one ended.
-
-    Args:
-      directory: of the checkpoints.
-      keep: how many whole ones are left there.
-    """
+    """Writes checkpoints to `directory` and keeps the `keep` newest whole ones."""
 
     def __init__(self, directory: Place, keep: int):
         self._directory = directory
         self._keep = keep
         self._save: _Save | None = None
         self._damaged: set[str] = set()
-        # A start that was killed may have left some.
+        # A killed run may have left some.
         self._may_have_leftovers = True
 
     def leave_out(self, folder: Place) -> None:
-        """Counts one that was found damaged for none: what is before it is needed."""
+        """Does not count a damaged checkpoint: the one before it is needed."""
         self._damaged.add(folder.name)
 
     def remove_leftovers(self) -> None:
-        """Removes what failed saves have left; on worker 0, while no worker writes.
+        """Removes the folders of failed saves; on worker 0, while no worker writes.
 
-        A nearly full disk needs that room for the next save.
+        On a nearly full disk the next save needs that room.
         """
         if not self._may_have_leftovers:
             return
@@ -109,24 +91,14 @@ class Writer:
         try:
             remove_unfinished(folder)
         except Exception:
-            # Tried again before the next save, which fails if it lacks the room.
+            # Retried before the next save, which fails if it lacks the room.
             self._may_have_leftovers = True
 
-    def start(
-        self,
-        step: int,
-        write: str,
-        content: Content,
-        hosts: Hosts,
-    ) -> None:
-        """Begins to write; the outcome of the one before must have been taken.
+    def start(self, step: int, write: str, content: Content, hosts: Hosts) -> None:
+        """Starts to write; the outcome of the save before must have been taken.
 
-        Args:
-          step: how many training steps came before.
-          write: the identity of this save.
-          content: the manifest, without the parts' sizes and hosts' replicas, and this
-            host's arrays by name, which do not change any more; or why there are none.
-          hosts: who writes together.
+        `content` has the manifest, without sizes and replicas of the parts, and this
+        host's arrays, which must no longer change; or why there are none.
         """
 
         def run() -> None:
@@ -135,19 +107,19 @@ class Writer:
             except TfdpError as error:
                 save.error = error
             except Exception as error:
-                save.error = _failed(save, f"worker {hosts.rank}: {_words(error)}")
+                save.error = _failed(save, f"worker {hosts.rank}: {_error_text(error)}")
 
         folder = self._directory / folder_name(step, write)
-        # Not a daemon: a program that ends lets it come to its end.
+        # Not a daemon: the program waits for it when it exits.
         thread = threading.Thread(target=run, name="tfdp-checkpoint")
         save = _Save(folder, write, step, hosts, thread, time.monotonic())
         self._save = save
         thread.start()
 
     def has_ended(self) -> bool:
-        """Waits for the save before; false: it lasts longer than `timeout_seconds`.
+        """Waits for the save before; false if it takes longer than `timeout_seconds`.
 
-        Counted from its beginning. Of one host alone there is no such time.
+        The time starts with the save. A single host waits without limit.
         """
         save = self._save
         if save is None:
@@ -159,11 +131,7 @@ class Writer:
         return not save.thread.is_alive()
 
     def take_outcome(self) -> TfdpError | None:
-        """Waits for the save before; what failed, once.
-
-        Warns:
-          CheckpointWarning: a checkpoint was written, and something else failed.
-        """
+        """Waits for the save before; returns its error, once, or warns."""
         save, self._save = self._save, None
         if save is None:
             return None
@@ -173,84 +141,66 @@ class Writer:
         return save.error
 
     def still_writes(self) -> DataError:
-        """Why no other save can begin, with the workers that the save waits for."""
+        """The error for a save that is still running, with the workers it waits for."""
         save = self._save
         if save is None:
             return DataError("No checkpoint is being written.")
         return DataError(
             f"The checkpoint {save.folder} is still being written after more than "
             f"{save.hosts.timeout_seconds or 0:g} seconds, by "
-            f"{name_workers(save.hosts.without_note(save.waits_for))}; no other one is "
-            "begun before it has ended. Look at the disk of that worker. If it is only "
-            "slow, save less often."
+            f"{name_workers(save.hosts.without_note(save.waits_for))}; no other save "
+            "starts before it ends. Check that worker's disk, or save less often."
         )
 
     def _write(self, save: _Save, content: Content) -> str:
-        """What failed although there is a checkpoint now.
+        """Returns what failed after the manifest was written; the same on all."""
 
-        Raises:
-          DataError: there is none; the same on all workers.
-          CollectiveError: a worker was lost.
-        """
-        hosts = save.hosts
-        save.waits_for = f"checkpoint {save.write}"
-        said = json.dumps(self._write_part(save, content))
-        notes = hosts.share_note(save.waits_for, said, has_deadline=False)
-        outcome = {}
-        if hosts.is_chief:
-            outcome = self._finish(save, content, notes)
-        save.waits_for = f"checkpoint {save.write} has ended"
-        said = json.dumps(outcome)
-        notes = hosts.share_note(save.waits_for, said, has_deadline=False)
-        outcome = parse_json(notes[0])
+        def share(key: str, value: object) -> dict[int, str]:
+            save.waits_for, note = key, json.dumps(value)
+            return save.hosts.share_note(key, note, has_deadline=False)
+
+        # Set before the part is written, which may take long.
+        key = save.waits_for = f"checkpoint {save.write}"
+        notes = share(key, self._write_part(save, content))
+        is_chief = save.hosts.is_chief
+        outcome = self._finish(save, content, notes) if is_chief else {}
+        outcome = parse_json(share(f"{key} has ended", outcome)[0])
         if outcome["error"]:
-            # Where the directory is not that of worker 0 this part is still there.
+            # If workers do not share a directory, this part is still here.
             self._remove_unfinished(save.folder)
             raise DataError(str(outcome["error"]))
         progress.note_saved(save.step)
         return str(outcome["warning"])
 
-    def _write_part(
-        self,
-        save: _Save,
-        content: Content,
-    ) -> dict[str, object]:
-        """Writes this host's part; the note of how that ended."""
+    def _write_part(self, save: _Save, content: Content) -> dict[str, object]:
+        """Writes this host's part; returns the note about it."""
         if isinstance(content, str):
             return {"error": content}
         manifest, arrays = content
         rank, count = save.hosts.rank, save.hosts.count
         try:
             save.folder.mkdir(parents=True, exist_ok=True)
-            size_bytes = write_arrays(
-                save.folder / part_name(rank, count),
-                arrays,
-                identity(save.write, rank, count),
-            )
+            place = save.folder / part_name(rank, count)
+            size_bytes = write_arrays(place, arrays, identity(save.write, rank, count))
         except Exception as error:
-            return {"error": _words(error)}
+            return {"error": _error_text(error)}
         return {"size": size_bytes, "replicas": manifest.replicas[0]}
 
     def _finish(
-        self,
-        save: _Save,
-        content: Content,
-        notes: Mapping[int, str],
+        self, save: _Save, content: Content, notes: Mapping[int, str]
     ) -> dict[str, str]:
-        """On worker 0: makes a checkpoint of the parts; the outcome for all."""
+        """On worker 0: completes the checkpoint; returns the outcome for all."""
         failed = ""
         try:
-            said = [parse_json(notes[rank]) for rank in range(save.hosts.count)]
-            failed = _failed_parts(said) or _unseen_parts(save.folder, said)
+            parts = [parse_json(notes[rank]) for rank in range(save.hosts.count)]
+            failed = _failed_parts(parts) or _unseen_parts(save.folder, parts)
             if not failed and not isinstance(content, str):
-                manifest = replace(
-                    content[0],
-                    sizes=tuple(int(theirs["size"]) for theirs in said),
-                    replicas=tuple(int(theirs["replicas"]) for theirs in said),
-                )
+                sizes = tuple(int(part["size"]) for part in parts)
+                replicas = tuple(int(part["replicas"]) for part in parts)
+                manifest = replace(content[0], sizes=sizes, replicas=replicas)
                 write_manifest(save.folder, manifest)
         except Exception as error:
-            failed = f"worker 0 could not finish it ({_words(error)})"
+            failed = f"worker 0 could not finish it ({_error_text(error)})"
         # A failure after the manifest was renamed leaves a whole checkpoint.
         if failed and not _is_whole(save.folder):
             self._remove_unfinished(save.folder)
@@ -261,11 +211,7 @@ class Writer:
         return {"error": "", "warning": failed}
 
     def _remove_old(self, newest: Place) -> str:
-        """Leaves the newest ones, and nothing that was not finished before them.
-
-        Returns:
-          What could not be removed.
-        """
+        """Removes old and unfinished checkpoints; returns what could not be removed."""
         failed: list[str] = []
         try:
             for folder in self._too_many(newest):
@@ -273,9 +219,9 @@ class Writer:
                     remove_folder(folder)
                 except Exception as error:
                     self._may_have_leftovers = True
-                    failed.append(f"{folder.name} ({_words(error)})")
+                    failed.append(f"{folder.name} ({_error_text(error)})")
         except Exception as error:
-            failed.append(f"old checkpoints ({_words(error)})")
+            failed.append(f"old checkpoints ({_error_text(error)})")
         if not failed:
             return ""
         return f"worker 0 could not delete {', '.join(failed[:MOST_NAMED])}"
@@ -286,7 +232,7 @@ class Writer:
             if folder == newest:
                 whole, is_before = whole + 1, True
                 continue
-            is_unfinished, is_whole = False, True
+            is_unfinished, is_whole = False, folder.name not in self._damaged
             try:
                 read_manifest(folder)
             except DataError as error:
@@ -295,45 +241,45 @@ class Writer:
             is_whole = is_whole and folder.name not in self._damaged
             whole += is_whole
             has_enough = whole > self._keep if is_whole else whole >= self._keep
-            # What is newer may be somebody's who has begun to write it.
+            # Another host may have started to write a newer one.
             if has_enough or (is_unfinished and is_before):
                 yield folder
 
 
-def _words(error: Exception) -> str:
+def _error_text(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error)[:300]}"
 
 
 def _failed(save: _Save, what: str) -> DataError:
     return DataError(
         f"The checkpoint {save.folder} of step {save.step} was not written: {what}. "
-        "The checkpoints before are as they were."
+        "Earlier checkpoints are unchanged."
     )
 
 
-def _failed_parts(said: list[dict[str, Any]]) -> str:
+def _failed_parts(parts: list[dict[str, Any]]) -> str:
     failed = [
-        f"worker {rank} could not write its part ({theirs['error']})"
-        for rank, theirs in enumerate(said)
-        if "error" in theirs
+        f"worker {rank} could not write its part ({part['error']})"
+        for rank, part in enumerate(parts)
+        if "error" in part
     ]
     more = f"; and {len(failed) - MOST_NAMED} more" if failed[MOST_NAMED:] else ""
     return "; ".join(failed[:MOST_NAMED]) + more
 
 
-def _unseen_parts(folder: Place, said: list[dict[str, Any]]) -> str:
-    for rank, theirs in enumerate(said):
-        path = folder / part_name(rank, len(said))
+def _unseen_parts(folder: Place, parts: list[dict[str, Any]]) -> str:
+    for rank, part in enumerate(parts):
+        path = folder / part_name(rank, len(parts))
         try:
             why, found = "", path.stat().st_size
         except (OSError, DataError) as error:
-            why, found = f" ({_words(error)})", -1
-        if found != theirs["size"]:
+            why, found = f" ({_error_text(error)})", -1
+        if found != part["size"]:
             return (
-                f"worker {rank} has written its part, and worker 0 does not find it at "
+                f"worker {rank} has written its part, but worker 0 does not find it at "
                 f"{path}{why}. Give a directory that all hosts see: a shared file "
-                "system, or a URL (gs://bucket/run). Give each training its own: two "
-                "of them remove what the other has begun"
+                "system, or a URL (gs://bucket/run). Give each training its own "
+                "directory: two in one remove each other's unfinished files"
             )
     return ""
 

@@ -1,0 +1,28 @@
+"""Public names of a module that are imported when first used."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+
+def lazy_names(
+    module: str, public: Mapping[str, str]
+) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """`__getattr__` and `__dir__` of `module`; `public`: name -> defining module.
+
+    A name that maps to its own module is that module.
+    """
+
+    def resolve(name: str) -> Any:
+        if name not in public:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        value: Any = importlib.import_module(public[name])
+        if public[name] != f"{module}.{name}":
+            value = getattr(value, name)
+        setattr(sys.modules[module], name, value)
+        return value
+
+    return resolve, lambda: sorted({*vars(sys.modules[module]), *public})
