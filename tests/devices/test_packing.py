@@ -7,7 +7,7 @@ import pytest
 import tensorflow as tf
 
 from tests.support.stand_in_link import StandInLink
-from tfdp.exchange.packing import SMALL_BYTES, SmallTogether
+from tfdp.exchange.packing import SMALL_BYTES, PackedSmall
 from tfdp.exchange.two_level import AcrossHostsEngine
 
 LARGE = SMALL_BYTES // 4 + 1
@@ -51,7 +51,7 @@ def test_they_come_back_as_they_were(case, in_graph):
     ]
 
     def there_and_back(tensors):
-        small = SmallTogether(tensors)
+        small = PackedSmall(tensors)
         assert [max(len(shapes), 1) for shapes in small.shapes] == together
         # As if each had been summed on its way.
         return small.unpack([2 * tensor for tensor in small.packed])
@@ -64,14 +64,14 @@ def test_they_come_back_as_they_were(case, in_graph):
 
 def test_others_are_told_what_was_packed():
     tensors = [tf.zeros([2, 3]), tf.zeros([]), tf.zeros([LARGE])]
-    assert SmallTogether(tensors).shapes == [[[2, 3], []], []]
+    assert PackedSmall(tensors).shapes == [[[2, 3], []], []]
 
 
 @pytest.mark.parametrize("shape", [[None], [None, 3], None])
 def test_what_has_no_known_shape_travels_by_itself(shape):
     @tf.function(input_signature=[tf.TensorSpec(shape), tf.TensorSpec(shape)])
     def shapes(first, second):
-        small = SmallTogether([first, second, tf.zeros([3]), tf.zeros([4])])
+        small = PackedSmall([first, second, tf.zeros([3]), tf.zeros([4])])
         assert small.shapes == [[], [], [[3], [4]]]
         return small.unpack(small.packed)
 

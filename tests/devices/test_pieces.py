@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfdp.exchange.two_level_collectives import cut_pieces, join_pieces, plan_pieces
+from tfdp.exchange.two_level_collectives import cut_chunks, join_chunks, plan_chunks
 
 SHAPES = {
     "small ones share a piece": [(2,), (1, 3), (), (2, 2)],
@@ -23,16 +23,16 @@ def test_joined_again_they_are_the_same(shapes, most_elements):
         tf.reshape(tf.range(start, start + size), shape)
         for start, size, shape in zip(starts, sizes, shapes, strict=False)
     ]
-    plan = plan_pieces(sizes, most_elements)
-    pieces = cut_pieces(tensors, plan)
+    plan = plan_chunks(sizes, most_elements)
+    pieces = cut_chunks(tensors, plan)
     assert all(1 <= piece.shape[0] <= most_elements for piece in pieces)
     # No number is lost or sent twice.
     assert np.concatenate(pieces).tolist() == list(range(sum(sizes)))
-    for tensor, joined in zip(tensors, join_pieces(pieces, plan, tensors), strict=True):
+    for tensor, joined in zip(tensors, join_chunks(pieces, plan, tensors), strict=True):
         assert joined.shape == tensor.shape
         assert joined.numpy().tolist() == tensor.numpy().tolist()
 
 
 def test_what_fits_into_one_piece_is_not_cut():
-    for piece in plan_pieces([3, 3, 3, 9], 4)[:3]:
+    for piece in plan_chunks([3, 3, 3, 9], 4)[:3]:
         assert len(piece) == 1

@@ -6,7 +6,6 @@ import pytest
 import tensorflow as tf
 
 from tfdp.errors import ConfigurationError
-from tfdp.plan.schedule_formulas import linear_warmup, polynomial_decay
 from tfdp.plan.schedule_formulas import scale_learning_rate as pure_scale_learning_rate
 from tfdp.schedules import LinearWarmup, PolynomialDecay, scale_learning_rate
 
@@ -23,6 +22,21 @@ STEP_KINDS = {
     "float32": lambda step: tf.constant(step, tf.float32),
     "variable": lambda step: keras.Variable(step, dtype="int64"),
 }
+
+
+def linear_warmup(step, after, warmup_steps, initial):
+    if step >= warmup_steps:
+        return after(step)
+    return initial + (after(warmup_steps) - initial) * step / warmup_steps
+
+
+def polynomial_decay(step, peak, total_steps, warmup_steps, end=1e-4, power=2.0):
+    """The published equation, in float64."""
+    if step <= warmup_steps and warmup_steps:
+        return peak * step / warmup_steps
+    decay_steps = total_steps - warmup_steps + 1
+    progress = min((step - warmup_steps) / decay_steps, 1.0)
+    return (peak - end) * (1 - progress) ** power + end
 
 
 def piecewise():

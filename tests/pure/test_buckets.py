@@ -96,13 +96,6 @@ def test_empty_tensors_stay_home_and_unknown_sizes_travel_alone():
     assert {b.size_bytes for b in plan} == {None, 16}
 
 
-def test_a_given_order_is_followed():
-    plan = plan_buckets(
-        infos(4, 4, 4), bucket_bytes=4, first_bucket_bytes=4, order=[1, 0, 2]
-    )
-    assert [b.indices for b in plan] == [(1,), (0,), (2,)]
-
-
 def test_random_sets_keep_every_promise():
     rng = random.Random(1)
     for _ in range(300):
@@ -136,8 +129,6 @@ def test_the_number_of_buckets_is_what_the_sizes_say():
     [
         {"bucket_bytes": 0, "first_bucket_bytes": 1},
         {"bucket_bytes": 1, "first_bucket_bytes": 0},
-        {"bucket_bytes": 1, "first_bucket_bytes": 1, "order": [0, 0]},
-        {"bucket_bytes": 1, "first_bucket_bytes": 1, "order": [0]},
     ],
 )
 def test_nonsense_is_refused(arguments):

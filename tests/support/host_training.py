@@ -346,7 +346,7 @@ def main(path, shard, names):
     if engine == "tensorflow":
         # The models here are small; so that all of it takes this way, in pieces.
         two_level_collectives.SMALLEST_BYTES = 0
-        two_level_collectives.PIECE_BYTES = 256
+        two_level_collectives.CHUNK_BYTES = 256
     strategy = tfdp.MultiHostDataParallelStrategy(
         shard=stage,
         shard_group=group or "all",

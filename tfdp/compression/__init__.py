@@ -1,8 +1,8 @@
 """Ways to send fewer bytes of a gradient: `Communication(compression=...)`.
 
-method      the interface: what is taken, what is kept, the exchange, its bytes
-blocks      what methods share that cut numbers into blocks
-cast, int8, fp8, sign_sgd, top_k, random_k, power_sgd   a method each
+method      the interface: what is compressed, the state, the exchange, its bytes
+blocks      shared by methods that cut numbers into blocks
+cast, int8, fp8, sign_sgd, top_k, random_k, power_sgd   one method each
 """
 
 from typing import Any
@@ -24,10 +24,10 @@ _METHODS: dict[str, type[Method]] = {
 
 
 def from_config(config: dict[str, Any]) -> Method:
-    """The method whose `get_config` gave this.
+    """The method that returned `config` from its `get_config`.
 
     Raises:
-      ConfigurationError: when it is not of a known method.
+      ConfigurationError: when `config` names no method.
     """
     values = dict(config)
     name = values.pop("method", None)

@@ -1,7 +1,7 @@
-"""Values in blocks of fixed size, each in a few bits and a scale of its own.
+"""Methods that encode blocks of fixed size, each with few bits per number and a scale.
 
-A variable is filled up to whole blocks, so that none holds numbers of two variables,
-which may differ in size by orders of magnitude.
+A variable is padded to whole blocks, so that no block mixes numbers of two variables,
+which may differ by orders of magnitude.
 """
 
 from __future__ import annotations
@@ -20,24 +20,25 @@ from tfdp.compression.method import (
     Method,
     Peers,
     Slots,
+    Tensors,
     all_reduce_bytes,
 )
 
-# Up to so many peers everybody's message goes to everybody. Among more, each adds up a
-# part for all and sends the sum, rounded again.
+# Up to this many peers send each other their whole messages. Among more, each peer adds
+# up one part for all and sends the sum, rounded again.
 MOST_THAT_GATHER = 2
-#: Numbers of a value that is worth a call of its own.
+#: Values of at least this many numbers are encoded in a separate call.
 LEAST_ALONE = 1 << 17
 
 
 def is_block(size: object, least: int) -> bool:
-    """Whether it is a size of blocks: a multiple of `least`, the numbers of a word."""
+    """Whether `size` is a block size: a multiple of `least`, the numbers of a word."""
     return is_whole(size, least=least) and size % least == 0
 
 
 @dataclasses.dataclass(frozen=True)
 class Blockwise(Method):
-    """Blocks of `block_size` numbers, as rows of words: the scale, then the codes."""
+    """Blocks of `elements_of_block` numbers, as rows of words: the scale, the codes."""
 
     @property
     @abc.abstractmethod
@@ -53,21 +54,16 @@ class Blockwise(Method):
         """int32 [..., blocks, words] as float32 [..., blocks, elements]."""
 
     def exchange(
-        self,
-        values: Sequence[tf.Tensor],
-        slots: Sequence[Slots],
-        peers: Peers,
-        step: tf.Tensor,
+        self, values: Tensors, slots: Sequence[Slots], peers: Peers, step: tf.Tensor
     ) -> Exchanged:
         """See `Method.exchange`.
 
-        Among more than two peers each one gets one part of all values, adds it up and
-        sends the sum to all, rounded a second time; what that loses is left with the
-        one that rounded.
+        Among more than two peers each one adds up one part of all values and sends the
+        sum to all, rounded a second time; it keeps the error of that rounding.
 
         Cost: two peers: the message, one launch. p peers: 2 (p - 1) / p times the
-        message, two launches, as an all-reduce; over sockets, where what is not for
-        the next host is passed on, (p - 1) (1 / 2 + 1 / p) times.
+        message, two launches, as an all-reduce; over sockets, where hosts forward what
+        is not for the next one, (p - 1) (1 / 2 + 1 / p) times.
         """
         if peers.size <= MOST_THAT_GATHER:
             return self._exchange_whole(values, slots, peers)
@@ -77,31 +73,29 @@ class Blockwise(Method):
             self.values_of(totals, values),
             self.values_of(left, values),
             list(slots),
-            # What is left of a number that was sent as one is no larger than the two.
+            # The residual of a number that was sent as finite is at most as large.
             telling=[totals if telling is None else telling],
             begun=message,
         )
 
     def sent_bytes(self, shapes: Sequence[Sequence[int]], peers: int) -> float:
-        """See `Method.sent_bytes`."""
         message = self.message_bytes(shapes)
         if peers <= MOST_THAT_GATHER:
             return message * (peers - 1)
         return all_reduce_bytes(message, peers)
 
     def message_bytes(self, shapes: Sequence[Sequence[int]]) -> int:
-        """See `Method.message_bytes`."""
         size = self.elements_of_block
         words = self.encode_rows(tf.zeros([1, size])).shape[-1]
         return sum(-(-math.prod(shape) // size) * words * 4 for shape in shapes)
 
     def _exchange_whole(
-        self, values: Sequence[tf.Tensor], slots: Sequence[Slots], peers: Peers
+        self, values: Tensors, slots: Sequence[Slots], peers: Peers
     ) -> Exchanged:
-        """Everybody's message goes to everybody.
+        """All peers send each other their whole messages.
 
-        Large values are encoded and decoded by themselves: of what lies in one tensor
-        with others there is one copy more each time, of four times the message.
+        Large values are encoded and decoded separately: packing them with others would
+        add a copy each time, of four times the message.
         """
         runs = _runs_of(values)
         encoded = [
@@ -110,9 +104,9 @@ class Blockwise(Method):
         words = [message for message, _ in encoded]
         message = words[0] if len(words) == 1 else tf.concat(words, 0)
         counts = [part.shape[0] for part in words]
-        everybody, begun = peers.gather_ahead(message)
-        messages = tf.split(everybody, counts, axis=1)
-        summed = [self._summed(part) for part in messages]
+        received, begun = peers.gather_ahead(message)
+        messages = tf.split(received, counts, axis=1)
+        summed = [_compiled(self, "sum_rows")(part) for part in messages]
         rows_left = [left for _, left in encoded]
         sums, lefts = [], []
         for run, (total, _), left in zip(runs, summed, rows_left, strict=True):
@@ -124,18 +118,17 @@ class Blockwise(Method):
     def _exchange_parts(
         self, rows: tf.Tensor, peers: Peers
     ) -> tuple[tf.Tensor, tf.Tensor | None, tf.Tensor, tf.Tensor]:
-        """The sums of `rows`, what tells of infinities in them, what of this peer's is
-        not in them, and the message."""
+        """The sums of `rows`, `largest_in` them, this peer's residual and message."""
         blocks = rows.shape[0]
         padded = tf.pad(rows, [[0, -blocks % peers.size], [0, 0]])
         message, left = _compiled(self, "encode_with_left")(padded)
         by_peer = tf.reshape(message, [peers.size, -1, message.shape[-1]])
-        own_sum, _ = self._summed(peers.all_to_all(by_peer))
+        own_sum, _ = _compiled(self, "sum_rows")(peers.all_to_all(by_peer))
         again, lost = _compiled(self, "encode_with_left")(own_sum)
         parts = peers.gather(again)
-        totals = tf.reshape(self._decoded(parts), padded.shape)
+        totals = tf.reshape(_compiled(self, "decode_rows")(parts), padded.shape)
         left = tf.reshape(left, [peers.size, -1])
-        # The second rounding was of a sum, so it is lost to all but kept by one.
+        # The second rounding was of a sum: one peer keeps its error, for all.
         lost = tf.reshape(lost, [1, -1])
         mine = tf.one_hot([peers.place], peers.size, axis=0)
         left = tf.reshape(left + mine * lost, padded.shape)
@@ -143,14 +136,13 @@ class Blockwise(Method):
         return totals[:blocks], telling, left[:blocks], message
 
     def largest_in(self, words: tf.Tensor) -> tf.Tensor | None:
-        """What no number of a block exceeds, of int32 [..., blocks, words].
+        """An upper bound of the numbers of each block, of int32 [..., blocks, words].
 
-        Not finite where a number that was sent was not. None: the numbers themselves
-        have to be looked at.
+        Not finite where a sent number was not. None: check the numbers themselves.
         """
         return None
 
-    def rows_of(self, values: Sequence[tf.Tensor]) -> tf.Tensor:
+    def rows_of(self, values: Tensors) -> tf.Tensor:
         """The values in blocks, [blocks, elements]."""
         size = self.elements_of_block
         parts = []
@@ -158,8 +150,8 @@ class Blockwise(Method):
             flat = tf.reshape(value, [-1])
             missing = -flat.shape[0] % size
             if missing:
-                # With numbers of its own last block, not with zeros: a mean over the
-                # block is that of its numbers then.
+                # With numbers of its own last block, not with zeros, so that a mean
+                # over the block is that of its numbers.
                 elements = flat.shape[0]
                 first = elements // size * size
                 again = [first + n % (elements - first) for n in range(missing)]
@@ -168,8 +160,7 @@ class Blockwise(Method):
         flat = parts[0] if len(parts) == 1 else tf.concat(parts, 0)
         return tf.reshape(flat, [-1, size])
 
-    def values_of(self, rows: tf.Tensor, like: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """The inverse of `rows_of`."""
+    def values_of(self, rows: tf.Tensor, like: Tensors) -> list[tf.Tensor]:
         size = self.elements_of_block
         counts = [value.shape.num_elements() for value in like]
         blocks = [-(-count // size) for count in counts]
@@ -179,21 +170,14 @@ class Blockwise(Method):
             for part, count, value in zip(parts, counts, like, strict=True)
         ]
 
-    def _decoded(self, words: tf.Tensor) -> tf.Tensor:
-        return _compiled(self, "decode_rows")(words)
-
-    def _summed(self, messages: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor | None]:
-        """See `sum_rows`."""
-        return _compiled(self, "sum_rows")(messages)
-
     def encode_with_left(self, rows: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        """The rows as words, and what of them the words do not have."""
+        """The rows as words, and their rounding errors."""
         words = self.encode_rows(rows)
         return words, rows - self.decode_rows(words)
 
     def sum_rows(self, messages: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor | None]:
-        """int32 [peers, blocks, words] as the float32 sum of the rows, in the order of
-        the peers; and that of `largest_in`, which is finite only where all sums are."""
+        """int32 [peers, blocks, words] as the float32 sum of the rows in peer order,
+        and the sum of `largest_in`, which is finite only where all sums are."""
         total, most = self.decode_rows(messages[0]), self.largest_in(messages[0])
         for place in range(1, messages.shape[0]):
             total += self.decode_rows(messages[place])
@@ -202,8 +186,8 @@ class Blockwise(Method):
         return total, most
 
 
-def _runs_of(values: Sequence[tf.Tensor]) -> list[list[tf.Tensor]]:
-    """The values in their order: large ones alone, small ones that follow together."""
+def _runs_of(values: Tensors) -> list[list[tf.Tensor]]:
+    """The values in their order: large ones alone, adjacent small ones together."""
     runs: list[list[tf.Tensor]] = []
     was_small = False
     for value in values:
@@ -220,7 +204,7 @@ _functions: dict[tuple[Blockwise, str], Any] = {}
 
 
 def _compiled(method: Blockwise, name: str) -> Any:
-    """A method's kernel, compiled by XLA: one pass over memory where ops take six."""
+    """A method's kernel, compiled by XLA: one pass over memory where ops need six."""
     key = (method, name)
     if key not in _functions:
         _functions[key] = tf.function(getattr(method, name), jit_compile=True)

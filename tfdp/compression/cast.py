@@ -17,19 +17,16 @@ class Cast(Blockwise):
 
     `Communication(wire_dtype="bfloat16")` is short for
     `Communication(compression=Cast("bfloat16"))`. Between hosts, and without error
-    feedback, sums go round as they would in float32, rounded for every hop, and every
-    gradient goes that way, whatever its size and shape, those of shards and slices of
-    embeddings too; `min_bytes`, `exclude` and `one_dimensional` do nothing there and
-    must be left out.
+    feedback, the link itself rounds sums for every hop, and every gradient, whatever
+    its size and shape, those of shards and slices of embeddings too: `min_bytes`,
+    `exclude` and `one_dimensional` must be left out.
 
     Args:
       dtype: "bfloat16", or "float16", which cannot hold 65,520 or more (they become
         infinite) nor less than 3e-8 (zero): use it with loss scaling.
-      error_feedback: False by default: what is lost is one part in 256, or in 2,048.
-      min_bytes: gradients below this size are sent as they are; at least 0.
-      exclude: regular expressions; gradients of variables in whose Keras path one is
-        found are sent as they are.
-      one_dimensional: whether gradients of biases and scales are compressed, too.
+      error_feedback: see `Int8`; False by default: the error is one part in 256, or in
+        2,048.
+      min_bytes, exclude, one_dimensional: see `Int8`.
 
     Raises:
       ConfigurationError: when an argument is not as above.
@@ -46,27 +43,22 @@ class Cast(Blockwise):
     dtype: Literal["bfloat16", "float16"] = "bfloat16"
     error_feedback: bool = dataclasses.field(default=False, kw_only=True)
 
+    elements_of_block = 256
+
     def __post_init__(self) -> None:
         super().__post_init__()
         self.require(self.dtype in CAST_DTYPES, "dtype", "'bfloat16' or 'float16'")
 
     @property
     def wire_dtype(self) -> str | None:
-        """The type in which a link itself can send what this method sends."""
+        """The type in which a link itself can send the gradients, if it can."""
         return None if self.error_feedback else self.dtype
 
-    @property
-    def elements_of_block(self) -> int:
-        """See `Blockwise`."""
-        return 256
-
     def encode_rows(self, rows: tf.Tensor) -> tf.Tensor:
-        """See `Blockwise`."""
         small = tf.cast(rows, self.dtype)
         return tf.bitcast(tf.reshape(small, [rows.shape[0], -1, 2]), tf.int32)
 
     def decode_rows(self, words: tf.Tensor) -> tf.Tensor:
-        """See `Blockwise`."""
         small = tf.bitcast(words, tf.as_dtype(self.dtype))
         rows = tf.reshape(small, [*words.shape[:-1], self.elements_of_block])
         return tf.cast(rows, tf.float32)

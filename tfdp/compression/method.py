@@ -1,4 +1,4 @@
-"""`Method`: the interface of a compression. A tenth is one file that implements it."""
+"""`Method`: the interface of a compression method."""
 
 from __future__ import annotations
 
@@ -13,110 +13,94 @@ from tfdp.errors import ConfigurationError
 from tfdp.plan.communication import ACROSS
 from tfdp.plan.compression import Compression
 
-# What a method keeps of a variable from step to step, by name.
+Tensors: TypeAlias = Sequence[tf.Tensor]
+# A method's state of a variable, by name.
 Slots: TypeAlias = Mapping[str, tf.Tensor]
 
 
 class Peers(Protocol):
-    """Those who exchange what is compressed, as one of them sees them.
+    """One peer's view of those that exchange compressed values.
 
-    Every one of them makes the same calls in the same order, with tensors of the same
-    shapes.
+    All peers make the same calls in the same order, with tensors of equal shapes.
     """
 
     @property
     def size(self) -> int:
-        """How many there are, at least 2."""
+        """The number of peers, at least 2."""
 
     @property
     def place(self) -> int:
-        """Which one this is, 0 to `size` - 1."""
+        """This peer's index, 0 to `size` - 1."""
 
-    def sum(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """The sums over all, alike on all; float32."""
+    def sum(self, tensors: Tensors) -> list[tf.Tensor]:
+        """The float32 sums over all peers, the same on all."""
 
     def gather(self, words: tf.Tensor) -> tf.Tensor:
-        """Everybody's int32 tensor, side by side: [size, ...]."""
+        """All peers' int32 tensors: [size, ...]."""
 
     def gather_ahead(self, words: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        """As `gather`; and what is there as soon as `words` are on their way."""
+        """As `gather`; and a tensor that exists once `words` are in flight."""
 
     def all_to_all(self, rows: tf.Tensor) -> tf.Tensor:
-        """Row i goes to peer i; what comes back are the rows that are for this one.
-
-        Args:
-          rows: int32, [size, ...].
-        """
+        """Sends row i of int32 [size, ...] to peer i; the rows for this one."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Exchanged:
-    """What one exchange made of the values of several variables.
+    """The results of one exchange of several variables.
 
     Args:
-      sums: over all peers, alike on all of them, bit for bit.
-      left: what of this peer's values is not in the sums. Over all peers and variables
-        the sums and what is left are the values, to the rounding of float32.
-      slots: what the method keeps of each variable for the next step.
-      telling: what is not finite where a sum, a value of any peer or what is left of
-        it is not; perhaps also where numbers are half of float32's largest. None: all
-        of these are looked at.
-      begun: what is there when the first message is on its way. The values of the next
-        bucket are made then: not before, nor when it has arrived.
+      sums: over all peers, the same bits on all of them.
+      left: what the sums lack of this peer's values, to the rounding of float32.
+      slots: the method's new state of each variable.
+      telling: non-finite where a sum, a value of any peer or its `left` is; perhaps
+        also where numbers are half of float32's largest. None: check all of these.
+      begun: exists once the first message is in flight. The values of the next bucket
+        are computed then, neither before nor after it has arrived.
     """
 
-    sums: Sequence[tf.Tensor]
-    left: Sequence[tf.Tensor]
+    sums: Tensors
+    left: Tensors
     slots: Sequence[Slots]
-    telling: Sequence[tf.Tensor] | None = None
+    telling: Tensors | None = None
     begun: tf.Tensor | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class Method(Compression, abc.ABC):
-    """How values are made small, exchanged and made values again.
+    """Encodes, exchanges and decodes values: gradients with residuals of earlier steps.
 
-    Values are float32 tensors of a variable's shape: its gradient, with what earlier
-    steps have left. A method makes TensorFlow ops of all that it does, so that it runs
-    where the gradients are.
+    Values are float32 in a variable's shape. A method consists of TensorFlow ops, which
+    run where the gradients are.
     """
 
-    #: The slots that all peers have alike at all times. Others are numbers of the
-    #: peer's own, in units of its gradients.
+    #: The slots that are the same on all peers at all times. Others belong to the peer,
+    #: in units of its gradients.
     alike_slots: ClassVar[frozenset[str]] = frozenset()
 
     def slots(self, shape: Sequence[int]) -> dict[str, tuple[int, ...]]:
-        """The shapes of what is kept of a variable of this `shape`; they start as 0."""
+        """The shapes of the state of a variable of this `shape`; it starts as 0."""
         return {}
 
     def values(
-        self, gradients: Sequence[tf.Tensor], slots: Sequence[Slots]
+        self, gradients: Tensors, slots: Sequence[Slots]
     ) -> tuple[list[tf.Tensor], list[Slots]]:
-        """What is to be sent but for what is left; and what is kept then."""
+        """The values to send, without the residual, and the new slots."""
         return list(gradients), list(slots)
 
     @abc.abstractmethod
     def exchange(
-        self,
-        values: Sequence[tf.Tensor],
-        slots: Sequence[Slots],
-        peers: Peers,
-        step: tf.Tensor,
+        self, values: Tensors, slots: Sequence[Slots], peers: Peers, step: tf.Tensor
     ) -> Exchanged:
-        """The sums of what all peers send of their values, and what they do not send.
+        """Sums all peers' values, of the variables' shapes, as far as they are sent.
 
-        Args:
-          values: float32, of the variables' shapes.
-          slots: what is kept of each.
-          peers: who exchanges.
-          step: how many exchanges there were, int64.
+        `step` is the number of earlier exchanges, int64.
         """
 
     def sent_bytes(self, shapes: Sequence[Sequence[int]], peers: int) -> float:
-        """What each of so many peers sends in one exchange of values of these shapes.
+        """The bytes of compressed gradients that each peer sends in one exchange.
 
-        Bytes of the compressed gradients alone; as in a ring, where an all-reduce of n
-        bytes sends 2 n (p - 1) / p.
+        As in a ring, where an all-reduce of n bytes sends 2 n (p - 1) / p.
         """
         return self.message_bytes(shapes) * (peers - 1)
 
@@ -126,25 +110,16 @@ class Method(Compression, abc.ABC):
 
 
 def all_reduce_bytes(message_bytes: float, peers: int) -> float:
-    """What each of so many peers sends of a message in an all-reduce by a ring."""
+    """The bytes that each peer sends of a message in a ring all-reduce."""
     return 2 * message_bytes * (peers - 1) / peers
-
-
-# `MomentumCompression`: what an optimizer says that sends its momentum, made small.
 
 
 @dataclasses.dataclass(frozen=True)
 class MomentumCompression:
-    """How the momentum m of an optimizer is sent, and from which update on.
+    """How an optimizer sends its compressed momentum m, and from which update on.
 
-    Args:
-      method: what makes it small.
-      across: "hosts" or "replicas"; see `Communication.compression_across`.
-      beta_1: how much of m stays in an update.
-      warmup_steps: the first updates, which send gradients as they are.
-
-    Raises:
-      ConfigurationError: when the method or `across` cannot be.
+    `beta_1` is the share of m that an update keeps; the first `warmup_steps` updates
+    send gradients uncompressed. For `across` see `Communication.compression_across`.
     """
 
     method: Method

@@ -15,6 +15,7 @@ from tfdp.compression.method import (
     Method,
     Peers,
     Slots,
+    Tensors,
     all_reduce_bytes,
 )
 
@@ -23,44 +24,37 @@ from tfdp.compression.method import (
 class PowerSGD(Method):
     """Each gradient as P Q', with matrices of `rank` columns.
 
-    With M_i the gradient of peer i (and what is left of earlier ones) as a matrix of
+    With M_i the gradient of peer i (and the residual of earlier ones) as a matrix of
     [all other axes, output], and Q that of the step before:
 
         P = orthogonal basis of sum_i M_i Q;   Q_i = M_i' P;   Q = sum_i Q_i
 
-    The sum is P Q', and M_i - P Q_i' is left with peer i.
+    The sum is P Q', and peer i keeps M_i - P Q_i'.
 
     Args:
       rank: columns, at least 1. 1 to 4 for images; up to 32 for language models.
-      start_step: steps in which gradients are sent as they are, at least 0: the first
-        ones change direction too fast. PyTorch's default is 1,000, its advice a tenth
-        of all steps.
-      min_compression_rate: matrices that would become smaller by less than this factor
-        are sent as they are; above 0.
-      error_feedback: whether what a step does not send is added to what the next one
-        sends; one float32 copy of the compressed gradients on each one that sends.
-      min_bytes: gradients below this size are sent as they are; at least 0.
-      exclude: regular expressions; gradients of variables in whose Keras path one is
-        found are sent as they are.
-      one_dimensional: whether gradients of biases and scales are compressed, too.
+      start_step: steps that send gradients uncompressed, at least 0: the first ones
+        change direction too fast. PyTorch's default is 1,000, its advice a tenth of all
+        steps.
+      min_compression_rate: matrices that would shrink by less than this factor are sent
+        uncompressed; above 0.
+      error_feedback, min_bytes, exclude, one_dimensional: see `Int8`.
 
     Raises:
       ConfigurationError: when an argument is not as above.
 
-    Cost: rank (m + n) numbers for a matrix of m n, added on the way as in any
+    Cost: rank (m + n) numbers for a matrix of m n, added in flight as in any
     all-reduce; two launches. Each peer computes 6 m n rank operations and a QR
     decomposition of [m, rank].
 
     Source: Vogels et al. 2019, "PowerSGD", algorithms 1 and 2, with warm start.
-    Differs from PyTorch's hook, where what is left of a peer's gradient is counted
-    from the mean of all: here each keeps what of its own was not sent.
+    Differs from PyTorch's hook, which computes a peer's residual from the mean of all:
+    here each peer keeps what was not sent of its own gradient.
 
     ```python
     import tfdp
 
-    communication = tfdp.Communication(
-        compression=tfdp.compression.PowerSGD(2), compression_across="replicas"
-    )
+    communication = tfdp.Communication(compression=tfdp.compression.PowerSGD(2))
     ```
     """
 
@@ -84,87 +78,68 @@ class PowerSGD(Method):
 
     @property
     def plain_steps(self) -> int:
-        """See `Compression.plain_steps`."""
         return self.start_step
 
     def takes(self, path: str, shape: Sequence[int | None], dtype: str) -> bool:
-        """See `Compression.takes`; what does not become small enough is not taken."""
+        """See `Compression.takes`; requires `min_compression_rate` as well."""
         if len(shape) < 2 or not super().takes(path, shape, dtype):
             return False
         rows, columns, rank = self._sizes(shape)
         return rows * columns >= self.min_compression_rate * rank * (rows + columns)
 
     def slots(self, shape: Sequence[int]) -> dict[str, tuple[int, ...]]:
-        """See `Method.slots`."""
         _, columns, rank = self._sizes(shape)
         return {"q": (columns, rank)}
 
     def sent_bytes(self, shapes: Sequence[Sequence[int]], peers: int) -> float:
-        """See `Method.sent_bytes`; numbers are added on the way."""
         return all_reduce_bytes(self.message_bytes(shapes), peers)
 
     def message_bytes(self, shapes: Sequence[Sequence[int]]) -> int:
-        """See `Method.message_bytes`: P and Q of each."""
+        """Bytes of P and Q of each matrix."""
         sizes = map(self._sizes, shapes)
         return sum(4 * rank * (rows + columns) for rows, columns, rank in sizes)
 
     def exchange(
-        self,
-        values: Sequence[tf.Tensor],
-        slots: Sequence[Slots],
-        peers: Peers,
-        step: tf.Tensor,
+        self, values: Tensors, slots: Sequence[Slots], peers: Peers, step: tf.Tensor
     ) -> Exchanged:
-        """See `Method.exchange`: P is added up, then Q."""
-        matrices = self._matrices(values)
+        """See `Method.exchange`: sums P, then Q."""
+        # Keras' kernels have their outputs last.
+        matrices = [tf.reshape(v, self._sizes(v.shape)[:2]) for v in values]
         bases = [_basis(p) for p in peers.sum(self._first_half(matrices, slots))]
-        own = _second_half(matrices, bases)
+        own = [
+            tf.matmul(matrix, basis, transpose_a=True)
+            for matrix, basis in zip(matrices, bases, strict=True)
+        ]
         summed = peers.sum(own)
         sums, left, kept = [], [], []
         for value, basis, mine, q in zip(values, bases, own, summed, strict=True):
             sums.append(_product(basis, q, value))
             left.append(value - _product(basis, mine, value))
-            # Only the directions are used again: their length would go with the
-            # square of the gradients'.
+            # Only directions are used again: lengths are quadratic in the gradients'.
             largest = tf.reduce_max(tf.abs(q))
             kept.append({"q": tf.math.divide_no_nan(q, largest)})
         return Exchanged(sums, left, kept)
 
     def _sizes(self, shape: Sequence[int | None]) -> tuple[int, int, int]:
-        """Rows, columns and rank of the matrix of a variable."""
+        """Rows, columns and rank of a variable's matrix."""
         columns = int(shape[-1] or 1)
         rows = math.prod(int(length or 1) for length in shape[:-1])
         return rows, columns, min(self.rank, rows, columns)
 
-    def _matrices(self, values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        # Keras' kernels have their outputs last: what they mix are the other axes.
-        return [tf.reshape(value, self._sizes(value.shape)[:2]) for value in values]
-
-    def _first_half(
-        self, matrices: Sequence[tf.Tensor], slots: Sequence[Slots]
-    ) -> list[tf.Tensor]:
+    def _first_half(self, matrices: Tensors, slots: Sequence[Slots]) -> list[tf.Tensor]:
         products = []
         for number, (matrix, slot) in enumerate(zip(matrices, slots, strict=True)):
             q = slot["q"]
-            # Alike on all peers, which draw it by the same seed.
+            # All peers draw the same start, by the same seed.
             start = tf.random.stateless_normal(q.shape, [number, 20190531])
             is_first = tf.reduce_all(tf.equal(q, 0.0))
             products.append(matrix @ tf.where(is_first, start, q))
         return products
 
 
-def _second_half(
-    matrices: Sequence[tf.Tensor], bases: Sequence[tf.Tensor]
-) -> list[tf.Tensor]:
-    return [
-        tf.matmul(matrix, basis, transpose_a=True)
-        for matrix, basis in zip(matrices, bases, strict=True)
-    ]
-
-
 def _basis(products: tf.Tensor) -> tf.Tensor:
-    """An orthonormal basis of the columns; of zeros any one, which does nothing."""
-    # By their size, which the basis does not have: its square would leave float32.
+    """An orthonormal basis of the columns; for zeros any one, which has no effect."""
+    # Divided by the largest, which leaves the basis the same: squares would overflow.
     largest = tf.reduce_max(tf.abs(products))
     return tf.linalg.qr(tf.math.divide_no_nan(products, largest)).q
 

@@ -1,4 +1,4 @@
-"""`RandomK`: some of the numbers, chosen anew for each step and alike by all."""
+"""`RandomK`: a random subset of the numbers, drawn anew in each step, equal on all."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from tfdp.compression.method import (
     Method,
     Peers,
     Slots,
+    Tensors,
     all_reduce_bytes,
 )
 from tfdp.compression.top_k import count_of
@@ -21,38 +22,30 @@ from tfdp.compression.top_k import count_of
 
 @dataclasses.dataclass(frozen=True)
 class RandomK(Method):
-    """A random `ratio` of each gradient's numbers; all send those of the same places.
+    """A random `ratio` of each gradient's numbers; all peers send the same places.
 
-    With error feedback the numbers are sent as they are, and what is left is sent
-    later. Without it they are sent n / k times as large, k of n, so that the sum is
-    right on average.
+    With error feedback the numbers are sent unscaled, and the rest later. Without it,
+    for k of n, they are multiplied by n / k, so that the sum is right on average.
 
     Args:
-      ratio: the share of numbers that is sent, above 0 to 1; at least one number of
-        every variable.
-      seed: of the choice, an integer of 0 to 2^31 - 1; alike on all workers.
-      error_feedback: whether what a step does not send is added to what the next one
-        sends; one float32 copy of the compressed gradients on each one that sends.
-      min_bytes: gradients below this size are sent as they are; at least 0.
-      exclude: regular expressions; gradients of variables in whose Keras path one is
-        found are sent as they are.
-      one_dimensional: whether gradients of biases and scales are compressed, too.
+      ratio: the share of numbers to send, above 0 to 1; at least one number of every
+        variable.
+      seed: of the choice, an integer of 0 to 2^31 - 1; the same on all workers.
+      error_feedback, min_bytes, exclude, one_dimensional: see `Int8`.
 
     Raises:
       ConfigurationError: when an argument is not as above.
 
-    Cost: `ratio` of the bytes of an all-reduce, however many peers there are: places
-    are not sent, and numbers are added on their way. One launch.
+    Cost: `ratio` of the bytes of an all-reduce for any number of peers: places are not
+    sent, and numbers are added in flight. One launch.
 
     Source: Stich et al. 2018, "Sparsified SGD with Memory", with rand_k and memory.
-    Differs from the paper: the places are the same for all.
+    Differs from the paper: the places are the same on all peers.
 
     ```python
     import tfdp
 
-    communication = tfdp.Communication(
-        compression=tfdp.compression.RandomK(0.1), compression_across="replicas"
-    )
+    communication = tfdp.Communication(compression=tfdp.compression.RandomK(0.1))
     ```
     """
 
@@ -67,21 +60,14 @@ class RandomK(Method):
         self.require(is_seed, "seed", "an integer from 0 to 2**31 - 1")
 
     def sent_bytes(self, shapes: Sequence[Sequence[int]], peers: int) -> float:
-        """See `Method.sent_bytes`; numbers are added on the way."""
         return all_reduce_bytes(self.message_bytes(shapes), peers)
 
     def message_bytes(self, shapes: Sequence[Sequence[int]]) -> int:
-        """See `Method.message_bytes`."""
         return sum(4 * count_of(self.ratio, math.prod(shape)) for shape in shapes)
 
     def exchange(
-        self,
-        values: Sequence[tf.Tensor],
-        slots: Sequence[Slots],
-        peers: Peers,
-        step: tf.Tensor,
+        self, values: Tensors, slots: Sequence[Slots], peers: Peers, step: tf.Tensor
     ) -> Exchanged:
-        """See `Method.exchange`: the chosen numbers are added on the way."""
         places = [self._places(v, n, step)[:, None] for n, v in enumerate(values)]
         flat = [tf.reshape(value, [-1]) for value in values]
         chosen = [tf.gather_nd(f, p) for f, p in zip(flat, places, strict=True)]
@@ -98,14 +84,14 @@ class RandomK(Method):
         return Exchanged(sums, left, list(slots))
 
     def _places(self, value: tf.Tensor, number: int, step: tf.Tensor) -> tf.Tensor:
-        """The chosen places: no two alike, without a list of all of them."""
+        """The chosen places, all different, without a list of all places."""
         elements = value.shape.num_elements()
         own_seed = (self.seed + 1_000_003 * number) % 2**31
         seed = tf.stack([tf.cast(step, tf.int32), own_seed])
         places = tf.random.experimental.index_shuffle(
             tf.range(count_of(self.ratio, elements)), seed, elements - 1
         )
-        # Some places come thrice as often as chance allows in that. Turned by a random
-        # distance every place is as likely as any other.
+        # The shuffle returns some places thrice as often as others. A random rotation
+        # makes all places equally likely.
         turn = tf.random.stateless_uniform([], seed, 0, elements, tf.int32)
         return tf.math.floormod(places + turn, elements)

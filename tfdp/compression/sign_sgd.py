@@ -1,4 +1,4 @@
-"""`SignSGD`: signs, and how large the numbers of a block are on average."""
+"""`SignSGD`: signs, and the mean size of the numbers of a block."""
 
 from __future__ import annotations
 
@@ -18,32 +18,25 @@ class SignSGD(Blockwise):
 
     Args:
       block_size: numbers that share a scale, a multiple of 32.
-      error_feedback: whether what a step does not send is added to what the next one
-        sends; one float32 copy of the compressed gradients on each one that sends.
-        Without it this does not converge on simple problems (Karimireddy et al. 2019,
-        section 3).
-      min_bytes: gradients below this size are sent as they are; at least 0.
-      exclude: regular expressions; gradients of variables in whose Keras path one is
-        found are sent as they are.
-      one_dimensional: whether gradients of biases and scales are compressed, too.
+      error_feedback: see `Int8`. Without it this does not converge on simple problems
+        (Karimireddy et al. 2019, section 3).
+      min_bytes, exclude, one_dimensional: see `Int8`.
 
     Raises:
       ConfigurationError: when an argument is not as above.
 
-    Cost: 1/8 + 4 / `block_size` bytes for each number of 4; else as `Int8`.
+    Cost: 1/8 + 4 / `block_size` of 4 bytes for each number; else as `Int8`.
 
     Source: EF-SignSGD, Karimireddy et al. 2019, "Error Feedback Fixes SignSGD and
     other Gradient Compression Schemes", algorithm 1; blocks and the second rounding of
     the sum as in Zheng et al. 2019, "Communication-Efficient Distributed Blockwise
-    Momentum SGD with Error-Feedback". Differs from the papers: what is left is kept
-    without the learning rate, so that a step of another rate sends it at that rate.
+    Momentum SGD with Error-Feedback". Differs from the papers: the residual is stored
+    without the learning rate, so that a step with another rate applies its own.
 
     ```python
     import tfdp
 
-    communication = tfdp.Communication(
-        compression=tfdp.compression.SignSGD(), compression_across="replicas"
-    )
+    communication = tfdp.Communication(compression=tfdp.compression.SignSGD())
     ```
     """
 
@@ -56,11 +49,9 @@ class SignSGD(Blockwise):
 
     @property
     def elements_of_block(self) -> int:
-        """See `Blockwise`."""
         return self.block_size
 
     def encode_rows(self, rows: tf.Tensor) -> tf.Tensor:
-        """See `Blockwise`."""
         scale = tf.reduce_mean(tf.abs(rows), axis=1, keepdims=True)
         bits = tf.cast(tf.reshape(rows >= 0, [rows.shape[0], -1, 8]), tf.uint8)
         weights = tf.constant([1, 2, 4, 8, 16, 32, 64, 128], tf.uint8)
@@ -69,11 +60,10 @@ class SignSGD(Blockwise):
         return tf.concat([tf.bitcast(scale, tf.int32), word], axis=1)
 
     def largest_in(self, words: tf.Tensor) -> tf.Tensor:
-        """See `Blockwise`; all have one size."""
+        """See `Blockwise`; all numbers of a block have one size."""
         return tf.bitcast(words[..., :1], tf.float32)
 
     def decode_rows(self, words: tf.Tensor) -> tf.Tensor:
-        """See `Blockwise`."""
         scale = tf.bitcast(words[..., :1], tf.float32)
         places = tf.range(32, dtype=tf.int32)
         bits = tf.bitwise.right_shift(words[..., 1:, None], places)

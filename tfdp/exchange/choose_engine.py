@@ -16,32 +16,22 @@ from tfdp.plan.topology import Topology
 
 @dataclasses.dataclass(frozen=True)
 class EngineChoice:
-    """The engine for a set of devices.
-
-    Args:
-      name: "in_process" or "tensorflow".
-      hint: the implementation asked of TensorFlow's collectives.
-      reason: one sentence for `tfdp info`.
-    """
+    """An engine's name, the implementation of TensorFlow's collectives, and why."""
 
     name: str
     hint: str
+    #: One sentence for `tfdp info`.
     reason: str
 
 
 def choose_engine(devices: Sequence[str], communication: Communication) -> EngineChoice:
-    """The engine that `communication` names, or the one that suits `devices`.
-
-    Args:
-      devices: full device names, one per replica.
-      communication: its `engine` decides unless it is "auto".
-    """
+    """The engine that `communication` names; "auto": the one that suits `devices`."""
     kinds = {tf.DeviceSpec.from_string(device).device_type for device in devices}
     split_gpus = gpus_are_split()
     nccl = kinds == {"GPU"} and not split_gpus
     hint = "nccl" if nccl else "ring"
     if communication.engine != "auto":
-        return EngineChoice(communication.engine, hint, "asked for by name")
+        return EngineChoice(communication.engine, hint, "requested by name")
     if nccl and len(devices) > 1:
         return EngineChoice(
             "tensorflow", hint, "physical GPUs: packed buckets over NCCL"
@@ -58,11 +48,7 @@ def choose_engine(devices: Sequence[str], communication: Communication) -> Engin
 
 
 def gpus_are_split() -> bool:
-    """Whether a GPU that this process sees is cut into several logical ones.
-
-    TensorFlow does not start for it.
-    """
-    # Those that are not visible do not count: two halves of one of four are split.
+    """Whether a visible GPU is split into logical ones. TensorFlow does not start."""
     gpus = tf.config.get_visible_devices("GPU")
     parts = [tf.config.get_logical_device_configuration(gpu) for gpu in gpus]
     return any(part is not None and len(part) > 1 for part in parts)
@@ -75,8 +61,4 @@ def make_engine(
     choice = choose_engine(devices, communication)
     if choice.name == "in_process":
         return InProcessEngine(devices, topology)
-    return TensorFlowEngine(
-        devices,
-        topology,
-        hint=choice.hint,
-    )
+    return TensorFlowEngine(devices, topology, hint=choice.hint)

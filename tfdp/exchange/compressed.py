@@ -1,9 +1,9 @@
-"""The sums of gradients that are sent in fewer bytes. Read `CompressedSums.sums`.
+"""Sums of compressed gradients. Read `CompressedSums.sums`.
 
-One flag, how many replicas have numbers that are not finite, goes with the gradients
-that are sent as they are. Where it is not 0 every replica gets sums that are not
-finite, as without compression, and keeps what it kept: a loss scaler leaves this step
-out, and what was sent in it is lost.
+One flag, the number of replicas with non-finite numbers, travels with the gradients
+that are not compressed. Where it is not 0 every replica gets non-finite sums, as
+without compression, and keeps its state: a loss scaler skips this step, and what was
+sent in it is lost.
 """
 
 from __future__ import annotations
@@ -15,25 +15,23 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from tfdp.compression.method import Exchanged, Method, Slots
+from tfdp.exchange.packing import Tensors
 from tfdp.exchange.peers import PeerGroup
 from tfdp.plan.buckets import TensorInfo, plan_buckets
 from tfdp.plan.communication import Communication
 
-#: In the names of ops that compress, for who reads a graph.
+#: In the names of ops that compress.
 COMPRESSED_SUM = "tfdp_compressed_sum"
-# A message that is long enough for any network. Until the first is made small nothing
-# travels, and when the last has come it is still to be made large and added.
+# Long enough for any network. Longer messages delay the first send, which waits until
+# its message is encoded, and lengthen the decoding and adding of the last.
 MESSAGE_BYTES = 2 << 20
-#: Of the conditional that hands on the sums where all numbers are finite.
+#: The conditional that returns the sums where all numbers are finite.
 WHERE_FINITE = "tfdp_where_finite"
 
 
 class Kept(NamedTuple):
-    """What is kept of one variable from step to step, by a replica that speaks.
-
-    Args:
-      residual: what is left to be sent, float32; None without error feedback.
-      slots: the method's own.
+    """One variable's state between steps on a peer: the unsent residual, float32 (None
+    without error feedback), and the method's slots.
     """
 
     residual: tf.Tensor | None
@@ -41,14 +39,7 @@ class Kept(NamedTuple):
 
 
 class CompressedSums:
-    """Sums lists of gradients over a group, bucket by bucket, by one method.
-
-    Args:
-      method: what makes gradients small.
-      group: who exchanges.
-      devices: of this process's replicas.
-      communication: the bucket sizes.
-    """
+    """Sums lists of gradients over `group`, bucket by bucket, by one method."""
 
     def __init__(
         self,
@@ -64,22 +55,21 @@ class CompressedSums:
 
     def sums(
         self,
-        gradients: Sequence[tf.Tensor],
+        gradients: Tensors,
         kept: Sequence[Kept],
         step: tf.Tensor,
         rank: int,
         count_bad: Callable[[tf.Tensor], tf.Tensor],
         is_plain: tf.Tensor | None = None,
     ) -> tuple[list[tf.Tensor], list[Kept]]:
-        """The sums of gradients over all replicas, and what is kept then.
+        """The sums of gradients over all replicas, and the state afterwards.
 
         Args:
-          gradients: floats of known shapes, alike on all replicas.
-          kept: of each, where the replica speaks; else nothing.
-          step: how many exchanges there were, int64.
-          rank: the calling replica.
-          count_bad: the sum over all replicas of a number that each has.
-          is_plain: whether all are sent as they are; None: the method says.
+          gradients: floats of static shapes, the same on all replicas.
+          kept: the state of each, where the replica exchanges; else empty.
+          step: the number of earlier exchanges, int64.
+          count_bad: sums a number of each replica over all replicas.
+          is_plain: whether to send all uncompressed; None: the method decides.
         """
         if is_plain is None and self.method.plain_steps:
             is_plain = step < self.method.plain_steps
@@ -87,18 +77,18 @@ class CompressedSums:
             sums, after, mine = self._bucket_by_bucket(gradients, kept, step, rank)
         else:
             sums, after, mine = self._later(gradients, kept, step, rank, is_plain)
-        # Last, for the flag waits for all of them. What is alike on all need not be
-        # looked at by all: who speaks has done so.
+        # Last, because the flag waits for all of them. Sums are the same on all
+        # replicas, so that only those that exchange have to check them.
         is_good = tf.equal(count_bad(mine), 0.0)
 
         def good() -> tuple[list[tf.Tensor], list[Kept]]:
             return list(sums), list(after)
 
         def bad() -> tuple[list[tf.Tensor], list[Kept]]:
-            # Not a number, whatever the method made of what was none.
+            # NaN, whatever the method made of non-finite numbers.
             return [tf.fill(total.shape, float("nan")) for total in sums], list(kept)
 
-        # A conditional hands on what it is given, where `tf.where` makes a copy.
+        # A conditional forwards its inputs, where `tf.where` makes a copy.
         with tf.name_scope(WHERE_FINITE):
             results, left = tf.cond(is_good, good, bad)
         return [
@@ -108,16 +98,16 @@ class CompressedSums:
 
     def _later(
         self,
-        gradients: Sequence[tf.Tensor],
+        gradients: Tensors,
         kept: Sequence[Kept],
         step: tf.Tensor,
         rank: int,
         is_plain: tf.Tensor,
     ) -> tuple[list[tf.Tensor], list[Kept], tf.Tensor]:
-        """As `_bucket_by_bucket`, but sent as they are in the first steps.
+        """`_bucket_by_bucket`, but uncompressed in the first steps.
 
-        Cost: a conditional begins when all gradients are there: nothing is sent while
-        others are still computed.
+        A conditional starts when all gradients exist: nothing is sent while others are
+        still computed.
         """
 
         def plain() -> tuple[list[tf.Tensor], list[Kept], tf.Tensor]:
@@ -127,7 +117,7 @@ class CompressedSums:
             if self.group.speaks(rank):
                 values = self.group.of(rank, "gradients before compression").sum(values)
                 mine = _is_bad(values)
-            return self.group.hand_out(values, rank), list(kept), mine
+            return self.group.distribute(values, rank), list(kept), mine
 
         def small() -> tuple[list[tf.Tensor], list[Kept], tf.Tensor]:
             return self._bucket_by_bucket(gradients, kept, step, rank)
@@ -136,13 +126,9 @@ class CompressedSums:
         return sums, after, mine
 
     def _bucket_by_bucket(
-        self,
-        gradients: Sequence[tf.Tensor],
-        kept: Sequence[Kept],
-        step: tf.Tensor,
-        rank: int,
+        self, gradients: Tensors, kept: Sequence[Kept], step: tf.Tensor, rank: int
     ) -> tuple[list[tf.Tensor], list[Kept], tf.Tensor]:
-        """The sums, what is kept, and how many buckets were not all finite here."""
+        """The sums, the state, and how many buckets were not all finite here."""
         infos = [
             TensorInfo(4 * gradient.shape.num_elements(), "float32")
             for gradient in gradients
@@ -160,8 +146,8 @@ class CompressedSums:
         for number, bucket in enumerate(buckets, start=1):
             with tf.name_scope(COMPRESSED_SUM):
                 label = f"compressed bucket {number} of {len(buckets)}"
-                # One bucket after the other, so that the first is on its way while the
-                # next is added up and made small.
+                # One bucket after the other, so that the first is in flight while the
+                # next is added up and encoded.
                 with tf.control_dependencies([begun]):
                     mine = [tf.identity(gradients[place]) for place in bucket.indices]
                 values = self.group.collect(
@@ -174,14 +160,14 @@ class CompressedSums:
                     )
                     left.update(zip(bucket.indices, after, strict=True))
                     bad.append(is_bad)
-                totals = self.group.hand_out(values, rank)
+                totals = self.group.distribute(values, rank)
             sums.update(zip(bucket.indices, totals, strict=True))
         in_order = range(len(gradients))
         after = [left[i] for i in in_order if left]
         return [sums[i] for i in in_order], after, sum(bad, tf.constant(0.0))
 
     def _bucket_bytes(self, shapes: Sequence[Sequence[int]]) -> int:
-        """The most bytes of gradients whose message is still long enough."""
+        """The bucket size whose compressed message has `MESSAGE_BYTES`."""
         all_bytes = 4 * sum(math.prod(shape) for shape in shapes)
         sent = max(self.method.message_bytes(shapes), 1)
         enough = math.ceil(MESSAGE_BYTES * all_bytes / sent)
@@ -189,26 +175,26 @@ class CompressedSums:
 
     def _exchanged(
         self,
-        gradients: Sequence[tf.Tensor],
+        gradients: Tensors,
         kept: Sequence[Kept],
         step: tf.Tensor,
         rank: int,
         label: str,
         begun: tf.Tensor,
     ) -> tuple[list[tf.Tensor], list[Kept], tf.Tensor, tf.Tensor]:
-        """The sums, what is kept, 1 when a number in all this is not finite, and what
-        is there when the next exchange may begin; `begun` is that of the one before."""
+        """The sums, the state, 1 when a number is not finite, and a tensor that exists
+        once the next exchange may begin; `begun` is that of the exchange before."""
         values, slots = self.method.values(gradients, [k.slots for k in kept])
-        # What waits for something that is not its input TensorFlow's optimizer leaves
-        # alone. Else it makes one sum of this and of that over the replicas, in a
-        # variable that it fills with zeros first: three passes over memory for one.
+        # TensorFlow's optimizer leaves ops with control inputs alone. It would merge
+        # this sum with the one over the replicas, into a variable that it fills with
+        # zeros first: three passes over memory instead of one.
         with tf.control_dependencies([begun]):
             values = [
                 value if k.residual is None else tf.add(value, k.residual)
                 for value, k in zip(values, kept, strict=True)
             ]
         if self.group.size == 1:
-            # Nobody to send to: what more replicas had left is used at once.
+            # No peer to send to: use at once what more replicas had left.
             exchanged = Exchanged(values, [tf.zeros_like(v) for v in values], slots)
         else:
             peers = self.group.of(rank, label)
@@ -219,18 +205,18 @@ class CompressedSums:
                 kept, exchanged.left, exchanged.slots, strict=True
             )
         ]
-        # Values of a replica, or sums over its host with what was left: they are not
-        # finite where a gradient of the host is not, and perhaps where all are.
+        # Values of a replica, or sums over its host with the residual: they are not
+        # finite where a gradient of the host is not, and perhaps when all are.
         numbers = exchanged.telling
         if numbers is None:
-            left = [number for each in after for number in _parts_of(each)]
+            left = [n for each in after for n in (each.residual, *each.slots.values())]
             numbers = [*exchanged.sums, *values, *left]
         begun = step if exchanged.begun is None else exchanged.begun
         return list(exchanged.sums), after, _is_bad(numbers), begun
 
 
 def are_finite(values: Sequence[Any]) -> tf.Tensor:
-    """Whether every number is, of tensors and slices; None and whole numbers are."""
+    """Whether all numbers of tensors and slices are finite; None and integers are."""
     numbers = [
         value.values if isinstance(value, tf.IndexedSlices) else value
         for value in values
@@ -244,11 +230,5 @@ def are_finite(values: Sequence[Any]) -> tf.Tensor:
     return tf.reduce_all(tf.stack(finite)) if finite else tf.constant(True)
 
 
-def _is_bad(values: Sequence[tf.Tensor]) -> tf.Tensor:
-    """1 when a number is not finite, else 0."""
+def _is_bad(values: Tensors) -> tf.Tensor:
     return tf.where(are_finite(values), 0.0, 1.0)
-
-
-def _parts_of(kept: Kept) -> list[tf.Tensor]:
-    left = [] if kept.residual is None else [kept.residual]
-    return [*left, *kept.slots.values()]

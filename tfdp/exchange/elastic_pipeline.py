@@ -1,7 +1,7 @@
-"""The exchanges of a host that trains apart from others, which may die and come back.
+"""The exchanges of a host that trains independently; other hosts may die and return.
 
-Within the host everything is as on one host. What goes to the others is not a part of
-a step: only meetings, and the state for a host that comes in.
+Within the host everything is as on one host. Other hosts take part only in elastic
+outer steps and in sending state to a host that joins.
 """
 
 from __future__ import annotations
@@ -15,19 +15,14 @@ import tensorflow as tf
 from tfdp.errors import ConfigurationError
 from tfdp.exchange.engine import Engine
 from tfdp.exchange.host_calls import LinkCalls
+from tfdp.exchange.packing import Tensors
 from tfdp.exchange.pipeline import GradientPipeline
 from tfdp.hosts.elastic_group import ElasticHosts
 from tfdp.plan.communication import Communication
 
 
 class ElasticPipeline(GradientPipeline):
-    """A `GradientPipeline` of one host's replicas, with meetings.
-
-    Args:
-      engine: of this host's replicas.
-      communication: as the strategy was given it.
-      hosts: this host among the others.
-    """
+    """A `GradientPipeline` of one host's replicas, with elastic outer steps."""
 
     def __init__(
         self, engine: Engine, communication: Communication, hosts: ElasticHosts
@@ -38,28 +33,23 @@ class ElasticPipeline(GradientPipeline):
 
     @property
     def host_groups(self) -> tuple[tuple[int, ...], ...] | None:
-        """The replicas of this process, which step together."""
+        """The replicas of this process, in one group."""
         return (tuple(range(self.engine.replicas)),)
 
     def sum_within(self, value: tf.Tensor, rank: int) -> tf.Tensor:
-        """The sum over this host's replicas."""
         (total,) = self.all_reduce([tf.convert_to_tensor(value)], rank)
         return tf.convert_to_tensor(total)
 
     def sum_gradients(
         self,
         gradients: Sequence[Any],
-        state: Sequence[tf.Tensor],
+        state: Tensors,
         rank: int,
         *,
         sum_rows: bool = False,
         at_once: bool = False,
     ) -> tuple[list[Any], list[tf.Tensor]]:
-        """Refused: a gradient of all hosts needs all of them, in every step.
-
-        Raises:
-          ConfigurationError: always.
-        """
+        """Always raises: gradients of all hosts need all of them in every step."""
         raise ConfigurationError(
             "Communication(min_hosts=...) lets hosts die and come back, and an "
             "optimizer adds up its gradients over all of them in every step. Train "
@@ -69,15 +59,12 @@ class ElasticPipeline(GradientPipeline):
         )
 
     def meet(
-        self, update: tf.Tensor, values: Sequence[tf.Tensor], rank: int
+        self, update: tf.Tensor, values: Tensors, rank: int
     ) -> tuple[list[tf.Tensor], tf.Tensor]:
-        """The means over the hosts that are present; see `ElasticHosts.meet`.
+        """The means over the hosts that are present, and the outcome, an int32.
 
-        In replica context. The replicas of this host bring the same: the first speaks
-        for them.
-
-        Returns:
-          The means, and how the meeting ended: an int32.
+        In replica context. The replicas of this host pass equal values: the first one
+        exchanges them. See `ElasticHosts.meet`.
         """
 
         def meet(update: np.ndarray, *arrays: np.ndarray) -> list[np.ndarray]:
@@ -93,8 +80,8 @@ class ElasticPipeline(GradientPipeline):
         *means, outcome = (self.broadcast(result, rank) for result in results)
         return means, outcome
 
-    def exchange_state(self, values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """See `ElasticHosts.exchange_state`; outside of replicas."""
+    def exchange_state(self, values: Tensors) -> list[tf.Tensor]:
+        """See `ElasticHosts.exchange_state`; in cross-replica context."""
 
         def exchange(*arrays: np.ndarray) -> list[np.ndarray]:
             return self.living.exchange_state(arrays)

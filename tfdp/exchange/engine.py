@@ -1,4 +1,4 @@
-"""The interface that every reduction engine implements. A third is one file."""
+"""The interface that every reduction engine implements."""
 
 from __future__ import annotations
 
@@ -14,43 +14,41 @@ import tensorflow as tf
 from tfdp._private import names
 from tfdp.errors import CollectiveError
 from tfdp.exchange.late_exchange import AsyncExchange
-from tfdp.exchange.packing import pack, unpack, whole_from_shards
+from tfdp.exchange.packing import Layouts, Tensors, pack, unpack, whole_from_shards
 from tfdp.exchange.sparse import join_rows, merge_rows
 from tfdp.exchange.traffic import TrafficCount
 from tfdp.plan.shards import ShardLayout
 from tfdp.plan.topology import Topology
 
-# TensorFlow's names of its collectives' ways -> what people call them.
-HINTS_IN_WORDS = {"nccl": "NCCL", "ring": "TensorFlow's ring"}
+# TensorFlow's names of collective implementations -> readable ones.
+HINT_LABELS = {"nccl": "NCCL", "ring": "TensorFlow's ring"}
 
-# Group keys are unique in the process, and the same on every host that makes its
+# Group keys are unique in the process, and equal on all hosts, which make their
 # strategies in the same order. Stock strategies count from 1; keep well away.
 _group_keys = itertools.count(1_000_000)
 
 
 def next_group_key() -> int:
-    """A key that no other group of this process has."""
+    """A group key that is unused in this process."""
     return next(_group_keys)
 
 
 class Engine(abc.ABC):
     """Sums and gathers tensors over the replicas of a topology.
 
-    Each method is called once by every replica, in the same order, in a graph; the
-    calls of the replicas that belong together find each other by their number.
-
-    Args:
-      devices: one device per replica, in rank order, as full names.
-      topology: the levels to reduce over.
+    Every replica calls each method once, in the same order, in a graph; the calls that
+    belong together are matched by their number. `devices` has a full name per replica.
     """
 
     #: The name that `Communication(engine=...)` and `tfdp info` use.
     name: str = ""
     #: Whether tensors should be packed into one buffer per bucket.
     packs: bool = True
-    #: Makes sums while steps go on; None: sums are made in the step that asks.
+    #: The type in which `all_reduce_gradients` sends; None: the gradients' own.
+    wire_dtype: str | None = None
+    #: Sums that are in flight while steps go on; None: not supported.
     late: AsyncExchange | None = None
-    #: The way that TensorFlow's collectives are asked for; "": they are not used.
+    #: Which implementation TensorFlow's collectives use; "": they are not used.
     _hint: str = ""
 
     def __init__(self, devices: Sequence[str], topology: Topology):
@@ -59,70 +57,53 @@ class Engine(abc.ABC):
         self.run_graph: tf.Graph | None = None
         self.traffic = TrafficCount(len(self.devices))
         self._call_numbers = CallNumbers(len(self.devices))
-        #: See `Reducer`.
         self.branches: list[tuple[int, tf.Graph]] = []
 
     @property
     def in_words(self) -> str:
-        """The name, and what of TensorFlow's carries the tensors, where it does."""
+        """The name, and which of TensorFlow's collectives it uses, if any."""
         if not self._hint:
             return self.name
-        return f"{self.name} ({HINTS_IN_WORDS.get(self._hint, self._hint)})"
+        return f"{self.name} ({HINT_LABELS.get(self._hint, self._hint)})"
 
     def begin_run(self) -> None:
-        """Starts the tracing of one `strategy.run`: all replicas count alike again."""
+        """Starts the tracing of one `strategy.run`: aligns all replicas' counts."""
         self.run_graph = tf.compat.v1.get_default_graph()
         self.branches = []
         self._call_numbers.begin_run()
         self.traffic.begin()
 
     def end_run(self) -> None:
-        """Ends it, in the same graph: all replicas are traced."""
+        """Called in the same graph when all replicas are traced."""
         return
 
     def sent_bytes(self, rank: int) -> int | None:
-        """What a replica sends to others in one run of the step that was traced last.
+        """The bytes that replica `rank` sends in one run of the last traced step.
 
-        Each `strategy.run` that is traced starts the count again: `model.evaluate`
-        after `model.fit` leaves the traffic of evaluation here. Tensors that are
-        handed over within shared memory count as sent.
-
-        Args:
-          rank: the replica.
-
-        Returns:
-          Bytes, or None when a size is known only while the step runs.
+        `model.evaluate` after `model.fit` leaves the traffic of evaluation here.
+        Tensors in shared memory count as sent. None: a size is unknown while tracing.
         """
         return self.traffic.of(rank)
 
     def sent_between_hosts(self) -> int | None:
-        """The bytes that this process has sent to other hosts so far.
+        """The bytes that this process has sent to other hosts so far; None: unknown.
 
-        None: nobody counts them. Simulated hosts are within one process: 0.
+        Simulated hosts are in one process: 0.
         """
         return 0
 
     def seconds_between_hosts(self) -> float | None:
-        """How long steps of this process were in exchanges with other hosts so far.
+        """Seconds that steps of this process spent in exchanges with other hosts.
 
-        The waiting for them included. None: nobody knows. Simulated hosts are within
-        one process: 0.
+        Includes waiting for them. None: unknown. Simulated hosts are in one process: 0.
         """
         return 0.0
 
-    def next_call_number(
-        self, rank: int, what: str = "", tensors: Sequence[tf.Tensor] = ()
-    ) -> int:
-        """The number of this exchange; the same on every replica that takes part.
+    def next_call_number(self, rank: int, what: str = "", tensors: Tensors = ()) -> int:
+        """The number of this exchange, equal on all replicas; see `CallNumbers.next`.
 
-        Args:
-          rank: the calling replica.
-          what, tensors: see `CallNumbers.next`.
-
-        Raises:
-          CollectiveError: inside a `tf.while_loop` within the replica function, or
-            inside a function that XLA compiles; or where another replica does
-            something else.
+        Raises `CollectiveError` inside a `tf.while_loop` of the replica function, or a
+        function that XLA compiles.
         """
         if names.in_compiled_function():
             raise CollectiveError(
@@ -137,31 +118,25 @@ class Engine(abc.ABC):
             raise CollectiveError(
                 "An exchange between replicas (gradients, all_reduce, synchronized "
                 "batch normalization) was built inside a tf.while_loop of the "
-                "replica function. Each replica would run a loop of its own and "
-                "wait for the others for ever. Unroll the loop in Python, put it "
-                "around strategy.run (steps_per_execution does), or do the "
-                "exchange after it."
+                "replica function. Each replica would run its own loop and wait "
+                "for the others forever. Unroll the loop in Python, put it around "
+                "strategy.run (steps_per_execution does), or do the exchange after it."
             )
         self.note_branches(rank)
         return self._call_numbers.next(rank, what, tensors)
 
     def note_branches(self, rank: int) -> None:
-        """See `Reducer`."""
+        """Records the branches that are being built; see `Reducer`."""
         inner = names.graphs_inside(self.run_graph)
         self.branches += [(rank, g) for g in inner if names.is_branch_graph(g)]
 
     @abc.abstractmethod
     def all_reduce(self, tensor: tf.Tensor, rank: int) -> tf.Tensor:
-        """The sum of `tensor` over all replicas, on each of them.
-
-        Args:
-          tensor: any shape, the same on all replicas; a number type.
-          rank: the calling replica.
-        """
+        """The sum of `tensor`, a number type of one shape, on all replicas."""
 
     @property
     def replicas(self) -> int:
-        """How many replicas there are, on all hosts."""
+        """The number of replicas, on all hosts."""
         return len(self.devices)
 
     @property
@@ -170,26 +145,20 @@ class Engine(abc.ABC):
         return self.packs
 
     def all_reduce_bucket(
-        self, tensors: Sequence[tf.Tensor], rank: int, label: str
+        self, tensors: Tensors, rank: int, label: str
     ) -> list[tf.Tensor]:
         """The sums of several tensors of one type, in one exchange.
 
-        Args:
-          tensors: the tensors of a bucket.
-          rank: the calling replica.
-          label: names the bucket in errors.
+        `label` names the exchange in errors, here and below.
         """
         if len(tensors) == 1:
             return [self.all_reduce(tensors[0], rank)]
         return unpack(self.all_reduce(pack(tensors), rank), tensors)
 
-    #: The type in which `all_reduce_gradients` sends; None for the gradients' own.
-    wire_dtype: str | None = None
-
     def all_reduce_gradients(
-        self, tensors: Sequence[tf.Tensor], rank: int, label: str
+        self, tensors: Tensors, rank: int, label: str
     ) -> list[tf.Tensor]:
-        """As `all_reduce_bucket`, of gradients, which may be rounded on the way."""
+        """`all_reduce_bucket` for gradients, which may be rounded in flight."""
         return self.all_reduce_bucket(tensors, rank, label)
 
     def all_reduce_rows(
@@ -201,19 +170,15 @@ class Engine(abc.ABC):
         summed: bool = False,
         wire_dtype: str | None = None,
     ) -> tf.IndexedSlices:
-        """The sum over all replicas of rows of a table, as rows.
+        """The sum over all replicas of any number of rows of a table, as rows.
 
         Args:
-          slices: this replica's; the number of rows may differ between replicas.
-          rank: the calling replica.
-          label: names the exchange in errors, where one can fail.
-          summed: rows with the same index are added, before they travel and after; what
-            comes back has each index once. False: all rows, in rank order.
-          wire_dtype: the smaller float type in which values travel between hosts; None
-            for their own.
+          summed: add rows of equal index before and after they travel, so that each
+            index is returned once. False: all rows, in rank order.
+          wire_dtype: the type of float values between hosts; None: their own.
 
         Cost: (N - 1) times the bytes of values and indices per replica, in two
-        exchanges of one level: rows cannot be added by who passes them on.
+        exchanges of one level: replicas that forward rows cannot add them.
         """
         if summed:
             slices = merge_rows(slices)
@@ -226,8 +191,8 @@ class Engine(abc.ABC):
 
     @property
     def host_groups(self) -> tuple[tuple[int, ...], ...] | None:
-        """The replicas of this process, host by host; None: `all_reduce_within` is not
-        there, or there is one host."""
+        """The replicas of this process, host by host; None: one host, or
+        `all_reduce_within` is not supported."""
         return None
 
     def all_reduce_within(self, tensor: tf.Tensor, rank: int) -> tf.Tensor:
@@ -236,7 +201,7 @@ class Engine(abc.ABC):
 
     @property
     def shard_parts(self) -> int:
-        """Over how many replicas a tensor is sharded."""
+        """The number of shards of a tensor."""
         return len(self.devices)
 
     @property
@@ -246,83 +211,50 @@ class Engine(abc.ABC):
 
     @property
     def holds_first_copy(self) -> bool:
-        """Whether the shards of this process are the first of several copies."""
+        """Whether this process holds the first of several copies of its shards."""
         return True
 
     @abc.abstractmethod
     def reduce_scatter_bucket(
-        self,
-        tensors: Sequence[tf.Tensor],
-        layouts: Sequence[ShardLayout],
-        rank: int,
-        label: str,
+        self, tensors: Tensors, layouts: Layouts, rank: int, label: str
     ) -> list[tf.Tensor]:
-        """This replica's shards of the sums of several tensors of one type.
+        """This replica's shards of the sums of several whole tensors of one type.
 
-        Args:
-          tensors: whole ones, alike on all replicas in shape and type.
-          layouts: how each is cut, into `shard_parts` parts.
-          rank: the calling replica.
-          label: names the bucket in errors.
+        `layouts` cut each into `shard_parts` parts.
         """
 
     @abc.abstractmethod
     def all_gather_bucket(
-        self,
-        shards: Sequence[tf.Tensor],
-        layouts: Sequence[ShardLayout],
-        rank: int,
-        label: str,
+        self, shards: Tensors, layouts: Layouts, rank: int, label: str
     ) -> list[tf.Tensor]:
-        """The whole tensors, on every replica, from the shards of all.
-
-        Args:
-          shards: this replica's, flat and padded.
-          layouts: how each tensor is cut.
-          rank: the calling replica.
-          label: names the bucket in errors.
-        """
+        """The whole tensors, on all replicas, from all flat, padded shards."""
 
     def join_shards(
-        self, shards: Sequence[tf.Tensor], layout: ShardLayout, label: str
+        self, shards: Tensors, layout: ShardLayout, label: str
     ) -> tf.Tensor:
-        """The whole tensor, in cross-replica context.
-
-        Args:
-          shards: of the replicas of this process, flat and padded.
-          layout: how the tensor is cut.
-          label: names the exchange in errors, where there is one.
-        """
+        """The whole tensor, in cross-replica context, from this process's shards."""
         return whole_from_shards(shards, layout)
 
     @abc.abstractmethod
     def all_gather(self, tensor: tf.Tensor, rank: int) -> tf.Tensor:
         """All replicas' tensors, joined along the first axis in rank order.
 
-        Args:
-          tensor: rank 1 or more; the first dimension may differ between replicas.
-          rank: the calling replica.
+        Tensors have an axis at least; its length may differ between replicas.
         """
 
     def all_gather_equal(self, tensor: tf.Tensor, rank: int) -> tf.Tensor:
-        """All replicas' tensors, which have one shape, as [replicas, ...].
+        """All replicas' int32 tensors of one shape, as [replicas, ...].
 
-        Args:
-          tensor: int32; the sizes that are not known may differ from step to step.
-          rank: the calling replica.
+        Unknown sizes may differ from step to step.
         """
         whole = self.all_gather(tensor[None], rank)
         return tf.ensure_shape(whole, [self.replicas, *tensor.shape])
 
     def all_to_all(self, rows: tf.Tensor, rank: int) -> tf.Tensor:
-        """Row i goes to replica i; what comes back is by sender.
+        """Sends row i to replica i; returns the received rows, by sender.
 
-        Args:
-          rows: int32, [replicas, ...], of one shape on all replicas, which is known.
-          rank: the calling replica.
-
-        Raises:
-          CollectiveError: where there is no such exchange.
+        `rows` are int32 [replicas, ...] of one static shape on all replicas. Raises
+        `CollectiveError` where an engine has no all-to-all.
         """
         raise CollectiveError(f"The engine {self.name!r} has no all-to-all.")
 
@@ -331,27 +263,20 @@ class Engine(abc.ABC):
         """Replica 0's `tensor`, on every replica."""
 
 
-# The numbers under which replicas meet while they are traced one after the other.
-
-
 class CallNumbers:
-    """Counts the exchanges of each replica, in order or by name.
-
-    Args:
-      replicas: of this process.
-    """
+    """Counts the exchanges of this process's replicas, in order or by name."""
 
     def __init__(self, replicas: int):
         self._counts = [0] * replicas
-        # By its name, and how often that came before: the number of an exchange.
+        # The number of an exchange by its name and how often that occurred before.
         self._named: dict[tuple[str, int], int] = {}
         self._named_so_far = 0
-        self._names_met: collections.Counter[tuple[str, int]] = collections.Counter()
-        #: By the number: which replica came first, and for what.
+        self._names_used: collections.Counter[tuple[str, int]] = collections.Counter()
+        #: By number: the first replica that reached it, and its exchange.
         self._first: dict[int, tuple[int, str]] = {}
 
     def begin_run(self) -> None:
-        """All replicas count alike again.
+        """Aligns all replicas' counts.
 
         A trace that failed half-way has left some ahead of others; without this every
         later exchange would wait for a partner that never comes.
@@ -359,19 +284,14 @@ class CallNumbers:
         self._counts = [max(self._counts)] * len(self._counts)
         # Numbers go on: one graph may hold several runs.
         self._named.clear()
-        self._names_met.clear()
+        self._names_used.clear()
         self._first.clear()
 
-    def next(self, rank: int, what: str = "", tensors: Sequence[tf.Tensor] = ()) -> int:
-        """The number of this exchange; below 0 for one that has a name.
+    def next(self, rank: int, what: str = "", tensors: Tensors = ()) -> int:
+        """The number of this exchange; negative for a named one.
 
-        Args:
-          rank: the calling replica.
-          what: is done, in words; "": it may differ between replicas.
-          tensors: of which all replicas have the same shapes.
-
-        Raises:
-          CollectiveError: where another replica does something else.
+        `tensors` have equal shapes on all replicas. Raises `CollectiveError` where
+        `what` or shapes differ from those of another replica; "": they may differ.
         """
         name = name_of_exchanges()
         if name is None:
@@ -385,8 +305,8 @@ class CallNumbers:
         return number
 
     def _number_of(self, name: str, rank: int) -> int:
-        before = self._names_met[name, rank]
-        self._names_met[name, rank] += 1
+        before = self._names_used[name, rank]
+        self._names_used[name, rank] += 1
         if (name, before) not in self._named:
             self._named_so_far += 1
             self._named[name, before] = -self._named_so_far
@@ -401,30 +321,24 @@ class CallNumbers:
                 "come to their exchanges (gradients, all_reduce, synchronized batch "
                 "normalization) in the same order. Look for code that only some "
                 "replicas run; and gradients of a model's own all_reduce in two "
-                "branches may come in another order on each replica: take one "
-                "all_reduce of both."
+                "branches may come in another order on each replica: call one "
+                "all_reduce for both."
             )
 
 
-# What replicas meet for, where they may come to it in another order.
-#
-# Exchanges of a forward pass are built in the order of the program, which is the same
-# on all replicas. A tape takes gradients in an order of its own, which may differ: it
-# goes by how many operations lie between, and a replica that adds has others than those
-# that receive. An exchange of a backward pass is named after what it is the gradient
-# of.
-
-
+# Exchanges of a forward pass are built in program order, the same on all replicas. A
+# tape orders gradients by how many operations lie between, which differs on a replica
+# that adds. So an exchange of a backward pass is matched by the name of the exchange
+# that it differentiates.
 _local = threading.local()
 
 
 @contextlib.contextmanager
 def exchanges_of(name: str) -> Iterator[None]:
-    """While this lasts, replicas meet under `name`, and not by the order of exchanges.
+    """Within the context, replicas match exchanges by `name`, not by their order.
 
-    Args:
-      name: alike on all replicas; several exchanges of one name are counted. "": by
-        the order all the same.
+    The name is the same on all replicas; several exchanges of one name are counted. "":
+    by order.
     """
     before = name_of_exchanges()
     _local.name = name
@@ -435,5 +349,5 @@ def exchanges_of(name: str) -> Iterator[None]:
 
 
 def name_of_exchanges() -> str | None:
-    """What the calling replica is about to meet for; None: the next in order."""
+    """The name that the calling replica's next exchange gets; None: by order."""
     return getattr(_local, "name", None) or None

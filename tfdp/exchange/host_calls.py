@@ -1,4 +1,4 @@
-"""Calls of Python from a graph, for what goes over a link; in one order everywhere."""
+"""Ordered Python callbacks from a graph, for exchanges over a link."""
 
 from __future__ import annotations
 
@@ -12,40 +12,39 @@ import tensorflow as tf
 
 from tfdp._private import names
 from tfdp._private.step_ops import CALLS, MAY_CALL, PYTHON, graphs_called, run_behind
+from tfdp.exchange.packing import Tensors
 from tfdp.hosts.async_exchanges import AsyncExchanges
 from tfdp.hosts.python_calls import counted
 
-#: What their ops are called, for who reads a graph.
+#: The names of their ops.
 LINK_CALL = "tfdp_link_call"
 LINK_BEGIN = "tfdp_link_begin"
 
-#: What a call hands to the next one: nothing but that it is over.
+#: A call passes it to the next one, to order them.
 TOKEN = np.uint8(0)
 
-#: By graph the name of an operation: the operation itself would keep the graph.
+#: By graph, an operation's name: the operation itself would keep the graph alive.
 LastOps: TypeAlias = "weakref.WeakKeyDictionary[tf.Graph, str]"
-#: What holds graphs of its own, of which a call may be in one.
+#: Operations with graphs of their own that may contain a call.
 CONTROL_FLOW = MAY_CALL.difference(CALLS)
 
 
 class LinkCalls:
-    """Makes calls that run one after the other, in the order in which they are built.
+    """Callbacks that run one after the other, in the order in which they are built.
 
-    Every host builds the same ones in the same order, which is how the exchange of one
-    meets that of the others. A call within a conditional or a loop comes behind those
-    that were built before it, and before those that are built after it. That one turn
-    of a loop ends before the next one begins TensorFlow sees to.
+    Every host builds the same ones in the same order, which pairs their exchanges. A
+    call in a conditional or a loop runs after those built before it and before those
+    built after it. TensorFlow orders the iterations of a loop.
 
-    Each call hands the next one a token. That it has to run before would not do: where
-    the data of the two say so as well, TensorFlow's optimizer takes that order out, and
-    may find later that there is nothing to compute in between (the share of a host
-    without rows is 0, whatever the sum is).
+    Each call passes the next one a token. TensorFlow's optimizer would remove a control
+    dependency where the data implies the same order, and may find later that there is
+    nothing to compute in between (the share of a host without rows is always 0).
     """
 
     def __init__(self) -> None:
         self._last_graph: Callable[[], tf.Graph | None] = lambda: None
-        #: By graph that is being built the last op that ends an exchange, and the last
-        #: one that begins one: what ends none yet need not be waited for to begin.
+        #: By graph under construction, the last op that ends an exchange, and the last
+        #: that begins one: a begin need not wait for a pending end.
         self._last_ends: LastOps = weakref.WeakKeyDictionary()
         self._last_begins: LastOps = weakref.WeakKeyDictionary()
         self._ahead: weakref.WeakKeyDictionary[tf.Graph, int] = (
@@ -54,42 +53,36 @@ class LinkCalls:
         self._begun = AsyncExchanges()
 
     def close(self) -> None:
-        """Waits for what others wait for, too."""
+        """Waits for exchanges that other hosts wait for, too."""
         self._begun.close()
 
     def call(
         self,
         function: Callable[..., list],
-        tensors: Sequence[tf.Tensor],
+        tensors: Tensors,
         specs: Sequence[tf.TensorSpec],
     ) -> list[tf.Tensor]:
-        """What `function` makes of the arrays of `tensors`, as it says in `specs`."""
+        """`function` of the tensors' arrays, as tensors that match `specs`."""
         if tf.executing_eagerly():
             return [tf.constant(r) for r in function(*(t.numpy() for t in tensors))]
         graph = tf.compat.v1.get_default_graph()
         results = self._op(function, tensors, specs, LINK_CALL, self._last_ends)
         self._last_graph = weakref.ref(graph)
         self._last_ends[graph] = self._last_begins[graph] = results[0].op.name
-        return _of_known_shapes(results, specs)
+        return _with_static_shapes(results, specs)
 
     def call_ahead(
         self,
         function: Callable[..., list],
-        tensors: Sequence[tf.Tensor],
+        tensors: Tensors,
         specs: Sequence[tf.TensorSpec],
         channels: Sequence[str],
     ) -> tuple[list[tf.Tensor], tf.Tensor]:
-        """As `call`, but calls like it that come one after the other begin at once.
+        """`call`, except that consecutive calls of this kind begin at once.
 
-        As many are under way as there are channels, which take turns; the others wait
-        in their order. So the network has something to send while one of them ends.
-
-        Args:
-          function: called with a channel and the arrays, in a thread of the channel.
-          tensors, specs: see `call`.
-          channels: alike on all hosts.
-
-        Returns: what `call` does, and a number that is there once the call has begun.
+        Up to `len(channels)` are in flight, in the channels' threads; `function` gets
+        its channel as well. So the network is busy while one of them ends. `channels`
+        are the same on all hosts. Also returns a tensor that exists after the start.
         """
         if tf.executing_eagerly():
             results = self.call(
@@ -97,13 +90,13 @@ class LinkCalls:
             )
             return results, tf.constant(0, tf.int64)
         graph = tf.compat.v1.get_default_graph()
-        # By the graph's own count: what else hosts have traced may differ.
+        # By the graph's own count: hosts may have traced other graphs before.
         turn = self._ahead.get(graph, 0)
         self._ahead[graph] = turn + 1
         channel = channels[turn % len(channels)]
 
         def begin(*arrays: np.ndarray) -> list[np.ndarray]:
-            # Each array holds the memory of its tensor, into which nobody writes then.
+            # Each array shares its tensor's memory, which is read-only until `take`.
             ticket = self._begun.begin(channel, lambda: function(channel, *arrays))
             return [np.array(ticket)]
 
@@ -112,22 +105,21 @@ class LinkCalls:
 
         number = [tf.TensorSpec([], tf.int64)]
         (ticket,) = self._op(begin, tensors, number, LINK_BEGIN, self._last_begins)
-        # With the tensors, which are in use until then.
-        given = [*tensors, ticket]
-        results = self._op(take, given, specs, LINK_CALL, self._last_ends)
+        # The tensors are inputs because they are in use until then.
+        results = self._op(take, [*tensors, ticket], specs, LINK_CALL, self._last_ends)
         self._last_graph = weakref.ref(graph)
         self._last_begins[graph] = ticket.op.name
         self._last_ends[graph] = results[0].op.name
-        return _of_known_shapes(results, specs), ticket
+        return _with_static_shapes(results, specs), ticket
 
     def end_run(self) -> None:
-        """When replicas are built: functions that they call take their turns, too.
+        """Orders functions that the replicas call, when the replicas are built.
 
-        Such a function (`tf.function`) may be one of an earlier trace, and be called
-        again: nothing of the graph around it is in it, and no token.
+        Such a `tf.function` may come from an earlier trace and be called again: it
+        contains no token of the graph around it.
         """
         known: dict[int, bool] = {}
-        since: list[tf.Operation] = []  # the last such function, and what is behind it
+        since: list[tf.Operation] = []  # the last such function, and what follows it
         for op in tf.compat.v1.get_default_graph().get_operations():
             if not _is_call_of_link(op) and not _holds_calls(op, known):
                 continue
@@ -141,19 +133,25 @@ class LinkCalls:
     def _op(
         self,
         function: Callable[..., list],
-        tensors: Sequence[tf.Tensor],
+        tensors: Tensors,
         specs: Sequence[tf.TensorSpec],
         name: str,
         last_ops: LastOps,
     ) -> list[tf.Tensor]:
-        # Stateful: TensorFlow then neither drops a call nor merges two. But it would
-        # also chain them with every other stateful op, the other replicas' included,
-        # which wait for this call: so they get an order of their own.
+        # Stateful, so that TensorFlow neither drops a call nor merges two. But it would
+        # also chain them with all other stateful ops, such as those of other replicas,
+        # which wait for this call: so they are marked independent.
         graph = tf.compat.v1.get_default_graph()
         tokens, others = self._before(graph, last_ops)
+        count = len(tensors)  # capturing the tensors would keep the graph alive
+
+        @functools.wraps(function)
+        def call(*arrays: np.ndarray) -> list:
+            return [*function(*arrays[:count]), TOKEN]  # the rest are tokens
+
         with tf.control_dependencies(others):
             *results, token = tf.numpy_function(
-                counted(_in_turn(function, len(tensors))),
+                counted(call),
                 [*tensors, *tokens],
                 [*(spec.dtype for spec in specs), TOKEN.dtype],
                 stateful=True,
@@ -166,16 +164,15 @@ class LinkCalls:
     def _before(
         self, graph: tf.Graph, last_ops: LastOps
     ) -> tuple[list[tf.Tensor], list[tf.Operation]]:
-        """What a call that is built in `graph` now waits for: tokens, and operations.
+        """The tokens and operations that a call built in `graph` now waits for.
 
-        The token of a graph around this one is brought in, by the conditional or loop.
+        A conditional or a loop captures the token of the graph around it.
         """
         tokens = _token_of(graph, last_ops)
         others: list[tf.Operation] = []
         if self._last_graph() is not graph:
             others += _control_flow_in(graph)
-        # The first one in a conditional or a loop: TensorFlow lets that wait for it.
-        # Whatever begins within it waits for what ends before it.
+        # The first call in a conditional or a loop, which waits for what ended before.
         while not tokens and (
             names.is_branch_graph(graph) or names.is_loop_graph(graph)
         ):
@@ -186,14 +183,14 @@ class LinkCalls:
 
 
 def _token_of(graph: tf.Graph, last_ops: LastOps) -> list[tf.Tensor]:
-    """What the last of these in `graph` hands to the next one, if there is any."""
+    """The token of the last of these ops in `graph`, if any."""
     last = last_ops.get(graph)
     if last is None:
         return []
-    # A gradient tape does not follow integers through an operation of theirs alone.
-    # Given as it is, a token would say to the tape of the replica that calls, and of no
-    # other, that its gathers of weights come one after the other: and the gradients of
-    # parallel branches would come in another order than on the other replicas.
+    # A gradient tape does not follow integers through a separate op such as identity.
+    # Passed directly, a token would connect the gathers of weights on the tape of the
+    # calling replica, and on no other: gradients of parallel branches would then come
+    # in another order than on the other replicas.
     return [tf.identity(graph.get_operation_by_name(last).outputs[-1])]
 
 
@@ -202,11 +199,7 @@ def _is_call_of_link(op: tf.Operation) -> bool:
 
 
 def _holds_calls(op: tf.Operation, known: dict[int, bool]) -> bool:
-    """Whether `op` calls functions with calls of the link in them.
-
-    Args:
-      known: by the ids of functions' graphs, what was found before.
-    """
+    """Whether `op` calls functions that contain calls; `known` caches by graph id."""
     for graph in graphs_called(op):
         if id(graph) not in known:
             known[id(graph)] = any(
@@ -218,21 +211,10 @@ def _holds_calls(op: tf.Operation, known: dict[int, bool]) -> bool:
     return False
 
 
-def _in_turn(function: Callable[..., list], count: int) -> Callable[..., list]:
-    """`function` of the first `count` arrays; the rest are tokens, and so is the last
-    of what it returns."""
-
-    @functools.wraps(function)
-    def call(*arrays: np.ndarray) -> list:
-        return [*function(*arrays[:count]), TOKEN]
-
-    return call
-
-
-def _of_known_shapes(
-    results: Sequence[tf.Tensor], specs: Sequence[tf.TensorSpec]
+def _with_static_shapes(
+    results: Tensors, specs: Sequence[tf.TensorSpec]
 ) -> list[tf.Tensor]:
-    # See SendReceive.receive: known shapes must be known to all replicas.
+    # See SendReceive.receive: all replicas must have the same static shapes.
     return [
         tf.ensure_shape(result, spec.shape)
         for result, spec in zip(results, specs, strict=True)
@@ -240,10 +222,7 @@ def _of_known_shapes(
 
 
 def _control_flow_in(graph: tf.Graph) -> list[tf.Operation]:
-    """What may hold the call before this one: an accumulating optimizer's reduction, or
-    a loop of steps.
-
-    Nothing else orders a call behind one within it, and the hosts would make the two in
-    different orders.
-    """
+    """Ops that may contain the call before this one: an accumulating optimizer's
+    reduction, or a loop of steps. Nothing else orders a call after them, and hosts
+    would make the two in different orders."""
     return [op for op in graph.get_operations() if op.type in CONTROL_FLOW]

@@ -1,4 +1,4 @@
-"""`HostGroup`: the hosts that train together, as a strategy makes use of them."""
+"""`HostGroup`: the hosts that train together, as a strategy uses them."""
 
 from __future__ import annotations
 
@@ -14,46 +14,42 @@ from tfdp.hosts.messages import read_as
 
 
 class HostGroup:
-    """Sums, rows and words over hosts: in graphs by the engine, else by the link.
-
-    Args:
-      link: to the other hosts.
-    """
+    """Sums and gathers over hosts: in graphs by the engine, else by the link."""
 
     def __init__(self, link: HostLink):
         self.link = link
         self._engine: AcrossHostsEngine | None = None
 
     def use(self, engine: AcrossHostsEngine) -> None:
-        """Lets `engine` do what graphs ask for; it is closed with the group."""
+        """Sets the engine for exchanges in graphs; `close` closes it."""
         self._engine = engine
 
     def close(self) -> None:
-        """Says goodbye to the other hosts."""
+        """Announces the departure to the other hosts."""
         if self._engine is not None:
             self._engine.close()
         self.link.close()
 
     def barrier(self, label: str) -> None:
-        """Waits until every host has come here."""
+        """Waits until every host has called it."""
         self.link.gather(b"", label, most_bytes=0)
 
     def from_chief(self, value: np.ndarray, label: str) -> np.ndarray:
         """Host 0's array, on every host. Cost: its bytes, to each host."""
         mine = value.tobytes() if self.link.rank == 0 else b""
-        # What has the same bytes need not be the same.
-        told = f"{label}: {value.dtype.name} {list(value.shape)}"
-        first = self.link.gather(mine, told, most_bytes=value.nbytes)[0]
+        # Equal byte counts do not imply equal types.
+        described = f"{label}: {value.dtype.name} {list(value.shape)}"
+        first = self.link.gather(mine, described, most_bytes=value.nbytes)[0]
         received = read_as(
             lambda blob: np.frombuffer(blob, value.dtype).reshape(value.shape),
             first,
             0,
-            f"array of {told}",
+            f"array of {described}",
         )
         return unaligned_copy(received)
 
     def sum_arrays(self, arrays: Sequence[np.ndarray], label: str) -> list[np.ndarray]:
-        """The sums over the hosts, one exchange each; outside of graphs."""
+        """The sums over the hosts, one exchange each; outside graphs."""
         return [self.link.sum([array], label, "host")[0] for array in arrays]
 
     def sum(self, value: tf.Tensor, label: str = "reduce") -> tf.Tensor:
@@ -61,10 +57,10 @@ class HostGroup:
         if tf.executing_eagerly():
             (total,) = self.sum_arrays([value.numpy()], label)
             return tf.convert_to_tensor(unaligned_copy(total))
-        return self._in_graphs().sum_scalar_of_hosts(value, label)
+        return self._in_graphs().sum_of_hosts([value], label)[0]
 
     def gather(self, tensor: tf.Tensor, axis: int = 0) -> tf.Tensor:
-        """The hosts' tensors side by side, in their order; lengths may differ."""
+        """The hosts' tensors concatenated in host order; lengths may differ."""
         channel = "host" if tf.executing_eagerly() else "step"
         swapped = tf.experimental.numpy.swapaxes(tensor, 0, axis) if axis else tensor
         rows = self._in_graphs().gather_rows(swapped, channel)

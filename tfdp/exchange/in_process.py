@@ -1,13 +1,10 @@
-"""Replicas of one process hand tensors to each other: no packing, no copies.
+"""Replicas of one process hand over tensors: no packing, no copies.
 
-On logical CPUs all replicas share the memory, so the cheapest exact sum is: one
-replica (the root) reads everybody's tensor where it lies, adds, and hands the result
-back; each reads the same buffer (`hand_over`). Roots are spread over the replicas by
-size, so that all of them add.
-
-With two levels the sum is a tree: within each host to the host's leader, between the
-leaders, and back. All replicas get the same bits, the same in every run: additions run
-in rank order, two at a time.
+On logical CPUs all replicas share memory, so the cheapest exact sum is: one replica
+(the root, chosen by size) reads all tensors in place, adds them, and shares the result;
+each replica reads the same buffer. With two levels the sum is a tree: within each host
+to its leader, between the leaders, and back. All replicas get the same bits in every
+run: the root adds in rank order, two at a time.
 """
 
 from __future__ import annotations
@@ -17,19 +14,17 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from tfdp.exchange.engine import Engine, next_group_key
-from tfdp.exchange.packing import cut, pad_shard, whole_from_parts
+from tfdp.exchange.packing import Layouts, Tensors, cut, pad_shard, whole_from_parts
 from tfdp.exchange.send_receive import SendReceive
 from tfdp.exchange.wire_types import check_summable
-from tfdp.plan.shards import ShardLayout
 from tfdp.plan.topology import Topology
 
 
 class InProcessEngine(Engine):
-    """Sums over replicas that live in one process, by handing tensors over.
+    """Sums over replicas of one process, by handing over tensors.
 
     Cost per replica and tensor of n bytes: the root reads N x n and writes n bytes of
-    memory; nothing is copied and nothing crosses a link on logical CPUs. Between GPUs
-    the hand-over is a device-to-device copy.
+    memory; logical CPUs copy nothing. Between GPUs the hand-over is a device copy.
     """
 
     name = "in_process"
@@ -47,7 +42,7 @@ class InProcessEngine(Engine):
         self._hand.begin_run(tf.compat.v1.get_default_graph())
         self._root_bytes = dict.fromkeys(self.topology.all_ranks, 0)
         self._swap_numbers = [max(self._swap_numbers)] * len(self.devices)
-        # Each trace begins anew, so that two traces of one step choose alike.
+        # Each trace starts over, so that two traces of one step choose the same roots.
         self._root_of_call = {}
 
     def end_run(self) -> None:
@@ -56,9 +51,9 @@ class InProcessEngine(Engine):
     def all_reduce(self, tensor: tf.Tensor, rank: int) -> tf.Tensor:
         check_summable(tensor.dtype)
         call = self.next_call_number(rank, "sum", [tensor])
-        self._hand.touch_token(rank)
+        self._hand.pin_to_replica(rank)
         root = self._choose_root(call, tensor)
-        within, leader, leaders = self._way_to(root, rank)
+        within, leader, leaders = self._route(root, rank)
         total = self._sum_up(tensor, rank, root, f"{call}")
         if rank == leader and len(leaders) > 1:
             total = self._hand.share_from(total, rank, root, leaders, f"{call}/back")
@@ -75,21 +70,17 @@ class InProcessEngine(Engine):
     def all_reduce_within(self, tensor: tf.Tensor, rank: int) -> tf.Tensor:
         check_summable(tensor.dtype)
         call = self.next_call_number(rank)
-        self._hand.touch_token(rank)
+        self._hand.pin_to_replica(rank)
         group = self.topology.within_host_group_of(rank)
         root = group[call % len(group)]
         total = self._hand.sum_at(tensor, rank, root, group, f"{call}/within")
         return self._hand.share_from(total, rank, root, group, f"{call}/down", tensor)
 
     def reduce_scatter_bucket(
-        self,
-        tensors: Sequence[tf.Tensor],
-        layouts: Sequence[ShardLayout],
-        rank: int,
-        label: str,
+        self, tensors: Tensors, layouts: Layouts, rank: int, label: str
     ) -> list[tf.Tensor]:
         call = self.next_call_number(rank, "reduce-scatter", tensors)
-        self._hand.touch_token(rank)
+        self._hand.pin_to_replica(rank)
         results = []
         for place, (tensor, layout) in enumerate(zip(tensors, layouts, strict=True)):
             with tf.device(self.devices[rank]):
@@ -99,7 +90,7 @@ class InProcessEngine(Engine):
             for root in self.topology.all_ranks:
                 with tf.device(self.devices[rank]):
                     piece = cut(flat, layout, root)
-                # A shard that is all padding is nobody's: no empty hand-over.
+                # A shard that is all padding has no owner: no empty hand-over.
                 if layout.length(root):
                     piece = self._sum_up(piece, rank, root, f"{call}/{place}/{root}")
                 if root == rank:
@@ -109,14 +100,10 @@ class InProcessEngine(Engine):
         return results
 
     def all_gather_bucket(
-        self,
-        shards: Sequence[tf.Tensor],
-        layouts: Sequence[ShardLayout],
-        rank: int,
-        label: str,
+        self, shards: Tensors, layouts: Layouts, rank: int, label: str
     ) -> list[tf.Tensor]:
         call = self.next_call_number(rank, "gather", shards)
-        self._hand.touch_token(rank)
+        self._hand.pin_to_replica(rank)
         ranks = self.topology.all_ranks
         wholes = []
         for place, (shard, layout) in enumerate(zip(shards, layouts, strict=True)):
@@ -136,16 +123,16 @@ class InProcessEngine(Engine):
                 wholes.append(whole_from_parts(parts, layout))
         return wholes
 
-    def _way_to(self, root: int, rank: int) -> tuple[Sequence[int], int, Sequence[int]]:
+    def _route(self, root: int, rank: int) -> tuple[Sequence[int], int, Sequence[int]]:
         """The ranks of this host, their leader, and the leaders of all hosts."""
         within = self.topology.within_host_group_of(rank)
-        # The leader of each host sits at the root's place within its host.
+        # The leader of each host has the root's local rank.
         local = self.topology.local_rank_of(root)
         return within, within[local], self.topology.across_host_groups[local]
 
     def _sum_up(self, tensor: tf.Tensor, rank: int, root: int, key: str) -> tf.Tensor:
-        """The sum over all replicas at `root`; a part of it, or none, elsewhere."""
-        within, leader, leaders = self._way_to(root, rank)
+        """The sum over all replicas at `root`; a partial sum, or none, elsewhere."""
+        within, leader, leaders = self._route(root, rank)
         total = self._hand.sum_at(tensor, rank, leader, within, f"{key}/within")
         if rank == leader and len(leaders) > 1:
             total = self._hand.sum_at(total, rank, root, leaders, f"{key}/across")
@@ -153,7 +140,7 @@ class InProcessEngine(Engine):
 
     def all_gather(self, tensor: tf.Tensor, rank: int) -> tf.Tensor:
         call = self.next_call_number(rank)
-        self._hand.touch_token(rank)
+        self._hand.pin_to_replica(rank)
         return self._hand.all_gather(tensor, rank, f"{call}/gather")
 
     def all_reduce_rows(
@@ -165,14 +152,14 @@ class InProcessEngine(Engine):
         summed: bool = False,
         wire_dtype: str | None = None,
     ) -> tf.IndexedSlices:
-        """See `Engine`. Rows that are added are so at one replica, for all of them:
-        each host's at its leader, which hands one set of rows to the root."""
+        """See `Engine`. Each host's leader adds rows of equal index and sends one set
+        of rows to the root, which adds for all replicas."""
         if not summed:
             return super().all_reduce_rows(slices, rank, label)
         call = self.next_call_number(rank)
-        self._hand.touch_token(rank)
+        self._hand.pin_to_replica(rank)
         root = self._choose_root(call, slices.values)
-        within, leader, leaders = self._way_to(root, rank)
+        within, leader, leaders = self._route(root, rank)
         rows = self._hand.rows_at(
             slices, rank, leader, within, f"{call}/within", summed=True
         )
@@ -187,34 +174,33 @@ class InProcessEngine(Engine):
         self.next_call_number(rank)
         with tf.device(self.devices[rank]):
             outgoing = tf.unstack(rows, self.replicas)
-        return self.swap_among(outgoing, rank, self.topology.all_ranks)
+        return self.all_to_all_among(outgoing, rank, self.topology.all_ranks)
 
-    def swap_among(
-        self, outgoing: Sequence[tf.Tensor], rank: int, group: Sequence[int]
+    def all_to_all_among(
+        self, outgoing: Tensors, rank: int, group: Sequence[int]
     ) -> tf.Tensor:
-        """What the members of `group` have for this one; all of them call."""
-        # Numbers of their own: the replicas outside of the group do not count on.
+        """All members' tensors for this one, stacked; every member of `group` calls."""
+        # Numbered separately: replicas outside the group do not count.
         number = self._swap_numbers[rank]
         self._swap_numbers[rank] += 1
-        self._hand.touch_token(rank)
+        self._hand.pin_to_replica(rank)
         return self._hand.all_to_all(outgoing, rank, group, f"swap {number}")
 
-    def sum_at_first(self, tensors: Sequence[tf.Tensor], rank: int) -> list[tf.Tensor]:
-        """The sums over the replica's host, at its first replica; all of them call."""
+    def sum_at_first(self, tensors: Tensors, rank: int) -> list[tf.Tensor]:
+        """The sums over the replica's host, at its first replica; all replicas call."""
         call = self.next_call_number(rank)
-        self._hand.touch_token(rank)
+        self._hand.pin_to_replica(rank)
         group = self.topology.within_host_group_of(rank)
         return [
             self._hand.sum_at(tensor, rank, group[0], group, f"{call}/{place}/first")
             for place, tensor in enumerate(tensors)
         ]
 
-    def share_from_first(
-        self, tensors: Sequence[tf.Tensor], rank: int
-    ) -> list[tf.Tensor]:
-        """The tensors of the host's first replica, on all of it; others give alike."""
+    def share_from_first(self, tensors: Tensors, rank: int) -> list[tf.Tensor]:
+        """The tensors of the host's first replica, on all its replicas, which pass
+        tensors of equal shapes."""
         call = self.next_call_number(rank)
-        self._hand.touch_token(rank)
+        self._hand.pin_to_replica(rank)
         group = self.topology.within_host_group_of(rank)
         return [
             self._hand.share_from(tensor, rank, group[0], group, f"{call}/{place}/all")
@@ -223,17 +209,15 @@ class InProcessEngine(Engine):
 
     def broadcast(self, tensor: tf.Tensor, rank: int) -> tf.Tensor:
         call = self.next_call_number(rank)
-        self._hand.touch_token(rank)
-        ranks = self.topology.all_ranks
-        return self._hand.share_from(
-            tensor, rank, 0, ranks, f"{call}/broadcast", tensor
-        )
+        self._hand.pin_to_replica(rank)
+        ranks, key = self.topology.all_ranks, f"{call}/broadcast"
+        return self._hand.share_from(tensor, rank, 0, ranks, key, tensor)
 
     def _choose_root(self, call: int, tensor: tf.Tensor) -> int:
         """The replica with the fewest bytes to add so far; the same on all ranks.
 
-        The first replica to reach a call decides, because only the order of calls,
-        not the order of replicas, is the same in every trace.
+        The first replica to reach a call decides: the order of calls, unlike that of
+        replicas, is the same in every trace.
         """
         if call not in self._root_of_call:
             root = min(self._root_bytes, key=lambda r: (self._root_bytes[r], r))

@@ -1,67 +1,35 @@
-"""`AsyncExchange`: sums over hosts that one step starts and a later step takes."""
+"""`AsyncExchange`: sums over hosts that one step starts and a later step waits for."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import tensorflow as tf
 
 from tfdp.hosts.async_exchanges import AsyncSums
-from tfdp.hosts.host_link import HostLink
 
-
-class _AcrossHosts(Protocol):
-    """What is asked of `AcrossHostsEngine`, which holds a `AsyncExchange`."""
-
-    link: HostLink
-
-    def next_call_number(self, rank: int) -> int: ...
-
-    def sums_at_leader(
-        self, tensors: Sequence[tf.Tensor], rank: int, call: int
-    ) -> list[tf.Tensor]: ...
-
-    def at_leader(
-        self,
-        exchange: Callable[..., list[np.ndarray]],
-        tensors: Sequence[tf.Tensor],
-        like: Sequence[tf.Tensor],
-    ) -> list[tf.Tensor]: ...
-
-    def from_leader(
-        self, tensors: Sequence[tf.Tensor], rank: int
-    ) -> list[tf.Tensor]: ...
+if TYPE_CHECKING:
+    from tfdp.exchange.packing import Tensors
 
 
 class AsyncExchange:
-    """Replicas of a host add up at once, the hosts' sums travel while steps go on.
+    """Replicas of a host add up at once; sums over hosts are in flight during steps.
 
-    Args:
-      engine: of several processes. Replica 0 of each speaks for it.
+    `engine` is an `AcrossHostsEngine`, which imports this file.
 
-    Cost: as a sum of the engine; within the step that begins it a copy of what travels,
+    Cost: that of the engine's sum; in the step that begins it, a copy of what is sent
     and the sum over the host.
     """
 
-    def __init__(self, engine: _AcrossHosts):
+    def __init__(self, engine: Any):
         self._engine = engine
         self.sums = AsyncSums(engine.link)
 
-    def begin(
-        self, tensors: Sequence[tf.Tensor], rank: int, ticket: int, label: str
-    ) -> tf.Tensor:
-        """Begins the sums over all replicas. Called by each, in a graph.
+    def begin(self, tensors: Tensors, rank: int, ticket: int, label: str) -> tf.Tensor:
+        """Begins the sums over all replicas; every replica calls it, in a graph.
 
-        Args:
-          tensors: alike in shape on all replicas.
-          rank: the calling replica.
-          ticket: by which `take` finds them.
-          label: names the exchange in errors.
-
-        Returns:
-          What is there when they have begun.
+        `take` finds them by `ticket`. Returns a tensor that exists after the start.
         """
         call = self._engine.next_call_number(rank)
         sums = self._engine.sums_at_leader(tensors, rank, call)
@@ -74,15 +42,10 @@ class AsyncExchange:
 
         return self._engine.at_leader(begin, sums, [tf.constant(True)])[0]
 
-    def take(
-        self, otherwise: Sequence[tf.Tensor], rank: int, ticket: int
-    ) -> list[tf.Tensor]:
-        """The sums, once they are there, on every replica of this host.
+    def take(self, otherwise: Tensors, rank: int, ticket: int) -> list[tf.Tensor]:
+        """Waits for the sums of `ticket`; returns them on all replicas of this host.
 
-        Args:
-          otherwise: taken where nothing was begun, as after a restart.
-          rank: the calling replica.
-          ticket: see `begin`.
+        Returns `otherwise` where nothing was begun, as after a restart.
         """
 
         def take(*arrays: np.ndarray) -> list[np.ndarray]:
@@ -95,5 +58,5 @@ class AsyncExchange:
         return self._engine.from_leader(sums, rank)
 
     def close(self) -> None:
-        """Waits for what others wait for, too."""
+        """Waits for exchanges that other hosts wait for, too."""
         self.sums.close()

@@ -3,30 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import tensorflow as tf
 
 from tfdp._private.names import run_independently
 from tfdp.plan.shards import ShardLayout
 
-# What goes to Python and over a link costs some 65 microseconds, whatever its size:
-# more than to copy so many bytes twice.
+Tensors: TypeAlias = Sequence[tf.Tensor]
+Layouts: TypeAlias = Sequence[ShardLayout]
+
+# A Python callback over a link costs some 65 microseconds, whatever its size: more than
+# copying this many bytes twice.
 SMALL_BYTES = 1 << 16
 
 
-def pack(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
-    """One flat tensor with the elements of all, in order.
-
-    Args:
-      tensors: at least one, of one dtype, any shapes.
-    """
+def pack(tensors: Tensors) -> tf.Tensor:
+    """One flat tensor with the elements of all, which have one dtype, in order."""
     if len(tensors) == 1:
         return tf.reshape(tensors[0], [-1])
     return tf.concat([tf.reshape(tensor, [-1]) for tensor in tensors], axis=0)
 
 
-def unpack(flat: tf.Tensor, like: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+def unpack(flat: tf.Tensor, like: Tensors) -> list[tf.Tensor]:
     """The inverse of `pack`: tensors shaped as those in `like`."""
     if len(like) == 1:
         return [_reshape_as(flat, like[0])]
@@ -40,30 +39,27 @@ def unpack(flat: tf.Tensor, like: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     return [_reshape_as(part, tensor) for part, tensor in zip(parts, like, strict=True)]
 
 
-class SmallTogether:
-    """Tensors of which small ones that stand side by side travel as one.
+class PackedSmall:
+    """Packs runs of small tensors of one type; others stay separate.
 
     All elements keep their order, and so their place in a ring and their bits.
-
-    Args:
-      tensors: of any types and shapes; those of unknown shape travel by themselves.
     """
 
-    def __init__(self, tensors: Sequence[tf.Tensor]):
+    def __init__(self, tensors: Tensors):
         self._runs = _runs_of(tensors)
-        #: What travels.
+        #: The tensors to send.
         self.packed = [run[0] if len(run) == 1 else pack(run) for run in self._runs]
 
     @property
     def shapes(self) -> list[list[list[int]]]:
-        """By what travels, the shapes that were packed into it; [] of a lone one."""
+        """The shapes packed into each tensor to send; [] for an unpacked one."""
         return [
             [tensor.shape.as_list() for tensor in run if len(run) > 1]
             for run in self._runs
         ]
 
-    def unpack(self, results: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """What came in the place of each that travelled, as tensors like the first."""
+    def unpack(self, results: Tensors) -> list[tf.Tensor]:
+        """The results of the packed tensors, as tensors like the originals."""
         return [
             tensor
             for result, run in zip(results, self._runs, strict=True)
@@ -71,17 +67,13 @@ class SmallTogether:
         ]
 
 
-def _runs_of(tensors: Sequence[tf.Tensor]) -> list[list[tf.Tensor]]:
-    """Small tensors of one type that stand side by side together, each other alone."""
+def _runs_of(tensors: Tensors) -> list[list[tf.Tensor]]:
+    """Groups adjacent small tensors of one type; each other tensor is alone."""
     runs: list[list[tf.Tensor]] = []
     for tensor in tensors:
         before = runs[-1][-1] if runs else None
-        if (
-            before is not None
-            and before.dtype == tensor.dtype
-            and _is_small(before)
-            and _is_small(tensor)
-        ):
+        follows = before is not None and before.dtype == tensor.dtype
+        if follows and _is_small(before) and _is_small(tensor):
             runs[-1].append(tensor)
         else:
             runs.append([tensor])
@@ -101,28 +93,19 @@ def _reshape_as(flat: tf.Tensor, like: tf.Tensor) -> tf.Tensor:
     return result
 
 
-# Several tensors cut into shards, in one buffer with a row per replica; and back.
-#
-# A row holds the shards of one replica, tensor after tensor, so a reduce-scatter of the
-# rows gives each replica its shards of all tensors, and an all-gather of them the rows.
+# Shards of several tensors in one buffer. A row holds the shards of one replica: a
+# reduce-scatter of the rows gives each replica its shards of all tensors.
 
 
-def of_known_shape(
-    gradients: Sequence[Any], layouts: Sequence[ShardLayout]
-) -> list[tf.Tensor]:
-    """The gradients as dense tensors that know what they are cut by.
-
-    A gradient may not know its shape (tf.tensordot's does not); its shards must.
-    """
+def with_static_shape(gradients: Sequence[Any], layouts: Layouts) -> list[tf.Tensor]:
+    """The gradients as dense tensors of static shapes, which tf.tensordot's lack."""
     return [
         tf.ensure_shape(tf.convert_to_tensor(gradient), layout.shape)
         for gradient, layout in zip(gradients, layouts, strict=True)
     ]
 
 
-def to_rows(
-    tensors: Sequence[tf.Tensor], layouts: Sequence[ShardLayout]
-) -> list[tf.Tensor]:
+def to_rows(tensors: Tensors, layouts: Layouts) -> list[tf.Tensor]:
     """Each tensor as `[parts, shard_elements]`, padded."""
     return [
         tf.reshape(
@@ -136,12 +119,12 @@ def to_rows(
     ]
 
 
-def split_row(row: tf.Tensor, layouts: Sequence[ShardLayout]) -> list[tf.Tensor]:
+def split_row(row: tf.Tensor, layouts: Layouts) -> list[tf.Tensor]:
     """The shards in one replica's row."""
     return tf.split(row, [layout.shard_elements for layout in layouts])
 
 
-def join_rows(rows: tf.Tensor, layouts: Sequence[ShardLayout]) -> list[tf.Tensor]:
+def join_rows(rows: tf.Tensor, layouts: Layouts) -> list[tf.Tensor]:
     """The whole tensors from the rows of all replicas, `[parts, row]`."""
     columns = tf.split(rows, [layout.shard_elements for layout in layouts], axis=1)
     return [
@@ -150,17 +133,14 @@ def join_rows(rows: tf.Tensor, layouts: Sequence[ShardLayout]) -> list[tf.Tensor
     ]
 
 
-# Tensors cut into shards, and put together again.
-
-
 def cut(flat: tf.Tensor, layout: ShardLayout, part: int) -> tf.Tensor:
-    """The elements of shard `part`, without its padding: a view where it is aligned."""
+    """The elements of shard `part`, without padding: a view where it is aligned."""
     start, stop = layout.bounds(part)
     return flat[start:stop]
 
 
 def pad_shard(piece: tf.Tensor, layout: ShardLayout, part: int) -> tf.Tensor:
-    """The shard from its elements: zeros are added where it is a short one."""
+    """The shard with zeros appended to its full length."""
     missing = layout.shard_elements - layout.length(part)
     return tf.pad(piece, [[0, missing]]) if missing else piece
 
@@ -176,26 +156,26 @@ def piece_of(whole: tf.Tensor, layout: ShardLayout, part: Any) -> tf.Tensor:
 
 
 def own_piece(whole: tf.Tensor, layout: ShardLayout, part: int) -> tf.Tensor:
-    """Shard `part` of `whole` in memory of its own.
+    """A copy of shard `part` of `whole`.
 
-    An aligned piece is a view. A variable that takes it over, and updates it in place,
-    would keep the memory of the whole for ever.
+    An aligned piece is a view: a variable that takes it over and updates it in place
+    would keep the memory of the whole tensor.
     """
     copied = tf.raw_ops.DeepCopy(x=piece_of(whole, layout, part))
     if not isinstance(copied, tf.__internal__.EagerTensor):
-        # TensorFlow takes it for an operation with effects. A replica that cuts what
-        # was gathered would wait for another's copy, which waits for the gathering.
+        # TensorFlow treats it as stateful: a replica that cuts a gathered tensor would
+        # wait for another's copy, which waits for the gathering.
         run_independently(copied.op)
     return copied
 
 
-def whole_from_parts(parts: Sequence[tf.Tensor], layout: ShardLayout) -> tf.Tensor:
-    """The tensor from the elements of all its shards, without their padding."""
+def whole_from_parts(parts: Tensors, layout: ShardLayout) -> tf.Tensor:
+    """The tensor from the elements of all its shards, without padding."""
     filled = [part for place, part in enumerate(parts) if layout.length(place)]
     return tf.reshape(tf.concat(filled, axis=0), layout.shape)
 
 
-def whole_from_shards(shards: Sequence[tf.Tensor], layout: ShardLayout) -> tf.Tensor:
+def whole_from_shards(shards: Tensors, layout: ShardLayout) -> tf.Tensor:
     """The tensor from all its shards, flat and padded."""
     flat = tf.concat(shards, axis=0)
     return tf.reshape(flat[: layout.elements], layout.shape)

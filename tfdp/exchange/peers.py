@@ -1,43 +1,40 @@
-"""Those who exchange what is compressed: all replicas, or one replica of each host.
+"""Groups that exchange compressed gradients: all replicas, or one replica of each host.
 
-`PeerGroup` is made once for an engine; `of` gives what one replica sees of it, which
-keeps the contract of `tfdp.compression.method.Peers`.
+An engine has one `PeerGroup`; `of` gives one replica's view of it, which implements
+`tfdp.compression.method.Peers`.
 """
 
 from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Sequence
 
 import tensorflow as tf
 
+from tfdp.exchange.packing import Tensors
+
 
 class PeerGroup(abc.ABC):
-    """Who exchanges, and how. All calls are made by every replica that speaks.
+    """Which replicas exchange, and how. Only they call `sum`, `gather` and
+    `all_to_all`; all replicas call `collect` and `distribute`."""
 
-    `collect` and `hand_out` are called by the others as well.
-    """
-
-    #: How many exchange.
+    #: The number of peers.
     size: int
 
     def speaks(self, rank: int) -> bool:
-        """Whether the replica exchanges itself."""
+        """Whether the replica is a peer, a leader of those that are not."""
         return True
 
     def place(self, rank: int) -> int:
-        """Which of those who exchange a replica that speaks is."""
+        """The index of a leader among the peers."""
         return rank
 
-    def collect(self, tensors: Sequence[tf.Tensor], rank: int) -> list[tf.Tensor]:
-        """What a replica that speaks has to say: the sums over those it speaks for."""
+    def collect(self, tensors: Tensors, rank: int) -> list[tf.Tensor]:
+        """At a leader, the sums over its replicas."""
         return list(tensors)
 
     @abc.abstractmethod
-    def sum(
-        self, tensors: Sequence[tf.Tensor], rank: int, label: str
-    ) -> list[tf.Tensor]:
+    def sum(self, tensors: Tensors, rank: int, label: str) -> list[tf.Tensor]:
         """See `tfdp.compression.method.Peers`."""
 
     @abc.abstractmethod
@@ -47,30 +44,24 @@ class PeerGroup(abc.ABC):
     def gather_ahead(
         self, words: tf.Tensor, rank: int, label: str
     ) -> tuple[tf.Tensor, tf.Tensor]:
-        """See `tfdp.compression.method.Peers`."""
         return self.gather(words, rank, label), words
 
     @abc.abstractmethod
     def all_to_all(self, rows: tf.Tensor, rank: int, label: str) -> tf.Tensor:
         """See `tfdp.compression.method.Peers`."""
 
-    def hand_out(self, tensors: Sequence[tf.Tensor], rank: int) -> list[tf.Tensor]:
-        """What those who speak have found, on every replica.
-
-        Args:
-          tensors: where the replica speaks; elsewhere others like them.
-          rank: the calling replica.
-        """
+    def distribute(self, tensors: Tensors, rank: int) -> list[tf.Tensor]:
+        """The leaders' tensors on all replicas; others pass tensors of equal shapes."""
         return list(tensors)
 
     def of(self, rank: int, label: str) -> PeersOfOne:
-        """What a replica that speaks sees of the group in an exchange."""
+        """A leader's view of the group, for one exchange."""
         return PeersOfOne(self, rank, label)
 
 
 @dataclasses.dataclass(frozen=True)
 class PeersOfOne:
-    """A `tfdp.compression.method.Peers`."""
+    """The `tfdp.compression.method.Peers` of one leader and exchange."""
 
     group: PeerGroup
     rank: int
@@ -78,26 +69,20 @@ class PeersOfOne:
 
     @property
     def size(self) -> int:
-        """How many there are."""
         return self.group.size
 
     @property
     def place(self) -> int:
-        """Which one this is."""
         return self.group.place(self.rank)
 
-    def sum(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """See `Peers`."""
+    def sum(self, tensors: Tensors) -> list[tf.Tensor]:
         return self.group.sum(tensors, self.rank, self.label)
 
     def gather(self, words: tf.Tensor) -> tf.Tensor:
-        """See `Peers`."""
         return self.group.gather(words, self.rank, self.label)
 
     def gather_ahead(self, words: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        """See `Peers`."""
         return self.group.gather_ahead(words, self.rank, self.label)
 
     def all_to_all(self, rows: tf.Tensor) -> tf.Tensor:
-        """See `Peers`."""
         return self.group.all_to_all(rows, self.rank, self.label)

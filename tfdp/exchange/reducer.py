@@ -1,9 +1,9 @@
-"""`Reducer`: the one contract between a step and what moves its tensors.
+"""`Reducer`: the protocol between a step and what moves its tensors.
 
-`GradientPipeline` keeps it on CPUs and GPUs, on one host and several, and
-`CrossReplicaReducer` on TPUs. All calls but `join_shards` are made once per replica, in
-replica context, while a graph is built; eager replicas run one after the other, and
-exchange by what TensorFlow offers them.
+`GradientPipeline` implements it on CPUs and GPUs, on one host and several, and
+`CrossReplicaReducer` on TPUs. Every replica makes all calls except `join_shards` once,
+in replica context, while a graph is built; eager replicas run one after the other and
+exchange by TensorFlow's own means.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import tensorflow as tf
 
 from tfdp.exchange.compressed import CompressedSums
 from tfdp.exchange.late_exchange import AsyncExchange
+from tfdp.exchange.packing import Layouts, Tensors
 from tfdp.plan.compression import Compression
 from tfdp.plan.shards import ShardLayout
 
@@ -24,43 +25,41 @@ class Reducer(Protocol):
 
     @property
     def compressed(self) -> CompressedSums | None:
-        """What sums gradients in fewer bytes than they have; None: nothing does."""
+        """Sums of compressed gradients; None: gradients are not compressed."""
 
     def compressed_by(self, method: Compression, across: str) -> CompressedSums:
-        """Sums of values that `method` makes small, over replicas or hosts.
+        """Sums of values that `method`, of `tfdp.compression`, compresses.
 
-        Args:
-          method: one of `tfdp.compression`.
-          across: "hosts" or "replicas"; see `Communication.compression_across`.
+        `across`: "hosts" or "replicas"; see `Communication.compression_across`.
         """
 
     @property
     def late(self) -> AsyncExchange | None:
-        """What makes sums while steps go on; None: here they are made at once."""
+        """Asynchronous sums between hosts; None: not supported here."""
 
     def begin_run(self) -> None:
         """Called before the replicas of one `strategy.run` are traced."""
 
     def end_run(self) -> None:
-        """Called when they are traced."""
+        """Called when all replicas are traced."""
 
     @property
     def run_graph(self) -> tf.Graph | None:
-        """The graph of the replica function that is being built."""
+        """The graph of the replica function under construction."""
 
     def note_branches(self, rank: Any) -> None:
-        """Notes the conditionals that are being built now, where all replicas have to
-        take the same branch. Exchanges do so themselves."""
+        """Records the conditionals under construction, in which all replicas must take
+        the same branch. Exchanges record theirs themselves."""
 
     @property
     def branches(self) -> Sequence[tuple[int, tf.Graph]]:
-        """The branches of `tf.cond` that were noted in this run, which has been traced,
-        each with the rank of the replica whose conditional it is."""
+        """The branches of `tf.cond` recorded in this run, after its tracing, each with
+        the rank of its replica."""
 
     def sum_gradients(
         self,
         gradients: Sequence[Any],
-        state: Sequence[tf.Tensor],
+        state: Tensors,
         rank: Any,
         *,
         sum_rows: bool = False,
@@ -68,19 +67,18 @@ class Reducer(Protocol):
     ) -> tuple[list[Any], list[tf.Tensor]]:
         """The sums over the replicas of gradients, and of other small values.
 
-        Gradients may be `tf.IndexedSlices`, and may travel in fewer bits than they
-        have; `state` travels as it is, in the same buckets where it can. With
-        `sum_rows` rows of slices that have one index may be added; with `at_once` all
-        may travel together.
+        Gradients may be `tf.IndexedSlices`, and may travel rounded or compressed;
+        `state` travels exactly, in the same buckets where possible. With `sum_rows`
+        rows of equal index may be added; with `at_once` all may travel together.
         """
 
     def all_reduce(self, values: Sequence[Any], rank: Any, *, mean: bool) -> list[Any]:
-        """The sum or mean of each value over the replicas, bit for bit as they are."""
+        """The exact sum or mean of each value over the replicas."""
 
     @property
     def host_groups(self) -> tuple[tuple[int, ...], ...] | None:
-        """The replicas of this process, host by host; None: hosts cannot be told apart
-        here, or there is one."""
+        """The replicas of this process, host by host; None: one host, or hosts cannot
+        be distinguished here."""
 
     def sum_within(self, value: tf.Tensor, rank: Any) -> tf.Tensor:
         """The sum of `value` over the replicas of the calling replica's host."""
@@ -90,7 +88,7 @@ class Reducer(Protocol):
 
     @property
     def shard_parts(self) -> int:
-        """Over how many replicas a tensor is sharded."""
+        """The number of shards of a tensor."""
 
     @property
     def first_part(self) -> int:
@@ -99,7 +97,7 @@ class Reducer(Protocol):
     def reduce_scatter(
         self,
         gradients: Sequence[Any],
-        layouts: Sequence[ShardLayout],
+        layouts: Layouts,
         rank: Any,
         *,
         in_turn: bool = False,
@@ -107,23 +105,23 @@ class Reducer(Protocol):
     ) -> list[tf.Tensor]:
         """This replica's shard of the sum of each gradient.
 
-        `in_turn`: few of the whole gradients are to be in memory at once. `label`: of
-        what, in words that are alike on all hosts, which compare them.
+        `in_turn`: keep few of the whole gradients in memory at once. `label`: of the
+        gradients, the same on all hosts, which compare it.
         """
 
     def all_gather(
-        self, shards: Sequence[tf.Tensor], layouts: Sequence[ShardLayout], rank: Any
+        self, shards: Tensors, layouts: Layouts, rank: Any
     ) -> list[tf.Tensor]:
-        """The whole tensors from everybody's shards."""
+        """The whole tensors from all replicas' shards."""
 
     @property
     def holds_first_copy(self) -> bool:
-        """Whether the shards of this process are the first of several copies."""
+        """Whether this process holds the first of several copies of its shards."""
 
     def sum_of_shards(self, value: tf.Tensor, rank: Any) -> tf.Tensor:
-        """The sum over the shards of what each replica found on its own."""
+        """The sum over the shards of each replica's value."""
 
     def join_shards(
-        self, shards: Sequence[tf.Tensor], layout: ShardLayout, label: str
+        self, shards: Tensors, layout: ShardLayout, label: str
     ) -> tf.Tensor:
-        """The whole tensor from the shards of this process, outside of replicas."""
+        """The whole tensor from this process's shards, in cross-replica context."""

@@ -1,9 +1,8 @@
-"""Gradients of embeddings: rows of a table, which may come several times.
+"""Gradients of embeddings: rows of a table, with possibly repeated indices.
 
-The sum of sparse gradients is the list of everybody's rows; whoever applies it adds
-those with the same index. Rows of one index may be added on the way where that makes no
-other update: see `tfdp.step.table_rows`. Every replica may bring another number of
-rows.
+The sum of sparse gradients is the list of all replicas' rows; the optimizer adds those
+of equal index. They may be added earlier where the update is the same: see
+`tfdp.step.table_rows`. Each replica may have another number of rows.
 """
 
 from __future__ import annotations
@@ -12,23 +11,22 @@ import tensorflow as tf
 
 from tfdp._private import names
 
-# A table's gradient of so many bytes goes into a bucket: an exchange of its own costs
-# more.
+# A smaller table's gradient goes into a bucket: an exchange of its own costs more.
 SMALL_TABLE_BYTES = 16 * 2**10
-# Sums of many 16-bit numbers would lose what a row of them has.
+# Sums of many 16-bit numbers would lose precision.
 ADDED_AS = {tf.float16: tf.float32, tf.bfloat16: tf.float32}
 
 
 def merge_rows(slices: tf.IndexedSlices) -> tf.IndexedSlices:
     """The same gradient with each index once, in the order of first occurrence.
 
-    On CPUs the rows of one index are added one after the other, in the order in which
-    they come: the same bits in every run. 16-bit floats are added in 32 bits.
+    CPUs add the rows of one index one after the other, in their order: the same bits in
+    every run. 16-bit floats are added in 32 bits.
 
     Cost: reads and writes the rows once.
     """
     if names.in_compiled_function():
-        # XLA has no lists of unknown length. Optimizers take a dense gradient alike.
+        # XLA has no dynamic lengths. Optimizers treat a dense gradient equally.
         dense = tf.convert_to_tensor(slices)
         rows = tf.range(tf.shape(dense)[0], dtype=slices.indices.dtype)
         return tf.IndexedSlices(dense, rows, slices.dense_shape)
@@ -54,7 +52,7 @@ def join_rows(parts: list[tf.IndexedSlices], *, summed: bool) -> tf.IndexedSlice
 
 
 def table_shape(slices: tf.IndexedSlices) -> tuple[int, ...] | None:
-    """The shape of the table; None where only a running step knows it."""
+    """The shape of the table; None where it is unknown before the step runs."""
     if slices.dense_shape is None:
         return None
     known = tf.get_static_value(slices.dense_shape)
@@ -62,7 +60,7 @@ def table_shape(slices: tf.IndexedSlices) -> tuple[int, ...] | None:
 
 
 def travels_dense(slices: tf.IndexedSlices) -> bool:
-    """Whether the whole table costs less than an exchange of rows: alike everywhere."""
+    """Whether the table costs less than an exchange of rows; equal on all hosts."""
     shape = table_shape(slices)
     if shape is None:
         return False

@@ -1,9 +1,8 @@
-"""Two levels: replicas of this host hand tensors to each other, hosts exchange sums.
+"""Two levels: the replicas of a host hand over tensors, hosts exchange sums.
 
-Within the host replicas hand tensors to the first one (`hand_over`), which adds. It
-gives a whole bucket to the link in one call of Python (`link_calls`), and hands the
-results out. Only that replica exchanges, one call after the other in the order of its
-own trace, which is the same on every host.
+Within a host the first replica (the leader) adds the others' tensors. It passes a whole
+bucket to the link in one Python callback and shares the results. Only leaders exchange,
+one call after the other in the order of their trace, which is the same on every host.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from tfdp.exchange.engine import Engine, next_group_key
 from tfdp.exchange.host_calls import LinkCalls
 from tfdp.exchange.in_process import InProcessEngine
 from tfdp.exchange.late_exchange import AsyncExchange
-from tfdp.exchange.packing import SmallTogether, cut, pad_shard
+from tfdp.exchange.packing import Layouts, PackedSmall, Tensors, cut, pad_shard
 from tfdp.exchange.send_receive import SendReceive
 from tfdp.exchange.sparse import table_shape
 from tfdp.exchange.wire_types import check_summable, fitting_wire_dtype
@@ -31,19 +30,16 @@ LEADER = 0
 
 
 class AcrossHostsEngine(Engine):
-    """Sums over the replicas of several processes.
+    """Sums over the replicas of several processes, which exchange arrays over `link`.
 
-    Args:
-      devices: this process's devices, one replica each.
-      link: carries arrays between the processes.
-      wire_dtype: see `Communication`.
-
-    Cost per process: what `InProcessEngine` costs within it; 2 n (H - 1) / H bytes on
-    the wire for n bytes of gradients on H hosts, however many replicas a host has.
-    Small tensors of a bucket that stand side by side cross as one (`SmallTogether`).
+    Cost per process: that of `InProcessEngine` within it; 2 n (H - 1) / H bytes on the
+    wire for n bytes of gradients on H hosts, however many replicas a host has.
+    Adjacent small tensors of a bucket travel as one (`PackedSmall`).
     """
 
     packs = False
+    #: One call of the link carries the tensors of a whole bucket.
+    reduces_buckets = True
 
     def __init__(
         self, devices: Sequence[str], link: HostLink, wire_dtype: str | None = None
@@ -52,7 +48,7 @@ class AcrossHostsEngine(Engine):
         self.link = link
         self.name = link.name
         self.wire_dtype = wire_dtype
-        #: The replicas of this host, which its shards are cut for.
+        #: The replicas of this host, among which shards are distributed.
         self.within = InProcessEngine(devices, Topology(1, len(devices)))
         self.traffic = self.within.traffic
         self._here = self.within.topology.all_ranks
@@ -68,8 +64,8 @@ class AcrossHostsEngine(Engine):
     def end_run(self) -> None:
         self._calls.end_run()
         self.within.end_run()
-        # Calls of the link have no names: hosts meet in their order.
-        self._hand.end_run(is_apart=False)
+        # Calls of the link have no names: hosts pair them by order.
+        self._hand.end_run(always=True)
 
     def sent_between_hosts(self) -> int | None:
         return self.link.sent_bytes()
@@ -78,28 +74,23 @@ class AcrossHostsEngine(Engine):
         return self.link.exchange_seconds("step")
 
     def close(self) -> None:
-        """Before the link is closed."""
+        """Called before the link is closed."""
         self.late.close()
         self._calls.close()
 
     @property
     def replicas(self) -> int:
-        """On all hosts together."""
+        """The number of replicas on all hosts."""
         return len(self.devices) * self.link.workers
 
     @property
     def holds_first_copy(self) -> bool:
-        """Every host has all shards; those of host 0 are the first."""
+        """Every host has all shards; those of host 0 are the first copy."""
         return self.link.rank == 0
 
     @property
-    def reduces_buckets(self) -> bool:
-        """One call of the link carries the tensors of a whole bucket."""
-        return True
-
-    @property
     def host_groups(self) -> tuple[tuple[int, ...], ...] | None:
-        """This host."""
+        """All replicas of this host, in one group."""
         return (tuple(self._here),)
 
     def all_reduce_within(self, tensor: tf.Tensor, rank: int) -> tf.Tensor:
@@ -109,51 +100,40 @@ class AcrossHostsEngine(Engine):
         return self.all_reduce_bucket([tensor], rank, "sum")[0]
 
     def all_reduce_bucket(
-        self, tensors: Sequence[tf.Tensor], rank: int, label: str
+        self, tensors: Tensors, rank: int, label: str
     ) -> list[tf.Tensor]:
         return self.sum_everywhere(tensors, rank, label, None)
 
     def all_reduce_gradients(
-        self, tensors: Sequence[tf.Tensor], rank: int, label: str
+        self, tensors: Tensors, rank: int, label: str
     ) -> list[tf.Tensor]:
         return self.sum_everywhere(tensors, rank, label, self.wire_dtype)
 
     def sum_everywhere(
-        self,
-        tensors: Sequence[tf.Tensor],
-        rank: int,
-        label: str,
-        wire_dtype: str | None,
+        self, tensors: Tensors, rank: int, label: str, wire_dtype: str | None
     ) -> list[tf.Tensor]:
         call = self.next_call_number(rank, "sum", tensors)
         totals = self.totals_at_leader(tensors, rank, call, label, wire_dtype)
         return self._shared(totals, rank, call)
 
-    def from_leader(self, tensors: Sequence[tf.Tensor], rank: int) -> list[tf.Tensor]:
-        """The leader's tensors on all replicas of this host; others give like ones."""
+    def from_leader(self, tensors: Tensors, rank: int) -> list[tf.Tensor]:
+        """The leader's tensors on this host's replicas, which pass equal shapes."""
         call = self.next_call_number(rank)
-        self._hand.touch_token(rank)
+        self._hand.pin_to_replica(rank)
         return self._shared(tensors, rank, call)
 
-    def _shared(
-        self, tensors: Sequence[tf.Tensor], rank: int, call: int
-    ) -> list[tf.Tensor]:
+    def _shared(self, tensors: Tensors, rank: int, call: int) -> list[tf.Tensor]:
         return [
             self._hand.share_from(tensor, rank, LEADER, self._here, f"{call}/{n}/down")
             for n, tensor in enumerate(tensors)
         ]
 
     def reduce_scatter_bucket(
-        self,
-        tensors: Sequence[tf.Tensor],
-        layouts: Sequence[ShardLayout],
-        rank: int,
-        label: str,
+        self, tensors: Tensors, layouts: Layouts, rank: int, label: str
     ) -> list[tf.Tensor]:
-        # Shards are those of the replicas of one host, so every host needs the whole
-        # sum; only its way down within the host is shorter.
+        # The replicas of each host hold all shards, so every host needs the whole sum;
+        # only its distribution within the host is cheaper.
         call = self.next_call_number(rank, "reduce-scatter", tensors)
-        # What is scattered are gradients.
         totals = self.totals_at_leader(tensors, rank, call, label, self.wire_dtype)
         return [
             self._hand_out(total, layout, rank, f"{call}/{place}/down")
@@ -161,25 +141,20 @@ class AcrossHostsEngine(Engine):
         ]
 
     def totals_at_leader(
-        self,
-        tensors: Sequence[tf.Tensor],
-        rank: int,
-        call: int,
-        label: str,
-        wire_dtype: str | None,
+        self, tensors: Tensors, rank: int, call: int, label: str, wire_dtype: str | None
     ) -> list[tf.Tensor]:
-        """The sums over all hosts at the leader; elsewhere whatever was there."""
+        """The sums over all hosts at the leader; elsewhere unspecified tensors."""
         totals = self.sums_at_leader(tensors, rank, call)
         if rank != LEADER:
             return totals
         return self.sum_of_hosts(totals, label, fitting_wire_dtype(totals, wire_dtype))
 
     def sum_of_hosts(
-        self, tensors: Sequence[tf.Tensor], label: str, wire_dtype: str | None = None
+        self, tensors: Tensors, label: str, wire_dtype: str | None = None
     ) -> list[tf.Tensor]:
-        """The sums of what the leader of each host has, small tensors together."""
+        """The sums of the leaders' tensors over the hosts, small tensors packed."""
         with tf.device(self.devices[LEADER]):
-            small = SmallTogether(tensors)
+            small = PackedSmall(tensors)
             shapes = small.shapes
 
             def exchange(*arrays: np.ndarray) -> list[np.ndarray]:
@@ -190,17 +165,14 @@ class AcrossHostsEngine(Engine):
             sums = self.at_leader(exchange, small.packed, small.packed)
             return small.unpack(sums)
 
-    def sums_at_leader(
-        self, tensors: Sequence[tf.Tensor], rank: int, call: int
-    ) -> list[tf.Tensor]:
-        """The sums over this host at the leader; elsewhere whatever was there."""
+    def sums_at_leader(self, tensors: Tensors, rank: int, call: int) -> list[tf.Tensor]:
+        """The sums over this host at the leader; elsewhere unspecified tensors."""
         for tensor in tensors:
             check_summable(tensor.dtype)
-        self._hand.touch_token(rank)
-        everyone = self._here
+        self._hand.pin_to_replica(rank)
         return [
-            self._hand.sum_at(tensor, rank, LEADER, everyone, f"{call}/{place}/within")
-            for place, tensor in enumerate(tensors)
+            self._hand.sum_at(tensor, rank, LEADER, self._here, f"{call}/{n}/within")
+            for n, tensor in enumerate(tensors)
         ]
 
     def _hand_out(
@@ -222,11 +194,7 @@ class AcrossHostsEngine(Engine):
             return pad_shard(own, layout, rank)
 
     def all_gather_bucket(
-        self,
-        shards: Sequence[tf.Tensor],
-        layouts: Sequence[ShardLayout],
-        rank: int,
-        label: str,
+        self, shards: Tensors, layouts: Layouts, rank: int, label: str
     ) -> list[tf.Tensor]:
         return self.within.all_gather_bucket(shards, layouts, rank, label)
 
@@ -235,9 +203,9 @@ class AcrossHostsEngine(Engine):
         call = self.next_call_number(rank)
         if rank == LEADER:
             local = self.gather_rows(local)
-        everyone = self._here
+        here, key = self._here, f"{call}/all"
         like = tf.TensorSpec([None, *tensor.shape[1:]], tensor.dtype)
-        return self._hand.share_from(local, rank, LEADER, everyone, f"{call}/all", like)
+        return self._hand.share_from(local, rank, LEADER, here, key, like)
 
     def all_reduce_rows(
         self,
@@ -249,9 +217,9 @@ class AcrossHostsEngine(Engine):
         wire_dtype: str | None = None,
     ) -> tf.IndexedSlices:
         """See `Engine`. One set of rows per host crosses, in one exchange, or the whole
-        table where that is less: see `RowExchange`."""
+        table where that is smaller: see `RowExchange`."""
         call = self.next_call_number(rank)
-        self._hand.touch_token(rank)
+        self._hand.pin_to_replica(rank)
         rows = self._hand.rows_at(
             slices, rank, LEADER, self._here, f"{call}/within", summed=summed
         )
@@ -275,16 +243,14 @@ class AcrossHostsEngine(Engine):
 
     def broadcast(self, tensor: tf.Tensor, rank: int) -> tf.Tensor:
         call = self.next_call_number(rank)
-        self._hand.touch_token(rank)
+        self._hand.pin_to_replica(rank)
         if rank == LEADER:
             tensor = self._broadcast_across(tensor)
-        everyone = self._here
-        return self._hand.share_from(
-            tensor, rank, LEADER, everyone, f"{call}/broadcast", tensor
-        )
+        key = f"{call}/broadcast"
+        return self._hand.share_from(tensor, rank, LEADER, self._here, key, tensor)
 
     def gather_rows(self, rows: tf.Tensor, channel: str = "step") -> tf.Tensor:
-        """The rows of all hosts in the order of the hosts; their number may differ."""
+        """The rows of all hosts in host order; their number may differ."""
         with tf.device(self.devices[LEADER]):
             blob = tf.io.serialize_tensor(rows)
             (blobs,) = self._calls.call(
@@ -300,13 +266,8 @@ class AcrossHostsEngine(Engine):
         gathered.set_shape([None, *rows.shape[1:]])
         return gathered
 
-    def sum_scalar_of_hosts(self, value: tf.Tensor, label: str) -> tf.Tensor:
-        """The sum of each host's `value`, in cross-replica context."""
-        return self.sum_of_hosts([value], label)[0]
-
     def _broadcast_across(self, tensor: tf.Tensor) -> tf.Tensor:
-        # A sum to which only host 0 brings anything, in whole numbers: every bit
-        # pattern survives, and booleans and all float types travel alike.
+        # Serialized: every bit pattern and all types survive.
         with tf.device(self.devices[LEADER]):
             blob = tf.io.serialize_tensor(tensor)
 
@@ -316,33 +277,27 @@ class AcrossHostsEngine(Engine):
 
             (value,) = self._calls.call(first, [blob], [tf.TensorSpec([], tf.string)])
             result = tf.io.parse_tensor(value, tensor.dtype)
-            # Not `set_shape`, which believes it of what another host has sent.
+            # Not `set_shape`, which would not check what another host sent.
             return tf.ensure_shape(result, tensor.shape)
 
     def at_leader(
-        self,
-        exchange: Callable[..., list[np.ndarray]],
-        tensors: Sequence[tf.Tensor],
-        like: Sequence[tf.Tensor],
+        self, exchange: Callable[..., list[np.ndarray]], tensors: Tensors, like: Tensors
     ) -> list[tf.Tensor]:
-        """What `exchange` makes of the arrays, in calls of one order on all hosts."""
+        """`exchange` of the arrays, in calls of one order on all hosts."""
         with tf.device(self.devices[LEADER]):
             return self._calls.call(exchange, tensors, _specs_of(like))
 
     def at_leader_ahead(
-        self,
-        exchange: Callable[..., list[np.ndarray]],
-        tensors: Sequence[tf.Tensor],
-        like: Sequence[tf.Tensor],
+        self, exchange: Callable[..., list[np.ndarray]], tensors: Tensors, like: Tensors
     ) -> tuple[list[tf.Tensor], tf.Tensor]:
-        """As `at_leader`, several at a time: `exchange` is told its channel first.
+        """`at_leader`, with several in flight: `exchange` gets a channel as well.
 
-        Returns: what it made, and what is there once it has begun.
+        Returns: the results, and a tensor that exists once the exchange has begun.
         """
         channels = self.link.step_channels
         with tf.device(self.devices[LEADER]):
             return self._calls.call_ahead(exchange, tensors, _specs_of(like), channels)
 
 
-def _specs_of(like: Sequence[tf.Tensor]) -> list[tf.TensorSpec]:
+def _specs_of(like: Tensors) -> list[tf.TensorSpec]:
     return [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in like]

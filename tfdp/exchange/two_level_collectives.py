@@ -1,19 +1,16 @@
 """Gradients between hosts by TensorFlow's collectives: NCCL on GPUs, its ring on CPUs.
 
-Only what is large and of known size goes this way: gradients, mostly. Everything else
-(numbers of samples, metrics, first values, what has another size on each host) crosses
-by the link, which also tells who is missing.
+Only large tensors of static shape use them: mostly gradients. Everything else crosses
+by the link, which also detects missing hosts.
 
 On GPUs a bucket is one all-reduce over all GPUs of all hosts; NCCL finds the levels
-itself. Each replica launches its own there one after the other, in the order of the
-trace. On CPUs the replicas of a host hand their sum to the first, and the hosts' first
-replicas exchange it in pieces, all in flight at once: TensorFlow's ring passes each
-message through fresh memory, which is slow above some MB.
+itself. Each replica launches its own, in trace order. On CPUs the leader of each host
+adds the host's tensors, and the leaders exchange the sums in chunks, all in flight at
+once: TensorFlow's ring allocates memory per message, which is slow above some MB.
 
-TensorFlow finds the partners of a collective by a key, and remembers the size that it
-was first used with. Hosts may trace a step at different times (their last batches
-differ), so a key is made of what is the same on all of them: the place in the run, and
-the size.
+TensorFlow pairs collectives by a key, and remembers the size of its first use. Hosts
+may trace a step at different times, so the key is computed from what is the same on
+all of them: the place in the run, and the size.
 """
 
 from __future__ import annotations
@@ -32,7 +29,7 @@ from tfdp.cluster.addresses import free_port
 from tfdp.cluster.description import join_address
 from tfdp.errors import ConfigurationError
 from tfdp.exchange.engine import next_group_key
-from tfdp.exchange.packing import pack, unpack
+from tfdp.exchange.packing import Tensors, pack, unpack
 from tfdp.exchange.traffic import ring_bytes
 from tfdp.exchange.two_level import LEADER, AcrossHostsEngine
 from tfdp.exchange.wire_types import collective_sum_dtype, fitting_wire_dtype
@@ -41,26 +38,21 @@ from tfdp.hosts.host_link import HostLink
 from tfdp.hosts.python_calls import counted
 from tfdp.hosts.server_guard import keep_to_workers
 
-# Smaller ones take as long by the ring as a round trip of the link, or longer.
+# A smaller tensor takes at least as long by the ring as by a round trip of the link.
 SMALLEST_BYTES = 64 * 2**10
-PIECE_BYTES = 6 * 2**20
+CHUNK_BYTES = 6 * 2**20
 LONGEST_PORT_BYTES = 5
-SUMMABLE = frozenset(
-    {tf.bfloat16, tf.float16, tf.float32, tf.float64, tf.int32, tf.int64}
-)
+SUMMABLE = {tf.bfloat16, tf.float16, tf.float32, tf.float64, tf.int32, tf.int64}
 
 
 def rendezvous_by_collectives(link: HostLink) -> None:
-    """Lets TensorFlow's collectives of this worker meet those of the others.
+    """Connects TensorFlow's collectives of all workers.
 
-    Before TensorFlow starts: the names of its devices change.
-
-    Raises:
-      ConfigurationError: when TensorFlow has started already, or a worker has
-        another engine.
+    Must run before TensorFlow starts: it changes the names of TensorFlow's devices.
+    Raises `ConfigurationError` otherwise, or when a worker has another engine.
     """
-    # Over the link, which is there before TensorFlow is: its own way of meeting needs
-    # addresses that are known beforehand, and waits for ever for who never comes.
+    # Over the link, which exists before TensorFlow starts: TensorFlow's own rendezvous
+    # needs addresses in advance, and waits forever for a missing worker.
     port = str(free_port("")).encode()
     label = "ports of TensorFlow's collectives"
     ports = link.gather(port, label, most_bytes=LONGEST_PORT_BYTES)
@@ -68,13 +60,13 @@ def rendezvous_by_collectives(link: HostLink) -> None:
         if not other.isdigit():
             raise ConfigurationError(
                 f"Worker {rank} has another Communication than worker {link.rank}, "
-                "whose engine is 'tensorflow'. Give every worker the same."
+                "which has engine='tensorflow'. Give every worker the same."
             )
     addresses = [
         join_address(host, int(other))
         for host, other in zip(link.hosts, ports, strict=True)
     ]
-    # Its server lets everybody in who reaches the port; see docs/security.md.
+    # Its server accepts every connection to the port; see docs/security.md.
     if start_collectives(link.rank, addresses):
         keep_to_workers(link, [int(other) for other in ports])
 
@@ -82,19 +74,19 @@ def rendezvous_by_collectives(link: HostLink) -> None:
 class TensorFlowAcrossHostsEngine(AcrossHostsEngine):
     """Sums over the replicas of several processes, by TensorFlow's collectives.
 
-    Args:
-      devices: this process's devices, one replica each, with the process in their
-        names: see `start_collectives`.
-      link: carries what is small, and says who is missing.
-      hint: the implementation asked of TensorFlow: "nccl" or "ring".
-      wire_dtype: see `Communication`. Differs from the link: the sums are made in
-        this type as well; with "nccl" bfloat16 travels and is added as float32.
+    The names of `devices` contain the process: see `start_collectives`. `link` carries
+    small tensors, and detects missing hosts. `hint` is "nccl" or "ring". Unlike the
+    link, the collectives add in `wire_dtype`; with "nccl" bfloat16 travels and is added
+    as float32.
 
     Cost: with "nccl" one launch per bucket and replica and 2 n (N - 1) / N bytes for
     n bytes on N replicas; with "ring" a launch per 6 MiB and 2 n (H - 1) / H bytes
-    per host. Two calls of Python per bucket and host, without data. The NCCL path was
+    per host. Two Python callbacks per bucket and host, without data. The NCCL path was
     not run on a GPU.
     """
+
+    #: Local training was not tried with these collectives.
+    host_groups = None
 
     def __init__(
         self,
@@ -109,52 +101,43 @@ class TensorFlowAcrossHostsEngine(AcrossHostsEngine):
         self._over_nccl = hint == "nccl"
         self._group_key = next_group_key()
         self._tokens = [names.make_token(device) for device in self.devices]
-        # The place in the trace names a collective: replicas trace the same ones, in
-        # the same order, though each on its own.
+        # The place in the trace identifies a collective: all replicas trace the same
+        # ones in the same order, though each separately.
         self._places = [0] * len(self.devices)
         self._step: Callable[[], Any] = lambda: None
         self._keys = CollectiveKeys()
         self._sent_bytes = 0
-        # Collectives know no deadline that says who is missing, and an abort is for
-        # good: from then on every one of this process fails.
+        # A collective's deadline does not name the missing host. An abort is permanent:
+        # afterwards every collective of this process fails.
         self._watch = ExchangeWatch(link, abort_collectives)
 
     def close(self) -> None:
         super().close()
         self._watch.close()
 
-    @property
-    def host_groups(self) -> tuple[tuple[int, ...], ...] | None:
-        """None: replicas that train apart were not tried with these collectives."""
-        return None
-
     def begin_run(self) -> None:
         super().begin_run()
-        # A step may hold several runs, in graphs of its own: places go on within it.
-        # From step to step they do not, because hosts may trace another number of them.
+        # A step may have several runs, in separate graphs: places go on within a step,
+        # but restart with each step, because hosts may trace different numbers of them.
         before, step = self._step(), names.outermost_function_graph()
         least = max(self._places) if step is not None and step is before else 0
         self._places = [least] * len(self.devices)
         self._step = (lambda: None) if step is None else weakref.ref(step)
 
     def sent_between_hosts(self) -> int | None:
-        # NCCL chooses its own way over all GPUs, and does not tell.
+        # NCCL chooses its own route over all GPUs, and does not report it.
         if self._over_nccl:
             return None
         return self.link.sent_bytes() + self._sent_bytes
 
     def seconds_between_hosts(self) -> float | None:
-        """None: TensorFlow does not tell how long its collectives last."""
+        """None: TensorFlow does not report the duration of its collectives."""
         return None
 
     def sum_everywhere(
-        self,
-        tensors: Sequence[tf.Tensor],
-        rank: int,
-        label: str,
-        wire_dtype: str | None,
+        self, tensors: Tensors, rank: int, label: str, wire_dtype: str | None
     ) -> list[tf.Tensor]:
-        # NCCL knows both levels itself; on CPUs the replicas of a host sum first.
+        # NCCL handles both levels itself; on CPUs the replicas of a host sum first.
         if not self._over_nccl or not _are_large(tensors):
             return super().sum_everywhere(tensors, rank, label, wire_dtype)
         self.next_call_number(rank, "sum", tensors)
@@ -164,12 +147,7 @@ class TensorFlowAcrossHostsEngine(AcrossHostsEngine):
             return unpack(total, tensors)
 
     def totals_at_leader(
-        self,
-        tensors: Sequence[tf.Tensor],
-        rank: int,
-        call: int,
-        label: str,
-        wire_dtype: str | None,
+        self, tensors: Tensors, rank: int, call: int, label: str, wire_dtype: str | None
     ) -> list[tf.Tensor]:
         if self._over_nccl or not _are_large(tensors):
             return super().totals_at_leader(tensors, rank, call, label, wire_dtype)
@@ -179,20 +157,18 @@ class TensorFlowAcrossHostsEngine(AcrossHostsEngine):
         with tf.device(self.devices[LEADER]):
             # TensorFlow's ring waits for new memory on large buffers: measured on CPUs.
             elements = [total.shape.num_elements() for total in totals]
-            plan = plan_pieces(elements, PIECE_BYTES // totals[0].dtype.size)
-            pieces = cut_pieces(totals, plan)
-            sums = self._sums(pieces, LEADER, label, wire_dtype)
-            return join_pieces(sums, plan, totals)
+            plan = plan_chunks(elements, CHUNK_BYTES // totals[0].dtype.size)
+            sums = self._sums(cut_chunks(totals, plan), LEADER, label, wire_dtype)
+            return join_chunks(sums, plan, totals)
 
     def _sums(
-        self,
-        buffers: Sequence[tf.Tensor],
-        rank: int,
-        label: str,
-        wire_dtype: str | None,
+        self, buffers: Tensors, rank: int, label: str, wire_dtype: str | None
     ) -> list[tf.Tensor]:
-        """The sums of flat buffers over the group, each by a launch of its own."""
-        wires = [self._on_wire(buffer, wire_dtype) for buffer in buffers]
+        """The sums of flat buffers over the group, with one launch each."""
+        small = fitting_wire_dtype(buffers, wire_dtype)
+        dtype = tf.as_dtype(small) if small else buffers[0].dtype
+        dtype = collective_sum_dtype(dtype, self.devices[0], over_nccl=self._over_nccl)
+        wires = [tf.cast(buffer, dtype) for buffer in buffers]
         number = self._begin(wires, label) if rank == LEADER else None
         sums = []
         for buffer, wire in zip(buffers, wires, strict=True):
@@ -200,42 +176,32 @@ class TensorFlowAcrossHostsEngine(AcrossHostsEngine):
                 input=wire,
                 merge_op="Add",
                 final_op="Id",
-                group_size=self._group_size,
+                group_size=self.replicas if self._over_nccl else self.link.workers,
                 group_key=self._group_key,
                 instance_key=self._next_key(wire, rank),
                 ordering_token=[self._tokens[rank].handle],
                 communication_hint=self._hint,
                 timeout_seconds=0.0,  # see ExchangeWatch
             )
-            # Free of any order, so that all are in flight at once. But NCCL
-            # waits for ever where processes launch in different orders, and TensorFlow
-            # sees to one order within a process only: there each replica's launches
-            # stay in the order in which they use its token, which is that of the trace.
+            # Unordered, so that all are in flight at once. But NCCL deadlocks where
+            # processes launch in different orders, and TensorFlow enforces one order
+            # only within a process: there each replica's token keeps its launches in
+            # trace order.
             if not self._over_nccl:
                 names.run_independently(total.op)
             sums.append(tf.cast(total, buffer.dtype))
         return sums if number is None else self._end(number, sums)
 
-    def _on_wire(self, buffer: tf.Tensor, wire_dtype: str | None) -> tf.Tensor:
-        small = fitting_wire_dtype([buffer], wire_dtype)
-        dtype = tf.as_dtype(small) if small else buffer.dtype
-        summed = collective_sum_dtype(dtype, self.devices[0], over_nccl=self._over_nccl)
-        return tf.cast(buffer, summed)
-
-    @property
-    def _group_size(self) -> int:
-        return self.replicas if self._over_nccl else self.link.workers
-
     def _next_key(self, wire: tf.Tensor, rank: int) -> int:
         place = self._places[rank]
         self._places[rank] += 1
-        # Workers that trace other steps get other keys: they wait and are told who is
-        # missing, where equal keys would add up unlike tensors.
+        # Workers that trace different steps get different keys: they wait until the
+        # missing worker is reported, where equal keys would add unrelated tensors.
         exchange = f"{place} {wire.shape.num_elements()} {wire.dtype.name}"
         return self._keys.key_of(exchange)
 
-    def _begin(self, wires: Sequence[tf.Tensor], label: str) -> tf.Tensor:
-        # A ring's; of known sizes, because others do not go this way.
+    def _begin(self, wires: Tensors, label: str) -> tf.Tensor:
+        # Bytes of a ring; their sizes are static, because others use the link.
         place, hosts = self.link.rank, self.link.workers
         sent = 2 * sum(ring_bytes(wire, place, hosts) or 0 for wire in wires)
 
@@ -260,8 +226,8 @@ class TensorFlowAcrossHostsEngine(AcrossHostsEngine):
             return [tf.identity(total) for total in sums]
 
 
-def _are_large(tensors: Sequence[tf.Tensor]) -> bool:
-    """Whether they are worth a collective, which needs a graph and known sizes."""
+def _are_large(tensors: Tensors) -> bool:
+    """Whether they are worth a collective, which needs a graph and static sizes."""
     if tf.executing_eagerly():
         return False
     elements = [tensor.shape.num_elements() for tensor in tensors]
@@ -270,20 +236,17 @@ def _are_large(tensors: Sequence[tf.Tensor]) -> bool:
     return sum(elements) * tensors[0].dtype.size >= SMALLEST_BYTES
 
 
-# The numbers by which TensorFlow finds the partners of a collective.
-
-
-# TensorFlow takes an int32, and tfdp none that is negative.
+# TensorFlow takes an int32, and tfdp no negative one.
 KEYS = 2**31
 
 
 class CollectiveKeys:
     """A number for each exchange of a group, the same on every host.
 
-    Hosts may trace at different times, so the number follows from what the exchange
-    is. Two of them may fall on one number (of 1000 some pair does in 1 of 4300 groups):
-    then the later one takes the next that is free. Hosts trace the same program, so
-    they meet such a pair in the same order.
+    Hosts may trace at different times, so the number is a hash of the exchange. On a
+    collision (of 1000 exchanges some pair collides in 1 of 4300 groups) the later one
+    takes the next free number. Hosts trace the same program, so they reach such a pair
+    in the same order.
     """
 
     def __init__(self) -> None:
@@ -291,7 +254,7 @@ class CollectiveKeys:
         self._taken: set[int] = set()
 
     def key_of(self, exchange: str) -> int:
-        """The number of `exchange`, which no other one has."""
+        """The number of `exchange`, unique in the group."""
         if exchange not in self._keys:
             key = first_choice(exchange)
             while key in self._taken:
@@ -302,32 +265,25 @@ class CollectiveKeys:
 
 
 def first_choice(exchange: str) -> int:
-    """The number that it has unless another exchange has it already."""
+    """The number of `exchange` unless another exchange took it."""
     digest = hashlib.blake2b(exchange.encode(), digest_size=4).digest()
     return int.from_bytes(digest, "little") % KEYS
 
 
-# Tensors in flat pieces of limited size: large ones cut, small ones side by side.
-
-
-# For each piece, in order: which tensor, and how many elements of it.
+# For each chunk, in order: which tensor, and how many elements of it.
 Plan = list[list[tuple[int, int]]]
 
 
-def plan_pieces(element_counts: Sequence[int], most_elements: int) -> Plan:
-    """Which elements of which tensor go into which piece.
+def plan_chunks(element_counts: Sequence[int], most_elements: int) -> Plan:
+    """Splits tensors into chunks of at most `most_elements` elements.
 
-    Args:
-      element_counts: of each tensor.
-      most_elements: of a piece, at least 1.
-
-    >>> plan_pieces([3, 2, 9, 1], 4)
+    >>> plan_chunks([3, 2, 9, 1], 4)
     [[(0, 3)], [(1, 2)], [(2, 4)], [(2, 4)], [(2, 1), (3, 1)]]
     """
     plan: Plan = []
     room = 0
     for tensor, elements in enumerate(element_counts):
-        # A tensor that fits into one piece is not torn apart.
+        # A tensor that fits into one chunk is not split.
         if room < min(elements, most_elements):
             room = 0
         while elements:
@@ -341,30 +297,28 @@ def plan_pieces(element_counts: Sequence[int], most_elements: int) -> Plan:
     return plan
 
 
-def cut_pieces(tensors: Sequence[tf.Tensor], plan: Plan) -> list[tf.Tensor]:
-    """The pieces of `plan`, flat."""
+def cut_chunks(tensors: Tensors, plan: Plan) -> list[tf.Tensor]:
+    """The chunks of `plan`, flat."""
     sizes: list[list[int]] = [[] for _ in tensors]
-    for piece in plan:
-        for tensor, elements in piece:
+    for chunk in plan:
+        for tensor, elements in chunk:
             sizes[tensor].append(elements)
     parts = [
         _split(tensor, of_it) for tensor, of_it in zip(tensors, sizes, strict=True)
     ]
-    pieces = []
-    for piece in plan:
-        inside = [parts[tensor].pop(0) for tensor, _ in piece]
-        pieces.append(inside[0] if len(inside) == 1 else tf.concat(inside, 0))
-    return pieces
+    chunks = []
+    for chunk in plan:
+        inside = [parts[tensor].pop(0) for tensor, _ in chunk]
+        chunks.append(inside[0] if len(inside) == 1 else tf.concat(inside, 0))
+    return chunks
 
 
-def join_pieces(
-    pieces: Sequence[tf.Tensor], plan: Plan, like: Sequence[tf.Tensor]
-) -> list[tf.Tensor]:
-    """The inverse of `cut_pieces`: tensors shaped as those in `like`."""
+def join_chunks(chunks: Tensors, plan: Plan, like: Tensors) -> list[tf.Tensor]:
+    """The inverse of `cut_chunks`: tensors of the shapes in `like`."""
     parts: list[list[tf.Tensor]] = [[] for _ in like]
-    for piece, inside in zip(pieces, plan, strict=True):
+    for chunk, inside in zip(chunks, plan, strict=True):
         sizes = [elements for _, elements in inside]
-        for part, (tensor, _) in zip(_split(piece, sizes), inside, strict=True):
+        for part, (tensor, _) in zip(_split(chunk, sizes), inside, strict=True):
             parts[tensor].append(part)
     return [
         tf.reshape(tf.concat(of_it, 0) if of_it else tensor, tensor.shape)
@@ -377,17 +331,15 @@ def _split(tensor: tf.Tensor, sizes: list[int]) -> list[tf.Tensor]:
     return [flat] if len(sizes) == 1 else tf.split(flat, sizes) if sizes else []
 
 
-# A first, small sum by TensorFlow's collectives: do they work between these hosts?
-#
-# A library that is missing, or a network that lets nothing through, shows in the first
-# collective only, and one that failed cannot be used again in its process.
+# A first, small sum shows whether collectives work between these hosts: a missing
+# library or a firewall shows only in the first collective, and one that failed cannot
+# be used again in its process.
 
-
-#: What a worker says that is not at fault itself, perhaps.
+#: The answer of a worker that may not be at fault itself.
 NO_ANSWER = "the other workers were not heard"
 
 ELEMENTS = 256
-#: How long a worker waits for the others here, who are all on their way.
+#: How long a worker waits here for the others, which all start this sum.
 TRIAL_SECONDS = 60.0
 
 
@@ -397,16 +349,10 @@ def try_collectives(
     hint: str,
     trial_seconds: float = TRIAL_SECONDS,
 ) -> str:
-    """Adds up what is known on all hosts.
+    """Adds numbers with a known sum over all hosts.
 
-    Args:
-      link: tells which host this is; nothing crosses it.
-      devices: of this host's replicas.
-      hint: "nccl": over all replicas; "ring": over the first of each host.
-      trial_seconds: until a worker that hears nothing gives up.
-
-    Returns:
-      What went wrong on this host, in a few words; "" when the sums were right.
+    With "nccl" over all replicas, with "ring" over the first of each host; nothing
+    crosses `link`. Returns what went wrong on this host; "" when the sums were right.
     """
     members = list(devices) if hint == "nccl" else list(devices[:1])
     hosts = link.workers
@@ -430,7 +376,7 @@ def try_collectives(
                     communication_hint=hint,
                     timeout_seconds=trial_seconds,
                 )
-            # Or one replica's would wait for the next one's.
+            # Otherwise one replica's would wait for the next one's.
             names.run_independently(total.op)
             totals.append(total)
         return totals
@@ -445,12 +391,12 @@ def try_collectives(
         return f"{type(error).__name__}: {_first_line(error.message)}"
     if all(np.array_equal(total, np.full(ELEMENTS, expected)) for total in found):
         return ""
-    return f"a sum over {count} replicas was {found[0][0]:g} in the place of {expected}"
+    return f"a sum over {count} replicas was {found[0][0]:g} instead of {expected}"
 
 
 def _first_line(message: str) -> str:
-    """Of TensorFlow's message, behind its headings."""
+    """The first line of TensorFlow's message after its headings."""
     lines = [line.strip() for line in message.splitlines()]
     headings = ("Graph execution error", "Detected at node")
-    told = [line for line in lines if line and not line.startswith(headings)]
-    return told[0] if told else message.strip()
+    rest = [line for line in lines if line and not line.startswith(headings)]
+    return rest[0] if rest else message.strip()

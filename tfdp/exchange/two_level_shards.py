@@ -1,7 +1,7 @@
-"""Shards over the replicas of all hosts: each host stores the shards of its own ones.
+"""Shards over the replicas of all hosts: each host stores its own replicas' shards.
 
-Within a host the tensors meet at its first replica, as everywhere; that one scatters
-and gathers with the other hosts, of each tensor one range for all replicas of a host.
+Within a host its first replica (the leader) collects the tensors. It scatters and
+gathers one range of each tensor per host, for all of the host's replicas.
 """
 
 from __future__ import annotations
@@ -11,25 +11,25 @@ from collections.abc import Sequence
 import numpy as np
 import tensorflow as tf
 
-from tfdp.exchange.packing import pad_shard
+from tfdp.exchange.packing import Layouts, Tensors, pad_shard
 from tfdp.exchange.two_level import LEADER, AcrossHostsEngine
 from tfdp.exchange.wire_types import fitting_wire_dtype
 from tfdp.plan.shards import ShardLayout
 
 
 class ShardsAcrossHostsEngine(AcrossHostsEngine):
-    """`AcrossHostsEngine` whose shards are those of all replicas of all hosts.
-
-    Args:
-      devices, link, wire_dtype: see `AcrossHostsEngine`.
+    """`AcrossHostsEngine` with shards over all replicas of all hosts.
 
     Cost per host on the wire: n (H - 1) / H bytes to scatter the sums of n bytes of
-    gradients, and as much to gather n bytes of weights.
+    gradients, and the same to gather n bytes of weights.
     """
+
+    #: There is one copy of each shard.
+    holds_first_copy = True
 
     @property
     def shard_parts(self) -> int:
-        """As many as there are replicas."""
+        """The number of replicas."""
         return self.replicas
 
     @property
@@ -37,17 +37,8 @@ class ShardsAcrossHostsEngine(AcrossHostsEngine):
         """The shard of this host's first replica."""
         return self.link.rank * len(self.devices)
 
-    @property
-    def holds_first_copy(self) -> bool:
-        """There is one copy of each shard."""
-        return True
-
     def reduce_scatter_bucket(
-        self,
-        tensors: Sequence[tf.Tensor],
-        layouts: Sequence[ShardLayout],
-        rank: int,
-        label: str,
+        self, tensors: Tensors, layouts: Layouts, rank: int, label: str
     ) -> list[tf.Tensor]:
         call = self.next_call_number(rank, "reduce-scatter", tensors)
         sums = self.sums_at_leader(tensors, rank, call)
@@ -62,16 +53,17 @@ class ShardsAcrossHostsEngine(AcrossHostsEngine):
         ]
 
     def _scatter_sums(
-        self, sums: Sequence[tf.Tensor], layouts: Sequence[ShardLayout], label: str
+        self, sums: Tensors, layouts: Layouts, label: str
     ) -> list[tf.Tensor]:
         """This host's range of the sum of each tensor over all hosts."""
         ranges = [self._ranges_of_hosts(layout) for layout in layouts]
+        own = [of_hosts[self.link.rank] for of_hosts in ranges]
         wire_dtype = fitting_wire_dtype(sums, self.wire_dtype)
         with tf.device(self.devices[LEADER]):
             flat = [tf.reshape(total, [-1]) for total in sums]
             like = [
-                tf.TensorSpec([self._host_elements(layout)], total.dtype)
-                for total, layout in zip(sums, layouts, strict=True)
+                tf.TensorSpec([stop - start], total.dtype)
+                for total, (start, stop) in zip(sums, own, strict=True)
             ]
             return self._calls.call(
                 lambda *arrays: self.link.reduce_scatter(
@@ -89,7 +81,7 @@ class ShardsAcrossHostsEngine(AcrossHostsEngine):
         rank: int,
         key: str,
     ) -> tf.Tensor:
-        """Each replica's shard of this host's range, which the leader has."""
+        """Each replica's shard of this host's range, which the leader sends."""
         part = self.first_part + rank
         if ours is not None:
             begin, _ = layout.bounds(self.first_part)
@@ -109,14 +101,10 @@ class ShardsAcrossHostsEngine(AcrossHostsEngine):
             return pad_shard(own, layout, part)
 
     def all_gather_bucket(
-        self,
-        shards: Sequence[tf.Tensor],
-        layouts: Sequence[ShardLayout],
-        rank: int,
-        label: str,
+        self, shards: Tensors, layouts: Layouts, rank: int, label: str
     ) -> list[tf.Tensor]:
         call = self.next_call_number(rank)
-        self._hand.touch_token(rank)
+        self._hand.pin_to_replica(rank)
         ranges_at_leader = [
             self._range_at_leader(shard, layout, rank, f"{call}/{place}/up")
             for place, (shard, layout) in enumerate(zip(shards, layouts, strict=True))
@@ -135,7 +123,7 @@ class ShardsAcrossHostsEngine(AcrossHostsEngine):
         ]
 
     def join_shards(
-        self, shards: Sequence[tf.Tensor], layout: ShardLayout, label: str
+        self, shards: Tensors, layout: ShardLayout, label: str
     ) -> tf.Tensor:
         lengths = [layout.length(self.first_part + rank) for rank in self._here]
         with tf.device(self.devices[LEADER]):
@@ -146,12 +134,12 @@ class ShardsAcrossHostsEngine(AcrossHostsEngine):
 
     def _gather_ranges(
         self,
-        ranges_of_host: Sequence[tf.Tensor],
-        layouts: Sequence[ShardLayout],
+        ranges_of_host: Tensors,
+        layouts: Layouts,
         label: str,
         channel: str = "step",
     ) -> list[tf.Tensor]:
-        """The whole tensors, of which each host brings its range, flat."""
+        """The whole tensors, from each host's flat ranges."""
         ranges = [self._ranges_of_hosts(layout) for layout in layouts]
 
         def gather(*arrays: np.ndarray) -> list[np.ndarray]:
@@ -189,16 +177,9 @@ class ShardsAcrossHostsEngine(AcrossHostsEngine):
             return tf.concat(parts, axis=0) if len(parts) > 1 else own
 
     def _ranges_of_hosts(self, layout: ShardLayout) -> list[tuple[int, int]]:
-        """Where the shards of each host begin and end."""
+        """The begin and end of each host's shards."""
         local = len(self.devices)
         return [
-            (
-                layout.bounds(host * local)[0],
-                layout.bounds((host + 1) * local - 1)[1],
-            )
+            (layout.bounds(host * local)[0], layout.bounds((host + 1) * local - 1)[1])
             for host in range(self.link.workers)
         ]
-
-    def _host_elements(self, layout: ShardLayout) -> int:
-        start, stop = self._ranges_of_hosts(layout)[self.link.rank]
-        return stop - start

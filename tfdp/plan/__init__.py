@@ -1,1 +1,1 @@
-"""Plain values that say what will be done: topology, buckets, shards, formulas."""
+"""Plain values that describe a training: topology, buckets, shards, formulas."""

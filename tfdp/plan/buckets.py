@@ -1,32 +1,29 @@
 """The bucket plan: which gradients travel together. Pure; no framework is imported.
 
-Backprop makes the gradients of the last layers first, so buckets are filled in the
-reverse order of the variables. The first bucket is small: its exchange starts while
-almost all of backprop is still to come. So is the last: nothing is left to compute
-while it travels. Those between are large enough to use the link well. (Li et al. 2020,
-"PyTorch Distributed", section 3.2.3, uses the same two sizes; its last bucket is not
-kept small.)
+Backprop computes the last layers' gradients first, so buckets are filled in the reverse
+order of the variables. The first bucket is small, to start its exchange early; so is
+the last, which no computation hides. Those between are large enough to use the link
+well. (Li et al. 2020, "PyTorch Distributed", section 3.2.3, uses the same two sizes;
+its last bucket is not kept small.)
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from tfdp.errors import ConfigurationError
 
-# Below this a message costs its latency whatever its size, so two messages cost
-# twice as much as one and there is nothing to overlap: do not split such a set.
+# Smaller messages cost their latency only: two of them cost twice as much as one and
+# overlap nothing, so sets below this size are not split.
 SMALLEST_SPLIT_BYTES = 64 * 1024
 
 
 @dataclasses.dataclass(frozen=True)
 class TensorInfo:
-    """What the plan needs to know of a tensor.
+    """A tensor's size in bytes (None: unknown before the step runs) and element type.
 
-    Args:
-      size_bytes: its size, or None when its shape is not known before the step runs.
-      dtype: the name of its element type; buckets never mix types.
+    Buckets never mix types.
     """
 
     size_bytes: int | None
@@ -35,12 +32,9 @@ class TensorInfo:
 
 @dataclasses.dataclass(frozen=True)
 class Bucket:
-    """Tensors that travel as one buffer.
+    """Tensors of one dtype that travel as one buffer, in the order of `indices`.
 
-    Args:
-      indices: places in the list that was planned, in the order of travel.
-      dtype: the element type of all of them.
-      size_bytes: their sum, or None when it holds a tensor of unknown size.
+    `size_bytes` is None when one size is unknown.
     """
 
     indices: tuple[int, ...]
@@ -55,36 +49,18 @@ class _OpenBucket:
 
 
 def plan_buckets(
-    tensors: Sequence[TensorInfo],
-    *,
-    bucket_bytes: int,
-    first_bucket_bytes: int,
-    order: Iterable[int] | None = None,
+    tensors: Sequence[TensorInfo], *, bucket_bytes: int, first_bucket_bytes: int
 ) -> tuple[Bucket, ...]:
-    """Groups tensors into buckets, in the order in which backprop makes them.
+    """Groups tensors into buckets, in the order in which backprop computes them.
 
-    A bucket holds one dtype and at most `bucket_bytes`, unless a single tensor is
-    larger: that one travels alone. The first bucket leaves with the tensor that brings
-    it to `first_bucket_bytes`, or to half of all the bytes. The last one holds
-    `first_bucket_bytes` at most, or one tensor. Several tensors never end up as one
-    pack of everything. What has less than 64 KiB is not split for this: there a
-    second message costs more than it hides. Empty tensors are left out: there is
-    nothing to send. A tensor of unknown size travels alone.
+    A bucket holds one dtype and at most `bucket_bytes`; a larger tensor travels alone,
+    and so does one of unknown size. The first bucket leaves with the tensor that fills
+    it to `first_bucket_bytes`, or to half of all bytes. The last one holds at most
+    `first_bucket_bytes`, or one tensor. Several tensors never end up in one bucket of
+    everything, except sets below 64 KiB, which are not split: a second message costs
+    more there than it hides. Empty tensors are left out.
 
-    Args:
-      tensors: what is known of each tensor.
-      bucket_bytes: the most bytes in one bucket, at least 1.
-      first_bucket_bytes: what the first bucket leaves with and the last one holds at
-        most, at least 1.
-      order: the places of `tensors` in the order in which they become ready; default
-        last to first.
-
-    Returns:
-      The buckets, in the order in which they are launched. Every place of a
-      non-empty tensor stands in exactly one of them.
-
-    Raises:
-      ConfigurationError: when a size is below 1 or `order` is not a permutation.
+    The tensors become ready last to first. Returns the buckets in launch order.
 
     >>> sizes = [TensorInfo(400, "float32")] * 5
     >>> [b.indices for b in plan_buckets(sizes, bucket_bytes=800,
@@ -96,20 +72,15 @@ def plan_buckets(
             "bucket_bytes and first_bucket_bytes must be at least 1. Received: "
             f"bucket_bytes={bucket_bytes}, first_bucket_bytes={first_bucket_bytes}."
         )
-    places = list(reversed(range(len(tensors)))) if order is None else list(order)
-    if sorted(places) != list(range(len(tensors))):
-        raise ConfigurationError(
-            f"order must name each of the {len(tensors)} tensors once. "
-            f"Received: {places}."
-        )
     total_bytes = sum(t.size_bytes or 0 for t in tensors)
     first_limit = min(first_bucket_bytes, bucket_bytes)
     if total_bytes >= SMALLEST_SPLIT_BYTES:
         first_limit = min(first_limit, -(-total_bytes // 2))
 
+    places = reversed(range(len(tensors)))
     sent = [place for place in places if tensors[place].size_bytes != 0]
     closed = _filled(sent, tensors, bucket_bytes, first_limit)
-    # Those of a rare type have waited for more of it while others were ready.
+    # A bucket of a rare type fills slowly: launch buckets by their last tensor.
     turn = {place: number for number, place in enumerate(sent)}
     closed.sort(key=lambda bucket: turn[bucket.indices[-1]])
     if closed:
@@ -117,13 +88,12 @@ def plan_buckets(
     return tuple(closed)
 
 
-def joined_if_few(buckets: Sequence[Bucket], bucket_bytes: int) -> tuple[Bucket, ...]:
-    """The buckets, or one for all where they are of one type and fit together.
+def merge_if_fits(buckets: Sequence[Bucket], bucket_bytes: int) -> tuple[Bucket, ...]:
+    """One bucket where all are of one type and fit together, else `buckets`.
 
-    For tensors of which none is there before the others: nothing is gained by a
-    bucket that leaves early.
+    For tensors that become ready together: a bucket gains nothing by leaving early.
 
-    >>> joined_if_few([Bucket((2,), "float32", 8), Bucket((1, 0), "float32", 16)], 24)
+    >>> merge_if_fits([Bucket((2,), "float32", 8), Bucket((1, 0), "float32", 16)], 24)
     (Bucket(indices=(2, 1, 0), dtype='float32', size_bytes=24),)
     """
     sizes = [bucket.size_bytes for bucket in buckets]
@@ -142,7 +112,7 @@ def _filled(
     bucket_bytes: int,
     first_limit: int,
 ) -> list[Bucket]:
-    """Buckets of one type each, in the order in which they are full."""
+    """Buckets of one type each, in the order in which they become full."""
     closed: list[Bucket] = []
     open_buckets: dict[str, _OpenBucket] = {}
 
@@ -156,7 +126,7 @@ def _filled(
             closed.append(Bucket((place,), info.dtype, None))
             continue
         # The first bucket takes the tensor that fills it, unless that is the last of
-        # all. In a bucket with the layers that follow it would wait for them, and a
+        # all. In a bucket with the following layers it would wait for them, and a
         # model's first layers often take most of the time.
         fills = not closed and place != sent[-1]
         limit = bucket_bytes if closed or fills else first_limit
@@ -178,7 +148,7 @@ def _filled(
 def _with_small_end(
     bucket: Bucket, tensors: Sequence[TensorInfo], most_bytes: int
 ) -> list[Bucket]:
-    """The bucket, or two: the second of at most `most_bytes`, or of one tensor."""
+    """Splits a bucket if needed: the second part has `most_bytes`, or one tensor."""
     all_bytes = bucket.size_bytes or 0
     is_small = all_bytes <= max(most_bytes, SMALLEST_SPLIT_BYTES)
     if len(bucket.indices) == 1 or is_small:
@@ -198,17 +168,10 @@ def _with_small_end(
 def predecessors(
     buckets: Sequence[Bucket], *, between_bytes: int
 ) -> tuple[int | None, ...]:
-    """For each bucket the one that must be away before its tensors are made.
+    """For each bucket, the place of the one to finish before its tensors are computed.
 
-    So that at any time the tensors of few buckets are in memory: the one that is being
-    made, and those after its predecessor, which hold `between_bytes` or little more.
-
-    Args:
-      buckets: in the order in which they are launched.
-      between_bytes: the least bytes of the buckets between one and its predecessor.
-
-    Returns:
-      A place in `buckets` for each of them; None for those that wait for nothing.
+    So few buckets are in memory at any time: the one that is being computed, and those
+    after its predecessor, which hold `between_bytes` or little more. None: no wait.
 
     >>> sizes = [TensorInfo(400, "float32")] * 4
     >>> plan = plan_buckets(sizes, bucket_bytes=400, first_bucket_bytes=400)

@@ -11,11 +11,15 @@ from tfdp.plan.compression import CAST_DTYPES, Compression
 from tfdp.plan.topology import Topology
 
 MIB = 1 << 20
-ENGINES = ("auto", "in_process", "tensorflow", "sockets", "mpi")
-WIRE_DTYPES = (None, *CAST_DTYPES)
 ACROSS = ("hosts", "replicas")
-REPEATED_ROWS = ("auto", "sum")
-# By option: what can act, and why the rest cannot. See `refuse_idle_options`.
+# By option, its values.
+CHOICES: dict[str, tuple[str | None, ...]] = {
+    "engine": ("auto", "in_process", "tensorflow", "sockets", "mpi"),
+    "wire_dtype": (None, *CAST_DTYPES),
+    "compression_across": ACROSS,
+    "repeated_rows": ("auto", "sum"),
+}
+# By option: the values that can act, and why others cannot. See `refuse_idle_options`.
 ON_ONE_HOST = {
     "engine": (
         ("auto", "in_process", "tensorflow"),
@@ -28,100 +32,84 @@ ON_ONE_HOST = {
         "compression_across='replicas'",
     ),
     "min_hosts": ((None,), "there are no others that could die"),
-    "checksum": ((False,), "what stays within a host has no checksums"),
+    "checksum": ((False,), "traffic within a host has no checksums"),
 }
-# Where blocks have checksums, besides.
+# In addition, with checksum=True.
 WITH_CHECKSUMS = {
-    "engine": (("auto", "sockets"), "checksum=True is of what sockets carry"),
+    "engine": (("auto", "sockets"), "checksum=True applies to sockets only")
 }
-# Where hosts may die (min_hosts), besides.
+# In addition, where hosts may die (min_hosts).
 ON_LIVING_HOSTS = {
-    "engine": (
-        ("auto", "sockets"),
-        "hosts that may die and come back meet over sockets",
-    ),
+    "engine": (("auto", "sockets"), "hosts that may die and return use sockets"),
     "wire_dtype": ((None,), "no gradients cross hosts"),
     "compression": ((None,), "no gradients cross hosts"),
     "repeated_rows": (("auto",), "no gradients cross hosts"),
 }
 ON_SEVERAL_HOSTS = {
-    "engine": (
-        ("auto", "sockets", "mpi", "tensorflow"),
-        "it does not cross hosts",
-    ),
+    "engine": (("auto", "sockets", "mpi", "tensorflow"), "it does not cross hosts"),
     "hierarchy": (("auto",), "the hosts and their devices are the levels"),
     "compression_across": (
         ("hosts",),
-        "within a host nothing is gained by sending less, and much is lost",
+        "within a host sending less gains nothing and loses much",
     ),
 }
 
 
 @dataclasses.dataclass(frozen=True)
 class Communication:
-    """How replicas exchange tensors. Frozen; nonsense is refused when it is made.
+    """How replicas exchange tensors. Frozen; wrong values raise when it is made.
 
     Args:
       bucket_bytes: the most bytes of gradients that travel as one buffer, at least 1.
-        A single tensor larger than that travels alone. Default 25 MiB, as PyTorch
-        DDP.
-      first_bucket_bytes: the first bucket leaves when it holds as much, so that the
-        exchange starts early in backprop; the last, which nothing hides, holds that
-        at most, or one tensor. Default 1 MiB, as PyTorch DDP for its first.
-      hierarchy: `"auto"` takes the levels that the devices have (one on one host,
-        two on many); `"flat"` is one level always; a pair `(hosts,
-        devices_per_host)` states them, which also simulates hosts on one machine:
-        `(2, 2)` treats four devices as two hosts of two.
-      engine: `"auto"` picks by device: `"tensorflow"` (packed collectives, NCCL) on
-        physical GPUs, `"in_process"` (replicas hand tensors to each other without
-        copies) on logical CPUs and elsewhere within one process. Between hosts:
-        `"mpi"` where an MPI launcher started the workers and mpi4py is installed; else
-        `"tensorflow"` (gradients cross by TensorFlow's collectives: NCCL, not run on a
-        GPU; its ring on CPUs) where all hosts have GPUs and a first sum is right; else
-        `"sockets"`. docs/hosts.md says when.
-      timeout_seconds: how long a worker waits for the others, when they meet and in
-        an exchange, before it fails and names who is missing; above 0. Replicas of
-        one process do not wait for other processes and need no deadline.
-      silence_seconds: how long another worker may send no heartbeat (one comes every
-        half second) before it counts as lost, at least 2. A process that dies is
-        noticed at once; this is for one that is stopped and for a broken network.
-      wire_dtype: `"bfloat16"` or `"float16"` sends gradients between hosts in 16
-        bits, rounded to 8 or 11 significant ones; they are added in their own type,
-        except by the engine `"tensorflow"`, which adds what it sends.
-        float16 cannot hold 65,520 or more (which become infinite) nor less than
-        3e-8 (zero): use it with loss scaling. None sends them as they are. Nothing
-        is rounded within a host, nor what is no gradient. Short for
-        `compression=tfdp.compression.Cast(...)`.
-      compression: one of `tfdp.compression`, by which gradients are sent in fewer
-        bytes; None for none. Integers, float64, slices of embeddings, biases and
-        scales, and what is no gradient are sent as they are. docs/communication.md
-        says which one pays where.
-      compression_across: `"hosts"`: replicas of a host add as always, exactly, and
-        what a host sends to others is compressed. `"replicas"`: what each replica of
-        this process sends is, which shows on one machine what a method does to
-        training.
-      repeated_rows: rows of an embedding's gradient whose word occurs several times in
-        a batch. `"auto"`: they are added before they travel where the optimizer makes
-        the same update of their sum: SGD, Lion, `LARS` and `LAMB`, without clipping.
-        Others square or clip each occurrence by itself, on one device too, and so all
-        rows travel. `"sum"`: they are always added, so that less is sent; the update is
-        then that of the same matrix behind a one-hot encoding, as with `shard=`, on any
-        number of replicas, one included. docs/exactness.md has what differs.
-      min_hosts: with how many hosts a training with `sync=` (docs/faults.md) goes on
-        when others die; they may come back. From 1 to the number of hosts; more than
-        half of them rules out that two parts of a cut network train on apart. None:
-        the loss of a host ends the training.
-      checksum: True gives each block that goes over sockets a CRC32C, which ends the
-        training where one bit of it was changed on its way, before anything damaged is
-        added; docs/hosts.md has the cost. `engine="auto"` is `"sockets"` then. What
-        processes of one machine hand over in shared memory has none, and what hosts
-        that may die exchange (`min_hosts`) always has one. False: TCP's own checksum
-        only, of 16 bits.
-      compare_hosts: whether hosts compare what must be the same on all of them: when an
-        epoch of `fit` starts, checksums of weights, optimizer state and learning rate;
-        when a loop of `fit`, `evaluate` or `predict` ends, checksums of its batches.
-        docs/hosts.md has what it finds and what it costs. Where hosts train apart
-        (`min_hosts`) nothing is compared.
+        A larger tensor travels alone. Default 25 MiB, as PyTorch DDP.
+      first_bucket_bytes: the first bucket leaves when it holds this many, so that the
+        exchange starts early in backprop; the last, which nothing hides, holds at most
+        this many, or one tensor. Default 1 MiB, as PyTorch DDP for its first.
+      hierarchy: `"auto"` uses the levels of the devices (one on one host, two on many);
+        `"flat"` is always one level; a pair `(hosts, devices_per_host)` states them,
+        which also simulates hosts: `(2, 2)` treats four devices as two hosts of two.
+      engine: `"auto"` chooses by device: `"tensorflow"` (packed collectives, NCCL) on
+        physical GPUs, `"in_process"` (replicas hand over tensors without copies) on
+        logical CPUs and elsewhere within one process. Between hosts: `"mpi"` where an
+        MPI launcher started the workers and mpi4py is installed; else `"tensorflow"`
+        (gradients cross by TensorFlow's collectives: NCCL, not run on a GPU; its ring
+        on CPUs) where all hosts have GPUs and a first sum is right; else `"sockets"`.
+      timeout_seconds: how long a worker waits for the others, at startup and in an
+        exchange, before it fails and names the missing ones; above 0.
+      silence_seconds: how long another worker may send no heartbeat (two per second)
+        before it counts as lost, at least 2. The death of a process is detected at
+        once; this is for suspended ones and broken networks.
+      wire_dtype: `"bfloat16"` or `"float16"` sends gradients between hosts in 16 bits,
+        rounded to 8 or 11 significant ones; they are added in their own type, except by
+        the engine `"tensorflow"`, which adds what it sends. float16 cannot hold 65,520
+        or more (which become infinite) nor less than 3e-8 (zero): use it with loss
+        scaling. Nothing else is rounded, nor anything within a host. None: unrounded.
+        Short for `compression=tfdp.compression.Cast(...)`.
+      compression: one of `tfdp.compression`, which sends gradients in fewer bytes; None
+        for none. Integers, float64, slices of embeddings, biases, scales, and other
+        values are sent uncompressed. docs/communication.md compares the methods.
+      compression_across: `"hosts"`: replicas of a host add exactly, as always, and
+        traffic between hosts is compressed. `"replicas"`: traffic between replicas of
+        this process is, to see on one machine how a method affects training.
+      repeated_rows: rows of an embedding's gradient for words that repeat in a batch.
+        `"auto"`: they are added before they travel where the optimizer makes the same
+        update of their sum: SGD, Lion, `LARS` and `LAMB`, without clipping. Other
+        optimizers square or clip each occurrence, on one device too, and so all rows
+        travel. `"sum"`: always add them, to send less; the update is then that of the
+        same matrix behind a one-hot encoding, as with `shard=`, on any number of
+        replicas, one included. docs/exactness.md has the differences.
+      min_hosts: the number of hosts with which a training with `sync=` (docs/faults.md)
+        continues when others die; they may return. From 1 to the number of hosts; more
+        than half rules out that both parts of a partitioned network continue. None: the
+        loss of a host ends the training.
+      checksum: True adds a CRC32C to each block sent over sockets, which ends the
+        training before a corrupted block is added; `engine="auto"` is then `"sockets"`.
+        Shared memory has none; exchanges of hosts that may die (`min_hosts`) always
+        have one. False: only TCP's checksum, of 16 bits. docs/hosts.md has the cost.
+      compare_hosts: compare what must be the same on all hosts: when an epoch of `fit`
+        starts, checksums of weights, optimizer state and learning rate; when a loop of
+        `fit`, `evaluate` or `predict` ends, checksums of its batches. docs/hosts.md has
+        the cost. Not done where hosts train independently (`min_hosts`).
 
     Raises:
       ConfigurationError: when a value is out of its range.
@@ -151,65 +139,40 @@ of at least 1. Received: 0.
 
     def __post_init__(self) -> None:
         for name in ("bucket_bytes", "first_bucket_bytes"):
-            value = getattr(self, name)
-            if not is_whole(value, least=1):
-                raise ConfigurationError(
-                    f"Communication.{name} must be an integer of at least 1. "
-                    f"Received: {value!r}."
-                )
-        if self.engine not in ENGINES:
-            raise ConfigurationError(
-                f"Communication.engine must be one of {', '.join(ENGINES)}. "
-                f"Received: {self.engine!r}."
-            )
-        if self.wire_dtype not in WIRE_DTYPES:
-            raise ConfigurationError(
-                "Communication.wire_dtype must be 'bfloat16', 'float16' or None. "
-                f"Received: {self.wire_dtype!r}."
-            )
-        if self.repeated_rows not in REPEATED_ROWS:
-            raise ConfigurationError(
-                "Communication.repeated_rows must be 'auto' or 'sum'. Received: "
-                f"{self.repeated_rows!r}."
-            )
-        if self.min_hosts is not None and not is_whole(self.min_hosts, least=1):
-            raise ConfigurationError(
-                "Communication.min_hosts must be None or an integer of at least 1. "
-                f"Received: {self.min_hosts!r}."
-            )
-        if not isinstance(self.checksum, bool):
-            raise ConfigurationError(
-                "Communication.checksum must be True or False. Received: "
-                f"{self.checksum!r}."
-            )
-        if not isinstance(self.compare_hosts, bool):
-            raise ConfigurationError(
-                "Communication.compare_hosts must be True or False. Received: "
-                f"{self.compare_hosts!r}."
-            )
-        self._check_seconds("timeout_seconds", above=0.0)
-        self._check_seconds("silence_seconds", above=2.0, or_equal=True)
+            fits = is_whole(getattr(self, name), least=1)
+            self._require(fits, name, "an integer of at least 1")
+        for name, allowed in CHOICES.items():
+            fits = getattr(self, name) in allowed
+            self._require(fits, name, " or ".join(map(repr, allowed)))
+        for name in ("checksum", "compare_hosts"):
+            fits = isinstance(getattr(self, name), bool)
+            self._require(fits, name, "True or False")
+        fits = self.min_hosts is None or is_whole(self.min_hosts, least=1)
+        self._require(fits, "min_hosts", "None or an integer of at least 1")
+        self._check_seconds("timeout_seconds", 0.0, "above 0")
+        self._check_seconds("silence_seconds", 2.0, "of at least 2")
         self._check_hierarchy()
         self._check_compression()
 
+    def _require(self, fits: bool, name: str, allowed: str) -> None:
+        if not fits:
+            raise ConfigurationError(
+                f"Communication.{name} must be {allowed}. Received: "
+                f"{getattr(self, name)!r}."
+            )
+
     def _check_compression(self) -> None:
         method = self.compression
-        if method is not None and not isinstance(method, Compression):
-            raise ConfigurationError(
-                "Communication.compression must be None or a value of "
-                "tfdp.compression, such as tfdp.compression.Int8(). Received: "
-                f"{method!r}."
-            )
-        if self.compression_across not in ACROSS:
-            raise ConfigurationError(
-                "Communication.compression_across must be 'hosts' or 'replicas'. "
-                f"Received: {self.compression_across!r}."
-            )
+        self._require(
+            method is None or isinstance(method, Compression),
+            "compression",
+            "None or a value of tfdp.compression, such as tfdp.compression.Int8()",
+        )
         if method is None and self.compression_across != "hosts":
             raise ConfigurationError(
-                "Communication(compression_across='replicas') says where gradients are "
-                "compressed, and compression=None that they are not. Give a method, "
-                "such as compression=tfdp.compression.Int8(), or leave it out."
+                "Communication(compression_across='replicas') needs a compression, and "
+                "compression=None is none. Give a method, such as "
+                "compression=tfdp.compression.Int8(), or leave it out."
             )
         if method is not None and self.wire_dtype is not None:
             raise ConfigurationError(
@@ -220,47 +183,33 @@ of at least 1. Received: 0.
 
     @property
     def link_dtype(self) -> str | None:
-        """The type in which links between hosts send gradients; None for their own."""
+        """The type in which links between hosts send gradients; None: their own."""
         if self.compression is None or self.compression_across != "hosts":
             return self.wire_dtype
         return self.compression.wire_dtype
 
-    def _check_seconds(self, name: str, above: float, or_equal: bool = False) -> None:
+    def _check_seconds(self, name: str, least: float, allowed: str) -> None:
         value = getattr(self, name)
-        if (
-            not is_number(value)
-            or not (above < value < float("inf"))
-            and not (or_equal and value == above)
-        ):
-            raise ConfigurationError(
-                f"Communication.{name} must be a finite number "
-                f"{'of at least' if or_equal else 'above'} {above:g}. "
-                f"Received: {value!r}."
-            )
+        fits = is_number(value) and least <= value < float("inf") and value > 0
+        self._require(fits, name, f"a finite number {allowed}")
         if not isinstance(value, (int, float)):
-            # What workers compare goes over the wire as JSON, which has no NumPy.
+            # Workers compare these values as JSON, which has no NumPy numbers.
             object.__setattr__(self, name, float(value))
 
     def _check_hierarchy(self) -> None:
-        hierarchy = self.hierarchy
+        hierarchy: Any = self.hierarchy
         if hierarchy in ("auto", "flat"):
             return
-        if not isinstance(hierarchy, (tuple, list)) or len(hierarchy) != 2:
-            raise ConfigurationError(
-                "Communication.hierarchy must be 'auto', 'flat' or a pair "
-                f"(hosts, devices_per_host). Received: {hierarchy!r}."
-            )
+        fits = isinstance(hierarchy, (tuple, list)) and len(hierarchy) == 2
+        allowed = "'auto', 'flat' or a pair (hosts, devices_per_host)"
+        self._require(fits, "hierarchy", allowed)
         hosts, devices_per_host = hierarchy
         Topology(hosts, devices_per_host)
-        # A list would make the value unhashable; frozen means that it stays as made.
+        # Hashable and immutable.
         object.__setattr__(self, "hierarchy", (hosts, devices_per_host))
 
     def resolve_topology(self, real: Topology) -> Topology:
-        """The topology to reduce over, given the `real` one of the devices.
-
-        Raises:
-          ConfigurationError: when a stated hierarchy has another number of replicas.
-        """
+        """The topology to reduce over, given the `real` one of the devices."""
         if self.hierarchy == "auto":
             return real
         if self.hierarchy == "flat":
@@ -276,16 +225,12 @@ of at least 1. Received: 0.
 
 
 def refuse_idle_options(communication: Communication, hosts: int) -> None:
-    """Refuses what asks for something that cannot happen on as many hosts.
+    """Raises `ConfigurationError` for the first option without effect on `hosts` hosts.
 
-    Bounds (bucket sizes, seconds) are kept where nothing comes near them; the other
-    options would be ignored. docs/options.md has the table.
-
-    Raises:
-      ConfigurationError: naming the first such option, and why.
+    Bounds (bucket sizes, seconds) are exempt. docs/options.md has the table.
     """
     if hosts > 1 and communication.compression and communication.link_dtype:
-        communication.compression.refuse_selection()
+        communication.compression.check_no_selection()
     for name, (allowed, why) in _idle_options(communication, hosts).items():
         raise ConfigurationError(
             f"Communication({name}={getattr(communication, name)!r}) cannot act on "
@@ -297,11 +242,7 @@ def refuse_idle_options(communication: Communication, hosts: int) -> None:
 def without_idle_options(
     communication: Communication,
 ) -> tuple[Communication, dict[str, str]]:
-    """The same without options that act between hosts only.
-
-    Returns:
-      The rest, which acts on one host as well; and by option that was left out, why it
-      cannot act there.
+    """The values without options that act between hosts only, and those with reasons.
 
     >>> rest, idle = without_idle_options(Communication(wire_dtype="bfloat16"))
     >>> rest == Communication(), idle
@@ -316,7 +257,7 @@ def without_idle_options(
 def _idle_options(
     communication: Communication, hosts: int
 ) -> dict[str, tuple[tuple[Any, ...], str]]:
-    """By option that cannot act on as many hosts: what can, and why."""
+    """By option without effect on `hosts` hosts: the values with effect, and why."""
     reasons: dict[str, tuple[tuple[Any, ...], str]] = dict(
         ON_ONE_HOST if hosts == 1 else ON_SEVERAL_HOSTS
     )
@@ -328,9 +269,9 @@ def _idle_options(
             tuple(range(1, hosts + 1)),
             "there are never more than that",
         )
-    if communication.compression_across == "replicas" or _simulates_hosts(
-        communication
-    ):
+    hierarchy = communication.hierarchy
+    simulates_hosts = isinstance(hierarchy, tuple) and hierarchy[0] > 1
+    if communication.compression_across == "replicas" or simulates_hosts:
         reasons.pop("compression", None)
     return {
         name: reason
@@ -339,19 +280,10 @@ def _idle_options(
     }
 
 
-def _simulates_hosts(communication: Communication) -> bool:
-    hierarchy = communication.hierarchy
-    return isinstance(hierarchy, tuple) and hierarchy[0] > 1
-
-
 def refuse_compressed_shards(
     communication: Communication, shard: str, hosts: int
 ) -> None:
-    """Refuses shards of gradients that are compressed, but for what a link rounds.
-
-    Raises:
-      ConfigurationError: then.
-    """
+    """Raises `ConfigurationError` for compressed, not just rounded shards."""
     is_rounded = hosts > 1 and communication.link_dtype is not None
     if communication.compression and not is_rounded and shard != "none":
         raise ConfigurationError(
@@ -362,18 +294,14 @@ def refuse_compressed_shards(
 
 
 def uncompressed(communication: Communication) -> Communication:
-    """The same without compression."""
+    """The same values without compression."""
     return dataclasses.replace(
         communication, wire_dtype=None, compression=None, compression_across="hosts"
     )
 
 
 def checked_communication(given: Communication | None) -> Communication:
-    """What the argument `communication` of a strategy asks for: None, the defaults.
-
-    Raises:
-      ConfigurationError: when it is something else.
-    """
+    """The argument `communication` of a strategy; None: the defaults."""
     if given is None:
         return Communication()
     if not isinstance(given, Communication):

@@ -1,4 +1,4 @@
-"""`Compression`: what every way to send fewer bytes of a gradient is told alike."""
+"""`Compression`: the options that all compression methods share."""
 
 from __future__ import annotations
 
@@ -15,19 +15,9 @@ CAST_DTYPES = ("bfloat16", "float16")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Compression:
-    """A way to send fewer bytes of gradients; `tfdp.compression` has them.
+    """The base of `tfdp.compression`'s methods; for the arguments see `Int8`.
 
-    Args:
-      error_feedback: whether what a step did not send is added to what the next one
-        sends (Karimireddy et al. 2019, "Error Feedback Fixes SignSGD", algorithm 2).
-        Costs one float32 copy of the compressed gradients on each one that sends.
-      min_bytes: gradients below this size are sent as they are; at least 0.
-      exclude: regular expressions; gradients of variables in whose Keras path one is
-        found are sent as they are.
-      one_dimensional: whether gradients of biases and scales are compressed, too.
-
-    Raises:
-      ConfigurationError: when a value is not as above.
+    Error feedback: Karimireddy et al. 2019, "Error Feedback Fixes SignSGD", alg. 2.
     """
 
     error_feedback: bool = True
@@ -42,30 +32,26 @@ class Compression:
             is_whole(self.min_bytes, least=0), "min_bytes", "an integer of at least 0"
         )
         patterns = check_patterns(f"{type(self).__name__}.exclude", self.exclude)
-        # A list would make the value unhashable; frozen means that it stays as made.
+        # Hashable and immutable.
         object.__setattr__(self, "exclude", patterns or ())
 
     @property
     def wire_dtype(self) -> str | None:
-        """The type in which a link itself sends what this method sends, if it can."""
+        """The type in which a link itself can send the gradients, if it can."""
         return None
 
     @property
     def plain_steps(self) -> int:
-        """In how many steps, the first ones, gradients are sent as they are."""
+        """The number of first steps that send gradients uncompressed."""
         return 0
 
     def get_config(self) -> dict[str, Any]:
-        """The values, with the name of their class, as JSON can hold them."""
+        """The fields and the name of the class, ready for JSON."""
         values = dataclasses.asdict(self)
         return {"method": type(self).__name__, **values, "exclude": [*self.exclude]}
 
-    def refuse_selection(self) -> None:
-        """Refuses a choice of gradients where all of them are treated alike.
-
-        Raises:
-          ConfigurationError: when one was made.
-        """
+    def check_no_selection(self) -> None:
+        """Raises `ConfigurationError` if gradients are selected; links round all."""
         for field in dataclasses.fields(Compression):
             value = getattr(self, field.name)
             if field.name != "error_feedback" and value != field.default:
@@ -76,11 +62,7 @@ class Compression:
                 )
 
     def require(self, holds: bool, name: str, allowed: str) -> None:
-        """Refuses the argument `name` unless it `holds` that it is what is `allowed`.
-
-        Raises:
-          ConfigurationError: with what is allowed, and what came.
-        """
+        """Raises `ConfigurationError` with the `allowed` values unless it `holds`."""
         if not holds:
             raise ConfigurationError(
                 f"{type(self).__name__}.{name} must be {allowed}. Received: "
@@ -88,21 +70,17 @@ class Compression:
             )
 
     def takes(self, path: str, shape: Sequence[int | None], dtype: str) -> bool:
-        """Whether the gradient of a variable is compressed; else it is sent as it is.
+        """Whether the gradient of the variable at the Keras `path` is compressed.
 
-        Args:
-          path: the variable's Keras path.
-          shape: of its gradient; one that is not known is not compressed.
-          dtype: of its gradient. Of float64 only what is computed in float64 is
-            wanted, and integers have no small errors.
+        One of unknown shape is not. Nor is float64, which is used for precision, nor
+        integers, which have no small errors.
         """
         if dtype not in ("float32", "bfloat16", "float16") or None in shape:
             return False
         elements = 1
         for length in shape:
             elements *= length or 0
-        if 4 * elements < max(self.min_bytes, 4):
-            return False
-        if len(shape) < 2 and not self.one_dimensional:
+        is_small = 4 * elements < max(self.min_bytes, 4)
+        if is_small or (len(shape) < 2 and not self.one_dimensional):
             return False
         return not is_excluded(path, self.exclude)

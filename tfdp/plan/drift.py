@@ -1,8 +1,8 @@
-"""Who holds another value than the others, told from hashes. Pure.
+"""Finds replicas with a different value of a variable, by hashes. Pure.
 
-A variable is kept alike by several holders: the replicas of all hosts, or those that
-train together. Where more than half of them have one value, the others have drifted;
-else nobody can say who is right.
+Several holders keep a variable equal: the replicas of all hosts, or those of a group.
+Where more than half of them have one value, the others have drifted; otherwise it is
+unknown which value is right.
 """
 
 from __future__ import annotations
@@ -14,13 +14,9 @@ from collections.abc import Sequence
 
 @dataclasses.dataclass(frozen=True)
 class Holding:
-    """What one replica holds of one variable.
+    """One replica's copy of one variable; `hash` is of its bits.
 
-    Args:
-      variable: its name.
-      kept_with: holders of a variable with the same number here keep it alike.
-      rank: the replica, among those of all hosts.
-      hash: of its bits.
+    Holders with the same `kept_with` keep the variable equal.
     """
 
     variable: str
@@ -31,14 +27,9 @@ class Holding:
 
 @dataclasses.dataclass(frozen=True)
 class Drift:
-    """A variable that not all of its holders have alike.
+    """A variable with different values on its holders.
 
-    Args:
-      variable: its name.
-      ranks: of the replicas that drifted; where no value has a majority, of all
-        holders.
-      holders: how many keep it alike.
-      is_known: whether a majority says who is right.
+    `ranks` drifted; without a majority (`is_known`) they are all holders.
     """
 
     variable: str
@@ -48,7 +39,7 @@ class Drift:
 
 
 def find_drifts(holdings: Sequence[Holding]) -> list[Drift]:
-    """Every variable that its holders have not alike, in the order they came.
+    """Every variable with different values on its holders, in the order of `holdings`.
 
     >>> held = [Holding("kernel", 0, rank, 7 if rank != 2 else 8) for rank in range(4)]
     >>> find_drifts(held)

@@ -1,4 +1,4 @@
-"""Which variables are left out of weight decay or of layer adaptation, by name."""
+"""Excludes variables from weight decay, layer adaptation or compression, by name."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from tfdp.errors import ConfigurationError
 
-# What `None` means: Keras names every bias `bias`, the scale of batch, layer and group
+# The default: Keras names every bias `bias`, the scale of batch, layer and group
 # normalisation `gamma` and their offset `beta`, and that of RMSNormalization `scale`.
 # Only the last part of the path counts: a layer called "scale" keeps its kernel.
 BIASES_AND_NORM_SCALES = (r"(^|/)(bias|beta|gamma|scale)$",)
@@ -17,11 +17,10 @@ BIASES_AND_NORM_SCALES = (r"(^|/)(bias|beta|gamma|scale)$",)
 def check_patterns(
     argument: str, patterns: Sequence[str] | None
 ) -> tuple[str, ...] | None:
-    """`patterns` as a tuple of valid regular expressions, or None as it came.
+    """`patterns` as a tuple of valid regular expressions; None stays None.
 
-    Raises:
-      ConfigurationError: when it is not a list of valid regular expressions. A single
-        string is refused too, because its letters would be taken as patterns.
+    Raises `ConfigurationError` otherwise, also for a single string, because its letters
+    would be used as patterns.
     """
     if patterns is None:
         return None
@@ -52,7 +51,7 @@ def variable_path(variable: Any) -> str:
 
 
 def is_excluded(path: str, patterns: Sequence[str]) -> bool:
-    """Whether any pattern is found anywhere in `path`.
+    """Whether any pattern matches anywhere in `path`.
 
     >>> is_excluded("encoder/dense/bias", BIASES_AND_NORM_SCALES)
     True

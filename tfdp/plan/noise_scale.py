@@ -1,11 +1,11 @@
 """The gradient noise scale from squared norms of gradients, with its uncertainty. Pure.
 
-With B rows in a batch and rows drawn on their own, the mean gradient g of the batch has
+With B independent rows in a batch, the batch's mean gradient g has
 
     E |g|^2 = |G|^2 + tr(S) / B
 
 (G the gradient of the whole distribution, S the covariance of one row's gradient). Two
-sizes of batches give both unknowns, McCandlish et al. 2018, appendix A.1.
+batch sizes determine both unknowns, McCandlish et al. 2018, appendix A.1.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
-# Of a standard normal: 95% lie within.
+# 95% of a standard normal distribution are within.
 NORMAL_QUANTILE = 1.959963984540054
-# Fewer tell nothing of their own spread.
+# Fewer steps do not determine their own variance.
 FEWEST_STEPS = 3.0
 
 
 def split_norms(
     small: float, big: float, parts: float, rows: float
 ) -> tuple[float, float]:
-    """|G|^2 and tr(S), each without bias, from one step.
+    """|G|^2 and tr(S), both unbiased, from one step.
 
     With B_big = `rows` and B_small = rows / parts:
 
@@ -32,11 +32,10 @@ def split_norms(
 
     Args:
       small: the mean of |g_r|^2 over the rows of the batch, g_r the mean gradient of
-        the part that a row is in. Parts of n_r rows may differ in size: each weighs n_r
-        / rows and has the noise tr(S) / n_r, together parts / rows.
+        the part that contains row r. Parts of n_r rows may differ in size: each weighs
+        n_r / rows and has the noise tr(S) / n_r, together parts / rows.
       big: |g|^2 of the mean gradient of all rows.
-      parts: how many have rows, at least 2.
-      rows: of all parts.
+      parts: the number of parts with rows, at least 2.
 
     >>> split_norms(small=5.0, big=2.0, parts=4, rows=32)
     (1.0, 32.0)
@@ -47,19 +46,13 @@ def split_norms(
 def ada_scale_gain(
     squared_norm: float, trace: float, small_rows: float, scale: float
 ) -> float:
-    """How many steps of `small_rows` rows one step of `scale` times as many is worth.
+    """How many steps of `small_rows` equal one step of `scale` times as many rows.
 
     With the noise t = tr(S) / small_rows of the small step's gradient:
 
         r = (t + |G|^2) / (t / scale + |G|^2)
 
-    Args:
-      squared_norm: |G|^2; what is estimated to be below 0 counts as 0.
-      trace: tr(S); the same.
-      small_rows: above 0.
-      scale: at least 1.
-
-    Source: Johnson et al. 2020, "AdaScale SGD", equation 4.
+    Negative estimates count as 0. Source: Johnson et al. 2020, "AdaScale SGD", eq. 4.
 
     >>> ada_scale_gain(1.0, 30.0, small_rows=10, scale=3)
     2.0
@@ -73,15 +66,10 @@ def ada_scale_gain(
 
 @dataclasses.dataclass(frozen=True)
 class NoiseEstimate:
-    """What is known of the noise scale tr(S) / |G|^2, in rows.
+    """An estimate of the noise scale tr(S) / |G|^2, in rows, with its 95% interval.
 
-    Args:
-      noise_scale: the estimate; infinite when no gradient stands out from the noise.
-      low, high: the ends of its 95% interval, from 0 to infinity.
-      squared_norm: the estimate of |G|^2.
-      trace: the estimate of tr(S).
-      steps: how many it is from, all of equal weight; fewer count where older ones
-      fade.
+    Infinite when no gradient stands out from the noise. `steps` is the effective
+    number, of equal weight; fewer where older ones decay.
     """
 
     noise_scale: float
@@ -95,21 +83,16 @@ class NoiseEstimate:
 class NoiseAverage:
     """The noise scale from many steps: averages of tr(S) and |G|^2, then their ratio.
 
-    A ratio in each step would be biased, and its mean need not exist. With the weights
-    w_t = decay^(T - t) that add up to 1 and the averages y of tr(S) and x of |G|^2,
-    their covariances are estimated by (for x and y)
+    The mean of each step's ratio would be biased, and need not exist. With the
+    normalized weights w_t = decay^(T - t) (1: equal ones) and the averages y of tr(S)
+    and x of |G|^2, the covariances are estimated by (for x and y)
 
         v_xy = n / (n - 1) sum_t w_t^2 (x_t - x) (y_t - y),    n = 1 / sum_t w_t^2
 
-    and the interval is Fieller's: all p >= 0 for which y - p x is within t standard
-    errors of 0, (y - p x)^2 <= t^2 (v_yy - 2 p v_xy + p^2 v_xx), with the quantile t of
-    Student's distribution of n - 1 degrees. Where x does not stand out from 0, which no
-    delta method would notice, it has no upper end.
-
-    Args:
-      decay: of a step's weight with every later one, above 0; 1: all weigh the same.
-
-    Source: E. C. Fieller, 1954, J. R. Stat. Soc. B 16(2).
+    and the interval is Fieller's (1954, J. R. Stat. Soc. B 16(2)): all p >= 0 for which
+    y - p x is within t standard errors of 0, (y - p x)^2 <= t^2 (v_yy - 2 p v_xy + p^2
+    v_xx), with the quantile t of Student's distribution of n - 1 degrees. Where x does
+    not stand out from 0, which no delta method would detect, it has no upper end.
     """
 
     def __init__(self, decay: float):
@@ -120,7 +103,7 @@ class NoiseAverage:
 
     @property
     def sums(self) -> list[float]:
-        """All that it knows, as plain numbers; may be set to what it was."""
+        """The whole state, as plain numbers; can be set."""
         return [*self._first, *self._second]
 
     @sums.setter
@@ -128,15 +111,13 @@ class NoiseAverage:
         self._first, self._second = list(sums[:3]), list(sums[3:9])
 
     def add(self, squared_norm: float, trace: float) -> None:
-        """Takes in what one step tells; see `split_norms`."""
-        x, y = squared_norm, trace
-        news = ((1.0, x, y), (1.0, x, y, x * x, x * y, y * y))
-        decay = self._decay
-        self._first = [
-            decay * old + new for old, new in zip(self._first, news[0], strict=True)
-        ]
+        """Adds the result of one step's `split_norms`."""
+        x, y, decay = squared_norm, trace, self._decay
+        first = (1.0, x, y)
+        second = (1.0, x, y, x * x, x * y, y * y)
+        self._first = [decay * a + b for a, b in zip(self._first, first, strict=True)]
         self._second = [
-            decay**2 * old + new for old, new in zip(self._second, news[1], strict=True)
+            decay**2 * a + b for a, b in zip(self._second, second, strict=True)
         ]
 
     def estimate(self) -> NoiseEstimate | None:
@@ -168,7 +149,7 @@ def fieller_interval(
     bottom_variance: float,
     quantile: float,
 ) -> tuple[float, float]:
-    """The ratios top / bottom, from 0 up, that are within `quantile` standard errors.
+    """The range of top / bottom, from 0 up, within `quantile` standard errors.
 
     >>> fieller_interval(10.0, 5.0, 0.0, 0.0, 0.0, 2.0)
     (2.0, 2.0)
@@ -179,21 +160,19 @@ def fieller_interval(
     a = bottom**2 - square * bottom_variance
     b = top * bottom - square * covariance
     c = top**2 - square * top_variance
-    # The roots of a p^2 - 2 b p + c; rounding may leave less than nothing under the
-    # root.
+    # The roots of a p^2 - 2 b p + c; rounding may make the discriminant negative.
     root = math.sqrt(max(b * b - a * c, 0.0))
     if a > 0 and bottom > 0:
         return max((b - root) / a, 0.0), max((b + root) / a, 0.0)
-    # The bottom may be 0. Where the top cannot, small ratios are ruled out all the
-    # same.
+    # The bottom may be 0. Where the top cannot, small ratios are still ruled out.
     if c <= 0 or top <= 0:
         return 0.0, math.inf
-    # c / (b + root) is (b - root) / a without the division by what may be 0.
+    # c / (b + root) is (b - root) / a without dividing by a, which may be 0.
     return (c / (b + root) if b + root > 0 else 0.0), math.inf
 
 
 def student_quantile(degrees: float) -> float:
-    """Of Student's distribution, 95% within: to 1% from 3 degrees on.
+    """Student's quantile for 95% within: to 1% from 3 degrees on.
 
     Source: Abramowitz and Stegun, 1964, 26.7.5.
 

@@ -1,15 +1,9 @@
-"""Learning-rate formulas on plain numbers: no TensorFlow, no state.
-
-`tfdp.schedules` wraps them as Keras schedules. The two functions that only add,
-multiply and divide (`interpolate`, `remaining_fraction`) take tensors as well, so the
-schedules and the planner compute from the same lines.
-"""
+"""Learning-rate formulas: no TensorFlow, no state; for `tfdp.schedules`."""
 
 from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Callable
 from typing import Any
 
 from tfdp.checks import is_number
@@ -19,14 +13,10 @@ SCALING_RULES = ("linear", "sqrt")
 
 
 def check_rate(name: str, value: Any, *, above_zero: bool = False) -> float:
-    """`value` as a float, refused unless a finite number of at least (above) 0."""
+    """`value` as a float; must be finite, and at least (above) 0."""
     allowed = "above 0" if above_zero else "of at least 0"
-    if (
-        not is_number(value)
-        or not math.isfinite(value)
-        or value < 0
-        or (above_zero and value == 0)
-    ):
+    is_rate = is_number(value) and 0 <= value < math.inf
+    if not is_rate or (above_zero and value == 0):
         raise ConfigurationError(
             f"{name} must be a finite number {allowed}. Received: {value!r}."
         )
@@ -34,12 +24,9 @@ def check_rate(name: str, value: Any, *, above_zero: bool = False) -> float:
 
 
 def check_steps(name: str, value: Any, *, minimum: int = 0) -> int:
-    """`value` as an int, refused unless a whole number of at least `minimum`."""
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, numbers.Integral)
-        or value < minimum
-    ):
+    """`value` as an int; must be a whole number of at least `minimum`."""
+    is_integer = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    if not is_integer or value < minimum:
         raise ConfigurationError(
             f"{name} must be a whole number of at least {minimum}. Received: {value!r}."
         )
@@ -49,7 +36,7 @@ def check_steps(name: str, value: Any, *, minimum: int = 0) -> int:
 def interpolate(start: Any, end: Any, fraction: Any) -> Any:
     """`start * (1 - fraction) + end * fraction`: exactly `start` at 0, `end` at 1.
 
-    The shorter `start + (end - start) * fraction` may miss `end` by one rounding.
+    The shorter `start + (end - start) * fraction` may miss `end` by one rounding error.
 
     >>> interpolate(0.0, 3.0, 0.5)
     1.5
@@ -58,77 +45,15 @@ def interpolate(start: Any, end: Any, fraction: Any) -> Any:
 
 
 def remaining_fraction(step: Any, warmup_steps: int, total_steps: int) -> Any:
-    """The part of the decay that is still to come: `(T + 1 - step) / (T + 1 - W)`.
+    """The remaining part of the decay: `(T + 1 - step) / (T + 1 - W)`.
 
-    It is 1 at step `W = warmup_steps` and 0 at step `T + 1 = total_steps + 1`. Written
-    with whole numbers above the bar so that it stays exact in float32 near the end.
+    It is 1 at step `W = warmup_steps` and 0 at step `T + 1 = total_steps + 1`. Integers
+    in the numerator keep it exact in float32 near the end.
 
     >>> remaining_fraction(4, 4, 11), remaining_fraction(12, 4, 11)
     (1.0, 0.0)
     """
     return (total_steps + 1 - step) / (total_steps + 1 - warmup_steps)
-
-
-def linear_warmup(
-    step: float,
-    after: float | Callable[[float], float],
-    warmup_steps: int,
-    initial: float = 0.0,
-) -> float:
-    """The rate of `tfdp.schedules.LinearWarmup` at `step`, as a plain number.
-
-    Args:
-      step: index of the step, the first is 0.
-      after: a rate, or a function of the absolute step that gives one.
-      warmup_steps: length of the warm-up in steps, 0 for none.
-      initial: the rate at step 0.
-
-    Returns:
-      `initial + (after(W) - initial) * step / W` for `step < W = warmup_steps`, and
-      `after(step)` from `W` on.
-
-    >>> [linear_warmup(step, 0.4, warmup_steps=4) for step in (0, 1, 4, 9)]
-    [0.0, 0.1, 0.4, 0.4]
-    """
-
-    def after_at(at_step: float) -> float:
-        return after(at_step) if callable(after) else after
-
-    if step >= warmup_steps:
-        return after_at(step)
-    return interpolate(initial, after_at(warmup_steps), step / warmup_steps)
-
-
-def polynomial_decay(
-    step: float,
-    peak_learning_rate: float,
-    total_steps: int,
-    warmup_steps: int = 0,
-    end_learning_rate: float = 1e-4,
-    power: float = 2.0,
-) -> float:
-    """The rate of `tfdp.schedules.PolynomialDecay` at `step`, as a plain number.
-
-    With W = warmup_steps, T = total_steps, D = T - W + 1, p = peak_learning_rate and
-    e = end_learning_rate:
-
-        step <= W:      p * step / W
-        step <= T + 1:  (p - e) * (1 - (step - W) / D) ** power + e
-        later:          e
-
-    >>> polynomial_decay(2, 10.0, total_steps=11, warmup_steps=4)
-    5.0
-    >>> polynomial_decay(4, 10.0, total_steps=11, warmup_steps=4)
-    10.0
-    >>> polynomial_decay(8, 10.0, total_steps=11, warmup_steps=4, end_learning_rate=2.0)
-    4.0
-    """
-    if step <= warmup_steps and warmup_steps > 0:
-        return interpolate(0.0, peak_learning_rate, step / warmup_steps)
-    remaining = remaining_fraction(
-        min(step, total_steps + 1), warmup_steps, total_steps
-    )
-    return interpolate(end_learning_rate, peak_learning_rate, remaining**power)
 
 
 def scale_learning_rate(
@@ -145,9 +70,6 @@ def scale_learning_rate(
       global_batch: samples per step of all replicas together, at least 1; with
         gradient accumulation, of all micro-batches together.
       rule: `"linear"` for SGD with momentum, `"sqrt"` for Adam and LAMB.
-
-    Returns:
-      The scaled rate.
 
     Raises:
       ConfigurationError: when a number or the rule is not one of the above.

@@ -1,7 +1,7 @@
 """How a tensor is cut into shards, one per replica. Pure; no framework is imported.
 
-The stages are those of ZeRO (Rajbhandari et al. 2020, arXiv 1910.02054): 1 shards the
-optimizer's state, 2 the gradients as well, 3 the parameters as well.
+The ZeRO stages (Rajbhandari et al. 2020, arXiv 1910.02054): 1 shards the optimizer's
+state, 2 the gradients as well, 3 the parameters as well.
 """
 
 from __future__ import annotations
@@ -13,23 +13,22 @@ from typing import Any
 from tfdp.checks import is_whole
 from tfdp.errors import ConfigurationError
 
-#: Who may share shards: all replicas, or those of each host.
+#: Which replicas share shards: all, or those of each host.
 SHARD_GROUPS = ("all", "host")
-#: What `shard=` takes; the place in the list is the stage.
+#: The values of `shard=`; the index is the stage.
 SHARD_STAGES = ("none", "optimizer", "gradients", "parameters")
 
-# Shards that begin at a multiple of this many elements can be cut out of a tensor
-# without a copy: TensorFlow wants 64 bytes, and the narrowest float has one byte.
+# A shard that begins at a multiple of this many elements is a view: TensorFlow aligns
+# to 64 bytes, and the narrowest float has one byte.
 ALIGNED_ELEMENTS = 64
-# Alignment may lengthen a tensor by this part of itself and no more.
+# The most padding that alignment may add, as a part of the tensor.
 MOST_PADDING = 1 / 64
 
 
 def shard_stage(shard: str | int) -> int:
-    """The ZeRO stage that the argument `shard` of a strategy names, 0 to 3.
+    """The ZeRO stage, 0 to 3, of the argument `shard` of a strategy.
 
-    Raises:
-      ConfigurationError: when it names none.
+    Raises `ConfigurationError` if there is none.
 
     >>> shard_stage("parameters"), shard_stage(1)
     (3, 1)
@@ -46,19 +45,17 @@ def shard_stage(shard: str | int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Sharding:
-    """What is sharded, how and by whom: the arguments `shard...` as one value.
-
-    A strategy takes it as `shard=`, in the place of a word and the arguments beside it.
+    """All of a strategy's sharding options as one value, for its argument `shard=`.
 
     Args:
       what: "none" (0), "optimizer" (1: its state), "gradients" (2: and gradients) or
         "parameters" (3: and weights); the numbers are the stages of ZeRO.
-      group: who shares the shards: "all" replicas, or those of each "host".
-      min_bytes: variables below this size stay whole.
-      offload: "optimizer": the state of optimizers is kept, and updated, by the host.
+      group: which replicas share the shards: "all", or those of each "host".
+      min_bytes: smaller variables stay whole.
+      offload: "optimizer": the host keeps and updates the optimizers' state.
 
     Raises:
-      ConfigurationError: when one of them is out of range, or asks for nothing.
+      ConfigurationError: when one is out of range, or has no effect.
 
     ```python
     import tfdp
@@ -77,7 +74,7 @@ class Sharding:
     offload: str = "none"
 
     def __post_init__(self) -> None:
-        # One spelling, so that equal values are equal.
+        # Normalized, so that equal values are equal.
         object.__setattr__(self, "what", SHARD_STAGES[shard_stage(self.what)])
         if self.group not in SHARD_GROUPS:
             raise ConfigurationError(
@@ -95,55 +92,45 @@ class Sharding:
         if self.offloads and not self.stage:
             raise ConfigurationError(
                 "offload='optimizer' keeps each replica's shard of the optimizer's "
-                "state in the memory of the host, and with shard='none' there are no "
-                "shards. Add shard='optimizer', also on one device; see "
-                "docs/sharding.md."
+                "state in host memory, and with shard='none' there are no shards. Add "
+                "shard='optimizer', also on one device; see docs/sharding.md."
             )
 
     @property
     def stage(self) -> int:
-        """Of ZeRO, 0 to 3."""
+        """The ZeRO stage, 0 to 3."""
         return shard_stage(self.what)
 
     @property
     def offloads(self) -> bool:
-        """Whether the state of optimizers is kept by the host."""
+        """Whether the host keeps the optimizers' state."""
         return self.offload == "optimizer"
 
     def is_needed(self, parts: int) -> bool:
-        """Whether there is anything to do with `parts` replicas."""
+        """Whether this has an effect with `parts` replicas."""
         return bool(self.stage) and (parts > 1 or self.offloads)
 
 
-def sharding_of(shard: str | int | Sharding, **beside: Any) -> Sharding:
-    """What the argument `shard` of a strategy, and those beside it, ask for.
+def sharding_of(shard: str | int | Sharding, **others: Any) -> Sharding:
+    """The sharding of a strategy's arguments: a name, a stage, or all in one value.
 
-    Args:
-      shard: a word, a stage, or all in one value.
-      **beside: `group`, `min_bytes` and `offload`, as the strategy was given them.
-
-    Raises:
-      ConfigurationError: when one is out of range, or is given twice.
+    `others` are its `group`, `min_bytes` and `offload`.
     """
     if not isinstance(shard, Sharding):
-        return Sharding(shard, **beside)
+        return Sharding(shard, **others)
     defaults = {field.name: field.default for field in dataclasses.fields(Sharding)}
-    for name, value in beside.items():
+    for name, value in others.items():
         if value != defaults[name]:
             raise ConfigurationError(
-                f"shard={shard!r} says {name}={getattr(shard, name)!r}, and the "
-                f"argument beside it says {value!r}. Give it once, in the Sharding."
+                f"shard={shard!r} has {name}={getattr(shard, name)!r}, and the "
+                f"strategy has {value!r}. Give it once, in the Sharding."
             )
     return shard
 
 
 @dataclasses.dataclass(frozen=True)
 class ShardLayout:
-    """A tensor as flat shards of one length, the last ones padded with zeros.
-
-    Args:
-      shape: of the whole tensor.
-      parts: how many shards there are.
+    """A tensor of `shape` as `parts` flat shards of one length, padded with zeros.
 
     >>> layout = ShardLayout((5, 3), parts=4)
     >>> layout.shard_elements, [layout.bounds(part) for part in range(4)]
@@ -155,23 +142,23 @@ class ShardLayout:
 
     @property
     def elements(self) -> int:
-        """Elements of the whole tensor."""
+        """The elements of the whole tensor."""
         return math.prod(self.shape)
 
     @property
     def shard_elements(self) -> int:
-        """Elements of each shard, padding included."""
+        """The elements of each shard, with padding."""
         least = -(-self.elements // self.parts)
         aligned = -(-least // ALIGNED_ELEMENTS) * ALIGNED_ELEMENTS
         fits = (aligned - least) * self.parts <= self.elements * MOST_PADDING
         return aligned if fits else least
 
     def bounds(self, part: int) -> tuple[int, int]:
-        """Where shard `part` begins and ends in the flat tensor, padding left out."""
+        """The begin and end of shard `part` in the flat tensor, without padding."""
         start = min(part * self.shard_elements, self.elements)
         return start, min(start + self.shard_elements, self.elements)
 
     def length(self, part: int) -> int:
-        """Elements of shard `part`, padding left out."""
+        """The elements of shard `part`, without padding."""
         start, stop = self.bounds(part)
         return stop - start

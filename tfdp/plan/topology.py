@@ -1,7 +1,7 @@
-"""Which replica sits where: hosts, devices within a host, and the groups they form.
+"""The placement of replicas: hosts, devices within a host, and the groups they form.
 
 Ranks are host-major: host 0 holds ranks 0..D-1, host 1 holds D..2D-1 and so on. A
-topology is pure data, so a plan for 64 hosts can be made and tested on a laptop.
+topology is plain data: plans for 64 hosts can be made and tested on a laptop.
 """
 
 from __future__ import annotations
@@ -14,14 +14,7 @@ from tfdp.errors import ConfigurationError
 
 @dataclasses.dataclass(frozen=True)
 class Topology:
-    """Hosts x devices, host-major.
-
-    Args:
-      hosts: number of hosts, at least 1.
-      devices_per_host: replicas on each host, at least 1 (equal on all hosts).
-
-    Raises:
-      ConfigurationError: when a number is not a positive integer.
+    """Hosts x devices, host-major; both at least 1, the same number on all hosts.
 
     >>> topology = Topology(hosts=2, devices_per_host=2)
     >>> topology.within_host_groups
@@ -44,12 +37,12 @@ class Topology:
 
     @property
     def num_replicas(self) -> int:
-        """Replicas on all hosts together."""
+        """The number of replicas on all hosts."""
         return self.hosts * self.devices_per_host
 
     @property
     def is_two_level(self) -> bool:
-        """Whether there are hosts to cross and devices to join within a host."""
+        """Whether there are several hosts with several devices each."""
         return self.hosts > 1 and self.devices_per_host > 1
 
     def host_of(self, rank: int) -> int:
@@ -57,7 +50,7 @@ class Topology:
         return rank // self.devices_per_host
 
     def local_rank_of(self, rank: int) -> int:
-        """The place of `rank` within its host."""
+        """The index of `rank` within its host."""
         return rank % self.devices_per_host
 
     @property
@@ -84,10 +77,6 @@ class Topology:
     def within_host_group_of(self, rank: int) -> tuple[int, ...]:
         """The ranks that share the host of `rank`, itself included."""
         return self.within_host_groups[self.host_of(rank)]
-
-    def across_host_group_of(self, rank: int) -> tuple[int, ...]:
-        """The ranks with the local rank of `rank` on every host."""
-        return self.across_host_groups[self.local_rank_of(rank)]
 
     def __str__(self) -> str:
         hosts = "1 host" if self.hosts == 1 else f"{self.hosts} hosts"

@@ -1,4 +1,4 @@
-"""When replicas meet that train on their own for a while: `LocalSGD` and `DiLoCo`."""
+"""Local SGD schedules: how often replicas synchronize (`LocalSGD`, `DiLoCo`)."""
 
 from tfdp.sync.diloco import DiLoCo
 from tfdp.sync.local_sgd import LocalSGD

@@ -1,4 +1,4 @@
-"""`DiLoCo`: replicas train apart for long, and an outer optimizer moves the weights."""
+"""`DiLoCo`: long rounds of local training, and an outer optimizer for the weights."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from tfdp.sync.rounds import Sync, check_fraction, check_whole
 
 @dataclasses.dataclass(frozen=True)
 class DiLoCo(Sync):
-    """After each round an outer SGD with Nesterov momentum follows the mean movement.
+    """After each round of local training, an outer SGD with Nesterov momentum.
 
     In round t every group i = 1 .. G of replicas starts from the outer weights w_t and
-    makes `every` updates with the optimizer that is wrapped (the inner one), to w_i.
-    Then, with lr the outer learning rate and mu the outer momentum,
+    makes `every` updates with the wrapped (inner) optimizer, to w_i. Then, with lr the
+    outer learning rate and mu the outer momentum,
 
         d = mean over i of (w_t - w_i)
         b <- mu b + d
-        w_(t+1) = w_t - lr (d + mu b)       where all groups start again
+        w_(t+1) = w_t - lr (d + mu b)       from which all groups continue
 
     The state of the inner optimizer stays with its group and is never averaged.
 
-    With `overlap_steps` tau the d of update t is sent while the groups train on, each
-    where it was, and used after update t + tau:
+    With `overlap_steps` tau the d of update t is in flight while the groups continue,
+    and is applied after update t + tau:
 
         w_i <- alpha w_i + (1 - alpha) w_(t+1)
 
@@ -32,19 +32,17 @@ class DiLoCo(Sync):
       every: updates in a round, at least 1.
       outer_learning_rate: lr, at least 0.
       outer_momentum: mu, from 0 to below 1.
-      fragments: parts of the weights, as even in bytes as whole variables can be, that
-        meet in turn: part p of P after (p + 1) every / P updates and then after every
-        `every` (streaming DiLoCo). `every` must be a multiple; the most that a step
-        sends falls to about 1 / P. No more than there are variables.
-      overlap_steps: tau, updates that go on while d travels, from 0 to below `every`.
-        What comes back is used after so many: see above.
-      mixing: alpha, the share of the local weights in those with which a group goes on
-        when d is back, from 0 to below 1. None: 0.5 with `overlap_steps`, the paper's,
-        and 0 without, which replaces them.
+      fragments: parts of the weights, whole variables of about equal bytes, that
+        synchronize in turn: part p of P after (p + 1) every / P updates and then after
+        every `every` (streaming DiLoCo). `every` must be a multiple; the most that a
+        step sends falls to about 1 / P. At most the number of variables.
+      overlap_steps: tau, updates during which d is in flight, from 0 to below `every`.
+      mixing: alpha, the share of the local weights after d is applied, from 0 to below
+        1. None: 0.5 with `overlap_steps`, as in the paper, else 0.
       compression: of the outer gradients d: one of `tfdp.compression`, such as
         `Int8()` or `Int4()`; None for none.
-      across: "hosts": replicas of a host exchange gradients in every step, hosts meet
-        once in a round. "replicas": each replica trains apart, also within a host.
+      across: "hosts": replicas of a host exchange gradients in every step, hosts
+        synchronize once per round. "replicas": each replica trains independently.
       start_step: plain synchronous updates before the first round, at least 0.
 
     Raises:
@@ -52,8 +50,8 @@ class DiLoCo(Sync):
 
     Cost: for n bytes of weights on H hosts 2 n (H - 1) / H bytes on the wire per host
     and round, in `fragments` exchanges, and nothing in between; 2 n bytes more memory
-    on each device, with `overlap_steps` 3 n. These hide an exchange between hosts, but
-    for that of `compression`, for which training waits before it goes on.
+    on each device, with `overlap_steps` 3 n. These hide an exchange between hosts,
+    except for that of `compression`, for which training waits.
 
     >>> DiLoCo(every=50, start_step=500).outer_momentum
     0.9
@@ -63,10 +61,9 @@ class DiLoCo(Sync):
     2025, "Streaming DiLoCo with overlapping communication", Algorithm 2 (fragments,
     tau and alpha; its outer learning rate is 0.4).
 
-    Differs from the papers: `start_step` makes the synchronous updates that they have
-    done before, in the same training. Fragments are of variables and not of transformer
-    blocks. What layers store (moving statistics) travels with the last fragment, and is
-    mixed as weights are.
+    Differs from the papers: `start_step` makes their earlier synchronous updates in the
+    same training. Fragments are of variables, not of transformer blocks. Layers' state
+    (moving statistics) travels with the last fragment, and is mixed as weights are.
     """
 
     every: int = 500
@@ -89,21 +86,21 @@ class DiLoCo(Sync):
         check_whole(self, "overlap_steps", 0)
         if self.every % self.fragments:
             raise ConfigurationError(
-                "DiLoCo.every must be a multiple of fragments, which meet at even "
-                f"distances. Received: every={self.every}, "
+                "DiLoCo.every must be a multiple of fragments, which synchronize at "
+                f"even distances. Received: every={self.every}, "
                 f"fragments={self.fragments}."
             )
         if self.overlap_steps >= self.every:
             raise ConfigurationError(
-                "DiLoCo.overlap_steps must be below every: what is on its way has to "
-                "be back before the same weights meet again. Received: "
+                "DiLoCo.overlap_steps must be below every: an exchange must end before "
+                "the same weights synchronize again. Received: "
                 f"overlap_steps={self.overlap_steps}, every={self.every}."
             )
         self._check_compression()
 
     @property
     def local_share(self) -> float:
-        """Alpha, the share of the local weights in those with which a group goes on."""
+        """Alpha; see `mixing`."""
         if self.mixing is None:
             return 0.5 if self.overlap_steps else 0.0
         return self.mixing

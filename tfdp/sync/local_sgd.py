@@ -1,4 +1,4 @@
-"""`LocalSGD`: replicas train apart and take the mean of their weights now and then."""
+"""`LocalSGD`: local training, with a mean of the weights now and then."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tfdp.sync.rounds import Sync
 
 @dataclasses.dataclass(frozen=True)
 class LocalSGD(Sync):
-    """Groups of replicas train on their own; every so often weights are averaged.
+    """Groups of replicas train independently; after each round weights are averaged.
 
     With groups i = 1 .. G (hosts, or single replicas), each on its part of the batch,
 
@@ -19,11 +19,10 @@ class LocalSGD(Sync):
     The optimizer's own state (momentum) stays with its group and is never averaged.
 
     Args:
-      every: updates between two meetings, at least 1.
+      every: updates in a round, at least 1.
       start_step: plain synchronous updates before the first round, at least 0
         (post-local SGD; the paper's is the first decay of the learning rate).
-      across: "hosts": replicas of a host exchange gradients in every step, hosts meet
-        once in a round. "replicas": each replica trains apart, also within a host.
+      across: see `DiLoCo`.
 
     Raises:
       ConfigurationError: when a value is out of its range.

@@ -1,4 +1,4 @@
-"""What all ways of meeting have: rounds of so many updates, from a first one on."""
+"""`Sync`: rounds of local updates, the base of all schedules."""
 
 from __future__ import annotations
 
@@ -8,16 +8,15 @@ from typing import Any
 
 from tfdp.checks import is_number, is_whole
 from tfdp.errors import ConfigurationError
-
-ACROSS = ("hosts", "replicas")
+from tfdp.plan.communication import ACROSS
 
 
 class Sync:
-    """Rounds of updates that groups of replicas make on their own..
+    """Rounds of updates that groups of replicas make independently.
 
     every       updates in a round, at least 1
     start_step  plain synchronous updates before the first round, at least 0
-    across      who trains apart: the "hosts", or all "replicas"
+    across      which groups: "hosts", or all "replicas"
     """
 
     every: int
@@ -30,12 +29,12 @@ class Sync:
         if self.across not in ACROSS:
             raise ConfigurationError(
                 f"{type(self).__name__}.across must be 'hosts' (replicas of a host "
-                "step together, hosts meet once in a round) or 'replicas' (each "
-                f"trains apart). Received: {self.across!r}."
+                "step together, hosts synchronize once per round) or 'replicas' (each "
+                f"trains independently). Received: {self.across!r}."
             )
 
     def get_config(self) -> dict[str, Any]:
-        """The values, with the name of their class, as JSON can hold them."""
+        """The fields and the name of the class, ready for JSON."""
         values = {
             field.name: getattr(self, field.name)
             for field in dataclasses.fields(self)  # type: ignore[arg-type]
@@ -46,7 +45,7 @@ class Sync:
 
 
 def check_whole(sync: Sync, name: str, least: int) -> None:
-    """Refuses a field that is no integer of at least `least`."""
+    """Requires an integer of at least `least`."""
     value = getattr(sync, name)
     if not is_whole(value, least=least):
         raise ConfigurationError(
@@ -56,7 +55,7 @@ def check_whole(sync: Sync, name: str, least: int) -> None:
 
 
 def check_fraction(sync: Sync, name: str, *, below_one: bool) -> None:
-    """Refuses a field that is no finite number of at least 0, or not below 1."""
+    """Requires a finite number of at least 0, with `below_one` below 1."""
     value = getattr(sync, name)
     most = 1.0 if below_one else float("inf")
     if not is_number(value) or not 0.0 <= value < most:
@@ -65,23 +64,14 @@ def check_fraction(sync: Sync, name: str, *, below_one: bool) -> None:
             f"{type(sync).__name__}.{name} must be a number {rule}. "
             f"Received: {value!r}."
         )
-    object.__setattr__(sync, name, float(value))  # a file has no NumPy
-
-
-# Which weights meet together, where not all do at once.
+    object.__setattr__(sync, name, float(value))  # JSON has no NumPy numbers
 
 
 def fragments_of(sizes: Sequence[int], fragments: int) -> tuple[tuple[int, ...], ...]:
-    """The variables of each fragment, as even in bytes as whole variables can be.
+    """The variables of each fragment, of about equal bytes.
 
-    The largest first, each to the fragment that has least so far.
-
-    Args:
-      sizes: bytes of each variable.
-      fragments: how many fragments, at least 1.
-
-    Raises:
-      ConfigurationError: when there are fewer variables than fragments.
+    Given the bytes of each variable, assigns the largest first, each to the fragment of
+    the fewest bytes so far. Raises `ConfigurationError` if variables are too few.
 
     >>> fragments_of([40, 10, 30, 20], 2)
     ((0, 1), (2, 3))
@@ -89,7 +79,7 @@ def fragments_of(sizes: Sequence[int], fragments: int) -> tuple[tuple[int, ...],
     if fragments > len(sizes):
         raise ConfigurationError(
             f"DiLoCo(fragments={fragments}) cannot part {len(sizes)} variables: a "
-            "fragment holds one at least. Ask for fewer fragments."
+            "fragment holds one at least. Give fewer fragments."
         )
     parts: list[list[int]] = [[] for _ in range(fragments)]
     filled = [0] * fragments
@@ -101,7 +91,7 @@ def fragments_of(sizes: Sequence[int], fragments: int) -> tuple[tuple[int, ...],
 
 
 def synchronization_of(fragment: int, fragments: int, every: int) -> int:
-    """After which update of a round a fragment meets, modulo `every`.
+    """The update of a round, modulo `every`, after which a fragment synchronizes.
 
     >>> [synchronization_of(p, 3, 30) for p in range(3)]
     [10, 20, 0]
