@@ -1,4 +1,4 @@
-"""What an argument, a file or a message holds: whole numbers, numbers. Pure."""
+"""Type checks of arguments, file contents and messages. Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TypeGuard
 def is_whole(
     value: object, least: float = -math.inf, most: float = math.inf
 ) -> TypeGuard[int]:
-    """Whether it is a Python int, and no bool, from `least` to `most`.
+    """Whether `value` is a Python int (no bool) from `least` to `most`.
 
     >>> is_whole(2, least=1), is_whole(True), is_whole(2.0), is_whole(0, least=1)
     (True, False, False, False)
@@ -22,7 +22,7 @@ def is_whole(
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    """Whether it is a real number, NumPy's too, finite or not, and no bool.
+    """Whether `value` is a real number (NumPy's too; no bool), finite or not.
 
     >>> is_number(1), is_number(1.5), is_number(True), is_number("1")
     (True, True, False, False)
@@ -30,19 +30,14 @@ def is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
-def integer_from(least: int) -> Callable[[str], int]:
-    """A `type` for argparse: integers of at least `least`.
-
-    >>> integer_from(1)("2")
-    2
-    """
+def integer_from(least: int, most: float = math.inf) -> Callable[[str], int]:
+    """A `type` for argparse: integers of at least `least`, and at most `most`."""
+    bound = f" of at least {least}" if most == math.inf else f", {least} to {most}"
 
     def integer(text: str) -> int:
         number = int(text)
-        if number < least:
-            raise argparse.ArgumentTypeError(
-                f"needs an integer of at least {least}, not {text}"
-            )
+        if not least <= number <= most:
+            raise argparse.ArgumentTypeError(f"needs an integer{bound}, not {text}")
         return number
 
     return integer

@@ -1,7 +1,6 @@
-"""A bar for what takes longer than two seconds, on standard error.
+"""A progress bar on standard error, for work that takes longer than two seconds.
 
-Nothing is shown of what is quicker. Where standard error is no terminal a line comes
-now and then instead, for logs.
+If standard error is no terminal, a line is printed now and then instead, for logs.
 """
 
 from __future__ import annotations
@@ -13,24 +12,14 @@ import time
 from collections.abc import Callable, Iterator
 
 DELAY_SECONDS = 2.0
-#: Between two lines where there is no terminal.
-LINE_SECONDS = 30.0
+LINE_SECONDS = 30.0  # between two lines without a terminal
 
 
 @contextlib.contextmanager
 def progress_bar(label: str, total: float) -> Iterator[Callable[[float], None]]:
-    """Shows how much of something is done, while the block runs.
+    """Shows progress of work of size `total` (0: unknown) while the block runs.
 
-    Args:
-      label: what is done, in a few words.
-      total: how much there is to do, in any unit; 0: nobody knows.
-
-    Yields:
-      A function that takes how much more is done, from any thread.
-
-    >>> with progress_bar("counting", total=3) as advance:
-    ...     for _ in range(3):
-    ...         advance(1)
+    Yields a function that adds an amount of completed work, from any thread.
     """
     bar = _Bar(label, total) if sys.stderr.isatty() else _Lines(label, total)
     try:
@@ -40,7 +29,7 @@ def progress_bar(label: str, total: float) -> Iterator[Callable[[float], None]]:
 
 
 class _Bar:
-    """By rich, which Keras brings along; it appears after the delay."""
+    """Drawn by rich, a dependency of Keras; it appears after the delay."""
 
     def __init__(self, label: str, total: float):
         from rich.console import Console
@@ -80,4 +69,4 @@ class _Lines:
         print(f"tfdp: {self._label}: {share}", file=sys.stderr, flush=True)
 
     def stop(self) -> None:
-        """Nothing is left open."""
+        """Nothing to stop."""

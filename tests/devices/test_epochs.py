@@ -9,7 +9,7 @@ from tensorflow.python.framework import func_graph
 import tfdp
 from tests.support.parity import make_strategy, stock_strategy
 from tfdp._private import host_input
-from tfdp.data.keras_input import makes_nothing_happen
+from tfdp.data.keras_input import has_no_side_effects
 
 BATCH = 8
 DEVICES = ("CPU:0", "CPU:1", "CPU:2", "CPU:3")
@@ -316,7 +316,7 @@ NOT_QUIET = {
 
 @pytest.mark.parametrize("name", [*QUIET, *NOT_QUIET])
 def test_where_making_an_iterator_makes_something_happen(name):
-    assert makes_nothing_happen({**QUIET, **NOT_QUIET}[name]()) == (name in QUIET)
+    assert has_no_side_effects({**QUIET, **NOT_QUIET}[name]()) == (name in QUIET)
 
 
 @pytest.mark.parametrize("name, expected", [("slices", 4 + 1), ("shuffle", 4 * 2)])

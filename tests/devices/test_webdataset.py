@@ -270,7 +270,7 @@ def test_what_follows_an_archive_is_told_of(tmp_path, mode):
             add(archive, f"{name}.jpg", b"x")
     both = b"".join((tmp_path / name).read_bytes() for name in ("one", "two"))
     (tmp_path / "a.tar").write_bytes(both)
-    with pytest.raises(DataError, match=r"sample 1 .*more follows behind the end"):
+    with pytest.raises(DataError, match=r"sample 1 .*more follows after the end"):
         tfdp.data.index_webdataset(tmp_path / "*.tar", name="a")
 
 
@@ -284,7 +284,7 @@ def test_each_kind_of_set_has_its_reader(sets, tmp_path):
         tfdp.data.read_webdataset(records, 2)
     with pytest.raises(DataError, match="no file with .tar"):
         tfdp.data.index_webdataset(tmp_path / "*.zip", name="x")
-    with pytest.raises(ConfigurationError, match="begins a file name"):
+    with pytest.raises(ConfigurationError, match="starts a file name"):
         tfdp.data.index_webdataset(tmp_path / "*.tar", name="a/b")
 
 

@@ -312,7 +312,7 @@ def test_no_second_start_outlives_a_killed_launcher(launches):
     assert wait_until(lambda: not any(launches.own.iterdir()))
 
 
-# Saves, and asks to be started again; worker 1 takes longer, and must not be disturbed.
+# Saves, and requests a restart; worker 1 takes longer, and must not be disturbed.
 ASKING = """
 print("start")
 signal.signal(signal.SIGTERM, lambda *_: note("disturbed"))
@@ -334,8 +334,8 @@ def test_who_has_saved_starts_again_for_nothing(launches):
     assert len(starts(out)) == 8
     assert not (launches.folder / "disturbed").exists()
     said = own_lines(err)
-    assert "has saved, and asks to be started again" in said[0]
-    assert said[2] == "starts again in 0.0 s, from step 10 (which costs no restart)"
+    assert "has saved, and requests a restart" in said[0]
+    assert said[2] == "starts again in 0.0 s, from step 10 (not counted)"
 
 
 def test_who_asks_and_gets_no_further_is_ended(launches):

@@ -23,4 +23,3 @@ def test_a_part_may_be_longer_than_memory():
     for _ in range(4):
         half, size_bytes = joined_crc32(half, half, size_bytes), 2 * size_bytes
     assert half == zlib.crc32(bytes(size_bytes))
-    assert 0 <= joined_crc32(half, half, 1 << 60) < 1 << 32

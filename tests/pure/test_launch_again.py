@@ -7,8 +7,8 @@ import pytest
 from tfdp.cluster.progress import Progress
 from tfdp.launch.restart_policy import Ending, Judge, combine, wait_seconds
 
-BUG = Ending("ValueError: sample 17", place=0, who="worker 0")
-KILL = Ending("killed by SIGKILL", place=0, who="worker 0", from_outside=True)
+BUG = Ending("ValueError: sample 17", place=0, worker="worker 0")
+KILL = Ending("killed by SIGKILL", place=0, worker="worker 0", from_outside=True)
 ASKS = Ending("the workers ask for it", requests_restart=True)
 NO_HOST = Ending("beta does not answer", from_outside=True)
 

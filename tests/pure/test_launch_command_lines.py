@@ -444,7 +444,7 @@ def test_the_number_of_workers(text, least, most, shown):
         (["--workers", ""], "needs N or MIN:MAX, from 1 up, not ''"),
         (["--workers", "4:2"], "needs N or MIN:MAX"),
         (["--port", "0"], "needs an integer, 1 to 65535, not 0"),
-        (["--max-restarts", "-1"], "needs an integer, from 0 on, not -1"),
+        (["--max-restarts", "-1"], "needs an integer of at least 0, not -1"),
     ],
 )
 def test_numbers_out_of_range_are_said_with_the_range(words, said, capsys):

@@ -89,7 +89,7 @@ def test_logs_of_several_starts_are_one_file(tmp_path):
         *("--- start 2", "two"),
     ]
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigurationError, match="--log-dir .* cannot be made"):
+    with pytest.raises(ConfigurationError, match="--log-dir .* cannot be used"):
         WorkerLogs(str(tmp_path / "file" / "x"))
 
 

@@ -87,7 +87,7 @@ def test_the_name_stays_where_slurm_knows_no_better(slurm, unknown_names, said, 
 
 def test_slurm_is_not_asked_for_a_name_that_is_known(slurm, monkeypatch):
     slurm(NODE.format(address="10.0.0.7"))
-    monkeypatch.setattr(addresses, "_is_known", lambda _: True)
+    monkeypatch.setattr(addresses, "_resolves", lambda _: True)
     slurm_address.cache_clear()
     assert find_cluster().coordinator == "gnode10:20505"
     slurm_address.cache_clear()

@@ -58,7 +58,7 @@ SAID = [
     ({"built_with_cuda": False}, "trains on the CPU.*built without CUDA.*tfdp.gpu"),
     ({"reaches_driver": False}, "no device file.*--gpus all"),
     ({}, r"CUDA libraries are missing.*tfdp\[gpu\].*CUDA_VISIBLE_DEVICES=-1"),
-    ({"environment": {"CUDA_VISIBLE_DEVICES": "7"}}, "DEVICES=7 names GPUs"),
+    ({"environment": {"CUDA_VISIBLE_DEVICES": "7"}}, "DEVICES=7 names existing GPUs"),
     ({"seen": 1}, r"The driver sees 2 GPU\(s\) \(A100\), and TensorFlow sees 1:"),
 ]
 PLAIN = {"seen": 0, "built_with_cuda": True, "reaches_driver": True, "environment": {}}

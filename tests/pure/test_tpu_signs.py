@@ -110,6 +110,6 @@ def test_a_known_failure_says_what_it_is_and_what_to_do(name):
 
 def test_an_unknown_failure_is_told_as_it_is():
     told = explain_tpu_failure("something else", "b")
-    assert "not one that tfdp knows" in told and "something else" in told
+    assert "no explanation" in told and "something else" in told
     assert "'b'" in told and "nothing in the environment" in told
     assert explain_tpu_failure("", "b")

@@ -1,8 +1,7 @@
-"""Which workers there are, which one this is, and where they meet.
+"""The cluster of a job: its workers, this worker's rank, and the coordinator's address.
 
-The only reader of the environment: `find_cluster` understands what `tfdp launch`,
-Kubernetes, Slurm, MPI and torchrun tell their processes; `find_tpu` sees a TPU. No
-TensorFlow here.
+The only reader of the environment: `find_cluster` understands the variables of `tfdp
+launch`, Kubernetes, Slurm, MPI and torchrun; `find_tpu` detects a TPU. No TensorFlow.
 """
 
 from tfdp.cluster.description import Cluster

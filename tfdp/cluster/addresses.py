@@ -1,4 +1,4 @@
-"""Names of hosts that the name service does not know: Slurm's, and those to come."""
+"""Host names that the name service cannot resolve, and TCP ports."""
 
 from __future__ import annotations
 
@@ -17,25 +17,21 @@ from collections.abc import Mapping
 from tfdp.cluster.description import Cluster, join_address, split_address
 from tfdp.errors import ConfigurationError
 
-# Where names do not appear by and by, one that is unknown for so long stays it. A
-# name service that is down comes back within some seconds, or nothing works.
+# Outside Kubernetes a name that stays unknown this long will not appear; a name service
+# that is down comes back within seconds.
 UNKNOWN_NAME_SECONDS = 30.0
 SCONTROL_SECONDS = 20.0
 
 
 def unknown_name_seconds(environment: Mapping[str, str] | None = None) -> float:
-    """How long worker 0's name may be unknown before that is an error.
-
-    In a pod without an end: worker 0's pod has a name as soon as it has a place, for
-    which it may wait for minutes.
-    """
+    """How long worker 0's name may stay unknown: in a pod forever, as pods may wait."""
     environment = os.environ if environment is None else environment
     in_a_pod = bool(environment.get("KUBERNETES_SERVICE_HOST"))
     return math.inf if in_a_pod else UNKNOWN_NAME_SECONDS
 
 
 def with_slurm_address(cluster: Cluster) -> Cluster:
-    """The cluster, with Slurm's address for a worker 0 whose name nobody knows."""
+    """The cluster, with Slurm's address for a worker 0 whose name does not resolve."""
     found = split_address(cluster.coordinator or "")
     if cluster.workers == 1 or found is None:
         return cluster
@@ -48,12 +44,11 @@ def with_slurm_address(cluster: Cluster) -> Cluster:
 
 @functools.cache
 def slurm_address(host: str) -> str | None:
-    """NodeAddr of a node whose name cannot be looked up; None: it can, or is not set.
+    """NodeAddr of a node whose name does not resolve; None: it does, or is not set.
 
-    Slurm's nodes need no names outside of slurm.conf: `NodeName=gpu[1-4]
-    NodeAddr=10.0.0.[1-4]`.
+    Nodes need names in slurm.conf only: `NodeName=gpu[1-4] NodeAddr=10.0.0.[1-4]`.
     """
-    if _is_known(host) or shutil.which("scontrol") is None:
+    if _resolves(host) or shutil.which("scontrol") is None:
         return None
     try:
         done = subprocess.run(
@@ -69,56 +64,40 @@ def slurm_address(host: str) -> str | None:
     match = re.search(r"(?:^|\s)NodeAddr=(\S+)", done.stdout)
     if done.returncode or match is None or match[1] == host:
         return None
-    address = join_address(match[1], 1)
-    return match[1] if split_address(address) is not None else None
+    return match[1] if split_address(join_address(match[1], 1)) is not None else None
 
 
-def _is_known(host: str) -> bool:
+def _resolves(host: str) -> bool:
     try:
         return bool(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM))
     except OSError:
         return False
 
 
-# TCP ports: one that is free here, one by chance, the one that was asked for.
-
-
-# Below the ports that systems give to outgoing connections (Linux: 32768 and up), so
-# that none of these takes it while worker 0 is still importing TensorFlow.
+# Below the ephemeral ports (Linux: 32768 and up), so that no outgoing connection takes
+# the port while worker 0 is still importing TensorFlow.
 FIRST_PORT, LAST_PORT = 20000, 29999
 LOOPBACK = "127.0.0.1"
 
 
 def any_port() -> int:
-    """A port from 20000 to 29999, by chance: for hosts that cannot be asked."""
+    """A random port from 20000 to 29999: for hosts that cannot be checked."""
     return random.SystemRandom().randint(FIRST_PORT, LAST_PORT)
 
 
 def free_port(address: str = LOOPBACK) -> int:
-    """A port from 20000 to 29999 that nobody listens on here.
-
-    Args:
-      address: where it is to be free; "" at all addresses of this machine.
-
-    Raises:
-      ConfigurationError: when a hundred of them are taken.
-    """
+    """A port from 20000 to 29999 without a listener at `address` ("": any address)."""
     for _ in range(100):
         port = any_port()
         if _is_free(port, address):
             return port
     raise ConfigurationError(
-        f"no free port was found from {FIRST_PORT} to {LAST_PORT}; end what has "
-        "them, or name another one"
+        f"no free port was found from {FIRST_PORT} to {LAST_PORT}; name another one"
     )
 
 
 def checked_port(port: int) -> int:
-    """The port, if it is free.
-
-    Raises:
-      ConfigurationError: when another program has it, or this one may not.
-    """
+    """`port`, or a `ConfigurationError` if it is taken or not allowed."""
     if not _is_free(port):
         raise ConfigurationError(
             f"--port {port}: the port is taken, or this user may not use it. Leave "
@@ -129,7 +108,7 @@ def checked_port(port: int) -> int:
 
 def _is_free(port: int, address: str = LOOPBACK) -> bool:
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        # As servers do: a port whose last connection is only waiting out is free.
+        # As servers do: a port in TIME_WAIT is free.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((address, port))

@@ -1,4 +1,4 @@
-"""`find_cluster`: all claims that the environment makes, checked and combined."""
+"""`find_cluster`: combines and checks the claims of all launchers' variables."""
 
 from __future__ import annotations
 
@@ -30,11 +30,9 @@ from tfdp.cluster.launchers import (
 from tfdp.errors import ClusterError
 from tfdp.files.checked_json import parse_json
 
-# Slurm: the variables of a job step, and its compressed lists of hosts.
-#
-# `srun` gives every task SLURM_PROCID, SLURM_STEP_NUM_TASKS and SLURM_STEP_NODELIST.
-# The batch script itself, and a shell of `salloc`, have the variables of the whole job
-# with SLURM_PROCID=0 or none at all, but are one process: only a step names a cluster.
+# `srun` gives every task SLURM_PROCID, SLURM_STEP_NUM_TASKS and SLURM_STEP_NODELIST. A
+# batch script or `salloc` shell is one process with the variables of the whole job and
+# SLURM_PROCID=0 or none: only a step describes a cluster.
 
 
 _Names = tuple[str, ...]
@@ -43,8 +41,7 @@ NODES: _Names = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
 NODE_COUNTS: _Names = ("SLURM_STEP_NUM_NODES", "SLURM_JOB_NUM_NODES", "SLURM_NNODES")
 JOB: _Names = ("SLURM_JOB_ID", "SLURM_JOBID")
 STEP: _Names = ("SLURM_STEP_ID", "SLURM_STEPID")
-# More than Slurm manages in one cluster (65,533): a list that names more is no list.
-MOST_HOSTS = 100_000
+MOST_HOSTS = 100_000  # above the limit of one Slurm cluster (65,533)
 MOST_BRACKETS = 8
 MOST_DIGITS = 12
 
@@ -52,8 +49,8 @@ MOST_DIGITS = 12
 def read_slurm(environment: Mapping[str, str]) -> Claim | None:
     """The claim of a Slurm step; None outside one.
 
-    A batch script of several nodes gets an incomplete claim, so that forgetting
-    `srun` is an error and not a training on the first node alone.
+    A batch script of several nodes gets an incomplete claim, so that a missing `srun`
+    is an error and does not train on the first node only.
     """
     found = present(environment, "SLURM_PROCID")
     for names in (TASKS, NODES, NODE_COUNTS, JOB, STEP):
@@ -61,7 +58,7 @@ def read_slurm(environment: Mapping[str, str]) -> Claim | None:
     rank = integer(found, "SLURM_PROCID", least=0)
     workers = _first_integer(found, TASKS, least=1)
     nodes = _first_integer(found, NODE_COUNTS, least=1)
-    # Process 0 of a job without a step is the batch script; others are in a step.
+    # Process 0 of a job without a step is the batch script.
     if not rank and not present(environment, *STEP, NODES[0]):
         if nodes is None or nodes == 1:
             return None
@@ -71,7 +68,7 @@ def read_slurm(environment: Mapping[str, str]) -> Claim | None:
         )
         return Claim("Slurm", found, missing=missing)
 
-    hosts = _first(found, NODES)
+    hosts = next((found[name] for name in NODES if name in found), None)
     job = _first_integer(found, JOB, least=0)
     missing = tuple(
         " or ".join(accepted)
@@ -101,11 +98,10 @@ def read_slurm(environment: Mapping[str, str]) -> Claim | None:
 
 
 def slurm_port(job: int, step: int = 0) -> int:
-    """The coordinator's port, 20000..29999, the same on all hosts without asking.
+    """The coordinator's port, 20000..29999, derived equally on all hosts.
 
-    Derived from the job's id, so that jobs which share a node differ, and the
-    step's, so that the steps of one job do. The ids of jobs that run at a time are
-    close to each other; steps are put 101 apart.
+    It depends on the job's id, as jobs may share a node, and on the step's. Ids of
+    concurrent jobs are close to each other; steps differ by 101.
 
     >>> slurm_port(200505), slurm_port(200505, step=1)
     (20505, 20606)
@@ -114,17 +110,14 @@ def slurm_port(job: int, step: int = 0) -> int:
 
 
 def expand_hosts(text: str) -> list[str]:
-    """The hosts of Slurm's compressed list, in its order.
+    """The hosts of Slurm's compressed list, in order; a ClusterError for bad lists.
 
     >>> expand_hosts("node[01-03,7],other")
     ['node01', 'node02', 'node03', 'node7', 'other']
     >>> expand_hosts("rack[1-2]n[0-1]-ib")
     ['rack1n0-ib', 'rack1n1-ib', 'rack2n0-ib', 'rack2n1-ib']
-
-    Raises:
-      ClusterError: when the text is not such a list, or names over 100,000 hosts.
     """
-    # A comma separates hosts only outside of brackets.
+    # Commas in brackets do not separate hosts.
     items = re.findall(r"(?:[^,\[\]\s]|\[[^\[\]\s]*\])+", text)
     if not items or ",".join(items) != text.strip():
         raise _bad_list(text)
@@ -141,12 +134,11 @@ def expand_hosts(text: str) -> list[str]:
     return [host for names, ranges in parsed for host in _expand(names, ranges)]
 
 
-# The width and the numbers of one part of what stands in brackets.
-_Part = tuple[int, range]
+_Part = tuple[int, range]  # zero-padded width, and numbers, of one part of a bracket
 
 
 def _parse_item(item: str, text: str) -> tuple[list[str], list[list[_Part]]]:
-    """What stands around the brackets, and what each of them names."""
+    """The text around the brackets, and the parts of each bracket."""
     pieces = re.split(r"\[([^\]]*)\]", item)
     if len(pieces) > 2 * MOST_BRACKETS + 1:
         raise _bad_list(text)
@@ -160,7 +152,7 @@ def _parse_item(item: str, text: str) -> tuple[list[str], list[list[_Part]]]:
             first, last = match[1], match[2] or match[1]
             if max(len(first), len(last)) > MOST_DIGITS or int(last) < int(first):
                 raise _bad_list(text)
-            # The width of the first number holds for all: 01-03, 098-102.
+            # The first number sets the width: 01-03, 098-102.
             parts.append((len(first), range(int(first), int(last) + 1)))
         brackets.append(parts)
     return pieces[::2], brackets
@@ -178,31 +170,20 @@ def _expand(names: Sequence[str], brackets: Sequence[Sequence[_Part]]) -> list[s
 
 
 def _bad_list(text: str) -> ClusterError:
-    return ClusterError(
-        "Slurm's list of nodes must look like node[01-03,7],other. "
-        f"Received: {shortened(text)!r}."
-    )
-
-
-def _first(found: Mapping[str, str], names: _Names) -> str | None:
-    return next((found[name] for name in names if name in found), None)
+    what = "Slurm's list of nodes must look like node[01-03,7],other."
+    return ClusterError(f"{what} Received: {shortened(text)!r}.")
 
 
 def _first_integer(found: Mapping[str, str], names: _Names, least: int) -> int | None:
     return next((integer(found, name, least) for name in names if name in found), None)
 
 
-# `TF_CONFIG`, TensorFlow's own description of a cluster.
-#
-# Kubeflow, Vertex AI and SageMaker set it to JSON such as
+# `TF_CONFIG`, set by Kubeflow, Vertex AI and SageMaker, is JSON such as
 #
 #     {"cluster": {"chief": ["host0:2222"], "worker": ["host1:2222", "host2:2222"]},
 #      "task": {"type": "worker", "index": 0}}
 #
-# The chief is rank 0 and the workers follow; without a chief, worker 0 is.
-
-
-# In the order of their ranks. `master` is what older services call the chief.
+# In rank order: the chief (`master` in older services), if any, then the workers.
 TRAINING_TASKS = ("chief", "master", "worker")
 REFUSED_TASKS = {
     "ps": "tfdp has no parameter servers, its workers exchange gradients with each "
@@ -213,20 +194,21 @@ REFUSED_TASKS = {
 
 
 def read_tf_config(environment: Mapping[str, str]) -> Claim | None:
-    """The claim of `TF_CONFIG`; None when it is not set or names no cluster.
-
-    Raises:
-      ClusterError: when it is not the JSON described above, lists an address twice,
-        or needs parameter servers or an evaluator.
-    """
+    """The claim of `TF_CONFIG`; None if it is not set or names no cluster."""
     found = present(environment, "TF_CONFIG")
     if not found:
         return None
-    config = _parse(found["TF_CONFIG"])
     text = shortened(found["TF_CONFIG"])
+    try:
+        config: Any = parse_json(found["TF_CONFIG"])
+    except ValueError as error:
+        what = f"TF_CONFIG is not JSON: {error}"
+        raise ClusterError(f"{what}. Received: {text}") from None
+    if not isinstance(config, dict):
+        raise ClusterError(f"TF_CONFIG must be a JSON object. Received: {text}")
     addresses = _addresses(config.get("cluster") or {}, text)
     if not any(addresses.values()):
-        return None  # a service that trains on one machine sets it without a cluster
+        return None  # a one-machine service sets it without a cluster
     kind, index = _task(config.get("task"), text)
     if kind in REFUSED_TASKS:
         raise ClusterError(
@@ -234,10 +216,8 @@ def read_tf_config(environment: Mapping[str, str]) -> Claim | None:
             f"{REFUSED_TASKS[kind]}. Received: {text}"
         )
     if addresses.get("ps"):
-        raise ClusterError(
-            f"TF_CONFIG lists parameter servers: {REFUSED_TASKS['ps']}. "
-            f"Received: {text}"
-        )
+        what = f"TF_CONFIG lists parameter servers: {REFUSED_TASKS['ps']}"
+        raise ClusterError(f"{what}. Received: {text}")
     if index >= len(addresses.get(kind, ())):
         raise ClusterError(
             f"TF_CONFIG says that this is {kind} {index}, but its cluster lists "
@@ -257,24 +237,11 @@ def read_tf_config(environment: Mapping[str, str]) -> Claim | None:
     )
 
 
-def _parse(text: str) -> dict[str, Any]:
-    try:
-        config = parse_json(text)
-    except ValueError as error:
-        raise ClusterError(
-            f"TF_CONFIG is not JSON: {error}. Received: {shortened(text)}"
-        ) from None
-    if not isinstance(config, dict):
-        raise ClusterError(
-            f"TF_CONFIG must be a JSON object. Received: {shortened(text)}"
-        )
-    return config
-
-
 def _addresses(cluster: Any, text: str) -> dict[str, list[str]]:
-    if not isinstance(cluster, dict) or not all(
-        isinstance(listed, list) and all(isinstance(item, str) for item in listed)
-        for listed in cluster.values()
+    lists = cluster.values() if isinstance(cluster, dict) else [None]
+    is_list = all(isinstance(listed, list) for listed in lists)
+    if not is_list or not all(
+        isinstance(item, str) for item in itertools.chain(*lists)
     ):
         raise ClusterError(
             "TF_CONFIG's cluster must map task types to lists of 'host:port'. "
@@ -282,12 +249,10 @@ def _addresses(cluster: Any, text: str) -> dict[str, list[str]]:
         )
     training = [item for kind in TRAINING_TASKS for item in cluster.get(kind, ())]
     counts = collections.Counter(training)
-    twice = sorted(item for item, count in counts.items() if count > 1)
-    if twice:
+    if twice := sorted(item for item, count in counts.items() if count > 1):
         raise ClusterError(
-            f"TF_CONFIG lists {shortened(', '.join(twice))} twice, so that more "
-            "workers are counted than started. List every process once. "
-            f"Received: {text}"
+            f"TF_CONFIG lists {shortened(', '.join(twice))} twice. List every process "
+            f"once. Received: {text}"
         )
     return cluster
 
@@ -304,17 +269,13 @@ def _task(task: Any, text: str) -> tuple[str, int]:
     return kind, number or 0
 
 
-# The first that knows the rank is believed; the others must agree with it.
+# The first one that states a rank is used; the others must agree with it.
 READERS: tuple[Callable[[Mapping[str, str]], Claim | None], ...] = (
-    read_tfdp,
-    read_tf_config,
-    read_slurm,
-    read_kubernetes,
-    read_open_mpi,
-    read_mpich,
-    read_torchrun,
+    *(read_tfdp, read_tf_config, read_slurm, read_kubernetes),
+    *(read_open_mpi, read_mpich, read_torchrun),
 )
 MPI_SOURCES = ("Open MPI", "MPICH")
+DEVICES = "TFDP_DEVICES_PER_WORKER"
 
 
 def find_cluster(environment: Mapping[str, str] | None = None) -> Cluster | None:
@@ -322,22 +283,18 @@ def find_cluster(environment: Mapping[str, str] | None = None) -> Cluster | None
 
     Looked for in this order: `tfdp launch` (TFDP_WORKERS, TFDP_RANK,
     TFDP_COORDINATOR), TF_CONFIG, Slurm, Kubernetes, Open MPI, MPICH, torchrun.
-    TFDP_COORDINATOR and TFDP_WORKERS also complete what another launcher leaves out;
-    TFDP_JOB_KEY is the job's key, whoever started it.
-    A launcher of one process around another launcher, as a Slurm allocation with one
-    task (or one per node) around `mpiexec`, is no contradiction. TFDP_WORKERS=1 means
-    alone, whatever else is set.
-
-    A Slurm node whose name cannot be looked up here is given the address that Slurm
-    has for it (`scontrol show node`).
+    TFDP_COORDINATOR and TFDP_WORKERS also complete other launchers; TFDP_JOB_KEY is
+    the job's key under any. One-process launchers around another one, as a Slurm
+    allocation with one task (or one per node) around `mpiexec`, do not contradict it.
+    TFDP_WORKERS=1 forces one worker. An unresolvable Slurm node gets Slurm's address.
 
     Args:
       environment: variables by name; None takes those of this process. With a mapping
-        no name is looked up and nobody is asked.
+        no names are resolved.
 
     Raises:
-      ClusterError: when a variable has no sense, two launchers contradict each
-        other, or a part is missing; the message says what was found.
+      ClusterError: a variable makes no sense, two launchers contradict each other, or
+        a part is missing; the message quotes the variables.
 
     >>> cluster = find_cluster({"RANK": "1", "WORLD_SIZE": "2",
     ...                         "MASTER_ADDR": "node1", "MASTER_PORT": "29500"})
@@ -346,16 +303,18 @@ def find_cluster(environment: Mapping[str, str] | None = None) -> Cluster | None
     """
     is_own = environment is None
     environment = os.environ if environment is None else environment
-    devices = integer(
-        present(environment, "TFDP_DEVICES_PER_WORKER"),
-        "TFDP_DEVICES_PER_WORKER",
-        least=1,
-    )
+    devices = integer(present(environment, DEVICES), DEVICES, least=1)
     claims = [claim for read in READERS if (claim := read(environment)) is not None]
     claims = _without_surroundings(claims)
     if not claims:
         return None
-    _refuse_contradictions(claims)
+    for claim, other in itertools.combinations(claims, 2):
+        if claim.contradicts(other):
+            raise ClusterError(
+                f"{claim.source} and {other.source} contradict each other: "
+                f"{claim.variables}, but {other.variables}. Start the program "
+                "with one of them, and unset the variables of the other."
+            )
     cluster = _combine(claims, devices, find_job_key(environment))
     if is_own and cluster.source == "Slurm" and "TFDP_COORDINATOR" not in environment:
         return with_slurm_address(cluster)
@@ -363,74 +322,44 @@ def find_cluster(environment: Mapping[str, str] | None = None) -> Cluster | None
 
 
 def _without_surroundings(claims: Sequence[Claim]) -> list[Claim]:
-    """The claims without those of launchers that merely surround another one."""
+    """The claims, less those of launchers that merely wrap another one."""
     alone = [claim for claim in claims if claim.workers == 1]
     if any(claim.source == "tfdp" for claim in alone):
         return [claim for claim in alone if claim.source == "tfdp"]
     inner = [claim for claim in claims if claim.workers != 1]
     if any(claim.source == "tfdp" and claim.rank is not None for claim in inner):
-        # `tfdp launch` in pod 0: the job may have no other, no variable tells.
+        # `tfdp launch` in pod 0: possibly the job's only pod; no variable says.
         inner = [c for c in inner if (c.workers, c.rank) != (None, 0)]
     if not any(claim.rank is not None for claim in inner):
-        # Nobody but the lone process knows a rank: it is alone, if nobody objects.
+        # Only the single process states a rank, so include its claim.
         inner = list(claims)
     mpi = next((claim for claim in inner if claim.source in MPI_SOURCES), None)
     if mpi is None:
         return inner
-    # mpiexec starts one daemon per node with srun, and its processes inherit the
-    # variables of that step.
-    return [
-        claim
-        for claim in inner
-        if not (claim.one_task_per_node and claim.contradicts(mpi))
-    ]
-
-
-def _refuse_contradictions(claims: Sequence[Claim]) -> None:
-    for place, claim in enumerate(claims):
-        for other in claims[place + 1 :]:
-            if claim.contradicts(other):
-                raise ClusterError(
-                    f"{claim.source} and {other.source} contradict each other: "
-                    f"{claim.variables}, but {other.variables}. Start the program "
-                    "with one of them, and unset the variables of the other."
-                )
+    # mpiexec starts a daemon per node with srun, and its processes inherit that step's
+    # variables.
+    return [c for c in inner if not (c.one_task_per_node and c.contradicts(mpi))]
 
 
 def _combine(
     claims: Sequence[Claim], devices: int | None, job_key: str | None
 ) -> Cluster:
     chosen = next((claim for claim in claims if claim.rank is not None), claims[0])
-    # TFDP_COORDINATOR is for the user to set, so it comes before the chosen one's.
-    by_preference = [
-        *(claim for claim in claims if claim.source == "tfdp"),
-        chosen,
-        *claims,
-    ]
+    # The user sets TFDP_COORDINATOR, so it takes precedence.
+    by_preference = [*(c for c in claims if c.source == "tfdp"), chosen, *claims]
     workers = next((c.workers for c in by_preference if c.workers is not None), None)
     coordinator = next((c.coordinator for c in by_preference if c.coordinator), None)
     lacks_coordinator = coordinator is None and chosen.needs_coordinator
+    found = "; ".join(f"{claim.variables} ({claim.source})" for claim in claims)
     if chosen.rank is None or workers is None or (lacks_coordinator and workers > 1):
         raise ClusterError(
-            "The environment names a cluster, but not all of it. Found: "
-            f"{'; '.join(f'{c.variables} ({c.source})' for c in claims)}. "
+            f"The environment names a cluster, but not all of it. Found: {found}. "
             f"Missing: {', '.join(chosen.missing)}."
         )
-    return _checked(chosen, workers, coordinator, devices, job_key, claims)
-
-
-def _checked(
-    chosen: Claim,
-    workers: int,
-    coordinator: str | None,
-    devices: int | None,
-    job_key: str | None,
-    claims: Sequence[Claim],
-) -> Cluster:
     try:
         return Cluster(
             workers=workers,
-            rank=chosen.rank or 0,
+            rank=chosen.rank,
             coordinator=coordinator,
             source=chosen.source,
             devices_per_worker=devices,
@@ -438,5 +367,4 @@ def _checked(
             job=chosen.job,
         )
     except ClusterError as error:
-        found = "; ".join(f"{claim.variables} ({claim.source})" for claim in claims)
         raise ClusterError(f"{error} Found in the environment: {found}.") from None

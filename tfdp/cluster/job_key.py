@@ -1,4 +1,4 @@
-"""The job key: what the workers of one training know and strangers do not."""
+"""The job key: a secret shared by the workers of one training."""
 
 from __future__ import annotations
 
@@ -11,26 +11,18 @@ from tfdp.errors import ClusterError
 
 JOB_KEY = "TFDP_JOB_KEY"
 KEY_BYTES = 32
-# Who has heard one worker prove that it knows the key can try keys on his own machine:
-# a key must not be short. It travels in variables and lines, so it has no spaces.
+# A peer that hears one worker's proof can try keys offline, so a key must not be short.
+# It is passed in variables and command lines, so it has no spaces.
 PATTERN = re.compile(r"[!-~]{16,256}")
 
 
 def make_job_key() -> str:
-    """A new key, for one run: 64 hexadecimal digits.
-
-    >>> len(make_job_key())
-    64
-    """
+    """A new key for one run: 64 hexadecimal digits."""
     return secrets.token_hex(KEY_BYTES)
 
 
 def checked_job_key(key: object, name: str = JOB_KEY) -> str:
-    """The key, if it is one.
-
-    Raises:
-      ClusterError: when it is not; the message does not hold it.
-    """
+    """`key` if valid; else a `ClusterError`, which does not contain it."""
     if not isinstance(key, str) or not PATTERN.fullmatch(key):
         length = f"{len(key)} characters" if isinstance(key, str) else type(key)
         raise ClusterError(
@@ -42,13 +34,6 @@ def checked_job_key(key: object, name: str = JOB_KEY) -> str:
 
 
 def find_job_key(environment: Mapping[str, str] | None = None) -> str | None:
-    """The key in the variable TFDP_JOB_KEY; None where it is not set, or is empty.
-
-    Args:
-      environment: variables by name; None takes those of this process.
-
-    Raises:
-      ClusterError: when it is set to something that is not a key.
-    """
+    """The checked key in TFDP_JOB_KEY; None if it is not set or empty."""
     key = (os.environ if environment is None else environment).get(JOB_KEY, "").strip()
     return checked_job_key(key) if key else None

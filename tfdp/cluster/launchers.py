@@ -1,4 +1,4 @@
-"""The launchers that say rank and size in plain variables, one reader each."""
+"""Readers of the launchers that set rank and size in plain variables."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from tfdp.cluster.addresses import FIRST_PORT, LAST_PORT
 from tfdp.cluster.description import Claim, integer, join_address, present
 from tfdp.errors import ClusterError
 
-# Where worker 0 of a Kubernetes job listens: it has an address of its own.
+# Worker 0's port in a Kubernetes job, in which it has its own address.
 DEFAULT_PORT = 25000
 
 
 def read_tfdp(environment: Mapping[str, str]) -> Claim | None:
     """TFDP_WORKERS, TFDP_RANK and TFDP_COORDINATOR, which `tfdp launch` sets.
 
-    Without TFDP_RANK the other two complete what another launcher says.
+    Without TFDP_RANK the other two complete another launcher's claim.
     """
     found = present(environment, "TFDP_WORKERS", "TFDP_RANK", "TFDP_COORDINATOR")
     if not found:
@@ -35,9 +35,9 @@ def read_tfdp(environment: Mapping[str, str]) -> Claim | None:
 def read_kubernetes(environment: Mapping[str, str]) -> Claim | None:
     """The pods of an Indexed Job, alone or as the replicated job of a JobSet.
 
-    Kubernetes itself tells a pod its index only; the number of pods comes from
-    TFDP_WORKERS, and worker 0 from TFDP_COORDINATOR or from the names of the JobSet
-    (JOBSET_NAME and REPLICATED_JOB_NAME, set by the downward API from the annotations
+    Kubernetes gives a pod only its index; the number of pods comes from TFDP_WORKERS,
+    and worker 0's address from TFDP_COORDINATOR or the JobSet's names (JOBSET_NAME and
+    REPLICATED_JOB_NAME, set by the downward API from the annotations
     jobset.sigs.k8s.io/jobset-name and .../replicatedjob-name).
     """
     found = present(environment, "JOB_COMPLETION_INDEX")
@@ -49,9 +49,8 @@ def read_kubernetes(environment: Mapping[str, str]) -> Claim | None:
     if "JOBSET_NAME" in jobset and "REPLICATED_JOB_NAME" in jobset:
         if integer(jobset, "JOB_INDEX", least=0):
             raise ClusterError(
-                f"JOB_INDEX={jobset['JOB_INDEX']}: the JobSet repeats its job, and "
-                "every copy counts its pods from 0. Set replicas to 1 and completions "
-                "to the number of workers."
+                f"JOB_INDEX={jobset['JOB_INDEX']}: the JobSet repeats its job. Set "
+                "replicas to 1 and completions to the number of workers."
             )
         name, subdomain = jobset["REPLICATED_JOB_NAME"], jobset["JOBSET_NAME"]
         coordinator = join_address(f"{subdomain}-{name}-0-0.{subdomain}", DEFAULT_PORT)
@@ -76,7 +75,7 @@ def read_open_mpi(environment: Mapping[str, str]) -> Claim | None:
 
 
 def read_mpich(environment: Mapping[str, str]) -> Claim | None:
-    """PMI_RANK and PMI_SIZE, from the mpiexec of MPICH and those derived from it."""
+    """PMI_RANK and PMI_SIZE, from the mpiexec of MPICH and its derivatives."""
     return _read_mpi("MPICH", environment, "PMI_RANK", "PMI_SIZE")
 
 
@@ -99,9 +98,9 @@ def _read_mpi(
 def read_torchrun(environment: Mapping[str, str]) -> Claim | None:
     """RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as torchrun sets them.
 
-    RANK alone, or MASTER_ADDR alone (common in batch scripts), claims nothing. Where
+    RANK alone, or MASTER_ADDR alone (common in batch scripts), claims nothing. If
     torchrun itself listens on MASTER_PORT (TORCHELASTIC_USE_AGENT_STORE), the workers
-    meet on another port that follows from it.
+    use another port derived from it.
     """
     names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     found = present(environment, *names)
@@ -112,7 +111,8 @@ def read_torchrun(environment: Mapping[str, str]) -> Claim | None:
     if "MASTER_ADDR" in found and "MASTER_PORT" in found:
         port = integer(found, "MASTER_PORT", least=1) or 0
         if environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-            port = beside_torchrun(port)
+            # 20000 to 29999, equal on all hosts, never MASTER_PORT itself.
+            port = FIRST_PORT + (port + 1) % (LAST_PORT + 1 - FIRST_PORT)
         coordinator = join_address(found["MASTER_ADDR"], port)
     return Claim(
         source="torchrun",
@@ -123,15 +123,6 @@ def read_torchrun(environment: Mapping[str, str]) -> Claim | None:
         missing=_missing(found, *names),
         job=environment.get("TORCHELASTIC_RUN_ID", ""),
     )
-
-
-def beside_torchrun(port: int) -> int:
-    """A port from 20000 to 29999, the same on all hosts without asking; never `port`.
-
-    >>> beside_torchrun(29500), beside_torchrun(41234), beside_torchrun(29999)
-    (29501, 21235, 20000)
-    """
-    return FIRST_PORT + (port + 1) % (LAST_PORT + 1 - FIRST_PORT)
 
 
 def _missing(found: Mapping[str, str], *names: str) -> tuple[str, ...]:

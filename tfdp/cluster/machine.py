@@ -1,6 +1,6 @@
-"""What this machine is and which package versions it holds, without TensorFlow.
+"""Facts of this machine and versions of packages, without TensorFlow.
 
-`tfdp info` prints these facts and every benchmark stores them beside its figures.
+`tfdp info` prints them and every benchmark stores them with its results.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import platform
 
 from tfdp._version import __version__
 
-# The packages whose versions decide how tfdp behaves. The TensorFlow of the CPU and
-# the TPU extra goes by another distribution name; the first one found counts.
+# The packages that determine tfdp's behaviour, with their distribution names; the
+# first one found counts.
 PACKAGES = {
     "tensorflow": ("tensorflow", "tensorflow-cpu", "tensorflow-tpu", "tf-nightly"),
     "keras": ("keras",),
@@ -23,11 +23,7 @@ PACKAGES = {
 
 
 def installed_versions() -> dict[str, str | None]:
-    """Versions of Python, tfdp and `PACKAGES`; None stands for not installed.
-
-    >>> sorted(installed_versions())
-    ['keras', 'numpy', 'python', 'tensorflow', 'tfdp']
-    """
+    """Versions of Python, tfdp and `PACKAGES`; None for a missing package."""
     versions: dict[str, str | None] = {
         "python": platform.python_version(),
         "tfdp": __version__,
@@ -45,22 +41,14 @@ def _version(distribution: str) -> str | None:
 
 
 def restart_in_words() -> str:
-    """What a notebook needs before a setting can come earlier; "" elsewhere.
-
-    Its process goes on when a cell runs again, and with it what TensorFlow has started.
-    """
+    """Advice for a notebook, in which TensorFlow stays initialized; "" elsewhere."""
     is_notebook = hasattr(builtins, "__IPYTHON__")  # IPython sets it
     text = " In a notebook, restart the kernel, and run this cell first."
     return text if is_notebook else ""
 
 
 def describe_machine() -> dict[str, str | int | None]:
-    """The machine: `system`, `processor`, `usable_cores` and `memory_bytes`.
-
-    `usable_cores` counts the cores that this process may run on, which a container
-    or `taskset` makes fewer than the machine has. Memory is None where the system
-    does not tell.
-    """
+    """`system`, `processor`, `usable_cores` and `memory_bytes` (None: unknown)."""
     return {
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "processor": _processor_name(),
@@ -70,7 +58,7 @@ def describe_machine() -> dict[str, str | int | None]:
 
 
 def usable_cores() -> int:
-    """The cores that this process may run on."""
+    """The cores that this process may run on; a container may restrict them."""
     if hasattr(os, "sched_getaffinity"):  # Linux
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -95,39 +83,27 @@ def _processor_name() -> str:
     return platform.processor() or platform.machine()
 
 
-# The memory of this process, as Linux tells it.
+# Memory of this process on Linux; elsewhere these raise an OSError.
 
 
 def resident_bytes() -> int:
-    """Memory of this process that lies in RAM.
-
-    Raises:
-      OSError: the system does not tell.
-    """
+    """Resident memory."""
     return _status_bytes("VmRSS")[0]
 
 
 def peak_bytes() -> int:
-    """The most that it has been since the process began, or since `forget_peak`.
-
-    Raises:
-      OSError: the system does not tell.
-    """
+    """The peak of resident memory since the start, or since `forget_peak`."""
     return _status_bytes("VmHWM")[0]
 
 
 def resident_and_peak_bytes() -> tuple[int, int]:
-    """`resident_bytes` and `peak_bytes`, asked for once.
-
-    Raises:
-      OSError: the system does not tell.
-    """
+    """`resident_bytes` and `peak_bytes` from one read."""
     resident, peak = _status_bytes("VmRSS", "VmHWM")
     return resident, peak
 
 
 def forget_peak() -> None:
-    """Starts the search for the peak anew (Linux: man 5 proc, clear_refs)."""
+    """Resets the peak (Linux: man 5 proc, clear_refs)."""
     pathlib.Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
 
 
@@ -137,6 +113,5 @@ def _status_bytes(*keys: str) -> list[int]:
     try:
         return [int(fields[key].split()[0]) * 1024 for key in keys]
     except (KeyError, IndexError, ValueError) as error:
-        raise OSError(
-            0, f"/proc/self/status does not tell {', '.join(keys)}"
-        ) from error
+        missing = f"/proc/self/status does not report {', '.join(keys)}"
+        raise OSError(0, missing) from error

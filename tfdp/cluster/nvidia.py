@@ -1,6 +1,6 @@
-"""NVIDIA GPUs that the driver of this machine sees, whoever else may not.
+"""NVIDIA GPUs as the machine's driver reports them, and why TensorFlow sees fewer.
 
-TensorFlow trains on the CPU without an error where it cannot load CUDA.
+TensorFlow silently trains on the CPU if it cannot load CUDA.
 """
 
 from __future__ import annotations
@@ -11,25 +11,18 @@ import subprocess
 from collections.abc import Mapping, Sequence
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
-# TensorFlow then takes the memory of a GPU as it needs it, and leaves the rest to other
-# processes.
+# Makes TensorFlow allocate GPU memory on demand, leaving the rest to other processes.
 ALLOW_GROWTH = ("TF_FORCE_GPU_ALLOW_GROWTH", "true")
-# A folder for each GPU, made by the driver itself.
+# The driver makes a folder for each GPU.
 DRIVER_FOLDER = pathlib.Path("/proc/driver/nvidia/gpus")
-# What programs talk to the driver by; a container that was given no GPU has none.
+# The driver's control devices; a container without GPUs has none.
 CONTROL_FILES = (pathlib.Path("/dev/nvidiactl"), pathlib.Path("/dev/dxg"))
 PROGRAM = "nvidia-smi"
 QUERY_SECONDS = 20.0
 
 
 def driver_gpus(folder: pathlib.Path = DRIVER_FOLDER) -> list[str]:
-    """The models of the GPUs that the driver lists; nothing where there is no driver.
-
-    Args:
-      folder: where the driver lists them; else `nvidia-smi` is asked.
-
-    Cost: a short file for each GPU, or a run of nvidia-smi of a second or so.
-    """
+    """The models of the driver's GPUs; may run nvidia-smi, for a second or so."""
     try:
         listed = [_model(gpu / "information") for gpu in sorted(folder.iterdir())]
     except OSError:
@@ -38,17 +31,13 @@ def driver_gpus(folder: pathlib.Path = DRIVER_FOLDER) -> list[str]:
 
 
 def query_gpus(what: str) -> list[str]:
-    """What `nvidia-smi` says of each GPU; nothing where there is no such program.
-
-    Args:
-      what: as in `nvidia-smi --help-query-gpu`, such as "name" or "uuid".
-    """
-    said = _query(f"--query-gpu={what}", "--format=csv,noheader")
-    return [line.strip() for line in said.splitlines() if line.strip()]
+    """`nvidia-smi`'s value of `what` ("name", "uuid") per GPU; empty without it."""
+    output = _query(f"--query-gpu={what}", "--format=csv,noheader")
+    return [line.strip() for line in output.splitlines() if line.strip()]
 
 
 def gpu_links() -> str:
-    """How GPUs are connected with each other, as `nvidia-smi` draws it; "" without."""
+    """`nvidia-smi`'s drawing of the links between GPUs; "" without it."""
     return _query("topo", "-m")
 
 
@@ -77,40 +66,26 @@ def _model(information: pathlib.Path) -> str:
 
 
 def usable_gpus(gpus: Sequence[str], environment: Mapping[str, str]) -> list[str]:
-    """Those of the GPUs that CUDA_VISIBLE_DEVICES leaves to this process.
-
-    >>> usable_gpus(["A100", "A100"], {"CUDA_VISIBLE_DEVICES": "1"})
-    ['A100']
-    >>> usable_gpus(["A100", "A100"], {"CUDA_VISIBLE_DEVICES": "-1"})
-    []
-    """
+    """The GPUs that CUDA_VISIBLE_DEVICES leaves to this process."""
     named = named_gpus(environment)
     return list(gpus if named is None else gpus[: len(named)])
 
 
 def named_gpus(environment: Mapping[str, str]) -> list[str] | None:
-    """What CUDA_VISIBLE_DEVICES lists; None: it is not set, and all are meant."""
+    """The list in CUDA_VISIBLE_DEVICES; None: it is not set, so all are visible."""
     if VISIBLE not in environment:
         return None
     named = [name.strip() for name in environment[VISIBLE].split(",")]
-    # CUDA stops at the first name that is none: "-1" hides all.
+    # CUDA stops at the first invalid name: "-1" hides all.
     end = next((i for i, n in enumerate(named) if n in ("", "-1")), len(named))
     return named[:end]
 
 
 def gpu_names(environment: Mapping[str, str]) -> list[str]:
-    """The GPUs that CUDA shows to this process, in its order, by unique names.
+    """The GPUs that CUDA shows to this process, in its order, by UUID ("GPU-8a...").
 
-    Where `nvidia-smi` and CUDA count the GPUs of a machine in different orders the
-    names may be exchanged, in the same way in all processes that see all of them.
-
-    Args:
-      environment: of the process.
-
-    Returns:
-      Such as "GPU-8a56a4bc-..."; nothing where `nvidia-smi` does not answer.
-
-    Cost: a run of nvidia-smi of a second or so.
+    Empty without a working `nvidia-smi`, which takes a second or so. If it and CUDA
+    count GPUs in different orders, names are exchanged equally in all processes.
     """
     uuids = query_gpus("uuid")
     named = named_gpus(environment)
@@ -120,10 +95,10 @@ def gpu_names(environment: Mapping[str, str]) -> list[str]:
 
 
 def _unique(name: str, uuids: Sequence[str]) -> str:
-    """The unique name of what CUDA_VISIBLE_DEVICES calls `name`; else `name` itself."""
+    """The UUID of a CUDA_VISIBLE_DEVICES entry; else `name` itself."""
     if name.isdecimal():
         return uuids[int(name)] if int(name) < len(uuids) else name
-    # CUDA takes the beginning of one as well.
+    # CUDA accepts unique prefixes.
     full = [uuid for uuid in uuids if uuid.startswith(name)]
     return full[0] if len(full) == 1 else name
 
@@ -136,14 +111,9 @@ def explain_unseen_gpus(
     environment: Mapping[str, str],
     reaches_driver: bool | None = None,
 ) -> str | None:
-    """What to say where TensorFlow sees fewer GPUs than there are; None: nothing.
+    """A message if TensorFlow sees fewer GPUs than `gpus` of the driver; else None.
 
-    Args:
-      gpus: those of `driver_gpus`.
-      seen: how many TensorFlow sees.
-      built_with_cuda: whether this TensorFlow can use GPUs at all.
-      environment: variables by name.
-      reaches_driver: whether the driver's device files are there; None: looks.
+    `reaches_driver`: whether the driver's device files exist; None: checks.
     """
     usable = usable_gpus(gpus, environment)
     if seen >= len(usable):
@@ -152,26 +122,24 @@ def explain_unseen_gpus(
         reaches_driver = any(path.exists() for path in CONTROL_FILES)
     counted = ", ".join(dict.fromkeys(usable))
     trains = f"TensorFlow sees {seen}" if seen else "TensorFlow trains on the CPU"
-    said = f"The driver sees {len(usable)} GPU(s) ({counted}), and {trains}: "
+    found = f"The driver sees {len(usable)} GPU(s) ({counted}), and {trains}: "
     if not built_with_cuda:
         return (
-            f"{said}this TensorFlow was built without CUDA. Install the other: pip "
+            f"{found}this TensorFlow was built without CUDA. Install the other: pip "
             "uninstall tensorflow-cpu, then pip install 'tfdp[gpu]'."
         )
     if not reaches_driver:
         return (
-            f"{said}this process has no device file of the driver. A container must "
+            f"{found}this process has no device file of the driver. A container must "
             "be given the GPUs: docker run --gpus all, or the resource nvidia.com/gpu."
         )
     if VISIBLE in environment:
         return (
-            f"{said}look whether {VISIBLE}={environment[VISIBLE]} names GPUs that are "
-            "there (nvidia-smi -L), and whether the CUDA libraries are installed: pip "
-            "install 'tfdp[gpu]'."
+            f"{found}check that {VISIBLE}={environment[VISIBLE]} names existing GPUs "
+            "(nvidia-smi -L), and install the CUDA libraries: pip install 'tfdp[gpu]'."
         )
     return (
-        f"{said}the CUDA libraries are missing, or the driver is older than they are. "
-        "pip install 'tfdp[gpu]' brings them; TensorFlow's own lines when it starts "
-        "name the library (TF_CPP_MIN_LOG_LEVEL=0). To train on the CPU on purpose, "
-        f"set {VISIBLE}=-1."
+        f"{found}the CUDA libraries are missing, or the driver is older than they are. "
+        "pip install 'tfdp[gpu]' brings them; TensorFlow's start names the library "
+        f"(TF_CPP_MIN_LOG_LEVEL=0). To train on the CPU on purpose, set {VISIBLE}=-1."
     )

@@ -1,4 +1,4 @@
-"""Whether this machine has a TPU, and why it cannot be used: no TensorFlow here."""
+"""Detects a TPU and explains why it cannot be used, without TensorFlow."""
 
 from __future__ import annotations
 
@@ -8,45 +8,35 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 
-# Each says that TPU cores hang on this machine itself.
+# Each means that TPU cores are attached to this machine.
 LOCAL_VARIABLES = ("TPU_ACCELERATOR_TYPE", "TPU_WORKER_ID", "TPU_WORKER_HOSTNAMES")
 DEVICE_FILES = "/dev/accel*"
 
 
 @dataclasses.dataclass(frozen=True)
 class TPUSigns:
-    """What says that there is a TPU.
+    """Evidence of a TPU."""
 
-    Args:
-      address: what TensorFlow's resolver is asked for: "local" for cores of this
-        machine, the name of a TPU, or `grpc://host:port`.
-      signs: the variables and device files that say so.
-    """
-
+    #: For TensorFlow's resolver: "local" (this machine), a name, or `grpc://host:port`.
     address: str
-    signs: tuple[str, ...]
+    signs: tuple[str, ...]  # the variables and device files found
 
 
 def find_tpu(
     environment: Mapping[str, str] | None = None,
     device_files: Sequence[str] | None = None,
 ) -> TPUSigns | None:
-    """The TPU that the environment speaks of; None: there is no sign of one.
+    """The TPU that the environment names; None: there is no sign of one.
 
     Signs: TPU_NAME, COLAB_TPU_ADDR, TPU_ACCELERATOR_TYPE, TPU_WORKER_ID,
     TPU_WORKER_HOSTNAMES, PJRT_DEVICE=TPU, and device files `/dev/accel*`.
 
-    Args:
-      environment: variables by name; None takes those of this process.
-      device_files: paths of accelerators; None looks for them.
+    `environment` None takes this process's variables; `device_files` None finds them.
 
     >>> find_tpu({"TPU_ACCELERATOR_TYPE": "v5litepod-1"}, [])
     TPUSigns(address='local', signs=('TPU_ACCELERATOR_TYPE=v5litepod-1',))
-    >>> find_tpu({}, []) is None
-    True
     """
-    if environment is None:
-        environment = os.environ
+    environment = os.environ if environment is None else environment
     if device_files is None:
         device_files = sorted(glob.glob(DEVICE_FILES))
     names = [name for name in LOCAL_VARIABLES if environment.get(name)]
@@ -67,7 +57,7 @@ def find_tpu(
 
 INSTALL = (
     "Install TensorFlow's TPU build, with the TPU library of the same version, and "
-    "nothing else of TensorFlow beside it:\n"
+    "nothing else of TensorFlow:\n"
     "    pip uninstall -y tensorflow tensorflow-cpu\n"
     "    pip install 'tfdp[tpu]' "
     "-f https://storage.googleapis.com/libtpu-tf-releases/index.html\n"
@@ -78,7 +68,7 @@ CHOOSE = (
     "'local'; a TPU elsewhere needs its name or grpc://host:port."
 )
 
-# (what the message holds, what it means, what to do). The first that fits is told.
+# (pattern in the message, meaning, what to do). The first match is used.
 FAILURES: tuple[tuple[str, str, str], ...] = (
     (
         r"No OpKernel was registered to support Op 'ConfigureDistributedTPU'",
@@ -112,19 +102,17 @@ FAILURES: tuple[tuple[str, str, str], ...] = (
     (
         r"already in use|resource busy|lockfile|Couldn't open.*accel",
         "Another process holds the TPU: one process at a time can use it.",
-        "End the other process (another notebook, a crashed run), or restart the "
-        "runtime.",
+        "End the other process (a notebook, a crashed run), or restart the runtime.",
     ),
     (
         r"worker addresses, got",
-        "The TPU library was told of other workers than there are.",
-        "Remove TPU_PROCESS_ADDRESSES and CLOUD_TPU_TASK_ID from the environment "
-        "before TensorFlow starts.",
+        "The TPU library was given other workers than there are.",
+        "Unset TPU_PROCESS_ADDRESSES and CLOUD_TPU_TASK_ID before TensorFlow starts.",
     ),
     (
         r"UNAVAILABLE|failed to connect|Connection refused|Socket closed|Deadline|"
         r"Name or service not known|urlopen error",
-        "The address of the TPU does not answer, or is not known.",
+        "The address of the TPU does not answer, or cannot be resolved.",
         f"Is the name right, does the TPU run, is it in the same network? {CHOOSE}",
     ),
     (
@@ -141,15 +129,8 @@ def explain_tpu_failure(
     signs: Sequence[str] = (),
     installed: Mapping[str, str] | None = None,
 ) -> str:
-    """Why a TPU could not be used, and what to do.
-
-    Args:
-      message: of TensorFlow's exception.
-      address: what was asked for.
-      signs: what says that there is a TPU.
-      installed: versions of the packages that matter, by name.
-    """
-    meaning, advice = "", "The message is not one that tfdp knows. " + CHOOSE
+    """Why a TPU could not be used, by TensorFlow's `message`, and what to do."""
+    meaning, advice = "", "tfdp has no explanation for the message. " + CHOOSE
     for pattern, means, todo in FAILURES:
         if re.search(pattern, message, re.I | re.S):
             meaning, advice = means + " ", todo

@@ -1,8 +1,7 @@
 """Input for data-parallel training: sharded TFRecords and TensorFlow Datasets.
 
-Every reader gives global batches: a strategy splits each one over its replicas.
-Names are resolved when first used, so that an index can be read, and a feature
-checked, without TensorFlow.
+Every reader yields global batches, which a strategy splits over its replicas. Names
+resolve on first use, so an index can be read without TensorFlow.
 """
 
 from __future__ import annotations

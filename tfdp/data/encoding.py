@@ -1,8 +1,7 @@
-"""Examples to the bytes of one record and back: `tf.train.Example` protocol buffers.
+"""Converts examples to `tf.train.Example` records and back; keeps dtypes and shapes.
 
-The round trip keeps every dtype and shape. Reading works on one record or on a whole
-batch of them at once; the second is several times faster, because each feature is
-then parsed by one operation per batch.
+Parsing a batch of records is several times faster than one record at a time: each
+feature then takes one operation per batch.
 """
 
 from __future__ import annotations
@@ -15,8 +14,9 @@ import tensorflow as tf
 
 from tfdp.data.features import FeatureSpec
 
-# What `tf.io.decode_raw` cannot name is read as the type of the same width.
+# `tf.io.decode_raw` lacks these types: read the type of the same width and bitcast.
 _BITCAST_FROM = {"uint32": tf.int32, "uint64": tf.int64}
+_STORED = {"bytes_list": tf.string, "float_list": tf.float32, "int64_list": tf.int64}
 
 
 def _shape_name(name: str) -> str:
@@ -26,12 +26,7 @@ def _shape_name(name: str) -> str:
 def encode_example(
     arrays: Mapping[str, np.ndarray], features: Mapping[str, FeatureSpec]
 ) -> bytes:
-    """The record of one example.
-
-    Args:
-      arrays: Name to array, as `check_example` returns them.
-      features: What every example of the set holds.
-    """
+    """The record of one example, of arrays as `check_example` returns them."""
     fields = {}
     for name, spec in features.items():
         fields[name] = _encode_feature(arrays[name], spec)
@@ -39,64 +34,48 @@ def encode_example(
             shape = tf.train.Int64List(value=arrays[name].shape)
             fields[_shape_name(name)] = tf.train.Feature(int64_list=shape)
     example = tf.train.Example(features=tf.train.Features(feature=fields))
-    # Equal examples must give equal bytes, whatever the order of a map's fields.
+    # Equal examples must give equal bytes, whatever the order of the map's fields.
     return example.SerializeToString(deterministic=True)
 
 
 def _encode_feature(array: np.ndarray, spec: FeatureSpec) -> tf.train.Feature:
-    if spec.encoding == "bytes_list":
-        texts = tf.train.BytesList(value=array.reshape(-1).tolist())
-        return tf.train.Feature(bytes_list=texts)
+    flat = array.reshape(-1)
     if spec.encoding == "float_list":
-        floats = tf.train.FloatList(value=array.reshape(-1))
-        return tf.train.Feature(float_list=floats)
+        return tf.train.Feature(float_list=tf.train.FloatList(value=flat))
     if spec.encoding == "int64_list":
-        # A list of int64 refuses Python's True.
-        values = array.astype(np.int64).reshape(-1).tolist()
-        integers = tf.train.Int64List(value=values)
+        # Int64List rejects Python's True.
+        integers = tf.train.Int64List(value=flat.astype(np.int64).tolist())
         return tf.train.Feature(int64_list=integers)
-    little_endian = array.astype(array.dtype.newbyteorder("<"), copy=False)
-    raw = tf.train.BytesList(value=[little_endian.tobytes()])
-    return tf.train.Feature(bytes_list=raw)
+    if spec.encoding == "bytes_list":
+        texts = flat.tolist()
+    else:
+        little_endian = array.astype(array.dtype.newbyteorder("<"), copy=False)
+        texts = [little_endian.tobytes()]
+    return tf.train.Feature(bytes_list=tf.train.BytesList(value=texts))
 
 
 def decode_examples(
     records: tf.Tensor, features: Mapping[str, FeatureSpec]
 ) -> dict[str, tf.Tensor]:
-    """The features of one record, or of a batch of records.
-
-    Args:
-      records: A string scalar, or string [B] when no feature's length varies.
-      features: What every example of the set holds.
-
-    Returns:
-      Name to tensor: the feature's shape, after B for a batch.
-    """
-    schema: dict[str, tf.io.FixedLenFeature | tf.io.FixedLenSequenceFeature] = {}
+    """Name to tensor of one record, or (string [B], no varying lengths) of a batch."""
+    schema: dict[str, Any] = {}
     for name, spec in features.items():
         schema[name] = _schema_of(spec)
         if spec.stores_shape:
             rank = len(spec.shape)
             schema[_shape_name(name)] = tf.io.FixedLenFeature((rank,), tf.int64)
     parsed = tf.io.parse_example(records, schema)
+    batch = tuple(records.shape)
     return {
-        name: _restore(
-            parsed[name], spec, tuple(records.shape), parsed.get(_shape_name(name))
-        )
+        name: _restore(parsed[name], spec, batch, parsed.get(_shape_name(name)))
         for name, spec in features.items()
     }
 
 
-def _schema_of(
-    spec: FeatureSpec,
-) -> tf.io.FixedLenFeature | tf.io.FixedLenSequenceFeature:
+def _schema_of(spec: FeatureSpec) -> Any:
     if spec.encoding == "raw_bytes":
         return tf.io.FixedLenFeature((), tf.string)
-    stored = {
-        "bytes_list": tf.string,
-        "float_list": tf.float32,
-        "int64_list": tf.int64,
-    }[spec.encoding]
+    stored = _STORED[spec.encoding]
     if spec.varies:
         return tf.io.FixedLenSequenceFeature((), stored, allow_missing=True)
     return tf.io.FixedLenFeature(spec.shape, stored)
@@ -119,7 +98,7 @@ def _restore(
         lengths = (*batch_shape, *spec.shape)
         wanted: list[Any] = [-1 if length is None else length for length in lengths]
         if -1 in wanted and 0 in wanted:
-            # A batch of unknown size of an empty feature: -1 would be any number.
+            # -1 is ambiguous for an empty feature in a batch of unknown size.
             wanted[0] = tf.shape(stored)[0]
         stored = tf.reshape(stored, wanted)
     else:

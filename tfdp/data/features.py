@@ -1,8 +1,4 @@
-"""What one feature of an example is: its shape, its dtype, how it is stored.
-
-A feature is inferred from the first example and held against every later one.
-Nothing here needs TensorFlow.
-"""
+"""Feature specs: shape, dtype and encoding, inferred and checked without TensorFlow."""
 
 from __future__ import annotations
 
@@ -20,36 +16,21 @@ _SMALL_INTEGERS = ("bool", "int8", "int16", "int32", "uint8", "uint16", "uint32"
 _RAW_ONLY = ("uint64", "float16", "bfloat16", "float64", "complex64", "complex128")
 DTYPES = ("string", "int64", "float32", *_SMALL_INTEGERS, *_RAW_ONLY)
 
-# How a feature lies in the `tf.train.Example`: one of its three kinds of list, or
-# the array's little-endian bytes as a single string.
-ENCODINGS = ("bytes_list", "float_list", "int64_list", "raw_bytes")
-
-
-def _default_encoding(shape: tuple[int | None, ...], dtype: str) -> str:
-    if dtype == "string":
-        return "bytes_list"
-    if dtype == "float32":
-        return "float_list"
-    if dtype == "int64" or (dtype in _SMALL_INTEGERS and shape == ()):
-        return "int64_list"
-    return "raw_bytes"
-
 
 @dataclass(frozen=True)
 class FeatureSpec:
     """Shape and dtype of one feature of an example, and how it is stored.
 
     Args:
-      shape: Its shape without a batch dimension; None is a length that may
-        differ from example to example, as in `(None,)` for a list of tokens.
-      dtype: Its dtype by name: "string", "bool", "float32", "uint8", "bfloat16"...
-      encoding: How it lies in the `tf.train.Example`: "bytes_list", "float_list",
-        "int64_list" or "raw_bytes" (the array's little-endian bytes). The
-        default follows the dtype: strings, float32, int64 and integer scalars
-        take the list that other readers expect, the rest is stored raw.
+      shape: Shape without the batch dimension; None is a length that may differ
+        between examples, as in `(None,)` for a list of tokens.
+      dtype: Dtype name: "string", "bool", "float32", "uint8", "bfloat16"...
+      encoding: "bytes_list", "float_list", "int64_list" or "raw_bytes" (the array's
+        little-endian bytes) in the `tf.train.Example`. By default strings, float32,
+        int64 and integer scalars take the list other readers expect, the rest is raw.
 
     Raises:
-      ConfigurationError: The shape, dtype or encoding is not one of these.
+      ConfigurationError: The shape, dtype or encoding is not allowed.
 
     >>> FeatureSpec((28, 28), "uint8").encoding
     'raw_bytes'
@@ -62,7 +43,7 @@ class FeatureSpec:
     def __post_init__(self) -> None:
         try:
             shape = None if isinstance(self.shape, str) else tuple(self.shape)
-        except (TypeError, ValueError):  # of a TensorShape of which nothing is known
+        except (TypeError, ValueError):  # a TensorShape of unknown rank
             shape = None
         if shape is None:
             raise ConfigurationError(
@@ -84,29 +65,30 @@ class FeatureSpec:
         if self.varies and 0 in self.shape:
             raise ConfigurationError(
                 f"a feature has shape {self.shape}; a varying length cannot be "
-                "found again beside a length of 0"
+                "recovered next to a length of 0"
             )
+        allowed = self._allowed_encodings()
         if not self.encoding:
-            chosen = _default_encoding(self.shape, self.dtype)
-            object.__setattr__(self, "encoding", chosen)
-        elif self.encoding not in self._allowed_encodings():
+            is_raw = self.dtype in _SMALL_INTEGERS and self.shape != ()
+            object.__setattr__(self, "encoding", "raw_bytes" if is_raw else allowed[0])
+        elif self.encoding not in allowed:
             raise ConfigurationError(
                 f"encoding {self.encoding!r} cannot hold {self.dtype} of shape "
-                f"{self.shape}; allowed is {' or '.join(self._allowed_encodings())}"
+                f"{self.shape}; allowed is {' or '.join(allowed)}"
             )
 
     @property
     def varies(self) -> bool:
-        """Whether some length differs from example to example."""
+        """Whether some length differs between examples."""
         return None in self.shape
 
     @property
     def stores_shape(self) -> bool:
-        """Whether each record must hold the shape: one unknown length is implied."""
+        """Whether each record must hold the shape; one unknown length is implied."""
         return self.shape.count(None) > 1
 
     def accepts(self, shape: tuple[int, ...]) -> bool:
-        """Whether an array of this shape is one of this feature's."""
+        """Whether an array of this shape fits this feature."""
         return len(shape) == len(self.shape) and all(
             wanted is None or wanted == got
             for wanted, got in zip(self.shape, shape, strict=True)
@@ -123,13 +105,9 @@ class FeatureSpec:
 
 
 def as_array(value: Any) -> np.ndarray:
-    """The array that is stored for a value; text becomes UTF-8 bytes.
+    """The array stored for a value; text becomes UTF-8 bytes, a Python float float32.
 
-    A Python float becomes float32, as it does in `tf.constant`, and a Python int
-    int64; NumPy values keep their dtype.
-
-    Raises:
-      DataError: The value is no rectangular array of numbers, bytes or text.
+    NumPy values keep their dtype. What is not rectangular raises a `DataError`.
     """
     if isinstance(value, float) and not isinstance(value, np.floating):
         if np.isfinite(value) and abs(value) > LARGEST_FLOAT32:
@@ -146,21 +124,18 @@ def as_array(value: Any) -> np.ndarray:
             f"({error}); store its parts under names of their own"
         ) from error
     if array.dtype.kind == "f" and isinstance(value, (list, tuple)):
-        _refuse_rounded(array, np.asarray(value, dtype=object))
+        # NumPy turns ints that mix signs with 64 bits into floats, which may round.
+        given = np.asarray(value, dtype=object)
+        for stored, one in zip(array.flat, given.flat, strict=True):
+            if isinstance(one, int) and int(stored) != one:
+                raise DataError(
+                    f"the whole number {one} would be stored as the float {stored!r}; "
+                    "give an array of a dtype that holds it, such as uint64"
+                )
     if array.dtype.kind in "SUO":
-        # NumPy's fixed-width bytes drop trailing zero bytes, hence objects.
+        # NumPy's fixed-width bytes drop trailing zero bytes, so use objects.
         return _as_bytes(np.asarray(value, dtype=object))
     return array
-
-
-def _refuse_rounded(array: np.ndarray, given: np.ndarray) -> None:
-    """NumPy makes floats of Python ints of which some need a sign, and one 64 bits."""
-    for stored, one in zip(array.flat, given.flat, strict=True):
-        if isinstance(one, int) and int(stored) != one:
-            raise DataError(
-                f"the whole number {one} would be stored as the float {stored!r}; give "
-                "an array of a dtype that holds it, such as uint64"
-            )
 
 
 def _as_bytes(array: np.ndarray) -> np.ndarray:
@@ -184,22 +159,13 @@ def _dtype_name(array: np.ndarray) -> str:
 def infer_features(
     example: Mapping[str, Any], given: Mapping[str, FeatureSpec] | None = None
 ) -> dict[str, FeatureSpec]:
-    """The features of an example, where `given` has no word about them.
+    """One `FeatureSpec` per name, in the example's order; `given` overrides inference.
 
-    Args:
-      example: Name to array, number, bytes or text.
-      given: Features that are already known, such as those whose length varies.
-
-    Returns:
-      One `FeatureSpec` for each name, in the order of the example.
-
-    Raises:
-      DataError: The example is no mapping, is empty, holds what cannot be stored,
-        or lacks a feature that was given.
+    A bad example, or one that lacks a given feature, raises a `DataError`.
     """
     _require_mapping(example, 0)
-    known = dict(given or {})
-    missing = sorted(known.keys() - example.keys())
+    declared = dict(given or {})
+    missing = sorted(declared.keys() - example.keys())
     if missing:
         raise DataError(
             f"example 0 has no feature {missing[0]!r}, which `features` declares; "
@@ -207,8 +173,8 @@ def infer_features(
         )
     features = {}
     for name, value in example.items():
-        if name in known:
-            features[name] = known[name]
+        if name in declared:
+            features[name] = declared[name]
             continue
         array = _named_array(name, value, 0)
         dtype = _dtype_name(array)
@@ -224,16 +190,7 @@ def infer_features(
 def check_example(
     example: Mapping[str, Any], features: Mapping[str, FeatureSpec], number: int
 ) -> dict[str, np.ndarray]:
-    """An example's arrays, once it is seen to be as `features` says.
-
-    Args:
-      example: Name to array, number, bytes or text.
-      features: What every example of the set holds.
-      number: The example's place in the set, from 0, for the error.
-
-    Raises:
-      DataError: A feature is missing, unknown, or of another shape or dtype.
-    """
+    """The arrays of example `number`; a `DataError` if they differ from `features`."""
     _require_mapping(example, number)
     if example.keys() != features.keys():
         raise DataError(

@@ -1,12 +1,10 @@
-"""How records lie in a TFRecord file, seen without TensorFlow.
+"""Reads the framing of a TFRecord file without TensorFlow.
 
     8 bytes: length    4: its checksum    length bytes    4: their checksum
 
-Lengths and checksums together, in order, are the file's identity: 32 digits in its
-index tell it from every other file, and a record from every other place. TensorFlow
-compares records with their checksums, but nobody else compares the checksums with the
-index; and TensorFlow takes memory for a length before it knows whether the file is as
-long.
+A digest of all lengths and checksums, in order, identifies the file in its index.
+TensorFlow checks records against their checksums but never the checksums against the
+index, and allocates memory for a length before checking that the file is that long.
 """
 
 from __future__ import annotations
@@ -23,26 +21,22 @@ from tfdp.data.places import Place, open_binary
 HEADER_BYTES, FOOTER_BYTES = 12, 4
 BLOCK_BYTES = 2**20
 END_BYTES = 4096
-# zlib or gzip, whichever the first bytes say.
-ANY_HEADER = 32 + zlib.MAX_WBITS
+ANY_HEADER = 32 + zlib.MAX_WBITS  # zlib or gzip, detected from the first bytes
 
 
 @dataclass(frozen=True)
 class Framing:
-    """How many records a file holds, and 32 hexadecimal digits for all of them."""
+    """The number of records in a file, and 32 hexadecimal digits over all of them."""
 
     records: int
     digest: str
 
 
 class FramingFault(Exception):
-    """Where a file stops being a row of records.
+    """Where a file stops being a sequence of records, after `record` whole ones.
 
-    Args:
-      record: how many whole records come before.
-      reason: what is wrong there.
-      is_claim: whether a length with a sound checksum is more than there is: what a cut
-        file looks like, and the one thing that TensorFlow must not be given.
+    `is_claim`: a length with a sound checksum exceeds the file, as in a cut file.
+    TensorFlow must not be given that.
     """
 
     def __init__(self, record: int, reason: str, is_claim: bool = False):
@@ -53,17 +47,10 @@ class FramingFault(Exception):
 def scan_records(
     path: Place, compression: str = "", check_lengths: bool = False
 ) -> Framing:
-    """Follows the lengths of a file from record to record.
+    """Reads the framing of every record; raises a `FramingFault` if the file is cut.
 
-    Args:
-      path: a TFRecord file.
-      compression: "", "GZIP" or "ZLIB".
-      check_lengths: compares each length with its checksum, to stop at the first that
-        is wrong. Without it a wrong one shows in the digest.
-
-    Raises:
-      FramingFault: the file ends within a record, or cannot be decompressed.
-      OSError: it cannot be read.
+    With `check_lengths` it also stops at the first length that does not match its
+    checksum; without, that shows in the digest.
 
     Cost: reads the file once, in blocks of 1 MiB; some two microseconds a record.
     """
@@ -94,11 +81,7 @@ def scan_records(
 
 
 def digest_of_ends(path: Place) -> str:
-    """16 hexadecimal digits over the first and the last 4 KiB: two short reads.
-
-    Raises:
-      OSError: the file cannot be read.
-    """
+    """16 hexadecimal digits over the first and the last 4 KiB: two short reads."""
     size_bytes = path.stat().st_size
     digest = hashlib.blake2b(digest_size=8)
     with open_binary(path) as file:
@@ -109,13 +92,12 @@ def digest_of_ends(path: Place) -> str:
 
 
 class _Stream:
-    """Blocks of bytes, read in other pieces; never holds more than a block."""
+    """Re-chunks blocks of bytes; never holds more than one block."""
 
     def __init__(self, blocks: Iterable[bytes]):
         self._blocks, self._block, self._at = iter(blocks), b"", 0
 
     def take(self, count: int) -> bytes:
-        """The next few bytes, or as many as are left."""
         taken = self._block[self._at : self._at + count]
         self._at += len(taken)
         while len(taken) < count and self._next():
@@ -124,7 +106,6 @@ class _Stream:
         return taken
 
     def skip(self, count: int) -> int:
-        """Passes over `count` bytes; fewer where fewer are left. Returns how many."""
         left = count
         while True:
             step = min(left, len(self._block) - self._at)
@@ -144,14 +125,13 @@ def _inflated(blocks: Iterable[bytes]) -> Iterator[bytes]:
     for block in blocks:
         while block:
             is_begun = True
-            # At most a block at a time: a small file may stand for a huge one.
+            # At most one block at a time: a small file may inflate to a huge one.
             if piece := inflate.decompress(block, BLOCK_BYTES):
                 yield piece
             if not inflate.eof:
                 block = inflate.unconsumed_tail
                 continue
-            # Compressed files may be joined end to end.
-            block = inflate.unused_data
+            block = inflate.unused_data  # compressed files may be concatenated
             inflate, is_begun = zlib.decompressobj(ANY_HEADER), False
     if is_begun:
         if piece := inflate.flush():
@@ -160,14 +140,14 @@ def _inflated(blocks: Iterable[bytes]) -> Iterator[bytes]:
             raise zlib.error("it ends too early")
 
 
-@functools.lru_cache(maxsize=4096)  # lengths come again
+@functools.lru_cache(maxsize=4096)  # lengths repeat
 def _length_checksum_fits(header: bytes) -> bool:
     length, checksum = header[:8], struct.unpack_from("<I", header, 8)[0]
     value = 0xFFFFFFFF
     for byte in length:
         value = _crc32c_table()[(value ^ byte) & 0xFF] ^ (value >> 8)
     value ^= 0xFFFFFFFF
-    # TFRecord's mask: a checksum of data with checksums in it is a weak one.
+    # TFRecord masks checksums: a checksum of data that holds checksums is weak.
     masked = ((value >> 15) | (value << 17 & 0xFFFFFFFF)) + 0xA282EAD8
     return (masked & 0xFFFFFFFF) == checksum
 

@@ -1,8 +1,7 @@
-"""`GrainPasses`: passes over a `grain` input that can begin where one was.
+"""`GrainPasses`: resumable passes over a `grain` input.
 
-Keras makes a dataset of it that calls `next` on an iterator of grain's, and TensorFlow
-reads ahead, so that the iterator is further than the training. Here the iterator's
-state is noted behind each batch, and found again by the number of batches that were
+Keras wraps a grain iterator in a dataset, and TensorFlow reads ahead of the training.
+So the iterator's state is saved after each batch and looked up by the number of batches
 trained on.
 """
 
@@ -25,21 +24,16 @@ from tfdp.errors import ConfigurationError, DataError
 from tfdp.files.checked_json import parse_json
 from tfdp.hosts.host_link import HostLink
 
-#: Of states that wait to be asked for, the oldest goes: more than is read ahead.
+#: The oldest saved state is dropped beyond these: more than is read ahead.
 MOST_STATES = 10_000
 MOST_CHARACTERS = 2**26
 
 
 def with_own_state(dataset: tf.data.Dataset, adapter: Any) -> tf.data.Dataset:
-    """`dataset`, which Keras made of a `grain` input, read so that states are known.
+    """`dataset`, which Keras built from a `grain` input, with resumable iterators.
 
-    Args:
-      dataset: Keras' own.
-      adapter: Keras' data adapter; None: it is not a Keras loop that reads.
-
-    Returns:
-      The same batches. `dataset` as it is where it is not grain's, or where batches
-      have None or sparse elements, of which Keras makes something else.
+    Unchanged if Keras' `adapter` (None outside a Keras loop) does not read grain, or
+    batches have None or sparse elements, which Keras converts.
     """
     source = grain_input_of(adapter)
     leaves = tf.nest.flatten(dataset.element_spec)
@@ -54,47 +48,34 @@ def with_own_state(dataset: tf.data.Dataset, adapter: Any) -> tf.data.Dataset:
 
 
 class GrainPasses:
-    """The passes over a loader or a dataset of grain's.
-
-    Args:
-      source: makes an iterator with `get_state` and `set_state` for each pass.
-    """
+    """Passes over a grain loader or dataset, which makes an iterator for each pass."""
 
     def __init__(self, source: Any):
         self._source = source
         self._lock = threading.Lock()
         self._is_kept = False
-        # By how many batches of a pass came before: passes are alike.
+        # By the number of batches before, as every pass is the same.
         self._states: collections.OrderedDict[int, str] = collections.OrderedDict()
         self._characters = 0
         self._next: tuple[int, Any] | None = None
 
     def keep(self) -> None:
-        """Notes states from now on."""
         self._is_kept = True
 
     def state_after(self, batches: int) -> str | None:
-        """The iterator's state behind so many batches, as text; None: not known."""
+        """The iterator's state after that many batches, as text; None: unknown."""
         with self._lock:
             return self._states.get(batches)
 
     def begin_next_at(self, batches: int, state: str) -> None:
-        """Lets the next pass begin behind so many batches.
-
-        Args:
-          batches: how many came before.
-          state: what `state_after` returned for it.
-
-        Raises:
-          DataError: it is a state of other data, or none.
-        """
+        """Starts the next pass after `batches` batches, from `state_after`'s result."""
         iterator = iter(self._source)
         try:
-            known = parse_json(state)
+            content = parse_json(state)
             # A loader's iterator has bytes, a dataset's a dictionary.
             is_bytes = isinstance(iterator.get_state(), bytes)
-            iterator.set_state(json.dumps(known).encode() if is_bytes else known)
-        # Whatever grain, or the data source, may raise.
+            iterator.set_state(json.dumps(content).encode() if is_bytes else content)
+        # Grain or the data source may raise anything.
         except Exception as error:
             raise DataError(
                 "The grain input cannot go on where the checkpoint was written "
@@ -105,7 +86,6 @@ class GrainPasses:
         self._next = batches, iterator
 
     def batches(self) -> Iterator[Any]:
-        """One pass."""
         with self._lock:
             count, iterator = self._next or (0, None)
             self._next = None
@@ -118,7 +98,7 @@ class GrainPasses:
                     self._note(count, iterator)
                 yield keras.tree.lists_to_tuples(batch)
         finally:
-            # Some have threads or processes; a loader's ends them when it is deleted.
+            # Some have threads or processes; a loader ends its own on deletion.
             getattr(iterator, "close", int)()
 
     def _note(self, count: int, iterator: Any) -> None:
@@ -126,7 +106,7 @@ class GrainPasses:
             state = iterator.get_state()
             text = state.decode() if isinstance(state, bytes) else json.dumps(state)
         except (NotImplementedError, TypeError, ValueError):
-            # An iterator of somebody's own need not tell its state, or not as JSON.
+            # A custom iterator may have no state, or one that is not JSON.
             self._is_kept = False
             return
         with self._lock:
@@ -136,23 +116,11 @@ class GrainPasses:
                 self._characters -= len(self._states.popitem(last=False)[1])
 
 
-# Whether each host's `grain.DataLoader` reads a shard of its own.
-
-
 def has_own_shard(adapter: Any, link: HostLink) -> bool:
-    """Whether the hosts' batches are the parts of global ones, not these themselves.
+    """Whether each host's `grain.DataLoader` reads its own shard of the input.
 
-    Says, on worker 0, when every host reads everything.
-
-    Args:
-      adapter: Keras' data adapter of what is read; None: no Keras loop reads it.
-      link: tells the hosts from each other.
-
-    Raises:
-      ConfigurationError: on all hosts, when a loader has shards that are not those of
-        these hosts.
-
-    Cost: of a grain input, one word to the others.
+    Else every host reads all of it, and worker 0 prints so; other shards are an error
+    on all hosts. Cost: for a grain input, one message to each host.
     """
     source = grain_input_of(adapter)
     if source is None:
@@ -179,24 +147,13 @@ def has_own_shard(adapter: Any, link: HostLink) -> bool:
 
 
 def is_own_shard(adapter: Any, rank: int, hosts: int) -> bool:
-    """As `has_own_shard`, by what this host knows alone.
-
-    Raises:
-      ConfigurationError: the loader has shards that are not those of these hosts.
-    """
+    """As `has_own_shard`, from this host's loader only."""
     source = grain_input_of(adapter)
     return source is not None and is_shard_of(*shards_of(source), rank, hosts)
 
 
 def is_shard_of(index: int, count: int, rank: int, hosts: int) -> bool:
-    """Whether a host reads its shard; false: it reads everything.
-
-    Raises:
-      ConfigurationError: it does neither.
-
-    >>> is_shard_of(1, 2, rank=1, hosts=2), is_shard_of(0, 1, rank=1, hosts=2)
-    (True, False)
-    """
+    """Whether a host reads its own shard; false: it reads everything; else an error."""
     if (index, count) not in ((rank, hosts), (0, 1)):
         raise ConfigurationError(_refusal({rank: f"{index} of {count}"}, hosts))
     return count > 1

@@ -1,9 +1,10 @@
-"""Which part of the input each host takes."""
+"""The part of the input that each host takes, and the seed that hosts share."""
 
 from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 import itertools
 from collections.abc import Iterator
 from typing import Any
@@ -17,8 +18,7 @@ from tfdp.data.split import has_rows, length_of, rows_between
 from tfdp.hosts.host_link import HostLink
 from tfdp.hosts.python_calls import counted
 
-# Said by a host, behind the number of its elements, when no more of them will come.
-OVER = "over"
+OVER = "over"  # a host adds this to its number of elements when it has no more
 
 
 def own_part(
@@ -28,44 +28,29 @@ def own_part(
     name: str | None = None,
     record: BatchRecord | None = None,
 ) -> tf.data.Dataset:
-    """This host's rows of every global batch: a range, in the order of the hosts.
+    """This host's rows of every global batch: rows n h // H to n (h + 1) // H of n.
 
-    Of n rows host h of H takes those from n h // H to n (h + 1) // H. Together the
-    hosts take every row once, and they see the same global batches as one device
-    would.
-
-    Args:
-      dataset: global batches, the same on every host and in the same order.
-      link: tells the hosts from each other.
-      policies: the dtype policies of the model that reads it.
-      name, record: see `same_batches`.
-
-    Raises:
-      CollectiveError: when the dataset is read and the hosts' first batches, numbers
-        of batches or policies differ; see `same_batches`.
+    All hosts have the same `dataset` of global batches; see `same_batches`.
     """
-    alike = same_batches(dataset, link, policies, name, record)
-    return rows_of_place(alike, link.rank, link.workers)
+    checked = same_batches(dataset, link, policies, name, record)
+    return rows_of_place(checked, link.rank, link.workers)
 
 
 def rows_of_place(dataset: tf.data.Dataset, rank: int, hosts: int) -> tf.data.Dataset:
-    """The rows of one of so many hosts of every batch; see `own_part`."""
-
-    def take(batch: Any) -> Any:
-        return tf.nest.map_structure(
-            lambda part: _rows(part, rank, hosts) if has_rows(part) else part, batch
-        )
-
-    # A map hands the parts of a tuple over one by one.
+    """Host `rank`'s rows of every batch; see `own_part`."""
+    own = functools.partial(_rows, rank=rank, hosts=hosts)
+    # `map` passes the parts of a tuple as separate arguments.
     is_tuple = isinstance(dataset.element_spec, tuple)
     return dataset.map(
-        lambda *parts: take(parts if is_tuple else parts[0]),
+        lambda *parts: tf.nest.map_structure(own, parts if is_tuple else parts[0]),
         num_parallel_calls=tf.data.AUTOTUNE,
         deterministic=True,
     )
 
 
 def _rows(part: Any, rank: int, hosts: int) -> Any:
+    if not has_rows(part):
+        return part
     rows = length_of(part)
     taken = rows_between(part, rows * rank // hosts, rows * (rank + 1) // hosts)
     if isinstance(part, tf.Tensor) and part.shape[0] is not None:
@@ -80,30 +65,24 @@ def until_all_end(
 ) -> tf.data.Dataset:
     """`dataset`, then elements without rows until every other host has ended, too.
 
-    Args:
-      dataset: this host's elements; the hosts may have different numbers of them.
-      link: tells the hosts from each other.
-      name: of the dataset, the same on all hosts; None: the next one.
-
-    Cost: one word to the others per element, ahead of the training steps.
+    The hosts' datasets may differ in length. Cost: one message to the other hosts per
+    element, ahead of the training steps.
     """
+    spec = dataset.element_spec
     empty = tf.data.Dataset.from_tensors(0).map(
-        lambda _: tf.nest.map_structure(
-            no_rows, dataset.element_spec, expand_composites=False
-        )
+        lambda _: tf.nest.map_structure(no_rows, spec)
     )
     marked = dataset.map(lambda *e: (e if len(e) > 1 else e[0], True))
     padding = empty.map(lambda *e: (e if len(e) > 1 else e[0], False)).repeat()
 
     name = name or new_dataset_name()
     iterators = itertools.count()
-
     own_elements: collections.Counter[str] = collections.Counter()
 
     def is_element(number: np.ndarray, iterator: np.ndarray, mine: Any) -> np.ndarray:
         key = f"{name}, iterator {iterator}"
         if mine:
-            # Never waits: this may be an element read ahead, in an iterator that is
+            # Never wait here: this element may be read ahead by an iterator that is
             # about to be dropped, while another host waits for this one elsewhere.
             own_elements[key] += 1
             link.leave_note(key, str(own_elements[key]))
@@ -119,57 +98,47 @@ def until_all_end(
         return tf.ensure_shape(answer, [])
 
     def number_of_iterator() -> Iterator[int]:
-        """The same number again and again, for as long as somebody iterates."""
+        """Yields the iterator's number until the iterator is dropped."""
         number = next(iterators)
         try:
             yield from itertools.repeat(number)
         finally:
-            # Others may wait to hear how far this iterator comes.
+            # Other hosts may wait for this iterator's final count.
             key = f"{name}, iterator {number}"
             link.leave_note(key, f"{own_elements.pop(key, 0)} {OVER}")
 
-    def numbered() -> tf.data.Dataset:
-        return tf.data.Dataset.from_generator(
-            number_of_iterator, output_signature=tf.TensorSpec([], tf.int64)
-        )
-
-    joined = tf.data.Dataset.zip((numbered(), marked.concatenate(padding)))
+    numbered = tf.data.Dataset.from_generator(
+        number_of_iterator, output_signature=tf.TensorSpec([], tf.int64)
+    )
+    joined = tf.data.Dataset.zip((numbered, marked.concatenate(padding)))
     kept = joined.enumerate().take_while(goes_on)
     return kept.map(lambda number, element: element[1][0])
 
 
 def _others_have(link: HostLink, key: str, number: int) -> bool:
-    """Whether another host has element `number` of an iterator.
-
-    Waits until one has come as far, or all have ended or dropped the iterator.
-    """
+    """Waits until a host has element `number` or all have ended; whether one has."""
 
     def reached(note: str) -> bool:
         return int(note.split()[0]) > number
 
-    def is_known(notes: dict[int, str]) -> bool:
+    def is_decided(notes: dict[int, str]) -> bool:
         others = [note for rank, note in notes.items() if rank != link.rank]
         all_over = sum(note.endswith(OVER) for note in others) == link.workers - 1
         return all_over or any(map(reached, others))
 
-    notes = link.wait_for_notes(key, is_known)
+    notes = link.wait_for_notes(key, is_decided)
     return any(reached(note) for rank, note in notes.items() if rank != link.rank)
 
 
-# The seed that hosts agree on where the program has set none.
-#
-# Without a global seed TensorFlow orders `shuffle(seed=7)` by that 7 alone, and draws a
-# seed for `shuffle()`. Hosts need one draw for all of them, so the strategy sets a
-# global seed. That one goes into every other order as well, and differs from job to
-# job: readers that promise an order by their own seed leave it out.
+# The shared seed, for programs that set none: TensorFlow draws one for `shuffle()`,
+# which must be one draw for all hosts. A global seed changes every other order as well,
+# and differs from job to job: readers with an order by their own seed leave it out.
 
-
-# What `agree_on_seed` has set; None: nothing.
-_agreed: int | None = None
+_agreed: int | None = None  # the seed set by `agree_on_seed`; None: none
 
 
 def program_seed() -> int | None:
-    """What the program gave `tf.random.set_seed`, 0 included; None: nothing."""
+    """The program's `tf.random.set_seed` value, 0 included; None: none."""
     seed = names.global_seed()
     return None if seed == _agreed else seed
 
@@ -184,28 +153,24 @@ def seed_to_share() -> np.ndarray:
 
 
 def agree_on_seed(shared: np.ndarray) -> None:
-    """Sets what the first host shares, on a host whose program has set none.
-
-    Args:
-      shared: the first host's `seed_to_share`.
-    """
+    """Sets rank 0's `seed_to_share` on a host whose program has set none."""
     global _agreed
     if program_seed() is not None:
         return
     is_programs, seed = map(int, shared)
     if names.global_seed() != seed:
-        # It begins all draws anew: not for a second strategy.
+        # Restarts all random streams, so not for a second strategy.
         tf.random.set_seed(seed)
-    # The first host's program has set it, so it counts as set here as well.
+    # Rank 0's program set it, so it counts as set by the program here as well.
     _agreed = None if is_programs else seed
 
 
 @contextlib.contextmanager
 def seeds_of_program() -> Iterator[None]:
-    """While it is open, TensorFlow has the global seed of the program, or none.
+    """Hides the shared global seed, if the program set none.
 
-    Only for what has a seed of its own: whatever else is made meanwhile, by other
-    threads too, would draw on each host for itself.
+    Only for what has a seed of its own: anything else created meanwhile, in any thread,
+    would draw differently on each host.
     """
     seed = names.global_seed()
     if seed is None or seed != _agreed:

@@ -1,9 +1,7 @@
-"""The index of a set of TFRecord files: what is in them, and how much.
+"""The index of a set of TFRecord or tar files: contents, counts and checksums.
 
-`name.index.json` lies beside its files and is written last: a set without an index
-is a set that was never finished. It holds a checksum of each file's records and one of
-itself. Nothing here needs TensorFlow, unless they lie behind a URL such as
-`gs://bucket/folder`.
+`name.index.json` is stored next to its files and written last: a set without an index
+was never finished. Needs TensorFlow only for URLs such as `gs://bucket/folder`.
 """
 
 from __future__ import annotations
@@ -30,11 +28,14 @@ from tfdp.files.checked_json import (
 
 SUFFIX = ".index.json"
 _FORMAT, _TAR_FORMAT = "tfdp.tfrecords/2", "tfdp.webdataset/1"
-# The first format had no checksums.
-_FORMATS = ("tfdp.tfrecords/1", _FORMAT, _TAR_FORMAT)
+_FORMATS = ("tfdp.tfrecords/1", _FORMAT, _TAR_FORMAT)  # format 1 had no checksums
 COMPRESSIONS = ("", "GZIP", "ZLIB")
-# What a record takes besides its content, and the most that deflate makes of a byte.
+# The framing of a record, and the largest expansion factor of deflate.
 _LEAST_RECORD_BYTES, _MOST_INFLATION = 16, 1040
+_NO_INDEX = (
+    "either the set was never finished (write it again) or another tool wrote it (run "
+    "tfdp.data.index_tfrecords once)"
+)
 
 
 @dataclass(frozen=True)
@@ -42,14 +43,13 @@ class RecordFile:
     """One file of a set.
 
     Args:
-      name: its name in the set's directory.
-      examples: how many it holds.
-      size_bytes: its size.
-      records_digest: 32 hexadecimal digits for all records in their order (of their
-        lengths and checksums); "" where nobody has taken them.
-      ends_digest: 16 for its first and last 4 KiB; "" likewise.
-      checksums: 8 for each sample of a tar file, one after the other: tar has none of
-        its own. "" for TFRecords, which do.
+      name: file name in the set's directory.
+      examples, size_bytes: its number of examples, and its size.
+      records_digest: 32 hexadecimal digits over the framing of all records in order;
+        "" if not computed.
+      ends_digest: 16 over the first and last 4 KiB; "" if not computed.
+      checksums: 8 digits per sample of a tar file, concatenated (tar has none of its
+        own); "" for TFRecords.
     """
 
     name: str
@@ -62,16 +62,15 @@ class RecordFile:
 
 @dataclass(frozen=True)
 class RecordIndex:
-    """What a set of TFRecord files holds.
+    """The contents of a set of TFRecord or tar files.
 
     Args:
-      directory: Where the files and `name.index.json` lie: a local path or a URL.
+      directory: The folder of the files and `name.index.json`: a local path or a URL.
       name: The set's name, such as "train".
       features: Name to `FeatureSpec`, the same for every example.
-      files: The files in order; example i was written to file i modulo their
-        number.
+      files: The files in order; example i is in file i modulo their number.
       compression: "", "GZIP" or "ZLIB", as TensorFlow names them.
-      container: What the files are: "tfrecord", or "tar" (WebDataset).
+      container: The kind of files: "tfrecord", or "tar" (WebDataset).
     """
 
     directory: Place
@@ -83,7 +82,7 @@ class RecordIndex:
 
     @property
     def examples(self) -> int:
-        """The number of examples in all files."""
+        """The number of examples."""
         return sum(file.examples for file in self.files)
 
     @property
@@ -93,22 +92,25 @@ class RecordIndex:
 
     @property
     def path(self) -> Place:
-        """Where the index itself lies."""
+        """The path of the index."""
         return self.directory / f"{self.name}{SUFFIX}"
 
     def file_path(self, file: RecordFile) -> Place:
-        """Where one of the files lies."""
+        """The path of one of the files."""
         return self.directory / file.name
 
     def save(self) -> Place:
-        """Writes the index beside its files in one step, and returns its path."""
+        """Writes the index atomically and returns its path."""
         content = {
             "format": _TAR_FORMAT if self.container == "tar" else _FORMAT,
             "name": self.name,
             "examples": self.examples,
             "compression": self.compression,
             "features": {name: asdict(spec) for name, spec in self.features.items()},
-            "files": [_plain(file) for file in self.files],
+            "files": [
+                {key: v for key, v in asdict(file).items() if v or key != "checksums"}
+                for file in self.files
+            ],
         }
         temporary = self.directory / temporary_name(self.path.name)
         try:
@@ -118,31 +120,23 @@ class RecordIndex:
             temporary.replace(self.path)  # type: ignore[arg-type]
         finally:
             temporary.unlink(missing_ok=True)
-        if isinstance(self.directory, Path):
-            sync_folder(self.directory)
+        sync_folder(self.directory)  # does nothing for a URL
         return self.path
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> RecordIndex:
-        """Reads an index.
-
-        Args:
-          path: A file `name.index.json`.
+        """Reads the index at `path`, a file `name.index.json`.
 
         Raises:
-          DataError: There is none, it is not one that `save` wrote, or it was changed
-            since, or names files that are not beside it.
+          DataError: It is missing, damaged, or names files outside its folder.
         """
         path = place_of(path)
         try:
             content = parse_json(path.read_text())
         except FileNotFoundError as error:
-            raise DataError(
-                f"no index {path}: either the set was never finished (write it "
-                "again) or another tool wrote it (run tfdp.data.index_tfrecords once)"
-            ) from error
+            raise DataError(f"no index {path}: {_NO_INDEX}") from error
         except (ValueError, OSError) as error:
-            # A `DataError` of the store is a ValueError, too, and says as much.
+            # A remote store's `DataError` is a ValueError, too.
             raise DataError(
                 f"{path} is no readable index ({error}); write the set again"
             ) from error
@@ -157,20 +151,17 @@ class RecordIndex:
                     f"{path} has format {str(found_format)[:100]!r}; this version of "
                     f"tfdp reads {' and '.join(_FORMATS)}. Write the set again"
                 )
-            if found_format != _FORMATS[0] and content["checksum"] != checksum_of(
-                content
-            ):
+            is_checked = found_format != _FORMATS[0]
+            if is_checked and content["checksum"] != checksum_of(content):
                 raise DataError(
-                    f"{path} was changed after it was written: its checksum is another "
-                    "one. Restore it, or make it anew with tfdp.data.index_tfrecords"
+                    f"{path} was changed after it was written: its checksum is "
+                    "wrong. Restore it, or make it anew with tfdp.data.index_tfrecords"
                 )
+            features = content["features"].items()
             index = cls(
                 directory=path.parent,
                 name=content["name"],
-                features={
-                    name: FeatureSpec(**spec)
-                    for name, spec in content["features"].items()
-                },
+                features={name: FeatureSpec(**spec) for name, spec in features},
                 files=tuple(RecordFile(**file) for file in content["files"]),
                 compression=content["compression"],
                 container="tar" if found_format == _TAR_FORMAT else "tfrecord",
@@ -192,22 +183,13 @@ class RecordIndex:
         return index
 
     def select(self, pattern: str) -> RecordIndex:
-        """The same index with only the files whose names match a pattern."""
+        """The same index with only the files whose names match `pattern`."""
         chosen = (f for f in self.files if fnmatch.fnmatchcase(f.name, pattern))
         return replace(self, files=tuple(chosen))
 
 
-def _plain(file: RecordFile) -> dict[str, Any]:
-    """What the index holds of a file."""
-    return {name: v for name, v in asdict(file).items() if v or name != "checksums"}
-
-
 def _check_values(index: RecordIndex) -> None:
-    """Refuses what would open, delete or allocate something that no set is.
-
-    Raises:
-      ValueError: saying what.
-    """
+    """Raises a `ValueError` for values that would open, delete or allocate too much."""
     if index.compression not in COMPRESSIONS:
         raise ValueError(f"compression is {index.compression!r}")
     names = [f"{index.name}{SUFFIX}", *(file.name for file in index.files)]
@@ -228,22 +210,21 @@ def _check_values(index: RecordIndex) -> None:
             raise ValueError(f"{file.name} cannot hold {file.examples} records")
     largest = max((file.size_bytes for file in index.files), default=0) * inflation
     for name, spec in index.features.items():
-        # Memory for a batch is taken by the shape before a record is looked at.
+        # A batch is allocated by this shape before any record is read.
         if math.prod(length or 0 for length in spec.shape) > largest:
             raise ValueError(f"no record can hold {name!r} of shape {spec.shape}")
 
 
 def find_index(source: str | os.PathLike[str] | RecordIndex) -> RecordIndex:
-    """The index that a source names, and of its files those that the source means.
+    """The index that `source` names, restricted to the files it matches.
 
     Args:
-      source: An index; or the path of one; or a directory that holds one; or a
-        set's path without an ending (`out/train`); or a pattern of file names
-        (`out/train-*.tfrecord`). URLs that `tf.io.gfile` opens are paths, too.
+      source: An index; its path; a directory that holds one; a set's path without an
+        ending (`out/train`); or a pattern of file names (`out/train-*.tfrecord`).
+        Paths may be URLs that `tf.io.gfile` opens.
 
     Raises:
-      DataError: Nothing is there, no index is there, or a file that the pattern
-        matches is in no index.
+      DataError: There is no index, or a file that matches the pattern is in none.
       ConfigurationError: Several indexes fit, or TensorFlow opens no such URL.
     """
     if isinstance(source, RecordIndex):
@@ -251,26 +232,25 @@ def find_index(source: str | os.PathLike[str] | RecordIndex) -> RecordIndex:
     try:
         return _find(os.fspath(source), place_of(source))
     except OSError as error:
-        # Too long a name, no right to look.
         raise DataError(f"nothing can be read there: {error}") from error
 
 
 def _find(text: str, path: Place) -> RecordIndex:
     if text.endswith(SUFFIX):
         return RecordIndex.load(path)
-    # Not `with_name`, which the current folder and the root have none for.
+    # Not `with_name`, which fails for the current folder and the root.
     of_set = path.parent / f"{path.name}{SUFFIX}"
-    # Behind a URL the start of a file's name may pass for a folder.
+    # Object stores may report the start of a file's name as a folder.
     if isinstance(path, RemotePath) and of_set.is_file():
         return RecordIndex.load(of_set)
     if path.is_dir():
-        return RecordIndex.load(_single_index(path))
+        return _index_in(path)
     if of_set.is_file():
         return RecordIndex.load(of_set)
     return _index_of_pattern(path)
 
 
-def _single_index(directory: Place) -> Place:
+def _index_in(directory: Place) -> RecordIndex:
     found: list[Place] = sorted(directory.glob(f"*{SUFFIX}"))
     if len(found) > 1:
         names = ", ".join(path.name.removesuffix(SUFFIX) for path in found)
@@ -279,21 +259,19 @@ def _single_index(directory: Place) -> Place:
             f"{directory / found[0].name.removesuffix(SUFFIX)}"
         )
     if not found:
-        raise DataError(
-            f"no *{SUFFIX} in {directory}: either the set was never finished (write "
-            "it again) or another tool wrote it (run tfdp.data.index_tfrecords once)"
-        )
-    return found[0]
+        raise DataError(f"no *{SUFFIX} in {directory}: {_NO_INDEX}")
+    return RecordIndex.load(found[0])
 
 
 def _index_of_pattern(pattern: Place) -> RecordIndex:
-    matched = {path.name for path in pattern.parent.glob(pattern.name)}
-    # Nor what a writer has under its hands.
+    # Skip indexes and a running writer's temporary files.
     matched = {
-        name for name in matched if not name.endswith(SUFFIX) and PREFIX not in name
+        path.name
+        for path in pattern.parent.glob(pattern.name)
+        if not path.name.endswith(SUFFIX) and PREFIX not in path.name
     }
-    beside: list[Place] = sorted(pattern.parent.glob(f"*{SUFFIX}"))
-    indexes = [RecordIndex.load(path) for path in beside]
+    paths: list[Place] = sorted(pattern.parent.glob(f"*{SUFFIX}"))
+    indexes = [RecordIndex.load(path) for path in paths]
     fitting = [index for index in indexes if index.select(pattern.name).files]
     if len(fitting) > 1:
         names = ", ".join(index.name for index in fitting)
@@ -301,16 +279,17 @@ def _index_of_pattern(pattern: Place) -> RecordIndex:
             f"{pattern} matches files of the sets {names}; narrow it to one set"
         )
     if not fitting and not matched:
-        raise DataError(
-            f"no file matches {pattern}; {_sets_beside(pattern.parent, indexes)}"
-        )
-    known = {file.name for index in fitting for file in index.files}
-    strangers = sorted(matched - known)
+        names = ", ".join(index.name for index in indexes) or "none"
+        there = f"the sets in {pattern.parent}: {names}"
+        if not pattern.parent.is_dir():
+            there = f"there is no directory {pattern.parent}"
+        raise DataError(f"no file matches {pattern}; {there}")
+    indexed = {file.name for index in fitting for file in index.files}
+    strangers = sorted(matched - indexed)
     if strangers:
         raise DataError(
             f"{len(strangers)} of the files that match {pattern} are in no index, "
-            f"the first is {strangers[0]}: either the set was never finished (write "
-            "it again) or another tool wrote it (run tfdp.data.index_tfrecords once)"
+            f"the first is {strangers[0]}: {_NO_INDEX}"
         )
     return fitting[0].select(pattern.name)
 
@@ -321,24 +300,14 @@ def files_to_index(
     is_member: Callable[[Place], bool],
     of_members: str = "",
 ) -> tuple[Place, list[RecordFile]]:
-    """The directory and the files of a set that has no index yet.
+    """The directory and the files (names and sizes only) of a set without an index.
 
-    Args:
-      pattern: of file names in one directory.
-      name: the set's, by which its index will be called.
-      is_member: which of the files that match are the set's.
-      of_members: what they have that others have not, in words.
-
-    Returns:
-      Of the files, names and sizes only.
-
-    Raises:
-      ConfigurationError: `name` is not allowed, or `pattern` is no text or path.
-      DataError: no file matches, or files of several directories do.
+    `is_member` selects the set's files among the pattern's matches; `of_members` is
+    appended to "no file" in the error.
     """
     if not is_plain_name(f"{name}{SUFFIX}"):
         raise ConfigurationError(
-            f"name is {str(name)[:300]!r}; it begins a file name beside the files"
+            f"name is {str(name)[:300]!r}; it starts a file name next to the files"
         )
     if not isinstance(pattern, (str, os.PathLike)):
         raise ConfigurationError(
@@ -359,21 +328,10 @@ def files_to_index(
 
 
 def require_container(index: RecordIndex, container: str) -> None:
-    """Refuses an index of files of another kind.
-
-    Raises:
-      ConfigurationError: naming the reader that takes it.
-    """
+    """Raises a `ConfigurationError` for an index of files of another kind."""
     readers = {"tfrecord": "read_tfrecords", "tar": "read_webdataset"}
     if index.container != container:
         raise ConfigurationError(
             f"{index.path} is an index of {index.container} files: read them with "
             f"tfdp.data.{readers[index.container]}."
         )
-
-
-def _sets_beside(directory: Place, indexes: list[RecordIndex]) -> str:
-    if not directory.is_dir():
-        return f"there is no directory {directory}"
-    names = ", ".join(index.name for index in indexes) or "none"
-    return f"the sets in {directory}: {names}"

@@ -1,10 +1,8 @@
-"""What Keras' loops read: distributed datasets of which builds of models read nothing.
+"""Distributed datasets for Keras' loops: building a model reads no batch.
 
-Under a strategy Keras takes a batch off the input before it trains or evaluates, only
-to learn shapes and types, and then begins anew. A Python generator cannot begin anew:
-what was read, and read ahead, is lost. Input without a batch ends there with a
-`StopIteration`. One device does neither. Here the build gets the shapes and types that
-the dataset states.
+Under a strategy Keras reads a batch before it trains or evaluates, only for its shapes,
+and starts over. A Python generator cannot: batches read (ahead) are lost, and no batch
+at all is a `StopIteration`. Here the build gets the dataset's element spec instead.
 """
 
 from __future__ import annotations
@@ -21,16 +19,16 @@ from tfdp._private.keras_loops import begin_no_epoch_to_build
 from tfdp._private.names import NoneTensorSpec
 from tfdp._private.step_ops import PYTHON
 
-# Adapters of what Python gives, of which Keras states shapes.
+# Adapters of Python data, for which Keras states shapes.
 OF_PYTHON = ("GeneratorDataAdapter", "PyDatasetAdapter")
 
 
 class NoElement(NamedTuple):
-    """Stands for None in a batch: without tensors, there is nothing to be split."""
+    """Stands for None in a batch: it has no tensors to split."""
 
 
 def with_none(arguments: Any) -> Any:
-    """`arguments` with None in the place of `NoElement`."""
+    """`arguments` with None instead of `NoElement`."""
     if isinstance(arguments, NoElement):
         return None
     if isinstance(arguments, dict):
@@ -41,17 +39,13 @@ def with_none(arguments: Any) -> Any:
 
 
 class KerasInput:
-    """The distributed dataset, for a Keras loop.
+    """A distributed dataset for a Keras loop; a model's build gets its element spec.
 
-    Args:
-      distributed: what the strategy made of the dataset.
-      element_spec: of the dataset; it stands for a batch where a model is built.
-      reuses_unread: whether an iterator that nobody read may stand for the next one.
+    With `reuses_unread` an unread iterator serves as the next one.
     """
 
     def __init__(self, distributed: Any, element_spec: Any, reuses_unread: bool):
-        self._distributed = distributed
-        self._element_spec = element_spec
+        self._distributed, self._element_spec = distributed, element_spec
         self._reuses_unread = reuses_unread
         self._last: Any = None
 
@@ -67,16 +61,10 @@ class KerasInput:
 
 
 def keras_input(element_spec: Any, distributed: Any, source: tf.data.Dataset) -> Any:
-    """`distributed`, as the caller's Keras loop may read it; else as it is.
+    """`distributed`, wrapped if a Keras loop calls that may build from its spec.
 
-    Shapes with more unknown axes than the first one cannot always stand for a batch.
-    There one is read, as Keras does; but not from a generator, which one device, too,
-    builds the model for by these shapes.
-
-    Args:
-      element_spec: of the dataset that was distributed.
-      distributed: what the strategy made of it.
-      source: what was distributed.
+    A spec with unknown axes besides the first cannot always stand for a batch: then
+    Keras reads one, except from a generator, which one device, too, builds from.
     """
     adapter = frames.adapter_of_caller()
     if adapter is None:
@@ -88,12 +76,11 @@ def keras_input(element_spec: Any, distributed: Any, source: tf.data.Dataset) ->
         return distributed
     stated = [None if _is_none(leaf) else leaf for leaf in leaves]
     spec = tf.nest.pack_sequence_as(element_spec, stated)
-    return KerasInput(distributed, spec, makes_nothing_happen(source))
+    return KerasInput(distributed, spec, has_no_side_effects(source))
 
 
 def _is_none(spec: Any) -> bool:
-    """Whether Keras takes what `spec` is of for None."""
-    return isinstance(spec, (tf.OptionalSpec, NoneTensorSpec))
+    return isinstance(spec, (tf.OptionalSpec, NoneTensorSpec))  # Keras takes it as None
 
 
 def _has_static_shape(spec: Any) -> bool:
@@ -101,51 +88,22 @@ def _has_static_shape(spec: Any) -> bool:
     return _is_none(spec) or bool(shape.rank and shape[1:].is_fully_defined())
 
 
-# Whether an iterator that nobody read may stand for the next one.
-#
-# Behind a finite dataset Keras makes an iterator when an epoch ends, and another one
-# when the next begins: the first is dropped unread. Making one costs as much as some
-# steps of a small model. Where nothing happens when an iterator is made, the first may
-# be used in the place of the second. A shuffle with `reshuffle_each_iteration` takes
-# its next seeds when an iterator is made, so that dropped ones count; Python code and
-# services might.
-
-
-# By the names of their classes, which are those of their operations: what happens in
-# these happens when somebody reads.
+# On finite datasets Keras makes an iterator at the end of an epoch, drops it unread and
+# makes another; each costs as much as some steps of a small model. The first may serve
+# as the second if creating it has no side effect: a shuffle that reshuffles draws its
+# next seeds then; Python code and services might do anything. These classes, named like
+# their operations, act only when read:
 QUIET = {
-    "Batch",
-    "Cache",
-    "Concatenate",
-    "Filter",
-    "FlatMap",
-    "Interleave",
-    "Lasting",
-    "Map",
-    "Options",
-    "PaddedBatch",
-    "ParallelBatch",
-    "ParallelInterleave",
-    "ParallelMap",
-    "Prefetch",
-    "Range",
-    "Repeat",
-    "Shard",
-    "Skip",
-    "TFRecord",
-    "Take",
-    "Tensor",
-    "TensorSlice",
-    "Zip",
+    *("Batch", "Cache", "Concatenate", "Filter", "FlatMap", "Interleave", "Lasting"),
+    *("Map", "Options", "PaddedBatch", "ParallelBatch", "ParallelInterleave"),
+    *("ParallelMap", "Prefetch", "Range", "Repeat", "Shard", "Skip", "TFRecord"),
+    *("Take", "Tensor", "TensorSlice", "Zip"),
 }
 KIND = re.compile(r"_?(\w*?)Dataset(V\d)?")
 
 
-def makes_nothing_happen(dataset: tf.data.Dataset) -> bool:
-    """Whether an iterator of `dataset` that nobody reads leaves no trace.
-
-    False also where that is not known.
-    """
+def has_no_side_effects(dataset: tf.data.Dataset) -> bool:
+    """Whether creating an iterator of `dataset` is known to have no side effect."""
     for stage in names.stages_of(dataset):
         if not _is_quiet(type(stage).__name__):
             return False

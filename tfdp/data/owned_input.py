@@ -1,14 +1,10 @@
-"""Input that lives as long as a thread still reads it.
+"""Keeps a pipeline alive while a thread reads it, and batches in memory of their own.
 
-An iterator over several devices reads ahead in a thread of its own. TensorFlow puts a
-dataset with options on top of the pipeline, and lets go of it before it waits for that
-thread. Where the pipeline is not rewritten (Python generators, optimizations switched
-off), nothing else holds that dataset: the thread's iterator is the one of the dataset
-below. A read that ends in between asks a dataset that is gone for its types: now and
-then a segmentation fault when an iterator is dropped, as Keras does after `fit` and
-`evaluate`. Stock strategies have it too (TensorFlow 2.21).
-
-With another dataset on top the thread's iterator is that dataset's own, and holds it.
+An iterator over several devices reads ahead in a thread. TensorFlow puts a dataset with
+options on top of the pipeline and releases it before it joins that thread, which reads
+the dataset below. If the pipeline is not rewritten (Python generators, optimizations
+off), a read then uses freed memory: occasional segmentation faults when Keras drops an
+iterator (TensorFlow 2.21, stock strategies too). Another dataset on top prevents that.
 """
 
 from __future__ import annotations
@@ -27,24 +23,21 @@ EVERYTHING = -1
 
 
 class LastingInput:
-    """For an extended strategy: makes the datasets that it distributes last, in memory
-    of their own."""
+    """Extended-strategy mixin: distributes datasets that outlive their readers."""
 
     worker_devices: tuple[str, ...]
-    #: Whether no other process has replicas that make the step together with these.
-    is_of_one_host = True
+    is_of_one_host = True  # whether all replicas of a step belong to this process
 
     def _experimental_distribute_dataset(self, dataset: Any, options: Any) -> Any:
         is_of_one = self.is_of_one_host and len(self.worker_devices) == 1
         if is_of_one and share_memory(self.worker_devices):
             if adapter_of_caller() is not None:
-                # Keras reads it as without a strategy. No thread of TensorFlow reads
-                # ahead, so that nothing has to last.
+                # Keras reads it directly: no thread reads ahead, nothing must outlive.
                 return owned(dataset)
         distributed = super()._experimental_distribute_dataset(  # type: ignore[misc]
             dataset, options
         )
-        return read_on_host(names.with_host_datasets(distributed, _lasting))
+        return read_on_host(names.with_host_datasets(distributed, _Lasting))
 
     def _distribute_datasets_from_function(
         self, dataset_fn: Callable, options: Any
@@ -52,17 +45,14 @@ class LastingInput:
         distributed = super()._distribute_datasets_from_function(  # type: ignore[misc]
             dataset_fn, options
         )
-        return read_on_host(names.with_host_datasets(distributed, _lasting))
-
-
-def _lasting(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    return _Lasting(owned(dataset))
+        return read_on_host(names.with_host_datasets(distributed, _Lasting))
 
 
 class _Lasting(names.UnaryUnchangedStructureDataset):
-    """The same dataset; what gives it options puts another one on top of them."""
+    """The same dataset; `with_options` puts another one on top of the options."""
 
     def __init__(self, dataset: tf.data.Dataset):
+        dataset = owned(dataset)
         super().__init__(dataset, names.variant_of(dataset))
 
     def with_options(
@@ -71,22 +61,18 @@ class _Lasting(names.UnaryUnchangedStructureDataset):
         return super().with_options(options, name=name).take(EVERYTHING)
 
 
-# Batches in memory of their own.
-#
-# What a Python generator or `tf.numpy_function` gives stays where it lies, in the
-# program's NumPy array, when it happens to be aligned to 64 bytes. TensorFlow's kernels
-# write their results over inputs that no other tensor uses, and do not know of the
-# array. Behind a strategy the first replica's part of a batch is such an input: a step
-# wrote its gradients over the targets, and a generator that gives the same arrays again
-# trained on those from then on (TensorFlow 2.21, stock strategies as well). These parts
-# are copied.
-#
-# Cost: one copy of each batch in the host's memory, in the input pipeline.
+# What a Python generator or `tf.numpy_function` returns stays in the program's NumPy
+# array if aligned to 64 bytes. TensorFlow's kernels write results over inputs that no
+# other tensor uses, unaware of the array. Behind a strategy the first replica's part of
+# a batch is such an input: a step overwrote targets with its gradients, and a generator
+# that yields the same arrays again trained on those (TensorFlow 2.21, stock strategies
+# too). So these parts are copied, once per batch, in the input pipeline.
 
 
 def owned(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """`dataset`, with elements that share no memory with what Python code holds."""
-    if not _reads_python(dataset):
+    """`dataset`, with elements that share no memory with Python objects."""
+    stages = names.stages_of(dataset)
+    if not any(op in PYTHON for stage in stages for op in names.operations_of(stage)):
         return dataset
     is_unpacked = type(dataset.element_spec) is tuple
 
@@ -101,15 +87,6 @@ def _copy(tensor: tf.Tensor) -> tf.Tensor:
     dtype = tensor.dtype
     is_plain = dtype.is_floating or dtype.is_integer or dtype.is_bool
     if not (is_plain or dtype.is_complex):
-        return tensor  # strings are copied when they come
-    # Not identity, which is the same memory; and as a stateful operation it is kept.
+        return tensor  # strings are copied on arrival
+    # Not identity, which shares the memory; and a stateful operation is not pruned.
     return tf.ensure_shape(tf.raw_ops.DeepCopy(x=tensor), tensor.shape)
-
-
-def _reads_python(dataset: tf.data.Dataset) -> bool:
-    """Whether Python code runs somewhere in the pipeline."""
-    return any(
-        operation in PYTHON
-        for stage in names.stages_of(dataset)
-        for operation in names.operations_of(stage)
-    )

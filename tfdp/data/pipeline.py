@@ -1,4 +1,4 @@
-"""What every reader does after its source: shuffle, batch, repeat, prefetch."""
+"""Stages after the source that all readers share: batch, repeat, prefetch."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from tfdp.checks import is_whole
 from tfdp.errors import ConfigurationError
 
 VARIABLE_LENGTHS = ("ragged", "pad")
-# tf.data counts in int64.
-MOST = 2**63 - 1
+MOST = 2**63 - 1  # tf.data counts in int64
 
 
 def check_batching(
@@ -21,11 +20,7 @@ def check_batching(
     variable_length: str = "ragged",
     shuffle_buffer_examples: int | None = None,
 ) -> None:
-    """Refuses what no reader can do.
-
-    Raises:
-      ConfigurationError: An argument is out of range.
-    """
+    """Raises a `ConfigurationError` for an argument that is out of range."""
     if not is_whole(global_batch_size, 1, MOST):
         raise ConfigurationError(
             f"global_batch_size must be an integer of 1 to {MOST}: the samples of all "
@@ -46,11 +41,7 @@ def check_batching(
 
 
 def check_positive(name: str, value: int) -> None:
-    """Refuses what is no number of examples, or of files.
-
-    Raises:
-      ConfigurationError: with `name`.
-    """
+    """Raises a `ConfigurationError` unless `value` is an integer of 1 to 2^63 - 1."""
     if not is_whole(value, 1, MOST):
         raise ConfigurationError(
             f"{name} must be an integer of 1 to {MOST}. Received: {value!r}."
@@ -63,19 +54,14 @@ def batches_of(examples: int, batch_size: int, drop_remainder: bool) -> int:
 
 
 def count_batches(examples: int, global_batch_size: int, drop_remainder: bool) -> int:
-    """The number of batches in one epoch.
-
-    Raises:
-      ConfigurationError: There is not even one.
-    """
+    """As `batches_of`; a `ConfigurationError` if there is none."""
     batches = batches_of(examples, global_batch_size, drop_remainder)
     if batches == 0:
         if not examples:
             raise ConfigurationError("there are no examples: no batch can be made")
         raise ConfigurationError(
             f"a batch has {global_batch_size} rows and there are {examples} examples: "
-            "with drop_remainder no batch is left. Use a smaller batch, or "
-            "drop_remainder=False"
+            "no batch is left. Use a smaller batch, or drop_remainder=False"
         )
     return batches
 
@@ -85,7 +71,7 @@ def select_features(
     as_supervised: Sequence[str] | None,
     transform: Callable[..., Any] | None,
 ) -> tf.data.Dataset:
-    """Dicts to tuples, when asked; then the user's function, in parallel."""
+    """Dicts to tuples, if named; then the user's function, in parallel."""
     if as_supervised is not None:
         names = tuple(as_supervised)
         examples = examples.map(lambda parts: tuple(parts[name] for name in names))
@@ -100,15 +86,8 @@ def batch_examples(
     drop_remainder: bool,
     variable_length: str,
 ) -> tf.data.Dataset:
-    """Batches of examples, some of whose lengths may vary.
-
-    Returns:
-      With "ragged" a varying feature is a `tf.RaggedTensor`; with "pad" it is
-      dense, filled up with zeros to the longest of its batch.
-    """
-    shapes = tf.nest.flatten(
-        tf.nest.map_structure(lambda spec: spec.shape, examples.element_spec)
-    )
+    """Batches, ragged (or zero-padded, with "pad") where lengths vary."""
+    shapes = [spec.shape for spec in tf.nest.flatten(examples.element_spec)]
     if all(shape.is_fully_defined() for shape in shapes):
         return examples.batch(
             global_batch_size,
@@ -133,9 +112,9 @@ def finish_batches(
         batches = batches.repeat()
     options = tf.data.Options()
     options.deterministic = deterministic
-    # Several hosts: each reads all files and keeps its slice of every global batch.
-    # Sharding by file would give hosts different numbers of steps, and then one
-    # waits for ever in a reduction that the other never enters.
+    # On several hosts each reads all files and keeps its slice of every global batch.
+    # Sharding by file would give hosts different numbers of steps: a hang in a
+    # reduction that one host never enters.
     options.experimental_distribute.auto_shard_policy = (
         tf.data.experimental.AutoShardPolicy.DATA
     )

@@ -2,9 +2,8 @@
 
     files -> shuffled -> interleaved chunks -> records shuffled -> batches -> parsed
 
-Of every file the size and the ends are compared with the index before anything else,
-its checksums when it is opened, and each chunk must hold as many records as the index
-promises. Only a file that differs is searched for the record.
+The size and ends of every file are compared with the index first, its checksums when it
+is opened, and the counts while reading. A file that differs is searched for the record.
 """
 
 from __future__ import annotations
@@ -18,15 +17,11 @@ import tensorflow as tf
 from tfdp.data.encoding import decode_examples
 from tfdp.data.index import RecordIndex
 from tfdp.data.indexed_sets import mixed, open_share, own_records
-from tfdp.data.pipeline import (
-    batch_examples,
-    finish_batches,
-    select_features,
-)
+from tfdp.data.pipeline import batch_examples, finish_batches, select_features
 from tfdp.data.verify import FileCheck, check_before_reading
 
-# Records come in chunks from one file after the other: what is done for each chunk
-# costs little for each record. The sizes bound the memory of the files in reading.
+# Reading chunks of records amortizes the cost per chunk. The sizes bound the memory of
+# the files in reading.
 _CHUNK_BYTES = 1024 * 1024
 _MOST_CHUNK_EXAMPLES = 64
 
@@ -49,53 +44,47 @@ def read_tfrecords(
 ) -> tf.data.Dataset:
     """Reads a set of TFRecord files as global batches, ready for `model.fit`.
 
-    The strategy splits each global batch over its replicas. On several hosts each
-    one reads every file and keeps its slice of every batch, so that N hosts see
-    the batches that one would. With `input_context` each reads its own files only,
-    which is less reading, and batches are other ones than one host's.
+    The strategy splits each global batch over its replicas. On several hosts each one
+    reads every file and keeps its slice of every batch, so N hosts see the batches of
+    one. With `input_context` each reads its own files only: less reading, but batches
+    differ from one host's.
 
     Args:
-      source: What `write_tfrecords` returned; or a directory that holds one set; or
-        a set's path (`out/train`); or a pattern of file names
-        (`out/train-*.tfrecord`). A path may be a URL that `tf.io.gfile` opens, such
-        as `gs://bucket/train`. The index beside the files is required.
+      source: What `write_tfrecords` returned; a directory that holds one set; a set's
+        path (`out/train`); or a pattern of file names (`out/train-*.tfrecord`). Paths
+        may be URLs that `tf.io.gfile` opens, such as `gs://bucket/train`.
       global_batch_size: Samples of all replicas together in one step, from 1.
-      shuffle: Whether the order changes; if so, it changes every epoch.
-      seed: Decides the order, together with `keras.utils.set_random_seed` where
-        that is called. The same seed gives the same epochs in the same order.
-      shuffle_buffer_examples: How many records are mixed at a time. By default
-        the whole set where it fits 256 MiB, else as many as do.
-      drop_remainder: Whether a last batch that is not full is left out. A tfdp
-        strategy weights a short batch exactly, so it may stay.
+      shuffle: Whether to shuffle, differently in every epoch.
+      seed: Determines the order, together with `keras.utils.set_random_seed` if it is
+        called: the same seed gives the same epochs.
+      shuffle_buffer_examples: How many records are shuffled at a time. By default as
+        many as fit in 256 MiB.
+      drop_remainder: Whether to drop a last batch that is not full. A tfdp strategy
+        weights a short batch exactly, so it may stay.
       repeat: Whether the dataset has no end; `fit` then needs `steps_per_epoch`.
-      as_supervised: Names of the features that make up a tuple, such as
-        ("image", "label"). By default a batch is a dict.
-      transform: Applied to each example before batching, in parallel, with the
-        calling convention of `tf.data.Dataset.map`.
-      variable_length: What a feature whose length varies becomes in a batch:
-        "ragged", a `tf.RaggedTensor`, or "pad", dense with zeros at the end.
+      as_supervised: Names of the features of a tuple, such as ("image", "label"). By
+        default a batch is a dict.
+      transform: Applied to each example before batching, in parallel, as by `map`.
+      variable_length: How to batch a feature whose length varies: "ragged", a
+        `tf.RaggedTensor`, or "pad", dense with zeros at the end.
       cycle_length: How many files are read at a time, from 1.
-      deterministic: False lets a slow file be overtaken: faster at times, but the
-        order is another one every time. Use it on one host only.
-
-      input_context: What `strategy.distribute_datasets_from_function` hands to its
-        function. Then the dataset is this host's share, in batches of
-        global_batch_size / replicas: whole files where there are as many files as
-        hosts or more, else every H-th record of all; a line on standard error says
-        which. Over all hosts every record is read once in an epoch; hosts whose
-        shares differ in length all finish under a tfdp strategy.
+      deterministic: False lets a slow file be overtaken, in an order that is never the
+        same. Use it on one host only.
+      input_context: The argument of the function given to
+        `strategy.distribute_datasets_from_function`. The dataset is then this host's
+        share, in batches of global_batch_size / replicas: whole files if there are at
+        least as many as hosts, else every H-th record. All hosts together read each
+        record once per epoch; unequal shares all finish under a tfdp strategy.
 
     Returns:
       A `tf.data.Dataset` of batches whose number is known (`len(dataset)`).
 
     Raises:
       ConfigurationError: An argument is out of range.
-      DataError: No file, no index, or a file is missing, or its size, its beginning
-        or its end are not what its index says (with the number of its first bad
-        record).
-      tf.errors.InvalidArgumentError: While iterating: a record is corrupt, or the
-        file holds other records than its index says. The message holds a `DataError`
-        with the file and the record's number.
+      DataError: No file or index, or a file is missing or differs from its index in
+        size, beginning or end (with the number of its first bad record).
+      tf.errors.InvalidArgumentError: While iterating: a record is corrupt or differs
+        from the index. The message holds a `DataError` with file and record number.
 
     Example:
       >>> import numpy as np, tempfile
@@ -156,7 +145,7 @@ def _interleaved_records(
     if shuffle:
         files = mixed(files, len(paths), seed)
     check = FileCheck(index)
-    files = files.map(lambda path, count: (_checked_in_graph(check, path), count))
+    files = files.map(lambda path, count: (_called(check, path), count))
     bytes_per_example = max(1, index.size_bytes // index.examples)
     chunk_examples = min(_MOST_CHUNK_EXAMPLES, 1 + _CHUNK_BYTES // bytes_per_example)
     chunks = files.interleave(
@@ -177,7 +166,7 @@ def _chunks_of_file(
     chunk_examples: int,
     compression: str,
 ) -> tf.data.Dataset:
-    """As many records as the index promises, or an error that names the bad one."""
+    """A file's records in chunks, or an error that names the bad record."""
 
     def require_complete(number: tf.Tensor, records: tf.Tensor) -> tf.Tensor:
         before = number * chunk_examples
@@ -185,35 +174,29 @@ def _chunks_of_file(
         return tf.cond(
             tf.size(records, tf.int64) == expected,
             lambda: records,
-            lambda: _raise_in_graph(check, path),
+            lambda: tf.expand_dims(_called(check.fail, path), 0),
         )
 
     chunk_count = -(-promised_examples // chunk_examples)
     records = tf.data.TFRecordDataset(path, compression_type=compression)
-    # `ignore_errors` ends the file at a damaged record, but tries without end to open
-    # one that cannot be opened. The numbers come first, so that every attempt uses
-    # one up and the file ends in any case.
+    # `ignore_errors` ends the file at a damaged record, but retries forever to open a
+    # file that cannot be opened. Zipped with the range first, each attempt consumes a
+    # number, so the file ends in any case.
     numbered = tf.data.Dataset.zip(
         tf.data.Dataset.range(chunk_count), records.batch(chunk_examples)
     ).ignore_errors()
-    # Only after an error are there too few chunks; empty ones then take their place.
+    # Chunks are missing only after an error; empty ones replace them.
     no_records = (tf.constant(0, tf.int64), tf.constant([], tf.string))
     missing = tf.data.Dataset.from_tensors(no_records).repeat()
     return numbered.concatenate(missing).take(chunk_count).map(require_complete)
 
 
-def _checked_in_graph(check: FileCheck, path: tf.Tensor) -> tf.Tensor:
-    def checked(text: bytes) -> bytes:
+def _called(check: Callable[[str], None], path: tf.Tensor) -> tf.Tensor:
+    """`path`, after a call of `check` when the graph runs."""
+
+    def call(text: bytes) -> bytes:
         check(text.decode())
         return text
 
-    return tf.ensure_shape(
-        tf.numpy_function(checked, (path,), tf.string, stateful=False), ()
-    )
-
-
-def _raise_in_graph(check: FileCheck, path: tf.Tensor) -> tf.Tensor:
-    raised = tf.numpy_function(
-        lambda text: check.fail(text.decode()), (path,), tf.string, stateful=False
-    )
-    return tf.ensure_shape(raised, (None,))
+    called = tf.numpy_function(call, (path,), tf.string, stateful=False)
+    return tf.ensure_shape(called, ())

@@ -1,10 +1,9 @@
-"""Global batches of which every host must read the same, and as many.
+"""Checks that every host reads the same global batches, and the same number of them.
 
-Hosts compare a checksum of the first batch, and how many there are where they know it.
-Otherwise a host that comes to the end says so, and a host that goes on ends the
-exchange in which it would wait for rows that no host has. Of a loop of `fit`,
-`evaluate` or `predict` the checksums of all batches are kept until the loop ends
-(`tfdp.data.same_batches`).
+Hosts compare a checksum of the first batch, and the number of batches if known. Else a
+host that reaches the end announces it, and a host that goes on aborts the collective in
+which it would wait for rows that no host has. In a loop of `fit`, `evaluate` or
+`predict` the checksums of all batches are kept until the loop ends.
 """
 
 from __future__ import annotations
@@ -24,13 +23,19 @@ from tfdp.hosts.host_link import HostLink
 from tfdp.hosts.messages import sentence
 from tfdp.hosts.python_calls import counted
 
-# Datasets are numbered in the order in which a process distributes them, iterators by
-# dataset: the same on every host.
+UNKNOWN = int(tf.data.UNKNOWN_CARDINALITY)
+BUCKETS = 1 << 62
+DIGEST_BYTES = 16
+# The checksum of a later batch reads this many numbers of each part, evenly spaced: it
+# takes less than a millisecond.
+MOST_NUMBERS = 1 << 15
+# Datasets are numbered in the order in which a process distributes them, iterators per
+# dataset: equal on every host.
 _dataset_numbers = itertools.count()
 
 
 def new_dataset_name() -> str:
-    """The name of the dataset that is distributed next, alike on every host."""
+    """The name of the next dataset to be distributed, the same on every host."""
     return f"dataset {next(_dataset_numbers)}"
 
 
@@ -41,22 +46,17 @@ def same_batches(
     name: str | None = None,
     record: BatchRecord | None = None,
 ) -> tf.data.Dataset:
-    """`dataset`, as long as the other hosts read the same.
+    """`dataset`; a `CollectiveError` on all hosts when it is read and the hosts differ.
 
     Args:
       dataset: global batches.
-      link: tells the hosts from each other.
-      policies: what the model computes in; the same on all hosts.
-      name: of the dataset, the same on all hosts; None: the next one.
-      record: gets the checksum of each batch; None: only first batches have one.
+      link: to the other hosts.
+      policies: the model's dtype policies; the same on all hosts.
+      name: the dataset's name, the same on all hosts; None: the next one.
+      record: collects the checksum of each batch; None: only first batches have one.
 
-    Raises:
-      CollectiveError: on all hosts, when the dataset is read and first batches,
-        numbers of batches or policies differ.
-
-    Cost: one word to the others per iterator; with `record`, or where a host does not
-    know the number of its batches, a call of Python per batch; in the latter case one
-    more word at the end.
+    Cost: one message to the other hosts per iterator; with `record`, or if a host has
+    no known number of batches, a Python call per batch, and then a message at the end.
     """
     length = int(dataset.cardinality())
     comparison = _Comparison(
@@ -88,18 +88,10 @@ def same_batches(
 
     start = (tf.constant(-1, tf.int64), tf.constant(0, tf.int64))
     kept = marked.scan(start, look).take_while(lambda _, is_batch: is_batch)
-    alike = kept.map(lambda batch, _: tf.nest.map_structure(_shaped, batch, spec))
+    checked = kept.map(lambda batch, _: tf.nest.map_structure(_shaped, batch, spec))
     if length == UNKNOWN:
-        return alike
-    return alike.apply(tf.data.experimental.assert_cardinality(length))
-
-
-UNKNOWN = int(tf.data.UNKNOWN_CARDINALITY)
-BUCKETS = 1 << 62
-DIGEST_BYTES = 16
-# Of a larger part of a batch that is not the first one, a checksum reads so many
-# numbers, spread evenly: a batch takes less than a millisecond.
-MOST_NUMBERS = 1 << 15
+        return checked
+    return checked.apply(tf.data.experimental.assert_cardinality(length))
 
 
 def _query(
@@ -109,8 +101,8 @@ def _query(
     is_batch: tf.Tensor,
     batch: Any,
 ) -> tf.Tensor:
-    # The whole of a new iterator's first one alone: a batch is much to hand to Python.
-    told = tf.cond(
+    # Whole only for an iterator's first batch: passing a batch to Python is costly.
+    checksum = tf.cond(
         iterator < 0,
         lambda: _fingerprint(batch, None),
         lambda: (
@@ -121,7 +113,7 @@ def _query(
     )
     answer = tf.numpy_function(
         counted(comparison.look),
-        [iterator, count, is_batch, told],
+        [iterator, count, is_batch, checksum],
         tf.int64,
         stateful=True,
     )
@@ -129,33 +121,25 @@ def _query(
 
 
 def _fingerprint(batch: Any, most_numbers: int | None) -> tf.Tensor:
-    """A text that tells `batch` from others, whichever of its parts differs.
-
-    Args:
-      batch: with rows.
-      most_numbers: how many numbers of each part it reads; None: all.
-    """
-    # The first part alone would not do: a mask of ones is the same in every batch.
+    """A checksum over all parts of `batch`: `most_numbers` of each, or (None) all."""
+    # The first part is not enough: a mask of ones is the same in every batch.
     parts = [
-        _some_of(
-            tf.strings.to_hash_bucket_fast(part, BUCKETS)
-            if part.dtype == tf.string
-            else part,
-            most_numbers,
-        )
+        _some_of(part, most_numbers)
         for part in tf.nest.flatten(batch, expand_composites=True)
         if part is not None and part.dtype.is_numpy_compatible
     ]
     if not parts:
         return tf.constant("nothing to compare")
-    told = tf.numpy_function(counted(_digest), parts, tf.string, stateful=False)
-    return tf.ensure_shape(told, [])
+    digest = tf.numpy_function(counted(_digest), parts, tf.string, stateful=False)
+    return tf.ensure_shape(digest, [])
 
 
 def _some_of(part: tf.Tensor, most_numbers: int | None) -> tf.Tensor:
+    if part.dtype == tf.string:
+        part = tf.strings.to_hash_bucket_fast(part, BUCKETS)
     if most_numbers is None:
         return part
-    # An odd step comes to every column in time, where rows have a power of 2 of them.
+    # An odd step reaches every column even if rows have a power of 2 of them.
     step = tf.maximum((tf.size(part) + most_numbers - 1) // most_numbers, 1) | 1
     return tf.cond(step > 1, lambda: tf.reshape(part, [-1])[::step], lambda: part)
 
@@ -169,12 +153,9 @@ def _digest(*parts: np.ndarray) -> bytes:
 
 
 class _Comparison:
-    """What this host knows of a dataset's iterators here and on the other hosts.
+    """State of a dataset's iterators on this host and the others.
 
-    Args:
-      link: to the others.
-      length: the number of batches, -1 without an end; None: not known before the end.
-      policies, name, record: see `same_batches`.
+    `length` is the number of batches, -1 without an end, None if unknown.
     """
 
     def __init__(
@@ -185,48 +166,41 @@ class _Comparison:
         name: str,
         record: BatchRecord | None,
     ):
-        self._link = link
-        self._length = length
-        self._policies = policies
-        self._name = name
-        self.record = record
+        self._link, self._length, self._policies = link, length, policies
+        self._name, self.record = name, record
         self._iterators = itertools.count()
         self._lock = threading.Lock()
-        #: By iterator: how many batches were read here, and whether that was all.
+        #: By iterator: how many batches were read here, and whether those are all.
         self._read: dict[int, tuple[int, bool]] = {}
-        #: By iterator: how many batches other hosts had when they came to the end.
+        #: By iterator: the final number of batches, by rank of other hosts.
         self._ends: dict[int, dict[int, int]] = {}
         self._error: Exception | None = None
 
     def look(
-        self, iterator: np.ndarray, count: np.ndarray, is_batch: Any, told: bytes
+        self, iterator: np.ndarray, count: np.ndarray, is_batch: Any, checksum: bytes
     ) -> np.int64:
-        """Called at first batches and ends, and at all where the length is unknown.
+        """Called for first batches and ends; for every batch if the length is unknown.
 
-        Args:
-          iterator: its number; negative: a new one.
-          count: how many batches came before.
-          is_batch: whether there is one more.
-          told: its fingerprint, where the iterator is new.
-
-        Returns:
-          The iterator's number.
+        Takes and returns the iterator's number, negative for a new one. `count` batches
+        came before; `checksum` may be "".
         """
-        # A map that reads ahead asks again behind an error, and would wait again.
+        # A prefetching map calls again after an error, and would wait again.
         if self._error is not None:
             raise self._error
         try:
-            return self._look(int(iterator), int(count), bool(is_batch), told)
+            return self._look(int(iterator), int(count), bool(is_batch), checksum)
         except Exception as error:
             self._error = error
             raise
 
-    def _look(self, place: int, count: int, is_batch: bool, told: bytes) -> np.int64:
+    def _look(
+        self, place: int, count: int, is_batch: bool, checksum: bytes
+    ) -> np.int64:
         if place < 0:
             place = next(self._iterators)
-            self._compare_first(place, told.decode() if is_batch else None)
+            self._compare_first(place, checksum.decode() if is_batch else None)
         if is_batch and self.record is not None:
-            self.record.note(place, told.decode())
+            self.record.note(place, checksum.decode())
         with self._lock:
             watched = place in self._read
             if watched:
@@ -243,34 +217,33 @@ class _Comparison:
     def _end_of(self, place: int) -> str:
         return f"{self._name}, iterator {place}, end"
 
-    def _compare_first(self, place: int, told: str | None) -> None:
-        said = {
+    def _compare_first(self, place: int, checksum: str | None) -> None:
+        own = {
             "policies": self._policies,
-            "batches": 0 if told is None else self._length,
-            "first": told,
+            "batches": 0 if checksum is None else self._length,
+            "first": checksum,
         }
-        notes = self._link.share_note(
-            f"{self._name}, iterator {place}", json.dumps(said)
-        )
-        everybody = {rank: json.loads(note) for rank, note in sorted(notes.items())}
-        for rank, theirs in everybody.items():
-            _refuse_others(rank, theirs, everybody[0])
-        if all(theirs["batches"] is not None for theirs in everybody.values()):
+        key = f"{self._name}, iterator {place}"
+        notes = self._link.share_note(key, json.dumps(own))
+        by_rank = {rank: json.loads(note) for rank, note in sorted(notes.items())}
+        for rank, theirs in by_rank.items():
+            _check_same(rank, theirs, by_rank[0])
+        if all(theirs["batches"] is not None for theirs in by_rank.values()):
             return
         with self._lock:
             self._read[place] = (0, False)
         self._link.on_note(
-            self._end_of(place), lambda notes: self._hear_of_ends(place, notes)
+            self._end_of(place), lambda notes: self._note_ends(place, notes)
         )
 
-    def _hear_of_ends(self, place: int, notes: Mapping[int, str]) -> None:
-        """Called from the link's thread whenever a host comes to its end."""
+    def _note_ends(self, place: int, notes: Mapping[int, str]) -> None:
+        """Called from the link's thread when another host reaches its end."""
         others = {r: int(note) for r, note in notes.items() if r != self._link.rank}
         with self._lock:
             self._ends[place] = others
         difference = self._difference(place)
         if difference is not None:
-            # This host may wait in an exchange by now, which nothing else would end.
+            # Aborts a collective in which this host may be waiting by now.
             self._link.give_up(difference)
 
     def _difference(self, place: int) -> str | None:
@@ -279,16 +252,15 @@ class _Comparison:
             ends = dict(self._ends.get(place, {}))
         for rank, end in ends.items():
             if self._length is not None and self._length != end:
-                return _other_number(
-                    rank, end, self._link.rank, _in_words(self._length)
-                )
+                own = _count_text(self._length)
+                return _other_number(rank, end, self._link.rank, own)
             if read > end or (is_all and read < end):
                 has = f"{read}" if is_all else f"at least {read}"
                 return _other_number(rank, end, self._link.rank, has)
         return None
 
 
-def _refuse_others(rank: int, theirs: dict[str, Any], first: dict[str, Any]) -> None:
+def _check_same(rank: int, theirs: dict[str, Any], first: dict[str, Any]) -> None:
     if theirs["policies"] != first["policies"]:
         raise CollectiveError(
             f"The model computes in {theirs['policies']} on worker {rank} and in "
@@ -296,17 +268,16 @@ def _refuse_others(rank: int, theirs: dict[str, Any], first: dict[str, Any]) -> 
             "set_dtype_policy on all workers, before the model is made."
         )
     counts = (theirs["batches"], first["batches"])
-    is_empty = [said["first"] is None for said in (theirs, first)]
+    is_empty = [host["first"] is None for host in (theirs, first)]
     if (None not in counts and counts[0] != counts[1]) or is_empty[0] != is_empty[1]:
-        mine, others = map(_in_words, counts)
+        mine, others = map(_count_text, counts)
         raise CollectiveError(sentence(_other_number(rank, mine, 0, others)))
     if theirs["first"] != first["first"]:
         raise CollectiveError(
-            f"Worker {rank} reads another first batch than worker 0. Each "
-            "worker takes its rows of the same global batches: give every "
-            "shuffle the same seed (tf.random.set_seed with one number on all "
-            "workers), or make each worker's own part with "
-            "strategy.distribute_datasets_from_function."
+            f"Worker {rank} reads another first batch than worker 0. Each worker takes "
+            "its rows of the same global batches: give every shuffle the same seed "
+            "(tf.random.set_seed with one number on all workers), or make each "
+            "worker's own part with strategy.distribute_datasets_from_function."
         )
 
 
@@ -321,19 +292,19 @@ def _other_number(rank: int, number: Any, other_rank: int, other: Any) -> str:
     )
 
 
-def _in_words(batches: int | None) -> str:
+def _count_text(batches: int | None) -> str:
     if batches is None:
         return "some"
     return "no end of them" if batches < 0 else str(batches)
 
 
 def _shaped(part: Any, spec: Any) -> Any:
-    # The end that was put behind them has no rows, so the batches lost theirs.
+    # Concatenating the end marker, which has no rows, lost the static shape.
     return tf.ensure_shape(part, spec.shape) if isinstance(part, tf.Tensor) else part
 
 
 def no_rows(spec: Any) -> Any:
-    """A batch of no rows of what `spec` describes."""
+    """An empty batch of `spec`."""
     if isinstance(spec, tf.RaggedTensorSpec):
         inner = spec.shape[spec.ragged_rank + 1 :]
         return tf.RaggedTensor.from_nested_row_splits(
@@ -341,7 +312,7 @@ def no_rows(spec: Any) -> Any:
             [tf.zeros([1], spec.row_splits_dtype)] * spec.ragged_rank,
         )
     if not hasattr(spec, "shape"):
-        return None  # the place of sample weights that are not there
+        return None  # absent sample weights
     if spec.shape.rank is None:
         return tf.zeros([0], spec.dtype)
     if isinstance(spec, tf.SparseTensorSpec):
@@ -352,19 +323,17 @@ def no_rows(spec: Any) -> Any:
     return tf.zeros([0, *(size or 1 for size in spec.shape[1:])], spec.dtype)
 
 
-# Checksums of the batches that a host has read, until the hosts have compared them.
-#
-# Input is read ahead: at the end of an epoch hosts may have read different numbers of
-# batches, and have trained on the same ones. So what is compared is bounded by what the
-# steps have taken, where that is known, and by what all hosts have read.
-
-
-# By iterator: the number of the first batch that is told, and the checksums from there.
-Told = Mapping[int, tuple[int, list[str]]]
+# By iterator: the number of the first reported batch, and the checksums from there.
+Reported = Mapping[int, tuple[int, list[str]]]
 
 
 class BatchRecord:
-    """Of one dataset on this host, by iterator. Threads of input pipelines write it."""
+    """Checksums of one dataset's batches on this host, until hosts have compared them.
+
+    Hosts read ahead by different amounts, so the comparison is bounded by the batches
+    that steps have taken, if known, and by what all hosts have read. Input threads
+    write it.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -372,44 +341,36 @@ class BatchRecord:
         self._checksums: dict[int, list[str]] = {}
 
     def note(self, iterator: int, checksum: str) -> None:
-        """Keeps the checksum of the next batch of `iterator`."""
         with self._lock:
             self._first.setdefault(iterator, 0)
             self._checksums.setdefault(iterator, []).append(checksum)
 
     def told(self, taken: Sequence[int] | None) -> dict[int, tuple[int, list[str]]]:
-        """What was not compared yet.
+        """The uncompared checksums of the batches that steps have `taken`, by iterator.
 
-        Args:
-          taken: how many batches steps have taken from each iterator; None: unknown,
-            and what was read ahead is told as well.
+        None: unknown, so batches read ahead are included.
         """
         with self._lock:
-            told = {}
+            reported = {}
             for iterator, checksums in self._checksums.items():
                 first, end = self._first[iterator], len(checksums)
                 if taken is not None:
-                    known = taken[iterator] if iterator < len(taken) else 0
-                    end = min(max(known - first, 0), end)
+                    used = taken[iterator] if iterator < len(taken) else 0
+                    end = min(max(used - first, 0), end)
                 if end:
-                    told[iterator] = (first, checksums[:end])
-            return told
+                    reported[iterator] = (first, checksums[:end])
+            return reported
 
     def forget(self, ends: Mapping[int, int]) -> None:
-        """Drops what was compared: of each iterator the batches before that number."""
+        """Drops compared checksums: of each iterator those before that number."""
         with self._lock:
             for iterator, end in ends.items():
                 done = end - self._first[iterator]
                 self._first[iterator] = end
                 del self._checksums[iterator][:done]
 
-    def keep(self, told: Told, ends: Mapping[int, int]) -> None:
-        """Takes back what was forgotten, from those numbers on, as not compared yet.
-
-        Args:
-          told: what `told` gave, and was forgotten.
-          ends: by iterator, up to which number it was compared; else not at all.
-        """
+    def keep(self, told: Reported, ends: Mapping[int, int]) -> None:
+        """Restores forgotten checksums, a result of `told`, from `ends` on."""
         with self._lock:
             for iterator, (first, checksums) in told.items():
                 start = max(ends.get(iterator, first), first)
@@ -417,19 +378,13 @@ class BatchRecord:
                 self._checksums[iterator][:0] = checksums[start - first :]
 
 
-def first_differences(everybody: Sequence[Told]) -> dict[int, tuple[int, int]]:
-    """By rank, where a host first read another batch than host 0: iterator and number.
-
-    Args:
-      everybody: what each host tells, by rank.
-    """
+def first_differences(everybody: Sequence[Reported]) -> dict[int, tuple[int, int]]:
+    """By rank: iterator and number of the first batch that differs from rank 0's."""
     found = {}
     for rank, theirs in enumerate(everybody):
         for iterator in sorted(set(theirs) & set(everybody[0])):
-            (first, own), (other_first, others) = (
-                everybody[0][iterator],
-                theirs[iterator],
-            )
+            first, own = everybody[0][iterator]
+            other_first, others = theirs[iterator]
             start = max(first, other_first)
             pairs = zip(
                 own[start - first :], others[start - other_first :], strict=False
@@ -441,12 +396,10 @@ def first_differences(everybody: Sequence[Told]) -> dict[int, tuple[int, int]]:
     return found
 
 
-def common_ends(everybody: Sequence[Told]) -> dict[int, int]:
-    """By iterator, up to which number all hosts have told their batches."""
+def common_ends(everybody: Sequence[Reported]) -> dict[int, int]:
+    """By iterator: up to which number all hosts have reported their batches."""
     iterators = set.intersection(*map(set, everybody))
     return {
-        iterator: min(
-            first + len(told) for first, told in (t[iterator] for t in everybody)
-        )
+        iterator: min(t[iterator][0] + len(t[iterator][1]) for t in everybody)
         for iterator in iterators
     }

@@ -2,9 +2,8 @@
 
     000017.jpg 000017.cls 000018.jpg 000018.cls ...
 
-A sample's key is the path up to the first dot of the file's name, the rest is the name
-of a feature. Members come one after the other; nothing is written to the disk. Packed
-files may hold a thousand times their size, so nothing in them is read without a limit.
+The path up to the first dot of the file's name is the key, the rest names a feature. A
+compressed file may hold a thousand times its size, so every read is bounded.
 """
 
 from __future__ import annotations
@@ -18,21 +17,20 @@ import lzma
 import math
 import tarfile
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import PurePosixPath
-from typing import IO, Any, cast
+from typing import Any, cast
 
 from tfdp.data.places import Place, open_binary
 
-#: Of all files of a sample: a training has many samples in memory at once.
+#: Of all files of a sample, as a training holds many samples in memory.
 MOST_SAMPLE_BYTES = 1 << 30
 BLOCK_BYTES = 1048576
-# Of what tarfile reads before a file's content, where it keeps all that comes.
-MOST_HEADER_BYTES = 4 * BLOCK_BYTES
-# Of a sample that need not be kept; beyond it the files are passed.
+MOST_HEADER_BYTES = 4 * BLOCK_BYTES  # tarfile keeps all of a member's headers in memory
+# Of a sample of which only checksums are needed; later files are read and dropped.
 MOST_KEPT_BYTES = 16 * BLOCK_BYTES
 
-# By how a packed file begins.
+# By the first bytes of a compressed file.
 UNPACKERS: dict[bytes, Callable[[Any], Any]] = {
     b"\x1f\x8b": lambda file: gzip.GzipFile(fileobj=file),
     b"BZh": bz2.BZ2File,
@@ -41,60 +39,32 @@ UNPACKERS: dict[bytes, Callable[[Any], Any]] = {
 LONGEST_MAGIC = max(UNPACKERS, key=len)
 FAULTS = (tarfile.TarError, EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile)
 
-#: The feature that holds the key of a sample.
-KEY = "__key__"
+KEY = "__key__"  # the feature that holds the key of a sample
 
 
 class TarFault(Exception):
-    """Where a file stops being a row of samples.
-
-    Args:
-      sample: how many whole samples come before.
-      reason: what is wrong there.
-    """
+    """Fault in the archive: `reason`, after `sample` whole samples."""
 
     def __init__(self, sample: int, reason: str):
-        super().__init__(sample, reason)
-        self.sample, self.reason = sample, reason
+        super().__init__(f"sample {sample} (counted from 0): {reason}")
 
 
 @dataclasses.dataclass(frozen=True)
 class Passed:
-    """Bytes that were read and not kept.
-
-    Args:
-      crc32: of them.
-      size_bytes: how many there were.
-    """
+    """Checksum and size of content that was read but not kept."""
 
     crc32: int
     size_bytes: int
 
-    @classmethod
-    def through(cls, blocks: Iterable[bytes]) -> Passed:
-        """What is known of the blocks together."""
-        crc32 = size_bytes = 0
-        for block in blocks:
-            crc32, size_bytes = zlib.crc32(block, crc32), size_bytes + len(block)
-        return cls(crc32, size_bytes)
-
-    def __len__(self) -> int:
-        return self.size_bytes
-
 
 class _Metered:
-    """A file of which tarfile reads no more than it may.
-
-    Args:
-      file: to read from.
-    """
+    """A file that bounds how much tarfile reads for headers."""
 
     def __init__(self, file: Any):
         self._file = file
         self.allowed_bytes: float = MOST_HEADER_BYTES
 
     def read(self, count: int) -> bytes:
-        """The next bytes."""
         data: bytes = self._file.read(count)
         self.allowed_bytes -= len(data)
         if self.allowed_bytes < 0:
@@ -106,19 +76,10 @@ class _Metered:
 
 
 def tar_samples(path: Place, *, keeps: bool = True) -> Iterator[dict[str, Any]]:
-    """The samples of a tar file, packed or not, in its order.
+    """The samples of a tar file, compressed or not: feature name to content, and `KEY`.
 
-    Args:
-      path: of the file.
-      keeps: all bytes of long samples; else a `Passed` comes in the place of some.
-
-    Yields:
-      Name of a feature to its bytes, with the key under `KEY`.
-
-    Raises:
-      TarFault: the file is cut short or damaged, or a sample has a feature twice, or
-        more than `MOST_SAMPLE_BYTES`.
-      OSError: it cannot be read.
+    Unless `keeps`, some content of long samples is `Passed`. A damaged file, a feature
+    given twice and more than `MOST_SAMPLE_BYTES` raise a `TarFault`.
     """
     number = sample_bytes = 0
     sample: dict[str, Any] = {}
@@ -135,53 +96,63 @@ def tar_samples(path: Place, *, keeps: bool = True) -> Iterator[dict[str, Any]]:
                 if member.islnk() or member.issym():
                     raise TarFault(
                         number,
-                        f"{member.name} is a link to {member.linkname}, which has no "
-                        "content of its own here; pack the file (tar --dereference "
-                        "--hard-dereference)",
+                        f"{member.name} is a link to {member.linkname}, without "
+                        "content; pack files (tar --dereference --hard-dereference)",
                     )
-                # Folders, and what WebDataset keeps beside the samples.
+                # Skip folders, and WebDataset's metadata files.
                 if not member.isfile() or place.name.startswith((".", "__")):
                     continue
                 stem, _, feature = place.name.partition(".")
                 if not feature:
-                    continue  # a LICENSE beside the samples, say
+                    continue  # a LICENSE, say
                 key = str(place.with_name(stem)).encode()
                 if sample and key != sample[KEY]:
                     yield sample
                     number, sample, sample_bytes = number + 1, {}, 0
                 if feature in sample:
                     raise TarFault(number, f"it has {feature!r} twice")
-                # With the header, so that many empty files are not free either.
+                # Count headers as well, so that empty files are bounded, too.
                 sample_bytes += tarfile.BLOCKSIZE + member.size
                 if sample_bytes > MOST_SAMPLE_BYTES:
                     raise TarFault(
                         number,
                         f"with {member.name} its files have {sample_bytes} bytes; at "
-                        f"most {MOST_SAMPLE_BYTES} are read into memory at once. Cut "
-                        "it into several samples",
+                        f"most {MOST_SAMPLE_BYTES} are read. Cut it into several",
                     )
                 sample.setdefault(KEY, key)
-                is_kept = keeps or sample_bytes <= MOST_KEPT_BYTES
-                content = b"".join(blocks) if is_kept else Passed.through(blocks)
-                if len(content) < member.size:
+                kept = keeps or sample_bytes <= MOST_KEPT_BYTES
+                content: bytes | Passed = b"".join(blocks) if kept else _passed(blocks)
+                size = (
+                    content.size_bytes if isinstance(content, Passed) else len(content)
+                )
+                if size < member.size:
                     raise TarFault(number, "the file ends within it")
                 sample[feature] = content
-            _refuse_more(archive, number + bool(sample))
+            _check_end(archive, number + bool(sample))
     except FAULTS as error:
         raise TarFault(number, str(error)) from error
     if sample:
         yield sample
 
 
+def _passed(blocks: Iterator[bytes]) -> Passed:
+    crc32 = size_bytes = 0
+    for block in blocks:
+        crc32, size_bytes = zlib.crc32(block, crc32), size_bytes + len(block)
+    return Passed(crc32, size_bytes)
+
+
 def _members(
     archive: tarfile.TarFile, file: _Metered
 ) -> Iterator[tuple[tarfile.TarInfo, Iterator[bytes]]]:
-    """Each with the blocks of its content; what nobody reads of them is passed over."""
+    """Each member with the blocks of its content; skips unread blocks."""
     while (member := archive.next()) is not None:
-        # tarfile keeps all that came.
+        # tarfile would keep every member.
         archive.members.clear()  # type: ignore[attr-defined]
         file.allowed_bytes = math.inf
-        blocks = _blocks(archive.extractfile(member) if member.isfile() else None)
+        blocks: Iterator[bytes] = iter(())
+        if member.isfile() and (content := archive.extractfile(member)) is not None:
+            blocks = iter(functools.partial(content.read, BLOCK_BYTES), b"")
         yield member, blocks
         for _ in blocks:
             pass
@@ -189,16 +160,8 @@ def _members(
     file.allowed_bytes = math.inf
 
 
-def _blocks(content: IO[bytes] | None) -> Iterator[bytes]:
-    while content is not None and (block := content.read(BLOCK_BYTES)):
-        yield block
-
-
 def _unpacked(file: Any) -> contextlib.AbstractContextManager[Any]:
-    """What a packed file holds, or the file itself.
-
-    Not by `tarfile`, which takes no more than the first of several packed parts.
-    """
+    """The decompressed file; `tarfile` would stop after the first compressed part."""
     magic = file.read(len(LONGEST_MAGIC))
     file.seek(0)
     for beginning, unpack in UNPACKERS.items():
@@ -207,19 +170,19 @@ def _unpacked(file: Any) -> contextlib.AbstractContextManager[Any]:
     return contextlib.nullcontext(file)
 
 
-def _refuse_more(archive: tarfile.TarFile, number: int) -> None:
-    """What follows the end of an archive is zeros, or nobody would read it."""
+def _check_end(archive: tarfile.TarFile, number: int) -> None:
+    """Raises a `TarFault` unless only zeros follow the end of the archive."""
     while block := archive.fileobj.read(tarfile.RECORDSIZE):  # type: ignore[union-attr]
         if block.strip(b"\0"):
             raise TarFault(
                 number,
-                "more follows behind the end of the archive: it is damaged, or files "
-                "were put together with cat; keep them apart, or use tar --concatenate",
+                "more follows after the end of the archive: it is damaged, or files "
+                "were joined by cat; pass them separately, or use tar --concatenate",
             )
 
 
 def checksum_of_sample(sample: Mapping[str, bytes | Passed]) -> str:
-    """8 hexadecimal digits for the key, the features' names and what they hold."""
+    """8 hexadecimal digits over the key and the features' names and content."""
     value = 0
     for name in sorted(sample):
         value = zlib.crc32(name.encode() + b"\0", value)
@@ -232,53 +195,14 @@ def checksum_of_sample(sample: Mapping[str, bytes | Passed]) -> str:
     return f"{value:08x}"
 
 
-# The CRC-32 of bytes in a row, by the CRC-32 of each part: without the bytes.
-
-
-# Of polynomials over two elements, the highest bit the lowest power: x^0, and the one
-# by which CRC-32 divides, without its x^32.
-ONE, DIVISOR = 1 << 31, 0xEDB88320
-
-
 def joined_crc32(first: int, second: int, second_bytes: int) -> int:
-    """As `zlib.crc32` of both parts, one behind the other.
+    """`zlib.crc32` of two consecutive parts, given that of each and the second's size.
 
-        crc(A B) = crc(A) x^(8 |B|) + crc(B)
-
-    Args:
-      first: `zlib.crc32` of the first part.
-      second: that of the second.
-      second_bytes: length of the second, at least 0.
-
-    Source: Mark Adler, `crc32_combine` of zlib 1.2.12.
-
-    >>> import zlib
-    >>> joined_crc32(zlib.crc32(b"12"), zlib.crc32(b"345"), 3) == zlib.crc32(b"12345")
-    True
+    A CRC is affine in its start value: swap in `first` on zeros of the same length.
     """
-    shift, bit = ONE, 3  # a byte is 2^3 bits
-    while second_bytes:
-        if second_bytes & 1:
-            shift = _product(_power(bit), shift)
-        second_bytes >>= 1
-        bit += 1
-    return _product(shift, first) ^ second
-
-
-@functools.cache
-def _power(bit: int) -> int:
-    """x^(2^bit)."""
-    if not bit:
-        return ONE >> 1
-    half = _power(bit - 1)
-    return _product(half, half)
-
-
-def _product(one: int, other: int) -> int:
-    product = 0
-    while one:
-        if one & ONE:
-            product ^= other
-        one = one << 1 & 0xFFFFFFFF
-        other = other >> 1 ^ (DIVISOR if other & 1 else 0)
-    return product
+    zeros = bytes(BLOCK_BYTES)
+    shifted, of_zeros = first, 0
+    for left in range(second_bytes, 0, -BLOCK_BYTES):
+        shifted = zlib.crc32(zeros[:left], shifted)
+        of_zeros = zlib.crc32(zeros[:left], of_zeros)
+    return shifted ^ of_zeros ^ second

@@ -9,6 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdp.data.hosts import seeds_of_program
+from tfdp.data.indexed_sets import mixed
 from tfdp.data.pipeline import (
     batch_examples,
     check_batching,
@@ -42,22 +43,20 @@ def from_tfds(
 ) -> tf.data.Dataset:
     """Reads a TensorFlow Datasets builder as global batches, ready for `model.fit`.
 
-    Nothing is downloaded unless `download` says so.
-
     Args:
-      builder_or_name: A builder; or the directory of a prepared dataset, the one
-        that holds `dataset_info.json`; or a name such as "mnist" or
-        "mnist:3.0.1" of a dataset that is prepared in `data_dir`.
+      builder_or_name: A builder; the directory of a prepared dataset, which holds
+        `dataset_info.json`; or a name such as "mnist" or "mnist:3.0.1" of a dataset
+        prepared in `data_dir`.
       split: A split or a slice of one: "train", "train[:80%]", "test".
       global_batch_size: Samples of all replicas together in one step, from 1.
-      data_dir: Where prepared datasets lie, for a name, `gs://` too; by default
-        `~/tensorflow_datasets`.
-      download: Whether a dataset that is not prepared may be fetched and prepared.
-      shuffle: Whether the order changes; if so, it changes every epoch.
-      seed: Decides the order; the same seed gives the same epochs.
-      shuffle_buffer_examples: How many examples are mixed at a time. By default
-        10,000, or the whole split where it is smaller.
-      drop_remainder: Whether a last batch that is not full is left out.
+      data_dir: The directory of prepared datasets, for a name; may be `gs://`. By
+        default `~/tensorflow_datasets`.
+      download: Whether to download and prepare a dataset that is not prepared.
+      shuffle: Whether to shuffle, differently in every epoch.
+      seed: Determines the order: the same seed gives the same epochs.
+      shuffle_buffer_examples: How many examples are shuffled at a time. By default
+        10,000, or the whole split if it is smaller.
+      drop_remainder: Whether to drop a last batch that is not full.
       repeat: Whether the dataset has no end.
       as_supervised: Whether a batch is the builder's (input, target) tuple.
       transform: Applied to each example before batching, in parallel.
@@ -70,11 +69,17 @@ def from_tfds(
     Raises:
       MissingDependencyError: tensorflow-datasets is not installed.
       ConfigurationError: An argument is out of range, or there is no such split.
-      DataError: The dataset is not there, not prepared, or in a format that
-        TensorFlow cannot read.
+      DataError: The dataset is missing, not prepared, or in a format that TensorFlow
+        cannot read.
     """
     check_batching(global_batch_size, seed, variable_length, shuffle_buffer_examples)
-    tfds = _import_tfds()
+    try:
+        import tensorflow_datasets as tfds
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"tfdp.data.from_tfds needs tensorflow-datasets ({error}): pip install "
+            "'tfdp[tfds]'"
+        ) from error
     builder = _find_builder(tfds, builder_or_name, data_dir, download)
     try:
         count = builder.info.splits[split].num_examples
@@ -89,7 +94,7 @@ def from_tfds(
     read_config = tfds.ReadConfig(
         shuffle_seed=seed,
         shuffle_reshuffle_each_iteration=True,
-        # A cache would keep the first epoch's order of files.
+        # A cache would freeze the first epoch's order of files.
         try_autocache=False,
         # The library's defaults depend on the machine's number of cores.
         interleave_cycle_length=_INTERLEAVE_FILES,
@@ -108,8 +113,7 @@ def from_tfds(
         ) from error
     if shuffle:
         buffer_examples = shuffle_buffer_examples or _DEFAULT_BUFFER_EXAMPLES
-        with seeds_of_program():
-            examples = examples.shuffle(min(count, buffer_examples), seed=seed)
+        examples = mixed(examples, min(count, buffer_examples), seed)
     examples = select_features(examples, None, transform)
     batches = batch_examples(
         examples, global_batch_size, drop_remainder, variable_length
@@ -119,37 +123,28 @@ def from_tfds(
     )
 
 
-def _import_tfds() -> Any:
-    try:
-        import tensorflow_datasets
-    except ImportError as error:
-        raise MissingDependencyError(
-            f"tfdp.data.from_tfds needs tensorflow-datasets ({error}): "
-            "pip install 'tfdp[tfds]'"
-        ) from error
-    return tensorflow_datasets
-
-
 def _find_builder(
     tfds: Any,
     builder_or_name: Any,
     data_dir: str | os.PathLike[str] | None,
     download: bool,
 ) -> Any:
-    """The builder, prepared."""
     if not isinstance(builder_or_name, str | os.PathLike):
         builder = builder_or_name
         if not hasattr(builder, "as_dataset"):
             raise ConfigurationError(
-                "builder_or_name must be a tensorflow_datasets builder, the directory "
-                "of a prepared dataset, or a dataset's name. Received: a "
-                f"{type(builder).__name__}."
+                "builder_or_name must be a tensorflow_datasets builder, a prepared "
+                f"dataset's directory, or a name. Received: a {type(builder).__name__}."
             )
     elif place_of(builder_or_name).is_dir():
-        builder = _builder_in_directory(tfds, os.fspath(builder_or_name))
+        if not (place_of(builder_or_name) / "dataset_info.json").is_file():
+            raise DataError(
+                f"{builder_or_name} holds no dataset_info.json; give the directory of "
+                "one version, such as ~/tensorflow_datasets/mnist/3.0.1"
+            )
+        builder = tfds.builder_from_directory(os.fspath(builder_or_name))
     else:
-        name = os.fspath(builder_or_name)
-        builder = _builder_by_name(tfds, name, data_dir, download)
+        builder = _builder_by_name(tfds, os.fspath(builder_or_name), data_dir, download)
     if not builder.is_prepared():
         if not download:
             raise DataError(
@@ -166,20 +161,10 @@ def _find_builder(
     return builder
 
 
-def _builder_in_directory(tfds: Any, directory: str) -> Any:
-    if not (place_of(directory) / "dataset_info.json").is_file():
-        raise DataError(
-            f"{directory} holds no dataset_info.json; give the directory of one "
-            "version, such as ~/tensorflow_datasets/mnist/3.0.1"
-        )
-    return tfds.builder_from_directory(directory)
-
-
 def _builder_by_name(
     tfds: Any, name: str, data_dir: str | os.PathLike[str] | None, download: bool
 ) -> Any:
-    # `tfds.builder` asks a server about a dataset that is not prepared; reading from
-    # the files alone never does.
+    # `tfds.builder` contacts a server for an unprepared dataset; this never does.
     from tensorflow_datasets.core import read_only_builder
 
     directory = None if data_dir is None else os.fspath(data_dir)

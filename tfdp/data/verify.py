@@ -1,4 +1,4 @@
-"""Finds what is wrong with a TFRecord file, down to the record.
+"""Verifies TFRecord files against their index and finds the first bad record.
 
 TensorFlow's own message for a damaged file gives a byte offset and no file name.
 """
@@ -26,7 +26,7 @@ from tfdp.data.index import (
     find_index,
     require_container,
 )
-from tfdp.data.places import Place, place_of
+from tfdp.data.places import Place, open_binary, place_of
 from tfdp.errors import ConfigurationError, DataError
 from tfdp.files.atomic import PREFIX
 from tfdp.progress_bar import progress_bar
@@ -36,37 +36,18 @@ GZIP_MAGIC = b"\x1f\x8b\x08"
 _REMEDY = "restore the file or write the set again"
 
 
-def _count_sound_records(path: str, compression: str) -> int:
-    records = tf.data.TFRecordDataset(path, compression_type=compression)
-    # `ignore_errors` ends a file at its first damaged record.
-    chunks = records.ignore_errors().batch(_RECORDS_PER_READ)
-    return sum(len(chunk) for chunk in chunks.as_numpy_iterator())
-
-
-def _read_error(path: str, compression: str, after_records: int) -> str | None:
-    """What TensorFlow says about the record after some sound ones; None at the end."""
-    records = tf.data.TFRecordDataset(path, compression_type=compression)
+def _read_error(records: tf.data.Dataset, after_records: int) -> str | None:
+    """TensorFlow's error for the record after some sound ones; None at the end."""
     try:
         next(iter(records.skip(after_records)), None)
     except tf.errors.OpError as error:
         found = re.search(r"(corrupted|truncated) record at (\d+)", error.message)
-        if found:
-            return f"{found[1]} record at byte {found[2]}"
-        return error.message
+        return f"{found[1]} record at byte {found[2]}" if found else error.message
     return None
 
 
 def describe_fault(path: Place, file: RecordFile, compression: str = "") -> str | None:
-    """What is wrong with a file, with its name and the record's number.
-
-    Args:
-      path: A TFRecord file.
-      file: What its index promises.
-      compression: "", "GZIP" or "ZLIB".
-
-    Returns:
-      One sentence, or None for a file that holds what was promised.
-    """
+    """What differs from the index, with the record's number; None: nothing."""
     damage, digest = _damage(path, file, compression)
     return damage or _describe_stranger(path, file, digest)
 
@@ -82,7 +63,7 @@ def _describe_stranger(path: Place, file: RecordFile, digest: str) -> str | None
 
 
 def _damage(path: Place, file: RecordFile, compression: str) -> tuple[str | None, str]:
-    """What is wrong with a file by itself, and the digest of its records."""
+    """A fault of the file by itself, and the digest of its records."""
     if not path.is_file():
         return f"{path} is missing; {_REMEDY}", ""
     promise = f"the index promises {file.examples} records; {_REMEDY}"
@@ -91,13 +72,15 @@ def _damage(path: Place, file: RecordFile, compression: str) -> tuple[str | None
         digest = scan_records(path, compression, check_lengths=True).digest
     except FramingFault as fault:
         if fault.is_claim:
-            # TensorFlow must not see it: it takes memory for any length.
+            # TensorFlow must not read it: it would allocate the claimed length.
             return _at(path, fault.record, fault.reason, promise), ""
     except OSError as error:
         return f"{path} cannot be read ({error}); {_REMEDY}", ""
-    sound = _count_sound_records(str(path), compression)
-    error_text = _read_error(str(path), compression, sound)
-    if error_text:
+    records = tf.data.TFRecordDataset(str(path), compression_type=compression)
+    # `ignore_errors` ends a file at its first damaged record.
+    chunks = records.ignore_errors().batch(_RECORDS_PER_READ)
+    sound = sum(len(chunk) for chunk in chunks.as_numpy_iterator())
+    if error_text := _read_error(records, sound):
         return _at(path, sound, error_text, promise), ""
     if sound < file.examples:
         return _at(path, sound, "the file ends before it", promise), ""
@@ -111,11 +94,7 @@ def _at(path: Place, record: int, what: str, promise: str) -> str:
 
 
 def check_before_reading(path: Place, file: RecordFile, compression: str) -> None:
-    """Looks at a file's size and at its ends, which costs little.
-
-    Raises:
-      DataError: they are not what the index says.
-    """
+    """Raises a `DataError` unless size and ends match the index: a cheap check."""
     try:
         if path.is_file() and path.stat().st_size == file.size_bytes:
             if file.ends_digest in ("", digest_of_ends(path)):
@@ -134,14 +113,8 @@ def check_before_reading(path: Place, file: RecordFile, compression: str) -> Non
 class FileCheck:
     """Compares each file of a set with the index when a reader opens it.
 
-    Files behind a URL are not read twice: of them, size, ends, number of records and
-    each record's own checksum are compared.
-
-    Args:
-      index: What the files hold.
-
-    Cost: reads a file once before TensorFlow does, which then finds it in memory; in
-    later epochs nothing, unless the file has changed.
+    Cost: reads a local file once before TensorFlow does, which then finds it in memory.
+    Of remote files only size, ends, counts and records' own checksums are checked.
     """
 
     def __init__(self, index: RecordIndex):
@@ -150,7 +123,6 @@ class FileCheck:
         self._seen: dict[str, tuple[int, int]] = {}
 
     def __call__(self, path: str) -> None:
-        """Raises a `DataError` for a file that is not as its index says."""
         place, file = place_of(path), self._files[path]
         if not isinstance(place, Path):
             return
@@ -160,13 +132,12 @@ class FileCheck:
             if self._seen.get(path) == version:
                 return
             framing = scan_records(place, self._index.compression)
-            is_known = file.records_digest in ("", framing.digest)
-            if is_known and framing.records == file.examples:
+            is_same = file.records_digest in ("", framing.digest)
+            if is_same and framing.records == file.examples:
                 self._seen[path] = version
                 return
         except (OSError, FramingFault):
-            # Said below, more exactly.
-            pass
+            pass  # `fail` describes it more exactly
         self.fail(path)
 
     def fail(self, path: str) -> NoReturn:
@@ -174,7 +145,7 @@ class FileCheck:
         place, file = place_of(path), self._files[path]
         raise DataError(
             describe_fault(place, file, self._index.compression)
-            or f"{path} could not be read to its end, and now it can; look for a "
+            or f"{path} could not be read to its end, and now it can; check for a "
             "failing disk or mount"
         )
 
@@ -205,32 +176,39 @@ def verify_tfrecords(source: str | os.PathLike[str] | RecordIndex) -> RecordInde
     """Reads every record of a set and compares it with the index.
 
     Args:
-      source: What `read_tfrecords` takes: an index, a directory, a set's path or a
-        pattern of file names.
+      source: An index, a directory, a set's path or a pattern, as for `read_tfrecords`.
 
     Returns:
-      The index, once every file is sound.
+      The index, if every file is sound.
 
     Raises:
-      DataError: Some are not; there is one line for each, with the file's name
-        and the number of its first bad record.
+      DataError: Some are not: a line for each, with the number of its first bad record.
 
-    Cost: reads each file twice, at once with others, about as long as an epoch of
-    `read_tfrecords` takes; a file that is not sound is then read record by record.
+    Cost: reads each file twice, several in parallel, about as long as an epoch takes; a
+    file that is not sound is then read record by record.
     """
     index = find_index(source)
     require_container(index, "tfrecord")
 
     def fault_of(file: RecordFile) -> str | None:
         path = index.file_path(file)
-        if is_sound(path, file, index.features, index.compression):
+        try:
+            # A matching digest vouches for the lengths, which were checked at indexing.
+            framing = scan_records(
+                path, index.compression, check_lengths=not file.records_digest
+            )
+            is_same = file.records_digest in ("", framing.digest)
+            is_sound = is_same and framing.records == file.examples
+        except (FramingFault, OSError, DataError, tf.errors.OpError):
+            is_sound = False
+        if is_sound and is_parsed(path, file, index.features, index.compression):
             return None
         fault, digest = _damage(path, file, index.compression)
         if fault is None:
             fault = _describe_content_fault(path, index.features, index.compression)
         return fault or _describe_stranger(path, file, digest)
 
-    found = in_turn("verifying records", index.files, fault_of)
+    found = map_files("verifying records", index.files, fault_of)
     faults = [fault for fault in found if fault is not None]
     if faults:
         raise DataError("\n".join(faults))
@@ -246,22 +224,19 @@ def index_tfrecords(
 ) -> RecordIndex:
     """Writes the index of TFRecord files that another tool wrote.
 
-    Reads every file twice: to count its records, and to see that each one parses.
-
     Args:
       pattern: A pattern of file names in one directory, such as
         `/data/imagenet/train-*` or `gs://bucket/imagenet/train-*`.
       features: Name to `FeatureSpec` of the features to read; a record may hold
         more. Encoded images are `FeatureSpec((), "string")`.
-      name: The set's name: the index is `name.index.json` beside the files.
+      name: The set's name: the index is `name.index.json` next to the files.
       compression: "", "GZIP" or "ZLIB".
-
-    Returns:
-      The index.
 
     Raises:
       ConfigurationError: `compression`, `features` or `name` is not allowed.
       DataError: No file matches, or one is damaged or holds something else.
+
+    Cost: reads every file twice, to count its records and to parse each one.
     """
     if compression not in COMPRESSIONS:
         raise ConfigurationError(
@@ -272,9 +247,8 @@ def index_tfrecords(
     for feature, spec in features.items():
         if not isinstance(feature, str) or not isinstance(spec, FeatureSpec):
             raise ConfigurationError(
-                "features are names with a FeatureSpec each, such as "
-                f'{{"label": FeatureSpec((), "int64")}}. Received: {feature!r}: '
-                f"{spec!r}."
+                'features are names with a FeatureSpec each, as {"label": FeatureSpec('
+                f'(), "int64")}}. Received: {feature!r}: {spec!r}.'
             )
     directory, unread = files_to_index(
         pattern,
@@ -282,23 +256,25 @@ def index_tfrecords(
         lambda path: not path.name.endswith(SUFFIX) and PREFIX not in path.name,
     )
 
-    def indexed(seen: RecordFile) -> RecordFile:
-        path = directory / seen.name
+    def indexed(unindexed: RecordFile) -> RecordFile:
+        path = directory / unindexed.name
         file = _file_as_found(path, compression)
         # Without a digest the file is damaged.
         if file.records_digest and is_parsed(path, file, features, compression):
             return file
         fault = describe_fault(path, file, compression)
         fault = fault or _describe_content_fault(path, features, compression)
-        if fault and not compression and _is_packed(path):
-            raise DataError(
-                f"{path} is packed by gzip: index it with compression='GZIP'."
-            )
+        if fault and not compression:
+            with open_binary(path) as opened:
+                if opened.read(len(GZIP_MAGIC)) == GZIP_MAGIC:
+                    fault = (
+                        f"{path} is packed by gzip: index it with compression='GZIP'."
+                    )
         if fault:
             raise DataError(fault)
         return file
 
-    files = in_turn("indexing records", unread, indexed)
+    files = map_files("indexing records", unread, indexed)
     if not any(file.examples for file in files):
         raise DataError(f"The files of {pattern} hold no records: nothing to index.")
     index = RecordIndex(directory, name, dict(features), tuple(files), compression)
@@ -306,13 +282,8 @@ def index_tfrecords(
     return index
 
 
-def _is_packed(path: Place) -> bool:
-    with tf.io.gfile.GFile(str(path), "rb") as file:
-        return bool(file.read(len(GZIP_MAGIC)) == GZIP_MAGIC)
-
-
 def _file_as_found(path: Place, compression: str) -> RecordFile:
-    """What an index would say of a file; of the part before it is damaged, if it is."""
+    """The index entry of a file; of the part before the damage, if it is damaged."""
     size_bytes = path.stat().st_size
     try:
         framing = scan_records(path, compression, check_lengths=True)
@@ -322,108 +293,39 @@ def _file_as_found(path: Place, compression: str) -> RecordFile:
     return RecordFile(path.name, framing.records, size_bytes, framing.digest, ends)
 
 
-# Whether files of records are as their index says, in the time that reading takes.
-#
-# A whole file is read and parsed within TensorFlow, in batches, and nothing comes to
-# Python but the number of records. What is wrong with a file that is not sound is for
-# `tfdp.data.verify` to find, record by record.
-
-
-# What is parsed at a time: many small records, few large ones.
+# Records are parsed in batches of this size: many small records, few large ones.
 BATCH_BYTES = 2**20
 MOST_BATCH_EXAMPLES = 1024
 
 Found = TypeVar("Found")
 
 
-def is_sound(
-    path: Place,
-    file: RecordFile,
-    features: Mapping[str, FeatureSpec],
-    compression: str = "",
-) -> bool:
-    """Whether a file holds the records that its index promises, and all of them parse.
-
-    Args:
-      path: of the file.
-      file: what its index promises.
-      features: what every record holds.
-      compression: "", "GZIP" or "ZLIB".
-
-    Cost: reads the file twice: its framing, and what is in it.
-    """
-    is_known = bool(file.records_digest)
-    try:
-        # Lengths that have the digest of the index are those that were checked then.
-        framing = scan_records(path, compression, check_lengths=not is_known)
-        if framing.records != file.examples:
-            return False
-        if is_known and framing.digest != file.records_digest:
-            return False
-    except (FramingFault, OSError, DataError, tf.errors.OpError):
-        return False
-    return is_parsed(path, file, features, compression)
-
-
 def is_parsed(
-    path: Place,
-    file: RecordFile,
-    features: Mapping[str, FeatureSpec],
-    compression: str = "",
+    path: Place, file: RecordFile, features: Mapping[str, FeatureSpec], compression: str
 ) -> bool:
-    """Whether TensorFlow reads and parses all records of a file whose framing is sound.
-
-    Args: see `is_sound`.
-    """
+    """Whether TensorFlow parses all records of a file whose framing is sound."""
+    records = tf.data.TFRecordDataset(str(path), compression_type=compression)
+    # Examples of varying lengths parse one at a time only.
+    if not any(spec.varies for spec in features.values()):
+        bytes_per_example = max(1, file.size_bytes // max(1, file.examples))
+        records = records.batch(
+            min(MOST_BATCH_EXAMPLES, 1 + BATCH_BYTES // bytes_per_example)
+        )
+    parsed = records.map(
+        lambda part: (tf.size(part, tf.int64), decode_examples(part, features)),
+        num_parallel_calls=tf.data.AUTOTUNE,
+    )
     try:
-        return _parsed_examples(path, file, features, compression) == file.examples
+        total = parsed.reduce(tf.constant(0, tf.int64), lambda seen, new: seen + new[0])
     except (OSError, DataError, tf.errors.OpError):
         return False
+    return int(total) == file.examples
 
 
-def _parsed_examples(
-    path: Place,
-    file: RecordFile,
-    features: Mapping[str, FeatureSpec],
-    compression: str,
-) -> int:
-    """How many records TensorFlow reads and parses.
-
-    Raises:
-      tf.errors.OpError: when one is damaged, or is no such example.
-    """
-    records = tf.data.TFRecordDataset(str(path), compression_type=compression)
-    if any(spec.varies for spec in features.values()):
-        # Only one at a time can be of any length.
-        parsed = records.map(
-            lambda record: (
-                tf.constant(1, tf.int64),
-                decode_examples(record, features),
-            ),
-            num_parallel_calls=tf.data.AUTOTUNE,
-        )
-    else:
-        bytes_per_example = max(1, file.size_bytes // max(1, file.examples))
-        batch = min(MOST_BATCH_EXAMPLES, 1 + BATCH_BYTES // bytes_per_example)
-        parsed = records.batch(batch).map(
-            lambda batch: (tf.size(batch, tf.int64), decode_examples(batch, features)),
-            num_parallel_calls=tf.data.AUTOTUNE,
-        )
-    total = parsed.reduce(tf.constant(0, tf.int64), lambda seen, new: seen + new[0])
-    return int(total)
-
-
-def in_turn(
+def map_files(
     label: str, files: Sequence[RecordFile], act: Callable[[RecordFile], Found]
 ) -> list[Found]:
-    """What `act` finds of each file, in their order; several at once, with a bar.
-
-    Args:
-      label: what is done, in a few words.
-      files: their sizes are the bar's.
-      act: called in other threads. The error of the first file that raises one is
-        raised once all that were begun have ended.
-    """
+    """Calls `act` on each file in threads, with a progress bar; results in order."""
     total = sum(file.size_bytes for file in files)
     workers = max(1, min(len(files), os.cpu_count() or 1, 8))
     with (

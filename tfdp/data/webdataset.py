@@ -2,8 +2,8 @@
 
     files -> shuffled -> interleaved samples -> shuffled -> transformed -> batches
 
-tar has no checksums of what it holds, so the index beside the files has one for each
-sample: damage is found when a sample is read, and named.
+tar has no checksums of content, so the index has one for each sample: a damaged sample
+is found and named when it is read.
 """
 
 from __future__ import annotations
@@ -18,48 +18,39 @@ from tfdp.data.features import FeatureSpec
 from tfdp.data.framing import digest_of_ends
 from tfdp.data.index import RecordFile, RecordIndex, files_to_index
 from tfdp.data.indexed_sets import mixed, open_share, own_records
-from tfdp.data.pipeline import (
-    batch_examples,
-    finish_batches,
-    select_features,
-)
+from tfdp.data.pipeline import batch_examples, finish_batches, select_features
 from tfdp.data.places import Place, place_of
 from tfdp.data.tar_samples import KEY, TarFault, checksum_of_sample, tar_samples
-from tfdp.data.verify import in_turn
+from tfdp.data.verify import map_files
 from tfdp.errors import DataError
 
 _REMEDY = "restore the file, or index the set again (tfdp.data.index_webdataset)"
 
 
 def index_webdataset(pattern: str | os.PathLike[str], *, name: str) -> RecordIndex:
-    """Writes the index that `read_webdataset` needs of tar files in WebDataset's form.
-
-    Reads every file once, to count its samples, to see that all have the same features,
-    and to take a checksum of each.
+    """Writes the index that `read_webdataset` needs for tar files in WebDataset's form.
 
     Args:
       pattern: A pattern of file names in one directory, such as
-        `/data/imagenet/train-*.tar` or `gs://bucket/train-*.tar`; packed ones
-        (`.tar.gz`) are read, too.
-      name: The set's name: the index is `name.index.json` beside the files.
+        `/data/imagenet/train-*.tar` or `gs://bucket/train-*.tar`; also `.tar.gz`.
+      name: The set's name: the index is `name.index.json` next to the files.
 
     Returns:
-      The index; its features are the endings of the files in a sample, as strings of
-      bytes, and `__key__`.
+      The index, with a checksum of each sample; its features are the file endings in
+      a sample, as byte strings, and `__key__`.
 
     Raises:
       ConfigurationError: `name` is not allowed.
-      DataError: No file matches, or one is damaged, or its samples are unlike, or the
-        files of a sample have more than 1 GiB together.
+      DataError: No file matches, one is damaged, samples differ in their features, or
+        the files of a sample exceed 1 GiB together.
 
-    Cost: each file is read once, and a sample at most 16 MiB long is in memory for each
-    processor; of a longer one that much, and the rest passes by.
+    Cost: reads each file once, with at most 16 MiB of a sample in memory per processor.
     """
     directory, unread = files_to_index(
         pattern, name, lambda path: ".tar" in path.name, " with .tar in its name"
     )
     features = _features_of(directory / unread[0].name)
-    files = in_turn(
+    files = map_files(
         "indexing samples",
         unread,
         lambda file: _indexed(directory / file.name, file, features),
@@ -71,12 +62,11 @@ def index_webdataset(pattern: str | os.PathLike[str], *, name: str) -> RecordInd
 
 
 def _features_of(path: Place) -> tuple[str, ...]:
-    """The features of the first sample, sorted."""
     try:
         for sample in tar_samples(path, keeps=False):
             return tuple(sorted(sample))
     except TarFault as fault:
-        raise DataError(_at(path, fault.sample, fault.reason)) from fault
+        raise DataError(f"{path}, {fault}") from fault
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error}") from error
     raise DataError(f"{path} holds no samples")
@@ -89,21 +79,16 @@ def _indexed(path: Place, file: RecordFile, features: Sequence[str]) -> RecordFi
             if tuple(sorted(sample)) != tuple(features):
                 key = sample[KEY].decode("utf-8", "replace")
                 raise DataError(
-                    f"{path}, sample {number} ({key!r}) has {_named(sample)}; the "
-                    f"first one of the set has {_named(features)}, and all must have "
-                    "the same"
+                    f"{path}, sample {number} ({key!r}) has {_named(sample)}; all must "
+                    f"have what the first one of the set has, {_named(features)}"
                 )
             checksums.append(checksum_of_sample(sample))
     except TarFault as fault:
-        raise DataError(_at(path, fault.sample, fault.reason)) from fault
+        raise DataError(f"{path}, {fault}") from fault
     ends = digest_of_ends(path)
     return RecordFile(
         file.name, len(checksums), file.size_bytes, "", ends, "".join(checksums)
     )
-
-
-def _at(path: Place, sample: int, what: str) -> str:
-    return f"{path}, sample {sample} (counted from 0): {what}"
 
 
 def _named(features: Mapping[str, Any] | Sequence[str]) -> str:
@@ -127,39 +112,35 @@ def read_webdataset(
 ) -> tf.data.Dataset:
     """Reads tar files in WebDataset's form as global batches, ready for `model.fit`.
 
-    The strategy splits each global batch over its replicas. On several hosts each one
-    reads every file and keeps its slice of every batch; with `input_context` each reads
-    its own files only. Of an epoch the number of batches is known, every sample comes
-    once, and the order follows from the seed.
+    As `read_tfrecords`: several hosts see the batches of one, every sample comes once
+    per epoch, and the seed determines the order.
 
     Args:
       source: What `index_webdataset` returned; or a directory, a set's path or a
         pattern of file names, as for `read_tfrecords`. The index is required.
       global_batch_size: Samples of all replicas together in one step, from 1.
-      as_supervised: Names of the features that make up a tuple, such as ("jpg",
-        "cls"). By default a sample is a dict, with `__key__` among its features.
-      transform: Applied to each sample before batching, in parallel. Features are
-        strings of bytes as they lie in the file: decode them here
-        (`tf.io.decode_jpeg`, `tf.strings.to_number`).
-      shuffle: see `read_tfrecords`, also for all that follows.
-      seed: see there.
-      shuffle_buffer_examples: see there.
-      drop_remainder: see there.
-      repeat: see there.
-      variable_length: see there.
-      cycle_length: see there.
-      input_context: see there.
+      as_supervised: Names of the features of a tuple, such as ("jpg", "cls"). By
+        default a sample is a dict, with `__key__` among its features.
+      transform: Applied to each sample before batching, in parallel. Features are byte
+        strings: decode them here (`tf.io.decode_jpeg`, `tf.strings.to_number`).
+      shuffle: See `read_tfrecords`, also for all that follows.
+      seed: See there.
+      shuffle_buffer_examples: See there.
+      drop_remainder: See there.
+      repeat: See there.
+      variable_length: See there.
+      cycle_length: See there.
+      input_context: See there.
 
     Returns:
       A `tf.data.Dataset` of batches whose number is known (`len(dataset)`).
 
     Raises:
       ConfigurationError: An argument is out of range.
-      DataError: No file, no index, or a file is missing, or its size, its beginning or
-        its end are not what its index says.
+      DataError: No file or index, or a file is missing or differs from its index in
+        size, beginning or end.
       tf.errors.InvalidArgumentError: While iterating: a sample is damaged, missing or
-        another one than the index says. The message holds a `DataError` with the file,
-        the sample's number and its key.
+        differs from the index. The message holds a `DataError` with file, number, key.
 
     Cost: samples pass through Python one by one, some 50 microseconds each.
 
@@ -216,7 +197,7 @@ def _check_before_reading(path: Place, file: RecordFile) -> None:
             return
     except OSError as error:
         raise DataError(f"{path} cannot be read ({error}); {_REMEDY}") from error
-    # It is another one; which sample says so is worth a look.
+    # The file differs: find the first sample that does.
     for _ in _checked_samples(path, file):
         pass
     raise DataError(
@@ -226,7 +207,7 @@ def _check_before_reading(path: Place, file: RecordFile) -> None:
 
 
 def _checked_samples(path: Place, file: RecordFile) -> Iterator[dict[str, bytes]]:
-    """The samples that the index promises; a `DataError` names the first other one."""
+    """The samples that the index promises; a `DataError` names the first to differ."""
     number = 0
     promise = f"the index promises {file.examples} samples; {_REMEDY}"
     try:
@@ -241,14 +222,12 @@ def _checked_samples(path: Place, file: RecordFile) -> Iterator[dict[str, bytes]
                 )
             yield sample
             number += 1
+        if number < file.examples:
+            raise TarFault(number, "the file ends before it")
     except TarFault as fault:
-        what = _at(path, fault.sample, fault.reason)
-        raise DataError(f"{what}; {promise}") from fault
+        raise DataError(f"{path}, {fault}; {promise}") from fault
     except OSError as error:
         raise DataError(f"{path} cannot be read ({error}); {_REMEDY}") from error
-    if number < file.examples:
-        what = _at(path, number, "the file ends before it")
-        raise DataError(f"{what}; {promise}")
 
 
 def _interleaved(
@@ -265,15 +244,11 @@ def _interleaved(
         for sample in _checked_samples(place_of(text), by_path[text]):
             yield tuple(sample[feature] for feature in features)
 
-    def samples_of(path: tf.Tensor) -> tf.data.Dataset:
-        return tf.data.Dataset.from_generator(
-            rows,
-            args=(path,),
-            output_signature=tuple(tf.TensorSpec((), tf.string) for _ in features),
-        )
-
+    signature = tuple(tf.TensorSpec((), tf.string) for _ in features)
     samples = files.interleave(
-        samples_of,
+        lambda path: tf.data.Dataset.from_generator(
+            rows, args=(path,), output_signature=signature
+        ),
         cycle_length=min(cycle_length, len(by_path)),
         num_parallel_calls=tf.data.AUTOTUNE,
         deterministic=True,

@@ -1,4 +1,4 @@
-"""Writes a set of TFRecord files in one step: all of it appears, or nothing."""
+"""Writes a set of TFRecord files atomically: all of it appears, or nothing."""
 
 from __future__ import annotations
 
@@ -21,16 +21,11 @@ from tfdp.data.framing import digest_of_ends, scan_records
 from tfdp.data.index import COMPRESSIONS, RecordFile, RecordIndex
 from tfdp.data.places import Place, place_of
 from tfdp.errors import ConfigurationError, DataError
-from tfdp.files.atomic import (
-    remove_leftovers,
-    sync_file,
-    sync_folder,
-    temporary_name,
-)
+from tfdp.files.atomic import remove_leftovers, sync_file, sync_folder, temporary_name
 from tfdp.files.checked_json import is_plain_name
 from tfdp.progress_bar import progress_bar
 
-# The bar is told of so many at once: it takes longer than a small record.
+# An update of the progress bar takes longer than a small record.
 EXAMPLES_PER_ADVANCE = 256
 
 
@@ -44,38 +39,33 @@ def write_tfrecords(
     features: Mapping[str, FeatureSpec] | None = None,
     compression: str = "",
 ) -> RecordIndex:
-    """Writes examples to sharded TFRecord files and an index of what they hold.
+    """Writes examples to sharded TFRecord files, with an index of their content.
 
-    The files are `name-00000-of-00008.tfrecord` and so on; example i goes to file
-    i modulo `num_shards`. The index `name.index.json` holds the counts and the
-    feature spec, and checksums. Everything is first written under temporary names: a
-    run that is cut short leaves the set that was there before, or, for the moment of
-    renaming, a set without an index, which no reader takes. An older set of the same
-    name is replaced; what a run that was cut short has left is removed.
+    Example i goes to file i modulo `num_shards`, called `name-00000-of-00008.tfrecord`
+    and so on. Files are written under temporary names: an interrupted run leaves the
+    previous set or, during the renaming, a set without an index, which no reader
+    accepts. Replaces an older set of the same name, and removes leftovers.
 
     Args:
-      examples: A dict of arrays whose first axis counts the examples; a tuple of
-        such arrays, named by `feature_names`; an iterable of dicts of arrays,
-        numbers, bytes or text; or an unbatched `tf.data.Dataset` of dicts or
-        tuples.
-      directory: Where the files go; it is made when it does not exist. A URL that
-        `tf.io.gfile` opens, such as `gs://bucket/folder`, is one, too.
+      examples: A dict of arrays whose first axis counts the examples; a tuple of such
+        arrays, named by `feature_names`; an iterable of dicts of arrays, numbers, bytes
+        or text; or an unbatched `tf.data.Dataset` of dicts or tuples.
+      directory: Output folder, created if missing; a URL that `tf.io.gfile` opens, such
+        as `gs://bucket/folder`, works, too.
       num_shards: The number of files, from 1. Some 100 MB in each reads fast.
       name: The set's name, the start of every file's name.
       feature_names: The names of a tuple's parts, in order.
       features: Name to `FeatureSpec` for what the first example cannot show, such
         as a length that varies: `{"tokens": FeatureSpec((None,), "int64")}`.
-      compression: "", "GZIP" or "ZLIB". Compressed files are smaller and cost
-        time to read.
+      compression: "", "GZIP" or "ZLIB": smaller files, but slower to read.
 
     Returns:
       The index, with the number of examples and the bytes of each file.
 
     Raises:
       ConfigurationError: An argument is out of range.
-      DataError: An example is not like the first one (its number is named), or
-        there are fewer examples than files, or a dataset is batched and `features`
-        does not name what it holds.
+      DataError: An example differs from the first one, there are fewer examples than
+        files, or a dataset is batched and `features` does not declare its content.
 
     Example:
       >>> import numpy as np, tempfile
@@ -93,10 +83,16 @@ def write_tfrecords(
     if first is None:
         raise DataError("there are no examples to write; a set holds at least one")
     spec = infer_features(first, {**declared, **(features or {})})
-    directory = _made(directory)
-    remove_leftovers(directory)
+    folder = place_of(directory)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(
+            f"the directory cannot be made ({error}): {str(directory)[:300]!r}"
+        ) from error
+    remove_leftovers(folder)
     final: list[Place] = [
-        directory / f"{name}-{shard:05d}-of-{num_shards:05d}.tfrecord"
+        folder / f"{name}-{shard:05d}-of-{num_shards:05d}.tfrecord"
         for shard in range(num_shards)
     ]
     temporary = [path.with_name(temporary_name(path.name)) for path in final]
@@ -109,7 +105,7 @@ def write_tfrecords(
             _record_file(path.name, count, part, compression)
             for path, part, count in zip(final, temporary, counts, strict=True)
         )
-        index = RecordIndex(directory, name, spec, files, compression)
+        index = RecordIndex(folder, name, spec, files, compression)
         _publish(index, temporary)
     finally:
         for path in temporary:
@@ -118,7 +114,7 @@ def write_tfrecords(
 
 
 def _length_of(examples: Any) -> int:
-    """How many there are; 0: they do not tell."""
+    """The number of examples; 0: unknown."""
     if isinstance(examples, tf.data.Dataset):
         return max(0, int(examples.cardinality()))
     columns = examples.values() if isinstance(examples, Mapping) else examples
@@ -128,24 +124,13 @@ def _length_of(examples: Any) -> int:
     return len(examples) if hasattr(examples, "__len__") else 0
 
 
-def _made(directory: str | os.PathLike[str]) -> Place:
-    place = place_of(directory)
-    try:
-        place.mkdir(parents=True, exist_ok=True)
-    except (OSError, ValueError) as error:
-        raise ConfigurationError(
-            f"the directory cannot be made ({error}): {str(directory)[:300]!r}"
-        ) from error
-    return place
-
-
 def _record_file(name: str, count: int, part: Place, compression: str) -> RecordFile:
-    """What the index says of a file that was just written, read back from it."""
+    """The index entry of a file just written, read back from it."""
     framing = scan_records(part, compression)
     if framing.records != count:
         raise DataError(
-            f"{name} holds {framing.records} records though {count} were written; look "
-            "for a failing disk or mount"
+            f"{name} holds {framing.records} records though {count} were written; "
+            "check for a failing disk or mount"
         )
     size_bytes = part.stat().st_size
     return RecordFile(name, count, size_bytes, framing.digest, digest_of_ends(part))
@@ -172,11 +157,7 @@ def _check_arguments(num_shards: int, name: str, compression: str) -> None:
 def _refuse_batches(
     examples: Any, features: Mapping[str, FeatureSpec], names: Sequence[str] | None
 ) -> None:
-    """Refuses a batched dataset, of which each record would hold a whole batch.
-
-    Raises:
-      DataError: `features` does not say that this is meant.
-    """
+    """Raises a `DataError` for a batched dataset unless `features` declares it."""
     if not isinstance(examples, tf.data.Dataset) or not holds_batches_of_rows(examples):
         return
     spec = examples.element_spec
@@ -193,14 +174,11 @@ def _refuse_batches(
 def _example_stream(
     examples: Any, feature_names: Sequence[str] | None
 ) -> tuple[Iterator[Any], dict[str, FeatureSpec]]:
-    """One example after the other, and the features that the source declares."""
+    """The examples, and the features that the source declares."""
     if isinstance(examples, tf.data.Dataset):
         return _dataset_stream(examples, feature_names)
-    if (
-        isinstance(examples, tuple)
-        and examples
-        and not isinstance(examples[0], Mapping)
-    ):
+    first = examples[0] if isinstance(examples, tuple) and examples else {}
+    if not isinstance(first, Mapping):
         names = _names_for(len(examples), feature_names)
         return _column_stream(dict(zip(names, examples, strict=True))), {}
     if isinstance(examples, Mapping):
@@ -217,14 +195,13 @@ def _names_for(parts: int, feature_names: Sequence[str] | None) -> Sequence[str]
     if feature_names is None or len(feature_names) != parts:
         raise ConfigurationError(
             f"examples are tuples of {parts} parts and feature_names is "
-            f"{feature_names!r}; name each part, such as feature_names="
-            "('image', 'label')"
+            f"{feature_names!r}; name each part, as feature_names=('image', 'label')"
         )
     return feature_names
 
 
 def _column_stream(columns: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    # A list stays one: its items may differ in length.
+    # Keep lists: their items may differ in length.
     sequences = {
         name: column if isinstance(column, list | tuple) else np.atleast_1d(column)
         for name, column in columns.items()
@@ -232,7 +209,7 @@ def _column_stream(columns: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     lengths = {name: len(sequence) for name, sequence in sequences.items()}
     if len(set(lengths.values())) > 1:
         raise DataError(
-            f"the arrays hold {lengths} examples; each has as many along its first axis"
+            f"the arrays hold {lengths} examples; all must have equal first axes"
         )
     count = max(lengths.values(), default=0)
     return ({name: s[i] for name, s in sequences.items()} for i in range(count))
@@ -285,45 +262,35 @@ def _write_shards(
     if counts[-1] == 0:
         raise DataError(
             f"there are {sum(counts)} examples for num_shards={len(paths)} files; "
-            "every file holds at least one, so ask for fewer"
+            "every file holds at least one, so use fewer files"
         )
     return counts
 
 
 def _publish(index: RecordIndex, temporary: Sequence[Place]) -> None:
-    """Puts a complete set in the place of the one before it."""
     previous = _files_of(index)
     for part in temporary:
         if isinstance(part, Path):
             sync_file(part)
-    # From here until the new index is there, a reader finds no index, hence no mix
-    # of two sets. In that order on the disk, too.
+    # Until the new index is written, a reader finds no index, hence no mix of two sets.
+    # The syncs keep that order on disk.
     index.path.unlink(missing_ok=True)
-    _sync(index.directory)
+    sync_folder(index.directory)  # does nothing for a URL
     for part, file in zip(temporary, index.files, strict=True):
         part.replace(index.file_path(file))  # type: ignore[arg-type]
-    _sync(index.directory)
+    sync_folder(index.directory)
     index.save()
     for stale in previous - {file.name for file in index.files}:
         (index.directory / stale).unlink(missing_ok=True)
 
 
-def _sync(directory: Place) -> None:
-    if isinstance(directory, Path):
-        sync_folder(directory)
-
-
 def _files_of(index: RecordIndex) -> set[str]:
-    """The files of the set before it that this function has written.
-
-    An index may name others, of another tool or of nobody's: they stay.
-    """
+    """The previous set's files that this function wrote; other tools' files stay."""
     if not index.path.is_file():
         return set()
     try:
         names = {file.name for file in RecordIndex.load(index.path).files}
     except DataError:
-        # An index that cannot be read claims no files.
         return set()
     own = re.compile(rf"{re.escape(index.name)}-\d{{5}}-of-\d{{5}}\.tfrecord")
     return {name for name in names if own.fullmatch(name)}

@@ -1,1 +1,1 @@
-"""Files that a reader never meets half written, and what came in them, checked."""
+"""Atomic writes, checked JSON, and large files past the page cache."""

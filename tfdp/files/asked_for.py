@@ -1,6 +1,6 @@
-"""Files that an option of a command asks for: a bad place is said in one line. Pure.
+"""Output files named by command options: bad paths are reported in one line. Pure.
 
-Before the work where that can be seen, and after it where the disk is full.
+Before the work where possible, and after it if the disk is full.
 """
 
 from __future__ import annotations
@@ -15,16 +15,11 @@ from tfdp.errors import ConfigurationError
 from tfdp.files.atomic import replaced
 from tfdp.files.checked_json import write_json
 
-# One after the other; the system follows no more either.
-MOST_LINKS = 40
+MOST_LINKS = 40  # the limit of symbolic links that Linux follows
 
 
 def refuse_bad_places(places: Mapping[str, str | None]) -> None:
-    """As `refuse_bad_place`, of each option and its path; no two may be one file.
-
-    Raises:
-      ConfigurationError: a place is bad, or one file would take another's.
-    """
+    """As `refuse_bad_place` for each option's path; also rejects a shared path."""
     taken: dict[str, str] = {}
     for option, path in places.items():
         refuse_bad_place(option, path)
@@ -38,22 +33,17 @@ def refuse_bad_places(places: Mapping[str, str | None]) -> None:
 
 
 def refuse_bad_place(option: str, path: str | None) -> None:
-    """Before the work whose result is to be written to `path`, and not after it.
-
-    Raises:
-      ConfigurationError: the folder is missing, or what is there is no file; naming the
-        `option` that gave the path.
-    """
+    """A `ConfigurationError` naming `option`, before the work, for a bad `path`."""
     if path is None:
         return
-    # Not the methods of Path, which raise an OSError for a name that is too long.
+    # Not the methods of Path, which raise OSError for too long a name.
     if not os.path.isdir(Path(path).absolute().parent):
         raise ConfigurationError(f"{option} {path}: there is no such folder")
     there = ""
     if os.path.isdir(path or "."):
         there = "a folder"
     elif os.path.exists(path) and not os.path.isfile(path) or _is_stream(path):
-        there = "a device or a pipe"  # whose place the file would take
+        there = "a device or a pipe"  # which the file would replace
     elif os.path.islink(path) and os.path.islink(os.path.realpath(path)):
         there = "a link to itself"
     if there:
@@ -64,7 +54,7 @@ def refuse_bad_place(option: str, path: str | None) -> None:
 
 
 def _is_stream(path: str) -> bool:
-    """Whether this is what a process has open already, such as /dev/stdout."""
+    """Whether this is a file descriptor of a process, such as /dev/stdout."""
     target = os.path.abspath(path)
     for _ in range(MOST_LINKS):
         if target.startswith(("/dev/fd/", "/proc/")):
@@ -78,12 +68,7 @@ def _is_stream(path: str) -> bool:
 
 @contextlib.contextmanager
 def written_for(option: str, path: str | os.PathLike[str]) -> Iterator[None]:
-    """What fails while `path` is written is said in one line, with what to do.
-
-    Raises:
-      ConfigurationError: in the place of an OSError; naming the `option` that gave, or
-        can give, the path.
-    """
+    """Turns an OSError while writing `path` into a `ConfigurationError`."""
     try:
         yield
     except OSError as error:
@@ -94,18 +79,12 @@ def written_for(option: str, path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def write_text_for(option: str, path: str | os.PathLike[str], text: str) -> None:
-    """Writes `text`, a page or a table, to the `path` that `option` has given.
-
-    What UTF-8 cannot hold, such as half a character in a file's name, becomes "?".
-
-    Raises:
-      ConfigurationError: it cannot be written.
-    """
+    """Writes `text` to the `path` of `option`; what UTF-8 cannot encode becomes "?"."""
     with written_for(option, path), replaced(path) as half_written:
         half_written.write_text(text, "utf-8", errors="replace")
 
 
 def write_json_for(option: str, path: str | os.PathLike[str], value: Any) -> None:
-    """Writes `value` as JSON; see `write_text_for`."""
+    """Writes `value` as JSON; errors as `written_for`."""
     with written_for(option, path):
         write_json(path, value)

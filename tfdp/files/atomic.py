@@ -1,9 +1,8 @@
-"""Files that a reader never meets half written. Pure; no framework is imported.
+"""Atomic file replacement. Pure; no framework is imported.
 
-A file is written under a temporary name, brought to the disk, and renamed. A writer
-that dies leaves the temporary file; the next writer to the folder removes it. Dead is
-who ran here and runs no more; of one that ran elsewhere nobody here can tell, so what
-it left is removed a day after its last change.
+A file is written under a temporary name, synced, and renamed. A writer that dies leaves
+the temporary file, which the next writer to the folder removes: at once if the process
+ran on this machine, otherwise a day after its last change.
 """
 
 from __future__ import annotations
@@ -26,8 +25,7 @@ TEMPORARY = re.compile(
     rf"{re.escape(PREFIX)}(?P<place>[0-9a-f]{{16}})-(?P<pid>\d{{1,10}})-"
     r"(?P<start>\d{1,20})-(?P<number>\d{1,20})-.*"
 )
-# Of the name that the file will have, so that the temporary one is not too long.
-KEPT_CHARACTERS = 40
+KEPT_CHARACTERS = 40  # of the final name, to keep the temporary one short
 SECONDS_TO_DEATH = 24 * 3600
 
 _numbers = itertools.count()
@@ -35,18 +33,14 @@ _numbers = itertools.count()
 
 @contextlib.contextmanager
 def replaced(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """A name beside `path` to write to; the file takes its place at the end.
+    """A temporary path to write to, in the folder of `path`, which it then replaces.
 
-    The name ends as `path` does, which tells some writers the format. After an error
-    nothing of it is left, and `path` is what it was. At the end the file outlasts a
-    power cut. Where `path` is a link, what it leads to is replaced.
-
-    Raises:
-      OSError: when it cannot take the place of `path`: there is a device, or a folder.
+    It keeps the suffix, by which some writers choose the format. On an error it is
+    removed; else the file survives a power cut. Replaces a link's target.
     """
     target = Path(os.path.realpath(path)) if os.path.islink(path) else Path(path)
     if os.path.lexists(target) and not os.path.isfile(target):
-        # Else a device would be gone, for all programs of the machine.
+        # Replacing a device would remove it for the whole machine.
         raise OSError(errno.EINVAL, "it is no file, or a link to itself", str(target))
     with temporary(target) as half_written:
         yield half_written
@@ -57,7 +51,7 @@ def replaced(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def temporary(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """A name beside `path` that ends as it does; what has it at the end is removed."""
+    """A temporary path in the folder of `path`, removed at the end."""
     target = Path(path)
     remove_leftovers(target.parent)
     half_written = target.with_name(temporary_name(target.name))
@@ -68,10 +62,7 @@ def temporary(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def temporary_name(name: str) -> str:
-    """Another name for each call, that says who writes and ends as `name` does.
-
-    `os.replace` it, or remove it, when all is written.
-    """
+    """A unique name that encodes the writing process; `name`'s suffix is kept."""
     pid = os.getpid()
     start = _start_of(pid) or "0"
     owner = f"{_place()}-{pid}-{start}-{next(_numbers)}"
@@ -79,12 +70,7 @@ def temporary_name(name: str) -> str:
 
 
 def remove_leftovers(folder: Any) -> None:
-    """Removes what dead writers have left in a folder.
-
-    Args:
-      folder: a `pathlib.Path`, or what has its `glob`, `stat` and `unlink`. Nothing
-        happens when it is not there or is somebody else's.
-    """
+    """Removes dead writers' temporary files in a folder, a `Path` or `RemotePath`."""
     with contextlib.suppress(OSError):
         for path in list(folder.glob(f"{PREFIX}*")):
             # Two writers may remove the same one.
@@ -100,13 +86,13 @@ def _is_leftover(path: Any) -> bool:
     if match["place"] == _place() and match["start"] != "0":
         return _start_of(int(match["pid"])) != match["start"]
     changed = path.stat().st_mtime
-    # A store that does not know when says 0.
+    # Stores without times report 0.
     return changed > 0 and time.time() - changed > SECONDS_TO_DEATH
 
 
 @functools.cache
 def _place() -> str:
-    """Where a process number has a meaning: this boot of this machine's container."""
+    """The scope of process ids: this boot of this machine's container."""
     facts = [platform.node()]
     for path in ("/proc/sys/kernel/random/boot_id", "/proc/self/ns/pid"):
         with contextlib.suppress(OSError):
@@ -116,29 +102,26 @@ def _place() -> str:
 
 
 def _start_of(pid: int) -> str | None:
-    """When a process began, in ticks of the clock; None: there is none, or no /proc.
-
-    A process number is used again; with the time it is not.
-    """
+    """Start time of a process in clock ticks, as ids are reused; None: unknown."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except OSError:
         return None
-    # The second field, in brackets, may hold spaces and brackets; the 22nd is wanted.
+    # The second field, in parentheses, may hold spaces and parentheses.
     fields = text.rpartition(")")[2].split()
-    # A zombie writes no more.
+    # A zombie no longer writes.
     return None if fields[0] in "ZX" else fields[19]
 
 
 def sync_file(path: str | os.PathLike[str]) -> None:
-    """Waits until a file is on the disk."""
+    """Waits until a file is on disk."""
     with open(path, "rb") as file:
         os.fsync(file.fileno())
 
 
 def sync_folder(folder: str | os.PathLike[str]) -> None:
-    """Waits until a folder's names are on the disk, where it can be asked for that."""
-    # Some network file systems, and systems other than Linux, open no folders.
+    """Waits until a folder's entries are on disk, where the system supports that."""
+    # Some network file systems and non-Linux systems cannot open folders.
     with contextlib.suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY)
         try:

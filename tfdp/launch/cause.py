@@ -1,12 +1,11 @@
-"""Which of several workers failed first, and of what.
+"""Finds which worker failed first, and why.
 
-Workers end together: one raises, and its peers fail because they lost it, often before
-it has ended itself. So a worker whose last words speak of another one is never the
-cause while another is there.
+A worker's peers fail because they lost it, often before its own process ends. So a
+worker that reports the loss of another one is only the cause if no other can be.
 
-A worker that ends with 0 has failed, too, while another one needs it: one that has
-begun to make a strategy of all workers to which the first never came, or one that ended
-because it lost the first. Programs that make no such strategies end as they like.
+A worker that exits with 0 has failed, too, if another one waits for it in a strategy
+over all workers that it never created, or ended because it lost it. Programs without
+such strategies may end at any time.
 """
 
 from __future__ import annotations
@@ -19,34 +18,32 @@ from collections.abc import Sequence
 from tfdp.launch.signals import signal_name
 from tfdp.launch.worker import Worker
 
-# How long the cause of a failure may need to show after its consequence: a worker that
-# is killed closes its sockets first, and a peer may notice that and end before it.
+# A cause may show later than its consequence: a killed worker closes its sockets first,
+# and a peer may notice and exit before the worker itself is gone.
 CAUSE_SECONDS = 0.2
-# The same where all that have failed say that they have lost another, which must be
-# somewhere; and how long one that has said its last words may take to end.
+# The same if every failed worker reports that it lost another, which must be somewhere;
+# also the time a worker may take to exit after its crash report.
 LOST_ONE_SECONDS = 5.0
 TRACEBACK_LINES = 20
 
 
 def first_failure(workers: Sequence[Worker]) -> Worker | None:
-    """The cause, as far as it is known; None: nobody has failed.
+    """The worker that caused the failure, as far as is known; None: none has failed.
 
-    Args:
-      workers: all of them. One has failed when it ended by itself, with another exit
-        code than 0 and START_AGAIN, or has said its last words before it was asked to
-        end.
+    A worker has failed if it ended by itself with an exit code other than 0 and
+    START_AGAIN, or left a crash report before it was stopped.
     """
     failed = [worker for worker in workers if worker.has_failed]
     if any(worker.requests_restart for worker in workers):
-        # It left, and the others have lost it.
+        # It left to be restarted, and the others lost it.
         failed = [worker for worker in failed if not _lost_another(worker)]
-    # The kernel closes the connections of a killed process before anybody can see
-    # that it is gone; whoever ends without a word at that moment may be its peer.
-    was_killed = any(worker.was_killed and not worker.last_words for worker in failed)
+    # The kernel closes a killed process's connections before its end is visible; one
+    # that ends without a report at that moment may be its peer.
+    was_killed = any(worker.was_killed and not worker.crash for worker in failed)
 
     def order(worker: Worker) -> tuple[bool, bool, float]:
-        words = worker.last_words
-        unexplained = words is None and not worker.was_killed
+        crash = worker.crash
+        unexplained = crash is None and not worker.was_killed
         return (
             _lost_another(worker),
             was_killed and unexplained,
@@ -57,10 +54,9 @@ def first_failure(workers: Sequence[Worker]) -> Worker | None:
 
 
 def note_early_exits(workers: Sequence[Worker]) -> None:
-    """Notes in workers that have ended with 0 that another one still needs them.
+    """Marks workers that ended with 0 although another running one needs them.
 
-    Call it while they run: who needs another may be stopped later. A worker in the
-    place of one that was lost may leave: the others have gone on without it.
+    A replacement may leave: the others went on without it.
     """
     ended = [w for w in workers if w.has_ended_well and not w.is_replacement]
     if not ended:
@@ -85,17 +81,14 @@ def note_early_exits(workers: Sequence[Worker]) -> None:
 
 
 def _has_lost(loser: Worker, worker: Worker) -> bool:
-    words = loser.last_words if _lost_another(loser) else None
-    return words is not None and bool(
-        re.search(rf"\bworker {worker.rank}\b", words.error)
+    crash = loser.crash if _lost_another(loser) else None
+    return crash is not None and bool(
+        re.search(rf"\bworker {worker.rank}\b", crash.error)
     )
 
 
 def restart_requests(workers: Sequence[Worker]) -> Worker | None:
-    """Who was the first to end by itself and say "saved, start me again".
-
-    None: nobody, or another one has failed by itself.
-    """
+    """The first worker that ended by itself with START_AGAIN; None if one failed."""
     asking = [worker for worker in workers if worker.requests_restart]
     if first_failure(workers) is not None:
         return None
@@ -103,12 +96,12 @@ def restart_requests(workers: Sequence[Worker]) -> Worker | None:
 
 
 def _lost_another(worker: Worker) -> bool:
-    words = worker.last_words
-    return words is not None and words.is_consequence
+    crash = worker.crash
+    return crash is not None and crash.is_consequence
 
 
 def cause_is_known(workers: Sequence[Worker]) -> bool:
-    """Whether there is nothing to wait for any more before all are stopped."""
+    """Whether all workers can be stopped: no earlier cause can show any more."""
     ended = [w.ended_seconds for w in workers if w.has_failed and w.ended_seconds]
     first = first_failure(workers)
     if first is None or not ended:
@@ -122,13 +115,7 @@ def cause_is_known(workers: Sequence[Worker]) -> bool:
 def report_of_all(
     workers: Sequence[Worker], stopped_by: int | None, grace_seconds: float
 ) -> list[str]:
-    """How it ended, when it did not end well, for the launcher's last lines.
-
-    Args:
-      workers: all of them.
-      stopped_by: the signal to the launcher; None: it got none.
-      grace_seconds: that they had to end.
-    """
+    """The launcher's last lines about a start that did not end well."""
     first = first_failure(workers)
     if first is not None:
         lines = _report_of_first(first)
@@ -138,7 +125,7 @@ def report_of_all(
         first = restart_requests(workers)
         if first is None:
             return []
-        lines = [f"worker {first.rank} has saved, and asks to be started again"]
+        lines = [f"worker {first.rank} has saved, and requests a restart"]
     others = (worker for worker in workers if worker is not first)
     return lines + [
         f"worker {worker.rank} {_describe_other(worker, grace_seconds)}"
@@ -149,20 +136,19 @@ def report_of_all(
 def _report_of_first(failed: Worker) -> list[str]:
     seconds = failed.failed_seconds - failed.started_seconds
     what = f"failed first, {seconds:.1f} s after its start: "
-    words, lines = failed.last_words, failed.tail.text_lines()
+    crash, lines = failed.crash, failed.tail.text_lines()
     if failed.left_early:
         what = f"ended with {failed.describe_end()}. Its last lines"
-    elif words is None:
+    elif crash is None:
         what += f"{failed.describe_end()}. Its last lines"
     else:
-        what += f"{words.error} ({failed.describe_end()}). Its traceback"
-        lines = words.traceback.splitlines()[-TRACEBACK_LINES:]
+        what += f"{crash.error} ({failed.describe_end()}). Its traceback"
+        lines = crash.traceback.splitlines()[-TRACEBACK_LINES:]
     head = f"worker {failed.rank} {what}:"
     return ["\n".join([head, *(f"    {line}" for line in lines)])]
 
 
 def _describe_other(worker: Worker, grace_seconds: float) -> str:
-    """How a worker ended that did not fail first."""
     if worker.stopped_by is None:
         why = ", as it had lost another" if _lost_another(worker) else ""
         return f"ended by itself: {worker.describe_end()}{why}"

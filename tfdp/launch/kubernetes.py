@@ -1,9 +1,8 @@
 """Manifests for `kubectl apply -f -`: an Indexed Job or a JobSet, and its Secret.
 
-Pod i is worker i: Kubernetes gives it JOB_COMPLETION_INDEX=i and a name, so that worker
-0 has an address before it runs. A Job's pods are named by a Service of their own; a
-JobSet's by the controller's (https://jobset.sigs.k8s.io, installed beside Kubernetes),
-which also starts all pods again at once. The Secret holds the job's key.
+Pod i is worker i: JOB_COMPLETION_INDEX=i. Worker 0 has an address before it runs: a
+Service names a Job's pods; a JobSet's controller (https://jobset.sigs.k8s.io, installed
+separately) names its pods and restarts all at once. The Secret holds the job's key.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from tfdp.checks import integer_from
 from tfdp.cluster.job_key import JOB_KEY
 from tfdp.cluster.launchers import DEFAULT_PORT
 from tfdp.cluster.progress import START_AGAIN
@@ -23,12 +23,24 @@ from tfdp.errors import ConfigurationError
 from tfdp.launch.environment import UNBUFFERED, device_variables
 from tfdp.launch.program import Program
 
-# A pod's name, the Job's with "-INDEX", is a DNS label of at most 63 characters.
+# A pod's name, the Job's plus "-INDEX", is a DNS label of at most 63 characters.
 MOST_NAME_CHARACTERS = 52
-# A JobSet's is NAME-workers-0-INDEX-XXXXX.
-MOST_JOBSET_CHARACTERS = 40
+MOST_JOBSET_CHARACTERS = 40  # a JobSet's pod is called NAME-workers-0-INDEX-XXXXX
 REPLICATED_JOB = "workers"
 LABEL = "tfdp-job"
+SECRET_ENTRY = "job-key"
+GPU = "nvidia.com/gpu"  # the resource of NVIDIA's device plugin
+CLAIM_NAME = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")
+# NCCL uses shared memory, of which a container has only 64 MiB by default.
+SHARED_MEMORY = "/dev/shm"  # noqa: S108
+
+
+@dataclasses.dataclass(frozen=True)
+class Volume:
+    """A PersistentVolumeClaim, and its mount path in the workers."""
+
+    claim: str
+    path: str
 
 
 def manifest(
@@ -48,72 +60,51 @@ def manifest(
     """The Service, the Secret and the Job; or the Secret and the JobSet.
 
     Args:
-      image: container image that holds Python, tfdp and the program.
-      workers: pods, at least 1, all running at the same time.
+      image: container image with Python, tfdp and the program.
+      workers: number of pods, at least 1, all running at the same time.
       port: of worker 0, in its pod.
-      max_restarts: how many failures of the group may be followed by a restart; 0:
-        the first failed pod ends the Job.
-      gpus: of NVIDIA, for each pod.
+      max_restarts: failures of the group to restart after; 0: one failed pod ends all.
+      gpus: NVIDIA GPUs of each pod.
       volumes: claims that all pods mount.
-      as_jobset: a JobSet in the Job's place.
-      job_key: see `Cluster`.
-
-    Raises:
-      ConfigurationError: when the image's name is empty or holds spaces.
     """
+    if not image or any(character.isspace() for character in image):
+        raise ConfigurationError(
+            "--kubernetes needs the name of a container image, as "
+            f"registry.example/train:1. Received: {image!r}."
+        )
     name, port = job_name(program), port or DEFAULT_PORT
     if as_jobset:
         name = name[:MOST_JOBSET_CHARACTERS].strip("-")
     first = f"{name}-{REPLICATED_JOB}-0-0" if as_jobset else f"{name}-0"
-    spec = pod(
-        checked_image(image),
-        program.command("python"),
-        variables={
-            **UNBUFFERED,
-            "TFDP_WORKERS": str(workers),
-            "TFDP_COORDINATOR": f"{first}.{name}:{port}",
-            **device_variables(devices_per_worker),
-        },
-        secret=name,
-        port=port,
-        grace_seconds=grace_seconds,
-        gpus=gpus,
-        volumes=volumes,
-    )
-    secret = _secret(name, job_key)
+    variables = {
+        **UNBUFFERED,
+        "TFDP_WORKERS": str(workers),
+        "TFDP_COORDINATOR": f"{first}.{name}:{port}",
+        **device_variables(devices_per_worker),
+    }
+    command = program.command("python")
+    spec = _pod(image, command, variables, name, port, grace_seconds, gpus, volumes)
+    entries = {SECRET_ENTRY: job_key}
+    secret = _object("v1", "Secret", name, type="Opaque", stringData=entries)
     if as_jobset:
         return [secret, _jobset(name, workers, spec, max_restarts)]
+    service = {
+        "clusterIP": "None",  # headless: a DNS name per pod
+        "selector": {LABEL: name},
+        # Workers resolve worker 0 while it still imports TensorFlow.
+        "publishNotReadyAddresses": True,
+        "ports": [{"name": "coordinator", "port": port}],
+    }
     job = _job(name, workers, {"subdomain": name, **spec}, max_restarts)
-    return [_service(name, port), secret, job]
+    return [_object("v1", "Service", name, spec=service), secret, job]
 
 
-def _service(name: str, port: int) -> dict[str, Any]:
-    return {
-        "apiVersion": "v1",
-        "kind": "Service",
-        "metadata": {"name": name, "labels": {LABEL: name}},
-        "spec": {
-            "clusterIP": "None",  # headless: a DNS name for every pod
-            "selector": {LABEL: name},
-            # Workers look for worker 0 while it still imports TensorFlow.
-            "publishNotReadyAddresses": True,
-            "ports": [{"name": "coordinator", "port": port}],
-        },
-    }
-
-
-def _secret(name: str, job_key: str) -> dict[str, Any]:
-    return {
-        "apiVersion": "v1",
-        "kind": "Secret",
-        "metadata": {"name": name, "labels": {LABEL: name}},
-        "type": "Opaque",
-        "stringData": {SECRET_ENTRY: job_key},
-    }
+def _object(version: str, kind: str, name: str, **fields: Any) -> dict[str, Any]:
+    metadata = {"name": name, "labels": {LABEL: name}}
+    return {"apiVersion": version, "kind": kind, "metadata": metadata, **fields}
 
 
 def _indexed(name: str, workers: int, pod: dict[str, Any]) -> dict[str, Any]:
-    """What the Job alone and the one in a JobSet have in common."""
     return {
         "completions": workers,
         "parallelism": workers,
@@ -128,16 +119,11 @@ def _job(
 ) -> dict[str, Any]:
     spec = _indexed(name, workers, pod)
     if max_restarts:
-        # With 0 the first failed pod ends the Job, which stops the others. Kubernetes
-        # replaces pod by pod, and counts each; one that fails takes all with it.
+        # Kubernetes replaces and counts single pods, and a failed one takes down all.
+        # With 0 the first failed pod ends the Job, which stops the others.
         spec["backoffLimit"] = max_restarts * workers
         spec["podFailurePolicy"] = {"rules": _rules("Ignore", pod)}
-    return {
-        "apiVersion": "batch/v1",
-        "kind": "Job",
-        "metadata": {"name": name, "labels": {LABEL: name}},
-        "spec": spec,
-    }
+    return _object("batch/v1", "Job", name, spec=spec)
 
 
 def _jobset(
@@ -146,7 +132,7 @@ def _jobset(
     job = _indexed(name, workers, pod)
     failures: dict[str, Any] = {"maxRestarts": max_restarts}
     if max_restarts:
-        # The Job ends for a reason of its own, which the JobSet does not count.
+        # The Job then fails with a reason that the JobSet does not count.
         job["podFailurePolicy"] = {"rules": _rules("FailJob", pod)}
         failures["rules"] = [
             {
@@ -156,118 +142,52 @@ def _jobset(
             }
         ]
     replicated = {"name": REPLICATED_JOB, "replicas": 1, "template": {"spec": job}}
-    return {
-        "apiVersion": "jobset.x-k8s.io/v1alpha2",
-        "kind": "JobSet",
-        "metadata": {"name": name, "labels": {LABEL: name}},
-        "spec": {
-            "failurePolicy": failures,
-            "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
-            "replicatedJobs": [replicated],
-        },
+    spec = {
+        "failurePolicy": failures,
+        "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
+        "replicatedJobs": [replicated],
     }
+    return _object("jobset.x-k8s.io/v1alpha2", "JobSet", name, spec=spec)
 
 
 def _rules(action: str, pod: dict[str, Any]) -> list[dict[str, Any]]:
-    """What is not counted: a pod that has saved, or whose machine was wanted back."""
-    codes = {
-        "containerName": pod["containers"][0]["name"],
-        "operator": "In",
-        "values": [START_AGAIN],
-    }
+    """Rules for uncounted ends: a pod that has saved, or was evicted."""
+    container = pod["containers"][0]["name"]
+    codes = {"containerName": container, "operator": "In", "values": [START_AGAIN]}
+    evicted = {"type": "DisruptionTarget", "status": "True"}
     return [
         {"action": action, "onExitCodes": codes},
-        {
-            "action": action,
-            "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}],
-        },
+        {"action": action, "onPodConditions": [evicted]},
     ]
 
 
 def job_name(program: Program) -> str:
-    """A name that Kubernetes takes, from the program's.
-
-    >>> job_name(Program("examples/My_Train.py"))
-    'tfdp-my-train'
-    """
+    """A valid Kubernetes name, derived from the program's."""
     words = re.sub(r"[^a-z0-9]+", "-", program.name.lower())
     return f"tfdp-{words}"[:MOST_NAME_CHARACTERS].strip("-")
 
 
-# The pod of one worker: its container, GPUs and volumes.
-
-
-SECRET_ENTRY = "job-key"
-# The resource of NVIDIA's device plugin.
-GPU = "nvidia.com/gpu"
-CLAIM_NAME = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")
-# NCCL hands over through shared memory, of which a container has 64 MiB.
-SHARED_MEMORY = "/dev/shm"  # noqa: S108
-
-
-@dataclasses.dataclass(frozen=True)
-class Volume:
-    """A PersistentVolumeClaim, and where the workers see it."""
-
-    claim: str
-    path: str
-
-
 def parse_volume(text: str) -> Volume:
-    """`CLAIM:/PATH`.
-
-    Raises:
-      ConfigurationError: when it is none, or Kubernetes has no such names.
-
-    >>> parse_volume("records:/data")
-    Volume(claim='records', path='/data')
-    """
+    """Parses `CLAIM:/PATH`; raises ConfigurationError for anything else."""
     claim, _, path = text.partition(":")
     if not CLAIM_NAME.fullmatch(claim) or not path.startswith("/") or ":" in path:
         raise ConfigurationError(
             "--volume needs CLAIM:/PATH, the name of a PersistentVolumeClaim and where "
-            f"the workers are to see it. Received: {text!r}."
+            f"the workers are to mount it. Received: {text!r}."
         )
     return Volume(claim, path)
 
 
-def checked_image(image: str) -> str:
-    """The image's name.
-
-    Raises:
-      ConfigurationError: when it is empty or holds spaces.
-    """
-    if not image or any(character.isspace() for character in image):
-        raise ConfigurationError(
-            "--kubernetes needs the name of a container image, as "
-            f"registry.example/train:1. Received: {image!r}."
-        )
-    return image
-
-
-def pod(
+def _pod(
     image: str,
     command: Sequence[str],
-    *,
     variables: Mapping[str, str],
     secret: str,
     port: int,
     grace_seconds: float,
-    gpus: int = 0,
-    volumes: Sequence[Volume] = (),
+    gpus: int,
+    volumes: Sequence[Volume],
 ) -> dict[str, Any]:
-    """The `spec` of a pod, which is not started again in its place.
-
-    Args:
-      image: that holds Python, tfdp and the program.
-      command: of the container.
-      variables: of its environment.
-      secret: the name of the Secret with the job's key.
-      port: of worker 0, where all meet.
-      grace_seconds: between asking a pod to end and killing it.
-      gpus: of NVIDIA, for this pod.
-      volumes: claims to mount.
-    """
     key = {"secretKeyRef": {"name": secret, "key": SECRET_ENTRY}}
     container: dict[str, Any] = {
         "name": "worker",
@@ -286,7 +206,7 @@ def pod(
     if gpus:
         container["resources"] = {"limits": {GPU: gpus}}
         sources.append((SHARED_MEMORY, {"emptyDir": {"medium": "Memory"}}))
-    made: dict[str, Any] = {
+    spec: dict[str, Any] = {
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": math.ceil(grace_seconds),
         "containers": [container],
@@ -296,32 +216,20 @@ def pod(
             {"name": f"volume-{place}", "mountPath": path}
             for place, (path, _) in enumerate(sources)
         ]
-        made["volumes"] = [
+        spec["volumes"] = [
             {"name": f"volume-{place}", **source}
             for place, (_, source) in enumerate(sources)
         ]
-    return made
+    return spec
 
 
-# Plain values as YAML that people edit: block style, what needs it in quotes.
-
-
-# Words that no reader of YAML takes for anything but text, but for READ_OTHERWISE.
+# Strings that YAML reads as text without quotes, except READ_OTHERWISE.
 PLAIN = re.compile(r"[A-Za-z/][A-Za-z0-9_./-]*")
 READ_OTHERWISE = {"true", "false", "yes", "no", "on", "off", "y", "n", "null"}
 
 
 def yaml_text(value: Any) -> str:
-    """A value of dicts, lists, str, int, bool and float as YAML, with a line's end.
-
-    >>> print(yaml_text({"a": [1, "x: y"], "b": {"on": True}, "c": []}), end="")
-    a:
-    - 1
-    - "x: y"
-    b:
-      "on": true
-    c: []
-    """
+    """Block-style YAML of nested dicts, lists, str, int, bool and float."""
     return "\n".join(_lines(value)) + "\n"
 
 
@@ -351,50 +259,36 @@ def _scalar(value: Any) -> str:
     is_plain = isinstance(value, str) and PLAIN.fullmatch(value)
     if is_plain and value.lower() not in READ_OTHERWISE:
         return str(value)
-    # JSON is YAML. As it is, and not as pairs of surrogates, which YAML does not have.
+    # JSON is YAML, but without surrogate pairs.
     return json.dumps(value, ensure_ascii=False)
 
 
-# The options of `tfdp launch --kubernetes` that no other way to start knows.
-
-
 def add_manifest_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares them."""
+    """Adds the options that only `--kubernetes` has."""
     parser.add_argument(
         "--jobset", action="store_true", help="with --kubernetes: a JobSet, not a Job"
     )
     parser.add_argument(
         "--gpus",
-        type=_count,
+        type=integer_from(0),
         default=0,
         metavar="G",
-        help="with --kubernetes: GPUs to ask for, for each worker",
+        help="with --kubernetes: GPUs of each worker",
     )
     parser.add_argument(
         "--volume",
         action="append",
         default=[],
         metavar="CLAIM:/PATH",
-        help="with --kubernetes: a PersistentVolumeClaim, and where workers see it",
+        help="with --kubernetes: a PersistentVolumeClaim and its path in the workers",
     )
 
 
-def _count(text: str) -> int:
-    number = int(text)
-    if number < 0:
-        raise argparse.ArgumentTypeError(f"out of range: {text}")
-    return number
-
-
-def refuse_words_of_manifests(options: argparse.Namespace) -> None:
-    """Where no manifest is written.
-
-    Raises:
-      ConfigurationError: when one of them is given.
-    """
+def check_manifest_options(options: argparse.Namespace) -> None:
+    """Raises a ConfigurationError for an option that needs `--kubernetes`."""
     for name, is_given, instead in (
         ("--jobset", options.jobset, "It is a kind of manifest."),
-        ("--gpus", options.gpus, "Workers take the GPUs that there are."),
+        ("--gpus", options.gpus, "Workers take the GPUs that they find."),
         ("--volume", options.volume, "Workers see the files of their machine."),
     ):
         if is_given:

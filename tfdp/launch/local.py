@@ -1,4 +1,4 @@
-"""Workers on this machine."""
+"""Workers on this machine, and their shares of its GPUs."""
 
 from __future__ import annotations
 
@@ -29,17 +29,14 @@ def local_commands(
     restarts: int = 0,
     workers_per_gpu: int = 1,
 ) -> list[WorkerCommand]:
-    """One command per worker; they meet on the loopback interface.
+    """One command per worker; they connect on the loopback interface.
 
     Args:
-      workers: among which the machine's GPUs are shared, at least 1.
-      places: those of them that run, rank 0 first; None: all. A place keeps its GPUs,
-        and what another one leaves is left: it may be broken.
-      restarts: how often they have been started before.
-      workers_per_gpu: that share one; they take its memory as they need it.
-
-    Raises:
-      ConfigurationError: when the machine's GPUs do not go round evenly.
+      workers: among which the machine's GPUs are divided, at least 1.
+      places: numbers of the workers that run, rank 0 first; None: all. A place keeps
+        its GPUs; those of an absent place stay unused, as they may be broken.
+      restarts: how often the workers were started before.
+      workers_per_gpu: how many share one GPU; they allocate its memory on demand.
     """
     coordinator = f"{LOOPBACK}:{port}"
     gpus = own_gpus(environment)
@@ -66,74 +63,46 @@ def local_commands(
     ]
 
 
-# The GPUs of this machine, shared out among its workers.
-
-
 def add_gpu_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the option of `tfdp launch` that is about this machine's GPUs."""
+    """Adds `--workers-per-gpu`."""
     parser.add_argument(
         "--workers-per-gpu",
         type=integer_from(1),
         default=1,
         metavar="N",
-        help="so many workers of this machine share each of its GPUs (default: 1)",
+        help="how many workers of this machine share each of its GPUs (default: 1)",
     )
 
 
-def refuse_gpu_words(places: Mapping[str, bool], options: argparse.Namespace) -> None:
-    """Where workers do not run on this machine.
-
-    Args:
-      places: options that start workers elsewhere, and whether they were given.
-      options: of `tfdp launch`.
-
-    Raises:
-      ConfigurationError: when one of them comes with `--workers-per-gpu`.
-    """
+def check_gpu_options(places: Mapping[str, bool], options: argparse.Namespace) -> None:
+    """Raises a ConfigurationError for `--workers-per-gpu` if `places` are elsewhere."""
     for name, is_given in places.items():
         if is_given and options.workers_per_gpu > 1:
             raise ConfigurationError(
-                f"--workers-per-gpu has no effect with {name}: it shares out the GPUs "
+                f"--workers-per-gpu has no effect with {name}: it divides the GPUs "
                 "of this machine. Leave it out."
             )
 
 
 def own_gpus(environment: Mapping[str, str]) -> list[str]:
-    """The GPUs that a program started here would see, as CUDA names them.
-
-    Args:
-      environment: of the program.
-
-    Returns:
-      What CUDA_VISIBLE_DEVICES lists, where it is set; else what `nvidia-smi` lists;
-      nothing where there is no such program.
-    """
+    """The GPUs that CUDA_VISIBLE_DEVICES, else `nvidia-smi`, names."""
     named = named_gpus(environment)
-    # Unique names: CUDA and the driver may count the GPUs in different orders.
+    # UUIDs, as CUDA and the driver may count the GPUs in different orders.
     return query_gpus("uuid") if named is None else named
 
 
 def share_of_gpus(
     gpus: Sequence[str], workers: int, rank: int, workers_per_gpu: int = 1
 ) -> dict[str, str]:
-    """The variable that leaves one worker its own part of the GPUs; each as many.
+    """CUDA_VISIBLE_DEVICES for one worker's equal share of the GPUs.
 
-    Args:
-      gpus: of the machine.
-      workers: on this machine.
-      rank: of the worker.
-      workers_per_gpu: that share one; above 1, neighbours by rank have one GPU each.
-
-    Raises:
-      ConfigurationError: when the GPUs do not go round evenly.
-
-    >>> share_of_gpus(["0", "1", "2", "3"], workers=2, rank=1)
-    {'CUDA_VISIBLE_DEVICES': '2,3'}
+    With `workers_per_gpu` above 1, consecutive ranks share one. A ConfigurationError if
+    the GPUs do not divide evenly.
     """
     if workers_per_gpu > 1:
         if not gpus:
             raise ConfigurationError(
-                "--workers-per-gpu shares out GPUs, and this machine has none that "
+                "--workers-per-gpu divides GPUs, and this machine has none that "
                 f"nvidia-smi lists or {VISIBLE} names. Leave it out."
             )
         if workers != workers_per_gpu * len(gpus):
@@ -149,8 +118,7 @@ def share_of_gpus(
     if not each or left:
         raise ConfigurationError(
             f"{workers} workers cannot share {len(gpus)} GPUs evenly. Choose a number "
-            f"of workers that divides {len(gpus)} (one worker drives all GPUs), let "
-            f"some share one (--workers-per-gpu), or set {VISIBLE}: to nothing for the "
-            "CPU, or to the GPUs to use."
+            f"that divides {len(gpus)} (one worker drives all GPUs), let some share "
+            f"one (--workers-per-gpu), or set {VISIBLE} to the GPUs to use ('': CPU)."
         )
     return {VISIBLE: ",".join(gpus[rank * each : (rank + 1) * each])}

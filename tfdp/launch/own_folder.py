@@ -1,7 +1,7 @@
-"""The launcher's folder on this machine, for what workers leave: one for each start.
+"""The launcher's temporary folder for files of the workers, one subfolder per start.
 
-Nothing in it is needed for a start. Where the disk is full, or somebody has removed the
-folder, the launcher learns less of its workers and goes on.
+It is optional: on a full disk, or if the folder was removed, the launcher goes on with
+less information about its workers.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import secrets
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
-from types import TracebackType
 
 from tfdp.launch.guard import FOLDER_PREFIX
 
@@ -20,27 +19,17 @@ PRIVATE = 0o700
 
 
 class OwnFolder:
-    """A folder in the temporary folder, which goes at the end.
-
-    Attributes:
-      path: of the folder. By it strays are known, also where it cannot be made.
-    """
+    """A temporary folder; its `path` identifies strays even if it cannot be made."""
 
     def __init__(self) -> None:
         try:
             self.path = tempfile.mkdtemp(prefix=FOLDER_PREFIX)
-        except OSError:  # no temporary folder can be written to now
+        except OSError:  # no writable temporary folder
             self.path = f"/tmp/{FOLDER_PREFIX}{secrets.token_hex(8)}"
         self._starts = 0
 
     def begin_start(self, say: Callable[[Sequence[str]], None]) -> str:
-        """The path of a folder for another start: the numbers of processes come again.
-
-        What the start before has left is removed.
-
-        Args:
-          say: is given lines for people, where the folder cannot be made.
-        """
+        """A new folder, as process ids are reused; removes the previous one."""
         shutil.rmtree(self._of_start(), ignore_errors=True)
         self._starts += 1
         folder = self._of_start()
@@ -53,7 +42,7 @@ class OwnFolder:
             say(
                 [
                     f"{folder} cannot be made ({why}): this start goes on without what "
-                    "its workers would leave there, their steps and what they die of"
+                    "its workers' progress and crash reports"
                 ]
             )
         return folder
@@ -64,10 +53,5 @@ class OwnFolder:
     def __enter__(self) -> OwnFolder:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         shutil.rmtree(self.path, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""The other end of `tfdp launch --hosts`: one worker, for as long as stdin is open.
+"""The remote end of `tfdp launch --hosts`: one worker, while stdin is open.
 
 `python -m tfdp.launch.remote GRACE_SECONDS COMMAND...`; the first line of standard
 input is the job's key.
@@ -14,7 +14,7 @@ from tfdp.errors import ClusterError
 from tfdp.launch.console import Console
 from tfdp.launch.group import Group
 from tfdp.launch.guard import OrphanGuard
-from tfdp.launch.output import LAST_WORDS_MARK, PROGRESS_MARK
+from tfdp.launch.output import CRASH_MARK, PROGRESS_MARK
 from tfdp.launch.own_folder import OwnFolder
 from tfdp.launch.signals import received_signals
 from tfdp.launch.worker import WorkerCommand
@@ -23,7 +23,7 @@ MOST_LINE_BYTES = 1024
 
 
 def _first_line(descriptor: int) -> str:
-    """Byte by byte: what follows is not for this reader."""
+    """Read byte by byte, to leave the rest of the input unread."""
     line = b""
     while len(line) < MOST_LINE_BYTES:
         byte = os.read(descriptor, 1)
@@ -34,23 +34,19 @@ def _first_line(descriptor: int) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """Runs the command; returns its exit code, as `Group.exit_code`."""
+    """Runs the command; returns `Group.exit_code`."""
     grace_seconds, command = float(arguments[0]), arguments[1:]
     try:
-        key = checked_job_key(
-            _first_line(sys.stdin.fileno()), "the first line of input"
-        )
+        line = _first_line(sys.stdin.fileno())
+        key = checked_job_key(line, "the first line of input")
     except ClusterError as error:
         print(f"tfdp: {error}", file=sys.stderr)
         return 1
-    return _watch(
-        WorkerCommand(0, command, {**os.environ, JOB_KEY: key}),
-        grace_seconds=grace_seconds,
-    )
+    worker = WorkerCommand(0, command, {**os.environ, JOB_KEY: key})
+    return _watch(worker, grace_seconds)
 
 
-def _watch(command: WorkerCommand, *, grace_seconds: float) -> int:
-    """Runs the worker; tells of its progress, and what it died of, on stderr."""
+def _watch(command: WorkerCommand, grace_seconds: float) -> int:
     with (
         received_signals() as received,
         OwnFolder() as own_folder,
@@ -59,31 +55,33 @@ def _watch(command: WorkerCommand, *, grace_seconds: float) -> int:
         console = Console()
         folder = own_folder.begin_start(console.say)
         group = Group(guard, console, folder, grace_seconds, received, show_ranks=False)
-        told: tuple[int | None, bool] | None = None
+        sent: tuple[int | None, bool] | None = None
 
         def send_news() -> None:
-            """That it goes on, and that it makes a strategy; not each of its steps."""
-            nonlocal told
+            """Reports a resume or a new strategy, but not each step."""
+            nonlocal sent
             progress = group.workers[0].progress
             if progress is not None:
-                news = progress.strategies, progress.resumed_step is not None
-                if news != told:
-                    told = news
-                    _tell(console, PROGRESS_MARK, progress.to_json())
+                last, sent = (
+                    sent,
+                    (progress.strategies, progress.resumed_step is not None),
+                )
+                if sent != last:
+                    _report(console, PROGRESS_MARK, progress.to_json())
 
         group.run([command], end_of_stdin_stops=True, each_turn=send_news)
         worker = group.workers[0]
-        progress, words = worker.progress, worker.last_words
+        progress, crash = worker.progress, worker.crash
         if progress is not None:
-            _tell(console, PROGRESS_MARK, progress.to_json())
-        if words is not None:
-            _tell(console, LAST_WORDS_MARK, words.to_json())
+            _report(console, PROGRESS_MARK, progress.to_json())
+        if crash is not None:
+            _report(console, CRASH_MARK, crash.to_json())
         console.write_the_rest(received)
         return group.exit_code()
 
 
-def _tell(console: Console, mark: bytes, text: str) -> None:
-    # Only whole lines of the worker are passed on, so this is one, too.
+def _report(console: Console, mark: bytes, text: str) -> None:
+    # The worker's output is relayed in whole lines, so this is a line of its own.
     console.stderr.drops = False
     console.stderr.write(mark + text.encode() + b"\n")
 

@@ -1,10 +1,8 @@
-"""Whether, when and where workers that have failed start again. Pure.
+"""Whether, when and where failed workers are restarted. Pure.
 
-A failure costs one of the restarts that were allowed; a worker that has saved and asks
-to be started again (its machine is wanted back) costs none while the training gets
-further in between. The same failure twice in a row, with nothing gained between, would
-come a third time, too: it ends the run. Where fewer workers will do, a place that has
-failed twice in a row is left out instead.
+A failure uses up one allowed restart; a worker that has saved and requests a restart
+uses none if training advanced. The same failure twice in a row without progress ends
+the run. If fewer workers suffice, a place that failed twice in a row is dropped.
 """
 
 from __future__ import annotations
@@ -18,34 +16,23 @@ from tfdp.cluster.progress import Progress
 
 FIRST_WAIT_SECONDS = 1.0
 LONGEST_WAIT_SECONDS = 60.0
-# How often in a row a place may fail before others go on without it.
-FAILURES_OF_A_PLACE = 2
-# Ports, addresses and times are others after a restart; what failed is the same.
+FAILURES_OF_A_PLACE = 2  # failures in a row after which a place is dropped
+# Ports, addresses and times change on a restart: ignored when comparing errors.
 NUMBER = re.compile(r"0x[0-9a-fA-F]+|\d+")
 
 
 @dataclasses.dataclass(frozen=True)
 class Ending:
-    """How one start of the workers ended, not well.
+    """How one start of the workers failed, by the worker that failed first."""
 
-    Args:
-      error: of the worker that failed first: type and message, or how it ended.
-      place: where it ran, one of `Judge.places`; None: nobody knows where the cause is.
-      who: its name, for messages; "" where there is no such worker.
-      from_outside: a signal killed it, or its machine was lost: no error of its own.
-      requests_restart: nobody failed; the workers have saved, and would go on.
-      progress: of all workers together.
-    """
-
-    error: str
-    place: int | None = None
-    who: str = ""
-    from_outside: bool = False
-    requests_restart: bool = False
-    progress: Progress = Progress()
+    error: str  # type and message, or how it ended
+    place: int | None = None  # where it ran, one of `Judge.places`; None: unknown
+    worker: str = ""  # its name for messages; "" if there is no such worker
+    from_outside: bool = False  # a signal killed it, or its machine was lost
+    requests_restart: bool = False  # none failed; they have saved, and would resume
+    progress: Progress = Progress()  # of all workers together
 
     def repeats(self, other: Ending) -> bool:
-        """Whether this looks like the same thing once more, without its numbers."""
         return (
             self.requests_restart == other.requests_restart
             and self.from_outside == other.from_outside
@@ -55,37 +42,22 @@ class Ending:
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """What follows from an ending.
-
-    Args:
-      restart: whether the workers start again.
-      reason: why not, or what changes; "" where there is nothing to say.
-      wait_seconds: before the next start.
-      dropped: the place that is left out from now on.
-      is_free: whether this restart costs none of those that were allowed.
-    """
+    """The decision after an ending."""
 
     restart: bool
-    reason: str = ""
-    wait_seconds: float = 0.0
-    dropped: int | None = None
-    is_free: bool = False
+    reason: str = ""  # why not, or what changes; may be ""
+    wait_seconds: float = 0.0  # before the next start
+    dropped: int | None = None  # the place that is left out from now on
+    is_free: bool = False  # not one of the allowed restarts
 
 
 def wait_seconds(fruitless: int, draw: Callable[[], float] = random.random) -> float:
-    """The wait before a restart, doubled each time up to a minute, in part by chance.
+    """Exponential backoff before a restart, up to a minute, with jitter.
 
         w = min(60, 2^(n - 1)) (1 + u) / 2,  u drawn from 0 to 1
 
-    The chance keeps jobs apart that one fault has stopped all at once.
-
-    Args:
-      fruitless: n, restarts in a row without progress between, this one included; at
-        least 1.
-      draw: a number from 0 to 1.
-
-    >>> [wait_seconds(n, lambda: 1.0) for n in (1, 2, 3, 9)]
-    [1.0, 2.0, 4.0, 60.0]
+    The jitter separates jobs that one fault stopped at the same time. `fruitless` is n,
+    restarts in a row without progress, including this one; at least 1.
     """
     # A float overflows at 2 ** 1024.
     longest = FIRST_WAIT_SECONDS * 2.0 ** min(fruitless - 1, 60)
@@ -93,18 +65,14 @@ def wait_seconds(fruitless: int, draw: Callable[[], float] = random.random) -> f
 
 
 def combine(notes: Sequence[Progress | None]) -> Progress:
-    """What all workers together have noted: the newest save, the furthest step.
-
-    Args:
-      notes: one per worker.
-    """
-    known = [note for note in notes if note is not None]
-    resumed = [n for n in known if n.resumed_step is not None]
-    saved = [n for n in known if n.saved_step is not None]
-    # The last to come back is the one that training waited for.
+    """Merges the notes of all workers: the newest save, the furthest step."""
+    made = [note for note in notes if note is not None]
+    resumed = [n for n in made if n.resumed_step is not None]
+    saved = [n for n in made if n.saved_step is not None]
+    # Training waited for the last worker to resume.
     last = max(resumed, key=lambda n: n.resumed_seconds or 0.0, default=Progress())
     newest = max(saved, key=lambda n: n.saved_step or 0, default=Progress())
-    steps = [n.step for n in known if n.step is not None]
+    steps = [n.step for n in made if n.step is not None]
     return Progress(
         resumed_step=last.resumed_step,
         saved_step=newest.saved_step,
@@ -115,31 +83,24 @@ def combine(notes: Sequence[Progress | None]) -> Progress:
 
 
 class Judge:
-    """Keeps count of the endings of one launch.
+    """Counts the failures of one launch and decides about restarts.
 
-    Args:
-      places: where workers can run, by number.
-      least_workers: with how many it may go on, at least 1.
-      most_restarts: how many failures may be followed by a restart; 0: nothing is.
+    `places` are numbers of places where workers can run, `least_workers` of which are
+    needed; with `most_restarts` 0 nothing is restarted.
     """
 
     def __init__(self, places: Sequence[int], least_workers: int, most_restarts: int):
         self.places = list(places)
-        self.least_workers = least_workers
-        self.most_restarts = most_restarts
-        #: Restarts for which a failure has paid.
-        self.used_restarts = 0
-        #: The newest step that is known to be saved.
-        self.saved_step: int | None = None
+        self.least_workers, self.most_restarts = least_workers, most_restarts
+        self.used_restarts = 0  # after a failure
+        self.saved_step: int | None = None  # the newest
         self._reached_step: int | None = None
-        self._fruitless = 0
         self._last: Ending | None = None
-        self._in_a_row = 0
+        self._fruitless = self._in_a_row = 0
 
     def judge(self, ending: Ending) -> Verdict:
-        """What follows from the ending of the newest start."""
-        got_further = self._take_note_of(ending.progress)
-        # The one before, as far as nothing was gained since.
+        got_further = self._update_progress(ending.progress)
+        # The previous ending, unless there was progress since.
         last, self._last = None if got_further else self._last, ending
         self._fruitless = 1 if got_further else self._fruitless + 1
         in_same_place = last is not None and ending.place == last.place
@@ -157,7 +118,10 @@ class Judge:
             and len(self.places) > self.least_workers
         )
         if last is not None and not drops and _is_hopeless(ending, last):
-            return Verdict(False, _same_again(ending))
+            step = ending.progress.reached_step
+            where = "" if step is None else f" at step {step}"
+            reason = f"the same twice in a row{where}, with nothing gained: "
+            return Verdict(False, reason + ending.error)
         self.used_restarts += 1
         if not drops:
             return Verdict(True, wait_seconds=wait)
@@ -166,8 +130,8 @@ class Judge:
         reason = f"has failed first {row} times in a row, and is left out"
         return Verdict(True, reason, wait, dropped=ending.place)
 
-    def _take_note_of(self, progress: Progress) -> bool:
-        """Remembers how far it came; whether that was further than ever before."""
+    def _update_progress(self, progress: Progress) -> bool:
+        """Records the progress; whether it is further than ever before."""
         saved = _furthest(self.saved_step, progress.saved_step, progress.resumed_step)
         reached = _furthest(self._reached_step, progress.reached_step)
         before = (self.saved_step, self._reached_step)
@@ -180,10 +144,10 @@ def _furthest(*steps: int | None) -> int | None:
 
 
 def _is_hopeless(ending: Ending, last: Ending) -> bool:
-    """Whether two endings, with nothing gained between, would be followed by a third.
+    """Whether two endings without progress in between predict a third.
 
-    A signal, or the loss of a machine, comes from outside and may come twice: only at
-    the very same step, in the same place, is it the program's own doing.
+    A signal, or the loss of a machine, is external and may happen twice; only at the
+    same step in the same place is it the program's fault.
     """
     if not ending.repeats(last):
         return False
@@ -192,9 +156,3 @@ def _is_hopeless(ending: Ending, last: Ending) -> bool:
     step = ending.progress.reached_step
     is_same_step = step is not None and step == last.progress.reached_step
     return is_same_step and ending.place == last.place
-
-
-def _same_again(ending: Ending) -> str:
-    step = ending.progress.reached_step
-    where = "" if step is None else f" at step {step}"
-    return f"the same twice in a row{where}, with nothing gained: {ending.error}"

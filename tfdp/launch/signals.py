@@ -1,4 +1,4 @@
-"""Signals that the launcher passes on instead of dying from them."""
+"""Signals that the launcher passes on to the workers instead of ending by them."""
 
 from __future__ import annotations
 
@@ -12,17 +12,16 @@ PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 @contextmanager
 def received_signals() -> Iterator[list[int]]:
-    """A list that grows by every such signal while the block runs.
+    """A list to which every such signal is appended while the block runs.
 
-    The handlers only note the number: the launcher's loop acts on it, at a place
-    where its state is in order. The handlers of before come back at the end.
+    The handlers only append: the launcher's loop acts when its state is consistent.
     """
     received: list[int] = []
 
     def note(number: int, frame: Any) -> None:
         received.append(number)
 
-    # One that is ignored, as SIGHUP under nohup, stays so.
+    # Ignored signals, as SIGHUP under nohup, stay ignored.
     before = {
         number: signal.signal(number, note)
         for number in PASSED_ON
@@ -36,11 +35,7 @@ def received_signals() -> Iterator[list[int]]:
 
 
 def signal_name(number: int) -> str:
-    """`SIGTERM` for 15; `signal 99` for one without a name.
-
-    >>> signal_name(9)
-    'SIGKILL'
-    """
+    """`SIGTERM` for 15; `signal 99` for one without a name."""
     try:
         return signal.Signals(number).name
     except ValueError:

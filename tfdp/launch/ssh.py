@@ -1,9 +1,8 @@
 """Workers on hosts that ssh reaches, one on each.
 
-On every host runs `python -m tfdp.launch.remote`, which stops its worker when its
-standard input ends. That is a pipe that reaches back to this launcher: whether the
-launcher ends, is killed, or the connection breaks, the remote worker goes too. The
-job's key is the first line in it: everybody on either host can read a command line.
+Each host runs `python -m tfdp.launch.remote`, which stops its worker when its standard
+input, a pipe from this launcher, ends or breaks. The pipe's first line is the job's
+key, as command lines are visible to all users of a host.
 """
 
 from __future__ import annotations
@@ -21,9 +20,9 @@ from tfdp.launch.worker import WorkerCommand
 CONNECT_SECONDS = 30
 SSH = (
     "ssh",
-    *("-o", "BatchMode=yes"),  # a question for a password would wait for ever
+    *("-o", "BatchMode=yes"),  # a password prompt would block forever
     *("-o", f"ConnectTimeout={CONNECT_SECONDS}"),  # TCP alone tries for minutes
-    *("-o", "ServerAliveInterval=5"),  # a dead connection is noticed after 15 s
+    *("-o", "ServerAliveInterval=5"),  # detects a dead connection after 15 s
     *("-o", "ServerAliveCountMax=3"),
 )
 ONLY_HERE = ("localhost", "127.", "::1")
@@ -32,14 +31,7 @@ ONLY_HERE = ("localhost", "127.", "::1")
 def parse_hosts(text: str, any_may_be_first: bool = False) -> list[str]:
     """The hosts of `--hosts`: names or `user@name`, separated by commas.
 
-    Args:
-      any_may_be_first: whether those before it may drop out.
-
-    >>> parse_hosts("node1,me@node2")
-    ['node1', 'me@node2']
-
-    Raises:
-      ConfigurationError: when a name is empty, repeated, or not one.
+    With `any_may_be_first` those before any host may drop out.
     """
     hosts = [host.strip() for host in text.split(",")]
     for host in hosts:
@@ -56,7 +48,7 @@ def parse_hosts(text: str, any_may_be_first: bool = False) -> list[str]:
     for host in hosts if any_may_be_first else hosts[:1]:
         if len(hosts) > 1 and _name(host).startswith(ONLY_HERE):
             raise ConfigurationError(
-                f"--hosts: all workers meet on the first host, and {host!r} is another "
+                f"--hosts: all workers connect to the first host; {host!r} is another "
                 "machine on every host. Give its name in the network."
             )
     return hosts
@@ -74,13 +66,11 @@ def ssh_commands(
     job_key: str,
     restarts: int = 0,
 ) -> list[WorkerCommand]:
-    """One ssh command per host; worker 0, where all meet, is on the first.
+    """One ssh command per host; worker 0, the coordinator, is on the first.
 
-    Args:
-      environment: of the ssh processes here; the workers get the one of a login
-        there, and the variables of the cluster.
-      folder: where the program runs on every host.
-      job_key: goes to the workers by their standard input.
+    `environment` is of the local ssh processes; the workers get the remote login's, and
+    the cluster's variables. `folder` is the working directory on every host. `job_key`
+    is sent to the workers' standard input.
     """
     coordinator = join_address(_name(hosts[0]), port)
     return [
@@ -107,13 +97,9 @@ def ssh_commands(
 
 
 def remote_command(
-    program: Program,
-    variables: Mapping[str, str],
-    *,
-    folder: str,
-    grace_seconds: float,
+    program: Program, variables: Mapping[str, str], *, folder: str, grace_seconds: float
 ) -> str:
-    """The line for the remote shell, quoted: the same Python, the same folder."""
+    """The quoted line for the remote shell: the same Python, the same folder."""
     settings = [
         f"{name}={value}" for name, value in {**UNBUFFERED, **variables}.items()
     ]

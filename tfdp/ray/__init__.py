@@ -1,4 +1,4 @@
-"""Ray Train: what a `fit` in one of its workers reports to it."""
+"""Ray Train: reports the metrics and the model of `fit`."""
 
 from tfdp.ray.report import ReportCallback
 
